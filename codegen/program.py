@@ -1,0 +1,246 @@
+"""The program of one model step: buffers, weights and kernel calls in order.
+
+`codegen.lower` writes a Program from the last graph; `codegen.cpu` renders it to C++. Everything here is
+a value: frozen, comparable, and printable as JSON (`Program.to_json`).
+
+Units: widths are elements, offsets and sizes are bytes. A buffer's `offset` is bytes *per row*: the runtime
+fixes the number of rows when it opens the library (`max_tokens`, `max_outputs`, both rounded up to a
+multiple of 64), and the buffer starts at `offset * rows` of its arena. Two buffers may overlap in
+`[offset, offset + row_bytes)` when they are never alive together.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Literal
+
+PAGE_TOKENS = 64
+"""Positions held by one KV page, and the block of every attention reduction."""
+
+PAD = 32
+"""Rows of activations are padded with zeros to a multiple of this many elements."""
+
+DType = Literal["f32", "bf16", "q8"]
+KVFormat = Literal["kv32", "kv16", "kv8", "kv4"]
+_ITEM_BYTES: Mapping[str, int] = {"f32": 4, "bf16": 2, "q8": 1}
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Activations [rows, width], row-major, each row padded with zeros to `stride` elements.
+
+    `q8` is three arrays one after another: int8 codes [rows, stride], float32 scale [rows], and int32 sums
+    of the codes [rows, groups] over `group` inputs each (the last group may be short).
+    """
+
+    name: str
+    dtype: DType
+    width: int
+    group: int = 0
+    """Inputs per sum of a q8 buffer (a multiple of 32); 0 for other dtypes."""
+    rows: Literal["tokens", "outputs"] = "tokens"
+    offset: int = 0
+
+    @property
+    def stride(self) -> int:
+        """Elements from one row to the next."""
+        return round_up(self.width, PAD)
+
+    @property
+    def groups(self) -> int:
+        """Sums kept for each row (0 unless q8)."""
+        return -(-self.stride // self.group) if self.dtype == "q8" else 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the arena taken by each row."""
+        extra = 4 + 4 * self.groups if self.dtype == "q8" else 0
+        return self.stride * _ITEM_BYTES[self.dtype] + extra
+
+
+@dataclass(frozen=True)
+class Embed:
+    """out[t] = table[token_ids[t]] * scale. `table` is row-major [vocab, width]."""
+
+    kernel: ClassVar[str] = "embed"
+    name: str
+    out: str
+    table: str
+    table_dtype: Literal["f32", "bf16"]
+    vocab: int
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Norm:
+    """out = x / sqrt(mean(x^2) + eps) * weight (rms), or the layer norm; quantized too when out is q8."""
+
+    kernel: ClassVar[str] = "norm"
+    name: str
+    kind: Literal["rms", "layer"]
+    x: str
+    out: str
+    eps: float
+    weight: str | None = None
+    bias: str | None = None
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """out = x, in out's dtype: int8 per token (q8), or rounded to bf16."""
+
+    kernel: ClassVar[str] = "quantize"
+    name: str
+    x: str
+    out: str
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """y[t, n] = sum_k x[t, k] * W[n, k] + bias[n], then the epilogue.
+
+    `weights` maps the roles of the packed format (codes, scale, zero, group_scale, exponent) to weight
+    names. Epilogues: store (out = y), add (out = residual + y, both f32, residual may be out itself),
+    silu_mul (out = silu(gate) * up, width n / 2, W's 16-row blocks alternating gate and up), logits (rows
+    of an `outputs` buffer; to the caller's logits and argmax; out is None).
+    """
+
+    kernel: ClassVar[str] = "gemm"
+    name: str
+    x: str
+    format: str
+    n: int
+    k: int
+    weights: Mapping[str, str]
+    epilogue: Literal["store", "add", "silu_mul", "logits"] = "store"
+    out: str | None = None
+    bias: str | None = None
+    residual: str | None = None
+
+
+@dataclass(frozen=True)
+class RopeAppend:
+    """Rotate q (in place) and k by position, and append k and v to the layer's KV pages.
+
+    qkv: f32 [tokens, width], q, k, v starting at the given columns. `inv_freq` is a weight, f32
+    [rotary_dim / 2] (None: no rotation); `scaling` multiplies cos and sin.
+    """
+
+    kernel: ClassVar[str] = "rope_append"
+    name: str
+    qkv: str
+    q_offset: int
+    k_offset: int
+    v_offset: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layer: int
+    rotary_dim: int = 0
+    inv_freq: str | None = None
+    scaling: float = 1.0
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class Attention:
+    """out[t, h] = softmax(softcap(q k^T * scale) + mask) v over the layer's KV pages.
+
+    q: f32 at column `q_offset` of its buffer, [tokens, heads, head_dim]; out: f32 [tokens, heads * head_dim].
+    `window` > 0 lets position p see p - window + 1 .. p; `softcap` > 0 is cap * tanh(s / cap).
+    """
+
+    kernel: ClassVar[str] = "attention"
+    name: str
+    q: str
+    q_offset: int
+    out: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    layer: int
+    window: int = 0
+    softcap: float = 0.0
+
+
+@dataclass(frozen=True)
+class TakeRows:
+    """out[r] = x[output_rows[r]]: the rows whose logits are wanted. out has rows 'outputs'."""
+
+    kernel: ClassVar[str] = "take_rows"
+    name: str
+    x: str
+    out: str
+
+
+Call = Embed | Norm | Quantize | Gemm | RopeAppend | Attention | TakeRows
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """The paged KV arena: [layer][page][kv_head] blocks of `block_bytes`."""
+
+    format: KVFormat
+    layers: int
+    kv_heads: int
+    head_dim: int
+    page_tokens: int = PAGE_TOKENS
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one (layer, page, kv head): K then V, then scales and zeros where quantized."""
+        elements = self.page_tokens * self.head_dim
+        part = {"kv32": 4 * elements, "kv16": 2 * elements, "kv8": elements, "kv4": elements // 2}[self.format]
+        parameters = 4 * 4 * self.page_tokens if self.format in ("kv8", "kv4") else 0
+        return 2 * round_up(part, 64) + parameters
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers and heads."""
+        return self.layers * self.kv_heads * self.block_bytes
+
+
+@dataclass(frozen=True)
+class Program:
+    """One model step. `weights` are in the order of qc_config.weights."""
+
+    vocab_size: int
+    max_position: int
+    buffers: tuple[Buffer, ...]
+    calls: tuple[Call, ...]
+    weights: tuple[str, ...]
+    kv: KVLayout
+    _by_name: dict[str, Buffer] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_name", {b.name: b for b in self.buffers})
+
+    def buffer(self, name: str) -> Buffer:
+        """The buffer called `name` (KeyError if there is none)."""
+        return self._by_name[name]
+
+    def arena_bytes(self, rows: Literal["tokens", "outputs"]) -> int:
+        """Arena bytes needed for each row of that kind."""
+        return max((b.offset + b.row_bytes for b in self.buffers if b.rows == rows), default=0)
+
+    def to_json(self) -> str:
+        """Canonical JSON, one object per buffer and call, for graphs/ and for people."""
+        data: dict[str, Any] = {
+            "vocab_size": self.vocab_size,
+            "max_position": self.max_position,
+            "buffers": [asdict(b) for b in self.buffers],
+            "calls": [{"kernel": c.kernel, **asdict(c)} for c in self.calls],
+            "weights": list(self.weights),
+            "kv": asdict(self.kv) | {"page_bytes": self.kv.page_bytes},
+            "arena_bytes_per_token": self.arena_bytes("tokens"),
+            "arena_bytes_per_output": self.arena_bytes("outputs"),
+        }
+        return json.dumps(data, sort_keys=True, indent=1) + "\n"
