@@ -1,0 +1,57 @@
+"""Errors a user can meet, each with the exit code the command line gives it.
+
+A message is one line that names the thing at fault and says what to do about it.
+"""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_BUG = 1
+EXIT_INTERRUPTED = 130
+
+
+class QCompileError(Exception):
+    """Base of every error that is not a bug of ours. `exit_code` is the process's exit status."""
+
+    exit_code = EXIT_BUG
+
+
+class UsageError(QCompileError):
+    """The request is malformed: unknown recipe, empty prompt, missing file."""
+
+    exit_code = 2
+
+
+class UnsupportedError(QCompileError):
+    """The input is well formed, but holds something qcompile does not compile (named in the message)."""
+
+    exit_code = 3
+
+
+class QualityError(QCompileError):
+    """A quality gate was not met."""
+
+    exit_code = 4
+
+
+class ResourceError(QCompileError):
+    """Memory, disk, a compiler or a device is missing."""
+
+    exit_code = 5
+
+
+class ArtifactError(QCompileError):
+    """An artifact is damaged, of another format version, or built for another machine."""
+
+    exit_code = 6
+
+
+class PassError(UnsupportedError):
+    """A pass refuses a graph. `node` is the name of the node, `reason` why.
+
+    The message reads `rotate: node add_3: two writers of the stream are not linear`.
+    """
+
+    def __init__(self, pass_name: str, node: str, reason: str) -> None:
+        super().__init__(f"{pass_name}: node {node}: {reason}")
+        self.pass_name, self.node, self.reason = pass_name, node, reason

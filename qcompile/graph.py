@@ -1,0 +1,249 @@
+"""A model as a graph of `qcompile::` operators over weights that stay on disk.
+
+`Graph` wraps a torch.fx graph whose `get_attr` nodes name entries of a `WeightStore`. Before the `cache`
+stage its inputs are (token_ids [B, T], positions [B, T]) and its output logits [B, T, V]; from that
+stage on it is a step: see passes/cache.py.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from qcompile import ops
+from qcompile.errors import UsageError
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Facts about the model that the graph does not hold. `parameters` counts weights once when tied."""
+
+    name: str
+    vocab_size: int
+    max_position: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    parameters: int
+
+
+@dataclass
+class Weight:
+    """One named weight: its shape and dtype, and how to get its values when they are needed."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    load: Callable[[], Tensor]
+
+
+@dataclass
+class WeightStore:
+    """Weights by name, loaded one at a time and never kept: an 8B model need not fit in memory."""
+
+    entries: dict[str, Weight] = field(default_factory=dict)
+
+    def add(self, name: str, shape: Iterable[int], dtype: torch.dtype, load: Callable[[], Tensor]) -> None:
+        """Register `name`; `load()` must give a tensor of that shape and dtype each time it is called."""
+        self.entries[name] = Weight(tuple(shape), dtype, load)
+
+    def add_tensor(self, name: str, value: Tensor) -> None:
+        """Register a small constant held in memory."""
+        self.add(name, value.shape, value.dtype, lambda: value)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.entries[name].load()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
+
+
+class _Runner(fx.Interpreter):
+    """Runs a graph with weights from its store, cast to `dtype` when they are floating point."""
+
+    def __init__(self, graph: Graph, dtype: torch.dtype | None) -> None:
+        super().__init__(torch.nn.Module(), garbage_collect_values=True, graph=graph.fx)
+        self.weights, self.dtype = graph.weights, dtype
+
+    def fetch_attr(self, target: str) -> Tensor:
+        value = self.weights[target]
+        return value.to(self.dtype) if self.dtype and value.is_floating_point() else value
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Tensor:
+        return self.fetch_attr(target)
+
+
+class Graph:
+    """An fx graph, its weights, what stage it is at, and facts about the model."""
+
+    def __init__(self, graph: fx.Graph, weights: WeightStore, info: ModelInfo, stage: str = "import") -> None:
+        self.fx, self.weights, self.info, self.stage = graph, weights, info, stage
+
+    # ---- reading -----------------------------------------------------------------------------
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """All nodes in order, as a list that stays still while the graph is rewritten."""
+        return list(self.fx.nodes)
+
+    def calls(self, *names: str) -> list[fx.Node]:
+        """Nodes that call qcompile::name for one of `names` (all of ours when none is given), in order."""
+        found = ((node, ops.name_of(node.target)) for node in self.nodes if node.op == "call_function")
+        return [node for node, name in found if name and (not names or name in names)]
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """Placeholders in order."""
+        return [node for node in self.fx.nodes if node.op == "placeholder"]
+
+    @property
+    def output(self) -> fx.Node:
+        """The single output node."""
+        return next(node for node in reversed(self.fx.nodes) if node.op == "output")
+
+    def is_weight(self, node: Any) -> bool:
+        """Whether `node` depends on weights alone, so that it can be computed when the artifact is built."""
+        if not isinstance(node, fx.Node):
+            return True
+        if node.op in ("get_attr", "placeholder"):
+            return node.op == "get_attr"
+        return node.op == "call_function" and all(self.is_weight(n) for n in node.all_input_nodes)
+
+    def run(self, *inputs: Any, dtype: torch.dtype | None = None) -> Any:
+        """Run by reference bodies; with `dtype`, weights are cast to it first (float64 for exact checks)."""
+        return _Runner(self, dtype).run(*inputs)
+
+    def evaluate(self, node: fx.Node) -> Any:
+        """The value of a weight node: its weights are loaded, its operators run."""
+
+        def value(item: Any) -> Any:
+            return fx.node.map_arg(item, self.evaluate)
+
+        if node.op == "get_attr":
+            return self.weights[str(node.target)]
+        assert callable(node.target), node
+        return node.target(*value(node.args), **value(node.kwargs))
+
+    # ---- rewriting ---------------------------------------------------------------------------
+
+    def clone(self) -> Graph:
+        """A copy whose nodes can be rewritten alone; the weight store's table is copied, not its values."""
+        copied = fx.Graph()
+        values: dict[fx.Node, fx.Node] = {}
+        result = copied.graph_copy(self.fx, values)
+        copied.output(result)
+        for old, new in values.items():
+            new.meta = dict(old.meta)
+        return Graph(copied, WeightStore(dict(self.weights.entries)), self.info, self.stage)
+
+    def call(self, name: str, *args: Any) -> fx.Node:
+        """Append qcompile::name(*args) at the insertion point, its fake value inferred."""
+        node = self.fx.call_function(ops.op(name), args)
+        self.infer_node(node)
+        return node
+
+    def weight(self, name: str) -> fx.Node:
+        """The node that reads weight `name`, made at the top of the graph when there is none."""
+        for node in self.fx.nodes:
+            if node.op == "get_attr" and node.target == name:
+                return node
+        with self.fx.inserting_before(next(iter(self.fx.nodes))):
+            node = self.fx.create_node("get_attr", name)
+        self.infer_node(node)
+        return node
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Make every user of `old` read `new`, and erase `old`."""
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+        self.fx.erase_node(old)
+
+    def erase_dead(self) -> None:
+        """Drop nodes that nothing reads; inputs stay."""
+        for node in reversed(self.nodes):
+            if not node.users and node.op in ("call_function", "get_attr"):
+                self.fx.erase_node(node)
+
+    # ---- shapes ------------------------------------------------------------------------------
+
+    def infer_node(self, node: fx.Node) -> None:
+        """Set node.meta["val"] to meta tensors of the node's shape and dtype."""
+        if node.op == "get_attr":
+            entry = self.weights.entries[str(node.target)]
+            node.meta["val"] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        elif node.op == "call_function" and callable(node.target):
+            args = fx.node.map_arg(node.args, lambda n: n.meta["val"])
+            node.meta["val"] = node.target(*args, **fx.node.map_arg(node.kwargs, lambda n: n.meta["val"]))
+
+    def infer(self, inputs: Iterable[Tensor]) -> None:
+        """Infer every node's shape from meta tensors standing for the inputs."""
+        for node, value in zip(self.inputs, inputs, strict=True):
+            node.meta["val"] = value
+        for node in self.fx.nodes:
+            self.infer_node(node)
+
+    # ---- text --------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """The graph as versioned JSON: nodes in order, weights by name; no code, no pickle."""
+        nodes = [_describe(node) for node in self.fx.nodes]
+        document = {"format_version": FORMAT_VERSION, "stage": self.stage, "model": asdict(self.info), "nodes": nodes}
+        return json.dumps(document, indent=1, sort_keys=True) + "\n"
+
+    @staticmethod
+    def from_json(text: str, weights: WeightStore) -> Graph:
+        """The graph that to_json wrote. Raises UsageError on another version or an unknown operator."""
+        document = json.loads(text)
+        if document.get("format_version") != FORMAT_VERSION:
+            raise UsageError(f"graph file has format {document.get('format_version')}, this qcompile reads {FORMAT_VERSION}")
+        graph, known = fx.Graph(), {}
+        for item in document["nodes"]:
+            known[item["name"]] = _rebuild(graph, item, known)
+        model = document["model"] | {"eos_token_ids": tuple(document["model"]["eos_token_ids"])}
+        return Graph(graph, weights, ModelInfo(**model), document["stage"])
+
+
+def _describe(node: fx.Node) -> dict[str, Any]:
+    def encode(item: Any) -> Any:
+        if isinstance(item, fx.Node):
+            return {"node": item.name}
+        if isinstance(item, (list, tuple)):
+            return [encode(entry) for entry in item]
+        return item
+
+    value = node.meta.get("val")
+    shapes = [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in _tensors(value)]
+    target = {"call_function": ops.name_of(node.target) or "getitem"}.get(node.op, str(node.target))
+    extra = {"precision": node.meta["precision"]} if "precision" in node.meta else {}
+    return {"name": node.name, "op": node.op, "target": target, "args": encode(node.args), "shapes": shapes, **extra}
+
+
+def _rebuild(graph: fx.Graph, item: dict[str, Any], known: dict[str, fx.Node]) -> fx.Node:
+    def decode(value: Any) -> Any:
+        if isinstance(value, dict):
+            return known[value["node"]]
+        return [decode(entry) for entry in value] if isinstance(value, list) else value
+
+    target: Any = item["target"]
+    if item["op"] == "call_function":
+        try:
+            target = operator.getitem if target == "getitem" else ops.op(target)
+        except KeyError:
+            raise UsageError(f"graph file names operator {target}, which this qcompile does not have") from None
+    node = graph.create_node(item["op"], target, tuple(decode(item["args"])), {}, item["name"])
+    if "precision" in item:
+        node.meta["precision"] = item["precision"]
+    return node
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from _tensors(entry)

@@ -1,0 +1,339 @@
+"""Number formats: how each one rounds, what it reads back as, and how a CPU kernel wants it packed.
+
+This module is the one truth of every format; kernels, references and reports follow it. A weight is
+`[N, K]` (N output features, K inputs). Rounding is half to even throughout. Asymmetric ranges always
+include 0, so that zero is exact; zero points are integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PAGE_TOKENS = 64
+ROW_BLOCK = 16
+K_BLOCK = 32
+QOQ_RANGE = 119
+"""QServe 3.1: int8 codes within ±119 cannot leave int8 when their 4-bit groups are scaled back."""
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_MAX_EXPONENT = 2
+
+Parts = list[Tensor]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A weight format. `bits` are of a code, `group` counts inputs that share a scale (0: all of a row).
+
+    `roles` name the parts quantize_weight returns, codes first; `sum_group` is how many activation codes
+    one sum must cover for the zero points to be taken out (0: all of a row).
+    """
+
+    name: str
+    bits: int
+    group: int
+    roles: tuple[str, ...]
+    sum_group: int = 0
+    source: str = ""
+
+
+FORMATS = {
+    f.name: f
+    for f in (
+        Format("f32", 32, 0, ("codes",)),
+        Format("bf16", 16, 0, ("codes",)),
+        Format("w8_sym_channel", 8, 0, ("codes", "scale"), source="SmoothQuant; QServe 4"),
+        Format("w4_asym_g128", 4, 128, ("codes", "scale", "zero"), 128, "AWQ; MixLLM 3.1"),
+        Format("qoq_g128", 4, 128, ("codes", "group_scale", "zero", "scale"), 128, "QServe 3.1"),
+        Format("qoq_channel", 4, 0, ("codes", "zero", "scale"), source="QServe 3.1, one level"),
+        Format("mxfp4", 4, 32, ("codes", "exponent"), 32, "OCP MX 1.0; ML-SpecQD III-D"),
+    )
+}
+ACTIVATION_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+KV_BITS = {"kv32": 32, "kv16": 16, "kv8": 8, "kv4": 4}
+
+
+def groups_of(k: int, group: int) -> int:
+    """How many groups of `group` cover k inputs; the last may be short. 0 means one group."""
+    return -(-k // group) if group else 1
+
+
+# ---- rounding -----------------------------------------------------------------------------------
+
+
+def asymmetric(w: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """w [..., G] in one range per row -> codes uint8 [..., G], scale f32 [..., 1], zero uint8 [..., 1].
+
+    value = (code - zero) * scale. The range includes 0; a row of zeros gets scale 1.
+    """
+    top = 2**bits - 1
+    w = w.float()
+    low, high = (f(w, -1, keepdim=True).clamp_(**{side: 0.0}) for f, side in ((torch.amin, "max"), (torch.amax, "min")))
+    scale = (high - low) / top
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    zero = torch.round(-low / scale)
+    codes = (torch.round(w / scale) + zero).clamp_(0, top)
+    return codes.to(torch.uint8), scale, zero.to(torch.uint8)
+
+
+def symmetric(w: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """w [..., G] -> codes int8 within ±top and scale f32 [..., 1]; a row of zeros gets scale 1."""
+    w = w.float()
+    scale = w.abs().amax(-1, keepdim=True) / top
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    return torch.round(w / scale).clamp_(-top, top).to(torch.int8), scale
+
+
+def _grouped(w: Tensor, group: int) -> Tensor:
+    """[N, K] -> [N, groups, group], the last group filled up with zeros (which no range notices)."""
+    short = -w.shape[1] % group
+    return torch.nn.functional.pad(w, (0, short)).unflatten(1, (-1, group))
+
+
+def _quantize_qoq_g128(w: Tensor) -> Parts:
+    """QServe 3.1: int8 per channel within ±119, then uint4 with integer scale and zero per 128."""
+    level, scale = symmetric(w, QOQ_RANGE)
+    grouped = _grouped(level.float(), 128)
+    low, high = grouped.amin(-1, keepdim=True).clamp_(max=0), grouped.amax(-1, keepdim=True).clamp_(min=0)
+    step = torch.round((high - low) / 15).clamp_(1, 255)
+    zero = torch.round(-low / step).clamp_(0, 15)
+    codes = (torch.round(grouped / step) + zero).clamp_(0, 15).to(torch.uint8)
+    codes = codes.flatten(1)[:, : w.shape[1]].contiguous()
+    return [codes, step.squeeze(-1).to(torch.uint8), zero.squeeze(-1).to(torch.uint8), scale.squeeze(-1)]
+
+
+def _quantize_w4_g128(w: Tensor) -> Parts:
+    codes, scale, zero = asymmetric(_grouped(w.float(), 128), 4)
+    return [codes.flatten(1)[:, : w.shape[1]].contiguous(), scale.squeeze(-1), zero.squeeze(-1)]
+
+
+def _quantize_qoq_channel(w: Tensor) -> Parts:
+    codes, scale, zero = asymmetric(w, 4)
+    return [codes, zero.squeeze(-1), scale.squeeze(-1)]
+
+
+def _quantize_w8(w: Tensor) -> Parts:
+    codes, scale = symmetric(w, 127)
+    return [codes, scale.squeeze(-1)]
+
+
+def e2m1_codes(x: Tensor) -> Tensor:
+    """f32 [...] -> 4-bit codes (sign, two exponent bits, one mantissa bit), ties to the even code, saturating."""
+    size = x.abs()
+    code = torch.zeros_like(x, dtype=torch.uint8)
+    for index in range(7):
+        edge = (E2M1[index] + E2M1[index + 1]) / 2
+        code += (size >= edge) if index % 2 else (size > edge)
+    return code + 8 * (torch.signbit(x) & (code > 0)).to(torch.uint8)
+
+
+def _quantize_mxfp4(w: Tensor) -> Parts:
+    """Power-of-two scale per 32: 2^(floor(log2 max) - 2), as OCP MX 6.3 has it; codes E2M1."""
+    grouped = _grouped(w.float(), 32)
+    exponent = torch.frexp(grouped.abs().amax(-1, keepdim=True)).exponent - 1 - E2M1_MAX_EXPONENT
+    exponent = exponent.clamp_(-126, 127)
+    codes = e2m1_codes(torch.ldexp(grouped, -exponent))
+    biased = (exponent.squeeze(-1) + 127).to(torch.uint8)
+    return [codes.flatten(1)[:, : w.shape[1]].contiguous(), biased]
+
+
+_QUANTIZE: dict[str, Callable[[Tensor], Parts]] = {
+    "f32": lambda w: [w.float()],
+    "bf16": lambda w: [w.to(torch.bfloat16)],
+    "w8_sym_channel": _quantize_w8,
+    "w4_asym_g128": _quantize_w4_g128,
+    "qoq_g128": _quantize_qoq_g128,
+    "qoq_channel": _quantize_qoq_channel,
+    "mxfp4": _quantize_mxfp4,
+}
+
+
+def quantize_weight(w: Tensor, format: str) -> Parts:
+    """w [N, K] rounded to nearest in `format`: the parts in the order of FORMATS[format].roles.
+
+    Codes are [N, K], whatever their packing will be; scales and zeros are [N] or [N, groups].
+    """
+    return _QUANTIZE[format](w)
+
+
+def weight_parts(shape: Shape, format: str) -> list[tuple[Shape, torch.dtype]]:
+    """Shapes and dtypes of quantize_weight's result for a weight of `shape` [N, K]."""
+    n, k = shape
+    spec = FORMATS[format]
+    g = groups_of(k, spec.group)
+    codes = {"f32": torch.float32, "bf16": torch.bfloat16, "w8_sym_channel": torch.int8}.get(format, torch.uint8)
+    grouped: Shape = (n, g) if spec.group else (n,)
+    kinds: dict[str, tuple[Shape, torch.dtype]] = {
+        "codes": (shape, codes),
+        "scale": ((n,) if format == "qoq_g128" else grouped, torch.float32),
+        "zero": (grouped, torch.uint8),
+        "group_scale": ((n, g), torch.uint8),
+        "exponent": ((n, g), torch.uint8),
+    }
+    return [kinds[role] for role in spec.roles]
+
+
+def _spread(part: Tensor, group: int, k: int) -> Tensor:
+    """[N, groups] -> [N, K], each entry repeated over its group."""
+    return part.repeat_interleave(group, 1)[:, :k]
+
+
+def dequantize_weight(parts: Parts, format: str, k: int) -> Tensor:
+    """The f32 [N, K] that the parts of `format` stand for."""
+    named = dict(zip(FORMATS[format].roles, parts, strict=True))
+    codes = named["codes"].float()
+    if format in ("f32", "bf16"):
+        return codes
+    if format == "w8_sym_channel":
+        return codes * named["scale"][:, None]
+    if format == "qoq_channel":
+        return (codes - named["zero"][:, None]) * named["scale"][:, None]
+    if format == "w4_asym_g128":
+        return (codes - _spread(named["zero"], 128, k)) * _spread(named["scale"], 128, k)
+    if format == "qoq_g128":
+        level = (codes - _spread(named["zero"], 128, k)) * _spread(named["group_scale"], 128, k)
+        return level * named["scale"][:, None]
+    table = torch.tensor(E2M1 + tuple(-v for v in E2M1))
+    return torch.ldexp(table[named["codes"].long()], _spread(named["exponent"].int() - 127, 32, k))
+
+
+# ---- activations --------------------------------------------------------------------------------
+
+
+def quantize_activation(x: Tensor, dtype: str, group: int) -> Parts:
+    """x [..., K] -> [x] in bf16 or f32, or for int8 [codes, scale f32 [...], sums int32 [..., K/group]].
+
+    int8 is per token: codes = round(x * (1 / scale)) with scale = max |x| / 127, the reciprocal taken once in
+    f32 as the kernels do. `sums` cover `group` codes each (0: all), the last group may be short.
+    """
+    if dtype != "int8":
+        return [x.to(ACTIVATION_DTYPES[dtype])]
+    x = x.float()
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    codes = torch.round(x * (1.0 / scale)).clamp_(-127, 127).to(torch.int8)
+    group = group or x.shape[-1]
+    padded = torch.nn.functional.pad(codes, (0, -x.shape[-1] % group))
+    sums = padded.unflatten(-1, (-1, group)).sum(-1, dtype=torch.int32)
+    return [codes, scale.squeeze(-1), sums]
+
+
+def dequantize_activation(parts: Parts) -> Tensor:
+    """The f32 [..., K] that quantize_activation's parts stand for."""
+    return parts[0].float() if len(parts) == 1 else parts[0].float() * parts[1][..., None]
+
+
+def round_trip_kv(x: Tensor, format: str) -> Tensor:
+    """Keys or values [..., D] as the cache of `format` reads them back: per head and token, asymmetric.
+
+    Source: QServe 3.2 (dynamic, per head, scale and zero stored in the page).
+    """
+    bits = KV_BITS[format]
+    if bits == 32:
+        return x.clone()
+    if bits == 16:
+        return x.to(torch.bfloat16).to(x.dtype)
+    codes, scale, zero = asymmetric(x, bits)
+    return ((codes.float() - zero.float()) * scale).to(x.dtype)
+
+
+def kv_page_bytes(format: str, kv_heads: int, head_dim: int) -> int:
+    """Bytes of one page of one layer: PAGE_TOKENS keys and values per head, and their scales and zeros (f32)."""
+    codes = 2 * PAGE_TOKENS * head_dim * KV_BITS[format] // 8
+    extra = 4 * PAGE_TOKENS * 4 if KV_BITS[format] <= 8 else 0
+    return kv_heads * (codes + extra)
+
+
+# ---- packing for CPU kernels --------------------------------------------------------------------
+#
+# Rows go in blocks of 16 (one 512-bit register of int32 sums), inputs in blocks of 32; both are filled up
+# with weights of zero. One packing serves every instruction set.
+#   f32   [row block][k][16 rows]
+#   bf16  [row block][k / 2][16 rows][2 inputs]
+#   int8  [row block][k / 4][16 rows][4 inputs], code + 128, since the dot product takes it unsigned
+#   4 bit [row block][k / 8][16 rows][4 bytes]: byte j has input 8b + j in its low nibble, 8b + 4 + j in its high
+#   per row [rows]; per group [row block][group][16 rows]
+
+
+def padded_rows(n: int) -> int:
+    """Rows of a packed weight of n output features."""
+    return -(-n // ROW_BLOCK) * ROW_BLOCK
+
+
+def padded_inputs(k: int) -> int:
+    """Inputs of a packed weight of k inputs, and of the activations that meet it."""
+    return -(-k // K_BLOCK) * K_BLOCK
+
+
+def _pack_codes(codes: Tensor, format: str) -> Tensor:
+    n, k = codes.shape
+    if format == "w8_sym_channel":
+        codes = (codes.to(torch.int16) + 128).to(torch.uint8)
+    fill = 128 if format == "w8_sym_channel" else 0
+    pad = (0, padded_inputs(k) - k, 0, padded_rows(n) - n)
+    if any(pad):
+        codes = torch.nn.functional.pad(codes, pad, value=fill)
+    blocks = codes.unflatten(0, (-1, ROW_BLOCK))  # [row block, 16, K]
+    if format == "f32":
+        return blocks.transpose(1, 2)
+    if format in ("bf16", "w8_sym_channel"):
+        return blocks.unflatten(2, (-1, 2 if format == "bf16" else 4)).transpose(1, 2)
+    nibbles = blocks.unflatten(2, (-1, 2, 4))  # [row block, 16, K/8, low or high, 4]
+    return (nibbles[..., 0, :] | (nibbles[..., 1, :] << 4)).transpose(1, 2)
+
+
+def _pack_side(part: Tensor) -> Tensor:
+    """[N] or [N, groups] -> per row or [row block][group][16]."""
+    n = part.shape[0]
+    pad = padded_rows(n) - n
+    if part.dim() == 1:
+        return torch.nn.functional.pad(part, (0, pad))
+    return torch.nn.functional.pad(part, (0, 0, 0, pad)).unflatten(0, (-1, ROW_BLOCK)).transpose(1, 2)
+
+
+def _blob(t: Tensor) -> Tensor:
+    flat = t.contiguous().flatten().view(torch.uint8)
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % 64))
+
+
+def pack_weight(parts: Parts, format: str) -> dict[str, Tensor]:
+    """The parts of a weight as flat uint8 blobs by role, each a multiple of 64 bytes long."""
+    roles = FORMATS[format].roles
+    return {
+        role: _blob(_pack_codes(part, format) if role == "codes" else _pack_side(part))
+        for role, part in zip(roles, parts, strict=True)
+    }
+
+
+def packed_bytes(n: int, k: int, format: str) -> dict[str, int]:
+    """Bytes of each blob of pack_weight for a weight [n, k]."""
+    sizes = {}
+    for role, (shape, dtype) in zip(FORMATS[format].roles, weight_parts((n, k), format), strict=True):
+        if role == "codes":
+            raw = padded_rows(n) * padded_inputs(k) * FORMATS[format].bits // 8
+        else:
+            raw = padded_rows(n) * (shape[1] if len(shape) > 1 else 1) * dtype.itemsize
+        sizes[role] = -(-raw // 64) * 64
+    return sizes
+
+
+def unpack_codes(blob: Tensor, n: int, k: int, format: str) -> Tensor:
+    """Codes [n, k] back out of the `codes` blob of pack_weight (tests and inspection)."""
+    rows, inputs = padded_rows(n), padded_inputs(k)
+    flat = blob[: rows * inputs * FORMATS[format].bits // 8]
+    if format in ("f32", "bf16"):
+        wide = flat.view(ACTIVATION_DTYPES[format])
+        per = 1 if format == "f32" else 2
+        codes = wide.view(-1, inputs // per, ROW_BLOCK, per).transpose(1, 2).reshape(rows, inputs)
+    elif format == "w8_sym_channel":
+        codes = (flat.to(torch.int16) - 128).to(torch.int8)
+        codes = codes.view(-1, inputs // 4, ROW_BLOCK, 4).transpose(1, 2).reshape(rows, inputs)
+    else:
+        packed = flat.view(-1, inputs // 8, ROW_BLOCK, 4).transpose(1, 2)
+        codes = torch.stack((packed & 15, packed >> 4), -2).reshape(rows, inputs)
+    return codes[:n, :k]
