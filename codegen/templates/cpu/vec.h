@@ -1,0 +1,100 @@
+// vec.h: 16-lane vectors of GCC's vector extension, shared by every generated C++ file.
+//
+// One meaning on every ISA: on AVX-512 a value is one zmm register, elsewhere the compiler splits it.
+// Compile with -ffp-contract=off: a*b+c written here must stay a multiply and an add, so that results
+// are the same on every ISA; where a fused multiply-add is wanted it is asked for by name.
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+#define QC_INLINE static inline __attribute__((always_inline))
+#define QC_RESTRICT __restrict__
+
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef int16_t i16x16 __attribute__((vector_size(32)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef int8_t i8x16 __attribute__((vector_size(16)));
+typedef uint8_t u8x16 __attribute__((vector_size(16)));
+typedef uint8_t u8x64 __attribute__((vector_size(64)));
+
+// Unaligned load and store of any vector type: load<f32x16>(p), store(p, v).
+template <class V>
+QC_INLINE V load(const void* p) {
+  V v;
+  memcpy(&v, p, sizeof(V));
+  return v;
+}
+template <class V>
+QC_INLINE void store(void* p, V v) {
+  memcpy(p, &v, sizeof(V));
+}
+// Same bits, another type of the same size.
+template <class V, class W>
+QC_INLINE V bitcast(W w) {
+  static_assert(sizeof(V) == sizeof(W), "bitcast keeps the size");
+  V v;
+  memcpy(&v, &w, sizeof(V));
+  return v;
+}
+
+QC_INLINE f32x16 splat(float x) { return f32x16{} + x; }
+QC_INLINE i32x16 splat(int32_t x) { return i32x16{} + x; }
+QC_INLINE f32x16 to_f32(i32x16 v) { return __builtin_convertvector(v, f32x16); }
+QC_INLINE f32x16 to_f32(u8x16 v) { return __builtin_convertvector(v, f32x16); }
+QC_INLINE f32x16 select(i32x16 mask, f32x16 yes, f32x16 no) {  // mask lanes are 0 or -1, as comparisons give
+  return bitcast<f32x16>((bitcast<i32x16>(yes) & mask) | (bitcast<i32x16>(no) & ~mask));
+}
+QC_INLINE f32x16 vmax(f32x16 a, f32x16 b) { return select(a > b, a, b); }
+QC_INLINE f32x16 vmin(f32x16 a, f32x16 b) { return select(a < b, a, b); }
+QC_INLINE f32x16 vabs(f32x16 a) { return bitcast<f32x16>(bitcast<i32x16>(a) & 0x7fffffff); }
+
+// Round to nearest even, for |x| < 2^22: adding 1.5 * 2^23 leaves the integer in the low mantissa bits.
+constexpr float kRoundMagic = 12582912.0f;
+QC_INLINE f32x16 round_even(f32x16 x) { return (x + kRoundMagic) - kRoundMagic; }
+QC_INLINE i32x16 round_to_i32(f32x16 x) {
+  return bitcast<i32x16>(x + kRoundMagic) - bitcast<int32_t>(kRoundMagic);
+}
+
+// bfloat16 <-> float; to bf16 rounds to nearest even (NaN is not kept apart: no NaN reaches the kernels).
+QC_INLINE f32x16 bf16_to_f32(u16x16 v) {
+  return bitcast<f32x16>(__builtin_convertvector(v, u32x16) << 16);
+}
+QC_INLINE u16x16 f32_to_bf16(f32x16 v) {
+  u32x16 u = bitcast<u32x16>(v);
+  return __builtin_convertvector((u + 0x7fffu + ((u >> 16) & 1u)) >> 16, u16x16);
+}
+QC_INLINE float bf16_to_f32(uint16_t v) { return bitcast<float>((uint32_t)v << 16); }
+
+// Sum and maximum over the 16 lanes, in a fixed tree order.
+QC_INLINE float reduce_add(f32x16 v) {
+  float t[16];
+  store(t, v);
+  for (int w = 8; w; w /= 2)
+    for (int i = 0; i < w; ++i) t[i] += t[i + w];
+  return t[0];
+}
+QC_INLINE float reduce_max(f32x16 v) {
+  float t[16];
+  store(t, v);
+  for (int w = 8; w; w /= 2)
+    for (int i = 0; i < w; ++i) t[i] = t[i] > t[i + w] ? t[i] : t[i + w];
+  return t[0];
+}
+
+// e^x, relative error below 1.2e-7 on [-87, 88]; clamped outside, so it is never 0, infinite or NaN.
+// x = n ln2 + r with |r| <= ln2/2 (ln2 in two parts), e^r by a degree 7 Chebyshev interpolant, then 2^n by exponent bits.
+QC_INLINE f32x16 vexp(f32x16 x) {
+  x = vmin(vmax(x, splat(-87.0f)), splat(88.0f));
+  f32x16 n = round_even(x * 1.44269504f);
+  f32x16 r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  f32x16 p = splat(0.000198911803f);
+  p = p * r + 0.00139338209f;
+  p = p * r + 0.00833331048f;
+  p = p * r + 0.041666463f;
+  p = p * r + 0.166666672f;
+  p = p * r + 0.5f;
+  p = (p * (r * r) + r) + 1.0f;
+  return bitcast<f32x16>(bitcast<i32x16>(p) + (round_to_i32(n) << 23));
+}
