@@ -1,0 +1,35 @@
+"""qcompile: a compiler from PyTorch decoder language models to quantized kernels.
+
+    qcompile.build("samples/pycode-26m", "out", recipe="w4a8")
+    llm = qcompile.load("out")
+    print(llm.generate("def main(", max_tokens=64)[0].outputs[0].text)
+
+Names are imported on first use: loading an artifact must not wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qcompile.pipeline import build as build
+    from qcompile.runtime.llm import LLM as LLM
+    from qcompile.runtime.llm import load as load
+    from qcompile.runtime.sampling import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__", "build", "load"]
+
+_HOMES = {
+    "build": "qcompile.pipeline",
+    "load": "qcompile.runtime.llm",
+    "LLM": "qcompile.runtime.llm",
+    "SamplingParams": "qcompile.runtime.sampling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'qcompile' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,398 @@
+"""The artifact directory on disk: written whole or not at all, and verified bit by bit.
+
+An artifact is a directory with `qcompile.json` (the manifest) and the files it lists. The writer works in
+a sibling directory `.NAME.tmp-*`, which it holds a lock on, and renames it into place as its last act; so a
+killed build leaves nothing under NAME, and the next build to the same place removes what is not locked.
+
+Every file's SHA-256 stands in the manifest and the manifest's own stands in itself: it is canonical JSON, so
+a reader serializes what it parsed and compares bytes. Weights are split over several files because one
+SHA-256 cannot be computed by two threads.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import glob
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Any
+
+from qcompile.errors import ArtifactError, ResourceError, UsageError
+
+FORMAT_VERSION = 1
+MANIFEST = "qcompile.json"
+ALIGNMENT = 64
+SHARD_BYTES = 128 << 20
+_CHUNK = 1 << 20
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
+
+Manifest = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """One packed tensor: its name and its size in bytes, a multiple of 64."""
+
+    name: str
+    bytes: int
+
+
+def canonical_json(value: object) -> bytes:
+    """The one way this format writes JSON; equal values give equal bytes."""
+    return (json.dumps(value, sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
+
+
+def _seal(manifest: Manifest) -> str:
+    """SHA-256 of the manifest without its own seal."""
+    return hashlib.sha256(canonical_json({k: v for k, v in manifest.items() if k != "sha256"})).hexdigest()
+
+
+@contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    """Say in one line which path the disk refused, and why."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise ResourceError(f"no space left on the disk for {path}: free some space") from error
+        if error.errno in _READ_ONLY:
+            raise ResourceError(f"cannot write {path}: {error.strerror}; choose another directory") from error
+        raise ResourceError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _fsync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def plan_shards(sizes: Sequence[int], limit: int = SHARD_BYTES) -> list[range]:
+    """Cut consecutive tensors of these sizes (bytes) into files of about equal size, about `limit` each.
+
+    An even number of files, at least two (fewer only when there are fewer tensors): the loader hashes
+    files on two or more threads, and the time it takes is that of the busiest.
+    """
+    total = sum(sizes)
+    files = min(len(sizes), max(2, -(-total // limit) + (-(-total // limit)) % 2))
+    shards: list[range] = []
+    start, done = 0, 0
+    for index, size in enumerate(sizes):
+        # Cut before this tensor if that leaves the running total nearer to this file's fair share.
+        share = total * (len(shards) + 1) / files
+        if index > start and len(shards) < files - 1 and done + size / 2 > share:
+            shards.append(range(start, index))
+            start = index
+        done += size
+    if sizes:
+        shards.append(range(start, len(sizes)))
+    return shards
+
+
+def _safetensors_header(specs: Sequence[WeightSpec]) -> bytes:
+    """Length and JSON header of a safetensors file of flat uint8 tensors, padded to the alignment."""
+    entries: dict[str, object] = {}
+    offset = 0
+    for spec in specs:
+        entries[spec.name] = {
+            "dtype": "U8",
+            "shape": [spec.bytes],
+            "data_offsets": [offset, offset + spec.bytes],
+        }
+        offset += spec.bytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+class ArtifactWriter:
+    """Writes one artifact; use as a context manager, and call `finish` as the last thing.
+
+    Leaving the `with` block without `finish`, by whatever exception, removes all that was written.
+    Raises UsageError if `path` exists and is neither an artifact nor an empty directory, and ResourceError
+    if the disk is full or may not be written.
+    """
+
+    def __init__(self, path: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
+        self.path = Path(os.path.realpath(path))
+        self._shard_bytes = shard_bytes
+        self._files: dict[str, dict[str, Any]] = {}
+        self._finished = False
+        _check_replaceable(self.path)
+        with _disk_errors(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(self.path)
+            self._dir, self._lock = _locked_sibling(self.path)
+
+    def __enter__(self) -> ArtifactWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if not self._finished:
+                shutil.rmtree(self._dir, ignore_errors=True)
+        finally:
+            os.close(self._lock)
+
+    def add_file(self, name: str, content: bytes | str | Path) -> None:
+        """Add a file at the relative path `name`: bytes, text, or a copy of an existing file."""
+        data = content.encode() if isinstance(content, str) else content
+        if isinstance(data, Path):
+            try:
+                self._write(name, iter([data.read_bytes()]))
+            except OSError as error:
+                raise ResourceError(f"cannot read {data}: {error.strerror}") from error
+        else:
+            self._write(name, iter([data]))
+
+    def add_weights(self, specs: Sequence[WeightSpec], pieces: Iterable[Any]) -> list[dict[str, Any]]:
+        """Stream packed tensors into `weights-*.safetensors`; returns the manifest's runtime.weights.
+
+        `pieces` yields buffers (bytes, memoryview, contiguous arrays) that follow each other as `specs`
+        do; a tensor may come in several pieces, a piece never holds parts of two tensors. Each entry
+        returned is {name, file, offset, bytes}; offset counts from the start of the file.
+        """
+        for spec in specs:
+            if spec.bytes <= 0 or spec.bytes % ALIGNMENT:
+                raise ValueError(f"weight {spec.name}: {spec.bytes} bytes not a multiple of {ALIGNMENT}")
+        if len({spec.name for spec in specs}) != len(specs):
+            raise ValueError("two weights share a name")
+        need = sum(spec.bytes for spec in specs)
+        free = shutil.disk_usage(self._dir).free
+        if need > free:
+            raise ResourceError(f"no space on the disk for {self.path}: {need:,} bytes needed, {free:,} free")
+        entries: list[dict[str, Any]] = []
+        source = iter(pieces)
+        for number, shard in enumerate(plan_shards([spec.bytes for spec in specs], self._shard_bytes)):
+            name, members = f"weights-{number:05d}.safetensors", [specs[i] for i in shard]
+            header = _safetensors_header(members)
+            self._write(name, _shard_bytes(header, members, source))
+            offset = len(header)
+            for spec in members:
+                entries.append({"name": spec.name, "file": name, "offset": offset, "bytes": spec.bytes})
+                offset += spec.bytes
+        return entries
+
+    def finish(self, manifest: Manifest) -> Path:
+        """Write the manifest (format version, files and seal are filled in here), and rename into place."""
+        complete = dict(manifest, format_version=FORMAT_VERSION, files=self._files)
+        complete["sha256"] = _seal(complete)
+        with _disk_errors(self.path):
+            for folder, _, _ in os.walk(self._dir):
+                _fsync_directory(Path(folder))
+            self._write(MANIFEST, iter([canonical_json(complete)]))
+            _fsync_directory(self._dir)
+            self._install()
+        return self.path
+
+    def _write(self, name: str, pieces: Iterator[Any]) -> None:
+        """Write one file, hashing as it goes."""
+        target = self._dir / _relative(name)
+        digest, size = hashlib.sha256(), 0
+        with _disk_errors(self.path / name):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            file = open(target, "xb", buffering=0)
+        with file:
+            for piece in pieces:
+                view = memoryview(piece).cast("B")
+                digest.update(view)
+                size += len(view)
+                with _disk_errors(self.path / name):
+                    _write_all(file.fileno(), view)
+            with _disk_errors(self.path / name):
+                os.fsync(file.fileno())
+        self._files[name] = {"bytes": size, "sha256": digest.hexdigest()}
+
+    def _install(self) -> None:
+        """The rename. An older artifact steps aside first and is deleted last."""
+        _check_replaceable(self.path)
+        os.chmod(self._dir, 0o777 & ~_umask())
+        aside: Path | None = None
+        if (self.path / MANIFEST).exists():
+            aside = Path(tempfile.mkdtemp(prefix=_leftover_prefix(self.path), dir=self.path.parent)) / "old"
+            os.rename(self.path, aside)
+        try:
+            os.rename(self._dir, self.path)
+        except OSError:
+            if aside:
+                os.rename(aside, self.path)
+            raise
+        self._finished = True
+        _fsync_directory(self.path.parent)
+        if aside:
+            shutil.rmtree(aside.parent, ignore_errors=True)
+
+
+def _write_all(fd: int, view: memoryview) -> None:
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _shard_bytes(header: bytes, specs: Sequence[WeightSpec], pieces: Iterator[Any]) -> Iterator[Any]:
+    """Header, then exactly the bytes of these tensors."""
+    yield header
+    for spec in specs:
+        left = spec.bytes
+        while left > 0:
+            piece = memoryview(next(pieces)).cast("B")
+            left -= len(piece)
+            yield piece
+        if left < 0:
+            raise ValueError(f"weight {spec.name}: {-left} bytes more than declared")
+
+
+def _umask() -> int:
+    """The process's umask; mkdtemp ignores it and makes directories private."""
+    with open("/proc/self/status", "rb") as status:
+        for line in status:
+            if line.startswith(b"Umask:"):
+                return int(line.split()[1], 8)
+    return 0o022
+
+
+def _leftover_prefix(path: Path) -> str:
+    return f".{path.name}.tmp-"
+
+
+def _locked_sibling(path: Path) -> tuple[Path, int]:
+    """A new temporary directory beside `path`, and the descriptor whose lock says a build is at work."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_leftover_prefix(path), dir=path.parent))
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # another build took it for a leftover before we had the lock
+            os.close(lock)
+            continue
+        if folder.exists():
+            return folder, lock
+        os.close(lock)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Delete what killed builds of `path` left behind; directories still locked belong to running builds."""
+    for folder in path.parent.glob(f"{glob.escape(_leftover_prefix(path))}*/"):
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+def _check_replaceable(path: Path) -> None:
+    """UsageError unless `path` is free, an empty directory, or an artifact."""
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise UsageError(f"output {path} is a file: choose another directory")
+    if any(path.iterdir()) and not (path / MANIFEST).is_file():
+        raise UsageError(f"output {path} holds other files: choose another directory")
+
+
+def _relative(name: str) -> PurePosixPath:
+    """`name` as a path that stays inside the artifact."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts or str(path) != name:
+        raise ArtifactError(f"file name {name!r} leaves the artifact")
+    return path
+
+
+def read_manifest(path: str | Path) -> Manifest:
+    """Parse and check `qcompile.json` of the artifact at `path`.
+
+    Raises UsageError if there is no such directory, ArtifactError if the manifest is missing, damaged or of
+    another format version.
+    """
+    root = Path(path)
+    if not root.is_dir():
+        raise UsageError(f"{root}: no such artifact directory")
+    try:
+        raw = (root / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        raise ArtifactError(f"{root}: not an artifact (no {MANIFEST})") from None
+    except OSError as error:
+        raise ArtifactError(f"{root}: cannot read {MANIFEST}: {error.strerror}") from error
+    damaged = ArtifactError(f"{root}: {MANIFEST} is damaged; build the artifact again")
+    try:
+        manifest = json.loads(raw)
+        intact = isinstance(manifest, dict) and canonical_json(manifest) == raw
+    except (ValueError, RecursionError):
+        raise damaged from None
+    if not intact or manifest.get("sha256") != _seal(manifest):
+        raise damaged
+    if manifest.get("format_version") != FORMAT_VERSION:
+        found = manifest.get("format_version")
+        raise ArtifactError(
+            f"{root}: artifact format {found}, this qcompile reads {FORMAT_VERSION}; rebuild it"
+        )
+    checked: Manifest = manifest
+    for name in checked["files"]:
+        _relative(name)
+    return checked
+
+
+def file_problem(
+    root: Path, name: str, expected: dict[str, Any], into: memoryview | None = None
+) -> str | None:
+    """Hash one file of an artifact against its manifest entry; what is wrong with it, or None.
+
+    With `into` (exactly the file's size) the bytes are read into that memory and hashed there, a chunk at
+    a time while it is still in the cache; this is how weights are loaded.
+    """
+    try:
+        with open(root / name, "rb", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size != expected["bytes"]:
+                return f"{name}: {os.fstat(file.fileno()).st_size} bytes instead of {expected['bytes']}"
+            digest = _hash_through(file.fileno(), expected["bytes"], into)
+    except OSError as error:
+        return f"{name}: {error.strerror or error}"
+    return None if digest == expected["sha256"] else f"{name}: SHA-256 differs"
+
+
+def _hash_through(fd: int, size: int, into: memoryview | None) -> str:
+    """SHA-256 of the next `size` bytes of a file, kept in `into` if given; empty if the file is shorter."""
+    digest = hashlib.sha256()
+    scratch = memoryview(bytearray(min(_CHUNK, size))) if into is None else into
+    done = 0
+    while done < size:
+        room = scratch[: size - done] if into is None else scratch[done : done + _CHUNK]
+        count = os.readv(fd, [room])
+        if count == 0:
+            return ""
+        digest.update(room[:count])
+        done += count
+    return digest.hexdigest()
+
+
+def verify(path: str | Path) -> list[str]:
+    """Every problem of the artifact at `path`, one line each; an empty list means every bit is as built."""
+    root = Path(path)
+    try:
+        manifest = read_manifest(root)
+    except ArtifactError as error:
+        return [str(error)]
+    files: dict[str, dict[str, Any]] = manifest["files"]
+    present = {str(PurePosixPath(p.relative_to(root))) for p in root.rglob("*") if not p.is_dir()}
+    problems = [f"{name}: not in the manifest" for name in sorted(present - set(files) - {MANIFEST})]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        found = pool.map(lambda item: file_problem(root, item[0], item[1]), sorted(files.items()))
+        problems += [problem for problem in found if problem]
+    return problems
