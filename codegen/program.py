@@ -67,7 +67,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Embed:
-    """out[t] = table[token_ids[t]] * scale. `table` is row-major [vocab, width]."""
+    """out[t] = table[id] * scale, id = token_ids[t] or positions[t] by `index`. `table` is row-major [vocab, width]."""
 
     kernel: ClassVar[str] = "embed"
     name: str
@@ -76,6 +76,7 @@ class Embed:
     table_dtype: Literal["f32", "bf16"]
     vocab: int
     scale: float = 1.0
+    index: Literal["tokens", "positions"] = "tokens"
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,25 @@ class TakeRows:
     out: str
 
 
-Call = Embed | Norm | Quantize | Gemm | RopeAppend | Attention | TakeRows
+@dataclass(frozen=True)
+class Elementwise:
+    """out = kind(x, operand), all f32 [rows, width]; out may be x itself.
+
+    Kinds: silu, gelu (erf), gelu_tanh, relu, relu2, tanh, sigmoid (no operand); scale (times `factor`); add and
+    mul (operand is the buffer `other`, or the weight vector `weight` [width]).
+    """
+
+    kernel: ClassVar[str] = "elementwise"
+    name: str
+    kind: str
+    x: str
+    out: str
+    other: str | None = None
+    weight: str | None = None
+    factor: float = 1.0
+
+
+Call = Embed | Norm | Quantize | Gemm | RopeAppend | Attention | TakeRows | Elementwise
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from qcompile import ops
 from qcompile.errors import UsageError
 
 FORMAT_VERSION = 1
+KEPT_META = ("precision", "storage")
+"""Annotations of passes that belong to the graph and are written with it."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ def _describe(node: fx.Node) -> dict[str, Any]:
     value = node.meta.get("val")
     shapes = [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in _tensors(value)]
     target = {"call_function": ops.name_of(node.target) or "getitem"}.get(node.op, str(node.target))
-    extra = {"precision": node.meta["precision"]} if "precision" in node.meta else {}
+    extra = {key: node.meta[key] for key in KEPT_META if node.meta.get(key)}
     return {"name": node.name, "op": node.op, "target": target, "args": encode(node.args), "shapes": shapes, **extra}
 
 
@@ -236,8 +238,7 @@ def _rebuild(graph: fx.Graph, item: dict[str, Any], known: dict[str, fx.Node]) -
         except KeyError:
             raise UsageError(f"graph file names operator {target}, which this qcompile does not have") from None
     node = graph.create_node(item["op"], target, tuple(decode(item["args"])), {}, item["name"])
-    if "precision" in item:
-        node.meta["precision"] = item["precision"]
+    node.meta.update({key: item[key] for key in KEPT_META if key in item})
     return node
 
 

@@ -296,16 +296,27 @@ def _pack_side(part: Tensor) -> Tensor:
     return torch.nn.functional.pad(part, (0, 0, 0, pad)).unflatten(0, (-1, ROW_BLOCK)).transpose(1, 2)
 
 
-def _blob(t: Tensor) -> Tensor:
+def as_blob(t: Tensor) -> Tensor:
+    """The bytes of `t`, row-major, as flat uint8 filled up with zeros to a multiple of 64."""
     flat = t.contiguous().flatten().view(torch.uint8)
     return torch.nn.functional.pad(flat, (0, -flat.numel() % 64))
+
+
+def pack_vector(value: Tensor) -> Tensor:
+    """A vector [N] as an f32 blob of whole row blocks: biases, norm weights, rotary frequencies."""
+    return as_blob(torch.nn.functional.pad(value.float(), (0, padded_rows(value.shape[0]) - value.shape[0])))
+
+
+def packed_vector_bytes(n: int) -> int:
+    """Bytes of pack_vector for n values."""
+    return 4 * padded_rows(n)
 
 
 def pack_weight(parts: Parts, format: str) -> dict[str, Tensor]:
     """The parts of a weight as flat uint8 blobs by role, each a multiple of 64 bytes long."""
     roles = FORMATS[format].roles
     return {
-        role: _blob(_pack_codes(part, format) if role == "codes" else _pack_side(part))
+        role: as_blob(_pack_codes(part, format) if role == "codes" else _pack_side(part))
         for role, part in zip(roles, parts, strict=True)
     }
 

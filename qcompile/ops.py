@@ -151,14 +151,19 @@ def rope(x: Tensor, positions: Tensor, inv_freq: Tensor, scaling: float, interle
     return torch.cat((turned, tail), -1)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float, sinks: Tensor | None = None
+) -> Tensor:
     """q [..., Q, H, D], k and v [..., S, Hk, D], mask bool broadcastable to [..., 1, Q, S] -> [..., Q, H, D]."""
     groups = q.shape[-2] // k.shape[-2]
     k, v = (t.repeat_interleave(groups, -2).transpose(-2, -3) for t in (k, v))
     scores = q.transpose(-2, -3) @ k.transpose(-1, -2) * scale
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
-    weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), -1)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].to(scores.dtype).expand(*scores.shape[:-1], 1)), -1)
+    weights = torch.softmax(scores, -1)[..., : k.shape[-2]]
     return (weights @ v).transpose(-2, -3).contiguous()
 
 
@@ -185,10 +190,8 @@ def attention(
     `softcap` > 0 bounds scores as softcap * tanh(score / softcap); sinks [H] are extra scores that
     take part in the softmax's sum alone.
     """
-    if sinks is not None:
-        raise NotImplementedError("attention sinks")
     place = torch.arange(q.shape[1], device=q.device)
-    return _attend(q, k, v, _visible(place, place, window), scale, softcap)
+    return _attend(q, k, v, _visible(place, place, window), scale, softcap, sinks)
 
 
 # ---- quantized linears --------------------------------------------------------------------------

@@ -1,0 +1,256 @@
+"""Lower: the last graph becomes a Program, and its weight expressions become packed weights to stream.
+
+One function per operator; an operator without one is refused by name. Values already have their places
+(passes/plan_memory.py), so a call is the operator's arguments with buffers for values and names for weights.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from qcompile import numerics, ops
+from qcompile.codegen import program as p
+from qcompile.errors import PassError
+from qcompile.graph import Graph
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """One logical weight of the artifact: `blobs` are (name, bytes) in order, `produce` computes them."""
+
+    blobs: tuple[tuple[str, int], ...]
+    produce: Callable[[], Iterator[Tensor]]
+
+
+@dataclass
+class Lowering:
+    """State while a graph is lowered: buffers by name, calls in order, weights in streaming order."""
+
+    graph: Graph
+    buffers: dict[str, p.Buffer] = field(default_factory=dict)
+    calls: list[p.Call] = field(default_factory=list)
+    weights: list[PackedWeight] = field(default_factory=list)
+    _named: dict[tuple[fx.Node, str], tuple[str, ...]] = field(default_factory=dict)
+
+    # ---- values ------------------------------------------------------------------------------
+
+    def buffer(self, node: Any, *, whole: bool = True) -> str:
+        """Name of the buffer `node` lives in; with `whole`, it must start at column 0."""
+        storage = node.meta["storage"]
+        if whole and storage["column"]:
+            raise PassError("codegen", node.name, "this operator has no kernel that reads a slice of a wider value")
+        name = storage["buffer"]
+        if name not in self.buffers:
+            self.buffers[name] = p.Buffer(
+                name, storage["dtype"], storage["width"], storage["group"], storage["rows"], storage["offset"]
+            )
+        return name
+
+    # ---- weights -----------------------------------------------------------------------------
+
+    def vector(self, node: Any) -> str | None:
+        """A weight [N] as f32, padded to whole row blocks; None stays None."""
+        if node is None:
+            return None
+
+        def blobs() -> Iterator[Tensor]:
+            value = self.graph.evaluate(node).float()
+            yield numerics.pack_vector(value)
+
+        size = numerics.packed_vector_bytes(node.meta["val"].shape[0])
+        return self._register(node, "vector", (("", size),), blobs)[0]
+
+    def table(self, node: fx.Node) -> tuple[str, str]:
+        """An embedding table row-major, and its dtype: bf16 where the checkpoint has bf16, else f32."""
+        meta = node.meta["val"]
+        dtype = "bf16" if meta.dtype == torch.bfloat16 else "f32"
+
+        def blobs() -> Iterator[Tensor]:
+            yield numerics.as_blob(self.graph.evaluate(node).to(numerics.ACTIVATION_DTYPES[dtype]))
+
+        size = -(-meta.numel() * numerics.ACTIVATION_DTYPES[dtype].itemsize // 64) * 64
+        return self._register(node, "table", (("", size),), blobs)[0], dtype
+
+    def packed(self, node: fx.Node, format: str) -> dict[str, str]:
+        """Role -> name of the packed parts of quantize_weight(w, format)."""
+        w = node.args[0]
+        assert isinstance(w, fx.Node)
+        n, k = w.meta["val"].shape
+        sizes = numerics.packed_bytes(n, k, format)
+
+        def blobs() -> Iterator[Tensor]:
+            yield from numerics.pack_weight(self.graph.evaluate(node), format).values()
+
+        names = self._register(w, format, tuple((f".{role}", size) for role, size in sizes.items()), blobs)
+        return dict(zip(sizes, names, strict=True))
+
+    def _register(
+        self, node: fx.Node, kind: str, parts: tuple[tuple[str, int], ...], produce: Callable[[], Iterator[Tensor]]
+    ) -> tuple[str, ...]:
+        key = (node, kind)
+        if key not in self._named:
+            base = "+".join(_sources(node)) + (f".{kind}" if kind not in ("vector", "table") else "")
+            taken = {name for weight in self.weights for name, _ in weight.blobs}
+            if any(base + suffix in taken for suffix, _ in parts):
+                base = f"{base}.{node.name}"
+            self._named[key] = tuple(base + suffix for suffix, _ in parts)
+            self.weights.append(PackedWeight(tuple((base + suffix, size) for suffix, size in parts), produce))
+        return self._named[key]
+
+
+def _sources(node: fx.Node) -> list[str]:
+    """Names of the stored weights an expression reads, in order, each once."""
+    if node.op == "get_attr":
+        return [str(node.target)]
+    return list(dict.fromkeys(name for n in node.all_input_nodes for name in _sources(n)))
+
+
+# ---- one function per operator --------------------------------------------------------------------
+
+
+def _embedding(low: Lowering, node: fx.Node) -> p.Call:
+    ids, table = node.args
+    assert isinstance(ids, fx.Node) and isinstance(table, fx.Node)
+    index = {"step_token_ids": "tokens", "step_positions": "positions"}.get(str(ids.target))
+    if index is None:
+        raise PassError("codegen", node.name, "an embedding must be indexed by token ids or positions")
+    name, dtype = low.table(table)
+    return p.Embed(node.name, low.buffer(node), name, dtype, table.meta["val"].shape[0], index=index)  # type: ignore[arg-type]
+
+
+def _norm(low: Lowering, node: fx.Node) -> p.Call:
+    kind = ops.name_of(node.target)
+    x, weight, *rest = node.args
+    if kind == "rms_norm":
+        bias, eps, style = None, rest[0], "rms"
+    elif kind == "layer_norm":
+        bias, eps, style = rest[0], rest[1], "layer"
+    else:
+        bias, eps, style = rest[0], rest[1], str(rest[2])
+    if x.meta["val"].dim() != 2:  # type: ignore[union-attr]
+        raise PassError("codegen", node.name, "a norm inside heads has no kernel yet")
+    weights = low.vector(weight), low.vector(bias)
+    return p.Norm(node.name, style, low.buffer(x), low.buffer(node), eps, *weights)  # type: ignore[arg-type]
+
+
+def _quantize(low: Lowering, node: fx.Node) -> p.Call | None:
+    x, dtype, _ = node.args
+    if dtype == "f32":
+        return None
+    return p.Quantize(node.name, low.buffer(x), low.buffer(node))
+
+
+def _gemm(low: Lowering, node: fx.Node) -> p.Call:
+    x, weight, bias, residual, format, epilogue, _ = node.args
+    n, k = weight.args[0].meta["val"].shape  # type: ignore[union-attr]
+    logits = "storage" not in node.meta
+    if logits and epilogue != "store":
+        raise PassError("codegen", node.name, f"logits cannot come from a gemm that ends in {epilogue}")
+    return p.Gemm(
+        node.name,
+        low.buffer(x),
+        str(format),
+        n,
+        k,
+        low.packed(weight, str(format)),  # type: ignore[arg-type]
+        "logits" if logits else epilogue,  # type: ignore[arg-type]
+        None if logits else low.buffer(node),
+        low.vector(bias),
+        None if residual is None else low.buffer(residual),
+    )
+
+
+def _rope_append(low: Lowering, node: fx.Node) -> p.Call:
+    qkv, inv_freq, _, _, _, _, offsets, heads, kv_heads, head_dim, scaling, interleaved, layer, _ = node.args
+    rotary = 0 if inv_freq is None else 2 * inv_freq.meta["val"].shape[0]  # type: ignore[union-attr]
+    shape = (*offsets, heads, kv_heads, head_dim, layer, rotary)  # type: ignore[misc]
+    return p.RopeAppend(node.name, low.buffer(qkv), *shape, low.vector(inv_freq), scaling, interleaved)  # type: ignore[arg-type]
+
+
+def _attention(low: Lowering, node: fx.Node) -> p.Call:
+    q, _, _, _, cache, layer, scale, window, softcap = node.args
+    heads, head_dim = q.meta["val"].shape[-2:]  # type: ignore[union-attr]
+    kv_heads = cache.meta["val"].shape[-2]  # type: ignore[union-attr]
+    column = q.meta["storage"]["column"]  # type: ignore[union-attr]
+    where = (low.buffer(q, whole=False), column, low.buffer(node))
+    return p.Attention(node.name, *where, heads, kv_heads, head_dim, scale, layer, window, softcap)  # type: ignore[arg-type]
+
+
+def _take_rows(low: Lowering, node: fx.Node) -> p.Call:
+    return p.TakeRows(node.name, low.buffer(node.args[0]), low.buffer(node))
+
+
+def _unary(low: Lowering, node: fx.Node) -> p.Call:
+    return p.Elementwise(node.name, str(node.args[1]), low.buffer(node.args[0]), low.buffer(node))
+
+
+def _scale(low: Lowering, node: fx.Node) -> p.Call:
+    return p.Elementwise(node.name, "scale", low.buffer(node.args[0]), low.buffer(node), factor=node.args[1])  # type: ignore[arg-type]
+
+
+def _binary(low: Lowering, node: fx.Node) -> p.Call:
+    kind = str(ops.name_of(node.target))
+    a, b = node.args if not low.graph.is_weight(node.args[0]) else node.args[::-1]
+    if a.meta["val"].dim() != 2:  # type: ignore[union-attr]
+        raise PassError("codegen", node.name, f"{kind} inside heads has no kernel yet")
+    out = low.buffer(node)
+    if low.graph.is_weight(b):
+        return p.Elementwise(node.name, kind, low.buffer(a), out, weight=low.vector(b))
+    return p.Elementwise(node.name, kind, low.buffer(a), out, other=low.buffer(b))
+
+
+_LOWER: dict[str, Callable[[Lowering, fx.Node], p.Call | None]] = {
+    "embedding": _embedding,
+    "rms_norm": _norm,
+    "layer_norm": _norm,
+    "norm_quantize": _norm,
+    "quantize_activation": _quantize,
+    "gemm": _gemm,
+    "rope_append": _rope_append,
+    "kv_attention": _attention,
+    "take_rows": _take_rows,
+    "unary": _unary,
+    "scale": _scale,
+    "add": _binary,
+    "mul": _binary,
+}
+_VIEWS = ("slice_features", "split_heads", "merge_heads")
+
+
+def lower(graph: Graph) -> tuple[p.Program, list[PackedWeight]]:
+    """The program of one step of `graph` (which ended plan_memory), and its weights in streaming order.
+
+    Raises PassError naming the node when an operator has no kernel in the form it has there.
+    """
+    low = Lowering(graph)
+    for node in graph.nodes:
+        kind = ops.name_of(node.target)
+        if node.op != "call_function" or graph.is_weight(node) or kind in _VIEWS or node.target is operator.getitem:
+            continue
+        if kind not in _LOWER:
+            raise PassError("codegen", node.name, f"operator {kind or node.target} has no kernel")
+        call = _LOWER[kind](low, node)
+        if call is not None:
+            low.calls.append(call)
+    names = tuple(name for weight in low.weights for name, _ in weight.blobs)
+    program = p.Program(
+        graph.info.vocab_size,
+        graph.info.max_position,
+        tuple(low.buffers.values()),
+        tuple(low.calls),
+        names,
+        _kv_layout(graph),
+    )
+    return program, low.weights
+
+
+def _kv_layout(graph: Graph) -> p.KVLayout:
+    layers, _, _, kv_heads, head_dim = next(n for n in graph.inputs if n.target == "step_cache").meta["val"].shape
+    formats = {str(node.args[-1]) for node in graph.calls("rope_append")}
+    return p.KVLayout(formats.pop(), layers, kv_heads, head_dim)  # type: ignore[arg-type]

@@ -1,0 +1,73 @@
+"""Give every linear its weight format and activation type, the same for all but the output head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from qcompile import numerics, ops
+from qcompile.errors import UsageError
+from qcompile.graph import Graph
+from qcompile.passes.base import Pass, PassResult
+
+
+def head_linears(graph: Graph) -> set[fx.Node]:
+    """Linears from which the output is reached without another linear: what makes logits."""
+    found: set[fx.Node] = set()
+    frontier = list(graph.output.all_input_nodes)
+    while frontier:
+        node = frontier.pop()
+        if ops.name_of(node.target) == "linear":
+            found.add(node)
+        elif not graph.is_weight(node):
+            frontier += node.all_input_nodes
+    return found
+
+
+@dataclass(frozen=True)
+class AssignPrecision(Pass):
+    """Uniform precision: `weight` and `activation` for all linears, `head` and `head_activation` for the output head.
+
+    Weight formats are numerics.FORMATS; activations `f32`, `bf16` or `int8` (per token). The choice is kept
+    as node.meta["precision"], which `merge` and `quantize` read.
+    """
+
+    name: ClassVar[str] = "assign_precision"
+    weight: str = "f32"
+    activation: str = "f32"
+    head: str = "f32"
+    head_activation: str = "f32"
+
+    def __post_init__(self) -> None:
+        for format, activation in ((self.weight, self.activation), (self.head, self.head_activation)):
+            if format not in numerics.FORMATS:
+                raise UsageError(f"weight format {format} is unknown; there are {', '.join(numerics.FORMATS)}")
+            if activation not in ACTIVATIONS[format]:
+                raise UsageError(
+                    f"weights in {format} do not meet activations in {activation}; "
+                    f"there are {', '.join(ACTIVATIONS[format])}"
+                )
+
+    def run(self, graph: Graph) -> PassResult:
+        graph = graph.clone()
+        head = head_linears(graph)
+        fired = 0
+        for node in graph.calls("linear"):
+            weight, activation = (self.head, self.head_activation) if node in head else (self.weight, self.activation)
+            node.meta["precision"] = {"weight": weight, "activation": activation}
+            fired += 1
+        return PassResult(graph, fired)
+
+
+ACTIVATIONS = {
+    "f32": ("f32",),
+    "bf16": ("bf16",),
+    "w8_sym_channel": ("int8",),
+    "w4_asym_g128": ("int8", "bf16"),
+    "qoq_g128": ("int8",),
+    "qoq_channel": ("int8",),
+    "mxfp4": ("int8",),
+}
+"""Activation types each weight format has kernels for."""

@@ -1,0 +1,122 @@
+"""Cache: the whole-sequence graph becomes a step over rows of many sequences and a paged KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from qcompile import numerics, ops
+from qcompile.errors import PassError, UsageError
+from qcompile.graph import Graph
+from qcompile.passes.base import Pass, PassResult
+
+STEP_INPUTS = ("token_ids", "positions", "sequence", "block_table", "output_rows", "cache")
+
+
+@dataclass(frozen=True)
+class Cache(Pass):
+    """Attention reads keys and values back from a cache of `format` (kv32, kv16, kv8, kv4).
+
+    The graph's inputs become token_ids [M], positions [M], sequence [M] (which row of block_table), block_table
+    [S, pages], output_rows [R], cache [layers, 2, slots, Hk, D]; its outputs logits [R, V] and the new cache.
+    Everything but attention works on rows apart from each other, so only it changes; logits are made for
+    the rows asked for. Quantized keys and values are per head and token (QServe 3.2).
+    """
+
+    name: ClassVar[str] = "cache"
+    format: str = "kv16"
+
+    def __post_init__(self) -> None:
+        if self.format not in numerics.KV_BITS:
+            raise UsageError(f"cache.format={self.format} is unknown; there are {', '.join(numerics.KV_BITS)}")
+
+    def run(self, graph: Graph) -> PassResult:
+        graph = graph.clone()
+        attentions = graph.calls("attention")
+        heads = {_kv_shape(node) for node in attentions}
+        if len(heads) != 1:
+            where = attentions[0].name if attentions else graph.output.name
+            raise PassError(self.name, where, f"layers must agree in KV heads and head size, found {sorted(heads)}")
+        inputs = _step_inputs(graph)
+        cache: fx.Node = inputs["cache"]
+        for layer, node in enumerate(attentions):
+            cache = self._replace_attention(graph, node, layer, inputs, cache)
+        _take_output_rows(graph, inputs["output_rows"])
+        graph.output.args = ((graph.output.args[0], cache),)
+        kv_heads, head_dim = heads.pop()
+        graph.infer(_example(len(attentions), kv_heads, head_dim))
+        return PassResult(graph, len(attentions))
+
+    def _replace_attention(
+        self, graph: Graph, node: fx.Node, layer: int, inputs: dict[str, fx.Node], cache: fx.Node
+    ) -> fx.Node:
+        arguments = list(node.args) + [0, 0.0, None][len(node.args) - 4 :]
+        q, k, v, scale, window, softcap, sinks = arguments
+        if sinks is not None:
+            raise PassError(self.name, node.name, "attention sinks have no cached kernel")
+        place = (inputs["positions"], inputs["sequence"], inputs["block_table"])
+        with graph.fx.inserting_before(node):
+            appended = graph.fx.call_function(ops.op("kv_append"), (k, v, *place, cache, layer, self.format))
+            read = graph.fx.call_function(
+                ops.op("kv_attention"), (q, *place, appended, layer, scale, window, softcap)
+            )
+        graph.replace(node, read)
+        return appended
+
+
+def _kv_shape(node: fx.Node) -> tuple[int, int]:
+    k, v = (node.args[i].meta["val"].shape for i in (1, 2))  # type: ignore[union-attr]
+    if k != v:
+        raise PassError("cache", node.name, f"keys {tuple(k[2:])} and values {tuple(v[2:])} differ in heads or size")
+    return tuple(k[-2:])
+
+
+def _step_inputs(graph: Graph) -> dict[str, fx.Node]:
+    """Replace the graph's inputs (token_ids, positions) by a step's."""
+    old = graph.inputs
+    with graph.fx.inserting_before(graph.nodes[0]):
+        new = {name: graph.fx.placeholder(f"step_{name}") for name in STEP_INPUTS}
+    for node, name in zip(old, STEP_INPUTS, strict=False):
+        graph.replace(node, new[name])
+    return new
+
+
+def _take_output_rows(graph: Graph, rows: fx.Node) -> None:
+    """Gather the wanted rows as early as the way to the logits is a single chain of row-wise operators."""
+    node: Any = graph.output.args[0]
+    while True:
+        sources = [n for n in node.all_input_nodes if not graph.is_weight(n)]
+        if len(sources) != 1 or ops.name_of(node.target) in ("kv_attention", "embedding", None):
+            break
+        node = sources[0]
+    users = list(node.users)
+    with graph.fx.inserting_after(node):
+        taken = graph.fx.call_function(ops.op("take_rows"), (node, rows))
+    reaching = _reaching(graph)
+    for user in users:
+        if user in reaching:
+            user.replace_input_with(node, taken)
+
+
+def _reaching(graph: Graph) -> set[fx.Node]:
+    """Nodes on the single chain that ends in the output."""
+    chain: set[fx.Node] = {graph.output}
+    node: Any = graph.output.args[0]
+    while isinstance(node, fx.Node):
+        chain.add(node)
+        sources = [n for n in node.all_input_nodes if not graph.is_weight(n)]
+        node = sources[0] if len(sources) == 1 else None
+    return chain
+
+
+def _example(layers: int, kv_heads: int, head_dim: int) -> list[torch.Tensor]:
+    """Meta tensors for a step of 3 rows of 2 sequences with 5 pages and 2 output rows."""
+    rows = torch.empty(3, dtype=torch.int64, device="meta")
+    table = torch.empty(2, 5, dtype=torch.int64, device="meta")
+    outputs = torch.empty(2, dtype=torch.int64, device="meta")
+    slots = 10 * numerics.PAGE_TOKENS
+    cache = torch.empty(layers, 2, slots, kv_heads, head_dim, device="meta")
+    return [rows, rows, rows, table, outputs, cache]

@@ -1,0 +1,121 @@
+"""Fuse: join neighbours that one kernel does in one pass over memory."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from qcompile import ops
+from qcompile.graph import Graph
+from qcompile.passes.base import Pass, PassResult
+
+_NORMS = {"rms_norm": "rms", "layer_norm": "layer"}
+
+
+@dataclass(frozen=True)
+class Fuse(Pass):
+    """Three rules: norm + quantization; rope + cache append; gemm + residual add. Each needs sole readers.
+
+    The gate's activation was joined by `merge`, which must come before weights are rounded.
+    """
+
+    name: ClassVar[str] = "fuse"
+
+    def run(self, graph: Graph) -> PassResult:
+        graph = graph.clone()
+        fired = sum(_fuse_norm(graph, node) for node in graph.calls("quantize_activation"))
+        fired += sum(_fuse_append(graph, node) for node in graph.calls("kv_attention"))
+        fired += sum(_fuse_add(graph, node) for node in graph.calls("add"))
+        graph.erase_dead()
+        return PassResult(graph, fired)
+
+
+def _fuse_norm(graph: Graph, node: fx.Node) -> bool:
+    """quantize_activation(norm(x)) -> norm_quantize(x), when nothing else reads the norm."""
+    norm, dtype, group = node.args
+    assert isinstance(norm, fx.Node)
+    kind = _NORMS.get(ops.name_of(norm.target) or "")
+    if kind is None or len(norm.users) > 1 or dtype == "f32":
+        return False
+    x, weight, *rest = norm.args
+    bias, eps = rest if kind == "layer" else (None, rest[0])
+    with graph.fx.inserting_before(node):
+        fused = graph.call("norm_quantize", x, weight, bias, eps, kind, dtype, group)
+    graph.replace(node, fused)
+    graph.fx.erase_node(norm)
+    return True
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """A value [M, H, D] read out of `source` [M, F] from column `start`, rotated by `rope` (or not)."""
+
+    source: fx.Node
+    start: int
+    heads: int
+    head_dim: int
+    rope: tuple[Any, ...] | None
+
+
+def _heads_of(node: Any) -> _Heads | None:
+    """What split_heads(slice_features(source)), or rope of it, reads; None for any other form."""
+    rope = None
+    if ops.name_of(node.target) == "rope":
+        rope, node = tuple(node.args[1:]), node.args[0]
+    if ops.name_of(node.target) != "split_heads":
+        return None
+    heads, head_dim = node.meta["val"].shape[-2:]
+    source, start = node.args[0], 0
+    if ops.name_of(source.target) == "slice_features":
+        source, start = source.args[0], source.args[1]
+    return _Heads(source, start, heads, head_dim, rope)
+
+
+def _fuse_append(graph: Graph, node: fx.Node) -> bool:
+    """rope(q), rope(k), kv_append(k, v), kv_attention(q) over slices of one value -> rope_append, kv_attention."""
+    append: Any = node.args[4]
+    if ops.name_of(append.target) != "kv_append":
+        return False
+    k_node, v_node, *place, cache, layer, format = append.args
+    parts = [_heads_of(n) for n in (node.args[0], k_node, v_node)]
+    if any(p is None for p in parts):
+        return False
+    q, k, v = (p for p in parts if p is not None)
+    if not (q.source is k.source is v.source and q.rope == k.rope and v.rope is None):
+        return False
+    inv_freq, scaling, interleaved = (None, 1.0, False) if q.rope is None else q.rope[1:]
+    if q.rope is not None and q.rope[0] is not place[0]:
+        return False
+    shape = (q.heads, k.heads, q.head_dim, scaling, interleaved, layer, format)
+    with graph.fx.inserting_before(node):
+        joined = graph.call("rope_append", q.source, inv_freq, *place, cache, [q.start, k.start, v.start], *shape)
+        rotated, new_cache = (graph.fx.call_function(operator.getitem, (joined, i)) for i in (0, 1))
+        graph.infer_node(rotated)
+        graph.infer_node(new_cache)
+        picked = graph.call("slice_features", rotated, q.start, q.start + q.heads * q.head_dim)
+        query = graph.call("split_heads", picked, q.heads)
+    node.update_arg(0, query)
+    append.replace_all_uses_with(new_cache)
+    graph.fx.erase_node(append)
+    return True
+
+
+def _fuse_add(graph: Graph, node: fx.Node) -> bool:
+    """residual + gemm(..., store) -> gemm(..., add), when nothing else reads the gemm."""
+    for gemm, residual in (node.args, node.args[::-1]):
+        if not (isinstance(gemm, fx.Node) and isinstance(residual, fx.Node)):
+            return False
+        alone = ops.name_of(gemm.target) == "gemm" and len(gemm.users) == 1 and gemm.args[5] == "store"
+        if not alone or graph.is_weight(residual) or residual.meta["val"].shape != gemm.meta["val"].shape:
+            continue
+        x, weight, bias, _, format, _, width = gemm.args
+        with graph.fx.inserting_before(node):
+            fused = graph.call("gemm", x, weight, bias, residual, format, "add", width)
+        fused.meta["precision"] = gemm.meta.get("precision")
+        graph.replace(node, fused)
+        graph.fx.erase_node(gemm)
+        return True
+    return False

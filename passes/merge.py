@@ -1,0 +1,115 @@
+"""Join linears that read the same value, so that one kernel streams their weights together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from qcompile import ops
+from qcompile.graph import Graph
+from qcompile.passes.base import Pass, PassResult
+
+
+@dataclass(frozen=True)
+class Merge(Pass):
+    """`act(x Wg) * (x Wu)` becomes one gated linear; other linears of one input become one linear and slices.
+
+    Joining is by output rows, and every format rounds output rows apart from each other, so nothing
+    changes numerically. Only linears of equal precision join, and a bias only meets a bias.
+    """
+
+    name: ClassVar[str] = "merge"
+
+    def run(self, graph: Graph) -> PassResult:
+        graph = graph.clone()
+        hoist_weights(graph)
+        fired = sum(_merge_gate(graph, node) for node in graph.calls("mul"))
+        seen: set[fx.Node] = set()
+        for node in graph.calls("linear"):
+            if node not in seen:
+                siblings = _siblings(node)
+                seen.update(siblings)
+                if len(siblings) > 1:
+                    _merge_siblings(graph, siblings)
+                    fired += 1
+        graph.erase_dead()
+        return PassResult(graph, fired)
+
+
+def hoist_weights(graph: Graph) -> None:
+    """Move everything that depends on weights alone to the top, keeping its order."""
+    nodes = graph.nodes
+    weights = [node for node in nodes if node.op in ("get_attr", "call_function") and graph.is_weight(node)]
+    anchor = nodes[0]
+    for node in weights:
+        if node is not anchor:
+            anchor.prepend(node)
+
+
+def _gate_operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """(activation node, up linear) of mul(unary(linear(x)), linear(x)), in either order."""
+    for gate, up in (node.args[:2], node.args[1::-1]):
+        if not (isinstance(gate, fx.Node) and isinstance(up, fx.Node)):
+            return None
+        if ops.name_of(gate.target) != "unary" or ops.name_of(up.target) != "linear":
+            continue
+        linear = gate.args[0]
+        if isinstance(linear, fx.Node) and ops.name_of(linear.target) == "linear":
+            return gate, up
+    return None
+
+
+def _merge_gate(graph: Graph, node: fx.Node) -> bool:
+    operands = _gate_operands(node)
+    if operands is None:
+        return False
+    act, up = operands
+    gate, kind = act.args
+    assert isinstance(gate, fx.Node)
+    alone = all(len(n.users) == 1 for n in (act, gate, up))
+    if not alone or kind not in ops.GATED.values() or not _joinable(gate, up):
+        return False
+    if gate.meta["val"].shape != up.meta["val"].shape:
+        return False
+    with graph.fx.inserting_before(node):
+        weight = graph.call("interleave_rows", gate.args[1], up.args[1], ops.GATE_BLOCK)
+        bias = None if _bias(gate) is None else graph.call("interleave_rows", _bias(gate), _bias(up), ops.GATE_BLOCK)
+        joined = graph.call("gated_linear", gate.args[0], weight, bias, kind, gate.meta["val"].shape[-1])
+    joined.meta["precision"] = gate.meta["precision"]
+    graph.replace(node, joined)
+    for dead in (act, gate, up):
+        graph.fx.erase_node(dead)
+    return True
+
+
+def _bias(linear: fx.Node) -> object:
+    return linear.args[2] if len(linear.args) > 2 else None
+
+
+def _joinable(a: fx.Node, b: fx.Node) -> bool:
+    same_bias = (_bias(a) is None) == (_bias(b) is None)
+    return a.args[0] is b.args[0] and a.meta["precision"] == b.meta["precision"] and same_bias
+
+
+def _siblings(node: fx.Node) -> list[fx.Node]:
+    """Linears that can join `node`, itself included, in graph order."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    linears = [user for user in source.users if ops.name_of(user.target) == "linear" and _joinable(node, user)]
+    return sorted(linears, key=lambda n: n._sort_key)
+
+
+def _merge_siblings(graph: Graph, linears: list[fx.Node]) -> None:
+    first = linears[0]
+    with graph.fx.inserting_before(first):
+        weight = graph.call("concat_rows", [n.args[1] for n in linears])
+        bias = None if _bias(first) is None else graph.call("concat_rows", [_bias(n) for n in linears])
+        joined = graph.call("linear", first.args[0], weight, bias)
+        joined.meta["precision"] = first.meta["precision"]
+        start = 0
+        for linear in linears:
+            stop = start + linear.meta["val"].shape[-1]
+            graph.replace(linear, graph.call("slice_features", joined, start, stop))
+            start = stop

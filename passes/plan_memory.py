@@ -1,0 +1,161 @@
+"""Plan memory: give every value of a step a place in the activation arena."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from qcompile import numerics, ops
+from qcompile.graph import Graph
+from qcompile.passes.base import Pass, PassResult
+
+ALIGNMENT = 64
+VIEWS = ("slice_features", "split_heads", "merge_heads")
+_DTYPES = {"int8": "q8", "bf16": "bf16", "f32": "f32"}
+
+
+@dataclass
+class _Value:
+    """A buffer and the nodes that live in it, from the first to the last step that touches it."""
+
+    name: str
+    dtype: str
+    width: int
+    group: int
+    rows: str
+    first: int
+    last: int
+    offset: int = 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row: elements to a multiple of K_BLOCK, and for q8 the scale and the sums."""
+        stride = numerics.padded_inputs(self.width)
+        if self.dtype == "q8":
+            return stride + 4 + 4 * -(-stride // self.group)
+        return stride * {"bf16": 2, "f32": 4}[self.dtype]
+
+
+@dataclass(frozen=True)
+class PlanMemory(Pass):
+    """Writes node.meta["storage"]: buffer, dtype, width, group, rows, offset (bytes per row), column.
+
+    Views share their source's buffer at a column; rope_append and a gemm's residual add work in place where
+    nothing reads the old value later. Buffers whose lives do not meet share bytes (first fit, largest first).
+    """
+
+    name: ClassVar[str] = "plan_memory"
+
+    def run(self, graph: Graph) -> PassResult:
+        graph = graph.clone()
+        place = {node: index for index, node in enumerate(graph.nodes)}
+        values: dict[fx.Node, tuple[_Value, int]] = {}
+        for node in graph.nodes:
+            _place(graph, node, place, values)
+        buffers = list({id(value): value for value, _ in values.values()}.values())
+        for rows in ("tokens", "outputs"):
+            _fit([b for b in buffers if b.rows == rows])
+        for node, (value, column) in values.items():
+            node.meta["storage"] = {
+                "buffer": value.name,
+                "dtype": value.dtype,
+                "width": value.width,
+                "group": value.group,
+                "rows": value.rows,
+                "offset": value.offset,
+                "column": column,
+            }
+        return PassResult(graph, len(buffers))
+
+
+def _last_use(node: fx.Node, place: dict[fx.Node, int]) -> int:
+    return max((place[user] for user in node.users), default=place[node])
+
+
+def _place(graph: Graph, node: fx.Node, place: dict[fx.Node, int], values: dict[fx.Node, tuple[_Value, int]]) -> None:
+    """Give `node` a new buffer, or a place in the buffer of the value it is a view of or overwrites."""
+    kind = "getitem" if node.target is operator.getitem else ops.name_of(node.target)
+    if node.op != "call_function" or kind is None or graph.is_weight(node) or kind == "kv_append":
+        return
+    shared = _shared(node, kind, place, values)
+    if shared is not None:
+        value, column = shared
+        value.last = max(value.last, _last_use(node, place))
+    elif kind == "getitem" or _feeds_output(graph, node):
+        return
+    else:
+        value, column = _new_value(graph, node, kind, place), 0
+    values[node] = value, column
+
+
+def _feeds_output(graph: Graph, node: fx.Node) -> bool:
+    """Logits go to the caller's memory."""
+    results = graph.output.args[0]
+    return isinstance(results, (tuple, list)) and results[0] is node
+
+
+def _shared(
+    node: fx.Node, kind: str, place: dict[fx.Node, int], values: dict[fx.Node, tuple[_Value, int]]
+) -> tuple[_Value, int] | None:
+    source: Any = node.args[0]
+    if kind in VIEWS:
+        value, column = values[source]
+        return value, column + (int(node.args[1]) if kind == "slice_features" else 0)  # type: ignore[arg-type]
+    if kind == "getitem":
+        return values[source] if node.args[1] == 0 else None
+    if kind == "rope_append" or (kind == "quantize_activation" and node.args[1] == "f32"):
+        return values[source]
+    if kind == "gemm" and isinstance(node.args[3], fx.Node):
+        value, column = values[node.args[3]]
+        if value.last <= place[node] and column == 0 and value.width == node.args[6]:
+            return value, 0
+    return None
+
+
+def _new_value(graph: Graph, node: fx.Node, kind: str, place: dict[fx.Node, int]) -> _Value:
+    meta = node.meta["val"]
+    shape = (meta[0] if isinstance(meta, (list, tuple)) else meta).shape
+    width = 1
+    for size in shape[1:]:
+        width *= int(size)
+    dtype, group = "f32", 0
+    if kind in ("quantize_activation", "norm_quantize"):
+        dtype = _DTYPES[str(node.args[-2])]
+        group = numerics.padded_inputs(int(node.args[-1])) if dtype == "q8" else 0  # type: ignore[call-overload]
+    return _Value(node.name, dtype, width, group, _rows(graph, node), place[node], _last_use(node, place))
+
+
+def _rows(graph: Graph, node: fx.Node) -> str:
+    """`outputs` for values behind take_rows, `tokens` for all others."""
+    frontier, seen = [node], set()
+    while frontier:
+        current = frontier.pop()
+        if ops.name_of(current.target) == "take_rows":
+            return "outputs"
+        if current in seen or ops.name_of(current.target) in ("kv_attention", "rope_append", "embedding"):
+            continue
+        seen.add(current)
+        frontier += [n for n in current.all_input_nodes if not graph.is_weight(n)]
+    return "tokens"
+
+
+def _fit(buffers: list[_Value]) -> None:
+    """First fit by offset, largest buffers first; buffers alive together never overlap."""
+    placed: list[_Value] = []
+    for value in sorted(buffers, key=lambda b: (-b.row_bytes, b.first)):
+        size = -(-value.row_bytes // ALIGNMENT) * ALIGNMENT
+        neighbours = sorted(
+            (b.offset, b.offset + -(-b.row_bytes // ALIGNMENT) * ALIGNMENT)
+            for b in placed
+            if b.first <= value.last and value.first <= b.last
+        )
+        offset = 0
+        for low, high in neighbours:
+            if offset + size <= low:
+                break
+            offset = max(offset, high)
+        value.offset = offset
+        placed.append(value)

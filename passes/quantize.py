@@ -1,0 +1,68 @@
+"""Quantize: every linear becomes a gemm on a quantized activation and a quantized weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import fx
+
+from qcompile import numerics, ops
+from qcompile.errors import PassError, UsageError
+from qcompile.graph import Graph
+from qcompile.passes.base import Pass, PassResult
+
+
+@dataclass(frozen=True)
+class Quantize(Pass):
+    """Rounds weights by `rounding` (`nearest`) in the format `assign_precision` gave, activations as it says.
+
+    The rounding is written as an operator on the weight, so the graph still runs and nothing is loaded.
+    One activation is quantized once, however many linears read it.
+    """
+
+    name: ClassVar[str] = "quantize"
+    rounding: Literal["nearest"] = "nearest"
+
+    def __post_init__(self) -> None:
+        if self.rounding != "nearest":
+            raise UsageError(f"quantize.rounding={self.rounding} is unknown; there is nearest")
+
+    def run(self, graph: Graph) -> PassResult:
+        graph = graph.clone()
+        activations: dict[tuple[fx.Node, str, int], fx.Node] = {}
+        fired = 0
+        for node in graph.calls("linear", "gated_linear"):
+            precision = node.meta.get("precision")
+            if precision is None:
+                raise PassError(self.name, node.name, "no precision was assigned to this linear")
+            _quantize_linear(graph, node, precision["weight"], precision["activation"], activations)
+            fired += 1
+        return PassResult(graph, fired)
+
+
+def _quantize_linear(
+    graph: Graph,
+    node: fx.Node,
+    format: str,
+    activation: str,
+    activations: dict[tuple[fx.Node, str, int], fx.Node],
+) -> None:
+    x, weight, bias = node.args[0], node.args[1], node.args[2] if len(node.args) > 2 else None
+    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
+    if not graph.is_weight(weight):
+        raise PassError("quantize", node.name, "the second operand of this linear is not a weight")
+    inputs = weight.meta["val"].shape[1]
+    group = numerics.FORMATS[format].sum_group or inputs
+    key = (x, activation, group if activation == "int8" else 0)
+    if key not in activations:
+        with graph.fx.inserting_after(x):
+            activations[key] = graph.call("quantize_activation", *key)
+    gated = ops.name_of(node.target) == "gated_linear"
+    epilogue = {kind: name for name, kind in ops.GATED.items()}[str(node.args[3])] if gated else "store"
+    with graph.fx.inserting_before(node):
+        packed = graph.call("quantize_weight", weight, format)
+        width = node.meta["val"].shape[-1]
+        gemm = graph.call("gemm", activations[key], packed, bias, None, format, epilogue, width)
+    gemm.meta["precision"] = node.meta["precision"]
+    graph.replace(node, gemm)
