@@ -1,0 +1,71 @@
+"""What each stage's graph may contain, and whether two graphs compute the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, fx
+
+from qcompile import ops
+from qcompile.graph import Graph
+
+_FLOAT = frozenset(
+    "embedding linear rms_norm layer_norm unary scale add mul slice_features split_heads merge_heads rope attention "
+    "concat_rows interleave_rows gated_linear".split()
+)
+_QUANTIZED = _FLOAT | {"quantize_weight", "quantize_activation", "gemm"}
+_STEP = (_QUANTIZED - {"attention"}) | {"kv_append", "kv_attention", "take_rows", "norm_quantize", "rope_append"}
+
+STAGES: dict[str, frozenset[str] | None] = {"import": None, "raise": _FLOAT, "quantize": _QUANTIZED, "cache": _STEP}
+"""The qcompile:: operators a graph may hold from each stage on; at import it holds ATen's, whichever they are."""
+
+
+class CheckError(AssertionError):
+    """A graph broke its stage's contract: a bug in the pass that made it."""
+
+
+def check(graph: Graph, after: str = "") -> None:
+    """Raise CheckError unless `graph` keeps the contract of its stage. `after` names the pass that made it."""
+    where = f"after {after}: " if after else ""
+    if graph.stage not in STAGES:
+        raise CheckError(f"{where}stage {graph.stage} is unknown")
+    graph.fx.lint()
+    allowed = STAGES[graph.stage]
+    if sum(node.op == "output" for node in graph.fx.nodes) != 1:
+        raise CheckError(f"{where}a graph has one output")
+    for node in graph.fx.nodes:
+        problem = _problem(graph, node, allowed)
+        if problem:
+            raise CheckError(f"{where}node {node.name}: {problem}")
+
+
+def _problem(graph: Graph, node: fx.Node, allowed: frozenset[str] | None) -> str | None:
+    if node.op == "get_attr":
+        return None if node.target in graph.weights else f"weight {node.target} is not in the store"
+    if node.op in ("placeholder", "output") or allowed is None:
+        return None
+    name = ops.name_of(node.target)
+    is_item = getattr(node.target, "__name__", "") == "getitem"
+    if node.op != "call_function" or (name not in allowed and not is_item):
+        return f"{node.target} may not appear at stage {graph.stage}"
+    if node.kwargs:
+        return "operators take positional arguments only"
+    return None if "val" in node.meta else "its shape was not inferred"
+
+
+def max_relative_error(a: Tensor, b: Tensor) -> float:
+    """max |a - b| / max |b|, in float64; 0 for equal tensors, infinity where either is not finite."""
+    a, b = a.double(), b.double()
+    if a.shape != b.shape or not (torch.isfinite(a).all() and torch.isfinite(b).all()):
+        return float("inf")
+    return ((a - b).abs().max() / b.abs().max().clamp_min(torch.finfo(torch.float64).tiny)).item()
+
+
+def equivalent(a: Graph, b: Graph, inputs: Sequence[Tensor], dtype: torch.dtype | None = torch.float64) -> float:
+    """Run both graphs on `inputs` with weights cast to `dtype`: the max relative error of a against b."""
+    return max_relative_error(*(_first(graph.run(*inputs, dtype=dtype)) for graph in (a, b)))
+
+
+def _first(value: Tensor | Sequence[Tensor]) -> Tensor:
+    return value if isinstance(value, Tensor) else value[0]
