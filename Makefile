@@ -1,0 +1,38 @@
+# make demo   environment, install, build the sample for this CPU, generate text, print the speed
+# make test   all tests
+# make lint   ruff and mypy
+# make bench  this machine's numbers for the sample models, into benchmarks/results/
+
+PYTHON ?= python3
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO := out/demo
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/.installed
+	$(BIN)/qcompile build samples/pycode-26m -o $(DEMO) --target cpu --recipe w4a8
+	$(BIN)/qcompile run $(DEMO) --prompt 'def fibonacci(n):' --max-tokens 96
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/sample_models.py
+
+# Installed once; again when what to install changes. PIP_ARGS may name an index with CPU-only torch wheels.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "qcompile needs Python 3.11 or newer: make PYTHON=python3.12 ..." >&2; exit 5; }
+	@echo "Installing into $(VENV) (once, a minute or two; torch is the largest part)" >&2
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) out build dist *.egg-info
