@@ -35,6 +35,7 @@ class AssignPrecision(Pass):
     """
 
     name: ClassVar[str] = "assign_precision"
+    requires: ClassVar[tuple[str, ...]] = ("raise",)
     weight: str = "f32"
     activation: str = "f32"
     head: str = "f32"

@@ -27,6 +27,8 @@ class Cache(Pass):
     """
 
     name: ClassVar[str] = "cache"
+    requires: ClassVar[tuple[str, ...]] = ("quantize",)
+    ensures: ClassVar[str | None] = "cache"
     format: str = "kv16"
 
     def __post_init__(self) -> None:
@@ -59,12 +61,15 @@ class Cache(Pass):
             raise PassError(self.name, node.name, "attention sinks have no cached kernel")
         place = (inputs["positions"], inputs["sequence"], inputs["block_table"])
         with graph.fx.inserting_before(node):
-            appended = graph.fx.call_function(ops.op("kv_append"), (k, v, *place, cache, layer, self.format))
-            read = graph.fx.call_function(
-                ops.op("kv_attention"), (q, *place, appended, layer, scale, window, softcap)
-            )
+            appended = _call(graph, "kv_append", k, v, *place, cache, layer, self.format)
+            read = _call(graph, "kv_attention", q, *place, appended, layer, scale, window, softcap)
         graph.replace(node, read)
         return appended
+
+
+def _call(graph: Graph, name: str, *args: Any) -> fx.Node:
+    """A node whose shape is inferred later, when all inputs have their step shapes."""
+    return graph.fx.create_node("call_function", ops.op(name), args, name=name)
 
 
 def _kv_shape(node: fx.Node) -> tuple[int, int]:
@@ -94,7 +99,7 @@ def _take_output_rows(graph: Graph, rows: fx.Node) -> None:
         node = sources[0]
     users = list(node.users)
     with graph.fx.inserting_after(node):
-        taken = graph.fx.call_function(ops.op("take_rows"), (node, rows))
+        taken = _call(graph, "take_rows", node, rows)
     reaching = _reaching(graph)
     for user in users:
         if user in reaching:

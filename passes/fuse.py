@@ -23,6 +23,7 @@ class Fuse(Pass):
     """
 
     name: ClassVar[str] = "fuse"
+    requires: ClassVar[tuple[str, ...]] = ("cache",)
 
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import ClassVar
 
 from torch import fx
@@ -21,6 +22,7 @@ class Merge(Pass):
     """
 
     name: ClassVar[str] = "merge"
+    requires: ClassVar[tuple[str, ...]] = ("raise",)
 
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()
@@ -40,12 +42,10 @@ class Merge(Pass):
 
 def hoist_weights(graph: Graph) -> None:
     """Move everything that depends on weights alone to the top, keeping its order."""
-    nodes = graph.nodes
-    weights = [node for node in nodes if node.op in ("get_attr", "call_function") and graph.is_weight(node)]
-    anchor = nodes[0]
+    weights = [node for node in graph.nodes if node.op != "output" and graph.is_weight(node)]
+    anchor = next(node for node in graph.nodes if node not in set(weights))
     for node in weights:
-        if node is not anchor:
-            anchor.prepend(node)
+        anchor.prepend(node)
 
 
 def _gate_operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -107,9 +107,8 @@ def _merge_siblings(graph: Graph, linears: list[fx.Node]) -> None:
         weight = graph.call("concat_rows", [n.args[1] for n in linears])
         bias = None if _bias(first) is None else graph.call("concat_rows", [_bias(n) for n in linears])
         joined = graph.call("linear", first.args[0], weight, bias)
-        joined.meta["precision"] = first.meta["precision"]
-        start = 0
-        for linear in linears:
-            stop = start + linear.meta["val"].shape[-1]
-            graph.replace(linear, graph.call("slice_features", joined, start, stop))
-            start = stop
+        stops = list(accumulate(n.meta["val"].shape[-1] for n in linears))
+        slices = [graph.call("slice_features", joined, *pair) for pair in pairwise((0, *stops))]
+    joined.meta["precision"] = first.meta["precision"]
+    for linear, part in zip(linears, slices, strict=True):
+        graph.replace(linear, part)

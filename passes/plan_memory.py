@@ -48,6 +48,7 @@ class PlanMemory(Pass):
     """
 
     name: ClassVar[str] = "plan_memory"
+    requires: ClassVar[tuple[str, ...]] = ("cache",)
 
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()

@@ -22,6 +22,8 @@ class Quantize(Pass):
     """
 
     name: ClassVar[str] = "quantize"
+    requires: ClassVar[tuple[str, ...]] = ("raise",)
+    ensures: ClassVar[str | None] = "quantize"
     rounding: Literal["nearest"] = "nearest"
 
     def __post_init__(self) -> None:

@@ -146,7 +146,7 @@ class Graph:
 
     def call(self, name: str, *args: Any) -> fx.Node:
         """Append qcompile::name(*args) at the insertion point, its fake value inferred."""
-        node = self.fx.call_function(ops.op(name), args)
+        node = self.fx.create_node("call_function", ops.op(name), args, name=name)
         self.infer_node(node)
         return node
 

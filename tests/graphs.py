@@ -1,0 +1,84 @@
+"""Small raised graphs, written by hand, for tests of passes and code generation."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from qcompile.graph import Graph, ModelInfo, WeightStore
+
+
+def decoder(
+    *,
+    vocab: int = 50,
+    hidden: int = 48,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    ffn: int = 72,
+    layers: int = 2,
+    bias: bool = False,
+    rotary: bool = True,
+    window: int = 0,
+    seed: int = 0,
+) -> Graph:
+    """A Llama-shaped decoder at stage `raise`: no norm weights, random everything else."""
+    generator = torch.Generator().manual_seed(seed)
+    store = WeightStore()
+    graph = Graph(fx.Graph(), store, ModelInfo("tiny", vocab, 512, 0, (0,), 0), "raise")
+    ids = graph.fx.placeholder("token_ids")
+    positions = graph.fx.placeholder("positions")
+    for node in (ids, positions):
+        node.meta["val"] = torch.empty(2, 7, dtype=torch.int64, device="meta")
+
+    def weight(name: str, *shape: int) -> fx.Node:
+        store.add_tensor(name, torch.randn(*shape, generator=generator) / shape[-1] ** 0.5)
+        node = graph.fx.create_node("get_attr", name)
+        graph.infer_node(node)
+        return node
+
+    def linear(x: fx.Node, name: str, n: int, k: int) -> fx.Node:
+        extra = (weight(f"{name}.bias", n),) if bias else ()
+        return graph.call("linear", x, weight(name, n, k), *extra)
+
+    inv_freq = None
+    if rotary:
+        store.add_tensor("inv_freq", 10000.0 ** -(torch.arange(0, head_dim, 2) / head_dim))
+        inv_freq = graph.fx.create_node("get_attr", "inv_freq")
+        graph.infer_node(inv_freq)
+    x = graph.call("embedding", ids, weight("embed", vocab, hidden))
+    for layer in range(layers):
+        y = graph.call("rms_norm", x, None, 1e-6)
+        q = graph.call("split_heads", linear(y, f"q{layer}", heads * head_dim, hidden), heads)
+        k = graph.call("split_heads", linear(y, f"k{layer}", kv_heads * head_dim, hidden), kv_heads)
+        v = graph.call("split_heads", linear(y, f"v{layer}", kv_heads * head_dim, hidden), kv_heads)
+        if inv_freq is not None:
+            q, k = (graph.call("rope", t, positions, inv_freq, 1.0, False) for t in (q, k))
+        mixed = graph.call("merge_heads", graph.call("attention", q, k, v, head_dim**-0.5, window, 0.0, None))
+        x = graph.call("add", x, linear(mixed, f"o{layer}", hidden, heads * head_dim))
+        y = graph.call("rms_norm", x, None, 1e-6)
+        gate = graph.call("unary", linear(y, f"gate{layer}", ffn, hidden), "silu")
+        product = graph.call("mul", gate, linear(y, f"up{layer}", ffn, hidden))
+        x = graph.call("add", x, linear(product, f"down{layer}", hidden, ffn))
+    logits = graph.call("linear", graph.call("rms_norm", x, None, 1e-6), weight("head", vocab, hidden))
+    graph.fx.output(logits)
+    return graph
+
+
+def sequence_inputs(tokens: int = 7, batch: int = 2, vocab: int = 50, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """token_ids and positions [batch, tokens] for graphs before `cache`."""
+    ids = torch.randint(0, vocab, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+    return ids, torch.arange(tokens).expand(batch, tokens).contiguous()
+
+
+def step_inputs(ids: torch.Tensor, cache: torch.Tensor | None, graph: Graph, start: int = 0) -> list[torch.Tensor]:
+    """Inputs of a step that carries all of ids [batch, tokens] at positions from `start`, every row's logits wanted."""
+    batch, tokens = ids.shape
+    positions = (torch.arange(tokens) + start).repeat(batch)
+    sequence = torch.arange(batch).repeat_interleave(tokens)
+    pages = 2
+    table = torch.arange(batch * pages).reshape(batch, pages).flip(0)  # pages out of order, on purpose
+    if cache is None:
+        layers, _, _, kv_heads, head_dim = graph.inputs[-1].meta["val"].shape
+        cache = torch.full((layers, 2, batch * pages * 64, kv_heads, head_dim), float("nan"))
+    return [ids.flatten(), positions, sequence, table, torch.arange(batch * tokens), cache]

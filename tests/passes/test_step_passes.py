@@ -1,0 +1,211 @@
+"""Passes from precision to memory plan: each fires, must not where it may not, and keeps what is computed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qcompile import check, numerics
+from qcompile.errors import PassError, UsageError
+from qcompile.graph import Graph
+from qcompile.passes.assign_precision import AssignPrecision
+from qcompile.passes.base import Pass, apply
+from qcompile.passes.cache import Cache
+from qcompile.passes.fuse import Fuse
+from qcompile.passes.merge import Merge
+from qcompile.passes.plan_memory import PlanMemory
+from qcompile.passes.quantize import Quantize
+from tests.graphs import decoder, sequence_inputs, step_inputs
+
+# Two orders of summation of the same float32 numbers.
+REORDERED = 2e-6
+
+
+def through(graph: Graph, *passes: Pass) -> Graph:
+    for rewrite in passes:
+        graph = apply(rewrite, graph).graph
+    return graph
+
+
+def step_logits(graph: Graph, batch: int = 2, tokens: int = 7) -> torch.Tensor:
+    ids, _ = sequence_inputs(tokens, batch)
+    return graph.run(*step_inputs(ids, None, graph))[0].view(batch, tokens, -1)
+
+
+def test_precision_separates_the_head() -> None:
+    graph = through(decoder(), AssignPrecision("w4_asym_g128", "int8", "w8_sym_channel", "int8"))
+    formats = [node.meta["precision"]["weight"] for node in graph.calls("linear")]
+    assert formats == ["w4_asym_g128"] * 14 + ["w8_sym_channel"]
+
+
+def test_precision_refuses_what_has_no_kernel() -> None:
+    with pytest.raises(UsageError, match="qoq_g128 do not meet activations in bf16"):
+        AssignPrecision("qoq_g128", "bf16")
+    with pytest.raises(UsageError, match="w3 is unknown"):
+        AssignPrecision("w3")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_merge_joins_siblings_and_gates(bias: bool) -> None:
+    before = through(decoder(bias=bias, ffn=40), AssignPrecision())
+    result = apply(Merge(), before)
+    assert result.fired == 4
+    assert len(result.graph.calls("linear")) == 2 * 3 + 1
+    assert len(result.graph.calls("gated_linear")) == 2
+    assert check.equivalent(result.graph, before, sequence_inputs()) < 1e-14
+
+
+def test_merge_leaves_different_precisions_apart() -> None:
+    graph = through(decoder(), AssignPrecision())
+    for node in graph.calls("linear"):
+        if "v0" in str(node.args[1]) or "up0" in str(node.args[1]):
+            node.meta["precision"] = {"weight": "bf16", "activation": "bf16"}
+    merged = apply(Merge(), graph).graph
+    assert len(merged.calls("gated_linear")) == 1
+    assert len([n for n in merged.calls("concat_rows") if len(n.args[0]) == 2]) >= 1  # q and k of layer 0 alone
+
+
+def test_merge_leaves_a_gate_that_others_read() -> None:
+    graph = through(decoder(layers=1), AssignPrecision())
+    gate = graph.calls("unary")[0]
+    with graph.fx.inserting_after(graph.calls("mul")[0]):
+        again = graph.call("add", graph.calls("mul")[0], gate)
+    down = graph.calls("linear")[-2]
+    down.update_arg(0, again)
+    merged = apply(Merge(), graph).graph
+    assert not merged.calls("gated_linear")
+    assert check.equivalent(merged, graph, sequence_inputs()) < 1e-14
+
+
+@pytest.mark.parametrize("format", sorted(set(numerics.FORMATS) - {"f32", "bf16"}))
+def test_quantize_computes_with_rounded_weights_and_activations(format: str) -> None:
+    before = through(decoder(), AssignPrecision(format, "int8", format, "int8"))
+    after = through(before, Quantize())
+    assert not after.calls("linear")
+    inputs = sequence_inputs()
+    by_hand = before.clone()
+    for node in by_hand.calls("linear"):
+        with by_hand.fx.inserting_before(node):
+            parts = by_hand.call("quantize_weight", node.args[1], format)
+            codes = by_hand.call("quantize_activation", node.args[0], "int8", 128)
+            gemm = by_hand.call("gemm", codes, parts, None, None, format, "store", node.meta["val"].shape[-1])
+        by_hand.replace(node, gemm)
+    assert torch.equal(after.run(*inputs), by_hand.run(*inputs))
+    assert check.max_relative_error(after.run(*inputs), before.run(*inputs)) > 1e-3  # it did round
+
+
+def test_quantize_rounds_one_activation_once() -> None:
+    graph = through(decoder(layers=1), AssignPrecision("w8_sym_channel", "int8"), Quantize())
+    readers = [len(node.users) for node in graph.calls("quantize_activation")]
+    assert max(readers) == 3 and len(readers) == 5
+
+
+def test_quantize_refuses_an_activation_times_an_activation() -> None:
+    graph = through(decoder(layers=1), AssignPrecision())
+    node = graph.calls("linear")[0]
+    node.update_arg(1, graph.calls("embedding")[0])
+    with pytest.raises(PassError, match="second operand"):
+        Quantize().run(graph)
+
+
+@pytest.mark.parametrize("format", ["kv32", "kv16", "kv8", "kv4"])
+@pytest.mark.parametrize("window", [0, 3])
+def test_cache_reads_back_rounded_keys_and_values(format: str, window: int) -> None:
+    before = through(decoder(window=window), AssignPrecision(), Merge(), Quantize())
+    after = through(before, Cache(format))
+    error = check.max_relative_error(step_logits(after), before.run(*sequence_inputs()))
+    assert error < {"kv32": REORDERED, "kv16": 0.02, "kv8": 0.05, "kv4": 0.6}[format]
+    assert error > {"kv32": -1, "kv16": 1e-5, "kv8": 1e-4, "kv4": 1e-2}[format]
+
+
+def test_cache_carries_a_sequence_from_step_to_step() -> None:
+    graph = through(decoder(), AssignPrecision(), Merge(), Quantize(), Cache("kv8"))
+    ids, _ = sequence_inputs(9)
+    whole = graph.run(*step_inputs(ids, None, graph))[0].view(2, 9, -1)
+    first, cache = graph.run(*step_inputs(ids[:, :4], None, graph))
+    second, _ = graph.run(*step_inputs(ids[:, 4:], cache, graph, start=4))
+    parts = torch.cat((first.view(2, 4, -1), second.view(2, 5, -1)), 1)
+    assert check.max_relative_error(parts, whole) < REORDERED
+
+
+def test_cache_gathers_rows_before_the_last_norm() -> None:
+    graph = through(decoder(), AssignPrecision(), Merge(), Quantize(), Cache("kv32"))
+    taken = graph.calls("take_rows")[0]
+    assert [n.name for n in taken.users] == [graph.calls("rms_norm")[-1].name]
+
+
+def test_cache_refuses_layers_that_differ() -> None:
+    graph = through(decoder(), AssignPrecision(), Quantize())
+    node = graph.calls("attention")[1]
+    with graph.fx.inserting_before(node):
+        wide = [graph.call("split_heads", graph.call("merge_heads", n), 4) for n in node.args[1:3]]
+    node.args = (node.args[0], *wide, *node.args[3:])
+    with pytest.raises(PassError, match="layers must agree"):
+        Cache("kv16").run(graph)
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_fuse_joins_and_changes_nothing(rotary: bool, bias: bool) -> None:
+    precision = AssignPrecision("w4_asym_g128", "int8", "w8_sym_channel", "int8")
+    before = through(decoder(rotary=rotary, bias=bias), precision, Merge(), Quantize(), Cache("kv8"))
+    result = apply(Fuse(), before)
+    kinds = {kind: len(result.graph.calls(kind)) for kind in ("norm_quantize", "rope_append", "kv_append", "add", "rms_norm")}
+    assert kinds == {"norm_quantize": 5, "rope_append": 2, "kv_append": 0, "add": 0, "rms_norm": 0}
+    assert result.fired == 11
+    assert torch.equal(step_logits(result.graph), step_logits(before))
+
+
+def test_fuse_leaves_a_norm_that_others_read() -> None:
+    graph = through(decoder(layers=1), AssignPrecision("w8_sym_channel", "int8"), Merge(), Quantize(), Cache("kv32"))
+    norm = graph.calls("rms_norm")[0]
+    add = graph.calls("add")[0]
+    with graph.fx.inserting_before(add):
+        extra = graph.call("add", norm, add.args[1])
+    add.update_arg(1, extra)
+    fused = apply(Fuse(), graph).graph
+    assert len(fused.calls("rms_norm")) >= 1
+    assert torch.equal(step_logits(fused), step_logits(graph))
+
+
+def test_fuse_leaves_keys_rotated_unlike_queries() -> None:
+    graph = through(decoder(layers=1), AssignPrecision(), Merge(), Quantize(), Cache("kv32"))
+    graph.calls("rope")[1].update_arg(3, 2.0)
+    fused = apply(Fuse(), graph).graph
+    assert not fused.calls("rope_append")
+    assert torch.equal(step_logits(fused), step_logits(graph))
+
+
+@pytest.mark.parametrize("activation", ["f32", "int8"])
+def test_values_alive_together_never_share_bytes(activation: str) -> None:
+    format = "f32" if activation == "f32" else "w4_asym_g128"
+    graph = through(
+        decoder(layers=3), AssignPrecision(format, activation), Merge(), Quantize(), Cache("kv16"), Fuse(), PlanMemory()
+    )
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    lives: dict[str, tuple[int, int, int, int, str]] = {}
+    for node in graph.nodes:
+        if "storage" not in node.meta:
+            continue
+        s = node.meta["storage"]
+        stride = numerics.padded_inputs(s["width"])
+        size = stride + 4 + 4 * -(-stride // s["group"]) if s["dtype"] == "q8" else stride * 4
+        first, last = order[node], max([order[u] for u in node.users] + [order[node]])
+        if s["buffer"] in lives:
+            first, last = min(first, lives[s["buffer"]][0]), max(last, lives[s["buffer"]][1])
+        lives[s["buffer"]] = (first, last, s["offset"], s["offset"] + size, s["rows"])
+    values = list(lives.values())
+    for i, (a0, a1, b0, b1, rows) in enumerate(values):
+        for c0, c1, d0, d1, other in values[i + 1 :]:
+            assert rows != other or a1 < c0 or c1 < a0 or b1 <= d0 or d1 <= b0
+    assert sum(v[3] - v[2] for v in values) > 2 * max(v[3] for v in values)  # and bytes are shared at all
+
+
+def test_a_graph_survives_json() -> None:
+    graph = through(
+        decoder(), AssignPrecision("qoq_g128", "int8"), Merge(), Quantize(), Cache("kv4"), Fuse(), PlanMemory()
+    )
+    again = Graph.from_json(graph.to_json(), graph.weights)
+    again.infer([node.meta["val"] for node in graph.inputs])
+    assert again.to_json() == graph.to_json()
+    assert torch.equal(step_logits(again), step_logits(graph))
