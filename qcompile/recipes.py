@@ -1,0 +1,128 @@
+"""Recipes: the named choices of number formats, and the options given for them from outside.
+
+A recipe says which fields of which passes differ from their defaults; `pipeline` makes the passes. So this
+module knows passes by name only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from qcompile.errors import UsageError
+
+Settings = dict[str, dict[str, object]]
+"""Field values by pass name and field name."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Number formats of a whole model: `weight` of the linears, `activation` they meet, `kv` cache, `head`.
+
+    Formats are those of numerics.FORMATS and KV_BITS. `head` is a key of HEADS: the output head is int8 per
+    channel unless a recipe or the caller wants it otherwise.
+    """
+
+    name: str
+    description: str
+    weight: str
+    activation: str
+    kv: str
+    head: str = "int8"
+
+    def settings(self, head_dtype: str | None = None) -> Settings:
+        """What this recipe sets, by pass; `head_dtype` replaces the recipe's own (UsageError if unknown)."""
+        head = head_dtype or self.head
+        if head not in HEADS:
+            raise UsageError(f"head dtype {head} is unknown; there are {', '.join(HEADS)}")
+        head_weight, head_activation = HEADS[head]
+        precision: dict[str, object] = {
+            "weight": self.weight,
+            "activation": self.activation,
+            "head": head_weight,
+            "head_activation": head_activation,
+        }
+        return {"assign_precision": precision, "cache": {"format": self.kv}}
+
+
+HEADS = {"int8": ("w8_sym_channel", "int8"), "bf16": ("bf16", "bf16"), "f32": ("f32", "f32")}
+"""Weight format and activation type of the output head by the name `--head-dtype` gives it."""
+
+RECIPES = {
+    r.name: r
+    for r in (
+        Recipe("f32", "float32 throughout, the reference", "f32", "f32", "kv32", "f32"),
+        Recipe("bf16", "bfloat16 weights and activations", "bf16", "bf16", "kv16", "bf16"),
+        Recipe("w8a8", "8-bit weights per channel, 8-bit activations", "w8_sym_channel", "int8", "kv16"),
+        Recipe("w4a16", "4-bit weights in groups of 128, bfloat16 activations", "w4_asym_g128", "bf16", "kv16"),
+        Recipe("w4a8", "4-bit weights in groups of 128, 8-bit activations", "w4_asym_g128", "int8", "kv16"),
+        Recipe("qserve", "QServe's W4A8KV4 with two-level groups of 128", "qoq_g128", "int8", "kv4"),
+        Recipe("qserve-channel", "QServe's W4A8KV4 with one scale per channel", "qoq_channel", "int8", "kv4"),
+        Recipe("mxfp4", "OCP MXFP4 weights, 8-bit activations", "mxfp4", "int8", "kv16"),
+    )
+}
+
+
+def get_recipe(name: str) -> Recipe:
+    """The recipe called `name`; UsageError listing those there are."""
+    if name not in RECIPES:
+        raise UsageError(f"recipe {name} is unknown; there are {', '.join(RECIPES)}")
+    return RECIPES[name]
+
+
+def parse_options(pairs: list[str]) -> dict[str, str]:
+    """`["cache.format=kv8", "rounding=nearest"]` as a dict; UsageError on a pair without name or value."""
+    options: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not (name and equals and value):
+            raise UsageError(f"--set {pair}: write pass.field=value, for example cache.format=kv8")
+        options[name] = value
+    return options
+
+
+def apply_options(
+    settings: Settings, fields: Mapping[str, Mapping[str, object]], options: Mapping[str, str]
+) -> Settings:
+    """`settings` with `options` laid over them.
+
+    `fields` holds the defaults of every pass's fields, whose types the values are read as. An option names
+    `pass.field`, or a `field` alone for every pass that has it. Raises UsageError naming what is valid.
+    """
+    merged = {name: dict(values) for name, values in settings.items()}
+    for option, text in options.items():
+        for pass_name, field in _targets_of(option, fields):
+            value = _read(option, text, fields[pass_name][field])
+            merged.setdefault(pass_name, {})[field] = value
+    return merged
+
+
+def _targets_of(option: str, fields: Mapping[str, Mapping[str, object]]) -> list[tuple[str, str]]:
+    """(pass, field) pairs that `option` names."""
+    pass_name, dot, field = option.rpartition(".")
+    known = ", ".join(f"{name}.{key}" for name, keys in fields.items() for key in keys)
+    if not dot:
+        found = [(name, option) for name, keys in fields.items() if option in keys]
+        if not found:
+            raise UsageError(f"option {option} is a field of no pass; there are {known}")
+        return found
+    if pass_name not in fields:
+        raise UsageError(f"option {option}: pass {pass_name} is unknown; there are {', '.join(fields)}")
+    if field not in fields[pass_name]:
+        raise UsageError(f"option {option}: pass {pass_name} has no field {field}; there are {known}")
+    return [(pass_name, field)]
+
+
+def _read(option: str, text: str, default: object) -> object:
+    """`text` in the type of `default`: bool, int, float or str."""
+    if isinstance(default, bool):
+        if text.lower() not in ("true", "false"):
+            raise UsageError(f"option {option}={text}: write true or false")
+        return text.lower() == "true"
+    if isinstance(default, (int, float)):
+        try:
+            return type(default)(text)
+        except ValueError:
+            kind = "a whole number" if isinstance(default, int) else "a number"
+            raise UsageError(f"option {option}={text}: write {kind}") from None
+    return text

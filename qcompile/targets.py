@@ -1,0 +1,65 @@
+"""Targets: the machines kernels are generated for. A target is data.
+
+Peak rates are not among it for a CPU: they are probed on the host when they are needed (`qcompile bench`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import cache
+
+from qcompile.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Target:
+    """One kind of machine. `isa` chooses the kernels' vector code; `requires` are Linux's names of CPU flags."""
+
+    name: str
+    kind: str
+    isa: str
+    requires: tuple[str, ...]
+    description: str
+
+
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16")
+
+# The best first: `cpu` means the first one the host can run.
+_LEVELS = (
+    Target("cpu-avx512vnni", "cpu", "avx512", _AVX2 + _AVX512, "AVX-512 with VNNI and BF16"),
+    Target("cpu-avx2vnni", "cpu", "avx2vnni", (*_AVX2, "avx_vnni"), "AVX2 with AVX-VNNI"),
+    Target("cpu-avx2", "cpu", "avx2", _AVX2, "AVX2"),
+    Target("cpu-portable", "cpu", "portable", (), "any CPU, plain C++"),
+)
+TARGETS = {target.name: target for target in _LEVELS}
+TARGET_NAMES = ("cpu", *TARGETS)
+
+
+@cache
+def cpu_flags() -> frozenset[str]:
+    """Instruction sets of this CPU as Linux names them (avx2, avx512_vnni, ...); empty where unknown."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if line.startswith(("flags", "Features")):
+                    return frozenset(line.split(":", 1)[1].split())
+    except OSError:
+        pass
+    return frozenset()
+
+
+def missing_flags(requires: Collection[str]) -> list[str]:
+    """Those of `requires` that this CPU lacks, in order."""
+    return [flag for flag in requires if flag not in cpu_flags()]
+
+
+def get_target(name: str) -> Target:
+    """The target called `name`; `cpu` is the best level of this host. UsageError listing those there are."""
+    if name == "cpu":
+        best = next(level for level in _LEVELS if not missing_flags(level.requires))
+        return replace(best, name="cpu")
+    if name not in TARGETS:
+        raise UsageError(f"target {name} is unknown; there are {', '.join(TARGET_NAMES)}")
+    return TARGETS[name]
