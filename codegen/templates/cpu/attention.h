@@ -1,0 +1,232 @@
+// attention.h: softmax(q k^T) v over the paged cache, for prefill, decode and verification alike.
+//
+// Exactness. A query row's bits depend on its own q, its position and the cached k and v alone: pages of
+// 64 positions are reduced one by one in a fixed way (scores summed over dim in order; exponentials
+// relative to the page's own maximum; p v summed over positions in order) and merged into the running
+// (maximum, sum, out) in page order (online softmax, Milakov and Gimelshein 2018). Which rows share a tile,
+// which thread computes it, and whether pages are merged at once or later change nothing: a page wholly
+// masked for a row merges as an exact no-op, and a position masked for it adds p = 0 exactly.
+//
+// Slots past the tile's last position may hold anything, NaN included: their scores are replaced, not
+// added to, and p v never reads them.
+#pragma once
+#include "kv.h"
+
+constexpr int kTileRows = 48;    // query rows (tokens x heads of one kv head) that share a loaded page
+constexpr int kDirectRows = 12;  // up to so many rows, pages are widened in registers rather than to scratch
+
+struct AttentionArgs {
+  const float* q;            // [tokens][q_stride], this layer's heads from column q_offset
+  int q_stride, q_offset;
+  float* out;                // [tokens][gemm_kp(heads * head_dim)]
+  int heads;
+  float scale;
+  int window;                // 0: all earlier positions
+  float softcap;             // 0: none
+  int sequences;
+  const int32_t* positions;
+  const int32_t* query_start;
+};
+
+struct AttentionScratch {    // one thread's working set
+  float *q, *score, *part, *out, *k, *v;
+  float q_sum[kTileRows], page_max[kTileRows], page_sum[kTileRows], shift[kTileRows];
+  float run_max[kTileRows], run_sum[kTileRows];
+  int32_t position[kTileRows];
+
+  AttentionScratch(void* memory, int dp) {
+    q = (float*)memory;                 // [rows][dp]
+    score = q + kTileRows * dp;         // [rows][64]
+    part = score + kTileRows * kPage;   // [rows][dp]
+    out = part + kTileRows * dp;        // [rows][dp]
+    k = out + kTileRows * dp;           // [dp][64]
+    v = k + kPage * dp;                 // [64][dp]
+  }
+};
+constexpr size_t attention_scratch_bytes(int dp) {
+  return sizeof(float) * (size_t)(3 * kTileRows * dp + kTileRows * kPage + 2 * kPage * dp);
+}
+
+// score[r][j] = sum over d of q[r][d] * k[d][j] (of the codes, where k is quantized).
+template <KvFormat F>
+QC_INLINE void score_page(const KvBlock& block, AttentionScratch& s, int rows, int dp) {
+  if (F == kKv32 || rows > kDirectRows) {
+    const float* k = (const float*)block.k;
+    if constexpr (F == kKv16) k = widen_all(s.k, (const uint16_t*)block.k, dp * kPage);
+    if constexpr (F == kKv8) k = widen_all(s.k, (const uint8_t*)block.k, dp * kPage);
+    if constexpr (F == kKv4) {
+      widen_nibbles<0>(s.k, (const uint8_t*)block.k, dp / 2 * kPage);
+      widen_nibbles<4>(s.k + dp / 2 * kPage, (const uint8_t*)block.k, dp / 2 * kPage);
+      k = s.k;
+    }
+    for (int d = 0; d < dp; d += 64)  // half of k at a time stays in the first cache level
+      multiply(rows, s.q, dp, Floats{k, kPage}, d, d + 64 < dp ? d + 64 : dp, kPage, s.score, kPage, d > 0);
+    return;
+  }
+  if constexpr (F == kKv16)
+    multiply(rows, s.q, dp, Bfloats{(const uint16_t*)block.k, kPage}, 0, dp, kPage, s.score, kPage, false);
+  if constexpr (F == kKv8)
+    multiply(rows, s.q, dp, Bytes{(const uint8_t*)block.k, kPage}, 0, dp, kPage, s.score, kPage, false);
+  if constexpr (F == kKv4) {
+    const uint8_t* k = (const uint8_t*)block.k;
+    multiply(rows, s.q, dp, Nibbles<0>{k, kPage}, 0, dp / 2, kPage, s.score, kPage, false);
+    multiply(rows, s.q + dp / 2, dp, Nibbles<4>{k, kPage}, 0, dp / 2, kPage, s.score, kPage, true);
+  }
+}
+
+// part[r][d] = sum over positions j < limit of p[r][j] * v[j][d] (of the codes, where v is quantized).
+template <KvFormat F>
+QC_INLINE void value_page(const KvBlock& block, AttentionScratch& s, int rows, int dp, int limit) {
+  const float* p = s.score;
+  if (F == kKv32 || rows > kDirectRows) {
+    const float* v = (const float*)block.v;
+    if constexpr (F == kKv16) v = widen_all(s.v, (const uint16_t*)block.v, limit * dp);
+    if constexpr (F == kKv8) v = widen_all(s.v, (const uint8_t*)block.v, limit * dp);
+    if constexpr (F == kKv4) {
+      for (int j = 0; j < limit; ++j) {
+        widen_nibbles<0>(s.v + j * dp, (const uint8_t*)block.v + j * (dp / 2), dp / 2);
+        widen_nibbles<4>(s.v + j * dp + dp / 2, (const uint8_t*)block.v + j * (dp / 2), dp / 2);
+      }
+      v = s.v;
+    }
+    multiply(rows, p, kPage, Floats{v, dp}, 0, limit, dp, s.part, dp, false);
+    return;
+  }
+  if constexpr (F == kKv16)
+    multiply(rows, p, kPage, Bfloats{(const uint16_t*)block.v, dp}, 0, limit, dp, s.part, dp, false);
+  if constexpr (F == kKv8)
+    multiply(rows, p, kPage, Bytes{(const uint8_t*)block.v, dp}, 0, limit, dp, s.part, dp, false);
+  if constexpr (F == kKv4) {
+    const uint8_t* v = (const uint8_t*)block.v;
+    multiply(rows, p, kPage, Nibbles<0>{v, dp / 2}, 0, limit, dp / 2, s.part, dp, false);
+    multiply(rows, p, kPage, Nibbles<4>{v, dp / 2}, 0, limit, dp / 2, s.part + dp / 2, dp, false);
+  }
+}
+
+// cap * tanh(x / cap)
+QC_INLINE f32x16 soften(f32x16 x, float cap) {
+  return cap - (2.0f * cap) / (vexp(x * (2.0f / cap)) + 1.0f);
+}
+
+// Scores of one row to probabilities relative to the page's maximum. Quantized v: p is multiplied by v's
+// scale, and `shift` is what v's zeros add up to.
+template <KvFormat F>
+QC_INLINE void soften_page(const AttentionArgs& a, const KvBlock& block, AttentionScratch& s, int r, int start) {
+  const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const int last = s.position[r] - start;                            // visible slots: first .. last
+  const int first = a.window > 0 ? last - a.window + 1 : -(1 << 30);
+  float* row = s.score + r * kPage;
+  f32x16 x[4];
+  i32x16 visible[4];
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; ++c) {
+    x[c] = load<f32x16>(row + 16 * c);
+    if constexpr (F >= kKv8) {
+      const float* p = block.parameters + 16 * c;
+      x[c] = (x[c] - load<f32x16>(p + kPage) * s.q_sum[r]) * load<f32x16>(p);
+    }
+    x[c] *= a.scale;
+    if (a.softcap > 0) x[c] = soften(x[c], a.softcap);
+    visible[c] = (lane + 16 * c <= last) & (lane + 16 * c >= first);
+    x[c] = select(visible[c], x[c], splat(-__builtin_inff()));
+  }
+  const float top = reduce_max(vmax(vmax(x[0], x[2]), vmax(x[1], x[3])));
+  const float base = top > -__builtin_inff() ? top : 0.0f;
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; ++c) x[c] = select(visible[c], vexp(x[c] - base), splat(0.0f));
+  s.page_max[r] = top;
+  s.page_sum[r] = reduce_add((x[0] + x[2]) + (x[1] + x[3]));
+  if constexpr (F >= kKv8) {
+    f32x16 shift[4];
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) {
+      const float* p = block.parameters + 2 * kPage + 16 * c;
+      x[c] = select(visible[c], x[c] * load<f32x16>(p), splat(0.0f));
+      shift[c] = select(visible[c], x[c] * load<f32x16>(p + kPage), splat(0.0f));
+    }
+    s.shift[r] = reduce_add((shift[0] + shift[2]) + (shift[1] + shift[3]));
+  } else {
+    s.shift[r] = 0.0f;
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; ++c) store(row + 16 * c, x[c]);
+}
+
+// e^(x - top) for x <= top, exactly 0 where x is -inf.
+QC_INLINE f32x16 decay(f32x16 x, f32x16 top) {
+  return select(x > -__builtin_inff(), vexp(x - top), splat(0.0f));
+}
+
+// Merge the page's (maximum, sum, part) of every row into the running (maximum, sum, out).
+QC_INLINE void merge_page(AttentionScratch& s, int rows, int dp) {
+  float keep[kTileRows], add[kTileRows];
+  for (int r = 0; r < rows; r += 16) {
+    const f32x16 old = load<f32x16>(s.run_max + r), now = load<f32x16>(s.page_max + r);
+    const f32x16 top = vmax(old, now);
+    const f32x16 k = decay(old, top), a = decay(now, top);
+    store(keep + r, k);
+    store(add + r, a);
+    store(s.run_max + r, top);
+    store(s.run_sum + r, load<f32x16>(s.run_sum + r) * k + load<f32x16>(s.page_sum + r) * a);
+  }
+  for (int r = 0; r < rows; ++r) {
+    float *out = s.out + r * dp, *part = s.part + r * dp;
+    for (int d = 0; d < dp; d += 16)
+      store(out + d, load<f32x16>(out + d) * keep[r] + (load<f32x16>(part + d) - s.shift[r]) * add[r]);
+  }
+}
+
+// Query rows first .. first + rows - 1 of one sequence and kv head; row = token * group + head in group.
+template <KvFormat F>
+QC_NOINLINE void attend_tile(const AttentionArgs& a, const KvLayer<F>& kv, void* memory,
+                                                  int sequence, int head, int first, int rows) {
+  const int d = kv.head_dim, dp = kv_padded(F, d), group = a.heads / kv.kv_heads;
+  AttentionScratch s(memory, dp);
+  const int token0 = a.query_start[sequence];
+  for (int r = 0; r < rows; ++r) {
+    const int t = token0 + (first + r) / group, h = head * group + (first + r) % group;
+    float* q = s.q + r * dp;
+    memcpy(q, a.q + (int64_t)t * a.q_stride + a.q_offset + h * d, sizeof(float) * (size_t)d);
+    memset(q + d, 0, sizeof(float) * (size_t)(dp - d));
+    f32x16 sum{};
+    for (int i = 0; i < dp; i += 16) sum += load<f32x16>(q + i);
+    s.q_sum[r] = reduce_add(sum);
+    s.position[r] = a.positions[t];
+  }
+  for (int r = 0; r < kTileRows; ++r) s.run_max[r] = s.page_max[r] = -__builtin_inff(), s.run_sum[r] = 0.0f;
+  memset(s.out, 0, sizeof(float) * (size_t)(rows * dp));
+
+  const int last = s.position[rows - 1];
+  const int start = a.window > 0 && s.position[0] >= a.window ? s.position[0] - a.window + 1 : 0;
+  for (int page = start / kPage; page <= last / kPage; ++page) {
+    const KvBlock block = kv.block(sequence, page, head);
+    score_page<F>(block, s, rows, dp);
+    for (int r = 0; r < rows; ++r) soften_page<F>(a, block, s, r, page * kPage);
+    const int limit = last - page * kPage + 1;
+    value_page<F>(block, s, rows, dp, limit < kPage ? limit : kPage);
+    merge_page(s, rows, dp);
+  }
+
+  const int out_stride = gemm_kp(a.heads * d);
+  for (int r = 0; r < rows; ++r) {
+    const int t = token0 + (first + r) / group, h = head * group + (first + r) % group;
+    float* to = a.out + (int64_t)t * out_stride + h * d;
+    const float inverse = 1.0f / s.run_sum[r];
+    for (int i = 0; i < d; ++i) to[i] = s.out[r * dp + i] * inverse;
+    if (h == a.heads - 1)
+      memset(to + d, 0, sizeof(float) * (size_t)(out_stride - a.heads * d));
+  }
+}
+
+// kv heads heads.begin .. heads.end - 1 of every sequence, by this thread.
+template <KvFormat F>
+QC_NOINLINE void attention(const AttentionArgs& a, const KvLayer<F>& kv, Range heads,
+                                                void* memory) {
+  const int group = a.heads / kv.kv_heads;
+  for (int h = heads.begin; h < heads.end; ++h)
+    for (int s = 0; s < a.sequences; ++s) {
+      const int rows = (a.query_start[s + 1] - a.query_start[s]) * group;
+      for (int first = 0; first < rows; first += kTileRows)
+        attend_tile<F>(a, kv, memory, s, h, first, rows - first < kTileRows ? rows - first : kTileRows);
+    }
+}

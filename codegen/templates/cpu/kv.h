@@ -1,0 +1,98 @@
+// kv.h: the paged KV cache. Arena [layer][page][kv head], each block holding K then V of 64 positions:
+//
+//   kv32  K f32 [Dp][64], V f32 [64][Dp]             (Dp = head_dim rounded up to 16; to 32 for kv4)
+//   kv16  the same in bf16
+//   kv8   K u8 [Dp][64],  V u8 [64][Dp], then f32 [64] each: K scale, K zero, V scale, V zero
+//   kv4   K u8 [Dp/2][64], V u8 [64][Dp/2], low nibble d, high nibble d + Dp/2; then as kv8
+//
+// K is [dim][position], so that scores of 64 positions are vertical sums over dim, in order.
+// kv8 and kv4 are asymmetric per position and head: value = (code - zero) * scale, the range holds 0.
+#pragma once
+#include "rowops.h"
+
+enum KvFormat { kKv32, kKv16, kKv8, kKv4 };
+constexpr int kPage = 64;
+
+constexpr int kv_padded(KvFormat f, int head_dim) {
+  return f == kKv4 ? (head_dim + 31) / 32 * 32 : (head_dim + 15) / 16 * 16;
+}
+constexpr int64_t kv_part_bytes(KvFormat f, int head_dim) {  // K, or V, without its parameters
+  const int64_t n = (int64_t)kPage * kv_padded(f, head_dim);
+  return f == kKv32 ? 4 * n : f == kKv16 ? 2 * n : f == kKv8 ? n : n / 2;
+}
+constexpr int64_t kv_block_bytes(KvFormat f, int head_dim) {
+  return 2 * kv_part_bytes(f, head_dim) + (f >= kKv8 ? 4 * kPage * (int64_t)sizeof(float) : 0);
+}
+
+struct KvBlock {  // one (layer, page, kv head)
+  char* k;
+  char* v;
+  float* parameters;  // K scale [64], K zero [64], V scale [64], V zero [64]
+};
+
+template <KvFormat F>
+struct KvLayer {
+  char* base;                  // first block of the layer
+  const int32_t* block_table;  // [sequences][block_stride]
+  int block_stride, kv_heads, head_dim;
+
+  KvBlock block(int sequence, int page, int head) const {
+    const int64_t at = (int64_t)block_table[(int64_t)sequence * block_stride + page] * kv_heads + head;
+    char* p = base + at * kv_block_bytes(F, head_dim);
+    const int64_t part = kv_part_bytes(F, head_dim);
+    return {p, p + part, (float*)(p + 2 * part)};
+  }
+};
+
+// Codes of one head of K or V at one position. x: [dp] padded with zeros; `levels` is 255 or 15.
+QC_INLINE void kv_quantize(const float* x, int dp, float levels, uint8_t* codes, float* scale, float* zero) {
+  f32x16 low{}, high{};
+  for (int d = 0; d < dp; d += 16) {
+    const f32x16 v = load<f32x16>(x + d);
+    low = vmin(v, low);
+    high = vmax(v, high);
+  }
+  const float lo = -reduce_max(-low), hi = reduce_max(high);
+  float step = (hi - lo) / levels;
+  if (!(step > 1e-37f)) step = 1.0f;
+  const float z = __builtin_rintf(-lo / step);
+  for (int d = 0; d < dp; d += 16) {
+    const f32x16 q = round_even(load<f32x16>(x + d) / step) + z;
+    store(codes + d, __builtin_convertvector(round_to_i32(vmin(vmax(q, splat(0.0f)), splat(levels))), u8x16));
+  }
+  *scale = step;
+  *zero = z;
+}
+
+// Write one head's k and v ([dp], padded with zeros) into slot `slot` of its block.
+template <KvFormat F>
+QC_INLINE void kv_append(const KvBlock& block, int slot, const float* k, const float* v, int dp) {
+  if constexpr (F == kKv32) {
+    float* to = (float*)block.k + slot;
+    for (int d = 0; d < dp; ++d) to[d * kPage] = k[d];
+    memcpy((float*)block.v + slot * dp, v, (size_t)dp * sizeof(float));
+  } else if constexpr (F == kKv16) {
+    uint16_t row[1024];
+    for (int d = 0; d < dp; d += 16) store(row + d, f32_to_bf16(load<f32x16>(k + d)));
+    uint16_t* to = (uint16_t*)block.k + slot;
+    for (int d = 0; d < dp; ++d) to[d * kPage] = row[d];
+    for (int d = 0; d < dp; d += 16)
+      store((uint16_t*)block.v + slot * dp + d, f32_to_bf16(load<f32x16>(v + d)));
+  } else {
+    constexpr float levels = F == kKv8 ? 255.0f : 15.0f;
+    uint8_t row[1024];
+    uint8_t *to = (uint8_t*)block.k + slot, *to_v = (uint8_t*)block.v;
+    float* p = block.parameters + slot;
+    kv_quantize(k, dp, levels, row, p, p + kPage);
+    if (F == kKv8)
+      for (int d = 0; d < dp; ++d) to[d * kPage] = row[d];
+    else
+      for (int d = 0; d < dp / 2; ++d) to[d * kPage] = (uint8_t)(row[d] | row[d + dp / 2] << 4);
+    kv_quantize(v, dp, levels, row, p + 2 * kPage, p + 3 * kPage);
+    if (F == kKv8)
+      memcpy(to_v + slot * dp, row, (size_t)dp);
+    else
+      for (int d = 0; d < dp / 2; ++d)
+        to_v[slot * (dp / 2) + d] = (uint8_t)(row[d] | row[d + dp / 2] << 4);
+  }
+}

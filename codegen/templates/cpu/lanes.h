@@ -1,0 +1,125 @@
+// lanes.h: a small register-tiled product with the right-hand side widened on the fly, for attention.
+//
+//   multiply(rows, a, lda, B, k0, k1, n, c, ldc, accumulate)
+//   c[r][j] (+)= sum over k0 <= k < k1, ascending, of a[r][k] * B[k][j],   r < rows, j < n, n a multiple of 16
+//
+// Each c is one chain of multiply-adds in the order of k, so its bits depend on neither the tile it falls
+// in nor where k is cut, and widening in registers or in memory is the same.
+#pragma once
+#include "gemm.h"
+
+#define QC_NOINLINE static __attribute__((noinline, unused))
+
+#if defined(__AVX512F__)
+constexpr int kTileVectors = 4, kTileHeight = 6;  // 24 accumulators of 32 registers
+#elif defined(__AVX2__)
+constexpr int kTileVectors = 1, kTileHeight = 6;  // 12 of 16
+#else
+constexpr int kTileVectors = 1, kTileHeight = 2;  // 8 of 16
+#endif
+
+QC_INLINE F16 to_lanes(f32x16 v) {
+#if defined(__AVX512F__)
+  return v;
+#else
+  float t[16];
+  store(t, v);
+  return f_load(t);
+#endif
+}
+QC_INLINE F16 to_lanes(u8x16 v) {
+  alignas(16) uint8_t t[16];
+  store(t, v);
+  return f_from_i(i_load_u8(t));
+}
+
+// Right-hand sides: at(k, j) is B[k][j .. j + 15] as floats; `stride` elements (bytes of nibbles) a row.
+struct Floats {
+  const float* p;
+  int stride;
+  inline __attribute__((always_inline)) F16 at(int k, int j) const { return f_load(p + k * stride + j); }
+};
+struct Bfloats {
+  const uint16_t* p;
+  int stride;
+  inline __attribute__((always_inline)) F16 at(int k, int j) const { return to_lanes(bf16_to_f32(load<u16x16>(p + k * stride + j))); }
+};
+struct Bytes {
+  const uint8_t* p;
+  int stride;
+  inline __attribute__((always_inline)) F16 at(int k, int j) const { return f_from_i(i_load_u8(p + k * stride + j)); }
+};
+template <int shift>
+struct Nibbles {
+  const uint8_t* p;
+  int stride;
+  inline __attribute__((always_inline)) F16 at(int k, int j) const { return to_lanes((load<u8x16>(p + k * stride + j) >> shift) & 15); }
+};
+
+template <int R, int V, class B>
+QC_INLINE void multiply_tile(const float* a, int lda, const B& b, int k0, int k1, int j, float* c, int ldc,
+                             bool accumulate) {
+  F16 sum[R][V];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) sum[r][v] = accumulate ? f_load(c + r * ldc + j + 16 * v) : f_set(0.0f);
+  for (int k = k0; k < k1; ++k) {
+    F16 w[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) w[v] = b.at(k, j + 16 * v);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) sum[r][v] = f_dot(sum[r][v], w[v], a + r * lda + k);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) f_store(c + r * ldc + j + 16 * v, sum[r][v]);
+}
+
+template <int R, class B>
+QC_NOINLINE void multiply_rows(const float* a, int lda, const B& b, int k0, int k1, int j0,
+                                                    int j1, float* c, int ldc, bool accumulate) {
+  int j = j0;
+  for (; j + 16 * kTileVectors <= j1; j += 16 * kTileVectors)
+    multiply_tile<R, kTileVectors>(a, lda, b, k0, k1, j, c, ldc, accumulate);
+  for (; j < j1; j += 16) multiply_tile<R, 1>(a, lda, b, k0, k1, j, c, ldc, accumulate);
+}
+
+template <class B>
+static void multiply(int rows, const float* a, int lda, const B& b, int k0, int k1, int n, float* c, int ldc,
+                     bool accumulate) {
+  constexpr int kBand = 64;  // columns at a time, so that B's band stays in the first cache level for all rows
+  for (int j = 0; j < n; j += kBand) {
+    const int end = j + kBand < n ? j + kBand : n;
+    int r = 0;
+    for (; r + kTileHeight <= rows; r += kTileHeight)
+      multiply_rows<kTileHeight>(a + r * lda, lda, b, k0, k1, j, end, c + r * ldc, ldc, accumulate);
+    const float* ar = a + r * lda;
+    float* cr = c + r * ldc;
+    switch (rows - r) {
+#if defined(__AVX2__)
+      case 5: multiply_rows<5>(ar, lda, b, k0, k1, j, end, cr, ldc, accumulate); break;
+      case 4: multiply_rows<4>(ar, lda, b, k0, k1, j, end, cr, ldc, accumulate); break;
+      case 3: multiply_rows<3>(ar, lda, b, k0, k1, j, end, cr, ldc, accumulate); break;
+      case 2: multiply_rows<2>(ar, lda, b, k0, k1, j, end, cr, ldc, accumulate); break;
+#endif
+      case 1: multiply_rows<1>(ar, lda, b, k0, k1, j, end, cr, ldc, accumulate); break;
+    }
+  }
+}
+
+// to[i] = float(from[i]), n a multiple of 16; returns `to`.
+template <class T>
+QC_INLINE const float* widen_all(float* to, const T* from, int n) {
+  for (int i = 0; i < n; i += 16)
+    if constexpr (sizeof(T) == 2) store(to + i, bf16_to_f32(load<u16x16>(from + i)));
+    else f_store(to + i, f_from_i(i_load_u8(from + i)));
+  return to;
+}
+template <int shift>
+QC_INLINE void widen_nibbles(float* to, const uint8_t* from, int n) {
+  for (int i = 0; i < n; i += 16) f_store(to + i, to_lanes((load<u8x16>(from + i) >> shift) & 15));
+}

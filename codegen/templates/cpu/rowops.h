@@ -1,0 +1,172 @@
+// rowops.h: everything that treats each row (token) alone: embed, norm, quantize, take_rows, argmax.
+//
+// Activations are rows of gemm_kp(width) elements; the elements past `width` are zero, and every function
+// here keeps them so. A function works on the rows of its Range, so the caller decides who does what.
+#pragma once
+#include "lanes.h"
+
+struct Range {
+  int begin, end;
+};
+
+// The contiguous share of `n` items that belongs to this thread.
+QC_INLINE Range share(int n, const Worker& w) {
+  return {(int)((int64_t)n * w.tid / w.threads), (int)((int64_t)n * (w.tid + 1) / w.threads)};
+}
+
+QC_INLINE int32_t reduce_add(i32x16 v) {
+  int32_t t[16], sum = 0;
+  store(t, v);
+  for (int i = 0; i < 16; ++i) sum += t[i];
+  return sum;
+}
+
+struct Q8Rows {    // int8 rows with a scale and sums of the codes over groups of `group` inputs
+  int8_t* q;       // [rows][kp]
+  float* scale;    // [rows]
+  int32_t* sums;   // [rows][groups]
+  int group, groups;
+  operator Q8Act() const { return {q, scale, sums, groups}; }
+};
+
+// put(out, t, row, width): store one float row, padded with zeros, in the format of `out`.
+
+QC_INLINE void put(float* out, int t, const float* row, int width) {
+  const int kp = gemm_kp(width);
+  memcpy(out + (int64_t)t * kp, row, (size_t)kp * sizeof(float));
+}
+
+QC_INLINE void put(uint16_t* out, int t, const float* row, int width) {
+  const int kp = gemm_kp(width);
+  for (int i = 0; i < kp; i += 16) store(out + (int64_t)t * kp + i, f32_to_bf16(load<f32x16>(row + i)));
+}
+
+// scale = max |row| / 127 (1 for a row of zeros), q = round(row / scale), half to even.
+QC_INLINE void put(const Q8Rows& out, int t, const float* row, int width) {
+  const int kp = gemm_kp(width);
+  f32x16 top0{}, top1{};
+  for (int i = 0; i < kp; i += 32) {
+    top0 = vmax(vabs(load<f32x16>(row + i)), top0);
+    top1 = vmax(vabs(load<f32x16>(row + i + 16)), top1);
+  }
+  float scale = reduce_max(vmax(top0, top1)) / 127.0f;
+  if (!(scale > 1e-37f)) scale = 1.0f;  // so that 1 / scale is finite
+  const float inverse = 1.0f / scale;
+  int8_t* q = out.q + (int64_t)t * kp;
+  for (int g = 0; g < out.groups; ++g) {
+    i32x16 sum{};
+    const int end = (g + 1) * out.group < kp ? (g + 1) * out.group : kp;
+    for (int i = g * out.group; i < end; i += 16) {
+      i32x16 code = round_to_i32(load<f32x16>(row + i) * inverse);
+      sum += code;
+      store(q + i, __builtin_convertvector(code, i8x16));
+    }
+    out.sums[(int64_t)t * out.groups + g] = reduce_add(sum);
+  }
+  out.scale[t] = scale;
+}
+
+// out[t] = table[ids[t]] * factor.   table: [vocab][width]
+QC_INLINE f32x16 widen(const float* p) { return load<f32x16>(p); }
+QC_INLINE f32x16 widen(const uint16_t* p) { return bf16_to_f32(load<u16x16>(p)); }
+QC_INLINE float widen1(float x) { return x; }
+QC_INLINE float widen1(uint16_t x) { return bf16_to_f32(x); }
+
+template <class T>
+QC_NOINLINE void embed(Range rows, const int32_t* ids, const T* table, int width,
+                                            float factor, float* out) {
+  const int kp = gemm_kp(width);
+  for (int t = rows.begin; t < rows.end; ++t) {
+    const T* from = table + (int64_t)ids[t] * width;
+    float* to = out + (int64_t)t * kp;
+    int i = 0;
+    for (; i + 16 <= width; i += 16) store(to + i, widen(from + i) * factor);
+    for (; i < width; ++i) to[i] = widen1(from[i]) * factor;
+    for (; i < kp; ++i) to[i] = 0.0f;
+  }
+}
+
+enum NormKind { kRms, kLayer };
+
+// out[t] = (x[t] - mean) / sqrt(variance + eps) * weight + bias; for kRms the mean is taken as 0.
+template <NormKind kind, class Out>
+QC_NOINLINE void norm(Range rows, const float* x, int width, const float* weight,
+                                           const float* bias, float eps, const Worker& w, Out out) {
+  const int kp = gemm_kp(width);
+  float* row = (float*)w.scratch;
+  for (int t = rows.begin; t < rows.end; ++t) {
+    const float* from = x + (int64_t)t * kp;
+    if (kind == kLayer) {
+      f32x16 sum0{}, sum1{};
+      for (int i = 0; i < kp; i += 32) sum0 += load<f32x16>(from + i), sum1 += load<f32x16>(from + i + 16);
+      const float mean = reduce_add(sum0 + sum1) / (float)width;
+      for (int i = 0; i < kp; i += 16) store(row + i, load<f32x16>(from + i) - mean);
+      for (int i = width; i < kp; ++i) row[i] = 0.0f;
+      from = row;
+    }
+    f32x16 sum0{}, sum1{};
+    for (int i = 0; i < kp; i += 32) {
+      f32x16 a = load<f32x16>(from + i), b = load<f32x16>(from + i + 16);
+      sum0 += a * a, sum1 += b * b;
+    }
+    const float inverse = 1.0f / __builtin_sqrtf(reduce_add(sum0 + sum1) / (float)width + eps);
+    int i = 0;
+    for (; i + 16 <= width; i += 16) {
+      f32x16 v = load<f32x16>(from + i) * inverse;
+      if (weight) v *= load<f32x16>(weight + i);
+      if (bias) v += load<f32x16>(bias + i);
+      store(row + i, v);
+    }
+    for (; i < width; ++i) {
+      float v = from[i] * inverse;
+      if (weight) v *= weight[i];
+      if (bias) v += bias[i];
+      row[i] = v;
+    }
+    for (; i < kp; ++i) row[i] = 0.0f;
+    put(out, t, row, width);
+  }
+}
+
+// out[t] = x[t] in the format of out: int8 per token, or bf16.
+template <class Out>
+QC_NOINLINE void quantize(Range rows, const float* x, int width, Out out) {
+  for (int t = rows.begin; t < rows.end; ++t) put(out, t, x + (int64_t)t * gemm_kp(width), width);
+}
+
+// out[r] = x[index[r]]
+QC_NOINLINE void take_rows(Range rows, const int32_t* index, const float* x, int width,
+                                                float* out) {
+  for (int r = rows.begin; r < rows.end; ++r) put(out, r, x + (int64_t)index[r] * gemm_kp(width), width);
+}
+
+// Zero the padding of rows a GEMM wrote (it writes only its own columns).
+QC_NOINLINE void pad_rows(Range rows, float* x, int width) {
+  const int kp = gemm_kp(width);
+  for (int t = rows.begin; t < rows.end; ++t)
+    memset(x + (int64_t)t * kp + width, 0, (size_t)(kp - width) * sizeof(float));
+}
+
+struct Best {
+  float value;
+  int32_t index;
+};
+
+// The largest of x[begin .. end), the lowest index where equal. NaN never wins.
+QC_NOINLINE Best argmax(const float* x, int begin, int end) {
+  f32x16 top = splat(-__builtin_inff());
+  int i = begin;
+  for (; i + 16 <= end; i += 16) top = vmax(load<f32x16>(x + i), top);
+  Best best{reduce_max(top), begin};
+  for (; i < end; ++i)
+    if (x[i] > best.value) best.value = x[i];
+  for (i = begin; i + 16 <= end; i += 16) {
+    i32x16 hit = load<f32x16>(x + i) == best.value;
+    bool any = false;
+    for (int l = 0; l < 16; ++l) any |= hit[l] != 0;
+    if (any) break;
+  }
+  while (i < end && x[i] != best.value) ++i;
+  best.index = i < end ? i : begin;
+  return best;
+}
