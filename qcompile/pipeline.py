@@ -1,0 +1,250 @@
+"""The compiler as a list of stages: model -> graph -> passes -> program -> kernels -> artifact.
+
+This is the only module that knows both passes and code generation.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import qcompile
+from qcompile import frontend, numerics, recipes, targets
+from qcompile.artifact import ArtifactWriter, WeightSpec, canonical_json
+from qcompile.codegen import compiler, cpu
+from qcompile.codegen.lower import PackedWeight, lower
+from qcompile.codegen.program import Program
+from qcompile.graph import Graph
+from qcompile.passes.assign_precision import AssignPrecision
+from qcompile.passes.base import Pass, apply
+from qcompile.passes.cache import Cache
+from qcompile.passes.fold_norms import FoldNorms
+from qcompile.passes.fuse import Fuse
+from qcompile.passes.merge import Merge
+from qcompile.passes.plan_memory import PlanMemory
+from qcompile.passes.quantize import Quantize
+from qcompile.passes.raise_ops import Raise
+
+PASSES: tuple[type[Pass], ...] = (
+    Raise,
+    FoldNorms,
+    AssignPrecision,
+    Merge,
+    Quantize,
+    Cache,
+    Fuse,
+    PlanMemory,
+)
+"""Every stage that rewrites the graph, in order."""
+
+MAX_STEP_TOKENS = 512
+Progress = Callable[[str, int, int], None]
+"""Called as progress(stage, done, total); total is bytes for `weights`, 1 for stages that are one piece."""
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What a pass did: its options, how often it fired, what it left alone, and how long it took."""
+
+    name: str
+    options: dict[str, Any]
+    fired: int
+    notes: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """The artifact's path, its passes in order, seconds by stage, and bits per weight of the linears."""
+
+    path: Path
+    passes: tuple[PassRecord, ...]
+    seconds: dict[str, float]
+    bits_per_weight: float
+
+
+def build(
+    model: Any,
+    out: str | Path,
+    *,
+    target: str = "cpu",
+    recipe: str = "w4a8",
+    options: Mapping[str, str] | None = None,
+    head_dtype: str | None = None,
+    progress: Progress | None = None,
+    **source: Any,
+) -> BuildReport:
+    """Compile `model` into an artifact directory `out`.
+
+    `model` is a checkpoint directory or hub name, an nn.Module (with `example_inputs` in `source`), or an
+    ExportedProgram. `options` are `pass.field=value` settings over the recipe's; `head_dtype` overrides the
+    output head (int8, bf16, f32). Raises QCompileError subclasses; nothing is left half-written.
+    """
+    clock = _Clock(progress or (lambda stage, done, total: None))
+    machine = targets.get_target(target)
+    passes = configure(recipes.get_recipe(recipe).settings(head_dtype), options or {})
+    with ArtifactWriter(out) as writer:
+        with clock("import"):
+            graph = frontend.load(model, **source)
+        graphs, records = run_passes(graph, passes, clock)
+        with clock("lower"):
+            final = graphs[-1]
+            program, weights = lower(final)
+            text = cpu.render(program, machine)
+        with ThreadPoolExecutor(1) as pool, clock("weights and kernels"):
+            library = pool.submit(compiler.compile, text, machine)
+            entries = writer.add_weights(_specs(weights), _stream(weights, clock.progress))
+            binary = library.result()
+        with clock("artifact"):
+            folder = f"kernels/{machine.name}"
+            writer.add_file(f"{folder}/model.so", binary)
+            writer.add_file(f"{folder}/model.cpp", text)
+            writer.add_file("graphs/model.json", graphs[0].to_json())
+            writer.add_file("graphs/step.json", final.to_json())
+            for name, content in frontend.tokenizer_files(model).items():
+                writer.add_file(name, content)
+            bits = bits_per_weight(final)
+            report = _report(program, weights, records, bits)
+            writer.add_file("report.json", canonical_json(report))
+            manifest = _manifest(final, program, entries, machine, f"{folder}/model.so", records, bits)
+            manifest["recipe"] = {"name": recipe, "options": dict(options or {}), "head_dtype": head_dtype}
+            path = writer.finish(manifest)
+    return BuildReport(path, tuple(records), clock.seconds, bits)
+
+
+def configure(settings: recipes.Settings, options: Mapping[str, str]) -> tuple[Pass, ...]:
+    """The passes with a recipe's settings, the user's `pass.field=value` or `field=value` laid over them.
+
+    Raises UsageError naming the valid choices for an unknown pass or field or a value of the wrong type.
+    """
+    defaults = {kind.name: {field.name: field.default for field in fields(kind)} for kind in PASSES}
+    values = recipes.apply_options(settings, defaults, options)
+    return tuple(kind(**values.get(kind.name, {})) for kind in PASSES)
+
+
+def run_passes(graph: Graph, passes: tuple[Pass, ...], clock: _Clock | None = None) -> tuple[list[Graph], list[PassRecord]]:
+    """Run `passes` in order, each between its checks; the graph after each, and what each did."""
+    clock = clock or _Clock(lambda stage, done, total: None)
+    graphs, records = [], []
+    for rewrite in passes:
+        with clock(rewrite.name):
+            result = apply(rewrite, graph)
+        graph = result.graph
+        graphs.append(graph)
+        seconds = clock.seconds[rewrite.name]
+        records.append(PassRecord(rewrite.name, rewrite.options(), result.fired, result.notes, seconds))
+    return graphs, records
+
+
+def bits_per_weight(graph: Graph) -> float:
+    """Packed bits of all linears, scales and zeros included, over their weights."""
+    bits = weights = 0
+    for node in graph.calls("quantize_weight"):
+        w, format = node.args
+        n, k = w.meta["val"].shape  # type: ignore[union-attr]
+        bits += 8 * sum(numerics.packed_bytes(n, k, str(format)).values())
+        weights += n * k
+    return bits / max(weights, 1)
+
+
+class _Clock:
+    """Times stages and tells the progress callback when each starts and ends."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress, self.seconds = progress, {}  # type: ignore[var-annotated]
+
+    def __call__(self, stage: str) -> _Clock:
+        self._stage = stage
+        return self
+
+    def __enter__(self) -> None:
+        self.progress(self._stage, 0, 1)
+        self._start = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds[self._stage] = time.perf_counter() - self._start
+        if error[0] is None:
+            self.progress(self._stage, 1, 1)
+
+
+def _specs(weights: list[PackedWeight]) -> list[WeightSpec]:
+    return [WeightSpec(name, size) for weight in weights for name, size in weight.blobs]
+
+
+def _stream(weights: list[PackedWeight], progress: Progress) -> Iterator[memoryview]:
+    """The bytes of all weights in order, one weight in memory at a time."""
+    total = sum(size for weight in weights for _, size in weight.blobs)
+    done = 0
+    with torch.no_grad():
+        for weight in weights:
+            for (_, size), blob in zip(weight.blobs, weight.produce(), strict=True):
+                yield memoryview(blob.numpy())
+                done += size
+                progress("weights", done, total)
+
+
+def _manifest(
+    graph: Graph,
+    program: Program,
+    entries: list[dict[str, Any]],
+    machine: targets.Target,
+    library: str,
+    records: list[PassRecord],
+    bits: float,
+) -> dict[str, Any]:
+    """The manifest but for what the writer adds. No seconds and no paths: builds are reproducible."""
+    info, kv = graph.info, program.kv
+    return {
+        "qcompile_version": qcompile.__version__,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "compiler": compiler.version(),
+        },
+        "model": {
+            "name": info.name,
+            "vocab_size": info.vocab_size,
+            "max_position": info.max_position,
+            "bos_token_id": info.bos_token_id,
+            "eos_token_ids": list(info.eos_token_ids),
+            "parameters": info.parameters,
+        },
+        "target": {"name": machine.name, "isa": machine.isa, "requires": list(machine.requires)},
+        "runtime": {
+            "abi": 1,
+            "library": library,
+            "weights": entries,
+            "max_tokens": MAX_STEP_TOKENS,
+            "vocab_size": info.vocab_size,
+            "kv": {
+                "format": kv.format,
+                "layers": kv.layers,
+                "kv_heads": kv.kv_heads,
+                "head_dim": kv.head_dim,
+                "page_tokens": kv.page_tokens,
+                "page_bytes": kv.page_bytes,
+            },
+        },
+        "passes": [{"name": r.name, "options": r.options, "fired": r.fired, "notes": list(r.notes)} for r in records],
+        "bits_per_weight": bits,
+    }
+
+
+def _report(program: Program, weights: list[PackedWeight], records: list[PassRecord], bits: float) -> dict[str, Any]:
+    """report.json: sizes by weight, activation arena, cache, and what each pass did."""
+    return {
+        "bits_per_weight": bits,
+        "weights": {name: size for weight in weights for name, size in weight.blobs},
+        "weight_bytes": sum(size for weight in weights for _, size in weight.blobs),
+        "activation_bytes_per_token": program.arena_bytes("tokens"),
+        "kv_bytes_per_token": program.kv.page_bytes // program.kv.page_tokens,
+        "calls": [{"name": call.name, "kernel": call.kernel} for call in program.calls],
+        "passes": [{"name": r.name, "fired": r.fired, "notes": list(r.notes)} for r in records],
+    }

@@ -1,0 +1,129 @@
+"""Operators: the fake kernel promises what the reference returns, and references agree with torch's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from qcompile import numerics, ops
+
+G = torch.Generator().manual_seed(0)
+
+
+def rand(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=G)
+
+
+POSITIONS, SEQUENCE = torch.tensor([0, 1, 5]), torch.tensor([0, 0, 1])
+TABLE, CACHE = torch.tensor([[1, 0], [2, 3]]), rand(2, 2, 256, 2, 8)
+STEP = (POSITIONS, SEQUENCE, TABLE)
+WEIGHT = numerics.quantize_weight(rand(64, 40), "w4_asym_g128")
+INT8 = numerics.quantize_activation(rand(3, 40), "int8", 128)
+INV_FREQ = torch.tensor([1.0, 0.1, 0.01, 0.001])
+
+CASES: dict[str, tuple[Any, ...]] = {
+    "embedding": (torch.tensor([[1, 2, 3]]), rand(10, 6)),
+    "linear": (rand(2, 3, 6), rand(5, 6), rand(5)),
+    "rms_norm": (rand(2, 6), rand(6), 1e-6),
+    "layer_norm": (rand(2, 6), rand(6), rand(6), 1e-5),
+    "unary": (rand(2, 6), "gelu"),
+    "scale": (rand(2, 6), 2.0),
+    "add": (rand(2, 6), rand(6)),
+    "mul": (rand(2, 6), rand(2, 6)),
+    "slice_features": (rand(2, 6), 1, 4),
+    "split_heads": (rand(2, 6), 3),
+    "merge_heads": (rand(2, 3, 2),),
+    "rope": (rand(3, 2, 8), POSITIONS, INV_FREQ, 1.0, False),
+    "attention": (rand(2, 5, 4, 8), rand(2, 5, 2, 8), rand(2, 5, 2, 6), 0.3, 3, 5.0, rand(4)),
+    "concat_rows": ([rand(3, 4), rand(2, 4)],),
+    "interleave_rows": (rand(20, 4), rand(20, 4), 16),
+    "quantize_weight": (rand(17, 200), "qoq_g128"),
+    "quantize_activation": (rand(2, 3, 200), "int8", 128),
+    "gemm": (INT8, WEIGHT, rand(64), rand(3, 64), "w4_asym_g128", "add", 64),
+    "gated_linear": (rand(3, 6), rand(64, 6), rand(64), "silu", 20),
+    "norm_quantize": (rand(3, 40), None, None, 1e-6, "rms", "int8", 32),
+    "kv_append": (rand(3, 2, 8), rand(3, 2, 8), *STEP, CACHE, 1, "kv4"),
+    "kv_attention": (rand(3, 4, 8), *STEP, CACHE, 1, 0.3, 0, 0.0),
+    "rope_append": (rand(3, 64), INV_FREQ, *STEP, CACHE, [0, 32, 48], 4, 2, 8, 1.0, False, 0, "kv8"),
+    "take_rows": (rand(3, 4), torch.tensor([2, 0])),
+}
+
+
+def shapes(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    return [shapes(v) for v in value]
+
+
+def to_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to("meta")
+    return [to_meta(v) for v in value] if isinstance(value, list) else value
+
+
+def test_every_operator_has_a_case() -> None:
+    assert set(CASES) == set(ops._DEFINED)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fake_matches_reference(name: str) -> None:
+    real = ops.op(name)(*CASES[name])
+    fake = ops.op(name)(*(to_meta(a) for a in CASES[name]))
+    assert shapes(real) == shapes(fake)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_turns_pairs_by_position_times_frequency(interleaved: bool) -> None:
+    x = rand(3, 2, 10)
+    y = ops.rope(x, POSITIONS, INV_FREQ, 1.0, interleaved)
+    pairs = [(2 * i, 2 * i + 1) if interleaved else (i, i + 4) for i in range(4)]
+    for row, position in enumerate(POSITIONS.tolist()):
+        for (a, b), freq in zip(pairs, INV_FREQ.tolist(), strict=True):
+            turned = torch.complex(x[row, :, a], x[row, :, b]) * torch.polar(torch.tensor(1.0), torch.tensor(position * freq))
+            assert torch.allclose(torch.complex(y[row, :, a], y[row, :, b]), turned, atol=1e-6)  # float32 rounding
+    assert torch.equal(y[..., 8:], x[..., 8:])
+
+
+def test_attention_is_scaled_dot_product_attention() -> None:
+    q, k, v = rand(2, 6, 4, 8), rand(2, 6, 2, 8), rand(2, 6, 2, 8)
+    mine = ops.attention(q, k, v, 0.25)
+    theirs = torch.nn.functional.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, scale=0.25, enable_gqa=True
+    ).transpose(1, 2)
+    assert torch.allclose(mine, theirs, atol=1e-6)  # float32, another order of summation
+
+
+def test_a_window_hides_older_keys_and_a_sink_takes_weight() -> None:
+    q, k, v = rand(1, 6, 2, 8), rand(1, 6, 2, 8), rand(1, 6, 2, 8)
+    last = ops.attention(q, k, v, 0.25, 2)[:, -1]
+    assert torch.allclose(last, ops.attention(q[:, 4:], k[:, 4:], v[:, 4:], 0.25)[:, -1], atol=1e-6)
+    drained = ops.attention(q, k, v, 0.25, 0, 0.0, torch.full((2,), 100.0))
+    assert drained.abs().max() < 1e-6
+
+
+def test_kv_attention_over_pages_is_attention() -> None:
+    tokens = 70
+    q, k, v = rand(tokens, 4, 8), rand(tokens, 2, 8), rand(tokens, 2, 8)
+    place = (torch.arange(tokens), torch.zeros(tokens, dtype=torch.long), torch.tensor([[3, 1]]))
+    cache = ops.kv_append(k, v, *place, torch.full((1, 2, 256, 2, 8), float("nan")), 0, "kv32")
+    paged = ops.kv_attention(q, *place, cache, 0, 0.3, 5, 2.0)
+    assert torch.allclose(paged, ops.attention(q[None], k[None], v[None], 0.3, 5, 2.0)[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("format", sorted(numerics.FORMATS))
+def test_gemm_multiplies_what_its_parts_stand_for(format: str) -> None:
+    dtype = format if format in ("f32", "bf16") else "int8"
+    x, w = rand(3, 200), rand(20, 200)
+    parts, weight = numerics.quantize_activation(x, dtype, 200), numerics.quantize_weight(w, format)
+    y = ops.gemm(parts, weight, None, None, format, "store", 20)
+    assert (y - x @ w.T).norm() / (x @ w.T).norm() < 0.2  # a 4-bit weight's own error is 0.11
+
+
+def test_gated_epilogue_pairs_gate_and_up_rows() -> None:
+    x, gate, up = rand(3, 16), rand(20, 16), rand(20, 16)
+    joined = ops.interleave_rows(gate, up, ops.GATE_BLOCK)
+    expected = torch.nn.functional.silu(x @ gate.T) * (x @ up.T)
+    for y in (ops.gemm([x], [joined], None, None, "f32", "silu_mul", 20), ops.gated_linear(x, joined, None, "silu", 20)):
+        assert torch.allclose(y, expected, atol=1e-5)  # float32, sums of 16
