@@ -205,16 +205,18 @@ class ArtifactWriter:
         digest, size = hashlib.sha256(), 0
         with _disk_errors(self.path / name):
             target.parent.mkdir(parents=True, exist_ok=True)
-            file = open(target, "xb", buffering=0)
-        with file:
+            fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
             for piece in pieces:
                 view = memoryview(piece).cast("B")
                 digest.update(view)
                 size += len(view)
                 with _disk_errors(self.path / name):
-                    _write_all(file.fileno(), view)
+                    _write_all(fd, view)
             with _disk_errors(self.path / name):
-                os.fsync(file.fileno())
+                os.fsync(fd)
+        finally:
+            os.close(fd)
         self._files[name] = {"bytes": size, "sha256": digest.hexdigest()}
 
     def _install(self) -> None:
@@ -340,18 +342,14 @@ def read_manifest(path: str | Path) -> Manifest:
         raise damaged
     if manifest.get("format_version") != FORMAT_VERSION:
         found = manifest.get("format_version")
-        raise ArtifactError(
-            f"{root}: artifact format {found}, this qcompile reads {FORMAT_VERSION}; rebuild it"
-        )
+        raise ArtifactError(f"{root}: artifact format {found}, this qcompile reads {FORMAT_VERSION}; rebuild it")
     checked: Manifest = manifest
     for name in checked["files"]:
         _relative(name)
     return checked
 
 
-def file_problem(
-    root: Path, name: str, expected: dict[str, Any], into: memoryview | None = None
-) -> str | None:
+def file_problem(root: Path, name: str, expected: dict[str, Any], into: memoryview | None = None) -> str | None:
     """Hash one file of an artifact against its manifest entry; what is wrong with it, or None.
 
     With `into` (exactly the file's size) the bytes are read into that memory and hashed there, a chunk at

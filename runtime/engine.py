@@ -1,0 +1,233 @@
+"""Continuous batching: a step is schedule, run, postprocess."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from qcompile.errors import ResourceError
+from qcompile.runtime.blocks import BlockPool
+from qcompile.runtime.executor import Executor, FloatArray, Rows
+from qcompile.runtime.outputs import CompletionOutput, RequestMetrics
+from qcompile.runtime.sampling import Sampler, SamplingParams, logprobs_of
+from qcompile.runtime.scheduler import Plan, Request, Scheduler
+from qcompile.runtime.tokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+BURST_SECONDS = 3e-3
+"""Aim of one call of greedy decoding: long enough that Python does not show, short enough to stream."""
+_MAX_BURST = 128
+_FIRST_GUESS = 1e-3
+
+
+class Engine:
+    """Requests in, tokens out. Not safe for two threads."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        pool: BlockPool,
+        tokenizer: Tokenizer | None,
+        eos: Sequence[int],
+        max_batch: int,
+    ) -> None:
+        self.executor, self.pool, self.tokenizer = executor, pool, tokenizer
+        self.scheduler = Scheduler(pool, executor.limits.max_tokens, max_batch)
+        self.context = min(executor.limits.max_position, pool.total * pool.page_tokens)
+        self._eos = frozenset(eos)
+        self._next_id = 0
+        self._step_seconds: dict[int, float] = {}  # by number of decoding requests
+        self._spell = (lambda token: str(tokenizer.decode([token], skip_special_tokens=False))) if tokenizer else None
+
+    def add(self, prompt: Sequence[int], params: SamplingParams, index: int = 0) -> Request:
+        """Queue one sample of a checked prompt (at least one token, room in the context for one more)."""
+        asked = self.context if params.max_tokens is None else len(prompt) + params.max_tokens
+        request = Request(
+            id=self._next_id,
+            prompt_length=len(prompt),
+            tokens=list(prompt),
+            limit=min(asked, self.context),
+            params=params,
+            sampler=Sampler(params, index, prompt, self.executor.limits.vocab),
+            detokenizer=Detokenizer(self.tokenizer, prompt) if self.tokenizer else None,
+            output=CompletionOutput(index),
+            metrics=RequestMetrics(arrival_time=time.monotonic()),
+        )
+        if params.logprobs is not None:
+            request.output.logprobs, request.output.cumulative_logprob = [], 0.0
+        self._next_id += 1
+        self.scheduler.add(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """End a request now and free its pages; nothing happens if it has ended."""
+        if request.output.finish_reason is None:
+            self._finish(request, "abort")
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def check(self) -> None:
+        """Raises RuntimeError if a page is lost or held twice."""
+        self.pool.check(*(request.pages for request in self.scheduler.running))
+
+    def step(self) -> list[Request]:
+        """Run one step; returns the requests that got tokens (a finished one has its finish_reason set)."""
+        plan = self.scheduler.schedule(self._burst(len(self.scheduler.running)))
+        if plan is None:
+            return []
+        started = time.monotonic()
+        for request in plan.requests:
+            if not request.metrics.first_scheduled_time:
+                request.metrics.first_scheduled_time = started
+        if plan.steps > 1:
+            return self._run_burst(plan, started)
+        return self._run_step(plan, started)
+
+    def _burst(self, batch: int) -> int:
+        """Greedy steps that take about BURST_SECONDS with this many requests, as measured so far."""
+        seconds = self._step_seconds.get(batch, _FIRST_GUESS)
+        return max(1, min(_MAX_BURST, round(BURST_SECONDS / seconds)))
+
+    def _learn(self, batch: int, seconds: float) -> None:
+        known = self._step_seconds.get(batch)
+        self._step_seconds[batch] = seconds if known is None else 0.75 * known + 0.25 * seconds
+
+    def _run_burst(self, plan: Plan, started: float) -> list[Request]:
+        batch, steps = len(plan.requests), plan.steps
+        tokens = self.executor.decode(plan.rows(), steps)
+        now = time.monotonic()
+        self._learn(batch, (now - started) / steps)
+        for index, request in enumerate(plan.requests):
+            request.computed += steps
+            self._accept(request, tokens[index::batch], now)
+        return plan.requests
+
+    def _run_step(self, plan: Plan, started: float) -> list[Request]:
+        want_logits = any(not request.params.argmax_only for request in plan.requests)
+        argmax, logits = self.executor.step(plan.rows(), want_logits)
+        now = time.monotonic()
+        if all(count == 1 for count in plan.counts):
+            self._learn(len(plan.requests), now - started)
+        advanced: list[Request] = []
+        for request, count in zip(plan.requests, plan.counts, strict=True):
+            request.computed += count
+            if request.pending == 0:
+                token = argmax[len(advanced)]
+                if not request.params.argmax_only:
+                    assert logits is not None
+                    token = self._draw(request, logits[len(advanced)])
+                advanced.append(request)
+                self._accept(request, [token], now)
+        return advanced
+
+    def _draw(self, request: Request, logits: FloatArray) -> int:
+        """Sample one token and note its log probability. logits: [vocab]."""
+        token = request.sampler.draw(logits)
+        output = request.output
+        if output.logprobs is not None and output.cumulative_logprob is not None:
+            found = logprobs_of(logits, token, request.params.logprobs or 0, self._spell)
+            output.logprobs.append(found)
+            output.cumulative_logprob += found[token].logprob
+        return token
+
+    def _accept(self, request: Request, tokens: list[int], now: float) -> None:
+        """Append new tokens up to an end of text, a stop text, or the limit, and finish there."""
+        reason: str | None = None
+        if not request.params.ignore_eos and not self._eos.isdisjoint(tokens):
+            tokens = tokens[: next(i for i, token in enumerate(tokens) if token in self._eos) + 1]
+            reason = "stop"
+        output, metrics = request.output, request.metrics
+        if not output.token_ids:
+            metrics.first_token_time = now
+        if request.detokenizer:
+            if request.params.stops:
+                tokens = self._push_until_stop(request, tokens)
+            else:
+                output.text += request.detokenizer.push(tokens)
+        request.tokens += tokens
+        output.token_ids += tokens
+        if output.stop_reason is not None:
+            reason = "stop"
+        elif reason is None and len(request.tokens) >= request.limit:
+            reason = "length"
+        if reason:
+            metrics.finished_time = now
+            self._finish(request, reason)
+
+    def _push_until_stop(self, request: Request, tokens: list[int]) -> list[int]:
+        """Decode tokens into text up to the first stop text; returns the tokens it took."""
+        assert request.detokenizer is not None
+        output, stops = request.output, request.params.stops
+        before, held = request.detokenizer.clone(), request.held_text
+        text = held + request.detokenizer.push(tokens)
+        if _first_stop(text, stops):
+            # Once more, token by token: the request ends with the token that completes the stop text.
+            request.detokenizer, text = before, held
+            for count, token in enumerate(tokens, start=1):
+                text += request.detokenizer.push([token])
+                if found := _first_stop(text, stops):
+                    at, output.stop_reason = found
+                    output.text += text[:at]
+                    request.held_text = ""
+                    return tokens[:count]
+        keep = _possible_start(text, stops)
+        output.text += text[: len(text) - keep]
+        request.held_text = text[len(text) - keep :]
+        return tokens
+
+    def _finish(self, request: Request, reason: str) -> None:
+        request.output.finish_reason = reason
+        if not request.metrics.finished_time:
+            request.metrics.finished_time = time.monotonic()
+        if request.detokenizer and request.output.stop_reason is None:
+            request.output.text += request.held_text + request.detokenizer.push([], last=True)
+        self.scheduler.release(request)
+
+    def forward(self, sequences: Sequence[Sequence[int]], chunk: int) -> Iterator[tuple[int, int, FloatArray]]:
+        """Logits of every position of sequences of one length, `chunk` positions of each to a step.
+
+        Yields (sequence, first position, logits [positions, vocab]), the logits valid until the next
+        item. Takes pages of its own; requests that must make way for them are computed again later.
+        """
+        length, rows = len(sequences[0]), self.executor.limits.max_tokens
+        chunk = min(chunk, length, rows)
+        need = self.pool.pages_for(length)
+        together = max(1, min(rows // chunk, self.pool.total // need, len(sequences)))
+        for first in range(0, len(sequences), together):
+            group = range(first, min(first + together, len(sequences)))
+            while self.pool.free < need * len(group) and self.scheduler.running:
+                self.scheduler.preempt()
+            if self.pool.free < need * len(group):
+                raise ResourceError(f"{length} tokens need {need} KV pages, {self.pool.free} are free")
+            pages = {index: self.pool.take(need) for index in group}
+            try:
+                for start in range(0, length, chunk):
+                    end = min(start + chunk, length)
+                    batch = [Rows(sequences[i][start:end], start, pages[i], end - start) for i in group]
+                    _, logits = self.executor.step(batch, logits=True)
+                    assert logits is not None
+                    for at, index in enumerate(group):
+                        yield index, start, logits[at * (end - start) : (at + 1) * (end - start)]
+            finally:
+                for held in pages.values():
+                    self.pool.give_back(held)
+
+
+def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
+    """Where the earliest stop text begins, and which it is."""
+    found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+    return min(found, default=None)
+
+
+def _possible_start(text: str, stops: Sequence[str]) -> int:
+    """Length of the longest end of `text` that is the start of a stop text."""
+    for size in range(min(len(text), max(map(len, stops)) - 1), 0, -1):
+        if any(stop.startswith(text[-size:]) for stop in stops):
+            return size
+    return 0

@@ -1,0 +1,107 @@
+"""Perplexity as DESIGN 8 defines it.
+
+Documents are joined, each preceded by the model's beginning-of-text token; the stream is cut into windows
+that do not overlap, the rest dropped; the mean negative log likelihood runs over the `window - 1` predictions
+of every window. Keys and values are read back through the artifact's cache.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from qcompile.errors import UsageError
+from qcompile.runtime.engine import Engine
+from qcompile.runtime.sampling import DoubleArray, FloatArray
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """`nll`: mean over `tokens` predictions in `windows` windows, in nats; perplexity: its exponential."""
+
+    perplexity: float
+    nll: float
+    windows: int
+    tokens: int
+
+
+def read_documents(path: str | Path) -> list[str]:
+    """The "text" of every line of a JSONL file. Raises UsageError naming the line at fault."""
+    documents: list[str] = []
+    try:
+        with open(path, encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    text = json.loads(line)["text"]
+                except (ValueError, KeyError, TypeError):
+                    text = None
+                if not isinstance(text, str):
+                    raise UsageError(f'{path} line {number}: not a JSON object with a "text"')
+                documents.append(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    return documents
+
+
+def token_stream(tokenizer: Tokenizer, documents: Sequence[str], bos: int) -> list[int]:
+    """All documents' tokens one after another, `bos` before each."""
+    stream: list[int] = []
+    for encoding in tokenizer.encode_batch(list(documents), add_special_tokens=False):
+        stream.append(bos)
+        stream += encoding.ids
+    return stream
+
+
+def negative_log_likelihood(logits: FloatArray, targets: Sequence[int]) -> DoubleArray:
+    """-log p(target) in nats for each row, float64. logits: [rows, vocab]; the last row may lack a target."""
+    rows = np.arange(len(targets))
+    used = logits[: len(targets)]
+    highest = used.max(axis=1, keepdims=True)  # [rows, 1]
+    # float32 exponentials lie in [0, 1]; their sum in float64 keeps the error of a row below 1e-6.
+    mass = np.exp(used - highest).sum(axis=1, dtype=np.float64)  # [rows]
+    chosen = used[rows, np.asarray(targets, np.int64)].astype(np.float64)
+    result: DoubleArray = np.log(mass) + highest[:, 0] - chosen
+    return result
+
+
+def perplexity(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    bos: int | None,
+    documents: str | Path | Sequence[str],
+    window: int = 2048,
+    progress: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Evaluate on a JSONL file or on texts. `progress(done, total)` is called after every window.
+
+    A window is cut to the context of the model. Raises UsageError if the text does not fill one window.
+    """
+    window = min(window, engine.context)
+    if window < 2:
+        raise UsageError(f"window must be at least 2, not {window}")
+    texts = read_documents(documents) if isinstance(documents, str | Path) else documents
+    stream = token_stream(tokenizer, texts, 0 if bos is None else bos)
+    windows = len(stream) // window
+    if windows == 0:
+        raise UsageError(f"the text has {len(stream)} tokens, one window takes {window}: give more text")
+    total = 0.0
+    for number in range(windows):
+        tokens = stream[number * window : (number + 1) * window]
+        for _, start, logits in engine.forward([tokens], engine.executor.limits.max_tokens):
+            targets = tokens[start + 1 : start + 1 + len(logits)]
+            total += float(negative_log_likelihood(logits, targets).sum()) if targets else 0.0
+        if progress:
+            progress(number + 1, windows)
+    count = windows * (window - 1)
+    return Evaluation(math.exp(total / count), total / count, windows, count)

@@ -1,0 +1,202 @@
+"""Calls the artifact's library: ctypes over its C interface, with every buffer allocated once.
+
+A step carries rows (tokens) of several sequences. Nothing here knows about requests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from qcompile.errors import ArtifactError, ResourceError
+from qcompile.runtime.loader import ABI, Arena
+
+FloatArray = npt.NDArray[np.float32]
+
+
+class QcBatch(ctypes.Structure):
+    """`qc_batch` of the generated library: one step's rows."""
+
+    _fields_ = [
+        ("tokens", ctypes.c_int32),
+        ("sequences", ctypes.c_int32),
+        ("outputs", ctypes.c_int32),
+        ("block_stride", ctypes.c_int32),
+        ("token_ids", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("query_start", ctypes.c_void_p),
+        ("block_table", ctypes.c_void_p),
+        ("output_rows", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+        ("argmax", ctypes.c_void_p),
+    ]
+
+
+class QcConfig(ctypes.Structure):
+    """`qc_config` of the generated library: what it is opened with."""
+
+    _fields_ = [
+        ("weights", ctypes.c_void_p),
+        ("kv", ctypes.c_void_p),
+        ("kv_pages", ctypes.c_int64),
+        ("threads", ctypes.c_int32),
+        ("max_tokens", ctypes.c_int32),
+        ("max_outputs", ctypes.c_int32),
+    ]
+
+
+class Rows(NamedTuple):
+    """Consecutive tokens of one sequence in one step; the last `outputs` of them give logits."""
+
+    tokens: Sequence[int]
+    start: int
+    """Position of the first token."""
+    pages: Sequence[int]
+    """KV pages of the sequence, enough for the last position."""
+    outputs: int
+
+
+class Limits(NamedTuple):
+    """Sizes the buffers are made for."""
+
+    max_tokens: int
+    vocab: int
+    page_tokens: int
+    max_position: int
+
+
+def bind(library: Any) -> None:
+    """Declare the argument and result types of the library's functions."""
+    batch, handle, i32 = ctypes.POINTER(QcBatch), ctypes.c_void_p, ctypes.c_int32
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "qc_describe": (ctypes.c_char_p, []),
+        "qc_open": (handle, [ctypes.POINTER(QcConfig)]),
+        "qc_step": (ctypes.c_int, [handle, batch]),
+        "qc_decode": (ctypes.c_int, [handle, batch, i32, ctypes.c_void_p]),
+        "qc_profile": (ctypes.c_int, [handle, i32]),
+        "qc_profile_read": (ctypes.c_int, [handle, ctypes.c_void_p, ctypes.c_void_p, i32]),
+        "qc_probe": (ctypes.c_double, [handle, i32]),
+        "qc_close": (None, [handle]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+
+
+class Executor:
+    """One opened model. `step` and `decode` block until the library is done; not safe for two threads.
+
+    `library` has the functions of the C interface, `pointers` is a ctypes array of weight addresses, and
+    `kv` holds `kv_pages` pages. Raises ResourceError if threads or memory cannot be had.
+    """
+
+    def __init__(self, library: Any, pointers: Any, kv: Arena, kv_pages: int, threads: int, limits: Limits) -> None:
+        self.library, self.limits, self.threads, self.kv_pages = library, limits, threads, kv_pages
+        self._keep = (pointers, kv)
+        self.description: dict[str, Any] = json.loads(library.qc_describe())
+        if self.description.get("abi") != ABI:
+            raise ArtifactError(f"library interface {self.description.get('abi')}, this qcompile has {ABI}")
+        config = QcConfig(
+            ctypes.addressof(pointers), kv.address, kv_pages, threads, limits.max_tokens, limits.max_tokens
+        )
+        self._handle = library.qc_open(ctypes.byref(config))
+        if not self._handle:
+            raise ResourceError(f"no memory or threads to open the model with {threads} threads")
+        self._allocate()
+
+    def _allocate(self) -> None:
+        rows = self.limits.max_tokens
+        table = rows * -(-self.limits.max_position // self.limits.page_tokens)
+        # ctypes arrays take a list or a range in one slice assignment; numpy would make an array of it first.
+        self._token_ids: Any = (ctypes.c_int32 * rows)()
+        self._positions: Any = (ctypes.c_int32 * rows)()
+        self._query_start: Any = (ctypes.c_int32 * (rows + 1))()
+        self._block_table: Any = (ctypes.c_int32 * table)()
+        self._output_rows: Any = (ctypes.c_int32 * rows)()
+        self._argmax = (ctypes.c_int32 * rows)()
+        self._decoded = (ctypes.c_int32 * rows)()
+        self._logits: FloatArray = np.empty((rows, self.limits.vocab), np.float32)  # touched as used
+        self._batch = QcBatch(
+            token_ids=ctypes.addressof(self._token_ids),
+            positions=ctypes.addressof(self._positions),
+            query_start=ctypes.addressof(self._query_start),
+            block_table=ctypes.addressof(self._block_table),
+            output_rows=ctypes.addressof(self._output_rows),
+            argmax=ctypes.addressof(self._argmax),
+        )
+        self._logits_address = self._logits.ctypes.data
+        self._reference = ctypes.byref(self._batch)
+
+    def _fill(self, sequences: Sequence[Rows]) -> int:
+        """Write the rows into the batch; returns how many give logits."""
+        stride = max(len(rows.pages) for rows in sequences)
+        at = outputs = 0
+        for index, rows in enumerate(sequences):
+            count = len(rows.tokens)
+            end = at + count
+            self._token_ids[at:end] = rows.tokens
+            self._positions[at:end] = range(rows.start, rows.start + count)
+            first = index * stride
+            self._block_table[first : first + len(rows.pages)] = rows.pages
+            if rows.outputs:
+                self._output_rows[outputs : outputs + rows.outputs] = range(end - rows.outputs, end)
+                outputs += rows.outputs
+            at = end
+            self._query_start[index + 1] = at
+        batch = self._batch
+        batch.tokens, batch.sequences, batch.outputs, batch.block_stride = at, len(sequences), outputs, stride
+        return outputs
+
+    def step(self, sequences: Sequence[Rows], logits: bool) -> tuple[list[int], FloatArray | None]:
+        """Run one step over at most `max_tokens` rows.
+
+        Returns the argmax of every output row, and its logits [outputs, vocab] if asked: a view that the
+        next call overwrites.
+        """
+        outputs = self._fill(sequences)
+        self._batch.logits = self._logits_address if logits else None
+        status = self.library.qc_step(self._handle, self._reference)
+        if status:
+            raise RuntimeError(f"qc_step refused its arguments ({status})")
+        return self._argmax[:outputs], self._logits[:outputs] if logits else None
+
+    def decode(self, sequences: Sequence[Rows], steps: int) -> list[int]:
+        """`steps` greedy tokens for each sequence (one row each), fed back without returning to Python.
+
+        The pages must have room for all of them. Returns [steps, sequences] flattened.
+        """
+        count = steps * self._fill(sequences)
+        if count > len(self._decoded):
+            self._decoded = (ctypes.c_int32 * count)()
+        self._batch.logits = None
+        out = ctypes.addressof(self._decoded)
+        status = self.library.qc_decode(self._handle, self._reference, steps, out)
+        if status:
+            raise RuntimeError(f"qc_decode refused its arguments ({status})")
+        return self._decoded[:count]
+
+    def profile(self, on: bool) -> None:
+        """Start (resetting the counters) or stop timing each call."""
+        self.library.qc_profile(self._handle, int(on))
+
+    def profile_read(self) -> dict[str, tuple[float, int]]:
+        """Seconds and number of runs of each call since `profile(True)`, in the order they run."""
+        names = self.description["calls"]
+        seconds, counts = (ctypes.c_double * len(names))(), (ctypes.c_int64 * len(names))()
+        self.library.qc_profile_read(self._handle, seconds, counts, len(names))
+        return {name: (seconds[i], counts[i]) for i, name in enumerate(names)}
+
+    def probe(self, what: int) -> float:
+        """A ceiling of this machine: 0 read GB/s, 1 int8 GOPS, 2 f32 GFLOPS, 3 bf16 GFLOPS."""
+        return float(self.library.qc_probe(self._handle, what))
+
+    def close(self) -> None:
+        """End the library's threads and free its memory; idempotent."""
+        handle, self._handle = self._handle, None
+        if handle:
+            self.library.qc_close(handle)

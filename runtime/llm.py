@@ -1,0 +1,298 @@
+"""The model as Python sees it: `qcompile.load(directory)` gives an `LLM`."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qcompile.errors import ResourceError, UsageError
+from qcompile.runtime.blocks import BlockPool
+from qcompile.runtime.engine import Engine
+from qcompile.runtime.evaluate import Evaluation, perplexity
+from qcompile.runtime.executor import Executor, Limits, bind
+from qcompile.runtime.loader import Arena, available_memory, load_artifact
+from qcompile.runtime.outputs import RequestMetrics, RequestOutput
+from qcompile.runtime.sampling import SamplingParams
+from qcompile.runtime.scheduler import Request
+from qcompile.runtime.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+    from tokenizers import Tokenizer
+
+Prompt = str | Sequence[int]
+
+MAX_BATCH = 16
+_KV_SHARE = 4  # the cache takes at most this part (1 / 4) of the free memory unless told otherwise
+
+
+def load(
+    path: str | Path,
+    threads: int | None = None,
+    max_batch: int = MAX_BATCH,
+    kv_cache_bytes: int | None = None,
+) -> LLM:
+    """Verify the artifact at `path`, load it, and start its threads.
+
+    threads: default the cores this process may use. max_batch: requests that run at once; others wait.
+    kv_cache_bytes: default what `max_batch` requests of full context need, but at most a quarter of the free
+    memory. Raises ArtifactError (damaged, or built for another CPU), ResourceError (memory), UsageError.
+    """
+    cores = len(os.sched_getaffinity(0))
+    threads = cores if threads is None else threads
+    if not 1 <= threads <= 1024:
+        raise UsageError(f"threads must be between 1 and 1024, not {threads}")
+    artifact = load_artifact(path)
+    runtime, model = artifact.manifest["runtime"], artifact.manifest["model"]
+    kv = runtime["kv"]
+    limits = Limits(runtime["max_tokens"], runtime["vocab_size"], kv["page_tokens"], model["max_position"])
+    if not 1 <= max_batch <= limits.max_tokens:
+        raise UsageError(f"max_batch must be between 1 and {limits.max_tokens}, not {max_batch}")
+    pages = _kv_pages(kv, limits, max_batch, kv_cache_bytes)
+    bind(artifact.library)
+    arena = Arena(pages * kv["page_bytes"])
+    executor = Executor(artifact.library, artifact.pointers, arena, pages, threads, limits)
+    return LLM(executor, artifact.manifest, load_tokenizer(artifact.root), max_batch, keep=artifact)
+
+
+def _kv_pages(kv: dict[str, Any], limits: Limits, max_batch: int, wanted_bytes: int | None) -> int:
+    """How many pages the KV cache gets."""
+    page_bytes: int = kv["page_bytes"]
+    if wanted_bytes is not None:
+        if wanted_bytes < page_bytes:
+            raise UsageError(f"kv_cache_bytes {wanted_bytes:,} is less than one page of {page_bytes:,} bytes")
+        return wanted_bytes // page_bytes
+    full = max_batch * -(-limits.max_position // limits.page_tokens)
+    pages = min(full, available_memory() // _KV_SHARE // page_bytes)
+    if pages < 1:
+        raise ResourceError(f"no memory for one KV page of {page_bytes:,} bytes")
+    return pages
+
+
+class LLM:
+    """A loaded model. Close it, or use it as a context manager, to end its threads and free its memory."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        manifest: dict[str, Any],
+        tokenizer: Tokenizer | None,
+        max_batch: int = MAX_BATCH,
+        keep: object = None,
+    ) -> None:
+        """Use `load`. `keep` lives as long as the model: the memory its weights are in."""
+        model = manifest["model"]
+        self.executor, self.manifest, self.tokenizer = executor, manifest, tokenizer
+        self.vocab_size: int = executor.limits.vocab
+        self.bos_token_id: int | None = model["bos_token_id"]
+        pool = BlockPool(executor.kv_pages, executor.limits.page_tokens)
+        self.engine = Engine(executor, pool, tokenizer, model["eos_token_ids"], max_batch)
+        self._keep = keep
+        self._close = weakref.finalize(self, executor.close)
+
+    @property
+    def context(self) -> int:
+        """Most tokens of prompt and output together."""
+        return self.engine.context
+
+    @property
+    def threads(self) -> int:
+        """Threads that compute."""
+        return self.executor.threads
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        stream: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Continue prompts: a text, a list of token numbers, or a list of either.
+
+        params: one for all or one for each; or give its fields as keywords (max_tokens=64). Returns a list
+        of RequestOutput in the order of the prompts; with `stream` what `LLM.stream` returns. Raises
+        UsageError for a prompt that is empty, too long, not text or tokens, or out of the vocabulary.
+        """
+        if stream:
+            return self.stream(prompts, params, **options)
+        finished = {out.request_id: out for out in self.stream(prompts, params, **options) if out.finished}
+        return [finished[request_id] for request_id in sorted(finished)]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> Iterator[RequestOutput]:
+        """As `generate`, but yields a prompt's RequestOutput whenever it has grown.
+
+        `outputs[i].text` is all text so far, `outputs[i].new_text` what came since the last yield.
+        Closing the iterator cancels what is unfinished. Prompts are checked before the first step.
+        """
+        prompts = _as_list(prompts)
+        every = _params_for(len(prompts), params, options)
+        checked = [(prompt, self.encode(prompt)) for prompt in prompts]
+        return self._run(checked, every)
+
+    def _run(self, prompts: list[tuple[Prompt, list[int]]], every: list[SamplingParams]) -> Iterator[RequestOutput]:
+        groups: list[_Group] = []
+        owner: dict[int, _Group] = {}
+        for number, ((prompt, tokens), params) in enumerate(zip(prompts, every, strict=True)):
+            requests = [self.engine.add(tokens, params, index) for index in range(params.n)]
+            groups.append(_Group(number, prompt if isinstance(prompt, str) else None, tokens, requests))
+            owner.update((request.id, groups[-1]) for request in requests)
+        unfinished = len(groups)
+        try:
+            while unfinished:
+                grown = {owner[request.id].number for request in self.engine.step() if request.id in owner}
+                for number in sorted(grown):
+                    output = groups[number].output()
+                    unfinished -= output.finished
+                    yield output
+        finally:
+            for request in (request for group in groups for request in group.requests):
+                self.engine.cancel(request)
+
+    def encode(self, prompt: object) -> list[int]:
+        """A prompt's token numbers, checked. Raises UsageError in one clear line."""
+        if isinstance(prompt, str):
+            if not prompt:
+                raise UsageError("the prompt is empty: give at least one character")
+            tokens = self._tokenizer().encode(prompt).ids
+            if not tokens:
+                raise UsageError("the prompt has no tokens: give other text")
+        elif isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
+            tokens = list(prompt)
+            if not tokens:
+                raise UsageError("the prompt is empty: give at least one token")
+        else:
+            raise UsageError(f"a prompt must be text or a list of token numbers, not {type(prompt).__name__}")
+        self._check_range(tokens)
+        if len(tokens) >= self.context:
+            raise UsageError(
+                f"the prompt has {len(tokens)} tokens, the context {self.context}, answer included: shorten it"
+            )
+        return tokens
+
+    def _check_range(self, tokens: Sequence[int]) -> None:
+        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
+            bad = next(token for token in tokens if not 0 <= token < self.vocab_size)
+            raise UsageError(f"token {bad} is outside the vocabulary of {self.vocab_size}")
+
+    def _tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise UsageError("this artifact has no tokenizer: give token numbers instead of text")
+        return self.tokenizer
+
+    def logits(self, token_ids: Any, chunk: int | None = None) -> torch.Tensor:
+        """Float32 logits [batch, tokens, vocab] of one forward pass over token_ids [batch, tokens].
+
+        token_ids: list of lists, tensor or array. `chunk` bounds the positions computed at once (default as
+        many as fit); it does not change the result. Running requests are not disturbed.
+        """
+        import torch
+
+        rows = _token_rows(token_ids)
+        for row in rows:
+            self._check_range(row)
+        if len(rows[0]) > self.context:
+            raise UsageError(f"{len(rows[0])} tokens are longer than the context of {self.context}")
+        if chunk is not None and chunk < 1:
+            raise UsageError(f"chunk must be at least 1, not {chunk}")
+        result = torch.empty((len(rows), len(rows[0]), self.vocab_size), dtype=torch.float32)
+        for index, start, values in self.engine.forward(rows, chunk or self.executor.limits.max_tokens):
+            result[index, start : start + len(values)] = torch.from_numpy(values)
+        return result
+
+    def perplexity(
+        self,
+        documents: str | Path | Sequence[str],
+        window: int = 2048,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Evaluation:
+        """Perplexity on a JSONL file (one {"text": …} a line) or a list of texts; see `runtime.evaluate`."""
+        return perplexity(self.engine, self._tokenizer(), self.bos_token_id, documents, window, progress)
+
+    def close(self) -> None:
+        """End the threads; the model cannot be used afterwards."""
+        self._close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class _Group:
+    """A prompt and the requests (one for each sample) that answer it."""
+
+    def __init__(self, number: int, prompt: str | None, tokens: list[int], requests: list[Request]) -> None:
+        self.number, self.prompt, self.tokens, self.requests = number, prompt, tokens, requests
+        self._given = [0] * len(requests)
+
+    def output(self) -> RequestOutput:
+        """The state now, with new_text since the last call."""
+        for at, request in enumerate(self.requests):
+            request.output.new_text = request.output.text[self._given[at] :]
+            self._given[at] = len(request.output.text)
+        finished = all(request.output.finish_reason for request in self.requests)
+        outputs = [request.output for request in self.requests]
+        times = [request.metrics for request in self.requests]
+        metrics = RequestMetrics(
+            times[0].arrival_time,
+            min(time.first_scheduled_time for time in times),
+            min(time.first_token_time for time in times),
+            max(time.finished_time for time in times) if finished else 0.0,
+        )
+        return RequestOutput(self.number, self.prompt, self.tokens, outputs, finished, metrics)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise UsageError(f"prompts must be a text or a list, not {type(prompts).__name__}")
+    if not prompts:
+        raise UsageError("no prompt given: give at least one")
+    if all(type(token) is int for token in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _params_for(
+    count: int, params: SamplingParams | Sequence[SamplingParams] | None, options: dict[str, Any]
+) -> list[SamplingParams]:
+    """The sampling parameters of each of `count` prompts."""
+    if options:
+        if params is not None:
+            raise UsageError("give SamplingParams or keywords, not both")
+        unknown = [name for name in options if name not in SamplingParams.__dataclass_fields__]
+        if unknown:
+            raise UsageError(f"unknown sampling option {unknown[0]!r}")
+        params = SamplingParams(**options)
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise UsageError(f"{len(params)} SamplingParams for {count} prompts: give one, or one for each")
+    return list(params)
+
+
+def _token_rows(token_ids: Any) -> list[list[int]]:
+    """Token numbers [batch, tokens] of whatever kind, as lists of one length."""
+    rows = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+    try:
+        rows = [list(row) for row in rows]
+    except TypeError:
+        raise UsageError("token_ids must be [batch, tokens]: a list of lists of token numbers") from None
+    if not rows or not rows[0]:
+        raise UsageError("token_ids is empty: give at least one token")
+    if any(len(row) != len(rows[0]) for row in rows):
+        raise UsageError("token_ids must have rows of one length")
+    if not all(type(token) is int for row in rows for token in row):
+        raise UsageError("token_ids must be whole numbers")
+    return rows

@@ -1,0 +1,163 @@
+"""From an artifact on disk to verified bytes in memory, and only then to an opened library.
+
+Every file is hashed on a thread pool from the memory it was read into: weights go straight into one arena of
+huge pages, chunk by chunk, each chunk hashed while it is still in the core's cache. The kernel library is
+opened from an in-memory file that holds the very bytes whose hash was checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qcompile.artifact import ALIGNMENT, Manifest, file_problem, read_manifest
+from qcompile.errors import ArtifactError, ResourceError
+
+HUGE_PAGE = 2 << 20
+_PAGE = 4096
+ABI = 1
+
+# Libraries already open, by SHA-256: the dynamic loader must not be asked twice for the same bytes.
+_libraries: dict[str, ctypes.CDLL] = {}
+
+
+class Arena:
+    """Zeroed private memory starting on a 2 MB boundary, backed by huge pages as it is touched.
+
+    `size` is in bytes. Raises ResourceError if the address space cannot be had.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        length = -(-max(size, 1) // HUGE_PAGE) * HUGE_PAGE
+        try:
+            self._map = mmap.mmap(-1, length + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise ResourceError(f"cannot reserve {length:,} bytes of memory: {error}") from error
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        skip = -start % HUGE_PAGE
+        with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
+            self._map.madvise(mmap.MADV_HUGEPAGE, skip, length)
+        self.address = start + skip
+        self.view = memoryview(self._map)[skip : skip + size]
+
+
+@dataclass(frozen=True)
+class LoadedArtifact:
+    """A verified artifact: manifest, weights in memory, and the library that computes with them."""
+
+    root: Path
+    manifest: Manifest
+    weights: Arena
+    pointers: Any
+    """ctypes array: the address of each tensor, in the order of manifest["runtime"]["weights"]."""
+    library: ctypes.CDLL
+
+
+def available_memory() -> int:
+    """Bytes the machine can still give out without swapping (MemAvailable)."""
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def cpu_flags() -> frozenset[str]:
+    """Instruction sets of this CPU as Linux names them (avx2, avx512_vnni, ...)."""
+    with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if line.startswith(("flags", "Features")):
+                return frozenset(line.split(":", 1)[1].split())
+    return frozenset()
+
+
+def check_cpu(target: dict[str, Any], flags: frozenset[str]) -> None:
+    """ArtifactError naming what the artifact's target needs and this CPU lacks."""
+    missing = [flag for flag in target.get("requires", []) if flag not in flags]
+    if missing:
+        raise ArtifactError(
+            f"artifact is built for target {target['name']} ({target.get('isa', '')}), this CPU has no "
+            f"{', '.join(missing)}: build it again here with --target cpu"
+        )
+
+
+def load_artifact(path: str | Path) -> LoadedArtifact:
+    """Read and verify the artifact at `path`.
+
+    Raises ArtifactError if one bit differs from what was built or the CPU is another, ResourceError if
+    memory is short. No file of the artifact is executed before all of them are verified.
+    """
+    root = Path(path)
+    manifest = read_manifest(root)
+    check_cpu(manifest["target"], cpu_flags())
+    runtime = manifest["runtime"]
+    if runtime["abi"] != ABI:
+        raise ArtifactError(f"{root}: library interface {runtime['abi']}, this qcompile has {ABI}; rebuild it")
+    files: dict[str, dict[str, Any]] = manifest["files"]
+    places = _place_weights(runtime["weights"], files, root)
+    size = sum(_rounded(files[name]["bytes"]) for name in places)
+    if size > available_memory():
+        raise ResourceError(f"{root}: weights take {size:,} bytes, {available_memory():,} are available")
+    arena = Arena(size)
+    if runtime["library"] not in files:
+        raise ArtifactError(f"{root}: library {runtime['library']} is not in the manifest; build it again")
+    library = bytearray(files[runtime["library"]]["bytes"])
+    destinations = {n: arena.view[at : at + files[n]["bytes"]] for n, at in places.items()}
+    destinations[runtime["library"]] = memoryview(library)
+    _read_and_check(root, files, destinations)
+    pointers = (ctypes.c_void_p * len(runtime["weights"]))(
+        *(arena.address + places[entry["file"]] + entry["offset"] for entry in runtime["weights"])
+    )
+    return LoadedArtifact(root, manifest, arena, pointers, _open_library(library, files[runtime["library"]]))
+
+
+def _rounded(size: int) -> int:
+    return -(-size // _PAGE) * _PAGE
+
+
+def _place_weights(entries: list[dict[str, Any]], files: dict[str, dict[str, Any]], root: Path) -> dict[str, int]:
+    """Offset in the arena (bytes) of each weights file, and check that each tensor lies in its file."""
+    places: dict[str, int] = {}
+    end = 0
+    for entry in entries:
+        name, offset, size = entry["file"], entry["offset"], entry["bytes"]
+        if name not in files or offset % ALIGNMENT or not 0 <= offset <= offset + size <= files[name]["bytes"]:
+            raise ArtifactError(f"{root}: weight {entry['name']} lies outside its file; build the artifact again")
+        if name not in places:
+            places[name] = end
+            end += _rounded(files[name]["bytes"])
+    return places
+
+
+def _read_and_check(root: Path, files: dict[str, dict[str, Any]], destinations: dict[str, memoryview]) -> None:
+    """Hash every file, the largest first, reading into `destinations` where one is given."""
+    by_size = sorted(files, key=lambda name: -int(files[name]["bytes"]))
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        found = pool.map(lambda name: file_problem(root, name, files[name], destinations.get(name)), by_size)
+        problems = [problem for problem in found if problem]
+    if problems:
+        more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise ArtifactError(f"{root} is damaged: {problems[0]}{more}; build it again")
+
+
+def _open_library(content: bytearray, entry: dict[str, Any]) -> ctypes.CDLL:
+    """The dynamic loader's handle on these bytes, which are never read from the disk again."""
+    digest: str = entry["sha256"]
+    if digest not in _libraries:
+        # The descriptor stays open: its number names the library, and the loader goes by names.
+        fd = os.memfd_create("qcompile-kernels")
+        with open(fd, "wb", closefd=False) as file:
+            file.write(content)
+        try:
+            _libraries[digest] = ctypes.CDLL(f"/proc/self/fd/{fd}")
+        except OSError as error:
+            os.close(fd)
+            raise ArtifactError(f"the artifact's library cannot be opened: {error}; build it again") from error
+    return _libraries[digest]

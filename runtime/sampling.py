@@ -1,0 +1,173 @@
+"""What a request asks of sampling, and the exact distribution that follows from it.
+
+Order of the options, as in vLLM: repetition penalty, temperature, min-p and top-k on the logits, then top-p
+on what is left, renormalized. Probabilities are float64. A request draws from a generator of its own, so its
+tokens do not depend on what shares its batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from qcompile.errors import UsageError
+
+FloatArray = npt.NDArray[np.float32]
+DoubleArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Options of one request; names and defaults are vLLM's. Raises UsageError on a value out of range.
+
+    temperature: 0 is greedy. top_k: 0 or -1 is no limit. max_tokens: None is up to the context.
+    stop: one text or several; generation ends where one appears, and it is not part of the text.
+    seed: None draws from fresh entropy. logprobs: how many alternatives to report for every token.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = 16
+    stop: str | Sequence[str] | None = None
+    seed: int | None = None
+    logprobs: int | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        self._need("n", _whole(self.n) and self.n >= 1, "a whole number of at least 1")
+        self._need("temperature", _real(self.temperature) and self.temperature >= 0, "at least 0")
+        self._need("top_k", _whole(self.top_k) and self.top_k >= -1, "0 or -1 (no limit), or at least 1")
+        self._need("top_p", _real(self.top_p) and 0 < self.top_p <= 1, "above 0 and at most 1")
+        self._need("min_p", _real(self.min_p) and 0 <= self.min_p <= 1, "between 0 and 1")
+        positive = _real(self.repetition_penalty) and self.repetition_penalty > 0
+        self._need("repetition_penalty", positive, "above 0")
+        for name, least in (("max_tokens", 1), ("logprobs", 0), ("seed", 0)):
+            value = getattr(self, name)
+            fits = value is None or (_whole(value) and value >= least)
+            self._need(name, fits, f"None or a whole number of at least {least}")
+        stops = self.stops
+        self._need("stop", all(isinstance(s, str) and s for s in stops), "one or several texts, none empty")
+        self._need("n", self.n == 1 or self.temperature > 0, "1 when temperature is 0 (all would be equal)")
+
+    def _need(self, name: str, holds: bool, what: str) -> None:
+        if not holds:
+            raise UsageError(f"{name} must be {what}, not {getattr(self, name)!r}")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def argmax_only(self) -> bool:
+        """Whether the argmax of the plain logits is all that is needed."""
+        return self.temperature == 0 and self.logprobs is None and self.repetition_penalty == 1
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _real(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Natural logarithm of a token's probability under the model (before any option), and its rank from 1."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+def penalize(logits: FloatArray, seen: npt.NDArray[np.bool_], penalty: float) -> FloatArray:
+    """Logits [vocab], those of seen tokens divided by `penalty` if positive, else multiplied (CTRL 4.1)."""
+    scaled = np.where(logits > 0, logits / np.float32(penalty), logits * np.float32(penalty))
+    return np.where(seen, scaled, logits)
+
+
+def distribution(logits: FloatArray, params: SamplingParams) -> tuple[IntArray, DoubleArray]:
+    """The tokens that can be drawn, ascending, and their probabilities [candidates] (float64, sum 1).
+
+    logits: [vocab], already penalized; temperature must not be 0. Ties at the edge of top-k all stay;
+    ties at the edge of top-p go by token number.
+    """
+    floor = -np.inf
+    if params.min_p > 0:
+        floor = logits.max() + params.temperature * math.log(params.min_p)
+    if 0 < params.top_k < len(logits):
+        floor = max(floor, np.partition(logits, -params.top_k)[-params.top_k])
+    ids = np.flatnonzero(logits >= floor)
+    scaled = logits[ids].astype(np.float64) / params.temperature
+    weights = np.exp(scaled - scaled.max())
+    if params.top_p < 1:
+        weights /= weights.sum()
+        order = np.argsort(-weights, kind="stable")
+        before = np.cumsum(weights[order]) - weights[order]
+        kept = np.sort(order[before < params.top_p])
+        ids, weights = ids[kept], weights[kept]
+    return ids, weights / weights.sum()
+
+
+class Sampler:
+    """Draws the tokens of one request: its options, its generator, and the tokens it has seen.
+
+    `index` numbers the samples of a prompt (n > 1): each has its own stream from the same seed.
+    """
+
+    def __init__(self, params: SamplingParams, index: int, prompt: Sequence[int], vocab: int) -> None:
+        self.params = params
+        entropy = None if params.seed is None else [params.seed, index]
+        self._random = np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy)))
+        self._seen: npt.NDArray[np.bool_] | None = None
+        if params.repetition_penalty != 1:
+            self._seen = np.zeros(vocab, np.bool_)
+            self._seen[np.asarray(prompt, np.int64)] = True
+
+    def draw(self, logits: FloatArray) -> int:
+        """The next token, from its logits [vocab]."""
+        if self._seen is not None:
+            logits = penalize(logits, self._seen, self.params.repetition_penalty)
+        if self.params.temperature == 0:
+            token = int(logits.argmax())
+        else:
+            ids, probabilities = distribution(logits, self.params)
+            mass = np.cumsum(probabilities)
+            place = np.searchsorted(mass, self._random.random() * mass[-1], side="right")
+            token = int(ids[min(place, len(ids) - 1)])
+        if self._seen is not None:
+            self._seen[token] = True
+        return token
+
+
+def logprobs_of(
+    logits: FloatArray, token: int, alternatives: int, spell: Callable[[int], str] | None
+) -> dict[int, Logprob]:
+    """Log probabilities of `token` and of the most likely `alternatives`, the token first. logits: [vocab].
+
+    `spell` gives a token's text; without it decoded_token is None.
+    """
+    values = logits.astype(np.float64)
+    values -= values.max()
+    values -= math.log(np.exp(values).sum())
+    count = min(alternatives, len(values))
+    top = np.argpartition(-values, count - 1)[:count] if count else np.empty(0, np.int64)
+    top = top[np.lexsort((top, -values[top]))]
+    ranks = {token: 1 + int((values > values[token]).sum())}
+    for rank, other in enumerate(top.tolist(), start=1):
+        ranks.setdefault(other, rank)
+    return {
+        other: Logprob(float(values[other]), rank, spell(other) if spell else None) for other, rank in ranks.items()
+    }

@@ -1,0 +1,158 @@
+"""Which rows go into the next step: running requests first, then new ones as pages allow.
+
+First come, first served. A request is admitted when the pool has pages for all tokens it knows. When a
+running request needs a page and none is free, the newest running one gives up its own, and is computed again
+later: a row's results do not depend on its step, so its tokens come out the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from qcompile.runtime.blocks import BlockPool
+from qcompile.runtime.executor import Rows
+from qcompile.runtime.outputs import CompletionOutput, RequestMetrics
+from qcompile.runtime.sampling import Sampler, SamplingParams
+from qcompile.runtime.tokenizer import Detokenizer
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One sample of one prompt on its way. `tokens` is the prompt and what came after it."""
+
+    id: int
+    prompt_length: int
+    tokens: list[int]
+    limit: int
+    """Length at which it ends: prompt and max_tokens, or the context."""
+    params: SamplingParams
+    sampler: Sampler
+    detokenizer: Detokenizer | None
+    output: CompletionOutput
+    metrics: RequestMetrics
+    computed: int = 0
+    """Positions whose keys and values are in the cache."""
+    pages: list[int] = field(default_factory=list)
+    held_text: str = ""
+    """Text that may turn out to be the start of a stop text."""
+
+    @property
+    def pending(self) -> int:
+        """Tokens not in the cache yet; 1 while decoding."""
+        return len(self.tokens) - self.computed
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step: `counts[i]` rows for `requests[i]`; with `steps` > 1 a burst of that many greedy tokens."""
+
+    requests: list[Request]
+    counts: list[int]
+    steps: int
+
+    def rows(self) -> list[Rows]:
+        """What the executor runs. A request gives logits when its last token is among the rows."""
+        rows: list[Rows] = []
+        for request, count in zip(self.requests, self.counts, strict=True):
+            end = request.computed + count
+            tokens = request.tokens[request.computed : end]
+            rows.append(Rows(tokens, request.computed, request.pages, int(end == len(request.tokens))))
+        return rows
+
+
+class Scheduler:
+    """Queues and pages. `max_tokens` rows a step, `max_batch` requests running."""
+
+    def __init__(self, pool: BlockPool, max_tokens: int, max_batch: int) -> None:
+        self.pool, self.max_tokens, self.max_batch = pool, max_tokens, max_batch
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # oldest first
+        self.preemptions = 0
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self.waiting.append(request)
+
+    def release(self, request: Request) -> None:
+        """Forget a finished or cancelled request and free its pages."""
+        if request in self.running:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        self.pool.give_back(request.pages)
+
+    def preempt(self) -> Request:
+        """The newest running request gives its pages back and waits in front of all others."""
+        request = self.running.pop()
+        self.pool.give_back(request.pages)
+        request.computed = 0
+        self.waiting.appendleft(request)
+        self.preemptions += 1
+        return request
+
+    def schedule(self, burst: int) -> Plan | None:
+        """The next step, with at most `burst` greedy tokens for each request; None if there is no work."""
+        self._make_room()
+        plan = Plan([], [], 1)
+        budget = self.max_tokens
+        decoding = [request for request in self.running if request.pending == 1]
+        prefilling = [request for request in self.running if request.pending > 1]
+        for request in decoding + prefilling:
+            budget -= _append(plan, request, budget)
+        while self.waiting and budget > 0 and self._admissible(self.waiting[0]):
+            request = self.waiting.popleft()
+            request.pages.extend(self.pool.take(self.pool.pages_for(len(request.tokens))))
+            self.running.append(request)
+            budget -= _append(plan, request, budget)
+        if not plan.requests:
+            return None
+        if burst > 1 and len(decoding) == len(plan.requests):
+            return Plan(plan.requests, plan.counts, self._burst_steps(decoding, burst))
+        return plan
+
+    def _admissible(self, request: Request) -> bool:
+        """Pages for all its tokens, and one more for each running request lest it be evicted at once."""
+        need = self.pool.pages_for(len(request.tokens)) + len(self.running)
+        return len(self.running) < self.max_batch and need <= self.pool.free
+
+    def _make_room(self) -> None:
+        """A page for every running request whose next position starts one; the newest make way."""
+        at = 0
+        while at < len(self.running):
+            request = self.running[at]
+            missing = self.pool.pages_for(len(request.tokens)) - len(request.pages)
+            if missing > self.pool.free:
+                if self.preempt() is request:
+                    return
+                continue
+            if missing > 0:
+                request.pages.extend(self.pool.take(missing))
+            at += 1
+
+    def _burst_steps(self, requests: list[Request], burst: int) -> int:
+        """Take pages for a burst of greedy tokens; how many steps it may have."""
+        if not all(request.params.argmax_only for request in requests):
+            return 1
+        steps = min(burst, min(request.limit - len(request.tokens) for request in requests))
+        while True:
+            # The token drawn last is not in the cache: `steps` steps fill positions up to this length.
+            missing = [
+                self.pool.pages_for(len(request.tokens) + steps - 1) - len(request.pages) for request in requests
+            ]
+            if sum(missing) <= self.pool.free or steps == 1:
+                break
+            steps //= 2
+        for request, count in zip(requests, missing, strict=True):
+            if count > 0:
+                request.pages.extend(self.pool.take(count))
+        return steps
+
+
+def _append(plan: Plan, request: Request, budget: int) -> int:
+    """Put as many of the request's pending tokens into the step as fit; returns how many."""
+    count = min(request.pending, budget)
+    if count:
+        plan.requests.append(request)
+        plan.counts.append(count)
+    return count
