@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,50 @@ class Peaks:
     overhead_us: float = 0.0
 
 
+class Cost(NamedTuple):
+    """What one run of a kernel moves (bytes), computes (a multiply and an add are two), and in which type."""
+
+    bytes: float
+    ops: float
+    dtype: str
+
+
 def predicted_us(bytes: float, ops: float, peaks: Peaks, dtype: str = "int8") -> float:
     """Microseconds: the longer of moving `bytes` and computing `ops` in `dtype`, and the overhead."""
     moving = bytes / peaks.bytes_per_second
     computing = ops / peaks.ops_per_second[dtype]
     return max(moving, computing) * 1e6 + peaks.overhead_us
+
+
+_ITEM_BYTES = {"f32": 4, "bf16": 2, "q8": 1}
+_MATH = {"f32": "f32", "bf16": "bf16", "q8": "int8"}
+
+
+def call_cost(
+    call: Mapping[str, Any], program: Mapping[str, Any], weight_bytes: Mapping[str, int], context: float
+) -> Cost:
+    """Cost of one call of a program (codegen/program.py, as JSON) for a single row.
+
+    `weight_bytes` are sizes by weight name; `context` is how many positions attention reads. A lookup in an
+    embedding table reads one row of it; every other weight is read whole.
+    """
+    buffers = {buffer["name"]: buffer for buffer in program["buffers"]}
+    named = [call.get(key) for key in ("x", "qkv", "q", "out", "residual", "other")]
+    row_bytes = sum(_ITEM_BYTES[buffers[n]["dtype"]] * buffers[n]["width"] for n in named if n in buffers)
+    kernel = call["kernel"]
+    kv = program["kv"]
+    position_bytes = kv["page_bytes"] / kv["page_tokens"] / kv["layers"]
+    if kernel == "gemm":
+        weights = [*call["weights"].values(), call["bias"]]
+        read = sum(weight_bytes[name] for name in weights if name)
+        return Cost(row_bytes + read, 2.0 * call["n"] * call["k"], _MATH[buffers[call["x"]]["dtype"]])
+    if kernel == "attention":
+        width = call["heads"] * call["head_dim"]
+        return Cost(row_bytes + context * position_bytes, 4.0 * context * width, "f32")
+    if kernel == "rope_append":
+        heads = call["heads"] + 2 * call["kv_heads"]
+        return Cost(row_bytes + position_bytes, 3.0 * heads * call["head_dim"], "f32")
+    width = buffers[call["out"]]["width"]
+    if kernel == "embed":
+        return Cost(row_bytes + width * _ITEM_BYTES[call["table_dtype"]], width, "f32")
+    return Cost(row_bytes, (4.0 if kernel == "norm" else 2.0) * width, "f32")

@@ -1,0 +1,359 @@
+"""The command line. Results go to stdout, everything else to stderr; errors.py has the exit codes.
+
+Each command imports what it needs when it runs: only `build` and `doctor` wait for torch.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qcompile import __version__, console
+from qcompile.errors import EXIT_BUG, EXIT_INTERRUPTED, ArtifactError, QCompileError, UsageError
+
+app = typer.Typer(
+    help="Compile PyTorch decoder language models to quantized kernels, and run them.",
+    rich_markup_mode=None,
+    add_completion=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Artifact = Annotated[Path, typer.Argument(metavar="OUT", help="An artifact made by `qcompile build`.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", min=1, metavar="N", help="Threads; the cores this process may use if not given."),
+]
+Recipe = Annotated[str, typer.Option("--recipe", metavar="NAME", help="Number formats (see README).")]
+Target = Annotated[str, typer.Option("--target", metavar="NAME", help="Machine to build for; `cpu` is this one.")]
+Head = Annotated[
+    str | None, typer.Option("--head-dtype", metavar="TYPE", help="Output head in int8, bf16 or f32.")
+]
+Options = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="PASS.FIELD=VALUE", help="Set a field of a pass; may be given several times."),
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"qcompile {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def build(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory, or a name on the model hub.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="Artifact directory to write.")],
+    target: Target = "cpu",
+    recipe: Recipe = "w4a8",
+    head_dtype: Head = None,
+    options: Options = None,
+    json: Json = False,
+) -> None:
+    """Compile a model into an artifact directory.
+
+    \b
+    Example:
+      qcompile build samples/pycode-26m -o out/pycode --recipe w4a8
+      qcompile build samples/pycode-26m -o out/kv8 --recipe f32 --set cache.format=kv8
+    """
+    from qcompile.recipes import get_recipe, parse_options
+    from qcompile.targets import get_target
+
+    settings = parse_options(options or [])
+    get_recipe(recipe), get_target(target)  # refuse unknown names before torch is imported
+    with console.Progress() as progress:
+        progress("import", 0, 1)
+        from qcompile.pipeline import build as build_model
+
+        report = build_model(
+            model, output, target=target, recipe=recipe, options=settings, head_dtype=head_dtype, progress=progress
+        )
+    size = sum(path.stat().st_size for path in report.path.rglob("*") if path.is_file())
+    passes = [{"name": p.name, "fired": p.fired, "seconds": p.seconds} for p in report.passes]
+    if json:
+        console.print_json(
+            {
+                "path": str(report.path),
+                "recipe": recipe,
+                "target": target,
+                "bits_per_weight": report.bits_per_weight,
+                "passes": passes,
+                "seconds": report.seconds,
+                "bytes": size,
+            }
+        )
+        return
+    print(", ".join(f"{p['name']} {p['fired']}" for p in passes))
+    total = sum(report.seconds.values())
+    print(f"{report.path}: {console.byte_size(size)}, {report.bits_per_weight:.2f} bits per weight, built in {total:.1f} s")
+
+
+@app.command()
+def run(
+    out: Artifact,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", metavar="TEXT", help="Text to continue; `-` reads stdin.")],
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, metavar="N", help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 always takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int, typer.Option("--top-k", help="Draw from the k likeliest tokens; 0 is no limit.")] = 0,
+    top_p: Annotated[float, typer.Option("--top-p", help="Draw from the likeliest tokens of this total.")] = 1.0,
+    min_p: Annotated[float, typer.Option("--min-p", help="Least probability, relative to the likeliest.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option("--repetition-penalty", help="Above 1 discourages.")] = 1.0,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Makes a draw repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text.")] = None,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Generate text. The prompt and its continuation go to stdout as they come, the speed to stderr.
+
+    \b
+    Example:
+      qcompile run out/pycode --prompt "def main(" --max-tokens 64
+    """
+    from qcompile import SamplingParams
+
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=stop or None,
+        max_tokens=max_tokens,
+    )
+    text = sys.stdin.read() if prompt == "-" else prompt
+    from qcompile.cli_generate import run_prompt
+
+    run_prompt(out, text, params, threads, json)
+
+
+@app.command()
+def chat(
+    out: Artifact,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, metavar="N", help="Most tokens per reply.")] = 256,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 always takes the likeliest token.")] = 0.7,
+    top_p: Annotated[float, typer.Option("--top-p", help="Draw from the likeliest tokens of this total.")] = 0.95,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Makes a draw repeatable.")] = None,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Talk to a model line by line; end with Ctrl-D. Without a chat template it continues your text.
+
+    \b
+    Example:
+      qcompile chat out/pycode
+    """
+    from qcompile import SamplingParams
+    from qcompile.cli_generate import chat_loop
+
+    params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
+    chat_loop(out, params, threads, json)
+
+
+@app.command("eval")
+def evaluate(
+    out: Artifact,
+    data: Annotated[Path, typer.Option("--data", metavar="FILE", help='Lines of JSON with a "text" each.')],
+    max_windows: Annotated[
+        int | None, typer.Option("--max-windows", min=1, metavar="N", help="Stop after so many windows.")
+    ] = None,
+    window: Annotated[int, typer.Option("--window", min=2, metavar="TOKENS", help="Tokens per window.")] = 2048,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Perplexity on documents, joined and cut into windows that do not overlap.
+
+    \b
+    Example:
+      qcompile eval out/pycode --data heldout.jsonl --json
+    """
+    import qcompile
+    from qcompile.evaluate import perplexity, read_documents
+
+    documents = read_documents(data)
+    llm = qcompile.load(out, threads=threads)
+    with console.Progress() as progress:
+        result = perplexity(llm, documents, window, max_windows, progress)
+    if json:
+        console.print_json(result._asdict())
+    else:
+        print(f"perplexity {result.perplexity:.4f} ({result.windows} windows, {result.tokens} tokens)")
+
+
+@app.command()
+def bench(
+    out: Artifact,
+    tg: Annotated[int, typer.Option("--tg", min=1, metavar="N", help="Tokens to decode one by one.")] = 64,
+    pp: Annotated[str, typer.Option("--pp", metavar="N,N", help="Prompt lengths to prefill.")] = "512",
+    verify: Annotated[str, typer.Option("--verify", metavar="N,N", help="Steps of N tokens, all with logits.")] = "",
+    repeats: Annotated[int, typer.Option("--repeats", min=1, metavar="N", help="Take the median of so many.")] = 5,
+    threads: Threads = None,
+    json: Json = False,
+    jsonl: Annotated[bool, typer.Option("--jsonl", help='One line {"test", "tok_s"} per measurement.')] = False,
+) -> None:
+    """Measure speed, and every kernel against what memory and arithmetic of this machine allow.
+
+    \b
+    Example:
+      qcompile bench out/pycode --threads 2 --tg 64 --pp 128,512 --verify 1,2,4,8
+    """
+    import qcompile
+    from qcompile import bench as benchmark
+
+    sizes = benchmark.Sizes(tg, _numbers("--pp", pp), _numbers("--verify", verify), repeats)
+    llm = qcompile.load(out, threads=threads)
+    with console.Progress() as progress:
+        speeds = benchmark.measure(llm, sizes, progress)
+        if jsonl:
+            for test, speed in speeds.items():
+                console.print_json_line({"test": test, "tok_s": speed})
+            return
+        result = benchmark.report(llm, sizes, speeds, progress)
+    if json:
+        console.print_json(result)
+    else:
+        print(benchmark.as_text(result))
+
+
+@app.command()
+def inspect(out: Artifact, json: Json = False) -> None:
+    """Show what an artifact holds: recipe, target, bits per weight, passes, sizes.
+
+    \b
+    Example:
+      qcompile inspect out/pycode
+    """
+    from qcompile.inspect_artifact import as_text, summary
+
+    found = summary(out)
+    if json:
+        console.print_json(found)
+    else:
+        print(as_text(found))
+
+
+@app.command()
+def verify(out: Artifact, json: Json = False) -> None:
+    """Check every bit of an artifact against its hashes; exits 6 and names what is damaged.
+
+    \b
+    Example:
+      qcompile verify out/pycode
+    """
+    from qcompile import artifact
+
+    if not out.is_dir():
+        raise UsageError(f"{out}: no such artifact directory")
+    problems = artifact.verify(out)
+    if json:
+        console.print_json({"ok": not problems, "problems": problems})
+    elif not problems:
+        print(f"{out}: every file is as built")
+    if problems:
+        more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise ArtifactError(f"{out} is damaged: {problems[0]}{more}; build it again")
+
+
+@app.command()
+def doctor(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory, or a name on the model hub.")],
+    target: Target = "cpu",
+    recipe: Recipe = "w4a8",
+    head_dtype: Head = None,
+    options: Options = None,
+    json: Json = False,
+) -> None:
+    """Say whether a model can be compiled, how, and what it will take. Reads no weights.
+
+    \b
+    Example:
+      qcompile doctor samples/pycode-26m --recipe qserve
+    """
+    from qcompile.recipes import parse_options
+
+    settings = parse_options(options or [])
+    with console.Progress() as progress:
+        progress("import", 0, 1)
+        from qcompile import doctor as doctor_module
+
+        found = doctor_module.examine(model, target, recipe, settings, head_dtype)
+    if json:
+        console.print_json(found.as_json())
+    else:
+        print(found.as_text())
+    if not found.exportable:
+        raise typer.Exit(3)
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    """`128,512` as numbers; UsageError naming the option."""
+    try:
+        numbers = tuple(int(part) for part in text.split(",") if part)
+    except ValueError:
+        raise UsageError(f"{option} {text}: write whole numbers with commas between") from None
+    if any(number < 1 for number in numbers):
+        raise UsageError(f"{option} {text}: numbers must be at least 1")
+    return numbers
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the `qcompile` command: exits with the code errors.py documents."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `qcompile inspect OUT | head` is no error
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    sys.exit(_guarded(given))
+
+
+def _guarded(arguments: list[str]) -> int:
+    """Run a command; its exit code. Every failure prints one line."""
+    debug = "--debug" in arguments[:1]
+    try:
+        code: Any = app(args=arguments, prog_name="qcompile", standalone_mode=False)
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    except QCompileError as error:
+        if debug:
+            traceback.print_exc()
+        console.log(f"qcompile: {error}")
+        return error.exit_code
+    except Exception as error:
+        return _unexpected(error, debug)
+    code = code if isinstance(code, int) else 0
+    if code == EXIT_INTERRUPTED:
+        console.log("qcompile: interrupted")
+    return code
+
+
+def _unexpected(error: Exception, debug: bool) -> int:
+    """Typer's own errors (wrong options) are the user's; all others are ours."""
+    if hasattr(error, "format_message"):
+        message = error.format_message()
+        if message.startswith("Usage:"):  # no command was given: the help text
+            console.log(message)
+        else:
+            console.log(f"qcompile: {message} (see qcompile --help)")
+        return UsageError.exit_code
+    if type(error).__name__ == "Abort":
+        console.log("qcompile: interrupted")
+        return EXIT_INTERRUPTED
+    if debug:
+        traceback.print_exception(error)
+    first = (str(error).splitlines() or [""])[0]
+    console.log(f"qcompile: unexpected {type(error).__name__}: {first} (`qcompile --debug ...` shows where)")
+    return EXIT_BUG
