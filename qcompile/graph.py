@@ -202,7 +202,9 @@ class Graph:
         """The graph that to_json wrote. Raises UsageError on another version or an unknown operator."""
         document = json.loads(text)
         if document.get("format_version") != FORMAT_VERSION:
-            raise UsageError(f"graph file has format {document.get('format_version')}, this qcompile reads {FORMAT_VERSION}")
+            raise UsageError(
+                f"graph file has format {document.get('format_version')}, this qcompile reads {FORMAT_VERSION}"
+            )
         graph, known = fx.Graph(), {}
         for item in document["nodes"]:
             known[item["name"]] = _rebuild(graph, item, known)

@@ -214,7 +214,11 @@ def interleave_rows(a: Tensor, b: Tensor, block: int) -> Tensor:
     return torch.stack(pair, 1).flatten(0, 2).contiguous()
 
 
-@_op(lambda w, format: [torch.empty(s, dtype=d, device=w.device) for s, d in numerics.weight_parts(tuple(w.shape), format)])
+@_op(
+    lambda w, format: [
+        torch.empty(s, dtype=d, device=w.device) for s, d in numerics.weight_parts(tuple(w.shape), format)
+    ]
+)
 def quantize_weight(w: Tensor, format: str) -> list[Tensor]:
     """w [N, K] -> the parts of `format` in the order of numerics.FORMATS[format].roles."""
     return [part.clone() for part in numerics.quantize_weight(w, format)]

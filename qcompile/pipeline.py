@@ -129,7 +129,9 @@ def configure(settings: recipes.Settings, options: Mapping[str, str]) -> tuple[P
     return tuple(kind(**values.get(kind.name, {})) for kind in PASSES)
 
 
-def run_passes(graph: Graph, passes: tuple[Pass, ...], clock: _Clock | None = None) -> tuple[list[Graph], list[PassRecord]]:
+def run_passes(
+    graph: Graph, passes: tuple[Pass, ...], clock: _Clock | None = None
+) -> tuple[list[Graph], list[PassRecord]]:
     """Run `passes` in order, each between its checks; the graph after each, and what each did."""
     clock = clock or _Clock(lambda stage, done, total: None)
     graphs, records = [], []

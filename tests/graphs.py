@@ -65,7 +65,9 @@ def decoder(
     return graph
 
 
-def sequence_inputs(tokens: int = 7, batch: int = 2, vocab: int = 50, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def sequence_inputs(
+    tokens: int = 7, batch: int = 2, vocab: int = 50, seed: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
     """token_ids and positions [batch, tokens] for graphs before `cache`."""
     ids = torch.randint(0, vocab, (batch, tokens), generator=torch.Generator().manual_seed(seed))
     return ids, torch.arange(tokens).expand(batch, tokens).contiguous()

@@ -40,7 +40,13 @@ def test_four_bit_bytes_hold_inputs_four_apart() -> None:
 
 
 # Half a step of the range each format spans, relative to the largest weight: the most rounding can be off.
-WORST = {"f32": 0.0, "bf16": 2**-8, "w8_sym_channel": 0.5 / 127, "w4_asym_g128": 1 / 15 + 1e-6, "qoq_channel": 1 / 15 + 1e-6}
+WORST = {
+    "f32": 0.0,
+    "bf16": 2**-8,
+    "w8_sym_channel": 0.5 / 127,
+    "w4_asym_g128": 1 / 15 + 1e-6,
+    "qoq_channel": 1 / 15 + 1e-6,
+}
 
 
 @pytest.mark.parametrize("format", WORST)
@@ -69,7 +75,18 @@ def test_qoq_levels_stay_in_int8() -> None:
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(0.25, 0.0), (0.26, 0.5), (0.75, 1.0), (1.25, 1.0), (1.75, 2.0), (2.5, 2.0), (3.5, 4.0), (5.0, 4.0), (5.1, 6.0), (9.0, 6.0)],
+    [
+        (0.25, 0.0),
+        (0.26, 0.5),
+        (0.75, 1.0),
+        (1.25, 1.0),
+        (1.75, 2.0),
+        (2.5, 2.0),
+        (3.5, 4.0),
+        (5.0, 4.0),
+        (5.1, 6.0),
+        (9.0, 6.0),
+    ],
 )
 def test_e2m1_rounds_to_nearest_ties_to_even(value: float, expected: float) -> None:
     table = torch.tensor(nx.E2M1 + tuple(-v for v in nx.E2M1))

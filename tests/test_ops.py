@@ -81,7 +81,9 @@ def test_rope_turns_pairs_by_position_times_frequency(interleaved: bool) -> None
     pairs = [(2 * i, 2 * i + 1) if interleaved else (i, i + 4) for i in range(4)]
     for row, position in enumerate(POSITIONS.tolist()):
         for (a, b), freq in zip(pairs, INV_FREQ.tolist(), strict=True):
-            turned = torch.complex(x[row, :, a], x[row, :, b]) * torch.polar(torch.tensor(1.0), torch.tensor(position * freq))
+            turned = torch.complex(x[row, :, a], x[row, :, b]) * torch.polar(
+                torch.tensor(1.0), torch.tensor(position * freq)
+            )
             assert torch.allclose(torch.complex(y[row, :, a], y[row, :, b]), turned, atol=1e-6)  # float32 rounding
     assert torch.equal(y[..., 8:], x[..., 8:])
 
@@ -125,5 +127,8 @@ def test_gated_epilogue_pairs_gate_and_up_rows() -> None:
     x, gate, up = rand(3, 16), rand(20, 16), rand(20, 16)
     joined = ops.interleave_rows(gate, up, ops.GATE_BLOCK)
     expected = torch.nn.functional.silu(x @ gate.T) * (x @ up.T)
-    for y in (ops.gemm([x], [joined], None, None, "f32", "silu_mul", 20), ops.gated_linear(x, joined, None, "silu", 20)):
+    for y in (
+        ops.gemm([x], [joined], None, None, "f32", "silu_mul", 20),
+        ops.gated_linear(x, joined, None, "silu", 20),
+    ):
         assert torch.allclose(y, expected, atol=1e-5)  # float32, sums of 16

@@ -150,7 +150,9 @@ def test_fuse_joins_and_changes_nothing(rotary: bool, bias: bool) -> None:
     precision = AssignPrecision("w4_asym_g128", "int8", "w8_sym_channel", "int8")
     before = through(decoder(rotary=rotary, bias=bias), precision, Merge(), Quantize(), Cache("kv8"))
     result = apply(Fuse(), before)
-    kinds = {kind: len(result.graph.calls(kind)) for kind in ("norm_quantize", "rope_append", "kv_append", "add", "rms_norm")}
+    kinds = {
+        kind: len(result.graph.calls(kind)) for kind in ("norm_quantize", "rope_append", "kv_append", "add", "rms_norm")
+    }
     assert kinds == {"norm_quantize": 5, "rope_append": 2, "kv_append": 0, "add": 0, "rms_norm": 0}
     assert result.fired == 11
     assert torch.equal(step_logits(result.graph), step_logits(before))

@@ -38,6 +38,26 @@
 
 #include "vec.h"
 
+#if !defined(QC_ISA_AVX512) && !defined(QC_ISA_AVX2) && !defined(QC_ISA_PORTABLE)
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#define QC_ISA_AVX512 1
+#elif defined(__AVX2__) && defined(__FMA__)
+#define QC_ISA_AVX2 1
+#else
+#define QC_ISA_PORTABLE 1
+#endif
+#endif
+#if defined(QC_ISA_AVX512)
+#include "simd_avx512.h"
+#elif defined(QC_ISA_AVX2)
+#include "simd_avx2.h"
+#else
+#include "simd_portable.h"
+#endif
+#ifndef QC_BF16_DOT
+#include "simd_bf16_as_f32.h"
+#endif
+
 struct Q8Act {             // int8 activations, one scale a row
   const int8_t* q;         // [m][kp]
   const float* scale;      // [m]
@@ -68,5 +88,27 @@ struct Worker {
 };
 
 constexpr int gemm_kp(int k) { return (k + 31) / 32 * 32; }
-// Two row blocks unpacked to at most 4 bytes a weight, and the tokens of one tile converted to float.
-constexpr size_t gemm_scratch_bytes(int kp) { return (size_t)kp * 16 * 2 * 4 + (size_t)kp * 64 * 4 + 65536; }
+
+constexpr int64_t kPrefetchBytes = 8192;  // how far ahead of its use a line of weights is asked for
+
+#include "gemm_run.h"
+#include "gemm_float.h"
+#include "gemm_int.h"
+
+// Bytes of scratch a thread needs for weights of up to kp inputs in any format: result buffer, two unpacked row
+// blocks of at most 4 bytes a weight, and a token block, at least one tile, of at most 4 bytes an element.
+constexpr size_t gemm_scratch_bytes(int kp) {
+  const size_t tile = (size_t)kp * kPanelTile * 4, tiles = tile > kTokenBlockBytes ? tile : kTokenBlockBytes;
+  return 2 * kBufferRows * 64 + (size_t)kp * 16 * 2 * 4 + tiles + tiles / 8 + 65536;
+}
+
+inline void gemm_f32(const Gemm& g, const float* x, const Worker& w) { run_gemm<F32>(g, x, w); }
+inline void gemm_bf16(const Gemm& g, const uint16_t* x, const Worker& w) { run_gemm<Bf16>(g, x, w); }
+inline void gemm_w4_asym_g128_bf16(const Gemm& g, const uint16_t* x, const Worker& w) {
+  run_gemm<W4AsymG128Bf16>(g, x, w);
+}
+inline void gemm_w8_sym_channel(const Gemm& g, const Q8Act& q, const Worker& w) { run_gemm<W8SymChannel>(g, q, w); }
+inline void gemm_w4_asym_g128(const Gemm& g, const Q8Act& q, const Worker& w) { run_gemm<W4AsymG128>(g, q, w); }
+inline void gemm_qoq_g128(const Gemm& g, const Q8Act& q, const Worker& w) { run_gemm<QoqG128>(g, q, w); }
+inline void gemm_qoq_channel(const Gemm& g, const Q8Act& q, const Worker& w) { run_gemm<QoqChannel>(g, q, w); }
+inline void gemm_mxfp4(const Gemm& g, const Q8Act& q, const Worker& w) { run_gemm<Mxfp4>(g, q, w); }

@@ -8,7 +8,6 @@
 #include <string.h>
 
 #define QC_INLINE static inline __attribute__((always_inline))
-#define QC_RESTRICT __restrict__
 
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));

@@ -1,0 +1,112 @@
+// simd_avx512.h: the primitives of the GEMM kernels on AVX-512 with VNNI (bfloat16 dot products where the
+// compiler has them enabled). The same names exist in simd_avx2.h and simd_portable.h; a value of I16 or F16
+// holds 16 output rows, a B64 holds 64 weight bytes: 4 for each of the 16 rows.
+//
+// Integer primitives are exact everywhere. dot() wants |w| and |x| such that every ISA can do it:
+// dot_small: w in 0..31, x in -127..127; dot_full: w = value + 128 with value in -127..127, x alike.
+#pragma once
+#include <immintrin.h>
+
+#include "vec.h"
+
+// Before a loop of at most 32 turns whose arrays must live in registers.
+#define QC_UNROLL _Pragma("GCC unroll 32")
+
+using I16 = __m512i;
+using F16 = __m512;
+using B64 = __m512i;
+
+constexpr int kSmallTile = 8;   // tokens that share one unpack of a weight block, decode and verification
+constexpr int kPanelTile = 12;  // tokens a tile over an unpacked block, prefill
+constexpr int kFullOffset = 128;  // dot_full adds kFullOffset * (sum of x): the caller starts from minus that
+
+QC_INLINE I16 i_set(int32_t v) { return _mm512_set1_epi32(v); }
+QC_INLINE I16 i_add(I16 a, I16 b) { return _mm512_add_epi32(a, b); }
+QC_INLINE I16 i_sub(I16 a, I16 b) { return _mm512_sub_epi32(a, b); }
+QC_INLINE I16 i_mul(I16 a, I16 b) { return _mm512_mullo_epi32(a, b); }
+QC_INLINE I16 i_shl23(I16 a) { return _mm512_slli_epi32(a, 23); }
+// acc + a * s where each lane of a, and s, fit in 16 signed bits.
+QC_INLINE I16 i_madd16(I16 acc, I16 a, int32_t s) {
+  return _mm512_dpwssd_epi32(acc, a, _mm512_set1_epi32(s));
+}
+QC_INLINE I16 i_load_u8(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_load_si128((const __m128i*)p)); }
+
+QC_INLINE F16 f_set(float v) { return _mm512_set1_ps(v); }
+QC_INLINE F16 f_load(const float* p) { return _mm512_loadu_ps(p); }
+QC_INLINE void f_store(float* p, F16 v) { _mm512_storeu_ps(p, v); }
+QC_INLINE F16 f_add(F16 a, F16 b) { return _mm512_add_ps(a, b); }
+QC_INLINE F16 f_sub(F16 a, F16 b) { return _mm512_sub_ps(a, b); }
+QC_INLINE F16 f_mul(F16 a, F16 b) { return _mm512_mul_ps(a, b); }
+QC_INLINE F16 f_fma(F16 a, F16 b, F16 c) { return _mm512_fmadd_ps(a, b, c); }        // one rounding, every ISA
+QC_INLINE F16 f_dot(F16 acc, F16 w, const float* x) { return _mm512_fmadd_ps(w, _mm512_set1_ps(*x), acc); }
+QC_INLINE F16 f_from_i(I16 a) { return _mm512_cvtepi32_ps(a); }
+QC_INLINE F16 f_bits(I16 a) { return _mm512_castsi512_ps(a); }
+
+QC_INLINE B64 b_load(const void* p) { return _mm512_load_si512(p); }
+QC_INLINE void b_store(void* p, B64 v) { _mm512_store_si512(p, v); }
+QC_INLINE B64 b_low(B64 v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
+QC_INLINE B64 b_high(B64 v) { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }
+// table[index] for index bytes 0..15.
+QC_INLINE B64 b_lookup(const uint8_t* table, B64 index) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), index);
+}
+// Each row's byte of p[16] in all 4 of the row's bytes.
+QC_INLINE B64 b_rows(const uint8_t* p) { return _mm512_mullo_epi32(i_load_u8(p), _mm512_set1_epi32(0x01010101)); }
+// (q - zero) * scale + 128 as bytes; the caller knows that it fits.
+QC_INLINE B64 b_rescale(B64 q, B64 zero, B64 scale) {
+  __m512i t = _mm512_sub_epi8(q, zero), mask = _mm512_set1_epi16(255);
+  __m512i even = _mm512_mullo_epi16(t, _mm512_and_si512(scale, mask));  // low byte is right whatever is above
+  __m512i odd = _mm512_mullo_epi16(_mm512_srli_epi16(t, 8), _mm512_srli_epi16(scale, 8));
+  __m512i both = _mm512_or_si512(_mm512_and_si512(even, mask), _mm512_slli_epi16(odd, 8));
+  return _mm512_xor_si512(both, _mm512_set1_epi8((char)128));
+}
+
+QC_INLINE __m512i x_quad(const int8_t* x) { return _mm512_set1_epi32(load<int32_t>(x)); }
+// acc[row] + sum over 4 inputs of w[row][j] * x[j].
+QC_INLINE I16 dot_small(I16 acc, B64 w, const int8_t* x) { return _mm512_dpbusd_epi32(acc, w, x_quad(x)); }
+QC_INLINE I16 dot_full(I16 acc, B64 w, const int8_t* x) { return _mm512_dpbusd_epi32(acc, w, x_quad(x)); }
+
+QC_INLINE B64 b_sub(B64 a, B64 b) { return _mm512_sub_epi8(a, b); }
+// The two bfloat16 of each row (inputs k and k+1), and signed byte j of each row, as floats.
+QC_INLINE F16 f_bf16_even(B64 w) { return f_bits(_mm512_slli_epi32(w, 16)); }
+QC_INLINE F16 f_bf16_odd(B64 w) { return f_bits(_mm512_and_si512(w, _mm512_set1_epi32((int)0xffff0000u))); }
+QC_INLINE F16 f_byte(B64 v, int j) {
+  return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(v, 24 - 8 * j), 24));
+}
+
+#ifdef __AVX512BF16__
+#define QC_BF16_DOT 1
+// Activations stay bfloat16. Each 4-bit weight minus its zero is looked up as an exact bfloat16; the lookup takes
+// 16-bit lanes, so the pairs it yields are inputs (0,2) (1,3) (4,6) (5,7) of 8, and copy32_w4 orders x to match.
+using BfX = uint16_t;
+QC_INLINE void bf_copy32(BfX* dst, const uint16_t* src) { memcpy(dst, src, 64); }
+QC_INLINE void bf_copy32_w4(BfX* dst, const uint16_t* src) {
+  const __m512i swap = _mm512_set_epi16(31, 29, 30, 28, 27, 25, 26, 24, 23, 21, 22, 20, 19, 17, 18, 16,  //
+                                        15, 13, 14, 12, 11, 9, 10, 8, 7, 5, 6, 4, 3, 1, 2, 0);
+  _mm512_storeu_si512(dst, _mm512_permutexvar_epi16(swap, _mm512_loadu_si512(src)));
+}
+QC_INLINE F16 bf_dot(F16 acc, B64 w, const BfX* x) {
+  return _mm512_dpbf16_ps(acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32(load<int32_t>(x)));
+}
+struct W4Bf {
+  B64 pair[4];
+};
+QC_INLINE W4Bf w4_unpack(B64 raw, B64 zero) {
+  // bfloat16 of 0..15 and, for indices 16..31 (the low 5 bits of a negative difference), of -16..-1.
+  const __m512i value = _mm512_set_epi16(
+      (short)0xbf80, (short)0xc000, (short)0xc040, (short)0xc080, (short)0xc0a0, (short)0xc0c0, (short)0xc0e0,
+      (short)0xc100, (short)0xc110, (short)0xc120, (short)0xc130, (short)0xc140, (short)0xc150, (short)0xc160,
+      (short)0xc170, (short)0xc180, 0x4170, 0x4160, 0x4150, 0x4140, 0x4130, 0x4120, 0x4110, 0x4100, 0x40e0, 0x40c0,
+      0x40a0, 0x4080, 0x4040, 0x4000, 0x3f80, 0);
+  __m512i low = b_sub(b_low(raw), zero), high = b_sub(b_high(raw), zero);
+  return {{_mm512_permutexvar_epi16(low, value), _mm512_permutexvar_epi16(_mm512_srli_epi16(low, 8), value),
+           _mm512_permutexvar_epi16(high, value), _mm512_permutexvar_epi16(_mm512_srli_epi16(high, 8), value)}};
+}
+// Two chains a row: inputs 0..3 and inputs 4..7 of every 8.
+QC_INLINE void w4_dot(F16& first, F16& second, const W4Bf& w, const BfX* x) {
+  first = bf_dot(first, w.pair[0], x);
+  second = bf_dot(second, w.pair[2], x + 4);
+  first = bf_dot(first, w.pair[1], x + 2);
+  second = bf_dot(second, w.pair[3], x + 6);
+}
+#endif
