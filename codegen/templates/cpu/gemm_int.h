@@ -1,0 +1,238 @@
+// gemm_int.h: the formats whose products are int8 dot products. Exact in int32 within a group of inputs; the float
+// operations that follow run in group order, one fused multiply-add or exact step each, so the bits are the same on
+// every ISA, for every number of tokens.
+#pragma once
+
+struct IntTile {
+  const int8_t* x;       // [kp/32][M][32]
+  const int32_t* start;  // [groups of the rule][M], see Rule::start
+  const float* scale;    // [M]
+};
+struct IntBlock {             // one 16-row block
+  const uint8_t* codes;       // 64-byte lines, in input order
+  const float* scale;         // [groups][16], or [16]
+  const uint8_t* zero;        // [groups][16], or [16]
+  const uint8_t* group_scale; // [groups][16]; exponents for mxfp4
+};
+
+// How a 64-byte line of weights becomes operands of dot products.
+struct ByteCodes {  // value + 128
+  static constexpr int kLines = 8, kDots = 1;
+  QC_INLINE void unpack(const uint8_t* p, B64* w) { w[0] = b_load(p); }
+  QC_INLINE I16 dot(I16 acc, B64 w, const int8_t* x) { return dot_full(acc, w, x); }
+};
+struct SmallByteCodes {  // 0..31
+  static constexpr int kLines = 8, kDots = 1;
+  QC_INLINE void unpack(const uint8_t* p, B64* w) { w[0] = b_load(p); }
+  QC_INLINE I16 dot(I16 acc, B64 w, const int8_t* x) { return dot_small(acc, w, x); }
+};
+struct NibbleCodes {
+  static constexpr int kLines = 4, kDots = 2;
+  QC_INLINE void unpack(const uint8_t* p, B64* w) {
+    B64 v = b_load(p);
+    w[0] = b_low(v), w[1] = b_high(v);
+  }
+  QC_INLINE I16 dot(I16 acc, B64 w, const int8_t* x) { return dot_small(acc, w, x); }
+};
+constexpr int kMxOffset = 12;
+struct MxCodes {  // E2M1 doubled, plus 12 to be unsigned
+  static constexpr int kLines = 4, kDots = 2;
+  static constexpr uint8_t kTable[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+  QC_INLINE void unpack(const uint8_t* p, B64* w) {
+    B64 v = b_load(p);
+    w[0] = b_lookup(kTable, b_low(v)), w[1] = b_lookup(kTable, b_high(v));
+  }
+  QC_INLINE I16 dot(I16 acc, B64 w, const int8_t* x) { return dot_small(acc, w, x); }
+};
+
+// What is done with the int32 sums of a group of kChunks * 32 inputs. start() gives a token's number for a group from
+// its activation sums; kStarts says whether the sum begins at it (else finish() uses it).
+constexpr int kWhole = 1 << 30;
+struct ChannelRule {  // W8: y = xs ws sum((q + offset - offset) x)
+  static constexpr int kChunks = kWhole;
+  static constexpr bool kStarts = true;
+  using Acc = I16;
+  static int32_t start(const int32_t* sums, int groups, int) {
+    int32_t total = 0;
+    for (int g = 0; g < groups; ++g) total += sums[g];
+    return -kFullOffset * total;
+  }
+  QC_INLINE I16 zero() { return i_set(0); }
+  template <int M>
+  QC_INLINE void finish(I16* acc, const I16* part, const IntBlock&, const int32_t*, int) {
+    QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = part[m];
+  }
+  QC_INLINE F16 result(I16 acc, const IntBlock& w, float xs) {
+    return f_mul(f_from_i(acc), f_mul(f_set(xs), f_load(w.scale)));
+  }
+};
+struct ZeroChannelRule : ChannelRule {  // qoq_channel: y = xs ws (sum(q x) - z sum(x))
+  static constexpr bool kStarts = false;
+  static int32_t start(const int32_t* sums, int, int g) { return -sums[g]; }
+  template <int M>
+  QC_INLINE void finish(I16* acc, const I16* part, const IntBlock& w, const int32_t* start, int) {
+    I16 z = i_load_u8(w.zero);
+    QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = i_add(part[m], i_mul(z, i_set(start[m])));
+  }
+};
+struct QoqRule : ChannelRule {  // y = xs ws sum_g s1 (sum(q x) - z sum(x)), in int32 up to the end
+  static constexpr int kChunks = 4;
+  static constexpr bool kStarts = false;
+  static int32_t start(const int32_t* sums, int, int g) { return -sums[g]; }
+  template <int M>
+  QC_INLINE void finish(I16* acc, const I16* part, const IntBlock& w, const int32_t* start, int g) {
+    I16 z = i_load_u8(w.zero + g * 16), s = i_load_u8(w.group_scale + g * 16);
+    QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = i_add(acc[m], i_mul(i_madd16(part[m], z, start[m]), s));
+  }
+};
+struct GroupRule {  // w4_asym_g128: y = xs sum_g s (sum(q x) - z sum(x))
+  static constexpr int kChunks = 4;
+  static constexpr bool kStarts = false;
+  using Acc = F16;
+  static int32_t start(const int32_t* sums, int, int g) { return -sums[g]; }
+  QC_INLINE F16 zero() { return f_set(0.0f); }
+  template <int M>
+  QC_INLINE void finish(F16* acc, const I16* part, const IntBlock& w, const int32_t* start, int g) {
+    I16 z = i_load_u8(w.zero + g * 16);
+    F16 s = f_load(w.scale + g * 16);
+    QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = f_fma(f_from_i(i_madd16(part[m], z, start[m])), s, acc[m]);
+  }
+  QC_INLINE F16 result(F16 acc, const IntBlock&, float xs) { return f_mul(acc, f_set(xs)); }
+};
+// mxfp4: y = xs sum_b 2^(e-128) sum(c x), c the doubled element. The sum starts at the bits of the float 1.5 * 2^23 less
+// the table's offset, so that sum s ends as the float 1.5 * 2^23 + s; adding e - 128 to the exponent field scales it, and
+// subtracting 1.5 * 2^23 scaled alike leaves s * 2^(e-128), exactly (e <= 230). No multiplier is used.
+struct MxRule : GroupRule {
+  static constexpr int kChunks = 1;
+  static constexpr bool kStarts = true;
+  static constexpr int32_t kMagic = 0x4b400000;
+  static int32_t start(const int32_t* sums, int, int g) { return kMagic - kMxOffset * sums[g]; }
+  template <int M>
+  QC_INLINE void finish(F16* acc, const I16* part, const IntBlock& w, const int32_t*, int g) {
+    I16 e = i_shl23(i_sub(i_load_u8(w.group_scale + g * 16), i_set(128)));
+    F16 base = f_bits(i_add(i_set(kMagic), e));
+    QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = f_add(acc[m], f_sub(f_bits(i_add(part[m], e)), base));
+  }
+};
+
+template <class Codes, class Rule, int M>
+static void int_block(const IntBlock& w, const IntTile& x, int chunks, float* out) {
+  constexpr int C = M == 1 ? 4 : M < 4 ? 2 : 1;  // independent sums, enough to hide the latency of a dot product
+  typename Rule::Acc acc[M];
+  QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = Rule::zero();
+  const uint8_t* p = w.codes;
+  const int8_t* xq = x.x;
+  for (int g = 0; chunks > 0; ++g, chunks -= Rule::kChunks) {
+    const int32_t* start = x.start + g * M;
+    I16 part[M * C];
+    QC_UNROLL for (int i = 0; i < M * C; ++i) part[i] = i_set(Rule::kStarts && i < M ? start[i] : 0);
+    for (int c = chunks < Rule::kChunks ? chunks : Rule::kChunks; c; --c, p += Codes::kLines * 64, xq += M * 32) {
+      QC_UNROLL for (int l = 0; l < Codes::kLines; ++l) {
+        B64 v[Codes::kDots];
+        __builtin_prefetch(p + l * 64 + kPrefetchBytes);
+        Codes::unpack(p + l * 64, v);
+        QC_UNROLL for (int d = 0; d < Codes::kDots; ++d) {
+          const int s = l * Codes::kDots + d, chain = s % C * M;
+          QC_UNROLL for (int m = 0; m < M; ++m) part[chain + m] = Codes::dot(part[chain + m], v[d], xq + m * 32 + s * 4);
+        }
+      }
+    }
+    QC_UNROLL for (int i = M; i < M * C; ++i) part[i % M] = i_add(part[i % M], part[i]);
+    Rule::template finish<M>(acc, part, w, start, g);
+  }
+  QC_UNROLL for (int m = 0; m < M; ++m) f_store(out + m * 16, Rule::result(acc[m], w, x.scale[m]));
+}
+
+// The tile of `count` tokens from `first`; a single token's codes are used where they lie.
+template <class Rule>
+static IntTile prepare_int(int chunks, const Q8Act& q, int first, int count, char*& mem) {
+  const int kp = chunks * 32, groups = Rule::kChunks == kWhole ? 1 : (chunks + Rule::kChunks - 1) / Rule::kChunks;
+  IntTile tile{q.q + (int64_t)first * kp, (const int32_t*)mem, q.scale + first};
+  for (int g = 0; g < groups; ++g)
+    for (int m = 0; m < count; ++m)
+      ((int32_t*)mem)[g * count + m] = Rule::start(q.sums + (int64_t)(first + m) * q.groups, q.groups, g);
+  mem += (groups * count * 4 + 63) / 64 * 64;
+  if (count == 1) return tile;
+  for (int c = 0; c < chunks; ++c)
+    for (int m = 0; m < count; ++m) memcpy(mem + (c * count + m) * 32, tile.x + (int64_t)m * kp + c * 32, 32);
+  tile.x = (const int8_t*)mem;
+  mem += (int64_t)kp * count;
+  return tile;
+}
+
+// A format: Codes and Rule straight from the packed weights; PanelCodes and PanelRule over a panel of bytes which
+// unpack() makes (kp * 16 a block), the same numbers in another order of exact operations.
+template <class Format, class Codes, class Rule, class PanelCodes, class PanelRule, int PanelFrom>
+struct IntFormat {
+  using X = Q8Act;
+  using Tile = IntTile;
+  static constexpr int kPanelFrom = PanelFrom;
+  static size_t tile_bytes(int kp, int count) { return (size_t)kp * count + (size_t)kp / 32 * count * 4 + 64; }
+  static size_t panel_bytes(int kp) { return (size_t)kp * 32; }
+  template <bool panel>
+  static IntTile prepare(const Gemm& g, const Q8Act& q, int first, int count, char*& mem) {
+    const int chunks = Shape(g).chunks;
+    return panel ? prepare_int<PanelRule>(chunks, q, first, count, mem) : prepare_int<Rule>(chunks, q, first, count, mem);
+  }
+  template <int M>
+  static void unit(const Gemm& g, int block, int blocks, const IntTile& x, float* out) {
+    const int chunks = Shape(g).chunks;
+    for (int b = 0; b < blocks; ++b)
+      int_block<Codes, Rule, M>(Format::block(g, chunks, block + b), x, chunks, out + b * kBufferRows * 16);
+  }
+  static void panel_unit(const Gemm& g, int block, int blocks, char* panel, const IntTile& x, float* out) {
+    const int chunks = Shape(g).chunks;
+    for (int b = 0; b < blocks; ++b) {
+      IntBlock w = Format::block(g, chunks, block + b);
+      if (Codes::kLines != PanelCodes::kLines) w.codes = (const uint8_t*)panel + (size_t)b * chunks * 512;
+      int_block<PanelCodes, PanelRule, kPanelTile>(w, x, chunks, out + b * kBufferRows * 16);
+    }
+  }
+  static void unpack(const Gemm& g, int block, int blocks, char* panel) {
+    if constexpr (Codes::kLines != PanelCodes::kLines)
+      for (int b = 0, chunks = Shape(g).chunks; b < blocks; ++b) {
+        IntBlock w = Format::block(g, chunks, block + b);
+        for (int c = 0; c < chunks; ++c, w.codes += Codes::kLines * 64)
+          for (int l = 0; l < Codes::kLines; ++l, panel += 128) {
+            B64 v[2];
+            Codes::unpack(w.codes + l * 64, v);
+            Format::convert(w, c, v);
+            b_store(panel, v[0]), b_store(panel + 64, v[1]);
+          }
+      }
+  }
+  QC_INLINE void convert(const IntBlock&, int, B64*) {}
+};
+
+struct W8SymChannel : IntFormat<W8SymChannel, ByteCodes, ChannelRule, ByteCodes, ChannelRule, 9> {
+  static IntBlock block(const Gemm& g, int chunks, int b) {
+    return {(const uint8_t*)g.codes + (int64_t)b * chunks * 512, g.scale + b * 16, nullptr, nullptr};
+  }
+};
+struct W4AsymG128 : IntFormat<W4AsymG128, NibbleCodes, GroupRule, SmallByteCodes, GroupRule, 25> {
+  static IntBlock block(const Gemm& g, int chunks, int b) {
+    const int64_t at = (int64_t)b * ((chunks + 3) / 4) * 16;
+    return {(const uint8_t*)g.codes + (int64_t)b * chunks * 256, g.scale + at, g.zero + at, nullptr};
+  }
+};
+struct QoqG128 : IntFormat<QoqG128, NibbleCodes, QoqRule, ByteCodes, ChannelRule, 25> {
+  static IntBlock block(const Gemm& g, int chunks, int b) {
+    const int64_t at = (int64_t)b * ((chunks + 3) / 4) * 16;
+    return {(const uint8_t*)g.codes + (int64_t)b * chunks * 256, g.scale + b * 16, g.zero + at, g.group_scale + at};
+  }
+  // The int8 weights themselves: (q - z) s1 lies in [-127, 127] by the format's protective range.
+  QC_INLINE void convert(const IntBlock& w, int chunk, B64* v) {
+    const B64 zero = b_rows(w.zero + chunk / 4 * 16), scale = b_rows(w.group_scale + chunk / 4 * 16);
+    v[0] = b_rescale(v[0], zero, scale), v[1] = b_rescale(v[1], zero, scale);
+  }
+};
+struct QoqChannel : IntFormat<QoqChannel, NibbleCodes, ZeroChannelRule, SmallByteCodes, ZeroChannelRule, 25> {
+  static IntBlock block(const Gemm& g, int chunks, int b) {
+    return {(const uint8_t*)g.codes + (int64_t)b * chunks * 256, g.scale + b * 16, g.zero + b * 16, nullptr};
+  }
+};
+struct Mxfp4 : IntFormat<Mxfp4, MxCodes, MxRule, SmallByteCodes, MxRule, 25> {
+  static IntBlock block(const Gemm& g, int chunks, int b) {
+    return {(const uint8_t*)g.codes + (int64_t)b * chunks * 256, nullptr, nullptr, g.exponent + (int64_t)b * chunks * 16};
+  }
+};

@@ -1,0 +1,111 @@
+// gemm_run.h: what all formats share: splitting the work over threads, cutting tokens into tiles, epilogues.
+//
+// Work is split by units, a unit being two 16-row blocks (a gate and an up block for kSiluMul). A thread walks its
+// units once per token block; a token block is cut into tiles; a format's kernel computes a unit for a tile into a
+// small float buffer [block of the unit][token][16], and the epilogue takes it from there.
+// A format F gives:
+//   X, Tile                                  its activations, and its activations of one tile as its kernels read them
+//   kPanelFrom                               from this many tokens on a unit is unpacked once for all tiles
+//   prepare<panel>(g, x, first, count, mem)  the Tile of tokens first.., built in mem; moves mem past what it used
+//   tile_bytes(kp, count)                    the most bytes prepare uses
+//   unpack(g, block, blocks, panel)          a unit's weights into the panel
+//   unit<M>(g, block, blocks, tile, out)     kernel of M tokens; the results of block b at out + b * kBufferRows * 16
+//   panel_unit(g, block, blocks, panel, tile, out)   the same for kPanelTile tokens from the unpacked unit
+#pragma once
+
+constexpr int kBufferRows = 256;                       // most tokens in a token block
+constexpr size_t kTokenBlockBytes = (size_t)384 << 10;  // activations of a token block stay in L2
+
+struct Shape {
+  int kp, chunks, blocks;  // padded inputs, 32-input chunks, 16-row blocks
+  explicit Shape(const Gemm& g) : kp(gemm_kp(g.k)), chunks(kp / 32) {
+    blocks = g.epilogue == kSiluMul ? 2 * ((g.n / 2 + 15) / 16) : (g.n + 15) / 16;
+  }
+};
+
+QC_INLINE f32x16 silu(f32x16 x) { return x / (1.0f + vexp(-x)); }
+
+// One token's 16 results at column i of the output.
+static void finish_row(const Gemm& g, int token, int i, int width, f32x16 y) {
+  float* out = g.out + token * g.out_stride + i;
+  const float* residual = g.residual + token * g.residual_stride + i;
+  if (width >= 16) {
+    store(out, g.epilogue == kAdd ? load<f32x16>(residual) + y : y);
+    return;
+  }
+  for (int j = 0; j < width; ++j) out[j] = g.epilogue == kAdd ? residual[j] + y[j] : y[j];
+}
+
+static void finish_unit(const Gemm& g, int block, int blocks, int first, int tokens, const float* buffer) {
+  for (int t = 0; t < tokens; ++t) {
+    f32x16 y[2];
+    for (int b = 0; b < blocks; ++b) {
+      y[b] = load<f32x16>(buffer + (b * kBufferRows + t) * 16);
+      if (g.bias) y[b] += load<f32x16>(g.bias + (block + b) * 16);
+    }
+    if (g.epilogue == kSiluMul) {
+      finish_row(g, first + t, block / 2 * 16, g.n / 2 - block / 2 * 16, silu(y[0]) * y[1]);
+      continue;
+    }
+    for (int b = 0; b < blocks; ++b) finish_row(g, first + t, (block + b) * 16, g.n - (block + b) * 16, y[b]);
+  }
+}
+
+template <class F>
+struct TokenTile {
+  int first, count;  // tokens, counted from the start of the token block
+  bool panel;
+  typename F::Tile x;
+};
+
+// Cuts `tokens` into tiles: full panel tiles first where panels pay, then equal tiles of at most kSmallTile.
+template <class F>
+static int cut_tiles(const Gemm& g, const typename F::X& x, int start, int tokens, TokenTile<F>* tiles, char* mem) {
+  int n = 0, done = 0;
+  if (tokens >= F::kPanelFrom)
+    for (; tokens - done >= kPanelTile; done += kPanelTile, ++n)
+      tiles[n] = {done, kPanelTile, true, F::template prepare<true>(g, x, start + done, kPanelTile, mem)};
+  for (int left = (tokens - done + kSmallTile - 1) / kSmallTile; left; --left, ++n) {
+    int count = (tokens - done + left - 1) / left;
+    tiles[n] = {done, count, false, F::template prepare<false>(g, x, start + done, count, mem)};
+    done += count;
+  }
+  return n;
+}
+
+template <class F, int M = kSmallTile>
+QC_INLINE void small_unit(const Gemm& g, int block, int blocks, int count, const typename F::Tile& x, float* out) {
+  if (count == M) return F::template unit<M>(g, block, blocks, x, out);
+  if constexpr (M > 1) small_unit<F, M - 1>(g, block, blocks, count, x, out);
+}
+
+template <class F>
+static void run_gemm(const Gemm& g, const typename F::X& x, const Worker& worker) {
+  const Shape shape(g);
+  const int units = (shape.blocks + 1) / 2;
+  const int begin = (int64_t)units * worker.tid / worker.threads;
+  const int end = (int64_t)units * (worker.tid + 1) / worker.threads;
+  float* buffer = (float*)worker.scratch;
+  char* panel = (char*)(buffer + 2 * kBufferRows * 16);
+  char* mem = panel + F::panel_bytes(shape.kp);
+  int tile_tokens = (int)(kTokenBlockBytes / F::tile_bytes(shape.kp, kPanelTile)) * kPanelTile;
+  tile_tokens = tile_tokens < kPanelTile ? kPanelTile : tile_tokens;
+  const int step = tile_tokens < kBufferRows / kPanelTile * kPanelTile ? tile_tokens : kBufferRows / kPanelTile * kPanelTile;
+  TokenTile<F> tiles[kBufferRows / kPanelTile + 2];
+  for (int start = 0; start < g.m; start += step) {
+    const int tokens = g.m - start < step ? g.m - start : step;
+    const int n = cut_tiles<F>(g, x, start, tokens, tiles, mem);
+    for (int u = begin; u < end; ++u) {
+      const int block = 2 * u, blocks = shape.blocks - block < 2 ? 1 : 2;
+      if (tiles[0].panel) F::unpack(g, block, blocks, panel);
+      for (int i = 0; i < n; ++i) {
+        float* out = buffer + tiles[i].first * 16;
+        if (tiles[i].panel)
+          F::panel_unit(g, block, blocks, panel, tiles[i].x, out);
+        else
+          small_unit<F>(g, block, blocks, tiles[i].count, tiles[i].x, out);
+      }
+      finish_unit(g, block, blocks, start, tokens, buffer);
+    }
+  }
+}

@@ -1,0 +1,26 @@
+// gemm_harness.cpp: the GEMM kernels behind one C function, for tests through ctypes and for benchmarks.
+#include "gemm.h"
+
+#include <stdlib.h>
+
+extern "C" {
+
+size_t harness_scratch_bytes(int kp) { return gemm_scratch_bytes(kp); }
+
+// The share of thread `tid` of one GEMM. format: the weight format's name's index below; x is float, bfloat16
+// (uint16) or int8 by format. Returns 0, or 1 for an unknown format.
+int harness_gemm(int format, const Gemm* g, const void* x, const Q8Act* q, int tid, int threads, void* scratch) {
+  const Worker worker{tid, threads, scratch};
+  switch (format) {
+    case 0: gemm_f32(*g, (const float*)x, worker); return 0;
+    case 1: gemm_bf16(*g, (const uint16_t*)x, worker); return 0;
+    case 2: gemm_w4_asym_g128_bf16(*g, (const uint16_t*)x, worker); return 0;
+    case 3: gemm_w8_sym_channel(*g, *q, worker); return 0;
+    case 4: gemm_w4_asym_g128(*g, *q, worker); return 0;
+    case 5: gemm_qoq_g128(*g, *q, worker); return 0;
+    case 6: gemm_qoq_channel(*g, *q, worker); return 0;
+    case 7: gemm_mxfp4(*g, *q, worker); return 0;
+  }
+  return 1;
+}
+}

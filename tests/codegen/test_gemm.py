@@ -1,0 +1,325 @@
+"""The CPU GEMM kernels against numpy, on every instruction set this machine can run.
+
+The kernels' headers are compiled with `gemm_harness.cpp` and called through ctypes. Weights are packed here, from
+the description of the layouts, independently of `qcompile.numerics`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+HERE = Path(__file__).resolve().parent
+TEMPLATES = HERE.parents[1] / "codegen" / "templates" / "cpu"
+BASE_FLAGS = "-std=c++17 -O2 -ffp-contract=off -Wno-psabi -fPIC -shared".split()
+AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx512bf16 -mfma".split()
+ISAS: dict[str, tuple[list[str], set[str]]] = {
+    "portable": (["-DQC_ISA_PORTABLE"], set()),
+    "avx2": (["-DQC_ISA_AVX2", "-mavx2", "-mfma", "-mf16c"], {"avx2", "fma"}),
+    # AVX-VNNI's code path through the AVX-512VL form of the same instruction, which more machines have.
+    "avx2-vnni": (["-DQC_ISA_AVX2", *AVX512, "-mprefer-vector-width=256"], {"avx512_vnni", "avx512vl"}),
+    "avx512": (["-DQC_ISA_AVX512", *AVX512], {"avx512_vnni", "avx512_bf16"}),
+}
+FORMATS = [
+    "f32", "bf16", "w4_asym_g128_bf16", "w8_sym_channel", "w4_asym_g128", "qoq_g128", "qoq_channel", "mxfp4",
+]  # fmt: skip
+INT_FORMATS = FORMATS[3:]
+STORE, ADD, SILU_MUL = range(3)
+
+
+class Gemm(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ("m", "n", "k")),
+        *((name, ctypes.c_void_p) for name in ("codes", "scale", "zero", "group_scale", "exponent")),
+        ("epilogue", ctypes.c_int),
+        ("bias", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("residual_stride", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        ("out_stride", ctypes.c_int64),
+    ]
+
+
+class Q8Act(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "scale", "sums")),
+        ("groups", ctypes.c_int),
+    ]
+
+
+def cpu_flags() -> set[str]:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+@pytest.fixture(scope="session")
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctypes.CDLL]:
+    """Compiles the harness for an instruction set; skips where compiler or CPU lack it."""
+    folder = tmp_path_factory.mktemp("gemm")
+
+    @cache
+    def build(isa: str) -> ctypes.CDLL:
+        flags, needs = ISAS[isa]
+        if shutil.which("g++") is None:
+            pytest.skip("g++ is not on the PATH")
+        if not needs <= cpu_flags():
+            pytest.skip(f"this CPU lacks {sorted(needs - cpu_flags())}")
+        library = folder / f"{isa}.so"
+        source = HERE / "gemm_harness.cpp"
+        subprocess.run(["g++", *BASE_FLAGS, *flags, f"-I{TEMPLATES}", source, "-o", library], check=True)
+        loaded = ctypes.CDLL(str(library))
+        loaded.harness_scratch_bytes.restype = ctypes.c_size_t
+        return loaded
+
+    return build
+
+
+def aligned(array: np.ndarray) -> np.ndarray:
+    """The same array at a 64-byte aligned address."""
+    raw = np.empty(array.nbytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    out = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    out[...] = array
+    return out
+
+
+def to_bf16(x: np.ndarray) -> np.ndarray:
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def from_bf16(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def ceil_to(x: int, step: int) -> int:
+    return -(-x // step) * step
+
+
+def blocks(rows: np.ndarray) -> np.ndarray:
+    """[np, a] -> [nb, a, 16]: what the 16 rows of a block have for each a lies together."""
+    return rows.reshape(-1, 16, rows.shape[1]).transpose(0, 2, 1)
+
+
+def pack_inputs(codes: np.ndarray, step: int) -> np.ndarray:
+    """[np, kp] -> [nb, kp/step, 16, step]."""
+    n, k = codes.shape
+    return codes.reshape(n // 16, 16, k // step, step).transpose(0, 2, 1, 3)
+
+
+def pack_nibbles(codes: np.ndarray) -> np.ndarray:
+    """[np, kp] codes 0..15 -> [nb, kp/8, 16, 4]; byte j holds inputs 8b+j (low) and 8b+4+j (high)."""
+    eights = pack_inputs(codes, 8)
+    return eights[..., :4] | eights[..., 4:] << 4
+
+
+@dataclass
+class Weight:
+    """Packed buffers by role, and the float64 matrix [np, kp] that they mean."""
+
+    buffers: dict[str, np.ndarray]
+    value: np.ndarray
+    keep: list[np.ndarray] = field(default_factory=list)
+
+
+def random_weight(fmt: str, rows: int, kp: int, k: int, rng: np.random.Generator) -> Weight:
+    """`rows` is a multiple of 16, inputs k.. are zero weights."""
+    groups = ceil_to(kp, 128) // 128
+    group_of = np.arange(kp) // 128
+    if fmt in ("f32", "bf16"):
+        w = rng.standard_normal((rows, kp)).astype(np.float32)
+        w[:, k:] = 0
+        if fmt == "f32":
+            return Weight({"codes": blocks(w)}, w.astype(np.float64))
+        return Weight({"codes": pack_inputs(to_bf16(w), 2)}, from_bf16(to_bf16(w)).astype(np.float64))
+    if fmt == "w8_sym_channel":
+        q = rng.integers(-127, 128, (rows, kp))
+        scale = rng.uniform(0.5, 2, rows).astype(np.float32)
+        return Weight({"codes": pack_inputs((q + 128).astype(np.uint8), 4), "scale": scale}, q * scale[:, None].astype(float))
+    q = rng.integers(0, 16, (rows, kp)).astype(np.uint8)
+    codes = pack_nibbles(q)
+    if fmt == "mxfp4":
+        element = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+        exponent = rng.integers(118, 130, (rows, kp // 32)).astype(np.uint8)
+        value = element[q] * np.repeat(np.exp2(exponent - 127.0), 32, axis=1)
+        return Weight({"codes": codes, "exponent": blocks(exponent)}, value)
+    if fmt == "qoq_channel":
+        zero, scale = rng.integers(0, 16, rows).astype(np.uint8), rng.uniform(0.5, 2, rows).astype(np.float32)
+        value = (q.astype(float) - zero[:, None]) * scale[:, None].astype(float)
+        return Weight({"codes": codes, "zero": zero, "scale": scale}, value)
+    zero = rng.integers(0, 16, (rows, groups)).astype(np.uint8)
+    difference = q.astype(float) - zero[:, group_of]
+    if fmt == "qoq_g128":
+        group_scale = rng.integers(1, 9, (rows, groups)).astype(np.uint8)  # 8 * 15 stays within 127
+        scale = rng.uniform(0.5, 2, rows).astype(np.float32)
+        value = difference * group_scale[:, group_of] * scale[:, None].astype(float)
+        buffers = {"codes": codes, "zero": blocks(zero), "group_scale": blocks(group_scale), "scale": scale}
+        return Weight(buffers, value)
+    scale_g = rng.uniform(0.5, 2, (rows, groups)).astype(np.float32)
+    return Weight({"codes": codes, "zero": blocks(zero), "scale": blocks(scale_g)}, difference * scale_g[:, group_of].astype(float))
+
+
+@dataclass
+class Activation:
+    """What a kernel is given, and the float64 matrix [m, kp] that it means."""
+
+    x: np.ndarray | None
+    q8: tuple[np.ndarray, np.ndarray, np.ndarray] | None
+    value: np.ndarray
+
+    def rows(self, index: slice) -> Activation:
+        x = None if self.x is None else aligned(self.x[index])
+        q8 = None if self.q8 is None else tuple(aligned(part[index]) for part in self.q8)
+        return Activation(x, q8, self.value[index])  # type: ignore[arg-type]
+
+
+def random_activation(fmt: str, m: int, kp: int, k: int, rng: np.random.Generator) -> Activation:
+    if fmt not in INT_FORMATS:
+        x = rng.standard_normal((m, kp)).astype(np.float32)
+        x[:, k:] = 0
+        if fmt == "f32":
+            return Activation(aligned(x), None, x.astype(np.float64))
+        return Activation(aligned(to_bf16(x)), None, from_bf16(to_bf16(x)).astype(np.float64))
+    q = rng.integers(-127, 128, (m, kp)).astype(np.int8)
+    q[0, : k // 2], q[-1, k // 2 : k] = 127, -127  # the extremes, which saturating instructions get wrong
+    q[:, k:] = 0
+    scale = rng.uniform(0.01, 0.02, m).astype(np.float32)
+    group = {"mxfp4": 32, "w4_asym_g128": 128, "qoq_g128": 128}.get(fmt, kp)
+    padded = np.zeros((m, ceil_to(kp, group)), np.int32)
+    padded[:, :kp] = q
+    sums = padded.reshape(m, -1, group).sum(2, dtype=np.int32)
+    return Activation(None, (aligned(q), scale, np.ascontiguousarray(sums)), q * scale[:, None].astype(float))
+
+
+def run(
+    library: ctypes.CDLL,
+    fmt: str,
+    weight: Weight,
+    act: Activation,
+    n: int,
+    k: int,
+    epilogue: int = STORE,
+    bias: np.ndarray | None = None,
+    residual: np.ndarray | None = None,
+    threads: int = 1,
+) -> np.ndarray:
+    """[m, n] (n/2 columns for SILU_MUL), every thread's share computed one after the other."""
+    m, kp = act.value.shape
+    columns = n // 2 if epilogue == SILU_MUL else n
+    out = np.full((m, columns + 3), np.nan, np.float32)
+    buffers: dict[str, Any] = {name: aligned(array) for name, array in weight.buffers.items()}
+    g = Gemm(m=m, n=n, k=k, epilogue=epilogue, out=out.ctypes.data, out_stride=columns + 3)
+    for name, array in buffers.items():
+        setattr(g, name, array.ctypes.data)
+    if bias is not None:
+        g.bias = bias.ctypes.data
+    if residual is not None:
+        g.residual, g.residual_stride = residual.ctypes.data, residual.shape[1]
+    q8 = Q8Act()
+    if act.q8 is not None:
+        q8 = Q8Act(*(part.ctypes.data for part in act.q8), act.q8[2].shape[1])
+    x = ctypes.c_void_p(act.x.ctypes.data if act.x is not None else None)
+    scratch = aligned(np.zeros(library.harness_scratch_bytes(kp), np.uint8))
+    for tid in range(threads):
+        scratch[...] = 0xFF  # nothing may depend on what an earlier call left
+        code = library.harness_gemm(
+            FORMATS.index(fmt), ctypes.byref(g), x, ctypes.byref(q8), tid, threads, ctypes.c_void_p(scratch.ctypes.data)
+        )
+        assert code == 0
+    assert np.isnan(out[:, columns:]).all(), "wrote beyond the last column"
+    return out[:, :columns]
+
+
+def tolerance(fmt: str, act: Activation, weight: Weight, n: int) -> np.ndarray:
+    """[m, n] bound on the rounding error of float accumulation.
+
+    Each of the terms in a chain is rounded at most once per addition, to 2^-24 of the sum so far, which the sum
+    of the magnitudes bounds; the errors of a chain of c additions with random signs grow like sqrt(c), for
+    which c^0.5 * 4 leaves room. Integer formats add once a group.
+    """
+    magnitude = np.abs(act.value) @ np.abs(weight.value[:n]).T
+    additions = {"mxfp4": act.value.shape[1] / 32}.get(fmt, 2.0 + act.value.shape[1] / 128)
+    if fmt in ("f32", "bf16", "w4_asym_g128_bf16"):
+        additions = act.value.shape[1]
+    return 4 * np.sqrt(additions) * 2.0**-24 * magnitude
+
+
+CASES = [(1, 40, 96), (3, 40, 200), (8, 32, 128), (17, 40, 330), (30, 48, 512), (61, 16, 200)]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_matches_float64(harness: Callable[[str], ctypes.CDLL], isa: str, fmt: str) -> None:
+    library = harness(isa)
+    for m, n, k in CASES:
+        rng = np.random.default_rng([m, n, k])
+        kp = ceil_to(k, 32)
+        weight = random_weight(fmt, ceil_to(n, 16), kp, k, rng)
+        act = random_activation(fmt, m, kp, k, rng)
+        want = act.value @ weight.value[:n].T
+        got = run(library, fmt, weight, act, n, k)
+        error = np.abs(got - want) / tolerance(fmt, act, weight, n)
+        assert error.max() <= 1, f"M={m} N={n} K={k}: {error.max():.2f} of the tolerance"
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_row_depends_on_nothing_else(harness: Callable[[str], ctypes.CDLL], isa: str, fmt: str) -> None:
+    """Bitwise the same at every M, beside any neighbours, at every thread count."""
+    library = harness(isa)
+    n, k, kp = 104, 300, 320
+    rng = np.random.default_rng(7)
+    weight = random_weight(fmt, ceil_to(n, 16), kp, k, rng)
+    act = random_activation(fmt, 53, kp, k, rng)
+    whole = run(library, fmt, weight, act, n, k)
+    for m in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 17, 24, 25, 40):
+        np.testing.assert_array_equal(run(library, fmt, weight, act.rows(slice(53 - m, 53)), n, k), whole[53 - m :])
+    for threads in (2, 3, 5):
+        np.testing.assert_array_equal(run(library, fmt, weight, act, n, k, threads=threads), whole)
+
+
+@pytest.mark.parametrize("fmt", INT_FORMATS)
+def test_integer_formats_agree_bitwise(harness: Callable[[str], ctypes.CDLL], fmt: str) -> None:
+    def results() -> Iterator[np.ndarray]:
+        for isa in ISAS:
+            if ISAS[isa][1] <= cpu_flags():
+                rng = np.random.default_rng(3)
+                weight = random_weight(fmt, 48, 416, 400, rng)
+                yield run(harness(isa), fmt, weight, random_activation(fmt, 29, 416, 400, rng), 40, 400)
+
+    first, *rest = results()
+    for other in rest:
+        np.testing.assert_array_equal(other, first)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("m", [1, 5, 30])
+def test_epilogues(harness: Callable[[str], ctypes.CDLL], isa: str, m: int) -> None:
+    library = harness(isa)
+    rng = np.random.default_rng(m)
+    n, k, kp = 80, 96, 96
+    weight = random_weight("w8_sym_channel", 96, kp, k, rng)
+    act = random_activation("w8_sym_channel", m, kp, k, rng)
+    act = Activation(None, (act.q8[0], act.q8[1] * np.float32(1e-3), act.q8[2]), act.value)  # type: ignore[index]
+    bias = rng.standard_normal(96).astype(np.float32)
+    y = run(library, "w8_sym_channel", weight, act, n, k)
+    np.testing.assert_array_equal(run(library, "w8_sym_channel", weight, act, n, k, bias=bias), y + bias[:n])
+    residual = rng.standard_normal((m, n + 5)).astype(np.float32)
+    added = run(library, "w8_sym_channel", weight, act, n, k, epilogue=ADD, bias=bias, residual=residual)
+    np.testing.assert_array_equal(added, residual[:, :n] + (y + bias[:n]))
+    # Blocks gate 0, up 0, gate 1, up 1, gate 2, up 2 of 40 = 16 + 16 + 8 columns.
+    full = run(library, "w8_sym_channel", weight, act, 96, k).astype(np.float64).reshape(m, 3, 2, 16)
+    gate, up = full[:, :, 0].reshape(m, 48), full[:, :, 1].reshape(m, 48)
+    got = run(library, "w8_sym_channel", weight, act, 80, k, epilogue=SILU_MUL)
+    # Relative: exp within 1.2e-7, then an addition, a division and a product of 6e-8 each.
+    np.testing.assert_allclose(got, (gate / (1 + np.exp(-gate)) * up)[:, :40], rtol=4e-7)
