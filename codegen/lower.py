@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -66,10 +66,10 @@ class Lowering:
         size = numerics.packed_vector_bytes(node.meta["val"].shape[0])
         return self._register(node, "vector", (("", size),), blobs)[0]
 
-    def table(self, node: fx.Node) -> tuple[str, str]:
+    def table(self, node: fx.Node) -> tuple[str, Literal["f32", "bf16"]]:
         """An embedding table row-major, and its dtype: bf16 where the checkpoint has bf16, else f32."""
         meta = node.meta["val"]
-        dtype = "bf16" if meta.dtype == torch.bfloat16 else "f32"
+        dtype: Literal["f32", "bf16"] = "bf16" if meta.dtype == torch.bfloat16 else "f32"
 
         def blobs() -> Iterator[Tensor]:
             yield numerics.as_blob(self.graph.evaluate(node).to(numerics.ACTIVATION_DTYPES[dtype]))
@@ -79,8 +79,7 @@ class Lowering:
 
     def packed(self, node: fx.Node, format: str) -> dict[str, str]:
         """Role -> name of the packed parts of quantize_weight(w, format)."""
-        w = node.args[0]
-        assert isinstance(w, fx.Node)
+        w = _args(node)[0]
         n, k = w.meta["val"].shape
         sizes = numerics.packed_bytes(n, k, format)
 
@@ -114,41 +113,46 @@ def _sources(node: fx.Node) -> list[str]:
 # ---- one function per operator --------------------------------------------------------------------
 
 
+def _args(node: fx.Node) -> Any:
+    """The node's arguments; the check after each pass has seen that they fit the operator's schema."""
+    return node.args
+
+
 def _embedding(low: Lowering, node: fx.Node) -> p.Call:
-    ids, table = node.args
-    assert isinstance(ids, fx.Node) and isinstance(table, fx.Node)
-    index = {"step_token_ids": "tokens", "step_positions": "positions"}.get(str(ids.target))
+    ids, table = _args(node)
+    indices: dict[str, Literal["tokens", "positions"]] = {"step_token_ids": "tokens", "step_positions": "positions"}
+    index = indices.get(ids.target)
     if index is None:
         raise PassError("codegen", node.name, "an embedding must be indexed by token ids or positions")
     name, dtype = low.table(table)
-    return p.Embed(node.name, low.buffer(node), name, dtype, table.meta["val"].shape[0], index=index)  # type: ignore[arg-type]
+    return p.Embed(node.name, low.buffer(node), name, dtype, table.meta["val"].shape[0], index=index)
 
 
 def _norm(low: Lowering, node: fx.Node) -> p.Call:
     kind = ops.name_of(node.target)
-    x, weight, *rest = node.args
+    style: Literal["rms", "layer"]
+    x, weight, *rest = _args(node)
     if kind == "rms_norm":
         bias, eps, style = None, rest[0], "rms"
     elif kind == "layer_norm":
         bias, eps, style = rest[0], rest[1], "layer"
     else:
-        bias, eps, style = rest[0], rest[1], str(rest[2])
-    if x.meta["val"].dim() != 2:  # type: ignore[union-attr]
+        bias, eps, style = rest[0], rest[1], rest[2]
+    if x.meta["val"].dim() != 2:
         raise PassError("codegen", node.name, "a norm inside heads has no kernel yet")
-    weights = low.vector(weight), low.vector(bias)
-    return p.Norm(node.name, style, low.buffer(x), low.buffer(node), eps, *weights)  # type: ignore[arg-type]
+    return p.Norm(node.name, style, low.buffer(x), low.buffer(node), eps, low.vector(weight), low.vector(bias))
 
 
 def _quantize(low: Lowering, node: fx.Node) -> p.Call | None:
-    x, dtype, _ = node.args
+    x, dtype, _ = _args(node)
     if dtype == "f32":
         return None
     return p.Quantize(node.name, low.buffer(x), low.buffer(node))
 
 
 def _gemm(low: Lowering, node: fx.Node) -> p.Call:
-    x, weight, bias, residual, format, epilogue, _ = node.args
-    n, k = weight.args[0].meta["val"].shape  # type: ignore[union-attr]
+    x, weight, bias, residual, format, epilogue, _ = _args(node)
+    n, k = weight.args[0].meta["val"].shape
     logits = "storage" not in node.meta
     if logits and epilogue != "store":
         raise PassError("codegen", node.name, f"logits cannot come from a gemm that ends in {epilogue}")
@@ -158,8 +162,8 @@ def _gemm(low: Lowering, node: fx.Node) -> p.Call:
         str(format),
         n,
         k,
-        low.packed(weight, str(format)),  # type: ignore[arg-type]
-        "logits" if logits else epilogue,  # type: ignore[arg-type]
+        low.packed(weight, str(format)),
+        "logits" if logits else epilogue,
         None if logits else low.buffer(node),
         low.vector(bias),
         None if residual is None else low.buffer(residual),
@@ -167,37 +171,52 @@ def _gemm(low: Lowering, node: fx.Node) -> p.Call:
 
 
 def _rope_append(low: Lowering, node: fx.Node) -> p.Call:
-    qkv, inv_freq, _, _, _, _, offsets, heads, kv_heads, head_dim, scaling, interleaved, layer, _ = node.args
-    rotary = 0 if inv_freq is None else 2 * inv_freq.meta["val"].shape[0]  # type: ignore[union-attr]
-    shape = (*offsets, heads, kv_heads, head_dim, layer, rotary)  # type: ignore[misc]
-    return p.RopeAppend(node.name, low.buffer(qkv), *shape, low.vector(inv_freq), scaling, interleaved)  # type: ignore[arg-type]
+    qkv, inv_freq, _, _, _, _, offsets, heads, kv_heads, head_dim, scaling, interleaved, layer, _ = _args(node)
+    q, k, v = offsets
+    return p.RopeAppend(
+        node.name,
+        low.buffer(qkv),
+        q,
+        k,
+        v,
+        heads,
+        kv_heads,
+        head_dim,
+        layer,
+        rotary_dim=0 if inv_freq is None else 2 * inv_freq.meta["val"].shape[0],
+        inv_freq=low.vector(inv_freq),
+        scaling=scaling,
+        interleaved=interleaved,
+    )
 
 
 def _attention(low: Lowering, node: fx.Node) -> p.Call:
-    q, _, _, _, cache, layer, scale, window, softcap = node.args
-    heads, head_dim = q.meta["val"].shape[-2:]  # type: ignore[union-attr]
-    kv_heads = cache.meta["val"].shape[-2]  # type: ignore[union-attr]
-    column = q.meta["storage"]["column"]  # type: ignore[union-attr]
+    q, _, _, _, cache, layer, scale, window, softcap = _args(node)
+    heads, head_dim = q.meta["val"].shape[-2:]
+    kv_heads = cache.meta["val"].shape[-2]
+    column = q.meta["storage"]["column"]
     where = (low.buffer(q, whole=False), column, low.buffer(node))
-    return p.Attention(node.name, *where, heads, kv_heads, head_dim, scale, layer, window, softcap)  # type: ignore[arg-type]
+    return p.Attention(node.name, *where, heads, kv_heads, head_dim, scale, layer, window, softcap)
 
 
 def _take_rows(low: Lowering, node: fx.Node) -> p.Call:
-    return p.TakeRows(node.name, low.buffer(node.args[0]), low.buffer(node))
+    return p.TakeRows(node.name, low.buffer(_args(node)[0]), low.buffer(node))
 
 
 def _unary(low: Lowering, node: fx.Node) -> p.Call:
-    return p.Elementwise(node.name, str(node.args[1]), low.buffer(node.args[0]), low.buffer(node))
+    return p.Elementwise(node.name, str(_args(node)[1]), low.buffer(_args(node)[0]), low.buffer(node))
 
 
 def _scale(low: Lowering, node: fx.Node) -> p.Call:
-    return p.Elementwise(node.name, "scale", low.buffer(node.args[0]), low.buffer(node), factor=node.args[1])  # type: ignore[arg-type]
+    return p.Elementwise(node.name, "scale", low.buffer(_args(node)[0]), low.buffer(node), factor=_args(node)[1])
 
 
 def _binary(low: Lowering, node: fx.Node) -> p.Call:
     kind = str(ops.name_of(node.target))
-    a, b = node.args if not low.graph.is_weight(node.args[0]) else node.args[::-1]
-    if a.meta["val"].dim() != 2:  # type: ignore[union-attr]
+    a, b = _args(node)
+    if low.graph.is_weight(a):
+        a, b = b, a
+    if a.meta["val"].dim() != 2:
         raise PassError("codegen", node.name, f"{kind} inside heads has no kernel yet")
     out = low.buffer(node)
     if low.graph.is_weight(b):
@@ -252,5 +271,4 @@ def lower(graph: Graph) -> tuple[p.Program, list[PackedWeight]]:
 
 def _kv_layout(graph: Graph) -> p.KVLayout:
     layers, _, _, kv_heads, head_dim = next(n for n in graph.inputs if n.target == "step_cache").meta["val"].shape
-    formats = {str(node.args[-1]) for node in graph.calls("rope_append")}
-    return p.KVLayout(formats.pop(), layers, kv_heads, head_dim)  # type: ignore[arg-type]
+    return p.KVLayout(_args(graph.calls("rope_append")[0])[-1], layers, kv_heads, head_dim)

@@ -72,8 +72,13 @@ def _call(graph: Graph, name: str, *args: Any) -> fx.Node:
     return graph.fx.create_node("call_function", ops.op(name), args, name=name)
 
 
+def _args(node: fx.Node) -> Any:
+    return node.args
+
+
 def _kv_shape(node: fx.Node) -> tuple[int, int]:
-    k, v = (node.args[i].meta["val"].shape for i in (1, 2))  # type: ignore[union-attr]
+    _, key, value, *_ = _args(node)
+    k, v = key.meta["val"].shape, value.meta["val"].shape
     if k != v:
         raise PassError("cache", node.name, f"keys {tuple(k[2:])} and values {tuple(v[2:])} differ in heads or size")
     return tuple(k[-2:])

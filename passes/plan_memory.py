@@ -101,17 +101,18 @@ def _feeds_output(graph: Graph, node: fx.Node) -> bool:
 def _shared(
     node: fx.Node, kind: str, place: dict[fx.Node, int], values: dict[fx.Node, tuple[_Value, int]]
 ) -> tuple[_Value, int] | None:
-    source: Any = node.args[0]
+    args: Any = node.args
+    source = args[0]
     if kind in VIEWS:
         value, column = values[source]
-        return value, column + (int(node.args[1]) if kind == "slice_features" else 0)  # type: ignore[arg-type]
+        return value, column + (args[1] if kind == "slice_features" else 0)
     if kind == "getitem":
-        return values[source] if node.args[1] == 0 else None
-    if kind == "rope_append" or (kind == "quantize_activation" and node.args[1] == "f32"):
+        return values[source] if args[1] == 0 else None
+    if kind == "rope_append" or (kind == "quantize_activation" and args[1] == "f32"):
         return values[source]
-    if kind == "gemm" and isinstance(node.args[3], fx.Node):
-        value, column = values[node.args[3]]
-        if value.last <= place[node] and column == 0 and value.width == node.args[6]:
+    if kind == "gemm" and args[3] is not None:
+        value, column = values[args[3]]
+        if value.last <= place[node] and column == 0 and value.width == args[6]:
             return value, 0
     return None
 
@@ -124,8 +125,9 @@ def _new_value(graph: Graph, node: fx.Node, kind: str, place: dict[fx.Node, int]
         width *= int(size)
     dtype, group = "f32", 0
     if kind in ("quantize_activation", "norm_quantize"):
-        dtype = _DTYPES[str(node.args[-2])]
-        group = numerics.padded_inputs(int(node.args[-1])) if dtype == "q8" else 0  # type: ignore[call-overload]
+        args: Any = node.args
+        dtype = _DTYPES[args[-2]]
+        group = numerics.padded_inputs(args[-1]) if dtype == "q8" else 0
     return _Value(node.name, dtype, width, group, _rows(graph, node), place[node], _last_use(node, place))
 
 

@@ -205,7 +205,8 @@ class Graph:
             raise UsageError(
                 f"graph file has format {document.get('format_version')}, this qcompile reads {FORMAT_VERSION}"
             )
-        graph, known = fx.Graph(), {}
+        graph = fx.Graph()
+        known: dict[str, fx.Node] = {}
         for item in document["nodes"]:
             known[item["name"]] = _rebuild(graph, item, known)
         model = document["model"] | {"eos_token_ids": tuple(document["model"]["eos_token_ids"])}

@@ -149,8 +149,8 @@ def bits_per_weight(graph: Graph) -> float:
     """Packed bits of all linears, scales and zeros included, over their weights."""
     bits = weights = 0
     for node in graph.calls("quantize_weight"):
-        w, format = node.args
-        n, k = w.meta["val"].shape  # type: ignore[union-attr]
+        arguments: Any = node.args
+        (n, k), format = arguments[0].meta["val"].shape, arguments[1]
         bits += 8 * sum(numerics.packed_bytes(n, k, str(format)).values())
         weights += n * k
     return bits / max(weights, 1)
@@ -160,7 +160,8 @@ class _Clock:
     """Times stages and tells the progress callback when each starts and ends."""
 
     def __init__(self, progress: Progress) -> None:
-        self.progress, self.seconds = progress, {}  # type: ignore[var-annotated]
+        self.progress = progress
+        self.seconds: dict[str, float] = {}
 
     def __call__(self, stage: str) -> _Clock:
         self._stage = stage
@@ -180,14 +181,14 @@ def _specs(weights: list[PackedWeight]) -> list[WeightSpec]:
     return [WeightSpec(name, size) for weight in weights for name, size in weight.blobs]
 
 
-def _stream(weights: list[PackedWeight], progress: Progress) -> Iterator[memoryview]:
-    """The bytes of all weights in order, one weight in memory at a time."""
+def _stream(weights: list[PackedWeight], progress: Progress) -> Iterator[Any]:
+    """The bytes of all weights (uint8 arrays) in order, one weight in memory at a time."""
     total = sum(size for weight in weights for _, size in weight.blobs)
     done = 0
     with torch.no_grad():
         for weight in weights:
             for (_, size), blob in zip(weight.blobs, weight.produce(), strict=True):
-                yield memoryview(blob.numpy())
+                yield blob.numpy()
                 done += size
                 progress("weights", done, total)
 
