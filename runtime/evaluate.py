@@ -82,10 +82,12 @@ def perplexity(
     documents: str | Path | Sequence[str],
     window: int = 2048,
     progress: Callable[[int, int], None] | None = None,
+    max_windows: int | None = None,
 ) -> Evaluation:
     """Evaluate on a JSONL file or on texts. `progress(done, total)` is called after every window.
 
-    A window is cut to the context of the model. Raises UsageError if the text does not fill one window.
+    A window is cut to the context of the model; at most `max_windows` are taken, from the front. Raises
+    UsageError if the text does not fill one window.
     """
     window = min(window, engine.context)
     if window < 2:
@@ -95,6 +97,7 @@ def perplexity(
     windows = len(stream) // window
     if windows == 0:
         raise UsageError(f"the text has {len(stream)} tokens, one window takes {window}: give more text")
+    windows = min(windows, max_windows or windows)
     total = 0.0
     for number in range(windows):
         tokens = stream[number * window : (number + 1) * window]

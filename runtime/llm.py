@@ -212,9 +212,11 @@ class LLM:
         documents: str | Path | Sequence[str],
         window: int = 2048,
         progress: Callable[[int, int], None] | None = None,
+        max_windows: int | None = None,
     ) -> Evaluation:
         """Perplexity on a JSONL file (one {"text": …} a line) or a list of texts; see `runtime.evaluate`."""
-        return perplexity(self.engine, self._tokenizer(), self.bos_token_id, documents, window, progress)
+        tokenizer, bos = self._tokenizer(), self.bos_token_id
+        return perplexity(self.engine, tokenizer, bos, documents, window, progress, max_windows)
 
     def close(self) -> None:
         """End the threads; the model cannot be used afterwards."""
