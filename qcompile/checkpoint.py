@@ -1,0 +1,224 @@
+"""Reading safetensors checkpoints: validated headers, tensors mapped one at a time, nothing else trusted.
+
+Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header length, JSON header, data).
+Everything the header says is checked before a byte of data is used: lengths, dtypes, shapes, and that the
+tensors cover the data section exactly, without overlap or hole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qcompile.errors import UnsupportedError, UsageError
+
+MAX_HEADER_BYTES = 100_000_000
+"""What the safetensors library itself accepts."""
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where one tensor lies: bytes `begin` to `end` of `path`."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; UsageError when it is missing, unreadable or something else."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UsageError(f"{path} is missing") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not readable JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"{path} holds a JSON {type(value).__name__} where an object belongs")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = dict(pairs)
+    if len(names) != len(pairs):
+        raise ValueError("a name appears twice")
+    return names
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """The header object of `path`, where its data starts, and the size of the file."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < 8:
+            raise UsageError(f"{path} is truncated: {size} bytes do not hold a safetensors header")
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(MAX_HEADER_BYTES, size - 8):
+            raise UsageError(f"{path} is truncated or damaged: its header claims {length} bytes of a {size}-byte file")
+        try:
+            header = json.loads(file.read(length), object_pairs_hook=_unique)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{path} has a damaged header: {error}") from None
+    if not isinstance(header, dict):
+        raise UsageError(f"{path} has a damaged header: not a JSON object")
+    header.pop("__metadata__", None)
+    return header, 8 + length, size
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _entry(path: Path, name: str, item: Any, start: int) -> Entry:
+    shape = item.get("shape") if isinstance(item, dict) else None
+    span = item.get("data_offsets") if isinstance(item, dict) else None
+    lists = isinstance(shape, list) and isinstance(span, list) and len(span) == 2
+    if not lists or not all(map(_is_count, shape + span)):
+        raise UsageError(f"{path}: tensor {name} has no valid shape and data_offsets in the header")
+    if item.get("dtype") not in DTYPES:
+        raise UnsupportedError(f"{path}: tensor {name} has dtype {item.get('dtype')}, which is not read")
+    dtype = DTYPES[item["dtype"]]
+    needed, given = math.prod(shape) * dtype.itemsize, span[1] - span[0]
+    if needed != given:
+        raise UsageError(f"{path}: tensor {name} of shape {shape} needs {needed} bytes, its data_offsets give {given}")
+    return Entry(path, dtype, tuple(shape), start + span[0], start + span[1])
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """Every tensor of the safetensors file `path`. Raises UsageError where the file contradicts itself."""
+    header, start, size = _read_header(path)
+    entries = {name: _entry(path, name, item, start) for name, item in header.items()}
+    place = start
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.end > size:
+            raise UsageError(f"{path} is truncated: tensor {name} ends at byte {entry.end} of a {size}-byte file")
+        if entry.begin != place:
+            what = "overlaps the one before" if entry.begin < place else "leaves a hole before it"
+            raise UsageError(f"{path} has a damaged header: tensor {name} {what}")
+        place = entry.end
+    if place != size:
+        raise UsageError(f"{path} has a damaged header: {size - place} bytes belong to no tensor")
+    return entries
+
+
+def _shards(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
+    """Files of a checkpoint, and the index's tensor -> shard table when it has one."""
+    if (directory / SINGLE).is_file():
+        return [directory / SINGLE], None
+    if (directory / INDEX).is_file():
+        table = read_json(directory / INDEX).get("weight_map")
+        if not isinstance(table, dict) or not table or not all(isinstance(v, str) for v in table.values()):
+            raise UsageError(f"{directory / INDEX} has no weight_map from tensor to file name")
+        names = sorted(set(table.values()))
+        for name in names:
+            _check_shard_name(directory, name)
+        return [directory / name for name in names], table
+    found = sorted(directory.glob("*.safetensors"))
+    if len(found) == 1:
+        return found, None
+    pickles = sorted(path.name for pattern in PICKLES for path in directory.glob(pattern))
+    if pickles:
+        raise UnsupportedError(
+            f"{directory} has only pickled weights ({pickles[0]}), which are never loaded; save it as safetensors"
+        )
+    raise UsageError(f"{directory} has no {SINGLE} and no {INDEX}")
+
+
+def _check_shard_name(directory: Path, name: str) -> None:
+    path = PurePosixPath(name)
+    inside = name and not path.is_absolute() and ".." not in path.parts and "\\" not in name and ":" not in name
+    if not inside or "\0" in name:
+        raise UsageError(f"{directory / INDEX} names shard {name!r}, which is not a plain path inside the checkpoint")
+    if path.suffix != ".safetensors":
+        raise UnsupportedError(f"{directory / INDEX} names shard {name!r}; only .safetensors shards are read")
+    if not (directory / name).is_file():
+        raise UsageError(f"{directory / name} is missing: the index names it as a shard")
+
+
+class Checkpoint:
+    """The tensors of a checkpoint directory by name; opening it reads headers alone."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.entries: dict[str, Entry] = {}
+        paths, table = _shards(directory)
+        for path in paths:
+            for name, entry in read_header(path).items():
+                if table is not None and table.get(name) != str(path.relative_to(directory)):
+                    continue
+                self.entries[name] = entry
+        for name, shard in (table or {}).items():
+            if name not in self.entries:
+                raise UsageError(f"tensor {name} is missing from {directory / shard}, where the index puts it")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def raw(self, name: str) -> Tensor:
+        """The tensor as stored, on a mapping of its own that goes with it: no page outlives its use."""
+        entry = self.entries[name]
+        count = entry.end - entry.begin
+        if count == 0:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        skip = entry.begin % mmap.ALLOCATIONGRANULARITY
+        with entry.path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size < entry.end:
+                raise UsageError(f"{entry.path} was truncated while it was read, at tensor {name}")
+            view = mmap.mmap(file.fileno(), count + skip, access=mmap.ACCESS_COPY, offset=entry.begin - skip)
+        flat = torch.frombuffer(view, dtype=torch.uint8, offset=skip, count=count)
+        if entry.begin % entry.dtype.itemsize:
+            flat = flat.clone()
+        return flat.view(entry.dtype).view(entry.shape)
+
+    def load(self, name: str) -> Tensor:
+        """The floating-point tensor `name` in float32. Raises UsageError when it holds NaN or infinity."""
+        value = self.raw(name).to(torch.float32)
+        require_finite(name, value)
+        return value
+
+    def require(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise unless `name` is here, floating point and of `shape`."""
+        if name not in self.entries:
+            raise UsageError(f"tensor {name} is missing from {self.directory}")
+        entry = self.entries[name]
+        if entry.shape != shape:
+            raise UsageError(f"tensor {name} has shape {list(entry.shape)}, the model needs {list(shape)}")
+        if not entry.dtype.is_floating_point:
+            raise UnsupportedError(f"tensor {name} is of integer type {entry.dtype}; weights must be floating point")
+
+
+def require_finite(name: str, value: Tensor) -> None:
+    """Raise UsageError naming the weight `name` when `value` holds NaN or infinity."""
+    # One pass that allocates nothing: a sum is finite unless an element is not (or it overflows: then look closer).
+    if not math.isfinite(value.sum().item()) and not torch.isfinite(value).all():
+        raise UsageError(f"weight {name} holds NaN or infinite values")

@@ -1,0 +1,231 @@
+"""Front end: a checkpoint, an nn.Module or an ExportedProgram becomes a Graph of ATen operators at stage `import`.
+
+Weights are not read here: the graph names them, and its store knows where they lie.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+
+from qcompile.checkpoint import require_finite
+from qcompile.errors import UnsupportedError, UsageError
+from qcompile.graph import Graph, ModelInfo, WeightStore
+
+EXAMPLE_BATCH, EXAMPLE_TOKENS = 2, 7
+"""Sizes of the example inputs models are traced with; both dimensions stay dynamic."""
+
+INLINED = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+"""Higher-order operators that only set a mode which inference has no use for."""
+
+CPU = torch.device("cpu")
+Loader = Callable[[], Tensor]
+
+
+def load(
+    model: str | Path | nn.Module | ExportedProgram,
+    *,
+    example_inputs: Sequence[Tensor] | None = None,
+    max_position: int | None = None,
+    name: str | None = None,
+    allow_remote: bool = False,
+) -> Graph:
+    """Read `model`, a Hugging Face checkpoint (directory or hub name), an nn.Module, or an ExportedProgram.
+
+    A module takes token ids int64 [B, T], and positions int64 [B, T] when two `example_inputs` are given, and
+    returns logits [B, T, V]; `max_position` is the longest sequence it can hold. `allow_remote` lets a
+    checkpoint's own Python code run. Raises UsageError or UnsupportedError with one line.
+    """
+    if isinstance(model, (str, Path)):
+        from qcompile import huggingface
+
+        return huggingface.load(model, name=name, allow_remote=allow_remote)
+    if max_position is None:
+        raise UsageError("max_position is needed with a module: the longest sequence it can hold")
+    if isinstance(model, ExportedProgram):
+        program, name = model, name or "exported"
+        loaders = program_loaders(program)
+    else:
+        if example_inputs is None:
+            raise UsageError("example_inputs is needed with an nn.Module: (token_ids,) or (token_ids, positions)")
+        name = name or type(model).__name__
+        program = export_module(model, example_inputs)
+        loaders = module_loaders(model)
+    info = ModelInfo(name, _vocabulary(program), max_position, None, (), count_parameters(program))
+    return import_program(program, loaders, info)
+
+
+def export(module: nn.Module, inputs: Sequence[Tensor]) -> ExportedProgram:
+    """torch.export of `module`, whose forward takes `*inputs`, all [B, T]; B and T stay dynamic.
+
+    Raises UnsupportedError with one line for what cannot be traced.
+    """
+    batch, tokens = torch.export.Dim("batch", min=1, max=1 << 16), torch.export.Dim("tokens", min=1, max=1 << 24)
+    shapes = tuple({0: batch, 1: tokens} for _ in inputs)
+    try:
+        with torch.no_grad():
+            return torch.export.export(module, tuple(inputs), dynamic_shapes=(shapes,), strict=False)
+    except (UnsupportedError, UsageError):
+        raise
+    except Exception as error:  # torch.export raises whatever the traced code raises
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise UnsupportedError(f"{type(module).__name__} cannot be exported: {reason[0]}") from error
+
+
+class _Positional(nn.Module):
+    """Calls `module` on positional inputs; gives torch.export one varargs signature for all models."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.module(*inputs)
+
+
+def export_module(module: nn.Module, example_inputs: Sequence[Tensor]) -> ExportedProgram:
+    """Export a float32 copy of `module` in evaluation mode on the meta device: its weights are not touched."""
+    for value in example_inputs:
+        if value.dtype != torch.int64 or value.dim() != 2:
+            raise UsageError("example_inputs must be int64 [batch, tokens]: token ids, and positions if it takes them")
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+        empty = torch.empty(tensor.shape, dtype=dtype, device="meta")
+        memo[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
+    shadow = copy.deepcopy(module, memo).eval().requires_grad_(False)
+    ids = [torch.zeros(EXAMPLE_BATCH, EXAMPLE_TOKENS, dtype=torch.int64, device="meta") for _ in example_inputs]
+    return export(_Positional(shadow), ids)
+
+
+def module_loaders(module: nn.Module) -> dict[str, Loader]:
+    """How to get every parameter and buffer of an exported `module` by its name in the program."""
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return {f"module.{name}": tensor_loader(name, value) for name, value in named}
+
+
+def program_loaders(program: ExportedProgram) -> dict[str, Loader]:
+    """How to get every parameter and buffer of `program` by name."""
+    named = {**dict(program.named_parameters()), **dict(program.named_buffers())}
+    return {name: tensor_loader(name, value) for name, value in named.items()}
+
+
+def tensor_loader(name: str, value: Tensor) -> Loader:
+    """Gives `value` on the CPU, in float32 and finite when it is floating point."""
+
+    def load_value() -> Tensor:
+        found = value.detach().cpu()
+        if found.is_floating_point():
+            found = found.float()
+            require_finite(name, found)
+        return found
+
+    return load_value
+
+
+def count_parameters(program: ExportedProgram) -> int:
+    """Parameters the program reads, tied ones once."""
+    used = {spec.target for spec in program.graph_signature.input_specs if spec.kind.name == "PARAMETER"}
+    state = program.state_dict
+    return sum(value.numel() for value in {id(state[n]): state[n] for n in used if n in state}.values())
+
+
+def _vocabulary(program: ExportedProgram) -> int:
+    output = next(node for node in program.graph.nodes if node.op == "output").args[0]
+    values = [node.meta["val"] for node in output]
+    if len(values) != 1 or values[0].dim() != 3 or not isinstance(values[0].shape[-1], int):
+        raise UnsupportedError("a model must return logits [batch, tokens, vocabulary] and nothing else")
+    return int(values[0].shape[-1])
+
+
+# ---- ExportedProgram -> Graph ----------------------------------------------------------------------
+
+
+def import_program(program: ExportedProgram, loaders: dict[str, Loader], info: ModelInfo) -> Graph:
+    """The program as a Graph: weights by name in the store, mode wrappers inlined, checks of the trace dropped.
+
+    `loaders` gives each parameter and buffer by its name in the program.
+    """
+    store = WeightStore()
+    graph = fx.Graph()
+    values: dict[fx.Node, Any] = {}
+    nodes = {node.name: node for node in program.graph.nodes}
+    for spec in program.graph_signature.input_specs:
+        node = nodes[spec.arg.name]
+        if spec.kind.name == "USER_INPUT":
+            values[node] = _copy(graph, node, values)
+        elif node.users:
+            values[node] = _weight(graph, store, node, spec, program, loaders)
+    results = _inline(graph, program.graph_module, values)
+    if len(results) != 1:
+        raise UnsupportedError(f"the exported program has {len(results)} outputs; a model must return logits alone")
+    graph.output(results[0])
+    return Graph(graph, store, info, "import")
+
+
+def _weight(
+    graph: fx.Graph, store: WeightStore, node: fx.Node, spec: Any, program: ExportedProgram, loaders: dict[str, Loader]
+) -> fx.Node:
+    name, value = str(spec.target), node.meta["val"]
+    constant = program.constants.get(name)
+    if spec.kind.name not in ("PARAMETER", "BUFFER", "CONSTANT_TENSOR"):
+        raise UnsupportedError(f"input {node.name} of the exported program is a {spec.kind.name.lower()}")
+    if name not in store:
+        if name in loaders:
+            load_value = loaders[name]
+        elif isinstance(constant, Tensor) and constant.device.type != "meta":
+            load_value = tensor_loader(name, constant)
+        else:
+            raise UnsupportedError(f"constant {name} of the exported program has no value")
+        dtype = torch.float32 if value.is_floating_point() else value.dtype
+        store.add(name, value.shape, dtype, load_value)
+    made = graph.create_node("get_attr", name)
+    made.meta["val"] = value
+    return made
+
+
+def _copy(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, Any]) -> fx.Node:
+    copied = graph.node_copy(node, lambda n: values[n])
+    copied.meta = {key: node.meta[key] for key in ("val", "stack_trace", "nn_module_stack") if key in node.meta}
+    copied.args = tuple(CPU if isinstance(arg, torch.device) else arg for arg in copied.args)
+    copied.kwargs = {key: CPU if key == "device" else arg for key, arg in copied.kwargs.items()}
+    return copied
+
+
+def _inline(graph: fx.Graph, module: fx.GraphModule, values: dict[fx.Node, Any]) -> Any:
+    """Copy the nodes of `module` after its inputs, higher-order mode wrappers replaced by their bodies."""
+    for node in module.graph.nodes:
+        if node in values or node.op == "placeholder" or _is_check(node):
+            continue
+        if node.op == "get_attr":
+            values[node] = getattr(module, str(node.target))
+        elif node.op == "output":
+            return fx.node.map_arg(node.args[0], lambda n: values[n])
+        elif getattr(node.target, "__name__", "") in INLINED:
+            values[node] = _inline_call(graph, node, values)
+        elif getattr(node.target, "__name__", "") == "getitem" and isinstance(values[node.args[0]], (list, tuple)):
+            values[node] = values[node.args[0]][node.args[1]]
+        else:
+            values[node] = _copy(graph, node, values)
+    raise UnsupportedError("the exported program has no output")
+
+
+def _is_check(node: fx.Node) -> bool:
+    """Whether `node` only asserts something about the trace."""
+    name = getattr(node.target, "__name__", str(node.target))
+    return not node.users and ("assert" in name or name.startswith("sym_constrain"))
+
+
+def _inline_call(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    body_node = next(a for a in node.args if isinstance(a, fx.Node) and isinstance(values.get(a), fx.GraphModule))
+    body = values[body_node]
+    actual = node.args[node.args.index(body_node) + 1 :]
+    formal = [n for n in body.graph.nodes if n.op == "placeholder"]
+    inner = {place: values[a] if isinstance(a, fx.Node) else a for place, a in zip(formal, actual, strict=True)}
+    return _inline(graph, body, inner)

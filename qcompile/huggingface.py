@@ -1,0 +1,319 @@
+"""Hugging Face checkpoints: the model on the meta device, its attention as one operator, its weights by name.
+
+transformers builds the module, says which weights are tied and what files call them; nothing here knows a
+model's name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qcompile import frontend, ops
+from qcompile.checkpoint import Checkpoint, read_json, require_finite
+from qcompile.errors import UnsupportedError, UsageError
+from qcompile.graph import Graph, ModelInfo
+
+ATTENTION = "qcompile"
+HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer.model"]
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+
+
+def find(model: str | Path, allow_remote: bool = False) -> Path:
+    """The local directory of `model`: itself when it is one, else fetched from the hub (safetensors only)."""
+    path = Path(model)
+    if path.is_dir():
+        return path
+    if path.exists() or str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
+        raise UsageError(f"{model} is not a checkpoint directory")
+    from huggingface_hub import snapshot_download
+
+    patterns = [*HUB_PATTERNS, *(["*.py"] if allow_remote else [])]
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=patterns))
+    except Exception as error:  # the hub client raises a family of errors for offline, unknown and gated
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"{model} is neither a directory nor reachable on the hub: {reason}") from error
+
+
+def load(model: str | Path, *, name: str | None = None, allow_remote: bool = False) -> Graph:
+    """The checkpoint `model` as a Graph at stage `import`; only headers of its weight files are read."""
+    directory = find(model, allow_remote)
+    config = read_config(directory, allow_remote)
+    checkpoint = Checkpoint(directory)
+    module = build(config, allow_remote)
+    loaders = _loaders(module, checkpoint)
+    program = _export(module)
+    info = _info(name or directory.resolve().name, directory, config, program)
+    return frontend.import_program(program, loaders, info)
+
+
+# ---- configuration ---------------------------------------------------------------------------------
+
+
+def read_config(directory: Path, allow_remote: bool = False) -> Any:
+    """The checkpoint's transformers configuration, refused when it is not of a plain decoder."""
+    raw = read_json(directory / "config.json")
+    kind = raw.get("model_type")
+    if not isinstance(kind, str):
+        raise UsageError(f"{directory / 'config.json'} has no model_type")
+    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if kind not in CONFIG_MAPPING and not (allow_remote and "auto_map" in raw):
+        hint = " and wants its own code run (--allow-remote)" if "auto_map" in raw else ""
+        raise UnsupportedError(f"model type {kind} is unknown to transformers{hint}")
+    if "quantization_config" in raw:
+        method = (raw["quantization_config"] or {}).get("quant_method", "unknown")
+        raise UnsupportedError(f"checkpoint is already quantized ({method}); give the original weights")
+    if raw.get("is_encoder_decoder"):
+        raise UnsupportedError(f"model type {kind} is an encoder-decoder; only decoders are compiled")
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    stated = raw.get("architectures") or [causal]
+    if kind in CONFIG_MAPPING and (causal is None or causal not in stated):
+        raise UnsupportedError(f"{stated[0] or kind} is not a decoder language model; only those are compiled")
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=allow_remote, local_files_only=True)
+    except Exception as error:  # validation of a configuration raises whatever it likes
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"{directory / 'config.json'} is not a valid {kind} configuration: {reason}") from error
+
+
+def build(config: Any, allow_remote: bool = False) -> Any:
+    """The model of `config` on the meta device in float32, its attention replaced by qcompile::attention."""
+    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+
+    AttentionInterface.register(ATTENTION, attention)
+    AttentionMaskInterface.register(ATTENTION, causal_mask)
+    try:
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=allow_remote
+            )
+    except Exception as error:  # a model's constructor raises whatever it likes
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UnsupportedError(f"{config.model_type} cannot be built: {reason}") from error
+    return module.eval()
+
+
+# ---- attention ---------------------------------------------------------------------------------------
+
+_HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "return_dict", "is_causal"}
+
+
+class _Mask(Tensor):
+    """An empty tensor that stands for a causal mask with a `window`; nothing can be computed from it."""
+
+    window: int
+
+
+def causal_mask(*, mask_function: Callable[..., Tensor], config: Any, **_: Any) -> Tensor:
+    """What transformers gets for a mask: a token that carries the sliding window, 0 for none.
+
+    The window is read off `mask_function` itself, over whole rows of the longest mask; a function that is not
+    causal, or hides anything but old tokens, raises UnsupportedError.
+    """
+    longest = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 4096)
+    rows = sorted({*range(8), *(longest * i // 16 for i in range(1, 16)), longest - 1, *_powers(longest)})
+    zero = torch.zeros((), dtype=torch.int64, device="cpu")
+    with torch.utils._python_dispatch._disable_current_modes():
+        keys = torch.arange(longest)
+        query = torch.tensor(rows)[:, None]
+        zero = torch.zeros((), dtype=torch.int64)
+        seen = mask_function(zero, zero, query, keys).expand(len(rows), longest)
+        window = int(seen[-1].sum())
+        distance = query - keys
+        wanted = (distance >= 0) & (distance < window)
+        if not torch.equal(seen, wanted):
+            raise UnsupportedError("attention mask is neither causal nor a causal sliding window")
+        mask = torch.empty(0).as_subclass(_Mask)
+    mask.window = 0 if window == longest else window
+    return mask
+
+
+def _powers(limit: int) -> list[int]:
+    """Neighbours of the powers of two below `limit`, where windows like to end."""
+    near = (2**p + d for p, d in itertools.product(range(limit.bit_length()), (-1, 0, 1)))
+    return [n for n in near if 0 <= n < limit]
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query [B, H, T, D], key and value [B, Hk, T, D] -> [B, T, H, D]."""
+    window, softcap, sinks, scaling = (options.pop(key, None) for key in ("sliding_window", "softcap", "s_aux", "scaling"))
+    dropout = options.pop("dropout", 0.0)
+    unknown = [name for name, option in options.items() if name not in _HARMLESS and option is not None]
+    if unknown or dropout:
+        raise UnsupportedError(f"attention option {(unknown or ['dropout'])[0]} is not supported")
+    if options.get("is_causal", getattr(module, "is_causal", True)) is False or not isinstance(mask, _Mask):
+        raise UnsupportedError("attention is not causal, or makes its mask in its own way")
+    if window not in (None, 0, mask.window) and mask.window:
+        raise UnsupportedError(f"attention has a window of {window}, its mask one of {mask.window}")
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))  # [B, T, H, D]
+    scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    return ops.op("attention")(q, k, v, scale, mask.window, float(softcap or 0.0), sinks), None
+
+
+# ---- export ------------------------------------------------------------------------------------------
+
+
+class _Logits(nn.Module):
+    """The part of a causal language model's interface that is compiled: ids and positions to logits."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        token_ids, positions = inputs
+        # The mask of ones says that nothing is padding, which spares the graph the search for packed sequences.
+        mask = torch.ones_like(token_ids)
+        return self.module(input_ids=token_ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
+
+
+def _export(module: nn.Module) -> torch.export.ExportedProgram:
+    shape = (frontend.EXAMPLE_BATCH, frontend.EXAMPLE_TOKENS)
+    ids = torch.zeros(shape, dtype=torch.int64, device="meta")
+    return frontend.export(_Logits(module), (ids, ids.clone()))
+
+
+# ---- weights -----------------------------------------------------------------------------------------
+
+
+def _loaders(module: Any, checkpoint: Checkpoint) -> dict[str, frontend.Loader]:
+    """How to load every parameter and buffer of `module`, by its name in the exported program.
+
+    Everything is checked here for presence, shape and type, by headers alone; values when they are loaded.
+    """
+    files = _file_names(module, checkpoint)
+    _settle_ties(module, checkpoint, files)
+    computed = _computed_buffers(module)
+    groups: dict[int, list[str]] = {}
+    for name, value in module.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(value), []).append(name)
+    loaders: dict[str, frontend.Loader] = {}
+    for name, value in itertools.chain(
+        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    ):
+        key = f"module.{name}"
+        if name in computed:
+            loaders[key] = frontend.tensor_loader(name, computed[name])
+            continue
+        names = groups.get(id(value), [name])
+        stored = next((files[n] for n in names if n in files), names[0])
+        if isinstance(value, nn.Parameter):
+            checkpoint.require(stored, tuple(value.shape))
+            loaders[key] = lambda stored=stored: checkpoint.load(stored)
+        elif stored in checkpoint:
+            loaders[key] = frontend.tensor_loader(name, checkpoint.raw(stored))
+    return loaders
+
+
+def _file_names(module: Any, checkpoint: Checkpoint) -> dict[str, str]:
+    """Name in the module -> name in the files, by transformers' own renaming rules."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(module)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if not isinstance(entry, WeightRenaming)]
+    state = module.state_dict()
+    found: dict[str, str] = {}
+    for stored in checkpoint:
+        name, converter = rename_source_key(stored, renamings, converters, module.base_model_prefix, state)
+        if name not in state and stored in state:
+            name, converter = stored, None
+        if name in state and converter is not None:
+            raise UnsupportedError(f"weight {name} is assembled from several tensors such as {stored}")
+        found[name] = stored
+    return found
+
+
+def _settle_ties(module: Any, checkpoint: Checkpoint, files: dict[str, str]) -> None:
+    """Untie what the files hold twice with different values: transformers keeps both then."""
+    for target, source in dict(getattr(module, "all_tied_weights_keys", None) or {}).items():
+        if target not in files or source not in files:
+            continue
+        a, b = checkpoint.raw(files[target]), checkpoint.raw(files[source])
+        if a.shape == b.shape and torch.equal(a, b):
+            continue
+        parent, _, leaf = target.rpartition(".")
+        owner = module.get_submodule(parent)
+        setattr(owner, leaf, nn.Parameter(torch.empty_like(getattr(owner, leaf)), requires_grad=False))
+
+
+def _computed_buffers(module: Any) -> dict[str, Tensor]:
+    """Values of the buffers that no file holds, such as rotary frequencies, computed by the model's own rules.
+
+    They are put on the CPU for a moment, filled by transformers' initialisation of their modules, and taken
+    away again; parameters stay on the meta device, where initialising them does nothing.
+    """
+    from transformers import PreTrainedModel
+
+    computed: dict[str, Tensor] = {}
+    for path, owner in module.named_modules():
+        names = [name for name in owner._non_persistent_buffers_set if owner._buffers.get(name) is not None]
+        if not names:
+            continue
+        kept = {name: owner._buffers[name] for name in names}
+        for name, buffer in kept.items():
+            fill = float("nan") if buffer.is_floating_point() else 0
+            owner._buffers[name] = torch.full(buffer.shape, fill, dtype=buffer.dtype, device="cpu")
+        parents = [module.get_submodule(path[:i]) for i, c in enumerate(path + ".") if c in "."]
+        initializer = next(m for m in reversed([module, *parents]) if isinstance(m, PreTrainedModel))
+        with torch.no_grad():
+            initializer._init_weights(owner)
+        for name, buffer in kept.items():
+            computed[f"{path}.{name}" if path else name] = owner._buffers[name]
+            owner._buffers[name] = buffer
+    for name, value in computed.items():
+        if value.is_floating_point():
+            require_finite(name, value)
+    return computed
+
+
+# ---- facts and files ---------------------------------------------------------------------------------
+
+
+def _info(name: str, directory: Path, config: Any, program: torch.export.ExportedProgram) -> ModelInfo:
+    generation = directory / "generation_config.json"
+    settings = read_json(generation) if generation.is_file() else {}
+    text = config.get_text_config()
+
+    def token(key: str) -> Any:
+        return settings.get(key, getattr(text, key, None))
+
+    end = token("eos_token_id")
+    ends = () if end is None else tuple(end) if isinstance(end, (list, tuple)) else (end,)
+    longest = getattr(text, "max_position_embeddings", None)
+    if not longest:
+        raise UnsupportedError(f"{directory / 'config.json'} does not say max_position_embeddings")
+    begin = token("bos_token_id")
+    return ModelInfo(name, int(text.vocab_size), int(longest), begin, ends, frontend.count_parameters(program))
+
+
+def tokenizer_files(model: str | Path) -> dict[str, bytes]:
+    """The tokenizer of a checkpoint, by file name, as an artifact carries it; empty when it has none.
+
+    A checkpoint with only a SentencePiece model gets the tokenizer.json that transformers converts it to.
+    """
+    directory = find(model)
+    files = {name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()}
+    if "tokenizer.json" not in files and (directory / "tokenizer.model").is_file():
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        from transformers import AutoTokenizer
+
+        try:
+            backend = AutoTokenizer.from_pretrained(directory, local_files_only=True).backend_tokenizer
+        except Exception as error:  # the converters raise whatever they like
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UnsupportedError(f"{directory / 'tokenizer.model'} cannot be converted: {reason}") from error
+        files["tokenizer.json"] = backend.to_str(pretty=False).encode()
+    return files
