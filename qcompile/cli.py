@@ -26,6 +26,7 @@ app = typer.Typer(
 )
 
 Artifact = Annotated[Path, typer.Argument(metavar="OUT", help="An artifact made by `qcompile build`.")]
+Remote = Annotated[bool, typer.Option("--allow-remote-code", help="Run Python code that the checkpoint brings along.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Threads = Annotated[
     int | None,
@@ -33,9 +34,7 @@ Threads = Annotated[
 ]
 Recipe = Annotated[str, typer.Option("--recipe", metavar="NAME", help="Number formats (see README).")]
 Target = Annotated[str, typer.Option("--target", metavar="NAME", help="Machine to build for; `cpu` is this one.")]
-Head = Annotated[
-    str | None, typer.Option("--head-dtype", metavar="TYPE", help="Output head in int8, bf16 or f32.")
-]
+Head = Annotated[str | None, typer.Option("--head-dtype", metavar="TYPE", help="Output head in int8, bf16 or f32.")]
 Options = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="PASS.FIELD=VALUE", help="Set a field of a pass; may be given several times."),
@@ -51,7 +50,9 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _root(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     pass
 
@@ -64,6 +65,7 @@ def build(
     recipe: Recipe = "w4a8",
     head_dtype: Head = None,
     options: Options = None,
+    allow_remote_code: Remote = False,
     json: Json = False,
 ) -> None:
     """Compile a model into an artifact directory.
@@ -83,7 +85,14 @@ def build(
         from qcompile.pipeline import build as build_model
 
         report = build_model(
-            model, output, target=target, recipe=recipe, options=settings, head_dtype=head_dtype, progress=progress
+            model,
+            output,
+            target=target,
+            recipe=recipe,
+            options=settings,
+            head_dtype=head_dtype,
+            progress=progress,
+            allow_remote=allow_remote_code,
         )
     size = sum(path.stat().st_size for path in report.path.rglob("*") if path.is_file())
     passes = [{"name": p.name, "fired": p.fired, "seconds": p.seconds} for p in report.passes]
@@ -101,8 +110,8 @@ def build(
         )
         return
     print(", ".join(f"{p['name']} {p['fired']}" for p in passes))
-    total = sum(report.seconds.values())
-    print(f"{report.path}: {console.byte_size(size)}, {report.bits_per_weight:.2f} bits per weight, built in {total:.1f} s")
+    facts = f"{console.byte_size(size)}, {report.bits_per_weight:.2f} bits per weight"
+    print(f"{report.path}: {facts}, built in {sum(report.seconds.values()):.1f} s")
 
 
 @app.command()
@@ -184,15 +193,16 @@ def evaluate(
     Example:
       qcompile eval out/pycode --data heldout.jsonl --json
     """
-    import qcompile
-    from qcompile.evaluate import perplexity, read_documents
+    from dataclasses import asdict
 
-    documents = read_documents(data)
-    llm = qcompile.load(out, threads=threads)
-    with console.Progress() as progress:
-        result = perplexity(llm, documents, window, max_windows, progress)
+    import qcompile
+
+    if not data.is_file():
+        raise UsageError(f"{data}: no such file")
+    with qcompile.load(out, threads=threads) as llm, console.Progress() as progress:
+        result = llm.perplexity(data, window, lambda done, total: progress("windows", done, total), max_windows)
     if json:
-        console.print_json(result._asdict())
+        console.print_json(asdict(result))
     else:
         print(f"perplexity {result.perplexity:.4f} ({result.windows} windows, {result.tokens} tokens)")
 
@@ -218,14 +228,13 @@ def bench(
     from qcompile import bench as benchmark
 
     sizes = benchmark.Sizes(tg, _numbers("--pp", pp), _numbers("--verify", verify), repeats)
-    llm = qcompile.load(out, threads=threads)
-    with console.Progress() as progress:
+    with qcompile.load(out, threads=threads) as llm, console.Progress() as progress:
         speeds = benchmark.measure(llm, sizes, progress)
         if jsonl:
             for test, speed in speeds.items():
                 console.print_json_line({"test": test, "tok_s": speed})
             return
-        result = benchmark.report(llm, sizes, speeds, progress)
+        result = benchmark.report(llm, out, sizes, speeds, progress)
     if json:
         console.print_json(result)
     else:
@@ -278,6 +287,7 @@ def doctor(
     recipe: Recipe = "w4a8",
     head_dtype: Head = None,
     options: Options = None,
+    allow_remote_code: Remote = False,
     json: Json = False,
 ) -> None:
     """Say whether a model can be compiled, how, and what it will take. Reads no weights.
@@ -293,7 +303,7 @@ def doctor(
         progress("import", 0, 1)
         from qcompile import doctor as doctor_module
 
-        found = doctor_module.examine(model, target, recipe, settings, head_dtype)
+        found = doctor_module.examine(model, target, recipe, settings, head_dtype, allow_remote=allow_remote_code)
     if json:
         console.print_json(found.as_json())
     else:

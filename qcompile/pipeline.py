@@ -61,6 +61,21 @@ class PassRecord:
 
 
 @dataclass(frozen=True)
+class Plan:
+    """A model after every stage but code generation. No weights are read to make one.
+
+    `graphs` are those after each pass; `files` are the artifact's small files by name.
+    """
+
+    graphs: list[Graph]
+    program: Program
+    weights: list[PackedWeight]
+    passes: list[PassRecord]
+    bits_per_weight: float
+    files: dict[str, str | bytes]
+
+
+@dataclass(frozen=True)
 class BuildReport:
     """The artifact's path, its passes in order, seconds by stage, and bits per weight of the linears."""
 
@@ -87,36 +102,64 @@ def build(
     ExportedProgram. `options` are `pass.field=value` settings over the recipe's; `head_dtype` overrides the
     output head (int8, bf16, f32). Raises QCompileError subclasses; nothing is left half-written.
     """
-    clock = _Clock(progress or (lambda stage, done, total: None))
+    clock = _Clock(progress or _silent)
     machine = targets.get_target(target)
     passes = configure(recipes.get_recipe(recipe).settings(head_dtype), options or {})
     with ArtifactWriter(out) as writer:
-        with clock("import"):
-            graph = frontend.load(model, **source)
-        graphs, records = run_passes(graph, passes, clock)
-        with clock("lower"):
-            final = graphs[-1]
-            program, weights = lower(final)
-            text = cpu.render(program, machine)
+        found = _plan(model, passes, clock, source)
+        with clock("render"):
+            text = cpu.render(found.program, machine)
         with ThreadPoolExecutor(1) as pool, clock("weights and kernels"):
             library = pool.submit(compiler.compile, text, machine)
-            entries = writer.add_weights(_specs(weights), _stream(weights, clock.progress))
+            entries = writer.add_weights(_specs(found.weights), _stream(found.weights, clock.progress))
             binary = library.result()
         with clock("artifact"):
             folder = f"kernels/{machine.name}"
             writer.add_file(f"{folder}/model.so", binary)
             writer.add_file(f"{folder}/model.cpp", text)
-            writer.add_file("graphs/model.json", graphs[0].to_json())
-            writer.add_file("graphs/step.json", final.to_json())
-            for name, content in frontend.tokenizer_files(model).items():
+            for name, content in found.files.items():
                 writer.add_file(name, content)
-            bits = bits_per_weight(final)
-            report = _report(program, weights, records, bits)
-            writer.add_file("report.json", canonical_json(report))
-            manifest = _manifest(final, program, entries, machine, f"{folder}/model.so", records, bits)
+            manifest = _manifest(found, entries, machine, f"{folder}/model.so")
             manifest["recipe"] = {"name": recipe, "options": dict(options or {}), "head_dtype": head_dtype}
             path = writer.finish(manifest)
-    return BuildReport(path, tuple(records), clock.seconds, bits)
+    return BuildReport(path, tuple(found.passes), clock.seconds, found.bits_per_weight)
+
+
+def plan(
+    model: Any,
+    *,
+    target: str = "cpu",
+    recipe: str = "w4a8",
+    options: Mapping[str, str] | None = None,
+    head_dtype: str | None = None,
+    **source: Any,
+) -> Plan:
+    """What `build` with the same arguments would compile; reads no weights, writes nothing."""
+    targets.get_target(target)
+    passes = configure(recipes.get_recipe(recipe).settings(head_dtype), options or {})
+    return _plan(model, passes, _Clock(_silent), source)
+
+
+def _plan(model: Any, passes: tuple[Pass, ...], clock: _Clock, source: Mapping[str, Any]) -> Plan:
+    with clock("import"):
+        graph = frontend.load(model, **source)
+    graphs, records = run_passes(graph, passes, clock)
+    with clock("lower"):
+        final = graphs[-1]
+        program, weights = lower(final)
+        bits = bits_per_weight(final)
+        files: dict[str, str | bytes] = {
+            "graphs/model.json": graphs[0].to_json(),
+            "graphs/step.json": final.to_json(),
+            "graphs/program.json": program.to_json(),
+            "report.json": canonical_json(_report(program, weights, records, bits)),
+            **frontend.tokenizer_files(model),
+        }
+    return Plan(graphs, program, weights, records, bits, files)
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    pass
 
 
 def configure(settings: recipes.Settings, options: Mapping[str, str]) -> tuple[Pass, ...]:
@@ -133,7 +176,7 @@ def run_passes(
     graph: Graph, passes: tuple[Pass, ...], clock: _Clock | None = None
 ) -> tuple[list[Graph], list[PassRecord]]:
     """Run `passes` in order, each between its checks; the graph after each, and what each did."""
-    clock = clock or _Clock(lambda stage, done, total: None)
+    clock = clock or _Clock(_silent)
     graphs, records = [], []
     for rewrite in passes:
         with clock(rewrite.name):
@@ -193,17 +236,9 @@ def _stream(weights: list[PackedWeight], progress: Progress) -> Iterator[Any]:
                 progress("weights", done, total)
 
 
-def _manifest(
-    graph: Graph,
-    program: Program,
-    entries: list[dict[str, Any]],
-    machine: targets.Target,
-    library: str,
-    records: list[PassRecord],
-    bits: float,
-) -> dict[str, Any]:
+def _manifest(found: Plan, entries: list[dict[str, Any]], machine: targets.Target, library: str) -> dict[str, Any]:
     """The manifest but for what the writer adds. No seconds and no paths: builds are reproducible."""
-    info, kv = graph.info, program.kv
+    info, kv = found.graphs[-1].info, found.program.kv
     return {
         "qcompile_version": qcompile.__version__,
         "versions": {
@@ -235,8 +270,10 @@ def _manifest(
                 "page_bytes": kv.page_bytes,
             },
         },
-        "passes": [{"name": r.name, "options": r.options, "fired": r.fired, "notes": list(r.notes)} for r in records],
-        "bits_per_weight": bits,
+        "passes": [
+            {"name": p.name, "options": p.options, "fired": p.fired, "notes": list(p.notes)} for p in found.passes
+        ],
+        "bits_per_weight": found.bits_per_weight,
     }
 
 

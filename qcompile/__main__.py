@@ -1,0 +1,5 @@
+"""`python -m qcompile` is the `qcompile` command."""
+
+from qcompile.cli import main
+
+main()

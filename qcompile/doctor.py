@@ -1,0 +1,91 @@
+"""Can this model be compiled, how, and what will it take: everything `build` does, short of reading weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from qcompile import console, pipeline
+from qcompile.errors import PassError, UnsupportedError
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What `doctor` found. `unsupported` has {node, reason} each; bytes are 0 where it is not exportable.
+
+    `memory_bytes` is what running takes: weights, activations of the widest step, and the cache of one
+    sequence of full context. `disk_bytes` is the artifact without its kernel library (some 100 KB).
+    """
+
+    exportable: bool
+    unsupported: list[dict[str, str]] = field(default_factory=list)
+    plan: dict[str, Any] = field(default_factory=dict)
+    memory_bytes: int = 0
+    disk_bytes: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """What `doctor --json` prints."""
+        return asdict(self)
+
+    def as_text(self) -> str:
+        """For people."""
+        if not self.exportable:
+            lines = [f"  {entry['node']}: {entry['reason']}" for entry in self.unsupported]
+            return "\n".join(["not supported", *lines])
+        passes = ", ".join(f"{entry['name']} {entry['fired']}" for entry in self.plan["passes"])
+        kernels = "\n".join(f"  {count:3d} {name}" for name, count in self.plan["kernels"].items())
+        return (
+            f"exportable: {self.plan['model']}, {self.plan['parameters']:,} parameters\n"
+            f"passes: {passes}\n"
+            f"kernels\n{kernels}\n"
+            f"memory {console.byte_size(self.memory_bytes)} (weights {console.byte_size(self.plan['weight_bytes'])}, "
+            f"cache of {self.plan['context']} tokens {console.byte_size(self.plan['cache_bytes'])}), "
+            f"disk {console.byte_size(self.disk_bytes)}"
+        )
+
+
+def examine(
+    model: str, target: str, recipe: str, options: Mapping[str, str], head_dtype: str | None, **source: Any
+) -> Diagnosis:
+    """Run every stage on `model` up to code generation. What qcompile does not compile becomes `unsupported`.
+
+    Raises UsageError for what is wrong with the request itself.
+    """
+    try:
+        plan = pipeline.plan(model, target=target, recipe=recipe, options=options, head_dtype=head_dtype, **source)
+    except PassError as error:
+        return Diagnosis(False, [{"node": error.node, "reason": f"{error.pass_name}: {error.reason}"}])
+    except UnsupportedError as error:
+        return Diagnosis(False, [{"node": "", "reason": str(error)}])
+    program, info = plan.program, plan.graphs[-1].info
+    weight_bytes = sum(size for weight in plan.weights for _, size in weight.blobs)
+    pages = -(-info.max_position // program.kv.page_tokens)
+    cache_bytes = pages * program.kv.page_bytes
+    activations = pipeline.MAX_STEP_TOKENS * (program.arena_bytes("tokens") + program.arena_bytes("outputs"))
+    kernels = Counter(_kernel_name(call) for call in program.calls)
+    files = sum(len(content) for content in plan.files.values())
+    return Diagnosis(
+        True,
+        plan={
+            "model": info.name,
+            "parameters": info.parameters,
+            "bits_per_weight": plan.bits_per_weight,
+            "passes": [{"name": p.name, "options": p.options, "fired": p.fired} for p in plan.passes],
+            "kernels": dict(kernels),
+            "weight_bytes": weight_bytes,
+            "cache_bytes": cache_bytes,
+            "activation_bytes": activations,
+            "context": info.max_position,
+        },
+        memory_bytes=weight_bytes + cache_bytes + activations,
+        disk_bytes=weight_bytes + files,
+    )
+
+
+def _kernel_name(call: Any) -> str:
+    """`gemm w4_asym_g128 1536x512`: calls of one name share a kernel."""
+    if call.kernel == "gemm":
+        return f"gemm {call.format} {call.n}x{call.k} {call.epilogue}"
+    return str(call.kernel)

@@ -1,0 +1,60 @@
+"""What an artifact holds, from its manifest alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from qcompile import console
+from qcompile.artifact import MANIFEST, read_manifest
+
+
+def summary(path: Path) -> dict[str, Any]:
+    """What `inspect --json` prints. `sizes` are bytes: all, weights, kernels, the rest, and cache per token."""
+    manifest = read_manifest(path)
+    files: dict[str, dict[str, Any]] = manifest["files"]
+    kv = manifest["runtime"]["kv"]
+    sizes = {"weights": 0, "kernels": 0, "other": (path / MANIFEST).stat().st_size}
+    for name, entry in files.items():
+        kind = "weights" if name.startswith("weights-") else "kernels" if name.startswith("kernels/") else "other"
+        sizes[kind] += entry["bytes"]
+    sizes["total"] = sum(sizes.values())
+    sizes["kv_per_token"] = kv["page_bytes"] // kv["page_tokens"]
+    return {
+        "model": manifest["model"],
+        "recipe": manifest["recipe"],
+        "target": manifest["target"],
+        "bits_per_weight": manifest["bits_per_weight"],
+        "kv": kv,
+        "passes": manifest["passes"],
+        "sizes": sizes,
+        "versions": {"qcompile": manifest["qcompile_version"], **manifest["versions"]},
+        "files": {name: entry["bytes"] for name, entry in files.items()},
+    }
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """`summary` for people."""
+    model, recipe, target, sizes = found["model"], found["recipe"], found["target"], found["sizes"]
+    options = "".join(f" {name}={value}" for name, value in recipe["options"].items())
+    passes = "\n".join(f"  {_pass_line(entry)}" for entry in found["passes"])
+    rows = [[name.replace("_", " "), console.byte_size(size)] for name, size in sizes.items()]
+    return (
+        f"model    {model['name']}, {model['parameters']:,} parameters, vocabulary {model['vocab_size']}, "
+        f"context {model['max_position']}\n"
+        f"recipe   {recipe['name']}{options}\n"
+        f"target   {target['name']} ({target['isa']})\n"
+        f"weights  {found['bits_per_weight']:.2f} bits per weight\n"
+        f"cache    {found['kv']['format']}\n"
+        f"passes\n{passes}\n"
+        f"sizes\n{_indented(console.table(['', ''], rows))}"
+    )
+
+
+def _pass_line(entry: dict[str, Any]) -> str:
+    options = ", ".join(f"{name}={value}" for name, value in entry["options"].items())
+    return f"{entry['name']} {entry['fired']}" + (f" ({options})" if options else "")
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines() if line)
