@@ -215,8 +215,11 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one (layer, page, kv head): K then V, then scales and zeros where quantized."""
-        elements = self.page_tokens * self.head_dim
+        """Bytes of one (layer, page, kv head): K then V, then scales and zeros where quantized.
+
+        Heads are padded to 16 elements (32 for kv4); the layout is in templates/cpu/kv.h.
+        """
+        elements = self.page_tokens * round_up(self.head_dim, 32 if self.format == "kv4" else 16)
         part = {"kv32": 4 * elements, "kv16": 2 * elements, "kv8": elements, "kv4": elements // 2}[self.format]
         parameters = 4 * 4 * self.page_tokens if self.format in ("kv8", "kv4") else 0
         return 2 * round_up(part, 64) + parameters

@@ -230,3 +230,20 @@ QC_NOINLINE void attention(const AttentionArgs& a, const KvLayer<F>& kv, Range h
         attend_tile<F>(a, kv, memory, s, h, first, rows - first < kTileRows ? rows - first : kTileRows);
     }
 }
+
+// The same for all kv heads, tiles handed to whichever thread is free (`next` counts those handed out).
+template <KvFormat F>
+QC_NOINLINE void attention_tasks(const AttentionArgs& a, const KvLayer<F>& kv, uint32_t* next, void* memory) {
+  const int group = a.heads / kv.kv_heads;
+  uint32_t at = 0, task = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED);
+  for (int s = 0; s < a.sequences; ++s) {
+    const int rows = (a.query_start[s + 1] - a.query_start[s]) * group;
+    if (rows == 0) continue;
+    for (int first = (rows - 1) / kTileRows * kTileRows; first >= 0; first -= kTileRows)  // the longest first
+      for (int h = 0; h < kv.kv_heads; ++h, ++at) {
+        if (at != task) continue;
+        attend_tile<F>(a, kv, memory, s, h, first, rows - first < kTileRows ? rows - first : kTileRows);
+        task = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED);
+      }
+  }
+}

@@ -1,0 +1,116 @@
+"""Compile generated C++ to a shared library, with a cache of what was compiled before.
+
+The same source gives the same bytes: no paths, times, build ids or compiler banners go into a library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from qcompile.errors import ResourceError
+from qcompile.targets import Target
+
+COMPILERS = ("g++", "clang++")
+
+_COMMON = (
+    "-std=gnu++17",
+    "-O3",
+    "-ffp-contract=off",  # a*b+c is two roundings on every ISA; kernels ask for fma where they want it
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fno-threadsafe-statics",
+    "-fno-asynchronous-unwind-tables",
+    "-fvisibility=hidden",
+    "-fno-ident",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-Wno-psabi",
+    "-Wl,--build-id=none",
+    "-Wl,--as-needed",
+    "-Wl,-s",
+)
+_ISA = {
+    "avx512": ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
+    "avx2vnni": ("-march=x86-64-v3", "-mavxvnni"),
+    "avx2": ("-march=x86-64-v3",),
+    "portable": ("-march=x86-64",),
+}
+
+
+@cache
+def find() -> str:
+    """Path of the C++ compiler: g++, else clang++. ResourceError when neither is on the PATH."""
+    for name in COMPILERS:
+        path = shutil.which(name)
+        if path:
+            return path
+    raise ResourceError("no C++ compiler found: put g++ or clang++ on the PATH (Debian: apt install g++)")
+
+
+@cache
+def version() -> str:
+    """First line of the compiler's --version."""
+    done = subprocess.run([find(), "--version"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ResourceError(f"{find()} --version fails: {done.stderr.strip()[:200]}")
+    return done.stdout.splitlines()[0]
+
+
+def flags(target: Target) -> tuple[str, ...]:
+    """Compiler flags for a CPU target."""
+    return (*_COMMON, *_ISA[target.isa])
+
+
+def compile(source: str, target: Target) -> bytes:
+    """The shared library of `source` for `target`, from the cache if it is there.
+
+    Raises ResourceError when there is no compiler, or it fails (with its first error line).
+    """
+    key = hashlib.sha256("\0".join((source, *flags(target), version())).encode()).hexdigest()
+    cached = cache_dir() / f"{key}.so"
+    try:
+        return cached.read_bytes()
+    except OSError:
+        pass
+    binary = _run(source, target)
+    _remember(cached, binary)
+    return binary
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels are kept: $QCOMPILE_CACHE, else ~/.cache/qcompile."""
+    chosen = os.environ.get("QCOMPILE_CACHE")
+    return Path(chosen) if chosen else Path("~/.cache/qcompile").expanduser()
+
+
+def _run(source: str, target: Target) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="qcompile-") as folder:
+        out = Path(folder) / "model.so"
+        command = [find(), *flags(target), f"-ffile-prefix-map={folder}=.", "-x", "c++", "-", "-o", str(out)]
+        done = subprocess.run(command, input=source, capture_output=True, text=True, check=False, cwd=folder)
+        if done.returncode:
+            lines = done.stderr.splitlines()
+            reason = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
+            raise ResourceError(f"{Path(find()).name} could not compile the kernels for {target.name}: {reason[:300]}")
+        return out.read_bytes()
+
+
+def _remember(path: Path, binary: bytes) -> None:
+    """Write a cache entry whole or not at all. A cache that cannot be written is not an error."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
+        with os.fdopen(handle, "wb") as file:
+            file.write(binary)
+        os.replace(temporary, path)
+    except OSError:
+        pass

@@ -1,0 +1,350 @@
+"""Render a Program to C++: one self-contained source text that becomes the artifact's library.
+
+The kernels are ordinary headers in templates/cpu, included as text; what depends on the model is in
+model.cpp.jinja and in the lines `_Renderer` writes, one call of the program at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from qcompile.codegen import program as p
+from qcompile.errors import UnsupportedError
+from qcompile.targets import Target
+
+ABI = 1
+MAX_HEAD_DIM = 1024
+_TEMPLATES = Path(__file__).parent / "templates" / "cpu"
+_INCLUDE = re.compile(r'^#include "(?P<name>[\w.]+)"$')
+_KV = {"kv32": "kKv32", "kv16": "kKv16", "kv8": "kKv8", "kv4": "kKv4"}
+_UNARY = {
+    "silu": "kSilu",
+    "gelu": "kGelu",
+    "gelu_tanh": "kGeluTanh",
+    "relu": "kRelu",
+    "relu2": "kRelu2",
+    "tanh": "kTanh",
+    "sigmoid": "kSigmoid",
+}
+_EPILOGUE = {"store": "kStore", "logits": "kStore", "add": "kAdd", "silu_mul": "kSiluMul"}
+_GROUPS = {"w4_asym_g128": 128, "qoq_g128": 128, "mxfp4": 32}
+"""Inputs per activation sum that an int8 GEMM of the format reads; the whole row for the others."""
+
+FEW_ELEMENTS = 2048
+"""Rowwise work of up to so many elements is done by every thread for itself rather than split and awaited."""
+
+
+def render(program: p.Program, target: Target) -> str:
+    """The C++ source of `program`'s library for `target`.
+
+    Raises UnsupportedError naming the call when a shape has no kernel.
+    """
+    return _Renderer(program, target).text()
+
+
+@dataclass(frozen=True)
+class _RopeTable:
+    """A table of cos and sin shared by the layers that rotate alike; `offset` is floats a token."""
+
+    name: str
+    offset: int
+    weight: int
+    rotary_dim: int
+    scaling: float
+
+
+@dataclass(frozen=True)
+class _RenderedCall:
+    name: str
+    lines: tuple[str, ...]
+    sync: str
+    first_output: bool
+
+
+class _Renderer:
+    def __init__(self, program: p.Program, target: Target) -> None:
+        self.program, self.target = program, target
+        self.index = {name: i for i, name in enumerate(program.weights)}
+        self.own = _own_buffers(program)
+        self.widest = max(p.round_up(width, p.PAD) for width in _widths(program))
+        self.few_rows = max(1, FEW_ELEMENTS // self.widest)
+        self.ropes: dict[tuple[str, int, float], _RopeTable] = {}
+        if program.kv.head_dim > MAX_HEAD_DIM:
+            raise UnsupportedError(f"head dimension {program.kv.head_dim} is above {MAX_HEAD_DIM}, the most there are kernels for")
+
+    def text(self) -> str:
+        """The whole source."""
+        env = Environment(
+            loader=FileSystemLoader(_TEMPLATES),
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            keep_trailing_newline=True,
+        )
+        env.filters.update(f32=_f32, round_up=p.round_up, c_string=_c_string)
+        calls = [self.call(i, call) for i, call in enumerate(self.program.calls)]
+        tables = list(self.ropes.values())
+        last = tables[-1] if tables else None
+        return env.get_template("model.cpp.jinja").render(
+            program=self.program,
+            target=self.target,
+            calls=calls,
+            rope_tables=tables,
+            rope_floats=last.offset + _rope_stride(last.rotary_dim) if last else 0,
+            kv_format=_KV[self.program.kv.format],
+            few_rows=self.few_rows,
+            widest=self.widest,
+            description=self.description(),
+            headers=_Headers(),
+            ident=_ident,
+            place=self.place,
+        )
+
+    def description(self) -> str:
+        """What qc_describe returns."""
+        kv = self.program.kv
+        data = {
+            "abi": ABI,
+            "isa": self.target.isa,
+            "vocab_size": self.program.vocab_size,
+            "max_position": self.program.max_position,
+            "weights": len(self.program.weights),
+            "kv": {"format": kv.format, "layers": kv.layers, "page_tokens": kv.page_tokens, "page_bytes": kv.page_bytes},
+            "calls": [call.name for call in self.program.calls],
+        }
+        return json.dumps(data, sort_keys=True)
+
+    def place(self, buffer: p.Buffer) -> str:
+        """The expression for a buffer's address."""
+        where = f"{_kind(buffer)}, {buffer.offset}, {_bool(buffer.name in self.own)}"
+        if buffer.dtype == "q8":
+            return f"s.q8({where}, {buffer.stride}, {buffer.group})"
+        return f"s.rows<{'float' if buffer.dtype == 'f32' else 'uint16_t'}>({where})"
+
+    def call(self, index: int, call: p.Call) -> _RenderedCall:
+        """The statements of one call, and whether a barrier follows."""
+        write: Callable[..., list[str]] = getattr(self, f"_{call.kernel}")
+        if isinstance(call, p.Gemm | p.Attention):
+            lines = write(call, index)
+        else:
+            lines = write(call)
+        calls = self.program.calls
+        outputs = [_writes_outputs(self.program, c) for c in calls]
+        first = outputs[index] and all(outputs[index:]) and not any(outputs[:index])
+        return _RenderedCall(call.name, tuple(lines), self.sync(index), first)
+
+    def sync(self, index: int) -> str:
+        """Whether others wait for this call: not for what each thread computed for itself."""
+        calls = self.program.calls
+        call = calls[index]
+        if index + 1 == len(calls):
+            return "false"  # the step ends with a barrier
+        if isinstance(call, p.RopeAppend):
+            return "!s.by_head()" if isinstance(calls[index + 1], p.Attention) else "true"
+        written = _written(call)
+        if written in self.own and not self._overwritten_early(index):
+            return f"!s.few[{_kind(self.program.buffer(written))}]"
+        return "true"
+
+    def _overwritten_early(self, index: int) -> bool:
+        """Whether a thread ahead, without a barrier after call `index`, may overwrite what it still reads."""
+        read = [self.program.buffer(name) for name in _read(self.program.calls[index])]
+        for call in self.program.calls[index + 1 :]:
+            written = _written(call)
+            if written is not None and written not in self.own:
+                target = self.program.buffer(written)
+                if any(_overlap(target, source) for source in read if source.name not in self.own):
+                    return True
+            if written is None or written not in self.own:
+                return False  # a barrier follows it
+            read += [self.program.buffer(name) for name in _read(call)]
+        return False
+
+    # ---- one method per kernel: its statements ----------------------------------------------------
+
+    def weight(self, name: str | None, ctype: str = "float") -> str:
+        """A weight's address as an expression (nullptr for None)."""
+        return "nullptr" if name is None else f"s.weight<{ctype}>({self.index[name]})"
+
+    def mine(self, name: str) -> str:
+        """The rows this thread computes of buffer `name`."""
+        return f"s.mine({_kind(self.program.buffer(name))}, {_bool(name in self.own)})"
+
+    def _embed(self, c: p.Embed) -> list[str]:
+        ids = "b.token_ids" if c.index == "tokens" else "b.positions"
+        table = self.weight(c.table, "float" if c.table_dtype == "f32" else "uint16_t")
+        width = self.program.buffer(c.out).width
+        return [f"embed({self.mine(c.out)}, {ids}, {table}, {width}, {_f32(c.scale)}, {_ident(c.out)});"]
+
+    def _norm(self, c: p.Norm) -> list[str]:
+        kind = {"rms": "kRms", "layer": "kLayer"}[c.kind]
+        width = self.program.buffer(c.x).width
+        weights = f"{self.weight(c.weight)}, {self.weight(c.bias)}, {_f32(c.eps)}"
+        return [f"norm<{kind}>({self.mine(c.out)}, {_ident(c.x)}, {width}, {weights}, s.w, {_ident(c.out)});"]
+
+    def _quantize(self, c: p.Quantize) -> list[str]:
+        return [f"quantize({self.mine(c.out)}, {_ident(c.x)}, {self.program.buffer(c.x).width}, {_ident(c.out)});"]
+
+    def _take_rows(self, c: p.TakeRows) -> list[str]:
+        width = self.program.buffer(c.x).width
+        return [f"take_rows({self.mine(c.out)}, b.output_rows, {_ident(c.x)}, {width}, {_ident(c.out)});"]
+
+    def _elementwise(self, c: p.Elementwise) -> list[str]:
+        x = f"{self.mine(c.out)}, {_ident(c.x)}, {self.program.buffer(c.x).width}"
+        if c.kind in _UNARY:
+            return [f"apply<{_UNARY[c.kind]}>({x}, {_ident(c.out)});"]
+        if c.kind == "scale":
+            return [f"scale_by({x}, {_f32(c.factor)}, {_ident(c.out)});"]
+        if c.kind not in ("add", "mul"):
+            raise UnsupportedError(f"{c.name}: there is no elementwise kernel {c.kind}")
+        if c.other is not None:
+            operand = f"{_ident(c.other)}, {self.program.buffer(c.other).stride}"
+        else:
+            operand = f"{self.weight(c.weight)}, 0"
+        return [f"{c.kind}({x}, {operand}, {_ident(c.out)});"]
+
+    def _gemm(self, c: p.Gemm, index: int) -> list[str]:
+        x = self.program.buffer(c.x)
+        if x.dtype == "q8" and x.group != _GROUPS.get(c.format, x.stride):
+            raise UnsupportedError(f"{c.name}: {c.format} needs activation sums other than over {x.group} inputs")
+        count = "b.tokens" if x.rows == "tokens" else "b.outputs"
+        var = f"g{index}"
+        lines = [f"Gemm {var}{{{count}, {c.n}, {c.k}, {self.weight(c.weights['codes'], 'void')}}};"]
+        for role, ctype in (("scale", "float"), ("zero", "uint8_t"), ("group_scale", "uint8_t"), ("exponent", "uint8_t")):
+            if role in c.weights:
+                lines.append(f"{var}.{role} = {self.weight(c.weights[role], ctype)};")
+        if c.bias is not None:
+            lines.append(f"{var}.bias = {self.weight(c.bias)};")
+        lines.append(f"{var}.epilogue = {_EPILOGUE[c.epilogue]};")
+        if c.residual is not None:
+            residual = self.program.buffer(c.residual)
+            lines.append(f"{var}.residual = {_ident(c.residual)}, {var}.residual_stride = {residual.stride};")
+        out = None if c.out is None else self.program.buffer(c.out)
+        target, stride = ("s.logits()", "kVocab") if out is None else (_ident(out.name), str(out.stride))
+        lines.append(f"{var}.out = {target}, {var}.out_stride = {stride};")
+        suffix = "_bf16" if x.dtype == "bf16" and c.format not in ("bf16", "f32") else ""
+        lines.append(f"gemm_{c.format}{suffix}({var}, {_ident(c.x)}, s.w);")
+        if out is None:
+            lines += ["m.team.sync(tid);", "s.pick_best();"]
+        elif out.width != out.stride:
+            lines.append(f"pad_rows({self.mine(out.name)}, {_ident(out.name)}, {out.width});")
+        return lines
+
+    def _rope_append(self, c: p.RopeAppend) -> list[str]:
+        table = "nullptr"
+        if c.inv_freq is not None:
+            table = self._rope_table(c.inv_freq, c.rotary_dim, c.scaling).name
+        stride = self.program.buffer(c.qkv).stride
+        where = f"{_ident(c.qkv)}, {stride}, {c.q_offset}, {c.k_offset}, {c.v_offset}, {c.heads}"
+        rope = f"{{{table}, {c.rotary_dim}, {_bool(c.interleaved)}}}"
+        return [f"s.append({{{where}, {rope}, b.positions, b.query_start}}, {c.layer});"]
+
+    def _rope_table(self, inv_freq: str, rotary_dim: int, scaling: float) -> _RopeTable:
+        key = (inv_freq, rotary_dim, scaling)
+        if key not in self.ropes:
+            offset = sum(_rope_stride(table.rotary_dim) for table in self.ropes.values())
+            name = f"rope{len(self.ropes)}"
+            self.ropes[key] = _RopeTable(name, offset, self.index[inv_freq], rotary_dim, scaling)
+        return self.ropes[key]
+
+    def _attention(self, c: p.Attention, index: int) -> list[str]:
+        q = self.program.buffer(c.q)
+        where = f"{_ident(c.q)}, {q.stride}, {c.q_offset}, {_ident(c.out)}, {c.heads}"
+        how = f"{_f32(c.scale)}, {c.window}, {_f32(c.softcap)}"
+        return [f"s.attend({{{where}, {how}, b.sequences, b.positions, b.query_start}}, {c.layer}, {index});"]
+
+
+class _Headers:
+    """Expands headers and what they include from templates/cpu, each once, system includes left alone."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+
+    def __call__(self, *names: str) -> str:
+        return "".join(self._expand(name) for name in names)
+
+    def _expand(self, name: str) -> str:
+        if name in self.seen:
+            return ""
+        self.seen.add(name)
+        lines = [f"// ---- {name} ".ljust(100, "-") + "\n"]
+        for line in (_TEMPLATES / name).read_text(encoding="utf-8").splitlines(keepends=True):
+            included = _INCLUDE.match(line.rstrip())
+            if included:
+                lines.append(self._expand(included["name"]))
+            elif line.strip() != "#pragma once":
+                lines.append(line)
+        return "".join(lines)
+
+
+# ---- dataflow of a program ------------------------------------------------------------------------
+
+
+def _written(call: p.Call) -> str | None:
+    """The buffer a call writes (None: logits)."""
+    return call.qkv if isinstance(call, p.RopeAppend) else call.out
+
+
+def _read(call: p.Call) -> list[str]:
+    """The buffers a call reads."""
+    names = (getattr(call, field, None) for field in ("x", "qkv", "q", "residual", "other"))
+    return [name for name in names if name is not None]
+
+
+def _writes_outputs(program: p.Program, call: p.Call) -> bool:
+    written = _written(call)
+    return written is None or program.buffer(written).rows == "outputs"
+
+
+def _own_buffers(program: p.Program) -> frozenset[str]:
+    """Buffers that only rowwise calls write, each from one other buffer: a thread may keep its own copy."""
+    rowwise = {name for c in program.calls if isinstance(c, p.Norm | p.Quantize | p.TakeRows) for name in [c.out]}
+    shared = {_written(c) for c in program.calls if not isinstance(c, p.Norm | p.Quantize | p.TakeRows)}
+    attended = {c.q for c in program.calls if isinstance(c, p.Attention)}
+    return frozenset(rowwise - shared - attended)
+
+
+def _overlap(a: p.Buffer, b: p.Buffer) -> bool:
+    """Whether two buffers share bytes of the arena."""
+    return a.rows == b.rows and a.offset < b.offset + b.row_bytes and b.offset < a.offset + a.row_bytes
+
+
+def _widths(program: p.Program) -> list[int]:
+    return [b.width for b in program.buffers] + [c.k for c in program.calls if isinstance(c, p.Gemm)]
+
+
+# ---- spelling -------------------------------------------------------------------------------------
+
+
+def _kind(buffer: p.Buffer) -> str:
+    return {"tokens": "kTokens", "outputs": "kOutputs"}[buffer.rows]
+
+
+def _bool(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _ident(name: str) -> str:
+    """A C++ identifier for a buffer."""
+    return "v_" + re.sub(r"\W", "_", name)
+
+
+def _f32(value: float) -> str:
+    """The float nearest to `value`, as a C++ literal that reads back exactly."""
+    text = format(struct.unpack("f", struct.pack("f", value))[0], ".9g")
+    return text + ("f" if any(c in text for c in ".e") else ".0f")
+
+
+def _c_string(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _rope_stride(rotary_dim: int) -> int:
+    return 2 * p.round_up(rotary_dim // 2, 8)

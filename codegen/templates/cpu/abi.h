@@ -1,0 +1,39 @@
+// abi.h: the C interface of a generated library (version 1). Integers are int32 unless said otherwise.
+#pragma once
+#include <stdint.h>
+
+#define QC_API extern "C" __attribute__((visibility("default")))
+
+typedef struct {               // the rows of one step
+  int32_t tokens;              // M, 1 .. max_tokens
+  int32_t sequences;           // S
+  int32_t outputs;             // R rows whose logits are wanted; may be 0
+  int32_t block_stride;        // entries in a row of block_table
+  const int32_t* token_ids;    // [M]
+  const int32_t* positions;    // [M]
+  const int32_t* query_start;  // [S + 1] rows of sequence s: query_start[s] .. query_start[s + 1] - 1, positions consecutive
+  const int32_t* block_table;  // [S][block_stride] position p is in page block_table[s][p / 64], slot p % 64
+  const int32_t* output_rows;  // [R]
+  float* logits;               // [R][vocab] or null
+  int32_t* argmax;             // [R] or null; the lowest index wins ties
+} qc_batch;
+
+typedef struct {
+  const void* const* weights;  // one pointer for each packed tensor, 64-byte aligned
+  void* kv;                    // [layer][page][kv head] blocks, 64-byte aligned
+  int64_t kv_pages;
+  int32_t threads;             // >= 1, the calling thread included
+  int32_t max_tokens;
+  int32_t max_outputs;
+} qc_config;
+
+QC_API const char* qc_describe(void);             // JSON: abi, isa, dimensions, call names in order
+QC_API void* qc_open(const qc_config* config);    // null if memory or threads cannot be had
+QC_API int qc_step(void* model, const qc_batch* batch);  // 0 done, 1 bad argument
+// Greedy decoding of `steps` tokens a sequence (tokens == sequences == outputs), each fed back; step i of
+// sequence s is out[i * S + s]. The block tables must already have room. 0 done, 1 bad argument.
+QC_API int qc_decode(void* model, const qc_batch* batch, int32_t steps, int32_t* out);
+QC_API int qc_profile(void* model, int32_t on);   // time each call, or stop; either way counters restart
+QC_API int qc_profile_read(void* model, double* seconds, int64_t* counts, int32_t n);
+QC_API double qc_probe(void* model, int32_t what);  // 0 read GB/s, 1 int8 GOPS, 2 f32 GFLOPS, 3 bf16 GFLOPS
+QC_API void qc_close(void* model);

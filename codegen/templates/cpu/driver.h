@@ -1,0 +1,159 @@
+// driver.h: the C interface over step() of the generated model. Included last.
+#pragma once
+#include <sys/mman.h>
+
+#include "model.h"
+#include "probe.h"
+
+static void run_step(void* model, int tid) { step(*(Model*)model, tid); }
+
+// ---- memory -----------------------------------------------------------------------------------------
+
+// Carves the model's arenas from one mapping; called once to measure (base null) and once to place.
+static size_t carve(Model& m, char* base) {
+  size_t at = 0;
+  auto take = [&](size_t bytes) {
+    char* p = base + at;
+    at += (bytes + 4095) / 4096 * 4096;
+    return p;
+  };
+  const size_t tokens = (size_t)m.capacity[kTokens], outputs = (size_t)m.capacity[kOutputs];
+  const size_t threads = (size_t)m.team.threads;
+  m.arena[kTokens] = take((size_t)kTokenBytes * tokens);
+  m.arena[kOutputs] = take((size_t)kOutputBytes * outputs);
+  m.rope = (float*)take((size_t)kRopeFloats * tokens * sizeof(float));
+  m.logits = (float*)take((size_t)kVocab * outputs * sizeof(float));
+  m.best = (Best*)take(threads * outputs * sizeof(Best));
+  m.own = take(threads * kOwnBytes);
+  m.scratch = take(threads * kScratchBytes);
+  m.feedback = (int32_t*)take(3 * tokens * sizeof(int32_t));
+  return at;
+}
+
+static bool allocate(Model& m) {
+  m.memory_bytes = carve(m, nullptr);
+  void* p = mmap(nullptr, m.memory_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (p == MAP_FAILED) return false;
+  m.memory = p;
+  madvise(p, m.memory_bytes, MADV_HUGEPAGE);  // only advice: small pages do as well
+  carve(m, (char*)p);
+  return true;
+}
+
+QC_API void qc_close(void* model) {
+  if (!model) return;
+  Model& m = *(Model*)model;
+  m.team.close();
+  if (m.memory) munmap(m.memory, m.memory_bytes);
+  free(model);
+}
+
+QC_API void* qc_open(const qc_config* c) {
+  if (!c || c->threads < 1 || c->max_tokens < 1 || c->max_outputs < 0 || c->kv_pages < 1 || !c->kv || !c->weights)
+    return nullptr;
+  void* p = nullptr;
+  if (posix_memalign(&p, 64, sizeof(Model))) return nullptr;
+  Model& m = *(Model*)memset(p, 0, sizeof(Model));
+  m.weights = c->weights;
+  m.kv = (char*)c->kv;
+  m.kv_pages = c->kv_pages;
+  m.rows[kTokens] = c->max_tokens;
+  m.rows[kOutputs] = c->max_outputs;
+  for (int kind = 0; kind < 2; ++kind) m.capacity[kind] = (m.rows[kind] + 63) / 64 * 64;
+  if (!m.team.open(c->threads) || !allocate(m)) {
+    qc_close(p);
+    return nullptr;
+  }
+  return p;
+}
+
+// ---- steps ------------------------------------------------------------------------------------------
+
+static bool valid_sequence(const Model& m, const qc_batch& b, int s, int steps) {
+  const int begin = b.query_start[s], end = b.query_start[s + 1];
+  if (begin > end || end > b.tokens) return false;
+  if (begin == end) return true;
+  const int first = b.positions[begin], last = first + (end - begin) - 1 + (steps - 1);
+  if (first < 0 || last >= kMaxPosition || last / kPage >= b.block_stride) return false;
+  for (int t = begin; t < end; ++t)
+    if (b.positions[t] != first + (t - begin)) return false;
+  const int32_t* pages = b.block_table + (int64_t)s * b.block_stride;
+  for (int i = 0; i <= last / kPage; ++i)
+    if (pages[i] < 0 || pages[i] >= m.kv_pages) return false;
+  return true;
+}
+
+// Whether `steps` steps from batch b stay within what the model was opened for.
+static bool valid(const Model& m, const qc_batch* batch, int steps) {
+  if (!batch) return false;
+  const qc_batch& b = *batch;
+  if (b.tokens < 1 || b.tokens > m.rows[kTokens] || b.sequences < 1 || b.sequences > b.tokens) return false;
+  if (b.outputs < 0 || b.outputs > m.rows[kOutputs] || (b.outputs && !b.output_rows)) return false;
+  if (!b.token_ids || !b.positions || !b.query_start || !b.block_table) return false;
+  if (b.query_start[0] != 0 || b.query_start[b.sequences] != b.tokens) return false;
+  for (int t = 0; t < b.tokens; ++t)
+    if (b.token_ids[t] < 0 || b.token_ids[t] >= kVocab) return false;
+  for (int r = 0; r < b.outputs; ++r)
+    if (b.output_rows[r] < 0 || b.output_rows[r] >= b.tokens) return false;
+  for (int s = 0; s < b.sequences; ++s)
+    if (!valid_sequence(m, b, s, steps)) return false;
+  return true;
+}
+
+static void run_batch(Model& m, const qc_batch& b) {
+  m.batch = b;
+  memset(m.next_task, 0, sizeof m.next_task);
+  m.team.run(run_step, &m);
+}
+
+QC_API int qc_step(void* model, const qc_batch* batch) {
+  if (!model || !valid(*(Model*)model, batch, 1)) return 1;
+  run_batch(*(Model*)model, *batch);
+  return 0;
+}
+
+QC_API int qc_decode(void* model, const qc_batch* batch, int32_t steps, int32_t* out) {
+  if (!model || !out || steps < 1 || !valid(*(Model*)model, batch, steps)) return 1;
+  Model& m = *(Model*)model;
+  qc_batch b = *batch;
+  const int n = b.tokens;
+  if (b.sequences != n || b.outputs != n) return 1;
+  int32_t *ids = m.feedback, *positions = ids + n, *rows = positions + n;
+  for (int s = 0; s < n; ++s) {
+    if (b.query_start[s] != s) return 1;
+    ids[s] = b.token_ids[s];
+    positions[s] = b.positions[s];
+    rows[s] = s;
+  }
+  b.token_ids = ids;
+  b.positions = positions;
+  b.output_rows = rows;
+  for (int i = 0; i < steps; ++i) {
+    b.argmax = out + (int64_t)i * n;
+    run_batch(m, b);
+    for (int s = 0; s < n; ++s) ids[s] = b.argmax[s], ++positions[s];
+  }
+  return 0;
+}
+
+// ---- description and measurement --------------------------------------------------------------------
+
+QC_API const char* qc_describe(void) { return kDescription; }
+
+QC_API int qc_profile(void* model, int32_t on) {
+  if (!model) return 1;
+  Model& m = *(Model*)model;
+  m.profiling = on != 0;
+  memset(m.seconds, 0, sizeof m.seconds);
+  memset(m.counts, 0, sizeof m.counts);
+  return 0;
+}
+
+QC_API int qc_profile_read(void* model, double* seconds, int64_t* counts, int32_t n) {
+  if (!model || !seconds || !counts || n != kCalls) return 1;
+  memcpy(seconds, ((Model*)model)->seconds, sizeof(double) * kCalls);
+  memcpy(counts, ((Model*)model)->counts, sizeof(int64_t) * kCalls);
+  return 0;
+}
+
+QC_API double qc_probe(void* model, int32_t what) { return model ? probe(((Model*)model)->team, what) : 0.0; }

@@ -1,0 +1,128 @@
+// model.h: what a step works on. Included after the constants of the model (see model.cpp.jinja).
+//
+//   Model  one opened model: threads, arenas, weights, the batch of the running step
+//   Step   one thread's view of the running step: where values are, which rows are its own, barriers
+#pragma once
+#include "abi.h"
+#include "attention.h"
+#include "elementwise.h"
+#include "rope.h"
+#include "team.h"
+
+enum RowKind { kTokens, kOutputs };
+
+struct Model {
+  Team team;
+  qc_batch batch;                  // of the running step
+  const void* const* weights;
+  char* kv;
+  int64_t kv_pages;
+  int rows[2], capacity[2];        // of each RowKind: allowed rows, and rounded up to 64 for alignment
+  char* arena[2];
+  float* rope;                     // tables of cos and sin, [capacity][kRopeFloats]
+  float* logits;                   // [outputs][vocab], where the caller wants none
+  Best* best;                      // [threads][max outputs]
+  char* own;                       // [threads][kOwnBytes]: rows a thread computes for itself
+  char* scratch;                   // [threads][kScratchBytes]
+  int32_t* feedback;               // token ids, positions and rows of qc_decode, [3][capacity]
+  uint32_t next_task[kCalls];      // attention tasks handed out, by call
+  bool profiling;
+  double seconds[kCalls];
+  int64_t counts[kCalls];
+  void* memory;
+  size_t memory_bytes;
+};
+
+struct Step {
+  Model& m;
+  const qc_batch& b;
+  Worker w;
+  bool few[2];           // so few rows that every thread computes all of them, which saves a barrier
+  double time = 0;
+
+  Step(Model& model, int tid)
+      : m(model), b(model.batch), w{tid, model.team.threads, model.scratch + (int64_t)tid * kScratchBytes} {
+    few[kTokens] = w.threads > 1 && b.tokens <= kFewRows;
+    few[kOutputs] = w.threads > 1 && b.outputs <= kFewRows;
+    if (tid == 0 && m.profiling) time = now_seconds();
+  }
+
+  // A value's first row; `offset` is bytes a row. Own values live in the thread's memory when rows are few.
+  char* place(RowKind kind, int64_t offset, bool own) const {
+    if (own && few[kind])
+      return m.own + w.tid * kOwnBytes + (kind == kOutputs ? kTokenBytes * kOwnRows : 0) + offset * kOwnRows;
+    return m.arena[kind] + offset * m.capacity[kind];
+  }
+  template <class T>
+  T* rows(RowKind kind, int64_t offset, bool own) const {
+    return (T*)place(kind, offset, own);
+  }
+  Q8Rows q8(RowKind kind, int64_t offset, bool own, int kp, int group) const {
+    const int64_t n = own && few[kind] ? kOwnRows : m.capacity[kind];
+    char* p = place(kind, offset, own);
+    return {(int8_t*)p, (float*)(p + n * kp), (int32_t*)(p + n * (kp + 4)), group, (kp + group - 1) / group};
+  }
+  template <class T>
+  const T* weight(int index) const {
+    return (const T*)m.weights[index];
+  }
+  // The rows of a rowwise operator that this thread computes.
+  Range mine(RowKind kind, bool own) const {
+    const int n = kind == kTokens ? b.tokens : b.outputs;
+    return own && few[kind] ? Range{0, n} : share(n, w);
+  }
+
+  KvLayer<kKv> layer(int index) const {
+    char* base = m.kv + index * m.kv_pages * kKvHeads * kv_block_bytes(kKv, kHeadDim);
+    return {base, b.block_table, b.block_stride, kKvHeads, kHeadDim};
+  }
+  // Whole kv heads a thread: then a head's k and v are read by the thread that wrote them.
+  bool by_head() const { return kKvHeads % w.threads == 0; }
+
+  void append(const RopeAppend& a, int index) const {
+    const bool heads = by_head() || b.tokens < w.threads;
+    rope_append<kKv>(a, layer(index), heads ? share(kKvHeads, w) : Range{0, kKvHeads},
+                     heads ? Range{0, b.tokens} : share(b.tokens, w));
+  }
+  void attend(const AttentionArgs& a, int index, int call) const {
+    if (by_head()) attention<kKv>(a, layer(index), share(kKvHeads, w), w.scratch);
+    else attention_tasks<kKv>(a, layer(index), &m.next_task[call], w.scratch);
+  }
+
+  float* logits() const { return b.logits ? b.logits : m.logits; }
+
+  // The best token of every output row: rows split over threads, or columns where rows are few.
+  void pick_best() const {
+    if (!b.argmax) return;
+    const float* x = logits();
+    if (b.outputs >= w.threads) {
+      const Range rows = share(b.outputs, w);
+      for (int r = rows.begin; r < rows.end; ++r) b.argmax[r] = argmax(x + (int64_t)r * kVocab, 0, kVocab).index;
+      return;
+    }
+    const Range columns = share(kVocab, w);
+    for (int r = 0; r < b.outputs; ++r)
+      m.best[w.tid * m.capacity[kOutputs] + r] = argmax(x + (int64_t)r * kVocab, columns.begin, columns.end);
+    m.team.sync(w.tid);
+    if (w.tid) return;
+    for (int r = 0; r < b.outputs; ++r) {
+      Best top = m.best[r];
+      for (int t = 1; t < w.threads; ++t) {
+        const Best& other = m.best[t * m.capacity[kOutputs] + r];
+        if (other.value > top.value) top = other;
+      }
+      b.argmax[r] = top.index;
+    }
+  }
+
+  // End of call `index`; `sync`: others need what it wrote.
+  void done(int index, bool sync) {
+    if (sync) m.team.sync(w.tid);
+    if (w.tid == 0 && m.profiling) {
+      const double now = now_seconds();
+      m.seconds[index] += now - time;
+      m.counts[index] += 1;
+      time = now;
+    }
+  }
+};
