@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcompile import numerics
+from qcompile import hadamard, numerics
 
 _DEFINED: dict[str, Any] = {}
 
@@ -192,6 +192,16 @@ def attention(
     """
     place = torch.arange(q.shape[1], device=q.device)
     return _attend(q, k, v, _visible(place, place, window), scale, softcap, sinks)
+
+
+# ---- changes of basis, on weights ----------------------------------------------------------------
+
+
+@_op(lambda w, signs, axis: torch.empty_like(w))
+def rotate(w: Tensor, signs: Tensor, axis: int) -> Tensor:
+    """w with `axis` cut into blocks of len(signs), each times diag(signs) H / sqrt(n): a randomized Hadamard rotation."""
+    blocks = w.movedim(axis, -1).unflatten(-1, (-1, signs.shape[0])) * signs.to(w.dtype)
+    return hadamard.transform(blocks).flatten(-2).movedim(-1, axis).contiguous()
 
 
 # ---- quantized linears --------------------------------------------------------------------------

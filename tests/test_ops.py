@@ -37,6 +37,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "merge_heads": (rand(2, 3, 2),),
     "rope": (rand(3, 2, 8), POSITIONS, INV_FREQ, 1.0, False),
     "attention": (rand(2, 5, 4, 8), rand(2, 5, 2, 8), rand(2, 5, 2, 6), 0.3, 3, 5.0, rand(4)),
+    "rotate": (rand(6, 16), torch.tensor([1.0, -1.0, 1.0, 1.0]), 1),
     "concat_rows": ([rand(3, 4), rand(2, 4)],),
     "interleave_rows": (rand(20, 4), rand(20, 4), 16),
     "quantize_weight": (rand(17, 200), "qoq_g128"),
