@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from qcompile.runtime.engine import Engine
 from qcompile.runtime.evaluate import Evaluation, perplexity
 from qcompile.runtime.executor import Executor, Limits, bind
 from qcompile.runtime.loader import Arena, available_memory, load_artifact
-from qcompile.runtime.outputs import RequestMetrics, RequestOutput
+from qcompile.runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from qcompile.runtime.sampling import SamplingParams
 from qcompile.runtime.scheduler import Request
 from qcompile.runtime.tokenizer import load_tokenizer
@@ -118,8 +119,8 @@ class LLM:
         """
         if stream:
             return self.stream(prompts, params, **options)
-        finished = {out.request_id: out for out in self.stream(prompts, params, **options) if out.finished}
-        return [finished[request_id] for request_id in sorted(finished)]
+        finished = self._run(*self._checked(prompts, params, options), partial=False)
+        return sorted(finished, key=lambda output: output.request_id)
 
     def stream(
         self,
@@ -132,12 +133,20 @@ class LLM:
         `outputs[i].text` is all text so far, `outputs[i].new_text` what came since the last yield.
         Closing the iterator cancels what is unfinished. Prompts are checked before the first step.
         """
-        prompts = _as_list(prompts)
-        every = _params_for(len(prompts), params, options)
-        checked = [(prompt, self.encode(prompt)) for prompt in prompts]
-        return self._run(checked, every)
+        return self._run(*self._checked(prompts, params, options), partial=True)
 
-    def _run(self, prompts: list[tuple[Prompt, list[int]]], every: list[SamplingParams]) -> Iterator[RequestOutput]:
+    def _checked(
+        self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None, options: dict[str, Any]
+    ) -> tuple[list[tuple[Prompt, list[int]]], list[SamplingParams]]:
+        """Prompts with their tokens, and the parameters of each; UsageError if anything is malformed."""
+        listed = _as_list(prompts)
+        every = _params_for(len(listed), params, options)
+        return [(prompt, self.encode(prompt)) for prompt in listed], every
+
+    def _run(
+        self, prompts: list[tuple[Prompt, list[int]]], every: list[SamplingParams], partial: bool
+    ) -> Iterator[RequestOutput]:
+        """Outputs as they grow, or with `partial` false only when they are finished."""
         groups: list[_Group] = []
         owner: dict[int, _Group] = {}
         for number, ((prompt, tokens), params) in enumerate(zip(prompts, every, strict=True)):
@@ -149,9 +158,9 @@ class LLM:
             while unfinished:
                 grown = {owner[request.id].number for request in self.engine.step() if request.id in owner}
                 for number in sorted(grown):
-                    output = groups[number].output()
-                    unfinished -= output.finished
-                    yield output
+                    unfinished -= groups[number].finished
+                    if partial or groups[number].finished:
+                        yield groups[number].output()
         finally:
             for request in (request for group in groups for request in group.requests):
                 self.engine.cancel(request)
@@ -164,7 +173,7 @@ class LLM:
             tokens = self._tokenizer().encode(prompt).ids
             if not tokens:
                 raise UsageError("the prompt has no tokens: give other text")
-        elif isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
+        elif isinstance(prompt, Sequence) and type(prompt) is not bytes and all(type(token) is int for token in prompt):
             tokens = list(prompt)
             if not tokens:
                 raise UsageError("the prompt is empty: give at least one token")
@@ -236,28 +245,33 @@ class _Group:
         self.number, self.prompt, self.tokens, self.requests = number, prompt, tokens, requests
         self._given = [0] * len(requests)
 
+    @property
+    def finished(self) -> bool:
+        """Whether all samples are."""
+        return all(request.output.finish_reason for request in self.requests)
+
     def output(self) -> RequestOutput:
-        """The state now, with new_text since the last call."""
-        for at, request in enumerate(self.requests):
-            request.output.new_text = request.output.text[self._given[at] :]
-            self._given[at] = len(request.output.text)
-        finished = all(request.output.finish_reason for request in self.requests)
-        outputs = [request.output for request in self.requests]
+        """A copy of the state now, with new_text since the last call."""
+        outputs: list[CompletionOutput] = []
+        for at, output in enumerate(request.output for request in self.requests):
+            new, logprobs = output.text[self._given[at] :], output.logprobs and output.logprobs.copy()
+            outputs.append(replace(output, new_text=new, token_ids=output.token_ids.copy(), logprobs=logprobs))
+            self._given[at] = len(output.text)
         times = [request.metrics for request in self.requests]
         metrics = RequestMetrics(
             times[0].arrival_time,
             min(time.first_scheduled_time for time in times),
             min(time.first_token_time for time in times),
-            max(time.finished_time for time in times) if finished else 0.0,
+            max(time.finished_time for time in times) if self.finished else 0.0,
         )
-        return RequestOutput(self.number, self.prompt, self.tokens, outputs, finished, metrics)
+        return RequestOutput(self.number, self.prompt, self.tokens, outputs, self.finished, metrics)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise UsageError(f"prompts must be a text or a list, not {type(prompts).__name__}")
     if not prompts:
         raise UsageError("no prompt given: give at least one")

@@ -1,0 +1,146 @@
+"""A model of a few lines behind the library's C interface, for testing the runtime without one.
+
+Each position writes one number into its page; the logits of a position follow from the sum of the numbers of
+its whole history, read back through the block table. A wrong page, slot, position or order changes them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from qcompile.runtime.executor import Executor, Limits
+from qcompile.runtime.llm import LLM
+from qcompile.runtime.loader import Arena
+
+VOCAB, PAGE_TOKENS, MAX_TOKENS, CONTEXT, EOS = 260, 64, 96, 1000, 0
+PAGE_BYTES = PAGE_TOKENS * 8
+_COLUMNS = np.arange(VOCAB)
+
+
+def mark(token: int, position: int) -> int:
+    """What a position leaves in the cache."""
+    return (token + 1) * (position * 7919 + 104729) % 1000003
+
+
+def logits_of(state: int) -> np.ndarray:
+    """Logits [vocab] of a history whose marks sum to `state`."""
+    return (4 * np.sin(state % 9973 + _COLUMNS * 1.7 + (state % 31) * _COLUMNS)).astype(np.float32)
+
+
+def reference_logits(tokens: Sequence[int]) -> np.ndarray:
+    """Logits [tokens, vocab] of a sequence, from no cache."""
+    states = np.cumsum([mark(token, position) for position, token in enumerate(tokens)])
+    return np.stack([logits_of(int(state)) for state in states])
+
+
+def reference_greedy(prompt: Sequence[int], count: int, eos: int | None = EOS) -> list[int]:
+    """Greedy continuation, including the end of text if it comes."""
+    tokens = list(prompt)
+    state = sum(mark(token, position) for position, token in enumerate(prompt))
+    while len(tokens) < len(prompt) + count:
+        tokens.append(int(logits_of(state).argmax()))
+        if tokens[-1] == eos:
+            break
+        state += mark(tokens[-1], len(tokens) - 1)
+    return tokens[len(prompt) :]
+
+
+class FakeLibrary:
+    """The functions of the generated library, checking all they are given."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []  # rows of each step
+        self.bursts: list[int] = []  # steps of each burst
+        self.closed = False
+
+    def qc_describe(self) -> bytes:
+        return json.dumps({"abi": 1, "isa": "fake", "calls": ["all"]}).encode()
+
+    def qc_open(self, config: Any) -> int:
+        self.pages = config._obj.kv_pages
+        self.max_tokens = config._obj.max_tokens
+        cells = (ctypes.c_int64 * (self.pages * PAGE_TOKENS)).from_address(config._obj.kv)
+        self.kv = np.ctypeslib.as_array(cells)
+        self.kv[:] = -1 << 40
+        return 1
+
+    def qc_close(self, handle: int) -> None:
+        self.closed = True
+
+    def qc_step(self, handle: int, reference: Any) -> int:
+        batch = reference._obj
+        self.steps.append(batch.tokens)
+        self._run(batch)
+        return 0
+
+    def qc_decode(self, handle: int, reference: Any, steps: int, out: int) -> int:
+        batch = reference._obj
+        assert batch.tokens == batch.sequences == batch.outputs
+        self.bursts.append(steps)
+        count = batch.sequences
+        result = ints(out, steps * count)
+        for step in range(steps):
+            self._run(batch)
+            chosen = ints(batch.argmax, count)
+            result[step * count : (step + 1) * count] = chosen
+            ints(batch.token_ids, count)[:] = chosen
+            ints(batch.positions, count)[:] += 1
+        return 0
+
+    def _run(self, batch: Any) -> None:
+        assert 1 <= batch.tokens <= self.max_tokens and 1 <= batch.sequences <= batch.tokens
+        tokens, positions = ints(batch.token_ids, batch.tokens), ints(batch.positions, batch.tokens)
+        start = ints(batch.query_start, batch.sequences + 1)
+        table = ints(batch.block_table, batch.sequences * batch.block_stride).reshape(batch.sequences, -1)
+        assert start[0] == 0 and start[-1] == batch.tokens
+        assert tokens.min() >= 0 and tokens.max() < VOCAB
+        states = np.zeros(batch.tokens, np.int64)
+        for sequence in range(batch.sequences):
+            first, end = start[sequence], start[sequence + 1]
+            assert end > first and (np.diff(positions[first:end]) == 1).all()
+            history = np.arange(positions[end - 1] + 1)
+            pages = table[sequence][history // PAGE_TOKENS]
+            assert pages.min() >= 0 and pages.max() < self.pages
+            cells = pages * PAGE_TOKENS + history % PAGE_TOKENS
+            for row in range(first, end):
+                self.kv[cells[positions[row]]] = mark(int(tokens[row]), int(positions[row]))
+            states[first:end] = np.cumsum(self.kv[cells])[positions[first:end]]
+        wanted = ints(batch.output_rows, batch.outputs)
+        for output, row in enumerate(wanted):
+            logits = logits_of(int(states[row]))
+            ints(batch.argmax, batch.outputs)[output] = logits.argmax()
+            if batch.logits:
+                floats = (ctypes.c_float * VOCAB).from_address(batch.logits + 4 * VOCAB * output)
+                np.ctypeslib.as_array(floats)[:] = logits
+
+
+def ints(address: int, count: int) -> np.ndarray:
+    """The int32 array at an address."""
+    return np.ctypeslib.as_array((ctypes.c_int32 * count).from_address(address))
+
+
+def byte_tokenizer() -> Any:
+    """A tokenizer with a token for each byte (1 to 256) and a special <eos> (0)."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<eos>": 0} | {letter: number for number, letter in enumerate(alphabet, start=1)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    return tokenizer
+
+
+def fake_llm(pages: int = 64, max_batch: int = 8, tokenizer: Any = None, max_tokens: int = MAX_TOKENS) -> LLM:
+    """An LLM over the fake library."""
+    limits = Limits(max_tokens, VOCAB, PAGE_TOKENS, CONTEXT)
+    weights = (ctypes.c_void_p * 1)()
+    executor = Executor(FakeLibrary(), weights, Arena(pages * PAGE_BYTES), pages, 1, limits)
+    model = {"bos_token_id": EOS, "eos_token_ids": [EOS]}
+    return LLM(executor, {"model": model}, tokenizer, max_batch)

@@ -1,0 +1,165 @@
+"""Scheduling, bursts, preemption and cancellation, on a fake model whose greedy text is known."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from qcompile.errors import ResourceError
+from qcompile.runtime.blocks import BlockPool
+from qcompile.runtime.sampling import SamplingParams
+from tests.runtime.fake import CONTEXT, EOS, MAX_TOKENS, VOCAB, fake_llm, reference_greedy, reference_logits
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+
+
+def prompts_of(count: int, longest: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(1, VOCAB) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def test_greedy_is_the_reference() -> None:
+    llm = fake_llm()
+    prompts = prompts_of(20, 300)
+    for prompt, result in zip(prompts, llm.generate(prompts, GREEDY), strict=True):
+        assert result.prompt_token_ids == prompt and result.prompt is None and result.finished
+        expected = reference_greedy(prompt, 40)
+        assert result.outputs[0].token_ids == expected
+        assert result.outputs[0].finish_reason == ("stop" if expected[-1] == EOS else "length")
+    llm.engine.check()
+    assert llm.engine.pool.free == llm.engine.pool.total
+    assert max(llm.executor.library.steps) <= MAX_TOKENS
+    assert max(llm.executor.library.bursts) > 1
+
+
+def test_tokens_do_not_depend_on_the_batch() -> None:
+    prompts = prompts_of(12, 150, seed=1)
+    params = [SamplingParams(temperature=0.8, top_p=0.9, seed=i, max_tokens=5 + 7 * i, logprobs=2) for i in range(12)]
+    together = fake_llm(pages=24, max_batch=5).generate(prompts, params)
+    for prompt, param, result in zip(prompts, params, together, strict=True):
+        alone = fake_llm().generate([prompt], param)[0].outputs[0]
+        assert result.outputs[0].token_ids == alone.token_ids
+        assert result.outputs[0].logprobs == alone.logprobs
+
+
+def test_preempted_requests_come_out_the_same() -> None:
+    llm = fake_llm(pages=9, max_batch=8)
+    prompts = prompts_of(8, 60, seed=2)
+    results = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=150, ignore_eos=True))
+    assert llm.engine.scheduler.preemptions > 0
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result.outputs[0].token_ids == reference_greedy(prompt, 150, eos=None)
+    llm.engine.check()
+    assert llm.engine.pool.used == 0
+
+
+def test_cache_smaller_than_the_context_ends_a_request_at_its_size() -> None:
+    llm = fake_llm(pages=2)
+    assert llm.context == 128
+    output = llm.generate([[5] * 100], SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))[0].outputs[0]
+    assert len(output.token_ids) == 28 and output.finish_reason == "length"
+
+
+def test_output_ends_at_the_context() -> None:
+    llm = fake_llm()
+    prompt = [3] * (CONTEXT - 10)
+    for max_tokens in (None, 500):
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        output = llm.generate([prompt], params)[0].outputs[0]
+        assert len(output.token_ids) == 10 and output.finish_reason == "length"
+
+
+def test_random_cancellation_loses_no_page() -> None:
+    llm = fake_llm(pages=16, max_batch=6)
+    rng = random.Random(3)
+    prompts = prompts_of(60, 200, seed=3)
+    requests = [llm.engine.add(prompt, GREEDY) for prompt in prompts]
+    while llm.engine.busy:
+        llm.engine.step()
+        if rng.random() < 0.3:
+            llm.engine.cancel(rng.choice(requests))
+        llm.engine.check()
+    assert llm.engine.pool.used == 0
+    reasons = [request.output.finish_reason for request in requests]
+    assert reasons.count("abort") > 5 and None not in reasons
+    for prompt, request in zip(prompts, requests, strict=True):
+        expected = reference_greedy(prompt, 40)
+        got = request.output.token_ids
+        assert got == (expected[: len(got)] if request.output.finish_reason == "abort" else expected)
+
+
+def test_closed_stream_cancels_its_requests() -> None:
+    llm = fake_llm()
+    stream = llm.stream(prompts_of(4, 50), temperature=0, max_tokens=500, ignore_eos=True)
+    next(stream)
+    stream.close()
+    assert not llm.engine.busy and llm.engine.pool.used == 0
+
+
+def test_two_streams_share_the_engine() -> None:
+    llm = fake_llm()
+    first = llm.stream([[7, 8]], temperature=0, max_tokens=300, ignore_eos=True)
+    next(first)
+    other = llm.generate([[9]], GREEDY)[0].outputs[0].token_ids
+    assert other == reference_greedy([9], 40)
+    *_, last = first
+    assert last.outputs[0].token_ids == reference_greedy([7, 8], 300, eos=None)
+
+
+def test_pure_greedy_decoding_runs_in_bursts() -> None:
+    llm = fake_llm(max_batch=2)
+    llm.engine._burst = lambda batch: 16  # type: ignore[method-assign]
+    llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=33, ignore_eos=True))
+    assert llm.executor.library.bursts == [16, 16]
+    assert llm.executor.library.steps == [3]
+
+
+def test_logits_of_every_position_whatever_the_chunk() -> None:
+    llm = fake_llm(pages=16)
+    rows = [prompts_of(1, 1, seed)[0] * 170 for seed in range(4)]
+    expected = [reference_logits(row) for row in rows]
+    for chunk in (None, 1, 2, 17, 96):
+        got = llm.logits(rows, chunk=chunk)
+        assert got.shape == (4, 170, VOCAB)
+        for row in range(4):
+            assert (got[row].numpy() == expected[row]).all()
+    assert llm.engine.pool.used == 0
+
+
+def test_logits_leave_running_requests_alone() -> None:
+    llm = fake_llm(pages=4)
+    stream = llm.stream([[7] * 100], temperature=0, max_tokens=60, ignore_eos=True)
+    next(stream)
+    assert llm.logits([[1] * 200]).shape == (1, 200, VOCAB)
+    *_, last = stream
+    assert last.outputs[0].token_ids == reference_greedy([7] * 100, 60, eos=None)
+    assert llm.engine.pool.used == 0
+
+
+def test_forward_without_pages_says_so() -> None:
+    llm = fake_llm(pages=2)
+    held = llm.engine.pool.take(1)
+    with pytest.raises(ResourceError, match="KV pages"):
+        llm.logits([[1] * 100])
+    llm.engine.pool.give_back(held)
+    llm.engine.check()
+
+
+def test_block_pool_notices_lost_and_doubled_pages() -> None:
+    pool = BlockPool(4, 64)
+    assert [pool.pages_for(tokens) for tokens in (0, 1, 64, 65)] == [0, 1, 1, 2]
+    pages = pool.take(3)
+    pool.check(pages)
+    with pytest.raises(RuntimeError, match="held"):
+        pool.check(pages[:2])
+    with pytest.raises(RuntimeError, match="distinct"):
+        pool.check([pages[0]] * 3)
+    with pytest.raises(ValueError, match="free"):
+        pool.take(2)
+    twice = pages[:1] * 2
+    with pytest.raises(ValueError, match="already free"):
+        pool.give_back(twice)
+    pool._free.append(pool._free[-1])
+    with pytest.raises(RuntimeError, match="of 4"):
+        pool.check()

@@ -1,0 +1,121 @@
+"""The distribution each option gives, and draws from it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from qcompile.runtime.sampling import Sampler, SamplingParams, distribution, logprobs_of, penalize
+
+LOGITS = np.array([2.0, -1.0, 0.5, 3.0, 3.0, -4.0, 1.0, 0.0], np.float32)
+
+
+def softmax(values: np.ndarray) -> np.ndarray:
+    weights = np.exp(values.astype(np.float64) - values.max())
+    return weights / weights.sum()
+
+
+def dense(params: SamplingParams, logits: np.ndarray = LOGITS) -> np.ndarray:
+    ids, probabilities = distribution(logits, params)
+    assert (np.diff(ids) > 0).all() and probabilities.sum() == pytest.approx(1)
+    full = np.zeros(len(logits))
+    full[ids] = probabilities
+    return full
+
+
+def test_temperature() -> None:
+    np.testing.assert_allclose(dense(SamplingParams(temperature=1.0)), softmax(LOGITS))
+    np.testing.assert_allclose(dense(SamplingParams(temperature=0.5)), softmax(LOGITS * 2))
+    assert np.isfinite(dense(SamplingParams(temperature=1e-6))).all()
+
+
+def test_top_k_keeps_ties() -> None:
+    expected = softmax(np.where(np.isin(np.arange(8), [3, 4]), LOGITS, -np.inf))
+    for k in (1, 2):
+        np.testing.assert_allclose(dense(SamplingParams(top_k=k)), expected)
+    assert np.count_nonzero(dense(SamplingParams(top_k=3))) == 3
+    for k in (0, -1, 8, 100):
+        assert np.count_nonzero(dense(SamplingParams(top_k=k))) == 8
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
+    full = softmax(LOGITS)
+    for p in (0.01, 0.3, 0.6, 0.9, 0.999, 1.0):
+        got = dense(SamplingParams(top_p=p))
+        kept = np.flatnonzero(got)
+        assert full[kept].sum() >= p - 1e-12 or len(kept) == 8
+        assert full[kept].sum() - full[kept].min() < p
+        np.testing.assert_allclose(got[kept], full[kept] / full[kept].sum())
+
+
+def test_min_p() -> None:
+    full = softmax(LOGITS / np.float32(0.7))
+    got = dense(SamplingParams(temperature=0.7, min_p=0.1))
+    assert set(np.flatnonzero(got)) == set(np.flatnonzero(full >= 0.1 * full.max()))
+
+
+def test_top_p_counts_what_top_k_left() -> None:
+    got = dense(SamplingParams(top_k=3, top_p=0.75))
+    left = softmax(LOGITS[[0, 3, 4]])
+    assert left[1] + left[2] >= 0.75 > left[1]
+    assert set(np.flatnonzero(got)) == {3, 4}
+
+
+def test_repetition_penalty_is_the_reference_one() -> None:
+    torch = pytest.importorskip("torch")
+    processors = pytest.importorskip("transformers").generation.logits_process
+    seen = np.zeros(8, bool)
+    seen[[0, 1, 7]] = True
+    processor = processors.RepetitionPenaltyLogitsProcessor(1.3)
+    expected = processor(torch.tensor([[0, 1, 7, 0]]), torch.from_numpy(LOGITS)[None])[0]
+    np.testing.assert_array_equal(penalize(LOGITS, seen, 1.3), expected.numpy())
+
+
+def test_penalty_sees_prompt_and_output() -> None:
+    sampler = Sampler(SamplingParams(temperature=0, repetition_penalty=4.0), 0, [3], 8)
+    assert [sampler.draw(LOGITS) for _ in range(3)] == [4, 0, 6]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(seed=1),
+        SamplingParams(seed=2, temperature=0.6, top_k=4),
+        SamplingParams(seed=3, top_p=0.8),
+        SamplingParams(seed=4, temperature=1.5, min_p=0.05, top_p=0.95, top_k=6),
+    ],
+)
+def test_draws_follow_the_distribution(params: SamplingParams) -> None:
+    draws = 20000
+    sampler = Sampler(params, 0, [], 8)
+    counts = Counter(sampler.draw(LOGITS) for _ in range(draws))
+    expected = dense(params) * draws
+    assert set(counts) <= set(np.flatnonzero(expected))
+    used = np.flatnonzero(expected)
+    chi = sum((counts[int(i)] - expected[i]) ** 2 / expected[i] for i in used)
+    # Wilson and Hilferty: the 99.9 % point of chi-square.
+    free = len(used) - 1
+    assert chi < free * (1 - 2 / (9 * free) + 3.09 * math.sqrt(2 / (9 * free))) ** 3
+
+
+def test_seeds_repeat_and_samples_differ() -> None:
+    def text(seed: int, index: int) -> list[int]:
+        sampler = Sampler(SamplingParams(seed=seed), index, [], 8)
+        return [sampler.draw(LOGITS) for _ in range(30)]
+
+    assert text(1, 0) == text(1, 0)
+    assert text(1, 0) != text(1, 1) != text(2, 0)
+
+
+def test_logprobs_are_of_the_plain_model() -> None:
+    values = np.log(softmax(LOGITS))
+    found = logprobs_of(LOGITS, 5, 2, None)
+    assert list(found) == [5, 3, 4]
+    assert [found[token].rank for token in (5, 3, 4)] == [8, 1, 2]
+    for token, entry in found.items():
+        assert entry.logprob == pytest.approx(values[token]) and entry.decoded_token is None
+    assert list(logprobs_of(LOGITS, 2, 0, str)) == [2]
+    assert len(logprobs_of(LOGITS, 2, 100, str)) == 8

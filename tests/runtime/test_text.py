@@ -1,0 +1,243 @@
+"""Text in and out: detokenization, stop texts, streams, and every malformed request."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from qcompile.errors import UsageError
+from qcompile.runtime.llm import LLM
+from qcompile.runtime.sampling import SamplingParams
+from qcompile.runtime.tokenizer import Detokenizer
+from tests.runtime.fake import CONTEXT, VOCAB, byte_tokenizer, fake_llm, reference_greedy
+
+TOKENIZER = byte_tokenizer()
+TEXT = "naïve café — 你好, мир 🙂👩‍👩‍👧 x = [1, 2]\n\tend"
+
+
+@pytest.fixture
+def llm() -> LLM:
+    return fake_llm(tokenizer=TOKENIZER)
+
+
+def scripted(llm: LLM, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the fake model answer `text`, byte by byte, whatever the prompt."""
+    answer = TOKENIZER.encode(text).ids
+
+    def run(self: Any, batch: Any) -> None:
+        from tests.runtime.fake import ints
+
+        for at, row in enumerate(ints(batch.output_rows, batch.outputs)):
+            position = int(ints(batch.positions, batch.tokens)[row])
+            ints(batch.argmax, batch.outputs)[at] = answer[position] if position < len(answer) else 0
+
+    monkeypatch.setattr(type(llm.executor.library), "_run", run)
+
+
+def test_pieces_of_text_join_to_the_whole_and_are_never_broken() -> None:
+    ids = TOKENIZER.encode(TEXT).ids
+    rng = random.Random(0)
+    for _ in range(50):
+        detokenizer, pieces, at = Detokenizer(TOKENIZER, [5, 6, 7]), [], 0
+        while at < len(ids):
+            step = rng.randint(1, 5)
+            pieces.append(detokenizer.push(ids[at : at + step]))
+            at += step
+        pieces.append(detokenizer.push([], last=True))
+        assert "".join(pieces) == TEXT
+        assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_bytes_that_are_no_character_come_out_as_the_tokenizer_decodes_them() -> None:
+    ids = list(range(1, 257)) * 2
+    detokenizer = Detokenizer(TOKENIZER, [])
+    text = "".join(detokenizer.push([token]) for token in ids) + detokenizer.push([], last=True)
+    assert text == TOKENIZER.decode(ids)
+
+
+def test_bytes_without_end_are_given_out_in_time() -> None:
+    lonely = TOKENIZER.encode("é").ids[1]  # a continuation byte
+    detokenizer = Detokenizer(TOKENIZER, [])
+    given = "".join(detokenizer.push([lonely]) for _ in range(200))
+    assert len(given) >= 150 and len(detokenizer._ids) < 80
+
+
+def test_character_begun_in_the_prompt_is_completed() -> None:
+    first, *rest = TOKENIZER.encode("你").ids
+    detokenizer = Detokenizer(TOKENIZER, [first])
+    assert detokenizer.push(rest[:1]) == "" and detokenizer.push(rest[1:]) == "你"
+
+
+def test_spaces_between_words_survive_a_decoder_that_strips_them() -> None:
+    from tokenizers import Tokenizer, decoders, models
+
+    vocabulary = {"<unk>": 0, "▁one": 1, "▁two": 2, "▁three": 3}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Metaspace()
+    assert tokenizer.decode([2]) == "two"
+    detokenizer = Detokenizer(tokenizer, [1])
+    assert [detokenizer.push([2]), detokenizer.push([3, 1]), detokenizer.push([2])] == [" two", " three one", " two"]
+
+
+def test_text_and_stream_agree(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(llm, TEXT, monkeypatch)
+    result = llm.generate("?", temperature=0, max_tokens=500)[0]
+    assert result.prompt == "?" and result.outputs[0].text == TEXT
+    assert result.outputs[0].finish_reason == "stop" and result.outputs[0].stop_reason is None
+    assert result.outputs[0].token_ids[-1] == 0
+    llm.engine._burst = lambda batch: 3  # type: ignore[method-assign]
+    pieces = [(out.outputs[0].new_text, out.finished) for out in llm.stream("?", temperature=0, max_tokens=500)]
+    assert "".join(text for text, _ in pieces) == TEXT
+    assert len(pieces) > 10 and [finished for _, finished in pieces].index(True) == len(pieces) - 1
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "reason"),
+    [
+        ("x = [", TEXT[: TEXT.index("x = [")], "x = ["),
+        (["never", "мир"], TEXT[: TEXT.index("мир")], "мир"),
+        (["ïve", "naï"], "", "naï"),
+        ("n", "", "n"),
+        ("endless", TEXT, None),
+        ("🙂", TEXT[: TEXT.index("🙂")], "🙂"),
+    ],
+)
+@pytest.mark.parametrize("burst", [1, 4, 50])
+def test_stop_texts(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, stop: Any, text: str, reason: str | None, burst: int
+) -> None:
+    scripted(llm, TEXT, monkeypatch)
+    llm.engine._burst = lambda batch: burst  # type: ignore[method-assign]
+    stream = list(llm.stream("?", temperature=0, max_tokens=500, stop=stop))
+    output = stream[-1].outputs[0]
+    assert "".join(out.outputs[0].new_text for out in stream) == output.text == text
+    assert output.stop_reason == reason and output.finish_reason == "stop"
+    if reason:
+        assert TOKENIZER.decode(output.token_ids).endswith(reason)
+
+
+def test_samples_of_one_prompt(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=5, max_tokens=12)
+    first, second = (llm.generate(["a", "b"], params) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert [out.token_ids for out in a.outputs] == [out.token_ids for out in b.outputs]
+        assert [out.index for out in a.outputs] == [0, 1, 2]
+        assert a.outputs[0].token_ids != a.outputs[1].token_ids
+    unseeded = [llm.generate("a", max_tokens=12)[0].outputs[0].token_ids for _ in range(2)]
+    assert unseeded[0] != unseeded[1]
+
+
+def test_logprobs(llm: LLM) -> None:
+    output = llm.generate("a", temperature=0, max_tokens=6, logprobs=3)[0].outputs[0]
+    assert output.logprobs is not None and output.cumulative_logprob is not None
+    assert len(output.logprobs) == len(output.token_ids)
+    for token, found in zip(output.token_ids, output.logprobs, strict=True):
+        assert len(found) == 3 and found[token].rank == 1
+        assert sorted(entry.rank for entry in found.values()) == [1, 2, 3]
+        assert isinstance(found[token].decoded_token, str)
+    total = sum(found[token].logprob for token, found in zip(output.token_ids, output.logprobs, strict=True))
+    assert output.cumulative_logprob == pytest.approx(total)
+    plain = llm.generate("a", temperature=0, max_tokens=6)[0].outputs[0]
+    assert plain.token_ids == output.token_ids and plain.logprobs is None
+    assert plain.token_ids == reference_greedy(TOKENIZER.encode("a").ids, 6)
+
+
+def test_prompts_may_be_one_or_many_texts_or_tokens(llm: LLM) -> None:
+    ids = TOKENIZER.encode("ab").ids
+    results = [llm.generate(prompts, temperature=0)[0].outputs[0].token_ids for prompts in ("ab", ["ab"], ids, [ids])]
+    assert results == [results[0]] * 4
+    assert len(llm.generate(["ab", ids], temperature=0)) == 2
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ("", "prompt is empty"),
+        ([], "no prompt"),
+        ([[]], "prompt is empty"),
+        (["ok", ""], "prompt is empty"),
+        ([3.5], "must be text or a list of token numbers, not float"),
+        (7, "prompts must be a text or a list, not int"),
+        ([["a"]], "must be text or a list"),
+        ([b"bytes"], "must be text or a list of token numbers, not bytes"),
+        (b"bytes", "not bytes"),
+        ([[True]], "must be text"),
+        ([[1, -1]], "token -1 is outside the vocabulary of 260"),
+        ([[VOCAB]], "token 260 is outside"),
+        ([[1] * CONTEXT], "has 1000 tokens, the context 1000"),
+        ("a" * (CONTEXT + 1), "has 1001 tokens"),
+    ],
+)
+def test_malformed_prompts(llm: LLM, prompts: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as raised:
+        llm.generate(prompts, temperature=0)
+    assert "\n" not in str(raised.value)
+    assert not llm.engine.busy
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1}, "temperature must be at least 0, not -1"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"n": 0}, "n must be"),
+        ({"n": 2, "temperature": 0}, "n must be 1"),
+        ({"seed": -1}, "seed"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", 3]}, "stop"),
+        ({"beam": 4}, "unknown sampling option 'beam'"),
+    ],
+)
+def test_malformed_options(llm: LLM, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        llm.generate("a", **options)
+
+
+def test_mismatched_parameters(llm: LLM) -> None:
+    with pytest.raises(UsageError, match="2 SamplingParams for 1"):
+        llm.generate("a", [SamplingParams()] * 2)
+    with pytest.raises(UsageError, match="not both"):
+        llm.generate("a", SamplingParams(), max_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "message"),
+    [
+        ([], "empty"),
+        ([[]], "empty"),
+        ([1, 2], "token_ids must be"),
+        ([[1, 2], [3]], "one length"),
+        ([[1.5]], "whole numbers"),
+        ([[VOCAB]], "outside"),
+        ([[1] * (CONTEXT + 1)], "longer than the context"),
+    ],
+)
+def test_malformed_token_ids(llm: LLM, token_ids: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        llm.logits(token_ids)
+
+
+def test_without_a_tokenizer_only_tokens() -> None:
+    llm = fake_llm()
+    assert llm.generate([[1, 2]], temperature=0)[0].outputs[0].text == ""
+    with pytest.raises(UsageError, match="no tokenizer"):
+        llm.generate("a")
+
+
+def test_closed_once_and_for_all(llm: LLM) -> None:
+    with llm:
+        pass
+    assert llm.executor.library.closed
+    llm.close()
