@@ -1,0 +1,74 @@
+"""Perplexity: windows, what precedes documents, and the numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qcompile.errors import UsageError
+from qcompile.runtime.evaluate import negative_log_likelihood, read_documents, token_stream
+from tests.runtime.fake import byte_tokenizer, fake_llm, reference_logits
+
+TOKENIZER = byte_tokenizer()
+TEXTS = ["def f(x):\n    return x\n" * 9, "import os\n" * 40, "x = 1\n" * 13]
+
+
+def expected_nll(stream: list[int], window: int) -> tuple[float, int]:
+    total, windows = 0.0, len(stream) // window
+    for number in range(windows):
+        tokens = stream[number * window : (number + 1) * window]
+        logits = reference_logits(tokens).astype(np.float64)
+        logp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        total -= sum(logp[i, tokens[i + 1]] for i in range(window - 1))
+    return total / (windows * (window - 1)), windows
+
+
+def test_perplexity_is_that_of_the_protocol(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS) + "\n")
+    stream = token_stream(TOKENIZER, TEXTS, 0)
+    assert len(stream) == sum(map(len, TEXTS)) + 3 and stream[0] == stream[len(TEXTS[0]) + 1] == 0
+    llm = fake_llm(tokenizer=TOKENIZER)
+    done: list[tuple[int, int]] = []
+    for window in (97, 200):
+        result = llm.perplexity(path, window=window, progress=lambda *now: done.append(now))
+        nll, windows = expected_nll(stream, window)
+        assert result.nll == pytest.approx(nll, abs=1e-6) and result.windows == windows
+        assert result.perplexity == pytest.approx(math.exp(nll), rel=1e-5)
+        assert result.tokens == windows * (window - 1)
+        assert done[-1] == (windows, windows)
+    assert llm.perplexity(TEXTS, window=97, max_windows=2).windows == 2
+    assert llm.engine.pool.used == 0
+
+
+def test_likelihood_of_extreme_logits() -> None:
+    logits = np.array([[1e4, -1e4, 0], [-1e30, 5, 5], [0, 0, 0]], np.float32)
+    np.testing.assert_allclose(negative_log_likelihood(logits, [0, 1]), [0, math.log(2)], atol=1e-7)
+    assert negative_log_likelihood(logits, [1])[0] == pytest.approx(2e4)
+
+
+def test_malformed_data(tmp_path: Path) -> None:
+    llm = fake_llm(tokenizer=TOKENIZER)
+    path = tmp_path / "data.jsonl"
+    for content, message in (
+        ('{"text": "a"}\nnonsense\n', "line 2"),
+        ('{"txt": "a"}\n', "line 1"),
+        ('{"text": 3}\n', "line 1"),
+        ("[1]\n", "line 1"),
+        ('{"text": "a"}\n', "window takes 1000: give more"),
+        ("", "0 tokens"),
+    ):
+        path.write_text(content)
+        with pytest.raises(UsageError, match=message):
+            llm.perplexity(path)
+    with pytest.raises(UsageError, match="cannot read"):
+        read_documents(tmp_path / "nowhere")
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="cannot read"):
+        read_documents(path)
+    with pytest.raises(UsageError, match="window must be at least 2"):
+        llm.perplexity(TEXTS, window=1)

@@ -1,0 +1,217 @@
+"""Loading: every bit is checked before the library is opened, and the machine fits."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qcompile.artifact import ArtifactWriter, WeightSpec
+from qcompile.errors import ArtifactError, ResourceError, UsageError
+from qcompile.runtime import loader
+from qcompile.runtime.llm import load
+from qcompile.runtime.loader import Arena, load_artifact
+from qcompile.runtime.sampling import SamplingParams
+from tests.runtime.fake import byte_tokenizer
+
+COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+STUB = r"""
+#include <stdint.h>
+typedef struct { int32_t tokens, sequences, outputs, stride; const int32_t *ids, *positions, *start, *table,
+  *rows; float* logits; int32_t* argmax; } batch;
+typedef struct { const void* const* weights; void* kv; int64_t pages; int32_t threads, max_tokens, outputs; } config;
+static const uint8_t* first;
+const char* qc_describe(void) { return "{\"abi\": 1, \"isa\": \"stub\", \"calls\": [\"a\", \"b\"]}"; }
+void* qc_open(const config* c) {
+  if (c->threads == 13) return 0;
+  first = c->weights[0];
+  return ((uintptr_t)c->kv | (uintptr_t)c->weights[0]) % 64 ? 0 : (void*)first;
+}
+int qc_step(void* m, const batch* b) {  /* the next token is this one plus the first weight's first byte */
+  for (int r = 0; r < b->outputs; ++r) b->argmax[r] = (b->ids[b->rows[r]] + first[0]) % 260;
+  return 0;
+}
+int qc_decode(void* m, const batch* b, int32_t steps, int32_t* out) {
+  for (int i = 0; i < steps * b->sequences; ++i)
+    out[i] = ((i < b->sequences ? b->ids[i] : out[i - b->sequences]) + first[0]) % 260;
+  return 0;
+}
+int qc_profile(void* m, int32_t on) { return 0; }
+int qc_profile_read(void* m, double* s, int64_t* n, int32_t k) {
+  for (int i = 0; i < k; ++i) { s[i] = 0.5 * i; n[i] = i; }
+  return 0;
+}
+double qc_probe(void* m, int32_t what) { return 40.0 + what; }
+void qc_close(void* m) {}
+"""
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library that only counts, compiled once."""
+    if COMPILER is None:
+        pytest.skip("needs a C compiler")
+    folder = tmp_path_factory.mktemp("stub")
+    (folder / "model.c").write_text(STUB)
+    subprocess.run(
+        [COMPILER, "-shared", "-fPIC", "-o", folder / "model.so", folder / "model.c"], check=True, capture_output=True
+    )
+    return folder / "model.so"
+
+
+def write(path: Path, stub: Path, step: int = 3, tokenizer: bool = True, **changes: Any) -> Path:
+    specs = [WeightSpec(f"w{i}", 64 * (i + 1)) for i in range(6)]
+    with ArtifactWriter(path, shard_bytes=256) as writer:
+        entries = writer.add_weights(specs, (bytes([step + i]) * spec.bytes for i, spec in enumerate(specs)))
+        writer.add_file("kernels/stub/model.so", stub)
+        if tokenizer:
+            writer.add_file("tokenizer.json", byte_tokenizer().to_str())
+        manifest: dict[str, Any] = {
+            "target": {"name": "stub", "isa": "stub", "requires": []},
+            "model": {"max_position": 500, "bos_token_id": 0, "eos_token_ids": [0], "vocab_size": 260},
+            "runtime": {
+                "abi": 1,
+                "library": "kernels/stub/model.so",
+                "weights": entries,
+                "max_tokens": 64,
+                "vocab_size": 260,
+                "kv": {"page_tokens": 64, "page_bytes": 4096},
+            },
+        }
+        for name, value in changes.items():
+            manifest[name] = manifest[name] | value
+        writer.finish(manifest)
+    return path
+
+
+def test_weights_lie_where_the_pointers_say(tmp_path: Path, stub: Path) -> None:
+    artifact = load_artifact(write(tmp_path / "out", stub))
+    assert artifact.weights.address % (2 << 20) == 0
+    for i, entry in enumerate(artifact.manifest["runtime"]["weights"]):
+        assert artifact.pointers[i] % 64 == 0
+        assert ctypes.string_at(artifact.pointers[i], entry["bytes"]) == bytes([3 + i]) * entry["bytes"]
+
+
+def test_loaded_model_generates(tmp_path: Path, stub: Path) -> None:
+    with load(write(tmp_path / "out", stub), threads=1) as llm:
+        result = llm.generate([[1, 2]], SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))[0]
+        assert result.outputs[0].token_ids == [(2 + 3 * (i + 1)) % 260 for i in range(50)]
+        assert llm.executor.profile_read() == {"a": (0.0, 0), "b": (0.5, 1)}
+        assert llm.executor.probe(2) == 42.0
+        assert llm.engine.pool.total == 16 * 8 and llm.context == 500
+        assert result.metrics.decode_seconds >= 0 and result.metrics.prefill_seconds > 0
+
+
+def test_rebuilt_artifact_at_the_same_place_is_the_new_one(tmp_path: Path, stub: Path) -> None:
+    for step in (3, 5):
+        with load(write(tmp_path / "out", stub, step), threads=1) as llm:
+            assert llm.generate([[1]], temperature=0, max_tokens=1)[0].outputs[0].token_ids == [1 + step]
+
+
+def test_flipped_bit_anywhere_is_found_before_the_library_is_opened(
+    tmp_path: Path, stub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = write(tmp_path / "out", stub)
+    opened: list[str] = []
+    monkeypatch.setattr(loader, "_libraries", {})
+    monkeypatch.setattr(loader.ctypes, "CDLL", lambda name: opened.append(name))
+    rng = random.Random(4)
+    files = sorted(p for p in root.rglob("*") if p.is_file())
+    assert len(files) >= 6
+    for file in files:
+        clean = file.read_bytes()
+        for _ in range(15):
+            raw = bytearray(clean)
+            raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
+            file.write_bytes(raw)
+            with pytest.raises(ArtifactError) as raised:
+                load_artifact(root)
+            assert file.name in str(raised.value) and "\n" not in str(raised.value)
+        file.write_bytes(clean[:-1])
+        with pytest.raises(ArtifactError):
+            load_artifact(root)
+        file.unlink()
+        with pytest.raises(ArtifactError):
+            load_artifact(root)
+        file.write_bytes(clean)
+    assert opened == []
+    load_artifact(root)
+    assert len(opened) == 1
+
+
+def test_other_cpu_is_named(tmp_path: Path, stub: Path) -> None:
+    target = {"requires": ["fpu_of_tomorrow"]}
+    with pytest.raises(ArtifactError, match=r"no fpu_of_tomorrow: build it again here with --target cpu"):
+        load_artifact(write(tmp_path / "out", stub, target=target))
+
+
+def test_other_interface_is_refused(tmp_path: Path, stub: Path) -> None:
+    with pytest.raises(ArtifactError, match="interface 2"):
+        load_artifact(write(tmp_path / "out", stub, runtime={"abi": 2}))
+
+
+def test_weight_outside_its_file_is_refused(tmp_path: Path, stub: Path) -> None:
+    for weight in (
+        {"name": "w", "file": "weights-00000.safetensors", "offset": 1 << 20, "bytes": 64},
+        {"name": "w", "file": "weights-00000.safetensors", "offset": 3, "bytes": 64},
+        {"name": "w", "file": "nowhere", "offset": 0, "bytes": 64},
+    ):
+        with pytest.raises(ArtifactError, match="weight w lies outside"):
+            load_artifact(write(tmp_path / "out", stub, runtime={"weights": [weight]}))
+
+
+def test_library_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("not a library")
+    with pytest.raises(ArtifactError, match="cannot be opened"):
+        load_artifact(write(tmp_path / "out", tmp_path / "text"))
+
+
+def test_not_an_artifact(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such artifact"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(ArtifactError, match="not an artifact"):
+        load(tmp_path)
+
+
+def test_bad_options_of_load(tmp_path: Path, stub: Path) -> None:
+    root = write(tmp_path / "out", stub)
+    for options, message in (
+        ({"threads": 0}, "threads must be"),
+        ({"max_batch": 0}, "max_batch must be between 1 and 64"),
+        ({"kv_cache_bytes": 100}, "less than one page"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            load(root, **options)
+    with pytest.raises(ResourceError, match="13 threads"):
+        load(root, threads=13)
+    assert load(root, threads=1, kv_cache_bytes=9000).engine.pool.total == 2
+
+
+def test_memory_that_is_not_there(tmp_path: Path, stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "available_memory", lambda: 100)
+    with pytest.raises(ResourceError, match="100 are available"):
+        load_artifact(write(tmp_path / "out", stub))
+    with pytest.raises(ResourceError, match="cannot reserve"):
+        Arena(1 << 62)
+
+
+def test_threads_default_to_the_cores_allowed(tmp_path: Path, stub: Path) -> None:
+    with load(write(tmp_path / "out", stub)) as llm:
+        assert llm.threads == len(os.sched_getaffinity(0))
+
+
+def test_loading_imports_no_torch(tmp_path: Path, stub: Path) -> None:
+    root = write(tmp_path / "out", stub)
+    script = (
+        f"import sys; sys.path[:0] = {sys.path!r}\n"
+        f"import qcompile; print(qcompile.load({str(root)!r}, threads=1).generate('a', temperature=0))\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
