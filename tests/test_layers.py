@@ -1,0 +1,78 @@
+"""Imports point down: pipeline -> passes, codegen -> core; runtime -> core; core -> nothing above it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LAYERS = ("passes", "codegen", "runtime")
+FRONT = {"__init__", "__main__", "cli", "cli_generate", "bench", "doctor", "inspect_artifact"}
+"""Modules of the front door: they may import all layers but passes and codegen, which are the pipeline's."""
+
+
+def imports(path: Path) -> set[str]:
+    """Names of qcompile modules that a file imports, at any depth of its code, type checking left out."""
+    found: set[str] = set()
+    skipped: set[ast.AST] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            skipped.update(inner for statement in node.body for inner in ast.walk(statement))
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return {name for name in found if name.split(".")[0] == "qcompile"}
+
+
+def layer(module: str) -> str:
+    """`passes`, `codegen`, `runtime`, `pipeline`, `front` or `core` of a dotted module name."""
+    parts = module.split(".")
+    second = parts[1] if len(parts) > 1 else "core"
+    if second in (*LAYERS, "pipeline"):
+        return second
+    return "front" if second in FRONT else "core"
+
+
+ALLOWED = {
+    "core": {"core"},
+    "passes": {"core", "passes"},
+    "codegen": {"core", "codegen"},
+    "runtime": {"core", "runtime"},
+    "pipeline": {"core", "passes", "codegen"},
+    "front": {"core", "front", "pipeline", "runtime"},
+}
+FILES = [p for folder in ("qcompile", *LAYERS) for p in sorted((ROOT / folder).glob("*.py"))]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_down(path: Path) -> None:
+    folder = path.parent.name
+    own = folder if folder in LAYERS else layer(f"qcompile.{path.stem}")
+    if path.stem == "__init__" and folder == "qcompile":
+        own = "front"
+    above = {name for name in imports(path) if layer(name) not in ALLOWED[own]}
+    assert not above, f"{own} may not import {sorted(above)}"
+
+
+def test_layers_are_relative_symlinks() -> None:
+    for name in LAYERS:
+        link = ROOT / "qcompile" / name
+        assert link.is_symlink() and str(link.readlink()) == f"../{name}"
+
+
+def test_the_runtime_loads_without_torch() -> None:
+    code = "import sys, qcompile; qcompile.load, qcompile.SamplingParams; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.name != "__init__.py"], ids=lambda p: p.name)
+def test_files_stay_small(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 500

@@ -1,0 +1,133 @@
+"""Recipes, options, targets and the roofline: all of it is data."""
+
+from __future__ import annotations
+
+import pytest
+
+from qcompile import numerics, targets
+from qcompile.errors import UsageError
+from qcompile.recipes import HEADS, RECIPES, apply_options, get_recipe, parse_options
+from qcompile.roofline import Peaks, call_cost, predicted_us
+from qcompile.targets import TARGET_NAMES, get_target
+
+FIELDS = {
+    "quantize": {"rounding": "nearest"},
+    "clip": {"rounding": "nearest", "steps": 10, "ratio": 0.5, "search": True},
+    "cache": {"format": "kv16"},
+}
+
+
+def test_every_recipe_names_formats_that_exist() -> None:
+    for recipe in RECIPES.values():
+        assert recipe.weight in numerics.FORMATS
+        assert recipe.activation in numerics.ACTIVATION_DTYPES
+        assert recipe.kv in numerics.KV_BITS
+        assert HEADS[recipe.head][0] in numerics.FORMATS
+
+
+def test_settings_are_the_recipe_and_its_head() -> None:
+    settings = get_recipe("w4a8").settings()
+    assert settings["assign_precision"] == {
+        "weight": "w4_asym_g128",
+        "activation": "int8",
+        "head": "w8_sym_channel",
+        "head_activation": "int8",
+    }
+    assert settings["cache"] == {"format": "kv16"}
+    assert get_recipe("w4a8").settings("bf16")["assign_precision"]["head"] == "bf16"
+    assert get_recipe("f32").settings()["assign_precision"]["head"] == "f32"
+
+
+@pytest.mark.parametrize("name", ["", "W4A8", "gptq"])
+def test_unknown_names_list_what_exists(name: str) -> None:
+    with pytest.raises(UsageError, match=r"there are f32, bf16.*mxfp4"):
+        get_recipe(name)
+    with pytest.raises(UsageError, match=r"there are cpu, cpu-avx512vnni"):
+        get_target(name)
+    if name:
+        with pytest.raises(UsageError, match="there are int8, bf16, f32"):
+            get_recipe("w4a8").settings(name)
+
+
+def test_an_option_names_a_field_of_a_pass() -> None:
+    merged = apply_options({"cache": {"format": "kv4"}}, FIELDS, parse_options(["cache.format=kv8", "clip.steps=3"]))
+    assert merged == {"cache": {"format": "kv8"}, "clip": {"steps": 3}}
+
+
+def test_a_field_alone_goes_to_every_pass_that_has_it() -> None:
+    merged = apply_options({}, FIELDS, {"rounding": "nearest"})
+    assert merged == {"quantize": {"rounding": "nearest"}, "clip": {"rounding": "nearest"}}
+
+
+def test_settings_given_are_not_changed() -> None:
+    settings = {"cache": {"format": "kv16"}}
+    apply_options(settings, FIELDS, {"cache.format": "kv8"})
+    assert settings == {"cache": {"format": "kv16"}}
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("cash.format=kv8", "pass cash is unknown; there are quantize, clip, cache"),
+        ("cache.bits=8", "pass cache has no field bits; there are .*cache.format"),
+        ("nothing=1", "a field of no pass; there are quantize.rounding"),
+        ("clip.steps=many", "a whole number"),
+        ("clip.ratio=half", "a number"),
+        ("clip.search=maybe", "true or false"),
+        ("rounding", "write pass.field=value"),
+        ("=nearest", "write pass.field=value"),
+        ("rounding=", "write pass.field=value"),
+    ],
+)
+def test_wrong_options_are_refused(option: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        apply_options({}, FIELDS, parse_options([option]))
+
+
+def test_values_are_read_in_the_type_of_the_default() -> None:
+    merged = apply_options({}, FIELDS, {"clip.ratio": "0.25", "clip.search": "False", "clip.steps": "7"})
+    assert merged == {"clip": {"ratio": 0.25, "search": False, "steps": 7}}
+
+
+def test_cpu_is_a_target_this_host_can_run() -> None:
+    target = get_target("cpu")
+    assert target.name == "cpu" and not targets.missing_flags(target.requires)
+
+
+@pytest.mark.parametrize(
+    ("flags", "isa"),
+    [
+        ("avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16", "avx512"),
+        ("avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni", "avx2"),
+        ("avx2 fma f16c avx_vnni", "avx2vnni"),
+        ("avx2 fma f16c", "avx2"),
+        ("sse4_2", "portable"),
+        ("", "portable"),
+    ],
+)
+def test_cpu_is_the_best_level_the_flags_allow(flags: str, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "cpu_flags", lambda: frozenset(flags.split()))
+    assert get_target("cpu").isa == isa
+
+
+def test_every_target_name_is_a_target() -> None:
+    assert [get_target(name).name for name in TARGET_NAMES] == list(TARGET_NAMES)
+
+
+def test_roofline_takes_the_longer_of_moving_and_computing() -> None:
+    peaks = Peaks(1e9, {"int8": 1e12, "f32": 1e10}, overhead_us=0.5)
+    assert predicted_us(2e3, 10, peaks) == pytest.approx(2.5)
+    assert predicted_us(10, 3e6, peaks) == pytest.approx(3.5)
+    assert predicted_us(10, 3e6, peaks, "f32") == pytest.approx(300.5)
+
+
+def test_a_gemm_costs_its_weights_and_its_rows() -> None:
+    program = {
+        "buffers": [{"name": "a", "dtype": "q8", "width": 64}, {"name": "b", "dtype": "f32", "width": 32}],
+        "kv": {"page_bytes": 6400, "page_tokens": 64, "layers": 2},
+    }
+    call = {"kernel": "gemm", "x": "a", "out": "b", "n": 32, "k": 64, "weights": {"codes": "w", "scale": "s"}}
+    cost = call_cost(call | {"bias": None, "residual": None}, program, {"w": 1024, "s": 128}, context=1)
+    assert cost == (64 + 32 * 4 + 1024 + 128, 2 * 32 * 64, "int8")
+    attention = {"kernel": "attention", "q": "b", "out": "b", "heads": 2, "head_dim": 16}
+    assert call_cost(attention, program, {}, context=10).bytes == 2 * 128 + 10 * 50
