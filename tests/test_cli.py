@@ -1,0 +1,277 @@
+"""The command line: what it prints where, and the codes it exits with."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qcompile import cli, cli_generate, console
+from qcompile.cli import main
+
+Build = Callable[[str], Path]
+Capture = pytest.CaptureFixture[str]
+COMMANDS = ("build", "run", "chat", "eval", "bench", "inspect", "verify", "doctor")
+
+
+def code_of(*arguments: object) -> int:
+    """Exit code of `qcompile ARGUMENTS`, in this process."""
+    with pytest.raises(SystemExit) as exit:
+        main([str(argument) for argument in arguments])
+    return int(exit.value.code or 0)
+
+
+def json_of(capsys: Capture, *arguments: object) -> Any:
+    """What a command prints with --json."""
+    assert code_of(*arguments, "--json") == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+def refusal(capsys: Capture, code: int, *arguments: object) -> str:
+    """The one line on stderr of a command that must exit with `code` and print nothing else."""
+    assert code_of(*arguments) == code
+    captured = capsys.readouterr()
+    assert captured.out == "" and len(captured.err.splitlines()) == 1, captured
+    assert captured.err.startswith("qcompile: ")
+    return captured.err
+
+
+# ---- without a model ---------------------------------------------------------------------------------
+
+
+def test_help_is_quick_and_names_every_command() -> None:
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", "qcompile", "--help"], capture_output=True, text=True)
+    assert time.monotonic() - start < 1.5  # half a second on an idle machine
+    assert done.returncode == 0 and all(command in done.stdout for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example_and_json(command: str, capsys: Capture) -> None:
+    assert code_of(command, "--help") == 0
+    text = capsys.readouterr().out
+    assert "Example:" in text and f"qcompile {command} " in text and "--json" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fly"], "fly"),
+        (["build", "model"], "--output"),
+        (["build", "model", "-o", "out", "--recipe", "w3a3"], "recipe w3a3 is unknown; there are f32"),
+        (["build", "model", "-o", "out", "--target", "tpu"], "target tpu is unknown; there are cpu"),
+        (["build", "model", "-o", "out", "--set", "rounding"], "--set rounding: write pass.field=value"),
+        (["run", "nowhere", "--prompt", "x"], "nowhere: no such artifact directory"),
+        (["run", "nowhere", "--prompt", "x", "--temperature", "-1"], "temperature must be at least 0"),
+        (["run", "nowhere", "--prompt", "x", "--threads", "0"], "threads"),
+        (["bench", "nowhere", "--pp", "1,x"], "--pp 1,x: write whole numbers"),
+        (["bench", "nowhere", "--verify", "0"], "at least 1"),
+        (["inspect", "nowhere"], "no such artifact directory"),
+        (["verify", "nowhere"], "no such artifact directory"),
+        (["eval", "nowhere", "--data", "nothing.jsonl"], "nothing.jsonl: no such file"),
+    ],
+)
+def test_wrong_requests_exit_2_with_one_line(arguments: list[str], message: str, capsys: Capture) -> None:
+    assert message in refusal(capsys, 2, *arguments)
+
+
+def test_no_command_shows_the_help(capsys: Capture) -> None:
+    assert code_of() == 2
+    assert "Commands:" in capsys.readouterr().err
+
+
+def test_a_bug_exits_1_with_one_line_and_a_hint(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(path: Path) -> None:
+        raise RuntimeError("what is this\nsecond line")
+
+    monkeypatch.setattr("qcompile.inspect_artifact.summary", broken)
+    line = refusal(capsys, 1, "inspect", "x")
+    assert "RuntimeError: what is this" in line and "--debug" in line
+    assert code_of("--debug", "inspect", "x") == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_ctrl_c_exits_130(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("qcompile.inspect_artifact.summary", interrupted)
+    assert "interrupted" in refusal(capsys, 130, "inspect", "x")
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    command = f"{sys.executable} -m qcompile --help | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode in (0, 128 + signal.SIGPIPE) and done.stderr == ""
+
+
+def test_version(capsys: Capture) -> None:
+    assert code_of("--version") == 0
+    assert capsys.readouterr().out.startswith("qcompile 0.")
+
+
+def test_progress_tells_the_time_left(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
+    with console.Progress() as progress:
+        for second in range(21):
+            clock[0] = float(second)
+            progress("weights", second, 40)
+    assert capsys.readouterr().err.splitlines()[0] == "weights: 12 %, 35 s left"
+
+
+def test_tables_and_sizes() -> None:
+    assert console.table(["a", "b"], [["x", "10"], ["long", "1"]]) == "a      b\nx     10\nlong   1"
+    assert [console.byte_size(n) for n in (12, 1536, 5 << 20, 3 << 31)] == ["12 B", "1.5 KiB", "5.0 MiB", "6.0 GiB"]
+
+
+# ---- with a tiny model -------------------------------------------------------------------------------
+
+
+def test_build_says_what_each_pass_did(capsys: Capture, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    found = json_of(
+        capsys, "build", tiny_checkpoint, "-o", out, "--set", "cache.format=kv8", "--set", "rounding=nearest"
+    )
+    assert Path(found["path"]) == out and found["bytes"] > 0 and 4 < found["bits_per_weight"] < 9
+    assert {"raise", "fold_norms", "merge", "quantize", "cache", "fuse"} <= {p["name"] for p in found["passes"]}
+    assert json_of(capsys, "inspect", out)["kv"]["format"] == "kv8"
+
+
+def test_build_refuses_an_unknown_field(capsys: Capture, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    build = ("build", tiny_checkpoint, "-o", tmp_path / "out", "--set")
+    assert "there are" in refusal(capsys, 2, *build, "cache.fromat=kv8")
+    assert "kv16" in refusal(capsys, 2, *build, "cache.format=kv7")
+    assert not list(tmp_path.iterdir())
+
+
+def test_build_refuses_what_is_not_a_model(capsys: Capture, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "config.json" in refusal(capsys, 2, "build", tmp_path / "empty", "-o", tmp_path / "out")
+    (tmp_path / "empty" / "config.json").write_text('{"model_type": "frobnicator"}')
+    assert "frobnicator" in refusal(capsys, 3, "build", tmp_path / "empty", "-o", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_run_prints_the_prompt_and_its_continuation(capsys: Capture, tiny_artifact: Build) -> None:
+    run = ("run", tiny_artifact("w4a8"), "--prompt", "def main(", "--max-tokens", "6")
+    found = json_of(capsys, *run)
+    assert len(found["token_ids"]) == 6 and found["prefill_seconds"] > 0 and found["decode_seconds"] > 0
+    assert found["decode_tokens_per_second"] == pytest.approx(5 / found["decode_seconds"])
+    assert code_of(*run, "--threads", "1") == 0
+    captured = capsys.readouterr()
+    assert captured.out == "def main(" + found["text"] + "\n"
+    assert "tokens/s" in captured.err
+
+
+def test_run_reads_a_prompt_from_stdin(capsys: Capture, tiny_artifact: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    from io import StringIO
+
+    monkeypatch.setattr("sys.stdin", StringIO("import "))
+    assert json_of(capsys, "run", tiny_artifact("w4a8"), "-p", "-", "--max-tokens", "1")["prompt_tokens"] > 0
+
+
+@pytest.mark.parametrize(("prompt", "message"), [("", "empty"), ("x = 1\n" * 400, "context")])
+def test_run_refuses_prompts_without_a_place(prompt: str, message: str, capsys: Capture, tiny_artifact: Build) -> None:
+    assert message in refusal(capsys, 2, "run", tiny_artifact("w4a8"), "--prompt", prompt, "--json")
+
+
+def test_chat_answers_each_line(capsys: Capture, tiny_artifact: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    from io import StringIO
+
+    monkeypatch.setattr("sys.stdin", StringIO("import os\n\nimport sys\n"))
+    assert code_of("chat", tiny_artifact("w4a8"), "--max-tokens", "4", "--seed", "1", "--json") == 0
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(answers) == 2 and answers[1]["prompt_tokens"] > answers[0]["prompt_tokens"]
+
+
+def test_a_chat_template_is_rendered_in_a_sandbox(tmp_path: Path) -> None:
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+    config = {"bos_token": {"content": "<s>"}, "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    render = cli_generate.chat_template(tmp_path)
+    assert render and render([{"role": "user", "content": "hi"}]) == "<s>[user] hi"
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('only one turn') }}")
+    render = cli_generate.chat_template(tmp_path)
+    with pytest.raises(cli.UsageError, match="only one turn"):
+        assert render and render([])
+
+
+def test_eval_has_the_keys_scripts_rely_on(capsys: Capture, tiny_artifact: Build, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps({"text": f"def f{i}(x):\n    return x + {i}\n" * 20}) for i in range(9)))
+    found = json_of(capsys, "eval", tiny_artifact("w4a8"), "--data", data, "--window", "64", "--max-windows", "3")
+    assert found["windows"] == 3 and found["tokens"] == 3 * 63 and found["perplexity"] > 1 and found["nll"] > 0
+    data.write_text("not json\n")
+    assert "line 1" in refusal(capsys, 2, "eval", tiny_artifact("w4a8"), "--data", data)
+
+
+def test_bench_measures_tests_and_kernels(capsys: Capture, tiny_artifact: Build) -> None:
+    sizes = ("--tg", "8", "--pp", "32", "--verify", "1,4", "--repeats", "1", "--threads", "1")
+    found = json_of(capsys, "bench", tiny_artifact("w4a8"), *sizes)
+    assert found["decode_tokens_per_second"] > 0 and found["prefill_tokens_per_second"] > 0
+    assert set(found["tests"]) == {"tg8", "pp32", "pp1", "pp4"}
+    for kernel in found["kernels"]:
+        assert kernel["predicted_us"] > 0 and kernel["measured_us"] > 0 and kernel["bytes"] > 0 and kernel["ops"] > 0
+    assert code_of("bench", tiny_artifact("w4a8"), *sizes, "--jsonl") == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["test"] for line in lines] == ["tg8", "pp32", "pp1", "pp4"] and all(
+        line["tok_s"] > 0 for line in lines
+    )
+    assert code_of("bench", tiny_artifact("w4a8"), *sizes) == 0
+    assert "predicted us" in capsys.readouterr().out
+    assert "context" in refusal(capsys, 2, "bench", tiny_artifact("w4a8"), "--pp", "1000")
+
+
+def test_inspect_shows_what_was_built(capsys: Capture, tiny_artifact: Build) -> None:
+    found = json_of(capsys, "inspect", tiny_artifact("w4a8"))
+    assert found["recipe"]["name"] == "w4a8" and found["target"]["name"] == "cpu"
+    assert found["bits_per_weight"] > 4 and found["passes"][0]["fired"] > 0
+    assert found["sizes"]["total"] == sum(p.stat().st_size for p in tiny_artifact("w4a8").rglob("*") if p.is_file())
+    assert code_of("inspect", tiny_artifact("w4a8")) == 0
+    assert "quantize" in capsys.readouterr().out
+
+
+def test_verify_names_the_damaged_file(capsys: Capture, tiny_artifact: Build, tmp_path: Path) -> None:
+    copy = shutil.copytree(tiny_artifact("w4a8"), tmp_path / "copy")
+    assert json_of(capsys, "verify", copy) == {"ok": True, "problems": []}
+    weights = copy / "weights-00000.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert "weights-00000.safetensors" in refusal(capsys, 6, "verify", copy)
+    assert "weights-00000.safetensors" in refusal(capsys, 6, "run", copy, "--prompt", "x")
+
+
+def test_doctor_plans_without_reading_weights(capsys: Capture, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    found = json_of(capsys, "doctor", tiny_checkpoint, "--recipe", "qserve")
+    assert found["exportable"] and found["unsupported"] == [] and found["plan"]["parameters"] > 0
+    assert found["memory_bytes"] > found["disk_bytes"] > 0
+    assert code_of("doctor", tiny_checkpoint) == 0
+    assert "gemm" in capsys.readouterr().out
+
+
+def test_doctor_says_what_is_unsupported(capsys: Capture, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    assert code_of("doctor", tmp_path, "--json") == 3
+    found = json.loads(capsys.readouterr().out)
+    assert not found["exportable"] and found["unsupported"][0]["reason"]
+
+
+def test_an_interrupted_build_leaves_nothing(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "qcompile", "build", str(tiny_checkpoint), "-o", str(tmp_path / "out")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    time.sleep(1.5)
+    process.send_signal(signal.SIGINT)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and error.splitlines()[-1] == "qcompile: interrupted"
+    assert not list(tmp_path.iterdir())
