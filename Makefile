@@ -23,7 +23,7 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 
 bench: $(VENV)/.installed
-	$(BIN)/python benchmarks/sample_models.py
+	$(BIN)/python benchmarks/cpu_speed.py
 
 # Installed once; again when what to install changes. PIP_ARGS may name an index with CPU-only torch wheels.
 $(VENV)/.installed: pyproject.toml constraints.txt

@@ -1,0 +1,66 @@
+"""What every result file says about where its numbers come from, and which bytes a decoded token streams."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import qcompile
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> dict[str, Any]:
+    """CPU, cores, versions, commit and date."""
+    return {
+        "device": processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "qcompile": qcompile.__version__,
+        "commit": _output("git", "rev-parse", "--short", "HEAD"),
+        "compiler": _output("g++", "--version").partition("\n")[0],
+        "date": time.strftime("%F"),
+    }
+
+
+def processor() -> str:
+    """The CPU's name as Linux gives it."""
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+    except OSError:
+        return ""
+
+
+def write_result(path: Path, document: dict[str, Any]) -> None:
+    """Write a result file: `document` after the facts of `machine()`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**machine(), **document}, indent=1) + "\n", encoding="utf-8")
+    print(f"written: {path}")
+
+
+def streamed_bytes(artifact: Path) -> int:
+    """Bytes of weights one decoded token reads: all but the embedding table, of which it reads a row."""
+    manifest = json.loads((artifact / "qcompile.json").read_text(encoding="utf-8"))
+    program = json.loads((artifact / "graphs" / "program.json").read_text(encoding="utf-8"))
+    tables = {call["table"] for call in program["calls"] if call["kernel"] == "embed"}
+    used = {name for call in program["calls"] if call["kernel"] == "gemm" for name in call["weights"].values()}
+    return sum(
+        entry["bytes"]
+        for entry in manifest["runtime"]["weights"]
+        if entry["name"] in used or entry["name"] not in tables
+    )

@@ -1,0 +1,155 @@
+"""Our recipes against llama.cpp on the same weights, in the same interleaved rounds.
+
+    python benchmarks/cpu_peers.py CHECKPOINT --runner RUN.SH [--recipes w4a8,mxfp4,bf16,w8a8] [--rounds 5]
+
+RUN.SH measures llama.cpp and the machine's ceilings; it is called as
+
+    OUT=RESULT.json RUN.SH CHECKPOINT --threads 1,2 --rounds N --types BF16,Q8_0 --tg 64 --pp 128,512 --verify 1,2
+        --peer-cmd 'NAME=COMMAND with {threads} {tg} {pp} {verify}'
+
+and runs every COMMAND inside each round; ours is `qcompile bench ARTIFACT --jsonl`. RESULT.json holds `runs`
+({type, threads, test, tok_s, ...}), `ceilings` (dram_read_GBps.t1_median, .t2_median) and `models`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, streamed_bytes, write_result
+
+import qcompile
+from qcompile import console
+
+ROOT = Path(__file__).parents[1]
+Key = tuple[str, int, str]
+"""Recipe or llama.cpp type, threads, test."""
+
+
+def build(checkpoint: Path, recipes: list[str], folder: Path) -> dict[str, Path]:
+    """An artifact for each recipe."""
+    artifacts = {}
+    for recipe in recipes:
+        artifacts[recipe] = folder / f"{checkpoint.name}-{recipe}"
+        console.log(f"building {artifacts[recipe]}")
+        qcompile.build(str(checkpoint), artifacts[recipe], recipe=recipe)
+    return artifacts
+
+
+def measure(arguments: argparse.Namespace, artifacts: dict[str, Path]) -> dict[str, Any]:
+    """Run RUN.SH with our commands; what it wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "peers.json"
+        command = [arguments.runner, str(arguments.checkpoint)]
+        for option in ("rounds", "threads", "types", "tg", "pp", "verify"):
+            command += [f"--{option}", str(getattr(arguments, option))]
+        command += ["--hugepages"] if arguments.hugepages else []
+        for recipe, artifact in artifacts.items():
+            bench = f"{shlex.quote(sys.executable)} -m qcompile bench {shlex.quote(str(artifact))} --jsonl --repeats 1"
+            sizes = "--threads {threads} --tg {tg} --pp {pp} --verify {verify}"
+            command += ["--peer-cmd", f"qcompile {recipe}={bench} {sizes}"]
+        environment = {**os.environ, "OUT": str(result), "PYTHONPATH": str(ROOT)}
+        subprocess.run(command, check=True, env=environment)
+        found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    return found
+
+
+def medians(runs: list[dict[str, Any]]) -> dict[Key, float]:
+    """Median tokens/s by type, threads and test."""
+    samples: dict[Key, list[float]] = {}
+    for run in runs:
+        samples.setdefault((run["type"], run["threads"], run["test"]), []).append(run["tok_s"])
+    return {key: statistics.median(values) for key, values in samples.items()}
+
+
+def bandwidth(ceilings: list[dict[str, Any]], threads: int) -> float:
+    """Median read bandwidth over the rounds, bytes per second."""
+    return 1e9 * statistics.median(c["dram_read_GBps"][f"t{threads}_median"] for c in ceilings)
+
+
+def judge(found: dict[str, Any], artifacts: dict[str, Path], threads: list[int], tg: int) -> list[dict[str, Any]]:
+    """For each recipe and thread count: share of bandwidth, ratio to each peer, cost of steps, prefill."""
+    speed = medians(found["runs"])
+    ours = {f"qcompile {recipe}": streamed_bytes(path) for recipe, path in artifacts.items()}
+    peers = sorted({kind for kind, _, _ in speed} - set(ours))
+    rows = []
+    for name, size in ours.items():
+        for count in threads:
+            tests = {test: value for (kind, n, test), value in speed.items() if (kind, n) == (name, count)}
+            if not tests:
+                continue
+            decode = tests[f"tg{tg}"]
+            steps = {int(test[2:]): tok_s for test, tok_s in tests.items() if test.startswith("pp")}
+            cost = {m: m / tok_s * steps[1] for m, tok_s in sorted(steps.items()) if m <= 16 and 1 in steps}
+            ratios = {
+                peer: {
+                    test: value / speed[peer, count, test]
+                    for test, value in tests.items()
+                    if (peer, count, test) in speed
+                }
+                for peer in peers
+            }
+            rows.append(
+                {
+                    "recipe": name,
+                    "threads": count,
+                    "tokens_per_second": tests,
+                    "bytes_per_token": size,
+                    "share_of_read_bandwidth": decode * size / bandwidth(found["ceilings"], count),
+                    "step_cost_over_one_token": cost,
+                    "times_peer": ratios,
+                }
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--runner", required=True, help="the script that measures llama.cpp")
+    parser.add_argument("--recipes", default="w4a8,mxfp4,bf16,w8a8")
+    parser.add_argument("--types", default="BF16,Q8_0,Q4_0,MXFP4")
+    parser.add_argument("--threads", default="1,2")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tg", type=int, default=64)
+    parser.add_argument("--pp", default="128,512")
+    parser.add_argument("--verify", default="1,2,4,8")
+    parser.add_argument("--hugepages", action="store_true", help="measure llama.cpp with huge pages too")
+    parser.add_argument("--work", type=Path, default=ROOT / "out" / "peers", help="where artifacts go")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    artifacts = build(arguments.checkpoint, arguments.recipes.split(","), arguments.work)
+    found = measure(arguments, artifacts)
+    threads = [int(count) for count in arguments.threads.split(",")]
+    rows = judge(found, artifacts, threads, arguments.tg)
+    for row in rows:
+        steps = ", ".join(f"{m}: {cost:.2f}" for m, cost in row["step_cost_over_one_token"].items())
+        ratios = ", ".join(
+            f"{peer} {tests.get(f'tg{arguments.tg}', 0):.2f}x" for peer, tests in row["times_peer"].items()
+        )
+        print(
+            f"{row['recipe']}, {row['threads']} threads: {row['tokens_per_second'][f'tg{arguments.tg}']:.1f} tokens/s, "
+            f"{row['share_of_read_bandwidth']:.0%} of read bandwidth; steps {steps}; {ratios}"
+        )
+    document = {
+        "model": arguments.checkpoint.name,
+        "rounds": arguments.rounds,
+        "llama_cpp": found.get("llama_cpp_version"),
+        "results": rows,
+        "read_bytes_per_second": {count: bandwidth(found["ceilings"], count) for count in threads},
+        "models": found["models"],
+        "runs": found["runs"],
+    }
+    write_result(arguments.out or RESULTS / f"cpu_peers_{arguments.checkpoint.name}.json", document)
+
+
+if __name__ == "__main__":
+    main()
