@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from qcompile.errors import ResourceError, UsageError
 from qcompile.runtime.blocks import BlockPool
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Prompt = str | Sequence[int]
+Prompts = Prompt | Sequence[Prompt]
+Params = SamplingParams | Sequence[SamplingParams] | None
 
 MAX_BATCH = 16
 _KV_SHARE = 4  # the cache takes at most this part (1 / 4) of the free memory unless told otherwise
@@ -104,13 +106,19 @@ class LLM:
         """Threads that compute."""
         return self.executor.threads
 
+    @overload
     def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        stream: bool = False,
-        **options: Any,
-    ) -> Any:
+        self, prompts: Prompts, params: Params = None, stream: Literal[False] = False, **options: Any
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def generate(
+        self, prompts: Prompts, params: Params = None, *, stream: Literal[True], **options: Any
+    ) -> Iterator[RequestOutput]: ...
+
+    def generate(
+        self, prompts: Prompts, params: Params = None, stream: bool = False, **options: Any
+    ) -> list[RequestOutput] | Iterator[RequestOutput]:
         """Continue prompts: a text, a list of token numbers, or a list of either.
 
         params: one for all or one for each; or give its fields as keywords (max_tokens=64). Returns a list
@@ -122,12 +130,7 @@ class LLM:
         finished = self._run(*self._checked(prompts, params, options), partial=False)
         return sorted(finished, key=lambda output: output.request_id)
 
-    def stream(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **options: Any,
-    ) -> Iterator[RequestOutput]:
+    def stream(self, prompts: Prompts, params: Params = None, **options: Any) -> Iterator[RequestOutput]:
         """As `generate`, but yields a prompt's RequestOutput whenever it has grown.
 
         `outputs[i].text` is all text so far, `outputs[i].new_text` what came since the last yield.
@@ -136,7 +139,7 @@ class LLM:
         return self._run(*self._checked(prompts, params, options), partial=True)
 
     def _checked(
-        self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None, options: dict[str, Any]
+        self, prompts: Any, params: Params, options: dict[str, Any]
     ) -> tuple[list[tuple[Prompt, list[int]]], list[SamplingParams]]:
         """Prompts with their tokens, and the parameters of each; UsageError if anything is malformed."""
         listed = _as_list(prompts)
@@ -267,7 +270,7 @@ class _Group:
         return RequestOutput(self.number, self.prompt, self.tokens, outputs, self.finished, metrics)
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_list(prompts: Prompts) -> list[Prompt]:
     """One prompt or several, as a list."""
     if isinstance(prompts, str):
         return [prompts]
@@ -280,9 +283,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _params_for(
-    count: int, params: SamplingParams | Sequence[SamplingParams] | None, options: dict[str, Any]
-) -> list[SamplingParams]:
+def _params_for(count: int, params: Params, options: dict[str, Any]) -> list[SamplingParams]:
     """The sampling parameters of each of `count` prompts."""
     if options:
         if params is not None:
