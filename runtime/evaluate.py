@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+_BLOCK = 16
+
+
 class Evaluation:
     """`nll`: mean over `tokens` predictions in `windows` windows, in nats; perplexity: its exponential."""
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from qcompile.errors import ArtifactError, ResourceError
+from qcompile.errors import ArtifactError, ResourceError, UsageError
 from qcompile.runtime.loader import ABI, Arena
 
 FloatArray = npt.NDArray[np.float32]
@@ -97,7 +97,7 @@ class Executor:
 
     def __init__(self, library: Any, pointers: Any, kv: Arena, kv_pages: int, threads: int, limits: Limits) -> None:
         self.library, self.limits, self.threads, self.kv_pages = library, limits, threads, kv_pages
-        self._keep = (pointers, kv)
+        self._keep: tuple[object, ...] = (pointers, kv)
         self.description: dict[str, Any] = json.loads(library.qc_describe())
         if self.description.get("abi") != ABI:
             raise ArtifactError(f"library interface {self.description.get('abi')}, this qcompile has {ABI}")
@@ -134,6 +134,8 @@ class Executor:
 
     def _fill(self, sequences: Sequence[Rows]) -> int:
         """Write the rows into the batch; returns how many give logits."""
+        if self._handle is None:
+            raise UsageError("the model is closed: load it again")
         stride = max(len(rows.pages) for rows in sequences)
         at = outputs = 0
         for index, rows in enumerate(sequences):
@@ -200,3 +202,4 @@ class Executor:
         handle, self._handle = self._handle, None
         if handle:
             self.library.qc_close(handle)
+            self._keep = ()

@@ -231,8 +231,9 @@ class LLM:
         return perplexity(self.engine, tokenizer, bos, documents, window, progress, max_windows)
 
     def close(self) -> None:
-        """End the threads; the model cannot be used afterwards."""
+        """End the threads and free the memory; the model cannot be used afterwards."""
         self._close()
+        self._keep = None
 
     def __enter__(self) -> LLM:
         return self

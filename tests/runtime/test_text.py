@@ -241,3 +241,5 @@ def test_closed_once_and_for_all(llm: LLM) -> None:
         pass
     assert llm.executor.library.closed
     llm.close()
+    with pytest.raises(UsageError, match="closed"):
+        llm.generate("a", temperature=0)
