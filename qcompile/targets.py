@@ -23,8 +23,9 @@ class Target:
     description: str
 
 
-_AVX2 = ("avx2", "fma", "f16c")
-_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16")
+# What the compiler may use at x86-64-v3 and x86-64-v4 (abm is Linux's name of lzcnt), and the extensions asked for.
+_AVX2 = ("avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe")
+_AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16")
 
 # The best first: `cpu` means the first one the host can run.
 _LEVELS = (

@@ -15,6 +15,7 @@ FIELDS = {
     "clip": {"rounding": "nearest", "steps": 10, "ratio": 0.5, "search": True},
     "cache": {"format": "kv16"},
 }
+V3 = "avx2 bmi1 bmi2 f16c fma abm movbe"
 
 
 def test_every_recipe_names_formats_that_exist() -> None:
@@ -97,10 +98,11 @@ def test_cpu_is_a_target_this_host_can_run() -> None:
 @pytest.mark.parametrize(
     ("flags", "isa"),
     [
-        ("avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16", "avx512"),
-        ("avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni", "avx2"),
-        ("avx2 fma f16c avx_vnni", "avx2vnni"),
-        ("avx2 fma f16c", "avx2"),
+        (f"{V3} avx512f avx512bw avx512cd avx512vl avx512dq avx512_vnni avx512_bf16", "avx512"),
+        (f"{V3} avx512f avx512bw avx512cd avx512vl avx512dq avx512_vnni", "avx2"),
+        (f"{V3} avx_vnni", "avx2vnni"),
+        (V3, "avx2"),
+        (V3.replace("bmi2", ""), "portable"),
         ("sse4_2", "portable"),
         ("", "portable"),
     ],
