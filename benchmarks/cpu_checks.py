@@ -1,6 +1,6 @@
 """Checks on the whole sample model that take too long for the tests: exactness, times, damage.
 
-    python benchmarks/cpu_checks.py --data FOLDER [--checks logits,text,bitwise,isa,times,bytes,kill,bits] [--large CKPT]
+    python benchmarks/cpu_checks.py --data FOLDER [--checks logits,text,bitwise,isa,times,bytes,kill,bits] [--large C]
 
 FOLDER holds heldout.jsonl ({"text"} a line) and prompts.jsonl ({"prompt"} a line). Each check prints one line and
 goes into the result file; the exit code is 4 if one is not met.
@@ -165,7 +165,7 @@ def _load_seconds(path: Path) -> float:
 
 
 def check_times(bench: Bench) -> Check:
-    """Build of the sample, kernel cache cold (25 s) and warm (5 s); build of a large model (3 min, 2.5 GiB); load (1 s)."""
+    """Build with a cold (25 s) and a warm (5 s) kernel cache; of a large model (3 min, 2.5 GiB); load (1 s)."""
     out, kernels = bench.work / "timed", bench.work / "kernel-cache"
     command = (sys.executable, "-m", "qcompile", "build", str(SAMPLE), "-o", str(out), "--recipe", "w4a8")
     shutil.rmtree(kernels, ignore_errors=True)
