@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-@dataclass(frozen=True)
 _BLOCK = 16
 
 
+@dataclass(frozen=True)
 class Evaluation:
     """`nll`: mean over `tokens` predictions in `windows` windows, in nats; perplexity: its exponential."""
 
