@@ -24,6 +24,9 @@ EXAMPLE_BATCH, EXAMPLE_TOKENS = 2, 7
 INLINED = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 """Higher-order operators that only set a mode which inference has no use for."""
 
+WRAPPER = "module."
+"""What exporting through a wrapper puts before the names of weights."""
+
 CPU = torch.device("cpu")
 Loader = Callable[[], Tensor]
 
@@ -107,7 +110,7 @@ def export_module(module: nn.Module, example_inputs: Sequence[Tensor]) -> Export
 def module_loaders(module: nn.Module) -> dict[str, Loader]:
     """How to get every parameter and buffer of an exported `module` by its name in the program."""
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    return {f"module.{name}": tensor_loader(name, value) for name, value in named}
+    return {name: tensor_loader(name, value) for name, value in named}
 
 
 def program_loaders(program: ExportedProgram) -> dict[str, Loader]:
@@ -172,8 +175,9 @@ def import_program(program: ExportedProgram, loaders: dict[str, Loader], info: M
 def _weight(
     graph: fx.Graph, store: WeightStore, node: fx.Node, spec: Any, program: ExportedProgram, loaders: dict[str, Loader]
 ) -> fx.Node:
-    name, value = str(spec.target), node.meta["val"]
-    constant = program.constants.get(name)
+    value = node.meta["val"]
+    constant = program.constants.get(str(spec.target))
+    name = str(spec.target).removeprefix(WRAPPER)
     if spec.kind.name not in ("PARAMETER", "BUFFER", "CONSTANT_TENSOR"):
         raise UnsupportedError(f"input {node.name} of the exported program is a {spec.kind.name.lower()}")
     if name not in store:

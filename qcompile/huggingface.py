@@ -202,17 +202,16 @@ def _loaders(module: Any, checkpoint: Checkpoint) -> dict[str, frontend.Loader]:
     for name, value in itertools.chain(
         module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
     ):
-        key = f"module.{name}"
         if name in computed:
-            loaders[key] = frontend.tensor_loader(name, computed[name])
+            loaders[name] = frontend.tensor_loader(name, computed[name])
             continue
         names = groups.get(id(value), [name])
         stored = next((files[n] for n in names if n in files), names[0])
         if isinstance(value, nn.Parameter):
             checkpoint.require(stored, tuple(value.shape))
-            loaders[key] = lambda stored=stored: checkpoint.load(stored)
+            loaders[name] = lambda stored=stored: checkpoint.load(stored)
         elif stored in checkpoint:
-            loaders[key] = frontend.tensor_loader(name, checkpoint.raw(stored))
+            loaders[name] = frontend.tensor_loader(name, checkpoint.raw(stored))
     return loaders
 
 

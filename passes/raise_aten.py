@@ -1,0 +1,462 @@
+"""What each ATen operator does to what raising knows of its inputs: one small function an operator.
+
+A handler gets the raiser, the node and its arguments by schema name, and returns what the result is, or
+None when it has no meaning of its own (the result is then `Opaque`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from qcompile.passes import raise_attention as attention
+from qcompile.passes import raise_patterns as patterns
+from qcompile.passes import raise_values as values
+from qcompile.passes.raise_ops import LENGTHS, Arguments, Known, Opaque, Raiser, Weight, features
+from qcompile.passes.raise_values import Value, identity
+
+Handler = Callable[[Raiser, fx.Node, Arguments], Known]
+HANDLERS: dict[str, Handler] = {}
+
+
+def handles(*names: str) -> Callable[[Handler], Handler]:
+    """Register a handler for ATen operators by name, overloads aside."""
+
+    def register(handler: Handler) -> Handler:
+        HANDLERS.update(dict.fromkeys(names, handler))
+        return handler
+
+    return register
+
+
+# ---- nothing changes, or only the layout ---------------------------------------------------------------
+
+
+@handles("alias", "contiguous", "clone", "detach", "lift_fresh_copy", "dropout", "feature_dropout", "_to_copy", "to")
+def _same(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    source = a.positional[0]
+    known = r.known.get(source)
+    if isinstance(known, Opaque):
+        return known if source is r.token_ids and not node.meta["val"].is_floating_point() else None
+    if node.meta["val"].dtype in (torch.float16, torch.bfloat16) and isinstance(known, Value):
+        raise r.unsupported(node, f"rounds to {node.meta['val'].dtype}, where the model is compiled in float32")
+    was_float = source.meta["val"].is_floating_point()
+    if was_float != node.meta["val"].is_floating_point() and was_float:
+        return None
+    return known
+
+
+@handles("type_as", "expand_as", "view_as", "reshape_as")
+def _as_other(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    kind = HANDLERS["to" if "type" in str(node.target) else "expand" if "expand" in str(node.target) else "view"]
+    return kind(r, node, a)
+
+
+@handles("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze")
+def _view(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    value = r.value(a.positional[0])
+    return value and values.reshape(value, r.shape(node), LENGTHS)
+
+
+@handles("expand")
+def _expand(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    value = r.value(a.positional[0])
+    return value and values.expand(value, r.shape(node), LENGTHS)
+
+
+@handles("unsqueeze")
+def _unsqueeze(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    value = r.value(a.input_)
+    return value and values.unsqueeze(value, a.dim % (len(value.dims) + 1))
+
+
+@handles("permute")
+def _permute(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    value = r.value(a.input_)
+    return value and values.permute(value, a.dims)
+
+
+@handles("transpose", "swapaxes")
+def _transpose(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    value = r.value(a.positional[0])
+    if value is None:
+        return None
+    order = list(range(len(value.dims)))
+    first, second = (d % len(order) for d in a.positional[1:3])
+    order[first], order[second] = second, first
+    return values.permute(value, order)
+
+
+@handles("t", "numpy_T", "mT")
+def _turn(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    value = r.value(a.positional[0])
+    return value and values.permute(value, [*range(len(value.dims) - 2), -1, -2])
+
+
+# ---- choosing features ---------------------------------------------------------------------------------
+
+
+@handles("slice")
+def _slice(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    if r.shape(node) == r.shape(a.input_):
+        return r.known[a.input_]
+    value = r.value(a.input_)
+    if value is None or not all(isinstance(n, (int, type(None))) for n in (a.start, a.end, a.step)):
+        return None
+    return values.cut(value, a.dim % len(value.dims), slice(a.start, a.end, a.step))
+
+
+@handles("narrow")
+def _narrow(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    value = r.value(a.input_)
+    fixed = isinstance(a.start, int) and isinstance(a.length, int)
+    return value and fixed and values.cut(value, a.dim % len(value.dims), slice(a.start, a.start + a.length)) or None
+
+
+@handles("select")
+def _select(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    value = r.value(a.input_)
+    return value and isinstance(a.index, int) and values.select(value, a.dim % len(value.dims), a.index) or None
+
+
+@handles("split", "split_with_sizes", "chunk", "unbind", "tensor_split")
+def _split(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    value = r.value(a.positional[0])
+    if value is None:
+        return None
+    dim = (a.dim or 0) % len(value.dims)
+    if "unbind" in str(node.target):
+        return [values.select(value, dim, i) for i in range(len(node.meta["val"]))]
+    sizes = [r.length(piece.shape[dim]) for piece in node.meta["val"]]
+    stops = np.cumsum(sizes).tolist()
+    return [values.cut(value, dim, slice(stop - size, stop)) for size, stop in zip(sizes, stops, strict=True)]
+
+
+@handles("getitem")
+def _getitem(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    pieces = r.known.get(node.args[0])  # type: ignore[arg-type]
+    if isinstance(pieces, (list, tuple)) and isinstance(node.args[1], int):
+        found: Known = pieces[node.args[1]]
+        return found
+    return None
+
+
+@handles("index_select")
+def _index_select(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    value, index = r.value(a.input_), r.known.get(a.index)
+    if value is None or not isinstance(index, Weight):
+        return None
+    return values.take(value, a.dim % len(value.dims), r.evaluate(index.node).numpy())
+
+
+@handles("index")
+def _index(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    index = [i for i in a.indices if i is not None]
+    if len(index) != 1:
+        return None
+    if isinstance(r.known.get(a.input_), Weight) and len(a.indices) == 1 and len(a.input_.meta["val"].shape) == 2:
+        return _lookup(r, a.input_, index[0])
+    value, chosen = r.value(a.input_), r.known.get(index[0])
+    if value is None or not isinstance(chosen, Weight) or index[0].meta["val"].dim() != 1:
+        return None
+    return values.take(value, len(a.indices) - 1, r.evaluate(chosen.node).numpy())
+
+
+@handles("repeat_interleave")
+def _repeat_interleave(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    value, count = r.value(a.positional[0]), a.positional[1]
+    if value is None or not isinstance(count, int) or a.dim is None:
+        return None
+    return values.repeat(value, a.dim % len(value.dims), count, inner=True)
+
+
+@handles("repeat", "tile")
+def _repeat(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    value: Value | None = r.value(a.positional[0])
+    counts = a.positional[1]
+    if value is None or not all(isinstance(c, (int, fx.Node)) for c in counts):
+        return None
+    value = Value(value.base, ("",) * (len(counts) - len(value.dims)) + value.dims, value.terms)
+    for dim, count in enumerate(counts):
+        if value is not None and count != 1:
+            missing = value.dims[dim] == "" and isinstance(count, fx.Node)
+            value = value if missing else values.repeat(value, dim, count, inner=False)
+    return value
+
+
+@handles("cat", "concat")
+def _cat(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    pieces = [r.value(piece) for piece in a.tensors]
+    found = [piece for piece in pieces if piece is not None]
+    return values.concatenate(found, (a.dim or 0) % len(found[0].dims)) if len(found) == len(pieces) else None
+
+
+@handles("stack")
+def _stack(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    pieces = [r.value(piece) for piece in a.tensors]
+    found = [piece for piece in pieces if piece is not None]
+    if len(found) != len(pieces):
+        return None
+    dim = (a.dim or 0) % (len(found[0].dims) + 1)
+    return values.concatenate([values.unsqueeze(piece, dim) for piece in found], dim)
+
+
+# ---- positions -----------------------------------------------------------------------------------------
+
+
+@handles("arange")
+def _arange(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    """arange over the tokens is the position; the model's own count of tokens goes."""
+    start = getattr(a, "start", 0) or 0
+    if r.shape(node) != [LENGTHS["T"]] or not isinstance(start, int) or getattr(a, "step", 1) not in (None, 1):
+        return None
+    place = Value(None, ("T",), values.make_terms((), kind=values.POSITION))
+    return values.add(place, Value(None, (), values.make_terms((), coef=float(start))))
+
+
+@handles("cos", "sin")
+def _trigonometric(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    value = r.value(a.input_)
+    kind = values.COS if "cos" in str(node.target) else values.SIN
+    return value and values.trigonometric(value, kind)
+
+
+@handles("embedding")
+def _embedding(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    return _lookup(r, a.weight, a.indices)
+
+
+def _lookup(r: Raiser, table: fx.Node, index: fx.Node) -> Known:
+    """Rows of a table: the token embedding, or learned positions, whose offset moves into the table."""
+    known = r.known.get(index)
+    if not isinstance(r.known.get(table), Weight):
+        return None
+    width = int(table.meta["val"].shape[1])
+    if isinstance(known, Opaque) and known.node is r.token_ids:
+        return identity(r.call("embedding", r.ids, r.weight(table)), ("B", "T", "F"), (width,))
+    if not isinstance(known, Value) or known.base is not None or known.sizes:
+        return None
+    terms = {int(term["kind"]): float(term["coef"]) for term in known.terms}
+    offset = terms.pop(values.ONE, 0.0)
+    if terms != {values.POSITION: 1.0} or offset < 0 or offset % 1 or "T" not in known.dims:
+        return None
+    rows = r.rows_from(table, int(offset))
+    return identity(r.call("embedding", r.positions, rows), (*known.dims, "F"), (width,))
+
+
+# ---- arithmetic ----------------------------------------------------------------------------------------
+
+
+@handles("neg")
+def _neg(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    value = r.value(a.input_)
+    return value and value.scaled(-1.0)
+
+
+@handles("mul", "multiply")
+def _mul(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    left, right = a.positional[:2]
+    return patterns.match_product(r, node) or _product(r, left, right)
+
+
+def _product(r: Raiser, left: Any, right: Any) -> Known:
+    for x, factor in ((left, right), (right, left)):
+        number = r.number(factor)
+        if number is not None:
+            value = r.value(x)
+            return value and value.scaled(number)
+    for x, factor in ((left, right), (right, left)):
+        known = r.known.get(factor)
+        value = r.known.get(x)
+        if isinstance(value, Value) and value.base is not None and isinstance(known, Weight):
+            return patterns.with_weight(r, "mul", x, factor)
+    first, second = r.value(left), r.value(right)
+    if first is None or second is None:
+        return None
+    if first.base is not None and second.base is not None:
+        return _both(r, "mul", first, second, left)
+    return values.multiply(first, second)
+
+
+@handles("div", "true_divide")
+def _div(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    left, right = a.positional[:2]
+    if getattr(a, "rounding_mode", None) is not None:
+        return None
+    number = r.number(right)
+    if number:
+        value = r.value(left)
+        return value and value.scaled(1.0 / number)
+    return patterns.match_quotient(r, node)
+
+
+@handles("add", "sub")
+def _add(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    left, right = a.positional[:2]
+    sign = (-1.0 if "sub" in str(node.target) else 1.0) * float(a.alpha if isinstance(a.alpha, (int, float)) else 1)
+    number = r.number(right)
+    if number is not None:
+        table, offset = r.known.get(left), Value(None, (), values.make_terms((), coef=sign * number))
+        return values.add(table, offset) if isinstance(table, Value) and table.base is None else None
+    for x, bias in ((left, right), (right, left)):
+        value, known = r.known.get(x), r.known.get(bias)
+        if isinstance(value, Value) and value.base is not None and isinstance(known, Weight) and sign == 1:
+            return patterns.with_weight(r, "add", x, bias)
+    first, second = r.value(left), r.value(right)
+    if first is None or second is None:
+        return None
+    second = second if sign == 1 else second.scaled(sign)
+    if first.is_plain() and second.is_plain():
+        return _both(r, "add", first, second, node)
+    return values.add(first, second)
+
+
+def _both(r: Raiser, name: str, a: Value, b: Value, node: Any) -> Known:
+    """An elementwise operator of two raised tensors of one layout."""
+    aligned = values.align(a, b)
+    if aligned is None or a.sizes != b.sizes:
+        return None
+    made = r.call(name, *(r.emit(v, _working_sizes(v), node) for v in _alike(a, b)))
+    return identity(made, aligned[0], a.sizes)
+
+
+def _alike(a: Value, b: Value) -> tuple[Value, Value]:
+    """a and b laid out the same way, since elementwise operators need no particular one."""
+    if _working_sizes(a) == _working_sizes(b):
+        return a, b
+    flat = tuple(Value(v.base, ("F",), v.terms.reshape(len(v.terms), -1)) for v in (a, b))
+    return flat[0], flat[1]
+
+
+def _working_sizes(value: Value) -> tuple[int, ...]:
+    """The shape in which to apply an elementwise operator: the value's own when it is one or two axes."""
+    return value.sizes if 1 <= len(value.sizes) <= 2 else (value.count,)
+
+
+@handles("silu", "gelu", "relu", "tanh", "sigmoid")
+def _unary(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    kind = str(node.target).split(".")[1]
+    if getattr(a, "approximate", "none") == "tanh":
+        kind = "gelu_tanh"
+    return apply_unary(r, node, a.positional[0], kind)
+
+
+def apply_unary(r: Raiser, node: fx.Node, source: fx.Node, kind: str) -> Known:
+    """qcompile::unary of what `source` is."""
+    value = r.known.get(source)
+    if not isinstance(value, Value) or value.base is None:
+        return None
+    made = r.call("unary", r.emit(value, _working_sizes(value), node), kind)
+    return identity(made, value.dims, value.sizes)
+
+
+@handles("pow", "square")
+def _pow(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    return patterns.match_power(r, node)
+
+
+# ---- norms and linears ---------------------------------------------------------------------------------
+
+
+@handles("rms_norm")
+def _rms_norm(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    eps = torch.finfo(torch.float32).eps if a.eps is None else a.eps
+    return len(a.normalized_shape) == 1 and patterns.norm(r, node, a.input, "rms_norm", (a.weight,), eps) or None
+
+
+@handles("layer_norm", "native_layer_norm")
+def _layer_norm(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    made = len(a.normalized_shape) == 1 and patterns.norm(r, node, a.input, "layer_norm", (a.weight, a.bias), a.eps)
+    return ([made, None, None] if "native" in str(node.target) else made) or None
+
+
+@handles("linear")
+def _linear(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    if not isinstance(r.known.get(a.weight), Weight):
+        return None
+    return linear(r, node, a.input, r.weight(a.weight), a.bias)
+
+
+@handles("addmm")
+def _addmm(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    if a.alpha not in (None, 1) or a.beta not in (None, 1) or not isinstance(r.known.get(a.mat2), Weight):
+        return None
+    return linear(r, node, a.mat1, r.transposed(a.mat2), a.input_)
+
+
+@handles("mm", "matmul", "bmm")
+def _matmul(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    left, right = a.positional[:2]
+    if isinstance(r.known.get(right), Weight) and not isinstance(r.known.get(left), Weight):
+        if right.meta["val"].dim() == 2 and isinstance(r.known.get(left), Value) and r.require(left, "x").base is not None:
+            return linear(r, node, left, r.transposed(right), None)
+    return _outer(r, left, right) or attention.match_product(r, node)
+
+
+def _outer(r: Raiser, left: fx.Node, right: fx.Node) -> Known:
+    """[.., N, 1] @ [.., 1, M] is an elementwise product: how many models multiply positions by frequencies."""
+    if left.meta["val"].shape[-1] != 1:
+        return None
+    first, second = r.value(left), r.value(right)
+    if first is None or second is None or (first.base or second.base) is not None:
+        return None
+    return values.multiply(first, second)
+
+
+@handles("outer", "ger")
+def _outer_product(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    first, second = r.value(a.positional[0]), r.value(a.positional[1])
+    if first is None or second is None:
+        return None
+    return values.multiply(values.unsqueeze(first, 1), second)
+
+
+@handles("einsum")
+def _einsum(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    """Outer products alone: no letter is summed over."""
+    inputs, _, output = a.equation.replace(" ", "").partition("->")
+    letters = inputs.split(",")
+    found = [r.value(t) for t in a.tensors]
+    if len(letters) != 2 or output != "".join(letters) or found[0] is None or found[1] is None:
+        return None
+    for _ in letters[1]:
+        found[0] = values.unsqueeze(found[0], len(found[0].dims))
+    return values.multiply(found[0], found[1])
+
+
+def linear(r: Raiser, node: fx.Node, source: fx.Node, weight: fx.Node, bias: fx.Node | None) -> Known:
+    """qcompile::linear of what `source` is, whose last dimension must be all of the features."""
+    value = r.require(source, f"linear {node}")
+    if value.base is None or value.dims[-1] != "F" or any("F" in dim for dim in value.dims[:-1]):
+        raise r.unsupported(node, "is a linear over something else than the features of a token")
+    if bias is not None and not isinstance(r.known.get(bias), Weight):
+        raise r.unsupported(node, "has a bias that is not a weight")
+    extra = () if bias is None else (r.weight(bias),)
+    made = r.call("linear", r.emit(value, value.sizes, node), weight, *extra)
+    return identity(made, value.dims, features(made))
+
+
+# ---- attention -----------------------------------------------------------------------------------------
+
+
+@handles("qcompile::attention")
+def _attention(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    sinks = None if a.sinks is None else r.weight(a.sinks)
+    inputs = [r.require(t, f"attention {node}") for t in (a.q, a.k, a.v)]
+    return attention.build(r, node, inputs, a.scale, a.window, a.softcap, sinks)
+
+
+@handles("scaled_dot_product_attention")
+def _sdpa(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    if a.dropout_p:
+        raise r.unsupported(node, "has dropout; export the model in evaluation mode")
+    inputs = [values.permute(r.require(t, f"attention {node}"), (0, 2, 1, 3)) for t in (a.query, a.key, a.value)]
+    scale = 1 / math.sqrt(a.query.meta["val"].shape[-1]) if a.scale is None else float(a.scale)
+    window = attention.prove_mask(r, node, a.attn_mask, a.is_causal)
+    made = attention.build(r, node, inputs, scale, window, 0.0, None)
+    return values.permute(made, (0, 2, 1, 3))

@@ -1,0 +1,366 @@
+"""Raise: ATen operators, as torch.export gives them, become qcompile:: operators over token-major tensors.
+
+The graph is walked once. Every ATen tensor is known as one of
+
+- a `Value`: features of a raised tensor, or a function of the position (raise_values.py);
+- a `Weight`: computed from parameters and constants alone, evaluated when it is needed;
+- an `Opaque`: nothing yet. It is an error only when something that matters reads it, so the pieces of a
+  norm, a mask or a softmax are first met here and then recognised from what reads them.
+
+Rules are by operator (raise_aten.py) and by dataflow (raise_patterns.py, raise_attention.py), never by the
+names of modules, classes or parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from qcompile import ops
+from qcompile.errors import UnsupportedError
+from qcompile.graph import Graph, WeightStore
+from qcompile.passes import raise_values as values
+from qcompile.passes.base import Pass, PassResult
+from qcompile.passes.raise_values import Value
+
+LENGTHS = {"B": 1_000_003, "T": 1_000_033}
+"""What batch and tokens count while shapes are taken apart: primes that no model's size contains."""
+
+EXAMPLE = {"B": 2, "T": 7}
+"""Sizes of the meta tensors that node.meta["val"] of the raised graph shows."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor made from parameters and constants alone by the ATen node `node`."""
+
+    node: fx.Node
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """A tensor of `node` that has no meaning of its own here."""
+
+    node: fx.Node
+
+
+Known = Value | Weight | Opaque | Tensor | int | float | bool | None | Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Raise(Pass):
+    """ATen to qcompile:: operators; raises UnsupportedError, naming the node, for what has none."""
+
+    name: ClassVar[str] = "raise"
+    requires: ClassVar[tuple[str, ...]] = ("import",)
+    ensures: ClassVar[str] = "raise"
+
+    def run(self, graph: Graph) -> PassResult:
+        raised = Raiser(graph).run()
+        return PassResult(raised, len(raised.calls()))
+
+
+class Raiser:
+    """The walk over one graph: `known` has what each ATen node is, `out` is the graph being built."""
+
+    def __init__(self, source: Graph) -> None:
+        self.source = source
+        self.out = Graph(fx.Graph(), WeightStore(dict(source.weights.entries)), source.info, "raise")
+        self.known: dict[fx.Node, Known] = {}
+        self.made: dict[tuple[Any, ...], fx.Node] = {}
+        self.symbols: dict[Any, int] = {}
+        self.lengths: dict[Any, int] = {}
+        self.token_ids: fx.Node | None = None
+
+    def run(self) -> Graph:
+        self._inputs()
+        for node in self.source.fx.nodes:
+            if node.op == "get_attr":
+                self.known[node] = Weight(node)
+            elif node.op == "call_function":
+                self.known[node] = self._call(node)
+        result = self.source.output.args[0]
+        logits = self.require(result, "the output")
+        if sorted(d for d in logits.dims if d) != ["B", "F", "T"] or logits.dims[-1] != "F":
+            raise self.unsupported(result, "is not logits [batch, tokens, vocabulary]")
+        self.out.fx.output(self.emit(logits, logits.sizes, result))
+        self.out.erase_dead()
+        return self.out
+
+    def _inputs(self) -> None:
+        names = ("token_ids", "positions")
+        given = self.source.inputs
+        shapes = [node.meta["val"].shape for node in given]
+        if not 1 <= len(given) <= 2 or any(len(shape) != 2 for shape in shapes):
+            raise UnsupportedError("a model must take token ids [B, T], and positions [B, T] if it wants them")
+        if any(isinstance(size, int) for size in shapes[0]):
+            raise UnsupportedError("the exported program has fixed sizes; export with dynamic batch and tokens")
+        for shape in shapes:
+            for size, axis in zip(shape, "BT", strict=True):
+                self.symbols[size.node.expr] = LENGTHS[axis]
+        made = [self.out.fx.placeholder(name) for name in names]
+        for node in made:
+            node.meta["val"] = torch.empty(EXAMPLE["B"], EXAMPLE["T"], dtype=torch.int64, device="meta")
+        self.token_ids = given[0]
+        self.known[given[0]] = Opaque(given[0])
+        self.positions = made[1]
+        if len(given) == 2:
+            self.known[given[1]] = Value(None, ("B", "T"), values.make_terms((), kind=values.POSITION))
+        self.ids = made[0]
+
+    def _call(self, node: fx.Node) -> Known:
+        from qcompile.passes.raise_aten import HANDLERS
+
+        value = node.meta.get("val")
+        if self.is_constant(node) and (not isinstance(value, Tensor) or self.is_static(value)):
+            return Weight(node)
+        if not isinstance(value, (Tensor, list, tuple)):
+            return None
+        handler = HANDLERS.get(operator_name(node))
+        found = handler(self, node, Arguments(node)) if handler else None
+        return Opaque(node) if found is None else found
+
+    # ---- asking --------------------------------------------------------------------------------
+
+    def is_constant(self, node: fx.Node) -> bool:
+        """Whether `node` is computed from weights and numbers alone."""
+        return all(isinstance(self.known.get(n), Weight) for n in node.all_input_nodes)
+
+    def is_static(self, value: Tensor) -> bool:
+        """Whether no size of `value` is symbolic."""
+        return all(isinstance(size, int) for size in value.shape)
+
+    def shape(self, node: fx.Node) -> list[int]:
+        """The ATen shape of `node`, with LENGTHS for batch and tokens."""
+        return [self.length(size) for size in node.meta["val"].shape]
+
+    def length(self, size: Any) -> int:
+        """`size`, an int or a symbolic size, with LENGTHS for batch and tokens."""
+        if isinstance(size, fx.Node):
+            size = size.meta["val"]
+        if isinstance(size, int):
+            return size
+        expression = size.node.expr
+        if expression not in self.lengths:
+            self.lengths[expression] = int(expression.xreplace(self.symbols))
+        return self.lengths[expression]
+
+    def value(self, node: Any) -> Value | None:
+        """What `node` is as a Value; a weight becomes a table of constants. None when it is neither."""
+        known = self.known.get(node) if isinstance(node, fx.Node) else None
+        if isinstance(known, Weight):
+            return self.table(known)
+        return known if isinstance(known, Value) else None
+
+    def require(self, node: Any, reader: str) -> Value:
+        """What `node` is as a Value; raises UnsupportedError, naming where it went wrong, when it is none."""
+        value = self.value(node)
+        if value is None:
+            raise self.blame(node, reader)
+        return value
+
+    def table(self, weight: Weight) -> Value:
+        """A weight's values as a table of constants."""
+        data = self.evaluate(weight.node).double().numpy()
+        dims = tuple("F" if size > 1 else "" for size in data.shape)
+        sizes = [size for size in data.shape if size > 1]
+        return Value(None, dims, values.make_terms(sizes, coef=data.reshape(sizes)))
+
+    def number(self, item: Any) -> float | None:
+        """A Python number, or the single element of a weight; None otherwise."""
+        if isinstance(item, (int, float)) and not isinstance(item, bool):
+            return float(item)
+        known = self.known.get(item) if isinstance(item, fx.Node) else None
+        if isinstance(known, Weight) and item.meta["val"].numel() == 1:
+            return float(self.evaluate(item).reshape(()).item())
+        return None
+
+    def evaluate(self, node: fx.Node) -> Any:
+        """The value of a node that depends on weights and numbers alone."""
+        return self.source.evaluate(node)
+
+    # ---- refusing ------------------------------------------------------------------------------
+
+    def unsupported(self, node: Any, reason: str) -> UnsupportedError:
+        """The error that `node` cannot be compiled, with the source line it came from."""
+        operator = operator_name(node) if isinstance(node, fx.Node) else node
+        return UnsupportedError(f"raise: node {node} ({operator}) {reason}{_origin(node)}")
+
+    def blame(self, node: Any, reader: str) -> UnsupportedError:
+        """The error for reading `node`: names the first node upstream that nothing could be made of."""
+        while isinstance(node, fx.Node):
+            deeper = [n for n in node.all_input_nodes if isinstance(self.known.get(n), Opaque) and n is not self.token_ids]
+            if not deeper:
+                break
+            node = deeper[0]
+        return self.unsupported(node, f"has no counterpart here, and {reader} needs it")
+
+    # ---- building ------------------------------------------------------------------------------
+
+    def call(self, name: str, *args: Any) -> fx.Node:
+        """qcompile::name(*args) in the raised graph; the same call twice is made once."""
+        key = (name, *(tuple(a) if isinstance(a, list) else a for a in args))
+        if key not in self.made:
+            self.made[key] = self.out.call(name, *args)
+        return self.made[key]
+
+    def weight(self, node: fx.Node) -> fx.Node:
+        """The raised graph's node that reads the weight `node`, which ATen may have computed from others."""
+        if node.op == "get_attr":
+            return self._read(str(node.target))
+        source = next(iter(sources(node)), None)
+        name = f"{source.target if source else 'constant'}.{node.name}"
+        if name not in self.out.weights:
+            value = node.meta["val"]
+            dtype = torch.float32 if value.is_floating_point() else value.dtype
+            self.out.weights.add(name, value.shape, dtype, lambda: self.evaluate(node).to(dtype).contiguous())
+        return self._read(name)
+
+    def vector(self, node: fx.Node) -> fx.Node:
+        """The weight `node`, whose only dimension of more than 1 element is its features, as [F]."""
+        shape = node.meta["val"].shape
+        return self.weight(node) if len(shape) == 1 else self._derived(node, "flat", (node.meta["val"].numel(),), torch.flatten)
+
+    def transposed(self, node: fx.Node) -> fx.Node:
+        """The weight `node` [K, N] as [N, K]; undoes a transpose rather than adding one."""
+        dims = [d % 2 for d in node.args[1:3]] if operator_name(node) == "transpose" else []  # type: ignore[operator]
+        if operator_name(node) in ("t", "numpy_T") or dims in ([0, 1], [1, 0]) or _is_swap(node):
+            return self.weight(node.args[0])  # type: ignore[arg-type]
+        shape = node.meta["val"].shape
+        return self._derived(node, "T", (shape[1], shape[0]), lambda w: w.t())
+
+    def rows_from(self, node: fx.Node, start: int) -> fx.Node:
+        """The rows of the weight `node` from `start` on."""
+        shape = node.meta["val"].shape
+        if start == 0:
+            return self.weight(node)
+        return self._derived(node, f"from{start}", (shape[0] - start, *shape[1:]), lambda w: w[start:])
+
+    def _derived(self, node: fx.Node, label: str, shape: Sequence[int], change: Callable[[Tensor], Tensor]) -> fx.Node:
+        name = f"{self.weight(node).target}.{label}"
+        if name not in self.out.weights:
+            self.out.weights.add(name, shape, torch.float32, lambda: change(self.evaluate(node)).contiguous())
+        return self._read(name)
+
+    def constant(self, name: str, data: Tensor) -> fx.Node:
+        """A node that reads `data`, kept in the store as `name`; equal data is kept once."""
+        key = ("constant", name, data.numpy().tobytes())
+        if key not in self.made:
+            unique = name
+            while unique in self.out.weights:
+                unique = f"{name}.{len(self.made)}"
+            self.out.weights.add_tensor(unique, data)
+            self.made[key] = self._read(unique)
+        return self.made[key]
+
+    def _read(self, name: str) -> fx.Node:
+        if ("read", name) not in self.made:
+            self.made["read", name] = self.out.weight(name)
+        return self.made["read", name]
+
+    def emit(self, value: Value, sizes: Sequence[int], node: Any) -> fx.Node:
+        """The raised tensor [B, T, *sizes] that holds the features of `value` in their order.
+
+        `node` is named in the error when there is no such tensor.
+        """
+        coefs = np.unique(value.terms["coef"])
+        if not value.is_plain() or len(coefs) != 1 or len(sizes) > 2:
+            raise self.unsupported(node, "mixes features in a way that has no counterpart here")
+        assert value.base is not None
+        index = value.terms["index"].ravel()
+        made = self.select_features(value.base, index, node)
+        made = self.shaped(made, tuple(sizes))
+        return made if coefs[0] == 1 else self.call("scale", made, float(coefs[0]))
+
+    def select_features(self, base: fx.Node, index: np.ndarray[Any, Any], node: Any) -> fx.Node:
+        """The features `index` of `base`, flattened unless all of them are wanted as they are."""
+        count = math.prod(features(base))
+        start = int(index[0])
+        if np.array_equal(index, np.arange(start, start + len(index))):
+            return base if len(index) == count else self.call("slice_features", self.flat(base), start, start + len(index))
+        flat = self.flat(base)
+        if ops.name_of(flat.target) != "linear" or flat.args[1].op != "get_attr":  # type: ignore[union-attr]
+            raise self.unsupported(node, "takes features out of order, which only a linear's rows allow")
+        return self.call("linear", flat.args[0], *(self._rows(w, index) for w in flat.args[1:] if w is not None))
+
+    def _rows(self, weight: Any, index: np.ndarray[Any, Any]) -> fx.Node:
+        """The rows `index` of a weight, as a weight of their own."""
+        key = ("rows", weight, index.tobytes())
+        if key not in self.made:
+            source = str(weight.target)
+            name = f"{source}.rows{sum(k[0] == 'rows' for k in self.made)}"
+            rows, shape = torch.from_numpy(index.copy()), (len(index), *weight.meta["val"].shape[1:])
+            store = self.out.weights
+            store.add(name, shape, weight.meta["val"].dtype, lambda: store[source][rows])
+            self.made[key] = self._read(name)
+        return self.made[key]
+
+    def flat(self, node: fx.Node) -> fx.Node:
+        """`node` [B, T, ...] as [B, T, F]."""
+        return self.shaped(node, (math.prod(features(node)),))
+
+    def shaped(self, node: fx.Node, sizes: tuple[int, ...]) -> fx.Node:
+        """`node` with its features split in heads, or merged, to `sizes`."""
+        if features(node) == sizes:
+            return node
+        if len(features(node)) == 2:
+            split = ops.name_of(node.target) == "split_heads"
+            node = node.args[0] if split else self.call("merge_heads", node)  # type: ignore[assignment]
+        return node if len(sizes) == 1 else self.call("split_heads", node, sizes[0])
+
+
+def _is_swap(node: fx.Node) -> bool:
+    return operator_name(node) == "permute" and list(node.args[1]) in ([1, 0], [-1, -2])  # type: ignore[arg-type]
+
+
+def features(node: fx.Node) -> tuple[int, ...]:
+    """Sizes of a raised tensor after batch and tokens."""
+    return tuple(node.meta["val"].shape[2:])
+
+
+def operator_name(node: fx.Node) -> str:
+    """`mul` for aten.mul.Tensor, `qcompile::attention` for an operator of ours, the name of anything else."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return getattr(node.target, "__name__", str(node.target))
+    return str(schema.name).removeprefix("aten::")
+
+
+def sources(node: fx.Node) -> list[fx.Node]:
+    """The weights that `node` is computed from, in order."""
+    if node.op == "get_attr":
+        return [node]
+    return [source for n in node.all_input_nodes for source in sources(n)]
+
+
+def _origin(node: Any) -> str:
+    """Where in the model's source `node` came from, when the trace says so."""
+    trace = node.meta.get("stack_trace") if isinstance(node, fx.Node) else None
+    lines = [line.strip() for line in (trace or "").splitlines() if line.strip()]
+    return f"; from: {lines[-1]}" if lines else ""
+
+
+class Arguments:
+    """The arguments of an ATen call by the names of its schema, defaults filled in."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self._found: dict[str, Any] = dict(node.kwargs)
+        schema = getattr(node.target, "_schema", None)
+        for place, argument in enumerate(schema.arguments if schema else ()):
+            if place < len(node.args):
+                self._found[argument.name] = node.args[place]
+            elif argument.name not in self._found:
+                self._found[argument.name] = argument.default_value if argument.has_default_value() else None
+        self.positional = node.args
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._found["self" if name == "input_" else name]
+        except KeyError:
+            raise AttributeError(name) from None

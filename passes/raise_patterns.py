@@ -1,0 +1,223 @@
+"""Norms and activations that are written out in elementwise ATen operators, recognised from their last one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import fx
+
+from qcompile import ops
+from qcompile.passes.raise_ops import Known, Raiser, operator_name
+from qcompile.passes.raise_values import Value, identity
+
+TRANSPARENT = {"to", "_to_copy", "alias", "contiguous", "clone", "detach", "dropout", "expand", "type_as"}
+"""Operators that patterns look through: none changes a value (float16 casts are refused where they are met)."""
+
+
+def strip(item: Any) -> Any:
+    """The node whose value `item` has, behind casts and copies."""
+    while isinstance(item, fx.Node) and operator_name(item) in TRANSPARENT:
+        item = item.args[0]
+    return item
+
+
+def is_call(item: Any, *names: str) -> bool:
+    """Whether `item` is a call of one of the ATen operators `names`."""
+    return isinstance(item, fx.Node) and item.op == "call_function" and operator_name(item) in names
+
+
+def pair(node: fx.Node) -> list[tuple[Any, Any]]:
+    """Both orders of a commutative operator's operands, casts stripped."""
+    a, b = strip(node.args[0]), strip(node.args[1])
+    return [(a, b), (b, a)]
+
+
+def with_weight(r: Raiser, name: str, source: fx.Node, factor: fx.Node) -> Known:
+    """A raised tensor times (or plus) a weight over its last dimension; part of a norm or linear if it is one's."""
+    value = r.known[source]
+    shape = tuple(size for size in factor.meta["val"].shape if size != 1)
+    if not isinstance(value, Value) or value.dims[-1] != "F" or shape != value.sizes[-1:]:
+        raise r.unsupported(source, f"meets a weight of shape {list(factor.meta['val'].shape)} in a way that has no counterpart")
+    made = r.emit(value, value.sizes, source)
+    weight = r.vector(factor)
+    kind = ops.name_of(made.target)
+    if name == "mul" and kind in ("rms_norm", "layer_norm") and made.args[1:-1].count(None) == len(made.args) - 2:
+        joined = r.call(str(kind), made.args[0], weight, *made.args[2:])
+    elif name == "add" and kind == "layer_norm" and made.args[2] is None:
+        joined = r.call("layer_norm", made.args[0], made.args[1], weight, made.args[3])
+    elif name == "add" and kind == "linear" and len(made.args) == 2:
+        joined = r.call("linear", *made.args, weight)
+    else:
+        joined = r.call(name, made, weight)
+    return identity(joined, value.dims, value.sizes)
+
+
+def norm(r: Raiser, node: fx.Node, source: fx.Node, kind: str, weights: tuple[Any, ...], eps: float) -> Value:
+    """qcompile::rms_norm or layer_norm over the last dimension of what `source` is."""
+    value = r.require(source, f"norm {node}")
+    if value.base is None or value.dims[-1] != "F":
+        raise r.unsupported(node, "normalises something else than the features of a token")
+    read = [None if w is None else r.vector(w) for w in weights]
+    return identity(r.call(kind, r.emit(value, value.sizes, node), *read, float(eps)), value.dims, value.sizes)
+
+
+# ---- norms -------------------------------------------------------------------------------------------
+
+
+def match_product(r: Raiser, node: fx.Node) -> Known:
+    """x * rsqrt(mean(x²) + eps), with or without the mean taken off; GELU by tanh or erf."""
+    for x, factor in pair(node):
+        spread = _inverse_root(r, factor)
+        if spread is not None:
+            return _normalised(r, node, x, *spread)
+    return _match_gelu(r, node)
+
+
+def match_quotient(r: Raiser, node: fx.Node) -> Known:
+    """x / sqrt(mean(x²) + eps), with or without the mean taken off."""
+    x, divisor = strip(node.args[0]), strip(node.args[1])
+    spread = _root(r, divisor)
+    return None if spread is None else _normalised(r, node, x, *spread)
+
+
+def _normalised(r: Raiser, node: fx.Node, x: fx.Node, moment: Any, eps: float) -> Known:
+    """x over the root of `moment` + eps, when the moment is x's own."""
+    if _mean_of_square(r, moment) is x and isinstance(r.known.get(x), Value):
+        return norm(r, node, x, "rms_norm", (None,), eps)
+    source = _centred(x)
+    if source is not None and (_mean_of_square(r, moment) is x or _variance(moment) is source):
+        return norm(r, node, source, "layer_norm", (None, None), eps)
+    return None
+
+
+def _shifted(r: Raiser, item: Any) -> tuple[Any, float] | None:
+    """(m, eps) for m + eps."""
+    if not is_call(item, "add"):
+        return None
+    for moment, eps in pair(item):
+        number = r.number(eps)
+        if number is not None:
+            return moment, number
+    return None
+
+
+def _inverse_root(r: Raiser, item: Any) -> tuple[Any, float] | None:
+    if is_call(item, "rsqrt") or (is_call(item, "pow") and item.args[1] == -0.5):
+        return _shifted(r, strip(item.args[0]))
+    if is_call(item, "reciprocal"):
+        return _root(r, strip(item.args[0]))
+    if is_call(item, "div") and item.args[0] == 1:
+        return _root(r, strip(item.args[1]))
+    return None
+
+
+def _root(r: Raiser, item: Any) -> tuple[Any, float] | None:
+    if is_call(item, "sqrt") or (is_call(item, "pow") and item.args[1] == 0.5):
+        return _shifted(r, strip(item.args[0]))
+    return None
+
+
+def _over_last(node: fx.Node) -> bool:
+    """Whether a reduction is over the last dimension, which it keeps."""
+    rank = node.args[0].meta["val"].dim()  # type: ignore[union-attr]
+    dims = node.args[1] if len(node.args) > 1 else None
+    keep = node.kwargs.get("keepdim", node.args[2] if len(node.args) > 2 else False)
+    return isinstance(dims, (list, tuple)) and [d % rank for d in dims] == [rank - 1] and bool(keep)
+
+
+def _mean_of_square(r: Raiser, item: Any) -> Any:
+    """x for mean(x², -1), else None."""
+    if not is_call(item, "mean") or not _over_last(item):
+        return None
+    power = strip(item.args[0])
+    if (is_call(power, "pow") and power.args[1] == 2) or is_call(power, "square"):
+        return strip(power.args[0])
+    if is_call(power, "mul") and strip(power.args[0]) is strip(power.args[1]):
+        return strip(power.args[0])
+    return None
+
+
+def _centred(item: Any) -> Any:
+    """x for x - mean(x), else None."""
+    if not is_call(item, "sub"):
+        return None
+    x, mean = strip(item.args[0]), strip(item.args[1])
+    return x if is_call(mean, "mean") and _over_last(mean) and strip(mean.args[0]) is x else None
+
+
+def _variance(item: Any) -> Any:
+    """x for the biased variance of x over the last dimension, else None."""
+    if not is_call(item, "var") or item.kwargs.get("correction", 1) not in (0, 0.0):
+        biased = is_call(item, "var") and len(item.args) > 2 and item.args[2] is False
+        if not biased:
+            return None
+    rank = item.args[0].meta["val"].dim()
+    keep = item.kwargs.get("keepdim", item.args[3] if len(item.args) > 3 else False)
+    dims = item.args[1] if len(item.args) > 1 else None
+    return strip(item.args[0]) if keep and dims and [d % rank for d in dims] == [rank - 1] else None
+
+
+# ---- activations -------------------------------------------------------------------------------------
+
+
+def match_power(r: Raiser, node: fx.Node) -> Known:
+    """relu(x)²; other powers are met in norms."""
+    from qcompile.passes.raise_aten import apply_unary
+
+    relu = strip(node.args[0])
+    squares = is_call(node, "square") or node.args[1] == 2
+    return apply_unary(r, node, relu.args[0], "relu2") if squares and is_call(relu, "relu") else None
+
+
+def _near(r: Raiser, item: Any, wanted: float) -> bool:
+    number = r.number(item)
+    return number is not None and math.isclose(number, wanted, rel_tol=1e-6)
+
+
+def _factor(r: Raiser, item: Any, wanted: float) -> Any:
+    """x for x * wanted in either order, or x / (1 / wanted); else None."""
+    if is_call(item, "mul"):
+        for x, number in pair(item):
+            if _near(r, number, wanted):
+                return x
+    if is_call(item, "div") and _near(r, item.args[1], 1 / wanted):
+        return strip(item.args[0])
+    return None
+
+
+def _plus_one(r: Raiser, item: Any) -> Any:
+    if is_call(item, "add"):
+        for x, one in pair(item):
+            if _near(r, one, 1.0):
+                return x
+    return None
+
+
+def _match_gelu(r: Raiser, node: fx.Node) -> Known:
+    """0.5 * x * (1 + tanh(...)) or (1 + erf(...)), the products associated in any way."""
+    from qcompile.passes.raise_aten import apply_unary
+
+    for outer, inner in pair(node):
+        candidates = [(outer, inner, _factor(r, outer, 0.5))]
+        if _near(r, outer, 0.5) and is_call(inner, "mul"):
+            candidates += [(a, b, a) for a, b in pair(inner)]
+        for _, gate, x in candidates:
+            squash = _plus_one(r, gate) if x is not None else None
+            if is_call(squash, "tanh") and _is_tanh_argument(r, strip(squash.args[0]), x):
+                return apply_unary(r, node, x, "gelu_tanh")
+            if is_call(squash, "erf") and _factor(r, strip(squash.args[0]), math.sqrt(0.5)) is x:
+                return apply_unary(r, node, x, "gelu")
+    return None
+
+
+def _is_tanh_argument(r: Raiser, item: Any, x: Any) -> bool:
+    """Whether `item` is sqrt(2/pi) * (x + 0.044715 * x³)."""
+    polynomial = _factor(r, item, math.sqrt(2 / math.pi))
+    if not is_call(polynomial, "add"):
+        return False
+    for first, second in pair(polynomial):
+        cube = _factor(r, second, 0.044715)
+        if first is x and is_call(cube, "pow") and cube.args[1] == 3 and strip(cube.args[0]) is x:
+            return True
+    return False
