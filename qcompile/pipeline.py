@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import qcompile
-from qcompile import frontend, numerics, recipes, targets
+from qcompile import frontend, huggingface, numerics, recipes, targets
 from qcompile.artifact import ArtifactWriter, WeightSpec, canonical_json
 from qcompile.codegen import compiler, cpu
 from qcompile.codegen.lower import PackedWeight, lower
@@ -98,8 +98,8 @@ def build(
 ) -> BuildReport:
     """Compile `model` into an artifact directory `out`.
 
-    `model` is a checkpoint directory or hub name, an nn.Module (with `example_inputs` in `source`), or an
-    ExportedProgram. `options` are `pass.field=value` settings over the recipe's; `head_dtype` overrides the
+    `model` is a checkpoint directory or hub name, an nn.Module (with `example_inputs` in `source`), an
+    ExportedProgram, or a raised Graph. `options` are `pass.field=value` settings over the recipe's; `head_dtype` overrides the
     output head (int8, bf16, f32). Raises QCompileError subclasses; nothing is left half-written.
     """
     clock = _Clock(progress or _silent)
@@ -142,8 +142,9 @@ def plan(
 
 def _plan(model: Any, passes: tuple[Pass, ...], clock: _Clock, source: Mapping[str, Any]) -> Plan:
     with clock("import"):
-        graph = frontend.load(model, **source)
-    graphs, records = run_passes(graph, passes, clock)
+        graph = model if isinstance(model, Graph) else frontend.load(model, **source)
+    todo = passes if graph.stage == "import" else passes[1:]  # a Graph given as such is raised already
+    graphs, records = run_passes(graph, todo, clock)
     with clock("lower"):
         final = graphs[-1]
         program, weights = lower(final)
@@ -153,7 +154,7 @@ def _plan(model: Any, passes: tuple[Pass, ...], clock: _Clock, source: Mapping[s
             "graphs/step.json": final.to_json(),
             "graphs/program.json": program.to_json(),
             "report.json": canonical_json(_report(program, weights, records, bits)),
-            **frontend.tokenizer_files(model),
+            **(huggingface.tokenizer_files(model) if isinstance(model, (str, Path)) else {}),
         }
     return Plan(graphs, program, weights, records, bits, files)
 
