@@ -114,14 +114,17 @@ def _slice(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 @handles("narrow")
 def _narrow(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     value = r.value(a.input_)
-    fixed = isinstance(a.start, int) and isinstance(a.length, int)
-    return value and fixed and values.cut(value, a.dim % len(value.dims), slice(a.start, a.start + a.length)) or None
+    if value is None or not isinstance(a.start, int) or not isinstance(a.length, int):
+        return None
+    return values.cut(value, a.dim % len(value.dims), slice(a.start, a.start + a.length))
 
 
 @handles("select")
 def _select(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     value = r.value(a.input_)
-    return value and isinstance(a.index, int) and values.select(value, a.dim % len(value.dims), a.index) or None
+    if value is None or not isinstance(a.index, int):
+        return None
+    return values.select(value, a.dim % len(value.dims), a.index)
 
 
 @handles("split", "split_with_sizes", "chunk", "unbind", "tensor_split")
@@ -185,7 +188,7 @@ def _repeat(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     for dim, count in enumerate(counts):
         if value is not None and count != 1:
             missing = value.dims[dim] == "" and isinstance(count, fx.Node)
-            value = value if missing else values.repeat(value, dim, count, inner=False)
+            value = value if missing else values.repeat(value, dim, int(count), inner=False)
     return value
 
 
@@ -268,8 +271,8 @@ def _product(r: Raiser, left: Any, right: Any) -> Known:
     for x, factor in ((left, right), (right, left)):
         number = r.number(factor)
         if number is not None:
-            value = r.value(x)
-            return value and value.scaled(number)
+            scaled = r.value(x)
+            return scaled and scaled.scaled(number)
     for x, factor in ((left, right), (right, left)):
         known = r.known.get(factor)
         value = r.known.get(x)
@@ -366,13 +369,15 @@ def _pow(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 @handles("rms_norm")
 def _rms_norm(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     eps = torch.finfo(torch.float32).eps if a.eps is None else a.eps
-    return len(a.normalized_shape) == 1 and patterns.norm(r, node, a.input, "rms_norm", (a.weight,), eps) or None
+    return patterns.norm(r, node, a.input, "rms_norm", (a.weight,), eps) if len(a.normalized_shape) == 1 else None
 
 
 @handles("layer_norm", "native_layer_norm")
 def _layer_norm(r: Raiser, node: fx.Node, a: Arguments) -> Known:
-    made = len(a.normalized_shape) == 1 and patterns.norm(r, node, a.input, "layer_norm", (a.weight, a.bias), a.eps)
-    return ([made, None, None] if "native" in str(node.target) else made) or None
+    if len(a.normalized_shape) != 1:
+        return None
+    made = patterns.norm(r, node, a.input, "layer_norm", (a.weight, a.bias), a.eps)
+    return [made, None, None] if "native" in str(node.target) else made
 
 
 @handles("linear")
@@ -392,9 +397,10 @@ def _addmm(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 @handles("mm", "matmul", "bmm")
 def _matmul(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     left, right = a.positional[:2]
-    if isinstance(r.known.get(right), Weight) and not isinstance(r.known.get(left), Weight):
-        if right.meta["val"].dim() == 2 and isinstance(r.known.get(left), Value) and r.require(left, "x").base is not None:
-            return linear(r, node, left, r.transposed(right), None)
+    source = r.known.get(left)
+    has_base = isinstance(source, Value) and source.base is not None
+    if has_base and isinstance(r.known.get(right), Weight) and right.meta["val"].dim() == 2:
+        return linear(r, node, left, r.transposed(right), None)
     return _outer(r, left, right) or attention.match_product(r, node)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ def build(
     queries = shapes[0][0]
     group = min(_repeats(value, shape) for value, shape in zip(inputs[1:], shapes[1:], strict=True))
     if shapes[1][0] == queries and group > 1:
-        inputs = [inputs[0], *(_ungrouped(value, shape, group) for value, shape in zip(inputs[1:], shapes[1:], strict=True))]
+        inputs = [inputs[0], *(_ungrouped(v, shape, group) for v, shape in zip(inputs[1:], shapes[1:], strict=True))]
         shapes = [shapes[0], *((heads // group, size) for heads, size in shapes[1:])]
     if shapes[1][0] != shapes[2][0] or queries % shapes[1][0] or shapes[0][1] != shapes[1][1]:
         raise r.unsupported(node, f"has heads {shapes[0]}, {shapes[1]}, {shapes[2]} that do not fit together")
@@ -47,7 +48,7 @@ def _repeats(value: Value, shape: tuple[int, int]) -> int:
     terms = value.terms.reshape(len(value.terms), *shape)
     changes = [h for h in range(1, shape[0]) if not np.array_equal(terms[:, h], terms[:, h - 1])]
     starts = [0, *changes, shape[0]]
-    runs = {b - a for a, b in zip(starts, starts[1:], strict=False)}
+    runs = {b - a for a, b in itertools.pairwise(starts)}
     return runs.pop() if len(runs) == 1 else 1
 
 
@@ -100,9 +101,7 @@ def _by_kind(terms: Terms, kinds: tuple[int, ...]) -> Terms | None:
     return np.where(picked.any(0), found, np.zeros((), terms.dtype))
 
 
-def _is_rotary(
-    own: Terms, other: Terms, inv_freq: np.ndarray[Any, Any], scaling: float, interleaved: bool
-) -> bool:
+def _is_rotary(own: Terms, other: Terms, inv_freq: np.ndarray[Any, Any], scaling: float, interleaved: bool) -> bool:
     """Whether feature i is cos * x[i] -+ sin * x[partner of i], as qcompile::rope has it."""
     half = len(inv_freq)
     place = np.arange(2 * half)
@@ -192,7 +191,7 @@ def _reads_ids(r: Raiser, mask: fx.Node) -> bool:
             return True
         if node not in seen and not operator_name(node).startswith("sym_size"):
             seen.add(node)
-            frontier += [n for n in node.all_input_nodes]
+            frontier += node.all_input_nodes
     return False
 
 

@@ -195,7 +195,8 @@ class Raiser:
     def blame(self, node: Any, reader: str) -> UnsupportedError:
         """The error for reading `node`: names the first node upstream that nothing could be made of."""
         while isinstance(node, fx.Node):
-            deeper = [n for n in node.all_input_nodes if isinstance(self.known.get(n), Opaque) and n is not self.token_ids]
+            inputs = [n for n in node.all_input_nodes if n is not self.token_ids]
+            deeper = [n for n in inputs if isinstance(self.known.get(n), Opaque)]
             if not deeper:
                 break
             node = deeper[0]
@@ -224,8 +225,8 @@ class Raiser:
 
     def vector(self, node: fx.Node) -> fx.Node:
         """The weight `node`, whose only dimension of more than 1 element is its features, as [F]."""
-        shape = node.meta["val"].shape
-        return self.weight(node) if len(shape) == 1 else self._derived(node, "flat", (node.meta["val"].numel(),), torch.flatten)
+        value = node.meta["val"]
+        return self.weight(node) if value.dim() == 1 else self._derived(node, "flat", (value.numel(),), torch.flatten)
 
     def transposed(self, node: fx.Node) -> fx.Node:
         """The weight `node` [K, N] as [N, K]; undoes a transpose rather than adding one."""
@@ -283,7 +284,9 @@ class Raiser:
         count = math.prod(features(base))
         start = int(index[0])
         if np.array_equal(index, np.arange(start, start + len(index))):
-            return base if len(index) == count else self.call("slice_features", self.flat(base), start, start + len(index))
+            if len(index) == count:
+                return base
+            return self.call("slice_features", self.flat(base), start, start + len(index))
         flat = self.flat(base)
         if ops.name_of(flat.target) != "linear" or flat.args[1].op != "get_attr":  # type: ignore[union-attr]
             raise self.unsupported(node, "takes features out of order, which only a linear's rows allow")
@@ -357,7 +360,7 @@ class Arguments:
                 self._found[argument.name] = node.args[place]
             elif argument.name not in self._found:
                 self._found[argument.name] = argument.default_value if argument.has_default_value() else None
-        self.positional = node.args
+        self.positional: tuple[Any, ...] = node.args
 
     def __getattr__(self, name: str) -> Any:
         try:

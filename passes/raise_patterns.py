@@ -38,7 +38,7 @@ def with_weight(r: Raiser, name: str, source: fx.Node, factor: fx.Node) -> Known
     value = r.known[source]
     shape = tuple(size for size in factor.meta["val"].shape if size != 1)
     if not isinstance(value, Value) or value.dims[-1] != "F" or shape != value.sizes[-1:]:
-        raise r.unsupported(source, f"meets a weight of shape {list(factor.meta['val'].shape)} in a way that has no counterpart")
+        raise r.unsupported(source, f"meets weight {factor} in a way that has no counterpart here")
     made = r.emit(value, value.sizes, source)
     weight = r.vector(factor)
     kind = ops.name_of(made.target)
@@ -203,7 +203,7 @@ def _match_gelu(r: Raiser, node: fx.Node) -> Known:
         if _near(r, outer, 0.5) and is_call(inner, "mul"):
             candidates += [(a, b, a) for a, b in pair(inner)]
         for _, gate, x in candidates:
-            squash = _plus_one(r, gate) if x is not None else None
+            squash: Any = _plus_one(r, gate) if x is not None else None
             if is_call(squash, "tanh") and _is_tanh_argument(r, strip(squash.args[0]), x):
                 return apply_unary(r, node, x, "gelu_tanh")
             if is_call(squash, "erf") and _factor(r, strip(squash.args[0]), math.sqrt(0.5)) is x:

@@ -164,13 +164,13 @@ def select(value: Value, dim: int, index: int) -> Value | None:
         return replace(value, dims=value.dims[:dim] + value.dims[dim + 1 :])
     if value.dims[dim] != "F":
         return None
-    terms = value.terms.take(index, value.axis(dim))
+    terms = value.terms.take([index], value.axis(dim)).squeeze(value.axis(dim))
     return Value(value.base, value.dims[:dim] + value.dims[dim + 1 :], terms)
 
 
 def unsqueeze(value: Value, dim: int) -> Value:
     """A dimension of size 1 put before dimension `dim`."""
-    return replace(value, dims=value.dims[:dim] + ("",) + value.dims[dim:])
+    return replace(value, dims=(*value.dims[:dim], "", *value.dims[dim:]))
 
 
 def repeat(value: Value, dim: int, count: int, inner: bool) -> Value | None:
@@ -187,7 +187,7 @@ def repeat(value: Value, dim: int, count: int, inner: bool) -> Value | None:
 
 def _as_features(value: Value, dim: int) -> Value:
     """A dimension of size 1 as a feature axis of one element."""
-    dims = value.dims[:dim] + ("F",) + value.dims[dim + 1 :]
+    dims = (*value.dims[:dim], "F", *value.dims[dim + 1 :])
     return Value(value.base, dims, np.expand_dims(value.terms, value.axis(dim)))
 
 

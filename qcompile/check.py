@@ -11,8 +11,8 @@ from qcompile import ops
 from qcompile.graph import Graph
 
 _FLOAT = frozenset(
-    "embedding linear rms_norm layer_norm unary scale add mul slice_features split_heads merge_heads rope attention "
-    "concat_rows interleave_rows gated_linear rotate".split()
+    ("embedding", "linear", "rms_norm", "layer_norm", "unary", "scale", "add", "mul", "slice_features", "split_heads")
+    + ("merge_heads", "rope", "attention", "concat_rows", "interleave_rows", "gated_linear", "rotate")
 )
 _QUANTIZED = _FLOAT | {"quantize_weight", "quantize_activation", "gemm"}
 _STEP = (_QUANTIZED - {"attention"}) | {"kv_append", "kv_attention", "take_rows", "norm_quantize", "rope_append"}
@@ -42,7 +42,7 @@ def check(graph: Graph, after: str = "") -> None:
 
 def _problem(graph: Graph, node: fx.Node, allowed: frozenset[str] | None) -> str | None:
     if node.op == "get_attr":
-        return None if node.target in graph.weights else f"weight {node.target} is not in the store"
+        return None if str(node.target) in graph.weights else f"weight {node.target} is not in the store"
     if node.op in ("placeholder", "output") or allowed is None:
         return None
     name = ops.name_of(node.target)

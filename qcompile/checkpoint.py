@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -92,15 +92,15 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
     return header, 8 + length, size
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+def _is_counts(value: Any) -> TypeGuard[list[int]]:
+    """Whether `value` is a list of whole numbers that could be sizes or offsets."""
+    return isinstance(value, list) and all(type(count) is int and 0 <= count < 2**63 for count in value)
 
 
 def _entry(path: Path, name: str, item: Any, start: int) -> Entry:
-    shape = item.get("shape") if isinstance(item, dict) else None
-    span = item.get("data_offsets") if isinstance(item, dict) else None
-    lists = isinstance(shape, list) and isinstance(span, list) and len(span) == 2
-    if not lists or not all(map(_is_count, shape + span)):
+    item = item if isinstance(item, dict) else {}
+    shape, span = item.get("shape"), item.get("data_offsets")
+    if not (_is_counts(shape) and _is_counts(span) and len(span) == 2):
         raise UsageError(f"{path}: tensor {name} has no valid shape and data_offsets in the header")
     if item.get("dtype") not in DTYPES:
         raise UnsupportedError(f"{path}: tensor {name} has dtype {item.get('dtype')}, which is not read")

@@ -6,6 +6,7 @@ model's name.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Callable
@@ -147,8 +148,8 @@ def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [B, H, T, D], key and value [B, Hk, T, D] -> [B, T, H, D]."""
-    window, softcap, sinks, scaling = (options.pop(key, None) for key in ("sliding_window", "softcap", "s_aux", "scaling"))
-    dropout = options.pop("dropout", 0.0)
+    named = ("sliding_window", "softcap", "s_aux", "scaling", "dropout")
+    window, softcap, sinks, scaling, dropout = (options.pop(key, None) for key in named)
     unknown = [name for name, option in options.items() if name not in _HARMLESS and option is not None]
     if unknown or dropout:
         raise UnsupportedError(f"attention option {(unknown or ['dropout'])[0]} is not supported")
@@ -209,7 +210,7 @@ def _loaders(module: Any, checkpoint: Checkpoint) -> dict[str, frontend.Loader]:
         stored = next((files[n] for n in names if n in files), names[0])
         if isinstance(value, nn.Parameter):
             checkpoint.require(stored, tuple(value.shape))
-            loaders[name] = lambda stored=stored: checkpoint.load(stored)
+            loaders[name] = functools.partial(checkpoint.load, stored)
         elif stored in checkpoint:
             loaders[name] = frontend.tensor_loader(name, checkpoint.raw(stored))
     return loaders
@@ -218,11 +219,11 @@ def _loaders(module: Any, checkpoint: Checkpoint) -> dict[str, frontend.Loader]:
 def _file_names(module: Any, checkpoint: Checkpoint) -> dict[str, str]:
     """Name in the module -> name in the files, by transformers' own renaming rules."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     mapping = get_model_conversion_mapping(module)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if not isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     state = module.state_dict()
     found: dict[str, str] = {}
     for stored in checkpoint:
