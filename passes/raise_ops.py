@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from qcompile import ops
-from qcompile.errors import UnsupportedError
+from qcompile.errors import PassError, UnsupportedError
 from qcompile.graph import Graph, WeightStore
 from qcompile.passes import raise_values as values
 from qcompile.passes.base import Pass, PassResult
@@ -190,7 +190,7 @@ class Raiser:
     def unsupported(self, node: Any, reason: str) -> UnsupportedError:
         """The error that `node` cannot be compiled, with the source line it came from."""
         operator = operator_name(node) if isinstance(node, fx.Node) else node
-        return UnsupportedError(f"raise: node {node} ({operator}) {reason}{_origin(node)}")
+        return PassError("raise", str(node), f"{operator} {reason}{_origin(node)}")
 
     def blame(self, node: Any, reader: str) -> UnsupportedError:
         """The error for reading `node`: names the first node upstream that nothing could be made of."""

@@ -261,7 +261,7 @@ def test_doctor_plans_without_reading_weights(capsys: Capture, tiny_checkpoint: 
 
 
 def test_doctor_says_what_is_unsupported(capsys: Capture, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     assert code_of("doctor", tmp_path, "--json") == 3
     found = json.loads(capsys.readouterr().out)
     assert not found["exportable"] and found["unsupported"][0]["reason"]
