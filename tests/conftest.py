@@ -1,4 +1,4 @@
-"""A tiny checkpoint with random weights, and artifacts built from it once per session."""
+"""Shared by all tests: golden files, a tiny checkpoint with random weights, and artifacts built from it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,27 @@ from pathlib import Path
 import pytest
 
 SAMPLE = Path(__file__).parents[1] / "samples" / "pycode-1m"
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--update-golden` writes what the tests produce instead of comparing."""
+    parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden from what the tests produce")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """golden(name, text): text equals the file tests/golden/<name>."""
+
+    def check(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert path.is_file(), f"{path} is missing: run pytest --update-golden and read what it wrote"
+        assert text == path.read_text(encoding="utf-8"), f"{name} changed: read the change, then pytest --update-golden"
+
+    return check
 
 
 @pytest.fixture(scope="session")
