@@ -32,6 +32,7 @@ _COMMON = (
     "-fno-ident",
     "-fPIC",
     "-shared",
+    "-nostartfiles",  # no constructors to run, and the start files carry a compiler banner
     "-pthread",
     "-Wno-psabi",
     "-Wl,--build-id=none",

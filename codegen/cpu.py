@@ -77,7 +77,9 @@ class _Renderer:
         self.few_rows = max(1, FEW_ELEMENTS // self.widest)
         self.ropes: dict[tuple[str, int, float], _RopeTable] = {}
         if program.kv.head_dim > MAX_HEAD_DIM:
-            raise UnsupportedError(f"head dimension {program.kv.head_dim} is above {MAX_HEAD_DIM}, the most there are kernels for")
+            raise UnsupportedError(
+                f"head dimension {program.kv.head_dim} is above {MAX_HEAD_DIM}, the most there are kernels for"
+            )
 
     def text(self) -> str:
         """The whole source."""
@@ -116,7 +118,12 @@ class _Renderer:
             "vocab_size": self.program.vocab_size,
             "max_position": self.program.max_position,
             "weights": len(self.program.weights),
-            "kv": {"format": kv.format, "layers": kv.layers, "page_tokens": kv.page_tokens, "page_bytes": kv.page_bytes},
+            "kv": {
+                "format": kv.format,
+                "layers": kv.layers,
+                "page_tokens": kv.page_tokens,
+                "page_bytes": kv.page_bytes,
+            },
             "calls": [call.name for call in self.program.calls],
         }
         return json.dumps(data, sort_keys=True)
@@ -131,10 +138,7 @@ class _Renderer:
     def call(self, index: int, call: p.Call) -> _RenderedCall:
         """The statements of one call, and whether a barrier follows."""
         write: Callable[..., list[str]] = getattr(self, f"_{call.kernel}")
-        if isinstance(call, p.Gemm | p.Attention):
-            lines = write(call, index)
-        else:
-            lines = write(call)
+        lines = write(call, index) if isinstance(call, p.Gemm | p.Attention) else write(call)
         calls = self.program.calls
         outputs = [_writes_outputs(self.program, c) for c in calls]
         first = outputs[index] and all(outputs[index:]) and not any(outputs[:index])
@@ -217,9 +221,9 @@ class _Renderer:
         count = "b.tokens" if x.rows == "tokens" else "b.outputs"
         var = f"g{index}"
         lines = [f"Gemm {var}{{{count}, {c.n}, {c.k}, {self.weight(c.weights['codes'], 'void')}}};"]
-        for role, ctype in (("scale", "float"), ("zero", "uint8_t"), ("group_scale", "uint8_t"), ("exponent", "uint8_t")):
-            if role in c.weights:
-                lines.append(f"{var}.{role} = {self.weight(c.weights[role], ctype)};")
+        for role, name in c.weights.items():
+            if role != "codes":
+                lines.append(f"{var}.{role} = {self.weight(name, 'float' if role == 'scale' else 'uint8_t')};")
         if c.bias is not None:
             lines.append(f"{var}.bias = {self.weight(c.bias)};")
         lines.append(f"{var}.epilogue = {_EPILOGUE[c.epilogue]};")

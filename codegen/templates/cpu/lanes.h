@@ -18,6 +18,18 @@ constexpr int kTileVectors = 1, kTileHeight = 6;  // 12 of 16
 constexpr int kTileVectors = 1, kTileHeight = 2;  // 8 of 16
 #endif
 
+// acc + w * x rounded once on every ISA, or the int8 codes that follow would now and then differ. Without
+// the instruction it goes through double, where the product is exact (a second rounding is felt once in 2^29).
+QC_INLINE F16 fused(F16 acc, F16 w, const float* x) {
+#if defined(__AVX512F__) || defined(__AVX2__)
+  return f_dot(acc, w, x);
+#else
+  typedef double f64x16 __attribute__((vector_size(128)));
+  const f64x16 sum = __builtin_convertvector(w, f64x16) * (double)*x + __builtin_convertvector(acc, f64x16);
+  return __builtin_convertvector(sum, f32x16);
+#endif
+}
+
 QC_INLINE F16 to_lanes(f32x16 v) {
 #if defined(__AVX512F__)
   return v;
@@ -71,7 +83,7 @@ QC_INLINE void multiply_tile(const float* a, int lda, const B& b, int k0, int k1
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) sum[r][v] = f_dot(sum[r][v], w[v], a + r * lda + k);
+      for (int v = 0; v < V; ++v) sum[r][v] = fused(sum[r][v], w[v], a + r * lda + k);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)

@@ -1,0 +1,98 @@
+"""Rendering a program to text, and compiling text: golden step, cache, reproducibility, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from qcompile.codegen import compiler, cpu
+from qcompile.codegen import program as p
+from qcompile.errors import ResourceError, UnsupportedError
+from qcompile.targets import TARGETS
+from tests.codegen.tiny import Tiny, build
+
+AVX2 = TARGETS["cpu-avx2"]
+SMALL = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty kernel cache, and the compiler looked for anew."""
+    monkeypatch.setenv("QCOMPILE_CACHE", str(tmp_path / "cache"))
+    for remembered in (compiler.find, compiler.version):
+        remembered.cache_clear()
+        monkeypatch.setattr(compiler, remembered.__name__, remembered)
+    return tmp_path / "cache"
+
+
+def step_of(source: str) -> str:
+    """The part of a source that is the program: constants and step()."""
+    model, program = source.index("// ---- the model"), source.index("// ---- the program")
+    return source[model : source.index("// ---- model.h")] + source[program : source.index("// ---- probe.h")]
+
+
+def test_step_reads_as_the_program(golden: Callable[[str, str], None]) -> None:
+    tiny = Tiny("w4_asym_g128", "q8", "kv8", layers=1)
+    golden("step_w4a8.cpp", step_of(cpu.render(build(tiny)[0], AVX2)))
+
+
+def test_source_is_self_contained_and_stable() -> None:
+    program = build(Tiny())[0]
+    source = cpu.render(program, AVX2)
+    assert '#include "' not in source and source.count("struct Barrier {") == 1
+    assert source == cpu.render(program, AVX2)
+    assert source != cpu.render(program, TARGETS["cpu-portable"])
+
+
+def test_rows_a_thread_keeps_need_no_barrier_unless_they_may_be_overwritten() -> None:
+    program = build(Tiny("w8_sym_channel", "q8", layers=1))[0]
+    assert "// 0.norm1" in cpu.render(program, AVX2)
+    sync = {c.name: cpu._Renderer(program, AVX2).sync(i) for i, c in enumerate(program.calls)}
+    assert sync["0.norm1"] == "!s.few[kTokens]" and sync["0.qkv"] == "true" and sync["0.rope"] == "!s.by_head()"
+    # Put the value that follows in the bytes of the one the norm reads: a fast thread would overwrite it.
+    stream = program.buffer("h")
+    moved = tuple(replace(b, offset=stream.offset) if b.name == "0.qkv" else b for b in program.buffers)
+    program = replace(program, buffers=moved)
+    sync = {c.name: cpu._Renderer(program, AVX2).sync(i) for i, c in enumerate(program.calls)}
+    assert sync["0.norm1"] == "true"
+
+
+def test_refuses_shapes_without_kernels() -> None:
+    program = build(Tiny(layers=1))[0]
+    with pytest.raises(UnsupportedError, match="2048"):
+        cpu.render(replace(program, kv=replace(program.kv, head_dim=2048)), AVX2)
+    odd = p.Elementwise("wave", "sine", "h", "h")
+    with pytest.raises(UnsupportedError, match=r"wave: .* sine"):
+        cpu.render(replace(program, calls=(*program.calls[:-1], odd)), AVX2)
+
+
+def test_compiles_once_and_byte_for_byte_alike(own_cache: Path) -> None:
+    first = compiler.compile(SMALL, AVX2)
+    (entry,) = own_cache.iterdir()
+    assert entry.suffix == ".so" and entry.read_bytes() == first
+    entry.write_bytes(b"kept")
+    assert compiler.compile(SMALL, AVX2) == b"kept"
+    entry.unlink()
+    assert compiler.compile(SMALL, AVX2) == first
+    assert str(own_cache.parent).encode() not in first and b"GCC" not in first and b"/tmp" not in first
+
+
+def test_a_cache_that_cannot_be_written_does_no_harm(own_cache: Path) -> None:
+    own_cache.write_text("a file, not a folder")
+    assert compiler.compile(SMALL, AVX2)[:4] == b"\x7fELF"
+
+
+def test_no_compiler_is_said_in_one_line(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(own_cache))
+    with pytest.raises(ResourceError, match=r"no C\+\+ compiler found: put g\+\+ or clang\+\+ on the PATH"):
+        compiler.compile(SMALL, AVX2)
+
+
+def test_an_error_of_the_compiler_is_said_in_one_line(own_cache: Path) -> None:
+    with pytest.raises(ResourceError, match=r"could not compile the kernels for cpu-avx2: .*error") as caught:
+        compiler.compile("int x = ;\n", AVX2)
+    assert "\n" not in str(caught.value)
+    assert not own_cache.exists() or not list(own_cache.iterdir())

@@ -1,0 +1,129 @@
+// ---- the model -----------------------------------------------------------------------------------
+
+constexpr int kVocab = 203, kMaxPosition = 512;
+constexpr int kCalls = 14;
+constexpr KvFormat kKv = kKv8;
+constexpr int kKvHeads = 2, kHeadDim = 32;
+constexpr int64_t kTokenBytes = 3200, kOutputBytes = 512;
+constexpr int64_t kRopeFloats = 32;
+constexpr int kFewRows = 8, kOwnRows = 64;
+constexpr size_t kOwnBytes = (size_t)(kTokenBytes + kOutputBytes) * kOwnRows;
+constexpr int kWidest = 256;  // elements of the longest row
+constexpr size_t kScratchBytes = gemm_scratch_bytes(kWidest) + attention_scratch_bytes(kv_padded(kKv, kHeadDim));
+static_assert(kv_block_bytes(kKv, kHeadDim) == 5120, "the runtime sizes pages by this");
+static const char kDescription[] = "{\"abi\": 1, \"calls\": [\"embed\", \"0.norm1\", \"0.qkv\", \"0.rope\", \"0.attention\", \"0.o.quantize\", \"0.o\", \"0.norm2\", \"0.gate_up\", \"0.down.quantize\", \"0.down\", \"take\", \"norm\", \"head\"], \"isa\": \"avx2\", \"kv\": {\"format\": \"kv8\", \"layers\": 1, \"page_bytes\": 10240, \"page_tokens\": 64}, \"max_position\": 512, \"vocab_size\": 203, \"weights\": 21}";
+// ---- the program ---------------------------------------------------------------------------------
+// h: f32 [tokens, 96]
+// 0.qkv: f32 [tokens, 256]
+// 0.x: q8 [tokens, 96] sums of 128
+// 0.attended: f32 [tokens, 128]
+// 0.o.in: q8 [tokens, 128] sums of 128
+// 0.y: q8 [tokens, 96] sums of 128
+// 0.inner: f32 [tokens, 160]
+// 0.down.in: q8 [tokens, 160] sums of 128
+// last: f32 [outputs, 96]
+// final: q8 [outputs, 96] sums of 128
+
+static void step(Model& m, int tid) {
+  Step s(m, tid);
+  const qc_batch& b = s.b;
+  const auto v_h = s.rows<float>(kTokens, 0, false);
+  const auto v_0_qkv = s.rows<float>(kTokens, 384, false);
+  const auto v_0_x = s.q8(kTokens, 1408, true, 96, 128);
+  const auto v_0_attended = s.rows<float>(kTokens, 1536, false);
+  const auto v_0_o_in = s.q8(kTokens, 2048, true, 128, 128);
+  const auto v_0_y = s.q8(kTokens, 2240, true, 96, 128);
+  const auto v_0_inner = s.rows<float>(kTokens, 2368, false);
+  const auto v_0_down_in = s.q8(kTokens, 3008, true, 160, 128);
+  const auto v_last = s.rows<float>(kOutputs, 0, true);
+  const auto v_final = s.q8(kOutputs, 384, true, 96, 128);
+  float* const rope0 = m.rope + (int64_t)0 * m.capacity[kTokens];
+  rope_table(s.mine(kTokens, false), b.positions, s.weight<float>(1), 32, 1.0f, rope0);
+
+  // embed
+  embed(s.mine(kTokens, false), b.token_ids, s.weight<float>(0), 96, 1.0f, v_h);
+  s.done(0, true);
+
+  // 0.norm1
+  norm<kRms>(s.mine(kTokens, true), v_h, 96, s.weight<float>(2), nullptr, 9.99999997e-07f, s.w, v_0_x);
+  s.done(1, !s.few[kTokens]);
+
+  // 0.qkv
+  Gemm g2{b.tokens, 256, 96, s.weight<void>(4)};
+  g2.scale = s.weight<float>(5);
+  g2.zero = s.weight<uint8_t>(6);
+  g2.bias = s.weight<float>(3);
+  g2.epilogue = kStore;
+  g2.out = v_0_qkv, g2.out_stride = 256;
+  gemm_w4_asym_g128(g2, v_0_x, s.w);
+  s.done(2, true);
+
+  // 0.rope
+  s.append({v_0_qkv, 256, 0, 128, 192, 4, {rope0, 32, false}, b.positions, b.query_start}, 0);
+  s.done(3, !s.by_head());
+
+  // 0.attention
+  s.attend({v_0_qkv, 256, 0, v_0_attended, 4, 0.176776692f, 0, 0.0f, b.sequences, b.positions, b.query_start}, 0, 4);
+  s.done(4, true);
+
+  // 0.o.quantize
+  quantize(s.mine(kTokens, true), v_0_attended, 128, v_0_o_in);
+  s.done(5, !s.few[kTokens]);
+
+  // 0.o
+  Gemm g6{b.tokens, 96, 128, s.weight<void>(7)};
+  g6.scale = s.weight<float>(8);
+  g6.zero = s.weight<uint8_t>(9);
+  g6.epilogue = kAdd;
+  g6.residual = v_h, g6.residual_stride = 96;
+  g6.out = v_h, g6.out_stride = 96;
+  gemm_w4_asym_g128(g6, v_0_o_in, s.w);
+  s.done(6, true);
+
+  // 0.norm2
+  norm<kRms>(s.mine(kTokens, true), v_h, 96, s.weight<float>(10), nullptr, 9.99999997e-07f, s.w, v_0_y);
+  s.done(7, !s.few[kTokens]);
+
+  // 0.gate_up
+  Gemm g8{b.tokens, 320, 96, s.weight<void>(11)};
+  g8.scale = s.weight<float>(12);
+  g8.zero = s.weight<uint8_t>(13);
+  g8.epilogue = kSiluMul;
+  g8.out = v_0_inner, g8.out_stride = 160;
+  gemm_w4_asym_g128(g8, v_0_y, s.w);
+  s.done(8, true);
+
+  // 0.down.quantize
+  quantize(s.mine(kTokens, true), v_0_inner, 160, v_0_down_in);
+  s.done(9, !s.few[kTokens]);
+
+  // 0.down
+  Gemm g10{b.tokens, 96, 160, s.weight<void>(14)};
+  g10.scale = s.weight<float>(15);
+  g10.zero = s.weight<uint8_t>(16);
+  g10.epilogue = kAdd;
+  g10.residual = v_h, g10.residual_stride = 96;
+  g10.out = v_h, g10.out_stride = 96;
+  gemm_w4_asym_g128(g10, v_0_down_in, s.w);
+  s.done(10, true);
+
+  // take
+  if (b.outputs == 0) return;
+  take_rows(s.mine(kOutputs, true), b.output_rows, v_h, 96, v_last);
+  s.done(11, !s.few[kOutputs]);
+
+  // norm
+  norm<kRms>(s.mine(kOutputs, true), v_last, 96, s.weight<float>(17), nullptr, 9.99999997e-07f, s.w, v_final);
+  s.done(12, !s.few[kOutputs]);
+
+  // head
+  Gemm g13{b.outputs, 203, 96, s.weight<void>(18)};
+  g13.scale = s.weight<float>(19);
+  g13.zero = s.weight<uint8_t>(20);
+  g13.epilogue = kStore;
+  g13.out = s.logits(), g13.out_stride = kVocab;
+  gemm_w4_asym_g128(g13, v_final, s.w);
+  m.team.sync(tid);
+  s.pick_best();
+  s.done(13, false);
+}
