@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from qcompile.passes import raise_attention as attention
+from qcompile.passes import raise_masks as masks
 from qcompile.passes import raise_patterns as patterns
 from qcompile.passes import raise_values as values
 from qcompile.passes.raise_ops import LENGTHS, Arguments, Known, Opaque, Raiser, Weight, features
@@ -248,6 +249,9 @@ def _lookup(r: Raiser, table: fx.Node, index: fx.Node) -> Known:
     offset = terms.pop(values.ONE, 0.0)
     if terms != {values.POSITION: 1.0} or offset < 0 or offset % 1 or "T" not in known.dims:
         return None
+    longest = r.source.info.max_position
+    if table.meta["val"].shape[0] - offset < longest:
+        raise r.unsupported(table, f"has fewer rows than the {longest} positions the model is said to hold")
     rows = r.rows_from(table, int(offset))
     return identity(r.call("embedding", r.positions, rows), (*known.dims, "F"), (width,))
 
@@ -401,7 +405,7 @@ def _matmul(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     has_base = isinstance(source, Value) and source.base is not None
     if has_base and isinstance(r.known.get(right), Weight) and right.meta["val"].dim() == 2:
         return linear(r, node, left, r.transposed(right), None)
-    return _outer(r, left, right) or attention.match_product(r, node)
+    return _outer(r, left, right) or masks.match_attention(r, node)
 
 
 def _outer(r: Raiser, left: fx.Node, right: fx.Node) -> Known:
@@ -463,6 +467,7 @@ def _sdpa(r: Raiser, node: fx.Node, a: Arguments) -> Known:
         raise r.unsupported(node, "has dropout; export the model in evaluation mode")
     inputs = [values.permute(r.require(t, f"attention {node}"), (0, 2, 1, 3)) for t in (a.query, a.key, a.value)]
     scale = 1 / math.sqrt(a.query.meta["val"].shape[-1]) if a.scale is None else float(a.scale)
-    window = attention.prove_mask(r, node, a.attn_mask, a.is_causal)
+    given = [] if a.attn_mask is None else [(a.attn_mask, "added")]
+    window = masks.prove_mask(r, node, given, a.is_causal)
     made = attention.build(r, node, inputs, scale, window, 0.0, None)
     return values.permute(made, (0, 2, 1, 3))

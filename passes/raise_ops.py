@@ -74,6 +74,8 @@ class Raiser:
         self.out = Graph(fx.Graph(), WeightStore(dict(source.weights.entries)), source.info, "raise")
         self.known: dict[fx.Node, Known] = {}
         self.made: dict[tuple[Any, ...], fx.Node] = {}
+        self.proven: dict[tuple[Any, ...], int] = {}
+        self.axes: dict[Any, str] = {}
         self.symbols: dict[Any, int] = {}
         self.lengths: dict[Any, int] = {}
         self.token_ids: fx.Node | None = None
@@ -103,7 +105,8 @@ class Raiser:
             raise UnsupportedError("the exported program has fixed sizes; export with dynamic batch and tokens")
         for shape in shapes:
             for size, axis in zip(shape, "BT", strict=True):
-                self.symbols[size.node.expr] = LENGTHS[axis]
+                self.axes[size.node.expr] = axis
+        self.symbols = {size: LENGTHS[axis] for size, axis in self.axes.items()}
         made = [self.out.fx.placeholder(name) for name in names]
         for node in made:
             node.meta["val"] = torch.empty(EXAMPLE["B"], EXAMPLE["T"], dtype=torch.int64, device="meta")

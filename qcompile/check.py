@@ -11,8 +11,8 @@ from qcompile import ops
 from qcompile.graph import Graph
 
 _FLOAT = frozenset(
-    ("embedding", "linear", "rms_norm", "layer_norm", "unary", "scale", "add", "mul", "slice_features", "split_heads")
-    + ("merge_heads", "rope", "attention", "concat_rows", "interleave_rows", "gated_linear", "rotate")
+    {"embedding", "linear", "rms_norm", "layer_norm", "unary", "scale", "add", "mul", "rope", "attention", "rotate"}
+    | {"slice_features", "split_heads", "merge_heads", "concat_rows", "interleave_rows", "gated_linear"}
 )
 _QUANTIZED = _FLOAT | {"quantize_weight", "quantize_activation", "gemm"}
 _STEP = (_QUANTIZED - {"attention"}) | {"kv_append", "kv_attention", "take_rows", "norm_quantize", "rope_append"}

@@ -58,18 +58,19 @@ def load(
         if example_inputs is None:
             raise UsageError("example_inputs is needed with an nn.Module: (token_ids,) or (token_ids, positions)")
         name = name or type(model).__name__
-        program = export_module(model, example_inputs)
+        program = export_module(model, example_inputs, max_position)
         loaders = module_loaders(model)
     info = ModelInfo(name, _vocabulary(program), max_position, None, (), count_parameters(program))
     return import_program(program, loaders, info)
 
 
-def export(module: nn.Module, inputs: Sequence[Tensor]) -> ExportedProgram:
-    """torch.export of `module`, whose forward takes `*inputs`, all [B, T]; B and T stay dynamic.
+def export(module: nn.Module, inputs: Sequence[Tensor], longest: int = 1 << 24) -> ExportedProgram:
+    """torch.export of `module`, whose forward takes `*inputs`, all [B, T]; B and T < `longest` stay dynamic.
 
     Raises UnsupportedError with one line for what cannot be traced.
     """
-    batch, tokens = torch.export.Dim("batch", min=1, max=1 << 16), torch.export.Dim("tokens", min=1, max=1 << 24)
+    # Tables as long as the longest sequence make a case of that length, which is left out of the trace.
+    batch, tokens = torch.export.Dim("batch", max=1 << 16), torch.export.Dim("tokens", max=longest - 1)
     shapes = tuple({0: batch, 1: tokens} for _ in inputs)
     try:
         with torch.no_grad():
@@ -92,7 +93,7 @@ class _Positional(nn.Module):
         return self.module(*inputs)
 
 
-def export_module(module: nn.Module, example_inputs: Sequence[Tensor]) -> ExportedProgram:
+def export_module(module: nn.Module, example_inputs: Sequence[Tensor], longest: int) -> ExportedProgram:
     """Export a float32 copy of `module` in evaluation mode on the meta device: its weights are not touched."""
     for value in example_inputs:
         if value.dtype != torch.int64 or value.dim() != 2:
@@ -104,7 +105,7 @@ def export_module(module: nn.Module, example_inputs: Sequence[Tensor]) -> Export
         memo[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
     shadow = copy.deepcopy(module, memo).eval().requires_grad_(False)
     ids = [torch.zeros(EXAMPLE_BATCH, EXAMPLE_TOKENS, dtype=torch.int64, device="meta") for _ in example_inputs]
-    return export(_Positional(shadow), ids)
+    return export(_Positional(shadow), ids, longest)
 
 
 def module_loaders(module: nn.Module) -> dict[str, Loader]:
