@@ -270,8 +270,9 @@ def test_doctor_says_what_is_unsupported(capsys: Capture, tmp_path: Path) -> Non
 def test_an_interrupted_build_leaves_nothing(tiny_checkpoint: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "qcompile", "build", str(tiny_checkpoint), "-o", str(tmp_path / "out")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
-    time.sleep(1.5)
+    while not list(tmp_path.iterdir()) and process.poll() is None:
+        time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    error = process.communicate(timeout=60)[1]
+    error = process.communicate(timeout=120)[1]
     assert process.returncode == 130 and error.splitlines()[-1] == "qcompile: interrupted"
     assert not list(tmp_path.iterdir())

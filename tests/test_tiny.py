@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import qcompile
+from qcompile import pipeline
 from qcompile.recipes import RECIPES
 
 Build = Callable[[str], Path]
@@ -37,12 +38,21 @@ def test_f32_is_the_model(tiny_checkpoint: Path, tiny_artifact: Build) -> None:
     assert difference.abs().max() < 2e-4
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "f32"])
-def test_rounding_costs_what_its_bits_allow(recipe: str, tiny_checkpoint: Path, tiny_artifact: Build) -> None:
-    want = reference_logits(tiny_checkpoint)
+def step_logits(checkpoint: Path, recipe: str, tokens: list[int]) -> torch.Tensor:
+    """Logits [tokens, vocab] of the last graph's reference bodies, through a cache of one page."""
+    plan = pipeline.plan(str(checkpoint), recipe=recipe)
+    kv, rows = plan.program.kv, torch.arange(len(tokens))
+    cache = torch.zeros(kv.layers, 2, kv.page_tokens, kv.kv_heads, kv.head_dim)
+    table = torch.zeros(1, 1, dtype=torch.int64)
+    return plan.graphs[-1].run(torch.tensor(tokens), rows, torch.zeros_like(rows), table, rows, cache)[0]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_kernels_compute_what_the_graph_says(recipe: str, tiny_checkpoint: Path, tiny_artifact: Build) -> None:
+    want = step_logits(tiny_checkpoint, recipe, TOKENS[0])
     with qcompile.load(tiny_artifact(recipe)) as llm:
-        error = (llm.logits(TOKENS) - want).norm() / want.norm()
-    assert error < {"bf16": 0.02, "w8a8": 0.05}.get(recipe, 0.35)
+        error = (llm.logits(TOKENS[:1])[0] - want).norm() / want.norm()
+    assert error < 1e-3  # a sum in another order may move one activation across a rounding edge
 
 
 @pytest.mark.parametrize("recipe", ["w4a8", "qserve", "bf16"])
