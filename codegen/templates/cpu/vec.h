@@ -43,10 +43,40 @@ QC_INLINE i32x16 splat(int32_t x) { return i32x16{} + x; }
 QC_INLINE f32x16 to_f32(i32x16 v) { return __builtin_convertvector(v, f32x16); }
 QC_INLINE f32x16 to_f32(u8x16 v) { return __builtin_convertvector(v, f32x16); }
 QC_INLINE f32x16 select(i32x16 mask, f32x16 yes, f32x16 no) {  // mask lanes are 0 or -1, as comparisons give
+#if defined(__AVX512F__)
+  return mask ? yes : no;  // a mask register and one blend
+#else
   return bitcast<f32x16>((bitcast<i32x16>(yes) & mask) | (bitcast<i32x16>(no) & ~mask));
+#endif
 }
+
+// a if a > b, else b; so vmax(x, y) is y where x is NaN. GCC compares 64-byte vectors lane by lane where there
+// is no register for them, so there each half is compared by itself.
+#if defined(__AVX512F__)
 QC_INLINE f32x16 vmax(f32x16 a, f32x16 b) { return select(a > b, a, b); }
 QC_INLINE f32x16 vmin(f32x16 a, f32x16 b) { return select(a < b, a, b); }
+#else
+#if defined(__AVX2__)
+typedef float f32part __attribute__((vector_size(32)));
+#else
+typedef float f32part __attribute__((vector_size(16)));
+#endif
+template <class F>
+QC_INLINE f32x16 by_parts(f32x16 a, f32x16 b, const F& f) {
+  constexpr int n = 64 / sizeof(f32part);
+  f32part x[n], y[n];
+  memcpy(x, &a, 64);
+  memcpy(y, &b, 64);
+  for (int i = 0; i < n; ++i) x[i] = f(x[i], y[i]);
+  return load<f32x16>(x);
+}
+QC_INLINE f32x16 vmax(f32x16 a, f32x16 b) {
+  return by_parts(a, b, [](f32part x, f32part y) { return x > y ? x : y; });
+}
+QC_INLINE f32x16 vmin(f32x16 a, f32x16 b) {
+  return by_parts(a, b, [](f32part x, f32part y) { return x < y ? x : y; });
+}
+#endif
 QC_INLINE f32x16 vabs(f32x16 a) { return bitcast<f32x16>(bitcast<i32x16>(a) & 0x7fffffff); }
 
 // Round to nearest even, for |x| < 2^22: adding 1.5 * 2^23 leaves the integer in the low mantissa bits.
@@ -66,20 +96,28 @@ QC_INLINE u16x16 f32_to_bf16(f32x16 v) {
 }
 QC_INLINE float bf16_to_f32(uint16_t v) { return bitcast<float>((uint32_t)v << 16); }
 
-// Sum and maximum over the 16 lanes, in a fixed tree order.
+// Sum and maximum over the 16 lanes, in a fixed tree order: lane i with i + 8, then 4, 2, 1.
+template <class F>
+QC_INLINE float reduce(f32x16 v, const F& join) {
+#if defined(__AVX512F__) && __has_builtin(__builtin_shufflevector)
+  v = join(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  v = join(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+  v = join(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+  v = join(v, __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+  return v[0];
+#else
+  typedef float f32x4 __attribute__((vector_size(16)));
+  f32x4 q[4];
+  memcpy(q, &v, sizeof q);
+  const f32x4 s = join(join(q[0], q[2]), join(q[1], q[3]));
+  return join(join(s[0], s[2]), join(s[1], s[3]));
+#endif
+}
 QC_INLINE float reduce_add(f32x16 v) {
-  float t[16];
-  store(t, v);
-  for (int w = 8; w; w /= 2)
-    for (int i = 0; i < w; ++i) t[i] += t[i + w];
-  return t[0];
+  return reduce(v, [](auto a, auto b) { return a + b; });
 }
 QC_INLINE float reduce_max(f32x16 v) {
-  float t[16];
-  store(t, v);
-  for (int w = 8; w; w /= 2)
-    for (int i = 0; i < w; ++i) t[i] = t[i] > t[i + w] ? t[i] : t[i + w];
-  return t[0];
+  return reduce(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 // e^x, relative error below 1.2e-7 on [-87, 88]; clamped outside, so it is never 0, infinite or NaN.
