@@ -95,8 +95,9 @@ class Engine:
         return max(1, min(_MAX_BURST, round(BURST_SECONDS / seconds)))
 
     def _learn(self, batch: int, seconds: float) -> None:
-        known = self._step_seconds.get(batch)
-        self._step_seconds[batch] = seconds if known is None else 0.75 * known + 0.25 * seconds
+        """Follow the time of a step; one slow call (the machine was busy elsewhere) moves it little."""
+        known = self._step_seconds.setdefault(batch, seconds)
+        self._step_seconds[batch] = known + 0.25 * (min(seconds, 2 * known) - known)
 
     def _run_burst(self, plan: Plan, started: float) -> list[Request]:
         batch, steps = len(plan.requests), plan.steps
