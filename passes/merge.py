@@ -26,7 +26,6 @@ class Merge(Pass):
 
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()
-        hoist_weights(graph)
         fired = sum(_merge_gate(graph, node) for node in graph.calls("mul"))
         seen: set[fx.Node] = set()
         for node in graph.calls("linear"):
@@ -38,14 +37,6 @@ class Merge(Pass):
                     fired += 1
         graph.erase_dead()
         return PassResult(graph, fired)
-
-
-def hoist_weights(graph: Graph) -> None:
-    """Move everything that depends on weights alone to the top, keeping its order."""
-    weights = [node for node in graph.nodes if node.op != "output" and graph.is_weight(node)]
-    anchor = next(node for node in graph.nodes if node not in set(weights))
-    for node in weights:
-        anchor.prepend(node)
 
 
 def _gate_operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -73,9 +64,11 @@ def _merge_gate(graph: Graph, node: fx.Node) -> bool:
         return False
     if gate.meta["val"].shape != up.meta["val"].shape:
         return False
+    weight = graph.call_weight("interleave_rows", gate.args[1], up.args[1], ops.GATE_BLOCK)
+    bias = None
+    if _bias(gate) is not None:
+        bias = graph.call_weight("interleave_rows", _bias(gate), _bias(up), ops.GATE_BLOCK)
     with graph.fx.inserting_before(node):
-        weight = graph.call("interleave_rows", gate.args[1], up.args[1], ops.GATE_BLOCK)
-        bias = None if _bias(gate) is None else graph.call("interleave_rows", _bias(gate), _bias(up), ops.GATE_BLOCK)
         joined = graph.call("gated_linear", gate.args[0], weight, bias, kind, gate.meta["val"].shape[-1])
     joined.meta["precision"] = gate.meta["precision"]
     graph.replace(node, joined)
@@ -103,9 +96,9 @@ def _siblings(node: fx.Node) -> list[fx.Node]:
 
 def _merge_siblings(graph: Graph, linears: list[fx.Node]) -> None:
     first = linears[0]
+    weight = graph.call_weight("concat_rows", [n.args[1] for n in linears])
+    bias = None if _bias(first) is None else graph.call_weight("concat_rows", [_bias(n) for n in linears])
     with graph.fx.inserting_before(first):
-        weight = graph.call("concat_rows", [n.args[1] for n in linears])
-        bias = None if _bias(first) is None else graph.call("concat_rows", [_bias(n) for n in linears])
         joined = graph.call("linear", first.args[0], weight, bias)
         stops = list(accumulate(n.meta["val"].shape[-1] for n in linears))
         slices = [graph.call("slice_features", joined, *pair) for pair in pairwise((0, *stops))]

@@ -62,8 +62,8 @@ def _quantize_linear(
             activations[key] = graph.call("quantize_activation", *key)
     gated = ops.name_of(node.target) == "gated_linear"
     epilogue = {kind: name for name, kind in ops.GATED.items()}[str(node.args[3])] if gated else "store"
+    packed = graph.call_weight("quantize_weight", weight, format)
     with graph.fx.inserting_before(node):
-        packed = graph.call("quantize_weight", weight, format)
         width = node.meta["val"].shape[-1]
         gemm = graph.call("gemm", activations[key], packed, bias, None, format, epilogue, width)
     gemm.meta["precision"] = node.meta["precision"]

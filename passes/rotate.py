@@ -108,6 +108,5 @@ def _rotate_argument(graph: Graph, node: fx.Node, index: int, signs: fx.Node, ax
     weight = node.args[index] if len(node.args) > index else None
     if weight is None:
         return False
-    with graph.fx.inserting_before(node):
-        node.update_arg(index, graph.call("rotate", weight, signs, axis))
+    node.update_arg(index, graph.call_weight("rotate", weight, signs, axis))
     return True

@@ -10,9 +10,13 @@ from torch import Tensor, fx
 from qcompile import ops
 from qcompile.graph import Graph
 
-_FLOAT = frozenset(
-    {"embedding", "linear", "rms_norm", "layer_norm", "unary", "scale", "add", "mul", "rope", "attention", "rotate"}
-    | {"slice_features", "split_heads", "merge_heads", "concat_rows", "interleave_rows", "gated_linear"}
+_ON_WEIGHTS = frozenset(
+    "concat_rows interleave_rows rotate scale_axis row_size column_max key_scale repeat_heads max_heads "
+    "smooth_factor".split()
+)
+_FLOAT = _ON_WEIGHTS | frozenset(
+    "embedding linear rms_norm layer_norm unary scale add mul rope attention slice_features split_heads merge_heads "
+    "gated_linear".split()
 )
 _QUANTIZED = _FLOAT | {"quantize_weight", "quantize_activation", "gemm"}
 _STEP = (_QUANTIZED - {"attention"}) | {"kv_append", "kv_attention", "take_rows", "norm_quantize", "rope_append"}

@@ -135,14 +135,28 @@ class Graph:
     # ---- rewriting ---------------------------------------------------------------------------
 
     def clone(self) -> Graph:
-        """A copy whose nodes can be rewritten alone; the weight store's table is copied, not its values."""
+        """A copy to rewrite, its weight expressions first; the weight store's table is copied, not its values."""
         copied = fx.Graph()
         values: dict[fx.Node, fx.Node] = {}
         result = copied.graph_copy(self.fx, values)
         copied.output(result)
         for old, new in values.items():
             new.meta = dict(old.meta)
-        return Graph(copied, WeightStore(dict(self.weights.entries)), self.info, self.stage)
+        clone = Graph(copied, WeightStore(dict(self.weights.entries)), self.info, self.stage)
+        clone._hoist_weights()
+        return clone
+
+    def _hoist_weights(self) -> None:
+        """Move everything that depends on weights alone to the top, keeping its order."""
+        weights = {node: None for node in self.nodes if node.op != "output" and self.is_weight(node)}
+        anchor = next(node for node in self.fx.nodes if node not in weights)
+        for node in weights:
+            anchor.prepend(node)
+
+    def call_weight(self, name: str, *args: Any) -> fx.Node:
+        """qcompile::name(*args) on weights, behind all weight expressions there are and before any activation."""
+        with self.fx.inserting_before(next(node for node in self.fx.nodes if not self.is_weight(node))):
+            return self.call(name, *args)
 
     def call(self, name: str, *args: Any) -> fx.Node:
         """Append qcompile::name(*args) at the insertion point, its fake value inferred."""

@@ -204,6 +204,77 @@ def rotate(w: Tensor, signs: Tensor, axis: int) -> Tensor:
     return hadamard.transform(blocks).flatten(-2).movedim(-1, axis).contiguous()
 
 
+@_op(lambda w, factor, axis, inverse: torch.empty_like(w))
+def scale_axis(w: Tensor, factor: Tensor, axis: int, inverse: bool) -> Tensor:
+    """w times (with `inverse`, divided by) factor along `axis`; a shorter factor repeats, block after block."""
+    size = w.shape[axis]
+    full = factor.to(w.dtype).repeat(size // factor.shape[0]).reshape([-1 if d == axis else 1 for d in range(w.dim())])
+    return w / full if inverse else w * full
+
+
+@_op(lambda w, bias=None: w.new_empty(w.shape[0], dtype=torch.float32))
+def row_size(w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Typical magnitude of each output of a linear behind a norm, from its weights: |row|_2 + |bias|, f32 [N].
+
+    A normalized input has mean square 1, so an output's standard deviation is about the norm of its row.
+    """
+    size = w.float().norm(dim=1)
+    return size if bias is None else size + bias.float().abs()
+
+
+@_op(lambda weights: weights[0].new_empty(weights[0].shape[1], dtype=torch.float32))
+def column_max(weights: list[Tensor]) -> Tensor:
+    """Largest |entry| of each input column over weights [N_i, K] that read the same value, f32 [K]."""
+    return torch.stack([w.float().abs().amax(0) for w in weights]).amax(0)
+
+
+def _fake_key_scale(size: Tensor, head_dim: int, rotary: int, interleaved: bool, shared: bool, alpha: float) -> Tensor:
+    return size.new_empty(head_dim) if shared else torch.empty_like(size)
+
+
+@_op(_fake_key_scale)
+def key_scale(size: Tensor, head_dim: int, rotary: int, interleaved: bool, shared: bool, alpha: float) -> Tensor:
+    """SmoothAttention's factor for key channels (QServe 4.3.2): size^alpha, equal within each rotary pair.
+
+    size [Hk * D]: magnitude of each key channel; `rotary` <= D of them turn in pairs (i, i + rotary/2), or (2i,
+    2i + 1) when interleaved. The result is [Hk * D], or [D] when the heads must share one (`shared`).
+    """
+    heads = size.reshape(-1, head_dim).clone()
+    if shared:
+        heads = heads.amax(0, keepdim=True)
+    turning = heads[:, :rotary].unflatten(1, (-1, 2) if interleaved else (2, -1))
+    pair = 2 if interleaved else 1
+    heads[:, :rotary] = turning.amax(pair, keepdim=True).expand_as(turning).flatten(1)
+    factor = heads.clamp_min(torch.finfo(torch.float32).tiny) ** alpha
+    return torch.where(heads > 0, factor, torch.ones_like(factor)).flatten()
+
+
+@_op(lambda factor, group, head_dim: factor.new_empty(factor.shape[0] * group))
+def repeat_heads(factor: Tensor, group: int, head_dim: int) -> Tensor:
+    """[Hk * D] -> [Hk * group * D]: each KV head's block once for every query head that reads it."""
+    return factor.reshape(-1, head_dim).repeat_interleave(group, 0).flatten()
+
+
+@_op(lambda factor, group, head_dim: factor.new_empty(factor.shape[0] // group))
+def max_heads(factor: Tensor, group: int, head_dim: int) -> Tensor:
+    """[Hk * group * D] -> [Hk * D]: the largest over the query heads of each KV head."""
+    return factor.reshape(-1, group, head_dim).amax(1).flatten()
+
+
+@_op(lambda weight_max, alpha, activation_max=None: torch.empty_like(weight_max))
+def smooth_factor(weight_max: Tensor, alpha: float, activation_max: Tensor | None = None) -> Tensor:
+    """What input channels are divided by (SmoothQuant, eq. 4): activation_max^alpha / weight_max^(1 - alpha), [K].
+
+    Scaled to a geometric mean of 1; channels with nothing in them keep 1. Without activation_max alpha must be 0.
+    """
+    factor = weight_max.clamp_min(torch.finfo(torch.float32).tiny) ** (alpha - 1)
+    if activation_max is not None:
+        factor = factor * activation_max.clamp_min(torch.finfo(torch.float32).tiny) ** alpha
+    alive = weight_max > 0 if activation_max is None else (weight_max > 0) & (activation_max > 0)
+    mean = factor[alive].double().log().mean().exp().float() if alive.any() else torch.tensor(1.0)
+    return torch.where(alive, factor / mean, torch.ones_like(factor))
+
+
 # ---- quantized linears --------------------------------------------------------------------------
 
 

@@ -1,0 +1,84 @@
+"""Move a diagonal scale of a value's channels into whatever produces that value.
+
+The table of how a scale passes each operator is `_PUSH`, keyed by operators, not by models. A producer that cannot
+take the scale is refused with its node, before anything is changed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from qcompile import ops
+from qcompile.errors import PassError
+from qcompile.graph import Graph
+
+
+class ScalePusher:
+    """Multiplies (or with `inverse` divides) the channels of values by a weight vector, in their producers.
+
+    A vector is [F] for a value [..., F], and [H * D] or [D] (alike in all heads) for one [..., H, D]. `paired` says that the vector is equal
+    within each rotary pair, so that it passes a rotation. `fired` counts weights changed.
+    """
+
+    def __init__(self, graph: Graph, pass_name: str, *, paired: bool = False) -> None:
+        self.graph, self.pass_name, self.paired = graph, pass_name, paired
+        self.fired = 0
+
+    def push(self, value: fx.Node, user: fx.Node, factor: fx.Node, inverse: bool) -> None:
+        """Scale `value`, of which `user` must be the only reader. Raises PassError where it cannot be done."""
+        self._check(value, user)
+        self._apply(value, factor, inverse)
+
+    def can_push(self, value: fx.Node, user: fx.Node) -> str | None:
+        """Why `push` would refuse, or None."""
+        try:
+            self._check(value, user)
+        except PassError as error:
+            return str(error)
+        return None
+
+    def _check(self, node: Any, user: fx.Node) -> None:
+        if set(node.users) != {user}:
+            raise PassError(self.pass_name, node.name, "others read this value too, so its channels cannot be scaled")
+        kind = ops.name_of(node.target) or str(node.op)
+        if kind == "rope" and not self.paired:
+            raise PassError(self.pass_name, node.name, "a scale passes a rotation only where it is equal in each pair")
+        if kind not in _PUSH:
+            raise PassError(self.pass_name, node.name, f"a channel scale cannot move into {kind}")
+        if kind == "rms_norm" and node.args[1] is None:
+            raise PassError(self.pass_name, node.name, "this norm has no weight that could take a scale")
+        for source in self._sources(node, kind):
+            self._check(source, node)
+
+    def _sources(self, node: Any, kind: str) -> list[fx.Node]:
+        """Producers the scale moves on to; none where it ends in this node's weights."""
+        return [node.args[index] for index in _PUSH[kind].passes_to]
+
+    def _apply(self, node: Any, factor: fx.Node, inverse: bool) -> None:
+        rule = _PUSH[ops.name_of(node.target) or ""]
+        for index, axis in rule.weights:
+            if len(node.args) > index and node.args[index] is not None:
+                scaled = self.graph.call_weight("scale_axis", node.args[index], factor, axis, inverse)
+                node.update_arg(index, scaled)
+                self.fired += 1
+        for source in self._sources(node, ops.name_of(node.target) or ""):
+            self._apply(source, factor, inverse)
+
+
+class _Rule:
+    """How a scale passes an operator: `weights` (argument, axis) take it, `passes_to` arguments hand it on."""
+
+    def __init__(self, weights: tuple[tuple[int, int], ...] = (), passes_to: tuple[int, ...] = ()) -> None:
+        self.weights, self.passes_to = weights, passes_to
+
+
+_PUSH: dict[str, _Rule] = {
+    "linear": _Rule(weights=((1, 0), (2, 0))),
+    "rms_norm": _Rule(weights=((1, 0),)),
+    "mul": _Rule(passes_to=(1,)),  # act(gate) * up: the second factor is linear in its weights
+    "rope": _Rule(passes_to=(0,)),
+    "split_heads": _Rule(passes_to=(0,)),
+    "merge_heads": _Rule(passes_to=(0,)),
+}

@@ -1,0 +1,88 @@
+"""Smooth attention: move outliers of key channels into queries, where nothing is quantized to 4 bits.
+
+QServe 4.3.2: softmax((Q L)(K L^-1)^T) is softmax(Q K^T), and K L^-1 has a narrower range. L must be equal in each
+rotary pair, since rotation turns the two together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from qcompile import ops
+from qcompile.errors import PassError
+from qcompile.graph import Graph
+from qcompile.passes.base import Pass, PassResult
+from qcompile.passes.channels import ScalePusher
+
+
+@dataclass(frozen=True)
+class SmoothAttention(Pass):
+    """Divides key channels by their magnitude^alpha and multiplies the queries that read them.
+
+    Magnitudes are read off the weights that make the keys. Through q/k norms the scale moves into the norms'
+    weights, which all heads share, so it is then shared too. An attention whose queries or keys cannot take
+    a scale is left as it is and named in the notes.
+    """
+
+    name: ClassVar[str] = "smooth_attention"
+    requires: ClassVar[tuple[str, ...]] = ("raise",)
+    alpha: float = 0.5
+
+    def run(self, graph: Graph) -> PassResult:
+        graph = graph.clone()
+        notes = []
+        fired = 0
+        for node in graph.calls("attention"):
+            try:
+                self._smooth(graph, node)
+                fired += 1
+            except PassError as error:
+                notes.append(str(error))
+        graph.erase_dead()
+        return PassResult(graph, fired, tuple(notes))
+
+    def _smooth(self, graph: Graph, node: fx.Node) -> None:
+        args: Any = node.args
+        query, key = args[0], args[1]
+        heads, head_dim = query.meta["val"].shape[-2:]
+        kv_heads = key.meta["val"].shape[-2]
+        pusher = ScalePusher(graph, self.name, paired=True)
+        for value in (query, key):
+            reason = pusher.can_push(value, node)
+            if reason:
+                raise PassError(self.name, node.name, reason)
+        shared = any(_norm_of(value) is not None for value in (query, key))
+        down = graph.call_weight("key_scale", _magnitude(graph, key), head_dim, *_rotary(key), shared, self.alpha)
+        up = down if shared else graph.call_weight("repeat_heads", down, heads // kv_heads, head_dim)
+        pusher.push(key, node, down, True)
+        pusher.push(query, node, up, False)
+
+
+def _chain(value: Any) -> list[fx.Node]:
+    """The value and what it is made of, back to the linear."""
+    nodes = [value]
+    while ops.name_of(nodes[-1].target) in ("rope", "split_heads", "rms_norm"):
+        nodes.append(nodes[-1].args[0])
+    return nodes
+
+
+def _norm_of(value: fx.Node) -> fx.Node | None:
+    return next((n for n in _chain(value) if ops.name_of(n.target) == "rms_norm"), None)
+
+
+def _rotary(key: fx.Node) -> tuple[int, bool]:
+    """(features that turn, interleaved) of the rope the keys went through; (0, False) without."""
+    rope: Any = next((n for n in _chain(key) if ops.name_of(n.target) == "rope"), None)
+    return (0, False) if rope is None else (2 * rope.args[2].meta["val"].shape[0], rope.args[4])
+
+
+def _magnitude(graph: Graph, key: fx.Node) -> fx.Node:
+    """Weight expression [Hk * D] or [D]: how large each key channel is."""
+    norm: Any = _norm_of(key)
+    if norm is not None:
+        return norm.args[1]
+    linear: Any = _chain(key)[-1]
+    return graph.call_weight("row_size", *linear.args[1:])
