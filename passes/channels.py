@@ -18,8 +18,8 @@ from qcompile.graph import Graph
 class ScalePusher:
     """Multiplies (or with `inverse` divides) the channels of values by a weight vector, in their producers.
 
-    A vector is [F] for a value [..., F], and [H * D] or [D] (alike in all heads) for one [..., H, D]. `paired` says that the vector is equal
-    within each rotary pair, so that it passes a rotation. `fired` counts weights changed.
+    A vector is [F] for a value [..., F], and [H * D] or [D] (alike in all heads) for one [..., H, D]. `paired`
+    says that the vector is equal within each rotary pair, so that it passes a rotation. `fired` counts weights changed.
     """
 
     def __init__(self, graph: Graph, pass_name: str, *, paired: bool = False) -> None:

@@ -11,13 +11,35 @@ from qcompile import ops
 from qcompile.graph import Graph
 
 _ON_WEIGHTS = frozenset(
-    "concat_rows interleave_rows rotate scale_axis row_size column_max key_scale repeat_heads max_heads "
-    "smooth_factor".split()
+    {
+        "concat_rows",
+        "interleave_rows",
+        "rotate",
+        "scale_axis",
+        "row_size",
+        "column_max",
+        "key_scale",
+        "repeat_heads",
+        "max_heads",
+        "smooth_factor",
+    }
 )
-_FLOAT = _ON_WEIGHTS | frozenset(
-    "embedding linear rms_norm layer_norm unary scale add mul rope attention slice_features split_heads merge_heads "
-    "gated_linear".split()
-)
+_FLOAT = _ON_WEIGHTS | {
+    "embedding",
+    "linear",
+    "rms_norm",
+    "layer_norm",
+    "unary",
+    "scale",
+    "add",
+    "mul",
+    "rope",
+    "attention",
+    "slice_features",
+    "split_heads",
+    "merge_heads",
+    "gated_linear",
+}
 _QUANTIZED = _FLOAT | {"quantize_weight", "quantize_activation", "gemm"}
 _STEP = (_QUANTIZED - {"attention"}) | {"kv_append", "kv_attention", "take_rows", "norm_quantize", "rope_append"}
 
