@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
-    from rich.progress import TaskID
+from typing import Any
 
 QUIET_SECONDS = 2.0
 """Work shorter than this shows no progress."""
@@ -56,57 +53,56 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 class Progress:
-    """A callback `(stage, done, total)` that shows on stderr how far a stage is, and the time it has left.
+    """A callback `(stage, done, total)`; shows on stderr how far a stage is, and the time it has left.
 
-    A bar on a terminal, a line every few seconds elsewhere; nothing in the first two seconds.
+    A thread does the showing, so that a stage which calls back rarely is seen too: on a terminal a bar, elsewhere
+    a line every few seconds, and nothing in the first two seconds.
     """
 
     def __init__(self) -> None:
-        self._start = self._last = time.monotonic()
-        self._stage, self._stage_start = "", self._start
-        self._bar: Bar | None = None
-        self._task: TaskID | None = None
+        self._start = time.monotonic()
+        self._stage, self._stage_start, self._done, self._total = "", self._start, 0, 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Progress:
+        self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bar:
-            self._bar.stop()
+        self._over.set()
+        self._thread.join()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        now = time.monotonic()
         if stage != self._stage:
-            self._stage, self._stage_start = stage, now
-            if self._bar and self._task is not None:
-                self._bar.reset(self._task, description=stage)
-        if now - self._start < QUIET_SECONDS:
+            self._stage, self._stage_start = stage, time.monotonic()
+        self._done, self._total = done, total
+
+    def line(self, now: float) -> str:
+        """How far the stage is, and the time left at its pace so far; the time spent where it has no parts."""
+        seconds, done, total = now - self._stage_start, self._done, self._total
+        if total <= 1 or done <= 0:
+            return f"{self._stage}: {seconds:.0f} s so far"
+        return f"{self._stage}: {100 * done // total} %, {seconds * (total - done) / done:.0f} s left"
+
+    def _watch(self) -> None:
+        if self._over.wait(QUIET_SECONDS):
             return
         if sys.stderr.isatty():
-            self._show_bar(done, total)
-        elif now - self._last >= LINE_SECONDS:
-            self._last = now
-            log(f"{stage}: {_portion(done, total, now - self._stage_start)}")
+            self._show_bar()
+            return
+        while not self._over.wait(LINE_SECONDS):
+            log(self.line(time.monotonic()))
 
-    def _show_bar(self, done: int, total: int) -> None:
-        if self._bar is None:
-            from rich.console import Console
-            from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
+    def _show_bar(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bar
 
-            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-            times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-            self._bar = Bar(*columns, *times, console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task(self._stage)
-            self._bar.start()
-        assert self._task is not None
-        self._bar.update(self._task, completed=done, total=total if total > 1 else None)
-
-
-def _portion(done: int, total: int, seconds: float) -> str:
-    """How far, and the time left at the pace so far; only the time spent where there are no parts."""
-    if total <= 1 or done <= 0:
-        return f"{seconds:.0f} s so far"
-    return f"{100 * done // total} %, {seconds * (total - done) / done:.0f} s left"
+        with Bar(BarColumn(), TextColumn("{task.description}"), console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("")
+            while not self._over.wait(0.1):
+                total = self._total if self._total > 1 else None
+                bar.update(task, description=self.line(time.monotonic()), completed=self._done, total=total)
