@@ -1,0 +1,73 @@
+"""Generation with compiled kernels: what transformers says, whatever shares the batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import qcompile
+from qcompile import SamplingParams
+from qcompile.errors import UsageError
+
+Build = Callable[[str], Path]
+PROMPTS = ["def main(", "import os\n\n\nclass Reader:\n", "x", "# " + "word " * 90, "for i in range(10):\n    "]
+RECIPES = ["f32", "w4a8", "qserve"]
+
+
+def test_greedy_is_what_transformers_generates(tiny_checkpoint: Path, tiny_artifact: Build) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
+    with qcompile.load(tiny_artifact("f32"), threads=1) as llm:
+        results = llm.generate(PROMPTS, temperature=0, max_tokens=24)
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        assert result.prompt_token_ids == tokenizer(prompt).input_ids
+        ids = torch.tensor([result.prompt_token_ids])
+        expected = model.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=1)[0, ids.shape[1] :]
+        output = result.outputs[0]
+        assert output.token_ids == expected.tolist()
+        assert output.text == tokenizer.decode(expected, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_request_does_not_see_its_batch(recipe: str, tiny_artifact: Build) -> None:
+    """Alone, in company, in small chunks and after preemption: bitwise the same tokens and log probabilities."""
+    params = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=70, logprobs=1, ignore_eos=True)
+    with qcompile.load(tiny_artifact(recipe), threads=1) as llm:
+        alone = [llm.generate(prompt, params)[0].outputs[0] for prompt in PROMPTS]
+        together = [result.outputs[0] for result in llm.generate(PROMPTS, params)]
+        llm.engine.scheduler.max_tokens = 7
+        chunked = [result.outputs[0] for result in llm.generate(PROMPTS, params)]
+    page = json.loads((tiny_artifact(recipe) / "qcompile.json").read_text())["runtime"]["kv"]["page_bytes"]
+    with qcompile.load(tiny_artifact(recipe), threads=1, kv_cache_bytes=3 * page) as llm:
+        short = [PROMPTS[i] for i in (0, 1, 2, 4)]
+        squeezed = [result.outputs[0] for result in llm.generate(short, params)]
+        assert llm.engine.scheduler.preemptions > 0
+        llm.engine.check()
+    for outputs, whole in ((together, alone), (chunked, alone), (squeezed, [alone[i] for i in (0, 1, 2, 4)])):
+        for got, want in zip(outputs, whole, strict=True):
+            assert got.token_ids == want.token_ids
+            assert got.logprobs == want.logprobs
+            assert got.text == want.text
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_bursts_give_what_steps_give(recipe: str, tiny_artifact: Build) -> None:
+    with qcompile.load(tiny_artifact(recipe), threads=1) as llm:
+        in_bursts = llm.generate(PROMPTS[0], temperature=0, max_tokens=60)[0].outputs[0].token_ids
+        stepwise = llm.generate(PROMPTS[0], temperature=0, max_tokens=60, logprobs=0)[0].outputs[0].token_ids
+    assert in_bursts == stepwise
+
+
+def test_context_of_the_model_is_kept(tiny_artifact: Build) -> None:
+    with qcompile.load(tiny_artifact("w4a8"), threads=1) as llm:
+        output = llm.generate("def main(", temperature=0, max_tokens=None, ignore_eos=True)[0]
+        assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == llm.context == 256
+        assert output.outputs[0].finish_reason == "length"
+        with pytest.raises(UsageError, match="the context 256"):
+            llm.generate("a b c d " * 100)
