@@ -18,7 +18,7 @@ from qcompile.passes import raise_attention as attention
 from qcompile.passes import raise_masks as masks
 from qcompile.passes import raise_patterns as patterns
 from qcompile.passes import raise_values as values
-from qcompile.passes.raise_ops import LENGTHS, Arguments, Known, Opaque, Raiser, Weight, features
+from qcompile.passes.raise_ops import LENGTHS, Arguments, Known, Opaque, Raiser, Spread, Weight, features
 from qcompile.passes.raise_values import Value, identity
 
 Handler = Callable[[Raiser, fx.Node, Arguments], Known]
@@ -60,12 +60,18 @@ def _as_other(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 
 @handles("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze")
 def _view(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    known = r.known.get(a.positional[0])
+    if isinstance(known, Spread):
+        return known if r.shape(node) == r.shape(known.node) else None
     value = r.value(a.positional[0])
     return value and values.reshape(value, r.shape(node), LENGTHS)
 
 
 @handles("expand")
 def _expand(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    source, shape = a.positional[0], r.shape(node)
+    if isinstance(r.known.get(source), Weight) and shape == [LENGTHS["B"], *r.shape(source)]:
+        return Spread(node, source)
     value = r.value(a.positional[0])
     return value and values.expand(value, r.shape(node), LENGTHS)
 
@@ -403,8 +409,10 @@ def _matmul(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     left, right = a.positional[:2]
     source = r.known.get(left)
     has_base = isinstance(source, Value) and source.base is not None
-    if has_base and isinstance(r.known.get(right), Weight) and right.meta["val"].dim() == 2:
-        return linear(r, node, left, r.transposed(right), None)
+    known = r.known.get(right)
+    if has_base and isinstance(known, (Weight, Spread)):
+        matrix = known.weight if isinstance(known, Spread) else right
+        return linear(r, node, left, r.transposed(matrix), None) if matrix.meta["val"].dim() == 2 else None
     return _outer(r, left, right) or masks.match_attention(r, node)
 
 

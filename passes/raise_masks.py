@@ -14,8 +14,11 @@ from qcompile.passes.raise_ops import Known, Raiser, operator_name
 from qcompile.passes.raise_patterns import is_call, pair, strip
 from qcompile.passes.raise_values import Value
 
-LENGTHS_TRIED = (1, 2, 3, 8, 17, 64, 257, 1024)
-"""Sequence lengths at which a mask is run, and the model's longest when it is shorter than the last."""
+LENGTHS_TRIED = (1, 2, 3, 8, 17, 64, 257)
+"""Sequence lengths at which a mask is run, besides the model's longest."""
+
+LONGEST_MASK = 4096
+"""A mask of more tokens would take too much memory to run."""
 
 HIDDEN = -1e4
 """Scores below this are hidden: what models add to them ranges from -10,000 to minus infinity."""
@@ -46,7 +49,11 @@ def _prove(r: Raiser, node: fx.Node, masks: Sequence[Mask], is_causal: bool) -> 
         raise r.unsupported(node, "attends to later tokens; only causal decoders are compiled")
     windows = set()
     longest = r.source.info.max_position
-    for length in sorted({min(length, longest) for length in LENGTHS_TRIED}) if masks else ():
+    if masks and longest > LONGEST_MASK:
+        raise r.unsupported(
+            node, f"has an explicit mask of {longest} positions; beyond {LONGEST_MASK} use is_causal=True"
+        )
+    for length in sorted({min(length, longest) for length in (*LENGTHS_TRIED, longest)}) if masks else ():
         seen = torch.ones(length, length, dtype=torch.bool).tril() if is_causal else torch.ones(1, 1, dtype=torch.bool)
         for mask, meaning in masks:
             seen = seen & _seen(r, node, _Run(r, length).value(mask), meaning)
@@ -130,7 +137,7 @@ def reads_ids(r: Raiser, item: Any) -> bool:
 
 def match_attention(r: Raiser, node: fx.Node) -> Known:
     """softmax(scores) @ v for scores made of q @ k^T by scaling, soft-capping and masking in any order."""
-    softmax, v = strip(node.args[0]), r.value(node.args[1])
+    softmax, v = _safe(_unshaped(node.args[0])), r.value(node.args[1])
     if not is_call(softmax, "softmax", "_softmax") or v is None or v.base is None:
         return None
     if softmax.args[1] not in (-1, softmax.meta["val"].dim() - 1):
@@ -148,6 +155,25 @@ def match_attention(r: Raiser, node: fx.Node) -> Known:
     made = attention.build(r, node, order, scores.scale, window, scores.softcap, None)
     made = values.permute(made, (0, 2, 1, 3))
     return Value(made.base, ("BF", "T", "F"), made.terms) if flattened else made
+
+
+def _unshaped(item: Any) -> Any:
+    """The node behind casts, copies and views."""
+    while is_call(item := strip(item), "view", "reshape", "_unsafe_view"):
+        item = item.args[0]
+    return item
+
+
+def _safe(item: Any) -> Any:
+    """The softmax of where(row has nothing to see, 0, softmax): a causal mask has no such row."""
+    if not is_call(item, "where") or not is_call(softmax := strip(item.args[2]), "softmax", "_softmax"):
+        return item
+    test, scores = item.args[0], strip(softmax.args[0])
+    for name in ("logical_not", "any", "logical_not", "eq"):
+        if not is_call(test, name):
+            return item
+        last, test = test, strip(test.args[0])
+    return softmax if test is scores and last.args[1] == float("-inf") else item
 
 
 def _four(value: Value) -> Value:

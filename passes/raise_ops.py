@@ -50,6 +50,13 @@ class Opaque:
     node: fx.Node
 
 
+@dataclass(frozen=True)
+class Spread(Opaque):
+    """The weight `weight` repeated over the batch, as decompositions of a linear make it."""
+
+    weight: fx.Node
+
+
 Known = Value | Weight | Opaque | Tensor | int | float | bool | None | Sequence[Any]
 
 

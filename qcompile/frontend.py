@@ -94,17 +94,16 @@ class _Positional(nn.Module):
 
 
 def export_module(module: nn.Module, example_inputs: Sequence[Tensor], longest: int) -> ExportedProgram:
-    """Export a float32 copy of `module` in evaluation mode on the meta device: its weights are not touched."""
+    """Export `module` in evaluation mode, in float32 on the CPU: a tensor that is neither there is copied."""
     for value in example_inputs:
         if value.dtype != torch.int64 or value.dim() != 2:
             raise UsageError("example_inputs must be int64 [batch, tokens]: token ids, and positions if it takes them")
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
-        dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-        empty = torch.empty(tensor.shape, dtype=dtype, device="meta")
-        memo[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
-    shadow = copy.deepcopy(module, memo).eval().requires_grad_(False)
-    ids = [torch.zeros(EXAMPLE_BATCH, EXAMPLE_TOKENS, dtype=torch.int64, device="meta") for _ in example_inputs]
+        moved = tensor.detach().to(CPU, torch.float32 if tensor.is_floating_point() else tensor.dtype)
+        memo[id(tensor)] = nn.Parameter(moved, requires_grad=False) if isinstance(tensor, nn.Parameter) else moved
+    shadow = copy.deepcopy(module, memo).eval()
+    ids = [torch.zeros(EXAMPLE_BATCH, EXAMPLE_TOKENS, dtype=torch.int64) for _ in example_inputs]
     return export(_Positional(shadow), ids, longest)
 
 

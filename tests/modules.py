@@ -127,7 +127,7 @@ class Modern(nn.Module):
         mask = torch.where((far < 0) | (far >= self.window), torch.finfo(torch.float32).min, 0.0)[:, None]
         x = self.embed(ids) * HIDDEN**0.5
         for layer in self.layers:
-            x = layer(x, cos, sin, mask)
+            x = layer(x, cos, sin, mask.to(x.dtype))
         logits = self.head(rms(x, 1 + self.scale))
         return 30.0 * torch.tanh(logits / 30.0)
 

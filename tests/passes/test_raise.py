@@ -1,0 +1,212 @@
+"""Raise: whatever style a decoder is written in, the raised graph has our operators and its logits."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qcompile import check, frontend, ops
+from qcompile.errors import UnsupportedError
+from qcompile.graph import Graph
+from qcompile.passes.base import apply
+from qcompile.passes.raise_ops import Raise
+from tests import modules
+
+LONGEST = 64
+
+
+def inputs(batch: int = 2, tokens: int = 9) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(0, modules.VOCAB, (batch, tokens), generator=torch.Generator().manual_seed(1))
+    return ids, torch.arange(tokens).expand(batch, tokens)
+
+
+def raise_module(module: nn.Module, takes: int = 1) -> Graph:
+    graph = frontend.load(module, example_inputs=inputs()[:takes], max_position=LONGEST)
+    return apply(Raise(), graph).graph
+
+
+def used(graph: Graph) -> Counter[str]:
+    return Counter(str(ops.name_of(node.target)) for node in graph.calls())
+
+
+STYLES: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "plain": (modules.Plain, 1),
+    "plain, one kv head": (lambda: modules.Plain(kv_heads=1), 1),
+    "plain, all kv heads": (lambda: modules.Plain(kv_heads=modules.HEADS), 1),
+    "classic": (modules.Classic, 1),
+    "modern": (modules.Modern, 2),
+    "modern, wide window": (lambda: modules.Modern(window=LONGEST), 2),
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_same_logits(style: str) -> None:
+    build, takes = STYLES[style]
+    module = modules.randomized(build())
+    graph = raise_module(module, takes)
+    exact_module = copy.deepcopy(module).double()
+    for tokens in (1, 2, 9, 48):
+        ids, positions = inputs(tokens=tokens)
+        with torch.no_grad():
+            expected = module(*(ids, positions)[:takes])
+            exact = exact_module(*(ids, positions)[:takes])
+        assert check.max_relative_error(graph.run(ids, positions), expected) < 3e-6
+        assert check.max_relative_error(graph.run(ids, positions, dtype=torch.float64), exact) < 1e-6
+
+
+def test_exported_program() -> None:
+    module = modules.randomized(modules.Plain())
+    sizes = {0: torch.export.Dim("b"), 1: torch.export.Dim("t", max=LONGEST)}
+    program = torch.export.export(module, inputs()[:1], dynamic_shapes=(sizes,))
+    ids, positions = inputs(3, 5)
+    graph = frontend.load(program, max_position=LONGEST)
+    for source in (graph, frontend.load(program.run_decompositions(), max_position=LONGEST)):
+        raised = apply(Raise(), source).graph
+        assert check.max_relative_error(raised.run(ids, positions), module(ids)) < 3e-6
+    assert check.max_relative_error(graph.run(ids), module(ids)) < 3e-6
+
+
+def test_operators_and_nothing_else() -> None:
+    graph = raise_module(modules.randomized(modules.Plain(layers=1)))
+    assert used(graph) == Counter(
+        embedding=1, linear=8, rms_norm=3, split_heads=3, rope=2, attention=1, merge_heads=1, unary=1, mul=1, add=2
+    )
+    attention = graph.calls("attention")[0]
+    assert [tuple(n.meta["val"].shape[2:]) for n in attention.args[:3]] == [(6, 8), (2, 8), (2, 8)]
+    assert [node.target for node in graph.inputs] == ["token_ids", "positions"]
+    assert not any(node.kwargs for node in graph.nodes)
+
+
+def test_facts_of_attention() -> None:
+    _, _, _, scale, window, softcap, sinks = (
+        raise_module(modules.randomized(modules.Modern()), 2).calls("attention")[0].args
+    )
+    assert (scale, window, softcap, sinks) == (0.3, 5, 0.0, None)
+    ropes = raise_module(modules.randomized(modules.Modern()), 2).calls("rope")
+    assert all(node.args[4] is True and node.args[2].meta["val"].shape == (2,) for node in ropes)
+
+
+def test_positions_decide_not_places() -> None:
+    graph = raise_module(modules.randomized(modules.Classic()))
+    ids, positions = inputs()
+    table = graph.weights["places.weight"]
+    graph.weights.add_tensor("places.weight", table.roll(3, 0))
+    assert not torch.equal(graph.run(ids, positions), graph.run(ids, positions + 3))
+    graph.weights.add_tensor("places.weight", table)
+    moved = graph.run(ids, positions + 3)
+    graph.weights.add_tensor("places.weight", table.roll(-3, 0))
+    assert torch.equal(graph.run(ids, positions), moved)
+
+
+# ---- what must be refused ------------------------------------------------------------------------------
+
+
+class Attend(nn.Module):
+    """One attention block around `attend(q, k, v, ids)`, everything else as plain as can be."""
+
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.attend = attend
+        self.embed, self.qkv = nn.Embedding(modules.VOCAB, 48), nn.Linear(48, 144)
+        self.head = nn.Linear(48, modules.VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        batch, tokens = ids.shape
+        q, k, v = (t.view(batch, tokens, 6, 8).transpose(1, 2) for t in self.qkv(self.embed(ids)).chunk(3, -1))
+        return self.head(self.attend(q, k, v, ids).transpose(1, 2).flatten(2))
+
+
+def sdpa(**options: Callable[[Tensor], Tensor] | bool) -> Callable[..., Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        made = {name: option(ids) if callable(option) else option for name, option in options.items()}
+        return F.scaled_dot_product_attention(q, k, v, **made)  # type: ignore[arg-type]
+
+    return attend
+
+
+def place(ids: Tensor) -> Tensor:
+    return torch.arange(ids.shape[1], device=ids.device)
+
+
+def rotated(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, angle: Callable[[Tensor], Tensor]) -> Tensor:
+    turn = angle(place(ids).float())[:, None] * torch.tensor([1.0, 0.5, 0.1, 0.01], device=q.device)
+    cos, sin = (f(torch.cat((turn, turn), -1)) for f in (torch.cos, torch.sin))
+    q, k = (t * cos + torch.cat((-t[..., 4:], t[..., :4]), -1) * sin for t in (q, k))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "not causal": (sdpa(), "attends to later tokens"),
+    "mask off by one": (sdpa(attn_mask=lambda ids: place(ids)[:, None] + 1 >= place(ids)), "neither causal nor"),
+    "mask of ids": (sdpa(attn_mask=lambda ids: ids[:, None, :, None] >= ids[:, None, None]), "from token ids"),
+    "linear bias": (
+        sdpa(attn_mask=lambda ids: torch.where(place(ids)[:, None] >= place(ids), -0.1 * place(ids), -torch.inf)),
+        "bias to its scores that is not a mask",
+    ),
+    "blocks": (
+        sdpa(attn_mask=lambda ids: (place(ids)[:, None] // 4 == place(ids) // 4) & (place(ids)[:, None] >= place(ids))),
+        "neither causal nor",
+    ),
+    "angle not linear": (lambda *a: rotated(*a, angle=lambda p: p * p), "no counterpart"),
+    "angle of a root": (lambda *a: rotated(*a, angle=torch.sqrt), "sqrt"),
+    "heads mixed up": (
+        lambda q, k, v, ids: F.scaled_dot_product_attention(q, k.roll(1, 1), v, is_causal=True),
+        "roll",
+    ),
+    "unknown operator": (lambda q, k, v, ids: sdpa(is_causal=True)(q.erfinv(), k, v, ids), "erfinv"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str) -> None:
+    attend, message = REFUSED[case]
+    with pytest.raises(UnsupportedError, match=message):
+        raise_module(modules.randomized(Attend(attend)))
+
+
+def test_accepted_beside_the_refused() -> None:
+    causal = sdpa(attn_mask=lambda ids: place(ids)[:, None] >= place(ids))
+    for attend in (sdpa(is_causal=True), causal, lambda *a: rotated(*a, angle=lambda p: 3 * p + p / 7)):
+        module = modules.randomized(Attend(attend))
+        ids, positions = inputs()
+        assert check.max_relative_error(raise_module(module).run(ids, positions), module(ids)) < 3e-6
+
+
+def test_repeated_heads_in_the_wrong_order() -> None:
+    """K tiled instead of repeated: query head h reads key head h % Hk, which our attention does not have."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q, k[:, :2].repeat(1, 3, 1, 1), v[:, :2].repeat(1, 3, 1, 1), is_causal=True
+        )
+
+    module = modules.randomized(Attend(attend))
+    ids, positions = inputs()
+    try:
+        graph = raise_module(module)
+    except UnsupportedError:
+        return
+    assert check.max_relative_error(graph.run(ids, positions), module(ids)) < 3e-6
+
+
+def test_fixed_sizes_are_refused() -> None:
+    program = torch.export.export(modules.randomized(modules.Plain()), inputs()[:1])
+    with pytest.raises(UnsupportedError, match="fixed sizes; export with dynamic"):
+        apply(Raise(), frontend.load(program, max_position=LONGEST))
+
+
+def test_positions_beyond_a_table() -> None:
+    graph = frontend.load(modules.randomized(modules.Classic(longest=32)), example_inputs=inputs()[:1], max_position=32)
+    assert apply(Raise(), graph).fired
+    sizes = {0: torch.export.Dim("b"), 1: torch.export.Dim("t", max=31)}
+    program = torch.export.export(
+        modules.randomized(modules.Classic(longest=32)), inputs()[:1], dynamic_shapes=(sizes,)
+    )
+    with pytest.raises(UnsupportedError, match="fewer rows than the 40 positions"):
+        apply(Raise(), frontend.load(program, max_position=40))
