@@ -13,7 +13,8 @@ DEMO := out/demo
 
 demo: $(VENV)/.installed
 	$(BIN)/qcompile build samples/pycode-26m -o $(DEMO) --target cpu --recipe w4a8
-	$(BIN)/qcompile run $(DEMO) --prompt 'def fibonacci(n):' --max-tokens 96
+	printf 'import os\nimport json\n\ndef load_config(path):\n    """Read a JSON file."""\n' | \
+	  $(BIN)/qcompile run $(DEMO) --prompt - --max-tokens 96
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -q
