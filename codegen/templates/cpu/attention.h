@@ -47,9 +47,10 @@ constexpr size_t attention_scratch_bytes(int dp) {
   return sizeof(float) * (size_t)(3 * kTileRows * dp + kTileRows * kPage + 2 * kPage * dp);
 }
 
-// score[r][j] = sum over d of q[r][d] * k[d][j] (of the codes, where k is quantized).
+// score[r][j] = sum over d of q[r][d] * k[d][j] (of the codes, where k is quantized), for j < limit and some more.
 template <KvFormat F>
-QC_INLINE void score_page(const KvBlock& block, AttentionScratch& s, int rows, int dp) {
+QC_INLINE void score_page(const KvBlock& block, AttentionScratch& s, int rows, int dp, int limit) {
+  const int n = rows < 4 ? kPage : (limit + 15) / 16 * 16;  // few rows need all columns for enough chains of sums
   if (F == kKv32 || rows > kDirectRows) {
     const float* k = (const float*)block.k;
     if constexpr (F == kKv16) k = widen_all(s.k, (const uint16_t*)block.k, dp * kPage);
@@ -60,17 +61,17 @@ QC_INLINE void score_page(const KvBlock& block, AttentionScratch& s, int rows, i
       k = s.k;
     }
     for (int d = 0; d < dp; d += 64)  // half of k at a time stays in the first cache level
-      multiply(rows, s.q, dp, Floats{k, kPage}, d, d + 64 < dp ? d + 64 : dp, kPage, s.score, kPage, d > 0);
+      multiply(rows, s.q, dp, Floats{k, kPage}, d, d + 64 < dp ? d + 64 : dp, n, s.score, kPage, d > 0);
     return;
   }
   if constexpr (F == kKv16)
-    multiply(rows, s.q, dp, Bfloats{(const uint16_t*)block.k, kPage}, 0, dp, kPage, s.score, kPage, false);
+    multiply(rows, s.q, dp, Bfloats{(const uint16_t*)block.k, kPage}, 0, dp, n, s.score, kPage, false);
   if constexpr (F == kKv8)
-    multiply(rows, s.q, dp, Bytes{(const uint8_t*)block.k, kPage}, 0, dp, kPage, s.score, kPage, false);
+    multiply(rows, s.q, dp, Bytes{(const uint8_t*)block.k, kPage}, 0, dp, n, s.score, kPage, false);
   if constexpr (F == kKv4) {
     const uint8_t* k = (const uint8_t*)block.k;
-    multiply(rows, s.q, dp, Nibbles<0>{k, kPage}, 0, dp / 2, kPage, s.score, kPage, false);
-    multiply(rows, s.q + dp / 2, dp, Nibbles<4>{k, kPage}, 0, dp / 2, kPage, s.score, kPage, true);
+    multiply(rows, s.q, dp, Nibbles<0>{k, kPage}, 0, dp / 2, n, s.score, kPage, false);
+    multiply(rows, s.q + dp / 2, dp, Nibbles<4>{k, kPage}, 0, dp / 2, n, s.score, kPage, true);
   }
 }
 
@@ -108,48 +109,72 @@ QC_INLINE f32x16 soften(f32x16 x, float cap) {
   return cap - (2.0f * cap) / (vexp(x * (2.0f / cap)) + 1.0f);
 }
 
-// Scores of one row to probabilities relative to the page's maximum. Quantized v: p is multiplied by v's
-// scale, and `shift` is what v's zeros add up to.
-template <KvFormat F>
-QC_INLINE void soften_page(const AttentionArgs& a, const KvBlock& block, AttentionScratch& s, int r, int start) {
-  const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const int last = s.position[r] - start;                            // visible slots: first .. last
-  const int first = a.window > 0 ? last - a.window + 1 : -(1 << 30);
-  float* row = s.score + r * kPage;
-  f32x16 x[4];
-  i32x16 visible[4];
-#pragma GCC unroll 4
-  for (int c = 0; c < 4; ++c) {
-    x[c] = load<f32x16>(row + 16 * c);
-    if constexpr (F >= kKv8) {
-      const float* p = block.parameters + 16 * c;
-      x[c] = (x[c] - load<f32x16>(p + kPage) * s.q_sum[r]) * load<f32x16>(p);
-    }
-    x[c] *= a.scale;
-    if (a.softcap > 0) x[c] = soften(x[c], a.softcap);
-    visible[c] = (lane + 16 * c <= last) & (lane + 16 * c >= first);
-    x[c] = select(visible[c], x[c], splat(-__builtin_inff()));
-  }
-  const float top = reduce_max(vmax(vmax(x[0], x[2]), vmax(x[1], x[3])));
-  const float base = top > -__builtin_inff() ? top : 0.0f;
-#pragma GCC unroll 4
-  for (int c = 0; c < 4; ++c) x[c] = select(visible[c], vexp(x[c] - base), splat(0.0f));
-  s.page_max[r] = top;
-  s.page_sum[r] = reduce_add((x[0] + x[2]) + (x[1] + x[3]));
-  if constexpr (F >= kKv8) {
-    f32x16 shift[4];
+// The mask of 16 slots of a page, from slot 16 c: lanes are -1 where row r of the tile sees them.
+QC_INLINE i32x16 visible(const AttentionArgs& a, const AttentionScratch& s, int r, int start, int c) {
+  const i32x16 slot = i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + 16 * c;
+  const int last = s.position[r] - start, first = a.window > 0 ? last - a.window + 1 : -(1 << 30);
+  return ((slot - (last + 1)) & (first - 1 - slot)) >> 31;
+}
+
+// Scores of every row to their final scale, -inf where masked; page_max is the largest.
+template <KvFormat F, bool masked>
+QC_INLINE void scale_scores(const AttentionArgs& a, const KvBlock& block, AttentionScratch& s, int rows, int start) {
+  for (int r = 0; r < rows; ++r) {
+    float* row = s.score + r * kPage;
+    f32x16 x[4];
 #pragma GCC unroll 4
     for (int c = 0; c < 4; ++c) {
-      const float* p = block.parameters + 2 * kPage + 16 * c;
-      x[c] = select(visible[c], x[c] * load<f32x16>(p), splat(0.0f));
-      shift[c] = select(visible[c], x[c] * load<f32x16>(p + kPage), splat(0.0f));
+      x[c] = load<f32x16>(row + 16 * c);
+      if constexpr (F >= kKv8) {
+        const float* p = block.parameters + 16 * c;
+        x[c] = (x[c] - load<f32x16>(p + kPage) * s.q_sum[r]) * load<f32x16>(p);
+      }
+      x[c] *= a.scale;
+      if (a.softcap > 0) x[c] = soften(x[c], a.softcap);
+      if (masked) x[c] = select(visible(a, s, r, start, c), x[c], splat(-__builtin_inff()));
+      store(row + 16 * c, x[c]);
     }
-    s.shift[r] = reduce_add((shift[0] + shift[2]) + (shift[1] + shift[3]));
-  } else {
-    s.shift[r] = 0.0f;
+    s.page_max[r] = reduce_max(vmax(vmax(x[0], x[2]), vmax(x[1], x[3])));
   }
+}
+
+// Scores of every row to probabilities relative to page_max; page_sum is their sum. Quantized v: each is
+// then multiplied by v's scale, and `shift` is what v's zeros add up to.
+template <KvFormat F, bool masked>
+QC_INLINE void exponentiate(const AttentionArgs& a, const KvBlock& block, AttentionScratch& s, int rows, int start) {
+  for (int r = 0; r < rows; ++r) {
+    float* row = s.score + r * kPage;
+    const float base = !masked || s.page_max[r] > -__builtin_inff() ? s.page_max[r] : 0.0f;
+    f32x16 x[4], shift[4];
+    i32x16 mask[4];
 #pragma GCC unroll 4
-  for (int c = 0; c < 4; ++c) store(row + 16 * c, x[c]);
+    for (int c = 0; c < 4; ++c) {
+      if (masked) mask[c] = visible(a, s, r, start, c);
+      x[c] = vexp(load<f32x16>(row + 16 * c) - base);
+      if (masked) x[c] = select(mask[c], x[c], splat(0.0f));
+    }
+    s.page_sum[r] = reduce_add((x[0] + x[2]) + (x[1] + x[3]));
+    s.shift[r] = 0.0f;
+    if constexpr (F >= kKv8) {
+#pragma GCC unroll 4
+      for (int c = 0; c < 4; ++c) {
+        const float* p = block.parameters + 2 * kPage + 16 * c;
+        x[c] *= load<f32x16>(p);
+        if (masked) x[c] = select(mask[c], x[c], splat(0.0f));
+        shift[c] = x[c] * load<f32x16>(p + kPage);
+        if (masked) shift[c] = select(mask[c], shift[c], splat(0.0f));
+      }
+      s.shift[r] = reduce_add((shift[0] + shift[2]) + (shift[1] + shift[3]));
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) store(row + 16 * c, x[c]);
+  }
+}
+
+template <KvFormat F, bool masked>
+QC_NOINLINE void soften_page(const AttentionArgs& a, const KvBlock& block, AttentionScratch& s, int rows, int start) {
+  scale_scores<F, masked>(a, block, s, rows, start);
+  exponentiate<F, masked>(a, block, s, rows, start);
 }
 
 // e^(x - top) for x <= top, exactly 0 where x is -inf.
@@ -200,10 +225,12 @@ QC_NOINLINE void attend_tile(const AttentionArgs& a, const KvLayer<F>& kv, void*
   const int start = a.window > 0 && s.position[0] >= a.window ? s.position[0] - a.window + 1 : 0;
   for (int page = start / kPage; page <= last / kPage; ++page) {
     const KvBlock block = kv.block(sequence, page, head);
-    score_page<F>(block, s, rows, dp);
-    for (int r = 0; r < rows; ++r) soften_page<F>(a, block, s, r, page * kPage);
-    const int limit = last - page * kPage + 1;
-    value_page<F>(block, s, rows, dp, limit < kPage ? limit : kPage);
+    const int limit = last - page * kPage + 1 < kPage ? last - page * kPage + 1 : kPage;
+    score_page<F>(block, s, rows, dp, limit);
+    const bool all = page * kPage + kPage - 1 <= s.position[0] && (a.window == 0 || page * kPage > last - a.window);
+    if (all) soften_page<F, false>(a, block, s, rows, page * kPage);
+    else soften_page<F, true>(a, block, s, rows, page * kPage);
+    value_page<F>(block, s, rows, dp, limit);
     merge_page(s, rows, dp);
   }
 

@@ -96,7 +96,7 @@ struct Team {
     threads = n;
     cpu_set_t allowed;
     int cores = sched_getaffinity(0, sizeof allowed, &allowed) == 0 ? CPU_COUNT(&allowed) : n;
-    if (!barrier.open(n, n <= cores ? 4000 : 16)) return false;
+    if (!barrier.open(n, n <= cores ? 1000 : 16)) return false;
     void* p = nullptr;
     if (posix_memalign(&p, 64, sizeof(Member) * (size_t)n)) return false;
     members = (Member*)memset(p, 0, sizeof(Member) * (size_t)n);
