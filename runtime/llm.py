@@ -42,7 +42,8 @@ def load(
 
     threads: default the cores this process may use. max_batch: requests that run at once; others wait.
     kv_cache_bytes: default what `max_batch` requests of full context need, but at most a quarter of the free
-    memory. Raises ArtifactError (damaged, or built for another CPU), ResourceError (memory), UsageError.
+    memory; a cache smaller than the context shortens the context. Raises ArtifactError (damaged, or built for
+    another CPU), ResourceError (memory), UsageError.
     """
     cores = len(os.sched_getaffinity(0))
     threads = cores if threads is None else threads
