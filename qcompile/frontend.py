@@ -64,10 +64,10 @@ def load(
     return import_program(program, loaders, info)
 
 
-def export(module: nn.Module, inputs: Sequence[Tensor], longest: int = 1 << 24) -> ExportedProgram:
+def export(module: nn.Module, inputs: Sequence[Tensor], name: str, longest: int = 1 << 24) -> ExportedProgram:
     """torch.export of `module`, whose forward takes `*inputs`, all [B, T]; B and T < `longest` stay dynamic.
 
-    Raises UnsupportedError with one line for what cannot be traced.
+    Raises UnsupportedError, one line about the model `name`, for what cannot be traced.
     """
     # Tables as long as the longest sequence make a case of that length, which is left out of the trace.
     batch, tokens = torch.export.Dim("batch", max=1 << 16), torch.export.Dim("tokens", max=longest - 1)
@@ -79,7 +79,7 @@ def export(module: nn.Module, inputs: Sequence[Tensor], longest: int = 1 << 24) 
         raise
     except Exception as error:  # torch.export raises whatever the traced code raises
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UnsupportedError(f"{type(module).__name__} cannot be exported: {reason[0]}") from error
+        raise UnsupportedError(f"{name} cannot be exported: {reason[0]}") from error
 
 
 class _Positional(nn.Module):
@@ -104,7 +104,7 @@ def export_module(module: nn.Module, example_inputs: Sequence[Tensor], longest: 
         memo[id(tensor)] = nn.Parameter(moved, requires_grad=False) if isinstance(tensor, nn.Parameter) else moved
     shadow = copy.deepcopy(module, memo).eval()
     ids = [torch.zeros(EXAMPLE_BATCH, EXAMPLE_TOKENS, dtype=torch.int64) for _ in example_inputs]
-    return export(_Positional(shadow), ids, longest)
+    return export(_Positional(shadow), ids, type(module).__name__, longest)
 
 
 def module_loaders(module: nn.Module) -> dict[str, Loader]:

@@ -182,7 +182,7 @@ class _Logits(nn.Module):
 def _export(module: nn.Module) -> torch.export.ExportedProgram:
     shape = (frontend.EXAMPLE_BATCH, frontend.EXAMPLE_TOKENS)
     ids = torch.zeros(shape, dtype=torch.int64, device="meta")
-    return frontend.export(_Logits(module), (ids, ids.clone()))
+    return frontend.export(_Logits(module), (ids, ids.clone()), module.config.model_type)
 
 
 # ---- weights -----------------------------------------------------------------------------------------

@@ -1,0 +1,346 @@
+"""Front end: checkpoints with transformers' own loading rules, and what is refused before anything is built."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from qcompile import check, frontend, huggingface
+from qcompile.errors import QCompileError, UnsupportedError, UsageError
+from qcompile.graph import Graph
+from qcompile.passes.base import apply
+from qcompile.passes.raise_ops import Raise
+from tests import modules
+
+SAMPLES = Path(__file__).parents[1] / "samples"
+SETTINGS: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+}
+
+
+def llama(path: Path, **changes: Any) -> Path:
+    """A tiny random Llama saved at `path`, its norms random too."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    module = LlamaForCausalLM(LlamaConfig(**SETTINGS | changes))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.dim() == 1:
+                parameter.normal_(1, 0.3)
+    module.save_pretrained(path)
+    return path
+
+
+def logits(path: Path, ids: Tensor) -> Tensor:
+    """What transformers computes in float32."""
+    from transformers import AutoModelForCausalLM
+
+    module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return module(ids).logits
+
+
+def agrees(path: Path) -> Graph:
+    """Assert that the raised graph of `path` has transformers' logits, and give it."""
+    graph = apply(Raise(), frontend.load(path)).graph
+    ids = torch.randint(0, 61, (2, 11), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(11).expand(2, 11)
+    assert check.max_relative_error(graph.run(ids, positions), logits(path, ids)) < 3e-6
+    return graph
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tie_word_embeddings": True},
+        {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
+        {"num_key_value_heads": 1, "head_dim": 16},
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "rope_theta": 500.0,
+            }
+        },
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}},
+    ],
+    ids=["tied", "untied with biases", "one kv head", "linear rope", "llama3 rope", "yarn rope"],
+)
+def test_llama(tmp_path: Path, changes: dict[str, Any]) -> None:
+    graph = agrees(llama(tmp_path, **changes))
+    info = graph.info
+    assert (info.vocab_size, info.max_position, info.bos_token_id, info.eos_token_ids) == (61, 128, 1, (2, 3))
+    assert info.parameters == sum(t.numel() for t in load_file(tmp_path / "model.safetensors").values())
+
+
+def test_sliding_window(tmp_path: Path) -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    MistralForCausalLM(MistralConfig(**SETTINGS, sliding_window=4)).save_pretrained(tmp_path)
+    graph = agrees(tmp_path)
+    assert [node.args[4] for node in graph.calls("attention")] == [4, 4]
+
+
+@pytest.mark.parametrize("present", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_tied_weight_under_either_name(tmp_path: Path, present: str) -> None:
+    llama(tmp_path, tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[present] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    agrees(tmp_path)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_both_tied_names_in_the_file(tmp_path: Path, same: bool) -> None:
+    """transformers ties them when the values agree, and keeps both when they do not."""
+    llama(tmp_path, tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    tensors["lm_head.weight"] = head if same else head.flip(0)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    graph = agrees(tmp_path)
+    assert graph.info.parameters == sum(t.numel() for t in tensors.values()) - (head.numel() if same else 0)
+
+
+def test_shards_and_half_precision(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    llama(tmp_path / "whole")
+    module = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.bfloat16)
+    module.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    agrees(tmp_path / "shards")
+
+
+def test_names_without_the_base_prefix(tmp_path: Path) -> None:
+    llama(tmp_path, tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {name.removeprefix("model."): value for name, value in tensors.items()}
+    save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+    agrees(tmp_path)
+
+
+def test_importing_reads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qcompile.checkpoint import Checkpoint
+
+    llama(tmp_path)
+    read: list[str] = []
+    raw = Checkpoint.raw
+    monkeypatch.setattr(Checkpoint, "raw", lambda self, name: read.append(name) or raw(self, name))
+    graph = apply(Raise(), frontend.load(tmp_path)).graph
+    assert read == []
+    assert graph.weights["model.norm.weight"].shape == (32,)
+    assert read == ["model.norm.weight"]
+
+
+# ---- refused checkpoints -------------------------------------------------------------------------------
+
+Edit = Callable[[Path], None]
+
+
+def config(**changes: Any) -> Edit:
+    """An edit of config.json; None removes a key."""
+
+    def edit(path: Path) -> None:
+        settings = json.loads((path / "config.json").read_text()) | changes
+        settings = {key: value for key, value in settings.items() if value is not None}
+        (path / "config.json").write_text(json.dumps(settings))
+
+    return edit
+
+
+def weights(change: Callable[[dict[str, Tensor]], Any]) -> Edit:
+    """An edit of the tensors in the file."""
+
+    def edit(path: Path) -> None:
+        tensors = load_file(path / "model.safetensors")
+        change(tensors)
+        save_file(tensors, path / "model.safetensors")
+
+    return edit
+
+
+NORM, DOWN = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
+REFUSED: dict[str, tuple[Edit, type[QCompileError], str]] = {
+    "no config": (lambda p: (p / "config.json").unlink(), UsageError, "config.json is missing"),
+    "config is garbage": (lambda p: (p / "config.json").write_bytes(b"\xff{"), UsageError, "not readable JSON"),
+    "config is a list": (lambda p: (p / "config.json").write_text("[]"), UsageError, "JSON list where an object"),
+    "config without a type": (config(model_type=None), UsageError, "has no model_type"),
+    "config with bad values": (config(hidden_size="many"), QCompileError, "llama"),
+    "unknown type": (config(model_type="llamma9"), UnsupportedError, "model type llamma9 is unknown"),
+    "own code": (
+        config(model_type="mine", auto_map={"AutoModelForCausalLM": "mine.Mine"}),
+        UnsupportedError,
+        "model type mine is unknown to transformers and wants its own code run",
+    ),
+    "quantized": (
+        config(quantization_config={"quant_method": "gptq", "bits": 4}),
+        UnsupportedError,
+        r"already quantized \(gptq\)",
+    ),
+    "encoder": (
+        config(model_type="bert", architectures=["BertForMaskedLM"]),
+        UnsupportedError,
+        "BertForMaskedLM is not a decoder",
+    ),
+    "encoder-decoder": (
+        config(model_type="t5", architectures=["T5ForConditionalGeneration"], is_encoder_decoder=True),
+        UnsupportedError,
+        "t5 is an encoder-decoder",
+    ),
+    "no length": (config(max_position_embeddings=0), QCompileError, "max_position_embeddings"),
+    "missing tensor": (weights(lambda t: t.pop(DOWN)), UsageError, f"tensor {DOWN} is missing"),
+    "wrong shape": (
+        weights(lambda t: t.update({DOWN: torch.ones(32, 73)})),
+        UsageError,
+        rf"tensor {DOWN} has shape \[32, 73\], the model needs \[32, 72\]",
+    ),
+    "integer weight": (
+        weights(lambda t: t.update({DOWN: torch.ones(32, 72, dtype=torch.int8)})),
+        UnsupportedError,
+        f"tensor {DOWN} is of integer type",
+    ),
+    "pickle": (
+        lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin") and None,
+        UnsupportedError,
+        "only pickled weights",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(saved: Path, tmp_path: Path, case: str) -> None:
+    edit, error, message = REFUSED[case]
+    shutil.copytree(saved, tmp_path / "model")
+    edit(tmp_path / "model")
+    with pytest.raises(error, match=message) as caught:
+        frontend.load(tmp_path / "model")
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code in (2, 3)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_value_that_is_not_finite(saved: Path, tmp_path: Path, value: float) -> None:
+    shutil.copytree(saved, tmp_path / "model")
+    weights(lambda t: t[DOWN].view(-1)[100:101].fill_(value))(tmp_path / "model")
+    graph = apply(Raise(), frontend.load(tmp_path / "model")).graph
+    with pytest.raises(UsageError, match=f"weight {DOWN} holds NaN or infinite"):
+        graph.run(torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None])
+
+
+def test_not_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is not a checkpoint directory"):
+        frontend.load(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="is not a checkpoint directory"):
+        frontend.load("nowhere")
+
+
+def test_bidirectional_mask() -> None:
+    from transformers import LlamaConfig
+    from transformers.masking_utils import bidirectional_mask_function, chunked_causal_mask_function
+
+    settings = LlamaConfig(**SETTINGS)
+    for function in (bidirectional_mask_function, chunked_causal_mask_function(16, torch.zeros(1, dtype=torch.int64))):
+        with pytest.raises(UnsupportedError, match="neither causal nor"):
+            huggingface.causal_mask(mask_function=function, config=settings)
+
+
+def test_unknown_attention_option() -> None:
+    q = torch.zeros(1, 4, 3, 8)
+    with pytest.raises(UnsupportedError, match="attention option position_bias"):
+        huggingface.attention(nn.Module(), q, q, q, None, position_bias=q)
+
+
+# ---- tokenizers ----------------------------------------------------------------------------------------
+
+
+def test_tokenizer_files() -> None:
+    files = huggingface.tokenizer_files(SAMPLES / "pycode-1m")
+    assert files["tokenizer.json"] == (SAMPLES / "pycode-1m" / "tokenizer.json").read_bytes()
+    assert set(files) == {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+
+
+def test_no_tokenizer(tmp_path: Path) -> None:
+    assert huggingface.tokenizer_files(tmp_path) == {}
+
+
+# ---- modules -------------------------------------------------------------------------------------------
+
+
+def test_module_needs_to_be_described() -> None:
+    module = modules.Plain(layers=1)
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    with pytest.raises(UsageError, match="max_position is needed"):
+        frontend.load(module, example_inputs=(ids,))
+    with pytest.raises(UsageError, match="example_inputs is needed"):
+        frontend.load(module, max_position=64)
+    with pytest.raises(UsageError, match="must be int64"):
+        frontend.load(module, example_inputs=(ids.float(),), max_position=64)
+
+
+def test_module_facts_and_state() -> None:
+    module = modules.randomized(modules.Plain(layers=1)).half()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    graph = frontend.load(module, example_inputs=(torch.zeros(1, 4, dtype=torch.int64),), max_position=64)
+    assert graph.info.vocab_size == modules.VOCAB
+    assert graph.info.parameters == sum(p.numel() for p in module.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert graph.weights["embed.weight"].dtype == torch.float32
+
+
+class Branching(nn.Module):
+    def forward(self, ids: Tensor) -> Tensor:
+        return ids.float()[..., None] if ids.sum() > 0 else ids.float()[..., None] * 2
+
+
+class TwoOutputs(nn.Module):
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return ids.float()[..., None], ids
+
+
+@pytest.mark.parametrize(
+    ("module", "message"), [(Branching(), "Branching cannot be exported"), (TwoOutputs(), "must return logits")]
+)
+def test_modules_that_are_refused(module: nn.Module, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        frontend.load(module, example_inputs=(torch.zeros(1, 4, dtype=torch.int64),), max_position=64)
+
+
+def test_module_with_a_nan() -> None:
+    module = modules.randomized(modules.Plain(layers=1))
+    with torch.no_grad():
+        module.embed.weight[3, 4] = float("nan")
+    graph = frontend.load(module, example_inputs=(torch.zeros(1, 4, dtype=torch.int64),), max_position=64)
+    with pytest.raises(UsageError, match=r"weight embed\.weight holds NaN"):
+        graph.weights["embed.weight"]
