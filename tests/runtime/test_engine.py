@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from qcompile.errors import ResourceError
 from qcompile.runtime.blocks import BlockPool
@@ -50,6 +52,28 @@ def test_preempted_requests_come_out_the_same() -> None:
     assert llm.engine.scheduler.preemptions > 0
     for prompt, result in zip(prompts, results, strict=True):
         assert result.outputs[0].token_ids == reference_greedy(prompt, 150, eos=None)
+    llm.engine.check()
+    assert llm.engine.pool.used == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    requests=st.lists(st.tuples(st.integers(1, 250), st.integers(1, 120)), min_size=1, max_size=10),
+    pages=st.integers(6, 20),
+    max_batch=st.integers(1, 8),
+    max_tokens=st.integers(8, 80),
+    burst=st.integers(1, 40),
+)
+def test_any_mix_of_requests_on_any_cache(
+    requests: list[tuple[int, int]], pages: int, max_batch: int, max_tokens: int, burst: int
+) -> None:
+    llm = fake_llm(pages, max_batch, max_tokens=max_tokens)
+    llm.engine._burst = lambda batch: burst  # type: ignore[method-assign]
+    prompts = [[length % 250 + 1] * length for length, _ in requests]
+    params = [SamplingParams(temperature=0, max_tokens=count) for _, count in requests]
+    for prompt, param, result in zip(prompts, params, llm.generate(prompts, params), strict=True):
+        room = llm.context - len(prompt)
+        assert result.outputs[0].token_ids == reference_greedy(prompt, min(param.max_tokens or 0, room))
     llm.engine.check()
     assert llm.engine.pool.used == 0
 
