@@ -37,7 +37,7 @@ struct Bf16Codes {
 template <class Codes, int B, int M>
 static void float_blocks(const uint8_t* codes, int64_t block_bytes, int64_t skip, const typename Codes::E* x, int chunks,
                          float* out) {
-  constexpr int kStep = 32 / Codes::kLines;
+  constexpr int kStep = 32 / Codes::kLines, kEvery = M < 3 ? 8 : M < 5 ? 4 : 1;
   F16 acc[B * M];
   QC_UNROLL for (int i = 0; i < B * M; ++i) acc[i] = f_set(0.0f);
   const uint8_t* p = codes;
@@ -46,20 +46,20 @@ static void float_blocks(const uint8_t* codes, int64_t block_bytes, int64_t skip
     QC_UNROLL for (int l = 0; l < Codes::kLines; ++l)
       QC_UNROLL for (int b = 0; b < B; ++b) {
         const uint8_t* line = p + b * block_bytes + l * 64;
-        __builtin_prefetch(line + ahead);
+        if (l % kEvery == 0) __builtin_prefetch(line + ahead, 0, 2);
         QC_UNROLL for (int m = 0; m < M; ++m)
           acc[b * M + m] = Codes::dot(acc[b * M + m], line, x + m * 32 + l * kStep);
       }
   }
   QC_UNROLL for (int b = 0; b < B; ++b)
-    QC_UNROLL for (int m = 0; m < M; ++m) f_store(out + (b * kBufferRows + m) * 16, acc[b * M + m]);
+    QC_UNROLL for (int m = 0; m < M; ++m) f_store(out + (b * kPanelTile + m) * 16, acc[b * M + m]);
 }
 
 template <class Codes>
 struct FloatFormat {
   using X = const typename Codes::Source*;
   using Tile = FloatTile<typename Codes::E>;
-  static constexpr int kPanelFrom = kSmallTile + 1;
+  static constexpr int kTile = kPanelTile, kPanelFrom = kSmallTile + 1;
   static size_t tile_bytes(int kp, int count) { return sizeof(typename Codes::E) * kp * count; }
   static size_t panel_bytes(int) { return 0; }
   template <bool>
@@ -75,10 +75,10 @@ struct FloatFormat {
       float_blocks<Codes, 2, M>(codes, blocks == 2 ? bytes : 0, bytes, x.x, chunks, out);
     else
       for (int b = 0; b < blocks; ++b)
-        float_blocks<Codes, 1, M>(codes + b * bytes, 0, 0, x.x, chunks, out + b * kBufferRows * 16);
+        float_blocks<Codes, 1, M>(codes + b * bytes, 0, 0, x.x, chunks, out + b * kPanelTile * 16);
   }
   static void unpack(const Gemm&, int, int, char*) {}
-  static void panel_unit(const Gemm& g, int block, int blocks, char*, const Tile& x, float* out) {
+  static void panel_unit(const Gemm& g, int block, int blocks, char*, const Tile& x, int, float* out) {
     unit<kPanelTile>(g, block, blocks, x, out);
   }
 };
@@ -86,16 +86,30 @@ struct FloatFormat {
 using F32 = FloatFormat<F32Codes>;
 using Bf16 = FloatFormat<Bf16Codes>;
 
-// w4_asym_g128 with bfloat16 activations: y = sum_g s sum((q - z) x), (q - z) exact in bfloat16.
+// w4_asym_g128 with bfloat16 activations: y = sum_g s (sum((q + offset) x) - (z + offset) sum(x)); q + offset is exact in
+// bfloat16. The offset is what makes unpacking cheap; it costs a few units in the last place of the float sum.
 struct W4AsymG128Bf16 {
   using X = const uint16_t*;
-  using Tile = FloatTile<BfX>;
-  static constexpr int kPanelFrom = 25;
-  static size_t tile_bytes(int kp, int count) { return sizeof(BfX) * kp * count; }
+  struct Tile {
+    const BfX* x;
+    const float* sums;  // [groups][M]
+  };
+  static constexpr int kTile = kSmallTile, kPanelFrom = 25;  // three sums a token: fewer tokens in registers
+  static size_t tile_bytes(int kp, int count) { return (sizeof(BfX) * kp + (kp + 127) / 128 * 4) * count + 64; }
   static size_t panel_bytes(int kp) { return (size_t)kp / 8 * sizeof(W4Bf) * 2; }
   template <bool>
   static Tile prepare(const Gemm& g, X x, int first, int count, char*& mem) {
-    return prepare_float<BfX, uint16_t, bf_copy32_w4>(gemm_kp(g.k), x, first, count, mem);
+    const int kp = gemm_kp(g.k), groups = (kp + 127) / 128;
+    Tile tile{prepare_float<BfX, uint16_t, bf_copy32_w4>(kp, x, first, count, mem).x, (float*)mem};
+    for (int i = 0; i < groups * count; ++i) {
+      const int group = i / count, end = kp < group * 128 + 128 ? kp : group * 128 + 128;
+      f32x16 sum = splat(0.0f);
+      for (int k = group * 128; k < end; k += 16)
+        sum += bf16_to_f32(load<u16x16>(x + (int64_t)(first + i % count) * kp + k));
+      ((float*)mem)[i] = reduce_add(sum);
+    }
+    mem += (groups * count * 4 + 63) / 64 * 64;
+    return tile;
   }
 
   struct Block {
@@ -109,43 +123,46 @@ struct W4AsymG128Bf16 {
     return {(const uint8_t*)g.codes + b * chunks * 256, g.scale + at, g.zero + at, nullptr};
   }
   template <bool Panel, int B, int M>
-  static void blocks_by_tokens(Block (&w)[B], const BfX* x, int chunks, float* out) {
+  static void blocks_by_tokens(Block (&w)[B], const Tile& tile, int chunks, float* out) {
+    const int64_t skip = B == 1 ? 0 : (int64_t)chunks * 256;
+    const BfX* x = tile.x;
     F16 acc[B * M];
     QC_UNROLL for (int i = 0; i < B * M; ++i) acc[i] = f_set(0.0f);
     for (int g = 0; chunks > 0; ++g, chunks -= 4) {
       F16 first[B * M], second[B * M];
-      B64 zero[B];
-      QC_UNROLL for (int b = 0; b < B; ++b)
-        if (!Panel) zero[b] = b_rows(w[b].zero + g * 16);
       QC_UNROLL for (int i = 0; i < B * M; ++i) first[i] = second[i] = f_set(0.0f);
-      for (int c = chunks < 4 ? chunks * 4 : 16; c; --c) {
-        QC_UNROLL for (int b = 0; b < B; ++b) {
-          if (!Panel) __builtin_prefetch(w[b].codes + kPrefetchBytes);
-          const W4Bf v = Panel ? *w[b].panel++ : w4_unpack(b_load(w[b].codes), zero[b]);
-          if (!Panel) w[b].codes += 64;
-          QC_UNROLL for (int m = 0; m < M; ++m) w4_dot(first[b * M + m], second[b * M + m], v, x + m * 32);
+      const int64_t ahead = kPrefetchBytes + (chunks * 256 <= kPrefetchBytes ? skip : 0);
+      for (int c = chunks < 4 ? chunks : 4; c; --c, x += M * 32) {
+        QC_UNROLL for (int l = 0; l < 4; ++l) QC_UNROLL for (int b = 0; b < B; ++b) {
+          if (!Panel) __builtin_prefetch(w[b].codes + l * 64 + ahead, 0, 2);
+          const W4Bf v = Panel ? w[b].panel[l] : w4_unpack(b_load(w[b].codes + l * 64));
+          QC_UNROLL for (int m = 0; m < M; ++m)
+            w4_dot(first[b * M + m], second[b * M + m], v, x + m * 32 + l * 8);
         }
-        x += c % 4 == 1 ? M * 32 - 24 : 8;
+        QC_UNROLL for (int b = 0; b < B; ++b) w[b].codes += 256, w[b].panel += 4;
       }
       QC_UNROLL for (int b = 0; b < B; ++b) {
         const F16 s = f_load(w[b].scale + g * 16);
-        QC_UNROLL for (int m = 0; m < M; ++m)
-          acc[b * M + m] = f_fma(f_add(first[b * M + m], second[b * M + m]), s, acc[b * M + m]);
+        const F16 minus_z = f_sub(f_set(-kW4Offset), f_from_i(i_load_u8(w[b].zero + g * 16)));
+        QC_UNROLL for (int m = 0; m < M; ++m) {
+          const int i = b * M + m;
+          acc[i] = f_fma(f_fma(minus_z, f_set(tile.sums[g * M + m]), f_add(first[i], second[i])), s, acc[i]);
+        }
       }
     }
     QC_UNROLL for (int b = 0; b < B; ++b)
-      QC_UNROLL for (int m = 0; m < M; ++m) f_store(out + (b * kBufferRows + m) * 16, acc[b * M + m]);
+      QC_UNROLL for (int m = 0; m < M; ++m) f_store(out + (b * kPanelTile + m) * 16, acc[b * M + m]);
   }
   template <int M>
   static void unit(const Gemm& g, int first, int blocks, const Tile& x, float* out) {
     const int chunks = gemm_kp(g.k) / 32;
     if constexpr (M <= 2) {
       Block w[2] = {block(g, first), block(g, first + blocks - 1)};
-      blocks_by_tokens<false, 2, M>(w, x.x, chunks, out);
+      blocks_by_tokens<false, 2, M>(w, x, chunks, out);
     } else {
       for (int b = 0; b < blocks; ++b) {
         Block w[1] = {block(g, first + b)};
-        blocks_by_tokens<false, 1, M>(w, x.x, chunks, out + b * kBufferRows * 16);
+        blocks_by_tokens<false, 1, M>(w, x, chunks, out + b * kPanelTile * 16);
       }
     }
   }
@@ -154,15 +171,15 @@ struct W4AsymG128Bf16 {
     W4Bf* to = (W4Bf*)panel;
     for (int b = 0; b < blocks; ++b) {
       const Block w = block(g, first + b);
-      for (int s = 0; s < steps; ++s) *to++ = w4_unpack(b_load(w.codes + s * 64), b_rows(w.zero + s / 16 * 16));
+      for (int s = 0; s < steps; ++s) *to++ = w4_unpack(b_load(w.codes + s * 64));
     }
   }
-  static void panel_unit(const Gemm& g, int first, int blocks, char* panel, const Tile& x, float* out) {
+  static void panel_unit(const Gemm& g, int first, int blocks, char* panel, const Tile& x, int, float* out) {
     const int chunks = gemm_kp(g.k) / 32;
     for (int b = 0; b < blocks; ++b) {
       Block w[1] = {block(g, first + b)};
       w[0].panel = (const W4Bf*)panel + b * chunks * 4;
-      blocks_by_tokens<true, 1, kPanelTile>(w, x.x, chunks, out + b * kBufferRows * 16);
+      blocks_by_tokens<true, 1, kTile>(w, x, chunks, out + b * kPanelTile * 16);
     }
   }
 };

@@ -13,6 +13,7 @@ struct IntBlock {             // one 16-row block
   const float* scale;         // [groups][16], or [16]
   const uint8_t* zero;        // [groups][16], or [16]
   const uint8_t* group_scale; // [groups][16]; exponents for mxfp4
+  const uint8_t* next = nullptr;  // weights to prefetch meanwhile, a line for every 32 inputs
 };
 
 // How a 64-byte line of weights becomes operands of dot products.
@@ -40,7 +41,7 @@ struct MxCodes {  // E2M1 doubled, plus 12 to be unsigned
   static constexpr uint8_t kTable[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
   QC_INLINE void unpack(const uint8_t* p, B64* w) {
     B64 v = b_load(p);
-    w[0] = b_lookup(kTable, b_low(v)), w[1] = b_lookup(kTable, b_high(v));
+    w[0] = b_lookup_low(kTable, v), w[1] = b_lookup_high(kTable, v);
   }
   QC_INLINE I16 dot(I16 acc, B64 w, const int8_t* x) { return dot_small(acc, w, x); }
 };
@@ -115,21 +116,25 @@ struct MxRule : GroupRule {
   }
 };
 
-template <class Codes, class Rule, int M>
-static void int_block(const IntBlock& w, const IntTile& x, int chunks, float* out) {
-  constexpr int C = M == 1 ? 4 : M < 4 ? 2 : 1;  // independent sums, enough to hide the latency of a dot product
+constexpr int prefetch_every(int dots) { return dots < 3 ? 4 : dots < 5 ? 2 : 1; }  // dot products a line
+
+// Every: of how many lines of weights one is prefetched; 0: they are in a cache, the next unit's are prefetched instead.
+template <class Codes, class Rule, int M, int Every>
+__attribute__((noinline)) static void int_block(const IntBlock& w, const IntTile& x, int chunks, float* out) {
+  constexpr int C = Rule::kChunks == 1 ? (M == 1 ? 2 : 1) : M < 3 ? 4 : M < 6 ? 2 : 1;  // independent sums, enough to hide the latency of a dot product
   typename Rule::Acc acc[M];
   QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = Rule::zero();
-  const uint8_t* p = w.codes;
+  const uint8_t *p = w.codes, *next = w.next;
   const int8_t* xq = x.x;
   for (int g = 0; chunks > 0; ++g, chunks -= Rule::kChunks) {
     const int32_t* start = x.start + g * M;
     I16 part[M * C];
     QC_UNROLL for (int i = 0; i < M * C; ++i) part[i] = i_set(Rule::kStarts && i < M ? start[i] : 0);
     for (int c = chunks < Rule::kChunks ? chunks : Rule::kChunks; c; --c, p += Codes::kLines * 64, xq += M * 32) {
+      if (Every == 0) __builtin_prefetch(next, 0, 2), next += 64;
       QC_UNROLL for (int l = 0; l < Codes::kLines; ++l) {
         B64 v[Codes::kDots];
-        __builtin_prefetch(p + l * 64 + kPrefetchBytes);
+        if (Every != 0 && l % (Every + !Every) == 0) __builtin_prefetch(p + l * 64 + kPrefetchBytes, 0, 2);
         Codes::unpack(p + l * 64, v);
         QC_UNROLL for (int d = 0; d < Codes::kDots; ++d) {
           const int s = l * Codes::kDots + d, chain = s % C * M;
@@ -166,7 +171,7 @@ template <class Format, class Codes, class Rule, class PanelCodes, class PanelRu
 struct IntFormat {
   using X = Q8Act;
   using Tile = IntTile;
-  static constexpr int kPanelFrom = PanelFrom;
+  static constexpr int kTile = kPanelTile, kPanelFrom = PanelFrom;
   static size_t tile_bytes(int kp, int count) { return (size_t)kp * count + (size_t)kp / 32 * count * 4 + 64; }
   static size_t panel_bytes(int kp) { return (size_t)kp * 32; }
   template <bool panel>
@@ -178,14 +183,17 @@ struct IntFormat {
   static void unit(const Gemm& g, int block, int blocks, const IntTile& x, float* out) {
     const int chunks = Shape(g).chunks;
     for (int b = 0; b < blocks; ++b)
-      int_block<Codes, Rule, M>(Format::block(g, chunks, block + b), x, chunks, out + b * kBufferRows * 16);
+      int_block<Codes, Rule, M, prefetch_every(M * Codes::kDots)>(Format::block(g, chunks, block + b), x, chunks,
+                                                                  out + b * kPanelTile * 16);
   }
-  static void panel_unit(const Gemm& g, int block, int blocks, char* panel, const IntTile& x, float* out) {
-    const int chunks = Shape(g).chunks;
+  static void panel_unit(const Gemm& g, int block, int blocks, char* panel, const IntTile& x, int index, float* out) {
+    const int chunks = Shape(g).chunks, part = 2 * index;
     for (int b = 0; b < blocks; ++b) {
       IntBlock w = Format::block(g, chunks, block + b);
+      // Of the unit after this one, a part during each tile.
+      w.next = w.codes + (part + b < 2 * Codes::kLines ? (int64_t)((2 - b) * Codes::kLines + part + b) * chunks * 64 : 0);
       if (Codes::kLines != PanelCodes::kLines) w.codes = (const uint8_t*)panel + (size_t)b * chunks * 512;
-      int_block<PanelCodes, PanelRule, kPanelTile>(w, x, chunks, out + b * kBufferRows * 16);
+      int_block<PanelCodes, PanelRule, kPanelTile, 0>(w, x, chunks, out + b * kPanelTile * 16);
     }
   }
   static void unpack(const Gemm& g, int block, int blocks, char* panel) {

@@ -2,19 +2,20 @@
 //
 // Work is split by units, a unit being two 16-row blocks (a gate and an up block for kSiluMul). A thread walks its
 // units once per token block; a token block is cut into tiles; a format's kernel computes a unit for a tile into a
-// small float buffer [block of the unit][token][16], and the epilogue takes it from there.
+// small float buffer [block of the unit][kPanelTile tokens][16], and the epilogue takes it from there.
 // A format F gives:
 //   X, Tile                                  its activations, and its activations of one tile as its kernels read them
+//   kTile                                    tokens of a panel tile, kSmallTile..kPanelTile
 //   kPanelFrom                               from this many tokens on a unit is unpacked once for all tiles
 //   prepare<panel>(g, x, first, count, mem)  the Tile of tokens first.., built in mem; moves mem past what it used
 //   tile_bytes(kp, count)                    the most bytes prepare uses
 //   unpack(g, block, blocks, panel)          a unit's weights into the panel
-//   unit<M>(g, block, blocks, tile, out)     kernel of M tokens; the results of block b at out + b * kBufferRows * 16
-//   panel_unit(g, block, blocks, panel, tile, out)   the same for kPanelTile tokens from the unpacked unit
+//   unit<M>(g, block, blocks, tile, out)     kernel of M tokens; the results of block b at out + b * kPanelTile * 16
+//   panel_unit(g, block, blocks, panel, tile, i, out)   the same for kTile tokens (tile i) from the unpacked unit
 #pragma once
 
-constexpr int kBufferRows = 256;                       // most tokens in a token block
-constexpr size_t kTokenBlockBytes = (size_t)384 << 10;  // activations of a token block stay in L2
+constexpr int kTokenBlock = 256;                       // most tokens in a token block
+constexpr size_t kTokenBlockBytes = (size_t)512 << 10;  // activations of a token block stay in L2
 
 struct Shape {
   int kp, chunks, blocks;  // padded inputs, 32-input chunks, 16-row blocks
@@ -36,18 +37,38 @@ static void finish_row(const Gemm& g, int token, int i, int width, f32x16 y) {
   for (int j = 0; j < width; ++j) out[j] = g.epilogue == kAdd ? residual[j] + y[j] : y[j];
 }
 
-static void finish_unit(const Gemm& g, int block, int blocks, int first, int tokens, const float* buffer) {
+// Where a unit's results go: columns column.. of the output, `width` of them within the matrix.
+struct Columns {
+  int column, width;
+  Columns(const Gemm& g, int block, int blocks) {
+    const bool pair = g.epilogue == kSiluMul;
+    column = (pair ? block / 2 : block) * 16;
+    const int end = column + (pair ? 1 : blocks) * 16, n = pair ? g.n / 2 : g.n;
+    width = (end < n ? end : n) - column;
+  }
+};
+
+// The output lines of a tile, asked for before the tile is computed: they lie a row apart, in as many pages.
+static void prefetch_out(const Gemm& g, const Columns& c, int first, int tokens) {
+  for (int t = first; t < first + tokens; ++t) {
+    const char* out = (const char*)(g.out + t * g.out_stride + c.column);
+    for (int i = 0; i < c.width * 4; i += 64) __builtin_prefetch(out + i, 1);
+    __builtin_prefetch(out + c.width * 4 - 1, 1);
+  }
+}
+
+static void finish_tile(const Gemm& g, int block, int blocks, const Columns& c, int first, int tokens, const float* buffer) {
   for (int t = 0; t < tokens; ++t) {
     f32x16 y[2];
     for (int b = 0; b < blocks; ++b) {
-      y[b] = load<f32x16>(buffer + (b * kBufferRows + t) * 16);
+      y[b] = load<f32x16>(buffer + (b * kPanelTile + t) * 16);
       if (g.bias) y[b] += load<f32x16>(g.bias + (block + b) * 16);
     }
     if (g.epilogue == kSiluMul) {
-      finish_row(g, first + t, block / 2 * 16, g.n / 2 - block / 2 * 16, silu(y[0]) * y[1]);
+      finish_row(g, first + t, c.column, c.width, silu(y[0]) * y[1]);
       continue;
     }
-    for (int b = 0; b < blocks; ++b) finish_row(g, first + t, (block + b) * 16, g.n - (block + b) * 16, y[b]);
+    for (int b = 0; b < blocks; ++b) finish_row(g, first + t, c.column + b * 16, c.width - b * 16, y[b]);
   }
 }
 
@@ -63,8 +84,8 @@ template <class F>
 static int cut_tiles(const Gemm& g, const typename F::X& x, int start, int tokens, TokenTile<F>* tiles, char* mem) {
   int n = 0, done = 0;
   if (tokens >= F::kPanelFrom)
-    for (; tokens - done >= kPanelTile; done += kPanelTile, ++n)
-      tiles[n] = {done, kPanelTile, true, F::template prepare<true>(g, x, start + done, kPanelTile, mem)};
+    for (; tokens - done >= F::kTile; done += F::kTile, ++n)
+      tiles[n] = {done, F::kTile, true, F::template prepare<true>(g, x, start + done, F::kTile, mem)};
   for (int left = (tokens - done + kSmallTile - 1) / kSmallTile; left; --left, ++n) {
     int count = (tokens - done + left - 1) / left;
     tiles[n] = {done, count, false, F::template prepare<false>(g, x, start + done, count, mem)};
@@ -86,26 +107,28 @@ static void run_gemm(const Gemm& g, const typename F::X& x, const Worker& worker
   const int begin = (int64_t)units * worker.tid / worker.threads;
   const int end = (int64_t)units * (worker.tid + 1) / worker.threads;
   float* buffer = (float*)worker.scratch;
-  char* panel = (char*)(buffer + 2 * kBufferRows * 16);
+  char* panel = (char*)(buffer + 2 * kPanelTile * 16);
   char* mem = panel + F::panel_bytes(shape.kp);
-  int tile_tokens = (int)(kTokenBlockBytes / F::tile_bytes(shape.kp, kPanelTile)) * kPanelTile;
-  tile_tokens = tile_tokens < kPanelTile ? kPanelTile : tile_tokens;
-  const int step = tile_tokens < kBufferRows / kPanelTile * kPanelTile ? tile_tokens : kBufferRows / kPanelTile * kPanelTile;
-  TokenTile<F> tiles[kBufferRows / kPanelTile + 2];
+  int tile_tokens = (int)(kTokenBlockBytes / F::tile_bytes(shape.kp, F::kTile)) * F::kTile;
+  tile_tokens = tile_tokens < F::kTile ? F::kTile : tile_tokens;
+  const int step = tile_tokens < kTokenBlock / F::kTile * F::kTile ? tile_tokens : kTokenBlock / F::kTile * F::kTile;
+  TokenTile<F> tiles[kTokenBlock / F::kTile + 2];
   for (int start = 0; start < g.m; start += step) {
     const int tokens = g.m - start < step ? g.m - start : step;
     const int n = cut_tiles<F>(g, x, start, tokens, tiles, mem);
     for (int u = begin; u < end; ++u) {
       const int block = 2 * u, blocks = shape.blocks - block < 2 ? 1 : 2;
+      const Columns columns(g, block, blocks);
       if (tiles[0].panel) F::unpack(g, block, blocks, panel);
       for (int i = 0; i < n; ++i) {
-        float* out = buffer + tiles[i].first * 16;
+        const int first = start + tiles[i].first;
+        prefetch_out(g, columns, first, tiles[i].count);
         if (tiles[i].panel)
-          F::panel_unit(g, block, blocks, panel, tiles[i].x, out);
+          F::panel_unit(g, block, blocks, panel, tiles[i].x, i, buffer);
         else
-          small_unit<F>(g, block, blocks, tiles[i].count, tiles[i].x, out);
+          small_unit<F>(g, block, blocks, tiles[i].count, tiles[i].x, buffer);
+        finish_tile(g, block, blocks, columns, first, tiles[i].count, buffer);
       }
-      finish_unit(g, block, blocks, start, tokens, buffer);
     }
   }
 }

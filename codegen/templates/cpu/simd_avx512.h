@@ -46,10 +46,20 @@ QC_INLINE B64 b_load(const void* p) { return _mm512_load_si512(p); }
 QC_INLINE void b_store(void* p, B64 v) { _mm512_store_si512(p, v); }
 QC_INLINE B64 b_low(B64 v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 QC_INLINE B64 b_high(B64 v) { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }
-// table[index] for index bytes 0..15.
-QC_INLINE B64 b_lookup(const uint8_t* table, B64 index) {
-  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), index);
+// table[nibble] for the low and the high nibble of each byte.
+QC_INLINE B64 table4(const uint8_t* table) {
+  return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table));
 }
+#ifdef __AVX512VBMI__
+// vpermb looks at 6 bits of an index: four copies of the table make the upper two indifferent.
+QC_INLINE B64 b_lookup_low(const uint8_t* table, B64 v) { return _mm512_permutexvar_epi8(v, table4(table)); }
+QC_INLINE B64 b_lookup_high(const uint8_t* table, B64 v) {
+  return _mm512_permutexvar_epi8(_mm512_srli_epi16(v, 4), table4(table));
+}
+#else
+QC_INLINE B64 b_lookup_low(const uint8_t* table, B64 v) { return _mm512_shuffle_epi8(table4(table), b_low(v)); }
+QC_INLINE B64 b_lookup_high(const uint8_t* table, B64 v) { return _mm512_shuffle_epi8(table4(table), b_high(v)); }
+#endif
 // Each row's byte of p[16] in all 4 of the row's bytes.
 QC_INLINE B64 b_rows(const uint8_t* p) { return _mm512_mullo_epi32(i_load_u8(p), _mm512_set1_epi32(0x01010101)); }
 // (q - zero) * scale + 128 as bytes; the caller knows that it fits.
@@ -61,11 +71,13 @@ QC_INLINE B64 b_rescale(B64 q, B64 zero, B64 scale) {
   return _mm512_xor_si512(both, _mm512_set1_epi8((char)128));
 }
 
-QC_INLINE __m512i x_quad(const int8_t* x) { return _mm512_set1_epi32(load<int32_t>(x)); }
-// acc[row] + sum over 4 inputs of w[row][j] * x[j].
-QC_INLINE I16 dot_small(I16 acc, B64 w, const int8_t* x) { return _mm512_dpbusd_epi32(acc, w, x_quad(x)); }
-QC_INLINE I16 dot_full(I16 acc, B64 w, const int8_t* x) { return _mm512_dpbusd_epi32(acc, w, x_quad(x)); }
-
+// acc[row] + sum over 4 inputs of w[row][j] * x[j]. In assembly because GCC would broadcast x by an instruction of its
+// own, where the dot product can take it from memory.
+QC_INLINE I16 dot_small(I16 acc, B64 w, const int8_t* x) {
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*(const int32_t*)x));
+  return acc;
+}
+QC_INLINE I16 dot_full(I16 acc, B64 w, const int8_t* x) { return dot_small(acc, w, x); }
 QC_INLINE B64 b_sub(B64 a, B64 b) { return _mm512_sub_epi8(a, b); }
 // The two bfloat16 of each row (inputs k and k+1), and signed byte j of each row, as floats.
 QC_INLINE F16 f_bf16_even(B64 w) { return f_bits(_mm512_slli_epi32(w, 16)); }
@@ -76,8 +88,9 @@ QC_INLINE F16 f_byte(B64 v, int j) {
 
 #ifdef __AVX512BF16__
 #define QC_BF16_DOT 1
-// Activations stay bfloat16. Each 4-bit weight minus its zero is looked up as an exact bfloat16; the lookup takes
-// 16-bit lanes, so the pairs it yields are inputs (0,2) (1,3) (4,6) (5,7) of 8, and copy32_w4 orders x to match.
+// Activations stay bfloat16. A 4-bit weight q becomes the bfloat16 16 + q, which is q in the upper mantissa bits of 16:
+// a shift and a logical operation for 32 weights. Those work on 16-bit lanes, so the pairs they yield are inputs (0,2)
+// (1,3) (4,6) (5,7) of 8, and bf_copy32_w4 orders x to match.
 using BfX = uint16_t;
 QC_INLINE void bf_copy32(BfX* dst, const uint16_t* src) { memcpy(dst, src, 64); }
 QC_INLINE void bf_copy32_w4(BfX* dst, const uint16_t* src) {
@@ -86,21 +99,19 @@ QC_INLINE void bf_copy32_w4(BfX* dst, const uint16_t* src) {
   _mm512_storeu_si512(dst, _mm512_permutexvar_epi16(swap, _mm512_loadu_si512(src)));
 }
 QC_INLINE F16 bf_dot(F16 acc, B64 w, const BfX* x) {
-  return _mm512_dpbf16_ps(acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32(load<int32_t>(x)));
+  asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*(const int32_t*)x));
+  return acc;
 }
 struct W4Bf {
   B64 pair[4];
 };
-QC_INLINE W4Bf w4_unpack(B64 raw, B64 zero) {
-  // bfloat16 of 0..15 and, for indices 16..31 (the low 5 bits of a negative difference), of -16..-1.
-  const __m512i value = _mm512_set_epi16(
-      (short)0xbf80, (short)0xc000, (short)0xc040, (short)0xc080, (short)0xc0a0, (short)0xc0c0, (short)0xc0e0,
-      (short)0xc100, (short)0xc110, (short)0xc120, (short)0xc130, (short)0xc140, (short)0xc150, (short)0xc160,
-      (short)0xc170, (short)0xc180, 0x4170, 0x4160, 0x4150, 0x4140, 0x4130, 0x4120, 0x4110, 0x4100, 0x40e0, 0x40c0,
-      0x40a0, 0x4080, 0x4040, 0x4000, 0x3f80, 0);
-  __m512i low = b_sub(b_low(raw), zero), high = b_sub(b_high(raw), zero);
-  return {{_mm512_permutexvar_epi16(low, value), _mm512_permutexvar_epi16(_mm512_srli_epi16(low, 8), value),
-           _mm512_permutexvar_epi16(high, value), _mm512_permutexvar_epi16(_mm512_srli_epi16(high, 8), value)}};
+constexpr float kW4Offset = 16.0f;
+QC_INLINE B64 w4_pair(B64 shifted) {  // (shifted & 0x78) | 0x4180 in each 16-bit lane
+  return _mm512_ternarylogic_epi32(shifted, _mm512_set1_epi16(0x78), _mm512_set1_epi16(0x4180), 0xea);
+}
+QC_INLINE W4Bf w4_unpack(B64 v) {
+  return {{w4_pair(_mm512_slli_epi16(v, 3)), w4_pair(_mm512_srli_epi16(v, 5)), w4_pair(_mm512_srli_epi16(v, 1)),
+           w4_pair(_mm512_srli_epi16(v, 9))}};
 }
 // Two chains a row: inputs 0..3 and inputs 4..7 of every 8.
 QC_INLINE void w4_dot(F16& first, F16& second, const W4Bf& w, const BfX* x) {

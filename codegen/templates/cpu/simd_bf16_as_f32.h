@@ -13,8 +13,9 @@ QC_INLINE F16 bf_dot(F16 acc, B64 w, const BfX* x) {
 struct W4Bf {
   F16 value[8];
 };
-QC_INLINE W4Bf w4_unpack(B64 raw, B64 zero) {
-  B64 low = b_sub(b_low(raw), zero), high = b_sub(b_high(raw), zero);
+constexpr float kW4Offset = 0.0f;
+QC_INLINE W4Bf w4_unpack(B64 v) {
+  B64 low = b_low(v), high = b_high(v);
   return {{f_byte(low, 0), f_byte(low, 1), f_byte(low, 2), f_byte(low, 3),  //
            f_byte(high, 0), f_byte(high, 1), f_byte(high, 2), f_byte(high, 3)}};
 }

@@ -1,0 +1,243 @@
+// cpu_gemm.cpp: how near the GEMM kernels come to the machine's ceilings.
+//
+//   g++ -std=c++17 -O3 -march=native -ffp-contract=off -Wno-psabi -pthread -Icodegen/templates/cpu
+//       benchmarks/cpu_gemm.cpp -o cpu_gemm && ./cpu_gemm [threads] [dram|l3|prefill|mid] [format]
+//
+// dram: the five linears of a 1.1 B Llama, copies in turn so that weights come from memory.
+// l3: those of a 26 M Llama, the same weights again and again. prefill: 512 tokens. mid: 9 to 64 tokens.
+// Prints, per format and M, the median over repeats: weight GB/s (codes and scales) and GOPS (2 M N K / t), beside the
+// read bandwidth and int8 / float rates measured between the repeats by plain loops.
+#include "gemm.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <string>
+#include <vector>
+
+namespace {
+
+const char* kFormats[] = {"f32", "bf16", "w4_asym_g128_bf16", "w8_sym_channel", "w4_asym_g128", "qoq_g128", "qoq_channel", "mxfp4"};
+constexpr size_t kArena = (size_t)1 << 30;
+char* arena;
+std::vector<void*> scratch;
+
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+double median(std::vector<double> v) {
+  std::sort(v.begin(), v.end());
+  return v[v.size() / 2];
+}
+
+// Runs f(tid) on all threads at once; workers spin between jobs.
+struct Team {
+  int threads;
+  std::atomic<int> generation{0}, left{0};
+  void (*job)(void*, int) = nullptr;
+  void* argument = nullptr;
+  explicit Team(int n) : threads(n) {
+    pin(0);
+    for (int t = 1; t < n; ++t) {
+      auto* start = new std::pair<Team*, int>(this, t);
+      pthread_t id;
+      pthread_create(&id, nullptr, work, start);
+    }
+  }
+  static void pin(int core) {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(core, &set);
+    sched_setaffinity(0, sizeof set, &set);
+  }
+  static void* work(void* p) {
+    auto [team, tid] = *(std::pair<Team*, int>*)p;
+    pin(tid);
+    for (int seen = 0;; seen = team->generation) {
+      while (team->generation == seen) __builtin_ia32_pause();
+      team->job(team->argument, tid);
+      --team->left;
+    }
+  }
+  template <class Fn>
+  void run(Fn fn) {
+    job = [](void* f, int tid) { (*(Fn*)f)(tid); };
+    argument = &fn;
+    left = threads - 1;
+    ++generation;
+    fn(0);
+    while (left) __builtin_ia32_pause();
+  }
+};
+
+volatile float sink;
+double read_rate(Team& team, size_t bytes, int times) {
+  double start = now();
+  team.run([&](int tid) {
+    f32x16 sum[4] = {};
+    const char* p = arena + bytes / team.threads * tid;
+    for (int t = 0; t < times; ++t)
+      for (size_t i = 0; i < bytes / team.threads; i += 256) {
+        __builtin_prefetch(p + i + 4096), __builtin_prefetch(p + i + 4160);
+        __builtin_prefetch(p + i + 4224), __builtin_prefetch(p + i + 4288);
+        for (int j = 0; j < 4; ++j) sum[j] = bitcast<f32x16>(bitcast<i32x16>(sum[j]) | load<i32x16>(p + i + j * 64));
+      }
+    sink = sum[0][0] + sum[1][1] + sum[2][2] + sum[3][3];
+  });
+  return bytes * (double)times / (now() - start) / 1e9;
+}
+
+// Operations a second (a multiply and an add are two) of 8 independent chains of one primitive, its operands in
+// registers.
+template <class A, class Dot>
+double peak_rate(Team& team, double ops, A zero, Dot dot) {
+  constexpr int kTurns = 400000;
+  double start = now();
+  team.run([&](int) {
+    A a = zero, b = zero, c = zero, d = zero, e = zero, f = zero, g = zero, h = zero;
+    asm volatile("" : "+m"(a), "+m"(b), "+m"(c), "+m"(d), "+m"(e), "+m"(f), "+m"(g), "+m"(h));
+    for (int t = 0; t < kTurns; ++t) {
+      a = dot(a), b = dot(b), c = dot(c), d = dot(d), e = dot(e), f = dot(f), g = dot(g), h = dot(h);
+    }
+    A all[8] = {a, b, c, d, e, f, g, h};
+    asm volatile("" : : "m"(all));
+  });
+  return 8.0 * kTurns * ops * team.threads / (now() - start) / 1e9;
+}
+
+struct Case {
+  int format, m, n, k;
+  std::vector<Gemm> copies;
+  std::vector<char> x, out_buffer;
+  Q8Act q{};
+  size_t bytes = 0;
+};
+
+size_t round64(size_t n) { return (n + 63) / 64 * 64; }
+
+// As many copies of one matrix as fit in `budget` bytes (at least one), laid out as an artifact would.
+void place(Case& c, size_t budget, size_t& used) {
+  const size_t kp = gemm_kp(c.k), np = (c.n + 15) / 16 * 16, groups = (kp + 127) / 128;
+  const double code[] = {4, 2, 0.5, 1, 0.5, 0.5, 0.5, 0.5};
+  const size_t codes = (size_t)(np * kp * code[c.format]);
+  const bool grouped = c.format == 2 || c.format == 4;
+  const size_t scale = c.format < 2 || c.format == 7 ? 0 : (grouped ? np * groups : np) * 4;
+  const size_t zero = grouped || c.format == 5 ? np * groups : c.format == 6 ? np : 0;
+  const size_t group_scale = c.format == 5 ? np * groups : 0, exponent = c.format == 7 ? np * kp / 32 : 0;
+  c.bytes = codes + scale + zero + group_scale + exponent;
+  const size_t count = std::max<size_t>(1, budget / c.bytes);
+  for (size_t i = 0; i < count; ++i) {
+    Gemm g{};
+    g.m = c.m, g.n = c.n, g.k = c.k, g.out_stride = c.n;
+    auto take = [&](size_t n, int fill) -> char* {
+      if (!n) return nullptr;
+      char* p = arena + used;
+      used += round64(n);
+      if (used > kArena) abort();
+      if (fill >= 0) memset(p, fill, n);
+      return p;
+    };
+    g.codes = take(codes, c.format < 2 ? 0x3c : -1);
+    g.scale = (float*)take(scale, 0x3c);
+    g.zero = (uint8_t*)take(zero, 7);
+    g.group_scale = (uint8_t*)take(group_scale, 5);
+    g.exponent = (uint8_t*)take(exponent, 120);
+    c.copies.push_back(g);
+  }
+  c.x.resize(c.m * kp * 8 + 128);
+  c.out_buffer.resize((size_t)c.m * c.n * 4 + 64);
+  char* x = (char*)round64((size_t)c.x.data());
+  for (size_t i = 0; i < c.m * kp; ++i) {
+    if (c.format == 0) ((float*)x)[i] = (float)(i % 13) - 6;
+    else if (c.format < 3) ((uint16_t*)x)[i] = 0x3f80 + (i % 7);
+    else ((int8_t*)x)[i] = (int8_t)(i % 251 - 125);
+  }
+  const int group = c.format == 7 ? 32 : c.format == 4 || c.format == 5 ? 128 : (int)kp;
+  c.q = {(int8_t*)x, (float*)(x + c.m * kp), (int32_t*)(x + c.m * kp + c.m * 4), (int)((kp + group - 1) / group)};
+  for (int i = 0; i < c.m; ++i) ((float*)c.q.scale)[i] = 0.01f;
+  for (auto& g : c.copies) g.out = (float*)round64((size_t)c.out_buffer.data());
+}
+
+void call(const Case& c, const Gemm& g, const Worker& w) {
+  const void* x = c.q.q;
+  switch (c.format) {
+    case 0: return gemm_f32(g, (const float*)x, w);
+    case 1: return gemm_bf16(g, (const uint16_t*)x, w);
+    case 2: return gemm_w4_asym_g128_bf16(g, (const uint16_t*)x, w);
+    case 3: return gemm_w8_sym_channel(g, c.q, w);
+    case 4: return gemm_w4_asym_g128(g, c.q, w);
+    case 5: return gemm_qoq_g128(g, c.q, w);
+    case 6: return gemm_qoq_channel(g, c.q, w);
+    case 7: return gemm_mxfp4(g, c.q, w);
+  }
+}
+
+// Seconds of one call of each copy of each case.
+double pass(Team& team, const std::vector<Case>& cases) {
+  double start = now();
+  for (const Case& c : cases)
+    for (const Gemm& g : c.copies) team.run([&](int tid) { call(c, g, {tid, team.threads, scratch[tid]}); });
+  return now() - start;
+}
+
+struct Shape2 {
+  int n, k;
+};
+
+void measure(Team& team, const std::string& mode, int format, int m) {
+  std::vector<Shape2> shapes = {{2560, 2048}, {2048, 2048}, {11264, 2048}, {2048, 5632}, {32000, 2048}};
+  if (mode == "l3" || mode == "prefill26") shapes = {{1024, 512}, {512, 512}, {2560, 512}, {512, 1280}, {8192, 512}};
+  if (mode == "prefill") shapes.pop_back();
+  if (getenv("SHAPE")) shapes = {shapes[atoi(getenv("SHAPE"))]};
+  std::vector<Case> cases;
+  size_t used = 0;
+  for (Shape2 s : shapes) {
+    cases.push_back({format, m, s.n, s.k, {}, {}, {}, {}, 0});
+    place(cases.back(), mode == "dram" ? (size_t)64 << 20 : 0, used);
+  }
+  double bytes = 0, ops = 0;
+  for (const Case& c : cases)
+    bytes += (double)c.bytes * c.copies.size(), ops += 2.0 * c.m * c.n * c.k * c.copies.size();
+  pass(team, cases);
+  std::vector<double> seconds, reads;
+  for (int r = 0; r < 9; ++r) {
+    const int times = mode == "l3" ? 50 : mode == "prefill26" ? 20 : 1;
+    double t = 0;
+    for (int i = 0; i < times; ++i) t += pass(team, cases);
+    seconds.push_back(t / times);
+    reads.push_back(mode == "l3" ? read_rate(team, (size_t)8 << 20, 8) : read_rate(team, (size_t)256 << 20, 1));
+  }
+  const double t = median(seconds);
+  printf("%-8s %-18s M=%-3d %8.2f GB/s (%3.0f%% of read %6.2f)  %8.1f GOPS\n", mode.c_str(), kFormats[format], m,
+         bytes / t / 1e9, 100 * bytes / t / 1e9 / median(reads), median(reads), ops / t / 1e9);
+  fflush(stdout);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Team team(argc > 1 ? atoi(argv[1]) : 1);
+  const std::string mode = argc > 2 ? argv[2] : "dram", only = argc > 3 ? argv[3] : "";
+  arena = (char*)mmap(nullptr, kArena + (2 << 20), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  arena = (char*)(((size_t)arena + (2 << 20) - 1) & ~(((size_t)2 << 20) - 1));
+  madvise(arena, kArena, MADV_HUGEPAGE);
+  uint64_t seed = 1;
+  for (size_t i = 0; i < kArena / 8; ++i) ((uint64_t*)arena)[i] = seed = seed * 6364136223846793005u + 1442695040888963407u;
+  for (int t = 0; t < team.threads; ++t) scratch.push_back(aligned_alloc(64, round64(gemm_scratch_bytes(5632))));
+  alignas(64) static uint8_t w[64];
+  alignas(64) static float x[16] = {1, 2, 3};
+  printf("int8 %.0f GOPS, bf16 %.0f, f32 %.0f GFLOPS\n",
+         peak_rate(team, 128, i_set(0), [](I16 a) { return dot_small(a, b_load(w), (const int8_t*)x); }),
+         peak_rate(team, 64, f_set(0), [](F16 a) { return bf_dot(a, b_load(w), (const BfX*)x); }),
+         peak_rate(team, 32, f_set(0), [](F16 a) { return f_dot(a, f_load((float*)w), x); }));
+  std::vector<int> tokens = mode.rfind("prefill", 0) == 0 ? std::vector<int>{512} : mode == "mid" ? std::vector<int>{9, 12, 16, 17, 24, 32, 64}
+                                                                                    : std::vector<int>{1, 2, 3, 4, 5, 6, 7, 8};
+  if (mode == "m148") tokens = {1, 4, 8};
+  for (int f = 0; f < 8; ++f)
+    if (only.empty() || only == kFormats[f])
+      for (int m : tokens) measure(team, mode == "m148" ? "dram" : mode, f, m);
+}
