@@ -258,18 +258,28 @@ QC_NOINLINE void attention(const AttentionArgs& a, const KvLayer<F>& kv, Range h
     }
 }
 
+// Rows of a tile such that `threads` threads all find a tile: few rows are worth loading a page more than once.
+QC_INLINE int tile_rows(const AttentionArgs& a, int kv_heads, int threads) {
+  for (int tile = kTileRows;; tile = (tile + 1) / 2) {
+    int tiles = 0;
+    for (int s = 0; s < a.sequences; ++s)
+      tiles += kv_heads * (((a.query_start[s + 1] - a.query_start[s]) * (a.heads / kv_heads) + tile - 1) / tile);
+    if (tiles >= threads || tile == 1) return tile;
+  }
+}
+
 // The same for all kv heads, tiles handed to whichever thread is free (`next` counts those handed out).
 template <KvFormat F>
-QC_NOINLINE void attention_tasks(const AttentionArgs& a, const KvLayer<F>& kv, uint32_t* next, void* memory) {
-  const int group = a.heads / kv.kv_heads;
+QC_NOINLINE void attention_tasks(const AttentionArgs& a, const KvLayer<F>& kv, uint32_t* next, const Worker& w) {
+  const int group = a.heads / kv.kv_heads, tile = tile_rows(a, kv.kv_heads, w.threads);
   uint32_t at = 0, task = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED);
   for (int s = 0; s < a.sequences; ++s) {
     const int rows = (a.query_start[s + 1] - a.query_start[s]) * group;
     if (rows == 0) continue;
-    for (int first = (rows - 1) / kTileRows * kTileRows; first >= 0; first -= kTileRows)  // the longest first
+    for (int first = (rows - 1) / tile * tile; first >= 0; first -= tile)  // the longest first
       for (int h = 0; h < kv.kv_heads; ++h, ++at) {
         if (at != task) continue;
-        attend_tile<F>(a, kv, memory, s, h, first, rows - first < kTileRows ? rows - first : kTileRows);
+        attend_tile<F>(a, kv, w.scratch, s, h, first, rows - first < tile ? rows - first : tile);
         task = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED);
       }
   }

@@ -86,7 +86,7 @@ struct Step {
   }
   void attend(const AttentionArgs& a, int index, int call) const {
     if (by_head()) attention<kKv>(a, layer(index), share(kKvHeads, w), w.scratch);
-    else attention_tasks<kKv>(a, layer(index), &m.next_task[call], w.scratch);
+    else attention_tasks<kKv>(a, layer(index), &m.next_task[call], w);
   }
 
   float* logits() const { return b.logits ? b.logits : m.logits; }
