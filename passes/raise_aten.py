@@ -61,6 +61,8 @@ def _as_other(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 @handles("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze")
 def _view(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     known = r.known.get(a.positional[0])
+    if isinstance(known, Opaque) and known.node is r.token_ids and r.shape(node) == r.shape(r.token_ids):
+        return known
     if isinstance(known, Spread):
         return known if r.shape(node) == r.shape(known.node) else None
     value = r.value(a.positional[0])

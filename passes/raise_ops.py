@@ -198,7 +198,7 @@ class Raiser:
     # ---- refusing ------------------------------------------------------------------------------
 
     def unsupported(self, node: Any, reason: str) -> UnsupportedError:
-        """The error that `node` cannot be compiled, with the source line it came from."""
+        """The error that `node` cannot be compiled, with the module it came from."""
         operator = operator_name(node) if isinstance(node, fx.Node) else node
         return PassError("raise", str(node), f"{operator} {reason}{_origin(node)}")
 
@@ -353,10 +353,13 @@ def sources(node: fx.Node) -> list[fx.Node]:
 
 
 def _origin(node: Any) -> str:
-    """Where in the model's source `node` came from, when the trace says so."""
-    trace = node.meta.get("stack_trace") if isinstance(node, fx.Node) else None
-    lines = [line.strip() for line in (trace or "").splitlines() if line.strip()]
-    return f"; from: {lines[-1]}" if lines else ""
+    """Which module of the model `node` came from, when the trace says so."""
+    stack = node.meta.get("nn_module_stack") if isinstance(node, fx.Node) else None
+    if not stack:
+        return ""
+    path, kind = list(stack.values())[-1]
+    path = path.removeprefix("module").removeprefix(".") or "the model itself"
+    return f"; in {path} ({str(kind).rpartition('.')[2]})"
 
 
 class Arguments:

@@ -83,10 +83,11 @@ def match_quotient(r: Raiser, node: fx.Node) -> Known:
 
 def _normalised(r: Raiser, node: fx.Node, x: fx.Node, moment: Any, eps: float) -> Known:
     """x over the root of `moment` + eps, when the moment is x's own."""
-    if _mean_of_square(r, moment) is x and isinstance(r.known.get(x), Value):
+    squared = _mean_of_square(r, moment)
+    if squared is x and isinstance(r.known.get(x), Value):
         return norm(r, node, x, "rms_norm", (None,), eps)
     source = _centred(x)
-    if source is not None and (_mean_of_square(r, moment) is x or _variance(moment) is source):
+    if source is not None and source in (_centred(squared), _variance(moment)):
         return norm(r, node, source, "layer_norm", (None, None), eps)
     return None
 

@@ -97,6 +97,10 @@ def build(config: Any, allow_remote: bool = False) -> Any:
             module = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=allow_remote
             )
+    except KeyError as error:
+        if error.args != (ATTENTION,):
+            raise
+        raise UnsupportedError(f"{config.model_type} has an attention of its own that cannot be replaced") from error
     except Exception as error:  # a model's constructor raises whatever it likes
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UnsupportedError(f"{config.model_type} cannot be built: {reason}") from error
@@ -112,6 +116,12 @@ class _Mask(Tensor):
     """An empty tensor that stands for a causal mask with a `window`; nothing can be computed from it."""
 
     window: int
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "__get__":
+            return super().__torch_function__(func, types, args, kwargs)
+        raise UnsupportedError("model computes with its attention mask in its own way")
 
 
 def causal_mask(*, mask_function: Callable[..., Tensor], config: Any, **_: Any) -> Tensor:
@@ -133,7 +143,7 @@ def causal_mask(*, mask_function: Callable[..., Tensor], config: Any, **_: Any) 
         wanted = (distance >= 0) & (distance < window)
         if not torch.equal(seen, wanted):
             raise UnsupportedError("attention mask is neither causal nor a causal sliding window")
-        mask = torch.empty(0).as_subclass(_Mask)
+        mask = torch.Tensor._make_subclass(_Mask, torch.empty(0))
     mask.window = 0 if window == longest else window
     return mask
 
@@ -150,7 +160,9 @@ def attention(
     """transformers' attention interface: query [B, H, T, D], key and value [B, Hk, T, D] -> [B, T, H, D]."""
     named = ("sliding_window", "softcap", "s_aux", "scaling", "dropout")
     window, softcap, sinks, scaling, dropout = (options.pop(key, None) for key in named)
-    unknown = [name for name, option in options.items() if name not in _HARMLESS and option is not None]
+    unknown = [
+        name for name, option in options.items() if name not in _HARMLESS and not (option is None or option is False)
+    ]
     if unknown or dropout:
         raise UnsupportedError(f"attention option {(unknown or ['dropout'])[0]} is not supported")
     if options.get("is_causal", getattr(module, "is_causal", True)) is False or not isinstance(mask, _Mask):
@@ -179,7 +191,7 @@ class _Logits(nn.Module):
         return self.module(input_ids=token_ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
 
 
-def _export(module: nn.Module) -> torch.export.ExportedProgram:
+def _export(module: Any) -> torch.export.ExportedProgram:
     shape = (frontend.EXAMPLE_BATCH, frontend.EXAMPLE_TOKENS)
     ids = torch.zeros(shape, dtype=torch.int64, device="meta")
     return frontend.export(_Logits(module), (ids, ids.clone()), module.config.model_type)

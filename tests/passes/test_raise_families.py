@@ -1,0 +1,84 @@
+"""Raise on families of transformers that differ in what they are made of; the rest is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qcompile import check, frontend
+from qcompile.errors import UnsupportedError
+from qcompile.passes.base import apply
+from qcompile.passes.raise_ops import Raise
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+SMALL: dict[str, Any] = {"vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+
+RIGHT: dict[str, dict[str, Any]] = {
+    "gemma2": COMMON | {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},  # caps, (1 + w), windows
+    "gpt2": SMALL,  # Conv1D, fused qkv, learned positions
+    "opt": COMMON | {"ffn_dim": 96, "word_embed_proj_dim": 64},  # learned positions with an offset
+    "phi": COMMON | {"partial_rotary_factor": 0.5},  # parallel block, partial rotary
+    "gpt_neox": COMMON,  # qkv interleaved by head
+    "cohere": COMMON | {"logit_scale": 0.5},  # interleaved rotary, mean-centred norm without bias, logit scale
+    "granite": COMMON | {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
+    "qwen3": COMMON | {"head_dim": 16},  # norms of queries and keys
+    "nemotron": COMMON,  # squared ReLU, LayerNorm with 1 + w
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "mamba": ({"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 1}, "mamba cannot be exported"),
+    "deepseek_v3": (
+        COMMON
+        | {"num_key_value_heads": 4, "first_k_dense_replace": 5, "q_lora_rank": 16, "kv_lora_rank": 16}
+        | {"qk_rope_head_dim": 8, "v_head_dim": 16, "qk_nope_head_dim": 8, "n_group": 1, "topk_group": 1},
+        "DeepseekV3Attention",
+    ),
+    "bloom": ({"vocab_size": 97, "hidden_size": 64, "n_layer": 1, "n_head": 4}, "attention mask in its own way"),
+    "gptj": (SMALL | {"rotary_dim": 8}, "gptj has an attention of its own"),
+    "bert": (COMMON | {"is_decoder": False}, "neither causal nor"),
+}
+
+
+def save(kind: str, settings: dict[str, Any], path: Path) -> torch.nn.Module:
+    """A random model of `kind` saved at `path`, biases and norms random too."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            flat = parameter.dim() < 2
+            parameter.normal_(0.5 if flat else 0.0, 0.3 if flat else parameter.shape[-1] ** -0.5)
+    module.save_pretrained(path)
+    return module
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_right(kind: str, tmp_path: Path) -> None:
+    module = save(kind, RIGHT[kind], tmp_path)
+    graph = apply(Raise(), frontend.load(tmp_path)).graph
+    ids = torch.randint(0, 97, (2, 31), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = module(ids).logits
+    assert check.max_relative_error(graph.run(ids, torch.arange(31).expand(2, 31)), expected) < 5e-6
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused(kind: str, tmp_path: Path) -> None:
+    settings, message = REFUSED[kind]
+    save(kind, settings, tmp_path)
+    with pytest.raises(UnsupportedError, match=message):
+        apply(Raise(), frontend.load(tmp_path))
