@@ -99,12 +99,14 @@ def build(
     """Compile `model` into an artifact directory `out`.
 
     `model` is a checkpoint directory or hub name, an nn.Module (with `example_inputs` in `source`), an
-    ExportedProgram, or a raised Graph. `options` are `pass.field=value` settings over the recipe's; `head_dtype` overrides the
-    output head (int8, bf16, f32). Raises QCompileError subclasses; nothing is left half-written.
+    ExportedProgram, or a raised Graph. `options` are `pass.field=value` settings over the recipe's;
+    `head_dtype` overrides the output head (int8, bf16, f32). Raises QCompileError subclasses; nothing is left
+    half-written.
     """
     clock = _Clock(progress or _silent)
     machine = targets.get_target(target)
     passes = configure(recipes.get_recipe(recipe).settings(head_dtype), options or {})
+    compiler.find()  # without one, say so before the work
     with ArtifactWriter(out) as writer:
         found = _plan(model, passes, clock, source)
         with clock("render"):
@@ -112,6 +114,7 @@ def build(
         with ThreadPoolExecutor(1) as pool, clock("weights and kernels"):
             library = pool.submit(compiler.compile, text, machine)
             entries = writer.add_weights(_specs(found.weights), _stream(found.weights, clock.progress))
+            clock.progress("kernels", 0, 1)
             binary = library.result()
         with clock("artifact"):
             folder = f"kernels/{machine.name}"

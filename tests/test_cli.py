@@ -170,6 +170,13 @@ def test_build_refuses_what_is_not_a_model(capsys: Capture, tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
+def test_build_without_a_compiler_says_so(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "qcompile", "build", str(tiny_checkpoint), "-o", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": str(tmp_path)})
+    assert done.returncode == 5 and "no C++ compiler found" in done.stderr.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
+
+
 def test_run_prints_the_prompt_and_its_continuation(capsys: Capture, tiny_artifact: Build) -> None:
     run = ("run", tiny_artifact("w4a8"), "--prompt", "def main(", "--max-tokens", "6")
     found = json_of(capsys, *run)
