@@ -101,16 +101,16 @@ struct GroupRule {  // w4_asym_g128: y = xs sum_g s (sum(q x) - z sum(x))
   QC_INLINE F16 result(F16 acc, const IntBlock&, float xs) { return f_mul(acc, f_set(xs)); }
 };
 // mxfp4: y = xs sum_b 2^(e-128) sum(c x), c the doubled element. The sum starts at the bits of the float 1.5 * 2^23 less
-// the table's offset, so that sum s ends as the float 1.5 * 2^23 + s; adding e - 128 to the exponent field scales it, and
+// the table's offset, so that sum s ends as the float 1.5 * 2^23 + s; adding e - 128 (the 128 taken at the start) to the exponent field scales it, and
 // subtracting 1.5 * 2^23 scaled alike leaves s * 2^(e-128), exactly (e <= 230). No multiplier is used.
 struct MxRule : GroupRule {
   static constexpr int kChunks = 1;
   static constexpr bool kStarts = true;
-  static constexpr int32_t kMagic = 0x4b400000;
+  static constexpr int32_t kMagic = 0x4b400000 - (128 << 23);
   static int32_t start(const int32_t* sums, int, int g) { return kMagic - kMxOffset * sums[g]; }
   template <int M>
   QC_INLINE void finish(F16* acc, const I16* part, const IntBlock& w, const int32_t*, int g) {
-    I16 e = i_shl23(i_sub(i_load_u8(w.group_scale + g * 16), i_set(128)));
+    I16 e = i_shl23(i_load_u8(w.group_scale + g * 16));
     F16 base = f_bits(i_add(i_set(kMagic), e));
     QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = f_add(acc[m], f_sub(f_bits(i_add(part[m], e)), base));
   }
@@ -121,7 +121,7 @@ constexpr int prefetch_every(int dots) { return dots < 3 ? 4 : dots < 5 ? 2 : 1;
 // Every: of how many lines of weights one is prefetched; 0: they are in a cache, the next unit's are prefetched instead.
 template <class Codes, class Rule, int M, int Every>
 __attribute__((noinline)) static void int_block(const IntBlock& w, const IntTile& x, int chunks, float* out) {
-  constexpr int C = Rule::kChunks == 1 ? (M == 1 ? 2 : 1) : M < 3 ? 4 : M < 6 ? 2 : 1;  // independent sums, enough to hide the latency of a dot product
+  constexpr int C = Rule::kChunks == 1 ? 1 : M < 3 ? 4 : M < 6 ? 2 : 1;  // independent sums, enough to hide the latency of a dot product
   typename Rule::Acc acc[M];
   QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = Rule::zero();
   const uint8_t *p = w.codes, *next = w.next;

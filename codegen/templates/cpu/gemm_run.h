@@ -26,17 +26,6 @@ struct Shape {
 
 QC_INLINE f32x16 silu(f32x16 x) { return x / (1.0f + vexp(-x)); }
 
-// One token's 16 results at column i of the output.
-static void finish_row(const Gemm& g, int token, int i, int width, f32x16 y) {
-  float* out = g.out + token * g.out_stride + i;
-  const float* residual = g.residual + token * g.residual_stride + i;
-  if (width >= 16) {
-    store(out, g.epilogue == kAdd ? load<f32x16>(residual) + y : y);
-    return;
-  }
-  for (int j = 0; j < width; ++j) out[j] = g.epilogue == kAdd ? residual[j] + y[j] : y[j];
-}
-
 // Where a unit's results go: columns column.. of the output, `width` of them within the matrix.
 struct Columns {
   int column, width;
@@ -57,18 +46,35 @@ static void prefetch_out(const Gemm& g, const Columns& c, int first, int tokens)
   }
 }
 
-static void finish_tile(const Gemm& g, int block, int blocks, const Columns& c, int first, int tokens, const float* buffer) {
+template <EpilogueKind E>
+static void finish_rows(const Gemm& g, const Columns& c, int first, int tokens, const float* bias, const float* buffer) {
   for (int t = 0; t < tokens; ++t) {
-    f32x16 y[2];
-    for (int b = 0; b < blocks; ++b) {
-      y[b] = load<f32x16>(buffer + (b * kPanelTile + t) * 16);
-      if (g.bias) y[b] += load<f32x16>(g.bias + (block + b) * 16);
+    for (int i = 0; i < c.width; i += 16) {
+      const float* row = buffer + (i / 16 * kPanelTile + t) * 16;
+      f32x16 y = load<f32x16>(row);
+      if (bias) y += load<f32x16>(bias + i);
+      if constexpr (E == kSiluMul) {
+        f32x16 up = load<f32x16>(row + kPanelTile * 16);
+        y = silu(y) * (bias ? up + load<f32x16>(bias + 16) : up);
+      }
+      float* out = g.out + (first + t) * g.out_stride + c.column + i;
+      const float* residual = E == kAdd ? g.residual + (first + t) * g.residual_stride + c.column + i : nullptr;
+      if (c.width - i >= 16) {
+        store(out, E == kAdd ? load<f32x16>(residual) + y : y);
+        continue;
+      }
+      for (int j = 0; j < c.width - i; ++j) out[j] = E == kAdd ? residual[j] + y[j] : y[j];
     }
-    if (g.epilogue == kSiluMul) {
-      finish_row(g, first + t, c.column, c.width, silu(y[0]) * y[1]);
-      continue;
-    }
-    for (int b = 0; b < blocks; ++b) finish_row(g, first + t, c.column + b * 16, c.width - b * 16, y[b]);
+  }
+}
+
+// From the buffer to the output.
+static void finish_tile(const Gemm& g, int block, const Columns& c, int first, int tokens, const float* buffer) {
+  const float* bias = g.bias ? g.bias + block * 16 : nullptr;
+  switch (g.epilogue) {
+    case kStore: return finish_rows<kStore>(g, c, first, tokens, bias, buffer);
+    case kAdd: return finish_rows<kAdd>(g, c, first, tokens, bias, buffer);
+    case kSiluMul: return finish_rows<kSiluMul>(g, c, first, tokens, bias, buffer);
   }
 }
 
@@ -122,12 +128,13 @@ static void run_gemm(const Gemm& g, const typename F::X& x, const Worker& worker
       if (tiles[0].panel) F::unpack(g, block, blocks, panel);
       for (int i = 0; i < n; ++i) {
         const int first = start + tiles[i].first;
-        prefetch_out(g, columns, first, tiles[i].count);
-        if (tiles[i].panel)
+        if (tiles[i].panel) {
+          prefetch_out(g, columns, first, tiles[i].count);
           F::panel_unit(g, block, blocks, panel, tiles[i].x, i, buffer);
-        else
+        } else {
           small_unit<F>(g, block, blocks, tiles[i].count, tiles[i].x, buffer);
-        finish_tile(g, block, blocks, columns, first, tiles[i].count, buffer);
+        }
+        finish_tile(g, block, columns, first, tiles[i].count, buffer);
       }
     }
   }

@@ -42,7 +42,11 @@ QC_INLINE F16 f_dot(F16 acc, F16 w, const float* x) { return _mm512_fmadd_ps(w, 
 QC_INLINE F16 f_from_i(I16 a) { return _mm512_cvtepi32_ps(a); }
 QC_INLINE F16 f_bits(I16 a) { return _mm512_castsi512_ps(a); }
 
-QC_INLINE B64 b_load(const void* p) { return _mm512_load_si512(p); }
+QC_INLINE B64 b_load(const void* p) {
+  B64 v = _mm512_load_si512(p);
+  asm("" : "+v"(v));  // one load, not one in each instruction that uses it
+  return v;
+}
 QC_INLINE void b_store(void* p, B64 v) { _mm512_store_si512(p, v); }
 QC_INLINE B64 b_low(B64 v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 QC_INLINE B64 b_high(B64 v) { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }
