@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from qcompile import numerics, targets
@@ -133,3 +135,9 @@ def test_a_gemm_costs_its_weights_and_its_rows() -> None:
     assert cost == (64 + 32 * 4 + 1024 + 128, 2 * 32 * 64, "int8")
     attention = {"kernel": "attention", "q": "b", "out": "b", "heads": 2, "head_dim": 16}
     assert call_cost(attention, program, {}, context=10).bytes == 2 * 128 + 10 * 50
+
+
+def test_the_readme_lists_every_recipe_and_target() -> None:
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in text for name in RECIPES)
+    assert all(f"`{name}`" in text for name in TARGET_NAMES)
