@@ -94,7 +94,7 @@ struct W4AsymG128Bf16 {
     const BfX* x;
     const float* sums;  // [groups][M]
   };
-  static constexpr int kTile = kSmallTile, kPanelFrom = 25;  // three sums a token: fewer tokens in registers
+  static constexpr int kTile = kSmallTile, kPanelFrom = 48;  // three sums a token: fewer tokens in registers
   static size_t tile_bytes(int kp, int count) { return (sizeof(BfX) * kp + (kp + 127) / 128 * 4) * count + 64; }
   static size_t panel_bytes(int kp) { return (size_t)kp / 8 * sizeof(W4Bf) * 2; }
   template <bool>

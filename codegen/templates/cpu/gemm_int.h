@@ -172,6 +172,7 @@ struct IntFormat {
   using X = Q8Act;
   using Tile = IntTile;
   static constexpr int kTile = kPanelTile, kPanelFrom = PanelFrom;
+  static constexpr bool kUnpacks = Codes::kLines != PanelCodes::kLines;
   static size_t tile_bytes(int kp, int count) { return (size_t)kp * count + (size_t)kp / 32 * count * 4 + 64; }
   static size_t panel_bytes(int kp) { return (size_t)kp * 32; }
   template <bool panel>
@@ -192,12 +193,12 @@ struct IntFormat {
       IntBlock w = Format::block(g, chunks, block + b);
       // Of the unit after this one, a part during each tile.
       w.next = w.codes + (part + b < 2 * Codes::kLines ? (int64_t)((2 - b) * Codes::kLines + part + b) * chunks * 64 : 0);
-      if (Codes::kLines != PanelCodes::kLines) w.codes = (const uint8_t*)panel + (size_t)b * chunks * 512;
-      int_block<PanelCodes, PanelRule, kPanelTile, 0>(w, x, chunks, out + b * kPanelTile * 16);
+      if (kUnpacks) w.codes = (const uint8_t*)panel + (size_t)b * chunks * 512;
+      int_block<PanelCodes, PanelRule, kPanelTile, kUnpacks ? 0 : 1>(w, x, chunks, out + b * kPanelTile * 16);
     }
   }
   static void unpack(const Gemm& g, int block, int blocks, char* panel) {
-    if constexpr (Codes::kLines != PanelCodes::kLines)
+    if constexpr (kUnpacks)
       for (int b = 0, chunks = Shape(g).chunks; b < blocks; ++b) {
         IntBlock w = Format::block(g, chunks, block + b);
         for (int c = 0; c < chunks; ++c, w.codes += Codes::kLines * 64)
@@ -217,13 +218,13 @@ struct W8SymChannel : IntFormat<W8SymChannel, ByteCodes, ChannelRule, ByteCodes,
     return {(const uint8_t*)g.codes + (int64_t)b * chunks * 512, g.scale + b * 16, nullptr, nullptr};
   }
 };
-struct W4AsymG128 : IntFormat<W4AsymG128, NibbleCodes, GroupRule, SmallByteCodes, GroupRule, 25> {
+struct W4AsymG128 : IntFormat<W4AsymG128, NibbleCodes, GroupRule, SmallByteCodes, GroupRule, 48> {
   static IntBlock block(const Gemm& g, int chunks, int b) {
     const int64_t at = (int64_t)b * ((chunks + 3) / 4) * 16;
     return {(const uint8_t*)g.codes + (int64_t)b * chunks * 256, g.scale + at, g.zero + at, nullptr};
   }
 };
-struct QoqG128 : IntFormat<QoqG128, NibbleCodes, QoqRule, ByteCodes, ChannelRule, 25> {
+struct QoqG128 : IntFormat<QoqG128, NibbleCodes, QoqRule, ByteCodes, ChannelRule, 48> {
   static IntBlock block(const Gemm& g, int chunks, int b) {
     const int64_t at = (int64_t)b * ((chunks + 3) / 4) * 16;
     return {(const uint8_t*)g.codes + (int64_t)b * chunks * 256, g.scale + b * 16, g.zero + at, g.group_scale + at};
@@ -234,12 +235,12 @@ struct QoqG128 : IntFormat<QoqG128, NibbleCodes, QoqRule, ByteCodes, ChannelRule
     v[0] = b_rescale(v[0], zero, scale), v[1] = b_rescale(v[1], zero, scale);
   }
 };
-struct QoqChannel : IntFormat<QoqChannel, NibbleCodes, ZeroChannelRule, SmallByteCodes, ZeroChannelRule, 25> {
+struct QoqChannel : IntFormat<QoqChannel, NibbleCodes, ZeroChannelRule, SmallByteCodes, ZeroChannelRule, 48> {
   static IntBlock block(const Gemm& g, int chunks, int b) {
     return {(const uint8_t*)g.codes + (int64_t)b * chunks * 256, g.scale + b * 16, g.zero + b * 16, nullptr};
   }
 };
-struct Mxfp4 : IntFormat<Mxfp4, MxCodes, MxRule, SmallByteCodes, MxRule, 25> {
+struct Mxfp4 : IntFormat<Mxfp4, MxCodes, MxRule, SmallByteCodes, MxRule, 48> {
   static IntBlock block(const Gemm& g, int chunks, int b) {
     return {(const uint8_t*)g.codes + (int64_t)b * chunks * 256, nullptr, nullptr, g.exponent + (int64_t)b * chunks * 16};
   }
