@@ -17,6 +17,7 @@ from torch import fx
 from qcompile.passes import raise_attention as attention
 from qcompile.passes import raise_masks as masks
 from qcompile.passes import raise_patterns as patterns
+from qcompile.passes import raise_tables as tables
 from qcompile.passes import raise_values as values
 from qcompile.passes.raise_ops import LENGTHS, Arguments, Known, Opaque, Raiser, Spread, Weight, features
 from qcompile.passes.raise_values import Value, identity
@@ -114,6 +115,8 @@ def _turn(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 def _slice(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     if r.shape(node) == r.shape(a.input_):
         return r.known[a.input_]
+    if isinstance(r.known.get(a.input_), Weight):
+        return tables.rows_of(r, node, a.input_, a.dim % len(r.shape(node))) if a.start in (0, None) else None
     value = r.value(a.input_)
     if value is None or not all(isinstance(n, (int, type(None))) for n in (a.start, a.end, a.step)):
         return None
@@ -257,9 +260,7 @@ def _lookup(r: Raiser, table: fx.Node, index: fx.Node) -> Known:
     offset = terms.pop(values.ONE, 0.0)
     if terms != {values.POSITION: 1.0} or offset < 0 or offset % 1 or "T" not in known.dims:
         return None
-    longest = r.source.info.max_position
-    if table.meta["val"].shape[0] - offset < longest:
-        raise r.unsupported(table, f"has fewer rows than the {longest} positions the model is said to hold")
+    tables.require_rows(r, table, int(table.meta["val"].shape[0] - offset))
     rows = r.rows_from(table, int(offset))
     return identity(r.call("embedding", r.positions, rows), (*known.dims, "F"), (width,))
 
@@ -293,6 +294,8 @@ def _product(r: Raiser, left: Any, right: Any) -> Known:
     first, second = r.value(left), r.value(right)
     if first is None or second is None:
         return None
+    if first.base is not None and second.base is not None:
+        first, second = (tables.as_rotary(r, value) or value for value in (first, second))
     if first.base is not None and second.base is not None:
         return _both(r, "mul", first, second, left)
     return values.multiply(first, second)

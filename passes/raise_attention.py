@@ -13,6 +13,7 @@ from torch import fx
 
 from qcompile.passes import raise_values as values
 from qcompile.passes.raise_ops import Raiser
+from qcompile.passes.raise_tables import same_turning
 from qcompile.passes.raise_values import COS, ONE, SIN, Terms, Value, identity
 
 
@@ -70,7 +71,7 @@ def _heads(r: Raiser, node: fx.Node, value: Value, shape: tuple[int, int]) -> fx
     if value.is_plain():
         return r.emit(value, shape, node)
     terms = value.terms.reshape(len(value.terms), *shape)
-    rotation = _rotation(terms)
+    rotation = _rotation(terms, r.source.info.max_position)
     if rotation is None:
         raise r.unsupported(node, "rotates its queries or keys in a way that is no rotary embedding")
     source, inv_freq, scaling, interleaved = rotation
@@ -80,7 +81,7 @@ def _heads(r: Raiser, node: fx.Node, value: Value, shape: tuple[int, int]) -> fx
     return r.call("rope", made, r.positions, frequencies, scaling, interleaved)
 
 
-def _rotation(terms: Terms) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], float, bool] | None:
+def _rotation(terms: Terms, longest: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], float, bool] | None:
     """(source index [H, D], inv_freq [R/2], scaling, interleaved) when `terms` [n, H, D] are a rotary embedding."""
     own, other = _by_kind(terms, (ONE, COS)), _by_kind(terms, (SIN,))
     if own is None or other is None or (own["coef"] == 0).any() or (own["index"] < 0).any():
@@ -89,6 +90,9 @@ def _rotation(terms: Terms) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any],
     rotary = int(turned[0].sum())
     if rotary == 0 or rotary % 2 or not turned[:, :rotary].all() or turned[:, rotary:].any():
         return None
+    turning = own["freq"][0, :rotary], other["freq"][0, :rotary]
+    if not (turning[0] == turning[1]).all() and same_turning(*turning, longest):
+        own["freq"] = np.where(turned, other["freq"], own["freq"])
     scaling = float(own["coef"][0, 0])
     if not (own["coef"][:, :rotary] == scaling).all() or not (own["coef"][:, rotary:] == 1).all():
         return None

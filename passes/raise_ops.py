@@ -82,6 +82,7 @@ class Raiser:
         self.known: dict[fx.Node, Known] = {}
         self.made: dict[tuple[Any, ...], fx.Node] = {}
         self.proven: dict[tuple[Any, ...], int] = {}
+        self.columns: dict[str, Any] = {}
         self.axes: dict[Any, str] = {}
         self.symbols: dict[Any, int] = {}
         self.lengths: dict[Any, int] = {}
@@ -246,12 +247,29 @@ class Raiser:
         shape = node.meta["val"].shape
         return self._derived(node, "T", (shape[1], shape[0]), lambda w: w.t())
 
+    def matrix(self, node: fx.Node, rows: int, columns: int) -> fx.Node:
+        """The weight `node`, all of whose dimensions but `rows` and `columns` are 1, as [rows, columns]."""
+        shape = node.meta["val"].shape
+        if len(shape) == 2 and rows == 0:
+            return self.weight(node)
+        size = (int(shape[rows]), int(shape[columns]))
+        return self._derived(node, "rows", size, lambda w: w.movedim((rows, columns), (0, 1)).reshape(size))
+
     def rows_from(self, node: fx.Node, start: int) -> fx.Node:
         """The rows of the weight `node` from `start` on."""
         shape = node.meta["val"].shape
         if start == 0:
             return self.weight(node)
         return self._derived(node, f"from{start}", (shape[0] - start, *shape[1:]), lambda w: w[start:])
+
+    def proven_columns(self, embedding: fx.Node) -> Any:
+        """raise_tables.prove_columns of the table that `embedding` reads, worked out once."""
+        from qcompile.passes.raise_tables import prove_columns
+
+        name = str(embedding.args[1])
+        if name not in self.columns:
+            self.columns[name] = prove_columns(self.out.evaluate(embedding.args[1]))  # type: ignore[arg-type]
+        return self.columns[name]
 
     def _derived(self, node: fx.Node, label: str, shape: Sequence[int], change: Callable[[Tensor], Tensor]) -> fx.Node:
         name = f"{self.weight(node).target}.{label}"

@@ -154,6 +154,42 @@ class ModernLayer(nn.Module):
         return x + self.o(y) + self.down(F.gelu(gate, approximate="tanh") * up)
 
 
+class Cached(nn.Module):
+    """Rotary tables stored ahead and cut to length, torch's RMSNorm modules, keys and values of one head."""
+
+    def __init__(self, layers: int = 2, longest: int = 64, size: int = 16, base: float = 10000.0) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB, bias=False)
+        self.layers = nn.ModuleList(CachedLayer(size) for _ in range(layers))
+        self.norm = nn.RMSNorm(HIDDEN, eps=1e-6)
+        angle = torch.outer(torch.arange(longest).float(), base ** -(torch.arange(0, size, 2).float() / size))
+        self.register_buffer("cos", torch.cat((angle, angle), -1).cos()[None, :, None])
+        self.register_buffer("sin", torch.cat((angle, angle), -1).sin()[None, :, None])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        tokens = ids.shape[1]
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, self.cos[:, :tokens], self.sin[:, :tokens])
+        return self.head(self.norm(x))
+
+
+class CachedLayer(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.norm = size, nn.RMSNorm(HIDDEN, eps=1e-6)
+        self.qkv, self.out = nn.Linear(HIDDEN, 5 * size, bias=False), nn.Linear(3 * size, HIDDEN, bias=False)
+        self.up, self.down = nn.Linear(HIDDEN, 96), nn.Linear(96, HIDDEN)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(batch, tokens, 5, self.size).split((3, 1, 1), 2)
+        q, k = (t * cos + torch.cat((-t.chunk(2, -1)[1], t.chunk(2, -1)[0]), -1) * sin for t in (q, k))
+        q, k, v = (t.transpose(1, 2) for t in (q, k.expand(-1, -1, 3, -1), v.expand(-1, -1, 3, -1)))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.relu(self.up(self.norm(x))).square())
+
+
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The first 4 features of each head rotated in neighbouring pairs."""
     head, tail = x[..., :4], x[..., 4:]

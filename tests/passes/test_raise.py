@@ -41,6 +41,8 @@ STYLES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "plain, all kv heads": (lambda: modules.Plain(kv_heads=modules.HEADS), 1),
     "classic": (modules.Classic, 1),
     "modern": (modules.Modern, 2),
+    "cached": (modules.Cached, 1),
+    "cached, slow turns": (lambda: modules.Cached(size=64, base=1e6), 1),
     "modern, wide window": (lambda: modules.Modern(window=LONGEST), 2),
 }
 
@@ -141,6 +143,13 @@ def rotated(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, angle: Callable[[Tenso
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+def stored(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, spoil: float) -> Tensor:
+    angle = torch.arange(LONGEST)[:, None] * torch.tensor([1.0, 0.5, 0.1, 0.01, 1.0, 0.5, 0.1, 0.01])
+    cos, sin = angle.cos()[: ids.shape[1]], (angle.sin() + spoil * angle.square().sin())[: ids.shape[1]]
+    q, k = (t * cos + torch.cat((-t[..., 4:], t[..., :4]), -1) * sin for t in (q, k))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "not causal": (sdpa(), "attends to later tokens"),
     "mask off by one": (sdpa(attn_mask=lambda ids: place(ids)[:, None] + 1 >= place(ids)), "neither causal nor"),
@@ -155,6 +164,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     ),
     "angle not linear": (lambda *a: rotated(*a, angle=lambda p: p * p), "no counterpart"),
     "angle of a root": (lambda *a: rotated(*a, angle=torch.sqrt), "sqrt"),
+    "stored table that is no rotation": (lambda *a: stored(*a, spoil=1e-4), "mul has no counterpart"),
     "heads mixed up": (
         lambda q, k, v, ids: F.scaled_dot_product_attention(q, k.roll(1, 1), v, is_causal=True),
         "roll",
@@ -172,7 +182,12 @@ def test_refused(case: str) -> None:
 
 def test_accepted_beside_the_refused() -> None:
     causal = sdpa(attn_mask=lambda ids: place(ids)[:, None] >= place(ids))
-    for attend in (sdpa(is_causal=True), causal, lambda *a: rotated(*a, angle=lambda p: 3 * p + p / 7)):
+    for attend in (
+        sdpa(is_causal=True),
+        causal,
+        lambda *a: rotated(*a, angle=lambda p: 3 * p + p / 7),
+        lambda *a: stored(*a, spoil=0.0),
+    ):
         module = modules.randomized(Attend(attend))
         ids, positions = inputs()
         assert check.max_relative_error(raise_module(module).run(ids, positions), module(ids)) < 3e-6
