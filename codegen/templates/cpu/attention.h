@@ -13,7 +13,6 @@
 #include "kv.h"
 
 constexpr int kTileRows = 48;    // query rows (tokens x heads of one kv head) that share a loaded page
-constexpr int kDirectRows = 12;  // up to so many rows, pages are widened in registers rather than to scratch
 
 struct AttentionArgs {
   const float* q;            // [tokens][q_stride], this layer's heads from column q_offset
@@ -29,7 +28,7 @@ struct AttentionArgs {
 };
 
 struct AttentionScratch {    // one thread's working set
-  float *q, *score, *part, *out, *k, *v;
+  float *q, *score, *part, *out;
   float q_sum[kTileRows], page_max[kTileRows], page_sum[kTileRows], shift[kTileRows];
   float run_max[kTileRows], run_sum[kTileRows];
   int32_t position[kTileRows];
@@ -39,68 +38,52 @@ struct AttentionScratch {    // one thread's working set
     score = q + kTileRows * dp;         // [rows][64]
     part = score + kTileRows * kPage;   // [rows][dp]
     out = part + kTileRows * dp;        // [rows][dp]
-    k = out + kTileRows * dp;           // [dp][64]
-    v = k + kPage * dp;                 // [64][dp]
   }
 };
 constexpr size_t attention_scratch_bytes(int dp) {
-  return sizeof(float) * (size_t)(3 * kTileRows * dp + kTileRows * kPage + 2 * kPage * dp);
+  return sizeof(float) * (size_t)(3 * kTileRows * dp + kTileRows * kPage);
 }
+
+// How a page's elements become floats.
+template <KvFormat F>
+struct Widened;
+template <>
+struct Widened<kKv32> {
+  using Rows = Floats;
+};
+template <>
+struct Widened<kKv16> {
+  using Rows = Bfloats;
+};
+template <>
+struct Widened<kKv8> {
+  using Rows = Bytes;
+};
 
 // score[r][j] = sum over d of q[r][d] * k[d][j] (of the codes, where k is quantized), for j < limit and some more.
 template <KvFormat F>
 QC_INLINE void score_page(const KvBlock& block, AttentionScratch& s, int rows, int dp, int limit) {
   const int n = rows < 4 ? kPage : (limit + 15) / 16 * 16;  // few rows need all columns for enough chains of sums
-  if (F == kKv32 || rows > kDirectRows) {
-    const float* k = (const float*)block.k;
-    if constexpr (F == kKv16) k = widen_all(s.k, (const uint16_t*)block.k, dp * kPage);
-    if constexpr (F == kKv8) k = widen_all(s.k, (const uint8_t*)block.k, dp * kPage);
-    if constexpr (F == kKv4) {
-      widen_nibbles<0>(s.k, (const uint8_t*)block.k, dp / 2 * kPage);
-      widen_nibbles<4>(s.k + dp / 2 * kPage, (const uint8_t*)block.k, dp / 2 * kPage);
-      k = s.k;
-    }
-    for (int d = 0; d < dp; d += 64)  // half of k at a time stays in the first cache level
-      multiply(rows, s.q, dp, Floats{k, kPage}, d, d + 64 < dp ? d + 64 : dp, n, s.score, kPage, d > 0);
-    return;
-  }
-  if constexpr (F == kKv16)
-    multiply(rows, s.q, dp, Bfloats{(const uint16_t*)block.k, kPage}, 0, dp, n, s.score, kPage, false);
-  if constexpr (F == kKv8)
-    multiply(rows, s.q, dp, Bytes{(const uint8_t*)block.k, kPage}, 0, dp, n, s.score, kPage, false);
   if constexpr (F == kKv4) {
     const uint8_t* k = (const uint8_t*)block.k;
     multiply(rows, s.q, dp, Nibbles<0>{k, kPage}, 0, dp / 2, n, s.score, kPage, false);
     multiply(rows, s.q + dp / 2, dp, Nibbles<4>{k, kPage}, 0, dp / 2, n, s.score, kPage, true);
+  } else {
+    const typename Widened<F>::Rows k{block.k, kPage};
+    for (int d = 0; d < dp; d += 64)  // so much of k at a time stays in the first cache level
+      multiply(rows, s.q, dp, k, d, d + 64 < dp ? d + 64 : dp, n, s.score, kPage, d > 0);
   }
 }
 
 // part[r][d] = sum over positions j < limit of p[r][j] * v[j][d] (of the codes, where v is quantized).
 template <KvFormat F>
 QC_INLINE void value_page(const KvBlock& block, AttentionScratch& s, int rows, int dp, int limit) {
-  const float* p = s.score;
-  if (F == kKv32 || rows > kDirectRows) {
-    const float* v = (const float*)block.v;
-    if constexpr (F == kKv16) v = widen_all(s.v, (const uint16_t*)block.v, limit * dp);
-    if constexpr (F == kKv8) v = widen_all(s.v, (const uint8_t*)block.v, limit * dp);
-    if constexpr (F == kKv4) {
-      for (int j = 0; j < limit; ++j) {
-        widen_nibbles<0>(s.v + j * dp, (const uint8_t*)block.v + j * (dp / 2), dp / 2);
-        widen_nibbles<4>(s.v + j * dp + dp / 2, (const uint8_t*)block.v + j * (dp / 2), dp / 2);
-      }
-      v = s.v;
-    }
-    multiply(rows, p, kPage, Floats{v, dp}, 0, limit, dp, s.part, dp, false);
-    return;
-  }
-  if constexpr (F == kKv16)
-    multiply(rows, p, kPage, Bfloats{(const uint16_t*)block.v, dp}, 0, limit, dp, s.part, dp, false);
-  if constexpr (F == kKv8)
-    multiply(rows, p, kPage, Bytes{(const uint8_t*)block.v, dp}, 0, limit, dp, s.part, dp, false);
   if constexpr (F == kKv4) {
     const uint8_t* v = (const uint8_t*)block.v;
-    multiply(rows, p, kPage, Nibbles<0>{v, dp / 2}, 0, limit, dp / 2, s.part, dp, false);
-    multiply(rows, p, kPage, Nibbles<4>{v, dp / 2}, 0, limit, dp / 2, s.part + dp / 2, dp, false);
+    multiply(rows, s.score, kPage, Nibbles<0>{v, dp / 2}, 0, limit, dp / 2, s.part, dp, false);
+    multiply(rows, s.score, kPage, Nibbles<4>{v, dp / 2}, 0, limit, dp / 2, s.part + dp / 2, dp, false);
+  } else {
+    multiply(rows, s.score, kPage, typename Widened<F>::Rows{block.v, dp}, 0, limit, dp, s.part, dp, false);
   }
 }
 

@@ -9,6 +9,7 @@
 #include "gemm.h"
 
 #define QC_NOINLINE static __attribute__((noinline, unused))
+#define QC_MEMBER inline __attribute__((always_inline))
 
 #if defined(__AVX512F__)
 constexpr int kTileVectors = 4, kTileHeight = 6;  // 24 accumulators of 32 registers
@@ -45,27 +46,41 @@ QC_INLINE F16 to_lanes(u8x16 v) {
   return f_from_i(i_load_u8(t));
 }
 
+QC_INLINE F16 widen_bf16(const uint16_t* p) {
+#if defined(__AVX512F__)
+  // Each word to the upper half of its lane, zeros below: one permutation does both.
+  const __m512i upper = _mm512_set_epi32(0xf0000, 0xe0000, 0xd0000, 0xc0000, 0xb0000, 0xa0000, 0x90000, 0x80000,
+                                         0x70000, 0x60000, 0x50000, 0x40000, 0x30000, 0x20000, 0x10000, 0);
+  const __m512i words = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)p));
+  return f_bits(_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, upper, words));
+#else
+  return to_lanes(bf16_to_f32(load<u16x16>(p)));
+#endif
+}
+
 // Right-hand sides: at(k, j) is B[k][j .. j + 15] as floats; `stride` elements (bytes of nibbles) a row.
 struct Floats {
-  const float* p;
+  const void* p;
   int stride;
-  inline __attribute__((always_inline)) F16 at(int k, int j) const { return f_load(p + k * stride + j); }
+  QC_MEMBER F16 at(int k, int j) const { return f_load((const float*)p + k * stride + j); }
 };
 struct Bfloats {
-  const uint16_t* p;
+  const void* p;
   int stride;
-  inline __attribute__((always_inline)) F16 at(int k, int j) const { return to_lanes(bf16_to_f32(load<u16x16>(p + k * stride + j))); }
+  QC_MEMBER F16 at(int k, int j) const { return widen_bf16((const uint16_t*)p + k * stride + j); }
 };
 struct Bytes {
-  const uint8_t* p;
+  const void* p;
   int stride;
-  inline __attribute__((always_inline)) F16 at(int k, int j) const { return f_from_i(i_load_u8(p + k * stride + j)); }
+  QC_MEMBER F16 at(int k, int j) const { return f_from_i(i_load_u8((const uint8_t*)p + k * stride + j)); }
 };
 template <int shift>
 struct Nibbles {
-  const uint8_t* p;
+  const void* p;
   int stride;
-  inline __attribute__((always_inline)) F16 at(int k, int j) const { return to_lanes((load<u8x16>(p + k * stride + j) >> shift) & 15); }
+  QC_MEMBER F16 at(int k, int j) const {
+    return to_lanes((load<u8x16>((const uint8_t*)p + k * stride + j) >> shift) & 15);
+  }
 };
 
 template <int R, int V, class B>
@@ -121,17 +136,4 @@ static void multiply(int rows, const float* a, int lda, const B& b, int k0, int 
       case 1: multiply_rows<1>(ar, lda, b, k0, k1, j, end, cr, ldc, accumulate); break;
     }
   }
-}
-
-// to[i] = float(from[i]), n a multiple of 16; returns `to`.
-template <class T>
-QC_INLINE const float* widen_all(float* to, const T* from, int n) {
-  for (int i = 0; i < n; i += 16)
-    if constexpr (sizeof(T) == 2) store(to + i, bf16_to_f32(load<u16x16>(from + i)));
-    else f_store(to + i, f_from_i(i_load_u8(from + i)));
-  return to;
-}
-template <int shift>
-QC_INLINE void widen_nibbles(float* to, const uint8_t* from, int n) {
-  for (int i = 0; i < n; i += 16) f_store(to + i, to_lanes((load<u8x16>(from + i) >> shift) & 15));
 }
