@@ -67,7 +67,7 @@ def _fold(graph: Graph, node: fx.Node, scale: fx.Node | None, shift: fx.Node | N
         weight, bias = linear.args[1], linear.args[2] if len(linear.args) > 2 else None
         with graph.fx.inserting_before(linear):
             if shift is not None:
-                moved = graph.call("linear", shift, weight)
+                moved = graph.call("matvec", weight, shift)
                 bias = moved if bias is None else graph.call("add", moved, bias)
             if scale is not None:
                 weight = graph.call("mul", weight, scale)

@@ -13,6 +13,7 @@ from qcompile.graph import Graph
 _ON_WEIGHTS = frozenset(
     {
         "concat_rows",
+        "matvec",
         "interleave_rows",
         "rotate",
         "scale_axis",

@@ -63,6 +63,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.nn.functional.linear(x, weight, bias)
 
 
+@_op(lambda weight, x: weight.new_empty(weight.shape[0]))
+def matvec(weight: Tensor, x: Tensor) -> Tensor:
+    """weight [N, K], x [K] -> [N]: what a constant input adds to a linear, so a bias and never an activation."""
+    return weight @ x
+
+
 @_op(_like)
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x [..., F] over its last dimension; weight [F] or None: x / sqrt(mean(x²) + eps) * weight."""

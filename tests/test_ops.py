@@ -46,6 +46,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "max_heads": (rand(32), 2, 8),
     "smooth_factor": (rand(16).abs(), 0.5, rand(16).abs()),
     "concat_rows": ([rand(3, 4), rand(2, 4)],),
+    "matvec": (rand(3, 4), rand(4)),
     "interleave_rows": (rand(20, 4), rand(20, 4), 16),
     "quantize_weight": (rand(17, 200), "qoq_g128"),
     "quantize_activation": (rand(2, 3, 200), "int8", 128),
