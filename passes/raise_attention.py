@@ -25,7 +25,7 @@ def build(
     factors = [_factor(value) for value in inputs[:2]]
     inputs = [*(v.scaled(1 / factor) for v, factor in zip(inputs, factors, strict=False)), inputs[2]]
     queries = shapes[0][0]
-    group = min(_repeats(value, shape) for value, shape in zip(inputs[1:], shapes[1:], strict=True))
+    group = math.gcd(*(_repeats(value, shape) for value, shape in zip(inputs[1:], shapes[1:], strict=True)))
     if shapes[1][0] == queries and group > 1:
         inputs = [inputs[0], *(_ungrouped(v, shape, group) for v, shape in zip(inputs[1:], shapes[1:], strict=True))]
         shapes = [shapes[0], *((heads // group, size) for heads, size in shapes[1:])]

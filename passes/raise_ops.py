@@ -97,7 +97,7 @@ class Raiser:
                 self.known[node] = self._call(node)
         result = self.source.output.args[0]
         logits = self.require(result, "the output")
-        if sorted(d for d in logits.dims if d) != ["B", "F", "T"] or logits.dims[-1] != "F":
+        if logits.dims != ("B", "T", "F"):
             raise self.unsupported(result, "is not logits [batch, tokens, vocabulary]")
         self.out.fx.output(self.emit(logits, logits.sizes, result))
         self.out.erase_dead()

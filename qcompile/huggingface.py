@@ -7,6 +7,7 @@ model's name.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
 import os
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from qcompile import frontend, ops
 from qcompile.checkpoint import Checkpoint, read_json, require_finite
-from qcompile.errors import UnsupportedError, UsageError
+from qcompile.errors import ResourceError, UnsupportedError, UsageError
 from qcompile.graph import Graph, ModelInfo
 
 ATTENTION = "qcompile"
@@ -304,10 +305,12 @@ def _info(name: str, directory: Path, config: Any, program: torch.export.Exporte
 
     end = token("eos_token_id")
     ends = () if end is None else tuple(end) if isinstance(end, (list, tuple)) else (end,)
+    begin = token("bos_token_id")
+    if not all(type(number) is int for number in (*ends, *(() if begin is None else (begin,)))):
+        raise UsageError(f"{directory}: bos_token_id {begin} and eos_token_id {end} must be token numbers")
     longest = getattr(text, "max_position_embeddings", None)
     if not longest:
         raise UnsupportedError(f"{directory / 'config.json'} does not say max_position_embeddings")
-    begin = token("bos_token_id")
     return ModelInfo(name, int(text.vocab_size), int(longest), begin, ends, frontend.count_parameters(program))
 
 
@@ -319,6 +322,8 @@ def tokenizer_files(model: str | Path) -> dict[str, bytes]:
     directory = find(model)
     files = {name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()}
     if "tokenizer.json" not in files and (directory / "tokenizer.model").is_file():
+        if importlib.util.find_spec("sentencepiece") is None:
+            raise ResourceError(f"{directory / 'tokenizer.model'} needs the sentencepiece package to be converted")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from transformers import AutoTokenizer
 

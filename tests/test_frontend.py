@@ -214,6 +214,7 @@ REFUSED: dict[str, tuple[Edit, type[QCompileError], str]] = {
         UnsupportedError,
         "t5 is an encoder-decoder",
     ),
+    "token numbers that are none": (config(eos_token_id="</s>"), QCompileError, "eos_token_id"),
     "no length": (config(max_position_embeddings=0), QCompileError, "max_position_embeddings"),
     "missing tensor": (weights(lambda t: t.pop(DOWN)), UsageError, f"tensor {DOWN} is missing"),
     "wrong shape": (
@@ -293,6 +294,54 @@ def test_tokenizer_files() -> None:
 
 def test_no_tokenizer(tmp_path: Path) -> None:
     assert huggingface.tokenizer_files(tmp_path) == {}
+
+
+def test_sentencepiece_model_becomes_json(tmp_path: Path) -> None:
+    pieces = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
+    model = pieces.ModelProto()
+    for text, kind in [
+        ("<unk>", 2),
+        ("<s>", 3),
+        ("</s>", 3),
+        *((f"<0x{i:02X}>", 6) for i in range(256)),
+        ("\u2581ab", 1),
+    ]:
+        model.pieces.add(piece=text, score=0.0, type=kind)
+    model.trainer_spec.model_type, model.trainer_spec.byte_fallback = 2, True
+    (tmp_path / "tokenizer.model").write_bytes(model.SerializeToString())
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    files = huggingface.tokenizer_files(tmp_path)
+    assert set(files) == {"tokenizer.json", "tokenizer_config.json"}
+    assert files == huggingface.tokenizer_files(tmp_path)
+    assert json.loads(files["tokenizer.json"])["model"]["vocab"]["\u2581ab"] == 259
+
+
+def test_tokenizer_that_cannot_be_converted(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"not a model")
+    with pytest.raises(QCompileError, match=r"tokenizer\.model"):
+        huggingface.tokenizer_files(tmp_path)
+
+
+def test_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked: dict[str, Any] = {}
+
+    def download(name: str, **options: Any) -> str:
+        asked.update(name=name, **options)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert huggingface.find("someone/model") == tmp_path
+    assert asked["name"] == "someone/model"
+    assert not any(pattern.endswith((".bin", ".pt", ".py")) for pattern in asked["allow_patterns"])
+
+    def offline(name: str, **options: Any) -> str:
+        raise OSError("no network\nand a long story")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(UsageError, match=r"nor reachable on the hub: no network$"):
+        huggingface.find("someone/model")
 
 
 # ---- modules -------------------------------------------------------------------------------------------
