@@ -219,9 +219,15 @@ class Runner:
     """A compiled program opened through its C interface. The KV arena starts as NaNs."""
 
     def __init__(
-        self, tiny: Tiny, threads: int = 1, target: Target | None = None, pages: int = 24, max_tokens: int = 160
+        self,
+        tiny: Tiny,
+        threads: int = 1,
+        target: Target | None = None,
+        pages: int = 24,
+        max_tokens: int = 160,
+        built: tuple[p.Program, dict[str, Tensor]] | None = None,
     ) -> None:
-        program, blobs = build(tiny)
+        program, blobs = built or build(tiny)
         target = target or get_target("cpu")
         self.tiny, self.max_tokens = tiny, max_tokens
         self.library = load_library(cpu.render(program, target), target)
