@@ -6,6 +6,9 @@
 #pragma once
 #include <stdint.h>
 #include <string.h>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 #define QC_INLINE static inline __attribute__((always_inline))
 
@@ -53,8 +56,8 @@ QC_INLINE f32x16 select(i32x16 mask, f32x16 yes, f32x16 no) {  // mask lanes are
 // a if a > b, else b; so vmax(x, y) is y where x is NaN. GCC compares 64-byte vectors lane by lane where there
 // is no register for them, so there each half is compared by itself.
 #if defined(__AVX512F__)
-QC_INLINE f32x16 vmax(f32x16 a, f32x16 b) { return select(a > b, a, b); }
-QC_INLINE f32x16 vmin(f32x16 a, f32x16 b) { return select(a < b, a, b); }
+QC_INLINE f32x16 vmax(f32x16 a, f32x16 b) { return _mm512_max_ps(a, b); }
+QC_INLINE f32x16 vmin(f32x16 a, f32x16 b) { return _mm512_min_ps(a, b); }
 #else
 #if defined(__AVX2__)
 typedef float f32part __attribute__((vector_size(32)));
@@ -124,7 +127,8 @@ QC_INLINE float reduce_max(f32x16 v) {
 // x = n ln2 + r with |r| <= ln2/2 (ln2 in two parts), e^r by a degree 7 Chebyshev interpolant, then 2^n by exponent bits.
 QC_INLINE f32x16 vexp(f32x16 x) {
   x = vmin(vmax(x, splat(-87.0f)), splat(88.0f));
-  f32x16 n = round_even(x * 1.44269504f);
+  const f32x16 t = x * 1.44269504f + kRoundMagic;  // n in the low bits
+  f32x16 n = t - kRoundMagic;
   f32x16 r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
   f32x16 p = splat(0.000198911803f);
   p = p * r + 0.00139338209f;
@@ -133,5 +137,5 @@ QC_INLINE f32x16 vexp(f32x16 x) {
   p = p * r + 0.166666672f;
   p = p * r + 0.5f;
   p = (p * (r * r) + r) + 1.0f;
-  return bitcast<f32x16>(bitcast<i32x16>(p) + (round_to_i32(n) << 23));
+  return bitcast<f32x16>(bitcast<i32x16>(p) + (bitcast<i32x16>(t) << 23));
 }
