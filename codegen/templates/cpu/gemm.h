@@ -4,7 +4,8 @@
 //
 //   #define one of QC_ISA_AVX512, QC_ISA_AVX2, QC_ISA_PORTABLE before including, or let the compiler flags
 //   decide. Flags, always with -std=c++17 -O3 -ffp-contract=off -Wno-psabi:
-//     avx512  -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx512bf16 -mfma
+//     avx512  -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma, and where the CPU has them
+//             -mavx512bf16 (bf16 runs at half the speed without) -mavx512vbmi (mxfp4 is a quarter slower without)
 //     avx2    -mavx2 -mfma -mf16c   (and -mavxvnni where the CPU has it)
 //     portable  nothing
 //
@@ -35,6 +36,8 @@
 //   Scratch: Worker.scratch points to gemm_scratch_bytes(largest kp) bytes of the thread's own, 64-byte aligned.
 #pragma once
 #include <stddef.h>
+
+#include <type_traits>
 
 #include "vec.h"
 

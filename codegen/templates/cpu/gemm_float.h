@@ -35,8 +35,8 @@ struct Bf16Codes {
 
 // B blocks by M tokens. While block b's prefetch would run past its end it runs into the block that follows the unit.
 template <class Codes, int B, int M>
-static void float_blocks(const uint8_t* codes, int64_t block_bytes, int64_t skip, const typename Codes::E* x, int chunks,
-                         float* out) {
+static void float_blocks(const uint8_t* codes, int64_t block_bytes, int64_t skip, const typename Codes::E* x,
+                         int chunks, float* out) {
   constexpr int kStep = 32 / Codes::kLines, kEvery = M < 3 ? 8 : M < 5 ? 4 : 1;
   F16 acc[B * M];
   QC_UNROLL for (int i = 0; i < B * M; ++i) acc[i] = f_set(0.0f);
@@ -86,8 +86,8 @@ struct FloatFormat {
 using F32 = FloatFormat<F32Codes>;
 using Bf16 = FloatFormat<Bf16Codes>;
 
-// w4_asym_g128 with bfloat16 activations: y = sum_g s (sum((q + offset) x) - (z + offset) sum(x)); q + offset is exact in
-// bfloat16. The offset is what makes unpacking cheap; it costs a few units in the last place of the float sum.
+// w4_asym_g128 with bfloat16 activations: y = sum_g s (sum((q + offset) x) - (z + offset) sum(x)), with q + offset exact
+// in bfloat16. The offset is what makes unpacking cheap; it costs a few units in the last place of the float sum.
 struct W4AsymG128Bf16 {
   using X = const uint16_t*;
   struct Tile {

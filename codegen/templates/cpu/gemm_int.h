@@ -47,11 +47,10 @@ struct MxCodes {  // E2M1 doubled, plus 12 to be unsigned
 };
 
 // What is done with the int32 sums of a group of kChunks * 32 inputs. start() gives a token's number for a group from
-// its activation sums; kStarts says whether the sum begins at it (else finish() uses it).
+// its activation sums, begin() what the token's sum of the group begins at, finish() adds the group to the result.
 constexpr int kWhole = 1 << 30;
 struct ChannelRule {  // W8: y = xs ws sum((q + offset - offset) x)
   static constexpr int kChunks = kWhole;
-  static constexpr bool kStarts = true;
   using Acc = I16;
   static int32_t start(const int32_t* sums, int groups, int) {
     int32_t total = 0;
@@ -59,8 +58,9 @@ struct ChannelRule {  // W8: y = xs ws sum((q + offset - offset) x)
     return -kFullOffset * total;
   }
   QC_INLINE I16 zero() { return i_set(0); }
+  QC_INLINE I16 begin(const IntBlock&, int, int32_t start) { return i_set(start); }
   template <int M>
-  QC_INLINE void finish(I16* acc, const I16* part, const IntBlock&, const int32_t*, int) {
+  QC_INLINE void finish(I16* acc, const I16* part, const IntBlock&, int) {
     QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = part[m];
   }
   QC_INLINE F16 result(I16 acc, const IntBlock& w, float xs) {
@@ -68,48 +68,43 @@ struct ChannelRule {  // W8: y = xs ws sum((q + offset - offset) x)
   }
 };
 struct ZeroChannelRule : ChannelRule {  // qoq_channel: y = xs ws (sum(q x) - z sum(x))
-  static constexpr bool kStarts = false;
   static int32_t start(const int32_t* sums, int, int g) { return -sums[g]; }
-  template <int M>
-  QC_INLINE void finish(I16* acc, const I16* part, const IntBlock& w, const int32_t* start, int) {
-    I16 z = i_load_u8(w.zero);
-    QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = i_add(part[m], i_mul(z, i_set(start[m])));
-  }
+  QC_INLINE I16 begin(const IntBlock& w, int, int32_t start) { return i_mul(i_load_u8(w.zero), i_set(start)); }
 };
 struct QoqRule : ChannelRule {  // y = xs ws sum_g s1 (sum(q x) - z sum(x)), in int32 up to the end
   static constexpr int kChunks = 4;
-  static constexpr bool kStarts = false;
   static int32_t start(const int32_t* sums, int, int g) { return -sums[g]; }
+  QC_INLINE I16 begin(const IntBlock& w, int g, int32_t start) { return i_mul16(i_load_u8(w.zero + g * 16), start); }
   template <int M>
-  QC_INLINE void finish(I16* acc, const I16* part, const IntBlock& w, const int32_t* start, int g) {
-    I16 z = i_load_u8(w.zero + g * 16), s = i_load_u8(w.group_scale + g * 16);
-    QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = i_add(acc[m], i_mul(i_madd16(part[m], z, start[m]), s));
+  QC_INLINE void finish(I16* acc, const I16* part, const IntBlock& w, int g) {
+    I16 s = i_load_u8(w.group_scale + g * 16);
+    QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = i_add(acc[m], i_mul(part[m], s));
   }
 };
 struct GroupRule {  // w4_asym_g128: y = xs sum_g s (sum(q x) - z sum(x))
   static constexpr int kChunks = 4;
-  static constexpr bool kStarts = false;
   using Acc = F16;
   static int32_t start(const int32_t* sums, int, int g) { return -sums[g]; }
   QC_INLINE F16 zero() { return f_set(0.0f); }
+  QC_INLINE I16 begin(const IntBlock& w, int g, int32_t start) { return i_mul16(i_load_u8(w.zero + g * 16), start); }
   template <int M>
-  QC_INLINE void finish(F16* acc, const I16* part, const IntBlock& w, const int32_t* start, int g) {
-    I16 z = i_load_u8(w.zero + g * 16);
+  QC_INLINE void finish(F16* acc, const I16* part, const IntBlock& w, int g) {
     F16 s = f_load(w.scale + g * 16);
-    QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = f_fma(f_from_i(i_madd16(part[m], z, start[m])), s, acc[m]);
+    QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = f_fma(f_from_i(part[m]), s, acc[m]);
   }
   QC_INLINE F16 result(F16 acc, const IntBlock&, float xs) { return f_mul(acc, f_set(xs)); }
 };
-// mxfp4: y = xs sum_b 2^(e-128) sum(c x), c the doubled element. The sum starts at the bits of the float 1.5 * 2^23 less
-// the table's offset, so that sum s ends as the float 1.5 * 2^23 + s; adding e - 128 (the 128 taken at the start) to the exponent field scales it, and
-// subtracting 1.5 * 2^23 scaled alike leaves s * 2^(e-128), exactly (e <= 230). No multiplier is used.
+// mxfp4: y = xs sum_b 2^(e-128) sum(c x), c the doubled element. The sum starts at the bits of the float 1.5 * 2^23,
+// less the table's offset, so that a sum s ends as the float 1.5 * 2^23 + s. Adding e - 128 to the exponent field (the
+// 128 was taken off at the start) scales it, and subtracting 1.5 * 2^23 scaled alike leaves s * 2^(e-128), exactly
+// (e <= 230). The multiplier, which the dot products keep busy, is not used.
 struct MxRule : GroupRule {
   static constexpr int kChunks = 1;
-  static constexpr bool kStarts = true;
   static constexpr int32_t kMagic = 0x4b400000 - (128 << 23);
   static int32_t start(const int32_t* sums, int, int g) { return kMagic - kMxOffset * sums[g]; }
+  QC_INLINE I16 begin(const IntBlock&, int, int32_t start) { return i_set(start); }
   template <int M>
-  QC_INLINE void finish(F16* acc, const I16* part, const IntBlock& w, const int32_t*, int g) {
+  QC_INLINE void finish(F16* acc, const I16* part, const IntBlock& w, int g) {
     I16 e = i_shl23(i_load_u8(w.group_scale + g * 16));
     F16 base = f_bits(i_add(i_set(kMagic), e));
     QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = f_add(acc[m], f_sub(f_bits(i_add(part[m], e)), base));
@@ -118,10 +113,11 @@ struct MxRule : GroupRule {
 
 constexpr int prefetch_every(int dots) { return dots < 3 ? 4 : dots < 5 ? 2 : 1; }  // dot products a line
 
-// Every: of how many lines of weights one is prefetched; 0: they are in a cache, the next unit's are prefetched instead.
+// Every: of how many lines of weights one is prefetched; 0: these are in a cache, and of the next unit's a few are.
 template <class Codes, class Rule, int M, int Every>
 __attribute__((noinline)) static void int_block(const IntBlock& w, const IntTile& x, int chunks, float* out) {
-  constexpr int C = Rule::kChunks == 1 ? 1 : M < 3 ? 4 : M < 6 ? 2 : 1;  // independent sums, enough to hide the latency of a dot product
+  // Independent sums, to hide the latency of a dot product; one where the next group soon starts another.
+  constexpr int C = Rule::kChunks == 1 ? 1 : M < 3 ? 4 : M < 6 ? 2 : 1;
   typename Rule::Acc acc[M];
   QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = Rule::zero();
   const uint8_t *p = w.codes, *next = w.next;
@@ -129,7 +125,7 @@ __attribute__((noinline)) static void int_block(const IntBlock& w, const IntTile
   for (int g = 0; chunks > 0; ++g, chunks -= Rule::kChunks) {
     const int32_t* start = x.start + g * M;
     I16 part[M * C];
-    QC_UNROLL for (int i = 0; i < M * C; ++i) part[i] = i_set(Rule::kStarts && i < M ? start[i] : 0);
+    QC_UNROLL for (int i = 0; i < M * C; ++i) part[i] = i < M ? Rule::begin(w, g, start[i]) : i_set(0);
     for (int c = chunks < Rule::kChunks ? chunks : Rule::kChunks; c; --c, p += Codes::kLines * 64, xq += M * 32) {
       if (Every == 0) __builtin_prefetch(next, 0, 2), next += 64;
       QC_UNROLL for (int l = 0; l < Codes::kLines; ++l) {
@@ -138,12 +134,13 @@ __attribute__((noinline)) static void int_block(const IntBlock& w, const IntTile
         Codes::unpack(p + l * 64, v);
         QC_UNROLL for (int d = 0; d < Codes::kDots; ++d) {
           const int s = l * Codes::kDots + d, chain = s % C * M;
-          QC_UNROLL for (int m = 0; m < M; ++m) part[chain + m] = Codes::dot(part[chain + m], v[d], xq + m * 32 + s * 4);
+          QC_UNROLL for (int m = 0; m < M; ++m)
+            part[chain + m] = Codes::dot(part[chain + m], v[d], xq + m * 32 + s * 4);
         }
       }
     }
     QC_UNROLL for (int i = M; i < M * C; ++i) part[i % M] = i_add(part[i % M], part[i]);
-    Rule::template finish<M>(acc, part, w, start, g);
+    Rule::template finish<M>(acc, part, w, g);
   }
   QC_UNROLL for (int m = 0; m < M; ++m) f_store(out + m * 16, Rule::result(acc[m], w, x.scale[m]));
 }
@@ -178,7 +175,7 @@ struct IntFormat {
   template <bool panel>
   static IntTile prepare(const Gemm& g, const Q8Act& q, int first, int count, char*& mem) {
     const int chunks = Shape(g).chunks;
-    return panel ? prepare_int<PanelRule>(chunks, q, first, count, mem) : prepare_int<Rule>(chunks, q, first, count, mem);
+    return prepare_int<std::conditional_t<panel, PanelRule, Rule>>(chunks, q, first, count, mem);
   }
   template <int M>
   static void unit(const Gemm& g, int block, int blocks, const IntTile& x, float* out) {
@@ -192,7 +189,8 @@ struct IntFormat {
     for (int b = 0; b < blocks; ++b) {
       IntBlock w = Format::block(g, chunks, block + b);
       // Of the unit after this one, a part during each tile.
-      w.next = w.codes + (part + b < 2 * Codes::kLines ? (int64_t)((2 - b) * Codes::kLines + part + b) * chunks * 64 : 0);
+      const int64_t lines = part + b < 2 * Codes::kLines ? (2 - b) * Codes::kLines + part + b : 0;
+      w.next = w.codes + lines * chunks * 64;
       if (kUnpacks) w.codes = (const uint8_t*)panel + (size_t)b * chunks * 512;
       int_block<PanelCodes, PanelRule, kPanelTile, kUnpacks ? 0 : 1>(w, x, chunks, out + b * kPanelTile * 16);
     }
@@ -242,6 +240,7 @@ struct QoqChannel : IntFormat<QoqChannel, NibbleCodes, ZeroChannelRule, SmallByt
 };
 struct Mxfp4 : IntFormat<Mxfp4, MxCodes, MxRule, SmallByteCodes, MxRule, 48> {
   static IntBlock block(const Gemm& g, int chunks, int b) {
-    return {(const uint8_t*)g.codes + (int64_t)b * chunks * 256, nullptr, nullptr, g.exponent + (int64_t)b * chunks * 16};
+    const int64_t at = (int64_t)b * chunks;
+    return {(const uint8_t*)g.codes + at * 256, nullptr, nullptr, g.exponent + at * 16};
   }
 };

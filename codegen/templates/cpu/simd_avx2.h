@@ -25,9 +25,8 @@ QC_INLINE I16 i_add(I16 x, I16 y) { return {_mm256_add_epi32(x.a, y.a), _mm256_a
 QC_INLINE I16 i_sub(I16 x, I16 y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
 QC_INLINE I16 i_mul(I16 x, I16 y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
 QC_INLINE I16 i_shl23(I16 x) { return {_mm256_slli_epi32(x.a, 23), _mm256_slli_epi32(x.b, 23)}; }
-QC_INLINE I16 i_madd16(I16 acc, I16 x, int32_t s) {
-  __m256i v = _mm256_set1_epi32(s & 0xffff);
-  return i_add(acc, {_mm256_madd_epi16(x.a, v), _mm256_madd_epi16(x.b, v)});
+QC_INLINE I16 i_mul16(I16 x, int32_t s) {
+  return {_mm256_madd_epi16(x.a, _mm256_set1_epi32(s)), _mm256_madd_epi16(x.b, _mm256_set1_epi32(s))};
 }
 QC_INLINE I16 i_load_u8(const uint8_t* p) {
   return {_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)),

@@ -25,10 +25,8 @@ QC_INLINE I16 i_add(I16 a, I16 b) { return _mm512_add_epi32(a, b); }
 QC_INLINE I16 i_sub(I16 a, I16 b) { return _mm512_sub_epi32(a, b); }
 QC_INLINE I16 i_mul(I16 a, I16 b) { return _mm512_mullo_epi32(a, b); }
 QC_INLINE I16 i_shl23(I16 a) { return _mm512_slli_epi32(a, 23); }
-// acc + a * s where each lane of a, and s, fit in 16 signed bits.
-QC_INLINE I16 i_madd16(I16 acc, I16 a, int32_t s) {
-  return _mm512_dpwssd_epi32(acc, a, _mm512_set1_epi32(s));
-}
+// a * s where a is in 0..32767 and s fits in 16 signed bits.
+QC_INLINE I16 i_mul16(I16 a, int32_t s) { return _mm512_madd_epi16(a, _mm512_set1_epi32(s)); }
 QC_INLINE I16 i_load_u8(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_load_si128((const __m128i*)p)); }
 
 QC_INLINE F16 f_set(float v) { return _mm512_set1_ps(v); }

@@ -21,7 +21,7 @@ QC_INLINE I16 i_add(I16 a, I16 b) { return a + b; }
 QC_INLINE I16 i_sub(I16 a, I16 b) { return a - b; }
 QC_INLINE I16 i_mul(I16 a, I16 b) { return a * b; }
 QC_INLINE I16 i_shl23(I16 a) { return a << 23; }
-QC_INLINE I16 i_madd16(I16 acc, I16 a, int32_t s) { return acc + a * s; }
+QC_INLINE I16 i_mul16(I16 a, int32_t s) { return a * s; }
 QC_INLINE I16 i_load_u8(const uint8_t* p) { return __builtin_convertvector(load<u8x16>(p), i32x16); }
 
 QC_INLINE F16 f_set(float v) { return splat(v); }
