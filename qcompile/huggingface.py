@@ -44,13 +44,16 @@ def find(model: str | Path, allow_remote: bool = False) -> Path:
         raise UsageError(f"{model} is neither a directory nor reachable on the hub: {reason}") from error
 
 
-def load(model: str | Path, *, name: str | None = None, allow_remote: bool = False) -> Graph:
-    """The checkpoint `model` as a Graph at stage `import`; only headers of its weight files are read."""
+def load(model: str | Path, *, name: str | None = None, allow_remote: bool = False, weights: bool = True) -> Graph:
+    """The checkpoint `model` as a Graph at stage `import`; only headers of its weight files are read.
+
+    Without `weights` not even those: a configuration alone is enough, and loading a weight is an error.
+    """
     directory = find(model, allow_remote)
     config = read_config(directory, allow_remote)
-    checkpoint = Checkpoint(directory)
+    checkpoint = Checkpoint(directory) if weights else None
     module = build(config, allow_remote)
-    loaders = _loaders(module, checkpoint)
+    loaders = _loaders(module, checkpoint) if checkpoint else _no_loaders(module)
     program = _export(module)
     info = _info(name or directory.resolve().name, directory, config, program)
     return frontend.import_program(program, loaders, info)
@@ -226,6 +229,19 @@ def _loaders(module: Any, checkpoint: Checkpoint) -> dict[str, frontend.Loader]:
             loaders[name] = functools.partial(checkpoint.load, stored)
         elif stored in checkpoint:
             loaders[name] = frontend.tensor_loader(name, checkpoint.raw(stored))
+    return loaders
+
+
+def _no_loaders(module: Any) -> dict[str, frontend.Loader]:
+    """Loaders of a model whose weights are not at hand: of what is computed alone."""
+    computed = _computed_buffers(module)
+    loaders = {name: frontend.tensor_loader(name, value) for name, value in computed.items()}
+
+    def missing(name: str) -> Tensor:
+        raise UsageError(f"weight {name} was not given: the model was read without weights")
+
+    for name, _ in itertools.chain(module.named_parameters(remove_duplicate=False), module.named_buffers()):
+        loaders.setdefault(name, functools.partial(missing, name))
     return loaders
 
 

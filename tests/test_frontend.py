@@ -159,6 +159,15 @@ def test_importing_reads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert read == ["model.norm.weight"]
 
 
+def test_configuration_alone(tmp_path: Path) -> None:
+    llama(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    graph = apply(Raise(), frontend.load(tmp_path, weights=False)).graph
+    assert len(graph.calls("attention")) == 2
+    with pytest.raises(UsageError, match=r"weight model\.norm\.weight was not given"):
+        graph.weights["model.norm.weight"]
+
+
 # ---- refused checkpoints -------------------------------------------------------------------------------
 
 Edit = Callable[[Path], None]
