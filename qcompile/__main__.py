@@ -1,5 +1,5 @@
 """`python -m qcompile` is the `qcompile` command."""
 
-from qcompile.cli import main
+from qcompile.cli import entry
 
-main()
+entry()

@@ -5,12 +5,13 @@ Each command imports what it needs when it runs: only `build` and `doctor` wait 
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -65,6 +66,12 @@ def build(
     recipe: Recipe = "w4a8",
     head_dtype: Head = None,
     options: Options = None,
+    dump_ir: Annotated[
+        Path | None, typer.Option("--dump-ir", metavar="DIR", help="Write every stage's graph there, as text and SVG.")
+    ] = None,
+    explain: Annotated[
+        str | None, typer.Option("--explain", metavar="PASS", help="Say what this pass left alone, and why.")
+    ] = None,
     allow_remote_code: Remote = False,
     json: Json = False,
 ) -> None:
@@ -92,10 +99,11 @@ def build(
             options=settings,
             head_dtype=head_dtype,
             progress=progress,
+            dump_ir=dump_ir,
             allow_remote=allow_remote_code,
         )
     size = sum(path.stat().st_size for path in report.path.rglob("*") if path.is_file())
-    passes = [{"name": p.name, "fired": p.fired, "seconds": p.seconds} for p in report.passes]
+    passes = [{"name": p.name, "fired": p.fired, "seconds": p.seconds, "notes": list(p.notes)} for p in report.passes]
     if json:
         console.print_json(
             {
@@ -111,7 +119,32 @@ def build(
         return
     print(", ".join(f"{p['name']} {p['fired']}" for p in passes))
     facts = f"{console.byte_size(size)}, {report.bits_per_weight:.2f} bits per weight"
+    for p in report.passes:
+        if p.name == explain:
+            print("\n".join(p.notes) or f"{p.name} left nothing alone")
     print(f"{report.path}: {facts}, built in {sum(report.seconds.values()):.1f} s")
+
+
+@app.command()
+def passes(json: Json = False) -> None:
+    """List the passes in the order they run, with their options and defaults.
+
+    \b
+    Example:
+      qcompile passes
+    """
+    from qcompile.pipeline import PASSES
+
+    rows = []
+    for kind in PASSES:
+        summary = (kind.__doc__ or "").strip().splitlines()[0]
+        rows.append({"name": kind.name, "options": kind().options(), "summary": summary})
+    if json:
+        console.print_json(rows)
+        return
+    for row in rows:
+        options = ", ".join(f"{name}={value}" for name, value in row["options"].items())
+        print(f"{row['name']:18}{options or '-'}\n{'':18}{row['summary']}")
 
 
 @app.command()
@@ -323,8 +356,18 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
     return numbers
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of the `qcompile` command: exits with the code errors.py documents."""
+def entry() -> NoReturn:
+    """The `qcompile` command. Leaves at once: taking torch's modules apart one by one would cost a second."""
+    try:
+        main()
+    except SystemExit as exit:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(exit.code or 0))
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command and exit with the code errors.py documents."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `qcompile inspect OUT | head` is no error
     given = list(sys.argv[1:] if arguments is None else arguments)
     sys.exit(_guarded(given))
