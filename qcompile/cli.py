@@ -16,7 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from qcompile import __version__, console
-from qcompile.errors import EXIT_BUG, EXIT_INTERRUPTED, ArtifactError, QCompileError, UsageError
+from qcompile.errors import EXIT_BUG, EXIT_INTERRUPTED, ArtifactError, QCompileError, ResourceError, UsageError
 
 app = typer.Typer(
     help="Compile PyTorch decoder language models to quantized kernels, and run them.",
@@ -385,6 +385,9 @@ def _guarded(arguments: list[str]) -> int:
             traceback.print_exc()
         console.log(f"qcompile: {error}")
         return error.exit_code
+    except MemoryError:
+        console.log("qcompile: out of memory: close other programs, or take a smaller model")
+        return ResourceError.exit_code
     except Exception as error:
         return _unexpected(error, debug)
     code = code if isinstance(code, int) else 0
