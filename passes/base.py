@@ -35,6 +35,11 @@ class Pass(ABC):
     def run(self, graph: Graph) -> PassResult:
         """Rewrite `graph`. Raises PassError, naming node and reason, where a side condition fails."""
 
+    @property
+    def wanted(self) -> bool:
+        """Whether the pipeline runs this pass; optional passes have a field `enabled` that says so."""
+        return bool(self.options().get("enabled", True))
+
     def options(self) -> dict[str, Any]:
         """The options by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -30,6 +30,7 @@ class Rotate(Pass):
 
     name: ClassVar[str] = "rotate"
     requires: ClassVar[tuple[str, ...]] = ("raise",)
+    enabled: bool = False
     residual: bool = True
     heads: bool = True
     seed: int = 0

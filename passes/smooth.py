@@ -29,6 +29,7 @@ class Smooth(Pass):
 
     name: ClassVar[str] = "smooth"
     requires: ClassVar[tuple[str, ...]] = ("raise",)
+    enabled: bool = False
 
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()

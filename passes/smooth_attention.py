@@ -29,6 +29,7 @@ class SmoothAttention(Pass):
 
     name: ClassVar[str] = "smooth_attention"
     requires: ClassVar[tuple[str, ...]] = ("raise",)
+    enabled: bool = False
     alpha: float = 0.5
 
     def run(self, graph: Graph) -> PassResult:

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 import qcompile
-from qcompile import frontend, huggingface, numerics, recipes, targets
+from qcompile import frontend, huggingface, numerics, recipes, show, targets
 from qcompile.artifact import ArtifactWriter, WeightSpec, canonical_json
 from qcompile.codegen import compiler, cpu
 from qcompile.codegen.lower import PackedWeight, lower
 from qcompile.codegen.program import Program
+from qcompile.errors import ResourceError
 from qcompile.graph import Graph
 from qcompile.passes.assign_precision import AssignPrecision
 from qcompile.passes.base import Pass, apply
@@ -31,10 +32,16 @@ from qcompile.passes.merge import Merge
 from qcompile.passes.plan_memory import PlanMemory
 from qcompile.passes.quantize import Quantize
 from qcompile.passes.raise_ops import Raise
+from qcompile.passes.rotate import Rotate
+from qcompile.passes.smooth import Smooth
+from qcompile.passes.smooth_attention import SmoothAttention
 
 PASSES: tuple[type[Pass], ...] = (
     Raise,
     FoldNorms,
+    Rotate,
+    Smooth,
+    SmoothAttention,
     AssignPrecision,
     Merge,
     Quantize,
@@ -94,14 +101,15 @@ def build(
     options: Mapping[str, str] | None = None,
     head_dtype: str | None = None,
     progress: Progress | None = None,
+    dump_ir: str | Path | None = None,
     **source: Any,
 ) -> BuildReport:
     """Compile `model` into an artifact directory `out`.
 
     `model` is a checkpoint directory or hub name, an nn.Module (with `example_inputs` in `source`), an
     ExportedProgram, or a raised Graph. `options` are `pass.field=value` settings over the recipe's;
-    `head_dtype` overrides the output head (int8, bf16, f32). Raises QCompileError subclasses; nothing is left
-    half-written.
+    `head_dtype` overrides the output head (int8, bf16, f32). `dump_ir` is a folder for every stage's graph as
+    text and SVG. Raises QCompileError subclasses; nothing is left half-written.
     """
     clock = _Clock(progress or _silent)
     machine = targets.get_target(target)
@@ -109,6 +117,8 @@ def build(
     compiler.find()  # without one, say so before the work
     with ArtifactWriter(out) as writer:
         found = _plan(model, passes, clock, source)
+        if dump_ir is not None:
+            _dump(found, Path(dump_ir))
         with clock("render"):
             text = cpu.render(found.program, machine)
         with ThreadPoolExecutor(1) as pool, clock("weights and kernels"):
@@ -162,6 +172,17 @@ def _plan(model: Any, passes: tuple[Pass, ...], clock: _Clock, source: Mapping[s
     return Plan(graphs, program, weights, records, bits, files)
 
 
+def _dump(found: Plan, folder: Path) -> None:
+    """Write the graph after each pass as NN-pass.txt and NN-pass.svg."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, (graph, record) in enumerate(zip(found.graphs, found.passes, strict=True), start=1):
+            (folder / f"{number:02}-{record.name}.txt").write_text(show.to_text(graph))
+            (folder / f"{number:02}-{record.name}.svg").write_text(show.to_svg(graph))
+    except OSError as error:
+        raise ResourceError(f"cannot write graphs to {folder}: {error.strerror}") from error
+
+
 def _silent(stage: str, done: int, total: int) -> None:
     pass
 
@@ -179,10 +200,12 @@ def configure(settings: recipes.Settings, options: Mapping[str, str]) -> tuple[P
 def run_passes(
     graph: Graph, passes: tuple[Pass, ...], clock: _Clock | None = None
 ) -> tuple[list[Graph], list[PassRecord]]:
-    """Run `passes` in order, each between its checks; the graph after each, and what each did."""
+    """Run the passes that are wanted in order, each between its checks; the graph after each, and what each did."""
     clock = clock or _Clock(_silent)
     graphs, records = [], []
     for rewrite in passes:
+        if not rewrite.wanted:
+            continue
         with clock(rewrite.name):
             result = apply(rewrite, graph)
         graph = result.graph
