@@ -205,7 +205,7 @@ def attention(
 
 @_op(lambda w, signs, axis: torch.empty_like(w))
 def rotate(w: Tensor, signs: Tensor, axis: int) -> Tensor:
-    """w with `axis` cut into blocks of len(signs), each times diag(signs) H / sqrt(n): a randomized Hadamard rotation."""
+    """w with `axis` cut into blocks of len(signs), each times diag(signs) H / sqrt(n): a randomized rotation."""
     blocks = w.movedim(axis, -1).unflatten(-1, (-1, signs.shape[0])) * signs.to(w.dtype)
     return hadamard.transform(blocks).flatten(-2).movedim(-1, axis).contiguous()
 
