@@ -40,7 +40,7 @@ _COMMON = (
     "-Wl,-s",
 )
 _ISA = {
-    "avx512": ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
+    "avx512": ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mavx512vbmi"),
     "avx2vnni": ("-march=x86-64-v3", "-mavxvnni"),
     "avx2": ("-march=x86-64-v3",),
     "portable": ("-march=x86-64",),

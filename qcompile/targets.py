@@ -25,11 +25,11 @@ class Target:
 
 # What the compiler may use at x86-64-v3 and x86-64-v4 (abm is Linux's name of lzcnt), and the extensions asked for.
 _AVX2 = ("avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe")
-_AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16")
+_AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16", "avx512vbmi")
 
 # The best first: `cpu` means the first one the host can run.
 _LEVELS = (
-    Target("cpu-avx512vnni", "cpu", "avx512", _AVX2 + _AVX512, "AVX-512 with VNNI and BF16"),
+    Target("cpu-avx512vnni", "cpu", "avx512", _AVX2 + _AVX512, "AVX-512 with VNNI, BF16 and VBMI"),
     Target("cpu-avx2vnni", "cpu", "avx2vnni", (*_AVX2, "avx_vnni"), "AVX2 with AVX-VNNI"),
     Target("cpu-avx2", "cpu", "avx2", _AVX2, "AVX2"),
     Target("cpu-portable", "cpu", "portable", (), "any CPU, plain C++"),

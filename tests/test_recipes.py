@@ -100,7 +100,7 @@ def test_cpu_is_a_target_this_host_can_run() -> None:
 @pytest.mark.parametrize(
     ("flags", "isa"),
     [
-        (f"{V3} avx512f avx512bw avx512cd avx512vl avx512dq avx512_vnni avx512_bf16", "avx512"),
+        (f"{V3} avx512f avx512bw avx512cd avx512vl avx512dq avx512_vnni avx512_bf16 avx512vbmi", "avx512"),
         (f"{V3} avx512f avx512bw avx512cd avx512vl avx512dq avx512_vnni", "avx2"),
         (f"{V3} avx_vnni", "avx2vnni"),
         (V3, "avx2"),
