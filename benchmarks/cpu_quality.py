@@ -1,6 +1,6 @@
 """Perplexity of every recipe through generated kernels and the quantized cache, beside the expected values.
 
-    python benchmarks/cpu_quality.py ../shared/data/heldout.jsonl [--rows W8A8,KV4] [--out benchmarks/results/...]
+    python benchmarks/cpu_quality.py heldout.jsonl [--rows W8A8,KV4] [--head int8] [--out FILE]
 
 Expected values come from an independent prototype of the same rounding (rounding to nearest, output head in
 float); each row must be met within 0.01.
@@ -9,12 +9,12 @@ float); each row must be met within 0.01.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from common import RESULTS, write_result
 
 import qcompile
 
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("--rows", default="", help="names of rows, separated by commas (all when empty)")
     parser.add_argument("--head", help="output head of every row: int8, bf16 or f32 (the table is with f32)")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cpu_quality.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "cpu_quality.json")
     arguments = parser.parse_args()
     wanted = [name for name in arguments.rows.split(",") if name]
     results = []
@@ -91,22 +91,7 @@ def main() -> None:
             f"{result['seconds']:9.0f}{'' if result['met'] else '  NOT MET'}",
             flush=True,
         )
-    document = {
-        "device": processor(),
-        "python": platform.python_version(),
-        "date": time.strftime("%F"),
-        "rows": results,
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(document, indent=1) + "\n")
-
-
-def processor() -> str:
-    """The CPU's name as Linux gives it."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
+    write_result(arguments.out, {"model": MODEL.name, "rows": results})
 
 
 if __name__ == "__main__":
