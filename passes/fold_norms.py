@@ -20,10 +20,14 @@ class FoldNorms(Pass):
 
     Fires on a norm whose readers are all linears, over their input. The fold is written as operators on the
     linear's weight, so a weight that something else reads too (a tied embedding) keeps its values there.
+
+    Rotation needs it. Rounding to nearest is better off without: a scale per input channel widens the ranges that
+    a group of inputs shares (W4 g128 on the sample model: perplexity 5.572 folded, 5.531 not).
     """
 
     name: ClassVar[str] = "fold_norms"
     requires: ClassVar[tuple[str, ...]] = ("raise",)
+    enabled: bool = False
 
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()

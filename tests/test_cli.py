@@ -151,7 +151,7 @@ def test_build_says_what_each_pass_did(capsys: Capture, tiny_checkpoint: Path, t
         capsys, "build", tiny_checkpoint, "-o", out, "--set", "cache.format=kv8", "--set", "rounding=nearest"
     )
     assert Path(found["path"]) == out and found["bytes"] > 0 and 4 < found["bits_per_weight"] < 9
-    assert {"raise", "fold_norms", "merge", "quantize", "cache", "fuse"} <= {p["name"] for p in found["passes"]}
+    assert {"raise", "merge", "quantize", "cache", "fuse"} <= {p["name"] for p in found["passes"]}
     assert json_of(capsys, "inspect", out)["kv"]["format"] == "kv8"
 
 

@@ -45,6 +45,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "repeat_heads": (rand(32), 3, 16),
     "max_heads": (rand(32), 2, 8),
     "smooth_factor": (rand(16).abs(), 0.5, rand(16).abs()),
+    "zero_bias": (rand(3, 4),),
+    "norm_heads": (rand(3, 40), rand(8), None, 1e-6, "rms", 8, 3),
     "concat_rows": ([rand(3, 4), rand(2, 4)],),
     "matvec": (rand(3, 4), rand(4)),
     "interleave_rows": (rand(20, 4), rand(20, 4), 16),
@@ -73,7 +75,7 @@ def to_meta(value: Any) -> Any:
 
 
 def test_every_operator_has_a_case() -> None:
-    assert set(CASES) == set(ops._DEFINED)
+    assert set(CASES) == set(ops.DEFINED)
 
 
 @pytest.mark.parametrize("name", CASES)

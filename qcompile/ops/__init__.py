@@ -1,0 +1,85 @@
+"""The `qcompile::` operators: schema, fake kernel and torch reference body of each, in one place.
+
+Every stage's graph is made of these, so every stage's graph runs. Shapes are written with B batch, T tokens,
+M = rows of a step (all sequences' tokens side by side), F features, H heads, D head size, V vocabulary. Leading
+dimensions marked `...` are free. References favour clarity over speed; generated kernels are tested against them.
+"""
+
+from qcompile.ops.model import (
+    UNARY,
+    add,
+    attention,
+    embedding,
+    layer_norm,
+    linear,
+    merge_heads,
+    mul,
+    rms_norm,
+    rope,
+    scale,
+    slice_features,
+    split_heads,
+    unary,
+)
+from qcompile.ops.quantized import GATE_BLOCK, GATED, gated_linear, gemm, norm_quantize, quantize_activation
+from qcompile.ops.registry import DEFINED, name_of, op
+from qcompile.ops.step import kv_append, kv_attention, norm_heads, rope_append, take_rows
+from qcompile.ops.weights import (
+    column_max,
+    concat_rows,
+    interleave_rows,
+    key_scale,
+    matvec,
+    max_heads,
+    quantize_weight,
+    repeat_heads,
+    rotate,
+    row_size,
+    scale_axis,
+    smooth_factor,
+    zero_bias,
+)
+
+__all__ = [
+    "DEFINED",
+    "GATED",
+    "GATE_BLOCK",
+    "UNARY",
+    "add",
+    "attention",
+    "column_max",
+    "concat_rows",
+    "embedding",
+    "gated_linear",
+    "gemm",
+    "interleave_rows",
+    "key_scale",
+    "kv_append",
+    "kv_attention",
+    "layer_norm",
+    "linear",
+    "matvec",
+    "max_heads",
+    "merge_heads",
+    "mul",
+    "name_of",
+    "norm_heads",
+    "norm_quantize",
+    "op",
+    "quantize_activation",
+    "quantize_weight",
+    "repeat_heads",
+    "rms_norm",
+    "rope",
+    "rope_append",
+    "rotate",
+    "row_size",
+    "scale",
+    "scale_axis",
+    "slice_features",
+    "smooth_factor",
+    "split_heads",
+    "take_rows",
+    "unary",
+    "zero_bias",
+]

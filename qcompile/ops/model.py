@@ -1,0 +1,155 @@
+"""Operators of a raised model, on values [..., F] and [..., H, D]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from qcompile.ops.registry import define, like
+
+# ---- embeddings, linears, norms ---------------------------------------------------------------
+
+
+@define(lambda ids, weight: weight.new_empty(*ids.shape, weight.shape[1]))
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    """ids int64 [...], weight [V, F] -> [..., F]."""
+    return weight[ids]
+
+
+@define(lambda x, weight, bias=None: x.new_empty(*x.shape[:-1], weight.shape[0]))
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., K], weight [N, K], bias [N] -> [..., N]."""
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+@define(like)
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x [..., F] over its last dimension; weight [F] or None: x / sqrt(mean(x²) + eps) * weight."""
+    y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return y.clone() if weight is None else y * weight
+
+
+@define(like)
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """x [..., F] over its last dimension; weight and bias [F] or None."""
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+# ---- elementwise ------------------------------------------------------------------------------
+
+UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "relu": torch.relu,
+    "relu2": lambda x: torch.relu(x).square(),
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+}
+
+
+@define(like)
+def unary(x: Tensor, kind: str) -> Tensor:
+    """x [...] through the function `kind`, one of UNARY."""
+    return UNARY[kind](x).clone()
+
+
+@define(like)
+def scale(x: Tensor, factor: float) -> Tensor:
+    """x [...] times a constant."""
+    return x * factor
+
+
+@define(lambda a, b: torch.empty(torch.broadcast_shapes(a.shape, b.shape), dtype=a.dtype, device=a.device))
+def add(a: Tensor, b: Tensor) -> Tensor:
+    """a [..., F] + b [..., F]; b may be a weight [F]."""
+    return a + b
+
+
+@define(lambda a, b: torch.empty(torch.broadcast_shapes(a.shape, b.shape), dtype=a.dtype, device=a.device))
+def mul(a: Tensor, b: Tensor) -> Tensor:
+    """a [..., F] * b [..., F]; b may be a weight [F]."""
+    return a * b
+
+
+# ---- heads, rotary embedding, attention --------------------------------------------------------
+
+
+@define(lambda x, start, stop: x.new_empty(*x.shape[:-1], stop - start))
+def slice_features(x: Tensor, start: int, stop: int) -> Tensor:
+    """x [..., F] -> x[..., start:stop]."""
+    return x[..., start:stop].clone()
+
+
+@define(lambda x, heads: x.new_empty(*x.shape[:-1], heads, x.shape[-1] // heads))
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """x [..., H*D] -> [..., H, D]."""
+    return x.reshape(*x.shape[:-1], heads, -1).clone()
+
+
+@define(lambda x: x.new_empty(*x.shape[:-2], x.shape[-2] * x.shape[-1]))
+def merge_heads(x: Tensor) -> Tensor:
+    """x [..., H, D] -> [..., H*D]."""
+    return x.flatten(-2).clone()
+
+
+@define(like)
+def rope(x: Tensor, positions: Tensor, inv_freq: Tensor, scaling: float, interleaved: bool) -> Tensor:
+    """Rotary position embedding of x [..., H, D] at positions [...], inv_freq [R/2], R <= D rotated features.
+
+    Pair i is features (i, i + R/2), or (2i, 2i + 1) when `interleaved`; it turns by the angle
+    position * inv_freq[i], in float32 as Hugging Face computes it, and is multiplied by `scaling`.
+    """
+    angle = positions[..., None, None].to(torch.float32) * inv_freq.to(torch.float32)
+    cos, sin = (angle.cos() * scaling).to(x.dtype), (angle.sin() * scaling).to(x.dtype)
+    rotary = 2 * inv_freq.shape[0]
+    head, tail = x[..., :rotary], x[..., rotary:]
+    a, b = (head[..., 0::2], head[..., 1::2]) if interleaved else head.chunk(2, -1)
+    c, d = a * cos - b * sin, b * cos + a * sin
+    turned = torch.stack((c, d), -1).flatten(-2) if interleaved else torch.cat((c, d), -1)
+    return torch.cat((turned, tail), -1)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float, sinks: Tensor | None = None
+) -> Tensor:
+    """q [..., Q, H, D], k and v [..., S, Hk, D], mask bool broadcastable to [..., 1, Q, S] -> [..., Q, H, D]."""
+    groups = q.shape[-2] // k.shape[-2]
+    k, v = (t.repeat_interleave(groups, -2).transpose(-2, -3) for t in (k, v))
+    scores = q.transpose(-2, -3) @ k.transpose(-1, -2) * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].to(scores.dtype).expand(*scores.shape[:-1], 1)), -1)
+    weights = torch.softmax(scores, -1)[..., : k.shape[-2]]
+    return (weights @ v).transpose(-2, -3).contiguous()
+
+
+def visible(query: Tensor, key: Tensor, window: int) -> Tensor:
+    """Causal mask [..., Q, S] from positions query [..., Q] and key [..., S]; window 0 means unlimited."""
+    distance = query[..., :, None] - key[..., None, :]
+    seen = distance >= 0
+    return seen & (distance < window) if window else seen
+
+
+@define(lambda q, k, v, scale, window=0, softcap=0.0, sinks=None: q.new_empty(*q.shape[:-1], v.shape[-1]))
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention: q [B, T, H, D], k [B, T, Hk, D], v [B, T, Hk, Dv] -> [B, T, H, Dv].
+
+    Query head h reads key head h // (H / Hk). `window` > 0 hides keys `window` or more tokens back;
+    `softcap` > 0 bounds scores as softcap * tanh(score / softcap); sinks [H] are extra scores that
+    take part in the softmax's sum alone.
+    """
+    place = torch.arange(q.shape[1], device=q.device)
+    return attend(q, k, v, visible(place, place, window), scale, softcap, sinks)

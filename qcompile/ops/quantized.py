@@ -1,0 +1,94 @@
+"""Linears on quantized activations and weights, and what is fused with them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qcompile import numerics
+from qcompile.ops.model import UNARY, layer_norm, rms_norm
+from qcompile.ops.registry import define
+
+
+def _fake_activation(x: Tensor, dtype: str, group: int) -> list[Tensor]:
+    if dtype != "int8":
+        return [x.new_empty(x.shape, dtype=numerics.ACTIVATION_DTYPES[dtype])]
+    groups = -(-x.shape[-1] // group)
+    return [
+        x.new_empty(x.shape, dtype=torch.int8),
+        x.new_empty(x.shape[:-1], dtype=torch.float32),
+        x.new_empty((*x.shape[:-1], groups), dtype=torch.int32),
+    ]
+
+
+@define(_fake_activation)
+def quantize_activation(x: Tensor, dtype: str, group: int) -> list[Tensor]:
+    """x [..., K] -> [x in bf16 or f32], or for int8 [codes int8, scale f32 [...], sums int32 [..., K/group]].
+
+    Per token: scale = max |x| / 127. `sums` are of the codes in each group of inputs: what a weight's
+    zero point is multiplied with.
+    """
+    return [part.clone() for part in numerics.quantize_activation(x, dtype, group)]
+
+
+GATED = {"silu_mul": "silu"}
+GATE_BLOCK = 16
+
+
+def _fake_gemm(
+    x: list[Tensor],
+    weight: list[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
+    format: str,
+    epilogue: str,
+    width: int,
+) -> Tensor:
+    return x[0].new_empty((*x[0].shape[:-1], width), dtype=torch.float32)
+
+
+@define(_fake_gemm)
+def gemm(
+    x: list[Tensor],
+    weight: list[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
+    format: str,
+    epilogue: str,
+    width: int,
+) -> Tensor:
+    """A linear on a quantized activation [..., K] and a quantized weight [N, K] -> f32 [..., width].
+
+    Epilogues: `store`; `add` (residual + y); `silu_mul`, whose weight has gate and up rows interleaved in
+    blocks of GATE_BLOCK and whose result is silu(gate) * up.
+    """
+    y = torch.nn.functional.linear(
+        numerics.dequantize_activation(x), numerics.dequantize_weight(weight, format, x[0].shape[-1]), bias
+    )
+    if epilogue in GATED:
+        gate, up = y.unflatten(-1, (-1, 2, GATE_BLOCK)).unbind(-2)
+        y = UNARY[GATED[epilogue]](gate.flatten(-2)) * up.flatten(-2)
+    y = y[..., :width]
+    return y.contiguous() if residual is None else residual + y
+
+
+@define(lambda x, gate_up, bias, kind, width: x.new_empty(*x.shape[:-1], width))
+def gated_linear(x: Tensor, gate_up: Tensor, bias: Tensor | None, kind: str, width: int) -> Tensor:
+    """x [..., K], gate_up [2N', K] interleaved in blocks of GATE_BLOCK rows -> kind(gate) * up, [..., width]."""
+    gate, up = torch.nn.functional.linear(x, gate_up, bias).unflatten(-1, (-1, 2, GATE_BLOCK)).unbind(-2)
+    return (UNARY[kind](gate.flatten(-2)) * up.flatten(-2))[..., :width].contiguous()
+
+
+def _fake_norm_quantize(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str, dtype: str, group: int
+) -> list[Tensor]:
+    return _fake_activation(x, dtype, group)
+
+
+@define(_fake_norm_quantize)
+def norm_quantize(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str, dtype: str, group: int
+) -> list[Tensor]:
+    """rms_norm or layer_norm (`kind` rms, layer) followed by quantize_activation, in one pass over x [..., F]."""
+    y = rms_norm(x, weight, eps) if kind == "rms" else layer_norm(x, weight, bias, eps)
+    return numerics.quantize_activation(y, dtype, group)

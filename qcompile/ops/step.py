@@ -1,0 +1,125 @@
+"""Operators of a step: rows of many sequences over a paged cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qcompile import numerics
+from qcompile.ops.model import attend, layer_norm, rms_norm, rope, visible
+from qcompile.ops.registry import define, like
+
+# ---- the step's view: rows of many sequences over a paged cache -----------------------------------
+#
+# `cache` here is f32 [layers, 2, slots, Hk, D]: what the paged cache reads back, quantization included.
+
+
+def _slots(positions: Tensor, sequence: Tensor, block_table: Tensor) -> Tensor:
+    """Cache slot of each row [M], from its position and its sequence's pages [S, pages]."""
+    page = block_table[sequence, positions // numerics.PAGE_TOKENS]
+    return (page * numerics.PAGE_TOKENS + positions % numerics.PAGE_TOKENS).long()
+
+
+@define(lambda k, v, positions, sequence, block_table, cache, layer, format: torch.empty_like(cache))
+def kv_append(
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    sequence: Tensor,
+    block_table: Tensor,
+    cache: Tensor,
+    layer: int,
+    format: str,
+) -> Tensor:
+    """k, v [M, Hk, D] written through the cache format at their rows' slots; returns the new cache."""
+    slots = _slots(positions, sequence, block_table)
+    cache = cache.clone()
+    for index, value in enumerate((k, v)):
+        cache[layer, index, slots] = numerics.round_trip_kv(value, format).to(cache.dtype)
+    return cache
+
+
+@define(lambda q, positions, sequence, block_table, cache, layer, scale, window, softcap: torch.empty_like(q))
+def kv_attention(
+    q: Tensor,
+    positions: Tensor,
+    sequence: Tensor,
+    block_table: Tensor,
+    cache: Tensor,
+    layer: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """q [M, H, D] at positions [M] of sequences [M] over the cache's pages [S, pages] -> [M, H, D]."""
+    out = torch.empty_like(q)
+    for row in range(q.shape[0]):
+        seen = torch.arange(int(positions[row]) + 1)
+        slots = _slots(seen, sequence[row].expand(len(seen)), block_table)
+        mask = visible(positions[row : row + 1], seen, window)
+        k, v = cache[layer, 0, slots].to(q.dtype), cache[layer, 1, slots].to(q.dtype)
+        out[row] = attend(q[row : row + 1], k, v, mask, scale, softcap)[0]
+    return out
+
+
+def _fake_rope_append(qkv: Tensor, inv_freq: Tensor | None, *args: Any, **kwargs: Any) -> list[Tensor]:
+    cache = kwargs.get("cache", args[3] if len(args) > 3 else None)
+    assert cache is not None
+    return [torch.empty_like(qkv), torch.empty_like(cache)]
+
+
+@define(_fake_rope_append)
+def rope_append(
+    qkv: Tensor,
+    inv_freq: Tensor | None,
+    positions: Tensor,
+    sequence: Tensor,
+    block_table: Tensor,
+    cache: Tensor,
+    offsets: list[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    scaling: float,
+    interleaved: bool,
+    layer: int,
+    format: str,
+) -> list[Tensor]:
+    """Rotates q and k inside qkv [M, ...] (offsets of q, k, v in features) and appends k, v to the cache.
+
+    Returns [qkv with q and k rotated, new cache].
+    """
+    qkv = qkv.clone()
+    views = []
+    for offset, count in zip(offsets, (heads, kv_heads, kv_heads), strict=True):
+        views.append(qkv[:, offset : offset + count * head_dim].unflatten(-1, (count, head_dim)))
+    if inv_freq is not None:
+        for view in views[:2]:
+            view.copy_(rope(view.contiguous(), positions, inv_freq, scaling, interleaved))
+    k, v = (view.contiguous() for view in views[1:])
+    return [qkv, kv_append(k, v, positions, sequence, block_table, cache, layer, format)]
+
+
+@define(lambda x, rows: x.new_empty(rows.shape[0], *x.shape[1:]))
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """x [M, F] -> x[rows], [R, F]: the rows whose logits are wanted."""
+    return x[rows.long()]
+
+
+@define(like)
+def norm_heads(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str, offset: int, heads: int
+) -> Tensor:
+    """x [M, F] with `heads` blocks of columns from `offset` normalized, each over itself; the rest stays.
+
+    weight and bias [W] or None give the blocks' width W; without either it is what is left of F, over `heads`.
+    `kind` is rms or layer.
+    """
+    width = (x.shape[-1] - offset) // heads if weight is None else weight.shape[0]
+    x = x.clone()
+    view = x[:, offset : offset + heads * width].unflatten(-1, (heads, width))
+    y = rms_norm(view.contiguous(), weight, eps) if kind == "rms" else layer_norm(view.contiguous(), weight, bias, eps)
+    view.copy_(y)
+    return x

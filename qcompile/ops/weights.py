@@ -1,0 +1,132 @@
+"""Operators on weights alone: they run while an artifact is built, one weight at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qcompile import hadamard, numerics
+from qcompile.ops.registry import define
+
+
+@define(lambda weight, x: weight.new_empty(weight.shape[0]))
+def matvec(weight: Tensor, x: Tensor) -> Tensor:
+    """weight [N, K], x [K] -> [N]: what a constant input adds to a linear, so a bias and never an activation."""
+    return weight @ x
+
+
+# ---- changes of basis, on weights ----------------------------------------------------------------
+
+
+@define(lambda w, signs, axis: torch.empty_like(w))
+def rotate(w: Tensor, signs: Tensor, axis: int) -> Tensor:
+    """w with `axis` cut into blocks of len(signs), each times diag(signs) H / sqrt(n): a randomized rotation."""
+    blocks = w.movedim(axis, -1).unflatten(-1, (-1, signs.shape[0])) * signs.to(w.dtype)
+    return hadamard.transform(blocks).flatten(-2).movedim(-1, axis).contiguous()
+
+
+@define(lambda w, factor, axis, inverse: torch.empty_like(w))
+def scale_axis(w: Tensor, factor: Tensor, axis: int, inverse: bool) -> Tensor:
+    """w times (with `inverse`, divided by) factor along `axis`; a shorter factor repeats, block after block."""
+    size = w.shape[axis]
+    full = factor.to(w.dtype).repeat(size // factor.shape[0]).reshape([-1 if d == axis else 1 for d in range(w.dim())])
+    return w / full if inverse else w * full
+
+
+@define(lambda w, bias=None: w.new_empty(w.shape[0], dtype=torch.float32))
+def row_size(w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Typical magnitude of each output of a linear behind a norm, from its weights: |row|_2 + |bias|, f32 [N].
+
+    A normalized input has mean square 1, so an output's standard deviation is about the norm of its row.
+    """
+    size = w.float().norm(dim=1)
+    return size if bias is None else size + bias.float().abs()
+
+
+@define(lambda weights: weights[0].new_empty(weights[0].shape[1], dtype=torch.float32))
+def column_max(weights: list[Tensor]) -> Tensor:
+    """Largest |entry| of each input column over weights [N_i, K] that read the same value, f32 [K]."""
+    return torch.stack([w.float().abs().amax(0) for w in weights]).amax(0)
+
+
+def _fake_key_scale(size: Tensor, head_dim: int, rotary: int, interleaved: bool, shared: bool, alpha: float) -> Tensor:
+    return size.new_empty(head_dim) if shared else torch.empty_like(size)
+
+
+@define(_fake_key_scale)
+def key_scale(size: Tensor, head_dim: int, rotary: int, interleaved: bool, shared: bool, alpha: float) -> Tensor:
+    """SmoothAttention's factor for key channels (QServe 4.3.2): size^alpha, equal within each rotary pair.
+
+    size [Hk * D]: magnitude of each key channel; `rotary` <= D of them turn in pairs (i, i + rotary/2), or (2i,
+    2i + 1) when interleaved. The result is [Hk * D], or [D] when the heads must share one (`shared`).
+    """
+    heads = size.reshape(-1, head_dim).clone()
+    if shared:
+        heads = heads.amax(0, keepdim=True)
+    turning = heads[:, :rotary].unflatten(1, (-1, 2) if interleaved else (2, -1))
+    pair = 2 if interleaved else 1
+    heads[:, :rotary] = turning.amax(pair, keepdim=True).expand_as(turning).flatten(1)
+    factor = heads.clamp_min(torch.finfo(torch.float32).tiny) ** alpha
+    return torch.where(heads > 0, factor, torch.ones_like(factor)).flatten()
+
+
+@define(lambda factor, group, head_dim: factor.new_empty(factor.shape[0] * group))
+def repeat_heads(factor: Tensor, group: int, head_dim: int) -> Tensor:
+    """[Hk * D] -> [Hk * group * D]: each KV head's block once for every query head that reads it."""
+    return factor.reshape(-1, head_dim).repeat_interleave(group, 0).flatten()
+
+
+@define(lambda factor, group, head_dim: factor.new_empty(factor.shape[0] // group))
+def max_heads(factor: Tensor, group: int, head_dim: int) -> Tensor:
+    """[Hk * group * D] -> [Hk * D]: the largest over the query heads of each KV head."""
+    return factor.reshape(-1, group, head_dim).amax(1).flatten()
+
+
+@define(lambda weight_max, alpha, activation_max=None: torch.empty_like(weight_max))
+def smooth_factor(weight_max: Tensor, alpha: float, activation_max: Tensor | None = None) -> Tensor:
+    """What input channels are divided by (SmoothQuant, eq. 4): activation_max^alpha / weight_max^(1 - alpha), [K].
+
+    Scaled to a geometric mean of 1; channels with nothing in them keep 1. Without activation_max alpha must be 0.
+    """
+    factor = weight_max.clamp_min(torch.finfo(torch.float32).tiny) ** (alpha - 1)
+    if activation_max is not None:
+        factor = factor * activation_max.clamp_min(torch.finfo(torch.float32).tiny) ** alpha
+    alive = weight_max > 0 if activation_max is None else (weight_max > 0) & (activation_max > 0)
+    mean = factor[alive].double().log().mean().exp().float() if alive.any() else torch.tensor(1.0)
+    return torch.where(alive, factor / mean, torch.ones_like(factor))
+
+
+# ---- joining and rounding ------------------------------------------------------------------------
+
+
+@define(lambda weights: weights[0].new_empty(sum(w.shape[0] for w in weights), *weights[0].shape[1:]))
+def concat_rows(weights: list[Tensor]) -> Tensor:
+    """Weights [N_i, K] (or biases [N_i]) -> [sum N_i, K], for linears that share their input."""
+    return torch.cat(weights)
+
+
+@define(lambda a, b, block: a.new_empty(2 * (-(-a.shape[0] // block)) * block, *a.shape[1:]))
+def interleave_rows(a: Tensor, b: Tensor, block: int) -> Tensor:
+    """a and b [N, ...] -> their blocks of `block` rows alternating, a's first; a last short block is zero-filled.
+
+    So one thread's run of output rows holds a gate and its up projection together.
+    """
+    short = -a.shape[0] % block
+    pair = [torch.cat((t, t.new_zeros(short, *t.shape[1:]))).unflatten(0, (-1, block)) for t in (a, b)]
+    return torch.stack(pair, 1).flatten(0, 2).contiguous()
+
+
+@define(
+    lambda w, format: [
+        torch.empty(s, dtype=d, device=w.device) for s, d in numerics.weight_parts(tuple(w.shape), format)
+    ]
+)
+def quantize_weight(w: Tensor, format: str) -> list[Tensor]:
+    """w [N, K] -> the parts of `format` in the order of numerics.FORMATS[format].roles."""
+    return [part.clone() for part in numerics.quantize_weight(w, format)]
+
+
+@define(lambda w: w.new_empty(w.shape[0]))
+def zero_bias(w: Tensor) -> Tensor:
+    """w [N, K] -> zeros [N]: the bias of a linear that has none, where it joins linears that have."""
+    return w.new_zeros(w.shape[0])
