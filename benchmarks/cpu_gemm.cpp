@@ -1,12 +1,13 @@
 // cpu_gemm.cpp: how near the GEMM kernels come to the machine's ceilings.
 //
 //   g++ -std=c++17 -O3 -march=native -ffp-contract=off -Wno-psabi -pthread -Icodegen/templates/cpu
-//       benchmarks/cpu_gemm.cpp -o cpu_gemm && ./cpu_gemm [threads] [dram|l3|prefill|mid] [format]
+//       benchmarks/cpu_gemm.cpp -o cpu_gemm && ./cpu_gemm THREADS MODE [FORMAT]
 //
-// dram: the five linears of a 1.1 B Llama, copies in turn so that weights come from memory.
-// l3: those of a 26 M Llama, the same weights again and again. prefill: 512 tokens. mid: 9 to 64 tokens.
+// decode: the five linears of a 1.1 B Llama at 1 to 8 tokens, copies in turn so that weights come from memory.
+// verify: the same at 9 to 64 tokens, one copy. prefill: 512 tokens, without the output head.
+// cached: the linears of a 26 M Llama, which stay in the L3 cache. cached-prefill: the same at 512 tokens.
 // Prints, per format and M, the median over repeats: weight GB/s (codes and scales) and GOPS (2 M N K / t), beside the
-// read bandwidth and int8 / float rates measured between the repeats by plain loops.
+// read bandwidth (memory, or L3 when cached) measured between the repeats and the arithmetic rates measured first.
 #include "gemm.h"
 
 #include <pthread.h>
@@ -24,7 +25,8 @@
 
 namespace {
 
-const char* kFormats[] = {"f32", "bf16", "w4_asym_g128_bf16", "w8_sym_channel", "w4_asym_g128", "qoq_g128", "qoq_channel", "mxfp4"};
+const char* kFormats[] = {"f32",          "bf16",     "w4_asym_g128_bf16", "w8_sym_channel",
+                          "w4_asym_g128", "qoq_g128", "qoq_channel",       "mxfp4"};
 constexpr size_t kArena = (size_t)1 << 30;
 char* arena;
 std::vector<void*> scratch;
@@ -191,16 +193,21 @@ struct Shape2 {
   int n, k;
 };
 
-void measure(Team& team, const std::string& mode, int format, int m) {
-  std::vector<Shape2> shapes = {{2560, 2048}, {2048, 2048}, {11264, 2048}, {2048, 5632}, {32000, 2048}};
-  if (mode == "l3" || mode == "prefill26") shapes = {{1024, 512}, {512, 512}, {2560, 512}, {512, 1280}, {8192, 512}};
-  if (mode == "prefill") shapes.pop_back();
-  if (getenv("SHAPE")) shapes = {shapes[atoi(getenv("SHAPE"))]};
+struct Mode {
+  const char* name;
+  std::vector<Shape2> shapes;
+  std::vector<int> tokens;
+  size_t copies_bytes;  // copies of each matrix fill this
+  int passes;           // timed together
+  size_t read_bytes;    // what the read bandwidth is measured on
+};
+
+void measure(Team& team, const Mode& mode, int format, int m) {
   std::vector<Case> cases;
   size_t used = 0;
-  for (Shape2 s : shapes) {
+  for (Shape2 s : mode.shapes) {
     cases.push_back({format, m, s.n, s.k, {}, {}, {}, {}, 0});
-    place(cases.back(), mode == "dram" ? (size_t)64 << 20 : 0, used);
+    place(cases.back(), mode.copies_bytes, used);
   }
   double bytes = 0, ops = 0;
   for (const Case& c : cases)
@@ -208,28 +215,41 @@ void measure(Team& team, const std::string& mode, int format, int m) {
   pass(team, cases);
   std::vector<double> seconds, reads;
   for (int r = 0; r < 9; ++r) {
-    const int times = mode == "l3" ? 200 : mode == "prefill26" ? 20 : 1;
     double t = 0;
-    for (int i = 0; i < times; ++i) t += pass(team, cases);
-    seconds.push_back(t / times);
-    reads.push_back(mode == "l3" ? read_rate(team, (size_t)8 << 20, 8) : read_rate(team, (size_t)256 << 20, 1));
+    for (int i = 0; i < mode.passes; ++i) t += pass(team, cases);
+    seconds.push_back(t / mode.passes);
+    reads.push_back(read_rate(team, mode.read_bytes, (int)(((size_t)256 << 20) / mode.read_bytes)));
   }
-  const double t = median(seconds);
-  printf("%-8s %-18s M=%-3d %8.2f GB/s (%3.0f%% of read %6.2f)  %8.1f GOPS\n", mode.c_str(), kFormats[format], m,
-         bytes / t / 1e9, 100 * bytes / t / 1e9 / median(reads), median(reads), ops / t / 1e9);
+  const double t = median(seconds), rate = bytes / t / 1e9, read = median(reads);
+  printf("%-14s %-18s M=%-3d %8.2f GB/s (%3.0f%% of read %6.2f)  %8.1f GOPS\n", mode.name, kFormats[format], m, rate,
+         100 * rate / read, read, ops / t / 1e9);
   fflush(stdout);
+}
+
+std::vector<Mode> modes() {
+  const std::vector<Shape2> llama = {{2560, 2048}, {2048, 2048}, {11264, 2048}, {2048, 5632}, {32000, 2048}};
+  const std::vector<Shape2> small = {{1024, 512}, {512, 512}, {2560, 512}, {512, 1280}, {8192, 512}};
+  const std::vector<Shape2> layers(llama.begin(), llama.end() - 1);
+  const size_t mb = (size_t)1 << 20;
+  return {{"decode", llama, {1, 2, 3, 4, 5, 6, 7, 8}, 64 * mb, 1, 256 * mb},
+          {"verify", llama, {9, 12, 16, 17, 24, 32, 64}, 0, 1, 256 * mb},
+          {"prefill", layers, {512}, 0, 1, 256 * mb},
+          {"cached", small, {1, 2, 4, 8}, 0, 200, 8 * mb},
+          {"cached-prefill", small, {512}, 0, 20, 8 * mb}};
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  Team team(argc > 1 ? atoi(argv[1]) : 1);
-  const std::string mode = argc > 2 ? argv[2] : "dram", only = argc > 3 ? argv[3] : "";
+  if (argc < 3) return fprintf(stderr, "usage: cpu_gemm THREADS MODE [FORMAT]\n"), 2;
+  Team team(atoi(argv[1]));
+  const std::string wanted = argv[2], only = argc > 3 ? argv[3] : "";
   arena = (char*)mmap(nullptr, kArena + (2 << 20), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   arena = (char*)(((size_t)arena + (2 << 20) - 1) & ~(((size_t)2 << 20) - 1));
   madvise(arena, kArena, MADV_HUGEPAGE);
   uint64_t seed = 1;
-  for (size_t i = 0; i < kArena / 8; ++i) ((uint64_t*)arena)[i] = seed = seed * 6364136223846793005u + 1442695040888963407u;
+  for (size_t i = 0; i < kArena / 8; ++i)
+    ((uint64_t*)arena)[i] = seed = seed * 6364136223846793005u + 1442695040888963407u;
   for (int t = 0; t < team.threads; ++t) scratch.push_back(aligned_alloc(64, round64(gemm_scratch_bytes(5632))));
   alignas(64) static uint8_t w[64];
   alignas(64) static float x[16] = {1, 2, 3};
@@ -237,11 +257,9 @@ int main(int argc, char** argv) {
          peak_rate(team, 128, i_set(0), [](I16 a) { return dot_small(a, b_load(w), (const int8_t*)x); }),
          peak_rate(team, 64, f_set(0), [](F16 a) { return bf_dot(a, b_load(w), (const BfX*)x); }),
          peak_rate(team, 32, f_set(0), [](F16 a) { return f_dot(a, f_load((float*)w), x); }));
-  std::vector<int> tokens = mode.rfind("prefill", 0) == 0 ? std::vector<int>{512} : mode == "l3" ? std::vector<int>{1,2,4} : mode == "mid" ? std::vector<int>{9, 12, 16, 17, 24, 32, 64}
-                                                                                    : std::vector<int>{1, 2, 3, 4, 5, 6, 7, 8};
-  if (mode == "m148") tokens = {1, 4, 8};
-  for (int f = 0; f < 8; ++f)
-    if (only.empty() || only == kFormats[f])
-      for (int m : tokens) measure(team, mode == "m148" ? "dram" : mode, f, m);
+  for (const Mode& mode : modes())
+    for (int f = 0; f < 8 && wanted == mode.name; ++f)
+      for (int m : mode.tokens)
+        if (only.empty() || only == kFormats[f]) measure(team, mode, f, m);
   _exit(0);  // the workers spin until the end
 }
