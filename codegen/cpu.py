@@ -193,6 +193,12 @@ class _Renderer:
         weights = f"{self.weight(c.weight)}, {self.weight(c.bias)}, {_f32(c.eps)}"
         return [f"norm<{kind}>({self.mine(c.out)}, {_ident(c.x)}, {width}, {weights}, s.w, {_ident(c.out)});"]
 
+    def _norm_heads(self, c: p.NormHeads) -> list[str]:
+        kind = {"rms": "kRms", "layer": "kLayer"}[c.kind]
+        where = f"{_ident(c.x)}, {self.program.buffer(c.x).stride}, {c.x_offset}, {c.heads}, {c.width}"
+        weights = f"{self.weight(c.weight)}, {self.weight(c.bias)}, {_f32(c.eps)}"
+        return [f"norm_heads<{kind}>({self.mine(c.x)}, {where}, {weights});"]
+
     def _quantize(self, c: p.Quantize) -> list[str]:
         return [f"quantize({self.mine(c.out)}, {_ident(c.x)}, {self.program.buffer(c.x).width}, {_ident(c.out)});"]
 
@@ -201,7 +207,8 @@ class _Renderer:
         return [f"take_rows({self.mine(c.out)}, b.output_rows, {_ident(c.x)}, {width}, {_ident(c.out)});"]
 
     def _elementwise(self, c: p.Elementwise) -> list[str]:
-        x = f"{self.mine(c.out)}, {_ident(c.x)}, {self.program.buffer(c.x).width}"
+        x = f"{self.mine(c.out)}, {_ident(c.x)} + {c.x_offset}, {self.program.buffer(c.x).stride}, "
+        x += str(self.program.buffer(c.out).width)
         if c.kind in _UNARY:
             return [f"apply<{_UNARY[c.kind]}>({x}, {_ident(c.out)});"]
         if c.kind == "scale":
@@ -209,7 +216,7 @@ class _Renderer:
         if c.kind not in ("add", "mul"):
             raise UnsupportedError(f"{c.name}: there is no elementwise kernel {c.kind}")
         if c.other is not None:
-            operand = f"{_ident(c.other)}, {self.program.buffer(c.other).stride}"
+            operand = f"{_ident(c.other)} + {c.other_offset}, {self.program.buffer(c.other).stride}"
         else:
             operand = f"{self.weight(c.weight)}, 0"
         return [f"{c.kind}({x}, {operand}, {_ident(c.out)});"]
@@ -293,7 +300,9 @@ class _Headers:
 
 def _written(call: p.Call) -> str | None:
     """The buffer a call writes (None: logits)."""
-    return call.qkv if isinstance(call, p.RopeAppend) else call.out
+    if isinstance(call, p.RopeAppend):
+        return call.qkv
+    return call.x if isinstance(call, p.NormHeads) else call.out
 
 
 def _read(call: p.Call) -> list[str]:

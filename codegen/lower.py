@@ -40,6 +40,10 @@ class Lowering:
 
     # ---- values ------------------------------------------------------------------------------
 
+    def column(self, node: Any) -> int:
+        """Where in its buffer `node` starts."""
+        return int(node.meta["storage"]["column"])
+
     def buffer(self, node: Any, *, whole: bool = True) -> str:
         """Name of the buffer `node` lives in; with `whole`, it must start at column 0."""
         storage = node.meta["storage"]
@@ -143,6 +147,12 @@ def _norm(low: Lowering, node: fx.Node) -> p.Call:
     return p.Norm(node.name, style, low.buffer(x), low.buffer(node), eps, low.vector(weight), low.vector(bias))
 
 
+def _norm_heads(low: Lowering, node: fx.Node) -> p.Call:
+    x, weight, bias, eps, kind, offset, heads, width = _args(node)
+    weights = low.vector(weight), low.vector(bias)
+    return p.NormHeads(node.name, kind, low.buffer(x), offset, heads, width, eps, *weights)
+
+
 def _quantize(low: Lowering, node: fx.Node) -> p.Call | None:
     x, dtype, _ = _args(node)
     if dtype == "f32":
@@ -204,11 +214,14 @@ def _take_rows(low: Lowering, node: fx.Node) -> p.Call:
 
 
 def _unary(low: Lowering, node: fx.Node) -> p.Call:
-    return p.Elementwise(node.name, str(_args(node)[1]), low.buffer(_args(node)[0]), low.buffer(node))
+    x, kind = _args(node)
+    return p.Elementwise(node.name, kind, low.buffer(x, whole=False), low.buffer(node), x_offset=low.column(x))
 
 
 def _scale(low: Lowering, node: fx.Node) -> p.Call:
-    return p.Elementwise(node.name, "scale", low.buffer(_args(node)[0]), low.buffer(node), factor=_args(node)[1])
+    x, factor = _args(node)
+    where = low.buffer(x, whole=False), low.buffer(node)
+    return p.Elementwise(node.name, "scale", *where, factor=factor, x_offset=low.column(x))
 
 
 def _binary(low: Lowering, node: fx.Node) -> p.Call:
@@ -218,10 +231,12 @@ def _binary(low: Lowering, node: fx.Node) -> p.Call:
         a, b = b, a
     if a.meta["val"].dim() != 2:
         raise PassError("codegen", node.name, f"{kind} inside heads has no kernel yet")
-    out = low.buffer(node)
+    where = low.buffer(a, whole=False), low.buffer(node)
+    start = low.column(a)
     if low.graph.is_weight(b):
-        return p.Elementwise(node.name, kind, low.buffer(a), out, weight=low.vector(b))
-    return p.Elementwise(node.name, kind, low.buffer(a), out, other=low.buffer(b))
+        return p.Elementwise(node.name, kind, *where, weight=low.vector(b), x_offset=start)
+    other = low.buffer(b, whole=False)
+    return p.Elementwise(node.name, kind, *where, other=other, x_offset=start, other_offset=low.column(b))
 
 
 _LOWER: dict[str, Callable[[Lowering, fx.Node], p.Call | None]] = {
@@ -229,6 +244,7 @@ _LOWER: dict[str, Callable[[Lowering, fx.Node], p.Call | None]] = {
     "rms_norm": _norm,
     "layer_norm": _norm,
     "norm_quantize": _norm,
+    "norm_heads": _norm_heads,
     "quantize_activation": _quantize,
     "gemm": _gemm,
     "rope_append": _rope_append,

@@ -94,6 +94,22 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class NormHeads:
+    """`heads` blocks of `width` columns of x from `x_offset`, each normalized in place over itself (f32)."""
+
+    kernel: ClassVar[str] = "norm_heads"
+    name: str
+    kind: Literal["rms", "layer"]
+    x: str
+    x_offset: int
+    heads: int
+    width: int
+    eps: float
+    weight: str | None = None
+    bias: str | None = None
+
+
+@dataclass(frozen=True)
 class Quantize:
     """out = x, in out's dtype: int8 per token (q8), or rounded to bf16."""
 
@@ -187,7 +203,8 @@ class Elementwise:
     """out = kind(x, operand), all f32 [rows, width]; out may be x itself.
 
     Kinds: silu, gelu (erf), gelu_tanh, relu, relu2, tanh, sigmoid (no operand); scale (times `factor`); add and
-    mul (operand is the buffer `other`, or the weight vector `weight` [width]).
+    mul (operand is the buffer `other`, or the weight vector `weight` [width]). x and other are read from
+    their columns `x_offset` and `other_offset` on.
     """
 
     kernel: ClassVar[str] = "elementwise"
@@ -198,9 +215,11 @@ class Elementwise:
     other: str | None = None
     weight: str | None = None
     factor: float = 1.0
+    x_offset: int = 0
+    other_offset: int = 0
 
 
-Call = Embed | Norm | Quantize | Gemm | RopeAppend | Attention | TakeRows | Elementwise
+Call = Embed | Norm | NormHeads | Quantize | Gemm | RopeAppend | Attention | TakeRows | Elementwise
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ _NORMS = {"rms_norm": "rms", "layer_norm": "layer"}
 
 @dataclass(frozen=True)
 class Fuse(Pass):
-    """Three rules: norm + quantization; rope + cache append; gemm + residual add. Each needs sole readers.
+    """Three rules: norm + quantization; norms in heads + rope + cache append; gemm + residual add.
 
-    The gate's activation was joined by `merge`, which must come before weights are rounded.
+    Each needs sole readers. The gate's activation was joined by `merge`, which must come before weights are rounded.
     """
 
     name: ClassVar[str] = "fuse"
@@ -41,10 +41,8 @@ def _fuse_norm(graph: Graph, node: fx.Node) -> bool:
     kind = _NORMS.get(ops.name_of(norm.target) or "")
     if kind is None or len(norm.users) > 1 or dtype == "f32":
         return False
-    x, weight, *rest = norm.args
-    bias, eps = rest if kind == "layer" else (None, rest[0])
     with graph.fx.inserting_before(node):
-        fused = graph.call("norm_quantize", x, weight, bias, eps, kind, dtype, group)
+        fused = graph.call("norm_quantize", norm.args[0], *_norm_arguments(norm), dtype, group)
     graph.replace(node, fused)
     graph.fx.erase_node(norm)
     return True
@@ -52,31 +50,57 @@ def _fuse_norm(graph: Graph, node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class _Heads:
-    """A value [M, H, D] read out of `source` [M, F] from column `start`, rotated by `rope` (or not)."""
+    """A value [M, H, D] read out of `source` [M, F] from column `start`, perhaps normalized, perhaps rotated.
+
+    `norm` is (weight, bias, eps, kind, blocks, width of a block), `rope` the arguments after the value; `alone` says
+    that nothing else reads what lies between, so that the source's columns may be overwritten.
+    """
 
     source: fx.Node
     start: int
     heads: int
     head_dim: int
     rope: tuple[Any, ...] | None
+    norm: tuple[Any, ...] | None
+    alone: bool
 
 
 def _heads_of(node: Any) -> _Heads | None:
-    """What split_heads(slice_features(source)), or rope of it, reads; None for any other form."""
-    rope = None
-    if ops.name_of(node.target) == "rope":
-        rope, node = tuple(node.args[1:]), node.args[0]
-    if ops.name_of(node.target) != "split_heads":
-        return None
+    """What the heads in `node` are made of, or None for any form but [rope] [norm] split_heads [norm] [slice]."""
     heads, head_dim = node.meta["val"].shape[-2:]
-    source, start = node.args[0], 0
+    chain, rope, norm = [node], None, None
+    if ops.name_of(node.target) == "rope":
+        rope = tuple(node.args[1:])
+        chain.append(node.args[0])
+    if ops.name_of(chain[-1].target) in _NORMS:
+        norm = (*_norm_arguments(chain[-1]), heads, head_dim)
+        chain.append(chain[-1].args[0])
+    if ops.name_of(chain[-1].target) != "split_heads":
+        return None
+    source, start = chain[-1].args[0], 0
+    if norm is None and ops.name_of(source.target) in _NORMS:
+        norm = (*_norm_arguments(source), 1, heads * head_dim)
+        chain.append(source)
+        source = source.args[0]
     if ops.name_of(source.target) == "slice_features":
+        chain.append(source)
         source, start = source.args[0], source.args[1]
-    return _Heads(source, start, heads, head_dim, rope)
+    return _Heads(source, start, heads, head_dim, rope, norm, all(len(n.users) == 1 for n in chain))
+
+
+def _norm_arguments(norm: fx.Node) -> tuple[Any, ...]:
+    """(weight, bias, eps, kind) of an rms_norm or layer_norm."""
+    kind = _NORMS[ops.name_of(norm.target) or ""]
+    _, weight, *rest = norm.args
+    bias, eps = rest if kind == "layer" else (None, rest[0])
+    return weight, bias, eps, kind
 
 
 def _fuse_append(graph: Graph, node: fx.Node) -> bool:
-    """rope(q), rope(k), kv_append(k, v), kv_attention(q) over slices of one value -> rope_append, kv_attention."""
+    """q, k and v out of one value, q and k normalized and rotated, appended, attended -> rope_append, kv_attention.
+
+    Norms become norm_heads in place before it.
+    """
     append: Any = node.args[4]
     if ops.name_of(append.target) != "kv_append":
         return False
@@ -85,14 +109,19 @@ def _fuse_append(graph: Graph, node: fx.Node) -> bool:
     if any(p is None for p in parts):
         return False
     q, k, v = (p for p in parts if p is not None)
-    if not (q.source is k.source is v.source and q.rope == k.rope and v.rope is None):
+    if not (q.source is k.source is v.source and q.rope == k.rope and v.rope is None and v.norm is None):
+        return False
+    if not (q.alone and k.alone) or (q.rope is not None and q.rope[0] is not place[0]):
         return False
     inv_freq, scaling, interleaved = (None, 1.0, False) if q.rope is None else q.rope[1:]
-    if q.rope is not None and q.rope[0] is not place[0]:
-        return False
     shape = (q.heads, k.heads, q.head_dim, scaling, interleaved, layer, format)
     with graph.fx.inserting_before(node):
-        joined = graph.call("rope_append", q.source, inv_freq, *place, cache, [q.start, k.start, v.start], *shape)
+        source = q.source
+        for part in (q, k):
+            if part.norm is not None:
+                *arguments, blocks, width = part.norm
+                source = graph.call("norm_heads", source, *arguments, part.start, blocks, width)
+        joined = graph.call("rope_append", source, inv_freq, *place, cache, [q.start, k.start, v.start], *shape)
         rotated, new_cache = (graph.fx.call_function(operator.getitem, (joined, i)) for i in (0, 1))
         graph.infer_node(rotated)
         graph.infer_node(new_cache)

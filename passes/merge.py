@@ -18,7 +18,7 @@ class Merge(Pass):
     """`act(x Wg) * (x Wu)` becomes one gated linear; other linears of one input become one linear and slices.
 
     Joining is by output rows, and every format rounds output rows apart from each other, so nothing
-    changes numerically. Only linears of equal precision join, and a bias only meets a bias.
+    changes numerically. Only linears of equal precision join; where some have a bias, the others get zeros.
     """
 
     name: ClassVar[str] = "merge"
@@ -66,8 +66,8 @@ def _merge_gate(graph: Graph, node: fx.Node) -> bool:
         return False
     weight = graph.call_weight("interleave_rows", gate.args[1], up.args[1], ops.GATE_BLOCK)
     bias = None
-    if _bias(gate) is not None:
-        bias = graph.call_weight("interleave_rows", _bias(gate), _bias(up), ops.GATE_BLOCK)
+    if _bias(gate) is not None or _bias(up) is not None:
+        bias = graph.call_weight("interleave_rows", *_biases(graph, [gate, up]), ops.GATE_BLOCK)
     with graph.fx.inserting_before(node):
         joined = graph.call("gated_linear", gate.args[0], weight, bias, kind, gate.meta["val"].shape[-1])
     joined.meta["precision"] = gate.meta["precision"]
@@ -82,8 +82,12 @@ def _bias(linear: fx.Node) -> object:
 
 
 def _joinable(a: fx.Node, b: fx.Node) -> bool:
-    same_bias = (_bias(a) is None) == (_bias(b) is None)
-    return a.args[0] is b.args[0] and a.meta["precision"] == b.meta["precision"] and same_bias
+    return a.args[0] is b.args[0] and a.meta["precision"] == b.meta["precision"]
+
+
+def _biases(graph: Graph, linears: list[fx.Node]) -> list[object]:
+    """The linears' biases, zeros for those without."""
+    return [graph.call_weight("zero_bias", n.args[1]) if _bias(n) is None else _bias(n) for n in linears]
 
 
 def _siblings(node: fx.Node) -> list[fx.Node]:
@@ -97,7 +101,9 @@ def _siblings(node: fx.Node) -> list[fx.Node]:
 def _merge_siblings(graph: Graph, linears: list[fx.Node]) -> None:
     first = linears[0]
     weight = graph.call_weight("concat_rows", [n.args[1] for n in linears])
-    bias = None if _bias(first) is None else graph.call_weight("concat_rows", [_bias(n) for n in linears])
+    bias = None
+    if any(_bias(n) is not None for n in linears):
+        bias = graph.call_weight("concat_rows", _biases(graph, linears))
     with graph.fx.inserting_before(first):
         joined = graph.call("linear", first.args[0], weight, bias)
         stops = list(accumulate(n.meta["val"].shape[-1] for n in linears))

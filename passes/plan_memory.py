@@ -108,7 +108,7 @@ def _shared(
         return value, column + (args[1] if kind == "slice_features" else 0)
     if kind == "getitem":
         return values[source] if args[1] == 0 else None
-    if kind == "rope_append" or (kind == "quantize_activation" and args[1] == "f32"):
+    if kind in ("rope_append", "norm_heads") or (kind == "quantize_activation" and args[1] == "f32"):
         return values[source]
     if kind == "gemm" and args[3] is not None:
         value, column = values[args[3]]

@@ -14,6 +14,7 @@ _ON_WEIGHTS = frozenset(
     {
         "concat_rows",
         "matvec",
+        "zero_bias",
         "interleave_rows",
         "rotate",
         "scale_axis",
@@ -42,7 +43,14 @@ _FLOAT = _ON_WEIGHTS | {
     "gated_linear",
 }
 _QUANTIZED = _FLOAT | {"quantize_weight", "quantize_activation", "gemm"}
-_STEP = (_QUANTIZED - {"attention"}) | {"kv_append", "kv_attention", "take_rows", "norm_quantize", "rope_append"}
+_STEP = (_QUANTIZED - {"attention"}) | {
+    "kv_append",
+    "kv_attention",
+    "take_rows",
+    "norm_quantize",
+    "rope_append",
+    "norm_heads",
+}
 
 STAGES: dict[str, frozenset[str] | None] = {"import": None, "raise": _FLOAT, "quantize": _QUANTIZED, "cache": _STEP}
 """The qcompile:: operators a graph may hold from each stage on; at import it holds ATen's, whichever they are."""

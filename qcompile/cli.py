@@ -135,7 +135,7 @@ def passes(json: Json = False) -> None:
     """
     from qcompile.pipeline import PASSES
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     for kind in PASSES:
         summary = (kind.__doc__ or "").strip().splitlines()[0]
         rows.append({"name": kind.name, "options": kind().options(), "summary": summary})

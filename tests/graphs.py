@@ -17,12 +17,17 @@ def decoder(
     head_dim: int = 16,
     ffn: int = 72,
     layers: int = 2,
-    bias: bool = False,
+    bias: bool | str = False,
     rotary: bool = True,
     window: int = 0,
+    head_norm: str = "",
+    act: str = "silu",
     seed: int = 0,
 ) -> Graph:
-    """A Llama-shaped decoder at stage `raise`: no norm weights, random everything else."""
+    """A Llama-shaped decoder at stage `raise`: no norm weights, random everything else.
+
+    `head_norm`: "heads" normalizes q and k head by head, "whole" before they are split. `bias` "q" is on q alone.
+    """
     generator = torch.Generator().manual_seed(seed)
     store = WeightStore()
     graph = Graph(fx.Graph(), store, ModelInfo("tiny", vocab, 512, 0, (0,), 0), "raise")
@@ -38,7 +43,7 @@ def decoder(
         return node
 
     def linear(x: fx.Node, name: str, n: int, k: int) -> fx.Node:
-        extra = (weight(f"{name}.bias", n),) if bias else ()
+        extra = (weight(f"{name}.bias", n),) if bias is True or (bias and name.startswith(bias)) else ()
         return graph.call("linear", x, weight(name, n, k), *extra)
 
     inv_freq = None
@@ -49,15 +54,23 @@ def decoder(
     x = graph.call("embedding", ids, weight("embed", vocab, hidden))
     for layer in range(layers):
         y = graph.call("rms_norm", x, None, 1e-6)
-        q = graph.call("split_heads", linear(y, f"q{layer}", heads * head_dim, hidden), heads)
-        k = graph.call("split_heads", linear(y, f"k{layer}", kv_heads * head_dim, hidden), kv_heads)
+        pair = []
+        for name, count in (("q", heads), ("k", kv_heads)):
+            t = linear(y, f"{name}{layer}", count * head_dim, hidden)
+            if head_norm == "whole":
+                t = graph.call("rms_norm", t, weight(f"{name}{layer}.norm", count * head_dim), 1e-6)
+            t = graph.call("split_heads", t, count)
+            if head_norm == "heads":
+                t = graph.call("rms_norm", t, weight(f"{name}{layer}.norm", head_dim), 1e-6)
+            pair.append(t)
+        q, k = pair
         v = graph.call("split_heads", linear(y, f"v{layer}", kv_heads * head_dim, hidden), kv_heads)
         if inv_freq is not None:
             q, k = (graph.call("rope", t, positions, inv_freq, 1.0, False) for t in (q, k))
         mixed = graph.call("merge_heads", graph.call("attention", q, k, v, head_dim**-0.5, window, 0.0, None))
         x = graph.call("add", x, linear(mixed, f"o{layer}", hidden, heads * head_dim))
         y = graph.call("rms_norm", x, None, 1e-6)
-        gate = graph.call("unary", linear(y, f"gate{layer}", ffn, hidden), "silu")
+        gate = graph.call("unary", linear(y, f"gate{layer}", ffn, hidden), act)
         product = graph.call("mul", gate, linear(y, f"up{layer}", ffn, hidden))
         x = graph.call("add", x, linear(product, f"down{layer}", hidden, ffn))
     logits = graph.call("linear", graph.call("rms_norm", x, None, 1e-6), weight("head", vocab, hidden))

@@ -46,7 +46,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "max_heads": (rand(32), 2, 8),
     "smooth_factor": (rand(16).abs(), 0.5, rand(16).abs()),
     "zero_bias": (rand(3, 4),),
-    "norm_heads": (rand(3, 40), rand(8), None, 1e-6, "rms", 8, 3),
+    "norm_heads": (rand(3, 40), rand(8), None, 1e-6, "rms", 8, 3, 8),
     "concat_rows": ([rand(3, 4), rand(2, 4)],),
     "matvec": (rand(3, 4), rand(4)),
     "interleave_rows": (rand(20, 4), rand(20, 4), 16),

@@ -110,14 +110,12 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 @define(like)
 def norm_heads(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str, offset: int, heads: int
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str, offset: int, heads: int, width: int
 ) -> Tensor:
-    """x [M, F] with `heads` blocks of columns from `offset` normalized, each over itself; the rest stays.
+    """x [M, F] with `heads` blocks of `width` columns from `offset` normalized, each over itself; the rest stays.
 
-    weight and bias [W] or None give the blocks' width W; without either it is what is left of F, over `heads`.
-    `kind` is rms or layer.
+    weight and bias [width] or None; `kind` is rms or layer.
     """
-    width = (x.shape[-1] - offset) // heads if weight is None else weight.shape[0]
     x = x.clone()
     view = x[:, offset : offset + heads * width].unflatten(-1, (heads, width))
     y = rms_norm(view.contiguous(), weight, eps) if kind == "rms" else layer_norm(view.contiguous(), weight, bias, eps)

@@ -34,6 +34,23 @@ def test_artifact_computes_what_its_graph_says(recipe: str, tmp_path: Path) -> N
         assert check.max_relative_error(logits, graph.run(ids, positions)) > 1e-4  # it did round
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"head_norm": "heads"},
+        {"head_norm": "whole", "bias": "q"},
+        {"act": "gelu_tanh"},
+        {"rotary": False, "act": "relu"},
+    ],
+    ids=str,
+)
+def test_other_shapes_of_decoder_run(shape: dict[str, object], tmp_path: Path) -> None:
+    graph, (ids, positions) = decoder(**shape), sequence_inputs(70)  # type: ignore[arg-type]
+    pipeline.build(graph, tmp_path / "out", recipe="f32")
+    with qcompile.load(tmp_path / "out") as llm:
+        assert check.max_relative_error(llm.logits(ids), graph.run(ids, positions)) < 2 * TOLERANCE["f32"]
+
+
 @pytest.mark.parametrize("recipe", ["f32", "w4a8", "mxfp4"])
 @pytest.mark.parametrize("target", [name for name in HOST if name != "cpu-avx512vnni"])
 def test_instruction_sets_agree(recipe: str, target: str, tmp_path: Path) -> None:

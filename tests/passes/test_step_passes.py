@@ -158,6 +158,29 @@ def test_fuse_joins_and_changes_nothing(rotary: bool, bias: bool) -> None:
     assert torch.equal(step_logits(result.graph), step_logits(before))
 
 
+@pytest.mark.parametrize("head_norm", ["heads", "whole"])
+@pytest.mark.parametrize("bias", [False, "q"])
+def test_fuse_takes_norms_in_heads_along(head_norm: str, bias: bool | str) -> None:
+    graph = decoder(head_norm=head_norm, bias=bias)
+    before = through(graph, AssignPrecision(), Merge(), Quantize(), Cache("kv32"))
+    fused = apply(Fuse(), before).graph
+    assert len(fused.calls("norm_heads")) == 4 and len(fused.calls("rope_append")) == 2
+    assert torch.equal(step_logits(fused), step_logits(before))
+    assert check.max_relative_error(step_logits(fused), graph.run(*sequence_inputs())) < REORDERED
+
+
+def test_fuse_never_overwrites_queries_that_others_read() -> None:
+    graph = through(decoder(layers=1), AssignPrecision(), Merge(), Quantize(), Cache("kv32"))
+    attended = graph.calls("kv_attention")[0]
+    split = graph.calls("rope")[0].args[0]
+    with graph.fx.inserting_after(attended):
+        extra = graph.call("add", attended, split)
+    graph.calls("merge_heads")[0].update_arg(0, extra)
+    fused = apply(Fuse(), graph).graph
+    assert not fused.calls("rope_append")
+    assert torch.equal(step_logits(fused), step_logits(graph))
+
+
 def test_fuse_leaves_a_norm_that_others_read() -> None:
     graph = through(decoder(layers=1), AssignPrecision("w8_sym_channel", "int8"), Merge(), Quantize(), Cache("kv32"))
     norm = graph.calls("rms_norm")[0]

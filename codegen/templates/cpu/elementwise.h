@@ -29,12 +29,12 @@ QC_INLINE f32x16 unary(f32x16 x) {
   return sigmoid(x);
 }
 
-// out[t] = f(x[t], 16 columns from i); the padding stays zero.
+// out[t] = f(x[t], 16 columns from i); the padding stays zero. `stride` floats from one row of `x` to the next.
 template <class F>
-QC_INLINE void each_row(Range rows, const float* x, int width, float* out, const F& f) {
+QC_INLINE void each_row(Range rows, const float* x, int stride, int width, float* out, const F& f) {
   const int kp = gemm_kp(width);
   for (int t = rows.begin; t < rows.end; ++t) {
-    const float* from = x + (int64_t)t * kp;
+    const float* from = x + (int64_t)t * stride;
     float* to = out + (int64_t)t * kp;
     for (int i = 0; i < width; i += 16) store(to + i, f(load<f32x16>(from + i), t, i));
     for (int i = width; i < kp; ++i) to[i] = 0.0f;
@@ -42,16 +42,18 @@ QC_INLINE void each_row(Range rows, const float* x, int width, float* out, const
 }
 
 template <UnaryKind kind>
-QC_NOINLINE void apply(Range rows, const float* x, int width, float* out) {
-  each_row(rows, x, width, out, [](f32x16 v, int, int) { return unary<kind>(v); });
+QC_NOINLINE void apply(Range rows, const float* x, int stride, int width, float* out) {
+  each_row(rows, x, stride, width, out, [](f32x16 v, int, int) { return unary<kind>(v); });
 }
-QC_NOINLINE void scale_by(Range rows, const float* x, int width, float factor, float* out) {
-  each_row(rows, x, width, out, [=](f32x16 v, int, int) { return v * factor; });
+QC_NOINLINE void scale_by(Range rows, const float* x, int stride, int width, float factor, float* out) {
+  each_row(rows, x, stride, width, out, [=](f32x16 v, int, int) { return v * factor; });
 }
-// `stride` floats from one row of `y` to the next: 0 for a weight vector.
-QC_NOINLINE void add(Range rows, const float* x, int width, const float* y, int stride, float* out) {
-  each_row(rows, x, width, out, [=](f32x16 v, int t, int i) { return v + load<f32x16>(y + (int64_t)t * stride + i); });
+// `ys` floats from one row of `y` to the next: 0 for a weight vector.
+QC_NOINLINE void add(Range rows, const float* x, int stride, int width, const float* y, int ys, float* out) {
+  each_row(rows, x, stride, width, out,
+           [=](f32x16 v, int t, int i) { return v + load<f32x16>(y + (int64_t)t * ys + i); });
 }
-QC_NOINLINE void mul(Range rows, const float* x, int width, const float* y, int stride, float* out) {
-  each_row(rows, x, width, out, [=](f32x16 v, int t, int i) { return v * load<f32x16>(y + (int64_t)t * stride + i); });
+QC_NOINLINE void mul(Range rows, const float* x, int stride, int width, const float* y, int ys, float* out) {
+  each_row(rows, x, stride, width, out,
+           [=](f32x16 v, int t, int i) { return v * load<f32x16>(y + (int64_t)t * ys + i); });
 }
