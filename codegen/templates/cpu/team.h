@@ -5,7 +5,6 @@
 #pragma once
 #include <linux/futex.h>
 #include <pthread.h>
-#include <sched.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -25,51 +24,75 @@ static inline double now_seconds() {
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-struct alignas(64) Line {  // one counter alone on its cache line
-  uint32_t value;
-};
+static inline void futex_wait(uint32_t* word, uint32_t seen) {
+  syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+}
+static inline void futex_wake(uint32_t* word, int count) {
+  syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
+}
 
-// Spins politely: after `limit` pauses every further turn gives the core away, for the thread that is
-// waited for may be the one that wants it.
-struct Spin {
-  int limit, turns = 0;
-  explicit Spin(int limit_) : limit(limit_) {}
-  void wait() {
-    if (++turns < limit) cpu_relax();
-    else sched_yield();
+// A counter that one thread moves and one waits for, alone on its cache line.
+struct alignas(64) Flag {
+  uint32_t value, asleep;
+
+  // The value moves before `asleep` is read, and a sleeper says so before it rereads the value (the kernel
+  // does so once more), so one of the two always sees the other.
+  void raise(uint32_t to) {
+    __atomic_exchange_n(&value, to, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&asleep, __ATOMIC_SEQ_CST)) futex_wake(&value, 1);
+  }
+  bool reached(uint32_t target) const {
+    return (int32_t)(__atomic_load_n(&value, __ATOMIC_ACQUIRE) - target) >= 0;
+  }
+  // Spins `limit` turns, then sleeps; returns whether it slept.
+  bool await(uint32_t target, int limit) {
+    for (int turn = 0; turn < limit; ++turn) {
+      if (reached(target)) return false;
+      cpu_relax();
+    }
+    __atomic_store_n(&asleep, 1, __ATOMIC_SEQ_CST);
+    for (uint32_t seen; (int32_t)((seen = __atomic_load_n(&value, __ATOMIC_SEQ_CST)) - target) < 0;)
+      futex_wait(&value, seen);
+    __atomic_store_n(&asleep, 0, __ATOMIC_RELAXED);
+    return true;
   }
 };
 
-// Dissemination barrier (Hensgen, Finkel, Manber 1988): in round r thread i signals thread i + 2^r, so
-// after ceil(log2 n) rounds everyone has heard of everyone. No atomic read-modify-write; each flag has
-// one writer and one reader, and counts episodes, so it is never reset.
-struct Barrier {
-  static constexpr int kRounds = 10;  // up to 1024 threads
-  int threads = 1, rounds = 0, spin_limit = 1;
-  Line* flags = nullptr;  // [rounds][threads]
+// One thread's count of barriers passed, and its patience: how long it spins before it sleeps. A wait that
+// ends in sleep halves it, any other lets it grow. Where other programs hold the cores, a thread that sleeps
+// is put back on one as soon as it is woken, while one that spins uses up its share of them.
+struct Waiter {
+  uint32_t episode;
+  int patience;
 
-  bool open(int n, int limit) {
+  void waited(bool slept) { patience = slept ? least() + patience / 2 : most() - (most() - patience) * 7 / 8; }
+  static constexpr int least() { return 64; }
+  static constexpr int most() { return 4096; }  // about 50 us
+};
+
+// Dissemination barrier (Hensgen, Finkel, Manber 1988): in round r thread i signals thread i + 2^r, so
+// after ceil(log2 n) rounds everyone has heard of everyone. Each flag has one writer and one reader, and
+// counts episodes, so it is never reset.
+struct Barrier {
+  int threads = 1, rounds = 0;
+  Flag* flags = nullptr;  // [rounds][threads]
+
+  bool open(int n) {
     threads = n;
-    spin_limit = limit;
     while ((1 << rounds) < n) ++rounds;
-    if (rounds > kRounds) return false;
     void* p = nullptr;
-    size_t bytes = (size_t)(rounds ? rounds : 1) * (size_t)n * sizeof(Line);
+    const size_t bytes = (size_t)(rounds ? rounds : 1) * (size_t)n * sizeof(Flag);
     if (posix_memalign(&p, 64, bytes)) return false;
-    flags = (Line*)memset(p, 0, bytes);
+    flags = (Flag*)memset(p, 0, bytes);
     return true;
   }
   void close() { free(flags); }
 
-  // `episode` is the caller's own count of barriers passed.
-  inline __attribute__((always_inline)) void wait(int tid, uint32_t& episode) {
-    const uint32_t e = ++episode;
+  inline __attribute__((always_inline)) void wait(int tid, Waiter& me) {
+    const uint32_t e = ++me.episode;
     for (int r = 0; r < rounds; ++r) {
-      const int peer = (tid + (1 << r)) % threads;
-      __atomic_store_n(&flags[r * threads + peer].value, e, __ATOMIC_RELEASE);
-      const uint32_t* mine = &flags[r * threads + tid].value;
-      Spin spin(spin_limit);
-      while ((int32_t)(__atomic_load_n(mine, __ATOMIC_ACQUIRE) - e) < 0) spin.wait();
+      flags[r * threads + (tid + (1 << r)) % threads].raise(e);
+      me.waited(flags[r * threads + tid].await(e, me.patience));
     }
   }
 };
@@ -77,7 +100,7 @@ struct Barrier {
 struct Team {
   typedef void (*Job)(void* arg, int tid);
   struct alignas(64) Member {
-    uint32_t episode;
+    Waiter waiter;
     int tid;
     Team* team;
     pthread_t thread;
@@ -94,9 +117,7 @@ struct Team {
 
   bool open(int n) {
     threads = n;
-    cpu_set_t allowed;
-    int cores = sched_getaffinity(0, sizeof allowed, &allowed) == 0 ? CPU_COUNT(&allowed) : n;
-    if (!barrier.open(n, n <= cores ? 1000 : 16)) return false;
+    if (!barrier.open(n)) return false;
     void* p = nullptr;
     if (posix_memalign(&p, 64, sizeof(Member) * (size_t)n)) return false;
     members = (Member*)memset(p, 0, sizeof(Member) * (size_t)n);
@@ -115,7 +136,7 @@ struct Team {
   }
 
   inline __attribute__((always_inline)) void sync(int tid) {
-    if (threads > 1) barrier.wait(tid, members[tid].episode);
+    if (threads > 1) barrier.wait(tid, members[tid].waiter);
   }
 
   // Run job(arg, tid) on every thread; returns when all have finished.
@@ -128,12 +149,10 @@ struct Team {
   }
 
  private:
-  // The ticket moves before sleepers is read, and a sleeper counts itself before the kernel rereads the
-  // ticket, so one of the two always sees the other.
+  // As in Flag, with many sleepers.
   void publish() {
     __atomic_fetch_add(&ticket, 1, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&sleepers, __ATOMIC_SEQ_CST))
-      syscall(SYS_futex, &ticket, FUTEX_WAKE_PRIVATE, threads, nullptr, nullptr, 0);
+    if (__atomic_load_n(&sleepers, __ATOMIC_SEQ_CST)) futex_wake(&ticket, threads);
   }
 
   void await(uint32_t seen) {
@@ -142,11 +161,9 @@ struct Team {
       if (__atomic_load_n(&ticket, __ATOMIC_ACQUIRE) != seen) return;
       if (turn % 64) cpu_relax();
       else if (now_seconds() > deadline) break;
-      else if (barrier.spin_limit < 64) sched_yield();
     }
     __atomic_fetch_add(&sleepers, 1, __ATOMIC_SEQ_CST);
-    while (__atomic_load_n(&ticket, __ATOMIC_SEQ_CST) == seen)
-      syscall(SYS_futex, &ticket, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+    while (__atomic_load_n(&ticket, __ATOMIC_SEQ_CST) == seen) futex_wait(&ticket, seen);
     __atomic_fetch_sub(&sleepers, 1, __ATOMIC_SEQ_CST);
   }
 
