@@ -1,0 +1,109 @@
+"""What GPU measurements share: problems with fresh random operands, launches of kernels, times by graph replay."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qcompile.codegen import triton as gpu
+from qcompile.codegen.gpu_pack import pack_gpu
+from qcompile.numerics import dequantize_weight, quantize_activation, quantize_weight
+
+ROTATED_BYTES = 5 * 64 * 2**20
+"""Weights are rotated through so many bytes: more than five times the L2 of any target."""
+
+REPLAYS = 25
+LAUNCHES = 64
+"""At least so many in a graph, so that what a replay costs by itself does not count."""
+
+Launch = Callable[[], object]
+
+
+def facts() -> dict[str, Any]:
+    """Device, versions and date."""
+    import triton
+
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "device": properties.name,
+        "multiprocessors": properties.multi_processor_count,
+        "capability": f"{properties.major}.{properties.minor}",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": triton.__version__,
+        "date": time.strftime("%F"),
+    }
+
+
+def graph_us(launches: Sequence[Launch], replays: int = REPLAYS) -> float:
+    """Median microseconds per launch of a CUDA graph that holds `launches` in order."""
+    launches[0]()
+    torch.cuda.synchronize()
+    rounds = -(-LAUNCHES // len(launches))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for launch in launches:
+                launch()
+    for _ in range(3):
+        graph.replay()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
+    for start, end in events:
+        start.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events) * 1e3 / (len(launches) * rounds)
+
+
+class Problem:
+    """A weight [n, k] in `format`, packed in as many copies as rotation needs, and activations to multiply it with."""
+
+    def __init__(self, format: str, n: int, k: int) -> None:
+        self.format, self.n, self.k = format, n, k
+        # Rows off centre, so that zero points matter.
+        w = torch.randn(n, k, device="cuda") * 0.02 + 0.01 * torch.rand(n, 1, device="cuda")
+        parts = quantize_weight(w, format)
+        self.weight = dequantize_weight(parts, format, k)
+        packed = pack_gpu(parts, format)
+        size = sum(t.numel() * t.element_size() for t in packed.values())
+        self.copies = [packed] + [{key: t.clone() for key, t in packed.items()} for _ in range(ROTATED_BYTES // size)]
+        self.workspace: dict[str, Tensor] = {}
+
+    def activations(self, tokens: int) -> list[Tensor]:
+        """Fresh random x as quantize_activation's parts."""
+        x = torch.randn(tokens, self.k, device="cuda")
+        return quantize_activation(x, "bf16" if self.format == "w4_asym_g128" else "int8", 0)
+
+    def launches(self, spec: gpu.KernelSpec, x: list[Tensor], out: Tensor, capability: int) -> list[Launch]:
+        """One launch for each copy of the weight, all writing `out` [M, N]."""
+        kernel = gpu.build(spec, capability)
+        tokens = x[0].shape[0]
+        given: dict[str, Any] = {"x": x[0], "out": out, "M": tokens, **self._workspace(spec, tokens)}
+        if len(x) > 1:
+            given.update(x_scale=x[1], x_sum=x[2])
+        runner = kernel[spec.grid(tokens)]
+        found = []
+        for packed in self.copies:
+            arguments = [{**given, **packed}[a.name] for a in spec.arguments]
+            # The graph is captured on a stream of its own: ask for the current one at each launch.
+            found.append(lambda a=arguments: runner(*a, stream=torch.cuda.current_stream().cuda_stream))
+        return found
+
+    def _workspace(self, spec: gpu.KernelSpec, tokens: int) -> dict[str, Tensor]:
+        for name, (items, dtype) in spec.workspace(tokens).items():
+            key = f"{name} {dtype}"
+            if key not in self.workspace or self.workspace[key].numel() < items:
+                self.workspace[key] = torch.zeros(items, dtype=dtype, device="cuda")
+        return {name: self.workspace[f"{name} {dtype}"] for name, (_, dtype) in spec.workspace(tokens).items()}
+
+    def relative_error(self, x: list[Tensor], out: Tensor) -> float:
+        """Of `out` against the product of the dequantized operands in float64, Frobenius."""
+        want = gpu.reference(x, self.weight)
+        error = ((out.double() - want).norm() / want.norm()).item()
+        return error if error == error else float("inf")

@@ -1,0 +1,166 @@
+"""GEMM kernels on this GPU: checked first, then timed beside what the libraries offer, in one run.
+
+    python benchmarks/gpu_kernels.py [out.json]
+
+Times are microseconds per launch by CUDA graph replay, the launch gap included, weights rotated through more
+than five times the L2, activations already quantized; medians over replays.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.gpu_common import ROTATED_BYTES, Launch, Problem, facts, graph_us
+from qcompile.codegen.tiles import choose
+from qcompile.codegen.triton import DECODE_TOKENS, KernelSpec
+
+SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 4096))
+FORMATS = ("qoq_channel", "qoq_g128", "w4_asym_g128", "w8_sym_channel")
+TOKENS = tuple(2**i for i in range(13))
+TABLE = (1, 16, 64, 256, 1024, 4096)
+MOST_ERROR = 4e-3
+"""Rounding to bf16 alone is worth 1.7e-3; rounding a scaled 4-bit weight to bf16 as much again."""
+
+
+def ceilings() -> dict[str, float]:
+    """What this GPU does at best: GB/s read and copied, TFLOPS and TOPS, and the microseconds of an empty launch."""
+    big = torch.randint(-100, 100, (2**29,), dtype=torch.int32, device="cuda")
+    other = torch.empty_like(big)
+    numbers = torch.randn(2**29, device="cuda")
+    read_us = graph_us([lambda: numbers.sum()] * 2, 5)
+    copy_us = graph_us([lambda: other.copy_(big)] * 2, 5)
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    a8 = torch.randint(-127, 128, (8192, 8192), dtype=torch.int8, device="cuda")
+    product_us = graph_us([lambda: a @ a.t()] * 2, 9)
+    product8_us = graph_us([lambda: torch._int_mm(a8, a8.t())] * 2, 9)
+    one = torch.zeros(1, device="cuda")
+    flops, size = 2 * 8192**3, big.numel() * 4
+    return {
+        "read_gb_s": size / read_us / 1e3,
+        "copy_gb_s": 2 * size / copy_us / 1e3,
+        "bf16_tflops": flops / product_us / 1e6,
+        "int8_tops": flops / product8_us / 1e6,
+        "one_element_kernel_us": graph_us([lambda: one.zero_()] * 100),
+    }
+
+
+class Rivals:
+    """Library products for a weight [n, k]: bf16 cuBLAS, fp8 `_scaled_mm` with scales per row, int8 `_int_mm`."""
+
+    def __init__(self, n: int, k: int) -> None:
+        self.k = k
+        w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02
+        self.bf16 = self._copies(w)
+        self.fp8 = self._copies((w * 1000).to(torch.float8_e4m3fn))
+        self.int8 = self._copies((w * 1000).to(torch.int8))
+        self.w_scale = torch.ones(1, n, device="cuda")
+
+    @staticmethod
+    def _copies(w: torch.Tensor) -> list[torch.Tensor]:
+        return [w.clone() for _ in range(ROTATED_BYTES // (w.numel() * w.element_size()) + 1)]
+
+    def times(self, tokens: int) -> dict[str, float | None]:
+        """Microseconds of each rival; None where it does not take so few rows."""
+        x = torch.randn(tokens, self.k, device="cuda", dtype=torch.bfloat16)
+        x8, xf = (x * 30).to(torch.int8), x.to(torch.float8_e4m3fn)
+        scale = torch.ones(tokens, 1, device="cuda")
+        launches: dict[str, list[Launch]] = {
+            "bf16 cuBLAS": [lambda w=w: x @ w.t() for w in self.bf16],
+            "fp8 _scaled_mm": [
+                lambda w=w: torch._scaled_mm(xf, w.t(), scale, self.w_scale, out_dtype=torch.bfloat16) for w in self.fp8
+            ],
+            "int8 _int_mm": [lambda w=w: torch._int_mm(x8, w.t()) for w in self.int8],
+        }
+        return {name: _time_or_none(each) for name, each in launches.items()}
+
+
+def _time_or_none(launches: list[Launch]) -> float | None:
+    try:
+        return graph_us(launches)
+    except RuntimeError:
+        return None
+
+
+def check(problem: Problem, spec: KernelSpec, tokens: int) -> float:
+    """Relative error of a launch on fresh inputs into a poisoned output, the second after another launch."""
+    worst = 0.0
+    for launch_number in range(2):
+        x = problem.activations(tokens)
+        out = torch.full((tokens, problem.n), float("nan"), dtype=torch.bfloat16, device="cuda")
+        problem.launches(spec, x, out, 90)[launch_number % len(problem.copies)]()
+        worst = max(worst, problem.relative_error(x, out))
+    return worst
+
+
+def rows_that_depend_on_m(problem: Problem) -> int:
+    """Of a decode class launch, outputs that differ in any bit between M = 16 and a smaller M."""
+    x = problem.activations(DECODE_TOKENS)
+    whole = _product(problem, x)
+    found = 0
+    for tokens in range(1, DECODE_TOKENS):
+        part = _product(problem, [t[:tokens].contiguous() for t in x])
+        found += int((part.view(torch.int16) != whole[:tokens].view(torch.int16)).sum())
+    return found
+
+
+def _product(problem: Problem, x: list[torch.Tensor]) -> torch.Tensor:
+    tokens = x[0].shape[0]
+    out = torch.full((tokens, problem.n), float("nan"), dtype=torch.bfloat16, device="cuda")
+    spec = KernelSpec(problem.format, problem.n, problem.k, choose(problem.format, problem.n, problem.k, tokens))
+    problem.launches(spec, x, out, 90)[0]()
+    return out
+
+
+def measure(format: str, n: int, k: int) -> dict[str, Any]:
+    """Errors and times of one format and shape at every M."""
+    problem = Problem(format, n, k)
+    rows = []
+    for tokens in TOKENS:
+        spec = KernelSpec(format, n, k, choose(format, n, k, tokens))
+        error = check(problem, spec, tokens)
+        if not error < MOST_ERROR:
+            print(f"WRONG: {format} [{n}, {k}], M = {tokens}: relative error {error:.2e} with {spec.tile}", flush=True)
+        x = problem.activations(tokens)
+        out = torch.empty(tokens, n, dtype=torch.bfloat16, device="cuda")
+        us = graph_us(problem.launches(spec, x, out, 90))
+        rows.append({"M": tokens, "us": us, "relative_error": error, "tile": vars(spec.tile)})
+    return {"format": format, "N": n, "K": k, "depend_on_m": rows_that_depend_on_m(problem), "times": rows}
+
+
+def main() -> None:
+    results: dict[str, Any] = {**facts(), "ceilings": ceilings(), "rivals": [], "kernels": []}
+    print({name: round(value, 1) for name, value in results["ceilings"].items()})
+    print(f"{'N, K':>13} {'':16}" + "".join(f"{'M=' + str(m):>9}" for m in TABLE))
+    for n, k in SHAPES:
+        rivals = Rivals(n, k)
+        times = {tokens: rivals.times(tokens) for tokens in TOKENS}
+        results["rivals"].append({"N": n, "K": k, "times": [{"M": m, **each} for m, each in times.items()]})
+        for name in times[1]:
+            _print(f"{n}, {k}", name, [times[m][name] for m in TABLE])
+        del rivals
+        for format in FORMATS:
+            found = measure(format, n, k)
+            results["kernels"].append(found)
+            us = {row["M"]: row["us"] for row in found["times"]}
+            slower = [m for m in TOKENS if us[m] >= (times[m]["bf16 cuBLAS"] or 0)]
+            worst = max(row["relative_error"] for row in found["times"])
+            note = f"error {worst:.1e}, depend on M {found['depend_on_m']}, slower than cuBLAS at {slower}"
+            _print(f"{n}, {k}", format, [us[m] for m in TABLE], note)
+            torch.cuda.empty_cache()
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def _print(shape: str, name: str, us: list[float | None], note: str = "") -> None:
+    cells = "".join(f"{value:9.2f}" if value else f"{'-':>9}" for value in us)
+    print(f"{shape:>13} {name:16}{cells} {note}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Search tile choices on this GPU: every candidate is checked, then timed; the fastest go to a JSON file.
+
+    python benchmarks/gpu_tune.py out.json [format ...]
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.gpu_common import Problem, facts, graph_us
+from qcompile.codegen import triton as gpu
+from qcompile.codegen.triton import KernelSpec, Tile
+from qcompile.errors import UnsupportedError
+
+SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 4096))
+TOKENS = {16: (1, 16), 64: (64,), 256: (256,), 1024: (1024,)}
+"""Measured M by class of M."""
+
+SHARED = 227 * 1024
+FORMATS = ("qoq_channel", "qoq_g128", "w4_asym_g128", "w8_sym_channel")
+ERROR = 4e-3
+
+
+def decode_tiles() -> Iterator[Tile]:
+    """Candidates for M up to 16: K split over warps of a program, or over programs."""
+    for rows, (slices, warps), stages, unroll, splits in itertools.product(
+        (32, 64, 128), ((4, 4), (8, 8), (4, 8), (2, 4)), (2, 3, 4, 6), (1, 2, 4), (1, 2)
+    ):
+        yield Tile(16, rows, slices, splits, unroll, warps, stages)
+    for (rows, warps), stages, unroll, splits in itertools.product(
+        ((64, 4), (128, 4), (128, 8)), (2, 3, 4, 6), (1, 2, 4), (1, 2, 4, 8)
+    ):
+        yield Tile(16, rows, 1, splits, unroll, warps, stages)
+
+
+def prefill_tiles(tokens: int) -> Iterator[Tile]:
+    """Candidates for a class of M above 16."""
+    if tokens == 64:
+        cuts = ((64, 64, 4), (64, 128, 8), (64, 128, 4), (32, 64, 4))
+        splits = (1, 2, 4, 8)
+    else:
+        cuts = ((128, 128, 8), (128, 64, 4), (128, 128, 4), (64, 128, 4), (64, 128, 8), (64, 64, 4))
+        cuts += ((128, 256, 8), (256, 128, 8))
+        splits = (1, 2, 4) if tokens == 256 else (1,)
+    for (m, rows, warps), stages, unroll, split in itertools.product(cuts, (2, 3, 4, 5), (1, 2, 4), splits):
+        yield Tile(m, rows, 1, split, unroll, warps, stages)
+
+
+def candidates(format: str, n: int, k: int, tokens: int) -> list[KernelSpec]:
+    """Kernels that could serve a weight [n, k] for a class of M."""
+    item = 2 if format == "w4_asym_g128" else 1
+    row = {"w8_sym_channel": 128, "w4_asym_g128": 128}.get(format, 64)
+    inputs = 256 if format == "w4_asym_g128" else 128
+    found = []
+    for tile in decode_tiles() if tokens == 16 else prefill_tiles(tokens):
+        step = tile.slices * tile.unroll * (tile.rows * row + tile.tokens * inputs * item)
+        programs = n // tile.rows * tile.splits * max(1, tokens // tile.tokens)
+        if tile.stages * step > SHARED or (tokens <= 64 and not 64 <= programs <= 1100):
+            continue
+        if tile.stages * tile.unroll * tile.slices > 48:
+            continue
+        try:
+            found.append(KernelSpec(format, n, k, tile))
+        except UnsupportedError:
+            continue
+    return found
+
+
+def early(spec: KernelSpec) -> list[KernelSpec]:
+    """`spec` started early, with more or less fetched ahead."""
+    part = spec.blocks // spec.tile.splits * 32 * spec.row_bytes
+    most = 1 << (part.bit_length() - 1)
+    sizes = sorted({min(size, most) for size in (4096, 16384)})
+    return [replace(spec, tile=replace(spec.tile, ahead=size)) for size in sizes]
+
+
+def compile_one(spec: KernelSpec) -> bool:
+    """Into Triton's cache, in a process of its own."""
+    try:
+        return gpu.build(spec, 90).metadata.shared <= SHARED
+    except Exception:
+        return False
+
+
+def measure(problem: Problem, specs: list[KernelSpec], tokens: int) -> list[tuple[float, KernelSpec]]:
+    """(microseconds, kernel) of the candidates that are right, fastest first."""
+    x = problem.activations(tokens)
+    out = torch.empty(tokens, problem.n, dtype=torch.bfloat16, device="cuda")
+    found = []
+    for spec in specs:
+        out.fill_(float("nan"))
+        try:
+            launches = problem.launches(spec, x, out, 90)
+            launches[0]()
+            error = problem.relative_error([t[:64] for t in x], out[:64])
+            if error > ERROR:
+                print("wrong", error, spec, flush=True)
+                continue
+            found.append((graph_us(launches, 9), spec))
+        except Exception as reason:
+            print("failed", spec.tile, str(reason)[:120], flush=True)
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def seeded() -> dict[tuple[Any, ...], list[KernelSpec]]:
+    """The best of an earlier search, $TUNE_FROM, to be measured again instead of every candidate."""
+    path, found = os.environ.get("TUNE_FROM"), defaultdict(list)
+    for result in json.loads(Path(path).read_text())["results"] if path else ():
+        job = tuple(result["job"])
+        for _, tile in result["ranked"][:6] if result["kind"] == "alone" and job[0] != "w4_asym_g128" else ():
+            spec = KernelSpec(*job[:3], Tile(**{**tile, "ahead": 0}))
+            if spec not in found[job]:
+                found[job].append(spec)
+    return found
+
+
+def main() -> None:
+    start, limit = time.time(), float(os.environ.get("TUNE_SECONDS", "540"))
+    formats = sys.argv[2:] or FORMATS
+    classes = [int(c) for c in os.environ.get("TUNE_CLASSES", "16,64,256,1024").split(",")]
+    seeds = seeded()
+    jobs = [(f, n, k, c) for c in classes for f in formats for n, k in SHAPES]
+    specs = {job: seeds.get(job) or candidates(*job) for job in jobs}
+    results: list[dict[str, Any]] = []
+    spawn = get_context("spawn")
+    with ProcessPoolExecutor(15, mp_context=spawn) as pool, ProcessPoolExecutor(8, mp_context=spawn) as quick:
+        ready = {job: pool.map(compile_one, specs[job], chunksize=2) for job in jobs}
+        for job in jobs:
+            if time.time() - start > limit:
+                print("out of time before", job)
+                break
+            good = [s for s, ok in zip(specs[job], ready[job], strict=True) if ok]
+            problem = Problem(*job[:3])
+            for tokens in TOKENS[job[3]]:
+                ranked = measure(problem, good, tokens)
+                more = [e for _, spec in ranked[:5] for e in early(spec)]
+                list(quick.map(compile_one, more))
+                ranked_early = measure(problem, more, tokens)
+                for name, pairs in (("alone", ranked), ("early", ranked_early)):
+                    best = [(us, vars(s.tile)) for us, s in pairs[:12]]
+                    results.append({"job": job, "M": tokens, "kind": name, "ranked": best})
+                    print(f"{time.time() - start:4.0f}s", *job, "M", tokens, name, len(pairs), *best[:1], flush=True)
+            del problem
+            Path(sys.argv[1]).write_text(json.dumps({**facts(), "results": results}))
+        pool.shutdown(cancel_futures=True)
+
+
+if __name__ == "__main__":
+    main()

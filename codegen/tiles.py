@@ -1,0 +1,118 @@
+"""Tile choices as data, by target, format, class of M and shape; and how one is chosen for a weight.
+
+The rows of `h200` are what benchmarks/gpu_tune.py found fastest on an H200, with the time it measured. Other
+NVIDIA targets get the same cut without an early start where they cannot (before sm_90): not searched there.
+A choice depends on the class of M, never on M, where sums are floating point; integer sums are exact under
+every cut, so that int8 kernels may have a row of their own for M up to 8.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from qcompile.codegen.triton import KernelSpec, Tile
+from qcompile.errors import UnsupportedError
+
+# (format, most tokens, N, K): Tile(tokens, rows, slices, splits, unroll, warps, stages, ahead)
+H200: dict[tuple[str, int, int, int], Tile] = {
+    ("qoq_channel", 8, 4096, 4096): Tile(16, 64, 1, 8, 1, 4, 3, 0),  # 5.7 us
+    ("qoq_channel", 16, 4096, 4096): Tile(16, 32, 4, 1, 1, 8, 4, 16384),  # 6.0 us
+    ("qoq_channel", 8, 4096, 14336): Tile(16, 64, 1, 8, 1, 4, 4, 0),  # 10.7 us
+    ("qoq_channel", 16, 4096, 14336): Tile(16, 64, 1, 4, 4, 4, 4, 16384),  # 11.6 us
+    ("qoq_channel", 8, 14336, 4096): Tile(16, 64, 1, 1, 1, 4, 6, 4096),  # 10.1 us
+    ("qoq_channel", 16, 14336, 4096): Tile(16, 64, 1, 1, 1, 4, 6, 4096),  # 10.1 us
+    ("qoq_channel", 8, 28672, 4096): Tile(16, 64, 1, 1, 1, 4, 4, 0),  # 17.0 us
+    ("qoq_channel", 16, 28672, 4096): Tile(16, 64, 1, 1, 1, 4, 4, 4096),  # 17.7 us
+    ("qoq_channel", 64, 4096, 4096): Tile(32, 64, 1, 1, 2, 4, 4, 16384),  # 8.2 us
+    ("qoq_channel", 64, 4096, 14336): Tile(32, 64, 1, 2, 2, 4, 5, 0),  # 19.5 us
+    ("qoq_channel", 64, 14336, 4096): Tile(64, 128, 1, 1, 2, 8, 4, 0),  # 14.1 us
+    ("qoq_channel", 64, 28672, 4096): Tile(64, 128, 1, 1, 1, 4, 4, 4096),  # 21.8 us
+    ("qoq_channel", 256, 4096, 4096): Tile(64, 64, 1, 1, 2, 4, 3, 16384),  # 13.4 us
+    ("qoq_channel", 256, 4096, 14336): Tile(64, 128, 1, 1, 4, 8, 3, 0),  # 39.3 us
+    ("qoq_channel", 256, 14336, 4096): Tile(128, 128, 1, 1, 1, 4, 4, 16384),  # 27.7 us
+    ("qoq_channel", 256, 28672, 4096): Tile(128, 128, 1, 1, 1, 4, 4, 0),  # 54.5 us
+    ("qoq_channel", 1024, 4096, 4096): Tile(128, 128, 1, 1, 1, 4, 3, 16384),  # 27.7 us
+    ("qoq_channel", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 4, 4, 0),  # 86.9 us
+    ("qoq_channel", 1024, 14336, 4096): Tile(128, 128, 1, 1, 1, 4, 4, 0),  # 108.3 us
+    ("qoq_channel", 1024, 28672, 4096): Tile(128, 128, 1, 1, 1, 4, 3, 0),  # 206.0 us
+    ("qoq_g128", 8, 4096, 4096): Tile(16, 64, 1, 4, 2, 4, 3, 4096),  # 6.7 us
+    ("qoq_g128", 16, 4096, 4096): Tile(16, 32, 4, 1, 4, 4, 3, 16384),  # 6.2 us
+    ("qoq_g128", 8, 4096, 14336): Tile(16, 128, 1, 8, 2, 4, 3, 0),  # 11.7 us
+    ("qoq_g128", 16, 4096, 14336): Tile(16, 64, 1, 4, 2, 4, 4, 0),  # 13.1 us
+    ("qoq_g128", 8, 14336, 4096): Tile(16, 64, 1, 1, 2, 4, 4, 4096),  # 11.8 us
+    ("qoq_g128", 16, 14336, 4096): Tile(16, 64, 1, 1, 2, 4, 4, 4096),  # 11.9 us
+    ("qoq_g128", 8, 28672, 4096): Tile(16, 128, 1, 1, 2, 4, 4, 0),  # 18.2 us
+    ("qoq_g128", 16, 28672, 4096): Tile(16, 128, 1, 1, 2, 4, 4, 0),  # 18.9 us
+    ("qoq_g128", 64, 4096, 4096): Tile(32, 64, 1, 1, 2, 4, 4, 16384),  # 9.7 us
+    ("qoq_g128", 64, 4096, 14336): Tile(32, 64, 1, 4, 2, 4, 3, 0),  # 21.7 us
+    ("qoq_g128", 64, 14336, 4096): Tile(64, 64, 1, 1, 2, 4, 3, 4096),  # 15.7 us
+    ("qoq_g128", 64, 28672, 4096): Tile(64, 128, 1, 1, 2, 4, 3, 4096),  # 23.6 us
+    ("qoq_g128", 256, 4096, 4096): Tile(64, 64, 1, 1, 2, 4, 3, 4096),  # 15.2 us
+    ("qoq_g128", 256, 4096, 14336): Tile(64, 64, 1, 1, 2, 4, 4, 0),  # 44.0 us
+    ("qoq_g128", 256, 14336, 4096): Tile(128, 256, 1, 1, 2, 8, 3, 0),  # 36.8 us
+    ("qoq_g128", 256, 28672, 4096): Tile(128, 256, 1, 1, 2, 8, 3, 0),  # 73.1 us
+    ("qoq_g128", 1024, 4096, 4096): Tile(128, 128, 1, 1, 2, 4, 2, 16384),  # 36.3 us
+    ("qoq_g128", 1024, 4096, 14336): Tile(128, 256, 1, 1, 2, 8, 3, 0),  # 113.2 us
+    ("qoq_g128", 1024, 14336, 4096): Tile(128, 128, 1, 1, 2, 4, 2, 16384),  # 134.2 us
+    ("qoq_g128", 1024, 28672, 4096): Tile(128, 256, 1, 1, 2, 8, 3, 0),  # 243.9 us
+    ("w4_asym_g128", 16, 4096, 4096): Tile(16, 32, 4, 1, 1, 4, 4, 16384),  # 7.4 us
+    ("w4_asym_g128", 16, 4096, 14336): Tile(16, 128, 1, 4, 1, 4, 6, 4096),  # 17.0 us
+    ("w4_asym_g128", 16, 14336, 4096): Tile(16, 128, 1, 2, 1, 4, 4, 4096),  # 16.8 us
+    ("w4_asym_g128", 16, 28672, 4096): Tile(16, 128, 1, 1, 1, 4, 4, 0),  # 25.8 us
+    ("w4_asym_g128", 64, 4096, 4096): Tile(32, 64, 1, 2, 1, 4, 4, 16384),  # 13.3 us
+    ("w4_asym_g128", 64, 4096, 14336): Tile(64, 64, 1, 2, 1, 4, 4, 4096),  # 33.9 us
+    ("w4_asym_g128", 64, 14336, 4096): Tile(64, 64, 1, 1, 1, 4, 3, 4096),  # 23.7 us
+    ("w4_asym_g128", 64, 28672, 4096): Tile(64, 128, 1, 1, 1, 4, 2, 4096),  # 41.0 us
+    ("w4_asym_g128", 256, 4096, 4096): Tile(64, 128, 1, 1, 1, 4, 3, 16384),  # 23.4 us
+    ("w4_asym_g128", 256, 4096, 14336): Tile(64, 64, 1, 1, 1, 4, 3, 0),  # 75.7 us
+    ("w4_asym_g128", 256, 14336, 4096): Tile(64, 128, 1, 1, 1, 4, 2, 0),  # 75.3 us
+    ("w4_asym_g128", 256, 28672, 4096): Tile(64, 128, 1, 1, 1, 4, 2, 16384),  # 149.5 us
+    ("w8_sym_channel", 8, 4096, 4096): Tile(16, 128, 1, 4, 1, 8, 4, 0),  # 7.5 us
+    ("w8_sym_channel", 16, 4096, 4096): Tile(16, 32, 4, 1, 1, 4, 6, 16384),  # 6.1 us
+    ("w8_sym_channel", 8, 4096, 14336): Tile(16, 128, 1, 4, 2, 8, 4, 16384),  # 17.3 us
+    ("w8_sym_channel", 16, 4096, 14336): Tile(16, 32, 4, 1, 2, 4, 4, 16384),  # 16.0 us
+    ("w8_sym_channel", 8, 14336, 4096): Tile(16, 128, 1, 1, 1, 8, 6, 0),  # 15.9 us
+    ("w8_sym_channel", 16, 14336, 4096): Tile(16, 64, 1, 1, 1, 4, 6, 16384),  # 15.8 us
+    ("w8_sym_channel", 8, 28672, 4096): Tile(16, 128, 1, 1, 1, 8, 4, 0),  # 29.6 us
+    ("w8_sym_channel", 16, 28672, 4096): Tile(16, 64, 1, 1, 2, 4, 4, 16384),  # 29.6 us
+    ("w8_sym_channel", 64, 4096, 4096): Tile(32, 64, 1, 1, 2, 4, 5, 16384),  # 6.9 us
+    ("w8_sym_channel", 64, 4096, 14336): Tile(32, 64, 1, 1, 4, 4, 4, 16384),  # 18.7 us
+    ("w8_sym_channel", 64, 14336, 4096): Tile(64, 64, 1, 1, 1, 4, 5, 4096),  # 17.0 us
+    ("w8_sym_channel", 64, 28672, 4096): Tile(64, 64, 1, 1, 1, 4, 5, 4096),  # 32.2 us
+    ("w8_sym_channel", 256, 4096, 4096): Tile(64, 64, 1, 1, 1, 4, 5, 16384),  # 10.7 us
+    ("w8_sym_channel", 256, 4096, 14336): Tile(64, 64, 1, 1, 1, 4, 5, 4096),  # 32.6 us
+    ("w8_sym_channel", 256, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 3, 0),  # 28.2 us
+    ("w8_sym_channel", 256, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 3, 0),  # 54.9 us
+    ("w8_sym_channel", 1024, 4096, 4096): Tile(128, 128, 1, 1, 1, 4, 3, 0),  # 25.0 us
+    ("w8_sym_channel", 1024, 14336, 4096): Tile(128, 128, 1, 1, 1, 4, 3, 0),  # 100.8 us
+    ("w8_sym_channel", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 3, 0),  # 79.3 us
+    ("w8_sym_channel", 1024, 28672, 4096): Tile(128, 128, 1, 1, 1, 4, 3, 0),  # 186.5 us
+}
+SMALLEST = {"qoq_channel": 1, "qoq_g128": 2, "w4_asym_g128": 1, "w8_sym_channel": 1}
+"""Fewest blocks of inputs a step, by format."""
+
+
+def choose(format: str, n: int, k: int, tokens: int, capability: int = 90) -> Tile:
+    """The tile for a weight [n, k] in `format` and `tokens` rows: of the nearest searched shape that divides it.
+
+    Nearest is by the logarithms of N and K. Raises UnsupportedError when the shape has no packing.
+    """
+    classes = sorted({most for name, most, _, _ in H200 if name == format})
+    if not classes:
+        raise UnsupportedError(f"format {format} has no GPU tiles")
+    most = next((each for each in classes if tokens <= each), classes[-1])
+    rows = {(rn, rk): tile for (name, c, rn, rk), tile in H200.items() if (name, c) == (format, most)}
+    for shape in sorted(rows, key=lambda s: abs(math.log(s[0] / n)) + abs(math.log(s[1] / k))):
+        tile = rows[shape] if capability >= 90 else replace(rows[shape], ahead=0)
+        if _divides(format, n, k, tile):
+            return tile
+    return Tile(16 if most <= 16 else 64, 32, unroll=SMALLEST[format])
+
+
+def _divides(format: str, n: int, k: int, tile: Tile) -> bool:
+    try:
+        KernelSpec(format, n, k, tile)
+    except UnsupportedError:
+        return False
+    return True

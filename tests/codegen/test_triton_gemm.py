@@ -1,0 +1,127 @@
+"""GPU GEMM kernels without a GPU: packing, numerics in Triton's interpreter, ahead-of-time compilation."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from qcompile.codegen.gpu_pack import pack_gpu, unpack_gpu
+from qcompile.codegen.triton import KernelSpec, Tile, compile_for, reference, render
+from qcompile.errors import UnsupportedError
+from qcompile.numerics import dequantize_weight, quantize_activation, quantize_weight
+
+FORMATS = ("qoq_channel", "qoq_g128", "w4_asym_g128", "w8_sym_channel")
+INTERPRETED = (Tile(16, 32, slices=2, splits=2), Tile(32, 32))
+
+
+def needs_triton() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed: pip install 'qcompile[gpu]'")
+
+
+def weight(n: int, k: int) -> torch.Tensor:
+    """Random rows off centre, so that zero points matter."""
+    return torch.randn(n, k) * 0.02 + 0.01 * torch.rand(n, 1)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_packing_round_trip(format: str) -> None:
+    torch.manual_seed(0)
+    parts = quantize_weight(weight(64, 512), format)
+    back = unpack_gpu(pack_gpu(parts, format), format)
+    for part, got in zip(parts, back, strict=True):
+        if format == "w4_asym_g128" and part.is_floating_point():
+            part = part.to(torch.bfloat16).float()
+        assert torch.equal(part, got)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_packed_bits(format: str) -> None:
+    """One code at a time lands where the packing's description says."""
+    codes = torch.zeros(32, 256, dtype=torch.uint8)
+    codes[3, 128 + 70] = 5
+    side = torch.ones(32, 2)
+    parts = {
+        "qoq_channel": [codes, torch.full((32,), 8, dtype=torch.uint8), torch.ones(32)],
+        "qoq_g128": [codes, side.byte(), side.byte(), torch.ones(32)],
+        "w4_asym_g128": [codes, side, side.byte()],
+        "w8_sym_channel": [codes.char(), torch.ones(32)],
+    }[format]
+    packed = pack_gpu(parts, format)["w"]
+    row = packed[0, -1, 3].view(torch.uint8).tolist()
+    if format == "w8_sym_channel":
+        assert row[70] == 5
+    elif format == "w4_asym_g128":
+        assert row[2 * 6 + 1] == 5 << 4  # input 6 + 3 * 64: bits 12 to 15 of the seventh 16-bit item
+    else:
+        rest = 8 if format == "qoq_channel" else 0
+        assert row[6] == (5 ^ rest) << 4 | rest
+
+
+def test_shapes_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="multiple of 32 outputs"):
+        KernelSpec("qoq_channel", 48, 512, Tile(16, 32))
+    with pytest.raises(UnsupportedError, match="does not divide"):
+        KernelSpec("qoq_channel", 64, 512, Tile(16, 32, slices=8))
+    with pytest.raises(UnsupportedError, match="no GPU packing"):
+        KernelSpec("bf16", 64, 512, Tile(16, 32))
+
+
+def interpret() -> None:
+    """Every format and kind of tile against the reference; run in a process that has TRITON_INTERPRET set."""
+    from qcompile.codegen.triton import load
+
+    torch.manual_seed(0)
+    n, k = 32, 1024
+    for format in FORMATS:
+        parts = quantize_weight(weight(n, k), format)
+        packed = pack_gpu(parts, format)
+        dense = dequantize_weight(unpack_gpu(packed, format), format, k)
+        for cut in INTERPRETED:
+            tile = replace(cut, unroll=2 if format == "qoq_g128" else 1)
+            spec = KernelSpec(format, n, k, tile, bias=True, residual=True, inline_asm=False)
+            x = quantize_activation(torch.randn(21, k), "bf16" if spec.float_sum else "int8", 0)
+            bias, residual = torch.randn(n), torch.randn(21, n).to(torch.bfloat16)
+            given = {**packed, "bias": bias, "residual": residual}
+            given |= dict(zip(("x", "x_scale", "x_sum"), x, strict=False))
+            given |= {name: torch.zeros(items, dtype=dtype) for name, (items, dtype) in spec.workspace(21).items()}
+            for _ in range(2):  # the second launch finds the workspace as the first left it
+                given["out"] = torch.full((21, n), float("nan"), dtype=torch.bfloat16)
+                load(spec)[spec.grid(21)](*(21 if a.name == "M" else given[a.name] for a in spec.arguments))
+                want = reference(x, dense, bias, residual)
+                error = (given["out"].double() - want).norm() / want.norm()
+                assert error < 5e-3, (format, tile, error)
+
+
+def test_numerics_in_the_interpreter() -> None:
+    needs_triton()
+    # The interpreter is chosen when Triton is imported.
+    command = [sys.executable, "-c", f"from {__name__} import interpret; interpret()"]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90, 100])
+@pytest.mark.parametrize("format", FORMATS)
+def test_compiles_ahead_of_time(format: str, capability: int) -> None:
+    needs_triton()
+    ahead = 4096 if capability >= 90 else 0
+    spec = KernelSpec(format, 4096, 4096, Tile(16, 64, splits=4, unroll=2, stages=3, ahead=ahead), bias=True)
+    built = compile_for(spec, capability)
+    assert built.spill_bytes == 0
+    assert built.cubin[:4] == b"\x7fELF"
+    kind = "bf16" if spec.float_sum else "s8"
+    if capability == 100:
+        kind = kind if "mma.sync" in built.ptx else "kind::" + ("f16" if spec.float_sum else "i8")
+    assert any(kind in name for name in built.matrix), built.matrix
+    if capability == 90:
+        assert any(name.startswith("wgmma") for name in built.matrix)
+
+
+def test_source_is_golden(golden: Callable[[str, str], None]) -> None:
+    golden("gemm_qoq_g128.py", render(KernelSpec("qoq_g128", 4096, 4096, Tile(16, 64, splits=4, unroll=2, ahead=4096))))
