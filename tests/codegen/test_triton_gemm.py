@@ -124,4 +124,5 @@ def test_compiles_ahead_of_time(format: str, capability: int) -> None:
 
 
 def test_source_is_golden(golden: Callable[[str, str], None]) -> None:
-    golden("gemm_qoq_g128.txt", render(KernelSpec("qoq_g128", 4096, 4096, Tile(16, 64, splits=4, unroll=2, ahead=4096))))
+    spec = KernelSpec("qoq_g128", 4096, 4096, Tile(16, 64, splits=4, unroll=2, ahead=4096))
+    golden("gemm_qoq_g128.txt", render(spec))
