@@ -242,13 +242,6 @@ def round_trip_kv(x: Tensor, format: str) -> Tensor:
     return ((codes.float() - zero.float()) * scale).to(x.dtype)
 
 
-def kv_page_bytes(format: str, kv_heads: int, head_dim: int) -> int:
-    """Bytes of one page of one layer: PAGE_TOKENS keys and values per head, and their scales and zeros (f32)."""
-    codes = 2 * PAGE_TOKENS * head_dim * KV_BITS[format] // 8
-    extra = 4 * PAGE_TOKENS * 4 if KV_BITS[format] <= 8 else 0
-    return kv_heads * (codes + extra)
-
-
 # ---- packing for CPU kernels --------------------------------------------------------------------
 #
 # Rows go in blocks of 16 (one 512-bit register of int32 sums), inputs in blocks of 32; both are filled up

@@ -18,6 +18,7 @@ from typing import Any
 
 from qcompile.artifact import ALIGNMENT, Manifest, file_problem, read_manifest
 from qcompile.errors import ArtifactError, ResourceError
+from qcompile.targets import cpu_flags
 
 HUGE_PAGE = 2 << 20
 _PAGE = 4096
@@ -67,15 +68,6 @@ def available_memory() -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def cpu_flags() -> frozenset[str]:
-    """Instruction sets of this CPU as Linux names them (avx2, avx512_vnni, ...)."""
-    with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            if line.startswith(("flags", "Features")):
-                return frozenset(line.split(":", 1)[1].split())
-    return frozenset()
 
 
 def check_cpu(target: dict[str, Any], flags: frozenset[str]) -> None:

@@ -117,8 +117,3 @@ def test_kv_formats_are_off_by_a_step_of_the_range_at_most(format: str, step: fl
     spread = x.amax(-1).clamp_min(0) - x.amin(-1).clamp_max(0)
     assert (error <= spread * step).all()
     assert (nx.round_trip_kv(torch.zeros(1, 1, 8), format) == 0).all()
-
-
-def test_kv_page_bytes_count_codes_scales_and_zeros() -> None:
-    assert nx.kv_page_bytes("kv16", 2, 128) == 2 * 64 * 128 * 2 * 2
-    assert nx.kv_page_bytes("kv4", 1, 128) == 2 * 64 * 128 // 2 + 4 * 64 * 4

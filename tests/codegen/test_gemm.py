@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qcompile.targets import cpu_flags
+
 HERE = Path(__file__).resolve().parent
 TEMPLATES = HERE.parents[1] / "codegen" / "templates" / "cpu"
 BASE_FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wno-psabi", "-fPIC", "-shared"]
@@ -58,12 +60,6 @@ class Q8Act(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("q", "scale", "sums")),
         ("groups", ctypes.c_int),
     ]
-
-
-def cpu_flags() -> set[str]:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return set(next((line for line in lines if line.startswith("flags")), "").split())
 
 
 @pytest.fixture(scope="session")
