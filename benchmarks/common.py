@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import qcompile
+from qcompile import console
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -64,3 +65,13 @@ def streamed_bytes(artifact: Path) -> int:
         for entry in manifest["runtime"]["weights"]
         if entry["name"] in used or entry["name"] not in tables
     )
+
+
+def build(model: Path, recipes: list[str], folder: Path) -> dict[str, Path]:
+    """An artifact for each recipe."""
+    artifacts = {}
+    for recipe in recipes:
+        artifacts[recipe] = folder / f"{model.name}-{recipe}"
+        console.log(f"building {artifacts[recipe]}")
+        qcompile.build(str(model), artifacts[recipe], recipe=recipe)
+    return artifacts

@@ -24,24 +24,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, streamed_bytes, write_result
-
-import qcompile
-from qcompile import console
+from common import RESULTS, build, streamed_bytes, write_result
 
 ROOT = Path(__file__).parents[1]
 Key = tuple[str, int, str]
 """Recipe or llama.cpp type, threads, test."""
-
-
-def build(checkpoint: Path, recipes: list[str], folder: Path) -> dict[str, Path]:
-    """An artifact for each recipe."""
-    artifacts = {}
-    for recipe in recipes:
-        artifacts[recipe] = folder / f"{checkpoint.name}-{recipe}"
-        console.log(f"building {artifacts[recipe]}")
-        qcompile.build(str(checkpoint), artifacts[recipe], recipe=recipe)
-    return artifacts
 
 
 def measure(arguments: argparse.Namespace, artifacts: dict[str, Path]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import os
 import statistics
 from pathlib import Path
 
-from common import RESULTS, streamed_bytes, write_result
+from common import RESULTS, build, streamed_bytes, write_result
 
 import qcompile
 from qcompile import bench, console
@@ -20,16 +20,6 @@ from qcompile.recipes import RECIPES
 
 ROOT = Path(__file__).parents[1]
 SIZES = bench.Sizes(tg=128, pp=(128, 512), verify=(1, 2, 4, 8), repeats=1)
-
-
-def build(model: Path, recipes: list[str], folder: Path) -> dict[str, Path]:
-    """An artifact for each recipe."""
-    artifacts = {}
-    for recipe in recipes:
-        artifacts[recipe] = folder / f"{model.name}-{recipe}"
-        console.log(f"building {artifacts[recipe]}")
-        qcompile.build(str(model), artifacts[recipe], recipe=recipe)
-    return artifacts
 
 
 def main() -> None:

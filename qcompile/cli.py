@@ -11,12 +11,15 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from qcompile import __version__, console
 from qcompile.errors import EXIT_BUG, EXIT_INTERRUPTED, ArtifactError, QCompileError, ResourceError, UsageError
+
+if TYPE_CHECKING:
+    from qcompile.pipeline import BuildReport
 
 app = typer.Typer(
     help="Compile PyTorch decoder language models to quantized kernels, and run them.",
@@ -89,8 +92,12 @@ def build(
     get_recipe(recipe), get_target(target)  # refuse unknown names before torch is imported
     with console.Progress() as progress:
         progress("import", 0, 1)
+        from qcompile.pipeline import PASSES
         from qcompile.pipeline import build as build_model
 
+        known = [kind.name for kind in PASSES]
+        if explain is not None and explain not in known:
+            raise UsageError(f"--explain {explain}: there is no such pass; there are {', '.join(known)}")
         report = build_model(
             model,
             output,
@@ -102,6 +109,11 @@ def build(
             dump_ir=dump_ir,
             allow_remote=allow_remote_code,
         )
+    _print_build(report, recipe, target, explain, json)
+
+
+def _print_build(report: BuildReport, recipe: str, target: str, explain: str | None, json: bool) -> None:
+    """What was built, pass by pass; with `explain`, what that pass left alone and why."""
     size = sum(path.stat().st_size for path in report.path.rglob("*") if path.is_file())
     passes = [{"name": p.name, "fired": p.fired, "seconds": p.seconds, "notes": list(p.notes)} for p in report.passes]
     if json:
@@ -119,6 +131,8 @@ def build(
         return
     print(", ".join(f"{p['name']} {p['fired']}" for p in passes))
     facts = f"{console.byte_size(size)}, {report.bits_per_weight:.2f} bits per weight"
+    if explain is not None and explain not in [p.name for p in report.passes]:
+        print(f"{explain} did not run: --set {explain}.enabled=true")
     for p in report.passes:
         if p.name == explain:
             print("\n".join(p.notes) or f"{p.name} left nothing alone")

@@ -293,3 +293,14 @@ def test_an_interrupted_build_leaves_nothing(tiny_checkpoint: Path, tmp_path: Pa
     error = process.communicate(timeout=120)[1]
     assert process.returncode == 130 and error.splitlines()[-1] == "qcompile: interrupted"
     assert not list(tmp_path.iterdir())
+
+
+def test_explaining_a_pass_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "qcompile", "build", "nowhere", "-o", str(tmp_path / "out"), "--explain", "rotat"],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2
+    assert "--explain rotat: there is no such pass" in result.stderr
+    assert not (tmp_path / "out").exists()
