@@ -1,5 +1,7 @@
 // simd_bf16_as_f32.h: the bfloat16 primitives where the CPU has no bfloat16 dot product: activations become
-// float once per call, weights in registers, and products are float fused multiply-adds.
+// float once per call, weights in registers. The same bits as vdpbf16ps: that adds the second product of a pair
+// before the first, rounding after each, and a product of two bfloat16 is exact in a float, so that a fused
+// multiply-add and a multiplication followed by an addition do the same.
 #pragma once
 
 using BfX = float;
@@ -8,19 +10,25 @@ QC_INLINE void bf_copy32(BfX* dst, const uint16_t* src) {
 }
 QC_INLINE void bf_copy32_w4(BfX* dst, const uint16_t* src) { bf_copy32(dst, src); }
 QC_INLINE F16 bf_dot(F16 acc, B64 w, const BfX* x) {
-  return f_dot(f_dot(acc, f_bf16_even(w), x), f_bf16_odd(w), x + 1);
+  return f_dot(f_dot(acc, f_bf16_odd(w), x + 1), f_bf16_even(w), x);
 }
 struct W4Bf {
   F16 value[8];
 };
-constexpr float kW4Offset = 0.0f;
+constexpr float kW4Offset = 16.0f;  // as where it makes unpacking cheap: the offset rounds the sums
 QC_INLINE W4Bf w4_unpack(B64 v) {
   B64 low = b_low(v), high = b_high(v);
-  return {{f_byte(low, 0), f_byte(low, 1), f_byte(low, 2), f_byte(low, 3),  //
-           f_byte(high, 0), f_byte(high, 1), f_byte(high, 2), f_byte(high, 3)}};
+  W4Bf w;
+  for (int j = 0; j < 4; ++j) {
+    w.value[j] = f_add(f_byte(low, j), f_set(kW4Offset));
+    w.value[4 + j] = f_add(f_byte(high, j), f_set(kW4Offset));
+  }
+  return w;
 }
+// The pairs there are inputs (0,2) (1,3) (4,6) (5,7).
 QC_INLINE void w4_dot(F16& first, F16& second, const W4Bf& w, const BfX* x) {
-  QC_UNROLL for (int j = 0; j < 4; ++j) {
+  constexpr int kOrder[4] = {2, 0, 3, 1};
+  QC_UNROLL for (int j : kOrder) {
     first = f_dot(first, w.value[j], x + j);
     second = f_dot(second, w.value[4 + j], x + 4 + j);
   }
