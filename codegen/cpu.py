@@ -17,6 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from qcompile.codegen import program as p
 from qcompile.errors import UnsupportedError
+from qcompile.numerics import FORMATS
 from qcompile.targets import Target
 
 ABI = 1
@@ -34,9 +35,6 @@ _UNARY = {
     "sigmoid": "kSigmoid",
 }
 _EPILOGUE = {"store": "kStore", "logits": "kStore", "add": "kAdd", "silu_mul": "kSiluMul"}
-_GROUPS = {"w4_asym_g128": 128, "qoq_g128": 128, "mxfp4": 32}
-"""Inputs per activation sum that an int8 GEMM of the format reads; the whole row for the others."""
-
 FEW_ELEMENTS = 2048
 """Rowwise work of up to so many elements is done by every thread for itself rather than split and awaited."""
 
@@ -132,7 +130,9 @@ class _Renderer:
         """The expression for a buffer's address."""
         where = f"{_kind(buffer)}, {buffer.offset}, {_bool(buffer.name in self.own)}"
         if buffer.dtype == "q8":
-            return f"s.q8({where}, {buffer.stride}, {buffer.group})"
+            kind = buffer.kind
+            how = f"{buffer.group}, {kind.group or buffer.stride}, {_f32(kind.top)}, {_f32(kind.last_top)}"
+            return f"s.q8({where}, {buffer.stride}, {{{how}}})"
         return f"s.rows<{'float' if buffer.dtype == 'f32' else 'uint16_t'}>({where})"
 
     def call(self, index: int, call: p.Call) -> _RenderedCall:
@@ -223,7 +223,7 @@ class _Renderer:
 
     def _gemm(self, c: p.Gemm, index: int) -> list[str]:
         x = self.program.buffer(c.x)
-        if x.dtype == "q8" and x.group != _GROUPS.get(c.format, x.stride):
+        if x.dtype == "q8" and x.group != (FORMATS[c.format].sum_group or x.kind.group or x.stride):
             raise UnsupportedError(f"{c.name}: {c.format} needs activation sums other than over {x.group} inputs")
         count = "b.tokens" if x.rows == "tokens" else "b.outputs"
         var = f"g{index}"
@@ -241,6 +241,8 @@ class _Renderer:
         target, stride = ("s.logits()", "kVocab") if out is None else (_ident(out.name), str(out.stride))
         lines.append(f"{var}.out = {target}, {var}.out_stride = {stride};")
         suffix = "_bf16" if x.dtype == "bf16" and c.format not in ("bf16", "f32") else ""
+        if x.dtype == "q8" and x.kind.group:
+            suffix = "_x128"
         lines.append(f"gemm_{c.format}{suffix}({var}, {_ident(c.x)}, s.w);")
         if out is None:
             lines += ["m.team.sync(tid);", "s.pick_best();"]

@@ -52,7 +52,13 @@ class Lowering:
         name = storage["buffer"]
         if name not in self.buffers:
             self.buffers[name] = p.Buffer(
-                name, storage["dtype"], storage["width"], storage["group"], storage["rows"], storage["offset"]
+                name=name,
+                dtype=storage["dtype"],
+                width=storage["width"],
+                group=storage["group"],
+                rows=storage["rows"],
+                offset=storage["offset"],
+                activation=storage["activation"],
             )
         return name
 
@@ -76,9 +82,9 @@ class Lowering:
         dtype: Literal["f32", "bf16"] = "bf16" if meta.dtype == torch.bfloat16 else "f32"
 
         def blobs() -> Iterator[Tensor]:
-            yield numerics.as_blob(self.graph.evaluate(node).to(numerics.ACTIVATION_DTYPES[dtype]))
+            yield numerics.as_blob(self.graph.evaluate(node).to(numerics.ACTIVATIONS[dtype].dtype))
 
-        size = -(-meta.numel() * numerics.ACTIVATION_DTYPES[dtype].itemsize // 64) * 64
+        size = -(-meta.numel() * numerics.ACTIVATIONS[dtype].dtype.itemsize // 64) * 64
         return self._register(node, "table", (("", size),), blobs)[0], dtype
 
     def packed(self, node: fx.Node, format: str) -> dict[str, str]:

@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
+from qcompile.numerics import ACTIVATIONS, Activation, groups_of
+
 PAGE_TOKENS = 64
 """Positions held by one KV page, and the block of every attention reduction."""
 
@@ -36,8 +38,8 @@ def round_up(value: int, multiple: int) -> int:
 class Buffer:
     """Activations [rows, width], row-major, each row padded with zeros to `stride` elements.
 
-    `q8` is three arrays one after another: int8 codes [rows, stride], float32 scale [rows], and int32 sums
-    of the codes [rows, groups] over `group` inputs each (the last group may be short).
+    `q8` is three arrays one after another: int8 codes [rows, stride], float32 scales [rows, scales], and int32
+    sums of the codes [rows, groups] over `group` inputs each (last groups may be short).
     """
 
     name: str
@@ -47,6 +49,8 @@ class Buffer:
     """Inputs per sum of a q8 buffer (a multiple of 32); 0 for other dtypes."""
     rows: Literal["tokens", "outputs"] = "tokens"
     offset: int = 0
+    activation: str = "int8"
+    """What the codes of a q8 buffer are: an integer type of numerics.ACTIVATIONS."""
 
     @property
     def stride(self) -> int:
@@ -59,9 +63,19 @@ class Buffer:
         return -(-self.stride // self.group) if self.dtype == "q8" else 0
 
     @property
+    def kind(self) -> Activation:
+        """The type of a q8 buffer's codes."""
+        return ACTIVATIONS[self.activation]
+
+    @property
+    def scales(self) -> int:
+        """Scales kept for each row (0 unless q8)."""
+        return groups_of(self.stride, self.kind.group) if self.dtype == "q8" else 0
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of the arena taken by each row."""
-        extra = 4 + 4 * self.groups if self.dtype == "q8" else 0
+        extra = 4 * self.scales + 4 * self.groups if self.dtype == "q8" else 0
         return self.stride * _ITEM_BYTES[self.dtype] + extra
 
 
@@ -111,7 +125,7 @@ class NormHeads:
 
 @dataclass(frozen=True)
 class Quantize:
-    """out = x, in out's dtype: int8 per token (q8), or rounded to bf16."""
+    """out = x, in out's dtype: integers with scales (q8), or rounded to bf16."""
 
     kernel: ClassVar[str] = "quantize"
     name: str

@@ -30,7 +30,7 @@ def head_linears(graph: Graph) -> set[fx.Node]:
 class AssignPrecision(Pass):
     """Uniform precision: `weight` and `activation` for all linears, `head` and `head_activation` for the output head.
 
-    Weight formats are numerics.FORMATS; activations `f32`, `bf16` or `int8` (per token). The choice is kept
+    Weight formats are numerics.FORMATS, activations numerics.ACTIVATIONS. The choice is kept
     as node.meta["precision"], which `merge` and `quantize` read.
     """
 
@@ -65,10 +65,10 @@ class AssignPrecision(Pass):
 ACTIVATIONS = {
     "f32": ("f32",),
     "bf16": ("bf16",),
-    "w8_sym_channel": ("int8",),
-    "w4_asym_g128": ("int8", "bf16"),
-    "qoq_g128": ("int8",),
-    "qoq_channel": ("int8",),
-    "mxfp4": ("int8",),
+    "w8_sym_channel": numerics.INTEGER_ACTIVATIONS,
+    "w4_asym_g128": (*numerics.INTEGER_ACTIVATIONS, "bf16"),
+    "qoq_g128": numerics.INTEGER_ACTIVATIONS,
+    "qoq_channel": numerics.INTEGER_ACTIVATIONS,
+    "mxfp4": numerics.INTEGER_ACTIVATIONS,
 }
 """Activation types each weight format has kernels for."""

@@ -14,7 +14,6 @@ from qcompile.passes.base import Pass, PassResult
 
 ALIGNMENT = 64
 VIEWS = ("slice_features", "split_heads", "merge_heads")
-_DTYPES = {"int8": "q8", "bf16": "bf16", "f32": "f32"}
 
 
 @dataclass
@@ -28,20 +27,22 @@ class _Value:
     rows: str
     first: int
     last: int
+    activation: str = "f32"
     offset: int = 0
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row: elements to a multiple of K_BLOCK, and for q8 the scale and the sums."""
+        """Bytes of a row: elements to a multiple of K_BLOCK, and for q8 the scales and the sums."""
         stride = numerics.padded_inputs(self.width)
         if self.dtype == "q8":
-            return stride + 4 + 4 * -(-stride // self.group)
+            scales = numerics.groups_of(stride, numerics.ACTIVATIONS[self.activation].group)
+            return stride + 4 * scales + 4 * numerics.groups_of(stride, self.group)
         return stride * {"bf16": 2, "f32": 4}[self.dtype]
 
 
 @dataclass(frozen=True)
 class PlanMemory(Pass):
-    """Writes node.meta["storage"]: buffer, dtype, width, group, rows, offset (bytes per row), column.
+    """Writes node.meta["storage"]: buffer, dtype, width, group, activation, rows, offset (bytes per row), column.
 
     Views share their source's buffer at a column; rope_append and a gemm's residual add work in place where
     nothing reads the old value later. Buffers whose lives do not meet share bytes (first fit, largest first).
@@ -65,6 +66,7 @@ class PlanMemory(Pass):
                 "dtype": value.dtype,
                 "width": value.width,
                 "group": value.group,
+                "activation": value.activation,
                 "rows": value.rows,
                 "offset": value.offset,
                 "column": column,
@@ -123,12 +125,14 @@ def _new_value(graph: Graph, node: fx.Node, kind: str, place: dict[fx.Node, int]
     width = 1
     for size in shape[1:]:
         width *= int(size)
-    dtype, group = "f32", 0
+    dtype, group, activation = "f32", 0, "f32"
     if kind in ("quantize_activation", "norm_quantize"):
         args: Any = node.args
-        dtype = _DTYPES[args[-2]]
+        activation = args[-2]
+        dtype = "q8" if numerics.ACTIVATIONS[activation].top else activation
         group = numerics.padded_inputs(args[-1]) if dtype == "q8" else 0
-    return _Value(node.name, dtype, width, group, _rows(graph, node), place[node], _last_use(node, place))
+    lives = place[node], _last_use(node, place)
+    return _Value(node.name, dtype, width, group, _rows(graph, node), *lives, activation)
 
 
 def _rows(graph: Graph, node: fx.Node) -> str:

@@ -55,8 +55,9 @@ def _quantize_linear(
     if not graph.is_weight(weight):
         raise PassError("quantize", node.name, "the second operand of this linear is not a weight")
     inputs = weight.meta["val"].shape[1]
-    group = numerics.FORMATS[format].sum_group or inputs
-    key = (x, activation, group if activation == "int8" else 0)
+    kind = numerics.ACTIVATIONS[activation]
+    group = numerics.FORMATS[format].sum_group or kind.group or inputs
+    key = (x, activation, group if kind.top else 0)
     if key not in activations:
         with graph.fx.inserting_after(x):
             activations[key] = graph.call("quantize_activation", *key)

@@ -16,6 +16,8 @@ from torch import Tensor
 PAGE_TOKENS = 64
 ROW_BLOCK = 16
 K_BLOCK = 32
+ACTIVATION_GROUP = 128
+"""Inputs that share a scale, in the activation types that have more than one a row."""
 QOQ_RANGE = 119
 """QServe 3.1: int8 codes within ±119 cannot leave int8 when their 4-bit groups are scaled back."""
 
@@ -54,7 +56,37 @@ FORMATS = {
         Format("mxfp4", 4, 32, ("codes", "exponent"), 32, "OCP MX 1.0; ML-SpecQD III-D"),
     )
 }
-ACTIVATION_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An activation type: floats of `dtype`, or integers within ±`top` with a scale (symmetric, dynamic).
+
+    A scale covers `group` inputs (0: all of a row). Codes of the last group lie within ±`last_top`: what a
+    reordering gathered there keeps more bits. Codes of 4 bits lie one in a byte, for the int8 dot products.
+    """
+
+    name: str
+    dtype: torch.dtype
+    top: int = 0
+    group: int = 0
+    last_top: int = 0
+    source: str = ""
+
+
+ACTIVATIONS = {
+    a.name: a
+    for a in (
+        Activation("f32", torch.float32),
+        Activation("bf16", torch.bfloat16),
+        Activation("int8", torch.int8, 127, 0, 127, "SmoothQuant; QServe 4"),
+        Activation("int8_g128", torch.int8, 127, ACTIVATION_GROUP, 127, "MixLLM 3.1"),
+        Activation("int4", torch.int8, 7, 0, 7, "QuaRot 4"),
+        Activation("int4_g128", torch.int8, 7, ACTIVATION_GROUP, 7, "Atom 4.2"),
+        Activation("int4_g128_outlier128", torch.int8, 7, ACTIVATION_GROUP, 127, "Atom 4.1: outliers last, in int8"),
+    )
+}
+INTEGER_ACTIVATIONS = tuple(a.name for a in ACTIVATIONS.values() if a.top)
 KV_BITS = {"kv32": 32, "kv16": 16, "kv8": 8, "kv4": 4}
 
 
@@ -205,27 +237,50 @@ def dequantize_weight(parts: Parts, format: str, k: int) -> Tensor:
 # ---- activations --------------------------------------------------------------------------------
 
 
-def quantize_activation(x: Tensor, dtype: str, group: int) -> Parts:
-    """x [..., K] -> [x] in bf16 or f32, or for int8 [codes, scale f32 [...], sums int32 [..., K/group]].
+def activation_parts(shape: Shape, kind: str, group: int) -> list[tuple[Shape, torch.dtype]]:
+    """Shapes and dtypes of quantize_activation's result for x of `shape` [..., K]."""
+    spec = ACTIVATIONS[kind]
+    if not spec.top:
+        return [(shape, spec.dtype)]
+    *rows, k = shape
+    scales = (*rows, groups_of(k, spec.group)) if spec.group else tuple(rows)
+    return [(shape, spec.dtype), (scales, torch.float32), ((*rows, groups_of(k, group)), torch.int32)]
 
-    int8 is per token: codes = round(x * (1 / scale)) with scale = max |x| / 127, the reciprocal taken once in
-    f32 as the kernels do. `sums` cover `group` codes each (0: all), the last group may be short.
-    """
-    if dtype != "int8":
-        return [x.to(ACTIVATION_DTYPES[dtype])]
-    x = x.float()
-    scale = x.abs().amax(-1, keepdim=True) / 127
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    codes = torch.round(x * (1.0 / scale)).clamp_(-127, 127).to(torch.int8)
+
+def _filled(x: Tensor, group: int) -> Tensor:
+    """[..., K] -> [..., groups, group], the last group filled up with zeros; group 0 is all of K."""
     group = group or x.shape[-1]
-    padded = torch.nn.functional.pad(codes, (0, -x.shape[-1] % group))
-    sums = padded.unflatten(-1, (-1, group)).sum(-1, dtype=torch.int32)
-    return [codes, scale.squeeze(-1), sums]
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % group)).unflatten(-1, (-1, group))
+
+
+def quantize_activation(x: Tensor, kind: str, group: int) -> Parts:
+    """x [..., K] -> [x] as a float, or for integers [codes int8, scale f32 [...] or [..., groups], sums int32].
+
+    codes = round(x * (1 / scale)) with scale = max |x| / top over a row or a group of ACTIVATIONS[kind], the
+    reciprocal taken once in f32 as the kernels do. `sums` [..., K/group] cover `group` codes each (0: all).
+    """
+    spec = ACTIVATIONS[kind]
+    if not spec.top:
+        return [x.to(spec.dtype)]
+    grouped = _filled(x.float(), spec.group)
+    top = torch.full((grouped.shape[-2], 1), float(spec.top), device=x.device)
+    top[-1] = spec.last_top
+    scale = grouped.abs().amax(-1, keepdim=True) / top
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    codes = torch.round(grouped * (1.0 / scale)).clamp_(-top, top).to(torch.int8).flatten(-2)[..., : x.shape[-1]]
+    sums = _filled(codes, group).sum(-1, dtype=torch.int32)
+    return [codes.contiguous(), scale.squeeze(-1) if spec.group else scale[..., 0, 0], sums]
 
 
 def dequantize_activation(parts: Parts) -> Tensor:
     """The f32 [..., K] that quantize_activation's parts stand for."""
-    return parts[0].float() if len(parts) == 1 else parts[0].float() * parts[1][..., None]
+    values = parts[0].float()
+    if len(parts) == 1:
+        return values
+    scale = parts[1]
+    if scale.dim() == values.dim():
+        return values * scale.repeat_interleave(ACTIVATION_GROUP, -1)[..., : values.shape[-1]]
+    return values * scale[..., None]
 
 
 def round_trip_kv(x: Tensor, format: str) -> Tensor:
@@ -331,7 +386,7 @@ def unpack_codes(blob: Tensor, n: int, k: int, format: str) -> Tensor:
     rows, inputs = padded_rows(n), padded_inputs(k)
     flat = blob[: rows * inputs * FORMATS[format].bits // 8]
     if format in ("f32", "bf16"):
-        wide = flat.view(ACTIVATION_DTYPES[format])
+        wide = flat.view(ACTIVATIONS[format].dtype)
         per = 1 if format == "f32" else 2
         codes = wide.view(-1, inputs // per, ROW_BLOCK, per).transpose(1, 2).reshape(rows, inputs)
     elif format == "w8_sym_channel":

@@ -19,7 +19,7 @@ Settings = dict[str, dict[str, object]]
 class Recipe:
     """Number formats of a whole model: `weight` of the linears, `activation` they meet, `kv` cache, `head`.
 
-    Formats are those of numerics.FORMATS and KV_BITS. `head` is a key of HEADS: the output head is int8 per
+    Formats are those of numerics.FORMATS, ACTIVATIONS and KV_BITS. `head` is a key of HEADS: the output head is int8 per
     channel unless a recipe or the caller wants it otherwise.
     """
 
@@ -58,7 +58,9 @@ RECIPES = {
         Recipe("w4a8", "4-bit weights in groups of 128, 8-bit activations", "w4_asym_g128", "int8", "kv16"),
         Recipe("qserve", "QServe's W4A8KV4 with two-level groups of 128", "qoq_g128", "int8", "kv4"),
         Recipe("qserve-channel", "QServe's W4A8KV4 with one scale per channel", "qoq_channel", "int8", "kv4"),
-        Recipe("mxfp4", "OCP MXFP4 weights, 8-bit activations", "mxfp4", "int8", "kv16"),
+        Recipe("mxfp4", "OCP MXFP4 weights, 8-bit activations in groups of 128", "mxfp4", "int8_g128", "kv16"),
+        Recipe("w4a4", "4-bit weights in groups of 128, 4-bit activations per token", "w4_asym_g128", "int4", "kv16"),
+        Recipe("w4a4-g128", "4-bit weights and activations in groups of 128", "w4_asym_g128", "int4_g128", "kv16"),
     )
 }
 

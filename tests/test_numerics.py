@@ -100,14 +100,24 @@ def test_mxfp4_scale_is_the_power_of_two_of_the_standard() -> None:
     assert exponent.tolist() == [[127, 127 - 4 - 2]]  # floor(log2 6) - 2 = 0; floor(log2 0.11) - 2 = -6
 
 
-@given(st.integers(1, 70), st.sampled_from([0, 32, 128]), st.integers(0, 2**31))
-@settings(max_examples=30, deadline=None)
-def test_activation_sums_are_of_the_codes(k: int, group: int, seed: int) -> None:
+@given(
+    st.integers(1, 300), st.sampled_from([0, 32, 128]), st.sampled_from(nx.INTEGER_ACTIVATIONS), st.integers(0, 2**31)
+)
+@settings(max_examples=60, deadline=None)
+def test_activations_are_off_by_half_a_step_and_sums_are_of_the_codes(k: int, group: int, kind: str, seed: int) -> None:
     x = torch.randn(3, k, generator=torch.Generator().manual_seed(seed))
-    codes, scale, sums = nx.quantize_activation(x, "int8", group)
-    assert codes.abs().max() <= 127
+    spec = nx.ACTIVATIONS[kind]
+    codes, scale, sums = nx.quantize_activation(x, kind, group)
+    assert [(tuple(p.shape), p.dtype) for p in (codes, scale, sums)] == nx.activation_parts((3, k), kind, group)
+    assert codes.abs().max() <= max(spec.top, spec.last_top)
     assert torch.equal(sums.sum(-1), codes.sum(-1, dtype=torch.int32))
-    assert ((codes * scale[:, None] - x).abs() <= scale[:, None] * 0.5001).all()  # half a step, and its rounding
+    error = (nx.dequantize_activation([codes, scale, sums]) - x).abs()
+    size = spec.group or k
+    for start in range(0, k, size):
+        part = slice(start, start + size)
+        top = spec.last_top if start + size >= k else spec.top
+        step = x[:, part].abs().amax(-1, keepdim=True) / top
+        assert (error[:, part] <= step * 0.5001).all()  # half a step, and its rounding
 
 
 @pytest.mark.parametrize(("format", "step"), [("kv32", 0.0), ("kv16", 2**-8), ("kv8", 1 / 255), ("kv4", 1 / 15)])

@@ -23,7 +23,7 @@ V3 = "avx2 bmi1 bmi2 f16c fma abm movbe"
 def test_every_recipe_names_formats_that_exist() -> None:
     for recipe in RECIPES.values():
         assert recipe.weight in numerics.FORMATS
-        assert recipe.activation in numerics.ACTIVATION_DTYPES
+        assert recipe.activation in numerics.ACTIVATIONS
         assert recipe.kv in numerics.KV_BITS
         assert HEADS[recipe.head][0] in numerics.FORMATS
 

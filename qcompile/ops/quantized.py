@@ -10,25 +10,18 @@ from qcompile.ops.model import UNARY, layer_norm, rms_norm
 from qcompile.ops.registry import define
 
 
-def _fake_activation(x: Tensor, dtype: str, group: int) -> list[Tensor]:
-    if dtype != "int8":
-        return [x.new_empty(x.shape, dtype=numerics.ACTIVATION_DTYPES[dtype])]
-    groups = -(-x.shape[-1] // group)
-    return [
-        x.new_empty(x.shape, dtype=torch.int8),
-        x.new_empty(x.shape[:-1], dtype=torch.float32),
-        x.new_empty((*x.shape[:-1], groups), dtype=torch.int32),
-    ]
+def _fake_activation(x: Tensor, kind: str, group: int) -> list[Tensor]:
+    return [x.new_empty(s, dtype=d) for s, d in numerics.activation_parts(tuple(x.shape), kind, group)]
 
 
 @define(_fake_activation)
-def quantize_activation(x: Tensor, dtype: str, group: int) -> list[Tensor]:
-    """x [..., K] -> [x in bf16 or f32], or for int8 [codes int8, scale f32 [...], sums int32 [..., K/group]].
+def quantize_activation(x: Tensor, kind: str, group: int) -> list[Tensor]:
+    """x [..., K] in the type `kind` of numerics.ACTIVATIONS: [x], or for integers [codes int8, scale f32, sums].
 
-    Per token: scale = max |x| / 127. `sums` are of the codes in each group of inputs: what a weight's
-    zero point is multiplied with.
+    Scales are [...] or [..., K/128] as the type has it; sums int32 [..., K/group] are of the codes in each
+    group of inputs: what a weight's zero point is multiplied with.
     """
-    return [part.clone() for part in numerics.quantize_activation(x, dtype, group)]
+    return [part.clone() for part in numerics.quantize_activation(x, kind, group)]
 
 
 GATED = {"silu_mul": "silu"}

@@ -1,9 +1,12 @@
 // gemm_harness.cpp: the GEMM kernels behind one C function, for tests through ctypes and for benchmarks.
-#include "gemm.h"
+#include "rowops.h"
 
 #include <stdlib.h>
 
 extern "C" {
+
+// Rows of floats [rows][gemm_kp(width)] as integers with scales.
+void harness_quantize(int rows, const float* x, int width, const Q8Rows* out) { quantize({0, rows}, x, width, *out); }
 
 size_t harness_scratch_bytes(int kp) { return gemm_scratch_bytes(kp); }
 
@@ -20,6 +23,11 @@ int harness_gemm(int format, const Gemm* g, const void* x, const Q8Act* q, int t
     case 5: gemm_qoq_g128(*g, *q, worker); return 0;
     case 6: gemm_qoq_channel(*g, *q, worker); return 0;
     case 7: gemm_mxfp4(*g, *q, worker); return 0;
+    case 8: gemm_w8_sym_channel_x128(*g, *q, worker); return 0;
+    case 9: gemm_w4_asym_g128_x128(*g, *q, worker); return 0;
+    case 10: gemm_qoq_g128_x128(*g, *q, worker); return 0;
+    case 11: gemm_qoq_channel_x128(*g, *q, worker); return 0;
+    case 12: gemm_mxfp4_x128(*g, *q, worker); return 0;
   }
   return 1;
 }

@@ -23,7 +23,8 @@ FORMATS = {
     "w4a8": Tiny("w4_asym_g128", "q8", "kv8"),
     "qoq": Tiny("qoq_g128", "q8", "kv4"),
     "qoq_channel": Tiny("qoq_channel", "q8", "kv4"),
-    "mxfp4": Tiny("mxfp4", "q8", "kv16"),
+    "mxfp4": Tiny("mxfp4", "q8", "kv16", activation="int8_g128"),
+    "w4a4": Tiny("w4_asym_g128", "q8", "kv8", activation="int4_g128_outlier128"),
 }
 SHAPES = {
     "window and softcap": Tiny(window=50, softcap=15.0),

@@ -7,90 +7,22 @@ from the description of the layouts, independently of `qcompile.numerics`.
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from qcompile.targets import cpu_flags
+from tests.codegen.harness import ISAS, Gemm, Q8Act, aligned
 
-HERE = Path(__file__).resolve().parent
-TEMPLATES = HERE.parents[1] / "codegen" / "templates" / "cpu"
-BASE_FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wno-psabi", "-fPIC", "-shared"]
-VNNI = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma"]
-ISAS: dict[str, tuple[list[str], set[str]]] = {
-    "portable": (["-DQC_ISA_PORTABLE"], set()),
-    "avx2": (["-DQC_ISA_AVX2", "-mavx2", "-mfma", "-mf16c"], {"avx2", "fma"}),
-    # AVX-VNNI's code path through the AVX-512VL form of the same instruction, which more machines have.
-    "avx2-vnni": (["-DQC_ISA_AVX2", *VNNI, "-mprefer-vector-width=256"], {"avx512_vnni", "avx512vl"}),
-    "avx512-vnni": (["-DQC_ISA_AVX512", *VNNI], {"avx512_vnni"}),
-    "avx512": (
-        ["-DQC_ISA_AVX512", *VNNI, "-mavx512bf16", "-mavx512vbmi"],
-        {"avx512_vnni", "avx512_bf16", "avx512vbmi"},
-    ),
-}
 FORMATS = [
     "f32", "bf16", "w4_asym_g128_bf16", "w8_sym_channel", "w4_asym_g128", "qoq_g128", "qoq_channel", "mxfp4",
+    "w8_sym_channel_x128", "w4_asym_g128_x128", "qoq_g128_x128", "qoq_channel_x128", "mxfp4_x128",
 ]  # fmt: skip
 INT_FORMATS = FORMATS[3:]
 STORE, ADD, SILU_MUL = range(3)
-
-
-class Gemm(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int) for name in ("m", "n", "k")),
-        *((name, ctypes.c_void_p) for name in ("codes", "scale", "zero", "group_scale", "exponent")),
-        ("epilogue", ctypes.c_int),
-        ("bias", ctypes.c_void_p),
-        ("residual", ctypes.c_void_p),
-        ("residual_stride", ctypes.c_int64),
-        ("out", ctypes.c_void_p),
-        ("out_stride", ctypes.c_int64),
-    ]
-
-
-class Q8Act(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "scale", "sums")),
-        ("groups", ctypes.c_int),
-    ]
-
-
-@pytest.fixture(scope="session")
-def harness(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctypes.CDLL]:
-    """Compiles the harness for an instruction set; skips where compiler or CPU lack it."""
-    folder = tmp_path_factory.mktemp("gemm")
-
-    @cache
-    def build(isa: str) -> ctypes.CDLL:
-        flags, needs = ISAS[isa]
-        if shutil.which("g++") is None:
-            pytest.skip("g++ is not on the PATH")
-        if not needs <= cpu_flags():
-            pytest.skip(f"this CPU lacks {sorted(needs - cpu_flags())}")
-        library = folder / f"{isa}.so"
-        source = HERE / "gemm_harness.cpp"
-        subprocess.run(["g++", *BASE_FLAGS, *flags, f"-I{TEMPLATES}", source, "-o", library], check=True)
-        loaded = ctypes.CDLL(str(library))
-        loaded.harness_scratch_bytes.restype = ctypes.c_size_t
-        return loaded
-
-    return build
-
-
-def aligned(array: np.ndarray) -> np.ndarray:
-    """The same array at a 64-byte aligned address."""
-    raw = np.empty(array.nbytes + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    out = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    out[...] = array
-    return out
 
 
 def to_bf16(x: np.ndarray) -> np.ndarray:
@@ -134,6 +66,7 @@ class Weight:
 
 def random_weight(fmt: str, rows: int, kp: int, k: int, rng: np.random.Generator) -> Weight:
     """`rows` is a multiple of 16, inputs k.. are zero weights."""
+    fmt = fmt.removesuffix("_x128")
     groups = ceil_to(kp, 128) // 128
     group_of = np.arange(kp) // 128
     if fmt in ("f32", "bf16"):
@@ -199,12 +132,14 @@ def random_activation(fmt: str, m: int, kp: int, k: int, rng: np.random.Generato
     q = rng.integers(-127, 128, (m, kp)).astype(np.int8)
     q[0, : k // 2], q[-1, k // 2 : k] = 127, -127  # the extremes, which saturating instructions get wrong
     q[:, k:] = 0
-    scale = rng.uniform(0.01, 0.02, m).astype(np.float32)
-    group = {"mxfp4": 32, "w4_asym_g128": 128, "qoq_g128": 128}.get(fmt, kp)
+    grouped = fmt.endswith("_x128")
+    scale = rng.uniform(0.01, 0.02, (m, ceil_to(kp, 128) // 128 if grouped else 1)).astype(np.float32)
+    group = {"mxfp4": 32, "w4_asym_g128": 128, "qoq_g128": 128}.get(fmt.removesuffix("_x128"), 128 if grouped else kp)
     padded = np.zeros((m, ceil_to(kp, group)), np.int32)
     padded[:, :kp] = q
     sums = padded.reshape(m, -1, group).sum(2, dtype=np.int32)
-    return Activation(None, (aligned(q), scale, np.ascontiguousarray(sums)), q * scale[:, None].astype(float))
+    value = q * np.repeat(scale.astype(float), 128 if grouped else kp, axis=1)[:, :kp]
+    return Activation(None, (aligned(q), scale, np.ascontiguousarray(sums)), value)
 
 
 def run(
@@ -233,7 +168,7 @@ def run(
         g.residual, g.residual_stride = residual.ctypes.data, residual.shape[1]
     q8 = Q8Act()
     if act.q8 is not None:
-        q8 = Q8Act(*(part.ctypes.data for part in act.q8), act.q8[2].shape[1])
+        q8 = Q8Act(*(part.ctypes.data for part in act.q8), act.q8[2].shape[1], act.q8[1].shape[1])
     x = ctypes.c_void_p(act.x.ctypes.data if act.x is not None else None)
     scratch = aligned(np.zeros(library.harness_scratch_bytes(kp), np.uint8))
     for tid in range(threads):
@@ -260,7 +195,7 @@ def tolerance(fmt: str, act: Activation, weight: Weight, n: int) -> np.ndarray:
     for which c^0.5 * 4 leaves room. Integer formats add once a group.
     """
     magnitude = np.abs(act.value) @ np.abs(weight.value[:n]).T
-    additions = {"mxfp4": act.value.shape[1] / 32}.get(fmt, 2.0 + act.value.shape[1] / 128)
+    additions = act.value.shape[1] / 32 if fmt.startswith("mxfp4") else 2.0 + act.value.shape[1] / 128
     if fmt in ("f32", "bf16", "w4_asym_g128_bf16"):
         additions = act.value.shape[1]
     return 4 * np.sqrt(additions) * 2.0**-24 * magnitude

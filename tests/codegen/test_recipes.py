@@ -12,8 +12,9 @@ from qcompile import check, pipeline, recipes, targets
 from tests.graphs import decoder, sequence_inputs, step_inputs
 
 # Kernels and references sum float32 in different orders; where values are rounded to int8, bf16 or the cache's
-# codes afterwards, a few land on the other side of a tie, and one step of a 4-bit range shows in the logits.
-TOLERANCE = {"f32": 2e-6, "bf16": 5e-3, "w8a8": 1e-2}
+# codes afterwards, a few land on the other side of a tie, and one step of a 4-bit range shows in the logits: a
+# seventh of the largest value where activations have 4 bits. Most logits see no such flip.
+TOLERANCE = {"f32": 2e-6, "bf16": 5e-3, "w8a8": 1e-2, "w4a4": 0.2, "w4a4-g128": 0.2}
 FLIPS = 3e-2
 HOST = [name for name, target in targets.TARGETS.items() if not targets.missing_flags(target.requires)]
 
@@ -30,6 +31,7 @@ def test_artifact_computes_what_its_graph_says(recipe: str, tmp_path: Path) -> N
         logits = llm.logits(ids)
     assert logits.dtype == torch.float32 and logits.shape == (2, 70, 50)
     assert check.max_relative_error(logits, reference) < TOLERANCE.get(recipe, FLIPS)
+    assert (logits - reference).abs().median() < 5e-3
     if recipe != "f32":
         assert check.max_relative_error(logits, graph.run(ids, positions)) > 1e-4  # it did round
 

@@ -21,12 +21,10 @@ from qcompile.runtime.executor import QcBatch, QcConfig, bind
 from qcompile.runtime.loader import Arena
 from qcompile.targets import Target, get_target
 
-GROUPS = {"w4_asym_g128": 128, "qoq_g128": 128, "mxfp4": 32}
-
 
 @dataclass(frozen=True)
 class Tiny:
-    """Shape and formats of the model. `act` is the dtype GEMMs read."""
+    """Shape and formats of the model. `act` is the dtype GEMMs read, `activation` what the codes of q8 are."""
 
     format: str = "f32"
     act: str = "f32"
@@ -44,6 +42,12 @@ class Tiny:
     softcap: float = 0.0
     max_position: int = 512
     seed: int = 0
+    activation: str = "int8"
+
+    def group(self, width: int) -> int:
+        """Inputs per activation sum."""
+        spec = numerics.FORMATS[self.format], numerics.ACTIVATIONS[self.activation]
+        return spec[0].sum_group or spec[1].group or p.round_up(width, p.PAD)
 
     @property
     def qkv_width(self) -> int:
@@ -85,10 +89,8 @@ class _Builder:
     top: dict[str, int] = field(default_factory=lambda: {"tokens": 0, "outputs": 0})
 
     def buffer(self, name: str, dtype: Any, width: int, rows: Any = "tokens") -> str:
-        group = 0
-        if dtype == "q8":
-            group = GROUPS.get(self.tiny.format, p.round_up(width, p.PAD))
-        made = p.Buffer(name, dtype, width, group, rows, self.top[rows])
+        group = self.tiny.group(width) if dtype == "q8" else 0
+        made = p.Buffer(name, dtype, width, group, rows, self.top[rows], self.tiny.activation)
         self.top[rows] = p.round_up(made.offset + made.row_bytes, 64)
         self.buffers.append(made)
         return name
@@ -163,9 +165,8 @@ def reference(tiny: Tiny, tokens: Sequence[int]) -> np.ndarray:
         weight = w[name]
         parts = numerics.quantize_weight(weight, t.format)
         weight = numerics.dequantize_weight(parts, t.format, weight.shape[1])
-        dtype = {"q8": "int8"}.get(t.act, t.act)
-        group = GROUPS.get(t.format, p.round_up(weight.shape[1], p.PAD))
-        x = numerics.dequantize_activation(numerics.quantize_activation(x.float(), dtype, group))
+        kind = t.activation if t.act == "q8" else t.act
+        x = numerics.dequantize_activation(numerics.quantize_activation(x.float(), kind, t.group(weight.shape[1])))
         return x.double() @ weight.double().T
 
     def norm(x: Tensor, name: str) -> Tensor:

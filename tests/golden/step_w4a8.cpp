@@ -29,14 +29,14 @@ static void step(Model& m, int tid) {
   const qc_batch& b = s.b;
   const auto v_h = s.rows<float>(kTokens, 0, false);
   const auto v_0_qkv = s.rows<float>(kTokens, 384, false);
-  const auto v_0_x = s.q8(kTokens, 1408, true, 96, 128);
+  const auto v_0_x = s.q8(kTokens, 1408, true, 96, {128, 96, 127.0f, 127.0f});
   const auto v_0_attended = s.rows<float>(kTokens, 1536, false);
-  const auto v_0_o_in = s.q8(kTokens, 2048, true, 128, 128);
-  const auto v_0_y = s.q8(kTokens, 2240, true, 96, 128);
+  const auto v_0_o_in = s.q8(kTokens, 2048, true, 128, {128, 128, 127.0f, 127.0f});
+  const auto v_0_y = s.q8(kTokens, 2240, true, 96, {128, 96, 127.0f, 127.0f});
   const auto v_0_inner = s.rows<float>(kTokens, 2368, false);
-  const auto v_0_down_in = s.q8(kTokens, 3008, true, 160, 128);
+  const auto v_0_down_in = s.q8(kTokens, 3008, true, 160, {128, 160, 127.0f, 127.0f});
   const auto v_last = s.rows<float>(kOutputs, 0, true);
-  const auto v_final = s.q8(kOutputs, 384, true, 96, 128);
+  const auto v_final = s.q8(kOutputs, 384, true, 96, {128, 96, 127.0f, 127.0f});
   float* const rope0 = m.rope + (int64_t)0 * m.capacity[kTokens];
   rope_table(s.mine(kTokens, false), b.positions, s.weight<float>(1), 32, 1.0f, rope0);
 

@@ -21,6 +21,8 @@
 //   gemm_qoq_g128         (g, q, worker)   q: Q8Act, group 128
 //   gemm_qoq_channel      (g, q, worker)   q: Q8Act, group kp
 //   gemm_mxfp4            (g, q, worker)   q: Q8Act, group 32
+//   gemm_..._x128         (g, q, worker)   the same with activations of a scale per 128 inputs; sums where the format
+//                                          has one a row are over 128 too
 //   (the name is "gemm_" + weight format, + "_bf16" for a 4-bit weight with bfloat16 activations)
 //
 //   kp = k rounded up to 32 is the row stride of every activation; elements k..kp-1 of x must be 0.
@@ -61,11 +63,12 @@
 #include "simd_bf16_as_f32.h"
 #endif
 
-struct Q8Act {             // int8 activations, one scale a row
+struct Q8Act {             // int8 activations
   const int8_t* q;         // [m][kp]
-  const float* scale;      // [m]
+  const float* scale;      // [m][scales]
   const int32_t* sums;     // [m][groups] sum of q over each group of inputs
   int groups;              // ceil(kp / group)
+  int scales;              // 1, or ceil(kp / 128)
 };
 
 enum EpilogueKind { kStore, kAdd, kSiluMul };
@@ -114,8 +117,12 @@ inline void gemm_bf16(const Gemm& g, const uint16_t* x, const Worker& w) { run_g
 inline void gemm_w4_asym_g128_bf16(const Gemm& g, const uint16_t* x, const Worker& w) {
   run_gemm<W4AsymG128Bf16>(g, x, w);
 }
-inline void gemm_w8_sym_channel(const Gemm& g, const Q8Act& q, const Worker& w) { run_gemm<W8SymChannel>(g, q, w); }
-inline void gemm_w4_asym_g128(const Gemm& g, const Q8Act& q, const Worker& w) { run_gemm<W4AsymG128>(g, q, w); }
-inline void gemm_qoq_g128(const Gemm& g, const Q8Act& q, const Worker& w) { run_gemm<QoqG128>(g, q, w); }
-inline void gemm_qoq_channel(const Gemm& g, const Q8Act& q, const Worker& w) { run_gemm<QoqChannel>(g, q, w); }
-inline void gemm_mxfp4(const Gemm& g, const Q8Act& q, const Worker& w) { run_gemm<Mxfp4>(g, q, w); }
+#define QC_INT_FORMAT(name, Format)                                                                  \
+  inline void gemm_##name(const Gemm& g, const Q8Act& q, const Worker& w) { run_gemm<Format<false>>(g, q, w); } \
+  inline void gemm_##name##_x128(const Gemm& g, const Q8Act& q, const Worker& w) { run_gemm<Format<true>>(g, q, w); }
+QC_INT_FORMAT(w8_sym_channel, W8SymChannel)
+QC_INT_FORMAT(w4_asym_g128, W4AsymG128)
+QC_INT_FORMAT(qoq_g128, QoqG128)
+QC_INT_FORMAT(qoq_channel, QoqChannel)
+QC_INT_FORMAT(mxfp4, Mxfp4)
+#undef QC_INT_FORMAT

@@ -6,7 +6,7 @@
 struct IntTile {
   const int8_t* x;       // [kp/32][M][32]
   const int32_t* start;  // [groups of the rule][M], see Rule::start
-  const float* scale;    // [M]
+  const float* scale;    // [scales of a row][M]
 };
 struct IntBlock {             // one 16-row block
   const uint8_t* codes;       // 64-byte lines, in input order
@@ -47,10 +47,12 @@ struct MxCodes {  // E2M1 doubled, plus 12 to be unsigned
 };
 
 // What is done with the int32 sums of a group of kChunks * 32 inputs. start() gives a token's number for a group from
-// its activation sums, begin() what the token's sum of the group begins at, finish() adds the group to the result.
+// its activation sums, begin() what the token's sum of the group begins at, finish() adds the group to the result. xs are
+// the tokens' scales; rules named X128 have one for every 128 inputs.
 constexpr int kWhole = 1 << 30;
 struct ChannelRule {  // W8: y = xs ws sum((q + offset - offset) x)
   static constexpr int kChunks = kWhole;
+  static constexpr bool kX128 = false;
   using Acc = I16;
   static int32_t start(const int32_t* sums, int groups, int) {
     int32_t total = 0;
@@ -60,39 +62,77 @@ struct ChannelRule {  // W8: y = xs ws sum((q + offset - offset) x)
   QC_INLINE I16 zero() { return i_set(0); }
   QC_INLINE I16 begin(const IntBlock&, int, int32_t start) { return i_set(start); }
   template <int M>
-  QC_INLINE void finish(I16* acc, const I16* part, const IntBlock&, int) {
+  QC_INLINE void finish(I16* acc, const I16* part, const IntBlock&, int, const float*) {
     QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = part[m];
   }
   QC_INLINE F16 result(I16 acc, const IntBlock& w, float xs) {
     return f_mul(f_from_i(acc), f_mul(f_set(xs), f_load(w.scale)));
   }
 };
+struct ChannelRuleX128 {  // y = ws sum_g xs sum((q + offset - offset) x)
+  static constexpr int kChunks = 4;
+  static constexpr bool kX128 = true;
+  using Acc = F16;
+  static int32_t start(const int32_t* sums, int, int g) { return -kFullOffset * sums[g]; }
+  QC_INLINE F16 zero() { return f_set(0.0f); }
+  QC_INLINE I16 begin(const IntBlock&, int, int32_t start) { return i_set(start); }
+  template <int M>
+  QC_INLINE void finish(F16* acc, const I16* part, const IntBlock&, int g, const float* xs) {
+    QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = f_fma(f_from_i(part[m]), f_set(xs[g * M + m]), acc[m]);
+  }
+  QC_INLINE F16 result(F16 acc, const IntBlock& w, float) { return f_mul(acc, f_load(w.scale)); }
+};
 struct ZeroChannelRule : ChannelRule {  // qoq_channel: y = xs ws (sum(q x) - z sum(x))
   static int32_t start(const int32_t* sums, int, int g) { return -sums[g]; }
   QC_INLINE I16 begin(const IntBlock& w, int, int32_t start) { return i_mul(i_load_u8(w.zero), i_set(start)); }
+};
+struct ZeroChannelRuleX128 : ChannelRuleX128 {  // y = ws sum_g xs (sum(q x) - z sum(x))
+  static int32_t start(const int32_t* sums, int, int g) { return -sums[g]; }
+  QC_INLINE I16 begin(const IntBlock& w, int, int32_t start) { return i_mul16(i_load_u8(w.zero), start); }
 };
 struct QoqRule : ChannelRule {  // y = xs ws sum_g s1 (sum(q x) - z sum(x)), in int32 up to the end
   static constexpr int kChunks = 4;
   static int32_t start(const int32_t* sums, int, int g) { return -sums[g]; }
   QC_INLINE I16 begin(const IntBlock& w, int g, int32_t start) { return i_mul16(i_load_u8(w.zero + g * 16), start); }
   template <int M>
-  QC_INLINE void finish(I16* acc, const I16* part, const IntBlock& w, int g) {
+  QC_INLINE void finish(I16* acc, const I16* part, const IntBlock& w, int g, const float*) {
     I16 s = i_load_u8(w.group_scale + g * 16);
     QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = i_add(acc[m], i_mul(part[m], s));
   }
 };
+struct QoqRuleX128 : ChannelRuleX128 {  // y = ws sum_g xs s1 (sum(q x) - z sum(x))
+  static int32_t start(const int32_t* sums, int, int g) { return -sums[g]; }
+  QC_INLINE I16 begin(const IntBlock& w, int g, int32_t start) { return i_mul16(i_load_u8(w.zero + g * 16), start); }
+  template <int M>
+  QC_INLINE void finish(F16* acc, const I16* part, const IntBlock& w, int g, const float* xs) {
+    I16 scaled[M], s = i_load_u8(w.group_scale + g * 16);
+    QC_UNROLL for (int m = 0; m < M; ++m) scaled[m] = i_mul(part[m], s);
+    ChannelRuleX128::finish<M>(acc, scaled, w, g, xs);
+  }
+};
 struct GroupRule {  // w4_asym_g128: y = xs sum_g s (sum(q x) - z sum(x))
   static constexpr int kChunks = 4;
+  static constexpr bool kX128 = false;
   using Acc = F16;
   static int32_t start(const int32_t* sums, int, int g) { return -sums[g]; }
   QC_INLINE F16 zero() { return f_set(0.0f); }
   QC_INLINE I16 begin(const IntBlock& w, int g, int32_t start) { return i_mul16(i_load_u8(w.zero + g * 16), start); }
   template <int M>
-  QC_INLINE void finish(F16* acc, const I16* part, const IntBlock& w, int g) {
+  QC_INLINE void finish(F16* acc, const I16* part, const IntBlock& w, int g, const float*) {
     F16 s = f_load(w.scale + g * 16);
     QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = f_fma(f_from_i(part[m]), s, acc[m]);
   }
   QC_INLINE F16 result(F16 acc, const IntBlock&, float xs) { return f_mul(acc, f_set(xs)); }
+};
+struct GroupRuleX128 : GroupRule {  // y = sum_g (s xs) (sum(q x) - z sum(x))
+  static constexpr bool kX128 = true;
+  template <int M>
+  QC_INLINE void finish(F16* acc, const I16* part, const IntBlock& w, int g, const float* xs) {
+    F16 s = f_load(w.scale + g * 16);
+    QC_UNROLL for (int m = 0; m < M; ++m)
+      acc[m] = f_fma(f_from_i(part[m]), f_mul(s, f_set(xs[g * M + m])), acc[m]);
+  }
+  QC_INLINE F16 result(F16 acc, const IntBlock&, float) { return acc; }
 };
 // mxfp4: y = xs sum_b 2^(e-128) sum(c x), c the doubled element. The sum starts at the bits of the float 1.5 * 2^23,
 // less the table's offset, so that a sum s ends as the float 1.5 * 2^23 + s. Adding e - 128 to the exponent field (the
@@ -104,11 +144,22 @@ struct MxRule : GroupRule {
   static int32_t start(const int32_t* sums, int, int g) { return kMagic - kMxOffset * sums[g]; }
   QC_INLINE I16 begin(const IntBlock&, int, int32_t start) { return i_set(start); }
   template <int M>
-  QC_INLINE void finish(F16* acc, const I16* part, const IntBlock& w, int g) {
+  QC_INLINE void finish(F16* acc, const I16* part, const IntBlock& w, int g, const float*) {
     I16 e = i_shl23(i_load_u8(w.group_scale + g * 16));
     F16 base = f_bits(i_add(i_set(kMagic), e));
     QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = f_add(acc[m], f_sub(f_bits(i_add(part[m], e)), base));
   }
+};
+struct MxRuleX128 : MxRule {  // y = sum_b xs 2^(e-128) sum(c x)
+  static constexpr bool kX128 = true;
+  template <int M>
+  QC_INLINE void finish(F16* acc, const I16* part, const IntBlock& w, int g, const float* xs) {
+    I16 e = i_shl23(i_load_u8(w.group_scale + g * 16));
+    F16 base = f_bits(i_add(i_set(kMagic), e));
+    QC_UNROLL for (int m = 0; m < M; ++m)
+      acc[m] = f_fma(f_sub(f_bits(i_add(part[m], e)), base), f_set(xs[g / 4 * M + m]), acc[m]);
+  }
+  QC_INLINE F16 result(F16 acc, const IntBlock&, float) { return acc; }
 };
 
 // Of how many lines one is asked for, so that the memory is never idle while M tokens are multiplied (measured on Zen 4:
@@ -142,7 +193,7 @@ __attribute__((noinline)) static void int_block(const IntBlock& w, const IntTile
       }
     }
     QC_UNROLL for (int i = M; i < M * C; ++i) part[i % M] = i_add(part[i % M], part[i]);
-    Rule::template finish<M>(acc, part, w, g);
+    Rule::template finish<M>(acc, part, w, g, x.scale);
   }
   QC_UNROLL for (int m = 0; m < M; ++m) f_store(out + m * 16, Rule::result(acc[m], w, x.scale[m]));
 }
@@ -151,12 +202,18 @@ __attribute__((noinline)) static void int_block(const IntBlock& w, const IntTile
 template <class Rule>
 static IntTile prepare_int(int chunks, const Q8Act& q, int first, int count, char*& mem) {
   const int kp = chunks * 32, groups = Rule::kChunks == kWhole ? 1 : (chunks + Rule::kChunks - 1) / Rule::kChunks;
-  IntTile tile{q.q + (int64_t)first * kp, (const int32_t*)mem, q.scale + first};
+  IntTile tile{q.q + (int64_t)first * kp, (const int32_t*)mem, q.scale + (int64_t)first * q.scales};
   for (int g = 0; g < groups; ++g)
     for (int m = 0; m < count; ++m)
       ((int32_t*)mem)[g * count + m] = Rule::start(q.sums + (int64_t)(first + m) * q.groups, q.groups, g);
   mem += (groups * count * 4 + 63) / 64 * 64;
   if (count == 1) return tile;
+  if (Rule::kX128) {
+    for (int s = 0; s < q.scales; ++s)
+      for (int m = 0; m < count; ++m) ((float*)mem)[s * count + m] = tile.scale[m * q.scales + s];
+    tile.scale = (const float*)mem;
+    mem += (q.scales * count * 4 + 63) / 64 * 64;
+  }
   for (int c = 0; c < chunks; ++c)
     for (int m = 0; m < count; ++m) memcpy(mem + (c * count + m) * 32, tile.x + (int64_t)m * kp + c * 32, 32);
   tile.x = (const int8_t*)mem;
@@ -172,7 +229,9 @@ struct IntFormat {
   using Tile = IntTile;
   static constexpr int kTile = kPanelTile, kPanelFrom = PanelFrom;
   static constexpr bool kUnpacks = Codes::kLines != PanelCodes::kLines;
-  static size_t tile_bytes(int kp, int count) { return (size_t)kp * count + (size_t)kp / 32 * count * 4 + 64; }
+  static size_t tile_bytes(int kp, int count) {
+    return (size_t)kp * count + ((size_t)kp / 32 + (kp + 127) / 128) * count * 4 + 128;
+  }
   static size_t panel_bytes(int kp) { return (size_t)kp * 32; }
   template <bool panel>
   static IntTile prepare(const Gemm& g, const Q8Act& q, int first, int count, char*& mem) {
@@ -213,18 +272,33 @@ struct IntFormat {
   QC_INLINE void convert(const IntBlock&, int, B64*) {}
 };
 
-struct W8SymChannel : IntFormat<W8SymChannel, ByteCodes, ChannelRule, ByteCodes, ChannelRule, 9> {
+// Each format twice: with one activation scale a row, and with one for every 128 inputs (X128).
+template <bool X128>
+using Channel = std::conditional_t<X128, ChannelRuleX128, ChannelRule>;
+template <bool X128>
+using ZeroChannel = std::conditional_t<X128, ZeroChannelRuleX128, ZeroChannelRule>;
+template <bool X128>
+using Qoq = std::conditional_t<X128, QoqRuleX128, QoqRule>;
+template <bool X128>
+using Group = std::conditional_t<X128, GroupRuleX128, GroupRule>;
+template <bool X128>
+using Mx = std::conditional_t<X128, MxRuleX128, MxRule>;
+
+template <bool X128>
+struct W8SymChannel : IntFormat<W8SymChannel<X128>, ByteCodes, Channel<X128>, ByteCodes, Channel<X128>, 9> {
   static IntBlock block(const Gemm& g, int chunks, int b) {
     return {(const uint8_t*)g.codes + (int64_t)b * chunks * 512, g.scale + b * 16, nullptr, nullptr};
   }
 };
-struct W4AsymG128 : IntFormat<W4AsymG128, NibbleCodes, GroupRule, SmallByteCodes, GroupRule, 48> {
+template <bool X128>
+struct W4AsymG128 : IntFormat<W4AsymG128<X128>, NibbleCodes, Group<X128>, SmallByteCodes, Group<X128>, 48> {
   static IntBlock block(const Gemm& g, int chunks, int b) {
     const int64_t at = (int64_t)b * ((chunks + 3) / 4) * 16;
     return {(const uint8_t*)g.codes + (int64_t)b * chunks * 256, g.scale + at, g.zero + at, nullptr};
   }
 };
-struct QoqG128 : IntFormat<QoqG128, NibbleCodes, QoqRule, ByteCodes, ChannelRule, 48> {
+template <bool X128>
+struct QoqG128 : IntFormat<QoqG128<X128>, NibbleCodes, Qoq<X128>, ByteCodes, Channel<X128>, 48> {
   static IntBlock block(const Gemm& g, int chunks, int b) {
     const int64_t at = (int64_t)b * ((chunks + 3) / 4) * 16;
     return {(const uint8_t*)g.codes + (int64_t)b * chunks * 256, g.scale + b * 16, g.zero + at, g.group_scale + at};
@@ -235,12 +309,14 @@ struct QoqG128 : IntFormat<QoqG128, NibbleCodes, QoqRule, ByteCodes, ChannelRule
     v[0] = b_rescale(v[0], zero, scale), v[1] = b_rescale(v[1], zero, scale);
   }
 };
-struct QoqChannel : IntFormat<QoqChannel, NibbleCodes, ZeroChannelRule, SmallByteCodes, ZeroChannelRule, 48> {
+template <bool X128>
+struct QoqChannel : IntFormat<QoqChannel<X128>, NibbleCodes, ZeroChannel<X128>, SmallByteCodes, ZeroChannel<X128>, 48> {
   static IntBlock block(const Gemm& g, int chunks, int b) {
     return {(const uint8_t*)g.codes + (int64_t)b * chunks * 256, g.scale + b * 16, g.zero + b * 16, nullptr};
   }
 };
-struct Mxfp4 : IntFormat<Mxfp4, MxCodes, MxRule, SmallByteCodes, MxRule, 48> {
+template <bool X128>
+struct Mxfp4 : IntFormat<Mxfp4<X128>, MxCodes, Mx<X128>, SmallByteCodes, Mx<X128>, 48> {
   static IntBlock block(const Gemm& g, int chunks, int b) {
     const int64_t at = (int64_t)b * chunks;
     return {(const uint8_t*)g.codes + at * 256, nullptr, nullptr, g.exponent + at * 16};

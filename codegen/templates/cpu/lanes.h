@@ -32,7 +32,7 @@ QC_INLINE F16 fused(F16 acc, F16 w, const float* x) {
 }
 
 QC_INLINE F16 to_lanes(f32x16 v) {
-#if defined(__AVX512F__)
+#if defined(QC_ISA_AVX512)
   return v;
 #else
   float t[16];
@@ -47,7 +47,7 @@ QC_INLINE F16 to_lanes(u8x16 v) {
 }
 
 QC_INLINE F16 widen_bf16(const uint16_t* p) {
-#if defined(__AVX512F__)
+#if defined(QC_ISA_AVX512)
   // Each word to the upper half of its lane, zeros below: one permutation does both.
   const __m512i upper = _mm512_set_epi32(0xf0000, 0xe0000, 0xd0000, 0xc0000, 0xb0000, 0xa0000, 0x90000, 0x80000,
                                          0x70000, 0x60000, 0x50000, 0x40000, 0x30000, 0x20000, 0x10000, 0);

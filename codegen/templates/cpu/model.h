@@ -57,10 +57,11 @@ struct Step {
   T* rows(RowKind kind, int64_t offset, bool own) const {
     return (T*)place(kind, offset, own);
   }
-  Q8Rows q8(RowKind kind, int64_t offset, bool own, int kp, int group) const {
+  Q8Rows q8(RowKind kind, int64_t offset, bool own, int kp, Q8Kind how) const {
     const int64_t n = own && few[kind] ? kOwnRows : m.capacity[kind];
+    const int scales = (kp + how.scale_group - 1) / how.scale_group, groups = (kp + how.group - 1) / how.group;
     char* p = place(kind, offset, own);
-    return {(int8_t*)p, (float*)(p + n * kp), (int32_t*)(p + n * (kp + 4)), group, (kp + group - 1) / group};
+    return {(int8_t*)p, (float*)(p + n * kp), (int32_t*)(p + n * (kp + 4 * scales)), how, groups, scales};
   }
   template <class T>
   const T* weight(int index) const {

@@ -21,12 +21,17 @@ QC_INLINE int32_t reduce_add(i32x16 v) {
   return sum;
 }
 
-struct Q8Rows {    // int8 rows with a scale and sums of the codes over groups of `group` inputs
+struct Q8Kind {
+  int group, scale_group;  // inputs of a sum of codes, and of a scale: one a multiple of the other
+  float top, last_top;     // the largest code, and that of the last group of a scale
+};
+struct Q8Rows {    // int8 rows with scales and sums of the codes
   int8_t* q;       // [rows][kp]
-  float* scale;    // [rows]
+  float* scale;    // [rows][scales]
   int32_t* sums;   // [rows][groups]
-  int group, groups;
-  operator Q8Act() const { return {q, scale, sums, groups}; }
+  Q8Kind kind;
+  int groups, scales;
+  operator Q8Act() const { return {q, scale, sums, groups, scales}; }
 };
 
 // put(out, t, row, width): store one float row, padded with zeros, in the format of `out`.
@@ -41,29 +46,38 @@ QC_INLINE void put(uint16_t* out, int t, const float* row, int width) {
   for (int i = 0; i < kp; i += 16) store(out + (int64_t)t * kp + i, f32_to_bf16(load<f32x16>(row + i)));
 }
 
-// scale = max |row| / 127 (1 for a row of zeros), q = round(row / scale), half to even.
-QC_INLINE void put(const Q8Rows& out, int t, const float* row, int width) {
-  const int kp = gemm_kp(width);
+// Elements begin .. end - 1: scale = max |row| / top (1 where all are zero).
+QC_INLINE float scale_of(const float* row, int begin, int end, float top) {
   f32x16 top0{}, top1{};
-  for (int i = 0; i < kp; i += 32) {
+  for (int i = begin; i < end; i += 32) {
     top0 = vmax(vabs(load<f32x16>(row + i)), top0);
     top1 = vmax(vabs(load<f32x16>(row + i + 16)), top1);
   }
-  float scale = reduce_max(vmax(top0, top1)) / 127.0f;
-  if (!(scale > 1e-37f)) scale = 1.0f;  // so that 1 / scale is finite
-  const float inverse = 1.0f / scale;
+  const float scale = reduce_max(vmax(top0, top1)) / top;
+  return scale > 1e-37f ? scale : 1.0f;  // so that 1 / scale is finite
+}
+
+// q = round(row / scale), half to even, a scale at a time.
+QC_INLINE void put(const Q8Rows& out, int t, const float* row, int width) {
+  const int kp = gemm_kp(width), step = out.kind.scale_group;
   int8_t* q = out.q + (int64_t)t * kp;
-  for (int g = 0; g < out.groups; ++g) {
-    i32x16 sum{};
-    const int end = (g + 1) * out.group < kp ? (g + 1) * out.group : kp;
-    for (int i = g * out.group; i < end; i += 16) {
-      i32x16 code = round_to_i32(load<f32x16>(row + i) * inverse);
-      sum += code;
-      store(q + i, __builtin_convertvector(code, i8x16));
+  int32_t* sums = out.sums + (int64_t)t * out.groups;
+  for (int s = 0; s < out.scales; ++s) {
+    const int last = s + 1 < out.scales ? (s + 1) * step : kp;
+    const float scale = scale_of(row, s * step, last, s + 1 < out.scales ? out.kind.top : out.kind.last_top);
+    const float inverse = 1.0f / scale;
+    for (int begin = s * step; begin < last; begin += out.kind.group) {
+      i32x16 sum{};
+      const int end = begin + out.kind.group < last ? begin + out.kind.group : last;
+      for (int i = begin; i < end; i += 16) {
+        i32x16 code = round_to_i32(load<f32x16>(row + i) * inverse);
+        sum += code;
+        store(q + i, __builtin_convertvector(code, i8x16));
+      }
+      *sums++ = reduce_add(sum);
     }
-    out.sums[(int64_t)t * out.groups + g] = reduce_add(sum);
+    out.scale[(int64_t)t * out.scales + s] = scale;
   }
-  out.scale[t] = scale;
 }
 
 // out[t] = table[ids[t]] * factor.   table: [vocab][width]
@@ -145,7 +159,7 @@ QC_NOINLINE void norm_heads(Range rows, float* x, int stride, int offset, int he
     }
 }
 
-// out[t] = x[t] in the format of out: int8 per token, or bf16.
+// out[t] = x[t] in the format of out: integers with scales, or bf16.
 template <class Out>
 QC_NOINLINE void quantize(Range rows, const float* x, int width, Out out) {
   for (int t = rows.begin; t < rows.end; ++t) put(out, t, x + (int64_t)t * gemm_kp(width), width);

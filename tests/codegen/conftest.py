@@ -1,0 +1,30 @@
+"""Fixtures of the kernel tests."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from qcompile.targets import cpu_flags
+from tests.codegen.harness import ISAS, compile_harness
+
+
+@pytest.fixture(scope="session")
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctypes.CDLL]:
+    """Compiles the harness for an instruction set; skips where compiler or CPU lack it."""
+    folder = tmp_path_factory.mktemp("gemm")
+
+    @cache
+    def build(isa: str) -> ctypes.CDLL:
+        needs = ISAS[isa][1]
+        if shutil.which("g++") is None:
+            pytest.skip("g++ is not on the PATH")
+        if not needs <= cpu_flags():
+            pytest.skip(f"this CPU lacks {sorted(needs - cpu_flags())}")
+        return compile_harness(isa, folder / f"{isa}.so")
+
+    return build

@@ -1,0 +1,82 @@
+"""The CPU kernels' headers compiled with gemm_harness.cpp for each instruction set, and the C types they take."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+TEMPLATES = HERE.parents[1] / "codegen" / "templates" / "cpu"
+BASE_FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wno-psabi", "-fPIC", "-shared"]
+VNNI = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma"]
+ISAS: dict[str, tuple[list[str], set[str]]] = {
+    "portable": (["-DQC_ISA_PORTABLE"], set()),
+    "avx2": (["-DQC_ISA_AVX2", "-mavx2", "-mfma", "-mf16c"], {"avx2", "fma"}),
+    # AVX-VNNI's code path through the AVX-512VL form of the same instruction, which more machines have.
+    "avx2-vnni": (["-DQC_ISA_AVX2", *VNNI, "-mprefer-vector-width=256"], {"avx512_vnni", "avx512vl"}),
+    "avx512-vnni": (["-DQC_ISA_AVX512", *VNNI], {"avx512_vnni"}),
+    "avx512": (
+        ["-DQC_ISA_AVX512", *VNNI, "-mavx512bf16", "-mavx512vbmi"],
+        {"avx512_vnni", "avx512_bf16", "avx512vbmi"},
+    ),
+}
+
+class Gemm(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ("m", "n", "k")),
+        *((name, ctypes.c_void_p) for name in ("codes", "scale", "zero", "group_scale", "exponent")),
+        ("epilogue", ctypes.c_int),
+        ("bias", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("residual_stride", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        ("out_stride", ctypes.c_int64),
+    ]
+
+
+class Q8Act(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "scale", "sums")),
+        ("groups", ctypes.c_int),
+        ("scales", ctypes.c_int),
+    ]
+
+
+class Q8Kind(ctypes.Structure):
+    _fields_ = [
+        ("group", ctypes.c_int),
+        ("scale_group", ctypes.c_int),
+        ("top", ctypes.c_float),
+        ("last_top", ctypes.c_float),
+    ]
+
+
+class Q8Rows(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "scale", "sums")),
+        ("kind", Q8Kind),
+        ("groups", ctypes.c_int),
+        ("scales", ctypes.c_int),
+    ]
+
+
+def compile_harness(isa: str, library: Path) -> ctypes.CDLL:
+    """Build the harness for `isa` as `library` and open it."""
+    source = HERE / "gemm_harness.cpp"
+    command = ["g++", *BASE_FLAGS, *ISAS[isa][0], f"-I{TEMPLATES}", str(source), "-o", str(library)]
+    subprocess.run(command, check=True)
+    loaded = ctypes.CDLL(str(library))
+    loaded.harness_scratch_bytes.restype = ctypes.c_size_t
+    return loaded
+
+
+def aligned(array: np.ndarray) -> np.ndarray:
+    """The same array at a 64-byte aligned address."""
+    raw = np.empty(array.nbytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    out = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    out[...] = array
+    return out
