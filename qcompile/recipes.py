@@ -19,8 +19,8 @@ Settings = dict[str, dict[str, object]]
 class Recipe:
     """Number formats of a whole model: `weight` of the linears, `activation` they meet, `kv` cache, `head`.
 
-    Formats are those of numerics.FORMATS, ACTIVATIONS and KV_BITS. `head` is a key of HEADS: the output head is int8 per
-    channel unless a recipe or the caller wants it otherwise.
+    Names are those of numerics.FORMATS, ACTIVATIONS and KV_BITS. `head` is a key of HEADS: the output head is int8
+    per channel unless a recipe or the caller wants it otherwise.
     """
 
     name: str
