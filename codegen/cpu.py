@@ -202,6 +202,10 @@ class _Renderer:
     def _quantize(self, c: p.Quantize) -> list[str]:
         return [f"quantize({self.mine(c.out)}, {_ident(c.x)}, {self.program.buffer(c.x).width}, {_ident(c.out)});"]
 
+    def _hadamard(self, c: p.Hadamard) -> list[str]:
+        where = f"{self.mine(c.out)}, {_ident(c.x)}, {self.program.buffer(c.x).width}, {c.block}"
+        return [f"hadamard<{c.core_order}>({where}, {self.weight(c.core)}, s.w, {_ident(c.out)});"]
+
     def _take_rows(self, c: p.TakeRows) -> list[str]:
         width = self.program.buffer(c.x).width
         return [f"take_rows({self.mine(c.out)}, b.output_rows, {_ident(c.x)}, {width}, {_ident(c.out)});"]
@@ -320,8 +324,9 @@ def _writes_outputs(program: p.Program, call: p.Call) -> bool:
 
 def _own_buffers(program: p.Program) -> frozenset[str]:
     """Buffers that only rowwise calls write, each from one other buffer: a thread may keep its own copy."""
-    rowwise = {name for c in program.calls if isinstance(c, p.Norm | p.Quantize | p.TakeRows) for name in [c.out]}
-    shared = {_written(c) for c in program.calls if not isinstance(c, p.Norm | p.Quantize | p.TakeRows)}
+    alone = p.Norm | p.Quantize | p.Hadamard | p.TakeRows
+    rowwise = {name for c in program.calls if isinstance(c, alone) for name in [c.out]}
+    shared = {_written(c) for c in program.calls if not isinstance(c, alone)}
     attended = {c.q for c in program.calls if isinstance(c, p.Attention)}
     return frozenset(rowwise - shared - attended)
 

@@ -6,6 +6,7 @@ One function per operator; an operator without one is refused by name. Values al
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -166,6 +167,12 @@ def _quantize(low: Lowering, node: fx.Node) -> p.Call | None:
     return p.Quantize(node.name, low.buffer(x), low.buffer(node))
 
 
+def _hadamard(low: Lowering, node: fx.Node) -> p.Call:
+    x, core, block, *_ = _args(node)
+    order = math.isqrt(core.meta["val"].shape[0])
+    return p.Hadamard(node.name, low.buffer(x), low.buffer(node), block, str(low.vector(core)), order)
+
+
 def _gemm(low: Lowering, node: fx.Node) -> p.Call:
     x, weight, bias, residual, format, epilogue, _ = _args(node)
     n, k = weight.args[0].meta["val"].shape
@@ -252,6 +259,8 @@ _LOWER: dict[str, Callable[[Lowering, fx.Node], p.Call | None]] = {
     "norm_quantize": _norm,
     "norm_heads": _norm_heads,
     "quantize_activation": _quantize,
+    "hadamard": _hadamard,
+    "hadamard_quantize": _hadamard,
     "gemm": _gemm,
     "rope_append": _rope_append,
     "kv_attention": _attention,

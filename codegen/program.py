@@ -134,6 +134,22 @@ class Quantize:
 
 
 @dataclass(frozen=True)
+class Hadamard:
+    """out = x with each `block` columns times a Hadamard matrix / sqrt(block), in out's dtype.
+
+    `core` is the weight f32 [core_order * core_order] left of the matrix without its doublings, row-major.
+    """
+
+    kernel: ClassVar[str] = "hadamard"
+    name: str
+    x: str
+    out: str
+    block: int
+    core: str
+    core_order: int
+
+
+@dataclass(frozen=True)
 class Gemm:
     """y[t, n] = sum_k x[t, k] * W[n, k] + bias[n], then the epilogue.
 
@@ -233,7 +249,7 @@ class Elementwise:
     other_offset: int = 0
 
 
-Call = Embed | Norm | NormHeads | Quantize | Gemm | RopeAppend | Attention | TakeRows | Elementwise
+Call = Embed | Norm | NormHeads | Quantize | Hadamard | Gemm | RopeAppend | Attention | TakeRows | Elementwise
 
 
 @dataclass(frozen=True)

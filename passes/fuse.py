@@ -17,7 +17,7 @@ _NORMS = {"rms_norm": "rms", "layer_norm": "layer"}
 
 @dataclass(frozen=True)
 class Fuse(Pass):
-    """Three rules: norm + quantization; norms in heads + rope + cache append; gemm + residual add.
+    """Norm + quantization; online rotation + quantization; norms in heads + rope + cache append; gemm + residual add.
 
     Each needs sole readers. The gate's activation was joined by `merge`, which must come before weights are rounded.
     """
@@ -28,6 +28,7 @@ class Fuse(Pass):
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()
         fired = sum(_fuse_norm(graph, node) for node in graph.calls("quantize_activation"))
+        fired += sum(_fuse_rotation(graph, node) for node in graph.calls("quantize_activation"))
         fired += sum(_fuse_append(graph, node) for node in graph.calls("kv_attention"))
         fired += sum(_fuse_add(graph, node) for node in graph.calls("add"))
         graph.erase_dead()
@@ -45,6 +46,19 @@ def _fuse_norm(graph: Graph, node: fx.Node) -> bool:
         fused = graph.call("norm_quantize", norm.args[0], *_norm_arguments(norm), dtype, group)
     graph.replace(node, fused)
     graph.fx.erase_node(norm)
+    return True
+
+
+def _fuse_rotation(graph: Graph, node: fx.Node) -> bool:
+    """quantize_activation(hadamard(x)) -> hadamard_quantize(x), when nothing else reads the rotated value."""
+    turned, dtype, group = node.args
+    assert isinstance(turned, fx.Node)
+    if ops.name_of(turned.target) != "hadamard" or len(turned.users) > 1 or dtype == "f32":
+        return False
+    with graph.fx.inserting_before(node):
+        fused = graph.call("hadamard_quantize", *turned.args, dtype, group)
+    graph.replace(node, fused)
+    graph.fx.erase_node(turned)
     return True
 
 

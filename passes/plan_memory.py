@@ -126,7 +126,7 @@ def _new_value(graph: Graph, node: fx.Node, kind: str, place: dict[fx.Node, int]
     for size in shape[1:]:
         width *= int(size)
     dtype, group, activation = "f32", 0, "f32"
-    if kind in ("quantize_activation", "norm_quantize"):
+    if kind in ("quantize_activation", "norm_quantize", "hadamard_quantize"):
         args: Any = node.args
         activation = args[-2]
         dtype = "q8" if numerics.ACTIVATIONS[activation].top else activation

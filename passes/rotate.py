@@ -17,15 +17,22 @@ from qcompile.errors import PassError
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
 
+SMALLEST_BLOCK = 16
+"""A width without a Hadamard matrix is rotated in blocks; blocks below this spread too little to be worth it."""
+
+LARGEST_CORE = 64
+"""Online, a Hadamard matrix costs as many operations per feature as its core's order and the doublings of it."""
+
 
 @dataclass(frozen=True)
 class Rotate(Pass):
-    """Rotates every residual stream, and with `heads` the values between each layer's v and o projections.
+    """Rotates residual streams, with `heads` the values between v and o, with `online` the inputs of down projections.
 
     With x' = x Q for every value of a stream, a reading linear's W becomes W Q, a writing linear's W becomes
     Q^T W (its bias b Q), an embedding table E becomes E Q. Legal when every writer is a linear or an
-    embedding, and every reader a linear, behind scale-free RMS norms or none. A stream that is not so is refused
-    with the node. `fired` counts weights rotated.
+    embedding, and every reader a linear, behind scale-free RMS norms or none. `online` rotates what no weight can,
+    products and activations, by an operator in front of the linears that read them (QuaRot, section 4).
+    What cannot be rotated is left as it is and named in the notes. `fired` counts weights rotated.
     """
 
     name: ClassVar[str] = "rotate"
@@ -33,29 +40,68 @@ class Rotate(Pass):
     enabled: bool = False
     residual: bool = True
     heads: bool = True
+    online: bool = False
     seed: int = 0
 
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()
-        fired = 0
+        fired, notes = 0, []
+        rotations: list[tuple[Any, Any, int]] = []
         if self.residual:
-            for number, stream in enumerate(analysis.residual_streams(graph)):
-                fired += _rotate_stream(graph, stream, self._signs(graph, f"stream{number}", stream.width))
+            rotations += [(self._rotate_stream, s, i) for i, s in enumerate(analysis.residual_streams(graph))]
         if self.heads:
-            for number, node in enumerate(graph.calls("attention")):
-                fired += self._rotate_values(graph, node, number)
+            rotations += [(self._rotate_values, node, i) for i, node in enumerate(graph.calls("attention"))]
+        if self.online:
+            rotations += [(self._rotate_online, node, i) for i, node in enumerate(graph.calls("mul", "unary"))]
+        for rotate, what, number in rotations:
+            try:
+                fired += rotate(graph, what, number)
+            except PassError as error:
+                notes.append(str(error))
         graph.erase_dead()
-        return PassResult(graph, fired)
+        return PassResult(graph, fired, tuple(notes))
 
-    def _signs(self, graph: Graph, what: str, width: int) -> fx.Node:
+    def _block(self, node: fx.Node, width: int, core: int | None = None) -> int:
+        block = hadamard.largest_order(width, core)
+        if block < SMALLEST_BLOCK:
+            raise PassError(self.name, node.name, f"no Hadamard matrix of order {width}, or of a large part, is known")
+        return block
+
+    def _signs(self, graph: Graph, what: str, block: int) -> fx.Node:
         """The random signs of one rotation, a small weight of its own. The seed and `what` decide them."""
-        if hadamard.hadamard_matrix(width) is None:
-            raise PassError(self.name, what, f"no Hadamard matrix of order {width} is known")
         name = f"{self.name}.{what}.signs"
         number = sum(what.encode()) + 1000003 * self.seed
-        signs = torch.randint(0, 2, (width,), generator=torch.Generator().manual_seed(number)) * 2.0 - 1.0
+        signs = torch.randint(0, 2, (block,), generator=torch.Generator().manual_seed(number)) * 2.0 - 1.0
         graph.weights.add_tensor(name, signs)
         return graph.weight(name)
+
+    def _rotate_stream(self, graph: Graph, stream: analysis.Stream, number: int) -> int:
+        readers = list(analysis.carried(stream.reads))
+        for reader, _ in readers:
+            if ops.name_of(reader.target) != "linear":
+                kind = ops.name_of(reader.target) or reader.op
+                raise PassError(
+                    self.name, reader.name, f"the residual stream is read by {kind}, which no rotation passes"
+                )
+        for writer in stream.writers:
+            kind = ops.name_of(writer.target) or writer.op
+            if kind not in ("linear", "embedding"):
+                reason = f"the residual stream is written by {kind}, neither a linear nor an embedding"
+                raise PassError(self.name, writer.name, reason)
+        signs = self._signs(graph, f"stream{number}", self._block(stream.values[0], stream.width))
+        fired = 0
+        for writer in stream.writers:
+            axis = 0 if ops.name_of(writer.target) == "linear" else 1
+            fired += _rotate_argument(graph, writer, 1, signs, axis)
+            if axis == 0:
+                _rotate_argument(graph, writer, 2, signs, 0)
+        for node in stream.values:
+            for index, argument in enumerate(node.args):
+                if isinstance(argument, fx.Node) and graph.is_weight(argument) and node not in stream.writers:
+                    fired += _rotate_argument(graph, node, index, signs, 0)
+        for reader in dict.fromkeys(reader for reader, _ in readers):
+            fired += _rotate_argument(graph, reader, 1, signs, 1)
+        return fired
 
     def _rotate_values(self, graph: Graph, attention: fx.Node, number: int) -> int:
         """Rotate each head's values; attention mixes tokens, not features, so its output is rotated alike."""
@@ -67,41 +113,29 @@ class Rotate(Pass):
         merges = all(ops.name_of(user.target) == "merge_heads" for user in attention.users)
         if not merges or any(ops.name_of(reader.target) != "linear" for reader in readers):
             raise PassError(self.name, attention.name, "attention's output is read by something other than a linear")
-        signs = self._signs(graph, f"values{number}", value.meta["val"].shape[-1])
+        signs = self._signs(graph, f"values{number}", self._block(value, value.meta["val"].shape[-1]))
         _rotate_argument(graph, source, 1, signs, 0)
         _rotate_argument(graph, source, 2, signs, 0)
         for reader in readers:
             _rotate_argument(graph, reader, 1, signs, 1)
         return 1 + len(readers)
 
-
-def _rotate_stream(graph: Graph, stream: analysis.Stream, signs: fx.Node) -> int:
-    readers = list(analysis.carried(stream.reads))
-    for reader, _ in readers:
-        if ops.name_of(reader.target) != "linear":
-            reason = (
-                f"the residual stream is read by {ops.name_of(reader.target) or reader.op}, which no rotation passes"
-            )
-            raise PassError("rotate", reader.name, reason)
-    for writer in stream.writers:
-        if ops.name_of(writer.target) not in ("linear", "embedding"):
-            reason = (
-                f"the residual stream is written by {ops.name_of(writer.target)}, neither a linear nor an embedding"
-            )
-            raise PassError("rotate", writer.name, reason)
-    fired = 0
-    for writer in stream.writers:
-        axis = 0 if ops.name_of(writer.target) == "linear" else 1
-        fired += _rotate_argument(graph, writer, 1, signs, axis)
-        if axis == 0:
-            _rotate_argument(graph, writer, 2, signs, 0)
-    for node in stream.values:
-        for index, argument in enumerate(node.args):
-            if isinstance(argument, fx.Node) and graph.is_weight(argument) and node not in stream.writers:
-                fired += _rotate_argument(graph, node, index, signs, 0)
-    for reader in dict.fromkeys(reader for reader, _ in readers):
-        fired += _rotate_argument(graph, reader, 1, signs, 1)
-    return fired
+    def _rotate_online(self, graph: Graph, value: fx.Node, number: int) -> int:
+        """An operator rotates `value` for the linears that read it; nothing to do where none does."""
+        readers = [user for user in value.users if ops.name_of(user.target) == "linear" and user.args[0] is value]
+        if not readers:
+            return 0
+        block = self._block(value, value.meta["val"].shape[-1], LARGEST_CORE)
+        core = hadamard.core_order(block)
+        graph.weights.add_tensor(f"{self.name}.core{core}", hadamard.core_matrix(core).flatten())
+        graph.weights.add_tensor(f"{self.name}.ones{block}", torch.ones(block))
+        matrix, ones = (graph.weight(f"{self.name}.{name}") for name in (f"core{core}", f"ones{block}"))
+        with graph.fx.inserting_after(value):
+            turned = graph.call("hadamard", value, matrix, block)
+        for reader in readers:
+            reader.update_arg(0, turned)
+            _rotate_argument(graph, reader, 1, ones, 1)
+        return len(readers)
 
 
 def _rotate_argument(graph: Graph, node: fx.Node, index: int, signs: fx.Node, axis: int) -> bool:

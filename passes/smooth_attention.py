@@ -22,15 +22,17 @@ from qcompile.passes.channels import ScalePusher
 class SmoothAttention(Pass):
     """Divides key channels by their magnitude^alpha and multiplies the queries that read them.
 
-    Magnitudes are read off the weights that make the keys. Through q/k norms the scale moves into the norms'
-    weights, which all heads share, so it is then shared too. An attention whose queries or keys cannot take
-    a scale is left as it is and named in the notes.
+    Magnitudes are read off the weights that make the keys. QServe takes alpha = 1/2; 1 is the default here because
+    the rounding step of a key is its widest channel's, so a channel narrower than that wastes it, and because the
+    result then does not depend on how a scale was split between q and k before. Through q/k norms the scale moves
+    into the norms' weights, which all heads share, so it is then shared too. An attention whose queries or keys
+    cannot take a scale is left as it is and named in the notes.
     """
 
     name: ClassVar[str] = "smooth_attention"
     requires: ClassVar[tuple[str, ...]] = ("raise",)
     enabled: bool = False
-    alpha: float = 0.5
+    alpha: float = 1.0
 
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()

@@ -32,16 +32,18 @@ class Stream:
 def residual_streams(graph: Graph) -> list[Stream]:
     """Connected components of adds between activations, in graph order; values that no add touches are none."""
     ties = nx.Graph()
+    tied = set()
     for node in graph.calls(*LINEAR_IN_PLACE):
         operands = [n for n in node.all_input_nodes if not graph.is_weight(n)]
         if all(n.meta["val"].shape == node.meta["val"].shape for n in operands):
             ties.add_edges_from((node, operand) for operand in operands)
+            tied.add(node)
     order = {node: index for index, node in enumerate(graph.fx.nodes)}
     streams = []
     for component in nx.connected_components(ties):
         values = sorted(component, key=order.__getitem__)
         if any(_is_sum(graph, node) for node in values):
-            streams.append(_stream(values))
+            streams.append(_stream(values, tied))
     return sorted(streams, key=lambda stream: order[stream.values[0]])
 
 
@@ -49,11 +51,11 @@ def _is_sum(graph: Graph, node: fx.Node) -> bool:
     return ops.name_of(node.target) == "add" and not any(graph.is_weight(n) for n in node.all_input_nodes)
 
 
-def _stream(values: list[fx.Node]) -> Stream:
-    inside = set(values)
+def _stream(values: list[fx.Node], tied: set[fx.Node]) -> Stream:
+    """`tied` are the adds and scales: a value of the stream that is neither writes it, even if it reads it too."""
     stream = Stream(values[0].meta["val"].shape[-1], values)
-    stream.writers = [node for node in values if not inside.intersection(node.all_input_nodes)]
-    stream.reads = [(user, node) for node in values for user in node.users if user not in inside]
+    stream.writers = [node for node in values if node not in tied]
+    stream.reads = [(user, node) for node in values for user in node.users if user not in tied]
     return stream
 
 

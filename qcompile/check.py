@@ -12,6 +12,7 @@ from qcompile.graph import Graph
 
 _ON_WEIGHTS = frozenset(
     {
+        "center",
         "concat_rows",
         "matvec",
         "zero_bias",
@@ -41,6 +42,7 @@ _FLOAT = _ON_WEIGHTS | {
     "split_heads",
     "merge_heads",
     "gated_linear",
+    "hadamard",
 }
 _QUANTIZED = _FLOAT | {"quantize_weight", "quantize_activation", "gemm"}
 _STEP = (_QUANTIZED - {"attention"}) | {
@@ -48,6 +50,7 @@ _STEP = (_QUANTIZED - {"attention"}) | {
     "kv_attention",
     "take_rows",
     "norm_quantize",
+    "hadamard_quantize",
     "rope_append",
     "norm_heads",
 }

@@ -55,9 +55,10 @@ def _residues(q: int) -> Tensor:
     return sign[index]
 
 
-def largest_order(n: int) -> int:
-    """The largest divisor of n that hadamard_matrix has a matrix for (1 at worst)."""
-    return max(d for d in range(1, n + 1) if n % d == 0 and _has_order(d))
+def largest_order(n: int, core: int | None = None) -> int:
+    """The largest divisor of n that hadamard_matrix has a matrix for (1 at worst), of core_order at most `core`."""
+    orders = (d for d in range(n, 0, -1) if n % d == 0 and _has_order(d))
+    return next(d for d in orders if core is None or core_order(d) <= core)
 
 
 @cache
@@ -72,23 +73,34 @@ def _has_order(n: int) -> bool:
     return paley or _has_order(n // 2)
 
 
-def transform(x: Tensor) -> Tensor:
-    """x [..., n] times hadamard_matrix(n) / sqrt(n), by n log n additions over the power-of-two part.
+def core_order(n: int) -> int:
+    """What is left of n when hadamard_matrix(n) is taken apart into doublings: 1, or the order of Paley's matrix."""
+    while n % 2 == 0 and _has_order(n // 2):
+        n //= 2
+    return n
 
-    Raises ValueError where no matrix of order n is known.
-    """
-    n = x.shape[-1]
-    core = n
-    while core % 2 == 0 and _has_order(core // 2):
-        core //= 2
-    matrix = hadamard_matrix(core)
+
+def core_matrix(n: int) -> Tensor:
+    """hadamard_matrix(n); raises ValueError where no matrix of order n is known."""
+    matrix = hadamard_matrix(n)
     if matrix is None:
         raise ValueError(f"no Hadamard matrix of order {n} is known here")
+    return matrix
+
+
+def transform(x: Tensor, core: Tensor | None = None) -> Tensor:
+    """x [..., n] times hadamard_matrix(n) / sqrt(n), by n log n additions over the power-of-two part.
+
+    `core` is core_matrix(core_order(n)) where it is at hand. Raises ValueError where no matrix of order n is known.
+    """
+    n = x.shape[-1]
+    matrix = core_matrix(core_order(n)) if core is None else core
+    size = matrix.shape[0]
     shape = x.shape
-    y = x.reshape(-1, n // core, core) @ matrix.to(x.dtype)
+    y = x.reshape(-1, n // size, size) @ matrix.to(x.dtype)
     stride = 1
-    while stride < n // core:
-        y = y.reshape(-1, n // core // (2 * stride), 2, stride, core)
+    while stride < n // size:
+        y = y.reshape(-1, n // size // (2 * stride), 2, stride, size)
         y = torch.stack((y[:, :, 0] + y[:, :, 1], y[:, :, 0] - y[:, :, 1]), 2)
         stride *= 2
     return (y.reshape(shape) / n**0.5).contiguous()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from qcompile import numerics, ops
+from qcompile.hadamard import core_matrix
 
 G = torch.Generator().manual_seed(0)
 
@@ -52,6 +53,9 @@ CASES: dict[str, tuple[Any, ...]] = {
     "interleave_rows": (rand(20, 4), rand(20, 4), 16),
     "quantize_weight": (rand(17, 200), "qoq_g128"),
     "quantize_activation": (rand(2, 3, 200), "int8", 128),
+    "hadamard": (rand(2, 3, 48), core_matrix(12).flatten(), 24),
+    "hadamard_quantize": (rand(3, 64), torch.ones(1), 32, "int8", 32),
+    "center": (rand(6, 4), 0),
     "gemm": (INT8, WEIGHT, rand(64), rand(3, 64), "w4_asym_g128", "add", 64),
     "gated_linear": (rand(3, 6), rand(64, 6), rand(64), "silu", 20),
     "norm_quantize": (rand(3, 40), None, None, 1e-6, "rms", "int8", 32),

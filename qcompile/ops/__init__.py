@@ -10,6 +10,7 @@ from qcompile.ops.model import (
     add,
     attention,
     embedding,
+    hadamard,
     layer_norm,
     linear,
     merge_heads,
@@ -21,10 +22,19 @@ from qcompile.ops.model import (
     split_heads,
     unary,
 )
-from qcompile.ops.quantized import GATE_BLOCK, GATED, gated_linear, gemm, norm_quantize, quantize_activation
+from qcompile.ops.quantized import (
+    GATE_BLOCK,
+    GATED,
+    gated_linear,
+    gemm,
+    hadamard_quantize,
+    norm_quantize,
+    quantize_activation,
+)
 from qcompile.ops.registry import DEFINED, name_of, op
 from qcompile.ops.step import kv_append, kv_attention, norm_heads, rope_append, take_rows
 from qcompile.ops.weights import (
+    center,
     column_max,
     concat_rows,
     interleave_rows,
@@ -47,11 +57,14 @@ __all__ = [
     "UNARY",
     "add",
     "attention",
+    "center",
     "column_max",
     "concat_rows",
     "embedding",
     "gated_linear",
     "gemm",
+    "hadamard",
+    "hadamard_quantize",
     "interleave_rows",
     "key_scale",
     "kv_append",

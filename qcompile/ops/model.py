@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from qcompile import hadamard as hadamard_module
 from qcompile.ops.registry import define, like
 
 # ---- embeddings, linears, norms ---------------------------------------------------------------
@@ -72,6 +74,16 @@ def add(a: Tensor, b: Tensor) -> Tensor:
 def mul(a: Tensor, b: Tensor) -> Tensor:
     """a [..., F] * b [..., F]; b may be a weight [F]."""
     return a * b
+
+
+@define(like)
+def hadamard(x: Tensor, core: Tensor, block: int) -> Tensor:
+    """x [..., F] with blocks of `block` features each times hadamard_matrix(block) / sqrt(block).
+
+    core [c * c] is the matrix left when the doublings are taken out (hadamard.core_order), row-major.
+    """
+    size = math.isqrt(core.shape[0])
+    return hadamard_module.transform(x.unflatten(-1, (-1, block)), core.reshape(size, size)).flatten(-2)
 
 
 # ---- heads, rotary embedding, attention --------------------------------------------------------

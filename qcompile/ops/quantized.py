@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qcompile import numerics
-from qcompile.ops.model import UNARY, layer_norm, rms_norm
+from qcompile.ops.model import UNARY, hadamard, layer_norm, rms_norm
 from qcompile.ops.registry import define
 
 
@@ -70,6 +70,12 @@ def gated_linear(x: Tensor, gate_up: Tensor, bias: Tensor | None, kind: str, wid
     """x [..., K], gate_up [2N', K] interleaved in blocks of GATE_BLOCK rows -> kind(gate) * up, [..., width]."""
     gate, up = torch.nn.functional.linear(x, gate_up, bias).unflatten(-1, (-1, 2, GATE_BLOCK)).unbind(-2)
     return (UNARY[kind](gate.flatten(-2)) * up.flatten(-2))[..., :width].contiguous()
+
+
+@define(lambda x, core, block, dtype, group: _fake_activation(x, dtype, group))
+def hadamard_quantize(x: Tensor, core: Tensor, block: int, dtype: str, group: int) -> list[Tensor]:
+    """hadamard followed by quantize_activation, in one pass over x [..., F]."""
+    return numerics.quantize_activation(hadamard(x, core, block), dtype, group)
 
 
 def _fake_norm_quantize(

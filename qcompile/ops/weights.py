@@ -25,6 +25,12 @@ def rotate(w: Tensor, signs: Tensor, axis: int) -> Tensor:
     return hadamard.transform(blocks).flatten(-2).movedim(-1, axis).contiguous()
 
 
+@define(lambda w, axis: torch.empty_like(w))
+def center(w: Tensor, axis: int) -> Tensor:
+    """w minus its mean along `axis`: what a linear writes has mean 0 when its outputs are centered."""
+    return w - w.mean(axis, keepdim=True)
+
+
 @define(lambda w, factor, axis, inverse: torch.empty_like(w))
 def scale_axis(w: Tensor, factor: Tensor, axis: int, inverse: bool) -> Tensor:
     """w times (with `inverse`, divided by) factor along `axis`; a shorter factor repeats, block after block."""

@@ -13,6 +13,7 @@ from qcompile.graph import Graph, ModelInfo, WeightStore
 from qcompile.passes.base import apply
 from qcompile.passes.fold_norms import FoldNorms
 from qcompile.passes.raise_ops import Raise
+from qcompile.passes.rotate import Rotate
 from tests import modules
 
 INPUTS = (torch.arange(14).reshape(2, 7), torch.arange(7).expand(2, 7))
@@ -76,9 +77,9 @@ def test_text_before_and_after() -> None:
     after = apply(FoldNorms(), before).graph
     lines = [node.format_node().split(" = ", 1)[1] for node in after.calls()]
     assert lines == [
+        "call_function[target=torch.ops.qcompile.mul.default](args = (%w, %scale), kwargs = {})",
         "call_function[target=torch.ops.qcompile.embedding.default](args = (%token_ids, %embed), kwargs = {})",
         "call_function[target=torch.ops.qcompile.rms_norm.default](args = (%embedding, None, 1e-05), kwargs = {})",
-        "call_function[target=torch.ops.qcompile.mul.default](args = (%w, %scale), kwargs = {})",
         "call_function[target=torch.ops.qcompile.linear.default](args = (%rms_norm, %mul), kwargs = {})",
     ]
 
@@ -134,11 +135,49 @@ def test_stays_with_a_reason(reader: Callable[[Builder, fx.Node, fx.Node], fx.No
 
 
 @pytest.mark.parametrize(("style", "takes", "fired", "kept"), [
-    (modules.Plain, 1, 5, 0), (modules.Classic, 1, 5, 0), (modules.Modern, 2, 5, 4)
+    (modules.Plain, 1, 5, 0), (modules.Classic, 1, 10, 0), (modules.Modern, 2, 5, 4)
 ])  # fmt: skip
 def test_whole_decoders(style: Callable[[], torch.nn.Module], takes: int, fired: int, kept: int) -> None:
     graph = frontend.load(modules.randomized(style()), example_inputs=INPUTS[:takes], max_position=64)
     before = apply(Raise(), graph).graph
     result = apply(FoldNorms(), before)
     assert (result.fired, len(result.notes)) == (fired, kept)
+    assert check.equivalent(result.graph, before, INPUTS) < 1e-13
+
+
+def layer_norm_stream() -> Builder:
+    """An embedding and a linear written to a stream (with a constant between), a layer_norm in front of the linear."""
+    b = Builder()
+    written = b.graph.call("linear", layer(b), b.weight("w", 16, 16), b.weight("c", 16))
+    b.x = b.graph.call("add", b.graph.call("add", b.x, written), b.weight("constant", 16))
+    return b
+
+
+def test_layer_norms_of_a_stream_become_rms_norms() -> None:
+    b = layer_norm_stream()
+    b.graph.weights.add_tensor("shift2", torch.ones(16))
+    norm = b.graph.call("layer_norm", b.x, None, b.graph.weight("shift2"), 1e-5)
+    before = b.done(b.graph.call("linear", norm, b.weight("head", 20, 16)))
+    result = apply(FoldNorms(), before)
+    assert (result.fired, result.notes) == (2 + 2, ())
+    assert not result.graph.calls("layer_norm") and len(result.graph.calls("rms_norm")) == 2
+    assert check.equivalent(result.graph, before, INPUTS) < 1e-13
+    assert not apply(Rotate(heads=False), result.graph).notes  # what it is for
+
+
+def test_a_stream_whose_mean_is_read_keeps_layer_norms() -> None:
+    b = layer_norm_stream()
+    before = b.done(b.graph.call("linear", b.x, b.weight("head", 20, 16)))
+    result = apply(FoldNorms(), before)
+    assert result.fired == 1 and "reads the residual stream with its mean" in result.notes[0]
+    assert check.equivalent(result.graph, before, INPUTS) < 1e-13
+
+
+def test_a_stream_written_without_weights_keeps_layer_norms() -> None:
+    b = layer_norm_stream()
+    b.x = b.graph.call("add", b.x, b.graph.call("unary", b.x.args[0], "tanh"))
+    norm = b.graph.call("layer_norm", b.x, None, None, 1e-5)
+    before = b.done(b.graph.call("linear", norm, b.weight("head", 20, 16)))
+    result = apply(FoldNorms(), before)
+    assert result.fired == 1 and len(result.notes) == 1
     assert check.equivalent(result.graph, before, INPUTS) < 1e-13

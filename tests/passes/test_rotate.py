@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from qcompile import analysis, check
-from qcompile.errors import PassError
+from qcompile.graph import Graph
 from qcompile.passes.base import apply
 from qcompile.passes.rotate import Rotate
 from tests.graphs import decoder, sequence_inputs
+
+
+def refused(graph: Graph, reason: str) -> None:
+    """The stream stays as it was, with the reason among the notes; values are rotated all the same."""
+    result = apply(Rotate(), graph)
+    assert result.fired == 2 * len(graph.calls("attention"))
+    assert [note for note in result.notes if re.search(reason, note)] == list(result.notes) != []
+    assert check.equivalent(result.graph, graph, sequence_inputs()) < 1e-13
+    assert apply(Rotate(heads=False), graph).fired == 0
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -50,8 +61,7 @@ def test_a_stream_read_by_something_else_is_refused_by_name() -> None:
     with graph.fx.inserting_after(add):
         bent = graph.call("unary", add, "tanh")
     graph.calls("rms_norm")[1].update_arg(0, bent)
-    with pytest.raises(PassError, match=rf"rotate: node {bent.name}: .* read by unary"):
-        Rotate().run(graph)
+    refused(graph, rf"rotate: node {bent.name}: .* read by unary")
 
 
 def test_a_stream_written_by_something_else_is_refused_by_name() -> None:
@@ -61,8 +71,25 @@ def test_a_stream_written_by_something_else_is_refused_by_name() -> None:
     with graph.fx.inserting_before(add):
         bent = graph.call("unary", down, "tanh")
     add.update_arg(1, bent)
-    with pytest.raises(PassError, match=rf"node {bent.name}: .* written by unary"):
-        Rotate().run(graph)
+    refused(graph, rf"node {bent.name}: .* written by unary")
+
+
+@pytest.mark.parametrize("kind", ["linear", "unary"])
+def test_what_reads_a_stream_and_writes_it_does_both(kind: str) -> None:
+    """x + f(x) without a norm between: f is a reader and a writer."""
+    graph = decoder(layers=1)
+    add = graph.calls("add")[0]
+    graph.weights.add_tensor("square", torch.randn(48, 48, generator=torch.Generator().manual_seed(0)) / 7)
+    square = graph.weight("square")
+    with graph.fx.inserting_after(add):
+        bent = graph.call("linear", add, square) if kind == "linear" else graph.call("unary", add, "tanh")
+    with graph.fx.inserting_after(bent):
+        both = graph.call("add", add, bent)
+    graph.calls("rms_norm")[1].update_arg(0, both)
+    if kind == "unary":
+        refused(graph, "read by unary")
+    else:
+        assert refusal_free(graph) == 1 + 5 + 2 + 1 + 2 + 2
 
 
 def test_a_norm_with_weights_of_its_own_is_refused() -> None:
@@ -70,13 +97,32 @@ def test_a_norm_with_weights_of_its_own_is_refused() -> None:
     norm = graph.calls("rms_norm")[0]
     graph.weights.add_tensor("scale", torch.ones(48))
     norm.update_arg(1, graph.weight("scale"))
-    with pytest.raises(PassError, match="read by rms_norm"):
-        Rotate().run(graph)
+    refused(graph, "read by rms_norm")
 
 
 def test_an_order_without_a_matrix_is_refused() -> None:
-    with pytest.raises(PassError, match="no Hadamard matrix of order 50"):
-        Rotate().run(decoder(hidden=50))
+    refused(decoder(hidden=50), "no Hadamard matrix of order 50")
+
+
+def test_a_width_without_a_matrix_is_rotated_in_blocks() -> None:
+    before = decoder(hidden=688, layers=1)  # 16 * 43: no construction gives a multiple of 43 here
+    assert refusal_free(before) > 0
+
+
+def refusal_free(graph: Graph, **options: bool) -> int:
+    result = apply(Rotate(**options), graph)
+    assert not result.notes and check.equivalent(result.graph, graph, sequence_inputs()) < 1e-13
+    return result.fired
+
+
+@pytest.mark.parametrize("ffn", [64, 72, 80, 96])
+@pytest.mark.parametrize("act", ["silu", "relu"])
+def test_online_rotation_of_down_projections(ffn: int, act: str) -> None:
+    before = decoder(ffn=ffn, act=act)
+    assert refusal_free(before, residual=False, heads=False, online=True) == 2
+    after = apply(Rotate(online=True), before).graph
+    assert [n.args[0].target.name() for n in after.calls("hadamard")] == ["qcompile::mul"] * 2
+    assert all(n.args[2] == ffn for n in after.calls("hadamard"))
 
 
 def test_one_writer_too_few_is_noticed() -> None:
