@@ -89,7 +89,10 @@ class Lowering:
         return self._register(node, "table", (("", size),), blobs)[0], dtype
 
     def packed(self, node: fx.Node, format: str) -> dict[str, str]:
-        """Role -> name of the packed parts of quantize_weight(w, format)."""
+        """Role -> name of the packed parts of quantize_weight(w, format), or of the upper nibbles of a nested one."""
+        if ops.name_of(node.target) == "upper_nibble":
+            whole = self.packed(_args(node)[0], "nested_8_4")
+            return {role: whole[role] for role in numerics.FORMATS[format].roles}
         w = _args(node)[0]
         n, k = w.meta["val"].shape
         sizes = numerics.packed_bytes(n, k, format)
@@ -175,7 +178,7 @@ def _hadamard(low: Lowering, node: fx.Node) -> p.Call:
 
 def _gemm(low: Lowering, node: fx.Node) -> p.Call:
     x, weight, bias, residual, format, epilogue, _ = _args(node)
-    n, k = weight.args[0].meta["val"].shape
+    n, k = weight.meta["val"][0].shape
     logits = "storage" not in node.meta
     if logits and epilogue != "store":
         raise PassError("codegen", node.name, f"logits cannot come from a gemm that ends in {epilogue}")

@@ -30,7 +30,7 @@ def head_linears(graph: Graph) -> set[fx.Node]:
 class AssignPrecision(Pass):
     """Uniform precision: `weight` and `activation` for all linears, `head` and `head_activation` for the output head.
 
-    Weight formats are numerics.FORMATS, activations numerics.ACTIVATIONS. The choice is kept
+    Weight formats are numerics.FORMATS and PART_OF, activations numerics.ACTIVATIONS. The choice is kept
     as node.meta["precision"], which `merge` and `quantize` read.
     """
 
@@ -43,8 +43,8 @@ class AssignPrecision(Pass):
 
     def __post_init__(self) -> None:
         for format, activation in ((self.weight, self.activation), (self.head, self.head_activation)):
-            if format not in numerics.FORMATS:
-                raise UsageError(f"weight format {format} is unknown; there are {', '.join(numerics.FORMATS)}")
+            if format not in ACTIVATIONS:
+                raise UsageError(f"weight format {format} is unknown; there are {', '.join(ACTIVATIONS)}")
             if activation not in ACTIVATIONS[format]:
                 raise UsageError(
                     f"weights in {format} do not meet activations in {activation}; "
@@ -70,5 +70,7 @@ ACTIVATIONS = {
     "qoq_g128": numerics.INTEGER_ACTIVATIONS,
     "qoq_channel": numerics.INTEGER_ACTIVATIONS,
     "mxfp4": numerics.INTEGER_ACTIVATIONS,
+    "nested_8_4": numerics.INTEGER_ACTIVATIONS,
+    "nested_4": (*numerics.INTEGER_ACTIVATIONS, "bf16"),
 }
 """Activation types each weight format has kernels for."""

@@ -55,6 +55,7 @@ def _quantize_linear(
     if not graph.is_weight(weight):
         raise PassError("quantize", node.name, "the second operand of this linear is not a weight")
     inputs = weight.meta["val"].shape[1]
+    stored, format = numerics.PART_OF.get(format, (format, format))
     kind = numerics.ACTIVATIONS[activation]
     group = numerics.FORMATS[format].sum_group or kind.group or inputs
     key = (x, activation, group if kind.top else 0)
@@ -63,7 +64,9 @@ def _quantize_linear(
             activations[key] = graph.call("quantize_activation", *key)
     gated = ops.name_of(node.target) == "gated_linear"
     epilogue = {kind: name for name, kind in ops.GATED.items()}[str(node.args[3])] if gated else "store"
-    packed = graph.call_weight("quantize_weight", weight, format)
+    packed = graph.call_weight("quantize_weight", weight, stored)
+    if stored != format:
+        packed = graph.call_weight("upper_nibble", packed)
     with graph.fx.inserting_before(node):
         width = node.meta["val"].shape[-1]
         gemm = graph.call("gemm", activations[key], packed, bias, None, format, epilogue, width)

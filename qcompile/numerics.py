@@ -30,7 +30,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Format:
-    """A weight format. `bits` are of a code, `group` counts inputs that share a scale (0: all of a row).
+    """A weight format. `bits` are of a weight, `group` counts inputs that share a scale (0: all of a row).
 
     `roles` name the parts quantize_weight returns, codes first; `sum_group` is how many activation codes
     one sum must cover for the zero points to be taken out (0: all of a row).
@@ -43,6 +43,14 @@ class Format:
     sum_group: int = 0
     source: str = ""
 
+    @property
+    def code_bits(self) -> int:
+        """Bits of a weight's code in one of its planes of codes."""
+        return self.bits // sum(role in PLANES for role in self.roles)
+
+
+PLANES = ("codes", "low")
+"""Roles of parts that hold a code for every weight."""
 
 FORMATS = {
     f.name: f
@@ -54,8 +62,13 @@ FORMATS = {
         Format("qoq_g128", 4, 128, ("codes", "group_scale", "zero", "scale"), 128, "QServe 3.1"),
         Format("qoq_channel", 4, 0, ("codes", "zero", "scale"), source="QServe 3.1, one level"),
         Format("mxfp4", 4, 32, ("codes", "exponent"), 32, "OCP MX 1.0; ML-SpecQD III-D"),
+        Format("nested_8_4", 8, 128, ("codes", "scale", "zero", "low"), 128, "QuantSpec IV, on weights"),
     )
 }
+PART_OF = {"nested_4": ("nested_8_4", "w4_asym_g128")}
+"""Formats that read a part of another's tensors: the format stored, and the format its first parts are in."""
+NESTED_STEPS = 8
+"""Steps of a nested weight's lower nibble in one step of its upper nibble."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +157,22 @@ def _quantize_w4_g128(w: Tensor) -> Parts:
     return [codes.flatten(1)[:, : w.shape[1]].contiguous(), scale.squeeze(-1), zero.squeeze(-1)]
 
 
+def nested_low(w: Tensor, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """The lower nibbles uint8 [N, K] that take a w4_asym_g128 weight nearest to w [N, K].
+
+    A lower nibble of l adds (l - 8) / 8 of the upper's step, so it reaches a whole step down and 7/8 of one up:
+    the upper nibble may be rounded away from the nearest code, as GPTQ does, and 8 bits still bring it back.
+    """
+    step = _spread(scale, 128, w.shape[1])
+    left = w.float() / step - (codes.float() - _spread(zero.float(), 128, w.shape[1]))
+    return (torch.round(left * NESTED_STEPS).clamp_(-8, 7) + 8).to(torch.uint8)
+
+
+def _quantize_nested(w: Tensor) -> Parts:
+    upper = _quantize_w4_g128(w)
+    return [*upper, nested_low(w, *upper)]
+
+
 def _quantize_qoq_channel(w: Tensor) -> Parts:
     codes, scale, zero = asymmetric(w, 4)
     return [codes, zero.squeeze(-1), scale.squeeze(-1)]
@@ -182,6 +211,7 @@ _QUANTIZE: dict[str, Callable[[Tensor], Parts]] = {
     "qoq_g128": _quantize_qoq_g128,
     "qoq_channel": _quantize_qoq_channel,
     "mxfp4": _quantize_mxfp4,
+    "nested_8_4": _quantize_nested,
 }
 
 
@@ -202,6 +232,7 @@ def weight_parts(shape: Shape, format: str) -> list[tuple[Shape, torch.dtype]]:
     grouped: Shape = (n, g) if spec.group else (n,)
     kinds: dict[str, tuple[Shape, torch.dtype]] = {
         "codes": (shape, codes),
+        "low": (shape, torch.uint8),
         "scale": ((n,) if format == "qoq_g128" else grouped, torch.float32),
         "zero": (grouped, torch.uint8),
         "group_scale": ((n, g), torch.uint8),
@@ -225,7 +256,9 @@ def dequantize_weight(parts: Parts, format: str, k: int) -> Tensor:
         return codes * named["scale"][:, None]
     if format == "qoq_channel":
         return (codes - named["zero"][:, None]) * named["scale"][:, None]
-    if format == "w4_asym_g128":
+    if format == "nested_8_4":
+        codes = codes + (named["low"].float() - 8) / NESTED_STEPS
+    if format in ("w4_asym_g128", "nested_8_4"):
         return (codes - _spread(named["zero"], 128, k)) * _spread(named["scale"], 128, k)
     if format == "qoq_g128":
         level = (codes - _spread(named["zero"], 128, k)) * _spread(named["group_scale"], 128, k)
@@ -305,6 +338,7 @@ def round_trip_kv(x: Tensor, format: str) -> Tensor:
 #   bf16  [row block][k / 2][16 rows][2 inputs]
 #   int8  [row block][k / 4][16 rows][4 inputs], code + 128, since the dot product takes it unsigned
 #   4 bit [row block][k / 8][16 rows][4 bytes]: byte j has input 8b + j in its low nibble, 8b + 4 + j in its high
+#   nested: two planes of 4 bits, the upper nibbles (codes) just as a w4_asym_g128 weight and the lower (low) alike
 #   per row [rows]; per group [row block][group][16 rows]
 
 
@@ -364,7 +398,7 @@ def pack_weight(parts: Parts, format: str) -> dict[str, Tensor]:
     """The parts of a weight as flat uint8 blobs by role, each a multiple of 64 bytes long."""
     roles = FORMATS[format].roles
     return {
-        role: as_blob(_pack_codes(part, format) if role == "codes" else _pack_side(part))
+        role: as_blob(_pack_codes(part, format) if role in PLANES else _pack_side(part))
         for role, part in zip(roles, parts, strict=True)
     }
 
@@ -373,8 +407,8 @@ def packed_bytes(n: int, k: int, format: str) -> dict[str, int]:
     """Bytes of each blob of pack_weight for a weight [n, k]."""
     sizes = {}
     for role, (shape, dtype) in zip(FORMATS[format].roles, weight_parts((n, k), format), strict=True):
-        if role == "codes":
-            raw = padded_rows(n) * padded_inputs(k) * FORMATS[format].bits // 8
+        if role in PLANES:
+            raw = padded_rows(n) * padded_inputs(k) * FORMATS[format].code_bits // 8
         else:
             raw = padded_rows(n) * (shape[1] if len(shape) > 1 else 1) * dtype.itemsize
         sizes[role] = -(-raw // 64) * 64
@@ -382,9 +416,9 @@ def packed_bytes(n: int, k: int, format: str) -> dict[str, int]:
 
 
 def unpack_codes(blob: Tensor, n: int, k: int, format: str) -> Tensor:
-    """Codes [n, k] back out of the `codes` blob of pack_weight (tests and inspection)."""
+    """Codes [n, k] back out of a blob of pack_weight in PLANES (tests and inspection)."""
     rows, inputs = padded_rows(n), padded_inputs(k)
-    flat = blob[: rows * inputs * FORMATS[format].bits // 8]
+    flat = blob[: rows * inputs * FORMATS[format].code_bits // 8]
     if format in ("f32", "bf16"):
         wide = flat.view(ACTIVATIONS[format].dtype)
         per = 1 if format == "f32" else 2

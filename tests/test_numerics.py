@@ -65,6 +65,24 @@ def test_zero_weights_stay_zero(format: str) -> None:
     assert (back[3] == 0).all() and (back[:, 7] == 0).all()
 
 
+def test_nested_upper_nibbles_are_the_4_bit_model_and_8_bits_halve_its_step_eight_times() -> None:
+    w = random_weight(24, 300)
+    parts = nx.quantize_weight(w, "nested_8_4")
+    for part, alone in zip(parts, nx.quantize_weight(w, "w4_asym_g128"), strict=False):
+        assert torch.equal(part, alone)
+    blobs = nx.pack_weight(parts, "nested_8_4")
+    assert torch.equal(nx.unpack_codes(blobs["low"], 24, 300, "nested_8_4"), parts[3])
+    error = (nx.dequantize_weight(parts, "nested_8_4", 300) - w).abs()
+    step = parts[1].repeat_interleave(128, 1)[:, :300]
+    assert (error <= step / 16 * 1.001).all()
+    # An upper nibble one code off, as error compensation leaves it, is brought back by the lower.
+    moved = (parts[0].int() + 1).clamp(max=15).to(torch.uint8)
+    near = (nx.dequantize_weight([moved, *parts[1:3]], "w4_asym_g128", 300) - w).abs() <= step
+    again = [moved, *parts[1:3], nx.nested_low(w, moved, *parts[1:3])]
+    error = (nx.dequantize_weight(again, "nested_8_4", 300) - w).abs()
+    assert near.float().mean() > 0.4 and (error[near] <= (step / 16 * 1.001)[near]).all()
+
+
 def test_qoq_levels_stay_in_int8() -> None:
     """QServe 3.1: with the first level within ±119, (code - zero) * group scale fits int8."""
     w = torch.cat([random_weight(200, 128, seed=s) ** 3 for s in range(10)])

@@ -47,6 +47,7 @@ from qcompile.ops.weights import (
     row_size,
     scale_axis,
     smooth_factor,
+    upper_nibble,
     zero_bias,
 )
 
@@ -94,5 +95,6 @@ __all__ = [
     "split_heads",
     "take_rows",
     "unary",
+    "upper_nibble",
     "zero_bias",
 ]

@@ -132,6 +132,12 @@ def quantize_weight(w: Tensor, format: str) -> list[Tensor]:
     return [part.clone() for part in numerics.quantize_weight(w, format)]
 
 
+@define(lambda weight: [torch.empty_like(part) for part in weight[:3]])
+def upper_nibble(weight: list[Tensor]) -> list[Tensor]:
+    """The parts of a nested_8_4 weight -> those of the w4_asym_g128 weight inside it, which are its first three."""
+    return [part.clone() for part in weight[:3]]
+
+
 @define(lambda w: w.new_empty(w.shape[0]))
 def zero_bias(w: Tensor) -> Tensor:
     """w [N, K] -> zeros [N]: the bias of a linear that has none, where it joins linears that have."""

@@ -28,6 +28,8 @@ int harness_gemm(int format, const Gemm* g, const void* x, const Q8Act* q, int t
     case 10: gemm_qoq_g128_x128(*g, *q, worker); return 0;
     case 11: gemm_qoq_channel_x128(*g, *q, worker); return 0;
     case 12: gemm_mxfp4_x128(*g, *q, worker); return 0;
+    case 13: gemm_nested_8_4(*g, *q, worker); return 0;
+    case 14: gemm_nested_8_4_x128(*g, *q, worker); return 0;
   }
   return 1;
 }

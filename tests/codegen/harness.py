@@ -27,7 +27,7 @@ ISAS: dict[str, tuple[list[str], set[str]]] = {
 class Gemm(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int) for name in ("m", "n", "k")),
-        *((name, ctypes.c_void_p) for name in ("codes", "scale", "zero", "group_scale", "exponent")),
+        *((name, ctypes.c_void_p) for name in ("codes", "scale", "zero", "group_scale", "exponent", "low")),
         ("epilogue", ctypes.c_int),
         ("bias", ctypes.c_void_p),
         ("residual", ctypes.c_void_p),

@@ -20,8 +20,10 @@ from tests.codegen.harness import ISAS, Gemm, Q8Act, aligned
 FORMATS = [
     "f32", "bf16", "w4_asym_g128_bf16", "w8_sym_channel", "w4_asym_g128", "qoq_g128", "qoq_channel", "mxfp4",
     "w8_sym_channel_x128", "w4_asym_g128_x128", "qoq_g128_x128", "qoq_channel_x128", "mxfp4_x128",
+    "nested_8_4", "nested_8_4_x128",
 ]  # fmt: skip
 INT_FORMATS = FORMATS[3:]
+SUMS = {"mxfp4": 32, "w4_asym_g128": 128, "qoq_g128": 128, "nested_8_4": 128}
 STORE, ADD, SILU_MUL = range(3)
 
 
@@ -102,10 +104,12 @@ def random_weight(fmt: str, rows: int, kp: int, k: int, rng: np.random.Generator
         buffers = {"codes": codes, "zero": blocks(zero), "group_scale": blocks(group_scale), "scale": scale}
         return Weight(buffers, value)
     scale_g = rng.uniform(0.5, 2, (rows, groups)).astype(np.float32)
-    return Weight(
-        {"codes": codes, "zero": blocks(zero), "scale": blocks(scale_g)},
-        difference * scale_g[:, group_of].astype(float),
-    )
+    buffers = {"codes": codes, "zero": blocks(zero), "scale": blocks(scale_g)}
+    if fmt == "nested_8_4":
+        low = rng.integers(0, 16, (rows, kp)).astype(np.uint8)
+        buffers["low"] = pack_nibbles(low)
+        difference += (low - 8.0) / 8
+    return Weight(buffers, difference * scale_g[:, group_of].astype(float))
 
 
 @dataclass
@@ -134,7 +138,7 @@ def random_activation(fmt: str, m: int, kp: int, k: int, rng: np.random.Generato
     q[:, k:] = 0
     grouped = fmt.endswith("_x128")
     scale = rng.uniform(0.01, 0.02, (m, ceil_to(kp, 128) // 128 if grouped else 1)).astype(np.float32)
-    group = {"mxfp4": 32, "w4_asym_g128": 128, "qoq_g128": 128}.get(fmt.removesuffix("_x128"), 128 if grouped else kp)
+    group = SUMS.get(fmt.removesuffix("_x128"), 128 if grouped else kp)
     padded = np.zeros((m, ceil_to(kp, group)), np.int32)
     padded[:, :kp] = q
     sums = padded.reshape(m, -1, group).sum(2, dtype=np.int32)

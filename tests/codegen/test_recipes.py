@@ -36,6 +36,19 @@ def test_artifact_computes_what_its_graph_says(recipe: str, tmp_path: Path) -> N
         assert check.max_relative_error(logits, graph.run(ids, positions)) > 1e-4  # it did round
 
 
+def test_nested_weights_run_at_8_bits_and_at_4(tmp_path: Path) -> None:
+    graph, (ids, _) = decoder(hidden=64, ffn=200), sequence_inputs(20)
+    logits = {}
+    for weight in ("w4_asym_g128", "nested_4", "nested_8_4", "w8_sym_channel"):
+        pipeline.build(graph, tmp_path / weight, recipe="w4a8", options={"assign_precision.weight": weight})
+        with qcompile.load(tmp_path / weight, threads=1) as llm:
+            logits[weight] = llm.logits(ids)
+    assert torch.equal(logits["nested_4"], logits["w4_asym_g128"])
+    rounded = graph.run(*sequence_inputs(20))
+    errors = {weight: check.max_relative_error(value, rounded) for weight, value in logits.items()}
+    assert errors["nested_8_4"] < 2 * errors["w8_sym_channel"] < errors["nested_4"]
+
+
 @pytest.mark.parametrize(
     "shape",
     [

@@ -21,6 +21,7 @@
 //   gemm_qoq_g128         (g, q, worker)   q: Q8Act, group 128
 //   gemm_qoq_channel      (g, q, worker)   q: Q8Act, group kp
 //   gemm_mxfp4            (g, q, worker)   q: Q8Act, group 32
+//   gemm_nested_8_4       (g, q, worker)   q: Q8Act, group 128
 //   gemm_..._x128         (g, q, worker)   the same with activations of a scale per 128 inputs; sums where the format
 //                                          has one a row are over 128 too
 //   (the name is "gemm_" + weight format, + "_bf16" for a 4-bit weight with bfloat16 activations)
@@ -80,6 +81,7 @@ struct Gemm {
   const uint8_t* zero = nullptr;        // w4_asym_g128, qoq_g128: [nb][groups][16]; qoq_channel: [np]
   const uint8_t* group_scale = nullptr; // qoq_g128: [nb][groups][16]
   const uint8_t* exponent = nullptr;    // mxfp4: [nb][kp/32][16]
+  const uint8_t* low = nullptr;         // nested_8_4: lower nibbles, as codes
   EpilogueKind epilogue = kStore;
   const float* bias = nullptr;          // [np] or null
   const float* residual = nullptr;      // [m][residual_stride], kAdd only
@@ -125,4 +127,5 @@ QC_INT_FORMAT(w4_asym_g128, W4AsymG128)
 QC_INT_FORMAT(qoq_g128, QoqG128)
 QC_INT_FORMAT(qoq_channel, QoqChannel)
 QC_INT_FORMAT(mxfp4, Mxfp4)
+QC_INT_FORMAT(nested_8_4, Nested84)
 #undef QC_INT_FORMAT

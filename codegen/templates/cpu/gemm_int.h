@@ -13,23 +13,24 @@ struct IntBlock {             // one 16-row block
   const float* scale;         // [groups][16], or [16]
   const uint8_t* zero;        // [groups][16], or [16]
   const uint8_t* group_scale; // [groups][16]; exponents for mxfp4
+  int64_t low = 0;            // nested_8_4: bytes from the upper nibbles of a line to the lower
   const uint8_t* next = nullptr;  // weights to prefetch meanwhile, a line for every 32 inputs
 };
 
 // How a 64-byte line of weights becomes operands of dot products.
 struct ByteCodes {  // value + 128
   static constexpr int kLines = 8, kDots = 1;
-  QC_INLINE void unpack(const uint8_t* p, B64* w) { w[0] = b_load(p); }
+  QC_INLINE void unpack(const uint8_t* p, int64_t, B64* w) { w[0] = b_load(p); }
   QC_INLINE I16 dot(I16 acc, B64 w, const int8_t* x) { return dot_full(acc, w, x); }
 };
 struct SmallByteCodes {  // 0..31
   static constexpr int kLines = 8, kDots = 1;
-  QC_INLINE void unpack(const uint8_t* p, B64* w) { w[0] = b_load(p); }
+  QC_INLINE void unpack(const uint8_t* p, int64_t, B64* w) { w[0] = b_load(p); }
   QC_INLINE I16 dot(I16 acc, B64 w, const int8_t* x) { return dot_small(acc, w, x); }
 };
 struct NibbleCodes {
   static constexpr int kLines = 4, kDots = 2;
-  QC_INLINE void unpack(const uint8_t* p, B64* w) {
+  QC_INLINE void unpack(const uint8_t* p, int64_t, B64* w) {
     B64 v = b_load(p);
     w[0] = b_low(v), w[1] = b_high(v);
   }
@@ -39,11 +40,24 @@ constexpr int kMxOffset = 12;
 struct MxCodes {  // E2M1 doubled, plus 12 to be unsigned
   static constexpr int kLines = 4, kDots = 2;
   static constexpr uint8_t kTable[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-  QC_INLINE void unpack(const uint8_t* p, B64* w) {
+  QC_INLINE void unpack(const uint8_t* p, int64_t, B64* w) {
     B64 v = b_load(p);
     w[0] = b_lookup_low(kTable, v), w[1] = b_lookup_high(kTable, v);
   }
   QC_INLINE I16 dot(I16 acc, B64 w, const int8_t* x) { return dot_small(acc, w, x); }
+};
+
+constexpr int kNestedOffset = 64;
+struct NestedCodes {  // 8 * upper nibble + lower nibble, plus the offset: 64..199, a ByteCode of value -64..71
+  static constexpr int kLines = 4, kDots = 2;
+  static constexpr uint8_t kTable[16] = {64,  72,  80,  88,  96,  104, 112, 120,
+                                         128, 136, 144, 152, 160, 168, 176, 184};
+  QC_INLINE void unpack(const uint8_t* p, int64_t low, B64* w) {
+    B64 upper = b_load(p), lower = b_load(p + low);
+    w[0] = b_add(b_lookup_low(kTable, upper), b_low(lower));
+    w[1] = b_add(b_lookup_high(kTable, upper), b_high(lower));
+  }
+  QC_INLINE I16 dot(I16 acc, B64 w, const int8_t* x) { return dot_full(acc, w, x); }
 };
 
 // What is done with the int32 sums of a group of kChunks * 32 inputs. start() gives a token's number for a group from
@@ -134,6 +148,17 @@ struct GroupRuleX128 : GroupRule {  // y = sum_g (s xs) (sum(q x) - z sum(x))
   }
   QC_INLINE F16 result(F16 acc, const IntBlock&, float) { return acc; }
 };
+// nested_8_4: y = xs sum_g s/8 sum((8 (u - z) + l - 8) x), which is a sum over 8 u + l - 64, less (8 z - 56) sum(x).
+template <class Base>
+struct NestedRule : Base {
+  QC_INLINE I16 begin(const IntBlock& w, int g, int32_t start) {
+    const I16 zero = i_add(i_mul16(i_load_u8(w.zero + g * 16), 8), i_set(8 - kNestedOffset + kFullOffset));
+    return i_mul(zero, i_set(start));
+  }
+  QC_INLINE F16 result(F16 acc, const IntBlock& w, float xs) {
+    return f_mul(Base::result(acc, w, xs), f_set(0.125f));
+  }
+};
 // mxfp4: y = xs sum_b 2^(e-128) sum(c x), c the doubled element. The sum starts at the bits of the float 1.5 * 2^23,
 // less the table's offset, so that a sum s ends as the float 1.5 * 2^23 + s. Adding e - 128 to the exponent field (the
 // 128 was taken off at the start) scales it, and subtracting 1.5 * 2^23 scaled alike leaves s * 2^(e-128), exactly
@@ -183,8 +208,11 @@ __attribute__((noinline)) static void int_block(const IntBlock& w, const IntTile
       if (Every == 0) __builtin_prefetch(next, 0, 2), next += 64;
       QC_UNROLL for (int l = 0; l < Codes::kLines; ++l) {
         B64 v[Codes::kDots];
-        if (Every != 0 && l % (Every + !Every) == 0) __builtin_prefetch(p + l * 64 + kPrefetchBytes, 0, 2);
-        Codes::unpack(p + l * 64, v);
+        if (Every != 0 && l % (Every + !Every) == 0) {
+          __builtin_prefetch(p + l * 64 + kPrefetchBytes, 0, 2);
+          if (std::is_same_v<Codes, NestedCodes>) __builtin_prefetch(p + w.low + l * 64 + kPrefetchBytes, 0, 2);
+        }
+        Codes::unpack(p + l * 64, w.low, v);
         QC_UNROLL for (int d = 0; d < Codes::kDots; ++d) {
           const int s = l * Codes::kDots + d, chain = s % C * M;
           QC_UNROLL for (int m = 0; m < M; ++m)
@@ -263,7 +291,7 @@ struct IntFormat {
         for (int c = 0; c < chunks; ++c, w.codes += Codes::kLines * 64)
           for (int l = 0; l < Codes::kLines; ++l, panel += 128) {
             B64 v[2];
-            Codes::unpack(w.codes + l * 64, v);
+            Codes::unpack(w.codes + l * 64, w.low, v);
             Format::convert(w, c, v);
             b_store(panel, v[0]), b_store(panel + 64, v[1]);
           }
@@ -281,6 +309,8 @@ template <bool X128>
 using Qoq = std::conditional_t<X128, QoqRuleX128, QoqRule>;
 template <bool X128>
 using Group = std::conditional_t<X128, GroupRuleX128, GroupRule>;
+template <bool X128>
+using Nested = NestedRule<Group<X128>>;
 template <bool X128>
 using Mx = std::conditional_t<X128, MxRuleX128, MxRule>;
 
@@ -320,5 +350,13 @@ struct Mxfp4 : IntFormat<Mxfp4<X128>, MxCodes, Mx<X128>, SmallByteCodes, Mx<X128
   static IntBlock block(const Gemm& g, int chunks, int b) {
     const int64_t at = (int64_t)b * chunks;
     return {(const uint8_t*)g.codes + at * 256, nullptr, nullptr, g.exponent + at * 16};
+  }
+};
+template <bool X128>
+struct Nested84 : IntFormat<Nested84<X128>, NestedCodes, Nested<X128>, ByteCodes, Nested<X128>, 48> {
+  static IntBlock block(const Gemm& g, int chunks, int b) {
+    IntBlock w = W4AsymG128<X128>::block(g, chunks, b);
+    w.low = g.low - (const uint8_t*)g.codes;
+    return w;
   }
 };

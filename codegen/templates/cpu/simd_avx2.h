@@ -67,6 +67,7 @@ QC_INLINE B64 b_lookup(const uint8_t* table, B64 index) {
 QC_INLINE B64 b_lookup_low(const uint8_t* table, B64 v) { return b_lookup(table, b_low(v)); }
 QC_INLINE B64 b_lookup_high(const uint8_t* table, B64 v) { return b_lookup(table, b_high(v)); }
 QC_INLINE B64 b_rows(const uint8_t* p) { return i_mul(i_load_u8(p), i_set(0x01010101)); }
+QC_INLINE B64 b_add(B64 x, B64 y) { return {_mm256_add_epi8(x.a, y.a), _mm256_add_epi8(x.b, y.b)}; }
 QC_INLINE B64 b_sub(B64 x, B64 y) { return {_mm256_sub_epi8(x.a, y.a), _mm256_sub_epi8(x.b, y.b)}; }
 QC_INLINE __m256i rescale(__m256i t, __m256i scale) {
   const __m256i mask = _mm256_set1_epi16(255);

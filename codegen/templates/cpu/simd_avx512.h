@@ -80,6 +80,7 @@ QC_INLINE I16 dot_small(I16 acc, B64 w, const int8_t* x) {
   return acc;
 }
 QC_INLINE I16 dot_full(I16 acc, B64 w, const int8_t* x) { return dot_small(acc, w, x); }
+QC_INLINE B64 b_add(B64 a, B64 b) { return _mm512_add_epi8(a, b); }
 QC_INLINE B64 b_sub(B64 a, B64 b) { return _mm512_sub_epi8(a, b); }
 // The two bfloat16 of each row (inputs k and k+1), and signed byte j of each row, as floats.
 QC_INLINE F16 f_bf16_even(B64 w) { return f_bits(_mm512_slli_epi32(w, 16)); }

@@ -49,6 +49,7 @@ QC_INLINE B64 b_lookup(const uint8_t* table, B64 index) {
 QC_INLINE B64 b_lookup_low(const uint8_t* table, B64 v) { return b_lookup(table, b_low(v)); }
 QC_INLINE B64 b_lookup_high(const uint8_t* table, B64 v) { return b_lookup(table, b_high(v)); }
 QC_INLINE B64 b_rows(const uint8_t* p) { return bitcast<u8x64>(i_load_u8(p) * 0x01010101); }
+QC_INLINE B64 b_add(B64 a, B64 b) { return a + b; }
 QC_INLINE B64 b_sub(B64 a, B64 b) { return a - b; }
 QC_INLINE B64 b_rescale(B64 q, B64 zero, B64 scale) { return (q - zero) * scale + 128; }
 
