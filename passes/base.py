@@ -55,6 +55,7 @@ def apply(rewrite: Pass, graph: Graph) -> PassResult:
         wanted = " or ".join(rewrite.requires)
         raise check.CheckError(f"{rewrite.name} runs on a graph at stage {wanted}, not {graph.stage}")
     result = rewrite.run(graph)
+    result.graph.calibration = graph.calibration
     if rewrite.ensures is not None:
         result.graph.stage = rewrite.ensures
     check.check(result.graph, after=rewrite.name)

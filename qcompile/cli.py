@@ -75,6 +75,15 @@ def build(
     explain: Annotated[
         str | None, typer.Option("--explain", metavar="PASS", help="Say what this pass left alone, and why.")
     ] = None,
+    calib: Annotated[
+        Path | None,
+        typer.Option("--calib", metavar="FILE", help='Text to choose codes by: plain, or lines of JSON with a "text".'),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option("--num-calibration-samples", min=1, metavar="N", help="Samples to take of it.")
+    ] = 128,
+    length: Annotated[int, typer.Option("--max-seq-length", min=2, metavar="TOKENS", help="Tokens per sample.")] = 1024,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Chooses the samples.")] = 0,
     allow_remote_code: Remote = False,
     json: Json = False,
 ) -> None:
@@ -84,14 +93,18 @@ def build(
     Example:
       qcompile build samples/pycode-26m -o out/pycode --recipe w4a8
       qcompile build samples/pycode-26m -o out/kv8 --recipe f32 --set cache.format=kv8
+      qcompile build samples/pycode-26m -o out/qserve --recipe qserve --calib text.jsonl
     """
     from qcompile.recipes import get_recipe, parse_options
     from qcompile.targets import get_target
 
     settings = parse_options(options or [])
-    get_recipe(recipe), get_target(target)  # refuse unknown names before torch is imported
+    chosen, _ = get_recipe(recipe), get_target(target)  # refuse unknown names before torch is imported
+    if calib is not None and not calib.is_file():
+        raise UsageError(f"{calib}: no such file")
     with console.Progress() as progress:
         progress("import", 0, 1)
+        from qcompile.calibration import Request
         from qcompile.pipeline import PASSES
         from qcompile.pipeline import build as build_model
 
@@ -107,8 +120,11 @@ def build(
             head_dtype=head_dtype,
             progress=progress,
             dump_ir=dump_ir,
+            calib=None if calib is None else Request(calib, samples, length, seed),
             allow_remote=allow_remote_code,
         )
+    if chosen.calibrated and calib is None:
+        console.log(f"qcompile: recipe {recipe} wants --calib FILE: without it weights are rounded to nearest")
     _print_build(report, recipe, target, explain, json)
 
 

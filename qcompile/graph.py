@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from qcompile import ops
+from qcompile.calibration import Calibration
 from qcompile.errors import UsageError
 
 FORMAT_VERSION = 1
@@ -82,10 +83,14 @@ class _Runner(fx.Interpreter):
 
 
 class Graph:
-    """An fx graph, its weights, what stage it is at, and facts about the model."""
+    """An fx graph, its weights, what stage it is at, and facts about the model.
+
+    `calibration` is text that passes may look at activations by, None where they have the weights alone.
+    """
 
     def __init__(self, graph: fx.Graph, weights: WeightStore, info: ModelInfo, stage: str = "import") -> None:
         self.fx, self.weights, self.info, self.stage = graph, weights, info, stage
+        self.calibration: Calibration | None = None
 
     # ---- reading -----------------------------------------------------------------------------
 
@@ -143,6 +148,7 @@ class Graph:
         for old, new in values.items():
             new.meta = dict(old.meta)
         clone = Graph(copied, WeightStore(dict(self.weights.entries)), self.info, self.stage)
+        clone.calibration = self.calibration
         clone._hoist_weights()
         return clone
 

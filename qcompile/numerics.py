@@ -134,7 +134,7 @@ def symmetric(w: Tensor, top: int) -> tuple[Tensor, Tensor]:
     return torch.round(w / scale).clamp_(-top, top).to(torch.int8), scale
 
 
-def _grouped(w: Tensor, group: int) -> Tensor:
+def by_group(w: Tensor, group: int) -> Tensor:
     """[N, K] -> [N, groups, group], the last group filled up with zeros (which no range notices)."""
     short = -w.shape[1] % group
     return torch.nn.functional.pad(w, (0, short)).unflatten(1, (-1, group))
@@ -143,7 +143,7 @@ def _grouped(w: Tensor, group: int) -> Tensor:
 def _quantize_qoq_g128(w: Tensor) -> Parts:
     """QServe 3.1: int8 per channel within ±119, then uint4 with integer scale and zero per 128."""
     level, scale = symmetric(w, QOQ_RANGE)
-    grouped = _grouped(level.float(), 128)
+    grouped = by_group(level.float(), 128)
     low, high = grouped.amin(-1, keepdim=True).clamp_(max=0), grouped.amax(-1, keepdim=True).clamp_(min=0)
     step = torch.round((high - low) / 15).clamp_(1, 255)
     zero = torch.round(-low / step).clamp_(0, 15)
@@ -153,7 +153,7 @@ def _quantize_qoq_g128(w: Tensor) -> Parts:
 
 
 def _quantize_w4_g128(w: Tensor) -> Parts:
-    codes, scale, zero = asymmetric(_grouped(w.float(), 128), 4)
+    codes, scale, zero = asymmetric(by_group(w.float(), 128), 4)
     return [codes.flatten(1)[:, : w.shape[1]].contiguous(), scale.squeeze(-1), zero.squeeze(-1)]
 
 
@@ -195,7 +195,7 @@ def e2m1_codes(x: Tensor) -> Tensor:
 
 def _quantize_mxfp4(w: Tensor) -> Parts:
     """Power-of-two scale per 32: 2^(floor(log2 max) - 2), as OCP MX 6.3 has it; codes E2M1."""
-    grouped = _grouped(w.float(), 32)
+    grouped = by_group(w.float(), 32)
     exponent = torch.frexp(grouped.abs().amax(-1, keepdim=True)).exponent - 1 - E2M1_MAX_EXPONENT
     exponent = exponent.clamp_(-126, 127)
     codes = e2m1_codes(torch.ldexp(grouped, -exponent))

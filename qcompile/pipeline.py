@@ -6,6 +6,7 @@ This is the only module that knows both passes and code generation.
 from __future__ import annotations
 
 import platform
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +17,9 @@ from typing import Any
 import torch
 
 import qcompile
-from qcompile import frontend, huggingface, numerics, recipes, show, targets
+from qcompile import calibration, frontend, huggingface, numerics, recipes, show, targets
 from qcompile.artifact import ArtifactWriter, WeightSpec, canonical_json
+from qcompile.calibration import Request
 from qcompile.codegen import compiler, cpu
 from qcompile.codegen.lower import PackedWeight, lower
 from qcompile.codegen.program import Program
@@ -26,6 +28,7 @@ from qcompile.graph import Graph
 from qcompile.passes.assign_precision import AssignPrecision
 from qcompile.passes.base import Pass, apply
 from qcompile.passes.cache import Cache
+from qcompile.passes.calibrate import Calibrate
 from qcompile.passes.fold_norms import FoldNorms
 from qcompile.passes.fuse import Fuse
 from qcompile.passes.merge import Merge
@@ -45,6 +48,7 @@ PASSES: tuple[type[Pass], ...] = (
     AssignPrecision,
     Merge,
     Quantize,
+    Calibrate,
     Cache,
     Fuse,
     PlanMemory,
@@ -102,6 +106,7 @@ def build(
     head_dtype: str | None = None,
     progress: Progress | None = None,
     dump_ir: str | Path | None = None,
+    calib: Request | str | Path | torch.Tensor | None = None,
     **source: Any,
 ) -> BuildReport:
     """Compile `model` into an artifact directory `out`.
@@ -109,14 +114,18 @@ def build(
     `model` is a checkpoint directory or hub name, an nn.Module (with `example_inputs` in `source`), an
     ExportedProgram, or a raised Graph. `options` are `pass.field=value` settings over the recipe's;
     `head_dtype` overrides the output head (int8, bf16, f32). `dump_ir` is a folder for every stage's graph as
-    text and SVG. Raises QCompileError subclasses; nothing is left half-written.
+    text and SVG. `calib` is text (a file, token ids [samples, length], or a calibration.Request) by which codes of
+    weights are chosen; interrupted, the same build goes on where it stopped. Raises QCompileError subclasses;
+    nothing is left half-written.
     """
     clock = _Clock(progress or _silent)
     machine = targets.get_target(target)
     passes = configure(recipes.get_recipe(recipe).settings(head_dtype), options or {})
     compiler.find()  # without one, say so before the work
+    kept = Path(out).absolute().parent / f".{Path(out).name}.calibration"
     with ArtifactWriter(out) as writer:
-        found = _plan(model, passes, clock, source)
+        wanted = calib if calib is None or isinstance(calib, Request) else Request(calib)
+        found = _plan(model, passes, clock, source, wanted, kept)
         if dump_ir is not None:
             _dump(found, Path(dump_ir))
         with clock("render"):
@@ -135,6 +144,7 @@ def build(
             manifest = _manifest(found, entries, machine, f"{folder}/model.so")
             manifest["recipe"] = {"name": recipe, "options": dict(options or {}), "head_dtype": head_dtype}
             path = writer.finish(manifest)
+            shutil.rmtree(kept, ignore_errors=True)
     return BuildReport(path, tuple(found.passes), clock.seconds, found.bits_per_weight)
 
 
@@ -153,9 +163,19 @@ def plan(
     return _plan(model, passes, _Clock(_silent), source)
 
 
-def _plan(model: Any, passes: tuple[Pass, ...], clock: _Clock, source: Mapping[str, Any]) -> Plan:
+def _plan(
+    model: Any,
+    passes: tuple[Pass, ...],
+    clock: _Clock,
+    source: Mapping[str, Any],
+    calib: Request | None = None,
+    kept: Path | None = None,
+) -> Plan:
     with clock("import"):
         graph = model if isinstance(model, Graph) else frontend.load(model, **source)
+        if calib is not None:
+            directory = huggingface.find(model) if isinstance(model, (str, Path)) else None
+            graph.calibration = calibration.open_(calib, directory, graph.info, kept, clock.progress)
     todo = passes if graph.stage == "import" else passes[1:]  # a Graph given as such is raised already
     graphs, records = run_passes(graph, todo, clock)
     with clock("lower"):
@@ -301,6 +321,7 @@ def _manifest(found: Plan, entries: list[dict[str, Any]], machine: targets.Targe
             {"name": p.name, "options": p.options, "fired": p.fired, "notes": list(p.notes)} for p in found.passes
         ],
         "bits_per_weight": found.bits_per_weight,
+        "calibration": text.describe() if (text := found.graphs[-1].calibration) else None,
     }
 
 

@@ -20,7 +20,8 @@ class Recipe:
     """Number formats of a whole model: `weight` of the linears, `activation` they meet, `kv` cache, `head`.
 
     Names are those of numerics.FORMATS, ACTIVATIONS and KV_BITS. `head` is a key of HEADS: the output head is int8
-    per channel unless a recipe or the caller wants it otherwise.
+    per channel unless a recipe or the caller wants it otherwise. `calibrated` recipes want calibration text, and
+    `extra` sets fields of other passes.
     """
 
     name: str
@@ -29,6 +30,8 @@ class Recipe:
     activation: str
     kv: str
     head: str = "int8"
+    calibrated: bool = False
+    extra: tuple[tuple[str, str, object], ...] = ()
 
     def settings(self, head_dtype: str | None = None) -> Settings:
         """What this recipe sets, by pass; `head_dtype` replaces the recipe's own (UsageError if unknown)."""
@@ -42,7 +45,10 @@ class Recipe:
             "head": head_weight,
             "head_activation": head_activation,
         }
-        return {"assign_precision": precision, "cache": {"format": self.kv}}
+        settings: Settings = {"assign_precision": precision, "cache": {"format": self.kv}}
+        for name, field, value in self.extra:
+            settings.setdefault(name, {})[field] = value
+        return settings
 
 
 HEADS = {"int8": ("w8_sym_channel", "int8"), "bf16": ("bf16", "bf16"), "f32": ("f32", "f32")}

@@ -55,9 +55,16 @@ def gemm(
     Epilogues: `store`; `add` (residual + y); `silu_mul`, whose weight has gate and up rows interleaved in
     blocks of GATE_BLOCK and whose result is silu(gate) * up.
     """
-    y = torch.nn.functional.linear(
-        numerics.dequantize_activation(x), numerics.dequantize_weight(weight, format, x[0].shape[-1]), bias
-    )
+    k = x[0].shape[-1]
+    values = numerics.dequantize_activation(x)
+    return gemm_float(values, numerics.dequantize_weight(weight, format, k), bias, residual, epilogue, width)
+
+
+def gemm_float(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, epilogue: str, width: int
+) -> Tensor:
+    """What gemm computes, from the floats [..., K] and [N, K] that its quantized operands stand for."""
+    y = torch.nn.functional.linear(x, weight, bias)
     if epilogue in GATED:
         gate, up = y.unflatten(-1, (-1, 2, GATE_BLOCK)).unbind(-2)
         y = UNARY[GATED[epilogue]](gate.flatten(-2)) * up.flatten(-2)

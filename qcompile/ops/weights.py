@@ -122,14 +122,25 @@ def interleave_rows(a: Tensor, b: Tensor, block: int) -> Tensor:
     return torch.stack(pair, 1).flatten(0, 2).contiguous()
 
 
-@define(
-    lambda w, format: [
-        torch.empty(s, dtype=d, device=w.device) for s, d in numerics.weight_parts(tuple(w.shape), format)
-    ]
-)
-def quantize_weight(w: Tensor, format: str) -> list[Tensor]:
-    """w [N, K] -> the parts of `format` in the order of numerics.FORMATS[format].roles."""
-    return [part.clone() for part in numerics.quantize_weight(w, format)]
+def _fake_quantized(w: Tensor, format: str, *chosen: Tensor | None) -> list[Tensor]:
+    return [torch.empty(s, dtype=d, device=w.device) for s, d in numerics.weight_parts(tuple(w.shape), format)]
+
+
+@define(_fake_quantized)
+def quantize_weight(
+    w: Tensor,
+    format: str,
+    codes: Tensor | None = None,
+    second: Tensor | None = None,
+    third: Tensor | None = None,
+    fourth: Tensor | None = None,
+) -> list[Tensor]:
+    """w [N, K] -> the parts of `format` in the order of numerics.FORMATS[format].roles, rounded to nearest.
+
+    Parts chosen otherwise are given after the format; w then says only what they stand for.
+    """
+    chosen = [part.clone() for part in (codes, second, third, fourth) if part is not None]
+    return chosen or [part.clone() for part in numerics.quantize_weight(w, format)]
 
 
 @define(lambda weight: [torch.empty_like(part) for part in weight[:3]])

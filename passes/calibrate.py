@@ -1,0 +1,216 @@
+"""Calibrate: choose the codes of quantized weights by the error they make in their layer's output on real text."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, fx
+
+from qcompile import gptq, numerics, ops
+from qcompile.calibration import Calibration
+from qcompile.errors import PassError, ResourceError, UsageError
+from qcompile.graph import Graph
+from qcompile.grids import ROUNDINGS
+from qcompile.passes.base import Pass, PassResult
+from qcompile.sweep import Sweep
+
+VERSION = 1
+"""Of the results kept between runs: raised when the same inputs would give others."""
+
+Loaded = tuple[numerics.Parts, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Calibrate(Pass):
+    """Rounds weights by clipping (`clip`) and GPTQ (`gptq`) over the calibration text, layer after layer.
+
+    Each layer's inputs come through the layers before it as they were rounded, and through quantized activations,
+    so that later layers make up for earlier ones. `damping` is a share of the mean second moment of a layer's
+    inputs. Without calibration text weights keep their nearest codes, which a note says. Sources: Frantar et al.
+    2022 (GPTQ, with activation order and static groups); QServe B.2.4 (clipping). `fired` counts weights.
+    """
+
+    name: ClassVar[str] = "calibrate"
+    requires: ClassVar[tuple[str, ...]] = ("quantize",)
+    enabled: bool = True
+    clip: bool = True
+    gptq: bool = True
+    damping: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0 < self.damping <= 1:
+            raise UsageError(f"calibrate.damping={self.damping} must be above 0 and at most 1")
+
+    def run(self, graph: Graph) -> PassResult:
+        targets = _targets(graph)
+        if graph.calibration is None or not targets or not (self.clip or self.gptq):
+            missing = "no calibration text was given: weights are rounded to nearest (--calib FILE)"
+            return PassResult(graph, 0, (missing,) if targets and graph.calibration is None else ())
+        graph.calibration.check_vocabulary(graph.info.vocab_size)
+        graph = graph.clone()
+        assert graph.calibration is not None
+        work = _Work(self, graph, graph.calibration, _targets(graph))
+        return PassResult(graph, *work.run())
+
+
+def _targets(graph: Graph) -> dict[fx.Node, fx.Node]:
+    """Weights (quantize_weight nodes) there is a choice in, each with the first gemm that reads it, in order."""
+    found: dict[fx.Node, fx.Node] = {}
+    for gemm in graph.calls("gemm"):
+        weight, format = _args(gemm)[1], _args(gemm)[4]
+        if format in ROUNDINGS and ops.name_of(weight.target) == "quantize_weight":
+            found.setdefault(weight, gemm)
+    return found
+
+
+def _args(node: fx.Node) -> Any:
+    return node.args
+
+
+@dataclass
+class _Work:
+    """One run of the pass: weight after weight, each kept under a key of everything it depends on."""
+
+    options: Calibrate
+    graph: Graph
+    calibration: Calibration
+    targets: dict[fx.Node, fx.Node]
+    notes: list[str] = field(default_factory=list)
+    _done: int = 0
+
+    def run(self) -> tuple[int, tuple[str, ...]]:
+        keys = dict(zip(self.targets, self._keys(), strict=True))
+        kept = {weight: self._load(key) for weight, key in keys.items()}
+        sizes = [weight.args[0].meta["val"].numel() for weight in self.targets]  # type: ignore[union-attr]
+        total = sum(sizes) * len(self.calibration.tokens)
+        sweep = Sweep(self.graph, self.calibration.tokens, self._progress(total))
+        moments: dict[fx.Node, Tensor] = {}
+        missing = [weight for weight in self.targets if kept[weight] is None]
+        for weight, gemm in self.targets.items():
+            loaded = kept[weight]
+            if missing and self._before(weight, missing[-1]):
+                sweep.advance(gemm)
+            if loaded is None:
+                loaded = self._choose(weight, gemm, sweep, moments, keys[weight])
+            self._put(weight, loaded, keys[weight])
+        return len(self.targets), tuple(self.notes)
+
+    def _before(self, weight: fx.Node, last: fx.Node) -> bool:
+        """Whether the sweep must reach `weight`: up to the last one that is to be chosen, and no further."""
+        order = list(self.targets)
+        return order.index(weight) <= order.index(last)
+
+    def _progress(self, total: int) -> Callable[[int], None]:
+        def work(amount: int) -> None:
+            self._done += amount
+            self.calibration.progress("calibrate", min(self._done, total - 1), total)
+
+        return work
+
+    # ---- one weight ------------------------------------------------------------------------------
+
+    def _choose(
+        self, weight: fx.Node, gemm: fx.Node, sweep: Sweep, moments: dict[fx.Node, Tensor], key: str
+    ) -> Loaded:
+        source, format = _args(gemm)[0], _args(gemm)[4]
+        if source not in moments:
+            moments.clear()  # one layer's at a time
+            moments[source] = second_moments(sweep.values(source))
+        value = self.graph.evaluate(_args(weight)[0])
+        options = self.options
+        try:
+            choice = gptq.choose(
+                value, moments[source], format, clip=options.clip, gptq=options.gptq, damping=options.damping
+            )
+        except ValueError as error:
+            raise PassError("calibrate", gemm.name, str(error)) from error
+        self.notes += [f"{gemm.name}: {note}" for note in choice.notes]
+        figures = {"error_nearest": choice.error_nearest, "error": choice.error}
+        self._save(key, choice.parts, figures)
+        return choice.parts, figures
+
+    def _put(self, weight: fx.Node, loaded: Loaded, key: str) -> None:
+        """Make the graph read these parts, and say on the node how good they are."""
+        parts, figures = loaded
+        value, format = _args(weight)[:2]
+        nodes = []
+        for index, (role, part) in enumerate(zip(numerics.FORMATS[format].roles, parts, strict=True)):
+            name = f"{weight.name}.{role}"
+            self.graph.weights.add(name, part.shape, part.dtype, self._loader(part, key, index))
+            nodes.append(self.graph.weight(name))
+        weight.args = (value, format, *nodes)
+        weight.meta["calibrated"] = figures
+
+    def _loader(self, part: Tensor, key: str, index: int) -> Callable[[], Tensor]:
+        """How the part is read when it is needed: from the folder of results where there is one."""
+        path = self._path(key)
+        if path is None:
+            return lambda: part
+
+        def load() -> Tensor:
+            with safe_open(path, "pt") as file:
+                kept: Tensor = file.get_tensor(str(index))
+            return kept
+
+        return load
+
+    # ---- results kept between runs -----------------------------------------------------------------
+
+    def _keys(self) -> Iterator[str]:
+        """A key for every weight: of the text, the options, the graph, and every weight of the model."""
+        digest = hashlib.sha256(f"{VERSION} {torch.__version__} {self.options}".encode())
+        digest.update(self.calibration.digest().encode() + self.graph.to_json().encode())
+        for node in self.graph.nodes:
+            if node.op == "get_attr":
+                value = self.graph.weights[str(node.target)]
+                digest.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        for number, _ in enumerate(self.targets):
+            yield f"{number:05}-{digest.hexdigest()[:32]}"
+
+    def _path(self, key: str) -> Path | None:
+        folder = self.calibration.folder
+        return folder / f"{key}.safetensors" if folder else None
+
+    def _load(self, key: str) -> Loaded | None:
+        path = self._path(key)
+        if path is None or not path.is_file():
+            return None
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata()
+                parts = [file.get_tensor(name) for name in sorted(file.keys())]
+        except SafetensorError:
+            return None  # cut short by the interruption: done again
+        return parts, {name: float(text) for name, text in metadata.items()}
+
+    def _save(self, key: str, parts: numerics.Parts, figures: dict[str, float]) -> None:
+        path = self._path(key)
+        if path is None:
+            return
+        named = {f"{index}": part.contiguous() for index, part in enumerate(parts)}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(".partial")
+            save_file(named, partial, {name: repr(value) for name, value in figures.items()})
+            partial.replace(path)
+        except OSError as error:
+            raise ResourceError(f"cannot keep calibration results in {path.parent}: {error.strerror}") from error
+
+
+def second_moments(values: list[numerics.Parts]) -> Tensor:
+    """E[x xᵀ], f32 [K, K], of a linear's inputs in all samples, each given as the parts of an activation."""
+    total: Tensor | None = None
+    count = 0
+    for parts in values:
+        x = numerics.dequantize_activation(parts).flatten(0, -2).float()  # [tokens, K]
+        count += x.shape[0]
+        total = x.T @ x if total is None else total.addmm_(x.T, x)
+    assert total is not None
+    return total / count

@@ -1,0 +1,203 @@
+"""Calibration text: read, cut into samples, refused clearly where it cannot serve.
+
+Passes that look at activations find it as `graph.calibration`; without it they have only the weights to go by.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from qcompile.errors import ResourceError, UsageError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from qcompile.graph import ModelInfo
+
+SAMPLES, SAMPLE_TOKENS = 128, 1024
+"""How much is read unless told otherwise. QServe D.1 takes 64 samples of 1,024 tokens, MixLLM 4.1 128 of 2,048."""
+
+MOST_UNKNOWN = 0.5
+"""Text of which more tokens than this share are the unknown token is in an alphabet the vocabulary lacks."""
+
+Progress = Callable[[str, int, int], None]
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Request:
+    """Calibration text as asked for: a file of text, or tokens int64 [samples, length], and how much to take.
+
+    `samples`, `length` and `seed` choose from a file; tokens are taken as they are.
+    """
+
+    given: str | Path | Tensor
+    samples: int = SAMPLES
+    length: int = SAMPLE_TOKENS
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """`tokens` int64 [samples, length] from the text `source`; results by weight are kept in `folder`.
+
+    With a folder, work that an interruption cut short goes on where it stopped; without one (None) it is held in
+    memory. `progress(stage, done, total)` is told of the work.
+    """
+
+    tokens: Tensor
+    source: str = ""
+    folder: Path | None = None
+    progress: Progress = field(default=_silent, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.tokens.dim() != 2 or 0 in self.tokens.shape or self.tokens.is_floating_point():
+            raise UsageError(f"calibration takes token ids [samples, length], not {tuple(self.tokens.shape)}")
+
+    def check_vocabulary(self, size: int) -> None:
+        """UsageError unless every token is one of a model with `size` of them."""
+        low, high = int(self.tokens.min()), int(self.tokens.max())
+        if low < 0 or high >= size:
+            worst = low if low < 0 else high
+            raise UsageError(
+                f"calibration holds token {worst}, outside the model's vocabulary of {size}: "
+                "was the text made into tokens by another model's tokenizer?"
+            )
+
+    def digest(self) -> str:
+        """Hash of the tokens, hexadecimal."""
+        return hashlib.sha256(self.tokens.contiguous().numpy().tobytes()).hexdigest()
+
+    def describe(self) -> dict[str, Any]:
+        """What the artifact says about it: no paths, no times."""
+        samples, length = self.tokens.shape
+        return {"source": self.source, "samples": samples, "length": length, "sha256": self.digest()}
+
+
+def open_(
+    request: Request, directory: Path | None, info: ModelInfo, folder: Path | None, progress: Progress
+) -> Calibration:
+    """The calibration a build was asked for, for the model `info`, whose tokenizer is in `directory`.
+
+    `folder` keeps results between interrupted runs. Raises UsageError as `read` does.
+    """
+    if isinstance(request.given, Tensor):
+        found = Calibration(request.given, "tokens")
+        found.check_vocabulary(info.vocab_size)
+    elif directory is None:
+        raise UsageError("calibration text needs a model with a tokenizer: give token ids [samples, length] instead")
+    else:
+        found = read(
+            request.given,
+            load_tokenizer(directory),
+            bos=info.bos_token_id,
+            vocabulary=info.vocab_size,
+            samples=request.samples,
+            length=min(request.length, info.max_position),
+            seed=request.seed,
+        )
+    return replace(found, folder=folder, progress=progress)
+
+
+def read(
+    path: str | Path,
+    tokenizer: Tokenizer,
+    *,
+    bos: int | None,
+    vocabulary: int,
+    samples: int = SAMPLES,
+    length: int = SAMPLE_TOKENS,
+    seed: int = 0,
+) -> Calibration:
+    """`samples` windows of `length` tokens out of the text at `path`, chosen by `seed`, in the text's order.
+
+    Documents are joined, each behind `bos` (token 0 without one), as perplexity is measured; all windows are
+    taken where there are fewer. Raises UsageError for text that is missing, empty, too short, not text, or
+    outside the vocabulary.
+    """
+    if samples < 1 or length < 2:
+        raise UsageError(f"calibration needs at least 1 sample of 2 tokens, not {samples} of {length}")
+    documents = [text for text in read_documents(path) if text.strip()]
+    if not documents:
+        raise UsageError(f"calibration text {path} is empty")
+    stream: list[int] = []
+    texts = 0
+    for encoding in tokenizer.encode_batch(documents, add_special_tokens=False):
+        stream += [0 if bos is None else bos, *encoding.ids]
+        texts += len(encoding.ids)
+    unknown = tokenizer.token_to_id(str(getattr(tokenizer.model, "unk_token", None) or ""))
+    if unknown is not None and stream.count(unknown) > MOST_UNKNOWN * texts:
+        raise UsageError(f"calibration text {path} is outside the vocabulary: most of it is unknown to the tokenizer")
+    windows = len(stream) // length
+    if windows == 0:
+        raise UsageError(
+            f"calibration text {path} is too short: it has {len(stream)} tokens, one sample takes {length}: "
+            "give more text, or a smaller --max-seq-length"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(windows, generator=generator)[:samples].sort().values
+    tokens = torch.tensor(stream[: windows * length]).reshape(windows, length)[chosen]
+    found = Calibration(tokens, Path(path).name)
+    found.check_vocabulary(vocabulary)
+    return found
+
+
+def read_documents(path: str | Path) -> list[str]:
+    """The "text" of every line of a JSONL file, or all of a plain text file as one document.
+
+    A file is JSONL when its first line that is not blank is a JSON object. Raises UsageError, with the line.
+    """
+    try:
+        content = Path(path).read_bytes()
+        whole = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"calibration text {path} is not text: byte {error.start} is not UTF-8") from error
+    except OSError as error:
+        raise UsageError(f"cannot read calibration text {path}: {error.strerror}") from error
+    if "\0" in whole:
+        raise UsageError(f"calibration text {path} is not text: it holds zero bytes")
+    lines = [(number, line) for number, line in enumerate(whole.splitlines(), start=1) if line.strip()]
+    if not lines or not isinstance(_parsed(lines[0][1]), dict):
+        return [whole]
+    documents = []
+    for number, line in lines:
+        entry = _parsed(line)
+        text = entry.get("text") if isinstance(entry, dict) else None
+        if not isinstance(text, str):
+            raise UsageError(f'calibration text {path} line {number}: not a JSON object with a "text"')
+        documents.append(text)
+    return documents
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """The tokenizer of a checkpoint directory; ResourceError where it has none."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise ResourceError(f"{path} is missing: calibration text needs the model's tokenizer")
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises plain Exception
+        raise ResourceError(f"{path} is not a tokenizer: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

@@ -1,0 +1,142 @@
+"""Choosing a weight's codes by the error of its layer's output: clipping and GPTQ.
+
+The output error of rounding w [N, K] to q, over inputs with second moments H = E[x xᵀ] [K, K], is the sum over rows of
+(w - q) H (w - q)ᵀ. Clipping (QServe B.2.4, AWQ) chooses each group's range by it; GPTQ (Frantar et al. 2022)
+rounds input by input and lets the inputs still to come make up for the error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qcompile import numerics
+from qcompile.grids import ROUNDINGS, Grid
+
+_COLUMNS = 128
+"""Inputs GPTQ takes at a time before the rest of the weight is updated; it changes the speed alone."""
+
+_CLIP_BLOCK = 512
+"""Clipping a whole row of more inputs looks at the error within blocks of so many."""
+
+_MOST_DAMPING = 1e4
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Codes chosen for a weight: its `parts`, the share of the output's energy lost by rounding to nearest and now.
+
+    `notes` say what was odd about the inputs.
+    """
+
+    parts: numerics.Parts
+    error_nearest: float
+    error: float
+    notes: tuple[str, ...] = ()
+
+
+def choose(w: Tensor, hessian: Tensor, format: str, *, clip: bool, gptq: bool, damping: float) -> Choice:
+    """Round w [N, K] in `format` (one of grids.ROUNDINGS) for inputs with second moments `hessian` [K, K].
+
+    `damping`, a share of the mean of H's diagonal, is added to it before H is inverted.
+    """
+    w, hessian = w.float(), hessian.float()
+    fit = ROUNDINGS[format].fit
+    plain = fit(w, 1.0)
+    energy = _energy(w, hessian)
+    nearest = plain.round(w)
+    grid = clipped(w, hessian, format) if clip else plain
+    values, notes = gptq_round(w, hessian, grid, damping) if gptq else (grid.round(w), ())
+    before, after = (_energy(w - q, hessian) / max(energy, 1e-30) for q in (nearest, values))
+    if after > before:  # possible with a Hessian that says next to nothing
+        return Choice(plain.parts(nearest), before, before, (*notes, "rounding to nearest was no worse and is kept"))
+    return Choice(grid.parts(values), before, after, notes)
+
+
+def _energy(error: Tensor, hessian: Tensor) -> float:
+    """Sum over rows of e H eᵀ."""
+    return float((error @ hessian).mul_(error).sum(dtype=torch.float64))
+
+
+def clipped(w: Tensor, hessian: Tensor, format: str) -> Grid:
+    """The grid of w [N, K] whose groups' ranges are shrunk to where the output error of each group is least."""
+    rounding = ROUNDINGS[format]
+    blocks = _diagonal_blocks(hessian, rounding.fit(w[:1], 1.0).group)
+    best = chosen = None
+    for ratio in rounding.ratios:
+        grid = rounding.fit(w, ratio)
+        error = numerics.by_group(grid.round(w) - w, blocks.shape[1]).transpose(0, 1)  # [blocks, N, size]
+        lost = torch.bmm(error, blocks).mul_(error).sum(-1).T  # [N, blocks]
+        lost = lost.unflatten(1, (grid.step.shape[1], -1)).sum(-1)  # [N, groups]
+        if best is None or chosen is None:
+            best, chosen = lost, torch.full_like(lost, ratio)
+        else:
+            chosen = torch.where(lost < best, torch.full_like(lost, ratio), chosen)
+            best = torch.minimum(lost, best)
+    assert chosen is not None
+    return rounding.fit(w, chosen)
+
+
+def _diagonal_blocks(hessian: Tensor, group: int) -> Tensor:
+    """Blocks [count, size, size] along H's diagonal, of a group's size, or less for long groups; zero-filled."""
+    k = hessian.shape[0]
+    size = min(group, k)
+    if size > _CLIP_BLOCK:
+        size = _CLIP_BLOCK
+    count = -(-k // size)
+    padded = torch.nn.functional.pad(hessian, (0, count * size - k, 0, count * size - k))
+    return torch.stack([padded[i : i + size, i : i + size] for i in range(0, count * size, size)])
+
+
+def gptq_round(w: Tensor, hessian: Tensor, grid: Grid, damping: float) -> tuple[Tensor, tuple[str, ...]]:
+    """w [N, K] rounded onto `grid` by GPTQ: grid values [N, K], and notes.
+
+    Inputs go in order of their energy, the greatest first, while groups stay as they are (Frantar's `act_order`
+    with `static_groups`), so the result needs no gather. The triangular factor of H⁻¹ is found once in float64.
+    """
+    k = w.shape[1]
+    order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
+    factor, notes = _inverse_factor(hessian[order][:, order], damping)
+    rest = w.T[order].contiguous()  # [K, N]: what is still to be rounded, errors so far made up for
+    values = torch.empty_like(rest)
+    groups = order.div(grid.group, rounding_mode="floor").tolist()
+    sides = [part.T.contiguous() for part in (grid.step, grid.zero, grid.low, grid.high)]  # [groups, N]
+    for start in range(0, k, _COLUMNS):
+        stop = min(start + _COLUMNS, k)
+        errors = torch.empty(stop - start, w.shape[0])
+        for i in range(start, stop):
+            values[i] = grid.nearest(rest[i], *(part[groups[i]] for part in sides))
+            error = (rest[i] - values[i]) / factor[i, i]
+            rest[i + 1 : stop].addr_(factor[i, i + 1 : stop], error, alpha=-1)
+            errors[i - start] = error
+        rest[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
+    result = torch.empty_like(values)
+    result[order] = values
+    return result.T.contiguous(), notes
+
+
+def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, tuple[str, ...]]:
+    """Upper triangular U with Uᵀ U = (H + damping)⁻¹, f32 [K, K]; while H is singular, damped more, with a note."""
+    matrix = hessian.double()
+    diagonal = matrix.diagonal()
+    notes: tuple[str, ...] = ()
+    if dead := int((diagonal <= 0).sum()):
+        notes = (f"{dead} of {len(diagonal)} inputs are always zero in the calibration text",)
+    mean = float(diagonal.mean()) or 1.0
+    matrix.diagonal().add_(damping * mean)
+    added = damping
+    while True:
+        lower, problem = torch.linalg.cholesky_ex(matrix)
+        if not problem:
+            upper, problem = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        if not problem and bool(torch.isfinite(upper).all()):
+            return upper.float(), notes
+        more = max(10 * added, 1e-6)
+        if more > _MOST_DAMPING:
+            raise ValueError("second moments of the inputs are not finite")
+        matrix.diagonal().add_((more - added) * mean)
+        added = more
+        singular = f"the inputs' second moments are singular: damped by {added:g} of their mean"
+        notes = (*(note for note in notes if "singular" not in note), singular)

@@ -1,0 +1,84 @@
+"""Run a graph over many samples, stopping where asked: what calibration sees of a model.
+
+Every operator runs once for each sample; between stops only values that something later reads are kept, found by
+dataflow. In a decoder that is the residual stream and the input of the linear at which the sweep stopped, in the
+form it has there (int8 codes where activations are quantized). Weights are loaded for a stretch and dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from qcompile import numerics, ops
+from qcompile.graph import Graph
+from qcompile.ops.quantized import gemm_float
+
+Values = dict[fx.Node, Any]
+
+
+class Sweep:
+    """The state of a run of `graph` over `tokens` int64 [samples, length], each sample a batch of one.
+
+    `graph` is one of whole sequences (before the `cache` stage). Its nodes may be given other weights ahead of
+    where the sweep is. `work(amount)` is called as multiplications of linears are done.
+    """
+
+    def __init__(self, graph: Graph, tokens: Tensor, work: Callable[[int], None] | None = None) -> None:
+        self.graph, self._work = graph, work or (lambda amount: None)
+        self._nodes = [node for node in graph.nodes if not graph.is_weight(node) and node.op == "call_function"]
+        self._next = 0
+        self._last = {source: index for index, node in enumerate(self._nodes) for source in node.all_input_nodes}
+        positions = torch.arange(tokens.shape[1])[None]
+        ids = [row[None] for row in tokens]
+        inputs = graph.inputs
+        self._samples: list[Values] = [dict(zip(inputs, (row, positions), strict=False)) for row in ids]
+        self._weights: Values = {}
+
+    def advance(self, stop: fx.Node) -> None:
+        """Run every sample up to `stop`, which is not run."""
+        end = self._nodes.index(stop, self._next)
+        with torch.no_grad():
+            for sample in self._samples:
+                for index in range(self._next, end):
+                    self._run(sample, index)
+        self._weights.clear()
+        self._next = end
+
+    def values(self, node: fx.Node) -> list[Any]:
+        """What `node`, which something not yet run reads, gave for each sample."""
+        return [sample[node] for sample in self._samples]
+
+    def _run(self, sample: Values, index: int) -> None:
+        node = self._nodes[index]
+        args: Any = fx.node.map_arg(node.args, lambda n: sample[n] if n in sample else self._weight(n))
+        if ops.name_of(node.target) == "gemm":
+            source, _, bias, residual, _, epilogue, width = args
+            weight = self._dequantized(node)
+            sample[node] = gemm_float(numerics.dequantize_activation(source), weight, bias, residual, epilogue, width)
+            self._work(weight.numel())
+        else:
+            assert callable(node.target)
+            sample[node] = node.target(*args)
+        for done in {*node.all_input_nodes, node}:
+            if self._last.get(done, -1) <= index:
+                sample.pop(done, None)
+
+    def _weight(self, node: fx.Node) -> Any:
+        if ops.name_of(node.target) == "quantize_weight":
+            return None  # gemm takes it dequantized, once for all samples
+        if node not in self._weights:
+            self._weights[node] = self.graph.evaluate(node)
+        return self._weights[node]
+
+    def _dequantized(self, gemm: fx.Node) -> Tensor:
+        arguments: Any = gemm.args
+        node, format = arguments[1], arguments[4]
+        if node not in self._weights:
+            parts = self.graph.evaluate(node)
+            inputs = node.args[0].meta["val"].shape[1]
+            self._weights[node] = numerics.dequantize_weight(parts, format, inputs)
+        return self._weights[node]
