@@ -116,9 +116,7 @@ class _Work:
 
     # ---- one weight ------------------------------------------------------------------------------
 
-    def _choose(
-        self, weight: fx.Node, gemm: fx.Node, sweep: Sweep, moments: dict[fx.Node, Tensor], key: str
-    ) -> Loaded:
+    def _choose(self, weight: fx.Node, gemm: fx.Node, sweep: Sweep, moments: dict[fx.Node, Tensor], key: str) -> Loaded:
         source, format = _args(gemm)[0], _args(gemm)[4]
         if source not in moments:
             moments.clear()  # one layer's at a time

@@ -23,6 +23,9 @@ _CLIP_BLOCK = 512
 
 _MOST_DAMPING = 1e4
 
+_SINGULAR = 1e-12
+"""A pivot of H below this share of its mean is what float64 makes of zero."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -121,22 +124,26 @@ def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, tuple[str,
     """Upper triangular U with Uᵀ U = (H + damping)⁻¹, f32 [K, K]; while H is singular, damped more, with a note."""
     matrix = hessian.double()
     diagonal = matrix.diagonal()
-    notes: tuple[str, ...] = ()
-    if dead := int((diagonal <= 0).sum()):
-        notes = (f"{dead} of {len(diagonal)} inputs are always zero in the calibration text",)
     mean = float(diagonal.mean()) or 1.0
-    matrix.diagonal().add_(damping * mean)
-    added = damping
-    while True:
+    notes = _singularity(matrix, mean, damping)
+    added = 0.0
+    more = damping
+    while more <= _MOST_DAMPING:
+        matrix.diagonal().add_((more - added) * mean)
         lower, problem = torch.linalg.cholesky_ex(matrix)
         if not problem:
             upper, problem = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
         if not problem and bool(torch.isfinite(upper).all()):
-            return upper.float(), notes
-        more = max(10 * added, 1e-6)
-        if more > _MOST_DAMPING:
-            raise ValueError("second moments of the inputs are not finite")
-        matrix.diagonal().add_((more - added) * mean)
-        added = more
-        singular = f"the inputs' second moments are singular: damped by {added:g} of their mean"
-        notes = (*(note for note in notes if "singular" not in note), singular)
+            return upper.float(), notes if added == 0.0 else (*notes, f"damped by {more:g} of the mean to be invertible")
+        added, more = more, 10 * more
+    raise ValueError("second moments of the inputs are not finite")
+
+
+def _singularity(matrix: Tensor, mean: float, damping: float) -> tuple[str, ...]:
+    """A note where H cannot be inverted as it is: some combination of inputs never occurs in the text."""
+    if dead := int((matrix.diagonal() <= 0).sum()):
+        return (f"{dead} of {len(matrix)} inputs are always zero: their moments are singular, damped by {damping:g}",)
+    lower, problem = torch.linalg.cholesky_ex(matrix)
+    if problem or float(lower.diagonal().min()) ** 2 < _SINGULAR * mean:
+        return (f"moments of the {len(matrix)} inputs are singular, damped by {damping:g} of their mean",)
+    return ()

@@ -100,7 +100,7 @@ def _fit_asymmetric(format: str, group: int) -> Callable[[Tensor, Tensor | float
 def _fit_qoq(w: Tensor, ratio: Tensor | float) -> Grid:
     """Two levels (QServe 3.1): integer steps, and codes kept where (code - zero) * step stays inside int8."""
     scale = _positive(w.abs().amax(1) / numerics.QOQ_RANGE)
-    low, high = _ranges(w / scale[:, None], 128, ratio)
+    low, high = _ranges(torch.round(w / scale[:, None]), 128, ratio)
     inner = torch.round((high - low) / 15).clamp_(1, 255)
     zero = torch.round(-low / inner).clamp_(0, 15)
     reach = torch.floor(INT8_MAX / inner)

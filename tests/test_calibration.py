@@ -1,0 +1,90 @@
+"""Calibration text: what is taken of it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from qcompile.calibration import Calibration, Request, load_tokenizer, open_, read
+from qcompile.errors import ResourceError, UsageError
+from qcompile.graph import ModelInfo
+from tests.conftest import SAMPLE
+
+TOKENIZER = load_tokenizer(SAMPLE)
+WORDS = "".join(f"def add{i}(a, b):\n    return a + {i * i} * b\n" for i in range(40))
+
+
+def sample(path: Path, **options: int) -> Calibration:
+    settings = {"bos": 0, "vocabulary": 8192, "samples": 3, "length": 32, "seed": 0} | options
+    return read(path, TOKENIZER, **settings)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "calib.jsonl"
+    path.write_text("\n".join(json.dumps({"text": WORDS + str(i)}) for i in range(5)) + "\n")
+    return path
+
+
+def test_samples_are_windows_of_the_joined_documents(text: Path) -> None:
+    stream: list[int] = []
+    for i in range(5):
+        stream += [0, *TOKENIZER.encode(WORDS + str(i), add_special_tokens=False).ids]
+    found = sample(text)
+    assert found.tokens.shape == (3, 32) and found.source == "calib.jsonl"
+    windows = [stream[i : i + 32] for i in range(0, len(stream) - 31, 32)]
+    places = [windows.index(row) for row in found.tokens.tolist()]
+    assert places == sorted(places)
+    assert sample(text, samples=10**6).tokens.tolist() == windows
+    assert torch.equal(sample(text).tokens, found.tokens)
+    assert not torch.equal(sample(text, seed=1).tokens, found.tokens)
+
+
+def test_plain_text_is_one_document(tmp_path: Path) -> None:
+    path = tmp_path / "calib.txt"
+    path.write_text(WORDS)
+    first = sample(path, samples=10**6).tokens.flatten().tolist()
+    assert first == [0, *TOKENIZER.encode(WORDS, add_special_tokens=False).ids][: len(first)]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"\n \n", "is empty"),
+        (b'{"text": ""}\n', "is empty"),
+        (b'{"text": "short"}\n', r"too short: it has \d+ tokens, one sample takes 32"),
+        (b"\xff\xfe\x00bytes", "not text: byte 0 is not UTF-8"),
+        (b"zero\0bytes", "holds zero bytes"),
+        (b'{"text": "a"}\n{"body": "b"}\n', 'line 2: not a JSON object with a "text"'),
+        (b'{"text": "a"}\nplain\n', "line 2: not a JSON object"),
+    ],
+)
+def test_refused_with_the_reason(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "calib"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        sample(path)
+
+
+def test_tokens_outside_the_vocabulary_are_refused(text: Path) -> None:
+    with pytest.raises(UsageError, match="outside the model's vocabulary of 10"):
+        sample(text, vocabulary=10)
+    info = ModelInfo("m", 10, 64, None, (), 0)
+    with pytest.raises(UsageError, match="holds token 10, outside"):
+        open_(Request(torch.tensor([[1, 10]])), None, info, None, print)
+
+
+def test_refusals_of_missing_things(tmp_path: Path) -> None:
+    info = ModelInfo("m", 10, 64, None, (), 0)
+    with pytest.raises(UsageError, match="cannot read calibration text"):
+        sample(tmp_path / "missing")
+    with pytest.raises(UsageError, match="give token ids"):
+        open_(Request("text"), None, info, None, print)
+    with pytest.raises(ResourceError, match=r"tokenizer\.json is missing"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(UsageError, match="takes token ids"):
+        Calibration(torch.zeros(0, 4, dtype=torch.int64))
