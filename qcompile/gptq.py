@@ -134,7 +134,8 @@ def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, tuple[str,
         if not problem:
             upper, problem = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
         if not problem and bool(torch.isfinite(upper).all()):
-            return upper.float(), notes if added == 0.0 else (*notes, f"damped by {more:g} of the mean to be invertible")
+            again = (f"damped by {more:g} of the mean to be invertible",) if added else ()
+            return upper.float(), (*notes, *again)
         added, more = more, 10 * more
     raise ValueError("second moments of the inputs are not finite")
 
