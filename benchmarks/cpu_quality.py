@@ -45,8 +45,8 @@ ROWS = [
     Row("qoq_g128 A8 KV4", "qserve", 5.7027, {}),
     Row("W4 channel A8 KV4", "qserve-channel", 5.7840, {}),
     Row("MXFP4", "mxfp4", 5.5990, {"cache.format": "kv32"}),
-    Row("nested, 8 bits", "w4a8", 5.2951, {"cache.format": "kv32", "assign_precision.weight": "nested_8_4"}),
-    Row("nested, upper nibble A16", "w4a16", 5.5271, {"cache.format": "kv32", "assign_precision.weight": "nested_4"}),
+    Row("nested 8 bits", "w4a8", 5.2951, {"cache.format": "kv32", "assign_precision.weight": "nested_8_4"}),
+    Row("nested upper nibble A16", "w4a16", 5.5271, {"cache.format": "kv32", "assign_precision.weight": "nested_4"}),
     Row("W4A4 g128", "w4a4-g128", 6.3090, {"cache.format": "kv32"}, tolerance=0.02),
     Row("W4A4 token", "w4a4", 7.9236, {"cache.format": "kv32"}, tolerance=0.02),
 ]

@@ -34,6 +34,8 @@ _UNARY = {
     "tanh": "kTanh",
     "sigmoid": "kSigmoid",
 }
+_ROLE_TYPES = {"scale": "float", "columns": "int32_t", "starts": "int32_t"}
+"""C++ types of packed parts; bytes for the others."""
 _EPILOGUE = {"store": "kStore", "logits": "kStore", "add": "kAdd", "silu_mul": "kSiluMul"}
 FEW_ELEMENTS = 2048
 """Rowwise work of up to so many elements is done by every thread for itself rather than split and awaited."""
@@ -234,7 +236,9 @@ class _Renderer:
         lines = [f"Gemm {var}{{{count}, {c.n}, {c.k}, {self.weight(c.weights['codes'], 'void')}}};"]
         for role, name in c.weights.items():
             if role != "codes":
-                lines.append(f"{var}.{role} = {self.weight(name, 'float' if role == 'scale' else 'uint8_t')};")
+                lines.append(f"{var}.{role} = {self.weight(name, _ROLE_TYPES.get(role, 'uint8_t'))};")
+        if c.blocks:
+            lines.append(f"{var}.blocks = {c.blocks};")
         if c.bias is not None:
             lines.append(f"{var}.bias = {self.weight(c.bias)};")
         lines.append(f"{var}.epilogue = {_EPILOGUE[c.epilogue]};")

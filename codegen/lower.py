@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from qcompile import numerics, ops
+from qcompile import mix, numerics, ops
 from qcompile.codegen import program as p
 from qcompile.errors import PassError
 from qcompile.graph import Graph
@@ -103,6 +103,21 @@ class Lowering:
         names = self._register(w, format, tuple((f".{role}", size) for role, size in sizes.items()), blobs)
         return dict(zip(sizes, names, strict=True))
 
+    def mixed(self, node: fx.Node, pairs: bool) -> tuple[dict[str, str], int]:
+        """Role -> name of the packed parts of a mix_4_8 weight whose rows are `pairs` of gate and up or not; blocks.
+
+        Which rows are wide is evaluated here, since it decides how large the parts are.
+        """
+        w, *_, marked = _args(node)
+        order = mix.layout(self.graph.evaluate(marked), pairs)
+        sizes = mix.packed_bytes(order, w.meta["val"].shape[1])
+
+        def blobs() -> Iterator[Tensor]:
+            yield from mix.pack(self.graph.evaluate(node), order).values()
+
+        names = self._register(w, "mix_4_8", tuple((f".{role}", size) for role, size in sizes.items()), blobs)
+        return dict(zip(sizes, names, strict=True)), len(order.rows)
+
     def _register(
         self, node: fx.Node, kind: str, parts: tuple[tuple[str, int], ...], produce: Callable[[], Iterator[Tensor]]
     ) -> tuple[str, ...]:
@@ -182,17 +197,22 @@ def _gemm(low: Lowering, node: fx.Node) -> p.Call:
     logits = "storage" not in node.meta
     if logits and epilogue != "store":
         raise PassError("codegen", node.name, f"logits cannot come from a gemm that ends in {epilogue}")
+    if format == "mix_4_8":
+        packed, blocks = low.mixed(weight, epilogue in ops.GATED)
+    else:
+        packed, blocks = low.packed(weight, str(format)), 0
     return p.Gemm(
         node.name,
         low.buffer(x),
         str(format),
         n,
         k,
-        low.packed(weight, str(format)),
+        packed,
         "logits" if logits else epilogue,
         None if logits else low.buffer(node),
         low.vector(bias),
         None if residual is None else low.buffer(residual),
+        blocks,
     )
 
 

@@ -153,8 +153,8 @@ class Hadamard:
 class Gemm:
     """y[t, n] = sum_k x[t, k] * W[n, k] + bias[n], then the epilogue.
 
-    `weights` maps the roles of the packed format (codes, scale, zero, group_scale, exponent) to weight
-    names. Epilogues: store (out = y), add (out = residual + y, both f32, residual may be out itself),
+    `weights` maps the roles of the packed format (codes, scale, zero, group_scale, exponent, low, columns, starts)
+    to weight names. Epilogues: store (out = y), add (out = residual + y, both f32, residual may be out itself),
     silu_mul (out = silu(gate) * up, width n / 2, W's 16-row blocks alternating gate and up), logits (rows
     of an `outputs` buffer; to the caller's logits and argmax; out is None).
     """
@@ -170,6 +170,8 @@ class Gemm:
     out: str | None = None
     bias: str | None = None
     residual: str | None = None
+    blocks: int = 0
+    """16-row blocks of a weight that says itself which columns its rows go to (role columns); 0: rows in order."""
 
 
 @dataclass(frozen=True)

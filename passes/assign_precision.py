@@ -71,6 +71,7 @@ ACTIVATIONS = {
     "qoq_channel": numerics.INTEGER_ACTIVATIONS,
     "mxfp4": numerics.INTEGER_ACTIVATIONS,
     "nested_8_4": numerics.INTEGER_ACTIVATIONS,
+    "mix_4_8": numerics.INTEGER_ACTIVATIONS,
     "nested_4": (*numerics.INTEGER_ACTIVATIONS, "bf16"),
 }
 """Activation types each weight format has kernels for."""

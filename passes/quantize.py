@@ -18,15 +18,19 @@ class Quantize(Pass):
     """Rounds weights by `rounding` (`nearest`) in the format `assign_precision` gave, activations as it says.
 
     The rounding is written as an operator on the weight, so the graph still runs and nothing is loaded.
-    One activation is quantized once, however many linears read it.
+    One activation is quantized once, however many linears read it. In mix_4_8 the share `mixed_fraction` of each
+    weight's rows keeps 8 bits: those that 4 bits move most.
     """
 
     name: ClassVar[str] = "quantize"
     requires: ClassVar[tuple[str, ...]] = ("raise",)
     ensures: ClassVar[str | None] = "quantize"
     rounding: Literal["nearest"] = "nearest"
+    mixed_fraction: float = 0.1
 
     def __post_init__(self) -> None:
+        if not 0 <= self.mixed_fraction <= 1:
+            raise UsageError(f"quantize.mixed_fraction={self.mixed_fraction}: write a share between 0 and 1")
         if self.rounding != "nearest":
             raise UsageError(f"quantize.rounding={self.rounding} is unknown; there is nearest")
 
@@ -38,37 +42,44 @@ class Quantize(Pass):
             precision = node.meta.get("precision")
             if precision is None:
                 raise PassError(self.name, node.name, "no precision was assigned to this linear")
-            _quantize_linear(graph, node, precision["weight"], precision["activation"], activations)
+            self._quantize_linear(graph, node, precision["weight"], precision["activation"], activations)
             fired += 1
         return PassResult(graph, fired)
 
+    def _quantize_linear(
+        self,
+        graph: Graph,
+        node: fx.Node,
+        format: str,
+        activation: str,
+        activations: dict[tuple[fx.Node, str, int], fx.Node],
+    ) -> None:
+        x, weight, bias = node.args[0], node.args[1], node.args[2] if len(node.args) > 2 else None
+        assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
+        if not graph.is_weight(weight):
+            raise PassError("quantize", node.name, "the second operand of this linear is not a weight")
+        packed, format = self._rounded(graph, weight, format)
+        inputs = weight.meta["val"].shape[1]
+        kind = numerics.ACTIVATIONS[activation]
+        group = numerics.FORMATS[format].sum_group or kind.group or inputs
+        key = (x, activation, group if kind.top else 0)
+        if key not in activations:
+            with graph.fx.inserting_after(x):
+                activations[key] = graph.call("quantize_activation", *key)
+        gated = ops.name_of(node.target) == "gated_linear"
+        epilogue = {kind: name for name, kind in ops.GATED.items()}[str(node.args[3])] if gated else "store"
+        with graph.fx.inserting_before(node):
+            width = node.meta["val"].shape[-1]
+            gemm = graph.call("gemm", activations[key], packed, bias, None, format, epilogue, width)
+        gemm.meta["precision"] = node.meta["precision"]
+        graph.replace(node, gemm)
 
-def _quantize_linear(
-    graph: Graph,
-    node: fx.Node,
-    format: str,
-    activation: str,
-    activations: dict[tuple[fx.Node, str, int], fx.Node],
-) -> None:
-    x, weight, bias = node.args[0], node.args[1], node.args[2] if len(node.args) > 2 else None
-    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
-    if not graph.is_weight(weight):
-        raise PassError("quantize", node.name, "the second operand of this linear is not a weight")
-    inputs = weight.meta["val"].shape[1]
-    stored, format = numerics.PART_OF.get(format, (format, format))
-    kind = numerics.ACTIVATIONS[activation]
-    group = numerics.FORMATS[format].sum_group or kind.group or inputs
-    key = (x, activation, group if kind.top else 0)
-    if key not in activations:
-        with graph.fx.inserting_after(x):
-            activations[key] = graph.call("quantize_activation", *key)
-    gated = ops.name_of(node.target) == "gated_linear"
-    epilogue = {kind: name for name, kind in ops.GATED.items()}[str(node.args[3])] if gated else "store"
-    packed = graph.call_weight("quantize_weight", weight, stored)
-    if stored != format:
-        packed = graph.call_weight("upper_nibble", packed)
-    with graph.fx.inserting_before(node):
-        width = node.meta["val"].shape[-1]
-        gemm = graph.call("gemm", activations[key], packed, bias, None, format, epilogue, width)
-    gemm.meta["precision"] = node.meta["precision"]
-    graph.replace(node, gemm)
+    def _rounded(self, graph: Graph, weight: fx.Node, format: str) -> tuple[fx.Node, str]:
+        """`weight` rounded, and the format a gemm reads it in."""
+        if format == "mix_4_8":
+            wide = graph.call_weight("worst_rows", weight, self.mixed_fraction)
+            return graph.call_weight("quantize_mixed", weight, wide), format
+        if format in numerics.PART_OF:
+            stored, format = numerics.PART_OF[format]
+            return graph.call_weight("upper_nibble", graph.call_weight("quantize_weight", weight, stored)), format
+        return graph.call_weight("quantize_weight", weight, format), format

@@ -44,7 +44,7 @@ _FLOAT = _ON_WEIGHTS | {
     "gated_linear",
     "hadamard",
 }
-_QUANTIZED = _FLOAT | {"quantize_weight", "upper_nibble", "quantize_activation", "gemm"}
+_QUANTIZED = _FLOAT | {"quantize_weight", "quantize_mixed", "worst_rows", "upper_nibble", "quantize_activation", "gemm"}
 _STEP = (_QUANTIZED - {"attention"}) | {
     "kv_append",
     "kv_attention",

@@ -63,6 +63,7 @@ FORMATS = {
         Format("qoq_channel", 4, 0, ("codes", "zero", "scale"), source="QServe 3.1, one level"),
         Format("mxfp4", 4, 32, ("codes", "exponent"), 32, "OCP MX 1.0; ML-SpecQD III-D"),
         Format("nested_8_4", 8, 128, ("codes", "scale", "zero", "low"), 128, "QuantSpec IV, on weights"),
+        Format("mix_4_8", 8, 128, ("codes", "scale", "zero", "wide"), 128, "MixLLM 3.1; see mix.py"),
     )
 }
 PART_OF = {"nested_4": ("nested_8_4", "w4_asym_g128")}
@@ -233,6 +234,7 @@ def weight_parts(shape: Shape, format: str) -> list[tuple[Shape, torch.dtype]]:
     kinds: dict[str, tuple[Shape, torch.dtype]] = {
         "codes": (shape, codes),
         "low": (shape, torch.uint8),
+        "wide": ((n,), torch.bool),
         "scale": ((n,) if format == "qoq_g128" else grouped, torch.float32),
         "zero": (grouped, torch.uint8),
         "group_scale": ((n, g), torch.uint8),
@@ -258,7 +260,7 @@ def dequantize_weight(parts: Parts, format: str, k: int) -> Tensor:
         return (codes - named["zero"][:, None]) * named["scale"][:, None]
     if format == "nested_8_4":
         codes = codes + (named["low"].float() - 8) / NESTED_STEPS
-    if format in ("w4_asym_g128", "nested_8_4"):
+    if format in ("w4_asym_g128", "nested_8_4", "mix_4_8"):
         return (codes - _spread(named["zero"], 128, k)) * _spread(named["scale"], 128, k)
     if format == "qoq_g128":
         level = (codes - _spread(named["zero"], 128, k)) * _spread(named["group_scale"], 128, k)
@@ -352,7 +354,8 @@ def padded_inputs(k: int) -> int:
     return -(-k // K_BLOCK) * K_BLOCK
 
 
-def _pack_codes(codes: Tensor, format: str) -> Tensor:
+def pack_codes(codes: Tensor, format: str) -> Tensor:
+    """Codes [N, K] of a plane in the order of the packing of `format`, filled up with weights of zero."""
     n, k = codes.shape
     if format == "w8_sym_channel":
         codes = (codes.to(torch.int16) + 128).to(torch.uint8)
@@ -398,7 +401,7 @@ def pack_weight(parts: Parts, format: str) -> dict[str, Tensor]:
     """The parts of a weight as flat uint8 blobs by role, each a multiple of 64 bytes long."""
     roles = FORMATS[format].roles
     return {
-        role: as_blob(_pack_codes(part, format) if role in PLANES else _pack_side(part))
+        role: as_blob(pack_codes(part, format) if role in PLANES else _pack_side(part))
         for role, part in zip(roles, parts, strict=True)
     }
 

@@ -41,6 +41,7 @@ from qcompile.ops.weights import (
     key_scale,
     matvec,
     max_heads,
+    quantize_mixed,
     quantize_weight,
     repeat_heads,
     rotate,
@@ -48,6 +49,7 @@ from qcompile.ops.weights import (
     scale_axis,
     smooth_factor,
     upper_nibble,
+    worst_rows,
     zero_bias,
 )
 
@@ -81,6 +83,7 @@ __all__ = [
     "norm_quantize",
     "op",
     "quantize_activation",
+    "quantize_mixed",
     "quantize_weight",
     "repeat_heads",
     "rms_norm",
@@ -96,5 +99,6 @@ __all__ = [
     "take_rows",
     "unary",
     "upper_nibble",
+    "worst_rows",
     "zero_bias",
 ]

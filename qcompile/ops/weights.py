@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qcompile import hadamard, numerics
+from qcompile import hadamard, mix, numerics
 from qcompile.ops.registry import define
 
 
@@ -141,6 +141,22 @@ def quantize_weight(
     """
     chosen = [part.clone() for part in (codes, second, third, fourth) if part is not None]
     return chosen or [part.clone() for part in numerics.quantize_weight(w, format)]
+
+
+@define(lambda w, fraction: w.new_empty(w.shape[0], dtype=torch.bool))
+def worst_rows(w: Tensor, fraction: float) -> Tensor:
+    """w [N, K] -> bool [N]: the `fraction` of rows that 4-bit rounding moves most."""
+    return mix.worst_rows(w, fraction)
+
+
+@define(
+    lambda w, wide: [
+        torch.empty(s, dtype=d, device=w.device) for s, d in numerics.weight_parts(tuple(w.shape), "mix_4_8")
+    ]
+)
+def quantize_mixed(w: Tensor, wide: Tensor) -> list[Tensor]:
+    """w [N, K] -> the parts of mix_4_8, the rows marked in `wide` bool [N] rounded to 8 bits, the others to 4."""
+    return [part.clone() for part in mix.quantize_mixed(w, wide)]
 
 
 @define(lambda weight: [torch.empty_like(part) for part in weight[:3]])

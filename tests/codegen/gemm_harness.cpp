@@ -30,6 +30,8 @@ int harness_gemm(int format, const Gemm* g, const void* x, const Q8Act* q, int t
     case 12: gemm_mxfp4_x128(*g, *q, worker); return 0;
     case 13: gemm_nested_8_4(*g, *q, worker); return 0;
     case 14: gemm_nested_8_4_x128(*g, *q, worker); return 0;
+    case 15: gemm_mix_4_8(*g, *q, worker); return 0;
+    case 16: gemm_mix_4_8_x128(*g, *q, worker); return 0;
   }
   return 1;
 }

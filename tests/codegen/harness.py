@@ -28,6 +28,8 @@ class Gemm(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int) for name in ("m", "n", "k")),
         *((name, ctypes.c_void_p) for name in ("codes", "scale", "zero", "group_scale", "exponent", "low")),
+        *((name, ctypes.c_void_p) for name in ("columns", "starts")),
+        ("blocks", ctypes.c_int),
         ("epilogue", ctypes.c_int),
         ("bias", ctypes.c_void_p),
         ("residual", ctypes.c_void_p),

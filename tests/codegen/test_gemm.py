@@ -20,10 +20,10 @@ from tests.codegen.harness import ISAS, Gemm, Q8Act, aligned
 FORMATS = [
     "f32", "bf16", "w4_asym_g128_bf16", "w8_sym_channel", "w4_asym_g128", "qoq_g128", "qoq_channel", "mxfp4",
     "w8_sym_channel_x128", "w4_asym_g128_x128", "qoq_g128_x128", "qoq_channel_x128", "mxfp4_x128",
-    "nested_8_4", "nested_8_4_x128",
+    "nested_8_4", "nested_8_4_x128", "mix_4_8", "mix_4_8_x128",
 ]  # fmt: skip
 INT_FORMATS = FORMATS[3:]
-SUMS = {"mxfp4": 32, "w4_asym_g128": 128, "qoq_g128": 128, "nested_8_4": 128}
+SUMS = {"mxfp4": 32, "w4_asym_g128": 128, "qoq_g128": 128, "nested_8_4": 128, "mix_4_8": 128}
 STORE, ADD, SILU_MUL = range(3)
 
 
@@ -66,8 +66,9 @@ class Weight:
     keep: list[np.ndarray] = field(default_factory=list)
 
 
-def random_weight(fmt: str, rows: int, kp: int, k: int, rng: np.random.Generator) -> Weight:
-    """`rows` is a multiple of 16, inputs k.. are zero weights."""
+def random_weight(fmt: str, n: int, kp: int, k: int, rng: np.random.Generator) -> Weight:
+    """Random also in the rows that fill up the last block; inputs k.. meet activations of zero."""
+    rows = ceil_to(n, 16)
     fmt = fmt.removesuffix("_x128")
     groups = ceil_to(kp, 128) // 128
     group_of = np.arange(kp) // 128
@@ -85,6 +86,8 @@ def random_weight(fmt: str, rows: int, kp: int, k: int, rng: np.random.Generator
             q * scale[:, None].astype(float),
         )
     q = rng.integers(0, 16, (rows, kp)).astype(np.uint8)
+    if fmt == "mix_4_8":
+        return random_mix(n, kp, rng)
     codes = pack_nibbles(q)
     if fmt == "mxfp4":
         element = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -110,6 +113,42 @@ def random_weight(fmt: str, rows: int, kp: int, k: int, rng: np.random.Generator
         buffers["low"] = pack_nibbles(low)
         difference += (low - 8.0) / 8
     return Weight(buffers, difference * scale_g[:, group_of].astype(float))
+
+
+def random_mix(rows: int, kp: int, rng: np.random.Generator) -> Weight:
+    """About a third of the rows in 8 bits, blocks in random order, columns too."""
+    order = rng.permutation(rows)
+    split = rows // 3
+    wide_rows, narrow_rows = (np.sort(part) for part in (order[:split], order[split:]))
+    items = []
+    for wide, part in ((True, wide_rows), (False, narrow_rows)):
+        padded = np.pad(part, (0, -len(part) % 16), constant_values=-1).reshape(-1, 16)
+        items += [(wide, block) for block in padded]
+    items = [items[i] for i in rng.permutation(len(items))]
+    groups = ceil_to(kp, 128) // 128
+    group_of = np.arange(kp) // 128
+    value = np.zeros((rows, kp))
+    codes, zeros, scales = [], [], []
+    for wide, block in items:
+        q = rng.integers(-127, 128, (16, kp)) if wide else rng.integers(0, 16, (16, kp))
+        zero = np.zeros((16, groups), int) if wide else rng.integers(0, 16, (16, groups))
+        scale = rng.uniform(0.5, 2, (16, groups)).astype(np.float32) / (16 if wide else 1)
+        packed = pack_inputs((q + 128).astype(np.uint8), 4) if wide else pack_nibbles(q.astype(np.uint8))
+        codes.append(packed.reshape(-1))
+        zeros.append(blocks(zero.astype(np.uint8)))
+        scales.append(blocks(scale))
+        real = block >= 0
+        value[block[real]] = ((q - zero[:, group_of]) * scale[:, group_of].astype(float))[real]
+    return Weight(
+        {
+            "codes": np.concatenate(codes),
+            "zero": np.concatenate(zeros),
+            "scale": np.concatenate(scales),
+            "columns": np.stack([block for _, block in items]).astype(np.int32),
+            "starts": np.cumsum([0, *(2 if wide else 1 for wide, _ in items)]).astype(np.int32),
+        },
+        value,
+    )
 
 
 @dataclass
@@ -166,6 +205,8 @@ def run(
     g = Gemm(m=m, n=n, k=k, epilogue=epilogue, out=out.ctypes.data, out_stride=columns + 3)
     for name, array in buffers.items():
         setattr(g, name, array.ctypes.data)
+    if "columns" in buffers:
+        g.blocks = len(buffers["columns"])
     if bias is not None:
         g.bias = bias.ctypes.data
     if residual is not None:
@@ -215,7 +256,7 @@ def test_matches_float64(harness: Callable[[str], ctypes.CDLL], isa: str, fmt: s
     for m, n, k in CASES:
         rng = np.random.default_rng([m, n, k])
         kp = ceil_to(k, 32)
-        weight = random_weight(fmt, ceil_to(n, 16), kp, k, rng)
+        weight = random_weight(fmt, n, kp, k, rng)
         act = random_activation(fmt, m, kp, k, rng)
         want = act.value @ weight.value[:n].T
         got = run(library, fmt, weight, act, n, k)
@@ -230,7 +271,7 @@ def test_a_row_depends_on_nothing_else(harness: Callable[[str], ctypes.CDLL], is
     library = harness(isa)
     n, k, kp = 104, 300, 320
     rng = np.random.default_rng(7)
-    weight = random_weight(fmt, ceil_to(n, 16), kp, k, rng)
+    weight = random_weight(fmt, n, kp, k, rng)
     act = random_activation(fmt, 53, kp, k, rng)
     whole = run(library, fmt, weight, act, n, k)
     for m in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 17, 24, 25, 40, 48):
@@ -247,7 +288,7 @@ def test_instruction_sets_agree_bitwise(harness: Callable[[str], ctypes.CDLL], f
         for isa in ISAS:
             if ISAS[isa][1] <= cpu_flags():
                 rng = np.random.default_rng(3)
-                weight = random_weight(fmt, 48, 416, 400, rng)
+                weight = random_weight(fmt, 40, 416, 400, rng)
                 yield run(harness(isa), fmt, weight, random_activation(fmt, 29, 416, 400, rng), 40, 400)
 
     first, *rest = results()

@@ -49,6 +49,21 @@ def test_nested_weights_run_at_8_bits_and_at_4(tmp_path: Path) -> None:
     assert errors["nested_8_4"] < 2 * errors["w8_sym_channel"] < errors["nested_4"]
 
 
+def test_mixed_weights_compute_what_their_graph_says(tmp_path: Path) -> None:
+    graph, (ids, _) = decoder(bias=True, hidden=72, ffn=200), sequence_inputs(70)
+    options = {"assign_precision.weight": "mix_4_8", "assign_precision.activation": "int8_g128"}
+    pipeline.build(graph, tmp_path / "out", recipe="w4a8", options=options)
+    passes = pipeline.configure(recipes.get_recipe("w4a8").settings(), options)
+    step = pipeline.run_passes(graph, passes[1:])[0][-1]
+    assert len(step.calls("quantize_mixed")) == 8  # qkv, o, gate and up, down in each of two layers
+    reference = step.run(*step_inputs(ids, None, step))[0].view(2, 70, -1)
+    with qcompile.load(tmp_path / "out", threads=2) as llm:
+        logits = llm.logits(ids)
+        assert torch.equal(llm.logits(ids, chunk=3), logits)
+    assert check.max_relative_error(logits, reference) < FLIPS
+    assert (logits - reference).abs().median() < 1e-4
+
+
 @pytest.mark.parametrize(
     "shape",
     [

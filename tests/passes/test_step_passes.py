@@ -78,7 +78,7 @@ def test_merge_leaves_a_gate_that_others_read() -> None:
     assert check.equivalent(merged, graph, sequence_inputs()) < 1e-14
 
 
-@pytest.mark.parametrize("format", sorted(set(numerics.FORMATS) - {"f32", "bf16"}))
+@pytest.mark.parametrize("format", sorted(set(numerics.FORMATS) - {"f32", "bf16", "mix_4_8"}))
 def test_quantize_computes_with_rounded_weights_and_activations(format: str) -> None:
     before = through(decoder(), AssignPrecision(format, "int8", format, "int8"))
     after = through(before, Quantize())
@@ -107,6 +107,22 @@ def test_a_nested_weight_is_stored_once_for_both_its_precisions() -> None:
     four = through(decoder(layers=1), AssignPrecision("w4_asym_g128", "int8", "w8_sym_channel", "int8"), Quantize())
     assert again.calls("upper_nibble")
     assert torch.equal(again.run(*sequence_inputs()), four.run(*sequence_inputs()))
+
+
+def test_quantize_mixes_two_widths_by_the_share_asked_for() -> None:
+    graph = through(decoder(layers=1), AssignPrecision("mix_4_8", "int8_g128", "w8_sym_channel", "int8"), Merge())
+    mixed = through(graph, Quantize(mixed_fraction=0.25)).calls("quantize_mixed")
+    wide = [graph.evaluate(node.args[1]) for node in mixed]
+    assert [int(w.sum()) for w in wide] == [round(len(w) * 0.25) for w in wide]
+    errors = [
+        check.max_relative_error(
+            through(graph, Quantize(mixed_fraction=f)).run(*sequence_inputs()), graph.run(*sequence_inputs())
+        )
+        for f in (0.0, 0.5, 1.0)
+    ]
+    assert errors == sorted(errors, reverse=True) and errors[2] < errors[0] / 4
+    with pytest.raises(UsageError, match="between 0 and 1"):
+        Quantize(mixed_fraction=1.5)
 
 
 def test_quantize_rounds_one_activation_once() -> None:

@@ -22,6 +22,7 @@
 //   gemm_qoq_channel      (g, q, worker)   q: Q8Act, group kp
 //   gemm_mxfp4            (g, q, worker)   q: Q8Act, group 32
 //   gemm_nested_8_4       (g, q, worker)   q: Q8Act, group 128
+//   gemm_mix_4_8          (g, q, worker)   q: Q8Act, group 128; out columns are those of g.columns
 //   gemm_..._x128         (g, q, worker)   the same with activations of a scale per 128 inputs; sums where the format
 //                                          has one a row are over 128 too
 //   (the name is "gemm_" + weight format, + "_bf16" for a 4-bit weight with bfloat16 activations)
@@ -82,6 +83,9 @@ struct Gemm {
   const uint8_t* group_scale = nullptr; // qoq_g128: [nb][groups][16]
   const uint8_t* exponent = nullptr;    // mxfp4: [nb][kp/32][16]
   const uint8_t* low = nullptr;         // nested_8_4: lower nibbles, as codes
+  const int32_t* columns = nullptr;     // mix_4_8: [blocks][16] output column of each row, -1 at the end for none
+  const int32_t* starts = nullptr;      // mix_4_8: [blocks + 1] where codes start, in 4-bit blocks
+  int blocks = 0;                       // mix_4_8: 16-row blocks; of pairs, gate and up have the same columns
   EpilogueKind epilogue = kStore;
   const float* bias = nullptr;          // [np] or null
   const float* residual = nullptr;      // [m][residual_stride], kAdd only
@@ -106,6 +110,7 @@ constexpr int64_t kPrefetchBytes = 8192;
 #include "gemm_run.h"
 #include "gemm_float.h"
 #include "gemm_int.h"
+#include "gemm_mix.h"
 
 // Bytes of scratch a thread needs for weights of up to kp inputs in any format: result buffer, two unpacked row
 // blocks of at most 4 bytes a weight, and a token block, at least one tile, of at most 4 bytes an element.
@@ -128,4 +133,5 @@ QC_INT_FORMAT(qoq_g128, QoqG128)
 QC_INT_FORMAT(qoq_channel, QoqChannel)
 QC_INT_FORMAT(mxfp4, Mxfp4)
 QC_INT_FORMAT(nested_8_4, Nested84)
+QC_INT_FORMAT(mix_4_8, Mix48)
 #undef QC_INT_FORMAT

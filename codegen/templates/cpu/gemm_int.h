@@ -249,6 +249,18 @@ static IntTile prepare_int(int chunks, const Q8Act& q, int first, int count, cha
   return tile;
 }
 
+// A block's weights as bytes, each line's passed through convert(chunk, bytes).
+template <class Codes, class Convert>
+static void unpack_block(IntBlock w, int chunks, char* panel, const Convert& convert) {
+  for (int c = 0; c < chunks; ++c, w.codes += Codes::kLines * 64)
+    for (int l = 0; l < Codes::kLines; ++l, panel += 128) {
+      B64 v[2];
+      Codes::unpack(w.codes + l * 64, w.low, v);
+      convert(c, v);
+      b_store(panel, v[0]), b_store(panel + 64, v[1]);
+    }
+}
+
 // A format: Codes and Rule straight from the packed weights; PanelCodes and PanelRule over a panel of bytes which
 // unpack() makes (kp * 16 a block), the same numbers in another order of exact operations.
 template <class Format, class Codes, class Rule, class PanelCodes, class PanelRule, int PanelFrom>
@@ -286,15 +298,9 @@ struct IntFormat {
   }
   static void unpack(const Gemm& g, int block, int blocks, char* panel) {
     if constexpr (kUnpacks)
-      for (int b = 0, chunks = Shape(g).chunks; b < blocks; ++b) {
-        IntBlock w = Format::block(g, chunks, block + b);
-        for (int c = 0; c < chunks; ++c, w.codes += Codes::kLines * 64)
-          for (int l = 0; l < Codes::kLines; ++l, panel += 128) {
-            B64 v[2];
-            Codes::unpack(w.codes + l * 64, w.low, v);
-            Format::convert(w, c, v);
-            b_store(panel, v[0]), b_store(panel + 64, v[1]);
-          }
+      for (int b = 0, chunks = Shape(g).chunks; b < blocks; ++b, panel += (size_t)chunks * 512) {
+        const IntBlock w = Format::block(g, chunks, block + b);
+        unpack_block<Codes>(w, chunks, panel, [&](int c, B64* v) { Format::convert(w, c, v); });
       }
   }
   QC_INLINE void convert(const IntBlock&, int, B64*) {}

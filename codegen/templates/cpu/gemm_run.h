@@ -19,8 +19,8 @@ constexpr size_t kTokenBlockBytes = (size_t)512 << 10;  // activations of a toke
 
 struct Shape {
   int kp, chunks, blocks;  // padded inputs, 32-input chunks, 16-row blocks
-  explicit Shape(const Gemm& g) : kp(gemm_kp(g.k)), chunks(kp / 32) {
-    blocks = g.epilogue == kSiluMul ? 2 * ((g.n / 2 + 15) / 16) : (g.n + 15) / 16;
+  explicit Shape(const Gemm& g) : kp(gemm_kp(g.k)), chunks(kp / 32), blocks(g.blocks) {
+    if (!blocks) blocks = g.epilogue == kSiluMul ? 2 * ((g.n / 2 + 15) / 16) : (g.n + 15) / 16;
   }
 };
 
@@ -68,13 +68,51 @@ static void finish_rows(const Gemm& g, const Columns& c, int first, int tokens, 
   }
 }
 
+// The same for rows that go to columns of their own; for kSiluMul the unit's two blocks are of the same columns.
+template <EpilogueKind E>
+static void scatter_rows(const Gemm& g, int block, int blocks, int first, int tokens, const float* buffer) {
+  for (int b = 0; b < (E == kSiluMul ? 1 : blocks); ++b) {
+    const int32_t* columns = g.columns + (int64_t)(block + b) * 16;
+    int count = 16;
+    while (columns[count - 1] < 0) --count;
+    f32x16 bias{}, up_bias{};
+    for (int i = 0; g.bias && i < count; ++i) {
+      const int row = E == kSiluMul ? columns[i] / 16 * 32 + columns[i] % 16 : columns[i];
+      bias[i] = g.bias[row];
+      if (E == kSiluMul) up_bias[i] = g.bias[row + 16];
+    }
+    for (int t = 0; t < tokens; ++t) {
+      const float* row = buffer + (b * kPanelTile + t) * 16;
+      f32x16 y = load<f32x16>(row);
+      if (g.bias) y += bias;
+      if constexpr (E == kSiluMul) {
+        f32x16 up = load<f32x16>(row + kPanelTile * 16);
+        y = silu(y) * (g.bias ? up + up_bias : up);
+      }
+      alignas(64) float lanes[16];
+      store(lanes, y);
+      float* out = g.out + (first + t) * g.out_stride;
+      const float* residual = E == kAdd ? g.residual + (first + t) * g.residual_stride : nullptr;
+      for (int i = 0; i < count; ++i)
+        out[columns[i]] = E == kAdd ? residual[columns[i]] + lanes[i] : lanes[i];
+    }
+  }
+}
+
+template <EpilogueKind E>
+static void finish(const Gemm& g, int block, int blocks, const Columns& c, int first, int tokens,
+                   const float* buffer) {
+  if (g.columns) scatter_rows<E>(g, block, blocks, first, tokens, buffer);
+  else finish_rows<E>(g, c, first, tokens, g.bias ? g.bias + block * 16 : nullptr, buffer);
+}
+
 // From the buffer to the output.
-static void finish_tile(const Gemm& g, int block, const Columns& c, int first, int tokens, const float* buffer) {
-  const float* bias = g.bias ? g.bias + block * 16 : nullptr;
+static void finish_tile(const Gemm& g, int block, int blocks, const Columns& c, int first, int tokens,
+                        const float* buffer) {
   switch (g.epilogue) {
-    case kStore: return finish_rows<kStore>(g, c, first, tokens, bias, buffer);
-    case kAdd: return finish_rows<kAdd>(g, c, first, tokens, bias, buffer);
-    case kSiluMul: return finish_rows<kSiluMul>(g, c, first, tokens, bias, buffer);
+    case kStore: return finish<kStore>(g, block, blocks, c, first, tokens, buffer);
+    case kAdd: return finish<kAdd>(g, block, blocks, c, first, tokens, buffer);
+    case kSiluMul: return finish<kSiluMul>(g, block, blocks, c, first, tokens, buffer);
   }
 }
 
@@ -129,12 +167,12 @@ static void run_gemm(const Gemm& g, const typename F::X& x, const Worker& worker
       for (int i = 0; i < n; ++i) {
         const int first = start + tiles[i].first;
         if (tiles[i].panel) {
-          prefetch_out(g, columns, first, tiles[i].count);
+          if (!g.columns) prefetch_out(g, columns, first, tiles[i].count);
           F::panel_unit(g, block, blocks, panel, tiles[i].x, i, buffer);
         } else {
           small_unit<F>(g, block, blocks, tiles[i].count, tiles[i].x, buffer);
         }
-        finish_tile(g, block, columns, first, tiles[i].count, buffer);
+        finish_tile(g, block, blocks, columns, first, tiles[i].count, buffer);
       }
     }
   }
