@@ -5,6 +5,7 @@ Each command imports what it needs when it runs: only `build` and `doctor` wait 
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -104,6 +105,7 @@ def build(
         raise UsageError(f"{calib}: no such file")
     with console.Progress() as progress:
         progress("import", 0, 1)
+        gc.set_threshold(50_000, 20, 100)  # imports and traces are not garbage: looking for it would take 0.5 s
         from qcompile.calibration import Request
         from qcompile.pipeline import PASSES
         from qcompile.pipeline import build as build_model

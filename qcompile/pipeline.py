@@ -171,7 +171,7 @@ def _plan(
     calib: Request | None = None,
     kept: Path | None = None,
 ) -> Plan:
-    with clock("import"):
+    with clock("import"), frontend.hurried():
         graph = model if isinstance(model, Graph) else frontend.load(model, **source)
         if calib is not None:
             directory = huggingface.find(model) if isinstance(model, (str, Path)) else None
