@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import Any
 
 from qcompile.errors import ArtifactError, ResourceError, UsageError
+from qcompile.manifest import SHAPE, check_shape
 
 FORMAT_VERSION = 1
 MANIFEST = "qcompile.json"
@@ -344,6 +345,7 @@ def read_manifest(path: str | Path) -> Manifest:
         found = manifest.get("format_version")
         raise ArtifactError(f"{root}: artifact format {found}, this qcompile reads {FORMAT_VERSION}; rebuild it")
     checked: Manifest = manifest
+    check_shape(checked, {"files": SHAPE["files"]}, str(root / MANIFEST))
     for name in checked["files"]:
         _relative(name)
     return checked

@@ -7,11 +7,13 @@ from typing import Any
 
 from qcompile import console
 from qcompile.artifact import MANIFEST, read_manifest
+from qcompile.manifest import check_shape
 
 
 def summary(path: Path) -> dict[str, Any]:
     """What `inspect --json` prints. `sizes` are bytes: all, weights, kernels, the rest, and cache per token."""
     manifest = read_manifest(path)
+    check_shape(manifest, place=str(Path(path) / MANIFEST))
     files: dict[str, dict[str, Any]] = manifest["files"]
     kv = manifest["runtime"]["kv"]
     sizes = {"weights": 0, "kernels": 0, "other": (path / MANIFEST).stat().st_size}

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qcompile.artifact import ALIGNMENT, Manifest, file_problem, read_manifest
+from qcompile.artifact import ALIGNMENT, MANIFEST, Manifest, file_problem, read_manifest
 from qcompile.errors import ArtifactError, ResourceError
+from qcompile.manifest import check_shape
 from qcompile.targets import cpu_flags
 
 HUGE_PAGE = 2 << 20
@@ -88,6 +89,7 @@ def load_artifact(path: str | Path) -> LoadedArtifact:
     """
     root = Path(path)
     manifest = read_manifest(root)
+    check_shape(manifest, place=str(root / MANIFEST))
     check_cpu(manifest["target"], cpu_flags())
     runtime = manifest["runtime"]
     if runtime["abi"] != ABI:

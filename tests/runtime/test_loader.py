@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import os
 import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qcompile.artifact import ArtifactWriter, WeightSpec
+from qcompile import artifact
+from qcompile.artifact import ArtifactWriter, WeightSpec, read_manifest
 from qcompile.errors import ArtifactError, ResourceError, UsageError
+from qcompile.manifest import SHAPE
 from qcompile.runtime import loader
 from qcompile.runtime.llm import load
 from qcompile.runtime.loader import Arena, load_artifact
@@ -75,20 +79,61 @@ def write(path: Path, stub: Path, step: int = 3, tokenizer: bool = True, **chang
             writer.add_file("tokenizer.json", byte_tokenizer().to_str())
         manifest: dict[str, Any] = {
             "target": {"name": "stub", "isa": "stub", "requires": []},
-            "model": {"max_position": 500, "bos_token_id": 0, "eos_token_ids": [0], "vocab_size": 260},
+            "bits_per_weight": 8.0,
+            "passes": [{"name": "raise", "fired": 1, "options": {}, "notes": []}],
+            "qcompile_version": "0",
+            "recipe": {"name": "stub", "options": {}},
+            "versions": {"compiler": "stub"},
+            "model": {
+                "name": "stub", "parameters": 1, "max_position": 500, "bos_token_id": 0, "eos_token_ids": [0],
+                "vocab_size": 260,
+            },  # fmt: skip
             "runtime": {
                 "abi": 1,
                 "library": "kernels/stub/model.so",
                 "weights": entries,
                 "max_tokens": 64,
                 "vocab_size": 260,
-                "kv": {"page_tokens": 64, "page_bytes": 4096},
+                "kv": {"format": "stub", "layers": 1, "page_tokens": 64, "page_bytes": 4096},
             },
         }
         for name, value in changes.items():
             manifest[name] = manifest[name] | value
         writer.finish(manifest)
     return path
+
+
+def key_paths(shape: Any, value: Any) -> Iterator[tuple[Any, ...]]:
+    """Every place of `value` that `shape` asks for."""
+    items = {**dict.fromkeys(value, shape[str])} if str in shape else shape
+    for name, inner in items.items():
+        yield (name,)
+        if isinstance(inner, list) and isinstance(inner[0], dict):
+            yield from ((name, 0, *rest) for rest in key_paths(inner[0], value[name][0]))
+        if isinstance(inner, dict):
+            yield from ((name, *rest) for rest in key_paths(inner, value[name]))
+
+
+def test_sealed_manifest_with_a_key_missing_or_of_another_type_is_refused(tmp_path: Path, stub: Path) -> None:
+    root = write(tmp_path / "out", stub)
+    clean = read_manifest(root)
+    anything = {("files", name) for name in clean["files"]} | {("versions", name) for name in clean["versions"]}
+    places = [place for place in key_paths(SHAPE, clean) if place not in anything]
+    assert len(places) > 40, places
+    for place in places:
+        for damage in ("missing", "type"):
+            manifest = copy.deepcopy(clean)
+            parent: Any = manifest
+            for step in place[:-1]:
+                parent = parent[step]
+            if damage == "missing":
+                del parent[place[-1]]
+            else:
+                parent[place[-1]] = None
+            manifest["sha256"] = artifact._seal(manifest)
+            (root / artifact.MANIFEST).write_bytes(artifact.canonical_json(manifest))
+            with pytest.raises(ArtifactError, match=str(place[-1])):
+                load_artifact(root)
 
 
 def test_weights_lie_where_the_pointers_say(tmp_path: Path, stub: Path) -> None:
