@@ -48,7 +48,7 @@ def check_shape(value: object, shape: Shape = SHAPE, place: str = "manifest") ->
 
 def _check_keys(value: Any, shape: dict[Any, Shape], place: str) -> None:
     if str in shape:
-        shape = {name: shape[str] for name in value}
+        shape = dict.fromkeys(value, shape[str])
     for name, inner in shape.items():
         if name not in value:
             raise ArtifactError(f"{place} lacks {name}; build the artifact again with this qcompile")

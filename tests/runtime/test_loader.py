@@ -87,7 +87,7 @@ def write(path: Path, stub: Path, step: int = 3, tokenizer: bool = True, **chang
             "model": {
                 "name": "stub", "parameters": 1, "max_position": 500, "bos_token_id": 0, "eos_token_ids": [0],
                 "vocab_size": 260,
-            },  # fmt: skip
+            },
             "runtime": {
                 "abi": 1,
                 "library": "kernels/stub/model.so",
