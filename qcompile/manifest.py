@@ -40,7 +40,7 @@ def check_shape(value: object, shape: Shape = SHAPE, place: str = "manifest") ->
     if not isinstance(value, right) or (isinstance(value, bool) and kind is not bool):
         raise ArtifactError(f"{place} is not {_a(kind)}; build the artifact again with this qcompile")
     if isinstance(shape, list):
-        for number, item in enumerate(value):  # type: ignore[arg-type]
+        for number, item in enumerate(value):  # type: ignore[var-annotated, arg-type]
             check_shape(item, shape[0], f"{place}[{number}]")
     if isinstance(shape, dict):
         _check_keys(value, shape, place)
