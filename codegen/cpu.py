@@ -258,6 +258,11 @@ class _Renderer:
             lines.append(f"pad_rows({self.mine(out.name)}, {_ident(out.name)}, {out.width});")
         return lines
 
+    def _logits(self, c: p.Logits) -> list[str]:
+        x = self.program.buffer(c.x)
+        copied = f"copy_rows({self.mine(c.x)}, {_ident(c.x)}, {x.stride}, kVocab, s.logits());"
+        return [copied, "m.team.sync(tid);", "s.pick_best();"]
+
     def _rope_append(self, c: p.RopeAppend) -> list[str]:
         table = "nullptr"
         if c.inv_freq is not None:
@@ -312,6 +317,8 @@ def _written(call: p.Call) -> str | None:
     """The buffer a call writes (None: logits)."""
     if isinstance(call, p.RopeAppend):
         return call.qkv
+    if isinstance(call, p.Logits):
+        return None
     return call.x if isinstance(call, p.NormHeads) else call.out
 
 

@@ -311,6 +311,9 @@ def lower(graph: Graph) -> tuple[p.Program, list[PackedWeight]]:
         call = _LOWER[kind](low, node)
         if call is not None:
             low.calls.append(call)
+    logits: Any = graph.output.args[0]
+    if "storage" in logits[0].meta:
+        low.calls.append(p.Logits("logits", low.buffer(logits[0])))
     names = tuple(name for weight in low.weights for name, _ in weight.blobs)
     program = p.Program(
         graph.info.vocab_size,

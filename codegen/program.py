@@ -251,7 +251,28 @@ class Elementwise:
     other_offset: int = 0
 
 
-Call = Embed | Norm | NormHeads | Quantize | Hadamard | Gemm | RopeAppend | Attention | TakeRows | Elementwise
+@dataclass(frozen=True)
+class Logits:
+    """x, f32 of an `outputs` buffer, to the caller's logits and argmax: where something follows the last gemm."""
+
+    kernel: ClassVar[str] = "logits"
+    name: str
+    x: str
+
+
+Call = (
+    Embed
+    | Norm
+    | NormHeads
+    | Quantize
+    | Hadamard
+    | Gemm
+    | RopeAppend
+    | Attention
+    | TakeRows
+    | Elementwise
+    | Logits
+)
 
 
 @dataclass(frozen=True)

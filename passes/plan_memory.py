@@ -95,9 +95,14 @@ def _place(graph: Graph, node: fx.Node, place: dict[fx.Node, int], values: dict[
 
 
 def _feeds_output(graph: Graph, node: fx.Node) -> bool:
-    """Logits go to the caller's memory."""
-    results = graph.output.args[0]
-    return isinstance(results, (tuple, list)) and results[0] is node
+    """A last gemm writes logits to the caller's memory; whatever else makes them has a buffer that is copied there."""
+    results, args = graph.output.args[0], _args(node)
+    is_logits = isinstance(results, (tuple, list)) and results[0] is node
+    return is_logits and ops.name_of(node.target) == "gemm" and args[3] is None and args[5] == "store"
+
+
+def _args(node: fx.Node) -> Any:
+    return node.args
 
 
 def _shared(

@@ -70,7 +70,7 @@ def _view(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     return value and values.reshape(value, r.shape(node), LENGTHS)
 
 
-@handles("expand")
+@handles("expand", "broadcast_to")
 def _expand(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     source, shape = a.positional[0], r.shape(node)
     if isinstance(r.known.get(source), Weight) and shape == [LENGTHS["B"], *r.shape(source)]:

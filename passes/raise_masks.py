@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from qcompile.passes import raise_attention as attention
 from qcompile.passes import raise_values as values
-from qcompile.passes.raise_ops import Known, Raiser, operator_name
+from qcompile.passes.raise_ops import Known, Raiser, is_in_place, operator_name
 from qcompile.passes.raise_patterns import is_call, pair, strip
 from qcompile.passes.raise_values import Value
 
@@ -111,7 +111,10 @@ class _Run:
             source: Any = node.args[0]
             empty = torch.empty(self._shape(source), dtype=source.meta["val"].dtype)
             return node.target(empty, *fx.node.map_arg(args[1:], self.value), **fx.node.map_arg(kwargs, self.value))
-        return node.target(*fx.node.map_arg(args, self.value), **fx.node.map_arg(kwargs, self.value))
+        values = list(fx.node.map_arg(args, self.value))
+        if is_in_place(node):  # what it overwrites may be wanted by nodes before it
+            values[0] = values[0].clone()
+        return node.target(*values, **fx.node.map_arg(kwargs, self.value))
 
     def _shape(self, node: fx.Node) -> list[int]:
         sizes = node.meta["val"].shape

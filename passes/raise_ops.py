@@ -32,6 +32,14 @@ from qcompile.passes.raise_values import Value
 LENGTHS = {"B": 1_000_003, "T": 1_000_033}
 """What batch and tokens count while shapes are taken apart: primes that no model's size contains."""
 
+ALIASING = {
+    *("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "permute", "transpose", "t"),
+    *("numpy_T", "mT", "swapaxes", "expand", "expand_as", "view_as", "broadcast_to", "alias", "contiguous", "detach"),
+    *("to", "type_as", "slice", "narrow", "select", "split", "split_with_sizes", "chunk", "unbind", "tensor_split"),
+    *("lift_fresh_copy", "dropout"),
+}
+"""Operators whose result may share memory with their first operand."""
+
 EXAMPLE = {"B": 2, "T": 7}
 """Sizes of the meta tensors that node.meta["val"] of the raised graph shows."""
 
@@ -126,13 +134,15 @@ class Raiser:
         self.ids = made[0]
 
     def _call(self, node: fx.Node) -> Known:
-        from qcompile.passes.raise_aten import HANDLERS
+        from qcompile.passes.raise_routing import HANDLERS
 
         value = node.meta.get("val")
         if self.is_constant(node) and (not isinstance(value, Tensor) or self.is_static(value)):
             return Weight(node)
         if not isinstance(value, (Tensor, list, tuple)):
             return None
+        if is_in_place(node) and not writes_alone(node):
+            raise self.unsupported(node, "changes a tensor in place that others read afterwards")
         handler = HANDLERS.get(operator_name(node))
         found = handler(self, node, Arguments(node)) if handler else None
         return Opaque(node) if found is None else found
@@ -247,6 +257,11 @@ class Raiser:
         shape = node.meta["val"].shape
         return self._derived(node, "T", (shape[1], shape[0]), lambda w: w.t())
 
+    def turned(self, node: fx.Node) -> fx.Node:
+        """The weight `node` [E, K, N] as [E, N, K]."""
+        experts, k, n = node.meta["val"].shape
+        return self._derived(node, "T", (experts, n, k), lambda w: w.transpose(1, 2))
+
     def matrix(self, node: fx.Node, rows: int, columns: int) -> fx.Node:
         """The weight `node`, all of whose dimensions but `rows` and `columns` are 1, as [rows, columns]."""
         shape = node.meta["val"].shape
@@ -315,20 +330,32 @@ class Raiser:
             if len(index) == count:
                 return base
             return self.call("slice_features", self.flat(base), start, start + len(index))
+        if ops.name_of(base.target) == "expert_linear":
+            return self._expert_rows(base, index, node)
         flat = self.flat(base)
         if ops.name_of(flat.target) != "linear" or flat.args[1].op != "get_attr":  # type: ignore[union-attr]
             raise self.unsupported(node, "takes features out of order, which only a linear's rows allow")
         return self.call("linear", flat.args[0], *(self._rows(w, index) for w in flat.args[1:] if w is not None))
 
-    def _rows(self, weight: Any, index: np.ndarray[Any, Any]) -> fx.Node:
-        """The rows `index` of a weight, as a weight of their own."""
+    def _expert_rows(self, base: fx.Node, index: np.ndarray[Any, Any], node: Any) -> fx.Node:
+        """The features `index` of every slot of an expert linear: rows of its weights."""
+        slots, width = features(base)
+        wanted = index.reshape(slots, -1) - np.arange(slots)[:, None] * width
+        x, chosen, weight, *bias = base.args
+        if (wanted != wanted[0]).any() or weight.op != "get_attr":  # type: ignore[union-attr]
+            raise self.unsupported(node, "takes other features of one chosen expert than of the next")
+        return self.call("expert_linear", x, chosen, *(self._rows(w, wanted[0], 1) for w in (weight, *bias)))
+
+    def _rows(self, weight: Any, index: np.ndarray[Any, Any], axis: int = 0) -> fx.Node:
+        """The rows `index` (along `axis`) of a weight, as a weight of their own."""
         key = ("rows", weight, index.tobytes())
         if key not in self.made:
             source = str(weight.target)
             name = f"{source}.rows{sum(k[0] == 'rows' for k in self.made)}"
-            rows, shape = torch.from_numpy(index.copy()), (len(index), *weight.meta["val"].shape[1:])
+            rows, shape = torch.from_numpy(index.copy()), list(weight.meta["val"].shape)
+            shape[axis] = len(index)
             store = self.out.weights
-            store.add(name, shape, weight.meta["val"].dtype, lambda: store[source][rows])
+            store.add(name, shape, weight.meta["val"].dtype, lambda: store[source].index_select(axis, rows))
             self.made[key] = self._read(name)
         return self.made[key]
 
@@ -356,11 +383,44 @@ def features(node: fx.Node) -> tuple[int, ...]:
 
 
 def operator_name(node: fx.Node) -> str:
-    """`mul` for aten.mul.Tensor, `qcompile::attention` for an operator of ours, the name of anything else."""
+    """`mul` for aten.mul.Tensor and aten.mul_, `qcompile::attention` for one of ours, the name of anything else."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return getattr(node.target, "__name__", str(node.target))
-    return str(schema.name).removeprefix("aten::")
+    name = str(schema.name).removeprefix("aten::")
+    return name[:-1] if is_in_place(node) else name
+
+
+def is_in_place(node: fx.Node) -> bool:
+    """Whether `node` is an ATen operator that overwrites its first operand, such as aten.add_."""
+    name = str(getattr(getattr(node.target, "_schema", None), "name", ""))
+    return name.startswith("aten::") and name.endswith("_") and not name.endswith("__")
+
+
+def writes_alone(node: fx.Node) -> bool:
+    """Whether nothing reads the tensor that `node` overwrites after it, by another view or otherwise."""
+    target: Any = node.args[0]
+    while _is_view(target):
+        target = target.args[0]
+    if target.op == "placeholder":
+        return False
+    seen, frontier = {node}, [target]
+    while frontier:
+        for user in frontier.pop().users:
+            if user in seen:
+                continue
+            if user._sort_key > node._sort_key:
+                return False
+            seen.add(user)
+            frontier += [user] if _is_view(user) else []
+    return True
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether `node` may share memory with its first operand."""
+    if operator_name(node) == "getitem":
+        return _is_view(node.args[0])  # type: ignore[arg-type]
+    return node.op == "call_function" and operator_name(node) in ALIASING
 
 
 def sources(node: fx.Node) -> list[fx.Node]:

@@ -119,7 +119,7 @@ def _root(r: Raiser, item: Any) -> tuple[Any, float] | None:
     return None
 
 
-def _over_last(node: fx.Node) -> bool:
+def over_last(node: fx.Node) -> bool:
     """Whether a reduction is over the last dimension, which it keeps."""
     rank = node.args[0].meta["val"].dim()  # type: ignore[union-attr]
     dims = node.args[1] if len(node.args) > 1 else None
@@ -129,7 +129,7 @@ def _over_last(node: fx.Node) -> bool:
 
 def _mean_of_square(r: Raiser, item: Any) -> Any:
     """x for mean(x², -1), else None."""
-    if not is_call(item, "mean") or not _over_last(item):
+    if not is_call(item, "mean") or not over_last(item):
         return None
     power = strip(item.args[0])
     if (is_call(power, "pow") and power.args[1] == 2) or is_call(power, "square"):
@@ -144,7 +144,7 @@ def _centred(item: Any) -> Any:
     if not is_call(item, "sub"):
         return None
     x, mean = strip(item.args[0]), strip(item.args[1])
-    return x if is_call(mean, "mean") and _over_last(mean) and strip(mean.args[0]) is x else None
+    return x if is_call(mean, "mean") and over_last(mean) and strip(mean.args[0]) is x else None
 
 
 def _variance(item: Any) -> Any:

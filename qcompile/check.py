@@ -43,6 +43,16 @@ _FLOAT = _ON_WEIGHTS | {
     "merge_heads",
     "gated_linear",
     "hadamard",
+    "softmax",
+    "top_k",
+    "pick",
+    "normalize",
+    "limit_groups",
+    "expert_linear",
+    "scale_slots",
+    "combine",
+    "clamp",
+    "shift",
 }
 _QUANTIZED = _FLOAT | {"quantize_weight", "quantize_mixed", "worst_rows", "upper_nibble", "quantize_activation", "gemm"}
 _STEP = (_QUANTIZED - {"attention"}) | {

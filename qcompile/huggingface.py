@@ -6,23 +6,33 @@ model's name.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from qcompile import frontend, ops
-from qcompile.checkpoint import Checkpoint, read_json, require_finite
+from qcompile import frontend, hf_weights, ops
+from qcompile.checkpoint import Checkpoint, read_json
 from qcompile.errors import ResourceError, UnsupportedError, UsageError
 from qcompile.graph import Graph, ModelInfo
 
 ATTENTION = "qcompile"
+EXPERTS = "batched_mm"
+"""How transformers writes out mixtures of experts: with each token's own expert weights, tokens in their order."""
+
+LENGTH_KEYS = ("max_position_embeddings", "max_seq_len", "seq_length")
+"""What configurations call the longest sequence; transformers translates other names to the first."""
+
+UNSTATED_LENGTH = 2048
+"""Context of a model that states none: one whose positions come from no table, which would end somewhere."""
+
 HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer.model"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
@@ -52,9 +62,8 @@ def load(model: str | Path, *, name: str | None = None, allow_remote: bool = Fal
     directory = find(model, allow_remote)
     config = read_config(directory, allow_remote)
     checkpoint = Checkpoint(directory) if weights else None
-    module = build(config, allow_remote)
-    loaders = _loaders(module, checkpoint) if checkpoint else _no_loaders(module)
-    program = _export(module)
+    module, program = _trace(config, allow_remote)
+    loaders = hf_weights.loaders(module, checkpoint) if checkpoint else hf_weights.no_loaders(module)
     info = _info(name or directory.resolve().name, directory, config, program)
     return frontend.import_program(program, loaders, info)
 
@@ -90,8 +99,25 @@ def read_config(directory: Path, allow_remote: bool = False) -> Any:
         raise UsageError(f"{directory / 'config.json'} is not a valid {kind} configuration: {reason}") from error
 
 
-def build(config: Any, allow_remote: bool = False) -> Any:
-    """The model of `config` on the meta device in float32, its attention replaced by qcompile::attention."""
+class _OwnAttention(UnsupportedError):
+    """The model does not let its attention be replaced."""
+
+
+def _trace(config: Any, allow_remote: bool) -> tuple[Any, torch.export.ExportedProgram]:
+    """The module of `config` and its export, by its own attention where that cannot be replaced."""
+    try:
+        module = build(config, allow_remote)
+        return module, _export(module)
+    except _OwnAttention:
+        module = build(config, allow_remote, "eager")
+        return module, _export(module, _longest(config))
+
+
+def build(config: Any, allow_remote: bool = False, attention_kind: str = ATTENTION) -> Any:
+    """The model of `config` on the meta device in float32, its attention replaced by qcompile::attention.
+
+    With another `attention_kind` of transformers', such as `eager`, it is written out in ATen operators.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
     AttentionInterface.register(ATTENTION, attention)
@@ -99,12 +125,16 @@ def build(config: Any, allow_remote: bool = False) -> Any:
     try:
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=allow_remote
+                config,
+                dtype=torch.float32,
+                attn_implementation=attention_kind,
+                experts_implementation=EXPERTS,
+                trust_remote_code=allow_remote,
             )
     except KeyError as error:
         if error.args != (ATTENTION,):
             raise
-        raise UnsupportedError(f"{config.model_type} has an attention of its own that cannot be replaced") from error
+        raise _OwnAttention(f"{config.model_type} has an attention of its own that cannot be replaced") from error
     except Exception as error:  # a model's constructor raises whatever it likes
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UnsupportedError(f"{config.model_type} cannot be built: {reason}") from error
@@ -125,7 +155,7 @@ class _Mask(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") == "__get__":
             return super().__torch_function__(func, types, args, kwargs)
-        raise UnsupportedError("model computes with its attention mask in its own way")
+        raise _OwnAttention("model computes with its attention mask in its own way")
 
 
 def causal_mask(*, mask_function: Callable[..., Tensor], config: Any, **_: Any) -> Tensor:
@@ -134,7 +164,7 @@ def causal_mask(*, mask_function: Callable[..., Tensor], config: Any, **_: Any) 
     The window is read off `mask_function` itself, over whole rows of the longest mask; a function that is not
     causal, or hides anything but old tokens, raises UnsupportedError.
     """
-    longest = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 4096)
+    longest = _longest(config)
     rows = sorted({*range(8), *(longest * i // 16 for i in range(1, 16)), longest - 1, *_powers(longest)})
     zero = torch.zeros((), dtype=torch.int64, device="cpu")
     with torch.utils._python_dispatch._disable_current_modes():
@@ -169,8 +199,10 @@ def attention(
     ]
     if unknown or dropout:
         raise UnsupportedError(f"attention option {(unknown or ['dropout'])[0]} is not supported")
-    if options.get("is_causal", getattr(module, "is_causal", True)) is False or not isinstance(mask, _Mask):
-        raise UnsupportedError("attention is not causal, or makes its mask in its own way")
+    if options.get("is_causal", getattr(module, "is_causal", True)) is False:
+        raise UnsupportedError("attention is not causal")
+    if not isinstance(mask, _Mask):
+        raise _OwnAttention("attention makes its mask in its own way")
     if window not in (None, 0, mask.window) and mask.window:
         raise UnsupportedError(f"attention has a window of {window}, its mask one of {mask.window}")
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))  # [B, T, H, D]
@@ -195,117 +227,40 @@ class _Logits(nn.Module):
         return self.module(input_ids=token_ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
 
 
-def _export(module: Any) -> torch.export.ExportedProgram:
+@contextmanager
+def _fake_weights(module: nn.Module) -> Iterator[FakeTensorMode]:
+    """`module` with weights that have a shape and no memory, on the CPU, for as long as the context lasts.
+
+    Tensors of numbers that a model's code makes on its weights' device keep their values there; on the meta device
+    they have none.
+    """
+    kept: list[tuple[dict[str, Any], str, Tensor]] = []
+    made: dict[int, Tensor] = {}
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        for owner in module.modules():
+            for table in (owner._parameters, owner._buffers):
+                for name, value in table.items():
+                    if value is None or value.device.type != "meta":
+                        continue
+                    kept.append((table, name, value))
+                    if id(value) not in made:
+                        empty = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+                        made[id(value)] = nn.Parameter(empty, False) if isinstance(value, nn.Parameter) else empty
+    try:
+        for table, name, value in kept:
+            table[name] = made[id(value)]
+        yield mode
+    finally:
+        for table, name, value in kept:
+            table[name] = value
+
+
+def _export(module: Any, longest: int = 1 << 24) -> torch.export.ExportedProgram:
     shape = (frontend.EXAMPLE_BATCH, frontend.EXAMPLE_TOKENS)
-    ids = torch.zeros(shape, dtype=torch.int64, device="meta")
-    return frontend.export(_Logits(module), (ids, ids.clone()), module.config.model_type)
-
-
-# ---- weights -----------------------------------------------------------------------------------------
-
-
-def _loaders(module: Any, checkpoint: Checkpoint) -> dict[str, frontend.Loader]:
-    """How to load every parameter and buffer of `module`, by its name in the exported program.
-
-    Everything is checked here for presence, shape and type, by headers alone; values when they are loaded.
-    """
-    files = _file_names(module, checkpoint)
-    _settle_ties(module, checkpoint, files)
-    computed = _computed_buffers(module)
-    groups: dict[int, list[str]] = {}
-    for name, value in module.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(value), []).append(name)
-    loaders: dict[str, frontend.Loader] = {}
-    for name, value in itertools.chain(
-        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-    ):
-        if name in computed:
-            loaders[name] = frontend.tensor_loader(name, computed[name])
-            continue
-        names = groups.get(id(value), [name])
-        stored = next((files[n] for n in names if n in files), names[0])
-        if isinstance(value, nn.Parameter):
-            checkpoint.require(stored, tuple(value.shape))
-            loaders[name] = functools.partial(checkpoint.load, stored)
-        elif stored in checkpoint:
-            loaders[name] = frontend.tensor_loader(name, checkpoint.raw(stored))
-    return loaders
-
-
-def _no_loaders(module: Any) -> dict[str, frontend.Loader]:
-    """Loaders of a model whose weights are not at hand: of what is computed alone."""
-    computed = _computed_buffers(module)
-    loaders = {name: frontend.tensor_loader(name, value) for name, value in computed.items()}
-
-    def missing(name: str) -> Tensor:
-        raise UsageError(f"weight {name} was not given: the model was read without weights")
-
-    for name, _ in itertools.chain(module.named_parameters(remove_duplicate=False), module.named_buffers()):
-        loaders.setdefault(name, functools.partial(missing, name))
-    return loaders
-
-
-def _file_names(module: Any, checkpoint: Checkpoint) -> dict[str, str]:
-    """Name in the module -> name in the files, by transformers' own renaming rules."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    mapping = get_model_conversion_mapping(module)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    state = module.state_dict()
-    found: dict[str, str] = {}
-    for stored in checkpoint:
-        name, converter = rename_source_key(stored, renamings, converters, module.base_model_prefix, state)
-        if name not in state and stored in state:
-            name, converter = stored, None
-        if name in state and converter is not None:
-            raise UnsupportedError(f"weight {name} is assembled from several tensors such as {stored}")
-        found[name] = stored
-    return found
-
-
-def _settle_ties(module: Any, checkpoint: Checkpoint, files: dict[str, str]) -> None:
-    """Untie what the files hold twice with different values: transformers keeps both then."""
-    for target, source in dict(getattr(module, "all_tied_weights_keys", None) or {}).items():
-        if target not in files or source not in files:
-            continue
-        a, b = checkpoint.raw(files[target]), checkpoint.raw(files[source])
-        if a.shape == b.shape and torch.equal(a, b):
-            continue
-        parent, _, leaf = target.rpartition(".")
-        owner = module.get_submodule(parent)
-        setattr(owner, leaf, nn.Parameter(torch.empty_like(getattr(owner, leaf)), requires_grad=False))
-
-
-def _computed_buffers(module: Any) -> dict[str, Tensor]:
-    """Values of the buffers that no file holds, such as rotary frequencies, computed by the model's own rules.
-
-    They are put on the CPU for a moment, filled by transformers' initialisation of their modules, and taken
-    away again; parameters stay on the meta device, where initialising them does nothing.
-    """
-    from transformers import PreTrainedModel
-
-    computed: dict[str, Tensor] = {}
-    for path, owner in module.named_modules():
-        names = [name for name in owner._non_persistent_buffers_set if owner._buffers.get(name) is not None]
-        if not names:
-            continue
-        kept = {name: owner._buffers[name] for name in names}
-        for name, buffer in kept.items():
-            fill = float("nan") if buffer.is_floating_point() else 0
-            owner._buffers[name] = torch.full(buffer.shape, fill, dtype=buffer.dtype, device="cpu")
-        parents = [module.get_submodule(path[:i]) for i, c in enumerate(path + ".") if c in "."]
-        initializer = next(m for m in reversed([module, *parents]) if isinstance(m, PreTrainedModel))
-        with torch.no_grad():
-            initializer._init_weights(owner)
-        for name, buffer in kept.items():
-            computed[f"{path}.{name}" if path else name] = owner._buffers[name]
-            owner._buffers[name] = buffer
-    for name, value in computed.items():
-        if value.is_floating_point():
-            require_finite(name, value)
-    return computed
+    with _fake_weights(module) as mode:
+        with mode:
+            ids = [torch.zeros(shape, dtype=torch.int64) for _ in range(2)]
+        return frontend.export(_Logits(module), ids, module.config.model_type, longest)
 
 
 # ---- facts and files ---------------------------------------------------------------------------------
@@ -324,10 +279,13 @@ def _info(name: str, directory: Path, config: Any, program: torch.export.Exporte
     begin = token("bos_token_id")
     if not all(type(number) is int for number in (*ends, *(() if begin is None else (begin,)))):
         raise UsageError(f"{directory}: bos_token_id {begin} and eos_token_id {end} must be token numbers")
-    longest = getattr(text, "max_position_embeddings", None)
-    if not longest:
-        raise UnsupportedError(f"{directory / 'config.json'} does not say max_position_embeddings")
-    return ModelInfo(name, int(text.vocab_size), int(longest), begin, ends, frontend.count_parameters(program))
+    return ModelInfo(name, int(text.vocab_size), _longest(config), begin, ends, frontend.count_parameters(program))
+
+
+def _longest(config: Any) -> int:
+    """The longest sequence the model is said to hold."""
+    text = config.get_text_config()
+    return int(next((getattr(text, key) for key in LENGTH_KEYS if getattr(text, key, None)), UNSTATED_LENGTH))
 
 
 def tokenizer_files(model: str | Path) -> dict[str, bytes]:

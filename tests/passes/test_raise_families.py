@@ -26,6 +26,12 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 2,
 }
 SMALL: dict[str, Any] = {"vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+EXPERTS: dict[str, Any] = {
+    "num_local_experts": 6,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+}
 
 RIGHT: dict[str, dict[str, Any]] = {
     "gemma2": COMMON | {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},  # caps, (1 + w), windows
@@ -36,6 +42,10 @@ RIGHT: dict[str, dict[str, Any]] = {
     "cohere": COMMON | {"logit_scale": 0.5},  # interleaved rotary, mean-centred norm without bias, logit scale
     "granite": COMMON | {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
     "qwen3": COMMON | {"head_dim": 16},  # norms of queries and keys
+    "falcon": COMMON | {"new_decoder_architecture": True, "num_kv_heads": 2},  # attention written out, in place
+    "mixtral": COMMON | EXPERTS,  # experts stored one by one
+    "glm4_moe": COMMON | EXPERTS | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},  # groups of experts
+    "gpt_oss": COMMON | EXPERTS | {"head_dim": 16, "sliding_window": 8},  # sinks, clamped gates, interleaved rows
     "nemotron": COMMON,  # squared ReLU, LayerNorm with 1 + w
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -46,8 +56,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         | {"qk_rope_head_dim": 8, "v_head_dim": 16, "qk_nope_head_dim": 8, "n_group": 1, "topk_group": 1},
         "DeepseekV3Attention",
     ),
-    "bloom": ({"vocab_size": 97, "hidden_size": 64, "n_layer": 1, "n_head": 4}, "attention mask in its own way"),
-    "gptj": (SMALL | {"rotary_dim": 8}, "gptj has an attention of its own"),
     "bert": (COMMON | {"is_decoder": False}, "neither causal nor"),
 }
 

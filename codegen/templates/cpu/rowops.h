@@ -178,6 +178,12 @@ QC_NOINLINE void pad_rows(Range rows, float* x, int width) {
     memset(x + (int64_t)t * kp + width, 0, (size_t)(kp - width) * sizeof(float));
 }
 
+// out[r] = x[r], rows of `stride` floats, without their padding.
+QC_NOINLINE void copy_rows(Range rows, const float* x, int stride, int width, float* out) {
+  for (int r = rows.begin; r < rows.end; ++r)
+    memcpy(out + (int64_t)r * width, x + (int64_t)r * stride, (size_t)width * sizeof(float));
+}
+
 struct Best {
   float value;
   int32_t index;

@@ -1,0 +1,89 @@
+"""Operators of mixtures of experts: k of E experts are chosen for each token, and only their weights are read.
+
+A choice is index int64 [..., k]; the k slots of a token are its chosen experts, in the order of the index.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qcompile.ops.registry import define, like
+
+# ---- routers ----------------------------------------------------------------------------------------
+
+
+@define(like)
+def softmax(x: Tensor) -> Tensor:
+    """Softmax of x [..., E] over its last dimension."""
+    return torch.softmax(x, -1)
+
+
+@define(lambda x, k: torch.empty(*x.shape[:-1], k, dtype=torch.int64, device=x.device))
+def top_k(x: Tensor, k: int) -> Tensor:
+    """Places of the k largest of x [..., E], largest first, of equals the first one first -> int64 [..., k]."""
+    return torch.sort(x, dim=-1, descending=True, stable=True).indices[..., :k].clone()
+
+
+@define(lambda x, index: x.new_empty(index.shape))
+def pick(x: Tensor, index: Tensor) -> Tensor:
+    """x [..., E] at index int64 [..., k] -> [..., k]."""
+    return x.gather(-1, index)
+
+
+@define(like)
+def normalize(x: Tensor, eps: float, floor: float) -> Tensor:
+    """x [..., k] over max(sum of x + eps, floor)."""
+    return x / (x.sum(-1, keepdim=True) + eps).clamp_min(floor)
+
+
+@define(like)
+def limit_groups(x: Tensor, groups: int, keep: int) -> Tensor:
+    """x [..., E] but minus infinity outside the `keep` best of `groups` runs, by the sum of a run's best two."""
+    runs = x.unflatten(-1, (groups, -1))
+    best = runs.topk(2, -1).values.sum(-1)
+    kept = torch.sort(best, dim=-1, descending=True, stable=True).indices[..., :keep]
+    mask = torch.zeros_like(best, dtype=torch.bool).scatter(-1, kept, True)
+    return runs.masked_fill(~mask[..., None], float("-inf")).flatten(-2)
+
+
+# ---- experts ----------------------------------------------------------------------------------------
+
+
+@define(lambda x, index, weight, bias=None: x.new_empty(*index.shape, weight.shape[1]))
+def expert_linear(x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Each slot's linear: x [..., K], or [..., k, K] by slot, weight [E, N, K], bias [E, N] -> [..., k, N]."""
+    if x.dim() == index.dim():
+        x = x.unsqueeze(-2).expand(*index.shape, x.shape[-1])
+    y = x.new_empty(*index.shape, weight.shape[1])
+    for expert in range(weight.shape[0]):
+        chosen = index == expert
+        y[chosen] = torch.nn.functional.linear(x[chosen], weight[expert], None if bias is None else bias[expert])
+    return y
+
+
+@define(lambda y, factor: torch.empty_like(y))
+def scale_slots(y: Tensor, factor: Tensor) -> Tensor:
+    """y [..., k, F] times factor [..., k]."""
+    return y * factor[..., None]
+
+
+@define(lambda y, factor: y.new_empty(*y.shape[:-2], y.shape[-1]))
+def combine(y: Tensor, factor: Tensor | None) -> Tensor:
+    """Sum over slots of y [..., k, F], each times its factor [..., k] where there is one -> [..., F]."""
+    return (y if factor is None else y * factor[..., None]).sum(-2)
+
+
+# ---- activations that experts bring -------------------------------------------------------------------
+
+
+@define(like)
+def clamp(x: Tensor, low: float | None, high: float | None) -> Tensor:
+    """x [...] kept within low and high; None is no bound."""
+    return torch.clamp(x, low, high)
+
+
+@define(like)
+def shift(x: Tensor, offset: float) -> Tensor:
+    """x [...] plus a constant."""
+    return x + offset
