@@ -62,8 +62,10 @@ def load(model: str | Path, *, name: str | None = None, allow_remote: bool = Fal
     directory = find(model, allow_remote)
     config = read_config(directory, allow_remote)
     checkpoint = Checkpoint(directory) if weights else None
-    module, program = _trace(config, allow_remote)
-    loaders = hf_weights.loaders(module, checkpoint) if checkpoint else hf_weights.no_loaders(module)
+    try:
+        program, loaders = _trace(config, checkpoint, allow_remote)
+    except _OwnAttention:
+        program, loaders = _trace(config, checkpoint, allow_remote, "eager")
     info = _info(name or directory.resolve().name, directory, config, program)
     return frontend.import_program(program, loaders, info)
 
@@ -103,14 +105,14 @@ class _OwnAttention(UnsupportedError):
     """The model does not let its attention be replaced."""
 
 
-def _trace(config: Any, allow_remote: bool) -> tuple[Any, torch.export.ExportedProgram]:
-    """The module of `config` and its export, by its own attention where that cannot be replaced."""
-    try:
-        module = build(config, allow_remote)
-        return module, _export(module)
-    except _OwnAttention:
-        module = build(config, allow_remote, "eager")
-        return module, _export(module, _longest(config))
+def _trace(
+    config: Any, checkpoint: Checkpoint | None, allow_remote: bool, attention_kind: str = ATTENTION
+) -> tuple[torch.export.ExportedProgram, dict[str, frontend.Loader]]:
+    """The export of the model of `config`, and how to load its weights (which settles what is tied, so it is first)."""
+    module = build(config, allow_remote, attention_kind)
+    loaders = hf_weights.loaders(module, checkpoint) if checkpoint else hf_weights.no_loaders(module)
+    longest = 1 << 24 if attention_kind == ATTENTION else _longest(config)  # own masks may be stored to that length
+    return _export(module, longest), loaders
 
 
 def build(config: Any, allow_remote: bool = False, attention_kind: str = ATTENTION) -> Any:
@@ -255,7 +257,7 @@ def _fake_weights(module: nn.Module) -> Iterator[FakeTensorMode]:
             table[name] = value
 
 
-def _export(module: Any, longest: int = 1 << 24) -> torch.export.ExportedProgram:
+def _export(module: Any, longest: int) -> torch.export.ExportedProgram:
     shape = (frontend.EXAMPLE_BATCH, frontend.EXAMPLE_TOKENS)
     with _fake_weights(module) as mode:
         with mode:
