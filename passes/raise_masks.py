@@ -111,7 +111,7 @@ class _Run:
             source: Any = node.args[0]
             empty = torch.empty(self._shape(source), dtype=source.meta["val"].dtype)
             return node.target(empty, *fx.node.map_arg(args[1:], self.value), **fx.node.map_arg(kwargs, self.value))
-        values = list(fx.node.map_arg(args, self.value))
+        values: list[Any] = list(fx.node.map_arg(args, self.value))
         if is_in_place(node):  # what it overwrites may be wanted by nodes before it
             values[0] = values[0].clone()
         return node.target(*values, **fx.node.map_arg(kwargs, self.value))

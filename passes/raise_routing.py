@@ -135,17 +135,17 @@ def _limited(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     found = _group_choice(r, a.mask)
     if value is None or found is None or r.number(a.value) != float("-inf"):
         return None
-    best, keep = found
-    groups = int(best.meta["val"].shape[-1])
+    best: Any = found[0]
+    keep, groups = found[1], int(found[0].meta["val"].shape[-1])
     if keep == groups:
         return value
     if not is_call(best, "sum") or [d % 2 for d in best.args[1]] != [1]:
         return None
-    two = best.args[0]
-    inner = two.args[0] if is_call(two, "getitem") and two.args[1] == 0 else None
+    two: Any = best.args[0]
+    inner: Any = two.args[0] if is_call(two, "getitem") and two.args[1] == 0 else None
     if not is_call(inner, "topk") or inner.args[1] != 2:
         return None
-    runs = strip(inner.args[0])
+    runs: Any = strip(inner.args[0])
     shape = r.shape(runs)
     if not is_call(runs, "view", "reshape") or shape[-2:] != [groups, value.count // groups]:
         return None
@@ -164,7 +164,7 @@ def _group_choice(r: Raiser, mask: Any) -> tuple[fx.Node, int] | None:
     if not is_call(mask, "scatter") or mask.args[1] not in (1, -1) or mask.args[3] not in (1, 1.0):
         return None
     zeros, chosen = strip(mask.args[0]), strip(mask.args[2])
-    topk = chosen.args[0] if is_call(chosen, "getitem") and chosen.args[1] == 1 else None
+    topk: Any = chosen.args[0] if is_call(chosen, "getitem") and chosen.args[1] == 1 else None
     if not is_call(zeros, "zeros_like") or not is_call(topk, "topk"):
         return None
     best = strip(topk.args[0])

@@ -240,7 +240,8 @@ def _fake_weights(module: nn.Module) -> Iterator[FakeTensorMode]:
     made: dict[int, Tensor] = {}
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         for owner in module.modules():
-            for table in (owner._parameters, owner._buffers):
+            tables: tuple[Any, ...] = (owner._parameters, owner._buffers)
+            for table in tables:
                 for name, value in table.items():
                     if value is None or value.device.type != "meta":
                         continue
