@@ -288,7 +288,13 @@ def _info(name: str, directory: Path, config: Any, program: torch.export.Exporte
 def _longest(config: Any) -> int:
     """The longest sequence the model is said to hold."""
     text = config.get_text_config()
-    return int(next((getattr(text, key) for key in LENGTH_KEYS if getattr(text, key, None)), UNSTATED_LENGTH))
+    for key in LENGTH_KEYS:
+        value = getattr(text, key, None)
+        if value is not None:
+            if value < 1:
+                raise UsageError(f"the configuration says {key} = {value}; it must be a number of tokens")
+            return int(value)
+    return UNSTATED_LENGTH
 
 
 def tokenizer_files(model: str | Path) -> dict[str, bytes]:
