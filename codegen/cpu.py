@@ -20,7 +20,7 @@ from qcompile.errors import UnsupportedError
 from qcompile.numerics import FORMATS
 from qcompile.targets import Target
 
-ABI = 1
+ABI = 2
 MAX_HEAD_DIM = 1024
 _TEMPLATES = Path(__file__).parent / "templates" / "cpu"
 _INCLUDE = re.compile(r'^#include "(?P<name>[\w.]+)"$')
@@ -253,7 +253,7 @@ class _Renderer:
             suffix = "_x128"
         lines.append(f"gemm_{c.format}{suffix}({var}, {_ident(c.x)}, s.w);")
         if out is None:
-            lines += ["m.team.sync(tid);", "s.pick_best();"]
+            lines += ["m.team->sync(tid);", "s.pick_best();"]
         elif out.width != out.stride:
             lines.append(f"pad_rows({self.mine(out.name)}, {_ident(out.name)}, {out.width});")
         return lines

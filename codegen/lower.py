@@ -6,6 +6,7 @@ One function per operator; an operator without one is refused by name. Values al
 
 from __future__ import annotations
 
+import hashlib
 import math
 import operator
 from collections.abc import Callable, Iterator
@@ -30,14 +31,52 @@ class PackedWeight:
 
 
 @dataclass
+class WeightTable:
+    """The packed weights of an artifact in streaming order. What several paths compute alike is there once:
+    a weight is known by the expression that makes it, down to the stored weights, and how it is packed."""
+
+    weights: list[PackedWeight] = field(default_factory=list)
+    _known: dict[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
+    _taken: set[str] = field(default_factory=set)
+
+    def add(
+        self,
+        key: tuple[str, str],
+        base: str,
+        other: str,
+        parts: tuple[tuple[str, int], ...],
+        produce: Callable[[], Iterator[Tensor]],
+    ) -> tuple[str, ...]:
+        """Names of the parts (suffix, bytes) of the weight `key`, entered as `base`, or `other` where that is taken."""
+        if key not in self._known:
+            if any(base + suffix in self._taken for suffix, _ in parts):
+                base = other
+            number = 1
+            while any(base + suffix in self._taken for suffix, _ in parts):
+                number += 1
+                base = f"{other}.{number}"
+            names = tuple(base + suffix for suffix, _ in parts)
+            self._known[key] = names
+            self._taken.update(names)
+            sizes = (size for _, size in parts)
+            self.weights.append(PackedWeight(tuple(zip(names, sizes, strict=True)), produce))
+        return self._known[key]
+
+
+@dataclass
 class Lowering:
-    """State while a graph is lowered: buffers by name, calls in order, weights in streaming order."""
+    """State while a graph is lowered: buffers by name, calls in order, names of its weights in order.
+
+    `origin` tells the stored weights of one model from those of another that goes into the same table.
+    """
 
     graph: Graph
+    table_of_weights: WeightTable
+    origin: str = ""
     buffers: dict[str, p.Buffer] = field(default_factory=dict)
     calls: list[p.Call] = field(default_factory=list)
-    weights: list[PackedWeight] = field(default_factory=list)
-    _named: dict[tuple[fx.Node, str], tuple[str, ...]] = field(default_factory=dict)
+    names: dict[str, None] = field(default_factory=dict)
+    _digests: dict[fx.Node, str] = field(default_factory=dict)
 
     # ---- values ------------------------------------------------------------------------------
 
@@ -100,7 +139,8 @@ class Lowering:
         def blobs() -> Iterator[Tensor]:
             yield from numerics.pack_weight(self.graph.evaluate(node), format).values()
 
-        names = self._register(w, format, tuple((f".{role}", size) for role, size in sizes.items()), blobs)
+        parts = tuple((f".{role}", size) for role, size in sizes.items())
+        names = self._register(node, format, parts, blobs, named_for=w)
         return dict(zip(sizes, names, strict=True))
 
     def mixed(self, node: fx.Node, pairs: bool) -> tuple[dict[str, str], int]:
@@ -119,17 +159,34 @@ class Lowering:
         return dict(zip(sizes, names, strict=True)), len(order.rows)
 
     def _register(
-        self, node: fx.Node, kind: str, parts: tuple[tuple[str, int], ...], produce: Callable[[], Iterator[Tensor]]
+        self,
+        node: fx.Node,
+        kind: str,
+        parts: tuple[tuple[str, int], ...],
+        produce: Callable[[], Iterator[Tensor]],
+        named_for: fx.Node | None = None,
     ) -> tuple[str, ...]:
-        key = (node, kind)
-        if key not in self._named:
-            base = "+".join(_sources(node)) + (f".{kind}" if kind not in ("vector", "table") else "")
-            taken = {name for weight in self.weights for name, _ in weight.blobs}
-            if any(base + suffix in taken for suffix, _ in parts):
-                base = f"{base}.{node.name}"
-            self._named[key] = tuple(base + suffix for suffix, _ in parts)
-            self.weights.append(PackedWeight(tuple((base + suffix, size) for suffix, size in parts), produce))
-        return self._named[key]
+        suffix = f".{kind}" if kind not in ("vector", "table") else ""
+        base = self.origin + "+".join(_sources(named_for or node)) + suffix
+        key = (self._digest(node), kind)
+        names = self.table_of_weights.add(key, base, f"{base}.{node.name}", parts, produce)
+        self.names.update(dict.fromkeys(names))
+        return names
+
+    def _digest(self, node: fx.Node) -> str:
+        """What identifies the value of a weight expression: its operators and the stored weights they read."""
+
+        def spell(item: Any) -> str:
+            if isinstance(item, fx.Node):
+                return self._digest(item)
+            if isinstance(item, (list, tuple)):
+                return f"[{','.join(map(spell, item))}]"
+            return repr(item)
+
+        if node not in self._digests:
+            what = self.origin + str(node.target) if node.op == "get_attr" else f"{node.target}{spell(node.args)}"
+            self._digests[node] = hashlib.sha256(f"{node.op} {what}".encode()).hexdigest()
+        return self._digests[node]
 
 
 def _sources(node: fx.Node) -> list[str]:
@@ -296,12 +353,13 @@ _LOWER: dict[str, Callable[[Lowering, fx.Node], p.Call | None]] = {
 _VIEWS = ("slice_features", "split_heads", "merge_heads")
 
 
-def lower(graph: Graph) -> tuple[p.Program, list[PackedWeight]]:
-    """The program of one step of `graph` (which ended plan_memory), and its weights in streaming order.
+def lower(graph: Graph, weights: WeightTable, origin: str = "") -> p.Program:
+    """The program of one step of `graph` (which ended plan_memory); its weights go into `weights`.
 
-    Raises PassError naming the node when an operator has no kernel in the form it has there.
+    Paths of one model are lowered into one table with one `origin`, another model with its own (the start of its
+    weights' names). Raises PassError naming the node when an operator has no kernel in the form it has there.
     """
-    low = Lowering(graph)
+    low = Lowering(graph, weights, origin)
     for node in graph.nodes:
         kind = ops.name_of(node.target)
         if node.op != "call_function" or graph.is_weight(node) or kind in _VIEWS or node.target is operator.getitem:
@@ -314,16 +372,14 @@ def lower(graph: Graph) -> tuple[p.Program, list[PackedWeight]]:
     logits: Any = graph.output.args[0]
     if "storage" in logits[0].meta:
         low.calls.append(p.Logits("logits", low.buffer(logits[0])))
-    names = tuple(name for weight in low.weights for name, _ in weight.blobs)
-    program = p.Program(
+    return p.Program(
         graph.info.vocab_size,
         graph.info.max_position,
         tuple(low.buffers.values()),
         tuple(low.calls),
-        names,
+        tuple(low.names),
         _kv_layout(graph),
     )
-    return program, low.weights
 
 
 def _kv_layout(graph: Graph) -> p.KVLayout:

@@ -351,6 +351,27 @@ def read_manifest(path: str | Path) -> Manifest:
     return checked
 
 
+def amend(path: str | Path, **entries: object) -> Manifest:
+    """Write the manifest of the artifact at `path` anew with `entries` laid over it, sealed, in one rename."""
+    root = Path(os.path.realpath(path))
+    manifest = read_manifest(root) | entries
+    manifest["sha256"] = _seal(manifest)
+    with _disk_errors(root / MANIFEST):
+        handle, temporary = tempfile.mkstemp(prefix=_leftover_prefix(root), dir=root.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(canonical_json(manifest))
+                file.flush()
+                os.fsync(handle)
+            os.chmod(temporary, 0o666 & ~_umask())
+            os.replace(temporary, root / MANIFEST)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+        _fsync_directory(root)
+    return manifest
+
+
 def file_problem(root: Path, name: str, expected: dict[str, Any], into: memoryview | None = None) -> str | None:
     """Hash one file of an artifact against its manifest entry; what is wrong with it, or None.
 

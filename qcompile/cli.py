@@ -37,6 +37,13 @@ Threads = Annotated[
     int | None,
     typer.Option("--threads", min=1, metavar="N", help="Threads; the cores this process may use if not given."),
 ]
+Gamma = Annotated[
+    str, typer.Option("--gamma", metavar="N|auto", help="Tokens drafted at once; 0 leaves the artifact's drafts out.")
+]
+Drafts = Annotated[
+    list[str] | None,
+    typer.Option("--draft", metavar="MODEL", help="A model that drafts, or `lookup`; each drafts for the one before."),
+]
 Recipe = Annotated[str, typer.Option("--recipe", metavar="NAME", help="Number formats (see README).")]
 Target = Annotated[str, typer.Option("--target", metavar="NAME", help="Machine to build for; `cpu` is this one.")]
 Head = Annotated[str | None, typer.Option("--head-dtype", metavar="TYPE", help="Output head in int8, bf16 or f32.")]
@@ -69,6 +76,7 @@ def build(
     target: Target = "cpu",
     recipe: Recipe = "w4a8",
     head_dtype: Head = None,
+    drafts: Drafts = None,
     options: Options = None,
     dump_ir: Annotated[
         Path | None, typer.Option("--dump-ir", metavar="DIR", help="Write every stage's graph there, as text and SVG.")
@@ -95,6 +103,7 @@ def build(
       qcompile build samples/pycode-26m -o out/pycode --recipe w4a8
       qcompile build samples/pycode-26m -o out/kv8 --recipe f32 --set cache.format=kv8
       qcompile build samples/pycode-26m -o out/qserve --recipe qserve --calib text.jsonl
+      qcompile build samples/pycode-26m -o out/fast --recipe ml-specqd --draft samples/pycode-1m --draft lookup
     """
     from qcompile.recipes import get_recipe, parse_options
     from qcompile.targets import get_target
@@ -120,6 +129,7 @@ def build(
             recipe=recipe,
             options=settings,
             head_dtype=head_dtype,
+            drafts=drafts or (),
             progress=progress,
             dump_ir=dump_ir,
             calib=None if calib is None else Request(calib, samples, length, seed),
@@ -192,6 +202,7 @@ def run(
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Makes a draw repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text.")] = None,
     threads: Threads = None,
+    gamma: Gamma = "auto",
     json: Json = False,
 ) -> None:
     """Generate text. The prompt and its continuation go to stdout as they come, the speed to stderr.
@@ -215,7 +226,7 @@ def run(
     text = sys.stdin.read() if prompt == "-" else prompt
     from qcompile.cli_generate import run_prompt
 
-    run_prompt(out, text, params, threads, json)
+    run_prompt(out, text, params, threads, _gamma(gamma), json)
 
 
 @app.command()
@@ -307,6 +318,32 @@ def bench(
 
 
 @app.command()
+def tune(
+    out: Artifact,
+    data: Annotated[
+        Path | None, typer.Option("--data", metavar="FILE", help='Lines of JSON with a "prompt" or "text" each.')
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=8, metavar="N", help="Tokens of each measurement.")] = 48,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Measure what drafting costs and brings on this machine, and keep it in the artifact for `--gamma auto`.
+
+    \b
+    Example:
+      qcompile tune out/fast --data prompts.jsonl
+    """
+    from qcompile import tune as tuning
+
+    with console.Progress() as progress:
+        found = tuning.tune(out, data, tokens, threads, progress)
+    if json:
+        console.print_json(found)
+    else:
+        print(tuning.as_text(found))
+
+
+@app.command()
 def inspect(out: Artifact, json: Json = False) -> None:
     """Show what an artifact holds: recipe, target, bits per weight, passes, sizes.
 
@@ -375,6 +412,17 @@ def doctor(
         print(found.as_text())
     if not found.exportable:
         raise typer.Exit(3)
+
+
+def _gamma(text: str) -> int:
+    """`--gamma` as `load` takes it."""
+    from qcompile.runtime.gamma import AUTO
+
+    if text == "auto":
+        return AUTO
+    if not text.isdigit():
+        raise UsageError(f"--gamma {text}: write a whole number, or auto")
+    return int(text)
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

@@ -21,9 +21,11 @@ Message = dict[str, str]
 Render = Callable[[list[Message]], str]
 
 
-def run_prompt(out: Path, prompt: str, params: SamplingParams, threads: int | None, as_json: bool) -> None:
+def run_prompt(
+    out: Path, prompt: str, params: SamplingParams, threads: int | None, gamma: int, as_json: bool
+) -> None:
     """Generate from one prompt and print it: text as it comes, or one JSON document at the end."""
-    with qcompile.load(out, threads=threads) as llm:
+    with qcompile.load(out, threads=threads, gamma=gamma) as llm:
         if not as_json:
             print(prompt, end="", flush=True)
         last = _show(llm.stream(prompt, params), quiet=as_json)
@@ -34,6 +36,8 @@ def run_prompt(out: Path, prompt: str, params: SamplingParams, threads: int | No
     print(flush=True)
     speed = result["decode_tokens_per_second"]
     told = f", {speed:.1f} tokens/s" if speed else ""
+    if last.speculation:
+        told += f", {last.speculation.tokens_per_round:.2f} tokens a round"
     console.log(
         f"[{len(last.prompt_token_ids)} prompt tokens in {result['prefill_seconds'] * 1e3:.1f} ms, "
         f"{len(result['token_ids'])} generated{told}, {llm.threads} threads]"
@@ -55,7 +59,8 @@ def result_of(output: RequestOutput) -> dict[str, Any]:
     sample, metrics = output.outputs[0], output.metrics
     decoded = len(sample.token_ids) - 1
     timed = decoded > 0 and metrics.decode_seconds > 0
-    return {
+    speculation = output.speculation
+    found: dict[str, Any] = {
         "text": sample.text,
         "token_ids": sample.token_ids,
         "finish_reason": sample.finish_reason,
@@ -64,6 +69,10 @@ def result_of(output: RequestOutput) -> dict[str, Any]:
         "decode_seconds": metrics.decode_seconds,
         "decode_tokens_per_second": decoded / metrics.decode_seconds if timed else None,
     }
+    if speculation:
+        names = ("acceptance_rate", "tokens_per_round", "gamma", "draft_seconds", "verify_seconds")
+        found |= {name: getattr(speculation, name) for name in (*names, "accepted_per_position")}
+    return found
 
 
 def chat_loop(out: Path, params: SamplingParams, threads: int | None, as_json: bool) -> None:

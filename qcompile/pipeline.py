@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -21,9 +21,9 @@ from qcompile import calibration, frontend, huggingface, numerics, recipes, show
 from qcompile.artifact import ArtifactWriter, WeightSpec, canonical_json
 from qcompile.calibration import Request
 from qcompile.codegen import compiler, cpu
-from qcompile.codegen.lower import PackedWeight, lower
+from qcompile.codegen.lower import PackedWeight, WeightTable, lower
 from qcompile.codegen.program import Program
-from qcompile.errors import ResourceError
+from qcompile.errors import ResourceError, UnsupportedError, UsageError
 from qcompile.graph import Graph
 from qcompile.passes.assign_precision import AssignPrecision
 from qcompile.passes.base import Pass, apply
@@ -38,6 +38,7 @@ from qcompile.passes.raise_ops import Raise
 from qcompile.passes.rotate import Rotate
 from qcompile.passes.smooth import Smooth
 from qcompile.passes.smooth_attention import SmoothAttention
+from qcompile.passes.speculate import Speculate
 
 PASSES: tuple[type[Pass], ...] = (
     Raise,
@@ -49,6 +50,7 @@ PASSES: tuple[type[Pass], ...] = (
     Merge,
     Quantize,
     Calibrate,
+    Speculate,
     Cache,
     Fuse,
     PlanMemory,
@@ -56,6 +58,18 @@ PASSES: tuple[type[Pass], ...] = (
 """Every stage that rewrites the graph, in order."""
 
 MAX_STEP_TOKENS = 512
+LOOKUP = "lookup"
+"""As a draft: no model, but what followed earlier where the text ended as it does now (prompt lookup)."""
+
+LOOKUP_LEVEL = {"lookup": 3, "gamma": 4}
+"""The longest end of the text that is looked for, and how many tokens are copied."""
+
+OTHER_DRAFT = (4, 0.0)
+"""Gamma and threshold of another model that drafts."""
+
+REENCODING_DRAFT = (4, 0.4)
+"""The same where it has another tokenizer: what comes of its doubtful tokens is rarely what the target says."""
+
 Progress = Callable[[str, int, int], None]
 """Called as progress(stage, done, total); total is bytes for `weights`, 1 for stages that are one piece."""
 
@@ -72,10 +86,26 @@ class PassRecord:
 
 
 @dataclass(frozen=True)
+class DraftPath:
+    """A path that drafts for the one before it, in the target's cache if it `shares_cache`; see recipes.Draft."""
+
+    name: str
+    program: Program
+    passes: list[PassRecord]
+    shares_cache: bool
+    gamma: int
+    threshold: float
+    tokenizer: bytes | None = None
+    """Its tokenizer.json where that is another than the target's."""
+    start: int | None = None
+    """The token its texts begin with, where it has its own tokenizer."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """A model after every stage but code generation. No weights are read to make one.
 
-    `graphs` are those after each pass; `files` are the artifact's small files by name.
+    `graphs` are those after each pass; `files` are the artifact's small files by name; `weights` serve all paths.
     """
 
     graphs: list[Graph]
@@ -84,6 +114,14 @@ class Plan:
     passes: list[PassRecord]
     bits_per_weight: float
     files: dict[str, str | bytes]
+    drafts: list[DraftPath]
+    lookup: bool
+    """Whether the last level of speculation looks for repetitions in the text."""
+
+    @property
+    def programs(self) -> dict[str, Program]:
+        """The program of each path by name, the target's first."""
+        return {"model": self.program} | {draft.name: draft.program for draft in self.drafts}
 
 
 @dataclass(frozen=True)
@@ -104,6 +142,7 @@ def build(
     recipe: str = "w4a8",
     options: Mapping[str, str] | None = None,
     head_dtype: str | None = None,
+    drafts: Sequence[Any] = (),
     progress: Progress | None = None,
     dump_ir: str | Path | None = None,
     calib: Request | str | Path | torch.Tensor | None = None,
@@ -113,35 +152,37 @@ def build(
 
     `model` is a checkpoint directory or hub name, an nn.Module (with `example_inputs` in `source`), an
     ExportedProgram, or a raised Graph. `options` are `pass.field=value` settings over the recipe's;
-    `head_dtype` overrides the output head (int8, bf16, f32). `dump_ir` is a folder for every stage's graph as
-    text and SVG. `calib` is text (a file, token ids [samples, length], or a calibration.Request) by which codes of
-    weights are chosen; interrupted, the same build goes on where it stopped. Raises QCompileError subclasses;
-    nothing is left half-written.
+    `head_dtype` overrides the output head (int8, bf16, f32). Each of `drafts`, a checkpoint of the same tokenizer or
+    `LOOKUP` as the last, proposes tokens to the path before it; the recipe's own come first. `dump_ir` is a folder
+    for every stage's graph as text and SVG. `calib` is text (a file, token ids [samples, length], or a
+    calibration.Request) by which codes of weights are chosen; interrupted, the same build goes on where it stopped.
+    Raises QCompileError subclasses; nothing is left half-written.
     """
     clock = _Clock(progress or _silent)
     machine = targets.get_target(target)
-    passes = configure(recipes.get_recipe(recipe).settings(head_dtype), options or {})
-    compiler.find()  # without one, say so before the work
+    wanted = calib if calib is None or isinstance(calib, Request) else Request(calib)
     kept = Path(out).absolute().parent / f".{Path(out).name}.calibration"
+    request = _Request(model, recipe, options or {}, head_dtype, drafts, wanted, kept)
+    compiler.find()  # without one, say so before the work
     with ArtifactWriter(out) as writer:
-        wanted = calib if calib is None or isinstance(calib, Request) else Request(calib)
-        found = _plan(model, passes, clock, source, wanted, kept)
+        found = _plan(request, clock, source)
         if dump_ir is not None:
             _dump(found, Path(dump_ir))
         with clock("render"):
-            text = cpu.render(found.program, machine)
+            texts = {name: cpu.render(program, machine) for name, program in found.programs.items()}
         with ThreadPoolExecutor(1) as pool, clock("weights and kernels"):
-            library = pool.submit(compiler.compile, text, machine)
+            libraries = {name: pool.submit(compiler.compile, text, machine) for name, text in texts.items()}
             entries = writer.add_weights(_specs(found.weights), _stream(found.weights, clock.progress))
             clock.progress("kernels", 0, 1)
-            binary = library.result()
+            binaries = {name: library.result() for name, library in libraries.items()}
         with clock("artifact"):
             folder = f"kernels/{machine.name}"
-            writer.add_file(f"{folder}/model.so", binary)
-            writer.add_file(f"{folder}/model.cpp", text)
+            for name, text in texts.items():
+                writer.add_file(f"{folder}/{name}.so", binaries[name])
+                writer.add_file(f"{folder}/{name}.cpp", text)
             for name, content in found.files.items():
                 writer.add_file(name, content)
-            manifest = _manifest(found, entries, machine, f"{folder}/model.so")
+            manifest = _manifest(found, entries, machine, folder)
             manifest["recipe"] = {"name": recipe, "options": dict(options or {}), "head_dtype": head_dtype}
             path = writer.finish(manifest)
             shutil.rmtree(kept, ignore_errors=True)
@@ -155,41 +196,113 @@ def plan(
     recipe: str = "w4a8",
     options: Mapping[str, str] | None = None,
     head_dtype: str | None = None,
+    drafts: Sequence[Any] = (),
     **source: Any,
 ) -> Plan:
     """What `build` with the same arguments would compile; reads no weights, writes nothing."""
     targets.get_target(target)
-    passes = configure(recipes.get_recipe(recipe).settings(head_dtype), options or {})
-    return _plan(model, passes, _Clock(_silent), source)
+    return _plan(_Request(model, recipe, options or {}, head_dtype, drafts), _Clock(_silent), source)
 
 
-def _plan(
-    model: Any,
-    passes: tuple[Pass, ...],
-    clock: _Clock,
-    source: Mapping[str, Any],
-    calib: Request | None = None,
-    kept: Path | None = None,
-) -> Plan:
+@dataclass(frozen=True)
+class _Request:
+    """What is asked of a build: passes for the target, and for each path that drafts."""
+
+    model: Any
+    recipe: str
+    options: Mapping[str, str]
+    head_dtype: str | None
+    drafts: Sequence[Any]
+    calib: Request | None = None
+    kept: Path | None = None
+    """Folder of what calibration found before it was interrupted."""
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """Those of the target."""
+        return configure(recipes.get_recipe(self.recipe).settings(self.head_dtype), self.options)
+
+    def own_drafts(self) -> Iterator[tuple[recipes.Draft, tuple[Pass, ...]]]:
+        """The recipe's drafts, and the passes from `speculate` on that make each from the quantized graph."""
+        recipe = recipes.get_recipe(self.recipe)
+        for draft in recipe.drafts:
+            passes = configure(recipe.settings(self.head_dtype) | draft.settings(), self.options)
+            yield draft, passes[PASSES.index(Speculate) :]
+
+
+def _import(
+    model: Any, passes: tuple[Pass, ...], clock: _Clock, source: Mapping[str, Any], request: _Request | None = None
+) -> _Passed:
     with clock("import"), frontend.hurried():
         graph = model if isinstance(model, Graph) else frontend.load(model, **source)
-        if calib is not None:
+        if request is not None and request.calib is not None:
             directory = huggingface.find(model) if isinstance(model, (str, Path)) else None
-            graph.calibration = calibration.open_(calib, directory, graph.info, kept, clock.progress)
+            graph.calibration = calibration.open_(request.calib, directory, graph.info, request.kept, clock.progress)
     todo = passes if graph.stage == "import" else passes[1:]  # a Graph given as such is raised already
-    graphs, records = run_passes(graph, todo, clock)
+    return run_passes(graph, todo, clock)
+
+
+def _plan(request: _Request, clock: _Clock, source: Mapping[str, Any]) -> Plan:
+    model = request.model
+    graphs, records = _import(model, request.passes, clock, source, request)
+    table = WeightTable()
     with clock("lower"):
         final = graphs[-1]
-        program, weights = lower(final)
+        program = lower(final, table)
         bits = bits_per_weight(final)
+    drafts = _draft_paths(graphs, request, table, clock)
+    weights = table.weights
+    with clock("describe"):
         files: dict[str, str | bytes] = {
             "graphs/model.json": graphs[0].to_json(),
             "graphs/step.json": final.to_json(),
             "graphs/program.json": program.to_json(),
             "report.json": canonical_json(_report(program, weights, records, bits)),
+            **{f"graphs/{draft.name}.json": draft.program.to_json() for draft in drafts},
+            **{f"{draft.name}/tokenizer.json": draft.tokenizer for draft in drafts if draft.tokenizer},
             **(huggingface.tokenizer_files(model) if isinstance(model, (str, Path)) else {}),
         }
-    return Plan(graphs, program, weights, records, bits, files)
+    lookup = LOOKUP in request.drafts
+    return Plan(graphs, program, weights, records, bits, files, drafts, lookup)
+
+
+def _other_tokenizer(model: Any, draft: Any) -> bytes | None:
+    """The tokenizer.json of `draft` where both are checkpoints with one and the model's differs."""
+    if not all(isinstance(source, (str, Path)) for source in (model, draft)):
+        return None
+    own, other = (huggingface.tokenizer_files(source).get("tokenizer.json") for source in (model, draft))
+    return other if own is not None and other is not None and own != other else None
+
+
+def _draft_paths(graphs: list[Graph], request: _Request, table: WeightTable, clock: _Clock) -> list[DraftPath]:
+    """The recipe's drafts, which share weights and cache with the target, then the other models given."""
+    quantized = [graph for graph in graphs if graph.stage == "quantize"][-1]
+    target = graphs[-1].info
+    paths: list[DraftPath] = []
+    for draft, passes in request.own_drafts():
+        made, records = run_passes(quantized, passes, clock)
+        if not records[0].fired:
+            raise UsageError(f"the draft of recipe {request.recipe} is the target itself: set other speculate options")
+        name = f"draft{len(paths) + 1}"
+        paths.append(DraftPath(name, lower(made[-1], table), records, True, draft.gamma, draft.threshold))
+    for other in request.drafts:
+        if other == LOOKUP:
+            if other is not request.drafts[-1]:
+                raise UsageError(f"{LOOKUP} must be the last draft: it can only draft for others")
+            continue
+        name = f"draft{len(paths) + 1}"
+        passes = configure(recipes.get_recipe(recipes.DRAFT_RECIPE).settings(), {})
+        made, records = _import(other, passes, clock, {})
+        info = made[-1].info
+        tokenizer = _other_tokenizer(request.model, other)
+        if tokenizer is not None and (paths or other is not request.drafts[-1]):
+            raise UnsupportedError(f"draft {info.name} has another tokenizer: it can only draft alone")
+        if tokenizer is None and info.vocab_size != target.vocab_size:
+            raise UnsupportedError(f"draft {info.name} has {info.vocab_size} tokens, the model {target.vocab_size}")
+        program = lower(made[-1], table, f"{name}.")
+        how = OTHER_DRAFT if tokenizer is None else REENCODING_DRAFT
+        paths.append(DraftPath(name, program, records, False, *how, tokenizer, info.bos_token_id))
+    return paths
 
 
 def _dump(found: Plan, folder: Path) -> None:
@@ -246,6 +359,9 @@ def bits_per_weight(graph: Graph) -> float:
     return bits / max(weights, 1)
 
 
+_Passed = tuple[list[Graph], list[PassRecord]]
+
+
 class _Clock:
     """Times stages and tells the progress callback when each starts and ends."""
 
@@ -283,9 +399,9 @@ def _stream(weights: list[PackedWeight], progress: Progress) -> Iterator[Any]:
                 progress("weights", done, total)
 
 
-def _manifest(found: Plan, entries: list[dict[str, Any]], machine: targets.Target, library: str) -> dict[str, Any]:
+def _manifest(found: Plan, entries: list[dict[str, Any]], machine: targets.Target, folder: str) -> dict[str, Any]:
     """The manifest but for what the writer adds. No seconds and no paths: builds are reproducible."""
-    info, kv = found.graphs[-1].info, found.program.kv
+    info = found.graphs[-1].info
     return {
         "qcompile_version": qcompile.__version__,
         "versions": {
@@ -303,19 +419,13 @@ def _manifest(found: Plan, entries: list[dict[str, Any]], machine: targets.Targe
         },
         "target": {"name": machine.name, "isa": machine.isa, "requires": list(machine.requires)},
         "runtime": {
-            "abi": 1,
-            "library": library,
+            "abi": cpu.ABI,
+            "library": f"{folder}/model.so",
+            "levels": _levels(found, entries, folder),
             "weights": entries,
             "max_tokens": MAX_STEP_TOKENS,
             "vocab_size": info.vocab_size,
-            "kv": {
-                "format": kv.format,
-                "layers": kv.layers,
-                "kv_heads": kv.kv_heads,
-                "head_dim": kv.head_dim,
-                "page_tokens": kv.page_tokens,
-                "page_bytes": kv.page_bytes,
-            },
+            "kv": _cache(found.program),
         },
         "passes": [
             {"name": p.name, "options": p.options, "fired": p.fired, "notes": list(p.notes)} for p in found.passes
@@ -323,6 +433,41 @@ def _manifest(found: Plan, entries: list[dict[str, Any]], machine: targets.Targe
         "bits_per_weight": found.bits_per_weight,
         "calibration": text.describe() if (text := found.graphs[-1].calibration) else None,
     }
+
+
+def _cache(program: Program) -> dict[str, Any]:
+    kv = program.kv
+    return {
+        "format": kv.format,
+        "layers": kv.layers,
+        "kv_heads": kv.kv_heads,
+        "head_dim": kv.head_dim,
+        "page_tokens": kv.page_tokens,
+        "page_bytes": kv.page_bytes,
+    }
+
+
+def _levels(found: Plan, entries: list[dict[str, Any]], folder: str) -> list[dict[str, Any]]:
+    """What drafts for the target, level by level. `weights` are places in the list of all weights, which begins with
+    the target's own; `kv` is null where a path works in the target's cache."""
+    place = {entry["name"]: index for index, entry in enumerate(entries)}
+    levels: list[dict[str, Any]] = [
+        {
+            "path": draft.name,
+            "library": f"{folder}/{draft.name}.so",
+            "gamma": draft.gamma,
+            "threshold": draft.threshold,
+            "weights": [place[name] for name in draft.program.weights],
+            "max_position": draft.program.max_position,
+            "kv": None if draft.shares_cache else _cache(draft.program),
+            "passes": [{"name": p.name, "options": p.options, "fired": p.fired} for p in draft.passes],
+            **({"tokenizer": f"{draft.name}/tokenizer.json"} if draft.tokenizer else {}),
+            "vocab_size": draft.program.vocab_size,
+            "bos_token_id": draft.start,
+        }
+        for draft in found.drafts
+    ]
+    return levels + ([dict(LOOKUP_LEVEL)] if found.lookup else [])
 
 
 def _report(program: Program, weights: list[PackedWeight], records: list[PassRecord], bits: float) -> dict[str, Any]:

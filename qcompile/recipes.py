@@ -7,7 +7,7 @@ module knows passes by name only.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from qcompile.errors import UsageError
 
@@ -16,12 +16,33 @@ Settings = dict[str, dict[str, object]]
 
 
 @dataclass(frozen=True)
+class Draft:
+    """A draft path of a recipe: what it reads instead of the verifying path's formats, and how far it goes ahead.
+
+    The fields but the last two are those of passes/speculate.py. It proposes at most `gamma` tokens at once to a path
+    that drafts itself, and stops after a token less probable than `threshold`. It shares the target's cache.
+    """
+
+    weight: str = "same"
+    activation: str = "same"
+    head: str = "same"
+    head_activation: str = "same"
+    gamma: int = 4
+    threshold: float = 0.0
+
+    def settings(self) -> Settings:
+        """What this draft sets, by pass."""
+        fields: dict[str, object] = {k: v for k, v in asdict(self).items() if k not in ("gamma", "threshold")}
+        return {"speculate": fields | {"enabled": True}}
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Number formats of a whole model: `weight` of the linears, `activation` they meet, `kv` cache, `head`.
 
     Names are those of numerics.FORMATS, ACTIVATIONS and KV_BITS. `head` is a key of HEADS: the output head is int8
     per channel unless a recipe or the caller wants it otherwise. `calibrated` recipes want calibration text, and
-    `extra` sets fields of other passes.
+    `extra` sets fields of other passes. Each of `drafts` drafts for the path before it.
     """
 
     name: str
@@ -32,6 +53,7 @@ class Recipe:
     head: str = "int8"
     calibrated: bool = False
     extra: tuple[tuple[str, str, object], ...] = ()
+    drafts: tuple[Draft, ...] = ()
 
     def settings(self, head_dtype: str | None = None) -> Settings:
         """What this recipe sets, by pass; `head_dtype` replaces the recipe's own (UsageError if unknown)."""
@@ -67,8 +89,30 @@ RECIPES = {
         Recipe("mxfp4", "OCP MXFP4 weights, 8-bit activations in groups of 128", "mxfp4", "int8_g128", "kv16"),
         Recipe("w4a4", "4-bit weights in groups of 128, 4-bit activations per token", "w4_asym_g128", "int4", "kv16"),
         Recipe("w4a4-g128", "4-bit weights and activations in groups of 128", "w4_asym_g128", "int4_g128", "kv16"),
+        Recipe(
+            "ml-specqd",
+            "bfloat16, drafted by its own MXFP4 copy (ML-SpecQD)",
+            *("bf16", "bf16", "kv16", "bf16"),
+            drafts=(Draft("mxfp4", "int8_g128", "w8_sym_channel", "int8"),),
+        ),
+        Recipe(
+            "qspec",
+            "4-bit weights, drafted with 8-bit and verified with bfloat16 activations (QSpec)",
+            *("w4_asym_g128", "bf16", "kv16"),
+            drafts=(Draft(activation="int8"),),
+        ),
+        Recipe(
+            "nested",
+            "8-bit weights in two planes, drafted by the upper one alone",
+            *("nested_8_4", "int8", "kv16"),
+            drafts=(Draft("nested_4"),),
+        ),
     )
 }
+
+
+DRAFT_RECIPE = "mxfp4"
+"""Number formats of another model that drafts."""
 
 
 def get_recipe(name: str) -> Recipe:

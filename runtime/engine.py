@@ -7,11 +7,14 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from qcompile.errors import ResourceError
+from qcompile.runtime import accept
 from qcompile.runtime.blocks import BlockPool
 from qcompile.runtime.executor import Executor, FloatArray, Rows
+from qcompile.runtime.gamma import AUTO, GammaPolicy, observe
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics
 from qcompile.runtime.sampling import Sampler, SamplingParams, logprobs_of
 from qcompile.runtime.scheduler import Plan, Request, Scheduler
+from qcompile.runtime.speculate import Drafter, Speculator
 from qcompile.runtime.tokenizer import Detokenizer
 
 if TYPE_CHECKING:
@@ -33,7 +36,13 @@ class Engine:
         tokenizer: Tokenizer | None,
         eos: Sequence[int],
         max_batch: int,
+        speculator: Drafter | None = None,
+        gamma: int = 0,
+        policy: GammaPolicy | None = None,
     ) -> None:
+        self.speculator, self.gamma, self.policy = speculator, gamma, policy
+        self.rejects = False
+        """Whether drawn requests keep drafts by rejection sampling: more of them, but other tokens than without."""
         self.executor, self.pool, self.tokenizer = executor, pool, tokenizer
         self.scheduler = Scheduler(pool, executor.limits.max_tokens, max_batch)
         self.context = min(executor.limits.max_position, pool.total * pool.page_tokens)
@@ -58,6 +67,8 @@ class Engine:
         )
         if params.logprobs is not None:
             request.output.logprobs, request.output.cumulative_logprob = [], 0.0
+        if self.speculator:
+            self.speculator.start(request)
         self._next_id += 1
         self.scheduler.add(request)
         return request
@@ -78,16 +89,66 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Run one step; returns the requests that got tokens (a finished one has its finish_reason set)."""
-        plan = self.scheduler.schedule(self._burst(len(self.scheduler.running)))
+        burst = self._burst(len(self.scheduler.running))
+        plan = self.scheduler.schedule(1 if self.speculator and self.gamma else burst)
         if plan is None:
             return []
         started = time.monotonic()
         for request in plan.requests:
             if not request.metrics.first_scheduled_time:
                 request.metrics.first_scheduled_time = started
+        if self.speculator and self.gamma:
+            gammas = self._gammas(plan, self.speculator)
+            if any(gammas):
+                return self._speculate(plan, gammas, self.speculator, started)
+            if plan.decoding:
+                plan = self.scheduler.burst(plan, burst)
         if plan.steps > 1:
             return self._run_burst(plan, started)
-        return self._run_step(plan, started)
+        return self._run_step(plan, started, ())
+
+    def _gammas(self, plan: Plan, speculator: Drafter) -> list[int]:
+        """How many tokens to draft for each request of a step; 0 for what is not decoding."""
+        room = self.executor.limits.max_tokens - sum(plan.counts)
+        most = min(speculator.most(len(plan.requests)), room // len(plan.requests))
+        gammas = []
+        for request in plan.requests:
+            left = min(request.limit, speculator.max_position) - len(request.tokens) - 1
+            if self.gamma == AUTO and self.policy:
+                wanted = self.policy.choose(request, len(plan.requests)) if left > 0 else 0
+            else:
+                wanted = self.gamma
+            gammas.append(max(0, min(wanted, most, left)) if request.pending == 1 else 0)
+        return gammas
+
+    def _speculate(self, plan: Plan, gammas: list[int], speculator: Drafter, started: float) -> list[Request]:
+        """Draft and verify: whole rounds in the library where all requests are greedy, else one step's worth."""
+        wanted = max(gammas) + 1
+        greedy_all = plan.decoding and all(request.params.argmax_only for request in plan.requests)
+        if greedy_all and isinstance(speculator, Speculator):
+            rounds = self._burst(-len(plan.requests))
+            tokens = self.scheduler.reserve(plan.requests, rounds * wanted)
+            rounds = max(1, tokens // wanted)
+            ends = [
+                min(len(request.tokens) + tokens, request.limit, speculator.max_position if gamma else request.limit)
+                for request, gamma in zip(plan.requests, gammas, strict=True)
+            ]
+            gained = speculator.rounds(plan.requests, gammas, rounds, ends)
+            now = time.monotonic()
+            self._learn(-len(plan.requests), (now - started) / rounds)
+            for request, new in zip(plan.requests, gained, strict=True):
+                self._accept(request, new, now)
+            return plan.requests
+        drafting = [index for index, gamma in enumerate(gammas) if gamma]
+        room = self.scheduler.reserve([plan.requests[index] for index in drafting], wanted) - 1
+        drafts: list[list[int]] = [[] for _ in gammas]
+        for propose, greedy in ((speculator.propose, True), (speculator.draw, False)):
+            chosen = [index for index in drafting if (plan.requests[index].params.temperature == 0) is greedy]
+            if chosen and room:
+                most = [min(gammas[index], room) for index in chosen]
+                for index, draft in zip(chosen, propose([plan.requests[i] for i in chosen], most), strict=True):
+                    drafts[index] = draft
+        return self._run_step(plan, started, drafts)
 
     def _burst(self, batch: int) -> int:
         """Greedy steps that take about BURST_SECONDS with this many requests, as measured so far."""
@@ -106,30 +167,61 @@ class Engine:
         self._learn(batch, (now - started) / steps)
         for index, request in enumerate(plan.requests):
             request.computed += steps
+            request.drafts.plain_tokens += steps
             self._accept(request, tokens[index::batch], now)
         return plan.requests
 
-    def _run_step(self, plan: Plan, started: float) -> list[Request]:
+    def _run_step(self, plan: Plan, started: float, drafts: Sequence[list[int]]) -> list[Request]:
         want_logits = any(not request.params.argmax_only for request in plan.requests)
-        argmax, logits = self.executor.step(plan.rows(), want_logits)
+        argmax, logits = self.executor.step(plan.rows(drafts), want_logits)
         now = time.monotonic()
-        if all(count == 1 for count in plan.counts):
+        if not drafts and plan.decoding:
             self._learn(len(plan.requests), now - started)
         advanced: list[Request] = []
-        for request, count in zip(plan.requests, plan.counts, strict=True):
+        at = 0
+        for index, (request, count) in enumerate(zip(plan.requests, plan.counts, strict=True)):
             request.computed += count
-            if request.pending == 0:
-                token = argmax[len(advanced)]
-                if not request.params.argmax_only:
-                    assert logits is not None
-                    token = self._draw(request, logits[len(advanced)])
-                advanced.append(request)
-                self._accept(request, [token], now)
+            if request.pending:
+                continue
+            draft = drafts[index] if drafts else []
+            end = at + len(draft) + 1
+            tokens = self._choose(request, draft, argmax[at:end], logits[at:end] if logits is not None else None)
+            at = end
+            if draft:
+                request.computed += len(tokens) - 1
+                request.drafts.metrics.gamma = len(draft)
+                request.drafts.metrics.count(len(draft), len(tokens) - 1)
+                observe(request, len(tokens) - 1, int(len(tokens) <= len(draft)))
+                request.drafts.metrics.verify_seconds += now - started
+            else:
+                request.drafts.plain_tokens += 1
+            if self.speculator:
+                self.speculator.settle(request)
+            advanced.append(request)
+            self._accept(request, tokens, now)
         return advanced
 
-    def _draw(self, request: Request, logits: FloatArray) -> int:
-        """Sample one token and note its log probability. logits: [vocab]."""
-        token = request.sampler.draw(logits)
+    def _choose(self, request: Request, draft: list[int], argmax: list[int], logits: FloatArray | None) -> list[int]:
+        """The drafts that are kept, and one token more. logits: [drafts + 1, vocab]."""
+        if request.params.argmax_only:
+            return accept.greedy(draft, argmax)
+        assert logits is not None
+        sampler = request.sampler
+        if not (draft and self.rejects and request.params.temperature):
+            return accept.drawn(draft, lambda place: self._note(request, logits[place], sampler.draw(logits[place])))
+
+        def target(place: int) -> accept.Distribution:
+            if place:
+                self._note(request, logits[place - 1], draft[place - 1])
+                sampler.note(draft[place - 1])
+            return sampler.distribution(logits[place])
+
+        tokens = accept.rejection(draft, request.drafts.proposed, target, sampler.fresh)
+        sampler.note(self._note(request, logits[len(tokens) - 1], tokens[-1]))
+        return tokens
+
+    def _note(self, request: Request, logits: FloatArray, token: int) -> int:
+        """Note the log probability of a token of the request. logits: [vocab]."""
         output = request.output
         if output.logprobs is not None and output.cumulative_logprob is not None:
             found = logprobs_of(logits, token, request.params.logprobs or 0, self._spell)
@@ -153,6 +245,8 @@ class Engine:
                 output.text += request.detokenizer.push(tokens)
         request.tokens += tokens
         output.token_ids += tokens
+        if output.logprobs is not None and len(output.logprobs) > len(output.token_ids):
+            _forget_logprobs(output)
         if output.stop_reason is not None:
             reason = "stop"
         elif reason is None and len(request.tokens) >= request.limit:
@@ -189,6 +283,8 @@ class Engine:
         if request.detokenizer and request.output.stop_reason is None:
             request.output.text += request.held_text + request.detokenizer.push([], last=True)
         self.scheduler.release(request)
+        if self.speculator:
+            self.speculator.release(request)
 
     def forward(self, sequences: Sequence[Sequence[int]], chunk: int) -> Iterator[tuple[int, int, FloatArray]]:
         """Logits of every position of sequences of one length, `chunk` positions of each to a step.
@@ -218,6 +314,14 @@ class Engine:
             finally:
                 for held in pages.values():
                     self.pool.give_back(held)
+
+
+def _forget_logprobs(output: CompletionOutput) -> None:
+    """Log probabilities of tokens drawn behind the one that ended the request."""
+    assert output.logprobs is not None
+    del output.logprobs[len(output.token_ids) :]
+    pairs = zip(output.token_ids, output.logprobs, strict=True)
+    output.cumulative_logprob = sum(found[token].logprob for token, found in pairs)
 
 
 def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:

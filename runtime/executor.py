@@ -47,6 +47,7 @@ class QcConfig(ctypes.Structure):
         ("threads", ctypes.c_int32),
         ("max_tokens", ctypes.c_int32),
         ("max_outputs", ctypes.c_int32),
+        ("team", ctypes.c_void_p),
     ]
 
 
@@ -76,8 +77,10 @@ def bind(library: Any) -> None:
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "qc_describe": (ctypes.c_char_p, []),
         "qc_open": (handle, [ctypes.POINTER(QcConfig)]),
+        "qc_team": (ctypes.c_void_p, [handle]),
         "qc_step": (ctypes.c_int, [handle, batch]),
         "qc_decode": (ctypes.c_int, [handle, batch, i32, ctypes.c_void_p]),
+        "qc_speculate": (ctypes.c_int, [ctypes.c_void_p]),
         "qc_profile": (ctypes.c_int, [handle, i32]),
         "qc_profile_read": (ctypes.c_int, [handle, ctypes.c_void_p, ctypes.c_void_p, i32]),
         "qc_probe": (ctypes.c_double, [handle, i32]),
@@ -92,20 +95,31 @@ class Executor:
     """One opened model. `step` and `decode` block until the library is done; not safe for two threads.
 
     `library` has the functions of the C interface, `pointers` is a ctypes array of weight addresses, and
-    `kv` holds `kv_pages` pages. Raises ResourceError if threads or memory cannot be had.
+    `kv` holds `kv_pages` pages. A path that drafts works with the threads of the one it drafts for, `leader`, and
+    must be closed before it. Raises ResourceError if threads or memory cannot be had.
     """
 
-    def __init__(self, library: Any, pointers: Any, kv: Arena, kv_pages: int, threads: int, limits: Limits) -> None:
+    def __init__(
+        self,
+        library: Any,
+        pointers: Any,
+        kv: Arena,
+        kv_pages: int,
+        threads: int,
+        limits: Limits,
+        leader: Executor | None = None,
+    ) -> None:
         self.library, self.limits, self.threads, self.kv_pages = library, limits, threads, kv_pages
         self._keep: tuple[object, ...] = (pointers, kv)
         self.description: dict[str, Any] = json.loads(library.qc_describe())
         if self.description.get("abi") != ABI:
             raise ArtifactError(f"library interface {self.description.get('abi')}, this qcompile has {ABI}")
+        team = leader.library.qc_team(leader.handle) if leader else None
         config = QcConfig(
-            ctypes.addressof(pointers), kv.address, kv_pages, threads, limits.max_tokens, limits.max_tokens
+            ctypes.addressof(pointers), kv.address, kv_pages, threads, limits.max_tokens, limits.max_tokens, team
         )
-        self._handle = library.qc_open(ctypes.byref(config))
-        if not self._handle:
+        self.handle: int | None = library.qc_open(ctypes.byref(config))
+        if not self.handle:
             raise ResourceError(f"no memory or threads to open the model with {threads} threads")
         self._allocate()
 
@@ -134,7 +148,7 @@ class Executor:
 
     def _fill(self, sequences: Sequence[Rows]) -> int:
         """Write the rows into the batch; returns how many give logits."""
-        if self._handle is None:
+        if self.handle is None:
             raise UsageError("the model is closed: load it again")
         stride = max(len(rows.pages) for rows in sequences)
         at = outputs = 0
@@ -162,7 +176,7 @@ class Executor:
         """
         outputs = self._fill(sequences)
         self._batch.logits = self._logits_address if logits else None
-        status = self.library.qc_step(self._handle, self._reference)
+        status = self.library.qc_step(self.handle, self._reference)
         if status:
             raise RuntimeError(f"qc_step refused its arguments ({status})")
         return self._argmax[:outputs], self._logits[:outputs] if logits else None
@@ -177,29 +191,29 @@ class Executor:
             self._decoded = (ctypes.c_int32 * count)()
         self._batch.logits = None
         out = ctypes.addressof(self._decoded)
-        status = self.library.qc_decode(self._handle, self._reference, steps, out)
+        status = self.library.qc_decode(self.handle, self._reference, steps, out)
         if status:
             raise RuntimeError(f"qc_decode refused its arguments ({status})")
         return self._decoded[:count]
 
     def profile(self, on: bool) -> None:
         """Start (resetting the counters) or stop timing each call."""
-        self.library.qc_profile(self._handle, int(on))
+        self.library.qc_profile(self.handle, int(on))
 
     def profile_read(self) -> dict[str, tuple[float, int]]:
         """Seconds and number of runs of each call since `profile(True)`, in the order they run."""
         names = self.description["calls"]
         seconds, counts = (ctypes.c_double * len(names))(), (ctypes.c_int64 * len(names))()
-        self.library.qc_profile_read(self._handle, seconds, counts, len(names))
+        self.library.qc_profile_read(self.handle, seconds, counts, len(names))
         return {name: (seconds[i], counts[i]) for i, name in enumerate(names)}
 
     def probe(self, what: int) -> float:
         """A ceiling of this machine: 0 read GB/s, 1 int8 GOPS, 2 f32 GFLOPS, 3 bf16 GFLOPS."""
-        return float(self.library.qc_probe(self._handle, what))
+        return float(self.library.qc_probe(self.handle, what))
 
     def close(self) -> None:
         """End the library's threads and free its memory; idempotent."""
-        handle, self._handle = self._handle, None
+        handle, self.handle = self.handle, None
         if handle:
             self.library.qc_close(handle)
             self._keep = ()

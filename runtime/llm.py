@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from qcompile.errors import ResourceError, UsageError
+from qcompile.errors import ArtifactError, ResourceError, UsageError
 from qcompile.runtime.blocks import BlockPool
 from qcompile.runtime.engine import Engine
 from qcompile.runtime.evaluate import Evaluation, perplexity
 from qcompile.runtime.executor import Executor, Limits, bind
-from qcompile.runtime.loader import Arena, available_memory, load_artifact
-from qcompile.runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from qcompile.runtime.gamma import AUTO, GammaPolicy, predicted
+from qcompile.runtime.loader import Arena, LoadedArtifact, available_memory, load_artifact
+from qcompile.runtime.outputs import MOST_DRAFTS, CompletionOutput, RequestMetrics, RequestOutput, SpeculationMetrics
+from qcompile.runtime.reencode import Reencoder
 from qcompile.runtime.sampling import SamplingParams
 from qcompile.runtime.scheduler import Request
+from qcompile.runtime.speculate import Drafter, Level, Speculator
 from qcompile.runtime.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -37,16 +40,25 @@ def load(
     threads: int | None = None,
     max_batch: int = MAX_BATCH,
     kv_cache_bytes: int | None = None,
+    gamma: int = AUTO,
+    acceptance: Literal["drawn", "rejection"] = "drawn",
 ) -> LLM:
     """Verify the artifact at `path`, load it, and start its threads.
 
     threads: default the cores this process may use. max_batch: requests that run at once; others wait.
     kv_cache_bytes: default what `max_batch` requests of full context need, but at most a quarter of the free
-    memory; a cache smaller than the context shortens the context. Raises ArtifactError (damaged, or built for
-    another CPU), ResourceError (memory), UsageError.
+    memory; a cache smaller than the context shortens the context. gamma: how many tokens the artifact's drafts
+    propose at once; AUTO chooses for each request as it goes, 0 leaves drafts out. acceptance: at a temperature
+    above 0 drafts stay where the target draws the same (`drawn`: a seed gives the tokens it gives without drafts) or by
+    `rejection` sampling (more stay; the distribution is the same, the tokens are not). Raises ArtifactError (damaged,
+    or built for another CPU), ResourceError (memory), UsageError.
     """
     cores = len(os.sched_getaffinity(0))
     threads = cores if threads is None else threads
+    if gamma != AUTO and not 0 <= gamma < MOST_DRAFTS:
+        raise UsageError(f"gamma must be between 0 and {MOST_DRAFTS - 1}, or AUTO, not {gamma}")
+    if acceptance not in ("drawn", "rejection"):
+        raise UsageError(f"acceptance must be drawn or rejection, not {acceptance!r}")
     if not 1 <= threads <= 1024:
         raise UsageError(f"threads must be between 1 and 1024, not {threads}")
     artifact = load_artifact(path)
@@ -55,16 +67,72 @@ def load(
     limits = Limits(runtime["max_tokens"], runtime["vocab_size"], kv["page_tokens"], model["max_position"])
     if not 1 <= max_batch <= limits.max_tokens:
         raise UsageError(f"max_batch must be between 1 and {limits.max_tokens}, not {max_batch}")
-    pages = _kv_pages(kv, limits, max_batch, kv_cache_bytes)
+    levels = runtime.get("levels", []) if gamma != 0 else []
+    page_bytes = kv["page_bytes"] + sum(
+        level["kv"]["page_bytes"] for level in levels if level.get("kv") and "tokenizer" not in level
+    )
+    pages = _kv_pages(page_bytes, limits, max_batch, kv_cache_bytes)
     bind(artifact.library)
     arena = Arena(pages * kv["page_bytes"])
     executor = Executor(artifact.library, artifact.pointers, arena, pages, threads, limits)
-    return LLM(executor, artifact.manifest, load_tokenizer(artifact.root), max_batch, keep=artifact)
+    tokenizer = load_tokenizer(artifact.root)
+    speculator: Drafter | None = None
+    if levels and "tokenizer" in levels[0]:
+        speculator = _open_reencoder(artifact, levels[0], executor, tokenizer, max_batch)
+    elif levels:
+        speculator = _open_levels(artifact, levels, executor, arena)
+    llm = LLM(executor, artifact.manifest, tokenizer, max_batch, speculator, keep=artifact)
+    if speculator:
+        llm.engine.gamma, llm.engine.policy = gamma, _policy(artifact.manifest, executor)
+        llm.engine.rejects = acceptance == "rejection"
+    return llm
 
 
-def _kv_pages(kv: dict[str, Any], limits: Limits, max_batch: int, wanted_bytes: int | None) -> int:
-    """How many pages the KV cache gets."""
-    page_bytes: int = kv["page_bytes"]
+def _policy(manifest: dict[str, Any], target: Executor) -> GammaPolicy:
+    """As `qcompile tune` measured; before that, as bytes predict."""
+    if "tuned" in manifest:
+        return GammaPolicy.load(manifest["tuned"])
+    sizes = [entry["bytes"] for entry in manifest["runtime"]["weights"]]
+    drafts = manifest["runtime"]["levels"][0].get("weights", [])
+    return predicted(sum(sizes[: target.description["weights"]]), sum(sizes[index] for index in drafts))
+
+
+def _open_levels(
+    artifact: LoadedArtifact, levels: list[dict[str, Any]], target: Executor, cache: Arena
+) -> Speculator:
+    """The paths that draft, opened on the target's threads, its pages and, where they share it, its cache."""
+    opened = []
+    for level, draft in zip(levels, artifact.drafts, strict=True):
+        if draft is None:
+            opened.append(Level(None, level["gamma"], match=level["lookup"]))
+            continue
+        bind(draft.library)
+        own, pages = level["kv"], target.kv_pages
+        arena = Arena(pages * own["page_bytes"]) if own else cache
+        limits = target.limits._replace(max_position=level["max_position"])
+        executor = Executor(draft.library, draft.pointers, arena, pages, target.threads, limits, target)
+        opened.append(Level(executor, level["gamma"], own is None, threshold=level["threshold"]))
+    return Speculator(target, opened)
+
+
+def _open_reencoder(
+    artifact: LoadedArtifact, level: dict[str, Any], target: Executor, tokenizer: Tokenizer | None, max_batch: int
+) -> Reencoder:
+    """A model of another tokenizer that drafts, with pages for `max_batch` requests of its whole context."""
+    draft, kv = artifact.drafts[0], level["kv"]
+    own = load_tokenizer((artifact.root / level["tokenizer"]).parent)
+    if draft is None or own is None or tokenizer is None:
+        raise ArtifactError(f"{artifact.root}: a draft that encodes text needs two tokenizers; build it again")
+    bind(draft.library)
+    limits = Limits(target.limits.max_tokens, level["vocab_size"], kv["page_tokens"], level["max_position"])
+    pool = BlockPool(max_batch * -(-limits.max_position // limits.page_tokens), limits.page_tokens)
+    arena = Arena(pool.total * kv["page_bytes"])
+    executor = Executor(draft.library, draft.pointers, arena, pool.total, target.threads, limits, target)
+    return Reencoder(tokenizer, own, executor, pool, level["bos_token_id"], level["threshold"])
+
+
+def _kv_pages(page_bytes: int, limits: Limits, max_batch: int, wanted_bytes: int | None) -> int:
+    """How many pages the KV cache gets, each of `page_bytes` over all paths."""
     if wanted_bytes is not None:
         if wanted_bytes < page_bytes:
             raise UsageError(f"kv_cache_bytes {wanted_bytes:,} is less than one page of {page_bytes:,} bytes")
@@ -85,6 +153,7 @@ class LLM:
         manifest: dict[str, Any],
         tokenizer: Tokenizer | None,
         max_batch: int = MAX_BATCH,
+        speculator: Drafter | None = None,
         keep: object = None,
     ) -> None:
         """Use `load`. `keep` lives as long as the model: the memory its weights are in."""
@@ -93,9 +162,9 @@ class LLM:
         self.vocab_size: int = executor.limits.vocab
         self.bos_token_id: int | None = model["bos_token_id"]
         pool = BlockPool(executor.kv_pages, executor.limits.page_tokens)
-        self.engine = Engine(executor, pool, tokenizer, model["eos_token_ids"], max_batch)
+        self.engine = Engine(executor, pool, tokenizer, model["eos_token_ids"], max_batch, speculator)
         self._keep = keep
-        self._close = weakref.finalize(self, executor.close)
+        self._close = weakref.finalize(self, _close_all, executor, speculator)
 
     @property
     def context(self) -> int:
@@ -243,6 +312,13 @@ class LLM:
         self.close()
 
 
+def _close_all(target: Executor, speculator: Drafter | None) -> None:
+    """The drafts first: they work with the target's threads."""
+    if speculator:
+        speculator.close()
+    target.close()
+
+
 class _Group:
     """A prompt and the requests (one for each sample) that answer it."""
 
@@ -269,7 +345,21 @@ class _Group:
             min(time.first_token_time for time in times),
             max(time.finished_time for time in times) if self.finished else 0.0,
         )
-        return RequestOutput(self.number, self.prompt, self.tokens, outputs, self.finished, metrics)
+        speculation = _sum(request.drafts.metrics for request in self.requests)
+        return RequestOutput(self.number, self.prompt, self.tokens, outputs, self.finished, metrics, speculation)
+
+
+def _sum(samples: Iterable[SpeculationMetrics]) -> SpeculationMetrics | None:
+    """The speculation of all samples of a prompt; None without a round."""
+    total = SpeculationMetrics()
+    for one in samples:
+        total.gamma = one.gamma
+        total.rounds += one.rounds
+        total.drafted = [a + b for a, b in zip(total.drafted, one.drafted, strict=True)]
+        total.accepted = [a + b for a, b in zip(total.accepted, one.accepted, strict=True)]
+        total.draft_seconds += one.draft_seconds
+        total.verify_seconds += one.verify_seconds
+    return total if total.rounds else None
 
 
 def _as_list(prompts: Prompts) -> list[Prompt]:

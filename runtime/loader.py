@@ -23,7 +23,7 @@ from qcompile.targets import cpu_flags
 
 HUGE_PAGE = 2 << 20
 _PAGE = 4096
-ABI = 1
+ABI = 2
 
 # Libraries already open, by SHA-256: the dynamic loader must not be asked twice for the same bytes.
 _libraries: dict[str, ctypes.CDLL] = {}
@@ -51,8 +51,16 @@ class Arena:
 
 
 @dataclass(frozen=True)
+class DraftLibrary:
+    """A path that drafts: its library, and the addresses of the weights it reads, in its own order."""
+
+    library: ctypes.CDLL
+    pointers: Any
+
+
+@dataclass(frozen=True)
 class LoadedArtifact:
-    """A verified artifact: manifest, weights in memory, and the library that computes with them."""
+    """A verified artifact: manifest, weights in memory, and the libraries that compute with them."""
 
     root: Path
     manifest: Manifest
@@ -60,6 +68,8 @@ class LoadedArtifact:
     pointers: Any
     """ctypes array: the address of each tensor, in the order of manifest["runtime"]["weights"]."""
     library: ctypes.CDLL
+    drafts: tuple[DraftLibrary | None, ...]
+    """For each of manifest["runtime"]["levels"]; None where it is no path."""
 
 
 def available_memory() -> int:
@@ -100,16 +110,28 @@ def load_artifact(path: str | Path) -> LoadedArtifact:
     if size > available_memory():
         raise ResourceError(f"{root}: weights take {size:,} bytes, {available_memory():,} are available")
     arena = Arena(size)
-    if runtime["library"] not in files:
-        raise ArtifactError(f"{root}: library {runtime['library']} is not in the manifest; build it again")
-    library = bytearray(files[runtime["library"]]["bytes"])
+    levels: list[dict[str, Any]] = runtime.get("levels", [])
+    names = [runtime["library"], *(level["library"] for level in levels if "library" in level)]
+    missing = [name for name in names if name not in files]
+    if missing:
+        raise ArtifactError(f"{root}: library {missing[0]} is not in the manifest; build it again")
+    libraries = {name: bytearray(files[name]["bytes"]) for name in names}
     destinations = {n: arena.view[at : at + files[n]["bytes"]] for n, at in places.items()}
-    destinations[runtime["library"]] = memoryview(library)
+    destinations |= {name: memoryview(content) for name, content in libraries.items()}
     _read_and_check(root, files, destinations)
-    pointers = (ctypes.c_void_p * len(runtime["weights"]))(
-        *(arena.address + places[entry["file"]] + entry["offset"] for entry in runtime["weights"])
+    addresses = [arena.address + places[entry["file"]] + entry["offset"] for entry in runtime["weights"]]
+    opened = {name: _open_library(content, files[name]) for name, content in libraries.items()}
+    drafts = (
+        DraftLibrary(opened[level["library"]], _pointers([addresses[i] for i in level["weights"]]))
+        if "library" in level
+        else None
+        for level in levels
     )
-    return LoadedArtifact(root, manifest, arena, pointers, _open_library(library, files[runtime["library"]]))
+    return LoadedArtifact(root, manifest, arena, _pointers(addresses), opened[runtime["library"]], tuple(drafts))
+
+
+def _pointers(addresses: list[int]) -> Any:
+    return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
 def _rounded(size: int) -> int:

@@ -45,9 +45,50 @@ class RequestMetrics:
         return self.finished_time - self.first_token_time
 
 
+MOST_DRAFTS = 16
+"""Most tokens drafted in one round."""
+
+
+@dataclass
+class SpeculationMetrics:
+    """What speculation did for a prompt. `drafted` and `accepted` count tokens by their place in the round.
+
+    gamma: how many tokens were drafted at once, most recently. The seconds are of the steps that it had a part in.
+    """
+
+    gamma: int = 0
+    rounds: int = 0
+    drafted: list[int] = field(default_factory=lambda: [0] * MOST_DRAFTS)
+    accepted: list[int] = field(default_factory=lambda: [0] * MOST_DRAFTS)
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+
+    def count(self, drafted: int, accepted: int) -> None:
+        """One round."""
+        self.rounds += 1
+        for place in range(drafted):
+            self.drafted[place] += 1
+            self.accepted[place] += place < accepted
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted over drafted tokens; None where none was drafted."""
+        return sum(self.accepted) / sum(self.drafted) if sum(self.drafted) else None
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        """Accepted tokens and the target's own, for each step of the target."""
+        return 1 + sum(self.accepted) / self.rounds if self.rounds else None
+
+    @property
+    def accepted_per_position(self) -> list[float]:
+        """Share of the first, second, ... tokens of a round that was accepted."""
+        return [kept / made for kept, made in zip(self.accepted, self.drafted, strict=True) if made]
+
+
 @dataclass
 class RequestOutput:
-    """A prompt and its samples. `prompt` is None where token numbers were given."""
+    """A prompt and its samples. `prompt` is None where token numbers were given, `speculation` without drafts."""
 
     request_id: int
     prompt: str | None
@@ -55,3 +96,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+    speculation: SpeculationMetrics | None = None

@@ -8,6 +8,7 @@ tokens do not depend on what shares its batch.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qcompile.errors import UsageError
+from qcompile.runtime.accept import Distribution, pick
 
 FloatArray = npt.NDArray[np.float32]
 DoubleArray = npt.NDArray[np.float64]
@@ -131,6 +133,7 @@ class Sampler:
         self.params = params
         entropy = None if params.seed is None else [params.seed, index]
         self._random = np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy)))
+        self._ahead: deque[float] = deque()  # random numbers that guesses have seen
         self._seen: npt.NDArray[np.bool_] | None = None
         if params.repetition_penalty != 1:
             self._seen = np.zeros(vocab, np.bool_)
@@ -138,18 +141,49 @@ class Sampler:
 
     def draw(self, logits: FloatArray) -> int:
         """The next token, from its logits [vocab]."""
-        if self._seen is not None:
-            logits = penalize(logits, self._seen, self.params.repetition_penalty)
         if self.params.temperature == 0:
-            token = int(logits.argmax())
+            token = int(self._penalized(logits).argmax())
         else:
-            ids, probabilities = distribution(logits, self.params)
-            mass = np.cumsum(probabilities)
-            place = np.searchsorted(mass, self._random.random() * mass[-1], side="right")
-            token = int(ids[min(place, len(ids) - 1)])
+            token = pick(self.distribution(logits), self.uniform())
+        self.note(token)
+        return token
+
+    def guess(self, logits: FloatArray, ahead: Sequence[int]) -> tuple[int, Distribution]:
+        """What a draft with these logits [vocab] would draw behind the tokens `ahead`, and its distribution.
+
+        It takes the very random number that `draw` will take there: like models then draw alike.
+        """
+        found = self.distribution(logits, ahead)
+        while len(self._ahead) <= len(ahead):
+            self._ahead.append(float(self._random.random()))
+        return pick(found, self._ahead[len(ahead)]), found
+
+    def distribution(self, logits: FloatArray, ahead: Sequence[int] = ()) -> Distribution:
+        """What is drawn from, given logits [vocab] and tokens `ahead` that were not noted. Not for temperature 0."""
+        return distribution(self._penalized(logits, ahead), self.params)
+
+    def uniform(self) -> float:
+        """The next random number in [0, 1)."""
+        return self._ahead.popleft() if self._ahead else float(self._random.random())
+
+    def fresh(self) -> float:
+        """A random number in [0, 1) that no guess has seen; those they saw are spent."""
+        self._ahead.clear()
+        return float(self._random.random())
+
+    def note(self, token: int) -> None:
+        """The token is part of the text now."""
         if self._seen is not None:
             self._seen[token] = True
-        return token
+
+    def _penalized(self, logits: FloatArray, ahead: Sequence[int] = ()) -> FloatArray:
+        if self._seen is None:
+            return logits
+        seen = self._seen
+        if ahead:
+            seen = seen.copy()
+            seen[np.asarray(ahead, np.int64)] = True
+        return penalize(logits, seen, self.params.repetition_penalty)
 
 
 def logprobs_of(

@@ -8,12 +8,14 @@ later: a row's results do not depend on its step, so its tokens come out the sam
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from qcompile.runtime.blocks import BlockPool
 from qcompile.runtime.executor import Rows
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics
 from qcompile.runtime.sampling import Sampler, SamplingParams
+from qcompile.runtime.speculate import DraftState
 from qcompile.runtime.tokenizer import Detokenizer
 
 
@@ -36,6 +38,7 @@ class Request:
     pages: list[int] = field(default_factory=list)
     held_text: str = ""
     """Text that may turn out to be the start of a stop text."""
+    drafts: DraftState = field(default_factory=DraftState)
 
     @property
     def pending(self) -> int:
@@ -51,13 +54,25 @@ class Plan:
     counts: list[int]
     steps: int
 
-    def rows(self) -> list[Rows]:
-        """What the executor runs. A request gives logits when its last token is among the rows."""
+    @property
+    def decoding(self) -> bool:
+        """Whether every request has but its last token to compute."""
+        return all(request.pending == 1 for request in self.requests)
+
+    def rows(self, drafts: Sequence[Sequence[int]] = ()) -> list[Rows]:
+        """What the executor runs, `drafts[i]` behind the last token of `requests[i]`.
+
+        A request gives logits when its last token is among the rows: of that one and of its drafts.
+        """
         rows: list[Rows] = []
-        for request, count in zip(self.requests, self.counts, strict=True):
+        for index, (request, count) in enumerate(zip(self.requests, self.counts, strict=True)):
             end = request.computed + count
             tokens = request.tokens[request.computed : end]
-            rows.append(Rows(tokens, request.computed, request.pages, int(end == len(request.tokens))))
+            outputs = int(end == len(request.tokens))
+            if drafts and drafts[index]:
+                tokens += drafts[index]
+                outputs += len(drafts[index])
+            rows.append(Rows(tokens, request.computed, request.pages, outputs))
         return rows
 
 
@@ -87,6 +102,7 @@ class Scheduler:
         request = self.running.pop()
         self.pool.give_back(request.pages)
         request.computed = 0
+        request.drafts.cached = [0] * len(request.drafts.cached)
         self.waiting.appendleft(request)
         self.preemptions += 1
         return request
@@ -107,9 +123,14 @@ class Scheduler:
             budget -= _append(plan, request, budget)
         if not plan.requests:
             return None
-        if burst > 1 and len(decoding) == len(plan.requests):
-            return Plan(plan.requests, plan.counts, self._burst_steps(decoding, burst))
-        return plan
+        return self.burst(plan, burst) if burst > 1 and len(decoding) == len(plan.requests) else plan
+
+    def burst(self, plan: Plan, steps: int) -> Plan:
+        """`plan` (all decoding) with as many greedy steps, at most `steps`, as all its requests can take."""
+        if not all(request.params.argmax_only for request in plan.requests):
+            return plan
+        steps = min(steps, min(request.limit - len(request.tokens) for request in plan.requests))
+        return Plan(plan.requests, plan.counts, self.reserve(plan.requests, steps))
 
     def _admissible(self, request: Request) -> bool:
         """Pages for all its tokens, and one more for each running request lest it be evicted at once."""
@@ -130,23 +151,23 @@ class Scheduler:
                 request.pages.extend(self.pool.take(missing))
             at += 1
 
-    def _burst_steps(self, requests: list[Request], burst: int) -> int:
-        """Take pages for a burst of greedy tokens; how many steps it may have."""
-        if not all(request.params.argmax_only for request in requests):
-            return 1
-        steps = min(burst, min(request.limit - len(request.tokens) for request in requests))
+    def reserve(self, requests: Sequence[Request], tokens: int) -> int:
+        """Take pages for so many more tokens of each request, or for fewer; how many each may get (or to its limit).
+
+        The token that comes last is not in the cache, so one more token needs no page.
+        """
         while True:
-            # The token drawn last is not in the cache: `steps` steps fill positions up to this length.
             missing = [
-                self.pool.pages_for(len(request.tokens) + steps - 1) - len(request.pages) for request in requests
+                self.pool.pages_for(min(len(request.tokens) + tokens, request.limit) - 1) - len(request.pages)
+                for request in requests
             ]
-            if sum(missing) <= self.pool.free or steps == 1:
+            if tokens == 1 or sum(max(count, 0) for count in missing) <= self.pool.free:
                 break
-            steps //= 2
+            tokens //= 2
         for request, count in zip(requests, missing, strict=True):
             if count > 0:
                 request.pages.extend(self.pool.take(count))
-        return steps
+        return tokens
 
 
 def _append(plan: Plan, request: Request, budget: int) -> int:

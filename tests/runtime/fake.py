@@ -59,7 +59,7 @@ class FakeLibrary:
         self.closed = False
 
     def qc_describe(self) -> bytes:
-        return json.dumps({"abi": 1, "isa": "fake", "calls": ["all"]}).encode()
+        return json.dumps({"abi": 2, "isa": "fake", "calls": ["all"]}).encode()
 
     def qc_open(self, config: Any) -> int:
         self.pages = config._obj.kv_pages

@@ -32,7 +32,7 @@ typedef struct { int32_t tokens, sequences, outputs, stride; const int32_t *ids,
   *rows; float* logits; int32_t* argmax; } batch;
 typedef struct { const void* const* weights; void* kv; int64_t pages; int32_t threads, max_tokens, outputs; } config;
 static const uint8_t* first;
-const char* qc_describe(void) { return "{\"abi\": 1, \"isa\": \"stub\", \"calls\": [\"a\", \"b\"]}"; }
+const char* qc_describe(void) { return "{\"abi\": 2, \"isa\": \"stub\", \"calls\": [\"a\", \"b\"]}"; }
 void* qc_open(const config* c) {
   if (c->threads == 13) return 0;
   first = c->weights[0];
@@ -47,6 +47,8 @@ int qc_decode(void* m, const batch* b, int32_t steps, int32_t* out) {
     out[i] = ((i < b->sequences ? b->ids[i] : out[i - b->sequences]) + first[0]) % 260;
   return 0;
 }
+void* qc_team(void* m) { return m; }
+int qc_speculate(const void* q) { return 1; }
 int qc_profile(void* m, int32_t on) { return 0; }
 int qc_profile_read(void* m, double* s, int64_t* n, int32_t k) {
   for (int i = 0; i < k; ++i) { s[i] = 0.5 * i; n[i] = i; }
@@ -89,7 +91,7 @@ def write(path: Path, stub: Path, step: int = 3, tokenizer: bool = True, **chang
                 "vocab_size": 260,
             },
             "runtime": {
-                "abi": 1,
+                "abi": 2,
                 "library": "kernels/stub/model.so",
                 "weights": entries,
                 "max_tokens": 64,
@@ -198,8 +200,8 @@ def test_other_cpu_is_named(tmp_path: Path, stub: Path) -> None:
 
 
 def test_other_interface_is_refused(tmp_path: Path, stub: Path) -> None:
-    with pytest.raises(ArtifactError, match="interface 2"):
-        load_artifact(write(tmp_path / "out", stub, runtime={"abi": 2}))
+    with pytest.raises(ArtifactError, match="interface 1, this qcompile has 2"):
+        load_artifact(write(tmp_path / "out", stub, runtime={"abi": 1}))
 
 
 def test_weight_outside_its_file_is_refused(tmp_path: Path, stub: Path) -> None:

@@ -18,7 +18,7 @@ static size_t carve(Model& m, char* base) {
     return p;
   };
   const size_t tokens = (size_t)m.capacity[kTokens], outputs = (size_t)m.capacity[kOutputs];
-  const size_t threads = (size_t)m.team.threads;
+  const size_t threads = (size_t)m.team->threads;
   m.arena[kTokens] = take((size_t)kTokenBytes * tokens);
   m.arena[kOutputs] = take((size_t)kOutputBytes * outputs);
   m.rope = (float*)take((size_t)kRopeFloats * tokens * sizeof(float));
@@ -43,7 +43,7 @@ static bool allocate(Model& m) {
 QC_API void qc_close(void* model) {
   if (!model) return;
   Model& m = *(Model*)model;
-  m.team.close();
+  if (m.team == &m.own_team) m.team->close();
   if (m.memory) munmap(m.memory, m.memory_bytes);
   free(model);
 }
@@ -60,12 +60,15 @@ QC_API void* qc_open(const qc_config* c) {
   m.rows[kTokens] = c->max_tokens;
   m.rows[kOutputs] = c->max_outputs;
   for (int kind = 0; kind < 2; ++kind) m.capacity[kind] = (m.rows[kind] + 63) / 64 * 64;
-  if (!m.team.open(c->threads) || !allocate(m)) {
+  m.team = c->team ? (Team*)c->team : &m.own_team;
+  if ((!c->team && !m.team->open(c->threads)) || !allocate(m)) {
     qc_close(p);
     return nullptr;
   }
   return p;
 }
+
+QC_API void* qc_team(void* model) { return model ? ((Model*)model)->team : nullptr; }
 
 // ---- steps ------------------------------------------------------------------------------------------
 
@@ -103,7 +106,7 @@ static bool valid(const Model& m, const qc_batch* batch, int steps) {
 static void run_batch(Model& m, const qc_batch& b) {
   m.batch = b;
   memset(m.next_task, 0, sizeof m.next_task);
-  m.team.run(run_step, &m);
+  m.team->run(run_step, &m);
 }
 
 QC_API int qc_step(void* model, const qc_batch* batch) {
@@ -156,4 +159,4 @@ QC_API int qc_profile_read(void* model, double* seconds, int64_t* counts, int32_
   return 0;
 }
 
-QC_API double qc_probe(void* model, int32_t what) { return model ? probe(((Model*)model)->team, what) : 0.0; }
+QC_API double qc_probe(void* model, int32_t what) { return model ? probe(*((Model*)model)->team, what) : 0.0; }

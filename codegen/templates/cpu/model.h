@@ -12,7 +12,8 @@
 enum RowKind { kTokens, kOutputs };
 
 struct Model {
-  Team team;
+  Team* team;
+  Team own_team;                   // where the model was not opened with another's
   qc_batch batch;                  // of the running step
   const void* const* weights;
   char* kv;
@@ -41,7 +42,7 @@ struct Step {
   double time = 0;
 
   Step(Model& model, int tid)
-      : m(model), b(model.batch), w{tid, model.team.threads, model.scratch + (int64_t)tid * kScratchBytes} {
+      : m(model), b(model.batch), w{tid, model.team->threads, model.scratch + (int64_t)tid * kScratchBytes} {
     few[kTokens] = w.threads > 1 && b.tokens <= kFewRows;
     few[kOutputs] = w.threads > 1 && b.outputs <= kFewRows;
     if (tid == 0 && m.profiling) time = now_seconds();
@@ -104,7 +105,7 @@ struct Step {
     const Range columns = share(kVocab, w);
     for (int r = 0; r < b.outputs; ++r)
       m.best[w.tid * m.capacity[kOutputs] + r] = argmax(x + (int64_t)r * kVocab, columns.begin, columns.end);
-    m.team.sync(w.tid);
+    m.team->sync(w.tid);
     if (w.tid) return;
     for (int r = 0; r < b.outputs; ++r) {
       Best top = m.best[r];
@@ -118,7 +119,7 @@ struct Step {
 
   // End of call `index`; `sync`: others need what it wrote.
   void done(int index, bool sync) {
-    if (sync) m.team.sync(w.tid);
+    if (sync) m.team->sync(w.tid);
     if (w.tid == 0 && m.profiling) {
       const double now = now_seconds();
       m.seconds[index] += now - time;

@@ -1,0 +1,146 @@
+"""Speculation on prompts: is it exact, what is accepted, what does it bring?
+
+    python benchmarks/speculation.py PROMPTS.jsonl [MORE.jsonl] [--variants ml-specqd,nested] [--parts exact,speed]
+
+`exact` generates every prompt with every gamma, in batches, and counts tokens that differ from plain decoding of the
+verifying path; acceptance is that of gamma 4. `speed` takes prompts one by one, plain decoding and each variant's
+`auto` in turn, and reports medians. Every part of every variant is written when it is done, and what is in the
+result file is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, write_result
+
+import qcompile
+from qcompile import SamplingParams, console
+from qcompile.pipeline import LOOKUP
+from qcompile.runtime.gamma import AUTO
+from qcompile.runtime.llm import LLM
+from qcompile.tune import tune
+
+ROOT = Path(__file__).parents[1]
+SMALL = str(ROOT / "samples" / "pycode-1m")
+VARIANTS: dict[str, tuple[str, list[str]]] = {
+    "ml-specqd": ("ml-specqd", []),
+    "ml-specqd+1m": ("ml-specqd", [SMALL]),
+    "ml-specqd+lookup": ("ml-specqd", [LOOKUP]),
+    "ml-specqd+1m+lookup": ("ml-specqd", [SMALL, LOOKUP]),
+    "bf16+1m": ("bf16", [SMALL]),
+    "nested": ("nested", []),
+    "qspec": ("qspec", []),
+}
+"""Recipe and further drafts by name."""
+
+GAMMAS = (*range(1, 9), AUTO)
+TOKENS = 128
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prompts", type=Path, nargs="+")
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--parts", default="exact,speed")
+    parser.add_argument("--limit", type=int, help="take so many prompts, evenly spread")
+    parser.add_argument("--rounds", type=int, default=1, help="of the speed part")
+    parser.add_argument("--work", type=Path, default=ROOT / "out" / "speculation", help="where artifacts go")
+    parser.add_argument("--out", type=Path, default=RESULTS / "speculation.json")
+    arguments = parser.parse_args()
+    known = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {}
+    results: dict[str, dict[str, Any]] = known.get("variants", {})
+    prompts = read(arguments.prompts, arguments.limit)
+    for name in arguments.variants.split(","):
+        found = results.setdefault(name, {})
+        for part in arguments.parts.split(","):
+            if part in found:
+                continue
+            artifact = built(name, arguments.work, arguments.prompts[0])
+            console.log(f"{name}: {part}")
+            found[part] = exact(artifact, prompts) if part == "exact" else speed(artifact, prompts, arguments.rounds)
+            facts = {"model": "pycode-26m", "prompts": len(prompts), "tokens": TOKENS, "variants": results}
+            write_result(arguments.out, facts)
+
+
+def read(files: list[Path], limit: int | None) -> list[str]:
+    """The prompts of JSONL files, all or `limit` of them."""
+    rows = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    prompts = [row["prompt"] for row in rows]
+    return prompts[:: max(1, len(prompts) // limit)][:limit] if limit else prompts
+
+
+def built(name: str, folder: Path, data: Path) -> Path:
+    """The variant's artifact, built and tuned once."""
+    recipe, drafts = VARIANTS[name]
+    path = folder / name
+    if not (path / "qcompile.json").exists():
+        qcompile.build(str(ROOT / "samples" / "pycode-26m"), path, recipe=recipe, drafts=drafts)
+        console.log(f"{name}: {json.dumps(tune(path, data, 48, None))}")
+    return path
+
+
+def generate(llm: LLM, prompts: list[str], gamma: int) -> list[Any]:
+    """All prompts in batches, greedily."""
+    llm.engine.gamma = gamma
+    return llm.generate(prompts, SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True))
+
+
+def exact(artifact: Path, prompts: list[str]) -> dict[str, Any]:
+    """Tokens that differ from plain decoding, by gamma; acceptance at gamma 4."""
+    with qcompile.load(artifact) as llm:
+        plain = [output.outputs[0].token_ids for output in generate(llm, prompts, 0)]
+        differing: dict[str, int] = {}
+        found: dict[str, Any] = {}
+        for gamma in GAMMAS:
+            outputs = generate(llm, prompts, gamma)
+            pairs = zip(plain, (output.outputs[0].token_ids for output in outputs), strict=True)
+            key = "auto" if gamma == AUTO else str(gamma)
+            differing[key] = sum(sum(a != b for a, b in zip(*pair, strict=True)) for pair in pairs)
+            if gamma == 4:
+                found = acceptance(outputs)
+    return {"tokens": sum(map(len, plain)), "differing": differing, **found}
+
+
+def acceptance(outputs: list[Any]) -> dict[str, Any]:
+    """Accepted over drafted tokens, all prompts together and by place in the round."""
+    samples = [output.speculation for output in outputs if output.speculation]
+    drafted = [sum(column) for column in zip(*(s.drafted for s in samples), strict=True)]
+    accepted = [sum(column) for column in zip(*(s.accepted for s in samples), strict=True)]
+    return {
+        "acceptance": round(sum(accepted) / sum(drafted), 4),
+        "tokens_per_round": round(1 + sum(accepted) / sum(s.rounds for s in samples), 3),
+        "accepted_per_position": [round(kept / made, 4) for kept, made in zip(accepted, drafted, strict=True) if made],
+    }
+
+
+def speed(artifact: Path, prompts: list[str], rounds: int) -> dict[str, Any]:
+    """Decoding speed prompt by prompt, plain, with fixed gammas and `auto` in turn: medians and the worst ratio."""
+    ways = {"plain": 0, "gamma 4": 4, "auto": AUTO}
+    seconds: dict[str, list[list[float]]] = {way: [[] for _ in prompts] for way in ways}
+    with qcompile.load(artifact) as llm:
+        for _ in range(rounds):
+            for index, prompt in enumerate(prompts):
+                for way, gamma in ways.items():
+                    started = time.perf_counter()
+                    output = generate(llm, [prompt], gamma)[0]
+                    prefill = output.metrics.prefill_seconds
+                    seconds[way][index].append(time.perf_counter() - started - prefill)
+    medians = {way: [statistics.median(times) for times in every] for way, every in seconds.items()}
+    ratios = {way: [a / b for a, b in zip(medians["plain"], medians[way], strict=True)] for way in ways}
+    return {
+        "tokens_per_second": {way: round((TOKENS - 1) / statistics.median(times), 1) for way, times in medians.items()},
+        "over_plain": {way: round(statistics.median(found), 3) for way, found in ratios.items() if way != "plain"},
+        "worst_over_plain": {way: round(min(found), 3) for way, found in ratios.items() if way != "plain"},
+        "prompts": len(prompts),
+        "rounds": rounds,
+    }
+
+
+if __name__ == "__main__":
+    main()

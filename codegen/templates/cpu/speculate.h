@@ -1,0 +1,178 @@
+// speculate.h: greedy speculation without returning to the caller between steps.
+//
+// A level proposes tokens, the level above it computes them all in one step and keeps those it would have
+// chosen itself, and one more (Leviathan et al. 2023, greedy case). A level that is not the last drafts by the
+// same rule with the level below (ML-SpecQD 3.2), so what any level proposes is its own greedy continuation.
+#pragma once
+#include "abi.h"
+#include "rowops.h"
+#include "team.h"
+
+struct Speculator {
+  const qc_speculation& q;
+  int32_t *ids, *positions, *rows, *argmax;  // [max_rows] of the running step
+  int32_t *query_start, *tables, *outs;      // [S + 1], [S][block_stride], [S] output rows of a sequence in the step
+  int32_t *want, *from;                      // [levels][S] tokens still wanted, where the round's drafts begin
+  float* logits;                             // [S][vocab], for thresholds
+
+  static constexpr int kShortestMatch = 2;
+
+  int32_t* text(int s) const { return q.tokens + (int64_t)s * q.stride; }
+  int32_t& computed(int k, int s) const { return q.computed[k * q.sequences + s]; }
+  bool any(const int32_t* counts) const {
+    for (int s = 0; s < q.sequences; ++s)
+      if (counts[s] > 0) return true;
+    return false;
+  }
+
+  // One step of level k over what its cache lacks; the last outs[s] rows of sequence s (0: not in it) give argmax.
+  bool run(int k, bool need_logits) {
+    const qc_level& level = q.level[k];
+    int tokens = 0, outputs = 0, n = 0;
+    query_start[0] = 0;
+    for (int s = 0; s < q.sequences; ++s) {
+      if (!outs[s]) continue;
+      const int begin = computed(k, s) - q.first[s], end = q.length[s];
+      if (begin < 0 || end - begin < outs[s] || tokens + end - begin > q.max_rows) return false;
+      for (int i = begin; i < end; ++i, ++tokens) ids[tokens] = text(s)[i], positions[tokens] = q.first[s] + i;
+      for (int i = tokens - outs[s]; i < tokens; ++i) rows[outputs++] = i;
+      memcpy(tables + (int64_t)n * q.block_stride, q.block_table + (int64_t)s * q.block_stride,
+             (size_t)q.block_stride * sizeof(int32_t));
+      query_start[++n] = tokens;
+      computed(k, s) = q.first[s] + end;
+    }
+    const qc_batch batch = {tokens, n, outputs, q.block_stride, ids, positions, query_start, tables, rows,
+                            need_logits ? logits : nullptr, argmax};
+    const double start = now_seconds();
+    const bool done = level.step(level.model, &batch) == 0;
+    q.seconds[k] += now_seconds() - start;
+    return done;
+  }
+
+  // Append want[k][s] tokens to every sequence: fewer where a lookup or a threshold ends it.
+  bool extend(int k) {
+    if (!q.level[k].step) return look_up(k);
+    return k + 1 < q.levels ? extend_by_rounds(k) : extend_alone(k);
+  }
+
+  bool extend_alone(int k) {
+    const qc_level& level = q.level[k];
+    int32_t* left = want + k * q.sequences;
+    while (any(left)) {
+      for (int s = 0; s < q.sequences; ++s) outs[s] = left[s] > 0;
+      if (!run(k, level.threshold > 0)) return false;
+      for (int s = 0, at = 0; s < q.sequences; ++s) {
+        if (!outs[s]) continue;
+        text(s)[q.length[s]++] = argmax[at];
+        --left[s];
+        if (level.threshold > 0 && top_probability(logits + (int64_t)at * level.vocab, level.vocab) < level.threshold)
+          left[s] = 0;
+        ++at;
+      }
+    }
+    return true;
+  }
+
+  bool extend_by_rounds(int k) {
+    const int n = q.sequences;
+    int32_t *left = want + k * n, *below = left + n, *start = from + k * n;
+    for (int turn = 0; any(left) && (k > 0 || turn < q.rounds); ++turn) {
+      for (int s = 0; s < n; ++s) {
+        const int gamma = k ? q.level[k + 1].gamma : q.gamma[s];
+        start[s] = q.length[s];
+        below[s] = left[s] <= 0 ? 0 : gamma < left[s] ? gamma : left[s] - 1;
+      }
+      if (any(below) && !extend(k + 1)) return false;
+      for (int s = 0; s < n; ++s) outs[s] = left[s] > 0 ? q.length[s] - start[s] + 1 : 0;
+      if (!run(k, false)) return false;
+      for (int s = 0, at = 0; s < n; ++s) {
+        if (!outs[s]) continue;
+        left[s] -= accept(k, s, argmax + at);
+        at += outs[s];
+      }
+    }
+    return true;
+  }
+
+  // Keep the drafts of sequence s that are `chosen`, and the first that is not in their place; how many tokens.
+  int accept(int k, int s, const int32_t* chosen) {
+    const int start = from[k * q.sequences + s], drafts = q.length[s] - start;
+    int32_t* draft = text(s) + start;
+    int kept = 0;
+    while (kept < drafts && draft[kept] == chosen[kept]) ++kept;
+    draft[kept] = chosen[kept];
+    q.length[s] = start + kept + 1;
+    const int valid = q.first[s] + start + kept;  // what the last token leaves is not in any cache yet
+    computed(k, s) = valid;
+    for (int c = k + 1; c < q.levels; ++c)
+      if (q.level[c].cache == q.level[k].cache || computed(c, s) > valid) computed(c, s) = valid;
+    if (k == 0) {
+      ++q.rounds_done[s];
+      for (int i = 0; i < drafts && i < qc_most_drafts; ++i) {
+        q.drafted[s * qc_most_drafts + i] += 1;
+        q.accepted[s * qc_most_drafts + i] += i < kept;
+      }
+    }
+    return kept + 1;
+  }
+
+  // Prompt lookup (Saxena 2023): what followed the last time that the text ended as it does now.
+  bool look_up(int k) {
+    for (int s = 0; s < q.sequences; ++s) {
+      const int32_t* t = text(s);
+      int end = q.length[s], found = -1;
+      for (int size = q.level[k].match; size >= kShortestMatch && found < 0; --size)
+        for (int i = end - size - 1; i >= 0 && found < 0; --i)
+          if (!memcmp(t + i, t + end - size, (size_t)size * sizeof(int32_t))) found = i + size;
+      if (found < 0) continue;
+      for (int left = want[k * q.sequences + s]; left > 0; --left) text(s)[q.length[s]++] = t[found++];
+    }
+    return true;
+  }
+
+  static float top_probability(const float* x, int n) {
+    float top = x[0], sum = 0;
+    for (int i = 1; i < n; ++i) top = x[i] > top ? x[i] : top;
+    int i = 0;
+    f32x16 sums = splat(0.0f);
+    for (; i + 16 <= n; i += 16) sums = sums + vexp(load<f32x16>(x + i) - top);
+    for (int j = 0; j < 16; ++j) sum += sums[j];
+    for (; i < n; ++i) sum += vexp(splat(x[i] - top))[0];
+    return 1.0f / sum;
+  }
+
+  // Carves the work arrays from one block; called with null to measure. Bytes.
+  size_t carve(char* base) {
+    size_t at = 0;
+    auto take = [&](size_t count) {
+      char* p = base + at;
+      at += (count * 4 + 63) / 64 * 64;
+      return (int32_t*)p;
+    };
+    const size_t n = (size_t)q.sequences, most = (size_t)q.max_rows, levels = (size_t)q.levels;
+    size_t vocab = 0;
+    for (int k = 1; k < q.levels; ++k)
+      if (q.level[k].threshold > 0 && (size_t)q.level[k].vocab > vocab) vocab = (size_t)q.level[k].vocab;
+    ids = take(most), positions = take(most), rows = take(most), argmax = take(most);
+    query_start = take(n + 1), tables = take(n * (size_t)q.block_stride), outs = take(n);
+    want = take(levels * n), from = take(levels * n);
+    logits = (float*)take(n * vocab);
+    return at;
+  }
+};
+
+QC_API int qc_speculate(const qc_speculation* q) {
+  if (!q || q->levels < 2 || q->sequences < 1 || !q->level[0].step) return 1;
+  Speculator now{*q};
+  void* memory = nullptr;
+  if (posix_memalign(&memory, 64, now.carve(nullptr))) return 1;
+  now.carve((char*)memory);
+  const int level = q->rounds ? 0 : 1;
+  for (int s = 0; s < q->sequences; ++s) {
+    const int room = q->limit[s] - q->length[s];
+    now.want[level * q->sequences + s] = level && q->gamma[s] < room ? q->gamma[s] : room;
+  }
+  const bool done = now.extend(level);
+  free(memory);
+  return !done;
+}

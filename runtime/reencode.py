@@ -1,0 +1,144 @@
+"""Drafts by a model of another tokenizer: the text is encoded again for it, and its tokens for the target.
+
+As transformers' universal assisted generation. What is proposed is only a guess, verified like any other, so text
+that the two tokenizers cut differently costs drafts, never correctness.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from qcompile.runtime.blocks import BlockPool
+from qcompile.runtime.executor import Executor, FloatArray, Rows
+from qcompile.runtime.outputs import MOST_DRAFTS
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from qcompile.runtime.scheduler import Request
+
+_TAIL = 8
+"""Tokens at the end of the text that are encoded again together with what is drafted."""
+
+
+@dataclass
+class _Text:
+    """What the draft has of a request: its own tokens, how many of them its cache holds, and where."""
+
+    tokens: list[int] = field(default_factory=list)
+    computed: int = 0
+    pages: list[int] = field(default_factory=list)
+
+
+class Reencoder:
+    """Drafts for the requests of an engine with `executor`, whose model has the tokenizer `own` and `start` token.
+
+    `pool` is pages of its own cache. Drafting stops before a token less probable than `threshold`.
+    """
+
+    def __init__(
+        self,
+        target: Tokenizer,
+        own: Tokenizer,
+        executor: Executor,
+        pool: BlockPool,
+        start: int | None,
+        threshold: float,
+    ) -> None:
+        self.executor, self.pool, self.threshold = executor, pool, threshold
+        self._target, self._own = target, own
+        self._start = [] if start is None else [start]
+        self._texts: dict[int, _Text] = {}
+        self.max_position = 1 << 30  # in tokens of the target there is no telling
+
+    def most(self, requests: int) -> int:
+        """The most tokens that can be drafted for each of so many requests."""
+        return min(MOST_DRAFTS - 1, self.executor.limits.max_tokens // requests - 2)
+
+    def start(self, request: Request) -> None:
+        """A new request."""
+        self._texts[request.id] = _Text()
+
+    def settle(self, request: Request) -> None:
+        """The target decided; the cache is compared with the text when it is next needed."""
+
+    def release(self, request: Request) -> None:
+        """A request has ended."""
+        self.pool.give_back(self._texts.pop(request.id).pages)
+
+    def draw(self, requests: Sequence[Request], gammas: Sequence[int]) -> list[list[int]]:
+        """As `propose`: each draft is proposed for certain."""
+        drafts = self.propose(requests, gammas)
+        for request, draft in zip(requests, drafts, strict=True):
+            request.drafts.proposed = [(np.array([token]), np.ones(1)) for token in draft]
+        return drafts
+
+    def propose(self, requests: Sequence[Request], gammas: Sequence[int]) -> list[list[int]]:
+        """At most `gammas[i]` tokens of the target's for `requests[i]`."""
+        drafts = []
+        for request, most in zip(requests, gammas, strict=True):
+            started = time.perf_counter()
+            drafts.append(self._draft(request, most))
+            request.drafts.metrics.draft_seconds += time.perf_counter() - started
+        return drafts
+
+    def close(self) -> None:
+        """Close the model that drafts."""
+        self.executor.close()
+
+    def _draft(self, request: Request, most: int) -> list[int]:
+        text = self._target.decode(request.tokens, skip_special_tokens=False)
+        tokens = self._start + self._own.encode(text, add_special_tokens=False).ids
+        state = self._texts[request.id]
+        longest = len(tokens) + most
+        missing = self.pool.pages_for(longest) - len(state.pages)
+        if not tokens or longest > self.executor.limits.max_position or missing > self.pool.free:
+            return []
+        state.pages += self.pool.take(max(0, missing))
+        state.computed = min(_common(state.tokens[: state.computed], tokens), len(tokens) - 1)
+        added = self._continue(state, tokens, most)
+        state.tokens = tokens + added
+        whole = self._own.decode([*tokens, *added], skip_special_tokens=False)
+        before = self._own.decode(tokens, skip_special_tokens=False)
+        return self._encoded(request.tokens, whole[len(before) :])[:most] if whole.startswith(before) else []
+
+    def _continue(self, state: _Text, tokens: list[int], most: int) -> list[int]:
+        """The draft model's own greedy tokens, as long as it is sure of them."""
+        added: list[int] = []
+        rows = self.executor.limits.max_tokens
+        while len(tokens) - 1 - state.computed >= rows:
+            part = tokens[state.computed : state.computed + rows]
+            self.executor.step([Rows(part, state.computed, state.pages, 0)], logits=False)
+            state.computed += rows
+        while len(added) < most:
+            part = [*tokens, *added][state.computed :]
+            argmax, logits = self.executor.step([Rows(part, state.computed, state.pages, 1)], logits=True)
+            assert logits is not None
+            state.computed += len(part)
+            if _top_probability(logits[0]) < self.threshold:
+                break
+            added.append(argmax[0])
+        return added
+
+    def _encoded(self, tokens: Sequence[int], text: str) -> list[int]:
+        """The target's tokens for `text` behind `tokens`; none where the last of these would become another."""
+        tail = list(tokens[-_TAIL:])
+        joined = self._target.decode(tail, skip_special_tokens=False) + text
+        found: list[int] = self._target.encode(joined, add_special_tokens=False).ids
+        return found[len(tail) :] if text and found[: len(tail)] == tail else []
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(a), len(b)))
+
+
+def _top_probability(logits: FloatArray) -> float:
+    """Probability of the likeliest token. logits: [vocab]."""
+    return float(1 / np.exp(logits - logits.max()).sum())

@@ -1,0 +1,87 @@
+"""Draft paths: what changes, what is shared, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qcompile import pipeline, recipes
+from qcompile.codegen.lower import WeightTable, lower
+from qcompile.errors import PassError, UsageError
+from qcompile.graph import Graph
+from qcompile.passes.base import apply
+from qcompile.passes.speculate import Speculate
+from tests.graphs import decoder, sequence_inputs
+
+
+def graphs(recipe: str, source: Graph, draft: Speculate | None = None) -> list[Graph]:
+    """The graph after each pass of the recipe, or of its draft path `draft`."""
+    passes = pipeline.configure(recipes.get_recipe(recipe).settings(), {})
+    found = pipeline.run_passes(source, passes[1:])[0]
+    if draft is None:
+        return found
+    quantized = next(graph for graph in found if graph.stage == "quantize")
+    return pipeline.run_passes(quantized, (draft, *passes[pipeline.PASSES.index(Speculate) + 1 :]))[0]
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "alone"),
+    [
+        ("w4a16", Speculate(True, activation="int8"), "w4a8"),
+        ("bf16", Speculate(True, "mxfp4", "int8_g128", "w8_sym_channel", "int8"), "mxfp4"),
+        ("w8a8", Speculate(True, "w4_asym_g128"), "w4a8"),
+    ],
+)
+def test_a_draft_computes_what_its_formats_alone_would(target: str, draft: Speculate, alone: str) -> None:
+    source, inputs = decoder(), sequence_inputs(9)
+    verify = next(graph for graph in graphs(target, source) if graph.stage == "quantize")
+    before = verify.run(*inputs)
+    result = apply(draft, verify)
+    wanted = next(graph for graph in graphs(alone, source) if graph.stage == "quantize")
+    assert result.fired == 9 - (draft.head == "same")  # two layers of four linears, and the head
+    assert torch.equal(result.graph.run(*inputs), wanted.run(*inputs))
+    assert torch.equal(verify.run(*inputs), before) and not torch.equal(result.graph.run(*inputs), before)
+
+
+def test_the_same_formats_change_nothing() -> None:
+    quantized = next(graph for graph in graphs("w4a8", decoder()) if graph.stage == "quantize")
+    assert apply(Speculate(True), quantized).fired == 0
+    assert apply(Speculate(True, "w4_asym_g128", "int8"), quantized).fired == 0
+
+
+def test_what_has_no_kernel_is_refused_by_name() -> None:
+    quantized = next(graph for graph in graphs("bf16", decoder()) if graph.stage == "quantize")
+    with pytest.raises(PassError, match=r"speculate: node gemm.*mxfp4 do not meet activations in bf16"):
+        apply(Speculate(True, "mxfp4"), quantized)
+    with pytest.raises(UsageError, match="weight format w3 is unknown"):
+        Speculate(True, "w3")
+    with pytest.raises(UsageError, match="activation type int2 is unknown"):
+        Speculate(True, activation="int2")
+
+
+def test_shared_weights_are_stored_once() -> None:
+    """Bytes of both paths together: a draft in the same formats adds none, one in others only what differs."""
+    source = decoder(hidden=64)
+
+    def size(table: WeightTable) -> int:
+        return sum(size for weight in table.weights for _, size in weight.blobs)
+
+    def together(recipe: str, draft: Speculate) -> tuple[int, int, set[str], set[str]]:
+        table = WeightTable()
+        first = lower(graphs(recipe, source)[-1], table)
+        alone = size(table)
+        second = lower(graphs(recipe, source, draft)[-1], table)
+        return alone, size(table), set(first.weights), set(second.weights)
+
+    alone, both, target, draft = together("w4a16", Speculate(True, activation="int8"))
+    assert both == alone and draft == target
+    alone, both, target, draft = together("nested", Speculate(True, "nested_4"))
+    assert both == alone and draft == target
+    alone, both, target, draft = together("bf16", Speculate(True, "mxfp4", "int8_g128"))
+    added = draft - target
+    assert added and all(".mxfp4." in name for name in added)  # norms, tables and the head are shared
+    assert draft & target
+    table = WeightTable()
+    for origin in ("", "other."):
+        lower(graphs("w4a16", source)[-1], table, origin)
+    assert size(table) == 2 * together("w4a16", Speculate(True, activation="int8"))[0]  # another model shares nothing

@@ -1,0 +1,282 @@
+"""Speculation changes the speed and nothing else: tokens, texts, ends and log probabilities are the target's own."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+import qcompile
+from qcompile import SamplingParams
+from qcompile.errors import UnsupportedError
+from qcompile.runtime.gamma import AUTO
+from qcompile.runtime.llm import LLM
+from qcompile.runtime.outputs import CompletionOutput
+from qcompile.runtime.reencode import Reencoder
+from qcompile.runtime.scheduler import Request
+from qcompile.runtime.speculate import Speculator
+
+PROMPTS = ["def main(", "import os\n\n\nclass Reader:\n", "x", "# " + "word " * 90, "for i in range(10):\n    "]
+TOKENS = 32
+DRAFTS: dict[str, tuple[str, list[str]]] = {
+    "qspec": ("qspec", []),
+    "nested": ("nested", []),
+    "ml-specqd": ("ml-specqd", []),
+    "two levels": ("ml-specqd", ["other"]),
+    "three levels": ("ml-specqd", ["other", "lookup"]),
+    "lookup": ("w4a8", ["lookup"]),
+    "other": ("f32", ["other"]),
+}
+"""Recipe and drafts by name; `other` is a model of other random weights, which is nearly always wrong."""
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> Path:
+    """Another tiny model of the same tokenizer: one layer, other weights, a shorter context."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    path = tmp_path_factory.mktemp("models") / "other"
+    config = LlamaConfig.from_pretrained(tiny_checkpoint)
+    config.num_hidden_layers, config.hidden_size, config.max_position_embeddings = 1, 32, 192
+    torch.manual_seed(1)
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, other: Path) -> Callable[[str], Path]:
+    """Artifacts of DRAFTS, built when first asked for."""
+    folder = tmp_path_factory.mktemp("speculation")
+
+    def build(name: str) -> Path:
+        recipe, drafts = DRAFTS[name]
+        out = folder / name
+        if not out.exists():
+            given = [str(other) if draft == "other" else draft for draft in drafts]
+            qcompile.build(str(tiny_checkpoint), out, recipe=recipe, drafts=given)
+        return out
+
+    return build
+
+
+def facts(output: CompletionOutput) -> tuple[object, ...]:
+    """All that a user sees of a sample."""
+    return (
+        output.token_ids,
+        output.text,
+        output.finish_reason,
+        output.stop_reason,
+        output.logprobs,
+        output.cumulative_logprob,
+    )
+
+
+def generate(llm: LLM, prompts: Sequence[str] = PROMPTS, **options: object) -> list[tuple[object, ...]]:
+    params = {"temperature": 0, "max_tokens": TOKENS, **options}
+    outputs = llm.generate(list(prompts), SamplingParams(**params))  # type: ignore[arg-type]
+    llm.engine.check()
+    assert llm.engine.pool.used == 0
+    return [facts(output.outputs[0]) for output in outputs]
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_tokens_are_the_targets_own(name: str, artifact: Callable[[str], Path]) -> None:
+    """Every gamma and auto, alone and together, greedy and drawn with a seed."""
+    drawn = {"temperature": 0.7, "top_p": 0.9, "seed": 5, "logprobs": 1}
+    with qcompile.load(artifact(name), threads=1, gamma=0) as llm:
+        plain, plain_drawn = generate(llm), generate(llm, **drawn)
+    with qcompile.load(artifact(name), threads=1) as llm:
+        for gamma in (*range(1, 9), AUTO):
+            llm.engine.gamma = gamma
+            assert generate(llm) == plain, gamma
+            assert generate(llm, PROMPTS[:1]) == plain[:1]
+            assert generate(llm, **drawn) == plain_drawn, gamma
+
+
+def test_ends_are_the_targets_own(artifact: Callable[[str], Path]) -> None:
+    """Stop texts, end of text and every max_tokens, wherever in a round they fall."""
+    with qcompile.load(artifact("qspec"), threads=1, gamma=0) as llm:
+        plain = generate(llm)
+        text = str(plain[0][1])
+        stops = [text[at : at + size] for at in (3, 11, 20, 31) for size in (1, 4)]
+        eos = [tokens[at] for tokens, at in ((plain[0][0], 5), (plain[1][0], 17))]  # type: ignore[index]
+        wanted = [generate(llm, stop=stop) for stop in stops]
+        short = [generate(llm, max_tokens=count) for count in range(1, 12)]
+        llm.engine._eos = frozenset(eos)
+        ended = generate(llm)
+        with_logprobs = generate(llm, logprobs=0)
+    assert {facts[2] for facts in ended} == {"stop", "length"}
+    for gamma in (1, 4, 7):
+        with qcompile.load(artifact("qspec"), threads=1, gamma=gamma) as llm:
+            assert [generate(llm, stop=stop) for stop in stops] == wanted
+            assert [generate(llm, max_tokens=count) for count in range(1, 12)] == short
+            llm.engine._eos = frozenset(eos)
+            assert generate(llm) == ended
+            assert generate(llm, logprobs=0) == with_logprobs
+
+
+class Scripted(Speculator):
+    """Drafts by a function of the request: what the rest of the engine does must not depend on their worth."""
+
+    def __init__(self, llm: LLM, script: Callable[[list[int], int], list[int]]) -> None:
+        super().__init__(llm.executor, [])
+        self.script = script
+
+    def propose(self, requests: Sequence[Request], gammas: Sequence[int]) -> list[list[int]]:
+        return [self.script(r.tokens, gamma) for r, gamma in zip(requests, gammas, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["wrong", "random", "right", "fewer"])
+def test_any_drafts_leave_the_output_alone(kind: str, tiny_artifact: Callable[[str], Path]) -> None:
+    draw = random.Random(0)
+    with qcompile.load(tiny_artifact("w4a8"), threads=1) as llm:
+        plain = generate(llm, logprobs=0)
+        outputs = llm.generate(PROMPTS, temperature=0, max_tokens=TOKENS)
+        known = [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs]
+
+        def script(tokens: list[int], gamma: int) -> list[int]:
+            right = next(full for full in known if full[: len(tokens)] == tokens)[len(tokens) :][:gamma]
+            if kind == "random":
+                return [draw.randrange(llm.vocab_size) for _ in range(gamma)]
+            if kind == "fewer":
+                return right[: draw.randrange(gamma + 1)]
+            return right if kind == "right" else [(token + 1) % llm.vocab_size for token in right]
+
+        llm.engine.speculator, llm.engine.gamma = Scripted(llm, script), 5
+        assert generate(llm, logprobs=0) == plain
+        request = llm.generate(PROMPTS[0], temperature=0, max_tokens=TOKENS, logprobs=0)[0]
+    if kind == "right":
+        assert request.speculation and request.speculation.acceptance_rate == 1.0
+        assert request.speculation.tokens_per_round == pytest.approx(6, abs=0.7)
+    if kind == "wrong":
+        assert request.speculation and request.speculation.acceptance_rate == 0.0
+
+
+def test_drafts_are_drawn_as_the_target_draws(artifact: Callable[[str], Path]) -> None:
+    """At a temperature more drafts stay than greedy ones would, and rejection sampling keeps its promises."""
+    params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, seed=1, max_tokens=60, logprobs=0)
+    with qcompile.load(artifact("qspec"), threads=1, gamma=4) as llm:
+        speculator = llm.engine.speculator
+        assert speculator
+        kept = []
+        for draw in (speculator.draw, speculator.propose):
+            speculator.draw = draw  # type: ignore[method-assign]
+            found = [output.speculation for output in llm.generate(PROMPTS, params)]
+            kept.append(sum(sum(one.accepted) for one in found if one) / sum(one.rounds for one in found if one))
+        assert kept[0] > 1.5 * kept[1]
+    with qcompile.load(artifact("qspec"), threads=1, gamma=4, acceptance="rejection") as llm:
+        first, again = (llm.generate(PROMPTS, params) for _ in range(2))
+        assert [facts(o.outputs[0]) for o in first] == [facts(o.outputs[0]) for o in again]  # seeds reproduce
+        for output in first:
+            sample = output.outputs[0]
+            assert sample.logprobs and len(sample.logprobs) == len(sample.token_ids)
+            assert all(token in found for token, found in zip(sample.token_ids, sample.logprobs, strict=True))
+
+
+def test_metrics_say_what_happened(artifact: Callable[[str], Path]) -> None:
+    with qcompile.load(artifact("qspec"), threads=1, gamma=3) as llm:
+        output = llm.generate(PROMPTS[0], temperature=0, max_tokens=TOKENS)[0]
+        found = output.speculation
+        assert found and found.gamma in (1, 2, 3) and found.draft_seconds > 0 and found.verify_seconds > 0
+        kept = sum(found.accepted)
+        assert found.rounds + kept >= TOKENS - 1  # the first token is the prompt's
+        assert found.acceptance_rate == kept / sum(found.drafted)
+        assert found.tokens_per_round == 1 + kept / found.rounds
+        assert len(found.accepted_per_position) == 3
+    with qcompile.load(artifact("qspec"), threads=1, gamma=0) as llm:
+        assert llm.engine.speculator is None
+        assert llm.generate(PROMPTS[0], temperature=0, max_tokens=4)[0].speculation is None
+
+
+def test_shared_weights_and_cache_take_no_room(artifact: Callable[[str], Path], tiny_artifact: Callable) -> None:  # type: ignore[type-arg]
+    def runtime(path: Path) -> dict[str, object]:
+        found: dict[str, object] = json.loads((path / "qcompile.json").read_text())["runtime"]
+        return found
+
+    def weight_bytes(path: Path) -> int:
+        return sum(file.stat().st_size for file in path.glob("weights-*"))
+
+    assert weight_bytes(artifact("qspec")) == weight_bytes(tiny_artifact("w4a16"))
+    assert runtime(artifact("qspec"))["kv"] == runtime(tiny_artifact("w4a16"))["kv"]
+    assert weight_bytes(artifact("ml-specqd")) < weight_bytes(tiny_artifact("bf16")) + weight_bytes(
+        tiny_artifact("mxfp4")
+    )
+    for gamma in (0, 4):
+        with qcompile.load(artifact("qspec"), threads=1, gamma=gamma, kv_cache_bytes=1 << 20) as llm:
+            assert llm.engine.pool.total == (1 << 20) // llm.manifest["runtime"]["kv"]["page_bytes"]
+
+
+def _steps(llm: LLM, requests: list[Request]) -> Iterator[None]:
+    while any(request.output.finish_reason is None for request in requests):
+        llm.engine.step()
+        llm.engine.check()
+        yield
+
+
+def test_a_draft_of_another_tokenizer(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """A model that spells letter by letter drafts for one of long tokens, and the other way round."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests.runtime.fake import byte_tokenizer
+
+    letters = tmp_path / "letters"
+    config = LlamaConfig.from_pretrained(tiny_checkpoint)
+    config.vocab_size, config.num_hidden_layers = 257, 1
+    torch.manual_seed(2)
+    LlamaForCausalLM(config).save_pretrained(letters)
+    (letters / "tokenizer.json").write_text(byte_tokenizer().to_str())
+    for target, draft in ((str(tiny_checkpoint), str(letters)), (str(letters), str(tiny_checkpoint))):
+        out = tmp_path / Path(target).name
+        qcompile.build(target, out, recipe="w4a8", drafts=[draft])
+        with qcompile.load(out, threads=1, gamma=0) as llm:
+            plain, drawn = generate(llm), generate(llm, temperature=0.8, seed=2)
+        for threshold in (0.0, 0.9):
+            with qcompile.load(out, threads=1, gamma=4) as llm:
+                assert isinstance(llm.engine.speculator, Reencoder)
+                llm.engine.speculator.threshold = threshold
+                assert generate(llm) == plain
+                assert generate(llm, temperature=0.8, seed=2) == drawn
+                assert llm.engine.speculator.pool.used == 0
+                drafted = llm.generate(PROMPTS[0], temperature=0, max_tokens=TOKENS)[0].speculation
+                assert (drafted is None) == (threshold == 0.9)
+    with pytest.raises(UnsupportedError, match="another tokenizer: it can only draft alone"):
+        qcompile.build(str(tiny_checkpoint), tmp_path / "out", recipe="qspec", drafts=[str(letters)])
+
+
+def test_drafts_of_short_contexts_stop_in_time(artifact: Callable[[str], Path]) -> None:
+    """The other model ends at 192 positions, the target at 256."""
+    with qcompile.load(artifact("other"), threads=1, gamma=0) as llm:
+        plain = generate(llm, ["def main("], max_tokens=None, ignore_eos=True)
+    with qcompile.load(artifact("other"), threads=1, gamma=5) as llm:
+        assert generate(llm, ["def main("], max_tokens=None, ignore_eos=True) == plain
+
+
+def test_cache_too_small_and_cancelled_neighbours(artifact: Callable[[str], Path]) -> None:
+    """Preempted, computed again, in small chunks, beside requests that come and go: the same tokens."""
+    with qcompile.load(artifact("two levels"), threads=1, gamma=0) as llm:
+        plain = dict(zip(PROMPTS, generate(llm, max_tokens=90), strict=True))
+        page = sum(cache["page_bytes"] for cache in _caches(llm))
+    draw = random.Random(2)
+    with qcompile.load(artifact("two levels"), threads=1, gamma=4, kv_cache_bytes=3 * page) as llm:
+        llm.engine.scheduler.max_tokens = 23
+        wanted = SamplingParams(temperature=0, max_tokens=90)
+        prompts = [draw.choice((PROMPTS[0], PROMPTS[2], PROMPTS[4])) for _ in range(12)]
+        requests = [llm.engine.add(llm.encode(prompt), wanted) for prompt in prompts]
+        for _ in _steps(llm, requests):
+            if draw.random() < 0.02:
+                llm.engine.cancel(draw.choice(requests))
+        assert llm.engine.scheduler.preemptions > 0 and llm.engine.pool.used == 0
+    finished = [pair for pair in zip(prompts, requests, strict=True) if pair[1].output.finish_reason != "abort"]
+    assert 0 < len(finished) < len(requests)
+    for prompt, request in finished:
+        assert facts(request.output) == plain[prompt]
+
+
+def _caches(llm: LLM) -> list[dict[str, int]]:
+    runtime = llm.manifest["runtime"]
+    return [runtime["kv"], *(level["kv"] for level in runtime["levels"] if level.get("kv"))]
