@@ -261,7 +261,7 @@ class _Renderer:
     def _logits(self, c: p.Logits) -> list[str]:
         x = self.program.buffer(c.x)
         copied = f"copy_rows({self.mine(c.x)}, {_ident(c.x)}, {x.stride}, kVocab, s.logits());"
-        return [copied, "m.team.sync(tid);", "s.pick_best();"]
+        return [copied, "m.team->sync(tid);", "s.pick_best();"]
 
     def _rope_append(self, c: p.RopeAppend) -> list[str]:
         table = "nullptr"
