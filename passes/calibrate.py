@@ -64,8 +64,10 @@ def _targets(graph: Graph) -> dict[fx.Node, fx.Node]:
     """Weights (quantize_weight nodes) there is a choice in, each with the first gemm that reads it, in order."""
     found: dict[fx.Node, fx.Node] = {}
     for gemm in graph.calls("gemm"):
-        weight, format = _args(gemm)[1], _args(gemm)[4]
-        if format in ROUNDINGS and ops.name_of(weight.target) == "quantize_weight":
+        weight = _args(gemm)[1]
+        if ops.name_of(weight.target) == "upper_nibble":
+            weight = weight.args[0]
+        if ops.name_of(weight.target) == "quantize_weight" and weight.args[1] in ROUNDINGS:
             found.setdefault(weight, gemm)
     return found
 
@@ -117,7 +119,7 @@ class _Work:
     # ---- one weight ------------------------------------------------------------------------------
 
     def _choose(self, weight: fx.Node, gemm: fx.Node, sweep: Sweep, moments: dict[fx.Node, Tensor], key: str) -> Loaded:
-        source, format = _args(gemm)[0], _args(gemm)[4]
+        source, format = _args(gemm)[0], _args(weight)[1]
         if source not in moments:
             moments.clear()  # one layer's at a time
             moments[source] = second_moments(sweep.values(source))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
 from qcompile import ops
@@ -16,13 +17,15 @@ from qcompile.errors import PassError
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
 from qcompile.passes.channels import ScalePusher
+from qcompile.sweep import Sweep
 
 
 @dataclass(frozen=True)
 class SmoothAttention(Pass):
     """Divides key channels by their magnitude^alpha and multiplies the queries that read them.
 
-    Magnitudes are read off the weights that make the keys. QServe takes alpha = 1/2; 1 is the default here because
+    Magnitudes are root mean squares over calibration text, without it read off the weights that make the keys
+    (QServe takes maxima, which on calibration text did worse: one token's outlier decides). QServe takes alpha = 1/2; 1 is the default here because
     the rounding step of a key is its widest channel's, so a channel narrower than that wastes it, and because the
     result then does not depend on how a scale was split between q and k before. Through q/k norms the scale moves
     into the norms' weights, which all heads share, so it is then shared too. An attention whose queries or keys
@@ -38,16 +41,17 @@ class SmoothAttention(Pass):
         graph = graph.clone()
         notes = []
         fired = 0
+        measured = _measured(graph)
         for node in graph.calls("attention"):
             try:
-                self._smooth(graph, node)
+                self._smooth(graph, node, measured.get(node))
                 fired += 1
             except PassError as error:
                 notes.append(str(error))
         graph.erase_dead()
         return PassResult(graph, fired, tuple(notes))
 
-    def _smooth(self, graph: Graph, node: fx.Node) -> None:
+    def _smooth(self, graph: Graph, node: fx.Node, measured: fx.Node | None) -> None:
         args: Any = node.args
         query, key = args[0], args[1]
         heads, head_dim = query.meta["val"].shape[-2:]
@@ -58,10 +62,27 @@ class SmoothAttention(Pass):
             if reason:
                 raise PassError(self.name, node.name, reason)
         shared = any(_norm_of(value) is not None for value in (query, key))
-        down = graph.call_weight("key_scale", _magnitude(graph, key), head_dim, *_rotary(key), shared, self.alpha)
+        size = _magnitude(graph, key) if measured is None else measured
+        down = graph.call_weight("key_scale", size, head_dim, *_rotary(key), shared, self.alpha)
         up = down if shared else graph.call_weight("repeat_heads", down, heads // kv_heads, head_dim)
         pusher.push(key, node, down, True)
         pusher.push(query, node, up, False)
+
+
+def _measured(graph: Graph) -> dict[fx.Node, fx.Node]:
+    """Root mean squares [Hk * D] of each attention's keys over calibration text, as weights; empty without text."""
+    if graph.calibration is None:
+        return {}
+    sweep = Sweep(graph, graph.calibration.excerpt())
+    found = {}
+    for node in graph.calls("attention"):
+        key: Any = node.args[1]
+        sweep.advance(node)
+        squares = torch.stack([value.float().square().mean((0, 1)) for value in sweep.values(key)])  # [samples, Hk, D]
+        name = f"smooth_attention.{node.name}.keys"
+        graph.weights.add_tensor(name, squares.mean(0).sqrt().flatten())
+        found[node] = graph.weight(name)
+    return found
 
 
 def _chain(value: Any) -> list[fx.Node]:

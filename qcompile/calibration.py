@@ -28,6 +28,9 @@ SAMPLES, SAMPLE_TOKENS = 128, 1024
 MOST_UNKNOWN = 0.5
 """Text of which more tokens than this share are the unknown token is in an alphabet the vocabulary lacks."""
 
+EXCERPT_TOKENS = 8192
+"""Tokens that magnitudes of channels are measured on."""
+
 Progress = Callable[[str, int, int], None]
 
 
@@ -74,6 +77,10 @@ class Calibration:
                 f"calibration holds token {worst}, outside the model's vocabulary of {size}: "
                 "was the text made into tokens by another model's tokenizer?"
             )
+
+    def excerpt(self, most: int = EXCERPT_TOKENS) -> Tensor:
+        """The first samples, `most` tokens or one sample of them: enough for magnitudes of channels."""
+        return self.tokens[: max(1, most // self.tokens.shape[1])]
 
     def digest(self) -> str:
         """Hash of the tokens, hexadecimal."""

@@ -54,8 +54,8 @@ def choose(w: Tensor, hessian: Tensor, format: str, *, clip: bool, gptq: bool, d
     values, notes = gptq_round(w, hessian, grid, damping) if gptq else (grid.round(w), ())
     before, after = (_energy(w - q, hessian) / max(energy, 1e-30) for q in (nearest, values))
     if after > before:  # possible with a Hessian that says next to nothing
-        return Choice(plain.parts(nearest), before, before, (*notes, "rounding to nearest was no worse and is kept"))
-    return Choice(grid.parts(values), before, after, notes)
+        return Choice(plain.parts(nearest, w), before, before, (*notes, "rounding to nearest was no worse and is kept"))
+    return Choice(grid.parts(values, w), before, after, notes)
 
 
 def _energy(error: Tensor, hessian: Tensor) -> float:
@@ -102,7 +102,8 @@ def gptq_round(w: Tensor, hessian: Tensor, grid: Grid, damping: float) -> tuple[
     k = w.shape[1]
     order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
     factor, notes = _inverse_factor(hessian[order][:, order], damping)
-    rest = w.T[order].contiguous()  # [K, N]: what is still to be rounded, errors so far made up for
+    whole = w.T[order].contiguous()  # [K, N]
+    rest = whole.clone()  # what is still to be rounded, errors so far made up for
     values = torch.empty_like(rest)
     groups = order.div(grid.group, rounding_mode="floor").tolist()
     sides = [part.T.contiguous() for part in (grid.step, grid.zero, grid.low, grid.high)]  # [groups, N]
@@ -110,7 +111,8 @@ def gptq_round(w: Tensor, hessian: Tensor, grid: Grid, damping: float) -> tuple[
         stop = min(start + _COLUMNS, k)
         errors = torch.empty(stop - start, w.shape[0])
         for i in range(start, stop):
-            values[i] = grid.nearest(rest[i], *(part[groups[i]] for part in sides))
+            step, zero, low, high = (part[groups[i]] for part in sides)
+            values[i] = grid.nearest(rest[i], step, zero, *grid.limits(whole[i], step, zero, low, high))
             error = (rest[i] - values[i]) / factor[i, i]
             rest[i + 1 : stop].addr_(factor[i, i + 1 : stop], error, alpha=-1)
             errors[i - start] = error

@@ -33,6 +33,14 @@ class Grid:
     high: Tensor
     scale: Tensor | None = None
 
+    def limits(self, w: Tensor, step: Tensor, zero: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """Range of codes for entries of w: in nested_8_4, only those from which a lower nibble leads back to w."""
+        if self.format != "nested_8_4":
+            return low, high
+        code = w / step + zero
+        reach = 1 - 1 / numerics.NESTED_STEPS
+        return torch.ceil(code - reach).clamp(low, high), torch.floor(code + 1).clamp(low, high)
+
     def nearest(self, w: Tensor, step: Tensor, zero: Tensor, low: Tensor, high: Tensor) -> Tensor:
         """Grid values nearest to w, whose entries have these steps, zeros and code ranges (broadcast)."""
         if self.format == "mxfp4":
@@ -45,8 +53,11 @@ class Grid:
         sides = (part.unsqueeze(-1) for part in (self.step, self.zero, self.low, self.high))
         return self.nearest(grouped, *sides).flatten(1)[:, : w.shape[1]]
 
-    def parts(self, values: Tensor) -> numerics.Parts:
-        """Grid values [N, K] as the parts of the format (numerics.FORMATS[format].roles)."""
+    def parts(self, values: Tensor, w: Tensor) -> numerics.Parts:
+        """Grid values [N, K] for w as the parts of the format (numerics.FORMATS[format].roles).
+
+        In nested_8_4 the grid is that of the upper nibble; the lower one takes it back towards w.
+        """
         k = values.shape[1]
         step, zero = (part.repeat_interleave(self.group, 1)[:, :k] for part in (self.step, self.zero))
         if self.format == "mxfp4":
@@ -56,6 +67,8 @@ class Grid:
         small, zeros = codes.to(torch.uint8), self.zero.to(torch.uint8)
         if self.format == "w4_asym_g128":
             return [small, self.step, zeros]
+        if self.format == "nested_8_4":
+            return [small, self.step, zeros, numerics.nested_low(w, small, self.step, zeros)]
         if self.format == "qoq_channel":
             return [small, zeros[:, 0], self.step[:, 0]]
         if self.format == "qoq_g128":
@@ -126,9 +139,13 @@ def _fit_mxfp4(w: Tensor, ratio: Tensor | float) -> Grid:
 _FINE = tuple(1 - 0.025 * i for i in range(20))
 ROUNDINGS: dict[str, Rounding] = {
     "w4_asym_g128": Rounding(_fit_asymmetric("w4_asym_g128", 128), _FINE),
+    "nested_8_4": Rounding(_fit_asymmetric("nested_8_4", 128), (1.0, 0.98, 0.96, 0.94, 0.92, 0.9)),
     "qoq_g128": Rounding(_fit_qoq, _FINE),
     "qoq_channel": Rounding(_fit_asymmetric("qoq_channel", 0), _FINE),
     "w8_sym_channel": Rounding(_fit_w8, (1.0, 0.95, 0.9, 0.85, 0.8)),
     "mxfp4": Rounding(_fit_mxfp4, (1.0, 2.0, 0.5)),
 }
-"""Formats that calibration can choose codes for. f32 and bf16 have nothing to choose."""
+"""Formats that calibration can choose codes for. f32 and bf16 have nothing to choose.
+
+A nested weight's range is shrunk little: what is cut off is lost to its 8 bits too.
+"""

@@ -54,31 +54,32 @@ class Sweep:
 
     def _run(self, sample: Values, index: int) -> None:
         node = self._nodes[index]
-        args: Any = fx.node.map_arg(node.args, lambda n: sample[n] if n in sample else self._weight(n))
         if ops.name_of(node.target) == "gemm":
-            source, _, bias, residual, _, epilogue, width = args
-            weight = self._dequantized(node)
+            source, weight, bias, residual, format, epilogue, width = self._arguments(sample, node, skip=1)
+            weight = self._dequantized(node.args[1], format)
             sample[node] = gemm_float(numerics.dequantize_activation(source), weight, bias, residual, epilogue, width)
             self._work(weight.numel())
         else:
             assert callable(node.target)
-            sample[node] = node.target(*args)
+            sample[node] = node.target(*self._arguments(sample, node))
         for done in {*node.all_input_nodes, node}:
             if self._last.get(done, -1) <= index:
                 sample.pop(done, None)
 
+    def _arguments(self, sample: Values, node: fx.Node, skip: int | None = None) -> Any:
+        """The node's arguments for a sample, but for the one at `skip`."""
+        given = tuple(None if index == skip else item for index, item in enumerate(node.args))
+        return fx.node.map_arg(given, lambda n: sample[n] if n in sample else self._weight(n))
+
     def _weight(self, node: fx.Node) -> Any:
-        if ops.name_of(node.target) == "quantize_weight":
-            return None  # gemm takes it dequantized, once for all samples
         if node not in self._weights:
             self._weights[node] = self.graph.evaluate(node)
         return self._weights[node]
 
-    def _dequantized(self, gemm: fx.Node) -> Tensor:
-        arguments: Any = gemm.args
-        node, format = arguments[1], arguments[4]
+    def _dequantized(self, node: Any, format: str) -> Tensor:
+        """A quantized weight as floats, once for all samples."""
         if node not in self._weights:
             parts = self.graph.evaluate(node)
-            inputs = node.args[0].meta["val"].shape[1]
-            self._weights[node] = numerics.dequantize_weight(parts, format, inputs)
-        return self._weights[node]
+            self._weights[node] = numerics.dequantize_weight(parts, format, parts[0].shape[1])
+        weight: Tensor = self._weights[node]
+        return weight

@@ -27,7 +27,9 @@ def moments(x: Tensor) -> Tensor:
 
 
 def lost(w: Tensor, parts: numerics.Parts, format: str, x: Tensor) -> float:
-    """Output error through the format's own reading back, independent of the grid."""
+    """Output error through the format's own reading back, independent of the grid; of nested formats' upper nibble."""
+    if format == "nested_8_4":
+        parts, format = parts[:3], "w4_asym_g128"
     read = numerics.dequantize_weight(parts, format, w.shape[1])
     return float(((read - w) @ x.T).pow(2).sum() / (w @ x.T).pow(2).sum())
 
@@ -37,7 +39,7 @@ def lost(w: Tensor, parts: numerics.Parts, format: str, x: Tensor) -> float:
 def test_an_unclipped_grid_rounds_as_the_format_does(format: str, k: int) -> None:
     w, _ = layer(k=k)
     grid = ROUNDINGS[format].fit(w, 1.0)
-    parts = grid.parts(grid.round(w))
+    parts = grid.parts(grid.round(w), w)
     for ours, (shape, dtype) in zip(parts, numerics.weight_parts(tuple(w.shape), format), strict=True):
         assert tuple(ours.shape) == shape and ours.dtype == dtype
     read, expected = (numerics.dequantize_weight(p, format, k) for p in (parts, numerics.quantize_weight(w, format)))
@@ -69,6 +71,14 @@ def test_short_last_groups(k: int) -> None:
         choice = gptq.choose(w, moments(x), format, clip=True, gptq=True, damping=0.01)
         assert choice.error < choice.error_nearest
         assert lost(w, choice.parts, format, x) == pytest.approx(choice.error, rel=1e-2)
+
+
+def test_nested_weights_keep_eight_bits() -> None:
+    w, x = layer()
+    parts = gptq.choose(w, moments(x), "nested_8_4", clip=True, gptq=True, damping=0.01).parts
+    read = numerics.dequantize_weight(parts, "nested_8_4", w.shape[1])
+    eight = float(((read - w) @ x.T).pow(2).sum() / (w @ x.T).pow(2).sum())
+    assert eight < 0.1 * lost(w, parts, "nested_8_4", x)
 
 
 def test_codes_stay_inside_the_protective_range() -> None:

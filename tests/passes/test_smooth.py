@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from qcompile import check
+from qcompile.calibration import Calibration
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, apply
 from qcompile.passes.rotate import Rotate
@@ -98,3 +99,17 @@ def test_key_norms_take_the_factor_alike_for_all_heads() -> None:
     assert check.equivalent(result.graph, graph, sequence_inputs()) < 1e-13
     factor = result.graph.evaluate(result.graph.calls("key_scale")[0])
     assert factor.shape == (16,)
+
+
+def test_attention_is_smoothed_by_measured_keys() -> None:
+    before = decoder()
+    before.calibration = Calibration(torch.randint(0, 50, (3, 20), generator=torch.Generator().manual_seed(2)))
+    result = apply(SmoothAttention(alpha=0.5), before)
+    assert result.fired == 2
+    assert check.equivalent(result.graph, before, sequence_inputs()) < 1e-12
+    node = result.graph.calls("attention")[1]
+    probe = before.clone()
+    probe.output.args = (probe.calls("attention")[1].args[1],)
+    keys = torch.cat([probe.run(row[None], torch.arange(20)[None]) for row in before.calibration.tokens])
+    kept = result.graph.weights[f"smooth_attention.{node.name}.keys"]
+    torch.testing.assert_close(kept, keys.square().mean((0, 1)).sqrt().flatten())
