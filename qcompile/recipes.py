@@ -76,6 +76,14 @@ class Recipe:
 HEADS = {"int8": ("w8_sym_channel", "int8"), "bf16": ("bf16", "bf16"), "f32": ("f32", "f32")}
 """Weight format and activation type of the output head by the name `--head-dtype` gives it."""
 
+QOQ: tuple[tuple[str, str, object], ...] = (
+    ("fold_norms", "enabled", True),
+    ("rotate", "enabled", True),
+    ("smooth_attention", "enabled", True),
+    ("smooth_attention", "alpha", 0.5),
+)
+"""QServe 3.2 and B.2.1. Output modules are not smoothed (B.2.2): after GPTQ that made pycode-26m worse."""
+
 RECIPES = {
     r.name: r
     for r in (
@@ -84,8 +92,24 @@ RECIPES = {
         Recipe("w8a8", "8-bit weights per channel, 8-bit activations", "w8_sym_channel", "int8", "kv16"),
         Recipe("w4a16", "4-bit weights in groups of 128, bfloat16 activations", "w4_asym_g128", "bf16", "kv16"),
         Recipe("w4a8", "4-bit weights in groups of 128, 8-bit activations", "w4_asym_g128", "int8", "kv16"),
-        Recipe("qserve", "QServe's W4A8KV4 with two-level groups of 128", "qoq_g128", "int8", "kv4"),
-        Recipe("qserve-channel", "QServe's W4A8KV4 with one scale per channel", "qoq_channel", "int8", "kv4"),
+        Recipe(
+            "qserve",
+            "QServe's W4A8KV4 with two-level groups of 128",
+            "qoq_g128",
+            "int8",
+            "kv4",
+            calibrated=True,
+            extra=QOQ,
+        ),
+        Recipe(
+            "qserve-channel",
+            "QServe's W4A8KV4 with one scale per channel",
+            "qoq_channel",
+            "int8",
+            "kv4",
+            calibrated=True,
+            extra=QOQ,
+        ),
         Recipe("mxfp4", "OCP MXFP4 weights, 8-bit activations in groups of 128", "mxfp4", "int8_g128", "kv16"),
         Recipe("w4a4", "4-bit weights in groups of 128, 4-bit activations per token", "w4_asym_g128", "int4", "kv16"),
         Recipe("w4a4-g128", "4-bit weights and activations in groups of 128", "w4_asym_g128", "int4_g128", "kv16"),
