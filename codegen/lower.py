@@ -148,7 +148,7 @@ class Lowering:
 
         Which rows are wide is evaluated here, since it decides how large the parts are.
         """
-        w, *_, marked = _args(node)
+        w, marked, *_ = _args(node)
         order = mix.layout(self.graph.evaluate(marked), pairs)
         sizes = mix.packed_bytes(order, w.meta["val"].shape[1])
 

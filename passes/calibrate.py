@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor, fx
 
 from qcompile import gptq, numerics, ops
-from qcompile.calibration import Calibration
-from qcompile.errors import PassError, ResourceError, UsageError
+from qcompile.calibration import Calibration, Kept
+from qcompile.errors import PassError, UsageError
 from qcompile.graph import Graph
-from qcompile.grids import ROUNDINGS
+from qcompile.grids import FORMATS, rounding
 from qcompile.passes.base import Pass, PassResult
 from qcompile.sweep import Sweep
-
-VERSION = 1
-"""Of the results kept between runs: raised when the same inputs would give others."""
-
-Loaded = tuple[numerics.Parts, dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -61,15 +52,21 @@ class Calibrate(Pass):
 
 
 def _targets(graph: Graph) -> dict[fx.Node, fx.Node]:
-    """Weights (quantize_weight nodes) there is a choice in, each with the first gemm that reads it, in order."""
+    """Weights (quantize_* nodes) there is a choice in, each with the first gemm that reads it, in order."""
     found: dict[fx.Node, fx.Node] = {}
     for gemm in graph.calls("gemm"):
         weight = _args(gemm)[1]
         if ops.name_of(weight.target) == "upper_nibble":
             weight = weight.args[0]
-        if ops.name_of(weight.target) == "quantize_weight" and weight.args[1] in ROUNDINGS:
+        if format_of(weight) in FORMATS:
             found.setdefault(weight, gemm)
     return found
+
+
+def format_of(weight: fx.Node) -> str:
+    """The format a node rounds a weight to; "" where it rounds none."""
+    kind = ops.name_of(weight.target)
+    return "mix_4_8" if kind == "quantize_mixed" else str(weight.args[1]) if kind == "quantize_weight" else ""
 
 
 def _args(node: fx.Node) -> Any:
@@ -88,8 +85,9 @@ class _Work:
     _done: int = 0
 
     def run(self) -> tuple[int, tuple[str, ...]]:
-        keys = dict(zip(self.targets, self._keys(), strict=True))
-        kept = {weight: self._load(key) for weight, key in keys.items()}
+        fingerprint = self.calibration.fingerprint(self.graph, str(self.options))
+        keys = {weight: f"{number:05}-{fingerprint}" for number, weight in enumerate(self.targets)}
+        kept = {weight: self.calibration.kept(key) for weight, key in keys.items()}
         sizes = [weight.args[0].meta["val"].numel() for weight in self.targets]  # type: ignore[union-attr]
         total = sum(sizes) * len(self.calibration.tokens)
         sweep = Sweep(self.graph, self.calibration.tokens, self._progress(total))
@@ -118,8 +116,9 @@ class _Work:
 
     # ---- one weight ------------------------------------------------------------------------------
 
-    def _choose(self, weight: fx.Node, gemm: fx.Node, sweep: Sweep, moments: dict[fx.Node, Tensor], key: str) -> Loaded:
-        source, format = _args(gemm)[0], _args(weight)[1]
+    def _choose(self, weight: fx.Node, gemm: fx.Node, sweep: Sweep, moments: dict[fx.Node, Tensor], key: str) -> Kept:
+        source, format = _args(gemm)[0], format_of(weight)
+        wide = self.graph.evaluate(_args(weight)[1]) if format == "mix_4_8" else None
         if source not in moments:
             moments.clear()  # one layer's at a time
             moments[source] = second_moments(sweep.values(source))
@@ -127,30 +126,36 @@ class _Work:
         options = self.options
         try:
             choice = gptq.choose(
-                value, moments[source], format, clip=options.clip, gptq=options.gptq, damping=options.damping
+                value,
+                moments[source],
+                rounding(format, wide),
+                clip=options.clip,
+                gptq=options.gptq,
+                damping=options.damping,
             )
         except ValueError as error:
             raise PassError("calibrate", gemm.name, str(error)) from error
         self.notes += [f"{gemm.name}: {note}" for note in choice.notes]
         figures = {"error_nearest": choice.error_nearest, "error": choice.error}
-        self._save(key, choice.parts, figures)
+        self.calibration.keep(key, choice.parts, figures)
         return choice.parts, figures
 
-    def _put(self, weight: fx.Node, loaded: Loaded, key: str) -> None:
+    def _put(self, weight: fx.Node, loaded: Kept, key: str) -> None:
         """Make the graph read these parts, and say on the node how good they are."""
         parts, figures = loaded
-        value, format = _args(weight)[:2]
         nodes = []
-        for index, (role, part) in enumerate(zip(numerics.FORMATS[format].roles, parts, strict=True)):
+        for index, (role, part) in enumerate(zip(numerics.FORMATS[format_of(weight)].roles, parts, strict=True)):
             name = f"{weight.name}.{role}"
             self.graph.weights.add(name, part.shape, part.dtype, self._loader(part, key, index))
-            nodes.append(self.graph.weight(name))
-        weight.args = (value, format, *nodes)
+            nodes.append(name)
+        if format_of(weight) == "mix_4_8":
+            nodes.pop()  # which rows are wide is an argument already
+        weight.args = (*weight.args[:2], *(self.graph.weight(name) for name in nodes))
         weight.meta["calibrated"] = figures
 
     def _loader(self, part: Tensor, key: str, index: int) -> Callable[[], Tensor]:
         """How the part is read when it is needed: from the folder of results where there is one."""
-        path = self._path(key)
+        path = self.calibration.path(key)
         if path is None:
             return lambda: part
 
@@ -160,48 +165,6 @@ class _Work:
             return kept
 
         return load
-
-    # ---- results kept between runs -----------------------------------------------------------------
-
-    def _keys(self) -> Iterator[str]:
-        """A key for every weight: of the text, the options, the graph, and every weight of the model."""
-        digest = hashlib.sha256(f"{VERSION} {torch.__version__} {self.options}".encode())
-        digest.update(self.calibration.digest().encode() + self.graph.to_json().encode())
-        for node in self.graph.nodes:
-            if node.op == "get_attr":
-                value = self.graph.weights[str(node.target)]
-                digest.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        for number, _ in enumerate(self.targets):
-            yield f"{number:05}-{digest.hexdigest()[:32]}"
-
-    def _path(self, key: str) -> Path | None:
-        folder = self.calibration.folder
-        return folder / f"{key}.safetensors" if folder else None
-
-    def _load(self, key: str) -> Loaded | None:
-        path = self._path(key)
-        if path is None or not path.is_file():
-            return None
-        try:
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata()
-                parts = [file.get_tensor(name) for name in sorted(file.keys())]
-        except SafetensorError:
-            return None  # cut short by the interruption: done again
-        return parts, {name: float(text) for name, text in metadata.items()}
-
-    def _save(self, key: str, parts: numerics.Parts, figures: dict[str, float]) -> None:
-        path = self._path(key)
-        if path is None:
-            return
-        named = {f"{index}": part.contiguous() for index, part in enumerate(parts)}
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(".partial")
-            save_file(named, partial, {name: repr(value) for name, value in figures.items()})
-            partial.replace(path)
-        except OSError as error:
-            raise ResourceError(f"cannot keep calibration results in {path.parent}: {error.strerror}") from error
 
 
 def second_moments(values: list[numerics.Parts]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import fx
 
@@ -18,8 +18,8 @@ class Quantize(Pass):
     """Rounds weights by `rounding` (`nearest`) in the format `assign_precision` gave, activations as it says.
 
     The rounding is written as an operator on the weight, so the graph still runs and nothing is loaded.
-    One activation is quantized once, however many linears read it. In mix_4_8 the share `mixed_fraction` of each
-    weight's rows keeps 8 bits: those that 4 bits move most.
+    One activation is quantized once, however many linears read it. In mix_4_8 the rows that `salience` marked keep
+    8 bits; where it did not run, the share `mixed_fraction` of each weight's rows: those that 4 bits move most.
     """
 
     name: ClassVar[str] = "quantize"
@@ -42,7 +42,7 @@ class Quantize(Pass):
             precision = node.meta.get("precision")
             if precision is None:
                 raise PassError(self.name, node.name, "no precision was assigned to this linear")
-            self._quantize_linear(graph, node, precision["weight"], precision["activation"], activations)
+            self._quantize_linear(graph, node, precision["activation"], activations)
             fired += 1
         return PassResult(graph, fired)
 
@@ -50,7 +50,6 @@ class Quantize(Pass):
         self,
         graph: Graph,
         node: fx.Node,
-        format: str,
         activation: str,
         activations: dict[tuple[fx.Node, str, int], fx.Node],
     ) -> None:
@@ -58,7 +57,7 @@ class Quantize(Pass):
         assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
         if not graph.is_weight(weight):
             raise PassError("quantize", node.name, "the second operand of this linear is not a weight")
-        packed, format = self._rounded(graph, weight, format)
+        packed, format = self._rounded(graph, weight, node.meta["precision"])
         inputs = weight.meta["val"].shape[1]
         kind = numerics.ACTIVATIONS[activation]
         group = numerics.FORMATS[format].sum_group or kind.group or inputs
@@ -74,10 +73,13 @@ class Quantize(Pass):
         gemm.meta["precision"] = node.meta["precision"]
         graph.replace(node, gemm)
 
-    def _rounded(self, graph: Graph, weight: fx.Node, format: str) -> tuple[fx.Node, str]:
+    def _rounded(self, graph: Graph, weight: fx.Node, precision: dict[str, Any]) -> tuple[fx.Node, str]:
         """`weight` rounded, and the format a gemm reads it in."""
+        format = precision["weight"]
         if format == "mix_4_8":
-            wide = graph.call_weight("worst_rows", weight, self.mixed_fraction)
+            if "wide" in precision:
+                return graph.call_weight("quantize_mixed", weight, graph.weight(precision["wide"])), format
+            wide = graph.call_weight("worst_rows", weight, precision.get("fraction", self.mixed_fraction))
             return graph.call_weight("quantize_mixed", weight, wide), format
         if format in numerics.PART_OF:
             stored, format = numerics.PART_OF[format]

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from qcompile.errors import ResourceError, UsageError
@@ -20,13 +22,18 @@ from qcompile.errors import ResourceError, UsageError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from qcompile.graph import ModelInfo
+    from qcompile.graph import Graph, ModelInfo
 
 SAMPLES, SAMPLE_TOKENS = 128, 1024
 """How much is read unless told otherwise. QServe D.1 takes 64 samples of 1,024 tokens, MixLLM 4.1 128 of 2,048."""
 
 MOST_UNKNOWN = 0.5
 """Text of which more tokens than this share are the unknown token is in an alphabet the vocabulary lacks."""
+
+VERSION = 1
+"""Of results kept between runs: raised when the same inputs would give others."""
+
+Kept = tuple[list[Tensor], dict[str, float]]
 
 EXCERPT_TOKENS = 8192
 """Tokens that magnitudes of channels are measured on."""
@@ -81,6 +88,47 @@ class Calibration:
     def excerpt(self, most: int = EXCERPT_TOKENS) -> Tensor:
         """The first samples, `most` tokens or one sample of them: enough for magnitudes of channels."""
         return self.tokens[: max(1, most // self.tokens.shape[1])]
+
+    def fingerprint(self, graph: Graph, what: str) -> str:
+        """Hash of what a result computed from `graph`, its weights and this text depends on, and of `what` it is."""
+        digest = hashlib.sha256(f"{VERSION} {torch.__version__} {what}".encode())
+        digest.update(self.digest().encode() + graph.to_json().encode())
+        for node in graph.nodes:
+            if node.op == "get_attr":
+                value = graph.weights[str(node.target)]
+                digest.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:32]
+
+    def path(self, key: str) -> Path | None:
+        """Where the result called `key` is kept; None where results are held in memory."""
+        return self.folder / f"{key}.safetensors" if self.folder else None
+
+    def kept(self, key: str) -> Kept | None:
+        """The result called `key` of this run or an interrupted one before it, None where there is none whole."""
+        path = self.path(key)
+        if path is None or not path.is_file():
+            return None
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata() or {}
+                tensors = [file.get_tensor(str(index)) for index in range(len(file.keys()))]
+        except SafetensorError:
+            return None  # cut short by the interruption: done again
+        return tensors, {name: float(text) for name, text in metadata.items()}
+
+    def keep(self, key: str, tensors: list[Tensor], figures: dict[str, float]) -> None:
+        """Keep a result, whole or not at all; nothing without a folder. ResourceError where it cannot be written."""
+        path = self.path(key)
+        if path is None:
+            return
+        named = {str(index): tensor.contiguous() for index, tensor in enumerate(tensors)}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(".partial")
+            save_file(named, partial, {name: repr(value) for name, value in figures.items()})
+            partial.replace(path)
+        except OSError as error:
+            raise ResourceError(f"cannot keep calibration results in {path.parent}: {error.strerror}") from error
 
     def digest(self) -> str:
         """Hash of the tokens, hexadecimal."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qcompile import numerics
-from qcompile.grids import ROUNDINGS, Grid
+from qcompile.grids import Grid, Rounding
 
 _COLUMNS = 128
 """Inputs GPTQ takes at a time before the rest of the weight is updated; it changes the speed alone."""
@@ -40,17 +40,16 @@ class Choice:
     notes: tuple[str, ...] = ()
 
 
-def choose(w: Tensor, hessian: Tensor, format: str, *, clip: bool, gptq: bool, damping: float) -> Choice:
-    """Round w [N, K] in `format` (one of grids.ROUNDINGS) for inputs with second moments `hessian` [K, K].
+def choose(w: Tensor, hessian: Tensor, rounding: Rounding, *, clip: bool, gptq: bool, damping: float) -> Choice:
+    """Round w [N, K] by `rounding` (of grids.rounding) for inputs with second moments `hessian` [K, K].
 
     `damping`, a share of the mean of H's diagonal, is added to it before H is inverted.
     """
     w, hessian = w.float(), hessian.float()
-    fit = ROUNDINGS[format].fit
-    plain = fit(w, 1.0)
+    plain = rounding.fit(w, 1.0)
     energy = _energy(w, hessian)
     nearest = plain.round(w)
-    grid = clipped(w, hessian, format) if clip else plain
+    grid = clipped(w, hessian, rounding) if clip else plain
     values, notes = gptq_round(w, hessian, grid, damping) if gptq else (grid.round(w), ())
     before, after = (_energy(w - q, hessian) / max(energy, 1e-30) for q in (nearest, values))
     if after > before:  # possible with a Hessian that says next to nothing
@@ -63,10 +62,9 @@ def _energy(error: Tensor, hessian: Tensor) -> float:
     return float((error @ hessian).mul_(error).sum(dtype=torch.float64))
 
 
-def clipped(w: Tensor, hessian: Tensor, format: str) -> Grid:
+def clipped(w: Tensor, hessian: Tensor, rounding: Rounding) -> Grid:
     """The grid of w [N, K] whose groups' ranges are shrunk to where the output error of each group is least."""
-    rounding = ROUNDINGS[format]
-    blocks = _diagonal_blocks(hessian, rounding.fit(w[:1], 1.0).group)
+    blocks = _diagonal_blocks(hessian, rounding.fit(w, 1.0).group)
     best = chosen = None
     for ratio in rounding.ratios:
         grid = rounding.fit(w, ratio)

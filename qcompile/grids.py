@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qcompile import numerics
+from qcompile import mix, numerics
 
 INT8_MAX = 127
 _E2M1 = torch.tensor(numerics.E2M1 + tuple(-v for v in numerics.E2M1))
@@ -22,7 +22,8 @@ _E2M1 = torch.tensor(numerics.E2M1 + tuple(-v for v in numerics.E2M1))
 class Grid:
     """Grid of a weight [N, K] in `format`. `step`, `zero`, `low`, `high` (of codes) are f32 [N, groups].
 
-    A group is `group` inputs, the last may be short. `scale` [N] is the outer scale of two-level formats.
+    A group is `group` inputs, the last may be short. `rows` [N] is the outer scale of two-level formats, and in
+    mix_4_8 which rows have 8 bits.
     """
 
     format: str
@@ -31,7 +32,7 @@ class Grid:
     zero: Tensor
     low: Tensor
     high: Tensor
-    scale: Tensor | None = None
+    rows: Tensor | None = None
 
     def limits(self, w: Tensor, step: Tensor, zero: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """Range of codes for entries of w: in nested_8_4, only those from which a lower nibble leads back to w."""
@@ -72,9 +73,12 @@ class Grid:
         if self.format == "qoq_channel":
             return [small, zeros[:, 0], self.step[:, 0]]
         if self.format == "qoq_g128":
-            assert self.scale is not None
-            inner = torch.round(self.step / self.scale[:, None]).to(torch.uint8)
-            return [small, inner, zeros, self.scale]
+            assert self.rows is not None
+            inner = torch.round(self.step / self.rows[:, None]).to(torch.uint8)
+            return [small, inner, zeros, self.rows]
+        if self.format == "mix_4_8":
+            assert self.rows is not None
+            return [small, self.step, zeros, self.rows]
         return [codes.to(torch.int8), self.step[:, 0]]
 
 
@@ -136,8 +140,28 @@ def _fit_mxfp4(w: Tensor, ratio: Tensor | float) -> Grid:
     return Grid("mxfp4", 32, step, none, none, none)
 
 
+def _fit_mixed(wide: Tensor) -> Callable[[Tensor, Tensor | float], Grid]:
+    def fit(w: Tensor, ratio: Tensor | float) -> Grid:
+        """Rows marked `wide` symmetric in 8 bits, stored with a zero of 128, the others asymmetric in 4."""
+        narrow = _fit_asymmetric("mix_4_8", 128)(w, ratio)
+        low, high = _ranges(w, 128, ratio)
+        step = _positive(torch.maximum(high, -low) / INT8_MAX)
+        rows = wide[:, None]
+        return Grid(
+            "mix_4_8",
+            128,
+            torch.where(rows, step, narrow.step),
+            narrow.zero.masked_fill(rows, mix.EIGHT_BIT_ZERO),
+            narrow.low.masked_fill(rows, mix.EIGHT_BIT_ZERO - INT8_MAX),
+            narrow.high.masked_fill(rows, mix.EIGHT_BIT_ZERO + INT8_MAX),
+            wide,
+        )
+
+    return fit
+
+
 _FINE = tuple(1 - 0.025 * i for i in range(20))
-ROUNDINGS: dict[str, Rounding] = {
+_ROUNDINGS: dict[str, Rounding] = {
     "w4_asym_g128": Rounding(_fit_asymmetric("w4_asym_g128", 128), _FINE),
     "nested_8_4": Rounding(_fit_asymmetric("nested_8_4", 128), (1.0, 0.98, 0.96, 0.94, 0.92, 0.9)),
     "qoq_g128": Rounding(_fit_qoq, _FINE),
@@ -145,7 +169,16 @@ ROUNDINGS: dict[str, Rounding] = {
     "w8_sym_channel": Rounding(_fit_w8, (1.0, 0.95, 0.9, 0.85, 0.8)),
     "mxfp4": Rounding(_fit_mxfp4, (1.0, 2.0, 0.5)),
 }
-"""Formats that calibration can choose codes for. f32 and bf16 have nothing to choose.
+FORMATS = (*_ROUNDINGS, "mix_4_8")
+"""Formats that calibration can choose codes for. f32 and bf16 have nothing to choose."""
 
-A nested weight's range is shrunk little: what is cut off is lost to its 8 bits too.
-"""
+
+def rounding(format: str, wide: Tensor | None = None) -> Rounding:
+    """How `format`, one of FORMATS, is fitted. mix_4_8 needs `wide` bool [N], the rows that have 8 bits.
+
+    A nested weight's range is shrunk little: what is cut off is lost to its 8 bits too.
+    """
+    if format == "mix_4_8":
+        assert wide is not None, "mix_4_8 without the rows that have 8 bits"
+        return Rounding(_fit_mixed(wide), _FINE)
+    return _ROUNDINGS[format]

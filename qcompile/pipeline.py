@@ -36,6 +36,7 @@ from qcompile.passes.plan_memory import PlanMemory
 from qcompile.passes.quantize import Quantize
 from qcompile.passes.raise_ops import Raise
 from qcompile.passes.rotate import Rotate
+from qcompile.passes.salience import Salience
 from qcompile.passes.smooth import Smooth
 from qcompile.passes.smooth_attention import SmoothAttention
 from qcompile.passes.speculate import Speculate
@@ -48,6 +49,7 @@ PASSES: tuple[type[Pass], ...] = (
     SmoothAttention,
     AssignPrecision,
     Merge,
+    Salience,
     Quantize,
     Calibrate,
     Speculate,

@@ -43,7 +43,7 @@ from qcompile.ops.quantized import (
     norm_quantize,
     quantize_activation,
 )
-from qcompile.ops.registry import DEFINED, name_of, op
+from qcompile.ops.registry import DEFINED, name_of, op, reference
 from qcompile.ops.step import kv_append, kv_attention, norm_heads, rope_append, take_rows
 from qcompile.ops.weights import (
     center,
@@ -103,6 +103,7 @@ __all__ = [
     "quantize_activation",
     "quantize_mixed",
     "quantize_weight",
+    "reference",
     "repeat_heads",
     "rms_norm",
     "rope",

@@ -65,18 +65,20 @@ def gemm_float(
 ) -> Tensor:
     """What gemm computes, from the floats [..., K] and [N, K] that its quantized operands stand for."""
     y = torch.nn.functional.linear(x, weight, bias)
-    if epilogue in GATED:
-        gate, up = y.unflatten(-1, (-1, 2, GATE_BLOCK)).unbind(-2)
-        y = UNARY[GATED[epilogue]](gate.flatten(-2)) * up.flatten(-2)
-    y = y[..., :width]
-    return y.contiguous() if residual is None else residual + y
+    y = gate(y, GATED[epilogue], width) if epilogue in GATED else y[..., :width].contiguous()
+    return y if residual is None else residual + y
 
 
 @define(lambda x, gate_up, bias, kind, width: x.new_empty(*x.shape[:-1], width))
 def gated_linear(x: Tensor, gate_up: Tensor, bias: Tensor | None, kind: str, width: int) -> Tensor:
     """x [..., K], gate_up [2N', K] interleaved in blocks of GATE_BLOCK rows -> kind(gate) * up, [..., width]."""
-    gate, up = torch.nn.functional.linear(x, gate_up, bias).unflatten(-1, (-1, 2, GATE_BLOCK)).unbind(-2)
-    return (UNARY[kind](gate.flatten(-2)) * up.flatten(-2))[..., :width].contiguous()
+    return gate(torch.nn.functional.linear(x, gate_up, bias), kind, width)
+
+
+def gate(y: Tensor, kind: str, width: int) -> Tensor:
+    """y [..., 2N'], gate and up interleaved in blocks of GATE_BLOCK features -> kind(gate) * up, [..., width]."""
+    first, second = y.unflatten(-1, (-1, 2, GATE_BLOCK)).unbind(-2)
+    return (UNARY[kind](first.flatten(-2)) * second.flatten(-2))[..., :width].contiguous()
 
 
 @define(lambda x, core, block, dtype, group: _fake_activation(x, dtype, group))

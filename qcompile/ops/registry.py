@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 DEFINED: dict[str, Any] = {}
+_REFERENCES: dict[str, Callable[..., Any]] = {}
 
 
 def define(fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
@@ -20,6 +21,7 @@ def define(fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
         definition.register_fake(fake)
         overload = getattr(torch.ops.qcompile, name).default
         DEFINED[name] = overload
+        _REFERENCES[name] = reference
         return overload
 
     return register
@@ -28,6 +30,11 @@ def define(fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
 def op(name: str) -> Any:
     """The overload of `qcompile::name`; KeyError when there is none."""
     return DEFINED[name]
+
+
+def reference(name: str) -> Callable[..., Any]:
+    """The reference body of `qcompile::name` as a plain function, through which gradients flow."""
+    return _REFERENCES[name]
 
 
 def name_of(target: Any) -> str | None:

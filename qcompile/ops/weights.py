@@ -150,13 +150,19 @@ def worst_rows(w: Tensor, fraction: float) -> Tensor:
 
 
 @define(
-    lambda w, wide: [
+    lambda w, wide, *chosen: [
         torch.empty(s, dtype=d, device=w.device) for s, d in numerics.weight_parts(tuple(w.shape), "mix_4_8")
     ]
 )
-def quantize_mixed(w: Tensor, wide: Tensor) -> list[Tensor]:
-    """w [N, K] -> the parts of mix_4_8, the rows marked in `wide` bool [N] rounded to 8 bits, the others to 4."""
-    return [part.clone() for part in mix.quantize_mixed(w, wide)]
+def quantize_mixed(
+    w: Tensor, wide: Tensor, codes: Tensor | None = None, scale: Tensor | None = None, zero: Tensor | None = None
+) -> list[Tensor]:
+    """w [N, K] -> the parts of mix_4_8, the rows marked in `wide` bool [N] rounded to 8 bits, the others to 4.
+
+    Parts chosen otherwise than by rounding to nearest are given behind `wide`; w then says only what they stand for.
+    """
+    chosen = [part.clone() for part in (codes, scale, zero) if part is not None]
+    return [*chosen, wide.clone()] if chosen else [part.clone() for part in mix.quantize_mixed(w, wide)]
 
 
 @define(lambda weight: [torch.empty_like(part) for part in weight[:3]])

@@ -1,0 +1,151 @@
+"""How much a model's loss moves when outputs of its linears do, streamed block by block from the loss.
+
+The graph is cut where one value alone is alive: in a decoder, the residual stream between its blocks. The way
+forward keeps that value at every cut; the way back runs each stretch again, with gradients, from the last to the first.
+So memory holds one stretch's weights and activations of one sample, beside the values at the cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from qcompile import ops
+from qcompile.graph import Graph
+from qcompile.ops.quantized import gate
+
+KEPT_BYTES = 1 << 30
+"""Most bytes of values at cuts: as many samples as fit go through the model together."""
+
+Deltas = Mapping[fx.Node, Callable[[Tensor], Tensor]]
+Values = dict[fx.Node, Any]
+
+
+def stretches(graph: Graph) -> list[list[fx.Node]]:
+    """The graph's activation nodes in order, cut wherever a single value (inputs apart) is read further on."""
+    nodes = [node for node in graph.nodes if node.op == "call_function" and not graph.is_weight(node)]
+    last = {source: index for index, node in enumerate(nodes) for source in node.all_input_nodes}
+    last |= dict.fromkeys(graph.output.all_input_nodes, len(nodes))
+    found: list[list[fx.Node]] = [[]]
+    alive: set[fx.Node] = set()
+    for index, node in enumerate(nodes):
+        found[-1].append(node)
+        alive = {value for value in (*alive, node) if last.get(value, -1) > index}
+        if alive == {node} and index + 1 < len(nodes):
+            found.append([])
+    return _joined(found)
+
+
+def _joined(parts: list[list[fx.Node]]) -> list[list[fx.Node]]:
+    """Stretches without a linear go with the one that follows them."""
+    found: list[list[fx.Node]] = []
+    waiting: list[fx.Node] = []
+    for part in parts:
+        waiting = waiting + part
+        if any(ops.name_of(node.target) in LINEARS for node in part):
+            found.append(waiting)
+            waiting = []
+    return [*found, waiting] if waiting else found
+
+
+LINEARS = ("linear", "gated_linear")
+
+
+def first_order(graph: Graph, tokens: Tensor, deltas: Deltas, work: Callable[[], None]) -> dict[fx.Node, Tensor]:
+    """For each linear in `deltas`, and each sample, how its output features' changes move the loss, to first order.
+
+    graph: float, of whole sequences; tokens int64 [samples, length]. `deltas[linear](weight)` is the change of its
+    weight [N, K]. The result, f32 [samples, N], holds gᵀ (c' - c) of MixLLM's equation 4 for every output feature c,
+    where g is the gradient of the sample's mean next-token loss. `work` is called after every stretch of a sample.
+    """
+    parts = stretches(graph)
+    width = max(part[-1].meta["val"].shape[-1] for part in parts[:-1]) if len(parts) > 1 else 1
+    together = max(1, KEPT_BYTES // (4 * width * tokens.shape[1] * len(parts)))
+    results: dict[fx.Node, list[Tensor]] = {node: [] for node in deltas}
+    for start in range(0, len(tokens), together):
+        _Batch(graph, parts, tokens[start : start + together], deltas, results, work).run()
+    return {node: torch.stack(rows) for node, rows in results.items()}
+
+
+class _Batch:
+    """Some samples on their way forward and back."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        parts: list[list[fx.Node]],
+        tokens: Tensor,
+        deltas: Deltas,
+        results: dict[fx.Node, list[Tensor]],
+        work: Callable[[], None],
+    ) -> None:
+        self.graph, self.parts, self.tokens, self.deltas, self.results = graph, parts, tokens, deltas, results
+        self.work = work
+        self.weights: Values = {}
+        self.positions = torch.arange(tokens.shape[1])[None]
+
+    def run(self) -> None:
+        entries: list[list[Values]] = [[{} for _ in self.tokens]]
+        with torch.no_grad():
+            for part in self.parts[:-1]:
+                self.weights = {}
+                leaving = [self._stretch(part, i, entry, None)[0] for i, entry in enumerate(entries[-1])]
+                entries.append([{part[-1]: value} for value in leaving])
+        gradients: list[Tensor | None] = [None for _ in self.tokens]
+        for part, entry in zip(reversed(self.parts), reversed(entries), strict=True):
+            self.weights = {}
+            changes = {node: self._change(node) for node in part if node in self.deltas}
+            for i, values in enumerate(entry):
+                gradients[i] = self._back(part, i, values, gradients[i], changes)
+                self.work()
+
+    def _change(self, node: fx.Node) -> Tensor:
+        return self.deltas[node](self._weight(node.args[1]))
+
+    def _back(
+        self, part: list[fx.Node], sample: int, entry: Values, gradient: Tensor | None, changes: dict[fx.Node, Tensor]
+    ) -> Tensor | None:
+        """The gradient of the loss at the stretch's entry from that at its end; notes what its linears' changes do."""
+        entry = {node: value.detach().requires_grad_() for node, value in entry.items()}
+        outputs: dict[fx.Node, tuple[Tensor, Tensor]] = {}
+        with torch.enable_grad():
+            end, outputs = self._stretch(part, sample, entry, changes)
+            if gradient is None:
+                end = torch.nn.functional.cross_entropy(end[0, :-1].float(), self.tokens[sample, 1:])
+            wanted: list[Tensor] = [*entry.values(), *(y for _, y in outputs.values())]
+            found = torch.autograd.grad(end, wanted, gradient) if wanted else ()
+        with torch.no_grad():
+            for (node, (x, _)), slope in zip(outputs.items(), found[len(entry) :], strict=True):
+                moved = torch.nn.functional.linear(x, changes[node])  # [1, tokens, N]
+                self.results[node].append((moved * slope).sum((0, 1)))
+        return found[0] if entry else None
+
+    def _stretch(
+        self, part: list[fx.Node], sample: int, entry: Values, watched: Any
+    ) -> tuple[Tensor, dict[fx.Node, tuple[Tensor, Tensor]]]:
+        """Run a stretch for one sample: its last value, and (input, output) of the linears that are `watched`."""
+        values: Values = dict(zip(self.graph.inputs, (self.tokens[sample][None], self.positions), strict=False))
+        values |= entry
+        outputs: dict[fx.Node, tuple[Tensor, Tensor]] = {}
+        for node in part:
+            args: Any = fx.node.map_arg(node.args, lambda n: values[n] if n in values else self._weight(n))
+            kind = str(ops.name_of(node.target))
+            if kind not in LINEARS:
+                values[node] = ops.reference(kind)(*args)
+                continue
+            x, weight, *rest = args
+            y = torch.nn.functional.linear(x, weight, rest[0] if rest else None)
+            if watched and node in watched:
+                if not y.requires_grad:  # ahead of any linear with gradients: the embedding's readers
+                    y.requires_grad_()
+                outputs[node] = (x.detach(), y)
+            values[node] = y if kind == "linear" else gate(y, *rest[1:])
+        return values[part[-1]], outputs
+
+    def _weight(self, node: Any) -> Any:
+        if node not in self.weights:
+            self.weights[node] = self.graph.evaluate(node)
+        return self.weights[node]

@@ -1,0 +1,125 @@
+"""Salience: gradients streamed block by block are the model's own, and the most salient features get 8 bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qcompile import gradients, mix, numerics, ops
+from qcompile.calibration import Calibration
+from qcompile.errors import UsageError
+from qcompile.graph import Graph
+from qcompile.passes.assign_precision import AssignPrecision
+from qcompile.passes.base import apply
+from qcompile.passes.calibrate import Calibrate
+from qcompile.passes.merge import Merge
+from qcompile.passes.quantize import Quantize
+from qcompile.passes.salience import Salience
+from tests.graphs import decoder, sequence_inputs
+
+PRECISION = AssignPrecision("mix_4_8", "int8_g128", "f32", "f32")
+
+
+def tokens(samples: int = 3, length: int = 11) -> Tensor:
+    return torch.randint(0, 50, (samples, length), generator=torch.Generator().manual_seed(3))
+
+
+def merged() -> Graph:
+    graph = decoder(ffn=96, bias="q")
+    for rewrite in (PRECISION, Merge()):
+        graph = apply(rewrite, graph).graph
+    return graph
+
+
+def rounding_error(w: Tensor) -> Tensor:
+    return numerics.dequantize_weight(numerics.quantize_weight(w, "w4_asym_g128"), "w4_asym_g128", w.shape[1]) - w
+
+
+def gradient(graph: Graph, row: Tensor, weights: dict[Any, Tensor]) -> list[Tensor]:
+    """dloss/dW of every linear's weight, by running the whole graph at once."""
+    values: dict[Any, Any] = dict(zip(graph.inputs, (row[None], torch.arange(len(row))[None]), strict=True))
+    values |= weights
+    for node in graph.nodes:
+        if node.op == "call_function" and not graph.is_weight(node):
+            given = torch.fx.node.map_arg(node.args, lambda n: values[n] if n in values else graph.evaluate(n))
+            values[node] = ops.reference(str(ops.name_of(node.target)))(*given)
+    logits = values[graph.output.args[0]]
+    loss = torch.nn.functional.cross_entropy(logits[0, :-1], row[1:])
+    return list(torch.autograd.grad(loss, list(weights.values())))
+
+
+def test_streamed_gradients_are_the_whole_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = merged()
+    linears = [node for node in graph.calls("linear", "gated_linear") if node.meta["precision"]["weight"] == "mix_4_8"]
+    assert len(linears) == 8
+    text = tokens()
+    moved = gradients.first_order(graph, text, dict.fromkeys(linears, rounding_error), lambda: None)
+    monkeypatch.setattr(gradients, "KEPT_BYTES", 1)  # sample after sample
+    again = gradients.first_order(graph, text, dict.fromkeys(linears, rounding_error), lambda: None)
+    weights = {node.args[1]: graph.evaluate(node.args[1]).requires_grad_() for node in linears}  # type: ignore[arg-type]
+    for index, row in enumerate(text):
+        for node, slope in zip(linears, gradient(graph, row, weights), strict=True):
+            expected = (slope * rounding_error(weights[node.args[1]].detach())).sum(1)
+            torch.testing.assert_close(moved[node][index], expected, rtol=1e-3, atol=1e-8)
+            assert torch.equal(moved[node][index], again[node][index])
+
+
+def test_the_graph_is_cut_at_the_residual_stream() -> None:
+    parts = gradients.stretches(merged())
+    assert [sum(ops.name_of(n.target) in gradients.LINEARS for n in part) for part in parts] == [2, 2, 2, 2, 1]
+    assert all(ops.name_of(part[-1].target) == "add" for part in parts[:-1])
+
+
+def test_the_most_salient_features_get_eight_bits(tmp_path: Path) -> None:
+    graph = merged()
+    graph.calibration = Calibration(tokens(), folder=tmp_path)
+    result = apply(Salience(enabled=True, fraction=0.25), graph)
+    linears = [n for n in result.graph.calls("linear", "gated_linear") if "wide" in n.meta["precision"]]
+    marks = torch.cat([result.graph.weights[n.meta["precision"]["wide"]] for n in linears])
+    assert result.fired == int(marks.sum()) == round(0.25 * len(marks))
+    kept = result.graph.calibration.kept(next(tmp_path.iterdir()).stem)  # type: ignore[union-attr]
+    assert kept is not None
+    scores = torch.cat(kept[0])
+    assert float(scores[marks].min()) >= float(scores[~marks].max())
+    assert len({int(result.graph.weights[n.meta["precision"]["wide"]].sum()) for n in linears}) > 1  # ranked together
+    rounded = apply(Quantize(), result.graph).graph
+    for weight, linear in zip(rounded.calls("quantize_mixed"), linears, strict=True):
+        wide = result.graph.weights[linear.meta["precision"]["wide"]]
+        assert torch.equal(rounded.evaluate(weight)[3], wide)
+
+
+def test_clipping_and_gptq_work_on_both_parts() -> None:
+    graph = merged()
+    graph.calibration = Calibration(tokens(24, 24))
+    plain = apply(Quantize(), apply(Salience(enabled=True), graph).graph).graph
+    chosen = apply(Calibrate(), plain).graph
+    inputs = sequence_inputs(16, 4)
+    expected = decoder(ffn=96, bias="q").run(*inputs)
+    errors = [float((g.run(*inputs) - expected).norm()) for g in (plain, chosen)]
+    assert errors[1] < 0.9 * errors[0]
+    for a, b in zip(plain.calls("quantize_mixed"), chosen.calls("quantize_mixed"), strict=True):
+        before, after = plain.evaluate(a), chosen.evaluate(b)
+        wide = before[3]
+        assert torch.equal(after[3], wide) and bool((after[2][wide] == mix.EIGHT_BIT_ZERO).all())
+        assert int(after[0][~wide].max()) <= 15 and bool((after[0][wide] >= 1).all())
+
+
+def test_without_text_the_share_is_taken_of_every_linear() -> None:
+    result = apply(Salience(enabled=True, fraction=0.5), merged())
+    assert "no calibration text" in result.notes[0]
+    rounded = apply(Quantize(), result.graph).graph
+    for weight in rounded.calls("quantize_mixed"):
+        wide = rounded.evaluate(weight)[3]
+        assert int(wide.sum()) == round(0.5 * len(wide))
+    other = apply(Merge(), apply(AssignPrecision(), decoder()).graph).graph
+    assert apply(Salience(enabled=True), other).fired == 0
+
+
+@pytest.mark.parametrize("fraction", [-0.01, 1.01, float("nan")])
+def test_a_fraction_outside_its_range_is_refused(fraction: float) -> None:
+    with pytest.raises(UsageError, match=r"salience\.fraction"):
+        Salience(fraction=fraction)
