@@ -116,6 +116,8 @@ def pack(parts: numerics.Parts, order: Layout) -> dict[str, Tensor]:
     out = torch.zeros(int(starts[-1]), unit, dtype=torch.uint8)
     for wide, format in ((False, "w4_asym_g128"), (True, "w8_sym_channel")):
         chosen = order.wide == wide
+        if not bool(chosen.any()):
+            continue
         rows = _rows(codes, order.rows[chosen].flatten(), EIGHT_BIT_ZERO if wide else 0)
         if wide:
             rows = (rows.to(torch.int16) - EIGHT_BIT_ZERO).to(torch.int8)

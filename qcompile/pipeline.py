@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import qcompile
-from qcompile import calibration, frontend, huggingface, numerics, recipes, show, targets
+from qcompile import calibration, frontend, huggingface, mix, numerics, recipes, show, targets
 from qcompile.artifact import ArtifactWriter, WeightSpec, canonical_json
 from qcompile.calibration import Request
 from qcompile.codegen import compiler, cpu
@@ -357,6 +357,11 @@ def bits_per_weight(graph: Graph) -> float:
         arguments: Any = node.args
         (n, k), format = arguments[0].meta["val"].shape, arguments[1]
         bits += 8 * sum(numerics.packed_bytes(n, k, str(format)).values())
+        weights += n * k
+    for node in graph.calls("quantize_mixed"):
+        arguments = node.args
+        n, k = arguments[0].meta["val"].shape
+        bits += 8 * sum(mix.packed_bytes(mix.layout(graph.evaluate(arguments[1]), False), k).values())
         weights += n * k
     return bits / max(weights, 1)
 

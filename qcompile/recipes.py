@@ -84,6 +84,13 @@ QOQ: tuple[tuple[str, str, object], ...] = (
 )
 """QServe 3.2 and B.2.1. Output modules are not smoothed (B.2.2): after GPTQ that made pycode-26m worse."""
 
+QUAROT: tuple[tuple[str, str, object], ...] = (
+    ("fold_norms", "enabled", True),
+    ("rotate", "enabled", True),
+    ("rotate", "online", True),
+)
+"""QuaRot 4: what 4-bit activations need."""
+
 RECIPES = {
     r.name: r
     for r in (
@@ -120,8 +127,24 @@ RECIPES = {
             extra=(("salience", "enabled", True),),
         ),
         Recipe("mxfp4", "OCP MXFP4 weights, 8-bit activations in groups of 128", "mxfp4", "int8_g128", "kv16"),
-        Recipe("w4a4", "4-bit weights in groups of 128, 4-bit activations per token", "w4_asym_g128", "int4", "kv16"),
-        Recipe("w4a4-g128", "4-bit weights and activations in groups of 128", "w4_asym_g128", "int4_g128", "kv16"),
+        Recipe(
+            "w4a4",
+            "4-bit weights in groups of 128, 4-bit activations per token",
+            "w4_asym_g128",
+            "int4",
+            "kv16",
+            calibrated=True,
+            extra=QUAROT,
+        ),
+        Recipe(
+            "w4a4-g128",
+            "4-bit weights and activations in groups of 128",
+            "w4_asym_g128",
+            "int4_g128",
+            "kv16",
+            calibrated=True,
+            extra=QUAROT,
+        ),
         Recipe(
             "ml-specqd",
             "bfloat16, drafted by its own MXFP4 copy (ML-SpecQD)",

@@ -48,6 +48,7 @@ def test_every_row_has_its_place_in_a_block_of_its_width(pairs: bool, fraction: 
         assert torch.equal(order.columns[real], features[real])
     else:
         assert torch.equal(order.columns, rows)
+    packed(torch.randn(320, 40), wide, pairs)  # without blocks of a width too
     # Every half of the blocks has its share of wide ones, within a block of each kind.
     half = len(order.wide) // 2
     assert abs(int(order.wide[:half].sum()) - int(order.wide[half:].sum())) <= (4 if pairs else 1)
