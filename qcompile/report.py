@@ -1,0 +1,112 @@
+"""report.json: what a build made, in numbers, by layer and kernel; report_page.py shows it to people.
+
+Parts of a layer are told by what they feed and read in the program, never by their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from qcompile.roofline import Peaks, call_cost, predicted_us
+from qcompile.targets import Target
+
+Json = dict[str, Any]
+
+HEAD, QKV, ATTENTION_OUT, GATE_UP, DOWN, OTHER = (
+    "output head",
+    "query, key, value",
+    "attention output",
+    "gate and up",
+    "down",
+    "other",
+)
+PARTS = (QKV, ATTENTION_OUT, GATE_UP, DOWN, OTHER, HEAD)
+"""Kinds of linear layers, in the order of a step."""
+
+_CPU_CORE = Peaks(25e9, {"int8": 400e9, "bf16": 200e9, "f32": 100e9})
+"""What times on a CPU are predicted with: a core of a recent server. `qcompile bench` probes the real one."""
+
+
+def linears(program: Json, weight_bytes: Mapping[str, int], figures: Mapping[str, Json]) -> list[Json]:
+    """One entry a linear layer of `program` (Program.to_json, parsed), in order.
+
+    name, layer (of the attention it feeds or follows; None for the head), part (of PARTS), format, outputs, inputs,
+    bytes, bits per weight, wide_share (of output features in 8 bits or more), and what calibration found: error and
+    error_nearest, of the layer's output relative to its size, None where it did not run. `figures` are by call name.
+    """
+    calls = program["calls"]
+    feeds = [(at, call["qkv"], call["layer"]) for at, call in enumerate(calls) if call["kernel"] == "rope_append"]
+    written: dict[str, Json] = {}
+    found, layer = [], None
+    for number, call in enumerate(calls):
+        if call["kernel"] == "attention":
+            layer = call["layer"]
+        elif call["kernel"] == "gemm":
+            fed = [place for at, source, place in feeds if at > number and source == call["out"]]
+            part = QKV if fed else _part(call, written)
+            place = None if part == HEAD else fed[0] if fed else layer
+            found.append(_linear(call, part, place, weight_bytes, figures.get(call["name"], {})))
+        if call.get("out"):
+            written[call["out"]] = call
+    return found
+
+
+def _part(call: Json, written: Mapping[str, Json]) -> str:
+    """Which of PARTS, the query's apart; `written` has the last call that wrote each buffer."""
+    if call["epilogue"] == "logits":
+        return HEAD
+    source = call["x"]
+    while source in written and written[source]["kernel"] in ("quantize", "hadamard"):
+        source = written[source]["x"]
+    writer = written.get(source, {})
+    if writer.get("kernel") == "attention":
+        return ATTENTION_OUT
+    if call["epilogue"] == "silu_mul":
+        return GATE_UP
+    return DOWN if writer.get("kernel") in ("gemm", "elementwise") else OTHER
+
+
+def _linear(call: Json, part: str, layer: int | None, weight_bytes: Mapping[str, int], figures: Json) -> Json:
+    size = sum(weight_bytes[name] for name in call["weights"].values())
+    return {
+        "name": call["name"],
+        "layer": layer,
+        "part": part,
+        "format": call["format"],
+        "outputs": call["n"],
+        "inputs": call["k"],
+        "bytes": size,
+        "bits": 8 * size / (call["n"] * call["k"]),
+        "wide_share": _wide_share(call, weight_bytes),
+        "error": figures.get("error"),
+        "error_nearest": figures.get("error_nearest"),
+    }
+
+
+def _wide_share(call: Json, weight_bytes: Mapping[str, int]) -> float:
+    """Of a mixed weight, by the bytes of its codes (so with the padding to blocks of 16 rows); else 0 or 1."""
+    if "columns" not in call["weights"]:
+        return float(call["format"] in ("w8_sym_channel", "bf16", "f32"))
+    narrow = call["n"] * call["k"] / 2
+    return min(1.0, max(0.0, weight_bytes[call["weights"]["codes"]] / narrow - 1))
+
+
+def peaks_of(target: Target) -> Peaks:
+    """The rates times are predicted with: a GPU's by data sheet, those of one usual core for a CPU."""
+    if target.kind == "cpu":
+        return _CPU_CORE
+    floats = target.bf16_tflops * 1e12
+    return Peaks(target.memory_gb_s * 1e9, {"int8": target.int8_tops * 1e12, "bf16": floats, "f32": floats / 8})
+
+
+def kernels(program: Json, weight_bytes: Mapping[str, int], target: Target, context: int = 1024) -> list[Json]:
+    """Predicted microseconds of one decoded token by kind of kernel: kernel, calls, predicted_us, bytes."""
+    peaks, found = peaks_of(target), {}
+    for call in program["calls"]:
+        cost = call_cost(call, program, weight_bytes, context)
+        row = found.setdefault(call["kernel"], {"kernel": call["kernel"], "calls": 0, "predicted_us": 0.0, "bytes": 0})
+        row["calls"] += 1
+        row["predicted_us"] += predicted_us(cost.bytes, cost.ops, peaks, cost.dtype)
+        row["bytes"] += round(cost.bytes)
+    return sorted(found.values(), key=lambda row: -row["predicted_us"])
