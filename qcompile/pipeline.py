@@ -5,6 +5,7 @@ This is the only module that knows both passes and code generation.
 
 from __future__ import annotations
 
+import json
 import platform
 import shutil
 import time
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 import qcompile
-from qcompile import calibration, frontend, huggingface, mix, numerics, recipes, show, targets
+from qcompile import calibration, frontend, huggingface, mix, numerics, recipes, report, show, targets
 from qcompile.artifact import ArtifactWriter, WeightSpec, canonical_json
 from qcompile.calibration import Request
 from qcompile.codegen import compiler, cpu
@@ -40,6 +41,7 @@ from qcompile.passes.salience import Salience
 from qcompile.passes.smooth import Smooth
 from qcompile.passes.smooth_attention import SmoothAttention
 from qcompile.passes.speculate import Speculate
+from qcompile.report_page import PageWriter
 
 PASSES: tuple[type[Pass], ...] = (
     Raise,
@@ -116,6 +118,7 @@ class Plan:
     passes: list[PassRecord]
     bits_per_weight: float
     files: dict[str, str | bytes]
+    report: bytes
     drafts: list[DraftPath]
     lookup: bool
     """Whether the last level of speculation looks for repetitions in the text."""
@@ -164,10 +167,11 @@ def build(
     machine = targets.get_target(target)
     wanted = calib if calib is None or isinstance(calib, Request) else Request(calib)
     kept = Path(out).absolute().parent / f".{Path(out).name}.calibration"
-    request = _Request(model, recipe, options or {}, head_dtype, drafts, wanted, kept)
+    request = _Request(model, recipe, options or {}, head_dtype, drafts, target, wanted, kept)
     compiler.find()  # without one, say so before the work
-    with ArtifactWriter(out) as writer:
+    with ArtifactWriter(out) as writer, PageWriter() as page:
         found = _plan(request, clock, source)
+        drawn = page.ask(found.report)
         if dump_ir is not None:
             _dump(found, Path(dump_ir))
         with clock("render"):
@@ -184,6 +188,8 @@ def build(
                 writer.add_file(f"{folder}/{name}.cpp", text)
             for name, content in found.files.items():
                 writer.add_file(name, content)
+            writer.add_file("report.json", found.report)
+            writer.add_file("report.html", drawn())
             manifest = _manifest(found, entries, machine, folder)
             manifest["recipe"] = {"name": recipe, "options": dict(options or {}), "head_dtype": head_dtype}
             path = writer.finish(manifest)
@@ -203,7 +209,7 @@ def plan(
 ) -> Plan:
     """What `build` with the same arguments would compile; reads no weights, writes nothing."""
     targets.get_target(target)
-    return _plan(_Request(model, recipe, options or {}, head_dtype, drafts), _Clock(_silent), source)
+    return _plan(_Request(model, recipe, options or {}, head_dtype, drafts, target), _Clock(_silent), source)
 
 
 @dataclass(frozen=True)
@@ -215,6 +221,7 @@ class _Request:
     options: Mapping[str, str]
     head_dtype: str | None
     drafts: Sequence[Any]
+    target: str
     calib: Request | None = None
     kept: Path | None = None
     """Folder of what calibration found before it was interrupted."""
@@ -259,13 +266,13 @@ def _plan(request: _Request, clock: _Clock, source: Mapping[str, Any]) -> Plan:
             "graphs/model.json": graphs[0].to_json(),
             "graphs/step.json": final.to_json(),
             "graphs/program.json": program.to_json(),
-            "report.json": canonical_json(_report(program, weights, records, bits)),
             **{f"graphs/{draft.name}.json": draft.program.to_json() for draft in drafts},
             **{f"{draft.name}/tokenizer.json": draft.tokenizer for draft in drafts if draft.tokenizer},
             **(huggingface.tokenizer_files(model) if isinstance(model, (str, Path)) else {}),
         }
+        facts = canonical_json(_report(request, final, program, weights, records))
     lookup = LOOKUP in request.drafts
-    return Plan(graphs, program, weights, records, bits, files, drafts, lookup)
+    return Plan(graphs, program, weights, records, bits, files, facts, drafts, lookup)
 
 
 def _other_tokenizer(model: Any, draft: Any) -> bytes | None:
@@ -477,14 +484,17 @@ def _levels(found: Plan, entries: list[dict[str, Any]], folder: str) -> list[dic
     return levels + ([dict(LOOKUP_LEVEL)] if found.lookup else [])
 
 
-def _report(program: Program, weights: list[PackedWeight], records: list[PassRecord], bits: float) -> dict[str, Any]:
-    """report.json: sizes by weight, activation arena, cache, and what each pass did."""
-    return {
-        "bits_per_weight": bits,
-        "weights": {name: size for weight in weights for name, size in weight.blobs},
-        "weight_bytes": sum(size for weight in weights for _, size in weight.blobs),
-        "activation_bytes_per_token": program.arena_bytes("tokens"),
-        "kv_bytes_per_token": program.kv.page_bytes // program.kv.page_tokens,
-        "calls": [{"name": call.name, "kernel": call.kernel} for call in program.calls],
-        "passes": [{"name": r.name, "fired": r.fired, "notes": list(r.notes)} for r in records],
-    }
+def _report(
+    request: _Request, final: Graph, program: Program, weights: list[PackedWeight], records: list[PassRecord]
+) -> dict[str, Any]:
+    sizes = {name: size for weight in weights for name, size in weight.blobs}
+    return report.collect(
+        json.loads(program.to_json()),
+        sizes,
+        request.target,
+        report.figures_of(final),
+        model={"name": final.info.name, "parameters": final.info.parameters},
+        recipe=request.recipe,
+        bits_per_weight=bits_per_weight(final),
+        passes=[{"name": r.name, "fired": r.fired, "notes": list(r.notes)} for r in records],
+    )

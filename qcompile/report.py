@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from qcompile.graph import Graph
 from qcompile.roofline import Peaks, call_cost, predicted_us
-from qcompile.targets import Target
 
 Json = dict[str, Any]
 
@@ -24,8 +24,40 @@ HEAD, QKV, ATTENTION_OUT, GATE_UP, DOWN, OTHER = (
 PARTS = (QKV, ATTENTION_OUT, GATE_UP, DOWN, OTHER, HEAD)
 """Kinds of linear layers, in the order of a step."""
 
-_CPU_CORE = Peaks(25e9, {"int8": 400e9, "bf16": 200e9, "f32": 100e9})
+CPU_CORE = Peaks(25e9, {"int8": 400e9, "bf16": 200e9, "f32": 100e9})
 """What times on a CPU are predicted with: a core of a recent server. `qcompile bench` probes the real one."""
+
+
+def collect(
+    program: Json, weight_bytes: Mapping[str, int], target: str, figures: Mapping[str, Json], **known: Any
+) -> Json:
+    """The whole report, but for `known`, which is added as it is: model, recipe, bits_per_weight, passes.
+
+    `program` is Program.to_json, parsed; `weight_bytes` sizes of packed weights by name, those of all paths.
+    """
+    kv = program["kv"]
+    return {
+        **known,
+        "target": target,
+        "weights": dict(weight_bytes),
+        "weight_bytes": sum(weight_bytes.values()),
+        "activation_bytes_per_token": program["arena_bytes_per_token"],
+        "kv_bytes_per_token": kv["page_bytes"] // kv["page_tokens"],
+        "calibrated": bool(figures),
+        "linears": linears(program, weight_bytes, figures),
+        "kernels": kernels(program, weight_bytes, CPU_CORE),
+        "predicted_by": "the rates of one usual core",
+    }
+
+
+def figures_of(graph: Graph) -> dict[str, Json]:
+    """What calibration noted on the weights of each call of the last graph, by the call's name."""
+    return {
+        node.name: source.meta["calibrated"]
+        for node in graph.nodes
+        for source in node.all_input_nodes
+        if "calibrated" in source.meta
+    }
 
 
 def linears(program: Json, weight_bytes: Mapping[str, int], figures: Mapping[str, Json]) -> list[Json]:
@@ -92,17 +124,9 @@ def _wide_share(call: Json, weight_bytes: Mapping[str, int]) -> float:
     return min(1.0, max(0.0, weight_bytes[call["weights"]["codes"]] / narrow - 1))
 
 
-def peaks_of(target: Target) -> Peaks:
-    """The rates times are predicted with: a GPU's by data sheet, those of one usual core for a CPU."""
-    if target.kind == "cpu":
-        return _CPU_CORE
-    floats = target.bf16_tflops * 1e12
-    return Peaks(target.memory_gb_s * 1e9, {"int8": target.int8_tops * 1e12, "bf16": floats, "f32": floats / 8})
-
-
-def kernels(program: Json, weight_bytes: Mapping[str, int], target: Target, context: int = 1024) -> list[Json]:
+def kernels(program: Json, weight_bytes: Mapping[str, int], peaks: Peaks, context: int = 1024) -> list[Json]:
     """Predicted microseconds of one decoded token by kind of kernel: kernel, calls, predicted_us, bytes."""
-    peaks, found = peaks_of(target), {}
+    found: dict[str, Json] = {}
     for call in program["calls"]:
         cost = call_cost(call, program, weight_bytes, context)
         row = found.setdefault(call["kernel"], {"kernel": call["kernel"], "calls": 0, "predicted_us": 0.0, "bytes": 0})

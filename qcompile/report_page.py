@@ -40,11 +40,17 @@ class PageWriter:
             env=environment,
         )
 
-    def ask(self, report: Json) -> Callable[[], bytes]:
-        """Hand over the report; what is returned waits for the page. QCompileError if it cannot be drawn."""
+    def __enter__(self) -> PageWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def ask(self, report: bytes) -> Callable[[], bytes]:
+        """Hand over report.json; what is returned waits for the page. QCompileError if it cannot be drawn."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(report).encode())
+            self._process.stdin.write(report)
             self._process.stdin.close()
         except BrokenPipeError:
             pass  # said below, with the reason
@@ -59,8 +65,8 @@ class PageWriter:
         return page
 
     def close(self) -> None:
-        """End the process where nothing was asked of it."""
-        if self._process.poll() is None and self._process.stdin is not None:
+        """End the process, whether it has answered or not."""
+        if self._process.returncode is None:
             self._process.kill()
             self._process.communicate()
 

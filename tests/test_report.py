@@ -7,8 +7,10 @@ import re
 from html.parser import HTMLParser
 from typing import Any
 
+import pytest
+
 from qcompile import report, report_page
-from qcompile.targets import get_target
+from qcompile.errors import QCompileError
 
 
 def call(kernel: str, **fields: Any) -> dict[str, Any]:
@@ -63,7 +65,7 @@ def facts(**changes: Any) -> dict[str, Any]:
         "kv_bytes_per_token": 64,
         "passes": [{"name": "raise", "fired": 3, "notes": ["a & b"]}],
         "linears": report.linears(two_layers(), SIZES, figures),
-        "kernels": report.kernels(two_layers(), SIZES, get_target("cpu")),
+        "kernels": report.kernels(two_layers(), SIZES, report.CPU_CORE),
     }
     return made | changes
 
@@ -87,8 +89,8 @@ def test_share_of_8_bit_features_comes_from_the_bytes_of_the_codes() -> None:
 
 
 def test_predicted_time_is_that_of_the_roofline() -> None:
-    rows = {row["kernel"]: row for row in report.kernels(two_layers(), SIZES, get_target("cpu"))}
-    moved = rows["gemm"]["bytes"] / report.peaks_of(get_target("cpu")).bytes_per_second * 1e6
+    rows = {row["kernel"]: row for row in report.kernels(two_layers(), SIZES, report.CPU_CORE)}
+    moved = rows["gemm"]["bytes"] / report.CPU_CORE.bytes_per_second * 1e6
     assert rows["gemm"]["calls"] == 9
     assert abs(rows["gemm"]["predicted_us"] - moved) < 1e-3 * moved  # one token: all of it is moving weights
 
@@ -121,9 +123,11 @@ def test_page_stands_on_its_own_and_draws_what_there_is() -> None:
 
 
 def test_page_is_the_same_each_time_and_the_process_gives_it() -> None:
-    writer = report_page.PageWriter()
-    text = writer.ask(facts())()
+    with report_page.PageWriter() as writer:
+        text = writer.ask(json.dumps(facts()).encode())()
     assert text.decode() == report_page.page(facts())
-    unused = report_page.PageWriter()
-    unused.close()
-    assert json.dumps(facts())  # numbers and texts only
+
+
+def test_report_that_cannot_be_drawn_is_an_error_in_one_line() -> None:
+    with report_page.PageWriter() as writer, pytest.raises(QCompileError, match=r"report\.html could not be drawn"):
+        writer.ask(b"{}")()
