@@ -21,6 +21,7 @@ from common import RESULTS, write_result
 
 import qcompile
 from qcompile import SamplingParams, console
+from qcompile.artifact import read_manifest
 from qcompile.pipeline import LOOKUP
 from qcompile.runtime.gamma import AUTO
 from qcompile.runtime.llm import LLM
@@ -61,9 +62,15 @@ def main() -> None:
         for part in arguments.parts.split(","):
             if part in found:
                 continue
-            artifact = built(name, arguments.work, arguments.prompts[0])
+            artifact = built(name, arguments.work)
             console.log(f"{name}: {part}")
-            found[part] = exact(artifact, prompts) if part == "exact" else speed(artifact, prompts, arguments.rounds)
+            if part == "exact":
+                found[part] = exact(artifact, prompts)
+            else:
+                if "tuned" not in read_manifest(artifact):
+                    tune(artifact, arguments.prompts[0], 32, None)
+                found["tuned"] = read_manifest(artifact)["tuned"]
+                found[part] = speed(artifact, prompts, arguments.rounds)
             facts = {"model": "pycode-26m", "prompts": len(prompts), "tokens": TOKENS, "variants": results}
             write_result(arguments.out, facts)
 
@@ -75,13 +82,12 @@ def read(files: list[Path], limit: int | None) -> list[str]:
     return prompts[:: max(1, len(prompts) // limit)][:limit] if limit else prompts
 
 
-def built(name: str, folder: Path, data: Path) -> Path:
-    """The variant's artifact, built and tuned once."""
+def built(name: str, folder: Path) -> Path:
+    """The variant's artifact, built once."""
     recipe, drafts = VARIANTS[name]
     path = folder / name
     if not (path / "qcompile.json").exists():
         qcompile.build(str(ROOT / "samples" / "pycode-26m"), path, recipe=recipe, drafts=drafts)
-        console.log(f"{name}: {json.dumps(tune(path, data, 48, None))}")
     return path
 
 

@@ -275,7 +275,7 @@ def evaluate(
 
     if not data.is_file():
         raise UsageError(f"{data}: no such file")
-    with qcompile.load(out, threads=threads) as llm, console.Progress() as progress:
+    with qcompile.load(out, threads=threads, gamma=0) as llm, console.Progress() as progress:
         result = llm.perplexity(data, window, lambda done, total: progress("windows", done, total), max_windows)
     if json:
         console.print_json(asdict(result))
@@ -304,7 +304,7 @@ def bench(
     from qcompile import bench as benchmark
 
     sizes = benchmark.Sizes(tg, _numbers("--pp", pp), _numbers("--verify", verify), repeats)
-    with qcompile.load(out, threads=threads) as llm, console.Progress() as progress:
+    with qcompile.load(out, threads=threads, gamma=0) as llm, console.Progress() as progress:
         speeds = benchmark.measure(llm, sizes, progress)
         if jsonl:
             for test, speed in speeds.items():

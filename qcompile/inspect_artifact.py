@@ -28,6 +28,8 @@ def summary(path: Path) -> dict[str, Any]:
         "target": manifest["target"],
         "bits_per_weight": manifest["bits_per_weight"],
         "kv": kv,
+        "drafts": [_level(level) for level in manifest["runtime"].get("levels", [])],
+        "tuned": manifest.get("tuned"),
         "passes": manifest["passes"],
         "sizes": sizes,
         "versions": {"qcompile": manifest["qcompile_version"], **manifest["versions"]},
@@ -35,11 +37,20 @@ def summary(path: Path) -> dict[str, Any]:
     }
 
 
+def _level(level: dict[str, Any]) -> dict[str, Any]:
+    """A level of speculation in short: a path with the target's cache or its own, or a lookup."""
+    if "lookup" in level:
+        return {"kind": "lookup", "gamma": level["gamma"]}
+    cache = "own" if level["kv"] else "shared"
+    return {"kind": level["path"], "gamma": level["gamma"], "cache": cache, "weights": len(level["weights"])}
+
+
 def as_text(found: dict[str, Any]) -> str:
     """`summary` for people."""
     model, recipe, target, sizes = found["model"], found["recipe"], found["target"], found["sizes"]
     options = "".join(f" {name}={value}" for name, value in recipe["options"].items())
     passes = "\n".join(f"  {_pass_line(entry)}" for entry in found["passes"])
+    drafts = ", ".join(f"{d['kind']} ({d['cache']} cache)" if "cache" in d else d["kind"] for d in found["drafts"])
     rows = [[name.replace("_", " "), console.byte_size(size)] for name, size in sizes.items()]
     return (
         f"model    {model['name']}, {model['parameters']:,} parameters, vocabulary {model['vocab_size']}, "
@@ -48,6 +59,7 @@ def as_text(found: dict[str, Any]) -> str:
         f"target   {target['name']} ({target['isa']})\n"
         f"weights  {found['bits_per_weight']:.2f} bits per weight\n"
         f"cache    {found['kv']['format']}\n"
+        f"drafts   {drafts or 'none'}\n"
         f"passes\n{passes}\n"
         f"sizes\n{_indented(console.table(['', ''], rows))}"
     )

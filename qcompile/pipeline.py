@@ -294,17 +294,16 @@ def _draft_paths(graphs: list[Graph], request: _Request, table: WeightTable, clo
             raise UsageError(f"the draft of recipe {request.recipe} is the target itself: set other speculate options")
         name = f"draft{len(paths) + 1}"
         paths.append(DraftPath(name, lower(made[-1], table), records, True, draft.gamma, draft.threshold))
-    for other in request.drafts:
-        if other == LOOKUP:
-            if other is not request.drafts[-1]:
-                raise UsageError(f"{LOOKUP} must be the last draft: it can only draft for others")
-            continue
+    if LOOKUP in request.drafts[:-1]:
+        raise UsageError(f"{LOOKUP} must be the last draft: it can only draft for others")
+    others = [other for other in request.drafts if other != LOOKUP]
+    for other in others:
         name = f"draft{len(paths) + 1}"
         passes = configure(recipes.get_recipe(recipes.DRAFT_RECIPE).settings(), {})
         made, records = _import(other, passes, clock, {})
         info = made[-1].info
         tokenizer = _other_tokenizer(request.model, other)
-        if tokenizer is not None and (paths or other is not request.drafts[-1]):
+        if tokenizer is not None and (paths or len(request.drafts) > 1):
             raise UnsupportedError(f"draft {info.name} has another tokenizer: it can only draft alone")
         if tokenizer is None and info.vocab_size != target.vocab_size:
             raise UnsupportedError(f"draft {info.name} has {info.vocab_size} tokens, the model {target.vocab_size}")

@@ -158,6 +158,13 @@ RECIPES = {
             drafts=(Draft(activation="int8"),),
         ),
         Recipe(
+            "qspec-w4a4",
+            "4-bit weights, rotated, drafted with 4-bit and verified with bfloat16 activations (QSpec over QuaRot)",
+            *("w4_asym_g128", "bf16", "kv16"),
+            extra=(("rotate", "enabled", True), ("rotate", "online", True)),
+            drafts=(Draft(activation="int4_g128"),),
+        ),
+        Recipe(
             "nested",
             "8-bit weights in two planes, drafted by the upper one alone",
             *("nested_8_4", "int8", "kv16"),

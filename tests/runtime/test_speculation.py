@@ -23,6 +23,7 @@ PROMPTS = ["def main(", "import os\n\n\nclass Reader:\n", "x", "# " + "word " * 
 TOKENS = 32
 DRAFTS: dict[str, tuple[str, list[str]]] = {
     "qspec": ("qspec", []),
+    "qspec-w4a4": ("qspec-w4a4", []),
     "nested": ("nested", []),
     "ml-specqd": ("ml-specqd", []),
     "two levels": ("ml-specqd", ["other"]),

@@ -1,0 +1,53 @@
+"""Speculation from the command line: build, tune, run, inspect."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qcompile.cli import main
+
+FIELDS = {"acceptance_rate", "tokens_per_round", "gamma", "draft_seconds", "verify_seconds", "accepted_per_position"}
+
+
+def code_of(*arguments: object) -> int:
+    """Exit code of `qcompile ARGUMENTS`, in this process."""
+    with pytest.raises(SystemExit) as exit:
+        main([str(argument) for argument in arguments])
+    return int(exit.value.code or 0)
+
+
+def test_from_build_to_run(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def json_of(*arguments: object) -> Any:
+        assert code_of(*arguments, "--json") == 0, capsys.readouterr().err
+        return json.loads(capsys.readouterr().out)
+
+    out = tmp_path / "out"
+    json_of("build", tiny_checkpoint, "-o", out, "--recipe", "qspec", "--draft", "lookup")
+    assert [draft["kind"] for draft in json_of("inspect", out)["drafts"]] == ["draft1", "lookup"]
+    tuned = json_of("tune", out, "--tokens", 8, "--threads", 1)
+    assert json_of("inspect", out)["tuned"] == tuned and code_of("verify", out) == 0
+    capsys.readouterr()
+    run = ("run", out, "--prompt", "def main(", "--max-tokens", 20, "--threads", 1)
+    plain, drafted, auto = (json_of(*run, "--gamma", gamma) for gamma in (0, 3, "auto"))
+    assert plain["token_ids"] == drafted["token_ids"] == auto["token_ids"]
+    assert not FIELDS & plain.keys() and drafted.keys() >= FIELDS and drafted["gamma"] <= 3
+    assert code_of(*run, "--gamma", "3") == 0
+    assert "tokens a round" in capsys.readouterr().err
+    assert code_of("inspect", out) == 0
+    assert "draft1 (shared cache), lookup" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("gamma", ["16", "-1", "many"])
+def test_malformed_gamma_is_refused(gamma: str, tiny_artifact: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of("run", tiny_artifact("w4a8"), "--prompt", "x", "--gamma", gamma) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_lookup_must_be_last(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drafts = ("--draft", "lookup", "--draft", tiny_checkpoint)
+    assert code_of("build", tiny_checkpoint, "-o", tmp_path / "out", "--recipe", "bf16", *drafts) == 2
+    assert "must be the last draft" in capsys.readouterr().err
