@@ -66,7 +66,10 @@ def call_cost(
     if kernel == "rope_append":
         heads = call["heads"] + 2 * call["kv_heads"]
         return Cost(row_bytes + position_bytes, 3.0 * heads * call["head_dim"], "f32")
-    width = buffers[call["out"]]["width"]
+    if kernel == "norm_heads":  # in place, over some columns of x
+        normed = call["heads"] * call["width"]
+        return Cost(2 * 4 * normed, 4.0 * normed, "f32")
+    width = buffers[call["out" if "out" in call else "x"]]["width"]
     if kernel == "embed":
         return Cost(row_bytes + width * _ITEM_BYTES[call["table_dtype"]], width, "f32")
     return Cost(row_bytes, (4.0 if kernel == "norm" else 2.0) * width, "f32")

@@ -22,6 +22,7 @@ TABLE, CACHE = torch.tensor([[1, 0], [2, 3]]), rand(2, 2, 256, 2, 8)
 STEP = (POSITIONS, SEQUENCE, TABLE)
 WEIGHT = numerics.quantize_weight(rand(64, 40), "w4_asym_g128")
 INT8 = numerics.quantize_activation(rand(3, 40), "int8", 128)
+CHOICE = torch.tensor([[3, 0], [1, 3], [0, 2]])
 INV_FREQ = torch.tensor([1.0, 0.1, 0.01, 0.001])
 
 CASES: dict[str, tuple[Any, ...]] = {
@@ -66,6 +67,16 @@ CASES: dict[str, tuple[Any, ...]] = {
     "kv_attention": (rand(3, 4, 8), *STEP, CACHE, 1, 0.3, 0, 0.0),
     "rope_append": (rand(3, 64), INV_FREQ, *STEP, CACHE, [0, 32, 48], 4, 2, 8, 1.0, False, 0, "kv8"),
     "take_rows": (rand(3, 4), torch.tensor([2, 0])),
+    "softmax": (rand(3, 6),),
+    "top_k": (rand(3, 6), 2),
+    "pick": (rand(3, 6), CHOICE),
+    "normalize": (rand(3, 2).abs(), 1e-9, 0.1),
+    "limit_groups": (rand(3, 6), 3, 1),
+    "expert_linear": (rand(3, 8), CHOICE, rand(4, 5, 8), rand(4, 5)),
+    "scale_slots": (rand(3, 2, 8), rand(3, 2)),
+    "combine": (rand(3, 2, 8), rand(3, 2)),
+    "clamp": (rand(3, 6), None, 0.3),
+    "shift": (rand(3, 6), 1.0),
 }
 
 
@@ -121,6 +132,18 @@ def test_a_window_hides_older_keys_and_a_sink_takes_weight() -> None:
     assert torch.allclose(last, ops.attention(q[:, 4:], k[:, 4:], v[:, 4:], 0.25)[:, -1], atol=1e-6)
     drained = ops.attention(q, k, v, 0.25, 0, 0.0, torch.full((2,), 100.0))
     assert drained.abs().max() < 1e-6
+
+
+def test_experts_are_each_tokens_own_linears() -> None:
+    x, weight, bias = rand(3, 8), rand(4, 5, 8), rand(4, 5)
+    y = ops.expert_linear(x, CHOICE, weight, bias)
+    for token in range(3):
+        for slot in range(2):
+            expert = CHOICE[token, slot]
+            assert torch.allclose(y[token, slot], weight[expert] @ x[token] + bias[expert], atol=1e-6)
+    assert torch.equal(ops.top_k(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), 3), torch.tensor([[1, 2, 3]]))
+    limited = ops.limit_groups(torch.tensor([[9.0, 0.0, 5.0, 5.0]]), 2, 1)
+    assert limited.tolist() == [[-float("inf"), -float("inf"), 5.0, 5.0]]
 
 
 def test_kv_attention_over_pages_is_attention() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qcompile import check, numerics
-from qcompile.codegen.lower import Lowering
+from qcompile.codegen.lower import Lowering, WeightTable
 from qcompile.errors import PassError, UsageError
 from qcompile.graph import Graph
 from qcompile.passes.assign_precision import AssignPrecision
@@ -99,10 +99,11 @@ def test_a_nested_weight_is_stored_once_for_both_its_precisions() -> None:
     graph = through(decoder(layers=1), AssignPrecision("nested_8_4", "int8", "w8_sym_channel", "int8"), Quantize())
     whole = graph.calls("quantize_weight")[0]
     upper = graph.call_weight("upper_nibble", whole)
-    low = Lowering(graph)
+    table = WeightTable()
+    low = Lowering(graph, table)
     names = low.packed(upper, "w4_asym_g128")
     assert names == {role: name for role, name in low.packed(whole, "nested_8_4").items() if role != "low"}
-    assert len(low.weights) == 1 and len(low.weights[0].blobs) == 4
+    assert len(table.weights) == 1 and len(table.weights[0].blobs) == 4
     again = through(decoder(layers=1), AssignPrecision("nested_4", "int8", "w8_sym_channel", "int8"), Quantize())
     four = through(decoder(layers=1), AssignPrecision("w4_asym_g128", "int8", "w8_sym_channel", "int8"), Quantize())
     assert again.calls("upper_nibble")
