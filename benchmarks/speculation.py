@@ -37,6 +37,7 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     "bf16+1m": ("bf16", [SMALL]),
     "nested": ("nested", []),
     "qspec": ("qspec", []),
+    "qspec-w4a4": ("qspec-w4a4", []),
 }
 """Recipe and further drafts by name."""
 
