@@ -1,0 +1,385 @@
+"""Seeded mistakes: does the test suite notice when the code is wrong?
+
+    python benchmarks/mutations.py [--only TEXT] [--out FILE]
+
+Each mutation is one deliberate fault, a small change of source text, put into a copy of the tree; then the tests that
+ought to notice are run there. Before that they are run on the unchanged copy, where they must pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from common import RESULTS, write_result
+
+ROOT = Path(__file__).parents[1]
+WANTED = 28
+LIMIT = 600
+"""Seconds after which a run of tests counts as having noticed: a fault may make code loop for ever."""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """In `file`, `old` (which occurs once) becomes `new`; `tests` are pytest's arguments."""
+
+    fault: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+NORMS, ROTATE = "tests/passes/test_fold_norms.py", "tests/passes/test_rotate.py"
+SMOOTH, REORDER = "tests/passes/test_smooth.py", "tests/passes/test_reorder.py"
+STEP, OPS, NUMERICS = "tests/passes/test_step_passes.py", "tests/test_ops.py", "tests/test_numerics.py"
+RAISE, FAMILIES = "tests/passes/test_raise.py", "tests/passes/test_raise_families.py"
+KERNELS, ROWS = "tests/codegen/test_cpu_step.py", "tests/codegen/test_cpu_rowops.py"
+TORCH = f"{KERNELS} -k equals_torch"
+WEIGHTS, MODEL = "qcompile/ops/weights.py", "qcompile/ops/model.py"
+ATTENTION, KV, ROPE = (f"codegen/templates/cpu/{name}.h" for name in ("attention", "kv", "rope"))
+
+MUTATIONS = (
+    Mutation(
+        "a norm's bias is dropped when it is folded",
+        "passes/fold_norms.py",
+        "        if shift is not None:\n            moved",
+        "        if False:\n            moved",
+        NORMS,
+    ),
+    Mutation(
+        "biases that write a centered stream are not centered",
+        "passes/fold_norms.py",
+        "            _center_argument(graph, writer, 2, 0)\n",
+        "",
+        NORMS,
+    ),
+    Mutation(
+        "one writer of the residual stream is not rotated",
+        "passes/rotate.py",
+        "for writer in stream.writers:\n            axis",
+        "for writer in stream.writers[1:]:\n            axis",
+        ROTATE,
+    ),
+    Mutation(
+        "biases that write a rotated stream are not rotated",
+        "passes/rotate.py",
+        "                _rotate_argument(graph, writer, 2, signs, 0)\n",
+        "                pass\n",
+        ROTATE,
+    ),
+    Mutation(
+        "the output projection does not follow its rotated values",
+        "passes/rotate.py",
+        "        for reader in readers:\n            _rotate_argument(graph, reader, 1, signs, 1)\n        return 1",
+        "        return 1",
+        ROTATE,
+    ),
+    Mutation(
+        "weights behind an online rotation are not rotated",
+        "passes/rotate.py",
+        "            _rotate_argument(graph, reader, 1, ones, 1)\n",
+        "",
+        ROTATE,
+    ),
+    Mutation(
+        "norms with weights let a rotation pass",
+        "qcompile/analysis.py",
+        'ops.name_of(user.target) == "rms_norm" and user.args[1] is None',
+        'ops.name_of(user.target) == "rms_norm"',
+        ROTATE,
+    ),
+    Mutation(
+        "what reads a residual stream and writes it is no reader",
+        "qcompile/analysis.py",
+        "for user in node.users if user not in tied]",
+        "for user in node.users if user not in values]",
+        ROTATE,
+    ),
+    Mutation(
+        "wrong rotary pairing of key scales",
+        WEIGHTS,
+        "(-1, 2) if interleaved else (2, -1))",
+        "(2, -1) if interleaved else (-1, 2))",
+        SMOOTH,
+    ),
+    Mutation(
+        "smoothing divides where it should multiply",
+        "passes/smooth.py",
+        "node.args[1], factor, 1, False))",
+        "node.args[1], factor, 1, True))",
+        SMOOTH,
+    ),
+    Mutation(
+        "keys that others read are scaled too",
+        "passes/channels.py",
+        "if set(node.users) != {user}:",
+        "if not node.users:",
+        SMOOTH,
+    ),
+    Mutation(
+        "norm weights do not follow reordered channels",
+        "passes/reorder.py",
+        "for node, index in space.vectors:",
+        "for node, index in space.vectors[1:]:",
+        REORDER,
+    ),
+    Mutation(
+        "all query heads take the order of the first KV head",
+        WEIGHTS,
+        "(order + torch.arange(len(order))[:, None] * head_dim)",
+        "(order[:1] + torch.arange(len(order))[:, None] * head_dim)",
+        REORDER,
+    ),
+    Mutation(
+        "gate and up swapped",
+        "passes/merge.py",
+        '"interleave_rows", gate.args[1], up.args[1]',
+        '"interleave_rows", up.args[1], gate.args[1]',
+        STEP,
+    ),
+    Mutation(
+        "the gate's bias is dropped",
+        "passes/merge.py",
+        "if _bias(n) is None else _bias(n) for n in linears]",
+        "if _bias(n) is None or n is linears[0] else _bias(n) for n in linears]",
+        STEP,
+    ),
+    Mutation(
+        "a bias is dropped when its linear is quantized",
+        "passes/quantize.py",
+        "packed, bias, None, format",
+        "packed, None, None, format",
+        STEP,
+    ),
+    Mutation(
+        "the cached attention ignores windows",
+        "passes/cache.py",
+        "appended, layer, scale, window, softcap)",
+        "appended, layer, scale, 0, softcap)",
+        STEP,
+    ),
+    Mutation(
+        "a norm that others read is fused all the same",
+        "passes/fuse.py",
+        'if kind is None or len(norm.users) > 1 or dtype == "f32":',
+        'if kind is None or dtype == "f32":',
+        STEP,
+    ),
+    Mutation(
+        "values that meet in one call share memory",
+        "passes/plan_memory.py",
+        "if b.first <= value.last and value.first <= b.last",
+        "if b.first < value.last and value.first < b.last",
+        STEP,
+    ),
+    Mutation(
+        "weights are rounded down",
+        "qcompile/numerics.py",
+        "codes = (torch.round(w / scale) + zero)",
+        "codes = (torch.floor(w / scale) + zero)",
+        NUMERICS,
+    ),
+    Mutation(
+        "zero points are rounded down",
+        "qcompile/numerics.py",
+        "zero = torch.round(-low / scale)",
+        "zero = torch.floor(-low / scale)",
+        NUMERICS,
+    ),
+    Mutation(
+        "ties of E2M1 go down",
+        "qcompile/numerics.py",
+        "(size >= edge) if index % 2",
+        "(size > edge) if index % 2",
+        NUMERICS,
+    ),
+    Mutation(
+        "the reference's window is one token too wide",
+        MODEL,
+        "seen & (distance < window) if window",
+        "seen & (distance <= window) if window",
+        f"{FAMILIES} -k gemma2",
+    ),
+    Mutation(
+        "the reference ignores soft caps", MODEL, "    if softcap:\n", "    if softcap < 0:\n", f"{FAMILIES} -k gemma2"
+    ),
+    Mutation(
+        "the reference pairs rotary features the other way",
+        MODEL,
+        "if interleaved else head.chunk(2, -1)",
+        "if not interleaved else head.chunk(2, -1)",
+        OPS,
+    ),
+    Mutation(
+        "the reference's RMS norm has no eps",
+        MODEL,
+        "x.pow(2).mean(-1, keepdim=True) + eps)",
+        "x.pow(2).mean(-1, keepdim=True))",
+        f"{RAISE} {FAMILIES}",
+    ),
+    Mutation(
+        "a proven window is one token too wide",
+        "passes/raise_masks.py",
+        "return 0 if width == length else width",
+        "return 0 if width == length else width + 1",
+        RAISE,
+    ),
+    Mutation(
+        "an unbiased variance counts as a layer norm's",
+        "passes/raise_patterns.py",
+        'get("correction", 1) not in (0, 0.0)',
+        'get("correction", 1) not in (0, 0.0, 1)',
+        RAISE,
+    ),
+    Mutation("the kernel's window is one token too wide", ATTENTION, "last - a.window + 1", "last - a.window", TORCH),
+    Mutation("the kernel ignores soft caps", ATTENTION, "if (a.softcap > 0)", "if (a.softcap < 0)", TORCH),
+    Mutation(
+        "the kernel turns interleaved pairs the other way",
+        ROPE,
+        "x[2 * i + 1] = b * c[i] + a * s[i];",
+        "x[2 * i + 1] = b * c[i] - a * s[i];",
+        TORCH,
+    ),
+    Mutation(
+        "keys go to the next page slot", KV, "(float*)block.k + slot;", "(float*)block.k + (slot + 1) % kPage;", TORCH
+    ),
+    Mutation(
+        "quantized keys have a zero point one too high",
+        KV,
+        "const float z = __builtin_rintf(-lo / step);",
+        "const float z = __builtin_rintf(-lo / step) + 1.0f;",
+        TORCH,
+    ),
+    Mutation(
+        "the kernel's norm has no eps",
+        "codegen/templates/cpu/rowops.h",
+        "(float)width + eps);\n    int i = 0;",
+        "(float)width);\n    int i = 0;",
+        ROWS,
+    ),
+    Mutation(
+        "the kernel's layer norm keeps the mean",
+        "codegen/templates/cpu/rowops.h",
+        "load<f32x16>(from + i) - mean);",
+        "load<f32x16>(from + i));",
+        ROWS,
+    ),
+    Mutation(
+        "the online rotation leaves out a doubling",
+        "codegen/templates/cpu/hadamard.h",
+        "stride = kCore == 1 ? 16 : kCore;",
+        "stride = kCore == 1 ? 16 : 2 * kCore;",
+        "tests/codegen/test_hadamard.py -k kernel",
+    ),
+    Mutation(
+        "top-p drops the token that crosses it",
+        "runtime/sampling.py",
+        "kept = np.sort(order[before < params.top_p])",
+        "kept = np.sort(order[before + weights[order] <= params.top_p])",
+        "tests/runtime/test_sampling.py",
+    ),
+    Mutation(
+        "negative logits of seen tokens are divided too",
+        "runtime/sampling.py",
+        "logits * np.float32(penalty))",
+        "logits / np.float32(penalty))",
+        "tests/runtime/test_sampling.py",
+    ),
+    Mutation(
+        "perplexity is of the token itself, not the next",
+        "runtime/evaluate.py",
+        "tokens[start + 1 : start + 1 + len(logits)]",
+        "tokens[start : start + len(logits)]",
+        "tests/runtime/test_evaluate.py",
+    ),
+    Mutation(
+        "a preempted request keeps its place",
+        "runtime/scheduler.py",
+        "        request.computed = 0\n        request.drafts",
+        "        request.drafts",
+        "tests/runtime/test_engine.py",
+    ),
+    Mutation(
+        "a file's hash is not looked at",
+        "qcompile/artifact.py",
+        'return None if digest == expected["sha256"] else',
+        "return None if digest else",
+        "tests/test_artifact.py",
+    ),
+)
+
+
+def tree(folder: Path) -> Path:
+    """A copy of what git knows of the tree, symlinks as they are."""
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    for name in filter(None, files):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+    return folder
+
+
+def run_tests(folder: Path, tests: str) -> tuple[bool, str]:
+    """Whether the tests pass in the tree `folder`, and the first one that does not."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *_arguments(tests)]
+    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        return False, f"not done after {LIMIT} s"
+    lines = done.stdout.splitlines()
+    failed = next((line for line in lines if line.startswith(("FAILED", "ERROR"))), lines[-1] if lines else "")
+    return done.returncode == 0, "" if done.returncode == 0 else failed[:160]
+
+
+def _arguments(tests: str) -> list[str]:
+    """`a.py b.py -k text` as arguments; what follows -k is one."""
+    files, _, chosen = tests.partition(" -k ")
+    return [*files.split(), *(["-k", chosen] if chosen else [])]
+
+
+def examine(mutation: Mutation, folder: Path) -> dict[str, object]:
+    """Put the fault into the tree, run its tests, and take it out again."""
+    path = folder / mutation.file
+    text = path.read_text(encoding="utf-8")
+    if text.count(mutation.old) != 1:
+        raise SystemExit(f"{mutation.file}: {mutation.old!r} occurs {text.count(mutation.old)} times, not once")
+    started = time.perf_counter()
+    path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
+    passed, failed = run_tests(folder, mutation.tests)
+    path.write_text(text, encoding="utf-8")
+    seconds = round(time.perf_counter() - started, 1)
+    return {"fault": mutation.fault, "file": mutation.file, "caught": not passed, "by": failed, "seconds": seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="TEXT", help="faults whose name or file has TEXT in it")
+    parser.add_argument("--out", type=Path, default=RESULTS / "mutations.json")
+    arguments = parser.parse_args()
+    chosen = [m for m in MUTATIONS if arguments.only in m.fault or arguments.only in m.file]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = tree(Path(folder))
+        for tests in dict.fromkeys(m.tests for m in chosen):
+            passed, failed = run_tests(copy, tests)
+            if not passed:
+                raise SystemExit(f"{tests} does not pass on the unchanged tree: {failed}")
+        for mutation in chosen:
+            rows.append(examine(mutation, copy))
+            verdict = "caught" if rows[-1]["caught"] else "NOT CAUGHT"
+            print(f"{verdict:11} {mutation.fault} ({mutation.file}) {rows[-1]['by']}", flush=True)
+    caught = sum(bool(row["caught"]) for row in rows)
+    print(f"{caught} of {len(rows)} caught, {WANTED} wanted")
+    write_result(arguments.out, {"faults": len(rows), "caught": caught, "met": caught >= WANTED, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,15 @@
+"""The first seeds of the graph fuzzer; benchmarks/fuzz.py runs 500."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fuzzing import examine
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_decoder(seed: int, tmp_path: Path) -> None:
+    found = examine(seed, tmp_path / "out")
+    assert found.verdict != "wrong", found
