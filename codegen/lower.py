@@ -77,6 +77,7 @@ class Lowering:
     calls: list[p.Call] = field(default_factory=list)
     names: dict[str, None] = field(default_factory=dict)
     _digests: dict[fx.Node, str] = field(default_factory=dict)
+    _vectors: dict[fx.Node, Tensor] = field(default_factory=dict)
 
     # ---- values ------------------------------------------------------------------------------
 
@@ -110,7 +111,7 @@ class Lowering:
             return None
 
         def blobs() -> Iterator[Tensor]:
-            value = self.graph.evaluate(node).float()
+            value = self.graph.evaluate(node, self._vectors).float()
             yield numerics.pack_vector(value)
 
         size = numerics.packed_vector_bytes(node.meta["val"].shape[0])
@@ -122,7 +123,7 @@ class Lowering:
         dtype: Literal["f32", "bf16"] = "bf16" if meta.dtype == torch.bfloat16 else "f32"
 
         def blobs() -> Iterator[Tensor]:
-            yield numerics.as_blob(self.graph.evaluate(node).to(numerics.ACTIVATIONS[dtype].dtype))
+            yield numerics.as_blob(self.graph.evaluate(node, self._vectors).to(numerics.ACTIVATIONS[dtype].dtype))
 
         size = -(-meta.numel() * numerics.ACTIVATIONS[dtype].dtype.itemsize // 64) * 64
         return self._register(node, "table", (("", size),), blobs)[0], dtype
@@ -137,7 +138,7 @@ class Lowering:
         sizes = numerics.packed_bytes(n, k, format)
 
         def blobs() -> Iterator[Tensor]:
-            yield from numerics.pack_weight(self.graph.evaluate(node), format).values()
+            yield from numerics.pack_weight(self.graph.evaluate(node, self._vectors), format).values()
 
         parts = tuple((f".{role}", size) for role, size in sizes.items())
         names = self._register(node, format, parts, blobs, named_for=w)

@@ -57,6 +57,9 @@ class PlanMemory(Pass):
         values: dict[fx.Node, tuple[_Value, int]] = {}
         for node in graph.nodes:
             _place(graph, node, place, values)
+        for node in _behind_take_rows(graph):
+            if node in values:
+                values[node][0].rows = "outputs"
         buffers = list({id(value): value for value, _ in values.values()}.values())
         for rows in ("tokens", "outputs"):
             _fit([b for b in buffers if b.rows == rows])
@@ -137,21 +140,16 @@ def _new_value(graph: Graph, node: fx.Node, kind: str, place: dict[fx.Node, int]
         dtype = "q8" if numerics.ACTIVATIONS[activation].top else activation
         group = numerics.padded_inputs(args[-1]) if dtype == "q8" else 0
     lives = place[node], _last_use(node, place)
-    return _Value(node.name, dtype, width, group, _rows(graph, node), *lives, activation)
+    return _Value(node.name, dtype, width, group, "tokens", *lives, activation)
 
 
-def _rows(graph: Graph, node: fx.Node) -> str:
-    """`outputs` for values behind take_rows, `tokens` for all others."""
-    frontier, seen = [node], set()
-    while frontier:
-        current = frontier.pop()
-        if ops.name_of(current.target) == "take_rows":
-            return "outputs"
-        if current in seen or ops.name_of(current.target) in ("kv_attention", "rope_append", "embedding"):
-            continue
-        seen.add(current)
-        frontier += [n for n in current.all_input_nodes if not graph.is_weight(n)]
-    return "tokens"
+def _behind_take_rows(graph: Graph) -> set[fx.Node]:
+    """The values that exist only for the rows whose logits are wanted."""
+    found: set[fx.Node] = set()
+    for node in graph.fx.nodes:
+        if ops.name_of(node.target) == "take_rows" or any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _fit(buffers: list[_Value]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import networkx as nx
+import torch
 from torch import fx
 
 from qcompile import ops
@@ -13,6 +14,9 @@ from qcompile.graph import Graph
 
 LINEAR_IN_PLACE = ("add", "scale")
 """Operators on whole values through which one orthogonal change of basis passes unchanged."""
+
+ALIKE = (*LINEAR_IN_PLACE, "mul", "unary", "rms_norm", "layer_norm")
+"""Operators that number their result's features as their operands': one permutation passes them unchanged."""
 
 
 @dataclass
@@ -70,3 +74,67 @@ def carried(reads: list[tuple[fx.Node, fx.Node]]) -> Iterator[tuple[fx.Node, fx.
             yield from carried([(reader, user) for reader in user.users])
         else:
             yield user, value
+
+
+@dataclass
+class ChannelSpace:
+    """Values whose features are numbered alike, so that a permutation of features is made to all of them or none.
+
+    `writers` are the linears and embeddings whose results they are, `readers` the linears over them, `vectors` the
+    (node, argument) pairs of weights [width] met on the way. `obstacle` says what keeps the order, with its node.
+    """
+
+    width: int
+    values: list[fx.Node]
+    writers: list[fx.Node] = field(default_factory=list)
+    readers: list[fx.Node] = field(default_factory=list)
+    vectors: list[tuple[fx.Node, int]] = field(default_factory=list)
+    obstacle: tuple[fx.Node, str] | None = None
+
+
+def channel_spaces(graph: Graph) -> list[ChannelSpace]:
+    """All groups of values [B, T, F] tied by operators of ALIKE and read by at least one linear, in graph order."""
+    ties = nx.Graph()
+    for node in graph.calls():
+        if not graph.is_weight(node) and _is_flat(node):
+            ties.add_node(node)
+            if ops.name_of(node.target) in ALIKE:
+                ties.add_edges_from((node, n) for n in node.all_input_nodes if not graph.is_weight(n))
+    order = {node: index for index, node in enumerate(graph.fx.nodes)}
+    components = [sorted(c, key=order.__getitem__) for c in nx.connected_components(ties)]
+    spaces = [_space(graph, values) for values in sorted(components, key=lambda c: order[c[0]])]
+    return [space for space in spaces if space.readers]
+
+
+def _is_flat(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, torch.Tensor) and value.dim() == 3
+
+
+def _space(graph: Graph, values: list[fx.Node]) -> ChannelSpace:
+    space = ChannelSpace(values[0].meta["val"].shape[-1], values)
+    for node in values:
+        kind = ops.name_of(node.target)
+        if kind in ("linear", "embedding"):
+            space.writers.append(node)
+        elif kind in ALIKE:
+            _meet_vectors(graph, node, space)
+        else:
+            space.obstacle = space.obstacle or (node, f"{kind or node.op} makes these channels, and in its own order")
+        for user in node.users:
+            if ops.name_of(user.target) == "linear" and user.args[0] is node:
+                space.readers.append(user)
+            elif ops.name_of(user.target) not in ALIKE or user not in values:
+                kind = ops.name_of(user.target) or user.op
+                space.obstacle = space.obstacle or (user, f"{kind} reads these channels in their order")
+    return space
+
+
+def _meet_vectors(graph: Graph, node: fx.Node, space: ChannelSpace) -> None:
+    for index, argument in enumerate(node.args):
+        if not isinstance(argument, fx.Node):
+            continue
+        if argument.meta["val"].shape[-1] != space.width:
+            space.obstacle = space.obstacle or (node, "operands of different widths meet here")
+        elif graph.is_weight(argument):
+            space.vectors.append((node, index))

@@ -32,6 +32,9 @@ from qcompile.manifest import SHAPE, check_shape
 
 FORMAT_VERSION = 1
 MANIFEST = "qcompile.json"
+PASSES_FILE = "passes.json"
+UNSEALED = (PASSES_FILE,)
+"""Files about how a build went, seconds among them: they differ from build to build, so no hash covers them."""
 ALIGNMENT = 64
 SHARD_BYTES = 128 << 20
 _CHUNK = 1 << 20
@@ -159,6 +162,13 @@ class ArtifactWriter:
                 raise ResourceError(f"cannot read {data}: {error.strerror}") from error
         else:
             self._write(name, iter([data]))
+
+    def add_unsealed(self, name: str, content: bytes) -> None:
+        """Add one of UNSEALED, which no hash covers."""
+        if name not in UNSEALED:
+            raise ValueError(f"{name} is not among the files without hash")
+        self.add_file(name, content)
+        del self._files[name]
 
     def add_weights(self, specs: Sequence[WeightSpec], pieces: Iterable[Any]) -> list[dict[str, Any]]:
         """Stream packed tensors into `weights-*.safetensors`; returns the manifest's runtime.weights.
@@ -412,7 +422,7 @@ def verify(path: str | Path) -> list[str]:
         return [str(error)]
     files: dict[str, dict[str, Any]] = manifest["files"]
     present = {str(PurePosixPath(p.relative_to(root))) for p in root.rglob("*") if not p.is_dir()}
-    problems = [f"{name}: not in the manifest" for name in sorted(present - set(files) - {MANIFEST})]
+    problems = [f"{name}: not in the manifest" for name in sorted(present - set(files) - {MANIFEST, *UNSEALED})]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         found = pool.map(lambda item: file_problem(root, item[0], item[1]), sorted(files.items()))
         problems += [problem for problem in found if problem]

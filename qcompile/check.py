@@ -7,12 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
-from qcompile import ops
+from qcompile import numerics, ops
 from qcompile.graph import Graph
 
 _ON_WEIGHTS = frozenset(
     {
         "center",
+        "column_order",
+        "head_order",
+        "take_axis",
         "concat_rows",
         "matvec",
         "zero_bias",
@@ -117,3 +120,20 @@ def equivalent(a: Graph, b: Graph, inputs: Sequence[Tensor], dtype: torch.dtype 
 
 def _first(value: Tensor | Sequence[Tensor]) -> Tensor:
     return value if isinstance(value, Tensor) else value[0]
+
+
+def sample(graph: Graph, tokens: int = 16) -> Tensor:
+    """Logits [tokens, vocab] of one fixed sequence by the reference bodies of a graph at any stage, in float32."""
+    ids = torch.randint(0, graph.info.vocab_size, (tokens,), generator=torch.Generator().manual_seed(0))
+    places = torch.arange(tokens)
+    if graph.stage == "cache":
+        shape = graph.inputs[-1].meta["val"].shape  # [layers, 2, slots, Hk, D]
+        pages = -(-tokens // numerics.PAGE_TOKENS)
+        cache = torch.zeros(*shape[:2], pages * numerics.PAGE_TOKENS, *shape[3:])
+        one = torch.zeros(tokens, dtype=torch.int64)
+        inputs = [ids, places, one, torch.arange(pages)[None], places, cache]
+    else:
+        inputs = [ids[None], places[None]][: len(graph.inputs)]
+    with torch.no_grad():
+        logits = _first(graph.run(*inputs, dtype=torch.float32))
+    return logits.reshape(tokens, -1)

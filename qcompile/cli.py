@@ -12,15 +12,12 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from qcompile import __version__, console
 from qcompile.errors import EXIT_BUG, EXIT_INTERRUPTED, ArtifactError, QCompileError, ResourceError, UsageError
-
-if TYPE_CHECKING:
-    from qcompile.pipeline import BuildReport
 
 app = typer.Typer(
     help="Compile PyTorch decoder language models to quantized kernels, and run them.",
@@ -93,6 +90,9 @@ def build(
     ] = 128,
     length: Annotated[int, typer.Option("--max-seq-length", min=2, metavar="TOKENS", help="Tokens per sample.")] = 1024,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Chooses the samples.")] = 0,
+    check: Annotated[
+        bool, typer.Option("--check", help="Run every stage's graph on a short text; record each pass's error.")
+    ] = False,
     allow_remote_code: Remote = False,
     json: Json = False,
 ) -> None:
@@ -132,39 +132,15 @@ def build(
             drafts=drafts or (),
             progress=progress,
             dump_ir=dump_ir,
+            check_passes=check,
             calib=None if calib is None else Request(calib, samples, length, seed),
             allow_remote=allow_remote_code,
         )
     if chosen.calibrated and calib is None:
         console.log(f"qcompile: recipe {recipe} wants --calib FILE: without it weights are rounded to nearest")
-    _print_build(report, recipe, target, explain, json)
+    from qcompile.cli_build import print_build
 
-
-def _print_build(report: BuildReport, recipe: str, target: str, explain: str | None, json: bool) -> None:
-    """What was built, pass by pass; with `explain`, what that pass left alone and why."""
-    size = sum(path.stat().st_size for path in report.path.rglob("*") if path.is_file())
-    passes = [{"name": p.name, "fired": p.fired, "seconds": p.seconds, "notes": list(p.notes)} for p in report.passes]
-    if json:
-        console.print_json(
-            {
-                "path": str(report.path),
-                "recipe": recipe,
-                "target": target,
-                "bits_per_weight": report.bits_per_weight,
-                "passes": passes,
-                "seconds": report.seconds,
-                "bytes": size,
-            }
-        )
-        return
-    print(", ".join(f"{p['name']} {p['fired']}" for p in passes))
-    facts = f"{console.byte_size(size)}, {report.bits_per_weight:.2f} bits per weight"
-    if explain is not None and explain not in [p.name for p in report.passes]:
-        print(f"{explain} did not run: --set {explain}.enabled=true")
-    for p in report.passes:
-        if p.name == explain:
-            print("\n".join(p.notes) or f"{p.name} left nothing alone")
-    print(f"{report.path}: {facts}, built in {sum(report.seconds.values()):.1f} s")
+    print_build(report, recipe, target, explain, json)
 
 
 @app.command()
@@ -344,15 +320,25 @@ def tune(
 
 
 @app.command()
-def inspect(out: Artifact, json: Json = False) -> None:
+def inspect(
+    out: Artifact,
+    passes: Annotated[bool, typer.Option("--passes", help="List the passes: options, count, error, seconds.")] = False,
+    json: Json = False,
+) -> None:
     """Show what an artifact holds: recipe, target, bits per weight, passes, sizes.
 
     \b
     Example:
       qcompile inspect out/pycode
+      qcompile inspect out/pycode --passes
     """
+    from qcompile import inspect_artifact
     from qcompile.inspect_artifact import as_text, summary
 
+    if passes:
+        listed = inspect_artifact.passes(out)
+        console.print_json(listed) if json else print(inspect_artifact.passes_as_text(listed))
+        return
     found = summary(out)
     if json:
         console.print_json(found)

@@ -116,26 +116,40 @@ class Graph:
 
     def is_weight(self, node: Any) -> bool:
         """Whether `node` depends on weights alone, so that it can be computed when the artifact is built."""
-        if not isinstance(node, fx.Node):
-            return True
-        if node.op in ("get_attr", "placeholder"):
-            return node.op == "get_attr"
-        return node.op == "call_function" and all(self.is_weight(n) for n in node.all_input_nodes)
+        frontier = [node] if isinstance(node, fx.Node) else []
+        seen: set[fx.Node] = set()
+        while frontier:  # a model is deeper than the stack; first operands lead to inputs soonest
+            current = frontier.pop()
+            if current.op not in ("call_function", "get_attr"):
+                return False
+            if current not in seen:
+                seen.add(current)
+                frontier += reversed(current.all_input_nodes)
+        return True
 
     def run(self, *inputs: Any, dtype: torch.dtype | None = None) -> Any:
         """Run by reference bodies; with `dtype`, weights are cast to it first (float64 for exact checks)."""
         return _Runner(self, dtype).run(*inputs)
 
-    def evaluate(self, node: fx.Node) -> Any:
-        """The value of a weight node: its weights are loaded, its operators run."""
+    def evaluate(self, node: fx.Node, vectors: dict[fx.Node, Tensor] | None = None) -> Any:
+        """The value of a weight node: its weights are loaded, its operators run.
+
+        `vectors` keeps computed vectors from one call to the next: many weights share an order or a scale, and one of
+        those may take all weights of a model to compute.
+        """
 
         def value(item: Any) -> Any:
-            return fx.node.map_arg(item, self.evaluate)
+            return fx.node.map_arg(item, lambda n: self.evaluate(n, vectors))
 
         if node.op == "get_attr":
             return self.weights[str(node.target)]
+        if vectors is not None and node in vectors:
+            return vectors[node]
         assert callable(node.target), node
-        return node.target(*value(node.args), **value(node.kwargs))
+        result = node.target(*value(node.args), **value(node.kwargs))
+        if vectors is not None and isinstance(result, Tensor) and result.dim() == 1:
+            vectors[node] = result
+        return result
 
     # ---- rewriting ---------------------------------------------------------------------------
 
@@ -154,14 +168,19 @@ class Graph:
 
     def _hoist_weights(self) -> None:
         """Move everything that depends on weights alone to the top, keeping its order."""
-        weights = {node: None for node in self.nodes if node.op != "output" and self.is_weight(node)}
+        weights: dict[fx.Node, None] = {}
+        for node in self.fx.nodes:
+            if node.op == "get_attr" or (
+                node.op == "call_function" and all(source in weights for source in node.all_input_nodes)
+            ):
+                weights[node] = None
         anchor = next(node for node in self.fx.nodes if node not in weights)
         for node in weights:
             anchor.prepend(node)
 
     def call_weight(self, name: str, *args: Any) -> fx.Node:
         """qcompile::name(*args) on weights, behind all weight expressions there are and before any activation."""
-        with self.fx.inserting_before(next(node for node in self.fx.nodes if not self.is_weight(node))):
+        with self.fx.inserting_before(self.inputs[0]):  # every activation depends on an input
             return self.call(name, *args)
 
     def call(self, name: str, *args: Any) -> fx.Node:

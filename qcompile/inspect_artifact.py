@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from qcompile import console
-from qcompile.artifact import MANIFEST, read_manifest
+from qcompile.artifact import MANIFEST, PASSES_FILE, read_manifest
+from qcompile.errors import ArtifactError
 from qcompile.manifest import check_shape
 
 
@@ -43,6 +45,37 @@ def _level(level: dict[str, Any]) -> dict[str, Any]:
         return {"kind": "lookup", "gamma": level["gamma"]}
     cache = "own" if level["kv"] else "shared"
     return {"kind": level["path"], "gamma": level["gamma"], "cache": cache, "weights": len(level["weights"])}
+
+
+def passes(path: Path) -> list[dict[str, Any]]:
+    """What `inspect --passes --json` prints: {name, options, fired, notes, max_relative_error, seconds} of each pass.
+
+    The last two are None unless the artifact was built with --check.
+    """
+    manifest = read_manifest(path)
+    check_shape(manifest)
+    listed: list[dict[str, Any]] = manifest["passes"]
+    measured: dict[str, dict[str, Any]] = {}
+    try:
+        measured = {entry["name"]: entry for entry in json.loads((path / PASSES_FILE).read_text(encoding="utf-8"))}
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(f"{path}: {PASSES_FILE} is damaged ({error}); delete it or build again") from error
+    known = ("max_relative_error", "seconds")
+    return [entry | {key: measured.get(entry["name"], {}).get(key) for key in known} for entry in listed]
+
+
+def passes_as_text(listed: list[dict[str, Any]]) -> str:
+    """`passes` for people, as a table."""
+    rows = []
+    for entry in listed:
+        options = ", ".join(f"{name}={value}" for name, value in entry["options"].items())
+        error, seconds = entry["max_relative_error"], entry["seconds"]
+        measured = ["-" if error is None else f"{error:.1e}", "-" if seconds is None else f"{seconds:.2f}"]
+        rows.append([entry["name"], str(entry["fired"]), *measured, options])
+    text = console.table(["pass", "fired", "max error", "seconds", "options"], rows)
+    return text if any(e["seconds"] is not None for e in listed) else f"{text}\nbuild with --check to measure errors"
 
 
 def as_text(found: dict[str, Any]) -> str:

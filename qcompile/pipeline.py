@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import platform
 import shutil
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -18,13 +17,14 @@ from typing import Any
 import torch
 
 import qcompile
-from qcompile import calibration, frontend, huggingface, mix, numerics, recipes, report, show, targets
-from qcompile.artifact import ArtifactWriter, WeightSpec, canonical_json
+from qcompile import calibration, check, frontend, huggingface, mix, numerics, recipes, report, show, targets
+from qcompile.artifact import PASSES_FILE, ArtifactWriter, WeightSpec, canonical_json
 from qcompile.calibration import Request
+from qcompile.clock import Clock, Progress, silent
 from qcompile.codegen import compiler, cpu
 from qcompile.codegen.lower import PackedWeight, WeightTable, lower
 from qcompile.codegen.program import Program
-from qcompile.errors import ResourceError, UnsupportedError, UsageError
+from qcompile.errors import UnsupportedError, UsageError
 from qcompile.graph import Graph
 from qcompile.passes.assign_precision import AssignPrecision
 from qcompile.passes.base import Pass, apply
@@ -36,6 +36,7 @@ from qcompile.passes.merge import Merge
 from qcompile.passes.plan_memory import PlanMemory
 from qcompile.passes.quantize import Quantize
 from qcompile.passes.raise_ops import Raise
+from qcompile.passes.reorder import Reorder
 from qcompile.passes.rotate import Rotate
 from qcompile.passes.salience import Salience
 from qcompile.passes.smooth import Smooth
@@ -49,6 +50,7 @@ PASSES: tuple[type[Pass], ...] = (
     Rotate,
     Smooth,
     SmoothAttention,
+    Reorder,
     AssignPrecision,
     Merge,
     Salience,
@@ -74,19 +76,20 @@ OTHER_DRAFT = (4, 0.0)
 REENCODING_DRAFT = (4, 0.4)
 """The same where it has another tokenizer: what comes of its doubtful tokens is rarely what the target says."""
 
-Progress = Callable[[str, int, int], None]
-"""Called as progress(stage, done, total); total is bytes for `weights`, 1 for stages that are one piece."""
-
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What a pass did: its options, how often it fired, what it left alone, and how long it took."""
+    """What a pass did: its options, how often it fired, what it left alone, and how long it took.
+
+    `max_relative_error` is how far it moved the logits of a short text, None where that was not asked for.
+    """
 
     name: str
     options: dict[str, Any]
     fired: int
     notes: tuple[str, ...]
     seconds: float
+    max_relative_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,7 @@ def build(
     progress: Progress | None = None,
     dump_ir: str | Path | None = None,
     calib: Request | str | Path | torch.Tensor | None = None,
+    check_passes: bool = False,
     **source: Any,
 ) -> BuildReport:
     """Compile `model` into an artifact directory `out`.
@@ -161,19 +165,20 @@ def build(
     `LOOKUP` as the last, proposes tokens to the path before it; the recipe's own come first. `dump_ir` is a folder
     for every stage's graph as text and SVG. `calib` is text (a file, token ids [samples, length], or a
     calibration.Request) by which codes of weights are chosen; interrupted, the same build goes on where it stopped.
-    Raises QCompileError subclasses; nothing is left half-written.
+    `check_passes` runs every stage's graph on a short text by reference bodies and records how far each pass moved
+    the logits, and seconds, in the artifact's passes.json. Raises QCompileError; nothing is left half-written.
     """
-    clock = _Clock(progress or _silent)
+    clock = Clock(progress or silent)
     machine = targets.get_target(target)
     wanted = calib if calib is None or isinstance(calib, Request) else Request(calib)
     kept = Path(out).absolute().parent / f".{Path(out).name}.calibration"
-    request = _Request(model, recipe, options or {}, head_dtype, drafts, target, wanted, kept)
+    request = _Request(model, recipe, options or {}, head_dtype, drafts, target, wanted, kept, check_passes)
     compiler.find()  # without one, say so before the work
     with ArtifactWriter(out) as writer, PageWriter() as page:
         found = _plan(request, clock, source)
         drawn = page.ask(found.report)
         if dump_ir is not None:
-            _dump(found, Path(dump_ir))
+            show.dump(found.graphs, [record.name for record in found.passes], Path(dump_ir))
         with clock("render"):
             texts = {name: cpu.render(program, machine) for name, program in found.programs.items()}
         with ThreadPoolExecutor(1) as pool, clock("weights and kernels"):
@@ -190,6 +195,8 @@ def build(
                 writer.add_file(name, content)
             writer.add_file("report.json", found.report)
             writer.add_file("report.html", drawn())
+            if check_passes:
+                writer.add_unsealed(PASSES_FILE, canonical_json(_measured(found.passes)))
             manifest = _manifest(found, entries, machine, folder)
             manifest["recipe"] = {"name": recipe, "options": dict(options or {}), "head_dtype": head_dtype}
             path = writer.finish(manifest)
@@ -209,7 +216,7 @@ def plan(
 ) -> Plan:
     """What `build` with the same arguments would compile; reads no weights, writes nothing."""
     targets.get_target(target)
-    return _plan(_Request(model, recipe, options or {}, head_dtype, drafts, target), _Clock(_silent), source)
+    return _plan(_Request(model, recipe, options or {}, head_dtype, drafts, target), Clock(silent), source)
 
 
 @dataclass(frozen=True)
@@ -225,6 +232,7 @@ class _Request:
     calib: Request | None = None
     kept: Path | None = None
     """Folder of what calibration found before it was interrupted."""
+    check_passes: bool = False
 
     @property
     def passes(self) -> tuple[Pass, ...]:
@@ -240,7 +248,7 @@ class _Request:
 
 
 def _import(
-    model: Any, passes: tuple[Pass, ...], clock: _Clock, source: Mapping[str, Any], request: _Request | None = None
+    model: Any, passes: tuple[Pass, ...], clock: Clock, source: Mapping[str, Any], request: _Request | None = None
 ) -> _Passed:
     with clock("import"), frontend.hurried():
         graph = model if isinstance(model, Graph) else frontend.load(model, **source)
@@ -248,10 +256,10 @@ def _import(
             directory = huggingface.find(model) if isinstance(model, (str, Path)) else None
             graph.calibration = calibration.open_(request.calib, directory, graph.info, request.kept, clock.progress)
     todo = passes if graph.stage == "import" else passes[1:]  # a Graph given as such is raised already
-    return run_passes(graph, todo, clock)
+    return run_passes(graph, todo, clock, request is not None and request.check_passes)
 
 
-def _plan(request: _Request, clock: _Clock, source: Mapping[str, Any]) -> Plan:
+def _plan(request: _Request, clock: Clock, source: Mapping[str, Any]) -> Plan:
     model = request.model
     graphs, records = _import(model, request.passes, clock, source, request)
     table = WeightTable()
@@ -283,7 +291,7 @@ def _other_tokenizer(model: Any, draft: Any) -> bytes | None:
     return other if own is not None and other is not None and own != other else None
 
 
-def _draft_paths(graphs: list[Graph], request: _Request, table: WeightTable, clock: _Clock) -> list[DraftPath]:
+def _draft_paths(graphs: list[Graph], request: _Request, table: WeightTable, clock: Clock) -> list[DraftPath]:
     """The recipe's drafts, which share weights and cache with the target, then the other models given."""
     quantized = [graph for graph in graphs if graph.stage == "quantize"][-1]
     target = graphs[-1].info
@@ -313,21 +321,6 @@ def _draft_paths(graphs: list[Graph], request: _Request, table: WeightTable, clo
     return paths
 
 
-def _dump(found: Plan, folder: Path) -> None:
-    """Write the graph after each pass as NN-pass.txt and NN-pass.svg."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for number, (graph, record) in enumerate(zip(found.graphs, found.passes, strict=True), start=1):
-            (folder / f"{number:02}-{record.name}.txt").write_text(show.to_text(graph))
-            (folder / f"{number:02}-{record.name}.svg").write_text(show.to_svg(graph))
-    except OSError as error:
-        raise ResourceError(f"cannot write graphs to {folder}: {error.strerror}") from error
-
-
-def _silent(stage: str, done: int, total: int) -> None:
-    pass
-
-
 def configure(settings: recipes.Settings, options: Mapping[str, str]) -> tuple[Pass, ...]:
     """The passes with a recipe's settings, the user's `pass.field=value` or `field=value` laid over them.
 
@@ -339,11 +332,12 @@ def configure(settings: recipes.Settings, options: Mapping[str, str]) -> tuple[P
 
 
 def run_passes(
-    graph: Graph, passes: tuple[Pass, ...], clock: _Clock | None = None
+    graph: Graph, passes: tuple[Pass, ...], clock: Clock | None = None, check_passes: bool = False
 ) -> tuple[list[Graph], list[PassRecord]]:
     """Run the passes that are wanted in order, each between its checks; the graph after each, and what each did."""
-    clock = clock or _Clock(_silent)
+    clock = clock or Clock(silent)
     graphs, records = [], []
+    logits = check.sample(graph) if check_passes else None
     for rewrite in passes:
         if not rewrite.wanted:
             continue
@@ -351,8 +345,12 @@ def run_passes(
             result = apply(rewrite, graph)
         graph = result.graph
         graphs.append(graph)
+        error = None
+        if logits is not None:
+            before, logits = logits, check.sample(graph)
+            error = check.max_relative_error(logits, before)
         seconds = clock.seconds[rewrite.name]
-        records.append(PassRecord(rewrite.name, rewrite.options(), result.fired, result.notes, seconds))
+        records.append(PassRecord(rewrite.name, rewrite.options(), result.fired, result.notes, seconds, error))
     return graphs, records
 
 
@@ -373,27 +371,6 @@ def bits_per_weight(graph: Graph) -> float:
 
 
 _Passed = tuple[list[Graph], list[PassRecord]]
-
-
-class _Clock:
-    """Times stages and tells the progress callback when each starts and ends."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
-        self.seconds: dict[str, float] = {}
-
-    def __call__(self, stage: str) -> _Clock:
-        self._stage = stage
-        return self
-
-    def __enter__(self) -> None:
-        self.progress(self._stage, 0, 1)
-        self._start = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        self.seconds[self._stage] = time.perf_counter() - self._start
-        if error[0] is None:
-            self.progress(self._stage, 1, 1)
 
 
 def _specs(weights: list[PackedWeight]) -> list[WeightSpec]:
@@ -481,6 +458,11 @@ def _levels(found: Plan, entries: list[dict[str, Any]], folder: str) -> list[dic
         for draft in found.drafts
     ]
     return levels + ([dict(LOOKUP_LEVEL)] if found.lookup else [])
+
+
+def _measured(passes: list[PassRecord]) -> list[dict[str, Any]]:
+    """passes.json: what differs from build to build."""
+    return [{"name": p.name, "seconds": p.seconds, "max_relative_error": p.max_relative_error} for p in passes]
 
 
 def _report(

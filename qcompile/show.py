@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
 from torch import Tensor, fx
 
 from qcompile import ops
+from qcompile.errors import ResourceError
 from qcompile.graph import Graph
 
 ROW, LANE, BOX, MARGIN = 34, 26, 250, 24
@@ -39,6 +41,17 @@ def to_text(graph: Graph) -> str:
     results = graph.output.args[0]
     lines.append(f"  return {_argument(graph, results)}")
     return "\n".join(lines) + "\n"
+
+
+def dump(graphs: Sequence[Graph], names: Sequence[str], folder: Path) -> None:
+    """Write each graph as NN-name.txt and NN-name.svg. ResourceError where the folder cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, (graph, name) in enumerate(zip(graphs, names, strict=True), start=1):
+            (folder / f"{number:02}-{name}.txt").write_text(to_text(graph))
+            (folder / f"{number:02}-{name}.svg").write_text(to_svg(graph))
+    except OSError as error:
+        raise ResourceError(f"cannot write graphs to {folder}: {error.strerror}") from error
 
 
 def _activations(graph: Graph) -> list[fx.Node]:

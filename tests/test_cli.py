@@ -304,3 +304,22 @@ def test_explaining_a_pass_that_does_not_exist_is_refused(tmp_path: Path) -> Non
     assert result.returncode == 2
     assert "--explain rotat: there is no such pass" in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_inspect_passes(capsys: Capture, tmp_path: Path, tiny_checkpoint: Path) -> None:
+    plain, checked = tmp_path / "plain", tmp_path / "checked"
+    assert code_of("build", tiny_checkpoint, "-o", plain, "--recipe", "w4a8") == 0
+    switch = ("--set", "fold_norms.enabled=true", "--set", "rotate.enabled=true")
+    assert code_of("build", tiny_checkpoint, "-o", checked, "--recipe", "w4a8", "--check", *switch) == 0
+    capsys.readouterr()
+    assert all(entry["seconds"] is None for entry in json_of(capsys, "inspect", plain, "--passes"))
+    found = {entry["name"]: entry for entry in json_of(capsys, "inspect", checked, "--passes")}
+    assert found["raise"]["max_relative_error"] < 1e-5 and found["rotate"]["max_relative_error"] < 1e-5
+    assert 1e-4 < found["quantize"]["max_relative_error"] < 1 and found["rotate"]["seconds"] > 0
+    assert found["rotate"]["fired"] > 0 and found["rotate"]["options"]["online"] is False
+    assert code_of("inspect", checked, "--passes") == 0
+    assert "rotate" in capsys.readouterr().out
+    assert code_of("verify", checked) == 0  # passes.json differs from build to build and is not sealed
+    capsys.readouterr()
+    (checked / "passes.json").write_text("[1]")
+    assert "passes.json is damaged" in refusal(capsys, 6, "inspect", checked, "--passes")

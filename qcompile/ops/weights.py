@@ -102,6 +102,44 @@ def smooth_factor(weight_max: Tensor, alpha: float, activation_max: Tensor | Non
     return torch.where(alive, factor / mean, torch.ones_like(factor))
 
 
+# ---- orders of channels ---------------------------------------------------------------------------
+
+
+def _by_norm(weights: list[Tensor], heads: int) -> Tensor:
+    """Positions [heads, K / heads] of input columns within each head, largest column norm over all weights first."""
+    size = torch.stack([w.double().square().sum(0) for w in weights]).sum(0).reshape(heads, -1)
+    return torch.sort(size, dim=1, descending=True, stable=True).indices
+
+
+@define(lambda weights: weights[0].new_empty(weights[0].shape[1], dtype=torch.int64))
+def column_order(weights: list[Tensor]) -> Tensor:
+    """The input columns of weights [N_i, K] that read the same value, by falling norm: int64 [K]."""
+    return _by_norm(weights, 1).flatten()
+
+
+@define(
+    lambda weights, group, head_dim, wide: weights[0].new_empty(
+        weights[0].shape[1] // (1 if wide else group), dtype=torch.int64
+    )
+)
+def head_order(weights: list[Tensor], group: int, head_dim: int, wide: bool) -> Tensor:
+    """column_order within KV heads of weights [N_i, Hk * group * D] over attention's output: int64 [Hk * D].
+
+    All query heads of a KV head take one order; `wide` gives it for each of them, [Hk * group * D].
+    """
+    rows = [w.unflatten(1, (-1, group, head_dim)).transpose(1, 2).flatten(0, 1).flatten(1) for w in weights]
+    order = _by_norm(rows, rows[0].shape[1] // head_dim)
+    if wide:
+        order = order.repeat_interleave(group, 0)
+    return (order + torch.arange(len(order))[:, None] * head_dim).flatten()
+
+
+@define(lambda w, order, axis: torch.empty_like(w))
+def take_axis(w: Tensor, order: Tensor, axis: int) -> Tensor:
+    """w with its entries along `axis` in the order int64 [w.shape[axis]]."""
+    return w.index_select(axis, order)
+
+
 # ---- joining and rounding ------------------------------------------------------------------------
 
 

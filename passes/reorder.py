@@ -1,0 +1,96 @@
+"""Reorder: renumber input channels by salience, so that channels alike in size share a group of 128 and its scale.
+
+The permutation is folded into whatever writes the channels (Atom, Zhao et al. 2024, section 4.1, moves its
+outlier channels to the end so; RPTQ, Yuan et al. 2023, clusters all), so that it costs nothing when the model runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from qcompile import analysis, ops
+from qcompile.errors import PassError
+from qcompile.graph import Graph
+from qcompile.passes.base import Pass, PassResult
+
+GROUP = 128
+"""Inputs that share a scale in the formats with groups (numerics.FORMATS)."""
+
+
+@dataclass(frozen=True)
+class Reorder(Pass):
+    """Permutes channels so that the columns of the linears that read them stand in falling order of their norm.
+
+    A space of channels is what adds, products, activations and norms tie together: the residual stream, or the
+    inside of an MLP. Legal when only linears and embeddings write it and only linears read it. With `heads`, the
+    channels of each value head too, where a head is not a part of one group anyway. What stays in its order is
+    named in the notes. `fired` counts spaces, and attentions.
+    """
+
+    name: ClassVar[str] = "reorder"
+    requires: ClassVar[tuple[str, ...]] = ("raise",)
+    enabled: bool = False
+    heads: bool = True
+
+    def run(self, graph: Graph) -> PassResult:
+        graph = graph.clone()
+        fired, notes = 0, []
+        for space in analysis.channel_spaces(graph):
+            if space.obstacle is not None:
+                node, reason = space.obstacle
+                notes.append(str(PassError(self.name, node.name, reason)))
+            else:
+                _reorder_space(graph, space)
+                fired += 1
+        for node in graph.calls("attention") if self.heads else []:
+            try:
+                fired += self._reorder_values(graph, node)
+            except PassError as error:
+                notes.append(str(error))
+        graph.erase_dead()
+        return PassResult(graph, fired, tuple(notes))
+
+    def _reorder_values(self, graph: Graph, attention: fx.Node) -> int:
+        """Attention keeps the channels of its values, so one order per KV head serves all query heads that read it."""
+        value: Any = attention.args[2]
+        head_dim = value.meta["val"].shape[-1]
+        if GROUP % head_dim == 0:
+            return 0
+        source = value.args[0] if ops.name_of(value.target) == "split_heads" else value
+        if ops.name_of(source.target) != "linear" or len(source.users) > 1 or len(value.users) > 1:
+            raise PassError(self.name, value.name, "values do not come from a linear of their own")
+        readers = [reader for merged in attention.users for reader in merged.users]
+        merges = all(ops.name_of(user.target) == "merge_heads" for user in attention.users)
+        if not merges or any(ops.name_of(reader.target) != "linear" for reader in readers):
+            raise PassError(self.name, attention.name, "attention's output is read by something other than a linear")
+        group = attention.meta["val"].shape[-2] // value.meta["val"].shape[-2]
+        weights = [reader.args[1] for reader in readers]
+        rows, columns = (graph.call_weight("head_order", weights, group, head_dim, wide) for wide in (False, True))
+        for index in (1, 2):
+            _take(graph, source, index, rows, 0)
+        for reader in readers:
+            _take(graph, reader, 1, columns, 1)
+        return 1
+
+
+def _reorder_space(graph: Graph, space: analysis.ChannelSpace) -> None:
+    order = graph.call_weight("column_order", [reader.args[1] for reader in space.readers])
+    for writer in space.writers:
+        if ops.name_of(writer.target) == "embedding":
+            _take(graph, writer, 1, order, 1)
+        else:
+            _take(graph, writer, 1, order, 0)
+            _take(graph, writer, 2, order, 0)
+    for node, index in space.vectors:
+        _take(graph, node, index, order, -1)
+    for reader in space.readers:
+        _take(graph, reader, 1, order, 1)
+
+
+def _take(graph: Graph, node: fx.Node, index: int, order: fx.Node, axis: int) -> None:
+    """Reorder weight argument `index` of `node` along `axis`; nothing where it is absent."""
+    if len(node.args) > index and node.args[index] is not None:
+        node.update_arg(index, graph.call_weight("take_axis", node.args[index], order, axis))
