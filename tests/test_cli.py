@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -286,7 +287,10 @@ def test_doctor_says_what_is_unsupported(capsys: Capture, tmp_path: Path) -> Non
 
 def test_an_interrupted_build_leaves_nothing(tiny_checkpoint: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "qcompile", "build", str(tiny_checkpoint), "-o", str(tmp_path / "out")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    # A shell's background job ignores interrupts, and its children would too.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=heed)
     while not list(tmp_path.iterdir()) and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
