@@ -6,6 +6,7 @@
 // decode: the five linears of a 1.1 B Llama at 1 to 8 tokens, copies in turn so that weights come from memory.
 // verify: the same at 9 to 64 tokens, one copy. prefill: 512 tokens, without the output head.
 // cached: the linears of a 26 M Llama, which stay in the L3 cache. cached-prefill: the same at 512 tokens.
+// mix: mix_4_8 with a tenth of the rows in 8 bits beside w4_asym_g128, in turn, at two square-ish shapes.
 // Prints, per format and M, the median over repeats: weight GB/s (codes and scales) and GOPS (2 M N K / t), beside the
 // read bandwidth (memory, or L3 when cached) measured between the repeats and the arithmetic rates measured first.
 #include "gemm.h"
@@ -26,7 +27,9 @@
 namespace {
 
 const char* kFormats[] = {"f32",          "bf16",     "w4_asym_g128_bf16", "w8_sym_channel",
-                          "w4_asym_g128", "qoq_g128", "qoq_channel",       "mxfp4"};
+                          "w4_asym_g128", "qoq_g128", "qoq_channel",       "mxfp4",
+                          "mxfp4_x128",   "nested_8_4", "mix_4_8_x128"};
+constexpr int kFormatCount = 11, kGroup4 = 4, kMxfp4 = 7, kMxfp4X128 = 8, kNested = 9, kMix = 10;
 constexpr size_t kArena = (size_t)1 << 30;
 char* arena;
 std::vector<void*> scratch;
@@ -124,16 +127,41 @@ struct Case {
 
 size_t round64(size_t n) { return (n + 63) / 64 * 64; }
 
+// A tenth of n rows in 8-bit blocks, every tenth; the blocks of both widths spread evenly, as qcompile.mix lays them out.
+struct MixOrder {
+  std::vector<int32_t> columns, starts{0};
+  explicit MixOrder(int n) {
+    std::vector<int32_t> rows[2];
+    for (int i = 0; i < n; ++i) rows[i % 10 == 3].push_back(i);
+    std::vector<std::pair<double, std::pair<int, int>>> blocks;
+    for (int wide = 0; wide < 2; ++wide) {
+      const int count = (int)(rows[wide].size() + 15) / 16;
+      rows[wide].resize(count * 16, -1);
+      for (int i = 0; i < count; ++i) blocks.push_back({(i + 0.5) / count, {wide, i}});
+    }
+    std::sort(blocks.begin(), blocks.end());
+    for (auto& [place, block] : blocks) {
+      const auto* first = rows[block.first].data() + block.second * 16;
+      columns.insert(columns.end(), first, first + 16);
+      starts.push_back(starts.back() + 1 + block.first);
+    }
+  }
+};
+
 // As many copies of one matrix as fit in `budget` bytes (at least one), laid out as an artifact would.
 void place(Case& c, size_t budget, size_t& used) {
   const size_t kp = gemm_kp(c.k), np = (c.n + 15) / 16 * 16, groups = (kp + 127) / 128;
-  const double code[] = {4, 2, 0.5, 1, 0.5, 0.5, 0.5, 0.5};
-  const size_t codes = (size_t)(np * kp * code[c.format]);
-  const bool grouped = c.format == 2 || c.format == 4;
-  const size_t scale = c.format < 2 || c.format == 7 ? 0 : (grouped ? np * groups : np) * 4;
-  const size_t zero = grouped || c.format == 5 ? np * groups : c.format == 6 ? np : 0;
-  const size_t group_scale = c.format == 5 ? np * groups : 0, exponent = c.format == 7 ? np * kp / 32 : 0;
-  c.bytes = codes + scale + zero + group_scale + exponent;
+  const double code[] = {4, 2, 0.5, 1, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5};
+  const MixOrder mix(c.format == kMix ? c.n : 0);
+  const size_t rows = c.format == kMix ? mix.columns.size() : np;
+  const size_t codes = c.format == kMix ? mix.starts.back() * kp * 8 : (size_t)(np * kp * code[c.format]);
+  const bool grouped = c.format == 2 || c.format == kGroup4 || c.format == kNested || c.format == kMix;
+  const bool mx = c.format == kMxfp4 || c.format == kMxfp4X128;
+  const size_t scale = c.format < 2 || mx ? 0 : (grouped ? rows * groups : np) * 4;
+  const size_t zero = grouped || c.format == 5 ? rows * groups : c.format == 6 ? np : 0;
+  const size_t group_scale = c.format == 5 ? np * groups : 0, exponent = mx ? np * kp / 32 : 0;
+  const size_t low = c.format == kNested ? np * kp / 2 : 0;
+  c.bytes = codes + scale + zero + group_scale + exponent + low;
   const size_t count = std::max<size_t>(1, budget / c.bytes);
   for (size_t i = 0; i < count; ++i) {
     Gemm g{};
@@ -141,7 +169,7 @@ void place(Case& c, size_t budget, size_t& used) {
     auto take = [&](size_t n, int fill) -> char* {
       if (!n) return nullptr;
       char* p = arena + used;
-      used += round64(n);
+      used += (n + 4095) / 4096 * 4096;
       if (used > kArena) abort();
       if (fill >= 0) memset(p, fill, n);
       return p;
@@ -151,6 +179,12 @@ void place(Case& c, size_t budget, size_t& used) {
     g.zero = (uint8_t*)take(zero, 7);
     g.group_scale = (uint8_t*)take(group_scale, 5);
     g.exponent = (uint8_t*)take(exponent, 120);
+    g.low = (uint8_t*)take(low, -1);
+    if (c.format == kMix) {
+      g.columns = (int32_t*)memcpy(take(rows * 4, 0), mix.columns.data(), rows * 4);
+      g.starts = (int32_t*)memcpy(take(mix.starts.size() * 4, 0), mix.starts.data(), mix.starts.size() * 4);
+      g.blocks = (int)rows / 16;
+    }
     c.copies.push_back(g);
   }
   c.x.resize(c.m * kp * 8 + 128);
@@ -161,9 +195,11 @@ void place(Case& c, size_t budget, size_t& used) {
     else if (c.format < 3) ((uint16_t*)x)[i] = 0x3f80 + (i % 7);
     else ((int8_t*)x)[i] = (int8_t)(i % 251 - 125);
   }
-  const int group = c.format == 7 ? 32 : c.format == 4 || c.format == 5 ? 128 : (int)kp;
-  c.q = {(int8_t*)x, (float*)(x + c.m * kp), (int32_t*)(x + c.m * kp + c.m * 4), (int)((kp + group - 1) / group)};
-  for (int i = 0; i < c.m; ++i) ((float*)c.q.scale)[i] = 0.01f;
+  const int group = mx ? 32 : grouped || c.format == 5 ? 128 : (int)kp;
+  const int scales = c.format == kMxfp4X128 || c.format == kMix ? (int)groups : 1;
+  c.q = {(int8_t*)x, (float*)(x + c.m * kp), (int32_t*)(x + c.m * kp + c.m * scales * 4),
+         (int)((kp + group - 1) / group), scales};
+  for (int i = 0; i < c.m * scales; ++i) ((float*)c.q.scale)[i] = 0.01f;
   for (auto& g : c.copies) g.out = (float*)round64((size_t)c.out_buffer.data());
 }
 
@@ -177,7 +213,10 @@ void call(const Case& c, const Gemm& g, const Worker& w) {
     case 4: return gemm_w4_asym_g128(g, c.q, w);
     case 5: return gemm_qoq_g128(g, c.q, w);
     case 6: return gemm_qoq_channel(g, c.q, w);
-    case 7: return gemm_mxfp4(g, c.q, w);
+    case kMxfp4: return gemm_mxfp4(g, c.q, w);
+    case kMxfp4X128: return gemm_mxfp4_x128(g, c.q, w);
+    case kNested: return gemm_nested_8_4(g, c.q, w);
+    case kMix: return gemm_mix_4_8_x128(g, c.q, w);
   }
 }
 
@@ -226,6 +265,29 @@ void measure(Team& team, const Mode& mode, int format, int m) {
   fflush(stdout);
 }
 
+// Time of mix_4_8 (int8 activations per 128) over that of w4_asym_g128 (per token), both from memory where M is small.
+void compare_mix(Team& team) {
+  for (Shape2 s : {Shape2{4096, 4096}, Shape2{11008, 4096}})
+    for (int m : {1, 8, 64, 512}) {
+      size_t used = 0;
+      std::vector<Case> cases[2];
+      for (int i = 0; i < 2; ++i) {
+        cases[i].push_back({i ? kMix : kGroup4, m, s.n, s.k, {}, {}, {}, {}, 0});
+        place(cases[i][0], m > 8 ? 0 : (size_t)160 << 20, used);
+        pass(team, cases[i]);
+      }
+      std::vector<double> seconds[2], ratios;
+      for (int r = 0; r < 15; ++r) {
+        for (int i = 0; i < 2; ++i) seconds[i].push_back(pass(team, cases[i]) / cases[i][0].copies.size());
+        ratios.push_back(seconds[1].back() / seconds[0].back());
+      }
+      printf("mix N=%-6d K=%d M=%-4d w4a8 %9.1f us  mix_4_8 %9.1f us  ratio %.3f  (bytes %.3f)\n", s.n, s.k, m,
+             median(seconds[0]) * 1e6, median(seconds[1]) * 1e6, median(ratios),
+             (double)cases[1][0].bytes / cases[0][0].bytes);
+      fflush(stdout);
+    }
+}
+
 std::vector<Mode> modes() {
   const std::vector<Shape2> llama = {{2560, 2048}, {2048, 2048}, {11264, 2048}, {2048, 5632}, {32000, 2048}};
   const std::vector<Shape2> small = {{1024, 512}, {512, 512}, {2560, 512}, {512, 1280}, {8192, 512}};
@@ -257,8 +319,9 @@ int main(int argc, char** argv) {
          peak_rate(team, 128, i_set(0), [](I16 a) { return dot_small(a, b_load(w), (const int8_t*)x); }),
          peak_rate(team, 64, f_set(0), [](F16 a) { return bf_dot(a, b_load(w), (const BfX*)x); }),
          peak_rate(team, 32, f_set(0), [](F16 a) { return f_dot(a, f_load((float*)w), x); }));
+  if (wanted == "mix") compare_mix(team);
   for (const Mode& mode : modes())
-    for (int f = 0; f < 8 && wanted == mode.name; ++f)
+    for (int f = 0; f < kFormatCount && wanted == mode.name; ++f)
       for (int m : mode.tokens)
         if (only.empty() || only == kFormats[f]) measure(team, mode, f, m);
   _exit(0);  // the workers spin until the end

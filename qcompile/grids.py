@@ -134,8 +134,7 @@ def _fit_w8(w: Tensor, ratio: Tensor | float) -> Grid:
 
 def _fit_mxfp4(w: Tensor, ratio: Tensor | float) -> Grid:
     largest = numerics.by_group(w, 32).abs().amax(-1) * ratio
-    exponent = torch.frexp(largest).exponent - 1 - numerics.E2M1_MAX_EXPONENT
-    step = torch.ldexp(torch.ones_like(largest), exponent.clamp_(-126, 127))
+    step = torch.ldexp(torch.ones_like(largest), numerics.mx_exponent(largest))
     none = torch.zeros_like(step)
     return Grid("mxfp4", 32, step, none, none, none)
 

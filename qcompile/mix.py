@@ -23,9 +23,7 @@ def quantize_mixed(w: Tensor, wide: Tensor) -> numerics.Parts:
     value = (code - zero) * scale in both widths: rows marked `wide` have codes 1..255 and zero 128.
     """
     codes, scale, zero = numerics.quantize_weight(w, "w4_asym_g128")
-    short = -w.shape[1] % 128
-    grouped = torch.nn.functional.pad(w.float(), (0, short)).unflatten(1, (-1, 128))
-    eight, eight_scale = numerics.symmetric(grouped, 127)
+    eight, eight_scale = numerics.symmetric(numerics.by_group(w.float(), 128), 127)
     eight_codes = (eight.to(torch.int16) + EIGHT_BIT_ZERO).to(torch.uint8).flatten(1)[:, : w.shape[1]]
     marked = wide[:, None]
     return [

@@ -194,11 +194,20 @@ def e2m1_codes(x: Tensor) -> Tensor:
     return code + 8 * (torch.signbit(x) & (code > 0)).to(torch.uint8)
 
 
+def mx_exponent(largest: Tensor) -> Tensor:
+    """Exponents of the scales of MXFP4 groups whose largest magnitudes are given.
+
+    OCP MX 1.0 6.3 has floor(log2 largest) - 2, which leaves largest within 4..8 scales and clamps it to 6; from 7 up
+    that is off by more than rounding, and the next power of two (where it lies at 3.5..4) loses less.
+    """
+    exponent = torch.frexp(largest).exponent - 1 - E2M1_MAX_EXPONENT
+    exponent = exponent + (torch.ldexp(largest, -exponent) >= 7).int()
+    return exponent.clamp_(-126, 127)
+
+
 def _quantize_mxfp4(w: Tensor) -> Parts:
-    """Power-of-two scale per 32: 2^(floor(log2 max) - 2), as OCP MX 6.3 has it; codes E2M1."""
     grouped = by_group(w.float(), 32)
-    exponent = torch.frexp(grouped.abs().amax(-1, keepdim=True)).exponent - 1 - E2M1_MAX_EXPONENT
-    exponent = exponent.clamp_(-126, 127)
+    exponent = mx_exponent(grouped.abs().amax(-1, keepdim=True))
     codes = e2m1_codes(torch.ldexp(grouped, -exponent))
     biased = (exponent.squeeze(-1) + 127).to(torch.uint8)
     return [codes.flatten(1)[:, : w.shape[1]].contiguous(), biased]

@@ -39,7 +39,7 @@ def test_written_files_are_where_the_manifest_says(tmp_path: Path) -> None:
         raw = (tmp_path / "out" / entry["file"]).read_bytes()
         (length,) = struct.unpack("<Q", raw[:8])
         begin, end = json.loads(raw[8 : 8 + length])[entry["name"]]["data_offsets"]
-        assert (8 + length) % 64 == 0 and entry["offset"] == 8 + length + begin
+        assert (8 + length) % 4096 == 0 and entry["offset"] == 8 + length + begin
         assert end - begin == entry["bytes"]
         assert raw[entry["offset"] : 8 + length + end] == b"\x01" * entry["bytes"]
 

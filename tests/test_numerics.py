@@ -111,11 +111,12 @@ def test_e2m1_rounds_to_nearest_ties_to_even(value: float, expected: float) -> N
     assert table[nx.e2m1_codes(torch.tensor([value, -value])).long()].tolist() == [expected, -expected]
 
 
-def test_mxfp4_scale_is_the_power_of_two_of_the_standard() -> None:
-    w = torch.zeros(1, 64)
-    w[0, 0], w[0, 40] = 6.0, 0.11
-    _, exponent = nx.quantize_weight(w, "mxfp4")
-    assert exponent.tolist() == [[127, 127 - 4 - 2]]  # floor(log2 6) - 2 = 0; floor(log2 0.11) - 2 = -6
+def test_mxfp4_scale_is_the_power_of_two_that_brings_the_largest_near_six() -> None:
+    w = torch.zeros(1, 96)
+    w[0, 0], w[0, 40], w[0, 70] = 6.0, 0.10, -7.0
+    codes, exponent = nx.quantize_weight(w, "mxfp4")
+    assert exponent.tolist() == [[127, 127 - 6, 128]]  # 6 of 1, 6.4 of 2^-6, 3.5 of 2
+    assert codes[0, [0, 40, 70]].tolist() == [7, 7, 14]  # 6, 6 and -4
 
 
 @given(

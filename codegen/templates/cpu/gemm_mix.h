@@ -30,6 +30,10 @@ struct Mix48 {
     const int chunks = Shape(g).chunks;
     for (int b = first; b < first + blocks; ++b, out += kPanelTile * 16) {
       const IntBlock w = block(g, chunks, b);
+      if (b % 16 == 0) {
+        for (int i = 16; i < 32; ++i) __builtin_prefetch(g.columns + (b + i) * 16, 0, 2);
+        __builtin_prefetch(g.starts + b + 17, 0, 2);
+      }
       if (wide(g, b)) int_block<ByteCodes, Wide, M, prefetch_every(M, 1)>(w, x, chunks, out);
       else int_block<NibbleCodes, Narrow, M, prefetch_every(M, 2)>(w, x, chunks, out);
     }

@@ -68,6 +68,20 @@ static void finish_rows(const Gemm& g, const Columns& c, int first, int tokens, 
   }
 }
 
+// p[index[i]], and p[index[i]] = v[i], for the first `count` of 16 lanes.
+QC_INLINE f32x16 gather(const float* p, const int32_t* index, int count) {
+  f32x16 v{};
+  for (int i = 0; i < count; ++i) v[i] = p[index[i]];
+  return v;
+}
+QC_INLINE void scatter(float* p, const int32_t* index, int count, f32x16 v) {
+#if defined(QC_ISA_AVX512)
+  _mm512_mask_i32scatter_ps(p, (__mmask16)((1 << count) - 1), _mm512_loadu_si512(index), v, 4);
+#else
+  for (int i = 0; i < count; ++i) p[index[i]] = v[i];
+#endif
+}
+
 // The same for rows that go to columns of their own; for kSiluMul the unit's two blocks are of the same columns.
 template <EpilogueKind E>
 static void scatter_rows(const Gemm& g, int block, int blocks, int first, int tokens, const float* buffer) {
@@ -89,12 +103,8 @@ static void scatter_rows(const Gemm& g, int block, int blocks, int first, int to
         f32x16 up = load<f32x16>(row + kPanelTile * 16);
         y = silu(y) * (g.bias ? up + up_bias : up);
       }
-      alignas(64) float lanes[16];
-      store(lanes, y);
-      float* out = g.out + (first + t) * g.out_stride;
-      const float* residual = E == kAdd ? g.residual + (first + t) * g.residual_stride : nullptr;
-      for (int i = 0; i < count; ++i)
-        out[columns[i]] = E == kAdd ? residual[columns[i]] + lanes[i] : lanes[i];
+      if (E == kAdd) y = gather(g.residual + (first + t) * g.residual_stride, columns, count) + y;
+      scatter(g.out + (first + t) * g.out_stride, columns, count, y);
     }
   }
 }
