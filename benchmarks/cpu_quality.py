@@ -9,12 +9,14 @@ float); each row must be met within 0.01, those with 4-bit activations within 0.
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from common import RESULTS, write_result
+from common import RESULTS, machine, write_result
 
 import qcompile
 
@@ -55,7 +57,7 @@ ROWS = [
 ]
 
 
-def measure(row: Row, data: Path, folder: Path) -> dict[str, object]:
+def measure(row: Row, data: Path, folder: Path) -> dict[str, Any]:
     """Build `row`'s artifact, evaluate it on all windows, and with the recipe's own head state the head's cost."""
     started = time.perf_counter()
     qcompile.build(MODEL, folder / "artifact", recipe=row.recipe, options=row.options, head_dtype=row.head)
@@ -71,8 +73,17 @@ def measure(row: Row, data: Path, folder: Path) -> dict[str, object]:
         "difference": result.perplexity - row.expected,
         "met": abs(result.perplexity - row.expected) <= row.tolerance,
         "windows": result.windows,
+        "commit": machine()["commit"],
         "seconds": time.perf_counter() - started,
     }
+
+
+def merged(path: Path, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`results` and the rows of the file at `path` that they do not replace, in the order of ROWS."""
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
+    rows = {row["row"]: {"commit": before["commit"], **row} for row in before["rows"]}
+    rows |= {row["row"]: row for row in results}
+    return [rows[row.name] for row in ROWS if row.name in rows]
 
 
 def main() -> None:
@@ -98,7 +109,7 @@ def main() -> None:
             f"{result['seconds']:9.0f}{'' if result['met'] else '  NOT MET'}",
             flush=True,
         )
-    write_result(arguments.out, {"model": MODEL.name, "rows": results})
+    write_result(arguments.out, {"model": MODEL.name, "rows": merged(arguments.out, results)})
 
 
 if __name__ == "__main__":
