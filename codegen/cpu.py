@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from qcompile.codegen import program as p
 from qcompile.errors import UnsupportedError
-from qcompile.numerics import FORMATS
+from qcompile.numerics import ACTIVATIONS, FORMATS
 from qcompile.targets import Target
 
 ABI = 2
@@ -103,6 +103,8 @@ class _Renderer:
             kv_format=_KV[self.program.kv.format],
             few_rows=self.few_rows,
             widest=self.widest,
+            expert_k=max((c.k for c in self.program.calls if isinstance(c, p.ExpertGemm)), default=0),
+            expert_n=max((c.n for c in self.program.calls if isinstance(c, p.ExpertGemm)), default=0),
             description=self.description(),
             headers=_Headers(),
             ident=_ident,
@@ -140,7 +142,7 @@ class _Renderer:
     def call(self, index: int, call: p.Call) -> _RenderedCall:
         """The statements of one call, and whether a barrier follows."""
         write: Callable[..., list[str]] = getattr(self, f"_{call.kernel}")
-        lines = write(call, index) if isinstance(call, p.Gemm | p.Attention) else write(call)
+        lines = write(call, index) if isinstance(call, p.Gemm | p.Attention | p.ExpertGemm) else write(call)
         calls = self.program.calls
         outputs = [_writes_outputs(self.program, c) for c in calls]
         first = outputs[index] and all(outputs[index:]) and not any(outputs[:index])
@@ -217,9 +219,11 @@ class _Renderer:
         x += str(self.program.buffer(c.out).width)
         if c.kind in _UNARY:
             return [f"apply<{_UNARY[c.kind]}>({x}, {_ident(c.out)});"]
-        if c.kind == "scale":
-            return [f"scale_by({x}, {_f32(c.factor)}, {_ident(c.out)});"]
-        if c.kind not in ("add", "mul"):
+        if c.kind in ("scale", "shift"):
+            return [f"{c.kind}_by({x}, {_f32(c.factor)}, {_ident(c.out)});"]
+        if c.kind == "clamp":
+            return [f"clamp({x}, {_bound(c.low, '-')}, {_bound(c.high, '')}, {_ident(c.out)});"]
+        if c.kind not in ("add", "mul", "mul_row"):
             raise UnsupportedError(f"{c.name}: there is no elementwise kernel {c.kind}")
         if c.other is not None:
             operand = f"{_ident(c.other)} + {c.other_offset}, {self.program.buffer(c.other).stride}"
@@ -258,6 +262,51 @@ class _Renderer:
             lines.append(f"pad_rows({self.mine(out.name)}, {_ident(out.name)}, {out.width});")
         return lines
 
+    def _route(self, c: p.Route) -> list[str]:
+        x = self.program.buffer(c.x)
+        where = f"{self.mine(c.out)}, {_ident(c.x)} + {c.x_offset}, {x.stride}"
+        out = self.program.buffer(c.out)
+        if c.kind == "top_k":
+            return [f"top_k({where}, {x.width}, {out.width}, {_ident(c.out)});"]
+        if c.kind == "pick":
+            return [f"pick({where}, {_ident(str(c.index))}, {out.width}, {_ident(c.out)});"]
+        name = {"softmax": "softmax_rows"}.get(c.kind, c.kind)
+        numbers = [_f32(n) if c.kind == "normalize" else str(int(n)) for n in c.numbers]
+        return [f"{name}({', '.join((where, str(out.width), *numbers, _ident(c.out)))});"]
+
+    def _expert_gemm(self, c: p.ExpertGemm, index: int) -> list[str]:
+        x, out, e = self.program.buffer(c.x), self.program.buffer(c.out), f"e{index}"
+        kind = ACTIVATIONS[c.activation]
+        x_slot = c.k if c.x_slots > 1 else 0
+        lines = [
+            f"Experts {e}{{b.tokens, {c.slots}, {c.experts}, {_ident(c.x)}, {x.stride}, {x_slot}, {_ident(c.index)},",
+            f"          {{0, {c.n}, {c.k}, {self.weight(c.weights['codes'], 'void')}}}}};",
+            f"{e}.out = {_ident(c.out)}, {e}.out_stride = {out.stride};",
+        ]
+        for role, name in c.weights.items():
+            ctype = _ROLE_TYPES.get(role, "uint8_t")
+            step = c.strides[role] // (4 if ctype == "float" else 1)
+            lines.append(f"{e}.{role} = {step};")
+            if role != "codes":
+                lines.append(f"{e}.gemm.{role} = {self.weight(name, ctype)};")
+        if c.bias is not None:
+            lines.append(f"{e}.gemm.bias = {self.weight(c.bias)}, {e}.bias = {p.round_up(c.n, 16)};")
+        rows = "Q8Rows" if kind.top else "uint16_t" if c.activation == "bf16" else "float"
+        suffix = "_x128" if kind.group else "_bf16" if rows == "uint16_t" and c.format not in ("bf16", "f32") else ""
+        padded = p.round_up(c.k, p.PAD)
+        group, scales = p.round_up(c.group or padded, p.PAD), kind.group or padded
+        how = f"{{{group}, {scales}, {_f32(kind.top)}, {_f32(kind.last_top)}}}"
+        call = f"gemm_{c.format}{suffix}(g, x, w);"
+        run = f"[](const Gemm& g, const auto& x, const Worker& w) {{ {call} }}"
+        lines.append(f"expert_gemm<{rows}>({e}, {how}, s.w, (char*)s.w.scratch + kOwnScratchBytes,")
+        return [*lines, f"            {run});"]
+
+    def _combine(self, c: p.Combine) -> list[str]:
+        x, width = self.program.buffer(c.x), self.program.buffer(c.out).width
+        scores = "nullptr" if c.scores is None else _ident(c.scores)
+        where = f"{self.mine(c.out)}, {_ident(c.x)}, {x.stride}, {c.slots}, {width}"
+        return [f"combine({where}, {scores}, {_ident(c.out)});"]
+
     def _logits(self, c: p.Logits) -> list[str]:
         x = self.program.buffer(c.x)
         copied = f"copy_rows({self.mine(c.x)}, {_ident(c.x)}, {x.stride}, kVocab, s.logits());"
@@ -283,7 +332,8 @@ class _Renderer:
     def _attention(self, c: p.Attention, index: int) -> list[str]:
         q = self.program.buffer(c.q)
         where = f"{_ident(c.q)}, {q.stride}, {c.q_offset}, {_ident(c.out)}, {c.heads}"
-        how = f"{_f32(c.scale)}, {c.window}, {_f32(c.softcap)}"
+        extra = f"{self.weight(c.sinks)}, {self.weight(c.key_bias)}, kMaxPosition"
+        how = f"{_f32(c.scale)}, {c.window}, {_f32(c.softcap)}, {extra}"
         return [f"s.attend({{{where}, {how}, b.sequences, b.positions, b.query_start}}, {c.layer}, {index});"]
 
 
@@ -324,7 +374,7 @@ def _written(call: p.Call) -> str | None:
 
 def _read(call: p.Call) -> list[str]:
     """The buffers a call reads."""
-    names = (getattr(call, field, None) for field in ("x", "qkv", "q", "residual", "other"))
+    names = (getattr(call, field, None) for field in ("x", "qkv", "q", "residual", "other", "index", "scores"))
     return [name for name in names if name is not None]
 
 
@@ -348,7 +398,7 @@ def _overlap(a: p.Buffer, b: p.Buffer) -> bool:
 
 
 def _widths(program: p.Program) -> list[int]:
-    return [b.width for b in program.buffers] + [c.k for c in program.calls if isinstance(c, p.Gemm)]
+    return [b.width for b in program.buffers] + [c.k for c in program.calls if isinstance(c, p.Gemm | p.ExpertGemm)]
 
 
 # ---- spelling -------------------------------------------------------------------------------------
@@ -371,6 +421,11 @@ def _f32(value: float) -> str:
     """The float nearest to `value`, as a C++ literal that reads back exactly."""
     text = format(struct.unpack("f", struct.pack("f", value))[0], ".9g")
     return text + ("f" if any(c in text for c in ".e") else ".0f")
+
+
+def _bound(value: float | None, sign: str) -> str:
+    """A bound of a clamp; None is infinity."""
+    return f"{sign}__builtin_inff()" if value is None else _f32(value)
 
 
 def _c_string(text: str) -> str:

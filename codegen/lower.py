@@ -117,6 +117,17 @@ class Lowering:
         size = numerics.packed_vector_bytes(node.meta["val"].shape[0])
         return self._register(node, "vector", (("", size),), blobs)[0]
 
+    def flat(self, node: Any) -> str | None:
+        """A weight of any shape as f32, row-major without padding; None stays None."""
+        if node is None:
+            return None
+
+        def blobs() -> Iterator[Tensor]:
+            yield numerics.as_blob(self.graph.evaluate(node).float())
+
+        size = -(-node.meta["val"].numel() * 4 // 64) * 64
+        return self._register(node, "flat", (("", size),), blobs)[0]
+
     def table(self, node: fx.Node) -> tuple[str, Literal["f32", "bf16"]]:
         """An embedding table row-major, and its dtype: bf16 where the checkpoint has bf16, else f32."""
         meta = node.meta["val"]
@@ -295,12 +306,24 @@ def _rope_append(low: Lowering, node: fx.Node) -> p.Call:
 
 
 def _attention(low: Lowering, node: fx.Node) -> p.Call:
-    q, _, _, _, cache, layer, scale, window, softcap = _args(node)
+    q, _, _, _, cache, layer, scale, window, softcap, sinks, key_bias = (*_args(node), None, None)[:11]
     heads, head_dim = q.meta["val"].shape[-2:]
     kv_heads = cache.meta["val"].shape[-2]
     column = q.meta["storage"]["column"]
     where = (low.buffer(q, whole=False), column, low.buffer(node))
-    return p.Attention(node.name, *where, heads, kv_heads, head_dim, scale, layer, window, softcap)
+    return p.Attention(
+        node.name,
+        *where,
+        heads,
+        kv_heads,
+        head_dim,
+        scale,
+        layer,
+        window,
+        softcap,
+        low.vector(sinks),
+        low.flat(key_bias),
+    )
 
 
 def _take_rows(low: Lowering, node: fx.Node) -> p.Call:
@@ -323,14 +346,56 @@ def _binary(low: Lowering, node: fx.Node) -> p.Call:
     a, b = _args(node)
     if low.graph.is_weight(a):
         a, b = b, a
-    if a.meta["val"].dim() != 2:
+    shapes = a.meta["val"].shape, b.meta["val"].shape
+    if len(shapes[0]) != 2 and (low.graph.is_weight(b) or shapes[0] != shapes[1]):
         raise PassError("codegen", node.name, f"{kind} inside heads has no kernel yet")
     where = low.buffer(a, whole=False), low.buffer(node)
     start = low.column(a)
     if low.graph.is_weight(b):
         return p.Elementwise(node.name, kind, *where, weight=low.vector(b), x_offset=start)
     other = low.buffer(b, whole=False)
+    if shapes[0] != shapes[1]:
+        if kind != "mul" or shapes[1] != (shapes[0][0], 1):
+            raise PassError("codegen", node.name, f"{kind} of {tuple(shapes[0])} and {tuple(shapes[1])} has no kernel")
+        kind = "mul_row"
     return p.Elementwise(node.name, kind, *where, other=other, x_offset=start, other_offset=low.column(b))
+
+
+def _clamp(low: Lowering, node: fx.Node) -> p.Call:
+    x, least, most = _args(node)
+    where = low.buffer(x, whole=False), low.buffer(node)
+    return p.Elementwise(node.name, "clamp", *where, x_offset=low.column(x), low=least, high=most)
+
+
+def _shift(low: Lowering, node: fx.Node) -> p.Call:
+    x, offset = _args(node)
+    where = low.buffer(x, whole=False), low.buffer(node)
+    return p.Elementwise(node.name, "shift", *where, factor=offset, x_offset=low.column(x))
+
+
+def _route(low: Lowering, node: fx.Node) -> p.Call:
+    x, *rest = _args(node)
+    kind: Any = ops.name_of(node.target)
+    index = low.buffer(rest.pop(0)) if kind == "pick" else None
+    return p.Route(node.name, kind, low.buffer(x, whole=False), low.buffer(node), low.column(x), index, tuple(rest))
+
+
+def _expert_gemm(low: Lowering, node: fx.Node) -> p.Call:
+    x, index, weight, bias, format, activation, group, experts, n = _args(node)
+    k, slots = x.meta["val"].shape[-1], index.meta["val"].shape[-1]
+    x_slots = slots if x.meta["val"].dim() == 3 else 1
+    # Whole blocks of 16 rows: four experts' worth is a multiple of 64 bytes in every role, so nothing is rounded up.
+    sizes = numerics.packed_bytes(4 * numerics.padded_rows(n), k, format)
+    strides = {role: size // 4 for role, size in sizes.items()}
+    where = low.buffer(x), low.buffer(index), low.buffer(node)
+    how = (format, activation, group, n, k, experts, slots, x_slots)
+    return p.ExpertGemm(node.name, *where, *how, low.packed(weight, format), strides, low.vector(bias))
+
+
+def _combine(low: Lowering, node: fx.Node) -> p.Call:
+    y, scores = _args(node)
+    slots = y.meta["val"].shape[-2]
+    return p.Combine(node.name, low.buffer(y), low.buffer(node), slots, None if scores is None else low.buffer(scores))
 
 
 _LOWER: dict[str, Callable[[Lowering, fx.Node], p.Call | None]] = {
@@ -350,6 +415,11 @@ _LOWER: dict[str, Callable[[Lowering, fx.Node], p.Call | None]] = {
     "scale": _scale,
     "add": _binary,
     "mul": _binary,
+    "clamp": _clamp,
+    "shift": _shift,
+    **dict.fromkeys(("softmax", "top_k", "pick", "normalize", "limit_groups"), _route),
+    "expert_gemm": _expert_gemm,
+    "combine": _combine,
 }
 _VIEWS = ("slice_features", "split_heads", "merge_heads")
 

@@ -218,6 +218,10 @@ class Attention:
     layer: int
     window: int = 0
     softcap: float = 0.0
+    sinks: str | None = None
+    """Weight f32 [heads]: scores that take part in the softmax's sum alone."""
+    key_bias: str | None = None
+    """Weight f32 [heads][max position]: what a key's position adds to scores, less the query's."""
 
 
 @dataclass(frozen=True)
@@ -234,9 +238,10 @@ class TakeRows:
 class Elementwise:
     """out = kind(x, operand), all f32 [rows, width]; out may be x itself.
 
-    Kinds: silu, gelu (erf), gelu_tanh, relu, relu2, tanh, sigmoid (no operand); scale (times `factor`); add and
-    mul (operand is the buffer `other`, or the weight vector `weight` [width]). x and other are read from
-    their columns `x_offset` and `other_offset` on.
+    Kinds: silu, gelu (erf), gelu_tanh, relu, relu2, tanh, sigmoid (no operand); scale (times `factor`); shift (plus
+    `factor`); clamp (to `low`, `high`); mul_row (times the one column of `other`);
+    add and mul (operand is the buffer `other`, or the weight vector `weight` [width]). x and other are read
+    from their columns `x_offset` and `other_offset` on.
     """
 
     kernel: ClassVar[str] = "elementwise"
@@ -249,6 +254,64 @@ class Elementwise:
     factor: float = 1.0
     x_offset: int = 0
     other_offset: int = 0
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Route:
+    """A router's step on x, f32 [tokens, width]; top_k's out is int32, pick is at `index`.
+
+    `numbers` are those of the operator after its tensors: k; eps and floor; groups and keep.
+    """
+
+    kernel: ClassVar[str] = "route"
+    name: str
+    kind: Literal["softmax", "top_k", "pick", "normalize", "limit_groups"]
+    x: str
+    out: str
+    x_offset: int = 0
+    index: str | None = None
+    numbers: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class ExpertGemm:
+    """y[t, s] = W[index[t, s]] x for each slot s, x one input a token (`x_slots` 1) or one a slot, f32.
+
+    `weights` as Gemm's, the experts' rows one after another, each expert's padded to whole blocks. Inputs are
+    rounded to `activation`, with sums over `group` inputs. out: f32 [tokens, slots * n].
+    """
+
+    kernel: ClassVar[str] = "expert_gemm"
+    name: str
+    x: str
+    index: str
+    out: str
+    format: str
+    activation: str
+    group: int
+    n: int
+    k: int
+    experts: int
+    slots: int
+    x_slots: int
+    weights: Mapping[str, str]
+    strides: Mapping[str, int]
+    """Bytes of each role from one expert to the next."""
+    bias: str | None = None
+
+
+@dataclass(frozen=True)
+class Combine:
+    """out[t] = sum over slots s of x[t, s] * scores[t, s]; x: f32 [tokens, slots * width]."""
+
+    kernel: ClassVar[str] = "combine"
+    name: str
+    x: str
+    out: str
+    slots: int
+    scores: str | None = None
 
 
 @dataclass(frozen=True)
@@ -271,6 +334,9 @@ Call = (
     | Attention
     | TakeRows
     | Elementwise
+    | Route
+    | ExpertGemm
+    | Combine
     | Logits
 )
 

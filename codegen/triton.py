@@ -195,9 +195,7 @@ class KernelSpec:
         return {"sums": (tiles * each, dtype), "arrived": (tiles, torch.int32)}
 
 
-def reference(
-    x: list[Tensor], w: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
-) -> Tensor:
+def reference(x: list[Tensor], w: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     """What a GEMM kernel computes, in float64: x as quantize_activation's parts, w [N, K] dequantized -> [M, N]."""
     y = x[0].double() @ w.double().T
     if len(x) > 1:

@@ -26,12 +26,25 @@ def head_linears(graph: Graph) -> set[fx.Node]:
     return found
 
 
+def router_linears(graph: Graph) -> set[fx.Node]:
+    """Linears whose outputs, without another linear between, decide which experts are chosen."""
+    found: set[fx.Node] = set()
+    frontier = [n for node in graph.calls("top_k") for n in node.all_input_nodes]
+    while frontier:
+        node = frontier.pop()
+        if ops.name_of(node.target) == "linear":
+            found.add(node)
+        elif not graph.is_weight(node):
+            frontier += node.all_input_nodes
+    return found
+
+
 @dataclass(frozen=True)
 class AssignPrecision(Pass):
     """Uniform precision: `weight` and `activation` for all linears, `head` and `head_activation` for the output head.
 
-    Weight formats are numerics.FORMATS and PART_OF, activations numerics.ACTIVATIONS. The choice is kept
-    as node.meta["precision"], which `merge` and `quantize` read.
+    Weight formats are numerics.FORMATS and PART_OF, activations numerics.ACTIVATIONS. Routers of experts
+    stay in f32. The choice is kept as node.meta["precision"], which `merge` and `quantize` read.
     """
 
     name: ClassVar[str] = "assign_precision"
@@ -53,10 +66,12 @@ class AssignPrecision(Pass):
 
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()
-        head = head_linears(graph)
+        head, routers = head_linears(graph), router_linears(graph)
         fired = 0
-        for node in graph.calls("linear"):
+        for node in graph.calls("linear", "expert_linear"):
             weight, activation = (self.head, self.head_activation) if node in head else (self.weight, self.activation)
+            if node in routers:  # small, and a rounded score sends a token to another expert
+                weight, activation = "f32", "f32"
             node.meta["precision"] = {"weight": weight, "activation": activation}
             fired += 1
         return PassResult(graph, fired)

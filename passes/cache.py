@@ -55,14 +55,12 @@ class Cache(Pass):
     def _replace_attention(
         self, graph: Graph, node: fx.Node, layer: int, inputs: dict[str, fx.Node], cache: fx.Node
     ) -> fx.Node:
-        arguments = list(node.args) + [0, 0.0, None][len(node.args) - 4 :]
-        q, k, v, scale, window, softcap, sinks = arguments
-        if sinks is not None:
-            raise PassError(self.name, node.name, "attention sinks have no cached kernel")
+        arguments = list(node.args) + [0, 0.0, None, None][len(node.args) - 4 :]
+        q, k, v, scale, window, softcap, sinks, key_bias = arguments
         place = (inputs["positions"], inputs["sequence"], inputs["block_table"])
         with graph.fx.inserting_before(node):
             appended = _call(graph, "kv_append", k, v, *place, cache, layer, self.format)
-            read = _call(graph, "kv_attention", q, *place, appended, layer, scale, window, softcap)
+            read = _call(graph, "kv_attention", q, *place, appended, layer, scale, window, softcap, sinks, key_bias)
         graph.replace(node, read)
         return appended
 

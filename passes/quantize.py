@@ -44,6 +44,9 @@ class Quantize(Pass):
                 raise PassError(self.name, node.name, "no precision was assigned to this linear")
             self._quantize_linear(graph, node, precision["activation"], activations)
             fired += 1
+        for node in graph.calls("expert_linear"):
+            _quantize_experts(graph, node)
+            fired += 1
         return PassResult(graph, fired)
 
     def _quantize_linear(
@@ -85,3 +88,28 @@ class Quantize(Pass):
             stored, format = numerics.PART_OF[format]
             return graph.call_weight("upper_nibble", graph.call_weight("quantize_weight", weight, stored)), format
         return graph.call_weight("quantize_weight", weight, format), format
+
+
+EXPERT_FORMATS = ("f32", "bf16", "w8_sym_channel", "w4_asym_g128", "qoq_g128", "qoq_channel", "mxfp4")
+"""Weight formats whose packed rows can be cut by expert."""
+
+
+def _quantize_experts(graph: Graph, node: fx.Node) -> None:
+    """expert_linear -> expert_gemm, which rounds each expert's inputs itself: the rows of one are not the next's."""
+    precision = node.meta.get("precision")
+    if precision is None:
+        raise PassError("quantize", node.name, "no precision was assigned to this linear")
+    format, kind = precision["weight"], numerics.ACTIVATIONS[precision["activation"]]
+    if format not in EXPERT_FORMATS:
+        raise PassError("quantize", node.name, f"experts have no kernel in {format}; {', '.join(EXPERT_FORMATS)} have")
+    arguments: Any = node.args
+    x, index, weight = arguments[:3]
+    bias = graph.call_weight("expert_rows", arguments[3]) if len(arguments) > 3 else None
+    experts, width, inputs = weight.meta["val"].shape
+    group = (numerics.FORMATS[format].sum_group or kind.group or inputs) if kind.top else 0
+    packed = graph.call_weight("quantize_weight", graph.call_weight("expert_rows", weight), format)
+    with graph.fx.inserting_before(node):
+        shape = (format, kind.name, group, experts, width)
+        gemm = graph.call("expert_gemm", x, index, packed, bias, *shape)
+    gemm.meta["precision"] = precision
+    graph.replace(node, gemm)

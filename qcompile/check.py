@@ -17,6 +17,7 @@ _ON_WEIGHTS = frozenset(
         "head_order",
         "take_axis",
         "concat_rows",
+        "expert_rows",
         "matvec",
         "zero_bias",
         "interleave_rows",
@@ -57,7 +58,15 @@ _FLOAT = _ON_WEIGHTS | {
     "clamp",
     "shift",
 }
-_QUANTIZED = _FLOAT | {"quantize_weight", "quantize_mixed", "worst_rows", "upper_nibble", "quantize_activation", "gemm"}
+_QUANTIZED = _FLOAT | {
+    "quantize_weight",
+    "quantize_mixed",
+    "worst_rows",
+    "upper_nibble",
+    "quantize_activation",
+    "gemm",
+    "expert_gemm",
+}
 _STEP = (_QUANTIZED - {"attention"}) | {
     "kv_append",
     "kv_attention",

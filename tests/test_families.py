@@ -11,6 +11,8 @@ from benchmarks import families, family_list
 BUILT = (
     "llama, odd vocabulary and widths",  # everything that can be uneven is
     "gemma2, soft caps",  # caps of scores and logits, windows of some layers, norms around blocks
+    "gpt_oss",  # sinks, experts with biases and clamped gates
+    "qwen2_moe, dense layers between",  # a router before all, shared experts behind a gate
     "gpt_neo, local layers",  # attention of its own, in ATen operators
 )
 KINDS = {name: (kind, settings) for name, kind, settings in family_list.FAMILIES}

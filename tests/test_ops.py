@@ -76,6 +76,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "normalize": (rand(3, 2).abs(), 1e-9, 0.1),
     "limit_groups": (rand(3, 6), 3, 1),
     "expert_linear": (rand(3, 8), CHOICE, rand(4, 5, 8), rand(4, 5)),
+    "expert_rows": (rand(4, 5, 8),),
+    "expert_gemm": (rand(3, 2, 40), CHOICE, WEIGHT, rand(64), "w4_asym_g128", "int8", 128, 4, 13),
     "scale_slots": (rand(3, 2, 8), rand(3, 2)),
     "combine": (rand(3, 2, 8), rand(3, 2)),
     "clamp": (rand(3, 6), None, 0.3),
@@ -135,6 +137,18 @@ def test_a_window_hides_older_keys_and_a_sink_takes_weight() -> None:
     assert torch.allclose(last, ops.attention(q[:, 4:], k[:, 4:], v[:, 4:], 0.25)[:, -1], atol=1e-6)
     drained = ops.attention(q, k, v, 0.25, 0, 0.0, torch.full((2,), 100.0))
     assert drained.abs().max() < 1e-6
+
+
+def test_a_bias_by_key_is_a_linear_bias_by_distance() -> None:
+    q, k, v = rand(1, 6, 2, 8), rand(1, 6, 2, 8), rand(1, 6, 2, 8)
+    slopes, place = torch.tensor([0.5, 0.25]), torch.arange(6.0)
+    mine = ops.attention(q, k, v, 0.25, 0, 0.0, None, slopes[:, None] * place)
+    far = (place - place[:, None]).masked_fill(place > place[:, None], float("-inf"))
+    mask = (slopes[:, None, None] * far)[None]
+    theirs = torch.nn.functional.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in (q, k, v)), attn_mask=mask, scale=0.25
+    ).transpose(1, 2)
+    assert torch.allclose(mine, theirs, atol=1e-6)  # float32, another order of summation
 
 
 def test_experts_are_each_tokens_own_linears() -> None:

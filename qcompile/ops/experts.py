@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qcompile import numerics
+from qcompile.ops.quantized import GATE_BLOCK
 from qcompile.ops.registry import define, like
 
 # ---- routers ----------------------------------------------------------------------------------------
@@ -87,3 +89,51 @@ def clamp(x: Tensor, low: float | None, high: float | None) -> Tensor:
 def shift(x: Tensor, offset: float) -> Tensor:
     """x [...] plus a constant."""
     return x + offset
+
+
+# ---- packed -----------------------------------------------------------------------------------------
+
+
+def _padded(n: int) -> int:
+    return -(-n // GATE_BLOCK) * GATE_BLOCK
+
+
+@define(lambda w: w.new_empty(w.shape[0] * _padded(w.shape[1]), *w.shape[2:]))
+def expert_rows(w: Tensor) -> Tensor:
+    """w [E, N, ...] -> [E * N', ...]: N' is N rounded up to GATE_BLOCK, an expert's last rows zeros."""
+    short = _padded(w.shape[1]) - w.shape[1]
+    return torch.cat((w, w.new_zeros(w.shape[0], short, *w.shape[2:])), 1).flatten(0, 1).contiguous()
+
+
+def _fake_expert_gemm(
+    x: Tensor,
+    index: Tensor,
+    weight: list[Tensor],
+    bias: Tensor | None,
+    format: str,
+    activation: str,
+    group: int,
+    experts: int,
+    width: int,
+) -> Tensor:
+    return x.new_empty((*index.shape, width), dtype=torch.float32)
+
+
+@define(_fake_expert_gemm)
+def expert_gemm(
+    x: Tensor,
+    index: Tensor,
+    weight: list[Tensor],
+    bias: Tensor | None,
+    format: str,
+    activation: str,
+    group: int,
+    experts: int,
+    width: int,
+) -> Tensor:
+    """expert_linear by quantized weights, of expert_rows, and inputs quantized one by one -> f32 [..., k, width]."""
+    rows = numerics.dequantize_weight(weight, format, x.shape[-1]).unflatten(0, (experts, -1))[:, :width]
+    offset = None if bias is None else bias.unflatten(0, (experts, -1))[:, :width]
+    rounded = numerics.dequantize_activation(numerics.quantize_activation(x.float(), activation, group))
+    y: Tensor = expert_linear(rounded, index, rows, offset)
+    return y.float()

@@ -125,14 +125,26 @@ def rope(x: Tensor, positions: Tensor, inv_freq: Tensor, scaling: float, interle
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """q [..., Q, H, D], k and v [..., S, Hk, D], mask bool broadcastable to [..., 1, Q, S] -> [..., Q, H, D]."""
+    """q [..., Q, H, D], k and v [..., S, Hk, D], mask bool broadcastable to [..., 1, Q, S] -> [..., Q, H, D].
+
+    `bias` [H, Q, S] is added to the scores after their cap.
+    """
     groups = q.shape[-2] // k.shape[-2]
     k, v = (t.repeat_interleave(groups, -2).transpose(-2, -3) for t in (k, v))
     scores = q.transpose(-2, -3) @ k.transpose(-1, -2) * scale
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
     scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is not None:
         scores = torch.cat((scores, sinks[:, None, None].to(scores.dtype).expand(*scores.shape[:-1], 1)), -1)
@@ -147,7 +159,14 @@ def visible(query: Tensor, key: Tensor, window: int) -> Tensor:
     return seen & (distance < window) if window else seen
 
 
-@define(lambda q, k, v, scale, window=0, softcap=0.0, sinks=None: q.new_empty(*q.shape[:-1], v.shape[-1]))
+def key_offsets(key_bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """What key_bias [H, P] adds to scores at positions query [Q] and key [S]: bias[key] - bias[query], [H, Q, S]."""
+    return None if key_bias is None else key_bias[:, None, key] - key_bias[:, query, None]
+
+
+@define(
+    lambda q, k, v, scale, window=0, softcap=0.0, sinks=None, key_bias=None: q.new_empty(*q.shape[:-1], v.shape[-1])
+)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -156,12 +175,14 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    key_bias: Tensor | None = None,
 ) -> Tensor:
     """Causal attention: q [B, T, H, D], k [B, T, Hk, D], v [B, T, Hk, Dv] -> [B, T, H, Dv].
 
     Query head h reads key head h // (H / Hk). `window` > 0 hides keys `window` or more tokens back;
     `softcap` > 0 bounds scores as softcap * tanh(score / softcap); sinks [H] are extra scores that
-    take part in the softmax's sum alone.
+    take part in the softmax's sum alone. key_bias [H, P] adds key_bias[h, key] - key_bias[h, query], by position:
+    linear biases (ALiBi) and whatever else depends on the key's position alone, up to what a softmax ignores.
     """
     place = torch.arange(q.shape[1], device=q.device)
-    return attend(q, k, v, visible(place, place, window), scale, softcap, sinks)
+    return attend(q, k, v, visible(place, place, window), scale, softcap, sinks, key_offsets(key_bias, place, place))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qcompile import numerics
-from qcompile.ops.model import attend, layer_norm, rms_norm, rope, visible
+from qcompile.ops.model import attend, key_offsets, layer_norm, rms_norm, rope, visible
 from qcompile.ops.registry import define, like
 
 # ---- the step's view: rows of many sequences over a paged cache -----------------------------------
@@ -41,7 +41,11 @@ def kv_append(
     return cache
 
 
-@define(lambda q, positions, sequence, block_table, cache, layer, scale, window, softcap: torch.empty_like(q))
+def _fake_kv_attention(q: Tensor, *_: Any, **__: Any) -> Tensor:
+    return torch.empty_like(q)
+
+
+@define(_fake_kv_attention)
 def kv_attention(
     q: Tensor,
     positions: Tensor,
@@ -52,6 +56,8 @@ def kv_attention(
     scale: float,
     window: int,
     softcap: float,
+    sinks: Tensor | None = None,
+    key_bias: Tensor | None = None,
 ) -> Tensor:
     """q [M, H, D] at positions [M] of sequences [M] over the cache's pages [S, pages] -> [M, H, D]."""
     out = torch.empty_like(q)
@@ -60,7 +66,8 @@ def kv_attention(
         slots = _slots(seen, sequence[row].expand(len(seen)), block_table)
         mask = visible(positions[row : row + 1], seen, window)
         k, v = cache[layer, 0, slots].to(q.dtype), cache[layer, 1, slots].to(q.dtype)
-        out[row] = attend(q[row : row + 1], k, v, mask, scale, softcap)[0]
+        bias = key_offsets(key_bias, positions[row : row + 1].long(), seen)
+        out[row] = attend(q[row : row + 1], k, v, mask, scale, softcap, sinks, bias)[0]
     return out
 
 

@@ -22,6 +22,9 @@ struct AttentionArgs {
   float scale;
   int window;                // 0: all earlier positions
   float softcap;             // 0: none
+  const float* sinks;        // [heads] scores that count in the sum alone, or null
+  const float* key_bias;     // [heads][key_bias_stride] added to scores by the key's position, less the query's; or null
+  int key_bias_stride;
   int sequences;
   const int32_t* positions;
   const int32_t* query_start;
@@ -32,6 +35,7 @@ struct AttentionScratch {    // one thread's working set
   float q_sum[kTileRows], page_max[kTileRows], page_sum[kTileRows], shift[kTileRows];
   float run_max[kTileRows], run_sum[kTileRows];
   int32_t position[kTileRows];
+  const float* bias[kTileRows];  // of the row's head
 
   AttentionScratch(void* memory, int dp) {
     q = (float*)memory;                 // [rows][dp]
@@ -99,6 +103,13 @@ QC_INLINE i32x16 visible(const AttentionArgs& a, const AttentionScratch& s, int 
   return ((slot - (last + 1)) & (first - 1 - slot)) >> 31;
 }
 
+// What positions from..from + 15 add to a score at position `query`; beyond the query's it may be anything.
+QC_INLINE f32x16 key_bias(const float* bias, int query, int from) {
+  f32x16 x;
+  for (int i = 0; i < 16; ++i) x[i] = bias[from + i <= query ? from + i : query] - bias[query];
+  return x;
+}
+
 // Scores of every row to their final scale, -inf where masked; page_max is the largest.
 template <KvFormat F, bool masked>
 QC_INLINE void scale_scores(const AttentionArgs& a, const KvBlock& block, AttentionScratch& s, int rows, int start) {
@@ -114,6 +125,7 @@ QC_INLINE void scale_scores(const AttentionArgs& a, const KvBlock& block, Attent
       }
       x[c] *= a.scale;
       if (a.softcap > 0) x[c] = soften(x[c], a.softcap);
+      if (a.key_bias) x[c] += key_bias(s.bias[r], s.position[r], start + 16 * c);
       if (masked) x[c] = select(visible(a, s, r, start, c), x[c], splat(-__builtin_inff()));
       store(row + 16 * c, x[c]);
     }
@@ -184,6 +196,12 @@ QC_INLINE void merge_page(AttentionScratch& s, int rows, int dp) {
   }
 }
 
+// 1 / (sum + e^(sink - top)): what results relative to `top` are multiplied with; 0 where the sink outweighs them all.
+QC_INLINE float with_sink(float top, float sum, float sink) {
+  const float over = sink - top;
+  return over > 80.0f ? 0.0f : 1.0f / (sum + vexp(splat(over))[0]);
+}
+
 // Query rows first .. first + rows - 1 of one sequence and kv head; row = token * group + head in group.
 template <KvFormat F>
 QC_NOINLINE void attend_tile(const AttentionArgs& a, const KvLayer<F>& kv, void* memory,
@@ -200,6 +218,7 @@ QC_NOINLINE void attend_tile(const AttentionArgs& a, const KvLayer<F>& kv, void*
     for (int i = 0; i < dp; i += 16) sum += load<f32x16>(q + i);
     s.q_sum[r] = reduce_add(sum);
     s.position[r] = a.positions[t];
+    s.bias[r] = a.key_bias ? a.key_bias + (int64_t)h * a.key_bias_stride : nullptr;
   }
   for (int r = 0; r < kTileRows; ++r) s.run_max[r] = s.page_max[r] = -__builtin_inff(), s.run_sum[r] = 0.0f;
   memset(s.out, 0, sizeof(float) * (size_t)(rows * dp));
@@ -221,7 +240,7 @@ QC_NOINLINE void attend_tile(const AttentionArgs& a, const KvLayer<F>& kv, void*
   for (int r = 0; r < rows; ++r) {
     const int t = token0 + (first + r) / group, h = head * group + (first + r) % group;
     float* to = a.out + (int64_t)t * out_stride + h * d;
-    const float inverse = 1.0f / s.run_sum[r];
+    const float inverse = a.sinks ? with_sink(s.run_max[r], s.run_sum[r], a.sinks[h]) : 1.0f / s.run_sum[r];
     for (int i = 0; i < d; ++i) to[i] = s.out[r * dp + i] * inverse;
     if (h == a.heads - 1)
       memset(to + d, 0, sizeof(float) * (size_t)(out_stride - a.heads * d));

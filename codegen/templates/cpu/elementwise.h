@@ -48,6 +48,16 @@ QC_NOINLINE void apply(Range rows, const float* x, int stride, int width, float*
 QC_NOINLINE void scale_by(Range rows, const float* x, int stride, int width, float factor, float* out) {
   each_row(rows, x, stride, width, out, [=](f32x16 v, int, int) { return v * factor; });
 }
+QC_NOINLINE void shift_by(Range rows, const float* x, int stride, int width, float offset, float* out) {
+  each_row(rows, x, stride, width, out, [=](f32x16 v, int, int) { return v + offset; });
+}
+QC_NOINLINE void clamp(Range rows, const float* x, int stride, int width, float low, float high, float* out) {
+  each_row(rows, x, stride, width, out, [=](f32x16 v, int, int) { return vmin(vmax(v, splat(low)), splat(high)); });
+}
+// Each row of x times the one number of y's row.
+QC_NOINLINE void mul_row(Range rows, const float* x, int stride, int width, const float* y, int ys, float* out) {
+  each_row(rows, x, stride, width, out, [=](f32x16 v, int t, int) { return v * y[(int64_t)t * ys]; });
+}
 // `ys` floats from one row of `y` to the next: 0 for a weight vector.
 QC_NOINLINE void add(Range rows, const float* x, int stride, int width, const float* y, int ys, float* out) {
   each_row(rows, x, stride, width, out,
