@@ -52,11 +52,12 @@ LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, o
 LONG = rope(
     "longrope",
     factor=4.0,
-    original_max_position_embeddings=32,
+    original_max_position_embeddings=64,
     short_factor=[1.0 + 0.05 * i for i in range(16)],
     long_factor=[1.5 + 0.5 * i for i in range(16)],
 )
-SHORT = LONG | {"max_position_embeddings": 32}
+LONG |= {"original_max_position_embeddings": 64}
+SHORT = LONG | {"max_position_embeddings": 64}
 LATENT: Settings = {
     "num_key_value_heads": 8,
     "q_lora_rank": 48,

@@ -481,6 +481,6 @@ def _sdpa(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     inputs = [values.permute(r.require(t, f"attention {node}"), (0, 2, 1, 3)) for t in (a.query, a.key, a.value)]
     scale = 1 / math.sqrt(a.query.meta["val"].shape[-1]) if a.scale is None else float(a.scale)
     given = [] if a.attn_mask is None else [(a.attn_mask, "added")]
-    window = masks.prove_mask(r, node, given, a.is_causal)
-    made = attention.build(r, node, inputs, scale, window, 0.0, None)
+    seen = masks.prove_mask(r, node, given, a.is_causal)
+    made = attention.build(r, node, inputs, scale, seen.window, 0.0, None, seen.key_bias)
     return values.permute(made, (0, 2, 1, 3))

@@ -18,9 +18,19 @@ from qcompile.passes.raise_values import COS, ONE, SIN, Terms, Value, identity
 
 
 def build(
-    r: Raiser, node: fx.Node, inputs: Sequence[Value], scale: float, window: int, softcap: float, sinks: fx.Node | None
+    r: Raiser,
+    node: fx.Node,
+    inputs: Sequence[Value],
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: fx.Node | None,
+    key_bias: torch.Tensor | None = None,
 ) -> Value:
-    """qcompile::attention of q [B, T, H, D], k and v [B, T, Hk, D], as Values of those dimensions."""
+    """qcompile::attention of q [B, T, H, D], k and v [B, T, Hk, D], as Values of those dimensions.
+
+    `key_bias` [H or 1, P] is what each key's position adds to scores.
+    """
     shapes = [_head_shape(r, node, value) for value in inputs]
     factors = [_factor(value) for value in inputs[:2]]
     inputs = [*(v.scaled(1 / factor) for v, factor in zip(inputs, factors, strict=False)), inputs[2]]
@@ -32,7 +42,8 @@ def build(
     if shapes[1][0] != shapes[2][0] or queries % shapes[1][0] or shapes[0][1] != shapes[1][1]:
         raise r.unsupported(node, f"has heads {shapes[0]}, {shapes[1]}, {shapes[2]} that do not fit together")
     q, k, v = (_heads(r, node, value, shape) for value, shape in zip(inputs, shapes, strict=True))
-    made = r.call("attention", q, k, v, float(scale * math.prod(factors)), int(window), float(softcap), sinks)
+    extra = [] if key_bias is None else [r.constant("key_bias", key_bias.expand(queries, -1).contiguous())]
+    made = r.call("attention", q, k, v, float(scale * math.prod(factors)), int(window), float(softcap), sinks, *extra)
     return identity(made, ("B", "T", "F", "F"), (queries, shapes[2][1]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,8 +31,16 @@ Mask = tuple[fx.Node, str]
 """A mask and what it says: `seen` or `hidden` (booleans), or `added` to the scores."""
 
 
-def prove_mask(r: Raiser, node: fx.Node, masks: Sequence[Mask], is_causal: bool) -> int:
-    """The window (0: none) of the causal mask that `masks` make together; they are run at several lengths.
+@dataclass(frozen=True)
+class Seen:
+    """What masks come to: a causal `window` (0: none), and what positions of keys add to scores, f32 [H, P]."""
+
+    window: int
+    key_bias: Tensor | None = None
+
+
+def prove_mask(r: Raiser, node: fx.Node, masks: Sequence[Mask], is_causal: bool) -> Seen:
+    """What `masks` make together, a causal mask and perhaps a bias by key; they are run at several lengths.
 
     Raises UnsupportedError, naming `node`, when together they are anything else.
     """
@@ -41,7 +50,7 @@ def prove_mask(r: Raiser, node: fx.Node, masks: Sequence[Mask], is_causal: bool)
     return r.proven[key]
 
 
-def _prove(r: Raiser, node: fx.Node, masks: Sequence[Mask], is_causal: bool) -> int:
+def _prove(r: Raiser, node: fx.Node, masks: Sequence[Mask], is_causal: bool) -> Seen:
     for mask, _ in masks:
         if reads_ids(r, mask):
             raise r.unsupported(mask, "makes a mask from token ids; only masks of positions are compiled")
@@ -53,26 +62,62 @@ def _prove(r: Raiser, node: fx.Node, masks: Sequence[Mask], is_causal: bool) -> 
         raise r.unsupported(
             node, f"has an explicit mask of {longest} positions; beyond {LONGEST_MASK} use is_causal=True"
         )
-    for length in sorted({min(length, longest) for length in (*LENGTHS_TRIED, longest)}) if masks else ():
+    table: Tensor | None = None
+    for length in sorted({min(length, longest) for length in (*LENGTHS_TRIED, longest)}, reverse=True) if masks else ():
         seen = torch.ones(length, length, dtype=torch.bool).tril() if is_causal else torch.ones(1, 1, dtype=torch.bool)
+        biases = []
         for mask, meaning in masks:
-            seen = seen & _seen(r, node, _Run(r, length).value(mask), meaning)
+            shown, bias = _seen(_Run(r, length).value(mask), meaning)
+            seen = seen & shown
+            biases += [] if bias is None else [bias]
         windows.add(_window(r, node, seen, length))
+        if length == longest and biases:
+            table = torch.stack([_of_keys(bias) for bias in biases]).sum(0) if len(biases) > 1 else _of_keys(biases[0])
+        if biases and not (windows == {0} and _is_by_key(seen, biases, table)):
+            raise r.unsupported(node, "adds a bias to its scores that is no mask and depends on more than the key")
     cut = {w for w in windows if w}
     if len(cut) > 1:
         raise r.unsupported(node, f"has a window that depends on the length: {sorted(cut)}")
-    return cut.pop() if cut else 0
+    return Seen(cut.pop() if cut else 0, table)
 
 
-def _seen(r: Raiser, node: fx.Node, mask: Tensor, meaning: str) -> Tensor:
-    """Booleans, true where the mask lets a key be seen."""
+def _seen(mask: Tensor, meaning: str) -> tuple[Tensor, Tensor | None]:
+    """Booleans, true where the mask lets a key be seen, and what it adds to scores there if it is not nothing."""
     if mask.dtype == torch.bool:
-        return ~mask if meaning == "hidden" else mask
+        return (~mask if meaning == "hidden" else mask), None
     if meaning != "added":
-        return mask == 0 if meaning == "hidden" else mask != 0
-    if not ((mask == 0) | (mask <= HIDDEN)).all():
-        raise r.unsupported(node, "adds a bias to its scores that is not a mask")
-    return mask == 0
+        return (mask == 0 if meaning == "hidden" else mask != 0), None
+    shown = mask > HIDDEN
+    return shown, mask.float() if (mask * shown)[shown].any() else None
+
+
+def _of_keys(bias: Tensor) -> Tensor:
+    """The last query's row of a bias [.., H or 1, Q or 1, S], which sees every key: [H or 1, S]."""
+    return bias[..., -1, :].reshape(-1, bias.shape[-1])
+
+
+def _is_by_key(seen: Tensor, biases: Sequence[Tensor], table: Tensor | None) -> bool:
+    """Whether the biases together are, up to a constant for each query, the `table` of keys wherever they are seen.
+
+    A softmax ignores the constant; differences are allowed what float32 rounds off.
+    """
+    total = biases[0]
+    for bias in biases[1:]:
+        total = total + bias
+    if table is None:
+        return False
+    size = total.shape[-1]
+    wanted = table[:, :size]
+    if total.shape[-2] == 1:  # the same for every query: one row says it all
+        rows, shown = total.reshape(-1, 1, size), torch.ones(1, 1, size, dtype=torch.bool)
+        own = rows[..., :1], wanted[:, None, :1]
+    else:
+        rows = total.expand(*total.shape[:-2], size, size).reshape(-1, size, size)
+        shown = seen.expand(*seen.shape[:-2], size, size).reshape(-1, size, size)
+        own = rows.diagonal(dim1=-2, dim2=-1)[..., None], wanted[..., None]
+    error = ((rows - own[0]) - (wanted[:, None] - own[1])).masked_fill(~shown, 0.0).abs().max()
+    most = float(wanted.abs().max())
+    return len(rows) == len(wanted) and float(error) <= 4 * 2.0**-23 * most
 
 
 def _window(r: Raiser, node: fx.Node, seen: Tensor, length: int) -> int:
@@ -154,8 +199,8 @@ def match_attention(r: Raiser, node: fx.Node) -> Known:
     order = [
         values.permute(value, places) for value, places in ((q, (0, 2, 1, 3)), (k, (0, 3, 1, 2)), (v, (0, 2, 1, 3)))
     ]
-    window = prove_mask(r, node, scores.masks, is_causal=False)
-    made = attention.build(r, node, order, scores.scale, window, scores.softcap, None)
+    seen = prove_mask(r, node, scores.masks, is_causal=False)
+    made = attention.build(r, node, order, scores.scale, seen.window, scores.softcap, None, seen.key_bias)
     made = values.permute(made, (0, 2, 1, 3))
     return Value(made.base, ("BF", "T", "F"), made.terms) if flattened else made
 
@@ -191,14 +236,28 @@ class _Scores:
         self.scale, self.softcap = 1.0, 0.0
         self.masks: list[Mask] = []
         self.inputs: tuple[Value, Value] | None = None
-        while not is_call(scores, "matmul", "bmm", "mm"):
+        while not is_call(scores, "matmul", "bmm", "mm", "baddbmm"):
             inner = self._step(r, scores)
             if inner is None:
                 return
             scores = strip(inner)
-        q, k = r.value(scores.args[0]), r.value(scores.args[1])
+        first, second = scores.args[:2]
+        if is_call(scores, "baddbmm"):
+            first, second = scores.args[1:3]
+            if not self._added(r, scores):
+                return
+        q, k = r.value(first), r.value(second)
         if q is not None and k is not None and q.base is not None and k.base is not None:
             self.inputs = q, k
+
+    def _added(self, r: Raiser, scores: Any) -> bool:
+        """Note beta * bias + alpha * q @ k; whether that can be said, which a scale or cap outside rules out."""
+        beta, alpha = (r.number(scores.kwargs.get(name, 1)) for name in ("beta", "alpha"))
+        if alpha is None or beta != 1 or self.softcap or self.scale != 1:
+            return False
+        self.masks.append((scores.args[0], "added"))
+        self.scale = alpha
+        return True
 
     def _step(self, r: Raiser, scores: Any) -> Any:
         """Note what the outermost operator on the scores does and give what it does it to; None if unknown."""

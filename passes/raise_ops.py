@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -77,8 +77,9 @@ class Raise(Pass):
     ensures: ClassVar[str] = "raise"
 
     def run(self, graph: Graph) -> PassResult:
-        raised = Raiser(graph).run()
-        return PassResult(raised, len(raised.calls()))
+        raiser = Raiser(graph)
+        raised = raiser.run()
+        return PassResult(raised, len(raised.calls()), tuple(raiser.notes))
 
 
 class Raiser:
@@ -89,7 +90,8 @@ class Raiser:
         self.out = Graph(fx.Graph(), WeightStore(dict(source.weights.entries)), source.info, "raise")
         self.known: dict[fx.Node, Known] = {}
         self.made: dict[tuple[Any, ...], fx.Node] = {}
-        self.proven: dict[tuple[Any, ...], int] = {}
+        self.proven: dict[tuple[Any, ...], Any] = {}
+        self.notes: list[str] = []
         self.columns: dict[str, Any] = {}
         self.axes: dict[Any, str] = {}
         self.symbols: dict[Any, int] = {}
@@ -205,6 +207,12 @@ class Raiser:
     def evaluate(self, node: fx.Node) -> Any:
         """The value of a node that depends on weights and numbers alone."""
         return self.source.evaluate(node)
+
+    def limit(self, node: fx.Node, longest: int) -> None:
+        """Hold no more than `longest` tokens, since beyond them `node` chooses other values."""
+        if longest < self.out.info.max_position:
+            self.out.info = replace(self.out.info, max_position=longest)
+            self.notes.append(f"node {node}: chooses other values beyond {longest} tokens, so the context ends there")
 
     # ---- refusing ------------------------------------------------------------------------------
 

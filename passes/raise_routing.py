@@ -15,10 +15,11 @@ from torch import fx
 
 from qcompile import ops
 from qcompile.passes import raise_aten, raise_patterns
+from qcompile.passes import raise_tables as tables
 from qcompile.passes.raise_aten import HANDLERS, handles
 from qcompile.passes.raise_ops import Arguments, Known, Opaque, Raiser, Weight, features
 from qcompile.passes.raise_patterns import is_call, strip
-from qcompile.passes.raise_values import Value, identity
+from qcompile.passes.raise_values import POSITION, Value, identity
 
 __all__ = ["HANDLERS"]
 
@@ -100,7 +101,7 @@ def _topk(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 def _gather(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     value, index = _scores(r, a.input_, a.dim), based(r, a.index)
     if value is None or kind_of(index) != "top_k" or index is None or index.dims != value.dims:
-        return None
+        return tables.gathered(r, node, a.input_, a.index) if a.dim == 1 else None
     assert index.base is not None
     picked = r.call("pick", _emitted(r, value, node), index.base)
     return identity(picked, value.dims, index.sizes)
@@ -290,3 +291,55 @@ def _copy(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     target, source = a.positional[:2]
     same = r.shape(target) == r.shape(source) and target.meta["val"].dtype == source.meta["val"].dtype
     return r.known.get(source) if same and isinstance(source.meta["val"], torch.Tensor) else None
+
+
+# ---- choices by the length of the sequence ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reach(Opaque):
+    """The largest position plus `offset`: a number that lies below the context, and is 0 + offset at least."""
+
+    offset: float
+
+
+@dataclass(frozen=True)
+class Decided(Opaque):
+    """A condition that always is `value`."""
+
+    value: bool
+
+
+@handles("max", "amax")
+def _max(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    value = r.known.get(a.input_)
+    if not isinstance(value, Value) or value.base is not None or node.meta["val"].dim() != 0:
+        return None
+    place = len(value.terms) == 1 and (value.terms["kind"] == POSITION).all() and (value.terms["coef"] == 1).all()
+    return Reach(node, 0.0) if place else None
+
+
+@overridden("add")
+def _reach(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    known, number = r.known.get(a.positional[0]), r.number(a.positional[1])
+    return Reach(node, known.offset + number) if isinstance(known, Reach) and number is not None else None
+
+
+@handles("gt")
+def _beyond(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    """Whether the sequence is longer than a number: never, once the context is held below it."""
+    known, number = r.known.get(a.positional[0]), r.number(a.positional[1])
+    if not isinstance(known, Reach) or number is None or known.offset > number:
+        return None
+    r.limit(node, int(number - known.offset) + 1)
+    return Decided(node, False)
+
+
+@overridden("where")
+def _where(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    test, yes, no = a.positional[:3]
+    decided = r.known.get(test)
+    if not isinstance(decided, Decided):
+        return None
+    chosen = yes if decided.value else no
+    return r.known.get(chosen) if r.shape(chosen) == r.shape(node) else None

@@ -11,7 +11,7 @@ from torch import fx
 
 from qcompile import ops
 from qcompile.passes import raise_values as values
-from qcompile.passes.raise_ops import LENGTHS, Raiser, features
+from qcompile.passes.raise_ops import LENGTHS, Raiser, Weight, features, operator_name
 from qcompile.passes.raise_values import TERM, Value, identity
 
 FLOAT32 = 2.0**-23
@@ -31,6 +31,23 @@ def rows_of(r: Raiser, node: fx.Node, source: fx.Node, dim: int) -> Value | None
     return identity(
         made, tuple("T" if d == dim else "F" if d in wide else "" for d in range(len(shape))), features(made)
     )
+
+
+def gathered(r: Raiser, node: fx.Node, source: fx.Node, index: fx.Node) -> Value | None:
+    """`node` [B, T, D], rows of a weight [P, D] (repeated over the batch) at the position."""
+    while operator_name(source) in ("repeat", "expand", "to", "unsqueeze"):
+        source = source.args[0]  # type: ignore[assignment]
+    place = r.known.get(index)
+    shape = [int(size) for size in source.meta["val"].shape if size != 1] if r.is_static(source.meta["val"]) else []
+    if not isinstance(r.known.get(source), Weight) or len(shape) != 2 or not isinstance(place, Value):
+        return None
+    moving = place.base is None and len(place.terms) == 1 and (place.terms["kind"] == values.POSITION).all()
+    if not moving or (place.terms["coef"] != 1).any() or r.shape(node) != [LENGTHS["B"], LENGTHS["T"], shape[1]]:
+        return None
+    require_rows(r, source, shape[0])
+    rows, columns = (d for d, size in enumerate(source.meta["val"].shape) if size != 1)
+    made = r.call("embedding", r.positions, r.matrix(source, rows, columns))
+    return identity(made, ("B", "T", "F"), (shape[1],))
 
 
 def require_rows(r: Raiser, table: fx.Node, rows: int) -> None:
