@@ -205,8 +205,15 @@ class Raiser:
         return None
 
     def evaluate(self, node: fx.Node) -> Any:
-        """The value of a node that depends on weights and numbers alone."""
-        return self.source.evaluate(node)
+        """The value of a node that depends on weights and numbers alone, or was found to be such a node's."""
+        known = self.known.get(node)
+        if isinstance(known, Weight) and known.node is not node:
+            return self.evaluate(known.node)
+        if node.op == "get_attr":
+            return self.source.evaluate(node)
+        assert callable(node.target), node
+        arguments: Any = fx.node.map_arg((node.args, node.kwargs), self.evaluate)
+        return node.target(*arguments[0], **arguments[1])
 
     def limit(self, node: fx.Node, longest: int) -> None:
         """Hold no more than `longest` tokens, since beyond them `node` chooses other values."""

@@ -136,6 +136,10 @@ def place(ids: Tensor) -> Tensor:
     return torch.arange(ids.shape[1], device=ids.device)
 
 
+def biased(ids: Tensor, bias: Tensor) -> Tensor:
+    return torch.where(place(ids)[:, None] >= place(ids), bias, -torch.inf)
+
+
 def rotated(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, angle: Callable[[Tensor], Tensor]) -> Tensor:
     turn = angle(place(ids).float())[:, None] * torch.tensor([1.0, 0.5, 0.1, 0.01], device=q.device)
     cos, sin = (f(torch.cat((turn, turn), -1)) for f in (torch.cos, torch.sin))
@@ -154,9 +158,9 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "not causal": (sdpa(), "attends to later tokens"),
     "mask off by one": (sdpa(attn_mask=lambda ids: place(ids)[:, None] + 1 >= place(ids)), "neither causal nor"),
     "mask of ids": (sdpa(attn_mask=lambda ids: ids[:, None, :, None] >= ids[:, None, None]), "from token ids"),
-    "linear bias": (
-        sdpa(attn_mask=lambda ids: torch.where(place(ids)[:, None] >= place(ids), -0.1 * place(ids), -torch.inf)),
-        "bias to its scores that is not a mask",
+    "bias of distances that is not linear": (
+        sdpa(attn_mask=lambda ids: biased(ids, -0.1 * (place(ids)[:, None] - place(ids)).abs().sqrt())),
+        "bias to its scores that is no mask and depends on more than the key",
     ),
     "blocks": (
         sdpa(attn_mask=lambda ids: (place(ids)[:, None] // 4 == place(ids) // 4) & (place(ids)[:, None] >= place(ids))),
@@ -185,6 +189,9 @@ def test_accepted_beside_the_refused() -> None:
     for attend in (
         sdpa(is_causal=True),
         causal,
+        sdpa(attn_mask=lambda ids: biased(ids, -0.1 * place(ids))),
+        sdpa(attn_mask=lambda ids: biased(ids, torch.arange(1, 7)[:, None, None] * (0.1 * place(ids) - 0.7))),
+        sdpa(attn_mask=lambda ids: biased(ids, -0.1 * (place(ids)[:, None] - place(ids)))),
         lambda *a: rotated(*a, angle=lambda p: 3 * p + p / 7),
         lambda *a: stored(*a, spoil=0.0),
     ):
