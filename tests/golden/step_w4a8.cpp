@@ -9,7 +9,8 @@ constexpr int64_t kRopeFloats = 32;
 constexpr int kFewRows = 8, kOwnRows = 64;
 constexpr size_t kOwnBytes = (size_t)(kTokenBytes + kOutputBytes) * kOwnRows;
 constexpr int kWidest = 256;  // elements of the longest row
-constexpr size_t kScratchBytes = gemm_scratch_bytes(kWidest) + attention_scratch_bytes(kv_padded(kKv, kHeadDim));
+constexpr size_t kOwnScratchBytes = gemm_scratch_bytes(kWidest) + attention_scratch_bytes(kv_padded(kKv, kHeadDim));
+constexpr size_t kScratchBytes = kOwnScratchBytes + expert_scratch_bytes(0, 0);
 static_assert(kv_block_bytes(kKv, kHeadDim) == 5120, "the runtime sizes pages by this");
 static const char kDescription[] = "{\"abi\": 2, \"calls\": [\"embed\", \"0.norm1\", \"0.qkv\", \"0.rope\", \"0.attention\", \"0.o.quantize\", \"0.o\", \"0.norm2\", \"0.gate_up\", \"0.down.quantize\", \"0.down\", \"take\", \"norm\", \"head\"], \"isa\": \"avx2\", \"kv\": {\"format\": \"kv8\", \"layers\": 1, \"page_bytes\": 10240, \"page_tokens\": 64}, \"max_position\": 512, \"vocab_size\": 203, \"weights\": 21}";
 // ---- the program ---------------------------------------------------------------------------------
@@ -63,7 +64,7 @@ static void step(Model& m, int tid) {
   s.done(3, !s.by_head());
 
   // 0.attention
-  s.attend({v_0_qkv, 256, 0, v_0_attended, 4, 0.176776692f, 0, 0.0f, b.sequences, b.positions, b.query_start}, 0, 4);
+  s.attend({v_0_qkv, 256, 0, v_0_attended, 4, 0.176776692f, 0, 0.0f, nullptr, nullptr, kMaxPosition, b.sequences, b.positions, b.query_start}, 0, 4);
   s.done(4, true);
 
   // 0.o.quantize
