@@ -3,7 +3,8 @@
     python benchmarks/cpu_quality.py heldout.jsonl [--rows W8A8,KV4] [--head int8] [--out FILE]
 
 Expected values come from an independent prototype of the same rounding (rounding to nearest, output head in
-float); each row must be met within 0.01, those with 4-bit activations within 0.02.
+float); each row must be met within 0.01, those with 4-bit activations within 0.02. Rows of FILE that are not measured
+now stay in it; each has its commit.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ class Row:
 
 
 PLAIN = {"fold_norms.enabled": "false", "rotate.enabled": "false", "smooth_attention.enabled": "false"}
-"""What QServe does ahead of rounding, switched off."""
+"""What QServe and QuaRot do ahead of rounding, switched off."""
+
+NESTED = {"assign_precision.weight": "nested_8_4", "assign_precision.activation": "int8_g128"}
+"""Expected without rounded activations, which the kernel of this format has not; theirs is the wider tolerance."""
 
 ROWS = [
     Row("float32", "f32", 5.2958, {}, tolerance=0.0005),
@@ -50,10 +54,10 @@ ROWS = [
     Row("qoq_g128 A8 KV4", "qserve", 5.7027, PLAIN),
     Row("W4 channel A8 KV4", "qserve-channel", 5.7840, PLAIN),
     Row("MXFP4", "mxfp4", 5.5990, {"cache.format": "kv32"}),
-    Row("nested 8 bits", "w4a8", 5.2951, {"cache.format": "kv32", "assign_precision.weight": "nested_8_4"}),
+    Row("nested 8 bits", "w4a8", 5.2951, {"cache.format": "kv32", **NESTED}, tolerance=0.02),
     Row("nested upper nibble A16", "w4a16", 5.5271, {"cache.format": "kv32", "assign_precision.weight": "nested_4"}),
-    Row("W4A4 g128", "w4a4-g128", 6.3090, {"cache.format": "kv32"}, tolerance=0.02),
-    Row("W4A4 token", "w4a4", 7.9236, {"cache.format": "kv32"}, tolerance=0.02),
+    Row("W4A4 g128", "w4a4-g128", 6.3090, {"cache.format": "kv32", **PLAIN}, tolerance=0.02),
+    Row("W4A4 token", "w4a4", 7.9236, {"cache.format": "kv32", **PLAIN}, tolerance=0.02),
 ]
 
 
