@@ -67,6 +67,8 @@ def load(
     limits = Limits(runtime["max_tokens"], runtime["vocab_size"], kv["page_tokens"], model["max_position"])
     if not 1 <= max_batch <= limits.max_tokens:
         raise UsageError(f"max_batch must be between 1 and {limits.max_tokens}, not {max_batch}")
+    if gamma not in (0, AUTO) and not runtime.get("levels"):
+        raise UsageError(f"gamma {gamma}: {path} has no drafts; build it with a recipe that drafts, or with --draft")
     levels = runtime.get("levels", []) if gamma != 0 else []
     page_bytes = kv["page_bytes"] + sum(
         level["kv"]["page_bytes"] for level in levels if level.get("kv") and "tokenizer" not in level

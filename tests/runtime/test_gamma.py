@@ -82,3 +82,9 @@ def test_tuning_is_kept_in_the_artifact(tiny_checkpoint: Path, tmp_path: Path) -
 def test_an_artifact_without_drafts_cannot_be_tuned(tiny_artifact: Any) -> None:
     with pytest.raises(UsageError, match="no drafts to tune"):
         tune.tune(tiny_artifact("w4a8"), None, 8, 1)
+
+
+def test_a_gamma_without_drafts_is_refused(tiny_artifact: Any) -> None:
+    with pytest.raises(UsageError, match="has no drafts"):
+        qcompile.load(tiny_artifact("w4a8"), gamma=4)
+    qcompile.load(tiny_artifact("w4a8"), threads=1, gamma=0).close()
