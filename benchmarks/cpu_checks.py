@@ -126,7 +126,7 @@ def check_bitwise(bench: Bench) -> Check:
 def check_isa(bench: Bench) -> Check:
     """Every instruction set this host runs against the best one: 1e-4 in f32, 2e-2 else, over 256 tokens."""
     tokens, errors = [bench.heldout_tokens(256)], {}
-    runnable = [name for name, target in TARGETS.items() if not missing_flags(target.requires)]
+    runnable = [name for name, target in TARGETS.items() if target.kind == "cpu" and not missing_flags(target.requires)]
     for recipe in RECIPES:
         logits = {}
         for target in runnable:

@@ -68,8 +68,9 @@ class Problem:
         self.format, self.n, self.k = format, n, k
         # Rows off centre, so that zero points matter.
         w = torch.randn(n, k, device="cuda") * 0.02 + 0.01 * torch.rand(n, 1, device="cuda")
-        parts = quantize_weight(w, format)
-        self.weight = dequantize_weight(parts, format, k)
+        number_format = format.removesuffix("_int8")
+        parts = quantize_weight(w, number_format)
+        self.weight = dequantize_weight(parts, number_format, k)
         packed = pack_gpu(parts, format)
         size = sum(t.numel() * t.element_size() for t in packed.values())
         self.copies = [packed] + [{key: t.clone() for key, t in packed.items()} for _ in range(ROTATED_BYTES // size)]
@@ -78,7 +79,7 @@ class Problem:
     def activations(self, tokens: int) -> list[Tensor]:
         """Fresh random x as quantize_activation's parts."""
         x = torch.randn(tokens, self.k, device="cuda")
-        return quantize_activation(x, "bf16" if self.format == "w4_asym_g128" else "int8", 0)
+        return quantize_activation(x, "bf16" if self.format in ("w4_asym_g128", "bf16") else "int8", 0)
 
     def launches(self, spec: gpu.KernelSpec, x: list[Tensor], out: Tensor, capability: int) -> list[Launch]:
         """One launch for each copy of the weight, all writing `out` [M, N]."""

@@ -83,7 +83,7 @@ def compile(source: str, target: Target) -> bytes:
     except OSError:
         pass
     binary = _run(source, target)
-    _remember(cached, binary)
+    remember(cached, binary)
     return binary
 
 
@@ -105,7 +105,7 @@ def _run(source: str, target: Target) -> bytes:
         return out.read_bytes()
 
 
-def _remember(path: Path, binary: bytes) -> None:
+def remember(path: Path, binary: bytes) -> None:
     """Write a cache entry whole or not at all. A cache that cannot be written is not an error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -4,50 +4,107 @@ Codes lie in blocks of 32 rows by B inputs: [N / 32][K / B][32 rows][bytes of a 
 streams is contiguous. B is 128, for w4_asym_g128 256. Within one row of a block, bit 0 the lowest:
 
     qoq_channel     byte j (0..63): bits 0-3 q[j] - 8, bits 4-7 q[j + 64] - 8, two's complement
-    qoq_g128        byte j (0..63): bits 0-3 q[j], bits 4-7 q[j + 64]
+    qoq_g128        byte j (0..63): bits 0-3 q[j], bits 4-7 q[j + 64]; w4_asym_g128_int8 alike
     w4_asym_g128    16 bits j (0..63), little endian: bits 4i .. 4i + 3 are q[j + 64 i]
     w8_sym_channel  byte j (0..127): q[j]
+    bf16            value j (0..63)
 
 Per group, one 32-bit word each, with rows innermost so that a program's rows are contiguous:
 
-    qoq_g128        [K / 256][N]: bits 0-7 step, 8-15 zero * step of the even group; 16-23, 24-31 of the odd one
-    w4_asym_g128    [K / 128][N]: bits 0-15 -(128 + zero) as bf16, which is exact; 16-31 the scale rounded to bf16
+    qoq_g128           [K / 256][N]: bits 0-7 step, 8-15 zero * step of the even group; 16-23, 24-31 of the odd one
+    w4_asym_g128       [K / 128][N]: bits 0-15 -(128 + zero) as bf16, exact; 16-31 the scale rounded to bf16
+    w4_asym_g128_int8  [K / 128][N]: bits 0-7 zero; the rest the scale's upper 24 bits, rounded (within 2^-16)
 
 Per row: scales f32 [N]; of qoq_channel also zero - 8 as int8 [N].
+
+A packing has the name of its number format, but for w4_asym_g128 that meets int8 activations. Where weights
+meet bf16 activations their scales are rounded to bf16, as their products with the codes are anyway.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from qcompile.codegen.lower import Packing
 from qcompile.errors import UnsupportedError
-from qcompile.numerics import FORMATS, Parts
+from qcompile.numerics import FORMATS, Parts, as_blob
 
 BLOCK_ROWS = 32
-BLOCK_INPUTS = {"qoq_channel": 128, "qoq_g128": 128, "w4_asym_g128": 256, "w8_sym_channel": 128}
-_PLANES = {"qoq_channel": 2, "qoq_g128": 2, "w4_asym_g128": 4, "w8_sym_channel": 1}
+_WIDE = 4096
+
+
+@dataclass(frozen=True)
+class _Packing:
+    format: str  # of numerics
+    block: int  # inputs packed together
+    planes: int  # parts of a block whose codes share an item
+    inputs: int  # K is a multiple of it
+
+
+_PACKINGS = {
+    "qoq_channel": _Packing("qoq_channel", 128, 2, 128),
+    "qoq_g128": _Packing("qoq_g128", 128, 2, 256),
+    "w4_asym_g128": _Packing("w4_asym_g128", 256, 4, 256),
+    "w4_asym_g128_int8": _Packing("w4_asym_g128", 128, 2, 128),
+    "w8_sym_channel": _Packing("w8_sym_channel", 128, 1, 128),
+    "bf16": _Packing("bf16", 64, 1, 64),
+}
+
+
+def packing_of(format: str, activation: str) -> str:
+    """The packing of a weight in `format` that meets activations of a type of numerics.ACTIVATIONS.
+
+    UnsupportedError where there are no GPU kernels.
+    """
+    per_token = activation in ("int8", "int4")
+    name = f"{format}_int8" if format == "w4_asym_g128" and per_token else format
+    floats = name in ("w4_asym_g128", "bf16")
+    if name not in _PACKINGS or not (activation == "bf16" if floats else per_token):
+        raise UnsupportedError(f"weights in {format} with activations in {activation} have no GPU kernels")
+    return name
 
 
 def check_shape(n: int, k: int, format: str) -> None:
     """UnsupportedError unless the GPU kernels have a packing for a weight [n, k] in `format`."""
-    if format not in _PLANES:
-        raise UnsupportedError(f"format {format} has no GPU packing; there are {', '.join(_PLANES)}")
-    inputs = 256 if "g128" in format else 128
+    if format not in _PACKINGS:
+        raise UnsupportedError(f"format {format} has no GPU packing; there are {', '.join(_PACKINGS)}")
+    inputs = _PACKINGS[format].inputs
     if n % BLOCK_ROWS or k % inputs:
         raise UnsupportedError(
             f"weight [{n}, {k}] in {format}: GPU kernels need a multiple of {BLOCK_ROWS} outputs and {inputs} inputs"
         )
 
 
+def padded_outputs(n: int) -> int:
+    """Rows of a packed weight of n outputs: whole blocks, and whole tiles where there are many."""
+    step = BLOCK_ROWS if n <= _WIDE else 4 * BLOCK_ROWS
+    return n if n % BLOCK_ROWS == 0 else -(-n // step) * step
+
+
 def pack_gpu(parts: Parts, format: str) -> dict[str, Tensor]:
-    """The parts of a weight by the names of the kernels' arguments: w, w_scale, w_zero, groups."""
-    named = dict(zip(FORMATS[format].roles, parts, strict=True))
-    codes = named["codes"]
-    check_shape(codes.shape[0], codes.shape[1], format)
-    packed = {"w": _pack_codes(codes, format)}
+    """The parts of a weight, packed, by the names of the kernels' arguments: w, w_scale, w_zero, groups.
+
+    Outputs are filled up with zeros to padded_outputs.
+    """
+    n, k = parts[0].shape
+    more = padded_outputs(n) - n
+    if more:
+        parts = [pad(part, (*(0, 0) * (part.dim() - 1), 0, more)) for part in parts]
+    check_shape(n + more, k, format)
+    named = dict(zip(FORMATS[_PACKINGS[format].format].roles, parts, strict=True))
+    packed = {"w": _pack_codes(named["codes"], format)}
+    if format == "bf16":
+        return packed
     if format == "w4_asym_g128":
         packed["groups"] = _scale_words(named["scale"], named["zero"])
+        return packed
+    if format == "w4_asym_g128_int8":
+        words = (named["scale"].float().view(torch.int32) + 128) & -256
+        packed["groups"] = (words | named["zero"].to(torch.int32)).t().contiguous()
         return packed
     packed["w_scale"] = named["scale"].float().contiguous()
     if format == "qoq_channel":
@@ -57,12 +114,26 @@ def pack_gpu(parts: Parts, format: str) -> dict[str, Tensor]:
     return packed
 
 
+def packed_gpu_bytes(n: int, k: int, format: str) -> dict[str, int]:
+    """Bytes of each part of pack_gpu for a weight [n, k] in its order, filled up to a multiple of 64."""
+    n = padded_outputs(n)
+    check_shape(n, k, format)
+    codes = {"bf16": 2 * n * k, "w8_sym_channel": n * k}.get(format, n * k // 2)
+    sizes = {"w": codes}
+    if format in ("qoq_channel", "qoq_g128", "w8_sym_channel"):
+        sizes["w_scale"] = 4 * n
+    if format == "qoq_channel":
+        sizes["w_zero"] = n
+    if "g128" in format:
+        sizes["groups"] = 4 * n * (k // 256 if format == "qoq_g128" else k // 128)
+    return {name: -(-size // 64) * 64 for name, size in sizes.items()}
+
+
 def _pack_codes(codes: Tensor, format: str) -> Tensor:
-    planes = _PLANES[format]
+    planes, inputs = _PACKINGS[format].planes, _PACKINGS[format].block
     n, k = codes.shape
-    inputs = BLOCK_INPUTS[format]
     blocks = codes.view(n // BLOCK_ROWS, BLOCK_ROWS, k // inputs, planes, inputs // planes).transpose(1, 2).contiguous()
-    if format == "w8_sym_channel":
+    if planes == 1:
         return blocks.squeeze(3)
     if format == "qoq_channel":
         blocks = blocks ^ 8  # q - 8 in two's complement
@@ -85,8 +156,10 @@ def _step_words(step: Tensor, zero: Tensor) -> Tensor:
 
 
 def unpack_gpu(packed: dict[str, Tensor], format: str) -> Parts:
-    """The parts that pack_gpu was given (tests and inspection); scales of w4_asym_g128 as rounded for the kernels."""
+    """The parts that pack_gpu was given (tests and inspection); scales of groups as rounded for the kernels."""
     codes = _unpack_codes(packed["w"], format)
+    if format == "bf16":
+        return [codes]
     if format == "w8_sym_channel":
         return [codes, packed["w_scale"]]
     if format == "qoq_channel":
@@ -94,16 +167,31 @@ def unpack_gpu(packed: dict[str, Tensor], format: str) -> Parts:
     words = packed["groups"].t().contiguous()
     if format == "w4_asym_g128":
         return [codes, (words & -65536).view(torch.float32), (words & 127).to(torch.uint8)]
+    if format == "w4_asym_g128_int8":
+        return [codes, (words & -256).view(torch.float32), (words & 255).to(torch.uint8)]
     halves = torch.stack((words & 0xFFFF, (words >> 16) & 0xFFFF), -1).flatten(1)
     step, shift = halves & 255, halves >> 8
-    return [codes, step.to(torch.uint8), (shift // step).to(torch.uint8), packed["w_scale"]]
+    return [codes, step.to(torch.uint8), (shift // step.clamp_min(1)).to(torch.uint8), packed["w_scale"]]
 
 
 def _unpack_codes(blocks: Tensor, format: str) -> Tensor:
-    if format != "w8_sym_channel":
-        bytes_ = blocks.view(torch.uint8).unflatten(-1, (-1, _PLANES[format] // 2))
+    planes = _PACKINGS[format].planes
+    if planes > 1:
+        bytes_ = blocks.view(torch.uint8).unflatten(-1, (-1, planes // 2))
         nibbles = torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(-2)  # [..., items, planes]
         blocks = nibbles.transpose(-1, -2).flatten(-2)
         if format == "qoq_channel":
             blocks = blocks ^ 8
     return blocks.transpose(1, 2).flatten(0, 1).flatten(1).contiguous()
+
+
+def gpu_blobs(parts: Parts, format: str, activation: str) -> dict[str, Tensor]:
+    """pack_gpu's parts as flat uint8 blobs, for weights that meet such activations."""
+    return {name: as_blob(part) for name, part in pack_gpu(parts, packing_of(format, activation)).items()}
+
+
+def _gpu_sizes(n: int, k: int, format: str, activation: str) -> dict[str, int]:
+    return packed_gpu_bytes(n, k, packing_of(format, activation))
+
+
+GPU_PACKING = Packing(_gpu_sizes, gpu_blobs)

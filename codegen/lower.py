@@ -30,11 +30,29 @@ class PackedWeight:
     produce: Callable[[], Iterator[Tensor]]
 
 
+@dataclass(frozen=True)
+class Packing:
+    """How a target packs weights, from shape or parts, number format and the activations they meet.
+
+    `sizes` gives the bytes (multiples of 64) of each blob by role, `blobs` the flat uint8 blobs themselves.
+    """
+
+    sizes: Callable[[int, int, str, str], dict[str, int]]
+    blobs: Callable[[numerics.Parts, str, str], dict[str, Tensor]]
+
+
+CPU_PACKING = Packing(
+    lambda n, k, format, activation: numerics.packed_bytes(n, k, format),
+    lambda parts, format, activation: numerics.pack_weight(parts, format),
+)
+
+
 @dataclass
 class WeightTable:
     """The packed weights of an artifact in streaming order. What several paths compute alike is there once:
     a weight is known by the expression that makes it, down to the stored weights, and how it is packed."""
 
+    packing: Packing = CPU_PACKING
     weights: list[PackedWeight] = field(default_factory=list)
     _known: dict[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
     _taken: set[str] = field(default_factory=set)
@@ -139,17 +157,21 @@ class Lowering:
         size = -(-meta.numel() * numerics.ACTIVATIONS[dtype].dtype.itemsize // 64) * 64
         return self._register(node, "table", (("", size),), blobs)[0], dtype
 
-    def packed(self, node: fx.Node, format: str) -> dict[str, str]:
-        """Role -> name of the packed parts of quantize_weight(w, format), or of the upper nibbles of a nested one."""
+    def packed(self, node: fx.Node, format: str, activation: str) -> dict[str, str]:
+        """Role -> name of the packed parts of quantize_weight(w, format), or of the upper nibbles of a nested one.
+
+        `activation` is what they meet: a type of numerics.ACTIVATIONS.
+        """
         if ops.name_of(node.target) == "upper_nibble":
-            whole = self.packed(_args(node)[0], "nested_8_4")
+            whole = self.packed(_args(node)[0], "nested_8_4", activation)
             return {role: whole[role] for role in numerics.FORMATS[format].roles}
         w = _args(node)[0]
         n, k = w.meta["val"].shape
-        sizes = numerics.packed_bytes(n, k, format)
+        sizes = self.table_of_weights.packing.sizes(n, k, format, activation)
 
         def blobs() -> Iterator[Tensor]:
-            yield from numerics.pack_weight(self.graph.evaluate(node, self._vectors), format).values()
+            parts = self.graph.evaluate(node, self._vectors)
+            yield from self.table_of_weights.packing.blobs(parts, format, activation).values()
 
         parts = tuple((f".{role}", size) for role, size in sizes.items())
         names = self._register(node, format, parts, blobs, named_for=w)
@@ -260,6 +282,12 @@ def _hadamard(low: Lowering, node: fx.Node) -> p.Call:
     return p.Hadamard(node.name, low.buffer(x), low.buffer(node), block, str(low.vector(core)), order)
 
 
+def _activation(x: fx.Node) -> str:
+    """The type of numerics.ACTIVATIONS of a gemm's input."""
+    storage = x.meta["storage"]
+    return str(storage["activation"] if storage["dtype"] == "q8" else storage["dtype"])
+
+
 def _gemm(low: Lowering, node: fx.Node) -> p.Call:
     x, weight, bias, residual, format, epilogue, _ = _args(node)
     n, k = weight.meta["val"][0].shape
@@ -269,7 +297,7 @@ def _gemm(low: Lowering, node: fx.Node) -> p.Call:
     if format == "mix_4_8":
         packed, blocks = low.mixed(weight, epilogue in ops.GATED)
     else:
-        packed, blocks = low.packed(weight, str(format)), 0
+        packed, blocks = low.packed(weight, str(format), _activation(x)), 0
     return p.Gemm(
         node.name,
         low.buffer(x),

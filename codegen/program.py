@@ -350,6 +350,8 @@ class KVLayout:
     kv_heads: int
     head_dim: int
     page_tokens: int = PAGE_TOKENS
+    own_block_bytes: int = 0
+    """Bytes of a block where a target lays it out otherwise than the CPU's kernels; 0: as they do."""
 
     @property
     def block_bytes(self) -> int:
@@ -357,6 +359,8 @@ class KVLayout:
 
         Heads are padded to 16 elements (32 for kv4); the layout is in templates/cpu/kv.h.
         """
+        if self.own_block_bytes:
+            return self.own_block_bytes
         elements = self.page_tokens * round_up(self.head_dim, 32 if self.format == "kv4" else 16)
         part = {"kv32": 4 * elements, "kv16": 2 * elements, "kv8": elements, "kv4": elements // 2}[self.format]
         parameters = 4 * 4 * self.page_tokens if self.format in ("kv8", "kv4") else 0

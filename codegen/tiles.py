@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
-from qcompile.codegen.triton import KernelSpec, Tile
+from qcompile.codegen.gpu_attention import GpuKV
+from qcompile.codegen.triton import DECODE_TOKENS, KernelSpec, Tile
 from qcompile.errors import UnsupportedError
 
 # (format, most tokens, N, K): Tile(tokens, rows, slices, splits, unroll, warps, stages, ahead)
@@ -90,8 +92,27 @@ H200: dict[tuple[str, int, int, int], Tile] = {
     ("w8_sym_channel", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 3, 0),  # 79.3 us
     ("w8_sym_channel", 1024, 28672, 4096): Tile(128, 128, 1, 1, 1, 4, 3, 0),  # 186.5 us
 }
-SMALLEST = {"qoq_channel": 1, "qoq_g128": 2, "w4_asym_g128": 1, "w8_sym_channel": 1}
-"""Fewest blocks of inputs a step, by format."""
+LIKE = {"w4_asym_g128_int8": "qoq_g128", "bf16": "w8_sym_channel"}
+"""Packings not searched yet, and those whose cuts they take: as many bytes of weights and activations a step."""
+
+SMALLEST = {"qoq_g128": 2}
+"""Fewest blocks of inputs a step, where more than one."""
+
+SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024}
+"""Shared memory of a program by compute capability; 227 KiB where none is named."""
+
+MANY = 1 << 20
+"""A number of rows in the last class."""
+
+
+def classes(format: str) -> list[int]:
+    """Most rows of each class a weight's packing has tiles for; the last is 0, any number."""
+    source = LIKE.get(format, format)
+    found = sorted({most for name, most, _, _ in H200 if name == source})
+    if not found:
+        raise UnsupportedError(f"format {format} has no GPU tiles")
+    floats = format in ("w4_asym_g128", "w4_asym_g128_int8", "bf16")
+    return [most for most in found[:-1] if most >= DECODE_TOKENS or not floats] + [0]
 
 
 def choose(format: str, n: int, k: int, tokens: int, capability: int = 90) -> Tile:
@@ -99,16 +120,30 @@ def choose(format: str, n: int, k: int, tokens: int, capability: int = 90) -> Ti
 
     Nearest is by the logarithms of N and K. Raises UnsupportedError when the shape has no packing.
     """
-    classes = sorted({most for name, most, _, _ in H200 if name == format})
-    if not classes:
-        raise UnsupportedError(f"format {format} has no GPU tiles")
-    most = next((each for each in classes if tokens <= each), classes[-1])
-    rows = {(rn, rk): tile for (name, c, rn, rk), tile in H200.items() if (name, c) == (format, most)}
+    source = LIKE.get(format, format)
+    most = next((each for each in classes(format) if tokens <= each), None)
+    most = most or max(each for name, each, _, _ in H200 if name == source)
+    rows = {(rn, rk): tile for (name, c, rn, rk), tile in H200.items() if (name, c) == (source, most)}
     for shape in sorted(rows, key=lambda s: abs(math.log(s[0] / n)) + abs(math.log(s[1] / k))):
-        tile = rows[shape] if capability >= 90 else replace(rows[shape], ahead=0)
-        if _divides(format, n, k, tile):
+        tile = fitted(format, n, k, rows[shape], capability)
+        if tile is not None:
             return tile
-    return Tile(16 if most <= 16 else 64, 32, unroll=SMALLEST[format])
+    return Tile(16 if most <= DECODE_TOKENS else 64, 32, unroll=SMALLEST.get(format, 1))
+
+
+def fitted(format: str, n: int, k: int, tile: Tile, capability: int) -> Tile | None:
+    """`tile` with no more stages in flight than the GPU has room for; None if it does not divide the weight."""
+    if capability < 90:
+        tile = replace(tile, ahead=0)
+    part = n * k  # more than any program fetches ahead: cut down where a program has less
+    while tile.ahead and not _divides(format, n, k, tile) and part > 1:
+        tile, part = replace(tile, ahead=tile.ahead // 2 if tile.ahead > 128 else 0), part // 2
+    if not _divides(format, n, k, tile):
+        return None
+    step = KernelSpec(format, n, k, tile).step_bytes
+    room = SHARED_BYTES.get(capability, 227 * 1024)
+    stages = max(1, min(tile.stages, room // step))
+    return replace(tile, stages=stages) if stages * step <= room else None
 
 
 def _divides(format: str, n: int, k: int, tile: Tile) -> bool:
@@ -117,3 +152,14 @@ def _divides(format: str, n: int, k: int, tile: Tile) -> bool:
     except UnsupportedError:
         return False
     return True
+
+
+SPLIT = 256
+"""Positions of one split of decode attention: the order of sums depends on it alone."""
+
+
+def attention(kv: GpuKV, whole: bool) -> dict[str, Any]:
+    """How attention over these pages is cut: tokens a tile, warps, stages."""
+    if kv.bits == 16:
+        return {"tile": 64, "warps": 4, "stages": 2 if whole or kv.dim > 128 else 3}
+    return {"tile": 64, "warps": 8 if kv.bits == 8 or whole else 4, "stages": 1}

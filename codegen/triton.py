@@ -1,30 +1,22 @@
-"""Render GEMM kernels to Triton source and compile them ahead of time, with or without a GPU.
+"""GEMM kernels for NVIDIA GPUs: what a kernel is, rendered from templates/triton/gemm.py.jinja.
 
-A KernelSpec says what to compute and how to tile it; templates/triton/gemm.py.jinja says it in Triton. What
-a kernel means is `reference`, with the arguments of the kernel.
+A KernelSpec says what to compute and how to tile it. What a kernel means is `reference`, with the arguments
+of the kernel.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import re
-import subprocess
-import tempfile
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import torch
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from torch import Tensor
 
+from qcompile.codegen import gpu_compile
+from qcompile.codegen.gpu_compile import Argument, Compiled, Kernel, compile_kernel
 from qcompile.codegen.gpu_pack import check_shape
-from qcompile.errors import ResourceError, UnsupportedError
+from qcompile.errors import UnsupportedError
 
-_TEMPLATES = Path(__file__).parent / "templates" / "triton"
 DECODE_TOKENS = 16
 """Most rows of the decode class. Its float kernels sum in one order for every M."""
 
@@ -49,37 +41,35 @@ class Tile:
     ahead: int = 0
 
 
-class Argument(NamedTuple):
-    """A kernel argument: its name and its type as Triton writes it."""
-
-    name: str
-    type: str
-
-
 @dataclass(frozen=True)
 class _Layout:
     item: str  # type the packed codes are read as
     block: int  # inputs that are packed together
     planes: int  # dot products a block is taken in, each over inputs next to each other
     row_items: int  # items of one row and block
-    float_sum: bool  # bf16 activations and f32 sums; else int8 and int32
-    words: float  # 32-bit words of parameters a row and block
+    words: float = 0  # 32-bit words of parameters a row and block
+    float_x: bool = False  # bf16 activations; else int8
+    float_sum: bool = False  # f32 sums; else int32
 
 
 _LAYOUTS = {
-    "qoq_channel": _Layout("i8", 128, 2, 64, False, 0),
-    "qoq_g128": _Layout("i8", 128, 2, 64, False, 0.5),
-    "w8_sym_channel": _Layout("i8", 128, 1, 128, False, 0),
-    "w4_asym_g128": _Layout("i16", 256, 4, 64, True, 2),
+    "qoq_channel": _Layout("i8", 128, 2, 64),
+    "qoq_g128": _Layout("i8", 128, 2, 64, 0.5),
+    "w8_sym_channel": _Layout("i8", 128, 1, 128),
+    "w4_asym_g128": _Layout("i16", 256, 4, 64, 2, True, True),
+    "w4_asym_g128_int8": _Layout("i8", 128, 2, 64, 1, False, True),
+    "bf16": _Layout("bf16", 64, 1, 64, 0, True, True),
 }
+_ITEM_BYTES = {"i8": 1, "i16": 2, "bf16": 2}
 
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """out[M, N] bf16 = x[M, K] . w[N, K]^T (+ bias) (+ residual) for a weight in `format`.
+    """out[M, N] = x[M, K] . w[N, K]^T (+ bias) (+ residual) for a weight packed as `format` (gpu_pack).
 
-    x is int8 per token, or bf16 for w4_asym_g128. `inline_asm` False renders the same
-    arithmetic for Triton's interpreter, which has none.
+    x is int8 per token, or bf16 for bf16 and w4_asym_g128. out and residual are bf16, or f32 with `out`. The first
+    `width` columns are stored (0: all N). `inline_asm` False renders the same arithmetic for Triton's
+    interpreter, which has none.
     """
 
     format: str
@@ -89,6 +79,8 @@ class KernelSpec:
     bias: bool = False
     residual: bool = False
     inline_asm: bool = True
+    out: Literal["bf16", "f32"] = "bf16"
+    width: int = 0
 
     def __post_init__(self) -> None:
         check_shape(self.n, self.k, self.format)
@@ -106,7 +98,7 @@ class KernelSpec:
         """Name of the kernel."""
         kind = "decode" if self.decode else "prefill"
         extras = "".join(f"_{name}" for name in ("bias", "residual") if getattr(self, name))
-        return f"gemm_{self.format}_{self.n}x{self.k}_{kind}{extras}"
+        return f"gemm_{self.format}_{self.n}x{self.k}_{kind}{extras}{'_f32' if self.out == 'f32' else ''}"
 
     @property
     def prelaunch(self) -> bool:
@@ -116,7 +108,7 @@ class KernelSpec:
     @property
     def title(self) -> str:
         """What the source says it is."""
-        kind = "bf16" if self.float_sum else "int8 per token"
+        kind = "bf16" if self.float_x else "int8 per token"
         return f"GEMM of {self.format} weights with {kind} activations, {self.tile}"
 
     @property
@@ -147,11 +139,16 @@ class KernelSpec:
     @property
     def row_bytes(self) -> int:
         """Bytes of codes of one row and block."""
-        return self.row_items * (2 if _LAYOUTS[self.format].item == "i16" else 1)
+        return self.row_items * _ITEM_BYTES[_LAYOUTS[self.format].item]
+
+    @property
+    def float_x(self) -> bool:
+        """Whether activations are bf16 rather than int8 per token."""
+        return _LAYOUTS[self.format].float_x
 
     @property
     def float_sum(self) -> bool:
-        """Whether sums are f32 (bf16 activations) rather than int32."""
+        """Whether sums are f32 rather than int32: then they depend on the order."""
         return _LAYOUTS[self.format].float_sum
 
     @property
@@ -160,23 +157,35 @@ class KernelSpec:
         return _LAYOUTS[self.format].words > 0
 
     @property
+    def block_words(self) -> float:
+        """32-bit words of group parameters of a row and block."""
+        return _LAYOUTS[self.format].words
+
+    @property
     def step_words(self) -> int:
         """32-bit words of group parameters of a row in one step."""
         return int(_LAYOUTS[self.format].words * self.tile.unroll)
 
     @property
+    def step_bytes(self) -> int:
+        """Bytes of weights and activations a program takes in one step, for each of the stages in flight."""
+        tile = self.tile
+        each = tile.rows * self.row_bytes + tile.tokens * self.block * (2 if self.float_x else 1)
+        return tile.slices * tile.unroll * each
+
+    @property
     def arguments(self) -> list[Argument]:
         """The kernel's arguments in order; all but M are pointers."""
-        item = _LAYOUTS[self.format].item
-        x = "*bf16" if self.float_sum else "*i8"
-        found = [Argument("x", x), Argument("w", f"*{item}"), Argument("out", "*bf16")]
-        if not self.float_sum:
-            found += [Argument("x_scale", "*fp32"), Argument("w_scale", "*fp32")]
+        out = "*fp32" if self.out == "f32" else "*bf16"
+        found = [Argument("x", "*bf16" if self.float_x else "*i8")]
+        found += [Argument("w", f"*{_LAYOUTS[self.format].item}"), Argument("out", out)]
+        found += [Argument("x_scale", "*fp32")] * (not self.float_x)
+        found += [Argument("w_scale", "*fp32")] * (not self.float_sum)
         if self.format == "qoq_channel":
             found += [Argument("x_sum", "*i32"), Argument("w_zero", "*i8")]
         if self.grouped:
             found.append(Argument("groups", "*i32"))
-        found += [Argument("bias", "*fp32")] * self.bias + [Argument("residual", "*bf16")] * self.residual
+        found += [Argument("bias", "*fp32")] * self.bias + [Argument("residual", out)] * self.residual
         if self.tile.splits > 1:
             found += [Argument("sums", "*fp32" if self.float_sum else "*i32"), Argument("arrived", "*i32")]
         return [*found, Argument("M", "i32")]
@@ -205,94 +214,27 @@ def reference(x: list[Tensor], w: Tensor, bias: Tensor | None = None, residual: 
     return y if residual is None else y + residual.double()
 
 
-@cache
-def _environment() -> Environment:
-    return Environment(
-        loader=FileSystemLoader(_TEMPLATES),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-
-
 def render(spec: KernelSpec) -> str:
     """Triton source of the kernel."""
-    return _environment().get_template("gemm.py.jinja").render(spec=spec, tile=spec.tile)
+    return gpu_compile.render_template("gemm.py.jinja", spec=spec, tile=spec.tile)
+
+
+def kernel(spec: KernelSpec) -> Kernel:
+    """The kernel as it is compiled."""
+    tile = spec.tile
+    return Kernel(spec.name, render(spec), tuple(spec.arguments), tile.warps, tile.stages, spec.prelaunch)
 
 
 def load(spec: KernelSpec) -> Any:
     """The kernel as a Triton function, to be launched with `spec.arguments` or compiled."""
-    return getattr(_module(render(spec)), spec.name)
-
-
-@cache
-def _module(source: str) -> ModuleType:
-    # Triton reads a kernel's source from its file.
-    name = f"qcompile_kernel_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
-    path = Path(tempfile.mkdtemp(prefix="qcompile-")) / f"{name}.py"
-    path.write_text(source, encoding="utf-8")
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    assert module_spec and module_spec.loader
-    module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
-    return module
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A kernel compiled for one GPU. `matrix` names the matrix instructions found in its PTX."""
-
-    cubin: bytes
-    ptx: str
-    registers: int
-    shared_bytes: int
-    spill_bytes: int
-    matrix: tuple[str, ...]
-
-
-_MATRIX = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*")
+    return gpu_compile.load(kernel(spec))
 
 
 def build(spec: KernelSpec, capability: int) -> Any:
-    """`spec` compiled by Triton for compute capability `capability`; `build(...)[grid](*arguments)` launches it.
-
-    Needs no GPU. Raises ResourceError when Triton is not installed.
-    """
-    try:
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-    except ImportError as error:
-        raise ResourceError("GPU targets need Triton: pip install 'qcompile[gpu]'") from error
-    signature = {argument.name: argument.type for argument in spec.arguments}
-    # As the launcher specializes: pointers are aligned to 16 bytes.
-    aligned = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(spec.arguments) if a.type.startswith("*")}
-    source = ASTSource(load(spec), signature, {}, aligned)
-    options = {"num_warps": spec.tile.warps, "num_stages": spec.tile.stages, "launch_pdl": spec.prelaunch}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    """`spec` compiled by Triton for a compute capability; `build(...)[grid](*arguments)` launches it."""
+    return gpu_compile.build(kernel(spec), capability)
 
 
 def compile_for(spec: KernelSpec, capability: int) -> Compiled:
     """`spec` compiled for compute capability `capability` (80, 89, 90, 100), as an artifact carries it."""
-    built = build(spec, capability)
-    ptx, cubin = built.asm["ptx"], built.asm["cubin"]
-    registers, spilled = _resources(cubin)
-    found = tuple(sorted(set(_MATRIX.findall(ptx))))
-    return Compiled(cubin, ptx, registers, built.metadata.shared, spilled, found)
-
-
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of local memory a thread of the cubin's kernel takes."""
-    from triton import knobs
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", done.stdout)
-    if not found:
-        raise ResourceError(f"cuobjdump gives no resource usage: {done.stderr.strip()[:200]}")
-    registers, stack, local = map(int, found.groups())
-    return registers, stack + local
+    return compile_kernel(kernel(spec), capability)

@@ -95,13 +95,16 @@ def hurried() -> Iterator[None]:
 
     Errors name the module a node came from, which costs nothing.
     """
-    lines, collecting = fx.config.do_not_emit_stack_traces, gc.isenabled()
-    fx.config.do_not_emit_stack_traces = True
+    config: Any = fx.config
+    lines, collecting = getattr(config, "do_not_emit_stack_traces", None), gc.isenabled()
+    if lines is not None:  # torch before 2.13 has no such switch
+        config.do_not_emit_stack_traces = True
     gc.disable()
     try:
         yield
     finally:
-        fx.config.do_not_emit_stack_traces = lines
+        if lines is not None:
+            config.do_not_emit_stack_traces = lines
         if collecting:
             gc.enable()
 

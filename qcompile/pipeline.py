@@ -21,7 +21,7 @@ from qcompile import calibration, check, frontend, huggingface, mix, numerics, r
 from qcompile.artifact import PASSES_FILE, ArtifactWriter, WeightSpec, canonical_json
 from qcompile.calibration import Request
 from qcompile.clock import Clock, Progress, silent
-from qcompile.codegen import compiler, cpu
+from qcompile.codegen.backend import Backend, backend_of
 from qcompile.codegen.lower import PackedWeight, WeightTable, lower
 from qcompile.codegen.program import Program
 from qcompile.errors import UnsupportedError, UsageError
@@ -173,31 +173,29 @@ def build(
     wanted = calib if calib is None or isinstance(calib, Request) else Request(calib)
     kept = Path(out).absolute().parent / f".{Path(out).name}.calibration"
     request = _Request(model, recipe, options or {}, head_dtype, drafts, target, wanted, kept, check_passes)
-    compiler.find()  # without one, say so before the work
+    backend = backend_of(machine)
+    made_by = backend.compiler()  # without one, say so before the work
     with ArtifactWriter(out) as writer, PageWriter() as page:
         found = _plan(request, clock, source)
         drawn = page.ask(found.report)
         if dump_ir is not None:
             show.dump(found.graphs, [record.name for record in found.passes], Path(dump_ir))
         with clock("render"):
-            texts = {name: cpu.render(program, machine) for name, program in found.programs.items()}
+            compile_kernels = backend.prepare(found.programs, machine)
         with ThreadPoolExecutor(1) as pool, clock("weights and kernels"):
-            libraries = {name: pool.submit(compiler.compile, text, machine) for name, text in texts.items()}
+            kernels = pool.submit(compile_kernels)
             entries = writer.add_weights(_specs(found.weights), _stream(found.weights, clock.progress))
             clock.progress("kernels", 0, 1)
-            binaries = {name: library.result() for name, library in libraries.items()}
+            compiled = kernels.result()
         with clock("artifact"):
             folder = f"kernels/{machine.name}"
-            for name, text in texts.items():
-                writer.add_file(f"{folder}/{name}.so", binaries[name])
-                writer.add_file(f"{folder}/{name}.cpp", text)
-            for name, content in found.files.items():
+            for name, content in (*((f"{folder}/{n}", c) for n, c in compiled.items()), *found.files.items()):
                 writer.add_file(name, content)
             writer.add_file("report.json", found.report)
             writer.add_file("report.html", drawn())
             if check_passes:
                 writer.add_unsealed(PASSES_FILE, canonical_json(_measured(found.passes)))
-            manifest = _manifest(found, entries, machine, folder)
+            manifest = _manifest(found, entries, machine, backend, made_by)
             manifest["recipe"] = {"name": recipe, "options": dict(options or {}), "head_dtype": head_dtype}
             path = writer.finish(manifest)
             shutil.rmtree(kept, ignore_errors=True)
@@ -262,10 +260,11 @@ def _import(
 def _plan(request: _Request, clock: Clock, source: Mapping[str, Any]) -> Plan:
     model = request.model
     graphs, records = _import(model, request.passes, clock, source, request)
-    table = WeightTable()
+    backend = backend_of(targets.get_target(request.target))
+    table = WeightTable(backend.packing)
     with clock("lower"):
         final = graphs[-1]
-        program = lower(final, table)
+        program = backend.adapt(lower(final, table))
         bits = bits_per_weight(final)
     drafts = _draft_paths(graphs, request, table, clock)
     weights = table.weights
@@ -389,16 +388,14 @@ def _stream(weights: list[PackedWeight], progress: Progress) -> Iterator[Any]:
                 progress("weights", done, total)
 
 
-def _manifest(found: Plan, entries: list[dict[str, Any]], machine: targets.Target, folder: str) -> dict[str, Any]:
+def _manifest(
+    found: Plan, entries: list[dict[str, Any]], machine: targets.Target, backend: Backend, made_by: str
+) -> dict[str, Any]:
     """The manifest but for what the writer adds. No seconds and no paths: builds are reproducible."""
-    info = found.graphs[-1].info
+    info, folder = found.graphs[-1].info, f"kernels/{machine.name}"
     return {
         "qcompile_version": qcompile.__version__,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "compiler": compiler.version(),
-        },
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "compiler": made_by},
         "model": {
             "name": info.name,
             "vocab_size": info.vocab_size,
@@ -407,10 +404,10 @@ def _manifest(found: Plan, entries: list[dict[str, Any]], machine: targets.Targe
             "eos_token_ids": list(info.eos_token_ids),
             "parameters": info.parameters,
         },
-        "target": {"name": machine.name, "isa": machine.isa, "requires": list(machine.requires)},
+        "target": machine.facts,
         "runtime": {
-            "abi": cpu.ABI,
-            "library": f"{folder}/model.so",
+            "abi": backend.abi,
+            "library": f"{folder}/{backend.library}",
             "levels": _levels(found, entries, folder),
             "weights": entries,
             "max_tokens": MAX_STEP_TOKENS,

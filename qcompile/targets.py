@@ -8,19 +8,35 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from qcompile.errors import UsageError
 
 
 @dataclass(frozen=True)
 class Target:
-    """One kind of machine. `isa` chooses the kernels' vector code; `requires` are Linux's names of CPU flags."""
+    """One kind of machine, `kind` cpu or cuda.
+
+    `isa` chooses the kernels' vector code or GPU architecture; `requires` are Linux's names of CPU flags. Of a
+    GPU: compute `capability`, most shared memory of a program, and by data sheet GB/s of memory and dense int8
+    TOPS and bf16 TFLOPS.
+    """
 
     name: str
     kind: str
     isa: str
     requires: tuple[str, ...]
     description: str
+    capability: int = 0
+    shared_bytes: int = 0
+    memory_gb_s: float = 0.0
+    int8_tops: float = 0.0
+    bf16_tflops: float = 0.0
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What an artifact's manifest says of the target."""
+        return {"name": self.name, "kind": self.kind, "isa": self.isa, "requires": list(self.requires)}
 
 
 # What the compiler may use at x86-64-v3 and x86-64-v4 (abm is Linux's name of lzcnt), and the extensions asked for.
@@ -34,7 +50,14 @@ _LEVELS = (
     Target("cpu-avx2", "cpu", "avx2", _AVX2, "AVX2"),
     Target("cpu-portable", "cpu", "portable", (), "any CPU, plain C++"),
 )
-TARGETS = {target.name: target for target in _LEVELS}
+_GPUS = (
+    Target("a100", "cuda", "sm_80", (), "NVIDIA A100", 80, 163 * 1024, 2039, 624, 312),
+    Target("l40s", "cuda", "sm_89", (), "NVIDIA L40S", 89, 99 * 1024, 864, 733, 362),
+    Target("h100", "cuda", "sm_90", (), "NVIDIA H100", 90, 227 * 1024, 3350, 1979, 989),
+    Target("h200", "cuda", "sm_90", (), "NVIDIA H200", 90, 227 * 1024, 4800, 1979, 989),
+    Target("b200", "cuda", "sm_100", (), "NVIDIA B200", 100, 227 * 1024, 8000, 4500, 2250),
+)
+TARGETS = {target.name: target for target in (*_LEVELS, *_GPUS)}
 TARGET_NAMES = ("cpu", *TARGETS)
 
 

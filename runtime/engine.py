@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from qcompile.errors import ResourceError
 from qcompile.runtime import accept
 from qcompile.runtime.blocks import BlockPool
-from qcompile.runtime.executor import Executor, FloatArray, Rows
+from qcompile.runtime.executor import FloatArray, Rows, StepExecutor
 from qcompile.runtime.gamma import AUTO, GammaPolicy, observe
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics
 from qcompile.runtime.sampling import Sampler, SamplingParams, logprobs_of
@@ -31,7 +31,7 @@ class Engine:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: StepExecutor,
         pool: BlockPool,
         tokenizer: Tokenizer | None,
         eos: Sequence[int],

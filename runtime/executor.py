@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +69,32 @@ class Limits(NamedTuple):
     vocab: int
     page_tokens: int
     max_position: int
+
+
+class StepExecutor(Protocol):
+    """What runs steps of a model, on whatever machine."""
+
+    limits: Limits
+    kv_pages: int
+    threads: int
+
+    def step(self, sequences: Sequence[Rows], logits: bool) -> tuple[list[int], FloatArray | None]:
+        """The argmax of every output row, and its logits [outputs, vocab] if asked, valid until the next call."""
+
+    def decode(self, sequences: Sequence[Rows], steps: int) -> list[int]:
+        """`steps` greedy tokens for each sequence (one row each): [steps, sequences] flattened."""
+
+    def profile(self, on: bool) -> None:
+        """Start (resetting the counters) or stop timing each call."""
+
+    def profile_read(self) -> dict[str, tuple[float, int]]:
+        """Seconds and number of runs of each call, in the order they run."""
+
+    def probe(self, what: int) -> float:
+        """A ceiling of the machine: 0 read GB/s, 1 int8 GOPS, 2 f32 GFLOPS, 3 bf16 GFLOPS."""
+
+    def close(self) -> None:
+        """Free what the executor holds; idempotent."""
 
 
 def bind(library: Any) -> None:

@@ -9,11 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from qcompile.artifact import read_manifest
 from qcompile.errors import ArtifactError, ResourceError, UsageError
 from qcompile.runtime.blocks import BlockPool
 from qcompile.runtime.engine import Engine
 from qcompile.runtime.evaluate import Evaluation, perplexity
-from qcompile.runtime.executor import Executor, Limits, bind
+from qcompile.runtime.executor import Executor, Limits, StepExecutor, bind
 from qcompile.runtime.gamma import AUTO, GammaPolicy, predicted
 from qcompile.runtime.loader import Arena, LoadedArtifact, available_memory, load_artifact
 from qcompile.runtime.outputs import MOST_DRAFTS, CompletionOutput, RequestMetrics, RequestOutput, SpeculationMetrics
@@ -42,6 +43,7 @@ def load(
     kv_cache_bytes: int | None = None,
     gamma: int = AUTO,
     acceptance: Literal["drawn", "rejection"] = "drawn",
+    gpu_memory_utilization: float = 0.9,
 ) -> LLM:
     """Verify the artifact at `path`, load it, and start its threads.
 
@@ -52,7 +54,15 @@ def load(
     above 0 drafts stay where the target draws the same (`drawn`: a seed gives the tokens it gives without drafts) or by
     `rejection` sampling (more stay; the distribution is the same, the tokens are not). Raises ArtifactError (damaged,
     or built for another CPU), ResourceError (memory), UsageError.
+
+    An artifact for a GPU keeps within `gpu_memory_utilization` of its memory; `threads` does not concern it.
     """
+    manifest = read_manifest(path)
+    if manifest["target"].get("kind") == "cuda":
+        from qcompile.runtime.cuda_load import open_cuda
+
+        cuda = open_cuda(Path(path), manifest, max_batch, kv_cache_bytes, gpu_memory_utilization)
+        return LLM(cuda, manifest, load_tokenizer(Path(path)), max_batch)
     cores = len(os.sched_getaffinity(0))
     threads = cores if threads is None else threads
     if gamma != AUTO and not 0 <= gamma < MOST_DRAFTS:
@@ -151,7 +161,7 @@ class LLM:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: StepExecutor,
         manifest: dict[str, Any],
         tokenizer: Tokenizer | None,
         max_batch: int = MAX_BATCH,
@@ -314,7 +324,7 @@ class LLM:
         self.close()
 
 
-def _close_all(target: Executor, speculator: Drafter | None) -> None:
+def _close_all(target: StepExecutor, speculator: Drafter | None) -> None:
     """The drafts first: they work with the target's threads."""
     if speculator:
         speculator.close()

@@ -11,17 +11,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qcompile.codegen.gpu_pack import pack_gpu, unpack_gpu
+from qcompile.codegen.gpu_pack import pack_gpu, packed_gpu_bytes, unpack_gpu
 from qcompile.codegen.triton import KernelSpec, Tile, compile_for, reference, render
 from qcompile.errors import UnsupportedError
 from qcompile.numerics import dequantize_weight, quantize_activation, quantize_weight
 
-FORMATS = ("qoq_channel", "qoq_g128", "w4_asym_g128", "w8_sym_channel")
+FORMATS = ("qoq_channel", "qoq_g128", "w4_asym_g128", "w4_asym_g128_int8", "w8_sym_channel", "bf16")
+"""Packings; each is of the number format its name begins with."""
 INTERPRETED = (Tile(16, 32, slices=2, splits=2), Tile(32, 32))
 
 
 def needs_triton() -> None:
     pytest.importorskip("triton", reason="Triton is not installed: pip install 'qcompile[gpu]'")
+
+
+def number_format(packing: str) -> str:
+    return packing.removesuffix("_int8")
 
 
 def weight(n: int, k: int) -> torch.Tensor:
@@ -32,12 +37,25 @@ def weight(n: int, k: int) -> torch.Tensor:
 @pytest.mark.parametrize("format", FORMATS)
 def test_packing_round_trip(format: str) -> None:
     torch.manual_seed(0)
-    parts = quantize_weight(weight(64, 512), format)
-    back = unpack_gpu(pack_gpu(parts, format), format)
-    for part, got in zip(parts, back, strict=True):
+    parts = quantize_weight(weight(64, 512), number_format(format))
+    packed = pack_gpu(parts, format)
+    sizes = {name: -(-part.nbytes // 64) * 64 for name, part in packed.items()}
+    assert list(sizes.items()) == list(packed_gpu_bytes(64, 512, format).items())
+    for part, got in zip(parts, unpack_gpu(packed, format), strict=True):
         if format == "w4_asym_g128" and part.is_floating_point():
             part = part.to(torch.bfloat16).float()
-        assert torch.equal(part, got)
+        if format == "w4_asym_g128_int8" and part.is_floating_point():
+            torch.testing.assert_close(got, part, rtol=2**-16, atol=0)  # 15 bits of mantissa are kept
+        else:
+            assert torch.equal(part, got)
+
+
+def test_outputs_are_filled_up_to_whole_blocks() -> None:
+    parts = quantize_weight(weight(40, 256), "qoq_g128")
+    back = unpack_gpu(pack_gpu(parts, "qoq_g128"), "qoq_g128")
+    dense = dequantize_weight(back, "qoq_g128", 256)
+    assert dense.shape == (64, 256) and not dense[40:].any()
+    assert torch.equal(dense[:40], dequantize_weight(parts, "qoq_g128", 256))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -50,9 +68,14 @@ def test_packed_bits(format: str) -> None:
         "qoq_channel": [codes, torch.full((32,), 8, dtype=torch.uint8), torch.ones(32)],
         "qoq_g128": [codes, side.byte(), side.byte(), torch.ones(32)],
         "w4_asym_g128": [codes, side, side.byte()],
+        "w4_asym_g128_int8": [codes, side, side.byte()],
+        "bf16": [codes.to(torch.bfloat16)],
         "w8_sym_channel": [codes.char(), torch.ones(32)],
     }[format]
     packed = pack_gpu(parts, format)["w"]
+    if format == "bf16":
+        assert packed[0, 3, 3, 6] == 5
+        return
     row = packed[0, -1, 3].view(torch.uint8).tolist()
     if format == "w8_sym_channel":
         assert row[70] == 5
@@ -69,7 +92,7 @@ def test_shapes_that_do_not_divide_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="does not divide"):
         KernelSpec("qoq_channel", 64, 512, Tile(16, 32, slices=8))
     with pytest.raises(UnsupportedError, match="no GPU packing"):
-        KernelSpec("bf16", 64, 512, Tile(16, 32))
+        KernelSpec("mxfp4", 64, 512, Tile(16, 32))
 
 
 def interpret() -> None:
@@ -79,21 +102,23 @@ def interpret() -> None:
     torch.manual_seed(0)
     n, k = 32, 1024
     for format in FORMATS:
-        parts = quantize_weight(weight(n, k), format)
+        parts = quantize_weight(weight(n, k), number_format(format))
         packed = pack_gpu(parts, format)
-        dense = dequantize_weight(unpack_gpu(packed, format), format, k)
+        dense = dequantize_weight(unpack_gpu(packed, format), number_format(format), k)
         for cut in INTERPRETED:
             tile = replace(cut, unroll=2 if format == "qoq_g128" else 1)
-            spec = KernelSpec(format, n, k, tile, bias=True, residual=True, inline_asm=False)
-            x = quantize_activation(torch.randn(21, k), "bf16" if spec.float_sum else "int8", 0)
-            bias, residual = torch.randn(n), torch.randn(21, n).to(torch.bfloat16)
+            out = "f32" if cut.tokens == 32 else "bf16"
+            spec = KernelSpec(format, n, k, tile, True, True, False, out, 0 if cut.tokens == 32 else n - 3)
+            x = quantize_activation(torch.randn(21, k), "bf16" if spec.float_x else "int8", 0)
+            width, dtype = spec.width or n, {"f32": torch.float32, "bf16": torch.bfloat16}[out]
+            bias, residual = torch.randn(width), torch.randn(21, width).to(dtype)
             given = {**packed, "bias": bias, "residual": residual}
             given |= dict(zip(("x", "x_scale", "x_sum"), x, strict=False))
             given |= {name: torch.zeros(items, dtype=dtype) for name, (items, dtype) in spec.workspace(21).items()}
             for _ in range(2):  # the second launch finds the workspace as the first left it
-                given["out"] = torch.full((21, n), float("nan"), dtype=torch.bfloat16)
+                given["out"] = torch.full((21, width), float("nan"), dtype=dtype)
                 load(spec)[spec.grid(21)](*(21 if a.name == "M" else given[a.name] for a in spec.arguments))
-                want = reference(x, dense, bias, residual)
+                want = reference(x, dense[:width], bias, residual)
                 error = (given["out"].double() - want).norm() / want.norm()
                 assert error < 5e-3, (format, tile, error)
 
@@ -111,13 +136,14 @@ def test_numerics_in_the_interpreter() -> None:
 def test_compiles_ahead_of_time(format: str, capability: int) -> None:
     needs_triton()
     ahead = 4096 if capability >= 90 else 0
-    spec = KernelSpec(format, 4096, 4096, Tile(16, 64, splits=4, unroll=2, stages=3, ahead=ahead), bias=True)
+    unroll = 2 if format == "qoq_g128" else 1
+    spec = KernelSpec(format, 4096, 4096, Tile(16, 64, splits=4, unroll=unroll, stages=3, ahead=ahead), bias=True)
     built = compile_for(spec, capability)
     assert built.spill_bytes == 0
     assert built.cubin[:4] == b"\x7fELF"
-    kind = "bf16" if spec.float_sum else "s8"
+    kind = "bf16" if spec.float_x else "s8"
     if capability == 100:
-        kind = kind if "mma.sync" in built.ptx else "kind::" + ("f16" if spec.float_sum else "i8")
+        kind = kind if "mma.sync" in built.ptx else "kind::" + ("f16" if spec.float_x else "i8")
     assert any(kind in name for name in built.matrix), built.matrix
     if capability == 90:
         assert any(name.startswith("wgmma") for name in built.matrix)

@@ -1,0 +1,213 @@
+"""Decode attention over paged caches on this GPU: checked first, then timed beside SDPA, in one run.
+
+    python benchmarks/gpu_attention.py [out.json]          the cut of codegen/tiles.py
+    python benchmarks/gpu_attention.py --search [out.json] every candidate cut
+
+Times are microseconds per launch (attention and the merge of its splits) by CUDA graph replay, caches rotated
+through more than five times the L2; medians over replays. 32 query heads, 8 KV heads of 128.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.gpu_common import ROTATED_BYTES, Launch, facts, graph_us
+from qcompile.codegen import gpu_compile, tiles
+from qcompile.codegen.gpu_attention import AttentionSpec, GpuKV, MergeSpec, row_counts
+from qcompile.codegen.gpu_compile import Kernel
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+CASES = ((1, 8192), (1, 65536), (1, 131072), (16, 4096), (64, 1024), (64, 4096))
+FORMATS = ("kv4", "kv8", "kv16")
+MOST_ERROR = 4e-3
+"""Queries and weights of values are rounded to bf16."""
+
+
+def spec_for(format: str, queries: int, **cut: Any) -> AttentionSpec:
+    """The decode class kernel for steps of `queries` rows a sequence."""
+    kv = GpuKV(format, KV_HEADS, DIM)
+    rows = next(r for r in row_counts(HEADS // KV_HEADS) if r // (HEADS // KV_HEADS) >= queries)
+    base = AttentionSpec(kv, HEADS, HEADS * DIM, DIM**-0.5, rows, **tiles.attention(kv, whole=False))
+    return replace(base, **cut)
+
+
+class Cache:
+    """Random pages of `batch` sequences, in as many copies as rotation needs, in shuffled order."""
+
+    def __init__(self, kv: GpuKV, batch: int, context: int) -> None:
+        self.kv, self.batch, self.context = kv, batch, context
+        pages = batch * context // kv.page_tokens
+        size = pages * kv.heads * kv.block_bytes
+        self.table = torch.randperm(pages, device="cuda", dtype=torch.int32).view(batch, -1)
+        self.copies = [self._random(pages) for _ in range(max(2, min(ROTATED_BYTES // size + 1, 48)))]
+
+    def _random(self, pages: int) -> Tensor:
+        kv, shape = self.kv, (pages, self.kv.heads, self.kv.block_bytes)
+        if kv.bits == 16:
+            values = torch.randn(pages, kv.heads, kv.block_bytes // 2, device="cuda", dtype=torch.bfloat16)
+            return values.view(torch.int8)
+        memory = torch.randint(-128, 128, shape, device="cuda", dtype=torch.int8)
+        scale = (0.5 + torch.rand(pages, kv.heads, 2 * kv.page_tokens, device="cuda")) * 3 / 2**kv.bits
+        words = scale.view(torch.int32) & -256 | torch.randint(0, 2**kv.bits, scale.shape, device="cuda").int()
+        memory[..., 2 * kv.part_bytes :] = words.view(torch.int8)
+        return memory
+
+    def dense(self, copy: Tensor, sequence: int) -> tuple[Tensor, Tensor]:
+        """Keys and values f32 [heads, context, dim] of a sequence."""
+        kv = self.kv
+        blocks = copy[self.table[sequence].long()].transpose(0, 1)  # [heads, pages, bytes]
+        parts = blocks[..., : 2 * kv.part_bytes].unflatten(-1, (2, kv.page_tokens, kv.row_bytes))
+        if kv.bits == 16:
+            values = parts.contiguous().view(torch.bfloat16).float()
+        else:
+            codes = parts.to(torch.int16) + 128 if kv.bits == 8 else parts.to(torch.int16) & 255
+            if kv.bits == 4:
+                codes = torch.cat((codes & 15, codes >> 4), -1)
+            words = blocks[..., 2 * kv.part_bytes :].contiguous().view(torch.int32).unflatten(-1, (2, kv.page_tokens))
+            values = (codes.float() - (words & 255).float()[..., None]) * (words & -256).view(torch.float32)[..., None]
+        k, v = values.unbind(2)  # each [heads, pages, page tokens, dim]
+        return k.flatten(1, 2), v.flatten(1, 2)
+
+
+class Problem:
+    """A step of `queries` rows a sequence over a cache."""
+
+    def __init__(self, cache: Cache, queries: int) -> None:
+        self.cache, self.queries = cache, queries
+        tokens = cache.batch * queries
+        self.q = torch.randn(tokens, HEADS * DIM, device="cuda")
+        last = torch.arange(cache.context - queries, cache.context, device="cuda", dtype=torch.int32)
+        self.positions = last.repeat(cache.batch)
+        self.query_start = torch.arange(cache.batch + 1, device="cuda", dtype=torch.int32) * queries
+        self.out = torch.full((tokens, HEADS * DIM), math.nan, device="cuda")
+
+    def launches(self, spec: AttentionSpec) -> list[Launch]:
+        """One launch for each copy of the cache."""
+        cache, tokens = self.cache, len(self.positions)
+        splits = -(-cache.context // spec.split)
+        parts = torch.full((tokens * HEADS * splits * DIM,), math.nan, device="cuda")
+        stats = torch.full((tokens * HEADS * splits * 2,), math.nan, device="cuda")
+        given: dict[str, Any] = {"q": self.q, "positions": self.positions, "query_start": self.query_start}
+        given |= {"block_table": cache.table, "parts": parts, "stats": stats, "out": self.out}
+        given |= {"table_stride": cache.table.shape[1], "splits": splits}
+        merge = MergeSpec(spec.kv, HEADS, 0, spec.split).kernel(90)
+        attend = spec.kernel(90)
+        grids = (splits, KV_HEADS, cache.batch), (tokens, HEADS, 1)
+        found = []
+        for copy in cache.copies:
+            codes = copy.view(torch.bfloat16) if spec.kv.bits == 16 else copy
+            pages = {"kv": codes, "kv_words": copy.view(torch.int32)}
+            pair = [_launch(k, g, {**given, **pages}) for k, g in zip((attend, merge), grids, strict=True)]
+            found.append(lambda pair=pair: [each() for each in pair])
+        return found
+
+    def relative_error(self) -> float:
+        """Of `out` as the first copy of the cache left it, over the first and the last sequence."""
+        worst = 0.0
+        for sequence in {0, self.cache.batch - 1}:
+            k, v = self.cache.dense(self.cache.copies[0], sequence)
+            rows = slice(sequence * self.queries, (sequence + 1) * self.queries)
+            q = self.q[rows].view(self.queries, KV_HEADS, -1, DIM)
+            score = torch.einsum("qhgd,htd->hgqt", q.double(), k.double()) * DIM**-0.5
+            past = torch.arange(self.cache.context, device="cuda") > self.positions[rows][:, None]
+            weight = score.masked_fill(past, -math.inf).softmax(-1)
+            want = torch.einsum("hgqt,htd->qhgd", weight, v.double()).reshape(self.queries, -1)
+            error = ((self.out[rows] - want).norm() / want.norm()).item()
+            worst = max(worst, error if error == error else math.inf)
+        return worst
+
+
+def _launch(kernel: Kernel, grid: tuple[int, int, int], given: dict[str, Any]) -> Launch:
+    runner = gpu_compile.build(kernel, 90)[grid]
+    arguments = [given[a.name] for a in kernel.arguments]
+    return lambda: runner(*arguments, stream=torch.cuda.current_stream().cuda_stream)
+
+
+def sdpa_us(batch: int, context: int, queries: int, backend: Any) -> float | None:
+    """torch's attention on bf16 keys and values, heads of a KV head folded into queries where it has no GQA."""
+    size = batch * KV_HEADS * context * DIM * 4
+    copies = max(2, min(ROTATED_BYTES // size + 1, 48))
+    k, v = (
+        [torch.randn(batch, KV_HEADS, context, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+        for _ in range(2)
+    )
+    q = torch.randn(batch, HEADS, queries, DIM, device="cuda", dtype=torch.bfloat16)
+
+    def one(k: Tensor, v: Tensor) -> Launch:
+        def launch() -> object:
+            with torch.nn.attention.sdpa_kernel(backend):
+                return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+        return launch
+
+    try:
+        return graph_us([one(*pair) for pair in zip(k, v, strict=True)])
+    except RuntimeError:
+        return None
+
+
+def candidates(search: bool) -> list[dict[str, Any]]:
+    """Cuts to be measured: that of codegen/tiles.py, or all."""
+    if not search:
+        return [{}]
+    found = itertools.product((256, 512, 1024), (64, 128), (4, 8))
+    return [{"split": s, "tile": t, "warps": w} for s, t, w in found]
+
+
+def compile_one(spec: AttentionSpec) -> bool:
+    """Into Triton's cache, in a process of its own."""
+    try:
+        return bool(gpu_compile.build(spec.kernel(90), 90).metadata.shared <= 227 * 1024)
+    except Exception:
+        return False
+
+
+def main() -> None:
+    search, paths = "--search" in sys.argv, [a for a in sys.argv[1:] if not a.startswith("--")]
+    backends = torch.nn.attention.SDPBackend
+    results: dict[str, Any] = {**facts(), "rivals": [], "kernels": []}
+    cuts, asked = candidates(search), (1,) if search else (1, 5)
+    specs = [spec_for(f, q, **cut) for f in FORMATS for q in asked for cut in cuts]
+    with ProcessPoolExecutor(15, mp_context=get_context("spawn")) as pool:
+        usable = dict(zip(specs, pool.map(compile_one, specs), strict=True))
+    for batch, context in CASES:
+        for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION") if not search else ("CUDNN_ATTENTION",):
+            us = sdpa_us(batch, context, 1, getattr(backends, name))
+            results["rivals"].append({"batch": batch, "context": context, "name": name, "us": us})
+            print(f"{batch:3} {context:7} {name:22} {us if us is None else round(us, 1)}", flush=True)
+        torch.cuda.empty_cache()
+        for format in FORMATS:
+            cache = Cache(GpuKV(format, KV_HEADS, DIM), batch, context)
+            for queries, cut in itertools.product(asked, cuts):
+                spec = spec_for(format, queries, **cut)
+                if not usable[spec]:
+                    continue
+                problem = Problem(cache, queries)
+                launches = problem.launches(spec)
+                launches[0]()
+                error = problem.relative_error()
+                us = graph_us(launches, 9 if search else 25)
+                row = {"batch": batch, "context": context, "format": format, "queries": queries, "us": us}
+                results["kernels"].append({**row, "relative_error": error, "cut": cut or None})
+                note = f"error {error:.1e} {'' if error < MOST_ERROR else 'WRONG'} {cut or ''}"
+                print(f"{batch:3} {context:7} {format:5} q{queries} {us:8.1f} us  {note}", flush=True)
+            del cache
+            torch.cuda.empty_cache()
+    if paths:
+        Path(paths[0]).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""GPU kernels around the paged KV cache: rotate and append, attention over pages, and the merge of its splits.
+
+Pages hold numerics.PAGE_TOKENS positions. The arena is [layer][page][kv head] blocks; a block is
+
+    keys        [page tokens][row bytes]: bf16, int8 code - 128, or two 4-bit codes a byte: d low, d + dim / 2 high
+    values      the same
+    key words   int32 [page tokens], value words alike (8 and 4 bits only): bits 0-7 the zero point, the rest the
+                upper 24 bits of the float32 scale; value = (code - zero) * scale
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
+from qcompile.errors import UnsupportedError
+from qcompile.numerics import KV_BITS, PAGE_TOKENS
+
+MOST_QUERIES = 16
+"""Most query positions of a sequence in the decode class."""
+_LOG2_E = 1.4426950408889634
+# 2 pi in parts: two short ones whose products with whole numbers up to 2^12 are exact, and the rest.
+_TWO_PI = (-6.28125, -0.0019350051879882812, -3.01991605e-07)
+
+
+@dataclass(frozen=True)
+class GpuKV:
+    """Pages of `heads` KV heads of `dim` elements in `format` kv16, kv8 or kv4."""
+
+    format: str
+    heads: int
+    dim: int
+    page_tokens: int = PAGE_TOKENS
+
+    def __post_init__(self) -> None:
+        if self.format not in ("kv16", "kv8", "kv4"):
+            raise UnsupportedError(f"GPU kernels have no {self.format} cache; there are kv16, kv8, kv4")
+        if self.dim % 2 or self.dim > 256:
+            raise UnsupportedError(f"head size {self.dim}: GPU attention takes even sizes up to 256")
+
+    @property
+    def bits(self) -> int:
+        """Bits of an element."""
+        return KV_BITS[self.format]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of codes of one position's keys (or values) of a head."""
+        return self.dim * self.bits // 8
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of codes of a block's keys (or values)."""
+        return -(-self.page_tokens * self.row_bytes // 16) * 16
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one (page, KV head)."""
+        return 2 * self.part_bytes + (8 * self.page_tokens if self.bits < 16 else 0)
+
+
+def _pages(kv: GpuKV) -> list[Argument]:
+    """The arguments that point to a layer's pages, by the types they are read as."""
+    codes = Argument("kv", "*bf16" if kv.bits == 16 else "*i8")
+    return [codes] + [Argument("kv_words", "*i32")] * (kv.bits < 16)
+
+
+@dataclass(frozen=True)
+class AppendSpec:
+    """Rotates q and k of x [tokens, stride] (f32) in place, and writes k and v to their pages."""
+
+    kv: GpuKV
+    heads: int
+    stride: int
+    q_offset: int
+    k_offset: int
+    v_offset: int
+    rotary_dim: int = 0
+    scaling: float = 1.0
+    interleaved: bool = False
+    inline_asm: bool = True
+
+    @property
+    def programs(self) -> int:
+        """Programs for each token: one a head."""
+        return self.heads + 2 * self.kv.heads
+
+    def kernel(self, capability: int) -> Kernel:
+        """The kernel for a compute capability."""
+        arguments = [Argument("x", "*fp32"), *_pages(self.kv)]
+        arguments += [Argument(name, "*i32") for name in ("positions", "row_sequence", "block_table")]
+        arguments += [Argument("inv_freq", "*fp32")] * bool(self.rotary_dim) + [Argument("table_stride", "i32")]
+        name, prelaunch = f"append_{self.kv.format}", self.inline_asm and capability >= 90
+        source = render_template(
+            "append.py.jinja",
+            spec=self,
+            name=name,
+            arguments=arguments,
+            prelaunch=prelaunch,
+            asm=self.inline_asm,
+            pairs_block=_power(max(self.rotary_dim // 2, 1)),
+            half_block=_power(self.kv.dim // 2),
+            scaling="" if self.scaling == 1.0 else f" * {self.scaling}",
+            two_pi=_TWO_PI,
+        )
+        return Kernel(name, source, tuple(arguments), 1, 1, prelaunch)
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """softmax(q k^T * scale) v over pages, for `rows` rows: query positions times the heads of a KV head.
+
+    q f32 [tokens, q_stride]. In the decode class programs do one split of `split` positions each, which
+    MergeSpec sums; with `whole` one program does all, in the same order, and writes out [tokens, heads * dim].
+    """
+
+    kv: GpuKV
+    heads: int
+    q_stride: int
+    scale: float
+    rows: int = 16
+    window: int = 0
+    softcap: float = 0.0
+    split: int = 256
+    tile: int = 64
+    whole: bool = False
+    warps: int = 4
+    stages: int = 3
+    inline_asm: bool = True
+
+    @property
+    def title(self) -> str:
+        """What the source says it is."""
+        kind = "all splits" if self.whole else f"one split of {self.split} positions"
+        return f"Attention of {self.heads} heads over {self.kv.format} pages, {self.rows} rows, {kind}"
+
+    @property
+    def queries(self) -> int:
+        """Query positions of a tile of rows."""
+        return self.rows // (self.heads // self.kv.heads)
+
+    def kernel(self, capability: int) -> Kernel:
+        """The kernel for a compute capability."""
+        arguments = [Argument("q", "*fp32"), *_pages(self.kv)]
+        arguments += [Argument(name, "*i32") for name in ("positions", "query_start", "block_table")]
+        results = ("out",) if self.whole else ("parts", "stats")
+        arguments += [Argument(name, "*fp32") for name in results] + [Argument("table_stride", "i32")]
+        arguments += [Argument("splits", "i32")] * (not self.whole)
+        name = f"attention_{self.kv.format}_{'whole' if self.whole else 'split'}_{self.rows}"
+        prelaunch = self.inline_asm and capability >= 90
+        source = render_template(
+            "attention.py.jinja",
+            spec=self,
+            name=name,
+            arguments=arguments,
+            prelaunch=prelaunch,
+            asm=self.inline_asm,
+            half_block=max(_power(self.kv.dim // 2), 16),
+            q_scale=self.scale if self.softcap else self.scale * _LOG2_E,
+        )
+        return Kernel(name, source, tuple(arguments), self.warps, self.stages, prelaunch)
+
+
+@dataclass(frozen=True)
+class MergeSpec:
+    """out [tokens, heads * dim] f32 from the splits of AttentionSpec."""
+
+    kv: GpuKV
+    heads: int
+    window: int = 0
+    split: int = 256
+
+    def kernel(self, capability: int) -> Kernel:
+        """The kernel for a compute capability."""
+        arguments = [Argument("parts", "*fp32"), Argument("stats", "*fp32"), Argument("out", "*fp32")]
+        arguments += [Argument("positions", "*i32"), Argument("splits", "i32")]
+        prelaunch, name = capability >= 90, f"merge_{self.split}"
+        source = render_template(
+            "merge.py.jinja",
+            spec=self,
+            name=name,
+            arguments=arguments,
+            prelaunch=prelaunch,
+            dim_block=_power(self.kv.dim),
+        )
+        return Kernel(name, source, tuple(arguments), 1, 1, prelaunch)
+
+
+def row_counts(group: int) -> list[int]:
+    """Rows of the decode class kernels, fewest first: up to what MOST_QUERIES positions of `group` heads take."""
+    rows = [16]
+    while rows[-1] // group < MOST_QUERIES:
+        rows.append(2 * rows[-1])
+    return [count for count in rows if count >= group]
+
+
+def _power(value: int) -> int:
+    """The least power of two that is at least `value`."""
+    return 1 << (value - 1).bit_length()

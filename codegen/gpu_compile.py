@@ -1,0 +1,188 @@
+"""Compile Triton source ahead of time, with or without a GPU, and keep what was compiled.
+
+A Kernel is text and how to launch it; `compile_kernel` gives the cubin an artifact carries. What was compiled
+before is taken from the cache ($QCOMPILE_CACHE): the key is all that decides the bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.util
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from qcompile.codegen import compiler
+from qcompile.errors import ResourceError, UnsupportedError
+
+_TEMPLATES = Path(__file__).parent / "templates" / "triton"
+_MATRIX = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*")
+_CACHE_VERSION = 1
+
+
+class Argument(NamedTuple):
+    """A kernel argument: its name and its type as Triton writes it."""
+
+    name: str
+    type: str
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel as Triton source: the function `name` in `source`, launched with `arguments`.
+
+    With `prelaunch` (sm_90 on) it may start before the kernel before it has ended: it waits by itself.
+    """
+
+    name: str
+    source: str
+    arguments: tuple[Argument, ...]
+    warps: int = 4
+    stages: int = 3
+    prelaunch: bool = False
+
+    @property
+    def label(self) -> str:
+        """A file name for what is compiled from it: no two kernels share one."""
+        text = "\0".join((self.source, str(self.arguments), f"{self.warps} {self.stages} {self.prelaunch}"))
+        return f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel compiled for one GPU. `matrix` names the matrix instructions found in its PTX."""
+
+    cubin: bytes
+    ptx: str
+    registers: int
+    shared_bytes: int
+    spill_bytes: int
+    threads: int
+    matrix: tuple[str, ...]
+
+
+@cache
+def _environment() -> Environment:
+    return Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+
+
+def render_template(template: str, /, **values: Any) -> str:
+    """Triton source from templates/triton; a name it uses and does not get is an error."""
+    return _environment().get_template(template).render(**values)
+
+
+def load(kernel: Kernel) -> Any:
+    """The kernel as a Triton function, to be launched with its arguments or compiled."""
+    return getattr(_module(kernel.source), kernel.name)
+
+
+@cache
+def _module(source: str) -> ModuleType:
+    # Triton reads a kernel's source from its file.
+    name = f"qcompile_kernel_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
+    path = Path(tempfile.mkdtemp(prefix="qcompile-")) / f"{name}.py"
+    path.write_text(source, encoding="utf-8")
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    assert module_spec and module_spec.loader
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    return module
+
+
+def triton_version() -> str:
+    """Triton's version. ResourceError when it is not installed."""
+    try:
+        import triton
+    except ImportError as error:
+        raise ResourceError("GPU targets need Triton: pip install 'qcompile[gpu]'") from error
+    return str(triton.__version__)
+
+
+def build(kernel: Kernel, capability: int) -> Any:
+    """`kernel` compiled by Triton for compute capability `capability`; `build(...)[grid](*arguments)` launches it.
+
+    Needs no GPU. Raises ResourceError when Triton is not installed.
+    """
+    triton_version()
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {argument.name: argument.type for argument in kernel.arguments}
+    # As the launcher specializes: pointers are aligned to 16 bytes.
+    aligned = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arguments) if a.type.startswith("*")}
+    source = ASTSource(load(kernel), signature, {}, aligned)
+    options = {"num_warps": kernel.warps, "num_stages": kernel.stages, "launch_pdl": kernel.prelaunch}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def compile_kernel(kernel: Kernel, capability: int) -> Compiled:
+    """`kernel` compiled for compute capability `capability` (80, 89, 90, 100), from the cache if it is there.
+
+    Raises UnsupportedError when it needs more of a multiprocessor than there is.
+    """
+    key = "\0".join((kernel.label, str(capability), triton_version(), str(_CACHE_VERSION)))
+    entry = compiler.cache_dir() / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+    try:
+        kept = json.loads(entry.read_text(encoding="utf-8"))
+        return Compiled(**{**kept, "cubin": base64.b64decode(kept["cubin"]), "matrix": tuple(kept["matrix"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        pass
+    found = _compile(kernel, capability)
+    kept = {**vars(found), "cubin": base64.b64encode(found.cubin).decode()}
+    compiler.remember(entry, json.dumps(kept).encode())
+    return found
+
+
+def _compile(kernel: Kernel, capability: int) -> Compiled:
+    built = build(kernel, capability)
+    ptx, cubin, metadata = built.asm["ptx"], built.asm["cubin"], built.metadata
+    if metadata.global_scratch_size or metadata.profile_scratch_size:
+        raise UnsupportedError(f"kernel {kernel.name} wants scratch memory that no launch gives it")
+    registers, spilled = _resources(cubin)
+    found = tuple(sorted(set(_MATRIX.findall(ptx))))
+    return Compiled(cubin, ptx, registers, metadata.shared, spilled, 32 * metadata.num_warps, found)
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of local memory a thread of the cubin's kernel takes."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", done.stdout)
+    if not found:
+        raise ResourceError(f"cuobjdump gives no resource usage: {done.stderr.strip()[:200]}")
+    registers, stack, local = map(int, found.groups())
+    return registers, stack + local
+
+
+def compile_all(kernels: Sequence[Kernel], capability: int, processes: int = 1) -> dict[str, Compiled]:
+    """Every kernel by its label, each compiled once, in `processes` processes at a time."""
+    once = {kernel.label: kernel for kernel in kernels}
+    if processes == 1 or len(once) < 2:
+        return {label: compile_kernel(kernel, capability) for label, kernel in once.items()}
+    with ProcessPoolExecutor(min(processes, len(once)), mp_context=get_context("spawn")) as pool:
+        found = pool.map(compile_kernel, once.values(), [capability] * len(once))
+        return dict(zip(once, found, strict=True))

@@ -1,0 +1,385 @@
+"""A Program as launches of GPU kernels: which kernel, over what grid, with what arguments, by number of rows.
+
+The plan is data: the runtime reads it as JSON and needs neither this module nor Triton. An argument is a list:
+
+    ["tokens", b], ["outputs", b]   address b bytes a row into the activations of that kind of rows
+    ["weight", name]                address of a weight
+    ["input", name]                 address of a step's input (token_ids, positions, ...) or result
+    ["work", name]                  address of scratch memory
+    ["kv", layer]                   address of a layer's pages
+    ["count", name]                 a number: tokens, outputs, sequences, queries, splits, table_stride
+
+A size of a grid is a number, the name of a count, or [count, divisor]: the quotient rounded up. Queries is the
+most rows of one sequence, splits how many parts attention takes of the longest context.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from qcompile import ops
+from qcompile.codegen import program as p
+from qcompile.codegen import tiles
+from qcompile.codegen import triton as gemm
+from qcompile.codegen.gpu_attention import (
+    MOST_QUERIES,
+    AppendSpec,
+    AttentionSpec,
+    GpuKV,
+    MergeSpec,
+    row_counts,
+)
+from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
+from qcompile.codegen.gpu_pack import packing_of, padded_outputs
+from qcompile.codegen.gpu_rows import RowSpec
+from qcompile.errors import UnsupportedError
+
+PICK_PART = 4096
+"""Logits one program searches for the largest."""
+GPU_ABI = 1
+
+Ref = list[Any]
+Size = int | str | list[Any]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A launch for up to `most` rows (0: any number): a kernel by its label, a grid, arguments by name."""
+
+    kernel: str
+    grid: tuple[Size, Size, Size]
+    args: dict[str, Ref]
+    most: int = 0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The first variant whose `most` is not below the count `by` runs; none does nothing."""
+
+    name: str
+    by: str
+    variants: tuple[Variant, ...]
+
+
+@dataclass
+class Plan:
+    """Launches in order, kernels by label, and scratch memory: bytes times the counts named, zeroed when it is made."""
+
+    capability: int
+    kv: GpuKV
+    split: int
+    launches: list[Launch] = field(default_factory=list)
+    feedback: list[Launch] = field(default_factory=list)
+    kernels: dict[str, Kernel] = field(default_factory=dict)
+    work: dict[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
+
+    def add(self, kernel: Kernel) -> str:
+        """Keep a kernel; its label."""
+        self.kernels.setdefault(kernel.label, kernel)
+        return kernel.label
+
+    def need(self, name: str, size: int, *counts: str) -> Ref:
+        """Ask for scratch memory of at least `size` bytes times the counts; its reference."""
+        self.work[name] = (max(size, self.work.get(name, (0,))[0]), counts)
+        return ["work", name]
+
+    def to_json(self, resources: dict[str, dict[str, Any]], program: p.Program, peaks: list[float]) -> str:
+        """What the runtime reads; `resources` says of each kernel's label how it is launched.
+
+        `peaks` are the target's GB/s of memory, int8 GOPS, f32 and bf16 GFLOPS.
+        """
+        data = {
+            "abi": GPU_ABI,
+            "capability": self.capability,
+            "split": self.split,
+            "most_queries": MOST_QUERIES,
+            "arena_bytes": {rows: program.arena_bytes(rows) for rows in ("tokens", "outputs")},
+            "layer_page_bytes": self.kv.heads * self.kv.block_bytes,
+            "layers": program.kv.layers,
+            "peaks": peaks,
+            "work": {name: [size, list(counts)] for name, (size, counts) in self.work.items()},
+            "kernels": resources,
+            "launches": [_launch_json(launch, self.kernels) for launch in self.launches],
+            "feedback": [_launch_json(launch, self.kernels) for launch in self.feedback],
+        }
+        return json.dumps(data, sort_keys=True, indent=1) + "\n"
+
+
+def _launch_json(launch: Launch, kernels: dict[str, Kernel]) -> dict[str, Any]:
+    """One launch; arguments in the order the kernel takes them."""
+    variants = [
+        {
+            "kernel": v.kernel,
+            "grid": list(v.grid),
+            "args": [v.args[a.name] for a in kernels[v.kernel].arguments],
+            "most": v.most,
+        }
+        for v in launch.variants
+    ]
+    return {"name": launch.name, "by": launch.by, "variants": variants}
+
+
+def kv_of(program: p.Program) -> GpuKV:
+    """The pages of a program's cache as GPU kernels lay them out. UnsupportedError for formats without kernels."""
+    return GpuKV(program.kv.format, program.kv.kv_heads, program.kv.head_dim, program.kv.page_tokens)
+
+
+def make_plan(program: p.Program, capability: int, split: int = tiles.SPLIT, inline_asm: bool = True) -> Plan:
+    """The plan of a program for a compute capability.
+
+    `inline_asm` False gives kernels for Triton's interpreter. Raises UnsupportedError naming the call that has
+    no GPU kernel.
+    """
+    maker = _Maker(program, Plan(capability, kv_of(program), split), inline_asm)
+    for call in program.calls:
+        maker.add(call)
+    maker.finish()
+    return maker.plan
+
+
+class _Maker:
+    def __init__(self, program: p.Program, plan: Plan, inline_asm: bool) -> None:
+        self.program, self.plan, self.asm = program, plan, inline_asm
+        # Without inline assembly kernels are rendered as for a GPU that starts none early.
+        self.capability = plan.capability if inline_asm else 80
+        self.gated: dict[str, str] = {}  # buffers that hold bf16 gate and up columns, and the gate's act
+
+    def add(self, call: p.Call) -> None:
+        """Append the launches of one call."""
+        make: Callable[[Any], Iterator[Launch]] = getattr(self, f"_{call.kernel}", self._unknown)
+        for name in ("x", "qkv", "q", "other", "residual"):
+            read = getattr(call, name, None)
+            if read in self.gated and not isinstance(call, p.Quantize):
+                raise UnsupportedError(f"{call.name}: GPU kernels read a gated value only to quantize it")
+        try:
+            self.plan.launches += make(call)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{call.name}: {error}") from error
+
+    def _unknown(self, call: p.Call) -> Iterator[Launch]:
+        raise UnsupportedError(f"operator {call.kernel} has no GPU kernel yet")
+
+    # ---- places -------------------------------------------------------------------------------
+
+    def ref(self, name: str, part: str = "", column: int = 0) -> Ref:
+        """Address of a buffer; of a q8 buffer's `scale` or `sums`."""
+        b = self.program.buffer(name)
+        extra = {"": 0, "scale": b.stride, "sums": b.stride + 4 * b.scales}[part]
+        return [b.rows, b.offset + extra, *([4 * column] if column else [])]
+
+    def rows(self, spec: RowSpec, name: str, x: Ref, out: str, more: dict[str, Ref]) -> Launch:
+        """A launch of a row kernel, one program for each row of `out`."""
+        kernel = spec.kernel(self.capability)
+        b = self.program.buffer(out)
+        args = {"x": x, "out": self.ref(out), **more}
+        if spec.out == "q8":
+            args |= {"out_scale": self.ref(out, "scale"), "out_sum": self.ref(out, "sums")}
+        grid: tuple[Size, Size, Size] = (b.rows, spec.blocks, 1)
+        return Launch(name, b.rows, (Variant(self.plan.add(kernel), grid, args),))
+
+    def written(self, out: str, base: RowSpec) -> RowSpec:
+        """`base` writing to the buffer `out` in its dtype, with sums where one covers the row."""
+        b = self.program.buffer(out)
+        if b.dtype != "q8":
+            return replace(base, out=b.dtype, out_stride=b.stride)
+        if b.scales != 1:
+            raise UnsupportedError(f"GPU kernels quantize activations per token, not to {b.activation}")
+        return replace(base, out="q8", out_stride=b.stride, sums=b.groups == 1, top=b.kind.top)
+
+    def plain(self, x: str, out: str, **more: Any) -> RowSpec:
+        """A row kernel from buffer x to buffer out."""
+        b = self.program.buffer(x)
+        if b.dtype != "f32":
+            raise UnsupportedError(f"GPU row kernels read f32, not {b.dtype}")
+        width = more.pop("width", self.program.buffer(out).width)
+        return self.written(out, RowSpec(width, b.stride, 0, **more))
+
+    # ---- one method per kernel ----------------------------------------------------------------
+
+    def _embed(self, c: p.Embed) -> Iterator[Launch]:
+        width = self.program.buffer(c.out).width
+        spec = self.written(c.out, RowSpec(width, width, 0, c.table_dtype, indexed=True, factor=c.scale))
+        index = {"tokens": "token_ids", "positions": "positions"}[c.index]
+        yield self.rows(spec, c.name, ["weight", c.table], c.out, {"index": ["input", index]})
+
+    def _norm(self, c: p.Norm) -> Iterator[Launch]:
+        weights = {"weight": c.weight is not None, "bias": c.bias is not None}
+        spec = self.plain(c.x, c.out, norm=c.kind, eps=c.eps, **weights)
+        yield self.rows(spec, c.name, self.ref(c.x), c.out, _vectors(c.weight, c.bias))
+
+    def _norm_heads(self, c: p.NormHeads) -> Iterator[Launch]:
+        weights = {"weight": c.weight is not None, "bias": c.bias is not None}
+        spec = self.plain(c.x, c.x, width=c.width, norm=c.kind, eps=c.eps, blocks=c.heads, **weights)
+        place = self.ref(c.x, column=c.x_offset)
+        launch = self.rows(spec, c.name, place, c.x, _vectors(c.weight, c.bias))
+        variant = launch.variants[0]
+        yield replace(launch, variants=(replace(variant, args={**variant.args, "out": place}),))
+
+    def _quantize(self, c: p.Quantize) -> Iterator[Launch]:
+        act = self.gated.get(c.x, "")
+        if act:
+            width = self.program.buffer(c.out).width
+            spec = self.written(c.out, RowSpec(width, 2 * width, 0, "bf16", gated=act))
+        else:
+            spec = self.plain(c.x, c.out)
+        yield self.rows(spec, c.name, self.ref(c.x), c.out, {})
+
+    def _take_rows(self, c: p.TakeRows) -> Iterator[Launch]:
+        spec = self.plain(c.x, c.out, indexed=True)
+        yield self.rows(spec, c.name, self.ref(c.x), c.out, {"index": ["input", "output_rows"]})
+
+    def _elementwise(self, c: p.Elementwise) -> Iterator[Launch]:
+        more: dict[str, Any] = {"factor": c.factor} if c.kind == "scale" else {}
+        refs: dict[str, Ref] = _vectors(c.weight, None)
+        if c.kind in ("add", "mul"):
+            more |= {"binary": c.kind, "weight": c.weight is not None}
+            if c.other is not None:
+                more["other_stride"] = self.program.buffer(c.other).stride
+                refs["other"] = self.ref(c.other, column=c.other_offset)
+        elif c.kind != "scale":
+            if c.kind not in ops.model.UNARY:
+                raise UnsupportedError(f"there is no GPU kernel {c.kind}")
+            more["unary"] = c.kind
+        yield self.rows(self.plain(c.x, c.out, **more), c.name, self.ref(c.x, column=c.x_offset), c.out, refs)
+
+    def _gemm(self, c: p.Gemm) -> Iterator[Launch]:
+        x = self.program.buffer(c.x)
+        packing = packing_of(c.format, x.activation if x.dtype == "q8" else x.dtype)
+        n = padded_outputs(c.n)
+        if x.stride != c.k:
+            raise UnsupportedError(f"{c.k} inputs are not whole blocks")
+        act = ops.GATED.get(c.epilogue)
+        if act is not None and c.out is not None:
+            self.gated[c.out] = act
+        options = {
+            "bias": c.bias is not None,
+            "residual": c.residual is not None,
+            "inline_asm": self.asm,
+            "out": "f32" if act is None else "bf16",
+            "width": 0 if n == c.n else c.n,
+        }
+        if c.out is not None and act is None and self.program.buffer(c.out).stride != c.n:
+            raise UnsupportedError(f"{c.n} outputs are not whole blocks")
+        refs: dict[str, Ref] = {"x": self.ref(c.x), "M": ["count", x.rows]}
+        refs |= {role: ["weight", name] for role, name in c.weights.items()}
+        refs["out"] = ["input", "logits"] if c.out is None else self.ref(c.out)
+        if x.dtype == "q8":
+            refs |= {"x_scale": self.ref(c.x, "scale"), "x_sum": self.ref(c.x, "sums")}
+        refs |= _vectors(None, c.bias)
+        if c.residual is not None:
+            refs["residual"] = self.ref(c.residual)
+        refs |= {"sums": ["work", "sums"], "arrived": ["work", "arrived"]}
+        variants = [self._gemm_variant(packing, n, c.k, most, x.rows, refs, options) for most in tiles.classes(packing)]
+        yield Launch(c.name, x.rows, tuple(variants))
+        if c.out is None:
+            yield from self._pick(c)
+
+    def _gemm_variant(
+        self, packing: str, n: int, k: int, most: int, rows: str, refs: dict[str, Ref], options: dict[str, Any]
+    ) -> Variant:
+        tile = tiles.choose(packing, n, k, most or tiles.MANY, self.capability)
+        spec = gemm.KernelSpec(packing, n, k, tile, **options)
+        for name, (items, dtype) in spec.workspace(most or tile.tokens).items():
+            if not most and tile.splits > 1:
+                raise UnsupportedError("a kernel for any number of rows cannot split its inputs over programs")
+            self.plan.need(name, items * dtype.itemsize)
+        grid: tuple[Size, Size, Size] = ([rows, tile.tokens], n // tile.rows, tile.splits)
+        return Variant(self.plan.add(gemm.kernel(spec)), grid, refs, most)
+
+    def _pick(self, c: p.Gemm) -> Iterator[Launch]:
+        parts = -(-c.n // PICK_PART)
+        work = {name: self.plan.need(name, 4 * parts, "outputs") for name in ("part_best", "part_index")}
+        first = _pick_kernel(c.n, parts, False, self.capability)
+        final = _pick_kernel(c.n, parts, True, self.capability)
+        args = {**work, "logits": ["input", "logits"], "argmax": ["input", "argmax"]}
+        for name, kernel, count in (("largest", first, parts), ("argmax", final, 1)):
+            yield Launch(name, "outputs", (Variant(self.plan.add(kernel), ("outputs", count, 1), args),))
+
+    def _rope_append(self, c: p.RopeAppend) -> Iterator[Launch]:
+        stride = self.program.buffer(c.qkv).stride
+        spec = AppendSpec(
+            self.plan.kv,
+            c.heads,
+            stride,
+            c.q_offset,
+            c.k_offset,
+            c.v_offset,
+            c.rotary_dim if c.inv_freq is not None else 0,
+            c.scaling,
+            c.interleaved,
+            self.asm,
+        )
+        args = {"x": self.ref(c.qkv), **self._step_args(c.layer), "row_sequence": ["input", "row_sequence"]}
+        if c.inv_freq is not None:
+            args["inv_freq"] = ["weight", c.inv_freq]
+        label = self.plan.add(spec.kernel(self.capability))
+        yield Launch(c.name, "tokens", (Variant(label, ("tokens", spec.programs, 1), args),))
+
+    def _attention(self, c: p.Attention) -> Iterator[Launch]:
+        kv, stride = self.plan.kv, self.program.buffer(c.q).stride
+        base = AttentionSpec(kv, c.heads, stride, c.scale, 16, c.window, c.softcap, self.plan.split)
+        base = replace(base, inline_asm=self.asm, **tiles.attention(kv, whole=False))
+        args = {"q": self.ref(c.q, column=c.q_offset), "out": self.ref(c.out), **self._step_args(c.layer)}
+        args |= {"splits": ["count", "splits"], "query_start": ["input", "query_start"]}
+        for name, size in (("parts", c.heads * kv.dim * 4), ("stats", c.heads * 8)):
+            args[name] = self.plan.need(name, size, "tokens", "splits")
+        if self.program.buffer(c.out).stride != c.heads * kv.dim:
+            raise UnsupportedError(f"{c.heads} heads of {kv.dim} are not whole blocks")
+        grid: tuple[Size, Size, Size] = ("splits", kv.heads, "sequences")
+        variants = []
+        for rows in row_counts(c.heads // kv.heads):
+            spec = replace(base, rows=rows)
+            most = min(spec.queries, MOST_QUERIES)
+            variants.append(Variant(self.plan.add(spec.kernel(self.capability)), grid, args, most))
+        rows = max(32, row_counts(c.heads // kv.heads)[0])
+        whole = replace(base, rows=rows, whole=True, **tiles.attention(kv, whole=True))
+        label = self.plan.add(whole.kernel(self.capability))
+        variants.append(Variant(label, (["queries", whole.queries], kv.heads, "sequences"), args))
+        yield Launch(c.name, "queries", tuple(variants))
+        merge = MergeSpec(kv, c.heads, c.window, self.plan.split).kernel(self.capability)
+        merged = Variant(self.plan.add(merge), ("tokens", c.heads, 1), args, MOST_QUERIES)
+        yield Launch(f"{c.name}.merge", "queries", (merged,))
+
+    def _step_args(self, layer: int) -> dict[str, Ref]:
+        """What finds a token's page."""
+        names = {name: ["input", name] for name in ("positions", "block_table")}
+        pages: dict[str, Ref] = {"kv": ["kv", layer], "kv_words": ["kv", layer]}
+        return {**names, **pages, "table_stride": ["count", "table_stride"]}
+
+    def finish(self) -> None:
+        """What feeds a greedy step's tokens back to the next."""
+        arguments = tuple(Argument(n, "*i32") for n in ("argmax", "token_ids", "positions", "decoded", "counter"))
+        arguments = (*arguments, Argument("M", "i32"))
+        source = render_template("advance.py.jinja", arguments=arguments, block=1024)
+        kernel = Kernel("advance", source, arguments, 4, 1)
+        args: dict[str, Ref] = {a.name: ["input", a.name] for a in arguments[:-1]}
+        args["M"] = ["count", "tokens"]
+        self.plan.feedback = [Launch("advance", "tokens", (Variant(self.plan.add(kernel), (1, 1, 1), args, 1024),))]
+
+
+def _vectors(weight: str | None, bias: str | None) -> dict[str, Ref]:
+    """References to a weight vector and a bias where there are."""
+    named = {"weight": weight, "bias": bias}
+    return {role: ["weight", name] for role, name in named.items() if name is not None}
+
+
+def _pick_kernel(vocab: int, parts: int, final: bool, capability: int) -> Kernel:
+    names = ["argmax"] if final else ["logits"]
+    arguments = [Argument(n, "*i32" if n == "argmax" else "*fp32") for n in names]
+    arguments += [Argument("part_best", "*fp32"), Argument("part_index", "*i32")]
+    name, prelaunch = "pick_final" if final else "pick_parts", capability >= 90
+    source = render_template(
+        "pick.py.jinja",
+        name=name,
+        arguments=arguments,
+        vocab=vocab,
+        part=PICK_PART,
+        parts=parts,
+        parts_block=1 << (parts - 1).bit_length(),
+        final=final,
+        prelaunch=prelaunch,
+    )
+    return Kernel(name, source, tuple(arguments), 1 if final else 4, 1, prelaunch)

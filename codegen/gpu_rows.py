@@ -1,0 +1,78 @@
+"""GPU kernels that treat each row alone: embeddings, norms, elementwise maps, quantization; one template for all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
+from qcompile.errors import UnsupportedError
+from qcompile.ops import GATE_BLOCK
+
+WIDEST = 1 << 16
+_TYPES = {"f32": "*fp32", "bf16": "*bf16", "q8": "*i8"}
+
+
+@dataclass(frozen=True)
+class RowSpec:
+    """out[row] = write(norm(map(load(x, row)))) for rows of `width` elements; strides are elements.
+
+    load: the row, the row `index[row]` (`indexed`), or act(gate) * up of 2 `width` bf16 columns whose blocks
+    alternate (`gated` names the act). map: `unary`, then add or mul (`binary`) with the vector `weight` or with the
+    buffer `other`, then times `factor`. norm: rms or layer, with weight and bias. write: f32, bf16, or q8: codes
+    within ±`top` in int8, a scale a row, and with `sums` the sum of the codes. With `blocks` > 1 a row holds so many
+    blocks of `width`, each treated alone.
+    """
+
+    width: int
+    x_stride: int
+    out_stride: int
+    x: Literal["f32", "bf16"] = "f32"
+    out: str = "f32"
+    indexed: bool = False
+    gated: str = ""
+    unary: str = ""
+    binary: str = ""
+    other_stride: int = 0
+    factor: float = 1.0
+    norm: str = ""
+    weight: bool = False
+    bias: bool = False
+    eps: float = 0.0
+    sums: bool = False
+    top: int = 127
+    blocks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.width > WIDEST:
+            raise UnsupportedError(f"rows of {self.width} elements: GPU kernels take at most {WIDEST}")
+
+    @property
+    def title(self) -> str:
+        """What the source says it is."""
+        parts = ["take" if self.indexed else "", self.gated and f"{self.gated} gate", self.unary, self.binary]
+        parts += ["scale" if self.factor != 1.0 else "", self.norm and f"{self.norm} norm"]
+        done = ", ".join(part for part in parts if part) or "copy"
+        return f"Rows of {self.width}: {done}, written as {self.out}"
+
+    def kernel(self, capability: int) -> Kernel:
+        """The kernel for a compute capability."""
+        block = 1 << (self.width - 1).bit_length()
+        arguments = [Argument("x", _TYPES[self.x]), Argument("out", _TYPES[self.out])]
+        arguments += [Argument("index", "*i32")] * self.indexed
+        arguments += [Argument("weight", "*fp32")] * self.weight + [Argument("bias", "*fp32")] * self.bias
+        arguments += [Argument("other", "*fp32")] * (bool(self.binary) and not self.weight)
+        if self.out == "q8":
+            arguments += [Argument("out_scale", "*fp32")] + [Argument("out_sum", "*i32")] * self.sums
+        name = "_".join(("rows", *(p for p in (self.gated, self.unary, self.binary, self.norm) if p), self.out))
+        prelaunch = capability >= 90
+        source = render_template(
+            "rows.py.jinja",
+            spec=self,
+            name=name,
+            arguments=arguments,
+            block=block,
+            prelaunch=prelaunch,
+            gate_block=GATE_BLOCK,
+        )
+        return Kernel(name, source, tuple(arguments), min(max(block // 512, 1), 16), 1, prelaunch)

@@ -1,0 +1,310 @@
+"""Runs an artifact's GPU plan: the same interface as `executor.Executor`, over the CUDA driver.
+
+The plan (kernels/<target>/plan.json) lists the launches of a step; see codegen/gpu_plan.py for its words. Steps of
+few rows a sequence become CUDA graphs by their counts; the longest context counts by powers of two of pages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from qcompile.errors import ArtifactError, ResourceError, UsageError
+from qcompile.runtime.cuda_driver import Driver, LaunchCall
+from qcompile.runtime.executor import FloatArray, Limits, Rows
+
+GPU_ABI = 1
+_GRAPHS = 64
+_FEWEST_PAGES = 8
+_DECODED = 1 << 16
+_ROWS = 64
+
+Counts = dict[str, int]
+
+
+class CudaExecutor:
+    """One opened model on a GPU. `step` and `decode` block until the GPU is done; not safe for two threads.
+
+    `plan` is the parsed plan, `functions` its kernels by label, `weights` addresses on the GPU by name.
+    Raises ResourceError when memory is short.
+    """
+
+    threads = 1
+
+    def __init__(
+        self,
+        driver: Driver,
+        plan: dict[str, Any],
+        functions: Mapping[str, int],
+        weights: Mapping[str, int],
+        kv_pages: int,
+        limits: Limits,
+    ) -> None:
+        if plan.get("abi") != GPU_ABI:
+            raise ArtifactError(f"GPU plan {plan.get('abi')}, this qcompile has {GPU_ABI}: build the artifact again")
+        self.driver, self.plan, self.limits, self.kv_pages = driver, plan, limits, kv_pages
+        self._functions, self._weights = functions, weights
+        self._rows = -(-limits.max_tokens // _ROWS) * _ROWS
+        self._owned: list[int] = []
+        self._work: dict[str, tuple[int, int]] = {}
+        self._graphs: OrderedDict[tuple[Any, ...], ctypes.c_void_p] = OrderedDict()
+        self._seen: dict[tuple[Any, ...], int] = {}
+        self._profile: dict[str, tuple[float, int]] | None = None
+        self.description = {"calls": [launch["name"] for launch in plan["launches"]]}
+        self._closed = False
+        self._allocate()
+
+    # ---- memory -------------------------------------------------------------------------------
+
+    def _own(self, size: int, what: str) -> int:
+        address = self.driver.allocate(size, what)
+        self._owned.append(address)
+        return address
+
+    def _allocate(self) -> None:
+        rows, plan, limits = self._rows, self.plan, self.limits
+        self.driver.use()
+        self._arena = {name: self._own(rows * size, "activations") for name, size in plan["arena_bytes"].items()}
+        self._layer_bytes = self.kv_pages * plan["layer_page_bytes"]
+        self._kv = self._own(plan["layers"] * self._layer_bytes, "the KV cache")
+        self._most_pages = _power(-(-limits.max_position // limits.page_tokens))
+        names = ("counter", "token_ids", "positions", "row_sequence", "output_rows", "query_start")
+        self._places = {name: i * (rows + 4) for i, name in enumerate(names)}
+        header = len(names) * (rows + 4)
+        self._places["block_table"] = header
+        items = header + rows * self._most_pages
+        self._inputs = self._own(4 * items, "inputs")
+        self._host_address = self.driver.pinned(4 * items)
+        self._host: Any = (ctypes.c_int32 * items).from_address(self._host_address)
+        self._results = {name: self._own(4 * n, "results") for name, n in (("argmax", rows), ("decoded", _DECODED))}
+        self._results["logits"] = self._own(4 * rows * limits.vocab, "logits")
+        self._argmax: Any = (ctypes.c_int32 * rows)()
+        self._decoded: Any = (ctypes.c_int32 * _DECODED)()
+        self._logits: FloatArray = np.empty((rows, limits.vocab), np.float32)
+
+    def _scratch(self, name: str, counts: Counts) -> int:
+        """Address of scratch memory large enough for these counts; more is made when it is not."""
+        size, over = self.plan["work"][name]
+        need = size * math.prod(counts[c] for c in over)
+        if "outputs" in over:
+            need = size * self._rows
+        have = self._work.get(name, (0, 0))
+        if have[1] < need:
+            if have[0]:
+                self.driver.synchronize()
+                self._forget()  # graphs hold the old address
+                self.driver.free(have[0])
+            have = self._work[name] = (self.driver.allocate(need, f"scratch memory ({name})"), need)
+        return have[0]
+
+    def _forget(self) -> None:
+        for graph in self._graphs.values():
+            self.driver.drop(graph)
+        self._graphs.clear()
+
+    # ---- a step -------------------------------------------------------------------------------
+
+    def _fill(self, sequences: Sequence[Rows]) -> Counts:
+        """Write the rows into the inputs and send them; the step's counts."""
+        if self._closed:
+            raise UsageError("the model is closed: load it again")
+        self.driver.use()
+        pages = max(len(rows.pages) for rows in sequences)
+        stride = min(max(_power(pages), _FEWEST_PAGES), self._most_pages)
+        host, place = self._host, self._places
+        at = outputs = 0
+        host[place["counter"]] = 0
+        host[place["query_start"]] = 0
+        for index, rows in enumerate(sequences):
+            count = len(rows.tokens)
+            end = at + count
+            host[place["token_ids"] + at : place["token_ids"] + end] = rows.tokens
+            host[place["positions"] + at : place["positions"] + end] = range(rows.start, rows.start + count)
+            host[place["row_sequence"] + at : place["row_sequence"] + end] = [index] * count
+            first = place["block_table"] + index * stride
+            host[first : first + len(rows.pages)] = rows.pages
+            if rows.outputs:
+                first = place["output_rows"] + outputs
+                host[first : first + rows.outputs] = range(end - rows.outputs, end)
+                outputs += rows.outputs
+            at = end
+            host[place["query_start"] + index + 1] = at
+        used = place["block_table"] + len(sequences) * stride
+        self.driver.upload(self._inputs, self._host_address, 4 * used)
+        return {
+            "tokens": at,
+            "outputs": outputs,
+            "sequences": len(sequences),
+            "queries": max(len(rows.tokens) for rows in sequences),
+            "splits": -(-stride * self.limits.page_tokens // self.plan["split"]),
+            "table_stride": stride,
+        }
+
+    def _prepare(self, launches: list[dict[str, Any]], counts: Counts) -> list[tuple[str, LaunchCall]]:
+        """The launches of a step with these counts, by name, made ready."""
+        ready = []
+        for launch in launches:
+            count = counts[launch["by"]]
+            variant = next((v for v in launch["variants"] if not v["most"] or count <= v["most"]), None)
+            if variant is None or not count:
+                continue
+            kernel = self.plan["kernels"][variant["kernel"]]
+            grid = [_size(size, counts) for size in variant["grid"]]
+            arguments = [self._argument(ref, counts) for ref in variant["args"]]
+            how = (kernel["threads"], kernel["shared_bytes"], kernel["prelaunch"])
+            function = self._functions[variant["kernel"]]
+            ready.append((launch["name"], LaunchCall(self.driver, function, grid, *how, arguments)))
+        return ready
+
+    def _argument(self, ref: list[Any], counts: Counts) -> Any:
+        space, what, *offset = ref
+        if space == "count":
+            return ctypes.c_int32(counts[what])
+        if space in ("tokens", "outputs"):
+            address = self._arena[space] + self._rows * what + sum(offset)
+        elif space == "weight":
+            address = self._weights[what]
+        elif space == "kv":
+            address = self._kv + what * self._layer_bytes
+        elif space == "work":
+            address = self._scratch(what, counts)
+        elif what in self._places:
+            address = self._inputs + 4 * self._places[what]
+        else:
+            address = self._results[what]
+        return ctypes.c_uint64(address)
+
+    def _run(self, counts: Counts, feed_back: bool, times: int = 1) -> None:
+        """Put `times` steps on the stream: a graph where it will be used again, else launch by launch."""
+        key = (*counts.values(), feed_back)
+        for name in self.plan["work"]:
+            self._scratch(name, counts)
+        graph = self._graphs.get(key)
+        again = times > 1 or self._seen.get(key, 0)
+        if graph is None and again and counts["queries"] <= self.plan["most_queries"] and self._profile is None:
+            graph = self._capture(key, counts, feed_back)
+        if graph is not None and self._profile is None:
+            self._graphs.move_to_end(key)
+            for _ in range(times):
+                self.driver.replay(graph)
+            return
+        self._seen[key] = 1
+        ready = self._prepare(self._launches(feed_back), counts)
+        for _ in range(times):
+            if self._profile is None:
+                for _, call in ready:
+                    call.run()
+            else:
+                self._run_timed(ready)
+
+    def _launches(self, feed_back: bool) -> list[dict[str, Any]]:
+        return self.plan["launches"] + (self.plan["feedback"] if feed_back else [])
+
+    def _capture(self, key: tuple[Any, ...], counts: Counts, feed_back: bool) -> ctypes.c_void_p:
+        ready = self._prepare(self._launches(feed_back), counts)
+        with self.driver.captured() as result:
+            for _, call in ready:
+                call.run()
+        while len(self._graphs) >= _GRAPHS:
+            self.driver.synchronize()
+            self.driver.drop(self._graphs.popitem(last=False)[1])
+        self._graphs[key] = result[0]
+        return result[0]
+
+    def step(self, sequences: Sequence[Rows], logits: bool) -> tuple[list[int], FloatArray | None]:
+        """Run one step over at most `max_tokens` rows.
+
+        Returns the argmax of every output row, and its logits [outputs, vocab] if asked: a view that the
+        next call overwrites.
+        """
+        counts = self._fill(sequences)
+        outputs = counts["outputs"]
+        self._run(counts, feed_back=False)
+        if outputs:
+            self.driver.download(ctypes.addressof(self._argmax), self._results["argmax"], 4 * outputs)
+            if logits:
+                size = 4 * outputs * self.limits.vocab
+                self.driver.download(self._logits.ctypes.data, self._results["logits"], size)
+        self.driver.synchronize()
+        return self._argmax[:outputs], self._logits[:outputs] if logits else None
+
+    def decode(self, sequences: Sequence[Rows], steps: int) -> list[int]:
+        """`steps` greedy tokens for each sequence (one row each), fed back on the GPU.
+
+        The pages must have room for all of them. Returns [steps, sequences] flattened.
+        """
+        counts = self._fill(sequences)
+        each = max(1, min(steps, _DECODED // counts["tokens"]))
+        found: list[int] = []
+        while len(found) < steps * counts["tokens"]:
+            times = min(each, steps - len(found) // counts["tokens"])
+            if found:  # the counter starts over; tokens and positions are where the last steps left them
+                self.driver.upload(self._inputs, self._host_address, 4)
+            self._run(counts, feed_back=True, times=times)
+            total = times * counts["tokens"]
+            self.driver.download(ctypes.addressof(self._decoded), self._results["decoded"], 4 * total)
+            self.driver.synchronize()
+            found += self._decoded[:total]
+        return found
+
+    # ---- profile ------------------------------------------------------------------------------
+
+    def profile(self, on: bool) -> None:
+        """Start (resetting the counters) or stop timing each launch; timed steps run without graphs."""
+        self._profile = {} if on else None
+
+    def profile_read(self) -> dict[str, tuple[float, int]]:
+        """Seconds and number of runs of each launch since `profile(True)`, in the order they run."""
+        return dict(self._profile or {})
+
+    def _run_timed(self, ready: list[tuple[str, LaunchCall]]) -> None:
+        assert self._profile is not None
+        events = [self.driver.event() for _ in range(len(ready) + 1)]
+        self.driver.record(events[0])
+        for (_, call), event in zip(ready, events[1:], strict=True):
+            call.run()
+            self.driver.record(event)
+        self.driver.synchronize()
+        for i, (name, _) in enumerate(ready):
+            seconds, runs = self._profile.get(name, (0.0, 0))
+            self._profile[name] = (seconds + self.driver.seconds_between(events[i], events[i + 1]), runs + 1)
+
+    def probe(self, what: int) -> float:
+        """A ceiling of this GPU by data sheet: 0 memory GB/s, 1 int8 GOPS, 3 bf16 GFLOPS; 0 for others."""
+        return float(self.plan["peaks"][what])
+
+    def close(self) -> None:
+        """Free the GPU's memory; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.driver.use()
+        self.driver.synchronize()
+        self._forget()
+        for address in (*self._owned, *(address for address, _ in self._work.values())):
+            self.driver.free(address)
+        self.driver.free_pinned(self._host_address)
+
+
+def _size(size: Any, counts: Counts) -> int:
+    if isinstance(size, list):
+        return -(-counts[size[0]] // size[1])
+    return counts[size] if isinstance(size, str) else int(size)
+
+
+def _power(value: int) -> int:
+    """The least power of two that is at least `value`."""
+    return 1 << (max(value, 1) - 1).bit_length()
+
+
+def kv_pages(free: int, page_bytes: int, most: int, share: float) -> int:
+    """Pages that fit into `share` of `free` bytes, at most `most`. ResourceError when not one does."""
+    pages = min(most, int(free * share) // page_bytes)
+    if pages < 1:
+        raise ResourceError(f"no GPU memory for one KV page of {page_bytes:,} bytes")
+    return pages

@@ -1,0 +1,247 @@
+"""The CUDA driver by ctypes: memory, kernels, graphs. Needs the driver's libcuda alone, neither torch nor Triton.
+
+Every call's return code is checked: out of memory is a ResourceError, anything else unexpected a RuntimeError
+with the driver's own words.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from qcompile.errors import ArtifactError, ResourceError
+
+_OUT_OF_MEMORY = 2
+_NO_BINARY = (200, 209, 218, 222)  # invalid image, no binary for this GPU, invalid PTX, PTX too new
+_MAJOR, _MINOR = 75, 76
+_DYNAMIC_SHARED = 8
+_CAPTURE_THREAD_LOCAL = 1
+_PROGRAMMATIC_SERIALIZATION = 6
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: an id and a union of 64 bytes, of which the first int is used here."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
+class LaunchCall:
+    """A kernel launch made ready: calling `run` once or often costs one foreign call."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        function: int,
+        grid: Sequence[int],
+        threads: int,
+        shared: int,
+        prelaunch: bool,
+        arguments: Sequence[Any],
+    ) -> None:
+        # Triton's kernels take two more pointers, to scratch memory that ours do not ask for.
+        self._values = [*arguments, ctypes.c_uint64(0), ctypes.c_uint64(0)]
+        self._params = (ctypes.c_void_p * len(self._values))(*(ctypes.addressof(v) for v in self._values))
+        self._attribute = _Attribute(id=_PROGRAMMATIC_SERIALIZATION, value=1)
+        self._config = _Config(
+            (ctypes.c_uint * 3)(*grid),
+            (ctypes.c_uint * 3)(threads, 1, 1),
+            shared,
+            driver.stream,
+            ctypes.pointer(self._attribute),
+            int(prelaunch),
+        )
+        self._driver, self._function = driver, ctypes.c_void_p(function)
+
+    def run(self) -> None:
+        """Put the launch on the driver's stream."""
+        d = self._driver
+        d.check(d.library.cuLaunchKernelEx(ctypes.byref(self._config), self._function, self._params, None), "launch")
+
+
+class Driver:
+    """One GPU, its primary context, and one stream. Use `driver()`.
+
+    Raises ResourceError where there is no driver, no GPU, or none that answers.
+    """
+
+    def __init__(self, number: int = 0) -> None:
+        try:
+            self.library = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise ResourceError("no NVIDIA driver (libcuda.so.1) on this machine: build with --target cpu") from error
+        code = self.library.cuInit(0)
+        if code:
+            raise ResourceError(f"the NVIDIA driver does not start: {self._words(code)}")
+        device, context, stream = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+        code = self.library.cuDeviceGet(ctypes.byref(device), number)
+        if code:
+            raise ResourceError(f"there is no GPU {number}: {self._words(code)}")
+        self._device = device
+        self.check(self.library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "context")
+        self._context = context
+        self.use()
+        self.check(self.library.cuStreamCreate(ctypes.byref(stream), 1), "stream")
+        self.stream = stream.value
+        self._modules: list[ctypes.c_void_p] = []
+
+    def _words(self, code: int) -> str:
+        text = ctypes.c_char_p()
+        self.library.cuGetErrorString(code, ctypes.byref(text))
+        return (text.value or b"unknown error").decode() + f" (CUDA error {code})"
+
+    def check(self, code: int, what: str) -> None:
+        """Raise unless a driver call went well."""
+        if code == _OUT_OF_MEMORY:
+            raise ResourceError(f"the GPU has no memory left for {what}: use a smaller batch or cache")
+        if code:
+            raise RuntimeError(f"CUDA {what}: {self._words(code)}")
+
+    def use(self) -> None:
+        """Make this GPU's context the calling thread's."""
+        self.check(self.library.cuCtxSetCurrent(self._context), "context")
+
+    @property
+    def capability(self) -> int:
+        """Compute capability as two digits or three: 90 for 9.0."""
+        found = []
+        for attribute in (_MAJOR, _MINOR):
+            value = ctypes.c_int()
+            self.check(self.library.cuDeviceGetAttribute(ctypes.byref(value), attribute, self._device), "attribute")
+            found.append(value.value)
+        return 10 * found[0] + found[1]
+
+    @property
+    def name(self) -> str:
+        """What the GPU calls itself."""
+        text = ctypes.create_string_buffer(256)
+        self.check(self.library.cuDeviceGetName(text, 256, self._device), "name")
+        return text.value.decode()
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes of the GPU's memory."""
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self.check(self.library.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)), "memory")
+        return free.value, total.value
+
+    def allocate(self, size: int, what: str) -> int:
+        """Address of `size` zeroed bytes, aligned to 256."""
+        address = ctypes.c_uint64()
+        self.check(self.library.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(max(size, 256))), what)
+        self.check(self.library.cuMemsetD8_v2(address, 0, ctypes.c_size_t(max(size, 256))), what)
+        return address.value
+
+    def free(self, address: int) -> None:
+        """Give memory back."""
+        self.check(self.library.cuMemFree_v2(ctypes.c_uint64(address)), "free")
+
+    def pinned(self, size: int) -> int:
+        """Address of `size` bytes of host memory that copies run from directly."""
+        address = ctypes.c_void_p()
+        self.check(self.library.cuMemHostAlloc(ctypes.byref(address), ctypes.c_size_t(size), 0), "pinned memory")
+        assert address.value
+        return address.value
+
+    def free_pinned(self, address: int) -> None:
+        """Give pinned memory back."""
+        self.check(self.library.cuMemFreeHost(ctypes.c_void_p(address)), "free")
+
+    def upload(self, to: int, source: int, size: int) -> None:
+        """Copy from the host, in the order of the stream."""
+        args = (ctypes.c_uint64(to), ctypes.c_void_p(source), ctypes.c_size_t(size), ctypes.c_void_p(self.stream))
+        self.check(self.library.cuMemcpyHtoDAsync_v2(*args), "upload")
+
+    def download(self, to: int, source: int, size: int) -> None:
+        """Copy to the host, in the order of the stream."""
+        args = (ctypes.c_void_p(to), ctypes.c_uint64(source), ctypes.c_size_t(size), ctypes.c_void_p(self.stream))
+        self.check(self.library.cuMemcpyDtoHAsync_v2(*args), "download")
+
+    def synchronize(self) -> None:
+        """Wait for the stream."""
+        self.check(self.library.cuStreamSynchronize(ctypes.c_void_p(self.stream)), "step")
+
+    def module(self, cubin: bytes, ptx: Callable[[], bytes], notice: Callable[[str], None]) -> ctypes.c_void_p:
+        """Load a kernel's machine code; where it does not fit this GPU, have the driver compile its PTX, saying so.
+
+        Raises ArtifactError when neither runs here.
+        """
+        found = ctypes.c_void_p()
+        code = self.library.cuModuleLoadData(ctypes.byref(found), cubin)
+        if code in _NO_BINARY:
+            notice(f"kernels were compiled for another GPU than {self.name}: compiling them again")
+            code = self.library.cuModuleLoadData(ctypes.byref(found), ptx() + b"\0")
+        if code in _NO_BINARY:
+            raise ArtifactError(f"the artifact's kernels do not run on {self.name}: build it for this GPU (--target)")
+        self.check(code, "module")
+        self._modules.append(found)
+        return found
+
+    def function(self, module: ctypes.c_void_p, name: str, shared: int) -> int:
+        """A kernel of a module, allowed `shared` bytes of shared memory."""
+        found = ctypes.c_void_p()
+        self.check(self.library.cuModuleGetFunction(ctypes.byref(found), module, name.encode()), f"kernel {name}")
+        if shared > 48 * 1024:
+            self.check(self.library.cuFuncSetAttribute(found, _DYNAMIC_SHARED, shared), f"kernel {name}")
+        assert found.value
+        return found.value
+
+    @contextmanager
+    def captured(self) -> Iterator[list[ctypes.c_void_p]]:
+        """What is put on the stream inside becomes a graph, in the list when the block has ended."""
+        graph, ready = ctypes.c_void_p(), ctypes.c_void_p()
+        result: list[ctypes.c_void_p] = []
+        stream = ctypes.c_void_p(self.stream)
+        self.check(self.library.cuStreamBeginCapture_v2(stream, _CAPTURE_THREAD_LOCAL), "capture")
+        try:
+            yield result
+        finally:
+            code = self.library.cuStreamEndCapture(stream, ctypes.byref(graph))
+        self.check(code, "capture")
+        self.check(self.library.cuGraphInstantiateWithFlags(ctypes.byref(ready), graph, ctypes.c_uint64(0)), "graph")
+        self.check(self.library.cuGraphDestroy(graph), "graph")
+        result.append(ready)
+
+    def replay(self, graph: ctypes.c_void_p) -> None:
+        """Run a captured graph in the order of the stream."""
+        self.check(self.library.cuGraphLaunch(graph, ctypes.c_void_p(self.stream)), "graph")
+
+    def drop(self, graph: ctypes.c_void_p) -> None:
+        """Free a captured graph."""
+        self.check(self.library.cuGraphExecDestroy(graph), "graph")
+
+    def event(self) -> ctypes.c_void_p:
+        """A new event that takes the time."""
+        found = ctypes.c_void_p()
+        self.check(self.library.cuEventCreate(ctypes.byref(found), 0), "event")
+        return found
+
+    def record(self, event: ctypes.c_void_p) -> None:
+        """Take the time when the stream gets here."""
+        self.check(self.library.cuEventRecord(event, ctypes.c_void_p(self.stream)), "event")
+
+    def seconds_between(self, start: ctypes.c_void_p, end: ctypes.c_void_p) -> float:
+        """Seconds between two recorded events."""
+        found = ctypes.c_float()
+        self.check(self.library.cuEventElapsedTime(ctypes.byref(found), start, end), "event")
+        return found.value / 1e3
+
+
+@cache
+def driver() -> Driver:
+    """The process's GPU."""
+    return Driver()

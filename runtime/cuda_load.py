@@ -1,0 +1,104 @@
+"""From a GPU artifact on disk to verified bytes on the GPU and an opened executor."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from qcompile.artifact import Manifest, file_problem
+from qcompile.errors import ArtifactError, UsageError
+from qcompile.runtime.cuda import CudaExecutor, kv_pages
+from qcompile.runtime.cuda_driver import Driver, driver
+from qcompile.runtime.executor import Limits
+from qcompile.runtime.loader import Arena
+
+
+def open_cuda(
+    root: Path, manifest: Manifest, max_batch: int, kv_cache_bytes: int | None, memory_share: float
+) -> CudaExecutor:
+    """Verify every file of the artifact, put its weights on the GPU, and open its plan.
+
+    `memory_share` is the part of the GPU's memory that may be used. Raises ArtifactError (damaged, or kernels that
+    run on no such GPU), ResourceError (no driver, GPU, or memory).
+    """
+    if not 0 < memory_share <= 1:
+        raise UsageError(f"gpu_memory_utilization must be above 0 and at most 1, not {memory_share}")
+    gpu = driver()
+    runtime, model = manifest["runtime"], manifest["model"]
+    kv = runtime["kv"]
+    limits = Limits(runtime["max_tokens"], runtime["vocab_size"], kv["page_tokens"], model["max_position"])
+    small = _read_small(root, manifest)
+    plan = json.loads(small[runtime["library"]])
+    functions = _functions(gpu, plan, PurePosixPath(runtime["library"]).parent, small)
+    weights = _upload(gpu, root, manifest)
+    most = max_batch * -(-limits.max_position // limits.page_tokens)
+    if kv_cache_bytes is not None:
+        most, memory_share = kv_cache_bytes // kv["page_bytes"], 1.0
+    free, total = gpu.memory()
+    rest = free - int(total * (1 - memory_share)) - _activations(plan, limits)
+    pages = kv_pages(max(rest, 0), kv["page_bytes"], most, 1.0)
+    return CudaExecutor(gpu, plan, functions, weights, pages, limits)
+
+
+def _activations(plan: dict[str, Any], limits: Limits) -> int:
+    """About what the executor takes beside weights and cache: activations, logits, and scratch memory."""
+    rows = limits.max_tokens + 64
+    return rows * (sum(plan["arena_bytes"].values()) + 4 * limits.vocab) + (512 << 20)
+
+
+def _read_small(root: Path, manifest: Manifest) -> dict[str, bytes]:
+    """Every file but the weights, verified."""
+    files: dict[str, dict[str, Any]] = manifest["files"]
+    weights = {entry["file"] for entry in manifest["runtime"]["weights"]}
+    found: dict[str, bytes] = {}
+    for name in sorted(set(files) - weights):
+        content = bytearray(files[name]["bytes"])
+        _refuse(root, file_problem(root, name, files[name], memoryview(content)))
+        found[name] = bytes(content)
+    return found
+
+
+def _refuse(root: Path, problem: str | None) -> None:
+    if problem:
+        raise ArtifactError(f"{root} is damaged: {problem}; build it again")
+
+
+def _functions(gpu: Driver, plan: dict[str, Any], folder: PurePosixPath, files: dict[str, bytes]) -> dict[str, int]:
+    """The plan's kernels on this GPU, by label."""
+    said: list[str] = []
+
+    def notice(text: str) -> None:
+        if not said:
+            print(f"qcompile: {text}", file=sys.stderr)
+        said.append(text)
+
+    def ptx(label: str) -> Callable[[], bytes]:
+        return lambda: files[str(folder / f"{label}.ptx")]
+
+    found = {}
+    for label, kernel in plan["kernels"].items():
+        module = gpu.module(files[str(folder / f"{label}.cubin")], ptx(label), notice)
+        found[label] = gpu.function(module, kernel["function"], kernel["shared_bytes"])
+    return found
+
+
+def _upload(gpu: Driver, root: Path, manifest: Manifest) -> dict[str, int]:
+    """Addresses of the weights by name; one file at a time is in the host's memory, and verified there."""
+    files, entries = manifest["files"], manifest["runtime"]["weights"]
+    found: dict[str, int] = {}
+    for name in sorted({entry["file"] for entry in entries}):
+        size = files[name]["bytes"]
+        memory = Arena(size)
+        _refuse(root, file_problem(root, name, files[name], memory.view))
+        address = gpu.allocate(size, "weights")
+        gpu.upload(address, memory.address, size)
+        gpu.synchronize()
+        for entry in entries:
+            if entry["file"] == name:
+                if not 0 <= entry["offset"] <= entry["offset"] + entry["bytes"] <= size:
+                    _refuse(root, f"weight {entry['name']} lies outside its file")
+                found[entry["name"]] = address + entry["offset"]
+    return found

@@ -1,0 +1,108 @@
+"""Runs a GPU plan on tensors of this machine, each kernel by Triton's interpreter (set TRITON_INTERPRET first)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qcompile.codegen import gpu_compile
+from qcompile.codegen import program as p
+from qcompile.codegen.gpu_plan import Launch, Plan, Ref, Size
+from tests.codegen.tiny import Chunk
+
+_TYPES = {"*fp32": torch.float32, "*bf16": torch.bfloat16, "*i32": torch.int32, "*i16": torch.int16, "*i8": torch.int8}
+
+
+class Interpreter:
+    """Memory of one opened plan: activations for `rows` rows, `pages` KV pages of garbage, scratch as asked for."""
+
+    def __init__(self, program: p.Program, plan: Plan, blobs: Mapping[str, Tensor], rows: int = 64, pages: int = 8):
+        self.plan, self.rows, self.vocab = plan, rows, program.vocab_size
+        # Poisoned: what is read before it is written shows as NaN.
+        self.arena = {r: _poison(rows * program.arena_bytes(r)) for r in ("tokens", "outputs")}  # type: ignore[arg-type]
+        self.weights = {name: blob.clone() for name, blob in blobs.items()}
+        self.layer_bytes = pages * plan.kv.heads * plan.kv.block_bytes
+        self.kv = _poison(program.kv.layers * self.layer_bytes)
+        self.work: dict[str, Tensor] = {}
+        self.inputs: dict[str, Tensor] = {"counter": torch.zeros(1, dtype=torch.int32)}
+
+    def step(self, chunks: Sequence[Chunk], outputs: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+        """Logits [outputs, vocab] and the index of each row's largest."""
+        self.counts = self._fill(chunks, outputs)
+        for launch in self.plan.launches:
+            self.launch(launch)
+        return self.inputs["logits"].clone(), self.inputs["argmax"].clone()
+
+    def feed_back(self, steps: int) -> None:
+        """What follows each greedy step of `steps`."""
+        tokens = self.counts["tokens"]
+        self.inputs.setdefault("decoded", torch.full((steps * tokens,), -1, dtype=torch.int32))
+        for launch in self.plan.feedback:
+            self.launch(launch)
+
+    def _fill(self, chunks: Sequence[Chunk], outputs: Sequence[int] | None) -> dict[str, int]:
+        ids = [t for c in chunks for t in c.tokens]
+        wanted = list(range(len(ids))) if outputs is None else list(outputs)
+        stride = max(len(c.pages) for c in chunks)
+        lengths = [len(c.tokens) for c in chunks]
+        values = {
+            "token_ids": ids,
+            "positions": [c.start + i for c in chunks for i in range(len(c.tokens))],
+            "query_start": [sum(lengths[:i]) for i in range(len(chunks) + 1)],
+            "row_sequence": [s for s, c in enumerate(chunks) for _ in c.tokens],
+            "block_table": [page for c in chunks for page in [*c.pages, *[0] * (stride - len(c.pages))]],
+            "output_rows": wanted,
+            "argmax": [-1] * len(wanted),
+        }
+        self.inputs |= {name: torch.tensor(v, dtype=torch.int32) for name, v in values.items()}
+        self.inputs["logits"] = torch.full((len(wanted), self.vocab), math.nan)
+        last = max(c.start + len(c.tokens) - 1 for c in chunks)
+        return {
+            "tokens": len(ids),
+            "outputs": len(wanted),
+            "sequences": len(chunks),
+            "queries": max(lengths),
+            "splits": last // self.plan.split + 1,
+            "table_stride": stride,
+        }
+
+    def launch(self, launch: Launch) -> None:
+        """Run the variant for this step's counts."""
+        count = self.counts[launch.by]
+        variant = next((v for v in launch.variants if not v.most or count <= v.most), None)
+        if variant is None:
+            return
+        kernel = self.plan.kernels[variant.kernel]
+        grid = tuple(self._size(size) for size in variant.grid)
+        gpu_compile.load(kernel)[grid](*(self._value(variant.args[a.name], a.type) for a in kernel.arguments))
+
+    def _size(self, size: Size) -> int:
+        if isinstance(size, list):
+            return -(-self.counts[size[0]] // size[1])
+        return self.counts[size] if isinstance(size, str) else size
+
+    def _value(self, ref: Ref, type: str) -> Any:
+        space, what, *offset = ref
+        if space == "count":
+            return self.counts[what]
+        if space in ("tokens", "outputs"):
+            memory = self.arena[space][self.rows * what + sum(offset) :]
+        elif space == "kv":
+            memory = self.kv[what * self.layer_bytes :]
+        elif space == "work":
+            size, counts = self.plan.work[what]
+            need = size * math.prod(self.counts[name] for name in counts)
+            if what not in self.work or len(self.work[what]) < need:
+                self.work[what] = torch.zeros(need, dtype=torch.uint8)
+            memory = self.work[what]
+        else:
+            return {"weight": self.weights, "input": self.inputs}[space][what].view(_TYPES[type])
+        return memory[: len(memory) // 4 * 4].view(_TYPES[type])
+
+
+def _poison(size: int) -> Tensor:
+    return torch.full((size,), 255, dtype=torch.uint8)

@@ -1,0 +1,170 @@
+"""A whole step as GPU kernels, without a GPU: interpreted against the graph's reference, and compiled ahead of time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qcompile import pipeline, recipes
+from qcompile.artifact import read_manifest, verify
+from qcompile.codegen.gpu_compile import compile_kernel
+from qcompile.codegen.gpu_pack import GPU_PACKING
+from qcompile.codegen.gpu_plan import make_plan
+from qcompile.codegen.lower import WeightTable, lower
+from qcompile.errors import UnsupportedError
+from qcompile.targets import TARGETS
+from tests.codegen.tiny import Chunk
+from tests.graphs import decoder, step_inputs
+
+RECIPES = {
+    # A small difference (bf16 queries, weights of values, gates) may put a code on the other side of a rounding edge:
+    # worth 1/255 of int8's range, 1/15 of a 4-bit key's.
+    "qserve": 0.04,
+    "qserve-channel": 0.04,
+    "w4a8": 0.03,
+    "w8a8": 0.03,  # with 8-bit keys and values, and biases
+    "w4a16": 0.02,  # scales and products rounded to bf16
+    "bf16": 0.02,
+}
+SHAPE: dict[str, Any] = {"vocab": 70, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 256}
+
+
+def lowered(recipe: str, **options: Any) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+    """The last graph of a small decoder, its program, and its packed weights."""
+    passes = pipeline.configure(recipes.get_recipe(recipe).settings(), options.pop("passes", {}))
+    graphs, _ = pipeline.run_passes(decoder(**{**SHAPE, "layers": 1, **options}), passes[1:])
+    table = WeightTable(GPU_PACKING)
+    program = lower(graphs[-1], table)
+    blobs = {name: blob for w in table.weights for (name, _), blob in zip(w.blobs, w.produce(), strict=True)}
+    return graphs[-1], program, blobs
+
+
+def interpret_recipes(*names: str) -> None:
+    """Prefill and decode against the graph's own reference; in a process that has TRITON_INTERPRET set."""
+    from tests.codegen.gpu_interpreter import Interpreter
+
+    for name in names:
+        more: dict[str, Any] = {"bias": True, "passes": {"cache.format": "kv8"}} if name == "w8a8" else {}
+        graph, program, blobs = lowered(name, **more)
+        machine = Interpreter(program, make_plan(program, 90, split=64, inline_asm=False), blobs)
+        ids = torch.randint(0, SHAPE["vocab"], (2, 20), generator=torch.Generator().manual_seed(1))
+        inputs = step_inputs(ids, None, graph)
+        want = graph.run(*inputs)[0]
+        pages = inputs[3].tolist()
+        got, best = machine.step([Chunk(ids[s].tolist(), 0, pages[s]) for s in range(2)])
+        error = ((got.double() - want).norm() / want.norm()).item()
+        assert error < RECIPES[name], (name, error)
+        assert torch.equal(best.long(), got.argmax(-1))
+        again = Interpreter(program, machine.plan, blobs)
+        for start, end in ((0, 17), (17, 18), (18, 20)):  # chunks of both attention classes
+            chunks = [Chunk(ids[s, start:end].tolist(), start, pages[s]) for s in range(2)]
+            part, _ = again.step(chunks)
+        error = ((part[-1] - got[-1]).norm() / got[-1].norm()).item()
+        assert error < 1e-3, (name, error)
+
+
+def interpreted(call: str) -> None:
+    """Run `call` of this module where Triton interprets, which is chosen when Triton is imported."""
+    command = [sys.executable, "-c", f"import {__name__} as m; m.{call}"]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def needs_triton() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed: pip install 'qcompile[gpu]'")
+
+
+def test_a_step_interpreted() -> None:
+    needs_triton()
+    interpreted(f"interpret_recipes(*{list(RECIPES)})")
+
+
+def interpret_window() -> None:
+    """A sliding window and norms inside heads, over splits shorter than the window and longer."""
+    from tests.codegen.gpu_interpreter import Interpreter
+
+    graph, program, blobs = lowered("bf16", window=70, head_norm="heads")
+    ids = torch.randint(0, SHAPE["vocab"], (1, 90), generator=torch.Generator().manual_seed(2))
+    inputs = step_inputs(ids, None, graph)
+    want = graph.run(*inputs)[0]
+    machine = Interpreter(program, make_plan(program, 90, split=64, inline_asm=False), blobs, rows=128)
+    pages = inputs[3].tolist()[0]
+    machine.step([Chunk(ids[0, :88].tolist(), 0, pages)], outputs=[87])
+    last, _ = machine.step([Chunk(ids[0, 88:].tolist(), 88, pages)])
+    error = ((last.double() - want[88:]).norm() / want[88:].norm()).item()
+    assert error < RECIPES["bf16"], error
+
+
+def test_a_sliding_window_interpreted() -> None:
+    needs_triton()
+    interpreted("interpret_window()")
+
+
+def interpret_feedback() -> None:
+    """Two greedy steps: what was largest becomes the next token, one position on."""
+    from tests.codegen.gpu_interpreter import Interpreter
+
+    _, program, blobs = lowered("qserve")
+    machine = Interpreter(program, make_plan(program, 90, split=64, inline_asm=False), blobs)
+    _, first = machine.step([Chunk([5], 0, [0]), Chunk([7], 0, [1])])
+    machine.feed_back(2)
+    inputs = machine.inputs
+    assert inputs["token_ids"].tolist() == first.tolist() == inputs["decoded"].tolist()[:2]
+    assert inputs["positions"].tolist() == [1, 1] and inputs["counter"].tolist() == [1]
+
+
+def test_feedback_interpreted() -> None:
+    needs_triton()
+    interpreted("interpret_feedback()")
+
+
+@pytest.mark.parametrize("target", ["a100", "l40s", "h200", "b200"])
+def test_decode_kernels_compile_without_spills(target: str) -> None:
+    needs_triton()
+    machine = TARGETS[target]
+    plan = make_plan(lowered("qserve")[1], machine.capability)
+    labels = dict.fromkeys(launch.variants[0].kernel for launch in plan.launches)
+    matrix = set()
+    for label in labels:
+        built = compile_kernel(plan.kernels[label], machine.capability)
+        assert built.spill_bytes == 0 and built.shared_bytes <= machine.shared_bytes, label
+        if "attention" in label or "gemm" in label:
+            matrix.add(label.split("_")[0])
+            assert any("bf16" in name or "s8" in name or "kind::" in name for name in built.matrix), built.matrix
+    assert matrix == {"attention", "gemm"}
+
+
+def test_an_artifact_for_a_gpu_is_built_without_one(tmp_path: Path) -> None:
+    needs_triton()
+    graph = decoder(**{**SHAPE, "layers": 1})
+    report = pipeline.build(graph, tmp_path / "a", target="a100", recipe="qserve-channel")
+    assert verify(report.path) == []
+    manifest = read_manifest(report.path)
+    assert manifest["target"]["kind"] == "cuda" and manifest["versions"]["compiler"].startswith("triton")
+    folder = report.path / "kernels" / "a100"
+    kernels = json.loads((folder / "report.json").read_text())
+    assert {"registers", "shared_bytes", "spill_bytes", "matrix_instructions"} <= set(kernels[0])
+    for each in kernels:
+        assert all((folder / f"{each['kernel']}.{kind}").is_file() for kind in ("cubin", "ptx", "py"))
+    plan = json.loads((folder / "plan.json").read_text())
+    used = {v["kernel"] for launch in plan["launches"] + plan["feedback"] for v in launch["variants"]}
+    assert used == {each["kernel"] for each in kernels} == set(plan["kernels"])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "message"),
+    [
+        ("f32", {}, "weights in f32 with activations in f32 have no GPU kernels|no kv32 cache"),
+        ("mxfp4", {}, "no GPU kernels|per token"),
+    ],
+)
+def test_what_has_no_gpu_kernel_is_refused_by_name(recipe: str, options: dict[str, str], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        make_plan(lowered(recipe, passes=options)[1], 90)

@@ -1,0 +1,186 @@
+"""The CUDA runtime's own logic, over a driver that only writes down what it is asked for."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from qcompile.errors import ArtifactError, ResourceError, UsageError
+from qcompile.runtime import cuda, cuda_driver
+from qcompile.runtime.cuda import CudaExecutor, kv_pages
+from qcompile.runtime.executor import Limits, Rows
+
+LIMITS = Limits(max_tokens=64, vocab=10, page_tokens=64, max_position=1024)
+
+
+class FakeDriver:
+    """Memory is numbers; launches, copies and graphs are lines of `log`."""
+
+    stream = 7
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self.memory: dict[int, int] = {}
+        self.pages: list[Any] = []
+
+    def use(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def allocate(self, size: int, what: str) -> int:
+        address = 1 << 20 if not self.memory else max(a + s for a, s in self.memory.items()) + 256
+        self.memory[address] = size
+        return address
+
+    def free(self, address: int) -> None:
+        del self.memory[address]
+
+    def pinned(self, size: int) -> int:
+        self.pages.append((ctypes.c_char * size)())
+        return ctypes.addressof(self.pages[-1])
+
+    def free_pinned(self, address: int) -> None:
+        self.pages.clear()
+
+    def upload(self, to: int, source: int, size: int) -> None:
+        self.sent = list((ctypes.c_int32 * (size // 4)).from_address(source))
+
+    def download(self, to: int, source: int, size: int) -> None: ...
+
+    @contextmanager
+    def captured(self) -> Iterator[list[Any]]:
+        result: list[Any] = []
+        yield result
+        result.append("graph")
+        self.log.append("captured")
+
+    def replay(self, graph: Any) -> None:
+        self.log.append("replay")
+
+    def drop(self, graph: Any) -> None:
+        self.log.append("drop")
+
+
+class FakeLaunch:
+    """Stands for LaunchCall: running it writes down kernel, grid and arguments."""
+
+    def __init__(self, driver: FakeDriver, function: Any, grid: Any, threads: int, shared: int, pre: bool, args: Any):
+        self.line = (function, tuple(grid), tuple(a.value for a in args))
+        self.log = driver.log
+
+    def run(self) -> None:
+        self.log.append(self.line)
+
+
+def variant(kernel: str, grid: list[Any], args: list[Any], most: int = 0) -> dict[str, Any]:
+    return {"kernel": kernel, "grid": grid, "args": args, "most": most}
+
+
+PLAN: dict[str, Any] = {
+    "abi": cuda.GPU_ABI,
+    "split": 256,
+    "most_queries": 16,
+    "arena_bytes": {"tokens": 100, "outputs": 10},
+    "layer_page_bytes": 512,
+    "layers": 2,
+    "peaks": [1, 2, 3, 4],
+    "work": {"parts": [8, ["tokens", "splits"]]},
+    "kernels": {k: {"threads": 32, "shared_bytes": 0, "prelaunch": False} for k in ("few", "many", "split", "next")},
+    "launches": [
+        {
+            "name": "gemm",
+            "by": "tokens",
+            "variants": [
+                variant("few", [["tokens", 16], 3, 1], [["count", "tokens"]], 4),
+                variant("many", [["tokens", 16], 3, 1], [["weight", "w"]]),
+            ],
+        },
+        {"name": "split", "by": "queries", "variants": [variant("split", ["splits", 1, "sequences"], [["kv", 1]], 16)]},
+        {"name": "head", "by": "outputs", "variants": [variant("few", ["outputs", 1, 1], [["tokens", 4]])]},
+    ],
+    "feedback": [{"name": "next", "by": "tokens", "variants": [variant("next", [1, 1, 1], [["work", "parts"]])]}],
+}
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> CudaExecutor:
+    monkeypatch.setattr(cuda, "LaunchCall", FakeLaunch)
+    functions: Any = {name: name for name in PLAN["kernels"]}
+    return CudaExecutor(FakeDriver(), PLAN, functions, {"w": 99}, 4, LIMITS)  # type: ignore[arg-type]
+
+
+def test_counts_choose_kernels_grids_and_arguments(opened: CudaExecutor) -> None:
+    log = opened.driver.log  # type: ignore[attr-defined]
+    opened.step([Rows([1, 2, 3], 5, [2], 1), Rows([4], 0, [3], 0)], logits=False)
+    head = opened._arena["tokens"] + 64 * 4
+    layer_1 = opened._kv + 4 * 512
+    assert log == [("few", (1, 3, 1), (4,)), ("split", (2, 1, 2), (layer_1,)), ("few", (1, 1, 1), (head,))]
+    log.clear()
+    opened.step([Rows(list(range(17)), 0, [1], 0)], logits=False)
+    assert log == [("many", (2, 3, 1), (99,))]  # too many queries for the split kernel, no outputs
+
+
+def test_the_step_that_is_sent(opened: CudaExecutor) -> None:
+    opened.step([Rows([1, 2, 3], 5, [2], 2), Rows([4], 9, [3, 1], 1)], logits=False)
+    sent, place = opened.driver.sent, opened._places  # type: ignore[attr-defined]
+
+    def part(name: str, count: int) -> list[int]:
+        return sent[place[name] : place[name] + count]
+
+    assert part("token_ids", 4) == [1, 2, 3, 4] and part("positions", 4) == [5, 6, 7, 9]
+    assert part("query_start", 3) == [0, 3, 4] and part("row_sequence", 4) == [0, 0, 0, 1]
+    assert part("output_rows", 3) == [1, 2, 3]
+    assert part("block_table", 1) == [2] and sent[place["block_table"] + 8 :][:2] == [3, 1]
+
+
+def test_steps_that_come_again_are_graphs(opened: CudaExecutor) -> None:
+    log = opened.driver.log  # type: ignore[attr-defined]
+    row = [Rows([1], 5, [2], 1)]
+    for _ in range(3):
+        opened.step(row, logits=False)
+    assert [line for line in log if isinstance(line, str)] == ["captured", "replay", "replay"]
+    log.clear()
+    assert len(opened.decode(row, 5)) == 5
+    assert log.count("replay") == 5 and log.count("captured") == 1
+
+
+def test_larger_scratch_memory_ends_the_graphs_that_hold_the_old(opened: CudaExecutor) -> None:
+    log = opened.driver.log  # type: ignore[attr-defined]
+    row = [Rows([1], 5, [2], 1)]
+    opened.decode(row, 2)
+    opened.step([Rows([1], 5, [2], 1), Rows([1], 5, [3], 1)], logits=False)
+    assert "drop" in log and not opened._graphs
+
+
+def test_closing_gives_everything_back(opened: CudaExecutor) -> None:
+    opened.step([Rows([1], 5, [2], 1)], logits=False)
+    opened.close()
+    opened.close()
+    assert not opened.driver.memory  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="closed"):
+        opened.step([Rows([1], 5, [2], 1)], logits=False)
+
+
+def test_a_plan_of_another_version_is_refused() -> None:
+    with pytest.raises(ArtifactError, match="build the artifact again"):
+        CudaExecutor(FakeDriver(), {**PLAN, "abi": 99}, {}, {}, 4, LIMITS)  # type: ignore[arg-type]
+
+
+def test_pages_that_fit() -> None:
+    assert kv_pages(1000, 100, most=4, share=1.0) == 4
+    assert kv_pages(1000, 100, most=40, share=0.55) == 5
+    with pytest.raises(ResourceError, match="no GPU memory"):
+        kv_pages(50, 100, most=4, share=1.0)
+
+
+def test_no_driver_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", missing)
+    with pytest.raises(ResourceError, match="no NVIDIA driver"):
+        cuda_driver.Driver()
