@@ -320,6 +320,8 @@ class _Maker:
 
     def _attention(self, c: p.Attention) -> Iterator[Launch]:
         kv, stride = self.plan.kv, self.program.buffer(c.q).stride
+        if c.sinks is not None or c.key_bias is not None:
+            raise UnsupportedError("GPU attention has no sinks and no biases by key position yet")
         base = AttentionSpec(kv, c.heads, stride, c.scale, 16, c.window, c.softcap, self.plan.split)
         base = replace(base, inline_asm=self.asm, **tiles.attention(kv, whole=False))
         args = {"q": self.ref(c.q, column=c.q_offset), "out": self.ref(c.out), **self._step_args(c.layer)}

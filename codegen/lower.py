@@ -417,7 +417,7 @@ def _expert_gemm(low: Lowering, node: fx.Node) -> p.Call:
     strides = {role: size // 4 for role, size in sizes.items()}
     where = low.buffer(x), low.buffer(index), low.buffer(node)
     how = (format, activation, group, n, k, experts, slots, x_slots)
-    return p.ExpertGemm(node.name, *where, *how, low.packed(weight, format), strides, low.vector(bias))
+    return p.ExpertGemm(node.name, *where, *how, low.packed(weight, format, activation), strides, low.vector(bias))
 
 
 def _combine(low: Lowering, node: fx.Node) -> p.Call:

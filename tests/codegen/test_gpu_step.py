@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from qcompile.codegen.gpu_compile import compile_kernel
 from qcompile.codegen.gpu_pack import GPU_PACKING
 from qcompile.codegen.gpu_plan import make_plan
 from qcompile.codegen.lower import WeightTable, lower
+from qcompile.codegen.program import Attention
 from qcompile.errors import UnsupportedError
 from qcompile.targets import TARGETS
 from tests.codegen.tiny import Chunk
@@ -168,3 +170,10 @@ def test_an_artifact_for_a_gpu_is_built_without_one(tmp_path: Path) -> None:
 def test_what_has_no_gpu_kernel_is_refused_by_name(recipe: str, options: dict[str, str], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         make_plan(lowered(recipe, passes=options)[1], 90)
+
+
+def test_attention_with_sinks_is_refused() -> None:
+    program = lowered("bf16")[1]
+    calls = tuple(replace(c, sinks="sinks") if isinstance(c, Attention) else c for c in program.calls)
+    with pytest.raises(UnsupportedError, match="no sinks"):
+        make_plan(replace(program, calls=calls), 90)
