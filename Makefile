@@ -17,7 +17,7 @@ demo: $(VENV)/.installed
 	  $(BIN)/qcompile run $(DEMO) --prompt - --max-tokens 96
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +30,27 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text == path.read_text(encoding="utf-8"), f"{name} changed: read the change, then pytest --update-golden"
 
     return check
+
+
+class UndrawnPage:
+    """A PageWriter that draws nothing."""
+
+    def __enter__(self) -> UndrawnPage:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def ask(self, report: bytes) -> Callable[[], bytes]:
+        return lambda: b"<!doctype html><title>not drawn</title>"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def undrawn_pages() -> Iterator[None]:
+    """Builds inside of the tests draw no plots, which takes a second each; tests/test_report.py and commands draw."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qcompile.pipeline.PageWriter", UndrawnPage)
+        yield
 
 
 @pytest.fixture(scope="session")
