@@ -24,7 +24,7 @@ ABI = 2
 MAX_HEAD_DIM = 1024
 _TEMPLATES = Path(__file__).parent / "templates" / "cpu"
 _INCLUDE = re.compile(r'^#include "(?P<name>[\w.]+)"$')
-_KV = {"kv32": "kKv32", "kv16": "kKv16", "kv8": "kKv8", "kv4": "kKv4"}
+_KV = {"kv32": "kKv32", "kv16": "kKv16", "kv8": "kKv8", "kv4": "kKv4", "kv_hier": "kKvHier", "kv_hier4": "kKvHier4"}
 _UNARY = {
     "silu": "kSilu",
     "gelu": "kGelu",
@@ -334,7 +334,15 @@ class _Renderer:
         where = f"{_ident(c.q)}, {q.stride}, {c.q_offset}, {_ident(c.out)}, {c.heads}"
         extra = f"{self.weight(c.sinks)}, {self.weight(c.key_bias)}, kMaxPosition"
         how = f"{_f32(c.scale)}, {c.window}, {_f32(c.softcap)}, {extra}"
-        return [f"s.attend({{{where}, {how}, b.sequences, b.positions, b.query_start}}, {c.layer}, {index});"]
+        columns = self._new_columns(c) if self.program.kv.hierarchical else ""
+        return [f"s.attend({{{where}, {how}, b.sequences, b.positions, b.query_start{columns}}}, {c.layer}, {index});"]
+
+    def _new_columns(self, c: p.Attention) -> str:
+        """Where q's rows have the keys and values that attention is to append to a hierarchical cache."""
+        new = next(a for a in self.program.calls if isinstance(a, p.RopeAppend) and a.layer == c.layer)
+        if new.qkv != c.q:
+            raise UnsupportedError(f"{c.name}: {self.program.kv.format} needs queries, keys and values in one buffer")
+        return f", {new.k_offset}, {new.v_offset}"
 
 
 class _Headers:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
-from qcompile.numerics import ACTIVATIONS, Activation, groups_of
+from qcompile.numerics import ACTIVATIONS, HIER_GROUP, HIERARCHICAL, Activation, groups_of
 
 PAGE_TOKENS = 64
 """Positions held by one KV page, and the block of every attention reduction."""
@@ -24,8 +24,11 @@ PAGE_TOKENS = 64
 PAD = 32
 """Rows of activations are padded with zeros to a multiple of this many elements."""
 
+RING_GROUPS = 3
+"""Groups of newest positions that a hierarchical cache keeps in full."""
+
 DType = Literal["f32", "bf16", "q8"]
-KVFormat = Literal["kv32", "kv16", "kv8", "kv4"]
+KVFormat = Literal["kv32", "kv16", "kv8", "kv4", "kv_hier", "kv_hier4"]
 _ITEM_BYTES: Mapping[str, int] = {"f32": 4, "bf16": 2, "q8": 1}
 
 
@@ -357,14 +360,27 @@ class KVLayout:
     def block_bytes(self) -> int:
         """Bytes of one (layer, page, kv head): K then V, then scales and zeros where quantized.
 
-        Heads are padded to 16 elements (32 for kv4); the layout is in templates/cpu/kv.h.
+        Heads are padded to 16 elements (32 where they are 4-bit codes); the layout is in templates/cpu/kv.h.
         """
         if self.own_block_bytes:
             return self.own_block_bytes
-        elements = self.page_tokens * round_up(self.head_dim, 32 if self.format == "kv4" else 16)
-        part = {"kv32": 4 * elements, "kv16": 2 * elements, "kv8": elements, "kv4": elements // 2}[self.format]
+        width = round_up(self.head_dim, 16 if self.format in ("kv32", "kv16", "kv8") else 32)
+        elements = self.page_tokens * width
+        part = {"kv32": 4 * elements, "kv16": 2 * elements, "kv4": elements // 2}.get(self.format, elements)
+        if self.hierarchical:
+            return 2 * part + 4 * (2 * self.page_tokens + width)
         parameters = 4 * 4 * self.page_tokens if self.format in ("kv8", "kv4") else 0
         return 2 * round_up(part, 64) + parameters
+
+    @property
+    def hierarchical(self) -> bool:
+        """Whether the newest positions are kept apart, in a ring (templates/cpu/attention_hier.h)."""
+        return self.format in HIERARCHICAL
+
+    @property
+    def ring_tokens(self) -> int:
+        """Positions in a hierarchical cache's ring, where each page's worth takes two pages; 0 for other caches."""
+        return RING_GROUPS * HIER_GROUP if self.hierarchical else 0
 
     @property
     def page_bytes(self) -> int:

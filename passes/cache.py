@@ -13,17 +13,20 @@ from qcompile.errors import PassError, UsageError
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
 
+UPPER_HALF = {"kv_hier": "kv_hier4"}
+"""What a draft reads of a cache instead of all of it (QuantSpec 4.2)."""
 STEP_INPUTS = ("token_ids", "positions", "sequence", "block_table", "output_rows", "cache")
 
 
 @dataclass(frozen=True)
 class Cache(Pass):
-    """Attention reads keys and values back from a cache of `format` (kv32, kv16, kv8, kv4).
+    """Attention reads keys and values back from a cache of `format` (kv32, kv16, kv8, kv4, kv_hier, kv_hier4).
 
     The graph's inputs become token_ids [M], positions [M], sequence [M] (which row of block_table), block_table
     [S, pages], output_rows [R], cache [layers, 2, slots, Hk, D]; its outputs logits [R, V] and the new cache.
     Everything but attention works on rows apart from each other, so only it changes; logits are made for
-    the rows asked for. Quantized keys and values are per head and token (QServe 3.2).
+    the rows asked for. Quantized keys and values are per head and token (QServe 3.2). kv_hier is QuantSpec's
+    hierarchical cache, and kv_hier4 a draft's view of it that reads the upper 4 bits alone.
     """
 
     name: ClassVar[str] = "cache"
@@ -34,6 +37,10 @@ class Cache(Pass):
     def __post_init__(self) -> None:
         if self.format not in numerics.KV_BITS:
             raise UsageError(f"cache.format={self.format} is unknown; there are {', '.join(numerics.KV_BITS)}")
+
+    def for_draft(self) -> Cache:
+        """How a path that drafts over the same cache reads it: of a hierarchical one the upper bits alone."""
+        return Cache(UPPER_HALF.get(self.format, self.format))
 
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()
@@ -58,9 +65,11 @@ class Cache(Pass):
         arguments = list(node.args) + [0, 0.0, None, None][len(node.args) - 4 :]
         q, k, v, scale, window, softcap, sinks, key_bias = arguments
         place = (inputs["positions"], inputs["sequence"], inputs["block_table"])
+        bits = numerics.HIERARCHICAL.get(self.format, 0)
         with graph.fx.inserting_before(node):
             appended = _call(graph, "kv_append", k, v, *place, cache, layer, self.format)
-            read = _call(graph, "kv_attention", q, *place, appended, layer, scale, window, softcap, sinks, key_bias)
+            shape = (layer, scale, window, softcap, sinks, key_bias, bits)
+            read = _call(graph, "kv_attention", q, *place, appended, *shape)
         graph.replace(node, read)
         return appended
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from qcompile import console, pipeline
 from qcompile.errors import PassError, UnsupportedError
+from qcompile.runtime.blocks import pages_for
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def examine(
         return Diagnosis(False, [{"node": "", "reason": str(error)}])
     program, info = plan.program, plan.graphs[-1].info
     weight_bytes = sum(size for weight in plan.weights for _, size in weight.blobs)
-    pages = -(-info.max_position // program.kv.page_tokens)
+    pages = pages_for(info.max_position, program.kv.page_tokens, program.kv.ring_tokens)
     cache_bytes = pages * program.kv.page_bytes
     activations = pipeline.MAX_STEP_TOKENS * (program.arena_bytes("tokens") + program.arena_bytes("outputs"))
     kernels = Counter(_kernel_name(call) for call in program.calls)

@@ -101,7 +101,12 @@ ACTIVATIONS = {
     )
 }
 INTEGER_ACTIVATIONS = tuple(a.name for a in ACTIVATIONS.values() if a.top)
-KV_BITS = {"kv32": 32, "kv16": 16, "kv8": 8, "kv4": 4}
+HIERARCHICAL = {"kv_hier": 8, "kv_hier4": 4}
+"""Caches of one layout (QuantSpec 4.2), by the bits that are read of what is rounded."""
+HIER_GROUP = 128
+"""Positions of a hierarchical cache that are rounded together, and whose keys share scales."""
+KV_BITS = {"kv32": 32, "kv16": 16, "kv8": 8, "kv4": 4} | dict.fromkeys(HIERARCHICAL, 16)
+"""Bits of a key or value when it is appended."""
 
 
 def groups_of(k: int, group: int) -> int:
@@ -339,6 +344,30 @@ def round_trip_kv(x: Tensor, format: str) -> Tensor:
         return x.to(torch.bfloat16).to(x.dtype)
     codes, scale, zero = asymmetric(x, bits)
     return ((codes.float() - zero.float()) * scale).to(x.dtype)
+
+
+def round_trip_hier(x: Tensor, dim: int, bits: int) -> Tensor:
+    """x in one range along `dim`, as 4 bits and, where `bits` is 8, 4 more of what they leave.
+
+    value = scale * (u + l / 16) + zero with u in 0..15, l in -8..7. Source: QuantSpec 4.2, with zero the least value.
+    """
+    low = x.amin(dim, keepdim=True)
+    scale = (x.amax(dim, keepdim=True) - low) / 15
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    t = (x - low) / scale
+    upper = torch.round(t).clamp_(0, 15)
+    lower = torch.round((t - upper) * 16).clamp_(-8, 7) if bits == 8 else torch.zeros_like(t)
+    return scale * (upper + lower / 16) + low
+
+
+def read_hier(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [T, Hk, D] up to a query's position as it reads them from a hierarchical cache.
+
+    All groups of 128 but its own and the one before are rounded: keys per channel and group, values per position.
+    """
+    old = max(0, (len(k) - 1) // HIER_GROUP - 1) * HIER_GROUP
+    keys = round_trip_hier(k[:old].unflatten(0, (-1, HIER_GROUP)), 1, bits).flatten(0, 1)
+    return torch.cat([keys, k[old:]]), torch.cat([round_trip_hier(v[:old], -1, bits), v[old:]])
 
 
 # ---- packing for CPU kernels --------------------------------------------------------------------

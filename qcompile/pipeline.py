@@ -242,7 +242,8 @@ class _Request:
         recipe = recipes.get_recipe(self.recipe)
         for draft in recipe.drafts:
             passes = configure(recipe.settings(self.head_dtype) | draft.settings(), self.options)
-            yield draft, passes[PASSES.index(Speculate) :]
+            own = passes[PASSES.index(Speculate) :]
+            yield draft, tuple(made.for_draft() if isinstance(made, Cache) else made for made in own)
 
 
 def _import(
@@ -297,10 +298,11 @@ def _draft_paths(graphs: list[Graph], request: _Request, table: WeightTable, clo
     paths: list[DraftPath] = []
     for draft, passes in request.own_drafts():
         made, records = run_passes(quantized, passes, clock)
-        if not records[0].fired:
+        program = lower(made[-1], table)
+        if not records[0].fired and not program.kv.hierarchical:
             raise UsageError(f"the draft of recipe {request.recipe} is the target itself: set other speculate options")
         name = f"draft{len(paths) + 1}"
-        paths.append(DraftPath(name, lower(made[-1], table), records, True, draft.gamma, draft.threshold))
+        paths.append(DraftPath(name, program, records, True, draft.gamma, draft.threshold))
     if LOOKUP in request.drafts[:-1]:
         raise UsageError(f"{LOOKUP} must be the last draft: it can only draft for others")
     others = [other for other in request.drafts if other != LOOKUP]
@@ -431,6 +433,7 @@ def _cache(program: Program) -> dict[str, Any]:
         "head_dim": kv.head_dim,
         "page_tokens": kv.page_tokens,
         "page_bytes": kv.page_bytes,
+        **({"ring_tokens": kv.ring_tokens} if kv.hierarchical else {}),
     }
 
 

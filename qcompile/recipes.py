@@ -165,6 +165,12 @@ RECIPES = {
             drafts=(Draft(activation="int4_g128"),),
         ),
         Recipe(
+            "quantspec",
+            "bfloat16 over a hierarchical cache, drafted with 4-bit weights by the cache's upper half (QuantSpec)",
+            *("bf16", "bf16", "kv_hier", "bf16"),
+            drafts=(Draft("w4_asym_g128", "int8", "w8_sym_channel", "int8"),),
+        ),
+        Recipe(
             "nested",
             "8-bit weights in two planes, drafted by the upper one alone",
             *("nested_8_4", "int8", "kv16"),

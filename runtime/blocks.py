@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import bisect
+
+
+def pages_for(tokens: int, page_tokens: int, ring_tokens: int = 0) -> int:
+    """Pages that hold this many positions.
+
+    A hierarchical cache's `ring_tokens`, three groups of positions, take two pages for each page's worth of them; the
+    ring is whole, and the group before the two newest in pages of its own, once there are more than two groups.
+    """
+    pages = -(-tokens // page_tokens)
+    group = ring_tokens // 3
+    if not ring_tokens:
+        return pages
+    if tokens <= 2 * group:
+        return 2 * pages
+    return 2 * ring_tokens // page_tokens + ((tokens - 1) // group - 1) * (group // page_tokens)
+
 
 class BlockPool:
-    """`total` pages of `page_tokens` positions each. A page is free or held, and `check` says so."""
+    """`total` pages of `page_tokens` positions each. A page is free or held, and `check` says so.
 
-    def __init__(self, total: int, page_tokens: int) -> None:
-        self.total, self.page_tokens = total, page_tokens
+    `ring_tokens` is that of the cache (see `pages_for`).
+    """
+
+    def __init__(self, total: int, page_tokens: int, ring_tokens: int = 0) -> None:
+        self.total, self.page_tokens, self._ring_tokens = total, page_tokens, ring_tokens
         self._free = list(range(total - 1, -1, -1))  # a stack: the page freed last is still in the cache
         self._held = bytearray(total)
 
@@ -23,7 +43,12 @@ class BlockPool:
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold this many positions."""
-        return -(-tokens // self.page_tokens)
+        return pages_for(tokens, self.page_tokens, self._ring_tokens)
+
+    @property
+    def most_tokens(self) -> int:
+        """The most positions that all pages together can hold for one request."""
+        return bisect.bisect_right(range(self.total * self.page_tokens + 1), self.total, key=self.pages_for) - 1
 
     def take(self, count: int) -> list[int]:
         """`count` page numbers, now held. The caller has seen that so many are free."""

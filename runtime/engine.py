@@ -45,7 +45,7 @@ class Engine:
         """Whether drawn requests keep drafts by rejection sampling: more of them, but other tokens than without."""
         self.executor, self.pool, self.tokenizer = executor, pool, tokenizer
         self.scheduler = Scheduler(pool, executor.limits.max_tokens, max_batch)
-        self.context = min(executor.limits.max_position, pool.total * pool.page_tokens)
+        self.context = min(executor.limits.max_position, pool.most_tokens)
         self._eos = frozenset(eos)
         self._next_id = 0
         self._step_seconds: dict[int, float] = {}  # by number of decoding requests

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qcompile.errors import ArtifactError, ResourceError, UsageError
+from qcompile.runtime.blocks import pages_for
 from qcompile.runtime.loader import ABI, Arena
 
 FloatArray = npt.NDArray[np.float32]
@@ -69,6 +70,11 @@ class Limits(NamedTuple):
     vocab: int
     page_tokens: int
     max_position: int
+    ring_tokens: int = 0
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages of the cache that hold so many positions."""
+        return pages_for(tokens, self.page_tokens, self.ring_tokens)
 
 
 class StepExecutor(Protocol):
@@ -151,7 +157,7 @@ class Executor:
 
     def _allocate(self) -> None:
         rows = self.limits.max_tokens
-        table = rows * -(-self.limits.max_position // self.limits.page_tokens)
+        table = rows * self.limits.pages_for(self.limits.max_position)
         # ctypes arrays take a list or a range in one slice assignment; numpy would make an array of it first.
         self._token_ids: Any = (ctypes.c_int32 * rows)()
         self._positions: Any = (ctypes.c_int32 * rows)()

@@ -74,7 +74,8 @@ def load(
     artifact = load_artifact(path)
     runtime, model = artifact.manifest["runtime"], artifact.manifest["model"]
     kv = runtime["kv"]
-    limits = Limits(runtime["max_tokens"], runtime["vocab_size"], kv["page_tokens"], model["max_position"])
+    sizes = runtime["max_tokens"], runtime["vocab_size"], kv["page_tokens"], model["max_position"]
+    limits = Limits(*sizes, kv.get("ring_tokens", 0))
     if not 1 <= max_batch <= limits.max_tokens:
         raise UsageError(f"max_batch must be between 1 and {limits.max_tokens}, not {max_batch}")
     if gamma not in (0, AUTO) and not runtime.get("levels"):
@@ -149,7 +150,7 @@ def _kv_pages(page_bytes: int, limits: Limits, max_batch: int, wanted_bytes: int
         if wanted_bytes < page_bytes:
             raise UsageError(f"kv_cache_bytes {wanted_bytes:,} is less than one page of {page_bytes:,} bytes")
         return wanted_bytes // page_bytes
-    full = max_batch * -(-limits.max_position // limits.page_tokens)
+    full = max_batch * limits.pages_for(limits.max_position)
     pages = min(full, available_memory() // _KV_SHARE // page_bytes)
     if pages < 1:
         raise ResourceError(f"no memory for one KV page of {page_bytes:,} bytes")
@@ -173,7 +174,7 @@ class LLM:
         self.executor, self.manifest, self.tokenizer = executor, manifest, tokenizer
         self.vocab_size: int = executor.limits.vocab
         self.bos_token_id: int | None = model["bos_token_id"]
-        pool = BlockPool(executor.kv_pages, executor.limits.page_tokens)
+        pool = BlockPool(executor.kv_pages, executor.limits.page_tokens, executor.limits.ring_tokens)
         self.engine = Engine(executor, pool, tokenizer, model["eos_token_ids"], max_batch, speculator)
         self._keep = keep
         self._close = weakref.finalize(self, _close_all, executor, speculator)

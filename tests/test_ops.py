@@ -67,7 +67,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "gated_linear": (rand(3, 6), rand(64, 6), rand(64), "silu", 20),
     "norm_quantize": (rand(3, 40), None, None, 1e-6, "rms", "int8", 32),
     "kv_append": (rand(3, 2, 8), rand(3, 2, 8), *STEP, CACHE, 1, "kv4"),
-    "kv_attention": (rand(3, 4, 8), *STEP, CACHE, 1, 0.3, 0, 0.0),
+    "kv_attention": (rand(3, 4, 8), *STEP, CACHE, 1, 0.3, 0, 0.0, None, None, 4),
     "rope_append": (rand(3, 64), INV_FREQ, *STEP, CACHE, [0, 32, 48], 4, 2, 8, 1.0, False, 0, "kv8"),
     "take_rows": (rand(3, 4), torch.tensor([2, 0])),
     "softmax": (rand(3, 6),),

@@ -58,14 +58,20 @@ def kv_attention(
     softcap: float,
     sinks: Tensor | None = None,
     key_bias: Tensor | None = None,
+    bits: int = 0,
 ) -> Tensor:
-    """q [M, H, D] at positions [M] of sequences [M] over the cache's pages [S, pages] -> [M, H, D]."""
+    """q [M, H, D] at positions [M] of sequences [M] over the cache's pages [S, pages] -> [M, H, D].
+
+    With `bits`, older keys and values are read as a hierarchical cache has them (numerics.read_hier).
+    """
     out = torch.empty_like(q)
     for row in range(q.shape[0]):
         seen = torch.arange(int(positions[row]) + 1)
         slots = _slots(seen, sequence[row].expand(len(seen)), block_table)
         mask = visible(positions[row : row + 1], seen, window)
         k, v = cache[layer, 0, slots].to(q.dtype), cache[layer, 1, slots].to(q.dtype)
+        if bits:
+            k, v = numerics.read_hier(k, v, bits)
         bias = key_offsets(key_bias, positions[row : row + 1].long(), seen)
         out[row] = attend(q[row : row + 1], k, v, mask, scale, softcap, sinks, bias)[0]
     return out

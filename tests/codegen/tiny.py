@@ -178,7 +178,8 @@ def reference(tiny: Tiny, tokens: Sequence[int]) -> np.ndarray:
         heads = qkv.view(len(tokens), -1, t.head_dim)
         q, k, v = heads.split([t.heads, t.kv_heads, t.kv_heads], 1)
         q, k = rope(t, q, w["inv_freq"]), rope(t, k, w["inv_freq"])
-        h = h + linear(attend(t, q, *(numerics.round_trip_kv(x.float(), t.kv).double() for x in (k, v))), f"{i}.o")
+        k, v = (numerics.round_trip_kv(x.float(), t.kv).double() for x in (k, v))
+        h = h + linear(attend_hier(t, q, k, v) if t.kv in numerics.HIERARCHICAL else attend(t, q, k, v), f"{i}.o")
         x = norm(h, f"{i}.norm2")
         h = h + linear(torch.nn.functional.silu(linear(x, f"{i}.gate")) * linear(x, f"{i}.up"), f"{i}.down")
     return linear(norm(h, "norm"), "head").float().numpy()
@@ -205,6 +206,16 @@ def attend(t: Tiny, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     hidden = (distance < 0) | ((distance >= t.window) if t.window else torch.tensor(False))
     score = score.masked_fill(hidden, -math.inf)
     return torch.einsum("hts,shd->thd", score.softmax(-1), v).reshape(len(q), -1)
+
+
+def attend_hier(t: Tiny, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As `attend`, each query reading the hierarchical cache as its position has it."""
+    rows = []
+    for position in range(len(q)):
+        end = position + 1
+        seen = numerics.read_hier(k[:end], v[:end], numerics.HIERARCHICAL[t.kv])
+        rows.append(attend(t, q[:end], *seen)[-1:])
+    return torch.cat(rows)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ struct AttentionArgs {
   int sequences;
   const int32_t* positions;
   const int32_t* query_start;
+  int k_offset, v_offset;    // kKvHier: columns of q's rows where this layer's new keys and values begin
 };
 
 struct AttentionScratch {    // one thread's working set
@@ -202,6 +203,26 @@ QC_INLINE float with_sink(float top, float sum, float sink) {
   return over > 80.0f ? 0.0f : 1.0f / (sum + vexp(splat(over))[0]);
 }
 
+// Scores of one page for the tile's rows, the last of them at position `last`, merged into their results.
+template <KvFormat F>
+QC_INLINE void attend_block(const AttentionArgs& a, const KvBlock& block, AttentionScratch& s, int rows, int dp, int page,
+                            int last) {
+  const int limit = last - page * kPage + 1 < kPage ? last - page * kPage + 1 : kPage;
+  score_page<F>(block, s, rows, dp, limit);
+  const bool all = page * kPage + kPage - 1 <= s.position[0] && (a.window == 0 || page * kPage > last - a.window);
+  if (all) soften_page<F, false>(a, block, s, rows, page * kPage);
+  else soften_page<F, true>(a, block, s, rows, page * kPage);
+  value_page<F>(block, s, rows, dp, limit);
+  merge_page(s, rows, dp);
+}
+
+// Hierarchical caches (attention_hier.h): a page, which may be rounded; and all rows of a sequence, cached on the way.
+template <KvFormat F>
+void attend_hier_page(const AttentionArgs&, const KvLayer<F>&, AttentionScratch&, int sequence, int head, int rows, int page,
+                      int last);
+template <KvFormat F>
+void attend_sequence(const AttentionArgs&, const KvLayer<F>&, void* memory, int sequence, int head);
+
 // Query rows first .. first + rows - 1 of one sequence and kv head; row = token * group + head in group.
 template <KvFormat F>
 QC_NOINLINE void attend_tile(const AttentionArgs& a, const KvLayer<F>& kv, void* memory,
@@ -226,14 +247,8 @@ QC_NOINLINE void attend_tile(const AttentionArgs& a, const KvLayer<F>& kv, void*
   const int last = s.position[rows - 1];
   const int start = a.window > 0 && s.position[0] >= a.window ? s.position[0] - a.window + 1 : 0;
   for (int page = start / kPage; page <= last / kPage; ++page) {
-    const KvBlock block = kv.block(sequence, page, head);
-    const int limit = last - page * kPage + 1 < kPage ? last - page * kPage + 1 : kPage;
-    score_page<F>(block, s, rows, dp, limit);
-    const bool all = page * kPage + kPage - 1 <= s.position[0] && (a.window == 0 || page * kPage > last - a.window);
-    if (all) soften_page<F, false>(a, block, s, rows, page * kPage);
-    else soften_page<F, true>(a, block, s, rows, page * kPage);
-    value_page<F>(block, s, rows, dp, limit);
-    merge_page(s, rows, dp);
+    if constexpr (F >= kKvHier) attend_hier_page<F>(a, kv, s, sequence, head, rows, page, last);
+    else attend_block<F>(a, kv.block(sequence, page, head), s, rows, dp, page, last);
   }
 
   const int out_stride = gemm_kp(a.heads * d);
@@ -255,7 +270,8 @@ QC_NOINLINE void attention(const AttentionArgs& a, const KvLayer<F>& kv, Range h
   for (int h = heads.begin; h < heads.end; ++h)
     for (int s = 0; s < a.sequences; ++s) {
       const int rows = (a.query_start[s + 1] - a.query_start[s]) * group;
-      for (int first = 0; first < rows; first += kTileRows)
+      if constexpr (F >= kKvHier) attend_sequence<F>(a, kv, memory, s, h);
+      else for (int first = 0; first < rows; first += kTileRows)
         attend_tile<F>(a, kv, memory, s, h, first, rows - first < kTileRows ? rows - first : kTileRows);
     }
 }
@@ -273,7 +289,7 @@ QC_INLINE int tile_rows(const AttentionArgs& a, int kv_heads, int threads) {
 // The same for all kv heads, tiles handed to whichever thread is free (`next` counts those handed out).
 template <KvFormat F>
 QC_NOINLINE void attention_tasks(const AttentionArgs& a, const KvLayer<F>& kv, uint32_t* next, const Worker& w) {
-  const int group = a.heads / kv.kv_heads, tile = tile_rows(a, kv.kv_heads, w.threads);
+  const int group = a.heads / kv.kv_heads, tile = F >= kKvHier ? 1 << 30 : tile_rows(a, kv.kv_heads, w.threads);
   uint32_t at = 0, task = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED);
   for (int s = 0; s < a.sequences; ++s) {
     const int rows = (a.query_start[s + 1] - a.query_start[s]) * group;
@@ -281,7 +297,8 @@ QC_NOINLINE void attention_tasks(const AttentionArgs& a, const KvLayer<F>& kv, u
     for (int first = (rows - 1) / tile * tile; first >= 0; first -= tile)  // the longest first
       for (int h = 0; h < kv.kv_heads; ++h, ++at) {
         if (at != task) continue;
-        attend_tile<F>(a, kv, w.scratch, s, h, first, rows - first < tile ? rows - first : tile);
+        if constexpr (F >= kKvHier) attend_sequence<F>(a, kv, w.scratch, s, h);
+        else attend_tile<F>(a, kv, w.scratch, s, h, first, rows - first < tile ? rows - first : tile);
         task = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED);
       }
   }

@@ -77,11 +77,11 @@ static bool valid_sequence(const Model& m, const qc_batch& b, int s, int steps) 
   if (begin > end || end > b.tokens) return false;
   if (begin == end) return true;
   const int first = b.positions[begin], last = first + (end - begin) - 1 + (steps - 1);
-  if (first < 0 || last >= kMaxPosition || last / kPage >= b.block_stride) return false;
+  if (first < 0 || last >= kMaxPosition || kv_entries(kKv, last + 1) > b.block_stride) return false;
   for (int t = begin; t < end; ++t)
     if (b.positions[t] != first + (t - begin)) return false;
   const int32_t* pages = b.block_table + (int64_t)s * b.block_stride;
-  for (int i = 0; i <= last / kPage; ++i)
+  for (int i = 0; i < kv_entries(kKv, last + 1); ++i)
     if (pages[i] < 0 || pages[i] >= m.kv_pages) return false;
   return true;
 }

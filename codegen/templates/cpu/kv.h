@@ -5,23 +5,35 @@
 //   kv8   K u8 [Dp][64],  V u8 [64][Dp], then f32 [64] each: K scale, K zero, V scale, V zero
 //   kv4   K u8 [Dp/2][64], V u8 [64][Dp/2], low nibble d, high nibble d + Dp/2; then as kv8
 //
+//   hier  see attention_hier.h
+//
 // K is [dim][position], so that scores of 64 positions are vertical sums over dim, in order.
 // kv8 and kv4 are asymmetric per position and head: value = (code - zero) * scale, the range holds 0.
 #pragma once
 #include "rowops.h"
 
-enum KvFormat { kKv32, kKv16, kKv8, kKv4 };
+enum KvFormat { kKv32, kKv16, kKv8, kKv4, kKvHier, kKvHier4 };  // kKvHier4: as kKvHier, upper nibbles read alone
 constexpr int kPage = 64;
+constexpr int kHierGroup = 128;              // positions whose keys share scales
+constexpr int kRingPages = 3 * kHierGroup / kPage;  // kKvHier: pages of newest positions, two table entries each
 
 constexpr int kv_padded(KvFormat f, int head_dim) {
-  return f == kKv4 ? (head_dim + 31) / 32 * 32 : (head_dim + 15) / 16 * 16;
+  return f >= kKv4 ? (head_dim + 31) / 32 * 32 : (head_dim + 15) / 16 * 16;
 }
 constexpr int64_t kv_part_bytes(KvFormat f, int head_dim) {  // K, or V, without its parameters
   const int64_t n = (int64_t)kPage * kv_padded(f, head_dim);
-  return f == kKv32 ? 4 * n : f == kKv16 ? 2 * n : f == kKv8 ? n : n / 2;
+  return f == kKv32 ? 4 * n : f == kKv16 ? 2 * n : f == kKv4 ? n / 2 : n;
 }
 constexpr int64_t kv_block_bytes(KvFormat f, int head_dim) {
-  return 2 * kv_part_bytes(f, head_dim) + (f >= kKv8 ? 4 * kPage * (int64_t)sizeof(float) : 0);
+  const int64_t parameters = f >= kKvHier ? 2 * kPage + kv_padded(f, head_dim) : f >= kKv8 ? 4 * kPage : 0;
+  return 2 * kv_part_bytes(f, head_dim) + parameters * (int64_t)sizeof(float);
+}
+// Entries of a sequence's block table that hold its first `positions` positions.
+constexpr int kv_entries(KvFormat f, int positions) {
+  const int pages = (positions + kPage - 1) / kPage;
+  if (f < kKvHier) return pages;
+  if (positions <= 2 * kHierGroup) return 2 * pages;
+  return 2 * kRingPages + ((positions - 1) / kHierGroup - 1) * (kHierGroup / kPage);
 }
 
 struct KvBlock {  // one (layer, page, kv head)
@@ -36,9 +48,12 @@ struct KvLayer {
   const int32_t* block_table;  // [sequences][block_stride]
   int block_stride, kv_heads, head_dim;
 
+  char* at(int sequence, int entry, int head) const {
+    const int64_t block = (int64_t)block_table[(int64_t)sequence * block_stride + entry] * kv_heads + head;
+    return base + block * kv_block_bytes(F, head_dim);
+  }
   KvBlock block(int sequence, int page, int head) const {
-    const int64_t at = (int64_t)block_table[(int64_t)sequence * block_stride + page] * kv_heads + head;
-    char* p = base + at * kv_block_bytes(F, head_dim);
+    char* p = at(sequence, page, head);
     const int64_t part = kv_part_bytes(F, head_dim);
     return {p, p + part, (float*)(p + 2 * part)};
   }

@@ -103,11 +103,15 @@ QC_NOINLINE void rope_append(const RopeAppend& a, const KvLayer<F>& kv, Range he
       while (a.query_start[sequence + 1] <= t) ++sequence;
       float* row = a.qkv + (int64_t)t * a.stride;
       for (int g = 0; g < group; ++g) rotate(a.rope, t, row + a.q_offset + (h * group + g) * d);
+      if constexpr (F >= kKvHier) {  // attention writes its cache, group by group
+        rotate(a.rope, t, row + a.k_offset + h * d);
+        continue;
+      }
       memcpy(k, row + a.k_offset + h * d, sizeof(float) * (size_t)d);
       memcpy(v, row + a.v_offset + h * d, sizeof(float) * (size_t)d);
       rotate(a.rope, t, k);
       const int p = a.positions[t];
-      kv_append<F>(kv.block(sequence, p / kPage, h), p % kPage, k, v, dp);
+      if constexpr (F < kKvHier) kv_append<F>(kv.block(sequence, p / kPage, h), p % kPage, k, v, dp);
     }
   }
 }

@@ -1,0 +1,98 @@
+"""Speculation over a hierarchical cache: what is drafted, rejected, batched or evicted leaves no trace in it."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import qcompile
+from qcompile import SamplingParams
+from qcompile.artifact import read_manifest
+from qcompile.runtime.gamma import AUTO
+from qcompile.runtime.llm import LLM
+
+LENGTHS = (3, 250, 254, 300, 382, 500, 511)
+"""Of prompts: their answers of TOKENS cross the ends of groups, where older positions are rounded."""
+TOKENS = 24
+VARIANTS: dict[str, tuple[str, dict[str, str], bool]] = {
+    "quantspec": ("quantspec", {}, False),
+    "nested all through": ("nested", {"cache.format": "kv_hier"}, False),
+    "with another draft": ("quantspec", {}, True),
+}
+"""Recipe, options, and whether a second level has a cache of its own."""
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> Callable[[str], Path]:
+    """Artifacts of VARIANTS of the tiny model with a context of 1024 tokens, built when first asked for."""
+    folder = tmp_path_factory.mktemp("hierarchical")
+    model = folder / "model"
+    shutil.copytree(tiny_checkpoint, model)
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}), encoding="utf-8")
+
+    def build(name: str) -> Path:
+        recipe, options, other = VARIANTS[name]
+        out = folder / name
+        if not out.exists():
+            qcompile.build(str(model), out, recipe=recipe, options=options, drafts=[str(model)] if other else [])
+        return out
+
+    return build
+
+
+def prompts(llm: LLM) -> list[list[int]]:
+    draw = random.Random(0)
+    return [[draw.randrange(llm.vocab_size) for _ in range(length)] for length in LENGTHS]
+
+
+def generate(llm: LLM, texts: list[list[int]], **options: object) -> list[tuple[object, ...]]:
+    params = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, **options}
+    outputs = llm.generate(texts, SamplingParams(**params))  # type: ignore[arg-type]
+    llm.engine.check()
+    assert llm.engine.pool.used == 0
+    return [(out.outputs[0].token_ids, out.outputs[0].logprobs) for out in outputs]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_tokens_are_the_verifying_paths_own(name: str, artifact: Callable[[str], Path]) -> None:
+    with qcompile.load(artifact(name), threads=1, gamma=0) as llm:
+        texts = prompts(llm)
+        plain = [generate(llm, [text])[0] for text in texts]
+        noted = generate(llm, texts, logprobs=0)
+    with qcompile.load(artifact(name), threads=2) as llm:
+        for gamma in (1, 3, 8, AUTO):
+            llm.engine.gamma = gamma
+            assert generate(llm, texts) == plain, gamma
+        llm.engine.gamma = 5
+        assert generate(llm, texts, logprobs=0) == noted
+        assert [generate(llm, [text])[0] for text in texts[1:4]] == plain[1:4]
+
+
+def test_chunks_and_eviction_change_nothing(artifact: Callable[[str], Path]) -> None:
+    """With pages for a quarter of the demand, requests are computed again from the start, in other chunks."""
+    path = artifact("quantspec")
+    page = read_manifest(path)["runtime"]["kv"]["page_bytes"]
+    with qcompile.load(path, threads=1, gamma=0) as llm:
+        texts = prompts(llm) * 2
+        plain = generate(llm, texts[: len(LENGTHS)]) * 2
+    with qcompile.load(path, threads=1, gamma=4, kv_cache_bytes=40 * page) as llm:
+        assert generate(llm, texts) == plain
+        assert llm.engine.scheduler.preemptions > 0
+
+
+def test_drafts_read_the_upper_half(artifact: Callable[[str], Path]) -> None:
+    """Two paths over one layout: the draft's library differs, and its cache is the target's."""
+    manifest = read_manifest(artifact("nested all through"))
+    kv, level = manifest["runtime"]["kv"], manifest["runtime"]["levels"][0]
+    assert kv["format"] == "kv_hier" and kv["ring_tokens"] == 384 and level["kv"] is None
+    assert {"name": "cache", "options": {"format": "kv_hier4"}, "fired": 2} in level["passes"]
+    program = json.loads((artifact("nested all through") / "graphs" / "draft1.json").read_text(encoding="utf-8"))
+    assert program["kv"]["format"] == "kv_hier4" and program["kv"]["page_bytes"] == kv["page_bytes"]
+    # 8 bits for each of 16 (padded to 32) elements of K and V, two floats a position and one a channel of a group.
+    assert kv["page_bytes"] == 2 * 2 * (64 * 2 * 32 + 64 * 8 + 32 * 4)
