@@ -19,13 +19,14 @@ from qcompile import bench, console
 from qcompile.recipes import RECIPES
 
 ROOT = Path(__file__).parents[1]
+PLAIN = [name for name, recipe in RECIPES.items() if not recipe.drafts and not recipe.calibrated]
 SIZES = bench.Sizes(tg=128, pp=(128, 512), verify=(1, 2, 4, 8), repeats=1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=ROOT / "samples" / "pycode-26m")
-    parser.add_argument("--recipes", default=",".join(RECIPES))
+    parser.add_argument("--recipes", default=",".join(PLAIN), help="default: those that neither draft nor calibrate")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--work", type=Path, default=ROOT / "out" / "bench", help="where artifacts go")
     parser.add_argument("--out", type=Path)
