@@ -184,5 +184,12 @@ def attention(
     take part in the softmax's sum alone. key_bias [H, P] adds key_bias[h, key] - key_bias[h, query], by position:
     linear biases (ALiBi) and whatever else depends on the key's position alone, up to what a softmax ignores.
     """
+    if not window and not softcap and sinks is None and key_bias is None:  # fast, and nothing [T, T] in memory
+        heads_first = (t.transpose(1, 2) for t in (q, k, v))
+        grouped = q.shape[2] != k.shape[2]
+        y = torch.nn.functional.scaled_dot_product_attention(
+            *heads_first, is_causal=True, scale=scale, enable_gqa=grouped
+        )
+        return y.transpose(1, 2).contiguous()
     place = torch.arange(q.shape[1], device=q.device)
     return attend(q, k, v, visible(place, place, window), scale, softcap, sinks, key_offsets(key_bias, place, place))

@@ -143,6 +143,38 @@ def test_a_build_says_what_it_saw_and_is_reproducible(tiny_checkpoint: Path, tmp
     qcompile.load(out).close()
 
 
+def test_an_interrupted_build_resumes_to_the_same_bytes(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "calib.txt"
+    text.write_text("def add(a, b):\n    return a + b\n" * 60)
+
+    def build(name: str) -> dict[str, bytes]:
+        out = tmp_path / name
+        options = {"salience.samples": "2"}
+        qcompile.build(str(tiny_checkpoint), out, recipe="mixllm", options=options, calib=Request(text, 4, 64))
+        return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+    whole, done, choose = build("whole"), 0, calibrate.gptq.choose
+
+    def interrupted(*args: object, **options: object) -> object:
+        nonlocal done
+        done += 1
+        if done == 4:
+            raise KeyboardInterrupt
+        return choose(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(calibrate.gptq, "choose", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        build("out")
+    assert not (tmp_path / "out").exists()
+    kept = {path.name: path.read_bytes() for path in (tmp_path / ".out.calibration").iterdir()}
+    assert len(kept) == 4  # salience, and three weights
+    assert build("out") == whole
+    assert done == 4 + 6  # nine weights: three were kept
+    assert not (tmp_path / ".out.calibration").exists()
+
+
 def test_calibrated_weights_survive_the_step_passes() -> None:
     graph = quantized()
     graph.calibration = Calibration(tokens())
