@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
 
-from qcompile import gradients, numerics
+from qcompile import allocate, gradients, numerics, roofline
 from qcompile.calibration import Calibration
 from qcompile.errors import UsageError
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
+from qcompile.passes.trial import Trial, fewest
 
 MIXED = "mix_4_8"
 NARROW = "w4_asym_g128"
@@ -26,6 +28,10 @@ class Salience(Pass):
     loss and the feature's change q - c under 4-bit rounding: Taylor's first-order term and the Fisher of the feature
     (MixLLM 3.2, equation 4). `samples` are taken of the calibration text. Without text the features of every linear
     that 4 bits move most are taken, the same share of each, which a note says. `fired` counts features marked.
+
+    With `target_bits` features are taken in blocks by salience over predicted time on `target` (allocate.py), until
+    codes have so many bits on average; with `max_perplexity_increase` as few as keep the perplexity of held-back
+    calibration text within that of the float model's (trial.py). QualityError where 8 bits throughout cannot.
     """
 
     name: ClassVar[str] = "salience"
@@ -33,30 +39,78 @@ class Salience(Pass):
     enabled: bool = False
     fraction: float = 0.1
     samples: int = 32
+    target_bits: float = 0.0
+    max_perplexity_increase: float = 0.0
+    target: str = "cpu"
 
     def __post_init__(self) -> None:
         if not 0 <= self.fraction <= 1:
             raise UsageError(f"salience.fraction={self.fraction}: write a share between 0 and 1")
         if self.samples < 1:
             raise UsageError(f"salience.samples={self.samples}: write 1 or more")
+        if self.target_bits and not allocate.NARROW_BITS <= self.target_bits <= allocate.WIDE_BITS:
+            raise UsageError(f"salience.target_bits={self.target_bits}: codes have 4 or 8 bits, write a mean of those")
+        if not 0 <= self.max_perplexity_increase < math.inf:
+            raise UsageError(f"salience.max_perplexity_increase={self.max_perplexity_increase}: write 0.05, or more")
+
+    @property
+    def automatic(self) -> bool:
+        """Whether bits are bought by salience over time, instead of for a fraction of the features."""
+        return bool(self.target_bits or self.max_perplexity_increase)
+
+    @property
+    def wanted(self) -> bool:
+        return self.enabled or self.automatic
 
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()
         linears = [node for node in graph.calls(*gradients.LINEARS) if _format(node) == MIXED]
         if not linears:
+            if self.automatic:
+                raise UsageError(f"bits are allocated to linears in {MIXED}, and none is: take recipe auto or mixllm")
             return PassResult(graph, 0, (f"no linear is in {MIXED}",))
         if graph.calibration is None:
-            for node in linears:
-                node.meta["precision"] = {**node.meta["precision"], "fraction": self.fraction}
-            marked = sum(round(self.fraction * _features(node)) for node in linears)
-            return PassResult(graph, marked, ("no calibration text: features are chosen by their own rounding error",))
+            return self._by_rounding_error(graph, linears)
         scores = self._scores(graph, linears, graph.calibration)
-        marks = self._marks(scores)
-        for node, wide in zip(linears, marks, strict=True):
-            name = f"{self.name}.{node.name}.wide"
-            graph.weights.add_tensor(name, wide)
-            node.meta["precision"] = {**node.meta["precision"], "wide": name}
-        return PassResult(graph, int(sum(int(wide.sum()) for wide in marks)))
+        if self.automatic:
+            return self._allocate(graph, linears, scores, graph.calibration)
+        return PassResult(graph, _mark(graph, linears, self._marks(scores)))
+
+    def _by_rounding_error(self, graph: Graph, linears: list[fx.Node]) -> PassResult:
+        """Without text: the same share of every linear."""
+        if self.max_perplexity_increase:
+            raise UsageError("max-perplexity-increase is judged on calibration text: give --calib FILE")
+        fraction = allocate.share_of(self.target_bits) if self.target_bits else self.fraction
+        for node in linears:
+            node.meta["precision"] = {**node.meta["precision"], "fraction": fraction}
+        marked = sum(round(fraction * _features(node)) for node in linears)
+        return PassResult(graph, marked, ("no calibration text: features are chosen by their own rounding error",))
+
+    def _allocate(
+        self, graph: Graph, linears: list[fx.Node], scores: list[Tensor], calibration: Calibration
+    ) -> PassResult:
+        """Blocks of features by salience over time, as many as `target_bits` or `max_perplexity_increase` says."""
+        sizes = [_features(node) for node in linears]
+        inputs = [_inputs(node) for node in linears]
+        weights = sum(n * k for n, k in zip(sizes, inputs, strict=True))
+        blocks = allocate.ranked(scores, inputs, roofline.peaks_of(self.target))
+
+        notes: tuple[str, ...] = ()
+        if self.max_perplexity_increase:
+            trial = Trial(graph, calibration)
+
+            def increase(count: int) -> float:
+                marked = graph.clone()
+                _mark(marked, _same(marked, linears), allocate.marks(blocks[:count], sizes))
+                return trial.increase(marked)
+
+            count, expected = fewest(len(blocks), self.max_perplexity_increase, increase)
+            notes = (f"perplexity of held-back calibration text rises by {expected:.4f}",)
+        else:
+            count = allocate.within_bits(blocks, weights, self.target_bits)
+        marked = _mark(graph, linears, allocate.marks(blocks[:count], sizes))
+        bits = allocate.NARROW_BITS + sum(block.bits for block in blocks[:count]) / weights
+        return PassResult(graph, marked, (f"codes have {bits:.3f} bits on average", *notes))
 
     def _scores(self, graph: Graph, linears: list[fx.Node], calibration: Calibration) -> list[Tensor]:
         """Salience [N] of every linear's output features."""
@@ -88,6 +142,21 @@ class Salience(Pass):
         return list(wide.split([len(score) for score in scores]))
 
 
+def _mark(graph: Graph, linears: list[fx.Node], marks: list[Tensor]) -> int:
+    """Say on the linears which of their features have 8 bits; how many there are."""
+    for node, wide in zip(linears, marks, strict=True):
+        name = f"{Salience.name}.{node.name}.wide"
+        graph.weights.add_tensor(name, wide)
+        node.meta["precision"] = {**node.meta["precision"], "wide": name}
+    return sum(int(wide.sum()) for wide in marks)
+
+
+def _same(graph: Graph, nodes: list[fx.Node]) -> list[fx.Node]:
+    """The nodes of the same names in a clone."""
+    named = {node.name: node for node in graph.nodes}
+    return [named[node.name] for node in nodes]
+
+
 def _format(node: fx.Node) -> str:
     return str((node.meta.get("precision") or {}).get("weight"))
 
@@ -95,6 +164,11 @@ def _format(node: fx.Node) -> str:
 def _features(node: fx.Node) -> int:
     weight: Any = node.args[1]
     return int(weight.meta["val"].shape[0])
+
+
+def _inputs(node: fx.Node) -> int:
+    weight: Any = node.args[1]
+    return int(weight.meta["val"].shape[1])
 
 
 def _rounding_error(w: Tensor) -> Tensor:

@@ -90,6 +90,13 @@ def build(
     ] = 128,
     length: Annotated[int, typer.Option("--max-seq-length", min=2, metavar="TOKENS", help="Tokens per sample.")] = 1024,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Chooses the samples.")] = 0,
+    bits: Annotated[
+        float | None, typer.Option("--target-bits", metavar="BITS", help="4 or 8 by output feature, BITS on average.")
+    ] = None,
+    rise: Annotated[
+        float | None,
+        typer.Option("--max-perplexity-increase", metavar="X", help="As few bits as keep it, on the --calib text."),
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Run every stage's graph on a short text; record each pass's error.")
     ] = False,
@@ -103,12 +110,13 @@ def build(
       qcompile build samples/pycode-26m -o out/pycode --recipe w4a8
       qcompile build samples/pycode-26m -o out/kv8 --recipe f32 --set cache.format=kv8
       qcompile build samples/pycode-26m -o out/qserve --recipe qserve --calib text.jsonl
+      qcompile build samples/pycode-26m -o out/auto --recipe auto --calib text.jsonl --target-bits 4.4
       qcompile build samples/pycode-26m -o out/fast --recipe ml-specqd --draft samples/pycode-1m --draft lookup
     """
-    from qcompile.recipes import get_recipe, parse_options
+    from qcompile.recipes import allocation, get_recipe, parse_options
     from qcompile.targets import get_target
 
-    settings = parse_options(options or [])
+    settings = parse_options(options or []) | allocation(bits, rise)
     chosen, _ = get_recipe(recipe), get_target(target)  # refuse unknown names before torch is imported
     if calib is not None and not calib.is_file():
         raise UsageError(f"{calib}: no such file")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import qcompile
-from qcompile import calibration, check, frontend, huggingface, mix, numerics, recipes, report, show, targets
+from qcompile import calibration, check, frontend, huggingface, mix, numerics, outliers, recipes, report, show, targets
 from qcompile.artifact import PASSES_FILE, ArtifactWriter, WeightSpec, canonical_json
 from qcompile.calibration import Request
 from qcompile.clock import Clock, Progress, silent
@@ -235,7 +235,8 @@ class _Request:
     @property
     def passes(self) -> tuple[Pass, ...]:
         """Those of the target."""
-        return configure(recipes.get_recipe(self.recipe).settings(self.head_dtype), self.options)
+        options = {"salience.target": self.target, **self.options}
+        return configure(recipes.get_recipe(self.recipe).settings(self.head_dtype), options)
 
     def own_drafts(self) -> Iterator[tuple[recipes.Draft, tuple[Pass, ...]]]:
         """The recipe's drafts, and the passes from `speculate` on that make each from the quantized graph."""
@@ -278,7 +279,7 @@ def _plan(request: _Request, clock: Clock, source: Mapping[str, Any]) -> Plan:
             **{f"{draft.name}/tokenizer.json": draft.tokenizer for draft in drafts if draft.tokenizer},
             **(huggingface.tokenizer_files(model) if isinstance(model, (str, Path)) else {}),
         }
-        facts = canonical_json(_report(request, final, program, weights, records))
+        facts = canonical_json(_report(request, graphs, program, weights, records))
     lookup = LOOKUP in request.drafts
     return Plan(graphs, program, weights, records, bits, files, facts, drafts, lookup)
 
@@ -466,8 +467,9 @@ def _measured(passes: list[PassRecord]) -> list[dict[str, Any]]:
 
 
 def _report(
-    request: _Request, final: Graph, program: Program, weights: list[PackedWeight], records: list[PassRecord]
+    request: _Request, graphs: list[Graph], program: Program, weights: list[PackedWeight], records: list[PassRecord]
 ) -> dict[str, Any]:
+    final = graphs[-1]
     sizes = {name: size for weight in weights for name, size in weight.blobs}
     return report.collect(
         json.loads(program.to_json()),
@@ -478,4 +480,5 @@ def _report(
         recipe=request.recipe,
         bits_per_weight=bits_per_weight(final),
         passes=[{"name": r.name, "fired": r.fired, "notes": list(r.notes)} for r in records],
+        outliers=outliers.compare(graphs),
     )

@@ -126,6 +126,15 @@ RECIPES = {
             calibrated=True,
             extra=(("salience", "enabled", True),),
         ),
+        Recipe(
+            "auto",
+            "4 or 8 bits by output feature: what matters most for its time on the target (--target-bits)",
+            "mix_4_8",
+            "int8_g128",
+            "kv16",
+            calibrated=True,
+            extra=(("salience", "enabled", True), ("salience", "target_bits", 4.4)),
+        ),
         Recipe("mxfp4", "OCP MXFP4 weights, 8-bit activations in groups of 128", "mxfp4", "int8_g128", "kv16"),
         Recipe(
             "w4a4",
@@ -200,6 +209,17 @@ def parse_options(pairs: list[str]) -> dict[str, str]:
             raise UsageError(f"--set {pair}: write pass.field=value, for example cache.format=kv8")
         options[name] = value
     return options
+
+
+def allocation(bits: float | None, rise: float | None) -> dict[str, str]:
+    """The options that `--target-bits` and `--max-perplexity-increase` stand for; UsageError for both, or no rise."""
+    if bits is not None and rise is not None:
+        raise UsageError("--target-bits and --max-perplexity-increase: give one of them, the other follows")
+    if rise is not None and not rise > 0:
+        raise UsageError(f"--max-perplexity-increase {rise}: write a number above 0, for example 0.05")
+    if bits is not None:
+        return {"salience.target_bits": str(bits)}
+    return {} if rise is None else {"salience.max_perplexity_increase": str(rise)}
 
 
 def apply_options(

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qcompile.graph import Graph
-from qcompile.roofline import Peaks, call_cost, predicted_us
+from qcompile.roofline import CPU_CORE, Peaks, call_cost, predicted_us
 
 Json = dict[str, Any]
 
@@ -23,9 +23,6 @@ HEAD, QKV, ATTENTION_OUT, GATE_UP, DOWN, OTHER = (
 )
 PARTS = (QKV, ATTENTION_OUT, GATE_UP, DOWN, OTHER, HEAD)
 """Kinds of linear layers, in the order of a step."""
-
-CPU_CORE = Peaks(25e9, {"int8": 400e9, "bf16": 200e9, "f32": 100e9})
-"""What times on a CPU are predicted with: a core of a recent server. `qcompile bench` probes the real one."""
 
 
 def collect(

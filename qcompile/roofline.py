@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from qcompile.targets import get_target
+
 
 @dataclass(frozen=True)
 class Peaks:
@@ -21,6 +23,16 @@ class Peaks:
     bytes_per_second: float
     ops_per_second: Mapping[str, float]
     overhead_us: float = 0.0
+
+
+CPU_CORE = Peaks(25e9, {"int8": 400e9, "bf16": 200e9, "f32": 100e9})
+"""What times on a CPU are predicted with: a core of a recent server. `qcompile bench` probes the real one."""
+
+
+def peaks_of(target: str) -> Peaks:
+    """What times on the target called so are predicted with."""
+    get_target(target)
+    return CPU_CORE
 
 
 class Cost(NamedTuple):

@@ -7,7 +7,7 @@ form it has there (int8 codes where activations are quantized). Weights are load
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class Sweep:
         self._nodes = [node for node in graph.nodes if not graph.is_weight(node) and node.op == "call_function"]
         self._next = 0
         self._last = {source: index for index, node in enumerate(self._nodes) for source in node.all_input_nodes}
+        self._last |= dict.fromkeys(graph.output.all_input_nodes, len(self._nodes))
         positions = torch.arange(tokens.shape[1])[None]
         ids = [row[None] for row in tokens]
         inputs = graph.inputs
@@ -47,6 +48,15 @@ class Sweep:
                     self._run(sample, index)
         self._weights.clear()
         self._next = end
+
+    def outputs(self) -> Iterator[Any]:
+        """Run every sample to the end: what the graph gives for it, of one sample after the other."""
+        result: Any = self.graph.output.args[0]
+        for sample in self._samples:
+            with torch.no_grad():
+                for index in range(self._next, len(self._nodes)):
+                    self._run(sample, index)
+            yield sample.pop(result)
 
     def values(self, node: fx.Node) -> list[Any]:
         """What `node`, which something not yet run reads, gave for each sample."""

@@ -8,7 +8,7 @@ import pytest
 
 from qcompile import numerics, targets
 from qcompile.errors import UsageError
-from qcompile.recipes import HEADS, RECIPES, apply_options, get_recipe, parse_options
+from qcompile.recipes import HEADS, RECIPES, allocation, apply_options, get_recipe, parse_options
 from qcompile.roofline import Peaks, call_cost, predicted_us
 from qcompile.targets import TARGET_NAMES, get_target
 
@@ -141,3 +141,14 @@ def test_the_readme_lists_every_recipe_and_target() -> None:
     text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     assert all(f"| `{name}` |" in text for name in RECIPES)
     assert all(f"`{name}`" in text for name in TARGET_NAMES)
+
+
+def test_bits_or_a_limit_on_perplexity_are_options_of_a_pass() -> None:
+    assert allocation(None, None) == {}
+    assert allocation(4.4, None) == {"salience.target_bits": "4.4"}
+    assert allocation(None, 0.05) == {"salience.max_perplexity_increase": "0.05"}
+    with pytest.raises(UsageError, match="give one of them"):
+        allocation(4.4, 0.05)
+    for rise in (0.0, -1.0, float("nan")):
+        with pytest.raises(UsageError, match="above 0"):
+            allocation(None, rise)

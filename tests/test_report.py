@@ -11,6 +11,7 @@ import pytest
 
 from qcompile import report, report_page
 from qcompile.errors import QCompileError
+from qcompile.roofline import CPU_CORE
 
 
 def call(kernel: str, **fields: Any) -> dict[str, Any]:
@@ -65,7 +66,7 @@ def facts(**changes: Any) -> dict[str, Any]:
         "kv_bytes_per_token": 64,
         "passes": [{"name": "raise", "fired": 3, "notes": ["a & b"]}],
         "linears": report.linears(two_layers(), SIZES, figures),
-        "kernels": report.kernels(two_layers(), SIZES, report.CPU_CORE),
+        "kernels": report.kernels(two_layers(), SIZES, CPU_CORE),
     }
     return made | changes
 
@@ -89,8 +90,8 @@ def test_share_of_8_bit_features_comes_from_the_bytes_of_the_codes() -> None:
 
 
 def test_predicted_time_is_that_of_the_roofline() -> None:
-    rows = {row["kernel"]: row for row in report.kernels(two_layers(), SIZES, report.CPU_CORE)}
-    moved = rows["gemm"]["bytes"] / report.CPU_CORE.bytes_per_second * 1e6
+    rows = {row["kernel"]: row for row in report.kernels(two_layers(), SIZES, CPU_CORE)}
+    moved = rows["gemm"]["bytes"] / CPU_CORE.bytes_per_second * 1e6
     assert rows["gemm"]["calls"] == 9
     assert abs(rows["gemm"]["predicted_us"] - moved) < 1e-3 * moved  # one token: all of it is moving weights
 

@@ -1,0 +1,102 @@
+"""What quantizing a graph's linears does to perplexity: tried on a little calibration text, judged on the rest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, fx
+
+from qcompile.calibration import Calibration
+from qcompile.errors import QualityError, UsageError
+from qcompile.graph import Graph
+from qcompile.passes.base import apply
+from qcompile.passes.calibrate import Calibrate
+from qcompile.passes.quantize import Quantize
+from qcompile.sweep import Sweep
+
+SEEN_TOKENS, HELD_TOKENS = 16384, 8192
+"""What codes are chosen on in a trial, and what its perplexity is measured on. The build itself sees more text, so
+that what a trial finds is on the safe side."""
+
+TRIALS = 6
+"""Most trials between no 8 bits and 8 bits throughout."""
+
+
+class Trial:
+    """Perplexity of the last samples of calibration text when `graph`'s linears are quantized, over the float model's.
+
+    Activations are quantized as assigned; a cache of fewer bits comes on top. Results are kept with the calibration.
+    """
+
+    def __init__(self, graph: Graph, calibration: Calibration) -> None:
+        samples, length = calibration.tokens.shape
+        if samples < 2:
+            raise UsageError(
+                "a limit on perplexity needs 2 samples of calibration text: one to choose by, one to judge"
+            )
+        held = max(1, min(samples // 2, HELD_TOKENS // length))
+        seen = max(1, min(samples - held, SEEN_TOKENS // length))
+        self._held, self._seen = calibration.tokens[-held:], calibration.tokens[:seen]
+        self._calibration = calibration
+        self._float = loss(graph, self._held)
+
+    def increase(self, graph: Graph) -> float:
+        """How much perplexity rises when the linears of `graph` are quantized by its precisions."""
+        key = f"trial-{self._calibration.fingerprint(graph, _precisions(graph))}"
+        kept = self._calibration.kept(key)
+        if kept is not None:
+            return kept[1]["increase"]
+        trial = graph.clone()
+        trial.calibration = Calibration(self._seen)
+        quantized = apply(Calibrate(), apply(Quantize(), trial).graph).graph
+        increase = math.exp(loss(quantized, self._held)) - math.exp(self._float)
+        self._calibration.keep(key, [], {"increase": increase})
+        return increase
+
+
+def _precisions(graph: Graph) -> str:
+    """The widths of all output features as text."""
+    names = [str(node.meta["precision"].get("wide")) for node in graph.nodes if "precision" in node.meta]
+    marks = [graph.weights[name] for name in names if name in graph.weights]
+    return str([mark.nonzero().flatten().tolist() for mark in marks])
+
+
+def loss(graph: Graph, tokens: Tensor) -> float:
+    """Mean next-token loss of `tokens` int64 [samples, length], in nats; one linear's weights in memory at a time."""
+    sweep = Sweep(graph, tokens)
+    stops: list[fx.Node] = graph.calls("linear", "gated_linear", "gemm")
+    for stop in stops:
+        sweep.advance(stop)
+    total = 0.0
+    for row, logits in zip(tokens, sweep.outputs(), strict=True):
+        total += float(torch.nn.functional.cross_entropy(logits[0, :-1].float(), row[1:]))
+    return total / len(tokens)
+
+
+def fewest(most: int, limit: float, increase: Callable[[int], float]) -> tuple[int, float]:
+    """The least count of 0..most, within a few trials, whose increase is at most `limit`, and that increase.
+
+    Counts are tried half way between the square roots of those known to be too few and enough: the first bring most.
+    Raises QualityError where `most` are not enough.
+    """
+    least = increase(0)
+    if least <= limit:
+        return 0, least
+    low, high, found = 0, most, increase(most)
+    if found > limit:
+        raise QualityError(
+            f"max-perplexity-increase {limit:g} cannot be kept: 8 bits throughout raise perplexity by {found:.4f} "
+            "on held-back calibration text"
+        )
+    for _ in range(TRIALS):
+        middle = round(((low**0.5 + high**0.5) / 2) ** 2)
+        if middle in (low, high):
+            break
+        tried = increase(middle)
+        if tried <= limit:
+            high, found = middle, tried
+        else:
+            low = middle
+    return high, found
