@@ -4,7 +4,7 @@
 
 The table (QServe, MixLLM, QSpec's W4A4, nested weights) has the loss each row must stay within; rows that are not run
 keep what the result file says of them. `--ablation` adds techniques one by one, as QServe's Figure 12 and MixLLM's
-Figure 6 do, on the first windows alone. Output heads are in float32, as in cpu_quality.py.
+Figure 6 do, on the first windows and a part of the calibration text. Output heads are in float32, as in cpu_quality.py.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, write_result
+from common import RESULTS, machine, write_result
 
 import qcompile
+from qcompile.calibration import SAMPLES, Request
 
 MODEL = Path(__file__).parents[1] / "samples" / "pycode-26m"
 FLOAT = 5.2958
-ABLATION_WINDOWS = 40
+ABLATION_WINDOWS, ABLATION_SAMPLES = 16, 24
 
 
 @dataclass(frozen=True)
@@ -76,12 +77,12 @@ ABLATION = [
 ]
 
 
-def measure(row: Row, data: Path, calib: Path, windows: int | None) -> dict[str, Any]:
-    """Build `row`'s artifact and evaluate it on the first `windows` windows (all when None)."""
+def measure(row: Row, data: Path, calib: Path, windows: int | None, samples: int) -> dict[str, Any]:
+    """Build `row`'s artifact from `samples` of calibration text; evaluate the first `windows` windows (None: all)."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "artifact"
-        text = calib if row.calibrated else None
+        text = Request(calib, samples) if row.calibrated else None
         qcompile.build(MODEL, out, recipe=row.recipe, options=row.options, head_dtype="f32", calib=text)
         built = time.perf_counter() - started
         with qcompile.load(out) as llm:
@@ -90,11 +91,13 @@ def measure(row: Row, data: Path, calib: Path, windows: int | None) -> dict[str,
         "row": row.name,
         "recipe": row.recipe,
         "options": row.options,
-        "calibrated": row.calibrated,
+        "calibration_samples": samples if row.calibrated else 0,
         "perplexity": result.perplexity,
         "windows": result.windows,
         "build_seconds": built,
         "eval_seconds": time.perf_counter() - started - built,
+        "commit": machine()["commit"],
+        "cores": machine()["cores"],
     }
 
 
@@ -122,8 +125,8 @@ def main() -> None:
     for row in rows:
         if row.name not in wanted:
             continue
-        windows = ABLATION_WINDOWS if arguments.ablation else None
-        result = measure(row, arguments.data, arguments.calib, windows)
+        size = (ABLATION_WINDOWS, ABLATION_SAMPLES) if arguments.ablation else (None, SAMPLES)
+        result = measure(row, arguments.data, arguments.calib, *size)
         known[row.name] = result if arguments.ablation else judged(row, result)
         print(f"{row.name:48}{result['perplexity']:9.4f}{result['build_seconds']:7.0f} s", flush=True)
         document[part] = [known[r.name] for r in rows if r.name in known]
