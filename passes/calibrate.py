@@ -135,14 +135,15 @@ class _Work:
             )
         except ValueError as error:
             raise PassError("calibrate", gemm.name, str(error)) from error
-        self.notes += [f"{gemm.name}: {note}" for note in choice.notes]
         figures = {"error_nearest": choice.error_nearest, "error": choice.error}
-        self.calibration.keep(key, choice.parts, figures)
-        return choice.parts, figures
+        result = Kept(choice.parts, figures, tuple(f"{gemm.name}: {note}" for note in choice.notes))
+        self.calibration.keep(key, result)
+        return result
 
     def _put(self, weight: fx.Node, loaded: Kept, key: str) -> None:
         """Make the graph read these parts, and say on the node how good they are."""
-        parts, figures = loaded
+        parts, figures, notes = loaded
+        self.notes += notes
         nodes = []
         for index, (role, part) in enumerate(zip(numerics.FORMATS[format_of(weight)].roles, parts, strict=True)):
             name = f"{weight.name}.{role}"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from qcompile import allocate, gradients, numerics, roofline
-from qcompile.calibration import Calibration
+from qcompile.calibration import Calibration, Kept
 from qcompile.errors import UsageError
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
@@ -118,7 +118,7 @@ class Salience(Pass):
         key = f"salience-{calibration.fingerprint(graph, str(self.samples))}"
         kept = calibration.kept(key)
         if kept is not None:
-            return kept[0]
+            return kept.tensors
         tokens = calibration.tokens[: self.samples]
         total = len(gradients.stretches(graph)) * len(tokens)
         done = 0
@@ -130,7 +130,7 @@ class Salience(Pass):
 
         moved = gradients.first_order(graph, tokens, dict.fromkeys(linears, _rounding_error), work)
         scores = [(moved[node] + moved[node].square() / 2).abs().mean(0) for node in linears]
-        calibration.keep(key, scores, {})
+        calibration.keep(key, Kept(scores, {}))
         return scores
 
     def _marks(self, scores: list[Tensor]) -> list[Tensor]:

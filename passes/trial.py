@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx
 
-from qcompile.calibration import Calibration
+from qcompile.calibration import Calibration, Kept
 from qcompile.errors import QualityError, UsageError
 from qcompile.graph import Graph
 from qcompile.passes.base import apply
@@ -47,12 +47,12 @@ class Trial:
         key = f"trial-{self._calibration.fingerprint(graph, _precisions(graph))}"
         kept = self._calibration.kept(key)
         if kept is not None:
-            return kept[1]["increase"]
+            return kept.figures["increase"]
         trial = graph.clone()
         trial.calibration = Calibration(self._seen)
         quantized = apply(Calibrate(), apply(Quantize(), trial).graph).graph
         increase = math.exp(loss(quantized, self._held)) - math.exp(self._float)
-        self._calibration.keep(key, [], {"increase": increase})
+        self._calibration.keep(key, Kept([], {"increase": increase}))
         return increase
 
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,10 +30,19 @@ SAMPLES, SAMPLE_TOKENS = 128, 1024
 MOST_UNKNOWN = 0.5
 """Text of which more tokens than this share are the unknown token is in an alphabet the vocabulary lacks."""
 
-VERSION = 1
+VERSION = 2
 """Of results kept between runs: raised when the same inputs would give others."""
 
-Kept = tuple[list[Tensor], dict[str, float]]
+
+class Kept(NamedTuple):
+    """A result that is kept between runs: its tensors, figures about them, and notes on what was odd."""
+
+    tensors: list[Tensor]
+    figures: dict[str, float]
+    notes: tuple[str, ...] = ()
+
+
+_NOTE = "note "
 
 EXCERPT_TOKENS = 8192
 """Tokens that magnitudes of channels are measured on."""
@@ -114,18 +123,22 @@ class Calibration:
                 tensors = [file.get_tensor(str(index)) for index in range(len(file.keys()))]
         except SafetensorError:
             return None  # cut short by the interruption: done again
-        return tensors, {name: float(text) for name, text in metadata.items()}
+        figures = {name: float(text) for name, text in metadata.items() if not name.startswith(_NOTE)}
+        notes = sorted(name for name in metadata if name.startswith(_NOTE))
+        return Kept(tensors, figures, tuple(metadata[name] for name in notes))
 
-    def keep(self, key: str, tensors: list[Tensor], figures: dict[str, float]) -> None:
+    def keep(self, key: str, result: Kept) -> None:
         """Keep a result, whole or not at all; nothing without a folder. ResourceError where it cannot be written."""
         path = self.path(key)
         if path is None:
             return
-        named = {str(index): tensor.contiguous() for index, tensor in enumerate(tensors)}
+        named = {str(index): tensor.contiguous() for index, tensor in enumerate(result.tensors)}
+        metadata = {name: repr(value) for name, value in result.figures.items()}
+        metadata |= {f"{_NOTE}{index:03}": note for index, note in enumerate(result.notes)}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(".partial")
-            save_file(named, partial, {name: repr(value) for name, value in figures.items()})
+            save_file(named, partial, metadata)
             partial.replace(path)
         except OSError as error:
             raise ResourceError(f"cannot keep calibration results in {path.parent}: {error.strerror}") from error

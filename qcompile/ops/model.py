@@ -185,10 +185,10 @@ def attention(
     linear biases (ALiBi) and whatever else depends on the key's position alone, up to what a softmax ignores.
     """
     if not window and not softcap and sinks is None and key_bias is None:  # fast, and nothing [T, T] in memory
-        heads_first = (t.transpose(1, 2) for t in (q, k, v))
+        first, second, third = (t.transpose(1, 2) for t in (q, k, v))  # heads ahead of tokens
         grouped = q.shape[2] != k.shape[2]
         y = torch.nn.functional.scaled_dot_product_attention(
-            *heads_first, is_causal=True, scale=scale, enable_gqa=grouped
+            first, second, third, is_causal=True, scale=scale, enable_gqa=grouped
         )
         return y.transpose(1, 2).contiguous()
     place = torch.arange(q.shape[1], device=q.device)
