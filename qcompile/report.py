@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qcompile.graph import Graph
-from qcompile.roofline import CPU_CORE, Peaks, call_cost, predicted_us
+from qcompile.roofline import CPU_CORE, Peaks, call_cost, peaks_of, predicted_us
 
 Json = dict[str, Any]
 
@@ -33,6 +33,7 @@ def collect(
     `program` is Program.to_json, parsed; `weight_bytes` sizes of packed weights by name, those of all paths.
     """
     kv = program["kv"]
+    peaks = peaks_of(target)
     return {
         **known,
         "target": target,
@@ -42,8 +43,8 @@ def collect(
         "kv_bytes_per_token": kv["page_bytes"] // kv["page_tokens"],
         "calibrated": bool(figures),
         "linears": linears(program, weight_bytes, figures),
-        "kernels": kernels(program, weight_bytes, CPU_CORE),
-        "predicted_by": "the rates of one usual core",
+        "kernels": kernels(program, weight_bytes, peaks),
+        "predicted_by": "the rates of one usual core" if peaks is CPU_CORE else "the target's data sheet",
     }
 
 

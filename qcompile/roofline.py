@@ -28,11 +28,18 @@ class Peaks:
 CPU_CORE = Peaks(25e9, {"int8": 400e9, "bf16": 200e9, "f32": 100e9})
 """What times on a CPU are predicted with: a core of a recent server. `qcompile bench` probes the real one."""
 
+_BF16_OVER_F32 = 15
+"""Tensor cores over plain float32, about alike on all of these GPUs."""
+
 
 def peaks_of(target: str) -> Peaks:
-    """What times on the target called so are predicted with."""
-    get_target(target)
-    return CPU_CORE
+    """What times on the target called so are predicted with: of a GPU its data sheet, of a CPU a usual core."""
+    machine = get_target(target)
+    if not machine.memory_gb_s:
+        return CPU_CORE
+    bf16 = machine.bf16_tflops * 1e12
+    rates = {"int8": machine.int8_tops * 1e12, "bf16": bf16, "f32": bf16 / _BF16_OVER_F32}
+    return Peaks(machine.memory_gb_s * 1e9, rates)
 
 
 class Cost(NamedTuple):

@@ -30,6 +30,11 @@ def test_a_feature_that_costs_twice_must_matter_twice() -> None:
     assert blocks[0].us == pytest.approx(2 * blocks[1].us)
 
 
+def test_what_a_kernel_costs_anyhow_does_not_count() -> None:
+    slow_start = Peaks(25e9, {"int8": 400e9}, 100.0)
+    assert allocate.ranked([torch.ones(16)], [64], slow_start)[0].us == pytest.approx(64 * 8 / 25e9 * 1e6)
+
+
 def test_eight_bits_are_nearly_free_where_computing_takes_the_time() -> None:
     computing = Peaks(1e15, {"int8": 1e9})
     block = allocate.ranked([torch.ones(16)], [128], computing)[0]

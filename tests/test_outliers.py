@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import qcompile
-from qcompile import outliers
+from qcompile import outliers, report_page
 from qcompile.calibration import Calibration, Request
 from qcompile.graph import Graph
 from qcompile.passes.assign_precision import AssignPrecision
@@ -73,7 +73,7 @@ def test_a_build_reports_them(tiny_checkpoint: Path, tmp_path: Path) -> None:
     text.write_text("def add(a, b):\n    return a + b\n" * 60)
     out = tmp_path / "out"
     qcompile.build(str(tiny_checkpoint), out, recipe="qserve", calib=Request(text, 2, 64))
-    found = json.loads((out / "report.json").read_text())["outliers"]
-    assert {len(side) for kind in found.values() for side in kind.values()} == {2}
-    page = (out / "report.html").read_text()
+    report = json.loads((out / "report.json").read_text())
+    assert {len(side) for kind in report["outliers"].values() for side in kind.values()} == {2}
+    page = report_page.page(report)
     assert "Outliers: keys" in page and "Outliers: block inputs" in page

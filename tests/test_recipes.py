@@ -9,7 +9,7 @@ import pytest
 from qcompile import numerics, targets
 from qcompile.errors import UsageError
 from qcompile.recipes import HEADS, RECIPES, allocation, apply_options, get_recipe, parse_options
-from qcompile.roofline import Peaks, call_cost, predicted_us
+from qcompile.roofline import CPU_CORE, Peaks, call_cost, peaks_of, predicted_us
 from qcompile.targets import TARGET_NAMES, get_target
 
 FIELDS = {
@@ -152,3 +152,12 @@ def test_bits_or_a_limit_on_perplexity_are_options_of_a_pass() -> None:
     for rise in (0.0, -1.0, float("nan")):
         with pytest.raises(UsageError, match="above 0"):
             allocation(None, rise)
+
+
+def test_rates_of_a_gpu_are_its_data_sheets() -> None:
+    assert peaks_of("cpu") is CPU_CORE is peaks_of("cpu-portable")
+    peaks = peaks_of("h100")
+    assert peaks.bytes_per_second == 3350e9 and peaks.ops_per_second["int8"] == 1979e12
+    assert predicted_us(3350e6, 1.0, peaks) == pytest.approx(1000)
+    with pytest.raises(UsageError, match="target z80 is unknown"):
+        peaks_of("z80")
