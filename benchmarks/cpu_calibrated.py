@@ -53,8 +53,8 @@ TABLE = [
     Row("qserve-channel", "qserve-channel", {}, 0.180),
     Row("w4a4 g128", "w4a4-g128", KV32, 0.480),
     Row("w4a4 token", "w4a4", KV32, 0.700),
-    Row("nested, 8 bits", "w4a8", {**NESTED, "assign_precision.weight": "nested_8_4"}, 0.005),
-    Row("nested, upper nibble", "w4a8", {**NESTED, "assign_precision.weight": "nested_4"}, 0.100),
+    Row("nested 8 bits", "w4a8", {**NESTED, "assign_precision.weight": "nested_8_4"}, 0.005),
+    Row("nested upper nibble", "w4a8", {**NESTED, "assign_precision.weight": "nested_4"}, 0.100),
 ]
 
 QOQ = {"calibrate.clip": "false", "calibrate.gptq": "false"}
@@ -122,6 +122,9 @@ def main() -> None:
         document |= json.loads(arguments.out.read_text(encoding="utf-8"))
     known = {result["row"]: result for result in document[part]}
     wanted = [name.strip() for name in arguments.rows.split(",") if name.strip()] or [row.name for row in rows]
+    unknown = set(wanted) - {row.name for row in rows}
+    if unknown:
+        parser.error(f"no such rows: {', '.join(sorted(unknown))}; there are {', '.join(row.name for row in rows)}")
     for row in rows:
         if row.name not in wanted:
             continue
