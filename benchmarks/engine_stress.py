@@ -65,9 +65,9 @@ def artifact_page_bytes(llm: LLM) -> int:
 
 
 def request(draw: random.Random, vocab: int) -> tuple[list[int], SamplingParams]:
-    """A request of 1 to 200 tokens for 1 to 60 more, one in three drawn at a temperature."""
+    """A request of 1 to 200 tokens for 1 to 160 more, one in three drawn at a temperature."""
     prompt = [draw.randrange(vocab) for _ in range(draw.choice((1, 9, 40, 63, 65, 130, 200)))]
-    options: dict[str, Any] = {"temperature": 0, "max_tokens": draw.randint(1, 60), "ignore_eos": True}
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": draw.randint(1, 160), "ignore_eos": True}
     if draw.random() < 1 / 3:
         options |= {"temperature": 0.7, "seed": draw.randrange(1 << 30)}
     return prompt, SamplingParams(**options)

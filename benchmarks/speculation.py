@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,8 +75,12 @@ def main() -> None:
                     found[part] = exactness
                     write_result(arguments.out, facts)
                 continue
+            if part == "memory":
+                found[part] = memory(artifact)
+                write_result(arguments.out, facts)
+                continue
             if "tuned" not in read_manifest(artifact):
-                tune(artifact, arguments.prompts[0], 32, None)
+                tune(artifact, arguments.prompts[0], 32, None, batches=(1,))
             found["tuned"] = read_manifest(artifact)["tuned"]
             found[part] = speed(artifact, prompts, arguments.rounds)
             write_result(arguments.out, facts)
@@ -130,6 +136,40 @@ def acceptance(outputs: list[Any]) -> dict[str, Any]:
         "acceptance": round(sum(accepted) / sum(drafted), 4),
         "tokens_per_round": round(1 + sum(accepted) / sum(s.rounds for s in samples), 3),
         "accepted_per_position": [round(kept / made, 4) for kept, made in zip(accepted, drafted, strict=True) if made],
+    }
+
+
+RESIDENT = """
+import sys, qcompile
+with qcompile.load(sys.argv[1], threads=1, max_batch=1, gamma=int(sys.argv[2])) as llm:
+    llm.generate("def main(", temperature=0, max_tokens=64, ignore_eos=True)
+    print(next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1])
+"""
+
+
+def memory(artifact: Path) -> dict[str, Any]:
+    """Bytes that the drafts add: to the weights, to the artifact's files, and to the process that generates."""
+    manifest = read_manifest(artifact)
+    runtime, files = manifest["runtime"], manifest["files"]
+    program = json.loads((artifact / "graphs" / "program.json").read_text(encoding="utf-8"))
+    sizes = [entry["bytes"] for entry in runtime["weights"]]
+    own = sum(sizes[: len(program["weights"])])
+    added = sum(files[name]["bytes"] for name in files if "draft" in name) + sum(sizes) - own
+    total = sum(entry["bytes"] for entry in files.values())
+    resident = {}
+    for way, gamma in (("without", 0), ("with", 4)):
+        command = [sys.executable, "-c", RESIDENT, str(artifact), str(gamma)]
+        found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+        resident[way] = 1024 * int(found.stdout)
+    return {
+        "weight_bytes": {"verify": own, "all": sum(sizes)},
+        "artifact_bytes": {"verify": total - added, "all": total},
+        "resident_bytes": resident,
+        "over_verify": {
+            "weights": round(sum(sizes) / own, 4),
+            "artifact": round(total / (total - added), 4),
+            "resident": round(resident["with"] / resident["without"], 4),
+        },
     }
 
 

@@ -21,11 +21,18 @@ BATCHES = (1, 4, 16)
 REPEATS = 3
 _SHORT, _LONG = 32, 1024
 _OWN_PROMPTS = 8
+_HEAD_START = 64
+"""Tokens that may come before the measurement: one call may take several rounds at once."""
 Progress = Callable[[str, int, int], None]
 
 
 def tune(
-    path: Path, data: Path | None, tokens: int, threads: int | None, progress: Progress | None = None
+    path: Path,
+    data: Path | None,
+    tokens: int,
+    threads: int | None,
+    progress: Progress | None = None,
+    batches: Sequence[int] = BATCHES,
 ) -> dict[str, Any]:
     """Measure the artifact at `path` on the prompts of `data` (its own text without), and note the result in it.
 
@@ -36,8 +43,9 @@ def tune(
         if llm.engine.speculator is None:
             raise UsageError(f"{path} has no drafts to tune: build it with a recipe that drafts, or with --draft")
         prompts = _own_prompts(llm) if data is None else _prompts(llm, data)
-        batches = [batch for batch in BATCHES if batch <= llm.engine.scheduler.max_batch]
-        long = min(_LONG, (llm.context - tokens) // 2, (llm.engine.speculator.max_position - tokens) // 2)
+        batches = [batch for batch in batches if batch <= llm.engine.scheduler.max_batch]
+        most = min(llm.context, llm.engine.speculator.max_position)
+        long = min(_LONG, max(1, (most - _HEAD_START - tokens) // 2))
         places = [(batch, context) for batch in batches for context in sorted({min(_SHORT, long), long})]
         total = SpeculationMetrics()
         table = []
@@ -86,7 +94,7 @@ def _run(
     """Seconds of a step (gamma 0) or round, of `batch` requests that go on from about `context` tokens."""
     engine = llm.engine
     engine.gamma = gamma
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=_HEAD_START + tokens, ignore_eos=True)
     requests = []
     for index in range(batch):
         text: list[int] = []
@@ -104,8 +112,9 @@ def _run(
     def count() -> int:
         return first.drafts.metrics.rounds if gamma else len(first.tokens)
 
+    goal = min(len(request.tokens) for request in requests) + tokens
     before, start = count(), time.perf_counter()
-    while all(request.output.finish_reason is None for request in requests):
+    while all(len(request.tokens) < goal and request.output.finish_reason is None for request in requests):
         engine.step()
     taken, steps = time.perf_counter() - start, max(1, count() - before)
     for request in requests:

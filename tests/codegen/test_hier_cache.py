@@ -48,8 +48,10 @@ def opened() -> Iterator[Open]:
 @pytest.mark.parametrize("tiny", SHAPES.values(), ids=SHAPES.keys())
 def test_equals_torch(opened: Open, tiny: Tiny) -> None:
     error = np.abs(opened(tiny).forward(TOKENS, PAGES, len(TOKENS)) - reference(tiny, TOKENS))
-    # bf16 keys, and in double a value between two codes may round the other way: rare, and small.
-    assert np.median(error) < 2e-3 and error.max() < (0.2 if tiny.kv == "kv_hier4" else 2e-2)
+    # bf16 keys, and in double a value between two codes may round the other way: rare, and small. The draft's queries
+    # are bytes: half a percent of what its 4-bit keys leave of a score.
+    median, most = (5e-3, 0.1) if tiny.kv == "kv_hier4" else (2e-3, 2e-2)
+    assert np.median(error) < median and error.max() < most
 
 
 def test_older_positions_are_rounded_and_the_newest_are_not() -> None:

@@ -37,16 +37,20 @@ struct AttentionScratch {    // one thread's working set
   float run_max[kTileRows], run_sum[kTileRows];
   int32_t position[kTileRows];
   const float* bias[kTileRows];  // of the row's head
+  int8_t* split;                 // kKvHier: q with the scales of the keys of group `folded`, [rows][2][dp]
+  float split_scale[kTileRows];
+  int folded = -1;
 
   AttentionScratch(void* memory, int dp) {
     q = (float*)memory;                 // [rows][dp]
     score = q + kTileRows * dp;         // [rows][64]
     part = score + kTileRows * kPage;   // [rows][dp]
     out = part + kTileRows * dp;        // [rows][dp]
+    split = (int8_t*)(out + kTileRows * dp);
   }
 };
 constexpr size_t attention_scratch_bytes(int dp) {
-  return sizeof(float) * (size_t)(3 * kTileRows * dp + kTileRows * kPage);
+  return sizeof(float) * (size_t)(3 * kTileRows * dp + kTileRows * kPage) + (size_t)(2 * kTileRows * dp);
 }
 
 // How a page's elements become floats.

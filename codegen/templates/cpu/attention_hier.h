@@ -12,10 +12,15 @@
 // Entries of a sequence's block table, from 0: the ring, K and V of position p in 2 (p / 64 mod 6) and the next, as in
 // kKv16; from 12 on the rounded pages of 64 positions, both pages of a group adjacent. A rounded block:
 //
-//   K upper u8 [Dp/2][64], V upper u8 [64][Dp/2], low nibble d, high nibble d + Dp/2
+//   K upper u8 [Dp/8][64][4]: byte j of block b has channel 8 b + j in its low nibble, 8 b + 4 + j in its high
+//   V upper u8 [8][Dp][4], of positions alike
 //   V scale, V offset f32 [64]     offset = -zero / scale
 //   K scale f32 [Dp] in a group's first page, K zero in its second
 //   K lower, V lower as the upper, l + 8
+//
+// Codes are multiplied as bytes: the other side, queries with the keys' scales and probabilities with the values', is
+// split in two bytes of together 15 bits for each page, so that sums are exact integers in any order. To the draft's
+// coarse keys one byte of a query is enough.
 #pragma once
 #include "attention.h"
 
@@ -48,18 +53,20 @@ QC_INLINE HierBlock rounded(const KvLayer<F>& kv, int sequence, int page, int he
 
 // ---- rounding a group --------------------------------------------------------------------------------
 
-struct HierCodes {
-  u8x16 upper, lower;
-};
-QC_INLINE HierCodes hier_codes(f32x16 x, f32x16 scale, f32x16 zero) {
-  const f32x16 t = (x - zero) / scale;
-  const f32x16 u = vmin(vmax(round_even(t), splat(0.0f)), splat(15.0f));
-  const f32x16 l = vmin(vmax(round_even((t - u) * 16.0f), splat(-8.0f)), splat(7.0f)) + 8.0f;
-  return {__builtin_convertvector(round_to_i32(u), u8x16), __builtin_convertvector(round_to_i32(l), u8x16)};
-}
-QC_INLINE void store_pairs(const HierCodes& low, const HierCodes& high, const uint8_t* upper, const uint8_t* lower) {
-  store((uint8_t*)upper, low.upper | high.upper << 4);
-  store((uint8_t*)lower, low.lower | high.lower << 4);
+// x[j] of 16 columns with its scale and zero, to byte j % 4 of each column in both planes.
+QC_INLINE void store_codes(const f32x16* x, const float* scale, const float* zero, const uint8_t* upper,
+                           const uint8_t* lower) {
+  u32x16 u{}, l{};
+  for (int j = 0; j < 8; ++j) {
+    const f32x16 t = (x[j] - zero[j]) / scale[j];
+    const f32x16 high = vmin(vmax(round_even(t), splat(0.0f)), splat(15.0f));
+    const f32x16 rest = vmin(vmax(round_even((t - high) * 16.0f), splat(-8.0f)), splat(7.0f)) + 8.0f;
+    const int shift = 8 * (j % 4) + j / 4 * 4;
+    u |= bitcast<u32x16>(round_to_i32(high)) << shift;
+    l |= bitcast<u32x16>(round_to_i32(rest)) << shift;
+  }
+  store((uint8_t*)upper, u);
+  store((uint8_t*)lower, l);
 }
 QC_INLINE float hier_scale(float low, float high) {
   const float scale = (high - low) / 15.0f;
@@ -67,46 +74,56 @@ QC_INLINE float hier_scale(float low, float high) {
 }
 QC_INLINE f32x16 newest_at(const void* p, int index) { return bf16_to_f32(load<u16x16>((const uint16_t*)p + index)); }
 
-// Channels d and d + dp / 2 of a group's keys. k: bf16 [dp][64] of both pages.
-QC_INLINE void round_keys(const char* const* k, const HierBlock* to, int dp, int d) {
-  float scale[2], zero[2];
-  for (int half = 0; half < 2; ++half) {
-    const int row = (d + half * dp / 2) * kPage;
+// Channels 8 b .. 8 b + 7 of a group's keys. k: bf16 [dp][64] of both pages.
+QC_INLINE void round_keys(const char* const* k, const HierBlock* to, int b) {
+  float scale[8], zero[8];
+  for (int j = 0; j < 8; ++j) {
+    const int row = (8 * b + j) * kPage;
     f32x16 low = newest_at(k[0], row), high = low;
     for (int i = 0; i < kHierGroup; i += 16) {
       const f32x16 x = newest_at(k[i / kPage], row + i % kPage);
       low = vmin(x, low);
       high = vmax(x, high);
     }
-    zero[half] = -reduce_max(-low);
-    scale[half] = hier_scale(zero[half], reduce_max(high));
-    ((float*)to[0].k_parameter)[d + half * dp / 2] = scale[half];
-    ((float*)to[1].k_parameter)[d + half * dp / 2] = zero[half];
+    zero[j] = -reduce_max(-low);
+    scale[j] = hier_scale(zero[j], reduce_max(high));
+    ((float*)to[0].k_parameter)[8 * b + j] = scale[j];
+    ((float*)to[1].k_parameter)[8 * b + j] = zero[j];
   }
   for (int i = 0; i < kHierGroup; i += 16) {
-    const int page = i / kPage, at = d * kPage + i % kPage;
-    const f32x16 low = newest_at(k[page], at), high = newest_at(k[page], at + dp / 2 * kPage);
-    store_pairs(hier_codes(low, splat(scale[0]), splat(zero[0])), hier_codes(high, splat(scale[1]), splat(zero[1])),
-                to[page].k_upper + at, to[page].k_lower + at);
+    const int page = i / kPage, slot = i % kPage, at = 4 * (b * kPage + slot);
+    f32x16 x[8];
+    for (int j = 0; j < 8; ++j) x[j] = newest_at(k[page], (8 * b + j) * kPage + slot);
+    store_codes(x, scale, zero, to[page].k_upper + at, to[page].k_lower + at);
   }
 }
 
-// The value at slot `slot` of a page. v: bf16 [64][dp], of which head_dim elements count.
-QC_INLINE void round_value(const char* v, const HierBlock& to, int head_dim, int dp, int slot) {
-  float low = newest_at(v, slot * dp)[0], high = low;
-  for (int d = 0; d < head_dim; ++d) {
-    const float x = bf16_to_f32(((const uint16_t*)v)[slot * dp + d]);
-    low = x < low ? x : low;
-    high = x > high ? x : high;
+// Values at slots 8 b .. 8 b + 7 of a page. v: bf16 [64][dp], of which head_dim elements count.
+QC_INLINE void round_values(const char* v, const HierBlock& to, int head_dim, int dp, int b) {
+  float scale[8], zero[8];
+  for (int j = 0; j < 8; ++j) {
+    const int slot = 8 * b + j;
+    f32x16 least = splat(bf16_to_f32(((const uint16_t*)v)[slot * dp])), most = least;
+    for (int d = 0; d + 16 <= head_dim; d += 16) {
+      least = vmin(newest_at(v, slot * dp + d), least);
+      most = vmax(newest_at(v, slot * dp + d), most);
+    }
+    float low = -reduce_max(-least), high = reduce_max(most);
+    for (int d = head_dim / 16 * 16; d < head_dim; ++d) {
+      const float x = bf16_to_f32(((const uint16_t*)v)[slot * dp + d]);
+      low = x < low ? x : low;
+      high = x > high ? x : high;
+    }
+    zero[j] = low;
+    scale[j] = hier_scale(low, high);
+    ((float*)to.v_scale)[slot] = scale[j];
+    ((float*)to.v_offset)[slot] = -low / scale[j];
   }
-  const float scale = hier_scale(low, high);
-  ((float*)to.v_scale)[slot] = scale;
-  ((float*)to.v_offset)[slot] = -low / scale;
-  for (int d = 0; d < dp / 2; d += 16) {
-    const int at = slot * dp + d;
-    store_pairs(hier_codes(newest_at(v, at), splat(scale), splat(low)),
-                hier_codes(newest_at(v, at + dp / 2), splat(scale), splat(low)), to.v_upper + slot * dp / 2 + d,
-                to.v_lower + slot * dp / 2 + d);
+  for (int d = 0; d < dp; d += 16) {
+    const int at = 4 * (b * dp + d);
+    f32x16 x[8];
+    for (int j = 0; j < 8; ++j) x[j] = newest_at(v, (8 * b + j) * dp + d);
+    store_codes(x, scale, zero, to.v_upper + at, to.v_lower + at);
   }
 }
 
@@ -116,97 +133,116 @@ QC_NOINLINE void round_group(const KvLayer<F>& kv, int sequence, int head, int g
   const KvBlock from[2] = {newest(kv, sequence, page, head), newest(kv, sequence, page + 1, head)};
   const HierBlock to[2] = {rounded(kv, sequence, page, head), rounded(kv, sequence, page + 1, head)};
   const char* const k[2] = {from[0].k, from[1].k};
-  for (int d = 0; d < dp / 2; ++d) round_keys(k, to, dp, d);
-  for (int i = 0; i < kHierGroup; ++i) round_value(from[i / kPage].v, to[i / kPage], kv.head_dim, dp, i % kPage);
+  for (int b = 0; b < dp / 8; ++b) round_keys(k, to, b);
+  for (int b = 0; b < kHierGroup / 8; ++b) round_values(from[b / 8].v, to[b / 8], kv.head_dim, dp, b % 8);
 }
 
 // ---- products with rounded pages ---------------------------------------------------------------------
 
-struct Pair {  // 16 elements from low nibbles and 16 from high ones
-  F16 low, high;
-};
-
-// Codes as floats: u of the upper plane, or 16 u + l + 8 of both; `stride` bytes a row.
-template <bool both>
-struct HierRows {
-  const uint8_t *upper, *lower;
-  int stride;
-  QC_MEMBER Pair at(int k, int j) const {
 #if defined(QC_ISA_AVX512)
-    const __m128i u = _mm_loadu_si128((const __m128i*)(upper + k * stride + j)), mask = _mm_set1_epi8(15);
-    if (!both) {
-      const __m512i wide = _mm512_cvtepu8_epi32(u);
-      // A permutation looks at 4 bits of an index: it takes the low nibble out and makes it a float at once.
-      const __m512 table = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-      return {_mm512_permutexvar_ps(wide, table), _mm512_permutexvar_ps(_mm512_srli_epi32(wide, 4), table)};
-    }
-    const __m128i l = _mm_loadu_si128((const __m128i*)(lower + k * stride + j));
-    const __m128i low = _mm_ternarylogic_epi32(mask, l, _mm_slli_epi16(u, 4), 0xca);  // mask ? l : u << 4
-    const __m128i high = _mm_ternarylogic_epi32(mask, _mm_srli_epi16(l, 4), u, 0xca);
-    return {f_from_i(_mm512_cvtepu8_epi32(low)), f_from_i(_mm512_cvtepu8_epi32(high))};
+constexpr bool kWholeBytes = true;  // dot products take codes of 8 bits; elsewhere those of each plane by themselves
+constexpr int kByteHeight = 10;
+QC_INLINE void whole_bytes(const uint8_t* upper, const uint8_t* lower, B64* w) {
+  const B64 u = b_load(upper), l = b_load(lower), mask = _mm512_set1_epi8(15);
+  w[0] = _mm512_ternarylogic_epi32(mask, l, _mm512_slli_epi16(u, 4), 0xca);  // mask ? l : u << 4
+  w[1] = _mm512_ternarylogic_epi32(mask, _mm512_srli_epi16(l, 4), u, 0xca);
+}
 #else
-    const u8x16 u = load<u8x16>(upper + k * stride + j);
-    if (!both) return {to_lanes(u & 15), to_lanes(u >> 4)};
-    const u8x16 l = load<u8x16>(lower + k * stride + j);
-    return {to_lanes((u & 15) << 4 | (l & 15)), to_lanes((u >> 4) << 4 | l >> 4)};
+constexpr bool kWholeBytes = false;
+constexpr int kByteHeight = 2;
+QC_INLINE void whole_bytes(const uint8_t*, const uint8_t*, B64*) {}
 #endif
+
+// Rows x [rows][n] as scale * (128 high + low), or scale * high where P is 1; bytes: [rows][2][n], high first.
+template <int P>
+QC_INLINE void split_rows(const float* x, int rows, int n, int8_t* bytes, float* scale) {
+  for (int r = 0; r < rows; ++r, x += n, bytes += 2 * n) {
+    f32x16 most{};
+    for (int i = 0; i < n; i += 16) most = vmax(vabs(load<f32x16>(x + i)), most);
+    constexpr float levels = P == 2 ? 16256.0f : 127.0f;
+    const float top = reduce_max(most), inverse = top > 1e-30f ? levels / top : 1.0f;
+    for (int i = 0; i < n; i += 16) {
+      const f32x16 q = round_even(load<f32x16>(x + i) * inverse), high = P == 2 ? round_even(q * 0.0078125f) : q;
+      store(bytes + i, __builtin_convertvector(round_to_i32(high), i8x16));
+      if (P == 2) store(bytes + n + i, __builtin_convertvector(round_to_i32(q - high * 128.0f), i8x16));
+    }
+    scale[r] = top > 1e-30f ? top / levels : 1.0f;
   }
+}
+
+// One page's codes u8 [n / 8][columns][4], and how far behind them those of the page after it begin.
+struct HierCodes {
+  const uint8_t *upper, *lower;
+  int columns;
+  int64_t ahead;
 };
 
-constexpr int kPairVectors = kTileVectors > 1 ? 2 : 1, kPairHeight = kTileVectors > 1 ? 6 : kTileHeight / 2;
-
-// apart: c[r][j] = sum over k < n of a[r][k] * low[k][j], and c[r][j + split] with high. Else c[r][j] is both sums, the
-// second of a[r][k + split] * high[k][j].
-template <int R, int V, bool apart, class B>
-QC_INLINE void multiply_pair_tile(const float* a, int lda, int split, const B& b, int n, int j, float* c, int ldc) {
-  F16 low[R][V], high[R][V];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) low[r][v] = high[r][v] = f_set(0.0f);
-  for (int k = 0; k < n; ++k)
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) {
-      const Pair w = b.at(k, j + 16 * v);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        low[r][v] = fused(low[r][v], w.low, a + r * lda + k);
-        high[r][v] = fused(high[r][v], w.high, a + r * lda + k + (apart ? 0 : split));
+// c[r][j ..] = sum over k < n of x[r][k] * code[k][j ..] for R split rows x of P bytes.
+template <int R, int V, bool both, int P>
+QC_INLINE void multiply_code_tile(const int8_t* x, int n, const float* scale, const HierCodes& codes, int j, float* c) {
+  I16 high[R][V], low[R][V];
+  QC_UNROLL for (int r = 0; r < R; ++r)
+    QC_UNROLL for (int v = 0; v < V; ++v) high[r][v] = low[r][v] = i_set(0);
+  for (int plane = 0; plane < (both && !kWholeBytes ? 2 : 1); ++plane) {
+    if (plane) {
+      QC_UNROLL for (int r = 0; r < R; ++r)
+        QC_UNROLL for (int v = 0; v < V; ++v) {
+          high[r][v] = i_mul(high[r][v], i_set(16));
+          low[r][v] = i_mul(low[r][v], i_set(16));
+        }
+    }
+    for (int k = 0; k < n; k += 8)
+      QC_UNROLL for (int v = 0; v < V; ++v) {
+        const int at = k / 2 * codes.columns + 4 * (j + 16 * v);
+        // A page's planes are short and apart: the hardware's own prefetch hardly starts on one before it ends.
+        __builtin_prefetch(codes.upper + at + codes.ahead);
+        if (both) __builtin_prefetch(codes.lower + at + codes.ahead);
+        B64 w[2];
+        if (both && kWholeBytes) {
+          whole_bytes(codes.upper + at, codes.lower + at, w);
+        } else {
+          const B64 pairs = b_load((plane ? codes.lower : codes.upper) + at);
+          w[0] = b_low(pairs), w[1] = b_high(pairs);
+        }
+        QC_UNROLL for (int r = 0; r < R; ++r) {
+          const int8_t* bytes = x + r * 2 * n + k;
+          high[r][v] = dot_small(dot_small(high[r][v], w[0], bytes), w[1], bytes + 4);
+          if (P == 2) low[r][v] = dot_small(dot_small(low[r][v], w[0], bytes + n), w[1], bytes + n + 4);
+        }
       }
-    }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) {
-      float* to = c + r * ldc + j + 16 * v;
-      f_store(to, apart ? low[r][v] : f_add(low[r][v], high[r][v]));
-      if (apart) f_store(to + split, high[r][v]);
+  }
+  QC_UNROLL for (int r = 0; r < R; ++r)
+    QC_UNROLL for (int v = 0; v < V; ++v) {
+      F16 sum = f_from_i(high[r][v]);
+      if (P == 2) sum = f_add(f_mul(sum, f_set(128.0f)), f_from_i(low[r][v]));
+      f_store(c + r * codes.columns + j + 16 * v, f_mul(sum, f_set(scale[r])));
     }
 }
 
-template <int R, bool apart, class B>
-QC_NOINLINE void multiply_pair_rows(const float* a, int lda, int split, const B& b, int n, int columns, float* c, int ldc) {
-  int j = 0;
-  for (; j + 16 * kPairVectors <= columns; j += 16 * kPairVectors)
-    multiply_pair_tile<R, kPairVectors, apart>(a, lda, split, b, n, j, c, ldc);
-  for (; j < columns; j += 16) multiply_pair_tile<R, 1, apart>(a, lda, split, b, n, j, c, ldc);
+template <int R, bool both, int P>
+QC_NOINLINE void multiply_code_rows(const int8_t* x, int n, const float* scale, const HierCodes& codes, float* c) {
+  constexpr int V = R > 6 ? 1 : 2;  // so many sums as there are registers
+  for (int j = 0; j < codes.columns; j += 16 * V) multiply_code_tile<R, V, both, P>(x, n, scale, codes, j, c);
 }
 
-template <bool apart, class B>
-static void multiply_pairs(int rows, const float* a, int lda, int split, const B& b, int n, int columns, float* c, int ldc) {
+template <bool both, int P>
+static void multiply_codes(int rows, const int8_t* x, int n, const float* scale, const HierCodes& codes, float* c) {
   int r = 0;
-  for (; r + kPairHeight <= rows; r += kPairHeight)
-    multiply_pair_rows<kPairHeight, apart>(a + r * lda, lda, split, b, n, columns, c + r * ldc, ldc);
-  const float* ar = a + r * lda;
-  float* cr = c + r * ldc;
+  for (; r + kByteHeight <= rows; r += kByteHeight)
+    multiply_code_rows<kByteHeight, both, P>(x + r * 2 * n, n, scale + r, codes, c + r * codes.columns);
+  x += r * 2 * n, scale += r, c += r * codes.columns;
   switch (rows - r) {
 #if defined(QC_ISA_AVX512)
-    case 5: multiply_pair_rows<5, apart>(ar, lda, split, b, n, columns, cr, ldc); break;
-    case 4: multiply_pair_rows<4, apart>(ar, lda, split, b, n, columns, cr, ldc); break;
-    case 3: multiply_pair_rows<3, apart>(ar, lda, split, b, n, columns, cr, ldc); break;
+    case 9: multiply_code_rows<9, both, P>(x, n, scale, codes, c); break;
+    case 8: multiply_code_rows<8, both, P>(x, n, scale, codes, c); break;
+    case 7: multiply_code_rows<7, both, P>(x, n, scale, codes, c); break;
+    case 6: multiply_code_rows<6, both, P>(x, n, scale, codes, c); break;
+    case 5: multiply_code_rows<5, both, P>(x, n, scale, codes, c); break;
+    case 4: multiply_code_rows<4, both, P>(x, n, scale, codes, c); break;
+    case 3: multiply_code_rows<3, both, P>(x, n, scale, codes, c); break;
+    case 2: multiply_code_rows<2, both, P>(x, n, scale, codes, c); break;
 #endif
-    case 2: multiply_pair_rows<2, apart>(ar, lda, split, b, n, columns, cr, ldc); break;
-    case 1: multiply_pair_rows<1, apart>(ar, lda, split, b, n, columns, cr, ldc); break;
+    case 1: multiply_code_rows<1, both, P>(x, n, scale, codes, c); break;
   }
 }
 
@@ -239,21 +275,30 @@ template <KvFormat F>
 QC_NOINLINE void attend_rounded(const AttentionArgs& a, const KvLayer<F>& kv, AttentionScratch& s, int sequence, int head,
                                 int rows, int page, int last) {
   constexpr bool both = F == kKvHier;
-  const int dp = kv_padded(F, kv.head_dim), half = dp / 2;
+  constexpr int kQueryBytes = both ? 2 : 1;
+  const int dp = kv_padded(F, kv.head_dim);
   const HierBlock block = rounded(kv, sequence, page, head);
-  const HierBlock pair = rounded(kv, sequence, page ^ 1, head);
-  const float* scale = page % 2 ? pair.k_parameter : block.k_parameter;
-  const float* zero = page % 2 ? block.k_parameter : pair.k_parameter;
+  // The page after it, where that is rounded too: after the newest of them comes itself.
+  const int next = page + 1 < (s.position[0] / kHierGroup - 1) * (kHierGroup / kPage) ? page + 1 : page;
+  const int64_t ahead = kv.at(sequence, 2 * kRingPages + next, head) - (const char*)block.k_upper;
+  for (int i = 0; i < 2 * kPage + dp; i += 16) __builtin_prefetch((const char*)(block.v_scale + i) + ahead);
   alignas(64) float parameters[4 * kPage];
-  fold_keys(s, rows, dp, scale, zero, both);
   page_parameters(block, both, parameters);
-  multiply_pairs<false>(rows, s.part, dp, half, HierRows<both>{block.k_upper, block.k_lower, kPage}, half, kPage, s.score,
-                        kPage);
+  if (s.folded != page / 2) {
+    const HierBlock first = rounded(kv, sequence, page & ~1, head), second = rounded(kv, sequence, page | 1, head);
+    fold_keys(s, rows, dp, first.k_parameter, second.k_parameter, both);
+    split_rows<kQueryBytes>(s.part, rows, dp, s.split, s.split_scale);
+    s.folded = page / 2;
+  }
+  const HierCodes keys = {block.k_upper, block.k_lower, kPage, ahead}, values = {block.v_upper, block.v_lower, dp, ahead};
+  multiply_codes<both, kQueryBytes>(rows, s.split, dp, s.split_scale, keys, s.score);
   const KvBlock as_bytes = {nullptr, nullptr, parameters};
   if (a.window == 0 || page * kPage > last - a.window) soften_page<kKv8, false>(a, as_bytes, s, rows, page * kPage);
   else soften_page<kKv8, true>(a, as_bytes, s, rows, page * kPage);
-  multiply_pairs<true>(rows, s.score, kPage, half, HierRows<both>{block.v_upper, block.v_lower, half}, kPage, half, s.part,
-                       dp);
+  alignas(64) int8_t weights[kTileRows * 2 * kPage];
+  float scale[kTileRows];
+  split_rows<2>(s.score, rows, kPage, weights, scale);
+  multiply_codes<both, 2>(rows, weights, kPage, scale, values, s.part);
   merge_page(s, rows, dp);
 }
 
