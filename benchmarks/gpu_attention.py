@@ -25,7 +25,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import ROTATED_BYTES, Launch, facts, graph_us
 from qcompile.codegen import gpu_compile, tiles
-from qcompile.codegen.gpu_attention import AttentionSpec, GpuKV, MergeSpec, row_counts
+from qcompile.codegen.gpu_attention import GROUP_SPLITS, AttentionSpec, GpuKV, MergeSpec
 from qcompile.codegen.gpu_compile import Kernel
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -35,12 +35,10 @@ MOST_ERROR = 4e-3
 """Queries and weights of values are rounded to bf16."""
 
 
-def spec_for(format: str, queries: int, **cut: Any) -> AttentionSpec:
-    """The decode class kernel for steps of `queries` rows a sequence."""
+def spec_for(format: str, **cut: Any) -> AttentionSpec:
+    """The decode class kernel."""
     kv = GpuKV(format, KV_HEADS, DIM)
-    rows = next(r for r in row_counts(HEADS // KV_HEADS) if r // (HEADS // KV_HEADS) >= queries)
-    base = AttentionSpec(kv, HEADS, HEADS * DIM, DIM**-0.5, rows, **tiles.attention(kv, whole=False))
-    return replace(base, **cut)
+    return replace(AttentionSpec(kv, HEADS, HEADS * DIM, DIM**-0.5, **tiles.attention(kv, whole=False)), **cut)
 
 
 class Cache:
@@ -68,13 +66,14 @@ class Cache:
         """Keys and values f32 [heads, context, dim] of a sequence."""
         kv = self.kv
         blocks = copy[self.table[sequence].long()].transpose(0, 1)  # [heads, pages, bytes]
-        parts = blocks[..., : 2 * kv.part_bytes].unflatten(-1, (2, kv.page_tokens, kv.row_bytes))
+        items = blocks[..., : 2 * kv.part_bytes].contiguous().view(torch.int16).unflatten(-1, (2, -1))
         if kv.bits == 16:
-            values = parts.contiguous().view(torch.bfloat16).float()
+            values = items.view(torch.bfloat16).unflatten(-1, (kv.page_tokens, kv.dim)).float()
         else:
-            codes = parts.to(torch.int16) + 128 if kv.bits == 8 else parts.to(torch.int16) & 255
-            if kv.bits == 4:
-                codes = torch.cat((codes & 15, codes >> 4), -1)
+            k = items[:, :, 0].unflatten(-1, (kv.page_tokens, kv.width))
+            v = items[:, :, 1].unflatten(-1, (kv.width, kv.page_tokens)).transpose(-1, -2)
+            both = torch.stack((k, v), 2).int()  # [heads, pages, 2, page tokens, width]
+            codes = torch.cat([both >> kv.bits * plane & 2**kv.bits - 1 for plane in range(kv.planes)], -1)
             words = blocks[..., 2 * kv.part_bytes :].contiguous().view(torch.int32).unflatten(-1, (2, kv.page_tokens))
             values = (codes.float() - (words & 255).float()[..., None]) * (words & -256).view(torch.float32)[..., None]
         k, v = values.unbind(2)  # each [heads, pages, page tokens, dim]
@@ -102,15 +101,22 @@ class Problem:
         given: dict[str, Any] = {"q": self.q, "positions": self.positions, "query_start": self.query_start}
         given |= {"block_table": cache.table, "parts": parts, "stats": stats, "out": self.out}
         given |= {"table_stride": cache.table.shape[1], "splits": splits}
-        merge = MergeSpec(spec.kv, HEADS, 0, spec.split).kernel(90)
-        attend = spec.kernel(90)
-        grids = (splits, KV_HEADS, cache.batch), (tokens, HEADS, 1)
+        tiles_of_rows = -(-self.queries // spec.queries)
+        todo = [(spec.kernel(90), (KV_HEADS * tiles_of_rows, splits, cache.batch))]
+        if spec.whole:
+            todo = [(spec.kernel(90), (tiles_of_rows, KV_HEADS, cache.batch))]
+        else:
+            several = splits > GROUP_SPLITS
+            merge = MergeSpec(spec.kv, HEADS, 1, not several, 0, spec.split).kernel(90)
+            todo.append((merge, (tokens, HEADS, -(-splits // GROUP_SPLITS))))
+            if several:
+                todo.append((MergeSpec(spec.kv, HEADS, 2, True, 0, spec.split).kernel(90), (tokens, HEADS, 1)))
         found = []
         for copy in cache.copies:
-            codes = copy.view(torch.bfloat16) if spec.kv.bits == 16 else copy
-            pages = {"kv": codes, "kv_words": copy.view(torch.int32)}
-            pair = [_launch(k, g, {**given, **pages}) for k, g in zip((attend, merge), grids, strict=True)]
-            found.append(lambda pair=pair: [each() for each in pair])
+            items = copy.view(torch.bfloat16 if spec.kv.bits == 16 else torch.int16)
+            pages = {"kv": items, "kv_words": copy.view(torch.int32)}
+            all_ = [_launch(kernel, grid, {**given, **pages}) for kernel, grid in todo]
+            found.append(lambda all_=all_: [each() for each in all_])
         return found
 
     def relative_error(self) -> float:
@@ -162,8 +168,8 @@ def candidates(search: bool) -> list[dict[str, Any]]:
     """Cuts to be measured: that of codegen/tiles.py, or all."""
     if not search:
         return [{}]
-    found = itertools.product((256, 512, 1024), (64, 128), (4, 8))
-    return [{"split": s, "tile": t, "warps": w} for s, t, w in found]
+    found = itertools.product((128, 256, 512), (32, 64), (1, 2, 4), (2, 3))
+    return [{"split": s, "tile": t, "warps": w, "stages": n} for s, t, w, n in found]
 
 
 def compile_one(spec: AttentionSpec) -> bool:
@@ -179,7 +185,7 @@ def main() -> None:
     backends = torch.nn.attention.SDPBackend
     results: dict[str, Any] = {**facts(), "rivals": [], "kernels": []}
     cuts, asked = candidates(search), (1,) if search else (1, 5)
-    specs = [spec_for(f, q, **cut) for f in FORMATS for q in asked for cut in cuts]
+    specs = [spec_for(f, **cut) for f in FORMATS for cut in cuts]
     with ProcessPoolExecutor(15, mp_context=get_context("spawn")) as pool:
         usable = dict(zip(specs, pool.map(compile_one, specs), strict=True))
     for batch, context in CASES:
@@ -191,7 +197,7 @@ def main() -> None:
         for format in FORMATS:
             cache = Cache(GpuKV(format, KV_HEADS, DIM), batch, context)
             for queries, cut in itertools.product(asked, cuts):
-                spec = spec_for(format, queries, **cut)
+                spec = spec_for(format, **cut)
                 if not usable[spec]:
                     continue
                 problem = Problem(cache, queries)

@@ -87,7 +87,7 @@ def open_random(recipe: str, folder: Path, max_batch: int) -> tuple[CudaExecutor
     machine = targets.get_target("h200")
     started = time.perf_counter()
     found = pipeline.plan(folder, target="h200", recipe=recipe)
-    files = backend_of(machine).prepare(found.program, machine)()
+    files = backend_of(machine).prepare(found.programs, machine)()
     seconds = time.perf_counter() - started
     plan = json.loads(files["plan.json"])
     gpu = driver()

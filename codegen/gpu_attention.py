@@ -2,10 +2,14 @@
 
 Pages hold numerics.PAGE_TOKENS positions. The arena is [layer][page][kv head] blocks; a block is
 
-    keys        [page tokens][row bytes]: bf16, int8 code - 128, or two 4-bit codes a byte: d low, d + dim / 2 high
-    values      the same
+    keys        bf16 [page tokens][dim]; or 16-bit items [page tokens][width]: item j holds the codes of elements j,
+                j + width, ... from its low bits on: two of 8 bits, or four of 4
+    values      bf16 [page tokens][dim]; or items as those of keys, [width][page tokens]
     key words   int32 [page tokens], value words alike (8 and 4 bits only): bits 0-7 the zero point, the rest the
                 upper 24 bits of the float32 scale; value = (code - zero) * scale
+
+An item belongs to one token, so tokens are appended side by side; as operands of a tensor core's instruction both
+products then take items as they lie.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from qcompile.numerics import KV_BITS, PAGE_TOKENS
 
 MOST_QUERIES = 16
 """Most query positions of a sequence in the decode class."""
+GROUP_SPLITS = 16
+"""Splits that are summed together, before the sums of groups are."""
 _LOG2_E = 1.4426950408889634
 # 2 pi in parts: two short ones whose products with whole numbers up to 2^12 are exact, and the rest.
 _TWO_PI = (-6.28125, -0.0019350051879882812, -3.01991605e-07)
@@ -35,13 +41,23 @@ class GpuKV:
     def __post_init__(self) -> None:
         if self.format not in ("kv16", "kv8", "kv4"):
             raise UnsupportedError(f"GPU kernels have no {self.format} cache; there are kv16, kv8, kv4")
-        if self.dim % 2 or self.dim > 256:
-            raise UnsupportedError(f"head size {self.dim}: GPU attention takes even sizes up to 256")
+        if self.dim % 4 or self.dim > 256:
+            raise UnsupportedError(f"head size {self.dim}: GPU attention takes multiples of 4 up to 256")
 
     @property
     def bits(self) -> int:
         """Bits of an element."""
         return KV_BITS[self.format]
+
+    @property
+    def planes(self) -> int:
+        """Codes of an item."""
+        return 16 // self.bits
+
+    @property
+    def width(self) -> int:
+        """Items of a token's keys (or values)."""
+        return self.dim // self.planes
 
     @property
     def row_bytes(self) -> int:
@@ -61,7 +77,7 @@ class GpuKV:
 
 def _pages(kv: GpuKV) -> list[Argument]:
     """The arguments that point to a layer's pages, by the types they are read as."""
-    codes = Argument("kv", "*bf16" if kv.bits == 16 else "*i8")
+    codes = Argument("kv", "*bf16" if kv.bits == 16 else "*i16")
     return [codes] + [Argument("kv_words", "*i32")] * (kv.bits < 16)
 
 
@@ -99,7 +115,7 @@ class AppendSpec:
             prelaunch=prelaunch,
             asm=self.inline_asm,
             pairs_block=_power(max(self.rotary_dim // 2, 1)),
-            half_block=_power(self.kv.dim // 2),
+            block=_power(self.kv.width),
             scaling="" if self.scaling == 1.0 else f" * {self.scaling}",
             two_pi=_TWO_PI,
         )
@@ -108,24 +124,24 @@ class AppendSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """softmax(q k^T * scale) v over pages, for `rows` rows: query positions times the heads of a KV head.
+    """softmax(q k^T * scale) v over pages, in programs of `rows` rows: query positions times the heads of a KV head.
 
     q f32 [tokens, q_stride]. In the decode class programs do one split of `split` positions each, which
-    MergeSpec sums; with `whole` one program does all, in the same order, and writes out [tokens, heads * dim].
+    MergeSpec sums; with `whole` one program does all, in the same order, and writes out [tokens, heads * dim]. A
+    row's bits do not depend on which: programs have one shape, and nothing is fused that is not written so.
     """
 
     kv: GpuKV
     heads: int
     q_stride: int
     scale: float
-    rows: int = 16
     window: int = 0
     softcap: float = 0.0
     split: int = 256
     tile: int = 64
     whole: bool = False
-    warps: int = 4
-    stages: int = 3
+    warps: int = 1
+    stages: int = 2
     inline_asm: bool = True
 
     @property
@@ -135,8 +151,13 @@ class AttentionSpec:
         return f"Attention of {self.heads} heads over {self.kv.format} pages, {self.rows} rows, {kind}"
 
     @property
+    def rows(self) -> int:
+        """Rows of a program: as few as the tensor cores take, but whole heads."""
+        return max(16, _power(self.heads // self.kv.heads))
+
+    @property
     def queries(self) -> int:
-        """Query positions of a tile of rows."""
+        """Query positions of a program."""
         return self.rows // (self.heads // self.kv.heads)
 
     def kernel(self, capability: int) -> Kernel:
@@ -146,7 +167,7 @@ class AttentionSpec:
         results = ("out",) if self.whole else ("parts", "stats")
         arguments += [Argument(name, "*fp32") for name in results] + [Argument("table_stride", "i32")]
         arguments += [Argument("splits", "i32")] * (not self.whole)
-        name = f"attention_{self.kv.format}_{'whole' if self.whole else 'split'}_{self.rows}"
+        name = f"attention_{self.kv.format}_{'whole' if self.whole else 'split'}"
         prelaunch = self.inline_asm and capability >= 90
         source = render_template(
             "attention.py.jinja",
@@ -155,43 +176,47 @@ class AttentionSpec:
             arguments=arguments,
             prelaunch=prelaunch,
             asm=self.inline_asm,
-            half_block=max(_power(self.kv.dim // 2), 16),
+            block=max(_power(self.kv.width), 16),
+            splits_a_group=GROUP_SPLITS,
             q_scale=self.scale if self.softcap else self.scale * _LOG2_E,
         )
-        return Kernel(name, source, tuple(arguments), self.warps, self.stages, prelaunch)
+        return Kernel(name, source, tuple(arguments), self.rows // 16 * self.warps, self.stages, prelaunch, False)
 
 
 @dataclass(frozen=True)
 class MergeSpec:
-    """out [tokens, heads * dim] f32 from the splits of AttentionSpec."""
+    """Sums of AttentionSpec's splits: of those of a group (level 1), or of the groups (level 2).
+
+    The `final` level writes out [tokens, heads * dim] f32, the other in place of each group's first split.
+    """
 
     kv: GpuKV
     heads: int
+    level: int = 1
+    final: bool = True
     window: int = 0
     split: int = 256
 
+    @property
+    def kind(self) -> str:
+        """What the source says it sums."""
+        return f"{f'splits of {self.split} positions' if self.level == 1 else 'groups of splits'} in order of position"
+
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""
-        arguments = [Argument("parts", "*fp32"), Argument("stats", "*fp32"), Argument("out", "*fp32")]
+        arguments = [Argument("parts", "*fp32"), Argument("stats", "*fp32")] + [Argument("out", "*fp32")] * self.final
         arguments += [Argument("positions", "*i32"), Argument("splits", "i32")]
-        prelaunch, name = capability >= 90, f"merge_{self.split}"
+        prelaunch, name = capability >= 90, f"merge_{self.split}_{self.level}{'' if self.final else '_part'}"
         source = render_template(
             "merge.py.jinja",
             spec=self,
             name=name,
             arguments=arguments,
             prelaunch=prelaunch,
+            splits_a_group=GROUP_SPLITS,
             dim_block=_power(self.kv.dim),
         )
-        return Kernel(name, source, tuple(arguments), 1, 1, prelaunch)
-
-
-def row_counts(group: int) -> list[int]:
-    """Rows of the decode class kernels, fewest first: up to what MOST_QUERIES positions of `group` heads take."""
-    rows = [16]
-    while rows[-1] // group < MOST_QUERIES:
-        rows.append(2 * rows[-1])
-    return [count for count in rows if count >= group]
+        return Kernel(name, source, tuple(arguments), 1, 1, prelaunch, fusion=False)
 
 
 def _power(value: int) -> int:

@@ -43,7 +43,8 @@ class Argument(NamedTuple):
 class Kernel:
     """A kernel as Triton source: the function `name` in `source`, launched with `arguments`.
 
-    With `prelaunch` (sm_90 on) it may start before the kernel before it has ended: it waits by itself.
+    With `prelaunch` (sm_90 on) it may start before the kernel before it has ended: it waits by itself. Without
+    `fusion` the compiler makes no fused multiply-add that is not written as one.
     """
 
     name: str
@@ -52,11 +53,13 @@ class Kernel:
     warps: int = 4
     stages: int = 3
     prelaunch: bool = False
+    fusion: bool = True
 
     @property
     def label(self) -> str:
         """A file name for what is compiled from it: no two kernels share one."""
-        text = "\0".join((self.source, str(self.arguments), f"{self.warps} {self.stages} {self.prelaunch}"))
+        how = f"{self.warps} {self.stages} {self.prelaunch} {self.fusion}"
+        text = "\0".join((self.source, str(self.arguments), how))
         return f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
 
@@ -131,6 +134,7 @@ def build(kernel: Kernel, capability: int) -> Any:
     aligned = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arguments) if a.type.startswith("*")}
     source = ASTSource(load(kernel), signature, {}, aligned)
     options = {"num_warps": kernel.warps, "num_stages": kernel.stages, "launch_pdl": kernel.prelaunch}
+    options["enable_fp_fusion"] = kernel.fusion
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 

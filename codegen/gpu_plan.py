@@ -7,10 +7,11 @@ The plan is data: the runtime reads it as JSON and needs neither this module nor
     ["input", name]                 address of a step's input (token_ids, positions, ...) or result
     ["work", name]                  address of scratch memory
     ["kv", layer]                   address of a layer's pages
-    ["count", name]                 a number: tokens, outputs, sequences, queries, splits, table_stride
+    ["count", name]                 a number: tokens, outputs, sequences, queries, splits, table_stride, ...
 
 A size of a grid is a number, the name of a count, or [count, divisor]: the quotient rounded up. Queries is the
-most rows of one sequence, splits how many parts attention takes of the longest context.
+most rows of one sequence, splits how many parts attention takes of the longest context. `merged` is splits where
+queries are of the decode class, else 0; `groups` is groups of splits where there are several to merge, else 0.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from qcompile.codegen import program as p
 from qcompile.codegen import tiles
 from qcompile.codegen import triton as gemm
 from qcompile.codegen.gpu_attention import (
+    GROUP_SPLITS,
     MOST_QUERIES,
     AppendSpec,
     AttentionSpec,
     GpuKV,
     MergeSpec,
-    row_counts,
 )
 from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 from qcompile.codegen.gpu_pack import packing_of, padded_outputs
@@ -39,7 +40,7 @@ from qcompile.errors import UnsupportedError
 
 PICK_PART = 4096
 """Logits one program searches for the largest."""
-GPU_ABI = 1
+GPU_ABI = 2
 
 Ref = list[Any]
 Size = int | str | list[Any]
@@ -96,6 +97,7 @@ class Plan:
             "capability": self.capability,
             "split": self.split,
             "most_queries": MOST_QUERIES,
+            "group_splits": GROUP_SPLITS,
             "arena_bytes": {rows: program.arena_bytes(rows) for rows in ("tokens", "outputs")},
             "layer_page_bytes": self.kv.heads * self.kv.block_bytes,
             "layers": program.kv.layers,
@@ -322,7 +324,7 @@ class _Maker:
         kv, stride = self.plan.kv, self.program.buffer(c.q).stride
         if c.sinks is not None or c.key_bias is not None:
             raise UnsupportedError("GPU attention has no sinks and no biases by key position yet")
-        base = AttentionSpec(kv, c.heads, stride, c.scale, 16, c.window, c.softcap, self.plan.split)
+        base = AttentionSpec(kv, c.heads, stride, c.scale, c.window, c.softcap, self.plan.split)
         base = replace(base, inline_asm=self.asm, **tiles.attention(kv, whole=False))
         args = {"q": self.ref(c.q, column=c.q_offset), "out": self.ref(c.out), **self._step_args(c.layer)}
         args |= {"splits": ["count", "splits"], "query_start": ["input", "query_start"]}
@@ -330,20 +332,22 @@ class _Maker:
             args[name] = self.plan.need(name, size, "tokens", "splits")
         if self.program.buffer(c.out).stride != c.heads * kv.dim:
             raise UnsupportedError(f"{c.heads} heads of {kv.dim} are not whole blocks")
-        grid: tuple[Size, Size, Size] = ("splits", kv.heads, "sequences")
-        variants = []
-        for rows in row_counts(c.heads // kv.heads):
-            spec = replace(base, rows=rows)
-            most = min(spec.queries, MOST_QUERIES)
-            variants.append(Variant(self.plan.add(spec.kernel(self.capability)), grid, args, most))
-        rows = max(32, row_counts(c.heads // kv.heads)[0])
-        whole = replace(base, rows=rows, whole=True, **tiles.attention(kv, whole=True))
+        label, variants = self.plan.add(base.kernel(self.capability)), []
+        for most in [*range(base.queries, MOST_QUERIES, base.queries), MOST_QUERIES]:
+            grid: tuple[Size, Size, Size] = (kv.heads * -(-most // base.queries), "splits", "sequences")
+            variants.append(Variant(label, grid, args, most))
+        whole = replace(base, whole=True, **tiles.attention(kv, whole=True))
         label = self.plan.add(whole.kernel(self.capability))
         variants.append(Variant(label, (["queries", whole.queries], kv.heads, "sequences"), args))
         yield Launch(c.name, "queries", tuple(variants))
-        merge = MergeSpec(kv, c.heads, c.window, self.plan.split).kernel(self.capability)
-        merged = Variant(self.plan.add(merge), ("tokens", c.heads, 1), args, MOST_QUERIES)
-        yield Launch(f"{c.name}.merge", "queries", (merged,))
+        one, part, groups = (
+            self.plan.add(MergeSpec(kv, c.heads, level, final, c.window, self.plan.split).kernel(self.capability))
+            for level, final in ((1, True), (1, False), (2, True))
+        )
+        first = Variant(one, ("tokens", c.heads, 1), args, GROUP_SPLITS)
+        more = Variant(part, ("tokens", c.heads, ["splits", GROUP_SPLITS]), args)
+        yield Launch(f"{c.name}.merge", "merged", (first, more))
+        yield Launch(f"{c.name}.groups", "groups", (Variant(groups, ("tokens", c.heads, 1), args),))
 
     def _step_args(self, layer: int) -> dict[str, Ref]:
         """What finds a token's page."""

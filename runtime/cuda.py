@@ -18,7 +18,7 @@ from qcompile.errors import ArtifactError, ResourceError, UsageError
 from qcompile.runtime.cuda_driver import Driver, LaunchCall
 from qcompile.runtime.executor import FloatArray, Limits, Rows
 
-GPU_ABI = 1
+GPU_ABI = 2
 _GRAPHS = 64
 _FEWEST_PAGES = 8
 _DECODED = 1 << 16
@@ -136,12 +136,17 @@ class CudaExecutor:
             host[place["query_start"] + index + 1] = at
         used = place["block_table"] + len(sequences) * stride
         self.driver.upload(self._inputs, self._host_address, 4 * used)
+        plan, queries = self.plan, max(len(rows.tokens) for rows in sequences)
+        splits = -(-stride * self.limits.page_tokens // plan["split"])
+        merged = splits if queries <= plan["most_queries"] else 0
         return {
             "tokens": at,
             "outputs": outputs,
             "sequences": len(sequences),
-            "queries": max(len(rows.tokens) for rows in sequences),
-            "splits": -(-stride * self.limits.page_tokens // self.plan["split"]),
+            "queries": queries,
+            "splits": splits,
+            "merged": merged,
+            "groups": -(-merged // plan["group_splits"]) if merged > plan["group_splits"] else 0,
             "table_stride": stride,
         }
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qcompile.codegen import gpu_compile
 from qcompile.codegen import program as p
+from qcompile.codegen.gpu_attention import GROUP_SPLITS, MOST_QUERIES
 from qcompile.codegen.gpu_plan import Launch, Plan, Ref, Size
 from tests.codegen.tiny import Chunk
 
@@ -60,13 +61,16 @@ class Interpreter:
         }
         self.inputs |= {name: torch.tensor(v, dtype=torch.int32) for name, v in values.items()}
         self.inputs["logits"] = torch.full((len(wanted), self.vocab), math.nan)
-        last = max(c.start + len(c.tokens) - 1 for c in chunks)
+        splits = max(c.start + len(c.tokens) - 1 for c in chunks) // self.plan.split + 1
+        merged = splits if max(lengths) <= MOST_QUERIES else 0
         return {
             "tokens": len(ids),
             "outputs": len(wanted),
             "sequences": len(chunks),
             "queries": max(lengths),
-            "splits": last // self.plan.split + 1,
+            "splits": splits,
+            "merged": merged,
+            "groups": -(-merged // GROUP_SPLITS) if merged > GROUP_SPLITS else 0,
             "table_stride": stride,
         }
 
@@ -74,7 +78,7 @@ class Interpreter:
         """Run the variant for this step's counts."""
         count = self.counts[launch.by]
         variant = next((v for v in launch.variants if not v.most or count <= v.most), None)
-        if variant is None:
+        if variant is None or not count:
             return
         kernel = self.plan.kernels[variant.kernel]
         grid = tuple(self._size(size) for size in variant.grid)

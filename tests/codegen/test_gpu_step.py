@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import torch
 
 from qcompile import pipeline, recipes
 from qcompile.artifact import read_manifest, verify
+from qcompile.codegen.backend import backend_of
+from qcompile.codegen.gpu_attention import GpuKV, MergeSpec
 from qcompile.codegen.gpu_compile import compile_kernel
 from qcompile.codegen.gpu_pack import GPU_PACKING
 from qcompile.codegen.gpu_plan import make_plan
@@ -109,6 +112,38 @@ def test_a_sliding_window_interpreted() -> None:
     interpreted("interpret_window()")
 
 
+def interpret_merge() -> None:
+    """Sums of splits in groups, then of groups, against the sum over all: for positions in one group and in three."""
+    from qcompile.codegen.gpu_compile import load
+
+    tokens, heads, splits, dim, split = 3, 2, 40, 24, 64
+    kv = GpuKV("kv4", 1, dim)
+    positions = torch.tensor([70, 16 * split - 1, 40 * split - 5], dtype=torch.int32)
+    parts, most = torch.randn(tokens, heads, splits, dim), 8 * torch.randn(tokens, heads, splits)
+    total = torch.rand(tokens, heads, splits) + 0.5
+    live = torch.arange(splits) <= positions[:, None, None] // split
+    weight = torch.exp2(most.double()).masked_fill(~live, 0.0)
+    want = (parts * weight[..., None]).sum(2) / (total * weight).sum(2)[..., None]
+    poison = ~live[..., None].expand_as(parts)
+    given = {
+        "parts": parts.masked_fill(poison, math.nan),
+        "stats": torch.stack((most, total), -1).masked_fill(~live[..., None], math.nan),
+        "out": torch.full((tokens, heads * dim), math.nan),
+        "positions": positions,
+        "splits": splits,
+    }
+    for spec, groups in ((MergeSpec(kv, heads, 1, False, 0, split), 3), (MergeSpec(kv, heads, 2, True, 0, split), 1)):
+        kernel = spec.kernel(80)
+        load(kernel)[tokens, heads, groups](*(given[a.name] for a in kernel.arguments))
+    error = (given["out"].view_as(want) - want).norm() / want.norm()
+    assert error < 1e-6, error  # float32
+
+
+def test_merging_interpreted() -> None:
+    needs_triton()
+    interpreted("interpret_merge()")
+
+
 def interpret_feedback() -> None:
     """Two greedy steps: what was largest becomes the next token, one position on."""
     from tests.codegen.gpu_interpreter import Interpreter
@@ -177,3 +212,9 @@ def test_attention_with_sinks_is_refused() -> None:
     calls = tuple(replace(c, sinks="sinks") if isinstance(c, Attention) else c for c in program.calls)
     with pytest.raises(UnsupportedError, match="no sinks"):
         make_plan(replace(program, calls=calls), 90)
+
+
+def test_drafts_are_refused_for_a_gpu() -> None:
+    program = lowered("bf16")[1]
+    with pytest.raises(UnsupportedError, match="has no speculation yet"):
+        backend_of(TARGETS["h200"]).prepare({"model": program, "draft1": program}, TARGETS["h200"])
