@@ -194,4 +194,4 @@ def _gpu_sizes(n: int, k: int, format: str, activation: str) -> dict[str, int]:
     return packed_gpu_bytes(n, k, packing_of(format, activation))
 
 
-GPU_PACKING = Packing(_gpu_sizes, gpu_blobs)
+GPU_PACKING = Packing(packing_of, _gpu_sizes, gpu_blobs)

@@ -34,14 +34,17 @@ class PackedWeight:
 class Packing:
     """How a target packs weights, from shape or parts, number format and the activations they meet.
 
-    `sizes` gives the bytes (multiples of 64) of each blob by role, `blobs` the flat uint8 blobs themselves.
+    `name` is the same where a weight is packed alike. `sizes` gives the bytes (multiples of 64) of each blob by role,
+    `blobs` the flat uint8 blobs themselves.
     """
 
+    name: Callable[[str, str], str]
     sizes: Callable[[int, int, str, str], dict[str, int]]
     blobs: Callable[[numerics.Parts, str, str], dict[str, Tensor]]
 
 
 CPU_PACKING = Packing(
+    lambda format, activation: format,
     lambda n, k, format, activation: numerics.packed_bytes(n, k, format),
     lambda parts, format, activation: numerics.pack_weight(parts, format),
 )
@@ -174,7 +177,8 @@ class Lowering:
             yield from self.table_of_weights.packing.blobs(parts, format, activation).values()
 
         parts = tuple((f".{role}", size) for role, size in sizes.items())
-        names = self._register(node, format, parts, blobs, named_for=w)
+        packed_as = self.table_of_weights.packing.name(format, activation)
+        names = self._register(node, format, parts, blobs, named_for=w, packed_as=packed_as)
         return dict(zip(sizes, names, strict=True))
 
     def mixed(self, node: fx.Node, pairs: bool) -> tuple[dict[str, str], int]:
@@ -199,10 +203,11 @@ class Lowering:
         parts: tuple[tuple[str, int], ...],
         produce: Callable[[], Iterator[Tensor]],
         named_for: fx.Node | None = None,
+        packed_as: str = "",
     ) -> tuple[str, ...]:
         suffix = f".{kind}" if kind not in ("vector", "table") else ""
         base = self.origin + "+".join(_sources(named_for or node)) + suffix
-        key = (self._digest(node), kind)
+        key = (self._digest(node), packed_as or kind)
         names = self.table_of_weights.add(key, base, f"{base}.{node.name}", parts, produce)
         self.names.update(dict.fromkeys(names))
         return names

@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qcompile.codegen.gpu_pack import pack_gpu, packed_gpu_bytes, unpack_gpu
+from qcompile.codegen.gpu_pack import GPU_PACKING, pack_gpu, packed_gpu_bytes, unpack_gpu
+from qcompile.codegen.lower import CPU_PACKING
 from qcompile.codegen.triton import KernelSpec, Tile, compile_for, reference, render
 from qcompile.errors import UnsupportedError
 from qcompile.numerics import dequantize_weight, quantize_activation, quantize_weight
@@ -84,6 +85,12 @@ def test_packed_bits(format: str) -> None:
     else:
         rest = 8 if format == "qoq_channel" else 0
         assert row[6] == (5 ^ rest) << 4 | rest
+
+
+def test_a_weight_is_packed_anew_for_other_activations() -> None:
+    assert GPU_PACKING.name("w4_asym_g128", "bf16") != GPU_PACKING.name("w4_asym_g128", "int8")
+    assert GPU_PACKING.name("qoq_g128", "int4") == GPU_PACKING.name("qoq_g128", "int8")
+    assert CPU_PACKING.name("w4_asym_g128", "bf16") == CPU_PACKING.name("w4_asym_g128", "int8")
 
 
 def test_shapes_that_do_not_divide_are_refused() -> None:
