@@ -195,8 +195,8 @@ QC_INLINE void multiply_code_tile(const int8_t* x, int n, const float* scale, co
       QC_UNROLL for (int v = 0; v < V; ++v) {
         const int at = k / 2 * codes.columns + 4 * (j + 16 * v);
         // A page's planes are short and apart: the hardware's own prefetch hardly starts on one before it ends.
-        __builtin_prefetch(codes.upper + at + codes.ahead);
-        if (both) __builtin_prefetch(codes.lower + at + codes.ahead);
+        __builtin_prefetch(codes.upper + at + codes.ahead, 0, 2);
+        if (both) __builtin_prefetch(codes.lower + at + codes.ahead, 0, 2);
         B64 w[2];
         if (both && kWholeBytes) {
           whole_bytes(codes.upper + at, codes.lower + at, w);
@@ -281,7 +281,7 @@ QC_NOINLINE void attend_rounded(const AttentionArgs& a, const KvLayer<F>& kv, At
   // The page after it, where that is rounded too: after the newest of them comes itself.
   const int next = page + 1 < (s.position[0] / kHierGroup - 1) * (kHierGroup / kPage) ? page + 1 : page;
   const int64_t ahead = kv.at(sequence, 2 * kRingPages + next, head) - (const char*)block.k_upper;
-  for (int i = 0; i < 2 * kPage + dp; i += 16) __builtin_prefetch((const char*)(block.v_scale + i) + ahead);
+  for (int i = 0; i < 2 * kPage + dp; i += 16) __builtin_prefetch((const char*)(block.v_scale + i) + ahead, 0, 2);
   alignas(64) float parameters[4 * kPage];
   page_parameters(block, both, parameters);
   if (s.folded != page / 2) {
