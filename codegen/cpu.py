@@ -200,7 +200,7 @@ class _Renderer:
     def _norm_heads(self, c: p.NormHeads) -> list[str]:
         kind = {"rms": "kRms", "layer": "kLayer"}[c.kind]
         where = f"{_ident(c.x)}, {self.program.buffer(c.x).stride}, {c.x_offset}, {c.heads}, {c.width}"
-        weights = f"{self.weight(c.weight)}, {self.weight(c.bias)}, {_f32(c.eps)}"
+        weights = f"{self.weight(c.weight)}, {self.weight(c.bias)}, {c.width if c.by_head else 0}, {_f32(c.eps)}"
         return [f"norm_heads<{kind}>({self.mine(c.x)}, {where}, {weights});"]
 
     def _quantize(self, c: p.Quantize) -> list[str]:

@@ -270,8 +270,12 @@ def _norm(low: Lowering, node: fx.Node) -> p.Call:
 
 def _norm_heads(low: Lowering, node: fx.Node) -> p.Call:
     x, weight, bias, eps, kind, offset, heads, width = _args(node)
+    sizes = {w.meta["val"].shape[0] for w in (weight, bias) if w is not None}
+    if len(sizes) > 1:
+        raise PassError("codegen", node.name, "its weight and bias are by head, or are not, both alike")
     weights = low.vector(weight), low.vector(bias)
-    return p.NormHeads(node.name, kind, low.buffer(x), offset, heads, width, eps, *weights)
+    by_head = heads > 1 and sizes == {heads * width}
+    return p.NormHeads(node.name, kind, low.buffer(x), offset, heads, width, eps, *weights, by_head)
 
 
 def _quantize(low: Lowering, node: fx.Node) -> p.Call | None:

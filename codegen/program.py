@@ -112,7 +112,10 @@ class Norm:
 
 @dataclass(frozen=True)
 class NormHeads:
-    """`heads` blocks of `width` columns of x from `x_offset`, each normalized in place over itself (f32)."""
+    """`heads` blocks of `width` columns of x from `x_offset`, each normalized in place over itself (f32).
+
+    weight and bias are [width], or [heads * width] where they are `by_head`.
+    """
 
     kernel: ClassVar[str] = "norm_heads"
     name: str
@@ -124,6 +127,7 @@ class NormHeads:
     eps: float
     weight: str | None = None
     bias: str | None = None
+    by_head: bool = False
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,8 @@ class ScalePusher:
             raise PassError(self.pass_name, node.name, "a scale passes a rotation only where it is equal in each pair")
         if kind not in _PUSH:
             raise PassError(self.pass_name, node.name, f"a channel scale cannot move into {kind}")
+        if kind == "mul" and node.args[1].meta["val"].shape != node.meta["val"].shape:
+            raise PassError(self.pass_name, node.name, "its second factor is one number for all channels")
         if kind == "rms_norm" and node.args[1] is None:
             raise PassError(self.pass_name, node.name, "this norm has no weight that could take a scale")
         for source in self._sources(node, kind):

@@ -74,22 +74,23 @@ def _refusal(graph: Graph, node: fx.Node) -> str | None:
     if not node.users:
         return "nothing reads it"
     for user in node.users:
-        if ops.name_of(user.target) != "linear" or user.args[0] is not node:
+        if ops.name_of(user.target) not in ("linear", "expert_linear") or user.args[0] is not node:
             return f"read by {user.name}, which is not a linear over it"
-        if not graph.is_weight(user.args[1]):
+        if not graph.is_weight(user.args[analysis.WEIGHT_AXES[str(ops.name_of(user.target))][0]]):
             return f"read by {user.name}, whose second operand is not a weight"
     return None
 
 
 def _fold(graph: Graph, node: fx.Node, scale: fx.Node | None, shift: fx.Node | None) -> None:
     for linear in list(node.users):
-        weight, bias = linear.args[1], linear.args[2] if len(linear.args) > 2 else None
+        place = analysis.WEIGHT_AXES[str(ops.name_of(linear.target))][0]
+        weight, bias = linear.args[place], linear.args[place + 1] if len(linear.args) > place + 1 else None
         if shift is not None:
             moved = graph.call_weight("matvec", weight, shift)
             bias = moved if bias is None else graph.call_weight("add", moved, bias)
         if scale is not None:
             weight = graph.call_weight("mul", weight, scale)
-        linear.args = (linear.args[0], weight) if bias is None else (linear.args[0], weight, bias)
+        linear.args = (*linear.args[:place], weight) if bias is None else (*linear.args[:place], weight, bias)
     node.args = (node.args[0], *(None for _ in node.args[1:-1]), node.args[-1])
 
 
@@ -101,19 +102,18 @@ def _centering_refusal(graph: Graph, stream: analysis.Stream) -> str | None:
         if any(parameter is not None for parameter in _parameters(user)):
             return f"node {user.name}: keeps its scale or bias, so its centering cannot move to the stream's writers"
     for writer in stream.writers:
-        if ops.name_of(writer.target) not in ("linear", "embedding"):
+        if ops.name_of(analysis.weighted(graph, writer).target) not in analysis.WEIGHT_AXES:
             return f"node {writer.name}: writes the residual stream and has no weight that could be centered"
     return None
 
 
 def _center(graph: Graph, stream: analysis.Stream, norms: list[fx.Node]) -> None:
     """Center what every writer of `stream` writes, and constants added on the way; its norms need not any more."""
-    for writer in stream.writers:
-        if ops.name_of(writer.target) == "embedding":
-            _center_argument(graph, writer, 1, 1)
-        else:
-            _center_argument(graph, writer, 1, 0)
-            _center_argument(graph, writer, 2, 0)
+    for writer in (analysis.weighted(graph, writer) for writer in stream.writers):
+        place, axis, inputs = analysis.WEIGHT_AXES[str(ops.name_of(writer.target))]
+        _center_argument(graph, writer, place, axis)
+        if inputs is not None:
+            _center_argument(graph, writer, place + 1, axis)
     for node in stream.values:
         for index, argument in enumerate(node.args):
             if isinstance(argument, fx.Node) and graph.is_weight(argument) and node not in stream.writers:

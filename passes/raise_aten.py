@@ -163,7 +163,10 @@ def _getitem(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 
 @handles("index_select")
 def _index_select(r: Raiser, node: fx.Node, a: Arguments) -> Known:
-    value, index = r.value(a.input_), r.known.get(a.index)
+    index = r.known.get(a.index)
+    if isinstance(r.known.get(a.input_), Weight) and not isinstance(index, Weight):
+        return _lookup(r, a.input_, a.index) if a.dim == 0 and a.input_.meta["val"].dim() == 2 else None
+    value = r.value(a.input_)
     if value is None or not isinstance(index, Weight):
         return None
     return values.take(value, a.dim % len(value.dims), r.evaluate(index.node).numpy())
@@ -258,7 +261,7 @@ def _lookup(r: Raiser, table: fx.Node, index: fx.Node) -> Known:
         return None
     terms = {int(term["kind"]): float(term["coef"]) for term in known.terms}
     offset = terms.pop(values.ONE, 0.0)
-    if terms != {values.POSITION: 1.0} or offset < 0 or offset % 1 or "T" not in known.dims:
+    if terms != {values.POSITION: 1.0} or offset < 0 or offset % 1 or not any("T" in dim for dim in known.dims):
         return None
     tables.require_rows(r, table, int(table.meta["val"].shape[0] - offset))
     rows = r.rows_from(table, int(offset))
@@ -480,7 +483,7 @@ def _sdpa(r: Raiser, node: fx.Node, a: Arguments) -> Known:
         raise r.unsupported(node, "has dropout; export the model in evaluation mode")
     inputs = [values.permute(r.require(t, f"attention {node}"), (0, 2, 1, 3)) for t in (a.query, a.key, a.value)]
     scale = 1 / math.sqrt(a.query.meta["val"].shape[-1]) if a.scale is None else float(a.scale)
-    given = [] if a.attn_mask is None else [(a.attn_mask, "added")]
+    given = [] if a.attn_mask is None else [(a.attn_mask, "added", 1.0)]
     seen = masks.prove_mask(r, node, given, a.is_causal)
     made = attention.build(r, node, inputs, scale, seen.window, 0.0, None, seen.key_bias)
     return values.permute(made, (0, 2, 1, 3))

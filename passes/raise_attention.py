@@ -82,17 +82,17 @@ def _heads(r: Raiser, node: fx.Node, value: Value, shape: tuple[int, int]) -> fx
     if value.is_plain():
         return r.emit(value, shape, node)
     terms = value.terms.reshape(len(value.terms), *shape)
-    rotation = _rotation(terms, r.source.info.max_position)
-    if rotation is None:
+    turned = rotation(terms, r.source.info.max_position)
+    if turned is None:
         raise r.unsupported(node, "rotates its queries or keys in a way that is no rotary embedding")
-    source, inv_freq, scaling, interleaved = rotation
+    source, inv_freq, scaling, interleaved = turned
     plain = Value(value.base, value.dims, values.make_terms(shape, source))
     made = r.emit(plain, shape, node)
     frequencies = r.constant("inv_freq", torch.from_numpy(inv_freq.astype(np.float32)))
     return r.call("rope", made, r.positions, frequencies, scaling, interleaved)
 
 
-def _rotation(terms: Terms, longest: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], float, bool] | None:
+def rotation(terms: Terms, longest: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], float, bool] | None:
     """(source index [H, D], inv_freq [R/2], scaling, interleaved) when `terms` [n, H, D] are a rotary embedding."""
     own, other = _by_kind(terms, (ONE, COS)), _by_kind(terms, (SIN,))
     if own is None or other is None or (own["coef"] == 0).any() or (own["index"] < 0).any():
@@ -107,10 +107,10 @@ def _rotation(terms: Terms, longest: int) -> tuple[np.ndarray[Any, Any], np.ndar
     scaling = float(own["coef"][0, 0])
     if not (own["coef"][:, :rotary] == scaling).all() or not (own["coef"][:, rotary:] == 1).all():
         return None
-    for interleaved in (False, True):
+    for interleaved, sense in itertools.product((False, True), (1.0, -1.0)):
         inv_freq = own["freq"][0, :rotary:2] if interleaved else own["freq"][0, : rotary // 2]
-        if _is_rotary(own, other, inv_freq, scaling, interleaved):
-            return own["index"], inv_freq, scaling, interleaved
+        if _is_rotary(own, other, inv_freq, scaling, interleaved, sense):
+            return own["index"], sense * inv_freq, scaling, interleaved
     return None
 
 
@@ -123,13 +123,15 @@ def _by_kind(terms: Terms, kinds: tuple[int, ...]) -> Terms | None:
     return np.where(picked.any(0), found, np.zeros((), terms.dtype))
 
 
-def _is_rotary(own: Terms, other: Terms, inv_freq: np.ndarray[Any, Any], scaling: float, interleaved: bool) -> bool:
-    """Whether feature i is cos * x[i] -+ sin * x[partner of i], as qcompile::rope has it."""
+def _is_rotary(
+    own: Terms, other: Terms, inv_freq: np.ndarray[Any, Any], scaling: float, interleaved: bool, sense: float
+) -> bool:
+    """Whether feature i is cos * x[i] -+ sin * x[partner of i], as qcompile::rope has it; `sense` -1 turns back."""
     half = len(inv_freq)
     place = np.arange(2 * half)
     pair, second = (place // 2, place % 2) if interleaved else (place % half, place // half)
     partner = place + np.where(second == 0, 1, -1) * (1 if interleaved else half)
-    sign = np.where(second == 0, -1.0, 1.0)
+    sign = np.where(second == 0, -sense, sense)
     freq = inv_freq[pair]
     head = other[:, : 2 * half]
     return bool(

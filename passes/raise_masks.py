@@ -27,8 +27,8 @@ HIDDEN = -1e4
 SHAPE_ONLY = {"sym_size", "ones_like", "zeros_like", "full_like", "empty_like", "new_ones", "new_zeros", "new_full"}
 """Operators that read the shape of their first operand and not its values."""
 
-Mask = tuple[fx.Node, str]
-"""A mask and what it says: `seen` or `hidden` (booleans), or `added` to the scores."""
+Mask = tuple[fx.Node, str, float]
+"""A mask, what it says (`seen` or `hidden`: booleans, or `added` to the scores), and what that is multiplied with."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def prove_mask(r: Raiser, node: fx.Node, masks: Sequence[Mask], is_causal: bool)
 
 
 def _prove(r: Raiser, node: fx.Node, masks: Sequence[Mask], is_causal: bool) -> Seen:
-    for mask, _ in masks:
+    for mask, *_ in masks:
         if reads_ids(r, mask):
             raise r.unsupported(mask, "makes a mask from token ids; only masks of positions are compiled")
     if not masks and not is_causal:
@@ -66,8 +66,8 @@ def _prove(r: Raiser, node: fx.Node, masks: Sequence[Mask], is_causal: bool) -> 
     for length in sorted({min(length, longest) for length in (*LENGTHS_TRIED, longest)}, reverse=True) if masks else ():
         seen = torch.ones(length, length, dtype=torch.bool).tril() if is_causal else torch.ones(1, 1, dtype=torch.bool)
         biases = []
-        for mask, meaning in masks:
-            shown, bias = _seen(_Run(r, length).value(mask), meaning)
+        for mask, meaning, factor in masks:
+            shown, bias = _seen(_Run(r, length).value(mask), meaning, factor)
             seen = seen & shown
             biases += [] if bias is None else [bias]
         windows.add(_window(r, node, seen, length))
@@ -81,14 +81,15 @@ def _prove(r: Raiser, node: fx.Node, masks: Sequence[Mask], is_causal: bool) -> 
     return Seen(cut.pop() if cut else 0, table)
 
 
-def _seen(mask: Tensor, meaning: str) -> tuple[Tensor, Tensor | None]:
+def _seen(mask: Tensor, meaning: str, factor: float) -> tuple[Tensor, Tensor | None]:
     """Booleans, true where the mask lets a key be seen, and what it adds to scores there if it is not nothing."""
     if mask.dtype == torch.bool:
         return (~mask if meaning == "hidden" else mask), None
     if meaning != "added":
         return (mask == 0 if meaning == "hidden" else mask != 0), None
+    mask = mask.float() * factor
     shown = mask > HIDDEN
-    return shown, mask.float() if (mask * shown)[shown].any() else None
+    return shown, mask if mask[shown].any() else None
 
 
 def _of_keys(bias: Tensor) -> Tensor:
@@ -251,32 +252,35 @@ class _Scores:
             self.inputs = q, k
 
     def _added(self, r: Raiser, scores: Any) -> bool:
-        """Note beta * bias + alpha * q @ k; whether that can be said, which a scale or cap outside rules out."""
+        """Note beta * bias + alpha * q @ k; whether that can be said, which a cap outside rules out."""
         beta, alpha = (r.number(scores.kwargs.get(name, 1)) for name in ("beta", "alpha"))
-        if alpha is None or beta != 1 or self.softcap or self.scale != 1:
+        if alpha is None or beta != 1 or self.softcap:
             return False
-        self.masks.append((scores.args[0], "added"))
-        self.scale = alpha
+        self.masks.append((scores.args[0], "added", self.scale))
+        self.scale *= alpha
         return True
 
     def _step(self, r: Raiser, scores: Any) -> Any:
         """Note what the outermost operator on the scores does and give what it does it to; None if unknown."""
         if is_call(scores, "view", "reshape", "_unsafe_view"):
             return scores.args[0]
-        if self.softcap or self.scale != 1:  # a mask in here would be scaled and capped with the scores
+        if self.softcap:  # a mask in here would be capped with the scores
             return self._scaling(r, scores)
         if is_call(scores, "masked_fill"):
             hides = r.number(scores.args[2])
-            self.masks.append((scores.args[1], "hidden"))
-            return scores.args[0] if hides is not None and hides <= HIDDEN else None
+            self.masks.append((scores.args[1], "hidden", 1.0))
+            return scores.args[0] if hides is not None and hides * self.scale <= HIDDEN else None
         if is_call(scores, "where"):
             hides = r.number(scores.args[2])
-            self.masks.append((scores.args[0], "seen"))
-            return scores.args[1] if hides is not None and hides <= HIDDEN else None
+            self.masks.append((scores.args[0], "seen", 1.0))
+            return scores.args[1] if hides is not None and hides * self.scale <= HIDDEN else None
+        if is_call(scores, "max", "maximum"):
+            least = r.number(scores.args[1]) if len(scores.args) == 2 else None
+            return scores.args[0] if least is not None and least * self.scale <= HIDDEN else None
         if is_call(scores, "add"):
             for inner, mask in pair(scores):
                 if reads_ids(r, inner) and isinstance(mask, fx.Node) and not reads_ids(r, mask):
-                    self.masks.append((mask, "added"))
+                    self.masks.append((mask, "added", self.scale))
                     return inner
         return self._scaling(r, scores)
 

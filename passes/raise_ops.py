@@ -136,7 +136,7 @@ class Raiser:
         self.ids = made[0]
 
     def _call(self, node: fx.Node) -> Known:
-        from qcompile.passes.raise_routing import HANDLERS
+        from qcompile.passes.raise_heads import HANDLERS
 
         value = node.meta.get("val")
         if self.is_constant(node) and (not isinstance(value, Tensor) or self.is_static(value)):
@@ -250,14 +250,14 @@ class Raiser:
     def weight(self, node: fx.Node) -> fx.Node:
         """The raised graph's node that reads the weight `node`, which ATen may have computed from others."""
         if node.op == "get_attr":
-            return self._read(str(node.target))
+            return self.read(str(node.target))
         source = next(iter(sources(node)), None)
         name = f"{source.target if source else 'constant'}.{node.name}"
         if name not in self.out.weights:
             value = node.meta["val"]
             dtype = torch.float32 if value.is_floating_point() else value.dtype
             self.out.weights.add(name, value.shape, dtype, lambda: self.evaluate(node).to(dtype).contiguous())
-        return self._read(name)
+        return self.read(name)
 
     def vector(self, node: fx.Node) -> fx.Node:
         """The weight `node`, whose only dimension of more than 1 element is its features, as [F]."""
@@ -305,7 +305,7 @@ class Raiser:
         name = f"{self.weight(node).target}.{label}"
         if name not in self.out.weights:
             self.out.weights.add(name, shape, torch.float32, lambda: change(self.evaluate(node)).contiguous())
-        return self._read(name)
+        return self.read(name)
 
     def constant(self, name: str, data: Tensor) -> fx.Node:
         """A node that reads `data`, kept in the store as `name`; equal data is kept once."""
@@ -315,10 +315,11 @@ class Raiser:
             while unique in self.out.weights:
                 unique = f"{name}.{len(self.made)}"
             self.out.weights.add_tensor(unique, data)
-            self.made[key] = self._read(unique)
+            self.made[key] = self.read(unique)
         return self.made[key]
 
-    def _read(self, name: str) -> fx.Node:
+    def read(self, name: str) -> fx.Node:
+        """The raised graph's node that reads the weight `name` of its store."""
         if ("read", name) not in self.made:
             self.made["read", name] = self.out.weight(name)
         return self.made["read", name]
@@ -371,7 +372,7 @@ class Raiser:
             shape[axis] = len(index)
             store = self.out.weights
             store.add(name, shape, weight.meta["val"].dtype, lambda: store[source].index_select(axis, rows))
-            self.made[key] = self._read(name)
+            self.made[key] = self.read(name)
         return self.made[key]
 
     def flat(self, node: fx.Node) -> fx.Node:

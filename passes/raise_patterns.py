@@ -37,17 +37,22 @@ def with_weight(r: Raiser, name: str, source: fx.Node, factor: fx.Node) -> Known
     """A raised tensor times (or plus) a weight over its last dimension; part of a norm or linear if it is one's."""
     value = r.known[source]
     shape = tuple(size for size in factor.meta["val"].shape if size != 1)
-    if not isinstance(value, Value) or value.dims[-1] != "F" or shape != value.sizes[-1:]:
+    by_head = isinstance(value, Value) and shape == value.sizes and len(shape) == 2
+    if not isinstance(value, Value) or value.dims[-1] != "F" or not (shape == value.sizes[-1:] or by_head):
         raise r.unsupported(source, f"meets weight {factor} in a way that has no counterpart here")
     made = r.emit(value, value.sizes, source)
     weight = r.vector(factor)
     kind = ops.name_of(made.target)
+    if by_head and kind not in ("rms_norm", "layer_norm"):
+        raise r.unsupported(source, f"meets weight {factor} of every head where that is no norm's")
     if name == "mul" and kind in ("rms_norm", "layer_norm") and made.args[1:-1].count(None) == len(made.args) - 2:
         joined = r.call(str(kind), made.args[0], weight, *made.args[2:])
     elif name == "add" and kind == "layer_norm" and made.args[2] is None:
         joined = r.call("layer_norm", made.args[0], made.args[1], weight, made.args[3])
     elif name == "add" and kind == "linear" and len(made.args) == 2:
         joined = r.call("linear", *made.args, weight)
+    elif by_head:
+        raise r.unsupported(source, f"meets weight {factor} of every head behind a norm's own")
     else:
         joined = r.call(name, made, weight)
     return identity(joined, value.dims, value.sizes)
@@ -58,6 +63,11 @@ def norm(r: Raiser, node: fx.Node, source: fx.Node, kind: str, weights: tuple[An
     value = r.require(source, f"norm {node}")
     if value.base is None or value.dims[-1] != "F":
         raise r.unsupported(node, "normalises something else than the features of a token")
+    if kind == "rms_norm" and weights == (None,) and not value.is_plain():
+        from qcompile.passes.raise_heads import behind_rotation
+
+        if (turned := behind_rotation(r, node, value, eps)) is not None:
+            return turned
     read = [None if w is None else r.vector(w) for w in weights]
     return identity(r.call(kind, r.emit(value, value.sizes, node), *read, float(eps)), value.dims, value.sizes)
 

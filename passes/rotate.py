@@ -29,9 +29,9 @@ class Rotate(Pass):
     """Rotates residual streams, with `heads` the values between v and o, with `online` the inputs of down projections.
 
     With x' = x Q for every value of a stream, a reading linear's W becomes W Q, a writing linear's W becomes
-    Q^T W (its bias b Q), an embedding table E becomes E Q. Legal when every writer is a linear or an
-    embedding, and every reader a linear, behind scale-free RMS norms or none. `online` rotates what no weight can,
-    products and activations, by an operator in front of the linears that read them (QuaRot, section 4).
+    Q^T W (its bias b Q), an embedding table E becomes E Q. Legal when every writer is a linear (experts' and
+    their weighted sums too) or an embedding, and every reader a linear, behind scale-free RMS norms or none.
+    `online` rotates what no weight can, products and activations, by an operator in front of the linears that read them (QuaRot, section 4).
     What cannot be rotated is left as it is and named in the notes. `fired` counts weights rotated.
     """
 
@@ -78,29 +78,31 @@ class Rotate(Pass):
     def _rotate_stream(self, graph: Graph, stream: analysis.Stream, number: int) -> int:
         readers = list(analysis.carried(stream.reads))
         for reader, _ in readers:
-            if ops.name_of(reader.target) != "linear":
+            if ops.name_of(reader.target) not in ("linear", "expert_linear"):
                 kind = ops.name_of(reader.target) or reader.op
                 raise PassError(
                     self.name, reader.name, f"the residual stream is read by {kind}, which no rotation passes"
                 )
-        for writer in stream.writers:
+        sources = [analysis.weighted(graph, writer) for writer in stream.writers]
+        for writer in sources:
             kind = ops.name_of(writer.target) or writer.op
-            if kind not in ("linear", "embedding"):
+            if kind not in analysis.WEIGHT_AXES:
                 reason = f"the residual stream is written by {kind}, neither a linear nor an embedding"
                 raise PassError(self.name, writer.name, reason)
         signs = self._signs(graph, f"stream{number}", self._block(stream.values[0], stream.width))
         fired = 0
-        for writer in stream.writers:
-            axis = 0 if ops.name_of(writer.target) == "linear" else 1
-            fired += _rotate_argument(graph, writer, 1, signs, axis)
-            if axis == 0:
-                _rotate_argument(graph, writer, 2, signs, 0)
+        for writer in sources:
+            place, axis, inputs = analysis.WEIGHT_AXES[str(ops.name_of(writer.target))]
+            fired += _rotate_argument(graph, writer, place, signs, axis)
+            if inputs is not None:
+                _rotate_argument(graph, writer, place + 1, signs, axis)
         for node in stream.values:
             for index, argument in enumerate(node.args):
                 if isinstance(argument, fx.Node) and graph.is_weight(argument) and node not in stream.writers:
                     fired += _rotate_argument(graph, node, index, signs, 0)
         for reader in dict.fromkeys(reader for reader, _ in readers):
-            fired += _rotate_argument(graph, reader, 1, signs, 1)
+            place, _, inputs = analysis.WEIGHT_AXES[str(ops.name_of(reader.target))]
+            fired += _rotate_argument(graph, reader, place, signs, int(inputs or 0))
         return fired
 
     def _rotate_values(self, graph: Graph, attention: fx.Node, number: int) -> int:

@@ -76,6 +76,26 @@ def carried(reads: list[tuple[fx.Node, fx.Node]]) -> Iterator[tuple[fx.Node, fx.
             yield user, value
 
 
+WEIGHT_AXES = {"linear": (1, 0, 1), "embedding": (1, 1, None), "expert_linear": (2, 1, 2)}
+"""Where operators with weights keep them: (argument, its axis of outputs, its axis of inputs); a bias follows it."""
+
+
+def weighted(graph: Graph, value: fx.Node) -> fx.Node:
+    """The linear, embedding or experts' linears whose outputs `value` is, or is a weighted sum of, token by token.
+
+    A factor for each token, or for each of a token's chosen experts, passes any change of basis. `value` itself is
+    given where that ends in something else, or in a value that others read too.
+    """
+    node: fx.Node = value
+    while ops.name_of(node.target) in ("combine", "scale_slots", "mul"):
+        source, *others = [n for n in node.all_input_nodes if not graph.is_weight(n)]
+        by_token = ops.name_of(node.target) != "mul" or (others and others[0].meta["val"].shape[-1] == 1)
+        if not by_token or source is not node.args[0] or len(source.users) > 1:
+            return value
+        node = source
+    return node if ops.name_of(node.target) in WEIGHT_AXES else value
+
+
 @dataclass
 class ChannelSpace:
     """Values whose features are numbered alike, so that a permutation of features is made to all of them or none.

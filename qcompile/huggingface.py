@@ -65,7 +65,7 @@ def load(model: str | Path, *, name: str | None = None, allow_remote: bool = Fal
     try:
         program, loaders = _trace(config, checkpoint, allow_remote)
     except _OwnAttention:
-        program, loaders = _trace(config, checkpoint, allow_remote, "eager")
+        program, loaders = _trace(config, checkpoint, allow_remote, None)
     info = _info(name or directory.resolve().name, directory, config, program)
     return frontend.import_program(program, loaders, info)
 
@@ -106,7 +106,7 @@ class _OwnAttention(UnsupportedError):
 
 
 def _trace(
-    config: Any, checkpoint: Checkpoint | None, allow_remote: bool, attention_kind: str = ATTENTION
+    config: Any, checkpoint: Checkpoint | None, allow_remote: bool, attention_kind: str | None = ATTENTION
 ) -> tuple[torch.export.ExportedProgram, dict[str, frontend.Loader]]:
     """The export of the model of `config`, and how to load its weights (which settles what is tied, so it is first)."""
     module = build(config, allow_remote, attention_kind)
@@ -115,10 +115,11 @@ def _trace(
     return _export(module, longest), loaders
 
 
-def build(config: Any, allow_remote: bool = False, attention_kind: str = ATTENTION) -> Any:
+def build(config: Any, allow_remote: bool = False, attention_kind: str | None = ATTENTION) -> Any:
     """The model of `config` on the meta device in float32, its attention replaced by qcompile::attention.
 
-    With another `attention_kind` of transformers', such as `eager`, it is written out in ATen operators.
+    With None as `attention_kind` it is the one that transformers runs by default, in ATen operators. (A model's own
+    kinds may differ: Falcon adds its linear bias twice where its attention is eager.)
     """
     from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 

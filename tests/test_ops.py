@@ -139,6 +139,17 @@ def test_a_window_hides_older_keys_and_a_sink_takes_weight() -> None:
     assert drained.abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("bias", [None, rand(24)])
+def test_weights_of_a_norm_by_head(bias: torch.Tensor | None) -> None:
+    x, weight = rand(2, 5, 3, 8), rand(24)
+    for head in range(3):
+        own = slice(8 * head, 8 * head + 8)
+        one = ops.layer_norm(x[:, :, head], weight[own], None if bias is None else bias[own], 1e-5)
+        assert torch.allclose(ops.layer_norm(x, weight, bias, 1e-5)[:, :, head], one, atol=1e-6)  # another order
+        one = ops.rms_norm(x[:, :, head], weight[own], 1e-5)
+        assert torch.equal(ops.rms_norm(x, weight, 1e-5)[:, :, head], one)
+
+
 def test_a_bias_by_key_is_a_linear_bias_by_distance() -> None:
     q, k, v = rand(1, 6, 2, 8), rand(1, 6, 2, 8), rand(1, 6, 2, 8)
     slopes, place = torch.tensor([0.5, 0.25]), torch.arange(6.0)

@@ -28,15 +28,27 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @define(like)
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x [..., F] over its last dimension; weight [F] or None: x / sqrt(mean(x²) + eps) * weight."""
+    """x [..., F] over its last dimension; weight [F] or None: x / sqrt(mean(x²) + eps) * weight.
+
+    For x [..., H, D] the weight may be [H * D], each head's own.
+    """
     y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-    return y.clone() if weight is None else y * weight
+    return y.clone() if weight is None else y * _by_head(weight, x)
+
+
+def _by_head(weight: Tensor, x: Tensor) -> Tensor:
+    """weight [F] as it is, and [H * D] as [H, D]."""
+    return weight if weight.shape[0] == x.shape[-1] else weight.view(x.shape[-2:])
 
 
 @define(like)
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """x [..., F] over its last dimension; weight and bias [F] or None."""
-    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    """x [..., F] over its last dimension; weight and bias [F], or [H * D] as of rms_norm, or None."""
+    if all(w is None or w.shape[0] == x.shape[-1] for w in (weight, bias)):
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    y = torch.nn.functional.layer_norm(x, x.shape[-1:], None, None, eps)
+    y = y if weight is None else y * _by_head(weight, x)
+    return y if bias is None else y + _by_head(bias, x)
 
 
 # ---- elementwise ------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def norm_heads(
 ) -> Tensor:
     """x [M, F] with `heads` blocks of `width` columns from `offset` normalized, each over itself; the rest stays.
 
-    weight and bias [width] or None; `kind` is rms or layer.
+    weight and bias [width], [heads * width] where each block has its own, or None; `kind` is rms or layer.
     """
     x = x.clone()
     view = x[:, offset : offset + heads * width].unflatten(-1, (heads, width))

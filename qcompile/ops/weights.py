@@ -9,9 +9,9 @@ from qcompile import hadamard, mix, numerics
 from qcompile.ops.registry import define
 
 
-@define(lambda weight, x: weight.new_empty(weight.shape[0]))
+@define(lambda weight, x: weight.new_empty(weight.shape[:-1]))
 def matvec(weight: Tensor, x: Tensor) -> Tensor:
-    """weight [N, K], x [K] -> [N]: what a constant input adds to a linear, so a bias and never an activation."""
+    """weight [..., N, K], x [K] -> [..., N]: what a constant input adds to a linear, so a bias."""
     return weight @ x
 
 

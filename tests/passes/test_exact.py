@@ -19,7 +19,7 @@ from qcompile.passes.reorder import Reorder
 from qcompile.passes.rotate import Rotate
 from qcompile.passes.smooth import Smooth
 from qcompile.passes.smooth_attention import SmoothAttention
-from tests.passes.test_raise_families import COMMON, SMALL, save
+from tests.passes.test_raise_families import COMMON, EXPERTS, SMALL, save
 
 EXACT = 1e-9
 """Float64 rounding, through weights that are multiplied, rotated and centered in float64."""
@@ -38,6 +38,8 @@ ROTATED: dict[str, dict[str, Any]] = {
     "gpt2": SMALL,
     "phi": COMMON | {"partial_rotary_factor": 0.5},
     "nemotron": COMMON,
+    "mixtral": COMMON | EXPERTS,
+    "qwen2_moe": COMMON | EXPERTS | {"shared_expert_intermediate_size": 48, "decoder_sparse_step": 1},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gemma2": (COMMON | {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}, "written by rms_norm"),

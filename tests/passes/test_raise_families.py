@@ -27,6 +27,7 @@ COMMON: dict[str, Any] = {
 }
 SMALL: dict[str, Any] = {"vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
 EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
     "num_local_experts": 6,
     "n_routed_experts": 6,
     "num_experts_per_tok": 2,
@@ -39,7 +40,11 @@ RIGHT: dict[str, dict[str, Any]] = {
     "opt": COMMON | {"ffn_dim": 96, "word_embed_proj_dim": 64},  # learned positions with an offset
     "phi": COMMON | {"partial_rotary_factor": 0.5},  # parallel block, partial rotary
     "gpt_neox": COMMON,  # qkv interleaved by head
-    "cohere": COMMON | {"logit_scale": 0.5},  # interleaved rotary, mean-centred norm without bias, logit scale
+    "cohere": COMMON | {"logit_scale": 0.5, "use_qk_norm": True},  # interleaved rotary, norms by head without bias
+    "stablelm": COMMON | {"use_parallel_residual": True, "qk_layernorm": True},  # a norm module for each head
+    "nanochat": COMMON,  # norms behind the rotation, which turns the other way
+    "bloom": {"vocab_size": 97, "hidden_size": 64, "n_layer": 2, "n_head": 4},  # linear biases
+    "codegen": SMALL | {"rotary_dim": 8},  # a mask inside the scale, stored tables read by position
     "granite": COMMON | {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
     "qwen3": COMMON | {"head_dim": 16},  # norms of queries and keys
     "falcon": COMMON | {"new_decoder_architecture": True, "num_kv_heads": 2},  # attention written out, in place

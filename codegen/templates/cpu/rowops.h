@@ -145,9 +145,10 @@ QC_NOINLINE void norm(Range rows, const float* x, int width, const float* weight
 // `heads` blocks of `width` columns of x from `offset`, each normalized in place over itself. x: [tokens][stride]
 template <NormKind kind>
 QC_NOINLINE void norm_heads(Range rows, float* x, int stride, int offset, int heads, int width, const float* weight,
-                            const float* bias, float eps) {
+                            const float* bias, int step, float eps) {
   for (int t = rows.begin; t < rows.end; ++t)
     for (int h = 0; h < heads; ++h) {
+      const float *w = weight ? weight + h * step : nullptr, *b = bias ? bias + h * step : nullptr;
       float* row = x + (int64_t)t * stride + offset + h * width;
       float mean = 0.0f, square = 0.0f;
       for (int i = 0; kind == kLayer && i < width; ++i) mean += row[i];
@@ -155,7 +156,7 @@ QC_NOINLINE void norm_heads(Range rows, float* x, int stride, int offset, int he
       for (int i = 0; i < width; ++i) square += (row[i] - mean) * (row[i] - mean);
       const float inverse = 1.0f / __builtin_sqrtf(square / (float)width + eps);
       for (int i = 0; i < width; ++i)
-        row[i] = (row[i] - mean) * inverse * (weight ? weight[i] : 1.0f) + (bias ? bias[i] : 0.0f);
+        row[i] = (row[i] - mean) * inverse * (w ? w[i] : 1.0f) + (b ? b[i] : 0.0f);
     }
 }
 

@@ -1,0 +1,113 @@
+"""Norms of heads: each head by a norm of its own, or normalized behind its rotation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from qcompile import ops
+from qcompile.passes import raise_attention as attention
+from qcompile.passes import raise_patterns as patterns
+from qcompile.passes import raise_values as values
+from qcompile.passes.raise_aten import HANDLERS
+from qcompile.passes.raise_ops import Arguments, Known, Raiser, Weight
+from qcompile.passes.raise_routing import overridden
+from qcompile.passes.raise_values import Value, identity
+
+__all__ = ["HANDLERS"]
+
+NORMS = ("rms_norm", "layer_norm")
+
+
+@overridden("cat", "concat")
+def _norms_of_heads(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    """The heads of one value, each through a norm of its own, are one norm whose weights differ by head."""
+    pieces = [r.known.get(piece) for piece in a.tensors]
+    found = [piece for piece in pieces if isinstance(piece, Value) and _whole_norm(piece)]
+    dim = (a.dim or 0) % len(node.meta["val"].shape)
+    if len(found) < 2 or len(found) != len(pieces) or found[0].dims[dim] not in ("", "F"):
+        return None
+    norms: list[Any] = [piece.base for piece in found]
+    parts = [_columns(norm.args[0]) for norm in norms]
+    source, start, _ = parts[0]
+    size = found[0].sizes[-1]
+    in_order = all(part == (source, start + i * size, start + (i + 1) * size) for i, part in enumerate(parts))
+    like = {(norm.target, norm.args[-1], *(w is None for w in norm.args[1:-1])) for norm in norms}
+    if not in_order or len(like) > 1 or any(piece.count != size or piece.dims != found[0].dims for piece in found):
+        return None
+    heads = len(norms)
+    index = np.arange(start, start + heads * size)
+    x = r.shaped(r.select_features(source, index, node), (heads, size))
+    weights = [_joined(r, [norm.args[place] for norm in norms]) for place in range(1, len(norms[0].args) - 1)]
+    made = r.call(str(ops.name_of(norms[0].target)), x, *weights, norms[0].args[-1])
+    dims = tuple("F" if place == dim else axes for place, axes in enumerate(found[0].dims))
+    return identity(made, dims, (heads, size))
+
+
+def _whole_norm(value: Value) -> bool:
+    """Whether `value` is all that one norm made, as it is, its features last."""
+    if value.base is None or ops.name_of(value.base.target) not in NORMS or not value.is_plain():
+        return False
+    index = value.terms["index"].ravel()
+    return np.array_equal(index, np.arange(len(index))) and value.dims[-1] == "F" and _coefs_are_one(value)
+
+
+def _coefs_are_one(value: Value) -> bool:
+    return bool((value.terms["coef"] == 1).all())
+
+
+def _columns(x: Any) -> tuple[fx.Node, int, int]:
+    """(source, start, stop): the columns of a value [.., F] that `x` is, split in heads or not."""
+    if ops.name_of(x.target) == "split_heads":
+        x = x.args[0]
+    if ops.name_of(x.target) == "slice_features":
+        return x.args
+    return x, 0, int(np.prod(x.meta["val"].shape[2:]))
+
+
+def _joined(r: Raiser, weights: Sequence[fx.Node | None]) -> fx.Node | None:
+    """Weights [D] of heads as one [H * D]."""
+    names = [str(weight.target) for weight in weights if weight is not None]
+    if not names:
+        return None
+    name, store = f"{names[0]}.heads{len(names)}", r.out.weights
+    if name not in store:
+        size = sum(store.entries[n].shape[0] for n in names)
+        store.add(name, (size,), torch.float32, lambda: torch.cat([store[n].float() for n in names]))
+    return r.read(name)
+
+
+def behind_rotation(r: Raiser, node: fx.Node, value: Value, eps: float) -> Value | None:
+    """The rms_norm without weight of rotated heads: a rotation keeps sizes, so it is the rotation of the norm."""
+    if value.base is None or len(value.sizes) not in (1, 2):
+        return None
+    shape = (1, *value.sizes)[-2:]
+    turned = attention.rotation(value.terms.reshape(len(value.terms), *shape), r.source.info.max_position)
+    if turned is None or turned[2] != 1.0:
+        return None
+    source = turned[0]
+    x = r.emit(Value(value.base, value.dims, values.make_terms(shape, source)), shape, node)
+    made = r.call("rms_norm", x, None, float(eps))
+    place = np.full(int(source.max()) + 1, -1)
+    place[source.ravel()] = np.arange(source.size)
+    terms = value.terms.copy()
+    terms["index"] = np.where(terms["index"] >= 0, place[terms["index"]], -1)
+    return Value(made, value.dims, terms)
+
+
+@overridden("add")
+def _spread_bias(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    """A bias that is expanded over batch and tokens before it is added."""
+    for x, bias in (a.positional[:2], a.positional[1::-1]):
+        value = r.known.get(x) if isinstance(x, fx.Node) else None
+        if not isinstance(value, Value) or value.base is None or a.alpha not in (None, 1):
+            continue
+        if not patterns.is_call(bias, "expand", "expand_as") or not isinstance(r.known.get(bias.args[0]), Weight):
+            continue
+        if bias.args[0].meta["val"].dim() == 1 and r.shape(bias) == r.shape(x):
+            return patterns.with_weight(r, "add", x, bias.args[0])
+    return None
