@@ -31,7 +31,8 @@ class Rotate(Pass):
     With x' = x Q for every value of a stream, a reading linear's W becomes W Q, a writing linear's W becomes
     Q^T W (its bias b Q), an embedding table E becomes E Q. Legal when every writer is a linear (experts' and
     their weighted sums too) or an embedding, and every reader a linear, behind scale-free RMS norms or none.
-    `online` rotates what no weight can, products and activations, by an operator in front of the linears that read them (QuaRot, section 4).
+    `online` rotates what no weight can, products and activations, by an operator in front of the linears that
+    read them (QuaRot, section 4).
     What cannot be rotated is left as it is and named in the notes. `fired` counts weights rotated.
     """
 
