@@ -231,7 +231,7 @@ FAMILIES: tuple[tuple[str, str, Settings], ...] = (
     ("seed_oss", "seed_oss", HEAD),
     ("bitnet", "bitnet", COMMON),
     ("cwm", "cwm", HEAD | LLAMA3 | WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}),
-    ("ministral3", "ministral3", HEAD | YARN),
+    ("ministral3", "ministral3", HEAD | {"rope_parameters": YARN["rope_parameters"] | {"llama_4_scaling_beta": 0.1}}),
     ("nanochat", "nanochat", COMMON),
     ("jais2", "jais2", HEAD),
     ("gpt_neox_japanese", "gpt_neox_japanese", COMMON | {"intermediate_multiple_size": 2}),
