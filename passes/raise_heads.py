@@ -40,12 +40,13 @@ def _norms_of_heads(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     if not in_order or len(like) > 1 or any(piece.count != size or piece.dims != found[0].dims for piece in found):
         return None
     heads = len(norms)
+    dims = tuple("F" if place == dim else axes for place, axes in enumerate(found[0].dims))
+    sizes = [length for length, axes in zip(r.shape(node), dims, strict=True) if axes == "F"]
     index = np.arange(start, start + heads * size)
     x = r.shaped(r.select_features(source, index, node), (heads, size))
     weights = [_joined(r, [norm.args[place] for norm in norms]) for place in range(1, len(norms[0].args) - 1)]
     made = r.call(str(ops.name_of(norms[0].target)), x, *weights, norms[0].args[-1])
-    dims = tuple("F" if place == dim else axes for place, axes in enumerate(found[0].dims))
-    return identity(made, dims, (heads, size))
+    return identity(made, dims, sizes)
 
 
 def _whole_norm(value: Value) -> bool:

@@ -200,6 +200,29 @@ def test_accepted_beside_the_refused() -> None:
         assert check.max_relative_error(raise_module(module).run(ids, positions), module(ids)) < 3e-6
 
 
+def test_parts_normalized_apart() -> None:
+    """Parts of a value by norms of their own, joined along features or along heads: one norm with weights by head."""
+
+    class Parts(nn.Module):
+        def __init__(self, axis: int) -> None:
+            super().__init__()
+            self.axis = axis
+            self.embed, self.inner = nn.Embedding(modules.VOCAB, 48), nn.Linear(48, 48)
+            self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(3))
+            self.head = nn.Linear(48, modules.VOCAB)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.inner(self.embed(ids))
+            parts = x.unflatten(-1, (3, 16)).split(1, 2) if self.axis == 2 else x.split(16, -1)
+            return self.head(torch.cat([n(p) for n, p in zip(self.norms, parts, strict=True)], self.axis).flatten(2))
+
+    for axis in (2, -1):
+        module = modules.randomized(Parts(axis))
+        graph, (ids, positions) = raise_module(module), inputs()
+        assert len(graph.calls("layer_norm")) == 1
+        assert check.max_relative_error(graph.run(ids, positions), module(ids)) < 3e-6
+
+
 def test_repeated_heads_in_the_wrong_order() -> None:
     """K tiled instead of repeated: query head h reads key head h % Hk, which our attention does not have."""
 
