@@ -116,7 +116,10 @@ def _run(
     before, start = count(), time.perf_counter()
     while all(len(request.tokens) < goal and request.output.finish_reason is None for request in requests):
         engine.step()
-    taken, steps = time.perf_counter() - start, max(1, count() - before)
+    taken, steps = time.perf_counter() - start, count() - before
+    if steps == 0:  # a fast model has made all its rounds in that one call: as the library timed them
+        rounds = first.drafts.metrics
+        taken, steps = rounds.draft_seconds + rounds.verify_seconds, max(1, rounds.rounds)
     for request in requests:
         engine.cancel(request)
         metrics = request.drafts.metrics
