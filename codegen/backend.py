@@ -11,7 +11,6 @@ from qcompile.codegen.gpu_pack import GPU_PACKING
 from qcompile.codegen.gpu_plan import GPU_ABI
 from qcompile.codegen.lower import CPU_PACKING, Packing
 from qcompile.codegen.program import Program
-from qcompile.errors import UnsupportedError
 from qcompile.targets import Target
 
 Files = dict[str, str | bytes]
@@ -27,7 +26,7 @@ class Backend:
 
     `compiler` names what compiles, or raises ResourceError where it is missing. `adapt` fits a program to the target.
     `prepare` refuses programs without kernels at once, and returns what compiles them into the files of
-    kernels/<target>.
+    kernels/<target>. `speculates` says whether its runtime takes several paths.
     """
 
     library: str
@@ -36,6 +35,7 @@ class Backend:
     compiler: Callable[[], str]
     adapt: Callable[[Program], Program]
     prepare: Callable[[Programs, Target], Callable[[], Files]]
+    speculates: bool = True
 
 
 def _prepare_cpu(programs: Programs, target: Target) -> Callable[[], Files]:
@@ -51,8 +51,6 @@ def _prepare_cpu(programs: Programs, target: Target) -> Callable[[], Files]:
 
 
 def _prepare_gpu(programs: Programs, target: Target) -> Callable[[], Files]:
-    if len(programs) > 1:
-        raise UnsupportedError(f"target {target.name} has no speculation yet: take a recipe and options without drafts")
     return gpu_build.prepare(programs["model"], target)
 
 
@@ -65,6 +63,7 @@ _BACKENDS = {
         lambda: f"triton {triton_version()}",
         gpu_build.adapted,
         _prepare_gpu,
+        speculates=False,
     ),
 }
 

@@ -35,7 +35,7 @@ def _compiled(plan: Plan, program: p.Program, target: Target) -> dict[str, str |
     too_large = [label for label, each in compiled.items() if each.shared_bytes > target.shared_bytes]
     if too_large:
         raise UnsupportedError(f"kernel {too_large[0]} takes more shared memory than {target.name} has")
-    peaks = [target.memory_gb_s, 1e3 * target.int8_tops, 0.0, 1e3 * target.bf16_tflops]
+    peaks = [target.memory_gb_s, *(1e3 * t for t in (target.int8_tops, target.f32_tflops, target.bf16_tflops))]
     return _files(plan, program, compiled, peaks)
 
 

@@ -37,6 +37,9 @@ Threads = Annotated[
 Gamma = Annotated[
     str, typer.Option("--gamma", metavar="N|auto", help="Tokens drafted at once; 0 leaves the artifact's drafts out.")
 ]
+GpuShare = Annotated[
+    float, typer.Option("--gpu-memory-utilization", metavar="SHARE", help="Most of a GPU's memory to take, up to 1.")
+]
 Drafts = Annotated[
     list[str] | None,
     typer.Option("--draft", metavar="MODEL", help="A model that drafts, or `lookup`; each drafts for the one before."),
@@ -187,6 +190,7 @@ def run(
     stop: Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text.")] = None,
     threads: Threads = None,
     gamma: Gamma = "auto",
+    gpu_memory_utilization: GpuShare = 0.9,
     json: Json = False,
 ) -> None:
     """Generate text. The prompt and its continuation go to stdout as they come, the speed to stderr.
@@ -210,7 +214,7 @@ def run(
     text = sys.stdin.read() if prompt == "-" else prompt
     from qcompile.cli_generate import run_prompt
 
-    run_prompt(out, text, params, threads, _gamma(gamma), json)
+    run_prompt(out, text, params, threads, _gamma(gamma), gpu_memory_utilization, json)
 
 
 @app.command()

@@ -22,10 +22,10 @@ Render = Callable[[list[Message]], str]
 
 
 def run_prompt(
-    out: Path, prompt: str, params: SamplingParams, threads: int | None, gamma: int, as_json: bool
+    out: Path, prompt: str, params: SamplingParams, threads: int | None, gamma: int, gpu_share: float, as_json: bool
 ) -> None:
     """Generate from one prompt and print it: text as it comes, or one JSON document at the end."""
-    with qcompile.load(out, threads=threads, gamma=gamma) as llm:
+    with qcompile.load(out, threads=threads, gamma=gamma, gpu_memory_utilization=gpu_share) as llm:
         if not as_json:
             print(prompt, end="", flush=True)
         last = _show(llm.stream(prompt, params), quiet=as_json)

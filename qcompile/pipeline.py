@@ -261,8 +261,10 @@ def _import(
 
 def _plan(request: _Request, clock: Clock, source: Mapping[str, Any]) -> Plan:
     model = request.model
-    graphs, records = _import(model, request.passes, clock, source, request)
     backend = backend_of(targets.get_target(request.target))
+    if not backend.speculates and (request.drafts or recipes.get_recipe(request.recipe).drafts):
+        raise UnsupportedError(f"target {request.target} runs no drafts yet: take a recipe without, and no --draft")
+    graphs, records = _import(model, request.passes, clock, source, request)
     table = WeightTable(backend.packing)
     with clock("lower"):
         final = graphs[-1]

@@ -19,7 +19,7 @@ class Target:
 
     `isa` chooses the kernels' vector code or GPU architecture; `requires` are Linux's names of CPU flags. Of a
     GPU: compute `capability`, most shared memory of a program, and by data sheet GB/s of memory and dense int8
-    TOPS and bf16 TFLOPS.
+    TOPS, bf16 TFLOPS and (without matrix units) f32 TFLOPS.
     """
 
     name: str
@@ -32,6 +32,7 @@ class Target:
     memory_gb_s: float = 0.0
     int8_tops: float = 0.0
     bf16_tflops: float = 0.0
+    f32_tflops: float = 0.0
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -51,11 +52,11 @@ _LEVELS = (
     Target("cpu-portable", "cpu", "portable", (), "any CPU, plain C++"),
 )
 _GPUS = (
-    Target("a100", "cuda", "sm_80", (), "NVIDIA A100", 80, 163 * 1024, 2039, 624, 312),
-    Target("l40s", "cuda", "sm_89", (), "NVIDIA L40S", 89, 99 * 1024, 864, 733, 362),
-    Target("h100", "cuda", "sm_90", (), "NVIDIA H100", 90, 227 * 1024, 3350, 1979, 989),
-    Target("h200", "cuda", "sm_90", (), "NVIDIA H200", 90, 227 * 1024, 4800, 1979, 989),
-    Target("b200", "cuda", "sm_100", (), "NVIDIA B200", 100, 227 * 1024, 8000, 4500, 2250),
+    Target("a100", "cuda", "sm_80", (), "NVIDIA A100", 80, 163 * 1024, 2039, 624, 312, 19.5),
+    Target("l40s", "cuda", "sm_89", (), "NVIDIA L40S", 89, 99 * 1024, 864, 733, 362, 91.6),
+    Target("h100", "cuda", "sm_90", (), "NVIDIA H100", 90, 227 * 1024, 3350, 1979, 989, 67),
+    Target("h200", "cuda", "sm_90", (), "NVIDIA H200", 90, 227 * 1024, 4800, 1979, 989, 67),
+    Target("b200", "cuda", "sm_100", (), "NVIDIA B200", 100, 227 * 1024, 8000, 4500, 2250, 80),
 )
 TARGETS = {target.name: target for target in (*_LEVELS, *_GPUS)}
 TARGET_NAMES = ("cpu", *TARGETS)

@@ -280,7 +280,7 @@ class CudaExecutor:
             self._profile[name] = (seconds + self.driver.seconds_between(events[i], events[i + 1]), runs + 1)
 
     def probe(self, what: int) -> float:
-        """A ceiling of this GPU by data sheet: 0 memory GB/s, 1 int8 GOPS, 3 bf16 GFLOPS; 0 for others."""
+        """A ceiling of this GPU by data sheet: 0 memory GB/s, 1 int8 GOPS, 2 f32 GFLOPS, 3 bf16 GFLOPS."""
         return float(self.plan["peaks"][what])
 
     def close(self) -> None:

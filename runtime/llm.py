@@ -58,6 +58,15 @@ def load(
     An artifact for a GPU keeps within `gpu_memory_utilization` of its memory; `threads` does not concern it.
     """
     manifest = read_manifest(path)
+    runtime = manifest["runtime"]
+    if gamma != AUTO and not 0 <= gamma < MOST_DRAFTS:
+        raise UsageError(f"gamma must be between 0 and {MOST_DRAFTS - 1}, or AUTO, not {gamma}")
+    if acceptance not in ("drawn", "rejection"):
+        raise UsageError(f"acceptance must be drawn or rejection, not {acceptance!r}")
+    if not 1 <= max_batch <= runtime["max_tokens"]:
+        raise UsageError(f"max_batch must be between 1 and {runtime['max_tokens']}, not {max_batch}")
+    if gamma not in (0, AUTO) and not runtime.get("levels"):
+        raise UsageError(f"gamma {gamma}: {path} has no drafts; build it with a recipe that drafts, or with --draft")
     if manifest["target"].get("kind") == "cuda":
         from qcompile.runtime.cuda_load import open_cuda
 
@@ -65,21 +74,12 @@ def load(
         return LLM(cuda, manifest, load_tokenizer(Path(path)), max_batch)
     cores = len(os.sched_getaffinity(0))
     threads = cores if threads is None else threads
-    if gamma != AUTO and not 0 <= gamma < MOST_DRAFTS:
-        raise UsageError(f"gamma must be between 0 and {MOST_DRAFTS - 1}, or AUTO, not {gamma}")
-    if acceptance not in ("drawn", "rejection"):
-        raise UsageError(f"acceptance must be drawn or rejection, not {acceptance!r}")
     if not 1 <= threads <= 1024:
         raise UsageError(f"threads must be between 1 and 1024, not {threads}")
     artifact = load_artifact(path)
-    runtime, model = artifact.manifest["runtime"], artifact.manifest["model"]
-    kv = runtime["kv"]
+    model, kv = manifest["model"], runtime["kv"]
     sizes = runtime["max_tokens"], runtime["vocab_size"], kv["page_tokens"], model["max_position"]
     limits = Limits(*sizes, kv.get("ring_tokens", 0))
-    if not 1 <= max_batch <= limits.max_tokens:
-        raise UsageError(f"max_batch must be between 1 and {limits.max_tokens}, not {max_batch}")
-    if gamma not in (0, AUTO) and not runtime.get("levels"):
-        raise UsageError(f"gamma {gamma}: {path} has no drafts; build it with a recipe that drafts, or with --draft")
     levels = runtime.get("levels", []) if gamma != 0 else []
     page_bytes = kv["page_bytes"] + sum(
         level["kv"]["page_bytes"] for level in levels if level.get("kv") and "tokenizer" not in level

@@ -16,7 +16,6 @@ import torch
 
 from qcompile import pipeline, recipes
 from qcompile.artifact import read_manifest, verify
-from qcompile.codegen.backend import backend_of
 from qcompile.codegen.gpu_attention import GpuKV, MergeSpec
 from qcompile.codegen.gpu_compile import compile_kernel
 from qcompile.codegen.gpu_pack import GPU_PACKING
@@ -214,7 +213,7 @@ def test_attention_with_sinks_is_refused() -> None:
         make_plan(replace(program, calls=calls), 90)
 
 
-def test_drafts_are_refused_for_a_gpu() -> None:
-    program = lowered("bf16")[1]
-    with pytest.raises(UnsupportedError, match="has no speculation yet"):
-        backend_of(TARGETS["h200"]).prepare({"model": program, "draft1": program}, TARGETS["h200"])
+@pytest.mark.parametrize("drafts", [{"recipe": "nested"}, {"recipe": "bf16", "drafts": [pipeline.LOOKUP]}])
+def test_drafts_are_refused_for_a_gpu(drafts: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match="h200 runs no drafts yet"):
+        pipeline.plan(decoder(**{**SHAPE, "layers": 1}), target="h200", **drafts)
