@@ -57,21 +57,21 @@ MUTATIONS = (
     Mutation(
         "biases that write a centered stream are not centered",
         "passes/fold_norms.py",
-        "            _center_argument(graph, writer, 2, 0)\n",
-        "",
+        "            _center_argument(graph, writer, place + 1, axis)\n",
+        "            pass\n",
         NORMS,
     ),
     Mutation(
         "one writer of the residual stream is not rotated",
         "passes/rotate.py",
-        "for writer in stream.writers:\n            axis",
-        "for writer in stream.writers[1:]:\n            axis",
+        "for writer in sources:\n            place",
+        "for writer in sources[1:]:\n            place",
         ROTATE,
     ),
     Mutation(
         "biases that write a rotated stream are not rotated",
         "passes/rotate.py",
-        "                _rotate_argument(graph, writer, 2, signs, 0)\n",
+        "                _rotate_argument(graph, writer, place + 1, signs, axis)\n",
         "                pass\n",
         ROTATE,
     ),
@@ -162,8 +162,8 @@ MUTATIONS = (
     Mutation(
         "the cached attention ignores windows",
         "passes/cache.py",
-        "appended, layer, scale, window, softcap)",
-        "appended, layer, scale, 0, softcap)",
+        "shape = (layer, scale, window, softcap",
+        "shape = (layer, scale, 0, softcap",
         STEP,
     ),
     Mutation(

@@ -34,12 +34,14 @@ class Smooth(Pass):
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()
         fired, notes = 0, []
-        for node in graph.calls("linear"):
+        for node in graph.calls("linear", "expert_linear"):
             value: Any = node.args[0]
             kind = ops.name_of(value.target)
             if kind not in ("mul", "merge_heads"):
                 continue
             try:
+                if ops.name_of(node.target) == "expert_linear":
+                    raise PassError(self.name, node.name, "experts share no scale of their inputs")
                 _smooth_product(graph, node, value) if kind == "mul" else _smooth_attended(graph, node, value)
                 fired += 1
             except PassError as error:
