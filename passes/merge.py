@@ -109,5 +109,8 @@ def _merge_siblings(graph: Graph, linears: list[fx.Node]) -> None:
         stops = list(accumulate(n.meta["val"].shape[-1] for n in linears))
         slices = [graph.call("slice_features", joined, *pair) for pair in pairwise((0, *stops))]
     joined.meta["precision"] = first.meta["precision"]
-    for linear, part in zip(linears, slices, strict=True):
+    for linear, part, start in zip(linears, slices, (0, *stops), strict=False):
+        for user in graph.calls("slice_features"):
+            if user.args[0] is linear:  # a slice of a slice is one of the whole
+                user.args = (joined, start + user.args[1], start + user.args[2])
         graph.replace(linear, part)

@@ -101,8 +101,8 @@ def test_a_nested_weight_is_stored_once_for_both_its_precisions() -> None:
     upper = graph.call_weight("upper_nibble", whole)
     table = WeightTable()
     low = Lowering(graph, table)
-    names = low.packed(upper, "w4_asym_g128")
-    assert names == {role: name for role, name in low.packed(whole, "nested_8_4").items() if role != "low"}
+    names = low.packed(upper, "w4_asym_g128", "int8")
+    assert names == {role: name for role, name in low.packed(whole, "nested_8_4", "int8").items() if role != "low"}
     assert len(table.weights) == 1 and len(table.weights[0].blobs) == 4
     again = through(decoder(layers=1), AssignPrecision("nested_4", "int8", "w8_sym_channel", "int8"), Quantize())
     four = through(decoder(layers=1), AssignPrecision("w4_asym_g128", "int8", "w8_sym_channel", "int8"), Quantize())

@@ -1,0 +1,44 @@
+"""Decoders that no library knows, through the whole compiler: a plain module, and an ExportedProgram of another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import qcompile
+from qcompile import check
+from tests import modules
+
+LONGEST = 64
+ALIKE = 1e-5
+"""Sums of float32 in another order; random weights make logits of about 1."""
+
+
+def text(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(0, modules.VOCAB, (2, tokens), generator=torch.Generator().manual_seed(tokens))
+    return ids, torch.arange(tokens).expand(2, tokens)
+
+
+def matches(model: Any, module: nn.Module, takes: int, folder: Path, **source: Any) -> None:
+    """Build `model` in float32; one pass, and steps of 5 tokens, must give the logits of `module`."""
+    qcompile.build(model, folder / "out", recipe="f32", max_position=LONGEST, **source)
+    with qcompile.load(folder / "out") as llm, torch.no_grad():
+        for tokens in (1, 9, 48):
+            expected = module(*text(tokens)[:takes])
+            assert check.max_relative_error(llm.logits(text(tokens)[0]), expected) < ALIKE
+            assert check.max_relative_error(llm.logits(text(tokens)[0], chunk=5), expected) < ALIKE
+
+
+def test_a_module_of_our_own_design(tmp_path: Path) -> None:
+    module = modules.randomized(modules.Modern())
+    matches(module, module, 2, tmp_path, example_inputs=text(7))
+
+
+def test_an_exported_program_of_another(tmp_path: Path) -> None:
+    module = modules.randomized(modules.Classic())
+    sizes = {0: torch.export.Dim("b"), 1: torch.export.Dim("t", max=LONGEST - 1)}
+    program = torch.export.export(module, text(7)[:1], dynamic_shapes=(sizes,))
+    matches(program, module, 1, tmp_path)
