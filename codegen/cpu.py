@@ -267,7 +267,7 @@ class _Renderer:
         where = f"{self.mine(c.out)}, {_ident(c.x)} + {c.x_offset}, {x.stride}"
         out = self.program.buffer(c.out)
         if c.kind == "top_k":
-            return [f"top_k({where}, {x.width}, {out.width}, {_ident(c.out)});"]
+            return [f"top_k({where}, {c.width}, {out.width}, {_ident(c.out)});"]
         if c.kind == "pick":
             return [f"pick({where}, {_ident(str(c.index))}, {out.width}, {_ident(c.out)});"]
         name = {"softmax": "softmax_rows"}.get(c.kind, c.kind)

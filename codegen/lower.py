@@ -414,7 +414,8 @@ def _route(low: Lowering, node: fx.Node) -> p.Call:
     x, *rest = _args(node)
     kind: Any = ops.name_of(node.target)
     index = low.buffer(rest.pop(0)) if kind == "pick" else None
-    return p.Route(node.name, kind, low.buffer(x, whole=False), low.buffer(node), low.column(x), index, tuple(rest))
+    where = low.buffer(x, whole=False), low.buffer(node), x.meta["val"].shape[-1], low.column(x)
+    return p.Route(node.name, kind, *where, index, tuple(rest))
 
 
 def _expert_gemm(low: Lowering, node: fx.Node) -> p.Call:

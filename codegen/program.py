@@ -267,7 +267,9 @@ class Elementwise:
 
 @dataclass(frozen=True)
 class Route:
-    """A router's step on x, f32 [tokens, width]; top_k's out is int32, pick is at `index`.
+    """A router's step on `width` columns of x, f32 [tokens, ...], from `x_offset`; top_k's out is int32.
+
+    pick reads x at `index`.
 
     `numbers` are those of the operator after its tensors: k; eps and floor; groups and keep.
     """
@@ -277,6 +279,7 @@ class Route:
     kind: Literal["softmax", "top_k", "pick", "normalize", "limit_groups"]
     x: str
     out: str
+    width: int
     x_offset: int = 0
     index: str | None = None
     numbers: tuple[float, ...] = ()

@@ -55,7 +55,11 @@ def decoder(experts: int = 5, slots: int = 3, hidden: int = 40, inner: int = 24,
     )
     z = graph.call("expert_linear", inside, index, weight("down", 2 * experts, hidden, inner))
     shared = graph.call("mul", linear(y, "shared", hidden), graph.call("unary", linear(y, "door", 1), "sigmoid"))
-    x = graph.call("add", x, graph.call("add", graph.call("combine", z, factor), shared))
+    late = linear(y, "late", experts)  # joined with the other router, so it is some columns of a value
+    few = graph.call("top_k", late, 2)
+    more = graph.call("expert_linear", y, few, weight("more", experts, hidden, hidden))
+    more = graph.call("combine", more, graph.call("softmax", graph.call("pick", late, few)))
+    x = graph.call("add", x, graph.call("add", graph.call("add", graph.call("combine", z, factor), more), shared))
     logits = graph.call("scale", graph.call("unary", graph.call("scale", linear(x, "head", vocab), 0.5), "tanh"), 2.0)
     graph.fx.output(logits)
     return graph
