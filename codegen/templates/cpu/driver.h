@@ -35,7 +35,8 @@ static bool allocate(Model& m) {
   void* p = mmap(nullptr, m.memory_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) return false;
   m.memory = p;
-  madvise(p, m.memory_bytes, MADV_HUGEPAGE);  // only advice: small pages do as well
+  // Only advice: small pages do as well. A path that drafts has few rows, and would waste most of each huge page.
+  if (m.team == &m.own_team) madvise(p, m.memory_bytes, MADV_HUGEPAGE);
   carve(m, (char*)p);
   return true;
 }
