@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,16 @@ import pytest
 
 SAMPLE = Path(__file__).parents[1] / "samples" / "pycode-1m"
 GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_configure() -> None:
+    """Each of the processes that share the tests takes cores of its own: teams of threads that spin do not share."""
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+        first, step = int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        cores = sorted(os.sched_getaffinity(0))[first::step]
+        if cores:
+            os.sched_setaffinity(0, cores)
+            os.environ["OMP_NUM_THREADS"] = str(len(cores))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
