@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from qcompile import console, pipeline
+from qcompile import console, huggingface, pipeline
 from qcompile.errors import PassError, UnsupportedError
 from qcompile.runtime.blocks import pages_for
 
@@ -55,7 +55,9 @@ def examine(
     Raises UsageError for what is wrong with the request itself.
     """
     try:
-        plan = pipeline.plan(model, target=target, recipe=recipe, options=options, head_dtype=head_dtype, **source)
+        there = any(huggingface.find(model).glob("*.safetensors"))  # a configuration is enough
+        how = {"target": target, "recipe": recipe, "options": options, "head_dtype": head_dtype}
+        plan = pipeline.plan(model, **how, weights=there, **source)
     except PassError as error:
         return Diagnosis(False, [{"node": error.node, "reason": f"{error.pass_name}: {error.reason}"}])
     except UnsupportedError as error:
