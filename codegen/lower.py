@@ -210,6 +210,7 @@ class Lowering:
         key = (self._digest(node), packed_as or kind)
         names = self.table_of_weights.add(key, base, f"{base}.{node.name}", parts, produce)
         self.names.update(dict.fromkeys(names))
+        node.meta["packed"] = {"kind": kind, "names": list(names)}
         return names
 
     def _digest(self, node: fx.Node) -> str:

@@ -212,9 +212,9 @@ def run(
         max_tokens=max_tokens,
     )
     text = sys.stdin.read() if prompt == "-" else prompt
-    from qcompile.cli_generate import run_prompt
+    from qcompile.cli_generate import gamma_of, run_prompt
 
-    run_prompt(out, text, params, threads, _gamma(gamma), gpu_memory_utilization, json)
+    run_prompt(out, text, params, threads, gamma_of(gamma), gpu_memory_utilization, json)
 
 
 @app.command()
@@ -291,7 +291,7 @@ def bench(
     import qcompile
     from qcompile import bench as benchmark
 
-    sizes = benchmark.Sizes(tg, _numbers("--pp", pp), _numbers("--verify", verify), repeats)
+    sizes = benchmark.Sizes(tg, console.numbers("--pp", pp), console.numbers("--verify", verify), repeats)
     with qcompile.load(out, threads=threads, gamma=0) as llm, console.Progress() as progress:
         speeds = benchmark.measure(llm, sizes, progress)
         if jsonl:
@@ -381,6 +381,27 @@ def verify(out: Artifact, json: Json = False) -> None:
 
 
 @app.command()
+def export(
+    out: Artifact,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write MLIR text.")],
+    format: Annotated[str, typer.Option("--format", metavar="torch-mlir|linalg", help="Dialect.")] = "linalg",
+    tokens: Annotated[int, typer.Option("--tokens", min=1, metavar="N", help="Tokens of the text it takes.")] = 16,
+    json: Json = False,
+) -> None:
+    """Write an artifact's graph as MLIR: a function of one text's token ids that returns logits.
+
+    \b
+    Example:
+      qcompile export out/pycode --format linalg -o pycode.mlir
+    """
+    from qcompile import export as exporting
+
+    size = exporting.write(out, output, format, tokens)
+    found = {"path": str(output), "format": format, "tokens": tokens, "bytes": size}
+    console.print_json(found) if json else print(f"{output}: {console.byte_size(size)}")
+
+
+@app.command()
 def doctor(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory, or a name on the model hub.")],
     target: Target = "cpu",
@@ -410,28 +431,6 @@ def doctor(
         print(found.as_text())
     if not found.exportable:
         raise typer.Exit(3)
-
-
-def _gamma(text: str) -> int:
-    """`--gamma` as `load` takes it."""
-    from qcompile.runtime.gamma import AUTO
-
-    if text == "auto":
-        return AUTO
-    if not text.isdigit():
-        raise UsageError(f"--gamma {text}: write a whole number, or auto")
-    return int(text)
-
-
-def _numbers(option: str, text: str) -> tuple[int, ...]:
-    """`128,512` as numbers; UsageError naming the option."""
-    try:
-        numbers = tuple(int(part) for part in text.split(",") if part)
-    except ValueError:
-        raise UsageError(f"{option} {text}: write whole numbers with commas between") from None
-    if any(number < 1 for number in numbers):
-        raise UsageError(f"{option} {text}: numbers must be at least 1")
-    return numbers
 
 
 def entry() -> NoReturn:

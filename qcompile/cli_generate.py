@@ -21,6 +21,17 @@ Message = dict[str, str]
 Render = Callable[[list[Message]], str]
 
 
+def gamma_of(text: str) -> int:
+    """`--gamma` as `load` takes it."""
+    from qcompile.runtime.gamma import AUTO
+
+    if text == "auto":
+        return AUTO
+    if not text.isdigit():
+        raise UsageError(f"--gamma {text}: write a whole number, or auto")
+    return int(text)
+
+
 def run_prompt(
     out: Path, prompt: str, params: SamplingParams, threads: int | None, gamma: int, gpu_share: float, as_json: bool
 ) -> None:

@@ -10,11 +10,24 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+from qcompile.errors import UsageError
+
 QUIET_SECONDS = 2.0
 """Work shorter than this shows no progress."""
 
 LINE_SECONDS = 5.0
 """How often progress is printed where stderr is not a terminal."""
+
+
+def numbers(option: str, text: str) -> tuple[int, ...]:
+    """`128,512` as numbers; UsageError naming the option."""
+    try:
+        found = tuple(int(part) for part in text.split(",") if part)
+    except ValueError:
+        raise UsageError(f"{option} {text}: write whole numbers with commas between") from None
+    if any(number < 1 for number in found):
+        raise UsageError(f"{option} {text}: numbers must be at least 1")
+    return found
 
 
 def log(text: str) -> None:

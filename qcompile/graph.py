@@ -21,7 +21,7 @@ from qcompile.calibration import Calibration
 from qcompile.errors import UsageError
 
 FORMAT_VERSION = 1
-KEPT_META = ("precision", "storage")
+KEPT_META = ("precision", "storage", "packed")
 """Annotations of passes that belong to the graph and are written with it."""
 
 

@@ -199,6 +199,14 @@ def e2m1_codes(x: Tensor) -> Tensor:
     return code + 8 * (torch.signbit(x) & (code > 0)).to(torch.uint8)
 
 
+def e2m1_values(codes: Tensor) -> Tensor:
+    """4-bit codes uint8 [...] -> the f32 they stand for; E2M1 is convex in the code, so three lines make it."""
+    negative = codes >= 8
+    size = codes.float() - 8.0 * negative.float()
+    value = torch.maximum(torch.maximum(size / 2, size - 2), 2 * size - 8)
+    return torch.where(negative, -value, value)
+
+
 def mx_exponent(largest: Tensor) -> Tensor:
     """Exponents of the scales of MXFP4 groups whose largest magnitudes are given.
 
@@ -279,8 +287,7 @@ def dequantize_weight(parts: Parts, format: str, k: int) -> Tensor:
     if format == "qoq_g128":
         level = (codes - _spread(named["zero"], 128, k)) * _spread(named["group_scale"], 128, k)
         return level * named["scale"][:, None]
-    table = torch.tensor(E2M1 + tuple(-v for v in E2M1))
-    return torch.ldexp(table[named["codes"].long()], _spread(named["exponent"].int() - 127, 32, k))
+    return torch.ldexp(e2m1_values(named["codes"]), _spread(named["exponent"].int() - 127, 32, k))
 
 
 # ---- activations --------------------------------------------------------------------------------
@@ -312,11 +319,13 @@ def quantize_activation(x: Tensor, kind: str, group: int) -> Parts:
     if not spec.top:
         return [x.to(spec.dtype)]
     grouped = _filled(x.float(), spec.group)
-    top = torch.full((grouped.shape[-2], 1), float(spec.top), device=x.device)
-    top[-1] = spec.last_top
+    top: Tensor | float = float(spec.top)
+    if spec.last_top != spec.top:
+        last = torch.arange(grouped.shape[-2], device=x.device)[:, None] == grouped.shape[-2] - 1
+        top = torch.where(last, float(spec.last_top), top)
     scale = grouped.abs().amax(-1, keepdim=True) / top
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    codes = torch.round(grouped * (1.0 / scale)).clamp_(-top, top).to(torch.int8).flatten(-2)[..., : x.shape[-1]]
+    codes = torch.round(grouped * (1.0 / scale)).clamp(-top, top).to(torch.int8).flatten(-2)[..., : x.shape[-1]]
     sums = _filled(codes, group).sum(-1, dtype=torch.int32)
     return [codes.contiguous(), scale.squeeze(-1) if spec.group else scale[..., 0, 0], sums]
 
@@ -471,3 +480,20 @@ def unpack_codes(blob: Tensor, n: int, k: int, format: str) -> Tensor:
         packed = flat.view(-1, inputs // 8, ROW_BLOCK, 4).transpose(1, 2)
         codes = torch.stack((packed & 15, packed >> 4), -2).reshape(rows, inputs)
     return codes[:n, :k]
+
+
+def unpack_weight(blobs: dict[str, Tensor], n: int, k: int, format: str) -> Parts:
+    """The parts of a weight [n, k] back out of pack_weight's blobs by role."""
+    parts = zip(FORMATS[format].roles, weight_parts((n, k), format), strict=True)
+    return [
+        unpack_codes(blobs[role], n, k, format) if role in PLANES else _unpack_side(blobs[role], shape, dtype)
+        for role, (shape, dtype) in parts
+    ]
+
+
+def _unpack_side(blob: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
+    rows, groups = padded_rows(shape[0]), shape[1] if len(shape) > 1 else 1
+    values = blob[: rows * groups * dtype.itemsize].view(dtype)
+    if len(shape) > 1:
+        values = values.view(-1, groups, ROW_BLOCK).transpose(1, 2).reshape(rows, groups)
+    return values[: shape[0]]

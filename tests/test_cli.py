@@ -21,7 +21,7 @@ from qcompile.cli import main
 
 Build = Callable[[str], Path]
 Capture = pytest.CaptureFixture[str]
-COMMANDS = ("build", "run", "chat", "eval", "bench", "inspect", "verify", "doctor", "passes")
+COMMANDS = ("build", "run", "chat", "eval", "bench", "inspect", "verify", "export", "doctor", "passes")
 
 
 def code_of(*arguments: object) -> int:

@@ -129,8 +129,7 @@ def norm_heads(
 
     weight and bias [width], [heads * width] where each block has its own, or None; `kind` is rms or layer.
     """
-    x = x.clone()
-    view = x[:, offset : offset + heads * width].unflatten(-1, (heads, width))
-    y = rms_norm(view.contiguous(), weight, eps) if kind == "rms" else layer_norm(view.contiguous(), weight, bias, eps)
-    view.copy_(y)
-    return x
+    end = offset + heads * width
+    view = x[:, offset:end].unflatten(-1, (heads, width)).contiguous()
+    y = rms_norm(view, weight, eps) if kind == "rms" else layer_norm(view, weight, bias, eps)
+    return x.slice_scatter(y.flatten(1), 1, offset, end)
