@@ -56,8 +56,8 @@ def examine(
     """
     try:
         there = any(huggingface.find(model).glob("*.safetensors"))  # a configuration is enough
-        how = {"target": target, "recipe": recipe, "options": options, "head_dtype": head_dtype}
-        plan = pipeline.plan(model, **how, weights=there, **source)
+        source |= {"weights": there}
+        plan = pipeline.plan(model, target=target, recipe=recipe, options=options, head_dtype=head_dtype, **source)
     except PassError as error:
         return Diagnosis(False, [{"node": error.node, "reason": f"{error.pass_name}: {error.reason}"}])
     except UnsupportedError as error:

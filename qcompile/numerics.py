@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -319,7 +320,7 @@ def quantize_activation(x: Tensor, kind: str, group: int) -> Parts:
     if not spec.top:
         return [x.to(spec.dtype)]
     grouped = _filled(x.float(), spec.group)
-    top: Tensor | float = float(spec.top)
+    top: Any = float(spec.top)
     if spec.last_top != spec.top:
         last = torch.arange(grouped.shape[-2], device=x.device)[:, None] == grouped.shape[-2] - 1
         top = torch.where(last, float(spec.last_top), top)
