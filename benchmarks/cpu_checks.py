@@ -3,7 +3,8 @@
     python benchmarks/cpu_checks.py --data FOLDER [--checks logits,text,bitwise,isa,times,bytes,kill,bits] [--large C]
 
 FOLDER holds heldout.jsonl ({"text"} a line) and prompts.jsonl ({"prompt"} a line). Each check prints one line and
-goes into the result file; the exit code is 4 if one is not met.
+goes into the result file with the commit it was made at, where checks that were not asked for stay; the exit code is 4
+if one is not met.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, write_result
+from common import RESULTS, machine, write_result
 
 import qcompile
 from qcompile import artifact
@@ -283,9 +284,11 @@ def main() -> None:
         for name in arguments.checks.split(","):
             start = time.perf_counter()
             found = CHECKS[name](bench)
-            results[name] = {"what": CHECKS[name].__doc__, **found, "seconds": time.perf_counter() - start}
+            taken = {"seconds": time.perf_counter() - start, "commit": machine()["commit"]}
+            results[name] = {"what": CHECKS[name].__doc__, **found, **taken}
             print(f"{name}: {'met' if found['met'] else 'NOT MET'} {json.dumps(found)}", flush=True)
-    write_result(arguments.out, {"model": SAMPLE.name, "checks": results})
+    before = json.loads(arguments.out.read_text(encoding="utf-8"))["checks"] if arguments.out.exists() else {}
+    write_result(arguments.out, {"model": SAMPLE.name, "checks": {**before, **results}})
     if not all(found["met"] for found in results.values()):
         sys.exit(QualityError.exit_code)
 
