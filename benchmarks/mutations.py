@@ -1,6 +1,6 @@
 """Seeded mistakes: does the test suite notice when the code is wrong?
 
-    python benchmarks/mutations.py [--only TEXT] [--out FILE]
+    python benchmarks/mutations.py [--only TEXT] [--jobs 2] [--out FILE]
 
 Each mutation is one deliberate fault, a small change of source text, put into a copy of the tree; then the tests that
 ought to notice are run there. Before that they are run on the unchanged copy, where they must pass.
@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import argparse
 import os
+import queue
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from common import RESULTS, write_result
 
 ROOT = Path(__file__).parents[1]
+Result = TypeVar("Result")
 WANTED = 28
 LIMIT = 600
 """Seconds after which a run of tests counts as having noticed: a fault may make code loop for ever."""
@@ -355,27 +360,39 @@ def examine(mutation: Mutation, folder: Path) -> dict[str, object]:
     path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
     passed, failed = run_tests(folder, mutation.tests)
     path.write_text(text, encoding="utf-8")
+    print(f"{'NOT CAUGHT' if passed else 'caught':11} {mutation.fault} ({mutation.file}) {failed}", flush=True)
     seconds = round(time.perf_counter() - started, 1)
     return {"fault": mutation.fault, "file": mutation.file, "caught": not passed, "by": failed, "seconds": seconds}
+
+
+def in_a_copy(copies: queue.Queue[Path], work: Callable[[Path], Result]) -> Result:
+    """What `work` gives in the next copy of the tree that is free."""
+    copy = copies.get()
+    try:
+        return work(copy)
+    finally:
+        copies.put(copy)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TEXT", help="faults whose name or file has TEXT in it")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="copies of the tree at work")
     parser.add_argument("--out", type=Path, default=RESULTS / "mutations.json")
     arguments = parser.parse_args()
     chosen = [m for m in MUTATIONS if arguments.only in m.fault or arguments.only in m.file]
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        copy = tree(Path(folder))
-        for tests in dict.fromkeys(m.tests for m in chosen):
-            passed, failed = run_tests(copy, tests)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
+        copies: queue.Queue[Path] = queue.Queue()
+        for number in range(arguments.jobs):
+            copies.put(tree(Path(folder) / str(number)))
+        for tests, (passed, failed) in zip(
+            every := list(dict.fromkeys(m.tests for m in chosen)),
+            pool.map(lambda tests: in_a_copy(copies, lambda copy: run_tests(copy, tests)), every),
+            strict=True,
+        ):
             if not passed:
                 raise SystemExit(f"{tests} does not pass on the unchanged tree: {failed}")
-        for mutation in chosen:
-            rows.append(examine(mutation, copy))
-            verdict = "caught" if rows[-1]["caught"] else "NOT CAUGHT"
-            print(f"{verdict:11} {mutation.fault} ({mutation.file}) {rows[-1]['by']}", flush=True)
+        rows = list(pool.map(lambda m: in_a_copy(copies, lambda copy: examine(m, copy)), chosen))
     caught = sum(bool(row["caught"]) for row in rows)
     print(f"{caught} of {len(rows)} caught, {WANTED} wanted")
     write_result(arguments.out, {"faults": len(rows), "caught": caught, "met": caught >= WANTED, "rows": rows})
