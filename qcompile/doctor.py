@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from qcompile import console, huggingface, pipeline
+from qcompile import console, depth, huggingface, pipeline
 from qcompile.errors import PassError, UnsupportedError
 from qcompile.runtime.blocks import pages_for
 
@@ -37,8 +37,11 @@ class Diagnosis:
             return "\n".join(["not supported", *lines])
         passes = ", ".join(f"{entry['name']} {entry['fired']}" for entry in self.plan["passes"])
         kernels = "\n".join(f"  {count:3d} {name}" for name, count in self.plan["kernels"].items())
+        seen = self.plan.get("layers_examined")
+        examined = f"layers: {self.plan['layers']}, which repeat the first {seen}\n" if seen else ""
         return (
             f"exportable: {self.plan['model']}, {self.plan['parameters']:,} parameters\n"
+            f"{examined}"
             f"passes: {passes}\n"
             f"kernels\n{kernels}\n"
             f"memory {console.byte_size(self.memory_bytes)} (weights {console.byte_size(self.plan['weight_bytes'])}, "
@@ -52,39 +55,49 @@ def examine(
 ) -> Diagnosis:
     """Run every stage on `model` up to code generation. What qcompile does not compile becomes `unsupported`.
 
-    Raises UsageError for what is wrong with the request itself.
+    Of a deep model without weights only the layers that differ are looked at: the others take what these do. Raises
+    UsageError for what is wrong with the request itself.
     """
+    request = {"target": target, "recipe": recipe, "options": options, "head_dtype": head_dtype}
     try:
-        there = any(huggingface.find(model).glob("*.safetensors"))  # a configuration is enough
+        directory = huggingface.find(model)
+        there = any(directory.glob("*.safetensors"))  # a configuration is enough
+        repeats = None if there else depth.find(huggingface.read_config(directory, **source), **source)
         source |= {"weights": there}
-        plan = pipeline.plan(model, target=target, recipe=recipe, options=options, head_dtype=head_dtype, **source)
+        if repeats is None:
+            facts = _facts(pipeline.plan(model, **request, **source))
+        else:
+            small, large = (_facts(pipeline.plan(model, **request, **source, layers=layers)) for layers in repeats.cuts)
+            examined = {"layers": repeats.layers, "layers_examined": repeats.cuts[1]}
+            facts = repeats.extrapolate(small, large) | examined
     except PassError as error:
         return Diagnosis(False, [{"node": error.node, "reason": f"{error.pass_name}: {error.reason}"}])
     except UnsupportedError as error:
         return Diagnosis(False, [{"node": "", "reason": str(error)}])
+    bits, weights, files = (facts.pop(key) for key in ("linear_bits", "linear_weights", "files_bytes"))
+    facts["bits_per_weight"] = bits / max(weights, 1)
+    memory = facts["weight_bytes"] + facts["cache_bytes"] + facts["activation_bytes"]
+    return Diagnosis(True, plan=facts, memory_bytes=memory, disk_bytes=facts["weight_bytes"] + files)
+
+
+def _facts(plan: pipeline.Plan) -> dict[str, Any]:
+    """What `plan` is and takes: names and whole numbers."""
     program, info = plan.program, plan.graphs[-1].info
-    weight_bytes = sum(size for weight in plan.weights for _, size in weight.blobs)
     pages = pages_for(info.max_position, program.kv.page_tokens, program.kv.ring_tokens)
-    cache_bytes = pages * program.kv.page_bytes
-    activations = pipeline.MAX_STEP_TOKENS * (program.arena_bytes("tokens") + program.arena_bytes("outputs"))
-    kernels = Counter(_kernel_name(call) for call in program.calls)
-    files = sum(len(content) for content in plan.files.values())
-    return Diagnosis(
-        True,
-        plan={
-            "model": info.name,
-            "parameters": info.parameters,
-            "bits_per_weight": plan.bits_per_weight,
-            "passes": [{"name": p.name, "options": p.options, "fired": p.fired} for p in plan.passes],
-            "kernels": dict(kernels),
-            "weight_bytes": weight_bytes,
-            "cache_bytes": cache_bytes,
-            "activation_bytes": activations,
-            "context": info.max_position,
-        },
-        memory_bytes=weight_bytes + cache_bytes + activations,
-        disk_bytes=weight_bytes + files,
-    )
+    bits, weights = pipeline.linear_bits(plan.graphs[-1])
+    return {
+        "model": info.name,
+        "parameters": info.parameters,
+        "linear_bits": bits,
+        "linear_weights": weights,
+        "passes": [{"name": p.name, "options": p.options, "fired": p.fired} for p in plan.passes],
+        "kernels": dict(Counter(_kernel_name(call) for call in program.calls)),
+        "weight_bytes": sum(size for weight in plan.weights for _, size in weight.blobs),
+        "cache_bytes": pages * program.kv.page_bytes,
+        "activation_bytes": pipeline.MAX_STEP_TOKENS * (program.arena_bytes("tokens") + program.arena_bytes("outputs")),
+        "files_bytes": sum(len(content) for content in plan.files.values()),
+        "context": info.max_position,
+    }
 
 
 def _kernel_name(call: Any) -> str:

@@ -41,19 +41,20 @@ def load(
     name: str | None = None,
     allow_remote: bool = False,
     weights: bool = True,
+    layers: int | None = None,
 ) -> Graph:
     """Read `model`, a Hugging Face checkpoint (directory or hub name), an nn.Module, or an ExportedProgram.
 
     A module takes token ids int64 [B, T], and positions int64 [B, T] when two `example_inputs` are given, and
     returns logits [B, T, V]; `max_position` is the longest sequence it can hold. `allow_remote` lets a
-    checkpoint's own Python code run; without `weights` its configuration is enough. Raises UsageError or
-    UnsupportedError with one line.
+    checkpoint's own Python code run; without `weights` its configuration is enough, and may be cut after `layers`
+    layers. Raises UsageError or UnsupportedError with one line.
     """
     if isinstance(model, (str, Path)):
         from qcompile import huggingface
 
         with hurried():
-            return huggingface.load(model, name=name, allow_remote=allow_remote, weights=weights)
+            return huggingface.load(model, name=name, allow_remote=allow_remote, weights=weights, layers=layers)
     if max_position is None:
         raise UsageError("max_position is needed with a module: the longest sequence it can hold")
     if isinstance(model, ExportedProgram):

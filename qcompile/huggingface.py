@@ -6,6 +6,7 @@ model's name.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import itertools
 import os
@@ -30,11 +31,19 @@ EXPERTS = "batched_mm"
 LENGTH_KEYS = ("max_position_embeddings", "max_seq_len", "seq_length")
 """What configurations call the longest sequence; transformers translates other names to the first."""
 
+DEPTH_KEY = "num_hidden_layers"
+"""What configurations call their number of layers; transformers translates other names to this one."""
+
 UNSTATED_LENGTH = 2048
 """Context of a model that states none: one whose positions come from no table, which would end somewhere."""
 
 HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer.model"]
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+)
 
 
 def find(model: str | Path, allow_remote: bool = False) -> Path:
@@ -54,13 +63,23 @@ def find(model: str | Path, allow_remote: bool = False) -> Path:
         raise UsageError(f"{model} is neither a directory nor reachable on the hub: {reason}") from error
 
 
-def load(model: str | Path, *, name: str | None = None, allow_remote: bool = False, weights: bool = True) -> Graph:
+def load(
+    model: str | Path,
+    *,
+    name: str | None = None,
+    allow_remote: bool = False,
+    weights: bool = True,
+    layers: int | None = None,
+) -> Graph:
     """The checkpoint `model` as a Graph at stage `import`; only headers of its weight files are read.
 
-    Without `weights` not even those: a configuration alone is enough, and loading a weight is an error.
+    Without `weights` not even those: a configuration alone is enough, and loading a weight is an error. With `layers`
+    it is only that deep.
     """
     directory = find(model, allow_remote)
     config = read_config(directory, allow_remote)
+    if layers is not None:
+        config = cut(config, layers)
     checkpoint = Checkpoint(directory) if weights else None
     try:
         program, loaders = _trace(config, checkpoint, allow_remote)
@@ -99,6 +118,18 @@ def read_config(directory: Path, allow_remote: bool = False) -> Any:
     except Exception as error:  # validation of a configuration raises whatever it likes
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(f"{directory / 'config.json'} is not a valid {kind} configuration: {reason}") from error
+
+
+def cut(config: Any, layers: int) -> Any:
+    """`config` with its first `layers` layers; lists that say something of each layer are cut too."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    depth = getattr(text, DEPTH_KEY)
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == depth:
+            setattr(text, name, value[:layers])
+    setattr(text, DEPTH_KEY, layers)
+    return config
 
 
 class _OwnAttention(UnsupportedError):

@@ -358,8 +358,8 @@ def run_passes(
     return graphs, records
 
 
-def bits_per_weight(graph: Graph) -> float:
-    """Packed bits of all linears, scales and zeros included, over their weights."""
+def linear_bits(graph: Graph) -> tuple[int, int]:
+    """Packed bits of all linears, scales and zeros included, and how many weights these are."""
     bits = weights = 0
     for node in graph.calls("quantize_weight"):
         arguments: Any = node.args
@@ -371,6 +371,12 @@ def bits_per_weight(graph: Graph) -> float:
         n, k = arguments[0].meta["val"].shape
         bits += 8 * sum(mix.packed_bytes(mix.layout(graph.evaluate(arguments[1]), False), k).values())
         weights += n * k
+    return bits, weights
+
+
+def bits_per_weight(graph: Graph) -> float:
+    """Packed bits of all linears over their weights."""
+    bits, weights = linear_bits(graph)
     return bits / max(weights, 1)
 
 
