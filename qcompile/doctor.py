@@ -58,7 +58,7 @@ def examine(
     Of a deep model without weights only the layers that differ are looked at: the others take what these do. Raises
     UsageError for what is wrong with the request itself.
     """
-    request = {"target": target, "recipe": recipe, "options": options, "head_dtype": head_dtype}
+    request: dict[str, Any] = {"target": target, "recipe": recipe, "options": options, "head_dtype": head_dtype}
     try:
         directory = huggingface.find(model)
         there = any(directory.glob("*.safetensors"))  # a configuration is enough
