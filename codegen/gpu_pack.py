@@ -5,6 +5,7 @@ streams is contiguous. B is 128, for w4_asym_g128 256. Within one row of a block
 
     qoq_channel     byte j (0..63): bits 0-3 q[j] - 8, bits 4-7 q[j + 64] - 8, two's complement
     qoq_g128        byte j (0..63): bits 0-3 q[j], bits 4-7 q[j + 64]; w4_asym_g128_int8 alike
+    nested_8_4      two planes, of upper nibbles (w, with groups a w4_asym_g128_int8 weight) and lower ones (low)
     w4_asym_g128    16 bits j (0..63), little endian: bits 4i .. 4i + 3 are q[j + 64 i]
     w8_sym_channel  byte j (0..127): q[j]
     bf16            value j (0..63)
@@ -13,7 +14,8 @@ Per group, one 32-bit word each, with rows innermost so that a program's rows ar
 
     qoq_g128           [K / 256][N]: bits 0-7 step, 8-15 zero * step of the even group; 16-23, 24-31 of the odd one
     w4_asym_g128       [K / 128][N]: bits 0-15 -(128 + zero) as bf16, exact; 16-31 the scale rounded to bf16
-    w4_asym_g128_int8  [K / 128][N]: bits 0-7 zero; the rest the scale's upper 24 bits, rounded (within 2^-16)
+    w4_asym_g128_int8  [K / 128][N]: bits 0-7 zero; the rest the scale's upper 24 bits, rounded (within 2^-16);
+                         nested_8_4 alike
 
 Per row: scales f32 [N]; of qoq_channel also zero - 8 as int8 [N].
 
@@ -50,9 +52,13 @@ _PACKINGS = {
     "qoq_g128": _Packing("qoq_g128", 128, 2, 256),
     "w4_asym_g128": _Packing("w4_asym_g128", 256, 4, 256),
     "w4_asym_g128_int8": _Packing("w4_asym_g128", 128, 2, 128),
+    "nested_8_4": _Packing("nested_8_4", 128, 2, 128),
     "w8_sym_channel": _Packing("w8_sym_channel", 128, 1, 128),
     "bf16": _Packing("bf16", 64, 1, 64),
 }
+
+_SCALED_WORDS = ("w4_asym_g128_int8", "nested_8_4")
+"""Packings with words of a zero point and a scale of 24 bits."""
 
 
 def packing_of(format: str, activation: str) -> str:
@@ -86,7 +92,7 @@ def padded_outputs(n: int) -> int:
 
 
 def pack_gpu(parts: Parts, format: str) -> dict[str, Tensor]:
-    """The parts of a weight, packed, by the names of the kernels' arguments: w, w_scale, w_zero, groups.
+    """The parts of a weight, packed, by the names of the kernels' arguments: w, w_scale, w_zero, groups, low.
 
     Outputs are filled up with zeros to padded_outputs.
     """
@@ -102,9 +108,11 @@ def pack_gpu(parts: Parts, format: str) -> dict[str, Tensor]:
     if format == "w4_asym_g128":
         packed["groups"] = _scale_words(named["scale"], named["zero"])
         return packed
-    if format == "w4_asym_g128_int8":
+    if format in _SCALED_WORDS:
         words = (named["scale"].float().view(torch.int32) + 128) & -256
         packed["groups"] = (words | named["zero"].to(torch.int32)).t().contiguous()
+        if "low" in named:
+            packed["low"] = _pack_codes(named["low"], format)
         return packed
     packed["w_scale"] = named["scale"].float().contiguous()
     if format == "qoq_channel":
@@ -124,8 +132,10 @@ def packed_gpu_bytes(n: int, k: int, format: str) -> dict[str, int]:
         sizes["w_scale"] = 4 * n
     if format == "qoq_channel":
         sizes["w_zero"] = n
-    if "g128" in format:
+    if "g128" in format or format in _SCALED_WORDS:
         sizes["groups"] = 4 * n * (k // 256 if format == "qoq_g128" else k // 128)
+    if format == "nested_8_4":
+        sizes["low"] = codes
     return {name: -(-size // 64) * 64 for name, size in sizes.items()}
 
 
@@ -167,8 +177,9 @@ def unpack_gpu(packed: dict[str, Tensor], format: str) -> Parts:
     words = packed["groups"].t().contiguous()
     if format == "w4_asym_g128":
         return [codes, (words & -65536).view(torch.float32), (words & 127).to(torch.uint8)]
-    if format == "w4_asym_g128_int8":
-        return [codes, (words & -256).view(torch.float32), (words & 255).to(torch.uint8)]
+    if format in _SCALED_WORDS:
+        found = [codes, (words & -256).view(torch.float32), (words & 255).to(torch.uint8)]
+        return [*found, _unpack_codes(packed["low"], format)] if "low" in packed else found
     halves = torch.stack((words & 0xFFFF, (words >> 16) & 0xFFFF), -1).flatten(1)
     step, shift = halves & 255, halves >> 8
     return [codes, step.to(torch.uint8), (shift // step.clamp_min(1)).to(torch.uint8), packed["w_scale"]]

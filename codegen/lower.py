@@ -167,7 +167,8 @@ class Lowering:
         """
         if ops.name_of(node.target) == "upper_nibble":
             whole = self.packed(_args(node)[0], "nested_8_4", activation)
-            return {role: whole[role] for role in numerics.FORMATS[format].roles}
+            n, k = _args(node)[0].meta["val"][0].shape
+            return {role: whole[role] for role in self.table_of_weights.packing.sizes(n, k, format, activation)}
         w = _args(node)[0]
         n, k = w.meta["val"].shape
         sizes = self.table_of_weights.packing.sizes(n, k, format, activation)

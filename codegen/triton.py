@@ -50,6 +50,7 @@ class _Layout:
     words: float = 0  # 32-bit words of parameters a row and block
     float_x: bool = False  # bf16 activations; else int8
     float_sum: bool = False  # f32 sums; else int32
+    low_plane: bool = False  # a second plane of codes, laid out as the first
 
 
 _LAYOUTS = {
@@ -58,6 +59,7 @@ _LAYOUTS = {
     "w8_sym_channel": _Layout("i8", 128, 1, 128),
     "w4_asym_g128": _Layout("i16", 256, 4, 64, 2, True, True),
     "w4_asym_g128_int8": _Layout("i8", 128, 2, 64, 1, False, True),
+    "nested_8_4": _Layout("i8", 128, 2, 64, 1, False, True, True),
     "bf16": _Layout("bf16", 64, 1, 64, 0, True, True),
 }
 _ITEM_BYTES = {"i8": 1, "i16": 2, "bf16": 2}
@@ -152,6 +154,11 @@ class KernelSpec:
         return _LAYOUTS[self.format].float_sum
 
     @property
+    def low_plane(self) -> bool:
+        """Whether codes come in two planes, of upper and of lower nibbles."""
+        return _LAYOUTS[self.format].low_plane
+
+    @property
     def grouped(self) -> bool:
         """Whether there are parameters per group."""
         return _LAYOUTS[self.format].words > 0
@@ -170,7 +177,7 @@ class KernelSpec:
     def step_bytes(self) -> int:
         """Bytes of weights and activations a program takes in one step, for each of the stages in flight."""
         tile = self.tile
-        each = tile.rows * self.row_bytes + tile.tokens * self.block * (2 if self.float_x else 1)
+        each = tile.rows * self.row_bytes * (1 + self.low_plane) + tile.tokens * self.block * (2 if self.float_x else 1)
         return tile.slices * tile.unroll * each
 
     @property
@@ -185,6 +192,7 @@ class KernelSpec:
             found += [Argument("x_sum", "*i32"), Argument("w_zero", "*i8")]
         if self.grouped:
             found.append(Argument("groups", "*i32"))
+        found += [Argument("low", "*i8")] * self.low_plane
         found += [Argument("bias", "*fp32")] * self.bias + [Argument("residual", out)] * self.residual
         if self.tile.splits > 1:
             found += [Argument("sums", "*fp32" if self.float_sum else "*i32"), Argument("arrived", "*i32")]

@@ -34,6 +34,7 @@ RECIPES = {
     "qserve-channel": 0.04,
     "w4a8": 0.03,
     "w8a8": 0.03,  # with 8-bit keys and values, and biases
+    "nested": 0.03,
     "w4a16": 0.02,  # scales and products rounded to bf16
     "bf16": 0.02,
 }
@@ -88,6 +89,36 @@ def needs_triton() -> None:
 def test_a_step_interpreted() -> None:
     needs_triton()
     interpreted(f"interpret_recipes(*{list(RECIPES)})")
+
+
+def interpret_nested_draft() -> None:
+    """The draft of nested weights reads the upper plane of the verifying path's, and is the 4-bit model."""
+    from tests.codegen.gpu_interpreter import Interpreter
+
+    settings = recipes.get_recipe("nested").settings()
+    draft = recipes.get_recipe("nested").drafts[0]
+    graphs, _ = pipeline.run_passes(decoder(**{**SHAPE, "layers": 1}), pipeline.configure(settings, {})[1:])
+    quantized = [graph for graph in graphs if graph.stage == "quantize"][-1]
+    passes = pipeline.configure(settings | draft.settings(), {})
+    own = passes[[p.name for p in passes].index("speculate") :]
+    drafted, _ = pipeline.run_passes(quantized, own)
+    table = WeightTable(GPU_PACKING)
+    verify, program = lower(graphs[-1], table), lower(drafted[-1], table)
+    read = {name for c in program.calls if c.kernel == "gemm" for name in c.weights.values()}
+    assert read == {n for c in verify.calls if c.kernel == "gemm" for n in c.weights.values() if not n.endswith(".low")}
+    blobs = {name: blob for w in table.weights for (name, _), blob in zip(w.blobs, w.produce(), strict=True)}
+    machine = Interpreter(program, make_plan(program, 90, split=64, inline_asm=False), blobs)
+    ids = torch.randint(0, SHAPE["vocab"], (1, 20), generator=torch.Generator().manual_seed(1))
+    inputs = step_inputs(ids, None, drafted[-1])
+    want = drafted[-1].run(*inputs)[0]
+    got, _ = machine.step([Chunk(ids[0].tolist(), 0, inputs[3].tolist()[0])])
+    error = ((got.double() - want).norm() / want.norm()).item()
+    assert error < RECIPES["nested"], error
+
+
+def test_the_draft_of_nested_weights_interpreted() -> None:
+    needs_triton()
+    interpreted("interpret_nested_draft()")
 
 
 def interpret_window() -> None:

@@ -17,7 +17,7 @@ from qcompile.codegen.triton import KernelSpec, Tile, compile_for, reference, re
 from qcompile.errors import UnsupportedError
 from qcompile.numerics import dequantize_weight, quantize_activation, quantize_weight
 
-FORMATS = ("qoq_channel", "qoq_g128", "w4_asym_g128", "w4_asym_g128_int8", "w8_sym_channel", "bf16")
+FORMATS = ("qoq_channel", "qoq_g128", "w4_asym_g128", "w4_asym_g128_int8", "nested_8_4", "w8_sym_channel", "bf16")
 """Packings; each is of the number format its name begins with."""
 INTERPRETED = (Tile(16, 32, slices=2, splits=2), Tile(32, 32))
 
@@ -45,7 +45,7 @@ def test_packing_round_trip(format: str) -> None:
     for part, got in zip(parts, unpack_gpu(packed, format), strict=True):
         if format == "w4_asym_g128" and part.is_floating_point():
             part = part.to(torch.bfloat16).float()
-        if format == "w4_asym_g128_int8" and part.is_floating_point():
+        if format in ("w4_asym_g128_int8", "nested_8_4") and part.is_floating_point():
             torch.testing.assert_close(got, part, rtol=2**-16, atol=0)  # 15 bits of mantissa are kept
         else:
             assert torch.equal(part, got)
@@ -70,6 +70,7 @@ def test_packed_bits(format: str) -> None:
         "qoq_g128": [codes, side.byte(), side.byte(), torch.ones(32)],
         "w4_asym_g128": [codes, side, side.byte()],
         "w4_asym_g128_int8": [codes, side, side.byte()],
+        "nested_8_4": [codes, side, side.byte(), codes],
         "bf16": [codes.to(torch.bfloat16)],
         "w8_sym_channel": [codes.char(), torch.ones(32)],
     }[format]
