@@ -10,9 +10,21 @@ from typing import Any
 
 from torch import fx
 
-from qcompile import ops
+from qcompile import analysis, ops
 from qcompile.errors import PassError
 from qcompile.graph import Graph
+
+
+def not_linears_alone(graph: Graph, node: fx.Node) -> str | None:
+    """Why a change of scale at `node` cannot move into the weights of linears that read it; None when it can."""
+    if not node.users:
+        return "nothing reads it"
+    for user in node.users:
+        if ops.name_of(user.target) not in ("linear", "expert_linear") or user.args[0] is not node:
+            return f"read by {user.name}, which is not a linear over it"
+        if not graph.is_weight(user.args[analysis.WEIGHT_AXES[str(ops.name_of(user.target))][0]]):
+            return f"read by {user.name}, whose second operand is not a weight"
+    return None
 
 
 class ScalePusher:

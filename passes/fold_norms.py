@@ -14,6 +14,7 @@ from torch import fx
 from qcompile import analysis, ops
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
+from qcompile.passes.channels import not_linears_alone
 
 NORMS = ("rms_norm", "layer_norm")
 
@@ -43,7 +44,7 @@ class FoldNorms(Pass):
             scale, shift = _parameters(node)
             if scale is None and shift is None:
                 continue
-            reason = _refusal(graph, node)
+            reason = not_linears_alone(graph, node)
             if reason is None:
                 _fold(graph, node, scale, shift)
                 fired += 1
@@ -67,18 +68,6 @@ def _parameters(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
     assert scale is None or isinstance(scale, fx.Node)
     assert shift is None or isinstance(shift, fx.Node)
     return scale, shift
-
-
-def _refusal(graph: Graph, node: fx.Node) -> str | None:
-    """Why the norm `node` must keep its parameters, None when it need not."""
-    if not node.users:
-        return "nothing reads it"
-    for user in node.users:
-        if ops.name_of(user.target) not in ("linear", "expert_linear") or user.args[0] is not node:
-            return f"read by {user.name}, which is not a linear over it"
-        if not graph.is_weight(user.args[analysis.WEIGHT_AXES[str(ops.name_of(user.target))][0]]):
-            return f"read by {user.name}, whose second operand is not a weight"
-    return None
 
 
 def _fold(graph: Graph, node: fx.Node, scale: fx.Node | None, shift: fx.Node | None) -> None:

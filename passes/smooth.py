@@ -1,8 +1,8 @@
 """Smooth: even out the input channels of linears by moving a diagonal scale into what produced them.
 
-SmoothQuant (Xiao et al. 2023) divides a channel by its outliers and multiplies the weight's column; QServe 4.3.1
-does it for output modules (the projections after attention and after the gate), where the strength is near 0: the
-scale follows the weights.
+SmoothQuant (Xiao et al. 2023) divides a channel of a block's input by its outliers and multiplies the columns of the
+weights that read it. QServe 4.3.1 does it for output modules (the projections after attention and after the gate),
+where the strength is near 0: the scale follows the weights.
 """
 
 from __future__ import annotations
@@ -10,30 +10,48 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
-from qcompile import ops
-from qcompile.errors import PassError
+from qcompile import analysis, ops
+from qcompile.errors import PassError, UsageError
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
-from qcompile.passes.channels import ScalePusher
+from qcompile.passes.channels import ScalePusher, not_linears_alone
+from qcompile.sweep import Sweep
 
 
 @dataclass(frozen=True)
 class Smooth(Pass):
-    """Divides the inputs of output modules by 1 / max |column|, scaled to a geometric mean of 1.
+    """Divides the inputs of linears, scaled to a geometric mean of 1: those of blocks, and those of output modules.
 
-    Fires on linears that read a product (the up projection takes the scale) or attention's output (the value
-    projection takes it, one scale for all query heads of a KV head). Others are named in the notes.
+    A block's input is a norm's output, and the norm's weight takes the scale: max |x|^alpha / max |column|^(1 - alpha),
+    where the maxima of x are over calibration text, and without it the norm's weight says how large x is. An output
+    module reads a product (the up projection takes the scale) or attention's output (the value projection takes it, one
+    scale for all query heads of a KV head): 1 / max |column|. What cannot take a scale is named in the notes.
     """
 
     name: ClassVar[str] = "smooth"
     requires: ClassVar[tuple[str, ...]] = ("raise",)
     enabled: bool = False
+    inputs: bool = True
+    """Smooth inputs of blocks."""
+    alpha: float = 0.5
+    """How much of a block's input outliers moves into weights: 0 none, 1 all."""
 
     def run(self, graph: Graph) -> PassResult:
+        if not 0 <= self.alpha <= 1:
+            raise UsageError(f"smooth.alpha is {self.alpha}: it must be from 0 to 1")
         graph = graph.clone()
         fired, notes = 0, []
+        norms = [n for n in graph.calls("rms_norm", "layer_norm") if self.inputs and _readers(n)]
+        measured = _measured(graph, norms)
+        for node in norms:
+            try:
+                _smooth_input(graph, node, measured.get(node), self.alpha)
+                fired += 1
+            except PassError as error:
+                notes.append(str(error))
         for node in graph.calls("linear", "expert_linear"):
             value: Any = node.args[0]
             kind = ops.name_of(value.target)
@@ -48,6 +66,47 @@ class Smooth(Pass):
                 notes.append(str(error))
         graph.erase_dead()
         return PassResult(graph, fired, tuple(notes))
+
+
+def _readers(norm: fx.Node) -> list[fx.Node]:
+    """Linears over what `norm` gives."""
+    return [n for n in norm.users if ops.name_of(n.target) in ("linear", "expert_linear") and n.args[0] is norm]
+
+
+def _measured(graph: Graph, norms: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Largest |x| [K] that each of `norms` gives over calibration text, as weights; empty without text."""
+    if graph.calibration is None:
+        return {}
+    sweep = Sweep(graph, graph.calibration.excerpt())
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    found = {}
+    for norm in norms:
+        sweep.advance(min(norm.users, key=order.__getitem__))
+        largest = torch.stack([value.float().abs().flatten(0, -2).amax(0) for value in sweep.values(norm)])
+        name = f"smooth.{norm.name}.inputs"
+        graph.weights.add_tensor(name, largest.amax(0))
+        found[norm] = graph.weight(name)
+    return found
+
+
+def _smooth_input(graph: Graph, norm: fx.Node, measured: fx.Node | None, alpha: float) -> None:
+    weight: Any = norm.args[1]
+    reason = not_linears_alone(graph, norm)
+    if reason is None and weight is None:
+        reason = "this norm has no weight that could take a scale"
+    if reason:
+        raise PassError("smooth", norm.name, reason)
+    readers: list[tuple[fx.Node, int]] = [
+        (node, analysis.WEIGHT_AXES[str(ops.name_of(node.target))][0]) for node in _readers(norm)
+    ]
+    columns = graph.call_weight("column_max", [node.args[place] for node, place in readers])
+    factor = graph.call_weight("smooth_factor", columns, alpha, weight if measured is None else measured)
+    for index in range(1, len(norm.args) - 1):  # the weight, and a layer norm's bias
+        if norm.args[index] is not None:
+            norm.update_arg(index, graph.call_weight("scale_axis", norm.args[index], factor, 0, True))
+    for node, place in readers:
+        last = node.args[place].meta["val"].dim() - 1  # type: ignore[union-attr]
+        node.update_arg(place, graph.call_weight("scale_axis", node.args[place], factor, last, False))
 
 
 def _smooth_product(graph: Graph, node: fx.Node, value: fx.Node) -> None:

@@ -163,6 +163,21 @@ LOWER = ",".join(
 """From linalg on tensors to LLVM, in loops: slow, and nothing but the passes that MLIR comes with."""
 
 
+@ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_int64))
+def memref_copy(size: int, source: Any, target: Any) -> None:
+    """Copy a buffer with strides, elements of `size` bytes: MLIR's runtime has it, torch-mlir does not."""
+
+    def elements(memref: Any) -> Any:
+        rank, place = memref[0], memref[1]
+        _, start, offset, *extents = (ctypes.c_int64 * (3 + 2 * rank)).from_address(place)
+        shape, strides = extents[:rank], [size * stride for stride in extents[rank:]]
+        length = size + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+        data = (ctypes.c_char * length).from_address(start + size * offset)
+        return np.ndarray(shape, f"V{size}", data, strides=strides)
+
+    elements(target)[...] = elements(source)
+
+
 def run_linalg(text: str, ids: torch.Tensor) -> torch.Tensor:
     """What function `main` of a module of linalg on tensors returns for token ids [T]: logits f32 [T, vocab]."""
     from torch_mlir import ir, runtime
@@ -178,6 +193,7 @@ def run_linalg(text: str, ids: torch.Tensor) -> torch.Tensor:
                 function.attributes["llvm.emit_c_interface"] = ir.UnitAttr.get()
         PassManager.parse(f"builtin.module({LOWER})").run(module.operation)
         engine = ExecutionEngine(module, opt_level=1)
+        engine.raw_register_runtime("memrefCopy", ctypes.cast(memref_copy, ctypes.c_void_p))
         result = runtime.make_nd_memref_descriptor(2, ctypes.c_float)()
         given = runtime.get_ranked_memref_descriptor(np.ascontiguousarray(ids.numpy()))
         engine.invoke("main", *(ctypes.pointer(ctypes.pointer(value)) for value in (result, given)))

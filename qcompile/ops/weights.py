@@ -49,10 +49,10 @@ def row_size(w: Tensor, bias: Tensor | None = None) -> Tensor:
     return size if bias is None else size + bias.float().abs()
 
 
-@define(lambda weights: weights[0].new_empty(weights[0].shape[1], dtype=torch.float32))
+@define(lambda weights: weights[0].new_empty(weights[0].shape[-1], dtype=torch.float32))
 def column_max(weights: list[Tensor]) -> Tensor:
-    """Largest |entry| of each input column over weights [N_i, K] that read the same value, f32 [K]."""
-    return torch.stack([w.float().abs().amax(0) for w in weights]).amax(0)
+    """Largest |entry| of each input column over weights [..., N_i, K] that read the same value, f32 [K]."""
+    return torch.stack([w.float().abs().flatten(0, -2).amax(0) for w in weights]).amax(0)
 
 
 def _fake_key_scale(size: Tensor, head_dim: int, rotary: int, interleaved: bool, shared: bool, alpha: float) -> Tensor:
@@ -92,10 +92,12 @@ def max_heads(factor: Tensor, group: int, head_dim: int) -> Tensor:
 def smooth_factor(weight_max: Tensor, alpha: float, activation_max: Tensor | None = None) -> Tensor:
     """What input channels are divided by (SmoothQuant, eq. 4): activation_max^alpha / weight_max^(1 - alpha), [K].
 
-    Scaled to a geometric mean of 1; channels with nothing in them keep 1. Without activation_max alpha must be 0.
+    Scaled to a geometric mean of 1; channels with nothing in them keep 1. Without activation_max, whose signs do not
+    matter, alpha must be 0.
     """
     factor = weight_max.clamp_min(torch.finfo(torch.float32).tiny) ** (alpha - 1)
     if activation_max is not None:
+        activation_max = activation_max.float().abs()
         factor = factor * activation_max.clamp_min(torch.finfo(torch.float32).tiny) ** alpha
     alive = weight_max > 0 if activation_max is None else (weight_max > 0) & (activation_max > 0)
     mean = factor[alive].double().log().mean().exp().float() if alive.any() else torch.tensor(1.0)

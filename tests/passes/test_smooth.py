@@ -7,6 +7,7 @@ import torch
 
 from qcompile import check
 from qcompile.calibration import Calibration
+from qcompile.errors import UsageError
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, apply
 from qcompile.passes.rotate import Rotate
@@ -14,11 +15,14 @@ from qcompile.passes.smooth import Smooth
 from qcompile.passes.smooth_attention import SmoothAttention
 from tests.graphs import decoder, sequence_inputs
 
+OUTPUTS = Smooth(inputs=False)
+"""The graphs here have norms without weights, which can take no scale."""
+
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
     "passes",
-    [(Smooth(),), (SmoothAttention(),), (Rotate(), Smooth(), SmoothAttention()), (SmoothAttention(), Rotate())],
+    [(OUTPUTS,), (SmoothAttention(),), (Rotate(), OUTPUTS, SmoothAttention()), (SmoothAttention(), Rotate())],
 )
 def test_the_function_stays(bias: bool, passes: tuple[Pass, ...]) -> None:
     before = graph = decoder(bias=bias)
@@ -60,7 +64,7 @@ def test_pairs_that_turn_together_share_a_factor(interleaved: bool) -> None:
 
 def test_columns_of_output_modules_even_out() -> None:
     graph = decoder()
-    after = apply(Smooth(), graph).graph
+    after = apply(OUTPUTS, graph).graph
     down = after.evaluate(after.calls("linear")[6].args[1])
     assert torch.allclose(down.abs().amax(0), down.abs().amax(0)[:1], rtol=1e-4)  # float32 powers and means
 
@@ -73,7 +77,7 @@ def test_keys_that_others_read_are_left_and_named() -> None:
     attention.update_arg(2, value)
     result = apply(SmoothAttention(), graph)
     assert result.fired == 0 and "others read this value" in result.notes[0]
-    assert apply(Smooth(), graph).fired == 1  # the gate's product alone
+    assert apply(OUTPUTS, graph).fired == 1  # the gate's product alone
     assert check.equivalent(result.graph, graph, sequence_inputs()) == 0
 
 
@@ -113,3 +117,61 @@ def test_attention_is_smoothed_by_measured_keys() -> None:
     keys = torch.cat([probe.run(row[None], torch.arange(20)[None]) for row in before.calibration.tokens])
     kept = result.graph.weights[f"smooth_attention.{node.name}.keys"]
     torch.testing.assert_close(kept, keys.square().mean((0, 1)).sqrt().flatten())
+
+
+# ---- inputs of blocks -------------------------------------------------------------------------------
+
+
+def weighted_norms(kind: str = "rms_norm") -> Graph:
+    """A decoder whose norms have weights, channel 5 of them 50 times larger."""
+    graph = decoder(bias=True)
+    for index, norm in enumerate(graph.calls("rms_norm")):
+        generator = torch.Generator().manual_seed(index)
+        scale = torch.randn(48, generator=generator)
+        scale[5] *= 50
+        graph.weights.add_tensor(f"scale{index}", scale)
+        graph.weights.add_tensor(f"shift{index}", torch.randn(48, generator=generator))
+        with graph.fx.inserting_before(norm):
+            parameters = [graph.weight(f"{name}{index}") for name in ("scale", "shift")[: 1 + (kind == "layer_norm")]]
+            graph.replace(norm, graph.call(kind, norm.args[0], *parameters, norm.args[-1]))
+    return graph
+
+
+@pytest.mark.parametrize("kind", ["rms_norm", "layer_norm"])
+@pytest.mark.parametrize("measured", [False, True])
+def test_outliers_of_block_inputs_move_into_weights(kind: str, measured: bool) -> None:
+    before = weighted_norms(kind)
+    if measured:
+        before.calibration = Calibration(torch.randint(0, 50, (3, 20), generator=torch.Generator().manual_seed(2)))
+    result = apply(Smooth(), before)
+    assert result.fired == 5 + 4 and not result.notes  # all norms, that of the head too, and the output modules
+    assert check.equivalent(result.graph, before, sequence_inputs()) < 1e-13  # float64
+    loudest = []
+    for graph in (before, result.graph):
+        probe = graph.clone()
+        probe.output.args = (probe.calls(kind)[0],)
+        size = probe.run(*sequence_inputs()).abs().flatten(0, -2).amax(0)
+        loudest.append((size.max() / size.median()).item())
+    assert loudest[0] > 20 and loudest[1] < 1.5 * loudest[0] ** 0.5
+
+
+def test_strength_says_how_much_moves() -> None:
+    before = weighted_norms()
+    columns = [
+        result.graph.evaluate(result.graph.calls("linear")[0].args[1]).abs().amax(0)
+        for result in (apply(Smooth(alpha=alpha), before) for alpha in (0.0, 1.0))
+    ]
+    assert columns[0].max() / columns[0].min() < 3 < 50 < columns[1].max() / columns[1].median()
+    with pytest.raises(UsageError, match="from 0 to 1"):
+        apply(Smooth(alpha=1.5), before)
+
+
+def test_norms_that_cannot_take_a_scale_are_left_and_named() -> None:
+    graph = weighted_norms()
+    norm = graph.calls("rms_norm")[0]
+    with graph.fx.inserting_after(norm):
+        graph.call("add", norm, norm)
+    result = apply(Smooth(), graph)
+    assert result.fired == 8 and "not a linear over it" in result.notes[0] and norm.name in result.notes[0]
+    bare = apply(Smooth(), decoder())
+    assert bare.fired == 4 and all("no weight that could take a scale" in note for note in bare.notes)
