@@ -89,7 +89,7 @@ def open_random(recipe: str, folder: Path, max_batch: int) -> tuple[CudaExecutor
     found = pipeline.plan(folder, target="h200", recipe=recipe)
     files = backend_of(machine).prepare(found.programs, machine)()
     seconds = time.perf_counter() - started
-    plan = json.loads(files["plan.json"])
+    plan = json.loads(files["model.plan.json"])
     gpu = driver()
     functions = {}
     for label, kernel in plan["kernels"].items():

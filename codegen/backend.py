@@ -22,20 +22,20 @@ Programs = Mapping[str, Program]
 
 @dataclass(frozen=True)
 class Backend:
-    """`library` is the file of kernels/<target> that the runtime opens, by an interface of version `abi`.
+    """The runtime opens a file of kernels/<target> for each path (name and `suffix`) by an interface of version `abi`.
 
     `compiler` names what compiles, or raises ResourceError where it is missing. `adapt` fits a program to the target.
     `prepare` refuses programs without kernels at once, and returns what compiles them into the files of
-    kernels/<target>. `speculates` says whether its runtime takes several paths.
+    kernels/<target>. `other_drafts` says whether its runtime takes drafts besides a recipe's own.
     """
 
-    library: str
+    suffix: str
     abi: int
     packing: Packing
     compiler: Callable[[], str]
     adapt: Callable[[Program], Program]
     prepare: Callable[[Programs, Target], Callable[[], Files]]
-    speculates: bool = True
+    other_drafts: bool = True
 
 
 def _prepare_cpu(programs: Programs, target: Target) -> Callable[[], Files]:
@@ -50,20 +50,16 @@ def _prepare_cpu(programs: Programs, target: Target) -> Callable[[], Files]:
     return compile
 
 
-def _prepare_gpu(programs: Programs, target: Target) -> Callable[[], Files]:
-    return gpu_build.prepare(programs["model"], target)
-
-
 _BACKENDS = {
-    "cpu": Backend("model.so", cpu.ABI, CPU_PACKING, compiler.version, lambda program: program, _prepare_cpu),
+    "cpu": Backend(".so", cpu.ABI, CPU_PACKING, compiler.version, lambda program: program, _prepare_cpu),
     "cuda": Backend(
-        gpu_build.PLAN,
+        gpu_build.SUFFIX,
         GPU_ABI,
         GPU_PACKING,
         lambda: f"triton {triton_version()}",
         gpu_build.adapted,
-        _prepare_gpu,
-        speculates=False,
+        gpu_build.prepare,
+        other_drafts=False,
     ),
 }
 

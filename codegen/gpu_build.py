@@ -4,59 +4,73 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from qcompile.codegen import program as p
-from qcompile.codegen.gpu_compile import Compiled, compile_all, triton_version
+from qcompile.codegen.gpu_compile import Compiled, Kernel, compile_all, triton_version
 from qcompile.codegen.gpu_plan import Plan, kv_of, make_plan
 from qcompile.errors import UnsupportedError
 from qcompile.targets import Target
 
-PLAN = "plan.json"
+SUFFIX = ".plan.json"
+"""Of the file with a path's plan."""
+
+Files = dict[str, str | bytes]
 
 
-def prepare(program: p.Program, target: Target) -> Callable[[], dict[str, str | bytes]]:
-    """Plan `program` for `target`; what is returned compiles it into the files of kernels/<target>. Needs no GPU.
+def prepare(programs: Mapping[str, p.Program], target: Target) -> Callable[[], Files]:
+    """Plan the program of each path, the target's (`model`) first, for `target`; needs no GPU.
 
-    They are machine code, PTX and Triton source of each kernel, the plan, and report.json: what each kernel takes.
-    Raises UnsupportedError naming a call without a kernel, ResourceError when Triton is not installed.
+    What is returned compiles them into the files of kernels/<target>: machine code, PTX and Triton source of each
+    kernel, once for all paths, a plan for each, and report.json: what each kernel takes. Raises UnsupportedError naming
+    a call without a kernel, ResourceError when Triton is not installed.
     """
     triton_version()
-    plan = make_plan(program, target.capability)
-    return lambda: _compiled(plan, program, target)
+    plans = {}
+    for name, program in programs.items():
+        try:
+            plans[name] = make_plan(program, target.capability)
+        except UnsupportedError as error:
+            if name == "model":
+                raise
+            raise UnsupportedError(f"{name}, {error}") from error
+    if len(plans) > 1:
+        plans["model"].add_rounds()
+    return lambda: _compiled(plans, programs, target)
 
 
-def _compiled(plan: Plan, program: p.Program, target: Target) -> dict[str, str | bytes]:
+def _compiled(plans: dict[str, Plan], programs: Mapping[str, p.Program], target: Target) -> Files:
     # Half the cores stay for the weights, which are packed meanwhile.
     processes = max(1, len(os.sched_getaffinity(0)) // 2)
-    compiled = compile_all(list(plan.kernels.values()), target.capability, processes)
+    kernels = {label: kernel for plan in plans.values() for label, kernel in plan.kernels.items()}
+    compiled = compile_all(list(kernels.values()), target.capability, processes)
     too_large = [label for label, each in compiled.items() if each.shared_bytes > target.shared_bytes]
     if too_large:
         raise UnsupportedError(f"kernel {too_large[0]} takes more shared memory than {target.name} has")
-    peaks = [target.memory_gb_s, *(1e3 * t for t in (target.int8_tops, target.f32_tflops, target.bf16_tflops))]
-    return _files(plan, program, compiled, peaks)
-
-
-def _files(plan: Plan, program: p.Program, compiled: dict[str, Compiled], peaks: list[float]) -> dict[str, str | bytes]:
-    files: dict[str, str | bytes] = {}
-    launched: dict[str, dict[str, Any]] = {}
-    report: list[dict[str, Any]] = []
+    files: Files = {}
     for label, each in sorted(compiled.items()):
-        kernel = plan.kernels[label]
-        files |= {f"{label}.cubin": each.cubin, f"{label}.ptx": each.ptx, f"{label}.py": kernel.source}
-        launched[label] = {
-            "function": kernel.name,
-            "threads": each.threads,
-            "shared_bytes": each.shared_bytes,
-            "prelaunch": kernel.prelaunch,
-        }
-        used = {"registers": each.registers, "shared_bytes": each.shared_bytes, "spill_bytes": each.spill_bytes}
-        report.append({"kernel": label, "threads": each.threads, **used, "matrix_instructions": list(each.matrix)})
-    files[PLAN] = plan.to_json(launched, program, peaks)
+        files |= {f"{label}.cubin": each.cubin, f"{label}.ptx": each.ptx, f"{label}.py": kernels[label].source}
+    peaks = [target.memory_gb_s, *(1e3 * t for t in (target.int8_tops, target.f32_tflops, target.bf16_tflops))]
+    for name, plan in plans.items():
+        launched = {label: _launched(kernels[label], compiled[label]) for label in plan.kernels}
+        files[name + SUFFIX] = plan.to_json(launched, programs[name], peaks)
+    report = [_report(*item) for item in sorted(compiled.items())]
     files["report.json"] = json.dumps(report, sort_keys=True, indent=1) + "\n"
     return files
+
+
+def _launched(kernel: Kernel, compiled: Compiled) -> dict[str, Any]:
+    """What the runtime must know of a kernel."""
+    how = {"function": kernel.name, "threads": compiled.threads, "shared_bytes": compiled.shared_bytes}
+    return how | {"prelaunch": kernel.prelaunch}
+
+
+def _report(label: str, kernel: Compiled) -> dict[str, Any]:
+    """What a kernel takes of the GPU."""
+    used = {"registers": kernel.registers, "shared_bytes": kernel.shared_bytes, "spill_bytes": kernel.spill_bytes}
+    return {"kernel": label, "threads": kernel.threads, **used, "matrix_instructions": list(kernel.matrix)}
 
 
 def adapted(program: p.Program) -> p.Program:

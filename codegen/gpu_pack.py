@@ -74,6 +74,16 @@ def packing_of(format: str, activation: str) -> str:
     return name
 
 
+def kernel_of(packing: str, activation: str) -> str:
+    """The format of the GEMM kernels (triton.KernelSpec) that read a packing with such activations."""
+    return "w4_asym_g128_a8" if packing == "w4_asym_g128" and activation != "bf16" else packing
+
+
+def _readable(format: str, activation: str) -> str | None:
+    """The packing for bf16 activations serves int8 ones too."""
+    return "w4_asym_g128" if packing_of(format, activation) == "w4_asym_g128_int8" else None
+
+
 def check_shape(n: int, k: int, format: str) -> None:
     """UnsupportedError unless the GPU kernels have a packing for a weight [n, k] in `format`."""
     if format not in _PACKINGS:
@@ -205,4 +215,4 @@ def _gpu_sizes(n: int, k: int, format: str, activation: str) -> dict[str, int]:
     return packed_gpu_bytes(n, k, packing_of(format, activation))
 
 
-GPU_PACKING = Packing(packing_of, _gpu_sizes, gpu_blobs)
+GPU_PACKING = Packing(packing_of, _gpu_sizes, gpu_blobs, _readable)

@@ -8,6 +8,8 @@ The plan is data: the runtime reads it as JSON and needs neither this module nor
     ["work", name]                  address of scratch memory
     ["kv", layer]                   address of a layer's pages
     ["count", name]                 a number: tokens, outputs, sequences, queries, splits, table_stride, ...
+    ["draft", name]                 address of an input or result of the path that drafts
+    ["state", name]                 address of what rounds of speculation go by
 
 A size of a grid is a number, the name of a count, or [count, divisor]: the quotient rounded up. Queries is the
 most rows of one sequence, splits how many parts attention takes of the longest context. `merged` is splits where
@@ -34,13 +36,15 @@ from qcompile.codegen.gpu_attention import (
     MergeSpec,
 )
 from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
-from qcompile.codegen.gpu_pack import packing_of, padded_outputs
+from qcompile.codegen.gpu_pack import kernel_of, packing_of, padded_outputs
 from qcompile.codegen.gpu_rows import RowSpec
 from qcompile.errors import UnsupportedError
 
+MOST_ROWS = 512
+"""Most rows of a step that verifies drafts."""
 PICK_PART = 4096
 """Logits one program searches for the largest."""
-GPU_ABI = 2
+GPU_ABI = 3
 
 Ref = list[Any]
 Size = int | str | list[Any]
@@ -74,6 +78,7 @@ class Plan:
     split: int
     launches: list[Launch] = field(default_factory=list)
     feedback: list[Launch] = field(default_factory=list)
+    rounds: list[Launch] = field(default_factory=list)
     kernels: dict[str, Kernel] = field(default_factory=dict)
     work: dict[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
 
@@ -86,6 +91,23 @@ class Plan:
         """Ask for scratch memory of at least `size` bytes times the counts; its reference."""
         self.work[name] = (max(size, self.work.get(name, (0,))[0]), counts)
         return ["work", name]
+
+    def add_rounds(self) -> None:
+        """For a target with a path that drafts: what precedes and follows its launches in a round of speculation."""
+        inputs = {"token_ids": "token_ids", "positions": "positions", "argmax": "argmax"}
+        places: dict[str, Ref] = {name: ["input", name] for name in inputs}
+        places |= {name: ["state", name] for name in ("last", "place", "left", "most", "counter", "tokens", "gained")}
+        places |= {f"draft_{name}": ["draft", name] for name in ("token_ids", "positions", "counter")}
+        places |= {"decoded": ["draft", "decoded"], "S": ["count", "sequences"], "Q": ["count", "queries"]}
+        rows = ("last", "place", "decoded", "token_ids", "positions")
+        accept = ("argmax", "decoded", "last", "place", "left", "most", "counter", "tokens", "gained")
+        accept = (*accept, "draft_token_ids", "draft_positions", "draft_counter")
+        for name, pointers in (("round_rows", rows), ("round_accept", accept)):
+            arguments = (*(Argument(n, "*i32") for n in pointers), Argument("S", "i32"), Argument("Q", "i32"))
+            values = {"name": name, "arguments": arguments, "accept": pointers is accept, "most": MOST_ROWS}
+            kernel = Kernel(name, render_template("round.py.jinja", **values), arguments, 4, 1)
+            variant = Variant(self.add(kernel), (1, 1, 1), {a.name: places[a.name] for a in arguments})
+            self.rounds.append(Launch(name, "sequences", (variant,)))
 
     def to_json(self, resources: dict[str, dict[str, Any]], program: p.Program, peaks: list[float]) -> str:
         """What the runtime reads; `resources` says of each kernel's label how it is launched.
@@ -106,6 +128,8 @@ class Plan:
             "kernels": resources,
             "launches": [_launch_json(launch, self.kernels) for launch in self.launches],
             "feedback": [_launch_json(launch, self.kernels) for launch in self.feedback],
+            "rounds": [_launch_json(launch, self.kernels) for launch in self.rounds],
+            "weights": len(program.weights),
         }
         return json.dumps(data, sort_keys=True, indent=1) + "\n"
 
@@ -249,7 +273,8 @@ class _Maker:
 
     def _gemm(self, c: p.Gemm) -> Iterator[Launch]:
         x = self.program.buffer(c.x)
-        packing = packing_of(c.format, x.activation if x.dtype == "q8" else x.dtype)
+        activation = x.activation if x.dtype == "q8" else x.dtype
+        packing = kernel_of(c.packing or packing_of(c.format, activation), activation)
         n = padded_outputs(c.n)
         if x.stride != c.k:
             raise UnsupportedError(f"{c.k} inputs are not whole blocks")
@@ -329,7 +354,7 @@ class _Maker:
         args = {"q": self.ref(c.q, column=c.q_offset), "out": self.ref(c.out), **self._step_args(c.layer)}
         args |= {"splits": ["count", "splits"], "query_start": ["input", "query_start"]}
         for name, size in (("parts", c.heads * kv.dim * 4), ("stats", c.heads * 8)):
-            args[name] = self.plan.need(name, size, "tokens", "splits")
+            args[name] = self.plan.need(name, size, "tokens", "merged")
         if self.program.buffer(c.out).stride != c.heads * kv.dim:
             raise UnsupportedError(f"{c.heads} heads of {kv.dim} are not whole blocks")
         label, variants = self.plan.add(base.kernel(self.capability)), []

@@ -35,12 +35,14 @@ class Packing:
     """How a target packs weights, from shape or parts, number format and the activations they meet.
 
     `name` is the same where a weight is packed alike. `sizes` gives the bytes (multiples of 64) of each blob by role,
-    `blobs` the flat uint8 blobs themselves.
+    `blobs` the flat uint8 blobs themselves. `readable` names another packing that kernels for these activations read
+    too, so that a weight some path has packed so is not stored once more.
     """
 
     name: Callable[[str, str], str]
     sizes: Callable[[int, int, str, str], dict[str, int]]
     blobs: Callable[[numerics.Parts, str, str], dict[str, Tensor]]
+    readable: Callable[[str, str], str | None] = lambda format, activation: None
 
 
 CPU_PACKING = Packing(
@@ -160,6 +162,13 @@ class Lowering:
         size = -(-meta.numel() * numerics.ACTIVATIONS[dtype].dtype.itemsize // 64) * 64
         return self._register(node, "table", (("", size),), blobs)[0], dtype
 
+    def packing(self, node: fx.Node, format: str, activation: str) -> str:
+        """How the weight `node` is packed for such activations: as it is already, where kernels can read that."""
+        packing = self.table_of_weights.packing
+        other = packing.readable(format, activation)
+        known = other is not None and (self._digest(node), other) in self.table_of_weights._known
+        return other if known and other else packing.name(format, activation)
+
     def packed(self, node: fx.Node, format: str, activation: str) -> dict[str, str]:
         """Role -> name of the packed parts of quantize_weight(w, format), or of the upper nibbles of a nested one.
 
@@ -178,7 +187,7 @@ class Lowering:
             yield from self.table_of_weights.packing.blobs(parts, format, activation).values()
 
         parts = tuple((f".{role}", size) for role, size in sizes.items())
-        packed_as = self.table_of_weights.packing.name(format, activation)
+        packed_as = self.packing(node, format, activation)
         names = self._register(node, format, parts, blobs, named_for=w, packed_as=packed_as)
         return dict(zip(sizes, names, strict=True))
 
@@ -305,10 +314,14 @@ def _gemm(low: Lowering, node: fx.Node) -> p.Call:
     logits = "storage" not in node.meta
     if logits and epilogue != "store":
         raise PassError("codegen", node.name, f"logits cannot come from a gemm that ends in {epilogue}")
+    packing = ""
     if format == "mix_4_8":
         packed, blocks = low.mixed(weight, epilogue in ops.GATED)
     else:
+        packing = low.packing(weight, str(format), _activation(x))
         packed, blocks = low.packed(weight, str(format), _activation(x)), 0
+        if packing == low.table_of_weights.packing.name(str(format), _activation(x)):
+            packing = ""
     return p.Gemm(
         node.name,
         low.buffer(x),
@@ -321,6 +334,7 @@ def _gemm(low: Lowering, node: fx.Node) -> p.Call:
         low.vector(bias),
         None if residual is None else low.buffer(residual),
         blocks,
+        packing,
     )
 
 

@@ -179,6 +179,8 @@ class Gemm:
     residual: str | None = None
     blocks: int = 0
     """16-row blocks of a weight that says itself which columns its rows go to (role columns); 0: rows in order."""
+    packing: str = ""
+    """How its weight is packed, where not as the target packs the format for such activations."""
 
 
 @dataclass(frozen=True)

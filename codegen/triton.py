@@ -59,6 +59,7 @@ _LAYOUTS = {
     "w8_sym_channel": _Layout("i8", 128, 1, 128),
     "w4_asym_g128": _Layout("i16", 256, 4, 64, 2, True, True),
     "w4_asym_g128_int8": _Layout("i8", 128, 2, 64, 1, False, True),
+    "w4_asym_g128_a8": _Layout("i16", 256, 4, 64, 2, False, True),
     "nested_8_4": _Layout("i8", 128, 2, 64, 1, False, True, True),
     "bf16": _Layout("bf16", 64, 1, 64, 0, True, True),
 }
@@ -69,9 +70,9 @@ _ITEM_BYTES = {"i8": 1, "i16": 2, "bf16": 2}
 class KernelSpec:
     """out[M, N] = x[M, K] . w[N, K]^T (+ bias) (+ residual) for a weight packed as `format` (gpu_pack).
 
-    x is int8 per token, or bf16 for bf16 and w4_asym_g128. out and residual are bf16, or f32 with `out`. The first
-    `width` columns are stored (0: all N). `inline_asm` False renders the same arithmetic for Triton's
-    interpreter, which has none.
+    x is int8 per token, or bf16 for bf16 and w4_asym_g128; w4_asym_g128_a8 reads the latter's packing with int8. out
+    and residual are bf16, or f32 with `out`. The first `width` columns are stored (0: all N). `inline_asm` False
+    renders the same arithmetic for Triton's interpreter, which has none.
     """
 
     format: str
@@ -85,7 +86,7 @@ class KernelSpec:
     width: int = 0
 
     def __post_init__(self) -> None:
-        check_shape(self.n, self.k, self.format)
+        check_shape(self.n, self.k, self.packing)
         step = self.tile.slices * self.tile.splits * self.tile.unroll
         if self.blocks % step or self.n % self.tile.rows or self.tile.rows % 32:
             raise UnsupportedError(f"weight [{self.n}, {self.k}] in {self.format} does not divide into {self.tile}")
@@ -94,6 +95,11 @@ class KernelSpec:
             raise UnsupportedError(f"a program of {self.tile} has {part} bytes of each 32 rows to fetch")
         if _LAYOUTS[self.format].words * self.tile.unroll % 1:
             raise UnsupportedError(f"{self.format} takes two groups a step: {self.tile}")
+
+    @property
+    def packing(self) -> str:
+        """How the weight is packed."""
+        return self.format.removesuffix("_a8")
 
     @property
     def name(self) -> str:

@@ -10,7 +10,7 @@ import platform
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -262,15 +262,15 @@ def _import(
 def _plan(request: _Request, clock: Clock, source: Mapping[str, Any]) -> Plan:
     model = request.model
     backend = backend_of(targets.get_target(request.target))
-    if not backend.speculates and (request.drafts or recipes.get_recipe(request.recipe).drafts):
-        raise UnsupportedError(f"target {request.target} runs no drafts yet: take a recipe without, and no --draft")
+    if not backend.other_drafts and request.drafts:
+        raise UnsupportedError(f"target {request.target} runs no drafts but a recipe's own yet: leave out --draft")
     graphs, records = _import(model, request.passes, clock, source, request)
     table = WeightTable(backend.packing)
     with clock("lower"):
         final = graphs[-1]
         program = backend.adapt(lower(final, table))
         bits = bits_per_weight(final)
-    drafts = _draft_paths(graphs, request, table, clock)
+    drafts = [replace(d, program=backend.adapt(d.program)) for d in _draft_paths(graphs, request, table, clock)]
     weights = table.weights
     with clock("describe"):
         files: dict[str, str | bytes] = {
@@ -418,8 +418,8 @@ def _manifest(
         "target": machine.facts,
         "runtime": {
             "abi": backend.abi,
-            "library": f"{folder}/{backend.library}",
-            "levels": _levels(found, entries, folder),
+            "library": f"{folder}/model{backend.suffix}",
+            "levels": _levels(found, entries, folder, backend.suffix),
             "weights": entries,
             "max_tokens": MAX_STEP_TOKENS,
             "vocab_size": info.vocab_size,
@@ -446,14 +446,14 @@ def _cache(program: Program) -> dict[str, Any]:
     }
 
 
-def _levels(found: Plan, entries: list[dict[str, Any]], folder: str) -> list[dict[str, Any]]:
+def _levels(found: Plan, entries: list[dict[str, Any]], folder: str, suffix: str) -> list[dict[str, Any]]:
     """What drafts for the target, level by level. `weights` are places in the list of all weights, which begins with
     the target's own; `kv` is null where a path works in the target's cache."""
     place = {entry["name"]: index for index, entry in enumerate(entries)}
     levels: list[dict[str, Any]] = [
         {
             "path": draft.name,
-            "library": f"{folder}/{draft.name}.so",
+            "library": f"{folder}/{draft.name}{suffix}",
             "gamma": draft.gamma,
             "threshold": draft.threshold,
             "weights": [place[name] for name in draft.program.weights],

@@ -1,6 +1,6 @@
 """Runs an artifact's GPU plan: the same interface as `executor.Executor`, over the CUDA driver.
 
-The plan (kernels/<target>/plan.json) lists the launches of a step; see codegen/gpu_plan.py for its words. Steps of
+The plan (kernels/<target>/*.plan.json) lists the launches of a step; see codegen/gpu_plan.py for its words. Steps of
 few rows a sequence become CUDA graphs by their counts; the longest context counts by powers of two of pages.
 """
 
@@ -17,8 +17,9 @@ import numpy as np
 from qcompile.errors import ArtifactError, ResourceError, UsageError
 from qcompile.runtime.cuda_driver import Driver, LaunchCall
 from qcompile.runtime.executor import FloatArray, Limits, Rows
+from qcompile.runtime.outputs import MOST_DRAFTS
 
-GPU_ABI = 2
+GPU_ABI = 3
 _GRAPHS = 64
 _FEWEST_PAGES = 8
 _DECODED = 1 << 16
@@ -30,8 +31,8 @@ Counts = dict[str, int]
 class CudaExecutor:
     """One opened model on a GPU. `step` and `decode` block until the GPU is done; not safe for two threads.
 
-    `plan` is the parsed plan, `functions` its kernels by label, `weights` addresses on the GPU by name.
-    Raises ResourceError when memory is short.
+    `plan` is the parsed plan, `functions` its kernels by label, `weights` addresses on the GPU by name. A path that
+    drafts works in the pages of the one it drafts for, `leader`. Raises ResourceError when memory is short.
     """
 
     threads = 1
@@ -44,6 +45,7 @@ class CudaExecutor:
         weights: Mapping[str, int],
         kv_pages: int,
         limits: Limits,
+        leader: CudaExecutor | None = None,
     ) -> None:
         if plan.get("abi") != GPU_ABI:
             raise ArtifactError(f"GPU plan {plan.get('abi')}, this qcompile has {GPU_ABI}: build the artifact again")
@@ -55,9 +57,11 @@ class CudaExecutor:
         self._graphs: OrderedDict[tuple[Any, ...], ctypes.c_void_p] = OrderedDict()
         self._seen: dict[tuple[Any, ...], int] = {}
         self._profile: dict[str, tuple[float, int]] | None = None
-        self.description = {"calls": [launch["name"] for launch in plan["launches"]]}
+        self.description = {"calls": [launch["name"] for launch in plan["launches"]], "weights": plan["weights"]}
+        self.moved = 0
+        """How often memory that graphs point to was given back."""
         self._closed = False
-        self._allocate()
+        self._allocate(leader)
 
     # ---- memory -------------------------------------------------------------------------------
 
@@ -66,13 +70,14 @@ class CudaExecutor:
         self._owned.append(address)
         return address
 
-    def _allocate(self) -> None:
+    def _allocate(self, leader: CudaExecutor | None) -> None:
         rows, plan, limits = self._rows, self.plan, self.limits
         self.driver.use()
         self._arena = {name: self._own(rows * size, "activations") for name, size in plan["arena_bytes"].items()}
-        self._layer_bytes = self.kv_pages * plan["layer_page_bytes"]
-        self._kv = self._own(plan["layers"] * self._layer_bytes, "the KV cache")
-        self._most_pages = _power(-(-limits.max_position // limits.page_tokens))
+        # One page more than there are, for what is computed beyond a sequence's end and forgotten.
+        self._layer_bytes = (self.kv_pages + 1) * plan["layer_page_bytes"]
+        self._kv = leader._kv if leader else self._own(plan["layers"] * self._layer_bytes, "the KV cache")
+        self._most_pages = _power(limits.pages_for(limits.max_position + MOST_DRAFTS))
         names = ("counter", "token_ids", "positions", "row_sequence", "output_rows", "query_start")
         self._places = {name: i * (rows + 4) for i, name in enumerate(names)}
         header = len(names) * (rows + 4)
@@ -82,7 +87,8 @@ class CudaExecutor:
         self._host_address = self.driver.pinned(4 * items)
         self._host: Any = (ctypes.c_int32 * items).from_address(self._host_address)
         self._results = {name: self._own(4 * n, "results") for name, n in (("argmax", rows), ("decoded", _DECODED))}
-        self._results["logits"] = self._own(4 * rows * limits.vocab, "logits")
+        shared = leader._results["logits"] if leader and leader.limits.vocab == limits.vocab else 0
+        self._results["logits"] = shared or self._own(4 * rows * limits.vocab, "logits")
         self._argmax: Any = (ctypes.c_int32 * rows)()
         self._decoded: Any = (ctypes.c_int32 * _DECODED)()
         self._logits: FloatArray = np.empty((rows, limits.vocab), np.float32)
@@ -103,18 +109,24 @@ class CudaExecutor:
         return have[0]
 
     def _forget(self) -> None:
+        self.moved += 1
         for graph in self._graphs.values():
             self.driver.drop(graph)
         self._graphs.clear()
 
     # ---- a step -------------------------------------------------------------------------------
 
-    def _fill(self, sequences: Sequence[Rows]) -> Counts:
-        """Write the rows into the inputs and send them; the step's counts."""
+    def fill(self, sequences: Sequence[Rows], ahead: int = 0) -> Counts:
+        """Write the rows into the inputs and send them; the step's counts.
+
+        They may move so many positions `ahead` before they are filled in anew; past a sequence's pages its keys and
+        values are lost.
+        """
         if self._closed:
             raise UsageError("the model is closed: load it again")
         self.driver.use()
-        pages = max(len(rows.pages) for rows in sequences)
+        need = [self.limits.pages_for(rows.start + len(rows.tokens) + ahead) if ahead else 0 for rows in sequences]
+        pages = max(*need, *(len(rows.pages) for rows in sequences))
         stride = min(max(_power(pages), _FEWEST_PAGES), self._most_pages)
         host, place = self._host, self._places
         at = outputs = 0
@@ -128,6 +140,8 @@ class CudaExecutor:
             host[place["row_sequence"] + at : place["row_sequence"] + end] = [index] * count
             first = place["block_table"] + index * stride
             host[first : first + len(rows.pages)] = rows.pages
+            if need[index] > len(rows.pages):
+                host[first + len(rows.pages) : first + need[index]] = [self.kv_pages] * (need[index] - len(rows.pages))
             if rows.outputs:
                 first = place["output_rows"] + outputs
                 host[first : first + rows.outputs] = range(end - rows.outputs, end)
@@ -150,8 +164,15 @@ class CudaExecutor:
             "table_stride": stride,
         }
 
-    def _prepare(self, launches: list[dict[str, Any]], counts: Counts) -> list[tuple[str, LaunchCall]]:
-        """The launches of a step with these counts, by name, made ready."""
+    def prepare(
+        self, launches: list[dict[str, Any]], counts: Counts, others: Mapping[tuple[str, str], int] | None = None
+    ) -> list[tuple[str, LaunchCall]]:
+        """The launches of a step with these counts, by name, made ready.
+
+        `others` are addresses that are not this executor's, by the words of the plan.
+        """
+        for name in self.plan["work"]:
+            self._scratch(name, counts)
         ready = []
         for launch in launches:
             count = counts[launch["by"]]
@@ -160,7 +181,12 @@ class CudaExecutor:
                 continue
             kernel = self.plan["kernels"][variant["kernel"]]
             grid = [_size(size, counts) for size in variant["grid"]]
-            arguments = [self._argument(ref, counts) for ref in variant["args"]]
+            arguments = [
+                ctypes.c_uint64(others[ref[0], ref[1]])
+                if others and (ref[0], ref[1]) in others
+                else self._argument(ref, counts)
+                for ref in variant["args"]
+            ]
             how = (kernel["threads"], kernel["shared_bytes"], kernel["prelaunch"])
             function = self._functions[variant["kernel"]]
             ready.append((launch["name"], LaunchCall(self.driver, function, grid, *how, arguments)))
@@ -178,17 +204,17 @@ class CudaExecutor:
             address = self._kv + what * self._layer_bytes
         elif space == "work":
             address = self._scratch(what, counts)
-        elif what in self._places:
-            address = self._inputs + 4 * self._places[what]
         else:
-            address = self._results[what]
+            address = self.place(what)
         return ctypes.c_uint64(address)
+
+    def place(self, name: str) -> int:
+        """Address of a step's input or result."""
+        return self._inputs + 4 * self._places[name] if name in self._places else self._results[name]
 
     def _run(self, counts: Counts, feed_back: bool, times: int = 1) -> None:
         """Put `times` steps on the stream: a graph where it will be used again, else launch by launch."""
         key = (*counts.values(), feed_back)
-        for name in self.plan["work"]:
-            self._scratch(name, counts)
         graph = self._graphs.get(key)
         again = times > 1 or self._seen.get(key, 0)
         if graph is None and again and counts["queries"] <= self.plan["most_queries"] and self._profile is None:
@@ -199,7 +225,7 @@ class CudaExecutor:
                 self.driver.replay(graph)
             return
         self._seen[key] = 1
-        ready = self._prepare(self._launches(feed_back), counts)
+        ready = self.prepare(self._launches(feed_back), counts)
         for _ in range(times):
             if self._profile is None:
                 for _, call in ready:
@@ -211,7 +237,7 @@ class CudaExecutor:
         return self.plan["launches"] + (self.plan["feedback"] if feed_back else [])
 
     def _capture(self, key: tuple[Any, ...], counts: Counts, feed_back: bool) -> ctypes.c_void_p:
-        ready = self._prepare(self._launches(feed_back), counts)
+        ready = self.prepare(self._launches(feed_back), counts)
         with self.driver.captured() as result:
             for _, call in ready:
                 call.run()
@@ -227,7 +253,7 @@ class CudaExecutor:
         Returns the argmax of every output row, and its logits [outputs, vocab] if asked: a view that the
         next call overwrites.
         """
-        counts = self._fill(sequences)
+        counts = self.fill(sequences)
         outputs = counts["outputs"]
         self._run(counts, feed_back=False)
         if outputs:
@@ -243,7 +269,7 @@ class CudaExecutor:
 
         The pages must have room for all of them. Returns [steps, sequences] flattened.
         """
-        counts = self._fill(sequences)
+        counts = self.fill(sequences, steps)
         each = max(1, min(steps, _DECODED // counts["tokens"]))
         found: list[int] = []
         while len(found) < steps * counts["tokens"]:

@@ -12,14 +12,15 @@ from qcompile.artifact import Manifest, file_problem
 from qcompile.errors import ArtifactError, UsageError
 from qcompile.runtime.cuda import CudaExecutor, kv_pages
 from qcompile.runtime.cuda_driver import Driver, driver
+from qcompile.runtime.cuda_speculate import CudaSpeculator
 from qcompile.runtime.executor import Limits
 from qcompile.runtime.loader import Arena
 
 
 def open_cuda(
-    root: Path, manifest: Manifest, max_batch: int, kv_cache_bytes: int | None, memory_share: float
-) -> CudaExecutor:
-    """Verify every file of the artifact, put its weights on the GPU, and open its plan.
+    root: Path, manifest: Manifest, max_batch: int, kv_cache_bytes: int | None, memory_share: float, drafts: bool
+) -> tuple[CudaExecutor, CudaSpeculator | None]:
+    """Verify every file of the artifact, put its weights on the GPU, and open its plan, and its draft's if wanted.
 
     `memory_share` is the part of the GPU's memory that may be used. Raises ArtifactError (damaged, or kernels that
     run on no such GPU), ResourceError (no driver, GPU, or memory).
@@ -29,18 +30,25 @@ def open_cuda(
     gpu = driver()
     runtime, model = manifest["runtime"], manifest["model"]
     kv = runtime["kv"]
-    limits = Limits(runtime["max_tokens"], runtime["vocab_size"], kv["page_tokens"], model["max_position"])
+    sizes = runtime["max_tokens"], runtime["vocab_size"], kv["page_tokens"], model["max_position"]
+    limits = Limits(*sizes, kv.get("ring_tokens", 0))
     small = _read_small(root, manifest)
-    plan = json.loads(small[runtime["library"]])
-    functions = _functions(gpu, plan, PurePosixPath(runtime["library"]).parent, small)
+    levels = runtime.get("levels", []) if drafts else []
+    plans = [json.loads(small[path["library"]]) for path in (runtime, *levels)]
+    functions = _functions(gpu, plans, PurePosixPath(runtime["library"]).parent, small)
     weights = _upload(gpu, root, manifest)
-    most = max_batch * -(-limits.max_position // limits.page_tokens)
+    most = max_batch * limits.pages_for(limits.max_position)
     if kv_cache_bytes is not None:
         most, memory_share = kv_cache_bytes // kv["page_bytes"], 1.0
     free, total = gpu.memory()
-    rest = free - int(total * (1 - memory_share)) - _activations(plan, limits)
+    rest = free - int(total * (1 - memory_share)) - sum(_activations(plan, limits) for plan in plans)
     pages = kv_pages(max(rest, 0), kv["page_bytes"], most, 1.0)
-    return CudaExecutor(gpu, plan, functions, weights, pages, limits)
+    target = CudaExecutor(gpu, plans[0], functions, weights, pages, limits)
+    if not levels:
+        return target, None
+    own = limits._replace(max_position=levels[0]["max_position"])
+    draft = CudaExecutor(gpu, plans[1], functions, weights, pages, own, target)
+    return target, CudaSpeculator(target, draft, levels[0]["gamma"], levels[0]["threshold"])
 
 
 def _activations(plan: dict[str, Any], limits: Limits) -> int:
@@ -66,8 +74,10 @@ def _refuse(root: Path, problem: str | None) -> None:
         raise ArtifactError(f"{root} is damaged: {problem}; build it again")
 
 
-def _functions(gpu: Driver, plan: dict[str, Any], folder: PurePosixPath, files: dict[str, bytes]) -> dict[str, int]:
-    """The plan's kernels on this GPU, by label."""
+def _functions(
+    gpu: Driver, plans: list[dict[str, Any]], folder: PurePosixPath, files: dict[str, bytes]
+) -> dict[str, int]:
+    """The plans' kernels on this GPU, by label."""
     said: list[str] = []
 
     def notice(text: str) -> None:
@@ -79,7 +89,7 @@ def _functions(gpu: Driver, plan: dict[str, Any], folder: PurePosixPath, files: 
         return lambda: files[str(folder / f"{label}.ptx")]
 
     found = {}
-    for label, kernel in plan["kernels"].items():
+    for label, kernel in {label: kernel for plan in plans for label, kernel in plan["kernels"].items()}.items():
         module = gpu.module(files[str(folder / f"{label}.cubin")], ptx(label), notice)
         found[label] = gpu.function(module, kernel["function"], kernel["shared_bytes"])
     return found

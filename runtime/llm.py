@@ -70,8 +70,10 @@ def load(
     if manifest["target"].get("kind") == "cuda":
         from qcompile.runtime.cuda_load import open_cuda
 
-        cuda = open_cuda(Path(path), manifest, max_batch, kv_cache_bytes, gpu_memory_utilization)
-        return LLM(cuda, manifest, load_tokenizer(Path(path)), max_batch)
+        memory = kv_cache_bytes, gpu_memory_utilization
+        cuda, drafter = open_cuda(Path(path), manifest, max_batch, *memory, drafts=gamma != 0)
+        opened = LLM(cuda, manifest, load_tokenizer(Path(path)), max_batch, drafter)
+        return _speculating(opened, gamma, acceptance) if drafter else opened
     cores = len(os.sched_getaffinity(0))
     threads = cores if threads is None else threads
     if not 1 <= threads <= 1024:
@@ -95,19 +97,24 @@ def load(
     elif levels:
         speculator = _open_levels(artifact, levels, executor, arena)
     llm = LLM(executor, artifact.manifest, tokenizer, max_batch, speculator, keep=artifact)
-    if speculator:
-        llm.engine.gamma, llm.engine.policy = gamma, _policy(artifact.manifest, executor)
-        llm.engine.rejects = acceptance == "rejection"
+    return _speculating(llm, gamma, acceptance) if speculator else llm
+
+
+def _speculating(llm: LLM, gamma: int, acceptance: str) -> LLM:
+    """Have the engine draft."""
+    executor: Any = llm.executor
+    llm.engine.gamma, llm.engine.policy = gamma, _policy(llm.manifest, executor.description["weights"])
+    llm.engine.rejects = acceptance == "rejection"
     return llm
 
 
-def _policy(manifest: dict[str, Any], target: Executor) -> GammaPolicy:
-    """As `qcompile tune` measured; before that, as bytes predict."""
+def _policy(manifest: dict[str, Any], count: int) -> GammaPolicy:
+    """For a target that reads the first `count` weights: as `qcompile tune` measured; before that, as bytes predict."""
     if "tuned" in manifest:
         return GammaPolicy.load(manifest["tuned"])
     sizes = [entry["bytes"] for entry in manifest["runtime"]["weights"]]
     drafts = manifest["runtime"]["levels"][0].get("weights", [])
-    return predicted(sum(sizes[: target.description["weights"]]), sum(sizes[index] for index in drafts))
+    return predicted(sum(sizes[:count]), sum(sizes[index] for index in drafts))
 
 
 def _open_levels(

@@ -75,9 +75,9 @@ def interpret_recipes(*names: str) -> None:
         assert error < 1e-3, (name, error)
 
 
-def interpreted(call: str) -> None:
-    """Run `call` of this module where Triton interprets, which is chosen when Triton is imported."""
-    command = [sys.executable, "-c", f"import {__name__} as m; m.{call}"]
+def interpreted(call: str, module: str = __name__) -> None:
+    """Run `call` of a module of tests where Triton interprets, which is chosen when Triton is imported."""
+    command = [sys.executable, "-c", f"import {module} as m; m.{call}"]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -220,7 +220,7 @@ def test_an_artifact_for_a_gpu_is_built_without_one(tmp_path: Path) -> None:
     assert {"registers", "shared_bytes", "spill_bytes", "matrix_instructions"} <= set(kernels[0])
     for each in kernels:
         assert all((folder / f"{each['kernel']}.{kind}").is_file() for kind in ("cubin", "ptx", "py"))
-    plan = json.loads((folder / "plan.json").read_text())
+    plan = json.loads((folder / "model.plan.json").read_text())
     used = {v["kernel"] for launch in plan["launches"] + plan["feedback"] for v in launch["variants"]}
     assert used == {each["kernel"] for each in kernels} == set(plan["kernels"])
 
@@ -242,9 +242,3 @@ def test_attention_with_sinks_is_refused() -> None:
     calls = tuple(replace(c, sinks="sinks") if isinstance(c, Attention) else c for c in program.calls)
     with pytest.raises(UnsupportedError, match="no sinks"):
         make_plan(replace(program, calls=calls), 90)
-
-
-@pytest.mark.parametrize("drafts", [{"recipe": "nested"}, {"recipe": "bf16", "drafts": [pipeline.LOOKUP]}])
-def test_drafts_are_refused_for_a_gpu(drafts: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedError, match="h200 runs no drafts yet"):
-        pipeline.plan(decoder(**{**SHAPE, "layers": 1}), target="h200", **drafts)

@@ -91,6 +91,8 @@ def test_packed_bits(format: str) -> None:
 def test_a_weight_is_packed_anew_for_other_activations() -> None:
     assert GPU_PACKING.name("w4_asym_g128", "bf16") != GPU_PACKING.name("w4_asym_g128", "int8")
     assert GPU_PACKING.name("qoq_g128", "int4") == GPU_PACKING.name("qoq_g128", "int8")
+    assert GPU_PACKING.readable("w4_asym_g128", "int8") == GPU_PACKING.name("w4_asym_g128", "bf16")
+    assert GPU_PACKING.readable("w4_asym_g128", "bf16") is None
     assert CPU_PACKING.name("w4_asym_g128", "bf16") == CPU_PACKING.name("w4_asym_g128", "int8")
 
 
@@ -109,10 +111,11 @@ def interpret() -> None:
 
     torch.manual_seed(0)
     n, k = 32, 1024
-    for format in FORMATS:
-        parts = quantize_weight(weight(n, k), number_format(format))
-        packed = pack_gpu(parts, format)
-        dense = dequantize_weight(unpack_gpu(packed, format), number_format(format), k)
+    for format in (*FORMATS, "w4_asym_g128_a8"):
+        packing = format.removesuffix("_a8")
+        parts = quantize_weight(weight(n, k), number_format(packing))
+        packed = pack_gpu(parts, packing)
+        dense = dequantize_weight(unpack_gpu(packed, packing), number_format(packing), k)
         for cut in INTERPRETED:
             tile = replace(cut, unroll=2 if format == "qoq_g128" else 1)
             out = "f32" if cut.tokens == 32 else "bf16"
@@ -140,7 +143,7 @@ def test_numerics_in_the_interpreter() -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [*FORMATS, "w4_asym_g128_a8"])
 def test_compiles_ahead_of_time(format: str, capability: int) -> None:
     needs_triton()
     ahead = 4096 if capability >= 90 else 0

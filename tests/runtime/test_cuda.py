@@ -88,8 +88,9 @@ PLAN: dict[str, Any] = {
     "arena_bytes": {"tokens": 100, "outputs": 10},
     "layer_page_bytes": 512,
     "layers": 2,
+    "weights": 1,
     "peaks": [1, 2, 3, 4],
-    "work": {"parts": [8, ["tokens", "splits"]]},
+    "work": {"parts": [8, ["tokens", "merged"]]},
     "kernels": {k: {"threads": 32, "shared_bytes": 0, "prelaunch": False} for k in ("few", "many", "split", "next")},
     "launches": [
         {
@@ -118,7 +119,7 @@ def test_counts_choose_kernels_grids_and_arguments(opened: CudaExecutor) -> None
     log = opened.driver.log  # type: ignore[attr-defined]
     opened.step([Rows([1, 2, 3], 5, [2], 1), Rows([4], 0, [3], 0)], logits=False)
     head = opened._arena["tokens"] + 64 * 4
-    layer_1 = opened._kv + 4 * 512
+    layer_1 = opened._kv + 5 * 512  # of five pages, one to lose things in
     assert log == [("few", (1, 3, 1), (4,)), ("split", (2, 1, 2), (layer_1,)), ("few", (1, 1, 1), (head,))]
     log.clear()
     opened.step([Rows(list(range(17)), 0, [1], 0)], logits=False)

@@ -1,0 +1,150 @@
+"""The CUDA runtime over this machine's memory, each launch by Triton's interpreter (set TRITON_INTERPRET first)."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from qcompile import pipeline
+from qcompile.codegen import gpu_compile
+from qcompile.codegen.gpu_compile import Kernel
+from qcompile.codegen.gpu_plan import Plan, make_plan
+from qcompile.runtime import cuda
+from qcompile.runtime.blocks import BlockPool
+from qcompile.runtime.cuda import CudaExecutor
+from qcompile.runtime.cuda_speculate import CudaSpeculator
+from qcompile.runtime.engine import Engine
+from qcompile.runtime.executor import Limits
+from qcompile.runtime.scheduler import Request
+
+_TYPES = {"*fp32": torch.float32, "*bf16": torch.bfloat16, "*i32": torch.int32, "*i16": torch.int16, "*i8": torch.int8}
+_ZEROED = ("scratch", "inputs", "rounds")
+"""Memory that is zero when it is made; the rest is poisoned, so that what is read before it is written shows."""
+
+
+class HostDriver:
+    """What runtime.cuda asks of a driver; a graph is the list of launches put on the stream meanwhile."""
+
+    stream = 0
+
+    def __init__(self) -> None:
+        self.memory: dict[int, torch.Tensor] = {}
+        self.recording: list[HostLaunch] | None = None
+        self.replays = 0
+
+    def use(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def allocate(self, size: int, what: str) -> int:
+        return self.keep(torch.full((size + 64,), 0 if what.startswith(_ZEROED) else 255, dtype=torch.uint8))
+
+    def keep(self, tensor: torch.Tensor) -> int:
+        """The address of a tensor's memory, which lives from now on."""
+        self.memory[tensor.data_ptr()] = tensor
+        return tensor.data_ptr()
+
+    def free(self, address: int) -> None:
+        del self.memory[address]
+
+    def pinned(self, size: int) -> int:
+        return self.allocate(size, "pinned")
+
+    free_pinned = free
+
+    def upload(self, to: int, source: int, size: int) -> None:
+        ctypes.memmove(to, source, size)
+
+    def download(self, to: int, source: int, size: int) -> None:
+        ctypes.memmove(to, source, size)
+
+    @contextmanager
+    def captured(self) -> Iterator[list[Any]]:
+        self.recording, result = [], []
+        yield result
+        result.append(self.recording)
+        self.recording = None
+
+    def replay(self, graph: list[HostLaunch]) -> None:
+        self.replays += 1
+        for launch in graph:
+            launch.execute()
+
+    def drop(self, graph: object) -> None: ...
+
+    def at(self, address: int, type: str) -> torch.Tensor:
+        """Memory from an address on, to the end of what was allocated together."""
+        start = max(base for base in self.memory if base <= address)
+        rest = self.memory[start][address - start :]
+        return rest[: len(rest) // 4 * 4].view(_TYPES[type])
+
+
+class HostLaunch:
+    """Stands for LaunchCall; `function` is the kernel itself."""
+
+    def __init__(self, driver: HostDriver, function: Kernel, grid: Sequence[int], *how: Any):
+        self.driver, self.kernel, self.grid, self.arguments = driver, function, tuple(grid), how[-1]
+
+    def run(self) -> None:
+        if self.driver.recording is None:
+            self.execute()
+        else:
+            self.driver.recording.append(self)
+
+    def execute(self) -> None:
+        pairs = zip(self.arguments, self.kernel.arguments, strict=True)
+        values = [self.driver.at(v.value, a.type) if a.type.startswith("*") else v.value for v, a in pairs]
+        gpu_compile.load(self.kernel)[self.grid](*values)
+
+
+class Machine:
+    """A decoder compiled by a recipe for a GPU, opened here with its draft if it has one."""
+
+    def __init__(self, graph: Any, recipe: str, pages: int, max_tokens: int = 64, split: int = 64) -> None:
+        cuda.LaunchCall = HostLaunch  # type: ignore[assignment, misc]
+        self.driver = HostDriver()
+        found = pipeline.plan(graph, target="h200", recipe=recipe)
+        kv = found.program.kv
+        sizes = max_tokens, found.program.vocab_size, kv.page_tokens, found.program.max_position
+        self.limits = Limits(*sizes, kv.ring_tokens)
+        self.weights = {
+            name: self.driver.keep(blob.clone())
+            for weight in found.weights
+            for (name, _), blob in zip(weight.blobs, weight.produce(), strict=True)
+        }
+        self.bytes = sum(size for weight in found.weights for _, size in weight.blobs)
+        plans = {name: make_plan(p, 90, split, inline_asm=False) for name, p in found.programs.items()}
+        if len(plans) > 1:
+            plans["model"].add_rounds()
+        self.target = self._open(plans["model"], found.program, pages, None)
+        self.speculator = None
+        if found.drafts:
+            draft = self._open(plans[found.drafts[0].name], found.drafts[0].program, pages, self.target)
+            self.speculator = CudaSpeculator(self.target, draft, 4)
+        self.pages = pages
+
+    def _open(self, plan: Plan, program: Any, pages: int, leader: CudaExecutor | None) -> CudaExecutor:
+        launched = {label: {"threads": 1, "shared_bytes": 0, "prelaunch": False} for label in plan.kernels}
+        data = json.loads(plan.to_json(launched, program, [1.0, 1.0, 1.0, 1.0]))
+        weights: Mapping[str, int] = self.weights
+        functions: Any = plan.kernels
+        return CudaExecutor(self.driver, data, functions, weights, pages, self.limits, leader)  # type: ignore[arg-type]
+
+    def engine(self, gamma: int = 0) -> Engine:
+        """A new engine that drafts so many tokens."""
+        pool = BlockPool(self.pages, self.limits.page_tokens, self.limits.ring_tokens)
+        return Engine(self.target, pool, None, (), 8, self.speculator if gamma else None, gamma)
+
+    @staticmethod
+    def run(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
+        """Steps until all requests have ended; their tokens."""
+        while engine.busy:
+            engine.step()
+            engine.check()
+        assert engine.pool.used == 0
+        return [request.output.token_ids for request in requests]

@@ -1,0 +1,127 @@
+"""Speculation by GPU kernels, interpreted: rounds change nothing but how fast the target's own tokens come."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from qcompile import pipeline
+from qcompile.codegen.gpu_plan import Plan, kv_of
+from qcompile.errors import UnsupportedError
+from qcompile.runtime import accept
+from qcompile.runtime.sampling import SamplingParams
+from tests.codegen.test_gpu_step import SHAPE, interpreted, lowered, needs_triton
+from tests.graphs import decoder
+
+PROMPTS = [[5, 9, 11], [7], list(range(20, 37))]
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+def interpret_rounds(recipe: str) -> None:
+    """Tokens with drafts, good and bad ones, against tokens without; in a process that has TRITON_INTERPRET set."""
+    from tests.codegen.gpu_machine import Machine
+
+    torch.manual_seed(0)
+    machine = Machine(decoder(**{**SHAPE, "layers": 1}), recipe, pages=9)
+    every = [SamplingParams(max_tokens=count, **GREEDY) for count in (9, 4, 7)]  # type: ignore[arg-type]
+
+    def generate(gamma: int, prompts: range = range(3), **drawn: Any) -> tuple[list[list[int]], list[Any]]:
+        engine = machine.engine(gamma)
+        params = [SamplingParams(max_tokens=5, **drawn) if drawn else every[i] for i in prompts]
+        requests = [engine.add(PROMPTS[i], p) for i, p in zip(prompts, params, strict=True)]
+        return machine.run(engine, requests), requests
+
+    plain, _ = generate(0)
+    found, requests = generate(2)
+    assert found == plain
+    assert machine.driver.replays > 0  # rounds are graphs
+    rate = sum(r.drafts.metrics.acceptance_rate or 0 for r in requests) / len(requests)
+    assert rate > 0.6, rate  # the draft is nearly the target
+    drawn = {"temperature": 0.8, "seed": 3, "ignore_eos": True}
+    assert generate(2, range(1), **drawn)[0] == generate(0, range(1), **drawn)[0]
+    # A draft with a head of garbage is nearly always wrong.
+    assert machine.speculator
+    draft = machine.speculator.draft
+    head = [name for name in draft._weights if name.endswith(".w")][-1]
+    size = len(machine.driver.memory[machine.weights[head]])
+    garbage = machine.driver.keep(torch.randint(0, 256, (size,), dtype=torch.uint8))
+    draft._weights = {**draft._weights, head: garbage}
+    draft._forget()
+    found, requests = generate(3)
+    assert found == plain
+    assert sum(r.drafts.metrics.acceptance_rate or 0 for r in requests) / len(requests) < 0.5
+
+
+@pytest.mark.parametrize("recipe", ["qspec"])
+def test_rounds_interpreted(recipe: str) -> None:
+    needs_triton()
+    interpreted(f"interpret_rounds('{recipe}')", __name__)
+
+
+def interpret_acceptance() -> None:
+    """The two kernels of a round against accept.greedy, at random drafts, gammas and ends."""
+    from qcompile.codegen.gpu_compile import load
+
+    program = lowered("bf16")[1]
+    plan = Plan(90, kv_of(program), 64)
+    plan.add_rounds()
+    make = random.Random(1)
+    for count, rows in ((1, 1), (3, 4), (5, 2)):
+        total = {"last": count, "place": count, "left": count, "most": count, "counter": 1, "gained": 2 * count}
+        total |= {"tokens": 2 * count * rows, "decoded": count * rows, "token_ids": count * rows}
+        total |= {"positions": count * rows, "argmax": count * rows}
+        total |= {"draft_token_ids": count, "draft_positions": count, "draft_counter": 1}
+        state = {name: torch.full((size,), -9, dtype=torch.int32) for name, size in total.items()}
+        state["counter"][:] = 1
+        for name, most in (("last", 3), ("place", 90), ("left", 5), ("most", rows), ("decoded", 2), ("argmax", 2)):
+            state[name][:] = torch.tensor([make.randrange(most) for _ in state[name]])
+        before = {name: tensor.tolist() for name, tensor in state.items()}
+        for launch in plan.rounds:
+            kernel = plan.kernels[launch.variants[0].kernel]
+            load(kernel)[(1,)](*(state[a.name] for a in kernel.arguments[:-2]), count, rows)
+        for s in range(count):
+            drafts = [before["decoded"][j * count + s] for j in range(rows - 1)]
+            assert state["token_ids"][s * rows : (s + 1) * rows].tolist() == [before["last"][s], *drafts]
+            assert state["positions"][s * rows :][:rows].tolist() == [before["place"][s] + j for j in range(rows)]
+            allowed = drafts[: max(0, min(before["most"][s], before["left"][s] - 1))]
+            want = accept.greedy(allowed, before["argmax"][s * rows : (s + 1) * rows]) if before["left"][s] else []
+            assert state["gained"][count + s] == len(want)
+            assert state["tokens"][(count + s) * rows :][: len(want)].tolist() == want
+            last = want[-1] if want else before["last"][s]
+            assert state["last"][s] == state["draft_token_ids"][s] == last
+            assert state["place"][s] == state["draft_positions"][s] == before["place"][s] + len(want)
+            assert state["left"][s] == before["left"][s] - len(want)
+        assert state["counter"].tolist() == [2] and state["draft_counter"].tolist() == [0]
+
+
+def test_acceptance_interpreted() -> None:
+    needs_triton()
+    interpreted("interpret_acceptance()", __name__)
+
+
+def test_drafts_share_the_weights_of_their_target() -> None:
+    """What a draft reads is the target's, byte for byte: the scales of its activations are all that is new."""
+    model = decoder(**{**SHAPE, "layers": 1})
+    found = pipeline.plan(model, target="h200", recipe="qspec")
+    alone = pipeline.plan(model, target="h200", recipe="w4a16")
+    sizes = [sum(size for w in plan.weights for _, size in w.blobs) for plan in (found, alone)]
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("drafts", [[pipeline.LOOKUP]])
+def test_other_drafts_are_refused_for_a_gpu(drafts: list[Any]) -> None:
+    with pytest.raises(UnsupportedError, match="h200 runs no drafts but"):
+        pipeline.plan(decoder(**{**SHAPE, "layers": 1}), target="h200", recipe="bf16", drafts=drafts)
+
+
+def test_what_a_draft_lacks_is_refused_by_name() -> None:
+    from qcompile.codegen.gpu_build import prepare
+    from qcompile.targets import TARGETS
+
+    needs_triton()
+    found = pipeline.plan(decoder(**{**SHAPE, "layers": 1}), target="h200", recipe="ml-specqd")
+    with pytest.raises(UnsupportedError, match=r"draft1, .*mxfp4"):
+        prepare(found.programs, TARGETS["h200"])
