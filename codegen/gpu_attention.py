@@ -8,6 +8,16 @@ Pages hold numerics.PAGE_TOKENS positions. The arena is [layer][page][kv head] b
     key words   int32 [page tokens], value words alike (8 and 4 bits only): bits 0-7 the zero point, the rest the
                 upper 24 bits of the float32 scale; value = (code - zero) * scale
 
+A hierarchical cache (kv_hier, and kv_hier4 for a draft that reads its upper bits) keeps the newest three groups of 128
+positions in a ring and older ones rounded. Entries of a sequence's block table, from 0: the ring, keys and values of
+position p in pages 2 (p / 64 mod 6) and the next, bf16 [page tokens][dim]; from 12 on the pages of 64 positions that
+are rounded, x = scale * (u + l / 16) + least (QuantSpec 4.2):
+
+    keys u      items of four codes as above; values u alike
+    values      float32 scale [page tokens], then -least / scale
+    keys        float32 [dim]: in a group's first page the scales of its channels, in its second their least values
+    l + 8       of keys, and of values, as u
+
 An item belongs to one token, so tokens are appended side by side; as operands of a tensor core's instruction both
 products then take items as they lie.
 """
@@ -17,8 +27,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
+from qcompile.codegen.program import RING_GROUPS
 from qcompile.errors import UnsupportedError
-from qcompile.numerics import KV_BITS, PAGE_TOKENS
+from qcompile.numerics import HIER_GROUP, HIERARCHICAL, KV_BITS, PAGE_TOKENS
 
 MOST_QUERIES = 16
 """Most query positions of a sequence in the decode class."""
@@ -31,7 +42,7 @@ _TWO_PI = (-6.28125, -0.0019350051879882812, -3.01991605e-07)
 
 @dataclass(frozen=True)
 class GpuKV:
-    """Pages of `heads` KV heads of `dim` elements in `format` kv16, kv8 or kv4."""
+    """Pages of `heads` KV heads of `dim` elements in `format` kv16, kv8, kv4, kv_hier or kv_hier4."""
 
     format: str
     heads: int
@@ -39,20 +50,25 @@ class GpuKV:
     page_tokens: int = PAGE_TOKENS
 
     def __post_init__(self) -> None:
-        if self.format not in ("kv16", "kv8", "kv4"):
-            raise UnsupportedError(f"GPU kernels have no {self.format} cache; there are kv16, kv8, kv4")
+        if self.format not in ("kv16", "kv8", "kv4", *HIERARCHICAL):
+            raise UnsupportedError(f"GPU kernels have no {self.format} cache; there are kv16, kv8, kv4, kv_hier")
         if self.dim % 4 or self.dim > 256:
             raise UnsupportedError(f"head size {self.dim}: GPU attention takes multiples of 4 up to 256")
 
     @property
+    def hierarchical(self) -> bool:
+        """Whether the newest positions are kept apart, in a ring."""
+        return self.format in HIERARCHICAL
+
+    @property
     def bits(self) -> int:
-        """Bits of an element."""
-        return KV_BITS[self.format]
+        """Bits that are read of an element (of a rounded one, in a hierarchical cache)."""
+        return HIERARCHICAL.get(self.format) or KV_BITS[self.format]
 
     @property
     def planes(self) -> int:
         """Codes of an item."""
-        return 16 // self.bits
+        return 4 if self.hierarchical else 16 // self.bits
 
     @property
     def width(self) -> int:
@@ -62,7 +78,7 @@ class GpuKV:
     @property
     def row_bytes(self) -> int:
         """Bytes of codes of one position's keys (or values) of a head."""
-        return self.dim * self.bits // 8
+        return 2 * self.width
 
     @property
     def part_bytes(self) -> int:
@@ -70,13 +86,27 @@ class GpuKV:
         return -(-self.page_tokens * self.row_bytes // 16) * 16
 
     @property
+    def key_word_bytes(self) -> int:
+        """Where in a rounded block of a hierarchical cache what concerns channels of keys begins."""
+        return 2 * self.part_bytes + 8 * self.page_tokens
+
+    @property
+    def lower_bytes(self) -> int:
+        """How far behind the upper bits of a rounded block their lower ones are."""
+        return self.key_word_bytes + -(-4 * self.dim // 16) * 16
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one (page, KV head)."""
+        if self.hierarchical:
+            return self.lower_bytes + 2 * self.part_bytes
         return 2 * self.part_bytes + (8 * self.page_tokens if self.bits < 16 else 0)
 
 
 def _pages(kv: GpuKV) -> list[Argument]:
     """The arguments that point to a layer's pages, by the types they are read as."""
+    if kv.hierarchical:
+        return [Argument("kv", "*i16"), Argument("kv_words", "*fp32"), Argument("kv_full", "*bf16")]
     codes = Argument("kv", "*bf16" if kv.bits == 16 else "*i16")
     return [codes] + [Argument("kv_words", "*i32")] * (kv.bits < 16)
 
@@ -106,7 +136,9 @@ class AppendSpec:
         arguments = [Argument("x", "*fp32"), *_pages(self.kv)]
         arguments += [Argument(name, "*i32") for name in ("positions", "row_sequence", "block_table")]
         arguments += [Argument("inv_freq", "*fp32")] * bool(self.rotary_dim) + [Argument("table_stride", "i32")]
-        name, prelaunch = f"append_{self.kv.format}", self.inline_asm and capability >= 90
+        # Paths append alike, whatever they read back.
+        name = f"append_{'kv_hier' if self.kv.hierarchical else self.kv.format}"
+        prelaunch = self.inline_asm and capability >= 90
         source = render_template(
             "append.py.jinja",
             spec=self,
@@ -115,11 +147,15 @@ class AppendSpec:
             prelaunch=prelaunch,
             asm=self.inline_asm,
             pairs_block=_power(max(self.rotary_dim // 2, 1)),
-            block=_power(self.kv.width),
+            block=_power(self.kv.dim if self.kv.hierarchical else self.kv.width),
+            plane_block=_power(self.kv.width),
+            age=HIER_GROUP,
+            ring_pages=RING_GROUPS * HIER_GROUP // self.kv.page_tokens,
+            format=name.removeprefix("append_"),
             scaling="" if self.scaling == 1.0 else f" * {self.scaling}",
             two_pi=_TWO_PI,
         )
-        return Kernel(name, source, tuple(arguments), 1, 1, prelaunch)
+        return Kernel(name, source, tuple(arguments), 4 if self.kv.hierarchical else 1, 1, prelaunch)
 
 
 @dataclass(frozen=True)
@@ -170,7 +206,7 @@ class AttentionSpec:
         name = f"attention_{self.kv.format}_{'whole' if self.whole else 'split'}"
         prelaunch = self.inline_asm and capability >= 90
         source = render_template(
-            "attention.py.jinja",
+            "attention_hier.py.jinja" if self.kv.hierarchical else "attention.py.jinja",
             spec=self,
             name=name,
             arguments=arguments,
@@ -178,6 +214,9 @@ class AttentionSpec:
             asm=self.inline_asm,
             block=max(_power(self.kv.width), 16),
             splits_a_group=GROUP_SPLITS,
+            both=self.kv.format == "kv_hier",
+            group_tokens=HIER_GROUP,
+            ring_pages=RING_GROUPS * HIER_GROUP // self.kv.page_tokens,
             q_scale=self.scale if self.softcap else self.scale * _LOG2_E,
         )
         return Kernel(name, source, tuple(arguments), self.rows // 16 * self.warps, self.stages, prelaunch, False)

@@ -39,6 +39,7 @@ from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 from qcompile.codegen.gpu_pack import kernel_of, packing_of, padded_outputs
 from qcompile.codegen.gpu_rows import RowSpec
 from qcompile.errors import UnsupportedError
+from qcompile.numerics import HIER_GROUP
 
 MOST_ROWS = 512
 """Most rows of a step that verifies drafts."""
@@ -119,6 +120,7 @@ class Plan:
             "capability": self.capability,
             "split": self.split,
             "most_queries": MOST_QUERIES,
+            "aligned": HIER_GROUP if self.kv.hierarchical else 0,
             "group_splits": GROUP_SPLITS,
             "arena_bytes": {rows: program.arena_bytes(rows) for rows in ("tokens", "outputs")},
             "layer_page_bytes": self.kv.heads * self.kv.block_bytes,
@@ -377,7 +379,7 @@ class _Maker:
     def _step_args(self, layer: int) -> dict[str, Ref]:
         """What finds a token's page."""
         names = {name: ["input", name] for name in ("positions", "block_table")}
-        pages: dict[str, Ref] = {"kv": ["kv", layer], "kv_words": ["kv", layer]}
+        pages: dict[str, Ref] = {name: ["kv", layer] for name in ("kv", "kv_words", "kv_full")}
         return {**names, **pages, "table_stride": ["count", "table_stride"]}
 
     def finish(self) -> None:

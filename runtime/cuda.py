@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,7 @@ class CudaExecutor:
         self._arena = {name: self._own(rows * size, "activations") for name, size in plan["arena_bytes"].items()}
         # One page more than there are, for what is computed beyond a sequence's end and forgotten.
         self._layer_bytes = (self.kv_pages + 1) * plan["layer_page_bytes"]
-        self._kv = leader._kv if leader else self._own(plan["layers"] * self._layer_bytes, "the KV cache")
+        self._kv: int = leader._kv if leader else self._own(plan["layers"] * self._layer_bytes, "the KV cache")
         self._most_pages = _power(limits.pages_for(limits.max_position + MOST_DRAFTS))
         names = ("counter", "token_ids", "positions", "row_sequence", "output_rows", "query_start")
         self._places = {name: i * (rows + 4) for i, name in enumerate(names)}
@@ -253,16 +254,40 @@ class CudaExecutor:
         Returns the argmax of every output row, and its logits [outputs, vocab] if asked: a view that the
         next call overwrites.
         """
-        counts = self.fill(sequences)
-        outputs = counts["outputs"]
-        self._run(counts, feed_back=False)
-        if outputs:
-            self.driver.download(ctypes.addressof(self._argmax), self._results["argmax"], 4 * outputs)
-            if logits:
-                size = 4 * outputs * self.limits.vocab
-                self.driver.download(self._logits.ctypes.data, self._results["logits"], size)
-        self.driver.synchronize()
+        places = list(accumulate((rows.outputs for rows in sequences), initial=0))
+        outputs = places[-1]
+        for part in self._parts(sequences):
+            self._run(self.fill([rows for _, rows in part]), feed_back=False)
+            at = 0
+            for index, rows in part:
+                if rows.outputs:
+                    self._fetch(at, places[index], rows.outputs, logits)
+                at += rows.outputs
+                places[index] += rows.outputs
+            self.driver.synchronize()
         return self._argmax[:outputs], self._logits[:outputs] if logits else None
+
+    def _fetch(self, at: int, place: int, count: int, logits: bool) -> None:
+        """Copy results of `count` rows from row `at` on to the host's rows from `place` on."""
+        self.driver.download(ctypes.addressof(self._argmax) + 4 * place, self._results["argmax"] + 4 * at, 4 * count)
+        if logits:
+            row, to = 4 * self.limits.vocab, self._logits.ctypes.data
+            self.driver.download(to + place * row, self._results["logits"] + at * row, count * row)
+
+    def _parts(self, sequences: Sequence[Rows]) -> Iterator[list[tuple[int, Rows]]]:
+        """The step, or several after each other where the cache takes many rows only up to the end of their group.
+
+        Each is rows of sequences with these numbers.
+        """
+        left = list(enumerate(sequences))
+        while left:
+            part, rest = [], []
+            for index, rows in left:
+                now, later = _split(rows, self.plan["aligned"], self.plan["most_queries"])
+                part.append((index, now))
+                rest += [(index, later)] if later else []
+            yield part
+            left = rest
 
     def decode(self, sequences: Sequence[Rows], steps: int) -> list[int]:
         """`steps` greedy tokens for each sequence (one row each), fed back on the GPU.
@@ -326,6 +351,16 @@ def _size(size: Any, counts: Counts) -> int:
     if isinstance(size, list):
         return -(-counts[size[0]] // size[1])
     return counts[size] if isinstance(size, str) else int(size)
+
+
+def _split(rows: Rows, group: int, most: int) -> tuple[Rows, Rows | None]:
+    """Rows to the end of the first one's group of positions, and the rest; all without groups, or if at most `most`."""
+    count = group - rows.start % group if group and len(rows.tokens) > most else len(rows.tokens)
+    after = len(rows.tokens) - count
+    if after <= 0:
+        return rows, None
+    first = rows._replace(tokens=rows.tokens[:count], outputs=max(0, rows.outputs - after))
+    return first, Rows(rows.tokens[count:], rows.start + count, rows.pages, min(rows.outputs, after))
 
 
 def _power(value: int) -> int:

@@ -32,8 +32,10 @@ class CudaSpeculator(Speculator):
     """Drafts of an artifact's own path for the requests of an engine. Not safe for two threads."""
 
     def __init__(self, target: CudaExecutor, draft: CudaExecutor, gamma: int, threshold: float = 0.0) -> None:
-        self.target, self.draft = target, draft  # type: ignore[assignment]
-        self.levels = (Level(draft, gamma, True, threshold=threshold),)  # type: ignore[arg-type]
+        executors: tuple[Any, Any] = target, draft  # with the methods that the base calls
+        self.target, drafting = executors
+        self.levels = (Level(drafting, gamma, True, threshold=threshold),)
+        self.draft, self._verify = draft, target
         self.max_position = draft.limits.max_position
         self._most = target.limits.max_tokens
         driver = target.driver
@@ -84,7 +86,7 @@ class CudaSpeculator(Speculator):
         drafts = [Rows(r.tokens[-1:], r.computed, r.pages, 1) for r in requests]
         verified = [Rows(r.tokens[-1:] * rows, r.computed, r.pages, rows) for r in requests]
         self._send(requests, gammas, ends)
-        self._run(self.draft.fill(drafts, ahead), self.target.fill(verified, ahead), rounds)
+        self._run(self.draft.fill(drafts, ahead), self._verify.fill(verified, ahead), rounds)
         gained = self._read("gained", rounds * count)
         tokens = self._read("tokens", rounds * count * rows)
         self._driver.synchronize()
@@ -131,11 +133,11 @@ class CudaSpeculator(Speculator):
             self._driver.replay(graph)
 
     def _key(self, drafting: Counts, verifying: Counts) -> tuple[int, ...]:
-        return (*drafting.values(), *verifying.values(), self.draft.moved, self.target.moved)
+        return (*drafting.values(), *verifying.values(), self.draft.moved, self._verify.moved)
 
     def _calls(self, drafting: Counts, verifying: Counts) -> list[LaunchCall]:
         """The launches of a round, in order."""
-        draft, target = self.draft, self.target
+        draft, target = self.draft, self._verify
         others = {("state", name): self._state + 4 * place for name, place in self._places.items()}
         others |= {("draft", name): draft.place(name) for name in ("token_ids", "positions", "counter", "decoded")}
         before, after = (target.prepare([launch], verifying, others) for launch in target.plan["rounds"])

@@ -55,6 +55,27 @@ def interpret_rounds(recipe: str) -> None:
     assert sum(r.drafts.metrics.acceptance_rate or 0 for r in requests) / len(requests) < 0.5
 
 
+def interpret_rounds_of_a_ring() -> None:
+    """quantspec across a boundary of groups, where drafts already read what the target reads in full as rounded."""
+    from tests.codegen.gpu_machine import Machine
+
+    torch.manual_seed(0)
+    machine = Machine(decoder(**{**SHAPE, "layers": 1}), "quantspec", pages=20, max_tokens=300, split=128)
+    found = []
+    for gamma in (0, 3):
+        engine = machine.engine(gamma)
+        params = SamplingParams(max_tokens=9, **GREEDY)  # type: ignore[arg-type]
+        requests = [engine.add([(7 * i) % SHAPE["vocab"] for i in range(251)], params)]
+        found.append(machine.run(engine, requests))
+    assert found[0] == found[1]
+    assert sum(requests[0].drafts.metrics.drafted) >= 3
+
+
+def test_rounds_of_a_ring_interpreted() -> None:
+    needs_triton()
+    interpreted("interpret_rounds_of_a_ring()", __name__)
+
+
 @pytest.mark.parametrize("recipe", ["qspec"])
 def test_rounds_interpreted(recipe: str) -> None:
     needs_triton()

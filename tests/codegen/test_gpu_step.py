@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -140,6 +141,41 @@ def interpret_window() -> None:
 def test_a_sliding_window_interpreted() -> None:
     needs_triton()
     interpreted("interpret_window()")
+
+
+def interpret_hierarchical(format: str) -> None:
+    """Rows on both sides of a boundary of groups: as the reference, and together as alone."""
+    from qcompile.runtime.blocks import pages_for
+    from tests.codegen.gpu_interpreter import Interpreter
+
+    torch.manual_seed(0)
+    length, last = 387, 6
+    graph, program, blobs = lowered("bf16", passes={"cache.format": format})
+    ids = torch.randint(0, SHAPE["vocab"], (1, length), generator=torch.Generator().manual_seed(2))
+    want = graph.run(*step_inputs(ids, None, graph))[0]
+    pages = list(range(pages_for(length, 64, 384)))
+    random.Random(0).shuffle(pages)
+    plan = make_plan(program, 90, split=128, inline_asm=False)
+    machine = Interpreter(program, plan, blobs, rows=128, pages=len(pages))
+
+    def step(start: int, end: int) -> torch.Tensor:
+        return machine.step([Chunk(ids[0, start:end].tolist(), start, pages)])[0]
+
+    first = step(0, 128)
+    for start in (128, 256):
+        step(start, min(start + 128, length - last))
+    alone = torch.cat([step(row, row + 1) for row in range(length - last, length)])
+    together = step(length - last, length)  # what follows 384 has the ring's oldest group rounded again
+    assert torch.equal(alone, together)
+    for got, rows in ((first, slice(0, 128)), (together, slice(length - last, length))):
+        error = ((got.double() - want[rows]).norm() / want[rows].norm()).item()
+        assert error < 0.03, (format, error)  # bf16 beside it is at 0.02; codes may fall on the other side of an edge
+
+
+@pytest.mark.parametrize("format", ["kv_hier", "kv_hier4"])
+def test_a_hierarchical_cache_interpreted(format: str) -> None:
+    needs_triton()
+    interpreted(f"interpret_hierarchical('{format}')")
 
 
 def interpret_merge() -> None:

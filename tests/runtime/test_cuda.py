@@ -84,6 +84,7 @@ PLAN: dict[str, Any] = {
     "abi": cuda.GPU_ABI,
     "split": 256,
     "most_queries": 16,
+    "aligned": 0,
     "group_splits": 16,
     "arena_bytes": {"tokens": 100, "outputs": 10},
     "layer_page_bytes": 512,
