@@ -92,7 +92,12 @@ H200: dict[tuple[str, int, int, int], Tile] = {
     ("w8_sym_channel", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 3, 0),  # 79.3 us
     ("w8_sym_channel", 1024, 28672, 4096): Tile(128, 128, 1, 1, 1, 4, 3, 0),  # 186.5 us
 }
-LIKE = {"w4_asym_g128_int8": "qoq_g128", "w4_asym_g128_a8": "w4_asym_g128", "nested_8_4": "qoq_g128", "bf16": "w8_sym_channel"}
+LIKE = {
+    "w4_asym_g128_int8": "qoq_g128",
+    "w4_asym_g128_a8": "w4_asym_g128",
+    "nested_8_4": "qoq_g128",
+    "bf16": "w8_sym_channel",
+}
 """Packings not searched yet, and those whose cuts they take: as many bytes of weights and activations a step."""
 
 SMALLEST = {"qoq_g128": 2}

@@ -76,7 +76,7 @@ def test_rounds_of_a_ring_interpreted() -> None:
     interpreted("interpret_rounds_of_a_ring()", __name__)
 
 
-@pytest.mark.parametrize("recipe", ["qspec"])
+@pytest.mark.parametrize("recipe", ["qspec", "nested"])
 def test_rounds_interpreted(recipe: str) -> None:
     needs_triton()
     interpreted(f"interpret_rounds('{recipe}')", __name__)
