@@ -42,7 +42,7 @@ from qcompile.errors import UnsupportedError
 from qcompile.numerics import HIER_GROUP
 
 MOST_ROWS = 512
-"""Most rows of a step that verifies drafts."""
+"""Most rows of a step."""
 PICK_PART = 4096
 """Logits one program searches for the largest."""
 GPU_ABI = 3
@@ -100,9 +100,9 @@ class Plan:
         places |= {name: ["state", name] for name in ("last", "place", "left", "most", "counter", "tokens", "gained")}
         places |= {f"draft_{name}": ["draft", name] for name in ("token_ids", "positions", "counter")}
         places |= {"decoded": ["draft", "decoded"], "S": ["count", "sequences"], "Q": ["count", "queries"]}
-        rows = ("last", "place", "decoded", "token_ids", "positions")
-        accept = ("argmax", "decoded", "last", "place", "left", "most", "counter", "tokens", "gained")
-        accept = (*accept, "draft_token_ids", "draft_positions", "draft_counter")
+        rows: tuple[str, ...] = ("last", "place", "decoded", "token_ids", "positions")
+        accept: tuple[str, ...] = ("argmax", "decoded", "last", "place", "left", "most", "counter", "tokens", "gained")
+        accept += ("draft_token_ids", "draft_positions", "draft_counter")
         for name, pointers in (("round_rows", rows), ("round_accept", accept)):
             arguments = (*(Argument(n, "*i32") for n in pointers), Argument("S", "i32"), Argument("Q", "i32"))
             values = {"name": name, "arguments": arguments, "accept": pointers is accept, "most": MOST_ROWS}
@@ -120,6 +120,7 @@ class Plan:
             "capability": self.capability,
             "split": self.split,
             "most_queries": MOST_QUERIES,
+            "most_rows": MOST_ROWS,
             "aligned": HIER_GROUP if self.kv.hierarchical else 0,
             "group_splits": GROUP_SPLITS,
             "arena_bytes": {rows: program.arena_bytes(rows) for rows in ("tokens", "outputs")},
@@ -309,11 +310,9 @@ class _Maker:
     def _gemm_variant(
         self, packing: str, n: int, k: int, most: int, rows: str, refs: dict[str, Ref], options: dict[str, Any]
     ) -> Variant:
-        tile = tiles.choose(packing, n, k, most or tiles.MANY, self.capability)
+        tile = tiles.in_one_order(packing, n, k, most or tiles.MANY, self.capability)
         spec = gemm.KernelSpec(packing, n, k, tile, **options)
-        for name, (items, dtype) in spec.workspace(most or tile.tokens).items():
-            if not most and tile.splits > 1:
-                raise UnsupportedError("a kernel for any number of rows cannot split its inputs over programs")
+        for name, (items, dtype) in spec.workspace(most or MOST_ROWS).items():
             self.plan.need(name, items * dtype.itemsize)
         grid: tuple[Size, Size, Size] = ([rows, tile.tokens], n // tile.rows, tile.splits)
         return Variant(self.plan.add(gemm.kernel(spec)), grid, refs, most)

@@ -136,6 +136,25 @@ def choose(format: str, n: int, k: int, tokens: int, capability: int = 90) -> Ti
     return Tile(16 if most <= DECODE_TOKENS else 64, 32, unroll=SMALLEST.get(format, 1))
 
 
+def in_one_order(format: str, n: int, k: int, tokens: int, capability: int = 90) -> Tile:
+    """As choose, but cuts for all numbers of rows sum floats in the order of the decode class.
+
+    So a row's bits do not depend on how many rows a step has: inputs come in as many parts, summed apart and then in
+    order, and where it can be the same instruction of the tensor cores takes them.
+    """
+    tile = choose(format, n, k, tokens, capability)
+    if not KernelSpec(format, n, k, tile).float_sum:
+        return tile
+    decode = choose(format, n, k, DECODE_TOKENS, capability)
+    parts, least = decode.slices * decode.splits, SMALLEST.get(format, 1)
+    rows = tile.rows if tile.rows % 64 == 0 and decode.rows % 64 == 0 else 64 if n % 64 == 0 else 32
+    for unroll in sorted({tile.unroll, least}, reverse=True):
+        same = fitted(format, n, k, replace(tile, rows=rows, slices=1, splits=parts, unroll=unroll), capability)
+        if same is not None:
+            return same
+    raise UnsupportedError(f"weight [{n}, {k}] in {format} has no cut for {tokens} rows into {parts} parts")
+
+
 def fitted(format: str, n: int, k: int, tile: Tile, capability: int) -> Tile | None:
     """`tile` with no more stages in flight than the GPU has room for; None if it does not divide the weight."""
     if capability < 90:

@@ -50,6 +50,8 @@ class CudaExecutor:
     ) -> None:
         if plan.get("abi") != GPU_ABI:
             raise ArtifactError(f"GPU plan {plan.get('abi')}, this qcompile has {GPU_ABI}: build the artifact again")
+        if limits.max_tokens > plan["most_rows"]:
+            raise UsageError(f"{limits.max_tokens} rows a step, the artifact's kernels take {plan['most_rows']}")
         self.driver, self.plan, self.limits, self.kv_pages = driver, plan, limits, kv_pages
         self._functions, self._weights = functions, weights
         self._rows = -(-limits.max_tokens // _ROWS) * _ROWS

@@ -91,7 +91,7 @@ def step_inputs(ids: torch.Tensor, cache: torch.Tensor | None, graph: Graph, sta
     batch, tokens = ids.shape
     positions = (torch.arange(tokens) + start).repeat(batch)
     sequence = torch.arange(batch).repeat_interleave(tokens)
-    pages = 2
+    pages = max(2, -(-(start + tokens) // 64))
     table = torch.arange(batch * pages).reshape(batch, pages).flip(0)  # pages out of order, on purpose
     if cache is None:
         layers, _, _, kv_heads, head_dim = graph.inputs[-1].meta["val"].shape

@@ -138,11 +138,11 @@ def test_other_drafts_are_refused_for_a_gpu(drafts: list[Any]) -> None:
         pipeline.plan(decoder(**{**SHAPE, "layers": 1}), target="h200", recipe="bf16", drafts=drafts)
 
 
-def test_what_a_draft_lacks_is_refused_by_name() -> None:
+@pytest.mark.parametrize(("recipe", "message"), [("ml-specqd", "mxfp4"), ("qspec-w4a4", "hadamard|int4_g128")])
+def test_what_a_path_lacks_is_refused_by_name(recipe: str, message: str) -> None:
     from qcompile.codegen.gpu_build import prepare
     from qcompile.targets import TARGETS
 
     needs_triton()
-    found = pipeline.plan(decoder(**{**SHAPE, "layers": 1}), target="h200", recipe="ml-specqd")
-    with pytest.raises(UnsupportedError, match=r"draft1, .*mxfp4"):
-        prepare(found.programs, TARGETS["h200"])
+    with pytest.raises(UnsupportedError, match=message):
+        prepare(pipeline.plan(decoder(**{**SHAPE, "layers": 1}), target="h200", recipe=recipe).programs, TARGETS["h200"])

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from qcompile.codegen import tiles
 from qcompile.codegen.gpu_pack import GPU_PACKING, pack_gpu, packed_gpu_bytes, unpack_gpu
 from qcompile.codegen.lower import CPU_PACKING
 from qcompile.codegen.triton import KernelSpec, Tile, compile_for, reference, render
@@ -134,10 +135,38 @@ def interpret() -> None:
                 assert error < 5e-3, (format, tile, error)
 
 
+@pytest.mark.parametrize("format", ["w4_asym_g128", "w4_asym_g128_a8", "w4_asym_g128_int8", "nested_8_4", "bf16"])
+@pytest.mark.parametrize("shape", [(4096, 4096), (6144, 4096), (4096, 14336), (96, 512), (28672, 4096)])
+def test_floats_are_summed_in_one_order_for_any_number_of_rows(format: str, shape: tuple[int, int]) -> None:
+    cuts = [tiles.in_one_order(format, *shape, tokens) for tokens in (1, 16, 17, 64, 65, 300, 512)]
+    assert {cut.slices for cut in cuts} == {1} and len({cut.splits for cut in cuts}) == 1
+    assert len({cut.rows % 64 for cut in cuts}) == 1  # one kind of tensor core instruction
+
+
+def interpret_orders() -> None:
+    """A row's bits where sums of groups are exact and their float sum is not, by kernels for few rows and for many."""
+    from qcompile.codegen.triton import load
+
+    torch.manual_seed(0)
+    n, k = 64, 1024
+    for format in ("nested_8_4", "w4_asym_g128_a8"):
+        packing = format.removesuffix("_a8")
+        packed = pack_gpu(quantize_weight(weight(n, k), number_format(packing)), packing)
+        x = quantize_activation(torch.randn(17, k), "int8", 0)
+        found = []
+        for cut in (Tile(16, 64, splits=2), Tile(32, 64, splits=2), Tile(64, 64, splits=2, unroll=2)):
+            spec = KernelSpec(format, n, k, cut, inline_asm=False, out="f32")
+            given = {**packed, **dict(zip(("x", "x_scale"), x, strict=False)), "out": torch.empty(17, n), "M": 17}
+            given |= {name: torch.zeros(items, dtype=dtype) for name, (items, dtype) in spec.workspace(17).items()}
+            load(spec)[spec.grid(17)](*(given[a.name] for a in spec.arguments))
+            found.append(given["out"])
+        assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
 def test_numerics_in_the_interpreter() -> None:
     needs_triton()
     # The interpreter is chosen when Triton is imported.
-    command = [sys.executable, "-c", f"from {__name__} import interpret; interpret()"]
+    command = [sys.executable, "-c", f"import {__name__} as m; m.interpret(); m.interpret_orders()"]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 

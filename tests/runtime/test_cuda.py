@@ -84,6 +84,7 @@ PLAN: dict[str, Any] = {
     "abi": cuda.GPU_ABI,
     "split": 256,
     "most_queries": 16,
+    "most_rows": 64,
     "aligned": 0,
     "group_splits": 16,
     "arena_bytes": {"tokens": 100, "outputs": 10},
@@ -171,6 +172,11 @@ def test_closing_gives_everything_back(opened: CudaExecutor) -> None:
 def test_a_plan_of_another_version_is_refused() -> None:
     with pytest.raises(ArtifactError, match="build the artifact again"):
         CudaExecutor(FakeDriver(), {**PLAN, "abi": 99}, {}, {}, 4, LIMITS)  # type: ignore[arg-type]
+
+
+def test_more_rows_than_kernels_take_are_refused() -> None:
+    with pytest.raises(UsageError, match="65 rows a step, the artifact's kernels take 64"):
+        CudaExecutor(FakeDriver(), PLAN, {}, {}, 4, LIMITS._replace(max_tokens=65))  # type: ignore[arg-type]
 
 
 def test_pages_that_fit() -> None:
