@@ -16,6 +16,7 @@ from qcompile.runtime.sampling import SamplingParams
 from tests.codegen.test_gpu_step import SHAPE, interpreted, lowered, needs_triton
 from tests.graphs import decoder
 
+SMALL: dict[str, Any] = {**SHAPE, "vocab": 40, "kv_heads": 1, "layers": 1}
 PROMPTS = [[5, 9, 11], [7], list(range(20, 37))]
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
@@ -25,12 +26,12 @@ def interpret_rounds(recipe: str) -> None:
     from tests.codegen.gpu_machine import Machine
 
     torch.manual_seed(0)
-    machine = Machine(decoder(**{**SHAPE, "layers": 1}), recipe, pages=9)
-    every = [SamplingParams(max_tokens=count, **GREEDY) for count in (9, 4, 7)]  # type: ignore[arg-type]
+    machine = Machine(decoder(**SMALL), recipe, pages=9)
+    every = [SamplingParams(max_tokens=count, **GREEDY) for count in (6, 2, 5)]  # type: ignore[arg-type]
 
     def generate(gamma: int, prompts: range = range(3), **drawn: Any) -> tuple[list[list[int]], list[Any]]:
         engine = machine.engine(gamma)
-        params = [SamplingParams(max_tokens=5, **drawn) if drawn else every[i] for i in prompts]
+        params = [SamplingParams(max_tokens=3, **drawn) if drawn else every[i] for i in prompts]
         requests = [engine.add(PROMPTS[i], p) for i, p in zip(prompts, params, strict=True)]
         return machine.run(engine, requests), requests
 
@@ -60,12 +61,13 @@ def interpret_rounds_of_a_ring() -> None:
     from tests.codegen.gpu_machine import Machine
 
     torch.manual_seed(0)
-    machine = Machine(decoder(**{**SHAPE, "layers": 1}), "quantspec", pages=20, max_tokens=300, split=128)
+    shape = {**SMALL, "hidden": 128, "heads": 2, "ffn": 128}
+    machine = Machine(decoder(**shape), "quantspec", pages=20, max_tokens=300, split=128)
     found = []
     for gamma in (0, 3):
         engine = machine.engine(gamma)
-        params = SamplingParams(max_tokens=9, **GREEDY)  # type: ignore[arg-type]
-        requests = [engine.add([(7 * i) % SHAPE["vocab"] for i in range(251)], params)]
+        params = SamplingParams(max_tokens=7, **GREEDY)  # type: ignore[arg-type]
+        requests = [engine.add([(7 * i) % SMALL["vocab"] for i in range(252)], params)]
         found.append(machine.run(engine, requests))
     assert found[0] == found[1]
     assert sum(requests[0].drafts.metrics.drafted) >= 3
@@ -125,7 +127,7 @@ def test_acceptance_interpreted() -> None:
 
 def test_drafts_share_the_weights_of_their_target() -> None:
     """What a draft reads is the target's, byte for byte: the scales of its activations are all that is new."""
-    model = decoder(**{**SHAPE, "layers": 1})
+    model = decoder(**SMALL)
     found = pipeline.plan(model, target="h200", recipe="qspec")
     alone = pipeline.plan(model, target="h200", recipe="w4a16")
     sizes = [sum(size for w in plan.weights for _, size in w.blobs) for plan in (found, alone)]
@@ -135,7 +137,7 @@ def test_drafts_share_the_weights_of_their_target() -> None:
 @pytest.mark.parametrize("drafts", [[pipeline.LOOKUP]])
 def test_other_drafts_are_refused_for_a_gpu(drafts: list[Any]) -> None:
     with pytest.raises(UnsupportedError, match="h200 runs no drafts but"):
-        pipeline.plan(decoder(**{**SHAPE, "layers": 1}), target="h200", recipe="bf16", drafts=drafts)
+        pipeline.plan(decoder(**SMALL), target="h200", recipe="bf16", drafts=drafts)
 
 
 @pytest.mark.parametrize(("recipe", "message"), [("ml-specqd", "mxfp4"), ("qspec-w4a4", "hadamard|int4_g128")])
@@ -145,4 +147,4 @@ def test_what_a_path_lacks_is_refused_by_name(recipe: str, message: str) -> None
 
     needs_triton()
     with pytest.raises(UnsupportedError, match=message):
-        prepare(pipeline.plan(decoder(**{**SHAPE, "layers": 1}), target="h200", recipe=recipe).programs, TARGETS["h200"])
+        prepare(pipeline.plan(decoder(**SMALL), target="h200", recipe=recipe).programs, TARGETS["h200"])

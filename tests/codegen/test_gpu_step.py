@@ -150,8 +150,9 @@ def interpret_hierarchical(format: str) -> None:
 
     torch.manual_seed(0)
     length, last = 387, 6
-    graph, program, blobs = lowered("bf16", passes={"cache.format": format})
-    ids = torch.randint(0, SHAPE["vocab"], (1, length), generator=torch.Generator().manual_seed(2))
+    shape = {"vocab": 40, "hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 32, "ffn": 64}
+    graph, program, blobs = lowered("bf16", passes={"cache.format": format}, **shape)
+    ids = torch.randint(0, 40, (1, length), generator=torch.Generator().manual_seed(2))
     want = graph.run(*step_inputs(ids, None, graph))[0]
     pages = list(range(pages_for(length, 64, 384)))
     random.Random(0).shuffle(pages)
@@ -169,7 +170,8 @@ def interpret_hierarchical(format: str) -> None:
     assert torch.equal(alone, together)
     for got, rows in ((first, slice(0, 128)), (together, slice(length - last, length))):
         error = ((got.double() - want[rows]).norm() / want[rows].norm()).item()
-        assert error < 0.03, (format, error)  # bf16 beside it is at 0.02; codes may fall on the other side of an edge
+        # As bf16 above; a key's code of 4 bits may fall on the other side of a rounding edge.
+        assert error < (0.03 if format == "kv_hier" else 0.06), (format, error)
 
 
 @pytest.mark.parametrize("format", ["kv_hier", "kv_hier4"])
