@@ -9,7 +9,7 @@ from qcompile.codegen import compiler, cpu, gpu_build
 from qcompile.codegen.gpu_compile import triton_version
 from qcompile.codegen.gpu_pack import GPU_PACKING
 from qcompile.codegen.gpu_plan import GPU_ABI
-from qcompile.codegen.lower import CPU_PACKING, Packing
+from qcompile.codegen.packing import CPU_PACKING, Packing
 from qcompile.codegen.program import Program
 from qcompile.targets import Target
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qcompile.codegen.lower import Packing
+from qcompile.codegen.packing import Packing
 from qcompile.errors import UnsupportedError
 from qcompile.numerics import FORMATS, Parts, as_blob
 

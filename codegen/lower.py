@@ -18,72 +18,9 @@ from torch import Tensor, fx
 
 from qcompile import mix, numerics, ops
 from qcompile.codegen import program as p
+from qcompile.codegen.packing import WeightTable
 from qcompile.errors import PassError
 from qcompile.graph import Graph
-
-
-@dataclass(frozen=True)
-class PackedWeight:
-    """One logical weight of the artifact: `blobs` are (name, bytes) in order, `produce` computes them."""
-
-    blobs: tuple[tuple[str, int], ...]
-    produce: Callable[[], Iterator[Tensor]]
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How a target packs weights, from shape or parts, number format and the activations they meet.
-
-    `name` is the same where a weight is packed alike. `sizes` gives the bytes (multiples of 64) of each blob by role,
-    `blobs` the flat uint8 blobs themselves. `readable` names another packing that kernels for these activations read
-    too, so that a weight some path has packed so is not stored once more.
-    """
-
-    name: Callable[[str, str], str]
-    sizes: Callable[[int, int, str, str], dict[str, int]]
-    blobs: Callable[[numerics.Parts, str, str], dict[str, Tensor]]
-    readable: Callable[[str, str], str | None] = lambda format, activation: None
-
-
-CPU_PACKING = Packing(
-    lambda format, activation: format,
-    lambda n, k, format, activation: numerics.packed_bytes(n, k, format),
-    lambda parts, format, activation: numerics.pack_weight(parts, format),
-)
-
-
-@dataclass
-class WeightTable:
-    """The packed weights of an artifact in streaming order. What several paths compute alike is there once:
-    a weight is known by the expression that makes it, down to the stored weights, and how it is packed."""
-
-    packing: Packing = CPU_PACKING
-    weights: list[PackedWeight] = field(default_factory=list)
-    _known: dict[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
-    _taken: set[str] = field(default_factory=set)
-
-    def add(
-        self,
-        key: tuple[str, str],
-        base: str,
-        other: str,
-        parts: tuple[tuple[str, int], ...],
-        produce: Callable[[], Iterator[Tensor]],
-    ) -> tuple[str, ...]:
-        """Names of the parts (suffix, bytes) of the weight `key`, entered as `base`, or `other` where that is taken."""
-        if key not in self._known:
-            if any(base + suffix in self._taken for suffix, _ in parts):
-                base = other
-            number = 1
-            while any(base + suffix in self._taken for suffix, _ in parts):
-                number += 1
-                base = f"{other}.{number}"
-            names = tuple(base + suffix for suffix, _ in parts)
-            self._known[key] = names
-            self._taken.update(names)
-            sizes = (size for _, size in parts)
-            self.weights.append(PackedWeight(tuple(zip(names, sizes, strict=True)), produce))
-        return self._known[key]
 
 
 @dataclass

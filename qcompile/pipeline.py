@@ -22,7 +22,8 @@ from qcompile.artifact import PASSES_FILE, ArtifactWriter, WeightSpec, canonical
 from qcompile.calibration import Request
 from qcompile.clock import Clock, Progress, silent
 from qcompile.codegen.backend import Backend, backend_of
-from qcompile.codegen.lower import PackedWeight, WeightTable, lower
+from qcompile.codegen.lower import lower
+from qcompile.codegen.packing import PackedWeight, WeightTable
 from qcompile.codegen.program import Program
 from qcompile.errors import UnsupportedError, UsageError
 from qcompile.graph import Graph

@@ -21,7 +21,8 @@ from qcompile.codegen.gpu_attention import GpuKV, MergeSpec
 from qcompile.codegen.gpu_compile import compile_kernel
 from qcompile.codegen.gpu_pack import GPU_PACKING
 from qcompile.codegen.gpu_plan import make_plan
-from qcompile.codegen.lower import WeightTable, lower
+from qcompile.codegen.lower import lower
+from qcompile.codegen.packing import WeightTable
 from qcompile.codegen.program import Attention
 from qcompile.errors import UnsupportedError
 from qcompile.targets import TARGETS

@@ -13,7 +13,7 @@ import torch
 
 from qcompile.codegen import tiles
 from qcompile.codegen.gpu_pack import GPU_PACKING, pack_gpu, packed_gpu_bytes, unpack_gpu
-from qcompile.codegen.lower import CPU_PACKING
+from qcompile.codegen.packing import CPU_PACKING
 from qcompile.codegen.triton import KernelSpec, Tile, compile_for, reference, render
 from qcompile.errors import UnsupportedError
 from qcompile.numerics import dequantize_weight, quantize_activation, quantize_weight

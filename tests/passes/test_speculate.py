@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from qcompile import pipeline, recipes
-from qcompile.codegen.lower import WeightTable, lower
+from qcompile.codegen.lower import lower
+from qcompile.codegen.packing import WeightTable
 from qcompile.errors import PassError, UsageError
 from qcompile.graph import Graph
 from qcompile.passes.base import apply

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from qcompile import check, numerics
-from qcompile.codegen.lower import Lowering, WeightTable
+from qcompile.codegen.lower import Lowering
+from qcompile.codegen.packing import WeightTable
 from qcompile.errors import PassError, UsageError
 from qcompile.graph import Graph
 from qcompile.passes.assign_precision import AssignPrecision
