@@ -1,9 +1,13 @@
 """Decode of a Llama-3-8B configuration with random weights made on this GPU, beside torch in bf16, in one run.
 
-    python benchmarks/gpu_e2e.py [out.json] [--recipes qserve,w4a16,...] [--no-torch]
+    python benchmarks/gpu_e2e.py [out.json] [--recipes=qserve,w4a16,...] [--no-torch] [--no-largest]
 
 Steps are greedy, fed back on the GPU, from 1,024 tokens of context; tokens per second of the whole batch. No weights
-are read: the checkpoint is an empty file of the right size, and the kernels get random codes on the device.
+are read: the checkpoint is an empty file of the right size, and the kernels get random codes on the device. `kernels`
+are the microseconds of each kernel of a step at batch 1 and how often it runs: a graph of all its launches in the step,
+so that weights come from memory as they do there. `largest` is QServe's workload, 1,024 tokens in and 512 out, at
+the most sequences that the memory holds or a step takes: its time is that of prompts in steps of 512 rows, and of
+decoding at three contexts.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import json
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,7 @@ from qcompile import pipeline, targets
 from qcompile.codegen.backend import backend_of
 from qcompile.runtime.cuda import CudaExecutor
 from qcompile.runtime.cuda_driver import driver
+from qcompile.runtime.cuda_speculate import CudaSpeculator
 from qcompile.runtime.executor import Limits, Rows
 
 CONFIG = {
@@ -70,29 +76,54 @@ def empty_checkpoint(folder: Path) -> Path:
 def random_weight(name: str, size: int) -> torch.Tensor:
     """`size` bytes on the GPU that make sense as the packed part `name` ends with."""
     role = name.rsplit(".", 1)[-1]
-    if role in ("w", "w_zero"):
+    if role in ("w", "w_zero", "low") and ".bf16." not in name:
         return torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
     if role == "w_scale":
         return torch.full((size // 4,), 1e-4, device="cuda")
     if role == "groups":  # of every packing a scale near 0.002, or a step of 8 and a zero point of 8
-        word = 0x40084008 if ".qoq_g128." in name else 0x3B004308 if ".w4_asym_g128.g" in name else 0x3B000008
+        word = 0x40084008 if ".qoq_g128." in name else 0x3B00C308 if ".w4_asym_g128.g" in name else 0x3B000008
         return torch.full((size // 4,), word, dtype=torch.int32, device="cuda")
     if size > 1 << 20:
         return torch.randn(size // 2, dtype=torch.bfloat16, device="cuda") * 0.02
     return torch.ones(size // 4, device="cuda")
 
 
-def open_random(recipe: str, folder: Path, max_batch: int) -> tuple[CudaExecutor, list[torch.Tensor], dict[str, Any]]:
-    """An executor over random weights, the memory it reads, and what building took."""
+class View:
+    """GPU memory that is not torch's, for torch.as_tensor."""
+
+    def __init__(self, address: int, size: int) -> None:
+        shape = {"shape": (size // 2,), "typestr": "<i2"}
+        self.__cuda_array_interface__ = {**shape, "data": (address, False), "version": 2}
+
+
+@dataclass
+class Opened:
+    """Executors over random weights and a random cache, the memory they read, and what building took."""
+
+    target: CudaExecutor
+    speculator: CudaSpeculator | None
+    memory: list[torch.Tensor]
+    notes: dict[str, Any]
+
+    def close(self) -> None:
+        if self.speculator:
+            self.speculator.close()
+        self.target.close()
+        self.memory.clear()
+        torch.cuda.empty_cache()
+
+
+def open_random(recipe: str, folder: Path, tokens: int, context: int = 8192) -> Opened:
+    """`recipe` for the checkpoint, with pages for so many `tokens` in sequences of at most `context`."""
     machine = targets.get_target("h200")
     started = time.perf_counter()
     found = pipeline.plan(folder, target="h200", recipe=recipe)
     files = backend_of(machine).prepare(found.programs, machine)()
     seconds = time.perf_counter() - started
-    plan = json.loads(files["model.plan.json"])
+    plans = [json.loads(files[f"{name}.plan.json"]) for name in found.programs]
     gpu = driver()
     functions = {}
-    for label, kernel in plan["kernels"].items():
+    for label, kernel in {k: v for plan in plans for k, v in plan["kernels"].items()}.items():
         cubin = files[f"{label}.cubin"]
         assert isinstance(cubin, bytes)
         module = gpu.module(cubin, lambda: b"", print)
@@ -101,25 +132,89 @@ def open_random(recipe: str, folder: Path, max_batch: int) -> tuple[CudaExecutor
     memory = [random_weight(name, size) for name, size in blobs]
     addresses = {name: tensor.data_ptr() for (name, _), tensor in zip(blobs, memory, strict=True)}
     torch.cuda.synchronize()
-    limits = Limits(512, CONFIG["vocab_size"], 64, CONFIG["max_position_embeddings"])
-    pages = max_batch * -(-(CONTEXT + 3 * STEPS) // 64)
+    kv = found.program.kv
+    limits = Limits(512, CONFIG["vocab_size"], kv.page_tokens, context, kv.ring_tokens)
+    pages = -(-tokens // context) * limits.pages_for(context)
+    target = CudaExecutor(gpu, plans[0], functions, addresses, pages, limits)
+    cache = torch.as_tensor(View(target._kv, kv.layers * target._layer_bytes), device="cuda").view(torch.bfloat16)
+    for part in cache.split(1 << 28):
+        part.normal_()
+    speculator = None
+    if len(plans) > 1:
+        draft = CudaExecutor(gpu, plans[1], functions, addresses, pages, limits, target)
+        speculator = CudaSpeculator(target, draft, 4)
     spilling = [r["kernel"] for r in json.loads(files["report.json"]) if r["spill_bytes"]]
-    notes = {"build_seconds": seconds, "kernels": len(plan["kernels"]), "spilling": spilling}
-    notes["weight_bytes"] = sum(size for _, size in blobs)
-    return CudaExecutor(gpu, plan, functions, addresses, pages, limits), memory, notes
+    notes = {"build_seconds": seconds, "kernels": len(functions), "spilling": spilling}
+    notes |= {"weight_bytes": sum(size for _, size in blobs), "cache_bytes_a_token": kv.page_bytes / kv.page_tokens}
+    return Opened(target, speculator, memory, notes)
 
 
-def decode_rate(executor: CudaExecutor, batch: int) -> float:
+def sequences(executor: CudaExecutor, batch: int, context: int, room: int) -> list[Rows]:
+    """One row each of `batch` sequences with so many tokens behind it, and pages for `room` more."""
+    each = executor.limits.pages_for(context + room)
+    return [Rows([100 + i], context, range(i * each, (i + 1) * each), 1) for i in range(batch)]
+
+
+def decode_rate(executor: CudaExecutor, batch: int, context: int = CONTEXT, steps: int = STEPS) -> float:
     """Tokens per second of greedy decoding."""
-    each = -(-(CONTEXT + 3 * STEPS) // 64)
-    rows = [Rows([100 + i], CONTEXT, range(i * each, (i + 1) * each), 1) for i in range(batch)]
+    rows = sequences(executor, batch, context, steps)
     executor.decode(rows, 8)
     best = 0.0
     for _ in range(3):
         started = time.perf_counter()
-        executor.decode(rows, STEPS)
-        best = max(best, batch * STEPS / (time.perf_counter() - started))
+        executor.decode(rows, steps)
+        best = max(best, batch * steps / (time.perf_counter() - started))
     return best
+
+
+def kernel_times(executor: CudaExecutor, batch: int, context: int = CONTEXT) -> dict[str, list[float]]:
+    """Microseconds of each kernel of a step, and how often it runs; see the top."""
+    gpu = executor.driver
+    counts = executor.fill(sequences(executor, batch, context, 1))
+    names = {address: label for label, address in executor._functions.items()}
+    by_kernel: dict[str, list[Any]] = {}
+    for _, call in executor.prepare(executor.plan["launches"], counts):
+        by_kernel.setdefault(names[call.function], []).append(call)
+    found = {}
+    for label, calls in by_kernel.items():
+        repeats = -(-64 // len(calls))
+        with gpu.captured() as graph:
+            for call in calls * repeats:
+                call.run()
+        times = []
+        for _ in range(6):
+            start, end = gpu.event(), gpu.event()
+            gpu.record(start)
+            gpu.replay(graph[0])
+            gpu.record(end)
+            gpu.synchronize()
+            times.append(gpu.seconds_between(start, end))
+        gpu.drop(graph[0])
+        found[label] = [1e6 * sorted(times)[2] / (len(calls) * repeats), len(calls)]
+    return found
+
+
+def largest(opened: Opened, tokens_in: int = 1024, tokens_out: int = 512) -> dict[str, Any]:
+    """Throughput of the most sequences at once."""
+    executor, each = opened.target, opened.target.limits.pages_for(tokens_in + tokens_out)
+    fits = executor.kv_pages // each
+    batch = min(fits, executor.limits.max_tokens)
+    prompt = [Rows(list(range(100, 612)), 512, range(each), 1)]
+    executor.step(prompt, False)
+    started = time.perf_counter()
+    for _ in range(4):
+        executor.step(prompt, False)
+    prefill = (time.perf_counter() - started) / 4 * 2 * batch
+    steps = [batch / decode_rate(executor, batch, tokens_in + at, 16) for at in (0, tokens_out // 2, tokens_out - 16)]
+    decode = (steps[0] + 4 * steps[1] + steps[2]) / 6 * tokens_out
+    return {
+        "sequences_that_fit": fits,
+        "sequences": batch,
+        "prefill_seconds": prefill,
+        "decode_seconds": decode,
+        "tokens_per_second_of_decoding": batch * tokens_out / decode,
+        "tokens_per_second": batch * tokens_out / (prefill + decode),
+    }
 
 
 def torch_rates(batches: tuple[int, ...]) -> dict[int, float]:
@@ -159,27 +254,43 @@ def torch_rates(batches: tuple[int, ...]) -> dict[int, float]:
     return found
 
 
+def measure(recipe: str, folder: Path) -> dict[str, Any]:
+    """What a recipe does, and its kernels."""
+    opened = open_random(recipe, folder, max(BATCHES) * (CONTEXT + 4 * STEPS), CONTEXT + 4 * STEPS)
+    rates = {batch: decode_rate(opened.target, batch) for batch in BATCHES}
+    kernels = kernel_times(opened.target, 1)
+    print(f"{recipe:16}", {b: round(r) for b, r in rates.items()}, opened.notes, flush=True)
+    total = sum(us * count for us, count in kernels.values())
+    print(f"    a step at batch 1 takes {1e6 / rates[1]:.0f} us, its kernels {total:.0f}", flush=True)
+    for label, (us, count) in kernels.items():
+        print(f"    {us:7.1f} x {count:3} {label}", flush=True)
+    opened.close()
+    return {**opened.notes, "tokens_per_second": rates, "kernels": kernels, "kernels_us": total}
+
+
+def measure_largest(recipe: str, folder: Path) -> dict[str, Any]:
+    """The largest batch of a recipe."""
+    with_cache = 1536 * 512
+    if recipe == "bf16":
+        free = torch.cuda.mem_get_info()[0]
+        with_cache = int((free - (24 << 30)) // (1 << 17) // 1536 * 1536)
+    opened = open_random(recipe, folder, with_cache, 1536)
+    found = largest(opened)
+    opened.close()
+    print(f"{recipe:16} largest batch", found, flush=True)
+    return found
+
+
 def main() -> None:
     options = [a for a in sys.argv[1:] if a.startswith("--")]
     named = [a.split("=", 1)[1].split(",") for a in options if a.startswith("--recipes=")]
-    results: dict[str, Any] = {**facts(), "context": CONTEXT, "ours": {}}
+    results: dict[str, Any] = {**facts(), "context": CONTEXT, "ours": {}, "largest": {}}
     with tempfile.TemporaryDirectory() as temporary:
         folder = empty_checkpoint(Path(temporary))
         for recipe in named[0] if named else ("qserve", "qserve-channel", "w4a16", "bf16"):
-            executor, memory, notes = open_random(recipe, folder, max(BATCHES))
-            rates = {batch: decode_rate(executor, batch) for batch in BATCHES}
-            rows = [Rows([1], CONTEXT, range(32), 1)]
-            executor.profile(True)
-            for _ in range(3):
-                executor.step(rows, False)
-            times = {name: 1e6 * seconds / runs for name, (seconds, runs) in executor.profile_read().items()}
-            results["ours"][recipe] = {**notes, "tokens_per_second": rates, "profile_us": times}
-            print(f"{recipe:16}", {b: round(r) for b, r in rates.items()}, notes, flush=True)
-            some = [*list(times.items())[10:21], *list(times.items())[-5:]]  # a layer, and what follows the last
-            print("   ", {name: round(us, 1) for name, us in some}, flush=True)
-            executor.close()
-            del memory
-            torch.cuda.empty_cache()
+            results["ours"][recipe] = measure(recipe, folder)
+        for recipe in () if "--no-largest" in options else ("qserve", "bf16"):
+            results["largest"][recipe] = measure_largest(recipe, folder)
     if "--no-torch" not in options:
         results["torch_bf16"] = torch_rates((1, 64))
     paths = [a for a in sys.argv[1:] if not a.startswith("--")]

@@ -1,14 +1,19 @@
 """A sample model on this GPU beside the CPU: perplexity of each recipe, and which rows' bits depend on their company.
 
     python benchmarks/gpu_quality.py MODEL heldout.jsonl [out.json] [--gpu-only] [--recipes=qserve,w4a16,...]
+        [--prompts=PROMPTS.jsonl,MORE.jsonl]
 
-Differences count logits of four sequences' last nine rows against each row computed alone: in steps of so many
-rows, as a batch, and by the kernels of long steps (which differ where sums are floating point).
+With prompts, recipes that draft generate 128 tokens of each with every gamma, 16 at a time; `differing` counts tokens
+that are not plain decoding's. `invariance` counts requests whose tokens or log probabilities differ, in any bit,
+between alone and in 200 random batches of 1 to 32 in which drafts are of random gammas. `different_bits` counts logits
+of four sequences' last nine rows against each row computed alone: in steps of so many rows, as a batch, and by the
+kernels of long steps.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -20,9 +25,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
 from benchmarks.gpu_common import facts
+from qcompile import SamplingParams
 from qcompile.runtime.executor import Rows
+from qcompile.runtime.gamma import AUTO
 
-RECIPES = ("qserve", "qserve-channel", "w4a8", "w8a8", "w4a16", "bf16")
+RECIPES = ("qserve", "qserve-channel", "w4a8", "w8a8", "w4a16", "bf16", "nested", "qspec", "quantspec")
+GAMMAS = (4, 1, 2, 3, 5, 6, 7, 8, AUTO)
+TOKENS, BATCHES, FEW_TOKENS = 128, 200, 24
 LENGTHS = (300, 1111, 64, 700)
 LAST = 9
 
@@ -30,8 +39,8 @@ LAST = 9
 def different_bits(llm: qcompile.LLM) -> dict[str, int]:
     """Logits that differ in any bit from those of rows alone, by how the rows were computed."""
     executor, pool = llm.executor, llm.engine.pool
-    random = np.random.default_rng(0)
-    texts = [random.integers(2, llm.vocab_size, length).tolist() for length in LENGTHS]
+    draw = np.random.default_rng(0)
+    texts = [draw.integers(2, llm.vocab_size, length).tolist() for length in LENGTHS]
     pages = [pool.take(-(-length // executor.limits.page_tokens)) for length in LENGTHS]
     starts = [length - LAST for length in LENGTHS]
 
@@ -65,11 +74,65 @@ def different_bits(llm: qcompile.LLM) -> dict[str, int]:
     return result
 
 
-def measure(model: str, documents: str, recipe: str, folder: Path, targets: Sequence[str]) -> dict[str, Any]:
-    """Perplexity by kind of target, and on the GPU what different_bits counts."""
+def exactness(llm: qcompile.LLM, prompts: list[str]) -> dict[str, Any]:
+    """Tokens that drafts changed, by gamma; what was accepted at gamma 4."""
+    params = SamplingParams(temperature=0, max_tokens=TOKENS)
+    llm.engine.gamma = 0
+    plain = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    found: dict[str, Any] = {"tokens": sum(map(len, plain)), "differing": {}}
+    for gamma in GAMMAS:
+        llm.engine.gamma = gamma
+        outputs = llm.generate(prompts, params)
+        pairs = zip(plain, (output.outputs[0].token_ids for output in outputs), strict=True)
+        name = "auto" if gamma == AUTO else str(gamma)
+        found["differing"][name] = sum(_differing(*pair) for pair in pairs)
+        if gamma == GAMMAS[0]:
+            counts = [output.speculation for output in outputs if output.speculation]
+            found["acceptance"] = sum(sum(c.accepted) for c in counts) / sum(sum(c.drafted) for c in counts)
+    return found
+
+
+def _differing(a: Sequence[int], b: Sequence[int]) -> int:
+    return sum(x != y for x, y in zip(a, b, strict=False)) + abs(len(a) - len(b))
+
+
+def invariance(llm: qcompile.LLM, prompts: list[str]) -> dict[str, int]:
+    """Requests that random company changed."""
+    make = random.Random(0)
+    params = SamplingParams(temperature=0, max_tokens=FEW_TOKENS, logprobs=1)
+    llm.engine.gamma = 0
+
+    def facts_of(texts: list[str]) -> list[Any]:
+        outputs = llm.generate(texts, params)
+        return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
+
+    some = make.sample(prompts, 64)
+    alone = {text: facts_of([text])[0] for text in some}
+    requests = changed = 0
+    for _ in range(BATCHES):
+        batch = [make.choice(some) for _ in range(make.randint(1, 32))]
+        llm.engine.gamma = make.randint(0, 6) if llm.engine.speculator else 0
+        requests += len(batch)
+        changed += sum(alone[text] != got for text, got in zip(batch, facts_of(batch), strict=True))
+    return {"requests": requests, "changed": changed}
+
+
+def measure(
+    model: str, documents: str, recipe: str, folder: Path, targets: Sequence[str], prompts: list[str]
+) -> dict[str, Any]:
+    """Perplexity by kind of target, and on the GPU what the top says."""
     found: dict[str, Any] = {"recipe": recipe}
     for target in targets:
         path = qcompile.build(model, folder / f"{recipe}-{target}", target=target, recipe=recipe).path
+        if target != "cpu" and prompts:
+            with qcompile.load(path, max_batch=32) as llm:
+                if llm.engine.speculator:
+                    llm.engine.scheduler.max_batch = 16
+                    found["exactness"] = exactness(llm, prompts)
+                    print(recipe, found["exactness"], flush=True)
+                    llm.engine.scheduler.max_batch = 32
+                found["invariance"] = invariance(llm, prompts)
+                print(recipe, found["invariance"], flush=True)
         with qcompile.load(path) as llm:
             kind = "cpu" if target == "cpu" else "gpu"
             result = llm.perplexity(documents)
@@ -85,8 +148,11 @@ def main() -> None:
     model, documents, *out = [a for a in sys.argv[1:] if not a.startswith("--")]
     named = [a.split("=", 1)[1].split(",") for a in options if a.startswith("--recipes=")]
     targets = ("h200",) if "--gpu-only" in options else ("h200", "cpu")
+    files = next((a.split("=", 1)[1].split(",") for a in options if a.startswith("--prompts=")), [])
+    prompts = [json.loads(line)["prompt"] for file in files for line in Path(file).read_text("utf-8").splitlines()]
     with tempfile.TemporaryDirectory() as folder:
-        rows = [measure(model, documents, r, Path(folder), targets) for r in (named[0] if named else RECIPES)]
+        recipes = named[0] if named else RECIPES
+        rows = [measure(model, documents, recipe, Path(folder), targets, prompts) for recipe in recipes]
     if out:
         Path(out[0]).write_text(json.dumps({**facts(), "recipes": rows}, indent=1) + "\n", encoding="utf-8")
 

@@ -66,6 +66,7 @@ class LaunchCall:
             ctypes.pointer(self._attribute),
             int(prelaunch),
         )
+        self.function = function
         self._driver, self._function = driver, ctypes.c_void_p(function)
 
     def run(self) -> None:
