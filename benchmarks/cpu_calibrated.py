@@ -42,7 +42,7 @@ KV32 = {"cache.format": "kv32"}
 ROTATED = {"fold_norms.enabled": "true", "rotate.enabled": "true"}
 SMOOTHED = {"smooth_attention.enabled": "true", "smooth_attention.alpha": "0.5"}
 PLAIN = {"fold_norms.enabled": "false", "rotate.enabled": "false", "smooth_attention.enabled": "false"}
-NESTED = {**KV32, "assign_precision.activation": "int8"}
+NESTED = {**KV32, "assign_precision.activation": "int8_g128"}
 
 TABLE = [
     Row("W4 g128 A16", "w4a16", KV32, 0.056),
