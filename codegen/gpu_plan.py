@@ -328,6 +328,8 @@ class _Maker:
 
     def _rope_append(self, c: p.RopeAppend) -> Iterator[Launch]:
         stride = self.program.buffer(c.qkv).stride
+        if c.block:
+            raise UnsupportedError("GPU append turns no keys yet: leave rotate_keys off")
         spec = AppendSpec(
             self.plan.kv,
             c.heads,

@@ -276,7 +276,7 @@ def _gemm(low: Lowering, node: fx.Node) -> p.Call:
 
 
 def _rope_append(low: Lowering, node: fx.Node) -> p.Call:
-    qkv, inv_freq, _, _, _, _, offsets, heads, kv_heads, head_dim, scaling, interleaved, layer, _ = _args(node)
+    qkv, inv_freq, _, _, _, _, offsets, heads, kv_heads, head_dim, scaling, interleaved, layer, _, *turn = _args(node)
     q, k, v = offsets
     return p.RopeAppend(
         node.name,
@@ -292,6 +292,8 @@ def _rope_append(low: Lowering, node: fx.Node) -> p.Call:
         inv_freq=low.vector(inv_freq),
         scaling=scaling,
         interleaved=interleaved,
+        center=low.vector(turn[0]) if turn else None,
+        block=turn[1] if turn else 0,
     )
 
 
@@ -446,4 +448,4 @@ def lower(graph: Graph, weights: WeightTable, origin: str = "") -> p.Program:
 
 def _kv_layout(graph: Graph) -> p.KVLayout:
     layers, _, _, kv_heads, head_dim = next(n for n in graph.inputs if n.target == "step_cache").meta["val"].shape
-    return p.KVLayout(_args(graph.calls("rope_append")[0])[-1], layers, kv_heads, head_dim)
+    return p.KVLayout(_args(graph.calls("rope_append")[0])[13], layers, kv_heads, head_dim)

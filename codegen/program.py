@@ -188,7 +188,8 @@ class RopeAppend:
     """Rotate q (in place) and k by position, and append k and v to the layer's KV pages.
 
     qkv: f32 [tokens, width], q, k, v starting at the given columns. `inv_freq` is a weight, f32
-    [rotary_dim / 2] (None: no rotation); `scaling` multiplies cos and sin.
+    [rotary_dim / 2] (None: no rotation); `scaling` multiplies cos and sin. With `block`, q and k (k less the weight
+    `center`, f32 [kv_heads * head_dim]) are then turned in blocks of features by a Hadamard matrix, a power of 2.
     """
 
     kernel: ClassVar[str] = "rope_append"
@@ -205,6 +206,8 @@ class RopeAppend:
     inv_freq: str | None = None
     scaling: float = 1.0
     interleaved: bool = False
+    center: str | None = None
+    block: int = 0
 
 
 @dataclass(frozen=True)

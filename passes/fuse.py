@@ -66,8 +66,9 @@ def _fuse_rotation(graph: Graph, node: fx.Node) -> bool:
 class _Heads:
     """A value [M, H, D] read out of `source` [M, F] from column `start`, perhaps normalized, perhaps rotated.
 
-    `norm` is (weight, bias, eps, kind, blocks, width of a block), `rope` the arguments after the value; `alone` says
-    that nothing else reads what lies between, so that the source's columns may be overwritten.
+    `norm` is (weight, bias, eps, kind, blocks, width of a block), `rope` and `turn` (of rotate_heads) the arguments
+    after the value; `alone` says that nothing else reads what lies between, so that the source's columns may be
+    overwritten.
     """
 
     source: fx.Node
@@ -76,16 +77,20 @@ class _Heads:
     head_dim: int
     rope: tuple[Any, ...] | None
     norm: tuple[Any, ...] | None
+    turn: tuple[Any, ...]
     alone: bool
 
 
 def _heads_of(node: Any) -> _Heads | None:
-    """What the heads in `node` are made of, or None for any form but [rope] [norm] split_heads [norm] [slice]."""
+    """What the heads in `node` are made of, or None unless [turn] [rope] [norm] split_heads [norm] [slice]."""
     heads, head_dim = node.meta["val"].shape[-2:]
-    chain, rope, norm = [node], None, None
-    if ops.name_of(node.target) == "rope":
-        rope = tuple(node.args[1:])
+    chain, rope, norm, turn = [node], None, None, (None, 0)
+    if ops.name_of(node.target) == "rotate_heads":
+        turn = tuple(node.args[1:])
         chain.append(node.args[0])
+    if ops.name_of(chain[-1].target) == "rope":
+        rope = tuple(chain[-1].args[1:])
+        chain.append(chain[-1].args[0])
     if ops.name_of(chain[-1].target) in _NORMS:
         norm = (*_norm_arguments(chain[-1]), heads, head_dim)
         chain.append(chain[-1].args[0])
@@ -99,7 +104,7 @@ def _heads_of(node: Any) -> _Heads | None:
     if ops.name_of(source.target) == "slice_features":
         chain.append(source)
         source, start = source.args[0], source.args[1]
-    return _Heads(source, start, heads, head_dim, rope, norm, all(len(n.users) == 1 for n in chain))
+    return _Heads(source, start, heads, head_dim, rope, norm, turn, all(len(n.users) == 1 for n in chain))
 
 
 def _norm_arguments(norm: fx.Node) -> tuple[Any, ...]:
@@ -125,10 +130,12 @@ def _fuse_append(graph: Graph, node: fx.Node) -> bool:
     q, k, v = (p for p in parts if p is not None)
     if not (q.source is k.source is v.source and q.rope == k.rope and v.rope is None and v.norm is None):
         return False
+    if q.turn != (None, k.turn[1]) or v.turn[1]:
+        return False
     if not (q.alone and k.alone) or (q.rope is not None and q.rope[0] is not place[0]):
         return False
     inv_freq, scaling, interleaved = (None, 1.0, False) if q.rope is None else q.rope[1:]
-    shape = (q.heads, k.heads, q.head_dim, scaling, interleaved, layer, format)
+    shape = (q.heads, k.heads, q.head_dim, scaling, interleaved, layer, format, *k.turn)
     with graph.fx.inserting_before(node):
         source = q.source
         for part in (q, k):

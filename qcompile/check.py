@@ -41,6 +41,7 @@ _FLOAT = _ON_WEIGHTS | {
     "add",
     "mul",
     "rope",
+    "rotate_heads",
     "attention",
     "slice_features",
     "split_heads",

@@ -149,15 +149,19 @@ def _rope_append(
     interleaved: bool,
     layer: int,
     format: str,
+    center: Tensor | None = None,
+    block: int = 0,
 ) -> list[Any]:
     views = []
-    for offset, count, turns in zip(offsets, (heads, kv_heads, kv_heads), (True, True, False), strict=True):
-        part = qkv[:, offset : offset + count * head_dim]
-        if turns and inv_freq is not None:
-            heads_of = part.reshape(-1, count, head_dim)
-            part = ops.reference("rope")(heads_of, positions, inv_freq, scaling, interleaved).flatten(1)
-            qkv = qkv.slice_scatter(part, 1, offset, offset + count * head_dim)
-        views.append(part.reshape(-1, count, head_dim))
+    for offset, count, less in zip(offsets, (heads, kv_heads, kv_heads), (None, center, None), strict=True):
+        part = qkv[:, offset : offset + count * head_dim].reshape(-1, count, head_dim)
+        if len(views) < 2:  # not v
+            if inv_freq is not None:
+                part = ops.reference("rope")(part, positions, inv_freq, scaling, interleaved)
+            if block:
+                part = ops.reference("rotate_heads")(part, less, block)
+            qkv = qkv.slice_scatter(part.flatten(1), 1, offset, offset + count * head_dim)
+        views.append(part)
     return [qkv, _kv_append(views[1], views[2], positions, sequence, table, cache, layer, format)]
 
 

@@ -39,6 +39,7 @@ from qcompile.passes.quantize import Quantize
 from qcompile.passes.raise_ops import Raise
 from qcompile.passes.reorder import Reorder
 from qcompile.passes.rotate import Rotate
+from qcompile.passes.rotate_keys import RotateKeys
 from qcompile.passes.salience import Salience
 from qcompile.passes.smooth import Smooth
 from qcompile.passes.smooth_attention import SmoothAttention
@@ -51,6 +52,7 @@ PASSES: tuple[type[Pass], ...] = (
     Rotate,
     Smooth,
     SmoothAttention,
+    RotateKeys,
     Reorder,
     AssignPrecision,
     Merge,

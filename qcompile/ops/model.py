@@ -107,6 +107,17 @@ def slice_features(x: Tensor, start: int, stop: int) -> Tensor:
     return x[..., start:stop].clone()
 
 
+@define(like)
+def rotate_heads(x: Tensor, center: Tensor | None, block: int) -> Tensor:
+    """x [..., H, D], less center [H * D], with blocks of `block` features times hadamard_matrix(block) / sqrt(block).
+
+    `block` is a power of 2, so that the matrix is all doublings.
+    """
+    if center is not None:
+        x = x - center.to(x.dtype).unflatten(0, x.shape[-2:])
+    return hadamard_module.transform(x.unflatten(-1, (-1, block)), torch.ones(1, 1)).flatten(-2)
+
+
 @define(lambda x, heads: x.new_empty(*x.shape[:-1], heads, x.shape[-1] // heads))
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """x [..., H*D] -> [..., H, D]."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qcompile import numerics
-from qcompile.ops.model import attend, key_offsets, layer_norm, rms_norm, rope, visible
+from qcompile.ops.model import attend, key_offsets, layer_norm, rms_norm, rope, rotate_heads, visible
 from qcompile.ops.registry import define, like
 
 # ---- the step's view: rows of many sequences over a paged cache -----------------------------------
@@ -99,9 +99,12 @@ def rope_append(
     interleaved: bool,
     layer: int,
     format: str,
+    center: Tensor | None = None,
+    block: int = 0,
 ) -> list[Tensor]:
     """Rotates q and k inside qkv [M, ...] (offsets of q, k, v in features) and appends k, v to the cache.
 
+    With `block`, rotate_heads then turns both, and takes `center` [Hk * D] off k.
     Returns [qkv with q and k rotated, new cache].
     """
     qkv = qkv.clone()
@@ -111,6 +114,9 @@ def rope_append(
     if inv_freq is not None:
         for view in views[:2]:
             view.copy_(rope(view.contiguous(), positions, inv_freq, scaling, interleaved))
+    if block:
+        for view, less in zip(views, (None, center), strict=False):
+            view.copy_(rotate_heads(view.contiguous(), less, block))
     k, v = (view.contiguous() for view in views[1:])
     return [qkv, kv_append(k, v, positions, sequence, block_table, cache, layer, format)]
 

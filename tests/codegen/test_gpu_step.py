@@ -269,6 +269,7 @@ def test_an_artifact_for_a_gpu_is_built_without_one(tmp_path: Path) -> None:
     [
         ("f32", {}, "weights in f32 with activations in f32 have no GPU kernels|no kv32 cache"),
         ("mxfp4", {}, "no GPU kernels|per token"),
+        ("qserve", {"rotate_keys.enabled": "true"}, "leave rotate_keys off"),
     ],
 )
 def test_what_has_no_gpu_kernel_is_refused_by_name(recipe: str, options: dict[str, str], message: str) -> None:

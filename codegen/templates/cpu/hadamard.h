@@ -25,27 +25,31 @@ QC_INLINE void hadamard_core(const float* from, int block, const float* core, fl
   }
 }
 
+// to = from [block] times H / sqrt(block), H as below.
+template <int kCore>
+QC_INLINE void hadamard_block(const float* from, int block, const float* core, float* to) {
+  hadamard_core<kCore>(from, block, core, to);
+  for (int stride = kCore == 1 ? 16 : kCore; stride < block; stride *= 2)
+    for (int i = 0; i < block; i += 2 * stride)
+      for (int l = 0; l < stride; ++l) {
+        const float a = to[i + l], b = to[i + stride + l];
+        to[i + l] = a + b, to[i + stride + l] = a - b;
+      }
+  const float factor = 1.0f / __builtin_sqrtf((float)block);
+  for (int i = 0; i < block; ++i) to[i] *= factor;
+}
+
 // out[t] = x[t] with each block of columns times H / sqrt(block), in the format of out. H is kron(doublings, core);
 // block is a multiple of 16 where the core is 1. A row is summed in one order whatever its neighbours.
 template <int kCore, class Out>
 QC_NOINLINE void hadamard(Range rows, const float* x, int width, int block, const float* core, const Worker& w,
                           Out out) {
   const int kp = gemm_kp(width);
-  const float factor = 1.0f / __builtin_sqrtf((float)block);
   float* row = (float*)w.scratch;
   for (int t = rows.begin; t < rows.end; ++t) {
     const float* from = x + (int64_t)t * kp;
-    for (int start = 0; start < width; start += block) {
-      float* to = row + start;
-      hadamard_core<kCore>(from + start, block, core, to);
-      for (int stride = kCore == 1 ? 16 : kCore; stride < block; stride *= 2)
-        for (int i = 0; i < block; i += 2 * stride)
-          for (int l = 0; l < stride; ++l) {
-            const float a = to[i + l], b = to[i + stride + l];
-            to[i + l] = a + b, to[i + stride + l] = a - b;
-          }
-      for (int i = 0; i < block; ++i) to[i] *= factor;
-    }
+    for (int start = 0; start < width; start += block)
+      hadamard_block<kCore>(from + start, block, core, row + start);
     for (int i = width; i < kp; ++i) row[i] = 0.0f;
     put(out, t, row, width);
   }

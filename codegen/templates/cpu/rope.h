@@ -1,5 +1,6 @@
 // rope.h: rotary position embedding, and the append of k and v to the cache.
 #pragma once
+#include "hadamard.h"
 #include "kv.h"
 
 typedef double f64x8 __attribute__((vector_size(64)));
@@ -57,6 +58,8 @@ struct RopeArgs {
   const float* table;  // of rope_table; null: no rotation
   int rotary_dim;
   bool interleaved;    // pairs (2i, 2i + 1) rather than (i, i + rotary_dim / 2)
+  int block = 0;                  // then q and k are turned in blocks of so many features by a Hadamard matrix; 0: no
+  const float* center = nullptr;  // [kv_heads * head_dim] taken off k before; null: nothing
 };
 
 QC_INLINE void rotate(const RopeArgs& rope, int t, float* __restrict__ x) {
@@ -78,6 +81,14 @@ QC_INLINE void rotate(const RopeArgs& rope, int t, float* __restrict__ x) {
     x[i] = a * c[i] - b * s[i];
     y[i] = b * c[i] + a * s[i];
   }
+}
+
+// x [d] less `center` (null: as it is), turned in blocks; nothing where the model turns none.
+QC_INLINE void turn(const RopeArgs& rope, int d, const float* center, float* x) {
+  if (!rope.block) return;
+  float from[1024];
+  for (int i = 0; i < d; ++i) from[i] = center ? x[i] - center[i] : x[i];
+  for (int i = 0; i < d; i += rope.block) hadamard_block<1>(from + i, rope.block, nullptr, x + i);
 }
 
 struct RopeAppend {
@@ -102,14 +113,21 @@ QC_NOINLINE void rope_append(const RopeAppend& a, const KvLayer<F>& kv, Range he
     for (int t = tokens.begin; t < tokens.end; ++t) {
       while (a.query_start[sequence + 1] <= t) ++sequence;
       float* row = a.qkv + (int64_t)t * a.stride;
-      for (int g = 0; g < group; ++g) rotate(a.rope, t, row + a.q_offset + (h * group + g) * d);
+      const float* center = a.rope.center ? a.rope.center + h * d : nullptr;
+      for (int g = 0; g < group; ++g) {
+        float* q = row + a.q_offset + (h * group + g) * d;
+        rotate(a.rope, t, q);
+        turn(a.rope, d, nullptr, q);
+      }
       if constexpr (F >= kKvHier) {  // attention writes its cache, group by group
         rotate(a.rope, t, row + a.k_offset + h * d);
+        turn(a.rope, d, center, row + a.k_offset + h * d);
         continue;
       }
       memcpy(k, row + a.k_offset + h * d, sizeof(float) * (size_t)d);
       memcpy(v, row + a.v_offset + h * d, sizeof(float) * (size_t)d);
       rotate(a.rope, t, k);
+      turn(a.rope, d, center, k);
       const int p = a.positions[t];
       if constexpr (F < kKvHier) kv_append<F>(kv.block(sequence, p / kPage, h), p % kPage, k, v, dp);
     }
