@@ -69,8 +69,8 @@ class RotateKeys(Pass):
 
 def _shift_is_free(node: fx.Node) -> bool:
     """Whether scores of a query may all move alike: nothing but softmax over keys sees them."""
-    arguments: Any = node.args
-    _, _, _, _, _, softcap, sinks, *_ = (*arguments, *[0, 0.0, None, None][len(arguments) - 4 :])
+    softcap = node.args[5] if len(node.args) > 5 else 0.0
+    sinks = node.args[6] if len(node.args) > 6 else None
     return not softcap and sinks is None
 
 

@@ -152,7 +152,7 @@ def _rope_append(
     center: Tensor | None = None,
     block: int = 0,
 ) -> list[Any]:
-    views = []
+    views: list[Tensor] = []
     for offset, count, less in zip(offsets, (heads, kv_heads, kv_heads), (None, center, None), strict=True):
         part = qkv[:, offset : offset + count * head_dim].reshape(-1, count, head_dim)
         if len(views) < 2:  # not v
