@@ -94,6 +94,8 @@ def test_norms() -> None:
         np.testing.assert_allclose(rows(TOKENS), F.layer_norm(X, (WIDTH,), WEIGHT, BIAS, 1e-5), atol=1e-5)
     with rows_of([replace(rms, kind="layer", weight=None)]) as rows:
         np.testing.assert_allclose(rows(TOKENS), F.layer_norm(X, (WIDTH,), None, None, 1e-5), atol=1e-5)
+    with rows_of([replace(rms, eps=3.0)]) as rows:
+        np.testing.assert_allclose(rows(TOKENS), F.rms_norm(X, (WIDTH,), WEIGHT, 3.0), atol=1e-5)
 
 
 def test_embedding_of_bf16_is_exact() -> None:

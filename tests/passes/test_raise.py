@@ -223,6 +223,28 @@ def test_parts_normalized_apart() -> None:
         assert check.max_relative_error(graph.run(ids, positions), module(ids)) < 3e-6
 
 
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_a_norm_written_out_divides_by_the_number_of_features(unbiased: bool) -> None:
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(modules.VOCAB, 48), nn.Linear(48, modules.VOCAB)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            variance = x.var(-1, correction=int(unbiased), keepdim=True)
+            return self.head((x - x.mean(-1, keepdim=True)) * torch.rsqrt(variance + 1e-5))
+
+    module, (ids, positions) = modules.randomized(Written()), inputs()
+    if unbiased:
+        with pytest.raises(UnsupportedError, match="no counterpart here"):
+            raise_module(module)
+        return
+    graph = raise_module(module)
+    assert len(graph.calls("layer_norm")) == 1
+    assert check.max_relative_error(graph.run(ids, positions), module(ids)) < 3e-6
+
+
 def test_repeated_heads_in_the_wrong_order() -> None:
     """K tiled instead of repeated: query head h reads key head h % Hk, which our attention does not have."""
 

@@ -34,6 +34,13 @@ def test_columns_stand_by_size() -> None:
     assert (sizes.diff() <= 1e-6).all() and sizes[0] > 1.2 * sizes[-1]
 
 
+def test_columns_stand_by_size_within_each_value_head() -> None:
+    graph = reordered(decoder(layers=1, head_dim=40)).graph
+    columns = graph.evaluate(graph.calls("linear")[3].args[1]).unflatten(1, (2, 2, 40))  # [N, Hk, group, D]
+    sizes = columns.norm(dim=(0, 2))
+    assert (sizes.diff() <= 1e-6).all() and (sizes[:, 0] > 1.2 * sizes[:, -1]).all()
+
+
 def test_norm_weights_and_constants_move_along() -> None:
     before = decoder(layers=1)
     for index, norm in enumerate(before.calls("rms_norm")):

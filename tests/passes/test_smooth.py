@@ -59,6 +59,7 @@ def test_pairs_that_turn_together_share_a_factor(interleaved: bool) -> None:
     factor = after.evaluate(after.calls("key_scale")[0]).reshape(2, 16)
     a, b = (factor[:, 0::2], factor[:, 1::2]) if interleaved else factor.chunk(2, 1)
     assert torch.equal(a, b)
+    assert all(len(head.unique()) == 8 for head in a)  # and every pair has its own
     assert check.equivalent(after, graph, sequence_inputs()) < 1e-13
 
 
