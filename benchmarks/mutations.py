@@ -2,13 +2,14 @@
 
     python benchmarks/mutations.py [--only TEXT] [--jobs 2] [--out FILE]
 
-Each mutation is one deliberate fault, a small change of source text, put into a copy of the tree; then the tests that
+With --only the other rows of FILE stay. Each mutation is one deliberate fault, a small change of source text, put into a copy of the tree; then the tests that
 ought to notice are run there. Before that they are run on the unchanged copy, where they must pass.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import queue
 import shutil
@@ -393,6 +394,10 @@ def main() -> None:
             if not passed:
                 raise SystemExit(f"{tests} does not pass on the unchanged tree: {failed}")
         rows = list(pool.map(lambda m: in_a_copy(copies, lambda copy: examine(m, copy)), chosen))
+    known = json.loads(arguments.out.read_text())["rows"] if arguments.only and arguments.out.exists() else []
+    fresh = {str(row["fault"]): row for row in rows}
+    faults = {m.fault for m in MUTATIONS}
+    rows = list(({row["fault"]: row for row in known if row["fault"] in faults} | fresh).values())
     caught = sum(bool(row["caught"]) for row in rows)
     print(f"{caught} of {len(rows)} caught, {WANTED} wanted")
     write_result(arguments.out, {"faults": len(rows), "caught": caught, "met": caught >= WANTED, "rows": rows})
