@@ -2,8 +2,9 @@
 
     python benchmarks/mutations.py [--only TEXT] [--jobs 2] [--out FILE]
 
-With --only the other rows of FILE stay. Each mutation is one deliberate fault, a small change of source text, put into a copy of the tree; then the tests that
-ought to notice are run there. Before that they are run on the unchanged copy, where they must pass.
+Each mutation is one deliberate fault, a small change of source text, put into a copy of the tree; then the tests that
+ought to notice are run there. Before that they are run on the unchanged copy, where they must pass. With --only the
+other rows of FILE stay.
 """
 
 from __future__ import annotations
