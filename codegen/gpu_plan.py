@@ -301,7 +301,6 @@ class _Maker:
         refs |= _vectors(None, c.bias)
         if c.residual is not None:
             refs["residual"] = self.ref(c.residual)
-        refs |= {"sums": ["work", "sums"], "arrived": ["work", "arrived"]}
         variants = [self._gemm_variant(packing, n, c.k, most, x.rows, refs, options) for most in tiles.classes(packing)]
         yield Launch(c.name, x.rows, tuple(variants))
         if c.out is None:
@@ -312,10 +311,13 @@ class _Maker:
     ) -> Variant:
         tile = tiles.in_one_order(packing, n, k, most or tiles.MANY, self.capability)
         spec = gemm.KernelSpec(packing, n, k, tile, **options)
+        # Sums of integers are left at zero, and found so; those of floats are not.
+        places = {"sums": "float_sums" if spec.float_sum else "sums", "arrived": "arrived"}
         for name, (items, dtype) in spec.workspace(most or MOST_ROWS).items():
-            self.plan.need(name, items * dtype.itemsize)
+            self.plan.need(places[name], items * dtype.itemsize)
         grid: tuple[Size, Size, Size] = ([rows, tile.tokens], n // tile.rows, tile.splits)
-        return Variant(self.plan.add(gemm.kernel(spec)), grid, refs, most)
+        work: dict[str, Ref] = {name: ["work", place] for name, place in places.items()}
+        return Variant(self.plan.add(gemm.kernel(spec)), grid, refs | work, most)
 
     def _pick(self, c: p.Gemm) -> Iterator[Launch]:
         parts = -(-c.n // PICK_PART)

@@ -142,9 +142,10 @@ class Driver:
 
     def allocate(self, size: int, what: str) -> int:
         """Address of `size` zeroed bytes, aligned to 256."""
-        address = ctypes.c_uint64()
+        address, stream = ctypes.c_uint64(), ctypes.c_void_p(self.stream)
         self.check(self.library.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(max(size, 256))), what)
-        self.check(self.library.cuMemsetD8_v2(address, 0, ctypes.c_size_t(max(size, 256))), what)
+        # In the order of the stream: on the default stream zeros might come after what is written here next.
+        self.check(self.library.cuMemsetD8Async(address, 0, ctypes.c_size_t(max(size, 256)), stream), what)
         return address.value
 
     def free(self, address: int) -> None:
