@@ -3,7 +3,7 @@
     python benchmarks/gpu_quality.py MODEL heldout.jsonl [out.json] [--gpu-only] [--recipes=qserve,w4a16,...]
         [--prompts=PROMPTS.jsonl,MORE.jsonl]
 
-With prompts, recipes that draft generate 128 tokens of each with every gamma, 16 at a time; `differing` counts tokens
+With prompts, recipes that draft generate 128 tokens of each with every gamma, 48 at a time; `differing` counts tokens
 that are not plain decoding's. `invariance` counts requests whose tokens or log probabilities differ, in any bit,
 between alone and in 200 random batches of 1 to 32 in which drafts are of random gammas. `different_bits` counts logits
 of four sequences' last nine rows against each row computed alone: in steps of so many rows, as a batch, and by the
@@ -31,7 +31,7 @@ from qcompile.runtime.gamma import AUTO
 
 RECIPES = ("qserve", "qserve-channel", "w4a8", "w8a8", "w4a16", "bf16", "nested", "qspec", "quantspec")
 GAMMAS = (4, 1, 2, 3, 5, 6, 7, 8, AUTO)
-TOKENS, BATCHES, FEW_TOKENS = 128, 200, 24
+TOKENS, BATCHES, FEW_TOKENS, TOGETHER = 128, 200, 12, 48
 LENGTHS = (300, 1111, 64, 700)
 LAST = 9
 
@@ -125,18 +125,17 @@ def measure(
     for target in targets:
         path = qcompile.build(model, folder / f"{recipe}-{target}", target=target, recipe=recipe).path
         if target != "cpu" and prompts:
-            with qcompile.load(path, max_batch=32) as llm:
+            with qcompile.load(path, max_batch=TOGETHER) as llm:
                 if llm.engine.speculator:
-                    llm.engine.scheduler.max_batch = 16
                     found["exactness"] = exactness(llm, prompts)
                     print(recipe, found["exactness"], flush=True)
-                    llm.engine.scheduler.max_batch = 32
                 found["invariance"] = invariance(llm, prompts)
                 print(recipe, found["invariance"], flush=True)
         with qcompile.load(path) as llm:
             kind = "cpu" if target == "cpu" else "gpu"
             result = llm.perplexity(documents)
             found[kind] = {"perplexity": result.perplexity}
+            print(recipe, kind, result.perplexity, flush=True)
             if kind == "gpu":
                 found[kind]["different_bits"] = different_bits(llm)
     print(found, flush=True)
