@@ -15,6 +15,7 @@ from typing import Any
 from qcompile.codegen.gpu_attention import GpuKV
 from qcompile.codegen.triton import DECODE_TOKENS, KernelSpec, Tile
 from qcompile.errors import UnsupportedError
+from qcompile.numerics import HIER_GROUP
 
 # (format, most tokens, N, K): Tile(tokens, rows, slices, splits, unroll, warps, stages, ahead)
 H200: dict[tuple[str, int, int, int], Tile] = {
@@ -189,5 +190,8 @@ def attention(kv: GpuKV, whole: bool) -> dict[str, Any]:
     Found by benchmarks/gpu_attention.py --search on an H200 for heads of 128; `whole` differs in what it has in flight,
     which no sum depends on.
     """
+    if kv.hierarchical:
+        # A tile is a group: what its channels' scales do to queries is done once.
+        return {"tile": HIER_GROUP, "warps": 4, "stages": 1 if whole else 2}
     tile = 16 if kv.dim > 128 else 64 if kv.dim <= 64 or kv.bits != 8 else 32
     return {"tile": tile, "warps": 2 if kv.bits == 16 else 1, "stages": 1 if whole else 3}
