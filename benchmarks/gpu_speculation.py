@@ -33,7 +33,7 @@ from qcompile.runtime.speculate import DraftState
 
 TRACE = Path(__file__).parent / "results" / "speculation.json"
 GAMMAS = (1, 2, 3, 4)
-ROUNDS = 24
+ROUNDS = 12
 CASES = {
     "nested": ((1, CONTEXT), (8, CONTEXT)),
     "qspec": ((1, CONTEXT), (8, CONTEXT), (16, CONTEXT), (32, CONTEXT)),
@@ -49,10 +49,10 @@ def accepted(recipe: str) -> list[float]:
 
 
 def round_seconds(opened: Opened, batch: int, context: int, gamma: int) -> float:
-    """Seconds of a round, the best of three times ROUNDS that follow each other on the GPU."""
+    """Seconds of a round, the best of several times ROUNDS that follow each other on the GPU."""
     assert opened.speculator
     best = float("inf")
-    for _ in range(4):  # the first captures the graph
+    for _ in range(3):  # the first captures the graph
         rows = sequences(opened.target, batch, context, ROUNDS + gamma + 1)
         requests: Any = [
             SimpleNamespace(tokens=[*range(context), 100], computed=context, pages=list(r.pages), drafts=DraftState())
