@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from qcompile import allocate, gradients, numerics, roofline
+from qcompile import allocate, gptq, gradients, grids, numerics, roofline
 from qcompile.calibration import Calibration, Kept
 from qcompile.errors import UsageError
 from qcompile.graph import Graph
@@ -18,6 +18,10 @@ from qcompile.passes.trial import Trial, fewest
 
 MIXED = "mix_4_8"
 NARROW = "w4_asym_g128"
+DAMPING = 0.01
+"""Of GPTQ in a rehearsal: that of `calibrate` unless it is told otherwise."""
+SEEN = 8
+"""Samples of which inputs' moments are taken to see what GPTQ leaves of a rounding error."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +30,10 @@ class Salience(Pass):
 
     A feature's salience is the mean over samples of |s + s²/2|, s = gᵀ (q - c) with the gradient g of the sample's
     loss and the feature's change q - c under 4-bit rounding: Taylor's first-order term and the Fisher of the feature
-    (MixLLM 3.2, equation 4). `samples` are taken of the calibration text. Without text the features of every linear
-    that 4 bits move most are taken, the same share of each, which a note says. `fired` counts features marked.
+    (MixLLM 3.2, equation 4). `samples` are taken of the calibration text. With `compensated` the change is what
+    clipping and GPTQ leave, not rounding to nearest: they mend some linears far more than others. Without text the
+    features of every linear that 4 bits move most are taken, the same share of each, which a note says. `fired` counts
+    features marked.
 
     With `target_bits` features are taken in blocks by salience over predicted time on `target` (allocate.py), until
     codes have so many bits on average; with `max_perplexity_increase` as few as keep the perplexity of held-back
@@ -39,6 +45,7 @@ class Salience(Pass):
     enabled: bool = False
     fraction: float = 0.1
     samples: int = 32
+    compensated: bool = True
     target_bits: float = 0.0
     max_perplexity_increase: float = 0.0
     target: str = "cpu"
@@ -115,7 +122,7 @@ class Salience(Pass):
     def _scores(self, graph: Graph, linears: list[fx.Node], calibration: Calibration) -> list[Tensor]:
         """Salience [N] of every linear's output features."""
         calibration.check_vocabulary(graph.info.vocab_size)
-        key = f"salience-{calibration.fingerprint(graph, str(self.samples))}"
+        key = f"salience-{calibration.fingerprint(graph, f'{self.samples} {self.compensated}')}"
         kept = calibration.kept(key)
         if kept is not None:
             return kept.tensors
@@ -128,7 +135,8 @@ class Salience(Pass):
             done += 1
             calibration.progress(self.name, done, total)
 
-        moved = gradients.first_order(graph, tokens, dict.fromkeys(linears, _rounding_error), work)
+        change, seen = (_error_left, SEEN) if self.compensated else (_rounding_error, 0)
+        moved = gradients.first_order(graph, tokens, dict.fromkeys(linears, change), work, seen)
         scores = [(moved[node] + moved[node].square() / 2).abs().mean(0) for node in linears]
         calibration.keep(key, Kept(scores, {}))
         return scores
@@ -171,6 +179,13 @@ def _inputs(node: fx.Node) -> int:
     return int(weight.meta["val"].shape[1])
 
 
-def _rounding_error(w: Tensor) -> Tensor:
+def _rounding_error(w: Tensor, moments: Tensor | None = None) -> Tensor:
     """What rounding w [N, K] to 4 bits adds to it."""
     return numerics.dequantize_weight(numerics.quantize_weight(w, NARROW), NARROW, w.shape[1]) - w
+
+
+def _error_left(w: Tensor, moments: Tensor | None) -> Tensor:
+    """The same when clipping and GPTQ choose the codes, for inputs with second moments [K, K]."""
+    assert moments is not None
+    choice = gptq.choose(w, moments, grids.rounding(NARROW), clip=True, gptq=True, damping=DAMPING)
+    return numerics.dequantize_weight(choice.parts, NARROW, w.shape[1]) - w

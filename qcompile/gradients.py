@@ -20,7 +20,7 @@ from qcompile.ops.quantized import gate
 KEPT_BYTES = 1 << 30
 """Most bytes of values at cuts: as many samples as fit go through the model together."""
 
-Deltas = Mapping[fx.Node, Callable[[Tensor], Tensor]]
+Deltas = Mapping[fx.Node, Callable[[Tensor, Tensor | None], Tensor]]
 Values = dict[fx.Node, Any]
 
 
@@ -54,19 +54,22 @@ def _joined(parts: list[list[fx.Node]]) -> list[list[fx.Node]]:
 LINEARS = ("linear", "gated_linear")
 
 
-def first_order(graph: Graph, tokens: Tensor, deltas: Deltas, work: Callable[[], None]) -> dict[fx.Node, Tensor]:
+def first_order(
+    graph: Graph, tokens: Tensor, deltas: Deltas, work: Callable[[], None], seen: int = 0
+) -> dict[fx.Node, Tensor]:
     """For each linear in `deltas`, and each sample, how its output features' changes move the loss, to first order.
 
-    graph: float, of whole sequences; tokens int64 [samples, length]. `deltas[linear](weight)` is the change of its
-    weight [N, K]. The result, f32 [samples, N], holds gᵀ (c' - c) of MixLLM's equation 4 for every output feature c,
-    where g is the gradient of the sample's mean next-token loss. `work` is called after every stretch of a sample.
+    graph: float, of whole sequences; tokens int64 [samples, length]. `deltas[linear](weight, moments)` is the change of
+    its weight [N, K]; moments [K, K] are E[x xᵀ] of its inputs in `seen` samples, None where that is 0. The result, f32
+    [samples, N], holds gᵀ (c' - c) of MixLLM's equation 4 for every output feature c, where g is the gradient of the
+    sample's mean next-token loss. `work` is called after every stretch of a sample.
     """
     parts = stretches(graph)
     width = max(part[-1].meta["val"].shape[-1] for part in parts[:-1]) if len(parts) > 1 else 1
     together = max(1, KEPT_BYTES // (4 * width * tokens.shape[1] * len(parts)))
     results: dict[fx.Node, list[Tensor]] = {node: [] for node in deltas}
     for start in range(0, len(tokens), together):
-        _Batch(graph, parts, tokens[start : start + together], deltas, results, work).run()
+        _Batch(graph, parts, tokens[start : start + together], deltas, results, work, seen).run()
     return {node: torch.stack(rows) for node, rows in results.items()}
 
 
@@ -81,9 +84,10 @@ class _Batch:
         deltas: Deltas,
         results: dict[fx.Node, list[Tensor]],
         work: Callable[[], None],
+        seen: int,
     ) -> None:
         self.graph, self.parts, self.tokens, self.deltas, self.results = graph, parts, tokens, deltas, results
-        self.work = work
+        self.work, self.seen = work, seen
         self.weights: Values = {}
         self.positions = torch.arange(tokens.shape[1])[None]
 
@@ -97,13 +101,26 @@ class _Batch:
         gradients: list[Tensor | None] = [None for _ in self.tokens]
         for part, entry in zip(reversed(self.parts), reversed(entries), strict=True):
             self.weights = {}
-            changes = {node: self._change(node) for node in part if node in self.deltas}
+            changes = self._changes(part, entry[: self.seen])
             for i, values in enumerate(entry):
                 gradients[i] = self._back(part, i, values, gradients[i], changes)
                 self.work()
 
-    def _change(self, node: fx.Node) -> Tensor:
-        return self.deltas[node](self._weight(node.args[1]))
+    @torch.no_grad()
+    def _changes(self, part: list[fx.Node], entries: list[Values]) -> dict[fx.Node, Tensor]:
+        """What is to change of the weights of a stretch that the samples of `entries` go through."""
+        linears = [node for node in part if node in self.deltas]
+        squares: dict[Any, Tensor] = {}  # by the value that linears read
+        for i, entry in enumerate(entries if linears else []):
+            _, outputs = self._stretch(part, i, entry, linears)
+            for source, x in {node.args[0]: outputs[node][0].flatten(0, -2) for node in linears}.items():
+                squares[source] = x.T @ x if source not in squares else squares[source].addmm_(x.T, x)
+        count = len(entries) * self.tokens.shape[1]
+        found = {}
+        for node in linears:
+            moments = squares[node.args[0]] / count if squares else None
+            found[node] = self.deltas[node](self._weight(node.args[1]), moments)
+        return found
 
     def _back(
         self, part: list[fx.Node], sample: int, entry: Values, gradient: Tensor | None, changes: dict[fx.Node, Tensor]

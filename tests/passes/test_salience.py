@@ -35,7 +35,7 @@ def merged() -> Graph:
     return graph
 
 
-def rounding_error(w: Tensor) -> Tensor:
+def rounding_error(w: Tensor, moments: Tensor | None = None) -> Tensor:
     return numerics.dequantize_weight(numerics.quantize_weight(w, "w4_asym_g128"), "w4_asym_g128", w.shape[1]) - w
 
 
@@ -66,6 +66,37 @@ def test_streamed_gradients_are_the_whole_models(monkeypatch: pytest.MonkeyPatch
             expected = (slope * rounding_error(weights[node.args[1]].detach())).sum(1)
             torch.testing.assert_close(moved[node][index], expected, rtol=1e-3, atol=1e-8)
             assert torch.equal(moved[node][index], again[node][index])
+
+
+def test_changes_see_the_moments_of_inputs() -> None:
+    graph = merged()
+    linears = [node for node in graph.calls("linear", "gated_linear") if node.meta["precision"]["weight"] == "mix_4_8"]
+    text, found = tokens(), {}
+
+    def change(node: Any) -> Any:
+        def noted(w: Tensor, moments: Tensor | None) -> Tensor:
+            found[node] = moments
+            return rounding_error(w)
+
+        return noted
+
+    gradients.first_order(graph, text, {node: change(node) for node in linears}, lambda: None, seen=2)
+    for node in linears:
+        probe = graph.clone()
+        probe.output.args = (next(n for n in probe.nodes if n.name == node.name).args[0],)
+        x = torch.cat([probe.run(row[None], torch.arange(11)[None])[0] for row in text[:2]])
+        torch.testing.assert_close(found[node], x.T @ x / len(x), rtol=1e-4, atol=1e-6)
+
+
+def test_salience_is_of_the_error_that_gptq_leaves() -> None:
+    marks = []
+    for compensated in (False, True):
+        graph = merged()
+        graph.calibration = Calibration(tokens(24, 24))
+        result = apply(Salience(enabled=True, fraction=0.25, compensated=compensated), graph)
+        linears = [n for n in result.graph.calls("linear", "gated_linear") if "wide" in n.meta["precision"]]
+        marks.append(torch.cat([result.graph.weights[n.meta["precision"]["wide"]] for n in linears]))
+    assert int(marks[0].sum()) == int(marks[1].sum()) and not torch.equal(*marks)
 
 
 def test_the_graph_is_cut_at_the_residual_stream() -> None:
