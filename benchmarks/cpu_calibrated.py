@@ -59,6 +59,7 @@ TABLE = [
 ]
 
 QOQ = {"calibrate.clip": "false", "calibrate.gptq": "false"}
+MIX = {**KV32, "salience.compensated": "false"}
 ABLATION = [
     Row("float32", "f32", {}, calibrated=False),
     Row("QoQ: W8A8", "w8a8", KV32, calibrated=False),
@@ -76,9 +77,11 @@ ABLATION = [
     Row("KV4: rotation of queries and keys in its place", "f32", {**KV4, **ROTATED, **TURNED}),
     Row("MixLLM: W4 g128 A8 g128", "mixllm", {**KV32, "salience.fraction": "0"}, calibrated=False),
     Row("MixLLM: + 10 % of each layer by rounding error", "mixllm", KV32, calibrated=False),
-    Row("MixLLM: + 10 % of all by salience", "mixllm", {**KV32, **QOQ}),
-    Row("MixLLM: + GPTQ", "mixllm", {**KV32, "calibrate.clip": "false"}),
-    Row("MixLLM: + clipping", "mixllm", KV32),
+    Row("MixLLM: + 10 % of all by Fisher alone", "mixllm", {**MIX, **QOQ, "salience.first_order": "false"}),
+    Row("MixLLM: + first-order term", "mixllm", {**MIX, **QOQ}),
+    Row("MixLLM: + GPTQ", "mixllm", {**MIX, "calibrate.clip": "false"}),
+    Row("MixLLM: + clipping", "mixllm", MIX),
+    Row("MixLLM: + salience of what GPTQ leaves", "mixllm", KV32),
 ]
 
 

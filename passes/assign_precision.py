@@ -44,7 +44,8 @@ class AssignPrecision(Pass):
     """Uniform precision: `weight` and `activation` for all linears, `head` and `head_activation` for the output head.
 
     Weight formats are numerics.FORMATS and PART_OF, activations numerics.ACTIVATIONS. Routers of experts
-    stay in f32. The choice is kept as node.meta["precision"], which `merge` and `quantize` read.
+    stay in f32; experts in mix_4_8, which they have no kernel in, get its 4-bit part's format, which a note says. The
+    choice is kept as node.meta["precision"], which `merge` and `quantize` read.
     """
 
     name: ClassVar[str] = "assign_precision"
@@ -68,13 +69,16 @@ class AssignPrecision(Pass):
         graph = graph.clone()
         head, routers = head_linears(graph), router_linears(graph)
         fired = 0
+        notes: tuple[str, ...] = ()
         for node in graph.calls("linear", "expert_linear"):
             weight, activation = (self.head, self.head_activation) if node in head else (self.weight, self.activation)
             if node in routers:  # small, and a rounded score sends a token to another expert
                 weight, activation = "f32", "f32"
+            if weight == "mix_4_8" and ops.name_of(node.target) == "expert_linear":
+                weight, notes = "w4_asym_g128", ("experts have no kernel in mix_4_8: theirs are w4_asym_g128",)
             node.meta["precision"] = {"weight": weight, "activation": activation}
             fired += 1
-        return PassResult(graph, fired)
+        return PassResult(graph, fired, notes)
 
 
 ACTIVATIONS = {

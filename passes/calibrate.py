@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from safetensors import safe_open
 from torch import Tensor, fx
 
@@ -24,8 +25,9 @@ class Calibrate(Pass):
 
     Each layer's inputs come through the layers before it as they were rounded, and through quantized activations,
     so that later layers make up for earlier ones. `damping` is a share of the mean second moment of a layer's
-    inputs. Without calibration text weights keep their nearest codes, which a note says. Sources: Frantar et al.
-    2022 (GPTQ, with activation order and static groups); QServe B.2.4 (clipping). `fired` counts weights.
+    inputs. Experts are rounded one by one, by the tokens that reach them. Without calibration text weights keep their
+    nearest codes, which a note says. Sources: Frantar et al. 2022 (GPTQ, with activation order and static groups);
+    QServe B.2.4 (clipping). `fired` counts weights.
     """
 
     name: ClassVar[str] = "calibrate"
@@ -54,8 +56,8 @@ class Calibrate(Pass):
 def _targets(graph: Graph) -> dict[fx.Node, fx.Node]:
     """Weights (quantize_* nodes) there is a choice in, each with the first gemm that reads it, in order."""
     found: dict[fx.Node, fx.Node] = {}
-    for gemm in graph.calls("gemm"):
-        weight = _args(gemm)[1]
+    for gemm in graph.calls("gemm", "expert_gemm"):
+        weight = _args(gemm)[2 if ops.name_of(gemm.target) == "expert_gemm" else 1]
         if ops.name_of(weight.target) == "upper_nibble":
             weight = weight.args[0]
         if format_of(weight) in FORMATS:
@@ -117,28 +119,44 @@ class _Work:
     # ---- one weight ------------------------------------------------------------------------------
 
     def _choose(self, weight: fx.Node, gemm: fx.Node, sweep: Sweep, moments: dict[fx.Node, Tensor], key: str) -> Kept:
-        source, format = _args(gemm)[0], format_of(weight)
+        format = format_of(weight)
         wide = self.graph.evaluate(_args(weight)[1]) if format == "mix_4_8" else None
+        value = self.graph.evaluate(_args(weight)[0])
+        options = self.options
+        how = rounding(format, wide)
+        choices = []
+        try:
+            for w, hessian in self._inputs(gemm, value, sweep, moments):
+                choices.append(
+                    gptq.choose(w, hessian, how, clip=options.clip, gptq=options.gptq, damping=options.damping)
+                )
+        except ValueError as error:
+            raise PassError("calibrate", gemm.name, str(error)) from error
+        parts = [torch.cat(part) for part in zip(*(choice.parts for choice in choices), strict=True)]
+        figures = {
+            "error_nearest": sum(choice.error_nearest for choice in choices) / len(choices),
+            "error": sum(choice.error for choice in choices) / len(choices),
+        }
+        notes = dict.fromkeys(f"{gemm.name}: {note}" for choice in choices for note in choice.notes)
+        result = Kept(parts, figures, tuple(notes))
+        self.calibration.keep(key, result)
+        return result
+
+    def _inputs(
+        self, gemm: fx.Node, value: Tensor, sweep: Sweep, moments: dict[fx.Node, Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The weight [N, K] with the second moments of its inputs; of experts' rows each expert's, with its own."""
+        source = _args(gemm)[0]
+        if ops.name_of(gemm.target) == "expert_gemm":
+            _, index, _, _, _, kind, group, experts, _ = _args(gemm)
+            found = zip(sweep.values(source), sweep.values(index), strict=True)
+            inputs = [(_rounded(x.float(), kind, group), chosen) for x, chosen in found]
+            yield from zip(value.chunk(experts), expert_moments(inputs, experts), strict=True)
+            return
         if source not in moments:
             moments.clear()  # one layer's at a time
             moments[source] = second_moments(sweep.values(source))
-        value = self.graph.evaluate(_args(weight)[0])
-        options = self.options
-        try:
-            choice = gptq.choose(
-                value,
-                moments[source],
-                rounding(format, wide),
-                clip=options.clip,
-                gptq=options.gptq,
-                damping=options.damping,
-            )
-        except ValueError as error:
-            raise PassError("calibrate", gemm.name, str(error)) from error
-        figures = {"error_nearest": choice.error_nearest, "error": choice.error}
-        result = Kept(choice.parts, figures, tuple(f"{gemm.name}: {note}" for note in choice.notes))
-        self.calibration.keep(key, result)
-        return result
+        yield value, moments[source]
 
     def _put(self, weight: fx.Node, loaded: Kept, key: str) -> None:
         """Make the graph read these parts, and say on the node how good they are."""
@@ -178,3 +196,22 @@ def second_moments(values: list[numerics.Parts]) -> Tensor:
         total = x.T @ x if total is None else total.addmm_(x.T, x)
     assert total is not None
     return total / count
+
+
+def _rounded(x: Tensor, kind: str, group: int) -> Tensor:
+    return numerics.dequantize_activation(numerics.quantize_activation(x, kind, group))
+
+
+def expert_moments(inputs: list[tuple[Tensor, Tensor]], experts: int) -> Iterator[Tensor]:
+    """E[x xᵀ], f32 [K, K], of what reaches each expert.
+
+    `inputs` holds a sample's x [..., K], or [..., k, K] by slot, and index [..., k] of experts. An expert that few
+    tokens reach leans on what the others see: K tokens of all's moments are added to its own.
+    """
+    rows = [x if x.dim() == index.dim() + 1 else x.unsqueeze(-2).expand(*index.shape, -1) for x, index in inputs]
+    width = rows[0].shape[-1]
+    count = sum(index.numel() for _, index in inputs)
+    shared = sum((x.flatten(0, -2).T @ x.flatten(0, -2) for x in rows), torch.zeros(width, width)) / count
+    for expert in range(experts):
+        reached = torch.cat([x[index == expert] for x, (_, index) in zip(rows, inputs, strict=True)])
+        yield (reached.T @ reached + width * shared) / (len(reached) + width)

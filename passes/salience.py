@@ -30,10 +30,10 @@ class Salience(Pass):
 
     A feature's salience is the mean over samples of |s + s²/2|, s = gᵀ (q - c) with the gradient g of the sample's
     loss and the feature's change q - c under 4-bit rounding: Taylor's first-order term and the Fisher of the feature
-    (MixLLM 3.2, equation 4). `samples` are taken of the calibration text. With `compensated` the change is what
-    clipping and GPTQ leave, not rounding to nearest: they mend some linears far more than others. Without text the
-    features of every linear that 4 bits move most are taken, the same share of each, which a note says. `fired` counts
-    features marked.
+    (MixLLM 3.2, equation 4; without `first_order` the latter alone). `samples` are taken of the calibration text. With
+    `compensated` the change is what clipping and GPTQ leave, not rounding to nearest: they mend some linears far more
+    than others. Without text the features of every linear that 4 bits move most are taken, the same share of each,
+    which a note says. `fired` counts features marked.
 
     With `target_bits` features are taken in blocks by salience over predicted time on `target` (allocate.py), until
     codes have so many bits on average; with `max_perplexity_increase` as few as keep the perplexity of held-back
@@ -45,6 +45,7 @@ class Salience(Pass):
     enabled: bool = False
     fraction: float = 0.1
     samples: int = 32
+    first_order: bool = True
     compensated: bool = True
     target_bits: float = 0.0
     max_perplexity_increase: float = 0.0
@@ -122,7 +123,7 @@ class Salience(Pass):
     def _scores(self, graph: Graph, linears: list[fx.Node], calibration: Calibration) -> list[Tensor]:
         """Salience [N] of every linear's output features."""
         calibration.check_vocabulary(graph.info.vocab_size)
-        key = f"salience-{calibration.fingerprint(graph, f'{self.samples} {self.compensated}')}"
+        key = f"salience-{calibration.fingerprint(graph, f'{self.samples} {self.first_order} {self.compensated}')}"
         kept = calibration.kept(key)
         if kept is not None:
             return kept.tensors
@@ -137,7 +138,8 @@ class Salience(Pass):
 
         change, seen = (_error_left, SEEN) if self.compensated else (_rounding_error, 0)
         moved = gradients.first_order(graph, tokens, dict.fromkeys(linears, change), work, seen)
-        scores = [(moved[node] + moved[node].square() / 2).abs().mean(0) for node in linears]
+        order = float(self.first_order)
+        scores = [(order * moved[node] + moved[node].square() / 2).abs().mean(0) for node in linears]
         calibration.keep(key, Kept(scores, {}))
         return scores
 

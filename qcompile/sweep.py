@@ -71,7 +71,10 @@ class Sweep:
             self._work(weight.numel())
         else:
             assert callable(node.target)
-            sample[node] = node.target(*self._arguments(sample, node))
+            arguments = self._arguments(sample, node)
+            sample[node] = node.target(*arguments)
+            if ops.name_of(node.target) == "expert_gemm":
+                self._work(arguments[2][0].numel())
         for done in {*node.all_input_nodes, node}:
             if self._last.get(done, -1) <= index:
                 sample.pop(done, None)

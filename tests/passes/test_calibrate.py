@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from qcompile.passes.calibrate import Calibrate
 from qcompile.passes.merge import Merge
 from qcompile.passes.quantize import Quantize
 from qcompile.sweep import Sweep
+from tests.codegen.test_experts import decoder as decoder_of_experts
 from tests.graphs import decoder, sequence_inputs
 
 PRECISION = AssignPrecision("w4_asym_g128", "int8", "w8_sym_channel", "int8")
@@ -53,6 +55,48 @@ def test_calibrated_models_are_nearer_to_the_float_model(format: str) -> None:
     for node in result.graph.calls("quantize_weight"):
         if "calibrated" in node.meta:
             assert node.meta["calibrated"]["error"] <= node.meta["calibrated"]["error_nearest"]
+
+
+@pytest.mark.parametrize("format", ["w4_asym_g128", "qoq_g128", "mix_4_8"])
+def test_experts_are_calibrated_one_by_one(format: str) -> None:
+    plain = float_graph = decoder_of_experts(hidden=64, inner=32)
+    text = tokens(32)
+    precision = apply(AssignPrecision(format, "int8_g128", "f32", "f32"), plain)
+    mixed = format == "mix_4_8"
+    assert ("experts have no kernel in mix_4_8" in "".join(precision.notes)) == mixed
+    for rewrite in (Merge(), Quantize()):
+        plain = apply(rewrite, precision.graph if plain is float_graph else plain).graph
+    plain.calibration = Calibration(text)
+    result = apply(Calibrate(), plain)
+    experts = result.graph.calls("expert_gemm")
+    assert len(experts) == 4 and result.fired == 7
+    for node in experts:
+        figures = node.args[2].meta["calibrated"]  # type: ignore[union-attr]
+        assert figures["error"] < 0.95 * figures["error_nearest"]
+        shapes = [tuple(part.shape) for part in plain.evaluate(plain_of(plain, node))]
+        assert [tuple(part.shape) for part in result.graph.evaluate(node.args[2])] == shapes  # type: ignore[arg-type]
+    inputs = sequence_inputs(16, 4)
+    expected = float_graph.run(*inputs)
+    errors = [float((g.run(*inputs) - expected).norm()) for g in (plain, result.graph)]
+    assert errors[1] < errors[0]
+
+
+def plain_of(graph: Graph, node: Any) -> Any:
+    return next(other for other in graph.nodes if other.name == node.name).args[2]
+
+
+@pytest.mark.parametrize("by_slot", [False, True])
+def test_an_experts_moments_are_of_what_reaches_it(by_slot: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    index = torch.randint(0, 3, (7, 2), generator=generator)  # expert 3 gets nothing
+    x = torch.randn(7, 2, 5, generator=generator) if by_slot else torch.randn(7, 5, generator=generator)
+    found = list(calibrate.expert_moments([(x[:4], index[:4]), (x[4:], index[4:])], 4))
+    wide = x if by_slot else x[:, None].expand(7, 2, 5)
+    shared = torch.einsum("tki,tkj->ij", wide, wide) / 14
+    torch.testing.assert_close(found[3], shared)
+    for expert in range(3):
+        own = wide[index == expert]
+        torch.testing.assert_close(found[expert], (own.T @ own + 5 * shared) / (len(own) + 5))
 
 
 def test_without_text_nothing_happens_and_a_note_says_so() -> None:
@@ -160,7 +204,7 @@ def test_an_interrupted_build_resumes_to_the_same_bytes(
     def interrupted(*args: object, **options: object) -> object:
         nonlocal done
         done += 1
-        if done == 4:
+        if done == 8 + 4:  # salience rehearses eight
             raise KeyboardInterrupt
         return choose(*args, **options)  # type: ignore[arg-type]
 
@@ -171,7 +215,7 @@ def test_an_interrupted_build_resumes_to_the_same_bytes(
     kept = {path.name: path.read_bytes() for path in (tmp_path / ".out.calibration").iterdir()}
     assert len(kept) == 4  # salience, and three weights
     assert build("out") == whole
-    assert done == 4 + 6  # nine weights: three were kept
+    assert done == 8 + 4 + 6  # nine weights: three were kept
     assert not (tmp_path / ".out.calibration").exists()
 
 
