@@ -46,6 +46,7 @@ ROWS = [
     Row("mixllm, sample model", "mixllm"),
     Row("qserve, whole model", "qserve", 0, 2, 128, {"calibrate.gptq": "false"}),
     Row("qserve, one layer, a sixteenth of the text", "qserve", 1, SAMPLES // 16, SAMPLE_TOKENS),
+    Row("qserve, one layer, a quarter of the text", "qserve", 1, SAMPLES // 4, SAMPLE_TOKENS),
     Row("qserve, one layer, all text", "qserve", 1, SAMPLES, SAMPLE_TOKENS),
     Row("mixllm, one layer, a sixteenth of the text", "mixllm", 1, SAMPLES // 16, SAMPLE_TOKENS),
 ]

@@ -25,7 +25,7 @@ KINDS = {name: (kind, settings) for name, kind, settings in family_list.FAMILIES
 
 
 def text(vocabulary: int) -> torch.Tensor:
-    return torch.randint(0, vocabulary, (12, 48), generator=torch.Generator().manual_seed(7))
+    return torch.randint(0, vocabulary, (16, 64), generator=torch.Generator().manual_seed(7))
 
 
 def off(values: torch.Tensor, expected: torch.Tensor) -> float:
