@@ -6,13 +6,13 @@ The same source gives the same bytes: no paths, times, build ids or compiler ban
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
 
+from qcompile import user_cache
 from qcompile.errors import ResourceError
 from qcompile.targets import Target
 
@@ -77,20 +77,14 @@ def compile(source: str, target: Target) -> bytes:
     Raises ResourceError when there is no compiler, or it fails (with its first error line).
     """
     key = hashlib.sha256("\0".join((source, *flags(target), version())).encode()).hexdigest()
-    cached = cache_dir() / f"{key}.so"
+    cached = user_cache.cache_dir() / f"{key}.so"
     try:
         return cached.read_bytes()
     except OSError:
         pass
     binary = _run(source, target)
-    remember(cached, binary)
+    user_cache.remember(cached, binary)
     return binary
-
-
-def cache_dir() -> Path:
-    """Where compiled kernels are kept: $QCOMPILE_CACHE, else ~/.cache/qcompile."""
-    chosen = os.environ.get("QCOMPILE_CACHE")
-    return Path(chosen) if chosen else Path("~/.cache/qcompile").expanduser()
 
 
 def _run(source: str, target: Target) -> bytes:
@@ -103,15 +97,3 @@ def _run(source: str, target: Target) -> bytes:
             reason = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
             raise ResourceError(f"{Path(find()).name} could not compile the kernels for {target.name}: {reason[:300]}")
         return out.read_bytes()
-
-
-def remember(path: Path, binary: bytes) -> None:
-    """Write a cache entry whole or not at all. A cache that cannot be written is not an error."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
-        with os.fdopen(handle, "wb") as file:
-            file.write(binary)
-        os.replace(temporary, path)
-    except OSError:
-        pass

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from qcompile.codegen import compiler
+from qcompile import user_cache
 from qcompile.errors import ResourceError, UnsupportedError
 
 _TEMPLATES = Path(__file__).parent / "templates" / "triton"
@@ -144,7 +144,7 @@ def compile_kernel(kernel: Kernel, capability: int) -> Compiled:
     Raises UnsupportedError when it needs more of a multiprocessor than there is.
     """
     key = "\0".join((kernel.label, str(capability), triton_version(), str(_CACHE_VERSION)))
-    entry = compiler.cache_dir() / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+    entry = user_cache.cache_dir() / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
     try:
         kept = json.loads(entry.read_text(encoding="utf-8"))
         return Compiled(**{**kept, "cubin": base64.b64decode(kept["cubin"]), "matrix": tuple(kept["matrix"])})
@@ -152,7 +152,7 @@ def compile_kernel(kernel: Kernel, capability: int) -> Compiled:
         pass
     found = _compile(kernel, capability)
     kept = {**vars(found), "cubin": base64.b64encode(found.cubin).decode()}
-    compiler.remember(entry, json.dumps(kept).encode())
+    user_cache.remember(entry, json.dumps(kept).encode())
     return found
 
 

@@ -163,10 +163,14 @@ def _check_shard_name(directory: Path, name: str) -> None:
 
 
 class Checkpoint:
-    """The tensors of a checkpoint directory by name; opening it reads headers alone."""
+    """The tensors of a checkpoint directory by name; opening it reads headers alone.
+
+    `values_read` says whether the values of any were looked at since.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.values_read = False
         self.entries: dict[str, Entry] = {}
         paths, table = _shards(directory)
         for path in paths:
@@ -186,6 +190,7 @@ class Checkpoint:
 
     def raw(self, name: str) -> Tensor:
         """The tensor as stored, on a mapping of its own that goes with it: no page outlives its use."""
+        self.values_read = True
         entry = self.entries[name]
         count = entry.end - entry.begin
         if count == 0:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from qcompile import console, depth, huggingface, pipeline
+from qcompile import bits, console, depth, huggingface, pipeline
 from qcompile.errors import PassError, UnsupportedError
 from qcompile.runtime.blocks import pages_for
 
@@ -74,8 +74,8 @@ def examine(
         return Diagnosis(False, [{"node": error.node, "reason": f"{error.pass_name}: {error.reason}"}])
     except UnsupportedError as error:
         return Diagnosis(False, [{"node": "", "reason": str(error)}])
-    bits, weights, files = (facts.pop(key) for key in ("linear_bits", "linear_weights", "files_bytes"))
-    facts["bits_per_weight"] = bits / max(weights, 1)
+    packed, weights, files = (facts.pop(key) for key in ("linear_bits", "linear_weights", "files_bytes"))
+    facts["bits_per_weight"] = packed / max(weights, 1)
     memory = facts["weight_bytes"] + facts["cache_bytes"] + facts["activation_bytes"]
     return Diagnosis(True, plan=facts, memory_bytes=memory, disk_bytes=facts["weight_bytes"] + files)
 
@@ -84,11 +84,11 @@ def _facts(plan: pipeline.Plan) -> dict[str, Any]:
     """What `plan` is and takes: names and whole numbers."""
     program, info = plan.program, plan.graphs[-1].info
     pages = pages_for(info.max_position, program.kv.page_tokens, program.kv.ring_tokens)
-    bits, weights = pipeline.linear_bits(plan.graphs[-1])
+    packed, weights = bits.linear_bits(plan.graphs[-1])
     return {
         "model": info.name,
         "parameters": info.parameters,
-        "linear_bits": bits,
+        "linear_bits": packed,
         "linear_weights": weights,
         "passes": [{"name": p.name, "options": p.options, "fired": p.fired} for p in plan.passes],
         "kernels": dict(Counter(_kernel_name(call) for call in program.calls)),

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 import qcompile
-from qcompile import calibration, check, frontend, huggingface, mix, numerics, outliers, recipes, report, show, targets
+from qcompile import calibration, check, frontend, huggingface, outliers, recipes, report, show, targets, traces
 from qcompile.artifact import PASSES_FILE, ArtifactWriter, WeightSpec, canonical_json
+from qcompile.bits import bits_per_weight
 from qcompile.calibration import Request
 from qcompile.clock import Clock, Progress, silent
 from qcompile.codegen.backend import Backend, backend_of
@@ -253,13 +254,24 @@ class _Request:
 def _import(
     model: Any, passes: tuple[Pass, ...], clock: Clock, source: Mapping[str, Any], request: _Request | None = None
 ) -> _Passed:
+    checked = request is not None and request.check_passes
+    first, others = passes[0], passes[1:]
     with clock("import"), frontend.hurried():
-        graph = model if isinstance(model, Graph) else frontend.load(model, **source)
+        place = None if checked else traces.place(model, source, str(first))
+        trace = place.recall() if place else None
+        graph = trace.graph if trace else model if isinstance(model, Graph) else frontend.load(model, **source)
         if request is not None and request.calib is not None:
             directory = huggingface.find(model) if isinstance(model, (str, Path)) else None
             graph.calibration = calibration.open_(request.calib, directory, graph.info, request.kept, clock.progress)
-    todo = passes if graph.stage == "import" else passes[1:]  # a Graph given as such is raised already
-    return run_passes(graph, todo, clock, request is not None and request.check_passes)
+    if graph.stage == "import":
+        graphs, records = run_passes(graph, (first,), clock, checked)
+        if place:
+            place.keep(traces.Trace(graphs[0], records[0].fired, records[0].notes))
+    else:  # a trace, or a Graph given as such
+        graphs = [graph] if trace else []
+        records = [PassRecord(first.name, first.options(), trace.fired, trace.notes, 0.0)] if trace else []
+    more = run_passes(graphs[0] if graphs else graph, others, clock, checked)
+    return graphs + more[0], records + more[1]
 
 
 def _plan(request: _Request, clock: Clock, source: Mapping[str, Any]) -> Plan:
@@ -359,28 +371,6 @@ def run_passes(
         seconds = clock.seconds[rewrite.name]
         records.append(PassRecord(rewrite.name, rewrite.options(), result.fired, result.notes, seconds, error))
     return graphs, records
-
-
-def linear_bits(graph: Graph) -> tuple[int, int]:
-    """Packed bits of all linears, scales and zeros included, and how many weights these are."""
-    bits = weights = 0
-    for node in graph.calls("quantize_weight"):
-        arguments: Any = node.args
-        (n, k), format = arguments[0].meta["val"].shape, arguments[1]
-        bits += 8 * sum(numerics.packed_bytes(n, k, str(format)).values())
-        weights += n * k
-    for node in graph.calls("quantize_mixed"):
-        arguments = node.args
-        n, k = arguments[0].meta["val"].shape
-        bits += 8 * sum(mix.packed_bytes(mix.layout(graph.evaluate(arguments[1]), False), k).values())
-        weights += n * k
-    return bits, weights
-
-
-def bits_per_weight(graph: Graph) -> float:
-    """Packed bits of all linears over their weights."""
-    bits, weights = linear_bits(graph)
-    return bits / max(weights, 1)
 
 
 _Passed = tuple[list[Graph], list[PassRecord]]
