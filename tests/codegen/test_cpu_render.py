@@ -51,13 +51,28 @@ def test_rows_a_thread_keeps_need_no_barrier_unless_they_may_be_overwritten() ->
     program = build(Tiny("w8_sym_channel", "q8", layers=1))[0]
     assert "// 0.norm1" in cpu.render(program, AVX2)
     sync = {c.name: cpu._Renderer(program, AVX2).sync(i) for i, c in enumerate(program.calls)}
-    assert sync["0.norm1"] == "!s.few[kTokens]" and sync["0.qkv"] == "true" and sync["0.rope"] == "!s.by_head()"
+    assert sync["0.norm1"] == "!s.few[kTokens]" and sync["0.qkv"] == sync["0.rope"] == "!s.by_head()"
     # Put the value that follows in the bytes of the one the norm reads: a fast thread would overwrite it.
     stream = program.buffer("h")
     moved = tuple(replace(b, offset=stream.offset) if b.name == "0.qkv" else b for b in program.buffers)
     program = replace(program, buffers=moved)
     sync = {c.name: cpu._Renderer(program, AVX2).sync(i) for i, c in enumerate(program.calls)}
     assert sync["0.norm1"] == "true"
+
+
+def test_a_thread_that_makes_its_own_heads_waits_where_it_would_overwrite_what_they_are_made_of() -> None:
+    program = build(Tiny("w8_sym_channel", "q8", layers=1))[0]
+    qkv = next(i for i, c in enumerate(program.calls) if c.name == "0.qkv")
+    gemm, attention = program.calls[qkv], program.calls[qkv + 2]
+    assert isinstance(gemm, p.Gemm) and isinstance(attention, p.Attention)
+    assert "if (s.by_head()) g" in cpu.render(program, AVX2)
+    read = program.buffer(gemm.x)
+    moved = tuple(replace(b, offset=read.offset) if b.name == attention.out else b for b in program.buffers)
+    crowded = cpu._Renderer(replace(program, buffers=moved), AVX2)
+    assert crowded.sync(qkv) == "true" and not any("parts" in line for line in crowded.call(qkv, gemm).lines)
+    # Heads that are no whole number of the units that gemms share out.
+    narrow = build(Tiny("w8_sym_channel", "q8", layers=1, heads=8, head_dim=16, kv_heads=4, rotary_dim=16))[0]
+    assert cpu._Renderer(narrow, AVX2).sync(qkv) == "true"
 
 
 def test_refuses_shapes_without_kernels() -> None:

@@ -10,7 +10,7 @@
 //     portable  nothing
 //
 //   Each thread calls the same function with its own Worker; the function computes a contiguous share of
-//   the 16-row blocks (pairs of blocks) for all m tokens. No barrier inside: put one after the call.
+//   the 16-row blocks (pairs of blocks), or one of each of g.parts, for all m tokens. No barrier inside: put one after the call.
 //   An output row's bits depend on its weights and its own x row alone, never on m or the thread count.
 //
 //   gemm_f32              (g, x, worker)   x: const float*    [m][kp]
@@ -86,6 +86,7 @@ struct Gemm {
   const int32_t* columns = nullptr;     // mix_4_8: [blocks][16] output column of each row, -1 at the end for none
   const int32_t* starts = nullptr;      // mix_4_8: [blocks + 1] where codes start, in 4-bit blocks
   int blocks = 0;                       // mix_4_8: 16-row blocks; of pairs, gate and up have the same columns
+  int parts[2] = {0, 0};                // units (32 rows) of a first and a second part; each, and the rest, is shared out alone
   EpilogueKind epilogue = kStore;
   const float* bias = nullptr;          // [np] or null
   const float* residual = nullptr;      // [m][residual_stride], kAdd only

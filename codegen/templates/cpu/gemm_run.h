@@ -37,7 +37,8 @@ struct Columns {
   }
 };
 
-// The output lines of a tile, asked for before the tile is computed: they lie a row apart, in as many pages.
+// The output lines of a tile, asked for before the tile is computed: they lie a row apart, in as many pages, and where
+// another core has read them since, to own them again takes the time of some hundred instructions a line.
 static void prefetch_out(const Gemm& g, const Columns& c, int first, int tokens) {
   for (int t = first; t < first + tokens; ++t) {
     const char* out = (const char*)(g.out + t * g.out_stride + c.column);
@@ -154,12 +155,45 @@ QC_INLINE void small_unit(const Gemm& g, int block, int blocks, int count, const
   if constexpr (M > 1) small_unit<F, M - 1>(g, block, blocks, count, x, out);
 }
 
+// This thread's units of a part of `units` units.
+QC_INLINE void own_units(int units, const Worker& w, int* begin, int* end) {
+  *begin = (int)((int64_t)units * w.tid / w.threads);
+  *end = (int)((int64_t)units * (w.tid + 1) / w.threads);
+}
+
+// Units first + begin .. first + end - 1 for the tokens of all tiles.
+template <class F>
+static void run_units(const Gemm& g, int begin, int end, int start, const TokenTile<F>* tiles, int n, char* panel,
+                      float* buffer) {
+  constexpr int kAhead = 3;  // units: to own a line takes longer than one of few tokens
+  const int all = Shape(g).blocks, tokens = tiles[n - 1].first + tiles[n - 1].count;
+  const bool early = !tiles[0].panel && !g.columns;
+  const auto blocks_of = [&](int u) { return all - 2 * u < 2 ? 1 : 2; };
+  const auto ask = [&](int u) {
+    if (u < end) prefetch_out(g, Columns(g, 2 * u, blocks_of(u)), start, tokens);
+  };
+  for (int u = begin; early && u < begin + kAhead; ++u) ask(u);
+  for (int u = begin; u < end; ++u) {
+    const int block = 2 * u, blocks = blocks_of(u);
+    const Columns columns(g, block, blocks);
+    if (early) ask(u + kAhead);
+    if (tiles[0].panel) F::unpack(g, block, blocks, panel);
+    for (int i = 0; i < n; ++i) {
+      const int first = start + tiles[i].first;
+      if (tiles[i].panel) {
+        if (!g.columns) prefetch_out(g, columns, first, tiles[i].count);
+        F::panel_unit(g, block, blocks, panel, tiles[i].x, i, buffer);
+      } else {
+        small_unit<F>(g, block, blocks, tiles[i].count, tiles[i].x, buffer);
+      }
+      finish_tile(g, block, blocks, columns, first, tiles[i].count, buffer);
+    }
+  }
+}
+
 template <class F>
 static void run_gemm(const Gemm& g, const typename F::X& x, const Worker& worker) {
   const Shape shape(g);
-  const int units = (shape.blocks + 1) / 2;
-  const int begin = (int64_t)units * worker.tid / worker.threads;
-  const int end = (int64_t)units * (worker.tid + 1) / worker.threads;
   float* buffer = (float*)worker.scratch;
   char* panel = (char*)(buffer + 2 * kPanelTile * 16);
   char* mem = panel + F::panel_bytes(shape.kp);
@@ -170,20 +204,13 @@ static void run_gemm(const Gemm& g, const typename F::X& x, const Worker& worker
   for (int start = 0; start < g.m; start += step) {
     const int tokens = g.m - start < step ? g.m - start : step;
     const int n = cut_tiles<F>(g, x, start, tokens, tiles, mem);
-    for (int u = begin; u < end; ++u) {
-      const int block = 2 * u, blocks = shape.blocks - block < 2 ? 1 : 2;
-      const Columns columns(g, block, blocks);
-      if (tiles[0].panel) F::unpack(g, block, blocks, panel);
-      for (int i = 0; i < n; ++i) {
-        const int first = start + tiles[i].first;
-        if (tiles[i].panel) {
-          if (!g.columns) prefetch_out(g, columns, first, tiles[i].count);
-          F::panel_unit(g, block, blocks, panel, tiles[i].x, i, buffer);
-        } else {
-          small_unit<F>(g, block, blocks, tiles[i].count, tiles[i].x, buffer);
-        }
-        finish_tile(g, block, blocks, columns, first, tiles[i].count, buffer);
-      }
+    int first = 0, begin, end;
+    for (int units : g.parts) {
+      own_units(units, worker, &begin, &end);
+      run_units<F>(g, first + begin, first + end, start, tiles, n, panel, buffer);
+      first += units;
     }
+    own_units((shape.blocks + 1) / 2 - first, worker, &begin, &end);
+    run_units<F>(g, first + begin, first + end, start, tiles, n, panel, buffer);
   }
 }

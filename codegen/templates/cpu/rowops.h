@@ -34,6 +34,12 @@ struct Q8Rows {    // int8 rows with scales and sums of the codes
   operator Q8Act() const { return {q, scale, sums, groups, scales}; }
 };
 
+// A few rows that other cores have just written: all asked for at once, not each when its turn comes.
+QC_INLINE void prefetch_rows(Range rows, const float* x, int kp) {
+  if (rows.end - rows.begin > 16) return;
+  for (int64_t i = (int64_t)rows.begin * kp; i < (int64_t)rows.end * kp; i += 16) __builtin_prefetch(x + i, 0, 3);
+}
+
 // put(out, t, row, width): store one float row, padded with zeros, in the format of `out`.
 
 QC_INLINE void put(float* out, int t, const float* row, int width) {
@@ -108,6 +114,7 @@ QC_NOINLINE void norm(Range rows, const float* x, int width, const float* weight
                                            const float* bias, float eps, const Worker& w, Out out) {
   const int kp = gemm_kp(width);
   float* row = (float*)w.scratch;
+  prefetch_rows(rows, x, kp);
   for (int t = rows.begin; t < rows.end; ++t) {
     const float* from = x + (int64_t)t * kp;
     if (kind == kLayer) {
@@ -163,6 +170,7 @@ QC_NOINLINE void norm_heads(Range rows, float* x, int stride, int offset, int he
 // out[t] = x[t] in the format of out: integers with scales, or bf16.
 template <class Out>
 QC_NOINLINE void quantize(Range rows, const float* x, int width, Out out) {
+  prefetch_rows(rows, x, gemm_kp(width));
   for (int t = rows.begin; t < rows.end; ++t) put(out, t, x + (int64_t)t * gemm_kp(width), width);
 }
 

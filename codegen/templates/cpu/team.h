@@ -1,7 +1,7 @@
 // team.h: the threads of a model. One leader (the caller) and threads - 1 workers run each step together.
 //
 // A step is one function run by every thread, with barriers inside. Between steps the workers spin for
-// about 100 us, so that a decode loop never pays for waking them, then sleep on a futex.
+// about 500 us, so that a decode loop never pays for waking them, then sleep on a futex.
 #pragma once
 #include <linux/futex.h>
 #include <pthread.h>
@@ -44,30 +44,43 @@ struct alignas(64) Flag {
   bool reached(uint32_t target) const {
     return (int32_t)(__atomic_load_n(&value, __ATOMIC_ACQUIRE) - target) >= 0;
   }
-  // Spins `limit` turns, then sleeps; returns whether it slept.
-  bool await(uint32_t target, int limit) {
+  // Spins `limit` turns, then sleeps; returns for how many seconds it slept.
+  double await(uint32_t target, int limit) {
     for (int turn = 0; turn < limit; ++turn) {
-      if (reached(target)) return false;
+      if (reached(target)) return 0.0;
       cpu_relax();
     }
+    const double start = now_seconds();
     __atomic_store_n(&asleep, 1, __ATOMIC_SEQ_CST);
     for (uint32_t seen; (int32_t)((seen = __atomic_load_n(&value, __ATOMIC_SEQ_CST)) - target) < 0;)
       futex_wait(&value, seen);
     __atomic_store_n(&asleep, 0, __ATOMIC_RELAXED);
-    return true;
+    return now_seconds() - start;
   }
 };
 
-// One thread's count of barriers passed, and its patience: how long it spins before it sleeps. A wait that
-// ends in sleep halves it, any other lets it grow. Where other programs hold the cores, a thread that sleeps
-// is put back on one as soon as it is woken, while one that spins uses up its share of them.
+// One thread's count of barriers passed, and how long it spins in them before it sleeps. Spinning is faster: to wake takes
+// up to 120 us on a virtual machine, and a thread that sleeps soon makes the one that waits for it sleep as well. But where
+// other programs hold the cores it uses up this one's share of them, and a thread that sleeps is put back on a core as soon
+// as it is woken. A long sleep tells: after one the thread spins little for some barriers, the longer the sooner after
+// the last it came.
 struct Waiter {
   uint32_t episode;
-  int patience;
+  int wary, caution, calm;  // barriers still to spin little in, how many after the next long sleep, passed since the last
 
-  void waited(bool slept) { patience = slept ? least() + patience / 2 : most() - (most() - patience) * 7 / 8; }
-  static constexpr int least() { return 64; }
-  static constexpr int most() { return 4096; }  // about 50 us
+  int patience() const { return wary ? kLittle : kLong; }
+  void waited(double slept) {
+    if (slept > kTimeSlice) {
+      wary = caution, caution = caution < kMostCaution ? caution * 4 : caution, calm = 0;
+    } else if (wary) {
+      --wary;
+    } else if (++calm == kCalm) {
+      caution = kLeastCaution, calm = 0;
+    }
+  }
+  static constexpr double kTimeSlice = 300e-6;            // another program's is longer
+  static constexpr int kLittle = 64, kLong = 32768;       // turns: about 1 us, 400 us
+  static constexpr int kLeastCaution = 16, kMostCaution = 16384, kCalm = 4096;
 };
 
 // Dissemination barrier (Hensgen, Finkel, Manber 1988): in round r thread i signals thread i + 2^r, so
@@ -92,7 +105,7 @@ struct Barrier {
     const uint32_t e = ++me.episode;
     for (int r = 0; r < rounds; ++r) {
       flags[r * threads + (tid + (1 << r)) % threads].raise(e);
-      me.waited(flags[r * threads + tid].await(e, me.patience));
+      me.waited(flags[r * threads + tid].await(e, me.patience()));
     }
   }
 };
@@ -121,7 +134,7 @@ struct Team {
     void* p = nullptr;
     if (posix_memalign(&p, 64, sizeof(Member) * (size_t)n)) return false;
     members = (Member*)memset(p, 0, sizeof(Member) * (size_t)n);
-    for (int i = 0; i < n; ++i) members[i].tid = i, members[i].team = this;
+    for (int i = 0; i < n; ++i) members[i] = {{0, 0, Waiter::kLeastCaution, 0}, i, this, {}};
     for (started = 1; started < n; ++started)
       if (pthread_create(&members[started].thread, nullptr, enter, &members[started])) return false;
     return true;
@@ -156,7 +169,7 @@ struct Team {
   }
 
   void await(uint32_t seen) {
-    const double deadline = now_seconds() + 100e-6;
+    const double deadline = now_seconds() + 500e-6;
     for (int turn = 1;; ++turn) {
       if (__atomic_load_n(&ticket, __ATOMIC_ACQUIRE) != seen) return;
       if (turn % 64) cpu_relax();
