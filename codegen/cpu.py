@@ -11,6 +11,7 @@ import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -181,7 +182,7 @@ class _Renderer:
         if not isinstance(attention, p.Attention) or attention.q != rope.qkv:
             return False
         ends = (rope.q_offset, rope.k_offset, rope.v_offset, call.n)
-        widths = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+        widths = [end - start for start, end in pairwise(ends)]
         each = [heads * rope.head_dim for heads in (rope.heads, rope.kv_heads, rope.kv_heads)]
         if rope.q_offset or widths != each or call.epilogue != "store":
             return False

@@ -6,7 +6,7 @@ constexpr KvFormat kKv = kKv8;
 constexpr int kKvHeads = 2, kHeadDim = 32;
 constexpr int64_t kTokenBytes = 3200, kOutputBytes = 512;
 constexpr int64_t kRopeFloats = 32;
-constexpr int kFewRows = 8, kOwnRows = 64;
+constexpr int kFewRows = 48, kOwnRows = 64;
 constexpr size_t kOwnBytes = (size_t)(kTokenBytes + kOutputBytes) * kOwnRows;
 constexpr int kWidest = 256;  // elements of the longest row
 constexpr size_t kOwnScratchBytes = gemm_scratch_bytes(kWidest) + attention_scratch_bytes(kv_padded(kKv, kHeadDim));
@@ -56,8 +56,9 @@ static void step(Model& m, int tid) {
   g2.bias = s.weight<float>(3);
   g2.epilogue = kStore;
   g2.out = v_0_qkv, g2.out_stride = 256;
+  if (s.by_head()) g2.parts[0] = 4, g2.parts[1] = 2;
   gemm_w4_asym_g128(g2, v_0_x, s.w);
-  s.done(2, true);
+  s.done(2, !s.by_head());
 
   // 0.rope
   s.append({v_0_qkv, 256, 0, 128, 192, 4, {rope0, 32, false}, b.positions, b.query_start}, 0);
