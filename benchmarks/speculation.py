@@ -3,9 +3,10 @@
     python benchmarks/speculation.py PROMPTS.jsonl [MORE.jsonl] [--variants ml-specqd,nested] [--parts exact,speed]
 
 `exact` generates every prompt with every gamma, in batches, and counts tokens that differ from plain decoding of the
-verifying path; acceptance is that of gamma 4. `speed` takes prompts one by one, plain decoding and each variant's
-`auto` in turn, and reports medians. Every part of every variant (of `exact`, every gamma) is written when it is done,
-and what is in the result file is not measured again.
+verifying path; acceptance is that of gamma 4. `speed` takes prompts one by one, plain decoding, gamma 4 and `auto` in
+turn, and reports medians; `batches` does so for groups of 4 and of 16 prompts. Every part of every variant (of `exact`,
+every gamma) is written when it is done, and what is in the result file is not measured again. `speed` and `batches`
+keep the rounds they have made with the artifact: with `--seconds` they stop in time, and the next call goes on.
 """
 
 from __future__ import annotations
@@ -47,6 +48,11 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
 
 GAMMAS = (4, 1, 8, AUTO, 2, 3, 5, 6, 7)
 TOKENS = 128
+WAYS = {"plain": 0, "gamma 4": 4, "auto": AUTO}
+BATCHES = (4, 16)
+GROUPS = 4
+"""Groups of each size of BATCHES."""
+Times = dict[str, dict[str, list[float]]]
 
 
 def main() -> None:
@@ -55,35 +61,57 @@ def main() -> None:
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--parts", default="exact,speed")
     parser.add_argument("--limit", type=int, help="take so many prompts, evenly spread")
-    parser.add_argument("--rounds", type=int, default=1, help="of the speed part")
+    parser.add_argument("--rounds", type=int, default=5, help="of the parts that measure speed")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no round of them after so long")
     parser.add_argument("--work", type=Path, default=ROOT / "out" / "speculation", help="where artifacts go")
     parser.add_argument("--out", type=Path, default=RESULTS / "speculation.json")
     arguments = parser.parse_args()
     known = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {}
     results: dict[str, dict[str, Any]] = known.get("variants", {})
     prompts = read(arguments.prompts, arguments.limit)
+    until = time.monotonic() + arguments.seconds
+    facts = {"model": "pycode-26m", "prompts": len(prompts), "tokens": TOKENS, "variants": results}
     for name in arguments.variants.split(","):
         found = results.setdefault(name, {})
         for part in arguments.parts.split(","):
-            if part in found and len(found[part].get("differing", GAMMAS)) == len(GAMMAS):
+            if complete(found.get(part), arguments.rounds):
                 continue
             artifact = built(name, arguments.work)
             console.log(f"{name}: {part}")
-            facts = {"model": "pycode-26m", "prompts": len(prompts), "tokens": TOKENS, "variants": results}
-            if part == "exact":
-                for exactness in exact(artifact, prompts, found.get(part, {})):
-                    found[part] = exactness
-                    write_result(arguments.out, facts)
-                continue
-            if part == "memory":
-                found[part] = memory(artifact)
+            for value in measured(part, artifact, prompts, found.get(part, {}), arguments, until):
+                found[part] = value
+                if "tuned" in read_manifest(artifact):
+                    found["tuned"] = read_manifest(artifact)["tuned"]
                 write_result(arguments.out, facts)
-                continue
-            if "tuned" not in read_manifest(artifact):
-                tune(artifact, arguments.prompts[0], 32, None, batches=(1,))
-            found["tuned"] = read_manifest(artifact)["tuned"]
-            found[part] = speed(artifact, prompts, arguments.rounds)
-            write_result(arguments.out, facts)
+
+
+def complete(found: dict[str, Any] | None, rounds: int) -> bool:
+    """Whether a part needs no more measuring."""
+    if found is None:
+        return False
+    return found.get("rounds", rounds) >= rounds and len(found.get("differing", GAMMAS)) == len(GAMMAS)
+
+
+def measured(
+    part: str, artifact: Path, prompts: list[str], known: dict[str, Any], arguments: argparse.Namespace, until: float
+) -> Iterator[dict[str, Any]]:
+    """What is found of a part, again and again as it grows."""
+    if part == "exact":
+        yield from exact(artifact, prompts, known)
+    elif part == "memory":
+        yield memory(artifact)
+    else:
+        if "tuned" not in read_manifest(artifact):
+            tune(artifact, arguments.prompts[0], 32, None)
+        sizes = (1,) if part == "speed" else BATCHES
+        kept = artifact.parent / f"{artifact.name}.{part}.json"
+        rounds: list[Times] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else []
+        with qcompile.load(artifact) as llm:
+            while len(rounds) < arguments.rounds and time.monotonic() < until:
+                rounds.append(one_round(llm, prompts, sizes))
+                kept.write_text(json.dumps(rounds), encoding="utf-8")
+        if rounds:
+            yield summary(rounds, sizes)
 
 
 def read(files: list[Path], limit: int | None) -> list[str]:
@@ -173,27 +201,39 @@ def memory(artifact: Path) -> dict[str, Any]:
     }
 
 
-def speed(artifact: Path, prompts: list[str], rounds: int) -> dict[str, Any]:
-    """Decoding speed prompt by prompt, plain, with fixed gammas and `auto` in turn: medians and the worst ratio."""
-    ways = {"plain": 0, "gamma 4": 4, "auto": AUTO}
-    seconds: dict[str, list[list[float]]] = {way: [[] for _ in prompts] for way in ways}
-    with qcompile.load(artifact) as llm:
-        for _ in range(rounds):
-            for index, prompt in enumerate(prompts):
-                for way, gamma in ways.items():
-                    started = time.perf_counter()
-                    output = generate(llm, [prompt], gamma)[0]
-                    prefill = output.metrics.prefill_seconds
-                    seconds[way][index].append(time.perf_counter() - started - prefill)
-    medians = {way: [statistics.median(times) for times in every] for way, every in seconds.items()}
-    ratios = {way: [a / b for a, b in zip(medians["plain"], medians[way], strict=True)] for way in ways}
-    return {
-        "tokens_per_second": {way: round((TOKENS - 1) / statistics.median(times), 1) for way, times in medians.items()},
-        "over_plain": {way: round(statistics.median(found), 3) for way, found in ratios.items() if way != "plain"},
-        "worst_over_plain": {way: round(min(found), 3) for way, found in ratios.items() if way != "plain"},
-        "prompts": len(prompts),
-        "rounds": rounds,
-    }
+def one_round(llm: LLM, prompts: list[str], sizes: tuple[int, ...]) -> Times:
+    """Seconds of decoding by way and size of group: groups of so many prompts, every way in turn."""
+    times: Times = {way: {str(size): [] for size in sizes} for way in WAYS}
+    for size in sizes:
+        chosen = prompts if size == 1 else prompts[:: max(1, len(prompts) // (size * GROUPS))]
+        for start in range(0, len(chosen) - size + 1, size):
+            for way, gamma in WAYS.items():
+                started = time.perf_counter()
+                outputs = generate(llm, chosen[start : start + size], gamma)
+                prefill = max(output.metrics.prefill_seconds for output in outputs)
+                times[way][str(size)].append(time.perf_counter() - started - prefill)
+    return times
+
+
+def summary(rounds: list[Times], sizes: tuple[int, ...]) -> dict[str, Any]:
+    """Medians over rounds, group by group: speed of all groups' median, and how it compares with plain decoding's."""
+    found: dict[str, Any] = {"rounds": len(rounds)}
+    for size in map(str, sizes):
+        every = {way: zip(*(times[way][size] for times in rounds), strict=True) for way in WAYS}
+        medians = {way: [statistics.median(group) for group in groups] for way, groups in every.items()}
+        ratios = {
+            way: [a / b for a, b in zip(medians["plain"], medians[way], strict=True)] for way in WAYS if way != "plain"
+        }
+        tokens = int(size) * (TOKENS - 1)
+        facts = {
+            "tokens_per_second": {way: round(tokens / statistics.median(times), 1) for way, times in medians.items()},
+            "over_plain": {way: round(statistics.median(values), 3) for way, values in ratios.items()},
+            "worst_over_plain": {way: round(min(values), 3) for way, values in ratios.items()},
+            "under_0.95": {way: sum(value < 0.95 for value in values) for way, values in ratios.items()},
+            "groups": len(medians["plain"]),
+        }
+        found |= facts if size == "1" else {f"batch {size}": facts}
+    return found
 
 
 if __name__ == "__main__":

@@ -44,10 +44,18 @@ def _prepare_cpu(programs: Programs, target: Target) -> Callable[[], Files]:
     def compile() -> Files:
         files: Files = {}
         for name, text in texts.items():
-            files |= {f"{name}.so": compiler.compile(text, target), f"{name}.cpp": text}
+            kept = text if name == "model" else _behind(texts["model"], text)
+            files |= {f"{name}.so": compiler.compile(text, target), f"{name}.cpp": kept}
         return files
 
     return compile
+
+
+def _behind(model: str, text: str) -> str:
+    """`text` without the lines in which it begins as `model` does (the kernels), and what to put in their place."""
+    lines, others = text.splitlines(keepends=True), model.splitlines(keepends=True)
+    same = next(i for i, (line, other) in enumerate(zip([*lines, ""], [*others, "."], strict=False)) if line != other)
+    return "".join([f"// Put the first {same} lines of model.cpp in place of this one.\n", *lines[same:]])
 
 
 _BACKENDS = {

@@ -10,7 +10,7 @@ from qcompile.errors import ResourceError
 from qcompile.runtime import accept
 from qcompile.runtime.blocks import BlockPool
 from qcompile.runtime.executor import FloatArray, Rows, StepExecutor
-from qcompile.runtime.gamma import AUTO, GammaPolicy, observe
+from qcompile.runtime.gamma import AUTO, Costs, GammaPolicy, Pace, observe
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics
 from qcompile.runtime.sampling import Sampler, SamplingParams, logprobs_of
 from qcompile.runtime.scheduler import Plan, Request, Scheduler
@@ -49,6 +49,7 @@ class Engine:
         self._eos = frozenset(eos)
         self._next_id = 0
         self._step_seconds: dict[int, float] = {}  # by number of decoding requests
+        self._paces: dict[int, Pace] = {}  # likewise
         self._spell = (lambda token: str(tokenizer.decode([token], skip_special_tokens=False))) if tokenizer else None
 
     def add(self, prompt: Sequence[int], params: SamplingParams, index: int = 0) -> Request:
@@ -111,15 +112,25 @@ class Engine:
         """How many tokens to draft for each request of a step; 0 for what is not decoding."""
         room = self.executor.limits.max_tokens - sum(plan.counts)
         most = min(speculator.most(len(plan.requests)), room // len(plan.requests))
+        pace = self._pace(plan)
         gammas = []
         for request in plan.requests:
             left = min(request.limit, speculator.max_position) - len(request.tokens) - 1
             if self.gamma == AUTO and self.policy:
-                wanted = self.policy.choose(request, len(plan.requests)) if left > 0 else 0
+                wanted = self.policy.choose(request, len(plan.requests), pace.factor) if left > 0 else 0
+                if pace.unsure and plan.decoding:
+                    wanted = 0
             else:
                 wanted = self.gamma
             gammas.append(max(0, min(wanted, most, left)) if request.pending == 1 else 0)
         return gammas
+
+    def _pace(self, plan: Plan) -> Pace:
+        return self._paces.setdefault(len(plan.requests), Pace())
+
+    def _costs(self, plan: Plan) -> Costs | None:
+        """What the table says of the steps of `plan`."""
+        return self.policy.costs(len(plan.requests), len(plan.requests[0].tokens)) if self.policy else None
 
     def _speculate(self, plan: Plan, gammas: list[int], speculator: Drafter, started: float) -> list[Request]:
         """Draft and verify: whole rounds in the library where all requests are greedy, else one step's worth."""
@@ -136,6 +147,9 @@ class Engine:
             gained = speculator.rounds(plan.requests, gammas, rounds, ends)
             now = time.monotonic()
             self._learn(-len(plan.requests), (now - started) / rounds)
+            if (costs := self._costs(plan)) and len(set(gammas)) == 1:
+                made = speculator.rounds_made
+                self._pace(plan).round(costs, gammas[0], (now - started) / made, sum(map(len, gained)))
             for request, new in zip(plan.requests, gained, strict=True):
                 self._accept(request, new, now)
             return plan.requests
@@ -160,11 +174,16 @@ class Engine:
         known = self._step_seconds.setdefault(batch, seconds)
         self._step_seconds[batch] = known + 0.25 * (min(seconds, 2 * known) - known)
 
+    def _learn_plain(self, plan: Plan, seconds: float) -> None:
+        self._learn(len(plan.requests), seconds)
+        if costs := self._costs(plan):
+            self._pace(plan).plain(costs, seconds)
+
     def _run_burst(self, plan: Plan, started: float) -> list[Request]:
         batch, steps = len(plan.requests), plan.steps
         tokens = self.executor.decode(plan.rows(), steps)
         now = time.monotonic()
-        self._learn(batch, (now - started) / steps)
+        self._learn_plain(plan, (now - started) / steps)
         for index, request in enumerate(plan.requests):
             request.computed += steps
             request.drafts.plain_tokens += steps
@@ -176,7 +195,7 @@ class Engine:
         argmax, logits = self.executor.step(plan.rows(drafts), want_logits)
         now = time.monotonic()
         if not drafts and plan.decoding:
-            self._learn(len(plan.requests), now - started)
+            self._learn_plain(plan, now - started)
         advanced: list[Request] = []
         at = 0
         for index, (request, count) in enumerate(zip(plan.requests, plan.counts, strict=True)):

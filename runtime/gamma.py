@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 AUTO = -1
 """As gamma: chosen for each request as it goes."""
 
-GAMMAS = (1, 2, 3, 4, 6, 8)
+GAMMAS = (1, 2, 3, 4, 5, 6, 7, 8)
 """What is measured, and chosen from."""
 
 _ROW = 0.05
 """Predicted: a further row of a step costs this much of the first, for arithmetic."""
 
 _CLEARLY = 1.03
-"""How much faster than plain decoding a round must look; measured times differ by about this from run to run."""
+"""How much faster than plain decoding a round must look to begin; to go on it must not look slower."""
 
 _PRIOR_TOKENS = 4.0
 """Weight of the acceptance found when tuning, in drafted tokens of the request's own."""
@@ -33,7 +33,16 @@ _FORGET = 0.9
 """What older rounds still count after each call: text changes as it goes on."""
 
 _RETRY = 64
-"""Plain tokens after which a request that does without drafts tries a round again."""
+"""Plain tokens after which a request that does without drafts tries a round again, if the best acceptance would pay."""
+
+_SURE = 0.995
+"""The best acceptance there is taken to be."""
+
+_COMPARE = 1024
+"""Tokens of rounds after which some plain steps are made, to see how long they take now."""
+
+_FOLLOW = 0.25
+"""How far the pace moves towards what a call took."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +73,14 @@ class GammaPolicy:
         """What `qcompile tune` left in the manifest."""
         return GammaPolicy(tuple(Costs.from_json(item) for item in tuned["table"]), float(tuned["acceptance"]))
 
-    def choose(self, request: Request, batch: int) -> int:
-        """Gamma of the request's next rounds, among `batch` requests."""
+    def choose(self, request: Request, batch: int, pace: float = 1.0) -> int:
+        """Gamma of the request's next rounds, among `batch` requests; rounds take `pace` times what the table says."""
         costs = self.costs(batch, len(request.tokens))
         state = request.drafts
         tried = state.kept + state.missed
         rate = (state.kept + _PRIOR_TOKENS * self.acceptance) / (tried + _PRIOR_TOKENS)
-        gamma = best(costs, min(rate, 0.995))
-        if gamma == 0 and state.plain_tokens >= _RETRY:
+        gamma = best(costs, min(rate, _SURE), pace, _CLEARLY if state.plain_tokens or not tried else 1.0)
+        if gamma == 0 and state.plain_tokens >= _RETRY and best(costs, _SURE, pace):
             gamma = min(costs.rounds)
         return gamma
 
@@ -84,13 +93,51 @@ class GammaPolicy:
         return min(self.table, key=distance)
 
 
-def best(costs: Costs, rate: float) -> int:
-    """The gamma with the most tokens a second when drafts are accepted at `rate`, 0 where none is clearly better."""
+class Pace:
+    """How rounds compare with plain steps here and now, where the table says how they did when it was measured.
+
+    The same artifact may find its cores sharing a cache or not, or memory that others use: then all that reads many
+    bytes takes another time, and all that multiplies much does not.
+    """
+
+    def __init__(self) -> None:
+        self._plain: float | None = None
+        self._rounds: float | None = None
+        self._drafted = 0
+
+    def plain(self, costs: Costs, seconds: float) -> None:
+        """A plain step took so long."""
+        self._plain, self._drafted = _follow(self._plain, seconds / costs.plain), 0
+
+    def round(self, costs: Costs, gamma: int, seconds: float, tokens: int) -> None:
+        """A round took so long; `tokens` came of all rounds of its call."""
+        self._drafted += tokens
+        if gamma in costs.rounds:
+            self._rounds = _follow(self._rounds, seconds / costs.rounds[gamma])
+
+    @property
+    def factor(self) -> float:
+        """How many times longer rounds take than the table says, where plain steps take what it says."""
+        return self._rounds / self._plain if self._rounds and self._plain else 1.0
+
+    @property
+    def unsure(self) -> bool:
+        """Whether plain steps were made too long ago to compare with."""
+        return self._drafted >= _COMPARE
+
+
+def _follow(known: float | None, ratio: float) -> float:
+    """One slow call (the machine was busy elsewhere) moves it little."""
+    return ratio if known is None else known + _FOLLOW * (min(ratio, 2 * known) - known)
+
+
+def best(costs: Costs, rate: float, pace: float = 1.0, clearly: float = _CLEARLY) -> int:
+    """The gamma with the most tokens a second when drafts are accepted at `rate`, 0 where none is `clearly` better."""
     speeds = {
         gamma: (1 - rate ** (gamma + 1)) / (1 - rate) / seconds for gamma, seconds in costs.rounds.items() if gamma
     }
     gamma = max(speeds, key=lambda g: speeds[g], default=0)
-    return gamma if gamma and speeds[gamma] * costs.plain > _CLEARLY else 0
+    return gamma if gamma and speeds[gamma] * costs.plain > clearly * pace else 0
 
 
 def observe(request: Request, kept: int, missed: int) -> None:

@@ -111,6 +111,8 @@ class Speculator:
         self._library = target.library
         models = [level.executor for level in levels if level.executor]
         self.max_position = min([executor.limits.max_position for executor in models], default=1 << 30)
+        self.rounds_made = 0
+        """How many the last call of `rounds` took at most for one request."""
         self._looks_up = any(level.executor is None for level in levels)
         everyone = [Level(target, 0, True), *levels]
         table = [
@@ -196,6 +198,7 @@ class Speculator:
         self._catch_up(requests)
         call = _Call(self, requests, gammas, ends, rounds)
         tokens = call.run()
+        self.rounds_made = max(1, int(call.rounds_done.max()))
         for index, request in enumerate(requests):
             request.computed = int(call.computed[0, index])
             metrics = request.drafts.metrics

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qcompile.codegen import compiler, cpu
+from qcompile.codegen import backend, compiler, cpu
 from qcompile.codegen import program as p
 from qcompile.errors import ResourceError, UnsupportedError
 from qcompile.targets import TARGETS
@@ -45,6 +45,16 @@ def test_source_is_self_contained_and_stable() -> None:
     assert '#include "' not in source and source.count("struct Barrier {") == 1
     assert source == cpu.render(program, AVX2)
     assert source != cpu.render(program, TARGETS["cpu-portable"])
+
+
+def test_a_drafts_source_has_what_the_models_lacks() -> None:
+    model, draft = (cpu.render(build(Tiny(format, "q8"))[0], AVX2) for format in ("w8_sym_channel", "w4_asym_g128"))
+    kept = backend._behind(model, draft)
+    first, rest = kept.split("\n", 1)
+    same = int(first.split()[4])
+    assert "".join(model.splitlines(keepends=True)[:same]) + rest == draft
+    assert len(kept) < 0.5 * len(draft)
+    assert backend._behind(model, model).count("\n") == 1
 
 
 def test_rows_a_thread_keeps_need_no_barrier_unless_they_may_be_overwritten() -> None:

@@ -12,7 +12,7 @@ import pytest
 import qcompile
 from qcompile import artifact, tune
 from qcompile.errors import UsageError
-from qcompile.runtime.gamma import AUTO, Costs, GammaPolicy, best, observe, predicted
+from qcompile.runtime.gamma import AUTO, Costs, GammaPolicy, Pace, best, observe, predicted
 from qcompile.runtime.speculate import DraftState
 
 COSTS = Costs(1, 1, 1.0, {gamma: 1.1 + 0.2 * gamma for gamma in range(1, 9)})
@@ -47,6 +47,40 @@ def test_a_request_that_is_not_understood_gives_up_and_tries_again() -> None:
     for _ in range(12):
         observe(subject, 4, 0)
     assert policy.choose(subject, 1) > 2
+
+
+def test_drafts_that_cannot_pay_are_not_tried_again() -> None:
+    policy, subject = GammaPolicy((Costs(1, 1, 1.0, {1: 2.1, 2: 3.2}),), 0.9), request()
+    subject.drafts.plain_tokens = 1000
+    assert policy.choose(subject, 1) == 0
+    assert policy.choose(subject, 1, pace=0.5) > 0  # here rounds take half of what the table says
+
+
+def test_to_begin_a_gamma_must_be_clearly_better_to_go_on_it_must_not_be_worse() -> None:
+    policy, subject = GammaPolicy((Costs(1, 1, 1.0, {1: 1.77}),), 0.8), request()  # 1.8 tokens: 1.017 times as fast
+    subject.drafts.plain_tokens = 5
+    assert policy.choose(subject, 1) == 0
+    observe(subject, 8, 2)
+    assert policy.choose(subject, 1) == 1
+    for _ in range(4):
+        observe(subject, 0, 1)
+    assert policy.choose(subject, 1) == 0
+
+
+def test_the_pace_of_here_and_now_corrects_the_table() -> None:
+    pace, fresh = Pace(), request()
+    policy = GammaPolicy((COSTS,), 0.9)
+    assert policy.choose(fresh, 1, pace.factor) > 0
+    for _ in range(30):
+        pace.plain(COSTS, 0.5 * COSTS.plain)
+        pace.round(COSTS, 4, 1.5 * COSTS.rounds[4], 5)
+    assert pace.factor == pytest.approx(3.0)
+    assert policy.choose(fresh, 1, pace.factor) == 0
+    assert not pace.unsure
+    pace.round(COSTS, 99, 1.0, 1024)  # a gamma that the table lacks counts in tokens alone
+    assert pace.unsure and pace.factor == pytest.approx(3.0)
+    pace.plain(COSTS, 50.0)
+    assert not pace.unsure and pace.factor < 3.0
 
 
 def test_the_entry_measured_nearest_decides() -> None:
