@@ -196,6 +196,7 @@ def run(
     bias: np.ndarray | None = None,
     residual: np.ndarray | None = None,
     threads: int = 1,
+    parts: tuple[int, int] = (0, 0),
 ) -> np.ndarray:
     """[m, n] (n/2 columns for SILU_MUL), every thread's share computed one after the other."""
     m, kp = act.value.shape
@@ -203,6 +204,7 @@ def run(
     out = np.full((m, columns + 3), np.nan, np.float32)
     buffers: dict[str, Any] = {name: aligned(array) for name, array in weight.buffers.items()}
     g = Gemm(m=m, n=n, k=k, epilogue=epilogue, out=out.ctypes.data, out_stride=columns + 3)
+    g.parts[:] = parts
     for name, array in buffers.items():
         setattr(g, name, array.ctypes.data)
     if "columns" in buffers:
@@ -280,6 +282,8 @@ def test_a_row_depends_on_nothing_else(harness: Callable[[str], ctypes.CDLL], is
         )
     for threads in (2, 3, 5):
         np.testing.assert_array_equal(run(library, fmt, weight, act, n, k, threads=threads), whole)
+        parted = run(library, fmt, weight, act, n, k, threads=threads, parts=(2, 1))
+        np.testing.assert_array_equal(parted, whole)
 
 
 @pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt != "f32"])

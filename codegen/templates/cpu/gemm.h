@@ -86,13 +86,13 @@ struct Gemm {
   const int32_t* columns = nullptr;     // mix_4_8: [blocks][16] output column of each row, -1 at the end for none
   const int32_t* starts = nullptr;      // mix_4_8: [blocks + 1] where codes start, in 4-bit blocks
   int blocks = 0;                       // mix_4_8: 16-row blocks; of pairs, gate and up have the same columns
-  int parts[2] = {0, 0};                // units (32 rows) of a first and a second part; each, and the rest, is shared out alone
   EpilogueKind epilogue = kStore;
   const float* bias = nullptr;          // [np] or null
   const float* residual = nullptr;      // [m][residual_stride], kAdd only
   int64_t residual_stride = 0;          // floats
   float* out = nullptr;                 // [m][out_stride]
   int64_t out_stride = 0;               // floats
+  int parts[2] = {0, 0};                // units (32 rows) of a first and a second part; they and the rest are shared out alone
 };
 
 struct Worker {

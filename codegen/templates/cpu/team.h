@@ -1,7 +1,7 @@
 // team.h: the threads of a model. One leader (the caller) and threads - 1 workers run each step together.
 //
 // A step is one function run by every thread, with barriers inside. Between steps the workers spin for
-// about 500 us, so that a decode loop never pays for waking them, then sleep on a futex.
+// about 200 us, so that a decode loop never pays for waking them, then sleep on a futex.
 #pragma once
 #include <linux/futex.h>
 #include <pthread.h>
@@ -80,7 +80,7 @@ struct Waiter {
   }
   static constexpr double kTimeSlice = 300e-6;            // another program's is longer
   static constexpr int kLittle = 64, kLong = 32768;       // turns: about 1 us, 400 us
-  static constexpr int kLeastCaution = 16, kMostCaution = 16384, kCalm = 4096;
+  static constexpr int kLeastCaution = 16, kMostCaution = 4096, kCalm = 4096;
 };
 
 // Dissemination barrier (Hensgen, Finkel, Manber 1988): in round r thread i signals thread i + 2^r, so
@@ -169,7 +169,7 @@ struct Team {
   }
 
   void await(uint32_t seen) {
-    const double deadline = now_seconds() + 500e-6;
+    const double deadline = now_seconds() + 200e-6;
     for (int turn = 1;; ++turn) {
       if (__atomic_load_n(&ticket, __ATOMIC_ACQUIRE) != seen) return;
       if (turn % 64) cpu_relax();
