@@ -289,8 +289,8 @@ class _Renderer:
         out = None if c.out is None else self.program.buffer(c.out)
         target, stride = ("s.logits()", "kVocab") if out is None else (_ident(out.name), str(out.stride))
         lines.append(f"{var}.out = {target}, {var}.out_stride = {stride};")
-        if self._by_head(index):
-            rope = self._rope_after(index)
+        rope = self._rope_after(index)
+        if rope is not None and self._by_head(index):
             q, k = (rope.k_offset - rope.q_offset) // 32, (rope.v_offset - rope.k_offset) // 32
             lines.append(f"if (s.by_head()) {var}.parts[0] = {q}, {var}.parts[1] = {k};")
         suffix = "_bf16" if x.dtype == "bf16" and c.format not in ("bf16", "f32") else ""
