@@ -96,9 +96,11 @@ class Place:
 
 def place(model: Any, source: Mapping[str, Any], options: str) -> Place | None:
     """Where the trace of `model` is kept; None for what is no plain local checkpoint, or a damaged one."""
-    if not isinstance(model, (str, Path)) or not Path(model).is_dir() or set(source) - {"name", "allow_remote"}:
+    if not isinstance(model, (str, Path)) or not Path(model).is_dir():
         return None
-    if source.get("allow_remote"):  # its code is not among what is known here
+    # A checkpoint's own code is not among what is known here; without weights, or cut, it is another model.
+    plain = {"name": source.get("name"), "allow_remote": False, "weights": True}
+    if any(key not in plain or value != plain[key] for key, value in source.items()):
         return None
     directory = Path(model)
     try:

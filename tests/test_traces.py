@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from qcompile import frontend, pipeline, traces
+from qcompile import doctor, frontend, pipeline, traces
 
 LLAMA = LlamaConfig(
     hidden_size=64,
@@ -120,7 +120,15 @@ def test_a_damaged_trace_is_made_again(tmp_path: Path, imports: list[Any]) -> No
     assert len(imports) == 4
 
 
-def test_calibration_and_checks_work_on_a_kept_trace(tmp_path: Path, imports: list[Any]) -> None:
+def test_doctor_finds_traces_and_builds_find_its(tmp_path: Path, imports: list[Any]) -> None:
+    model = saved(LLAMA, tmp_path / "model")
+    found = [doctor.examine(str(model), "cpu", "w4a8", {}, None, allow_remote=False).as_json() for _ in range(2)]
+    assert len(imports) == 1 and found[0] == found[1]
+    pipeline.plan(model, allow_remote=True)  # its own code may have changed
+    assert len(imports) == 2
+
+
+def test_builds_that_check_their_passes_trace_anew(tmp_path: Path, imports: list[Any]) -> None:
     model = saved(LLAMA, tmp_path / "model")
     pipeline.build(model, tmp_path / "out", recipe="w4a8", check_passes=True)
     pipeline.build(model, tmp_path / "again", recipe="w4a8", check_passes=True)
