@@ -1,7 +1,7 @@
 """Decode attention over paged caches on this GPU: checked first, then timed beside SDPA, in one run.
 
-    python benchmarks/gpu_attention.py [out.json]          the cut of codegen/tiles.py
-    python benchmarks/gpu_attention.py --search [out.json] every candidate cut
+    python benchmarks/gpu_attention.py [out.json]          the cuts of codegen/tiles.py
+    python benchmarks/gpu_attention.py --search [out.json] every candidate
 
 Times are microseconds per launch (attention and the merge of its splits) by CUDA graph replay, caches rotated
 through more than five times the L2; medians over replays. 32 query heads, 8 KV heads of 128.
@@ -25,7 +25,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import ROTATED_BYTES, Launch, facts, graph_us
 from qcompile.codegen import gpu_compile, tiles
-from qcompile.codegen.gpu_attention import GROUP_SPLITS, AttentionSpec, GpuKV, MergeSpec
+from qcompile.codegen.gpu_attention import FINE_PROGRAMS, GROUP_SPLITS, LEAVES, AttentionSpec, GpuKV, MergeSpec
 from qcompile.codegen.gpu_compile import Kernel
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -35,10 +35,17 @@ MOST_ERROR = 4e-3
 """Queries and weights of values are rounded to bf16."""
 
 
-def spec_for(format: str, **cut: Any) -> AttentionSpec:
-    """The decode class kernel."""
+def spec_for(format: str, cut: str, queries: int, **more: Any) -> AttentionSpec:
+    """The kernel for so many query positions a sequence."""
     kv = GpuKV(format, KV_HEADS, DIM)
-    return replace(AttentionSpec(kv, HEADS, HEADS * DIM, DIM**-0.5, **tiles.attention(kv, whole=False)), **cut)
+    spec = AttentionSpec(kv, HEADS, HEADS * DIM, DIM**-0.5, **{**tiles.attention(kv, cut), **more})
+    few = replace(spec, columns=8)
+    return few if cut != "whole" and queries <= few.queries else spec
+
+
+def cut_for(batch: int, context: int, split: int) -> str:
+    """What programs of the decode class take, as codegen/gpu_plan.py has it."""
+    return "leaf" if -(-context // split) * batch <= FINE_PROGRAMS // (LEAVES * KV_HEADS) else "split"
 
 
 class Cache:
@@ -95,22 +102,23 @@ class Problem:
     def launches(self, spec: AttentionSpec) -> list[Launch]:
         """One launch for each copy of the cache."""
         cache, tokens = self.cache, len(self.positions)
-        splits = -(-cache.context // spec.split)
-        parts = torch.full((tokens * HEADS * splits * DIM,), math.nan, device="cuda")
-        stats = torch.full((tokens * HEADS * splits * 2,), math.nan, device="cuda")
+        splits, leaves = -(-cache.context // spec.split), LEAVES if spec.cut == "leaf" else 1
+        slots = splits * leaves
+        parts = torch.full((tokens * HEADS * slots * DIM,), math.nan, device="cuda")
+        stats = torch.full((tokens * HEADS * slots * 2,), math.nan, device="cuda")
         given: dict[str, Any] = {"q": self.q, "positions": self.positions, "query_start": self.query_start}
         given |= {"block_table": cache.table, "parts": parts, "stats": stats, "out": self.out}
-        given |= {"table_stride": cache.table.shape[1], "splits": splits}
+        given |= {"table_stride": cache.table.shape[1], "splits": slots}
         tiles_of_rows = -(-self.queries // spec.queries)
-        todo = [(spec.kernel(90), (KV_HEADS * tiles_of_rows, splits, cache.batch))]
-        if spec.whole:
+        todo = [(spec.kernel(90), (KV_HEADS * tiles_of_rows, slots, cache.batch))]
+        if spec.cut == "whole":
             todo = [(spec.kernel(90), (tiles_of_rows, KV_HEADS, cache.batch))]
         else:
             several = splits > GROUP_SPLITS
-            merge = MergeSpec(spec.kv, HEADS, 1, not several, 0, spec.split).kernel(90)
-            todo.append((merge, (tokens, HEADS, -(-splits // GROUP_SPLITS))))
+            merge = MergeSpec(spec.kv, HEADS, 1, not several, 0, spec.split, leaves)
+            todo.append((merge.kernel(90), (tokens, HEADS, -(-splits // GROUP_SPLITS))))
             if several:
-                todo.append((MergeSpec(spec.kv, HEADS, 2, True, 0, spec.split).kernel(90), (tokens, HEADS, 1)))
+                todo.append((replace(merge, level=2, final=True).kernel(90), (tokens, HEADS, 1)))
         found = []
         for copy in cache.copies:
             items = copy.view(torch.bfloat16 if spec.kv.bits == 16 else torch.int16)
@@ -168,8 +176,24 @@ def candidates(search: bool) -> list[dict[str, Any]]:
     """Cuts to be measured: that of codegen/tiles.py, or all."""
     if not search:
         return [{}]
-    found = itertools.product((128, 256, 512), (32, 64), (1, 2, 4), (2, 3))
-    return [{"split": s, "tile": t, "warps": w, "stages": n} for s, t, w, n in found]
+    found = itertools.product((256, 512), (16, 32, 64), (2, 3, 4))
+    return [{"split": s, "tile": t, "stages": n} for s, t, n in found]
+
+
+def rows_that_differ(cache: Cache, format: str) -> int:
+    """Rows of five queries whose bits depend on how attention is cut, or on how many queries a step has."""
+    five = Problem(cache, 5)
+    outputs = []
+    for cut in ("leaf", "split", "whole"):
+        five.out.fill_(math.nan)
+        five.launches(spec_for(format, cut, 5))[0]()
+        outputs.append(five.out.view(cache.batch, 5, -1).clone())
+    one = Problem(cache, 1)
+    one.q = five.q.view(cache.batch, 5, -1)[:, 4].contiguous()
+    for cut in ("leaf", "split"):
+        one.launches(spec_for(format, cut, 1))[0]()
+        outputs.append(torch.cat((outputs[0][:, :4], one.out[:, None]), 1))
+    return sum(int((out != outputs[0]).any(-1).sum()) for out in outputs)
 
 
 def compile_one(spec: AttentionSpec) -> bool:
@@ -183,9 +207,12 @@ def compile_one(spec: AttentionSpec) -> bool:
 def main() -> None:
     search, paths = "--search" in sys.argv, [a for a in sys.argv[1:] if not a.startswith("--")]
     backends = torch.nn.attention.SDPBackend
-    results: dict[str, Any] = {**facts(), "rivals": [], "kernels": []}
+    results: dict[str, Any] = {**facts(), "rivals": [], "kernels": [], "bits": []}
     cuts, asked = candidates(search), (1,) if search else (1, 5)
-    specs = [spec_for(f, **cut) for f in FORMATS for cut in cuts]
+    specs = [
+        spec_for(f, part, queries, **cut)
+        for f, part, queries, cut in itertools.product(FORMATS, ("leaf", "split"), asked, cuts)
+    ]
     with ProcessPoolExecutor(15, mp_context=get_context("spawn")) as pool:
         usable = dict(zip(specs, pool.map(compile_one, specs), strict=True))
     for batch, context in CASES:
@@ -197,7 +224,7 @@ def main() -> None:
         for format in FORMATS:
             cache = Cache(GpuKV(format, KV_HEADS, DIM), batch, context)
             for queries, cut in itertools.product(asked, cuts):
-                spec = spec_for(format, **cut)
+                spec = spec_for(format, cut_for(batch, context, cut.get("split", tiles.SPLIT)), queries, **cut)
                 if not usable[spec]:
                     continue
                 problem = Problem(cache, queries)
@@ -209,6 +236,11 @@ def main() -> None:
                 results["kernels"].append({**row, "relative_error": error, "cut": cut or None})
                 note = f"error {error:.1e} {'' if error < MOST_ERROR else 'WRONG'} {cut or ''}"
                 print(f"{batch:3} {context:7} {format:5} q{queries} {us:8.1f} us  {note}", flush=True)
+            if not search:
+                differ = rows_that_differ(cache, format)
+                row = {"batch": batch, "context": context, "format": format, "rows_that_differ": differ}
+                results["bits"].append(row)
+                print(f"{batch:3} {context:7} {format:5} rows whose bits differ: {differ}", flush=True)
             del cache
             torch.cuda.empty_cache()
     if paths:

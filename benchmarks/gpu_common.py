@@ -11,13 +11,17 @@ import torch
 from torch import Tensor
 
 from qcompile.codegen import triton as gpu
-from qcompile.codegen.gpu_pack import pack_gpu
+from qcompile.codegen.gpu_pack import GPU_PACKING, MIX_ROWS, pack_gpu
+from qcompile.codegen.program import round_up
+from qcompile.codegen.tiles import choose
+from qcompile.mix import quantize_mixed
 from qcompile.numerics import dequantize_weight, quantize_activation, quantize_weight
 
 ROTATED_BYTES = 5 * 64 * 2**20
 """Weights are rotated through so many bytes: more than five times the L2 of any target."""
 
 REPLAYS = 25
+WIDE_SHARE = 10
 LAUNCHES = 64
 """At least so many in a graph, so that what a replay costs by itself does not count."""
 
@@ -40,11 +44,11 @@ def facts() -> dict[str, Any]:
     }
 
 
-def graph_us(launches: Sequence[Launch], replays: int = REPLAYS) -> float:
-    """Median microseconds per launch of a CUDA graph that holds `launches` in order."""
+def graph_us(launches: Sequence[Launch], replays: int = REPLAYS, least: int = LAUNCHES) -> float:
+    """Median microseconds per launch of a CUDA graph that holds `launches` in order, at `least` so many launches."""
     launches[0]()
     torch.cuda.synchronize()
-    rounds = -(-LAUNCHES // len(launches))
+    rounds = -(-least // len(launches))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(rounds):
@@ -61,17 +65,39 @@ def graph_us(launches: Sequence[Launch], replays: int = REPLAYS) -> float:
     return statistics.median(start.elapsed_time(end) for start, end in events) * 1e3 / (len(launches) * rounds)
 
 
-class Problem:
-    """A weight [n, k] in `format`, packed in as many copies as rotation needs, and activations to multiply it with."""
+def spec_for(format: str, n: int, k: int, tokens: int, x_groups: bool = False) -> gpu.KernelSpec:
+    """The kernel for so many rows of x, cut as codegen/tiles.py has it; in mix_4_8 a WIDE_SHAREth of rows is wide."""
+    rows, options = n, {}
+    if format == "mix_4_8":
+        wide, narrow = (round_up(part, MIX_ROWS) for part in (n // WIDE_SHARE, n - n // WIDE_SHARE))
+        rows, options = wide + narrow, {"width": n, "wide": wide}
+    return gpu.KernelSpec(format, rows, k, choose(format, rows, k, tokens), x_groups=x_groups, **options)
 
-    def __init__(self, format: str, n: int, k: int) -> None:
-        self.format, self.n, self.k = format, n, k
+
+class Problem:
+    """A weight [n, k] in `format`, packed in as many copies as rotation needs, and activations to multiply it with.
+
+    `format` is one of triton.KernelSpec; activations are bf16 where it takes those, else int8, per token or in groups.
+    """
+
+    def __init__(self, format: str, n: int, k: int, x_groups: bool = False) -> None:
+        self.format, self.n, self.k, self.x_groups = format, n, k, x_groups
         # Rows off centre, so that zero points matter.
         w = torch.randn(n, k, device="cuda") * 0.02 + 0.01 * torch.rand(n, 1, device="cuda")
-        number_format = format.removesuffix("_int8")
-        parts = quantize_weight(w, number_format)
-        self.weight = dequantize_weight(parts, number_format, k)
-        packed = pack_gpu(parts, format)
+        if format == "mix_4_8":
+            marked = torch.zeros(n, dtype=torch.bool, device="cuda")
+            marked[torch.randperm(n, device="cuda")[: n // WIDE_SHARE]] = True
+            parts = quantize_mixed(w, marked)
+            self.weight = dequantize_weight(parts, format, k)
+            blobs = GPU_PACKING.mixed(marked, False, k).blobs(parts)
+            words = ("groups", "columns")
+            packed = {role: blob.view(torch.int32 if role in words else torch.int8) for role, blob in blobs.items()}
+        else:
+            packing = format.removesuffix("_a8")
+            number_format = packing.removesuffix("_int8")
+            parts = quantize_weight(w, number_format)
+            self.weight = dequantize_weight(parts, number_format, k)
+            packed = pack_gpu(parts, packing)
         size = sum(t.numel() * t.element_size() for t in packed.values())
         self.copies = [packed] + [{key: t.clone() for key, t in packed.items()} for _ in range(ROTATED_BYTES // size)]
         self.workspace: dict[str, Tensor] = {}
@@ -79,7 +105,8 @@ class Problem:
     def activations(self, tokens: int) -> list[Tensor]:
         """Fresh random x as quantize_activation's parts."""
         x = torch.randn(tokens, self.k, device="cuda")
-        return quantize_activation(x, "bf16" if self.format in ("w4_asym_g128", "bf16") else "int8", 0)
+        floats = self.format in ("w4_asym_g128", "bf16", "mxfp4")
+        return quantize_activation(x, "bf16" if floats else "int8_g128" if self.x_groups else "int8", 0)
 
     def launches(self, spec: gpu.KernelSpec, x: list[Tensor], out: Tensor, capability: int) -> list[Launch]:
         """One launch for each copy of the weight, all writing `out` [M, N]."""

@@ -10,18 +10,32 @@ from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.gpu_common import ROTATED_BYTES, Launch, Problem, facts, graph_us
-from qcompile.codegen.tiles import choose
+from benchmarks.gpu_common import ROTATED_BYTES, Launch, Problem, facts, graph_us, spec_for
+from qcompile.codegen import triton as gpu
 from qcompile.codegen.triton import DECODE_TOKENS, KernelSpec
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 4096))
-FORMATS = ("qoq_channel", "qoq_g128", "w4_asym_g128", "w8_sym_channel")
+FORMATS = (
+    ("qoq_channel", False),
+    ("qoq_g128", False),
+    ("w4_asym_g128", False),
+    ("w8_sym_channel", False),
+    ("nested_8_4", False),
+    ("w4_asym_g128_int8", False),  # also what a nested weight's upper nibbles are read by
+    ("w4_asym_g128_int8", True),
+    ("mix_4_8", True),
+    ("mxfp4", False),
+    ("mxfp4_a8", True),
+)
+"""Kernels by format, and whether activations have scales in groups of 128."""
 TOKENS = tuple(2**i for i in range(13))
 TABLE = (1, 16, 64, 256, 1024, 4096)
 MOST_ERROR = 4e-3
@@ -77,12 +91,12 @@ class Rivals:
             ],
             "int8 _int_mm": [lambda w=w: torch._int_mm(x8, w.t()) for w in self.int8],
         }
-        return {name: _time_or_none(each) for name, each in launches.items()}
+        return {name: _time_or_none(each, *_effort(tokens)) for name, each in launches.items()}
 
 
-def _time_or_none(launches: list[Launch]) -> float | None:
+def _time_or_none(launches: list[Launch], *effort: int) -> float | None:
     try:
-        return graph_us(launches)
+        return graph_us(launches, *effort)
     except RuntimeError:
         return None
 
@@ -112,31 +126,52 @@ def rows_that_depend_on_m(problem: Problem) -> int:
 def _product(problem: Problem, x: list[torch.Tensor]) -> torch.Tensor:
     tokens = x[0].shape[0]
     out = torch.full((tokens, problem.n), float("nan"), dtype=torch.bfloat16, device="cuda")
-    spec = KernelSpec(problem.format, problem.n, problem.k, choose(problem.format, problem.n, problem.k, tokens))
+    spec = spec_for(problem.format, problem.n, problem.k, tokens, problem.x_groups)
     problem.launches(spec, x, out, 90)[0]()
     return out
 
 
-def measure(format: str, n: int, k: int) -> dict[str, Any]:
+def measure(format: str, x_groups: bool, n: int, k: int) -> dict[str, Any]:
     """Errors and times of one format and shape at every M."""
-    problem = Problem(format, n, k)
+    problem = Problem(format, n, k, x_groups)
     rows = []
     for tokens in TOKENS:
-        spec = KernelSpec(format, n, k, choose(format, n, k, tokens))
+        spec = spec_for(format, n, k, tokens, x_groups)
         error = check(problem, spec, tokens)
         if not error < MOST_ERROR:
             print(f"WRONG: {format} [{n}, {k}], M = {tokens}: relative error {error:.2e} with {spec.tile}", flush=True)
         x = problem.activations(tokens)
         out = torch.empty(tokens, n, dtype=torch.bfloat16, device="cuda")
-        us = graph_us(problem.launches(spec, x, out, 90))
+        us = graph_us(problem.launches(spec, x, out, 90), *_effort(tokens))
         rows.append({"M": tokens, "us": us, "relative_error": error, "tile": vars(spec.tile)})
-    return {"format": format, "N": n, "K": k, "depend_on_m": rows_that_depend_on_m(problem), "times": rows}
+    differ = rows_that_depend_on_m(problem)
+    return {"format": format, "x_groups": x_groups, "N": n, "K": k, "depend_on_m": differ, "times": rows}
+
+
+def _effort(tokens: int) -> tuple[int, int]:
+    """Replays, and the least launches in one."""
+    return (25, 64) if tokens <= 256 else (9, 16)
+
+
+def compile_one(spec: KernelSpec) -> None:
+    """Into Triton's cache, in a process of its own."""
+    gpu.build(spec, 90)
+
+
+def compile_all() -> None:
+    """Every kernel that will be measured."""
+    specs = {
+        spec_for(format, n, k, tokens, x_groups) for format, x_groups in FORMATS for n, k in SHAPES for tokens in TOKENS
+    }
+    with ProcessPoolExecutor(15, mp_context=get_context("spawn")) as pool:
+        list(pool.map(compile_one, specs))
 
 
 def main() -> None:
+    compile_all()
     results: dict[str, Any] = {**facts(), "ceilings": ceilings(), "rivals": [], "kernels": []}
     print({name: round(value, 1) for name, value in results["ceilings"].items()})
-    print(f"{'N, K':>13} {'':16}" + "".join(f"{'M=' + str(m):>9}" for m in TABLE))
+    print(f"{'N, K':>13} {'':26}" + "".join(f"{'M=' + str(m):>9}" for m in TABLE))
     for n, k in SHAPES:
         rivals = Rivals(n, k)
         times = {tokens: rivals.times(tokens) for tokens in TOKENS}
@@ -144,22 +179,23 @@ def main() -> None:
         for name in times[1]:
             _print(f"{n}, {k}", name, [times[m][name] for m in TABLE])
         del rivals
-        for format in FORMATS:
-            found = measure(format, n, k)
+        for format, x_groups in FORMATS:
+            found = measure(format, x_groups, n, k)
             results["kernels"].append(found)
             us = {row["M"]: row["us"] for row in found["times"]}
             slower = [m for m in TOKENS if us[m] >= (times[m]["bf16 cuBLAS"] or 0)]
             worst = max(row["relative_error"] for row in found["times"])
             note = f"error {worst:.1e}, depend on M {found['depend_on_m']}, slower than cuBLAS at {slower}"
-            _print(f"{n}, {k}", format, [us[m] for m in TABLE], note)
+            name = format + (" x_groups" if x_groups else "")
+            _print(f"{n}, {k}", name, [us[m] for m in TABLE], note)
             torch.cuda.empty_cache()
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        if len(sys.argv) > 1:
+            Path(sys.argv[1]).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def _print(shape: str, name: str, us: list[float | None], note: str = "") -> None:
     cells = "".join(f"{value:9.2f}" if value else f"{'-':>9}" for value in us)
-    print(f"{shape:>13} {name:16}{cells} {note}", flush=True)
+    print(f"{shape:>13} {name:26}{cells} {note}", flush=True)
 
 
 if __name__ == "__main__":

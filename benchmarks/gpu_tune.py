@@ -1,6 +1,6 @@
 """Search tile choices on this GPU: every candidate is checked, then timed; the fastest go to a JSON file.
 
-    python benchmarks/gpu_tune.py out.json [format ...]
+python benchmarks/gpu_tune.py out.json [format ...]
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -27,56 +26,55 @@ from qcompile.codegen.triton import KernelSpec, Tile
 from qcompile.errors import UnsupportedError
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 4096))
-TOKENS = {16: (1, 16), 64: (64,), 256: (256,), 1024: (1024,)}
+TOKENS = {16: (1, 16), 64: (64,), 128: (128,), 256: (256,), 512: (512,), 1024: (1024,)}
 """Measured M by class of M."""
 
 SHARED = 227 * 1024
-FORMATS = ("qoq_channel", "qoq_g128", "w4_asym_g128", "w8_sym_channel")
+FORMATS = ("qoq_channel", "qoq_g128", "w4_asym_g128", "w8_sym_channel", "nested_8_4", "mxfp4", "mxfp4_a8")
 ERROR = 4e-3
 
 
 def decode_tiles() -> Iterator[Tile]:
     """Candidates for M up to 16: K split over warps of a program, or over programs."""
-    for rows, (slices, warps), stages, unroll, splits in itertools.product(
-        (32, 64, 128), ((4, 4), (8, 8), (4, 8), (2, 4)), (2, 3, 4, 6), (1, 2, 4), (1, 2)
-    ):
-        yield Tile(16, rows, slices, splits, unroll, warps, stages)
+    for (slices, warps), stages, unroll, splits in itertools.product(((4, 4), (4, 8)), (3, 4, 6), (1, 2, 4), (1, 2)):
+        yield Tile(16, 32, slices, splits, unroll, warps, stages)
     for (rows, warps), stages, unroll, splits in itertools.product(
-        ((64, 4), (128, 4), (128, 8)), (2, 3, 4, 6), (1, 2, 4), (1, 2, 4, 8)
+        ((64, 4), (128, 4), (128, 8)), (3, 4, 6), (1, 2, 4), (1, 2, 4, 8)
     ):
         yield Tile(16, rows, 1, splits, unroll, warps, stages)
 
 
 def prefill_tiles(tokens: int) -> Iterator[Tile]:
     """Candidates for a class of M above 16."""
+    splits: tuple[int, ...] = (1, 2, 4)
     if tokens == 64:
-        cuts = ((64, 64, 4), (64, 128, 8), (64, 128, 4), (32, 64, 4))
-        splits = (1, 2, 4, 8)
+        cuts = ((64, 64, 4), (64, 128, 8), (64, 128, 4), (32, 64, 4), (32, 128, 4))
+    elif tokens == 128:
+        cuts = ((64, 64, 4), (64, 128, 8), (64, 128, 4), (128, 64, 4), (128, 128, 4), (128, 128, 8))
     else:
-        cuts = ((128, 128, 8), (128, 64, 4), (128, 128, 4), (64, 128, 4), (64, 128, 8), (64, 64, 4))
+        cuts = ((128, 128, 8), (128, 64, 4), (128, 128, 4), (64, 128, 4), (64, 128, 8), (256, 64, 4))
         cuts += ((128, 256, 8), (256, 128, 8))
         splits = (1, 2, 4) if tokens == 256 else (1,)
-    for (m, rows, warps), stages, unroll, split in itertools.product(cuts, (2, 3, 4, 5), (1, 2, 4), splits):
+    unrolls = (1, 2, 4) if tokens <= 64 else (1, 2)
+    for (m, rows, warps), stages, unroll, split in itertools.product(cuts, (2, 3, 4, 5), unrolls, splits):
         yield Tile(m, rows, 1, split, unroll, warps, stages)
 
 
 def candidates(format: str, n: int, k: int, tokens: int) -> list[KernelSpec]:
     """Kernels that could serve a weight [n, k] for a class of M."""
-    item = 2 if format == "w4_asym_g128" else 1
-    row = {"w8_sym_channel": 128, "w4_asym_g128": 128}.get(format, 64)
-    inputs = 256 if format == "w4_asym_g128" else 128
     found = []
     for tile in decode_tiles() if tokens == 16 else prefill_tiles(tokens):
-        step = tile.slices * tile.unroll * (tile.rows * row + tile.tokens * inputs * item)
         programs = n // tile.rows * tile.splits * max(1, tokens // tile.tokens)
-        if tile.stages * step > SHARED or (tokens <= 64 and not 64 <= programs <= 1100):
+        if tile.stages * tile.unroll * tile.slices > 48 or not (programs >= 64 and (programs <= 1100 or tokens > 64)):
             continue
-        if tile.stages * tile.unroll * tile.slices > 48:
+        if tile.splits > 1 and programs > 600:
             continue
         try:
-            found.append(KernelSpec(format, n, k, tile))
+            spec = KernelSpec(format, n, k, tile, x_groups=format == "mxfp4_a8")
         except UnsupportedError:
             continue
+        if 20_000 < tile.stages * spec.step_bytes <= SHARED:
+            found.append(spec)
     return found
 
 
@@ -110,31 +108,18 @@ def measure(problem: Problem, specs: list[KernelSpec], tokens: int) -> list[tupl
             if error > ERROR:
                 print("wrong", error, spec, flush=True)
                 continue
-            found.append((graph_us(launches, 9), spec))
+            found.append((graph_us(launches, 3, 24), spec))
         except Exception as reason:
             print("failed", spec.tile, str(reason)[:120], flush=True)
     return sorted(found, key=lambda pair: pair[0])
 
 
-def seeded() -> dict[tuple[Any, ...], list[KernelSpec]]:
-    """The best of an earlier search, $TUNE_FROM, to be measured again instead of every candidate."""
-    path, found = os.environ.get("TUNE_FROM"), defaultdict(list)
-    for result in json.loads(Path(path).read_text())["results"] if path else ():
-        job = tuple(result["job"])
-        for _, tile in result["ranked"][:6] if result["kind"] == "alone" and job[0] != "w4_asym_g128" else ():
-            spec = KernelSpec(*job[:3], Tile(**{**tile, "ahead": 0}))
-            if spec not in found[job]:
-                found[job].append(spec)
-    return found
-
-
 def main() -> None:
     start, limit = time.time(), float(os.environ.get("TUNE_SECONDS", "540"))
     formats = sys.argv[2:] or FORMATS
-    classes = [int(c) for c in os.environ.get("TUNE_CLASSES", "16,64,256,1024").split(",")]
-    seeds = seeded()
+    classes = [int(c) for c in os.environ.get("TUNE_CLASSES", "16,64,128,256,512,1024").split(",")]
     jobs = [(f, n, k, c) for c in classes for f in formats for n, k in SHAPES]
-    specs = {job: seeds.get(job) or candidates(*job) for job in jobs}
+    specs = {job: candidates(*job) for job in jobs}
     results: list[dict[str, Any]] = []
     spawn = get_context("spawn")
     with ProcessPoolExecutor(15, mp_context=spawn) as pool, ProcessPoolExecutor(8, mp_context=spawn) as quick:
@@ -144,10 +129,10 @@ def main() -> None:
                 print("out of time before", job)
                 break
             good = [s for s, ok in zip(specs[job], ready[job], strict=True) if ok]
-            problem = Problem(*job[:3])
+            problem = Problem(*job[:3], x_groups=job[0] == "mxfp4_a8")
             for tokens in TOKENS[job[3]]:
                 ranked = measure(problem, good, tokens)
-                more = [e for _, spec in ranked[:5] for e in early(spec)]
+                more = [e for _, spec in ranked[:4] for e in early(spec)]
                 list(quick.map(compile_one, more))
                 ranked_early = measure(problem, more, tokens)
                 for name, pairs in (("alone", ranked), ("early", ranked_early)):

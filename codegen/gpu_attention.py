@@ -18,13 +18,18 @@ are rounded, x = scale * (u + l / 16) + least (QuantSpec 4.2):
     keys        float32 [dim]: in a group's first page the scales of its channels, in its second their least values
     l + 8       of keys, and of values, as u
 
-An item belongs to one token, so tokens are appended side by side; as operands of a tensor core's instruction both
-products then take items as they lie.
+An item belongs to one token, so tokens are appended side by side; as left operands of a tensor core's instruction
+both products then take items as they lie.
+
+The order of sums depends on a query's position alone: tokens in leaves, LEAVES of them in a split, GROUP_SPLITS splits
+in a group. Where there is little to do programs take a leaf each, else a split, or all of it. Over a hierarchical
+cache a split has no leaves.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 from qcompile.codegen.program import RING_GROUPS
@@ -35,6 +40,10 @@ MOST_QUERIES = 16
 """Most query positions of a sequence in the decode class."""
 GROUP_SPLITS = 16
 """Splits that are summed together, before the sums of groups are."""
+LEAVES = 4
+"""Leaves of a split: parts of it that are summed apart."""
+FINE_PROGRAMS = 1056
+"""Up to so many programs take a leaf each: 8 for each multiprocessor of an H200."""
 _LOG2_E = 1.4426950408889634
 # 2 pi in parts: two short ones whose products with whole numbers up to 2^12 are exact, and the rest.
 _TWO_PI = (-6.28125, -0.0019350051879882812, -3.01991605e-07)
@@ -162,9 +171,10 @@ class AppendSpec:
 class AttentionSpec:
     """softmax(q k^T * scale) v over pages, in programs of `rows` rows: query positions times the heads of a KV head.
 
-    q f32 [tokens, q_stride]. In the decode class programs do one split of `split` positions each, which
-    MergeSpec sums; with `whole` one program does all, in the same order, and writes out [tokens, heads * dim]. A
-    row's bits do not depend on which: programs have one shape, and nothing is fused that is not written so.
+    q f32 [tokens, q_stride]. In the decode class programs do one `cut` each, a leaf or a split of `split` positions,
+    which MergeSpec sums; where the cut is whole, one program does all, in the same order, and writes
+    out [tokens, heads * dim]. A row's bits do not depend on which, nor on how many rows (at least `columns`) a program
+    has: nothing is fused that is not written so, and a warp sums each by itself (over a hierarchical cache `warps`).
     """
 
     kv: GpuKV
@@ -173,9 +183,10 @@ class AttentionSpec:
     scale: float
     window: int = 0
     softcap: float = 0.0
-    split: int = 256
+    split: int = 512
     tile: int = 64
-    whole: bool = False
+    cut: Literal["leaf", "split", "whole"] = "split"
+    columns: int = 16
     warps: int = 1
     stages: int = 2
     inline_asm: bool = True
@@ -183,13 +194,19 @@ class AttentionSpec:
     @property
     def title(self) -> str:
         """What the source says it is."""
-        kind = "all splits" if self.whole else f"one split of {self.split} positions"
-        return f"Attention of {self.heads} heads over {self.kv.format} pages, {self.rows} rows, {kind}"
+        sizes = {"leaf": str(self.leaf), "split": str(self.split), "whole": "all"}
+        heads = f"{self.heads} heads over {self.kv.format} pages"
+        return f"Attention of {heads}, {self.rows} rows, {sizes[self.cut]} positions"
+
+    @property
+    def leaf(self) -> int:
+        """Positions of a leaf."""
+        return self.split // LEAVES
 
     @property
     def rows(self) -> int:
         """Rows of a program: as few as the tensor cores take, but whole heads."""
-        return max(16, _power(self.heads // self.kv.heads))
+        return max(self.columns, _power(self.heads // self.kv.heads))
 
     @property
     def queries(self) -> int:
@@ -200,18 +217,18 @@ class AttentionSpec:
         """The kernel for a compute capability."""
         arguments = [Argument("q", "*fp32"), *_pages(self.kv)]
         arguments += [Argument(name, "*i32") for name in ("positions", "query_start", "block_table")]
-        results = ("out",) if self.whole else ("parts", "stats")
+        results = ("out",) if self.cut == "whole" else ("parts", "stats")
         arguments += [Argument(name, "*fp32") for name in results] + [Argument("table_stride", "i32")]
-        arguments += [Argument("splits", "i32")] * (not self.whole)
-        name = f"attention_{self.kv.format}_{'whole' if self.whole else 'split'}"
-        prelaunch = self.inline_asm and capability >= 90
+        arguments += [Argument("splits", "i32")] * (self.cut != "whole")
+        name = f"attention_{self.kv.format}_{self.cut}"
         source = render_template(
             "attention_hier.py.jinja" if self.kv.hierarchical else "attention.py.jinja",
             spec=self,
             name=name,
             arguments=arguments,
-            prelaunch=prelaunch,
+            hurries=self.inline_asm and capability >= 90,
             asm=self.inline_asm,
+            tile=self.tile if self.kv.hierarchical else min(self.tile, self.leaf),
             block=max(_power(self.kv.width), 16),
             splits_a_group=GROUP_SPLITS,
             both=self.kv.format == "kv_hier",
@@ -219,14 +236,17 @@ class AttentionSpec:
             ring_pages=RING_GROUPS * HIER_GROUP // self.kv.page_tokens,
             q_scale=self.scale if self.softcap else self.scale * _LOG2_E,
         )
-        return Kernel(name, source, tuple(arguments), self.rows // 16 * self.warps, self.stages, prelaunch, False)
+        warps = self.rows // 16 * self.warps if self.kv.hierarchical else 1
+        # Started early its programs would crowd where there is room first: they are few, and each takes its time.
+        return Kernel(name, source, tuple(arguments), warps, self.stages, False, False)
 
 
 @dataclass(frozen=True)
 class MergeSpec:
     """Sums of AttentionSpec's splits: of those of a group (level 1), or of the groups (level 2).
 
-    The `final` level writes out [tokens, heads * dim] f32, the other in place of each group's first split.
+    A split has come in so many `leaves`, each with a place of its own, or in one. The `final` level writes
+    out [tokens, heads * dim] f32, the other in place of each group's first split.
     """
 
     kv: GpuKV
@@ -234,7 +254,8 @@ class MergeSpec:
     level: int = 1
     final: bool = True
     window: int = 0
-    split: int = 256
+    split: int = 512
+    leaves: int = 1
 
     @property
     def kind(self) -> str:
@@ -245,7 +266,8 @@ class MergeSpec:
         """The kernel for a compute capability."""
         arguments = [Argument("parts", "*fp32"), Argument("stats", "*fp32")] + [Argument("out", "*fp32")] * self.final
         arguments += [Argument("positions", "*i32"), Argument("splits", "i32")]
-        prelaunch, name = capability >= 90, f"merge_{self.split}_{self.level}{'' if self.final else '_part'}"
+        prelaunch = capability >= 90
+        name = f"merge_{self.split}_{self.leaves}_{self.level}{'' if self.final else '_part'}"
         source = render_template(
             "merge.py.jinja",
             spec=self,
@@ -255,7 +277,8 @@ class MergeSpec:
             splits_a_group=GROUP_SPLITS,
             dim_block=_power(self.kv.dim),
         )
-        return Kernel(name, source, tuple(arguments), 1, 1, prelaunch, fusion=False)
+        warps = 4 if self.leaves > 1 and self.level == 1 else 1
+        return Kernel(name, source, tuple(arguments), warps, 1, prelaunch, fusion=False)
 
 
 def _power(value: int) -> int:

@@ -7,8 +7,13 @@ streams is contiguous. B is 128, for w4_asym_g128 256. Within one row of a block
     qoq_g128        byte j (0..63): bits 0-3 q[j], bits 4-7 q[j + 64]; w4_asym_g128_int8 alike
     nested_8_4      two planes, of upper nibbles (w, with groups a w4_asym_g128_int8 weight) and lower ones (low)
     w4_asym_g128    16 bits j (0..63), little endian: bits 4i .. 4i + 3 are q[j + 64 i]
+    mxfp4           16 bits j (0..31), little endian: bits 4i .. 4i + 3 are the E2M1 code of input j + 32 i
     w8_sym_channel  byte j (0..127): q[j]
     bf16            value j (0..63)
+
+A mix_4_8 weight has its rows of 8 bits first (wide), as a w8_sym_channel weight, then those of 4 (w), as a
+w4_asym_g128_int8 weight; the words of all rows are the latter's (groups), and each row carries the output column it
+is for (columns, int32 [rows], -1 where rows of a width are filled up to a multiple of MIX_ROWS).
 
 Per group, one 32-bit word each, with rows innermost so that a program's rows are contiguous:
 
@@ -16,6 +21,7 @@ Per group, one 32-bit word each, with rows innermost so that a program's rows ar
     w4_asym_g128       [K / 128][N]: bits 0-15 -(128 + zero) as bf16, exact; 16-31 the scale rounded to bf16
     w4_asym_g128_int8  [K / 128][N]: bits 0-7 zero; the rest the scale's upper 24 bits, rounded (within 2^-16);
                          nested_8_4 alike
+    mxfp4              [K / 128][N]: byte i the exponent of the inputs 32 i to 32 i + 31
 
 Per row: scales f32 [N]; of qoq_channel also zero - 8 as int8 [N].
 
@@ -31,11 +37,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qcompile.codegen.packing import Packing
+from qcompile.codegen.packing import Mixed, Packing
 from qcompile.errors import UnsupportedError
-from qcompile.numerics import FORMATS, Parts, as_blob
+from qcompile.mix import EIGHT_BIT_ZERO
+from qcompile.numerics import FORMATS, INTEGER_ACTIVATIONS, Parts, as_blob
 
 BLOCK_ROWS = 32
+MIX_ROWS = 64
 _WIDE = 4096
 
 
@@ -53,6 +61,8 @@ _PACKINGS = {
     "w4_asym_g128": _Packing("w4_asym_g128", 256, 4, 256),
     "w4_asym_g128_int8": _Packing("w4_asym_g128", 128, 2, 128),
     "nested_8_4": _Packing("nested_8_4", 128, 2, 128),
+    "mxfp4": _Packing("mxfp4", 128, 4, 128),
+    "mix_4_8": _Packing("mix_4_8", 128, 2, 128),  # by gpu_mix
     "w8_sym_channel": _Packing("w8_sym_channel", 128, 1, 128),
     "bf16": _Packing("bf16", 64, 1, 64),
 }
@@ -66,17 +76,19 @@ def packing_of(format: str, activation: str) -> str:
 
     UnsupportedError where there are no GPU kernels.
     """
-    per_token = activation in ("int8", "int4")
-    name = f"{format}_int8" if format == "w4_asym_g128" and per_token else format
-    floats = name in ("w4_asym_g128", "bf16")
-    if name not in _PACKINGS or not (activation == "bf16" if floats else per_token):
+    integers = activation in INTEGER_ACTIVATIONS
+    name = f"{format}_int8" if format == "w4_asym_g128" and integers else format
+    floats = activation == "bf16" and name in ("w4_asym_g128", "bf16", "mxfp4")
+    # Activations in groups need sums in groups.
+    grouped = integers and name in ("w4_asym_g128_int8", "nested_8_4", "mxfp4", "mix_4_8")
+    if name not in _PACKINGS or not (floats or grouped or (activation in ("int8", "int4") and name != "bf16")):
         raise UnsupportedError(f"weights in {format} with activations in {activation} have no GPU kernels")
     return name
 
 
 def kernel_of(packing: str, activation: str) -> str:
     """The format of the GEMM kernels (triton.KernelSpec) that read a packing with such activations."""
-    return "w4_asym_g128_a8" if packing == "w4_asym_g128" and activation != "bf16" else packing
+    return f"{packing}_a8" if packing in ("w4_asym_g128", "mxfp4") and activation != "bf16" else packing
 
 
 def _readable(format: str, activation: str) -> str | None:
@@ -112,17 +124,19 @@ def pack_gpu(parts: Parts, format: str) -> dict[str, Tensor]:
         parts = [pad(part, (*(0, 0) * (part.dim() - 1), 0, more)) for part in parts]
     check_shape(n + more, k, format)
     named = dict(zip(FORMATS[_PACKINGS[format].format].roles, parts, strict=True))
-    packed = {"w": _pack_codes(named["codes"], format)}
+    packed = {"w": pack_codes(named["codes"], format)}
     if format == "bf16":
         return packed
+    if format == "mxfp4":
+        packed["groups"] = named["exponent"].contiguous().view(torch.int32).t().contiguous()
+        return packed
     if format == "w4_asym_g128":
-        packed["groups"] = _scale_words(named["scale"], named["zero"])
+        packed["groups"] = _bf16_words(named["scale"], named["zero"])
         return packed
     if format in _SCALED_WORDS:
-        words = (named["scale"].float().view(torch.int32) + 128) & -256
-        packed["groups"] = (words | named["zero"].to(torch.int32)).t().contiguous()
+        packed["groups"] = scale_words(named["scale"], named["zero"])
         if "low" in named:
-            packed["low"] = _pack_codes(named["low"], format)
+            packed["low"] = pack_codes(named["low"], format)
         return packed
     packed["w_scale"] = named["scale"].float().contiguous()
     if format == "qoq_channel":
@@ -142,14 +156,15 @@ def packed_gpu_bytes(n: int, k: int, format: str) -> dict[str, int]:
         sizes["w_scale"] = 4 * n
     if format == "qoq_channel":
         sizes["w_zero"] = n
-    if "g128" in format or format in _SCALED_WORDS:
+    if "g128" in format or format in (*_SCALED_WORDS, "mxfp4"):
         sizes["groups"] = 4 * n * (k // 256 if format == "qoq_g128" else k // 128)
     if format == "nested_8_4":
         sizes["low"] = codes
     return {name: -(-size // 64) * 64 for name, size in sizes.items()}
 
 
-def _pack_codes(codes: Tensor, format: str) -> Tensor:
+def pack_codes(codes: Tensor, format: str) -> Tensor:
+    """Codes [n, k] in the blocks of a packing."""
     planes, inputs = _PACKINGS[format].planes, _PACKINGS[format].block
     n, k = codes.shape
     blocks = codes.view(n // BLOCK_ROWS, BLOCK_ROWS, k // inputs, planes, inputs // planes).transpose(1, 2).contiguous()
@@ -164,7 +179,13 @@ def _pack_codes(codes: Tensor, format: str) -> Tensor:
     return torch.stack((low, high), -1).view(torch.int16).squeeze(-1)
 
 
-def _scale_words(scale: Tensor, zero: Tensor) -> Tensor:
+def scale_words(scale: Tensor, zero: Tensor) -> Tensor:
+    """Words [groups, n] of the upper 24 bits of scales [n, groups], rounded, and zero points."""
+    words = (scale.float().contiguous().view(torch.int32) + 128) & -256
+    return (words | zero.to(torch.int32)).t().contiguous()
+
+
+def _bf16_words(scale: Tensor, zero: Tensor) -> Tensor:
     high = scale.to(torch.bfloat16).contiguous().view(torch.int16).to(torch.int32) << 16
     low = (-128 - zero.float()).to(torch.bfloat16).view(torch.int16).to(torch.int32) & 0xFFFF
     return (high | low).t().contiguous()
@@ -185,6 +206,8 @@ def unpack_gpu(packed: dict[str, Tensor], format: str) -> Parts:
     if format == "qoq_channel":
         return [codes, (packed["w_zero"].to(torch.int16) + 8).to(torch.uint8), packed["w_scale"]]
     words = packed["groups"].t().contiguous()
+    if format == "mxfp4":
+        return [codes, words.view(torch.uint8)]
     if format == "w4_asym_g128":
         return [codes, (words & -65536).view(torch.float32), (words & 127).to(torch.uint8)]
     if format in _SCALED_WORDS:
@@ -215,4 +238,35 @@ def _gpu_sizes(n: int, k: int, format: str, activation: str) -> dict[str, int]:
     return packed_gpu_bytes(n, k, packing_of(format, activation))
 
 
-GPU_PACKING = Packing(packing_of, _gpu_sizes, gpu_blobs, _readable)
+def gpu_mixed(marked: Tensor, pairs: bool, k: int) -> Mixed:
+    """The packing of a weight of k inputs whose rows `marked` [N] have 8 bits; `pairs` are no matter: rows scatter."""
+    eight, four = _filled(marked.nonzero()[:, 0]), _filled((~marked).nonzero()[:, 0])
+    rows = len(eight) + len(four)
+    check_shape(rows, k, "mix_4_8")
+    sizes = {"wide": len(eight) * k, "w": len(four) * k // 2, "groups": 4 * rows * (k // 128), "columns": 4 * rows}
+    sizes = {role: -(-size // 64) * 64 for role, size in sizes.items() if size}
+
+    def blobs(parts: Parts) -> dict[str, Tensor]:
+        codes, scale, zero, _ = parts
+        order = torch.cat((eight, four))
+        real, source = (order >= 0)[:, None], order.clamp(min=0)
+        # What fills a tile up has a scale of zero.
+        scale, zero, codes = torch.where(real, scale[source], 0.0), zero[source], codes[source]
+        wide = (codes[: len(eight)].to(torch.int16) - EIGHT_BIT_ZERO).to(torch.int8)
+        found = {
+            "wide": pack_codes(wide, "w8_sym_channel"),
+            "w": pack_codes(codes[len(eight) :], "w4_asym_g128_int8"),
+            "groups": scale_words(scale, zero),
+            "columns": order.int(),
+        }
+        return {role: as_blob(found[role]) for role in sizes}
+
+    return Mixed(sizes, blobs, rows // 16, len(eight))
+
+
+def _filled(rows: Tensor) -> Tensor:
+    """Numbers of rows, and -1 up to whole tiles."""
+    return torch.nn.functional.pad(rows, (0, -len(rows) % MIX_ROWS), value=-1)
+
+
+GPU_PACKING = Packing(packing_of, _gpu_sizes, gpu_blobs, _readable, gpu_mixed)

@@ -12,8 +12,11 @@ The plan is data: the runtime reads it as JSON and needs neither this module nor
     ["state", name]                 address of what rounds of speculation go by
 
 A size of a grid is a number, the name of a count, or [count, divisor]: the quotient rounded up. Queries is the
-most rows of one sequence, splits how many parts attention takes of the longest context. `merged` is splits where
-queries are of the decode class, else 0; `groups` is groups of splits where there are several to merge, else 0.
+most rows of one sequence, splits how many parts attention takes of the longest context. `fine` is queries where they
+are of the decode class and there is little to do, so that programs take a leaf of a split each, and `coarse` where not
+so. `merged` is splits where queries are of the decode class, `groups` is groups of splits where there are several to
+merge; they are 0 where leaves are taken, and `fine_merged` and `fine_groups` where not. `slots` is how many sums of a
+token are kept: of splits, of leaves, or none.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ from qcompile.codegen import program as p
 from qcompile.codegen import tiles
 from qcompile.codegen import triton as gemm
 from qcompile.codegen.gpu_attention import (
+    FINE_PROGRAMS,
     GROUP_SPLITS,
+    LEAVES,
     MOST_QUERIES,
     AppendSpec,
     AttentionSpec,
@@ -37,7 +42,7 @@ from qcompile.codegen.gpu_attention import (
 )
 from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 from qcompile.codegen.gpu_pack import kernel_of, packing_of, padded_outputs
-from qcompile.codegen.gpu_rows import RowSpec
+from qcompile.codegen.gpu_rows import HadamardSpec, RowSpec
 from qcompile.errors import UnsupportedError
 from qcompile.numerics import HIER_GROUP
 
@@ -83,6 +88,11 @@ class Plan:
     kernels: dict[str, Kernel] = field(default_factory=dict)
     work: dict[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
 
+    @property
+    def fine_splits(self) -> int:
+        """Up to so many splits of all sequences together are taken in leaves."""
+        return 0 if self.kv.hierarchical else FINE_PROGRAMS // (LEAVES * self.kv.heads)
+
     def add(self, kernel: Kernel) -> str:
         """Keep a kernel; its label."""
         self.kernels.setdefault(kernel.label, kernel)
@@ -123,6 +133,8 @@ class Plan:
             "most_rows": MOST_ROWS,
             "aligned": HIER_GROUP if self.kv.hierarchical else 0,
             "group_splits": GROUP_SPLITS,
+            "leaves": LEAVES,
+            "fine_splits": self.fine_splits,
             "arena_bytes": {rows: program.arena_bytes(rows) for rows in ("tokens", "outputs")},
             "layer_page_bytes": self.kv.heads * self.kv.block_bytes,
             "layers": program.kv.layers,
@@ -181,8 +193,8 @@ class _Maker:
         make: Callable[[Any], Iterator[Launch]] = getattr(self, f"_{call.kernel}", self._unknown)
         for name in ("x", "qkv", "q", "other", "residual"):
             read = getattr(call, name, None)
-            if read in self.gated and not isinstance(call, p.Quantize):
-                raise UnsupportedError(f"{call.name}: GPU kernels read a gated value only to quantize it")
+            if read in self.gated and not isinstance(call, (p.Quantize, p.Hadamard)):
+                raise UnsupportedError(f"{call.name}: GPU kernels read a gated value only to turn or quantize it")
         try:
             self.plan.launches += make(call)
         except UnsupportedError as error:
@@ -214,9 +226,10 @@ class _Maker:
         b = self.program.buffer(out)
         if b.dtype != "q8":
             return replace(base, out=b.dtype, out_stride=b.stride)
-        if b.scales != 1:
-            raise UnsupportedError(f"GPU kernels quantize activations per token, not to {b.activation}")
-        return replace(base, out="q8", out_stride=b.stride, sums=b.groups == 1, top=b.kind.top)
+        # Sums are there for kernels that take zero points out of them: none that read groups do.
+        kind, sums = b.kind, b.groups == 1 and not b.kind.group
+        more: dict[str, Any] = {"top": kind.top, "group": kind.group, "last_top": kind.last_top}
+        return replace(base, out="q8", out_stride=b.stride, sums=sums, **more)
 
     def plain(self, x: str, out: str, **more: Any) -> RowSpec:
         """A row kernel from buffer x to buffer out."""
@@ -256,6 +269,19 @@ class _Maker:
             spec = self.plain(c.x, c.out)
         yield self.rows(spec, c.name, self.ref(c.x), c.out, {})
 
+    def _hadamard(self, c: p.Hadamard) -> Iterator[Launch]:
+        b, act = self.program.buffer(c.out), self.gated.get(c.x, "")
+        if b.stride != b.width:
+            raise UnsupportedError(f"{b.width} columns are not whole blocks")
+        stride = 2 * b.width if act else self.program.buffer(c.x).stride
+        kernel = HadamardSpec(b.width, stride, c.block, c.core_order, act).kernel(self.capability)
+        direct = b.dtype == "f32"
+        out = self.ref(c.out) if direct else self.plan.need("turned", 4 * b.width, b.rows)
+        args: dict[str, Ref] = {"x": self.ref(c.x), "out": out, "core": ["weight", c.core]}
+        yield Launch(c.name, b.rows, (Variant(self.plan.add(kernel), (b.rows, 1, 1), args),))
+        if not direct:
+            yield self.rows(self.written(c.out, RowSpec(b.width, b.width, 0)), f"{c.name}.quantize", out, c.out, {})
+
     def _take_rows(self, c: p.TakeRows) -> Iterator[Launch]:
         spec = self.plain(c.x, c.out, indexed=True)
         yield self.rows(spec, c.name, self.ref(c.x), c.out, {"index": ["input", "output_rows"]})
@@ -278,7 +304,7 @@ class _Maker:
         x = self.program.buffer(c.x)
         activation = x.activation if x.dtype == "q8" else x.dtype
         packing = kernel_of(c.packing or packing_of(c.format, activation), activation)
-        n = padded_outputs(c.n)
+        n = 16 * c.blocks or padded_outputs(c.n)
         if x.stride != c.k:
             raise UnsupportedError(f"{c.k} inputs are not whole blocks")
         act = ops.GATED.get(c.epilogue)
@@ -289,7 +315,9 @@ class _Maker:
             "residual": c.residual is not None,
             "inline_asm": self.asm,
             "out": "f32" if act is None else "bf16",
-            "width": 0 if n == c.n else c.n,
+            "width": 0 if n == c.n and not c.blocks else c.n,
+            "wide": c.wide,
+            "x_groups": x.dtype == "q8" and x.kind.group > 0,
         }
         if c.out is not None and act is None and self.program.buffer(c.out).stride != c.n:
             raise UnsupportedError(f"{c.n} outputs are not whole blocks")
@@ -355,29 +383,49 @@ class _Maker:
         if c.sinks is not None or c.key_bias is not None:
             raise UnsupportedError("GPU attention has no sinks and no biases by key position yet")
         base = AttentionSpec(kv, c.heads, stride, c.scale, c.window, c.softcap, self.plan.split)
-        base = replace(base, inline_asm=self.asm, **tiles.attention(kv, whole=False))
+        base = replace(base, inline_asm=self.asm)
         args = {"q": self.ref(c.q, column=c.q_offset), "out": self.ref(c.out), **self._step_args(c.layer)}
-        args |= {"splits": ["count", "splits"], "query_start": ["input", "query_start"]}
+        args |= {"splits": ["count", "slots"], "query_start": ["input", "query_start"]}
         for name, size in (("parts", c.heads * kv.dim * 4), ("stats", c.heads * 8)):
-            args[name] = self.plan.need(name, size, "tokens", "merged")
+            args[name] = self.plan.need(name, size, "tokens", "slots")
         if self.program.buffer(c.out).stride != c.heads * kv.dim:
             raise UnsupportedError(f"{c.heads} heads of {kv.dim} are not whole blocks")
-        label, variants = self.plan.add(base.kernel(self.capability)), []
-        for most in [*range(base.queries, MOST_QUERIES, base.queries), MOST_QUERIES]:
-            grid: tuple[Size, Size, Size] = (kv.heads * -(-most // base.queries), "splits", "sequences")
-            variants.append(Variant(label, grid, args, most))
-        whole = replace(base, whole=True, **tiles.attention(kv, whole=True))
+        variants = self._decode_attention(replace(base, **tiles.attention(kv, "split")), args)
+        whole = replace(base, **tiles.attention(kv, "whole"))
         label = self.plan.add(whole.kernel(self.capability))
         variants.append(Variant(label, (["queries", whole.queries], kv.heads, "sequences"), args))
-        yield Launch(c.name, "queries", tuple(variants))
-        one, part, groups = (
-            self.plan.add(MergeSpec(kv, c.heads, level, final, c.window, self.plan.split).kernel(self.capability))
-            for level, final in ((1, True), (1, False), (2, True))
-        )
-        first = Variant(one, ("tokens", c.heads, 1), args, GROUP_SPLITS)
-        more = Variant(part, ("tokens", c.heads, ["splits", GROUP_SPLITS]), args)
-        yield Launch(f"{c.name}.merge", "merged", (first, more))
-        yield Launch(f"{c.name}.groups", "groups", (Variant(groups, ("tokens", c.heads, 1), args),))
+        yield Launch(c.name, "coarse", tuple(variants))
+        if self.plan.fine_splits:
+            fine = self._decode_attention(replace(base, **tiles.attention(kv, "leaf")), args)
+            yield Launch(f"{c.name}.fine", "fine", tuple(fine))
+        for leaves, extra in ((1, ""), (LEAVES, "fine_"))[: 1 + bool(self.plan.fine_splits)]:
+            one, part, groups = (
+                self.plan.add(
+                    MergeSpec(kv, c.heads, level, final, c.window, self.plan.split, leaves).kernel(self.capability)
+                )
+                for level, final in ((1, True), (1, False), (2, True))
+            )
+            first = Variant(one, ("tokens", c.heads, 1), args, GROUP_SPLITS)
+            more = Variant(part, ("tokens", c.heads, [f"{extra}merged", GROUP_SPLITS]), args)
+            yield Launch(f"{c.name}.{extra}merge", f"{extra}merged", (first, more))
+            yield Launch(f"{c.name}.{extra}groups", f"{extra}groups", (Variant(groups, ("tokens", c.heads, 1), args),))
+
+    def _decode_attention(self, base: AttentionSpec, args: dict[str, Ref]) -> list[Variant]:
+        """Variants for up to MOST_QUERIES query positions a sequence: few in programs of few rows."""
+        heads, found, covered = base.kv.heads, [], 0
+        for spec in (base if base.kv.hierarchical else replace(base, columns=8), base):
+            if spec.queries <= covered:
+                continue
+            label = self.plan.add(spec.kernel(self.capability))
+            ends = [spec.queries] if spec.rows < base.rows else range(spec.queries, MOST_QUERIES + 1, spec.queries)
+            for most in ends:
+                grid: tuple[Size, Size, Size] = (heads * -(-most // spec.queries), "slots", "sequences")
+                found.append(Variant(label, grid, args, most))
+            covered = spec.queries
+        if found[-1].most < MOST_QUERIES:
+            size = heads * -(-MOST_QUERIES // base.queries)
+            found.append(replace(found[-1], grid=(size, "slots", "sequences"), most=MOST_QUERIES))
+        return found
 
     def _step_args(self, layer: int) -> dict[str, Ref]:
         """What finds a token's page."""

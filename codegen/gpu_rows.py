@@ -7,6 +7,7 @@ from typing import Literal
 
 from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 from qcompile.errors import UnsupportedError
+from qcompile.numerics import groups_of
 from qcompile.ops import GATE_BLOCK
 
 WIDEST = 1 << 16
@@ -20,7 +21,8 @@ class RowSpec:
     load: the row, the row `index[row]` (`indexed`), or act(gate) * up of 2 `width` bf16 columns whose blocks
     alternate (`gated` names the act). map: `unary`, then add or mul (`binary`) with the vector `weight` or with the
     buffer `other`, then times `factor`. norm: rms or layer, with weight and bias. write: f32, bf16, or q8: codes
-    within ±`top` in int8, a scale a row, and with `sums` the sum of the codes. With `blocks` > 1 a row holds so many
+    within ±`top` in int8, a scale a row, and with `sums` the sum of the codes; with `group` a scale for so many
+    columns, codes of the last group within ±`last_top`. With `blocks` > 1 a row holds so many
     blocks of `width`, each treated alone.
     """
 
@@ -41,6 +43,8 @@ class RowSpec:
     eps: float = 0.0
     sums: bool = False
     top: int = 127
+    group: int = 0
+    last_top: int = 127
     blocks: int = 1
 
     def __post_init__(self) -> None:
@@ -55,9 +59,14 @@ class RowSpec:
         done = ", ".join(part for part in parts if part) or "copy"
         return f"Rows of {self.width}: {done}, written as {self.out}"
 
+    @property
+    def scales(self) -> int:
+        """Scales of a row."""
+        return groups_of(self.width, self.group)
+
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""
-        block = 1 << (self.width - 1).bit_length()
+        block = max(1 << (self.width - 1).bit_length(), self.group)
         arguments = [Argument("x", _TYPES[self.x]), Argument("out", _TYPES[self.out])]
         arguments += [Argument("index", "*i32")] * self.indexed
         arguments += [Argument("weight", "*fp32")] * self.weight + [Argument("bias", "*fp32")] * self.bias
@@ -76,3 +85,47 @@ class RowSpec:
             gate_block=GATE_BLOCK,
         )
         return Kernel(name, source, tuple(arguments), min(max(block // 512, 1), 16), 1, prelaunch)
+
+
+@dataclass(frozen=True)
+class HadamardSpec:
+    """out[row] = x[row] with each `block` columns times a Hadamard matrix / sqrt(block), f32, one program a row.
+
+    x is f32, or with `gated` act(gate) * up of bf16 columns as in RowSpec. `core` is the order of what is left of the
+    matrix without its doublings, an argument (f32, row-major) where that is more than 1. See qcompile.hadamard.
+    """
+
+    width: int
+    x_stride: int
+    block: int
+    core: int
+    gated: str = ""
+
+    def __post_init__(self) -> None:
+        if self.width > WIDEST:
+            raise UnsupportedError(f"rows of {self.width} elements: GPU kernels take at most {WIDEST}")
+
+    @property
+    def title(self) -> str:
+        """What the source says it is."""
+        return f"Rows of {self.width}: {self.gated and f'{self.gated} gate, '}turned in blocks of {self.block}"
+
+    def kernel(self, capability: int) -> Kernel:
+        """The kernel for a compute capability."""
+        least = 16 if self.core > 1 else 1  # the smallest side of a dot product
+        rows, columns = (max(1 << (side - 1).bit_length(), least) for side in (self.width // self.core, self.core))
+        arguments = [Argument("x", "*bf16" if self.gated else "*fp32"), Argument("out", "*fp32")]
+        arguments += [Argument("core", "*fp32")] * (self.core > 1)
+        name, prelaunch = f"hadamard_{self.gated}".rstrip("_"), capability >= 90
+        source = render_template(
+            "hadamard.py.jinja",
+            spec=self,
+            name=name,
+            arguments=arguments,
+            rows=rows,
+            columns=columns,
+            stages=(self.block // self.core).bit_length() - 1,
+            prelaunch=prelaunch,
+            gate_block=GATE_BLOCK,
+        )
+        return Kernel(name, source, tuple(arguments), min(max(rows * columns // 512, 1), 16), 1, prelaunch)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from qcompile import mix, numerics, ops
+from qcompile import numerics, ops
 from qcompile.codegen import program as p
 from qcompile.codegen.packing import WeightTable
 from qcompile.errors import PassError
@@ -128,20 +128,19 @@ class Lowering:
         names = self._register(node, format, parts, blobs, named_for=w, packed_as=packed_as)
         return dict(zip(sizes, names, strict=True))
 
-    def mixed(self, node: fx.Node, pairs: bool) -> tuple[dict[str, str], int]:
-        """Role -> name of the packed parts of a mix_4_8 weight whose rows are `pairs` of gate and up or not; blocks.
+    def mixed(self, node: fx.Node, pairs: bool) -> tuple[dict[str, str], int, int]:
+        """Role -> name of the packed parts of a mix_4_8 weight whose rows are `pairs` of gate and up or not.
 
-        Which rows are wide is evaluated here, since it decides how large the parts are.
+        Also blocks, and wide rows that come first. Which are wide is evaluated here: it decides how large parts are.
         """
         w, marked, *_ = _args(node)
-        order = mix.layout(self.graph.evaluate(marked), pairs)
-        sizes = mix.packed_bytes(order, w.meta["val"].shape[1])
+        found = self.table_of_weights.packing.mixed(self.graph.evaluate(marked), pairs, w.meta["val"].shape[1])
 
         def blobs() -> Iterator[Tensor]:
-            yield from mix.pack(self.graph.evaluate(node), order).values()
+            yield from found.blobs(self.graph.evaluate(node)).values()
 
-        names = self._register(w, "mix_4_8", tuple((f".{role}", size) for role, size in sizes.items()), blobs)
-        return dict(zip(sizes, names, strict=True)), len(order.rows)
+        names = self._register(w, "mix_4_8", tuple((f".{role}", size) for role, size in found.sizes.items()), blobs)
+        return dict(zip(found.sizes, names, strict=True)), found.blocks, found.wide
 
     def _register(
         self,
@@ -253,10 +252,10 @@ def _gemm(low: Lowering, node: fx.Node) -> p.Call:
         raise PassError("codegen", node.name, f"logits cannot come from a gemm that ends in {epilogue}")
     packing = ""
     if format == "mix_4_8":
-        packed, blocks = low.mixed(weight, epilogue in ops.GATED)
+        packed, blocks, wide = low.mixed(weight, epilogue in ops.GATED)
     else:
         packing = low.packing(weight, str(format), _activation(x))
-        packed, blocks = low.packed(weight, str(format), _activation(x)), 0
+        packed, blocks, wide = low.packed(weight, str(format), _activation(x)), 0, 0
         if packing == low.table_of_weights.packing.name(str(format), _activation(x)):
             packing = ""
     return p.Gemm(
@@ -272,6 +271,7 @@ def _gemm(low: Lowering, node: fx.Node) -> p.Call:
         None if residual is None else low.buffer(residual),
         blocks,
         packing,
+        wide,
     )
 
 

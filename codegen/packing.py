@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
-from qcompile import numerics
+from qcompile import mix, numerics
 
 
 @dataclass(frozen=True)
@@ -18,19 +19,39 @@ class PackedWeight:
     produce: Callable[[], Iterator[Tensor]]
 
 
+class Mixed(NamedTuple):
+    """How a mix_4_8 weight is packed whose wide rows are known.
+
+    Bytes by role, what packs the parts, blocks of 16 packed rows, and how many rows of 8 bits come first where all do.
+    """
+
+    sizes: dict[str, int]
+    blobs: Callable[[numerics.Parts], dict[str, Tensor]]
+    blocks: int
+    wide: int = 0
+
+
+def cpu_mixed(marked: Tensor, pairs: bool, k: int) -> Mixed:
+    """As qcompile.mix has it: blocks of both widths spread evenly."""
+    order = mix.layout(marked, pairs)
+    return Mixed(mix.packed_bytes(order, k), lambda parts: mix.pack(parts, order), len(order.rows))
+
+
 @dataclass(frozen=True)
 class Packing:
     """How a target packs weights, from shape or parts, number format and the activations they meet.
 
     `name` is the same where a weight is packed alike. `sizes` gives the bytes (multiples of 64) of each blob by role,
     `blobs` the flat uint8 blobs themselves. `readable` names another packing that kernels for these activations read
-    too, so that a weight some path has packed so is not stored once more.
+    too, so that a weight some path has packed so is not stored once more. `mixed` packs mix_4_8 weights, by which rows
+    are wide, whether rows are pairs of gate and up, and how many inputs there are.
     """
 
     name: Callable[[str, str], str]
     sizes: Callable[[int, int, str, str], dict[str, int]]
     blobs: Callable[[numerics.Parts, str, str], dict[str, Tensor]]
     readable: Callable[[str, str], str | None] = lambda format, activation: None
+    mixed: Callable[[Tensor, bool, int], Mixed] = cpu_mixed
 
 
 CPU_PACKING = Packing(

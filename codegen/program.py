@@ -181,6 +181,8 @@ class Gemm:
     """16-row blocks of a weight that says itself which columns its rows go to (role columns); 0: rows in order."""
     packing: str = ""
     """How its weight is packed, where not as the target packs the format for such activations."""
+    wide: int = 0
+    """Packed rows of 8 bits of a mix_4_8 weight, where all of them come first."""
 
 
 @dataclass(frozen=True)

@@ -13,72 +13,118 @@ from dataclasses import replace
 from typing import Any
 
 from qcompile.codegen.gpu_attention import GpuKV
+from qcompile.codegen.gpu_pack import MIX_ROWS
 from qcompile.codegen.triton import DECODE_TOKENS, KernelSpec, Tile
 from qcompile.errors import UnsupportedError
 from qcompile.numerics import HIER_GROUP
 
 # (format, most tokens, N, K): Tile(tokens, rows, slices, splits, unroll, warps, stages, ahead)
 H200: dict[tuple[str, int, int, int], Tile] = {
-    ("qoq_channel", 8, 4096, 4096): Tile(16, 64, 1, 8, 1, 4, 3, 0),  # 5.7 us
-    ("qoq_channel", 16, 4096, 4096): Tile(16, 32, 4, 1, 1, 8, 4, 16384),  # 6.0 us
-    ("qoq_channel", 8, 4096, 14336): Tile(16, 64, 1, 8, 1, 4, 4, 0),  # 10.7 us
-    ("qoq_channel", 16, 4096, 14336): Tile(16, 64, 1, 4, 4, 4, 4, 16384),  # 11.6 us
-    ("qoq_channel", 8, 14336, 4096): Tile(16, 64, 1, 1, 1, 4, 6, 4096),  # 10.1 us
-    ("qoq_channel", 16, 14336, 4096): Tile(16, 64, 1, 1, 1, 4, 6, 4096),  # 10.1 us
-    ("qoq_channel", 8, 28672, 4096): Tile(16, 64, 1, 1, 1, 4, 4, 0),  # 17.0 us
-    ("qoq_channel", 16, 28672, 4096): Tile(16, 64, 1, 1, 1, 4, 4, 4096),  # 17.7 us
-    ("qoq_channel", 64, 4096, 4096): Tile(32, 64, 1, 1, 2, 4, 4, 16384),  # 8.2 us
-    ("qoq_channel", 64, 4096, 14336): Tile(32, 64, 1, 2, 2, 4, 5, 0),  # 19.5 us
-    ("qoq_channel", 64, 14336, 4096): Tile(64, 128, 1, 1, 2, 8, 4, 0),  # 14.1 us
-    ("qoq_channel", 64, 28672, 4096): Tile(64, 128, 1, 1, 1, 4, 4, 4096),  # 21.8 us
-    ("qoq_channel", 256, 4096, 4096): Tile(64, 64, 1, 1, 2, 4, 3, 16384),  # 13.4 us
-    ("qoq_channel", 256, 4096, 14336): Tile(64, 128, 1, 1, 4, 8, 3, 0),  # 39.3 us
-    ("qoq_channel", 256, 14336, 4096): Tile(128, 128, 1, 1, 1, 4, 4, 16384),  # 27.7 us
-    ("qoq_channel", 256, 28672, 4096): Tile(128, 128, 1, 1, 1, 4, 4, 0),  # 54.5 us
-    ("qoq_channel", 1024, 4096, 4096): Tile(128, 128, 1, 1, 1, 4, 3, 16384),  # 27.7 us
-    ("qoq_channel", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 4, 4, 0),  # 86.9 us
-    ("qoq_channel", 1024, 14336, 4096): Tile(128, 128, 1, 1, 1, 4, 4, 0),  # 108.3 us
-    ("qoq_channel", 1024, 28672, 4096): Tile(128, 128, 1, 1, 1, 4, 3, 0),  # 206.0 us
-    ("qoq_g128", 8, 4096, 4096): Tile(16, 64, 1, 4, 2, 4, 3, 4096),  # 6.7 us
-    ("qoq_g128", 16, 4096, 4096): Tile(16, 32, 4, 1, 4, 4, 3, 16384),  # 6.2 us
-    ("qoq_g128", 8, 4096, 14336): Tile(16, 128, 1, 8, 2, 4, 3, 0),  # 11.7 us
-    ("qoq_g128", 16, 4096, 14336): Tile(16, 64, 1, 4, 2, 4, 4, 0),  # 13.1 us
-    ("qoq_g128", 8, 14336, 4096): Tile(16, 64, 1, 1, 2, 4, 4, 4096),  # 11.8 us
-    ("qoq_g128", 16, 14336, 4096): Tile(16, 64, 1, 1, 2, 4, 4, 4096),  # 11.9 us
-    ("qoq_g128", 8, 28672, 4096): Tile(16, 128, 1, 1, 2, 4, 4, 0),  # 18.2 us
-    ("qoq_g128", 16, 28672, 4096): Tile(16, 128, 1, 1, 2, 4, 4, 0),  # 18.9 us
-    ("qoq_g128", 64, 4096, 4096): Tile(32, 64, 1, 1, 2, 4, 4, 16384),  # 9.7 us
-    ("qoq_g128", 64, 4096, 14336): Tile(32, 64, 1, 4, 2, 4, 3, 0),  # 21.7 us
-    ("qoq_g128", 64, 14336, 4096): Tile(64, 64, 1, 1, 2, 4, 3, 4096),  # 15.7 us
-    ("qoq_g128", 64, 28672, 4096): Tile(64, 128, 1, 1, 2, 4, 3, 4096),  # 23.6 us
-    ("qoq_g128", 256, 4096, 4096): Tile(64, 64, 1, 1, 2, 4, 3, 4096),  # 15.2 us
-    ("qoq_g128", 256, 4096, 14336): Tile(64, 64, 1, 1, 2, 4, 4, 0),  # 44.0 us
-    ("qoq_g128", 256, 14336, 4096): Tile(128, 256, 1, 1, 2, 8, 3, 0),  # 36.8 us
-    ("qoq_g128", 256, 28672, 4096): Tile(128, 256, 1, 1, 2, 8, 3, 0),  # 73.1 us
-    ("qoq_g128", 1024, 4096, 4096): Tile(128, 128, 1, 1, 2, 4, 2, 16384),  # 36.3 us
-    ("qoq_g128", 1024, 4096, 14336): Tile(128, 256, 1, 1, 2, 8, 3, 0),  # 113.2 us
-    ("qoq_g128", 1024, 14336, 4096): Tile(128, 128, 1, 1, 2, 4, 2, 16384),  # 134.2 us
-    ("qoq_g128", 1024, 28672, 4096): Tile(128, 256, 1, 1, 2, 8, 3, 0),  # 243.9 us
-    ("w4_asym_g128", 16, 4096, 4096): Tile(16, 32, 4, 1, 1, 4, 4, 16384),  # 7.4 us
-    ("w4_asym_g128", 16, 4096, 14336): Tile(16, 128, 1, 4, 1, 4, 6, 4096),  # 17.0 us
-    ("w4_asym_g128", 16, 14336, 4096): Tile(16, 128, 1, 2, 1, 4, 4, 4096),  # 16.8 us
-    ("w4_asym_g128", 16, 28672, 4096): Tile(16, 128, 1, 1, 1, 4, 4, 0),  # 25.8 us
-    ("w4_asym_g128", 64, 4096, 4096): Tile(32, 64, 1, 2, 1, 4, 4, 16384),  # 13.3 us
-    ("w4_asym_g128", 64, 4096, 14336): Tile(64, 64, 1, 2, 1, 4, 4, 4096),  # 33.9 us
-    ("w4_asym_g128", 64, 14336, 4096): Tile(64, 64, 1, 1, 1, 4, 3, 4096),  # 23.7 us
-    ("w4_asym_g128", 64, 28672, 4096): Tile(64, 128, 1, 1, 1, 4, 2, 4096),  # 41.0 us
-    # Not the fastest: with three stages this cut gave wrong results in one search (cause unknown), 23.4 us.
-    ("w4_asym_g128", 256, 4096, 4096): Tile(64, 128, 1, 1, 1, 4, 2, 0),
-    ("w4_asym_g128", 256, 4096, 14336): Tile(64, 64, 1, 1, 1, 4, 3, 0),  # 75.7 us
-    ("w4_asym_g128", 256, 14336, 4096): Tile(64, 128, 1, 1, 1, 4, 2, 0),  # 75.3 us
-    ("w4_asym_g128", 256, 28672, 4096): Tile(64, 128, 1, 1, 1, 4, 2, 16384),  # 149.5 us
+    ("mxfp4_a8", 8, 4096, 4096): Tile(16, 64, 1, 8, 4, 4, 3, 0),  # 8.5 us
+    ("mxfp4_a8", 8, 4096, 14336): Tile(16, 128, 1, 8, 2, 4, 3, 0),  # 21.1 us
+    ("mxfp4_a8", 8, 14336, 4096): Tile(16, 128, 1, 2, 2, 4, 3, 0),  # 21.0 us
+    ("mxfp4_a8", 8, 28672, 4096): Tile(16, 128, 1, 2, 1, 4, 3, 0),  # 34.3 us
+    ("mxfp4_a8", 16, 4096, 4096): Tile(16, 64, 1, 8, 4, 4, 3, 0),  # 10.1 us
+    ("mxfp4_a8", 16, 4096, 14336): Tile(16, 128, 1, 8, 2, 4, 3, 0),  # 22.1 us
+    ("mxfp4_a8", 16, 14336, 4096): Tile(16, 128, 1, 2, 2, 4, 3, 0),  # 22.1 us
+    ("mxfp4_a8", 16, 28672, 4096): Tile(16, 128, 1, 2, 1, 4, 3, 0),  # 36.0 us
+    ("mxfp4_a8", 64, 4096, 4096): Tile(32, 64, 1, 2, 2, 4, 4, 0),  # 19.8 us
+    ("mxfp4_a8", 64, 14336, 4096): Tile(64, 128, 1, 2, 1, 4, 4, 16384),  # 39.6 us
+    ("nested_8_4", 16, 4096, 4096): Tile(16, 64, 1, 4, 1, 4, 4, 0),  # 8.8 us
+    ("nested_8_4", 16, 4096, 14336): Tile(16, 128, 1, 4, 1, 4, 6, 0),  # 20.0 us
+    ("nested_8_4", 16, 14336, 4096): Tile(16, 128, 1, 1, 1, 4, 6, 4096),  # 18.3 us
+    ("nested_8_4", 16, 28672, 4096): Tile(16, 128, 1, 1, 1, 8, 3, 0),  # 33.7 us
+    ("nested_8_4", 64, 4096, 4096): Tile(32, 64, 1, 2, 1, 4, 5, 0),  # 12.0 us
+    ("nested_8_4", 64, 4096, 14336): Tile(32, 128, 1, 4, 2, 4, 3, 4096),  # 30.0 us
+    ("nested_8_4", 64, 14336, 4096): Tile(64, 128, 1, 1, 2, 4, 4, 4096),  # 22.9 us
+    ("nested_8_4", 64, 28672, 4096): Tile(64, 128, 1, 1, 1, 4, 4, 0),  # 36.3 us
+    ("qoq_channel", 8, 4096, 4096): Tile(16, 128, 1, 8, 1, 8, 4, 0),  # 6.0 us
+    ("qoq_channel", 8, 4096, 14336): Tile(16, 128, 1, 8, 1, 8, 4, 0),  # 10.8 us
+    ("qoq_channel", 8, 14336, 4096): Tile(16, 128, 1, 1, 2, 8, 6, 0),  # 10.4 us
+    ("qoq_channel", 8, 28672, 4096): Tile(16, 128, 1, 1, 1, 8, 6, 0),  # 16.9 us
+    ("qoq_channel", 16, 4096, 4096): Tile(16, 32, 4, 1, 1, 4, 6, 16384),  # 5.7 us
+    ("qoq_channel", 16, 4096, 14336): Tile(16, 64, 1, 4, 4, 4, 4, 16384),  # 11.0 us
+    ("qoq_channel", 16, 14336, 4096): Tile(16, 64, 1, 1, 1, 4, 6, 4096),  # 9.7 us
+    ("qoq_channel", 16, 28672, 4096): Tile(16, 64, 1, 1, 1, 4, 6, 0),  # 17.4 us
+    ("qoq_channel", 64, 4096, 4096): Tile(32, 64, 1, 1, 2, 4, 4, 4096),  # 7.1 us
+    ("qoq_channel", 64, 4096, 14336): Tile(32, 64, 1, 2, 4, 4, 4, 16384),  # 17.2 us
+    ("qoq_channel", 64, 14336, 4096): Tile(64, 64, 1, 1, 1, 4, 5, 4096),  # 11.9 us
+    ("qoq_channel", 64, 28672, 4096): Tile(64, 64, 1, 1, 1, 4, 4, 0),  # 20.1 us
+    ("qoq_channel", 128, 4096, 4096): Tile(64, 64, 1, 1, 1, 4, 5, 4096),  # 9.1 us
+    ("qoq_channel", 128, 4096, 14336): Tile(64, 64, 1, 1, 2, 4, 5, 16384),  # 25.0 us
+    ("qoq_channel", 128, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 5, 4096),  # 16.2 us
+    ("qoq_channel", 128, 28672, 4096): Tile(128, 128, 1, 1, 1, 4, 4, 4096),  # 27.0 us
+    ("qoq_channel", 256, 4096, 4096): Tile(64, 128, 1, 1, 2, 8, 3, 0),  # 12.8 us
+    ("qoq_channel", 256, 4096, 14336): Tile(64, 128, 1, 1, 2, 8, 4, 0),  # 36.1 us
+    ("qoq_channel", 256, 14336, 4096): Tile(256, 64, 1, 1, 1, 4, 3, 4096),  # 26.1 us
+    ("qoq_channel", 256, 28672, 4096): Tile(256, 64, 1, 1, 1, 4, 3, 4096),  # 51.7 us
+    ("qoq_channel", 512, 4096, 4096): Tile(128, 64, 1, 1, 1, 4, 4, 4096),  # 16.0 us
+    ("qoq_channel", 512, 4096, 14336): Tile(128, 64, 1, 1, 1, 4, 4, 16384),  # 47.4 us
+    ("qoq_channel", 512, 14336, 4096): Tile(256, 64, 1, 1, 1, 4, 3, 16384),  # 51.0 us
+    ("qoq_channel", 512, 28672, 4096): Tile(128, 128, 1, 1, 1, 4, 5, 4096),  # 99.9 us
+    ("qoq_channel", 1024, 4096, 4096): Tile(256, 64, 1, 1, 1, 4, 3, 16384),  # 26.0 us
+    ("qoq_channel", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 4, 4, 0),  # 81.1 us
+    ("qoq_channel", 1024, 14336, 4096): Tile(128, 128, 1, 1, 1, 4, 5, 16384),  # 97.4 us
+    ("qoq_channel", 1024, 28672, 4096): Tile(128, 128, 1, 1, 1, 4, 5, 0),  # 177.1 us
+    ("qoq_g128", 8, 4096, 4096): Tile(16, 128, 1, 8, 2, 4, 6, 8192),  # 6.8 us
+    ("qoq_g128", 8, 4096, 14336): Tile(16, 128, 1, 8, 2, 8, 3, 0),  # 12.0 us
+    ("qoq_g128", 8, 14336, 4096): Tile(16, 128, 1, 2, 2, 8, 3, 0),  # 12.5 us
+    ("qoq_g128", 8, 28672, 4096): Tile(16, 128, 1, 1, 2, 8, 3, 0),  # 19.2 us
+    ("qoq_g128", 16, 4096, 4096): Tile(16, 64, 1, 2, 2, 4, 4, 16384),  # 6.5 us
+    ("qoq_g128", 16, 4096, 14336): Tile(16, 64, 1, 4, 4, 4, 4, 16384),  # 11.9 us
+    ("qoq_g128", 16, 14336, 4096): Tile(16, 64, 1, 1, 2, 4, 4, 4096),  # 11.1 us
+    ("qoq_g128", 16, 28672, 4096): Tile(16, 64, 1, 1, 2, 4, 3, 0),  # 18.8 us
+    ("qoq_g128", 64, 4096, 4096): Tile(32, 64, 1, 1, 2, 4, 4, 16384),  # 8.5 us
+    ("qoq_g128", 64, 4096, 14336): Tile(32, 64, 1, 2, 4, 4, 3, 16384),  # 20.2 us
+    ("qoq_g128", 64, 14336, 4096): Tile(64, 64, 1, 1, 2, 4, 4, 4096),  # 13.6 us
+    ("qoq_g128", 64, 28672, 4096): Tile(64, 128, 1, 1, 2, 4, 3, 4096),  # 22.6 us
+    ("qoq_g128", 128, 4096, 4096): Tile(64, 64, 1, 1, 2, 4, 4, 4096),  # 10.5 us
+    ("qoq_g128", 128, 4096, 14336): Tile(128, 64, 1, 2, 2, 4, 4, 4096),  # 30.5 us
+    ("qoq_g128", 128, 14336, 4096): Tile(128, 64, 1, 1, 2, 4, 3, 4096),  # 18.3 us
+    ("qoq_g128", 128, 28672, 4096): Tile(128, 64, 1, 1, 2, 4, 3, 0),  # 35.7 us
+    ("qoq_g128", 256, 4096, 4096): Tile(128, 64, 1, 1, 2, 4, 4, 4096),  # 14.0 us
+    ("qoq_g128", 256, 4096, 14336): Tile(128, 64, 1, 1, 2, 4, 5, 4096),  # 42.6 us
+    ("qoq_g128", 256, 14336, 4096): Tile(128, 64, 1, 1, 2, 4, 3, 0),  # 35.2 us
+    ("qoq_g128", 256, 28672, 4096): Tile(128, 64, 1, 1, 2, 4, 3, 16384),  # 67.6 us
+    ("qoq_g128", 512, 4096, 4096): Tile(128, 64, 1, 1, 2, 4, 3, 16384),  # 18.0 us
+    ("qoq_g128", 512, 4096, 14336): Tile(128, 64, 1, 1, 2, 4, 3, 4096),  # 54.3 us
+    ("qoq_g128", 512, 14336, 4096): Tile(128, 64, 1, 1, 2, 4, 3, 16384),  # 66.2 us
+    ("qoq_g128", 512, 28672, 4096): Tile(128, 64, 1, 1, 2, 4, 3, 0),  # 119.9 us
+    ("qoq_g128", 1024, 4096, 4096): Tile(128, 128, 1, 1, 2, 4, 2, 16384),  # 35.0 us
+    ("qoq_g128", 1024, 4096, 14336): Tile(128, 64, 1, 1, 2, 4, 3, 16384),  # 108.9 us
+    ("qoq_g128", 1024, 14336, 4096): Tile(128, 64, 1, 1, 2, 4, 3, 0),  # 123.8 us
+    ("qoq_g128", 1024, 28672, 4096): Tile(128, 128, 1, 1, 2, 4, 2, 16384),  # 227.2 us
+    ("w4_asym_g128", 16, 4096, 4096): Tile(16, 128, 1, 4, 1, 4, 4, 0),  # 9.1 us
+    ("w4_asym_g128", 16, 4096, 14336): Tile(16, 128, 1, 4, 1, 4, 4, 0),  # 17.1 us
+    ("w4_asym_g128", 16, 14336, 4096): Tile(16, 128, 1, 2, 1, 4, 4, 4096),  # 16.4 us
+    ("w4_asym_g128", 16, 28672, 4096): Tile(16, 128, 1, 1, 1, 4, 4, 0),  # 24.7 us
+    ("w4_asym_g128", 64, 4096, 4096): Tile(32, 128, 1, 2, 1, 4, 5, 4096),  # 12.2 us
+    ("w4_asym_g128", 64, 4096, 14336): Tile(32, 128, 1, 4, 1, 4, 3, 4096),  # 26.9 us
+    ("w4_asym_g128", 64, 14336, 4096): Tile(64, 128, 1, 1, 1, 4, 3, 4096),  # 21.8 us
+    ("w4_asym_g128", 64, 28672, 4096): Tile(64, 128, 1, 1, 1, 4, 2, 4096),  # 40.8 us
+    ("w4_asym_g128", 128, 4096, 4096): Tile(64, 64, 1, 1, 1, 4, 4, 4096),  # 15.3 us
+    ("w4_asym_g128", 128, 4096, 14336): Tile(128, 64, 1, 2, 1, 4, 3, 16384),  # 41.8 us
+    ("w4_asym_g128", 128, 14336, 4096): Tile(64, 128, 1, 1, 1, 4, 2, 0),  # 39.5 us
+    ("w4_asym_g128", 128, 28672, 4096): Tile(64, 128, 1, 1, 1, 4, 2, 16384),  # 76.9 us
+    ("w4_asym_g128", 256, 4096, 4096): Tile(128, 64, 1, 1, 1, 4, 3, 16384),  # 20.8 us
+    ("w4_asym_g128", 256, 4096, 14336): Tile(128, 64, 1, 1, 1, 4, 3, 16384),  # 67.7 us
+    ("w4_asym_g128", 256, 14336, 4096): Tile(128, 256, 1, 1, 1, 8, 2, 0),  # 73.5 us
+    ("w4_asym_g128", 256, 28672, 4096): Tile(64, 128, 1, 1, 1, 4, 2, 16384),  # 142.2 us
+    ("w4_asym_g128", 512, 4096, 4096): Tile(64, 128, 1, 1, 1, 4, 2, 16384),  # 38.6 us
+    ("w4_asym_g128", 512, 4096, 14336): Tile(64, 128, 1, 1, 1, 4, 2, 0),  # 127.6 us
+    ("w4_asym_g128", 512, 14336, 4096): Tile(128, 256, 1, 1, 1, 8, 2, 0),  # 138.6 us
+    ("w4_asym_g128", 512, 28672, 4096): Tile(64, 128, 1, 1, 1, 4, 2, 0),  # 255.7 us
+    ("w4_asym_g128", 1024, 4096, 4096): Tile(128, 256, 1, 1, 1, 8, 2, 16384),  # 71.9 us
+    ("w4_asym_g128", 1024, 4096, 14336): Tile(128, 256, 1, 1, 1, 8, 2, 4096),  # 239.5 us
+    ("w4_asym_g128", 1024, 14336, 4096): Tile(64, 128, 1, 1, 1, 4, 2, 0),  # 253.3 us
+    ("w4_asym_g128", 1024, 28672, 4096): Tile(128, 256, 1, 1, 1, 8, 2, 0),  # 468.8 us
     ("w8_sym_channel", 8, 4096, 4096): Tile(16, 128, 1, 4, 1, 8, 4, 0),  # 7.5 us
-    ("w8_sym_channel", 16, 4096, 4096): Tile(16, 32, 4, 1, 1, 4, 6, 16384),  # 6.1 us
     ("w8_sym_channel", 8, 4096, 14336): Tile(16, 128, 1, 4, 2, 8, 4, 16384),  # 17.3 us
-    ("w8_sym_channel", 16, 4096, 14336): Tile(16, 32, 4, 1, 2, 4, 4, 16384),  # 16.0 us
     ("w8_sym_channel", 8, 14336, 4096): Tile(16, 128, 1, 1, 1, 8, 6, 0),  # 15.9 us
-    ("w8_sym_channel", 16, 14336, 4096): Tile(16, 64, 1, 1, 1, 4, 6, 16384),  # 15.8 us
     ("w8_sym_channel", 8, 28672, 4096): Tile(16, 128, 1, 1, 1, 8, 4, 0),  # 29.6 us
+    ("w8_sym_channel", 16, 4096, 4096): Tile(16, 32, 4, 1, 1, 4, 6, 16384),  # 6.1 us
+    ("w8_sym_channel", 16, 4096, 14336): Tile(16, 32, 4, 1, 2, 4, 4, 16384),  # 16.0 us
+    ("w8_sym_channel", 16, 14336, 4096): Tile(16, 64, 1, 1, 1, 4, 6, 16384),  # 15.8 us
     ("w8_sym_channel", 16, 28672, 4096): Tile(16, 64, 1, 1, 2, 4, 4, 16384),  # 29.6 us
     ("w8_sym_channel", 64, 4096, 4096): Tile(32, 64, 1, 1, 2, 4, 5, 16384),  # 6.9 us
     ("w8_sym_channel", 64, 4096, 14336): Tile(32, 64, 1, 1, 4, 4, 4, 16384),  # 18.7 us
@@ -89,17 +135,20 @@ H200: dict[tuple[str, int, int, int], Tile] = {
     ("w8_sym_channel", 256, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 3, 0),  # 28.2 us
     ("w8_sym_channel", 256, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 3, 0),  # 54.9 us
     ("w8_sym_channel", 1024, 4096, 4096): Tile(128, 128, 1, 1, 1, 4, 3, 0),  # 25.0 us
-    ("w8_sym_channel", 1024, 14336, 4096): Tile(128, 128, 1, 1, 1, 4, 3, 0),  # 100.8 us
     ("w8_sym_channel", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 3, 0),  # 79.3 us
+    ("w8_sym_channel", 1024, 14336, 4096): Tile(128, 128, 1, 1, 1, 4, 3, 0),  # 100.8 us
     ("w8_sym_channel", 1024, 28672, 4096): Tile(128, 128, 1, 1, 1, 4, 3, 0),  # 186.5 us
 }
-LIKE = {
-    "w4_asym_g128_int8": "qoq_g128",
-    "w4_asym_g128_a8": "w4_asym_g128",
-    "nested_8_4": "qoq_g128",
-    "bf16": "w8_sym_channel",
+LIKE: dict[str, tuple[str, ...]] = {
+    "w4_asym_g128_int8": ("nested_8_4", "qoq_g128"),
+    "w4_asym_g128_a8": ("w4_asym_g128",),
+    "nested_8_4": ("qoq_g128",),
+    "mix_4_8": ("nested_8_4", "qoq_g128"),
+    "mxfp4": ("mxfp4_a8", "qoq_g128"),
+    "mxfp4_a8": ("qoq_g128",),
+    "bf16": ("w8_sym_channel",),
 }
-"""Packings not searched yet, and those whose cuts they take: as many bytes of weights and activations a step."""
+"""Packings not searched (for some classes), and those whose cuts they take: about as many bytes a step."""
 
 SMALLEST = {"qoq_g128": 2}
 """Fewest blocks of inputs a step, where more than one."""
@@ -113,11 +162,11 @@ MANY = 1 << 20
 
 def classes(format: str) -> list[int]:
     """Most rows of each class a weight's packing has tiles for; the last is 0, any number."""
-    source = LIKE.get(format, format)
-    found = sorted({most for name, most, _, _ in H200 if name == source})
+    sources = (format, *LIKE.get(format, ()))
+    found = sorted({most for name, most, _, _ in H200 if name in sources})
     if not found:
         raise UnsupportedError(f"format {format} has no GPU tiles")
-    floats = format in ("w4_asym_g128", "w4_asym_g128_a8", "w4_asym_g128_int8", "nested_8_4", "bf16")
+    floats = format not in ("qoq_channel", "qoq_g128", "w8_sym_channel")
     return [most for most in found[:-1] if most >= DECODE_TOKENS or not floats] + [0]
 
 
@@ -126,15 +175,16 @@ def choose(format: str, n: int, k: int, tokens: int, capability: int = 90) -> Ti
 
     Nearest is by the logarithms of N and K. Raises UnsupportedError when the shape has no packing.
     """
-    source = LIKE.get(format, format)
+    sources = (format, *LIKE.get(format, ()))
     most = next((each for each in classes(format) if tokens <= each), None)
-    most = most or max(each for name, each, _, _ in H200 if name == source)
+    most = most or max(each for name, each, _, _ in H200 if name in sources)
+    source = next(source for source in sources if any(row[:2] == (source, most) for row in H200))
     rows = {(rn, rk): tile for (name, c, rn, rk), tile in H200.items() if (name, c) == (source, most)}
     for shape in sorted(rows, key=lambda s: abs(math.log(s[0] / n)) + abs(math.log(s[1] / k))):
         tile = fitted(format, n, k, rows[shape], capability)
         if tile is not None:
             return tile
-    return Tile(16 if most <= DECODE_TOKENS else 64, 32, unroll=SMALLEST.get(format, 1))
+    return Tile(16 if most <= DECODE_TOKENS else 64, 32, unroll=SMALLEST.get(format, 1), joined=capability == 90)
 
 
 def in_one_order(format: str, n: int, k: int, tokens: int, capability: int = 90) -> Tile:
@@ -144,7 +194,7 @@ def in_one_order(format: str, n: int, k: int, tokens: int, capability: int = 90)
     order, and where it can be the same instruction of the tensor cores takes them.
     """
     tile = choose(format, n, k, tokens, capability)
-    if not KernelSpec(format, n, k, tile).float_sum:
+    if not KernelSpec(format, n, k, tile, width=n).float_sum:
         return tile
     decode = choose(format, n, k, DECODE_TOKENS, capability)
     parts, least = decode.slices * decode.splits, SMALLEST.get(format, 1)
@@ -158,14 +208,15 @@ def in_one_order(format: str, n: int, k: int, tokens: int, capability: int = 90)
 
 def fitted(format: str, n: int, k: int, tile: Tile, capability: int) -> Tile | None:
     """`tile` with no more stages in flight than the GPU has room for; None if it does not divide the weight."""
-    if capability < 90:
-        tile = replace(tile, ahead=0)
+    tile = replace(tile, ahead=tile.ahead if capability >= 90 else 0, joined=capability == 90)
+    if format == "mix_4_8":
+        tile = replace(tile, rows=min(tile.rows, MIX_ROWS), ahead=0)
     part = n * k  # more than any program fetches ahead: cut down where a program has less
     while tile.ahead and not _divides(format, n, k, tile) and part > 1:
         tile, part = replace(tile, ahead=tile.ahead // 2 if tile.ahead > 128 else 0), part // 2
     if not _divides(format, n, k, tile):
         return None
-    step = KernelSpec(format, n, k, tile).step_bytes
+    step = KernelSpec(format, n, k, tile, width=n).step_bytes
     room = SHARED_BYTES.get(capability, 227 * 1024)
     stages = max(1, min(tile.stages, room // step))
     return replace(tile, stages=stages) if stages * step <= room else None
@@ -173,25 +224,25 @@ def fitted(format: str, n: int, k: int, tile: Tile, capability: int) -> Tile | N
 
 def _divides(format: str, n: int, k: int, tile: Tile) -> bool:
     try:
-        KernelSpec(format, n, k, tile)
+        KernelSpec(format, n, k, tile, width=n)
     except UnsupportedError:
         return False
     return True
 
 
-SPLIT = 256
-"""Positions of one split of decode attention: the order of sums depends on it alone. Of 512 long contexts would be up
-to 15 % faster, and one sequence of 1,024 tokens half as fast."""
+SPLIT = 512
+"""Positions of one split of decode attention: the order of sums depends on it alone."""
 
 
-def attention(kv: GpuKV, whole: bool) -> dict[str, Any]:
-    """How attention over these pages is cut: tokens a tile, warps, stages. Registers hold a tile and its sums.
+def attention(kv: GpuKV, cut: str) -> dict[str, Any]:
+    """How attention over these pages is cut: tokens a tile, and stages. Registers hold a tile and its sums.
 
-    Found by benchmarks/gpu_attention.py --search on an H200 for heads of 128; `whole` differs in what it has in flight,
-    which no sum depends on.
+    Found by benchmarks/gpu_attention.py --search on an H200 for heads of 128; cuts differ in what is in flight, which
+    no sum depends on.
     """
+    stages = 1 if cut == "whole" else 3
     if kv.hierarchical:
         # A tile is a group: what its channels' scales do to queries is done once.
-        return {"tile": HIER_GROUP, "warps": 4, "stages": 1 if whole else 2}
-    tile = 16 if kv.dim > 128 else 64 if kv.dim <= 64 or kv.bits != 8 else 32
-    return {"tile": tile, "warps": 2 if kv.bits == 16 else 1, "stages": 1 if whole else 3}
+        return {"tile": HIER_GROUP, "cut": cut, "warps": 4, "stages": min(stages, 2)}
+    tile = 16 if kv.dim > 128 else 64 if kv.dim <= 64 else 32
+    return {"tile": tile, "cut": cut, "stages": stages}

@@ -16,6 +16,7 @@ from qcompile.codegen import gpu_compile
 from qcompile.codegen.gpu_compile import Argument, Compiled, Kernel, compile_kernel
 from qcompile.codegen.gpu_pack import check_shape
 from qcompile.errors import UnsupportedError
+from qcompile.numerics import ACTIVATION_GROUP
 
 DECODE_TOKENS = 16
 """Most rows of the decode class. Its float kernels sum in one order for every M."""
@@ -26,7 +27,8 @@ class Tile:
     """How a kernel is cut up: one program does `tokens` x `rows` outputs over 1/splits of the inputs.
 
     `slices` parts of K are summed side by side by warps of one program, `splits` by programs apart; `unroll`
-    blocks of inputs are taken a step; `stages` steps are in flight. With `ahead` (sm_90 on) a kernel
+    blocks of inputs are taken a step; `stages` steps are in flight. With `joined` two planes of a block go into one
+    instruction of the tensor cores (wgmma of sm_90; elsewhere it costs registers). With `ahead` (sm_90 on) a kernel
     starts while the one before it ends, fetches so many bytes of each 32 rows (a power of two) into L2, and
     waits before it touches anything else.
     """
@@ -39,6 +41,7 @@ class Tile:
     warps: int = 4
     stages: int = 4
     ahead: int = 0
+    joined: bool = True
 
 
 @dataclass(frozen=True)
@@ -51,17 +54,21 @@ class _Layout:
     float_x: bool = False  # bf16 activations; else int8
     float_sum: bool = False  # f32 sums; else int32
     low_plane: bool = False  # a second plane of codes, laid out as the first
+    float_dot: bool = False  # weights are unpacked to bf16, and so is x
 
 
 _LAYOUTS = {
     "qoq_channel": _Layout("i8", 128, 2, 64),
     "qoq_g128": _Layout("i8", 128, 2, 64, 0.5),
     "w8_sym_channel": _Layout("i8", 128, 1, 128),
-    "w4_asym_g128": _Layout("i16", 256, 4, 64, 2, True, True),
+    "w4_asym_g128": _Layout("i16", 256, 4, 64, 2, True, True, False, True),
     "w4_asym_g128_int8": _Layout("i8", 128, 2, 64, 1, False, True),
     "w4_asym_g128_a8": _Layout("i16", 256, 4, 64, 2, False, True),
+    "mix_4_8": _Layout("i8", 128, 2, 64, 1, False, True),
     "nested_8_4": _Layout("i8", 128, 2, 64, 1, False, True, True),
-    "bf16": _Layout("bf16", 64, 1, 64, 0, True, True),
+    "mxfp4": _Layout("i16", 128, 4, 32, 1, True, True, False, True),
+    "mxfp4_a8": _Layout("i16", 128, 4, 32, 1, False, True, False, True),
+    "bf16": _Layout("bf16", 64, 1, 64, 0, True, True, False, True),
 }
 _ITEM_BYTES = {"i8": 1, "i16": 2, "bf16": 2}
 
@@ -70,9 +77,11 @@ _ITEM_BYTES = {"i8": 1, "i16": 2, "bf16": 2}
 class KernelSpec:
     """out[M, N] = x[M, K] . w[N, K]^T (+ bias) (+ residual) for a weight packed as `format` (gpu_pack).
 
-    x is int8 per token, or bf16 for bf16 and w4_asym_g128; w4_asym_g128_a8 reads the latter's packing with int8. out
-    and residual are bf16, or f32 with `out`. The first `width` columns are stored (0: all N). `inline_asm` False
-    renders the same arithmetic for Triton's interpreter, which has none.
+    x is int8 per token, or in groups of 128 with `x_groups` (where sums are floats), or bf16 for bf16, mxfp4 and
+    w4_asym_g128; mxfp4_a8 and w4_asym_g128_a8 read the latter's packings with int8. out and residual are bf16, or f32
+    with `out`. The first `width` columns are stored (0: all N). mix_4_8 has n packed rows, `wide` of 8 bits first, and
+    stores `width` columns where they belong. `inline_asm` False renders the same arithmetic for
+    Triton's interpreter, which has none.
     """
 
     format: str
@@ -84,12 +93,18 @@ class KernelSpec:
     inline_asm: bool = True
     out: Literal["bf16", "f32"] = "bf16"
     width: int = 0
+    x_groups: bool = False
+    wide: int = 0
 
     def __post_init__(self) -> None:
+        if self.x_groups and (self.float_x or not self.float_sum):
+            raise UnsupportedError(f"{self.format} takes no activations in groups of 128")
         check_shape(self.n, self.k, self.packing)
         step = self.tile.slices * self.tile.splits * self.tile.unroll
         if self.blocks % step or self.n % self.tile.rows or self.tile.rows % 32:
             raise UnsupportedError(f"weight [{self.n}, {self.k}] in {self.format} does not divide into {self.tile}")
+        if self.wide % self.tile.rows or (self.mixed and (self.prelaunch or not self.width)):
+            raise UnsupportedError(f"{self.wide} rows of 8 bits, {self.width} columns, do not go with {self.tile}")
         part = self.blocks // self.tile.splits * 32 * self.row_bytes
         if self.prelaunch and (self.tile.ahead > part or self.tile.ahead & (self.tile.ahead - 1)):
             raise UnsupportedError(f"a program of {self.tile} has {part} bytes of each 32 rows to fetch")
@@ -105,7 +120,7 @@ class KernelSpec:
     def name(self) -> str:
         """Name of the kernel."""
         kind = "decode" if self.decode else "prefill"
-        extras = "".join(f"_{name}" for name in ("bias", "residual") if getattr(self, name))
+        extras = "".join(f"_{name}" for name in ("x_groups", "bias", "residual") if getattr(self, name))
         return f"gemm_{self.format}_{self.n}x{self.k}_{kind}{extras}{'_f32' if self.out == 'f32' else ''}"
 
     @property
@@ -116,7 +131,7 @@ class KernelSpec:
     @property
     def title(self) -> str:
         """What the source says it is."""
-        kind = "bf16" if self.float_x else "int8 per token"
+        kind = "bf16" if self.float_x else "int8 in groups" if self.x_groups else "int8 per token"
         return f"GEMM of {self.format} weights with {kind} activations, {self.tile}"
 
     @property
@@ -160,6 +175,16 @@ class KernelSpec:
         return _LAYOUTS[self.format].float_sum
 
     @property
+    def float_dot(self) -> bool:
+        """Whether both operands of a dot product are bf16."""
+        return _LAYOUTS[self.format].float_dot
+
+    @property
+    def mixed(self) -> bool:
+        """Whether rows have 8 bits or 4."""
+        return self.format == "mix_4_8"
+
+    @property
     def low_plane(self) -> bool:
         """Whether codes come in two planes, of upper and of lower nibbles."""
         return _LAYOUTS[self.format].low_plane
@@ -191,14 +216,15 @@ class KernelSpec:
         """The kernel's arguments in order; all but M are pointers."""
         out = "*fp32" if self.out == "f32" else "*bf16"
         found = [Argument("x", "*bf16" if self.float_x else "*i8")]
-        found += [Argument("w", f"*{_LAYOUTS[self.format].item}"), Argument("out", out)]
+        found += [Argument("w", f"*{_LAYOUTS[self.format].item}")] * (self.wide < self.n) + [Argument("out", out)]
         found += [Argument("x_scale", "*fp32")] * (not self.float_x)
         found += [Argument("w_scale", "*fp32")] * (not self.float_sum)
         if self.format == "qoq_channel":
             found += [Argument("x_sum", "*i32"), Argument("w_zero", "*i8")]
         if self.grouped:
             found.append(Argument("groups", "*i32"))
-        found += [Argument("low", "*i8")] * self.low_plane
+        found += [Argument("low", "*i8")] * self.low_plane + [Argument("wide", "*i8")] * (self.wide > 0)
+        found += [Argument("columns", "*i32")] * self.mixed
         found += [Argument("bias", "*fp32")] * self.bias + [Argument("residual", out)] * self.residual
         if self.tile.splits > 1:
             found += [Argument("sums", "*fp32" if self.float_sum else "*i32"), Argument("arrived", "*i32")]
@@ -220,9 +246,11 @@ class KernelSpec:
 
 def reference(x: list[Tensor], w: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     """What a GEMM kernel computes, in float64: x as quantize_activation's parts, w [N, K] dequantized -> [M, N]."""
-    y = x[0].double() @ w.double().T
+    values = x[0].double()
     if len(x) > 1:
-        y = y * x[1].double()[:, None]
+        scale = x[1].double()
+        values = values * (scale[:, None] if scale.dim() == 1 else scale.repeat_interleave(ACTIVATION_GROUP, 1))
+    y = values @ w.double().T
     if bias is not None:
         y = y + bias.double()
     return y if residual is None else y + residual.double()

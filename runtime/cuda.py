@@ -155,16 +155,14 @@ class CudaExecutor:
         self.driver.upload(self._inputs, self._host_address, 4 * used)
         plan, queries = self.plan, max(len(rows.tokens) for rows in sequences)
         splits = -(-stride * self.limits.page_tokens // plan["split"])
-        merged = splits if queries <= plan["most_queries"] else 0
         return {
             "tokens": at,
             "outputs": outputs,
             "sequences": len(sequences),
             "queries": queries,
             "splits": splits,
-            "merged": merged,
-            "groups": -(-merged // plan["group_splits"]) if merged > plan["group_splits"] else 0,
             "table_stride": stride,
+            **attention_counts(plan, splits, len(sequences), queries),
         }
 
     def prepare(
@@ -347,6 +345,23 @@ class CudaExecutor:
         for address in (*self._owned, *(address for address, _ in self._work.values())):
             self.driver.free(address)
         self.driver.free_pinned(self._host_address)
+
+
+def attention_counts(plan: Mapping[str, Any], splits: int, sequences: int, queries: int) -> dict[str, int]:
+    """The counts that attention's launches go by (codegen/gpu_plan.py), of contexts of `splits` splits at most."""
+    decode = queries <= plan["most_queries"]
+    fine = decode and splits * sequences <= plan["fine_splits"]
+    merged = splits if decode else 0
+    groups = -(-merged // plan["group_splits"]) if merged > plan["group_splits"] else 0
+    return {
+        "fine": queries if fine else 0,
+        "coarse": 0 if fine else queries,
+        "merged": 0 if fine else merged,
+        "groups": 0 if fine else groups,
+        "fine_merged": merged if fine else 0,
+        "fine_groups": groups if fine else 0,
+        "slots": merged * (plan["leaves"] if fine else 1),
+    }
 
 
 def _size(size: Any, counts: Counts) -> int:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from qcompile.codegen import gpu_compile
 from qcompile.codegen import program as p
-from qcompile.codegen.gpu_attention import GROUP_SPLITS, MOST_QUERIES
+from qcompile.codegen.gpu_attention import GROUP_SPLITS, LEAVES, MOST_QUERIES
 from qcompile.codegen.gpu_plan import Launch, Plan, Ref, Size
+from qcompile.runtime.cuda import attention_counts
 from tests.codegen.tiny import Chunk
 
 _TYPES = {"*fp32": torch.float32, "*bf16": torch.bfloat16, "*i32": torch.int32, "*i16": torch.int16, "*i8": torch.int8}
@@ -29,6 +30,7 @@ class Interpreter:
         self.layer_bytes = pages * plan.kv.heads * plan.kv.block_bytes
         self.kv = _poison(program.kv.layers * self.layer_bytes)
         self.work: dict[str, Tensor] = {}
+        self.fine = plan.fine_splits
         self.inputs: dict[str, Tensor] = {"counter": torch.zeros(1, dtype=torch.int32)}
 
     def step(self, chunks: Sequence[Chunk], outputs: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
@@ -62,16 +64,15 @@ class Interpreter:
         self.inputs |= {name: torch.tensor(v, dtype=torch.int32) for name, v in values.items()}
         self.inputs["logits"] = torch.full((len(wanted), self.vocab), math.nan)
         splits = max(c.start + len(c.tokens) - 1 for c in chunks) // self.plan.split + 1
-        merged = splits if max(lengths) <= MOST_QUERIES else 0
+        plan = {"most_queries": MOST_QUERIES, "group_splits": GROUP_SPLITS, "leaves": LEAVES, "fine_splits": self.fine}
         return {
             "tokens": len(ids),
             "outputs": len(wanted),
             "sequences": len(chunks),
             "queries": max(lengths),
             "splits": splits,
-            "merged": merged,
-            "groups": -(-merged // GROUP_SPLITS) if merged > GROUP_SPLITS else 0,
             "table_stride": stride,
+            **attention_counts(plan, splits, len(chunks), max(lengths)),
         }
 
     def launch(self, launch: Launch) -> None:

@@ -140,11 +140,10 @@ def test_other_drafts_are_refused_for_a_gpu(drafts: list[Any]) -> None:
         pipeline.plan(decoder(**SMALL), target="h200", recipe="bf16", drafts=drafts)
 
 
-@pytest.mark.parametrize(("recipe", "message"), [("ml-specqd", "mxfp4"), ("qspec-w4a4", "hadamard|int4_g128")])
-def test_what_a_path_lacks_is_refused_by_name(recipe: str, message: str) -> None:
+@pytest.mark.parametrize("recipe", ["ml-specqd", "qspec-w4a4"])
+def test_every_recipe_that_drafts_is_planned(recipe: str) -> None:
     from qcompile.codegen.gpu_build import prepare
     from qcompile.targets import TARGETS
 
     needs_triton()
-    with pytest.raises(UnsupportedError, match=message):
-        prepare(pipeline.plan(decoder(**SMALL), target="h200", recipe=recipe).programs, TARGETS["h200"])
+    prepare(pipeline.plan(decoder(**SMALL), target="h200", recipe=recipe).programs, TARGETS["h200"])

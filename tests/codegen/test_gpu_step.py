@@ -17,7 +17,7 @@ import torch
 
 from qcompile import pipeline, recipes
 from qcompile.artifact import read_manifest, verify
-from qcompile.codegen.gpu_attention import GpuKV, MergeSpec
+from qcompile.codegen.gpu_attention import LEAVES, GpuKV, MergeSpec
 from qcompile.codegen.gpu_compile import compile_kernel
 from qcompile.codegen.gpu_pack import GPU_PACKING
 from qcompile.codegen.gpu_plan import make_plan
@@ -37,6 +37,9 @@ RECIPES = {
     "w4a8": 0.03,
     "w8a8": 0.03,  # with 8-bit keys and values, and biases
     "nested": 0.03,
+    "mxfp4": 0.03,  # activations in groups of 128
+    "mixllm": 0.03,
+    "w4a4-g128": 0.08,  # an online Hadamard; a step of 4-bit activations is 1/15 of their range
     "w4a16": 0.02,  # scales and products rounded to bf16
     "bf16": 0.02,
 }
@@ -133,10 +136,12 @@ def interpret_window() -> None:
     want = graph.run(*inputs)[0]
     machine = Interpreter(program, make_plan(program, 90, split=64, inline_asm=False), blobs, rows=128)
     pages = inputs[3].tolist()[0]
-    machine.step([Chunk(ids[0, :88].tolist(), 0, pages)], outputs=[87])
-    last, _ = machine.step([Chunk(ids[0, 88:].tolist(), 88, pages)])
-    error = ((last.double() - want[88:]).norm() / want[88:].norm()).item()
-    assert error < RECIPES["bf16"], error
+    machine.step([Chunk(ids[0, :84].tolist(), 0, pages)], outputs=[83])
+    for machine.fine in (0, 100):  # programs that take splits of their own, and leaves
+        for start in (84, 87):  # programs of many rows, and of few
+            last, _ = machine.step([Chunk(ids[0, start:].tolist(), start, pages)])
+            error = ((last.double() - want[start:]).norm() / want[start:].norm()).item()
+            assert error < RECIPES["bf16"], error
 
 
 def test_a_sliding_window_interpreted() -> None:
@@ -202,11 +207,15 @@ def interpret_merge() -> None:
         "positions": positions,
         "splits": splits,
     }
-    for spec, groups in ((MergeSpec(kv, heads, 1, False, 0, split), 3), (MergeSpec(kv, heads, 2, True, 0, split), 1)):
-        kernel = spec.kernel(80)
-        load(kernel)[tokens, heads, groups](*(given[a.name] for a in kernel.arguments))
-    error = (given["out"].view_as(want) - want).norm() / want.norm()
-    assert error < 1e-6, error  # float32
+    kept = {name: given[name] for name in ("parts", "stats", "out")}
+    for leaves in (1, LEAVES):
+        given |= {n: t.clone() for n, t in kept.items()}
+        size = split * leaves  # of a split whose leaves are as long as splits of one leaf
+        for level, final, groups in ((1, False, 3), (2, True, 1)):
+            kernel = MergeSpec(kv, heads, level, final, 0, size, leaves).kernel(80)
+            load(kernel)[tokens, heads, groups](*(given[a.name] for a in kernel.arguments))
+        error = (given["out"].view_as(want) - want).norm() / want.norm()
+        assert error < 1e-6, error  # float32
 
 
 def test_merging_interpreted() -> None:
@@ -232,11 +241,15 @@ def test_feedback_interpreted() -> None:
     interpreted("interpret_feedback()")
 
 
-@pytest.mark.parametrize("target", ["a100", "l40s", "h200", "b200"])
-def test_decode_kernels_compile_without_spills(target: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "recipe"),
+    [(target, "qserve") for target in ("a100", "l40s", "h200", "b200")]
+    + [("h200", "mixllm"), ("h200", "mxfp4"), ("a100", "w4a4-g128"), ("h200", "w4a4-g128")],
+)
+def test_decode_kernels_compile_without_spills(target: str, recipe: str) -> None:
     needs_triton()
     machine = TARGETS[target]
-    plan = make_plan(lowered("qserve")[1], machine.capability)
+    plan = make_plan(lowered(recipe)[1], machine.capability)
     labels = dict.fromkeys(launch.variants[0].kernel for launch in plan.launches)
     matrix = set()
     for label in labels:
@@ -269,7 +282,7 @@ def test_an_artifact_for_a_gpu_is_built_without_one(tmp_path: Path) -> None:
     ("recipe", "options", "message"),
     [
         ("f32", {}, "weights in f32 with activations in f32 have no GPU kernels|no kv32 cache"),
-        ("mxfp4", {}, "no GPU kernels|per token"),
+        ("qserve", {"assign_precision.activation": "int8_g128"}, "int8_g128 have no GPU kernels"),
         ("qserve", {"rotate_keys.enabled": "true"}, "leave rotate_keys off"),
     ],
 )

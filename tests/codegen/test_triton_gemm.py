@@ -11,16 +11,30 @@ from dataclasses import replace
 import pytest
 import torch
 
+from qcompile import mix
 from qcompile.codegen import tiles
-from qcompile.codegen.gpu_pack import GPU_PACKING, pack_gpu, packed_gpu_bytes, unpack_gpu
+from qcompile.codegen.gpu_pack import GPU_PACKING, MIX_ROWS, pack_gpu, packed_gpu_bytes, unpack_gpu
 from qcompile.codegen.packing import CPU_PACKING
 from qcompile.codegen.triton import KernelSpec, Tile, compile_for, reference, render
 from qcompile.errors import UnsupportedError
 from qcompile.numerics import dequantize_weight, quantize_activation, quantize_weight
 
-FORMATS = ("qoq_channel", "qoq_g128", "w4_asym_g128", "w4_asym_g128_int8", "nested_8_4", "w8_sym_channel", "bf16")
+FORMATS = (
+    "qoq_channel",
+    "qoq_g128",
+    "w4_asym_g128",
+    "w4_asym_g128_int8",
+    "nested_8_4",
+    "mxfp4",
+    "w8_sym_channel",
+    "bf16",
+)
 """Packings; each is of the number format its name begins with."""
-INTERPRETED = (Tile(16, 32, slices=2, splits=2), Tile(32, 32))
+WITH_INT8 = ("w4_asym_g128_a8", "mxfp4_a8")
+"""Kernels that read with int8 activations what is packed for bf16 ones."""
+IN_GROUPS = (*WITH_INT8, "w4_asym_g128_int8", "nested_8_4", "mix_4_8")
+"""Kernels that take activations in groups of 128."""
+INTERPRETED = (Tile(16, 32, slices=2, splits=2), Tile(32, 32), Tile(16, 32, joined=False))
 
 
 def needs_triton() -> None:
@@ -60,6 +74,20 @@ def test_outputs_are_filled_up_to_whole_blocks() -> None:
     assert torch.equal(dense[:40], dequantize_weight(parts, "qoq_g128", 256))
 
 
+@pytest.mark.parametrize("fraction", [0.0, 0.2, 1.0])
+def test_rows_of_two_widths_are_packed_apart(fraction: float) -> None:
+    torch.manual_seed(0)
+    wide = torch.rand(80) < fraction
+    parts = mix.quantize_mixed(weight(80, 256), wide)
+    found = GPU_PACKING.mixed(wide, False, 256)
+    blobs = found.blobs(parts)
+    assert {role: blob.numel() for role, blob in blobs.items()} == found.sizes
+    columns = blobs["columns"].view(torch.int32)
+    assert columns.numel() == 16 * found.blocks and found.wide % MIX_ROWS == found.blocks % 4 == 0
+    real = columns[columns >= 0]
+    assert sorted(real.tolist()) == list(range(80)) and wide[real].sum() == (columns[: found.wide] >= 0).sum()
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_packed_bits(format: str) -> None:
     """One code at a time lands where the packing's description says."""
@@ -72,6 +100,7 @@ def test_packed_bits(format: str) -> None:
         "w4_asym_g128": [codes, side, side.byte()],
         "w4_asym_g128_int8": [codes, side, side.byte()],
         "nested_8_4": [codes, side, side.byte(), codes],
+        "mxfp4": [codes, torch.ones(32, 8, dtype=torch.uint8)],
         "bf16": [codes.to(torch.bfloat16)],
         "w8_sym_channel": [codes.char(), torch.ones(32)],
     }[format]
@@ -82,6 +111,8 @@ def test_packed_bits(format: str) -> None:
     row = packed[0, -1, 3].view(torch.uint8).tolist()
     if format == "w8_sym_channel":
         assert row[70] == 5
+    elif format == "mxfp4":
+        assert row[2 * 6 + 1] == 5  # input 6 + 2 * 32: bits 8 to 11 of the seventh 16-bit item
     elif format == "w4_asym_g128":
         assert row[2 * 6 + 1] == 5 << 4  # input 6 + 3 * 64: bits 12 to 15 of the seventh 16-bit item
     else:
@@ -103,39 +134,62 @@ def test_shapes_that_do_not_divide_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="does not divide"):
         KernelSpec("qoq_channel", 64, 512, Tile(16, 32, slices=8))
     with pytest.raises(UnsupportedError, match="no GPU packing"):
-        KernelSpec("mxfp4", 64, 512, Tile(16, 32))
+        KernelSpec("f32", 64, 512, Tile(16, 32))
+    with pytest.raises(UnsupportedError, match="in groups of 128"):
+        KernelSpec("qoq_g128", 64, 512, Tile(16, 32, unroll=2), x_groups=True)
 
 
 def interpret() -> None:
     """Every format and kind of tile against the reference; run in a process that has TRITON_INTERPRET set."""
-    from qcompile.codegen.triton import load
-
     torch.manual_seed(0)
-    n, k = 32, 1024
-    for format in (*FORMATS, "w4_asym_g128_a8"):
+    for format in (*FORMATS, *WITH_INT8):
         packing = format.removesuffix("_a8")
-        parts = quantize_weight(weight(n, k), number_format(packing))
+        parts = quantize_weight(weight(32, 1024), number_format(packing))
         packed = pack_gpu(parts, packing)
-        dense = dequantize_weight(unpack_gpu(packed, packing), number_format(packing), k)
+        dense = dequantize_weight(unpack_gpu(packed, packing), number_format(packing), 1024)
         for cut in INTERPRETED:
             tile = replace(cut, unroll=2 if format == "qoq_g128" else 1)
-            out = "f32" if cut.tokens == 32 else "bf16"
-            spec = KernelSpec(format, n, k, tile, True, True, False, out, 0 if cut.tokens == 32 else n - 3)
-            x = quantize_activation(torch.randn(21, k), "bf16" if spec.float_x else "int8", 0)
-            width, dtype = spec.width or n, {"f32": torch.float32, "bf16": torch.bfloat16}[out]
-            bias, residual = torch.randn(width), torch.randn(21, width).to(dtype)
-            given = {**packed, "bias": bias, "residual": residual}
-            given |= dict(zip(("x", "x_scale", "x_sum"), x, strict=False))
-            given |= {name: torch.zeros(items, dtype=dtype) for name, (items, dtype) in spec.workspace(21).items()}
-            for _ in range(2):  # the second launch finds the workspace as the first left it
-                given["out"] = torch.full((21, width), float("nan"), dtype=dtype)
-                load(spec)[spec.grid(21)](*(21 if a.name == "M" else given[a.name] for a in spec.arguments))
-                want = reference(x, dense[:width], bias, residual)
-                error = (given["out"].double() - want).norm() / want.norm()
-                assert error < 5e-3, (format, tile, error)
+            spec = KernelSpec(format, 32, 1024, tile, True, True, False)
+            spec = replace(spec, out="f32") if cut.tokens == 32 else replace(spec, width=29)
+            interpret_one(spec, "bf16" if spec.float_x else "int8", packed, dense)
+            if format in IN_GROUPS:
+                interpret_one(replace(spec, x_groups=True), "int8_g128", packed, dense)
 
 
-@pytest.mark.parametrize("format", ["w4_asym_g128", "w4_asym_g128_a8", "w4_asym_g128_int8", "nested_8_4", "bf16"])
+def interpret_one(spec: KernelSpec, activation: str, packed: dict[str, torch.Tensor], dense: torch.Tensor) -> None:
+    """Two launches of a kernel against the reference, for 21 rows."""
+    from qcompile.codegen.triton import load
+
+    x = quantize_activation(torch.randn(21, spec.k), activation, 0)
+    width, dtype = spec.width or spec.n, {"f32": torch.float32, "bf16": torch.bfloat16}[spec.out]
+    bias, residual = torch.randn(width), torch.randn(21, width).to(dtype)
+    given = {**packed, "bias": bias, "residual": residual}
+    given |= dict(zip(("x", "x_scale", "x_sum"), x, strict=False))
+    given |= {name: torch.zeros(items, dtype=dtype) for name, (items, dtype) in spec.workspace(21).items()}
+    for _ in range(2):  # the second launch finds the workspace as the first left it
+        given["out"] = torch.full((21, width), float("nan"), dtype=dtype)
+        load(spec)[spec.grid(21)](*(21 if a.name == "M" else given[a.name] for a in spec.arguments))
+        want = reference(x, dense[:width], bias, residual)
+        error = (given["out"].double() - want).norm() / want.norm()
+        assert error < 5e-3, (spec, error)
+
+
+def interpret_mix() -> None:
+    """Rows of 8 and of 4 bits, of 8 alone and of 4 alone, to their columns; per token and in groups."""
+    for fraction in (0.3, 1.0, 0.0):
+        wide = torch.rand(80) < fraction
+        parts = mix.quantize_mixed(weight(80, 1024), wide)
+        found = GPU_PACKING.mixed(wide, False, 1024)
+        types = {"groups": torch.int32, "columns": torch.int32}
+        packed = {role: blob.view(types.get(role, torch.int8)) for role, blob in found.blobs(parts).items()}
+        dense = dequantize_weight(parts, "mix_4_8", 1024)
+        for cut in INTERPRETED:
+            spec = KernelSpec("mix_4_8", 16 * found.blocks, 1024, cut, True, True, False, width=80, wide=found.wide)
+            interpret_one(spec, "int8", packed, dense)
+            interpret_one(replace(spec, x_groups=True), "int8_g128", packed, dense)
+
+
+@pytest.mark.parametrize("format", [*IN_GROUPS, "w4_asym_g128", "mxfp4", "bf16"])
 @pytest.mark.parametrize("shape", [(4096, 4096), (6144, 4096), (4096, 14336), (96, 512), (28672, 4096)])
 def test_floats_are_summed_in_one_order_for_any_number_of_rows(format: str, shape: tuple[int, int]) -> None:
     cuts = [tiles.in_one_order(format, *shape, tokens) for tokens in (1, 16, 17, 64, 65, 300, 512)]
@@ -166,24 +220,26 @@ def interpret_orders() -> None:
 def test_numerics_in_the_interpreter() -> None:
     needs_triton()
     # The interpreter is chosen when Triton is imported.
-    command = [sys.executable, "-c", f"import {__name__} as m; m.interpret(); m.interpret_orders()"]
+    command = [sys.executable, "-c", f"import {__name__} as m; m.interpret(); m.interpret_mix(); m.interpret_orders()"]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
-@pytest.mark.parametrize("format", [*FORMATS, "w4_asym_g128_a8"])
+@pytest.mark.parametrize("format", [*FORMATS, *WITH_INT8, "mix_4_8"])
 def test_compiles_ahead_of_time(format: str, capability: int) -> None:
     needs_triton()
-    ahead = 4096 if capability >= 90 else 0
+    ahead = 4096 if capability >= 90 and format != "mix_4_8" else 0
     unroll = 2 if format == "qoq_g128" else 1
-    spec = KernelSpec(format, 4096, 4096, Tile(16, 64, splits=4, unroll=unroll, stages=3, ahead=ahead), bias=True)
+    tile = Tile(16, 64, splits=4, unroll=unroll, stages=3, ahead=ahead, joined=capability == 90)
+    two_widths = {"width": 4000, "wide": 448} if format == "mix_4_8" else {}
+    spec = KernelSpec(format, 4096, 4096, tile, bias=True, x_groups=format in IN_GROUPS, **two_widths)
     built = compile_for(spec, capability)
     assert built.spill_bytes == 0
     assert built.cubin[:4] == b"\x7fELF"
-    kind = "bf16" if spec.float_x else "s8"
+    kind = "bf16" if spec.float_dot else "s8"
     if capability == 100:
-        kind = kind if "mma.sync" in built.ptx else "kind::" + ("f16" if spec.float_x else "i8")
+        kind = kind if "mma.sync" in built.ptx else "kind::" + ("f16" if spec.float_dot else "i8")
     assert any(kind in name for name in built.matrix), built.matrix
     if capability == 90:
         assert any(name.startswith("wgmma") for name in built.matrix)

@@ -87,6 +87,8 @@ PLAN: dict[str, Any] = {
     "most_rows": 64,
     "aligned": 0,
     "group_splits": 16,
+    "leaves": 4,
+    "fine_splits": 0,
     "arena_bytes": {"tokens": 100, "outputs": 10},
     "layer_page_bytes": 512,
     "layers": 2,
