@@ -50,7 +50,7 @@ MOST_ROWS = 512
 """Most rows of a step."""
 PICK_PART = 4096
 """Logits one program searches for the largest."""
-GPU_ABI = 3
+GPU_ABI = 4
 
 Ref = list[Any]
 Size = int | str | list[Any]

@@ -130,6 +130,18 @@ def test_counts_choose_kernels_grids_and_arguments(opened: CudaExecutor) -> None
     assert log == [("many", (2, 3, 1), (99,))]  # too many queries for the split kernel, no outputs
 
 
+def test_attention_takes_leaves_where_there_is_little_to_do() -> None:
+    plan = {"most_queries": 16, "group_splits": 16, "leaves": 4, "fine_splits": 33}
+    few = cuda.attention_counts(plan, 33, 1, 5)
+    assert few["fine"] == 5 and few["slots"] == 132 and few["fine_merged"] == 33 and few["fine_groups"] == 3
+    assert not any(few[name] for name in ("coarse", "merged", "groups"))
+    many = cuda.attention_counts(plan, 17, 2, 1)
+    assert many["coarse"] == 1 and many["slots"] == many["merged"] == 17 and many["groups"] == 2
+    assert not any(many[name] for name in ("fine", "fine_merged", "fine_groups"))
+    prefill = cuda.attention_counts(plan, 3, 1, 17)  # one program does all splits
+    assert prefill["coarse"] == 17 and sum(prefill.values()) == 17
+
+
 def test_the_step_that_is_sent(opened: CudaExecutor) -> None:
     opened.step([Rows([1, 2, 3], 5, [2], 2), Rows([4], 9, [3, 1], 1)], logits=False)
     sent, place = opened.driver.sent, opened._places  # type: ignore[attr-defined]
