@@ -80,7 +80,7 @@ struct Waiter {
   }
   static constexpr double kTimeSlice = 300e-6;            // another program's is longer
   static constexpr int kLittle = 64, kLong = 32768;       // turns: about 1 us, 400 us
-  static constexpr int kLeastCaution = 16, kMostCaution = 4096, kCalm = 4096;
+  static constexpr int kLeastCaution = 16, kMostCaution = 256, kCalm = 4096;
 };
 
 // Dissemination barrier (Hensgen, Finkel, Manber 1988): in round r thread i signals thread i + 2^r, so
