@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, write_result
+from common import RESULTS, machine, write_result
 
 import qcompile
 from qcompile import SamplingParams, console
@@ -70,7 +70,8 @@ def main() -> None:
     results: dict[str, dict[str, Any]] = known.get("variants", {})
     prompts = read(arguments.prompts, arguments.limit)
     until = time.monotonic() + arguments.seconds
-    facts = {"model": "pycode-26m", "prompts": len(prompts), "tokens": TOKENS, "variants": results}
+    commits: dict[str, Any] = known.get("measured", {})
+    facts = {"model": "pycode-26m", "prompts": len(prompts), "tokens": TOKENS, "variants": results, "measured": commits}
     for name in arguments.variants.split(","):
         found = results.setdefault(name, {})
         for part in arguments.parts.split(","):
@@ -80,6 +81,7 @@ def main() -> None:
             console.log(f"{name}: {part}")
             for value in measured(part, artifact, prompts, found.get(part, {}), arguments, until):
                 found[part] = value
+                commits[f"{part} of {name}"] = {key: machine()[key] for key in ("commit", "cores")}
                 if "tuned" in read_manifest(artifact):
                     found["tuned"] = read_manifest(artifact)["tuned"]
                 write_result(arguments.out, facts)
