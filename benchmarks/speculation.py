@@ -112,8 +112,7 @@ def measured(
             while len(rounds) < arguments.rounds and time.monotonic() < until:
                 rounds.append(one_round(llm, prompts, sizes))
                 kept.write_text(json.dumps(rounds), encoding="utf-8")
-        if rounds:
-            yield summary(rounds, sizes)
+                yield summary(rounds, sizes)
 
 
 def read(files: list[Path], limit: int | None) -> list[str]:
