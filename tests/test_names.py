@@ -20,6 +20,7 @@ ORDINARY = {
     "clip": "to bound values",
     "codegen": "the layer that generates code",
     "ctrl": "a key of the keyboard",
+    "cvt": "an instruction of PTX, which converts",
 }
 """Names of transformers that are words of their own: why each may appear."""
 
