@@ -21,6 +21,7 @@ from qcompile.artifact import file_problem, read_manifest
 from qcompile.errors import ArtifactError, ResourceError, UnsupportedError, UsageError
 from qcompile.graph import Graph, WeightStore
 from qcompile.ops.model import attend, key_offsets, visible
+from qcompile.ops.step import turn_heads
 
 STEP = "graphs/step.json"
 FORMATS = {"torch-mlir": "torch", "linalg": "linalg-on-tensors"}
@@ -152,17 +153,9 @@ def _rope_append(
     center: Tensor | None = None,
     block: int = 0,
 ) -> list[Any]:
-    views: list[Tensor] = []
-    for offset, count, less in zip(offsets, (heads, kv_heads, kv_heads), (None, center, None), strict=True):
-        part = qkv[:, offset : offset + count * head_dim].reshape(-1, count, head_dim)
-        if len(views) < 2:  # not v
-            if inv_freq is not None:
-                part = ops.reference("rope")(part, positions, inv_freq, scaling, interleaved)
-            if block:
-                part = ops.reference("rotate_heads")(part, less, block)
-            qkv = qkv.slice_scatter(part.flatten(1), 1, offset, offset + count * head_dim)
-        views.append(part)
-    return [qkv, _kv_append(views[1], views[2], positions, sequence, table, cache, layer, format)]
+    turn = positions, inv_freq, scaling, interleaved
+    qkv, k, v = turn_heads(qkv, turn, offsets, heads, kv_heads, head_dim, center, block)
+    return [qkv, _kv_append(k, v, positions, sequence, table, cache, layer, format)]
 
 
 def _kv_attention(

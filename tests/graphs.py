@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import fx
 
+import qcompile
 from qcompile.graph import Graph, ModelInfo, WeightStore
 
 
@@ -97,3 +100,12 @@ def step_inputs(ids: torch.Tensor, cache: torch.Tensor | None, graph: Graph, sta
         layers, _, _, kv_heads, head_dim = graph.inputs[-1].meta["val"].shape
         cache = torch.full((layers, 2, batch * pages * 64, kv_heads, head_dim), float("nan"))
     return [ids.flatten(), positions, sequence, table, torch.arange(batch * tokens), cache]
+
+
+def logits_whatever_the_step(artifact: Path, ids: torch.Tensor) -> torch.Tensor:
+    """Logits f32 [B, T, vocab] of an artifact for ids [B, T], the same bits in steps of 1, 3, 17 and all tokens."""
+    with qcompile.load(artifact, threads=2) as llm:
+        logits: torch.Tensor = llm.logits(ids)
+        for chunk in (1, 3, 17):
+            assert torch.equal(llm.logits(ids, chunk=chunk), logits)
+    return logits

@@ -9,7 +9,7 @@ import pytest
 from tests.fuzzing import examine
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(10))
 def test_random_decoder(seed: int, tmp_path: Path) -> None:
     found = examine(seed, tmp_path / "out")
     assert found.verdict != "wrong", found

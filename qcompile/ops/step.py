@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from qcompile import numerics
-from qcompile.ops.model import attend, key_offsets, layer_norm, rms_norm, rope, rotate_heads, visible
-from qcompile.ops.registry import define, like
+from qcompile.ops.model import attend, key_offsets, layer_norm, rms_norm, visible
+from qcompile.ops.registry import define, like, reference
 
 # ---- the step's view: rows of many sequences over a paged cache -----------------------------------
 #
@@ -77,6 +77,33 @@ def kv_attention(
     return out
 
 
+def turn_heads(
+    qkv: Tensor,
+    turn: tuple[Tensor, Tensor | None, float, bool],
+    offsets: list[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    center: Tensor | None,
+    block: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv [M, ...] with q and k rotated in their places, and k and v [M, Hk, D] out of it.
+
+    `turn` is what rope takes behind its values (nothing turns without inv_freq); with `block`, rotate_heads follows.
+    """
+    parts = []
+    for offset, count, less in zip(offsets, (heads, kv_heads, kv_heads), (None, center, None), strict=True):
+        part = qkv[:, offset : offset + count * head_dim].reshape(-1, count, head_dim)
+        if len(parts) < 2:  # not v
+            if turn[1] is not None:
+                part = reference("rope")(part, *turn)
+            if block:
+                part = reference("rotate_heads")(part, less, block)
+            qkv = qkv.slice_scatter(part.flatten(1), 1, offset, offset + count * head_dim)
+        parts.append(part.contiguous())
+    return qkv, parts[1], parts[2]
+
+
 def _fake_rope_append(qkv: Tensor, inv_freq: Tensor | None, *args: Any, **kwargs: Any) -> list[Tensor]:
     cache = kwargs.get("cache", args[3] if len(args) > 3 else None)
     assert cache is not None
@@ -107,17 +134,8 @@ def rope_append(
     With `block`, rotate_heads then turns both, and takes `center` [Hk * D] off k.
     Returns [qkv with q and k rotated, new cache].
     """
-    qkv = qkv.clone()
-    views = []
-    for offset, count in zip(offsets, (heads, kv_heads, kv_heads), strict=True):
-        views.append(qkv[:, offset : offset + count * head_dim].unflatten(-1, (count, head_dim)))
-    if inv_freq is not None:
-        for view in views[:2]:
-            view.copy_(rope(view.contiguous(), positions, inv_freq, scaling, interleaved))
-    if block:
-        for view, less in zip(views, (None, center), strict=False):
-            view.copy_(rotate_heads(view.contiguous(), less, block))
-    k, v = (view.contiguous() for view in views[1:])
+    turn = positions, inv_freq, scaling, interleaved
+    qkv, k, v = turn_heads(qkv, turn, offsets, heads, kv_heads, head_dim, center, block)
     return [qkv, kv_append(k, v, positions, sequence, block_table, cache, layer, format)]
 
 
