@@ -91,7 +91,7 @@ def turn_heads(
 
     `turn` is what rope takes behind its values (nothing turns without inv_freq); with `block`, rotate_heads follows.
     """
-    parts = []
+    parts: list[Tensor] = []
     for offset, count, less in zip(offsets, (heads, kv_heads, kv_heads), (None, center, None), strict=True):
         part = qkv[:, offset : offset + count * head_dim].reshape(-1, count, head_dim)
         if len(parts) < 2:  # not v
