@@ -59,14 +59,7 @@ def load(
     """
     manifest = read_manifest(path)
     runtime = manifest["runtime"]
-    if gamma != AUTO and not 0 <= gamma < MOST_DRAFTS:
-        raise UsageError(f"gamma must be between 0 and {MOST_DRAFTS - 1}, or AUTO, not {gamma}")
-    if acceptance not in ("drawn", "rejection"):
-        raise UsageError(f"acceptance must be drawn or rejection, not {acceptance!r}")
-    if not 1 <= max_batch <= runtime["max_tokens"]:
-        raise UsageError(f"max_batch must be between 1 and {runtime['max_tokens']}, not {max_batch}")
-    if gamma not in (0, AUTO) and not runtime.get("levels"):
-        raise UsageError(f"gamma {gamma}: {path} has no drafts; build it with a recipe that drafts, or with --draft")
+    _check_request(path, runtime, gamma, acceptance, max_batch)
     if manifest["target"].get("kind") == "cuda":
         from qcompile.runtime.cuda_load import open_cuda
 
@@ -98,6 +91,18 @@ def load(
         speculator = _open_levels(artifact, levels, executor, arena)
     llm = LLM(executor, artifact.manifest, tokenizer, max_batch, speculator, keep=artifact)
     return _speculating(llm, gamma, acceptance) if speculator else llm
+
+
+def _check_request(path: str | Path, runtime: dict[str, Any], gamma: int, acceptance: str, max_batch: int) -> None:
+    """Raise UsageError for what an artifact whose manifest has `runtime` cannot be loaded with."""
+    if gamma != AUTO and not 0 <= gamma < MOST_DRAFTS:
+        raise UsageError(f"gamma must be between 0 and {MOST_DRAFTS - 1}, or AUTO, not {gamma}")
+    if acceptance not in ("drawn", "rejection"):
+        raise UsageError(f"acceptance must be drawn or rejection, not {acceptance!r}")
+    if not 1 <= max_batch <= runtime["max_tokens"]:
+        raise UsageError(f"max_batch must be between 1 and {runtime['max_tokens']}, not {max_batch}")
+    if gamma not in (0, AUTO) and not runtime.get("levels"):
+        raise UsageError(f"gamma {gamma}: {path} has no drafts; build it with a recipe that drafts, or with --draft")
 
 
 def _speculating(llm: LLM, gamma: int, acceptance: str) -> LLM:
