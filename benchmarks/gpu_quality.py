@@ -150,10 +150,11 @@ def main() -> None:
     files = next((a.split("=", 1)[1].split(",") for a in options if a.startswith("--prompts=")), [])
     prompts = [json.loads(line)["prompt"] for file in files for line in Path(file).read_text("utf-8").splitlines()]
     with tempfile.TemporaryDirectory() as folder:
-        recipes = named[0] if named else RECIPES
-        rows = [measure(model, documents, recipe, Path(folder), targets, prompts) for recipe in recipes]
-    if out:
-        Path(out[0]).write_text(json.dumps({**facts(), "recipes": rows}, indent=1) + "\n", encoding="utf-8")
+        rows = []
+        for recipe in named[0] if named else RECIPES:
+            rows.append(measure(model, documents, recipe, Path(folder), targets, prompts))
+            if out:  # after each, as machines are lent by the minute
+                Path(out[0]).write_text(json.dumps({**facts(), "recipes": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
