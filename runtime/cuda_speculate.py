@@ -74,10 +74,11 @@ class CudaSpeculator(Speculator):
 
     def rounds(
         self, requests: Sequence[Request], gammas: Sequence[int], rounds: int, ends: Sequence[int]
-    ) -> list[list[int]]:
+    ) -> tuple[list[list[int]], int]:
         """The greedy tokens of so many rounds for each request, at most up to length `ends[i]`; moves `computed`.
 
-        Drafts and verification are one graph here, so its time counts as verification's.
+        Beside them is how many rounds were computed, whether requests had ended or not. Drafts and verification are
+        one graph here, so its time counts as verification's.
         """
         count, rows = len(requests), max(gammas) + 1
         rounds = max(1, min(rounds, _RESULTS // (count * rows)))
@@ -100,7 +101,7 @@ class CudaSpeculator(Speculator):
             request.computed += len(found[index])
             request.drafts.metrics.verify_seconds += seconds
             _note(request, gammas[index], ends[index] - len(request.tokens), taken)
-        return found
+        return found, rounds
 
     def _send(self, requests: Sequence[Request], gammas: Sequence[int], ends: Sequence[int]) -> None:
         """What the rounds begin with, to the GPU."""

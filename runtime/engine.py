@@ -144,11 +144,10 @@ class Engine:
                 min(len(request.tokens) + tokens, request.limit, speculator.max_position if gamma else request.limit)
                 for request, gamma in zip(plan.requests, gammas, strict=True)
             ]
-            gained = speculator.rounds(plan.requests, gammas, rounds, ends)
+            gained, made = speculator.rounds(plan.requests, gammas, rounds, ends)
             now = time.monotonic()
             self._learn(-len(plan.requests), (now - started) / rounds)
             if (costs := self._costs(plan)) and len(set(gammas)) == 1:
-                made = speculator.rounds_made
                 self._pace(plan).round(costs, gammas[0], (now - started) / made, sum(map(len, gained)))
             for request, new in zip(plan.requests, gained, strict=True):
                 self._accept(request, new, now)

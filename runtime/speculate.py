@@ -111,8 +111,6 @@ class Speculator:
         self._library = target.library
         models = [level.executor for level in levels if level.executor]
         self.max_position = min([executor.limits.max_position for executor in models], default=1 << 30)
-        self.rounds_made = 0
-        """How many the last call of `rounds` took at most for one request."""
         self._looks_up = any(level.executor is None for level in levels)
         everyone = [Level(target, 0, True), *levels]
         table = [
@@ -193,12 +191,14 @@ class Speculator:
 
     def rounds(
         self, requests: Sequence[Request], gammas: Sequence[int], rounds: int, ends: Sequence[int]
-    ) -> list[list[int]]:
-        """The greedy tokens of so many rounds for each request, at most up to length `ends[i]`; moves `computed`."""
+    ) -> tuple[list[list[int]], int]:
+        """The greedy tokens of so many rounds for each request, at most up to length `ends[i]`; moves `computed`.
+
+        Beside them is how many rounds the request that took the most took.
+        """
         self._catch_up(requests)
         call = _Call(self, requests, gammas, ends, rounds)
         tokens = call.run()
-        self.rounds_made = max(1, int(call.rounds_done.max()))
         for index, request in enumerate(requests):
             request.computed = int(call.computed[0, index])
             metrics = request.drafts.metrics
@@ -213,7 +213,7 @@ class Speculator:
                 reached = accepted
             if gammas[index]:
                 gamma.observe(request, kept, missed)
-        return tokens
+        return tokens, max(1, int(call.rounds_done.max()))
 
     def _catch_up(self, requests: Sequence[Request]) -> None:
         """Fill the drafts' own caches up to the target's where they lag: after a prompt, and after plain steps."""
