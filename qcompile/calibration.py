@@ -30,7 +30,7 @@ SAMPLES, SAMPLE_TOKENS = 128, 1024
 MOST_UNKNOWN = 0.5
 """Text of which more tokens than this share are the unknown token is in an alphabet the vocabulary lacks."""
 
-VERSION = 2
+VERSION = 3
 """Of results kept between runs: raised when the same inputs would give others."""
 
 

@@ -1,12 +1,14 @@
 """How much a model's loss moves when outputs of its linears do, streamed block by block from the loss.
 
 The graph is cut where one value alone is alive: in a decoder, the residual stream between its blocks. The way
-forward keeps that value at every cut; the way back runs each stretch again, with gradients, from the last to the first.
-So memory holds one stretch's weights and activations of one sample, beside the values at the cuts.
+forward keeps that value at cuts; the way back runs each stretch again, with gradients, from the last to the first.
+So memory holds one stretch's weights and activations of one sample, beside the values at the cuts. Where those are too
+many, the way forward keeps a few of them, and the way back finds those between once more (Chen et al. 2016).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,8 +18,9 @@ from torch import Tensor, fx
 from qcompile import ops
 from qcompile.graph import Graph
 from qcompile.ops.quantized import gate
+from qcompile.sweep import Shelf
 
-KEPT_BYTES = 1 << 30
+KEPT_BYTES = 2 << 30
 """Most bytes of values at cuts: as many samples as fit go through the model together."""
 
 Deltas = Mapping[fx.Node, Callable[[Tensor, Tensor | None], Tensor]]
@@ -66,11 +69,33 @@ def first_order(
     """
     parts = stretches(graph)
     width = max(part[-1].meta["val"].shape[-1] for part in parts[:-1]) if len(parts) > 1 else 1
-    together = max(1, KEPT_BYTES // (4 * width * tokens.shape[1] * len(parts)))
+    each, together = _plan(len(parts), 4 * width * tokens.shape[1], len(tokens))
+    runs = [parts[start : start + each] for start in range(0, len(parts), each)]
     results: dict[fx.Node, list[Tensor]] = {node: [] for node in deltas}
-    for start in range(0, len(tokens), together):
-        _Batch(graph, parts, tokens[start : start + together], deltas, results, work, seen).run()
+    for some in tokens.split(together):
+        _Batch(graph, runs, some, deltas, results, work, seen).run()
     return {node: torch.stack(rows) for node, rows in results.items()}
+
+
+def _plan(parts: int, cut_bytes: int, samples: int) -> tuple[int, int]:
+    """How many stretches lie between cuts that the way forward keeps, and how many samples go together.
+
+    All of them where `parts` cuts of all samples, of `cut_bytes` each, may be kept; else about the square root of them,
+    which keeps the fewest, and batches of equal size.
+    """
+    if parts * cut_bytes * samples <= KEPT_BYTES:
+        return parts, samples
+    each = math.ceil(math.sqrt(parts))
+    fitting = max(1, KEPT_BYTES // (cut_bytes * (each + math.ceil(parts / each))))
+    return each, math.ceil(samples / math.ceil(samples / fitting))
+
+
+_Cut = tuple[fx.Node, Shelf] | None
+"""The value alive at a cut, of all samples; None at the graph's entry."""
+
+
+def _at(cut: _Cut, sample: int) -> Values:
+    return {cut[0]: cut[1].get(sample)} if cut else {}
 
 
 class _Batch:
@@ -79,32 +104,56 @@ class _Batch:
     def __init__(
         self,
         graph: Graph,
-        parts: list[list[fx.Node]],
+        runs: list[list[list[fx.Node]]],
         tokens: Tensor,
         deltas: Deltas,
         results: dict[fx.Node, list[Tensor]],
         work: Callable[[], None],
         seen: int,
     ) -> None:
-        self.graph, self.parts, self.tokens, self.deltas, self.results = graph, parts, tokens, deltas, results
+        self.graph, self.runs, self.tokens, self.deltas, self.results = graph, runs, tokens, deltas, results
         self.work, self.seen = work, seen
         self.weights: Values = {}
         self.positions = torch.arange(tokens.shape[1])[None]
 
     def run(self) -> None:
-        entries: list[list[Values]] = [[{} for _ in self.tokens]]
-        with torch.no_grad():
-            for part in self.parts[:-1]:
-                self.weights = {}
-                leaving = [self._stretch(part, i, entry, None)[0] for i, entry in enumerate(entries[-1])]
-                entries.append([{part[-1]: value} for value in leaving])
-        gradients: list[Tensor | None] = [None for _ in self.tokens]
-        for part, entry in zip(reversed(self.parts), reversed(entries), strict=True):
-            self.weights = {}
-            changes = self._changes(part, entry[: self.seen])
-            for i, values in enumerate(entry):
-                gradients[i] = self._back(part, i, values, gradients[i], changes)
-                self.work()
+        starts: list[_Cut] = [None]
+        for run in self.runs[:-1]:
+            starts.append(starts[-1])
+            for part in run:
+                starts[-1] = self._forward(part, starts[-1])
+        slopes: Shelf | None = None
+        for run in reversed(self.runs):
+            cuts = [starts.pop()]
+            for part in run[:-1]:
+                cuts.append(self._forward(part, cuts[-1]))
+            for part in reversed(run):
+                slopes = self._backward(part, cuts.pop(), slopes)
+
+    @torch.no_grad()
+    def _forward(self, part: list[fx.Node], entry: _Cut) -> _Cut:
+        """What all samples are at the end of a stretch."""
+        self.weights = {}
+        shelf: Shelf | None = None
+        for i in range(len(self.tokens)):
+            value = self._stretch(part, i, _at(entry, i), None)[0]
+            shelf = shelf or Shelf(value, len(self.tokens), [])
+            shelf.put(i, value)
+        assert shelf is not None
+        return part[-1], shelf
+
+    def _backward(self, part: list[fx.Node], entry: _Cut, slopes: Shelf | None) -> Shelf | None:
+        """Gradients of all samples at a stretch's entry from those at its end, which may be written over."""
+        self.weights = {}
+        changes = self._changes(part, [_at(entry, i) for i in range(min(self.seen, len(self.tokens)))])
+        found: Shelf | None = None
+        for i in range(len(self.tokens)):
+            slope = self._back(part, i, _at(entry, i), slopes.get(i) if slopes else None, changes)
+            if slope is not None:
+                found = found or Shelf(slope, len(self.tokens), list(slopes.parts) if slopes else [])
+                found.put(i, slope)
+            self.work()
+        return found
 
     @torch.no_grad()
     def _changes(self, part: list[fx.Node], entries: list[Values]) -> dict[fx.Node, Tensor]:

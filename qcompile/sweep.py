@@ -20,11 +20,43 @@ from qcompile.ops.quantized import gemm_float
 Values = dict[fx.Node, Any]
 
 
+class Shelf:
+    """One value of every sample, a tensor or a list of them, each laid out in one piece of memory.
+
+    Among the values of a moment those that last would leave holes when the others go, and the heap would grow to
+    several times what is in use. Tensors of `spare` [samples, ...] that fit are taken out of it and used again.
+    """
+
+    def __init__(self, like: Any, samples: int, spare: list[Tensor]) -> None:
+        self._single = isinstance(like, Tensor)
+        self.parts = [_room(part, samples, spare) for part in ([like] if self._single else like)]
+
+    def put(self, sample: int, value: Any) -> None:
+        """Keep a sample's value; the one it had is written over."""
+        for room, part in zip(self.parts, [value] if self._single else value, strict=True):
+            room[sample].copy_(part)
+
+    def get(self, sample: int) -> Any:
+        """A sample's value, where it lies."""
+        found = [room[sample] for room in self.parts]
+        return found[0] if self._single else found
+
+
+def _room(part: Tensor, samples: int, spare: list[Tensor]) -> Tensor:
+    """Memory [samples, ...] for what has the shape and type of `part`."""
+    shape = (samples, *part.shape)
+    for index, room in enumerate(spare):
+        if room.shape == shape and room.dtype == part.dtype:
+            return spare.pop(index)
+    return torch.empty(shape, dtype=part.dtype)
+
+
 class Sweep:
     """The state of a run of `graph` over `tokens` int64 [samples, length], each sample a batch of one.
 
-    `graph` is one of whole sequences (before the `cache` stage). Its nodes may be given other weights ahead of
-    where the sweep is. `work(amount)` is called as multiplications of linears are done.
+    `graph` is one of whole sequences (before the `cache` stage), whose operators give new tensors, never parts of
+    their inputs. Its nodes may be given other weights ahead of where the sweep is. `work(amount)` is called as
+    multiplications of linears are done.
     """
 
     def __init__(self, graph: Graph, tokens: Tensor, work: Callable[[int], None] | None = None) -> None:
@@ -33,36 +65,51 @@ class Sweep:
         self._next = 0
         self._last = {source: index for index, node in enumerate(self._nodes) for source in node.all_input_nodes}
         self._last |= dict.fromkeys(graph.output.all_input_nodes, len(self._nodes))
-        positions = torch.arange(tokens.shape[1])[None]
-        ids = [row[None] for row in tokens]
-        inputs = graph.inputs
-        self._samples: list[Values] = [dict(zip(inputs, (row, positions), strict=False)) for row in ids]
+        self._tokens = tokens
+        self._positions = torch.arange(tokens.shape[1])[None]
+        self._shelves: dict[fx.Node, Shelf] = {}
         self._weights: Values = {}
 
     def advance(self, stop: fx.Node) -> None:
         """Run every sample up to `stop`, which is not run."""
         end = self._nodes.index(stop, self._next)
-        with torch.no_grad():
-            for sample in self._samples:
-                for index in range(self._next, end):
-                    self._run(sample, index)
+        born: dict[fx.Node, Shelf] = {}
+        dead: list[fx.Node] = []
+        for sample in range(len(self._tokens)):
+            values = self._run(sample, end)
+            if sample == 0:
+                dead = [node for node in self._shelves if node not in values]
+                spare = [part for node in dead for part in self._shelves[node].parts]
+                found = [node for node in values if node not in self._shelves and node.op == "call_function"]
+                born = {node: Shelf(values[node], len(self._tokens), spare) for node in found}
+            for node, shelf in born.items():
+                shelf.put(sample, values[node])
+        for node in dead:
+            del self._shelves[node]
+        self._shelves |= born
         self._weights.clear()
         self._next = end
 
     def outputs(self) -> Iterator[Any]:
         """Run every sample to the end: what the graph gives for it, of one sample after the other."""
         result: Any = self.graph.output.args[0]
-        for sample in self._samples:
-            with torch.no_grad():
-                for index in range(self._next, len(self._nodes)):
-                    self._run(sample, index)
-            yield sample.pop(result)
+        for sample in range(len(self._tokens)):
+            yield self._run(sample, len(self._nodes))[result]
 
     def values(self, node: fx.Node) -> list[Any]:
         """What `node`, which something not yet run reads, gave for each sample."""
-        return [sample[node] for sample in self._samples]
+        return [self._shelves[node].get(sample) for sample in range(len(self._tokens))]
 
-    def _run(self, sample: Values, index: int) -> None:
+    def _run(self, sample: int, end: int) -> Values:
+        """Run a sample's nodes from where it is up to `end`; all its values that are read from there on."""
+        values: Values = dict(zip(self.graph.inputs, (self._tokens[sample][None], self._positions), strict=False))
+        values |= {node: shelf.get(sample) for node, shelf in self._shelves.items()}
+        with torch.no_grad():
+            for index in range(self._next, end):
+                self._step(values, index)
+        return values
+
+    def _step(self, sample: Values, index: int) -> None:
         node = self._nodes[index]
         if ops.name_of(node.target) == "gemm":
             source, weight, bias, residual, format, epilogue, width = self._arguments(sample, node, skip=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,18 @@ def test_a_sweep_gives_what_the_graph_computes() -> None:
     for row, parts in zip(text, seen, strict=True):
         expected = probe.run(row[None], torch.arange(9)[None])
         assert all(torch.equal(a, b) for a, b in zip(parts, expected, strict=True))
+
+
+@pytest.mark.parametrize("made", [quantized, lambda: decoder_of_experts(hidden=64, inner=32)])
+def test_a_sweep_may_stop_anywhere(made: Callable[[], Graph]) -> None:
+    """Values of all samples share memory that is used again: none may be written over before it is read."""
+    graph, text = made(), tokens(3, 9)
+    sweep = Sweep(graph, text)
+    for node in graph.nodes:
+        if node.op == "call_function" and not graph.is_weight(node):
+            sweep.advance(node)
+    for row, logits in zip(text, sweep.outputs(), strict=True):
+        assert torch.equal(logits, graph.run(row[None], torch.arange(9)[None]))
 
 
 def test_an_interrupted_run_resumes_to_the_same_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,9 @@ def test_streamed_gradients_are_the_whole_models(monkeypatch: pytest.MonkeyPatch
     assert len(linears) == 8
     text = tokens()
     moved = gradients.first_order(graph, text, dict.fromkeys(linears, rounding_error), lambda: None)
-    monkeypatch.setattr(gradients, "KEPT_BYTES", 1)  # sample after sample
+    assert gradients._plan(5, 100, 3) == (5, 3)
+    monkeypatch.setattr(gradients, "KEPT_BYTES", 1)  # sample after sample, and of five cuts two are kept
+    assert gradients._plan(5, 100, 3) == (3, 1)
     again = gradients.first_order(graph, text, dict.fromkeys(linears, rounding_error), lambda: None)
     weights = {node.args[1]: graph.evaluate(node.args[1]).requires_grad_() for node in linears}  # type: ignore[arg-type]
     for index, row in enumerate(text):
@@ -154,3 +156,12 @@ def test_without_text_the_share_is_taken_of_every_linear() -> None:
 def test_a_fraction_outside_its_range_is_refused(fraction: float) -> None:
     with pytest.raises(UsageError, match=r"salience\.fraction"):
         Salience(fraction=fraction)
+
+
+def test_what_is_kept_at_cuts_stays_within_its_limit() -> None:
+    limit = gradients.KEPT_BYTES
+    for parts, cut, samples in ((17, 2 << 20, 32), (45, 8 << 20, 32), (161, 32 << 20, 32), (3, limit, 5)):
+        each, together = gradients._plan(parts, cut, samples)
+        kept = parts if each == parts else each + -(-parts // each)
+        assert kept * cut * together <= limit or together == 1
+    assert gradients._plan(45, 8 << 20, 32) == (7, 16)  # a 1.1 B model: two batches instead of sixteen
