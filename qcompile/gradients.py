@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from qcompile import ops
+from qcompile import memory, ops
 from qcompile.graph import Graph
 from qcompile.ops.quantized import gate
 from qcompile.sweep import Shelf
@@ -71,10 +71,12 @@ def first_order(
     width = max(part[-1].meta["val"].shape[-1] for part in parts[:-1]) if len(parts) > 1 else 1
     each, together = _plan(len(parts), 4 * width * tokens.shape[1], len(tokens))
     runs = [parts[start : start + each] for start in range(0, len(parts), each)]
-    results: dict[fx.Node, list[Tensor]] = {node: [] for node in deltas}
-    for some in tokens.split(together):
-        _Batch(graph, runs, some, deltas, results, work, seen).run()
-    return {node: torch.stack(rows) for node, rows in results.items()}
+    results = {node: torch.empty(len(tokens), node.args[1].meta["val"].shape[0]) for node in deltas}  # type: ignore[union-attr]
+    for start in range(0, len(tokens), together):
+        batch = slice(start, start + together)
+        rows = {node: result[batch] for node, result in results.items()}
+        _Batch(graph, runs, tokens[batch], deltas, rows, work, seen).run()
+    return results
 
 
 def _plan(parts: int, cut_bytes: int, samples: int) -> tuple[int, int]:
@@ -107,7 +109,7 @@ class _Batch:
         runs: list[list[list[fx.Node]]],
         tokens: Tensor,
         deltas: Deltas,
-        results: dict[fx.Node, list[Tensor]],
+        results: dict[fx.Node, Tensor],
         work: Callable[[], None],
         seen: int,
     ) -> None:
@@ -140,6 +142,7 @@ class _Batch:
             shelf = shelf or Shelf(value, len(self.tokens), [])
             shelf.put(i, value)
         assert shelf is not None
+        memory.give_back()
         return part[-1], shelf
 
     def _backward(self, part: list[fx.Node], entry: _Cut, slopes: Shelf | None) -> Shelf | None:
@@ -153,6 +156,7 @@ class _Batch:
                 found = found or Shelf(slope, len(self.tokens), list(slopes.parts) if slopes else [])
                 found.put(i, slope)
             self.work()
+        memory.give_back()
         return found
 
     @torch.no_grad()
@@ -186,7 +190,7 @@ class _Batch:
         with torch.no_grad():
             for (node, (x, _)), slope in zip(outputs.items(), found[len(entry) :], strict=True):
                 moved = torch.nn.functional.linear(x, changes[node])  # [1, tokens, N]
-                self.results[node].append((moved * slope).sum((0, 1)))
+                self.results[node][sample] = (moved * slope).sum((0, 1))
         return found[0] if entry else None
 
     def _stretch(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from qcompile import numerics, ops
+from qcompile import memory, numerics, ops
 from qcompile.graph import Graph
 from qcompile.ops.quantized import gemm_float
 
@@ -88,6 +88,7 @@ class Sweep:
             del self._shelves[node]
         self._shelves |= born
         self._weights.clear()
+        memory.give_back()
         self._next = end
 
     def outputs(self) -> Iterator[Any]:
