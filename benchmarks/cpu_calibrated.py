@@ -54,7 +54,7 @@ TABLE = [
     Row("qserve-channel", "qserve-channel", {}, 0.180),
     Row("w4a4 g128", "w4a4-g128", KV32, 0.480),
     Row("w4a4 token", "w4a4", KV32, 0.700),
-    Row("nested 8 bits", "w4a8", {**NESTED, "assign_precision.weight": "nested_8_4"}, 0.005),
+    Row("nested 8 bits", "nested", KV32, 0.005),
     Row("nested upper nibble", "w4a8", {**NESTED, "assign_precision.weight": "nested_4"}, 0.100),
 ]
 

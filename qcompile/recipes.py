@@ -182,7 +182,7 @@ RECIPES = {
         Recipe(
             "nested",
             "8-bit weights in two planes, drafted by the upper one alone",
-            *("nested_8_4", "int8", "kv16"),
+            *("nested_8_4", "int8_g128", "kv16"),
             drafts=(Draft("nested_4"),),
         ),
     )
