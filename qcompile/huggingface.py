@@ -34,6 +34,9 @@ LENGTH_KEYS = ("max_position_embeddings", "max_seq_len", "seq_length")
 DEPTH_KEY = "num_hidden_layers"
 """What configurations call their number of layers; transformers translates other names to this one."""
 
+MOST_LAYERS = 1024
+"""More is a mistake, or meant to keep the machine busy: models with weights to be had have at most about 130."""
+
 UNSTATED_LENGTH = 2048
 """Context of a model that states none: one whose positions come from no table, which would end somewhere."""
 
@@ -114,10 +117,22 @@ def read_config(directory: Path, allow_remote: bool = False) -> Any:
     if kind in CONFIG_MAPPING and (causal is None or causal not in stated):
         raise UnsupportedError(f"{stated[0] or kind} is not a decoder language model; only those are compiled")
     try:
-        return AutoConfig.from_pretrained(directory, trust_remote_code=allow_remote, local_files_only=True)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=allow_remote, local_files_only=True)
     except Exception as error:  # validation of a configuration raises whatever it likes
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"{directory / 'config.json'} is not a valid {kind} configuration: {reason}") from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UsageError(f"{directory / 'config.json'} is not a valid {kind} configuration: {reason[:200]}") from error
+    _check_sizes(directory / "config.json", config.get_text_config())
+    return config
+
+
+def _check_sizes(path: Path, config: Any) -> None:
+    """Refuse sizes that no model has, before anything is made of them."""
+    layers = getattr(config, DEPTH_KEY, 1)
+    if isinstance(layers, int) and not 1 <= layers <= MOST_LAYERS:
+        raise UsageError(f"{path}: {DEPTH_KEY} is {layers}; it must be from 1 to {MOST_LAYERS}")
+    for name, value in vars(config).items():
+        if isinstance(value, int) and value >= 1 << 31:
+            raise UsageError(f"{path}: {name} is {value}; sizes must be below 2^31")
 
 
 def cut(config: Any, layers: int) -> Any:

@@ -6,6 +6,7 @@ module knows passes by name only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
@@ -262,7 +263,10 @@ def _read(option: str, text: str, default: object) -> object:
         return text.lower() == "true"
     if isinstance(default, (int, float)):
         try:
-            return type(default)(text)
+            value = type(default)(text)
+            if not math.isfinite(value):
+                raise ValueError
+            return value
         except ValueError:
             kind = "a whole number" if isinstance(default, int) else "a number"
             raise UsageError(f"option {option}={text}: write {kind}") from None
