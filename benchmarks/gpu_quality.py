@@ -41,7 +41,7 @@ def different_bits(llm: qcompile.LLM) -> dict[str, int]:
     executor, pool = llm.executor, llm.engine.pool
     draw = np.random.default_rng(0)
     texts = [draw.integers(2, llm.vocab_size, length).tolist() for length in LENGTHS]
-    pages = [pool.take(-(-length // executor.limits.page_tokens)) for length in LENGTHS]
+    pages = [pool.take(executor.limits.pages_for(length)) for length in LENGTHS]
     starts = [length - LAST for length in LENGTHS]
 
     def step(sequence: int, start: int, end: int, outputs: int) -> np.ndarray:

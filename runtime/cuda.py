@@ -77,8 +77,9 @@ class CudaExecutor:
         rows, plan, limits = self._rows, self.plan, self.limits
         self.driver.use()
         self._arena = {name: self._own(rows * size, "activations") for name, size in plan["arena_bytes"].items()}
-        # One page more than there are, for what is computed beyond a sequence's end and forgotten.
-        self._layer_bytes = (self.kv_pages + 1) * plan["layer_page_bytes"]
+        # A page more than there are, or two, for what is computed beyond a sequence's end and forgotten.
+        self._ring_entries = 2 * limits.ring_tokens // limits.page_tokens
+        self._layer_bytes = (self.kv_pages + 1 + (self._ring_entries > 0)) * plan["layer_page_bytes"]
         self._kv: int = leader._kv if leader else self._own(plan["layers"] * self._layer_bytes, "the KV cache")
         self._most_pages = _power(limits.pages_for(limits.max_position + MOST_DRAFTS))
         names = ("counter", "token_ids", "positions", "row_sequence", "output_rows", "query_start")
@@ -123,7 +124,8 @@ class CudaExecutor:
         """Write the rows into the inputs and send them; the step's counts.
 
         They may move so many positions `ahead` before they are filled in anew; past a sequence's pages its keys and
-        values are lost.
+        values go to spare pages: those of a ring to another than what is rounded, as codes read as bf16 may be NaN,
+        which beside a weight of 0 would reach rows that see none of it.
         """
         if self._closed:
             raise UsageError("the model is closed: load it again")
@@ -143,8 +145,8 @@ class CudaExecutor:
             host[place["row_sequence"] + at : place["row_sequence"] + end] = [index] * count
             first = place["block_table"] + index * stride
             host[first : first + len(rows.pages)] = rows.pages
-            if need[index] > len(rows.pages):
-                host[first + len(rows.pages) : first + need[index]] = [self.kv_pages] * (need[index] - len(rows.pages))
+            for entry in range(len(rows.pages), need[index]):
+                host[first + entry] = self.kv_pages + (0 < self._ring_entries <= entry)
             if rows.outputs:
                 first = place["output_rows"] + outputs
                 host[first : first + rows.outputs] = range(end - rows.outputs, end)

@@ -75,7 +75,7 @@ def test_settings_given_are_not_changed() -> None:
         ("cache.bits=8", "pass cache has no field bits; there are .*cache.format"),
         ("nothing=1", "a field of no pass; there are quantize.rounding"),
         ("clip.steps=many", "a whole number"),
-        ("smooth.alpha=nan", "a number"),
+        ("clip.ratio=nan", "a number"),
         ("clip.ratio=half", "a number"),
         ("clip.search=maybe", "true or false"),
         ("rounding", "write pass.field=value"),

@@ -155,6 +155,17 @@ def test_the_step_that_is_sent(opened: CudaExecutor) -> None:
     assert part("block_table", 1) == [2] and sent[place["block_table"] + 8 :][:2] == [3, 1]
 
 
+def test_what_lies_past_the_end_of_a_ring_goes_elsewhere_than_what_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "LaunchCall", FakeLaunch)
+    functions: Any = {name: name for name in PLAN["kernels"]}
+    limits = LIMITS._replace(ring_tokens=384)
+    with_ring = CudaExecutor(FakeDriver(), PLAN, functions, {"w": 99}, 40, limits)  # type: ignore[arg-type]
+    with_ring.fill([Rows([1], 250, list(range(8)), 1)], ahead=10)
+    table = with_ring.driver.sent[with_ring._places["block_table"] :]  # type: ignore[attr-defined]
+    assert table[:14] == [*range(8), 40, 40, 40, 40, 41, 41]
+    assert with_ring._layer_bytes == 42 * 512
+
+
 def test_steps_that_come_again_are_graphs(opened: CudaExecutor) -> None:
     log = opened.driver.log  # type: ignore[attr-defined]
     row = [Rows([1], 5, [2], 1)]
