@@ -10,14 +10,15 @@ import base64
 import hashlib
 import importlib.util
 import json
+import os
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from functools import cache
-from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -146,13 +147,11 @@ def compile_kernel(kernel: Kernel, capability: int) -> Compiled:
     key = "\0".join((kernel.label, str(capability), triton_version(), str(_CACHE_VERSION)))
     entry = user_cache.cache_dir() / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
     try:
-        kept = json.loads(entry.read_text(encoding="utf-8"))
-        return Compiled(**{**kept, "cubin": base64.b64decode(kept["cubin"]), "matrix": tuple(kept["matrix"])})
+        return _from_json(json.loads(entry.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError):
         pass
     found = _compile(kernel, capability)
-    kept = {**vars(found), "cubin": base64.b64encode(found.cubin).decode()}
-    user_cache.remember(entry, json.dumps(kept).encode())
+    user_cache.remember(entry, json.dumps(_to_json(found)).encode())
     return found
 
 
@@ -183,10 +182,60 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 
 def compile_all(kernels: Sequence[Kernel], capability: int, processes: int = 1) -> dict[str, Compiled]:
-    """Every kernel by its label, each compiled once, in `processes` processes at a time."""
+    """Every kernel by its label, each compiled once, in `processes` processes at a time.
+
+    They are Pythons of their own that run this module: multiprocessing's would run the caller's script once more,
+    which without a guard of its main part builds again.
+    """
     once = {kernel.label: kernel for kernel in kernels}
-    if processes == 1 or len(once) < 2:
+    count = min(processes, len(once))
+    if count < 2:
         return {label: compile_kernel(kernel, capability) for label, kernel in once.items()}
-    with ProcessPoolExecutor(min(processes, len(once)), mp_context=get_context("spawn")) as pool:
-        found = pool.map(compile_kernel, once.values(), [capability] * len(once))
-        return dict(zip(once, found, strict=True))
+    shares = [list(once.values())[i::count] for i in range(count)]
+    with ThreadPoolExecutor(count) as threads:
+        parts = list(threads.map(_compile_elsewhere, shares, [capability] * count))
+    found = {
+        kernel.label: each
+        for share, part in zip(shares, parts, strict=True)
+        for kernel, each in zip(share, part, strict=True)
+    }
+    return {label: found[label] for label in once}
+
+
+def _compile_elsewhere(kernels: Sequence[Kernel], capability: int) -> list[Compiled]:
+    """`kernels` compiled by another process, one after the other."""
+    order = json.dumps({"capability": capability, "kernels": [asdict(kernel) for kernel in kernels]})
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", __name__]
+    done = subprocess.run(command, input=order, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"compiling kernels failed ({done.returncode}): {done.stderr.strip()[-2000:]}")
+    answer = json.loads(done.stdout)
+    for error in (UnsupportedError, ResourceError):
+        if error.__name__ in answer:
+            raise error(answer[error.__name__])
+    return [_from_json(each) for each in answer["compiled"]]
+
+
+def _to_json(compiled: Compiled) -> dict[str, Any]:
+    return {**vars(compiled), "cubin": base64.b64encode(compiled.cubin).decode()}
+
+
+def _from_json(kept: Mapping[str, Any]) -> Compiled:
+    return Compiled(**{**kept, "cubin": base64.b64decode(kept["cubin"]), "matrix": tuple(kept["matrix"])})
+
+
+def _main() -> None:
+    """Compile what another process asks for (see `_compile_elsewhere`)."""
+    order, answers = json.load(sys.stdin), sys.stdout
+    sys.stdout = sys.stderr  # compilers print what they like
+    kernels = [Kernel(**{**k, "arguments": tuple(Argument(*a) for a in k["arguments"])}) for k in order["kernels"]]
+    try:
+        answer: dict[str, Any] = {"compiled": [_to_json(compile_kernel(k, order["capability"])) for k in kernels]}
+    except (UnsupportedError, ResourceError) as error:
+        answer = {type(error).__name__: str(error)}
+    json.dump(answer, answers)
+
+
+if __name__ == "__main__":
+    _main()

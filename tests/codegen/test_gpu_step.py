@@ -246,6 +246,20 @@ def test_feedback_interpreted() -> None:
     interpreted("interpret_feedback()")
 
 
+def test_a_script_without_a_guard_compiles_in_several_processes(tmp_path: Path) -> None:
+    needs_triton()
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from qcompile.codegen.gpu_attention import GpuKV, MergeSpec\n"
+        "from qcompile.codegen.gpu_compile import compile_all\n"
+        "kernels = [MergeSpec(GpuKV('kv4', 1, 32), 2, level).kernel(80) for level in (1, 2)]\n"
+        "print(*sorted(label in compile_all(kernels, 80, 2) for label in (kernel.label for kernel in kernels)))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
+    assert done.stdout == "True True\n", done.stderr
+
+
 @pytest.mark.parametrize(
     ("target", "recipe"),
     [(target, "qserve") for target in ("a100", "l40s", "h200", "b200")]
