@@ -171,5 +171,3 @@ def _note(request: Request, most: int, left: int, gained: Sequence[int]) -> None
     request.drafts.metrics.gamma = most
     if most:
         gamma.observe(request, kept, missed)
-    else:
-        request.drafts.plain_tokens += sum(gained)

@@ -10,7 +10,7 @@ from qcompile.errors import ResourceError
 from qcompile.runtime import accept
 from qcompile.runtime.blocks import BlockPool
 from qcompile.runtime.executor import FloatArray, Rows, StepExecutor
-from qcompile.runtime.gamma import AUTO, Costs, GammaPolicy, Pace, observe
+from qcompile.runtime.gamma import AUTO, Choice, Tempo, observe
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics
 from qcompile.runtime.sampling import Sampler, SamplingParams, logprobs_of
 from qcompile.runtime.scheduler import Plan, Request, Scheduler
@@ -20,7 +20,7 @@ from qcompile.runtime.tokenizer import Detokenizer
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-BURST_SECONDS = 3e-3
+BURST_SECONDS = 6e-3
 """Aim of one call of greedy decoding: long enough that Python does not show, short enough to stream."""
 _MAX_BURST = 128
 _FIRST_GUESS = 1e-3
@@ -38,9 +38,9 @@ class Engine:
         max_batch: int,
         speculator: Drafter | None = None,
         gamma: int = 0,
-        policy: GammaPolicy | None = None,
+        tempo: Tempo | None = None,
     ) -> None:
-        self.speculator, self.gamma, self.policy = speculator, gamma, policy
+        self.speculator, self.gamma, self.tempo = speculator, gamma, tempo
         self.rejects = False
         """Whether drawn requests keep drafts by rejection sampling: more of them, but other tokens than without."""
         self.executor, self.pool, self.tokenizer = executor, pool, tokenizer
@@ -49,7 +49,6 @@ class Engine:
         self._eos = frozenset(eos)
         self._next_id = 0
         self._step_seconds: dict[int, float] = {}  # by number of decoding requests
-        self._paces: dict[int, Pace] = {}  # likewise
         self._spell = (lambda token: str(tokenizer.decode([token], skip_special_tokens=False))) if tokenizer else None
 
     def add(self, prompt: Sequence[int], params: SamplingParams, index: int = 0) -> Request:
@@ -99,46 +98,49 @@ class Engine:
             if not request.metrics.first_scheduled_time:
                 request.metrics.first_scheduled_time = started
         if self.speculator and self.gamma:
-            gammas = self._gammas(plan, self.speculator)
+            choice = self._choose_gamma(plan)
+            gammas = self._gammas(plan, self.speculator, choice.gamma)
             if any(gammas):
-                return self._speculate(plan, gammas, self.speculator, started)
+                return self._speculate(plan, gammas, self.speculator, started, choice.most)
             if plan.decoding:
-                plan = self.scheduler.burst(plan, burst)
+                plan = self.scheduler.burst(plan, min(burst, choice.most or burst))
         if plan.steps > 1:
             return self._run_burst(plan, started)
         return self._run_step(plan, started, ())
 
-    def _gammas(self, plan: Plan, speculator: Drafter) -> list[int]:
+    def _choose_gamma(self, plan: Plan) -> Choice:
+        """How many tokens to draft in the step of `plan`; what is computing its prompt decides nothing."""
+        if self.gamma != AUTO or self.tempo is None:
+            return Choice(self.gamma)
+        decoding = [request for request in plan.requests if request.pending == 1]
+        return self.tempo.choose(decoding, self._whole(plan)) if decoding else Choice(0)
+
+    def _whole(self, plan: Plan) -> bool:
+        """Whether many greedy steps or rounds of `plan` are one call of the library."""
+        greedy = plan.decoding and all(request.params.argmax_only for request in plan.requests)
+        return greedy and isinstance(self.speculator, Speculator)
+
+    def _gammas(self, plan: Plan, speculator: Drafter, gamma: int) -> list[int]:
         """How many tokens to draft for each request of a step; 0 for what is not decoding."""
         room = self.executor.limits.max_tokens - sum(plan.counts)
         most = min(speculator.most(len(plan.requests)), room // len(plan.requests))
-        pace = self._pace(plan)
+        wanted = [gamma] * len(plan.requests)
+        if self.gamma == AUTO and self.tempo and plan.decoding:
+            wanted = self.tempo.each(plan.requests, gamma)
         gammas = []
-        for request in plan.requests:
+        for request, each in zip(plan.requests, wanted, strict=True):
             left = min(request.limit, speculator.max_position) - len(request.tokens) - 1
-            if self.gamma == AUTO and self.policy:
-                wanted = self.policy.choose(request, len(plan.requests), pace.factor) if left > 0 else 0
-                if pace.unsure and plan.decoding:
-                    wanted = 0
-            else:
-                wanted = self.gamma
-            gammas.append(max(0, min(wanted, most, left)) if request.pending == 1 else 0)
+            gammas.append(max(0, min(each, most, left)) if request.pending == 1 else 0)
         return gammas
 
-    def _pace(self, plan: Plan) -> Pace:
-        return self._paces.setdefault(len(plan.requests), Pace())
-
-    def _costs(self, plan: Plan) -> Costs | None:
-        """What the table says of the steps of `plan`."""
-        return self.policy.costs(len(plan.requests), len(plan.requests[0].tokens)) if self.policy else None
-
-    def _speculate(self, plan: Plan, gammas: list[int], speculator: Drafter, started: float) -> list[Request]:
+    def _speculate(
+        self, plan: Plan, gammas: list[int], speculator: Drafter, started: float, most: int | None
+    ) -> list[Request]:
         """Draft and verify: whole rounds in the library where all requests are greedy, else one step's worth."""
         wanted = max(gammas) + 1
-        greedy_all = plan.decoding and all(request.params.argmax_only for request in plan.requests)
-        if greedy_all and isinstance(speculator, Speculator):
+        if self._whole(plan) and isinstance(speculator, Speculator):
             rounds = self._burst(-len(plan.requests))
-            tokens = self.scheduler.reserve(plan.requests, rounds * wanted)
+            tokens = self.scheduler.reserve(plan.requests, min(rounds, most or rounds) * wanted)
             rounds = max(1, tokens // wanted)
             ends = [
                 min(len(request.tokens) + tokens, request.limit, speculator.max_position if gamma else request.limit)
@@ -147,10 +149,12 @@ class Engine:
             gained, made = speculator.rounds(plan.requests, gammas, rounds, ends)
             now = time.monotonic()
             self._learn(-len(plan.requests), (now - started) / rounds)
-            if (costs := self._costs(plan)) and len(set(gammas)) == 1:
-                self._pace(plan).round(costs, gammas[0], (now - started) / made, sum(map(len, gained)))
-            for request, new in zip(plan.requests, gained, strict=True):
-                self._accept(request, new, now)
+            if self.tempo and self.gamma == AUTO:
+                new = sum(map(len, gained)) / len(gained)
+                seconds = now - started - speculator.caught_up
+                self.tempo.drafted(plan.requests, True, max(gammas), made, seconds, new)
+            for request, tokens_of in zip(plan.requests, gained, strict=True):
+                self._accept(request, tokens_of, now)
             return plan.requests
         drafting = [index for index, gamma in enumerate(gammas) if gamma]
         room = self.scheduler.reserve([plan.requests[index] for index in drafting], wanted) - 1
@@ -158,10 +162,10 @@ class Engine:
         for propose, greedy in ((speculator.propose, True), (speculator.draw, False)):
             chosen = [index for index in drafting if (plan.requests[index].params.temperature == 0) is greedy]
             if chosen and room:
-                most = [min(gammas[index], room) for index in chosen]
-                for index, draft in zip(chosen, propose([plan.requests[i] for i in chosen], most), strict=True):
+                each = [min(gammas[index], room) for index in chosen]
+                for index, draft in zip(chosen, propose([plan.requests[i] for i in chosen], each), strict=True):
                     drafts[index] = draft
-        return self._run_step(plan, started, drafts)
+        return self._run_step(plan, started, drafts, gammas)
 
     def _burst(self, batch: int) -> int:
         """Greedy steps that take about BURST_SECONDS with this many requests, as measured so far."""
@@ -173,30 +177,33 @@ class Engine:
         known = self._step_seconds.setdefault(batch, seconds)
         self._step_seconds[batch] = known + 0.25 * (min(seconds, 2 * known) - known)
 
-    def _learn_plain(self, plan: Plan, seconds: float) -> None:
-        self._learn(len(plan.requests), seconds)
-        if costs := self._costs(plan):
-            self._pace(plan).plain(costs, seconds)
+    def _learn_plain(self, plan: Plan, steps: int, seconds: float) -> None:
+        self._learn(len(plan.requests), seconds / steps)
+        if self.speculator and self.tempo and self.gamma == AUTO:
+            self.tempo.stepped(plan.requests, self._whole(plan), steps, seconds)
 
     def _run_burst(self, plan: Plan, started: float) -> list[Request]:
         batch, steps = len(plan.requests), plan.steps
         tokens = self.executor.decode(plan.rows(), steps)
         now = time.monotonic()
-        self._learn_plain(plan, (now - started) / steps)
+        self._learn_plain(plan, steps, now - started)
         for index, request in enumerate(plan.requests):
             request.computed += steps
-            request.drafts.plain_tokens += steps
             self._accept(request, tokens[index::batch], now)
         return plan.requests
 
-    def _run_step(self, plan: Plan, started: float, drafts: Sequence[list[int]]) -> list[Request]:
+    def _run_step(
+        self, plan: Plan, started: float, drafts: Sequence[list[int]], gammas: Sequence[int] = ()
+    ) -> list[Request]:
+        """One step, `drafts[i]`, of `gammas[i]` that were asked for, behind the last token of the i-th request."""
+        decoding = plan.decoding
         want_logits = any(not request.params.argmax_only for request in plan.requests)
         argmax, logits = self.executor.step(plan.rows(drafts), want_logits)
         now = time.monotonic()
-        if not drafts and plan.decoding:
-            self._learn_plain(plan, now - started)
+        if not drafts and decoding:
+            self._learn_plain(plan, 1, now - started)
         advanced: list[Request] = []
-        at = 0
+        at = gained = 0
         for index, (request, count) in enumerate(zip(plan.requests, plan.counts, strict=True)):
             request.computed += count
             if request.pending:
@@ -209,14 +216,16 @@ class Engine:
                 request.computed += len(tokens) - 1
                 request.drafts.metrics.gamma = len(draft)
                 request.drafts.metrics.count(len(draft), len(tokens) - 1)
-                observe(request, len(tokens) - 1, int(len(tokens) <= len(draft)))
                 request.drafts.metrics.verify_seconds += now - started
-            else:
-                request.drafts.plain_tokens += 1
+            if gammas and gammas[index]:
+                observe(request, len(tokens) - 1, int(len(tokens) <= gammas[index]))
             if self.speculator:
                 self.speculator.settle(request)
             advanced.append(request)
             self._accept(request, tokens, now)
+            gained += len(tokens)
+        if self.tempo and self.gamma == AUTO and gammas and decoding:
+            self.tempo.drafted(plan.requests, False, max(gammas), 1, now - started, gained / len(plan.requests))
         return advanced
 
     def _choose(self, request: Request, draft: list[int], argmax: list[int], logits: FloatArray | None) -> list[int]:
@@ -303,6 +312,8 @@ class Engine:
         self.scheduler.release(request)
         if self.speculator:
             self.speculator.release(request)
+        if self.tempo:
+            self.tempo.finished(request.drafts.metrics)
 
     def forward(self, sequences: Sequence[Sequence[int]], chunk: int) -> Iterator[tuple[int, int, FloatArray]]:
         """Logits of every position of sequences of one length, `chunk` positions of each to a step.

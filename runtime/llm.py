@@ -15,7 +15,7 @@ from qcompile.runtime.blocks import BlockPool
 from qcompile.runtime.engine import Engine
 from qcompile.runtime.evaluate import Evaluation, perplexity
 from qcompile.runtime.executor import Executor, Limits, StepExecutor, bind
-from qcompile.runtime.gamma import AUTO, GammaPolicy, predicted
+from qcompile.runtime.gamma import AUTO, GammaPolicy, Tempo, predicted
 from qcompile.runtime.loader import Arena, LoadedArtifact, available_memory, load_artifact
 from qcompile.runtime.outputs import MOST_DRAFTS, CompletionOutput, RequestMetrics, RequestOutput, SpeculationMetrics
 from qcompile.runtime.reencode import Reencoder
@@ -108,7 +108,8 @@ def _check_request(path: str | Path, runtime: dict[str, Any], gamma: int, accept
 def _speculating(llm: LLM, gamma: int, acceptance: str) -> LLM:
     """Have the engine draft."""
     executor: Any = llm.executor
-    llm.engine.gamma, llm.engine.policy = gamma, _policy(llm.manifest, executor.description["weights"])
+    llm.engine.gamma = gamma
+    llm.engine.tempo = Tempo(_policy(llm.manifest, executor.description["weights"]))
     llm.engine.rejects = acceptance == "rejection"
     return llm
 

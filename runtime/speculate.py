@@ -49,14 +49,12 @@ class Level:
 class DraftState:
     """A request's share in speculation. `cached` is how many positions each level's own cache holds.
 
-    kept and missed: drafts accepted and rounds that ended in a rejection, the older counting less (runtime/gamma.py);
-    plain_tokens: tokens since its last round.
+    kept and missed: drafts accepted and rounds that brought no more, the older counting less (runtime/gamma.py).
     """
 
     cached: list[int] = field(default_factory=list)
     kept: float = 0.0
     missed: float = 0.0
-    plain_tokens: int = 0
     proposed: list[Distribution] = field(default_factory=list)
     """What the tokens of the round were drawn from."""
     metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
@@ -106,6 +104,9 @@ class Drafter(Protocol):
 class Speculator:
     """Drafts of an artifact's own levels for the requests of an engine. Not safe for two threads."""
 
+    caught_up = 0.0
+    """Seconds that the last call of `rounds` took to fill the drafts' own caches before."""
+
     def __init__(self, target: Executor, levels: Sequence[Level]) -> None:
         self.target, self.levels = target, tuple(levels)
         self._library = target.library
@@ -126,6 +127,7 @@ class Speculator:
             for index, level in enumerate(everyone)
         ]
         self._table = (_Level * len(table))(*table)
+        self._memory = _Memory(len(table), 0, 0, 0)
 
     def most(self, requests: int) -> int:
         """The most tokens that can be drafted for each of so many requests."""
@@ -153,8 +155,7 @@ class Speculator:
         """At most `gammas[i]` drafts for `requests[i]`, all decoding, with pages for them."""
         self._catch_up(requests)
         ends = [len(request.tokens) + most for request, most in zip(requests, gammas, strict=True)]
-        call = _Call(self, requests, gammas, ends, 0)
-        return call.run()
+        return self._call(requests, gammas, ends, 0)
 
     def draw(self, requests: Sequence[Request], gammas: Sequence[int]) -> list[list[int]]:
         """As `propose`, each token drawn as the request asks; from what is left in `request.drafts.proposed`."""
@@ -196,24 +197,69 @@ class Speculator:
 
         Beside them is how many rounds the request that took the most took.
         """
+        started = time.perf_counter()
         self._catch_up(requests)
-        call = _Call(self, requests, gammas, ends, rounds)
-        tokens = call.run()
+        self.caught_up = time.perf_counter() - started
+        tokens = self._call(requests, gammas, ends, rounds)
+        memory = self._memory
         for index, request in enumerate(requests):
-            request.computed = int(call.computed[0, index])
+            request.computed = memory.computed[index]
+            _note(request, gammas[index], *memory.found(index))
+        return tokens, max(1, *memory.rounds_done[: len(requests)])
+
+    def _call(
+        self, requests: Sequence[Request], gammas: Sequence[int], ends: Sequence[int], rounds: int
+    ) -> list[list[int]]:
+        """What qc_speculate adds to each text; the drafts' own caches and times are noted."""
+        memory, before = self._fill(requests, gammas, ends, rounds)
+        if self._library.qc_speculate(ctypes.byref(memory.call)):
+            raise RuntimeError("qc_speculate refused its arguments")
+        count, columns = len(requests), memory.sizes[1]
+        verifying, drafting = memory.seconds[0], sum(memory.seconds[1:])
+        gained: list[list[int]] = []
+        for index, request in enumerate(requests):
+            request.drafts.cached[:] = memory.computed[count + index : count * (len(self.levels) + 1) : count]
             metrics = request.drafts.metrics
-            metrics.rounds += int(call.rounds_done[index])
-            reached, kept, missed = int(call.rounds_done[index]), 0, 0
-            for place in range(gammas[index]):
-                drafted, accepted = int(call.drafted[index, place]), int(call.accepted[index, place])
-                metrics.drafted[place] += drafted
-                metrics.accepted[place] += accepted
-                missed += min(reached, drafted) - accepted
-                kept += accepted
-                reached = accepted
-            if gammas[index]:
-                gamma.observe(request, kept, missed)
-        return tokens, max(1, int(call.rounds_done.max()))
+            metrics.gamma = gammas[index]
+            metrics.verify_seconds += verifying
+            metrics.draft_seconds += drafting
+            row = index * columns
+            gained.append(memory.tokens[row + before[index] : row + memory.length[index]])
+        return gained
+
+    def _fill(
+        self, requests: Sequence[Request], gammas: Sequence[int], ends: Sequence[int], rounds: int
+    ) -> tuple[_Memory, list[int]]:
+        """Write a call's arguments; also how many tokens of each text they have."""
+        count = len(requests)
+        own = [request.computed for request in requests]
+        computed = [own]
+        for index, level in enumerate(self.levels):
+            shared = level.shares_cache or level.executor is None
+            computed.append(own if shared else [request.drafts.cached[index] for request in requests])
+        # A lookup searches the text; models need of it only what their caches lack.
+        first = [min(column) for column in zip(*computed, strict=True)]
+        if self._looks_up:
+            first = [min(start, max(0, place - _WINDOW)) for start, place in zip(first, own, strict=True)]
+        before = [len(request.tokens) - start for request, start in zip(requests, first, strict=True)]
+        limits = [end - start for end, start in zip(ends, first, strict=True)]
+        need = count, max(limits) + 1, max(len(request.pages) for request in requests)
+        if not self._memory.fits(*need):
+            self._memory = _Memory(len(self.levels) + 1, *(2 * size for size in need))
+            self._memory.call.level = ctypes.addressof(self._table)
+        memory = self._memory
+        _, columns, pages = memory.sizes
+        memory.first[:count], memory.length[:count] = first, before
+        memory.limit[:count], memory.gamma[:count] = limits, list(gammas)
+        memory.computed[: count * len(computed)] = [place for level in computed for place in level]
+        for index, request in enumerate(requests):
+            row = index * columns
+            memory.tokens[row : row + before[index]] = request.tokens[first[index] :]
+            memory.pages[index * pages : index * pages + len(request.pages)] = request.pages
+        memory.clear()
+        memory.call.sequences, memory.call.rounds = count, rounds
+        memory.call.max_rows = self.target.limits.max_tokens
+        return memory, before
 
     def _catch_up(self, requests: Sequence[Request]) -> None:
         """Fill the drafts' own caches up to the target's where they lag: after a prompt, and after plain steps."""
@@ -230,65 +276,61 @@ class Speculator:
                     cached[index] += len(tokens)
 
 
-class _Call:
-    """The arrays of one call of qc_speculate."""
+def _note(request: Request, most: int, rounds: int, drafted: list[int], accepted: list[int]) -> None:
+    """Note rounds of at most `most` drafts: how many were drafted and kept by their place."""
+    metrics = request.drafts.metrics
+    metrics.rounds += rounds
+    reached, kept, missed = rounds, 0, 0
+    for place in range(most):
+        metrics.drafted[place] += drafted[place]
+        metrics.accepted[place] += accepted[place]
+        missed += reached - accepted[place]  # also where a lookup found nothing
+        kept += accepted[place]
+        reached = accepted[place]
+    if most:
+        gamma.observe(request, kept, missed)
 
-    def __init__(
-        self,
-        owner: Speculator,
-        requests: Sequence[Request],
-        gammas: Sequence[int],
-        ends: Sequence[int],
-        rounds: int,
-    ) -> None:
-        self.owner, self.requests = owner, requests
-        count, levels = len(requests), len(owner.levels) + 1
-        self.computed = np.empty((levels, count), np.int32)
-        self.computed[0] = [request.computed for request in requests]
-        for index, level in enumerate(owner.levels, start=1):
-            shared = level.shares_cache or level.executor is None
-            self.computed[index] = self.computed[0] if shared else [r.drafts.cached[index - 1] for r in requests]
-        # A lookup searches the text; models need of it only what their caches lack.
-        need = self.computed.min(0)
-        if owner._looks_up:
-            need = np.minimum(need, np.maximum(0, self.computed[0] - _WINDOW))
-        self.first = need.astype(np.int32)
-        self.length = np.array([len(r.tokens) for r in requests], np.int32) - self.first
-        self.limit = np.array(ends, np.int32) - self.first
-        self.gamma = np.array(gammas, np.int32)
-        self.tokens = np.zeros((count, int(self.limit.max()) + 1), np.int32)
-        self.pages = np.zeros((count, max(len(r.pages) for r in requests)), np.int32)
-        for index, request in enumerate(requests):
-            self.tokens[index, : self.length[index]] = request.tokens[self.first[index] :]
-            self.pages[index, : len(request.pages)] = request.pages
-        self.rounds_done = np.zeros(count, np.int32)
-        self.drafted = np.zeros((count, MOST_DRAFTS), np.int32)
-        self.accepted = np.zeros((count, MOST_DRAFTS), np.int32)
-        self.seconds = np.zeros(levels, np.float64)
-        self._sizes = (levels, count, rounds, owner.target.limits.max_tokens, *self.tokens.shape[1:])
 
-    def run(self) -> list[list[int]]:
-        """The tokens each request gained; the requests' own caches and times are noted."""
-        before = self.length.copy()
+class _Memory:
+    """The arrays of calls of qc_speculate, kept for the next call that fits.
+
+    Arrays of ctypes take and give slices of lists faster than numpy's, of which a call would make a dozen.
+    """
+
+    def __init__(self, levels: int, sequences: int, columns: int, pages: int) -> None:
+        self.sizes = sequences, columns, pages
+
+        def numbers(count: int) -> Any:
+            return (ctypes.c_int32 * count)()
+
+        self.tokens, self.pages = numbers(sequences * columns), numbers(sequences * pages)
+        self.first, self.length, self.limit, self.gamma = (numbers(sequences) for _ in range(4))
+        self.computed = numbers(levels * sequences)
+        counts = sequences * (1 + 2 * MOST_DRAFTS)
+        self._results: Any = (ctypes.c_char * (4 * counts + 8 * levels))()
+        self.seconds = (ctypes.c_double * levels).from_buffer(self._results)
+        at = 8 * levels
+        self.rounds_done = (ctypes.c_int32 * sequences).from_buffer(self._results, at)
+        at += 4 * sequences
+        self.drafted = (ctypes.c_int32 * (sequences * MOST_DRAFTS)).from_buffer(self._results, at)
+        at += 4 * sequences * MOST_DRAFTS
+        self.accepted = (ctypes.c_int32 * (sequences * MOST_DRAFTS)).from_buffer(self._results, at)
         arrays = (self.tokens, self.first, self.length, self.limit, self.gamma, self.computed, self.pages)
-        counts = (self.rounds_done, self.drafted, self.accepted, self.seconds)
-        call: Any = _Speculation(
-            *self._sizes,
-            self.pages.shape[1],
-            ctypes.addressof(self.owner._table),
-            *(array.ctypes.data for array in arrays),
-            *(array.ctypes.data for array in counts),
-        )
-        status = self.owner._library.qc_speculate(ctypes.byref(call))
-        if status:
-            raise RuntimeError(f"qc_speculate refused its arguments ({status})")
-        verifying, drafting = float(self.seconds[0]), float(self.seconds[1:].sum())
-        gained: list[list[int]] = []
-        for index, request in enumerate(self.requests):
-            request.drafts.cached[:] = self.computed[1:, index].tolist()
-            metrics = request.drafts.metrics
-            metrics.gamma = int(self.gamma[index])
-            metrics.verify_seconds += verifying
-            metrics.draft_seconds += drafting
-            gained.append(self.tokens[index, before[index] : self.length[index]].tolist())
-        return gained
+        results = (self.rounds_done, self.drafted, self.accepted, self.seconds)
+        self.call = _Speculation(levels=levels, stride=columns, block_stride=pages)
+        names = [name for name, kind in _Speculation._fields_ if kind is ctypes.c_void_p][1:]
+        for name, array in zip(names, arrays + results, strict=True):
+            setattr(self.call, name, ctypes.addressof(array))
+
+    def fits(self, sequences: int, columns: int, pages: int) -> bool:
+        """Whether so many sequences of so many tokens and pages have room."""
+        return sequences <= self.sizes[0] and columns <= self.sizes[1] and pages <= self.sizes[2]
+
+    def clear(self) -> None:
+        """Results to zero."""
+        ctypes.memset(self._results, 0, len(self._results))
+
+    def found(self, index: int) -> tuple[int, list[int], list[int]]:
+        """Rounds of a sequence, and its tokens drafted and accepted by place."""
+        places = slice(index * MOST_DRAFTS, (index + 1) * MOST_DRAFTS)
+        return self.rounds_done[index], self.drafted[places], self.accepted[places]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import statistics
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,17 +14,62 @@ import pytest
 import qcompile
 from qcompile import artifact, tune
 from qcompile.errors import UsageError
-from qcompile.runtime.gamma import AUTO, Costs, GammaPolicy, Pace, best, observe, predicted
+from qcompile.runtime.gamma import AUTO, Costs, GammaPolicy, Tempo, best, expected, observe, predicted
 from qcompile.runtime.speculate import DraftState
 
 COSTS = Costs(1, 1, 1.0, {gamma: 1.1 + 0.2 * gamma for gamma in range(1, 9)})
+BURST = 7
 
 
 def request(tokens: int = 100) -> Any:
     return SimpleNamespace(tokens=[0] * tokens, drafts=DraftState())
 
 
-def test_gamma_has_the_most_tokens_a_second() -> None:
+class Machine:
+    """Requests of 127 tokens, one after the other, where steps and rounds take what the test says.
+
+    A round of gamma drafts takes `base + slope * gamma` plain steps, a draft is kept with probability `rate`, and every
+    call takes up to `noise` of its time longer.
+    """
+
+    def __init__(self, policy: GammaPolicy, base: float, slope: float, noise: float = 0.0) -> None:
+        self.tempo, self.base, self.slope, self.noise = Tempo(policy), base, slope, noise
+        self.draw = random.Random(3)
+        self.plain = 1.0
+        self.used: list[int] = []
+
+    def best(self, rate: float) -> float:
+        """Tokens a plain step's time, of the gamma that brings most, or of plain decoding."""
+        return max(1.0, *(expected(rate, g) / (self.base + self.slope * g) for g in COSTS.rounds))
+
+    def answer(self, rate: float, tokens: int = 127) -> float:
+        """Time of one request, in plain steps."""
+        subject, total = request(), 0.0
+        end = len(subject.tokens) + tokens
+        while (left := end - len(subject.tokens)) > 0:
+            gamma, most = self.tempo.choose([subject], True)
+            self.used.append(gamma)
+            slower = 1 + self.noise * self.draw.random()
+            count = min(most or BURST, BURST, left) if not gamma else max(1, min(most or BURST, 2))
+            if gamma:
+                gained, kept, missed = 0, 0, 0
+                for _ in range(count):
+                    stays = next((i for i in range(gamma) if self.draw.random() >= rate), gamma)
+                    kept, missed, gained = kept + stays, missed + (stays < gamma), gained + stays + 1
+                    subject.drafts.metrics.count(gamma, stays)
+                seconds = count * (self.base + self.slope * gamma) * self.plain * slower
+                observe(subject, kept, missed)
+                self.tempo.drafted([subject], True, gamma, count, seconds, gained)
+            else:
+                gained, seconds = count, count * self.plain * slower
+                self.tempo.stepped([subject], True, count, seconds)
+            subject.tokens += [0] * gained
+            total += seconds / self.plain * min(1.0, left / gained)
+        self.tempo.finished(subject.drafts.metrics)
+        return total
+
+
+def test_best_has_the_most_tokens_a_second() -> None:
     for rate in (0.1, 0.5, 0.7, 0.9, 0.99):
         speeds = {0: 1.0}
         for gamma, seconds in COSTS.rounds.items():
@@ -34,53 +81,66 @@ def test_gamma_has_the_most_tokens_a_second() -> None:
     assert best(Costs(1, 1, 1.0, {}), 0.9) == 0
 
 
+WRONG = Costs(1, 1, 1.0, {gamma: 2.0 + 2.0 * gamma for gamma in range(1, 9)})
+"""A table that says that drafts cannot pay; COSTS says they do."""
+
+
+@pytest.mark.parametrize("table", [COSTS, WRONG])
+@pytest.mark.parametrize(("base", "slope"), [(1.1, 1.0), (1.05, 0.95), (2.0, 2.0), (5.0, 5.0)])
+def test_where_drafts_do_not_pay_trials_cost_little(table: Costs, base: float, slope: float) -> None:
+    """Whatever the table says; rounds of ten times a plain step are the worst there."""
+    machine = Machine(GammaPolicy((table,), 0.9), base, slope, noise=0.1)
+    times = [machine.answer(0.93) / 1.05 / 127 for _ in range(60)]
+    assert statistics.mean(times[5:]) < 1.03
+    assert sorted(times[5:])[-3] < 1.1
+    assert any(machine.used)
+
+
+@pytest.mark.parametrize("table", [COSTS, WRONG])
+@pytest.mark.parametrize(("base", "slope", "rate"), [(1.1, 0.2, 0.93), (1.1, 0.4, 0.9), (1.3, 0.5, 0.93)])
+def test_where_drafts_pay_the_best_is_found(table: Costs, base: float, slope: float, rate: float) -> None:
+    machine = Machine(GammaPolicy((table,), 0.5), base, slope, noise=0.2)
+    times = [machine.answer(rate) for _ in range(80)]
+    assert statistics.mean(times[60:]) < 1.1 * 1.2 * 127 / machine.best(rate)
+
+
+def test_a_machine_that_changes_its_pace_is_followed() -> None:
+    """Rounds become slow, and fast again; and all of it at half the speed, which is no reason to change."""
+    machine = Machine(GammaPolicy((COSTS,), 0.9), 1.1, 0.2, noise=0.1)
+    for _ in range(10):
+        machine.answer(0.93)
+    machine.base, machine.slope = 4.4, 0.8
+    first, later = machine.answer(0.93), [machine.answer(0.93) for _ in range(20)]
+    assert first < 1.4 * 127 and max(later[1:]) < 1.12 * 127
+    machine.base, machine.slope = 1.1, 0.2
+    assert [machine.answer(0.93) for _ in range(30)][-1] < 70
+    machine.plain, machine.used = 2.0, []
+    assert machine.answer(0.93) < 70
+    assert machine.used.count(0) <= 3
+
+
 def test_a_request_that_is_not_understood_gives_up_and_tries_again() -> None:
-    policy, subject = GammaPolicy((COSTS,), 0.8), request()
-    assert policy.choose(subject, 1) > 0
-    rounds = 0
-    while policy.choose(subject, 1):
-        observe(subject, 0, 1)
-        rounds += 1
-    assert rounds < 12
-    subject.drafts.plain_tokens = 64
-    assert policy.choose(subject, 1) == 1
-    for _ in range(12):
-        observe(subject, 4, 0)
-    assert policy.choose(subject, 1) > 2
+    machine = Machine(GammaPolicy((COSTS,), 0.9), 1.1, 0.2)
+    for _ in range(5):
+        machine.answer(0.93)
+    machine.used = []
+    assert machine.answer(0.02) < 1.15 * 127
+    assert machine.used[0] > 0 and machine.used.count(0) > len(machine.used) / 2
+    assert machine.answer(0.93) < 80
 
 
-def test_drafts_that_cannot_pay_are_not_tried_again() -> None:
-    policy, subject = GammaPolicy((Costs(1, 1, 1.0, {1: 2.1, 2: 3.2}),), 0.9), request()
-    subject.drafts.plain_tokens = 1000
-    assert policy.choose(subject, 1) == 0
-    assert policy.choose(subject, 1, pace=0.5) > 0  # here rounds take half of what the table says
-
-
-def test_to_begin_a_gamma_must_be_clearly_better_to_go_on_it_must_not_be_worse() -> None:
-    policy, subject = GammaPolicy((Costs(1, 1, 1.0, {1: 1.77}),), 0.8), request()  # 1.8 tokens: 1.017 times as fast
-    subject.drafts.plain_tokens = 5
-    assert policy.choose(subject, 1) == 0
-    observe(subject, 8, 2)
-    assert policy.choose(subject, 1) == 1
-    for _ in range(4):
-        observe(subject, 0, 1)
-    assert policy.choose(subject, 1) == 0
-
-
-def test_the_pace_of_here_and_now_corrects_the_table() -> None:
-    pace, fresh = Pace(), request()
-    policy = GammaPolicy((COSTS,), 0.9)
-    assert policy.choose(fresh, 1, pace.factor) > 0
-    for _ in range(30):
-        pace.plain(COSTS, 0.5 * COSTS.plain)
-        pace.round(COSTS, 4, 1.5 * COSTS.rounds[4], 5)
-    assert pace.factor == pytest.approx(3.0)
-    assert policy.choose(fresh, 1, pace.factor) == 0
-    assert not pace.unsure
-    pace.round(COSTS, 99, 1.0, 1024)  # a gamma that the table lacks counts in tokens alone
-    assert pace.unsure and pace.factor == pytest.approx(3.0)
-    pace.plain(COSTS, 50.0)
-    assert not pace.unsure and pace.factor < 3.0
+def test_several_requests_draft_as_far_as_each_is_understood() -> None:
+    tempo, good, bad = Tempo(GammaPolicy((COSTS,), 0.9)), request(), request()
+    assert tempo.choose([good, bad], True) == (0, None)  # nothing is known of two at once
+    tempo.stepped([good, bad], True, 4, 4.0)
+    observe(good, 90, 2)
+    gamma = tempo.choose([good, bad], True).gamma
+    assert gamma >= 4 and tempo.each([good, bad], gamma) == [gamma, gamma]
+    for _ in range(9):
+        observe(bad, 0, 3)
+    assert tempo.each([good, bad], gamma) == [gamma, 1]
+    assert tempo.each([bad], gamma) == [gamma]
+    assert tempo.rate(bad) < 0.3 < tempo.acceptance < tempo.rate(good)
 
 
 def test_the_entry_measured_nearest_decides() -> None:
@@ -107,7 +167,7 @@ def test_tuning_is_kept_in_the_artifact(tiny_checkpoint: Path, tmp_path: Path) -
         assert "times plain" in tune.as_text(found)
         assert all(seconds > 0 for entry in found["table"] for seconds in entry["rounds"].values())
     with qcompile.load(out, threads=1, gamma=AUTO) as llm:
-        assert llm.engine.policy == GammaPolicy.load(found)
+        assert llm.engine.tempo and llm.engine.tempo.policy == GammaPolicy.load(found)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     prompts.write_text("[]\n")
     with pytest.raises(UsageError, match="needs lines of JSON"):
