@@ -60,6 +60,13 @@ class DraftState:
     metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
 
 
+_ARRAYS = (
+    *("tokens", "first", "length", "limit", "gamma", "computed", "block_table"),
+    *("rounds_done", "drafted", "accepted", "seconds"),
+)
+"""Of `qc_speculation`, in its order."""
+
+
 class _Level(ctypes.Structure):
     """`qc_level` of the library."""
 
@@ -79,11 +86,8 @@ class _Speculation(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("levels", "sequences", "rounds", "max_rows", "stride", "block_stride")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("level", "tokens", "first", "length", "limit", "gamma", "computed", "block_table")
-        ),
-        *((name, ctypes.c_void_p) for name in ("rounds_done", "drafted", "accepted", "seconds")),
+        ("level", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in _ARRAYS),
     ]
 
 
@@ -318,8 +322,7 @@ class _Memory:
         arrays = (self.tokens, self.first, self.length, self.limit, self.gamma, self.computed, self.pages)
         results = (self.rounds_done, self.drafted, self.accepted, self.seconds)
         self.call = _Speculation(levels=levels, stride=columns, block_stride=pages)
-        names = [name for name, kind in _Speculation._fields_ if kind is ctypes.c_void_p][1:]
-        for name, array in zip(names, arrays + results, strict=True):
+        for name, array in zip(_ARRAYS, arrays + results, strict=True):
             setattr(self.call, name, ctypes.addressof(array))
 
     def fits(self, sequences: int, columns: int, pages: int) -> bool:
