@@ -20,7 +20,7 @@ from qcompile.runtime.cuda import CudaExecutor
 from qcompile.runtime.cuda_speculate import CudaSpeculator
 from qcompile.runtime.engine import Engine
 from qcompile.runtime.executor import Limits
-from qcompile.runtime.gamma import GAMMAS, Costs, GammaPolicy
+from qcompile.runtime.gamma import GAMMAS, Costs, GammaPolicy, Tempo
 from qcompile.runtime.scheduler import Request
 
 _TYPES = {"*fp32": torch.float32, "*bf16": torch.bfloat16, "*i32": torch.int32, "*i16": torch.int16, "*i8": torch.int8}
@@ -140,7 +140,7 @@ class Machine:
         """A new engine that drafts so many tokens, and as a loaded one's has a table of costs to learn by."""
         pool = BlockPool(self.pages, self.limits.page_tokens, self.limits.ring_tokens)
         policy = GammaPolicy((Costs(1, 64, 1e-3, dict.fromkeys(GAMMAS, 1e-3)),), 0.8)
-        return Engine(self.target, pool, None, (), 8, self.speculator if gamma else None, gamma, policy)
+        return Engine(self.target, pool, None, (), 8, self.speculator if gamma else None, gamma, Tempo(policy))
 
     @staticmethod
     def run(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
