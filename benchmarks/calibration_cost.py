@@ -3,9 +3,10 @@
     python benchmarks/calibration_cost.py --calib calib.jsonl --large CHECKPOINT [--rows "mixllm, sample model"]
 
 Calibration streams blocks, so what a build needs is one block's weights, its Hessians, and the values of all samples at
-one place. So the large model's first blocks are measured, one and three of them on the same text, and one on more and
-more of it, up to the 128 samples of 1,024 tokens that a build takes. Its text is drawn at random: the number of tokens
-alone matters. Peaks are Linux's VmHWM, file pages that are mapped included.
+one place. So the large model's first block is measured with all of the 128 samples of 1,024 tokens that a build takes.
+Salience keeps values at more places the more blocks there are, up to a limit that the 32 samples it looks at reach in
+three blocks: those are measured on a quarter of the text, which is as many. The large model's text is drawn at random:
+the number of tokens alone matters. Peaks are Linux's VmHWM, file pages that are mapped included.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ class Row:
 ROWS = [
     Row("qserve, sample model", "qserve"),
     Row("mixllm, sample model", "mixllm"),
-    Row("qserve, three layers, a sixteenth of the text", "qserve", 3, SAMPLES // 16, SAMPLE_TOKENS),
-    Row("qserve, one layer, a sixteenth of the text", "qserve", 1, SAMPLES // 16, SAMPLE_TOKENS),
-    Row("qserve, one layer, a quarter of the text", "qserve", 1, SAMPLES // 4, SAMPLE_TOKENS),
-    Row("qserve, one layer, all text", "qserve", 1, SAMPLES, SAMPLE_TOKENS),
-    Row("mixllm, one layer, a sixteenth of the text", "mixllm", 1, SAMPLES // 16, SAMPLE_TOKENS),
+    Row("qserve, one layer, all text", "qserve", 1),
+    Row("w4a16, one layer, all text", "w4a16", 1),
+    Row("mixllm, one layer, all text", "mixllm", 1),
+    Row("mixllm, three layers, a quarter of the text", "mixllm", 3, SAMPLES // 4),
+    Row("mixllm, one layer, a quarter of the text", "mixllm", 1, SAMPLES // 4),
 ]
 
 
