@@ -122,7 +122,11 @@ def _pages(kv: GpuKV) -> list[Argument]:
 
 @dataclass(frozen=True)
 class AppendSpec:
-    """Rotates q and k of x [tokens, stride] (f32) in place, and writes k and v to their pages."""
+    """Rotates q and k of x [tokens, stride] (f32) in place, and writes k and v to their pages.
+
+    With `turned`, a power of 2, each so many features of q and of k (where `centered` less a weight [heads, dim]) are
+    then turned by a Hadamard matrix.
+    """
 
     kv: GpuKV
     heads: int
@@ -133,6 +137,8 @@ class AppendSpec:
     rotary_dim: int = 0
     scaling: float = 1.0
     interleaved: bool = False
+    turned: int = 0
+    centered: bool = False
     inline_asm: bool = True
 
     @property
@@ -144,7 +150,8 @@ class AppendSpec:
         """The kernel for a compute capability."""
         arguments = [Argument("x", "*fp32"), *_pages(self.kv)]
         arguments += [Argument(name, "*i32") for name in ("positions", "row_sequence", "block_table")]
-        arguments += [Argument("inv_freq", "*fp32")] * bool(self.rotary_dim) + [Argument("table_stride", "i32")]
+        arguments += [Argument("inv_freq", "*fp32")] * bool(self.rotary_dim)
+        arguments += [Argument("center", "*fp32")] * self.centered + [Argument("table_stride", "i32")]
         # Paths append alike, whatever they read back.
         name = f"append_{'kv_hier' if self.kv.hierarchical else self.kv.format}"
         prelaunch = self.inline_asm and capability >= 90
@@ -162,6 +169,8 @@ class AppendSpec:
             ring_pages=RING_GROUPS * HIER_GROUP // self.kv.page_tokens,
             format=name.removeprefix("append_"),
             scaling="" if self.scaling == 1.0 else f" * {self.scaling}",
+            turned_rows=_power(self.kv.dim),
+            stages=self.turned.bit_length() - 1,
             two_pi=_TWO_PI,
         )
         return Kernel(name, source, tuple(arguments), 4 if self.kv.hierarchical else 1, 1, prelaunch)

@@ -358,8 +358,6 @@ class _Maker:
 
     def _rope_append(self, c: p.RopeAppend) -> Iterator[Launch]:
         stride = self.program.buffer(c.qkv).stride
-        if c.block:
-            raise UnsupportedError("GPU append turns no keys yet: leave rotate_keys off")
         spec = AppendSpec(
             self.plan.kv,
             c.heads,
@@ -370,11 +368,15 @@ class _Maker:
             c.rotary_dim if c.inv_freq is not None else 0,
             c.scaling,
             c.interleaved,
+            c.block,
+            c.center is not None,
             self.asm,
         )
         args = {"x": self.ref(c.qkv), **self._step_args(c.layer), "row_sequence": ["input", "row_sequence"]}
         if c.inv_freq is not None:
             args["inv_freq"] = ["weight", c.inv_freq]
+        if c.center is not None:
+            args["center"] = ["weight", c.center]
         label = self.plan.add(spec.kernel(self.capability))
         yield Launch(c.name, "tokens", (Variant(label, ("tokens", spec.programs, 1), args),))
 

@@ -17,7 +17,7 @@ import torch
 
 from qcompile import pipeline, recipes
 from qcompile.artifact import read_manifest, verify
-from qcompile.codegen.gpu_attention import LEAVES, GpuKV, MergeSpec
+from qcompile.codegen.gpu_attention import LEAVES, AppendSpec, GpuKV, MergeSpec
 from qcompile.codegen.gpu_compile import compile_kernel
 from qcompile.codegen.gpu_pack import GPU_PACKING
 from qcompile.codegen.gpu_plan import make_plan
@@ -192,6 +192,46 @@ def test_a_hierarchical_cache_interpreted(format: str) -> None:
     interpreted(f"interpret_hierarchical('{format}')")
 
 
+def interpret_turned_keys(dim: int, rotary_dim: int, center: bool) -> None:
+    """Queries and keys rotated and turned in blocks of 16, keys less a center, against the operator; values left."""
+    from qcompile.codegen.gpu_compile import load
+    from qcompile.ops.step import turn_heads
+
+    tokens, heads, kv_heads, width = 3, 3, 2, 7 * dim
+    spec = AppendSpec(
+        GpuKV("kv16", kv_heads, dim),
+        heads,
+        width,
+        0,
+        heads * dim,
+        5 * dim,
+        rotary_dim,
+        turned=16,
+        centered=center,
+        inline_asm=False,
+    )
+    x, positions = torch.randn(tokens, width), torch.tensor([0, 5, 63], dtype=torch.int32)
+    inv_freq, less = torch.rand(rotary_dim // 2), torch.randn(kv_heads * dim)
+    turn = positions, inv_freq if rotary_dim else None, 1.0, False
+    offsets = [0, heads * dim, 5 * dim]
+    want, k, v = turn_heads(x, turn, offsets, heads, kv_heads, dim, less if center else None, 16)
+    kv = torch.full((kv_heads, 2, 64, dim), math.nan, dtype=torch.bfloat16)
+    table, rows = torch.zeros(1, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32)
+    given = {"x": x, "kv": kv, "positions": positions, "row_sequence": rows, "block_table": table, "table_stride": 1}
+    given |= {"inv_freq": inv_freq, "center": less}
+    kernel = spec.kernel(80)
+    load(kernel)[tokens, spec.programs, 1](*(given[a.name] for a in kernel.arguments))
+    assert (x - want).abs().max() < 1e-5  # float32, angles of a few turns
+    for part, stored in zip((k, v), kv[:, :, positions].permute(1, 2, 0, 3), strict=True):
+        assert (stored - part).abs().max() < 0.02 * part.abs().max()  # bf16
+
+
+def test_turned_keys_interpreted() -> None:
+    needs_triton()
+    calls = [f"m.interpret_turned_keys({shape})" for shape in ("32, 32, False", "48, 16, True", "16, 0, True")]
+    interpreted("; ".join(calls).removeprefix("m."))
+
+
 def interpret_merge() -> None:
     """Sums of splits in groups, then of groups, against the sum over all: for positions in one group and in three."""
     from qcompile.codegen.gpu_compile import load
@@ -302,7 +342,6 @@ def test_an_artifact_for_a_gpu_is_built_without_one(tmp_path: Path) -> None:
     [
         ("f32", {}, "weights in f32 with activations in f32 have no GPU kernels|no kv32 cache"),
         ("qserve", {"assign_precision.activation": "int8_g128"}, "int8_g128 have no GPU kernels"),
-        ("qserve", {"rotate_keys.enabled": "true"}, "leave rotate_keys off"),
     ],
 )
 def test_what_has_no_gpu_kernel_is_refused_by_name(recipe: str, options: dict[str, str], message: str) -> None:
