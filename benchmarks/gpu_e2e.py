@@ -284,18 +284,25 @@ def measure_largest(recipe: str, folder: Path) -> dict[str, Any]:
 def main() -> None:
     options = [a for a in sys.argv[1:] if a.startswith("--")]
     named = [a.split("=", 1)[1].split(",") for a in options if a.startswith("--recipes=")]
+    paths = [Path(a) for a in sys.argv[1:] if not a.startswith("--")]
     results: dict[str, Any] = {**facts(), "context": CONTEXT, "ours": {}, "largest": {}}
     with tempfile.TemporaryDirectory() as temporary:
         folder = empty_checkpoint(Path(temporary))
         for recipe in named[0] if named else ("qserve", "qserve-channel", "w4a16", "bf16"):
             results["ours"][recipe] = measure(recipe, folder)
+            write(results, paths)
         for recipe in () if "--no-largest" in options else ("qserve", "bf16"):
             results["largest"][recipe] = measure_largest(recipe, folder)
+            write(results, paths)
     if "--no-torch" not in options:
         results["torch_bf16"] = torch_rates((1, 64))
-    paths = [a for a in sys.argv[1:] if not a.startswith("--")]
-    if paths:
-        Path(paths[0]).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write(results, paths)
+
+
+def write(results: dict[str, Any], paths: list[Path]) -> None:
+    """Keep what there is so far: machines are lent by the minute."""
+    for path in paths:
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from benchmarks.gpu_e2e import (
     open_random,
     sequences,
     torch_rates,
+    write,
 )
 from qcompile.runtime.speculate import DraftState
 
@@ -101,6 +102,7 @@ def plain_bf16(folder: Path) -> dict[int, float]:
 
 def main() -> None:
     named = [a.split("=", 1)[1].split(",") for a in sys.argv[1:] if a.startswith("--parts=")]
+    paths = [Path(a) for a in sys.argv[1:] if not a.startswith("--")]
     parts = named[0] if named else list(CASES)
     results: dict[str, Any] = {**facts(), "trace": "pycode-26m, gamma 4", "speculation": []}
     CONFIG["max_position_embeddings"] = 1 << 18
@@ -108,14 +110,14 @@ def main() -> None:
         folder = empty_checkpoint(Path(temporary))
         for recipe in parts:
             results["speculation"] += measure(recipe, folder)
+            write(results, paths)
         if "quantspec" in parts:
             results["plain_bf16"] = plain_bf16(folder)
+            write(results, paths)
     if "--no-torch" not in sys.argv:
         CONFIG["max_position_embeddings"] = 8192
         results["torch_bf16"] = torch_rates((1,))
-    paths = [a for a in sys.argv[1:] if not a.startswith("--")]
-    if paths:
-        Path(paths[0]).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write(results, paths)
 
 
 if __name__ == "__main__":
