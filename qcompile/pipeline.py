@@ -71,8 +71,8 @@ MAX_STEP_TOKENS = 512
 LOOKUP = "lookup"
 """As a draft: no model, but what followed earlier where the text ended as it does now (prompt lookup)."""
 
-LOOKUP_LEVEL = {"lookup": 3, "gamma": 4}
-"""The longest end of the text that is looked for, and how many tokens are copied."""
+LOOKUP_LEVEL = {"lookup": 8, "gamma": 7}
+"""The longest end of the text that is looked for, and how many tokens are copied where a model would else draft."""
 
 OTHER_DRAFT = (4, 0.0)
 """Gamma and threshold of another model that drafts."""

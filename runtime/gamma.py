@@ -13,7 +13,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median_low
+from statistics import median, median_low
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -49,6 +49,12 @@ _SELDOM = 0.1
 
 _CALLS = 5
 """Calls whose median a time is: one that was held up, because the machine was busy elsewhere, tells nothing."""
+
+_HELD_UP = 1.5
+"""Steps amid rounds are not taken to be slower than this, against what rounds tell, by one call."""
+
+_FOLLOW, _MOST_YIELD = 0.05, 3.0
+"""How far what rounds yield moves with a call, and the most that is believed of one."""
 
 _FRESH = 64
 """Tokens for which a time is taken to be that of here and now."""
@@ -151,6 +157,8 @@ class Times:
     """Of the last call that was no trial; `gain`: tokens a second it was expected to give, over plain decoding's."""
     gain: float = 1.0
     side: int = 1
+    yields: float = 1.0
+    """Tokens of rounds over what acceptance lets expect: a lookup may propose more than gamma."""
     doubt: float = 1.0
     """How much of what rounds were measured to cost is believed."""
 
@@ -175,10 +183,11 @@ class Times:
         stale = self.plain_age > _FRESH
         if stale:  # what slowed the rounds since slowed steps too
             _restart(self.steps, self.unit)
+            seconds = min(seconds, _HELD_UP * self.unit)
         self.steps.append(seconds)
-        self.plain = median_low(self.steps)
+        self.plain = median(self.steps)
         if stale and self.units:
-            self._scale(median_low(self.units) / self.plain)
+            self._scale(median(self.units) / self.plain)
         self.units.clear()
         self.plain_age = 0
         self.rounds_age += steps
@@ -200,7 +209,7 @@ class Times:
             self.measured.setdefault(gamma, deque(maxlen=_CALLS)).append(seconds / self.unit)
         if gamma == self.gamma or not self.units:
             self.units.append(seconds / self.cost(gamma))
-            self.unit = median_low(self.units)
+            self.unit = median(self.units)
         self.rounds_age, self.doubt = 0, 1.0
         self.plain_age += tokens
         self._pass(tokens)
@@ -256,7 +265,7 @@ class Tempo:
         if not times.plain:
             return Choice(0)
         rates = [self.rate(request) for request in requests]
-        tokens = {gamma: sum(expected(rate, gamma) for rate in rates) / len(rates) for gamma in times.costs.rounds}
+        tokens = {gamma: times.yields * _mean_expected(rates, gamma) for gamma in times.costs.rounds}
         gains = {gamma: tokens[gamma] / times.cost(gamma) for gamma in tokens if gamma}
         best = max(gains, key=lambda gamma: gains[gamma], default=0)
         if not best:
@@ -307,6 +316,8 @@ class Tempo:
             return
         times = self.times(requests, whole)
         times.round(gamma, seconds / rounds, round(tokens))
+        found = tokens / rounds / _mean_expected([self.rate(request) for request in requests], gamma)
+        times.yields += _FOLLOW * (min(max(found, 1 / _MOST_YIELD), _MOST_YIELD) - times.yields)
         if gamma != times.gamma:  # a trial
             times.purse -= max(0.0, seconds - tokens * times.plain)
         _save(times, seconds)
@@ -366,6 +377,10 @@ def _few_rounds(times: Times, gamma: int) -> int:
 def expected(rate: float, gamma: int) -> float:
     """Tokens that a round of gamma drafts gives on average, each accepted at `rate` below 1."""
     return (1 - rate ** (gamma + 1)) / (1 - rate)
+
+
+def _mean_expected(rates: Sequence[float], gamma: int) -> float:
+    return sum(expected(rate, gamma) for rate in rates) / len(rates)
 
 
 def best(costs: Costs, rate: float) -> int:

@@ -285,7 +285,11 @@ def _note(request: Request, most: int, rounds: int, drafted: list[int], accepted
     metrics = request.drafts.metrics
     metrics.rounds += rounds
     reached, kept, missed = rounds, 0, 0
-    for place in range(most):
+    for place in range(MOST_DRAFTS):
+        if place >= most:
+            if not drafted[place]:
+                break
+            reached = min(reached, drafted[place])  # a lookup that went further than was asked for
         metrics.drafted[place] += drafted[place]
         metrics.accepted[place] += accepted[place]
         missed += reached - accepted[place]  # also where a lookup found nothing

@@ -143,6 +143,17 @@ def test_several_requests_draft_as_far_as_each_is_understood() -> None:
     assert tempo.rate(bad) < 0.3 < tempo.acceptance < tempo.rate(good)
 
 
+def test_rounds_that_yield_more_than_acceptance_tells_are_worth_more() -> None:
+    """Lookups: tokens come that were not asked for by gamma."""
+    tempo, subject = Tempo(GammaPolicy((Costs(1, 1, 1.0, {1: 2.0, 2: 3.0}),), 0.5)), request()
+    tempo.stepped([subject], True, 4, 4.0)
+    assert tempo.choose([subject], True).gamma == 0
+    for _ in range(40):
+        tempo.drafted([subject], True, 2, 1, 3.0, 6)
+    tempo.stepped([subject], True, 4, 4.0)
+    assert tempo.choose([subject], True).gamma > 0
+
+
 def test_the_entry_measured_nearest_decides() -> None:
     table = tuple(Costs(batch, context, batch + context, {}) for batch in (1, 4, 16) for context in (32, 1024))
     policy = GammaPolicy(table, 0.5)

@@ -211,6 +211,23 @@ def test_shared_weights_and_cache_take_no_room(artifact: Callable[[str], Path], 
             assert llm.engine.pool.total == (1 << 20) // llm.manifest["runtime"]["kv"]["page_bytes"]
 
 
+def test_a_lookup_proposes_past_the_levels_between(artifact: Callable[[str], Path]) -> None:
+    """Where the text has come round to what it said before, more is proposed than gamma lets a model draft."""
+    for tokens, proposed in ((list(range(5, 11)) * 6, [1] * 7 + [0]), (list(range(5, 41)), [1, 1, 0])):
+        with qcompile.load(artifact("three levels"), threads=1, gamma=2) as llm:
+            request = llm.engine.add(tokens[:-1], SamplingParams(temperature=0, max_tokens=90, ignore_eos=True))
+            llm.engine.step()
+            request.tokens[-1] = tokens[-1]  # as if the target had said so
+            speculator = llm.engine.speculator
+            assert isinstance(speculator, Speculator)
+            gained, rounds = speculator.rounds([request], [2], 1, [len(request.tokens) + 10])
+            assert rounds == 1 and request.drafts.metrics.drafted[: len(proposed)] == proposed
+            llm.engine.cancel(request)
+            llm.engine.gamma = 0
+            plain = llm.generate(tokens, temperature=0, max_tokens=len(gained[0]), ignore_eos=True)[0]
+            assert plain.outputs[0].token_ids == gained[0]
+
+
 def _steps(llm: LLM, requests: list[Request]) -> Iterator[None]:
     while any(request.output.finish_reason is None for request in requests):
         llm.engine.step()

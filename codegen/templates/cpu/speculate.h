@@ -3,6 +3,7 @@
 // A level proposes tokens, the level above it computes them all in one step and keeps those it would have
 // chosen itself, and one more (Leviathan et al. 2023, greedy case). A level that is not the last drafts by the
 // same rule with the level below (ML-SpecQD 3.2), so what any level proposes is its own greedy continuation.
+// Where the text repeats itself at length, a lookup at the end proposes to the target at once, past all levels between.
 #pragma once
 #include "abi.h"
 #include "rowops.h"
@@ -15,7 +16,8 @@ struct Speculator {
   int32_t *want, *from;                      // [levels][S] tokens still wanted, where the round's drafts begin
   float* logits;                             // [S][vocab], for thresholds
 
-  static constexpr int kShortestMatch = 2;
+  // Tokens that must recur for a lookup to propose what followed them; and where a model could draft instead.
+  static constexpr int kShortestMatch = 3, kSureMatch = 4;
 
   int32_t* text(int s) const { return q.tokens + (int64_t)s * q.stride; }
   int32_t& computed(int k, int s) const { return q.computed[k * q.sequences + s]; }
@@ -76,11 +78,13 @@ struct Speculator {
   bool extend_by_rounds(int k) {
     const int n = q.sequences;
     int32_t *left = want + k * n, *below = left + n, *start = from + k * n;
+    const bool shortcut = k == 0 && q.levels > 2 && !q.level[q.levels - 1].step;
     for (int turn = 0; any(left) && (k > 0 || turn < q.rounds); ++turn) {
       for (int s = 0; s < n; ++s) {
         const int gamma = k ? q.level[k + 1].gamma : q.gamma[s];
         start[s] = q.length[s];
         below[s] = left[s] <= 0 ? 0 : gamma < left[s] ? gamma : left[s] - 1;
+        if (shortcut && below[s] > 0 && pass_over(s, left[s] - 1)) below[s] = 0;
       }
       if (any(below) && !extend(k + 1)) return false;
       for (int s = 0; s < n; ++s) outs[s] = left[s] > 0 ? q.length[s] - start[s] + 1 : 0;
@@ -116,17 +120,37 @@ struct Speculator {
     return kept + 1;
   }
 
-  // Prompt lookup (Saxena 2023): what followed the last time that the text ended as it does now.
-  bool look_up(int k) {
-    for (int s = 0; s < q.sequences; ++s) {
-      const int32_t* t = text(s);
-      int end = q.length[s], found = -1;
-      for (int size = q.level[k].match; size >= kShortestMatch && found < 0; --size)
-        for (int i = end - size - 1; i >= 0 && found < 0; --i)
-          if (!memcmp(t + i, t + end - size, (size_t)size * sizeof(int32_t))) found = i + size;
-      if (found < 0) continue;
-      for (int left = want[k * q.sequences + s]; left > 0; --left) text(s)[q.length[s]++] = t[found++];
+  // Whether a lookup in the last level proposes to the target. What the levels between then lack in their own caches
+  // must still fit into a step.
+  bool pass_over(int s, int room) {
+    const qc_level& last = q.level[q.levels - 1];
+    const int rows = q.max_rows / q.sequences - 2, most = last.gamma < rows ? last.gamma : rows;
+    for (int k = 1; k < q.levels - 1; ++k)
+      if (q.level[k].cache && q.first[s] + q.length[s] - computed(k, s) > rows - 2 * qc_most_drafts) return false;
+    return copy_on(last, s, most < room ? most : room, kSureMatch) > 0;
+  }
+
+  // Prompt lookup (Saxena 2023): appends at most `most` tokens, those that followed the last time that the text ended
+  // as it does now, in the longest match of `shortest` tokens or more. How many.
+  int copy_on(const qc_level& level, int s, int most, int shortest) {
+    int32_t* t = text(s);
+    const int end = q.length[s];
+    int found = 0, longest = shortest - 1;
+    for (int i = end - 2; i >= longest && longest < level.match; --i) {
+      int size = 0;
+      while (size < level.match && size <= i && t[i - size] == t[end - 1 - size]) ++size;
+      if (size > longest) longest = size, found = i + 1;
     }
+    if (!found) return 0;
+    for (int i = 0; i < most; ++i) t[end + i] = t[found + i];
+    q.length[s] = end + most;
+    return most;
+  }
+
+  bool look_up(int k) {
+    for (int s = 0; s < q.sequences; ++s)
+      if (want[k * q.sequences + s] > 0)
+        copy_on(q.level[k], s, want[k * q.sequences + s], k > 1 ? kSureMatch : kShortestMatch);
     return true;
   }
 
