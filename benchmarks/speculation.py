@@ -40,8 +40,10 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     "ml-specqd+1m+lookup": ("ml-specqd", [SMALL, LOOKUP]),
     "bf16+1m": ("bf16", [SMALL]),
     "nested": ("nested", []),
+    "nested+lookup": ("nested", [LOOKUP]),
     "qspec": ("qspec", []),
     "qspec-w4a4": ("qspec-w4a4", []),
+    "qspec-atom": ("qspec-atom", []),
     "quantspec": ("quantspec", []),
 }
 """Recipe and further drafts by name."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from qcompile import analysis, ops
 from qcompile.errors import PassError
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
+from qcompile.sweep import Sweep
 
 GROUP = 128
 """Inputs that share a scale in the formats with groups (numerics.FORMATS)."""
@@ -28,24 +30,32 @@ class Reorder(Pass):
     inside of an MLP. Legal when only linears and embeddings write it and only linears read it. With `heads`, the
     channels of each value head too, where a head is not a part of one group anyway. What stays in its order is
     named in the notes. `fired` counts spaces, and attentions.
+
+    With `outliers` channels stand by their largest values over calibration text instead, the largest last, where
+    activations in int4_g128_outlier128 keep 8 bits for a group of 128 (Atom 4.1). Value heads stay as they are;
+    without text all does, which a note says.
     """
 
     name: ClassVar[str] = "reorder"
     requires: ClassVar[tuple[str, ...]] = ("raise",)
     enabled: bool = False
     heads: bool = True
+    outliers: bool = False
 
     def run(self, graph: Graph) -> PassResult:
+        if self.outliers and graph.calibration is None:
+            return PassResult(graph, 0, ("without calibration text no channels stand out: all keep their order",))
         graph = graph.clone()
         fired, notes = 0, []
+        largest = _largest(graph) if self.outliers else {}
         for space in analysis.channel_spaces(graph):
             if space.obstacle is not None:
                 node, reason = space.obstacle
                 notes.append(str(PassError(self.name, node.name, reason)))
             else:
-                _reorder_space(graph, space)
+                _reorder_space(graph, space, _order(graph, space, largest))
                 fired += 1
-        for node in graph.calls("attention") if self.heads else []:
+        for node in graph.calls("attention") if self.heads and not self.outliers else []:
             try:
                 fired += self._reorder_values(graph, node)
             except PassError as error:
@@ -76,8 +86,29 @@ class Reorder(Pass):
         return 1
 
 
-def _reorder_space(graph: Graph, space: analysis.ChannelSpace) -> None:
-    order = graph.call_weight("column_order", [reader.args[1] for reader in space.readers])
+def _largest(graph: Graph) -> dict[str, Tensor]:
+    """Largest |x| f32 [K] over calibration text of the value that each linear reads, by the linear's name."""
+    assert graph.calibration is not None
+    sweep = Sweep(graph, graph.calibration.excerpt())
+    found: dict[str, Tensor] = {}
+    for node in graph.calls("linear"):
+        sweep.advance(node)
+        source: Any = node.args[0]
+        found[node.name] = torch.stack([x.float().abs().flatten(0, -2).amax(0) for x in sweep.values(source)]).amax(0)
+    return found
+
+
+def _order(graph: Graph, space: analysis.ChannelSpace, largest: dict[str, Tensor]) -> fx.Node:
+    """The new order of a space's channels as a weight: each reader's values count alike."""
+    if not largest:
+        return graph.call_weight("column_order", [reader.args[1] for reader in space.readers])
+    sizes = torch.stack([largest[reader.name] / largest[reader.name].mean() for reader in space.readers])
+    name = f"reorder.{space.readers[0].name}.order"
+    graph.weights.add_tensor(name, torch.argsort(sizes.mean(0), stable=True))
+    return graph.weight(name)
+
+
+def _reorder_space(graph: Graph, space: analysis.ChannelSpace, order: fx.Node) -> None:
     for writer in space.writers:
         if ops.name_of(writer.target) == "embedding":
             _take(graph, writer, 1, order, 1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from qcompile import numerics, ops
 from qcompile.errors import PassError, UsageError
@@ -14,6 +15,8 @@ from qcompile.passes.assign_precision import ACTIVATIONS
 from qcompile.passes.base import Pass, PassResult
 
 SAME = "same"
+TOKENS = 128
+"""Of the text on which sensitivity is measured, at most."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,10 @@ class Speculate(Pass):
     `same` keeps what the verifying path has, so that its packed weights serve both (QSpec 3.1); a format rounds
     the weights once more from what they were before (ML-SpecQD 3.1, direct cast). It runs when `enabled`, once
     for every draft path of the recipe, on the graph that `quantize` left.
+
+    The `sensitive` linears that, drafted alone, move the logits most take `sensitive_weight` and
+    `sensitive_activation` instead (QuantSpec 5: layers that keep 8 bits). They are named in the notes. Logits are those
+    of the first calibration sample, without calibration those of fixed tokens.
     """
 
     name: ClassVar[str] = "speculate"
@@ -32,26 +39,59 @@ class Speculate(Pass):
     activation: str = SAME
     head: str = SAME
     head_activation: str = SAME
+    sensitive: int = 0
+    sensitive_weight: str = SAME
+    sensitive_activation: str = SAME
 
     def __post_init__(self) -> None:
-        for format in (self.weight, self.head):
+        if self.sensitive < 0:
+            raise UsageError(f"speculate.sensitive={self.sensitive}: write how many linears, 0 or more")
+        for format in (self.weight, self.head, self.sensitive_weight):
             if format != SAME and format not in ACTIVATIONS:
                 raise UsageError(f"weight format {format} is unknown; there are same, {', '.join(ACTIVATIONS)}")
         known = sorted({activation for choices in ACTIVATIONS.values() for activation in choices})
-        for activation in (self.activation, self.head_activation):
+        for activation in (self.activation, self.head_activation, self.sensitive_activation):
             if activation not in (SAME, *known):
                 raise UsageError(f"activation type {activation} is unknown; there are same, {', '.join(known)}")
 
     def run(self, graph: Graph) -> PassResult:
+        kept = self._most_sensitive(graph) if self.sensitive else []
         graph = graph.clone()
         heads = head_gemms(graph)
         activations: dict[tuple[Any, ...], fx.Node] = {}
         fired = 0
         for node in graph.calls("gemm"):
             wanted = (self.head, self.head_activation) if node in heads else (self.weight, self.activation)
+            if node.name in kept:
+                wanted = self.sensitive_weight, self.sensitive_activation
             fired += _change(graph, node, *wanted, activations)
         graph.erase_dead()
-        return PassResult(graph, fired)
+        notes = tuple(f"{name} is among the most sensitive: {self.sensitive_weight} in the draft" for name in kept)
+        return PassResult(graph, fired, notes)
+
+    def _most_sensitive(self, graph: Graph) -> list[str]:
+        """The gemms, but for heads, whose change alone moves the logits most, the worst first."""
+        before, heads = _logits(graph), {node.name for node in head_gemms(graph)}
+        moved: dict[str, float] = {}
+        for name in [node.name for node in graph.calls("gemm") if node.name not in heads]:
+            alone = graph.clone()
+            node = next(node for node in alone.calls("gemm") if node.name == name)
+            if _change(alone, node, self.weight, self.activation, {}):
+                moved[name] = float((_logits(alone) - before).square().mean())
+        return sorted(moved, key=lambda name: moved[name], reverse=True)[: self.sensitive]
+
+
+def _logits(graph: Graph) -> Tensor:
+    """Logits [1, tokens, vocab] of one text by the graph's reference bodies, in float32."""
+    if graph.calibration is not None:
+        ids = graph.calibration.tokens[:1, :TOKENS]
+    else:
+        drawn = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, graph.info.vocab_size, (1, min(TOKENS, graph.info.max_position)), generator=drawn)
+    inputs = [ids, torch.arange(ids.shape[1])[None]][: len(graph.inputs)]
+    with torch.no_grad():
+        found: Tensor = graph.run(*inputs, dtype=torch.float32)
+    return found
 
 
 def head_gemms(graph: Graph) -> set[fx.Node]:

@@ -20,7 +20,8 @@ Settings = dict[str, dict[str, object]]
 class Draft:
     """A draft path of a recipe: what it reads instead of the verifying path's formats, and how far it goes ahead.
 
-    The fields but the last two are those of passes/speculate.py. It proposes at most `gamma` tokens at once to a path
+    The fields but the last two are those of passes/speculate.py, whose `sensitive` linears are none unless told
+    otherwise (`--set speculate.sensitive=4`). It proposes at most `gamma` tokens at once to a path
     that drafts itself, and stops after a token less probable than `threshold`. It shares the target's cache.
     """
 
@@ -28,6 +29,9 @@ class Draft:
     activation: str = "same"
     head: str = "same"
     head_activation: str = "same"
+    sensitive: int = 0
+    sensitive_weight: str = "same"
+    sensitive_activation: str = "same"
     gamma: int = 4
     threshold: float = 0.0
 
@@ -175,10 +179,24 @@ RECIPES = {
             drafts=(Draft(activation="int4_g128"),),
         ),
         Recipe(
+            "qspec-atom",
+            "4-bit weights, drafted with 4-bit activations but for 128 outlier channels in 8 (QSpec over Atom)",
+            *("w4_asym_g128", "bf16", "kv16"),
+            calibrated=True,
+            extra=(("reorder", "enabled", True), ("reorder", "outliers", True)),
+            drafts=(Draft(activation="int4_g128_outlier128"),),
+        ),
+        Recipe(
             "quantspec",
             "bfloat16 over a hierarchical cache, drafted with 4-bit weights by the cache's upper half (QuantSpec)",
             *("bf16", "bf16", "kv_hier", "bf16"),
-            drafts=(Draft("w4_asym_g128", "int8", "w8_sym_channel", "int8"),),
+            drafts=(
+                Draft(
+                    *("w4_asym_g128", "int8", "w8_sym_channel", "int8"),
+                    sensitive_weight="w8_sym_channel",
+                    sensitive_activation="int8",
+                ),
+            ),
         ),
         Recipe(
             "nested",

@@ -16,6 +16,7 @@ from qcompile.runtime.gamma import AUTO, GAMMAS, GammaPolicy, best
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import SpeculationMetrics
 from qcompile.runtime.sampling import SamplingParams
+from qcompile.runtime.scheduler import Request
 
 BATCHES = (1, 4, 16)
 REPEATS = 3
@@ -79,53 +80,93 @@ def _measure(
     llm: LLM, prompts: Sequence[list[int]], batch: int, context: int, tokens: int, total: SpeculationMetrics
 ) -> dict[str, Any]:
     """Median seconds of a plain step and of a round of each gamma; what was accepted is added to `total`."""
+    group = _Group(llm, [_text(prompts, index, context) for index in range(batch)], tokens)
     seconds: dict[int, list[float]] = {}
     for _ in range(REPEATS):
         for gamma in (0, *GAMMAS):
-            seconds.setdefault(gamma, []).append(_run(llm, prompts, batch, context, tokens, gamma, total))
+            seconds.setdefault(gamma, []).append(group.run(gamma))
+    group.end(total)
     medians = {gamma: statistics.median(times) for gamma, times in seconds.items()}
     rounds = {str(gamma): medians[gamma] for gamma in GAMMAS}
     return {"batch": batch, "context": context, "plain": medians[0], "rounds": rounds}
 
 
-def _run(
-    llm: LLM, prompts: Sequence[list[int]], batch: int, context: int, tokens: int, gamma: int, total: SpeculationMetrics
-) -> float:
-    """Seconds of a step (gamma 0) or round, of `batch` requests that go on from about `context` tokens."""
-    engine = llm.engine
-    engine.gamma = gamma
-    params = SamplingParams(temperature=0, max_tokens=_HEAD_START + tokens, ignore_eos=True)
-    requests = []
-    for index in range(batch):
-        text: list[int] = []
-        for offset in range(len(prompts)):
-            text += prompts[(index + offset) % len(prompts)]
-            if len(text) >= context:
-                break
-        requests.append(engine.add(text[-context:], params))
-    while any(request.pending != 1 or not request.output.token_ids for request in requests):
-        engine.step()
-    first = requests[0]
-    if gamma:
-        engine.step()  # the drafts' caches catch up here
+def _text(prompts: Sequence[list[int]], index: int, context: int) -> list[int]:
+    """About `context` tokens of the prompts from the `index`-th on."""
+    text: list[int] = []
+    for offset in range(len(prompts)):
+        text += prompts[(index + offset) % len(prompts)]
+        if len(text) >= context:
+            break
+    return text[-context:]
 
-    def count() -> int:
-        return first.drafts.metrics.rounds if gamma else len(first.tokens)
 
-    goal = min(len(request.tokens) for request in requests) + tokens
-    before, start = count(), time.perf_counter()
-    while all(len(request.tokens) < goal and request.output.finish_reason is None for request in requests):
-        engine.step()
-    taken, steps = time.perf_counter() - start, count() - before
-    if steps == 0:  # a fast model has made all its rounds in that one call: as the library timed them
+class _Group:
+    """Requests that go on from their prompts again and again: the prompts are computed once.
+
+    Going back leaves in the cache what is computed again anyway; only a hierarchical cache, which rounds what lies
+    back, needs its prompts anew.
+    """
+
+    def __init__(self, llm: LLM, texts: list[list[int]], tokens: int) -> None:
+        self.engine, self.texts, self.tokens = llm.engine, texts, tokens
+        self.ring = llm.executor.limits.ring_tokens > 0
+        self.ended: list[Request] = []
+        self.requests: list[Request] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Compute the prompts."""
+        engine = self.engine
+        engine.gamma = 0
+        params = SamplingParams(temperature=0, max_tokens=_HEAD_START + self.tokens, ignore_eos=True)
+        self.requests = [engine.add(text, params) for text in self.texts]
+        while any(request.pending != 1 or not request.output.token_ids for request in self.requests):
+            engine.step()
+        self.lengths = [len(request.tokens) for request in self.requests]
+
+    def again(self) -> None:
+        """Back to where the prompts have been computed."""
+        if self.ring or any(request.output.finish_reason for request in self.requests):
+            for request in self.requests:
+                self.engine.cancel(request)
+            self.ended += self.requests
+            self.begin()
+        for request, length in zip(self.requests, self.lengths, strict=True):
+            del request.tokens[length:], request.output.token_ids[length - request.prompt_length :]
+            request.computed = length - 1
+            if self.engine.speculator:
+                self.engine.speculator.settle(request)
+
+    def run(self, gamma: int) -> float:
+        """Seconds of a step (gamma 0) or round."""
+        self.again()
+        engine, first = self.engine, self.requests[0]
+        engine.gamma = gamma
+        if gamma:
+            engine.step()  # the drafts' caches catch up here
         rounds = first.drafts.metrics
-        taken, steps = rounds.draft_seconds + rounds.verify_seconds, max(1, rounds.rounds)
-    for request in requests:
-        engine.cancel(request)
-        metrics = request.drafts.metrics
-        total.drafted = [a + b for a, b in zip(total.drafted, metrics.drafted, strict=True)]
-        total.accepted = [a + b for a, b in zip(total.accepted, metrics.accepted, strict=True)]
-    return taken / steps
+
+        def count() -> int:
+            return rounds.rounds if gamma else len(first.tokens)
+
+        goals = [(request, len(request.tokens) + self.tokens) for request in self.requests]
+        before, start = count(), time.perf_counter()
+        while all(len(request.tokens) < goal and not request.output.finish_reason for request, goal in goals):
+            engine.step()
+        taken, steps = time.perf_counter() - start, count() - before
+        if steps == 0:  # a fast model has made all its rounds in that one call: as the library timed them
+            taken, steps = rounds.draft_seconds + rounds.verify_seconds, max(1, rounds.rounds)
+        return taken / steps
+
+    def end(self, total: SpeculationMetrics) -> None:
+        """Cancel the requests; what was accepted is added to `total`."""
+        for request in self.requests:
+            self.engine.cancel(request)
+        for request in self.ended + self.requests:
+            metrics = request.drafts.metrics
+            total.drafted = [a + b for a, b in zip(total.drafted, metrics.drafted, strict=True)]
+            total.accepted = [a + b for a, b in zip(total.accepted, metrics.accepted, strict=True)]
 
 
 def _rate(total: SpeculationMetrics) -> float:

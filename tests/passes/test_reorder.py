@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from qcompile import analysis, check, numerics
+from qcompile.calibration import Calibration
 from qcompile.graph import Graph
 from qcompile.passes.base import PassResult, apply
 from qcompile.passes.reorder import Reorder
@@ -39,6 +40,25 @@ def test_columns_stand_by_size_within_each_value_head() -> None:
     columns = graph.evaluate(graph.calls("linear")[3].args[1]).unflatten(1, (2, 2, 40))  # [N, Hk, group, D]
     sizes = columns.norm(dim=(0, 2))
     assert (sizes.diff() <= 1e-6).all() and (sizes[:, 0] > 1.2 * sizes[:, -1]).all()
+
+
+def test_outliers_come_last() -> None:
+    """By what text shows, not by weights: the channels that norms make large stand behind the others."""
+    before = decoder(layers=2)
+    loud = torch.ones(48)
+    loud[[3, 17, 40]] = 30.0
+    for index, norm in enumerate(before.calls("rms_norm")[:-1]):
+        before.weights.add_tensor(f"loud{index}", loud)
+        norm.update_arg(1, before.weight(f"loud{index}"))
+    untold = apply(Reorder(outliers=True), before)
+    assert untold.fired == 0 and "without calibration text" in untold.notes[0]
+    before.calibration = Calibration(torch.randint(0, 50, (3, 12), generator=torch.Generator().manual_seed(0)))
+    result = apply(Reorder(outliers=True), before)
+    assert check.equivalent(result.graph, before, sequence_inputs()) < 1e-13
+    assert result.fired == 3
+    norm = result.graph.calls("rms_norm")[0]
+    weight = result.graph.evaluate(norm.args[1])
+    assert (weight[-3:] == 30).all() and (weight[:-3] == 1).all()
 
 
 def test_norm_weights_and_constants_move_along() -> None:

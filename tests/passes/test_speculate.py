@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -86,3 +88,75 @@ def test_shared_weights_are_stored_once() -> None:
     for origin in ("", "other."):
         lower(graphs("w4a16", source)[-1], table, origin)
     assert size(table) == 2 * together("w4a16", Speculate(True, activation="int8"))[0]  # another model shares nothing
+
+
+def coarsen(graph: Graph, name: str) -> None:
+    """Give a linear weights that 4 bits cannot hold: a few large ones in every group."""
+    node = next(node for node in graph.calls("gemm") if node.name == name).all_input_nodes[1]
+    while node.op != "get_attr":
+        node = node.all_input_nodes[0]
+    values = graph.weights[str(node.target)].clone()
+    values[:, ::31] *= 40
+    graph.weights.add_tensor(str(node.target), values)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "draft", "format"),
+    [
+        ("nested", Speculate(True, "nested_4", sensitive=2), "nested_8_4"),
+        (
+            "bf16",
+            Speculate(
+                *(True, "w4_asym_g128", "int8", "w8_sym_channel", "int8"),
+                sensitive=2,
+                sensitive_weight="w8_sym_channel",
+                sensitive_activation="int8",
+            ),
+            "w8_sym_channel",
+        ),
+    ],
+)
+def test_the_most_sensitive_linears_keep_more_bits(recipe: str, draft: Speculate, format: str) -> None:
+    inputs = sequence_inputs(9)
+    for index in range(2):
+        verify = next(graph for graph in graphs(recipe, decoder(hidden=64)) if graph.stage == "quantize")
+        linears = [node.name for node in verify.calls("gemm")][:-1]
+        coarsen(verify, linears[index])
+        result = apply(draft, verify)
+        formats = {node.name: node.args[4] for node in result.graph.calls("gemm")}
+        assert formats[linears[index]] == format and len(result.notes) == 2
+        assert any(note.startswith(f"{linears[index]} ") for note in result.notes)
+        assert sum(formats[linear] == format for linear in linears) == 2
+        plain = apply(replace(draft, sensitive=0), verify)
+        assert plain.notes == () and format not in [plain_format(plain.graph, linear) for linear in linears]
+        wanted = verify.run(*inputs)
+        errors = [(graph.run(*inputs) - wanted).square().mean() for graph in (result.graph, plain.graph)]
+        assert errors[0] < errors[1]
+
+
+def plain_format(graph: Graph, name: str) -> object:
+    """The format of a gemm."""
+    return next(node.args[4] for node in graph.calls("gemm") if node.name == name)
+
+
+def test_sensitive_linears_are_stored_once() -> None:
+    """In planes they are the target's own; else in 8 bits and not in 4 beside them."""
+    source = decoder(hidden=64)
+
+    def drafted(recipe: str, draft: Speculate) -> tuple[int, int, list[str]]:
+        table = WeightTable()
+        first = lower(graphs(recipe, source)[-1], table)
+        alone = sum(size for weight in table.weights for _, size in weight.blobs)
+        second = lower(graphs(recipe, source, draft)[-1], table)
+        added = [name for name in second.weights if name not in first.weights]
+        return alone, sum(size for weight in table.weights for _, size in weight.blobs), added
+
+    alone, both, _ = drafted("nested", Speculate(True, "nested_4", sensitive=3))
+    assert both == alone
+    eight = {"sensitive_weight": "w8_sym_channel", "sensitive_activation": "int8"}
+    added = drafted("bf16", Speculate(True, "w4_asym_g128", "int8", sensitive=3, **eight))[2]  # type: ignore[arg-type]
+    wide = {name.partition(".w8_sym_channel.")[0] for name in added if ".w8_sym_channel." in name}
+    narrow = {name.partition(".w4_asym_g128.")[0] for name in added if ".w4_asym_g128." in name}
+    assert len(wide) == 3 and len(narrow) == 5 and not wide & narrow
+    with pytest.raises(UsageError, match="write how many linears"):
+        Speculate(True, sensitive=-1)

@@ -15,6 +15,7 @@ import qcompile
 from qcompile import artifact, tune
 from qcompile.errors import UsageError
 from qcompile.runtime.gamma import AUTO, Costs, GammaPolicy, Tempo, best, expected, observe, predicted
+from qcompile.runtime.outputs import SpeculationMetrics
 from qcompile.runtime.speculate import DraftState
 
 COSTS = Costs(1, 1, 1.0, {gamma: 1.1 + 0.2 * gamma for gamma in range(1, 9)})
@@ -183,6 +184,24 @@ def test_tuning_is_kept_in_the_artifact(tiny_checkpoint: Path, tmp_path: Path) -
     prompts.write_text("[]\n")
     with pytest.raises(UsageError, match="needs lines of JSON"):
         tune.tune(out, prompts, 8, 1)
+
+
+def test_tuning_computes_each_prompt_once(tiny_artifact: Any) -> None:
+    """Requests go back, and on from there as they did before."""
+    out = tiny_artifact("qspec")
+    with qcompile.load(out, threads=1, gamma=AUTO, max_batch=4) as llm:
+        group = tune._Group(llm, [[1, 2, 3, 4], [7] * 30, [5]], 12)
+        texts = []
+        for gamma in (0, 3, 0, 8):
+            assert group.run(gamma) > 0
+            texts.append([list(request.tokens) for request in group.requests])
+        for versions in zip(*texts, strict=True):
+            shortest = min(map(len, versions))
+            assert all(version[:shortest] == versions[0][:shortest] for version in versions)
+        assert group.ended == []
+        total = SpeculationMetrics()
+        group.end(total)
+        assert sum(total.drafted) > 0 and llm.engine.pool.used == 0
 
 
 def test_an_artifact_without_drafts_cannot_be_tuned(tiny_artifact: Any) -> None:
