@@ -27,6 +27,7 @@ import qcompile
 from qcompile import SamplingParams, console
 from qcompile.artifact import read_manifest
 from qcompile.pipeline import LOOKUP
+from qcompile.recipes import get_recipe
 from qcompile.runtime.gamma import AUTO
 from qcompile.runtime.llm import LLM
 from qcompile.tune import tune
@@ -50,7 +51,8 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
 
 GAMMAS = (4, 1, 8, AUTO, 2, 3, 5, 6, 7)
 TOKENS = 128
-WAYS = {"plain": 0, "gamma 4": 4, "auto": AUTO}
+WAYS = {"plain": 0, "gamma 4": 4, "auto": AUTO, "plain again": 0}
+"""Gammas by name; plain decoding once more tells how far two measurements of the same differ."""
 BATCHES = (4, 16)
 GROUPS = 4
 """Groups of each size of BATCHES."""
@@ -66,6 +68,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of the parts that measure speed")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no round of them after so long")
     parser.add_argument("--work", type=Path, default=ROOT / "out" / "speculation", help="where artifacts go")
+    parser.add_argument("--calib", type=Path, help="calibration text for recipes that want it")
     parser.add_argument("--out", type=Path, default=RESULTS / "speculation.json")
     arguments = parser.parse_args()
     known = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {}
@@ -79,7 +82,7 @@ def main() -> None:
         for part in arguments.parts.split(","):
             if complete(found.get(part), arguments.rounds):
                 continue
-            artifact = built(name, arguments.work)
+            artifact = built(name, arguments.work, arguments.calib)
             console.log(f"{name}: {part}")
             for value in measured(part, artifact, prompts, found.get(part, {}), arguments, until):
                 found[part] = value
@@ -124,12 +127,13 @@ def read(files: list[Path], limit: int | None) -> list[str]:
     return prompts[:: max(1, len(prompts) // limit)][:limit] if limit else prompts
 
 
-def built(name: str, folder: Path) -> Path:
-    """The variant's artifact, built once."""
+def built(name: str, folder: Path, calib: Path | None = None) -> Path:
+    """The variant's artifact, built once; a recipe that wants calibration text gets `calib`."""
     recipe, drafts = VARIANTS[name]
     path = folder / name
     if not (path / "qcompile.json").exists():
-        qcompile.build(str(ROOT / "samples" / "pycode-26m"), path, recipe=recipe, drafts=drafts)
+        text = calib if get_recipe(recipe).calibrated else None
+        qcompile.build(str(ROOT / "samples" / "pycode-26m"), path, recipe=recipe, drafts=drafts, calib=text)
     return path
 
 
