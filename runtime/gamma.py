@@ -264,8 +264,8 @@ class Tempo:
         times = self.times(requests, whole)
         if not times.plain:
             return Choice(0)
-        rates = [self.rate(request) for request in requests]
-        tokens = {gamma: times.yields * _mean_expected(rates, gamma) for gamma in times.costs.rounds}
+        rate = sum(map(self.rate, requests)) / len(requests)
+        tokens = {gamma: times.yields * expected(rate, gamma) for gamma in times.costs.rounds}
         gains = {gamma: tokens[gamma] / times.cost(gamma) for gamma in tokens if gamma}
         best = max(gains, key=lambda gamma: gains[gamma], default=0)
         if not best:
@@ -316,7 +316,7 @@ class Tempo:
             return
         times = self.times(requests, whole)
         times.round(gamma, seconds / rounds, round(tokens))
-        found = tokens / rounds / _mean_expected([self.rate(request) for request in requests], gamma)
+        found = tokens / rounds / expected(sum(map(self.rate, requests)) / len(requests), gamma)
         times.yields += _FOLLOW * (min(max(found, 1 / _MOST_YIELD), _MOST_YIELD) - times.yields)
         if gamma != times.gamma:  # a trial
             times.purse -= max(0.0, seconds - tokens * times.plain)
@@ -377,10 +377,6 @@ def _few_rounds(times: Times, gamma: int) -> int:
 def expected(rate: float, gamma: int) -> float:
     """Tokens that a round of gamma drafts gives on average, each accepted at `rate` below 1."""
     return (1 - rate ** (gamma + 1)) / (1 - rate)
-
-
-def _mean_expected(rates: Sequence[float], gamma: int) -> float:
-    return sum(expected(rate, gamma) for rate in rates) / len(rates)
 
 
 def best(costs: Costs, rate: float) -> int:
