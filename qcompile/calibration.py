@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,7 +30,7 @@ SAMPLES, SAMPLE_TOKENS = 128, 1024
 MOST_UNKNOWN = 0.5
 """Text of which more tokens than this share are the unknown token is in an alphabet the vocabulary lacks."""
 
-VERSION = 3
+VERSION = 4
 """Of results kept between runs: raised when the same inputs would give others."""
 
 
@@ -200,12 +200,13 @@ def read(
     if not documents:
         raise UsageError(f"calibration text {path} is empty")
     stream: list[int] = []
-    texts = 0
-    for encoding in tokenizer.encode_batch(documents, add_special_tokens=False):
-        stream += [0 if bos is None else bos, *encoding.ids]
-        texts += len(encoding.ids)
+    texts = foreign = 0
     unknown = tokenizer.token_to_id(str(getattr(tokenizer.model, "unk_token", None) or ""))
-    if unknown is not None and stream.count(unknown) > MOST_UNKNOWN * texts:
+    for ids in _encoded(path, tokenizer, documents):
+        stream += [0 if bos is None else bos, *ids]
+        texts += len(ids)
+        foreign += ids.count(unknown)
+    if foreign > MOST_UNKNOWN * texts or not texts:
         raise UsageError(f"calibration text {path} is outside the vocabulary: most of it is unknown to the tokenizer")
     windows = len(stream) // length
     if windows == 0:
@@ -219,6 +220,16 @@ def read(
     found = Calibration(tokens, Path(path).name)
     found.check_vocabulary(vocabulary)
     return found
+
+
+def _encoded(path: str | Path, tokenizer: Tokenizer, documents: list[str]) -> Iterator[list[int]]:
+    """The tokens of each document. UsageError where the tokenizer, having no token for the unknown, gives up."""
+    try:
+        encodings = tokenizer.encode_batch(documents, add_special_tokens=False)
+    except Exception as error:  # tokenizers raises plain Exception
+        raise UsageError(f"calibration text {path} is outside the vocabulary: {error}") from error
+    for encoding in encodings:
+        yield encoding.ids
 
 
 def read_documents(path: str | Path) -> list[str]:

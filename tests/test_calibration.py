@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from qcompile.calibration import Calibration, Request, load_tokenizer, open_, read
 from qcompile.errors import ResourceError, UsageError
@@ -76,6 +77,29 @@ def test_tokens_outside_the_vocabulary_are_refused(text: Path) -> None:
     info = ModelInfo("m", 10, 64, None, (), 0)
     with pytest.raises(UsageError, match="holds token 10, outside"):
         open_(Request(torch.tensor([[1, 10]])), None, info, None, print)
+
+
+FOREIGN = "天地玄黄 宇宙洪荒 日月盈昃 辰宿列张 " * 40
+WORDS_KNOWN = {"<unk>": 3, "def": 4, "add": 5, "return": 6}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        models.WordLevel(WORDS_KNOWN, unk_token="<unk>"),  # says so
+        models.WordLevel(WORDS_KNOWN, unk_token="missing"),  # gives up
+        models.BPE(dict(zip("defadreturn", range(11), strict=True)), []),  # drops what it does not know
+    ],
+)
+def test_text_that_the_tokenizer_does_not_know_is_refused(tmp_path: Path, model: models.Model) -> None:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    path = tmp_path / "calib.txt"
+    path.write_text(FOREIGN)
+    with pytest.raises(UsageError, match=r"calib\.txt is outside the vocabulary: "):
+        read(path, tokenizer, bos=0, vocabulary=16, length=8)
+    path.write_text("def add return " * 20)
+    assert read(path, tokenizer, bos=0, vocabulary=16, length=8).tokens.shape[0] >= 7
 
 
 def test_refusals_of_missing_things(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from qcompile import cli, cli_generate, console
 from qcompile.cli import main
@@ -163,6 +164,31 @@ def test_build_refuses_an_unknown_field(capsys: Capture, tiny_checkpoint: Path, 
     assert "there are" in refusal(capsys, 2, *build, "cache.fromat=kv8")
     assert "kv16" in refusal(capsys, 2, *build, "cache.format=kv7")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"def add(a, b):\n", "is too short"),
+        (b"\x7fELF\xff\xfe", "is not text"),
+        ("天地玄黄 宇宙洪荒 ".encode() * 400, "is outside the vocabulary"),
+    ],
+)
+def test_build_refuses_text_it_cannot_calibrate_by(
+    content: bytes, message: str, capsys: Capture, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    model, text = tmp_path / "model", tmp_path / "calib.txt"
+    shutil.copytree(tiny_checkpoint, model)
+    if "vocabulary" in message:
+        words = Tokenizer(models.WordLevel({"<unk>": 3, "def": 4}, unk_token="<unk>"))
+        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        words.save(str(model / "tokenizer.json"))
+    text.write_bytes(content)
+    command = ("build", model, "-o", tmp_path / "out", "--recipe", "mixllm", "--calib", text)
+    assert message in refusal(capsys, 2, *command)
+    assert "write a share between 0 and 1" in refusal(capsys, 2, *command, "--set", "salience.fraction=1.5")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["calib.txt", "model"]
 
 
 def test_build_refuses_what_is_not_a_model(capsys: Capture, tmp_path: Path) -> None:
