@@ -127,9 +127,8 @@ class _Work:
         choices = []
         try:
             for w, hessian in self._inputs(gemm, value, sweep, moments):
-                choices.append(
-                    gptq.choose(w, hessian, how, clip=options.clip, gptq=options.gptq, damping=options.damping)
-                )
+                settings = {"clip": options.clip, "gptq": options.gptq, "damping": options.damping}
+                choices.append(gptq.choose(w, hessian, how, tokens=self.calibration.tokens.numel(), **settings))
         except ValueError as error:
             raise PassError("calibrate", gemm.name, str(error)) from error
         parts = [torch.cat(part) for part in zip(*(choice.parts for choice in choices), strict=True)]

@@ -40,21 +40,42 @@ class Choice:
     notes: tuple[str, ...] = ()
 
 
-def choose(w: Tensor, hessian: Tensor, rounding: Rounding, *, clip: bool, gptq: bool, damping: float) -> Choice:
+def choose(
+    w: Tensor, hessian: Tensor, rounding: Rounding, *, clip: bool, gptq: bool, damping: float, tokens: int | None = None
+) -> Choice:
     """Round w [N, K] by `rounding` (of grids.rounding) for inputs with second moments `hessian` [K, K].
 
-    `damping`, a share of the mean of H's diagonal, is added to it before H is inverted.
+    They are those of `tokens` tokens of text, or exact (None). `damping`, a share of the mean of H's diagonal, is added
+    to it before H is inverted.
     """
     w, hessian = w.float(), hessian.float()
+    notes = _remarks(hessian, damping, tokens) if gptq else ()
+    hessian = hessian if tokens is None else trusted(hessian, tokens)
     plain = rounding.fit(w, 1.0)
     energy = _energy(w, hessian)
     nearest = plain.round(w)
     grid = clipped(w, hessian, rounding) if clip else plain
-    values, notes = gptq_round(w, hessian, grid, damping) if gptq else (grid.round(w), ())
+    values, more = gptq_round(w, hessian, grid, damping) if gptq else (grid.round(w), ())
+    notes += more
     before, after = (_energy(w - q, hessian) / max(energy, 1e-30) for q in (nearest, values))
     if after > before:  # possible with a Hessian that says next to nothing
         return Choice(plain.parts(nearest, w), before, before, (*notes, "rounding to nearest was no worse and is kept"))
     return Choice(grid.parts(values, w), before, after, notes)
+
+
+def trusted(moments: Tensor, tokens: int) -> Tensor:
+    """Second moments [K, K] found in `tokens` tokens, as far as so few may be believed.
+
+    Where there are not many more tokens than inputs the moments tell of directions that this text happened to lack, and
+    codes chosen by them do worse on other text than rounding to nearest. So K inputs of even energy are seen too: as
+    many as K tokens hold while `tokens` is less than K, and the fewer the more it is above.
+    """
+    k = len(moments)
+    even = k * min(1.0, k / max(tokens, 1))
+    share = tokens / (tokens + even)
+    found = share * moments
+    found.diagonal().add_((1 - share) * moments.diagonal().mean())
+    return found
 
 
 def _energy(error: Tensor, hessian: Tensor) -> float:
@@ -125,7 +146,6 @@ def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, tuple[str,
     matrix = hessian.double()
     diagonal = matrix.diagonal()
     mean = float(diagonal.mean()) or 1.0
-    notes = _singularity(matrix, mean, damping)
     added = 0.0
     more = damping
     while more <= _MOST_DAMPING:
@@ -134,17 +154,19 @@ def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, tuple[str,
         if not problem:
             upper, problem = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
         if not problem and bool(torch.isfinite(upper).all()):
-            again = (f"damped by {more:g} of the mean to be invertible",) if added else ()
-            return upper.float(), (*notes, *again)
+            return upper.float(), (f"damped by {more:g} of the mean to be invertible",) if added else ()
         added, more = more, 10 * more
     raise ValueError("second moments of the inputs are not finite")
 
 
-def _singularity(matrix: Tensor, mean: float, damping: float) -> tuple[str, ...]:
-    """A note where H cannot be inverted as it is: some combination of inputs never occurs in the text."""
+def _remarks(hessian: Tensor, damping: float, tokens: int | None) -> tuple[str, ...]:
+    """Notes where H cannot be inverted as it is: some combination of inputs never occurs in the text."""
+    matrix = hessian.double()
     if dead := int((matrix.diagonal() <= 0).sum()):
         return (f"{dead} of {len(matrix)} inputs are always zero: their moments are singular, damped by {damping:g}",)
+    if tokens is not None and tokens < len(matrix):
+        return (f"{tokens} tokens are few for {len(matrix)} inputs, whose moments are evened out: give more text",)
     lower, problem = torch.linalg.cholesky_ex(matrix)
-    if problem or float(lower.diagonal().min()) ** 2 < _SINGULAR * mean:
+    if problem or float(lower.diagonal().min()) ** 2 < _SINGULAR * float(matrix.diagonal().mean()):
         return (f"moments of the {len(matrix)} inputs are singular, damped by {damping:g} of their mean",)
     return ()

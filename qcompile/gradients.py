@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from qcompile import memory, ops
+from qcompile import gptq, memory, ops
 from qcompile.graph import Graph
 from qcompile.ops.quantized import gate
 from qcompile.sweep import Shelf
@@ -63,9 +63,10 @@ def first_order(
     """For each linear in `deltas`, and each sample, how its output features' changes move the loss, to first order.
 
     graph: float, of whole sequences; tokens int64 [samples, length]. `deltas[linear](weight, moments)` is the change of
-    its weight [N, K]; moments [K, K] are E[x xᵀ] of its inputs in `seen` samples, None where that is 0. The result, f32
-    [samples, N], holds gᵀ (c' - c) of MixLLM's equation 4 for every output feature c, where g is the gradient of the
-    sample's mean next-token loss. `work` is called after every stretch of a sample.
+    its weight [N, K]; moments [K, K] are E[x xᵀ] of its inputs in `seen` samples, as far as they may be believed
+    (gptq.trusted), None where that is 0. The result, f32 [samples, N], holds gᵀ (c' - c) of MixLLM's equation 4 for
+    every output feature c, where g is the gradient of the sample's mean next-token loss. `work` is called after every
+    stretch of a sample.
     """
     parts = stretches(graph)
     width = max(part[-1].meta["val"].shape[-1] for part in parts[:-1]) if len(parts) > 1 else 1
@@ -171,7 +172,7 @@ class _Batch:
         count = len(entries) * self.tokens.shape[1]
         found = {}
         for node in linears:
-            moments = squares[node.args[0]] / count if squares else None
+            moments = gptq.trusted(squares[node.args[0]] / count, count) if squares else None
             found[node] = self.deltas[node](self._weight(node.args[1]), moments)
         return found
 

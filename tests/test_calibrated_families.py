@@ -58,6 +58,27 @@ def test_calibration_brings_every_family_nearer(checkpoint: tuple[str, Path]) ->
         assert errors[1] < 0.95 * errors[0] < 0.5, (checkpoint[0], recipe, errors)
 
 
+def test_a_few_lines_of_text_make_nothing_worse(tmp_path: Path) -> None:
+    """Fewer tokens than a layer has inputs, of two dozen kinds: what they do not show must not be given up."""
+    with families.quiet():
+        families.save_random(*KINDS["gemma2, soft caps"], tmp_path / "model")
+    graph = frontend.load(tmp_path / "model")
+    ids, positions = families.tokens(2, 24, graph.info.vocab_size), torch.arange(24).expand(2, 24)
+    expected = apply(pipeline.PASSES[0](), graph).graph.run(ids, positions)
+    lines = torch.arange(4 * 32).view(4, 32) * 7 % 23 + 5
+    for recipe in ("w4a16", "mixllm"):
+        errors = []
+        for calibration in (None, Calibration(lines)):
+            made: Any = graph.clone()
+            made.calibration = calibration
+            for rewrite in pipeline.configure(recipes.get_recipe(recipe).settings("f32"), {"salience.samples": "4"}):
+                if rewrite.name == "speculate":
+                    break
+                made = apply(rewrite, made).graph if rewrite.wanted else made
+            errors.append(off(made.run(ids, positions), expected))
+        assert errors[1] < errors[0], (recipe, errors)
+
+
 def test_a_mixture_of_experts_is_built_under_mixllm(tmp_path: Path) -> None:
     with families.quiet():
         reference = families.save_random(*KINDS["mixtral"], tmp_path / "model")

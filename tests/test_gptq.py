@@ -126,6 +126,23 @@ def test_a_singular_hessian_is_damped_with_a_note() -> None:
         assert torch.equal(ours, plain)
 
 
+def test_of_few_tokens_little_is_believed() -> None:
+    w, x = layer()[0], torch.randn(2048, 200, generator=torch.Generator().manual_seed(0))  # a hundred show nothing
+    seen, other = x[:100], x[1024:]
+    nearest = lost(w, nearest_parts(w, "w4_asym_g128"), "w4_asym_g128", other)
+    found = {}
+    for tokens in (None, len(seen)):
+        choice = gptq.choose(
+            w, moments(seen), rounding("w4_asym_g128"), clip=True, gptq=True, damping=0.01, tokens=tokens
+        )
+        found[tokens] = lost(w, choice.parts, "w4_asym_g128", other)
+    assert found[len(seen)] < nearest < 0.5 * found[None]
+    assert choice.notes == ("100 tokens are few for 200 inputs, whose moments are evened out: give more text",)
+    torch.testing.assert_close(gptq.trusted(moments(x), 10**9), moments(x))
+    white = gptq.trusted(moments(x), 0)  # nothing seen: rounding to nearest
+    torch.testing.assert_close(white, torch.eye(200) * moments(x).diagonal().mean())
+
+
 def test_moments_that_are_not_finite_are_refused() -> None:
     w, x = layer(k=64)
     x[0, 0] = float("inf")
