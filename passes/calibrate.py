@@ -127,8 +127,12 @@ class _Work:
         choices = []
         try:
             for w, hessian in self._inputs(gemm, value, sweep, moments):
-                settings = {"clip": options.clip, "gptq": options.gptq, "damping": options.damping}
-                choices.append(gptq.choose(w, hessian, how, tokens=self.calibration.tokens.numel(), **settings))
+                tokens = self.calibration.tokens.numel()
+                choices.append(
+                    gptq.choose(
+                        w, hessian, how, clip=options.clip, gptq=options.gptq, damping=options.damping, tokens=tokens
+                    )
+                )
         except ValueError as error:
             raise PassError("calibrate", gemm.name, str(error)) from error
         parts = [torch.cat(part) for part in zip(*(choice.parts for choice in choices), strict=True)]

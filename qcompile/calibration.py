@@ -205,7 +205,7 @@ def read(
     for ids in _encoded(path, tokenizer, documents):
         stream += [0 if bos is None else bos, *ids]
         texts += len(ids)
-        foreign += ids.count(unknown)
+        foreign += 0 if unknown is None else ids.count(unknown)
     if foreign > MOST_UNKNOWN * texts or not texts:
         raise UsageError(f"calibration text {path} is outside the vocabulary: most of it is unknown to the tokenizer")
     windows = len(stream) // length
