@@ -62,8 +62,8 @@ _FRESH = 64
 _COMPARE, _LOOK = 128, 256
 """Tokens after which plain steps are compared with rounds again; a gamma with the ones beside it."""
 
-_CALM = 24
-"""Tokens between two trials at least."""
+_CALM, _CALMEST = 24, 512
+"""Tokens between two trials at least; of rounds twice as many after each that did not show them to be better."""
 
 _SURPRISE = 1.2
 """Rounds that take so much longer than when they were compared are compared at once."""
@@ -152,6 +152,10 @@ class Times:
     rounds_age: int = 0
     trial_age: int = 0
     look_age: int = 0
+    calm: int = _CALM
+    """Tokens until rounds may be tried again."""
+    settled: float = 0.0
+    """The acceptance at which plain decoding was found to be better, and nothing has been learned since."""
     purse: float = 0.0
     gamma: int = 0
     """Of the last call that was no trial; `gain`: tokens a second it was expected to give, over plain decoding's."""
@@ -262,9 +266,10 @@ class Tempo:
     def choose(self, requests: Sequence[Request], whole: bool) -> Choice:
         """What requests that are all decoding do next; `whole`: in calls of many steps or rounds."""
         times = self.times(requests, whole)
-        if not times.plain:
-            return Choice(0)
         rate = sum(map(self.rate, requests)) / len(requests)
+        if not times.plain or (rate <= times.settled and times.trial_age < times.calm):
+            return Choice(0)
+        times.settled = 0.0
         tokens = {gamma: times.yields * expected(rate, gamma) for gamma in times.costs.rounds}
         gains = {gamma: tokens[gamma] / times.cost(gamma) for gamma in tokens if gamma}
         best = max(gains, key=lambda gamma: gains[gamma], default=0)
@@ -276,11 +281,12 @@ class Tempo:
             before = times.gamma
             times.gamma, times.gain = best, max(1.0, gains[best])
             if not before:  # carefully
+                times.calm = _CALM
                 return Choice(best, _few_rounds(times, best))
             if best != before:  # what lies further on may be better still
                 times.side, times.look_age = 1 if best < before else -1, _LOOK
             return _plain_trial(times, gains[best]) or _look(times, gains) or Choice(best)
-        times.gamma = 0
+        times.gamma, times.settled = 0, rate
         return _rounds_trial(times, tokens, best) or Choice(0)
 
     def each(self, requests: Sequence[Request], gamma: int) -> list[int]:
@@ -356,13 +362,14 @@ def _look(times: Times, gains: dict[int, float]) -> Choice | None:
 
 def _rounds_trial(times: Times, tokens: dict[int, float], best: int) -> Choice | None:
     """Rounds amid plain steps, if it is time and they can be paid for: of the best gamma, or of the cheapest."""
-    if times.trial_age < _CALM:
+    if times.trial_age < times.calm:
         return None
     near = tokens[best] > _NEAR * times.cost(best) and times.rounds_age < _LOOK
     for gamma in (best, min(times.costs.rounds))[not near :]:
         loss = times.plain * (times.doubt * times.cost(gamma) - tokens[gamma])
         if loss <= times.purse:
-            times.trial_age = 0
+            times.trial_age, times.settled = 0, 0.0
+            times.calm = min(2 * times.calm, _CALMEST)  # until rounds are made again
             few = _few_rounds(times, gamma)
             return Choice(gamma, max(1, min(few, int(times.purse / loss))) if loss > 0 else few)
     if times.purse >= _PURSE * times.plain:
