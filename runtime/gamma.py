@@ -141,7 +141,9 @@ class Times:
     """
 
     costs: Costs
-    """Of the table, for the context at hand."""
+    """Of the table, for the requests at hand."""
+    place: tuple[int, int] = 0, 0
+    """How many they are, and how long in powers of two."""
     plain: float = 0.0
     unit: float = 0.0
     measured: dict[int, deque[float]] = field(default_factory=dict)
@@ -300,9 +302,11 @@ class Tempo:
         """What is known of about so many requests; how times depend on the context, the table knows."""
         batch, context = len(requests), max(len(request.tokens) for request in requests)
         key = whole, batch if batch <= 4 else 4 + batch.bit_length()
-        costs = self.policy.costs(batch, context)
-        found = self._times.setdefault(key, Times(costs))
-        found.costs = costs
+        found = self._times.get(key)
+        if found is None or found.place != (batch, context.bit_length()):
+            costs = self.policy.costs(batch, context)
+            found = self._times.setdefault(key, Times(costs))
+            found.costs, found.place = costs, (batch, context.bit_length())
         return found
 
     def stepped(self, requests: Sequence[Request], whole: bool, steps: int, seconds: float) -> None:
