@@ -20,7 +20,7 @@ from qcompile.runtime.tokenizer import Detokenizer
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-BURST_SECONDS = 6e-3
+BURST_SECONDS = 8e-3
 """Aim of one call of greedy decoding: long enough that Python does not show, short enough to stream."""
 _MAX_BURST = 128
 _FIRST_GUESS = 1e-3
@@ -99,7 +99,7 @@ class Engine:
                 request.metrics.first_scheduled_time = started
         if self.speculator and self.gamma:
             choice = self._choose_gamma(plan)
-            gammas = self._gammas(plan, self.speculator, choice.gamma)
+            gammas = self._gammas(plan, self.speculator, choice.gamma) if choice.gamma else []
             if any(gammas):
                 return self._speculate(plan, gammas, self.speculator, started, choice.most)
             if plan.decoding:
