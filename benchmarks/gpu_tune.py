@@ -26,12 +26,19 @@ from qcompile.codegen.triton import KernelSpec, Tile
 from qcompile.errors import UnsupportedError
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 4096))
-TOKENS = {16: (1, 16), 64: (64,), 128: (128,), 256: (256,), 512: (512,), 1024: (1024,)}
+TOKENS = {1: (1,), 16: (8, 16), 64: (64,), 128: (128,), 256: (256,), 512: (512,), 1024: (1024,)}
 """Measured M by class of M."""
 
 SHARED = 227 * 1024
 FORMATS = ("qoq_channel", "qoq_g128", "w4_asym_g128", "w8_sym_channel", "nested_8_4", "mxfp4", "mxfp4_a8")
 ERROR = 4e-3
+
+
+def single_tiles() -> Iterator[Tile]:
+    """Candidates for M = 1 without the tensor cores; they all start early."""
+    for rows, unroll, warps, stages in itertools.product((32, 64), (2, 4, 8, 16, 32), (2, 4, 8, 16), (1, 2, 3)):
+        if 4 <= rows // 8 * unroll * stages // warps <= 32:  # 16 bytes a thread
+            yield Tile(1, rows, 1, 1, unroll, warps, stages, 128)
 
 
 def decode_tiles() -> Iterator[Tile]:
@@ -63,6 +70,10 @@ def prefill_tiles(tokens: int) -> Iterator[Tile]:
 def candidates(format: str, n: int, k: int, tokens: int) -> list[KernelSpec]:
     """Kernels that could serve a weight [n, k] for a class of M."""
     found = []
+    if tokens == 1:
+        if format not in ("qoq_channel", "qoq_g128", "w8_sym_channel"):
+            return []
+        return [KernelSpec(format, n, k, tile) for tile in single_tiles() if k // 128 % tile.unroll == 0]
     for tile in decode_tiles() if tokens == 16 else prefill_tiles(tokens):
         programs = n // tile.rows * tile.splits * max(1, tokens // tile.tokens)
         if tile.stages * tile.unroll * tile.slices > 48 or not (programs >= 64 and (programs <= 1100 or tokens > 64)):
@@ -117,7 +128,7 @@ def measure(problem: Problem, specs: list[KernelSpec], tokens: int) -> list[tupl
 def main() -> None:
     start, limit = time.time(), float(os.environ.get("TUNE_SECONDS", "540"))
     formats = sys.argv[2:] or FORMATS
-    classes = [int(c) for c in os.environ.get("TUNE_CLASSES", "16,64,128,256,512,1024").split(",")]
+    classes = [int(c) for c in os.environ.get("TUNE_CLASSES", "1,16,64,128,256,512,1024").split(",")]
     jobs = [(f, n, k, c) for c in classes for f in formats for n, k in SHAPES]
     specs = {job: candidates(*job) for job in jobs}
     results: list[dict[str, Any]] = []
@@ -132,7 +143,7 @@ def main() -> None:
             problem = Problem(*job[:3], x_groups=job[0] == "mxfp4_a8")
             for tokens in TOKENS[job[3]]:
                 ranked = measure(problem, good, tokens)
-                more = [e for _, spec in ranked[:4] for e in early(spec)]
+                more = [e for _, spec in ranked[:4] if not spec.single for e in early(spec)]
                 list(quick.map(compile_one, more))
                 ranked_early = measure(problem, more, tokens)
                 for name, pairs in (("alone", ranked), ("early", ranked_early)):

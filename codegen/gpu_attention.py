@@ -230,12 +230,15 @@ class AttentionSpec:
         arguments += [Argument(name, "*fp32") for name in results] + [Argument("table_stride", "i32")]
         arguments += [Argument("splits", "i32")] * (self.cut != "whole")
         name = f"attention_{self.kv.format}_{self.cut}"
+        hurries = self.inline_asm and capability >= 90
+        prelaunch = hurries and self.cut != "whole" and not self.kv.hierarchical
         source = render_template(
             "attention_hier.py.jinja" if self.kv.hierarchical else "attention.py.jinja",
             spec=self,
             name=name,
             arguments=arguments,
-            hurries=self.inline_asm and capability >= 90,
+            hurries=hurries,
+            prelaunch=prelaunch,
             asm=self.inline_asm,
             tile=self.tile if self.kv.hierarchical else min(self.tile, self.leaf),
             block=max(_power(self.kv.width), 16),
@@ -246,8 +249,7 @@ class AttentionSpec:
             q_scale=self.scale if self.softcap else self.scale * _LOG2_E,
         )
         warps = self.rows // 16 * self.warps if self.kv.hierarchical else 1
-        # Started early its programs would crowd where there is room first: they are few, and each takes its time.
-        return Kernel(name, source, tuple(arguments), warps, self.stages, False, False)
+        return Kernel(name, source, tuple(arguments), warps, self.stages, prelaunch, False)
 
 
 @dataclass(frozen=True)

@@ -308,19 +308,22 @@ class _Maker:
         if x.stride != c.k:
             raise UnsupportedError(f"{c.k} inputs are not whole blocks")
         act = ops.GATED.get(c.epilogue)
-        if act is not None and c.out is not None:
+        apart = act is not None and bool(c.blocks)  # rows that scatter meet their pairs in memory
+        if act is not None and c.out is not None and apart:
             self.gated[c.out] = act
         options = {
             "bias": c.bias is not None,
             "residual": c.residual is not None,
             "inline_asm": self.asm,
-            "out": "f32" if act is None else "bf16",
-            "width": 0 if n == c.n and not c.blocks else c.n,
+            "out": "bf16" if apart else "f32",
+            "width": c.n // 2 if act and not apart else 0 if n == c.n and not c.blocks else c.n,
+            "gated": "" if apart else act or "",
             "wide": c.wide,
             "x_groups": x.dtype == "q8" and x.kind.group > 0,
         }
-        if c.out is not None and act is None and self.program.buffer(c.out).stride != c.n:
-            raise UnsupportedError(f"{c.n} outputs are not whole blocks")
+        stored = c.n // 2 if act else c.n
+        if c.out is not None and not apart and self.program.buffer(c.out).stride != stored:
+            raise UnsupportedError(f"{stored} outputs are not whole blocks")
         refs: dict[str, Ref] = {"x": self.ref(c.x), "M": ["count", x.rows]}
         refs |= {role: ["weight", name] for role, name in c.weights.items()}
         refs["out"] = ["input", "logits"] if c.out is None else self.ref(c.out)

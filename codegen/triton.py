@@ -17,6 +17,7 @@ from qcompile.codegen.gpu_compile import Argument, Compiled, Kernel, compile_ker
 from qcompile.codegen.gpu_pack import check_shape
 from qcompile.errors import UnsupportedError
 from qcompile.numerics import ACTIVATION_GROUP
+from qcompile.ops import GATE_BLOCK
 
 DECODE_TOKENS = 16
 """Most rows of the decode class. Its float kernels sum in one order for every M."""
@@ -31,6 +32,9 @@ class Tile:
     instruction of the tensor cores (wgmma of sm_90; elsewhere it costs registers). With `ahead` (sm_90 on) a kernel
     starts while the one before it ends, fetches so many bytes of each 32 rows (a power of two) into L2, and
     waits before it touches anything else.
+
+    One token is taken without the tensor cores, a row of weights by several threads, `unroll` blocks a step: integer
+    sums alone. Registers hold the next `stages` steps; if `ahead` is not 0, they are asked for before it waits.
     """
 
     tokens: int
@@ -79,8 +83,9 @@ class KernelSpec:
 
     x is int8 per token, or in groups of 128 with `x_groups` (where sums are floats), or bf16 for bf16, mxfp4 and
     w4_asym_g128; mxfp4_a8 and w4_asym_g128_a8 read the latter's packings with int8. out and residual are bf16, or f32
-    with `out`. The first `width` columns are stored (0: all N). mix_4_8 has n packed rows, `wide` of 8 bits first, and
-    stores `width` columns where they belong. `inline_asm` False renders the same arithmetic for
+    with `out`. The first `width` columns are stored (0: all N). With `gated` (the name of an act) rows of gate and of
+    up alternate in blocks of ops.GATE_BLOCK, and act(gate) * up is stored, `width` columns. mix_4_8 has n packed rows,
+    `wide` of 8 bits first, and stores `width` columns where they belong. `inline_asm` False renders the same for
     Triton's interpreter, which has none.
     """
 
@@ -95,6 +100,7 @@ class KernelSpec:
     width: int = 0
     x_groups: bool = False
     wide: int = 0
+    gated: str = ""
 
     def __post_init__(self) -> None:
         if self.x_groups and (self.float_x or not self.float_sum):
@@ -103,6 +109,10 @@ class KernelSpec:
         step = self.tile.slices * self.tile.splits * self.tile.unroll
         if self.blocks % step or self.n % self.tile.rows or self.tile.rows % 32:
             raise UnsupportedError(f"weight [{self.n}, {self.k}] in {self.format} does not divide into {self.tile}")
+        if self.single and (self.float_sum or self.tile.slices * self.tile.splits > 1):
+            raise UnsupportedError(f"{self.format} is not summed by {self.tile}: integers are, all of a row at once")
+        if self.gated and (self.mixed or self.residual or not self.width):
+            raise UnsupportedError(f"{self.format} with {self.width} columns stores no {self.gated} of pairs of rows")
         if self.wide % self.tile.rows or (self.mixed and (self.prelaunch or not self.width)):
             raise UnsupportedError(f"{self.wide} rows of 8 bits, {self.width} columns, do not go with {self.tile}")
         part = self.blocks // self.tile.splits * 32 * self.row_bytes
@@ -119,9 +129,10 @@ class KernelSpec:
     @property
     def name(self) -> str:
         """Name of the kernel."""
-        kind = "decode" if self.decode else "prefill"
-        extras = "".join(f"_{name}" for name in ("x_groups", "bias", "residual") if getattr(self, name))
-        return f"gemm_{self.format}_{self.n}x{self.k}_{kind}{extras}{'_f32' if self.out == 'f32' else ''}"
+        kind = "" if self.single else "_decode" if self.decode else "_prefill"
+        extras = "".join(f"_{name}" for name in ("x_groups", "bias", "residual", "gated") if getattr(self, name))
+        shape = f"{'gemv' if self.single else 'gemm'}_{self.format}_{self.n}x{self.k}"
+        return f"{shape}{kind}{extras}{'_f32' if self.out == 'f32' else ''}"
 
     @property
     def prelaunch(self) -> bool:
@@ -133,6 +144,11 @@ class KernelSpec:
         """What the source says it is."""
         kind = "bf16" if self.float_x else "int8 in groups" if self.x_groups else "int8 per token"
         return f"GEMM of {self.format} weights with {kind} activations, {self.tile}"
+
+    @property
+    def single(self) -> bool:
+        """Whether a program does one row of x, without the tensor cores."""
+        return self.tile.tokens == 1
 
     @property
     def decode(self) -> bool:
@@ -208,6 +224,8 @@ class KernelSpec:
     def step_bytes(self) -> int:
         """Bytes of weights and activations a program takes in one step, for each of the stages in flight."""
         tile = self.tile
+        if self.single:
+            return 0
         each = tile.rows * self.row_bytes * (1 + self.low_plane) + tile.tokens * self.block * (2 if self.float_x else 1)
         return tile.slices * tile.unroll * each
 
@@ -215,8 +233,9 @@ class KernelSpec:
     def arguments(self) -> list[Argument]:
         """The kernel's arguments in order; all but M are pointers."""
         out = "*fp32" if self.out == "f32" else "*bf16"
-        found = [Argument("x", "*bf16" if self.float_x else "*i8")]
-        found += [Argument("w", f"*{_LAYOUTS[self.format].item}")] * (self.wide < self.n) + [Argument("out", out)]
+        item = "i32" if self.single else _LAYOUTS[self.format].item
+        found = [Argument("x", "*bf16" if self.float_x else "*i32" if self.single else "*i8")]
+        found += [Argument("w", f"*{item}")] * (self.wide < self.n) + [Argument("out", out)]
         found += [Argument("x_scale", "*fp32")] * (not self.float_x)
         found += [Argument("w_scale", "*fp32")] * (not self.float_sum)
         if self.format == "qoq_channel":
@@ -258,7 +277,10 @@ def reference(x: list[Tensor], w: Tensor, bias: Tensor | None = None, residual: 
 
 def render(spec: KernelSpec) -> str:
     """Triton source of the kernel."""
-    return gpu_compile.render_template("gemm.py.jinja", spec=spec, tile=spec.tile)
+    template = "gemv.py.jinja" if spec.single else "gemm.py.jinja"
+    return gpu_compile.render_template(
+        template, spec=spec, tile=spec.tile, words=spec.row_bytes // 4, gate_block=GATE_BLOCK
+    )
 
 
 def kernel(spec: KernelSpec) -> Kernel:

@@ -18,6 +18,7 @@ from qcompile.codegen.packing import CPU_PACKING
 from qcompile.codegen.triton import KernelSpec, Tile, compile_for, reference, render
 from qcompile.errors import UnsupportedError
 from qcompile.numerics import dequantize_weight, quantize_activation, quantize_weight
+from qcompile.ops.quantized import gate
 
 FORMATS = (
     "qoq_channel",
@@ -217,10 +218,43 @@ def interpret_orders() -> None:
         assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
+def interpret_single() -> None:
+    """Rows taken alone, without the tensor cores: the bits that kernels for many rows give, and gates in pairs."""
+    from qcompile.codegen.triton import load
+
+    torch.manual_seed(0)
+    n, k = 64, 1024
+    for format in ("qoq_channel", "qoq_g128", "w8_sym_channel"):
+        packed = pack_gpu(quantize_weight(weight(n, k), format), format)
+        x = quantize_activation(torch.randn(2, k), "int8", 0)
+        for options in ({"bias": True, "residual": True, "width": 60}, {"gated": "silu", "bias": True, "width": 16}):
+            width = options["width"]
+            bias, residual = torch.randn(n), torch.randn(2, width)
+            found = []
+            for cut in (Tile(16, 64, unroll=2), Tile(1, 32, unroll=2), Tile(1, 64, unroll=8)):
+                spec = KernelSpec(format, n, k, cut, inline_asm=False, out="f32", **options)
+                given = {**packed, **dict(zip(("x", "x_scale", "x_sum"), x, strict=True))}
+                given |= {"out": torch.full((2, width), float("nan")), "bias": bias, "residual": residual, "M": 2}
+                if spec.single:
+                    given |= {"x": x[0].view(torch.int32), "w": packed["w"].view(torch.int32)}
+                load(spec)[spec.grid(2)](*(given[a.name] for a in spec.arguments))
+                found.append(given["out"])
+            assert not found[0].isnan().any()
+            assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]), (format, options)
+            if "gated" in options:
+                y = reference(x, dequantize_weight(unpack_gpu(packed, format), format, k), bias)
+                want = gate(y.float(), "silu", width).double()
+                assert (found[0] - want).norm() / want.norm() < 1e-5
+
+
 def test_numerics_in_the_interpreter() -> None:
     needs_triton()
     # The interpreter is chosen when Triton is imported.
-    command = [sys.executable, "-c", f"import {__name__} as m; m.interpret(); m.interpret_mix(); m.interpret_orders()"]
+    command = [
+        sys.executable,
+        "-c",
+        f"import {__name__} as m; m.interpret(); m.interpret_mix(); m.interpret_orders(); m.interpret_single()",
+    ]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 
