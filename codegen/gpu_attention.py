@@ -231,7 +231,8 @@ class AttentionSpec:
         arguments += [Argument("splits", "i32")] * (self.cut != "whole")
         name = f"attention_{self.kv.format}_{self.cut}"
         hurries = self.inline_asm and capability >= 90
-        prelaunch = hurries and self.cut != "whole" and not self.kv.hierarchical
+        # Started early, programs that take their time would crowd where there is room first.
+        prelaunch = hurries and self.cut == "leaf" and not self.kv.hierarchical
         source = render_template(
             "attention_hier.py.jinja" if self.kv.hierarchical else "attention.py.jinja",
             spec=self,
