@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -224,16 +225,17 @@ def interpret_single() -> None:
 
     torch.manual_seed(0)
     n, k = 64, 1024
+    cases: list[dict[str, Any]] = [{"residual": True, "width": 60}, {"gated": "silu", "width": 16}]
     for format in ("qoq_channel", "qoq_g128", "w8_sym_channel"):
         packed = pack_gpu(quantize_weight(weight(n, k), format), format)
         x = quantize_activation(torch.randn(2, k), "int8", 0)
-        for options in ({"bias": True, "residual": True, "width": 60}, {"gated": "silu", "bias": True, "width": 16}):
+        for options in cases:
             width = options["width"]
             bias, residual = torch.randn(n), torch.randn(2, width)
             found = []
-            for cut in (Tile(16, 64, unroll=2), Tile(1, 32, unroll=2), Tile(1, 64, unroll=8)):
-                spec = KernelSpec(format, n, k, cut, inline_asm=False, out="f32", **options)
-                given = {**packed, **dict(zip(("x", "x_scale", "x_sum"), x, strict=True))}
+            for cut in (Tile(16, 64, unroll=2), Tile(1, 32, unroll=2, stages=1), Tile(1, 64, unroll=2, stages=2)):
+                spec = KernelSpec(format, n, k, cut, bias=True, inline_asm=False, out="f32", **options)
+                given: dict[str, Any] = {**packed, **dict(zip(("x", "x_scale", "x_sum"), x, strict=True))}
                 given |= {"out": torch.full((2, width), float("nan")), "bias": bias, "residual": residual, "M": 2}
                 if spec.single:
                     given |= {"x": x[0].view(torch.int32), "w": packed["w"].view(torch.int32)}
