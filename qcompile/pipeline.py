@@ -238,9 +238,13 @@ class _Request:
 
     @property
     def passes(self) -> tuple[Pass, ...]:
-        """Those of the target."""
-        options = {"salience.target": self.target, **self.options}
-        return configure(recipes.get_recipe(self.recipe).settings(self.head_dtype), options)
+        """Those of the target. Raises UsageError where options speak of a draft that the recipe does not make."""
+        recipe = recipes.get_recipe(self.recipe)
+        found = configure(recipe.settings(self.head_dtype), {"salience.target": self.target, **self.options})
+        idle = [option for option in self.options if option.startswith(f"{Speculate.name}.")]
+        if idle and not recipe.drafts:
+            raise UsageError(f"option {idle[0]}: recipe {self.recipe} makes no draft of itself; take one that does")
+        return found
 
     def own_drafts(self) -> Iterator[tuple[recipes.Draft, tuple[Pass, ...]]]:
         """The recipe's drafts, and the passes from `speculate` on that make each from the quantized graph."""

@@ -160,3 +160,9 @@ def test_sensitive_linears_are_stored_once() -> None:
     assert len(wide) == 3 and len(narrow) == 5 and not wide & narrow
     with pytest.raises(UsageError, match="write how many linears"):
         Speculate(True, sensitive=-1)
+
+
+def test_options_of_a_draft_that_a_recipe_does_not_make_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"speculate\.sensitive: recipe w4a8 makes no draft of itself"):
+        pipeline.plan(decoder(), recipe="w4a8", options={"speculate.sensitive": "1"})
+    pipeline.plan(decoder(), recipe="nested", options={"speculate.sensitive": "0"})
