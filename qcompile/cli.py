@@ -16,7 +16,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from qcompile import __version__, console
+from qcompile import __version__, cli_generate, console
+from qcompile.cli_options import Artifact, Drafts, Head, Json, Options, Recipe, Remote, Target, Threads
 from qcompile.errors import EXIT_BUG, EXIT_INTERRUPTED, ArtifactError, QCompileError, ResourceError, UsageError
 
 app = typer.Typer(
@@ -26,31 +27,6 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Artifact = Annotated[Path, typer.Argument(metavar="OUT", help="An artifact made by `qcompile build`.")]
-Remote = Annotated[bool, typer.Option("--allow-remote-code", help="Run Python code that the checkpoint brings along.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-Threads = Annotated[
-    int | None,
-    typer.Option("--threads", min=1, metavar="N", help="Threads; the cores this process may use if not given."),
-]
-Gamma = Annotated[
-    str, typer.Option("--gamma", metavar="N|auto", help="Tokens drafted at once; 0 leaves the artifact's drafts out.")
-]
-GpuShare = Annotated[
-    float, typer.Option("--gpu-memory-utilization", metavar="SHARE", help="Most of a GPU's memory to take, up to 1.")
-]
-Drafts = Annotated[
-    list[str] | None,
-    typer.Option("--draft", metavar="MODEL", help="A model that drafts, or `lookup`; each drafts for the one before."),
-]
-Recipe = Annotated[str, typer.Option("--recipe", metavar="NAME", help="Number formats (see README).")]
-Target = Annotated[str, typer.Option("--target", metavar="NAME", help="Machine to build for; `cpu` is this one.")]
-Head = Annotated[str | None, typer.Option("--head-dtype", metavar="TYPE", help="Output head in int8, bf16 or f32.")]
-Options = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="PASS.FIELD=VALUE", help="Set a field of a pass; may be given several times."),
-]
 
 
 def _version(wanted: bool) -> None:
@@ -176,68 +152,9 @@ def passes(json: Json = False) -> None:
         print(f"{row['name']:18}{options or '-'}\n{'':18}{row['summary']}")
 
 
-@app.command()
-def run(
-    out: Artifact,
-    prompt: Annotated[str, typer.Option("--prompt", "-p", metavar="TEXT", help="Text to continue; `-` reads stdin.")],
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, metavar="N", help="Most tokens to generate.")] = 128,
-    temperature: Annotated[float, typer.Option("--temperature", help="0 always takes the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option("--top-k", help="Draw from the k likeliest tokens; 0 is no limit.")] = 0,
-    top_p: Annotated[float, typer.Option("--top-p", help="Draw from the likeliest tokens of this total.")] = 1.0,
-    min_p: Annotated[float, typer.Option("--min-p", help="Least probability, relative to the likeliest.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option("--repetition-penalty", help="Above 1 discourages.")] = 1.0,
-    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Makes a draw repeatable.")] = None,
-    stop: Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text.")] = None,
-    threads: Threads = None,
-    gamma: Gamma = "auto",
-    gpu_memory_utilization: GpuShare = 0.9,
-    json: Json = False,
-) -> None:
-    """Generate text. The prompt and its continuation go to stdout as they come, the speed to stderr.
-
-    \b
-    Example:
-      qcompile run out/pycode --prompt "def main(" --max-tokens 64
-    """
-    from qcompile import SamplingParams
-
-    params = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        stop=stop or None,
-        max_tokens=max_tokens,
-    )
-    text = sys.stdin.read() if prompt == "-" else prompt
-    from qcompile.cli_generate import gamma_of, run_prompt
-
-    run_prompt(out, text, params, threads, gamma_of(gamma), gpu_memory_utilization, json)
-
-
-@app.command()
-def chat(
-    out: Artifact,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, metavar="N", help="Most tokens per reply.")] = 256,
-    temperature: Annotated[float, typer.Option("--temperature", help="0 always takes the likeliest token.")] = 0.7,
-    top_p: Annotated[float, typer.Option("--top-p", help="Draw from the likeliest tokens of this total.")] = 0.95,
-    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Makes a draw repeatable.")] = None,
-    threads: Threads = None,
-    json: Json = False,
-) -> None:
-    """Talk to a model line by line; end with Ctrl-D. Without a chat template it continues your text.
-
-    \b
-    Example:
-      qcompile chat out/pycode
-    """
-    from qcompile import SamplingParams
-    from qcompile.cli_generate import chat_loop
-
-    params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
-    chat_loop(out, params, threads, json)
+app.command()(cli_generate.run)
+app.command()(cli_generate.chat)
+app.command()(cli_generate.serve)
 
 
 @app.command("eval")

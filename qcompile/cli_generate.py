@@ -1,27 +1,135 @@
-"""The commands that generate text: `run` and `chat`."""
+"""The commands that generate text: `run`, `chat` and `serve`."""
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 import qcompile
 from qcompile import console
-from qcompile.errors import UsageError
+from qcompile.cli_options import Artifact, Gamma, GpuShare, Json, Threads
+from qcompile.errors import ResourceError, UsageError
 
 if TYPE_CHECKING:
+    from qcompile.runtime.chat import Message, Render
     from qcompile.runtime.llm import LLM
     from qcompile.runtime.outputs import RequestOutput
     from qcompile.runtime.sampling import SamplingParams
 
-Message = dict[str, str]
-Render = Callable[[list[Message]], str]
+
+def run(
+    out: Artifact,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", metavar="TEXT", help="Text to continue; `-` reads stdin.")],
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, metavar="N", help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 always takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int, typer.Option("--top-k", help="Draw from the k likeliest tokens; 0 is no limit.")] = 0,
+    top_p: Annotated[float, typer.Option("--top-p", help="Draw from the likeliest tokens of this total.")] = 1.0,
+    min_p: Annotated[float, typer.Option("--min-p", help="Least probability, relative to the likeliest.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option("--repetition-penalty", help="Above 1 discourages.")] = 1.0,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Makes a draw repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text.")] = None,
+    threads: Threads = None,
+    gamma: Gamma = "auto",
+    gpu_memory_utilization: GpuShare = 0.9,
+    json: Json = False,
+) -> None:
+    """Generate text. The prompt and its continuation go to stdout as they come, the speed to stderr.
+
+    \b
+    Example:
+      qcompile run out/pycode --prompt "def main(" --max-tokens 64
+    """
+    from qcompile import SamplingParams
+
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=stop or None,
+        max_tokens=max_tokens,
+    )
+    text = sys.stdin.read() if prompt == "-" else prompt
+    _run_prompt(out, text, params, threads, _gamma_of(gamma), gpu_memory_utilization, json)
 
 
-def gamma_of(text: str) -> int:
+def chat(
+    out: Artifact,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, metavar="N", help="Most tokens per reply.")] = 256,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 always takes the likeliest token.")] = 0.7,
+    top_p: Annotated[float, typer.Option("--top-p", help="Draw from the likeliest tokens of this total.")] = 0.95,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Makes a draw repeatable.")] = None,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Talk to a model line by line; end with Ctrl-D. Without a chat template it continues your text.
+
+    \b
+    Example:
+      qcompile chat out/pycode
+    """
+    from qcompile import SamplingParams
+
+    params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
+    _chat_loop(out, params, threads, json)
+
+
+def serve(
+    out: Artifact,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; 0.0.0.0 is all of this machine.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8000,
+    name: Annotated[str | None, typer.Option("--name", help="What clients call the model; OUT's last part.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", envvar="QCOMPILE_API_KEY", help="What clients must send to get in.")
+    ] = None,
+    max_batch: Annotated[int, typer.Option("--max-batch", min=1, metavar="N", help="Most samples at once.")] = 16,
+    max_waiting: Annotated[
+        int, typer.Option("--max-waiting", min=0, metavar="N", help="Most that wait; others are sent away (429).")
+    ] = 256,
+    threads: Threads = None,
+    gamma: Gamma = "auto",
+    gpu_memory_utilization: GpuShare = 0.9,
+    json: Json = False,
+) -> None:
+    """Answer HTTP requests as OpenAI's API does: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.
+
+    \b
+    Example:
+      qcompile serve out/pycode --port 8000
+      curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "def main("}'
+    """
+    try:
+        from qcompile.runtime import server
+    except ModuleNotFoundError as error:
+        raise ResourceError(f"serving needs {error.name}: pip install 'qcompile[serve]'") from error
+    from qcompile.runtime.chat import chat_template
+
+    share = gpu_memory_utilization
+    with (
+        server.bind(host, port) as listening,
+        qcompile.load(out, threads, max_batch, gamma=_gamma_of(gamma), gpu_memory_utilization=share) as llm,
+    ):
+        called = name or out.resolve().name
+        at = listening.getsockname()
+        url = f"http://{f'[{at[0]}]' if ':' in at[0] else at[0]}:{at[1]}"
+
+        def ready() -> None:
+            if json:
+                console.print_json_line({"url": url, "model": called, "context": llm.context, "max_batch": max_batch})
+            console.log(f"qcompile: {called} answers at {url} (Ctrl-C ends)")
+
+        server.serve(server.Served(llm, called, chat_template(out), api_key, max_waiting), listening, ready)
+
+
+def _gamma_of(text: str) -> int:
     """`--gamma` as `load` takes it."""
     from qcompile.runtime.gamma import AUTO
 
@@ -32,7 +140,7 @@ def gamma_of(text: str) -> int:
     return int(text)
 
 
-def run_prompt(
+def _run_prompt(
     out: Path, prompt: str, params: SamplingParams, threads: int | None, gamma: int, gpu_share: float, as_json: bool
 ) -> None:
     """Generate from one prompt and print it: text as it comes, or one JSON document at the end."""
@@ -86,8 +194,10 @@ def result_of(output: RequestOutput) -> dict[str, Any]:
     return found
 
 
-def chat_loop(out: Path, params: SamplingParams, threads: int | None, as_json: bool) -> None:
+def _chat_loop(out: Path, params: SamplingParams, threads: int | None, as_json: bool) -> None:
     """Read a line, answer it, until the input ends. History is kept while it fits the context."""
+    from qcompile.runtime.chat import chat_template
+
     with qcompile.load(out, threads=threads) as llm:
         template = chat_template(out)
         if not template:
@@ -140,44 +250,3 @@ def _lines() -> Iterator[str]:
             return
         if line.strip():
             yield line
-
-
-def chat_template(out: Path) -> Render | None:
-    """The artifact's chat template as a function of the messages, or None. Templates run in a sandbox."""
-    source, special = _template_source(out)
-    if source is None:
-        return None
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-
-    def refuse(reason: str) -> None:
-        raise TemplateError(reason)
-
-    def render(messages: list[Message]) -> str:
-        try:
-            template = environment.from_string(source, {"raise_exception": refuse})
-            return template.render(messages=messages, add_generation_prompt=True, **special)
-        except TemplateError as error:
-            raise UsageError(f"{out}: the chat template does not take this conversation: {error}") from error
-
-    return render
-
-
-def _template_source(out: Path) -> tuple[str | None, dict[str, str]]:
-    """The template's text and the special tokens it may name."""
-    config: dict[str, Any] = {}
-    path = out / "tokenizer_config.json"
-    if path.is_file():
-        config = json.loads(path.read_text(encoding="utf-8"))
-    special = {}
-    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-        token = config.get(name)
-        if token:
-            special[name] = token["content"] if isinstance(token, dict) else token
-    alone = out / "chat_template.jinja"
-    if alone.is_file():
-        return alone.read_text(encoding="utf-8"), special
-    source = config.get("chat_template")
-    return (source if isinstance(source, str) else None), special

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -16,11 +15,11 @@ from qcompile.runtime.engine import Engine
 from qcompile.runtime.evaluate import Evaluation, perplexity
 from qcompile.runtime.executor import Executor, Limits, StepExecutor, bind
 from qcompile.runtime.gamma import AUTO, GammaPolicy, Tempo, predicted
+from qcompile.runtime.group import Group
 from qcompile.runtime.loader import Arena, LoadedArtifact, available_memory, load_artifact
-from qcompile.runtime.outputs import MOST_DRAFTS, CompletionOutput, RequestMetrics, RequestOutput, SpeculationMetrics
+from qcompile.runtime.outputs import MOST_DRAFTS, RequestOutput
 from qcompile.runtime.reencode import Reencoder
 from qcompile.runtime.sampling import SamplingParams
-from qcompile.runtime.scheduler import Request
 from qcompile.runtime.speculate import Drafter, Level, Speculator
 from qcompile.runtime.tokenizer import load_tokenizer
 
@@ -246,11 +245,11 @@ class LLM:
         self, prompts: list[tuple[Prompt, list[int]]], every: list[SamplingParams], partial: bool
     ) -> Iterator[RequestOutput]:
         """Outputs as they grow, or with `partial` false only when they are finished."""
-        groups: list[_Group] = []
-        owner: dict[int, _Group] = {}
+        groups: list[Group] = []
+        owner: dict[int, Group] = {}
         for number, ((prompt, tokens), params) in enumerate(zip(prompts, every, strict=True)):
             requests = [self.engine.add(tokens, params, index) for index in range(params.n)]
-            groups.append(_Group(number, prompt if isinstance(prompt, str) else None, tokens, requests))
+            groups.append(Group(number, prompt if isinstance(prompt, str) else None, tokens, requests))
             owner.update((request.id, groups[-1]) for request in requests)
         unfinished = len(groups)
         try:
@@ -343,49 +342,6 @@ def _close_all(target: StepExecutor, speculator: Drafter | None) -> None:
     if speculator:
         speculator.close()
     target.close()
-
-
-class _Group:
-    """A prompt and the requests (one for each sample) that answer it."""
-
-    def __init__(self, number: int, prompt: str | None, tokens: list[int], requests: list[Request]) -> None:
-        self.number, self.prompt, self.tokens, self.requests = number, prompt, tokens, requests
-        self._given = [0] * len(requests)
-
-    @property
-    def finished(self) -> bool:
-        """Whether all samples are."""
-        return all(request.output.finish_reason for request in self.requests)
-
-    def output(self) -> RequestOutput:
-        """A copy of the state now, with new_text since the last call."""
-        outputs: list[CompletionOutput] = []
-        for at, output in enumerate(request.output for request in self.requests):
-            new, logprobs = output.text[self._given[at] :], output.logprobs and output.logprobs.copy()
-            outputs.append(replace(output, new_text=new, token_ids=output.token_ids.copy(), logprobs=logprobs))
-            self._given[at] = len(output.text)
-        times = [request.metrics for request in self.requests]
-        metrics = RequestMetrics(
-            times[0].arrival_time,
-            min(time.first_scheduled_time for time in times),
-            min(time.first_token_time for time in times),
-            max(time.finished_time for time in times) if self.finished else 0.0,
-        )
-        speculation = _sum(request.drafts.metrics for request in self.requests)
-        return RequestOutput(self.number, self.prompt, self.tokens, outputs, self.finished, metrics, speculation)
-
-
-def _sum(samples: Iterable[SpeculationMetrics]) -> SpeculationMetrics | None:
-    """The speculation of all samples of a prompt; None without a round."""
-    total = SpeculationMetrics()
-    for one in samples:
-        total.gamma = one.gamma
-        total.rounds += one.rounds
-        total.drafted = [a + b for a, b in zip(total.drafted, one.drafted, strict=True)]
-        total.accepted = [a + b for a, b in zip(total.accepted, one.accepted, strict=True)]
-        total.draft_seconds += one.draft_seconds
-        total.verify_seconds += one.verify_seconds
-    return total if total.rounds else None
 
 
 def _as_list(prompts: Prompts) -> list[Prompt]:

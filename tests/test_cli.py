@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from qcompile import cli, cli_generate, console
+from qcompile import cli, console
 from qcompile.cli import main
+from qcompile.runtime import chat
 
 Build = Callable[[str], Path]
 Capture = pytest.CaptureFixture[str]
@@ -242,10 +243,10 @@ def test_a_chat_template_is_rendered_in_a_sandbox(tmp_path: Path) -> None:
     template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
     config = {"bos_token": {"content": "<s>"}, "chat_template": template}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    render = cli_generate.chat_template(tmp_path)
+    render = chat.chat_template(tmp_path)
     assert render and render([{"role": "user", "content": "hi"}]) == "<s>[user] hi"
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('only one turn') }}")
-    render = cli_generate.chat_template(tmp_path)
+    render = chat.chat_template(tmp_path)
     with pytest.raises(cli.UsageError, match="only one turn"):
         assert render and render([])
 

@@ -1,0 +1,170 @@
+"""Requests and answers of the HTTP server, shaped as OpenAI's. What is not served is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from qcompile.errors import UsageError
+from qcompile.runtime.outputs import CompletionOutput, RequestOutput
+from qcompile.runtime.sampling import Logprob, SamplingParams
+
+Token = Annotated[int, Field(ge=0)]
+MOST_LOGPROBS = 20
+
+
+class StreamOptions(BaseModel):
+    """`include_usage`: a last message with the counts of tokens."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    include_usage: bool = False
+
+
+class Common(BaseModel):
+    """What both kinds of request may hold. Ranges that SamplingParams checks are not repeated here."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0
+    presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0
+
+    def sampling(self, **more: Any) -> SamplingParams:
+        """Its options, those not given as SamplingParams has them. Raises UsageError."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "n", "seed", "stop", "ignore_eos")
+        given = {name: getattr(self, name) for name in names} | more
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the counts of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(Common):
+    """POST /v1/completions: one prompt or several, each a text or token numbers."""
+
+    prompt: str | list[Token] | list[str] | list[list[Token]]
+    max_tokens: int | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+    def prompts(self) -> list[str | Sequence[int]]:
+        """As a list."""
+        given: Any = self.prompt
+        one = isinstance(given, str) or (given and isinstance(given[0], int))
+        if not one and not given:
+            raise UsageError("prompt is empty: give at least one")
+        return [given] if one else list(given)
+
+    def params(self) -> SamplingParams:
+        """Raises UsageError."""
+        if self.max_tokens is None:
+            raise UsageError("max_tokens must be a whole number of at least 1")
+        return self.sampling(max_tokens=self.max_tokens, logprobs=self.logprobs)
+
+
+class TextPart(BaseModel):
+    """A part of a message. Only text is taken."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """One turn."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        """As chat templates take it."""
+        content = self.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
+
+
+class ChatRequest(Common):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+    def params(self) -> SamplingParams:
+        """Raises UsageError."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise UsageError("top_logprobs needs logprobs: true")
+        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        params = self.sampling(logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+        return SamplingParams(**(vars(params) | {"max_tokens": most}))
+
+
+def usage(outputs: Sequence[RequestOutput]) -> dict[str, int]:
+    """Counts of tokens."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    completion = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def completion_choice(index: int, sample: CompletionOutput, characters: int, tokens: int) -> dict[str, Any]:
+    """A choice of /v1/completions: what it has gained since it had that many characters and tokens."""
+    found = None
+    if sample.logprobs is not None:
+        chosen = list(zip(sample.token_ids[tokens:], sample.logprobs[tokens:], strict=True))
+        spelled = [_spelled(each[token]) for token, each in chosen]
+        found = {
+            "tokens": spelled,
+            "token_logprobs": [each[token].logprob for token, each in chosen],
+            "top_logprobs": [{_spelled(one): one.logprob for one in each.values()} for _, each in chosen],
+            "text_offset": [characters + sum(map(len, spelled[:at])) for at in range(len(spelled))],
+        }
+    return {"index": index, "text": sample.text[characters:], "logprobs": found, "finish_reason": sample.finish_reason}
+
+
+def chat_logprobs(sample: CompletionOutput, first: int, top: int) -> dict[str, Any] | None:
+    """A chat choice's log probabilities, from token `first` on; of each place the `top` likeliest tokens."""
+    if sample.logprobs is None:
+        return None
+    content = []
+    for token, each in zip(sample.token_ids[first:], sample.logprobs[first:], strict=True):
+        likeliest = sorted(each.values(), key=lambda one: one.rank)[:top]
+        content.append(_chat_token(each[token]) | {"top_logprobs": [_chat_token(one) for one in likeliest]})
+    return {"content": content}
+
+
+def _spelled(one: Logprob) -> str:
+    return one.decoded_token or ""
+
+
+def _chat_token(one: Logprob) -> dict[str, Any]:
+    text = _spelled(one)
+    return {"token": text, "logprob": one.logprob, "bytes": list(text.encode())}
+
+
+def failure(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """An error as clients of OpenAI expect it."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def event(data: dict[str, Any] | str) -> str:
+    """A server-sent event."""
+    return f"data: {data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)}\n\n"

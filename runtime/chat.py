@@ -1,0 +1,55 @@
+"""Conversations as text: the chat template that an artifact brought from its checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from qcompile.errors import UsageError
+
+Message = dict[str, str]
+"""`role` and `content`."""
+Render = Callable[[list[Message]], str]
+
+
+def chat_template(out: Path) -> Render | None:
+    """The artifact's chat template as a function of the messages, or None. Templates run in a sandbox."""
+    source, special = _template_source(out)
+    if source is None:
+        return None
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+
+    def refuse(reason: str) -> None:
+        raise TemplateError(reason)
+
+    def render(messages: list[Message]) -> str:
+        try:
+            template = environment.from_string(source, {"raise_exception": refuse})
+            return template.render(messages=messages, add_generation_prompt=True, **special)
+        except TemplateError as error:
+            raise UsageError(f"{out}: the chat template does not take this conversation: {error}") from error
+
+    return render
+
+
+def _template_source(out: Path) -> tuple[str | None, dict[str, str]]:
+    """The template's text and the special tokens it may name."""
+    config: dict[str, Any] = {}
+    path = out / "tokenizer_config.json"
+    if path.is_file():
+        config = json.loads(path.read_text(encoding="utf-8"))
+    special = {}
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        token = config.get(name)
+        if token:
+            special[name] = token["content"] if isinstance(token, dict) else token
+    alone = out / "chat_template.jinja"
+    if alone.is_file():
+        return alone.read_text(encoding="utf-8"), special
+    source = config.get("chat_template")
+    return (source if isinstance(source, str) else None), special

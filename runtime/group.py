@@ -1,0 +1,52 @@
+"""A prompt and the requests, one for each sample, that answer it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from qcompile.runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculationMetrics
+from qcompile.runtime.scheduler import Request
+
+
+class Group:
+    """`number` is the prompt's among those asked at once; `prompt` is None where token numbers were given."""
+
+    def __init__(self, number: int, prompt: str | None, tokens: list[int], requests: list[Request]) -> None:
+        self.number, self.prompt, self.tokens, self.requests = number, prompt, tokens, requests
+        self._given = [0] * len(requests)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all samples are."""
+        return all(request.output.finish_reason for request in self.requests)
+
+    def output(self) -> RequestOutput:
+        """A copy of the state now, with new_text since the last call."""
+        outputs: list[CompletionOutput] = []
+        for at, output in enumerate(request.output for request in self.requests):
+            new, logprobs = output.text[self._given[at] :], output.logprobs and output.logprobs.copy()
+            outputs.append(replace(output, new_text=new, token_ids=output.token_ids.copy(), logprobs=logprobs))
+            self._given[at] = len(output.text)
+        times = [request.metrics for request in self.requests]
+        metrics = RequestMetrics(
+            times[0].arrival_time,
+            min(time.first_scheduled_time for time in times),
+            min(time.first_token_time for time in times),
+            max(time.finished_time for time in times) if self.finished else 0.0,
+        )
+        speculation = _sum(request.drafts.metrics for request in self.requests)
+        return RequestOutput(self.number, self.prompt, self.tokens, outputs, self.finished, metrics, speculation)
+
+
+def _sum(samples: Iterable[SpeculationMetrics]) -> SpeculationMetrics | None:
+    """The speculation of all samples of a prompt; None without a round."""
+    total = SpeculationMetrics()
+    for one in samples:
+        total.gamma = one.gamma
+        total.rounds += one.rounds
+        total.drafted = [a + b for a, b in zip(total.drafted, one.drafted, strict=True)]
+        total.accepted = [a + b for a, b in zip(total.accepted, one.accepted, strict=True)]
+        total.draft_seconds += one.draft_seconds
+        total.verify_seconds += one.verify_seconds
+    return total if total.rounds else None

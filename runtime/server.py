@@ -1,0 +1,248 @@
+"""An HTTP server in front of a model: OpenAI's completions and chat completions, health, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from qcompile.errors import QCompileError, ResourceError, UsageError
+from qcompile.runtime import api
+from qcompile.runtime.chat import Render
+from qcompile.runtime.llm import LLM, Prompt
+from qcompile.runtime.metrics import Metrics
+from qcompile.runtime.outputs import RequestOutput
+from qcompile.runtime.replies import ChatReply, CompletionReply, Reply
+from qcompile.runtime.sampling import SamplingParams
+from qcompile.runtime.service import Answer, BusyError, Service
+
+MOST_BYTES = 16 << 20
+"""Of a request's body."""
+_DRAIN_SECONDS = 5  # that open answers may take after the server was told to end
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server offers. name: what clients call the model. api_key: None lets everybody in."""
+
+    llm: LLM
+    name: str
+    template: Render | None = None
+    api_key: str | None = None
+    max_waiting: int = 256
+
+
+def serve(served: Served, listening: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
+    """Answer requests on a bound socket until SIGINT or SIGTERM. Raises what ended the engine, if it failed."""
+    service = Service(served.llm, served.max_waiting)
+    config = uvicorn.Config(
+        create_app(served, service),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=_DRAIN_SECONDS,
+    )
+    server = uvicorn.Server(config)
+
+    def failed(error: BaseException) -> None:
+        server.should_exit = True
+
+    service.failed = failed
+    ready()
+    try:
+        server.run(sockets=[listening])
+    finally:
+        service.close()
+    if service.failure:
+        raise service.failure
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one. Raises ResourceError."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise ResourceError(f"cannot listen on port {port} of {host}: {error}: give another") from error
+
+
+def create_app(served: Served, service: Service) -> FastAPI:
+    """The application. `service` owns `served.llm`."""
+    app = FastAPI(title="qcompile", docs_url=None, redoc_url=None, openapi_url=None)
+    front = _Front(served, service)
+    app.add_middleware(_Outer, metrics=front.metrics)
+    guarded = [Depends(front.authorize)]
+    app.get("/health")(front.health)
+    app.get("/metrics")(front.show_metrics)
+    app.get("/v1/models", dependencies=guarded)(front.models)
+    app.post("/v1/completions", dependencies=guarded)(front.complete)
+    app.post("/v1/chat/completions", dependencies=guarded)(front.chat)
+    app.add_exception_handler(QCompileError, _refused)
+    app.add_exception_handler(RequestValidationError, _malformed)
+    app.add_exception_handler(HTTPException, _http_error)
+    return app
+
+
+class _Front:
+    """What answers requests."""
+
+    def __init__(self, served: Served, service: Service) -> None:
+        self._served, self._service, self._llm = served, service, served.llm
+        self._started = int(time.time())
+        self.metrics = Metrics(service)
+
+    async def authorize(self, request: Request) -> None:
+        """Raises HTTPException where a key is asked for and another is given."""
+        key = self._served.api_key
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        if key is not None and not secrets.compare_digest(given.encode(), key.encode()):
+            raise HTTPException(401, "wrong or missing API key: send `Authorization: Bearer KEY`")
+
+    async def health(self) -> JSONResponse:
+        """200 while the engine runs."""
+        self._service.check()
+        return JSONResponse({"status": "ok"})
+
+    async def show_metrics(self) -> PlainTextResponse:
+        """In Prometheus' format."""
+        return PlainTextResponse(self.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def models(self) -> JSONResponse:
+        """The one there is."""
+        name, most = self._served.name, self._llm.context
+        entry = {"id": name, "object": "model", "created": self._started, "owned_by": "qcompile", "max_model_len": most}
+        return JSONResponse({"object": "list", "data": [entry]})
+
+    async def complete(self, asked: api.CompletionRequest, request: Request) -> Response:
+        """POST /v1/completions."""
+        params = asked.params()
+        reply = CompletionReply(self._served.name, params.n)
+        return await self._answer(request, asked, asked.prompts(), params, reply)
+
+    async def chat(self, asked: api.ChatRequest, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        if self._served.template is None:
+            raise UsageError(f"{self._served.name} has no chat template: use /v1/completions")
+        prompt = self._served.template([message.plain() for message in asked.messages])
+        params = asked.params()
+        reply = ChatReply(self._served.name, params.n, asked.top_logprobs or 0)
+        return await self._answer(request, asked, [prompt], params, reply)
+
+    async def _answer(
+        self, request: Request, asked: api.Common, prompts: list[Prompt], params: SamplingParams, reply: Reply
+    ) -> Response:
+        if asked.model is not None and asked.model != self._served.name:
+            raise HTTPException(404, f"there is no model {asked.model!r} here, only {self._served.name!r}")
+        tokens = await run_in_threadpool(lambda: [self._llm.encode(prompt) for prompt in prompts])
+        answer = self._service.submit(tokens, params, partial=asked.stream)
+        if asked.stream:
+            events = reply.events(answer, self.metrics.finished, asked.wants_usage)
+            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        outputs = await _unless_gone(request, self._collect(answer))
+        if outputs is None:
+            return Response(status_code=499)  # nobody reads it; the number is what logs of proxies have for that
+        return JSONResponse(reply.whole(outputs))
+
+    async def _collect(self, answer: Answer) -> list[RequestOutput]:
+        outputs = []
+        try:
+            async for output in answer:
+                self.metrics.finished(output)
+                outputs.append(output)
+        finally:
+            answer.cancel()
+        return outputs
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, list[RequestOutput]]) -> list[RequestOutput] | None:
+    """What `work` gives; None, and `work` cancelled, when the client hangs up first."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_hung_up(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        with contextlib.suppress(asyncio.CancelledError, QCompileError):
+            await task
+
+
+async def _hung_up(request: Request) -> None:
+    """Returns when the client of a request, whose body was read, does."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _refused(request: Request, error: Exception) -> JSONResponse:
+    """An error of ours as its status."""
+    if isinstance(error, UsageError):
+        return JSONResponse(api.failure(str(error), "invalid_request_error"), 400)
+    if isinstance(error, BusyError):
+        return JSONResponse(api.failure(str(error), "rate_limit_error"), 429, {"Retry-After": "1"})
+    return JSONResponse(api.failure(str(error), "server_error"), 503)
+
+
+async def _malformed(request: Request, error: Exception) -> JSONResponse:
+    """The first thing that is wrong with a request, by its place in it."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"][1:])
+    unknown = first["type"] == "extra_forbidden"
+    what = "is not supported" if unknown else first["msg"]
+    if not place and "json" not in request.headers.get("content-type", ""):
+        what = "send JSON, with the header `Content-Type: application/json`"
+    message = f"{place or 'the body'}: {what}"
+    return JSONResponse(api.failure(message, "invalid_request_error", param=place or None), 400)
+
+
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
+    """No such path, no such model, no right key."""
+    assert isinstance(error, HTTPException)
+    code = {401: "invalid_api_key", 404: "not_found"}.get(error.status_code)
+    content = api.failure(str(error.detail), "invalid_request_error", code)
+    return JSONResponse(content, error.status_code, headers=error.headers)
+
+
+class _Outer:
+    """Around the application: counts responses, refuses bodies that are too large before they are held."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]], metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        read = 0
+
+        async def bounded() -> dict[str, Any]:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > MOST_BYTES:
+                raise HTTPException(413, f"the request is larger than {MOST_BYTES >> 20} MiB")
+            return message
+
+        async def counted(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                route = scope.get("route")
+                path = route.path if route else "other"  # what clients make up must not become labels
+                self._metrics.responses.labels(path, message["status"]).inc()
+            await send(message)
+
+        await self._app(scope, bounded, counted)

@@ -1,0 +1,313 @@
+"""The HTTP server, over real sockets: its answers are the model's own, whoever asks at the same time."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+import qcompile
+from qcompile import SamplingParams
+from qcompile.errors import ResourceError
+from qcompile.runtime import server
+from qcompile.runtime.llm import LLM
+from qcompile.runtime.service import Service
+
+Build = Callable[[str], Path]
+PROMPTS = ["def main(", "import os\n\n\nclass Reader:\n", "x", "# " + "word " * 60, "for i in range(10):\n    "]
+GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+
+
+@dataclass
+class Client:
+    """Talks to a running server."""
+
+    port: int
+    service: Service
+
+    def open(self, path: str, body: Any = None, method: str | None = None, **headers: str) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"} | headers
+        connection.request(method or ("GET" if body is None else "POST"), path, data, headers)
+        response = connection.getresponse()
+        response.connection = connection  # type: ignore[attr-defined]  # kept open while it is read
+        return response
+
+    def ask(self, path: str, body: Any = None, method: str | None = None, **headers: str) -> tuple[int, Any]:
+        response = self.open(path, body, method, **headers)
+        return response.status, json.loads(response.read())
+
+    def complete(self, prompt: Any, **options: Any) -> dict[str, Any]:
+        status, found = self.ask("/v1/completions", {"prompt": prompt} | GREEDY | options)
+        assert status == 200, found
+        return found
+
+    def refused(self, status: int, body: Any, path: str = "/v1/completions", **headers: str) -> str:
+        got, found = self.ask(path, body, **headers)
+        assert got == status and set(found["error"]) == {"message", "type", "param", "code"}
+        return found["error"]["message"]
+
+
+@contextmanager
+def serving(llm: LLM, **options: Any) -> Iterator[Client]:
+    """A server in a thread of this process."""
+    served = server.Served(llm, "tiny", **options)
+    service = Service(llm, served.max_waiting)
+    app = server.create_app(served, service)
+    running = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
+    listening = server.bind("127.0.0.1", 0)
+    thread = threading.Thread(target=running.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        yield Client(listening.getsockname()[1], service)
+    finally:
+        running.should_exit = True
+        thread.join()
+        service.close()
+        listening.close()
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_artifact: Build) -> Iterator[LLM]:
+    with qcompile.load(tiny_artifact("w4a8"), threads=1, max_batch=4) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def alone(llm: LLM) -> list[str]:
+    """What the model says to each prompt without a server."""
+    return [llm.generate(prompt, SamplingParams(**GREEDY))[0].outputs[0].text for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def client(llm: LLM, alone: list[str]) -> Iterator[Client]:
+    with serving(llm, template=lambda messages: "".join(m["content"] for m in messages)) as opened:
+        yield opened
+    llm.engine.check()
+
+
+def events(response: http.client.HTTPResponse) -> list[dict[str, Any]]:
+    """The objects of a stream, which must end with [DONE]."""
+    assert response.getheader("content-type", "").startswith("text/event-stream")
+    lines = [line.decode().removeprefix("data: ").strip() for line in response if line.strip()]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def idle(client: Client) -> bool:
+    """Waits until nothing runs and every page is free."""
+    pool = client.service.llm.engine.pool
+    for _ in range(500):
+        if not client.service.llm.engine.busy and pool.free == pool.total and not client.service.waiting:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_a_completion_is_what_generate_gives(client: Client, alone: list[str]) -> None:
+    found = client.complete(PROMPTS[0], model="tiny", user="someone")
+    assert found["object"] == "text_completion" and found["model"] == "tiny" and found["id"].startswith("cmpl-")
+    assert found["choices"] == [{"index": 0, "text": alone[0], "logprobs": None, "finish_reason": "length"}]
+    count = len(client.service.llm.encode(PROMPTS[0]))
+    assert found["usage"] == {"prompt_tokens": count, "completion_tokens": 24, "total_tokens": count + 24}
+    assert client.complete(client.service.llm.encode(PROMPTS[0]))["choices"] == found["choices"]
+
+
+def test_requests_at_once_do_not_see_each_other(client: Client, alone: list[str]) -> None:
+    def one(index: int) -> tuple[str, str]:
+        prompt = index % len(PROMPTS)
+        if index % 2:
+            return client.complete(PROMPTS[prompt])["choices"][0]["text"], alone[prompt]
+        body = {"prompt": PROMPTS[prompt], "stream": True} | GREEDY
+        pieces = events(client.open("/v1/completions", body))
+        return "".join(piece["choices"][0]["text"] for piece in pieces), alone[prompt]
+
+    with ThreadPoolExecutor(12) as pool:
+        for got, want in pool.map(one, range(40)):
+            assert got == want
+    assert idle(client)
+
+
+def test_prompts_and_samples_are_numbered(client: Client, llm: LLM) -> None:
+    options = {"temperature": 1.0, "seed": 5, "max_tokens": 9}
+    found = client.complete(PROMPTS[:3], n=2, **options)
+    assert [choice["index"] for choice in found["choices"]] == [0, 1, 2, 3, 4, 5]
+    body = {"prompt": PROMPTS[:3], "n": 2, "stream": True, "stream_options": {"include_usage": True}, **options}
+    pieces = events(client.open("/v1/completions", body | {"ignore_eos": True}))
+    assert pieces[-1]["choices"] == [] and pieces[-1]["usage"] == found["usage"]
+    texts = [""] * 6
+    for piece in pieces[:-1]:
+        texts[piece["choices"][0]["index"]] += piece["choices"][0]["text"]
+    assert texts == [choice["text"] for choice in found["choices"]]
+    ends = [piece["choices"][0]["index"] for piece in pieces[:-1] if piece["choices"][0]["finish_reason"]]
+    assert sorted(ends) == [0, 1, 2, 3, 4, 5]
+
+
+def test_chat_goes_through_the_template(client: Client, alone: list[str]) -> None:
+    parts = [{"type": "text", "text": PROMPTS[0][:3]}, {"type": "text", "text": PROMPTS[0][3:]}]
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": parts}]} | GREEDY
+    status, found = client.ask("/v1/chat/completions", body | {"max_completion_tokens": 24, "max_tokens": None})
+    message = {"role": "assistant", "content": alone[0]}
+    assert status == 200
+    assert found["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}]
+    # With log probabilities each token is a step of its own, so there are many pieces.
+    pieces = events(client.open("/v1/chat/completions", body | {"stream": True, "logprobs": True}))
+    assert len(pieces) > 3
+    assert pieces[0]["choices"][0]["delta"] == message | {"content": ""}
+    assert "".join(piece["choices"][0]["delta"]["content"] for piece in pieces) == alone[0]
+    assert pieces[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_log_probabilities(client: Client) -> None:
+    found = client.complete("x", logprobs=2)["choices"][0]["logprobs"]
+    assert len(found["tokens"]) == len(found["token_logprobs"]) == len(found["text_offset"]) == 24
+    assert all(value <= 0 for value in found["token_logprobs"]) and found["text_offset"][0] == 0
+    pieces = events(client.open("/v1/completions", {"prompt": "x", "logprobs": 2, "stream": True} | GREEDY))
+    told = [token for piece in pieces for token in piece["choices"][0]["logprobs"]["tokens"]]
+    assert told == found["tokens"] and len(pieces) > 2
+    assert "".join(piece["choices"][0]["text"] for piece in pieces) == client.complete("x")["choices"][0]["text"]
+    body = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 2} | GREEDY
+    content = client.ask("/v1/chat/completions", body)[1]["choices"][0]["logprobs"]["content"]
+    assert [token["token"] for token in content] == found["tokens"]
+    assert all(len(token["top_logprobs"]) == 2 for token in content)
+    assert content[0]["top_logprobs"][0]["logprob"] == content[0]["logprob"] == found["token_logprobs"][0]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        (b"{", 400, "JSON"),
+        (b"\xff", 400, ""),
+        ([], 400, "the body"),
+        ({}, 400, "prompt"),
+        ({"prompt": "x", "echo": True}, 400, "echo: is not supported"),
+        ({"prompt": "x", "logit_bias": {"1": 5}}, 400, "logit_bias: is not supported"),
+        ({"prompt": "x", "presence_penalty": 1}, 400, "presence_penalty"),
+        ({"prompt": "x", "max_tokens": "9"}, 400, "max_tokens"),
+        ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
+        ({"prompt": "x", "temperature": -1}, 400, "temperature"),
+        (b'{"prompt": "x", "temperature": NaN}', 400, "temperature"),
+        ({"prompt": "x", "n": 2, "temperature": 0}, 400, "n must be 1"),
+        ({"prompt": "x", "n": 10**6}, 400, "at most"),
+        ({"prompt": ""}, 400, "empty"),
+        ({"prompt": []}, 400, "empty"),
+        ({"prompt": ["x", ""]}, 400, "empty"),
+        ({"prompt": [9000]}, 400, "outside the vocabulary"),
+        ({"prompt": [-1]}, 400, "prompt"),
+        ({"prompt": "word " * 300}, 400, "shorten it"),
+        ({"prompt": "x", "model": "other"}, 404, "no model 'other'"),
+        ({"prompt": "x" * (17 << 20)}, 413, "larger than 16 MiB"),
+    ],
+)
+def test_what_is_wrong_is_named(client: Client, body: Any, status: int, said: str) -> None:
+    assert said in client.refused(status, body)
+    assert idle(client)
+
+
+def test_chat_refuses_what_it_cannot_read(client: Client) -> None:
+    for messages in ([], [{"role": "tool", "content": "x"}], [{"role": "user", "content": [{"type": "image_url"}]}]):
+        assert "messages" in client.refused(400, {"messages": messages}, "/v1/chat/completions")
+    body = {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 1}
+    assert "logprobs: true" in client.refused(400, body, "/v1/chat/completions")
+
+
+def test_other_paths_and_methods(client: Client) -> None:
+    response = client.open("/v1/completions", b'{"prompt": "x"}', **{"Content-Type": "text/plain"})
+    assert response.status == 400 and b"Content-Type: application/json" in response.read()
+    assert client.ask("/v1/nothing")[0] == 404
+    assert client.ask("/v1/completions")[0] == 405
+    assert client.ask("/v1/models")[1]["data"][0]["id"] == "tiny"
+
+
+def test_metrics_count(client: Client) -> None:
+    def value(name: str) -> float:
+        lines = client.open("/metrics").read().decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+    before, path = (
+        value("qcompile_generated_tokens_total"),
+        'qcompile_responses_total{path="/v1/completions",status="200"}',
+    )
+    answered = value(path)
+    client.complete("x")
+    assert value("qcompile_generated_tokens_total") == before + 24 and value(path) == answered + 1
+    assert value("qcompile_running_samples") == value("qcompile_waiting_samples") == 0
+
+
+def test_a_key_is_asked_for(llm: LLM) -> None:
+    with serving(llm, api_key="geheim") as client:
+        assert "API key" in client.refused(401, {"prompt": "x"})
+        assert "API key" in client.refused(401, {"prompt": "x"}, Authorization="Bearer wrong")
+        assert client.ask("/v1/models", Authorization="Bearer geheim")[0] == 200
+        assert client.ask("/health") == (200, {"status": "ok"})
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        message = client.refused(400, body, "/v1/chat/completions", Authorization="Bearer geheim")
+        assert "no chat template" in message
+
+
+def test_who_hangs_up_frees_its_place(tiny_artifact: Build) -> None:
+    """Full: others are sent away until the first client, streaming or waiting, is gone."""
+    with qcompile.load(tiny_artifact("w4a8"), threads=1, max_batch=1) as llm, serving(llm, max_waiting=0) as client:
+        step = llm.engine.step
+        llm.engine.step = lambda: (time.sleep(0.02), step())[1]  # type: ignore[method-assign]  # slow enough to meet
+        for stream in (True, False):
+            connection = http.client.HTTPConnection("127.0.0.1", client.port)
+            body = {"prompt": "x", "max_tokens": 250, "temperature": 0.5, "ignore_eos": True, "stream": stream}
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            if stream:
+                connection.getresponse().readline()
+            while not llm.engine.busy:
+                time.sleep(0.005)
+            response = client.open("/v1/completions", {"prompt": "x"})
+            assert response.status == 429 and response.getheader("retry-after") == "1"
+            connection.close()
+            if connection.sock:
+                connection.sock.close()
+            assert idle(client), f"stream={stream}"
+        assert client.complete("x", max_tokens=1)["usage"]["completion_tokens"] == 1
+
+
+def test_a_failed_engine_says_so(tiny_artifact: Build) -> None:
+    with qcompile.load(tiny_artifact("w4a8"), threads=1) as llm, serving(llm) as client:
+        told: list[BaseException] = []
+        client.service.failed = told.append
+
+        def broken() -> Any:
+            raise ResourceError("the device is lost")
+
+        llm.engine.step = broken  # type: ignore[method-assign]
+        assert "the device is lost" in client.refused(503, {"prompt": "x"})
+        assert "the device is lost" in client.refused(503, {"prompt": "x"})
+        assert client.ask("/health")[0] == 503
+        assert [str(error) for error in told] == ["the device is lost"]
+
+
+def test_the_command_serves_until_it_is_told_to_end(tiny_artifact: Build) -> None:
+    command = [sys.executable, "-m", "qcompile", "serve", str(tiny_artifact("w4a8")), "--port", "0", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout
+    ready = json.loads(process.stdout.readline())
+    assert ready["model"] == "w4a8"
+    with urllib.request.urlopen(f"{ready['url']}/health") as response:
+        assert json.load(response) == {"status": "ok"}
+    port = ready["url"].rsplit(":", 1)[1]
+    second = subprocess.run([*command[:-3], "--port", port], capture_output=True, text=True)
+    assert second.returncode == 5 and f"port {port} of 127.0.0.1" in second.stderr and second.stderr.count("\n") == 1
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+    assert "Traceback" not in process.communicate()[1]
