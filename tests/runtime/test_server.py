@@ -119,6 +119,15 @@ def idle(client: Client) -> bool:
     return False
 
 
+@contextmanager
+def slow_steps(llm: LLM) -> Iterator[None]:
+    """Steps of a larger model, so that clients can meet and streams come in pieces."""
+    step = llm.engine.step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.engine, "step", lambda: (time.sleep(0.02), step())[1])
+        yield
+
+
 def test_a_completion_is_what_generate_gives(client: Client, alone: list[str]) -> None:
     found = client.complete(PROMPTS[0], model="tiny", user="someone")
     assert found["object"] == "text_completion" and found["model"] == "tiny" and found["id"].startswith("cmpl-")
@@ -166,7 +175,8 @@ def test_chat_goes_through_the_template(client: Client, alone: list[str]) -> Non
     assert status == 200
     assert found["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}]
     # With log probabilities each token is a step of its own, so there are many pieces.
-    pieces = events(client.open("/v1/chat/completions", body | {"stream": True, "logprobs": True}))
+    with slow_steps(client.service.llm):
+        pieces = events(client.open("/v1/chat/completions", body | {"stream": True, "logprobs": True}))
     assert len(pieces) > 3
     assert pieces[0]["choices"][0]["delta"] == message | {"content": ""}
     assert "".join(piece["choices"][0]["delta"]["content"] for piece in pieces) == alone[0]
@@ -177,7 +187,8 @@ def test_log_probabilities(client: Client) -> None:
     found = client.complete("x", logprobs=2)["choices"][0]["logprobs"]
     assert len(found["tokens"]) == len(found["token_logprobs"]) == len(found["text_offset"]) == 24
     assert all(value <= 0 for value in found["token_logprobs"]) and found["text_offset"][0] == 0
-    pieces = events(client.open("/v1/completions", {"prompt": "x", "logprobs": 2, "stream": True} | GREEDY))
+    with slow_steps(client.service.llm):
+        pieces = events(client.open("/v1/completions", {"prompt": "x", "logprobs": 2, "stream": True} | GREEDY))
     told = [token for piece in pieces for token in piece["choices"][0]["logprobs"]["tokens"]]
     assert told == found["tokens"] and len(pieces) > 2
     assert "".join(piece["choices"][0]["text"] for piece in pieces) == client.complete("x")["choices"][0]["text"]
@@ -262,9 +273,11 @@ def test_a_key_is_asked_for(llm: LLM) -> None:
 
 def test_who_hangs_up_frees_its_place(tiny_artifact: Build) -> None:
     """Full: others are sent away until the first client, streaming or waiting, is gone."""
-    with qcompile.load(tiny_artifact("w4a8"), threads=1, max_batch=1) as llm, serving(llm, max_waiting=0) as client:
-        step = llm.engine.step
-        llm.engine.step = lambda: (time.sleep(0.02), step())[1]  # type: ignore[method-assign]  # slow enough to meet
+    with (
+        qcompile.load(tiny_artifact("w4a8"), threads=1, max_batch=1) as llm,
+        serving(llm, max_waiting=0) as client,
+        slow_steps(llm),
+    ):
         for stream in (True, False):
             connection = http.client.HTTPConnection("127.0.0.1", client.port)
             body = {"prompt": "x", "max_tokens": 250, "temperature": 0.5, "ignore_eos": True, "stream": stream}
