@@ -145,9 +145,10 @@ def _run_prompt(
 ) -> None:
     """Generate from one prompt and print it: text as it comes, or one JSON document at the end."""
     with qcompile.load(out, threads=threads, gamma=gamma, gpu_memory_utilization=gpu_share) as llm:
+        stream = llm.stream(prompt, params)  # refuses the prompt before any of it is printed
         if not as_json:
             print(prompt, end="", flush=True)
-        last = _show(llm.stream(prompt, params), quiet=as_json)
+        last = _show(stream, quiet=as_json)
     result = result_of(last)
     if as_json:
         console.print_json(result)

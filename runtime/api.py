@@ -12,7 +12,6 @@ from qcompile.errors import UsageError
 from qcompile.runtime.outputs import CompletionOutput, RequestOutput
 from qcompile.runtime.sampling import Logprob, SamplingParams
 
-Token = Annotated[int, Field(ge=0)]
 MOST_LOGPROBS = 20
 
 
@@ -58,17 +57,16 @@ class Common(BaseModel):
 class CompletionRequest(Common):
     """POST /v1/completions: one prompt or several, each a text or token numbers."""
 
-    prompt: str | list[Token] | list[str] | list[list[Token]]
+    prompt: Any  # checked where it is encoded, with clearer words than a union's
     max_tokens: int | None = 16
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
     def prompts(self) -> list[str | Sequence[int]]:
         """As a list."""
-        given: Any = self.prompt
-        one = isinstance(given, str) or (given and isinstance(given[0], int))
-        if not one and not given:
-            raise UsageError("prompt is empty: give at least one")
-        return [given] if one else list(given)
+        given = self.prompt
+        if isinstance(given, list) and not all(type(token) is int for token in given):
+            return list(given)
+        return [given]
 
     def params(self) -> SamplingParams:
         """Raises UsageError."""

@@ -268,6 +268,10 @@ class LLM:
         if isinstance(prompt, str):
             if not prompt:
                 raise UsageError("the prompt is empty: give at least one character")
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise UsageError(f"the prompt is not valid Unicode at character {error.start}: give UTF-8") from error
             tokens = self._tokenizer().encode(prompt).ids
             if not tokens:
                 raise UsageError("the prompt has no tokens: give other text")

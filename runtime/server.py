@@ -76,8 +76,8 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
-        raise ResourceError(f"cannot listen on port {port} of {host}: {error}: give another") from error
+    except OSError as error:
+        raise ResourceError(f"cannot listen on port {port} of {host}: {error.strerror}; take another") from error
 
 
 def create_app(served: Served, service: Service) -> FastAPI:
@@ -94,6 +94,7 @@ def create_app(served: Served, service: Service) -> FastAPI:
     app.add_exception_handler(QCompileError, _refused)
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _unexpected)
     return app
 
 
@@ -204,7 +205,9 @@ async def _malformed(request: Request, error: Exception) -> JSONResponse:
     place = ".".join(str(part) for part in first["loc"][1:])
     unknown = first["type"] == "extra_forbidden"
     what = "is not supported" if unknown else first["msg"]
-    if not place and "json" not in request.headers.get("content-type", ""):
+    if first["type"] == "json_invalid":
+        place, what = "", f"not JSON at character {place}: {first.get('ctx', {}).get('error', 'malformed')}"
+    elif not place and "json" not in request.headers.get("content-type", ""):
         what = "send JSON, with the header `Content-Type: application/json`"
     message = f"{place or 'the body'}: {what}"
     return JSONResponse(api.failure(message, "invalid_request_error", param=place or None), 400)
@@ -216,6 +219,11 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     code = {401: "invalid_api_key", 404: "not_found"}.get(error.status_code)
     content = api.failure(str(error.detail), "invalid_request_error", code)
     return JSONResponse(content, error.status_code, headers=error.headers)
+
+
+async def _unexpected(request: Request, error: Exception) -> JSONResponse:
+    """A bug of ours, whose traceback goes to stderr."""
+    return JSONResponse(api.failure(f"unexpected {type(error).__name__}, see the server's log", "server_error"), 500)
 
 
 class _Outer:

@@ -9,9 +9,7 @@ import sys
 from urllib.request import Request, urlopen
 
 body = {"prompt": sys.argv[1], "max_tokens": 64, "temperature": 0, "stream": True}
-asked = Request(
-    "http://127.0.0.1:8000/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-)
+asked = Request("http://127.0.0.1:8000/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
 with urlopen(asked) as response:
     for line in response:
         data = line.decode().removeprefix("data: ").strip()

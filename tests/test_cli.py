@@ -225,9 +225,13 @@ def test_run_reads_a_prompt_from_stdin(capsys: Capture, tiny_artifact: Build, mo
     assert json_of(capsys, "run", tiny_artifact("w4a8"), "-p", "-", "--max-tokens", "1")["prompt_tokens"] > 0
 
 
-@pytest.mark.parametrize(("prompt", "message"), [("", "empty"), ("x = 1\n" * 400, "context")])
+@pytest.mark.parametrize(
+    ("prompt", "message"), [("", "empty"), ("x = 1\n" * 400, "context"), ("x\udcff", "Unicode at character 1")]
+)
 def test_run_refuses_prompts_without_a_place(prompt: str, message: str, capsys: Capture, tiny_artifact: Build) -> None:
-    assert message in refusal(capsys, 2, "run", tiny_artifact("w4a8"), "--prompt", prompt, "--json")
+    run = ("run", tiny_artifact("w4a8"), "--prompt", prompt)
+    assert message in refusal(capsys, 2, *run, "--json")
+    assert code_of(*run) == 2 and not capsys.readouterr().out
 
 
 def test_chat_answers_each_line(capsys: Capture, tiny_artifact: Build, monkeypatch: pytest.MonkeyPatch) -> None:

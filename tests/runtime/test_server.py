@@ -202,7 +202,12 @@ def test_log_probabilities(client: Client) -> None:
 @pytest.mark.parametrize(
     ("body", "status", "said"),
     [
-        (b"{", 400, "JSON"),
+        (b"{", 400, "the body: not JSON at character 1"),
+        (b"[" * 100_000, 400, "parsing the body"),
+        (b'{"prompt": "\\ud800"}', 400, "not valid Unicode at character 0"),
+        ({"prompt": {"a": 1}}, 400, "text or a list of token numbers"),
+        ({"prompt": [1, "x"]}, 400, "text or a list of token numbers"),
+        ({"prompt": [True]}, 400, "text or a list of token numbers"),
         (b"\xff", 400, ""),
         ([], 400, "the body"),
         ({}, 400, "prompt"),
@@ -219,7 +224,7 @@ def test_log_probabilities(client: Client) -> None:
         ({"prompt": []}, 400, "empty"),
         ({"prompt": ["x", ""]}, 400, "empty"),
         ({"prompt": [9000]}, 400, "outside the vocabulary"),
-        ({"prompt": [-1]}, 400, "prompt"),
+        ({"prompt": [-1]}, 400, "outside the vocabulary"),
         ({"prompt": "word " * 300}, 400, "shorten it"),
         ({"prompt": "x", "model": "other"}, 404, "no model 'other'"),
         ({"prompt": "x" * (17 << 20)}, 413, "larger than 16 MiB"),
