@@ -56,6 +56,8 @@ WAYS = {"plain": 0, "gamma 4": 4, "auto": AUTO, "plain again": 0}
 BATCHES = (4, 16)
 GROUPS = 4
 """Groups of each size of BATCHES."""
+LOST = "lost"
+"""Key of what `auto` says itself of its time: the share that trials, and rounds that were too slow, cost a group."""
 Times = dict[str, dict[str, list[float]]]
 
 
@@ -209,16 +211,20 @@ def memory(artifact: Path) -> dict[str, Any]:
 
 
 def one_round(llm: LLM, prompts: list[str], sizes: tuple[int, ...]) -> Times:
-    """Seconds of decoding by way and size of group: groups of so many prompts, every way in turn."""
-    times: Times = {way: {str(size): [] for size in sizes} for way in WAYS}
+    """Seconds of decoding by way and size of group: groups of so many prompts, every way in turn; LOST beside them."""
+    times: Times = {way: {str(size): [] for size in sizes} for way in (*WAYS, LOST)}
+    tempo = llm.engine.tempo
+    assert tempo is not None
     for size in sizes:
         chosen = prompts if size == 1 else prompts[:: max(1, len(prompts) // (size * GROUPS))]
         for start in range(0, len(chosen) - size + 1, size):
             for way, gamma in WAYS.items():
-                started = time.perf_counter()
+                started, before = time.perf_counter(), (tempo.seconds, tempo.lost)
                 outputs = generate(llm, chosen[start : start + size], gamma)
                 prefill = max(output.metrics.prefill_seconds for output in outputs)
                 times[way][str(size)].append(time.perf_counter() - started - prefill)
+                if gamma == AUTO:
+                    times[LOST][str(size)].append((tempo.lost - before[1]) / (tempo.seconds - before[0]))
     return times
 
 
@@ -239,6 +245,9 @@ def summary(rounds: list[Times], sizes: tuple[int, ...]) -> dict[str, Any]:
             "under_0.95": {way: sum(value < 0.95 for value in values) for way, values in ratios.items()},
             "groups": len(medians["plain"]),
         }
+        lost = [share for times in rounds for share in times.get(LOST, {}).get(size, [])]
+        if lost:
+            facts["auto_lost"] = {"mean": round(statistics.mean(lost), 4), "worst": round(max(lost), 4)}
         found |= facts if size == "1" else {f"batch {size}": facts}
     return found
 

@@ -246,6 +246,8 @@ class Tempo:
 
     Now and then it tries what it does not do, to see whether that has become better. What a trial is expected to
     lose is paid from a purse into which a fixed share of the time goes, so trials never cost more than that share.
+    Of all the `seconds` it has been told of, `lost` are those that trials, and rounds that were too slow, took longer
+    than what was known to be faster would have for as many tokens.
     """
 
     def __init__(self, policy: GammaPolicy) -> None:
@@ -253,6 +255,7 @@ class Tempo:
         self._times: dict[tuple[bool, int], Times] = {}
         self._kept, self._tried = policy.acceptance * _MEMORY_TOKENS / 8, _MEMORY_TOKENS / 8
         self._drafted = False
+        self.seconds = self.lost = 0.0
 
     @property
     def acceptance(self) -> float:
@@ -313,23 +316,29 @@ class Tempo:
         """Plain steps took `seconds` in all."""
         times = self.times(requests, whole)
         times.step(seconds / steps, steps)
+        self.seconds += seconds
         if times.gamma:  # a trial
-            times.purse -= seconds * (1 - 1 / times.gain)
+            loss = seconds * (1 - 1 / times.gain)
+            times.purse -= loss
+            self.lost += loss
         _save(times, seconds)
 
     def drafted(
         self, requests: Sequence[Request], whole: bool, gamma: int, rounds: int, seconds: float, tokens: float
     ) -> None:
         """Rounds took `seconds` in all and gave so many tokens a request. The very first also woke what drafts."""
+        times = self.times(requests, whole)
+        loss = max(0.0, seconds - tokens * times.plain) if times.plain else 0.0
+        self.seconds += seconds
+        self.lost += loss
         if not self._drafted:
             self._drafted = True
             return
-        times = self.times(requests, whole)
         times.round(gamma, seconds / rounds, round(tokens))
         found = tokens / rounds / expected(sum(map(self.rate, requests)) / len(requests), gamma)
         times.yields += _FOLLOW * (min(max(found, 1 / _MOST_YIELD), _MOST_YIELD) - times.yields)
         if gamma != times.gamma:  # a trial
-            times.purse -= max(0.0, seconds - tokens * times.plain)
+            times.purse -= loss
         _save(times, seconds)
 
     def finished(self, metrics: SpeculationMetrics) -> None:

@@ -99,6 +99,20 @@ def test_where_drafts_do_not_pay_trials_cost_little(table: Costs, base: float, s
     assert any(machine.used)
 
 
+@pytest.mark.parametrize(("base", "slope"), [(1.1, 1.0), (2.0, 2.0)])
+def test_what_trials_lost_is_counted(base: float, slope: float) -> None:
+    """On a machine that never wavers it is all that an answer takes longer than by plain decoding."""
+    machine = Machine(GammaPolicy((COSTS,), 0.9), base, slope)
+    shares = []
+    for _ in range(40):
+        before = machine.tempo.seconds, machine.tempo.lost
+        over = machine.answer(0.93) - 127
+        lost, seconds = machine.tempo.lost - before[1], machine.tempo.seconds - before[0]
+        assert lost == pytest.approx(over, abs=2.0)  # rounds may go past the answer's end
+        shares.append(lost / seconds)
+    assert max(shares[1:]) < 0.05 and 0 < statistics.mean(shares) < 0.02
+
+
 @pytest.mark.parametrize("table", [COSTS, WRONG])
 @pytest.mark.parametrize(("base", "slope", "rate"), [(1.1, 0.2, 0.93), (1.1, 0.4, 0.9), (1.3, 0.5, 0.93)])
 def test_where_drafts_pay_the_best_is_found(table: Costs, base: float, slope: float, rate: float) -> None:
