@@ -1,6 +1,6 @@
 """Decode attention over paged caches on this GPU: checked first, then timed beside SDPA, in one run.
 
-    python benchmarks/gpu_attention.py [out.json]          the cuts of codegen/tiles.py
+    python benchmarks/gpu_attention.py [out.json] [--formats=kv4,...]   the cuts of codegen/tiles.py
     python benchmarks/gpu_attention.py --search [out.json] every candidate
 
 Times are microseconds per launch (attention and the merge of its splits) by CUDA graph replay, caches rotated
@@ -27,12 +27,15 @@ from benchmarks.gpu_common import ROTATED_BYTES, Launch, facts, graph_us
 from qcompile.codegen import gpu_compile, tiles
 from qcompile.codegen.gpu_attention import FINE_PROGRAMS, GROUP_SPLITS, LEAVES, AttentionSpec, GpuKV, MergeSpec
 from qcompile.codegen.gpu_compile import Kernel
+from qcompile.codegen.program import RING_GROUPS
+from qcompile.numerics import HIER_GROUP, PAGE_TOKENS
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
+RING_ENTRIES = 2 * RING_GROUPS * HIER_GROUP // PAGE_TOKENS
 CASES = ((1, 8192), (1, 65536), (1, 131072), (16, 4096), (64, 1024), (64, 4096))
-FORMATS = ("kv4", "kv8", "kv16")
+FORMATS = ("kv4", "kv8", "kv16", "kv_hier4", "kv_hier")
 MOST_ERROR = 4e-3
-"""Queries and weights of values are rounded to bf16."""
+"""Queries and weights of values are rounded to bf16, over a hierarchical cache queries twice."""
 
 
 def spec_for(format: str, cut: str, queries: int, **more: Any) -> AttentionSpec:
@@ -87,6 +90,70 @@ class Cache:
         return k.flatten(1, 2), v.flatten(1, 2)
 
 
+class HierCache(Cache):
+    """Random rings and rounded pages, which kv_hier reads whole and kv_hier4 in part."""
+
+    def __init__(self, kv: GpuKV, batch: int, context: int) -> None:
+        self.kv, self.batch, self.context = kv, batch, context
+        self.rings, pages = batch * RING_ENTRIES, batch * context // kv.page_tokens
+        rings = torch.arange(self.rings, device="cuda", dtype=torch.int32).view(batch, -1)
+        # A group's first page holds the scales of its keys, its second their least values.
+        firsts = self.rings + 2 * torch.randperm(pages // 2, device="cuda", dtype=torch.int32)
+        rounded = torch.stack((firsts, firsts + 1), -1).view(batch, -1)
+        self.table = torch.cat((rings, rounded), 1).contiguous()
+        size = (self.rings + pages) * kv.heads * kv.block_bytes
+        self.copies = [self._random(self.rings + pages) for _ in range(max(2, min(ROTATED_BYTES // size + 1, 48)))]
+
+    def _random(self, pages: int) -> Tensor:
+        kv, shape = self.kv, (pages, self.kv.heads, self.kv.block_bytes)
+        memory = torch.randint(-128, 128, shape, device="cuda", dtype=torch.int8)
+        ring = torch.randn(self.rings, kv.heads, kv.block_bytes // 2, device="cuda", dtype=torch.bfloat16)
+        memory[: self.rings] = ring.view(torch.int8)
+        rounded = memory[self.rings :]
+
+        def put(at: int, low: float, high: float, which: slice, items: int) -> None:
+            values = low + (high - low) * torch.rand(*rounded[which].shape[:2], items, device="cuda")
+            rounded[which, :, at : at + 4 * items] = values.view(torch.int8)
+
+        every, words = slice(None), 2 * kv.part_bytes
+        put(words, 0.1, 0.3, every, kv.page_tokens)
+        put(words + 4 * kv.page_tokens, 6.0, 9.0, every, kv.page_tokens)
+        put(kv.key_word_bytes, 0.1, 0.3, slice(0, None, 2), kv.dim)
+        put(kv.key_word_bytes, -2.0, -1.0, slice(1, None, 2), kv.dim)
+        return memory
+
+    def dense(self, copy: Tensor, sequence: int) -> tuple[Tensor, Tensor]:
+        """Keys and values f32 [heads, context, dim] as the last group of positions reads them."""
+        kv, tokens = self.kv, self.kv.page_tokens
+        table = self.table[sequence].long()
+        blocks = copy[table[RING_ENTRIES:]].transpose(0, 1)  # [heads, pages, bytes]
+
+        def codes(at: int) -> tuple[Tensor, Tensor]:
+            items = blocks[..., at : at + 2 * kv.part_bytes].contiguous().view(torch.int16).unflatten(-1, (2, -1))
+            k = items[:, :, 0].unflatten(-1, (tokens, kv.width)).int()
+            v = items[:, :, 1].unflatten(-1, (kv.width, tokens)).transpose(-1, -2).int()
+            k, v = (torch.cat([x >> 4 * plane & 15 for plane in range(4)], -1).float() for x in (k, v))
+            return k, v  # each [heads, pages, page tokens, dim]
+
+        def floats(at: int, items: int, which: slice = slice(None)) -> Tensor:
+            return blocks[:, which, at : at + 4 * items].contiguous().view(torch.float32)
+
+        k, v = codes(0)
+        if kv.format == "kv_hier":
+            k, v = (upper + (lower - 8) / 16 for upper, lower in zip((k, v), codes(kv.lower_bytes), strict=True))
+        pair = slice(0, None, 2), slice(1, None, 2)
+        scale, least = (floats(kv.key_word_bytes, kv.dim, which).repeat_interleave(2, 1)[:, :, None] for which in pair)
+        words = 2 * kv.part_bytes
+        v = floats(words, tokens)[..., None] * (v - floats(words + 4 * tokens, tokens)[..., None])
+        k, v = (scale * k + least).flatten(1, 2), v.flatten(1, 2)
+        newest = torch.arange(self.context - 2 * HIER_GROUP, self.context, device="cuda")
+        for x, side in ((k, 0), (v, 1)):
+            ring = copy[table[2 * (newest // tokens % (RING_ENTRIES // 2)) + side]].view(torch.bfloat16)
+            ring = ring[..., : tokens * kv.dim].unflatten(-1, (tokens, kv.dim))  # [newest, heads, tokens, dim]
+            x[:, newest] = ring[torch.arange(len(newest)), :, newest % tokens].transpose(0, 1).float()
+        return k, v
+
+
 class Problem:
     """A step of `queries` rows a sequence over a cache."""
 
@@ -122,7 +189,8 @@ class Problem:
         found = []
         for copy in cache.copies:
             items = copy.view(torch.bfloat16 if spec.kv.bits == 16 else torch.int16)
-            pages = {"kv": items, "kv_words": copy.view(torch.int32)}
+            words = torch.float32 if spec.kv.hierarchical else torch.int32
+            pages = {"kv": items, "kv_words": copy.view(words), "kv_full": copy.view(torch.bfloat16)}
             all_ = [_launch(kernel, grid, {**given, **pages}) for kernel, grid in todo]
             found.append(lambda all_=all_: [each() for each in all_])
         return found
@@ -209,9 +277,11 @@ def main() -> None:
     backends = torch.nn.attention.SDPBackend
     results: dict[str, Any] = {**facts(), "rivals": [], "kernels": [], "bits": []}
     cuts, asked = candidates(search), (1,) if search else (1, 5)
+    named = [a.split("=", 1)[1].split(",") for a in sys.argv if a.startswith("--formats=")]
+    formats = named[0] if named else FORMATS
     specs = [
         spec_for(f, part, queries, **cut)
-        for f, part, queries, cut in itertools.product(FORMATS, ("leaf", "split"), asked, cuts)
+        for f, part, queries, cut in itertools.product(formats, ("leaf", "split"), asked, cuts)
     ]
     with ProcessPoolExecutor(15, mp_context=get_context("spawn")) as pool:
         usable = dict(zip(specs, pool.map(compile_one, specs), strict=True))
@@ -221,8 +291,9 @@ def main() -> None:
             results["rivals"].append({"batch": batch, "context": context, "name": name, "us": us})
             print(f"{batch:3} {context:7} {name:22} {us if us is None else round(us, 1)}", flush=True)
         torch.cuda.empty_cache()
-        for format in FORMATS:
-            cache = Cache(GpuKV(format, KV_HEADS, DIM), batch, context)
+        for format in formats:
+            kv = GpuKV(format, KV_HEADS, DIM)
+            cache = (HierCache if kv.hierarchical else Cache)(kv, batch, context)
             for queries, cut in itertools.product(asked, cuts):
                 spec = spec_for(format, cut_for(batch, context, cut.get("split", tiles.SPLIT)), queries, **cut)
                 if not usable[spec]:
@@ -235,7 +306,7 @@ def main() -> None:
                 row = {"batch": batch, "context": context, "format": format, "queries": queries, "us": us}
                 results["kernels"].append({**row, "relative_error": error, "cut": cut or None})
                 note = f"error {error:.1e} {'' if error < MOST_ERROR else 'WRONG'} {cut or ''}"
-                print(f"{batch:3} {context:7} {format:5} q{queries} {us:8.1f} us  {note}", flush=True)
+                print(f"{batch:3} {context:7} {format:8} q{queries} {us:8.1f} us  {note}", flush=True)
             if not search:
                 differ = rows_that_differ(cache, format)
                 row = {"batch": batch, "context": context, "format": format, "rows_that_differ": differ}

@@ -22,8 +22,7 @@ An item belongs to one token, so tokens are appended side by side; as left opera
 both products then take items as they lie.
 
 The order of sums depends on a query's position alone: tokens in leaves, LEAVES of them in a split, GROUP_SPLITS splits
-in a group. Where there is little to do programs take a leaf each, else a split, or all of it. Over a hierarchical
-cache a split has no leaves.
+in a group. Where there is little to do programs take a leaf each, else a split, or all of it.
 """
 
 from __future__ import annotations
@@ -183,7 +182,7 @@ class AttentionSpec:
     q f32 [tokens, q_stride]. In the decode class programs do one `cut` each, a leaf or a split of `split` positions,
     which MergeSpec sums; where the cut is whole, one program does all, in the same order, and writes
     out [tokens, heads * dim]. A row's bits do not depend on which, nor on how many rows (at least `columns`) a program
-    has: nothing is fused that is not written so, and a warp sums each by itself (over a hierarchical cache `warps`).
+    has: nothing is fused that is not written so, and a warp sums each by itself.
     """
 
     kv: GpuKV
@@ -196,7 +195,6 @@ class AttentionSpec:
     tile: int = 64
     cut: Literal["leaf", "split", "whole"] = "split"
     columns: int = 16
-    warps: int = 1
     stages: int = 2
     inline_asm: bool = True
 
@@ -241,7 +239,7 @@ class AttentionSpec:
             hurries=hurries,
             prelaunch=prelaunch,
             asm=self.inline_asm,
-            tile=self.tile if self.kv.hierarchical else min(self.tile, self.leaf),
+            tile=min(self.tile, self.leaf),
             block=max(_power(self.kv.width), 16),
             splits_a_group=GROUP_SPLITS,
             both=self.kv.format == "kv_hier",
@@ -249,8 +247,7 @@ class AttentionSpec:
             ring_pages=RING_GROUPS * HIER_GROUP // self.kv.page_tokens,
             q_scale=self.scale if self.softcap else self.scale * _LOG2_E,
         )
-        warps = self.rows // 16 * self.warps if self.kv.hierarchical else 1
-        return Kernel(name, source, tuple(arguments), warps, self.stages, prelaunch, False)
+        return Kernel(name, source, tuple(arguments), 1, self.stages, prelaunch, False)
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class Plan:
     @property
     def fine_splits(self) -> int:
         """Up to so many splits of all sequences together are taken in leaves."""
-        return 0 if self.kv.hierarchical else FINE_PROGRAMS // (LEAVES * self.kv.heads)
+        return FINE_PROGRAMS // (LEAVES * self.kv.heads)
 
     def add(self, kernel: Kernel) -> str:
         """Keep a kernel; its label."""
@@ -418,7 +418,7 @@ class _Maker:
     def _decode_attention(self, base: AttentionSpec, args: dict[str, Ref]) -> list[Variant]:
         """Variants for up to MOST_QUERIES query positions a sequence: few in programs of few rows."""
         heads, found, covered = base.kv.heads, [], 0
-        for spec in (base if base.kv.hierarchical else replace(base, columns=8), base):
+        for spec in (replace(base, columns=8), base):
             if spec.queries <= covered:
                 continue
             label = self.plan.add(spec.kernel(self.capability))

@@ -16,7 +16,6 @@ from qcompile.codegen.gpu_attention import GpuKV
 from qcompile.codegen.gpu_pack import MIX_ROWS
 from qcompile.codegen.triton import DECODE_TOKENS, KernelSpec, Tile
 from qcompile.errors import UnsupportedError
-from qcompile.numerics import HIER_GROUP
 
 # (format, most tokens, N, K): Tile(tokens, rows, slices, splits, unroll, warps, stages, ahead)
 H200: dict[tuple[str, int, int, int], Tile] = {
@@ -283,8 +282,8 @@ def attention(kv: GpuKV, cut: str) -> dict[str, Any]:
     no sum depends on.
     """
     stages = 1 if cut == "whole" else 3
-    if kv.hierarchical:
-        # A tile is a group: what its channels' scales do to queries is done once.
-        return {"tile": HIER_GROUP, "cut": cut, "warps": 4, "stages": min(stages, 2)}
-    tile = 16 if kv.dim > 128 else 64 if kv.dim <= 64 else 32
+    if kv.hierarchical:  # queries are scaled anew for each group; both halves of codes take registers
+        tile = 16 if kv.bits > 4 or kv.dim > 128 else 32
+    else:
+        tile = 16 if kv.dim > 128 else 64 if kv.dim <= 64 else 32
     return {"tile": tile, "cut": cut, "stages": stages}
