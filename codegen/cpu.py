@@ -37,12 +37,14 @@ _UNARY = {
 }
 _ROLE_TYPES = {"scale": "float", "columns": "int32_t", "starts": "int32_t"}
 """C++ types of packed parts; bytes for the others."""
-_EPILOGUE = {"store": "kStore", "logits": "kStore", "add": "kAdd", "silu_mul": "kSiluMul"}
+_EPILOGUE = {"store": "kStore", "logits": "kLogits", "add": "kAdd", "silu_mul": "kSiluMul"}
 FEW_ELEMENTS = 12288
 """Rowwise work of up to so many elements is done by every thread for itself rather than split and awaited.
 
 A barrier and the other threads' rows take 0.5 to 1.5 us where threads share no cache; a norm does 512 elements in 0.15.
 """
+NEAR_BYTES = 32 << 20
+"""Weights of so many bytes are taken to stay in a cache: the last one that cores share, of CPUs of these years."""
 OWN_ROWS = 64
 """Rows that a thread can keep for itself."""
 
@@ -82,6 +84,8 @@ class _Renderer:
         self.widest = max(p.round_up(width, p.PAD) for width in _widths(program))
         self.few_rows = min(OWN_ROWS, max(1, FEW_ELEMENTS // self.widest))
         self.ropes: dict[tuple[str, int, float], _RopeTable] = {}
+        gemms = [c for c in program.calls if isinstance(c, p.Gemm)]
+        self.near = sum(c.n * c.k * FORMATS[c.format].bits // 8 for c in gemms) <= NEAR_BYTES
         if program.kv.head_dim > MAX_HEAD_DIM:
             raise UnsupportedError(
                 f"head dimension {program.kv.head_dim} is above {MAX_HEAD_DIM}, the most there are kernels for"
@@ -287,8 +291,12 @@ class _Renderer:
             residual = self.program.buffer(c.residual)
             lines.append(f"{var}.residual = {_ident(c.residual)}, {var}.residual_stride = {residual.stride};")
         out = None if c.out is None else self.program.buffer(c.out)
-        target, stride = ("s.logits()", "kVocab") if out is None else (_ident(out.name), str(out.stride))
+        target, stride = ("b.logits", "kVocab") if out is None else (_ident(out.name), str(out.stride))
         lines.append(f"{var}.out = {target}, {var}.out_stride = {stride};")
+        if out is None:
+            lines.append(f"{var}.best = s.best();")
+        if c.format == "nested_8_4" and self.near:
+            lines.append(f"{var}.near = true;")
         rope = self._rope_after(index)
         if rope is not None and self._by_head(index):
             q, k = (rope.k_offset - rope.q_offset) // 32, (rope.v_offset - rope.k_offset) // 32
@@ -297,9 +305,7 @@ class _Renderer:
         if x.dtype == "q8" and x.kind.group:
             suffix = "_x128"
         lines.append(f"gemm_{c.format}{suffix}({var}, {_ident(c.x)}, s.w);")
-        if out is None:
-            lines += ["m.team->sync(tid);", "s.pick_best();"]
-        elif out.width != out.stride:
+        if out is not None and out.width != out.stride:
             lines.append(f"pad_rows({self.mine(out.name)}, {_ident(out.name)}, {out.width});")
         return lines
 
@@ -351,7 +357,7 @@ class _Renderer:
     def _logits(self, c: p.Logits) -> list[str]:
         x = self.program.buffer(c.x)
         copied = f"copy_rows({self.mine(c.x)}, {_ident(c.x)}, {x.stride}, kVocab, s.logits());"
-        return [copied, "m.team->sync(tid);", "s.pick_best();"]
+        return [copied, "m.team->sync(tid);", "s.look_for_best();"]
 
     def _rope_append(self, c: p.RopeAppend) -> list[str]:
         table = "nullptr"

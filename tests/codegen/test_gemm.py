@@ -197,6 +197,7 @@ def run(
     residual: np.ndarray | None = None,
     threads: int = 1,
     parts: tuple[int, int] = (0, 0),
+    near: bool = False,
 ) -> np.ndarray:
     """[m, n] (n/2 columns for SILU_MUL), every thread's share computed one after the other."""
     m, kp = act.value.shape
@@ -205,6 +206,7 @@ def run(
     buffers: dict[str, Any] = {name: aligned(array) for name, array in weight.buffers.items()}
     g = Gemm(m=m, n=n, k=k, epilogue=epilogue, out=out.ctypes.data, out_stride=columns + 3)
     g.parts[:] = parts
+    g.near = near
     for name, array in buffers.items():
         setattr(g, name, array.ctypes.data)
     if "columns" in buffers:
@@ -284,6 +286,10 @@ def test_a_row_depends_on_nothing_else(harness: Callable[[str], ctypes.CDLL], is
         np.testing.assert_array_equal(run(library, fmt, weight, act, n, k, threads=threads), whole)
         parted = run(library, fmt, weight, act, n, k, threads=threads, parts=(2, 1))
         np.testing.assert_array_equal(parted, whole)
+    if fmt.startswith("nested"):
+        for m in (1, 2, 4, 5, 8, 53):
+            got = run(library, fmt, weight, act.rows(slice(53 - m, 53)), n, k, near=True)
+            np.testing.assert_array_equal(got, whole[53 - m :])
 
 
 @pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt != "f32"])

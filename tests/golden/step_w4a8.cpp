@@ -122,10 +122,9 @@ static void step(Model& m, int tid) {
   Gemm g13{b.outputs, 203, 96, s.weight<void>(18)};
   g13.scale = s.weight<float>(19);
   g13.zero = s.weight<uint8_t>(20);
-  g13.epilogue = kStore;
-  g13.out = s.logits(), g13.out_stride = kVocab;
+  g13.epilogue = kLogits;
+  g13.out = b.logits, g13.out_stride = kVocab;
+  g13.best = s.best();
   gemm_w4_asym_g128(g13, v_final, s.w);
-  m.team->sync(tid);
-  s.pick_best();
   s.done(13, false);
 }

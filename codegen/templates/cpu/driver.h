@@ -23,7 +23,7 @@ static size_t carve(Model& m, char* base) {
   m.arena[kOutputs] = take((size_t)kOutputBytes * outputs);
   m.rope = (float*)take((size_t)kRopeFloats * tokens * sizeof(float));
   m.logits = (float*)take((size_t)kVocab * outputs * sizeof(float));
-  m.best = (Best*)take(threads * outputs * sizeof(Best));
+  m.best = (BestLanes*)take(threads * outputs * sizeof(BestLanes));
   m.own = take(threads * kOwnBytes);
   m.scratch = take(threads * kScratchBytes);
   m.feedback = (int32_t*)take(3 * tokens * sizeof(int32_t));
@@ -108,6 +108,11 @@ static void run_batch(Model& m, const qc_batch& b) {
   m.batch = b;
   memset(m.next_task, 0, sizeof m.next_task);
   m.team->run(run_step, &m);
+  for (int r = 0; b.argmax && r < b.outputs; ++r) {
+    BestLanes& row = m.best[r];
+    for (int t = 1; t < m.team->threads; ++t) row.merge(m.best[(int64_t)t * m.capacity[kOutputs] + r]);
+    b.argmax[r] = row.index();
+  }
 }
 
 QC_API int qc_step(void* model, const qc_batch* batch) {

@@ -31,8 +31,9 @@
 //   Activation and weight pointers are 64-byte aligned; a group is short at the end when kp % 128 != 0:
 //   groups = ceil(kp / group). Activation codes lie in [-127, 127].
 //
-//   Epilogues: kStore  out[t][i] = y + bias             (also logits: out = batch.logits, out_stride = vocab)
+//   Epilogues: kStore  out[t][i] = y + bias
 //              kAdd    out[t][i] = residual[t][i] + (y + bias)     (out may be residual)
+//              kLogits out[t][i] = y + bias, unless out is null; the thread's best[t], if any, are noted
 //              kSiluMul out[t][i] = silu(gate) * up, i < n/2; 16-row blocks of W alternate gate, up;
 //                       n = 2 * I, each half padded to 16 rows; bias, if any, in the order of the packed rows.
 //   Only columns below n (n/2) are written. bias, where given, has one float for every padded row.
@@ -73,7 +74,37 @@ struct Q8Act {             // int8 activations
   int scales;              // 1, or ceil(kp / 128)
 };
 
-enum EpilogueKind { kStore, kAdd, kSiluMul };
+enum EpilogueKind { kStore, kAdd, kSiluMul, kLogits };
+
+// The largest logit that a thread has seen of a row, in 16 lanes, and the lowest column where it is. NaN is never it.
+struct alignas(64) BestLanes {
+  static constexpr int kParts = 64 / sizeof(f32part);
+  f32part value[kParts];
+  i32part column[kParts];
+
+  void clear() {
+    for (int i = 0; i < kParts; ++i) value[i] = f32part{} - __builtin_inff(), column[i] = i32part{};
+  }
+  void note(f32x16 logits, i32x16 columns) {
+    f32part y[kParts];
+    i32part at[kParts];
+    memcpy(y, &logits, 64), memcpy(at, &columns, 64);
+    for (int i = 0; i < kParts; ++i) {
+      const i32part better = (y[i] > value[i]) | ((y[i] == value[i]) & (at[i] < column[i]));
+      value[i] = better ? y[i] : value[i];
+      column[i] = better ? at[i] : column[i];
+    }
+  }
+  void merge(const BestLanes& other) { note(load<f32x16>(other.value), load<i32x16>(other.column)); }
+  int32_t index() const {
+    const f32x16 v = load<f32x16>(value);
+    const i32x16 c = load<i32x16>(column);
+    int best = 0;
+    for (int i = 1; i < 16; ++i)
+      if (v[i] > v[best] || (v[i] == v[best] && c[i] < c[best])) best = i;
+    return c[best];
+  }
+};
 
 struct Gemm {
   int m, n, k;                          // tokens, output rows (2 * I for kSiluMul), inputs
@@ -93,6 +124,8 @@ struct Gemm {
   float* out = nullptr;                 // [m][out_stride]
   int64_t out_stride = 0;               // floats
   int parts[2] = {0, 0};                // units (32 rows) of a first and a second part; they and the rest are shared out alone
+  BestLanes* best = nullptr;            // kLogits: [m] of this thread, or null
+  bool near = false;                    // nested_8_4: all weights of the model fit in a cache
 };
 
 struct Worker {

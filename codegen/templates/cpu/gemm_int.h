@@ -190,6 +190,10 @@ struct MxRuleX128 : MxRule {  // y = sum_b xs 2^(e-128) sum(c x)
 // Of how many lines one is asked for, so that the memory is never idle while M tokens are multiplied (measured on Zen 4:
 // the CPU's own prefetcher does the rest better than more requests would, up to 5 dot products a line).
 constexpr int prefetch_every(int m, int dots) { return m * dots < 3 || (dots == 1 && m < 6) ? 4 : m * dots < 5 ? 2 : 1; }
+// A nested weight's two lines at once are more than that prefetcher lets itself be helped with, up to 4 tokens; beyond,
+// requests pay where weights come from memory, and where a cache holds them all cost time (Zen 4: 10 % and 7 %).
+constexpr int kPanel = 0, kNever = -1;
+constexpr int prefetch_every_nested(int m, bool near) { return m == 1 ? prefetch_every(1, 2) : m < 5 || near ? kNever : 1; }
 
 // Whether each line is fetched into the first-level cache kNearBytes before its use, by a hint that gives it no lasting
 // place there: weights streaming through would push out x, which every block reads again. (Measured on Zen 4: 2 to 14 %
@@ -201,7 +205,8 @@ constexpr bool fetched_near(int m) {
 }
 constexpr int kNearBytes = 128;
 
-// Every: of how many lines of weights one is prefetched; 0: these are in a cache, and of the next unit's a few are.
+// Every: of how many lines of weights one is prefetched, or kNever; kPanel: these are unpacked, and of the next unit's
+// packed ones a few are.
 template <class Codes, class Rule, int M, int Every>
 __attribute__((noinline)) static void int_block(const IntBlock& w, const IntTile& x, int chunks, float* out) {
   // Independent sums, to hide the latency of a dot product; one where the next group soon starts another.
@@ -215,11 +220,11 @@ __attribute__((noinline)) static void int_block(const IntBlock& w, const IntTile
     I16 part[M * C];
     QC_UNROLL for (int i = 0; i < M * C; ++i) part[i] = i < M ? Rule::begin(w, g, start[i]) : i_set(0);
     for (int c = chunks < Rule::kChunks ? chunks : Rule::kChunks; c; --c, p += Codes::kLines * 64, xq += M * 32) {
-      if (Every == 0) __builtin_prefetch(next, 0, 2), next += 64;
+      if (Every == kPanel) __builtin_prefetch(next, 0, 2), next += 64;
       QC_UNROLL for (int l = 0; l < Codes::kLines; ++l) {
         B64 v[Codes::kDots];
-        if (Every != 0 && fetched_near<Codes, Rule>(M)) __builtin_prefetch(p + l * 64 + kNearBytes, 0, 0);
-        if (Every != 0 && l % (Every + !Every) == 0) {
+        if (Every > 0 && fetched_near<Codes, Rule>(M)) __builtin_prefetch(p + l * 64 + kNearBytes, 0, 0);
+        if (Every > 0 && l % (Every > 0 ? Every : 1) == 0) {
           __builtin_prefetch(p + l * 64 + kPrefetchBytes, 0, 2);
           if (std::is_same_v<Codes, NestedCodes>) __builtin_prefetch(p + w.low + l * 64 + kPrefetchBytes, 0, 2);
         }
@@ -292,9 +297,13 @@ struct IntFormat {
   template <int M>
   static void unit(const Gemm& g, int block, int blocks, const IntTile& x, float* out) {
     const int chunks = Shape(g).chunks;
-    for (int b = 0; b < blocks; ++b)
-      int_block<Codes, Rule, M, prefetch_every(M, Codes::kDots)>(Format::block(g, chunks, block + b), x, chunks,
-                                                                  out + b * kPanelTile * 16);
+    for (int b = 0; b < blocks; ++b, out += kPanelTile * 16) {
+      const IntBlock w = Format::block(g, chunks, block + b);
+      if constexpr (!std::is_same_v<Codes, NestedCodes>)
+        int_block<Codes, Rule, M, prefetch_every(M, Codes::kDots)>(w, x, chunks, out);
+      else if (g.near) int_block<Codes, Rule, M, prefetch_every_nested(M, true)>(w, x, chunks, out);
+      else int_block<Codes, Rule, M, prefetch_every_nested(M, false)>(w, x, chunks, out);
+    }
   }
   static void panel_unit(const Gemm& g, int block, int blocks, char* panel, const IntTile& x, int index, float* out) {
     const int chunks = Shape(g).chunks, part = 2 * index;
@@ -304,7 +313,7 @@ struct IntFormat {
       const int64_t lines = part + b < 2 * Codes::kLines ? (2 - b) * Codes::kLines + part + b : 0;
       w.next = w.codes + lines * chunks * 64;
       if (kUnpacks) w.codes = (const uint8_t*)panel + (size_t)b * chunks * 512;
-      int_block<PanelCodes, PanelRule, kPanelTile, kUnpacks ? 0 : 1>(w, x, chunks, out + b * kPanelTile * 16);
+      int_block<PanelCodes, PanelRule, kPanelTile, kUnpacks ? kPanel : 1>(w, x, chunks, out + b * kPanelTile * 16);
     }
   }
   static void unpack(const Gemm& g, int block, int blocks, char* panel) {

@@ -55,7 +55,7 @@ struct Mix48 {
       const int part = 2 * index + b;  // of the unit after this one, a part during each tile
       w.next = after + (part < 8 ? part : 0) * (int64_t)chunks * 64;
       w.codes = (const uint8_t*)panel + (size_t)b * chunks * 512;
-      int_block<SmallByteCodes, Narrow, kPanelTile, 0>(w, x, chunks, out);
+      int_block<SmallByteCodes, Narrow, kPanelTile, kPanel>(w, x, chunks, out);
     }
   }
 };

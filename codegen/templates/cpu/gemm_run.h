@@ -40,11 +40,21 @@ struct Columns {
 // The output lines of a tile, asked for before the tile is computed: they lie a row apart, in as many pages, and where
 // another core has read them since, to own them again takes the time of some hundred instructions a line.
 static void prefetch_out(const Gemm& g, const Columns& c, int first, int tokens) {
+  if (!g.out) return;
   for (int t = first; t < first + tokens; ++t) {
     const char* out = (const char*)(g.out + t * g.out_stride + c.column);
     for (int i = 0; i < c.width * 4; i += 64) __builtin_prefetch(out + i, 1);
     __builtin_prefetch(out + c.width * 4 - 1, 1);
   }
+}
+
+constexpr i32x16 kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+// Logits of row t, of which the first `count` lanes are.
+QC_INLINE void note_best(const Gemm& g, int t, f32x16 y, i32x16 columns, int count) {
+  if (!g.best) return;
+  if (count < 16) y = select(kLanes < count, y, splat(-__builtin_inff()));
+  g.best[t].note(y, columns);
 }
 
 template <EpilogueKind E>
@@ -57,6 +67,10 @@ static void finish_rows(const Gemm& g, const Columns& c, int first, int tokens, 
       if constexpr (E == kSiluMul) {
         f32x16 up = load<f32x16>(row + kPanelTile * 16);
         y = silu(y) * (bias ? up + load<f32x16>(bias + 16) : up);
+      }
+      if constexpr (E == kLogits) {
+        note_best(g, first + t, y, c.column + i + kLanes, c.width - i);
+        if (!g.out) continue;
       }
       float* out = g.out + (first + t) * g.out_stride + c.column + i;
       const float* residual = E == kAdd ? g.residual + (first + t) * g.residual_stride + c.column + i : nullptr;
@@ -104,6 +118,10 @@ static void scatter_rows(const Gemm& g, int block, int blocks, int first, int to
         f32x16 up = load<f32x16>(row + kPanelTile * 16);
         y = silu(y) * (g.bias ? up + up_bias : up);
       }
+      if constexpr (E == kLogits) {
+        note_best(g, first + t, y, load<i32x16>(columns), count);
+        if (!g.out) continue;
+      }
       if (E == kAdd) y = gather(g.residual + (first + t) * g.residual_stride, columns, count) + y;
       scatter(g.out + (first + t) * g.out_stride, columns, count, y);
     }
@@ -124,6 +142,7 @@ static void finish_tile(const Gemm& g, int block, int blocks, const Columns& c, 
     case kStore: return finish<kStore>(g, block, blocks, c, first, tokens, buffer);
     case kAdd: return finish<kAdd>(g, block, blocks, c, first, tokens, buffer);
     case kSiluMul: return finish<kSiluMul>(g, block, blocks, c, first, tokens, buffer);
+    case kLogits: return finish<kLogits>(g, block, blocks, c, first, tokens, buffer);
   }
 }
 

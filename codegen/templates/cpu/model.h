@@ -22,7 +22,7 @@ struct Model {
   char* arena[2];
   float* rope;                     // tables of cos and sin, [capacity][kRopeFloats]
   float* logits;                   // [outputs][vocab], where the caller wants none
-  Best* best;                      // [threads][max outputs]
+  BestLanes* best;                 // [threads][capacity of outputs]
   char* own;                       // [threads][kOwnBytes]: rows a thread computes for itself
   char* scratch;                   // [threads][kScratchBytes]
   int32_t* feedback;               // token ids, positions and rows of qc_decode, [3][capacity]
@@ -93,27 +93,22 @@ struct Step {
 
   float* logits() const { return b.logits ? b.logits : m.logits; }
 
-  // The best token of every output row: rows split over threads, or columns where rows are few.
-  void pick_best() const {
-    if (!b.argmax) return;
-    const float* x = logits();
-    if (b.outputs >= w.threads) {
-      const Range rows = share(b.outputs, w);
-      for (int r = rows.begin; r < rows.end; ++r) b.argmax[r] = argmax(x + (int64_t)r * kVocab, 0, kVocab).index;
-      return;
-    }
+  // This thread's part in finding the largest logit of every output row; null where nobody wants it.
+  BestLanes* best() const {
+    if (!b.argmax) return nullptr;
+    BestLanes* rows = m.best + (int64_t)w.tid * m.capacity[kOutputs];
+    for (int r = 0; r < b.outputs; ++r) rows[r].clear();
+    return rows;
+  }
+  // The same for logits that lie in memory, of which each thread looks at some columns.
+  void look_for_best() const {
+    BestLanes* rows = best();
     const Range columns = share(kVocab, w);
-    for (int r = 0; r < b.outputs; ++r)
-      m.best[w.tid * m.capacity[kOutputs] + r] = argmax(x + (int64_t)r * kVocab, columns.begin, columns.end);
-    m.team->sync(w.tid);
-    if (w.tid) return;
-    for (int r = 0; r < b.outputs; ++r) {
-      Best top = m.best[r];
-      for (int t = 1; t < w.threads; ++t) {
-        const Best& other = m.best[t * m.capacity[kOutputs] + r];
-        if (other.value > top.value) top = other;
-      }
-      b.argmax[r] = top.index;
+    for (int r = 0; rows && r < b.outputs; ++r) {
+      const float* x = logits() + (int64_t)r * kVocab;
+      int i = columns.begin;
+      for (; i + 16 <= columns.end; i += 16) rows[r].note(load<f32x16>(x + i), i + kLanes);
+      for (; i < columns.end; ++i) rows[r].note(splat(x[i]), splat(i));
     }
   }
 

@@ -1,4 +1,4 @@
-// rowops.h: everything that treats each row (token) alone: embed, norm, quantize, take_rows, argmax.
+// rowops.h: everything that treats each row (token) alone: embed, norm, quantize, take_rows.
 //
 // Activations are rows of gemm_kp(width) elements; the elements past `width` are zero, and every function
 // here keeps them so. A function works on the rows of its Range, so the caller decides who does what.
@@ -191,28 +191,4 @@ QC_NOINLINE void pad_rows(Range rows, float* x, int width) {
 QC_NOINLINE void copy_rows(Range rows, const float* x, int stride, int width, float* out) {
   for (int r = rows.begin; r < rows.end; ++r)
     memcpy(out + (int64_t)r * width, x + (int64_t)r * stride, (size_t)width * sizeof(float));
-}
-
-struct Best {
-  float value;
-  int32_t index;
-};
-
-// The largest of x[begin .. end), the lowest index where equal. NaN never wins.
-QC_NOINLINE Best argmax(const float* x, int begin, int end) {
-  f32x16 top = splat(-__builtin_inff());
-  int i = begin;
-  for (; i + 16 <= end; i += 16) top = vmax(load<f32x16>(x + i), top);
-  Best best{reduce_max(top), begin};
-  for (; i < end; ++i)
-    if (x[i] > best.value) best.value = x[i];
-  for (i = begin; i + 16 <= end; i += 16) {
-    i32x16 hit = load<f32x16>(x + i) == best.value;
-    bool any = false;
-    for (int l = 0; l < 16; ++l) any |= hit[l] != 0;
-    if (any) break;
-  }
-  while (i < end && x[i] != best.value) ++i;
-  best.index = i < end ? i : begin;
-  return best;
 }

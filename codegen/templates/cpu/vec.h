@@ -56,13 +56,17 @@ QC_INLINE f32x16 select(i32x16 mask, f32x16 yes, f32x16 no) {  // mask lanes are
 // a if a > b, else b; so vmax(x, y) is y where x is NaN. GCC compares 64-byte vectors lane by lane where there
 // is no register for them, so there each half is compared by itself.
 #if defined(__AVX512F__)
+typedef f32x16 f32part;
+typedef i32x16 i32part;
 QC_INLINE f32x16 vmax(f32x16 a, f32x16 b) { return _mm512_max_ps(a, b); }
 QC_INLINE f32x16 vmin(f32x16 a, f32x16 b) { return _mm512_min_ps(a, b); }
 #else
 #if defined(__AVX2__)
 typedef float f32part __attribute__((vector_size(32)));
+typedef int32_t i32part __attribute__((vector_size(32)));
 #else
 typedef float f32part __attribute__((vector_size(16)));
+typedef int32_t i32part __attribute__((vector_size(16)));
 #endif
 template <class F>
 QC_INLINE f32x16 by_parts(f32x16 a, f32x16 b, const F& f) {
