@@ -16,6 +16,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from qcompile.codegen import cpu_flow as flow
 from qcompile.codegen import program as p
 from qcompile.errors import UnsupportedError
 from qcompile.numerics import ACTIVATIONS, FORMATS
@@ -43,8 +44,6 @@ FEW_ELEMENTS = 12288
 
 A barrier and the other threads' rows take 0.5 to 1.5 us where threads share no cache; a norm does 512 elements in 0.15.
 """
-NEAR_BYTES = 32 << 20
-"""Weights of so many bytes are taken to stay in a cache: the last one that cores share, of CPUs of these years."""
 OWN_ROWS = 64
 """Rows that a thread can keep for itself."""
 
@@ -78,14 +77,16 @@ class _RenderedCall:
 
 class _Renderer:
     def __init__(self, program: p.Program, target: Target) -> None:
+        program = flow.settled(program)
         self.program, self.target = program, target
         self.index = {name: i for i, name in enumerate(program.weights)}
-        self.own = _own_buffers(program)
+        self.own = flow.own_buffers(program)
+        self.homes = {i: home for i in range(len(program.calls)) if (home := flow.made_at_home(program, i))}
+        conditions = dict.fromkeys(home.condition for home in self.homes.values())
+        self.conditions = {condition: f"home{number}" for number, condition in enumerate(conditions)}
         self.widest = max(p.round_up(width, p.PAD) for width in _widths(program))
         self.few_rows = min(OWN_ROWS, max(1, FEW_ELEMENTS // self.widest))
         self.ropes: dict[tuple[str, int, float], _RopeTable] = {}
-        gemms = [c for c in program.calls if isinstance(c, p.Gemm)]
-        self.near = sum(c.n * c.k * FORMATS[c.format].bits // 8 for c in gemms) <= NEAR_BYTES
         if program.kv.head_dim > MAX_HEAD_DIM:
             raise UnsupportedError(
                 f"head dimension {program.kv.head_dim} is above {MAX_HEAD_DIM}, the most there are kernels for"
@@ -120,6 +121,7 @@ class _Renderer:
             headers=_Headers(),
             ident=_ident,
             place=self.place,
+            homes=self.conditions,
         )
 
     def description(self) -> str:
@@ -143,19 +145,29 @@ class _Renderer:
 
     def place(self, buffer: p.Buffer) -> str:
         """The expression for a buffer's address."""
-        where = f"{_kind(buffer)}, {buffer.offset}, {_bool(buffer.name in self.own)}"
+        where = f"{_kind(buffer)}, {buffer.offset}, {self.is_own(buffer.name)}"
         if buffer.dtype == "q8":
             kind = buffer.kind
             how = f"{buffer.group}, {kind.group or buffer.stride}, {_f32(kind.top)}, {_f32(kind.last_top)}"
             return f"s.q8({where}, {buffer.stride}, {{{how}}})"
         return f"s.rows<{'float' if buffer.dtype == 'f32' else 'uint16_t'}>({where})"
 
+    def is_own(self, name: str) -> str:
+        """Whether each thread has its own copy of a buffer where rows are few: not of what is made in shares."""
+        made = next((i for i in self.homes if flow.written(self.program.calls[i]) == name), None)
+        return f"!{self.at_home(made)}" if made is not None and name in self.own else _bool(name in self.own)
+
+    def at_home(self, index: int) -> str:
+        """The name of the condition under which call `index` is made in shares."""
+        return self.conditions[self.homes[index].condition]
+
     def call(self, index: int, call: p.Call) -> _RenderedCall:
         """The statements of one call, and whether a barrier follows."""
         write: Callable[..., list[str]] = getattr(self, f"_{call.kernel}")
-        lines = write(call, index) if isinstance(call, p.Gemm | p.Attention | p.ExpertGemm) else write(call)
+        numbered = p.Gemm | p.Attention | p.ExpertGemm | p.Quantize
+        lines = write(call, index) if isinstance(call, numbered) else write(call)
         calls = self.program.calls
-        outputs = [_writes_outputs(self.program, c) for c in calls]
+        outputs = [flow.writes_outputs(self.program, c) for c in calls]
         first = outputs[index] and all(outputs[index:]) and not any(outputs[:index])
         return _RenderedCall(call.name, tuple(lines), self.sync(index), first)
 
@@ -169,9 +181,12 @@ class _Renderer:
             return "!s.by_head()" if isinstance(calls[index + 1], p.Attention) else "true"
         if self._by_head(index):
             return "!s.by_head()"
-        written = _written(call)
+        if index + 1 in self.homes:
+            return f"!{self.at_home(index + 1)}"
+        written = flow.written(call)
         if written in self.own and not self._overwritten_early(index):
-            return f"!s.few[{_kind(self.program.buffer(written))}]"
+            shared = f"{self.at_home(index)} || " if index in self.homes else ""
+            return f"{shared}!s.few[{_kind(self.program.buffer(written))}]"
         return "true"
 
     def _by_head(self, index: int) -> bool:
@@ -202,18 +217,18 @@ class _Renderer:
         call = self.program.calls[index]
         # What each thread has of its own is safe where rows are few, and followed by a barrier where they are not.
         shared = isinstance(call, p.Gemm)
-        read = [self.program.buffer(name) for name in _read(call) if shared or name not in self.own]
+        read = [self.program.buffer(name) for name in flow.read(call) if shared or name not in self.own]
         for place, call in enumerate(self.program.calls[index + 1 :], start=index + 1):
-            written = _written(call)
+            written = flow.written(call)
             if written is not None and written not in self.own:
                 target = self.program.buffer(written)
-                if any(_overlap(target, source) for source in read):
+                if any(flow.overlap(target, source) for source in read):
                     return True
                 if not (self._by_head(place) or isinstance(call, p.RopeAppend)):
                     return False  # a barrier follows it
             elif written is None:
                 return False
-            read += [self.program.buffer(name) for name in _read(call) if name not in self.own]
+            read += [self.program.buffer(name) for name in flow.read(call) if name not in self.own]
         return False
 
     # ---- one method per kernel: its statements ----------------------------------------------------
@@ -244,8 +259,16 @@ class _Renderer:
         weights = f"{self.weight(c.weight)}, {self.weight(c.bias)}, {c.width if c.by_head else 0}, {_f32(c.eps)}"
         return [f"norm_heads<{kind}>({self.mine(c.x)}, {where}, {weights});"]
 
-    def _quantize(self, c: p.Quantize) -> list[str]:
-        return [f"quantize({self.mine(c.out)}, {_ident(c.x)}, {self.program.buffer(c.x).width}, {_ident(c.out)});"]
+    def _quantize(self, c: p.Quantize, index: int) -> list[str]:
+        width = self.program.buffer(c.x).width
+        line = f"quantize({self.mine(c.out)}, {_ident(c.x)}, {width}, {_ident(c.out)});"
+        if index not in self.homes:
+            return [line]
+        share = f"b.tokens, {self.homes[index].range}"
+        return [
+            f"if ({self.at_home(index)}) quantize_share({share}, {_ident(c.x)}, {width}, {_ident(c.out)});",
+            f"else {line}",
+        ]
 
     def _hadamard(self, c: p.Hadamard) -> list[str]:
         where = f"{self.mine(c.out)}, {_ident(c.x)}, {self.program.buffer(c.x).width}, {c.block}"
@@ -295,8 +318,6 @@ class _Renderer:
         lines.append(f"{var}.out = {target}, {var}.out_stride = {stride};")
         if out is None:
             lines.append(f"{var}.best = s.best();")
-        if c.format == "nested_8_4" and self.near:
-            lines.append(f"{var}.near = true;")
         rope = self._rope_after(index)
         if rope is not None and self._by_head(index):
             q, k = (rope.k_offset - rope.q_offset) // 32, (rope.v_offset - rope.k_offset) // 32
@@ -414,43 +435,6 @@ class _Headers:
             elif line.strip() != "#pragma once":
                 lines.append(line)
         return "".join(lines)
-
-
-# ---- dataflow of a program ------------------------------------------------------------------------
-
-
-def _written(call: p.Call) -> str | None:
-    """The buffer a call writes (None: logits)."""
-    if isinstance(call, p.RopeAppend):
-        return call.qkv
-    if isinstance(call, p.Logits):
-        return None
-    return call.x if isinstance(call, p.NormHeads) else call.out
-
-
-def _read(call: p.Call) -> list[str]:
-    """The buffers a call reads."""
-    names = (getattr(call, field, None) for field in ("x", "qkv", "q", "residual", "other", "index", "scores"))
-    return [name for name in names if name is not None]
-
-
-def _writes_outputs(program: p.Program, call: p.Call) -> bool:
-    written = _written(call)
-    return written is None or program.buffer(written).rows == "outputs"
-
-
-def _own_buffers(program: p.Program) -> frozenset[str]:
-    """Buffers that only rowwise calls write, each from one other buffer: a thread may keep its own copy."""
-    alone = p.Norm | p.Quantize | p.Hadamard | p.TakeRows
-    rowwise = {name for c in program.calls if isinstance(c, alone) for name in [c.out]}
-    shared = {_written(c) for c in program.calls if not isinstance(c, alone)}
-    attended = {c.q for c in program.calls if isinstance(c, p.Attention)}
-    return frozenset(rowwise - shared - attended)
-
-
-def _overlap(a: p.Buffer, b: p.Buffer) -> bool:
-    """Whether two buffers share bytes of the arena."""
-    return a.rows == b.rows and a.offset < b.offset + b.row_bytes and b.offset < a.offset + a.row_bytes
 
 
 def _widths(program: p.Program) -> list[int]:

@@ -35,4 +35,19 @@ int harness_gemm(int format, const Gemm* g, const void* x, const Q8Act* q, int t
   }
   return 1;
 }
+
+// The lowest column of the largest logit of each row, the threads' shares one after the other; best: [threads][m].
+int harness_logits(int format, Gemm* g, const void* x, const Q8Act* q, int threads, void* scratch, void* best, int32_t* found) {
+  BestLanes* lanes = (BestLanes*)best;
+  for (int tid = 0; tid < threads; ++tid) {
+    g->best = lanes + tid * g->m;
+    for (int r = 0; r < g->m; ++r) g->best[r].clear();
+    if (harness_gemm(format, g, x, q, tid, threads, scratch)) return 1;
+  }
+  for (int r = 0; r < g->m; ++r) {
+    for (int t = 1; t < threads; ++t) lanes[r].merge(lanes[t * g->m + r]);
+    found[r] = lanes[r].index();
+  }
+  return 0;
+}
 }

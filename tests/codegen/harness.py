@@ -38,7 +38,6 @@ class Gemm(ctypes.Structure):
         ("out_stride", ctypes.c_int64),
         ("parts", ctypes.c_int * 2),
         ("best", ctypes.c_void_p),
-        ("near", ctypes.c_bool),
     ]
 
 

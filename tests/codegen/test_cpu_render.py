@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from qcompile.codegen import backend, compiler, cpu
+from qcompile.codegen import cpu_flow as flow
 from qcompile.codegen import program as p
 from qcompile.errors import ResourceError, UnsupportedError
 from qcompile.targets import TARGETS
@@ -64,10 +65,38 @@ def test_rows_a_thread_keeps_need_no_barrier_unless_they_may_be_overwritten() ->
     assert sync["0.norm1"] == "!s.few[kTokens]" and sync["0.qkv"] == sync["0.rope"] == "!s.by_head()"
     # Put the value that follows in the bytes of the one the norm reads: a fast thread would overwrite it.
     stream = program.buffer("h")
-    moved = tuple(replace(b, offset=stream.offset) if b.name == "0.qkv" else b for b in program.buffers)
+    moved = tuple(replace(b, offset=stream.offset) if b.name == "0.inner" else b for b in program.buffers)
     program = replace(program, buffers=moved)
     sync = {c.name: cpu._Renderer(program, AVX2).sync(i) for i, c in enumerate(program.calls)}
-    assert sync["0.norm1"] == "true"
+    assert sync["0.norm2"] == "true"
+
+
+def test_what_a_thread_made_it_quantizes_before_it_waits() -> None:
+    home = Tiny("w4_asym_g128", "q8", layers=2, activation="int8_g128", heads=8, kv_heads=2, head_dim=32, inner=256)
+    program = build(home)[0]
+    renderer = cpu._Renderer(program, AVX2)
+    sync = {c.name: renderer.sync(i) for i, c in enumerate(program.calls)}
+    by_head, by_columns = renderer.conditions.values()
+    assert sync["0.attention"] == f"!{by_head}" and sync["0.o.quantize"] == f"{by_head} || !s.few[kTokens]"
+    assert sync["1.gate_up"] == f"!{by_columns}" and sync["1.down.quantize"] == f"{by_columns} || !s.few[kTokens]"
+    # Those buffers, and queries, keys and values, lie apart from all others, and one layer's where the other's do.
+    settled = renderer.program
+    apart = ("qkv", "attended", "o.in", "inner", "down.in")
+    for name in apart:
+        mine = settled.buffer(f"0.{name}")
+        assert settled.buffer(f"1.{name}").offset == mine.offset
+        assert not any(flow.overlap(mine, b) for b in settled.buffers if b.name[2:] != name)
+    assert settled.arena_bytes("tokens") < 3 * program.arena_bytes("tokens")
+    # Not where a scale covers all of a row, a last group is short, or somebody else reads what is quantized.
+    others = (replace(home, activation="int8"), replace(home, inner=160))
+    for tiny, name in zip(others, ("0.o.quantize", "0.down.quantize"), strict=True):
+        calls = build(tiny)[0].calls
+        index = next(i for i, c in enumerate(calls) if c.name == name)
+        assert flow.made_at_home(build(tiny)[0], index) is None
+    index = next(i for i, c in enumerate(program.calls) if c.name == "0.down.quantize")
+    extra = p.Elementwise("also", "silu", "0.inner", "0.inner")
+    assert flow.made_at_home(program, index) is not None
+    assert flow.made_at_home(replace(program, calls=(*program.calls, extra)), index) is None
 
 
 def test_a_thread_that_makes_its_own_heads_waits_where_it_would_overwrite_what_they_are_made_of() -> None:

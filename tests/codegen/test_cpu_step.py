@@ -24,6 +24,9 @@ FORMATS = {
     "qoq": Tiny("qoq_g128", "q8", "kv4"),
     "qoq_channel": Tiny("qoq_channel", "q8", "kv4"),
     "mxfp4": Tiny("mxfp4", "q8", "kv16", activation="int8_g128"),
+    "quantized where made": Tiny(
+        "w4_asym_g128", "q8", "kv16", activation="int8_g128", heads=8, kv_heads=2, head_dim=32, inner=256
+    ),
     "w4a4": Tiny("w4_asym_g128", "q8", "kv8", activation="int4_g128_outlier128"),
 }
 SHAPES = {

@@ -24,7 +24,7 @@ FORMATS = [
 ]  # fmt: skip
 INT_FORMATS = FORMATS[3:]
 SUMS = {"mxfp4": 32, "w4_asym_g128": 128, "qoq_g128": 128, "nested_8_4": 128, "mix_4_8": 128}
-STORE, ADD, SILU_MUL = range(3)
+STORE, ADD, SILU_MUL, LOGITS = range(4)
 
 
 def to_bf16(x: np.ndarray) -> np.ndarray:
@@ -197,7 +197,6 @@ def run(
     residual: np.ndarray | None = None,
     threads: int = 1,
     parts: tuple[int, int] = (0, 0),
-    near: bool = False,
 ) -> np.ndarray:
     """[m, n] (n/2 columns for SILU_MUL), every thread's share computed one after the other."""
     m, kp = act.value.shape
@@ -206,7 +205,6 @@ def run(
     buffers: dict[str, Any] = {name: aligned(array) for name, array in weight.buffers.items()}
     g = Gemm(m=m, n=n, k=k, epilogue=epilogue, out=out.ctypes.data, out_stride=columns + 3)
     g.parts[:] = parts
-    g.near = near
     for name, array in buffers.items():
         setattr(g, name, array.ctypes.data)
     if "columns" in buffers:
@@ -286,10 +284,6 @@ def test_a_row_depends_on_nothing_else(harness: Callable[[str], ctypes.CDLL], is
         np.testing.assert_array_equal(run(library, fmt, weight, act, n, k, threads=threads), whole)
         parted = run(library, fmt, weight, act, n, k, threads=threads, parts=(2, 1))
         np.testing.assert_array_equal(parted, whole)
-    if fmt.startswith("nested"):
-        for m in (1, 2, 4, 5, 8, 53):
-            got = run(library, fmt, weight, act.rows(slice(53 - m, 53)), n, k, near=True)
-            np.testing.assert_array_equal(got, whole[53 - m :])
 
 
 @pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt != "f32"])
@@ -327,3 +321,40 @@ def test_epilogues(harness: Callable[[str], ctypes.CDLL], isa: str, m: int) -> N
     got = run(library, "w8_sym_channel", weight, act, 80, k, epilogue=SILU_MUL)
     # Relative: exp within 1.2e-7, then an addition, a division and a product of 6e-8 each.
     np.testing.assert_allclose(got, (gate / (1 + np.exp(-gate)) * up)[:, :40], rtol=4e-7)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("fmt", ["w8_sym_channel", "mix_4_8", "bf16"])
+def test_the_lowest_of_the_largest_logits_is_found(harness: Callable[[str], ctypes.CDLL], isa: str, fmt: str) -> None:
+    """Equal logits by equal rows of weights, NaN by a bias that is; with logits wanted and without."""
+    library = harness(isa)
+    m, n, k = 5, 75, 96
+    rng = np.random.default_rng(11)
+    weight, act = random_weight(fmt, n, k, k, rng), random_activation(fmt, m, k, k, rng)
+    logits = run(library, fmt, weight, act, n, k)
+    buffers: dict[str, Any] = {name: aligned(array) for name, array in weight.buffers.items()}
+    q8 = Q8Act()
+    if act.q8 is not None:
+        q8 = Q8Act(*(part.ctypes.data for part in act.q8), act.q8[2].shape[1], act.q8[1].shape[1])
+    x = ctypes.c_void_p(act.x.ctypes.data if act.x is not None else None)
+    scratch, best = aligned(np.zeros(library.harness_scratch_bytes(k), np.uint8)), aligned(np.zeros(128 * 15, np.uint8))
+    top, places = float(logits.max()), rng.permutation(n)[:9]
+    biases = [np.zeros(96, np.float32) for _ in range(4)]
+    biases[1][:n] = np.inf
+    biases[2][places] = np.inf  # ties
+    biases[3][places[:4]] = np.nan
+    assert np.isfinite(top)
+    for bias, threads, wanted in ((b, t, w) for b in biases for t in (1, 2, 3) for w in (True, False)):
+        out = np.full((m, n), np.nan, np.float32)
+        g = Gemm(m=m, n=n, k=k, epilogue=LOGITS, out=out.ctypes.data if wanted else None, out_stride=n)
+        for name, array in buffers.items():
+            setattr(g, name, array.ctypes.data)
+        g.blocks = len(buffers["columns"]) if "columns" in buffers else 0
+        g.bias = bias.ctypes.data
+        found = np.full(m, -1, np.int32)
+        pointers = (ctypes.byref(q8), threads, *(ctypes.c_void_p(a.ctypes.data) for a in (scratch, best, found)))
+        assert library.harness_logits(FORMATS.index(fmt), ctypes.byref(g), x, *pointers) == 0
+        want = logits + bias[:n]
+        np.testing.assert_array_equal(found, np.where(np.isnan(want), -np.inf, want).argmax(-1))
+        if wanted:
+            np.testing.assert_array_equal(out, want)

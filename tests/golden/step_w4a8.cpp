@@ -4,7 +4,7 @@ constexpr int kVocab = 203, kMaxPosition = 512;
 constexpr int kCalls = 14;
 constexpr KvFormat kKv = kKv8;
 constexpr int kKvHeads = 2, kHeadDim = 32;
-constexpr int64_t kTokenBytes = 3200, kOutputBytes = 512;
+constexpr int64_t kTokenBytes = 4224, kOutputBytes = 512;
 constexpr int64_t kRopeFloats = 32;
 constexpr int kFewRows = 48, kOwnRows = 64;
 constexpr size_t kOwnBytes = (size_t)(kTokenBytes + kOutputBytes) * kOwnRows;
@@ -29,7 +29,7 @@ static void step(Model& m, int tid) {
   Step s(m, tid);
   const qc_batch& b = s.b;
   const auto v_h = s.rows<float>(kTokens, 0, false);
-  const auto v_0_qkv = s.rows<float>(kTokens, 384, false);
+  const auto v_0_qkv = s.rows<float>(kTokens, 3200, false);
   const auto v_0_x = s.q8(kTokens, 1408, true, 96, {128, 96, 127.0f, 127.0f});
   const auto v_0_attended = s.rows<float>(kTokens, 1536, false);
   const auto v_0_o_in = s.q8(kTokens, 2048, true, 128, {128, 128, 127.0f, 127.0f});

@@ -125,7 +125,6 @@ struct Gemm {
   int64_t out_stride = 0;               // floats
   int parts[2] = {0, 0};                // units (32 rows) of a first and a second part; they and the rest are shared out alone
   BestLanes* best = nullptr;            // kLogits: [m] of this thread, or null
-  bool near = false;                    // nested_8_4: all weights of the model fit in a cache
 };
 
 struct Worker {

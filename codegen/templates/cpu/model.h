@@ -81,6 +81,18 @@ struct Step {
   // Whole kv heads a thread: then a head's k and v are read by the thread that wrote them.
   bool by_head() const { return kKvHeads % w.threads == 0; }
 
+  // This thread's columns of what `units` units of so many columns are shared out of.
+  Range columns(int units, int width) const {
+    const Range mine = share(units, w);
+    return {mine.begin * width, mine.end * width};
+  }
+  // Whether every thread's are whole groups of `step` columns.
+  bool whole(int units, int width, int step) const {
+    bool all = true;
+    for (int t = 1; t < w.threads; ++t) all &= (int64_t)units * t / w.threads * width % step == 0;
+    return all;
+  }
+
   void append(const RopeAppend& a, int index) const {
     const bool heads = by_head() || b.tokens < w.threads;
     rope_append<kKv>(a, layer(index), heads ? share(kKvHeads, w) : Range{0, kKvHeads},

@@ -63,12 +63,12 @@ QC_INLINE float scale_of(const float* row, int begin, int end, float top) {
   return scale > 1e-37f ? scale : 1.0f;  // so that 1 / scale is finite
 }
 
-// q = round(row / scale), half to even, a scale at a time.
-QC_INLINE void put(const Q8Rows& out, int t, const float* row, int width) {
-  const int kp = gemm_kp(width), step = out.kind.scale_group;
+// q = round(row / scale), half to even, a scale at a time: scales.begin .. scales.end - 1 of the row.
+QC_INLINE void put_scales(const Q8Rows& out, int t, Range scales, const float* row, int kp) {
+  const int step = out.kind.scale_group;
   int8_t* q = out.q + (int64_t)t * kp;
-  int32_t* sums = out.sums + (int64_t)t * out.groups;
-  for (int s = 0; s < out.scales; ++s) {
+  int32_t* sums = out.sums + (int64_t)t * out.groups + (scales.begin ? scales.begin * (step / out.kind.group) : 0);
+  for (int s = scales.begin; s < scales.end; ++s) {
     const int last = s + 1 < out.scales ? (s + 1) * step : kp;
     const float scale = scale_of(row, s * step, last, s + 1 < out.scales ? out.kind.top : out.kind.last_top);
     const float inverse = 1.0f / scale;
@@ -84,6 +84,20 @@ QC_INLINE void put(const Q8Rows& out, int t, const float* row, int width) {
     }
     out.scale[(int64_t)t * out.scales + s] = scale;
   }
+}
+
+QC_INLINE void put(const Q8Rows& out, int t, const float* row, int width) {
+  put_scales(out, t, {0, out.scales}, row, gemm_kp(width));
+}
+
+// Columns of a row, of whole scales or cache lines.
+QC_INLINE void put_columns(const Q8Rows& out, int t, Range columns, const float* row, int kp) {
+  const int step = out.kind.scale_group;
+  put_scales(out, t, {columns.begin / step, columns.end / step}, row, kp);
+}
+QC_INLINE void put_columns(uint16_t* out, int t, Range columns, const float* row, int kp) {
+  for (int i = columns.begin; i < columns.end; i += 16)
+    store(out + (int64_t)t * kp + i, f32_to_bf16(load<f32x16>(row + i)));
 }
 
 // out[t] = table[ids[t]] * factor.   table: [vocab][width]
@@ -172,6 +186,12 @@ template <class Out>
 QC_NOINLINE void quantize(Range rows, const float* x, int width, Out out) {
   prefetch_rows(rows, x, gemm_kp(width));
   for (int t = rows.begin; t < rows.end; ++t) put(out, t, x + (int64_t)t * gemm_kp(width), width);
+}
+
+// The same of some columns of `rows` rows, by the thread that made them.
+template <class Out>
+QC_NOINLINE void quantize_share(int rows, Range columns, const float* x, int width, Out out) {
+  for (int t = 0; t < rows; ++t) put_columns(out, t, columns, x + (int64_t)t * gemm_kp(width), gemm_kp(width));
 }
 
 // out[r] = x[index[r]]

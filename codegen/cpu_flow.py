@@ -1,0 +1,129 @@
+"""What the calls of a program read and write, and what of it a thread keeps to itself on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from qcompile.codegen import program as p
+
+LINE_COLUMNS = 32
+"""Columns of bf16 that a cache line has: threads that write shares of whole lines do not disturb each other."""
+
+
+def written(call: p.Call) -> str | None:
+    """The buffer a call writes (None: logits)."""
+    if isinstance(call, p.RopeAppend):
+        return call.qkv
+    if isinstance(call, p.Logits):
+        return None
+    return call.x if isinstance(call, p.NormHeads) else call.out
+
+
+def read(call: p.Call) -> list[str]:
+    """The buffers a call reads."""
+    names = (getattr(call, field, None) for field in ("x", "qkv", "q", "residual", "other", "index", "scores"))
+    return [name for name in names if name is not None]
+
+
+def writes_outputs(program: p.Program, call: p.Call) -> bool:
+    """Whether a call makes rows whose logits are wanted alone, or the logits."""
+    name = written(call)
+    return name is None or program.buffer(name).rows == "outputs"
+
+
+def own_buffers(program: p.Program) -> frozenset[str]:
+    """Buffers that only rowwise calls write, each from one other buffer: a thread may keep its own copy."""
+    alone = p.Norm | p.Quantize | p.Hadamard | p.TakeRows
+    rowwise = {name for c in program.calls if isinstance(c, alone) for name in [c.out]}
+    shared = {written(c) for c in program.calls if not isinstance(c, alone)}
+    attended = {c.q for c in program.calls if isinstance(c, p.Attention)}
+    return frozenset(rowwise - shared - attended)
+
+
+def overlap(a: p.Buffer, b: p.Buffer) -> bool:
+    """Whether two buffers share bytes of the arena."""
+    return a.rows == b.rows and a.offset < b.offset + b.row_bytes and b.offset < a.offset + a.row_bytes
+
+
+@dataclass(frozen=True)
+class Share:
+    """A thread's share of a buffer's columns: of `units`, each of so many `columns`. All are C++ expressions.
+
+    Only where at run time `condition` holds it is made of whole groups of `step` columns.
+    """
+
+    units: str
+    columns: int
+    step: int
+    where: str = ""
+
+    @property
+    def condition(self) -> str:
+        """See Step::whole."""
+        return f"{self.where}s.whole({self.units}, {self.columns}, {self.step})"
+
+    @property
+    def range(self) -> str:
+        """The columns."""
+        return f"s.columns({self.units}, {self.columns})"
+
+
+def made_at_home(program: p.Program, index: int) -> Share | None:
+    """The share in which call `index` is quantized by the threads that made it, before they wait for each other.
+
+    The call before must share out columns, its result must have no other reader, and a share must be whole groups of a
+    scale (Step::whole). What is rounded alike by either is exchanged in a quarter or half of the bytes.
+    """
+    call, maker = program.calls[index], program.calls[index - 1] if index else None
+    if not isinstance(call, p.Quantize) or maker is None or written(maker) != call.x:
+        return None
+    x, out = program.buffer(call.x), program.buffer(call.out)
+    step = out.kind.group if out.dtype == "q8" else LINE_COLUMNS
+    if not step or x.width % step or (out.dtype == "q8" and (not out.group or step % out.group)):
+        return None
+    if x.rows != "tokens" or sum(call.x in read(c) for c in program.calls) != 1:
+        return None
+    if isinstance(maker, p.Attention):
+        return Share("kKvHeads", maker.heads // maker.kv_heads * maker.head_dim, step, "s.by_head() && ")
+    if isinstance(maker, p.Gemm) and not maker.blocks and maker.epilogue in ("store", "silu_mul"):
+        return Share(str(-(-maker.n // 32)), 16 if maker.epilogue == "silu_mul" else 32, step)
+    return None
+
+
+def settled(program: p.Program) -> p.Program:
+    """The program with places of their own, behind all others, for buffers of which every thread has its columns.
+
+    In memory that other buffers use in turn, with other columns a thread, each line would have to come from another
+    core's cache to be written. Buffers alike share a place, as their columns are shared out alike.
+    """
+    names = {call.qkv: None for call in program.calls if isinstance(call, p.RopeAppend)}
+    for index, call in enumerate(program.calls):
+        if isinstance(call, p.Quantize) and made_at_home(program, index):
+            names |= {call.x: None, call.out: None}
+    places: dict[tuple[str, int, int, str], list[tuple[int, list[range]]]] = {}
+    end, moved = p.round_up(program.arena_bytes("tokens"), 64), {}
+    for name in names:
+        buffer, life = program.buffer(name), _life(program, name)
+        alike = places.setdefault((buffer.dtype, buffer.width, buffer.group, buffer.activation), [])
+        free = (
+            place
+            for place in alike
+            if not any(life.start < other.stop and other.start < life.stop for other in place[1])
+        )
+        place = next(free, None)
+        if place is None:
+            place = end, []
+            alike.append(place)
+            end += p.round_up(buffer.row_bytes, 64)
+        place[1].append(life)
+        moved[name] = replace(buffer, offset=place[0])
+    return replace(program, buffers=tuple(moved.get(buffer.name, buffer) for buffer in program.buffers))
+
+
+def _life(program: p.Program, name: str) -> range:
+    """The calls from the first that touches a buffer to the last, and some more.
+
+    Where a thread ahead may still go on without a barrier: through queries, keys and values and their attention.
+    """
+    used = [i for i, call in enumerate(program.calls) if name == written(call) or name in read(call)]
+    return range(used[0], used[-1] + 5)
