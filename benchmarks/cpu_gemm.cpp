@@ -63,7 +63,7 @@ struct Team {
   static void* work(void* p) {
     auto [team, tid] = *(std::pair<Team*, int>*)p;
     pin(tid);
-    for (int seen = 0;; seen = team->generation) {
+    for (int seen = 0;; ++seen) {
       while (team->generation == seen) __builtin_ia32_pause();
       team->job(team->argument, tid);
       --team->left;
