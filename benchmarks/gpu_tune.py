@@ -34,10 +34,12 @@ FORMATS = ("qoq_channel", "qoq_g128", "w4_asym_g128", "w8_sym_channel", "nested_
 ERROR = 4e-3
 
 
-def single_tiles() -> Iterator[Tile]:
-    """Candidates for M = 1 without the tensor cores; they all start early."""
-    for rows, unroll, warps, stages in itertools.product((32, 64), (2, 4, 8, 16, 32), (2, 4, 8, 16), (1, 2, 3)):
-        if 4 <= rows // 8 * unroll * stages // warps <= 32:  # 16 bytes a thread
+def single_tiles(format: str, k: int) -> Iterator[Tile]:
+    """Candidates for M = 1 without the tensor cores; they all start early. A thread has 16 bytes of a row and block."""
+    quads = 8 if format == "w8_sym_channel" else 4
+    for rows, warps, stages in itertools.product((8, 16, 32), (1, 2, 4, 8), (1, 2, 3, 4)):
+        unroll = 32 * warps // quads
+        if rows * stages <= 32 and k // 128 % unroll == 0:
             yield Tile(1, rows, 1, 1, unroll, warps, stages, 128)
 
 
@@ -73,7 +75,7 @@ def candidates(format: str, n: int, k: int, tokens: int) -> list[KernelSpec]:
     if tokens == 1:
         if format not in ("qoq_channel", "qoq_g128", "w8_sym_channel"):
             return []
-        return [KernelSpec(format, n, k, tile) for tile in single_tiles() if k // 128 % tile.unroll == 0]
+        return [KernelSpec(format, n, k, tile) for tile in single_tiles(format, k)]
     for tile in decode_tiles() if tokens == 16 else prefill_tiles(tokens):
         programs = n // tile.rows * tile.splits * max(1, tokens // tile.tokens)
         if tile.stages * tile.unroll * tile.slices > 48 or not (programs >= 64 and (programs <= 1100 or tokens > 64)):

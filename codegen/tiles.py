@@ -3,7 +3,8 @@
 The rows of `h200` are what benchmarks/gpu_tune.py found fastest on an H200, with the time it measured. Other
 NVIDIA targets get the same cut without an early start where they cannot (before sm_90): not searched there.
 A choice depends on the class of M, never on M, where sums are floating point; integer sums are exact under
-every cut, so that int8 kernels may have rows of their own for M up to 8, and for 1.
+every cut, so that int8 kernels may have rows of their own for M up to 8, and for 1 to 4: those were chosen by the time
+of a whole step, in which kernels overlap.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from qcompile.codegen.gpu_attention import GpuKV
 from qcompile.codegen.gpu_pack import MIX_ROWS
-from qcompile.codegen.triton import DECODE_TOKENS, KernelSpec, Tile
+from qcompile.codegen.triton import DECODE_TOKENS, FEWEST_TOKENS, KernelSpec, Tile
 from qcompile.errors import UnsupportedError
 
 # (format, most tokens, N, K): Tile(tokens, rows, slices, splits, unroll, warps, stages, ahead)
@@ -101,10 +102,13 @@ H200: dict[tuple[str, int, int, int], Tile] = {
     ("nested_8_4", 1024, 4096, 14336): Tile(128, 64, 1, 1, 1, 4, 3, 0),  # 238.5 us
     ("nested_8_4", 1024, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 3, 0),  # 248.7 us
     ("nested_8_4", 1024, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 3, 0),  # 486.3 us
-    ("qoq_channel", 1, 4096, 4096): Tile(1, 32, 1, 1, 16, 8, 2, 128),  # 3.4 us
-    ("qoq_channel", 1, 4096, 14336): Tile(1, 32, 1, 1, 16, 16, 2, 128),
-    ("qoq_channel", 1, 14336, 4096): Tile(1, 32, 1, 1, 8, 4, 1, 128),  # 8.3 us
-    ("qoq_channel", 1, 28672, 4096): Tile(1, 32, 1, 1, 8, 4, 1, 128),  # 15.5 us
+    ("qoq_channel", 1, 4096, 4096): Tile(1, 8, 1, 1, 16, 2, 2, 128),
+    ("qoq_channel", 1, 4096, 14336): Tile(1, 8, 1, 1, 16, 2, 2, 128),
+    ("qoq_channel", 1, 6144, 4096): Tile(1, 16, 1, 1, 16, 2, 1, 128),
+    ("qoq_channel", 1, 28672, 4096): Tile(1, 32, 1, 1, 16, 2, 1, 128),
+    ("qoq_channel", 2, 4096, 4096): Tile(2, 8, 1, 1, 16, 2, 2, 128),
+    ("qoq_channel", 3, 4096, 4096): Tile(3, 8, 1, 1, 16, 2, 2, 128),
+    ("qoq_channel", 4, 4096, 4096): Tile(4, 8, 1, 1, 16, 2, 2, 128),
     ("qoq_channel", 8, 4096, 4096): Tile(16, 128, 1, 8, 1, 8, 4, 0),  # 6.0 us
     ("qoq_channel", 8, 4096, 14336): Tile(16, 128, 1, 8, 1, 8, 4, 0),  # 10.8 us
     ("qoq_channel", 8, 14336, 4096): Tile(16, 128, 1, 1, 2, 8, 6, 0),  # 10.4 us
@@ -133,11 +137,17 @@ H200: dict[tuple[str, int, int, int], Tile] = {
     ("qoq_channel", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 4, 4, 0),  # 81.1 us
     ("qoq_channel", 1024, 14336, 4096): Tile(128, 128, 1, 1, 1, 4, 5, 16384),  # 97.4 us
     ("qoq_channel", 1024, 28672, 4096): Tile(128, 128, 1, 1, 1, 4, 5, 0),  # 177.1 us
-    ("qoq_g128", 1, 4096, 4096): Tile(1, 32, 1, 1, 16, 8, 2, 128),  # 3.5 us
-    ("qoq_g128", 1, 4096, 14336): Tile(1, 32, 1, 1, 16, 16, 2, 128),
-    ("qoq_g128", 1, 6144, 4096): Tile(1, 32, 1, 1, 16, 8, 2, 128),
-    ("qoq_g128", 1, 14336, 4096): Tile(1, 32, 1, 1, 8, 4, 1, 128),  # 8.3 us
-    ("qoq_g128", 1, 28672, 4096): Tile(1, 32, 1, 1, 2, 4, 2, 128),
+    ("qoq_g128", 1, 4096, 4096): Tile(1, 8, 1, 1, 16, 2, 2, 128),
+    ("qoq_g128", 1, 4096, 14336): Tile(1, 8, 1, 1, 16, 2, 3, 128),
+    ("qoq_g128", 1, 6144, 4096): Tile(1, 16, 1, 1, 16, 2, 1, 128),
+    ("qoq_g128", 1, 28672, 4096): Tile(1, 32, 1, 1, 16, 2, 1, 128),
+    ("qoq_g128", 2, 4096, 4096): Tile(2, 8, 1, 1, 16, 2, 2, 128),
+    ("qoq_g128", 3, 4096, 4096): Tile(3, 8, 1, 1, 16, 2, 2, 128),
+    ("qoq_g128", 3, 4096, 14336): Tile(3, 8, 1, 1, 16, 2, 1, 128),
+    ("qoq_g128", 3, 28672, 4096): Tile(3, 8, 1, 1, 16, 2, 2, 128),
+    ("qoq_g128", 4, 4096, 4096): Tile(4, 8, 1, 1, 16, 2, 2, 128),
+    ("qoq_g128", 4, 4096, 14336): Tile(4, 8, 1, 1, 16, 2, 1, 128),
+    ("qoq_g128", 4, 28672, 4096): Tile(4, 8, 1, 1, 16, 2, 2, 128),
     ("qoq_g128", 8, 4096, 4096): Tile(16, 128, 1, 8, 2, 4, 6, 8192),  # 6.8 us
     ("qoq_g128", 8, 4096, 14336): Tile(16, 128, 1, 8, 2, 8, 3, 0),  # 12.0 us
     ("qoq_g128", 8, 14336, 4096): Tile(16, 128, 1, 2, 2, 8, 3, 0),  # 12.5 us
@@ -212,11 +222,10 @@ H200: dict[tuple[str, int, int, int], Tile] = {
     ("w4_asym_g128_int8", 1024, 4096, 14336): Tile(64, 128, 1, 1, 2, 4, 3, 0),  # 202.9 us
     ("w4_asym_g128_int8", 1024, 14336, 4096): Tile(64, 128, 1, 1, 2, 4, 3, 0),  # 205.9 us
     ("w4_asym_g128_int8", 1024, 28672, 4096): Tile(64, 128, 1, 1, 2, 4, 3, 0),  # 404.0 us
-    ("w8_sym_channel", 1, 4096, 4096): Tile(1, 32, 1, 1, 16, 16, 1, 128),  # 5.0 us
-    ("w8_sym_channel", 1, 4096, 14336): Tile(1, 32, 1, 1, 16, 16, 1, 128),  # 14.1 us
-    ("w8_sym_channel", 1, 14336, 4096): Tile(1, 32, 1, 1, 4, 4, 1, 128),  # 14.3 us
-    ("w8_sym_channel", 1, 28672, 4096): Tile(1, 32, 1, 1, 4, 4, 1, 128),  # 27.1 us
-    ("w8_sym_channel", 1, 128256, 4096): Tile(1, 32, 1, 1, 4, 8, 1, 128),  # 115.5 us
+    ("w8_sym_channel", 1, 128256, 4096): Tile(1, 8, 1, 1, 8, 2, 2, 128),
+    ("w8_sym_channel", 2, 128256, 4096): Tile(2, 8, 1, 1, 8, 2, 2, 128),
+    ("w8_sym_channel", 3, 128256, 4096): Tile(3, 8, 1, 1, 8, 2, 2, 128),
+    ("w8_sym_channel", 4, 128256, 4096): Tile(4, 8, 1, 1, 8, 2, 2, 128),
     ("w8_sym_channel", 8, 4096, 4096): Tile(16, 128, 1, 4, 1, 8, 4, 0),  # 7.5 us
     ("w8_sym_channel", 8, 4096, 14336): Tile(16, 128, 1, 4, 2, 8, 4, 16384),  # 17.3 us
     ("w8_sym_channel", 8, 14336, 4096): Tile(16, 128, 1, 1, 1, 8, 6, 0),  # 15.9 us
@@ -310,7 +319,7 @@ def fitted(format: str, n: int, k: int, tile: Tile, capability: int) -> Tile | N
     tile = replace(tile, ahead=tile.ahead if capability >= 90 else 0, joined=capability == 90)
     if format == "mix_4_8":
         tile = replace(tile, rows=min(tile.rows, MIX_ROWS), ahead=0)
-    while tile.tokens == 1 and k % (128 * tile.unroll) and tile.unroll > 1:
+    while tile.tokens < FEWEST_TOKENS and k % (128 * tile.unroll) and tile.unroll > 1:
         tile = replace(tile, unroll=tile.unroll // 2)
     part = n * k  # more than any program fetches ahead: cut down where a program has less
     while tile.ahead and not _divides(format, n, k, tile) and part > 1:

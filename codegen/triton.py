@@ -22,6 +22,9 @@ from qcompile.ops import GATE_BLOCK
 DECODE_TOKENS = 16
 """Most rows of the decode class. Its float kernels sum in one order for every M."""
 
+FEWEST_TOKENS = 16
+"""Fewest rows of x of a tile for the tensor cores."""
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -33,8 +36,9 @@ class Tile:
     starts while the one before it ends, fetches so many bytes of each 32 rows (a power of two) into L2, and
     waits before it touches anything else.
 
-    One token is taken without the tensor cores, a row of weights by several threads, `unroll` blocks a step: integer
-    sums alone. Registers hold the next `stages` steps; if `ahead` is not 0, they are asked for before it waits.
+    Fewer than FEWEST_TOKENS tokens are taken without the tensor cores, 8 to 32 rows of weights by all threads, `unroll`
+    blocks a step, 16 bytes of each row and block a thread: integer sums alone. Registers hold the next `stages` steps;
+    if `ahead` is not 0, they are asked for before it waits.
     """
 
     tokens: int
@@ -107,7 +111,8 @@ class KernelSpec:
             raise UnsupportedError(f"{self.format} takes no activations in groups of 128")
         check_shape(self.n, self.k, self.packing)
         step = self.tile.slices * self.tile.splits * self.tile.unroll
-        if self.blocks % step or self.n % self.tile.rows or self.tile.rows % 32:
+        whole = self.tile.rows in (8, 16, 32) if self.single else self.tile.rows % 32 == 0
+        if self.blocks % step or self.n % self.tile.rows or not whole:
             raise UnsupportedError(f"weight [{self.n}, {self.k}] in {self.format} does not divide into {self.tile}")
         if self.single and (self.float_sum or self.tile.slices * self.tile.splits > 1):
             raise UnsupportedError(f"{self.format} is not summed by {self.tile}: integers are, all of a row at once")
@@ -147,8 +152,8 @@ class KernelSpec:
 
     @property
     def single(self) -> bool:
-        """Whether a program does one row of x, without the tensor cores."""
-        return self.tile.tokens == 1
+        """Whether a program does few rows of x, each by itself, without the tensor cores."""
+        return self.tile.tokens < FEWEST_TOKENS
 
     @property
     def decode(self) -> bool:

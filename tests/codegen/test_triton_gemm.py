@@ -137,6 +137,8 @@ def test_shapes_that_do_not_divide_are_refused() -> None:
         KernelSpec("qoq_channel", 64, 512, Tile(16, 32, slices=8))
     with pytest.raises(UnsupportedError, match="no GPU packing"):
         KernelSpec("f32", 64, 512, Tile(16, 32))
+    with pytest.raises(UnsupportedError, match="does not divide"):
+        KernelSpec("qoq_channel", 64, 512, Tile(1, 64))
     with pytest.raises(UnsupportedError, match="in groups of 128"):
         KernelSpec("qoq_g128", 64, 512, Tile(16, 32, unroll=2), x_groups=True)
 
@@ -228,18 +230,19 @@ def interpret_single() -> None:
     cases: list[dict[str, Any]] = [{"residual": True, "width": 60}, {"gated": "silu", "width": 16}]
     for format in ("qoq_channel", "qoq_g128", "w8_sym_channel"):
         packed = pack_gpu(quantize_weight(weight(n, k), format), format)
-        x = quantize_activation(torch.randn(2, k), "int8", 0)
+        x = quantize_activation(torch.randn(4, k), "int8", 0)
         for options in cases:
             width = options["width"]
-            bias, residual = torch.randn(n), torch.randn(2, width)
+            bias, residual = torch.randn(n), torch.randn(4, width)
             found = []
-            for cut in (Tile(16, 64, unroll=2), Tile(1, 32, unroll=2, stages=1), Tile(1, 64, unroll=2, stages=2)):
+            alone = Tile(1, 32, unroll=2, warps=1, stages=1), Tile(3, 8, unroll=2, stages=3)
+            for cut in (Tile(16, 64, unroll=2), *alone):
                 spec = KernelSpec(format, n, k, cut, bias=True, inline_asm=False, out="f32", **options)
                 given: dict[str, Any] = {**packed, **dict(zip(("x", "x_scale", "x_sum"), x, strict=True))}
-                given |= {"out": torch.full((2, width), float("nan")), "bias": bias, "residual": residual, "M": 2}
+                given |= {"out": torch.full((4, width), float("nan")), "bias": bias, "residual": residual, "M": 4}
                 if spec.single:
                     given |= {"x": x[0].view(torch.int32), "w": packed["w"].view(torch.int32)}
-                load(spec)[spec.grid(2)](*(given[a.name] for a in spec.arguments))
+                load(spec)[spec.grid(4)](*(given[a.name] for a in spec.arguments))
                 found.append(given["out"])
             assert not found[0].isnan().any()
             assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]), (format, options)
@@ -279,6 +282,17 @@ def test_compiles_ahead_of_time(format: str, capability: int) -> None:
     assert any(kind in name for name in built.matrix), built.matrix
     if capability == 90:
         assert any(name.startswith("wgmma") for name in built.matrix)
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90, 100])
+def test_kernels_for_few_rows_keep_what_is_on_its_way_in_registers(capability: int) -> None:
+    needs_triton()
+    cases = (("qoq_g128", 28672, 4096, 1), ("qoq_g128", 4096, 14336, 4), ("w8_sym_channel", 4096, 4096, 4))
+    for format, n, k, rows in cases:
+        spec = KernelSpec(format, n, k, tiles.choose(format, n, k, rows, capability), out="f32")
+        assert spec.single and spec.tile.tokens == rows
+        built = compile_for(spec, capability)
+        assert built.spill_bytes == 0 and "dp4a" in built.ptx
 
 
 def test_source_is_golden(golden: Callable[[str, str], None]) -> None:
