@@ -11,6 +11,8 @@ from qcompile.numerics import groups_of
 from qcompile.ops import GATE_BLOCK
 
 WIDEST = 1 << 16
+EARLY_ROWS = 8
+"""Up to so many rows what follows starts while they wait for what precedes them."""
 _TYPES = {"f32": "*fp32", "bf16": "*bf16", "q8": "*i8"}
 
 
@@ -82,6 +84,7 @@ class RowSpec:
             arguments=arguments,
             block=block,
             prelaunch=prelaunch,
+            early_rows=EARLY_ROWS,
             gate_block=GATE_BLOCK,
         )
         return Kernel(name, source, tuple(arguments), min(max(block // 512, 1), 16), 1, prelaunch)
