@@ -226,8 +226,8 @@ def interpret_single() -> None:
     from qcompile.codegen.triton import load
 
     torch.manual_seed(0)
-    n, k = 64, 1024
-    cases: list[dict[str, Any]] = [{"residual": True, "width": 60}, {"gated": "silu", "width": 16}]
+    n, k = 32, 1024
+    cases: list[dict[str, Any]] = [{"residual": True, "width": 28}, {"gated": "silu", "width": 16}]
     for format in ("qoq_channel", "qoq_g128", "w8_sym_channel"):
         packed = pack_gpu(quantize_weight(weight(n, k), format), format)
         x = quantize_activation(torch.randn(4, k), "int8", 0)
@@ -236,7 +236,7 @@ def interpret_single() -> None:
             bias, residual = torch.randn(n), torch.randn(4, width)
             found = []
             alone = Tile(1, 32, unroll=2, warps=1, stages=1), Tile(3, 8, unroll=2, stages=3)
-            for cut in (Tile(16, 64, unroll=2), *alone):
+            for cut in (Tile(16, 32, unroll=2), *alone):
                 spec = KernelSpec(format, n, k, cut, bias=True, inline_asm=False, out="f32", **options)
                 given: dict[str, Any] = {**packed, **dict(zip(("x", "x_scale", "x_sum"), x, strict=True))}
                 given |= {"out": torch.full((4, width), float("nan")), "bias": bias, "residual": residual, "M": 4}
