@@ -25,7 +25,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import ROTATED_BYTES, Launch, facts, graph_us
 from qcompile.codegen import gpu_compile, tiles
-from qcompile.codegen.gpu_attention import FINE_PROGRAMS, GROUP_SPLITS, LEAVES, AttentionSpec, GpuKV, MergeSpec
+from qcompile.codegen.gpu_attention import FINE_PROGRAMS, GROUP_SPLITS, AttentionSpec, GpuKV, MergeSpec
 from qcompile.codegen.gpu_compile import Kernel
 from qcompile.codegen.program import RING_GROUPS
 from qcompile.numerics import HIER_GROUP, PAGE_TOKENS
@@ -41,14 +41,15 @@ MOST_ERROR = 4e-3
 def spec_for(format: str, cut: str, queries: int, **more: Any) -> AttentionSpec:
     """The kernel for so many query positions a sequence."""
     kv = GpuKV(format, KV_HEADS, DIM)
-    spec = AttentionSpec(kv, HEADS, HEADS * DIM, DIM**-0.5, **{**tiles.attention(kv, cut), **more})
+    how = {"split": tiles.split(kv), **tiles.attention(kv, cut), **more}
+    spec = AttentionSpec(kv, HEADS, HEADS * DIM, DIM**-0.5, **how)
     few = replace(spec, columns=8)
-    return few if cut != "whole" and queries <= few.queries else spec
+    return few if cut != "whole" and (kv.hierarchical or queries <= few.queries) else spec
 
 
-def cut_for(batch: int, context: int, split: int) -> str:
+def cut_for(kv: GpuKV, batch: int, context: int, split: int) -> str:
     """What programs of the decode class take, as codegen/gpu_plan.py has it."""
-    return "leaf" if -(-context // split) * batch <= FINE_PROGRAMS // (LEAVES * KV_HEADS) else "split"
+    return "leaf" if -(-context // split) * batch <= FINE_PROGRAMS // (kv.leaves * KV_HEADS) else "split"
 
 
 class Cache:
@@ -169,7 +170,7 @@ class Problem:
     def launches(self, spec: AttentionSpec) -> list[Launch]:
         """One launch for each copy of the cache."""
         cache, tokens = self.cache, len(self.positions)
-        splits, leaves = -(-cache.context // spec.split), LEAVES if spec.cut == "leaf" else 1
+        splits, leaves = -(-cache.context // spec.split), spec.kv.leaves if spec.cut == "leaf" else 1
         slots = splits * leaves
         parts = torch.full((tokens * HEADS * slots * DIM,), math.nan, device="cuda")
         stats = torch.full((tokens * HEADS * slots * 2,), math.nan, device="cuda")
@@ -295,7 +296,7 @@ def main() -> None:
             kv = GpuKV(format, KV_HEADS, DIM)
             cache = (HierCache if kv.hierarchical else Cache)(kv, batch, context)
             for queries, cut in itertools.product(asked, cuts):
-                spec = spec_for(format, cut_for(batch, context, cut.get("split", tiles.SPLIT)), queries, **cut)
+                spec = spec_for(format, cut_for(kv, batch, context, cut.get("split", tiles.split(kv))), queries, **cut)
                 if not usable[spec]:
                     continue
                 problem = Problem(cache, queries)

@@ -21,7 +21,7 @@ are rounded, x = scale * (u + l / 16) + least (QuantSpec 4.2):
 An item belongs to one token, so tokens are appended side by side; as left operands of a tensor core's instruction
 both products then take items as they lie.
 
-The order of sums depends on a query's position alone: tokens in leaves, LEAVES of them in a split, GROUP_SPLITS splits
+The order of sums depends on a query's position alone: tokens in leaves, GpuKV.leaves in a split, GROUP_SPLITS splits
 in a group. Where there is little to do programs take a leaf each, else a split, or all of it.
 """
 
@@ -39,8 +39,6 @@ MOST_QUERIES = 16
 """Most query positions of a sequence in the decode class."""
 GROUP_SPLITS = 16
 """Splits that are summed together, before the sums of groups are."""
-LEAVES = 4
-"""Leaves of a split: parts of it that are summed apart."""
 FINE_PROGRAMS = 1056
 """Up to so many programs take a leaf each: 8 for each multiprocessor of an H200."""
 _LOG2_E = 1.4426950408889634
@@ -82,6 +80,11 @@ class GpuKV:
     def width(self) -> int:
         """Items of a token's keys (or values)."""
         return self.dim // self.planes
+
+    @property
+    def leaves(self) -> int:
+        """Leaves of a split: parts of it that are summed apart. Those of a hierarchical cache are its groups."""
+        return 2 if self.hierarchical else 4
 
     @property
     def row_bytes(self) -> int:
@@ -208,7 +211,7 @@ class AttentionSpec:
     @property
     def leaf(self) -> int:
         """Positions of a leaf."""
-        return self.split // LEAVES
+        return self.split // self.kv.leaves
 
     @property
     def rows(self) -> int:

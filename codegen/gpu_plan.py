@@ -33,7 +33,6 @@ from qcompile.codegen import triton as gemm
 from qcompile.codegen.gpu_attention import (
     FINE_PROGRAMS,
     GROUP_SPLITS,
-    LEAVES,
     MOST_QUERIES,
     AppendSpec,
     AttentionSpec,
@@ -91,7 +90,7 @@ class Plan:
     @property
     def fine_splits(self) -> int:
         """Up to so many splits of all sequences together are taken in leaves."""
-        return FINE_PROGRAMS // (LEAVES * self.kv.heads)
+        return FINE_PROGRAMS // (self.kv.leaves * self.kv.heads)
 
     def add(self, kernel: Kernel) -> str:
         """Keep a kernel; its label."""
@@ -133,7 +132,7 @@ class Plan:
             "most_rows": MOST_ROWS,
             "aligned": HIER_GROUP if self.kv.hierarchical else 0,
             "group_splits": GROUP_SPLITS,
-            "leaves": LEAVES,
+            "leaves": self.kv.leaves,
             "fine_splits": self.fine_splits,
             "arena_bytes": {rows: program.arena_bytes(rows) for rows in ("tokens", "outputs")},
             "layer_page_bytes": self.kv.heads * self.kv.block_bytes,
@@ -168,13 +167,14 @@ def kv_of(program: p.Program) -> GpuKV:
     return GpuKV(program.kv.format, program.kv.kv_heads, program.kv.head_dim, program.kv.page_tokens)
 
 
-def make_plan(program: p.Program, capability: int, split: int = tiles.SPLIT, inline_asm: bool = True) -> Plan:
+def make_plan(program: p.Program, capability: int, split: int = 0, inline_asm: bool = True) -> Plan:
     """The plan of a program for a compute capability.
 
-    `inline_asm` False gives kernels for Triton's interpreter. Raises UnsupportedError naming the call that has
-    no GPU kernel.
+    Splits of attention have `split` positions, or as many as codegen/tiles.py says. `inline_asm` False gives kernels
+    for Triton's interpreter. Raises UnsupportedError naming the call that has no GPU kernel.
     """
-    maker = _Maker(program, Plan(capability, kv_of(program), split), inline_asm)
+    kv = kv_of(program)
+    maker = _Maker(program, Plan(capability, kv, split or tiles.split(kv)), inline_asm)
     for call in program.calls:
         maker.add(call)
     maker.finish()
@@ -403,7 +403,7 @@ class _Maker:
         if self.plan.fine_splits:
             fine = self._decode_attention(replace(base, **tiles.attention(kv, "leaf")), args)
             yield Launch(f"{c.name}.fine", "fine", tuple(fine))
-        for leaves, extra in ((1, ""), (LEAVES, "fine_"))[: 1 + bool(self.plan.fine_splits)]:
+        for leaves, extra in ((1, ""), (kv.leaves, "fine_"))[: 1 + bool(self.plan.fine_splits)]:
             one, part, groups = (
                 self.plan.add(
                     MergeSpec(kv, c.heads, level, final, c.window, self.plan.split, leaves).kernel(self.capability)
@@ -418,7 +418,9 @@ class _Maker:
     def _decode_attention(self, base: AttentionSpec, args: dict[str, Ref]) -> list[Variant]:
         """Variants for up to MOST_QUERIES query positions a sequence: few in programs of few rows."""
         heads, found, covered = base.kv.heads, [], 0
-        for spec in (replace(base, columns=8), base):
+        few = replace(base, columns=8)
+        # Over a hierarchical cache more rows take more registers than there are, and longer than two programs.
+        for spec in (few,) if base.kv.hierarchical else (few, base):
             if spec.queries <= covered:
                 continue
             label = self.plan.add(spec.kernel(self.capability))

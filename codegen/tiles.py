@@ -342,8 +342,12 @@ def _divides(format: str, n: int, k: int, tile: Tile) -> bool:
     return True
 
 
-SPLIT = 512
-"""Positions of one split of decode attention: the order of sums depends on it alone."""
+def split(kv: GpuKV) -> int:
+    """Positions of one split of decode attention: the order of sums depends on it alone.
+
+    Over a hierarchical cache programs take longer for a token, so each has fewer.
+    """
+    return 256 if kv.hierarchical else 512
 
 
 def attention(kv: GpuKV, cut: str) -> dict[str, Any]:
@@ -353,8 +357,5 @@ def attention(kv: GpuKV, cut: str) -> dict[str, Any]:
     no sum depends on.
     """
     stages = 1 if cut == "whole" else 3
-    if kv.hierarchical:  # queries are scaled anew for each group; both halves of codes take registers
-        tile = 16 if kv.bits > 4 or kv.dim > 128 else 32
-    else:
-        tile = 16 if kv.dim > 128 else 64 if kv.dim <= 64 else 32
+    tile = 16 if kv.dim > 128 else 64 if kv.dim <= 64 and not kv.hierarchical else 32
     return {"tile": tile, "cut": cut, "stages": stages}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qcompile.codegen import gpu_compile
 from qcompile.codegen import program as p
-from qcompile.codegen.gpu_attention import GROUP_SPLITS, LEAVES, MOST_QUERIES
+from qcompile.codegen.gpu_attention import GROUP_SPLITS, MOST_QUERIES
 from qcompile.codegen.gpu_plan import Launch, Plan, Ref, Size
 from qcompile.runtime.cuda import attention_counts
 from tests.codegen.tiny import Chunk
@@ -64,7 +64,8 @@ class Interpreter:
         self.inputs |= {name: torch.tensor(v, dtype=torch.int32) for name, v in values.items()}
         self.inputs["logits"] = torch.full((len(wanted), self.vocab), math.nan)
         splits = max(c.start + len(c.tokens) - 1 for c in chunks) // self.plan.split + 1
-        plan = {"most_queries": MOST_QUERIES, "group_splits": GROUP_SPLITS, "leaves": LEAVES, "fine_splits": self.fine}
+        plan = {"most_queries": MOST_QUERIES, "group_splits": GROUP_SPLITS}
+        plan |= {"leaves": self.plan.kv.leaves, "fine_splits": self.fine}
         return {
             "tokens": len(ids),
             "outputs": len(wanted),

@@ -17,7 +17,7 @@ import torch
 
 from qcompile import pipeline, recipes
 from qcompile.artifact import read_manifest, verify
-from qcompile.codegen.gpu_attention import LEAVES, AppendSpec, GpuKV, MergeSpec
+from qcompile.codegen.gpu_attention import AppendSpec, GpuKV, MergeSpec
 from qcompile.codegen.gpu_compile import compile_kernel
 from qcompile.codegen.gpu_pack import GPU_PACKING
 from qcompile.codegen.gpu_plan import make_plan
@@ -253,7 +253,7 @@ def interpret_merge() -> None:
         "splits": splits,
     }
     kept = {name: given[name] for name in ("parts", "stats", "out")}
-    for leaves in (1, LEAVES):
+    for leaves in (1, kv.leaves):
         given |= {n: t.clone() for n, t in kept.items()}
         size = split * leaves  # of a split whose leaves are as long as splits of one leaf
         for level, final, groups in ((1, False, 3), (2, True, 1)):
