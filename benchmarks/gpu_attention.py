@@ -44,7 +44,7 @@ def spec_for(format: str, cut: str, queries: int, **more: Any) -> AttentionSpec:
     how = {"split": tiles.split(kv), **tiles.attention(kv, cut), **more}
     spec = AttentionSpec(kv, HEADS, HEADS * DIM, DIM**-0.5, **how)
     few = replace(spec, columns=8)
-    return few if cut != "whole" and (kv.hierarchical or queries <= few.queries) else spec
+    return few if kv.hierarchical or (cut != "whole" and queries <= few.queries) else spec
 
 
 def cut_for(kv: GpuKV, batch: int, context: int, split: int) -> str:

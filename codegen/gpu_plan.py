@@ -388,7 +388,9 @@ class _Maker:
         if c.sinks is not None or c.key_bias is not None:
             raise UnsupportedError("GPU attention has no sinks and no biases by key position yet")
         base = AttentionSpec(kv, c.heads, stride, c.scale, c.window, c.softcap, self.plan.split)
-        base = replace(base, inline_asm=self.asm)
+        # Over a hierarchical cache more rows take more registers than there are, and longer than two programs; and
+        # what sums over features differs with their number.
+        base = replace(base, columns=8 if kv.hierarchical else base.columns, inline_asm=self.asm)
         args = {"q": self.ref(c.q, column=c.q_offset), "out": self.ref(c.out), **self._step_args(c.layer)}
         args |= {"splits": ["count", "slots"], "query_start": ["input", "query_start"]}
         for name, size in (("parts", c.heads * kv.dim * 4), ("stats", c.heads * 8)):
@@ -418,9 +420,7 @@ class _Maker:
     def _decode_attention(self, base: AttentionSpec, args: dict[str, Ref]) -> list[Variant]:
         """Variants for up to MOST_QUERIES query positions a sequence: few in programs of few rows."""
         heads, found, covered = base.kv.heads, [], 0
-        few = replace(base, columns=8)
-        # Over a hierarchical cache more rows take more registers than there are, and longer than two programs.
-        for spec in (few,) if base.kv.hierarchical else (few, base):
+        for spec in dict.fromkeys((replace(base, columns=8), base)):
             if spec.queries <= covered:
                 continue
             label = self.plan.add(spec.kernel(self.capability))

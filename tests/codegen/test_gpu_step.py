@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,7 +19,7 @@ import torch
 from qcompile import pipeline, recipes
 from qcompile.artifact import read_manifest, verify
 from qcompile.codegen.gpu_attention import AppendSpec, GpuKV, MergeSpec
-from qcompile.codegen.gpu_compile import compile_kernel
+from qcompile.codegen.gpu_compile import build, compile_kernel
 from qcompile.codegen.gpu_pack import GPU_PACKING
 from qcompile.codegen.gpu_plan import make_plan
 from qcompile.codegen.lower import lower
@@ -323,6 +324,25 @@ def test_decode_kernels_compile_without_spills(target: str, recipe: str) -> None
             matrix.add(label.split("_")[0])
             assert any("bf16" in name or "s8" in name or "kind::" in name for name in built.matrix), built.matrix
     assert matrix == {"attention", "gemm"}
+
+
+@pytest.mark.parametrize("format", ["kv4", "kv_hier", "kv_hier4"])
+def test_attention_sums_features_alike_in_all_programs(format: str) -> None:
+    """Which threads sum what of queries of 128 features decides a row's last bits."""
+    needs_triton()
+    shape = {"hidden": 128, "heads": 4, "kv_heads": 1, "head_dim": 128}
+    plan = make_plan(lowered("bf16", passes={"cache.format": format}, **shape)[1], 90)
+    kernels = {label: kernel for label, kernel in plan.kernels.items() if label.startswith("attention")}
+    found = {label: _threads_of_sums(build(kernel, 90).asm["ttgir"]) for label, kernel in kernels.items()}
+    assert len(found) >= 3 and all(found.values()) and len(set(found.values())) == 1, found
+
+
+def _threads_of_sums(ttgir: str) -> frozenset[tuple[str, ...]]:
+    """Of each sum over rows in a layout of Triton's choice: rows in all, rows of a thread, threads side by side."""
+    size = r"#ttg\.blocked<\{sizePerThread = \[(\d+), \d+\], threadsPerWarp = \[(\d+)"
+    layouts = {name: sizes for name, *sizes in re.findall(rf"^(#\w+) = {size}", ttgir, re.MULTILINE)}
+    sums = re.findall(r'"tt\.reduce".*?\}\) : \(tensor<(\d+)x\d+xf32, (#\w+)>', ttgir, re.DOTALL)
+    return frozenset((rows, *layouts[name]) for rows, name in sums if name in layouts)
 
 
 def test_an_artifact_for_a_gpu_is_built_without_one(tmp_path: Path) -> None:
