@@ -44,12 +44,13 @@ def spec_for(format: str, cut: str, queries: int, **more: Any) -> AttentionSpec:
     how = {"split": tiles.split(kv), **tiles.attention(kv, cut), **more}
     spec = AttentionSpec(kv, HEADS, HEADS * DIM, DIM**-0.5, **how)
     few = replace(spec, columns=8)
-    return few if kv.hierarchical or (cut != "whole" and queries <= few.queries) else spec
+    return few if cut != "whole" and queries <= few.queries else spec
 
 
 def cut_for(kv: GpuKV, batch: int, context: int, split: int) -> str:
     """What programs of the decode class take, as codegen/gpu_plan.py has it."""
-    return "leaf" if -(-context // split) * batch <= FINE_PROGRAMS // (kv.leaves * KV_HEADS) else "split"
+    few = -(-context // split) * batch <= FINE_PROGRAMS // (kv.leaves * KV_HEADS)
+    return "leaf" if few and kv.leaves > 1 else "split"
 
 
 class Cache:

@@ -22,7 +22,8 @@ An item belongs to one token, so tokens are appended side by side; as left opera
 both products then take items as they lie.
 
 The order of sums depends on a query's position alone: tokens in leaves, GpuKV.leaves in a split, GROUP_SPLITS splits
-in a group. Where there is little to do programs take a leaf each, else a split, or all of it.
+in a group. Where there is little to do programs take a leaf each, else a split, or all of it. Over a hierarchical
+cache splits are shorter, and have no leaves.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ class GpuKV:
 
     @property
     def leaves(self) -> int:
-        """Leaves of a split: parts of it that are summed apart. Those of a hierarchical cache are its groups."""
-        return 2 if self.hierarchical else 4
+        """Leaves of a split: parts of it that are summed apart. Over a hierarchical cache a split has none."""
+        return 1 if self.hierarchical else 4
 
     @property
     def row_bytes(self) -> int:
@@ -231,7 +232,7 @@ class AttentionSpec:
         arguments += [Argument(name, "*fp32") for name in results] + [Argument("table_stride", "i32")]
         arguments += [Argument("splits", "i32")] * (self.cut != "whole")
         name = f"attention_{self.kv.format}_{self.cut}"
-        hurries = self.inline_asm and capability >= 90
+        hurries, block = self.inline_asm and capability >= 90, max(_power(self.kv.width), 16)
         # Started early, programs that take their time would crowd where there is room first.
         prelaunch = hurries and self.cut == "leaf" and not self.kv.hierarchical
         source = render_template(
@@ -243,8 +244,9 @@ class AttentionSpec:
             prelaunch=prelaunch,
             asm=self.inline_asm,
             tile=min(self.tile, self.leaf),
-            block=max(_power(self.kv.width), 16),
+            block=block,
             splits_a_group=GROUP_SPLITS,
+            halvings=[1 << n for n in reversed(range(block.bit_length() - 1))],
             both=self.kv.format == "kv_hier",
             group_tokens=HIER_GROUP,
             ring_pages=RING_GROUPS * HIER_GROUP // self.kv.page_tokens,

@@ -90,7 +90,7 @@ class Plan:
     @property
     def fine_splits(self) -> int:
         """Up to so many splits of all sequences together are taken in leaves."""
-        return FINE_PROGRAMS // (self.kv.leaves * self.kv.heads)
+        return FINE_PROGRAMS // (self.kv.leaves * self.kv.heads) if self.kv.leaves > 1 else 0
 
     def add(self, kernel: Kernel) -> str:
         """Keep a kernel; its label."""
@@ -388,9 +388,7 @@ class _Maker:
         if c.sinks is not None or c.key_bias is not None:
             raise UnsupportedError("GPU attention has no sinks and no biases by key position yet")
         base = AttentionSpec(kv, c.heads, stride, c.scale, c.window, c.softcap, self.plan.split)
-        # Over a hierarchical cache more rows take more registers than there are, and longer than two programs; and
-        # what sums over features differs with their number.
-        base = replace(base, columns=8 if kv.hierarchical else base.columns, inline_asm=self.asm)
+        base = replace(base, inline_asm=self.asm)
         args = {"q": self.ref(c.q, column=c.q_offset), "out": self.ref(c.out), **self._step_args(c.layer)}
         args |= {"splits": ["count", "slots"], "query_start": ["input", "query_start"]}
         for name, size in (("parts", c.heads * kv.dim * 4), ("stats", c.heads * 8)):

@@ -334,7 +334,8 @@ def test_attention_sums_features_alike_in_all_programs(format: str) -> None:
     plan = make_plan(lowered("bf16", passes={"cache.format": format}, **shape)[1], 90)
     kernels = {label: kernel for label, kernel in plan.kernels.items() if label.startswith("attention")}
     found = {label: _threads_of_sums(build(kernel, 90).asm["ttgir"]) for label, kernel in kernels.items()}
-    assert len(found) >= 3 and all(found.values()) and len(set(found.values())) == 1, found
+    # Over a hierarchical cache pairs are summed, of which there is one order.
+    assert len(found) >= 3 and len(set(found.values())) == 1 and any(found.values()) == (format == "kv4"), found
 
 
 def _threads_of_sums(ttgir: str) -> frozenset[tuple[str, ...]]:
