@@ -211,7 +211,10 @@ def memory(artifact: Path) -> dict[str, Any]:
 
 
 def one_round(llm: LLM, prompts: list[str], sizes: tuple[int, ...]) -> Times:
-    """Seconds of decoding by way and size of group: groups of so many prompts, every way in turn; LOST beside them."""
+    """Seconds of decoding by way and size of group: groups of so many prompts, every way in turn; LOST beside them.
+
+    One prompt's from its first token to the last; a group's, whose prompts take turns, all but the longest prefill.
+    """
     times: Times = {way: {str(size): [] for size in sizes} for way in (*WAYS, LOST)}
     tempo = llm.engine.tempo
     assert tempo is not None
@@ -222,7 +225,8 @@ def one_round(llm: LLM, prompts: list[str], sizes: tuple[int, ...]) -> Times:
                 started, before = time.perf_counter(), (tempo.seconds, tempo.lost)
                 outputs = generate(llm, chosen[start : start + size], gamma)
                 prefill = max(output.metrics.prefill_seconds for output in outputs)
-                times[way][str(size)].append(time.perf_counter() - started - prefill)
+                whole = time.perf_counter() - started - prefill
+                times[way][str(size)].append(outputs[0].metrics.decode_seconds if size == 1 else whole)
                 if gamma == AUTO:
                     times[LOST][str(size)].append((tempo.lost - before[1]) / (tempo.seconds - before[0]))
     return times
