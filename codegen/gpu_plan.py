@@ -341,6 +341,8 @@ class _Maker:
         self, packing: str, n: int, k: int, most: int, rows: str, refs: dict[str, Ref], options: dict[str, Any]
     ) -> Variant:
         tile = tiles.in_one_order(packing, n, k, most or tiles.MANY, self.capability)
+        if not self.asm and tile.tokens < gemm.FEWEST_TOKENS:
+            tile = replace(tile, rows=32)  # an interpreter takes programs one after the other
         spec = gemm.KernelSpec(packing, n, k, tile, **options)
         # Sums of integers are left at zero, and found so; those of floats are not.
         places = {"sums": "float_sums" if spec.float_sum else "sums", "arrived": "arrived"}
