@@ -317,7 +317,13 @@ def test_a_failed_engine_says_so(tiny_artifact: Build) -> None:
 
 def test_the_command_serves_until_it_is_told_to_end(tiny_artifact: Build) -> None:
     command = [sys.executable, "-m", "qcompile", "serve", str(tiny_artifact("w4a8")), "--port", "0", "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )
     assert process.stdout
     ready = json.loads(process.stdout.readline())
     assert ready["model"] == "w4a8"
