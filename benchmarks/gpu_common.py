@@ -65,13 +65,18 @@ def graph_us(launches: Sequence[Launch], replays: int = REPLAYS, least: int = LA
     return statistics.median(start.elapsed_time(end) for start, end in events) * 1e3 / (len(launches) * rounds)
 
 
-def spec_for(format: str, n: int, k: int, tokens: int, x_groups: bool = False) -> gpu.KernelSpec:
-    """The kernel for so many rows of x, cut as codegen/tiles.py has it; in mix_4_8 a WIDE_SHAREth of rows is wide."""
+def spec_for(
+    format: str, n: int, k: int, tokens: int, x_groups: bool = False, tile: gpu.Tile | None = None
+) -> gpu.KernelSpec:
+    """The kernel for so many rows of x, cut as codegen/tiles.py has it, or by `tile`.
+
+    In mix_4_8 a WIDE_SHAREth of rows is wide. Raises UnsupportedError where the tile does not divide the weight.
+    """
     rows, options = n, {}
     if format == "mix_4_8":
         wide, narrow = (round_up(part, MIX_ROWS) for part in (n // WIDE_SHARE, n - n // WIDE_SHARE))
         rows, options = wide + narrow, {"width": n, "wide": wide}
-    return gpu.KernelSpec(format, rows, k, choose(format, rows, k, tokens), x_groups=x_groups, **options)
+    return gpu.KernelSpec(format, rows, k, tile or choose(format, rows, k, tokens), x_groups=x_groups, **options)
 
 
 class Problem:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.gpu_common import Problem, facts, graph_us
+from benchmarks.gpu_common import Problem, facts, graph_us, spec_for
 from qcompile.codegen import triton as gpu
 from qcompile.codegen.triton import KernelSpec, Tile
 from qcompile.errors import UnsupportedError
@@ -30,7 +30,9 @@ TOKENS = {1: (1,), 16: (8, 16), 64: (64,), 128: (128,), 256: (256,), 512: (512,)
 """Measured M by class of M."""
 
 SHARED = 227 * 1024
-FORMATS = ("qoq_channel", "qoq_g128", "w4_asym_g128", "w8_sym_channel", "nested_8_4", "mxfp4", "mxfp4_a8")
+FORMATS = ("qoq_channel", "qoq_g128", "w4_asym_g128", "w8_sym_channel", "mxfp4")
+IN_GROUPS = ("nested_8_4", "w4_asym_g128_int8", "mix_4_8", "mxfp4_a8")
+"""Formats that are searched with activations in groups of 128, as recipes have them."""
 ERROR = 4e-3
 
 
@@ -62,7 +64,7 @@ def prefill_tiles(tokens: int) -> Iterator[Tile]:
         cuts = ((64, 64, 4), (64, 128, 8), (64, 128, 4), (128, 64, 4), (128, 128, 4), (128, 128, 8))
     else:
         cuts = ((128, 128, 8), (128, 64, 4), (128, 128, 4), (64, 128, 4), (64, 128, 8), (256, 64, 4))
-        cuts += ((128, 256, 8), (256, 128, 8))
+        cuts += ((128, 256, 8), (256, 128, 8), (64, 64, 4), (256, 64, 8))
         splits = (1, 2, 4) if tokens == 256 else (1,)
     unrolls = (1, 2, 4) if tokens <= 64 else (1, 2)
     for (m, rows, warps), stages, unroll, split in itertools.product(cuts, (2, 3, 4, 5), unrolls, splits):
@@ -83,7 +85,7 @@ def candidates(format: str, n: int, k: int, tokens: int) -> list[KernelSpec]:
         if tile.splits > 1 and programs > 600:
             continue
         try:
-            spec = KernelSpec(format, n, k, tile, x_groups=format == "mxfp4_a8")
+            spec = spec_for(format, n, k, tokens, format in IN_GROUPS, tile)
         except UnsupportedError:
             continue
         if 20_000 < tile.stages * spec.step_bytes <= SHARED:
@@ -129,7 +131,7 @@ def measure(problem: Problem, specs: list[KernelSpec], tokens: int) -> list[tupl
 
 def main() -> None:
     start, limit = time.time(), float(os.environ.get("TUNE_SECONDS", "540"))
-    formats = sys.argv[2:] or FORMATS
+    formats = sys.argv[2:] or FORMATS + IN_GROUPS
     classes = [int(c) for c in os.environ.get("TUNE_CLASSES", "1,16,64,128,256,512,1024").split(",")]
     jobs = [(f, n, k, c) for c in classes for f in formats for n, k in SHAPES]
     specs = {job: candidates(*job) for job in jobs}
@@ -142,7 +144,7 @@ def main() -> None:
                 print("out of time before", job)
                 break
             good = [s for s, ok in zip(specs[job], ready[job], strict=True) if ok]
-            problem = Problem(*job[:3], x_groups=job[0] == "mxfp4_a8")
+            problem = Problem(*job[:3], x_groups=job[0] in IN_GROUPS)
             for tokens in TOKENS[job[3]]:
                 ranked = measure(problem, good, tokens)
                 more = [e for _, spec in ranked[:4] if not spec.single for e in early(spec)]

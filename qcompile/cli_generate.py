@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,6 +113,8 @@ def serve(
         raise ResourceError(f"serving needs {error.name}: pip install 'qcompile[serve]'") from error
     from qcompile.runtime.chat import chat_template
 
+    if (os.environ.get("QCOMPILE_API_KEY") if api_key is None else api_key) == "":  # typer drops an empty variable
+        raise UsageError("the API key is empty: give one, or unset --api-key and QCOMPILE_API_KEY to let everybody in")
     share = gpu_memory_utilization
     with (
         server.bind(host, port) as listening,

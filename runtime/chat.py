@@ -31,7 +31,7 @@ def chat_template(out: Path) -> Render | None:
         try:
             template = environment.from_string(source, {"raise_exception": refuse})
             return template.render(messages=messages, add_generation_prompt=True, **special)
-        except TemplateError as error:
+        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise UsageError(f"{out}: the chat template does not take this conversation: {error}") from error
 
     return render

@@ -253,6 +253,17 @@ def test_a_chat_template_is_rendered_in_a_sandbox(tmp_path: Path) -> None:
     render = chat.chat_template(tmp_path)
     with pytest.raises(cli.UsageError, match="only one turn"):
         assert render and render([])
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content + 1 }}")
+    render = chat.chat_template(tmp_path)
+    with pytest.raises(cli.UsageError, match="does not take this conversation"):
+        assert render and render([{"role": "user", "content": "hi"}])
+
+
+def test_serve_refuses_an_empty_key(capsys: Capture, tiny_artifact: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve = ("serve", tiny_artifact("w4a8"), "--port", "0")
+    assert "API key is empty" in refusal(capsys, 2, *serve, "--api-key", "")
+    monkeypatch.setenv("QCOMPILE_API_KEY", "")
+    assert "API key is empty" in refusal(capsys, 2, *serve)
 
 
 def test_eval_has_the_keys_scripts_rely_on(capsys: Capture, tiny_artifact: Build, tmp_path: Path) -> None:
