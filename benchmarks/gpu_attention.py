@@ -29,6 +29,7 @@ from qcompile.codegen.gpu_attention import FINE_PROGRAMS, GROUP_SPLITS, Attentio
 from qcompile.codegen.gpu_compile import Kernel
 from qcompile.codegen.program import RING_GROUPS
 from qcompile.numerics import HIER_GROUP, PAGE_TOKENS
+from qcompile.runtime.cuda import splits_of
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 RING_ENTRIES = 2 * RING_GROUPS * HIER_GROUP // PAGE_TOKENS
@@ -113,15 +114,19 @@ class HierCache(Cache):
         memory[: self.rings] = ring.view(torch.int8)
         rounded = memory[self.rings :]
 
-        def put(at: int, low: float, high: float, which: slice, items: int) -> None:
-            values = low + (high - low) * torch.rand(*rounded[which].shape[:2], items, device="cuda")
-            rounded[which, :, at : at + 4 * items] = values.view(torch.int8)
+        def put(at: int, low: float, high: float, items: int) -> None:
+            values = low + (high - low) * torch.rand(*rounded.shape[:2], items, device="cuda")
+            rounded[..., at : at + 4 * items] = values.view(torch.int8)
 
-        every, words = slice(None), 2 * kv.part_bytes
-        put(words, 0.1, 0.3, every, kv.page_tokens)
-        put(words + 4 * kv.page_tokens, 6.0, 9.0, every, kv.page_tokens)
-        put(kv.key_word_bytes, 0.1, 0.3, slice(0, None, 2), kv.dim)
-        put(kv.key_word_bytes, -2.0, -1.0, slice(1, None, 2), kv.dim)
+        words = 2 * kv.part_bytes
+        put(words, 0.1, 0.3, kv.page_tokens)
+        put(words + 4 * kv.page_tokens, 6.0, 9.0, kv.page_tokens)
+        scale, least = (
+            low + (high - low) * torch.rand(len(rounded) // 2, kv.heads, kv.dim // 2, 1, 2, device="cuda")
+            for low, high in ((0.1, 0.3), (-2.0, -1.0))
+        )
+        keys = torch.cat((16 * scale, least - 16.5 * scale), 3).half().flatten(2).view(torch.int8)
+        rounded[..., kv.key_word_bytes : kv.key_word_bytes + 4 * kv.dim] = keys.repeat_interleave(2, 0)
         return memory
 
     def dense(self, copy: Tensor, sequence: int) -> tuple[Tensor, Tensor]:
@@ -137,17 +142,17 @@ class HierCache(Cache):
             k, v = (torch.cat([x >> 4 * plane & 15 for plane in range(4)], -1).float() for x in (k, v))
             return k, v  # each [heads, pages, page tokens, dim]
 
-        def floats(at: int, items: int, which: slice = slice(None)) -> Tensor:
-            return blocks[:, which, at : at + 4 * items].contiguous().view(torch.float32)
+        def floats(at: int, items: int) -> Tensor:
+            return blocks[..., at : at + 4 * items].contiguous().view(torch.float32)
 
         k, v = codes(0)
         if kv.format == "kv_hier":
             k, v = (upper + (lower - 8) / 16 for upper, lower in zip((k, v), codes(kv.lower_bytes), strict=True))
-        pair = slice(0, None, 2), slice(1, None, 2)
-        scale, least = (floats(kv.key_word_bytes, kv.dim, which).repeat_interleave(2, 1)[:, :, None] for which in pair)
+        halves = floats(kv.key_word_bytes, kv.dim).view(torch.half).float().unflatten(-1, (-1, 2, 2))
+        factor, added = (halves[..., which, :].flatten(2)[:, :, None] for which in range(2))
         words = 2 * kv.part_bytes
         v = floats(words, tokens)[..., None] * (v - floats(words + 4 * tokens, tokens)[..., None])
-        k, v = (scale * k + least).flatten(1, 2), v.flatten(1, 2)
+        k, v = (factor * (1 + (k + 0.5) / 16) + added).flatten(1, 2), v.flatten(1, 2)
         newest = torch.arange(self.context - 2 * HIER_GROUP, self.context, device="cuda")
         for x, side in ((k, 0), (v, 1)):
             ring = copy[table[2 * (newest // tokens % (RING_ENTRIES // 2)) + side]].view(torch.bfloat16)
@@ -171,7 +176,8 @@ class Problem:
     def launches(self, spec: AttentionSpec) -> list[Launch]:
         """One launch for each copy of the cache."""
         cache, tokens = self.cache, len(self.positions)
-        splits, leaves = -(-cache.context // spec.split), spec.kv.leaves if spec.cut == "leaf" else 1
+        splits = splits_of({"split": spec.split, "narrow_splits": spec.kv.narrow_splits}, cache.context)
+        leaves = spec.kv.leaves if spec.cut == "leaf" else 1
         slots = splits * leaves
         parts = torch.full((tokens * HEADS * slots * DIM,), math.nan, device="cuda")
         stats = torch.full((tokens * HEADS * slots * 2,), math.nan, device="cuda")

@@ -15,7 +15,8 @@ are rounded, x = scale * (u + l / 16) + least (QuantSpec 4.2):
 
     keys u      items of four codes as above; values u alike
     values      float32 scale [page tokens], then -least / scale
-    keys        float32 [dim]: in a group's first page the scales of its channels, in its second their least values
+    keys        of two channels that follow each other two words of two fp16 each, in both pages of a group: 16 scale,
+                then least - 16.5 scale, as 1 + (16 u + l + 8) / 256 is made of codes with few instructions
     l + 8       of keys, and of values, as u
 
 An item belongs to one token, so tokens are appended side by side; as left operands of a tensor core's instruction
@@ -23,7 +24,7 @@ both products then take items as they lie.
 
 The order of sums depends on a query's position alone: tokens in leaves, GpuKV.leaves in a split, GROUP_SPLITS splits
 in a group. Where there is little to do programs take a leaf each, else a split, or all of it. Over a hierarchical
-cache splits are shorter, and have no leaves.
+cache splits have no leaves: the first NARROW_SPLITS are short, later ones have twice as many positions.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ MOST_QUERIES = 16
 """Most query positions of a sequence in the decode class."""
 GROUP_SPLITS = 16
 """Splits that are summed together, before the sums of groups are."""
+NARROW_SPLITS = 64
+"""Short splits of a hierarchical cache: up to there programs are too few for a GPU, from there on sums too many."""
 FINE_PROGRAMS = 1056
 """Up to so many programs take a leaf each: 8 for each multiprocessor of an H200."""
 _LOG2_E = 1.4426950408889634
@@ -88,6 +91,11 @@ class GpuKV:
         return 1 if self.hierarchical else 4
 
     @property
+    def narrow_splits(self) -> int:
+        """How many splits are of the length that a plan names; later ones have twice as many positions."""
+        return NARROW_SPLITS if self.hierarchical else 1 << 30
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of codes of one position's keys (or values) of a head."""
         return 2 * self.width
@@ -103,9 +111,14 @@ class GpuKV:
         return 2 * self.part_bytes + 8 * self.page_tokens
 
     @property
+    def key_width(self) -> int:
+        """Words of a plane of channels there: whole pairs."""
+        return self.width + self.width % 2
+
+    @property
     def lower_bytes(self) -> int:
         """How far behind the upper bits of a rounded block their lower ones are."""
-        return self.key_word_bytes + -(-4 * self.dim // 16) * 16
+        return self.key_word_bytes + -(-4 * self.planes * self.key_width // 16) * 16
 
     @property
     def block_bytes(self) -> int:
@@ -243,10 +256,10 @@ class AttentionSpec:
             hurries=hurries,
             prelaunch=prelaunch,
             asm=self.inline_asm,
-            tile=min(self.tile, self.leaf),
+            # What numpy sums over more than 16 tokens depends on how many columns there are.
+            tile=min(self.tile, self.leaf, self.tile if self.inline_asm else 16),
             block=block,
             splits_a_group=GROUP_SPLITS,
-            halvings=[1 << n for n in reversed(range(block.bit_length() - 1))],
             both=self.kv.format == "kv_hier",
             group_tokens=HIER_GROUP,
             ring_pages=RING_GROUPS * HIER_GROUP // self.kv.page_tokens,

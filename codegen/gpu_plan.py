@@ -49,7 +49,7 @@ MOST_ROWS = 512
 """Most rows of a step."""
 PICK_PART = 4096
 """Logits one program searches for the largest."""
-GPU_ABI = 4
+GPU_ABI = 5
 
 Ref = list[Any]
 Size = int | str | list[Any]
@@ -128,6 +128,7 @@ class Plan:
             "abi": GPU_ABI,
             "capability": self.capability,
             "split": self.split,
+            "narrow_splits": self.kv.narrow_splits,
             "most_queries": MOST_QUERIES,
             "most_rows": MOST_ROWS,
             "aligned": HIER_GROUP if self.kv.hierarchical else 0,

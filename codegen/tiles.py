@@ -345,7 +345,7 @@ def _divides(format: str, n: int, k: int, tile: Tile) -> bool:
 def split(kv: GpuKV) -> int:
     """Positions of one split of decode attention: the order of sums depends on it alone.
 
-    Over a hierarchical cache programs take longer for a token, so each has fewer, and there are no leaves.
+    Over a hierarchical cache programs take longer for a token: each has fewer, up to where there are enough of them.
     """
     return 256 if kv.hierarchical else 512
 
@@ -357,5 +357,5 @@ def attention(kv: GpuKV, cut: str) -> dict[str, Any]:
     no sum depends on.
     """
     stages = 1 if cut == "whole" else 3
-    tile = 16 if kv.dim > 128 else 64 if kv.dim <= 64 and not kv.hierarchical else 32
+    tile = 16 if kv.dim > 128 else 64 if (kv.dim <= 64 and not kv.hierarchical) or kv.format == "kv_hier4" else 32
     return {"tile": tile, "cut": cut, "stages": stages}

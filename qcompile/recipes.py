@@ -199,6 +199,12 @@ RECIPES = {
             ),
         ),
         Recipe(
+            "quantspec-w8",
+            "8-bit weights over a hierarchical cache, drafted with 4-bit ones by the cache's upper half (QuantSpec)",
+            *("w8_sym_channel", "int8", "kv_hier"),
+            drafts=(Draft("qoq_g128"),),
+        ),
+        Recipe(
             "nested",
             "8-bit weights in two planes, drafted by the upper one alone",
             *("nested_8_4", "int8_g128", "kv16"),

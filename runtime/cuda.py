@@ -20,7 +20,7 @@ from qcompile.runtime.cuda_driver import Driver, LaunchCall
 from qcompile.runtime.executor import FloatArray, Limits, Rows
 from qcompile.runtime.outputs import MOST_DRAFTS
 
-GPU_ABI = 4
+GPU_ABI = 5
 _GRAPHS = 64
 _FEWEST_PAGES = 8
 _DECODED = 1 << 16
@@ -156,7 +156,7 @@ class CudaExecutor:
         used = place["block_table"] + len(sequences) * stride
         self.driver.upload(self._inputs, self._host_address, 4 * used)
         plan, queries = self.plan, max(len(rows.tokens) for rows in sequences)
-        splits = -(-stride * self.limits.page_tokens // plan["split"])
+        splits = splits_of(plan, min(_eighths(pages), stride) * self.limits.page_tokens)
         return {
             "tokens": at,
             "outputs": outputs,
@@ -349,6 +349,12 @@ class CudaExecutor:
         self.driver.free_pinned(self._host_address)
 
 
+def splits_of(plan: Mapping[str, Any], positions: int) -> int:
+    """How many splits of attention so many positions come in: the first are of a length, later ones of twice it."""
+    last, split = positions - 1, plan["split"]
+    return int(min(last // split, (last + plan["narrow_splits"] * split) // (2 * split))) + 1
+
+
 def attention_counts(plan: Mapping[str, Any], splits: int, sequences: int, queries: int) -> dict[str, int]:
     """The counts that attention's launches go by (codegen/gpu_plan.py), of contexts of `splits` splits at most."""
     decode = queries <= plan["most_queries"]
@@ -385,6 +391,12 @@ def _split(rows: Rows, group: int, most: int) -> tuple[Rows, Rows | None]:
 def _power(value: int) -> int:
     """The least power of two that is at least `value`."""
     return 1 << (max(value, 1) - 1).bit_length()
+
+
+def _eighths(value: int) -> int:
+    """`value` rounded up to eighths of a power of two, so that graphs are few and their grids not much too large."""
+    step = max(_power(value) // 8, _FEWEST_PAGES)
+    return -(-value // step) * step
 
 
 def kv_pages(free: int, page_bytes: int, most: int, share: float) -> int:

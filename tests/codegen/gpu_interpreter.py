@@ -13,7 +13,7 @@ from qcompile.codegen import gpu_compile
 from qcompile.codegen import program as p
 from qcompile.codegen.gpu_attention import GROUP_SPLITS, MOST_QUERIES
 from qcompile.codegen.gpu_plan import Launch, Plan, Ref, Size
-from qcompile.runtime.cuda import attention_counts
+from qcompile.runtime.cuda import attention_counts, splits_of
 from tests.codegen.tiny import Chunk
 
 _TYPES = {"*fp32": torch.float32, "*bf16": torch.bfloat16, "*i32": torch.int32, "*i16": torch.int16, "*i8": torch.int8}
@@ -63,8 +63,9 @@ class Interpreter:
         }
         self.inputs |= {name: torch.tensor(v, dtype=torch.int32) for name, v in values.items()}
         self.inputs["logits"] = torch.full((len(wanted), self.vocab), math.nan)
-        splits = max(c.start + len(c.tokens) - 1 for c in chunks) // self.plan.split + 1
         plan = {"most_queries": MOST_QUERIES, "group_splits": GROUP_SPLITS}
+        plan |= {"split": self.plan.split, "narrow_splits": self.plan.kv.narrow_splits}
+        splits = splits_of(plan, max(c.start + len(c.tokens) for c in chunks))
         plan |= {"leaves": self.plan.kv.leaves, "fine_splits": self.fine}
         return {
             "tokens": len(ids),

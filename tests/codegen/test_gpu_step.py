@@ -168,7 +168,9 @@ def interpret_hierarchical(format: str) -> None:
     want = graph.run(*step_inputs(ids, None, graph))[0]
     pages = list(range(pages_for(length, 64, 384)))
     random.Random(0).shuffle(pages)
-    plan = make_plan(program, 90, split=128, inline_asm=False)
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr("qcompile.codegen.gpu_attention.NARROW_SPLITS", 3)
+    plan = make_plan(program, 90, split=64, inline_asm=False)
     machine = Interpreter(program, plan, blobs, rows=128, pages=len(pages))
 
     def step(start: int, end: int, outputs: list[int] | None = None) -> torch.Tensor:
