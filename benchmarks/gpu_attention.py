@@ -29,7 +29,6 @@ from qcompile.codegen.gpu_attention import FINE_PROGRAMS, GROUP_SPLITS, Attentio
 from qcompile.codegen.gpu_compile import Kernel
 from qcompile.codegen.program import RING_GROUPS
 from qcompile.numerics import HIER_GROUP, PAGE_TOKENS
-from qcompile.runtime.cuda import splits_of
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 RING_ENTRIES = 2 * RING_GROUPS * HIER_GROUP // PAGE_TOKENS
@@ -176,8 +175,7 @@ class Problem:
     def launches(self, spec: AttentionSpec) -> list[Launch]:
         """One launch for each copy of the cache."""
         cache, tokens = self.cache, len(self.positions)
-        splits = splits_of({"split": spec.split, "narrow_splits": spec.kv.narrow_splits}, cache.context)
-        leaves = spec.kv.leaves if spec.cut == "leaf" else 1
+        splits, leaves = -(-cache.context // spec.split), spec.kv.leaves if spec.cut == "leaf" else 1
         slots = splits * leaves
         parts = torch.full((tokens * HEADS * slots * DIM,), math.nan, device="cuda")
         stats = torch.full((tokens * HEADS * slots * 2,), math.nan, device="cuda")
@@ -185,7 +183,8 @@ class Problem:
         given |= {"block_table": cache.table, "parts": parts, "stats": stats, "out": self.out}
         given |= {"table_stride": cache.table.shape[1], "splits": slots}
         tiles_of_rows = -(-self.queries // spec.queries)
-        todo = [(spec.kernel(90), (KV_HEADS * tiles_of_rows, slots, cache.batch))]
+        most = max(FINE_PROGRAMS // KV_HEADS // cache.batch, 1) if spec.kv.hierarchical else slots
+        todo = [(spec.kernel(90), (KV_HEADS * tiles_of_rows, min(slots, most), cache.batch))]
         if spec.cut == "whole":
             todo = [(spec.kernel(90), (tiles_of_rows, KV_HEADS, cache.batch))]
         else:

@@ -39,6 +39,7 @@ CASES = {
     "nested": ((1, CONTEXT), (8, CONTEXT)),
     "qspec": ((1, CONTEXT), (8, CONTEXT), (16, CONTEXT), (32, CONTEXT)),
     "quantspec": ((1, 1 << 15), (1, 1 << 17)),
+    "quantspec-w8": ((1, 1 << 15), (1, 1 << 17)),
 }
 """(batch, context) by recipe."""
 
@@ -111,7 +112,7 @@ def main() -> None:
         for recipe in parts:
             results["speculation"] += measure(recipe, folder)
             write(results, paths)
-        if "quantspec" in parts:
+        if any(part.startswith("quantspec") for part in parts):
             results["plain_bf16"] = plain_bf16(folder)
             write(results, paths)
     if "--no-torch" not in sys.argv:

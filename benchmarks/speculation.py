@@ -46,6 +46,7 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     "qspec-w4a4": ("qspec-w4a4", []),
     "qspec-atom": ("qspec-atom", []),
     "quantspec": ("quantspec", []),
+    "quantspec-w8": ("quantspec-w8", []),
 }
 """Recipe and further drafts by name."""
 

@@ -24,7 +24,7 @@ both products then take items as they lie.
 
 The order of sums depends on a query's position alone: tokens in leaves, GpuKV.leaves in a split, GROUP_SPLITS splits
 in a group. Where there is little to do programs take a leaf each, else a split, or all of it. Over a hierarchical
-cache splits have no leaves: the first NARROW_SPLITS are short, later ones have twice as many positions.
+cache splits are shorter, and have no leaves: programs take one each, or several of them in turn.
 """
 
 from __future__ import annotations
@@ -41,10 +41,8 @@ MOST_QUERIES = 16
 """Most query positions of a sequence in the decode class."""
 GROUP_SPLITS = 16
 """Splits that are summed together, before the sums of groups are."""
-NARROW_SPLITS = 64
-"""Short splits of a hierarchical cache: up to there programs are too few for a GPU, from there on sums too many."""
 FINE_PROGRAMS = 1056
-"""Up to so many programs take a leaf each: 8 for each multiprocessor of an H200."""
+"""Up to so many programs take a leaf each, or a split of a hierarchical cache: 8 for each multiprocessor of an H200."""
 _LOG2_E = 1.4426950408889634
 # 2 pi in parts: two short ones whose products with whole numbers up to 2^12 are exact, and the rest.
 _TWO_PI = (-6.28125, -0.0019350051879882812, -3.01991605e-07)
@@ -89,11 +87,6 @@ class GpuKV:
     def leaves(self) -> int:
         """Leaves of a split: parts of it that are summed apart. Over a hierarchical cache a split has none."""
         return 1 if self.hierarchical else 4
-
-    @property
-    def narrow_splits(self) -> int:
-        """How many splits are of the length that a plan names; later ones have twice as many positions."""
-        return NARROW_SPLITS if self.hierarchical else 1 << 30
 
     @property
     def row_bytes(self) -> int:

@@ -16,7 +16,8 @@ most rows of one sequence, splits how many parts attention takes of the longest 
 are of the decode class and there is little to do, so that programs take a leaf of a split each, and `coarse` where not
 so. `merged` is splits where queries are of the decode class, `groups` is groups of splits where there are several to
 merge; they are 0 where leaves are taken, and `fine_merged` and `fine_groups` where not. `slots` is how many sums of a
-token are kept: of splits, of leaves, or none.
+token are kept: of splits, of leaves, or none. Over a hierarchical cache `shares` is how many programs take the splits
+of a sequence and KV head.
 """
 
 from __future__ import annotations
@@ -92,6 +93,11 @@ class Plan:
         """Up to so many splits of all sequences together are taken in leaves."""
         return FINE_PROGRAMS // (self.kv.leaves * self.kv.heads) if self.kv.leaves > 1 else 0
 
+    @property
+    def shares(self) -> int:
+        """Over a hierarchical cache, how many programs of a KV head take the splits of all sequences, if so many."""
+        return max(FINE_PROGRAMS // self.kv.heads, 1)
+
     def add(self, kernel: Kernel) -> str:
         """Keep a kernel; its label."""
         self.kernels.setdefault(kernel.label, kernel)
@@ -128,13 +134,13 @@ class Plan:
             "abi": GPU_ABI,
             "capability": self.capability,
             "split": self.split,
-            "narrow_splits": self.kv.narrow_splits,
             "most_queries": MOST_QUERIES,
             "most_rows": MOST_ROWS,
             "aligned": HIER_GROUP if self.kv.hierarchical else 0,
             "group_splits": GROUP_SPLITS,
             "leaves": self.kv.leaves,
             "fine_splits": self.fine_splits,
+            "shares": self.shares,
             "arena_bytes": {rows: program.arena_bytes(rows) for rows in ("tokens", "outputs")},
             "layer_page_bytes": self.kv.heads * self.kv.block_bytes,
             "layers": program.kv.layers,
@@ -421,18 +427,19 @@ class _Maker:
     def _decode_attention(self, base: AttentionSpec, args: dict[str, Ref]) -> list[Variant]:
         """Variants for up to MOST_QUERIES query positions a sequence: few in programs of few rows."""
         heads, found, covered = base.kv.heads, [], 0
+        parts = "shares" if base.kv.hierarchical else "slots"
         for spec in dict.fromkeys((replace(base, columns=8), base)):
             if spec.queries <= covered:
                 continue
             label = self.plan.add(spec.kernel(self.capability))
             ends = [spec.queries] if spec.rows < base.rows else range(spec.queries, MOST_QUERIES + 1, spec.queries)
             for most in ends:
-                grid: tuple[Size, Size, Size] = (heads * -(-most // spec.queries), "slots", "sequences")
+                grid: tuple[Size, Size, Size] = (heads * -(-most // spec.queries), parts, "sequences")
                 found.append(Variant(label, grid, args, most))
             covered = spec.queries
         if found[-1].most < MOST_QUERIES:
             size = heads * -(-MOST_QUERIES // base.queries)
-            found.append(replace(found[-1], grid=(size, "slots", "sequences"), most=MOST_QUERIES))
+            found.append(replace(found[-1], grid=(size, parts, "sequences"), most=MOST_QUERIES))
         return found
 
     def _step_args(self, layer: int) -> dict[str, Ref]:

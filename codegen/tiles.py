@@ -345,7 +345,7 @@ def _divides(format: str, n: int, k: int, tile: Tile) -> bool:
 def split(kv: GpuKV) -> int:
     """Positions of one split of decode attention: the order of sums depends on it alone.
 
-    Over a hierarchical cache programs take longer for a token: each has fewer, up to where there are enough of them.
+    Over a hierarchical cache programs take longer for a token: each has fewer where there are too few of them.
     """
     return 256 if kv.hierarchical else 512
 

@@ -156,7 +156,7 @@ class CudaExecutor:
         used = place["block_table"] + len(sequences) * stride
         self.driver.upload(self._inputs, self._host_address, 4 * used)
         plan, queries = self.plan, max(len(rows.tokens) for rows in sequences)
-        splits = splits_of(plan, min(_eighths(pages), stride) * self.limits.page_tokens)
+        splits = -(-min(_eighths(pages), stride) * self.limits.page_tokens // plan["split"])
         return {
             "tokens": at,
             "outputs": outputs,
@@ -349,18 +349,13 @@ class CudaExecutor:
         self.driver.free_pinned(self._host_address)
 
 
-def splits_of(plan: Mapping[str, Any], positions: int) -> int:
-    """How many splits of attention so many positions come in: the first are of a length, later ones of twice it."""
-    last, split = positions - 1, plan["split"]
-    return int(min(last // split, (last + plan["narrow_splits"] * split) // (2 * split))) + 1
-
-
 def attention_counts(plan: Mapping[str, Any], splits: int, sequences: int, queries: int) -> dict[str, int]:
     """The counts that attention's launches go by (codegen/gpu_plan.py), of contexts of `splits` splits at most."""
     decode = queries <= plan["most_queries"]
     fine = decode and splits * sequences <= plan["fine_splits"]
     merged = splits if decode else 0
     groups = -(-merged // plan["group_splits"]) if merged > plan["group_splits"] else 0
+    slots = merged * (plan["leaves"] if fine else 1)
     return {
         "fine": queries if fine else 0,
         "coarse": 0 if fine else queries,
@@ -368,7 +363,8 @@ def attention_counts(plan: Mapping[str, Any], splits: int, sequences: int, queri
         "groups": 0 if fine else groups,
         "fine_merged": merged if fine else 0,
         "fine_groups": groups if fine else 0,
-        "slots": merged * (plan["leaves"] if fine else 1),
+        "slots": slots,
+        "shares": min(slots, max(1, plan["shares"] // sequences)),
     }
 
 

@@ -13,7 +13,7 @@ from qcompile.codegen import gpu_compile
 from qcompile.codegen import program as p
 from qcompile.codegen.gpu_attention import GROUP_SPLITS, MOST_QUERIES
 from qcompile.codegen.gpu_plan import Launch, Plan, Ref, Size
-from qcompile.runtime.cuda import attention_counts, splits_of
+from qcompile.runtime.cuda import attention_counts
 from tests.codegen.tiny import Chunk
 
 _TYPES = {"*fp32": torch.float32, "*bf16": torch.bfloat16, "*i32": torch.int32, "*i16": torch.int16, "*i8": torch.int8}
@@ -30,7 +30,7 @@ class Interpreter:
         self.layer_bytes = pages * plan.kv.heads * plan.kv.block_bytes
         self.kv = _poison(program.kv.layers * self.layer_bytes)
         self.work: dict[str, Tensor] = {}
-        self.fine = plan.fine_splits
+        self.fine, self.shares = plan.fine_splits, plan.shares
         self.inputs: dict[str, Tensor] = {"counter": torch.zeros(1, dtype=torch.int32)}
 
     def step(self, chunks: Sequence[Chunk], outputs: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
@@ -64,9 +64,8 @@ class Interpreter:
         self.inputs |= {name: torch.tensor(v, dtype=torch.int32) for name, v in values.items()}
         self.inputs["logits"] = torch.full((len(wanted), self.vocab), math.nan)
         plan = {"most_queries": MOST_QUERIES, "group_splits": GROUP_SPLITS}
-        plan |= {"split": self.plan.split, "narrow_splits": self.plan.kv.narrow_splits}
-        splits = splits_of(plan, max(c.start + len(c.tokens) for c in chunks))
-        plan |= {"leaves": self.plan.kv.leaves, "fine_splits": self.fine}
+        splits = max(c.start + len(c.tokens) - 1 for c in chunks) // self.plan.split + 1
+        plan |= {"leaves": self.plan.kv.leaves, "fine_splits": self.fine, "shares": self.shares}
         return {
             "tokens": len(ids),
             "outputs": len(wanted),

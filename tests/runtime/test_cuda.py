@@ -89,6 +89,7 @@ PLAN: dict[str, Any] = {
     "group_splits": 16,
     "leaves": 4,
     "fine_splits": 0,
+    "shares": 132,
     "arena_bytes": {"tokens": 100, "outputs": 10},
     "layer_page_bytes": 512,
     "layers": 2,
@@ -131,7 +132,7 @@ def test_counts_choose_kernels_grids_and_arguments(opened: CudaExecutor) -> None
 
 
 def test_attention_takes_leaves_where_there_is_little_to_do() -> None:
-    plan = {"most_queries": 16, "group_splits": 16, "leaves": 4, "fine_splits": 33}
+    plan = {"most_queries": 16, "group_splits": 16, "leaves": 4, "fine_splits": 33, "shares": 132}
     few = cuda.attention_counts(plan, 33, 1, 5)
     assert few["fine"] == 5 and few["slots"] == 132 and few["fine_merged"] == 33 and few["fine_groups"] == 3
     assert not any(few[name] for name in ("coarse", "merged", "groups"))
@@ -140,6 +141,14 @@ def test_attention_takes_leaves_where_there_is_little_to_do() -> None:
     assert not any(many[name] for name in ("fine", "fine_merged", "fine_groups"))
     prefill = cuda.attention_counts(plan, 3, 1, 17)  # one program does all splits
     assert prefill["coarse"] == 17 and sum(prefill.values()) == 17
+    hierarchical = {**plan, "leaves": 1, "fine_splits": 0}
+    shares = [cuda.attention_counts(hierarchical, *how, 1)["shares"] for how in ((32, 1), (512, 1), (16, 20), (9, 200))]
+    assert shares == [32, 132, 6, 1]
+
+
+def test_grids_are_for_eighths_of_a_power_of_two() -> None:
+    assert [cuda._eighths(n) for n in (1, 9, 64, 65, 129, 257, 640)] == [8, 16, 64, 80, 160, 320, 640]
+    assert all(n <= cuda._eighths(n) <= cuda._power(n) for n in range(8, 3000))
 
 
 def test_the_step_that_is_sent(opened: CudaExecutor) -> None:
