@@ -175,6 +175,7 @@ class AppendSpec:
             block=_power(self.kv.dim if self.kv.hierarchical else self.kv.width),
             plane_block=_power(self.kv.width),
             age=HIER_GROUP,
+            slots=min(8192 // _power(self.kv.dim), self.kv.page_tokens),
             ring_pages=RING_GROUPS * HIER_GROUP // self.kv.page_tokens,
             format=name.removeprefix("append_"),
             scaling="" if self.scaling == 1.0 else f" * {self.scaling}",
