@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, machine, write_result
+from common import RESULTS, core_distance, machine, write_result
 
 import qcompile
 from qcompile import SamplingParams, console
@@ -59,6 +59,10 @@ GROUPS = 4
 """Groups of each size of BATCHES."""
 LOST = "lost"
 """Key of what `auto` says itself of its time: the share that trials, and rounds that were too slow, cost a group."""
+DISTANCE = "core distance"
+"""Key of the nanoseconds between the two cores before a group."""
+FAR = 150.0
+"""From here on cores do not share a last-level cache."""
 Times = dict[str, dict[str, list[float]]]
 
 
@@ -212,16 +216,17 @@ def memory(artifact: Path) -> dict[str, Any]:
 
 
 def one_round(llm: LLM, prompts: list[str], sizes: tuple[int, ...]) -> Times:
-    """Seconds of decoding by way and size of group: groups of so many prompts, every way in turn; LOST beside them.
+    """Seconds of decoding by way and size of group: groups of so many prompts, every way in turn; LOST, DISTANCE too.
 
     One prompt's from its first token to the last; a group's, whose prompts take turns, all but the longest prefill.
     """
-    times: Times = {way: {str(size): [] for size in sizes} for way in (*WAYS, LOST)}
+    times: Times = {way: {str(size): [] for size in sizes} for way in (*WAYS, LOST, DISTANCE)}
     tempo = llm.engine.tempo
     assert tempo is not None
     for size in sizes:
         chosen = prompts if size == 1 else prompts[:: max(1, len(prompts) // (size * GROUPS))]
         for start in range(0, len(chosen) - size + 1, size):
+            times[DISTANCE][str(size)].append(core_distance())
             for way, gamma in WAYS.items():
                 started, before = time.perf_counter(), (tempo.seconds, tempo.lost)
                 outputs = generate(llm, chosen[start : start + size], gamma)
@@ -253,7 +258,29 @@ def summary(rounds: list[Times], sizes: tuple[int, ...]) -> dict[str, Any]:
         lost = [share for times in rounds for share in times.get(LOST, {}).get(size, [])]
         if lost:
             facts["auto_lost"] = {"mean": round(statistics.mean(lost), 4), "worst": round(max(lost), 4)}
+        found_at = distances(rounds, size)
+        if found_at:
+            facts["core_distance"] = found_at
         found |= facts if size == "1" else {f"batch {size}": facts}
+    return found
+
+
+def distances(rounds: list[Times], size: str) -> dict[str, Any]:
+    """Where the cores were, and how the ways compare with plain decoding there: medians over rounds and groups."""
+    rows = [
+        (distance, {way: times["plain"][size][index] / times[way][size][index] for way in WAYS})
+        for times in rounds
+        for index, distance in enumerate(times.get(DISTANCE, {}).get(size, []))
+    ]
+    found: dict[str, Any] = {}
+    for name, chosen in (
+        ("near", [row for row in rows if row[0] < FAR]),
+        ("far", [row for row in rows if row[0] >= FAR]),
+    ):
+        if chosen:
+            over = {way: round(statistics.median(row[1][way] for row in chosen), 3) for way in WAYS if way != "plain"}
+            nanoseconds = round(statistics.median(row[0] for row in chosen))
+            found[name] = {"share": round(len(chosen) / len(rows), 3), "ns": nanoseconds, "over_plain": over}
     return found
 
 

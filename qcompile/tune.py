@@ -19,7 +19,8 @@ from qcompile.runtime.sampling import SamplingParams
 from qcompile.runtime.scheduler import Request
 
 BATCHES = (1, 4, 16)
-REPEATS = 3
+REPEATS, MOST_REPEATS, ENOUGH_SECONDS = 3, 9, 1.0
+"""How often each time is measured: at least, and at most while all of one place takes no longer."""
 _SHORT, _LONG = 32, 1024
 _OWN_PROMPTS = 8
 _HEAD_START = 64
@@ -82,7 +83,10 @@ def _measure(
     """Median seconds of a plain step and of a round of each gamma; what was accepted is added to `total`."""
     group = _Group(llm, [_text(prompts, index, context) for index in range(batch)], tokens)
     seconds: dict[int, list[float]] = {}
-    for _ in range(REPEATS):
+    started = time.perf_counter()
+    for turn in range(MOST_REPEATS):
+        if turn >= REPEATS and time.perf_counter() - started > ENOUGH_SECONDS:
+            break
         for gamma in (0, *GAMMAS):
             seconds.setdefault(gamma, []).append(group.run(gamma))
     group.end(total)

@@ -3,18 +3,19 @@
 A round of gamma drafts gives on average (1 - a^(gamma + 1)) / (1 - a) tokens where each draft is accepted with
 probability a (Leviathan et al. 2023, 2.2). The gamma with the most tokens a second wins, and 0, which is plain
 decoding, unless another wins clearly. What a round takes in plain steps comes from `qcompile tune`, or before that
-from bytes, and from then on from the rounds and steps that are made: the same artifact may find its cores sharing a
-cache or not, or memory that others use, and that changes from minute to minute.
+from bytes, and from then on from the rounds and steps that are made (runtime/pace.py). What is not done is tried
+where what is known of it leaves room for it to be better, and seldom enough to cost little.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from statistics import median, median_low
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from qcompile.runtime.pace import Pace
 
 if TYPE_CHECKING:
     from qcompile.runtime.outputs import SpeculationMetrics
@@ -29,10 +30,16 @@ GAMMAS = (1, 2, 3, 4, 5, 6, 7, 8)
 _ROW = 0.05
 """Predicted: a further row of a step costs this much of the first, for arithmetic."""
 
-_CLEARLY = 1.03
-"""How much faster than what is done now something else must look to be done instead."""
+_CLEARLY = 0.02
+"""How much more must be expected of something else than of what is done now; a logarithm, as all gains."""
 
-_PRIOR_TOKENS = 6.0
+_DOUBT = 1.0
+"""Standard deviations by which something may be better than is known of it."""
+
+_LOST = 0.35
+"""Standard deviation of the gain from which on it has to be found anew."""
+
+_PRIOR_TOKENS = 8.0
 """Weight of the acceptance found with other requests, in drafted tokens of the request's own."""
 
 _MEMORY_TOKENS = 512.0
@@ -41,50 +48,41 @@ _MEMORY_TOKENS = 512.0
 _FORGET = 0.9
 """What older rounds of a request still count after each call: text changes as it goes on."""
 
+_FORGET_STEP = 0.5 ** (1 / 24)
+"""Likewise after a plain step: how the text goes on is not seen."""
+
 _SURE = 0.995
 """The best acceptance there is taken to be."""
 
 _SELDOM = 0.1
 """Among several requests none drafts a token that is less likely than this to be kept."""
 
-_CALLS = 5
-"""Calls whose median a time is: one that was held up, because the machine was busy elsewhere, tells nothing."""
-
-_HELD_UP = 1.5
-"""Steps amid rounds are not taken to be slower than this, against what rounds tell, by one call."""
-
 _FOLLOW, _MOST_YIELD = 0.05, 3.0
 """How far what rounds yield moves with a call, and the most that is believed of one."""
 
-_FRESH = 64
-"""Tokens for which a time is taken to be that of here and now."""
+_LOOK = 48
+"""Tokens at least between two looks at another gamma."""
 
-_COMPARE, _LOOK = 128, 256
-"""Tokens after which plain steps are compared with rounds again; a gamma with the ones beside it."""
-
-_CALM, _CALMEST = 24, 512
-"""Tokens between two trials at least; of rounds twice as many after each that did not show them to be better."""
-
-_SURPRISE = 1.2
-"""Rounds that take so much longer than when they were compared are compared at once."""
-
-_TRIAL = 12.0
-"""Plain steps' worth of time that rounds are tried for at once: should they be far slower than they were."""
-
-_NEAR = 0.9
-"""Where the best gamma seems slower than this part of plain decoding, or long ago, the smallest is tried first."""
-
-_FADE = 0.98
-"""What was too slow to be tried again is taken to be a little less so with each call: that it was may be long ago."""
+_CALM = 24
+"""Tokens at least between two plain trials."""
 
 _FEW = 4
 """Plain steps that tell enough."""
 
+_CALL = 1.5e-4
+"""Seconds of a call of many steps or rounds that are not theirs: other threads wake, Python comes and goes."""
+
+_ENOUGH = 2
+"""Rounds that tell enough."""
+
+_TRIAL = 12.0
+"""Plain steps' worth of time that rounds are tried for at once: should they be far slower than they were."""
+
 _BUDGET = 0.015
 """Share of the time that trials may cost."""
 
-_PURSE = 4.0
-"""Plain steps' worth of time that is saved up for trials at most: 3 % of an answer of 128 tokens."""
+_PURSE = 3.0
+"""Plain steps' worth of time that is saved up for trials at most."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +100,12 @@ class Costs:
         rounds = {int(gamma): float(seconds) for gamma, seconds in item["rounds"].items()}
         return Costs(item["batch"], item["context"], float(item["plain"]), rounds)
 
+    def towards(self, other: Costs, context: int) -> Costs:
+        """On the straight line from this entry to another of a longer context."""
+        part = (context - self.context) / (other.context - self.context)
+        rounds = {gamma: seconds + part * (other.rounds[gamma] - seconds) for gamma, seconds in self.rounds.items()}
+        return Costs(self.batch, context, self.plain + part * (other.plain - self.plain), rounds)
+
 
 @dataclass(frozen=True)
 class GammaPolicy:
@@ -116,12 +120,17 @@ class GammaPolicy:
         return GammaPolicy(tuple(Costs.from_json(item) for item in tuned["table"]), float(tuned["acceptance"]))
 
     def costs(self, batch: int, context: int) -> Costs:
-        """The entry measured nearest to so many requests, then to such a context."""
+        """At the number of requests measured that is nearest; contexts between two measured are between the two."""
+        nearest = min((entry.batch for entry in self.table), key=lambda measured: abs(math.log(measured / batch)))
+        entries = sorted((entry for entry in self.table if entry.batch == nearest), key=_context)
+        for before, after in pairwise(entries):
+            if before.context < context < after.context:
+                return before.towards(after, context)
+        return max((entry for entry in entries if entry.context <= context), key=_context, default=entries[0])
 
-        def distance(entry: Costs) -> tuple[float, float]:
-            return abs(math.log(entry.batch / batch)), abs(math.log((entry.context + 1) / (context + 1)))
 
-        return min(self.table, key=distance)
+def _context(costs: Costs) -> int:
+    return costs.context
 
 
 class Choice(NamedTuple):
@@ -133,112 +142,54 @@ class Choice(NamedTuple):
 
 @dataclass(slots=True)
 class Times:
-    """What steps and rounds take at one kind of work, followed as they are made.
-
-    `plain` is a plain step's seconds, 0 before the first. `measured` has what rounds took, by gamma, in plain steps
-    made shortly before or after. Where rounds follow rounds, `unit` is what a plain step's seconds are by them now.
-    The ages count tokens of a request.
-    """
+    """What steps and rounds take at one kind of work, followed as they are made. The ages count tokens of a request."""
 
     costs: Costs
     """Of the table, for the requests at hand."""
-    place: tuple[int, int] = 0, 0
-    """How many they are, and how long in powers of two."""
+    place: tuple[int, int]
+    """How many they are, and how long in sixteens."""
+    pace: Pace
     plain: float = 0.0
-    unit: float = 0.0
-    measured: dict[int, deque[float]] = field(default_factory=dict)
-    steps: deque[float] = field(default_factory=lambda: deque(maxlen=_CALLS))
-    """Seconds of a step in the last calls, whose median `plain` is; `units`: likewise of `unit`."""
-    units: deque[float] = field(default_factory=lambda: deque(maxlen=_CALLS))
+    """A plain step's seconds, 0 before the first."""
+    tried: bool = False
+    """Whether rounds were made."""
     plain_age: int = 0
-    rounds_age: int = 0
-    trial_age: int = 0
     look_age: int = 0
-    calm: int = _CALM
-    """Tokens until rounds may be tried again."""
-    settled: float = 0.0
-    """The acceptance at which plain decoding was found to be better, and nothing has been learned since."""
     purse: float = 0.0
     gamma: int = 0
-    """Of the last call that was no trial; `gain`: tokens a second it was expected to give, over plain decoding's."""
+    """Of the last call that was no trial."""
     gain: float = 1.0
-    side: int = 1
+    """How many times as fast as plain decoding that was expected to be."""
     yields: float = 1.0
     """Tokens of rounds over what acceptance lets expect: a lookup may propose more than gamma."""
-    doubt: float = 1.0
-    """How much of what rounds were measured to cost is believed."""
 
     def cost(self, gamma: int) -> float:
-        """Plain steps' worth of time that a round takes: as measured, or by how wrong the table is beside it."""
-        if gamma in self.measured:
-            return median_low(self.measured[gamma])
-        below = max((known for known in self.measured if known < gamma), default=None)
-        above = min((known for known in self.measured if known > gamma), default=None)
-        if below is None or above is None:
-            known = below if above is None else above
-            wrong = 1.0 if known is None else self._wrong(known)
-        else:
-            wrong = self._wrong(below) + (self._wrong(above) - self._wrong(below)) * (gamma - below) / (above - below)
-        return wrong * self.costs.rounds[gamma] / self.costs.plain
+        """Plain steps' worth of time that a round takes."""
+        return math.exp(self.pace.rounds(gamma)) * self.costs.rounds[gamma] / self.costs.plain
 
-    def _wrong(self, gamma: int) -> float:
-        return median_low(self.measured[gamma]) * self.costs.plain / self.costs.rounds[gamma]
-
-    def step(self, seconds: float, steps: int) -> None:
-        """Plain steps took so long each."""
-        stale = self.plain_age > _FRESH
-        if stale:  # what slowed the rounds since slowed steps too
-            _restart(self.steps, self.unit)
-            seconds = min(seconds, _HELD_UP * self.unit)
-        self.steps.append(seconds)
-        self.plain = median(self.steps)
-        if stale and self.units:
-            self._scale(median(self.units) / self.plain)
-        self.units.clear()
+    def stepped(self, steps: int, seconds: float) -> None:
+        """Plain steps took `seconds` by themselves."""
+        self.pace.stepped(math.log(seconds / steps / self.costs.plain), steps)
+        self._passed(steps)
         self.plain_age = 0
-        self.rounds_age += steps
-        self._pass(steps)
 
-    def round(self, gamma: int, seconds: float, tokens: int) -> None:
-        """Rounds took so long each; `tokens` came of them for a request."""
-        if gamma not in self.costs.rounds or not self.plain:
-            return
-        known = gamma in self.measured
-        if self.plain_age <= _FRESH:
-            before, times = self.cost(gamma), self.measured.setdefault(gamma, deque(maxlen=_CALLS))
-            if self.rounds_age > _FRESH and known:
-                _restart(times, before)
-            times.append(seconds / self.plain)
-            if known:  # a gamma that is known tells of the others
-                self._scale(self.cost(gamma) / before, besides=gamma)
-        elif gamma != self.gamma or not known:
-            self.measured.setdefault(gamma, deque(maxlen=_CALLS)).append(seconds / self.unit)
-        if gamma == self.gamma or not self.units:
-            self.units.append(seconds / self.cost(gamma))
-            self.unit = median(self.units)
-        self.rounds_age, self.doubt = 0, 1.0
-        self.plain_age += tokens
-        self._pass(tokens)
+    def drafted(self, gamma: int, rounds: int, seconds: float, tokens: float) -> None:
+        """Rounds took `seconds` by themselves; `tokens` came of them for a request."""
+        if gamma in self.costs.rounds and self.plain:
+            self.tried = True
+            self.pace.rounded(gamma, math.log(seconds / rounds / self.costs.rounds[gamma]), rounds)
+            self._passed(tokens)
+        self.plain_age += round(tokens)
 
-    def _pass(self, tokens: int) -> None:
-        self.trial_age += tokens
-        self.look_age += tokens
+    def _passed(self, tokens: float) -> None:
+        self.pace.passed(tokens)
+        self.look_age += round(tokens)
+        self.plain = self.costs.plain * math.exp(self.pace.plain)
 
-    def _scale(self, factor: float, besides: int = 0) -> None:
-        for gamma, times in self.measured.items():
-            if gamma != besides:
-                self.measured[gamma] = deque((factor * time for time in times), maxlen=_CALLS)
-
-    @property
-    def surprising(self) -> bool:
-        """Whether rounds have become slower since they were compared with plain steps."""
-        return len(self.units) == _CALLS and self.unit > _SURPRISE * self.plain
-
-
-def _restart(times: deque[float], known: float) -> None:
-    """Begin anew with what is known."""
-    times.clear()
-    times.append(known)
+    def save(self, seconds: float) -> None:
+        """Put a share of `seconds` into the purse."""
+        most = _PURSE * self.plain
+        self.purse = min(max(self.purse, -most) + _BUDGET * seconds, most)
 
 
 class Tempo:
@@ -271,28 +222,21 @@ class Tempo:
     def choose(self, requests: Sequence[Request], whole: bool) -> Choice:
         """What requests that are all decoding do next; `whole`: in calls of many steps or rounds."""
         times = self.times(requests, whole)
+        if not times.plain or not times.costs.rounds:
+            return Choice(0)
         rate = sum(map(self.rate, requests)) / len(requests)
-        if not times.plain or (rate <= times.settled and times.trial_age < times.calm):
-            return Choice(0)
-        times.settled = 0.0
         tokens = {gamma: times.yields * expected(rate, gamma) for gamma in times.costs.rounds}
-        gains = {gamma: tokens[gamma] / times.cost(gamma) for gamma in tokens if gamma}
-        best = max(gains, key=lambda gamma: gains[gamma], default=0)
-        if not best:
-            return Choice(0)
-        if times.gamma in gains and gains[best] < _CLEARLY * gains[times.gamma]:
-            best = times.gamma
-        if gains[best] > (1.0 if times.gamma else _CLEARLY):
-            before = times.gamma
-            times.gamma, times.gain = best, max(1.0, gains[best])
-            if not before:  # carefully
-                times.calm = _CALM
-                return Choice(best, _few_rounds(times, best))
-            if best != before:  # what lies further on may be better still
-                times.side, times.look_age = 1 if best < before else -1, _LOOK
-            return _plain_trial(times, gains[best]) or _look(times, gains) or Choice(best)
-        times.gamma, times.settled = 0, rate
-        return _rounds_trial(times, tokens, best) or Choice(0)
+        gains = {gamma: math.log(tokens[gamma] / times.cost(gamma)) for gamma in tokens}
+        best, before = max(gains, key=lambda gamma: gains[gamma]), times.gamma
+        if before and gains[best] < gains[before] + _CLEARLY:
+            best = before
+        if gains[best] <= (0.0 if before else _CLEARLY):
+            times.gamma = 0
+            return _rounds_trial(times, tokens, gains) or Choice(0)
+        times.gamma, times.gain = best, math.exp(gains[best])
+        if not before:  # carefully
+            return Choice(best, _few_rounds(times, best))
+        return _plain_trial(times, gains[best]) or _look(times, gains) or Choice(best)
 
     def each(self, requests: Sequence[Request], gamma: int) -> list[int]:
         """How many of `gamma` drafts each of the requests takes."""
@@ -304,24 +248,28 @@ class Tempo:
     def times(self, requests: Sequence[Request], whole: bool) -> Times:
         """What is known of about so many requests; how times depend on the context, the table knows."""
         batch, context = len(requests), max(len(request.tokens) for request in requests)
-        key = whole, batch if batch <= 4 else 4 + batch.bit_length()
+        key, place = (whole, batch if batch <= 4 else 4 + batch.bit_length()), (batch, context // 16)
         found = self._times.get(key)
-        if found is None or found.place != (batch, context.bit_length()):
+        if found is None or found.place != place:
             costs = self.policy.costs(batch, context)
-            found = self._times.setdefault(key, Times(costs))
-            found.costs, found.place = costs, (batch, context.bit_length())
+            if found is None:
+                found = self._times[key] = Times(costs, place, Pace(costs.rounds))
+            found.costs, found.place = costs, place
         return found
 
     def stepped(self, requests: Sequence[Request], whole: bool, steps: int, seconds: float) -> None:
         """Plain steps took `seconds` in all."""
         times = self.times(requests, whole)
-        times.step(seconds / steps, steps)
+        times.stepped(steps, _own(seconds, whole))
+        for request in requests:
+            request.drafts.kept *= _FORGET_STEP**steps
+            request.drafts.missed *= _FORGET_STEP**steps
         self.seconds += seconds
         if times.gamma:  # a trial
             loss = seconds * (1 - 1 / times.gain)
             times.purse -= loss
             self.lost += loss
-        _save(times, seconds)
+        times.save(seconds)
 
     def drafted(
         self, requests: Sequence[Request], whole: bool, gamma: int, rounds: int, seconds: float, tokens: float
@@ -334,12 +282,12 @@ class Tempo:
         if not self._drafted:
             self._drafted = True
             return
-        times.round(gamma, seconds / rounds, round(tokens))
+        times.drafted(gamma, rounds, _own(seconds, whole), tokens)
         found = tokens / rounds / expected(sum(map(self.rate, requests)) / len(requests), gamma)
         times.yields += _FOLLOW * (min(max(found, 1 / _MOST_YIELD), _MOST_YIELD) - times.yields)
         if gamma != times.gamma:  # a trial
             times.purse -= loss
-        _save(times, seconds)
+        times.save(seconds)
 
     def finished(self, metrics: SpeculationMetrics) -> None:
         """A request has ended: how many of its drafts were kept tells of the next ones."""
@@ -349,44 +297,40 @@ class Tempo:
         self._kept, self._tried = fade * self._kept + kept, fade * self._tried + tried
 
 
-def _save(times: Times, seconds: float) -> None:
-    most = _PURSE * times.plain
-    times.purse = min(max(times.purse, -most) + _BUDGET * seconds, most)
+def _own(seconds: float, whole: bool) -> float:
+    """What steps or rounds took by themselves of a call's time."""
+    return max(seconds - _CALL, seconds / 2) if whole else seconds
 
 
 def _plain_trial(times: Times, gain: float) -> Choice | None:
-    """Plain steps amid rounds, if it is time and they can be paid for."""
-    loss = times.plain * (1 - 1 / gain)
-    paid = times.plain_age >= _COMPARE and loss <= times.purse
-    if times.trial_age < _CALM or not (paid or times.surprising):
+    """Plain steps amid rounds, if it is time: where nothing is known any more, or where they may be faster."""
+    doubt, loss = times.pace.doubt(times.gamma), times.plain * (1 - 1 / times.gain)
+    paid = gain < _DOUBT * doubt and _FEW * loss <= times.purse
+    if times.plain_age < _CALM or not (paid or doubt > _LOST):
         return None
-    times.trial_age = 0
-    return Choice(0, max(_FEW, int(times.purse / loss)) if loss > 0 else None)
+    return Choice(0, max(_FEW, int(times.purse / loss)))
 
 
 def _look(times: Times, gains: dict[int, float]) -> Choice | None:
-    """Rounds of a gamma beside the one in use."""
-    if times.look_age < _LOOK or times.trial_age < _CALM:
+    """Rounds of another gamma than the one in use, if they may be clearly better."""
+    if times.look_age < _LOOK:
         return None
-    times.side, times.look_age, times.trial_age = -times.side, 0, 0
-    beside = times.gamma + times.side
-    return Choice(beside) if beside in gains else None
+    hopes = {gamma: gain + times.pace.apart(gamma, times.gamma) for gamma, gain in gains.items()}
+    best = max(hopes, key=lambda gamma: hopes[gamma])
+    if hopes[best] < gains[times.gamma] + _CLEARLY:
+        return None
+    times.look_age = 0
+    return Choice(best)
 
 
-def _rounds_trial(times: Times, tokens: dict[int, float], best: int) -> Choice | None:
-    """Rounds amid plain steps, if it is time and they can be paid for: of the best gamma, or of the cheapest."""
-    if times.trial_age < times.calm:
-        return None
-    near = tokens[best] > _NEAR * times.cost(best) and times.rounds_age < _LOOK
-    for gamma in (best, min(times.costs.rounds))[not near :]:
-        loss = times.plain * (times.doubt * times.cost(gamma) - tokens[gamma])
-        if loss <= times.purse:
-            times.trial_age, times.settled = 0, 0.0
-            times.calm = min(2 * times.calm, _CALMEST)  # until rounds are made again
-            few = _few_rounds(times, gamma)
-            return Choice(gamma, max(1, min(few, int(times.purse / loss))) if loss > 0 else few)
-    if times.purse >= _PURSE * times.plain:
-        times.doubt *= _FADE
+def _rounds_trial(times: Times, tokens: dict[int, float], gains: dict[int, float]) -> Choice | None:
+    """Rounds amid plain steps: of the best gamma of which enough can be paid for, if they may be better, or once."""
+    for gamma in sorted(gains, key=lambda gamma: -gains[gamma]):
+        doubt, few = times.pace.doubt(gamma), _few_rounds(times, gamma)
+        believed, enough = (doubt, min(few, _ENOUGH)) if times.tried else (0.0, 1)
+        loss = times.plain * (times.cost(gamma) * math.exp(-believed) - tokens[gamma])
+        if (gains[gamma] + _DOUBT * doubt > _CLEARLY or not times.tried) and enough * loss <= times.purse:
+            return Choice(gamma, max(enough, min(few, int(times.purse / loss))) if loss > 0 else few)
     return None
 
 
@@ -403,7 +347,7 @@ def best(costs: Costs, rate: float) -> int:
     """The gamma with the most tokens a second when drafts are accepted at `rate`, 0 where none is clearly better."""
     speeds = {gamma: expected(min(rate, _SURE), gamma) / seconds for gamma, seconds in costs.rounds.items() if gamma}
     gamma = max(speeds, key=lambda g: speeds[g], default=0)
-    return gamma if gamma and speeds[gamma] * costs.plain > _CLEARLY else 0
+    return gamma if gamma and speeds[gamma] * costs.plain > math.exp(_CLEARLY) else 0
 
 
 def observe(request: Request, kept: int, missed: int) -> None:

@@ -31,11 +31,13 @@ class Machine:
     """Requests of 127 tokens, one after the other, where steps and rounds take what the test says.
 
     A round of gamma drafts takes `base + slope * gamma` plain steps, a draft is kept with probability `rate`, and every
-    call takes up to `noise` of its time longer.
+    call takes up to `noise` of its time longer; one in ten is `held_up`: it takes that many plain steps more.
     """
 
-    def __init__(self, policy: GammaPolicy, base: float, slope: float, noise: float = 0.0) -> None:
-        self.tempo, self.base, self.slope, self.noise = Tempo(policy), base, slope, noise
+    def __init__(
+        self, policy: GammaPolicy, base: float, slope: float, noise: float = 0.0, held_up: float = 0.0
+    ) -> None:
+        self.tempo, self.base, self.slope, self.noise, self.held_up = Tempo(policy), base, slope, noise, held_up
         self.draw = random.Random(3)
         self.plain = 1.0
         self.used: list[int] = []
@@ -52,6 +54,7 @@ class Machine:
             gamma, most = self.tempo.choose([subject], True)
             self.used.append(gamma)
             slower = 1 + self.noise * self.draw.random()
+            self.late = self.held_up * (self.draw.random() < 0.1)
             count = min(most or BURST, BURST, left) if not gamma else max(1, min(most or BURST, 2))
             if gamma:
                 gained, kept, missed = 0, 0, 0
@@ -59,14 +62,14 @@ class Machine:
                     stays = next((i for i in range(gamma) if self.draw.random() >= rate), gamma)
                     kept, missed, gained = kept + stays, missed + (stays < gamma), gained + stays + 1
                     subject.drafts.metrics.count(gamma, stays)
-                seconds = count * (self.base + self.slope * gamma) * self.plain * slower
+                seconds = count * (self.base + self.slope * gamma) * self.plain * slower + self.late
                 observe(subject, kept, missed)
                 self.tempo.drafted([subject], True, gamma, count, seconds, gained)
             else:
-                gained, seconds = count, count * self.plain * slower
+                gained, seconds = count, count * self.plain * slower + self.late
                 self.tempo.stepped([subject], True, count, seconds)
             subject.tokens += [0] * gained
-            total += seconds / self.plain * min(1.0, left / gained)
+            total += (seconds - self.late) / self.plain * min(1.0, left / gained)
         self.tempo.finished(subject.drafts.metrics)
         return total
 
@@ -121,6 +124,17 @@ def test_where_drafts_pay_the_best_is_found(table: Costs, base: float, slope: fl
     assert statistics.mean(times[60:]) < 1.1 * 1.2 * 127 / machine.best(rate)
 
 
+@pytest.mark.parametrize(("base", "slope"), [(1.03, 0.73), (0.98, 1.06), (1.0, 1.65), (1.15, 0.3)])
+@pytest.mark.parametrize("acceptance", [0.7, 0.95])
+def test_calls_that_are_held_up_lead_nowhere(base: float, slope: float, acceptance: float) -> None:
+    """As nested weights' rounds on cores that share a cache (1.2x) and on such that do not (0.9x), four requests at
+    once (0.6x), MXFP4 drafts of bf16 (2x): of what is held up itself, which is the same for all, nothing is counted."""
+    machine = Machine(GammaPolicy((COSTS,), acceptance), base, slope, noise=0.1, held_up=4.0)
+    times = [machine.answer(0.96) for _ in range(120)]
+    found, least = statistics.mean(times[20:]) / 1.05, 127 / machine.best(0.96)
+    assert found < (1.08 if least < 127 else 1.04) * least
+
+
 def test_a_machine_that_changes_its_pace_is_followed() -> None:
     """Rounds become slow, and fast again; and all of it at half the speed, which is no reason to change."""
     machine = Machine(GammaPolicy((COSTS,), 0.9), 1.1, 0.2, noise=0.1)
@@ -130,7 +144,7 @@ def test_a_machine_that_changes_its_pace_is_followed() -> None:
     first, later = machine.answer(0.93), [machine.answer(0.93) for _ in range(20)]
     assert first < 1.4 * 127 and max(later[1:]) < 1.12 * 127
     machine.base, machine.slope = 1.1, 0.2
-    assert [machine.answer(0.93) for _ in range(30)][-1] < 70
+    assert [machine.answer(0.93) for _ in range(50)][-1] < 70
     machine.plain, machine.used = 2.0, []
     assert machine.answer(0.93) < 70
     assert machine.used.count(0) <= 3
@@ -142,7 +156,7 @@ def test_a_request_that_is_not_understood_gives_up_and_tries_again() -> None:
         machine.answer(0.93)
     machine.used = []
     assert machine.answer(0.02) < 1.15 * 127
-    assert machine.used[0] > 0 and machine.used.count(0) > len(machine.used) / 2
+    assert machine.used[0] > 0 and machine.used.count(0) > len(machine.used) / 3
     assert machine.answer(0.93) < 80
 
 
@@ -171,10 +185,12 @@ def test_rounds_that_yield_more_than_acceptance_tells_are_worth_more() -> None:
     assert tempo.choose([subject], True).gamma > 0
 
 
-def test_the_entry_measured_nearest_decides() -> None:
-    table = tuple(Costs(batch, context, batch + context, {}) for batch in (1, 4, 16) for context in (32, 1024))
+def test_the_number_of_requests_measured_nearest_decides_and_contexts_lie_between() -> None:
+    table = tuple(Costs(n, context, n + context, {2: 3.0 * context}) for n in (1, 4, 16) for context in (32, 1024))
     policy = GammaPolicy(table, 0.5)
-    assert policy.costs(1, 10) is table[0] and policy.costs(3, 900) is table[3] and policy.costs(99, 9) is table[4]
+    assert policy.costs(1, 10) is table[0] and policy.costs(99, 9) is table[4]
+    assert policy.costs(3, 1024) is table[3] and policy.costs(3, 5000) is table[3] and policy.costs(3, 32) is table[2]
+    assert policy.costs(3, 280) == Costs(4, 280, 284.0, {2: 840.0})
 
 
 def test_bytes_predict_before_anything_was_measured() -> None:
