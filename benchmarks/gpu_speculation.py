@@ -1,10 +1,10 @@
 """Speculation on this GPU: a Llama-3-8B configuration with random weights, acceptance replayed from pycode-26m.
 
-    python benchmarks/gpu_speculation.py [out.json] [--parts=nested,qspec,quantspec] [--no-torch]
+    python benchmarks/gpu_speculation.py [out.json] [--parts=nested,quantspec,...] [--no-torch]
 
 A round of gamma drafts and its verification is timed as it runs, one graph; what it brings is the acceptance by place
 that the same recipe has on pycode-26m (benchmarks/results/speculation.json, gamma 4), as random weights accept nothing.
-Beside it is plain decoding by the verifying path, for `quantspec` also by the recipe bf16 at the same context.
+Beside it is plain decoding by the verifying path, for `quantspec` and `quantspec-w8` also by the recipe bf16.
 """
 
 from __future__ import annotations
@@ -113,7 +113,11 @@ def main() -> None:
             results["speculation"] += measure(recipe, folder)
             write(results, paths)
         if any(part.startswith("quantspec") for part in parts):
-            results["plain_bf16"] = plain_bf16(folder)
+            results["plain_bf16"] = found = plain_bf16(folder)
+            for entry in results["speculation"]:
+                if entry["context"] in found:
+                    entry["over_plain_bf16"] = entry["tokens_per_second"] / found[entry["context"]]
+                    print(f"{entry['recipe']} {entry['context']}: {entry['over_plain_bf16']:.2f}x bf16", flush=True)
             write(results, paths)
     if "--no-torch" not in sys.argv:
         CONFIG["max_position_embeddings"] = 8192
