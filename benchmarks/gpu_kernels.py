@@ -1,6 +1,6 @@
 """GEMM kernels on this GPU: checked first, then timed beside what the libraries offer, in one run.
 
-    python benchmarks/gpu_kernels.py [out.json]
+    python benchmarks/gpu_kernels.py [out.json] [--formats=w4_asym_g128,mxfp4]
 
 Times are microseconds per launch by CUDA graph replay, the launch gap included, weights rotated through more
 than five times the L2, activations already quantized; medians over replays.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import ROTATED_BYTES, Launch, Problem, facts, graph_us, spec_for
 from qcompile.codegen import triton as gpu
+from qcompile.codegen.tiles import in_one_order
 from qcompile.codegen.triton import DECODE_TOKENS, KernelSpec
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 4096))
-FORMATS = (
+Formats = tuple[tuple[str, bool], ...]
+FORMATS: Formats = (
     ("qoq_channel", False),
     ("qoq_g128", False),
     ("w4_asym_g128", False),
@@ -38,6 +41,8 @@ FORMATS = (
 """Kernels by format, and whether activations have scales in groups of 128."""
 TOKENS = tuple(2**i for i in range(13))
 TABLE = (1, 16, 64, 256, 1024, 4096)
+STEPS = (64, 500)
+"""Numbers of rows past the decode class whose kernels are compared with it bit by bit."""
 MOST_ERROR = 4e-3
 """Rounding to bf16 alone is worth 1.7e-3; rounding a scaled 4-bit weight to bf16 as much again."""
 
@@ -113,22 +118,27 @@ def check(problem: Problem, spec: KernelSpec, tokens: int) -> float:
 
 
 def rows_that_depend_on_m(problem: Problem) -> int:
-    """Of a decode class launch, outputs that differ in any bit between M = 16 and a smaller M."""
-    x = problem.activations(DECODE_TOKENS)
-    whole = _product(problem, x)
+    """Outputs that differ in any bit between M = 16 and another M, by the kernels that steps of so many rows run."""
+    x = problem.activations(max(STEPS))
+    whole = _product(problem, [t[:DECODE_TOKENS].contiguous() for t in x])
     found = 0
-    for tokens in range(1, DECODE_TOKENS):
-        part = _product(problem, [t[:tokens].contiguous() for t in x])
-        found += int((part.view(torch.int16) != whole[:tokens].view(torch.int16)).sum())
+    for tokens in (*range(1, DECODE_TOKENS), *STEPS):
+        part, least = _product(problem, [t[:tokens].contiguous() for t in x]), min(tokens, DECODE_TOKENS)
+        found += int((part[:least].view(torch.int16) != whole[:least].view(torch.int16)).sum())
     return found
 
 
 def _product(problem: Problem, x: list[torch.Tensor]) -> torch.Tensor:
     tokens = x[0].shape[0]
     out = torch.full((tokens, problem.n), float("nan"), dtype=torch.bfloat16, device="cuda")
-    spec = spec_for(problem.format, problem.n, problem.k, tokens, problem.x_groups)
-    problem.launches(spec, x, out, 90)[0]()
+    problem.launches(step_spec(problem.format, problem.n, problem.k, tokens, problem.x_groups), x, out, 90)[0]()
     return out
+
+
+def step_spec(format: str, n: int, k: int, tokens: int, x_groups: bool) -> KernelSpec:
+    """The kernel that a step of so many rows runs: it sums floats in the order of the decode class."""
+    spec = spec_for(format, n, k, tokens, x_groups)
+    return replace(spec, tile=in_one_order(format, spec.n, k, tokens)) if tokens > DECODE_TOKENS else spec
 
 
 def measure(format: str, x_groups: bool, n: int, k: int) -> dict[str, Any]:
@@ -158,17 +168,23 @@ def compile_one(spec: KernelSpec) -> None:
     gpu.build(spec, 90)
 
 
-def compile_all() -> None:
-    """Every kernel that will be measured."""
+def compile_all(formats: Formats) -> None:
+    """Every kernel that will be measured or compared."""
     specs = {
-        spec_for(format, n, k, tokens, x_groups) for format, x_groups in FORMATS for n, k in SHAPES for tokens in TOKENS
+        spec_for(format, n, k, tokens, groups) for format, groups in formats for n, k in SHAPES for tokens in TOKENS
+    }
+    specs |= {
+        step_spec(format, n, k, tokens, groups) for format, groups in formats for n, k in SHAPES for tokens in STEPS
     }
     with ProcessPoolExecutor(15, mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_one, specs))
 
 
 def main() -> None:
-    compile_all()
+    named = [a.split("=", 1)[1].split(",") for a in sys.argv[1:] if a.startswith("--formats=")]
+    paths = [Path(a) for a in sys.argv[1:] if not a.startswith("--")]
+    formats = tuple(each for each in FORMATS if not named or each[0] in named[0])
+    compile_all(formats)
     results: dict[str, Any] = {**facts(), "ceilings": ceilings(), "rivals": [], "kernels": []}
     print({name: round(value, 1) for name, value in results["ceilings"].items()})
     print(f"{'N, K':>13} {'':26}" + "".join(f"{'M=' + str(m):>9}" for m in TABLE))
@@ -179,7 +195,7 @@ def main() -> None:
         for name in times[1]:
             _print(f"{n}, {k}", name, [times[m][name] for m in TABLE])
         del rivals
-        for format, x_groups in FORMATS:
+        for format, x_groups in formats:
             found = measure(format, x_groups, n, k)
             results["kernels"].append(found)
             us = {row["M"]: row["us"] for row in found["times"]}
@@ -189,8 +205,8 @@ def main() -> None:
             name = format + (" x_groups" if x_groups else "")
             _print(f"{n}, {k}", name, [us[m] for m in TABLE], note)
             torch.cuda.empty_cache()
-        if len(sys.argv) > 1:
-            Path(sys.argv[1]).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        for path in paths:
+            path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def _print(shape: str, name: str, us: list[float | None], note: str = "") -> None:

@@ -71,6 +71,16 @@ def prefill_tiles(tokens: int) -> Iterator[Tile]:
         yield Tile(m, rows, 1, split, unroll, warps, stages)
 
 
+def piece_tiles(tokens: int) -> Iterator[Tile]:
+    """Candidates for a class of M above 16 that unpack weights in pieces."""
+    cuts = ((32, 64, 4, 64), (64, 64, 4, 32), (64, 128, 8, 32), (64, 128, 4, 32), (128, 64, 4, 32), (128, 128, 8, 32))
+    cuts += ((128, 256, 8, 32), (256, 128, 8, 16), (256, 128, 8, 32))
+    splits = (1, 2, 4) if tokens <= 512 else (1,)
+    for (m, rows, warps, piece), split, unroll in itertools.product(cuts, splits, (1, 2, 4)):
+        if m <= max(tokens, 64) and (m * rows <= 64 * 64 or unroll <= 2):
+            yield Tile(m, rows, 1, split, unroll, warps, 1, piece=piece)
+
+
 def candidates(format: str, n: int, k: int, tokens: int) -> list[KernelSpec]:
     """Kernels that could serve a weight [n, k] for a class of M."""
     found = []
@@ -78,7 +88,8 @@ def candidates(format: str, n: int, k: int, tokens: int) -> list[KernelSpec]:
         if format not in ("qoq_channel", "qoq_g128", "w8_sym_channel"):
             return []
         return [KernelSpec(format, n, k, tile) for tile in single_tiles(format, k)]
-    for tile in decode_tiles() if tokens == 16 else prefill_tiles(tokens):
+    tiles = decode_tiles() if tokens == 16 else itertools.chain(prefill_tiles(tokens), piece_tiles(tokens))
+    for tile in tiles:
         programs = n // tile.rows * tile.splits * max(1, tokens // tile.tokens)
         if tile.stages * tile.unroll * tile.slices > 48 or not (programs >= 64 and (programs <= 1100 or tokens > 64)):
             continue

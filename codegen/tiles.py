@@ -2,6 +2,7 @@
 
 The rows of `h200` are what benchmarks/gpu_tune.py found fastest on an H200, with the time it measured. Other
 NVIDIA targets get the same cut without an early start where they cannot (before sm_90): not searched there.
+Where a cut with pieces does not divide a weight, or on another target than sm_90, `plain` takes its place.
 A choice depends on the class of M, never on M, where sums are floating point; integer sums are exact under
 every cut, so that int8 kernels may have rows of their own for M up to 8, and for 1 to 4: those were chosen by the time
 of a whole step, in which kernels overlap.
@@ -9,6 +10,7 @@ of a whole step, in which kernels overlap.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -18,7 +20,7 @@ from qcompile.codegen.gpu_pack import MIX_ROWS
 from qcompile.codegen.triton import DECODE_TOKENS, FEWEST_TOKENS, KernelSpec, Tile
 from qcompile.errors import UnsupportedError
 
-# (format, most tokens, N, K): Tile(tokens, rows, slices, splits, unroll, warps, stages, ahead)
+# (format, most tokens, N, K): Tile(tokens, rows, slices, splits, unroll, warps, stages, ahead, piece=piece)
 H200: dict[tuple[str, int, int, int], Tile] = {
     ("mix_4_8", 16, 4096, 4096): Tile(16, 64, 1, 4, 1, 4, 4, 0),  # 8.4 us
     ("mix_4_8", 16, 4096, 14336): Tile(16, 64, 1, 4, 2, 4, 4, 0),  # 15.8 us
@@ -42,20 +44,26 @@ H200: dict[tuple[str, int, int, int], Tile] = {
     ("mix_4_8", 1024, 4096, 14336): Tile(128, 64, 1, 1, 1, 4, 3, 0),  # 226.5 us
     ("mix_4_8", 1024, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 3, 0),  # 247.4 us
     ("mix_4_8", 1024, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 3, 0),  # 496.1 us
-    ("mxfp4", 128, 4096, 4096): Tile(64, 64, 1, 1, 1, 4, 4, 0),  # 15.7 us
-    ("mxfp4", 128, 4096, 14336): Tile(128, 64, 1, 2, 2, 4, 4, 0),
+    ("mxfp4", 64, 4096, 4096): Tile(64, 64, 1, 4, 2, 4, 1, piece=32),  # 10.6 us
+    ("mxfp4", 64, 4096, 14336): Tile(64, 64, 1, 4, 4, 4, 1, piece=32),  # 23.4 us
+    ("mxfp4", 64, 14336, 4096): Tile(64, 64, 1, 1, 4, 4, 1, piece=32),  # 23.0 us
+    ("mxfp4", 64, 28672, 4096): Tile(64, 128, 1, 1, 2, 8, 1, piece=32),  # 40.7 us
+    ("mxfp4", 128, 4096, 4096): Tile(64, 64, 1, 2, 2, 4, 1, piece=32),  # 14.6 us
+    ("mxfp4", 128, 4096, 14336): Tile(128, 64, 1, 4, 2, 4, 1, piece=32),  # 31.9 us
     ("mxfp4", 128, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 3, 0),  # 28.9 us
-    ("mxfp4", 128, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 3, 0),  # 57.3 us
-    ("mxfp4", 256, 4096, 4096): Tile(128, 64, 1, 1, 1, 4, 4, 0),  # 20.6 us
-    ("mxfp4", 256, 4096, 14336): Tile(128, 64, 1, 1, 1, 4, 4, 0),  # 65.0 us
-    ("mxfp4", 256, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 3, 0),  # 56.9 us
-    ("mxfp4", 256, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 3, 0),  # 114.9 us
-    ("mxfp4", 512, 4096, 14336): Tile(128, 64, 1, 1, 1, 4, 3, 0),  # 98.4 us
-    ("mxfp4", 512, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 3, 0),  # 115.0 us
-    ("mxfp4", 1024, 4096, 4096): Tile(128, 64, 1, 1, 1, 4, 3, 0),  # 59.4 us
-    ("mxfp4", 1024, 4096, 14336): Tile(128, 64, 1, 1, 1, 4, 3, 0),  # 197.9 us
-    ("mxfp4", 1024, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 3, 0),  # 209.5 us
-    ("mxfp4", 1024, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 4, 0),  # 438.0 us
+    ("mxfp4", 128, 28672, 4096): Tile(128, 256, 1, 1, 2, 8, 1, piece=32),  # 54.9 us
+    ("mxfp4", 256, 4096, 4096): Tile(128, 64, 1, 2, 2, 4, 1, piece=32),  # 19.9 us
+    ("mxfp4", 256, 4096, 14336): Tile(256, 128, 1, 4, 2, 8, 1, piece=16),  # 50.2 us
+    ("mxfp4", 256, 14336, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 44.8 us
+    ("mxfp4", 256, 28672, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 90.0 us
+    ("mxfp4", 512, 4096, 4096): Tile(128, 128, 1, 1, 2, 8, 1, piece=32),  # 30.0 us
+    ("mxfp4", 512, 4096, 14336): Tile(256, 128, 1, 2, 2, 8, 1, piece=16),  # 84.4 us
+    ("mxfp4", 512, 14336, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 89.8 us
+    ("mxfp4", 512, 28672, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 181.2 us
+    ("mxfp4", 1024, 4096, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 46.1 us
+    ("mxfp4", 1024, 4096, 14336): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 150.7 us
+    ("mxfp4", 1024, 14336, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 180.6 us
+    ("mxfp4", 1024, 28672, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 317.0 us
     ("mxfp4_a8", 8, 4096, 4096): Tile(16, 64, 1, 8, 4, 4, 3, 0),  # 8.5 us
     ("mxfp4_a8", 8, 4096, 14336): Tile(16, 128, 1, 8, 2, 4, 3, 0),  # 21.1 us
     ("mxfp4_a8", 8, 14336, 4096): Tile(16, 128, 1, 2, 2, 4, 3, 0),  # 21.0 us
@@ -180,26 +188,26 @@ H200: dict[tuple[str, int, int, int], Tile] = {
     ("w4_asym_g128", 16, 4096, 14336): Tile(16, 128, 1, 4, 1, 4, 4, 0),  # 17.1 us
     ("w4_asym_g128", 16, 14336, 4096): Tile(16, 128, 1, 2, 1, 4, 4, 4096),  # 16.4 us
     ("w4_asym_g128", 16, 28672, 4096): Tile(16, 128, 1, 1, 1, 4, 4, 0),  # 24.7 us
-    ("w4_asym_g128", 64, 4096, 4096): Tile(32, 128, 1, 2, 1, 4, 5, 4096),  # 12.2 us
-    ("w4_asym_g128", 64, 4096, 14336): Tile(32, 128, 1, 4, 1, 4, 3, 4096),  # 26.9 us
-    ("w4_asym_g128", 64, 14336, 4096): Tile(64, 128, 1, 1, 1, 4, 3, 4096),  # 21.8 us
-    ("w4_asym_g128", 64, 28672, 4096): Tile(64, 128, 1, 1, 1, 4, 2, 4096),  # 40.8 us
-    ("w4_asym_g128", 128, 4096, 4096): Tile(64, 64, 1, 1, 1, 4, 4, 4096),  # 15.3 us
-    ("w4_asym_g128", 128, 4096, 14336): Tile(128, 64, 1, 2, 1, 4, 3, 16384),  # 41.8 us
-    ("w4_asym_g128", 128, 14336, 4096): Tile(64, 128, 1, 1, 1, 4, 2, 0),  # 39.5 us
-    ("w4_asym_g128", 128, 28672, 4096): Tile(64, 128, 1, 1, 1, 4, 2, 16384),  # 76.9 us
-    ("w4_asym_g128", 256, 4096, 4096): Tile(128, 64, 1, 1, 1, 4, 3, 16384),  # 20.8 us
-    ("w4_asym_g128", 256, 4096, 14336): Tile(128, 64, 1, 1, 1, 4, 3, 16384),  # 67.7 us
-    ("w4_asym_g128", 256, 14336, 4096): Tile(128, 256, 1, 1, 1, 8, 2, 0),  # 73.5 us
-    ("w4_asym_g128", 256, 28672, 4096): Tile(64, 128, 1, 1, 1, 4, 2, 16384),  # 142.2 us
-    ("w4_asym_g128", 512, 4096, 4096): Tile(64, 128, 1, 1, 1, 4, 2, 16384),  # 38.6 us
-    ("w4_asym_g128", 512, 4096, 14336): Tile(64, 128, 1, 1, 1, 4, 2, 0),  # 127.6 us
-    ("w4_asym_g128", 512, 14336, 4096): Tile(128, 256, 1, 1, 1, 8, 2, 0),  # 138.6 us
-    ("w4_asym_g128", 512, 28672, 4096): Tile(64, 128, 1, 1, 1, 4, 2, 0),  # 255.7 us
-    ("w4_asym_g128", 1024, 4096, 4096): Tile(128, 256, 1, 1, 1, 8, 2, 16384),  # 71.9 us
-    ("w4_asym_g128", 1024, 4096, 14336): Tile(128, 256, 1, 1, 1, 8, 2, 4096),  # 239.5 us
-    ("w4_asym_g128", 1024, 14336, 4096): Tile(64, 128, 1, 1, 1, 4, 2, 0),  # 253.3 us
-    ("w4_asym_g128", 1024, 28672, 4096): Tile(128, 256, 1, 1, 1, 8, 2, 0),  # 468.8 us
+    ("w4_asym_g128", 64, 4096, 4096): Tile(64, 64, 1, 2, 2, 4, 1, piece=32),  # 9.9 us
+    ("w4_asym_g128", 64, 4096, 14336): Tile(64, 64, 1, 4, 2, 4, 1, piece=32),  # 20.3 us
+    ("w4_asym_g128", 64, 14336, 4096): Tile(64, 64, 1, 1, 2, 4, 1, piece=32),  # 19.6 us
+    ("w4_asym_g128", 64, 28672, 4096): Tile(64, 128, 1, 1, 1, 8, 1, piece=32),  # 33.8 us
+    ("w4_asym_g128", 128, 4096, 4096): Tile(64, 64, 1, 1, 2, 4, 1, piece=32),  # 12.7 us
+    ("w4_asym_g128", 128, 4096, 14336): Tile(128, 64, 1, 4, 1, 4, 1, piece=32),  # 30.9 us
+    ("w4_asym_g128", 128, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 1, piece=32),  # 28.0 us
+    ("w4_asym_g128", 128, 28672, 4096): Tile(128, 256, 1, 1, 1, 8, 1, piece=32),  # 51.8 us
+    ("w4_asym_g128", 256, 4096, 4096): Tile(128, 64, 1, 2, 1, 4, 1, piece=32),  # 18.6 us
+    ("w4_asym_g128", 256, 4096, 14336): Tile(256, 128, 1, 4, 1, 8, 1, piece=32),  # 50.1 us
+    ("w4_asym_g128", 256, 14336, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 44.2 us
+    ("w4_asym_g128", 256, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 88.8 us
+    ("w4_asym_g128", 512, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 1, piece=32),  # 26.7 us
+    ("w4_asym_g128", 512, 4096, 14336): Tile(256, 128, 1, 2, 1, 8, 1, piece=32),  # 84.3 us
+    ("w4_asym_g128", 512, 14336, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 88.9 us
+    ("w4_asym_g128", 512, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 179.8 us
+    ("w4_asym_g128", 1024, 4096, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 45.9 us
+    ("w4_asym_g128", 1024, 4096, 14336): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 150.8 us
+    ("w4_asym_g128", 1024, 14336, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 177.8 us
+    ("w4_asym_g128", 1024, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 314.1 us
     ("w4_asym_g128_int8", 16, 4096, 4096): Tile(16, 128, 1, 4, 1, 4, 4, 0),  # 8.3 us
     ("w4_asym_g128_int8", 16, 4096, 14336): Tile(16, 128, 1, 4, 1, 4, 6, 0),  # 15.1 us
     ("w4_asym_g128_int8", 16, 14336, 4096): Tile(16, 128, 1, 1, 2, 4, 4, 0),  # 13.8 us
@@ -289,7 +297,7 @@ def choose(format: str, n: int, k: int, tokens: int, capability: int = 90) -> Ti
     source = next(source for source in sources if any(row[:2] == (source, most) for row in H200))
     rows = {(rn, rk): tile for (name, c, rn, rk), tile in H200.items() if (name, c) == (source, most)}
     for shape in sorted(rows, key=lambda s: abs(math.log(s[0] / n)) + abs(math.log(s[1] / k))):
-        tile = fitted(format, n, k, rows[shape], capability)
+        tile = fitted(format, n, k, rows[shape], capability) or fitted(format, n, k, plain(rows[shape]), capability)
         if tile is not None:
             return tile
     return Tile(16 if most <= DECODE_TOKENS else 64, 32, unroll=SMALLEST.get(format, 1), joined=capability == 90)
@@ -307,15 +315,23 @@ def in_one_order(format: str, n: int, k: int, tokens: int, capability: int = 90)
     decode = choose(format, n, k, DECODE_TOKENS, capability)
     parts, least = decode.slices * decode.splits, SMALLEST.get(format, 1)
     rows = tile.rows if tile.rows % 64 == 0 and decode.rows % 64 == 0 else 64 if n % 64 == 0 else 32
-    for unroll in sorted({tile.unroll, least}, reverse=True):
-        same = fitted(format, n, k, replace(tile, rows=rows, slices=1, splits=parts, unroll=unroll), capability)
+    for cut, unroll in itertools.product((tile, plain(tile)), sorted({tile.unroll, least}, reverse=True)):
+        same = fitted(format, n, k, replace(cut, rows=rows, slices=1, splits=parts, unroll=unroll), capability)
         if same is not None:
             return same
     raise UnsupportedError(f"weight [{n}, {k}] in {format} has no cut for {tokens} rows into {parts} parts")
 
 
+def plain(tile: Tile) -> Tile:
+    """`tile`, or a cut of about its size where it unpacks in pieces: what those give up on takes it."""
+    if not tile.piece:
+        return tile
+    return replace(tile, tokens=min(tile.tokens, 128), rows=64, unroll=1, warps=4, stages=3, piece=0)
+
+
 def fitted(format: str, n: int, k: int, tile: Tile, capability: int) -> Tile | None:
     """`tile` with no more stages in flight than the GPU has room for; None if it does not divide the weight."""
+    tile = tile if capability == 90 else plain(tile)
     tile = replace(tile, ahead=tile.ahead if capability >= 90 else 0, joined=capability == 90)
     if format == "mix_4_8":
         tile = replace(tile, rows=min(tile.rows, MIX_ROWS), ahead=0)

@@ -39,6 +39,9 @@ class Tile:
     Fewer than FEWEST_TOKENS tokens are taken without the tensor cores, 8 to 32 rows of weights by all threads, `unroll`
     blocks a step, 16 bytes of each row and block a thread: integer sums alone. Registers hold the next `stages` steps;
     if `ahead` is not 0, they are asked for before it waits.
+
+    With `piece` (16, 32 or 64; sm_90, bf16 activations) weights are unpacked for so many inputs at a time while the
+    tensor cores take those before; `stages` is 1: as many are in flight as `unroll` blocks have 64 inputs.
     """
 
     tokens: int
@@ -50,6 +53,7 @@ class Tile:
     stages: int = 4
     ahead: int = 0
     joined: bool = True
+    piece: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,8 +127,19 @@ class KernelSpec:
         part = self.blocks // self.tile.splits * 32 * self.row_bytes
         if self.prelaunch and (self.tile.ahead > part or self.tile.ahead & (self.tile.ahead - 1)):
             raise UnsupportedError(f"a program of {self.tile} has {part} bytes of each 32 rows to fetch")
+        if self.tile.piece and not self._overlaps():
+            raise UnsupportedError(f"{self.format} is not unpacked in pieces by {self.tile}")
         if _LAYOUTS[self.format].words * self.tile.unroll % 1:
             raise UnsupportedError(f"{self.format} takes two groups a step: {self.tile}")
+
+    def _overlaps(self) -> bool:
+        """Whether the kernel that unpacks in pieces has such a tile."""
+        tile = self.tile
+        whole = tile.rows % (16 * tile.warps) == 0 and tile.warps % 4 == 0 and tile.slices * tile.stages == 1
+        if self.single or self.prelaunch or not whole:
+            return False
+        pieces = tile.piece in (16, 32, 64) and self.row_items % tile.piece == 0 and self.block * tile.unroll >= 256
+        return pieces and self.format in ("w4_asym_g128", "mxfp4")
 
     @property
     def packing(self) -> str:
@@ -231,6 +246,9 @@ class KernelSpec:
         tile = self.tile
         if self.single:
             return 0
+        if tile.piece:
+            codes = tile.rows * (self.row_bytes + 4 * self.block_words)
+            return tile.unroll * int(codes + 2 * tile.tokens * self.block)
         each = tile.rows * self.row_bytes * (1 + self.low_plane) + tile.tokens * self.block * (2 if self.float_x else 1)
         return tile.slices * tile.unroll * each
 
@@ -282,7 +300,8 @@ def reference(x: list[Tensor], w: Tensor, bias: Tensor | None = None, residual: 
 
 def render(spec: KernelSpec) -> str:
     """Triton source of the kernel."""
-    template = "gemv.py.jinja" if spec.single else "gemm.py.jinja"
+    wide = spec.tile.piece and spec.inline_asm
+    template = "gemv.py.jinja" if spec.single else "gemm_wide.py.jinja" if wide else "gemm.py.jinja"
     return gpu_compile.render_template(
         template, spec=spec, tile=spec.tile, words=spec.row_bytes // 4, gate_block=GATE_BLOCK
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,7 +18,7 @@ from qcompile import mix
 from qcompile.codegen import tiles
 from qcompile.codegen.gpu_pack import GPU_PACKING, MIX_ROWS, pack_gpu, packed_gpu_bytes, unpack_gpu
 from qcompile.codegen.packing import CPU_PACKING
-from qcompile.codegen.triton import KernelSpec, Tile, compile_for, reference, render
+from qcompile.codegen.triton import KernelSpec, Tile, build, compile_for, reference, render
 from qcompile.errors import UnsupportedError
 from qcompile.numerics import dequantize_weight, quantize_activation, quantize_weight
 from qcompile.ops.quantized import gate
@@ -282,6 +284,104 @@ def test_compiles_ahead_of_time(format: str, capability: int) -> None:
     assert any(kind in name for name in built.matrix), built.matrix
     if capability == 90:
         assert any(name.startswith("wgmma") for name in built.matrix)
+
+
+PIECES = (
+    KernelSpec(
+        "w4_asym_g128", 28672, 4096, Tile(256, 128, 1, 1, 1, 8, 1, piece=16), gated="silu", width=14336, bias=True
+    ),
+    KernelSpec("w4_asym_g128", 4096, 4096, Tile(64, 64, 1, 4, 2, 4, 1, piece=32), residual=True, out="f32"),
+    KernelSpec("mxfp4", 4096, 4096, Tile(128, 128, 1, 2, 2, 8, 1, piece=32), bias=True, width=4000),
+)
+"""Kernels that unpack weights while the tensor cores work."""
+
+
+@pytest.mark.parametrize("spec", PIECES, ids=lambda spec: f"{spec.format}-{spec.tile.piece}")
+def test_weights_stay_in_registers_until_the_tensor_cores_are_done_with_them(spec: KernelSpec) -> None:
+    """The assembler does not see to it: no instruction may write what a product in flight still reads."""
+    needs_triton()
+    built = compile_for(spec, 90)
+    assert built.spill_bytes == 0 and all("bf16" in name and name.startswith("wgmma") for name in built.matrix)
+    pending, products, waits = [set[int]()], 0, set()
+    for opcode, operands in sass(built.cubin):
+        named = [int(number) for number in re.findall(r"\bR(\d+)", operands)]
+        if opcode.startswith("HGMMA"):
+            products += 1
+            first = named[1]
+            pending[-1] |= {first, first + 1, first + 2, first + 3}
+            if "gsb0" in operands:
+                pending.append(set())
+        elif opcode.startswith("WARPGROUP.DEPBAR"):
+            waits.add(left := int(operands.rsplit("0x", 1)[1], 16))
+            pending = pending[-left - 1 :]
+        elif named and operands.startswith("R"):
+            wide = re.search(r"\.(64|128|4|WIDE)\b", opcode)
+            count = {"64": 2, "WIDE": 2, "128": 4, "4": 4}[wide[1]] if wide else 1
+            assert not set.union(*pending) & set(range(named[0], named[0] + count)), (opcode, operands)
+    assert products >= 16 and max(waits) == (2 if spec.tile.piece == 16 else 1)
+
+
+def sass(cubin: bytes) -> list[tuple[str, str]]:
+    """(opcode, operands) of a kernel's instructions in order, those of its loop twice: what ends it meets its start."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines, places, loop = [], {}, (0, 0)
+    for line in text.splitlines():
+        if label := re.match(r"(\.L_\w+):", line):
+            places[label[1]] = len(lines)
+        if found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*) ?(.*?) ?;", line):
+            lines.append((found[1], found[2]))
+            target = re.search(r"`\((\.L_\w+)\)", found[2])
+            if found[1] == "BRA" and target and target[1] in places:
+                start = places[target[1]]
+                if any("GMMA" in opcode for opcode, _ in lines[start:]):
+                    loop = (start, len(lines))
+    assert loop[1]
+    return lines[: loop[1]] + lines[loop[0] :]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels that unpack in pieces have no interpreter")
+@pytest.mark.parametrize("spec", PIECES, ids=lambda spec: f"{spec.format}-{spec.tile.piece}")
+def test_rows_have_the_bits_of_the_decode_class(spec: KernelSpec) -> None:
+    needs_triton()
+    torch.manual_seed(0)
+    parts = quantize_weight(weight(spec.n, spec.k).cuda(), spec.format)
+    given = {name: part.cuda() for name, part in pack_gpu(parts, spec.format).items()}
+    width, dtype = spec.width or spec.n, {"f32": torch.float32, "bf16": torch.bfloat16}[spec.out]
+    given["bias"] = torch.randn(spec.n, device="cuda")
+    for tokens in (1, 17, 300):
+        given["x"] = torch.randn(tokens, spec.k, device="cuda").to(torch.bfloat16)
+        given["residual"], found = torch.randn(tokens, width, device="cuda").to(dtype), []
+        few = replace(spec, tile=Tile(16, 64, 1, spec.tile.splits, 1, 4, 3))
+        for each in (few, spec, spec):
+            work = each.workspace(tokens).items()
+            given |= {name: torch.zeros(items, dtype=kind, device="cuda") for name, (items, kind) in work}
+            given["out"] = torch.full((tokens, width), float("nan"), dtype=dtype, device="cuda")
+            arguments = [tokens if a.name == "M" else given[a.name] for a in each.arguments]
+            build(each, 90)[each.grid(tokens)](*arguments)
+            found.append(given["out"])
+        assert not found[0].isnan().any() and torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_other_targets_and_weights_do_without_pieces() -> None:
+    assert (
+        tiles.choose("w4_asym_g128", 4096, 4096, 512).piece
+        and not tiles.choose("w4_asym_g128", 4096, 4096, 512, 80).piece
+    )
+    whole, odd = (tiles.in_one_order("mxfp4", 4096, k, 512) for k in (4096, 1280))
+    assert whole.piece and not odd.piece and 1280 // 128 % (odd.splits * odd.unroll) == 0
+    assert not tiles.choose("w4_asym_g128_a8", 4096, 4096, 512).piece
+    for format, tile in (
+        ("qoq_channel", Tile(64, 64, piece=32, stages=1)),
+        ("mxfp4", Tile(64, 64, piece=64, stages=1, unroll=2)),
+    ):
+        with pytest.raises(UnsupportedError, match="not unpacked in pieces"):
+            KernelSpec(format, 4096, 4096, tile)
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
