@@ -321,8 +321,8 @@ def main() -> None:
                 print(f"{batch:3} {context:7} {format:5} rows whose bits differ: {differ}", flush=True)
             del cache
             torch.cuda.empty_cache()
-    if paths:
-        Path(paths[0]).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            for path in paths:
+                Path(path).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
