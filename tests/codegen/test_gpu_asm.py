@@ -1,0 +1,128 @@
+"""The instructions that unpack a GPU's cache, run one by one: Triton's interpreter runs what stands in for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from qcompile.codegen.gpu_attention import AttentionSpec, GpuKV
+
+Words = np.ndarray  # uint32 [...]
+PAIRS = 512
+
+
+def floats(x: Words, kind: str) -> np.ndarray:
+    """The lower and the upper halves of words [n] as float64 [n, 2], of f16 or bf16."""
+    halves = np.stack((x & 0xFFFF, x >> 16), -1).astype(np.uint16)
+    if kind == "f16x2":
+        return halves.view(np.float16).astype(np.float64)
+    return (halves.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def words(values: np.ndarray, kind: str) -> Words:
+    """Words [n] of float64 [n, 2], each rounded to the nearest, to even ones."""
+    if kind == "f16x2":
+        halves = values.astype(np.float16).view(np.uint16).astype(np.uint32)
+    else:
+        bits = values.astype(np.float32).view(np.uint32)
+        halves = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return halves[..., 0] | halves[..., 1] << 16
+
+
+def lop3(a: Words, b: Words, c: Words, table: int) -> Words:
+    """Bit i of `table` where the bits of a, b and c are those of i, the lowest c's."""
+    found = np.zeros_like(a)
+    for i in range(8):
+        if table >> i & 1:
+            found |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+    return found
+
+
+def permute(a: Words, b: Words, selector: int) -> Words:
+    both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
+    picked = [both >> np.uint64(8 * (selector >> 4 * i & 7)) & np.uint64(255) for i in range(4)]
+    return sum(byte << np.uint64(8 * i) for i, byte in enumerate(picked)).astype(np.uint32)
+
+
+def run(asm: str, outputs: int, *inputs: Words) -> list[Words]:
+    """What PTX makes of registers: those of the operations that unpacking takes."""
+    registers = {f"${outputs + i}": x for i, x in enumerate(inputs)}
+
+    def read(name: str) -> Words:
+        return registers[name] if name in registers else np.full_like(inputs[0], int(name, 0))
+
+    for line in re.split(r"[;{}]", re.sub(r"\.reg[^;]*;", "", asm)):
+        if not line.strip():
+            continue
+        operation, rest = line.strip().split(" ", 1)
+        to, *names = (name.strip() for name in rest.split(","))
+        base, *_, kind = operation.split(".")
+        if base in ("lop3", "prmt"):
+            *names, last = names
+            registers[to] = {"lop3": lop3, "prmt": permute}[base](*map(read, names), int(last, 0))
+            continue
+        given = [read(name) for name in names]
+        if base in ("fma", "add"):
+            parts = [floats(x, kind) for x in given]
+            registers[to] = words(parts[0] * parts[1] + parts[2] if base == "fma" else parts[0] + parts[1], kind)
+        else:
+            plain: dict[str, Callable[..., Words]] = {
+                "mov": lambda x: x,
+                "shl": lambda x, n: x << n,
+                "shr": lambda x, n: x >> n,
+                "and": lambda x, y: x & y,
+            }
+            registers[to] = plain[base](*given)
+    return [registers[f"${i}"] for i in range(outputs)]
+
+
+def instructions(format: str) -> dict[str, str]:
+    """PTX by the name of the function that is nothing else."""
+    source = AttentionSpec(GpuKV(format, 8, 128), 32, 4096, 0.1).kernel(90).source
+    found = re.findall(r'def (\w+)\([^)]*\):\n.*?inline_asm_elementwise\(\s*("""|")(.*?)\2', source, re.DOTALL)
+    return {name: asm for name, _, asm in found}
+
+
+def drawn() -> Words:
+    return np.random.default_rng(1).integers(0, 1 << 32, PAIRS, dtype=np.uint32)
+
+
+def parts_of(x: Words, bits: int, plane: int) -> np.ndarray:
+    """Codes [n, 2] of a plane of the two items of each word."""
+    return np.stack((x & 0xFFFF, x >> 16), -1) >> bits * plane & (1 << bits) - 1
+
+
+@pytest.mark.parametrize(("format", "bits"), [("kv4", 4), ("kv8", 8)])
+def test_codes_become_keys_and_values(format: str, bits: int) -> None:
+    asm, items = instructions(format), drawn()
+    for plane in range(16 // bits):
+        code = parts_of(items, bits, plane).astype(np.float64)
+        key = floats(run(asm[f"key_plane{plane}"], 1, items)[0], "f16x2")
+        assert (key == 1024 + code * (16 if bits == 4 and plane % 2 else 1)).all()
+        value = floats(run(asm[f"value_plane{plane}"], 1, items)[0], "bf16x2")
+        assert (value == (128 + code if bits == 4 else code - 128)).all()
+
+
+@pytest.mark.parametrize("format", ["kv_hier4", "kv_hier"])
+def test_halves_of_codes_become_keys_and_values(format: str) -> None:
+    make = np.random.default_rng(3)
+    asm, upper, lower = instructions(format), drawn(), drawn()[::-1].copy()
+    scale, less = make.uniform(0.1, 9, (PAIRS, 2)), make.uniform(-99, 9, (PAIRS, 2))
+    factor, added = words(16 * scale, "f16x2"), words(less - 16.5 * scale, "f16x2")
+    both = run(asm["bytes_of"], 2, upper, lower) if format == "kv_hier" else []
+    for plane in range(4):
+        items = both[plane % 2] if both else upper
+        u, low = (parts_of(x, 4, plane).astype(np.float64) for x in (upper, lower))
+        # Lower halves are kept 8 up; without them a code is that of the middle.
+        code = 16 * u + (low if both else 8)
+        want = floats(factor, "f16x2") * (1 + code / 256) + floats(added, "f16x2")
+        key = floats(run(asm[f"key_plane{plane}"], 1, items, factor, added)[0], "f16x2")
+        assert (key == want.astype(np.float16)).all()
+        exact = scale * (u + (low - 8) / 16 if both else u) + less
+        # Three roundings to fp16, of terms up to 16.5 scales, or 31.5, and the least value.
+        assert (np.abs(key - exact) < 2**-11 * (48 * scale + 2 * np.abs(less))).all()
+        value = floats(run(asm[f"value_plane{plane}"], 1, items)[0], "f16x2")
+        assert (value == (code - 128 if both else 1 + u / 16)).all()
