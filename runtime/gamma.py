@@ -36,6 +36,9 @@ _CLEARLY = 0.02
 _DOUBT = 1.0
 """Standard deviations by which something may be better than is known of it."""
 
+_STILL = 0.05
+"""How far plain steps' time moves with any text."""
+
 _LOST = 0.35
 """Standard deviation of the gain from which on it has to be found anew."""
 
@@ -153,6 +156,8 @@ class Times:
     """A plain step's seconds, 0 before the first."""
     tried: bool = False
     """Whether rounds were made."""
+    compared: float = 0.0
+    """What was known of plain steps when steps came after rounds or rounds after steps."""
     plain_age: int = 0
     look_age: int = 0
     purse: float = 0.0
@@ -167,10 +172,16 @@ class Times:
         """Plain steps' worth of time that a round takes."""
         return math.exp(self.pace.rounds(gamma)) * self.costs.rounds[gamma] / self.costs.plain
 
+    def doubt(self, gamma: int) -> float:
+        """Standard deviation of the gain of rounds; what has moved since these were compared adds to it."""
+        return self.pace.doubt(gamma) + max(0.0, abs(self.pace.plain - self.compared) - _STILL)
+
     def stepped(self, steps: int, seconds: float) -> None:
         """Plain steps took `seconds` by themselves."""
         self.pace.stepped(math.log(seconds / steps / self.costs.plain), steps)
         self._passed(steps)
+        if self.plain_age:
+            self.compared = self.pace.plain
         self.plain_age = 0
 
     def drafted(self, gamma: int, rounds: int, seconds: float, tokens: float) -> None:
@@ -179,6 +190,8 @@ class Times:
             self.tried = True
             self.pace.rounded(gamma, math.log(seconds / rounds / self.costs.rounds[gamma]), rounds)
             self._passed(tokens)
+            if not self.plain_age:
+                self.compared = self.pace.plain
         self.plain_age += round(tokens)
 
     def _passed(self, tokens: float) -> None:
@@ -304,7 +317,7 @@ def _own(seconds: float, whole: bool) -> float:
 
 def _plain_trial(times: Times, gain: float) -> Choice | None:
     """Plain steps amid rounds, if it is time: where nothing is known any more, or where they may be faster."""
-    doubt, loss = times.pace.doubt(times.gamma), times.plain * (1 - 1 / times.gain)
+    doubt, loss = times.doubt(times.gamma), times.plain * (1 - 1 / times.gain)
     paid = gain < _DOUBT * doubt and _FEW * loss <= times.purse
     if times.plain_age < _CALM or not (paid or doubt > _LOST):
         return None
@@ -326,7 +339,7 @@ def _look(times: Times, gains: dict[int, float]) -> Choice | None:
 def _rounds_trial(times: Times, tokens: dict[int, float], gains: dict[int, float]) -> Choice | None:
     """Rounds amid plain steps: of the best gamma of which enough can be paid for, if they may be better, or once."""
     for gamma in sorted(gains, key=lambda gamma: -gains[gamma]):
-        doubt, few = times.pace.doubt(gamma), _few_rounds(times, gamma)
+        doubt, few = times.doubt(gamma), _few_rounds(times, gamma)
         believed, enough = (doubt, min(few, _ENOUGH)) if times.tried else (0.0, 1)
         loss = times.plain * (times.cost(gamma) * math.exp(-believed) - tokens[gamma])
         if (gains[gamma] + _DOUBT * doubt > _CLEARLY or not times.tried) and enough * loss <= times.purse:

@@ -12,10 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-import numpy as np
-import numpy.typing as npt
-
-Array = npt.NDArray[np.float64]
+Matrix = list[list[float]]
 
 _NOISE, _SHORT = 0.04**2, 0.05**2
 """Variance of the logarithm of a call's time; what is added where the call is a single step or round."""
@@ -23,8 +20,11 @@ _NOISE, _SHORT = 0.04**2, 0.05**2
 _UNKNOWN = 4.0
 """Variance of how long plain steps take before the first."""
 
-_TOGETHER, _TILTED, _ALONE = 0.6**2, 0.15**2, 0.04**2
+_TOGETHER, _TILTED, _ALONE = 0.6**2, 0.1**2, 0.025**2
 """Variances of what a table may be wrong by: of all rounds alike, by the logarithm of gamma, and by each gamma."""
+
+_MOST = 1.0
+"""The most that the variance of rounds becomes."""
 
 _DRIFT = 1e-4
 """What a token adds to the variance of plain steps' time: texts differ in length, machines in what else they do."""
@@ -42,84 +42,105 @@ _OUTLIER = 3.0
 class Pace:
     """Logarithms of what plain steps take, and rounds in plain steps' time, less those of the table.
 
-    gammas: those of the table. State: [plain, rounds of each gamma, smallest first].
+    gammas: those of the table. State: [plain, rounds of each gamma, smallest first]. Lists, because this runs between
+    two calls of a model that leaves nothing in the caches: what arrays' functions are made of would have to come back.
     """
 
     def __init__(self, gammas: Iterable[int]) -> None:
-        ordered = sorted(gammas)
-        self._at = {gamma: index + 1 for index, gamma in enumerate(ordered)}
-        count = len(ordered)
-        logs = np.log(np.array(ordered, dtype=np.float64))
-        tilt = logs - logs.mean() if count else logs
-        alike, tilted, own = np.ones((count, count)), np.outer(tilt, tilt), np.eye(count)
-        self._mean: Array = np.zeros(count + 1)
-        self._covariance = _joined(_UNKNOWN, _TOGETHER * alike + _TILTED * tilted + _ALONE * own)
-        self._drift = _joined(_DRIFT, _RATIO_DRIFT * alike + _TILT_DRIFT * tilted + _ALONE_DRIFT * own)
-        self._changed = _joined(1.0, alike)
-        self._most = 2 * self._covariance.diagonal()[1:]
+        logs = {gamma: math.log(gamma) for gamma in sorted(gammas)}
+        self._at = {gamma: index + 1 for index, gamma in enumerate(logs)}
+        middle = sum(logs.values()) / max(1, len(logs))
+        tilts = [value - middle for value in logs.values()]
+        self._mean = [0.0] * (len(tilts) + 1)
+        self._covariance = _covariance(tilts, _UNKNOWN, _TOGETHER, _TILTED, _ALONE)
+        self._drift = _covariance(tilts, _DRIFT, _RATIO_DRIFT, _TILT_DRIFT, _ALONE_DRIFT)
+        self._changed = _covariance(tilts, 1.0, 1.0, 0.0, 0.0)
+        self._passed = 0.0
         self._doubted = 0
         self._slower = [0.0, 0.0, 0.0]
 
     @property
     def plain(self) -> float:
         """Of a plain step."""
-        return float(self._mean[0])
+        return self._mean[0]
 
     def rounds(self, gamma: int) -> float:
         """Of a round, in plain steps."""
-        return float(self._mean[self._at[gamma]])
+        return self._mean[self._at[gamma]]
 
     def doubt(self, gamma: int) -> float:
         """Standard deviation of `rounds`."""
         at = self._at[gamma]
-        return math.sqrt(max(0.0, self._covariance[at, at]))
+        variance = self._covariance[at][at] + self._passed * self._drift[at][at]
+        return math.sqrt(max(0.0, min(variance, _MOST)))
 
     def apart(self, gamma: int, other: int) -> float:
         """Standard deviation of the difference of `rounds` of two gammas."""
         one, two = self._at[gamma], self._at[other]
-        covariance = self._covariance
-        return math.sqrt(max(0.0, covariance[one, one] + covariance[two, two] - 2 * covariance[one, two]))
+        known, drift = (m[one][one] + m[two][two] - 2 * m[one][two] for m in (self._covariance, self._drift))
+        return math.sqrt(max(0.0, known + self._passed * drift))
 
     def passed(self, tokens: float) -> None:
         """So many tokens of a request have come."""
-        variances = self._covariance.diagonal()
-        if (variances[1:] < self._most).all():
-            self._covariance = self._covariance + tokens * self._drift
-        else:
-            self._covariance[0, 0] += tokens * _DRIFT
+        self._passed += tokens
 
     def stepped(self, seen: float, steps: int) -> None:
         """A call of plain steps; seen: logarithm of one's time over the table's."""
-        self._see(seen, [0], steps, 1)
+        self._see(seen, 0, steps, 1)
 
     def rounded(self, gamma: int, seen: float, rounds: int) -> None:
         """Likewise a call of rounds."""
-        self._see(seen, [0, self._at[gamma]], rounds, 2)
+        self._see(seen, self._at[gamma], rounds, 2)
 
-    def _see(self, seen: float, places: list[int], calls: int, kind: int) -> None:
-        """`seen`, with noise, is the sum of the state at `places`."""
-        wrong = seen - float(self._mean[places].sum())
-        noise = _NOISE + _SHORT / calls
-        slower = max(0.0, wrong)
+    def _see(self, seen: float, at: int, calls: int, kind: int) -> None:
+        """`seen`, with noise, is what plain steps take, and of rounds what those at `at` take beside it."""
+        self._forget()
+        wrong = seen - self._mean[0] - (self._mean[at] if at else 0.0)
+        noise, slower = _NOISE + _SHORT / calls, max(0.0, wrong)
         noise += (_HELD_UP * max(0.0, slower - self._slower[kind])) ** 2
         self._slower[kind] = slower
-        shared = self._covariance[places].sum(axis=0)
-        spread = float(shared[places].sum()) + noise
-        if abs(wrong) > _OUTLIER * math.sqrt(spread):
+        shared, spread = self._shared(at)
+        if abs(wrong) > _OUTLIER * math.sqrt(spread + noise):
             doubted = kind if wrong > 0 else -kind
             if self._doubted != doubted:
                 self._doubted = doubted
                 return
-            self._covariance = self._covariance + wrong * wrong / 2 * self._changed
-            shared = self._covariance[places].sum(axis=0)
-            spread = float(shared[places].sum()) + noise
+            self._covariance = _sum(self._covariance, wrong * wrong / 2, self._changed)
+            shared, spread = self._shared(at)
         self._doubted = 0
-        self._mean = self._mean + shared * (wrong / spread)
-        self._covariance = self._covariance - np.outer(shared, shared) / spread
+        spread += noise
+        self._mean = [mean + share * wrong / spread for mean, share in zip(self._mean, shared, strict=True)]
+        self._covariance = [
+            [known - share * other / spread for known, other in zip(row, shared, strict=True)]
+            for row, share in zip(self._covariance, shared, strict=True)
+        ]
+
+    def _shared(self, at: int) -> tuple[list[float], float]:
+        """Covariances of the state with what is seen, and the variance of that."""
+        plain = self._covariance[0]
+        if not at:
+            return plain, plain[0]
+        shared = [a + b for a, b in zip(plain, self._covariance[at], strict=True)]
+        return shared, shared[0] + shared[at]
+
+    def _forget(self) -> None:
+        """Add what the tokens that have passed make uncertain, up to a limit."""
+        if self._covariance[-1][-1] < _MOST:
+            self._covariance = _sum(self._covariance, self._passed, self._drift)
+        else:
+            self._covariance[0][0] += self._passed * _DRIFT
+        self._passed = 0.0
 
 
-def _joined(plain: float, rounds: Array) -> Array:
+def _sum(matrix: Matrix, times: float, other: Matrix) -> Matrix:
+    """matrix + times * other."""
+    return [[a + times * b for a, b in zip(*rows, strict=True)] for rows in zip(matrix, other, strict=True)]
+
+
+def _covariance(tilts: list[float], plain: float, alike: float, tilted: float, alone: float) -> Matrix:
     """A covariance in which plain steps and rounds have nothing to do with each other."""
-    whole: Array = np.zeros((len(rounds) + 1, len(rounds) + 1))
-    whole[0, 0], whole[1:, 1:] = plain, rounds
-    return whole
+    rounds = [
+        [0.0, *(alike + tilted * a * b + (alone if row == column else 0.0) for column, b in enumerate(tilts))]
+        for row, a in enumerate(tilts)
+    ]
+    return [[plain, *(0.0 for _ in tilts)], *rounds]
