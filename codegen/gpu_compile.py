@@ -129,13 +129,17 @@ def build(kernel: Kernel, capability: int) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
 
     signature = {argument.name: argument.type for argument in kernel.arguments}
     # As the launcher specializes: pointers are aligned to 16 bytes.
     aligned = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arguments) if a.type.startswith("*")}
     function = load(kernel)
-    source = (GluonASTSource if function.is_gluon() else ASTSource)(function, signature, {}, aligned)
+    kind: Any = ASTSource
+    if function.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        kind = GluonASTSource
+    source = kind(function, signature, {}, aligned)
     options = {"num_warps": kernel.warps, "num_stages": kernel.stages, "launch_pdl": kernel.prelaunch}
     options["enable_fp_fusion"] = kernel.fusion
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
