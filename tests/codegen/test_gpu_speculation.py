@@ -140,7 +140,7 @@ def test_other_drafts_are_refused_for_a_gpu(drafts: list[Any]) -> None:
         pipeline.plan(decoder(**SMALL), target="h200", recipe="bf16", drafts=drafts)
 
 
-@pytest.mark.parametrize("recipe", ["ml-specqd", "qspec-w4a4"])
+@pytest.mark.parametrize("recipe", ["ml-specqd", "qspec-w4a4", "quantspec-w8"])
 def test_every_recipe_that_drafts_is_planned(recipe: str) -> None:
     from qcompile.codegen.gpu_build import prepare
     from qcompile.targets import TARGETS

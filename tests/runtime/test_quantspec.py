@@ -21,6 +21,7 @@ LENGTHS = (3, 250, 254, 300, 382, 500, 511)
 TOKENS = 24
 VARIANTS: dict[str, tuple[str, dict[str, str], bool]] = {
     "quantspec": ("quantspec", {}, False),
+    "8-bit weights": ("quantspec-w8", {}, False),
     "nested all through": ("nested", {"cache.format": "kv_hier"}, False),
     "with another draft": ("quantspec", {}, True),
 }
