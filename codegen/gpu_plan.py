@@ -23,8 +23,10 @@ of a sequence and KV head.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 from qcompile import ops
@@ -42,14 +44,14 @@ from qcompile.codegen.gpu_attention import (
 )
 from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 from qcompile.codegen.gpu_pack import kernel_of, packing_of, padded_outputs
-from qcompile.codegen.gpu_rows import HadamardSpec, RowSpec
+from qcompile.codegen.gpu_rows import PICK_PART, HadamardSpec, RowSpec, pick_kernel
 from qcompile.errors import UnsupportedError
 from qcompile.numerics import HIER_GROUP
 
 MOST_ROWS = 512
 """Most rows of a step."""
-PICK_PART = 4096
-"""Logits one program searches for the largest."""
+PEAKS_PART, FEWEST_PART = 1024, 32
+"""Most and fewest elements of a row that a program quantizes where the row's peak is known: powers of two."""
 GPU_ABI = 5
 
 Ref = list[Any]
@@ -182,8 +184,8 @@ def make_plan(program: p.Program, capability: int, split: int = 0, inline_asm: b
     """
     kv = kv_of(program)
     maker = _Maker(program, Plan(capability, kv, split or tiles.split(kv)), inline_asm)
-    for call in program.calls:
-        maker.add(call)
+    for call, after in zip_longest(program.calls, program.calls[1:]):
+        maker.add(call, after)
     maker.finish()
     return maker.plan
 
@@ -194,9 +196,14 @@ class _Maker:
         # Without inline assembly kernels are rendered as for a GPU that starts none early.
         self.capability = plan.capability if inline_asm else 80
         self.gated: dict[str, str] = {}  # buffers that hold bf16 gate and up columns, and the gate's act
+        self.peaks: dict[str, dict[int, Any]] = {}  # of buffers quantized next: peaks of a row by most rows
 
-    def add(self, call: p.Call) -> None:
-        """Append the launches of one call."""
+    def add(self, call: p.Call, after: p.Call | None) -> None:
+        """Append the launches of one call; `after` comes next, and may quantize what it makes."""
+        if isinstance(call, p.Gemm) and call.out and isinstance(after, p.Quantize) and after.x == call.out:
+            spec = self.written(after.out, RowSpec(self.program.buffer(after.out).width, 0, 0))
+            if not (spec.group or spec.sums or spec.width % FEWEST_PART):
+                self.peaks[call.out] = {}
         make: Callable[[Any], Iterator[Launch]] = getattr(self, f"_{call.kernel}", self._unknown)
         for name in ("x", "qkv", "q", "other", "residual"):
             read = getattr(call, name, None)
@@ -274,7 +281,17 @@ class _Maker:
             spec = self.written(c.out, RowSpec(width, 2 * width, 0, "bf16", gated=act))
         else:
             spec = self.plain(c.x, c.out)
-        yield self.rows(spec, c.name, self.ref(c.x), c.out, {})
+        launch = self.rows(spec, c.name, self.ref(c.x), c.out, {})
+        known = [self._by_peaks(launch, spec, most, count) for most, count in self.peaks.get(c.x, {}).items()]
+        yield replace(launch, variants=(*known, *launch.variants))
+
+    def _by_peaks(self, launch: Launch, spec: RowSpec, most: int, count: int) -> Variant:
+        """A row in parts side by side, for up to `most` rows: `count` peaks of each are known."""
+        parts = spec.width // math.gcd(spec.width, PEAKS_PART)
+        kernel = replace(spec, width=spec.width // parts, blocks=parts, peaks=count).kernel(self.capability)
+        whole = launch.variants[0]
+        args = whole.args | {"peaks": ["work", "peaks"]}
+        return Variant(self.plan.add(kernel), (whole.grid[0], parts, 1), args, most)
 
     def _hadamard(self, c: p.Hadamard) -> Iterator[Launch]:
         b, act = self.program.buffer(c.out), self.gated.get(c.x, "")
@@ -339,7 +356,11 @@ class _Maker:
         refs |= _vectors(None, c.bias)
         if c.residual is not None:
             refs["residual"] = self.ref(c.residual)
+        told = self.peaks.get(c.out or "") if act and not apart else None
+        options["peaks"] = told is not None
         variants = [self._gemm_variant(packing, n, c.k, most, x.rows, refs, options) for most in tiles.classes(packing)]
+        if told is not None:
+            told |= {variant.most: variant.grid[1] for variant in variants if "peaks" in variant.args}
         yield Launch(c.name, x.rows, tuple(variants))
         if c.out is None:
             yield from self._pick(c)
@@ -350,20 +371,23 @@ class _Maker:
         tile = tiles.in_one_order(packing, n, k, most or tiles.MANY, self.capability)
         if not self.asm and tile.tokens < gemm.FEWEST_TOKENS:
             tile = replace(tile, rows=32)  # an interpreter takes programs one after the other
-        spec = gemm.KernelSpec(packing, n, k, tile, **options)
+        told = options["peaks"] and tile.tokens < gemm.FEWEST_TOKENS
+        spec = gemm.KernelSpec(packing, n, k, tile, **options | {"peaks": told})
         # Sums of integers are left at zero, and found so; those of floats are not.
         places = {"sums": "float_sums" if spec.float_sum else "sums", "arrived": "arrived"}
         for name, (items, dtype) in spec.workspace(most or MOST_ROWS).items():
             self.plan.need(places[name], items * dtype.itemsize)
         grid: tuple[Size, Size, Size] = ([rows, tile.tokens], n // tile.rows, tile.splits)
         work: dict[str, Ref] = {name: ["work", place] for name, place in places.items()}
+        if spec.peaks:
+            work["peaks"] = self.plan.need("peaks", 4 * (n // tile.rows), "tokens")
         return Variant(self.plan.add(gemm.kernel(spec)), grid, refs | work, most)
 
     def _pick(self, c: p.Gemm) -> Iterator[Launch]:
         parts = -(-c.n // PICK_PART)
         work = {name: self.plan.need(name, 4 * parts, "outputs") for name in ("part_best", "part_index")}
-        first = _pick_kernel(c.n, parts, False, self.capability)
-        final = _pick_kernel(c.n, parts, True, self.capability)
+        first = pick_kernel(c.n, parts, False, self.capability)
+        final = pick_kernel(c.n, parts, True, self.capability)
         args = {**work, "logits": ["input", "logits"], "argmax": ["input", "argmax"]}
         for name, kernel, count in (("largest", first, parts), ("argmax", final, 1)):
             yield Launch(name, "outputs", (Variant(self.plan.add(kernel), ("outputs", count, 1), args),))
@@ -463,22 +487,3 @@ def _vectors(weight: str | None, bias: str | None) -> dict[str, Ref]:
     """References to a weight vector and a bias where there are."""
     named = {"weight": weight, "bias": bias}
     return {role: ["weight", name] for role, name in named.items() if name is not None}
-
-
-def _pick_kernel(vocab: int, parts: int, final: bool, capability: int) -> Kernel:
-    names = ["argmax"] if final else ["logits"]
-    arguments = [Argument(n, "*i32" if n == "argmax" else "*fp32") for n in names]
-    arguments += [Argument("part_best", "*fp32"), Argument("part_index", "*i32")]
-    name, prelaunch = "pick_final" if final else "pick_parts", capability >= 90
-    source = render_template(
-        "pick.py.jinja",
-        name=name,
-        arguments=arguments,
-        vocab=vocab,
-        part=PICK_PART,
-        parts=parts,
-        parts_block=1 << (parts - 1).bit_length(),
-        final=final,
-        prelaunch=prelaunch,
-    )
-    return Kernel(name, source, tuple(arguments), 1 if final else 4, 1, prelaunch)

@@ -11,6 +11,8 @@ from qcompile.numerics import groups_of
 from qcompile.ops import GATE_BLOCK
 
 WIDEST = 1 << 16
+PICK_PART = 4096
+"""Logits one program searches for the largest."""
 EARLY_ROWS = 8
 """Up to so many rows what follows starts while they wait for what precedes them."""
 _TYPES = {"f32": "*fp32", "bf16": "*bf16", "q8": "*i8"}
@@ -25,7 +27,8 @@ class RowSpec:
     buffer `other`, then times `factor`. norm: rms or layer, with weight and bias. write: f32, bf16, or q8: codes
     within ±`top` in int8, a scale a row, and with `sums` the sum of the codes; with `group` a scale for so many
     columns, codes of the last group within ±`last_top`. With `blocks` > 1 a row holds so many
-    blocks of `width`, each treated alone.
+    blocks of `width`, each treated alone; but with `peaks` all are quantized by one scale, as of so many magnitudes of
+    the row, which are given, the largest is the row's.
     """
 
     width: int
@@ -48,6 +51,7 @@ class RowSpec:
     group: int = 0
     last_top: int = 127
     blocks: int = 1
+    peaks: int = 0
 
     def __post_init__(self) -> None:
         if self.width > WIDEST:
@@ -73,6 +77,7 @@ class RowSpec:
         arguments += [Argument("index", "*i32")] * self.indexed
         arguments += [Argument("weight", "*fp32")] * self.weight + [Argument("bias", "*fp32")] * self.bias
         arguments += [Argument("other", "*fp32")] * (bool(self.binary) and not self.weight)
+        arguments += [Argument("peaks", "*fp32")] * bool(self.peaks)
         if self.out == "q8":
             arguments += [Argument("out_scale", "*fp32")] + [Argument("out_sum", "*i32")] * self.sums
         name = "_".join(("rows", *(p for p in (self.gated, self.unary, self.binary, self.norm) if p), self.out))
@@ -83,11 +88,13 @@ class RowSpec:
             name=name,
             arguments=arguments,
             block=block,
+            peaks_block=1 << (self.peaks - 1).bit_length() if self.peaks else 0,
             prelaunch=prelaunch,
             early_rows=EARLY_ROWS,
             gate_block=GATE_BLOCK,
         )
-        return Kernel(name, source, tuple(arguments), min(max(block // 512, 1), 16), 1, prelaunch)
+        warps = min(max(block // 512, 8 if self.peaks else 1), 16)
+        return Kernel(name, source, tuple(arguments), warps, 1, prelaunch)
 
 
 @dataclass(frozen=True)
@@ -132,3 +139,23 @@ class HadamardSpec:
             gate_block=GATE_BLOCK,
         )
         return Kernel(name, source, tuple(arguments), min(max(rows * columns // 512, 1), 16), 1, prelaunch)
+
+
+def pick_kernel(vocab: int, parts: int, final: bool, capability: int) -> Kernel:
+    """argmax of each row of logits [rows, vocab]: the largest of each of `parts` parts, or with `final` of those."""
+    names = ["argmax"] if final else ["logits"]
+    arguments = [Argument(n, "*i32" if n == "argmax" else "*fp32") for n in names]
+    arguments += [Argument("part_best", "*fp32"), Argument("part_index", "*i32")]
+    name, prelaunch = "pick_final" if final else "pick_parts", capability >= 90
+    source = render_template(
+        "pick.py.jinja",
+        name=name,
+        arguments=arguments,
+        vocab=vocab,
+        part=PICK_PART,
+        parts=parts,
+        parts_block=1 << (parts - 1).bit_length(),
+        final=final,
+        prelaunch=prelaunch,
+    )
+    return Kernel(name, source, tuple(arguments), 1 if final else 4, 1, prelaunch)

@@ -93,8 +93,9 @@ class KernelSpec:
     w4_asym_g128; mxfp4_a8 and w4_asym_g128_a8 read the latter's packings with int8. out and residual are bf16, or f32
     with `out`. The first `width` columns are stored (0: all N). With `gated` (the name of an act) rows of gate and of
     up alternate in blocks of ops.GATE_BLOCK, and act(gate) * up is stored, `width` columns. mix_4_8 has n packed rows,
-    `wide` of 8 bits first, and stores `width` columns where they belong. `inline_asm` False renders the same for
-    Triton's interpreter, which has none.
+    `wide` of 8 bits first, and stores `width` columns where they belong. With `peaks`, where single rows are gated, a
+    program also stores the largest magnitude of what it does of a row, [M, N / tile.rows]. `inline_asm` False renders
+    the same for Triton's interpreter, which has none.
     """
 
     format: str
@@ -109,6 +110,7 @@ class KernelSpec:
     x_groups: bool = False
     wide: int = 0
     gated: str = ""
+    peaks: bool = False
 
     def __post_init__(self) -> None:
         if self.x_groups and (self.float_x or not self.float_sum):
@@ -120,6 +122,8 @@ class KernelSpec:
             raise UnsupportedError(f"weight [{self.n}, {self.k}] in {self.format} does not divide into {self.tile}")
         if self.single and (self.float_sum or self.tile.slices * self.tile.splits > 1):
             raise UnsupportedError(f"{self.format} is not summed by {self.tile}: integers are, all of a row at once")
+        if self.peaks and not (self.single and self.gated):
+            raise UnsupportedError(f"{self.format} cut by {self.tile} tells no peaks")
         if self.gated and (self.mixed or self.residual or not self.width):
             raise UnsupportedError(f"{self.format} with {self.width} columns stores no {self.gated} of pairs of rows")
         if self.wide % self.tile.rows or (self.mixed and (self.prelaunch or not self.width)):
@@ -150,7 +154,8 @@ class KernelSpec:
     def name(self) -> str:
         """Name of the kernel."""
         kind = "" if self.single else "_decode" if self.decode else "_prefill"
-        extras = "".join(f"_{name}" for name in ("x_groups", "bias", "residual", "gated") if getattr(self, name))
+        told = ("x_groups", "bias", "residual", "gated", "peaks")
+        extras = "".join(f"_{name}" for name in told if getattr(self, name))
         shape = f"{'gemv' if self.single else 'gemm'}_{self.format}_{self.n}x{self.k}"
         return f"{shape}{kind}{extras}{'_f32' if self.out == 'f32' else ''}"
 
@@ -268,6 +273,7 @@ class KernelSpec:
         found += [Argument("low", "*i8")] * self.low_plane + [Argument("wide", "*i8")] * (self.wide > 0)
         found += [Argument("columns", "*i32")] * self.mixed
         found += [Argument("bias", "*fp32")] * self.bias + [Argument("residual", out)] * self.residual
+        found += [Argument("peaks", "*fp32")] * self.peaks
         if self.tile.splits > 1:
             found += [Argument("sums", "*fp32" if self.float_sum else "*i32"), Argument("arrived", "*i32")]
         return [*found, Argument("M", "i32")]

@@ -327,6 +327,21 @@ def test_decode_kernels_compile_without_spills(target: str, recipe: str) -> None
     assert matrix == {"attention", "gemm"}
 
 
+def test_rows_are_quantized_in_parts_where_the_kernel_before_told_their_peaks() -> None:
+    for recipe, rows in (("qserve", [1, 2, 3, 4]), ("qserve-channel", []), ("nested", [])):
+        plan = make_plan(lowered(recipe)[1], 90)
+        told: dict[int, Any] = {}
+        for launch in plan.launches:
+            of_peaks = [variant for variant in launch.variants if "peaks" in variant.args]
+            if any("gemv" in variant.kernel for variant in of_peaks):
+                told = {variant.most: variant.grid[1] for variant in of_peaks}
+            elif of_peaks:
+                assert [variant.most for variant in launch.variants] == [*told, 0]
+                for variant in of_peaks:
+                    assert f"row * {told[variant.most]} + peak" in plan.kernels[variant.kernel].source
+        assert list(told) == rows, recipe
+
+
 @pytest.mark.parametrize("format", ["kv4", "kv_hier", "kv_hier4"])
 def test_attention_sums_features_alike_in_all_programs(format: str) -> None:
     """Which threads sum what of queries of 128 features decides a row's last bits."""

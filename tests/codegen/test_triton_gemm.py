@@ -17,6 +17,7 @@ import torch
 from qcompile import mix
 from qcompile.codegen import tiles
 from qcompile.codegen.gpu_pack import GPU_PACKING, MIX_ROWS, pack_gpu, packed_gpu_bytes, unpack_gpu
+from qcompile.codegen.gpu_rows import RowSpec
 from qcompile.codegen.packing import CPU_PACKING
 from qcompile.codegen.triton import KernelSpec, Tile, build, compile_for, reference, render
 from qcompile.errors import UnsupportedError
@@ -237,21 +238,43 @@ def interpret_single() -> None:
             width = options["width"]
             bias, residual = torch.randn(n), torch.randn(4, width)
             found = []
-            alone = Tile(1, 32, unroll=2, warps=1, stages=1), Tile(3, 8, unroll=2, stages=3)
+            alone = Tile(1, 32, unroll=2, warps=1, stages=1), Tile(3, 8, unroll=2, stages=3), Tile(1, 16, unroll=4)
             for cut in (Tile(16, 32, unroll=2), *alone):
                 spec = KernelSpec(format, n, k, cut, bias=True, inline_asm=False, out="f32", **options)
                 given: dict[str, Any] = {**packed, **dict(zip(("x", "x_scale", "x_sum"), x, strict=True))}
                 given |= {"out": torch.full((4, width), float("nan")), "bias": bias, "residual": residual, "M": 4}
                 if spec.single:
                     given |= {"x": x[0].view(torch.int32), "w": packed["w"].view(torch.int32)}
+                if spec.single and spec.gated:
+                    spec = replace(spec, peaks=True)
+                    given["peaks"] = torch.full((4, n // cut.rows), float("nan"))
                 load(spec)[spec.grid(4)](*(given[a.name] for a in spec.arguments))
                 found.append(given["out"])
+                if spec.peaks:
+                    assert torch.equal(given["peaks"], given["out"].abs().unflatten(1, (-1, cut.rows // 2)).amax(2))
             assert not found[0].isnan().any()
-            assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]), (format, options)
+            assert all(torch.equal(found[0], each) for each in found[1:]), (format, options)
             if "gated" in options:
                 y = reference(x, dequantize_weight(unpack_gpu(packed, format), format, k), bias)
                 want = gate(y.float(), "silu", width).double()
                 assert (found[0] - want).norm() / want.norm() < 1e-5
+
+
+def interpret_peaks() -> None:
+    """A row quantized in parts by the peaks of other parts: the bits of all at once."""
+    from qcompile.codegen import gpu_compile
+
+    torch.manual_seed(0)
+    x = torch.randn(3, 768)
+    whole = RowSpec(768, 768, 768, out="q8")
+    found = []
+    for spec, grid in ((whole, (3, 1, 1)), (replace(whole, width=256, blocks=3, peaks=48), (3, 3, 1))):
+        given = {"x": x, "out": torch.empty(3, 768, dtype=torch.int8), "out_scale": torch.empty(3)}
+        given["peaks"] = x.abs().unflatten(1, (48, 16)).amax(2)
+        kernel = spec.kernel(80)
+        gpu_compile.load(kernel)[grid](*(given[a.name] for a in kernel.arguments))
+        found.append((given["out"], given["out_scale"]))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_numerics_in_the_interpreter() -> None:
@@ -260,7 +283,8 @@ def test_numerics_in_the_interpreter() -> None:
     command = [
         sys.executable,
         "-c",
-        f"import {__name__} as m; m.interpret(); m.interpret_mix(); m.interpret_orders(); m.interpret_single()",
+        f"import {__name__} as m; m.interpret(); m.interpret_mix(); m.interpret_orders(); m.interpret_single();"
+        " m.interpret_peaks()",
     ]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -387,7 +411,8 @@ def test_other_targets_and_weights_do_without_pieces() -> None:
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
 def test_kernels_for_few_rows_keep_what_is_on_its_way_in_registers(capability: int) -> None:
     needs_triton()
-    cases = (("qoq_g128", 28672, 4096, 1), ("qoq_g128", 4096, 14336, 4), ("w8_sym_channel", 4096, 4096, 4))
+    cases = [("qoq_g128", 4096, 14336, rows) for rows in (1, 2, 3, 4)] + [("qoq_channel", 4096, 14336, 4)]
+    cases += [("qoq_g128", 28672, 4096, 1), ("w8_sym_channel", 4096, 4096, 4)]
     for format, n, k, rows in cases:
         spec = KernelSpec(format, n, k, tiles.choose(format, n, k, rows, capability), out="f32")
         assert spec.single and spec.tile.tokens == rows
