@@ -75,6 +75,8 @@ _FEW = 4
 _CALL = 1.5e-4
 """Seconds of a call of many steps or rounds that are not theirs: other threads wake, Python comes and goes."""
 
+_INSTANT = 1e-9
+"""What a call takes at least: clocks have steps."""
 _ENOUGH = 2
 """Rounds that tell enough."""
 
@@ -312,7 +314,7 @@ class Tempo:
 
 def _own(seconds: float, whole: bool) -> float:
     """What steps or rounds took by themselves of a call's time."""
-    return max(seconds - _CALL, seconds / 2) if whole else seconds
+    return max(seconds - _CALL, seconds / 2, _INSTANT) if whole else max(seconds, _INSTANT)
 
 
 def _plain_trial(times: Times, gain: float) -> Choice | None:
@@ -321,7 +323,7 @@ def _plain_trial(times: Times, gain: float) -> Choice | None:
     paid = gain < _DOUBT * doubt and _FEW * loss <= times.purse
     if times.plain_age < _CALM or not (paid or doubt > _LOST):
         return None
-    return Choice(0, max(_FEW, int(times.purse / loss)))
+    return Choice(0, max(_FEW, int(times.purse / loss)) if loss > 0 else _FEW)
 
 
 def _look(times: Times, gains: dict[int, float]) -> Choice | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import statistics
 from pathlib import Path
@@ -15,6 +16,7 @@ import qcompile
 from qcompile import artifact, tune
 from qcompile.errors import UsageError
 from qcompile.runtime import engine
+from qcompile.runtime import gamma as gamma_module
 from qcompile.runtime.gamma import AUTO, Costs, GammaPolicy, Tempo, best, expected, observe, predicted
 from qcompile.runtime.outputs import SpeculationMetrics
 from qcompile.runtime.speculate import DraftState
@@ -133,6 +135,24 @@ def test_calls_that_are_held_up_lead_nowhere(base: float, slope: float, acceptan
     times = [machine.answer(0.96) for _ in range(120)]
     found, least = statistics.mean(times[20:]) / 1.05, 127 / machine.best(0.96)
     assert found < (1.08 if least < 127 else 1.04) * least
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-12])
+def test_calls_that_take_no_time_are_no_error(seconds: float) -> None:
+    tempo, subject = Tempo(GammaPolicy((COSTS,), 0.9)), request()
+    for _ in range(200):
+        gamma, _ = tempo.choose([subject], True)
+        if gamma:
+            tempo.drafted([subject], True, gamma, 1, seconds, 1.0)
+        else:
+            tempo.stepped([subject], True, 1, seconds)
+        subject.tokens.append(0)
+    assert math.isfinite(tempo.times([subject], True).plain)
+
+
+def test_plain_steps_are_tried_where_rounds_are_as_fast() -> None:
+    times: Any = SimpleNamespace(doubt=lambda gamma: 1.0, gamma=4, plain=1.0, gain=1.0, plain_age=100, purse=0.5)
+    assert gamma_module._plain_trial(times, 0.0) == gamma_module.Choice(0, gamma_module._FEW)
 
 
 def test_a_machine_that_changes_its_pace_is_followed() -> None:
