@@ -26,11 +26,12 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from qcompile import user_cache
+from qcompile.codegen import gpu_sass
 from qcompile.errors import ResourceError, UnsupportedError
 
 _TEMPLATES = Path(__file__).parent / "templates" / "triton"
 _MATRIX = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*")
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
 
 
 class Argument(NamedTuple):
@@ -45,7 +46,8 @@ class Kernel:
     """A kernel as Triton source: the function `name` in `source`, launched with `arguments`.
 
     With `prelaunch` (sm_90 on) it may start before the kernel before it has ended: it waits by itself. Without
-    `fusion` the compiler makes no fused multiply-add that is not written as one.
+    `fusion` the compiler makes no fused multiply-add that is not written as one. With `in_flight` it goes on while the
+    tensor cores read its registers: machine code that writes those is refused.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Kernel:
     stages: int = 3
     prelaunch: bool = False
     fusion: bool = True
+    in_flight: bool = False
 
     @property
     def label(self) -> str:
@@ -166,6 +169,11 @@ def _compile(kernel: Kernel, capability: int) -> Compiled:
     ptx, cubin, metadata = built.asm["ptx"], built.asm["cubin"], built.metadata
     if metadata.global_scratch_size or metadata.profile_scratch_size:
         raise UnsupportedError(f"kernel {kernel.name} wants scratch memory that no launch gives it")
+    if kernel.in_flight and (wrong := gpu_sass.overwritten(gpu_sass.instructions(cubin))):
+        raise UnsupportedError(
+            f"kernel {kernel.name}: the assembler of triton {triton_version()} lets {' '.join(wrong)} write what the"
+            " tensor cores still read: build with another version of triton"
+        )
     registers, spilled = _resources(cubin)
     found = tuple(sorted(set(_MATRIX.findall(ptx))))
     return Compiled(cubin, ptx, registers, metadata.shared, spilled, 32 * metadata.num_warps, found)

@@ -316,7 +316,8 @@ def render(spec: KernelSpec) -> str:
 def kernel(spec: KernelSpec) -> Kernel:
     """The kernel as it is compiled."""
     tile = spec.tile
-    return Kernel(spec.name, render(spec), tuple(spec.arguments), tile.warps, tile.stages, spec.prelaunch)
+    how = (tile.warps, tile.stages, spec.prelaunch)
+    return Kernel(spec.name, render(spec), tuple(spec.arguments), *how, in_flight=tile.piece > 0)
 
 
 def load(spec: KernelSpec) -> Any:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from qcompile import mix
-from qcompile.codegen import tiles
+from qcompile.codegen import gpu_sass, tiles
 from qcompile.codegen.gpu_pack import GPU_PACKING, MIX_ROWS, pack_gpu, packed_gpu_bytes, unpack_gpu
 from qcompile.codegen.gpu_rows import RowSpec
 from qcompile.codegen.packing import CPU_PACKING
@@ -326,47 +325,49 @@ def test_weights_stay_in_registers_until_the_tensor_cores_are_done_with_them(spe
     needs_triton()
     built = compile_for(spec, 90)
     assert built.spill_bytes == 0 and all("bf16" in name and name.startswith("wgmma") for name in built.matrix)
-    pending, products, waits = [set[int]()], 0, set()
-    for opcode, operands in sass(built.cubin):
-        named = [int(number) for number in re.findall(r"\bR(\d+)", operands)]
-        if opcode.startswith("HGMMA"):
-            products += 1
-            first = named[1]
-            pending[-1] |= {first, first + 1, first + 2, first + 3}
-            if "gsb0" in operands:
-                pending.append(set())
-        elif opcode.startswith("WARPGROUP.DEPBAR"):
-            waits.add(left := int(operands.rsplit("0x", 1)[1], 16))
-            pending = pending[-left - 1 :]
-        elif named and operands.startswith("R"):
-            wide = re.search(r"\.(64|128|4|WIDE)\b", opcode)
-            count = {"64": 2, "WIDE": 2, "128": 4, "4": 4}[wide[1]] if wide else 1
-            assert not set.union(*pending) & set(range(named[0], named[0] + count)), (opcode, operands)
-    assert products >= 16 and max(waits) == (2 if spec.tile.piece == 16 else 1)
+    code = gpu_sass.instructions(built.cubin)
+    assert gpu_sass.overwritten(code) is None
+    waits = {int(what.rsplit("0x", 1)[1], 16) for opcode, what in code if opcode.startswith("WARPGROUP.DEPBAR")}
+    assert max(waits) == (2 if spec.tile.piece == 16 else 1)
+    assert sum(opcode.startswith("HGMMA") for opcode, _ in code) >= 16
 
 
-def sass(cubin: bytes) -> list[tuple[str, str]]:
-    """(opcode, operands) of a kernel's instructions in order, those of its loop twice: what ends it meets its start."""
-    from triton import knobs
+SASS = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/                   LOP3.LUT R8, R4, 0xf, R2, 0xea, !PT ;
+        /*0020*/                   HGMMA.64x64x16.F32.BF16 R24, R8, gdesc[UR8], R24, gsb0 ;
+        /*0030*/                   {}
+        /*0040*/                   WARPGROUP.DEPBAR.LE gsb0, 0x{} ;
+        /*0050*/              @P0  BRA `(.L_x_1) ;
+        /*0060*/                   EXIT ;
+"""
 
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    lines, places, loop = [], {}, (0, 0)
-    for line in text.splitlines():
-        if label := re.match(r"(\.L_\w+):", line):
-            places[label[1]] = len(lines)
-        if found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*) ?(.*?) ?;", line):
-            lines.append((found[1], found[2]))
-            target = re.search(r"`\((\.L_\w+)\)", found[2])
-            if found[1] == "BRA" and target and target[1] in places:
-                start = places[target[1]]
-                if any("GMMA" in opcode for opcode, _ in lines[start:]):
-                    loop = (start, len(lines))
-    assert loop[1]
-    return lines[: loop[1]] + lines[loop[0] :]
+
+@pytest.mark.parametrize(
+    ("between", "left", "wrong"),
+    [
+        ("IMAD.MOV.U32 R12, RZ, RZ, R3 ;", 0, None),
+        ("IMAD.MOV.U32 R11, RZ, RZ, R3 ;", 0, "IMAD.MOV.U32"),
+        ("@P1  LDS.128 R8, [R3] ;", 0, "LDS.128"),
+        ("LDS.64 R6, [R3] ;", 0, None),
+        ("LDS.64 R7, [R3] ;", 0, "LDS.64"),
+        ("STS [R8], R3 ;", 0, None),
+        ("NOP ;", 1, "LOP3.LUT"),  # the next turn of the loop writes what this turn's product reads
+    ],
+)
+def test_a_write_to_what_a_product_in_flight_reads_is_found(between: str, left: int, wrong: str | None) -> None:
+    found = gpu_sass.overwritten(gpu_sass.parse(SASS.format(between, left)))
+    assert (found and found[0]) == wrong
+
+
+def test_machine_code_that_writes_what_is_in_flight_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    needs_triton()
+    monkeypatch.setenv("QCOMPILE_CACHE", str(tmp_path))
+    monkeypatch.setattr(gpu_sass, "overwritten", lambda code: ("MOV", "R8, R3"))
+    with pytest.raises(UnsupportedError, match="lets MOV R8, R3 write what the tensor cores still read"):
+        compile_for(PIECES[1], 90)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels that unpack in pieces have no interpreter")

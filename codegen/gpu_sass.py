@@ -1,0 +1,75 @@
+"""Machine code of GPU kernels, read for what the assembler does not see to.
+
+Products of the tensor cores (wgmma of sm_90) run on while a warp goes on. Where their left operand lies in registers,
+nothing may write those before the product is done; kernels that unpack weights meanwhile keep them alive in their
+source, but it is the assembler that hands out registers, and whoever builds an artifact may have another one.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+
+from qcompile.errors import ResourceError
+
+Instruction = tuple[str, str]
+"""Opcode and operands."""
+
+_LEFT_REGISTERS = 4
+"""32-bit registers of a thread that hold the left operand of one product."""
+_WIDTHS = {"64": 2, "WIDE": 2, "128": 4, "4": 4}
+
+
+def instructions(cubin: bytes) -> list[Instruction]:
+    """A kernel's instructions in order, by the disassembler that comes with Triton. ResourceError where it fails."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = parse(done.stdout)
+    if done.returncode or not found:
+        raise ResourceError(f"nvdisasm gives no instructions: {done.stderr.strip()[:200]}")
+    return found
+
+
+def parse(text: str) -> list[Instruction]:
+    """What nvdisasm prints, as instructions; those of the loop with products twice, as what ends it meets its start."""
+    lines: list[Instruction] = []
+    places: dict[str, int] = {}
+    loop = (0, 0)
+    for line in text.splitlines():
+        if label := re.match(r"(\.L_\w+):", line):
+            places[label[1]] = len(lines)
+        if found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*) ?(.*?) ?;", line):
+            lines.append((found[1], found[2]))
+            target = re.search(r"`\((\.L_\w+)\)", found[2])
+            if found[1] == "BRA" and target and target[1] in places:
+                start = places[target[1]]
+                if any("GMMA" in opcode for opcode, _ in lines[start:]):
+                    loop = (start, len(lines))
+    return lines[: loop[1]] + lines[loop[0] :]
+
+
+def overwritten(code: Sequence[Instruction]) -> Instruction | None:
+    """The first instruction that writes a register which a product in flight reads; None where there is none."""
+    pending = [set[int]()]  # registers by group of products, the newest last
+    for opcode, operands in code:
+        named = [int(number) for number in re.findall(r"\bR(\d+)", operands)]
+        if opcode.startswith("HGMMA"):
+            if not operands.split(",")[1].strip().startswith("gdesc"):
+                pending[-1] |= set(range(named[1], named[1] + _LEFT_REGISTERS))
+            if "gsb0" in operands:
+                pending.append(set())
+        elif opcode.startswith("WARPGROUP.DEPBAR"):
+            pending = pending[-int(operands.rsplit("0x", 1)[1], 16) - 1 :]
+        elif named and operands.startswith("R"):
+            width = re.search(r"\.(64|128|4|WIDE)\b", opcode)
+            written = range(named[0], named[0] + (_WIDTHS[width[1]] if width else 1))
+            if set.union(*pending) & set(written):
+                return opcode, operands
+    return None
