@@ -51,7 +51,7 @@ _MEMORY_TOKENS = 512.0
 _FORGET = 0.9
 """What older rounds of a request still count after each call: text changes as it goes on."""
 
-_FORGET_STEP = 0.5 ** (1 / 24)
+_FORGET_STEP = 0.5 ** (1 / 48)
 """Likewise after a plain step: how the text goes on is not seen."""
 
 _SURE = 0.995

@@ -29,7 +29,7 @@ _MOST = 1.0
 _DRIFT = 1e-4
 """What a token adds to the variance of plain steps' time: texts differ in length, machines in what else they do."""
 
-_RATIO_DRIFT, _TILT_DRIFT, _ALONE_DRIFT = 4e-5, 4e-6, 1e-7
+_RATIO_DRIFT, _TILT_DRIFT, _ALONE_DRIFT = 5.5e-5, 4e-6, 1e-7
 """Likewise to the three variances of rounds, counted in plain steps."""
 
 _HELD_UP = 0.8

@@ -164,7 +164,7 @@ def test_a_machine_that_changes_its_pace_is_followed() -> None:
     first, later = machine.answer(0.93), [machine.answer(0.93) for _ in range(20)]
     assert first < 1.4 * 127 and max(later[1:]) < 1.12 * 127
     machine.base, machine.slope = 1.1, 0.2
-    assert [machine.answer(0.93) for _ in range(50)][-1] < 70
+    assert [machine.answer(0.93) for _ in range(30)][-1] < 70
     machine.plain, machine.used = 2.0, []
     assert machine.answer(0.93) < 70
     assert machine.used.count(0) <= 3
@@ -176,7 +176,7 @@ def test_a_request_that_is_not_understood_gives_up_and_tries_again() -> None:
         machine.answer(0.93)
     machine.used = []
     assert machine.answer(0.02) < 1.15 * 127
-    assert machine.used[0] > 0 and machine.used.count(0) > len(machine.used) / 3
+    assert machine.used[0] > 0 and machine.used.count(0) > len(machine.used) / 2
     assert machine.answer(0.93) < 80
 
 
