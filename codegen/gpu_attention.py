@@ -267,7 +267,8 @@ class MergeSpec:
     """Sums of AttentionSpec's splits: of those of a group (level 1), or of the groups (level 2).
 
     A split has come in so many `leaves`, each with a place of its own, or in one. The `final` level writes
-    out [tokens, heads * dim] f32, the other in place of each group's first split.
+    out [tokens, heads * dim] f32 (with `peaks` also the largest magnitude of each head, [tokens, heads] f32), the other
+    in place of each group's first split.
     """
 
     kv: GpuKV
@@ -277,6 +278,7 @@ class MergeSpec:
     window: int = 0
     split: int = 512
     leaves: int = 1
+    peaks: bool = False
 
     @property
     def kind(self) -> str:
@@ -286,6 +288,7 @@ class MergeSpec:
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""
         arguments = [Argument("parts", "*fp32"), Argument("stats", "*fp32")] + [Argument("out", "*fp32")] * self.final
+        arguments += [Argument("peaks", "*fp32")] * (self.peaks and self.final)
         arguments += [Argument("positions", "*i32"), Argument("splits", "i32")]
         prelaunch = capability >= 90
         name = f"merge_{self.split}_{self.leaves}_{self.level}{'' if self.final else '_part'}"

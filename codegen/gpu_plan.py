@@ -17,7 +17,7 @@ are of the decode class and there is little to do, so that programs take a leaf 
 so. `merged` is splits where queries are of the decode class, `groups` is groups of splits where there are several to
 merge; they are 0 where leaves are taken, and `fine_merged` and `fine_groups` where not. `slots` is how many sums of a
 token are kept: of splits, of leaves, or none. Over a hierarchical cache `shares` is how many programs take the splits
-of a sequence and KV head.
+of a sequence and KV head. `decode_tokens` is tokens where queries are of the decode class, else `other_tokens` is.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MOST_ROWS = 512
 """Most rows of a step."""
 PEAKS_PART, FEWEST_PART = 1024, 32
 """Most and fewest elements of a row that a program quantizes where the row's peak is known: powers of two."""
-GPU_ABI = 5
+GPU_ABI = 6
 
 Ref = list[Any]
 Size = int | str | list[Any]
@@ -197,13 +197,14 @@ class _Maker:
         self.capability = plan.capability if inline_asm else 80
         self.gated: dict[str, str] = {}  # buffers that hold bf16 gate and up columns, and the gate's act
         self.peaks: dict[str, dict[int, Any]] = {}  # of buffers quantized next: peaks of a row by most rows
+        self.merged: set[str] = set()  # buffers whose peaks are told by the kernels that merge, so by no prefill
 
     def add(self, call: p.Call, after: p.Call | None) -> None:
         """Append the launches of one call; `after` comes next, and may quantize what it makes."""
-        if isinstance(call, p.Gemm) and call.out and isinstance(after, p.Quantize) and after.x == call.out:
+        if isinstance(call, p.Gemm | p.Attention) and isinstance(after, p.Quantize) and after.x == call.out:
             spec = self.written(after.out, RowSpec(self.program.buffer(after.out).width, 0, 0))
             if not (spec.group or spec.sums or spec.width % FEWEST_PART):
-                self.peaks[call.out] = {}
+                self.peaks[after.x] = {}
         make: Callable[[Any], Iterator[Launch]] = getattr(self, f"_{call.kernel}", self._unknown)
         for name in ("x", "qkv", "q", "other", "residual"):
             read = getattr(call, name, None)
@@ -283,7 +284,9 @@ class _Maker:
             spec = self.plain(c.x, c.out)
         launch = self.rows(spec, c.name, self.ref(c.x), c.out, {})
         known = [self._by_peaks(launch, spec, most, count) for most, count in self.peaks.get(c.x, {}).items()]
-        yield replace(launch, variants=(*known, *launch.variants))
+        full = replace(launch, variants=(*known, *launch.variants))
+        apart = [replace(full, by="decode_tokens"), replace(launch, by="other_tokens")]
+        yield from apart if c.x in self.merged else [full]
 
     def _by_peaks(self, launch: Launch, spec: RowSpec, most: int, count: int) -> Variant:
         """A row in parts side by side, for up to `most` rows: `count` peaks of each are known."""
@@ -436,13 +439,20 @@ class _Maker:
         if self.plan.fine_splits:
             fine = self._decode_attention(replace(base, **tiles.attention(kv, "leaf")), args)
             yield Launch(f"{c.name}.fine", "fine", tuple(fine))
+        yield from self._merges(c, args)
+
+    def _merges(self, c: p.Attention, args: dict[str, Ref]) -> Iterator[Launch]:
+        """What sums splits; where the result is quantized next, it tells the peaks of heads."""
+        kv, told = self.plan.kv, self.peaks.get(c.out)
+        if told is not None:
+            args = args | {"peaks": self.plan.need("peaks", 4 * c.heads, "tokens")}
+            told[gemm.DECODE_TOKENS] = c.heads
+            self.merged.add(c.out)
+        base = MergeSpec(kv, c.heads, window=c.window, split=self.plan.split, peaks=told is not None)
         for leaves, extra in ((1, ""), (kv.leaves, "fine_"))[: 1 + bool(self.plan.fine_splits)]:
-            one, part, groups = (
-                self.plan.add(
-                    MergeSpec(kv, c.heads, level, final, c.window, self.plan.split, leaves).kernel(self.capability)
-                )
-                for level, final in ((1, True), (1, False), (2, True))
-            )
+            kinds = ((1, True), (1, False), (2, True))
+            specs = (replace(base, level=level, final=final, leaves=leaves) for level, final in kinds)
+            one, part, groups = (self.plan.add(spec.kernel(self.capability)) for spec in specs)
             first = Variant(one, ("tokens", c.heads, 1), args, GROUP_SPLITS)
             more = Variant(part, ("tokens", c.heads, [f"{extra}merged", GROUP_SPLITS]), args)
             yield Launch(f"{c.name}.{extra}merge", f"{extra}merged", (first, more))

@@ -66,6 +66,11 @@ class RowSpec:
         return f"Rows of {self.width}: {done}, written as {self.out}"
 
     @property
+    def late_norm(self) -> bool:
+        """Whether the norm is left to the scales of what is written: it multiplies all codes of a row alike."""
+        return self.norm == "rms" and self.out == "q8" and not self.bias
+
+    @property
     def scales(self) -> int:
         """Scales of a row."""
         return groups_of(self.width, self.group)

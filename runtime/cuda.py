@@ -20,7 +20,7 @@ from qcompile.runtime.cuda_driver import Driver, LaunchCall
 from qcompile.runtime.executor import FloatArray, Limits, Rows
 from qcompile.runtime.outputs import MOST_DRAFTS
 
-GPU_ABI = 5
+GPU_ABI = 6
 _GRAPHS = 64
 _FEWEST_PAGES = 8
 _DECODED = 1 << 16
@@ -164,7 +164,7 @@ class CudaExecutor:
             "queries": queries,
             "splits": splits,
             "table_stride": stride,
-            **attention_counts(plan, splits, len(sequences), queries),
+            **attention_counts(plan, splits, at, len(sequences), queries),
         }
 
     def prepare(
@@ -349,7 +349,7 @@ class CudaExecutor:
         self.driver.free_pinned(self._host_address)
 
 
-def attention_counts(plan: Mapping[str, Any], splits: int, sequences: int, queries: int) -> dict[str, int]:
+def attention_counts(plan: Mapping[str, Any], splits: int, tokens: int, sequences: int, queries: int) -> dict[str, int]:
     """The counts that attention's launches go by (codegen/gpu_plan.py), of contexts of `splits` splits at most."""
     decode = queries <= plan["most_queries"]
     fine = decode and splits * sequences <= plan["fine_splits"]
@@ -363,6 +363,8 @@ def attention_counts(plan: Mapping[str, Any], splits: int, sequences: int, queri
         "groups": 0 if fine else groups,
         "fine_merged": merged if fine else 0,
         "fine_groups": groups if fine else 0,
+        "decode_tokens": tokens if decode else 0,
+        "other_tokens": 0 if decode else tokens,
         "slots": slots,
         "shares": min(slots, max(1, plan["shares"] // sequences)),
     }

@@ -73,7 +73,7 @@ class Interpreter:
             "queries": max(lengths),
             "splits": splits,
             "table_stride": stride,
-            **attention_counts(plan, splits, len(chunks), max(lengths)),
+            **attention_counts(plan, splits, len(ids), len(chunks), max(lengths)),
         }
 
     def launch(self, launch: Launch) -> None:

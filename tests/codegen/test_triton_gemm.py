@@ -276,6 +276,29 @@ def interpret_peaks() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+def interpret_norms() -> None:
+    """A norm that is quantized multiplies the scales: codes are those of the row without it, whatever its size."""
+    from qcompile.codegen import gpu_compile
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 192) * torch.tensor([[1.0], [1e-3], [1e3], [0.0]])
+    weight = torch.randn(192)
+    for group, weighted in ((0, True), (0, False), (64, True)):
+        spec = RowSpec(192, 192, 192, norm="rms", eps=1e-6, weight=weighted, out="q8", group=group)
+        given = {"x": x, "weight": weight, "out": torch.empty(4, 192, dtype=torch.int8)}
+        given["out_scale"] = torch.empty(4, spec.scales)
+        kernel = spec.kernel(80)
+        gpu_compile.load(kernel)[(4, 1, 1)](*(given[a.name] for a in kernel.arguments))
+        row = (x * weight if weighted else x).unflatten(1, (spec.scales, -1))
+        steps = row.abs().amax(2, keepdim=True) / 127
+        codes = torch.where(steps > 0, row / steps, 0.0)
+        # A quotient beside a half may round either way.
+        assert (given["out"].unflatten(1, (spec.scales, -1)) - codes).abs().max() <= 0.5001
+        norm = torch.rsqrt(x.double().square().mean(1, keepdim=True) + 1e-6)
+        want = torch.where(steps[..., 0] > 0, steps[..., 0] * norm, norm)
+        assert torch.allclose(given["out_scale"].double(), want, rtol=1e-6)
+
+
 def test_numerics_in_the_interpreter() -> None:
     needs_triton()
     # The interpreter is chosen when Triton is imported.
@@ -283,7 +306,7 @@ def test_numerics_in_the_interpreter() -> None:
         sys.executable,
         "-c",
         f"import {__name__} as m; m.interpret(); m.interpret_mix(); m.interpret_orders(); m.interpret_single();"
-        " m.interpret_peaks()",
+        " m.interpret_peaks(); m.interpret_norms()",
     ]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

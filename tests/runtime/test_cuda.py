@@ -133,16 +133,18 @@ def test_counts_choose_kernels_grids_and_arguments(opened: CudaExecutor) -> None
 
 def test_attention_takes_leaves_where_there_is_little_to_do() -> None:
     plan = {"most_queries": 16, "group_splits": 16, "leaves": 4, "fine_splits": 33, "shares": 132}
-    few = cuda.attention_counts(plan, 33, 1, 5)
+    few = cuda.attention_counts(plan, 33, 5, 1, 5)
     assert few["fine"] == 5 and few["slots"] == 132 and few["fine_merged"] == 33 and few["fine_groups"] == 3
+    assert few["decode_tokens"] == 5 and few["other_tokens"] == 0
     assert not any(few[name] for name in ("coarse", "merged", "groups"))
-    many = cuda.attention_counts(plan, 17, 2, 1)
+    many = cuda.attention_counts(plan, 17, 2, 2, 1)
     assert many["coarse"] == 1 and many["slots"] == many["merged"] == 17 and many["groups"] == 2
     assert not any(many[name] for name in ("fine", "fine_merged", "fine_groups"))
-    prefill = cuda.attention_counts(plan, 3, 1, 17)  # one program does all splits
-    assert prefill["coarse"] == 17 and sum(prefill.values()) == 17
+    prefill = cuda.attention_counts(plan, 3, 17, 1, 17)  # one program does all splits
+    assert prefill["coarse"] == prefill["other_tokens"] == 17 and sum(prefill.values()) == 34
     hierarchical = {**plan, "leaves": 1, "fine_splits": 0}
-    shares = [cuda.attention_counts(hierarchical, *how, 1)["shares"] for how in ((32, 1), (512, 1), (16, 20), (9, 200))]
+    sizes = ((32, 1, 1), (512, 1, 1), (16, 20, 20), (9, 200, 200))
+    shares = [cuda.attention_counts(hierarchical, *how, 1)["shares"] for how in sizes]
     assert shares == [32, 132, 6, 1]
 
 
