@@ -20,7 +20,7 @@ from qcompile.runtime.tokenizer import Detokenizer
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-BURST_SECONDS = 8e-3
+BURST_SECONDS = 16e-3
 """Aim of one call of greedy decoding: long enough that Python does not show, short enough to stream."""
 _MAX_BURST = 128
 _FIRST_GUESS = 1e-3

@@ -69,8 +69,8 @@ _LOOK = 48
 _CALM = 24
 """Tokens at least between two plain trials."""
 
-_FEW = 4
-"""Plain steps that tell enough."""
+_FEW = 6
+"""Plain steps that tell enough: more in one call would tell little more, as they share most of its noise."""
 
 _CALL = 1.5e-4
 """Seconds of a call of many steps or rounds that are not theirs: other threads wake, Python comes and goes."""
@@ -83,7 +83,7 @@ _ENOUGH = 2
 _TRIAL = 12.0
 """Plain steps' worth of time that rounds are tried for at once: should they be far slower than they were."""
 
-_BUDGET = 0.015
+_BUDGET = 0.01
 """Share of the time that trials may cost."""
 
 _PURSE = 3.0
@@ -241,7 +241,8 @@ class Tempo:
             return Choice(0)
         rate = sum(map(self.rate, requests)) / len(requests)
         tokens = {gamma: times.yields * expected(rate, gamma) for gamma in times.costs.rounds}
-        gains = {gamma: math.log(tokens[gamma] / times.cost(gamma)) for gamma in tokens}
+        plain, rounds = times.costs.plain, times.costs.rounds
+        gains = {gamma: math.log(tokens[gamma] * plain / rounds[gamma]) - times.pace.rounds(gamma) for gamma in rounds}
         best, before = max(gains, key=lambda gamma: gains[gamma]), times.gamma
         if before and gains[best] < gains[before] + _CLEARLY:
             best = before
@@ -323,7 +324,7 @@ def _plain_trial(times: Times, gain: float) -> Choice | None:
     paid = gain < _DOUBT * doubt and _FEW * loss <= times.purse
     if times.plain_age < _CALM or not (paid or doubt > _LOST):
         return None
-    return Choice(0, max(_FEW, int(times.purse / loss)) if loss > 0 else _FEW)
+    return Choice(0, _FEW)
 
 
 def _look(times: Times, gains: dict[int, float]) -> Choice | None:

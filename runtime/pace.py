@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 Matrix = list[list[float]]
 
-_NOISE, _SHORT = 0.04**2, 0.05**2
+_NOISE, _SHORT = 0.03**2, 0.05**2
 """Variance of the logarithm of a call's time; what is added where the call is a single step or round."""
 
 _UNKNOWN = 4.0
@@ -94,42 +94,43 @@ class Pace:
 
     def _see(self, seen: float, at: int, calls: int, kind: int) -> None:
         """`seen`, with noise, is what plain steps take, and of rounds what those at `at` take beside it."""
-        self._forget()
+        drifted = self._drifted()
         wrong = seen - self._mean[0] - (self._mean[at] if at else 0.0)
         noise, slower = _NOISE + _SHORT / calls, max(0.0, wrong)
         noise += (_HELD_UP * max(0.0, slower - self._slower[kind])) ** 2
         self._slower[kind] = slower
-        shared, spread = self._shared(at)
+        shared, spread = self._shared(at, drifted)
         if abs(wrong) > _OUTLIER * math.sqrt(spread + noise):
+            self._covariance, drifted = _sum(self._covariance, drifted, self._drift), 0.0
             doubted = kind if wrong > 0 else -kind
             if self._doubted != doubted:
                 self._doubted = doubted
                 return
             self._covariance = _sum(self._covariance, wrong * wrong / 2, self._changed)
-            shared, spread = self._shared(at)
+            shared, spread = self._shared(at, 0.0)
         self._doubted = 0
-        spread += noise
-        self._mean = [mean + share * wrong / spread for mean, share in zip(self._mean, shared, strict=True)]
+        gains = [share / (spread + noise) for share in shared]
+        self._mean = [mean + gain * wrong for mean, gain in zip(self._mean, gains, strict=True)]
         self._covariance = [
-            [known - share * other / spread for known, other in zip(row, shared, strict=True)]
-            for row, share in zip(self._covariance, shared, strict=True)
+            [known + drifted * drift - gain * share for known, drift, share in zip(*rows, shared, strict=True)]
+            for gain, *rows in zip(gains, self._covariance, self._drift, strict=True)
         ]
 
-    def _shared(self, at: int) -> tuple[list[float], float]:
-        """Covariances of the state with what is seen, and the variance of that."""
-        plain = self._covariance[0]
-        if not at:
-            return plain, plain[0]
-        shared = [a + b for a, b in zip(plain, self._covariance[at], strict=True)]
-        return shared, shared[0] + shared[at]
+    def _shared(self, at: int, drifted: float) -> tuple[list[float], float]:
+        """Covariances of the state with what is seen, and the variance of that, after so many tokens of drift."""
+        known, drift = self._covariance, self._drift
+        shared = [a + drifted * b for a, b in zip(known[0], drift[0], strict=True)]
+        if at:
+            shared = [a + b + drifted * c for a, b, c in zip(shared, known[at], drift[at], strict=True)]
+        return shared, shared[0] + (shared[at] if at else 0.0)
 
-    def _forget(self) -> None:
-        """Add what the tokens that have passed make uncertain, up to a limit."""
+    def _drifted(self) -> float:
+        """How many tokens' drift is to be added: none where it is at its limit, but to plain steps."""
+        passed, self._passed = self._passed, 0.0
         if self._covariance[-1][-1] < _MOST:
-            self._covariance = _sum(self._covariance, self._passed, self._drift)
-        else:
-            self._covariance[0][0] += self._passed * _DRIFT
-        self._passed = 0.0
+            return passed
+        self._covariance[0][0] += passed * _DRIFT
+        return 0.0
 
 
 def _sum(matrix: Matrix, times: float, other: Matrix) -> Matrix:
