@@ -5,7 +5,8 @@ NVIDIA targets get the same cut without an early start where they cannot (before
 Where a cut with pieces does not divide a weight, or on another target than sm_90, `plain` takes its place.
 A choice depends on the class of M, never on M, where sums are floating point; integer sums are exact under
 every cut, so that int8 kernels may have rows of their own for M up to 8, and for 1 to 4: those were chosen by the time
-of a whole step, in which kernels overlap.
+of a whole step, in which kernels overlap. Floats that are sums of whole groups are summed alike by the kernel for
+single rows, so that there are such cuts for them too.
 """
 
 from __future__ import annotations
@@ -44,6 +45,10 @@ H200: dict[tuple[str, int, int, int], Tile] = {
     ("mix_4_8", 1024, 4096, 14336): Tile(128, 64, 1, 1, 1, 4, 3, 0),  # 226.5 us
     ("mix_4_8", 1024, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 3, 0),  # 247.4 us
     ("mix_4_8", 1024, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 3, 0),  # 496.1 us
+    ("mxfp4", 16, 4096, 4096): Tile(16, 64, 1, 4, 4, 4, 1, piece=32),  # 8.1 us
+    ("mxfp4", 16, 4096, 14336): Tile(16, 64, 1, 4, 4, 4, 1, piece=32),  # 16.9 us
+    ("mxfp4", 16, 14336, 4096): Tile(16, 64, 1, 1, 4, 4, 1, piece=32),  # 17.6 us
+    ("mxfp4", 16, 28672, 4096): Tile(16, 64, 1, 1, 4, 4, 1, piece=32),  # 30.5 us
     ("mxfp4", 64, 4096, 4096): Tile(64, 64, 1, 4, 2, 4, 1, piece=32),  # 10.6 us
     ("mxfp4", 64, 4096, 14336): Tile(64, 64, 1, 4, 4, 4, 1, piece=32),  # 23.4 us
     ("mxfp4", 64, 14336, 4096): Tile(64, 64, 1, 1, 4, 4, 1, piece=32),  # 23.0 us
@@ -88,6 +93,10 @@ H200: dict[tuple[str, int, int, int], Tile] = {
     ("mxfp4_a8", 1024, 4096, 14336): Tile(128, 64, 1, 1, 1, 4, 3, 0),  # 392.6 us
     ("mxfp4_a8", 1024, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 3, 0),  # 402.2 us
     ("mxfp4_a8", 1024, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 3, 0),  # 792.3 us
+    ("nested_8_4", 1, 4096, 4096): Tile(1, 8, 4, 1, 1, 4, 3, 128),  # 6.0 us
+    ("nested_8_4", 1, 4096, 14336): Tile(1, 8, 4, 1, 1, 4, 3, 128),  # 18.3 us
+    ("nested_8_4", 1, 6144, 4096): Tile(1, 8, 4, 1, 1, 4, 3, 128),  # 6.9 us
+    ("nested_8_4", 1, 28672, 4096): Tile(1, 16, 1, 1, 1, 2, 3, 128),  # 29.5 us
     ("nested_8_4", 16, 4096, 4096): Tile(16, 64, 1, 4, 1, 4, 4, 0),  # 8.8 us
     ("nested_8_4", 16, 4096, 14336): Tile(16, 128, 1, 4, 1, 4, 6, 0),  # 20.0 us
     ("nested_8_4", 16, 14336, 4096): Tile(16, 128, 1, 1, 1, 4, 6, 4096),  # 18.3 us
@@ -183,10 +192,10 @@ H200: dict[tuple[str, int, int, int], Tile] = {
     ("qoq_g128", 1024, 4096, 14336): Tile(128, 64, 1, 1, 2, 4, 3, 16384),  # 108.9 us
     ("qoq_g128", 1024, 14336, 4096): Tile(128, 64, 1, 1, 2, 4, 3, 0),  # 123.8 us
     ("qoq_g128", 1024, 28672, 4096): Tile(128, 128, 1, 1, 2, 4, 2, 16384),  # 227.2 us
-    ("w4_asym_g128", 16, 4096, 4096): Tile(16, 128, 1, 4, 1, 4, 4, 0),  # 9.1 us
-    ("w4_asym_g128", 16, 4096, 14336): Tile(16, 128, 1, 4, 1, 4, 4, 0),  # 17.1 us
-    ("w4_asym_g128", 16, 14336, 4096): Tile(16, 128, 1, 2, 1, 4, 4, 4096),  # 16.4 us
-    ("w4_asym_g128", 16, 28672, 4096): Tile(16, 128, 1, 1, 1, 4, 4, 0),  # 24.7 us
+    ("w4_asym_g128", 16, 4096, 4096): Tile(16, 64, 1, 4, 2, 4, 1, piece=32),  # 7.3 us
+    ("w4_asym_g128", 16, 4096, 14336): Tile(16, 64, 1, 4, 2, 4, 1, piece=64),  # 14.1 us
+    ("w4_asym_g128", 16, 14336, 4096): Tile(16, 64, 1, 1, 2, 4, 1, piece=64),  # 14.1 us
+    ("w4_asym_g128", 16, 28672, 4096): Tile(16, 64, 1, 1, 2, 4, 1, piece=64),  # 23.9 us
     ("w4_asym_g128", 64, 4096, 4096): Tile(64, 64, 1, 2, 2, 4, 1, piece=32),  # 9.9 us
     ("w4_asym_g128", 64, 4096, 14336): Tile(64, 64, 1, 4, 2, 4, 1, piece=32),  # 20.3 us
     ("w4_asym_g128", 64, 14336, 4096): Tile(64, 64, 1, 1, 2, 4, 1, piece=32),  # 19.6 us
@@ -207,6 +216,10 @@ H200: dict[tuple[str, int, int, int], Tile] = {
     ("w4_asym_g128", 1024, 4096, 14336): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 150.8 us
     ("w4_asym_g128", 1024, 14336, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 177.8 us
     ("w4_asym_g128", 1024, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 314.1 us
+    ("w4_asym_g128_int8", 1, 4096, 4096): Tile(1, 8, 4, 1, 1, 4, 7, 128),  # 3.4 us
+    ("w4_asym_g128_int8", 1, 4096, 14336): Tile(1, 8, 4, 1, 1, 4, 7, 128),  # 12.2 us
+    ("w4_asym_g128_int8", 1, 6144, 4096): Tile(1, 8, 4, 1, 1, 4, 7, 128),  # 4.3 us
+    ("w4_asym_g128_int8", 1, 28672, 4096): Tile(1, 16, 1, 1, 1, 1, 6, 128),  # 15.4 us
     ("w4_asym_g128_int8", 16, 4096, 4096): Tile(16, 128, 1, 4, 1, 4, 4, 0),  # 8.3 us
     ("w4_asym_g128_int8", 16, 4096, 14336): Tile(16, 128, 1, 4, 1, 4, 6, 0),  # 15.1 us
     ("w4_asym_g128_int8", 16, 14336, 4096): Tile(16, 128, 1, 1, 2, 4, 4, 0),  # 13.8 us
@@ -281,8 +294,9 @@ def classes(format: str) -> list[int]:
     found = sorted({most for name, most, _, _ in H200 if name in sources})
     if not found:
         raise UnsupportedError(f"format {format} has no GPU tiles")
-    floats = format not in ("qoq_channel", "qoq_g128", "w8_sym_channel")
-    return [most for most in found[:-1] if most >= DECODE_TOKENS or not floats] + [0]
+    integers = format in ("qoq_channel", "qoq_g128", "w8_sym_channel")
+    alone = [most for (name, most, _, _), tile in H200.items() if name == format and tile.tokens < FEWEST_TOKENS]
+    return [most for most in found[:-1] if most >= DECODE_TOKENS or integers or most in alone] + [0]
 
 
 def choose(format: str, n: int, k: int, tokens: int, capability: int = 90) -> Tile:
@@ -313,6 +327,10 @@ def in_one_order(format: str, n: int, k: int, tokens: int, capability: int = 90)
         return tile
     decode = choose(format, n, k, DECODE_TOKENS, capability)
     parts, least = decode.slices * decode.splits, SMALLEST.get(format, 1)
+    if tile.tokens < FEWEST_TOKENS:
+        warps = max(1, tile.warps * parts // tile.slices)
+        alone = fitted(format, n, k, replace(tile, slices=parts, warps=warps), capability)
+        return alone or in_one_order(format, n, k, DECODE_TOKENS, capability)
     rows = tile.rows if tile.rows % 64 == 0 and decode.rows % 64 == 0 else 64 if n % 64 == 0 else 32
     for cut, unroll in itertools.product((tile, plain(tile)), sorted({tile.unroll, least}, reverse=True)):
         same = fitted(format, n, k, replace(cut, rows=rows, slices=1, splits=parts, unroll=unroll), capability)
@@ -325,7 +343,8 @@ def plain(tile: Tile) -> Tile:
     """`tile`, or a cut of about its size where it unpacks in pieces: what those give up on takes it."""
     if not tile.piece:
         return tile
-    return replace(tile, tokens=min(tile.tokens, 128), rows=64, unroll=1, warps=4, stages=3, piece=0)
+    stages = 4 if tile.tokens <= DECODE_TOKENS else 3
+    return replace(tile, tokens=min(tile.tokens, 128), rows=64, unroll=1, warps=4, stages=stages, piece=0)
 
 
 def fitted(format: str, n: int, k: int, tile: Tile, capability: int) -> Tile | None:

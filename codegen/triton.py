@@ -37,8 +37,8 @@ class Tile:
     waits before it touches anything else.
 
     Fewer than FEWEST_TOKENS tokens are taken without the tensor cores, 8 to 32 rows of weights by all threads, `unroll`
-    blocks a step, 16 bytes of each row and block a thread: integer sums alone. Registers hold the next `stages` steps;
-    if `ahead` is not 0, they are asked for before it waits.
+    blocks a step, or where floats are summed one of each of the `slices`, 16 bytes of each row and block a thread.
+    Registers hold the next `stages` steps; if `ahead` is not 0, they are asked for before it waits.
 
     With `piece` (16, 32 or 64; sm_90, bf16 activations) weights are unpacked for so many inputs at a time while the
     tensor cores take those before; `stages` is 1: as many are in flight as `unroll` blocks have 64 inputs.
@@ -82,6 +82,8 @@ _LAYOUTS = {
     "mxfp4_a8": _Layout("i16", 128, 4, 32, 1, False, True, False, True),
     "bf16": _Layout("bf16", 64, 1, 64, 0, True, True, False, True),
 }
+_ALONE = ("qoq_channel", "qoq_g128", "w8_sym_channel", "w4_asym_g128_int8", "nested_8_4")
+"""Formats of which single rows are multiplied without the tensor cores."""
 _ITEM_BYTES = {"i8": 1, "i16": 2, "bf16": 2}
 
 
@@ -120,8 +122,8 @@ class KernelSpec:
         whole = self.tile.rows in (8, 16, 32) if self.single else self.tile.rows % 32 == 0
         if self.blocks % step or self.n % self.tile.rows or not whole:
             raise UnsupportedError(f"weight [{self.n}, {self.k}] in {self.format} does not divide into {self.tile}")
-        if self.single and (self.float_sum or self.tile.slices * self.tile.splits > 1):
-            raise UnsupportedError(f"{self.format} is not summed by {self.tile}: integers are, all of a row at once")
+        if self.single and not self._taken_alone():
+            raise UnsupportedError(f"{self.format} is not summed by {self.tile}: rows are taken whole, by one program")
         if self.peaks and not (self.single and self.gated):
             raise UnsupportedError(f"{self.format} cut by {self.tile} tells no peaks")
         if self.gated and (self.mixed or self.residual or not self.width):
@@ -135,6 +137,12 @@ class KernelSpec:
             raise UnsupportedError(f"{self.format} is not unpacked in pieces by {self.tile}")
         if _LAYOUTS[self.format].words * self.tile.unroll % 1:
             raise UnsupportedError(f"{self.format} takes two groups a step: {self.tile}")
+
+    def _taken_alone(self) -> bool:
+        """Whether the kernel for single rows has such a tile: sums are integers, or floats of groups of those."""
+        if self.tile.splits > 1 or self.format not in _ALONE:
+            return False
+        return self.tile.unroll == 1 if self.float_sum else self.tile.slices == 1
 
     def _overlaps(self) -> bool:
         """Whether the kernel that unpacks in pieces has such a tile."""
@@ -270,7 +278,7 @@ class KernelSpec:
             found += [Argument("x_sum", "*i32"), Argument("w_zero", "*i8")]
         if self.grouped:
             found.append(Argument("groups", "*i32"))
-        found += [Argument("low", "*i8")] * self.low_plane + [Argument("wide", "*i8")] * (self.wide > 0)
+        found += [Argument("low", f"*{item}")] * self.low_plane + [Argument("wide", "*i8")] * (self.wide > 0)
         found += [Argument("columns", "*i32")] * self.mixed
         found += [Argument("bias", "*fp32")] * self.bias + [Argument("residual", out)] * self.residual
         found += [Argument("peaks", "*fp32")] * self.peaks

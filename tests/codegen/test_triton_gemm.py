@@ -18,7 +18,7 @@ from qcompile.codegen import gpu_sass, tiles
 from qcompile.codegen.gpu_pack import GPU_PACKING, MIX_ROWS, pack_gpu, packed_gpu_bytes, unpack_gpu
 from qcompile.codegen.gpu_rows import RowSpec
 from qcompile.codegen.packing import CPU_PACKING
-from qcompile.codegen.triton import KernelSpec, Tile, build, compile_for, reference, render
+from qcompile.codegen.triton import FEWEST_TOKENS, KernelSpec, Tile, build, compile_for, reference, render
 from qcompile.errors import UnsupportedError
 from qcompile.numerics import dequantize_weight, quantize_activation, quantize_weight
 from qcompile.ops.quantized import gate
@@ -199,8 +199,12 @@ def interpret_mix() -> None:
 @pytest.mark.parametrize("shape", [(4096, 4096), (6144, 4096), (4096, 14336), (96, 512), (28672, 4096)])
 def test_floats_are_summed_in_one_order_for_any_number_of_rows(format: str, shape: tuple[int, int]) -> None:
     cuts = [tiles.in_one_order(format, *shape, tokens) for tokens in (1, 16, 17, 64, 65, 300, 512)]
-    assert {cut.slices for cut in cuts} == {1} and len({cut.splits for cut in cuts}) == 1
-    assert len({cut.rows % 64 for cut in cuts}) == 1  # one kind of tensor core instruction
+    many = [cut for cut in cuts if cut.tokens >= FEWEST_TOKENS]
+    alone = cuts[: len(cuts) - len(many)]  # groups are whole there, and their floats summed side by side
+    assert {cut.slices for cut in many} == {1} and {cut.splits for cut in alone} <= {1}
+    assert len({cut.slices * cut.splits for cut in cuts}) == 1
+    assert len({cut.rows % 64 for cut in many}) == 1  # one kind of tensor core instruction
+    assert (len(alone) == 1) == (format in ("nested_8_4", "w4_asym_g128_int8"))
 
 
 def interpret_orders() -> None:
@@ -259,6 +263,36 @@ def interpret_single() -> None:
                 assert (found[0] - want).norm() / want.norm() < 1e-5
 
 
+def interpret_single_floats() -> None:
+    """Rows taken alone whose sums are floats: parts of K, and groups within them, in the order of the other kernels."""
+    from qcompile.codegen.triton import load
+
+    torch.manual_seed(0)
+    n, k = 32, 1024
+    residual, bias = torch.randn(4, 28), torch.randn(n)
+    for format, number_format in (("w4_asym_g128_int8", "w4_asym_g128"), ("nested_8_4", "nested_8_4")):
+        parts = quantize_weight(weight(n, k), number_format)
+        packed = pack_gpu(parts, format)
+        for x_groups, count in ((False, 1), (False, 4), (True, 2)):
+            x = quantize_activation(torch.randn(4, k), "int8_g128" if x_groups else "int8", 0)
+            found = []
+            alone = [Tile(tokens, rows, slices=count, warps=1, stages=2) for tokens, rows in ((1, 32), (3, 8))]
+            for cut in (Tile(16, 32, splits=count), *alone):
+                options = {"bias": True, "residual": True, "width": 28, "out": "f32", "x_groups": x_groups}
+                spec = KernelSpec(format, n, k, cut, inline_asm=False, **options)
+                given: dict[str, Any] = {**packed, **dict(zip(("x", "x_scale", "x_sum"), x, strict=True))}
+                given |= {"out": torch.full((4, 28), float("nan")), "bias": bias, "residual": residual, "M": 4}
+                given |= {name: torch.zeros(*how[:1], dtype=how[1]) for name, how in spec.workspace(4).items()}
+                if spec.single:
+                    words = {name: given[name].view(torch.int32) for name in ("x", "w", "low") if name in given}
+                    given |= words
+                load(spec)[spec.grid(4)](*(given[a.name] for a in spec.arguments))
+                found.append(given["out"])
+            assert all(torch.equal(found[0], each) for each in found[1:]), (format, x_groups, count)
+            want = reference(x, dequantize_weight(parts, number_format, k)[:28], bias[:28], residual)
+            assert (found[0] - want).norm() / want.norm() < 1e-5
+
+
 def interpret_peaks() -> None:
     """A row quantized in parts by the peaks of other parts: the bits of all at once."""
     from qcompile.codegen import gpu_compile
@@ -306,7 +340,7 @@ def test_numerics_in_the_interpreter() -> None:
         sys.executable,
         "-c",
         f"import {__name__} as m; m.interpret(); m.interpret_mix(); m.interpret_orders(); m.interpret_single();"
-        " m.interpret_peaks(); m.interpret_norms()",
+        " m.interpret_single_floats(); m.interpret_peaks(); m.interpret_norms()",
     ]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -421,8 +455,8 @@ def test_other_targets_and_weights_do_without_pieces() -> None:
         tiles.choose("w4_asym_g128", 4096, 4096, 512).piece
         and not tiles.choose("w4_asym_g128", 4096, 4096, 512, 80).piece
     )
-    whole, odd = (tiles.in_one_order("mxfp4", 4096, k, 512) for k in (4096, 1280))
-    assert whole.piece and not odd.piece and 1280 // 128 % (odd.splits * odd.unroll) == 0
+    whole, odd = (tiles.in_one_order("mxfp4", 4096, k, 512) for k in (4096, 1152))
+    assert whole.piece and not odd.piece and 1152 // 128 % (odd.splits * odd.unroll) == 0
     assert not tiles.choose("w4_asym_g128_a8", 4096, 4096, 512).piece
     for format, tile in (
         ("qoq_channel", Tile(64, 64, piece=32, stages=1)),
@@ -432,13 +466,18 @@ def test_other_targets_and_weights_do_without_pieces() -> None:
             KernelSpec(format, 4096, 4096, tile)
 
 
+TWO_SHAPES = ((28672, 4096), (4096, 14336))
+
+
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
 def test_kernels_for_few_rows_keep_what_is_on_its_way_in_registers(capability: int) -> None:
     needs_triton()
     cases = [("qoq_g128", 4096, 14336, rows) for rows in (1, 2, 3, 4)] + [("qoq_channel", 4096, 14336, 4)]
     cases += [("qoq_g128", 28672, 4096, 1), ("w8_sym_channel", 4096, 4096, 4)]
+    cases += [(format, *shape, 1) for format in ("nested_8_4", "w4_asym_g128_int8") for shape in TWO_SHAPES]
     for format, n, k, rows in cases:
-        spec = KernelSpec(format, n, k, tiles.choose(format, n, k, rows, capability), out="f32")
+        floats = format in IN_GROUPS
+        spec = KernelSpec(format, n, k, tiles.choose(format, n, k, rows, capability), out="f32", x_groups=floats)
         assert spec.single and spec.tile.tokens == rows
         built = compile_for(spec, capability)
         assert built.spill_bytes == 0 and "dp4a" in built.ptx
