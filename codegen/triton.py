@@ -41,7 +41,8 @@ class Tile:
     Registers hold the next `stages` steps; if `ahead` is not 0, they are asked for before it waits.
 
     With `piece` (16, 32 or 64; sm_90, bf16 activations) weights are unpacked for so many inputs at a time while the
-    tensor cores take those before; `stages` is 1: as many are in flight as `unroll` blocks have 64 inputs.
+    tensor cores take those before; `stages` is 1: as many are in flight as `unroll` blocks have 64 inputs, and these
+    are what is fetched before it waits if `ahead` is not 0.
     """
 
     tokens: int
@@ -148,7 +149,7 @@ class KernelSpec:
         """Whether the kernel that unpacks in pieces has such a tile."""
         tile = self.tile
         whole = tile.rows % (16 * tile.warps) == 0 and tile.warps % 4 == 0 and tile.slices * tile.stages == 1
-        if self.single or self.prelaunch or not whole:
+        if self.single or not whole:
             return False
         pieces = tile.piece in (16, 32, 64) and self.row_items % tile.piece == 0 and self.block * tile.unroll >= 256
         return pieces and self.format in ("w4_asym_g128", "mxfp4")

@@ -372,6 +372,7 @@ PIECES = (
     ),
     KernelSpec("w4_asym_g128", 4096, 4096, Tile(64, 64, 1, 4, 2, 4, 1, piece=32), residual=True, out="f32"),
     KernelSpec("mxfp4", 4096, 4096, Tile(128, 128, 1, 2, 2, 8, 1, piece=32), bias=True, width=4000),
+    KernelSpec("w4_asym_g128", 4096, 4096, Tile(16, 64, 1, 4, 2, 4, 1, 128, piece=32), residual=True, out="f32"),
 )
 """Kernels that unpack weights while the tensor cores work."""
 
