@@ -22,7 +22,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import Problem, facts, graph_us, spec_for
 from qcompile.codegen import triton as gpu
-from qcompile.codegen.triton import KernelSpec, Tile
+from qcompile.codegen.tiles import choose
+from qcompile.codegen.triton import ALONE, DECODE_TOKENS, KernelSpec, Tile
 from qcompile.errors import UnsupportedError
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 4096))
@@ -36,9 +37,16 @@ IN_GROUPS = ("nested_8_4", "w4_asym_g128_int8", "mix_4_8", "mxfp4_a8")
 ERROR = 4e-3
 
 
-def single_tiles(format: str, k: int) -> Iterator[Tile]:
+def single_tiles(format: str, n: int, k: int) -> Iterator[Tile]:
     """Candidates for M = 1 without the tensor cores; they all start early. A thread has 16 bytes of a row and block."""
     quads = 8 if format == "w8_sym_channel" else 4
+    if format in IN_GROUPS:  # sums in as many parts as the decode class has
+        decode = choose(format, n, k, DECODE_TOKENS)
+        parts = decode.slices * decode.splits
+        for rows, warps, stages in itertools.product((8, 16, 32), (1, 2, 4, 8), (2, 3, 4, 5, 6, 7)):
+            if 1 <= rows * parts / (8 * warps) <= 4:
+                yield Tile(1, rows, parts, 1, 1, warps, stages, 128)
+        return
     for rows, warps, stages in itertools.product((8, 16, 32), (1, 2, 4, 8), (1, 2, 3, 4)):
         unroll = 32 * warps // quads
         if rows * stages <= 32 and k // 128 % unroll == 0:
@@ -72,7 +80,12 @@ def prefill_tiles(tokens: int) -> Iterator[Tile]:
 
 
 def piece_tiles(tokens: int) -> Iterator[Tile]:
-    """Candidates for a class of M above 16 that unpack weights in pieces."""
+    """Candidates for a class of M from 16 on that unpack weights in pieces."""
+    if tokens == DECODE_TOKENS:
+        cuts = ((64, 4, 32), (64, 4, 64), (128, 4, 16), (128, 4, 32), (128, 8, 32), (256, 8, 16))
+        for (rows, warps, piece), split, unroll in itertools.product(cuts, (1, 2, 4, 8), (1, 2, 4)):
+            yield Tile(16, rows, 1, split, unroll, warps, 1, 128, piece=piece)
+        return
     cuts = ((32, 64, 4, 64), (64, 64, 4, 32), (64, 128, 8, 32), (64, 128, 4, 32), (128, 64, 4, 32), (128, 128, 8, 32))
     cuts += ((128, 256, 8, 32), (256, 128, 8, 16), (256, 128, 8, 32))
     splits = (1, 2, 4) if tokens <= 512 else (1,)
@@ -85,10 +98,11 @@ def candidates(format: str, n: int, k: int, tokens: int) -> list[KernelSpec]:
     """Kernels that could serve a weight [n, k] for a class of M."""
     found = []
     if tokens == 1:
-        if format not in ("qoq_channel", "qoq_g128", "w8_sym_channel"):
+        if format not in ALONE:
             return []
-        return [KernelSpec(format, n, k, tile) for tile in single_tiles(format, k)]
-    tiles = decode_tiles() if tokens == 16 else itertools.chain(prefill_tiles(tokens), piece_tiles(tokens))
+        return [KernelSpec(format, n, k, tile, x_groups=format in IN_GROUPS) for tile in single_tiles(format, n, k)]
+    whole = decode_tiles() if tokens == DECODE_TOKENS else prefill_tiles(tokens)
+    tiles = itertools.chain(whole, piece_tiles(tokens))
     for tile in tiles:
         programs = n // tile.rows * tile.splits * max(1, tokens // tile.tokens)
         if tile.stages * tile.unroll * tile.slices > 48 or not (programs >= 64 and (programs <= 1100 or tokens > 64)):
@@ -158,7 +172,7 @@ def main() -> None:
             problem = Problem(*job[:3], x_groups=job[0] in IN_GROUPS)
             for tokens in TOKENS[job[3]]:
                 ranked = measure(problem, good, tokens)
-                more = [e for _, spec in ranked[:4] if not spec.single for e in early(spec)]
+                more = [e for _, spec in ranked[:4] if not (spec.single or spec.tile.piece) for e in early(spec)]
                 list(quick.map(compile_one, more))
                 ranked_early = measure(problem, more, tokens)
                 for name, pairs in (("alone", ranked), ("early", ranked_early)):

@@ -83,7 +83,7 @@ _LAYOUTS = {
     "mxfp4_a8": _Layout("i16", 128, 4, 32, 1, False, True, False, True),
     "bf16": _Layout("bf16", 64, 1, 64, 0, True, True, False, True),
 }
-_ALONE = ("qoq_channel", "qoq_g128", "w8_sym_channel", "w4_asym_g128_int8", "nested_8_4")
+ALONE = ("qoq_channel", "qoq_g128", "w8_sym_channel", "w4_asym_g128_int8", "nested_8_4")
 """Formats of which single rows are multiplied without the tensor cores."""
 _ITEM_BYTES = {"i8": 1, "i16": 2, "bf16": 2}
 
@@ -141,7 +141,7 @@ class KernelSpec:
 
     def _taken_alone(self) -> bool:
         """Whether the kernel for single rows has such a tile: sums are integers, or floats of groups of those."""
-        if self.tile.splits > 1 or self.format not in _ALONE:
+        if self.tile.splits > 1 or self.format not in ALONE:
             return False
         return self.tile.unroll == 1 if self.float_sum else self.tile.slices == 1
 
