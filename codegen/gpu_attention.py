@@ -41,6 +41,8 @@ MOST_QUERIES = 16
 """Most query positions of a sequence in the decode class."""
 GROUP_SPLITS = 16
 """Splits that are summed together, before the sums of groups are."""
+MOST_ASKED = 32
+"""Most sums that a program has asked for and not added yet, where they are merged."""
 FINE_PROGRAMS = 1056
 """Up to so many programs take a leaf each, or a split of a hierarchical cache: 8 for each multiprocessor of an H200."""
 _LOG2_E = 1.4426950408889634
@@ -190,6 +192,9 @@ class AppendSpec:
 class AttentionSpec:
     """softmax(q k^T * scale) v over pages, in programs of `rows` rows: query positions times the heads of a KV head.
 
+    Rows come in `sets`, each as wide as a product of the tensor cores (`columns` at least), for which keys and values
+    are unpacked once.
+
     q f32 [tokens, q_stride]. In the decode class programs do one `cut` each, a leaf or a split of `split` positions,
     which MergeSpec sums; where the cut is whole, one program does all, in the same order, and writes
     out [tokens, heads * dim]. A row's bits do not depend on which, nor on how many rows (at least `columns`) a program
@@ -206,6 +211,8 @@ class AttentionSpec:
     tile: int = 64
     cut: Literal["leaf", "split", "whole"] = "split"
     columns: int = 16
+    sets: int = 1
+    several: bool = False
     stages: int = 2
     inline_asm: bool = True
 
@@ -222,14 +229,19 @@ class AttentionSpec:
         return self.split // self.kv.leaves
 
     @property
-    def rows(self) -> int:
-        """Rows of a program: as few as the tensor cores take, but whole heads."""
+    def width(self) -> int:
+        """Rows of a set: as few as the tensor cores take, but whole heads."""
         return max(self.columns, _power(self.heads // self.kv.heads))
+
+    @property
+    def rows(self) -> int:
+        """Rows of a program."""
+        return self.sets * self.width
 
     @property
     def queries(self) -> int:
         """Query positions of a program."""
-        return self.rows // (self.heads // self.kv.heads)
+        return self.sets * (self.width // (self.heads // self.kv.heads))
 
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""
@@ -300,9 +312,9 @@ class MergeSpec:
             prelaunch=prelaunch,
             splits_a_group=GROUP_SPLITS,
             dim_block=_power(self.kv.dim),
+            ahead=min(MOST_ASKED // self.leaves, GROUP_SPLITS),
         )
-        warps = 4 if self.leaves > 1 and self.level == 1 else 1
-        return Kernel(name, source, tuple(arguments), warps, 1, prelaunch, fusion=False)
+        return Kernel(name, source, tuple(arguments), 4, 1, prelaunch, fusion=False)
 
 
 def _power(value: int) -> int:

@@ -390,6 +390,6 @@ def attention(kv: GpuKV, cut: str) -> dict[str, Any]:
     Found by benchmarks/gpu_attention.py --search on an H200 for heads of 128; cuts differ in what is in flight, which
     no sum depends on.
     """
-    stages = 1 if cut == "whole" else 3
+    stages = 1 if cut == "whole" else 2 if cut == "leaf" else 3
     tile = 16 if kv.dim > 128 else 64 if (kv.dim <= 64 and not kv.hierarchical) or kv.format == "kv_hier4" else 32
     return {"tile": tile, "cut": cut, "stages": stages}

@@ -241,7 +241,7 @@ def interpret_merge() -> None:
     tokens, heads, splits, dim, split = 3, 2, 40, 24, 64
     kv = GpuKV("kv4", 1, dim)
     positions = torch.tensor([70, 16 * split - 1, 40 * split - 5], dtype=torch.int32)
-    parts, most = torch.randn(tokens, heads, splits, dim), 8 * torch.randn(tokens, heads, splits)
+    parts, most = torch.randn(tokens, heads, splits, dim), (8 * torch.randn(tokens, heads, splits)).round()
     total = torch.rand(tokens, heads, splits) + 0.5
     live = torch.arange(splits) <= positions[:, None, None] // split
     weight = torch.exp2(most.double()).masked_fill(~live, 0.0)
