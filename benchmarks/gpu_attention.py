@@ -183,7 +183,9 @@ class Problem:
         given |= {"block_table": cache.table, "parts": parts, "stats": stats, "out": self.out}
         given |= {"table_stride": cache.table.shape[1], "splits": slots}
         tiles_of_rows = -(-self.queries // spec.queries)
-        most = max(FINE_PROGRAMS // KV_HEADS // cache.batch, 1) if spec.kv.hierarchical else slots
+        most = slots
+        if spec.several:
+            most = max(FINE_PROGRAMS // KV_HEADS // (cache.batch if spec.kv.hierarchical else 1), 1)
         todo = [(spec.kernel(90), (KV_HEADS * tiles_of_rows, min(slots, most), cache.batch))]
         if spec.cut == "whole":
             todo = [(spec.kernel(90), (tiles_of_rows, KV_HEADS, cache.batch))]

@@ -23,8 +23,10 @@ An item belongs to one token, so tokens are appended side by side; as left opera
 both products then take items as they lie.
 
 The order of sums depends on a query's position alone: tokens in leaves, GpuKV.leaves in a split, GROUP_SPLITS splits
-in a group. Where there is little to do programs take a leaf each, else a split, or all of it. Over a hierarchical
-cache splits are shorter, and have no leaves: programs take one each, or several of them in turn.
+in a group. Weights are powers of two from the largest score's, rounded to a whole number: what programs sum apart is
+then multiplied by powers of two, which rounds nothing, and the order alone decides the bits (unless 2^126 lies between
+scores). Where there is little to do programs take a leaf each, else a split, or several in turn, or all of it. Over a
+hierarchical cache splits are shorter, and have no leaves.
 """
 
 from __future__ import annotations
@@ -41,8 +43,6 @@ MOST_QUERIES = 16
 """Most query positions of a sequence in the decode class."""
 GROUP_SPLITS = 16
 """Splits that are summed together, before the sums of groups are."""
-MOST_ASKED = 32
-"""Most sums that a program has asked for and not added yet, where they are merged."""
 FINE_PROGRAMS = 1056
 """Up to so many programs take a leaf each, or a split of a hierarchical cache: 8 for each multiprocessor of an H200."""
 _LOG2_E = 1.4426950408889634
@@ -192,12 +192,9 @@ class AppendSpec:
 class AttentionSpec:
     """softmax(q k^T * scale) v over pages, in programs of `rows` rows: query positions times the heads of a KV head.
 
-    Rows come in `sets`, each as wide as a product of the tensor cores (`columns` at least), for which keys and values
-    are unpacked once.
-
     q f32 [tokens, q_stride]. In the decode class programs do one `cut` each, a leaf or a split of `split` positions,
-    which MergeSpec sums; where the cut is whole, one program does all, in the same order, and writes
-    out [tokens, heads * dim]. A row's bits do not depend on which, nor on how many rows (at least `columns`) a program
+    which MergeSpec sums; with `several`, programs share splits, where there are more, one after the other. Where the cut
+    is whole, one program does all, in the same order, and writes out [tokens, heads * dim]. A row's bits do not depend on which, nor on how many rows (at least `columns`) a program
     has: nothing is fused that is not written so, and a warp sums each by itself.
     """
 
@@ -211,7 +208,6 @@ class AttentionSpec:
     tile: int = 64
     cut: Literal["leaf", "split", "whole"] = "split"
     columns: int = 16
-    sets: int = 1
     several: bool = False
     stages: int = 2
     inline_asm: bool = True
@@ -229,19 +225,14 @@ class AttentionSpec:
         return self.split // self.kv.leaves
 
     @property
-    def width(self) -> int:
-        """Rows of a set: as few as the tensor cores take, but whole heads."""
-        return max(self.columns, _power(self.heads // self.kv.heads))
-
-    @property
     def rows(self) -> int:
-        """Rows of a program."""
-        return self.sets * self.width
+        """Rows of a program: as few as the tensor cores take, but whole heads."""
+        return max(self.columns, _power(self.heads // self.kv.heads))
 
     @property
     def queries(self) -> int:
         """Query positions of a program."""
-        return self.sets * (self.width // (self.heads // self.kv.heads))
+        return self.rows // (self.heads // self.kv.heads)
 
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""
@@ -304,6 +295,8 @@ class MergeSpec:
         arguments += [Argument("positions", "*i32"), Argument("splits", "i32")]
         prelaunch = capability >= 90
         name = f"merge_{self.split}_{self.leaves}_{self.level}{'' if self.final else '_part'}"
+        # Whole splits that are few belong to batches: of programs there are enough.
+        warps, ahead = (1, 8) if (self.level, self.final, self.leaves) == (1, True, 1) else (4, 32 // self.leaves)
         source = render_template(
             "merge.py.jinja",
             spec=self,
@@ -312,9 +305,9 @@ class MergeSpec:
             prelaunch=prelaunch,
             splits_a_group=GROUP_SPLITS,
             dim_block=_power(self.kv.dim),
-            ahead=min(MOST_ASKED // self.leaves, GROUP_SPLITS),
+            ahead=min(ahead, GROUP_SPLITS),
         )
-        return Kernel(name, source, tuple(arguments), 4, 1, prelaunch, fusion=False)
+        return Kernel(name, source, tuple(arguments), warps, 1, prelaunch, fusion=False)
 
 
 def _power(value: int) -> int:

@@ -16,8 +16,8 @@ most rows of one sequence, splits how many parts attention takes of the longest 
 are of the decode class and there is little to do, so that programs take a leaf of a split each, and `coarse` where not
 so. `merged` is splits where queries are of the decode class, `groups` is groups of splits where there are several to
 merge; they are 0 where leaves are taken, and `fine_merged` and `fine_groups` where not. `slots` is how many sums of a
-token are kept: of splits, of leaves, or none. Over a hierarchical cache `shares` is how many programs take the splits
-of a sequence and KV head. `decode_tokens` is tokens where queries are of the decode class, else `other_tokens` is.
+token are kept: of splits, of leaves, or none. `shares` is how many programs take the splits of a sequence and KV head,
+where programs take several. `decode_tokens` is tokens where queries are of the decode class, else `other_tokens` is.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MOST_ROWS = 512
 """Most rows of a step."""
 PEAKS_PART, FEWEST_PART = 1024, 32
 """Most and fewest elements of a row that a program quantizes where the row's peak is known: powers of two."""
-GPU_ABI = 6
+GPU_ABI = 7
 
 Ref = list[Any]
 Size = int | str | list[Any]
@@ -97,7 +97,7 @@ class Plan:
 
     @property
     def shares(self) -> int:
-        """Over a hierarchical cache, how many programs of a KV head take the splits of all sequences, if so many."""
+        """How many programs of a KV head take the splits of a sequence (hierarchical: of all sequences), if so many."""
         return max(FINE_PROGRAMS // self.kv.heads, 1)
 
     def add(self, kernel: Kernel) -> str:
@@ -461,7 +461,7 @@ class _Maker:
     def _decode_attention(self, base: AttentionSpec, args: dict[str, Ref]) -> list[Variant]:
         """Variants for up to MOST_QUERIES query positions a sequence: few in programs of few rows."""
         heads, found, covered = base.kv.heads, [], 0
-        parts = "shares" if base.kv.hierarchical else "slots"
+        parts = "shares" if base.several else "slots"
         for spec in dict.fromkeys((replace(base, columns=8), base)):
             if spec.queries <= covered:
                 continue

@@ -20,7 +20,7 @@ from qcompile.runtime.cuda_driver import Driver, LaunchCall
 from qcompile.runtime.executor import FloatArray, Limits, Rows
 from qcompile.runtime.outputs import MOST_DRAFTS
 
-GPU_ABI = 6
+GPU_ABI = 7
 _GRAPHS = 64
 _FEWEST_PAGES = 8
 _DECODED = 1 << 16
@@ -366,7 +366,7 @@ def attention_counts(plan: Mapping[str, Any], splits: int, tokens: int, sequence
         "decode_tokens": tokens if decode else 0,
         "other_tokens": 0 if decode else tokens,
         "slots": slots,
-        "shares": min(slots, max(1, plan["shares"] // sequences)),
+        "shares": min(slots, max(1, plan["shares"] // (sequences if plan["leaves"] == 1 else 1))),
     }
 
 

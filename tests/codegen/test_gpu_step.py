@@ -155,6 +155,30 @@ def test_a_sliding_window_interpreted() -> None:
     interpreted("interpret_window()")
 
 
+def interpret_several_splits() -> None:
+    """Programs that take a split each, and several in turn: the same bits, and those of the reference nearly."""
+    from tests.codegen.gpu_interpreter import Interpreter
+
+    graph, program, blobs = lowered("qserve")
+    ids = torch.randint(0, SHAPE["vocab"], (1, 197), generator=torch.Generator().manual_seed(2))
+    inputs = step_inputs(ids, None, graph)
+    want = graph.run(*inputs)[0][-2:]
+    machine = Interpreter(program, make_plan(program, 90, split=64, inline_asm=False), blobs, rows=200)
+    pages = inputs[3].tolist()[0]
+    machine.step([Chunk(ids[0, :195].tolist(), 0, pages)], outputs=[194])
+    machine.fine, found = 0, []
+    for machine.shares in (4, 3, 1):
+        found.append(machine.step([Chunk(ids[0, 195:].tolist(), 195, pages)])[0])
+        assert torch.equal(found[-1], found[0])
+    error = ((found[0].double() - want).norm() / want.norm()).item()
+    assert error < RECIPES["qserve"], error
+
+
+def test_several_splits_in_turn_interpreted() -> None:
+    needs_triton()
+    interpreted("interpret_several_splits()")
+
+
 def interpret_hierarchical(format: str) -> None:
     """Rows on both sides of a boundary of groups: as the reference, and together as alone."""
     from qcompile.runtime.blocks import pages_for

@@ -142,6 +142,8 @@ def test_attention_takes_leaves_where_there_is_little_to_do() -> None:
     assert not any(many[name] for name in ("fine", "fine_merged", "fine_groups"))
     prefill = cuda.attention_counts(plan, 3, 17, 1, 17)  # one program does all splits
     assert prefill["coarse"] == prefill["other_tokens"] == 17 and sum(prefill.values()) == 34
+    long = [cuda.attention_counts(plan, splits, batch, batch, 1) for splits, batch in ((128, 1), (300, 1), (300, 7))]
+    assert [counts["shares"] for counts in long] == [128, 132, 132] and long[1]["slots"] == 300
     hierarchical = {**plan, "leaves": 1, "fine_splits": 0}
     sizes = ((32, 1, 1), (512, 1, 1), (16, 20, 20), (9, 200, 200))
     shares = [cuda.attention_counts(hierarchical, *how, 1)["shares"] for how in sizes]
