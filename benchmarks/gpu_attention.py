@@ -34,6 +34,7 @@ HEADS, KV_HEADS, DIM = 32, 8, 128
 RING_ENTRIES = 2 * RING_GROUPS * HIER_GROUP // PAGE_TOKENS
 CASES = ((1, 8192), (1, 65536), (1, 131072), (16, 4096), (64, 1024), (64, 4096))
 FORMATS = ("kv4", "kv8", "kv16", "kv_hier4", "kv_hier")
+CUTS = ("leaf", "split", "long", "whole")
 MOST_ERROR = 4e-3
 """Queries and weights of values are rounded to bf16, over a hierarchical cache queries twice."""
 
@@ -50,7 +51,7 @@ def spec_for(format: str, cut: str, queries: int, **more: Any) -> AttentionSpec:
 def cut_for(kv: GpuKV, batch: int, context: int, split: int) -> str:
     """What programs of the decode class take, as codegen/gpu_plan.py has it."""
     few = -(-context // split) * batch <= FINE_PROGRAMS // (kv.leaves * KV_HEADS)
-    return "leaf" if few and kv.leaves > 1 else "split"
+    return "leaf" if few and kv.leaves > 1 else "long" if 0 < kv.long_splits < -(-context // split) else "split"
 
 
 class Cache:
@@ -261,13 +262,13 @@ def rows_that_differ(cache: Cache, format: str) -> int:
     """Rows of five queries whose bits depend on how attention is cut, or on how many queries a step has."""
     five = Problem(cache, 5)
     outputs = []
-    for cut in ("leaf", "split", "whole"):
+    for cut in CUTS:
         five.out.fill_(math.nan)
         five.launches(spec_for(format, cut, 5))[0]()
         outputs.append(five.out.view(cache.batch, 5, -1).clone())
     one = Problem(cache, 1)
     one.q = five.q.view(cache.batch, 5, -1)[:, 4].contiguous()
-    for cut in ("leaf", "split"):
+    for cut in CUTS[:-1]:
         one.launches(spec_for(format, cut, 1))[0]()
         outputs.append(torch.cat((outputs[0][:, :4], one.out[:, None]), 1))
     return sum(int((out != outputs[0]).any(-1).sum()) for out in outputs)
@@ -290,7 +291,7 @@ def main() -> None:
     formats = named[0] if named else FORMATS
     specs = [
         spec_for(f, part, queries, **cut)
-        for f, part, queries, cut in itertools.product(formats, ("leaf", "split"), asked, cuts)
+        for f, part, queries, cut in itertools.product(formats, CUTS[:-1], asked, cuts)
     ]
     with ProcessPoolExecutor(15, mp_context=get_context("spawn")) as pool:
         usable = dict(zip(specs, pool.map(compile_one, specs), strict=True))

@@ -91,6 +91,24 @@ class GpuKV:
         return 1 if self.hierarchical else 4
 
     @property
+    def fine_splits(self) -> int:
+        """Up to so many splits of all sequences together are taken in leaves."""
+        return FINE_PROGRAMS // (self.leaves * self.heads) if self.leaves > 1 else 0
+
+    @property
+    def long_splits(self) -> int:
+        """Programs take several splits of a sequence in turn where it has more than so many: 0 where none do, or all.
+
+        More than 4 bits, or 128 elements, leave no registers for that.
+        """
+        return self.shares if self.bits == 4 and self.dim <= 128 and not self.hierarchical else 0
+
+    @property
+    def shares(self) -> int:
+        """How many programs of a KV head take the splits of a sequence (hierarchical: of all sequences), if so many."""
+        return max(FINE_PROGRAMS // self.heads, 1)
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of codes of one position's keys (or values) of a head."""
         return 2 * self.width
@@ -193,9 +211,10 @@ class AttentionSpec:
     """softmax(q k^T * scale) v over pages, in programs of `rows` rows: query positions times the heads of a KV head.
 
     q f32 [tokens, q_stride]. In the decode class programs do one `cut` each, a leaf or a split of `split` positions,
-    which MergeSpec sums; with `several`, programs share splits, where there are more, one after the other. Where the cut
-    is whole, one program does all, in the same order, and writes out [tokens, heads * dim]. A row's bits do not depend on which, nor on how many rows (at least `columns`) a program
-    has: nothing is fused that is not written so, and a warp sums each by itself.
+    which MergeSpec sums; with `several`, they share a sequence's splits, and do one after the other. Where the cut is
+    whole, one program does all, in the same order, and writes out [tokens, heads * dim]. A row's bits do not depend on
+    which, nor on how many rows (at least `columns`) a program has: nothing is fused that is not written so, and a warp
+    sums each by itself.
     """
 
     kv: GpuKV

@@ -13,9 +13,9 @@ The plan is data: the runtime reads it as JSON and needs neither this module nor
 
 A size of a grid is a number, the name of a count, or [count, divisor]: the quotient rounded up. Queries is the
 most rows of one sequence, splits how many parts attention takes of the longest context. `fine` is queries where they
-are of the decode class and there is little to do, so that programs take a leaf of a split each, and `coarse` where not
-so. `merged` is splits where queries are of the decode class, `groups` is groups of splits where there are several to
-merge; they are 0 where leaves are taken, and `fine_merged` and `fine_groups` where not. `slots` is how many sums of a
+are of the decode class and there is little to do, so that programs take a leaf of a split each, `long` where contexts
+are so long that they take several splits in turn, and `coarse` where neither is so. `merged` is splits where queries
+are of the decode class, `groups` is groups of splits where there are several to merge; they are 0 where leaves are taken, and `fine_merged` and `fine_groups` where not. `slots` is how many sums of a
 token are kept: of splits, of leaves, or none. `shares` is how many programs take the splits of a sequence and KV head,
 where programs take several. `decode_tokens` is tokens where queries are of the decode class, else `other_tokens` is.
 """
@@ -34,7 +34,6 @@ from qcompile.codegen import program as p
 from qcompile.codegen import tiles
 from qcompile.codegen import triton as gemm
 from qcompile.codegen.gpu_attention import (
-    FINE_PROGRAMS,
     GROUP_SPLITS,
     MOST_QUERIES,
     AppendSpec,
@@ -90,16 +89,6 @@ class Plan:
     kernels: dict[str, Kernel] = field(default_factory=dict)
     work: dict[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
 
-    @property
-    def fine_splits(self) -> int:
-        """Up to so many splits of all sequences together are taken in leaves."""
-        return FINE_PROGRAMS // (self.kv.leaves * self.kv.heads) if self.kv.leaves > 1 else 0
-
-    @property
-    def shares(self) -> int:
-        """How many programs of a KV head take the splits of a sequence (hierarchical: of all sequences), if so many."""
-        return max(FINE_PROGRAMS // self.kv.heads, 1)
-
     def add(self, kernel: Kernel) -> str:
         """Keep a kernel; its label."""
         self.kernels.setdefault(kernel.label, kernel)
@@ -141,8 +130,9 @@ class Plan:
             "aligned": HIER_GROUP if self.kv.hierarchical else 0,
             "group_splits": GROUP_SPLITS,
             "leaves": self.kv.leaves,
-            "fine_splits": self.fine_splits,
-            "shares": self.shares,
+            "fine_splits": self.kv.fine_splits,
+            "long_splits": self.kv.long_splits,
+            "shares": self.kv.shares,
             "arena_bytes": {rows: program.arena_bytes(rows) for rows in ("tokens", "outputs")},
             "layer_page_bytes": self.kv.heads * self.kv.block_bytes,
             "layers": program.kv.layers,
@@ -436,9 +426,10 @@ class _Maker:
         label = self.plan.add(whole.kernel(self.capability))
         variants.append(Variant(label, (["queries", whole.queries], kv.heads, "sequences"), args))
         yield Launch(c.name, "coarse", tuple(variants))
-        if self.plan.fine_splits:
-            fine = self._decode_attention(replace(base, **tiles.attention(kv, "leaf")), args)
-            yield Launch(f"{c.name}.fine", "fine", tuple(fine))
+        for count, cut, some in (("fine", "leaf", kv.fine_splits), ("long", "long", kv.long_splits)):
+            if some:
+                few = self._decode_attention(replace(base, **tiles.attention(kv, cut)), args)
+                yield Launch(f"{c.name}.{count}", count, tuple(few))
         yield from self._merges(c, args)
 
     def _merges(self, c: p.Attention, args: dict[str, Ref]) -> Iterator[Launch]:
@@ -449,7 +440,7 @@ class _Maker:
             told[gemm.DECODE_TOKENS] = c.heads
             self.merged.add(c.out)
         base = MergeSpec(kv, c.heads, window=c.window, split=self.plan.split, peaks=told is not None)
-        for leaves, extra in ((1, ""), (kv.leaves, "fine_"))[: 1 + bool(self.plan.fine_splits)]:
+        for leaves, extra in ((1, ""), (kv.leaves, "fine_"))[: 1 + bool(kv.fine_splits)]:
             kinds = ((1, True), (1, False), (2, True))
             specs = (replace(base, level=level, final=final, leaves=leaves) for level, final in kinds)
             one, part, groups = (self.plan.add(spec.kernel(self.capability)) for spec in specs)

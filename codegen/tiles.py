@@ -385,13 +385,13 @@ def split(kv: GpuKV) -> int:
 
 
 def attention(kv: GpuKV, cut: str) -> dict[str, Any]:
-    """How attention over these pages is cut: tokens a tile, stages, whether programs take several splits in turn.
+    """How attention over these pages is cut: tokens a tile, stages, and (long) whether programs take several splits.
 
-    Registers hold a tile and its sums; those of an element's 8 bits leave none for a loop over splits.
+    Registers hold a tile and its sums.
     Found by benchmarks/gpu_attention.py --search on an H200 for heads of 128; cuts differ in what is in flight, which
     no sum depends on.
     """
-    stages = {"whole": 1, "leaf": 3 if kv.hierarchical else 2, "split": 3}[cut]
+    stages = 1 if cut == "whole" else 2 if cut == "leaf" and not kv.hierarchical else 3
     tile = 16 if kv.dim > 128 else 64 if (kv.dim <= 64 and not kv.hierarchical) or kv.format == "kv_hier4" else 32
-    several = cut == "split" and (kv.hierarchical or kv.bits == 4)
-    return {"tile": tile, "cut": cut, "stages": stages, "several": several}
+    several = cut == "long" or (cut == "split" and kv.hierarchical)
+    return {"tile": tile, "cut": cut.replace("long", "split"), "stages": stages, "several": several}

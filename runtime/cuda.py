@@ -353,12 +353,14 @@ def attention_counts(plan: Mapping[str, Any], splits: int, tokens: int, sequence
     """The counts that attention's launches go by (codegen/gpu_plan.py), of contexts of `splits` splits at most."""
     decode = queries <= plan["most_queries"]
     fine = decode and splits * sequences <= plan["fine_splits"]
+    long = decode and not fine and 0 < plan["long_splits"] < splits
     merged = splits if decode else 0
     groups = -(-merged // plan["group_splits"]) if merged > plan["group_splits"] else 0
     slots = merged * (plan["leaves"] if fine else 1)
     return {
         "fine": queries if fine else 0,
-        "coarse": 0 if fine else queries,
+        "long": queries if long else 0,
+        "coarse": 0 if fine or long else queries,
         "merged": 0 if fine else merged,
         "groups": 0 if fine else groups,
         "fine_merged": merged if fine else 0,

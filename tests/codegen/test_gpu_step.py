@@ -167,7 +167,7 @@ def interpret_several_splits() -> None:
     pages = inputs[3].tolist()[0]
     machine.step([Chunk(ids[0, :195].tolist(), 0, pages)], outputs=[194])
     machine.fine, found = 0, []
-    for machine.shares in (4, 3, 1):
+    for machine.long, machine.shares in ((4, 9), (1, 4), (1, 3), (1, 1)):
         found.append(machine.step([Chunk(ids[0, 195:].tolist(), 195, pages)])[0])
         assert torch.equal(found[-1], found[0])
     error = ((found[0].double() - want).norm() / want.norm()).item()
