@@ -15,9 +15,10 @@ A size of a grid is a number, the name of a count, or [count, divisor]: the quot
 most rows of one sequence, splits how many parts attention takes of the longest context. `fine` is queries where they
 are of the decode class and there is little to do, so that programs take a leaf of a split each, `long` where contexts
 are so long that they take several splits in turn, and `coarse` where neither is so. `merged` is splits where queries
-are of the decode class, `groups` is groups of splits where there are several to merge; they are 0 where leaves are taken, and `fine_merged` and `fine_groups` where not. `slots` is how many sums of a
-token are kept: of splits, of leaves, or none. `shares` is how many programs take the splits of a sequence and KV head,
-where programs take several. `decode_tokens` is tokens where queries are of the decode class, else `other_tokens` is.
+are of the decode class, `groups` is groups of splits where there are several to merge; they are 0 where leaves are
+taken, and `fine_merged` and `fine_groups` where not. `slots` is how many sums of a token are kept: of splits, of
+leaves, or none. `shares` is how many programs take the splits of a sequence and KV head, where programs take several.
+`decode_tokens` is tokens where queries are of the decode class, else `other_tokens` is.
 """
 
 from __future__ import annotations
