@@ -94,6 +94,17 @@ def piece_tiles(tokens: int) -> Iterator[Tile]:
             yield Tile(m, rows, 1, split, unroll, warps, 1, piece=piece)
 
 
+def apart_tiles(tokens: int) -> Iterator[Tile]:
+    """Candidates for a class of M above 16 whose warps copy and multiply apart."""
+    cuts = ((32, 64, 4, 8), (32, 128, 8, 8), (64, 64, 4, 6), (64, 128, 8, 6), (128, 64, 4, 4), (128, 128, 8, 4))
+    splits = (1, 2, 4) if tokens <= 256 else (1,)
+    if tokens <= DECODE_TOKENS:
+        return
+    for (m, rows, warps, stages), split in itertools.product((*cuts, (128, 128, 8, 6)), splits):
+        if m <= max(tokens, 64) and (m == 128 or tokens < 512):
+            yield Tile(m, rows, 1, split, 1, warps, stages, piece=128)
+
+
 def candidates(format: str, n: int, k: int, tokens: int) -> list[KernelSpec]:
     """Kernels that could serve a weight [n, k] for a class of M."""
     found = []
@@ -102,7 +113,7 @@ def candidates(format: str, n: int, k: int, tokens: int) -> list[KernelSpec]:
             return []
         return [KernelSpec(format, n, k, tile, x_groups=format in IN_GROUPS) for tile in single_tiles(format, n, k)]
     whole = decode_tiles() if tokens == DECODE_TOKENS else prefill_tiles(tokens)
-    tiles = itertools.chain(whole, piece_tiles(tokens))
+    tiles = itertools.chain(whole, piece_tiles(tokens), apart_tiles(tokens))
     for tile in tiles:
         programs = n // tile.rows * tile.splits * max(1, tokens // tile.tokens)
         if tile.stages * tile.unroll * tile.slices > 48 or not (programs >= 64 and (programs <= 1100 or tokens > 64)):

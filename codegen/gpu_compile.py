@@ -47,7 +47,8 @@ class Kernel:
 
     With `prelaunch` (sm_90 on) it may start before the kernel before it has ended: it waits by itself. Without
     `fusion` the compiler makes no fused multiply-add that is not written as one. With `in_flight` it goes on while the
-    tensor cores read its registers: machine code that writes those is refused.
+    tensor cores read its registers: machine code that writes those is refused. A thread starts with no more than
+    `most_registers`, if not 0.
     """
 
     name: str
@@ -58,11 +59,12 @@ class Kernel:
     prelaunch: bool = False
     fusion: bool = True
     in_flight: bool = False
+    most_registers: int = 0
 
     @property
     def label(self) -> str:
         """A file name for what is compiled from it: no two kernels share one."""
-        how = f"{self.warps} {self.stages} {self.prelaunch} {self.fusion}"
+        how = f"{self.warps} {self.stages} {self.prelaunch} {self.fusion} {self.most_registers}"
         text = "\0".join((self.source, str(self.arguments), how))
         return f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
@@ -145,6 +147,8 @@ def build(kernel: Kernel, capability: int) -> Any:
     source = kind(function, signature, {}, aligned)
     options = {"num_warps": kernel.warps, "num_stages": kernel.stages, "launch_pdl": kernel.prelaunch}
     options["enable_fp_fusion"] = kernel.fusion
+    if kernel.most_registers:
+        options["maxnreg"] = kernel.most_registers
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 

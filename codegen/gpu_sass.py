@@ -38,21 +38,20 @@ def instructions(cubin: bytes) -> list[Instruction]:
 
 
 def parse(text: str) -> list[Instruction]:
-    """What nvdisasm prints, as instructions; those of the loop with products twice, as what ends it meets its start."""
+    """What nvdisasm prints, as instructions; those of a loop with products twice, as what ends it meets its start."""
     lines: list[Instruction] = []
     places: dict[str, int] = {}
-    loop = (0, 0)
     for line in text.splitlines():
         if label := re.match(r"(\.L_\w+):", line):
             places[label[1]] = len(lines)
-        if found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*) ?(.*?) ?;", line):
-            lines.append((found[1], found[2]))
-            target = re.search(r"`\((\.L_\w+)\)", found[2])
-            if found[1] == "BRA" and target and target[1] in places:
-                start = places[target[1]]
+        if found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*) ?(.*?) ?;", line):
+            lines.append((found[2], found[3]))
+            target = re.search(r"`\((\.L_\w+)\)", found[3])
+            if found[2] == "BRA" and found[1] and target and target[1] in places:
+                start = places.pop(target[1])
                 if any("GMMA" in opcode for opcode, _ in lines[start:]):
-                    loop = (start, len(lines))
-    return lines[: loop[1]] + lines[loop[0] :]
+                    lines += lines[start:]
+    return lines
 
 
 def overwritten(code: Sequence[Instruction]) -> Instruction | None:
@@ -60,7 +59,7 @@ def overwritten(code: Sequence[Instruction]) -> Instruction | None:
     pending = [set[int]()]  # registers by group of products, the newest last
     for opcode, operands in code:
         named = [int(number) for number in re.findall(r"\bR(\d+)", operands)]
-        if opcode.startswith("HGMMA"):
+        if "GMMA" in opcode:
             if not operands.split(",")[1].strip().startswith("gdesc"):
                 pending[-1] |= set(range(named[1], named[1] + _LEFT_REGISTERS))
             if "gsb0" in operands:

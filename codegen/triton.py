@@ -40,9 +40,10 @@ class Tile:
     blocks a step, or where floats are summed one of each of the `slices`, 16 bytes of each row and block a thread.
     Registers hold the next `stages` steps; if `ahead` is not 0, they are asked for before it waits.
 
-    With `piece` (16, 32 or 64; sm_90, bf16 activations) weights are unpacked for so many inputs at a time while the
-    tensor cores take those before; `stages` is 1: as many are in flight as `unroll` blocks have 64 inputs, and these
-    are what is fetched before it waits if `ahead` is not 0.
+    With `piece` (sm_90) weights are unpacked for so many inputs at a time while the tensor cores work. For bf16
+    activations (16, 32 or 64) they take those before; `stages` is 1: as many are in flight as `unroll` blocks have 64
+    inputs, and these are what is fetched before it waits if `ahead` is not 0. For int8 ones (128, a group) they work
+    for other warps of the program: `warps` multiply, four for each 64 rows, and four more copy, `stages` groups ahead.
     """
 
     tokens: int
@@ -148,11 +149,20 @@ class KernelSpec:
     def _overlaps(self) -> bool:
         """Whether the kernel that unpacks in pieces has such a tile."""
         tile = self.tile
-        whole = tile.rows % (16 * tile.warps) == 0 and tile.warps % 4 == 0 and tile.slices * tile.stages == 1
+        whole = tile.rows % (16 * tile.warps) == 0 and tile.warps % 4 == 0 and tile.slices == 1
         if self.single or not whole:
             return False
+        if self.apart:
+            most = 64 if self.mixed else 128
+            cut = tile.piece == 128 and tile.rows == 16 * tile.warps <= most and tile.tokens <= 128
+            return cut and tile.unroll == 1 and tile.stages > 1 and not self.prelaunch
         pieces = tile.piece in (16, 32, 64) and self.row_items % tile.piece == 0 and self.block * tile.unroll >= 256
-        return pieces and self.format in ("w4_asym_g128", "mxfp4")
+        return pieces and tile.stages == 1 and self.format in ("w4_asym_g128", "mxfp4")
+
+    @property
+    def apart(self) -> bool:
+        """Whether warps that copy and groups of warps that multiply go on apart."""
+        return self.tile.piece > 0 and self.format in ("w4_asym_g128_int8", "nested_8_4", "mix_4_8")
 
     @property
     def packing(self) -> str:
@@ -260,6 +270,9 @@ class KernelSpec:
         tile = self.tile
         if self.single:
             return 0
+        if self.apart:
+            most = 128 if self.mixed else self.row_bytes * (1 + self.low_plane)
+            return tile.rows * (most + 4) + tile.tokens * (128 + 4)
         if tile.piece:
             codes = tile.rows * (self.row_bytes + 4 * self.block_words)
             return tile.unroll * int(codes + 2 * tile.tokens * self.block)
@@ -295,8 +308,9 @@ class KernelSpec:
         """Items and type of each buffer that must be zero before the first launch; launches leave it so."""
         if self.tile.splits == 1:
             return {}
-        tiles = -(-tokens // self.tile.tokens) * (self.n // self.tile.rows)
-        each = self.tile.rows * self.tile.tokens * (self.tile.splits if self.float_sum else 1)
+        rows = 64 if self.apart else self.tile.rows
+        tiles = -(-tokens // self.tile.tokens) * (self.n // rows)
+        each = rows * self.tile.tokens * (self.tile.splits if self.float_sum else 1)
         dtype = torch.float32 if self.float_sum else torch.int32
         return {"sums": (tiles * each, dtype), "arrived": (tiles, torch.int32)}
 
@@ -315,8 +329,9 @@ def reference(x: list[Tensor], w: Tensor, bias: Tensor | None = None, residual: 
 
 def render(spec: KernelSpec) -> str:
     """Triton source of the kernel."""
-    wide = spec.tile.piece and spec.inline_asm
-    template = "gemv.py.jinja" if spec.single else "gemm_wide.py.jinja" if wide else "gemm.py.jinja"
+    many = "gemm_apart.py.jinja" if spec.apart else "gemm_wide.py.jinja"
+    pieces = spec.tile.piece and spec.inline_asm
+    template = "gemv.py.jinja" if spec.single else many if pieces else "gemm.py.jinja"
     return gpu_compile.render_template(
         template, spec=spec, tile=spec.tile, words=spec.row_bytes // 4, gate_block=GATE_BLOCK
     )
@@ -325,8 +340,10 @@ def render(spec: KernelSpec) -> str:
 def kernel(spec: KernelSpec) -> Kernel:
     """The kernel as it is compiled."""
     tile = spec.tile
-    how = (tile.warps, tile.stages, spec.prelaunch)
-    return Kernel(spec.name, render(spec), tuple(spec.arguments), *how, in_flight=tile.piece > 0)
+    # Where warps go on apart Triton is told of the first four; two programs of eight share a multiprocessor.
+    how = (4 if spec.apart else tile.warps, tile.stages, spec.prelaunch)
+    most = 128 if spec.apart and tile.warps == 4 else 0
+    return Kernel(spec.name, render(spec), tuple(spec.arguments), *how, in_flight=tile.piece > 0, most_registers=most)
 
 
 def load(spec: KernelSpec) -> Any:

@@ -375,6 +375,18 @@ PIECES = (
     KernelSpec("w4_asym_g128", 4096, 4096, Tile(16, 64, 1, 4, 2, 4, 1, 128, piece=32), residual=True, out="f32"),
 )
 """Kernels that unpack weights while the tensor cores work."""
+APART = (
+    KernelSpec(
+        "nested_8_4", 28672, 4096, Tile(128, 128, 1, 1, 1, 8, 4, piece=128), gated="silu", width=14336, bias=True
+    ),
+    KernelSpec(
+        "w4_asym_g128_int8", 4096, 4096, Tile(64, 128, 1, 4, 1, 8, 6, piece=128), True, True, out="f32", x_groups=True
+    ),
+    KernelSpec(
+        "mix_4_8", 4160, 4096, Tile(128, 64, 1, 2, 1, 4, 4, piece=128), True, width=4096, wide=448, x_groups=True
+    ),
+)
+"""Kernels whose warps copy and multiply apart."""
 
 
 @pytest.mark.parametrize("spec", PIECES, ids=lambda spec: f"{spec.format}-{spec.tile.piece}")
@@ -388,6 +400,20 @@ def test_weights_stay_in_registers_until_the_tensor_cores_are_done_with_them(spe
     waits = {int(what.rsplit("0x", 1)[1], 16) for opcode, what in code if opcode.startswith("WARPGROUP.DEPBAR")}
     assert max(waits) == (2 if spec.tile.piece == 16 else 1)
     assert sum(opcode.startswith("HGMMA") for opcode, _ in code) >= 16
+
+
+@pytest.mark.parametrize("spec", APART, ids=lambda spec: spec.format)
+def test_warps_copy_and_multiply_apart(spec: KernelSpec) -> None:
+    needs_triton()
+    built = compile_for(spec, 90)
+    programs = 1 if spec.tile.warps == 8 else 2  # of a multiprocessor
+    assert built.threads == 32 * (spec.tile.warps + 4)
+    assert built.registers * built.threads * programs <= 1 << 16 and built.shared_bytes * programs <= 226 * 1024
+    assert built.spill_bytes <= (24 if spec.mixed else 0)  # it has two loops, and columns to scatter to
+    assert built.matrix and all("s32.s8.s8" in name and name.startswith("wgmma") for name in built.matrix)
+    code = gpu_sass.instructions(built.cubin)
+    assert gpu_sass.overwritten(code) is None
+    assert sum("GMMA" in opcode for opcode, _ in code) >= 8
 
 
 SASS = """
@@ -415,8 +441,9 @@ SASS = """
     ],
 )
 def test_a_write_to_what_a_product_in_flight_reads_is_found(between: str, left: int, wrong: str | None) -> None:
-    found = gpu_sass.overwritten(gpu_sass.parse(SASS.format(between, left)))
-    assert (found and found[0]) == wrong
+    for product in ("HGMMA", "IGMMA"):
+        found = gpu_sass.overwritten(gpu_sass.parse(SASS.format(between, left).replace("HGMMA", product)))
+        assert (found and found[0]) == wrong
 
 
 def test_machine_code_that_writes_what_is_in_flight_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -428,17 +455,31 @@ def test_machine_code_that_writes_what_is_in_flight_is_refused(monkeypatch: pyte
     assert not list(tmp_path.iterdir())
 
 
+def packed_for(spec: KernelSpec) -> dict[str, torch.Tensor]:
+    """A random weight's parts on the GPU, by the kernel's arguments."""
+    if not spec.mixed:
+        parts = quantize_weight(weight(spec.n, spec.k).cuda(), number_format(spec.format))
+        return {name: part.cuda() for name, part in pack_gpu(parts, spec.format).items()}
+    wide = torch.arange(spec.width) % 10 == 0
+    found = GPU_PACKING.mixed(wide, False, spec.k)
+    assert (found.wide, 16 * found.blocks) == (spec.wide, spec.n)
+    blobs = found.blobs(mix.quantize_mixed(weight(spec.width, spec.k), wide))
+    types = {"groups": torch.int32, "columns": torch.int32}
+    return {role: blob.view(types.get(role, torch.int8)).cuda() for role, blob in blobs.items()}
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels that unpack in pieces have no interpreter")
-@pytest.mark.parametrize("spec", PIECES, ids=lambda spec: f"{spec.format}-{spec.tile.piece}")
+@pytest.mark.parametrize("spec", PIECES + APART, ids=lambda spec: f"{spec.format}-{spec.tile.piece}")
 def test_rows_have_the_bits_of_the_decode_class(spec: KernelSpec) -> None:
     needs_triton()
     torch.manual_seed(0)
-    parts = quantize_weight(weight(spec.n, spec.k).cuda(), spec.format)
-    given = {name: part.cuda() for name, part in pack_gpu(parts, spec.format).items()}
+    given = packed_for(spec)
     width, dtype = spec.width or spec.n, {"f32": torch.float32, "bf16": torch.bfloat16}[spec.out]
     given["bias"] = torch.randn(spec.n, device="cuda")
     for tokens in (1, 17, 300):
-        given["x"] = torch.randn(tokens, spec.k, device="cuda").to(torch.bfloat16)
+        x = torch.randn(tokens, spec.k, device="cuda")
+        kind = "bf16" if spec.float_x else "int8_g128" if spec.x_groups else "int8"
+        given |= dict(zip(("x", "x_scale"), quantize_activation(x, kind, 0), strict=False))
         given["residual"], found = torch.randn(tokens, width, device="cuda").to(dtype), []
         few = replace(spec, tile=Tile(16, 64, 1, spec.tile.splits, 1, 4, 3))
         for each in (few, spec, spec):
@@ -462,6 +503,9 @@ def test_other_targets_and_weights_do_without_pieces() -> None:
     for format, tile in (
         ("qoq_channel", Tile(64, 64, piece=32, stages=1)),
         ("mxfp4", Tile(64, 64, piece=64, stages=1, unroll=2)),
+        ("nested_8_4", Tile(64, 64, piece=64, stages=4)),
+        ("nested_8_4", Tile(128, 256, warps=16, piece=128, stages=4)),
+        ("mxfp4_a8", Tile(64, 64, piece=128, stages=4)),
     ):
         with pytest.raises(UnsupportedError, match="not unpacked in pieces"):
             KernelSpec(format, 4096, 4096, tile)
