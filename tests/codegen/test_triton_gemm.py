@@ -518,7 +518,7 @@ TWO_SHAPES = ((28672, 4096), (4096, 14336))
 def test_kernels_for_few_rows_keep_what_is_on_its_way_in_registers(capability: int) -> None:
     needs_triton()
     cases = [("qoq_g128", 4096, 14336, rows) for rows in (1, 2, 3, 4)] + [("qoq_channel", 4096, 14336, 4)]
-    cases += [("qoq_g128", 28672, 4096, 1), ("w8_sym_channel", 4096, 4096, 4)]
+    cases += [("qoq_g128", 28672, 4096, 1), ("w8_sym_channel", 4096, 4096, 4), ("w8_sym_channel", 4096, 14336, 1)]
     cases += [(format, *shape, 1) for format in ("nested_8_4", "w4_asym_g128_int8") for shape in TWO_SHAPES]
     for format, n, k, rows in cases:
         floats = format in IN_GROUPS
