@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,12 +15,10 @@ import torch
 from qcompile import mix
 from qcompile.codegen import gpu_sass, tiles
 from qcompile.codegen.gpu_pack import GPU_PACKING, MIX_ROWS, pack_gpu, packed_gpu_bytes, unpack_gpu
-from qcompile.codegen.gpu_rows import RowSpec
 from qcompile.codegen.packing import CPU_PACKING
 from qcompile.codegen.triton import FEWEST_TOKENS, KernelSpec, Tile, build, compile_for, reference, render
 from qcompile.errors import UnsupportedError
 from qcompile.numerics import dequantize_weight, quantize_activation, quantize_weight
-from qcompile.ops.quantized import gate
 
 FORMATS = (
     "qoq_channel",
@@ -227,120 +224,13 @@ def interpret_orders() -> None:
         assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-def interpret_single() -> None:
-    """Rows taken alone, without the tensor cores: the bits that kernels for many rows give, and gates in pairs."""
-    from qcompile.codegen.triton import load
-
-    torch.manual_seed(0)
-    n, k = 32, 1024
-    cases: list[dict[str, Any]] = [{"residual": True, "width": 28}, {"gated": "silu", "width": 16}]
-    for format in ("qoq_channel", "qoq_g128", "w8_sym_channel"):
-        packed = pack_gpu(quantize_weight(weight(n, k), format), format)
-        x = quantize_activation(torch.randn(4, k), "int8", 0)
-        for options in cases:
-            width = options["width"]
-            bias, residual = torch.randn(n), torch.randn(4, width)
-            found = []
-            alone = Tile(1, 32, unroll=2, warps=1, stages=1), Tile(3, 8, unroll=2, stages=3), Tile(1, 16, unroll=4)
-            for cut in (Tile(16, 32, unroll=2), *alone):
-                spec = KernelSpec(format, n, k, cut, bias=True, inline_asm=False, out="f32", **options)
-                given: dict[str, Any] = {**packed, **dict(zip(("x", "x_scale", "x_sum"), x, strict=True))}
-                given |= {"out": torch.full((4, width), float("nan")), "bias": bias, "residual": residual, "M": 4}
-                if spec.single:
-                    given |= {"x": x[0].view(torch.int32), "w": packed["w"].view(torch.int32)}
-                if spec.single and spec.gated:
-                    spec = replace(spec, peaks=True)
-                    given["peaks"] = torch.full((4, n // cut.rows), float("nan"))
-                load(spec)[spec.grid(4)](*(given[a.name] for a in spec.arguments))
-                found.append(given["out"])
-                if spec.peaks:
-                    assert torch.equal(given["peaks"], given["out"].abs().unflatten(1, (-1, cut.rows // 2)).amax(2))
-            assert not found[0].isnan().any()
-            assert all(torch.equal(found[0], each) for each in found[1:]), (format, options)
-            if "gated" in options:
-                y = reference(x, dequantize_weight(unpack_gpu(packed, format), format, k), bias)
-                want = gate(y.float(), "silu", width).double()
-                assert (found[0] - want).norm() / want.norm() < 1e-5
-
-
-def interpret_single_floats() -> None:
-    """Rows taken alone whose sums are floats: parts of K, and groups within them, in the order of the other kernels."""
-    from qcompile.codegen.triton import load
-
-    torch.manual_seed(0)
-    n, k = 32, 1024
-    residual, bias = torch.randn(4, 28), torch.randn(n)
-    for format, number_format in (("w4_asym_g128_int8", "w4_asym_g128"), ("nested_8_4", "nested_8_4")):
-        parts = quantize_weight(weight(n, k), number_format)
-        packed = pack_gpu(parts, format)
-        for x_groups, count in ((False, 1), (False, 4), (True, 2)):
-            x = quantize_activation(torch.randn(4, k), "int8_g128" if x_groups else "int8", 0)
-            found = []
-            alone = [Tile(tokens, rows, slices=count, warps=1, stages=2) for tokens, rows in ((1, 32), (3, 8))]
-            for cut in (Tile(16, 32, splits=count), *alone):
-                options = {"bias": True, "residual": True, "width": 28, "out": "f32", "x_groups": x_groups}
-                spec = KernelSpec(format, n, k, cut, inline_asm=False, **options)
-                given: dict[str, Any] = {**packed, **dict(zip(("x", "x_scale", "x_sum"), x, strict=True))}
-                given |= {"out": torch.full((4, 28), float("nan")), "bias": bias, "residual": residual, "M": 4}
-                given |= {name: torch.zeros(*how[:1], dtype=how[1]) for name, how in spec.workspace(4).items()}
-                if spec.single:
-                    words = {name: given[name].view(torch.int32) for name in ("x", "w", "low") if name in given}
-                    given |= words
-                load(spec)[spec.grid(4)](*(given[a.name] for a in spec.arguments))
-                found.append(given["out"])
-            assert all(torch.equal(found[0], each) for each in found[1:]), (format, x_groups, count)
-            want = reference(x, dequantize_weight(parts, number_format, k)[:28], bias[:28], residual)
-            assert (found[0] - want).norm() / want.norm() < 1e-5
-
-
-def interpret_peaks() -> None:
-    """A row quantized in parts by the peaks of other parts: the bits of all at once."""
-    from qcompile.codegen import gpu_compile
-
-    torch.manual_seed(0)
-    x = torch.randn(3, 768)
-    whole = RowSpec(768, 768, 768, out="q8")
-    found = []
-    for spec, grid in ((whole, (3, 1, 1)), (replace(whole, width=256, blocks=3, peaks=48), (3, 3, 1))):
-        given = {"x": x, "out": torch.empty(3, 768, dtype=torch.int8), "out_scale": torch.empty(3)}
-        given["peaks"] = x.abs().unflatten(1, (48, 16)).amax(2)
-        kernel = spec.kernel(80)
-        gpu_compile.load(kernel)[grid](*(given[a.name] for a in kernel.arguments))
-        found.append((given["out"], given["out_scale"]))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-def interpret_norms() -> None:
-    """A norm that is quantized multiplies the scales: codes are those of the row without it, whatever its size."""
-    from qcompile.codegen import gpu_compile
-
-    torch.manual_seed(0)
-    x = torch.randn(4, 192) * torch.tensor([[1.0], [1e-3], [1e3], [0.0]])
-    weight = torch.randn(192)
-    for group, weighted in ((0, True), (0, False), (64, True)):
-        spec = RowSpec(192, 192, 192, norm="rms", eps=1e-6, weight=weighted, out="q8", group=group)
-        given = {"x": x, "weight": weight, "out": torch.empty(4, 192, dtype=torch.int8)}
-        given["out_scale"] = torch.empty(4, spec.scales)
-        kernel = spec.kernel(80)
-        gpu_compile.load(kernel)[(4, 1, 1)](*(given[a.name] for a in kernel.arguments))
-        row = (x * weight if weighted else x).unflatten(1, (spec.scales, -1))
-        steps = row.abs().amax(2, keepdim=True) / 127
-        codes = torch.where(steps > 0, row / steps, 0.0)
-        # A quotient beside a half may round either way.
-        assert (given["out"].unflatten(1, (spec.scales, -1)) - codes).abs().max() <= 0.5001
-        norm = torch.rsqrt(x.double().square().mean(1, keepdim=True) + 1e-6)
-        want = torch.where(steps[..., 0] > 0, steps[..., 0] * norm, norm)
-        assert torch.allclose(given["out_scale"].double(), want, rtol=1e-6)
-
-
 def test_numerics_in_the_interpreter() -> None:
     needs_triton()
     # The interpreter is chosen when Triton is imported.
     command = [
         sys.executable,
         "-c",
-        f"import {__name__} as m; m.interpret(); m.interpret_mix(); m.interpret_orders(); m.interpret_single();"
-        " m.interpret_single_floats(); m.interpret_peaks(); m.interpret_norms()",
+        f"import {__name__} as m; m.interpret(); m.interpret_mix(); m.interpret_orders()",
     ]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -509,23 +399,6 @@ def test_other_targets_and_weights_do_without_pieces() -> None:
     ):
         with pytest.raises(UnsupportedError, match="not unpacked in pieces"):
             KernelSpec(format, 4096, 4096, tile)
-
-
-TWO_SHAPES = ((28672, 4096), (4096, 14336))
-
-
-@pytest.mark.parametrize("capability", [80, 89, 90, 100])
-def test_kernels_for_few_rows_keep_what_is_on_its_way_in_registers(capability: int) -> None:
-    needs_triton()
-    cases = [("qoq_g128", 4096, 14336, rows) for rows in (1, 2, 3, 4)] + [("qoq_channel", 4096, 14336, 4)]
-    cases += [("qoq_g128", 28672, 4096, 1), ("w8_sym_channel", 4096, 4096, 4), ("w8_sym_channel", 4096, 14336, 1)]
-    cases += [(format, *shape, 1) for format in ("nested_8_4", "w4_asym_g128_int8") for shape in TWO_SHAPES]
-    for format, n, k, rows in cases:
-        floats = format in IN_GROUPS
-        spec = KernelSpec(format, n, k, tiles.choose(format, n, k, rows, capability), out="f32", x_groups=floats)
-        assert spec.single and spec.tile.tokens == rows
-        built = compile_for(spec, capability)
-        assert built.spill_bytes == 0 and "dp4a" in built.ptx
 
 
 def test_source_is_golden(golden: Callable[[str, str], None]) -> None:
