@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 BURST_SECONDS = 16e-3
 """Aim of one call of greedy decoding: long enough that Python does not show, short enough to stream."""
 _MAX_BURST = 128
-_FIRST_GUESS = 1e-3
+_FIRST_GUESS = 4e-3
+"""Seconds of a step that nobody has timed yet: a first call has few, should the model be slow."""
 
 
 class Engine:
