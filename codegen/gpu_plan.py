@@ -51,7 +51,7 @@ from qcompile.numerics import HIER_GROUP
 MOST_ROWS = 512
 """Most rows of a step."""
 PEAKS_PART, FEWEST_PART = 1024, 32
-"""Most and fewest elements of a row that a program quantizes where the row's peak is known: powers of two."""
+"""Most and fewest elements of a row in parts that programs quantize side by side: powers of two."""
 GPU_ABI = 7
 
 Ref = list[Any]
@@ -274,17 +274,20 @@ class _Maker:
         else:
             spec = self.plain(c.x, c.out)
         launch = self.rows(spec, c.name, self.ref(c.x), c.out, {})
-        known = [self._by_peaks(launch, spec, most, count) for most, count in self.peaks.get(c.x, {}).items()]
+        known = [self._in_parts(launch, spec, most, count) for most, count in self.peaks.get(c.x, {}).items()]
+        part = math.gcd(spec.width, PEAKS_PART)
+        if spec.group and part < spec.width and part % spec.group == 0 and not act and spec.last_top == spec.top:
+            known.append(self._in_parts(launch, spec, gemm.DECODE_TOKENS))
         full = replace(launch, variants=(*known, *launch.variants))
         apart = [replace(full, by="decode_tokens"), replace(launch, by="other_tokens")]
         yield from apart if c.x in self.merged else [full]
 
-    def _by_peaks(self, launch: Launch, spec: RowSpec, most: int, count: int) -> Variant:
-        """A row in parts side by side, for up to `most` rows: `count` peaks of each are known."""
+    def _in_parts(self, launch: Launch, spec: RowSpec, most: int, peaks: int = 0) -> Variant:
+        """A row in parts side by side, for up to `most` rows: whole groups, or `peaks` of each row are known."""
         parts = spec.width // math.gcd(spec.width, PEAKS_PART)
-        kernel = replace(spec, width=spec.width // parts, blocks=parts, peaks=count).kernel(self.capability)
+        kernel = replace(spec, width=spec.width // parts, blocks=parts, peaks=peaks).kernel(self.capability)
         whole = launch.variants[0]
-        args = whole.args | {"peaks": ["work", "peaks"]}
+        args = whole.args | {"peaks": ["work", "peaks"]} if peaks else whole.args
         return Variant(self.plan.add(kernel), (whole.grid[0], parts, 1), args, most)
 
     def _hadamard(self, c: p.Hadamard) -> Iterator[Launch]:

@@ -27,8 +27,8 @@ class RowSpec:
     buffer `other`, then times `factor`. norm: rms or layer, with weight and bias. write: f32, bf16, or q8: codes
     within ±`top` in int8, a scale a row, and with `sums` the sum of the codes; with `group` a scale for so many
     columns, codes of the last group within ±`last_top`. With `blocks` > 1 a row holds so many
-    blocks of `width`, each treated alone; but with `peaks` all are quantized by one scale, as of so many magnitudes of
-    the row, which are given, the largest is the row's.
+    blocks of `width`, each treated alone (of whole groups, if any); but with `peaks` all are quantized by one scale, as
+    of so many magnitudes of the row, which are given, the largest is the row's.
     """
 
     width: int

@@ -374,6 +374,16 @@ def test_rows_are_quantized_in_parts_where_the_kernel_before_told_their_peaks() 
         assert seen == known, recipe
 
 
+def test_few_rows_are_quantized_in_parts_of_whole_groups() -> None:
+    plan = make_plan(lowered("nested", ffn=1280)[1], 90)
+    grids = {
+        tuple((variant.grid[1], variant.most) for variant in launch.variants)
+        for launch in plan.launches
+        if launch.variants[0].kernel.startswith("rows_q8")
+    }
+    assert grids == {((1, 0),), ((5, 16), (1, 0))}  # 256 columns are one part, 1280 are five of 256
+
+
 @pytest.mark.parametrize("format", ["kv4", "kv_hier", "kv_hier4"])
 def test_attention_sums_features_alike_in_all_programs(format: str) -> None:
     """Which threads sum what of queries of 128 features decides a row's last bits."""

@@ -89,21 +89,22 @@ def interpret_single_floats() -> None:
             assert (found[0] - want).norm() / want.norm() < 1e-5
 
 
-def interpret_peaks() -> None:
-    """A row quantized in parts by the peaks of other parts: the bits of all at once."""
+def interpret_parts() -> None:
+    """A row quantized in parts, by the peaks of other parts or in groups: the bits of all at once."""
     from qcompile.codegen import gpu_compile
 
     torch.manual_seed(0)
     x = torch.randn(3, 768)
-    whole = RowSpec(768, 768, 768, out="q8")
-    found = []
-    for spec, grid in ((whole, (3, 1, 1)), (replace(whole, width=256, blocks=3, peaks=48), (3, 3, 1))):
-        given = {"x": x, "out": torch.empty(3, 768, dtype=torch.int8), "out_scale": torch.empty(3)}
-        given["peaks"] = x.abs().unflatten(1, (48, 16)).amax(2)
-        kernel = spec.kernel(80)
-        gpu_compile.load(kernel)[grid](*(given[a.name] for a in kernel.arguments))
-        found.append((given["out"], given["out_scale"]))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    for group, peaks in ((0, 48), (128, 0)):
+        whole = RowSpec(768, 768, 768, out="q8", group=group)
+        found = []
+        for spec, grid in ((whole, (3, 1, 1)), (replace(whole, width=256, blocks=3, peaks=peaks), (3, 3, 1))):
+            given = {"x": x, "out": torch.empty(3, 768, dtype=torch.int8), "out_scale": torch.full((3, 6), 0.0)}
+            given["peaks"] = x.abs().unflatten(1, (48, 16)).amax(2)
+            kernel = spec.kernel(80)
+            gpu_compile.load(kernel)[grid](*(given[a.name] for a in kernel.arguments))
+            found.append((given["out"], given["out_scale"]))
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def interpret_norms() -> None:
@@ -135,7 +136,7 @@ def test_numerics_in_the_interpreter() -> None:
     command = [
         sys.executable,
         "-c",
-        f"import {__name__} as m; m.interpret_single(); m.interpret_single_floats(); m.interpret_peaks();"
+        f"import {__name__} as m; m.interpret_single(); m.interpret_single_floats(); m.interpret_parts();"
         " m.interpret_norms()",
     ]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
