@@ -188,6 +188,7 @@ class LLM:
         self.bos_token_id: int | None = model["bos_token_id"]
         pool = BlockPool(executor.kv_pages, executor.limits.page_tokens, executor.limits.ring_tokens)
         self.engine = Engine(executor, pool, tokenizer, model["eos_token_ids"], max_batch, speculator)
+        self._owner: dict[int, tuple[_Run, int]] = {}  # by request
         self._keep = keep
         self._close = weakref.finalize(self, _close_all, executor, speculator)
 
@@ -239,29 +240,41 @@ class LLM:
         """Prompts with their tokens, and the parameters of each; UsageError if anything is malformed."""
         listed = _as_list(prompts)
         every = _params_for(len(listed), params, options)
+        if self.tokenizer is None and any(one.stops for one in every):
+            raise UsageError("this artifact has no tokenizer: stop texts cannot be found in its output")
         return [(prompt, self.encode(prompt)) for prompt in listed], every
 
     def _run(
         self, prompts: list[tuple[Prompt, list[int]]], every: list[SamplingParams], partial: bool
     ) -> Iterator[RequestOutput]:
         """Outputs as they grow, or with `partial` false only when they are finished."""
-        groups: list[Group] = []
-        owner: dict[int, Group] = {}
+        run = _Run()
         for number, ((prompt, tokens), params) in enumerate(zip(prompts, every, strict=True)):
             requests = [self.engine.add(tokens, params, index) for index in range(params.n)]
-            groups.append(Group(number, prompt if isinstance(prompt, str) else None, tokens, requests))
-            owner.update((request.id, groups[-1]) for request in requests)
-        unfinished = len(groups)
+            run.groups.append(Group(number, prompt if isinstance(prompt, str) else None, tokens, requests))
+            self._owner.update((request.id, (run, number)) for request in requests)
+        unfinished = len(run.groups)
         try:
             while unfinished:
-                grown = {owner[request.id].number for request in self.engine.step() if request.id in owner}
-                for number in sorted(grown):
-                    unfinished -= groups[number].finished
-                    if partial or groups[number].finished:
-                        yield groups[number].output()
+                if not run.grown:
+                    self._step()
+                grown, run.grown = sorted(run.grown), set()
+                for number in grown:
+                    run.grown.discard(number)  # what it gained while others were looked at comes along
+                    unfinished -= run.groups[number].finished
+                    if partial or run.groups[number].finished:
+                        yield run.groups[number].output()
         finally:
-            for request in (request for group in groups for request in group.requests):
+            for request in (request for group in run.groups for request in group.requests):
+                self._owner.pop(request.id, None)
                 self.engine.cancel(request)
+
+    def _step(self) -> None:
+        """One step of the engine; whichever run a request is of learns that it has grown."""
+        for request in self.engine.step():
+            if request.id in self._owner:
+                run, number = self._owner[request.id]
+                run.grown.add(number)
 
     def encode(self, prompt: object) -> list[int]:
         """A prompt's token numbers, checked. Raises UsageError in one clear line."""
@@ -311,8 +324,8 @@ class LLM:
             self._check_range(row)
         if len(rows[0]) > self.context:
             raise UsageError(f"{len(rows[0])} tokens are longer than the context of {self.context}")
-        if chunk is not None and chunk < 1:
-            raise UsageError(f"chunk must be at least 1, not {chunk}")
+        if chunk is not None and not (isinstance(chunk, int) and chunk >= 1):
+            raise UsageError(f"chunk must be a whole number of at least 1, not {chunk!r}")
         result = torch.empty((len(rows), len(rows[0]), self.vocab_size), dtype=torch.float32)
         for index, start, values in self.engine.forward(rows, chunk or self.executor.limits.max_tokens):
             result[index, start : start + len(values)] = torch.from_numpy(values)
@@ -339,6 +352,15 @@ class LLM:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+class _Run:
+    """One call of `generate` or `stream`. Several may be under way, each taking steps when it is asked for more."""
+
+    def __init__(self) -> None:
+        self.groups: list[Group] = []
+        self.grown: set[int] = set()
+        """Numbers of the groups that have grown, in whoever's steps, since they were last looked at."""
 
 
 def _close_all(target: StepExecutor, speculator: Drafter | None) -> None:
@@ -372,6 +394,8 @@ def _params_for(count: int, params: Params, options: dict[str, Any]) -> list[Sam
         params = SamplingParams(**options)
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        raise UsageError("params must be SamplingParams, or a list of them")
     if len(params) != count:
         raise UsageError(f"{len(params)} SamplingParams for {count} prompts: give one, or one for each")
     return list(params)

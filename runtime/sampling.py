@@ -8,6 +8,7 @@ tokens do not depend on what shares its batch.
 from __future__ import annotations
 
 import math
+import numbers
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from qcompile.errors import UsageError
+from qcompile.errors import UnsupportedError, UsageError
 from qcompile.runtime.accept import Distribution, pick
 
 FloatArray = npt.NDArray[np.float32]
 DoubleArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
+
+_MOST_PENALTY = 1e3
+"""Of repetition, and its reciprocal the least: logits times or over it stay finite in float32."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class SamplingParams:
     temperature: 0 is greedy. top_k: 0 or -1 is no limit. max_tokens: None is up to the context.
     stop: one text or several; generation ends where one appears, and it is not part of the text.
     seed: None draws from fresh entropy. logprobs: how many alternatives to report for every token.
+    Numbers may be numpy's.
     """
 
     n: int = 1
@@ -45,19 +50,22 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        for name in (name for name in self.__dataclass_fields__ if name not in ("stop", "ignore_eos")):
+            object.__setattr__(self, name, _plain(getattr(self, name)))
         self._need("n", _whole(self.n) and self.n >= 1, "a whole number of at least 1")
         self._need("temperature", _real(self.temperature) and self.temperature >= 0, "at least 0")
         self._need("top_k", _whole(self.top_k) and self.top_k >= -1, "0 or -1 (no limit), or at least 1")
         self._need("top_p", _real(self.top_p) and 0 < self.top_p <= 1, "above 0 and at most 1")
         self._need("min_p", _real(self.min_p) and 0 <= self.min_p <= 1, "between 0 and 1")
-        positive = _real(self.repetition_penalty) and self.repetition_penalty > 0
-        self._need("repetition_penalty", positive, "above 0")
+        in_range = _real(self.repetition_penalty) and 1 / _MOST_PENALTY <= self.repetition_penalty <= _MOST_PENALTY
+        self._need("repetition_penalty", in_range, f"between {1 / _MOST_PENALTY:g} and {_MOST_PENALTY:g}")
         for name, least in (("max_tokens", 1), ("logprobs", 0), ("seed", 0)):
             value = getattr(self, name)
             fits = value is None or (_whole(value) and value >= least)
             self._need(name, fits, f"None or a whole number of at least {least}")
-        stops = self.stops
-        self._need("stop", all(isinstance(s, str) and s for s in stops), "one or several texts, none empty")
+        listed = self.stop is None or isinstance(self.stop, Sequence)
+        texts = listed and all(isinstance(text, str) and text for text in self.stops)
+        self._need("stop", texts, "one or several texts, none empty")
         self._need("n", self.n == 1 or self.temperature > 0, "1 when temperature is 0 (all would be equal)")
 
     def _need(self, name: str, holds: bool, what: str) -> None:
@@ -77,12 +85,25 @@ class SamplingParams:
         return self.temperature == 0 and self.logprobs is None and self.repetition_penalty == 1
 
 
+def _plain(value: object) -> object:
+    """A number of whatever type as Python's own; anything else, and what no float holds, as it is."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return value
+    try:
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    except OverflowError:
+        return value
+
+
 def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _real(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number that no float holds
+        return False
 
 
 @dataclass(frozen=True)
@@ -104,16 +125,19 @@ def distribution(logits: FloatArray, params: SamplingParams) -> tuple[IntArray, 
     """The tokens that can be drawn, ascending, and their probabilities [candidates] (float64, sum 1).
 
     logits: [vocab], already penalized; temperature must not be 0. Ties at the edge of top-k all stay;
-    ties at the edge of top-p go by token number.
+    ties at the edge of top-p go by token number. Raises UnsupportedError where a logit is NaN or infinite.
     """
+    peak = logits.max()
+    if not np.isfinite(peak):
+        raise UnsupportedError("the model's logits are not finite: its weights or activations overflow their formats")
     floor = -np.inf
     if params.min_p > 0:
-        floor = logits.max() + params.temperature * math.log(params.min_p)
+        floor = peak + max(params.temperature * math.log(params.min_p), -1e38)
     if 0 < params.top_k < len(logits):
         floor = max(floor, np.partition(logits, -params.top_k)[-params.top_k])
     ids = np.flatnonzero(logits >= floor)
-    scaled = logits[ids].astype(np.float64) / params.temperature
-    weights = np.exp(scaled - scaled.max())
+    with np.errstate(over="ignore"):  # at temperatures near 0 all but the likeliest are infinitely less likely
+        weights = np.exp((logits[ids].astype(np.float64) - np.float64(peak)) / params.temperature)
     if params.top_p < 1:
         weights /= weights.sum()
         order = np.argsort(-weights, kind="stable")

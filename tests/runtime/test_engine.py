@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import zip_longest
 
 import pytest
 from hypothesis import given, settings
@@ -129,6 +130,25 @@ def test_two_streams_share_the_engine() -> None:
     assert other == reference_greedy([9], 40)
     *_, last = first
     assert last.outputs[0].token_ids == reference_greedy([7, 8], 300, eos=None)
+
+
+def test_what_ends_in_steps_of_another_stream_is_given() -> None:
+    """Two loops, one within the other: the outer one's prompts end while the inner one steps."""
+    llm = fake_llm()
+    outer = llm.stream([[7, 8], [5], [6]], temperature=0, max_tokens=30, ignore_eos=True)
+    got = {}
+    for output in outer:
+        got[output.request_id] = output
+        inner = llm.generate([[9]], temperature=0, max_tokens=100, ignore_eos=True)[0].outputs[0].token_ids
+        assert inner == reference_greedy([9], 100, eos=None)
+    for number, prompt in enumerate([[7, 8], [5], [6]]):
+        assert got[number].finished and got[number].outputs[0].token_ids == reference_greedy(prompt, 30, eos=None)
+    first, second = (llm.stream([[at]], temperature=0, max_tokens=200, ignore_eos=True) for at in (3, 4))
+    pairs = list(zip_longest(first, second))
+    for at in (0, 1):
+        last = [pair[at] for pair in pairs if pair[at]][-1]
+        assert last.finished and last.outputs[0].token_ids == reference_greedy([3 + at], 200, eos=None)
+    assert not llm.engine.busy and llm.engine.pool.used == 0 and not llm._owner
 
 
 def test_pure_greedy_decoding_runs_in_bursts() -> None:

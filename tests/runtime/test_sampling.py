@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from qcompile.errors import UnsupportedError
 from qcompile.runtime.sampling import Sampler, SamplingParams, distribution, logprobs_of, penalize
 
 LOGITS = np.array([2.0, -1.0, 0.5, 3.0, 3.0, -4.0, 1.0, 0.0], np.float32)
@@ -30,6 +31,31 @@ def test_temperature() -> None:
     np.testing.assert_allclose(dense(SamplingParams(temperature=1.0)), softmax(LOGITS))
     np.testing.assert_allclose(dense(SamplingParams(temperature=0.5)), softmax(LOGITS * 2))
     assert np.isfinite(dense(SamplingParams(temperature=1e-6))).all()
+
+
+def test_the_least_temperatures_draw_the_likeliest() -> None:
+    """Dividing by them overflows what the logits' differences do not."""
+    single = LOGITS.copy()
+    single[3] += 1
+    for options in ({}, {"top_p": 0.9}, {"top_k": 3, "top_p": 0.5}, {"min_p": 0.1}):
+        for temperature in (5e-324, 1e-320, 1e-300):
+            got = dense(SamplingParams(temperature=temperature, **options), single)
+            assert np.flatnonzero(got).tolist() == [3]
+            assert np.flatnonzero(dense(SamplingParams(temperature=temperature))).tolist() == [3, 4]
+    assert np.count_nonzero(dense(SamplingParams(temperature=1e308, min_p=0.1, top_p=0.99))) == 8
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    params = SamplingParams(temperature=np.float32(0.5), seed=np.int64(3), max_tokens=np.uint8(4), top_k=np.int32(2))
+    assert params == SamplingParams(temperature=0.5, seed=3, max_tokens=4, top_k=2)
+    assert type(params.temperature) is float and type(params.seed) is int
+
+
+def test_logits_that_are_no_numbers_are_refused() -> None:
+    for bad in (np.nan, np.inf):
+        for options in ({}, {"top_p": 0.5}, {"top_k": 2}, {"min_p": 0.2}):
+            with pytest.raises(UnsupportedError, match="not finite"):
+                distribution(np.where(np.arange(8) == 2, np.float32(bad), LOGITS), SamplingParams(**options))
 
 
 def test_top_k_keeps_ties() -> None:

@@ -188,7 +188,11 @@ def test_malformed_prompts(llm: LLM, prompts: Any, message: str) -> None:
         ({"top_p": 0}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
         ({"min_p": -0.1}, "min_p"),
-        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be between 0.001 and 1000"),
+        ({"repetition_penalty": 1e-46}, "repetition_penalty"),
+        ({"repetition_penalty": 10**400}, "repetition_penalty"),
+        ({"temperature": 10**400}, "temperature must be at least 0"),
+        ({"stop": 5}, "stop must be one or several texts"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": True}, "max_tokens"),
         ({"n": 0}, "n must be"),
@@ -206,6 +210,9 @@ def test_malformed_options(llm: LLM, options: dict[str, Any], message: str) -> N
 
 
 def test_mismatched_parameters(llm: LLM) -> None:
+    for params in ("x", {"max_tokens": 1}, [None]):
+        with pytest.raises(UsageError, match="params must be SamplingParams"):
+            llm.generate("a", params)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="2 SamplingParams for 1"):
         llm.generate("a", [SamplingParams()] * 2)
     with pytest.raises(UsageError, match="not both"):
@@ -234,6 +241,8 @@ def test_without_a_tokenizer_only_tokens() -> None:
     assert llm.generate([[1, 2]], temperature=0)[0].outputs[0].text == ""
     with pytest.raises(UsageError, match="no tokenizer"):
         llm.generate("a")
+    with pytest.raises(UsageError, match="no tokenizer: stop texts"):
+        llm.generate([[1, 2]], temperature=0, stop="a")
 
 
 def test_closed_once_and_for_all(llm: LLM) -> None:
