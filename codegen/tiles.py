@@ -327,7 +327,7 @@ def choose(format: str, n: int, k: int, tokens: int, capability: int = 90) -> Ti
     source = next(source for source in sources if any(row[:2] == (source, most) for row in H200))
     rows = {(rn, rk): tile for (name, c, rn, rk), tile in H200.items() if (name, c) == (source, most)}
     for shape in sorted(rows, key=lambda s: abs(math.log(s[0] / n)) + abs(math.log(s[1] / k))):
-        tile = fitted(format, n, k, rows[shape], capability) or fitted(format, n, k, plain(rows[shape]), capability)
+        tile = fitted(format, n, k, rows[shape], capability) or fitted(format, n, k, plain(format, rows[shape]), capability)
         if tile is not None:
             return tile
     return Tile(16 if most <= DECODE_TOKENS else 64, 32, unroll=SMALLEST.get(format, 1), joined=capability == 90)
@@ -349,27 +349,27 @@ def in_one_order(format: str, n: int, k: int, tokens: int, capability: int = 90)
         alone = fitted(format, n, k, replace(tile, slices=parts, warps=warps), capability)
         return alone or in_one_order(format, n, k, DECODE_TOKENS, capability)
     rows = tile.rows if tile.rows % 64 == 0 and decode.rows % 64 == 0 else 64 if n % 64 == 0 else 32
-    for cut, unroll in itertools.product((tile, plain(tile)), sorted({tile.unroll, least}, reverse=True)):
+    for cut, unroll in itertools.product((tile, plain(format, tile)), sorted({tile.unroll, least}, reverse=True)):
         same = fitted(format, n, k, replace(cut, rows=rows, slices=1, splits=parts, unroll=unroll), capability)
         if same is not None:
             return same
     raise UnsupportedError(f"weight [{n}, {k}] in {format} has no cut for {tokens} rows into {parts} parts")
 
 
-def plain(tile: Tile) -> Tile:
+def plain(format: str, tile: Tile) -> Tile:
     """`tile`, or a cut of about its size where it unpacks in pieces: what those give up on takes it."""
     if not tile.piece:
         return tile
-    stages = 4 if tile.tokens <= DECODE_TOKENS else 3
-    return replace(tile, tokens=min(tile.tokens, 128), rows=64, unroll=1, warps=4, stages=stages, piece=0)
+    stages, unroll = 4 if tile.tokens <= DECODE_TOKENS else 3, SMALLEST.get(format, 1)
+    return replace(tile, tokens=min(tile.tokens, 128), rows=64, unroll=unroll, warps=4, stages=stages, piece=0)
 
 
 def fitted(format: str, n: int, k: int, tile: Tile, capability: int) -> Tile | None:
     """`tile` with no more stages in flight than the GPU has room for; None if it does not divide the weight."""
-    tile = tile if capability == 90 else plain(tile)
+    tile = tile if capability == 90 else plain(format, tile)
     tile = replace(tile, ahead=tile.ahead if capability >= 90 else 0, joined=capability == 90)
     if format == "mix_4_8":
-        tile = replace(tile, rows=min(tile.rows, MIX_ROWS), ahead=0)
+        tile = replace(tile, rows=min(tile.rows, MIX_ROWS), ahead=tile.ahead if tile.piece else 0)
     while tile.tokens < FEWEST_TOKENS and k % (128 * tile.unroll) and tile.unroll > 1:
         tile = replace(tile, unroll=tile.unroll // 2)
     part = n * k  # more than any program fetches ahead: cut down where a program has less

@@ -130,7 +130,7 @@ class KernelSpec:
             raise UnsupportedError(f"{self.format} cut by {self.tile} tells no peaks")
         if self.gated and (self.mixed or self.residual or not self.width):
             raise UnsupportedError(f"{self.format} with {self.width} columns stores no {self.gated} of pairs of rows")
-        if self.wide % self.tile.rows or (self.mixed and (self.prelaunch or not self.width)):
+        if self.wide % self.tile.rows or (self.mixed and (self.prelaunch > self.apart or not self.width)):
             raise UnsupportedError(f"{self.wide} rows of 8 bits, {self.width} columns, do not go with {self.tile}")
         part = self.blocks // self.tile.splits * 32 * self.row_bytes
         if self.prelaunch and (self.tile.ahead > part or self.tile.ahead & (self.tile.ahead - 1)):
@@ -155,14 +155,14 @@ class KernelSpec:
         if self.apart:
             most = 64 if self.mixed else 128
             cut = tile.piece == 128 and tile.rows == 16 * tile.warps <= most and tile.tokens <= 128
-            return cut and tile.unroll == 1 and tile.stages > 1 and not self.prelaunch
+            return cut and tile.unroll == (2 if self.block_words == 0.5 else 1) and tile.stages > 1
         pieces = tile.piece in (16, 32, 64) and self.row_items % tile.piece == 0 and self.block * tile.unroll >= 256
         return pieces and tile.stages == 1 and self.format in ("w4_asym_g128", "mxfp4")
 
     @property
     def apart(self) -> bool:
         """Whether warps that copy and groups of warps that multiply go on apart."""
-        return self.tile.piece > 0 and self.format in ("w4_asym_g128_int8", "nested_8_4", "mix_4_8")
+        return self.tile.piece > 0 and self.format in (*ALONE, "mix_4_8")
 
     @property
     def packing(self) -> str:
@@ -340,9 +340,9 @@ def render(spec: KernelSpec) -> str:
 def kernel(spec: KernelSpec) -> Kernel:
     """The kernel as it is compiled."""
     tile = spec.tile
-    # Where warps go on apart Triton is told of the first four; two programs of eight share a multiprocessor.
+    # Where warps go on apart Triton is told of the first four; programs of eight share a multiprocessor.
     how = (4 if spec.apart else tile.warps, tile.stages, spec.prelaunch)
-    most = 128 if spec.apart and tile.warps == 4 else 0
+    most = (64 if spec.decode else 128) if spec.apart and tile.warps == 4 else 0
     return Kernel(spec.name, render(spec), tuple(spec.arguments), *how, in_flight=tile.piece > 0, most_registers=most)
 
 
