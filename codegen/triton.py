@@ -6,6 +6,7 @@ of the kernel.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -86,6 +87,8 @@ _LAYOUTS = {
 }
 ALONE = ("qoq_channel", "qoq_g128", "w8_sym_channel", "w4_asym_g128_int8", "nested_8_4")
 """Formats of which single rows are multiplied without the tensor cores."""
+PLANES = ("w4_asym_g128", "mxfp4")
+"""Formats of which kernels unpack a plane at a time to bf16, while the tensor cores work."""
 _ITEM_BYTES = {"i8": 1, "i16": 2, "bf16": 2}
 
 
@@ -154,15 +157,16 @@ class KernelSpec:
             return False
         if self.apart:
             most = 64 if self.mixed else 128
-            cut = tile.piece == 128 and tile.rows == 16 * tile.warps <= most and tile.tokens <= 128
-            return cut and tile.unroll == (2 if self.block_words == 0.5 else 1) and tile.stages > 1
+            cut = self.format in (*ALONE, *PLANES, "mix_4_8") and tile.rows == 16 * tile.warps <= most
+            whole = tile.unroll == (2 if self.block_words == 0.5 else 1) and tile.stages > 1
+            return cut and whole and tile.tokens <= 128
         pieces = tile.piece in (16, 32, 64) and self.row_items % tile.piece == 0 and self.block * tile.unroll >= 256
-        return pieces and tile.stages == 1 and self.format in ("w4_asym_g128", "mxfp4")
+        return pieces and tile.stages == 1 and self.format in PLANES
 
     @property
     def apart(self) -> bool:
         """Whether warps that copy and groups of warps that multiply go on apart."""
-        return self.tile.piece > 0 and self.format in (*ALONE, "mix_4_8")
+        return self.tile.piece == 128
 
     @property
     def packing(self) -> str:
@@ -271,8 +275,9 @@ class KernelSpec:
         if self.single:
             return 0
         if self.apart:
-            most = 128 if self.mixed else self.row_bytes * (1 + self.low_plane)
-            return tile.rows * (most + 4) + tile.tokens * (128 + 4)
+            codes = 128 if self.mixed else self.row_bytes * (1 + self.low_plane)
+            x = self.block * (2 if self.float_x else 1)
+            return tile.rows * (codes + math.ceil(4 * self.block_words)) + tile.tokens * (x + 4 * self.x_groups)
         if tile.piece:
             codes = tile.rows * (self.row_bytes + 4 * self.block_words)
             return tile.unroll * int(codes + 2 * tile.tokens * self.block)
@@ -332,17 +337,30 @@ def render(spec: KernelSpec) -> str:
     many = "gemm_apart.py.jinja" if spec.apart else "gemm_wide.py.jinja"
     pieces = spec.tile.piece and spec.inline_asm
     template = "gemv.py.jinja" if spec.single else many if pieces else "gemm.py.jinja"
-    return gpu_compile.render_template(
-        template, spec=spec, tile=spec.tile, words=spec.row_bytes // 4, gate_block=GATE_BLOCK
-    )
+    values = {"tile": spec.tile, "words": spec.row_bytes // 4, "gate_block": GATE_BLOCK}
+    return gpu_compile.render_template(template, spec=spec, registers=_registers(spec)[1], **values)
+
+
+def _registers(spec: KernelSpec) -> tuple[int, list[int]]:
+    """Where warps go on apart: registers of a thread on average, 0 for all, and of groups of warps but the first.
+
+    So many that two programs share a multiprocessor, of few rows of 64 weights each four.
+    """
+    if not spec.apart:
+        return 0, []
+    if spec.tile.warps == 4:
+        return (64 if spec.decode and not spec.float_x else 128), [56]
+    if spec.decode:
+        return 0, [216, 72]
+    return 0, [216, 72]
 
 
 def kernel(spec: KernelSpec) -> Kernel:
     """The kernel as it is compiled."""
     tile = spec.tile
-    # Where warps go on apart Triton is told of the first four; programs of eight share a multiprocessor.
+    # Where warps go on apart Triton is told of the first four.
     how = (4 if spec.apart else tile.warps, tile.stages, spec.prelaunch)
-    most = (64 if spec.decode else 128) if spec.apart and tile.warps == 4 else 0
+    most, _ = _registers(spec)
     return Kernel(spec.name, render(spec), tuple(spec.arguments), *how, in_flight=tile.piece > 0, most_registers=most)
 
 
