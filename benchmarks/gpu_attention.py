@@ -25,7 +25,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import ROTATED_BYTES, Launch, facts, graph_us
 from qcompile.codegen import gpu_compile, tiles
-from qcompile.codegen.gpu_attention import FINE_PROGRAMS, GROUP_SPLITS, AttentionSpec, GpuKV, MergeSpec
+from qcompile.codegen.gpu_attention import GROUP_SPLITS, AttentionSpec, GpuKV, MergeSpec
 from qcompile.codegen.gpu_compile import Kernel
 from qcompile.codegen.program import RING_GROUPS
 from qcompile.numerics import HIER_GROUP, PAGE_TOKENS
@@ -50,7 +50,7 @@ def spec_for(format: str, cut: str, queries: int, **more: Any) -> AttentionSpec:
 
 def cut_for(kv: GpuKV, batch: int, context: int, split: int) -> str:
     """What programs of the decode class take, as codegen/gpu_plan.py has it."""
-    few = -(-context // split) * batch <= FINE_PROGRAMS // (kv.leaves * KV_HEADS)
+    few = -(-context // split) * batch <= kv.fine_splits
     return "leaf" if few and kv.leaves > 1 else "long" if 0 < kv.long_splits < -(-context // split) else "split"
 
 
@@ -186,7 +186,7 @@ class Problem:
         tiles_of_rows = -(-self.queries // spec.queries)
         most = slots
         if spec.several:
-            most = max(FINE_PROGRAMS // KV_HEADS // (cache.batch if spec.kv.hierarchical else 1), 1)
+            most = max(spec.kv.shares // (cache.batch if spec.kv.hierarchical else 1), 1)
         todo = [(spec.kernel(90), (KV_HEADS * tiles_of_rows, min(slots, most), cache.batch))]
         if spec.cut == "whole":
             todo = [(spec.kernel(90), (tiles_of_rows, KV_HEADS, cache.batch))]

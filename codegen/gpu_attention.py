@@ -43,8 +43,10 @@ MOST_QUERIES = 16
 """Most query positions of a sequence in the decode class."""
 GROUP_SPLITS = 16
 """Splits that are summed together, before the sums of groups are."""
-FINE_PROGRAMS = 1056
-"""Up to so many programs take a leaf each, or a split of a hierarchical cache: 8 for each multiprocessor of an H200."""
+FINE_PROGRAMS = 3072
+"""Up to so many programs take a leaf each; half as many of 16 bits, which are faster undivided sooner."""
+SHARING_PROGRAMS = 1056
+"""So many take several splits in turn, or one each of a hierarchical cache: 8 for each multiprocessor of an H200."""
 _LOG2_E = 1.4426950408889634
 # 2 pi in parts: two short ones whose products with whole numbers up to 2^12 are exact, and the rest.
 _TWO_PI = (-6.28125, -0.0019350051879882812, -3.01991605e-07)
@@ -88,12 +90,13 @@ class GpuKV:
     @property
     def leaves(self) -> int:
         """Leaves of a split: parts of it that are summed apart. Over a hierarchical cache a split has none."""
-        return 1 if self.hierarchical else 4
+        return 1 if self.hierarchical else 8
 
     @property
     def fine_splits(self) -> int:
         """Up to so many splits of all sequences together are taken in leaves."""
-        return FINE_PROGRAMS // (self.leaves * self.heads) if self.leaves > 1 else 0
+        programs = FINE_PROGRAMS // (2 if self.bits > 8 else 1)
+        return programs // (self.leaves * self.heads) if self.leaves > 1 else 0
 
     @property
     def long_splits(self) -> int:
@@ -106,7 +109,7 @@ class GpuKV:
     @property
     def shares(self) -> int:
         """How many programs of a KV head take the splits of a sequence (hierarchical: of all sequences), if so many."""
-        return max(FINE_PROGRAMS // self.heads, 1)
+        return max(SHARING_PROGRAMS // self.heads, 1)
 
     @property
     def row_bytes(self) -> int:

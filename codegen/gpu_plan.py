@@ -354,30 +354,36 @@ class _Maker:
         if c.residual is not None:
             refs["residual"] = self.ref(c.residual)
         told = self.peaks.get(c.out or "") if act and not apart else None
-        options["peaks"] = told is not None
-        variants = [self._gemm_variant(packing, n, c.k, most, x.rows, refs, options) for most in tiles.classes(packing)]
-        if told is not None:
-            told |= {variant.most: variant.grid[1] for variant in variants if "peaks" in variant.args}
+        shape = (packing, n, c.k)
+        variants = [self._gemm_variant(shape, most, x.rows, refs, options, told) for most in tiles.classes(packing)]
         yield Launch(c.name, x.rows, tuple(variants))
         if c.out is None:
             yield from self._pick(c)
 
     def _gemm_variant(
-        self, packing: str, n: int, k: int, most: int, rows: str, refs: dict[str, Ref], options: dict[str, Any]
+        self,
+        shape: tuple[str, int, int],
+        most: int,
+        rows: str,
+        refs: dict[str, Ref],
+        options: dict[str, Any],
+        told: dict[int, Any] | None,
     ) -> Variant:
+        """For up to `most` rows (0: any number), of a weight of that packing, N, K; `told` gets the peaks it tells."""
+        packing, n, k = shape
         tile = tiles.in_one_order(packing, n, k, most or tiles.MANY, self.capability)
         if not self.asm and tile.tokens < gemm.FEWEST_TOKENS:
             tile = replace(tile, rows=32)  # an interpreter takes programs one after the other
-        told = options["peaks"] and tile.tokens < gemm.FEWEST_TOKENS
-        spec = gemm.KernelSpec(packing, n, k, tile, **options | {"peaks": told})
+        spec = gemm.KernelSpec(packing, n, k, tile, **options)
         # Sums of integers are left at zero, and found so; those of floats are not.
         places = {"sums": "float_sums" if spec.float_sum else "sums", "arrived": "arrived"}
         for name, (items, dtype) in spec.workspace(most or MOST_ROWS).items():
             self.plan.need(places[name], items * dtype.itemsize)
         grid: tuple[Size, Size, Size] = ([rows, tile.tokens], n // tile.rows, tile.splits)
         work: dict[str, Ref] = {name: ["work", place] for name, place in places.items()}
-        if spec.peaks:
-            work["peaks"] = self.plan.need("peaks", 4 * (n // tile.rows), "tokens")
+        if told is not None and spec.tells:
+            spec, told[most] = replace(spec, peaks=True), spec.tells
+            work["peaks"] = self.plan.need("peaks", 4 * spec.tells, "tokens")
         return Variant(self.plan.add(gemm.kernel(spec)), grid, refs | work, most)
 
     def _pick(self, c: p.Gemm) -> Iterator[Launch]:

@@ -23,6 +23,9 @@ from qcompile.ops import GATE_BLOCK
 DECODE_TOKENS = 16
 """Most rows of the decode class. Its float kernels sum in one order for every M."""
 
+MULTIPROCESSORS = 132
+"""Of an H100 or H200, the GPUs of sm_90."""
+
 FEWEST_TOKENS = 16
 """Fewest rows of x of a tile for the tensor cores."""
 
@@ -100,8 +103,8 @@ class KernelSpec:
     w4_asym_g128; mxfp4_a8 and w4_asym_g128_a8 read the latter's packings with int8. out and residual are bf16, or f32
     with `out`. The first `width` columns are stored (0: all N). With `gated` (the name of an act) rows of gate and of
     up alternate in blocks of ops.GATE_BLOCK, and act(gate) * up is stored, `width` columns. mix_4_8 has n packed rows,
-    `wide` of 8 bits first, and stores `width` columns where they belong. With `peaks`, where single rows are gated, a
-    program also stores the largest magnitude of what it does of a row, [M, N / tile.rows]. `inline_asm` False renders
+    `wide` of 8 bits first, and stores `width` columns where they belong. With `peaks`, where few rows are gated, a
+    program also stores the largest magnitudes of what it does of a row, [M, tells]. `inline_asm` False renders
     the same for Triton's interpreter, which has none.
     """
 
@@ -129,7 +132,7 @@ class KernelSpec:
             raise UnsupportedError(f"weight [{self.n}, {self.k}] in {self.format} does not divide into {self.tile}")
         if self.single and not self._taken_alone():
             raise UnsupportedError(f"{self.format} is not summed by {self.tile}: rows are taken whole, by one program")
-        if self.peaks and not (self.single and self.gated):
+        if self.peaks and not (self.gated and self.tells):
             raise UnsupportedError(f"{self.format} cut by {self.tile} tells no peaks")
         if self.gated and (self.mixed or self.residual or not self.width):
             raise UnsupportedError(f"{self.format} with {self.width} columns stores no {self.gated} of pairs of rows")
@@ -167,6 +170,13 @@ class KernelSpec:
     def apart(self) -> bool:
         """Whether warps that copy and groups of warps that multiply go on apart."""
         return self.tile.piece == 128
+
+    @property
+    def tells(self) -> int:
+        """Magnitudes of a row that the kernel can tell: of each part of it that some warps have to themselves; or 0."""
+        if self.single:
+            return self.n // self.tile.rows
+        return self.n // 64 if self.apart and self.decode and self.tile.splits == 1 else 0
 
     @property
     def packing(self) -> str:
@@ -344,15 +354,15 @@ def render(spec: KernelSpec) -> str:
 def _registers(spec: KernelSpec) -> tuple[int, list[int]]:
     """Where warps go on apart: registers of a thread on average, 0 for all, and of groups of warps but the first.
 
-    So many that two programs share a multiprocessor, of few rows of 64 weights each four.
+    Of programs of 64 weights two share a multiprocessor of sm_90, or four where there are more. Room for more than
+    there are is no gain: a kernel that begins early would crowd where the one before it ends first.
     """
     if not spec.apart:
         return 0, []
-    if spec.tile.warps == 4:
-        return (64 if spec.decode and not spec.float_x else 128), [56]
-    if spec.decode:
+    if spec.tile.warps > 4:
         return 0, [216, 72]
-    return 0, [216, 72]
+    crowded = spec.decode and spec.n // spec.tile.rows * spec.tile.splits > 2 * MULTIPROCESSORS
+    return (64, [48]) if crowded else (128, [56])
 
 
 def kernel(spec: KernelSpec) -> Kernel:

@@ -69,7 +69,7 @@ def interpret_recipes(*names: str) -> None:
         }
         more = options.get(name, {})
         graph, program, blobs = lowered(name.split()[0], **more)
-        machine = Interpreter(program, make_plan(program, 90, split=64, inline_asm=False), blobs)
+        machine = Interpreter(program, make_plan(program, 90, split=128, inline_asm=False), blobs)
         ids = torch.randint(0, SHAPE["vocab"], (2, 20), generator=torch.Generator().manual_seed(1))
         inputs = step_inputs(ids, None, graph)
         want = graph.run(*inputs)[0]
@@ -118,7 +118,7 @@ def interpret_nested_draft() -> None:
     read = {name for c in program.calls if c.kernel == "gemm" for name in c.weights.values()}
     assert read == {n for c in verify.calls if c.kernel == "gemm" for n in c.weights.values() if not n.endswith(".low")}
     blobs = {name: blob for w in table.weights for (name, _), blob in zip(w.blobs, w.produce(), strict=True)}
-    machine = Interpreter(program, make_plan(program, 90, split=64, inline_asm=False), blobs)
+    machine = Interpreter(program, make_plan(program, 90, split=128, inline_asm=False), blobs)
     ids = torch.randint(0, SHAPE["vocab"], (1, 20), generator=torch.Generator().manual_seed(1))
     inputs = step_inputs(ids, None, drafted[-1])
     want = drafted[-1].run(*inputs)[0]
@@ -140,7 +140,7 @@ def interpret_window() -> None:
     ids = torch.randint(0, SHAPE["vocab"], (1, 90), generator=torch.Generator().manual_seed(2))
     inputs = step_inputs(ids, None, graph)
     want = graph.run(*inputs)[0]
-    machine = Interpreter(program, make_plan(program, 90, split=64, inline_asm=False), blobs, rows=128)
+    machine = Interpreter(program, make_plan(program, 90, split=128, inline_asm=False), blobs, rows=128)
     pages = inputs[3].tolist()[0]
     machine.step([Chunk(ids[0, :84].tolist(), 0, pages)], outputs=[83])
     for machine.fine in (0, 100):  # programs that take splits of their own, and leaves
@@ -163,7 +163,7 @@ def interpret_several_splits() -> None:
     ids = torch.randint(0, SHAPE["vocab"], (1, 197), generator=torch.Generator().manual_seed(2))
     inputs = step_inputs(ids, None, graph)
     want = graph.run(*inputs)[0][-2:]
-    machine = Interpreter(program, make_plan(program, 90, split=64, inline_asm=False), blobs, rows=200)
+    machine = Interpreter(program, make_plan(program, 90, split=128, inline_asm=False), blobs, rows=200)
     pages = inputs[3].tolist()[0]
     machine.step([Chunk(ids[0, :195].tolist(), 0, pages)], outputs=[194])
     machine.fine, found = 0, []
@@ -192,7 +192,7 @@ def interpret_hierarchical(format: str) -> None:
     want = graph.run(*step_inputs(ids, None, graph))[0]
     pages = list(range(pages_for(length, 64, 384)))
     random.Random(0).shuffle(pages)
-    plan = make_plan(program, 90, split=64, inline_asm=False)
+    plan = make_plan(program, 90, split=128, inline_asm=False)
     machine = Interpreter(program, plan, blobs, rows=128, pages=len(pages))
 
     def step(start: int, end: int, outputs: list[int] | None = None) -> torch.Tensor:
@@ -299,7 +299,7 @@ def interpret_feedback() -> None:
     from tests.codegen.gpu_interpreter import Interpreter
 
     _, program, blobs = lowered("qserve")
-    machine = Interpreter(program, make_plan(program, 90, split=64, inline_asm=False), blobs)
+    machine = Interpreter(program, make_plan(program, 90, split=128, inline_asm=False), blobs)
     _, first = machine.step([Chunk([5], 0, [0]), Chunk([7], 0, [1])])
     machine.feed_back(2)
     inputs = machine.inputs
@@ -352,16 +352,23 @@ def test_decode_kernels_compile_without_spills(target: str, recipe: str) -> None
 
 
 def test_rows_are_quantized_in_parts_where_the_kernel_before_told_their_peaks() -> None:
-    in_parts = {(4, "tokens"), (1, "decode_tokens")}
-    for recipe, known in (("qserve", in_parts), ("qserve-channel", set()), ("nested", set())):
-        plan = make_plan(lowered(recipe)[1], 90)
+    of_heads = (1, "decode_tokens")
+    cases: list[tuple[str, int, set[tuple[int, str]]]] = [
+        ("qserve", 256, {(3, "tokens"), of_heads}),
+        # Up to 16 rows are told of where warps go on apart, which do not share the inputs of so many weights.
+        ("qserve", 10240, {(4, "tokens"), of_heads}),
+        ("qserve-channel", 256, set()),
+        ("nested", 256, set()),
+    ]
+    for recipe, ffn, known in cases:
+        plan = make_plan(lowered(recipe, ffn=ffn)[1], 90)
         told: list[tuple[int, int, str]] = []  # most rows, peaks of a row, and what tells them
         seen = set()
         for launch in plan.launches:
             of_peaks = [variant for variant in launch.variants if "peaks" in variant.args]
             tellers = [variant for variant in of_peaks if not variant.kernel.startswith("rows")]
             if tellers and "gemv" in tellers[0].kernel:
-                told = [(variant.most, int(variant.grid[1]), launch.by) for variant in tellers]  # type: ignore[call-overload]
+                told = [(variant.most, _peaks_of(plan.kernels[variant.kernel].source), launch.by) for variant in tellers]
             elif tellers:
                 assert all("merge" in variant.kernel for variant in tellers)
                 told = [(16, int(tellers[0].grid[1]), "decode_tokens")]  # type: ignore[call-overload]
@@ -372,6 +379,13 @@ def test_rows_are_quantized_in_parts_where_the_kernel_before_told_their_peaks() 
                 seen |= {(len(told), by) for _, _, by in told}
         # What a prefill's attention makes has no peaks: another launch quantizes it.
         assert seen == known, recipe
+
+
+def _peaks_of(source: str) -> int:
+    """How many peaks of a row a kernel that multiplies tells."""
+    found = re.search(r"peaks \+ (?:\(token \+ 0\)|rm) \* (\d+) \+ pn", source)
+    assert found
+    return int(found[1])
 
 
 def test_few_rows_are_quantized_in_parts_of_whole_groups() -> None:
