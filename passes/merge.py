@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -98,12 +98,24 @@ def _siblings(node: fx.Node) -> list[fx.Node]:
     return sorted(linears, key=lambda n: n._sort_key)
 
 
+def _stacked(graph: Graph, weights: list[Any]) -> fx.Node:
+    """Weights one below the other: what they were cut from (passes/split.py) where nothing changed them since."""
+    cuts = [weight.args if ops.name_of(weight.target) == "slice_rows" else None for weight in weights]
+    place = 0
+    for cut in cuts:
+        if cut is None or cut[0] is not cuts[0][0] or cut[1] != place:
+            return graph.call_weight("concat_rows", weights)
+        place = cut[2]
+    whole: fx.Node = cuts[0][0]
+    return whole if whole.meta["val"].shape[0] == place else graph.call_weight("concat_rows", weights)
+
+
 def _merge_siblings(graph: Graph, linears: list[fx.Node]) -> None:
     first = linears[0]
-    weight = graph.call_weight("concat_rows", [n.args[1] for n in linears])
+    weight = _stacked(graph, [n.args[1] for n in linears])
     bias = None
     if any(_bias(n) is not None for n in linears):
-        bias = graph.call_weight("concat_rows", _biases(graph, linears))
+        bias = _stacked(graph, _biases(graph, linears))
     with graph.fx.inserting_before(first):
         joined = graph.call("linear", first.args[0], weight, bias)
         stops = list(accumulate(n.meta["val"].shape[-1] for n in linears))

@@ -20,6 +20,7 @@ _ON_WEIGHTS = frozenset(
         "expert_rows",
         "matvec",
         "zero_bias",
+        "slice_rows",
         "interleave_rows",
         "rotate",
         "scale_axis",

@@ -45,10 +45,12 @@ from qcompile.passes.salience import Salience
 from qcompile.passes.smooth import Smooth
 from qcompile.passes.smooth_attention import SmoothAttention
 from qcompile.passes.speculate import Speculate
+from qcompile.passes.split import Split
 from qcompile.report_page import PageWriter
 
 PASSES: tuple[type[Pass], ...] = (
     Raise,
+    Split,
     FoldNorms,
     Rotate,
     Smooth,

@@ -50,6 +50,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "zero_bias": (rand(3, 4),),
     "norm_heads": (rand(3, 40), rand(8), None, 1e-6, "rms", 8, 3, 8),
     "concat_rows": ([rand(3, 4), rand(2, 4)],),
+    "slice_rows": (rand(5, 4), 1, 3),
     "matvec": (rand(3, 4), rand(4)),
     "interleave_rows": (rand(20, 4), rand(20, 4), 16),
     "quantize_weight": (rand(17, 200), "qoq_g128"),

@@ -38,5 +38,5 @@ def test_a_drawing_holds_every_node_and_edge() -> None:
 def test_build_dumps_every_stage(tmp_path: Path) -> None:
     pipeline.build(decoder(layers=1), tmp_path / "out", recipe="f32", dump_ir=tmp_path / "ir")
     stages = sorted(path.name for path in (tmp_path / "ir").glob("*.txt"))
-    assert stages[0] == "01-assign_precision.txt" and stages[-1].endswith("plan_memory.txt")
+    assert stages[0] == "01-split.txt" and stages[-1].endswith("plan_memory.txt")
     assert len(list((tmp_path / "ir").glob("*.svg"))) == len(stages)

@@ -151,6 +151,12 @@ def concat_rows(weights: list[Tensor]) -> Tensor:
     return torch.cat(weights)
 
 
+@define(lambda w, start, stop: w.new_empty(stop - start, *w.shape[1:]))
+def slice_rows(w: Tensor, start: int, stop: int) -> Tensor:
+    """Rows start:stop of a weight [N, K] or a bias [N]: those of the outputs start:stop of its linear."""
+    return w[start:stop].clone()
+
+
 @define(lambda a, b, block: a.new_empty(2 * (-(-a.shape[0] // block)) * block, *a.shape[1:]))
 def interleave_rows(a: Tensor, b: Tensor, block: int) -> Tensor:
     """a and b [N, ...] -> their blocks of `block` rows alternating, a's first; a last short block is zero-filled.

@@ -1,0 +1,76 @@
+"""Split: slices of one linear become linears of their own, which later passes can scale, turn and round apart.
+
+Many checkpoints store query, key and value, or gate and up, as one matrix. What scales keys or turns values needs rows
+that make nothing else. `merge` joins again what is alike at the end, so kernels read as many weights as before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar
+
+from torch import fx
+
+from qcompile import ops
+from qcompile.graph import Graph
+from qcompile.passes.base import Pass, PassResult
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Split(Pass):
+    """`(x W^T + b)[start:stop]` becomes `x W[start:stop]^T + b[start:stop]`, for linears read by slices alone.
+
+    Fires on linears whose slices do not overlap; rows that no slice reads are gone with them. `fired` counts linears.
+    """
+
+    name: ClassVar[str] = "split"
+    requires: ClassVar[tuple[str, ...]] = ("raise",)
+
+    def run(self, graph: Graph) -> PassResult:
+        graph = graph.clone()
+        fired, notes = 0, []
+        for node in graph.calls("linear"):
+            slices = [user for user in node.users if ops.name_of(user.target) == "slice_features"]
+            if not slices:
+                continue
+            reason = _refusal(node, slices)
+            if reason is None:
+                _split(graph, node, slices)
+                fired += 1
+            else:
+                notes.append(f"node {node.name}: {reason}")
+        graph.erase_dead()
+        return PassResult(graph, fired, tuple(notes))
+
+
+def _range(part: fx.Node) -> Range:
+    _, start, stop = part.args
+    assert isinstance(start, int)
+    assert isinstance(stop, int)
+    return start, stop
+
+
+def _refusal(node: fx.Node, slices: list[fx.Node]) -> str | None:
+    """Why `node` must stay whole; None when its slices can be linears of their own."""
+    other = next((user for user in node.users if user not in slices), None)
+    if other is not None:
+        return f"{other.name} reads it whole, and {slices[0].name} a part of it"
+    for (_, stop), (start, _) in pairwise(sorted({_range(part) for part in slices})):
+        if start < stop:
+            return f"parts of it that overlap at feature {start} are read"
+    return None
+
+
+def _split(graph: Graph, node: fx.Node, slices: list[fx.Node]) -> None:
+    x: Any = node.args[0]
+    weights: Any = node.args[1:]
+    made: dict[Range, fx.Node] = {}
+    for start, stop in sorted({_range(part) for part in slices}):
+        rows = [None if weight is None else graph.call_weight("slice_rows", weight, start, stop) for weight in weights]
+        with graph.fx.inserting_before(node):
+            made[start, stop] = graph.call("linear", x, *rows)
+    for part in slices:
+        graph.replace(part, made[_range(part)])
