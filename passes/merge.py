@@ -100,13 +100,12 @@ def _siblings(node: fx.Node) -> list[fx.Node]:
 
 def _stacked(graph: Graph, weights: list[Any]) -> fx.Node:
     """Weights one below the other: what they were cut from (passes/split.py) where nothing changed them since."""
-    cuts = [weight.args if ops.name_of(weight.target) == "slice_rows" else None for weight in weights]
+    whole: Any = weights[0].args[0] if ops.name_of(weights[0].target) == "slice_rows" else None
     place = 0
-    for cut in cuts:
-        if cut is None or cut[0] is not cuts[0][0] or cut[1] != place:
+    for weight in weights:
+        if ops.name_of(weight.target) != "slice_rows" or weight.args[:2] != (whole, place):
             return graph.call_weight("concat_rows", weights)
-        place = cut[2]
-    whole: fx.Node = cuts[0][0]
+        place = weight.args[2]
     return whole if whole.meta["val"].shape[0] == place else graph.call_weight("concat_rows", weights)
 
 

@@ -90,7 +90,7 @@ class Quantize(Pass):
         return graph.call_weight("quantize_weight", weight, format), format
 
 
-EXPERT_FORMATS = ("f32", "bf16", "w8_sym_channel", "w4_asym_g128", "qoq_g128", "qoq_channel", "mxfp4")
+EXPERT_FORMATS = ("f32", "bf16", "w8_sym_channel", "w4_asym_g128", "qoq_g128", "qoq_channel", "mxfp4", "nested_8_4")
 """Weight formats whose packed rows can be cut by expert."""
 
 

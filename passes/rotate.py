@@ -125,7 +125,8 @@ class Rotate(Pass):
 
     def _rotate_online(self, graph: Graph, value: fx.Node, number: int) -> int:
         """An operator rotates `value` for the linears that read it; nothing to do where none does."""
-        readers = [user for user in value.users if ops.name_of(user.target) == "linear" and user.args[0] is value]
+        linears = ("linear", "expert_linear")
+        readers = [user for user in value.users if ops.name_of(user.target) in linears and user.args[0] is value]
         if not readers:
             return 0
         block = self._block(value, value.meta["val"].shape[-1], LARGEST_CORE)
@@ -137,7 +138,8 @@ class Rotate(Pass):
             turned = graph.call("hadamard", value, matrix, block)
         for reader in readers:
             reader.update_arg(0, turned)
-            _rotate_argument(graph, reader, 1, ones, 1)
+            place, _, inputs = analysis.WEIGHT_AXES[str(ops.name_of(reader.target))]
+            _rotate_argument(graph, reader, place, ones, int(inputs or 0))
         return len(readers)
 
 

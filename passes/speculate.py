@@ -15,6 +15,9 @@ from qcompile.passes.assign_precision import ACTIVATIONS
 from qcompile.passes.base import Pass, PassResult
 
 SAME = "same"
+GEMMS = ("gemm", "expert_gemm")
+FORMATS = tuple(format for format in ACTIVATIONS if format != "mix_4_8")
+"""Weight formats of drafts. Which rows of a mixed weight have 8 bits is chosen for the target, before it is rounded."""
 TOKENS = 128
 """Of the text on which sensitivity is measured, at most."""
 
@@ -25,7 +28,7 @@ class Speculate(Pass):
 
     `same` keeps what the verifying path has, so that its packed weights serve both (QSpec 3.1); a format rounds
     the weights once more from what they were before (ML-SpecQD 3.1, direct cast). It runs when `enabled`, once
-    for every draft path of the recipe, on the graph that `quantize` left.
+    for every draft path of the recipe, on the graph that `quantize` left. Experts draft as linears do; routers stay.
 
     The `sensitive` linears that, drafted alone, move the logits most take `sensitive_weight` and
     `sensitive_activation` instead (QuantSpec 5: layers that keep 8 bits). They are named in the notes. Logits are those
@@ -47,8 +50,8 @@ class Speculate(Pass):
         if self.sensitive < 0:
             raise UsageError(f"speculate.sensitive={self.sensitive}: write how many linears, 0 or more")
         for format in (self.weight, self.head, self.sensitive_weight):
-            if format != SAME and format not in ACTIVATIONS:
-                raise UsageError(f"weight format {format} is unknown; there are same, {', '.join(ACTIVATIONS)}")
+            if format != SAME and format not in FORMATS:
+                raise UsageError(f"no draft has weight format {format}; there are same, {', '.join(FORMATS)}")
         known = sorted({activation for choices in ACTIVATIONS.values() for activation in choices})
         for activation in (self.activation, self.head_activation, self.sensitive_activation):
             if activation not in (SAME, *known):
@@ -60,7 +63,7 @@ class Speculate(Pass):
         heads = head_gemms(graph)
         activations: dict[tuple[Any, ...], fx.Node] = {}
         fired = 0
-        for node in graph.calls("gemm"):
+        for node in _draftable(graph):
             wanted = (self.head, self.head_activation) if node in heads else (self.weight, self.activation)
             if node.name in kept:
                 wanted = self.sensitive_weight, self.sensitive_activation
@@ -73,9 +76,9 @@ class Speculate(Pass):
         """The gemms, but for heads, whose change alone moves the logits most, the worst first."""
         before, heads = _logits(graph), {node.name for node in head_gemms(graph)}
         moved: dict[str, float] = {}
-        for name in [node.name for node in graph.calls("gemm") if node.name not in heads]:
+        for name in [node.name for node in _draftable(graph) if node.name not in heads]:
             alone = graph.clone()
-            node = next(node for node in alone.calls("gemm") if node.name == name)
+            node = next(node for node in alone.calls(*GEMMS) if node.name == name)
             if _change(alone, node, self.weight, self.activation, {}):
                 moved[name] = float((_logits(alone) - before).square().mean())
         return sorted(moved, key=lambda name: moved[name], reverse=True)[: self.sensitive]
@@ -96,11 +99,22 @@ def _logits(graph: Graph) -> Tensor:
 
 def head_gemms(graph: Graph) -> set[fx.Node]:
     """Gemms from which the output is reached without another gemm: what makes logits."""
+    return _gemms_before(graph, [graph.output])
+
+
+def _draftable(graph: Graph) -> list[fx.Node]:
+    """All gemms but routers: a draft that asks other experts than the target does would compute another model."""
+    routers = _gemms_before(graph, graph.calls("top_k"))
+    return [node for node in graph.calls(*GEMMS) if node not in routers]
+
+
+def _gemms_before(graph: Graph, nodes: list[fx.Node]) -> set[fx.Node]:
+    """Gemms whose results reach one of `nodes` without another gemm."""
     found: set[fx.Node] = set()
-    frontier = list(graph.output.all_input_nodes)
+    frontier = [source for node in nodes for source in node.all_input_nodes]
     while frontier:
         node = frontier.pop()
-        if ops.name_of(node.target) == "gemm":
+        if ops.name_of(node.target) in GEMMS:
             found.add(node)
         elif not graph.is_weight(node):
             frontier += node.all_input_nodes
@@ -111,9 +125,10 @@ def _change(
     graph: Graph, node: fx.Node, weight: str, activation: str, activations: dict[tuple[Any, ...], fx.Node]
 ) -> bool:
     """Give one gemm its other precisions; whether anything changed."""
+    experts = ops.name_of(node.target) == "expert_gemm"
     arguments: Any = node.args
-    x, packed, format = arguments[0], arguments[1], str(arguments[4])
-    source, dtype, group = x.args
+    packed, format = (arguments[2], arguments[4]) if experts else (arguments[1], arguments[4])
+    x, dtype, group = (arguments[0], *arguments[5:7]) if experts else arguments[0].args
     new_dtype = dtype if activation == SAME else activation
     if new_dtype not in ACTIVATIONS[format if weight == SAME else weight]:
         found = f"{format if weight == SAME else weight} do not meet activations in {new_dtype}"
@@ -122,16 +137,26 @@ def _change(
     kind = numerics.ACTIVATIONS[new_dtype]
     inputs = packed.meta["val"][0].shape[1]
     new_group = (numerics.FORMATS[new_format].sum_group or kind.group or inputs) if kind.top else 0
-    key = (source, new_dtype, new_group)
-    if key[1:] != (dtype, group):
-        if key not in activations:
-            with graph.fx.inserting_after(source):
-                activations[key] = graph.call("quantize_activation", *key)
-        x = activations[key]
-    changed = x is not arguments[0] or new_packed is not packed
-    node.args = (x, new_packed, *arguments[2:4], new_format, *arguments[5:])
+    changed = new_packed is not packed or (new_dtype, new_group) != (dtype, group)
+    if experts:  # they round their inputs themselves
+        node.args = (*arguments[:2], new_packed, arguments[3], new_format, new_dtype, new_group, *arguments[7:])
+    else:
+        quantized = _quantized(graph, arguments[0], (x, new_dtype, new_group), activations)
+        node.args = (quantized, new_packed, *arguments[2:4], new_format, *arguments[5:])
     node.meta["precision"] = {"weight": new_format, "activation": new_dtype}
     return changed
+
+
+def _quantized(
+    graph: Graph, present: fx.Node, key: tuple[Any, ...], activations: dict[tuple[Any, ...], fx.Node]
+) -> fx.Node:
+    """The quantized activation (value, dtype, group) `key`, which `present` may be already, made once."""
+    if key == present.args:
+        return present
+    if key not in activations:
+        with graph.fx.inserting_after(key[0]):
+            activations[key] = graph.call("quantize_activation", *key)
+    return activations[key]
 
 
 def _weight(graph: Graph, packed: Any, format: str) -> tuple[fx.Node, str]:

@@ -7,10 +7,11 @@ import re
 import pytest
 import torch
 
-from qcompile import analysis, check
+from qcompile import analysis, check, ops
 from qcompile.graph import Graph
 from qcompile.passes.base import apply
 from qcompile.passes.rotate import Rotate
+from tests.codegen.test_experts import decoder as mixture
 from tests.graphs import decoder, sequence_inputs
 
 
@@ -123,6 +124,14 @@ def test_online_rotation_of_down_projections(ffn: int, act: str) -> None:
     after = apply(Rotate(online=True), before).graph
     assert [n.args[0].target.name() for n in after.calls("hadamard")] == ["qcompile::mul"] * 2
     assert all(n.args[2] == ffn for n in after.calls("hadamard"))
+
+
+def test_online_rotation_of_what_experts_read() -> None:
+    before = mixture()
+    result = apply(Rotate(residual=False, heads=False, online=True), before)
+    (turned,) = result.graph.calls("hadamard")
+    assert result.fired == 1 and [ops.name_of(user.target) for user in turned.users] == ["expert_linear"]
+    assert check.equivalent(result.graph, before, sequence_inputs()) < 1e-14
 
 
 def test_one_writer_too_few_is_noticed() -> None:

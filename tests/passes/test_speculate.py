@@ -14,6 +14,7 @@ from qcompile.errors import PassError, UsageError
 from qcompile.graph import Graph
 from qcompile.passes.base import apply
 from qcompile.passes.speculate import Speculate
+from tests.codegen.test_experts import decoder as mixture
 from tests.graphs import decoder, sequence_inputs
 
 
@@ -46,6 +47,25 @@ def test_a_draft_computes_what_its_formats_alone_would(target: str, draft: Specu
     assert torch.equal(verify.run(*inputs), before) and not torch.equal(result.graph.run(*inputs), before)
 
 
+@pytest.mark.parametrize(
+    ("target", "draft", "alone"),
+    [
+        ("w4a16", Speculate(True, activation="int8"), "w4a8"),
+        ("bf16", Speculate(True, "mxfp4", "int8_g128", "w8_sym_channel", "int8"), "mxfp4"),
+        ("w8a8", Speculate(True, "qoq_g128"), "qserve"),
+    ],
+)
+def test_experts_draft_and_routers_choose_as_the_target_does(target: str, draft: Speculate, alone: str) -> None:
+    source, inputs = mixture(), sequence_inputs(9)
+    plain = {f"{name}.enabled": "false" for name in ("fold_norms", "rotate", "smooth_attention")}
+    verify = next(graph for graph in graphs(target, source) if graph.stage == "quantize")
+    result = apply(draft, verify)
+    passes = pipeline.configure(recipes.get_recipe(alone).settings(), plain)[1:]
+    wanted = next(graph for graph in pipeline.run_passes(source, passes)[0] if graph.stage == "quantize")
+    assert len(result.graph.calls("expert_gemm")) == 4
+    assert torch.equal(result.graph.run(*inputs), wanted.run(*inputs))
+
+
 def test_the_same_formats_change_nothing() -> None:
     quantized = next(graph for graph in graphs("w4a8", decoder()) if graph.stage == "quantize")
     assert apply(Speculate(True), quantized).fired == 0
@@ -56,8 +76,9 @@ def test_what_has_no_kernel_is_refused_by_name() -> None:
     quantized = next(graph for graph in graphs("bf16", decoder()) if graph.stage == "quantize")
     with pytest.raises(PassError, match=r"speculate: node gemm.*mxfp4 do not meet activations in bf16"):
         apply(Speculate(True, "mxfp4"), quantized)
-    with pytest.raises(UsageError, match="weight format w3 is unknown"):
-        Speculate(True, "w3")
+    for format in ("w3", "mix_4_8"):
+        with pytest.raises(UsageError, match=f"no draft has weight format {format}; there are same, f32"):
+            Speculate(True, format)
     with pytest.raises(UsageError, match="activation type int2 is unknown"):
         Speculate(True, activation="int2")
 

@@ -117,7 +117,7 @@ struct Experts {
   int x_stride, x_slot;
   const float* index;      // [tokens][gemm_kp(slots)] int32
   Gemm gemm;               // of the first expert; m, out and out_stride are set here
-  int64_t codes, scale, zero, group_scale, exponent, bias;  // elements (codes: bytes) from one expert to the next
+  int64_t codes, scale, zero, group_scale, exponent, low, bias;  // elements (codes: bytes) from one expert to the next
   float* out;              // [tokens][out_stride], slots side by side
   int64_t out_stride;
 };
@@ -160,6 +160,7 @@ static void expert_chunk(const Experts& e, int expert, const int* pairs, int cou
   if (g.zero) g.zero += expert * e.zero;
   if (g.group_scale) g.group_scale += expert * e.group_scale;
   if (g.exponent) g.exponent += expert * e.exponent;
+  if (g.low) g.low += expert * e.low;
   if (g.bias) g.bias += expert * e.bias;
   g.out = result;
   g.out_stride = np;
