@@ -61,7 +61,7 @@ class ScalePusher:
             raise PassError(self.pass_name, node.name, f"a channel scale cannot move into {kind}")
         if kind == "mul" and node.args[1].meta["val"].shape != node.meta["val"].shape:
             raise PassError(self.pass_name, node.name, "its second factor is one number for all channels")
-        if kind == "rms_norm" and node.args[1] is None:
+        if kind in ("rms_norm", "layer_norm") and node.args[1] is None:
             raise PassError(self.pass_name, node.name, "this norm has no weight that could take a scale")
         for source in self._sources(node, kind):
             self._check(source, node)
@@ -91,6 +91,7 @@ class _Rule:
 _PUSH: dict[str, _Rule] = {
     "linear": _Rule(weights=((1, 0), (2, 0))),
     "rms_norm": _Rule(weights=((1, 0),)),
+    "layer_norm": _Rule(weights=((1, 0), (2, 0))),
     "mul": _Rule(passes_to=(1,)),  # act(gate) * up: the second factor is linear in its weights
     "rope": _Rule(passes_to=(0,)),
     "split_heads": _Rule(passes_to=(0,)),

@@ -19,6 +19,8 @@ from qcompile.passes.base import Pass, PassResult
 from qcompile.passes.channels import ScalePusher
 from qcompile.sweep import Sweep
 
+NORMS = ("rms_norm", "layer_norm")
+
 
 @dataclass(frozen=True)
 class SmoothAttention(Pass):
@@ -88,13 +90,13 @@ def _measured(graph: Graph) -> dict[fx.Node, fx.Node]:
 def _chain(value: Any) -> list[fx.Node]:
     """The value and what it is made of, back to the linear."""
     nodes = [value]
-    while ops.name_of(nodes[-1].target) in ("rope", "split_heads", "rms_norm"):
+    while ops.name_of(nodes[-1].target) in ("rope", "split_heads", *NORMS):
         nodes.append(nodes[-1].args[0])
     return nodes
 
 
 def _norm_of(value: fx.Node) -> fx.Node | None:
-    return next((n for n in _chain(value) if ops.name_of(n.target) == "rms_norm"), None)
+    return next((n for n in _chain(value) if ops.name_of(n.target) in NORMS), None)
 
 
 def _rotary(key: fx.Node) -> tuple[int, bool]:

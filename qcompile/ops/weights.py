@@ -66,7 +66,7 @@ def key_scale(size: Tensor, head_dim: int, rotary: int, interleaved: bool, share
     size [Hk * D]: magnitude of each key channel; `rotary` <= D of them turn in pairs (i, i + rotary/2), or (2i,
     2i + 1) when interleaved. The result is [Hk * D], or [D] when the heads must share one (`shared`).
     """
-    heads = size.reshape(-1, head_dim).clone()
+    heads = size.abs().reshape(-1, head_dim)  # a norm's weights have signs
     if shared:
         heads = heads.amax(0, keepdim=True)
     turning = heads[:, :rotary].unflatten(1, (-1, 2) if interleaved else (2, -1))

@@ -92,18 +92,23 @@ def test_queries_behind_an_activation_are_left_and_named() -> None:
     assert result.fired == 0 and "cannot move into unary" in result.notes[0]
 
 
-def test_key_norms_take_the_factor_alike_for_all_heads() -> None:
+@pytest.mark.parametrize("kind", ["rms_norm", "layer_norm"])
+def test_key_norms_take_the_factor_alike_for_all_heads(kind: str) -> None:
     graph = decoder(layers=1)
     for index, name in enumerate(("qn", "kn")):
-        graph.weights.add_tensor(name, torch.rand(16, generator=torch.Generator().manual_seed(index)) + 0.5)
+        weights = torch.randn(2, 16, generator=torch.Generator().manual_seed(index)) + 0.5  # some below zero
+        parts = [f"{name}{part}" for part in ("scale", "shift")[: 1 + (kind == "layer_norm")]]
+        for part, values in zip(parts, weights, strict=False):
+            graph.weights.add_tensor(part, values)
         rope = graph.calls("rope")[index]
         with graph.fx.inserting_before(rope):
-            rope.update_arg(0, graph.call("rms_norm", rope.args[0], graph.weight(name), 1e-6))
+            rope.update_arg(0, graph.call(kind, rope.args[0], *map(graph.weight, parts), 1e-6))
     result = apply(SmoothAttention(), graph)
     assert result.fired == 1 and not result.notes
     assert check.equivalent(result.graph, graph, sequence_inputs()) < 1e-13
     factor = result.graph.evaluate(result.graph.calls("key_scale")[0])
-    assert factor.shape == (16,)
+    pairs = graph.weights[parts[0]].abs().unflatten(0, (2, 8)).amax(0)
+    torch.testing.assert_close(factor, pairs.repeat(2))
 
 
 def test_attention_is_smoothed_by_measured_keys() -> None:
