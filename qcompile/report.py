@@ -115,11 +115,17 @@ def _linear(call: Json, part: str, layer: int | None, weight_bytes: Mapping[str,
 
 
 def _wide_share(call: Json, weight_bytes: Mapping[str, int]) -> float:
-    """Of a mixed weight, by the bytes of its codes (so with the padding to blocks of 16 rows); else 0 or 1."""
-    if "columns" not in call["weights"]:
+    """Of a mixed weight, by the bytes of its codes (so with the padding to blocks of rows); else 0 or 1.
+
+    CPUs have the codes of both widths in one piece, GPUs apart.
+    """
+    size = {role: weight_bytes[name] for role, name in call["weights"].items()}
+    if "columns" not in size:
         return float(call["format"] in ("w8_sym_channel", "bf16", "f32"))
+    if "wide" in size:
+        return size["wide"] / (size["wide"] + 2 * size["w"])
     narrow = call["n"] * call["k"] / 2
-    return min(1.0, max(0.0, weight_bytes[call["weights"]["codes"]] / narrow - 1))
+    return min(1.0, max(0.0, size["codes"] / narrow - 1))
 
 
 def kernels(program: Json, weight_bytes: Mapping[str, int], peaks: Peaks, context: int = 1024) -> list[Json]:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from qcompile import report, report_page
-from qcompile.errors import QCompileError
+from qcompile import pipeline, recipes, report, report_page
+from qcompile.errors import QCompileError, UnsupportedError
 from qcompile.roofline import CPU_CORE
+from tests.graphs import decoder
 
 
 def call(kernel: str, **fields: Any) -> dict[str, Any]:
@@ -87,6 +88,20 @@ def test_share_of_8_bit_features_comes_from_the_bytes_of_the_codes() -> None:
     rows = report.linears(program, sizes, {})
     assert rows[2]["wide_share"] == 0.25
     assert rows[0]["wide_share"] == 0 and rows[-1]["wide_share"] == 1
+
+
+@pytest.mark.parametrize(("target", "recipe"), [("cpu-avx2", "mixllm"), *(("h200", name) for name in recipes.RECIPES)])
+def test_every_recipe_is_reported_for_every_kind_of_target(target: str, recipe: str) -> None:
+    wide = decoder(vocab=96, hidden=256, heads=4, head_dim=64, ffn=256, layers=1)
+    try:
+        plan = pipeline.plan(wide, target=target, recipe=recipe)
+    except UnsupportedError as error:
+        assert target != "cpu-avx2" and re.search("have no GPU kernels", str(error)), (target, recipe)
+        return
+    rows = json.loads(plan.report)["linears"]
+    shares = [row["wide_share"] for row in rows if row["format"] == "mix_4_8"]
+    assert len(shares) == (4 if recipe in ("mixllm", "auto") else 0)
+    assert all(0.05 < share < 0.35 for share in shares)  # a tenth, each width in whole blocks of rows
 
 
 def test_predicted_time_is_that_of_the_roofline() -> None:
