@@ -289,8 +289,8 @@ class KernelSpec:
             x = self.block * (2 if self.float_x else 1)
             return tile.rows * (codes + math.ceil(4 * self.block_words)) + tile.tokens * (x + 4 * self.x_groups)
         if tile.piece:
-            codes = tile.rows * (self.row_bytes + 4 * self.block_words)
-            return tile.unroll * int(codes + 2 * tile.tokens * self.block)
+            weights = tile.rows * (self.row_bytes + 4 * self.block_words)
+            return tile.unroll * int(weights + 2 * tile.tokens * self.block)
         each = tile.rows * self.row_bytes * (1 + self.low_plane) + tile.tokens * self.block * (2 if self.float_x else 1)
         return tile.slices * tile.unroll * each
 

@@ -368,7 +368,8 @@ def test_rows_are_quantized_in_parts_where_the_kernel_before_told_their_peaks() 
             of_peaks = [variant for variant in launch.variants if "peaks" in variant.args]
             tellers = [variant for variant in of_peaks if not variant.kernel.startswith("rows")]
             if tellers and "gemv" in tellers[0].kernel:
-                told = [(variant.most, _peaks_of(plan.kernels[variant.kernel].source), launch.by) for variant in tellers]
+                sources = [plan.kernels[variant.kernel].source for variant in tellers]
+                told = [(v.most, _peaks_of(source), launch.by) for v, source in zip(tellers, sources, strict=True)]
             elif tellers:
                 assert all("merge" in variant.kernel for variant in tellers)
                 told = [(16, int(tellers[0].grid[1]), "decode_tokens")]  # type: ignore[call-overload]
