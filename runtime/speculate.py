@@ -27,7 +27,7 @@ _WINDOW = 2048
 """Tokens of the text, from its end, in which a lookup searches."""
 
 _LAG = 8
-"""Positions that a draft's cache may be behind for its next step to take them along."""
+"""Positions that a draft's cache may be behind, at most, for its next step to take them along."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Speculator:
 
     def propose(self, requests: Sequence[Request], gammas: Sequence[int]) -> list[list[int]]:
         """At most `gammas[i]` drafts for `requests[i]`, all decoding, with pages for them."""
-        self._catch_up(requests)
+        self._catch_up(requests, gammas)
         ends = [len(request.tokens) + most for request, most in zip(requests, gammas, strict=True)]
         return self._call(requests, gammas, ends, 0)
 
@@ -170,7 +170,7 @@ class Speculator:
             for request, draft in zip(requests, drafts, strict=True):
                 request.drafts.proposed = [(np.array([token]), np.ones(1)) for token in draft]
             return drafts
-        self._catch_up(requests)
+        self._catch_up(requests, gammas)
         started = time.perf_counter()
         for request in requests:
             request.drafts.proposed = []
@@ -202,7 +202,7 @@ class Speculator:
         Beside them is how many rounds the request that took the most took.
         """
         started = time.perf_counter()
-        self._catch_up(requests)
+        self._catch_up(requests, gammas)
         self.caught_up = time.perf_counter() - started
         tokens = self._call(requests, gammas, ends, rounds)
         memory = self._memory
@@ -265,15 +265,19 @@ class Speculator:
         memory.call.max_rows = self.target.limits.max_tokens
         return memory, before
 
-    def _catch_up(self, requests: Sequence[Request]) -> None:
-        """Fill the drafts' own caches up to the target's where they lag: after a prompt, and after plain steps."""
+    def _catch_up(self, requests: Sequence[Request], gammas: Sequence[int]) -> None:
+        """Fill the drafts' own caches up to the target's where they lag: after a prompt, and after plain steps.
+
+        They may lag by as much as the drafts' steps have room for, with all requests' and what is drafted.
+        """
+        lag = min(_LAG, self.target.limits.max_tokens // len(requests) - max(gammas))
         for index, level in enumerate(self.levels):
             if level.executor is None or level.shares_cache:
                 continue
             most = level.executor.limits.max_tokens
             for request in requests:
                 cached = request.drafts.cached
-                while request.computed - cached[index] > _LAG:
+                while request.computed - cached[index] > lag:
                     start = cached[index]
                     tokens = request.tokens[start : min(request.computed, start + most)]
                     level.executor.step([Rows(tokens, start, request.pages, 0)], logits=False)

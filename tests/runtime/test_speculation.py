@@ -298,3 +298,26 @@ def test_cache_too_small_and_cancelled_neighbours(artifact: Callable[[str], Path
 def _caches(llm: LLM) -> list[dict[str, int]]:
     runtime = llm.manifest["runtime"]
     return [runtime["kv"], *(level["kv"] for level in runtime["levels"] if level.get("kv"))]
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.8}, {"temperature": 0, "logprobs": 0}])
+def test_many_requests_whose_drafts_lag_behind_fit_into_a_step(
+    artifact: Callable[[str], Path], options: dict[str, float]
+) -> None:
+    """After plain steps every draft has some positions to catch up with: for 100 requests more than a step has rows."""
+    found = {}
+    for gamma in (0, 3):
+        with qcompile.load(artifact("other"), max_batch=100, gamma=gamma, threads=1) as llm:
+            engine = llm.engine
+            params = [SamplingParams(seed=seed, max_tokens=20, ignore_eos=True, **options) for seed in range(100)]
+            requests = [engine.add([seed + 1] * 20, one) for seed, one in enumerate(params)]
+            for steps, drafts in ((7, gamma), (6, 0)):  # the first four take the prompts
+                engine.gamma = drafts
+                for _ in range(steps):
+                    engine.step()
+            engine.gamma = gamma
+            while engine.busy:
+                engine.step()
+            assert not gamma or requests[0].drafts.metrics.rounds > 0
+            found[gamma] = [facts(request.output) for request in requests]
+    assert found[0] == found[3]
