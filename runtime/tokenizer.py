@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 _BROKEN = "\ufffd"  # what a decoder puts for bytes that are not (yet) a character
 _CONTEXT = 6  # tokens of the prompt that a decoder must see: some strip a space at the start of a text
+_MOST_CONTEXT = 256  # where those have no text, being special
 _MAX_HELD = 32
 
 
@@ -24,7 +26,7 @@ def load_tokenizer(root: Path) -> Tokenizer | None:
     from tokenizers import Tokenizer  # costs 20 ms that token-only use does not need
 
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_buffer(path.read_bytes())  # from_file takes no path that is not UTF-8
     except Exception as error:  # tokenizers raises plain Exception
         raise ArtifactError(f"{path} is not a tokenizer: {error}") from error
     tokenizer.no_truncation()
@@ -36,24 +38,33 @@ class Detokenizer:
     """Turns a growing list of tokens into a growing text, never giving out half a character.
 
     Special tokens give no text. The text of all tokens together is the tokenizer's own decoding of them
-    after the prompt.
+    after the prompt, and the same in whatever pieces they come.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
+        # A tokenizer with tokens of single bytes spoils the whole run of bytes of which one is wrong, what was given
+        # out of it too: how long the run in the window is must not depend on the pieces.
+        self._one_by_one = tokenizer.token_to_id("<0x0A>") is not None
         self._ids = list(prompt[-_CONTEXT:])  # the window that is decoded
+        if not self._decode():
+            self._ids = list(prompt[-_MOST_CONTEXT:])
         self._whole = len(self._ids)  # tokens of it after which a character ended
         self._given = len(self._decode().rstrip(_BROKEN))  # characters of its text given out
 
     def clone(self) -> Detokenizer:
         """An independent copy of the state."""
-        twin = object.__new__(Detokenizer)
-        twin._tokenizer, twin._ids = self._tokenizer, self._ids.copy()
-        twin._whole, twin._given = self._whole, self._given
+        twin = copy.copy(self)
+        twin._ids = self._ids.copy()
         return twin
 
     def push(self, tokens: Sequence[int], last: bool = False) -> str:
         """The text that these tokens make certain; with `last`, all that was held back too."""
+        if self._one_by_one and len(tokens) > 1:
+            return "".join([self._push([token], False) for token in tokens]) + self._push([], last)
+        return self._push(tokens, last)
+
+    def _push(self, tokens: Sequence[int], last: bool) -> str:
         self._ids += tokens
         text = self._decode()
         certain = text.rstrip(_BROKEN)
@@ -61,13 +72,18 @@ class Detokenizer:
             certain = text
         new = certain[self._given :]
         if len(certain) == len(text) and len(self._ids) > self._whole:
-            # All spoken for: the window shrinks to these tokens, the next ones' context.
-            del self._ids[: self._whole]
-            self._whole = len(self._ids)
-            self._given = len(self._decode())
+            self._shrink(len(text))
         else:
             self._given = max(self._given, len(certain))
         return new
+
+    def _shrink(self, given: int) -> None:
+        """All is given out: the window shrinks to the newest tokens, as context of the next, if they have any text."""
+        before, self._ids = self._ids, self._ids[self._whole :]
+        self._given = len(self._decode())
+        if not self._given and len(before) < _MOST_CONTEXT:
+            self._ids, self._given = before, given
+        self._whole = len(self._ids)
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._ids, skip_special_tokens=True)

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from qcompile.errors import UsageError
 from qcompile.runtime.llm import LLM
@@ -79,6 +80,53 @@ def test_spaces_between_words_survive_a_decoder_that_strips_them() -> None:
     assert tokenizer.decode([2]) == "two"
     detokenizer = Detokenizer(tokenizer, [1])
     assert [detokenizer.push([2]), detokenizer.push([3, 1]), detokenizer.push([2])] == [" two", " three one", " two"]
+
+
+def byte_fallback() -> Tokenizer:
+    """As SentencePiece models': what has no token is spelled in bytes, and a newline is one of these."""
+    words = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "\u2581a", "b", "\u2581the", "é"]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], byte_fallback=True, unk_token="<unk>")
+    )
+    space, strip = decoders.Replace("\u2581", " "), decoders.Strip(" ", 1, 0)
+    tokenizer.decoder = decoders.Sequence([space, decoders.ByteFallback(), decoders.Fuse(), strip])
+    tokenizer.add_special_tokens(["<s>"])
+    return tokenizer
+
+
+def leading_space() -> Tokenizer:
+    """One that strips the space at the start of a text, which what comes after a special token is not."""
+    words = ["<unk>", "\u2581", "\u2581a", "a", "b", "\u2581the"]
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], unk_token="<unk>"))
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return tokenizer
+
+
+@pytest.mark.parametrize("tokenizer", [byte_fallback(), leading_space()], ids=["bytes", "space"])
+def test_a_text_is_the_same_in_whatever_pieces_its_tokens_come(tokenizer: Tokenizer) -> None:
+    """How many tokens a step gives depends on what shares it: the text must not."""
+    draw = random.Random(1)
+    size = tokenizer.get_vocab_size()
+    for _ in range(300):
+        prompt, tokens = ([draw.randrange(size) for _ in range(draw.randrange(most))] for most in (9, 50))
+        found = set()
+        for most in (1, 7, 50):
+            detokenizer, text, at = Detokenizer(tokenizer, prompt), "", 0
+            while at < len(tokens):
+                count = draw.randint(1, most)
+                text += detokenizer.push(tokens[at : at + count])
+                at += count
+            found.add(text + detokenizer.push([], last=True))
+        assert len(found) == 1, (prompt, tokens, found)
+    newline, cut = tokenizer.token_to_id("<0x0A>"), tokenizer.token_to_id("<0xF0>")
+    if newline:
+        detokenizer = Detokenizer(tokenizer, [newline])
+        assert detokenizer.push([newline, cut]) + detokenizer.push([], last=True) == "\n\ufffd"
+    else:
+        whole = tokenizer.decode([3, 2, 7, 6, 2, 7, 5])
+        detokenizer = Detokenizer(tokenizer, [3])
+        assert "a" + "".join(detokenizer.push([token]) for token in [2, 7, 6, 2, 7, 5]) == whole == "a a a the"
 
 
 def test_text_and_stream_agree(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
