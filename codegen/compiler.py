@@ -79,10 +79,8 @@ def compile(source: str, target: Target) -> bytes:
     """
     key = hashlib.sha256("\0".join((source, *flags(target), version())).encode()).hexdigest()
     cached = user_cache.cache_dir() / f"{key}.so"
-    try:
-        return cached.read_bytes()
-    except OSError:
-        pass
+    if (kept := user_cache.recall(cached)) is not None:
+        return kept
     binary = _run(source, target)
     user_cache.remember(cached, binary)
     return binary

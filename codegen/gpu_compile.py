@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import importlib.util
 import json
+import linecache
 import os
 import re
 import subprocess
@@ -31,7 +31,7 @@ from qcompile.errors import ResourceError, UnsupportedError
 
 _TEMPLATES = Path(__file__).parent / "templates" / "triton"
 _MATRIX = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*")
-_CACHE_VERSION = 2
+_CACHE_VERSION = 3
 
 
 class Argument(NamedTuple):
@@ -105,14 +105,12 @@ def load(kernel: Kernel) -> Any:
 
 @cache
 def _module(source: str) -> ModuleType:
-    # Triton reads a kernel's source from its file.
     name = f"qcompile_kernel_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
-    path = Path(tempfile.mkdtemp(prefix="qcompile-")) / f"{name}.py"
-    path.write_text(source, encoding="utf-8")
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    assert module_spec and module_spec.loader
-    module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
+    # Triton reads a kernel's source as Python's tracebacks do, and they look here first: no file is left behind.
+    path = f"{name}.py"
+    linecache.cache[path] = len(source), None, source.splitlines(keepends=True), path
+    module = ModuleType(name)
+    exec(compile(source, path, "exec"), vars(module))
     return module
 
 
@@ -132,6 +130,7 @@ def build(kernel: Kernel, capability: int) -> Any:
     """
     triton_version()
     import triton
+    from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -149,7 +148,10 @@ def build(kernel: Kernel, capability: int) -> Any:
     options["enable_fp_fusion"] = kernel.fusion
     if kernel.most_registers:
         options["maxnreg"] = kernel.most_registers
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    # What is worth keeping we keep: Triton's own cache would grow with every build, and wants a home to write to.
+    with tempfile.TemporaryDirectory(prefix="qcompile-") as folder, knobs.cache.scope():
+        knobs.cache.dir = folder
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def compile_kernel(kernel: Kernel, capability: int) -> Compiled:
@@ -159,10 +161,8 @@ def compile_kernel(kernel: Kernel, capability: int) -> Compiled:
     """
     key = "\0".join((kernel.label, str(capability), triton_version(), str(_CACHE_VERSION)))
     entry = user_cache.cache_dir() / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
-    try:
-        return _from_json(json.loads(entry.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, KeyError):
-        pass
+    if (kept := user_cache.recall(entry)) is not None:
+        return _from_json(json.loads(kept))
     found = _compile(kernel, capability)
     user_cache.remember(entry, json.dumps(_to_json(found)).encode())
     return found

@@ -1,8 +1,9 @@
 """The artifact directory on disk: written whole or not at all, and verified bit by bit.
 
 An artifact is a directory with `qcompile.json` (the manifest) and the files it lists. The writer works in
-a sibling directory `.NAME.tmp-*`, which it holds a lock on, and renames it into place as its last act; so a
-killed build leaves nothing under NAME, and the next build to the same place removes what is not locked.
+a sibling directory `.NAME.tmp-*`, which it holds a lock on, and renames it into place as its last act, exchanging
+it for an older artifact; so a killed build leaves NAME as it was, and the next build to the same place removes what
+is not locked.
 
 Every file's SHA-256 stands in the manifest and the manifest's own stands in itself: it is canonical JSON, so
 a reader serializes what it parsed and compares bytes. Weights are split over several files because one
@@ -13,20 +14,19 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import glob
 import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any
 
+from qcompile import swap
 from qcompile.errors import ArtifactError, ResourceError, UsageError
 from qcompile.manifest import SHAPE, check_shape
 
@@ -39,6 +39,8 @@ ALIGNMENT = 64
 PAGE = 4096
 """Data of a weights file start on a page: kernels read weights that do up to a tenth faster (benchmarks/cpu_gemm)."""
 SHARD_BYTES = 128 << 20
+_AMENDED = f".{MANIFEST}.new"
+"""What becomes the manifest when all of it is written. A killed `amend` leaves it, and the next writes it anew."""
 _CHUNK = 1 << 20
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
@@ -65,15 +67,15 @@ def _seal(manifest: Manifest) -> str:
 
 
 @contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
-    """Say in one line which path the disk refused, and why."""
+def _disk_errors(path: Path, instead: str = "choose another directory") -> Iterator[None]:
+    """Say in one line which path the disk refused, and why; `instead` where nothing may be written there."""
     try:
         yield
     except OSError as error:
         if error.errno in _FULL:
             raise ResourceError(f"no space left on the disk for {path}: free some space") from error
         if error.errno in _READ_ONLY:
-            raise ResourceError(f"cannot write {path}: {error.strerror}; choose another directory") from error
+            raise ResourceError(f"cannot write {path}: {error.strerror}; {instead}") from error
         raise ResourceError(f"cannot write {path}: {error.strerror or error}") from error
 
 
@@ -135,12 +137,11 @@ class ArtifactWriter:
         self.path = Path(os.path.realpath(path))
         self._shard_bytes = shard_bytes
         self._files: dict[str, dict[str, Any]] = {}
-        self._finished = False
-        _check_replaceable(self.path)
         with _disk_errors(self.path):
+            _check_replaceable(self.path)
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _remove_leftovers(self.path)
-            self._dir, self._lock = _locked_sibling(self.path)
+            swap.remove_leftovers(self.path)
+            self._dir, self._lock = swap.locked_sibling(self.path)
 
     def __enter__(self) -> ArtifactWriter:
         return self
@@ -149,8 +150,7 @@ class ArtifactWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if not self._finished:
-                shutil.rmtree(self._dir, ignore_errors=True)
+            shutil.rmtree(self._dir, ignore_errors=True)  # once installed, what was there before
         finally:
             os.close(self._lock)
 
@@ -233,23 +233,11 @@ class ArtifactWriter:
         self._files[name] = {"bytes": size, "sha256": digest.hexdigest()}
 
     def _install(self) -> None:
-        """The rename. An older artifact steps aside first and is deleted last."""
+        """The rename. An older artifact is then in our place, and deleted with it."""
         _check_replaceable(self.path)
-        os.chmod(self._dir, 0o777 & ~_umask())
-        aside: Path | None = None
-        if (self.path / MANIFEST).exists():
-            aside = Path(tempfile.mkdtemp(prefix=_leftover_prefix(self.path), dir=self.path.parent)) / "old"
-            os.rename(self.path, aside)
-        try:
-            os.rename(self._dir, self.path)
-        except OSError:
-            if aside:
-                os.rename(aside, self.path)
-            raise
-        self._finished = True
+        os.chmod(self._dir, 0o777 & ~swap.umask())
+        swap.install(self._dir, self.path)
         _fsync_directory(self.path.parent)
-        if aside:
-            shutil.rmtree(aside.parent, ignore_errors=True)
 
 
 def _write_all(fd: int, view: memoryview) -> None:
@@ -270,55 +258,17 @@ def _shard_bytes(header: bytes, specs: Sequence[WeightSpec], pieces: Iterator[An
             raise ValueError(f"weight {spec.name}: {-left} bytes more than declared")
 
 
-def _umask() -> int:
-    """The process's umask; mkdtemp ignores it and makes directories private."""
-    with open("/proc/self/status", "rb") as status:
-        for line in status:
-            if line.startswith(b"Umask:"):
-                return int(line.split()[1], 8)
-    return 0o022
-
-
-def _leftover_prefix(path: Path) -> str:
-    return f".{path.name}.tmp-"
-
-
-def _locked_sibling(path: Path) -> tuple[Path, int]:
-    """A new temporary directory beside `path`, and the descriptor whose lock says a build is at work."""
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=_leftover_prefix(path), dir=path.parent))
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # another build took it for a leftover before we had the lock
-            os.close(lock)
-            continue
-        if folder.exists():
-            return folder, lock
-        os.close(lock)
-
-
-def _remove_leftovers(path: Path) -> None:
-    """Delete what killed builds of `path` left behind; directories still locked belong to running builds."""
-    for folder in path.parent.glob(f"{glob.escape(_leftover_prefix(path))}*/"):
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-        finally:
-            os.close(lock)
-
-
 def _check_replaceable(path: Path) -> None:
     """UsageError unless `path` is free, an empty directory, or an artifact."""
-    if not path.exists():
+    try:
+        names = os.listdir(path)
+    except FileNotFoundError:
         return
-    if not path.is_dir():
-        raise UsageError(f"output {path} is a file: choose another directory")
-    if any(path.iterdir()) and not (path / MANIFEST).is_file():
+    except NotADirectoryError as error:
+        if path.exists():
+            raise UsageError(f"output {path} is a file: choose another directory") from error
+        return  # one of its parents is: making the folder says so
+    if names and not (MANIFEST in names and (path / MANIFEST).is_file()):
         raise UsageError(f"output {path} holds other files: choose another directory")
 
 
@@ -345,6 +295,11 @@ def read_manifest(path: str | Path) -> Manifest:
         raise ArtifactError(f"{root}: not an artifact (no {MANIFEST})") from None
     except OSError as error:
         raise ArtifactError(f"{root}: cannot read {MANIFEST}: {error.strerror}") from error
+    return _parsed(root, raw)
+
+
+def _parsed(root: Path, raw: bytes) -> Manifest:
+    """The manifest whose bytes are `raw`, checked; `root` is named in errors."""
     damaged = ArtifactError(f"{root}: {MANIFEST} is damaged; build the artifact again")
     try:
         manifest = json.loads(raw)
@@ -364,24 +319,41 @@ def read_manifest(path: str | Path) -> Manifest:
 
 
 def amend(path: str | Path, **entries: object) -> Manifest:
-    """Write the manifest of the artifact at `path` anew with `entries` laid over it, sealed, in one rename."""
+    """Write the manifest of the artifact at `path` anew with `entries` laid over it, sealed, in one rename.
+
+    One at a time, and by the folder itself, not its name: an artifact that takes its place meanwhile stays as built.
+    """
     root = Path(os.path.realpath(path))
-    manifest = read_manifest(root) | entries
-    manifest["sha256"] = _seal(manifest)
-    with _disk_errors(root / MANIFEST):
-        handle, temporary = tempfile.mkstemp(prefix=_leftover_prefix(root), dir=root.parent)
+    with _disk_errors(root / MANIFEST, "tune a copy of the artifact elsewhere"), ExitStack() as stack:
+        folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        stack.callback(os.close, folder)
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        here = Path(f"/proc/self/fd/{folder}")
+        manifest = _parsed(root, (here / MANIFEST).read_bytes()) | entries
+        manifest["sha256"] = _seal(manifest)
         try:
-            with os.fdopen(handle, "wb") as file:
+            with open(here / _AMENDED, "wb") as file:
                 file.write(canonical_json(manifest))
                 file.flush()
-                os.fsync(handle)
-            os.chmod(temporary, 0o666 & ~_umask())
-            os.replace(temporary, root / MANIFEST)
+                os.fsync(file.fileno())
+            os.replace(here / _AMENDED, here / MANIFEST)
         except BaseException:
-            os.unlink(temporary)
+            (here / _AMENDED).unlink(missing_ok=True)
             raise
-        _fsync_directory(root)
+        os.fsync(folder)
     return manifest
+
+
+def state(path: str | Path) -> tuple[int, ...]:
+    """What differs once another artifact has taken the place of the one at `path`, or its manifest was amended.
+
+    Problems between two equal states are of one artifact, others may be of two. Raises UsageError if there is none.
+    """
+    try:
+        found = os.stat(path)
+    except OSError:
+        raise UsageError(f"{path}: no such artifact directory") from None
+    return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 def file_problem(root: Path, name: str, expected: dict[str, Any], into: memoryview | None = None) -> str | None:
@@ -418,13 +390,21 @@ def _hash_through(fd: int, size: int, into: memoryview | None) -> str:
 def verify(path: str | Path) -> list[str]:
     """Every problem of the artifact at `path`, one line each; an empty list means every bit is as built."""
     root = Path(path)
-    try:
-        manifest = read_manifest(root)
-    except ArtifactError as error:
-        return [str(error)]
-    files: dict[str, dict[str, Any]] = manifest["files"]
-    present = {str(PurePosixPath(p.relative_to(root))) for p in root.rglob("*") if not p.is_dir()}
-    problems = [f"{name}: not in the manifest" for name in sorted(present - set(files) - {MANIFEST, *UNSEALED})]
+    while True:
+        before = state(root)
+        try:
+            problems = _problems(root, read_manifest(root)["files"])
+        except ArtifactError as error:
+            problems = [str(error)]
+        if not problems or state(root) == before:
+            return problems
+
+
+def _problems(root: Path, files: dict[str, dict[str, Any]]) -> list[str]:
+    """What is there beside `files`, and what is wrong with those."""
+    present = {str(PurePosixPath(at, name).relative_to(root)) for at, _, names in os.walk(root) for name in names}
+    known = {*files, MANIFEST, *UNSEALED, _AMENDED}
+    problems = [f"{name}: not in the manifest" for name in sorted(present - known)]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         found = pool.map(lambda item: file_problem(root, item[0], item[1]), sorted(files.items()))
         problems += [problem for problem in found if problem]

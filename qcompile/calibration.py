@@ -6,7 +6,6 @@ Passes that look at activations find it as `graph.calibration`; without it they 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from qcompile import jsonl
 from qcompile.errors import ResourceError, UsageError
 
 if TYPE_CHECKING:
@@ -238,32 +238,23 @@ def read_documents(path: str | Path) -> list[str]:
     A file is JSONL when its first line that is not blank is a JSON object. Raises UsageError, with the line.
     """
     try:
-        content = Path(path).read_bytes()
-        whole = content.decode("utf-8")
+        whole = jsonl.read(path)
     except UnicodeDecodeError as error:
         raise UsageError(f"calibration text {path} is not text: byte {error.start} is not UTF-8") from error
     except OSError as error:
         raise UsageError(f"cannot read calibration text {path}: {error.strerror}") from error
     if "\0" in whole:
         raise UsageError(f"calibration text {path} is not text: it holds zero bytes")
-    lines = [(number, line) for number, line in enumerate(whole.splitlines(), start=1) if line.strip()]
-    if not lines or not isinstance(_parsed(lines[0][1]), dict):
+    lines = jsonl.lines(whole)
+    if not lines or not isinstance(jsonl.parsed(lines[0][1]), dict):
         return [whole]
     documents = []
     for number, line in lines:
-        entry = _parsed(line)
-        text = entry.get("text") if isinstance(entry, dict) else None
-        if not isinstance(text, str):
-            raise UsageError(f'calibration text {path} line {number}: not a JSON object with a "text"')
+        text = jsonl.text_of(jsonl.parsed(line), "text")
+        if text is None:
+            raise UsageError(f'calibration text {path} line {number}: not a JSON object with a "text" in Unicode')
         documents.append(text)
     return documents
-
-
-def _parsed(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
@@ -274,7 +265,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_buffer(path.read_bytes())
     except Exception as error:  # tokenizers raises plain Exception
         raise ResourceError(f"{path} is not a tokenizer: {error}") from error
     tokenizer.no_truncation()

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from qcompile import numerics, ops
-from qcompile.artifact import file_problem, read_manifest
+from qcompile import numerics, ops, swap
+from qcompile.artifact import MANIFEST, read_manifest, verify
 from qcompile.errors import ArtifactError, ResourceError, UnsupportedError, UsageError
 from qcompile.graph import Graph, WeightStore
+from qcompile.manifest import check_manifest
 from qcompile.ops.model import attend, key_offsets, visible
 from qcompile.ops.step import turn_heads
 
@@ -39,9 +40,10 @@ class _Weights:
 
     def __init__(self, root: Path) -> None:
         manifest = read_manifest(root)
-        problem = file_problem(root, STEP, manifest["files"][STEP]) if STEP in manifest["files"] else "is missing"
-        if problem:
-            raise ArtifactError(f"{root}: {STEP}: {problem}; build the artifact again")
+        check_manifest(manifest, str(root / MANIFEST))
+        problems = [] if STEP in manifest["files"] else [f"{STEP} is missing"]
+        if problems := problems or verify(root):
+            raise ArtifactError(f"{root} is damaged: {problems[0]}; build it again")
         if manifest["target"].get("kind", "cpu") != "cpu":
             raise UnsupportedError(f"export: {root} is packed for {manifest['target']['name']}; build it for a CPU")
         self.root = root
@@ -223,15 +225,19 @@ def to_mlir(program: torch.export.ExportedProgram, format: str) -> Any:
 
     UnsupportedError where torch-mlir is not installed, or cannot lower the program.
     """
-    try:
-        torch_mlir: Any = importlib.import_module("torch_mlir.fx")
-    except ImportError as error:
-        raise UnsupportedError(f"export needs torch-mlir ({error}): pip install 'qcompile[mlir]'") from error
+    torch_mlir = _torch_mlir()
     try:
         return torch_mlir.export_and_import(program, output_type=FORMATS[format])
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UnsupportedError(f"export: torch-mlir cannot lower this model to {format}: {reason[0][:300]}") from error
+
+
+def _torch_mlir() -> Any:
+    try:
+        return importlib.import_module("torch_mlir.fx")
+    except ImportError as error:
+        raise UnsupportedError(f"export needs torch-mlir ({error}): pip install 'qcompile[mlir]'") from error
 
 
 def write(root: Path, out: Path, format: str, tokens: int) -> int:
@@ -241,14 +247,18 @@ def write(root: Path, out: Path, format: str, tokens: int) -> int:
     """
     if format not in FORMATS:
         raise UsageError(f"--format {format} is unknown; there are {', '.join(FORMATS)}")
+    _torch_mlir()  # before a minute's work
+    most = read_manifest(root)["model"]["max_position"]
+    if not 1 <= tokens <= most:
+        raise UsageError(f"--tokens {tokens}: the model's context is {most}")
     with torch.no_grad():
         model = Sequence(root)
     program = to_aten(model, (torch.zeros(tokens, dtype=torch.int64),))
     module = to_mlir(program, format)
     try:
-        with out.open("wb") as file:
+        with swap.whole_file(out) as file:
             module.operation.print(file=file, binary=True)
             file.write(b"\n")
+        return out.stat().st_size
     except OSError as error:
         raise ResourceError(f"{out} cannot be written: {error.strerror}") from error
-    return out.stat().st_size

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
 from qcompile import user_cache
-from qcompile.checkpoint import Checkpoint
+from qcompile.checkpoint import Checkpoint, name_of
 from qcompile.errors import QCompileError, UsageError
 from qcompile.graph import Graph, WeightStore
 
@@ -57,18 +57,20 @@ class Place:
 
     def recall(self) -> Trace | None:
         """The trace that was kept here, if there is one that can be read."""
+        kept = user_cache.recall(self.path)
+        if kept is None:
+            return None
         try:
-            with safe_open(self.path, "pt") as file:
-                facts = json.loads(file.metadata()["trace"])
-                constants = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+            facts = json.loads(_metadata(kept)["trace"])
+            constants = load(kept)
             store = WeightStore()
             for name, shape, dtype, stored in facts["weights"]:
-                load = functools.partial(self._checkpoint.load, stored) if stored else _constant(constants[name])
-                store.add(name, shape, getattr(torch, dtype), load)
+                read = functools.partial(self._checkpoint.load, stored) if stored else _constant(constants[name])
+                store.add(name, shape, getattr(torch, dtype), read)
             graph = Graph.from_json(facts["graph"], store)
             graph.infer(torch.empty(shape, dtype=torch.int64, device="meta") for shape in facts["inputs"])
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, UsageError):
-            return None  # none yet, or a damaged one, which the next build writes again
+        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, UsageError):
+            return None  # an older qcompile's, which the next build writes again
         return Trace(graph, facts["fired"], tuple(facts["notes"]))
 
     def keep(self, trace: Trace) -> None:
@@ -104,7 +106,7 @@ def place(model: Any, source: Mapping[str, Any], options: str) -> Place | None:
         return None
     directory = Path(model)
     try:
-        return Place(directory, source.get("name") or directory.resolve().name, options)
+        return Place(directory, source.get("name") or name_of(directory), options)
     except QCompileError:
         return None  # loading it says what is wrong
 
@@ -114,6 +116,13 @@ def _stored(load: Callable[[], Tensor]) -> tuple[Checkpoint | None, str | None]:
     if isinstance(load, functools.partial) and getattr(load.func, "__func__", None) is Checkpoint.load:
         return load.func.__self__, str(load.args[0])  # type: ignore[attr-defined]
     return None, None
+
+
+def _metadata(content: bytes) -> dict[str, str]:
+    """What a safetensors file says of itself, which the library tells of files alone."""
+    length = int.from_bytes(content[:8], "little")
+    found: dict[str, str] = json.loads(content[8 : 8 + length])["__metadata__"]
+    return found
 
 
 def _constant(value: Tensor) -> Callable[[], Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import qcompile
-from qcompile import artifact, console
-from qcompile.errors import UsageError
+from qcompile import artifact, console, jsonl
+from qcompile.errors import ResourceError, UsageError
 from qcompile.runtime.gamma import AUTO, GAMMAS, GammaPolicy, best
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import SpeculationMetrics
@@ -39,14 +39,20 @@ def tune(
     """Measure the artifact at `path` on the prompts of `data` (its own text without), and note the result in it.
 
     Returns the table: {"threads", "acceptance", "table": [{"batch", "context", "plain", "rounds": {gamma: seconds}}]}.
-    Raises UsageError for an artifact without drafts, or data that is not lines of JSON with a prompt or a text.
+    Raises UsageError for an artifact without drafts, or data that is not lines of JSON with a prompt or a text, and
+    ResourceError where the artifact may not be written.
     """
+    if path.is_dir() and not os.access(path, os.W_OK):
+        raise ResourceError(f"{path} may not be written, and what is measured is kept there: tune a copy of it")
     with qcompile.load(path, threads=threads, gamma=AUTO) as llm:
         if llm.engine.speculator is None:
             raise UsageError(f"{path} has no drafts to tune: build it with a recipe that drafts, or with --draft")
         prompts = _own_prompts(llm) if data is None else _prompts(llm, data)
         batches = [batch for batch in batches if batch <= llm.engine.scheduler.max_batch]
         most = min(llm.context, llm.engine.speculator.max_position)
+        if _HEAD_START + tokens >= most:
+            room = most - _HEAD_START - 1
+            raise UsageError(f"{tokens} tokens do not fit the context of {most}: measure {room} at most (--tokens)")
         long = min(_LONG, max(1, (most - _HEAD_START - tokens) // 2))
         places = [(batch, context) for batch in batches for context in sorted({min(_SHORT, long), long})]
         total = SpeculationMetrics()
@@ -63,10 +69,18 @@ def tune(
 def _prompts(llm: LLM, data: Path) -> list[list[int]]:
     """The prompts of a JSONL file as tokens."""
     try:
-        rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines() if line.strip()]
-        return [llm.encode(row.get("prompt") or row["text"]) for row in rows]
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise UsageError(f'{data}: needs lines of JSON with a "prompt" or a "text" each: {error}') from error
+        whole = jsonl.read(data)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {data}: {getattr(error, 'strerror', None) or error}") from error
+    prompts = []
+    for number, line in jsonl.lines(whole):
+        text = jsonl.text_of(jsonl.parsed(line), "prompt", "text")
+        if not text:
+            raise UsageError(f'{data} line {number}: not a JSON object with a "prompt" or a "text" in Unicode')
+        prompts.append(llm.encode(text))
+    if not prompts:
+        raise UsageError(f'{data} is empty: give lines of JSON with a "prompt" or a "text" each')
+    return prompts
 
 
 def _own_prompts(llm: LLM) -> list[list[int]]:

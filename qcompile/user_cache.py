@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-import tempfile
 from pathlib import Path
+
+from qcompile import swap
+
+_SEAL = 32
 
 
 def cache_dir() -> Path:
-    """Where it is kept: $QCOMPILE_CACHE, else ~/.cache/qcompile."""
+    """Where it is kept: $QCOMPILE_CACHE, else ~/.cache/qcompile; nowhere for who has no home."""
     chosen = os.environ.get("QCOMPILE_CACHE")
-    return Path(chosen) if chosen else Path("~/.cache/qcompile").expanduser()
+    if chosen:
+        return Path(chosen)
+    try:
+        return Path.home() / ".cache" / "qcompile"
+    except RuntimeError:  # no HOME, and no account of this number: nothing can be kept, as nothing is below a device
+        return Path(os.devnull) / "qcompile"
 
 
-def remember(path: Path, binary: bytes) -> None:
-    """Write a cache entry whole or not at all. A cache that cannot be written is not an error."""
+def remember(path: Path, content: bytes) -> None:
+    """Write a cache entry and its SHA-256, whole or not at all. A cache that cannot be written is not an error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
-        with os.fdopen(handle, "wb") as file:
-            file.write(binary)
-        os.replace(temporary, path)
+        with swap.whole_file(path) as file:
+            file.write(content + hashlib.sha256(content).digest())
     except OSError:
         pass
+
+
+def recall(path: Path) -> bytes | None:
+    """What `remember` kept at `path`; None where that is nothing, or not what it was: the next to remember mends it."""
+    try:
+        entry = path.read_bytes()
+    except OSError:
+        return None
+    content, seal = entry[:-_SEAL], entry[-_SEAL:]
+    return content if hashlib.sha256(content).digest() == seal else None

@@ -7,7 +7,6 @@ of every window. Keys and values are read back through the artifact's cache.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from qcompile import jsonl
 from qcompile.errors import UsageError
 from qcompile.runtime.engine import Engine
 from qcompile.runtime.sampling import DoubleArray, FloatArray
@@ -39,26 +39,24 @@ class Evaluation:
 
 def read_documents(path: str | Path) -> list[str]:
     """The "text" of every line of a JSONL file. Raises UsageError naming the line at fault."""
-    documents: list[str] = []
     try:
-        with open(path, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    text = json.loads(line)["text"]
-                except (ValueError, KeyError, TypeError):
-                    text = None
-                if not isinstance(text, str):
-                    raise UsageError(f'{path} line {number}: not a JSON object with a "text"')
-                documents.append(text)
+        whole = jsonl.read(path)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    documents: list[str] = []
+    for number, line in jsonl.lines(whole):
+        text = jsonl.text_of(jsonl.parsed(line), "text")
+        if text is None:
+            raise UsageError(f'{path} line {number}: not a JSON object with a "text" in Unicode')
+        documents.append(text)
     return documents
 
 
 def token_stream(tokenizer: Tokenizer, documents: Sequence[str], bos: int) -> list[int]:
-    """All documents' tokens one after another, `bos` before each."""
+    """All documents' tokens one after another, `bos` before each. Raises UsageError for what is not text."""
+    for number, text in enumerate(documents):
+        if jsonl.text_of({"text": text}, "text") is None:
+            raise UsageError(f"document {number} is not text in Unicode")
     stream: list[int] = []
     for encoding in tokenizer.encode_batch(list(documents), add_special_tokens=False):
         stream.append(bos)

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from qcompile.artifact import read_manifest
+from qcompile.artifact import MANIFEST, read_manifest, state
 from qcompile.errors import ArtifactError, ResourceError, UsageError
+from qcompile.manifest import check_manifest
 from qcompile.runtime.blocks import BlockPool
 from qcompile.runtime.engine import Engine
 from qcompile.runtime.evaluate import Evaluation, perplexity
@@ -56,9 +57,32 @@ def load(
 
     An artifact for a GPU keeps within `gpu_memory_utilization` of its memory; `threads` does not concern it.
     """
+    while True:
+        before = state(path)
+        try:
+            return _load(path, threads, max_batch, kv_cache_bytes, gamma, acceptance, gpu_memory_utilization)
+        except ArtifactError:
+            if state(path) == before:
+                raise
+            # A build ended meanwhile, and its files are not what the older manifest says.
+
+
+def _load(
+    path: str | Path,
+    threads: int | None,
+    max_batch: int,
+    kv_cache_bytes: int | None,
+    gamma: int,
+    acceptance: str,
+    gpu_memory_utilization: float,
+) -> LLM:
+    """`load`, of whatever is at `path`: where that is replaced meanwhile, it may find damage."""
     manifest = read_manifest(path)
+    check_manifest(manifest, str(Path(path) / MANIFEST))
     runtime = manifest["runtime"]
     _check_request(path, runtime, gamma, acceptance, max_batch)
+    if not 0 < gpu_memory_utilization <= 1:
+        raise UsageError(f"gpu_memory_utilization must be above 0 and at most 1, not {gpu_memory_utilization}")
     if manifest["target"].get("kind") == "cuda":
         from qcompile.runtime.cuda_load import open_cuda
 
@@ -68,15 +92,17 @@ def load(
         return _speculating(opened, gamma, acceptance) if drafter else opened
     cores = len(os.sched_getaffinity(0))
     threads = cores if threads is None else threads
-    if not 1 <= threads <= 1024:
-        raise UsageError(f"threads must be between 1 and 1024, not {threads}")
+    if not (isinstance(threads, int) and 1 <= threads <= 1024):
+        raise UsageError(f"threads must be a whole number between 1 and 1024, not {threads!r}")
+    if not isinstance(kv_cache_bytes, int | None):
+        raise UsageError(f"kv_cache_bytes must be a whole number, not {kv_cache_bytes!r}")
     artifact = load_artifact(path)
     model, kv = manifest["model"], runtime["kv"]
     sizes = runtime["max_tokens"], runtime["vocab_size"], kv["page_tokens"], model["max_position"]
-    limits = Limits(*sizes, kv.get("ring_tokens", 0))
-    levels = runtime.get("levels", []) if gamma != 0 else []
+    limits = Limits(*sizes, kv.get("ring_tokens") or 0)
+    levels = runtime.get("levels") or [] if gamma != 0 else []
     page_bytes = kv["page_bytes"] + sum(
-        level["kv"]["page_bytes"] for level in levels if level.get("kv") and "tokenizer" not in level
+        level["kv"]["page_bytes"] for level in levels if level.get("kv") and not level.get("tokenizer")
     )
     pages = _kv_pages(page_bytes, limits, max_batch, kv_cache_bytes)
     bind(artifact.library)
@@ -84,7 +110,7 @@ def load(
     executor = Executor(artifact.library, artifact.pointers, arena, pages, threads, limits)
     tokenizer = load_tokenizer(artifact.root)
     speculator: Drafter | None = None
-    if levels and "tokenizer" in levels[0]:
+    if levels and levels[0].get("tokenizer"):
         speculator = _open_reencoder(artifact, levels[0], executor, tokenizer, max_batch)
     elif levels:
         speculator = _open_levels(artifact, levels, executor, arena)
@@ -94,6 +120,9 @@ def load(
 
 def _check_request(path: str | Path, runtime: dict[str, Any], gamma: int, acceptance: str, max_batch: int) -> None:
     """Raise UsageError for what an artifact whose manifest has `runtime` cannot be loaded with."""
+    for name, value in (("gamma", gamma), ("max_batch", max_batch)):
+        if not isinstance(value, int):
+            raise UsageError(f"{name} must be a whole number, not {value!r}")
     if gamma != AUTO and not 0 <= gamma < MOST_DRAFTS:
         raise UsageError(f"gamma must be between 0 and {MOST_DRAFTS - 1}, or AUTO, not {gamma}")
     if acceptance not in ("drawn", "rejection"):
@@ -115,7 +144,7 @@ def _speculating(llm: LLM, gamma: int, acceptance: str) -> LLM:
 
 def _policy(manifest: dict[str, Any], count: int) -> GammaPolicy:
     """For a target that reads the first `count` weights: as `qcompile tune` measured; before that, as bytes predict."""
-    if "tuned" in manifest:
+    if manifest.get("tuned"):
         return GammaPolicy.load(manifest["tuned"])
     sizes = [entry["bytes"] for entry in manifest["runtime"]["weights"]]
     drafts = manifest["runtime"]["levels"][0].get("weights", [])
@@ -132,7 +161,7 @@ def _open_levels(
             opened.append(Level(None, level["gamma"], match=level["lookup"]))
             continue
         bind(draft.library)
-        own, pages = level["kv"], target.kv_pages
+        own, pages = level.get("kv"), target.kv_pages
         arena = Arena(pages * own["page_bytes"]) if own else cache
         limits = target.limits._replace(max_position=level["max_position"])
         executor = Executor(draft.library, draft.pointers, arena, pages, target.threads, limits, target)
@@ -153,7 +182,7 @@ def _open_reencoder(
     pool = BlockPool(max_batch * -(-limits.max_position // limits.page_tokens), limits.page_tokens)
     arena = Arena(pool.total * kv["page_bytes"])
     executor = Executor(draft.library, draft.pointers, arena, pool.total, target.threads, limits, target)
-    return Reencoder(tokenizer, own, executor, pool, level["bos_token_id"], level["threshold"])
+    return Reencoder(tokenizer, own, executor, pool, level.get("bos_token_id"), level["threshold"])
 
 
 def _kv_pages(page_bytes: int, limits: Limits, max_batch: int, wanted_bytes: int | None) -> int:
@@ -185,7 +214,7 @@ class LLM:
         model = manifest["model"]
         self.executor, self.manifest, self.tokenizer = executor, manifest, tokenizer
         self.vocab_size: int = executor.limits.vocab
-        self.bos_token_id: int | None = model["bos_token_id"]
+        self.bos_token_id: int | None = model.get("bos_token_id")
         pool = BlockPool(executor.kv_pages, executor.limits.page_tokens, executor.limits.ring_tokens)
         self.engine = Engine(executor, pool, tokenizer, model["eos_token_ids"], max_batch, speculator)
         self._owner: dict[int, tuple[_Run, int]] = {}  # by request
@@ -240,8 +269,8 @@ class LLM:
         """Prompts with their tokens, and the parameters of each; UsageError if anything is malformed."""
         listed = _as_list(prompts)
         every = _params_for(len(listed), params, options)
-        if self.tokenizer is None and any(one.stops for one in every):
-            raise UsageError("this artifact has no tokenizer: stop texts cannot be found in its output")
+        for one in every:
+            self.check(one)
         return [(prompt, self.encode(prompt)) for prompt in listed], every
 
     def _run(
@@ -275,6 +304,11 @@ class LLM:
             if request.id in self._owner:
                 run, number = self._owner[request.id]
                 run.grown.add(number)
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise UsageError for parameters that this model cannot heed."""
+        if params.stops and self.tokenizer is None:
+            raise UsageError("this artifact has no tokenizer: stop texts cannot be found in its output")
 
     def encode(self, prompt: object) -> list[int]:
         """A prompt's token numbers, checked. Raises UsageError in one clear line."""

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from qcompile import artifact
-from qcompile.artifact import ArtifactWriter, WeightSpec, plan_shards, read_manifest, verify
+from qcompile import artifact, swap
+from qcompile.artifact import ArtifactWriter, WeightSpec, amend, plan_shards, read_manifest, verify
 from qcompile.errors import ArtifactError, ResourceError, UsageError
 
 
@@ -166,7 +166,7 @@ def test_read_only_output_is_a_resource_error(tmp_path: Path, monkeypatch: pytes
     def read_only(*args: object, **kwargs: object) -> str:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(artifact.tempfile, "mkdtemp", read_only)
+    monkeypatch.setattr(swap.tempfile, "mkdtemp", read_only)
     with pytest.raises(ResourceError, match="Read-only"):
         ArtifactWriter(tmp_path / "out")
 
@@ -214,3 +214,94 @@ def test_running_build_is_not_taken_for_a_leftover(tmp_path: Path) -> None:
         first.finish({})
     assert set(read_manifest(tmp_path / "out")["files"]) == {"a"}
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+BUILDS = """
+import sys, time
+sys.path[:0] = {path!r}
+from qcompile.artifact import ArtifactWriter, verify
+until, built = time.monotonic() + {seconds}, 0
+while time.monotonic() < until:
+    with ArtifactWriter({out!r}) as writer:
+        writer.add_file("a", b"{name}" * 100)
+        writer.finish({{}})
+    built += 1
+    assert verify({out!r}) == [], verify({out!r})
+print(built)
+"""
+
+
+@pytest.mark.parametrize("offered", [True, False])
+def test_builds_to_one_place_at_once_all_succeed(tmp_path: Path, offered: bool) -> None:
+    """And who looks meanwhile finds a whole artifact, of one of them; not so on file systems that exchange nothing."""
+    out = tmp_path / "out"
+    write_small(out)
+    script = BUILDS.format(path=sys.path, seconds=1.5, out=str(out), name="{name}")
+    if not offered:
+        forget = "from qcompile import swap\nswap._EXCHANGE = 1 << 10  # no such flag: EINVAL\nuntil"
+        script = script.replace("until", forget, 1).replace("    assert verify", "    0 and verify")
+    builds = [
+        subprocess.Popen([sys.executable, "-c", script.replace("{name}", name)], stdout=subprocess.PIPE, text=True)
+        for name in ("xyz" if offered else "x")
+    ]
+    built = [int(build.communicate()[0] or 0) for build in builds]
+    assert all(build.returncode == 0 for build in builds) and all(built)
+    assert verify(out) == [] and [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_exchange_that_fails_half_way_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_small(tmp_path / "out")
+    renamed, calls = os.rename, []
+
+    def interrupted(source: Path, target: Path) -> None:
+        calls.append(source)
+        if len(calls) == 3:  # the first finds the place taken, the second moves the old aside
+            raise KeyboardInterrupt
+        renamed(source, target)
+
+    monkeypatch.setattr(swap, "_EXCHANGE", 1 << 10)
+    monkeypatch.setattr(swap.os, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_small(tmp_path / "out", fill=2)
+    assert verify(tmp_path / "out") == [] and [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert b"\x01" * 64 in (tmp_path / "out" / "weights-00000.safetensors").read_bytes()
+
+
+def test_an_artifact_that_is_replaced_while_it_is_amended_stays_as_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    write_small(out)
+    amend(out, tuned={"table": []})
+    assert verify(out) == [] and read_manifest(out)["tuned"] == {"table": []}
+    sealed = artifact._seal
+
+    def slow(manifest: dict) -> str:
+        monkeypatch.setattr(artifact, "_seal", sealed)
+        write_small(out, fill=2)
+        return sealed(manifest)
+
+    parsed = artifact._parsed
+    monkeypatch.setattr(artifact, "_parsed", lambda *a: (parsed(*a), monkeypatch.setattr(artifact, "_seal", slow))[0])
+    with pytest.raises(ResourceError, match="No such file"):
+        amend(out, tuned={"table": [1]})
+    assert verify(out) == [] and "tuned" not in read_manifest(out)
+    (out / artifact._AMENDED).write_text("of one that was killed")
+    assert verify(out) == []
+
+
+def test_problems_of_two_artifacts_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build ends after the manifest was read: the files are not what that one says."""
+    out = tmp_path / "out"
+    write_small(out)
+    problems = artifact._problems
+
+    def late(root: Path, files: dict) -> list[str]:
+        monkeypatch.setattr(artifact, "_problems", problems)
+        write_small(out, fill=2)
+        found = problems(root, files)
+        assert found
+        return found
+
+    monkeypatch.setattr(artifact, "_problems", late)
+    assert verify(out) == []

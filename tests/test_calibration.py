@@ -30,6 +30,20 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
+def test_lines_are_json_behind_a_mark_and_around_other_ends_of_lines(text: Path) -> None:
+    """A mark before UTF-8 must not make them plain text, nor a line separator within a text two lines."""
+    lines = [json.dumps({"text": WORDS.replace("return", "\u2028\x85")}, ensure_ascii=False) for _ in range(3)]
+    text.write_text("\r\n".join(lines), encoding="utf-8")
+    plain = sample(text).tokens
+    text.write_text("\ufeff" + "\r\n".join(lines), encoding="utf-8")
+    assert torch.equal(sample(text).tokens, plain)
+    assert '"text"' not in TOKENIZER.decode(plain.flatten().tolist())
+    for wrong in ('{"text": "\\ud800"}', '{"text": 3}', '{"text": null}', "{}"):
+        text.write_text(lines[0] + "\n" + wrong)
+        with pytest.raises(UsageError, match='line 2: not a JSON object with a "text"'):
+            sample(text)
+
+
 def test_samples_are_windows_of_the_joined_documents(text: Path) -> None:
     stream: list[int] = []
     for i in range(5):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +52,24 @@ def test_lookup_must_be_last(tiny_checkpoint: Path, tmp_path: Path, capsys: pyte
     drafts = ("--draft", "lookup", "--draft", tiny_checkpoint)
     assert code_of("build", tiny_checkpoint, "-o", tmp_path / "out", "--recipe", "bf16", *drafts) == 2
     assert "must be the last draft" in capsys.readouterr().err
+
+
+def test_what_cannot_be_tuned_is_refused_before_it_is_measured(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, data = tmp_path / "out", tmp_path / "prompts.jsonl"
+    assert code_of("build", tiny_checkpoint, "-o", out, "--recipe", "qspec") == 0
+    capsys.readouterr()
+    data.write_text("\n")
+    for arguments, message in (
+        (("--data", data), "prompts.jsonl is empty"),
+        (("--tokens", 100_000), "do not fit the context"),
+    ):
+        assert code_of("tune", out, *arguments) == 2
+        error = capsys.readouterr().err
+        assert message in error and len(error.splitlines()) == 1
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))  # a read-only mount
+    assert code_of("tune", out) == 5
+    assert "may not be written" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from qcompile import user_cache
 from qcompile.codegen import backend, compiler, cpu
 from qcompile.codegen import cpu_flow as flow
 from qcompile.codegen import program as p
@@ -126,12 +127,40 @@ def test_refuses_shapes_without_kernels() -> None:
 def test_compiles_once_and_byte_for_byte_alike(own_cache: Path) -> None:
     first = compiler.compile(SMALL, AVX2)
     (entry,) = own_cache.iterdir()
-    assert entry.suffix == ".so" and entry.read_bytes() == first
-    entry.write_bytes(b"kept")
+    assert entry.suffix == ".so" and user_cache.recall(entry) == first
+    user_cache.remember(entry, b"kept")
     assert compiler.compile(SMALL, AVX2) == b"kept"
     entry.unlink()
     assert compiler.compile(SMALL, AVX2) == first
     assert str(own_cache.parent).encode() not in first and b"GCC" not in first and b"/tmp" not in first
+
+
+def test_a_damaged_entry_is_compiled_again(own_cache: Path) -> None:
+    """A full disk, or a machine that lost power, must not break all builds to come."""
+    first = compiler.compile(SMALL, AVX2)
+    (entry,) = own_cache.iterdir()
+    whole = entry.read_bytes()
+    for damage in (b"", whole[:-1], whole[:100], whole[:50] + b"?" + whole[51:], first):
+        entry.write_bytes(damage)
+        assert compiler.compile(SMALL, AVX2) == first and entry.read_bytes() == whole
+
+
+def test_a_full_disk_leaves_no_part_of_an_entry(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(user_cache.swap.os, "replace", full)
+    assert compiler.compile(SMALL, AVX2)[:4] == b"\x7fELF" and not list(own_cache.iterdir())
+
+
+def test_without_a_home_nothing_is_kept(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("QCOMPILE_CACHE")
+    monkeypatch.setattr(user_cache.Path, "home", staticmethod(homeless))
+    assert compiler.compile(SMALL, AVX2) == compiler.compile(SMALL, AVX2) != b""
+    assert user_cache.recall(user_cache.cache_dir() / "x") is None
 
 
 def test_a_cache_that_cannot_be_written_does_no_harm(own_cache: Path) -> None:

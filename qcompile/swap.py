@@ -1,0 +1,129 @@
+"""A folder or file takes another's place in one rename: whoever looks finds the one or the other, never neither."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import glob
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+_HERE = -100  # AT_FDCWD: relative paths are from the working directory
+_EXCHANGE = 2
+_NOT_OFFERED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
+
+
+def install(folder: Path, place: Path) -> None:
+    """Move `folder` to `place`; a folder that was there comes to be where `folder` was. Raises OSError."""
+    while True:
+        try:
+            os.rename(folder, place)  # where there is nothing, or an empty folder
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        try:
+            _exchange(folder, place)
+            return
+        except FileNotFoundError:
+            if not folder.exists():
+                raise
+        except OSError as error:
+            if error.errno not in _NOT_OFFERED:
+                raise
+            _exchange_by_three(folder, place)
+            return
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that becomes `path` when the block ends, and is gone when it fails. Raises OSError."""
+    handle, temporary = tempfile.mkstemp(prefix=".", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            os.fchmod(file.fileno(), 0o666 & ~umask())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def umask() -> int:
+    """The process's umask, which tempfile ignores: what it makes is private."""
+    with open("/proc/self/status", "rb") as status:
+        for line in status:
+            if line.startswith(b"Umask:"):
+                return int(line.split()[1], 8)
+    return 0o022
+
+
+def _exchange(one: Path, other: Path) -> None:
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, "renameat2"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    paths = os.fsencode(one), os.fsencode(other)
+    if library.renameat2(_HERE, paths[0], _HERE, paths[1], _EXCHANGE):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(other))
+
+
+def _exchange_by_three(one: Path, other: Path) -> None:
+    """For file systems that exchange nothing: there is neither for a moment."""
+    aside, lock = locked_sibling(other)
+    try:
+        os.rename(other, aside / "old")
+        try:
+            os.rename(one, other)
+        except BaseException:
+            os.rename(aside / "old", other)
+            raise
+        os.rename(aside / "old", one)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        os.close(lock)
+
+
+def _prefix(path: Path) -> str:
+    return f".{path.name}.tmp-"
+
+
+def locked_sibling(path: Path) -> tuple[Path, int]:
+    """A new temporary folder beside `path`, and the descriptor whose lock says that somebody works in it."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_prefix(path), dir=path.parent))
+        lock = _locked(folder)
+        if lock is None:  # another build took it for a leftover before we had the lock
+            continue
+        if folder.exists():
+            return folder, lock
+        os.close(lock)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Delete the temporary folders beside `path` that killed builds left; locked ones belong to running builds."""
+    for folder in path.parent.glob(f"{glob.escape(_prefix(path))}*/"):
+        lock = _locked(folder)
+        if lock is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _locked(folder: Path) -> int | None:
+    """A descriptor of the folder that holds its lock; None where another holds it, or the folder has gone."""
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    return lock

@@ -1,0 +1,40 @@
+"""Compiling ahead of time leaves the cubin, the cache, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.codegen.test_gpu_step import needs_triton
+
+SCRIPT = """
+import json, sys
+from qcompile.codegen.gpu_attention import GpuKV, MergeSpec
+from qcompile.codegen.gpu_compile import compile_kernel
+found = compile_kernel(MergeSpec(GpuKV('kv4', 1, 32), 2, 1).kernel(80), 80)
+print(json.dumps([found.ptx, found.cubin.hex()]))
+"""
+
+
+def compiled(work: Path) -> tuple[list[str], dict[str, list[str]]]:
+    """PTX and machine code out of a process with an empty cache and no home it may write to, and what that left."""
+    needs_triton()
+    work.mkdir()
+    folders = {name: work / name for name in ("tmp", "cache")}
+    for folder in folders.values():
+        folder.mkdir()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HOME": "/proc/nowhere"}
+    environment |= {"TMPDIR": str(folders["tmp"]), "QCOMPILE_CACHE": str(folders["cache"])}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), {name: os.listdir(folder) for name, folder in folders.items()}
+
+
+def test_the_same_kernel_is_the_same_bytes_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    first, left = compiled(tmp_path / "first")
+    again, _ = compiled(tmp_path / "elsewhere")
+    assert first == again and str(tmp_path) not in first[0] and str(tmp_path).encode().hex() not in first[1]
+    assert left["tmp"] == [] and len(left["cache"]) == 1
