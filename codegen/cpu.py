@@ -138,6 +138,7 @@ class _Renderer:
                 "layers": kv.layers,
                 "page_tokens": kv.page_tokens,
                 "page_bytes": kv.page_bytes,
+                **({"ring_tokens": kv.ring_tokens} if kv.hierarchical else {}),
             },
             "calls": [call.name for call in self.program.calls],
         }

@@ -9,13 +9,13 @@ from typing import Any
 from qcompile import console
 from qcompile.artifact import MANIFEST, PASSES_FILE, read_manifest
 from qcompile.errors import ArtifactError
-from qcompile.manifest import check_shape
+from qcompile.manifest import check_manifest
 
 
 def summary(path: Path) -> dict[str, Any]:
     """What `inspect --json` prints. `sizes` are bytes: all, weights, kernels, the rest, and cache per token."""
     manifest = read_manifest(path)
-    check_shape(manifest, place=str(Path(path) / MANIFEST))
+    check_manifest(manifest, str(Path(path) / MANIFEST))
     files: dict[str, dict[str, Any]] = manifest["files"]
     kv = manifest["runtime"]["kv"]
     sizes = {"weights": 0, "kernels": 0, "other": (path / MANIFEST).stat().st_size}
@@ -30,7 +30,7 @@ def summary(path: Path) -> dict[str, Any]:
         "target": manifest["target"],
         "bits_per_weight": manifest["bits_per_weight"],
         "kv": kv,
-        "drafts": [_level(level) for level in manifest["runtime"].get("levels", [])],
+        "drafts": [_level(level) for level in manifest["runtime"].get("levels") or []],
         "tuned": manifest.get("tuned"),
         "passes": manifest["passes"],
         "sizes": sizes,
@@ -43,7 +43,7 @@ def _level(level: dict[str, Any]) -> dict[str, Any]:
     """A level of speculation in short: a path with the target's cache or its own, or a lookup."""
     if "lookup" in level:
         return {"kind": "lookup", "gamma": level["gamma"]}
-    cache = "own" if level["kv"] else "shared"
+    cache = "own" if level.get("kv") else "shared"
     return {"kind": level["path"], "gamma": level["gamma"], "cache": cache, "weights": len(level["weights"])}
 
 
@@ -53,7 +53,7 @@ def passes(path: Path) -> list[dict[str, Any]]:
     The last two are None unless the artifact was built with --check.
     """
     manifest = read_manifest(path)
-    check_shape(manifest)
+    check_manifest(manifest, str(path / MANIFEST))
     listed: list[dict[str, Any]] = manifest["passes"]
     measured: dict[str, dict[str, Any]] = {}
     try:

@@ -1,40 +1,117 @@
 """What the manifest of an artifact must hold before anything is read from it.
 
 The seal says that no bit changed since the manifest was written, not that this version of qcompile wrote it. So
-the keys that loading, inspecting and running use are checked here, with their types; others may be there too.
+the keys that loading, inspecting and running use are checked here, with their types and ranges; others may be there
+too.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from qcompile.errors import ArtifactError
 
-# A type, a list of one shape for each item, or a dict: of names, or {str: shape} for any names.
+# A type, Whole, Maybe, a list of one shape for each item, or a dict: of names, or {str: shape} for any names.
 Shape = Any
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole number from `least` to `most`."""
+
+    least: int = 0
+    most: int = 1 << 60
+
+
+@dataclass(frozen=True)
+class Maybe:
+    """A key that may be missing or null."""
+
+    shape: Shape
+
+
+_COUNT = Whole(1, (1 << 31) - 1)
+_KV: Shape = {
+    "format": str,
+    "layers": _COUNT,
+    "page_bytes": _COUNT,
+    "page_tokens": _COUNT,
+    "ring_tokens": Maybe(Whole(0, 1 << 20)),
+}
 
 SHAPE: Shape = {
     "bits_per_weight": float,
-    "files": {str: {"bytes": int, "sha256": str}},
-    "model": {"name": str, "vocab_size": int, "max_position": int, "parameters": int, "eos_token_ids": [int]},
+    "files": {str: {"bytes": Whole(), "sha256": str}},
+    "model": {
+        "name": str,
+        "vocab_size": _COUNT,
+        "max_position": _COUNT,
+        "parameters": int,
+        "bos_token_id": Maybe(int),
+        "eos_token_ids": [int],
+    },
     "passes": [{"name": str, "fired": int, "options": dict, "notes": list}],
     "qcompile_version": str,
     "recipe": {"name": str, "options": dict},
     "runtime": {
         "abi": int,
         "library": str,
-        "max_tokens": int,
-        "vocab_size": int,
-        "kv": {"format": str, "layers": int, "page_bytes": int, "page_tokens": int},
-        "weights": [{"name": str, "file": str, "offset": int, "bytes": int}],
+        "max_tokens": Whole(1, 1 << 16),
+        "vocab_size": _COUNT,
+        "kv": _KV,
+        "weights": [{"name": str, "file": str, "offset": Whole(), "bytes": Whole()}],
+        "levels": Maybe([dict]),
     },
     "target": {"name": str, "isa": str, "requires": [str]},
+    "tuned": Maybe(
+        {"acceptance": float, "table": [{"batch": _COUNT, "context": Whole(), "plain": float, "rounds": {str: float}}]}
+    ),
     "versions": {str: str},
 }
 
+_LOOKUP: Shape = {"lookup": _COUNT, "gamma": _COUNT}
+_PATH: Shape = {
+    "path": str,
+    "library": str,
+    "gamma": _COUNT,
+    "threshold": float,
+    "max_position": _COUNT,
+    "vocab_size": _COUNT,
+    "bos_token_id": Maybe(int),
+    "tokenizer": Maybe(str),
+    "kv": Maybe(_KV),
+    "weights": [Whole()],
+}
+
+
+def check_manifest(manifest: dict[str, Any], place: str = "manifest") -> None:
+    """ArtifactError naming the first part of a manifest that is missing, of another type, or out of range."""
+    check_shape(manifest, SHAPE, place)
+    runtime = manifest["runtime"]
+    if (runtime["kv"].get("ring_tokens") or 0) % (3 * runtime["kv"]["page_tokens"]):
+        raise ArtifactError(f"{place}.runtime.kv.ring_tokens is not three groups of whole pages; build it again")
+    weights = Whole(0, len(runtime["weights"]) - 1)
+    for number, level in enumerate(runtime.get("levels") or []):
+        shape = _LOOKUP if "lookup" in level else _PATH | {"weights": [weights]}
+        check_shape(level, shape, f"{place}.runtime.levels[{number}]")
+    for number, entry in enumerate((manifest.get("tuned") or {"table": []})["table"]):
+        _check_times(entry, f"{place}.tuned.table[{number}]")
+
+
+def _check_times(entry: dict[str, Any], place: str) -> None:
+    times = [entry["plain"], *entry["rounds"].values()]
+    if not all(0 < seconds < 1e9 for seconds in times) or not all(gamma.isdecimal() for gamma in entry["rounds"]):
+        raise ArtifactError(f"{place} holds times that none takes; run `qcompile tune` again")
+
 
 def check_shape(value: object, shape: Shape = SHAPE, place: str = "manifest") -> None:
-    """ArtifactError naming the first part of `value` that is missing or of another type than `shape` says."""
+    """ArtifactError naming the first part of `value` that is missing or other than `shape` says."""
+    if isinstance(shape, Whole):
+        if not isinstance(value, int) or isinstance(value, bool) or not shape.least <= value <= shape.most:
+            what = f"a whole number between {shape.least} and {shape.most}"
+            raise ArtifactError(f"{place} is not {what}; build the artifact again with this qcompile")
+        return
     kind = shape if isinstance(shape, type) else type(shape)
     right = (int, float) if kind is float else kind
     if not isinstance(value, right) or (isinstance(value, bool) and kind is not bool):
@@ -50,6 +127,10 @@ def _check_keys(value: Any, shape: dict[Any, Shape], place: str) -> None:
     if str in shape:
         shape = dict.fromkeys(value, shape[str])
     for name, inner in shape.items():
+        if isinstance(inner, Maybe):
+            if value.get(name) is None:
+                continue
+            inner = inner.shape
         if name not in value:
             raise ArtifactError(f"{place} lacks {name}; build the artifact again with this qcompile")
         check_shape(value[name], inner, f"{place}.{name}")

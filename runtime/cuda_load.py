@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from qcompile.artifact import Manifest, file_problem
-from qcompile.errors import ArtifactError, UsageError
+from qcompile.errors import ArtifactError
 from qcompile.runtime.cuda import CudaExecutor, kv_pages
 from qcompile.runtime.cuda_driver import Driver, driver
 from qcompile.runtime.cuda_speculate import CudaSpeculator
@@ -25,15 +25,13 @@ def open_cuda(
     `memory_share` is the part of the GPU's memory that may be used. Raises ArtifactError (damaged, or kernels that
     run on no such GPU), ResourceError (no driver, GPU, or memory).
     """
-    if not 0 < memory_share <= 1:
-        raise UsageError(f"gpu_memory_utilization must be above 0 and at most 1, not {memory_share}")
     gpu = driver()
     runtime, model = manifest["runtime"], manifest["model"]
     kv = runtime["kv"]
     sizes = runtime["max_tokens"], runtime["vocab_size"], kv["page_tokens"], model["max_position"]
-    limits = Limits(*sizes, kv.get("ring_tokens", 0))
+    limits = Limits(*sizes, kv.get("ring_tokens") or 0)
     small = _read_small(root, manifest)
-    levels = runtime.get("levels", []) if drafts else []
+    levels = runtime.get("levels") or [] if drafts else []
     plans = [json.loads(small[path["library"]]) for path in (runtime, *levels)]
     functions = _functions(gpu, plans, PurePosixPath(runtime["library"]).parent, small)
     weights = _upload(gpu, root, manifest)

@@ -146,6 +146,7 @@ class Executor:
         self.description: dict[str, Any] = json.loads(library.qc_describe())
         if self.description.get("abi") != ABI:
             raise ArtifactError(f"library interface {self.description.get('abi')}, this qcompile has {ABI}")
+        self._check(len(pointers), kv)
         team = leader.library.qc_team(leader.handle) if leader else None
         config = QcConfig(
             ctypes.addressof(pointers), kv.address, kv_pages, threads, limits.max_tokens, limits.max_tokens, team
@@ -154,6 +155,19 @@ class Executor:
         if not self.handle:
             raise ResourceError(f"no memory or threads to open the model with {threads} threads")
         self._allocate()
+
+    def _check(self, weights: int, kv: Arena) -> None:
+        """Raise ArtifactError unless the library is of the sizes that the manifest says: it trusts its caller."""
+        told, limits = self.description, self.limits
+        cache = told.get("kv", {})
+        wrong = ["weights"] * (told.get("weights", 0) > weights)  # behind its own are those of drafts
+        wrong += ["vocab_size"] * (told.get("vocab_size", limits.vocab) != limits.vocab)
+        for name, value in (("page_tokens", limits.page_tokens), ("ring_tokens", limits.ring_tokens)):
+            wrong += [name] * (cache.get(name, value) != value)
+        wrong += ["page_bytes"] * (cache.get("page_bytes", 0) * self.kv_pages > kv.size)
+        wrong += ["max_position"] * (told.get("max_position", limits.max_position) < limits.max_position)
+        if wrong:
+            raise ArtifactError(f"the artifact's manifest and library differ in {wrong[0]}; build it again")
 
     def _allocate(self) -> None:
         rows = self.limits.max_tokens

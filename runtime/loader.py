@@ -18,7 +18,7 @@ from typing import Any
 
 from qcompile.artifact import ALIGNMENT, MANIFEST, Manifest, file_problem, read_manifest
 from qcompile.errors import ArtifactError, ResourceError
-from qcompile.manifest import check_shape
+from qcompile.manifest import check_manifest
 from qcompile.targets import cpu_flags
 
 HUGE_PAGE = 2 << 20
@@ -99,7 +99,7 @@ def load_artifact(path: str | Path) -> LoadedArtifact:
     """
     root = Path(path)
     manifest = read_manifest(root)
-    check_shape(manifest, place=str(root / MANIFEST))
+    check_manifest(manifest, str(root / MANIFEST))
     check_cpu(manifest["target"], cpu_flags())
     runtime = manifest["runtime"]
     if runtime["abi"] != ABI:
@@ -110,7 +110,7 @@ def load_artifact(path: str | Path) -> LoadedArtifact:
     if size > available_memory():
         raise ResourceError(f"{root}: weights take {size:,} bytes, {available_memory():,} are available")
     arena = Arena(size)
-    levels: list[dict[str, Any]] = runtime.get("levels", [])
+    levels: list[dict[str, Any]] = runtime.get("levels") or []
     names = [runtime["library"], *(level["library"] for level in levels if "library" in level)]
     missing = [name for name in names if name not in files]
     if missing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import json
 import os
 import random
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +20,9 @@ import pytest
 from qcompile import artifact
 from qcompile.artifact import ArtifactWriter, WeightSpec, read_manifest
 from qcompile.errors import ArtifactError, ResourceError, UsageError
-from qcompile.manifest import SHAPE
-from qcompile.runtime import loader
+from qcompile.inspect_artifact import summary
+from qcompile.manifest import SHAPE, Maybe
+from qcompile.runtime import executor, loader
 from qcompile.runtime.llm import load
 from qcompile.runtime.loader import Arena, load_artifact
 from qcompile.runtime.sampling import SamplingParams
@@ -109,6 +112,8 @@ def key_paths(shape: Any, value: Any) -> Iterator[tuple[Any, ...]]:
     """Every place of `value` that `shape` asks for."""
     items = {**dict.fromkeys(value, shape[str])} if str in shape else shape
     for name, inner in items.items():
+        if isinstance(inner, Maybe):
+            continue
         yield (name,)
         if isinstance(inner, list) and isinstance(inner[0], dict):
             yield from ((name, 0, *rest) for rest in key_paths(inner[0], value[name][0]))
@@ -136,6 +141,77 @@ def test_sealed_manifest_with_a_key_missing_or_of_another_type_is_refused(tmp_pa
             (root / artifact.MANIFEST).write_bytes(artifact.canonical_json(manifest))
             with pytest.raises(ArtifactError, match=str(place[-1])):
                 load_artifact(root)
+
+
+def sealed(root: Path, *place: Any, value: Any) -> None:
+    """Write the manifest anew with one value replaced, and the right seal."""
+    manifest = read_manifest(root)
+    parent: Any = manifest
+    for step in place[:-1]:
+        parent = parent[step]
+    parent[place[-1]] = value
+    manifest["sha256"] = artifact._seal(manifest)
+    (root / artifact.MANIFEST).write_bytes(artifact.canonical_json(manifest))
+
+
+PATH_LEVEL = {
+    "path": "draft1", "library": "kernels/stub/model.so", "gamma": 4, "threshold": 0.0, "max_position": 500,
+    "vocab_size": 260, "kv": None, "weights": [0, 1],
+}  # fmt: skip
+TIMES = {"batch": 1, "context": 32, "plain": 1e-3, "rounds": {"1": 1e-3}}
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("runtime", "kv", "page_tokens"), 0, "page_tokens is not a whole number between 1 and"),
+        (("runtime", "kv", "page_bytes"), -64, "page_bytes is not"),
+        (("runtime", "kv", "ring_tokens"), 100, "ring_tokens is not three groups"),
+        (("runtime", "max_tokens"), 10**30, "max_tokens is not"),
+        (("files", "tokenizer.json", "bytes"), -1, "bytes is not"),
+        (("runtime", "levels"), 7, "levels is not a list"),
+        (("runtime", "levels"), [[]], r"levels\[0\] is not an object"),
+        (("runtime", "levels"), [{"lookup": "x", "gamma": 7}], "lookup is not"),
+        (("runtime", "levels"), [PATH_LEVEL | {"weights": [99]}], r"weights\[0\] is not a whole number between 0"),
+        (("runtime", "levels"), [PATH_LEVEL | {"threshold": "x"}], "threshold is not a number"),
+        (("runtime", "levels"), [PATH_LEVEL | {"kv": {}}], "kv lacks format"),
+        (("tuned",), {"acceptance": 0.5}, "tuned lacks table"),
+        (("tuned",), {"acceptance": 0.5, "table": [TIMES | {"plain": 0.0}]}, "times that none takes"),
+        (("tuned",), {"acceptance": 0.5, "table": [TIMES | {"rounds": {"x": 1.0}}]}, "times that none takes"),
+    ],
+)  # fmt: skip
+def test_sealed_manifest_out_of_range_is_refused(
+    place: tuple[str, ...], value: Any, message: str, tmp_path: Path, stub: Path
+) -> None:
+    root = write(tmp_path / "out", stub)
+    sealed(root, *place, value=value)
+    for read in (load, load_artifact, summary):
+        with pytest.raises(ArtifactError, match=message) as raised:
+            read(root)
+        assert "\n" not in str(raised.value)
+
+
+def test_manifest_and_library_of_other_sizes_are_refused(
+    tmp_path: Path, stub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library trusts its caller: with sizes of another model it would write where nothing is its."""
+    told = {"vocab_size": 260, "weights": 6, "max_position": 500}
+    told["kv"] = {"page_tokens": 64, "page_bytes": 4096}  # type: ignore[assignment]
+    root = write(tmp_path / "out", stub)
+    monkeypatch.setattr(executor, "json", SimpleNamespace(loads=lambda text: json.loads(text) | told))
+    load(root, threads=1).close()
+    for place, value in (
+        (("runtime", "vocab_size"), 261),
+        (("runtime", "kv", "page_tokens"), 128),
+        (("runtime", "kv", "page_bytes"), 2048),
+        (("model", "max_position"), 501),
+        (("runtime", "weights"), read_manifest(root)["runtime"]["weights"][:5]),
+    ):
+        shutil.rmtree(root)
+        write(root, stub)
+        sealed(root, *place, value=value)
+        with pytest.raises(ArtifactError, match=f"manifest and library differ in {place[-1]}"):
+            load(root, threads=1)
 
 
 def test_weights_lie_where_the_pointers_say(tmp_path: Path, stub: Path) -> None:
@@ -262,3 +338,26 @@ def test_loading_imports_no_torch(tmp_path: Path, stub: Path) -> None:
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_an_artifact_that_is_replaced_while_it_loads_is_loaded(
+    tmp_path: Path, stub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files of the newer one are not what the older one's manifest says."""
+    root = write(tmp_path / "out", stub)
+    read = loader._read_and_check
+
+    def late(*arguments: Any) -> None:
+        monkeypatch.setattr(loader, "_read_and_check", read)
+        write(root, stub, model={"name": "another"})
+        (root / "weights-00000.safetensors").write_bytes(b"")  # whatever it holds, it is not what was read of it
+        write(tmp_path / "again", stub, model={"name": "another"})
+        shutil.copy(tmp_path / "again" / "weights-00000.safetensors", tmp_path / "copy")
+        with pytest.raises(ArtifactError, match="damaged") as raised:
+            read(*arguments)
+        shutil.copy(tmp_path / "copy", root / "weights-00000.safetensors")
+        raise raised.value
+
+    monkeypatch.setattr(loader, "_read_and_check", late)
+    with load(root, threads=1) as llm:
+        assert llm.manifest["model"]["name"] == "another"
