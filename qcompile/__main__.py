@@ -1,5 +1,22 @@
-"""`python -m qcompile` is the `qcompile` command."""
+"""The `qcompile` command, also as `python -m qcompile`."""
 
-from qcompile.cli import entry
+from __future__ import annotations
 
-entry()
+import os
+import sys
+from typing import NoReturn
+
+
+def entry() -> NoReturn:
+    """Run the command. An interrupt says so in one line, however early it comes."""
+    try:
+        from qcompile.cli import leave, main
+
+        leave(main)
+    except KeyboardInterrupt:
+        print("qcompile: interrupted", file=sys.stderr, flush=True)
+        os._exit(130)
+
+
+if __name__ == "__main__":
+    entry()

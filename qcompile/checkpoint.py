@@ -53,6 +53,11 @@ class Entry:
     end: int
 
 
+def name_of(directory: Path) -> str:
+    """What a checkpoint's model is called: its folder's name, as text even where that is none."""
+    return os.fsencode(directory.resolve().name).decode("utf-8", "replace")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; UsageError when it is missing, unreadable or something else."""
     try:

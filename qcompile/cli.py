@@ -5,12 +5,13 @@ Each command imports what it needs when it runs: only `build` and `doctor` wait 
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -350,14 +351,19 @@ def doctor(
         raise typer.Exit(3)
 
 
-def entry() -> NoReturn:
-    """The `qcompile` command. Leaves at once: taking torch's modules apart one by one would cost a second."""
+def leave(command: Callable[[], NoReturn]) -> NoReturn:
+    """Run `command` and leave at once: taking torch's modules apart one by one would cost a second."""
+    console.open_streams()
     try:
-        main()
+        command()
     except SystemExit as exit:
+        code = int(exit.code or 0)
+    try:
         sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(int(exit.code or 0))
+    except OSError as error:
+        code = _refused_by_system(error) or EXIT_BUG
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -369,28 +375,46 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def _guarded(arguments: list[str]) -> int:
     """Run a command; its exit code. Every failure prints one line."""
-    debug = "--debug" in arguments[:1]
+    interrupts: list[int] = []
+
+    def interrupt(number: int, frame: Any) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    if heeds := signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
     try:
         code: Any = app(args=arguments, prog_name="qcompile", standalone_mode=False)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
-    except QCompileError as error:
-        if debug:
-            traceback.print_exc()
-        console.log(f"qcompile: {error}")
-        return error.exit_code
-    except MemoryError:
-        console.log("qcompile: out of memory: close other programs, or take a smaller model")
-        return ResourceError.exit_code
     except Exception as error:
-        return _unexpected(error, debug)
+        # Modules that are interrupted while they are imported may go on without what they lack, and fail later.
+        code = EXIT_INTERRUPTED if interrupts else _failed(error, "--debug" in arguments[:1])
+    finally:
+        if heeds:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
     code = code if isinstance(code, int) else 0
     if code == EXIT_INTERRUPTED:
         console.log("qcompile: interrupted")
     return code
 
 
-def _unexpected(error: Exception, debug: bool) -> int:
+def _failed(error: Exception, debug: bool) -> int:
+    """Say in one line why a command failed; its exit code."""
+    if debug:
+        traceback.print_exception(error)
+    if isinstance(error, QCompileError):
+        console.log("qcompile: " + str(error).replace("\n", "\\n"))
+        return error.exit_code
+    if isinstance(error, MemoryError):
+        console.log("qcompile: out of memory: close other programs, or take a smaller model")
+        return ResourceError.exit_code
+    if isinstance(error, OSError) and (code := _refused_by_system(error)):
+        return code
+    return _unexpected(error)
+
+
+def _unexpected(error: Exception) -> int:
     """Typer's own errors (wrong options) are the user's; all others are ours."""
     if hasattr(error, "format_message"):
         message = error.format_message()
@@ -400,10 +424,23 @@ def _unexpected(error: Exception, debug: bool) -> int:
             console.log(f"qcompile: {message} (see qcompile --help)")
         return UsageError.exit_code
     if type(error).__name__ == "Abort":
-        console.log("qcompile: interrupted")
         return EXIT_INTERRUPTED
-    if debug:
-        traceback.print_exception(error)
     first = (str(error).splitlines() or [""])[0]
     console.log(f"qcompile: unexpected {type(error).__name__}: {first} (`qcompile --debug ...` shows where)")
     return EXIT_BUG
+
+
+_SCARCE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+_NO_PATH = {errno.ENAMETOOLONG, errno.ELOOP}
+
+
+def _refused_by_system(error: OSError) -> int | None:
+    """Say what the system lacks, or cannot take as a path, and the exit code; None where that says no such thing."""
+    name = f" ({os.fsdecode(error.filename)})" if isinstance(error.filename, str | bytes) else ""
+    if error.errno in _SCARCE:
+        console.log(f"qcompile: {error.strerror}{name}: the system has no more of it, make some free")
+        return ResourceError.exit_code
+    if error.errno in _NO_PATH:
+        console.log(f"qcompile: {error.strerror}{name}: give another path")
+        return UsageError.exit_code
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,6 +130,7 @@ def serve(
                 console.print_json_line({"url": url, "model": called, "context": llm.context, "max_batch": max_batch})
             console.log(f"qcompile: {called} answers at {url} (Ctrl-C ends)")
 
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a client that hangs up ends its answer, not the server
         server.serve(server.Served(llm, called, chat_template(out), api_key, max_waiting), listening, ready)
 
 
@@ -138,7 +140,7 @@ def _gamma_of(text: str) -> int:
 
     if text == "auto":
         return AUTO
-    if not text.isdigit():
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise UsageError(f"--gamma {text}: write a whole number, or auto")
     return int(text)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
 import threading
 import time
@@ -17,6 +19,24 @@ QUIET_SECONDS = 2.0
 
 LINE_SECONDS = 5.0
 """How often progress is printed where stderr is not a terminal."""
+
+
+def open_streams() -> None:
+    """Make the standard streams usable whatever the caller left of them.
+
+    A closed one reads as empty and forgets what is written (and no file of ours gets its number); what a stream's
+    encoding lacks is escaped; what is not text in it is kept, for whoever reads it to refuse.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="surrogateescape" if mode == "r" else "backslashreplace")
 
 
 def numbers(option: str, text: str) -> tuple[int, ...]:

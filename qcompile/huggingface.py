@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qcompile import frontend, hf_weights, ops
-from qcompile.checkpoint import Checkpoint, read_json
+from qcompile.checkpoint import Checkpoint, name_of, read_json
 from qcompile.errors import ResourceError, UnsupportedError, UsageError
 from qcompile.graph import Graph, ModelInfo
 
@@ -88,7 +88,7 @@ def load(
         program, loaders = _trace(config, checkpoint, allow_remote)
     except _OwnAttention:
         program, loaders = _trace(config, checkpoint, allow_remote, None)
-    info = _info(name or directory.resolve().name, directory, config, program)
+    info = _info(name or name_of(directory), directory, config, program)
     return frontend.import_program(program, loaders, info)
 
 

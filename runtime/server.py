@@ -110,7 +110,8 @@ class _Front:
         """Raises HTTPException where a key is asked for and another is given."""
         key = self._served.api_key
         given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        if key is not None and not secrets.compare_digest(given.encode(), key.encode()):
+        # Headers are bytes, which the framework reads as Latin-1; people's keys are UTF-8.
+        if key is not None and not secrets.compare_digest(given.encode("latin-1"), key.encode()):
             raise HTTPException(401, "wrong or missing API key: send `Authorization: Bearer KEY`")
 
     async def health(self) -> JSONResponse:
@@ -148,6 +149,7 @@ class _Front:
     ) -> Response:
         if asked.model is not None and asked.model != self._served.name:
             raise HTTPException(404, f"there is no model {asked.model!r} here, only {self._served.name!r}")
+        self._service.admit(len(prompts) * params.n, params)
         tokens = await run_in_threadpool(lambda: [self._llm.encode(prompt) for prompt in prompts])
         answer = self._service.submit(tokens, params, partial=asked.stream)
         if asked.stream:

@@ -77,6 +77,12 @@ class Service:
         """Samples that are not, yet."""
         return max(0, sum(self._jobs.values()) - self.running)
 
+    def admit(self, count: int, params: SamplingParams) -> None:
+        """Raise UsageError for what could never be answered, before any of its `count` prompts is encoded."""
+        if count > self.most:
+            raise UsageError(f"{count} samples in one request: at most {self.most} may run and wait")
+        self.llm.check(params)
+
     def submit(self, prompts: Sequence[list[int]], params: SamplingParams, partial: bool = False) -> Answer:
         """Have `prompts` (tokens that `LLM.encode` passed) answered; to be called, and iterated over, on an event loop.
 
@@ -84,8 +90,7 @@ class Service:
         UsageError for more than could ever wait, ResourceError when the engine has ended.
         """
         count = len(prompts) * params.n
-        if count > self.most:
-            raise UsageError(f"{count} samples in one request: at most {self.most} may run and wait")
+        self.admit(count, params)
         if (held := sum(self._jobs.values())) + count > self.most:
             raise BusyError(f"{held} samples run or wait already, of at most {self.most}: try again later")
         loop, event = asyncio.get_running_loop(), asyncio.Event()

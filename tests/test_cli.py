@@ -78,6 +78,8 @@ def test_every_command_has_help_with_an_example_and_json(command: str, capsys: C
         (["run", "nowhere", "--prompt", "x"], "nowhere: no such artifact directory"),
         (["run", "nowhere", "--prompt", "x", "--temperature", "-1"], "temperature must be at least 0"),
         (["run", "nowhere", "--prompt", "x", "--threads", "0"], "threads"),
+        (["run", "nowhere", "--prompt", "x", "--gamma", "²"], "--gamma ²: write a whole number"),
+        (["run", "nowhere", "--prompt", "x", "--gamma", "9" * 5000], "write a whole number"),
         (["bench", "nowhere", "--pp", "1,x"], "--pp 1,x: write whole numbers"),
         (["bench", "nowhere", "--verify", "0"], "at least 1"),
         (["inspect", "nowhere"], "no such artifact directory"),
@@ -87,6 +89,50 @@ def test_every_command_has_help_with_an_example_and_json(command: str, capsys: C
 )
 def test_wrong_requests_exit_2_with_one_line(arguments: list[str], message: str, capsys: Capture) -> None:
     assert message in refusal(capsys, 2, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("shell", "code", "message"),
+    [
+        ("{q} inspect {a} >&-", 0, ""),
+        ("{q} run {a} -p - <&-", 2, "the prompt is empty"),
+        ("printf 'ab\\xff' | {q} run {a} -p -", 2, "not valid Unicode at character 2"),
+        ("PYTHONUTF8=0 PYTHONIOENCODING=utf-8:strict {q} run {a} -p - < /bin/true", 2, "not valid Unicode"),
+        ("{q} inspect {a} > /dev/full", 5, "No space left on device"),
+        ("{q} inspect {a} --json > /dev/full", 5, "No space left on device"),
+        ("PYTHONIOENCODING=ascii {q} run {a} -p 'é' --max-tokens 1 --threads 1 | grep -q '^.xe9'", 0, "prompt tokens"),
+        ("{q} inspect $'new\\nline'", 2, "new\\nline: no such artifact directory"),
+        ("{q} inspect {long}", 2, "give another path"),
+    ],
+)
+def test_whatever_the_streams_are(shell: str, code: int, message: str, tiny_artifact: Build) -> None:
+    """Closed, full, of another encoding, or not text: an exit code and at most one line, never a traceback."""
+    command = shell.format(q=f"{sys.executable} -m qcompile", a=tiny_artifact("w4a8"), long="a" * 300)
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
+    assert done.returncode == code and message in done.stderr, done
+    assert len(done.stderr.splitlines()) == bool(message)
+
+
+def test_an_interrupt_that_an_import_swallowed_is_one(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def careless(path: Path) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        except BaseException:
+            raise AttributeError("module 'numpy' has no attribute 'minimum'") from None
+
+    monkeypatch.setattr("qcompile.inspect_artifact.summary", careless)
+    assert refusal(capsys, 130, "inspect", "x") == "qcompile: interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_is_told_however_early_it_comes() -> None:
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    early = "import sys, signal, os; sys.meta_path.insert(0, type('F', (), {'find_spec': staticmethod("
+    early += "lambda name, *_: os.kill(os.getpid(), signal.SIGINT) if name == 'typer' else None)}));"
+    early += "from qcompile.__main__ import entry; entry()"
+    done = subprocess.run([sys.executable, "-c", early], capture_output=True, text=True, preexec_fn=heed)
+    assert (done.returncode, done.stderr) == (130, "qcompile: interrupted\n")
 
 
 def test_no_command_shows_the_help(capsys: Capture) -> None:
@@ -259,6 +305,26 @@ def test_a_chat_template_is_rendered_in_a_sandbox(tmp_path: Path) -> None:
         assert render and render([{"role": "user", "content": "hi"}])
 
 
+def test_a_client_that_hangs_up_does_not_end_the_server(
+    capsys: Capture, tiny_artifact: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing to who has gone raises SIGPIPE, which other commands heed: their reader has all it wants."""
+    found = []
+    monkeypatch.setattr("qcompile.runtime.server.serve", lambda *_: found.append(signal.getsignal(signal.SIGPIPE)))
+    assert code_of("serve", tiny_artifact("w4a8"), "--port", "0") == 0
+    assert found == [signal.SIG_IGN]
+
+
+def test_names_that_are_no_text(capsys: Capture, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """File names are bytes: those that are not UTF-8 are as good as others."""
+    model, out = (tmp_path / os.fsdecode(name) for name in (b"mod\xffel", b"ou\xfft"))
+    shutil.copytree(tiny_checkpoint, model)
+    assert json_of(capsys, "build", model, "-o", out)["path"] == str(out)
+    assert json_of(capsys, "inspect", out)["model"]["name"] == "mod\ufffdel"
+    assert json_of(capsys, "run", out, "--prompt", "x", "--max-tokens", 1, "--threads", 1)["token_ids"]
+    assert json_of(capsys, "verify", out)["ok"]
+
+
 def test_serve_refuses_an_empty_key(capsys: Capture, tiny_artifact: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     serve = ("serve", tiny_artifact("w4a8"), "--port", "0")
     assert "API key is empty" in refusal(capsys, 2, *serve, "--api-key", "")
@@ -271,8 +337,13 @@ def test_eval_has_the_keys_scripts_rely_on(capsys: Capture, tiny_artifact: Build
     data.write_text("\n".join(json.dumps({"text": f"def f{i}(x):\n    return x + {i}\n" * 20}) for i in range(9)))
     found = json_of(capsys, "eval", tiny_artifact("w4a8"), "--data", data, "--window", "64", "--max-windows", "3")
     assert found["windows"] == 3 and found["tokens"] == 3 * 63 and found["perplexity"] > 1 and found["nll"] > 0
-    data.write_text("not json\n")
-    assert "line 1" in refusal(capsys, 2, "eval", tiny_artifact("w4a8"), "--data", data)
+    text = data.read_text()
+    data.write_text("\ufeff" + text.replace("return", "\u2028\x85").replace("\n", "\r\n"), encoding="utf-8")
+    again = json_of(capsys, "eval", tiny_artifact("w4a8"), "--data", data, "--window", "64", "--max-windows", "3")
+    assert again["windows"] == 3 and again["nll"] != found["nll"]
+    for wrong in ("not json", '{"text": "\\ud800"}', "[" * 100_000, "{}", '{"text": 3}', "[]"):
+        data.write_text(wrong + "\n")
+        assert "line 1" in refusal(capsys, 2, "eval", tiny_artifact("w4a8"), "--data", data)
 
 
 def test_bench_measures_tests_and_kernels(capsys: Capture, tiny_artifact: Build) -> None:

@@ -265,6 +265,30 @@ def test_metrics_count(client: Client) -> None:
     assert value("qcompile_running_samples") == value("qcompile_waiting_samples") == 0
 
 
+def test_a_key_may_be_of_any_letters(llm: LLM) -> None:
+    with serving(llm, api_key="ключ") as client:
+        assert client.ask("/v1/models", Authorization="Bearer ключ".encode())[0] == 200  # type: ignore[arg-type]
+        assert "API key" in client.refused(401, {"prompt": "x"}, Authorization="Bearer kljutsch")
+
+
+def test_extremes_of_one_client_harm_nobody(client: Client) -> None:
+    """What overflows where it is drawn from must not end the engine that all share."""
+    for options in ({"temperature": 1e-320, "top_p": 0.9}, {"temperature": 1e-320, "top_k": 3}):
+        status, found = client.ask("/v1/completions", {"prompt": "def main(", "max_tokens": 3} | options)
+        assert status == 200 and found["usage"]["completion_tokens"] == 3
+    asked = {"prompt": "x", "temperature": 1, "top_p": 0.9, "repetition_penalty": 1e-46}
+    assert "repetition_penalty must be between" in client.refused(400, asked)
+    assert client.complete("x")["choices"]
+
+
+def test_stop_texts_need_a_tokenizer(tiny_artifact: Build) -> None:
+    with qcompile.load(tiny_artifact("w4a8"), threads=1, max_batch=2) as llm:
+        llm.tokenizer = llm.engine.tokenizer = None
+        with serving(llm) as client:
+            assert "stop texts cannot be found" in client.refused(400, {"prompt": [1, 2], "stop": "a"} | GREEDY)
+            assert client.complete([1, 2])["usage"]["completion_tokens"] == 24
+
+
 def test_a_key_is_asked_for(llm: LLM) -> None:
     with serving(llm, api_key="geheim") as client:
         assert "API key" in client.refused(401, {"prompt": "x"})
