@@ -160,7 +160,7 @@ class KernelSpec:
             return False
         if self.apart:
             most = 64 if self.mixed else 128
-            cut = self.format in (*ALONE, *PLANES, "mix_4_8") and tile.rows == 16 * tile.warps <= most
+            cut = self.format in (*ALONE, *PLANES, "mix_4_8", "w4_asym_g128_a8") and tile.rows == 16 * tile.warps <= most
             whole = tile.unroll == (2 if self.block_words == 0.5 else 1) and tile.stages > 1
             return cut and whole and tile.tokens <= 128
         pieces = tile.piece in (16, 32, 64) and self.row_items % tile.piece == 0 and self.block * tile.unroll >= 256

@@ -276,6 +276,21 @@ APART = (
     KernelSpec(
         "mix_4_8", 4160, 4096, Tile(128, 64, 1, 2, 1, 4, 4, piece=128), True, width=4096, wide=448, x_groups=True
     ),
+    KernelSpec(
+        "mix_4_8", 4160, 4096, Tile(16, 64, 1, 4, 1, 4, 4, 128, piece=128), True, width=4096, wide=448, x_groups=True
+    ),
+    KernelSpec("qoq_channel", 4096, 4096, Tile(16, 64, 1, 4, 1, 4, 4, 128, piece=128), True, True, out="f32"),
+    KernelSpec(
+        "qoq_g128", 28672, 4096, Tile(16, 64, 1, 1, 2, 4, 8, 128, piece=128), gated="silu", width=14336, peaks=True
+    ),
+    KernelSpec("qoq_g128", 4096, 14336, Tile(128, 128, 1, 2, 2, 8, 6, 128, piece=128), residual=True, width=4000),
+    KernelSpec("w8_sym_channel", 4096, 14336, Tile(64, 128, 1, 2, 1, 8, 5, 128, piece=128), residual=True),
+    KernelSpec("nested_8_4", 4096, 4096, Tile(16, 128, 1, 4, 1, 8, 4, 128, piece=128), residual=True, x_groups=True),
+    KernelSpec("w4_asym_g128", 28672, 4096, Tile(16, 64, 1, 1, 1, 4, 3, 128, piece=128), gated="silu", width=14336),
+    KernelSpec("w4_asym_g128", 4096, 14336, Tile(64, 128, 1, 4, 1, 8, 3, 128, piece=128), residual=True, out="f32"),
+    KernelSpec("mxfp4", 4096, 4096, Tile(16, 64, 1, 4, 1, 4, 3, 128, piece=128), bias=True, width=4000),
+    KernelSpec("w4_asym_g128_a8", 4096, 4096, Tile(16, 64, 1, 4, 1, 4, 3, 128, piece=128), residual=True),
+    KernelSpec("w4_asym_g128_a8", 4096, 4096, Tile(64, 64, 1, 4, 1, 4, 2, piece=128), bias=True, x_groups=True),
 )
 """Kernels whose warps copy and multiply apart."""
 
@@ -293,7 +308,7 @@ def test_weights_stay_in_registers_until_the_tensor_cores_are_done_with_them(spe
     assert sum(opcode.startswith("HGMMA") for opcode, _ in code) >= 16
 
 
-@pytest.mark.parametrize("spec", APART, ids=lambda spec: spec.format)
+@pytest.mark.parametrize("spec", APART, ids=lambda spec: f"{spec.format}-{spec.tile.tokens}")
 def test_warps_copy_and_multiply_apart(spec: KernelSpec) -> None:
     needs_triton()
     built = compile_for(spec, 90)
@@ -301,10 +316,12 @@ def test_warps_copy_and_multiply_apart(spec: KernelSpec) -> None:
     assert built.threads == 32 * (spec.tile.warps + 4)
     assert built.registers * built.threads * programs <= 1 << 16 and built.shared_bytes * programs <= 226 * 1024
     assert built.spill_bytes <= (24 if spec.mixed else 0)  # it has two loops, and columns to scatter to
-    assert built.matrix and all("s32.s8.s8" in name and name.startswith("wgmma") for name in built.matrix)
+    kind = "f32.bf16.bf16" if spec.float_x else "s32.s8.s8"
+    assert built.matrix and all(kind in name and name.startswith("wgmma") for name in built.matrix)
+    assert built.ptx.count("griddepcontrol") == (2 if spec.prelaunch else 0)
     code = gpu_sass.instructions(built.cubin)
     assert gpu_sass.overwritten(code) is None
-    assert sum("GMMA" in opcode for opcode, _ in code) >= 8
+    assert sum("GMMA" in opcode for opcode, _ in code) >= 4
 
 
 SASS = """
@@ -350,7 +367,7 @@ def packed_for(spec: KernelSpec) -> dict[str, torch.Tensor]:
     """A random weight's parts on the GPU, by the kernel's arguments."""
     if not spec.mixed:
         parts = quantize_weight(weight(spec.n, spec.k).cuda(), number_format(spec.format))
-        return {name: part.cuda() for name, part in pack_gpu(parts, spec.format).items()}
+        return {name: part.cuda() for name, part in pack_gpu(parts, spec.packing).items()}
     wide = torch.arange(spec.width) % 10 == 0
     found = GPU_PACKING.mixed(wide, False, spec.k)
     assert (found.wide, 16 * found.blocks) == (spec.wide, spec.n)
@@ -360,19 +377,21 @@ def packed_for(spec: KernelSpec) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels that unpack in pieces have no interpreter")
-@pytest.mark.parametrize("spec", PIECES + APART, ids=lambda spec: f"{spec.format}-{spec.tile.piece}")
+@pytest.mark.parametrize("spec", PIECES + APART, ids=lambda spec: f"{spec.format}-{spec.tile.piece}-{spec.tile.tokens}")
 def test_rows_have_the_bits_of_the_decode_class(spec: KernelSpec) -> None:
     needs_triton()
     torch.manual_seed(0)
     given = packed_for(spec)
     width, dtype = spec.width or spec.n, {"f32": torch.float32, "bf16": torch.bfloat16}[spec.out]
     given["bias"] = torch.randn(spec.n, device="cuda")
-    for tokens in (1, 17, 300):
+    given["peaks"] = torch.full((300, max(spec.tells, 1)), float("nan"), device="cuda")
+    for tokens in (1, 5, 17, 300):
         x = torch.randn(tokens, spec.k, device="cuda")
         kind = "bf16" if spec.float_x else "int8_g128" if spec.x_groups else "int8"
-        given |= dict(zip(("x", "x_scale"), quantize_activation(x, kind, 0), strict=False))
+        given |= dict(zip(("x", "x_scale", "x_sum"), quantize_activation(x, kind, 0), strict=False))
         given["residual"], found = torch.randn(tokens, width, device="cuda").to(dtype), []
-        few = replace(spec, tile=Tile(16, 64, 1, spec.tile.splits, 1, 4, 3))
+        unroll = tiles.SMALLEST.get(spec.format, 1)
+        few = replace(spec, tile=Tile(16, 64, 1, spec.tile.splits, unroll, 4, 3), peaks=False)
         for each in (few, spec, spec):
             work = each.workspace(tokens).items()
             given |= {name: torch.zeros(items, dtype=kind, device="cuda") for name, (items, kind) in work}
@@ -381,6 +400,9 @@ def test_rows_have_the_bits_of_the_decode_class(spec: KernelSpec) -> None:
             build(each, 90)[each.grid(tokens)](*arguments)
             found.append(given["out"])
         assert not found[0].isnan().any() and torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+        if spec.peaks:
+            told = found[0].float().abs().unflatten(1, (spec.tells, -1)).amax(2)
+            assert torch.equal(given["peaks"][:tokens].to(dtype), told.to(dtype))
 
 
 def test_other_targets_and_weights_do_without_pieces() -> None:
