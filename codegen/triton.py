@@ -160,9 +160,9 @@ class KernelSpec:
             return False
         if self.apart:
             most = 64 if self.mixed else 128
-            cut = self.format in (*ALONE, *PLANES, "mix_4_8", "w4_asym_g128_a8") and tile.rows == 16 * tile.warps <= most
-            whole = tile.unroll == (2 if self.block_words == 0.5 else 1) and tile.stages > 1
-            return cut and whole and tile.tokens <= 128
+            known = self.format in (*ALONE, *PLANES, "mix_4_8", "w4_asym_g128_a8")
+            cut = tile.rows == 16 * tile.warps <= most and tile.tokens <= 128
+            return known and cut and tile.unroll == (2 if self.block_words == 0.5 else 1) and tile.stages > 1
         pieces = tile.piece in (16, 32, 64) and self.row_items % tile.piece == 0 and self.block * tile.unroll >= 256
         return pieces and tile.stages == 1 and self.format in PLANES
 
