@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import Problem, facts, graph_us, spec_for
 from qcompile.codegen import triton as gpu
-from qcompile.codegen.tiles import choose
+from qcompile.codegen.tiles import SMALLEST, choose
 from qcompile.codegen.triton import ALONE, DECODE_TOKENS, KernelSpec, Tile
 from qcompile.errors import UnsupportedError
 
@@ -94,15 +94,16 @@ def piece_tiles(tokens: int) -> Iterator[Tile]:
             yield Tile(m, rows, 1, split, unroll, warps, 1, piece=piece)
 
 
-def apart_tiles(tokens: int) -> Iterator[Tile]:
-    """Candidates for a class of M above 16 whose warps copy and multiply apart."""
-    cuts = ((32, 64, 4, 8), (32, 128, 8, 8), (64, 64, 4, 6), (64, 128, 8, 6), (128, 64, 4, 4), (128, 128, 8, 4))
-    splits = (1, 2, 4) if tokens <= 256 else (1,)
-    if tokens <= DECODE_TOKENS:
-        return
-    for (m, rows, warps, stages), split in itertools.product((*cuts, (128, 128, 8, 6)), splits):
+def apart_tiles(tokens: int, unroll: int) -> Iterator[Tile]:
+    """Candidates for a class of M from 16 on whose warps copy and multiply apart; they all start early."""
+    cuts: tuple[tuple[int, int, int], ...] = ((16, 64, 4), (16, 128, 8))
+    depths, splits = (3, 4, 6, 8), (1, 2, 4, 8)
+    if tokens > DECODE_TOKENS:
+        cuts = ((32, 64, 4), (32, 128, 8), (64, 64, 4), (64, 128, 8), (128, 64, 4), (128, 128, 8))
+        depths, splits = (2, 3, 4, 6), (1, 2, 4) if tokens <= 256 else (1,)
+    for (m, rows, warps), stages, split in itertools.product(cuts, depths, splits):
         if m <= max(tokens, 64) and (m == 128 or tokens < 512):
-            yield Tile(m, rows, 1, split, 1, warps, stages, piece=128)
+            yield Tile(m, rows, 1, split, unroll, warps, stages, 128, piece=128)
 
 
 def candidates(format: str, n: int, k: int, tokens: int) -> list[KernelSpec]:
@@ -113,7 +114,7 @@ def candidates(format: str, n: int, k: int, tokens: int) -> list[KernelSpec]:
             return []
         return [KernelSpec(format, n, k, tile, x_groups=format in IN_GROUPS) for tile in single_tiles(format, n, k)]
     whole = decode_tiles() if tokens == DECODE_TOKENS else prefill_tiles(tokens)
-    tiles = itertools.chain(whole, piece_tiles(tokens), apart_tiles(tokens))
+    tiles = itertools.chain(whole, piece_tiles(tokens), apart_tiles(tokens, SMALLEST.get(format, 1)))
     for tile in tiles:
         programs = n // tile.rows * tile.splits * max(1, tokens // tile.tokens)
         if tile.stages * tile.unroll * tile.slices > 48 or not (programs >= 64 and (programs <= 1100 or tokens > 64)):
@@ -124,7 +125,7 @@ def candidates(format: str, n: int, k: int, tokens: int) -> list[KernelSpec]:
             spec = spec_for(format, n, k, tokens, format in IN_GROUPS, tile)
         except UnsupportedError:
             continue
-        if 20_000 < tile.stages * spec.step_bytes <= SHARED:
+        if 16_000 < tile.stages * spec.step_bytes <= SHARED:
             found.append(spec)
     return found
 
