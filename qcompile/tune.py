@@ -67,7 +67,7 @@ def tune(
 
 
 def _prompts(llm: LLM, data: Path) -> list[list[int]]:
-    """The prompts of a JSONL file as tokens."""
+    """The prompts of a JSONL file as tokens, of long ones the last."""
     try:
         whole = jsonl.read(data)
     except (OSError, UnicodeDecodeError) as error:
@@ -77,7 +77,7 @@ def _prompts(llm: LLM, data: Path) -> list[list[int]]:
         text = jsonl.text_of(jsonl.parsed(line), "prompt", "text")
         if not text:
             raise UsageError(f'{data} line {number}: not a JSON object with a "prompt" or a "text" in Unicode')
-        prompts.append(llm.encode(text))
+        prompts.append(llm.encode(text, cut=True))
     if not prompts:
         raise UsageError(f'{data} is empty: give lines of JSON with a "prompt" or a "text" each')
     return prompts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -123,19 +124,27 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def completion_choice(index: int, sample: CompletionOutput, characters: int, tokens: int) -> dict[str, Any]:
-    """A choice of /v1/completions: what it has gained since it had that many characters and tokens."""
+def completion_choice(
+    index: int, sample: CompletionOutput, characters: int, tokens: int, offset: int
+) -> tuple[dict[str, Any], int]:
+    """A choice of /v1/completions: what it has gained since it had that many characters and tokens.
+
+    offset: of its next token, counted in the spellings of those before it (text may lag behind them, being held back
+    for a stop text or the rest of a character). Beside the choice is that of the token after all of these.
+    """
     found = None
     if sample.logprobs is not None:
         chosen = list(zip(sample.token_ids[tokens:], sample.logprobs[tokens:], strict=True))
         spelled = [_spelled(each[token]) for token, each in chosen]
+        *offsets, offset = accumulate(map(len, spelled), initial=offset)
         found = {
             "tokens": spelled,
             "token_logprobs": [each[token].logprob for token, each in chosen],
             "top_logprobs": [{_spelled(one): one.logprob for one in each.values()} for _, each in chosen],
-            "text_offset": [characters + sum(map(len, spelled[:at])) for at in range(len(spelled))],
+            "text_offset": offsets,
         }
-    return {"index": index, "text": sample.text[characters:], "logprobs": found, "finish_reason": sample.finish_reason}
+    text = sample.text[characters:]
+    return {"index": index, "text": text, "logprobs": found, "finish_reason": sample.finish_reason}, offset
 
 
 def chat_logprobs(sample: CompletionOutput, first: int, top: int) -> dict[str, Any] | None:

@@ -310,8 +310,8 @@ class LLM:
         if params.stops and self.tokenizer is None:
             raise UsageError("this artifact has no tokenizer: stop texts cannot be found in its output")
 
-    def encode(self, prompt: object) -> list[int]:
-        """A prompt's token numbers, checked. Raises UsageError in one clear line."""
+    def encode(self, prompt: object, cut: bool = False) -> list[int]:
+        """A prompt's token numbers, checked; with `cut` the last of one that is too long. Raises UsageError."""
         if isinstance(prompt, str):
             if not prompt:
                 raise UsageError("the prompt is empty: give at least one character")
@@ -329,6 +329,8 @@ class LLM:
         else:
             raise UsageError(f"a prompt must be text or a list of token numbers, not {type(prompt).__name__}")
         self._check_range(tokens)
+        if cut:
+            return tokens[1 - self.context :] if len(tokens) >= self.context > 1 else tokens
         if len(tokens) >= self.context:
             raise UsageError(
                 f"the prompt has {len(tokens)} tokens, the context {self.context}, answer included: shorten it"

@@ -89,11 +89,17 @@ class CompletionReply(Reply):
 
     prefix, whole_object, piece_object = "cmpl", "text_completion", "text_completion"
 
+    def __init__(self, model: str, samples: int) -> None:
+        super().__init__(model, samples)
+        self._offsets: dict[int, int] = {}  # of the next token, by choice
+
     def choice(self, index: int, sample: CompletionOutput) -> dict[str, Any]:
-        return api.completion_choice(index, sample, 0, 0)
+        return api.completion_choice(index, sample, 0, 0, 0)[0]
 
     def piece(self, index: int, sample: CompletionOutput, characters: int, tokens: int) -> dict[str, Any]:
-        return api.completion_choice(index, sample, characters, tokens)
+        offset = self._offsets.get(index, 0)
+        found, self._offsets[index] = api.completion_choice(index, sample, characters, tokens, offset)
+        return found
 
 
 class ChatReply(Reply):

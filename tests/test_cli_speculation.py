@@ -29,6 +29,9 @@ def test_from_build_to_run(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest
     out = tmp_path / "out"
     json_of("build", tiny_checkpoint, "-o", out, "--recipe", "qspec", "--draft", "lookup")
     assert [draft["kind"] for draft in json_of("inspect", out)["drafts"]] == ["draft1", "lookup"]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"text": "longer than the context " * 500}) + "\n")
+    json_of("tune", out, "--tokens", 8, "--threads", 1, "--data", prompts)
     tuned = json_of("tune", out, "--tokens", 8, "--threads", 1)
     assert json_of("inspect", out)["tuned"] == tuned and code_of("verify", out) == 0
     capsys.readouterr()

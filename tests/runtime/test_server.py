@@ -25,6 +25,9 @@ from qcompile import SamplingParams
 from qcompile.errors import ResourceError
 from qcompile.runtime import server
 from qcompile.runtime.llm import LLM
+from qcompile.runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from qcompile.runtime.replies import CompletionReply
+from qcompile.runtime.sampling import Logprob
 from qcompile.runtime.service import Service
 
 Build = Callable[[str], Path]
@@ -197,6 +200,20 @@ def test_log_probabilities(client: Client) -> None:
     assert [token["token"] for token in content] == found["tokens"]
     assert all(len(token["top_logprobs"]) == 2 for token in content)
     assert content[0]["top_logprobs"][0]["logprob"] == content[0]["logprob"] == found["token_logprobs"][0]
+
+
+def test_offsets_of_a_stream_are_those_of_the_whole() -> None:
+    """Also where text is held back, for it may turn out to be a stop text, or is half a character."""
+    reply, offsets, told = CompletionReply("tiny", 1), [], []
+    spelled = ["ab", "c", "\ufffd", "d"]
+    logprobs = [{at: Logprob(-1.0, 1, text)} for at, text in enumerate(spelled)]
+    for count, text in ((1, ""), (3, "abc"), (4, "abcéd")):
+        sample = CompletionOutput(0, text, list(range(count)), -1.0, logprobs[:count])
+        (piece,) = reply._pieces(RequestOutput(0, None, [0], [sample], False, RequestMetrics()))
+        offsets += piece["logprobs"]["text_offset"]
+        told.append(piece["text"])
+    assert told == ["", "abc", "éd"] and offsets == [0, 2, 3, 4]
+    assert reply.choice(0, sample)["logprobs"]["text_offset"] == offsets
 
 
 @pytest.mark.parametrize(
