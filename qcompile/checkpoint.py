@@ -11,6 +11,7 @@ import json
 import math
 import mmap
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -61,6 +62,8 @@ def name_of(directory: Path) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; UsageError when it is missing, unreadable or something else."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+            raise UsageError(f"{path} is no plain file")
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise UsageError(f"{path} is missing") from None
@@ -75,6 +78,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = dict(pairs)
     if len(names) != len(pairs):
         raise ValueError("a name appears twice")
+    for name in names:
+        name.encode()  # JSON can spell halves of characters, which are no text
     return names
 
 
@@ -135,6 +140,9 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 def _shards(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
     """Files of a checkpoint, and the index's tensor -> shard table when it has one."""
+    for name in (SINGLE, INDEX):
+        if (directory / name).exists() and not (directory / name).is_file():
+            raise UsageError(f"{directory / name} is no plain file")
     if (directory / SINGLE).is_file():
         return [directory / SINGLE], None
     if (directory / INDEX).is_file():
@@ -146,7 +154,7 @@ def _shards(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
             _check_shard_name(directory, name)
         return [directory / name for name in names], table
     found = sorted(directory.glob("*.safetensors"))
-    if len(found) == 1:
+    if len(found) == 1 and found[0].is_file():
         return found, None
     pickles = sorted(path.name for pattern in PICKLES for path in directory.glob(pattern))
     if pickles:

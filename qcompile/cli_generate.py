@@ -210,7 +210,15 @@ def _chat_loop(out: Path, params: SamplingParams, threads: int | None, as_json: 
             console.log("No chat template: your text is continued as it stands. Ctrl-D ends.")
         talk = _Talk(llm, template)
         for line in _lines():
-            last = _show(llm.stream(talk.prompt(line, params.max_tokens or 1), params), quiet=as_json)
+            try:
+                stream = llm.stream(talk.prompt(line, params.max_tokens or 1), params)
+            except UsageError as error:
+                if not sys.stdin.isatty():
+                    raise
+                console.log(f"qcompile: {error}")
+                talk.forget()
+                continue
+            last = _show(stream, quiet=as_json)
             talk.answered(last.outputs[0].text)
             if as_json:
                 console.print_json_line(result_of(last))
@@ -235,6 +243,10 @@ class _Talk:
     def answered(self, text: str) -> None:
         """Remember the reply."""
         self._messages.append({"role": "assistant", "content": text})
+
+    def forget(self) -> None:
+        """What the user said last cannot be answered: who types may say something else."""
+        del self._messages[-1:]
 
     def _length(self) -> int:
         tokenizer = self._llm.tokenizer

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -105,7 +106,7 @@ def read_config(directory: Path, allow_remote: bool = False) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if kind not in CONFIG_MAPPING and not (allow_remote and "auto_map" in raw):
-        hint = " and wants its own code run (--allow-remote)" if "auto_map" in raw else ""
+        hint = " and wants its own code run (--allow-remote-code)" if "auto_map" in raw else ""
         raise UnsupportedError(f"model type {kind} is unknown to transformers{hint}")
     if "quantization_config" in raw:
         method = (raw["quantization_config"] or {}).get("quant_method", "unknown")
@@ -133,6 +134,8 @@ def _check_sizes(path: Path, config: Any) -> None:
     for name, value in vars(config).items():
         if isinstance(value, int) and value >= 1 << 31:
             raise UsageError(f"{path}: {name} is {value}; sizes must be below 2^31")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"{path}: {name} is {value}; it must be a number")
 
 
 def cut(config: Any, layers: int) -> Any:
@@ -180,11 +183,11 @@ def build(config: Any, allow_remote: bool = False, attention_kind: str | None = 
                 experts_implementation=EXPERTS,
                 trust_remote_code=allow_remote,
             )
-    except KeyError as error:
-        if error.args != (ATTENTION,):
-            raise
-        raise _OwnAttention(f"{config.model_type} has an attention of its own that cannot be replaced") from error
     except Exception as error:  # a model's constructor raises whatever it likes
+        if isinstance(error, KeyError) and error.args == (ATTENTION,):
+            raise _OwnAttention(f"{config.model_type} has an attention of its own that cannot be replaced") from error
+        if isinstance(error, KeyError):  # its words are the key alone
+            raise UnsupportedError(f"{config.model_type} cannot be built: there is no {error}") from error
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UnsupportedError(f"{config.model_type} cannot be built: {reason}") from error
     return module.eval()
@@ -329,6 +332,8 @@ def _info(name: str, directory: Path, config: Any, program: torch.export.Exporte
     begin = token("bos_token_id")
     if not all(type(number) is int for number in (*ends, *(() if begin is None else (begin,)))):
         raise UsageError(f"{directory}: bos_token_id {begin} and eos_token_id {end} must be token numbers")
+    if begin is not None and not 0 <= begin < text.vocab_size:  # a default of another vocabulary: nothing can embed it
+        begin = None
     return ModelInfo(name, int(text.vocab_size), _longest(config), begin, ends, frontend.count_parameters(program))
 
 
@@ -350,6 +355,9 @@ def tokenizer_files(model: str | Path) -> dict[str, bytes]:
     A checkpoint with only a SentencePiece model gets the tokenizer.json that transformers converts it to.
     """
     directory = find(model)
+    for name in TOKENIZER_FILES:
+        if (directory / name).exists() and not (directory / name).is_file():
+            raise UsageError(f"{directory / name} is no plain file")
     files = {name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()}
     if "tokenizer.json" not in files and (directory / "tokenizer.model").is_file():
         if importlib.util.find_spec("sentencepiece") is None:
@@ -363,4 +371,18 @@ def tokenizer_files(model: str | Path) -> dict[str, bytes]:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UnsupportedError(f"{directory / 'tokenizer.model'} cannot be converted: {reason}") from error
         files["tokenizer.json"] = backend.to_str(pretty=False).encode()
+    _check_tokenizer(directory, files)
     return files
+
+
+def _check_tokenizer(directory: Path, files: dict[str, bytes]) -> None:
+    """Refuse what an artifact could carry, but nobody use."""
+    if "tokenizer.json" in files:
+        from tokenizers import Tokenizer
+
+        try:
+            Tokenizer.from_buffer(files["tokenizer.json"])
+        except Exception as error:  # tokenizers raises plain Exception
+            raise UsageError(f"{directory / 'tokenizer.json'} is not a tokenizer: {error}") from error
+    if "tokenizer_config.json" in files:
+        read_json(directory / "tokenizer_config.json")

@@ -89,6 +89,9 @@ def check_manifest(manifest: dict[str, Any], place: str = "manifest") -> None:
     """ArtifactError naming the first part of a manifest that is missing, of another type, or out of range."""
     check_shape(manifest, SHAPE, place)
     runtime = manifest["runtime"]
+    begin = manifest["model"].get("bos_token_id")
+    if begin is not None and not 0 <= begin < runtime["vocab_size"]:
+        raise ArtifactError(f"{place}.model.bos_token_id {begin} is outside the vocabulary; build it again")
     if (runtime["kv"].get("ring_tokens") or 0) % (3 * runtime["kv"]["page_tokens"]):
         raise ArtifactError(f"{place}.runtime.kv.ring_tokens is not three groups of whole pages; build it again")
     weights = Whole(0, len(runtime["weights"]) - 1)

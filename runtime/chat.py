@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from qcompile.errors import UsageError
+from qcompile.errors import ArtifactError, UsageError
 
 Message = dict[str, str]
 """`role` and `content`."""
@@ -42,7 +42,12 @@ def _template_source(out: Path) -> tuple[str | None, dict[str, str]]:
     config: dict[str, Any] = {}
     path = out / "tokenizer_config.json"
     if path.is_file():
-        config = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            config = json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise ArtifactError(f"{path} is not JSON: {error}") from error
+        if not isinstance(config, dict):
+            raise ArtifactError(f"{path} holds a JSON {type(config).__name__} where an object belongs")
     special = {}
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         token = config.get(name)

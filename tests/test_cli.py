@@ -289,6 +289,24 @@ def test_chat_answers_each_line(capsys: Capture, tiny_artifact: Build, monkeypat
     assert len(answers) == 2 and answers[1]["prompt_tokens"] > answers[0]["prompt_tokens"]
 
 
+def test_chat_goes_on_after_a_line_too_long(
+    capsys: Capture, tiny_artifact: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from io import StringIO
+
+    class Terminal(StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    chat = ("chat", tiny_artifact("w4a8"), "--max-tokens", "4", "--seed", "1", "--json")
+    monkeypatch.setattr("sys.stdin", Terminal("import os\n" + "x = 1 " * 400 + "\nimport sys\n"))
+    assert code_of(*chat) == 0
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == 2 and "shorten it" in captured.err
+    monkeypatch.setattr("sys.stdin", StringIO("x = 1 " * 400 + "\n"))
+    assert code_of(*chat) == 2
+
+
 def test_a_chat_template_is_rendered_in_a_sandbox(tmp_path: Path) -> None:
     template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
     config = {"bos_token": {"content": "<s>"}, "chat_template": template}

@@ -169,6 +169,7 @@ TIMES = {"batch": 1, "context": 32, "plain": 1e-3, "rounds": {"1": 1e-3}}
         (("runtime", "kv", "ring_tokens"), 100, "ring_tokens is not three groups"),
         (("runtime", "max_tokens"), 10**30, "max_tokens is not"),
         (("files", "tokenizer.json", "bytes"), -1, "bytes is not"),
+        (("model", "bos_token_id"), 260, "bos_token_id 260 is outside the vocabulary"),
         (("runtime", "levels"), 7, "levels is not a list"),
         (("runtime", "levels"), [[]], r"levels\[0\] is not an object"),
         (("runtime", "levels"), [{"lookup": "x", "gamma": 7}], "lookup is not"),
