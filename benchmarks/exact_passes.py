@@ -32,6 +32,7 @@ from qcompile.passes.base import Pass, apply
 from qcompile.passes.fold_norms import FoldNorms
 from qcompile.passes.raise_ops import Raise
 from qcompile.passes.rotate import Rotate
+from qcompile.passes.split import Split
 from tests.passes.test_exact import ALONE, EXACT, TOGETHER, inputs
 
 ROTATED = (
@@ -69,7 +70,7 @@ def examine(kind: str, settings: dict[str, Any]) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         save_random(kind, settings, Path(folder))
         try:
-            before = apply(Raise(), frontend.load(folder)).graph
+            before = apply(Split(), apply(Raise(), frontend.load(folder)).graph).graph
         except UnsupportedError as error:
             return row | {"refused": str(error)}
         for name, passes in COLUMNS:

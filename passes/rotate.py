@@ -6,6 +6,7 @@ function computed stays the same (QuaRot, Ashkboos et al. 2024; QServe 4.3.1 rot
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,13 +27,13 @@ LARGEST_CORE = 64
 
 @dataclass(frozen=True)
 class Rotate(Pass):
-    """Rotates residual streams, with `heads` the values between v and o, with `online` the inputs of down projections.
+    """Rotates residual streams, with `heads` the values between v and o, with `online` what no weight can rotate.
 
     With x' = x Q for every value of a stream, a reading linear's W becomes W Q, a writing linear's W becomes
     Q^T W (its bias b Q), an embedding table E becomes E Q. Legal when every writer is a linear (experts' and
     their weighted sums too) or an embedding, and every reader a linear, behind scale-free RMS norms or none.
-    `online` rotates what no weight can, products and activations, by an operator in front of the linears that
-    read them (QuaRot, section 4).
+    `online` rotates products and activations by an operator in front of the linears that read them (QuaRot,
+    section 4), and so what linears are given of a stream that cannot be rotated, such as one that norms write.
     What cannot be rotated is left as it is and named in the notes. `fired` counts weights rotated.
     """
 
@@ -47,18 +48,25 @@ class Rotate(Pass):
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()
         fired, notes = 0, []
-        rotations: list[tuple[Any, Any, int]] = []
-        if self.residual:
-            rotations += [(self._rotate_stream, s, i) for i, s in enumerate(analysis.residual_streams(graph))]
-        if self.heads:
-            rotations += [(self._rotate_values, node, i) for i, node in enumerate(graph.calls("attention"))]
-        if self.online:
-            rotations += [(self._rotate_online, node, i) for i, node in enumerate(graph.calls("mul", "unary"))]
-        for rotate, what, number in rotations:
+
+        def attempt(rotate: Callable[[Graph, Any, int], int], what: Any, number: int) -> bool:
+            nonlocal fired
             try:
                 fired += rotate(graph, what, number)
             except PassError as error:
                 notes.append(str(error))
+                return False
+            return True
+
+        inputs = graph.calls("mul", "unary") if self.online else []
+        streams = analysis.residual_streams(graph) if self.residual else []
+        for number, stream in enumerate(streams):
+            if not attempt(self._rotate_stream, stream, number) and self.online:
+                inputs += _given_to_linears(stream)
+        for number, node in enumerate(graph.calls("attention") if self.heads else []):
+            attempt(self._rotate_values, node, number)
+        for number, node in enumerate(inputs):
+            attempt(self._rotate_online, node, number)
         graph.erase_dead()
         return PassResult(graph, fired, tuple(notes))
 
@@ -141,6 +149,14 @@ class Rotate(Pass):
             place, _, inputs = analysis.WEIGHT_AXES[str(ops.name_of(reader.target))]
             _rotate_argument(graph, reader, place, ones, int(inputs or 0))
         return len(readers)
+
+
+def _given_to_linears(stream: analysis.Stream) -> list[fx.Node]:
+    """What of a stream linears may read: its values, and what norms make of them. None where no matrix is so wide."""
+    if hadamard.largest_order(stream.width, LARGEST_CORE) < SMALLEST_BLOCK:
+        return []
+    read = [user if ops.name_of(user.target) in ("rms_norm", "layer_norm") else value for user, value in stream.reads]
+    return list(dict.fromkeys(read))
 
 
 def _rotate_argument(graph: Graph, node: fx.Node, index: int, signs: fx.Node, axis: int) -> bool:

@@ -24,12 +24,14 @@ def decoder(
     rotary: bool = True,
     window: int = 0,
     head_norm: str = "",
+    late_norms: bool = False,
     act: str = "silu",
     seed: int = 0,
 ) -> Graph:
     """A Llama-shaped decoder at stage `raise`: no norm weights, random everything else.
 
     `head_norm`: "heads" normalizes q and k head by head, "whole" before they are split. `bias` "q" is on q alone.
+    `late_norms`: what a block adds to the residual stream goes through a norm with weights first.
     """
     generator = torch.Generator().manual_seed(seed)
     store = WeightStore()
@@ -48,6 +50,11 @@ def decoder(
     def linear(x: fx.Node, name: str, n: int, k: int) -> fx.Node:
         extra = (weight(f"{name}.bias", n),) if bias is True or (bias and name.startswith(bias)) else ()
         return graph.call("linear", x, weight(name, n, k), *extra)
+
+    def block(y: fx.Node, name: str, k: int) -> fx.Node:
+        """What a block adds: its last linear, perhaps normalized."""
+        y = linear(y, name, hidden, k)
+        return graph.call("rms_norm", y, weight(f"{name}.norm", hidden), 1e-6) if late_norms else y
 
     inv_freq = None
     if rotary:
@@ -71,11 +78,11 @@ def decoder(
         if inv_freq is not None:
             q, k = (graph.call("rope", t, positions, inv_freq, 1.0, False) for t in (q, k))
         mixed = graph.call("merge_heads", graph.call("attention", q, k, v, head_dim**-0.5, window, 0.0, None))
-        x = graph.call("add", x, linear(mixed, f"o{layer}", hidden, heads * head_dim))
+        x = graph.call("add", x, block(mixed, f"o{layer}", heads * head_dim))
         y = graph.call("rms_norm", x, None, 1e-6)
         gate = graph.call("unary", linear(y, f"gate{layer}", ffn, hidden), act)
         product = graph.call("mul", gate, linear(y, f"up{layer}", ffn, hidden))
-        x = graph.call("add", x, linear(product, f"down{layer}", hidden, ffn))
+        x = graph.call("add", x, block(product, f"down{layer}", ffn))
     logits = graph.call("linear", graph.call("rms_norm", x, None, 1e-6), weight("head", vocab, hidden))
     graph.fx.output(logits)
     return graph

@@ -42,6 +42,7 @@ RECIPES = {
     "mixllm": 0.03,
     "w4a4-g128": 0.2,  # an online Hadamard; a code of 4 bits that falls the other way is worth a seventh, as on a CPU
     "w4a4-g128 int8": 0.03,  # the same kernels with 8-bit activations
+    "w4a4-g128 late norms": 0.03,  # and the Hadamard in front of all linears
     "w4a16": 0.02,  # scales and products rounded to bf16
     "bf16": 0.02,
 }
@@ -66,6 +67,7 @@ def interpret_recipes(*names: str) -> None:
         options: dict[str, dict[str, Any]] = {
             "w8a8": {"bias": True, "passes": {"cache.format": "kv8"}},
             "w4a4-g128 int8": {"passes": {"assign_precision.activation": "int8_g128"}},
+            "w4a4-g128 late norms": {"passes": {"assign_precision.activation": "int8_g128"}, "late_norms": True},
         }
         more = options.get(name, {})
         graph, program, blobs = lowered(name.split()[0], **more)

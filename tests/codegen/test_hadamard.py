@@ -58,13 +58,15 @@ def test_kernel_equals_reference_whatever_the_step(width: int, block: int) -> No
     two.close()
 
 
+@pytest.mark.parametrize("late_norms", [False, True])
 @pytest.mark.parametrize("recipe", ["f32", "w4a16", "w4a8"])
-def test_model_with_online_rotation(recipe: str, tmp_path: Path) -> None:
-    graph = decoder(hidden=64, ffn=160)
+def test_model_with_online_rotation(recipe: str, late_norms: bool, tmp_path: Path) -> None:
+    """Products are turned, and what norms make of a residual stream that norms write, for the head too."""
+    graph = decoder(hidden=64, ffn=160, late_norms=late_norms)
     pipeline.build(graph, tmp_path / "out", recipe=recipe, options=ONLINE)
     passes = pipeline.configure(recipes.get_recipe(recipe).settings(), ONLINE)
     step = pipeline.run_passes(graph, passes[1:])[0][-1]
-    assert len(step.calls("hadamard" if recipe == "f32" else "hadamard_quantize")) == 2
+    assert len(step.calls("hadamard" if recipe == "f32" else "hadamard_quantize")) == 2 + 5 * late_norms
     ids, positions = sequence_inputs(41)
     reference = step.run(*step_inputs(ids, None, step))[0].view(2, 41, -1)
     logits = logits_whatever_the_step(tmp_path / "out", ids)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from qcompile import analysis, check, frontend
+from qcompile import analysis, check, frontend, ops
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, apply
 from qcompile.passes.fold_norms import FoldNorms
@@ -99,3 +99,13 @@ def test_a_stream_that_cannot_turn_is_named(kind: str) -> None:
     folded = apply(FoldNorms(), raised(kind)).graph
     result = apply(Rotate(heads=False), folded)
     assert result.fired == 0 and REFUSED[kind][1] in result.notes[0]
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_stream_that_cannot_turn_is_turned_where_linears_read_it(kind: str) -> None:
+    folded = apply(FoldNorms(), raised(kind)).graph
+    result = apply(Rotate(online=True), folded)
+    assert REFUSED[kind][1] in result.notes[0]
+    given = {ops.name_of(linear.args[0].target) for linear in result.graph.calls("linear")}  # type: ignore[union-attr]
+    assert given == {"hadamard", "merge_heads"}
+    assert check.equivalent(result.graph, folded, inputs()) < EXACT
