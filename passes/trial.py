@@ -87,8 +87,8 @@ def fewest(most: int, limit: float, increase: Callable[[int], float]) -> tuple[i
     low, high, found = 0, most, increase(most)
     if found > limit:
         raise QualityError(
-            f"max-perplexity-increase {limit:g} cannot be kept: 8 bits throughout raise perplexity by {found:.4f} "
-            "on held-back calibration text"
+            f"max-perplexity-increase {limit:g} cannot be kept: "
+            f"8 bits wherever they may be raise perplexity by {found:.4f} on held-back calibration text"
         )
     for _ in range(TRIALS):
         middle = round(((low**0.5 + high**0.5) / 2) ** 2)
