@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from threading import Event
 
 from qcompile.codegen import compiler, cpu, gpu_build
 from qcompile.codegen.gpu_compile import triton_version
@@ -26,7 +27,8 @@ class Backend:
 
     `compiler` names what compiles, or raises ResourceError where it is missing. `adapt` fits a program to the target.
     `prepare` refuses programs without kernels at once, and returns what compiles them into the files of
-    kernels/<target>. `other_drafts` says whether its runtime takes drafts besides a recipe's own.
+    kernels/<target>, until its event (or None) is set: then it raises GivenUpError soon. `other_drafts` says
+    whether its runtime takes drafts besides a recipe's own.
     """
 
     suffix: str
@@ -34,18 +36,18 @@ class Backend:
     packing: Packing
     compiler: Callable[[], str]
     adapt: Callable[[Program], Program]
-    prepare: Callable[[Programs, Target], Callable[[], Files]]
+    prepare: Callable[[Programs, Target], Callable[[Event | None], Files]]
     other_drafts: bool = True
 
 
-def _prepare_cpu(programs: Programs, target: Target) -> Callable[[], Files]:
+def _prepare_cpu(programs: Programs, target: Target) -> Callable[[Event | None], Files]:
     texts = {name: cpu.render(program, target) for name, program in programs.items()}
 
-    def compile() -> Files:
+    def compile(given_up: Event | None) -> Files:
         files: Files = {}
         for name, text in texts.items():
             kept = text if name == "model" else _behind(texts["model"], text)
-            files |= {f"{name}.so": compiler.compile(text, target), f"{name}.cpp": kept}
+            files |= {f"{name}.so": compiler.compile(text, target, given_up), f"{name}.cpp": kept}
         return files
 
     return compile

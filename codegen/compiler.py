@@ -11,8 +11,10 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from threading import Event
 
 from qcompile import user_cache
+from qcompile.codegen import children
 from qcompile.errors import ResourceError
 from qcompile.targets import Target
 
@@ -72,25 +74,25 @@ def flags(target: Target) -> tuple[str, ...]:
     return (*_COMMON, *_ISA[target.isa])
 
 
-def compile(source: str, target: Target) -> bytes:
+def compile(source: str, target: Target, given_up: Event | None = None) -> bytes:
     """The shared library of `source` for `target`, from the cache if it is there.
 
-    Raises ResourceError when there is no compiler, or it fails (with its first error line).
+    Raises ResourceError when there is no compiler, or it fails (with its first error line), and GivenUpError.
     """
     key = hashlib.sha256("\0".join((source, *flags(target), version())).encode()).hexdigest()
     cached = user_cache.cache_dir() / f"{key}.so"
     if (kept := user_cache.recall(cached)) is not None:
         return kept
-    binary = _run(source, target)
+    binary = _run(source, target, given_up)
     user_cache.remember(cached, binary)
     return binary
 
 
-def _run(source: str, target: Target) -> bytes:
+def _run(source: str, target: Target, given_up: Event | None) -> bytes:
     with tempfile.TemporaryDirectory(prefix="qcompile-") as folder:
         out = Path(folder) / "model.so"
         command = [find(), *flags(target), f"-ffile-prefix-map={folder}=.", "-x", "c++", "-", "-o", str(out)]
-        done = subprocess.run(command, input=source, capture_output=True, text=True, check=False, cwd=folder)
+        done = children.run(command, source, given_up, cwd=folder)
         if done.returncode:
             lines = done.stderr.splitlines()
             reason = next((line for line in lines if "error" in line), lines[0] if lines else "no message")

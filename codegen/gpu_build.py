@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from threading import Event
 from typing import Any
 
 from qcompile.codegen import program as p
@@ -20,7 +21,7 @@ SUFFIX = ".plan.json"
 Files = dict[str, str | bytes]
 
 
-def prepare(programs: Mapping[str, p.Program], target: Target) -> Callable[[], Files]:
+def prepare(programs: Mapping[str, p.Program], target: Target) -> Callable[[Event | None], Files]:
     """Plan the program of each path, the target's (`model`) first, for `target`; needs no GPU.
 
     What is returned compiles them into the files of kernels/<target>: machine code, PTX and Triton source of each
@@ -38,14 +39,16 @@ def prepare(programs: Mapping[str, p.Program], target: Target) -> Callable[[], F
             raise UnsupportedError(f"{name}, {error}") from error
     if len(plans) > 1:
         plans["model"].add_rounds()
-    return lambda: _compiled(plans, programs, target)
+    return lambda given_up: _compiled(plans, programs, target, given_up)
 
 
-def _compiled(plans: dict[str, Plan], programs: Mapping[str, p.Program], target: Target) -> Files:
+def _compiled(
+    plans: dict[str, Plan], programs: Mapping[str, p.Program], target: Target, given_up: Event | None
+) -> Files:
     # Half the cores stay for the weights, which are packed meanwhile.
     processes = max(1, len(os.sched_getaffinity(0)) // 2)
     kernels = {label: kernel for plan in plans.values() for label, kernel in plan.kernels.items()}
-    compiled = compile_all(list(kernels.values()), target.capability, processes)
+    compiled = compile_all(list(kernels.values()), target.capability, processes, given_up)
     too_large = [label for label, each in compiled.items() if each.shared_bytes > target.shared_bytes]
     if too_large:
         raise UnsupportedError(f"kernel {too_large[0]} takes more shared memory than {target.name} has")

@@ -20,13 +20,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from threading import Event
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from qcompile import user_cache
-from qcompile.codegen import gpu_sass
+from qcompile.codegen import children, gpu_sass
 from qcompile.errors import ResourceError, UnsupportedError
 
 _TEMPLATES = Path(__file__).parent / "templates" / "triton"
@@ -199,8 +200,10 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return registers, stack + local
 
 
-def compile_all(kernels: Sequence[Kernel], capability: int, processes: int = 1) -> dict[str, Compiled]:
-    """Every kernel by its label, each compiled once, in `processes` processes at a time.
+def compile_all(
+    kernels: Sequence[Kernel], capability: int, processes: int = 1, given_up: Event | None = None
+) -> dict[str, Compiled]:
+    """Every kernel by its label, each compiled once, in `processes` processes at a time. Raises GivenUpError.
 
     They are Pythons of their own that run this module: multiprocessing's would run the caller's script once more,
     which without a guard of its main part builds again.
@@ -208,10 +211,10 @@ def compile_all(kernels: Sequence[Kernel], capability: int, processes: int = 1) 
     once = {kernel.label: kernel for kernel in kernels}
     count = min(processes, len(once))
     if count < 2:
-        return {label: compile_kernel(kernel, capability) for label, kernel in once.items()}
+        return {label: _compile_wanted(kernel, capability, given_up) for label, kernel in once.items()}
     shares = [list(once.values())[i::count] for i in range(count)]
     with ThreadPoolExecutor(count) as threads:
-        parts = list(threads.map(_compile_elsewhere, shares, [capability] * count))
+        parts = list(threads.map(_compile_elsewhere, shares, [capability] * count, [given_up] * count))
     found = {
         kernel.label: each
         for share, part in zip(shares, parts, strict=True)
@@ -220,12 +223,17 @@ def compile_all(kernels: Sequence[Kernel], capability: int, processes: int = 1) 
     return {label: found[label] for label in once}
 
 
-def _compile_elsewhere(kernels: Sequence[Kernel], capability: int) -> list[Compiled]:
+def _compile_wanted(kernel: Kernel, capability: int, given_up: Event | None) -> Compiled:
+    children.check(given_up)
+    return compile_kernel(kernel, capability)
+
+
+def _compile_elsewhere(kernels: Sequence[Kernel], capability: int, given_up: Event | None) -> list[Compiled]:
     """`kernels` compiled by another process, one after the other."""
     order = json.dumps({"capability": capability, "kernels": [asdict(kernel) for kernel in kernels]})
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", __name__]
-    done = subprocess.run(command, input=order, capture_output=True, text=True, check=False, env=environment)
+    done = children.run(command, order, given_up, env=environment)
     if done.returncode:
         raise RuntimeError(f"compiling kernels failed ({done.returncode}): {done.stderr.strip()[-2000:]}")
     answer = json.loads(done.stdout)

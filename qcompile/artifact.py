@@ -268,6 +268,8 @@ def _check_replaceable(path: Path) -> None:
         if path.exists():
             raise UsageError(f"output {path} is a file: choose another directory") from error
         return  # one of its parents is: making the folder says so
+    if os.path.ismount(path):
+        raise UsageError(f"output {path} is a mount point, which nothing can take the place of: choose a folder in it")
     if names and not (MANIFEST in names and (path / MANIFEST).is_file()):
         raise UsageError(f"output {path} holds other files: choose another directory")
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -189,10 +190,14 @@ def build(
         with clock("render"):
             compile_kernels = backend.prepare(found.programs, machine)
         with ThreadPoolExecutor(1) as pool, clock("weights and kernels"):
-            kernels = pool.submit(compile_kernels)
-            entries = writer.add_weights(_specs(found.weights), _stream(found.weights, clock.progress))
-            clock.progress("kernels", 0, 1)
-            compiled = kernels.result()
+            given_up = Event()
+            kernels = pool.submit(compile_kernels, given_up)
+            try:
+                entries = writer.add_weights(_specs(found.weights), _stream(found.weights, clock.progress))
+                clock.progress("kernels", 0, 1)
+                compiled = kernels.result()
+            finally:
+                given_up.set()  # an interrupt, or a full disk, should not wait for a compiler
         with clock("artifact"):
             folder = f"kernels/{machine.name}"
             for name, content in (*((f"{folder}/{n}", c) for n, c in compiled.items()), *found.files.items()):

@@ -124,6 +124,13 @@ def test_output_that_is_something_else_is_refused(tmp_path: Path) -> None:
     assert verify(tmp_path / "empty") == []
 
 
+def test_a_mount_point_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(artifact.os.path, "ismount", lambda path: Path(path) == tmp_path / "out")
+    with pytest.raises(UsageError, match="mount point"):
+        ArtifactWriter(tmp_path / "out")
+
+
 def test_older_artifact_is_replaced(tmp_path: Path) -> None:
     write_small(tmp_path / "out", fill=1)
     write_small(tmp_path / "out", fill=2)

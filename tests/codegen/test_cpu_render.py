@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Event, Timer
 
 import pytest
 
 from qcompile import user_cache
-from qcompile.codegen import backend, compiler, cpu
+from qcompile.codegen import backend, children, compiler, cpu
 from qcompile.codegen import cpu_flow as flow
 from qcompile.codegen import program as p
+from qcompile.codegen.gpu_compile import Kernel, compile_all
 from qcompile.errors import ResourceError, UnsupportedError
 from qcompile.targets import TARGETS
 from tests.codegen.tiny import Tiny, build
@@ -166,6 +169,18 @@ def test_without_a_home_nothing_is_kept(own_cache: Path, monkeypatch: pytest.Mon
 def test_a_cache_that_cannot_be_written_does_no_harm(own_cache: Path) -> None:
     own_cache.write_text("a file, not a folder")
     assert compiler.compile(SMALL, AVX2)[:4] == b"\x7fELF"
+
+
+def test_a_compiler_ends_when_nobody_wants_what_it_makes(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only the build itself is interrupted, not its children too, as by a notebook."""
+    given_up, started = Event(), time.monotonic()
+    Timer(0.3, given_up.set).start()
+    with pytest.raises(children.GivenUpError):
+        children.run(["sleep", "60"], "", given_up)
+    assert time.monotonic() - started < 30
+    with pytest.raises(children.GivenUpError):
+        compile_all([Kernel("never", "", ())], 80, given_up=given_up)
+    assert children.run(["cat"], "text", None).stdout == "text"
 
 
 def test_no_compiler_is_said_in_one_line(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
