@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -64,9 +64,18 @@ class CudaExecutor:
         self.moved = 0
         """How often memory that graphs point to was given back."""
         self._closed = False
-        self._allocate(leader)
+        self._host_address = 0
+        try:
+            self._allocate(leader)
+        except BaseException:
+            self.close()
+            raise
 
     # ---- memory -------------------------------------------------------------------------------
+
+    def adopt(self, addresses: Iterable[int]) -> None:
+        """Free this memory, which weights are in, when the model is closed."""
+        self._owned += addresses
 
     def _own(self, size: int, what: str) -> int:
         address = self.driver.allocate(size, what)
@@ -346,7 +355,8 @@ class CudaExecutor:
         self._forget()
         for address in (*self._owned, *(address for address, _ in self._work.values())):
             self.driver.free(address)
-        self.driver.free_pinned(self._host_address)
+        if self._host_address:
+            self.driver.free_pinned(self._host_address)
 
 
 def attention_counts(plan: Mapping[str, Any], splits: int, tokens: int, sequences: int, queries: int) -> dict[str, int]:

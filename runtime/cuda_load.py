@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -34,19 +35,48 @@ def open_cuda(
     levels = runtime.get("levels") or [] if drafts else []
     plans = [json.loads(small[path["library"]]) for path in (runtime, *levels)]
     functions = _functions(gpu, plans, PurePosixPath(runtime["library"]).parent, small)
-    weights = _upload(gpu, root, manifest)
+    with ExitStack() as undo:
+        held: list[int] = []  # lest a model that does not fit keep the memory from one that would
+        undo.callback(_free, gpu, held)
+        weights = _upload(gpu, root, manifest, held)
+        target = _target(gpu, plans, functions, weights, limits, max_batch, kv, kv_cache_bytes, memory_share)
+        undo.pop_all()
+        target.adopt(held)
+        if not levels:
+            return target, None
+        undo.callback(target.close)
+        own = limits._replace(max_position=levels[0]["max_position"])
+        draft = CudaExecutor(gpu, plans[1], functions, weights, target.kv_pages, own, target)
+        undo.callback(draft.close)
+        drafter = CudaSpeculator(target, draft, levels[0]["gamma"], levels[0]["threshold"])
+        undo.pop_all()
+    return target, drafter
+
+
+def _free(gpu: Driver, addresses: list[int]) -> None:
+    for address in addresses:
+        gpu.free(address)
+
+
+def _target(
+    gpu: Driver,
+    plans: list[dict[str, Any]],
+    functions: dict[str, int],
+    weights: dict[str, int],
+    limits: Limits,
+    max_batch: int,
+    kv: dict[str, Any],
+    kv_cache_bytes: int | None,
+    memory_share: float,
+) -> CudaExecutor:
+    """The target's executor, with as many pages of cache as it may have."""
     most = max_batch * limits.pages_for(limits.max_position)
     if kv_cache_bytes is not None:
         most, memory_share = kv_cache_bytes // kv["page_bytes"], 1.0
     free, total = gpu.memory()
     rest = free - int(total * (1 - memory_share)) - sum(_activations(plan, limits) for plan in plans)
     pages = kv_pages(max(rest, 0), kv["page_bytes"], most, 1.0)
-    target = CudaExecutor(gpu, plans[0], functions, weights, pages, limits)
-    if not levels:
-        return target, None
-    own = limits._replace(max_position=levels[0]["max_position"])
-    draft = CudaExecutor(gpu, plans[1], functions, weights, pages, own, target)
-    return target, CudaSpeculator(target, draft, levels[0]["gamma"], levels[0]["threshold"])
+    return CudaExecutor(gpu, plans[0], functions, weights, pages, limits)
 
 
 def _activations(plan: dict[str, Any], limits: Limits) -> int:
@@ -93,8 +123,11 @@ def _functions(
     return found
 
 
-def _upload(gpu: Driver, root: Path, manifest: Manifest) -> dict[str, int]:
-    """Addresses of the weights by name; one file at a time is in the host's memory, and verified there."""
+def _upload(gpu: Driver, root: Path, manifest: Manifest, held: list[int]) -> dict[str, int]:
+    """Addresses of the weights by name; one file at a time is in the host's memory, and verified there.
+
+    `held` gets the addresses of the memory taken.
+    """
     files, entries = manifest["files"], manifest["runtime"]["weights"]
     found: dict[str, int] = {}
     for name in sorted({entry["file"] for entry in entries}):
@@ -102,6 +135,7 @@ def _upload(gpu: Driver, root: Path, manifest: Manifest) -> dict[str, int]:
         memory = Arena(size)
         _refuse(root, file_problem(root, name, files[name], memory.view))
         address = gpu.allocate(size, "weights")
+        held.append(address)
         gpu.upload(address, memory.address, size)
         gpu.synchronize()
         for entry in entries:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from qcompile.errors import ArtifactError, ResourceError, UsageError
-from qcompile.runtime import cuda, cuda_driver
+from qcompile.runtime import cuda, cuda_driver, cuda_load
 from qcompile.runtime.cuda import CudaExecutor, kv_pages
 from qcompile.runtime.executor import Limits, Rows
 
@@ -236,3 +240,54 @@ def test_no_driver_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver.ctypes, "CDLL", missing)
     with pytest.raises(ResourceError, match="no NVIDIA driver"):
         cuda_driver.Driver()
+
+
+def test_a_closed_model_leaves_nothing_on_the_gpu(opened: CudaExecutor) -> None:
+    """Its weights neither: the next model needs their memory."""
+    driver: Any = opened.driver
+    opened.adopt([driver.allocate(100, "weights")])
+    opened.step([Rows([1, 2, 3], 0, [2], 1)], logits=True)
+    assert driver.memory
+    opened.close()
+    opened.close()
+    assert driver.memory == {} and driver.pages == []
+
+
+@pytest.mark.parametrize("short_of", ["activations", "the KV cache", "inputs", "logits"])
+def test_a_model_that_does_not_fit_leaves_nothing_on_the_gpu(short_of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, allocate = FakeDriver(), FakeDriver.allocate
+
+    def short(self: FakeDriver, size: int, what: str) -> int:
+        if what == short_of:
+            raise ResourceError(f"the GPU has no memory left for {what}")
+        return allocate(self, size, what)
+
+    monkeypatch.setattr(FakeDriver, "allocate", short)
+    functions: Any = {name: name for name in PLAN["kernels"]}
+    with pytest.raises(ResourceError, match=short_of):
+        CudaExecutor(driver, PLAN, functions, {"w": 99}, 4, LIMITS)  # type: ignore[arg-type]
+    assert driver.memory == {} and driver.pages == []
+
+
+def test_weights_of_a_model_without_room_for_a_page_are_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: dict[int, str] = {}
+    gpu = SimpleNamespace(
+        allocate=lambda size, what: (held.update({5: what}), 5)[1],
+        free=held.pop,
+        upload=lambda *_: None,
+        synchronize=lambda: None,
+        memory=lambda: (0, 1000),
+    )
+    contents = {"weights": bytes(4096), "plan": json.dumps({"kernels": {}, "arena_bytes": {}}).encode()}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    files = {n: {"bytes": len(c), "sha256": hashlib.sha256(c).hexdigest()} for n, c in contents.items()}
+    runtime = {"max_tokens": 64, "vocab_size": 10, "kv": {"page_bytes": 1 << 20, "page_tokens": 64}, "library": "plan"}
+    runtime["weights"] = [{"name": "w", "file": "weights", "offset": 0, "bytes": 64}]
+    manifest = {"runtime": runtime, "model": {"max_position": 64}, "files": files}
+    monkeypatch.setattr(cuda_load, "driver", lambda: gpu)
+    with pytest.raises(ResourceError, match="no GPU memory for one KV page"):
+        cuda_load.open_cuda(tmp_path, manifest, 1, None, 0.9, drafts=False)
+    assert held == {}
