@@ -1,8 +1,8 @@
 """Speed of a loaded model, and of its kernels against the machine's roofline.
 
-A test is named as llama.cpp's benchmark names it: tgN decodes N tokens one by one, ppN is a step of N tokens,
-both from an empty context. Tests are interleaved over several rounds and medians reported, so that a slow
-moment of the machine falls on all of them.
+A test is named as llama.cpp's benchmark names it: tgN decodes N tokens one by one, ppN is a step of N tokens, both
+from an empty context; verifyN is one with N logits, where ppN is asked for too. Tests are interleaved over several
+rounds and medians reported, so that a slow moment of the machine falls on all of them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def measure(llm: LLM, sizes: Sizes, progress: Progress) -> dict[str, float]:
     for rows in sizes.pp:
         tests[f"pp{rows}"] = (rows, lambda rows=rows: _prefill(llm, rows, outputs=1))  # type: ignore[misc]
     for rows in sizes.verify:
-        tests[f"pp{rows}"] = (rows, lambda rows=rows: _prefill(llm, rows, outputs=rows))  # type: ignore[misc]
+        name = f"verify{rows}" if rows in sizes.pp else f"pp{rows}"
+        tests[name] = (rows, lambda rows=rows: _prefill(llm, rows, outputs=rows))  # type: ignore[misc]
     seconds: dict[str, list[float]] = {test: [] for test in tests}
     for _, run in tests.values():
         run()  # pages of the cache are touched, threads awake
