@@ -33,7 +33,7 @@ class Rotate(Pass):
     Q^T W (its bias b Q), an embedding table E becomes E Q. Legal when every writer is a linear (experts' and
     their weighted sums too) or an embedding, and every reader a linear, behind scale-free RMS norms or none.
     `online` rotates products and activations by an operator in front of the linears that read them (QuaRot,
-    section 4), and so what linears are given of a stream that cannot be rotated, such as one that norms write.
+    section 4), and so what linears are given of a stream that cannot be rotated because norms, say, write it.
     What cannot be rotated is left as it is and named in the notes. `fired` counts weights rotated.
     """
 
@@ -62,7 +62,7 @@ class Rotate(Pass):
         streams = analysis.residual_streams(graph) if self.residual else []
         for number, stream in enumerate(streams):
             if not attempt(self._rotate_stream, stream, number) and self.online:
-                inputs += _given_to_linears(stream)
+                inputs += _given_to_linears(graph, stream)
         for number, node in enumerate(graph.calls("attention") if self.heads else []):
             attempt(self._rotate_values, node, number)
         for number, node in enumerate(inputs):
@@ -151,9 +151,13 @@ class Rotate(Pass):
         return len(readers)
 
 
-def _given_to_linears(stream: analysis.Stream) -> list[fx.Node]:
-    """What of a stream linears may read: its values, and what norms make of them. None where no matrix is so wide."""
-    if hadamard.largest_order(stream.width, LARGEST_CORE) < SMALLEST_BLOCK:
+def _given_to_linears(graph: Graph, stream: analysis.Stream) -> list[fx.Node]:
+    """What linears may read of a stream: its values, and what norms make of them. None where no matrix is so wide.
+
+    None either of a stream that weights alone write: once norms are folded weights can turn it, which costs nothing.
+    """
+    written = {ops.name_of(analysis.weighted(graph, writer).target) for writer in stream.writers}
+    if written <= analysis.WEIGHT_AXES.keys() or hadamard.largest_order(stream.width, LARGEST_CORE) < SMALLEST_BLOCK:
         return []
     read = [user if ops.name_of(user.target) in ("rms_norm", "layer_norm") else value for user, value in stream.reads]
     return list(dict.fromkeys(read))

@@ -109,3 +109,10 @@ def test_a_stream_that_cannot_turn_is_turned_where_linears_read_it(kind: str) ->
     given = {ops.name_of(linear.args[0].target) for linear in result.graph.calls("linear")}  # type: ignore[union-attr]
     assert given == {"hadamard", "merge_heads"}
     assert check.equivalent(result.graph, folded, inputs()) < EXACT
+
+
+def test_a_stream_that_folded_norms_let_turn_is_not_turned_at_run_time() -> None:
+    before = raised("llama")
+    result = apply(Rotate(online=True), before)
+    assert "read by rms_norm" in result.notes[0]
+    assert len(result.graph.calls("hadamard")) == len(before.calls("mul")) == 2
