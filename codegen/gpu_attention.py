@@ -54,12 +54,16 @@ _TWO_PI = (-6.28125, -0.0019350051879882812, -3.01991605e-07)
 
 @dataclass(frozen=True)
 class GpuKV:
-    """Pages of `heads` KV heads of `dim` elements in `format` kv16, kv8, kv4, kv_hier or kv_hier4."""
+    """Pages of `heads` KV heads of `dim` elements in `format` kv16, kv8, kv4, kv_hier or kv_hier4.
+
+    Splits come in at most so many leaves, `most_leaves`.
+    """
 
     format: str
     heads: int
     dim: int
     page_tokens: int = PAGE_TOKENS
+    most_leaves: int = 8
 
     def __post_init__(self) -> None:
         if self.format not in ("kv16", "kv8", "kv4", *HIERARCHICAL):
@@ -90,7 +94,7 @@ class GpuKV:
     @property
     def leaves(self) -> int:
         """Leaves of a split: parts of it that are summed apart. Over a hierarchical cache a split has none."""
-        return 1 if self.hierarchical else 8
+        return 1 if self.hierarchical else self.most_leaves
 
     @property
     def fine_splits(self) -> int:

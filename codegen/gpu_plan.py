@@ -56,6 +56,7 @@ GPU_ABI = 7
 
 Ref = list[Any]
 Size = int | str | list[Any]
+_Shape = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
@@ -173,8 +174,10 @@ def make_plan(program: p.Program, capability: int, split: int = 0, inline_asm: b
     Splits of attention have `split` positions, or as many as codegen/tiles.py says. `inline_asm` False gives kernels
     for Triton's interpreter. Raises UnsupportedError naming the call that has no GPU kernel.
     """
-    kv = kv_of(program)
-    maker = _Maker(program, Plan(capability, kv, split or tiles.split(kv)), inline_asm)
+    kv, least = kv_of(program), 16  # positions the tensor cores take
+    split = split or tiles.split(kv)
+    kv = replace(kv, most_leaves=min(kv.most_leaves, split // least))
+    maker = _Maker(program, Plan(capability, kv, split), inline_asm)
     for call, after in zip_longest(program.calls, program.calls[1:]):
         maker.add(call, after)
     maker.finish()
@@ -361,13 +364,7 @@ class _Maker:
             yield from self._pick(c)
 
     def _gemm_variant(
-        self,
-        shape: tuple[str, int, int],
-        most: int,
-        rows: str,
-        refs: dict[str, Ref],
-        options: dict[str, Any],
-        told: dict[int, Any] | None,
+        self, shape: _Shape, most: int, rows: str, refs: dict[str, Ref], options: dict[str, Any], told: Any
     ) -> Variant:
         """For up to `most` rows (0: any number), of a weight of that packing, N, K; `told` gets the peaks it tells."""
         packing, n, k = shape

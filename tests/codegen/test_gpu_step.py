@@ -71,7 +71,7 @@ def interpret_recipes(*names: str) -> None:
         }
         more = options.get(name, {})
         graph, program, blobs = lowered(name.split()[0], **more)
-        machine = Interpreter(program, make_plan(program, 90, split=128, inline_asm=False), blobs)
+        machine = Interpreter(program, make_plan(program, 90, split=64, inline_asm=False), blobs)
         ids = torch.randint(0, SHAPE["vocab"], (2, 20), generator=torch.Generator().manual_seed(1))
         inputs = step_inputs(ids, None, graph)
         want = graph.run(*inputs)[0]
@@ -120,7 +120,7 @@ def interpret_nested_draft() -> None:
     read = {name for c in program.calls if c.kernel == "gemm" for name in c.weights.values()}
     assert read == {n for c in verify.calls if c.kernel == "gemm" for n in c.weights.values() if not n.endswith(".low")}
     blobs = {name: blob for w in table.weights for (name, _), blob in zip(w.blobs, w.produce(), strict=True)}
-    machine = Interpreter(program, make_plan(program, 90, split=128, inline_asm=False), blobs)
+    machine = Interpreter(program, make_plan(program, 90, split=64, inline_asm=False), blobs)
     ids = torch.randint(0, SHAPE["vocab"], (1, 20), generator=torch.Generator().manual_seed(1))
     inputs = step_inputs(ids, None, drafted[-1])
     want = drafted[-1].run(*inputs)[0]
@@ -142,7 +142,7 @@ def interpret_window() -> None:
     ids = torch.randint(0, SHAPE["vocab"], (1, 90), generator=torch.Generator().manual_seed(2))
     inputs = step_inputs(ids, None, graph)
     want = graph.run(*inputs)[0]
-    machine = Interpreter(program, make_plan(program, 90, split=128, inline_asm=False), blobs, rows=128)
+    machine = Interpreter(program, make_plan(program, 90, split=64, inline_asm=False), blobs, rows=128)
     pages = inputs[3].tolist()[0]
     machine.step([Chunk(ids[0, :84].tolist(), 0, pages)], outputs=[83])
     for machine.fine in (0, 100):  # programs that take splits of their own, and leaves
@@ -165,7 +165,7 @@ def interpret_several_splits() -> None:
     ids = torch.randint(0, SHAPE["vocab"], (1, 197), generator=torch.Generator().manual_seed(2))
     inputs = step_inputs(ids, None, graph)
     want = graph.run(*inputs)[0][-2:]
-    machine = Interpreter(program, make_plan(program, 90, split=128, inline_asm=False), blobs, rows=200)
+    machine = Interpreter(program, make_plan(program, 90, split=64, inline_asm=False), blobs, rows=200)
     pages = inputs[3].tolist()[0]
     machine.step([Chunk(ids[0, :195].tolist(), 0, pages)], outputs=[194])
     machine.fine, found = 0, []
@@ -194,7 +194,7 @@ def interpret_hierarchical(format: str) -> None:
     want = graph.run(*step_inputs(ids, None, graph))[0]
     pages = list(range(pages_for(length, 64, 384)))
     random.Random(0).shuffle(pages)
-    plan = make_plan(program, 90, split=128, inline_asm=False)
+    plan = make_plan(program, 90, split=64, inline_asm=False)
     machine = Interpreter(program, plan, blobs, rows=128, pages=len(pages))
 
     def step(start: int, end: int, outputs: list[int] | None = None) -> torch.Tensor:
@@ -301,7 +301,7 @@ def interpret_feedback() -> None:
     from tests.codegen.gpu_interpreter import Interpreter
 
     _, program, blobs = lowered("qserve")
-    machine = Interpreter(program, make_plan(program, 90, split=128, inline_asm=False), blobs)
+    machine = Interpreter(program, make_plan(program, 90, split=64, inline_asm=False), blobs)
     _, first = machine.step([Chunk([5], 0, [0]), Chunk([7], 0, [1])])
     machine.feed_back(2)
     inputs = machine.inputs
