@@ -189,18 +189,10 @@ def build(
             show.dump(found.graphs, [record.name for record in found.passes], Path(dump_ir))
         with clock("render"):
             compile_kernels = backend.prepare(found.programs, machine)
-        with ThreadPoolExecutor(1) as pool, clock("weights and kernels"):
-            given_up = Event()
-            kernels = pool.submit(compile_kernels, given_up)
-            try:
-                entries = writer.add_weights(_specs(found.weights), _stream(found.weights, clock.progress))
-                clock.progress("kernels", 0, 1)
-                compiled = kernels.result()
-            finally:
-                given_up.set()  # an interrupt, or a full disk, should not wait for a compiler
+        with clock("weights and kernels"):
+            entries, compiled = _meanwhile(writer, found, compile_kernels, clock)
         with clock("artifact"):
-            folder = f"kernels/{machine.name}"
-            for name, content in (*((f"{folder}/{n}", c) for n, c in compiled.items()), *found.files.items()):
+            for name, content in ({f"kernels/{machine.name}/{n}": c for n, c in compiled.items()} | found.files).items():
                 writer.add_file(name, content)
             writer.add_file("report.json", found.report)
             writer.add_file("report.html", drawn())
@@ -211,6 +203,18 @@ def build(
             path = writer.finish(manifest)
             shutil.rmtree(kept, ignore_errors=True)
     return BuildReport(path, tuple(found.passes), clock.seconds, found.bits_per_weight)
+
+
+def _meanwhile(writer: ArtifactWriter, found: Plan, compile_kernels: Any, clock: Clock) -> tuple[Any, Any]:
+    """Write the weights while kernels are compiled; what was written, and the files of the latter."""
+    with ThreadPoolExecutor(1) as pool:
+        kernels = pool.submit(compile_kernels, given_up := Event())
+        try:
+            entries = writer.add_weights(_specs(found.weights), _stream(found.weights, clock.progress))
+            clock.progress("kernels", 0, 1)
+            return entries, kernels.result()
+        finally:
+            given_up.set()  # an interrupt, or a full disk, should not wait for a compiler
 
 
 def plan(
