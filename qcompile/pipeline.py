@@ -192,8 +192,8 @@ def build(
         with clock("weights and kernels"):
             entries, compiled = _meanwhile(writer, found, compile_kernels, clock)
         with clock("artifact"):
-            for name, content in ({f"kernels/{machine.name}/{n}": c for n, c in compiled.items()} | found.files).items():
-                writer.add_file(name, content)
+            for name, text in ({f"kernels/{machine.name}/{n}": c for n, c in compiled.items()} | found.files).items():
+                writer.add_file(name, text)
             writer.add_file("report.json", found.report)
             writer.add_file("report.html", drawn())
             if check_passes:
