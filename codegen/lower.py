@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from qcompile import numerics, ops
 from qcompile.codegen import program as p
 from qcompile.codegen.packing import WeightTable
-from qcompile.errors import PassError
+from qcompile.errors import PassError, UnsupportedError
 from qcompile.graph import Graph
 
 
@@ -430,7 +430,12 @@ def lower(graph: Graph, weights: WeightTable, origin: str = "") -> p.Program:
             continue
         if kind not in _LOWER:
             raise PassError("codegen", node.name, f"operator {kind or node.target} has no kernel")
-        call = _LOWER[kind](low, node)
+        try:
+            call = _LOWER[kind](low, node)
+        except PassError:
+            raise
+        except UnsupportedError as error:  # of a weight's shape, or format: whose it is
+            raise PassError("codegen", node.name, str(error)) from error
         if call is not None:
             low.calls.append(call)
     logits: Any = graph.output.args[0]

@@ -9,6 +9,8 @@ from pathlib import Path
 import qcompile
 from qcompile.recipes import RECIPES
 
+if len(sys.argv) != 2:
+    sys.exit(__doc__)
 MODEL = Path(__file__).parent / "pycode-1m"
 texts = [path.read_text(encoding="utf-8") for path in sorted(Path(sys.argv[1]).rglob("*.py"))]
 

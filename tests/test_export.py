@@ -90,7 +90,7 @@ def test_every_operator_has_a_body_in_aten(name: str) -> None:
 @pytest.fixture
 def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Path, torch.Tensor, torch.Tensor]]:
     """Builds an artifact without compiling its kernels: (path, token ids [11], logits by reference bodies)."""
-    monkeypatch.setattr(compiler, "compile", lambda source, target: b"")
+    monkeypatch.setattr(compiler, "compile", lambda source, target, given_up: b"")
 
     def build(recipe: str, graph: Graph | None = None) -> tuple[Path, torch.Tensor, torch.Tensor]:
         graph = decoder(layers=1, bias=True, head_norm="heads") if graph is None else graph

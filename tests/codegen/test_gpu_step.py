@@ -441,13 +441,15 @@ def test_an_artifact_for_a_gpu_is_built_without_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("recipe", "options", "message"),
     [
-        ("f32", {}, "weights in f32 with activations in f32 have no GPU kernels|no kv32 cache"),
-        ("qserve", {"assign_precision.activation": "int8_g128"}, "int8_g128 have no GPU kernels"),
+        ("f32", {}, r"node gemm\w*: weights in f32 with activations in f32 have no GPU kernels"),
+        ("qserve", {"assign_precision.activation": "int8_g128"}, r"node gemm\w*: .* int8_g128 have no GPU kernels"),
+        ("qserve", {"hidden": 192}, r"node gemm\w*: weight \[\d+, 192\] in qoq_g128: GPU kernels need a multiple"),
     ],
 )
-def test_what_has_no_gpu_kernel_is_refused_by_name(recipe: str, options: dict[str, str], message: str) -> None:
+def test_what_has_no_gpu_kernel_is_refused_by_name(recipe: str, options: dict[str, Any], message: str) -> None:
+    shape = {"hidden": options.pop("hidden", 256)}
     with pytest.raises(UnsupportedError, match=message):
-        make_plan(lowered(recipe, passes=options)[1], 90)
+        make_plan(lowered(recipe, passes=options, **shape)[1], 90)
 
 
 def test_attention_with_sinks_is_refused() -> None:

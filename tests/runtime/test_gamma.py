@@ -234,7 +234,7 @@ def test_tuning_is_kept_in_the_artifact(tiny_checkpoint: Path, tmp_path: Path) -
         assert llm.engine.tempo and llm.engine.tempo.policy == GammaPolicy.load(found)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     prompts.write_text("[]\n")
-    with pytest.raises(UsageError, match="needs lines of JSON"):
+    with pytest.raises(UsageError, match="line 1: not a JSON object"):
         tune.tune(out, prompts, 8, 1)
 
 
