@@ -28,7 +28,7 @@ def rounds(pace: Pace, gamma: int, seen: float, draw: random.Random, calls: int 
         pace.passed(20)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50, deadline=None, derandomize=True)  # of random noise some goes beyond what is asked here
 @given(wrongs, wrongs, st.sampled_from(GAMMAS), st.integers(0, 1 << 16))
 def test_what_a_table_is_wrong_by_is_found_for_all_gammas(plain: float, ratio: float, gamma: int, seed: int) -> None:
     pace, draw = Pace(GAMMAS), random.Random(seed)
