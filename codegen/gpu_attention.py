@@ -43,6 +43,8 @@ MOST_QUERIES = 16
 """Most query positions of a sequence in the decode class."""
 GROUP_SPLITS = 16
 """Splits that are summed together, before the sums of groups are."""
+FEWEST_POSITIONS = 16
+"""Fewest positions of a leaf: what the tensor cores take of values at once."""
 FINE_PROGRAMS = 3072
 """Up to so many programs take a leaf each; half as many of 16 bits, which are faster undivided sooner."""
 SHARING_PROGRAMS = 1056

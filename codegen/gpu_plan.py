@@ -35,6 +35,7 @@ from qcompile.codegen import program as p
 from qcompile.codegen import tiles
 from qcompile.codegen import triton as gemm
 from qcompile.codegen.gpu_attention import (
+    FEWEST_POSITIONS,
     GROUP_SPLITS,
     MOST_QUERIES,
     AppendSpec,
@@ -56,7 +57,7 @@ GPU_ABI = 7
 
 Ref = list[Any]
 Size = int | str | list[Any]
-_Shape = tuple[str, int, int]
+_Shape = tuple[str, int, int]  # packing, N, K
 
 
 @dataclass(frozen=True)
@@ -174,9 +175,9 @@ def make_plan(program: p.Program, capability: int, split: int = 0, inline_asm: b
     Splits of attention have `split` positions, or as many as codegen/tiles.py says. `inline_asm` False gives kernels
     for Triton's interpreter. Raises UnsupportedError naming the call that has no GPU kernel.
     """
-    kv, least = kv_of(program), 16  # positions the tensor cores take
+    kv = kv_of(program)
     split = split or tiles.split(kv)
-    kv = replace(kv, most_leaves=min(kv.most_leaves, split // least))
+    kv = replace(kv, most_leaves=max(1, min(kv.most_leaves, split // FEWEST_POSITIONS)))
     maker = _Maker(program, Plan(capability, kv, split), inline_asm)
     for call, after in zip_longest(program.calls, program.calls[1:]):
         maker.add(call, after)

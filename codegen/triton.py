@@ -46,8 +46,9 @@ class Tile:
 
     With `piece` (sm_90) weights are unpacked for so many inputs at a time while the tensor cores work. For bf16
     activations (16, 32 or 64) they take those before; `stages` is 1: as many are in flight as `unroll` blocks have 64
-    inputs, and these are what is fetched before it waits if `ahead` is not 0. For int8 ones (128, a group) they work
-    for other warps of the program: `warps` multiply, four for each 64 rows, and four more copy, `stages` groups ahead.
+    inputs, and these are what is fetched before it waits if `ahead` is not 0. With 128 they work for other warps of the
+    program: `warps` multiply, four for each 64 rows, and four more copy, `stages` blocks ahead, whose weights are
+    fetched before it waits if `ahead` is not 0; `unroll` is as many blocks as share a word of parameters.
     """
 
     tokens: int

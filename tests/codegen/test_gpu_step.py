@@ -181,6 +181,33 @@ def test_several_splits_in_turn_interpreted() -> None:
     interpreted("interpret_several_splits()")
 
 
+def interpret_leaves(recipe: str, format: str) -> None:
+    """Programs that take a leaf each and such that take a split, as long as they are on a GPU: the same bits."""
+    from tests.codegen.gpu_interpreter import Interpreter
+
+    shape = {"heads": 2, "kv_heads": 1, "head_dim": 128}
+    graph, program, blobs = lowered(recipe, passes={"cache.format": format}, **shape)
+    ids = torch.randint(0, SHAPE["vocab"], (1, 203), generator=torch.Generator().manual_seed(2))
+    inputs = step_inputs(ids, None, graph)
+    want = graph.run(*inputs)[0][-3:]
+    plan = make_plan(program, 90, inline_asm=False)
+    assert (plan.split, plan.kv.leaves) == (512, 8)
+    machine = Interpreter(program, plan, blobs, rows=224)
+    pages, found = inputs[3].tolist()[0], []
+    machine.step([Chunk(ids[0, :200].tolist(), 0, pages)], outputs=[199])
+    for machine.fine in (0, 100):
+        found.append(machine.step([Chunk(ids[0, 200:].tolist(), 200, pages)])[0])
+    assert torch.equal(*found)
+    error = ((found[0].double() - want).norm() / want.norm()).item()
+    assert error < RECIPES[recipe], error
+
+
+@pytest.mark.parametrize(("recipe", "format"), [("qserve", "kv4"), ("w8a8", "kv8")])
+def test_leaves_have_the_bits_of_splits_interpreted(recipe: str, format: str) -> None:
+    needs_triton()
+    interpreted(f"interpret_leaves({recipe!r}, {format!r})")
+
+
 def interpret_hierarchical(format: str) -> None:
     """Rows on both sides of a boundary of groups: as the reference, and together as alone."""
     from qcompile.runtime.blocks import pages_for
