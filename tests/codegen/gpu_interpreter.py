@@ -40,6 +40,17 @@ class Interpreter:
             self.launch(launch)
         return self.inputs["logits"].clone(), self.inputs["argmax"].clone()
 
+    def fill(self, chunks: Sequence[Chunk]) -> None:
+        """Only the keys and values of a step, which in a program of one layer need nothing of what follows them."""
+        self.counts = self._fill(chunks, [])
+        appends = [i for i, launch in enumerate(self.plan.launches) if launch.variants[0].kernel.startswith("append")]
+        for launch in self.plan.launches[: appends[-1] + 1]:
+            self.launch(launch)
+
+    def forget(self) -> None:
+        """Scratch memory anew: sums that a step does not write are not those of the step before."""
+        self.work.clear()
+
     def feed_back(self, steps: int) -> None:
         """What follows each greedy step of `steps`."""
         tokens = self.counts["tokens"]

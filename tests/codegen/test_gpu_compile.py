@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.codegen.test_gpu_step import needs_triton
+from tests.codegen.interpreted import needs_triton
 
 SCRIPT = """
 import json, sys

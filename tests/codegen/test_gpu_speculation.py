@@ -13,7 +13,8 @@ from qcompile.codegen.gpu_plan import Plan, kv_of
 from qcompile.errors import UnsupportedError
 from qcompile.runtime import accept
 from qcompile.runtime.sampling import SamplingParams
-from tests.codegen.test_gpu_step import SHAPE, interpreted, lowered, needs_triton
+from tests.codegen.interpreted import interpreted, needs_triton
+from tests.codegen.test_gpu_step import SHAPE, lowered
 from tests.graphs import decoder
 
 SMALL: dict[str, Any] = {**SHAPE, "vocab": 40, "kv_heads": 1, "layers": 1}
@@ -74,14 +75,12 @@ def interpret_rounds_of_a_ring() -> None:
 
 
 def test_rounds_of_a_ring_interpreted() -> None:
-    needs_triton()
-    interpreted("interpret_rounds_of_a_ring()", __name__)
+    interpreted(__name__, "interpret_rounds_of_a_ring()")
 
 
 @pytest.mark.parametrize("recipe", ["qspec", "nested"])
 def test_rounds_interpreted(recipe: str) -> None:
-    needs_triton()
-    interpreted(f"interpret_rounds('{recipe}')", __name__)
+    interpreted(__name__, f"interpret_rounds('{recipe}')")
 
 
 def interpret_acceptance() -> None:
@@ -121,8 +120,7 @@ def interpret_acceptance() -> None:
 
 
 def test_acceptance_interpreted() -> None:
-    needs_triton()
-    interpreted("interpret_acceptance()", __name__)
+    interpreted(__name__, "interpret_acceptance()")
 
 
 def test_drafts_share_the_weights_of_their_target() -> None:

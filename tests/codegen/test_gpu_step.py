@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import random
 import re
 import subprocess
 import sys
@@ -18,7 +16,6 @@ import torch
 
 from qcompile import pipeline, recipes
 from qcompile.artifact import read_manifest, verify
-from qcompile.codegen.gpu_attention import AppendSpec, GpuKV, MergeSpec
 from qcompile.codegen.gpu_compile import build, compile_kernel
 from qcompile.codegen.gpu_pack import GPU_PACKING
 from qcompile.codegen.gpu_plan import make_plan
@@ -27,6 +24,7 @@ from qcompile.codegen.packing import WeightTable
 from qcompile.codegen.program import Attention
 from qcompile.errors import UnsupportedError
 from qcompile.targets import TARGETS
+from tests.codegen.interpreted import interpreted, needs_triton
 from tests.codegen.tiny import Chunk
 from tests.graphs import decoder, step_inputs
 
@@ -88,20 +86,8 @@ def interpret_recipes(*names: str) -> None:
         assert error < 1e-3, (name, error)
 
 
-def interpreted(call: str, module: str = __name__) -> None:
-    """Run `call` of a module of tests where Triton interprets, which is chosen when Triton is imported."""
-    command = [sys.executable, "-c", f"import {module} as m; m.{call}"]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-def needs_triton() -> None:
-    pytest.importorskip("triton", reason="Triton is not installed: pip install 'qcompile[gpu]'")
-
-
 def test_a_step_interpreted() -> None:
-    needs_triton()
-    interpreted(f"interpret_recipes(*{list(RECIPES)})")
+    interpreted(__name__, f"interpret_recipes(*{list(RECIPES)})")
 
 
 def interpret_nested_draft() -> None:
@@ -130,197 +116,7 @@ def interpret_nested_draft() -> None:
 
 
 def test_the_draft_of_nested_weights_interpreted() -> None:
-    needs_triton()
-    interpreted("interpret_nested_draft()")
-
-
-def interpret_window() -> None:
-    """A sliding window and norms inside heads, over splits shorter than the window and longer."""
-    from tests.codegen.gpu_interpreter import Interpreter
-
-    graph, program, blobs = lowered("bf16", window=70, head_norm="heads")
-    ids = torch.randint(0, SHAPE["vocab"], (1, 90), generator=torch.Generator().manual_seed(2))
-    inputs = step_inputs(ids, None, graph)
-    want = graph.run(*inputs)[0]
-    machine = Interpreter(program, make_plan(program, 90, split=64, inline_asm=False), blobs, rows=128)
-    pages = inputs[3].tolist()[0]
-    machine.step([Chunk(ids[0, :84].tolist(), 0, pages)], outputs=[83])
-    for machine.fine in (0, 100):  # programs that take splits of their own, and leaves
-        for start in (84, 87):  # programs of many rows, and of few
-            last, _ = machine.step([Chunk(ids[0, start:].tolist(), start, pages)])
-            error = ((last.double() - want[start:]).norm() / want[start:].norm()).item()
-            assert error < RECIPES["bf16"], error
-
-
-def test_a_sliding_window_interpreted() -> None:
-    needs_triton()
-    interpreted("interpret_window()")
-
-
-def interpret_several_splits() -> None:
-    """Programs that take a split each, and several in turn: the same bits, and those of the reference nearly."""
-    from tests.codegen.gpu_interpreter import Interpreter
-
-    graph, program, blobs = lowered("qserve")
-    ids = torch.randint(0, SHAPE["vocab"], (1, 197), generator=torch.Generator().manual_seed(2))
-    inputs = step_inputs(ids, None, graph)
-    want = graph.run(*inputs)[0][-2:]
-    machine = Interpreter(program, make_plan(program, 90, split=64, inline_asm=False), blobs, rows=200)
-    pages = inputs[3].tolist()[0]
-    machine.step([Chunk(ids[0, :195].tolist(), 0, pages)], outputs=[194])
-    machine.fine, found = 0, []
-    for machine.long, machine.shares in ((4, 9), (1, 4), (1, 3), (1, 1)):
-        found.append(machine.step([Chunk(ids[0, 195:].tolist(), 195, pages)])[0])
-        assert torch.equal(found[-1], found[0])
-    error = ((found[0].double() - want).norm() / want.norm()).item()
-    assert error < RECIPES["qserve"], error
-
-
-def test_several_splits_in_turn_interpreted() -> None:
-    needs_triton()
-    interpreted("interpret_several_splits()")
-
-
-def interpret_leaves(recipe: str, format: str) -> None:
-    """Programs that take a leaf each and such that take a split, as long as they are on a GPU: the same bits."""
-    from tests.codegen.gpu_interpreter import Interpreter
-
-    shape = {"heads": 2, "kv_heads": 1, "head_dim": 128}
-    graph, program, blobs = lowered(recipe, passes={"cache.format": format}, **shape)
-    ids = torch.randint(0, SHAPE["vocab"], (1, 203), generator=torch.Generator().manual_seed(2))
-    inputs = step_inputs(ids, None, graph)
-    want = graph.run(*inputs)[0][-3:]
-    plan = make_plan(program, 90, inline_asm=False)
-    assert (plan.split, plan.kv.leaves) == (512, 8)
-    machine = Interpreter(program, plan, blobs, rows=224)
-    pages, found = inputs[3].tolist()[0], []
-    machine.step([Chunk(ids[0, :200].tolist(), 0, pages)], outputs=[199])
-    for machine.fine in (0, 100):
-        found.append(machine.step([Chunk(ids[0, 200:].tolist(), 200, pages)])[0])
-    assert torch.equal(*found)
-    error = ((found[0].double() - want).norm() / want.norm()).item()
-    assert error < RECIPES[recipe], error
-
-
-@pytest.mark.parametrize(("recipe", "format"), [("qserve", "kv4"), ("w8a8", "kv8")])
-def test_leaves_have_the_bits_of_splits_interpreted(recipe: str, format: str) -> None:
-    needs_triton()
-    interpreted(f"interpret_leaves({recipe!r}, {format!r})")
-
-
-def interpret_hierarchical(format: str) -> None:
-    """Rows on both sides of a boundary of groups: as the reference, and together as alone."""
-    from qcompile.runtime.blocks import pages_for
-    from tests.codegen.gpu_interpreter import Interpreter
-
-    torch.manual_seed(0)
-    length, last = 387, 6
-    shape = {"vocab": 40, "hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 32, "ffn": 64}
-    graph, program, blobs = lowered("bf16", passes={"cache.format": format}, **shape)
-    ids = torch.randint(0, 40, (1, length), generator=torch.Generator().manual_seed(2))
-    want = graph.run(*step_inputs(ids, None, graph))[0]
-    pages = list(range(pages_for(length, 64, 384)))
-    random.Random(0).shuffle(pages)
-    plan = make_plan(program, 90, split=64, inline_asm=False)
-    machine = Interpreter(program, plan, blobs, rows=128, pages=len(pages))
-
-    def step(start: int, end: int, outputs: list[int] | None = None) -> torch.Tensor:
-        return machine.step([Chunk(ids[0, start:end].tolist(), start, pages)], outputs)[0]
-
-    some = [0, 77, 127]
-    first = step(0, 128, some)
-    for start in (128, 256):
-        step(start, min(start + 128, length - last), [0])
-    alone = torch.cat([step(row, row + 1) for row in range(length - last, length)])
-    for machine.shares in (7, 2, 1):  # programs that take a split each, and several
-        together = step(length - last, length)  # what follows 384 has the ring's oldest group rounded again
-        assert torch.equal(alone, together)
-    for got, rows in ((first, some), (together, slice(length - last, length))):
-        error = ((got.double() - want[rows]).norm() / want[rows].norm()).item()
-        # As bf16 above; a key's code of 4 bits may fall on the other side of a rounding edge.
-        assert error < (0.03 if format == "kv_hier" else 0.06), (format, error)
-
-
-@pytest.mark.parametrize("format", ["kv_hier", "kv_hier4"])
-def test_a_hierarchical_cache_interpreted(format: str) -> None:
-    needs_triton()
-    interpreted(f"interpret_hierarchical('{format}')")
-
-
-def interpret_turned_keys(dim: int, rotary_dim: int, center: bool) -> None:
-    """Queries and keys rotated and turned in blocks of 16, keys less a center, against the operator; values left."""
-    from qcompile.codegen.gpu_compile import load
-    from qcompile.ops.step import turn_heads
-
-    tokens, heads, kv_heads, width = 3, 3, 2, 7 * dim
-    spec = AppendSpec(
-        GpuKV("kv16", kv_heads, dim),
-        heads,
-        width,
-        0,
-        heads * dim,
-        5 * dim,
-        rotary_dim,
-        turned=16,
-        centered=center,
-        inline_asm=False,
-    )
-    x, positions = torch.randn(tokens, width), torch.tensor([0, 5, 63], dtype=torch.int32)
-    inv_freq, less = torch.rand(rotary_dim // 2), torch.randn(kv_heads * dim)
-    turn = positions, inv_freq if rotary_dim else None, 1.0, False
-    offsets = [0, heads * dim, 5 * dim]
-    want, k, v = turn_heads(x, turn, offsets, heads, kv_heads, dim, less if center else None, 16)
-    kv = torch.full((kv_heads, 2, 64, dim), math.nan, dtype=torch.bfloat16)
-    table, rows = torch.zeros(1, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32)
-    given = {"x": x, "kv": kv, "positions": positions, "row_sequence": rows, "block_table": table, "table_stride": 1}
-    given |= {"inv_freq": inv_freq, "center": less}
-    kernel = spec.kernel(80)
-    load(kernel)[tokens, spec.programs, 1](*(given[a.name] for a in kernel.arguments))
-    assert (x - want).abs().max() < 1e-5  # float32, angles of a few turns
-    for part, stored in zip((k, v), kv[:, :, positions].permute(1, 2, 0, 3), strict=True):
-        assert (stored - part).abs().max() < 0.02 * part.abs().max()  # bf16
-
-
-def test_turned_keys_interpreted() -> None:
-    needs_triton()
-    calls = [f"m.interpret_turned_keys({shape})" for shape in ("32, 32, False", "48, 16, True", "16, 0, True")]
-    interpreted("; ".join(calls).removeprefix("m."))
-
-
-def interpret_merge() -> None:
-    """Sums of splits in groups, then of groups, against the sum over all: for positions in one group and in three."""
-    from qcompile.codegen.gpu_compile import load
-
-    tokens, heads, splits, dim, split = 3, 2, 40, 24, 64
-    kv = GpuKV("kv4", 1, dim)
-    positions = torch.tensor([70, 16 * split - 1, 40 * split - 5], dtype=torch.int32)
-    parts, most = torch.randn(tokens, heads, splits, dim), (8 * torch.randn(tokens, heads, splits)).round()
-    total = torch.rand(tokens, heads, splits) + 0.5
-    live = torch.arange(splits) <= positions[:, None, None] // split
-    weight = torch.exp2(most.double()).masked_fill(~live, 0.0)
-    want = (parts * weight[..., None]).sum(2) / (total * weight).sum(2)[..., None]
-    poison = ~live[..., None].expand_as(parts)
-    given = {
-        "parts": parts.masked_fill(poison, math.nan),
-        "stats": torch.stack((most, total), -1).masked_fill(~live[..., None], math.nan),
-        "out": torch.full((tokens, heads * dim), math.nan),
-        "positions": positions,
-        "splits": splits,
-    }
-    kept = {name: given[name] for name in ("parts", "stats", "out")}
-    for leaves in (1, kv.leaves):
-        given |= {n: t.clone() for n, t in kept.items()}
-        size = split * leaves  # of a split whose leaves are as long as splits of one leaf
-        for level, final, groups in ((1, False, 3), (2, True, 1)):
-            kernel = MergeSpec(kv, heads, level, final, 0, size, leaves).kernel(80)
-            load(kernel)[tokens, heads, groups](*(given[a.name] for a in kernel.arguments))
-        error = (given["out"].view_as(want) - want).norm() / want.norm()
-        assert error < 1e-6, error  # float32
-
-
-def test_merging_interpreted() -> None:
-    needs_triton()
-    interpreted("interpret_merge()")
+    interpreted(__name__, "interpret_nested_draft()")
 
 
 def interpret_feedback() -> None:
@@ -337,8 +133,7 @@ def interpret_feedback() -> None:
 
 
 def test_feedback_interpreted() -> None:
-    needs_triton()
-    interpreted("interpret_feedback()")
+    interpreted(__name__, "interpret_feedback()")
 
 
 def test_a_script_without_a_guard_compiles_in_several_processes(tmp_path: Path) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +16,7 @@ from qcompile.codegen.packing import CPU_PACKING
 from qcompile.codegen.triton import FEWEST_TOKENS, KernelSpec, Tile, build, compile_for, reference, render
 from qcompile.errors import UnsupportedError
 from qcompile.numerics import dequantize_weight, quantize_activation, quantize_weight
+from tests.codegen.interpreted import interpreted, needs_triton
 
 FORMATS = (
     "qoq_channel",
@@ -36,10 +34,6 @@ WITH_INT8 = ("w4_asym_g128_a8", "mxfp4_a8")
 IN_GROUPS = (*WITH_INT8, "w4_asym_g128_int8", "nested_8_4", "mix_4_8")
 """Kernels that take activations in groups of 128."""
 INTERPRETED = (Tile(16, 32, slices=2, splits=2), Tile(32, 32), Tile(16, 32, joined=False))
-
-
-def needs_triton() -> None:
-    pytest.importorskip("triton", reason="Triton is not installed: pip install 'qcompile[gpu]'")
 
 
 def number_format(packing: str) -> str:
@@ -226,15 +220,7 @@ def interpret_orders() -> None:
 
 
 def test_numerics_in_the_interpreter() -> None:
-    needs_triton()
-    # The interpreter is chosen when Triton is imported.
-    command = [
-        sys.executable,
-        "-c",
-        f"import {__name__} as m; m.interpret(); m.interpret_mix(); m.interpret_orders()",
-    ]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    interpreted(__name__, "interpret()", "interpret_mix()", "interpret_orders()")
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])

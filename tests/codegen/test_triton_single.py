@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +14,8 @@ from qcompile.codegen.gpu_rows import RowSpec
 from qcompile.codegen.triton import KernelSpec, Tile, compile_for, reference
 from qcompile.numerics import dequantize_weight, quantize_activation, quantize_weight
 from qcompile.ops.quantized import gate
-from tests.codegen.test_triton_gemm import IN_GROUPS, needs_triton, weight
+from tests.codegen.interpreted import interpreted, needs_triton
+from tests.codegen.test_triton_gemm import IN_GROUPS, weight
 
 
 def interpret_single() -> None:
@@ -128,16 +126,8 @@ def interpret_norms() -> None:
 
 
 def test_numerics_in_the_interpreter() -> None:
-    needs_triton()
-    # The interpreter is chosen when Triton is imported.
-    command = [
-        sys.executable,
-        "-c",
-        f"import {__name__} as m; m.interpret_single(); m.interpret_single_floats(); m.interpret_parts();"
-        " m.interpret_norms()",
-    ]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    calls = "interpret_single()", "interpret_single_floats()", "interpret_parts()", "interpret_norms()"
+    interpreted(__name__, *calls)
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
