@@ -41,8 +41,9 @@ class Row:
 KV32, KV4 = {"cache.format": "kv32"}, {"cache.format": "kv4"}
 ROTATED = {"fold_norms.enabled": "true", "rotate.enabled": "true"}
 SMOOTHED = {"smooth_attention.enabled": "true", "smooth_attention.alpha": "0.5"}
-PLAIN = {"fold_norms.enabled": "false", "rotate.enabled": "false", "smooth_attention.enabled": "false"}
-TURNED = {"rotate_keys.enabled": "true"}
+PLAIN = {f"{name}.enabled": "false" for name in ("fold_norms", "rotate", "center_keys", "smooth_attention")}
+CENTERED = {"center_keys.enabled": "true"}
+TURNED = {"rotate_keys.enabled": "true", **CENTERED}
 NESTED = {**KV32, "assign_precision.activation": "int8_g128"}
 
 TABLE = [

@@ -387,7 +387,7 @@ class _Renderer:
             table = self._rope_table(c.inv_freq, c.rotary_dim, c.scaling).name
         stride = self.program.buffer(c.qkv).stride
         where = f"{_ident(c.qkv)}, {stride}, {c.q_offset}, {c.k_offset}, {c.v_offset}, {c.heads}"
-        turn = f", {c.block}, {self.weight(c.center)}" if c.block else ""
+        turn = f", {c.block}, {self.weight(c.center)}" if c.block or c.center else ""
         rope = f"{{{table}, {c.rotary_dim}, {_bool(c.interleaved)}{turn}}}"
         return [f"s.append({{{where}, {rope}, b.positions, b.query_start}}, {c.layer});"]
 

@@ -162,8 +162,8 @@ def _pages(kv: GpuKV) -> list[Argument]:
 class AppendSpec:
     """Rotates q and k of x [tokens, stride] (f32) in place, and writes k and v to their pages.
 
-    With `turned`, a power of 2, each so many features of q and of k (where `centered` less a weight [heads, dim]) are
-    then turned by a Hadamard matrix.
+    Where `centered`, a weight [heads, dim] then comes off k, and with `turned`, a power of 2, each so many features of
+    q and of k are turned by a Hadamard matrix.
     """
 
     kv: GpuKV

@@ -190,8 +190,9 @@ class RopeAppend:
     """Rotate q (in place) and k by position, and append k and v to the layer's KV pages.
 
     qkv: f32 [tokens, width], q, k, v starting at the given columns. `inv_freq` is a weight, f32
-    [rotary_dim / 2] (None: no rotation); `scaling` multiplies cos and sin. With `block`, q and k (k less the weight
-    `center`, f32 [kv_heads * head_dim]) are then turned in blocks of features by a Hadamard matrix, a power of 2.
+    [rotary_dim / 2] (None: no rotation); `scaling` multiplies cos and sin. Then the weight `center`, f32
+    [kv_heads * head_dim], comes off k (None: nothing), and with `block`, a power of 2, q and k are turned in blocks of
+    so many features by a Hadamard matrix.
     """
 
     kernel: ClassVar[str] = "rope_append"

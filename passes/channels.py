@@ -61,6 +61,8 @@ class ScalePusher:
             raise PassError(self.pass_name, node.name, f"a channel scale cannot move into {kind}")
         if kind == "mul" and node.args[1].meta["val"].shape != node.meta["val"].shape:
             raise PassError(self.pass_name, node.name, "its second factor is one number for all channels")
+        if kind == "rotate_heads" and node.args[2]:
+            raise PassError(self.pass_name, node.name, "a scale does not pass a matrix that mixes channels")
         if kind in ("rms_norm", "layer_norm") and node.args[1] is None:
             raise PassError(self.pass_name, node.name, "this norm has no weight that could take a scale")
         for source in self._sources(node, kind):
@@ -94,6 +96,7 @@ _PUSH: dict[str, _Rule] = {
     "layer_norm": _Rule(weights=((1, 0), (2, 0))),
     "mul": _Rule(passes_to=(1,)),  # act(gate) * up: the second factor is linear in its weights
     "rope": _Rule(passes_to=(0,)),
+    "rotate_heads": _Rule(weights=((1, 0),), passes_to=(0,)),
     "split_heads": _Rule(passes_to=(0,)),
     "merge_heads": _Rule(passes_to=(0,)),
 }

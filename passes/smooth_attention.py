@@ -27,11 +27,11 @@ class SmoothAttention(Pass):
     """Divides key channels by their magnitude^alpha and multiplies the queries that read them.
 
     Magnitudes are root mean squares over calibration text (QServe takes maxima, which did worse: one token's outlier
-    decides); without it they are read off the weights that make the keys. QServe takes alpha = 1/2; 1 is the default
-    here because the rounding step of a key is its widest channel's, so a channel narrower than that wastes it, and
-    because the result then does not depend on how a scale was split between q and k before. Through q/k norms the
-    scale moves into the norms' weights, which all heads share, so it is then shared too. An attention whose queries
-    or keys cannot take a scale is left as it is and named in the notes.
+    decides), less the mean where center_keys took it off; without text they are read off the weights that make the
+    keys. QServe takes alpha = 1/2; 1 is the default here because the rounding step of a key is its widest channel's, so
+    a channel narrower than that wastes it, and because the result then does not depend on how a scale was split between
+    q and k before. Through q/k norms the scale moves into the norms' weights, which all heads share, so it is then
+    shared too. An attention whose queries or keys cannot take a scale is left as it is and named in the notes.
     """
 
     name: ClassVar[str] = "smooth_attention"
@@ -90,7 +90,7 @@ def _measured(graph: Graph) -> dict[fx.Node, fx.Node]:
 def _chain(value: Any) -> list[fx.Node]:
     """The value and what it is made of, back to the linear."""
     nodes = [value]
-    while ops.name_of(nodes[-1].target) in ("rope", "split_heads", *NORMS):
+    while ops.name_of(nodes[-1].target) in ("rotate_heads", "rope", "split_heads", *NORMS):
         nodes.append(nodes[-1].args[0])
     return nodes
 

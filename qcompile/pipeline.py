@@ -33,6 +33,7 @@ from qcompile.passes.assign_precision import AssignPrecision
 from qcompile.passes.base import Pass, apply
 from qcompile.passes.cache import Cache
 from qcompile.passes.calibrate import Calibrate
+from qcompile.passes.center_keys import CenterKeys
 from qcompile.passes.fold_norms import FoldNorms
 from qcompile.passes.fuse import Fuse
 from qcompile.passes.merge import Merge
@@ -55,6 +56,7 @@ PASSES: tuple[type[Pass], ...] = (
     FoldNorms,
     Rotate,
     Smooth,
+    CenterKeys,
     SmoothAttention,
     RotateKeys,
     Reorder,

@@ -84,10 +84,12 @@ HEADS = {"int8": ("w8_sym_channel", "int8"), "bf16": ("bf16", "bf16"), "f32": ("
 QOQ: tuple[tuple[str, str, object], ...] = (
     ("fold_norms", "enabled", True),
     ("rotate", "enabled", True),
+    ("center_keys", "enabled", True),
     ("smooth_attention", "enabled", True),
     ("smooth_attention", "alpha", 0.5),
 )
-"""QServe 3.2 and B.2.1. Output modules are not smoothed (B.2.2): after GPTQ that made pycode-26m worse."""
+"""QServe 3.2 and B.2.1, and keys less their mean (benchmarks/second_model.py says what that saves of 4-bit keys).
+Output modules are not smoothed (B.2.2): after GPTQ that made pycode-26m worse."""
 
 QUAROT: tuple[tuple[str, str, object], ...] = (
     ("fold_norms", "enabled", True),

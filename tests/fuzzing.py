@@ -19,7 +19,7 @@ TOLERANCE = {"f32": 1e-5, "bf16": 3e-2}
 """Sums of float32 in another order, through a few layers; bf16 values that round the other way."""
 FLIPS = 0.1
 """Where values are rounded to few levels, one that falls the other way moves logits by a step of that grid."""
-PASSES = ("fold_norms", "rotate", "smooth", "smooth_attention", "reorder")
+PASSES = ("fold_norms", "rotate", "smooth", "center_keys", "smooth_attention", "reorder")
 
 
 @dataclass(frozen=True)

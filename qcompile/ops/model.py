@@ -111,10 +111,12 @@ def slice_features(x: Tensor, start: int, stop: int) -> Tensor:
 def rotate_heads(x: Tensor, center: Tensor | None, block: int) -> Tensor:
     """x [..., H, D], less center [H * D], with blocks of `block` features times hadamard_matrix(block) / sqrt(block).
 
-    `block` is a power of 2, so that the matrix is all doublings.
+    `block` is a power of 2, so that the matrix is all doublings; 0 turns nothing.
     """
     if center is not None:
         x = x - center.to(x.dtype).unflatten(0, x.shape[-2:])
+    if not block:
+        return x.clone() if center is None else x
     return hadamard_module.transform(x.unflatten(-1, (-1, block)), torch.ones(1, 1)).flatten(-2)
 
 

@@ -89,7 +89,8 @@ def turn_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """qkv [M, ...] with q and k rotated in their places, and k and v [M, Hk, D] out of it.
 
-    `turn` is what rope takes behind its values (nothing turns without inv_freq); with `block`, rotate_heads follows.
+    `turn` is what rope takes behind its values (nothing turns without inv_freq); rotate_heads follows, which takes
+    `center` off k, and turns both where there is a `block`.
     """
     parts: list[Tensor] = []
     for offset, count, less in zip(offsets, (heads, kv_heads, kv_heads), (None, center, None), strict=True):
@@ -97,7 +98,7 @@ def turn_heads(
         if len(parts) < 2:  # not v
             if turn[1] is not None:
                 part = reference("rope")(part, *turn)
-            if block:
+            if block or less is not None:
                 part = reference("rotate_heads")(part, less, block)
             qkv = qkv.slice_scatter(part.flatten(1), 1, offset, offset + count * head_dim)
         parts.append(part.contiguous())
@@ -131,7 +132,7 @@ def rope_append(
 ) -> list[Tensor]:
     """Rotates q and k inside qkv [M, ...] (offsets of q, k, v in features) and appends k, v to the cache.
 
-    With `block`, rotate_heads then turns both, and takes `center` [Hk * D] off k.
+    Then rotate_heads takes `center` [Hk * D] off k and, with `block`, turns both.
     Returns [qkv with q and k rotated, new cache].
     """
     turn = positions, inv_freq, scaling, interleaved

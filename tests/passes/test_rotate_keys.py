@@ -1,4 +1,7 @@
-"""Queries and keys turned where they meet: the function stays, keys round better, kernels do as the references."""
+"""Queries and keys turned where they meet: the function stays, keys round better, kernels do as the references.
+
+Keys less their mean too (center_keys), which the same operator takes off.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from qcompile.graph import Graph
 from qcompile.passes.assign_precision import AssignPrecision
 from qcompile.passes.base import Pass, apply
 from qcompile.passes.cache import Cache
+from qcompile.passes.center_keys import CenterKeys
 from qcompile.passes.fuse import Fuse
 from qcompile.passes.merge import Merge
 from qcompile.passes.quantize import Quantize
@@ -33,23 +37,11 @@ def calibrated(graph: Graph) -> Graph:
 )
 def test_the_function_stays(shape: dict[str, bool | int | str], text: bool) -> None:
     before = decoder(**shape)  # type: ignore[arg-type]
-    result = apply(RotateKeys(), calibrated(before) if text else before)
+    result = apply(RotateKeys(), apply(CenterKeys(), calibrated(before)).graph if text else before)
     assert result.fired == 2 and not result.notes
     turned = result.graph.calls("rotate_heads")
     assert len(turned) == 4 and [node.args[1] is not None for node in turned] == [False, text] * 2
     assert check.equivalent(result.graph, before, sequence_inputs()) < 1e-6  # the mean is stored in float32
-
-
-@pytest.mark.parametrize("index", [5, 6])
-def test_scores_that_more_than_softmax_sees_are_not_shifted(index: int) -> None:
-    graph = calibrated(decoder(layers=1))
-    node = graph.calls("attention")[0]
-    graph.weights.add_tensor("sinks", torch.randn(4, generator=torch.Generator().manual_seed(0)))
-    sinks = graph.weight("sinks")
-    node.args = (*node.args[:4], 0, 5.0, None) if index == 5 else (*node.args[:4], 0, 0.0, sinks)
-    result = apply(RotateKeys(), graph)
-    assert result.fired == 1 and all(turned.args[1] is None for turned in result.graph.calls("rotate_heads"))
-    assert check.equivalent(result.graph, graph, sequence_inputs()) < 1e-12
 
 
 def test_small_heads_are_left_and_named() -> None:
@@ -83,7 +75,7 @@ def through(graph: Graph, *passes: Pass) -> Graph:
 
 
 def test_fuse_takes_the_turn_along() -> None:
-    head = (RotateKeys(), AssignPrecision(), Merge(), Quantize(), Cache("kv8"))
+    head = (CenterKeys(), RotateKeys(), AssignPrecision(), Merge(), Quantize(), Cache("kv8"))
     before = through(calibrated(decoder()), *head)
     after = through(before, Fuse())
     assert len(after.calls("rope_append")) == 2 and not after.calls("rotate_heads", "kv_append")
@@ -94,7 +86,7 @@ def test_fuse_takes_the_turn_along() -> None:
     assert len(through(before, Fuse()).calls("rope_append")) == 1  # keys turned, queries not: left alone
 
 
-OPTIONS = {"rotate_keys.enabled": "true", "smooth_attention.enabled": "true"}
+OPTIONS = {f"{name}.enabled": "true" for name in ("center_keys", "smooth_attention", "rotate_keys")}
 
 
 @pytest.mark.parametrize("format", ["kv32", "kv4", "kv_hier"])

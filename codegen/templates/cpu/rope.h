@@ -59,7 +59,7 @@ struct RopeArgs {
   int rotary_dim;
   bool interleaved;    // pairs (2i, 2i + 1) rather than (i, i + rotary_dim / 2)
   int block = 0;                  // then q and k are turned in blocks of so many features by a Hadamard matrix; 0: no
-  const float* center = nullptr;  // [kv_heads * head_dim] taken off k before; null: nothing
+  const float* center = nullptr;  // [kv_heads * head_dim] taken off k before that; null: nothing
 };
 
 QC_INLINE void rotate(const RopeArgs& rope, int t, float* __restrict__ x) {
@@ -83,11 +83,13 @@ QC_INLINE void rotate(const RopeArgs& rope, int t, float* __restrict__ x) {
   }
 }
 
-// x [d] less `center` (null: as it is), turned in blocks; nothing where the model turns none.
+// x [d] less `center` (null: as it is), turned in blocks where there are any.
 QC_INLINE void turn(const RopeArgs& rope, int d, const float* center, float* x) {
+  if (center)
+    for (int i = 0; i < d; ++i) x[i] -= center[i];
   if (!rope.block) return;
   float from[1024];
-  for (int i = 0; i < d; ++i) from[i] = center ? x[i] - center[i] : x[i];
+  memcpy(from, x, sizeof(float) * (size_t)d);
   for (int i = 0; i < d; i += rope.block) hadamard_block<1>(from + i, rope.block, nullptr, x + i);
 }
 

@@ -1,0 +1,120 @@
+"""The mean key of a text comes off all keys: the function stays, keys round better, kernels do as the references."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from qcompile import check, numerics, pipeline, recipes
+from qcompile.calibration import Calibration
+from qcompile.graph import Graph
+from qcompile.passes.assign_precision import AssignPrecision
+from qcompile.passes.base import Pass, apply
+from qcompile.passes.cache import Cache
+from qcompile.passes.center_keys import CenterKeys
+from qcompile.passes.fuse import Fuse
+from qcompile.passes.merge import Merge
+from qcompile.passes.quantize import Quantize
+from qcompile.passes.rotate_keys import RotateKeys
+from qcompile.passes.smooth_attention import SmoothAttention
+from tests.graphs import decoder, logits_whatever_the_step, sequence_inputs, step_inputs
+
+TEXT = torch.randint(0, 50, (3, 20), generator=torch.Generator().manual_seed(2))
+SMOOTH, TURN = SmoothAttention(alpha=0.5), RotateKeys()
+
+
+def calibrated(graph: Graph) -> Graph:
+    graph.calibration = Calibration(TEXT)
+    return graph
+
+
+def through(graph: Graph, *passes: Pass) -> Graph:
+    for rewrite in passes:
+        graph = apply(rewrite, graph).graph
+    return graph
+
+
+def far_from_zero() -> Graph:
+    """A decoder with biases, of which those of some keys' channels are large."""
+    graph = decoder(bias=True)
+    for layer in range(2):
+        bias = graph.weights[f"k{layer}.bias"].clone().unflatten(0, (-1, 16))
+        bias[:, [7, 15]] += torch.tensor([8.0, -5.0])  # a pair that positions hardly turn
+        graph.weights.add_tensor(f"k{layer}.bias", bias.flatten())
+    return calibrated(graph)
+
+
+@pytest.mark.parametrize("others", [(), (SMOOTH,), (TURN,), (SMOOTH, TURN)])
+@pytest.mark.parametrize("shape", [{}, {"bias": True, "window": 3}, {"rotary": False}, {"head_norm": "heads"}])
+def test_the_function_stays(shape: dict[str, bool | int | str], others: tuple[Pass, ...]) -> None:
+    before = calibrated(decoder(**shape))  # type: ignore[arg-type]
+    result = apply(CenterKeys(), before)
+    assert result.fired == 2 and not result.notes
+    after = through(result.graph, *others)
+    keys = [node.args[1] for node in after.calls("attention")]
+    assert [key.args[1] is not None and key.args[0].target for key in keys] == [keys[0].args[0].target] * 2
+    assert len(after.calls("rotate_heads")) == 2 * (1 + (TURN in others))  # one operator takes off and turns
+    assert check.equivalent(after, before, sequence_inputs()) < 1e-13  # float64: the mean may be any number
+
+
+@pytest.mark.parametrize("index", [5, 6])
+def test_scores_that_more_than_softmax_sees_are_not_shifted(index: int) -> None:
+    graph = calibrated(decoder(layers=1))
+    node = graph.calls("attention")[0]
+    graph.weights.add_tensor("sinks", torch.randn(4, generator=torch.Generator().manual_seed(0)))
+    sinks = graph.weight("sinks")
+    node.args = (*node.args[:4], 0, 5.0, None) if index == 5 else (*node.args[:4], 0, 0.0, sinks)
+    result = apply(CenterKeys(), graph)
+    assert result.fired == 0 and not result.graph.calls("rotate_heads")
+    assert node.name in result.notes[0] and ("capped" if index == 5 else "sinks") in result.notes[0]
+
+
+def test_without_text_keys_stay() -> None:
+    result = apply(CenterKeys(), decoder())
+    assert result.fired == 0 and "without calibration text" in result.notes[0]
+
+
+def test_keys_far_from_zero_round_with_less_error_and_are_smoothed_by_what_varies() -> None:
+    graph = far_from_zero()
+
+    def loss(graph: Graph) -> float:
+        probe = graph.clone()
+        probe.output.args = (list(probe.calls("attention")[0].args[:2]),)
+        q, k = probe.run(TEXT, torch.arange(20).expand(3, 20))
+        error = numerics.round_trip_kv(k, "kv4") - k
+        return float(torch.einsum("bthd,bshd->bhts", q, error.repeat_interleave(2, 2)).square().mean())
+
+    smoothed, centered = through(graph, SMOOTH), through(graph, CenterKeys())
+    assert loss(centered) < 0.3 * loss(graph) and loss(through(centered, SMOOTH)) < 0.3 * loss(smoothed)
+    sizes = through(centered, SMOOTH).weights["smooth_attention.attention.keys"].unflatten(0, (2, 16))
+    assert sizes.max() < 3 < smoothed.weights["smooth_attention.attention.keys"].max()
+
+
+def test_a_scale_does_not_pass_turned_keys() -> None:
+    result = apply(SMOOTH, through(calibrated(decoder()), CenterKeys(), TURN))
+    assert result.fired == 0 and all("mixes channels" in note for note in result.notes)
+
+
+def test_fuse_takes_the_mean_along() -> None:
+    before = through(far_from_zero(), CenterKeys(), AssignPrecision(), Merge(), Quantize(), Cache("kv8"))
+    after = through(before, Fuse())
+    assert len(after.calls("rope_append")) == 2 and not after.calls("rotate_heads", "kv_append")
+    ids, _ = sequence_inputs(9)
+    assert torch.equal(after.run(*step_inputs(ids, None, after))[0], before.run(*step_inputs(ids, None, before))[0])
+
+
+@pytest.mark.parametrize("format", ["kv32", "kv_hier"])
+def test_kernel_equals_reference_whatever_the_step(format: str, tmp_path: Path) -> None:
+    graph = far_from_zero()
+    options = {"center_keys.enabled": "true", "smooth_attention.enabled": "true", "cache.format": format}
+    pipeline.build(graph, tmp_path / "out", recipe="f32", options=options, calib=TEXT)
+    passes = pipeline.configure(recipes.get_recipe("f32").settings(), options)
+    step = pipeline.run_passes(graph, passes[1:])[0][-1]
+    ids, positions = sequence_inputs(41)
+    reference = step.run(*step_inputs(ids, None, step))[0].view(2, 41, -1)
+    logits = logits_whatever_the_step(tmp_path / "out", ids)
+    assert check.max_relative_error(logits, reference) < {"kv_hier": 1e-4, "kv32": 2e-5}[format]
+    if format == "kv32":
+        assert check.max_relative_error(logits, graph.run(ids, positions)) < 1e-5
