@@ -212,7 +212,8 @@ def _meanwhile(writer: ArtifactWriter, found: Plan, compile_kernels: Any, clock:
     with ThreadPoolExecutor(1) as pool:
         kernels = pool.submit(compile_kernels, given_up := Event())
         try:
-            entries = writer.add_weights(_specs(found.weights), _stream(found.weights, clock.progress))
+            specs = [WeightSpec(name, size) for weight in found.weights for name, size in weight.blobs]
+            entries = writer.add_weights(specs, _stream(found.weights, clock.progress))
             clock.progress("kernels", 0, 1)
             return entries, kernels.result()
         finally:
@@ -391,10 +392,6 @@ def run_passes(
 
 
 _Passed = tuple[list[Graph], list[PassRecord]]
-
-
-def _specs(weights: list[PackedWeight]) -> list[WeightSpec]:
-    return [WeightSpec(name, size) for weight in weights for name, size in weight.blobs]
 
 
 def _stream(weights: list[PackedWeight], progress: Progress) -> Iterator[Any]:
