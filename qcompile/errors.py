@@ -28,6 +28,13 @@ class UnsupportedError(QCompileError):
     exit_code = 3
 
 
+class OverflowedError(UnsupportedError):
+    """The logits of a request are not finite, so no token follows from them."""
+
+    def __init__(self, where: str = "") -> None:
+        super().__init__(f"{where}the model's logits are not finite: its weights or activations overflow their formats")
+
+
 class QualityError(QCompileError):
     """A quality gate was not met."""
 

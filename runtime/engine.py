@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from qcompile.errors import ResourceError
+from qcompile.errors import OverflowedError, ResourceError
 from qcompile.runtime import accept
 from qcompile.runtime.blocks import BlockPool
 from qcompile.runtime.executor import FloatArray, Rows, StepExecutor
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 BURST_SECONDS = 16e-3
 """Aim of one call of greedy decoding: long enough that Python does not show, short enough to stream."""
 _MAX_BURST = 128
+NO_TOKEN = -1
+"""What the library puts where logits are not finite."""
 _FIRST_GUESS = 4e-3
 """Seconds of a step that nobody has timed yet: a first call has few, should the model be slow."""
 
@@ -211,8 +213,13 @@ class Engine:
                 continue
             draft = drafts[index] if drafts else []
             end = at + len(draft) + 1
-            tokens = self._choose(request, draft, argmax[at:end], logits[at:end] if logits is not None else None)
-            at = end
+            first, at = at, end
+            try:
+                tokens = self._choose(request, draft, argmax[first:end], None if logits is None else logits[first:end])
+            except OverflowedError:
+                self._finish(request, "error")
+                advanced.append(request)
+                continue
             if draft:
                 request.computed += len(tokens) - 1
                 request.drafts.metrics.gamma = len(draft)
@@ -258,8 +265,10 @@ class Engine:
         return token
 
     def _accept(self, request: Request, tokens: list[int], now: float) -> None:
-        """Append new tokens up to an end of text, a stop text, or the limit, and finish there."""
+        """Append new tokens up to an end of text, a stop text, the limit, or logits without one, and finish there."""
         reason: str | None = None
+        if NO_TOKEN in tokens:
+            tokens, reason = tokens[: tokens.index(NO_TOKEN)], "error"
         if not request.params.ignore_eos and not self._eos.isdisjoint(tokens):
             tokens = tokens[: next(i for i, token in enumerate(tokens) if token in self._eos) + 1]
             reason = "stop"
@@ -277,7 +286,7 @@ class Engine:
             _forget_logprobs(output)
         if output.stop_reason is not None:
             reason = "stop"
-        elif reason is None and len(request.tokens) >= request.limit:
+        elif reason in (None, "error") and len(request.tokens) >= request.limit:
             reason = "length"
         if reason:
             metrics.finished_time = now

@@ -21,6 +21,11 @@ class Group:
         """Whether all samples are."""
         return all(request.output.finish_reason for request in self.requests)
 
+    @property
+    def overflowed(self) -> bool:
+        """Whether a sample has ended because its logits are not finite."""
+        return any(request.output.finish_reason == "error" for request in self.requests)
+
     def output(self) -> RequestOutput:
         """A copy of the state now, with new_text since the last call."""
         outputs: list[CompletionOutput] = []

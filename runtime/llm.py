@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from qcompile.artifact import MANIFEST, read_manifest, state
-from qcompile.errors import ArtifactError, ResourceError, UsageError
+from qcompile.errors import ArtifactError, OverflowedError, ResourceError, UsageError
 from qcompile.manifest import check_manifest
 from qcompile.runtime.blocks import BlockPool
 from qcompile.runtime.engine import Engine
@@ -248,7 +248,8 @@ class LLM:
 
         params: one for all or one for each; or give its fields as keywords (max_tokens=64). Returns a list
         of RequestOutput in the order of the prompts; with `stream` what `LLM.stream` returns. Raises
-        UsageError for a prompt that is empty, too long, not text or tokens, or out of the vocabulary.
+        UsageError for a prompt that is empty, too long, not text or tokens, or out of the vocabulary, and
+        OverflowedError, which ends all of the call, where the logits of one are not finite.
         """
         if stream:
             return self.stream(prompts, params, **options)
@@ -290,6 +291,8 @@ class LLM:
                 grown, run.grown = sorted(run.grown), set()
                 for number in grown:
                     run.grown.discard(number)  # what it gained while others were looked at comes along
+                    if run.groups[number].overflowed:
+                        raise OverflowedError(f"prompt {number + 1} of {len(run.groups)}: ")
                     unfinished -= run.groups[number].finished
                     if partial or run.groups[number].finished:
                         yield run.groups[number].output()

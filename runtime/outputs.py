@@ -11,7 +11,8 @@ from qcompile.runtime.sampling import Logprob
 class CompletionOutput:
     """One sample of a prompt.
 
-    finish_reason: 'stop' (end of text or a stop text), 'length', 'abort', or None while running.
+    finish_reason: 'stop' (end of text or a stop text), 'length', 'abort', 'error' (its logits are not finite), or None
+    while running.
     stop_reason: the stop text that ended it, if one did. new_text: what a stream has not given before.
     """
 

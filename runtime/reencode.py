@@ -122,7 +122,7 @@ class Reencoder:
             state.computed += len(part)
             if _top_probability(logits[0]) < self.threshold:
                 break
-            added.append(argmax[0])
+            added.append(max(argmax[0], 0))
         return added
 
     def _encoded(self, tokens: Sequence[int], text: str) -> list[int]:

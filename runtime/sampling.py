@@ -12,11 +12,12 @@ import numbers
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from qcompile.errors import UnsupportedError, UsageError
+from qcompile.errors import OverflowedError, UsageError
 from qcompile.runtime.accept import Distribution, pick
 
 FloatArray = npt.NDArray[np.float32]
@@ -121,16 +122,22 @@ def penalize(logits: FloatArray, seen: npt.NDArray[np.bool_], penalty: float) ->
     return np.where(seen, scaled, logits)
 
 
+def finite_peak(logits: FloatArray) -> np.float32:
+    """The largest of logits [vocab]. Raises OverflowedError where that is infinite, or any is NaN."""
+    peak: np.float32 = logits.max()
+    if not np.isfinite(peak):
+        raise OverflowedError
+    return peak
+
+
 def distribution(logits: FloatArray, params: SamplingParams) -> tuple[IntArray, DoubleArray]:
     """The tokens that can be drawn, ascending, and their probabilities [candidates] (float64, sum 1).
 
     logits: [vocab], already penalized; temperature must not be 0. Ties at the edge of top-k all stay;
-    ties at the edge of top-p go by token number. Raises UnsupportedError where a logit is NaN or infinite.
+    ties at the edge of top-p go by token number. Raises OverflowedError where the largest logit is not finite.
     """
-    peak = logits.max()
-    if not np.isfinite(peak):
-        raise UnsupportedError("the model's logits are not finite: its weights or activations overflow their formats")
-    floor = -np.inf
+    peak = finite_peak(logits)
+    floor: float | np.floating[Any] = -np.inf
     if params.min_p > 0:
         floor = peak + max(params.temperature * math.log(params.min_p), -1e38)
     if 0 < params.top_k < len(logits):
@@ -164,7 +171,8 @@ class Sampler:
             self._seen[np.asarray(prompt, np.int64)] = True
 
     def draw(self, logits: FloatArray) -> int:
-        """The next token, from its logits [vocab]."""
+        """The next token, from its logits [vocab]. Raises OverflowedError where they are not finite."""
+        finite_peak(logits)
         if self.params.temperature == 0:
             token = int(self._penalized(logits).argmax())
         else:

@@ -18,7 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from qcompile.errors import QCompileError, ResourceError, UsageError
+from qcompile.errors import OverflowedError, QCompileError, ResourceError, UsageError
 from qcompile.runtime import api
 from qcompile.runtime.chat import Render
 from qcompile.runtime.llm import LLM, Prompt
@@ -197,7 +197,8 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
         return JSONResponse(api.failure(str(error), "invalid_request_error"), 400)
     if isinstance(error, BusyError):
         return JSONResponse(api.failure(str(error), "rate_limit_error"), 429, {"Retry-After": "1"})
-    return JSONResponse(api.failure(str(error), "server_error"), 503)
+    status = 500 if isinstance(error, OverflowedError) else 503
+    return JSONResponse(api.failure(str(error), "server_error"), status)
 
 
 async def _malformed(request: Request, error: Exception) -> JSONResponse:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from qcompile.errors import QCompileError, ResourceError, UsageError
+from qcompile.errors import OverflowedError, QCompileError, ResourceError, UsageError
 from qcompile.runtime.group import Group
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import RequestOutput
@@ -36,11 +36,18 @@ class Job:
     groups: list[Group] = field(default_factory=list)
     grown: dict[int, RequestOutput] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    error: QCompileError | None = None
+    """What ended it alone."""
 
     def put(self, output: RequestOutput) -> None:
         """From the engine's thread."""
         with self.lock:
             self.grown[output.request_id] = output
+        self.wake()
+
+    def fail(self, error: QCompileError) -> None:
+        """From the engine's thread."""
+        self.error = error
         self.wake()
 
     def take(self) -> list[RequestOutput]:
@@ -148,6 +155,10 @@ class Service:
 
     def _tell(self, job: Job, group: Group) -> None:
         """A prompt's samples have got tokens."""
+        if group.overflowed:
+            self._cancel(job)
+            job.fail(OverflowedError())
+            return
         if group.finished:
             self._forget(group)
         if job.partial or group.finished:
@@ -177,6 +188,8 @@ class Answer:
             self._service.check()  # it may have ended before it took the job
             await self._event.wait()
             self._event.clear()
+            if self._job.error:
+                raise self._job.error
             for output in self._job.take():
                 unfinished -= output.finished
                 yield output

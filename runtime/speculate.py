@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from qcompile.errors import OverflowedError
 from qcompile.runtime import gamma
 from qcompile.runtime.accept import Distribution
 from qcompile.runtime.executor import Executor, Rows
@@ -187,7 +188,10 @@ class Speculator:
             logits = level.executor.step(rows, logits=True)[1]
             assert logits is not None
             for row, index in enumerate(active):
-                token, found = requests[index].sampler.guess(logits[row], drafts[index])
+                try:
+                    token, found = requests[index].sampler.guess(logits[row], drafts[index])
+                except OverflowedError:  # the draft's own logits: what it would draw is nobody's guess
+                    token, found = 0, (np.array([0]), np.ones(1))
                 drafts[index].append(token)
                 requests[index].drafts.proposed.append(found)
         for request in requests:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -119,6 +120,30 @@ def test_the_draft_of_nested_weights_interpreted() -> None:
     interpreted(__name__, "interpret_nested_draft()")
 
 
+def interpret_pick() -> None:
+    """The largest of each row: the lowest index of several, -1 where it is not finite or any is no number."""
+    from qcompile.codegen.gpu_compile import load
+    from qcompile.codegen.gpu_rows import PICK_PART, pick_kernel
+
+    vocab = PICK_PART + 40
+    logits = torch.randn(6, vocab)
+    logits[1, [5, PICK_PART + 3]] = 9.0
+    logits[2, PICK_PART + 7] = math.nan
+    logits[3, 8] = math.inf
+    logits[4] = -math.inf
+    logits[5, :-1] = -math.inf
+    given = {"logits": logits, "part_best": torch.zeros(6, 2), "part_index": torch.zeros(6, 2, dtype=torch.int32)}
+    given["argmax"] = torch.full((6,), -9, dtype=torch.int32)
+    for final, grid in ((False, (6, 2)), (True, (6, 1))):
+        kernel = pick_kernel(vocab, 2, final, 80)
+        load(kernel)[*grid, 1](*(given[a.name] for a in kernel.arguments))
+    assert given["argmax"].tolist() == [logits[0].argmax().item(), 5, -1, -1, -1, vocab - 1]
+
+
+def test_the_largest_logit_interpreted() -> None:
+    interpreted(__name__, "interpret_pick()")
+
+
 def interpret_feedback() -> None:
     """Two greedy steps: what was largest becomes the next token, one position on."""
     from tests.codegen.gpu_interpreter import Interpreter
@@ -130,6 +155,8 @@ def interpret_feedback() -> None:
     inputs = machine.inputs
     assert inputs["token_ids"].tolist() == first.tolist() == inputs["decoded"].tolist()[:2]
     assert inputs["positions"].tolist() == [1, 1] and inputs["counter"].tolist() == [1]
+    # Behind logits that are not finite there is no token; nothing outside of the embeddings is read.
+    assert torch.equal(machine.step([Chunk([-1], 0, [0])])[0], machine.step([Chunk([0], 0, [0])])[0])
 
 
 def test_feedback_interpreted() -> None:

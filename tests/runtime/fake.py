@@ -54,6 +54,7 @@ class FakeLibrary:
     """The functions of the generated library, checking all they are given."""
 
     def __init__(self) -> None:
+        self.broken: int | None = None  # the logits of a row of this token are not finite
         self.steps: list[int] = []  # rows of each step
         self.bursts: list[int] = []  # steps of each burst
         self.closed = False
@@ -88,7 +89,7 @@ class FakeLibrary:
             self._run(batch)
             chosen = ints(batch.argmax, count)
             result[step * count : (step + 1) * count] = chosen
-            ints(batch.token_ids, count)[:] = chosen
+            ints(batch.token_ids, count)[:] = np.maximum(chosen, 0)
             ints(batch.positions, count)[:] += 1
         return 0
 
@@ -112,11 +113,11 @@ class FakeLibrary:
             states[first:end] = np.cumsum(self.kv[cells])[positions[first:end]]
         wanted = ints(batch.output_rows, batch.outputs)
         for output, row in enumerate(wanted):
-            logits = logits_of(int(states[row]))
-            ints(batch.argmax, batch.outputs)[output] = logits.argmax()
+            logits, broken = logits_of(int(states[row])), tokens[row] == self.broken
+            ints(batch.argmax, batch.outputs)[output] = -1 if broken else logits.argmax()
             if batch.logits:
                 floats = (ctypes.c_float * VOCAB).from_address(batch.logits + 4 * VOCAB * output)
-                np.ctypeslib.as_array(floats)[:] = logits
+                np.ctypeslib.as_array(floats)[:] = np.nan if broken else logits
 
 
 def ints(address: int, count: int) -> np.ndarray:

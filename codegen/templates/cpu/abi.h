@@ -15,8 +15,11 @@ typedef struct {               // the rows of one step
   const int32_t* block_table;  // [S][block_stride] position p is in page block_table[s][p / 64], slot p % 64
   const int32_t* output_rows;  // [R]
   float* logits;               // [R][vocab] or null
-  int32_t* argmax;             // [R] or null; the lowest index wins ties
+  int32_t* argmax;             // [R] or null; the lowest index wins ties, -1 where the largest logit is not finite
 } qc_batch;
+
+// The token that a step reads behind logits that are not finite: the caller learns of them, and drops what follows.
+static inline int32_t token_after(int32_t argmax) { return argmax < 0 ? 0 : argmax; }
 
 typedef struct {
   const void* const* weights;  // one pointer for each packed tensor, 64-byte aligned

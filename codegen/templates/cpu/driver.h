@@ -140,7 +140,7 @@ QC_API int qc_decode(void* model, const qc_batch* batch, int32_t steps, int32_t*
   for (int i = 0; i < steps; ++i) {
     b.argmax = out + (int64_t)i * n;
     run_batch(m, b);
-    for (int s = 0; s < n; ++s) ids[s] = b.argmax[s], ++positions[s];
+    for (int s = 0; s < n; ++s) ids[s] = token_after(b.argmax[s]), ++positions[s];
   }
   return 0;
 }

@@ -76,7 +76,8 @@ struct Q8Act {             // int8 activations
 
 enum EpilogueKind { kStore, kAdd, kSiluMul, kLogits };
 
-// The largest logit that a thread has seen of a row, in 16 lanes, and the lowest column where it is. NaN is never it.
+// The largest logit that a thread has seen of a row, in 16 lanes, and the lowest column where it is. NaN counts as
+// infinite.
 struct alignas(64) BestLanes {
   static constexpr int kParts = 64 / sizeof(f32part);
   f32part value[kParts];
@@ -90,19 +91,21 @@ struct alignas(64) BestLanes {
     i32part at[kParts];
     memcpy(y, &logits, 64), memcpy(at, &columns, 64);
     for (int i = 0; i < kParts; ++i) {
+      y[i] = y[i] == y[i] ? y[i] : f32part{} + __builtin_inff();
       const i32part better = (y[i] > value[i]) | ((y[i] == value[i]) & (at[i] < column[i]));
       value[i] = better ? y[i] : value[i];
       column[i] = better ? at[i] : column[i];
     }
   }
   void merge(const BestLanes& other) { note(load<f32x16>(other.value), load<i32x16>(other.column)); }
+  // -1 where the largest is not finite: nothing follows from such a row.
   int32_t index() const {
     const f32x16 v = load<f32x16>(value);
     const i32x16 c = load<i32x16>(column);
     int best = 0;
     for (int i = 1; i < 16; ++i)
       if (v[i] > v[best] || (v[i] == v[best] && c[i] < c[best])) best = i;
-    return c[best];
+    return v[best] - v[best] == 0 ? c[best] : -1;
   }
 };
 

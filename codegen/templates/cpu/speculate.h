@@ -36,7 +36,7 @@ struct Speculator {
       if (!outs[s]) continue;
       const int begin = computed(k, s) - q.first[s], end = q.length[s];
       if (begin < 0 || end - begin < outs[s] || tokens + end - begin > q.max_rows) return false;
-      for (int i = begin; i < end; ++i, ++tokens) ids[tokens] = text(s)[i], positions[tokens] = q.first[s] + i;
+      for (int i = begin; i < end; ++i, ++tokens) ids[tokens] = token_after(text(s)[i]), positions[tokens] = q.first[s] + i;
       for (int i = tokens - outs[s]; i < tokens; ++i) rows[outputs++] = i;
       memcpy(tables + (int64_t)n * q.block_stride, q.block_table + (int64_t)s * q.block_stride,
              (size_t)q.block_stride * sizeof(int32_t));
@@ -65,7 +65,7 @@ struct Speculator {
       if (!run(k, level.threshold > 0)) return false;
       for (int s = 0, at = 0; s < q.sequences; ++s) {
         if (!outs[s]) continue;
-        text(s)[q.length[s]++] = argmax[at];
+        text(s)[q.length[s]++] = token_after(argmax[at]);
         --left[s];
         if (level.threshold > 0 && top_probability(logits + (int64_t)at * level.vocab, level.vocab) < level.threshold)
           left[s] = 0;
@@ -104,7 +104,7 @@ struct Speculator {
     int32_t* draft = text(s) + start;
     int kept = 0;
     while (kept < drafts && draft[kept] == chosen[kept]) ++kept;
-    draft[kept] = chosen[kept];
+    draft[kept] = k ? token_after(chosen[kept]) : chosen[kept];
     q.length[s] = start + kept + 1;
     const int valid = q.first[s] + start + kept;  // what the last token leaves is not in any cache yet
     computed(k, s) = valid;

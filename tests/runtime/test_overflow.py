@@ -1,0 +1,96 @@
+"""Logits that are not finite end the request that has them, with one clear line, and no other."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import qcompile
+from qcompile.errors import OverflowedError
+from qcompile.runtime.llm import LLM
+from qcompile.runtime.sampling import SamplingParams
+from tests.runtime.fake import byte_tokenizer, fake_llm, reference_greedy
+from tests.runtime.test_server import serving
+
+BROKEN = 250
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "drawn": {"seed": 1},
+    "with log probabilities": {"temperature": 0, "logprobs": 1},
+    "penalized": {"temperature": 0, "repetition_penalty": 1.1},
+}
+MESSAGE = "the model's logits are not finite: its weights or activations overflow their formats"
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    with fake_llm(tokenizer=byte_tokenizer()) as opened:
+        opened.executor.library.broken = BROKEN  # type: ignore[attr-defined]
+        yield opened
+
+
+@pytest.mark.parametrize("how", WAYS.values(), ids=WAYS.keys())
+def test_the_prompt_is_named(llm: LLM, how: dict[str, Any]) -> None:
+    with pytest.raises(OverflowedError, match=f"^prompt 2 of 3: {MESSAGE}$"):
+        llm.generate([[1, 2], [3, BROKEN], [5]], max_tokens=9, **how)
+    assert llm.engine.pool.used == 0 and not llm.engine.busy
+    assert llm.generate([[BROKEN, 2]], max_tokens=9, **how)[0].finished
+
+
+def test_what_was_generated_before_stays(llm: LLM) -> None:
+    """In the midst of a burst: tokens before the end are the request's, what follows is nobody's."""
+    prompt = [1, 2, 3]
+    tokens = reference_greedy(prompt, 40, eos=None)
+    llm.executor.library.broken = tokens[20]  # type: ignore[attr-defined]
+    first = tokens.index(tokens[20]) + 1
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    request, other = llm.engine.add(prompt, params), llm.engine.add([9], params)
+    while llm.engine.busy:
+        llm.engine.step()
+    assert (request.output.token_ids, request.output.finish_reason) == (tokens[:first], "error")
+    assert other.output.finish_reason != "abort" and llm.engine.pool.used == 0
+    # Who has had enough before does not hear of it.
+    assert (
+        llm.generate([prompt], temperature=0, max_tokens=first, ignore_eos=True)[0].outputs[0].token_ids
+        == tokens[:first]
+    )
+
+
+def test_a_server_goes_on(llm: LLM) -> None:
+    with serving(llm) as client:
+        for how in ({"temperature": 0}, {"seed": 1}, {"seed": 1, "n": 2}):
+            assert client.refused(500, {"prompt": [[3, 4], [3, BROKEN]], "max_tokens": 5} | how) == MESSAGE
+        body = {"prompt": [BROKEN], "stream": True, "temperature": 0}
+        events = client.open("/v1/completions", body).read().decode().split("\n\n")
+        assert MESSAGE in events[0] and "[DONE]" not in events[-1]
+        assert client.complete([3, 4], max_tokens=5)["choices"][0]["finish_reason"] == "length"
+        assert client.ask("/health")[0] == 200 and client.service.running == 0
+
+
+@pytest.fixture(scope="module")
+def overflowing(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a head whose products no float holds."""
+    path = tmp_path_factory.mktemp("overflowing") / "model"
+    shutil.copytree(tiny_checkpoint, path)
+    weights = load_file(path / "model.safetensors")
+    weights["lm_head.weight"] = torch.full_like(weights["lm_head.weight"], 3e38).abs()
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("recipe", ["f32", "ml-specqd"])
+def test_kernels_tell(overflowing: Path, tmp_path: Path, recipe: str) -> None:
+    qcompile.build(str(overflowing), tmp_path / "out", recipe=recipe, head_dtype="f32")
+    for gamma in (0, 3) if recipe == "ml-specqd" else (0,):
+        with qcompile.load(tmp_path / "out", threads=2, gamma=gamma) as llm:
+            assert not llm.logits([[1, 2]]).isfinite().any()
+            for how in WAYS.values():
+                with pytest.raises(OverflowedError, match=MESSAGE):
+                    llm.generate([[1, 2], [3]], max_tokens=9, **how)
+            assert llm.engine.pool.used == 0
