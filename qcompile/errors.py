@@ -42,7 +42,7 @@ class QualityError(QCompileError):
 
 
 class ResourceError(QCompileError):
-    """Memory, disk, a compiler or a device is missing."""
+    """Memory, disk, a compiler, a device or an optional package is missing."""
 
     exit_code = 5
 

@@ -223,7 +223,7 @@ def to_aten(module: torch.nn.Module, inputs: tuple[Any, ...]) -> torch.export.Ex
 def to_mlir(program: torch.export.ExportedProgram, format: str) -> Any:
     """`program` as a torch_mlir.ir.Module with a function `main`, in one of FORMATS.
 
-    UnsupportedError where torch-mlir is not installed, or cannot lower the program.
+    ResourceError where torch-mlir is not installed, UnsupportedError where it cannot lower the program.
     """
     torch_mlir = _torch_mlir()
     try:
@@ -237,7 +237,7 @@ def _torch_mlir() -> Any:
     try:
         return importlib.import_module("torch_mlir.fx")
     except ImportError as error:
-        raise UnsupportedError(f"export needs torch-mlir ({error}): pip install 'qcompile[mlir]'") from error
+        raise ResourceError(f"export needs torch-mlir ({error}): pip install 'qcompile[mlir]'") from error
 
 
 def write(root: Path, out: Path, format: str, tokens: int) -> int:
