@@ -58,6 +58,7 @@ class CudaExecutor:
         self._owned: list[int] = []
         self._work: dict[str, tuple[int, int]] = {}
         self._graphs: OrderedDict[tuple[Any, ...], ctypes.c_void_p] = OrderedDict()
+        self._modules: list[ctypes.c_void_p] = []
         self._seen: dict[tuple[Any, ...], int] = {}
         self._profile: dict[str, tuple[float, int]] | None = None
         self.description = {"calls": [launch["name"] for launch in plan["launches"]], "weights": plan["weights"]}
@@ -73,9 +74,10 @@ class CudaExecutor:
 
     # ---- memory -------------------------------------------------------------------------------
 
-    def adopt(self, addresses: Iterable[int]) -> None:
-        """Free this memory, which weights are in, when the model is closed."""
+    def adopt(self, addresses: Iterable[int], modules: Iterable[ctypes.c_void_p] = ()) -> None:
+        """Free this memory, which weights are in, and unload these modules of kernels when the model is closed."""
         self._owned += addresses
+        self._modules += modules
 
     def _own(self, size: int, what: str) -> int:
         address = self.driver.allocate(size, what)
@@ -355,6 +357,8 @@ class CudaExecutor:
         self._forget()
         for address in (*self._owned, *(address for address, _ in self._work.values())):
             self.driver.free(address)
+        for module in self._modules:
+            self.driver.unload(module)
         if self._host_address:
             self.driver.free_pinned(self._host_address)
 

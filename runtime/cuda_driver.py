@@ -99,7 +99,6 @@ class Driver:
         self.use()
         self.check(self.library.cuStreamCreate(ctypes.byref(stream), 1), "stream")
         self.stream = stream.value
-        self._modules: list[ctypes.c_void_p] = []
 
     def _words(self, code: int) -> str:
         text = ctypes.c_char_p()
@@ -190,8 +189,11 @@ class Driver:
         if code in _NO_BINARY:
             raise ArtifactError(f"the artifact's kernels do not run on {self.name}: build it for this GPU (--target)")
         self.check(code, "module")
-        self._modules.append(found)
         return found
+
+    def unload(self, module: ctypes.c_void_p) -> None:
+        """Give a module's memory back; its kernels are no more."""
+        self.check(self.library.cuModuleUnload(module), "module")
 
     def function(self, module: ctypes.c_void_p, name: str, shared: int) -> int:
         """A kernel of a module, allowed `shared` bytes of shared memory."""

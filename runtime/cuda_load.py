@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 from collections.abc import Callable
@@ -34,14 +35,16 @@ def open_cuda(
     small = _read_small(root, manifest)
     levels = runtime.get("levels") or [] if drafts else []
     plans = [json.loads(small[path["library"]]) for path in (runtime, *levels)]
-    functions = _functions(gpu, plans, PurePosixPath(runtime["library"]).parent, small)
     with ExitStack() as undo:
-        held: list[int] = []  # lest a model that does not fit keep the memory from one that would
-        undo.callback(_free, gpu, held)
+        # Lest a model that does not fit keep the memory from one that would.
+        held: list[int] = []
+        modules: list[ctypes.c_void_p] = []
+        undo.callback(_give_back, gpu, held, modules)
+        functions = _functions(gpu, plans, PurePosixPath(runtime["library"]).parent, small, modules)
         weights = _upload(gpu, root, manifest, held)
         target = _target(gpu, plans, functions, weights, limits, max_batch, kv, kv_cache_bytes, memory_share)
         undo.pop_all()
-        target.adopt(held)
+        target.adopt(held, modules)
         if not levels:
             return target, None
         undo.callback(target.close)
@@ -53,9 +56,11 @@ def open_cuda(
     return target, drafter
 
 
-def _free(gpu: Driver, addresses: list[int]) -> None:
+def _give_back(gpu: Driver, addresses: list[int], modules: list[ctypes.c_void_p]) -> None:
     for address in addresses:
         gpu.free(address)
+    for module in modules:
+        gpu.unload(module)
 
 
 def _target(
@@ -103,9 +108,13 @@ def _refuse(root: Path, problem: str | None) -> None:
 
 
 def _functions(
-    gpu: Driver, plans: list[dict[str, Any]], folder: PurePosixPath, files: dict[str, bytes]
+    gpu: Driver,
+    plans: list[dict[str, Any]],
+    folder: PurePosixPath,
+    files: dict[str, bytes],
+    modules: list[ctypes.c_void_p],
 ) -> dict[str, int]:
-    """The plans' kernels on this GPU, by label."""
+    """The plans' kernels on this GPU, by label; `modules` gets what was loaded for them."""
     said: list[str] = []
 
     def notice(text: str) -> None:
@@ -119,6 +128,7 @@ def _functions(
     found = {}
     for label, kernel in {label: kernel for plan in plans for label, kernel in plan["kernels"].items()}.items():
         module = gpu.module(files[str(folder / f"{label}.cubin")], ptx(label), notice)
+        modules.append(module)
         found[label] = gpu.function(module, kernel["function"], kernel["shared_bytes"])
     return found
 

@@ -43,6 +43,9 @@ class FakeDriver:
     def free(self, address: int) -> None:
         del self.memory[address]
 
+    def unload(self, module: str) -> None:
+        self.log.append(f"unload {module}")
+
     def pinned(self, size: int) -> int:
         self.pages.append((ctypes.c_char * size)())
         return ctypes.addressof(self.pages[-1])
@@ -243,14 +246,16 @@ def test_no_driver_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_closed_model_leaves_nothing_on_the_gpu(opened: CudaExecutor) -> None:
-    """Its weights neither: the next model needs their memory."""
+    """Its weights and kernels neither: the next model needs their memory."""
     driver: Any = opened.driver
-    opened.adopt([driver.allocate(100, "weights")])
+    modules: Any = ["few", "many"]
+    opened.adopt([driver.allocate(100, "weights")], modules)
     opened.step([Rows([1, 2, 3], 0, [2], 1)], logits=True)
     assert driver.memory
     opened.close()
     opened.close()
     assert driver.memory == {} and driver.pages == []
+    assert [line for line in driver.log if "unload" in line] == ["unload few", "unload many"]
 
 
 @pytest.mark.parametrize("short_of", ["activations", "the KV cache", "inputs", "logits"])
@@ -273,14 +278,19 @@ def test_weights_of_a_model_without_room_for_a_page_are_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: dict[int, str] = {}
+    loaded: list[str] = []
     gpu = SimpleNamespace(
         allocate=lambda size, what: (held.update({5: what}), 5)[1],
         free=held.pop,
         upload=lambda *_: None,
         synchronize=lambda: None,
         memory=lambda: (0, 1000),
+        module=lambda *_: loaded.append("module") or "module",
+        function=lambda *_: 7,
+        unload=loaded.remove,
     )
-    contents = {"weights": bytes(4096), "plan": json.dumps({"kernels": {}, "arena_bytes": {}}).encode()}
+    plan = {"kernels": {"k": {"function": "k", "shared_bytes": 0}}, "arena_bytes": {}}
+    contents = {"weights": bytes(4096), "plan": json.dumps(plan).encode(), "k.cubin": b""}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     files = {n: {"bytes": len(c), "sha256": hashlib.sha256(c).hexdigest()} for n, c in contents.items()}
@@ -290,4 +300,4 @@ def test_weights_of_a_model_without_room_for_a_page_are_given_back(
     monkeypatch.setattr(cuda_load, "driver", lambda: gpu)
     with pytest.raises(ResourceError, match="no GPU memory for one KV page"):
         cuda_load.open_cuda(tmp_path, manifest, 1, None, 0.9, drafts=False)
-    assert held == {}
+    assert held == {} and loaded == []
