@@ -32,7 +32,7 @@ from qcompile.errors import ResourceError, UnsupportedError
 
 _TEMPLATES = Path(__file__).parent / "templates" / "triton"
 _MATRIX = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*")
-_CACHE_VERSION = 3
+_CACHE_VERSION = 4
 
 
 class Argument(NamedTuple):
@@ -149,9 +149,15 @@ def build(kernel: Kernel, capability: int) -> Any:
     options["enable_fp_fusion"] = kernel.fusion
     if kernel.most_registers:
         options["maxnreg"] = kernel.most_registers
-    # What is worth keeping we keep: Triton's own cache would grow with every build, and wants a home to write to.
-    with tempfile.TemporaryDirectory(prefix="qcompile-") as folder, knobs.cache.scope():
+    # What is worth keeping we keep: Triton's own cache would grow with every build, and wants a home to write to. Lines
+    # of source would come with the folder where Triton is installed.
+    with (
+        tempfile.TemporaryDirectory(prefix="qcompile-") as folder,
+        knobs.cache.scope(),
+        knobs.compilation.scope(),
+    ):
         knobs.cache.dir = folder
+        knobs.compilation.disable_line_info = True
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
