@@ -29,15 +29,26 @@ class FoldNorms(Pass):
     Where then all that reads a residual stream are layer_norms without parameters, and linears or embeddings
     write it, the writers' weights are centered and the norms become rms_norms; each such norm counts too.
 
-    Rotation needs it. Rounding to nearest is better off without: a scale per input channel widens the ranges that
-    a group of inputs shares (W4 g128 on the sample model: perplexity 5.572 folded, 5.531 not).
+    Rotation needs it. Rounding is better off without: a scale per input channel widens the ranges that a group of
+    inputs shares (W4 g128 on the sample model: perplexity 5.572 folded, 5.531 not). So with `needed` only norms of
+    residual streams that weights can turn once all norms are folded are, and others are named in the notes.
     """
 
     name: ClassVar[str] = "fold_norms"
     requires: ClassVar[tuple[str, ...]] = ("raise",)
     enabled: bool = False
+    needed: bool = False
 
     def run(self, graph: Graph) -> PassResult:
+        if not self.needed:
+            return self._fold(graph, None)
+        folded = self._fold(graph, None).graph
+        streams = analysis.residual_streams(folded)
+        turning = [stream for stream in streams if analysis.turning_obstacle(folded, stream) is None]
+        return self._fold(graph, {value.name for stream in turning for value in stream.values})
+
+    def _fold(self, graph: Graph, needed: set[str] | None) -> PassResult:
+        """A copy with its norms folded: those of values called as in `needed`, all without."""
         graph = graph.clone()
         fired, notes = 0, []
         for node in graph.calls(*NORMS):
@@ -45,6 +56,8 @@ class FoldNorms(Pass):
             if scale is None and shift is None:
                 continue
             reason = not_linears_alone(graph, node)
+            if reason is None and needed is not None and str(node.args[0]) not in needed:
+                reason = "no residual stream can be turned for it, so that it keeps its scale and bias"
             if reason is None:
                 _fold(graph, node, scale, shift)
                 fired += 1

@@ -85,19 +85,11 @@ class Rotate(Pass):
         return graph.weight(name)
 
     def _rotate_stream(self, graph: Graph, stream: analysis.Stream, number: int) -> int:
+        obstacle = analysis.turning_obstacle(graph, stream)
+        if obstacle is not None:
+            raise PassError(self.name, obstacle[0].name, obstacle[1])
         readers = list(analysis.carried(stream.reads))
-        for reader, _ in readers:
-            if ops.name_of(reader.target) not in ("linear", "expert_linear"):
-                kind = ops.name_of(reader.target) or reader.op
-                raise PassError(
-                    self.name, reader.name, f"the residual stream is read by {kind}, which no rotation passes"
-                )
         sources = [analysis.weighted(graph, writer) for writer in stream.writers]
-        for writer in sources:
-            kind = ops.name_of(writer.target) or writer.op
-            if kind not in analysis.WEIGHT_AXES:
-                reason = f"the residual stream is written by {kind}, neither a linear nor an embedding"
-                raise PassError(self.name, writer.name, reason)
         signs = self._signs(graph, f"stream{number}", self._block(stream.values[0], stream.width))
         fired = 0
         for writer in sources:

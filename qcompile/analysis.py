@@ -96,6 +96,22 @@ def weighted(graph: Graph, value: fx.Node) -> fx.Node:
     return node if ops.name_of(node.target) in WEIGHT_AXES else value
 
 
+def turning_obstacle(graph: Graph, stream: Stream) -> tuple[fx.Node, str] | None:
+    """The node that keeps weights from turning `stream` into another basis, and why; None where they can.
+
+    They can where linears or embeddings write it and linears alone read it, behind scale-free norms or none.
+    """
+    for reader, _ in carried(stream.reads):
+        kind = ops.name_of(reader.target) or reader.op
+        if kind not in ("linear", "expert_linear"):
+            return reader, f"the residual stream is read by {kind}, which no rotation passes"
+    for writer in (weighted(graph, value) for value in stream.writers):
+        kind = ops.name_of(writer.target) or writer.op
+        if kind not in WEIGHT_AXES:
+            return writer, f"the residual stream is written by {kind}, neither a linear nor an embedding"
+    return None
+
+
 @dataclass
 class ChannelSpace:
     """Values whose features are numbered alike, so that a permutation of features is made to all of them or none.

@@ -83,6 +83,7 @@ HEADS = {"int8": ("w8_sym_channel", "int8"), "bf16": ("bf16", "bf16"), "f32": ("
 
 QOQ: tuple[tuple[str, str, object], ...] = (
     ("fold_norms", "enabled", True),
+    ("fold_norms", "needed", True),
     ("rotate", "enabled", True),
     ("center_keys", "enabled", True),
     ("smooth_attention", "enabled", True),

@@ -101,6 +101,17 @@ def test_a_stream_that_cannot_turn_is_named(kind: str) -> None:
     assert result.fired == 0 and REFUSED[kind][1] in result.notes[0]
 
 
+@pytest.mark.parametrize("kind", ["llama", "starcoder2", "gemma2"])
+def test_norms_are_folded_where_that_lets_a_stream_turn(kind: str) -> None:
+    before = raised(kind)
+    result, whole = apply(FoldNorms(needed=True), before), apply(FoldNorms(), before)
+    turns = kind in ROTATED
+    assert result.fired == (whole.fired if turns else 0) and len(result.notes) >= (0 if turns else whole.fired)
+    assert len(apply(Rotate(heads=False), result.graph).notes) == (not turns)
+    assert turns or all("keeps its scale" in note or "not a linear" in note for note in result.notes)
+    assert check.equivalent(result.graph, before, inputs()) < EXACT
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_stream_that_cannot_turn_is_turned_where_linears_read_it(kind: str) -> None:
     folded = apply(FoldNorms(), raised(kind)).graph
