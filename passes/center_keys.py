@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+from qcompile import ops
 from qcompile.errors import PassError
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
@@ -21,10 +22,13 @@ from qcompile.sweep import Sweep
 
 @dataclass(frozen=True)
 class CenterKeys(Pass):
-    """Takes the mean key of calibration text, one for each KV head, off the keys behind the rotary embedding.
+    """Takes a mean key, one for each KV head, off the keys behind the rotary embedding.
 
-    The kernel that appends keys does it. Only where nothing but softmax sees scores (no cap, no sinks); other
-    attentions are named in the notes, and so is that there is no text. `fired` counts attentions.
+    It is what calibration text gives ahead of the embedding, turned as at all positions the model can take and averaged
+    over those: the text's own positions may be the first few, and a pair of channels that has turned half way round
+    since would be moved further from zero. The kernel that appends keys does it. Only where nothing but softmax sees
+    scores (no cap, no sinks); other attentions are named in the notes, and so is that there is no text. `fired` counts
+    attentions.
     """
 
     name: ClassVar[str] = "center_keys"
@@ -39,13 +43,16 @@ class CenterKeys(Pass):
         notes, means = [], {}
         sweep = Sweep(graph, graph.calibration.excerpt())
         for node in graph.calls("attention"):
-            reason = _what_sees_scores(node)
+            reason = _obstacle(graph, node)
             if reason:
                 notes.append(str(PassError(self.name, node.name, reason)))
                 continue
             key: Any = node.args[1]
-            sweep.advance(node)
-            means[node] = torch.stack([value.float().mean((0, 1)) for value in sweep.values(key)]).mean(0)  # [Hk, D]
+            rope = key if ops.name_of(key.target) == "rope" else None
+            sweep.advance(node if rope is None else rope)
+            source = key if rope is None else rope.args[0]
+            mean = torch.stack([value.float().mean((0, 1)) for value in sweep.values(source)]).mean(0)  # [Hk, D]
+            means[node] = mean if rope is None else _over_positions(graph, mean, rope)
         for node, mean in means.items():
             name = f"{self.name}.{node.name}.mean"
             graph.weights.add_tensor(name, mean.flatten())
@@ -54,9 +61,28 @@ class CenterKeys(Pass):
         return PassResult(graph, len(means), tuple(notes))
 
 
-def _what_sees_scores(attention: fx.Node) -> str | None:
-    """Why scores of a query may not all move alike; None where nothing but softmax over keys sees them."""
+def _over_positions(graph: Graph, mean: Tensor, rope: fx.Node) -> Tensor:
+    """The mean f32 [Hk, D] of keys behind `rope` over all positions of the model, where `mean` is that before it."""
+    _, _, inv_freq, scaling, interleaved = _args(rope)
+    frequencies = graph.evaluate(inv_freq).double()
+    angles = torch.arange(graph.info.max_position).double()[:, None] * frequencies
+    cos, sin = (part.mean(0).float() * scaling for part in (angles.cos(), angles.sin()))
+    pairs, rest = mean[:, : 2 * len(frequencies)], mean[:, 2 * len(frequencies) :]
+    a, b = (pairs[:, 0::2], pairs[:, 1::2]) if interleaved else pairs.chunk(2, -1)
+    turned = a * cos - b * sin, b * cos + a * sin
+    return torch.cat((torch.stack(turned, -1).flatten(1) if interleaved else torch.cat(turned, -1), rest), -1)
+
+
+def _obstacle(graph: Graph, attention: fx.Node) -> str | None:
+    """Why keys keep their mean; None where nothing but softmax sees scores and it is known how positions turn keys."""
+    key: Any = attention.args[1]
+    if ops.name_of(key.target) == "rope" and not (key.args[1] in graph.inputs and graph.is_weight(key.args[2])):
+        return "its keys are turned by something other than their positions"
     softcap, sinks = (*attention.args[5:7], None, None)[:2]
     if softcap:
         return "its scores are capped, so that they may not all move alike"
     return None if sinks is None else "its sinks are weighed against scores, so that those may not all move alike"
+
+
+def _args(node: fx.Node) -> Any:
+    return node.args

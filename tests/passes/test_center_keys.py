@@ -41,7 +41,7 @@ def far_from_zero() -> Graph:
     graph = decoder(bias=True)
     for layer in range(2):
         bias = graph.weights[f"k{layer}.bias"].clone().unflatten(0, (-1, 16))
-        bias[:, [7, 15]] += torch.tensor([8.0, -5.0])  # a pair that positions hardly turn
+        bias[:, [7, 15]] += torch.tensor([12.0, -8.0])  # a pair that positions hardly turn
         graph.weights.add_tensor(f"k{layer}.bias", bias.flatten())
     return calibrated(graph)
 
@@ -91,6 +91,25 @@ def test_keys_far_from_zero_round_with_less_error_and_are_smoothed_by_what_varie
     sizes = through(centered, SMOOTH).weights["smooth_attention.attention.keys"].unflatten(0, (2, 16))
     assert sizes.max() < 3 < smoothed.weights["smooth_attention.attention.keys"].max()
 
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_keys_are_centered_at_all_positions_and_not_at_those_of_the_text_alone(interleaved: bool) -> None:
+    """A pair that turns half way round from the text's positions to later ones, far from zero at each."""
+    graph = decoder(bias="k", layers=1)
+    bias = graph.weights["k0.bias"].clone().unflatten(0, (-1, 16))
+    bias[:, 2 if interleaved else 1] += 20.0
+    graph.weights.add_tensor("k0.bias", bias.flatten())
+    graph.weights.add_tensor("inv_freq", torch.tensor([1.0, torch.pi / 500, *[1e-5] * 6]))
+    for node in graph.calls("rope"):
+        node.update_arg(4, interleaved)
+    after = through(calibrated(graph), CenterKeys())
+
+    def largest(graph: Graph) -> float:
+        probe = graph.clone()
+        probe.output.args = (probe.calls("attention")[0].args[1],)
+        return float(probe.run(TEXT, torch.arange(492, 512).expand(3, 20)).abs().max())
+
+    assert largest(after) < 1.1 * largest(graph)
 
 def test_a_scale_does_not_pass_turned_keys() -> None:
     result = apply(SMOOTH, through(calibrated(decoder()), CenterKeys(), TURN))
