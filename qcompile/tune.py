@@ -11,7 +11,7 @@ from typing import Any
 
 import qcompile
 from qcompile import artifact, console, jsonl
-from qcompile.errors import ResourceError, UsageError
+from qcompile.errors import OverflowedError, ResourceError, UsageError
 from qcompile.runtime.gamma import AUTO, GAMMAS, GammaPolicy, best
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import SpeculationMetrics
@@ -141,6 +141,8 @@ class _Group:
         self.requests = [engine.add(text, params) for text in self.texts]
         while any(request.pending != 1 or not request.output.token_ids for request in self.requests):
             engine.step()
+            if any(request.output.finish_reason == "error" for request in self.requests):
+                raise OverflowedError
         self.lengths = [len(request.tokens) for request in self.requests]
 
     def again(self) -> None:

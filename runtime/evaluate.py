@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from qcompile import jsonl
-from qcompile.errors import UsageError
+from qcompile.errors import OverflowedError, UnsupportedError, UsageError
 from qcompile.runtime.engine import Engine
 from qcompile.runtime.sampling import DoubleArray, FloatArray
 
@@ -91,7 +91,7 @@ def perplexity(
     """Evaluate on a JSONL file or on texts. `progress(done, total)` is called after every window.
 
     A window is cut to the context of the model; at most `max_windows` are taken, from the front. Raises
-    UsageError if the text does not fill one window.
+    UsageError if the text does not fill one window, OverflowedError where logits are not finite.
     """
     window = min(window, engine.context)
     if window < 2:
@@ -108,7 +108,15 @@ def perplexity(
         for _, start, logits in engine.forward([tokens], engine.executor.limits.max_tokens):
             targets = tokens[start + 1 : start + 1 + len(logits)]
             total += float(negative_log_likelihood(logits, targets).sum()) if targets else 0.0
+        if not math.isfinite(total):
+            raise OverflowedError(f"window {number + 1}: ")
         if progress:
             progress(number + 1, windows)
     count = windows * (window - 1)
-    return Evaluation(math.exp(total / count), total / count, windows, count)
+    nll = total / count
+    try:
+        return Evaluation(math.exp(nll), nll, windows, count)
+    except OverflowError as error:
+        raise UnsupportedError(
+            f"the model is wrong by {nll:,.0f} nats a token, a perplexity that no float holds"
+        ) from error

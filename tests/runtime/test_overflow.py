@@ -7,14 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import qcompile
-from qcompile.errors import OverflowedError
+from qcompile.errors import OverflowedError, UnsupportedError
+from qcompile.runtime import evaluate
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.sampling import SamplingParams
+from qcompile.tune import tune
 from tests.runtime.fake import byte_tokenizer, fake_llm, reference_greedy
 from tests.runtime.test_server import serving
 
@@ -62,6 +65,18 @@ def test_what_was_generated_before_stays(llm: LLM) -> None:
     )
 
 
+def test_perplexity_of_no_number(llm: LLM) -> None:
+    llm.executor.library.broken = llm.encode("x")[0]  # type: ignore[attr-defined]
+    with pytest.raises(OverflowedError, match=f"^window 2: {MESSAGE}$"):
+        llm.perplexity(["plain text", "another"], window=8)
+
+
+def test_perplexity_beyond_floats(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "negative_log_likelihood", lambda logits, targets: np.full(len(targets), 800.0))
+    with pytest.raises(UnsupportedError, match="wrong by 800 nats a token"):
+        llm.perplexity(["plain text"], window=8)
+
+
 def test_a_server_goes_on(llm: LLM) -> None:
     with serving(llm) as client:
         for how in ({"temperature": 0}, {"seed": 1}, {"seed": 1, "n": 2}):
@@ -94,3 +109,8 @@ def test_kernels_tell(overflowing: Path, tmp_path: Path, recipe: str) -> None:
                 with pytest.raises(OverflowedError, match=MESSAGE):
                     llm.generate([[1, 2], [3]], max_tokens=9, **how)
             assert llm.engine.pool.used == 0
+    if recipe == "ml-specqd":
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text('{"prompt": "def main("}')
+        with pytest.raises(OverflowedError, match=MESSAGE):
+            tune(tmp_path / "out", prompts, 8, 2)
