@@ -233,12 +233,12 @@ class _Talk:
         self._llm, self._template = llm, template
         self._messages: list[Message] = []
 
-    def prompt(self, line: str, room: int) -> str:
-        """The text to continue after the user said `line`, leaving `room` tokens; the oldest is forgotten first."""
+    def prompt(self, line: str, room: int) -> list[int]:
+        """The tokens to continue after the user said `line`, leaving room for more; the oldest is forgotten first."""
         self._messages.append({"role": "user", "content": line})
         while len(self._messages) > 1 and self._length() + room > self._llm.context:
             del self._messages[:2]
-        return self._render()
+        return self._llm.encode(self._render(), special=self._template is None)
 
     def answered(self, text: str) -> None:
         """Remember the reply."""
@@ -249,8 +249,10 @@ class _Talk:
         del self._messages[-1:]
 
     def _length(self) -> int:
+        from qcompile.runtime.tokenizer import encode
+
         tokenizer = self._llm.tokenizer
-        return len(tokenizer.encode(self._render()).ids) if tokenizer else 0
+        return len(encode(tokenizer, self._render(), self._template is None)) if tokenizer else 0
 
     def _render(self) -> str:
         if self._template:

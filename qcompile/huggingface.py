@@ -41,12 +41,13 @@ MOST_LAYERS = 1024
 UNSTATED_LENGTH = 2048
 """Context of a model that states none: one whose positions come from no table, which would end somewhere."""
 
-HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer.model"]
+HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer.model", "chat_template.jinja"]
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "generation_config.json",
+    "chat_template.jinja",
 )
 
 
@@ -386,3 +387,7 @@ def _check_tokenizer(directory: Path, files: dict[str, bytes]) -> None:
             raise UsageError(f"{directory / 'tokenizer.json'} is not a tokenizer: {error}") from error
     if "tokenizer_config.json" in files:
         read_json(directory / "tokenizer_config.json")
+    try:
+        files.get("chat_template.jinja", b"").decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{directory / 'chat_template.jinja'} is not text in UTF-8: {error}") from error

@@ -22,7 +22,9 @@ def chat_template(out: Path) -> Render | None:
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
 
     def refuse(reason: str) -> None:
         raise TemplateError(reason)
@@ -51,10 +53,17 @@ def _template_source(out: Path) -> tuple[str | None, dict[str, str]]:
     special = {}
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         token = config.get(name)
-        if token:
-            special[name] = token["content"] if isinstance(token, dict) else token
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            special[name] = text
     alone = out / "chat_template.jinja"
     if alone.is_file():
-        return alone.read_text(encoding="utf-8"), special
+        try:
+            return alone.read_text(encoding="utf-8"), special
+        except UnicodeDecodeError as error:
+            raise ArtifactError(f"{alone} is not text in UTF-8: {error}") from error
     source = config.get("chat_template")
+    if isinstance(source, list):  # several, by name
+        named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
+        source = named[0].get("template") if named else None
     return (source if isinstance(source, str) else None), special

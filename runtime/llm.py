@@ -22,7 +22,7 @@ from qcompile.runtime.outputs import MOST_DRAFTS, RequestOutput
 from qcompile.runtime.reencode import Reencoder
 from qcompile.runtime.sampling import SamplingParams
 from qcompile.runtime.speculate import Drafter, Level, Speculator
-from qcompile.runtime.tokenizer import load_tokenizer
+from qcompile.runtime.tokenizer import encode, load_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -313,8 +313,11 @@ class LLM:
         if params.stops and self.tokenizer is None:
             raise UsageError("this artifact has no tokenizer: stop texts cannot be found in its output")
 
-    def encode(self, prompt: object, cut: bool = False) -> list[int]:
-        """A prompt's token numbers, checked; with `cut` the last of one that is too long. Raises UsageError."""
+    def encode(self, prompt: object, cut: bool = False, special: bool = True) -> list[int]:
+        """A prompt's token numbers, checked; with `cut` the last of one that is too long. Raises UsageError.
+
+        special: False where the text holds all special tokens already, as what a chat template gives does.
+        """
         if isinstance(prompt, str):
             if not prompt:
                 raise UsageError("the prompt is empty: give at least one character")
@@ -322,7 +325,7 @@ class LLM:
                 prompt.encode()
             except UnicodeEncodeError as error:
                 raise UsageError(f"the prompt is not valid Unicode at character {error.start}: give UTF-8") from error
-            tokens = self._tokenizer().encode(prompt).ids
+            tokens = encode(self._tokenizer(), prompt, special)
             if not tokens:
                 raise UsageError("the prompt has no tokens: give other text")
         elif isinstance(prompt, Sequence) and type(prompt) is not bytes and all(type(token) is int for token in prompt):

@@ -139,18 +139,25 @@ class _Front:
         """POST /v1/chat/completions."""
         if self._served.template is None:
             raise UsageError(f"{self._served.name} has no chat template: use /v1/completions")
-        prompt = self._served.template([message.plain() for message in asked.messages])
+        messages = [message.plain() for message in asked.messages]
+        prompt = await run_in_threadpool(self._served.template, messages)
         params = asked.params()
         reply = ChatReply(self._served.name, params.n, asked.top_logprobs or 0)
-        return await self._answer(request, asked, [prompt], params, reply)
+        return await self._answer(request, asked, [prompt], params, reply, special=False)
 
     async def _answer(
-        self, request: Request, asked: api.Common, prompts: list[Prompt], params: SamplingParams, reply: Reply
+        self,
+        request: Request,
+        asked: api.Common,
+        prompts: list[Prompt],
+        params: SamplingParams,
+        reply: Reply,
+        special: bool = True,
     ) -> Response:
         if asked.model is not None and asked.model != self._served.name:
             raise HTTPException(404, f"there is no model {asked.model!r} here, only {self._served.name!r}")
         self._service.admit(len(prompts) * params.n, params)
-        tokens = await run_in_threadpool(lambda: [self._llm.encode(prompt) for prompt in prompts])
+        tokens = await run_in_threadpool(lambda: [self._llm.encode(prompt, special=special) for prompt in prompts])
         answer = self._service.submit(tokens, params, partial=asked.stream)
         if asked.stream:
             events = reply.events(answer, self.metrics.finished, asked.wants_usage)

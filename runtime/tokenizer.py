@@ -34,6 +34,15 @@ def load_tokenizer(root: Path) -> Tokenizer | None:
     return tokenizer
 
 
+def encode(tokenizer: Tokenizer, text: str, special: bool = True) -> list[int]:
+    """A text's token numbers, `special` with those that the tokenizer puts around it.
+
+    Other threads run meanwhile, as they would not by `Tokenizer.encode`: a long text takes seconds.
+    """
+    found: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+    return found
+
+
 class Detokenizer:
     """Turns a growing list of tokens into a growing text, never giving out half a character.
 

@@ -304,6 +304,15 @@ def test_tokenizer_files() -> None:
     assert set(files) == {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
 
 
+def test_a_chat_template_in_a_file_of_its_own(tmp_path: Path) -> None:
+    """Where transformers writes it; nothing else says how to talk to the model."""
+    (tmp_path / "chat_template.jinja").write_bytes("{{ 'é' }}".encode())
+    assert huggingface.tokenizer_files(tmp_path) == {"chat_template.jinja": "{{ 'é' }}".encode()}
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UsageError, match=r"chat_template\.jinja is not text"):
+        huggingface.tokenizer_files(tmp_path)
+
+
 def test_no_tokenizer(tmp_path: Path) -> None:
     assert huggingface.tokenizer_files(tmp_path) == {}
 
@@ -347,6 +356,7 @@ def test_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert huggingface.find("someone/model") == tmp_path
     assert asked["name"] == "someone/model"
     assert not any(pattern.endswith((".bin", ".pt", ".py")) for pattern in asked["allow_patterns"])
+    assert "chat_template.jinja" in asked["allow_patterns"]
 
     def offline(name: str, **options: Any) -> str:
         raise OSError("no network\nand a long story")

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+from tokenizers import processors
 
 import qcompile
 from qcompile import SamplingParams
@@ -29,6 +30,7 @@ from qcompile.runtime.outputs import CompletionOutput, RequestMetrics, RequestOu
 from qcompile.runtime.replies import CompletionReply
 from qcompile.runtime.sampling import Logprob
 from qcompile.runtime.service import Service
+from tests.runtime.fake import byte_tokenizer, fake_llm
 
 Build = Callable[[str], Path]
 PROMPTS = ["def main(", "import os\n\n\nclass Reader:\n", "x", "# " + "word " * 60, "for i in range(10):\n    "]
@@ -184,6 +186,18 @@ def test_chat_goes_through_the_template(client: Client, alone: list[str]) -> Non
     assert pieces[0]["choices"][0]["delta"] == message | {"content": ""}
     assert "".join(piece["choices"][0]["delta"]["content"] for piece in pieces) == alone[0]
     assert pieces[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_chat_template_has_all_special_tokens_itself() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 0)])
+    said = {"messages": [{"role": "user", "content": "ab"}]}
+    with (
+        fake_llm(tokenizer=tokenizer) as llm,
+        serving(llm, template=lambda messages: "<eos>" + messages[0]["content"]) as client,
+    ):
+        assert client.ask("/v1/chat/completions", said | GREEDY)[1]["usage"]["prompt_tokens"] == 3
+        assert client.complete("ab")["usage"]["prompt_tokens"] == 3
 
 
 def test_log_probabilities(client: Client) -> None:

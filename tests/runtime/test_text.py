@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+import threading
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 from qcompile.errors import UsageError
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.sampling import SamplingParams
-from qcompile.runtime.tokenizer import Detokenizer
+from qcompile.runtime.tokenizer import Detokenizer, encode
 from tests.runtime.fake import CONTEXT, VOCAB, byte_tokenizer, fake_llm, reference_greedy
 
 TOKENIZER = byte_tokenizer()
@@ -300,3 +302,18 @@ def test_closed_once_and_for_all(llm: LLM) -> None:
     llm.close()
     with pytest.raises(UsageError, match="closed"):
         llm.generate("a", temperature=0)
+
+
+def test_encoding_a_long_text_lets_other_threads_run() -> None:
+    """A server's other answers must not wait for one client's prompt."""
+    tokenizer, go, ran = byte_tokenizer(), threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: (go.wait(), ran.set()))
+    interval = sys.getswitchinterval()
+    thread.start()
+    sys.setswitchinterval(60)  # nobody is made to give way
+    try:
+        go.set()
+        assert len(encode(tokenizer, "x " * 200_000)) == 400_000 and ran.is_set()
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
