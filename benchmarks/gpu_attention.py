@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.gpu_common import ROTATED_BYTES, Launch, facts, graph_us
+from benchmarks.gpu_common import ROTATED_BYTES, Launch, facts, graph_us, launch
 from qcompile.codegen import gpu_compile, tiles
 from qcompile.codegen.gpu_attention import GROUP_SPLITS, AttentionSpec, GpuKV, MergeSpec
-from qcompile.codegen.gpu_compile import Kernel
 from qcompile.codegen.program import RING_GROUPS
 from qcompile.numerics import HIER_GROUP, PAGE_TOKENS
 
@@ -201,7 +200,7 @@ class Problem:
             items = copy.view(torch.bfloat16 if spec.kv.bits == 16 else torch.int16)
             words = torch.float32 if spec.kv.hierarchical else torch.int32
             pages = {"kv": items, "kv_words": copy.view(words), "kv_full": copy.view(torch.bfloat16)}
-            all_ = [_launch(kernel, grid, {**given, **pages}) for kernel, grid in todo]
+            all_ = [launch(kernel, 90, grid, {**given, **pages}) for kernel, grid in todo]
             found.append(lambda all_=all_: [each() for each in all_])
         return found
 
@@ -221,12 +220,6 @@ class Problem:
         return worst
 
 
-def _launch(kernel: Kernel, grid: tuple[int, int, int], given: dict[str, Any]) -> Launch:
-    runner = gpu_compile.build(kernel, 90)[grid]
-    arguments = [given[a.name] for a in kernel.arguments]
-    return lambda: runner(*arguments, stream=torch.cuda.current_stream().cuda_stream)
-
-
 def sdpa_us(batch: int, context: int, queries: int, backend: Any) -> float | None:
     """torch's attention on bf16 keys and values, heads of a KV head folded into queries where it has no GQA."""
     size = batch * KV_HEADS * context * DIM * 4
@@ -238,11 +231,11 @@ def sdpa_us(batch: int, context: int, queries: int, backend: Any) -> float | Non
     q = torch.randn(batch, HEADS, queries, DIM, device="cuda", dtype=torch.bfloat16)
 
     def one(k: Tensor, v: Tensor) -> Launch:
-        def launch() -> object:
+        def attend() -> object:
             with torch.nn.attention.sdpa_kernel(backend):
                 return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
-        return launch
+        return attend
 
     try:
         return graph_us([one(*pair) for pair in zip(k, v, strict=True)])
@@ -275,9 +268,9 @@ def rows_that_differ(cache: Cache, format: str) -> int:
 
 
 def compile_one(spec: AttentionSpec) -> bool:
-    """Into Triton's cache, in a process of its own."""
+    """Into the cache of kernels, in a process of its own."""
     try:
-        return bool(gpu_compile.build(spec.kernel(90), 90).metadata.shared <= 227 * 1024)
+        return gpu_compile.compile_kernel(spec.kernel(90), 90).shared_bytes <= 227 * 1024
     except Exception:
         return False
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qcompile.codegen import triton as gpu
+from qcompile.codegen.gpu_compile import Kernel, compile_kernel
 from qcompile.codegen.gpu_pack import GPU_PACKING, MIX_ROWS, pack_gpu
 from qcompile.codegen.program import round_up
 from qcompile.codegen.tiles import choose
 from qcompile.mix import quantize_mixed
 from qcompile.numerics import dequantize_weight, quantize_activation, quantize_weight
+from qcompile.runtime.cuda_driver import LaunchCall, driver
 
 ROTATED_BYTES = 5 * 64 * 2**20
 """Weights are rotated through so many bytes: more than five times the L2 of any target."""
@@ -44,13 +48,39 @@ def facts() -> dict[str, Any]:
     }
 
 
+@cache
+def _function(kernel: Kernel, capability: int) -> tuple[int, int, int, bool]:
+    """A kernel on this GPU, as artifacts have it: what LaunchCall wants to know."""
+    compiled = compile_kernel(kernel, capability)
+    module = driver().module(compiled.cubin, compiled.ptx.encode, print)
+    function = driver().function(module, kernel.name, compiled.shared_bytes)
+    return function, compiled.threads, compiled.shared_bytes, kernel.prelaunch
+
+
+def launch(kernel: Kernel, capability: int, grid: Sequence[int], given: Mapping[str, Any]) -> Launch:
+    """A launch of what the runtime would launch, with tensors and numbers by the names of the kernel's arguments."""
+    # All of torch's work goes through the stream that launches go through.
+    if torch.cuda.current_stream().cuda_stream != driver().stream:
+        torch.cuda.synchronize()
+        torch.cuda.set_stream(torch.cuda.ExternalStream(driver().stream))
+    function, *how = _function(kernel, capability)
+    values = [given[argument.name] for argument in kernel.arguments]
+    words = [ctypes.c_uint64(v.data_ptr()) if isinstance(v, Tensor) else ctypes.c_int32(v) for v in values]
+    call = LaunchCall(driver(), function, [*grid, 1, 1][:3], *how, words)
+
+    def run(kept: Sequence[Any] = values) -> None:
+        call.run()
+
+    return run
+
+
 def graph_us(launches: Sequence[Launch], replays: int = REPLAYS, least: int = LAUNCHES) -> float:
     """Median microseconds per launch of a CUDA graph that holds `launches` in order, at `least` so many launches."""
     launches[0]()
     torch.cuda.synchronize()
     rounds = -(-least // len(launches))
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         for _ in range(rounds):
             for launch in launches:
                 launch()
@@ -115,18 +145,12 @@ class Problem:
 
     def launches(self, spec: gpu.KernelSpec, x: list[Tensor], out: Tensor, capability: int) -> list[Launch]:
         """One launch for each copy of the weight, all writing `out` [M, N]."""
-        kernel = gpu.build(spec, capability)
         tokens = x[0].shape[0]
         given: dict[str, Any] = {"x": x[0], "out": out, "M": tokens, **self._workspace(spec, tokens)}
         if len(x) > 1:
             given.update(x_scale=x[1], x_sum=x[2])
-        runner = kernel[spec.grid(tokens)]
-        found = []
-        for packed in self.copies:
-            arguments = [{**given, **packed}[a.name] for a in spec.arguments]
-            # The graph is captured on a stream of its own: ask for the current one at each launch.
-            found.append(lambda a=arguments: runner(*a, stream=torch.cuda.current_stream().cuda_stream))
-        return found
+        kernel, grid = gpu.kernel(spec), spec.grid(tokens)
+        return [launch(kernel, capability, grid, {**given, **packed}) for packed in self.copies]
 
     def _workspace(self, spec: gpu.KernelSpec, tokens: int) -> dict[str, Tensor]:
         for name, (items, dtype) in spec.workspace(tokens).items():

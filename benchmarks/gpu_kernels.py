@@ -164,8 +164,8 @@ def _effort(tokens: int) -> tuple[int, int]:
 
 
 def compile_one(spec: KernelSpec) -> None:
-    """Into Triton's cache, in a process of its own."""
-    gpu.build(spec, 90)
+    """Into the cache of kernels, in a process of its own."""
+    gpu.compile_for(spec, 90)
 
 
 def compile_all(formats: Formats) -> None:

@@ -380,11 +380,6 @@ def load(spec: KernelSpec) -> Any:
     return gpu_compile.load(kernel(spec))
 
 
-def build(spec: KernelSpec, capability: int) -> Any:
-    """`spec` compiled by Triton for a compute capability; `build(...)[grid](*arguments)` launches it."""
-    return gpu_compile.build(kernel(spec), capability)
-
-
 def compile_for(spec: KernelSpec, capability: int) -> Compiled:
     """`spec` compiled for compute capability `capability` (80, 89, 90, 100), as an artifact carries it."""
     return compile_kernel(kernel(spec), capability)

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu_common import launch
 from qcompile import mix
 from qcompile.codegen import gpu_sass, tiles
 from qcompile.codegen.gpu_pack import GPU_PACKING, MIX_ROWS, pack_gpu, packed_gpu_bytes, unpack_gpu
 from qcompile.codegen.packing import CPU_PACKING
-from qcompile.codegen.triton import FEWEST_TOKENS, KernelSpec, Tile, build, compile_for, reference, render
+from qcompile.codegen.triton import FEWEST_TOKENS, KernelSpec, Tile, compile_for, kernel, reference, render
 from qcompile.errors import UnsupportedError
 from qcompile.numerics import dequantize_weight, quantize_activation, quantize_weight
 from tests.codegen.interpreted import interpreted, needs_triton
@@ -382,8 +383,7 @@ def test_rows_have_the_bits_of_the_decode_class(spec: KernelSpec) -> None:
             work = each.workspace(tokens).items()
             given |= {name: torch.zeros(items, dtype=kind, device="cuda") for name, (items, kind) in work}
             given["out"] = torch.full((tokens, width), float("nan"), dtype=dtype, device="cuda")
-            arguments = [tokens if a.name == "M" else given[a.name] for a in each.arguments]
-            build(each, 90)[each.grid(tokens)](*arguments)
+            launch(kernel(each), 90, each.grid(tokens), {**given, "M": tokens})()
             found.append(given["out"])
         assert not found[0].isnan().any() and torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
         if spec.peaks:
