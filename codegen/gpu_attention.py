@@ -286,6 +286,7 @@ class AttentionSpec:
             block=block,
             splits_a_group=GROUP_SPLITS,
             both=self.kv.format == "kv_hier",
+            newest=32 if self.inline_asm and self.kv.dim <= 128 else 16,
             group_tokens=HIER_GROUP,
             ring_pages=RING_GROUPS * HIER_GROUP // self.kv.page_tokens,
             q_scale=self.scale if self.softcap else self.scale * _LOG2_E,
@@ -323,8 +324,11 @@ class MergeSpec:
         arguments += [Argument("positions", "*i32"), Argument("splits", "i32")]
         prelaunch = capability >= 90
         name = f"merge_{self.split}_{self.leaves}_{self.level}{'' if self.final else '_part'}"
-        # Whole splits that are few belong to batches: of programs there are enough.
-        warps, ahead = (1, 8) if (self.level, self.final, self.leaves) == (1, True, 1) else (4, 32 // self.leaves)
+        # Whole splits that are few belong to batches: of programs there are enough. More leaves at a time than 64 take
+        # more registers than there are.
+        warps, ahead = (1, 8) if (self.level, self.final, self.leaves) == (1, True, 1) else (4, 32)
+        if self.leaves > 1:
+            ahead = max(64 // self.leaves, 1)
         source = render_template(
             "merge.py.jinja",
             spec=self,

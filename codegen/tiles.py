@@ -408,6 +408,6 @@ def attention(kv: GpuKV, cut: str) -> dict[str, Any]:
     no sum depends on.
     """
     stages = 1 if cut == "whole" else 2 if cut == "leaf" and not kv.hierarchical else 3
-    tile = 16 if kv.dim > 128 else 64 if (kv.dim <= 64 and not kv.hierarchical) or kv.format == "kv_hier4" else 32
+    tile = 16 if kv.dim > 128 else 64 if kv.dim <= 64 and not kv.hierarchical else 32
     several = cut == "long" or (cut == "split" and kv.hierarchical)
     return {"tile": tile, "cut": cut.replace("long", "split"), "stages": stages, "several": several}

@@ -104,6 +104,8 @@ def test_codes_become_keys_and_values(format: str, bits: int) -> None:
         assert (key == 1024 + code * (16 if bits == 4 and plane % 2 else 1)).all()
         value = floats(run(asm[f"value_plane{plane}"], 1, items)[0], "bf16x2")
         assert (value == (128 + code if bits == 4 else code - 128)).all()
+    word = run(asm["zero_point"], 1, items)[0].view(np.float32)
+    assert (word == 2**23 + (items & 255)).all()
 
 
 @pytest.mark.parametrize("format", ["kv_hier4", "kv_hier"])
@@ -125,4 +127,4 @@ def test_halves_of_codes_become_keys_and_values(format: str) -> None:
         # Three roundings to fp16, of terms up to 16.5 scales, or 31.5, and the least value.
         assert (np.abs(key - exact) < 2**-11 * (48 * scale + 2 * np.abs(less))).all()
         value = floats(run(asm[f"value_plane{plane}"], 1, items)[0], "f16x2")
-        assert (value == (code - 128 if both else 1 + u / 16)).all()
+        assert (value == (1024 + code if both else 1 + u / 16)).all()
