@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from qcompile.errors import UsageError
 from qcompile.runtime.outputs import CompletionOutput, RequestOutput
 from qcompile.runtime.sampling import Logprob, SamplingParams
 
 MOST_LOGPROBS = 20
+MOST_STOP_CHARACTERS = 4096
+"""Of all stop texts of a request: they are looked for at every token, while all others wait."""
 
 
 class StreamOptions(BaseModel):
@@ -43,8 +45,21 @@ class Common(BaseModel):
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0
     presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0
 
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, body: Any) -> Any:
+        """Null is as good as not given. Of fields that are none the first, to be named: there may be a million."""
+        if not isinstance(body, dict):
+            return body
+        given = {name: value for name, value in body.items() if value is not None}
+        unknown = next((name for name in given if name not in cls.model_fields), None)
+        return {name: value for name, value in given.items() if name in cls.model_fields or name == unknown}
+
     def sampling(self, **more: Any) -> SamplingParams:
         """Its options, those not given as SamplingParams has them. Raises UsageError."""
+        length = len("".join(self.stop or ()))
+        if length > MOST_STOP_CHARACTERS:
+            raise UsageError(f"stop has {length} characters in all, of at most {MOST_STOP_CHARACTERS}")
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "n", "seed", "stop", "ignore_eos")
         given = {name: getattr(self, name) for name in names} | more
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
@@ -59,7 +74,7 @@ class CompletionRequest(Common):
     """POST /v1/completions: one prompt or several, each a text or token numbers."""
 
     prompt: Any  # checked where it is encoded, with clearer words than a union's
-    max_tokens: int | None = 16
+    max_tokens: int = 16
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
     def prompts(self) -> list[str | Sequence[int]]:
@@ -71,8 +86,6 @@ class CompletionRequest(Common):
 
     def params(self) -> SamplingParams:
         """Raises UsageError."""
-        if self.max_tokens is None:
-            raise UsageError("max_tokens must be a whole number of at least 1")
         return self.sampling(max_tokens=self.max_tokens, logprobs=self.logprobs)
 
 

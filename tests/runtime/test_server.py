@@ -19,12 +19,14 @@ from typing import Any
 
 import pytest
 import uvicorn
+from pydantic import ValidationError
 from tokenizers import processors
 
 import qcompile
 from qcompile import SamplingParams
 from qcompile.errors import ResourceError
 from qcompile.runtime import server
+from qcompile.runtime.api import CompletionRequest
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from qcompile.runtime.replies import CompletionReply
@@ -247,6 +249,9 @@ def test_offsets_of_a_stream_are_those_of_the_whole() -> None:
         ({"prompt": "x", "presence_penalty": 1}, 400, "presence_penalty"),
         ({"prompt": "x", "max_tokens": "9"}, 400, "max_tokens"),
         ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
+        ({"prompt": "x", "stop": [str(number) for number in range(2000)]}, 400, "stop has 6890 characters in all"),
+        ({"prompt": None}, 400, "prompt: Field required"),
+        ({"prompt": "x", "logit_bias": None, "echo": True, "suffix": ""}, 400, "echo: is not supported"),
         ({"prompt": "x", "temperature": -1}, 400, "temperature"),
         (b'{"prompt": "x", "temperature": NaN}', 400, "temperature"),
         ({"prompt": "x", "n": 2, "temperature": 0}, 400, "n must be 1"),
@@ -264,6 +269,21 @@ def test_offsets_of_a_stream_are_those_of_the_whole() -> None:
 def test_what_is_wrong_is_named(client: Client, body: Any, status: int, said: str) -> None:
     assert said in client.refused(status, body)
     assert idle(client)
+
+
+def test_null_is_not_given(client: Client) -> None:
+    """Some clients send every field that OpenAI's API has, null where nothing is asked."""
+    names = ("max_tokens", "stream", "frequency_penalty", "presence_penalty", "logit_bias", "suffix", "stop", "n")
+    nulls = dict.fromkeys(names)
+    assert client.complete("x", **nulls)["usage"]["completion_tokens"] == 16
+    body = {"messages": [{"role": "user", "content": "x", "name": None}], "logprobs": None} | nulls | {"max_tokens": 2}
+    assert client.ask("/v1/chat/completions", body)[1]["usage"]["completion_tokens"] == 2
+
+
+def test_a_million_fields_are_refused_by_the_first() -> None:
+    with pytest.raises(ValidationError) as raised:
+        CompletionRequest.model_validate({"prompt": "x"} | {str(number): 1 for number in range(100)})
+    assert [error["loc"] for error in raised.value.errors()] == [("0",)]
 
 
 def test_chat_refuses_what_it_cannot_read(client: Client) -> None:
