@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -268,6 +269,9 @@ def _check_replaceable(path: Path) -> None:
         if path.exists():
             raise UsageError(f"output {path} is a file: choose another directory") from error
         return  # one of its parents is: making the folder says so
+    here = Path(os.readlink("/proc/self/cwd"))  # which may be gone
+    if path in (here, *here.parents):
+        raise UsageError(f"output {path} is where you are, and would be another folder then: build from outside of it")
     if os.path.ismount(path):
         raise UsageError(f"output {path} is a mount point, which nothing can take the place of: choose a folder in it")
     if names and not (MANIFEST in names and (path / MANIFEST).is_file()):
@@ -289,7 +293,7 @@ def read_manifest(path: str | Path) -> Manifest:
     another format version.
     """
     root = Path(path)
-    if not root.is_dir():
+    if not stat.S_ISDIR(_status(root).st_mode):
         raise UsageError(f"{root}: no such artifact directory")
     try:
         raw = (root / MANIFEST).read_bytes()
@@ -351,11 +355,18 @@ def state(path: str | Path) -> tuple[int, ...]:
 
     Problems between two equal states are of one artifact, others may be of two. Raises UsageError if there is none.
     """
-    try:
-        found = os.stat(path)
-    except OSError:
-        raise UsageError(f"{path}: no such artifact directory") from None
+    found = _status(path)
     return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
+def _status(path: str | Path) -> os.stat_result:
+    """What the system says of `path`. Raises UsageError where there is nothing, or the system does not tell."""
+    try:
+        return os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise UsageError(f"{path}: no such artifact directory") from None
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}: give another path") from error
 
 
 def file_problem(root: Path, name: str, expected: dict[str, Any], into: memoryview | None = None) -> str | None:

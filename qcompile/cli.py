@@ -18,6 +18,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from qcompile import __version__, cli_generate, console
+from qcompile import jsonl as lines
 from qcompile.cli_options import Artifact, Drafts, Head, Json, Options, Recipe, Remote, Target, Threads
 from qcompile.errors import EXIT_BUG, EXIT_INTERRUPTED, ArtifactError, QCompileError, ResourceError, UsageError
 
@@ -98,8 +99,8 @@ def build(
 
     settings = parse_options(options or []) | allocation(bits, rise)
     chosen, _ = get_recipe(recipe), get_target(target)  # refuse unknown names before torch is imported
-    if calib is not None and not calib.is_file():
-        raise UsageError(f"{calib}: no such file")
+    if calib is not None:
+        lines.check(calib)
     with console.Progress() as progress:
         progress("import", 0, 1)
         gc.set_threshold(50_000, 20, 100)  # imports and traces are not garbage: looking for it would take 0.5 s
@@ -179,8 +180,7 @@ def evaluate(
 
     import qcompile
 
-    if not data.is_file():
-        raise UsageError(f"{data}: no such file")
+    lines.check(data)
     with qcompile.load(out, threads=threads, gamma=0) as llm, console.Progress() as progress:
         result = llm.perplexity(data, window, lambda done, total: progress("windows", done, total), max_windows)
     if json:
@@ -286,8 +286,6 @@ def verify(out: Artifact, json: Json = False) -> None:
     """
     from qcompile import artifact
 
-    if not out.is_dir():
-        raise UsageError(f"{out}: no such artifact directory")
     problems = artifact.verify(out)
     if json:
         console.print_json({"ok": not problems, "problems": problems})
@@ -431,7 +429,7 @@ def _unexpected(error: Exception) -> int:
 
 
 _SCARCE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-_NO_PATH = {errno.ENAMETOOLONG, errno.ELOOP}
+_NO_PATH = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM}
 
 
 def _refused_by_system(error: OSError) -> int | None:

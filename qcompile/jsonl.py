@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
+
+from qcompile.errors import UsageError
+
+
+def check(path: Path) -> None:
+    """Raise UsageError unless there is a file at `path`, which may be a pipe; nothing is read of it."""
+    try:
+        folder = stat.S_ISDIR(os.stat(path).st_mode)
+    except OSError as error:
+        why = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        raise UsageError(f"{path}: {why}") from error
+    if folder:
+        raise UsageError(f"{path} is a directory: give a file")
 
 
 def read(path: str | Path) -> str:

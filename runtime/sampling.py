@@ -54,7 +54,7 @@ class SamplingParams:
         for name in (name for name in self.__dataclass_fields__ if name not in ("stop", "ignore_eos")):
             object.__setattr__(self, name, _plain(getattr(self, name)))
         self._need("n", _whole(self.n) and self.n >= 1, "a whole number of at least 1")
-        self._need("temperature", _real(self.temperature) and self.temperature >= 0, "at least 0")
+        self._need("temperature", _real(self.temperature) and self.temperature >= 0, "at least 0, and finite")
         self._need("top_k", _whole(self.top_k) and self.top_k >= -1, "0 or -1 (no limit), or at least 1")
         self._need("top_p", _real(self.top_p) and 0 < self.top_p <= 1, "above 0 and at most 1")
         self._need("min_p", _real(self.min_p) and 0 <= self.min_p <= 1, "between 0 and 1")

@@ -124,6 +124,26 @@ def test_output_that_is_something_else_is_refused(tmp_path: Path) -> None:
     assert verify(tmp_path / "empty") == []
 
 
+def test_the_folder_one_is_in_is_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is renamed away leaves a shell in a folder without a name."""
+    (tmp_path / "empty" / "inner").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(UsageError, match="is where you are"):
+        ArtifactWriter(".")
+    (tmp_path / "empty" / "inner").rmdir()
+    (tmp_path / "empty").rmdir()
+    with ArtifactWriter(tmp_path / "out"):
+        pass
+
+
+def test_a_path_that_leads_nowhere_is_named(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for look in (artifact.verify, artifact.read_manifest, artifact.state):
+        with pytest.raises(UsageError, match="loop: Too many levels of symbolic links: give another path"):
+            look(loop)
+
+
 def test_a_mount_point_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "out").mkdir()
     monkeypatch.setattr(artifact.os.path, "ismount", lambda path: Path(path) == tmp_path / "out")

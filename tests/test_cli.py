@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -76,6 +77,7 @@ def test_every_command_has_help_with_an_example_and_json(command: str, capsys: C
         (["build", "model"], "--output"),
         (["build", "model", "-o", "out", "--recipe", "w3a3"], "recipe w3a3 is unknown; there are f32"),
         (["build", "model", "-o", "out", "--target", "tpu"], "target tpu is unknown; there are cpu"),
+        (["build", "", "-o", "out"], "the model's name is empty"),
         (["build", "model", "-o", "out", "--set", "rounding"], "--set rounding: write pass.field=value"),
         (["run", "nowhere", "--prompt", "x"], "nowhere: no such artifact directory"),
         (["run", "nowhere", "--prompt", "x", "--temperature", "-1"], "temperature must be at least 0"),
@@ -155,6 +157,20 @@ def test_a_bug_exits_1_with_one_line_and_a_hint(capsys: Capture, monkeypatch: py
     assert "RuntimeError: what is this" in line and "--debug" in line
     assert code_of("--debug", "inspect", "x") == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_what_one_may_not_read_is_no_bug(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("qcompile.inspect_artifact.summary", forbidden)
+    assert refusal(capsys, 2, "inspect", "x") == "qcompile: Permission denied (x): give another path\n"
+
+
+def test_a_text_may_be_a_pipe_but_no_folder(capsys: Capture, tmp_path: Path) -> None:
+    for command in (("eval", "nowhere", "--data"), ("build", "nowhere", "-o", tmp_path / "out", "--calib")):
+        assert "is a directory: give a file" in refusal(capsys, 2, *command, tmp_path)
+        assert "nowhere" in refusal(capsys, 2, *command, "/dev/null")
 
 
 def test_ctrl_c_exits_130(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
