@@ -46,8 +46,10 @@ class Cache(Pass):
         graph = graph.clone()
         attentions = graph.calls("attention")
         heads = {_kv_shape(node) for node in attentions}
+        if not attentions:
+            raise PassError(self.name, graph.output.name, "the model has no attention, so nothing to cache")
         if len(heads) != 1:
-            where = attentions[0].name if attentions else graph.output.name
+            where = attentions[0].name
             raise PassError(self.name, where, f"layers must agree in KV heads and head size, found {sorted(heads)}")
         inputs = _step_inputs(graph)
         cache: fx.Node = inputs["cache"]

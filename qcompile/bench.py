@@ -44,7 +44,8 @@ def measure(llm: LLM, sizes: Sizes, progress: Progress) -> dict[str, float]:
     """Tokens per second by test, medians over the rounds. Raises UsageError where a test exceeds the context."""
     longest = max((sizes.tg + 1, *sizes.pp, *sizes.verify))
     if longest > llm.context:
-        raise UsageError(f"a test of {longest} tokens does not fit the context of {llm.context}")
+        smaller = "give smaller ones by --tg, --pp and --verify"
+        raise UsageError(f"a test of {longest} tokens does not fit the context of {llm.context}: {smaller}")
     if any(rows > llm.executor.limits.max_tokens for rows in sizes.verify):
         raise UsageError(f"a step carries at most {llm.executor.limits.max_tokens} tokens")
     tests = {f"tg{sizes.tg}": (sizes.tg, lambda: _decode(llm, sizes.tg))}

@@ -373,7 +373,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def _guarded(arguments: list[str]) -> int:
     """Run a command; its exit code. Every failure prints one line."""
-    interrupts: list[int] = []
+    interrupts = console.interrupts
+    interrupts.clear()
 
     def interrupt(number: int, frame: Any) -> None:
         interrupts.append(number)
@@ -391,6 +392,7 @@ def _guarded(arguments: list[str]) -> int:
     finally:
         if heeds:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        interrupts.clear()
     code = code if isinstance(code, int) else 0
     if code == EXIT_INTERRUPTED:
         console.log("qcompile: interrupted")

@@ -21,6 +21,10 @@ LINE_SECONDS = 5.0
 """How often progress is printed where stderr is not a terminal."""
 
 
+interrupts: list[int] = []
+"""Signals that are to end the command: modules that are being imported may swallow the exception of one."""
+
+
 def open_streams() -> None:
     """Make the standard streams usable whatever the caller left of them.
 
@@ -89,7 +93,8 @@ class Progress:
     """A callback `(stage, done, total)`; shows on stderr how far a stage is, and the time it has left.
 
     A thread does the showing, so that a stage which calls back rarely is seen too: on a terminal a bar, elsewhere
-    a line every few seconds, and nothing in the first two seconds.
+    a line every few seconds, and nothing in the first two seconds. Raises KeyboardInterrupt after an
+    interrupt.
     """
 
     def __init__(self) -> None:
@@ -109,6 +114,8 @@ class Progress:
         self._thread.join()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
+        if interrupts:
+            raise KeyboardInterrupt
         if stage != self._stage:
             self._stage, self._stage_start = stage, time.monotonic()
         self._done, self._total = done, total

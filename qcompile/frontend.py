@@ -55,8 +55,15 @@ def load(
 
         with hurried():
             return huggingface.load(model, name=name, allow_remote=allow_remote, weights=weights, layers=layers)
+    given: object = model
+    if not isinstance(given, nn.Module | ExportedProgram):
+        kind = given.__name__ if isinstance(given, type) else f"of type {type(given).__name__}"
+        raise UsageError(f"the model must be a path, a name, an nn.Module or an ExportedProgram, and is {kind}")
     if max_position is None:
         raise UsageError("max_position is needed with a module: the longest sequence it can hold")
+    least = 2 if isinstance(model, ExportedProgram) else EXAMPLE_TOKENS + 1
+    if type(max_position) is not int or max_position < least:
+        raise UsageError(f"max_position must be a whole number of at least {least}, not {max_position!r}")
     if isinstance(model, ExportedProgram):
         program, name = model, name or "exported"
         loaders = program_loaders(program)
@@ -123,9 +130,10 @@ class _Positional(nn.Module):
 
 def export_module(module: nn.Module, example_inputs: Sequence[Tensor], longest: int) -> ExportedProgram:
     """Export `module` in evaluation mode, in float32 on the CPU: a tensor that is neither there is copied."""
-    for value in example_inputs:
-        if value.dtype != torch.int64 or value.dim() != 2:
-            raise UsageError("example_inputs must be int64 [batch, tokens]: token ids, and positions if it takes them")
+    tensors = [value for value in example_inputs if isinstance(value, Tensor)]
+    fit = all(value.dtype == torch.int64 and value.dim() == 2 for value in tensors)
+    if not (fit and 1 <= len(tensors) <= 2 and len(tensors) == len(example_inputs)):
+        raise UsageError("example_inputs must be int64 [batch, tokens]: token ids, and positions if it takes them")
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         moved = tensor.detach().to(CPU, torch.float32 if tensor.is_floating_point() else tensor.dtype)

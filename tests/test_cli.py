@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -130,6 +131,25 @@ def test_an_interrupt_that_an_import_swallowed_is_one(capsys: Capture, monkeypat
     try:
         assert refusal(capsys, 130, "inspect", "x") == "qcompile: interrupted\n"
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_that_an_import_swallowed_ends_what_follows(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def careless(*arguments: Any) -> dict[str, Any]:
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        arguments[-1]("tests", 0, 1)  # the progress
+        return {}
+
+    monkeypatch.setattr("qcompile.tune.tune", careless)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert refusal(capsys, 130, "tune", "x", "--json") == "qcompile: interrupted\n"
+        console.Progress()("another", 0, 1)
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -380,6 +380,25 @@ def test_module_needs_to_be_described() -> None:
         frontend.load(module, example_inputs=(ids.float(),), max_position=64)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"max_position": 0}, "max_position must be a whole number of at least"),
+        ({"max_position": "64"}, "not '64'"),
+        ({"max_position": True}, "not True"),
+        ({"example_inputs": ()}, "example_inputs must be int64"),
+        ({"example_inputs": ([1, 2],)}, "example_inputs must be int64"),
+        ({"model": modules.Plain}, "an ExportedProgram, and is Plain"),
+        ({"model": {}}, "and is of type dict"),
+    ],
+)
+def test_module_that_is_described_wrongly(wrong: dict[str, Any], message: str) -> None:
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    given = {"model": modules.Plain(layers=1), "example_inputs": (ids,), "max_position": 64} | wrong
+    with pytest.raises(UsageError, match=message):
+        frontend.load(given.pop("model"), **given)
+
+
 def test_module_facts_and_state() -> None:
     module = modules.randomized(modules.Plain(layers=1)).half()
     before = {name: value.clone() for name, value in module.state_dict().items()}

@@ -175,6 +175,11 @@ def test_cache_refuses_layers_that_differ() -> None:
     node.args = (node.args[0], *wide, *node.args[3:])
     with pytest.raises(PassError, match="layers must agree"):
         Cache("kv16").run(graph)
+    for node in graph.calls("attention"):
+        node.replace_all_uses_with(node.args[0])
+        graph.fx.erase_node(node)
+    with pytest.raises(PassError, match="the model has no attention"):
+        Cache("kv16").run(graph)
 
 
 @pytest.mark.parametrize("rotary", [False, True])
