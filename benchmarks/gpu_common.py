@@ -57,12 +57,16 @@ def _function(kernel: Kernel, capability: int) -> tuple[int, int, int, bool]:
     return function, compiled.threads, compiled.shared_bytes, kernel.prelaunch
 
 
-def launch(kernel: Kernel, capability: int, grid: Sequence[int], given: Mapping[str, Any]) -> Launch:
-    """A launch of what the runtime would launch, with tensors and numbers by the names of the kernel's arguments."""
-    # All of torch's work goes through the stream that launches go through.
+def _use_stream() -> None:
+    """From here on all of torch's work goes through the stream that launches go through."""
     if torch.cuda.current_stream().cuda_stream != driver().stream:
         torch.cuda.synchronize()
         torch.cuda.set_stream(torch.cuda.ExternalStream(driver().stream))
+
+
+def launch(kernel: Kernel, capability: int, grid: Sequence[int], given: Mapping[str, Any]) -> Launch:
+    """A launch of what the runtime would launch, with tensors and numbers by the names of the kernel's arguments."""
+    _use_stream()
     function, *how = _function(kernel, capability)
     values = [given[argument.name] for argument in kernel.arguments]
     words = [ctypes.c_uint64(v.data_ptr()) if isinstance(v, Tensor) else ctypes.c_int32(v) for v in values]
@@ -76,6 +80,7 @@ def launch(kernel: Kernel, capability: int, grid: Sequence[int], given: Mapping[
 
 def graph_us(launches: Sequence[Launch], replays: int = REPLAYS, least: int = LAUNCHES) -> float:
     """Median microseconds per launch of a CUDA graph that holds `launches` in order, at `least` so many launches."""
+    _use_stream()
     launches[0]()
     torch.cuda.synchronize()
     rounds = -(-least // len(launches))

@@ -353,7 +353,7 @@ def test_machine_code_that_writes_what_is_in_flight_is_refused(monkeypatch: pyte
 def packed_for(spec: KernelSpec) -> dict[str, torch.Tensor]:
     """A random weight's parts on the GPU, by the kernel's arguments."""
     if not spec.mixed:
-        parts = quantize_weight(weight(spec.n, spec.k).cuda(), number_format(spec.format))
+        parts = quantize_weight(weight(spec.n, spec.k).cuda(), number_format(spec.packing))
         return {name: part.cuda() for name, part in pack_gpu(parts, spec.packing).items()}
     wide = torch.arange(spec.width) % 10 == 0
     found = GPU_PACKING.mixed(wide, False, spec.k)
