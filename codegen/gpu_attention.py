@@ -324,11 +324,8 @@ class MergeSpec:
         arguments += [Argument("positions", "*i32"), Argument("splits", "i32")]
         prelaunch = capability >= 90
         name = f"merge_{self.split}_{self.leaves}_{self.level}{'' if self.final else '_part'}"
-        # Whole splits that are few belong to batches: of programs there are enough. More leaves at a time than 64 take
-        # more registers than there are.
-        warps, ahead = (1, 8) if (self.level, self.final, self.leaves) == (1, True, 1) else (4, 32)
-        if self.leaves > 1:
-            ahead = max(64 // self.leaves, 1)
+        # Whole splits that are few belong to batches: of programs there are enough.
+        warps, ahead = (1, 8) if (self.level, self.final, self.leaves) == (1, True, 1) else (4, 32 // self.leaves)
         source = render_template(
             "merge.py.jinja",
             spec=self,
