@@ -93,6 +93,11 @@ def perplexity(
     A window is cut to the context of the model; at most `max_windows` are taken, from the front. Raises
     UsageError if the text does not fill one window, OverflowedError where logits are not finite.
     """
+    for name, value in (("window", window), ("max_windows", 1 if max_windows is None else max_windows)):
+        if not isinstance(value, int) or value < 1:
+            raise UsageError(f"{name} must be a whole number of at least {1 + (name == 'window')}, not {value!r}")
+    if not isinstance(documents, str | Path | Sequence):
+        raise UsageError(f"documents must be a path or a list of texts, not {type(documents).__name__}")
     window = min(window, engine.context)
     if window < 2:
         raise UsageError(f"window must be at least 2, not {window}")
@@ -101,7 +106,7 @@ def perplexity(
     windows = len(stream) // window
     if windows == 0:
         raise UsageError(f"the text has {len(stream)} tokens, one window takes {window}: give more text")
-    windows = min(windows, max_windows or windows)
+    windows = windows if max_windows is None else min(windows, max_windows)
     total = 0.0
     for number in range(windows):
         tokens = stream[number * window : (number + 1) * window]

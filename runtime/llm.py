@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -199,7 +200,10 @@ def _kv_pages(page_bytes: int, limits: Limits, max_batch: int, wanted_bytes: int
 
 
 class LLM:
-    """A loaded model. Close it, or use it as a context manager, to end its threads and free its memory."""
+    """A loaded model. Close it, or use it as a context manager, to end its threads and free its memory.
+
+    Threads may share it: what they ask at the same time is computed in the same steps.
+    """
 
     def __init__(
         self,
@@ -218,6 +222,7 @@ class LLM:
         pool = BlockPool(executor.kv_pages, executor.limits.page_tokens, executor.limits.ring_tokens)
         self.engine = Engine(executor, pool, tokenizer, model["eos_token_ids"], max_batch, speculator)
         self._owner: dict[int, tuple[_Run, int]] = {}  # by request
+        self._turn = threading.RLock()  # held by who changes the engine
         self._keep = keep
         self._close = weakref.finalize(self, _close_all, executor, speculator)
 
@@ -279,27 +284,32 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Outputs as they grow, or with `partial` false only when they are finished."""
         run = _Run()
-        for number, ((prompt, tokens), params) in enumerate(zip(prompts, every, strict=True)):
-            requests = [self.engine.add(tokens, params, index) for index in range(params.n)]
-            run.groups.append(Group(number, prompt if isinstance(prompt, str) else None, tokens, requests))
-            self._owner.update((request.id, (run, number)) for request in requests)
+        with self._turn:
+            for number, ((prompt, tokens), params) in enumerate(zip(prompts, every, strict=True)):
+                requests = [self.engine.add(tokens, params, index) for index in range(params.n)]
+                run.groups.append(Group(number, prompt if isinstance(prompt, str) else None, tokens, requests))
+                self._owner.update((request.id, (run, number)) for request in requests)
         unfinished = len(run.groups)
         try:
             while unfinished:
-                if not run.grown:
-                    self._step()
-                grown, run.grown = sorted(run.grown), set()
-                for number in grown:
-                    run.grown.discard(number)  # what it gained while others were looked at comes along
-                    if run.groups[number].overflowed:
-                        raise OverflowedError(f"prompt {number + 1} of {len(run.groups)}: ")
-                    unfinished -= run.groups[number].finished
-                    if partial or run.groups[number].finished:
-                        yield run.groups[number].output()
+                with self._turn:
+                    if not run.grown:
+                        self._step()
+                    grown, run.grown = sorted(run.grown), set()
+                for group in (run.groups[number] for number in grown):
+                    with self._turn:
+                        run.grown.discard(group.number)  # what it gained while others were looked at comes along
+                        if group.overflowed:
+                            raise OverflowedError(f"prompt {group.number + 1} of {len(run.groups)}: ")
+                        unfinished -= group.finished
+                        output = group.output() if partial or group.finished else None
+                    if output:
+                        yield output
         finally:
-            for request in (request for group in run.groups for request in group.requests):
-                self._owner.pop(request.id, None)
-                self.engine.cancel(request)
+            with self._turn:
+                for request in (request for group in run.groups for request in group.requests):
+                    self._owner.pop(request.id, None)
+                    self.engine.cancel(request)
 
     def _step(self) -> None:
         """One step of the engine; whichever run a request is of learns that it has grown."""
@@ -369,8 +379,9 @@ class LLM:
         if chunk is not None and not (isinstance(chunk, int) and chunk >= 1):
             raise UsageError(f"chunk must be a whole number of at least 1, not {chunk!r}")
         result = torch.empty((len(rows), len(rows[0]), self.vocab_size), dtype=torch.float32)
-        for index, start, values in self.engine.forward(rows, chunk or self.executor.limits.max_tokens):
-            result[index, start : start + len(values)] = torch.from_numpy(values)
+        with self._turn:
+            for index, start, values in self.engine.forward(rows, chunk or self.executor.limits.max_tokens):
+                result[index, start : start + len(values)] = torch.from_numpy(values)
         return result
 
     def perplexity(
@@ -382,12 +393,14 @@ class LLM:
     ) -> Evaluation:
         """Perplexity on a JSONL file (one {"text": …} a line) or a list of texts; see `runtime.evaluate`."""
         tokenizer, bos = self._tokenizer(), self.bos_token_id
-        return perplexity(self.engine, tokenizer, bos, documents, window, progress, max_windows)
+        with self._turn:
+            return perplexity(self.engine, tokenizer, bos, documents, window, progress, max_windows)
 
     def close(self) -> None:
         """End the threads and free the memory; the model cannot be used afterwards."""
-        self._close()
-        self._keep = None
+        with self._turn:
+            self._close()
+            self._keep = None
 
     def __enter__(self) -> LLM:
         return self

@@ -24,6 +24,8 @@ FloatArray = npt.NDArray[np.float32]
 DoubleArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
+MOST_SAMPLES = 1 << 14
+"""Of a prompt: each takes memory from the first step on."""
 _MOST_PENALTY = 1e3
 """Of repetition, and its reciprocal the least: logits times or over it stay finite in float32."""
 
@@ -53,8 +55,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in (name for name in self.__dataclass_fields__ if name not in ("stop", "ignore_eos")):
             object.__setattr__(self, name, _plain(getattr(self, name)))
-        self._need("n", _whole(self.n) and self.n >= 1, "a whole number of at least 1")
-        self._need("temperature", _real(self.temperature) and self.temperature >= 0, "at least 0, and finite")
+        in_range = _whole(self.n) and 1 <= self.n <= MOST_SAMPLES
+        self._need("n", in_range, f"a whole number of at least 1 and at most {MOST_SAMPLES}")
+        self._need("ignore_eos", isinstance(self.ignore_eos, bool | np.bool_), "True or False")
+        self._need("temperature", _real(self.temperature) and self.temperature >= 0, "at least 0")
         self._need("top_k", _whole(self.top_k) and self.top_k >= -1, "0 or -1 (no limit), or at least 1")
         self._need("top_p", _real(self.top_p) and 0 < self.top_p <= 1, "above 0 and at most 1")
         self._need("min_p", _real(self.min_p) and 0 <= self.min_p <= 1, "between 0 and 1")

@@ -70,5 +70,8 @@ def test_malformed_data(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match="cannot read"):
         read_documents(path)
+    for wrong in ({"max_windows": 0}, {"max_windows": -1}, {"window": "9"}, {"documents": 3}):
+        with pytest.raises(UsageError, match=f"{next(iter(wrong))} must be a"):
+            llm.perplexity(**{"documents": TEXTS, "window": 97} | wrong)
     with pytest.raises(UsageError, match="window must be at least 2"):
         llm.perplexity(TEXTS, window=1)

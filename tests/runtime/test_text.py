@@ -246,6 +246,8 @@ def test_malformed_prompts(llm: LLM, prompts: Any, message: str) -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": True}, "max_tokens"),
         ({"n": 0}, "n must be"),
+        ({"n": 10**9}, "n must be a whole number of at least 1 and at most 16384"),
+        ({"ignore_eos": "no"}, "ignore_eos must be True or False, not 'no'"),
         ({"n": 2, "temperature": 0}, "n must be 1"),
         ({"seed": -1}, "seed"),
         ({"logprobs": -1}, "logprobs"),
@@ -317,3 +319,27 @@ def test_encoding_a_long_text_lets_other_threads_run() -> None:
     finally:
         sys.setswitchinterval(interval)
         thread.join()
+
+
+def test_threads_share_a_model(llm: LLM) -> None:
+    prompts = [[first, 2, 3] for first in range(1, 7)]
+    alone = [reference_greedy(prompt, 40) for prompt in prompts]
+    found: dict[int, list[int]] = {}
+
+    def ask(number: int) -> None:
+        for _ in range(3):
+            found[number] = llm.generate([prompts[number]], max_tokens=40, temperature=0)[0].outputs[0].token_ids
+
+    threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(len(prompts))]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not any(thread.is_alive() for thread in threads)
+    assert [found.get(number) for number in range(len(prompts))] == alone
+    assert llm.engine.pool.used == 0 and not llm.engine.busy
