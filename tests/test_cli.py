@@ -78,7 +78,7 @@ def test_every_command_has_help_with_an_example_and_json(command: str, capsys: C
         (["build", "model"], "--output"),
         (["build", "model", "-o", "out", "--recipe", "w3a3"], "recipe w3a3 is unknown; there are f32"),
         (["build", "model", "-o", "out", "--target", "tpu"], "target tpu is unknown; there are cpu"),
-        (["build", "", "-o", "out"], "the model's name is empty"),
+        (["build", "", "-o", "out/of-no-name"], "the model's name is empty"),
         (["build", "model", "-o", "out", "--set", "rounding"], "--set rounding: write pass.field=value"),
         (["run", "nowhere", "--prompt", "x"], "nowhere: no such artifact directory"),
         (["run", "nowhere", "--prompt", "x", "--temperature", "-1"], "temperature must be at least 0"),

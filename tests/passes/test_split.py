@@ -93,7 +93,8 @@ def test_a_linear_that_is_read_whole_stays() -> None:
     result = apply(Split(), before)
     assert result.fired == 3
     assert f"node {joined.name}: " in result.notes[0] and "reads it whole" in result.notes[0]
-    assert check.equivalent(result.graph, before, sequence_inputs()) == 0
+    # Other slices have become linears: in float64 a product of another width may be summed in another order.
+    assert check.equivalent(result.graph, before, sequence_inputs()) < 1e-14
 
 
 def test_slices_that_overlap_stay() -> None:
@@ -107,4 +108,5 @@ def test_slices_that_overlap_stay() -> None:
     first.replace_all_uses_with(both, delete_user_cb=lambda user: user is not both)
     result = apply(Split(), before)
     assert result.fired == 3 and "overlap at feature 8" in result.notes[0]
-    assert check.equivalent(result.graph, before, sequence_inputs()) == 0
+    # Other slices have become linears: in float64 a product of another width may be summed in another order.
+    assert check.equivalent(result.graph, before, sequence_inputs()) < 1e-14
