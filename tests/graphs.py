@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 import qcompile
+from qcompile import numerics
 from qcompile.graph import Graph, ModelInfo, WeightStore
 
 
@@ -116,3 +117,12 @@ def logits_whatever_the_step(artifact: Path, ids: torch.Tensor) -> torch.Tensor:
         for chunk in (1, 3, 17):
             assert torch.equal(llm.logits(ids, chunk=chunk), logits)
     return logits
+
+
+def loss_of_keys(graph: Graph, text: torch.Tensor) -> float:
+    """Mean square of what rounding to 4 bits does to the scores of the first attention, over `text` [batch, tokens]."""
+    probe = graph.clone()
+    probe.output.args = (list(probe.calls("attention")[0].args[:2]),)
+    q, k = probe.run(text, torch.arange(text.shape[1]).expand_as(text))
+    error = numerics.round_trip_kv(k, "kv4") - k
+    return float(torch.einsum("bthd,bshd->bhts", q, error.repeat_interleave(2, 2)).square().mean())

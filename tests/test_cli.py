@@ -17,13 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, pre_tokenizers
 
-from qcompile import cli, cli_generate, console
+from qcompile import console
 from qcompile.cli import main
-from qcompile.errors import ArtifactError
-from qcompile.runtime import chat
-from tests.runtime.fake import byte_tokenizer, fake_llm
 
 Build = Callable[[str], Path]
 Capture = pytest.CaptureFixture[str]
@@ -331,16 +328,6 @@ def test_chat_answers_each_line(capsys: Capture, tiny_artifact: Build, monkeypat
     assert len(answers) == 2 and answers[1]["prompt_tokens"] > answers[0]["prompt_tokens"]
 
 
-def test_a_chat_template_has_all_special_tokens_itself() -> None:
-    """Those that the tokenizer puts around a text would be there twice."""
-    tokenizer = byte_tokenizer()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 0)])
-    with fake_llm(tokenizer=tokenizer) as llm:
-        talk = cli_generate._Talk(llm, lambda messages: "<eos>" + messages[0]["content"])
-        assert talk.prompt("ab", 1) == llm.encode("ab") and llm.encode("ab")[0] == 0 != llm.encode("ab")[1]
-        assert cli_generate._Talk(llm, None).prompt("ab", 1) == llm.encode("ab")
-
-
 def test_chat_goes_on_after_a_line_too_long(
     capsys: Capture, tiny_artifact: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,33 +344,6 @@ def test_chat_goes_on_after_a_line_too_long(
     assert len(captured.out.splitlines()) == 2 and "shorten it" in captured.err
     monkeypatch.setattr("sys.stdin", StringIO("x = 1 " * 400 + "\n"))
     assert code_of(*chat) == 2
-
-
-def test_a_chat_template_is_rendered_in_a_sandbox(tmp_path: Path) -> None:
-    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
-    config = {"bos_token": {"content": "<s>"}, "chat_template": template}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    render = chat.chat_template(tmp_path)
-    assert render and render([{"role": "user", "content": "hi"}]) == "<s>[user] hi"
-    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('only one turn') }}")
-    render = chat.chat_template(tmp_path)
-    with pytest.raises(cli.UsageError, match="only one turn"):
-        assert render and render([])
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content + 1 }}")
-    render = chat.chat_template(tmp_path)
-    with pytest.raises(cli.UsageError, match="does not take this conversation"):
-        assert render and render([{"role": "user", "content": "hi"}])
-
-
-def test_of_several_chat_templates_the_default_is_taken(tmp_path: Path) -> None:
-    given = [{"name": "tools", "template": "no"}, {"name": "default", "template": "{% for m in messages %}{% break %}"}]
-    given[1]["template"] += "{% endfor %}yes"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": given, "eos_token": {"id": 1}}))
-    render = chat.chat_template(tmp_path)
-    assert render and render([{"role": "user", "content": "hi"}]) == "yes"
-    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(ArtifactError, match="is not text"):
-        chat.chat_template(tmp_path)
 
 
 def test_a_client_that_hangs_up_does_not_end_the_server(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qcompile import check, numerics, pipeline, recipes
+from qcompile import check, pipeline, recipes
 from qcompile.calibration import Calibration
 from qcompile.graph import Graph
 from qcompile.passes.assign_precision import AssignPrecision
@@ -21,7 +21,7 @@ from qcompile.passes.fuse import Fuse
 from qcompile.passes.merge import Merge
 from qcompile.passes.quantize import Quantize
 from qcompile.passes.rotate_keys import RotateKeys
-from tests.graphs import decoder, logits_whatever_the_step, sequence_inputs, step_inputs
+from tests.graphs import decoder, logits_whatever_the_step, loss_of_keys, sequence_inputs, step_inputs
 
 TEXT = torch.randint(0, 50, (3, 20), generator=torch.Generator().manual_seed(2))
 
@@ -58,14 +58,7 @@ def test_keys_with_loud_channels_round_with_less_error() -> None:
         loud[:, [3, 11]] *= factor
         graph.weights.add_tensor(name, loud.flatten(0, 1))
 
-    def loss(graph: Graph) -> float:
-        probe = graph.clone()
-        probe.output.args = (list(probe.calls("attention")[0].args[:2]),)
-        q, k = probe.run(TEXT, torch.arange(20).expand(3, 20))
-        error = numerics.round_trip_kv(k, "kv4") - k
-        return float(torch.einsum("bthd,bshd->bhts", q, error.repeat_interleave(2, 2)).square().mean())
-
-    assert loss(apply(RotateKeys(), graph).graph) < 0.6 * loss(graph)
+    assert loss_of_keys(apply(RotateKeys(), graph).graph, TEXT) < 0.6 * loss_of_keys(graph, TEXT)
 
 
 def through(graph: Graph, *passes: Pass) -> Graph:

@@ -1,0 +1,51 @@
+"""Chat templates: which one is taken, what it may do, and what stands around it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import processors
+
+from qcompile import cli_generate
+from qcompile.errors import ArtifactError, UsageError
+from qcompile.runtime import chat
+from tests.runtime.fake import byte_tokenizer, fake_llm
+
+
+def test_a_chat_template_has_all_special_tokens_itself() -> None:
+    """Those that the tokenizer puts around a text would be there twice."""
+    tokenizer = byte_tokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 0)])
+    with fake_llm(tokenizer=tokenizer) as llm:
+        talk = cli_generate._Talk(llm, lambda messages: "<eos>" + messages[0]["content"])
+        assert talk.prompt("ab", 1) == llm.encode("ab") and llm.encode("ab")[0] == 0 != llm.encode("ab")[1]
+        assert cli_generate._Talk(llm, None).prompt("ab", 1) == llm.encode("ab")
+
+
+def test_a_chat_template_is_rendered_in_a_sandbox(tmp_path: Path) -> None:
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+    config = {"bos_token": {"content": "<s>"}, "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    render = chat.chat_template(tmp_path)
+    assert render and render([{"role": "user", "content": "hi"}]) == "<s>[user] hi"
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('only one turn') }}")
+    render = chat.chat_template(tmp_path)
+    with pytest.raises(UsageError, match="only one turn"):
+        assert render and render([])
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content + 1 }}")
+    render = chat.chat_template(tmp_path)
+    with pytest.raises(UsageError, match="does not take this conversation"):
+        assert render and render([{"role": "user", "content": "hi"}])
+
+
+def test_of_several_chat_templates_the_default_is_taken(tmp_path: Path) -> None:
+    given = [{"name": "tools", "template": "no"}, {"name": "default", "template": "{% for m in messages %}{% break %}"}]
+    given[1]["template"] += "{% endfor %}yes"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": given, "eos_token": {"id": 1}}))
+    render = chat.chat_template(tmp_path)
+    assert render and render([{"role": "user", "content": "hi"}]) == "yes"
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ArtifactError, match="is not text"):
+        chat.chat_template(tmp_path)
