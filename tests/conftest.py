@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import pytest
 
 SAMPLE = Path(__file__).parents[1] / "samples" / "pycode-1m"
 GOLDEN = Path(__file__).parent / "golden"
+MadeOnce = Callable[[str, Callable[[Path], object]], Path]
 
 
 def pytest_configure() -> None:
@@ -65,12 +67,34 @@ def undrawn_pages() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
+    """made_once(name, make): a path that one of the processes that share the tests had make(path) write, for all."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "made-once"
+    folder.mkdir(exist_ok=True)
+
+    def made(name: str, make: Callable[[Path], object]) -> Path:
+        path, part = folder / name, folder / f"{name}.part"
+        with open(folder / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                make(part)
+                part.rename(path)
+        return path
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(made_once: MadeOnce) -> Path:
     """A Llama of 2 layers and hidden size 64 with the samples' tokenizer; context of 256 tokens."""
+    return made_once("tiny", _save_tiny)
+
+
+def _save_tiny(path: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    path = tmp_path_factory.mktemp("models") / "tiny"
     config = LlamaConfig(
         vocab_size=8192,
         hidden_size=64,
@@ -88,20 +112,13 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     LlamaForCausalLM(config).save_pretrained(path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(SAMPLE / name, path / name)
-    return path
 
 
 @pytest.fixture(scope="session")
-def tiny_artifact(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The tiny model as an artifact of a recipe; built when first asked for."""
-    folder = tmp_path_factory.mktemp("artifacts")
+def tiny_artifact(tiny_checkpoint: Path, made_once: MadeOnce) -> Callable[[str], Path]:
+    """The tiny model as an artifact of a recipe, which no test changes; built when first asked for."""
+    import qcompile
 
-    def build(recipe: str) -> Path:
-        import qcompile
-
-        out = folder / recipe
-        if not out.exists():
-            qcompile.build(str(tiny_checkpoint), out, recipe=recipe)
-        return out
-
-    return build
+    return lambda recipe: made_once(
+        f"tiny-{recipe}", lambda out: qcompile.build(str(tiny_checkpoint), out, recipe=recipe)
+    )

@@ -10,13 +10,13 @@ from functools import cache
 import pytest
 
 from qcompile.targets import cpu_flags
-from tests.codegen.harness import ISAS, compile_harness
+from tests.codegen.harness import ISAS, compile_harness, open_harness
+from tests.conftest import MadeOnce
 
 
 @pytest.fixture(scope="session")
-def harness(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctypes.CDLL]:
+def harness(made_once: MadeOnce) -> Callable[[str], ctypes.CDLL]:
     """Compiles the harness for an instruction set; skips where compiler or CPU lack it."""
-    folder = tmp_path_factory.mktemp("gemm")
 
     @cache
     def build(isa: str) -> ctypes.CDLL:
@@ -25,6 +25,6 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctypes.
             pytest.skip("g++ is not on the PATH")
         if not needs <= cpu_flags():
             pytest.skip(f"this CPU lacks {sorted(needs - cpu_flags())}")
-        return compile_harness(isa, folder / f"{isa}.so")
+        return open_harness(made_once(f"gemm-{isa}.so", lambda library: compile_harness(isa, library)))
 
     return build

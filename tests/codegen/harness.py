@@ -67,11 +67,15 @@ class Q8Rows(ctypes.Structure):
     ]
 
 
-def compile_harness(isa: str, library: Path) -> ctypes.CDLL:
-    """Build the harness for `isa` as `library` and open it."""
+def compile_harness(isa: str, library: Path) -> None:
+    """Build the harness for `isa` as `library`."""
     source = HERE / "gemm_harness.cpp"
     command = ["g++", *BASE_FLAGS, *ISAS[isa][0], f"-I{TEMPLATES}", str(source), "-o", str(library)]
     subprocess.run(command, check=True)
+
+
+def open_harness(library: Path) -> ctypes.CDLL:
+    """A harness that `compile_harness` built."""
     loaded = ctypes.CDLL(str(library))
     loaded.harness_scratch_bytes.restype = ctypes.c_size_t
     return loaded
