@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import traceback
+from functools import cache
+from importlib import import_module
 from types import FunctionType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,14 +23,56 @@ def needs_triton() -> None:
 def interpreted(module: str, *calls: str) -> None:
     """Run `calls` of functions of a module of tests, one after the other in a process that has TRITON_INTERPRET set."""
     needs_triton()
-    lines = [f"import {__name__} as i; i.hasten(); import {module} as m", *(f"m.{call}" for call in calls)]
-    command = [sys.executable, "-c", "; ".join(lines)]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    server = _server()
+    assert server.stdin and server.stdout
+    server.stdin.write(json.dumps([module, *calls]) + "\n")
+    server.stdin.flush()
+    answer = server.stdout.readline()
+    assert answer, "the process that forks interpreters has ended"
+    failure = json.loads(answer)
+    assert not failure, failure[-3000:]
+
+
+@cache
+def _server() -> subprocess.Popen[str]:
+    """A process that has imported what takes seconds, and forks for each test; it ends when nobody writes to it."""
+    command = [sys.executable, "-c", f"import {__name__} as i; i.serve()"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def serve() -> None:
+    """Answer each line of stdin, a module and calls, by the text of what they failed with."""
+    import torch
+
+    for name in ("torch._dynamo", "tests.codegen.gpu_interpreter", "tests.codegen.gpu_machine"):
+        import_module(name)
+    torch.set_num_threads(1)  # threads do not survive a fork
+    hasten()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what tests print is no answer
+    for line in sys.stdin:
+        module, *calls = json.loads(line)
+        read, write = os.pipe()
+        if not (child := os.fork()):
+            try:
+                for call in calls:
+                    eval(call, vars(import_module(module)))
+                os._exit(0)
+            except BaseException:
+                os.write(write, traceback.format_exc()[-4000:].encode())
+            finally:
+                os._exit(1)
+        os.close(write)
+        with open(read, encoding="utf-8", errors="replace") as pipe:
+            said = pipe.read()
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        answers.write(json.dumps(said or (f"ended with {status}" if status else "")) + "\n")
+        answers.flush()
 
 
 def hasten() -> None:
-    """Leave out what takes the interpreter half of its time and finds nothing in our kernels."""
+    """Leave out what takes the interpreter three quarters of its time and finds nothing in our kernels."""
     from triton import language
     from triton.runtime import interpreter
 
@@ -37,3 +84,46 @@ def hasten() -> None:
     interpreter._patch_lang(FunctionType((lambda: None).__code__, seen))
     kept = SimpleNamespace(restore=lambda: None)
     interpreter._patch_lang = lambda function: kept
+    _remember_types()
+
+
+def _remember_types() -> None:
+    """Types, and what tensors say of theirs, are made once for each shape: the interpreter makes them anew always."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    core, semantic = language.core, type(interpreter.interpreter_semantic)
+    make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
+    numpy_type, broadcast = interpreter._get_np_dtype, semantic.broadcast_impl_value
+    blocks: dict[Any, dict[str, Any]] = {}
+    numpy_types: dict[str, Any] = {}
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, *(int(size) for size in shape)
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = vars(self)
+        self.__dict__ = blocks[key]  # what is kept of a type is kept of all such
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        facts = vars(type).get("_facts")
+        if facts is None:
+            make_tensor(self, handle, type)
+            type._facts = {name: value for name, value in vars(self).items() if name != "handle"}
+        else:
+            vars(self).update(facts, handle=handle)
+
+    def get_np_dtype(type: Any) -> Any:
+        scalar = type.scalar
+        if scalar.name not in numpy_types:
+            numpy_types[scalar.name] = numpy_type(scalar)
+        return numpy_types[scalar.name]
+
+    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
+        of_block = lhs.type.is_block()
+        if of_block == rhs.type.is_block() and (not of_block or lhs.type.shape.values == rhs.type.shape.values):
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    core.block_type.__init__, core.tensor.__init__ = block, tensor
+    interpreter._get_np_dtype, semantic.broadcast_impl_value = get_np_dtype, broadcast_impl_value
