@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from qcompile.targets import Target
+
 SAMPLE = Path(__file__).parents[1] / "samples" / "pycode-1m"
 GOLDEN = Path(__file__).parent / "golden"
 MadeOnce = Callable[[str, Callable[[Path], object]], Path]
@@ -63,6 +65,25 @@ def undrawn_pages() -> Iterator[None]:
     """Builds inside of the tests draw no plots, which takes a second each; tests/test_report.py and commands draw."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("qcompile.pipeline.PageWriter", UndrawnPage)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_libraries() -> Iterator[None]:
+    """Tests of kernels, in tests/codegen, compile libraries as builds do; others without the optimizer's second half.
+
+    That takes half of the time, and moves no bit: what may be rounded otherwise is a flag of its own, and stays.
+    """
+    from qcompile.codegen import compiler
+
+    flags = compiler.flags
+
+    def quick(target: Target) -> tuple[str, ...]:
+        of_kernels = os.environ.get("PYTEST_CURRENT_TEST", "").startswith("tests/codegen/")
+        return flags(target) if of_kernels else tuple("-O1" if flag == "-O3" else flag for flag in flags(target))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "flags", quick)
         yield
 
 
