@@ -1,5 +1,5 @@
 // gemm_int.h: the formats whose products are int8 dot products. Exact in int32 within a group of inputs; the float
-// operations that follow run in group order, one fused multiply-add or exact step each, so the bits are the same on
+// operations that follow run in group order, each an addition or a fused multiply-add, so the bits are the same on
 // every ISA, for every number of tokens.
 #pragma once
 
@@ -17,55 +17,77 @@ struct IntBlock {             // one 16-row block
   const uint8_t* next = nullptr;  // weights to prefetch meanwhile, a line for every 32 inputs
 };
 
-// How a 64-byte line of weights becomes operands of dot products.
-struct ByteCodes {  // value + 128
-  static constexpr int kLines = 8, kDots = 1;
-  QC_INLINE void unpack(const uint8_t* p, int64_t, B64* w) { w[0] = b_load(p); }
-  QC_INLINE I16 dot(I16 acc, B64 w, const int8_t* x) { return dot_full(acc, w, x); }
+// How a 64-byte line of weights becomes operands of dot products: operand d, of kDots, is made of the line and of what
+// group() makes once for all lines of a group of 128 inputs.
+struct PlainCodes {
+  struct Group {};
+  using Line = B64;
+  QC_INLINE Group group(const IntBlock&, int) { return {}; }
+  QC_INLINE B64 line(const uint8_t* p, int64_t) { return b_load(p); }
+  QC_INLINE void pin(B64& line) { b_pin(line); }
 };
-struct SmallByteCodes {  // 0..31
+struct ByteCodes : PlainCodes {  // value + 128
   static constexpr int kLines = 8, kDots = 1;
-  QC_INLINE void unpack(const uint8_t* p, int64_t, B64* w) { w[0] = b_load(p); }
-  QC_INLINE I16 dot(I16 acc, B64 w, const int8_t* x) { return dot_small(acc, w, x); }
+  QC_INLINE B64 operand(B64 line, int, Group) { return line; }
+  template <bool InOrder>
+  QC_INLINE I16 dot(I16 acc, B64 w, const int8_t* x) { return dot_full<InOrder>(acc, w, x); }
 };
-struct NibbleCodes {
+struct SmallByteCodes : PlainCodes {  // 0..31
+  static constexpr int kLines = 8, kDots = 1;
+  QC_INLINE B64 operand(B64 line, int, Group) { return line; }
+  template <bool InOrder>
+  QC_INLINE I16 dot(I16 acc, B64 w, const int8_t* x) { return dot_small<InOrder>(acc, w, x); }
+};
+struct NibbleCodes : PlainCodes {
   static constexpr int kLines = 4, kDots = 2;
-  QC_INLINE void unpack(const uint8_t* p, int64_t, B64* w) {
-    B64 v = b_load(p);
-    w[0] = b_low(v), w[1] = b_high(v);
-  }
-  QC_INLINE I16 dot(I16 acc, B64 w, const int8_t* x) { return dot_small(acc, w, x); }
+  QC_INLINE B64 operand(B64 line, int d, Group) { return d ? b_high(line) : b_low(line); }
+  template <bool InOrder>
+  QC_INLINE I16 dot(I16 acc, B64 w, const int8_t* x) { return dot_small<InOrder>(acc, w, x); }
+};
+// Less their group's zero, plus 16 to be unsigned: 1..31. Where a line serves many tokens that costs less than to take
+// the zero from every token's sum by a multiplication, as multipliers are what dot products keep busy.
+constexpr int kCenter = 16;
+struct CenteredCodes : NibbleCodes {
+  using Group = B64;
+  QC_INLINE B64 group(const IntBlock& w, int g) { return b_sub(b_set(kCenter), b_rows(w.zero + g * 16)); }
+  QC_INLINE B64 operand(B64 line, int d, B64 move) { return b_add(NibbleCodes::operand(line, d, {}), move); }
 };
 constexpr int kMxOffset = 12;
-struct MxCodes {  // E2M1 doubled, plus 12 to be unsigned
+struct MxCodes : PlainCodes {  // E2M1 doubled, plus 12 to be unsigned
   static constexpr int kLines = 4, kDots = 2;
   static constexpr uint8_t kTable[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-  QC_INLINE void unpack(const uint8_t* p, int64_t, B64* w) {
-    B64 v = b_load(p);
-    w[0] = b_lookup_low(kTable, v), w[1] = b_lookup_high(kTable, v);
+  QC_INLINE B64 operand(B64 line, int d, Group) {
+    return d ? b_lookup_high(kTable, line) : b_lookup_low(kTable, line);
   }
-  QC_INLINE I16 dot(I16 acc, B64 w, const int8_t* x) { return dot_small(acc, w, x); }
+  template <bool InOrder>
+  QC_INLINE I16 dot(I16 acc, B64 w, const int8_t* x) { return dot_small<InOrder>(acc, w, x); }
 };
 
 constexpr int kNestedOffset = 64;
-struct NestedCodes {  // 8 * upper nibble + lower nibble, plus the offset: 64..199, a ByteCode of value -64..71
+struct NestedCodes : PlainCodes {  // 8 * upper nibble + lower nibble, plus the offset: 64..199, a ByteCode of value -64..71
   static constexpr int kLines = 4, kDots = 2;
   static constexpr uint8_t kTable[16] = {64,  72,  80,  88,  96,  104, 112, 120,
                                          128, 136, 144, 152, 160, 168, 176, 184};
-  QC_INLINE void unpack(const uint8_t* p, int64_t low, B64* w) {
-    B64 upper = b_load(p), lower = b_load(p + low);
-    w[0] = b_add(b_lookup_low(kTable, upper), b_low(lower));
-    w[1] = b_add(b_lookup_high(kTable, upper), b_high(lower));
+  struct Line {
+    B64 upper, lower;
+  };
+  QC_INLINE Line line(const uint8_t* p, int64_t low) { return {b_load(p), b_load(p + low)}; }
+  QC_INLINE void pin(Line& line) { b_pin(line.upper), b_pin(line.lower); }
+  QC_INLINE B64 operand(const Line& line, int d, Group) {
+    return d ? b_add(b_lookup_high(kTable, line.upper), b_high(line.lower))
+             : b_add(b_lookup_low(kTable, line.upper), b_low(line.lower));
   }
-  QC_INLINE I16 dot(I16 acc, B64 w, const int8_t* x) { return dot_full(acc, w, x); }
+  template <bool InOrder>
+  QC_INLINE I16 dot(I16 acc, B64 w, const int8_t* x) { return dot_full<InOrder>(acc, w, x); }
 };
 
 // What is done with the int32 sums of a group of kChunks * 32 inputs. start() gives a token's number for a group from
-// its activation sums, begin() what the token's sum of the group begins at, finish() adds the group to the result. xs are
-// the tokens' scales; rules named X128 have one for every 128 inputs.
+// its activation sums, begin() what the token's sum of the group begins at, finish() adds the group to the result, and
+// after every kJoin groups, where these are more than one, close() adds those together. xs are the tokens' scales; rules
+// named X128 have one for every 128 inputs.
 constexpr int kWhole = 1 << 30;
 struct ChannelRule {  // W8: y = xs ws sum((q + offset - offset) x)
-  static constexpr int kChunks = kWhole;
+  static constexpr int kChunks = kWhole, kJoin = 1;
   static constexpr bool kX128 = false;
   using Acc = I16;
   static int32_t start(const int32_t* sums, int groups, int) {
@@ -84,7 +106,7 @@ struct ChannelRule {  // W8: y = xs ws sum((q + offset - offset) x)
   }
 };
 struct ChannelRuleX128 {  // y = ws sum_g xs sum((q + offset - offset) x)
-  static constexpr int kChunks = 4;
+  static constexpr int kChunks = 4, kJoin = 1;
   static constexpr bool kX128 = true;
   using Acc = F16;
   static int32_t start(const int32_t* sums, int, int g) { return -kFullOffset * sums[g]; }
@@ -125,7 +147,7 @@ struct QoqRuleX128 : ChannelRuleX128 {  // y = ws sum_g xs s1 (sum(q x) - z sum(
   }
 };
 struct GroupRule {  // w4_asym_g128: y = xs sum_g s (sum(q x) - z sum(x))
-  static constexpr int kChunks = 4;
+  static constexpr int kChunks = 4, kJoin = 1;
   static constexpr bool kX128 = false;
   using Acc = F16;
   static int32_t start(const int32_t* sums, int, int g) { return -sums[g]; }
@@ -148,6 +170,29 @@ struct GroupRuleX128 : GroupRule {  // y = sum_g (s xs) (sum(q x) - z sum(x))
   }
   QC_INLINE F16 result(F16 acc, const IntBlock&, float) { return acc; }
 };
+// A rule that begins at the zero times a token's start, over CenteredCodes.
+template <class Base>
+struct CenteredRule : Base {
+  static int32_t start(const int32_t* sums, int groups, int g) { return kCenter * Base::start(sums, groups, g); }
+  QC_INLINE I16 begin(const IntBlock&, int, int32_t start) { return i_set(start); }
+};
+// From this many tokens on dot products take the time: centered codes serve them.
+constexpr int kManyTokens = 4;
+template <class T>
+struct Plain {
+  using Type = T;
+};
+template <>
+struct Plain<CenteredCodes> {
+  using Type = NibbleCodes;
+};
+template <class Base>
+struct Plain<CenteredRule<Base>> {
+  using Type = Base;
+};
+template <class T, int M>
+using ForTokens = std::conditional_t<(M < kManyTokens), typename Plain<T>::Type, T>;
+
 // nested_8_4: y = xs sum_g s/8 sum((8 (u - z) + l - 8) x), which is a sum over 8 u + l - 64, less (8 z - 56) sum(x).
 template <class Base>
 struct NestedRule : Base {
@@ -175,16 +220,26 @@ struct MxRule : GroupRule {
     QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = f_add(acc[m], f_sub(f_bits(i_add(part[m], e)), base));
   }
 };
-struct MxRuleX128 : MxRule {  // y = sum_b xs 2^(e-128) sum(c x)
+struct MxRuleX128 : MxRule {  // y = sum_g xs sum_b 2^(e-128) sum(c x), g of four b
   static constexpr bool kX128 = true;
+  static constexpr int kJoin = 4;
+  struct Acc {
+    F16 total, group;
+  };
+  QC_INLINE Acc zero() { return {f_set(0.0f), f_set(0.0f)}; }
   template <int M>
-  QC_INLINE void finish(F16* acc, const I16* part, const IntBlock& w, int g, const float* xs) {
-    I16 e = i_shl23(i_load_u8(w.group_scale + g * 16));
-    F16 base = f_bits(i_add(i_set(kMagic), e));
-    QC_UNROLL for (int m = 0; m < M; ++m)
-      acc[m] = f_fma(f_sub(f_bits(i_add(part[m], e)), base), f_set(xs[g / 4 * M + m]), acc[m]);
+  QC_INLINE void finish(Acc* acc, const I16* part, const IntBlock& w, int g, const float* xs) {
+    F16 group[M];
+    QC_UNROLL for (int m = 0; m < M; ++m) group[m] = acc[m].group;
+    MxRule::finish<M>(group, part, w, g, xs);
+    QC_UNROLL for (int m = 0; m < M; ++m) acc[m].group = group[m];
   }
-  QC_INLINE F16 result(F16 acc, const IntBlock&, float) { return acc; }
+  template <int M>
+  QC_INLINE void close(Acc* acc, int g, const float* xs) {
+    QC_UNROLL for (int m = 0; m < M; ++m)
+      acc[m] = {f_fma(acc[m].group, f_set(xs[g / 4 * M + m]), acc[m].total), f_set(0.0f)};
+  }
+  QC_INLINE F16 result(Acc acc, const IntBlock&, float) { return acc.total; }
 };
 
 // Of how many lines one is asked for, so that the memory is never idle while M tokens are multiplied (measured on Zen 4:
@@ -208,39 +263,76 @@ constexpr bool fetched_near(int m) {
 }
 constexpr int kNearBytes = 128;
 
-// Every: of how many lines of weights one is prefetched, or kNever; kPanel: these are unpacked, and of the next unit's
-// packed ones a few are.
-template <class Codes, class Rule, int M, int Every>
-__attribute__((noinline)) static void int_block(const IntBlock& w, const IntTile& x, int chunks, float* out) {
+// Where a block's kernel has come to: weights, those to prefetch meanwhile, activations, group.
+struct IntPlace {
+  const uint8_t *p, *next;
+  const int8_t* x;
+  int g;
+};
+
+// Line l of a chunk of 32 inputs: its dot products with M tokens, in C chains of sums.
+template <class Codes, int M, int C>
+QC_INLINE void int_line(I16* part, const uint8_t* p, int64_t low, const int8_t* x, int l, typename Codes::Group group) {
+  constexpr bool kInOrder = M >= kManyTokens;
+  typename Codes::Line line = Codes::line(p + l * 64, low);
+  QC_UNROLL for (int d = 0; d < Codes::kDots; ++d) {
+    if (d && kInOrder) Codes::pin(line);
+    const B64 v = Codes::operand(line, d, group);
+    const int s = l * Codes::kDots + d;
+    I16* chain = part + s % C * M;
+    QC_UNROLL for (int m = 0; m < M; ++m) chain[m] = Codes::template dot<kInOrder>(chain[m], v, x + m * 32 + s * 4);
+  }
+}
+
+// S groups of a chunk each side by side, or one of up to `chunks`.
+template <class Codes, class Rule, int M, int Every, int S>
+QC_INLINE void int_groups(const IntBlock& w, const IntTile& x, int chunks, IntPlace& at, typename Rule::Acc* acc) {
   // Independent sums, to hide the latency of a dot product; one where the next group soon starts another.
   constexpr int C = Rule::kChunks == 1 ? 1 : M < 3 ? 4 : M < 6 ? 2 : 1;
-  typename Rule::Acc acc[M];
-  QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = Rule::zero();
-  const uint8_t *p = w.codes, *next = w.next;
-  const int8_t* xq = x.x;
-  for (int g = 0; chunks > 0; ++g, chunks -= Rule::kChunks) {
-    const int32_t* start = x.start + g * M;
-    I16 part[M * C];
-    QC_UNROLL for (int i = 0; i < M * C; ++i) part[i] = i < M ? Rule::begin(w, g, start[i]) : i_set(0);
-    for (int c = chunks < Rule::kChunks ? chunks : Rule::kChunks; c; --c, p += Codes::kLines * 64, xq += M * 32) {
-      if (Every == kPanel) __builtin_prefetch(next, 0, 2), next += 64;
-      QC_UNROLL for (int l = 0; l < Codes::kLines; ++l) {
-        B64 v[Codes::kDots];
+  constexpr int kChunk = Codes::kLines * 64;
+  const int32_t* start = x.start + at.g * M;
+  const typename Codes::Group group = Codes::group(w, at.g);
+  I16 part[S * C * M];
+  QC_UNROLL for (int j = 0; j < S; ++j)
+    QC_UNROLL for (int i = 0; i < M * C; ++i)
+      part[j * C * M + i] = i < M ? Rule::begin(w, at.g + j, start[j * M + i]) : i_set(0);
+  for (int c = chunks < Rule::kChunks ? chunks : Rule::kChunks; c; --c, at.p += S * kChunk, at.x += S * M * 32) {
+    if (Every == kPanel) __builtin_prefetch(at.next, 0, 2), at.next += 64;
+    QC_UNROLL for (int l = 0; l < Codes::kLines; ++l)
+      QC_UNROLL for (int j = 0; j < S; ++j) {
+        const uint8_t* p = at.p + j * kChunk;
         if (Every > 0 && fetched_near<Codes, Rule>(M)) __builtin_prefetch(p + l * 64 + kNearBytes, 0, 0);
         if (Every > 0 && l % (Every > 0 ? Every : 1) == 0) {
           __builtin_prefetch(p + l * 64 + kPrefetchBytes, 0, 2);
           if (std::is_same_v<Codes, NestedCodes>) __builtin_prefetch(p + w.low + l * 64 + kPrefetchBytes, 0, 2);
         }
-        Codes::unpack(p + l * 64, w.low, v);
-        QC_UNROLL for (int d = 0; d < Codes::kDots; ++d) {
-          const int s = l * Codes::kDots + d, chain = s % C * M;
-          QC_UNROLL for (int m = 0; m < M; ++m)
-            part[chain + m] = Codes::dot(part[chain + m], v[d], xq + m * 32 + s * 4);
-        }
+        int_line<Codes, M, C>(part + j * C * M, p, w.low, at.x + j * M * 32, l, group);
       }
+  }
+  QC_UNROLL for (int j = 0; j < S; ++j) {
+    QC_UNROLL for (int i = M; i < M * C; ++i) part[j * C * M + i % M] = i_add(part[j * C * M + i % M], part[j * C * M + i]);
+    Rule::template finish<M>(acc, part + j * C * M, w, at.g + j, x.scale);
+  }
+  at.g += S;
+}
+
+// Every: of how many lines of weights one is prefetched, or kNever; kPanel: these are unpacked, and of the next unit's
+// packed ones a few are.
+template <class Codes, class Rule, int M, int Every>
+__attribute__((noinline)) static void int_block(const IntBlock& w, const IntTile& x, int chunks, float* out) {
+  typename Rule::Acc acc[M];
+  QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = Rule::zero();
+  IntPlace at = {w.codes, w.next, x.x, 0};
+  if constexpr (Rule::kJoin > 1) {
+    constexpr int S = M < 3 ? 4 : M < 6 ? 2 : 1;
+    for (; chunks >= Rule::kJoin; chunks -= Rule::kJoin) {
+      _Pragma("GCC unroll 1") for (int j = 0; j < Rule::kJoin; j += S) int_groups<Codes, Rule, M, Every, S>(w, x, 1, at, acc);
+      Rule::template close<M>(acc, at.g - 1, x.scale);
     }
-    QC_UNROLL for (int i = M; i < M * C; ++i) part[i % M] = i_add(part[i % M], part[i]);
-    Rule::template finish<M>(acc, part, w, g, x.scale);
+    for (int j = 0; j < chunks; ++j) int_groups<Codes, Rule, M, Every, 1>(w, x, 1, at, acc);
+    if (chunks) Rule::template close<M>(acc, at.g - 1, x.scale);
+  } else {
+    for (; chunks > 0; chunks -= Rule::kChunks) int_groups<Codes, Rule, M, Every, 1>(w, x, chunks, at, acc);
   }
   QC_UNROLL for (int m = 0; m < M; ++m) f_store(out + m * 16, Rule::result(acc[m], w, x.scale[m]));
 }
@@ -273,8 +365,9 @@ template <class Codes, class Convert>
 static void unpack_block(IntBlock w, int chunks, char* panel, const Convert& convert) {
   for (int c = 0; c < chunks; ++c, w.codes += Codes::kLines * 64)
     for (int l = 0; l < Codes::kLines; ++l, panel += 128) {
-      B64 v[2];
-      Codes::unpack(w.codes + l * 64, w.low, v);
+      const typename Codes::Group group = Codes::group(w, c / 4);
+      const typename Codes::Line line = Codes::line(w.codes + l * 64, w.low);
+      B64 v[2] = {Codes::operand(line, 0, group), Codes::operand(line, 1, group)};
       convert(c, v);
       b_store(panel, v[0]), b_store(panel + 64, v[1]);
     }
@@ -295,14 +388,16 @@ struct IntFormat {
   template <bool panel>
   static IntTile prepare(const Gemm& g, const Q8Act& q, int first, int count, char*& mem) {
     const int chunks = Shape(g).chunks;
-    return prepare_int<std::conditional_t<panel, PanelRule, Rule>>(chunks, q, first, count, mem);
+    if constexpr (panel) return prepare_int<PanelRule>(chunks, q, first, count, mem);
+    if (count < kManyTokens) return prepare_int<ForTokens<Rule, 1>>(chunks, q, first, count, mem);
+    return prepare_int<Rule>(chunks, q, first, count, mem);
   }
   template <int M>
   static void unit(const Gemm& g, int block, int blocks, const IntTile& x, float* out) {
     const int chunks = Shape(g).chunks;
     for (int b = 0; b < blocks; ++b)
-      int_block<Codes, Rule, M, prefetch_every<Codes>(M)>(Format::block(g, chunks, block + b), x, chunks,
-                                                          out + b * kPanelTile * 16);
+      int_block<ForTokens<Codes, M>, ForTokens<Rule, M>, M, prefetch_every<Codes>(M)>(
+          Format::block(g, chunks, block + b), x, chunks, out + b * kPanelTile * 16);
   }
   static void panel_unit(const Gemm& g, int block, int blocks, char* panel, const IntTile& x, int index, float* out) {
     const int chunks = Shape(g).chunks, part = 2 * index;
@@ -346,22 +441,23 @@ struct W8SymChannel : IntFormat<W8SymChannel<X128>, ByteCodes, Channel<X128>, By
   }
 };
 template <bool X128>
-struct W4AsymG128 : IntFormat<W4AsymG128<X128>, NibbleCodes, Group<X128>, SmallByteCodes, Group<X128>, 48> {
+struct W4AsymG128 : IntFormat<W4AsymG128<X128>, CenteredCodes, CenteredRule<Group<X128>>, SmallByteCodes,
+                              CenteredRule<Group<X128>>, 48> {
   static IntBlock block(const Gemm& g, int chunks, int b) {
     const int64_t at = (int64_t)b * ((chunks + 3) / 4) * 16;
     return {(const uint8_t*)g.codes + (int64_t)b * chunks * 256, g.scale + at, g.zero + at, nullptr};
   }
 };
 template <bool X128>
-struct QoqG128 : IntFormat<QoqG128<X128>, NibbleCodes, Qoq<X128>, ByteCodes, Channel<X128>, 48> {
+struct QoqG128 : IntFormat<QoqG128<X128>, CenteredCodes, CenteredRule<Qoq<X128>>, ByteCodes, Channel<X128>, 48> {
   static IntBlock block(const Gemm& g, int chunks, int b) {
     const int64_t at = (int64_t)b * ((chunks + 3) / 4) * 16;
     return {(const uint8_t*)g.codes + (int64_t)b * chunks * 256, g.scale + b * 16, g.zero + at, g.group_scale + at};
   }
   // The int8 weights themselves: (q - z) s1 lies in [-127, 127] by the format's protective range.
   QC_INLINE void convert(const IntBlock& w, int chunk, B64* v) {
-    const B64 zero = b_rows(w.zero + chunk / 4 * 16), scale = b_rows(w.group_scale + chunk / 4 * 16);
-    v[0] = b_rescale(v[0], zero, scale), v[1] = b_rescale(v[1], zero, scale);
+    const B64 center = b_set(kCenter), scale = b_rows(w.group_scale + chunk / 4 * 16);
+    v[0] = b_rescale(v[0], center, scale), v[1] = b_rescale(v[1], center, scale);
   }
 };
 template <bool X128>

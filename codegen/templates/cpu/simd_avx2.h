@@ -53,10 +53,12 @@ QC_INLINE F16 f_bits(I16 x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256
 QC_INLINE B64 b_load(const void* p) {
   return {_mm256_load_si256((const __m256i*)p), _mm256_load_si256((const __m256i*)p + 1)};
 }
+QC_INLINE void b_pin(B64&) {}
 QC_INLINE void b_store(void* p, B64 v) {
   _mm256_store_si256((__m256i*)p, v.a);
   _mm256_store_si256((__m256i*)p + 1, v.b);
 }
+QC_INLINE B64 b_set(uint8_t v) { return {_mm256_set1_epi8((char)v), _mm256_set1_epi8((char)v)}; }
 QC_INLINE __m256i low_nibbles(__m256i v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
 QC_INLINE B64 b_low(B64 v) { return {low_nibbles(v.a), low_nibbles(v.b)}; }
 QC_INLINE B64 b_high(B64 v) { return {low_nibbles(_mm256_srli_epi16(v.a, 4)), low_nibbles(_mm256_srli_epi16(v.b, 4))}; }
@@ -91,17 +93,20 @@ QC_INLINE __m256i dot_ymm(__m256i acc, __m256i w, __m256i x) {
   return _mm256_dpbusd_epi32(acc, w, x);
 #endif
 }
+template <bool InOrder = false>
 QC_INLINE I16 dot_small(I16 acc, B64 w, const int8_t* x) {
   __m256i v = x_quad(x);
   return {dot_ymm(acc.a, w.a, v), dot_ymm(acc.b, w.b, v)};
 }
-QC_INLINE I16 dot_full(I16 acc, B64 w, const int8_t* x) { return dot_small(acc, w, x); }
+template <bool InOrder = false>
+QC_INLINE I16 dot_full(I16 acc, B64 w, const int8_t* x) { return dot_small<InOrder>(acc, w, x); }
 #else
 // vpmaddubsw adds two products in 16 bits with saturation. With w <= 31 they stay below 2 * 31 * 127 = 7874.
 QC_INLINE __m256i dot_ymm(__m256i acc, __m256i w, __m256i x) {
   __m256i pairs = _mm256_maddubs_epi16(w, x);
   return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
+template <bool InOrder = false>
 QC_INLINE I16 dot_small(I16 acc, B64 w, const int8_t* x) {
   __m256i v = x_quad(x);
   return {dot_ymm(acc.a, w.a, v), dot_ymm(acc.b, w.b, v)};
@@ -113,6 +118,7 @@ QC_INLINE __m256i dot_signed(__m256i acc, __m256i w, __m256i x) {
   __m256i value = _mm256_xor_si256(w, _mm256_set1_epi8((char)128));
   return dot_ymm(acc, _mm256_abs_epi8(value), _mm256_sign_epi8(x, value));
 }
+template <bool InOrder = false>
 QC_INLINE I16 dot_full(I16 acc, B64 w, const int8_t* x) {
   __m256i v = x_quad(x);
   return {dot_signed(acc.a, w.a, v), dot_signed(acc.b, w.b, v)};

@@ -45,7 +45,10 @@ QC_INLINE B64 b_load(const void* p) {
   asm("" : "+v"(v));  // one load, not one in each instruction that uses it
   return v;
 }
+// What is made of v from here on is made after the dot products in order that stand before.
+QC_INLINE void b_pin(B64& v) { asm volatile("" : "+v"(v)); }
 QC_INLINE void b_store(void* p, B64 v) { _mm512_store_si512(p, v); }
+QC_INLINE B64 b_set(uint8_t v) { return _mm512_set1_epi8((char)v); }
 QC_INLINE B64 b_low(B64 v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 QC_INLINE B64 b_high(B64 v) { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }
 // table[nibble] for the low and the high nibble of each byte.
@@ -74,12 +77,17 @@ QC_INLINE B64 b_rescale(B64 q, B64 zero, B64 scale) {
 }
 
 // acc[row] + sum over 4 inputs of w[row][j] * x[j]. In assembly because GCC would broadcast x by an instruction of its
-// own, where the dot product can take it from memory.
+// own, where the dot product can take it from memory. InOrder: GCC leaves them, and what b_pin holds back, as written.
+// Zen 4 spreads a few instructions between dot products over its free pipes, and of many at once some over those that
+// dot products need.
+template <bool InOrder = false>
 QC_INLINE I16 dot_small(I16 acc, B64 w, const int8_t* x) {
-  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*(const int32_t*)x));
+  if constexpr (InOrder) asm volatile("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*(const int32_t*)x));
+  else asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*(const int32_t*)x));
   return acc;
 }
-QC_INLINE I16 dot_full(I16 acc, B64 w, const int8_t* x) { return dot_small(acc, w, x); }
+template <bool InOrder = false>
+QC_INLINE I16 dot_full(I16 acc, B64 w, const int8_t* x) { return dot_small<InOrder>(acc, w, x); }
 QC_INLINE B64 b_add(B64 a, B64 b) { return _mm512_add_epi8(a, b); }
 QC_INLINE B64 b_sub(B64 a, B64 b) { return _mm512_sub_epi8(a, b); }
 // The two bfloat16 of each row (inputs k and k+1), and signed byte j of each row, as floats.

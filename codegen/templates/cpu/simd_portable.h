@@ -39,7 +39,9 @@ QC_INLINE F16 f_from_i(I16 a) { return to_f32(a); }
 QC_INLINE F16 f_bits(I16 a) { return bitcast<f32x16>(a); }
 
 QC_INLINE B64 b_load(const void* p) { return load<u8x64>(p); }
+QC_INLINE void b_pin(B64&) {}
 QC_INLINE void b_store(void* p, B64 v) { store(p, v); }
+QC_INLINE B64 b_set(uint8_t v) { return B64{} + v; }
 QC_INLINE B64 b_low(B64 v) { return v & 15; }
 QC_INLINE B64 b_high(B64 v) { return v >> 4; }
 QC_INLINE B64 b_lookup(const uint8_t* table, B64 index) {
@@ -55,11 +57,13 @@ QC_INLINE B64 b_rescale(B64 q, B64 zero, B64 scale) { return (q - zero) * scale 
 
 // Signed byte j of each row.
 QC_INLINE I16 i_byte(B64 v, int j) { return (bitcast<i32x16>(v) << (24 - 8 * j)) >> 24; }
+template <bool InOrder = false>
 QC_INLINE I16 dot_small(I16 acc, B64 w, const int8_t* x) {
   for (int j = 0; j < 4; ++j) acc += i_byte(w, j) * x[j];
   return acc;
 }
-QC_INLINE I16 dot_full(I16 acc, B64 w, const int8_t* x) { return dot_small(acc, w ^ 128, x); }
+template <bool InOrder = false>
+QC_INLINE I16 dot_full(I16 acc, B64 w, const int8_t* x) { return dot_small<InOrder>(acc, w ^ 128, x); }
 
 QC_INLINE F16 f_bf16_even(B64 w) { return f_bits(bitcast<i32x16>(w) << 16); }
 QC_INLINE F16 f_bf16_odd(B64 w) { return f_bits(bitcast<i32x16>(w) & (int32_t)0xffff0000u); }
