@@ -290,6 +290,7 @@ QC_INLINE void int_groups(const IntBlock& w, const IntTile& x, int chunks, IntPl
   // Independent sums, to hide the latency of a dot product; one where the next group soon starts another.
   constexpr int C = Rule::kChunks == 1 ? 1 : M < 3 ? 4 : M < 6 ? 2 : 1;
   constexpr int kChunk = Codes::kLines * 64;
+  constexpr int64_t kAhead = kPrefetchBytes + (M < kManyTokens ? 0 : kPrefetchBytes / 2);  // measured on Zen 4
   const int32_t* start = x.start + at.g * M;
   const typename Codes::Group group = Codes::group(w, at.g);
   I16 part[S * C * M];
@@ -303,8 +304,8 @@ QC_INLINE void int_groups(const IntBlock& w, const IntTile& x, int chunks, IntPl
         const uint8_t* p = at.p + j * kChunk;
         if (Every > 0 && fetched_near<Codes, Rule>(M)) __builtin_prefetch(p + l * 64 + kNearBytes, 0, 0);
         if (Every > 0 && l % (Every > 0 ? Every : 1) == 0) {
-          __builtin_prefetch(p + l * 64 + kPrefetchBytes, 0, 2);
-          if (std::is_same_v<Codes, NestedCodes>) __builtin_prefetch(p + w.low + l * 64 + kPrefetchBytes, 0, 2);
+          __builtin_prefetch(p + l * 64 + kAhead, 0, 2);
+          if (std::is_same_v<Codes, NestedCodes>) __builtin_prefetch(p + w.low + l * 64 + kAhead, 0, 2);
         }
         int_line<Codes, M, C>(part + j * C * M, p, w.low, at.x + j * M * 32, l, group);
       }
@@ -324,9 +325,17 @@ __attribute__((noinline)) static void int_block(const IntBlock& w, const IntTile
   QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = Rule::zero();
   IntPlace at = {w.codes, w.next, x.x, 0};
   if constexpr (Rule::kJoin > 1) {
-    constexpr int S = M < 3 ? 4 : M < 6 ? 2 : 1;
+    constexpr int S = M == 4 ? 2 : 1;  // 4 tokens have too few sums to hide the latency of a dot product, 5 need no more
     for (; chunks >= Rule::kJoin; chunks -= Rule::kJoin) {
-      _Pragma("GCC unroll 1") for (int j = 0; j < Rule::kJoin; j += S) int_groups<Codes, Rule, M, Every, S>(w, x, 1, at, acc);
+      if constexpr (M < kManyTokens) {
+        QC_UNROLL for (int j = 0; j < Rule::kJoin; j += S) {
+          int_groups<Codes, Rule, M, Every, S>(w, x, 1, at, acc);
+          asm volatile("" ::: "memory");  // weights are asked for and read in the order they lie in
+        }
+      } else {
+        _Pragma("GCC unroll 1")  // else GCC leaves all of finish() to the end, and sums do not fit the registers
+        for (int j = 0; j < Rule::kJoin; j += S) int_groups<Codes, Rule, M, Every, S>(w, x, 1, at, acc);
+      }
       Rule::template close<M>(acc, at.g - 1, x.scale);
     }
     for (int j = 0; j < chunks; ++j) int_groups<Codes, Rule, M, Every, 1>(w, x, 1, at, acc);

@@ -55,18 +55,23 @@ QC_INLINE B64 b_high(B64 v) { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _
 QC_INLINE B64 table4(const uint8_t* table) {
   return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table));
 }
+// b_rows: each row's byte of p[16] in all 4 of the row's bytes.
 #ifdef __AVX512VBMI__
 // vpermb looks at 6 bits of an index: four copies of the table make the upper two indifferent.
 QC_INLINE B64 b_lookup_low(const uint8_t* table, B64 v) { return _mm512_permutexvar_epi8(v, table4(table)); }
 QC_INLINE B64 b_lookup_high(const uint8_t* table, B64 v) {
   return _mm512_permutexvar_epi8(_mm512_srli_epi16(v, 4), table4(table));
 }
+QC_INLINE B64 b_rows(const uint8_t* p) {
+  const __m512i rows = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  return _mm512_permutexvar_epi8(_mm512_mullo_epi32(rows, _mm512_set1_epi32(0x01010101)),
+                                 _mm512_zextsi128_si512(_mm_loadu_si128((const __m128i*)p)));
+}
 #else
 QC_INLINE B64 b_lookup_low(const uint8_t* table, B64 v) { return _mm512_shuffle_epi8(table4(table), b_low(v)); }
 QC_INLINE B64 b_lookup_high(const uint8_t* table, B64 v) { return _mm512_shuffle_epi8(table4(table), b_high(v)); }
-#endif
-// Each row's byte of p[16] in all 4 of the row's bytes.
 QC_INLINE B64 b_rows(const uint8_t* p) { return _mm512_mullo_epi32(i_load_u8(p), _mm512_set1_epi32(0x01010101)); }
+#endif
 // (q - zero) * scale + 128 as bytes; the caller knows that it fits.
 QC_INLINE B64 b_rescale(B64 q, B64 zero, B64 scale) {
   __m512i t = _mm512_sub_epi8(q, zero), mask = _mm512_set1_epi16(255);
