@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qcompile.targets import TARGETS, get_target, missing_flags
 from tests.codegen.tiny import Chunk, Runner, Tiny, reference
 
 TOKENS = np.random.default_rng(7).integers(0, 203, 150).tolist()
@@ -122,16 +121,6 @@ def test_decode_feeds_its_tokens_back(opened: Open, threads: int) -> None:
     assert model.library.qc_decode(model.handle, ctypes.byref(batch), 12, out.ctypes.data) == 0
     assert out.T.tolist() == [expected[0], expected[1]]
     assert arrays["token_ids"].tolist() == [prompts[0][-1], prompts[1][-1]], "the caller's arrays are only read"
-
-
-def test_portable_and_avx2_agree_with_the_best(opened: Open) -> None:
-    for name, tolerance in (("f32", 1e-4), ("w4a8", 2e-2)):
-        best = opened(FORMATS[name]).forward(TOKENS, [0, 1, 2], 150)
-        for target in ("cpu-avx2", "cpu-portable"):
-            if missing_flags(TARGETS[target].requires):
-                continue
-            other = opened(FORMATS[name], target=get_target(target)).forward(TOKENS, [0, 1, 2], 150)
-            np.testing.assert_allclose(other, best, atol=tolerance, err_msg=f"{name} {target}")
 
 
 BAD = {
