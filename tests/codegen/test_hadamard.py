@@ -10,56 +10,44 @@ import torch
 
 from qcompile import check, hadamard, numerics, pipeline, recipes
 from qcompile.codegen import program as p
-from tests.codegen.tiny import Chunk, Runner, Tiny
+from tests.codegen.columns import Case, Columns
 from tests.graphs import decoder, logits_whatever_the_step, sequence_inputs, step_inputs
 
 ONLINE = {"rotate.enabled": "true", "rotate.online": "true"}
 
 
-def rotating(width: int, block: int, table: torch.Tensor, threads: int) -> Runner:
-    """A model whose logits are rows of `table`, rotated: embed, hadamard, identity."""
-    core = hadamard.core_order(block)
-    stride = p.round_up(width, p.PAD)
-    buffers = (
-        p.Buffer("x", "f32", width),
-        p.Buffer("y", "f32", width, offset=4 * stride),
-        p.Buffer("last", "f32", width, rows="outputs"),
-    )
-    calls: tuple[p.Call, ...] = (
-        p.Embed("embed", "x", "table", "f32", len(table)),
-        p.Hadamard("turn", "x", "y", block, "core", core),
-        p.TakeRows("take", "y", "last"),
-        p.Gemm("head", "last", "f32", width, width, {"codes": "identity"}, "logits"),
-    )
-    identity = numerics.pack_weight(numerics.quantize_weight(torch.eye(width), "f32"), "f32")
-    blobs = {
-        "table": numerics.as_blob(table),
-        "core": numerics.pack_vector(hadamard.core_matrix(core).flatten()),
-        "identity": identity["codes"],
-    }
-    program = p.Program(width, 64, buffers, calls, tuple(blobs), p.KVLayout("kv32", 1, 1, 16))
-    tiny = Tiny(vocab=width, hidden=width, max_position=64, kv_heads=1, head_dim=16, layers=1)
-    return Runner(tiny, threads=threads, built=(program, blobs))
+SIZES = [(16, 16), (512, 512), (48, 16), (40, 40), (24, 12), (280, 280), (72, 36)]
+"""Widths of rows and of the blocks that are turned in them."""
 
 
-@pytest.mark.parametrize(("width", "block"), [(16, 16), (512, 512), (48, 16), (40, 40), (24, 12), (280, 280), (72, 36)])
-def test_kernel_equals_reference_whatever_the_step(width: int, block: int) -> None:
-    table = torch.randn(width, width, generator=torch.Generator().manual_seed(0))
+def test_kernel_equals_reference_whatever_the_step() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tables = {width: torch.randn(12, width, generator=generator) for width, _ in SIZES}
     tokens = [3, 1, 9, 0, 7, 11, 2, 2, 5, 6, 4, 8, 10, 11, 1, 3, 0]
-    expected = hadamard.transform(table[tokens].double().unflatten(-1, (-1, block))).flatten(-2)
-    one = rotating(width, block, table, 1)
-    rows = one.step([Chunk(tokens, 0, [0])])
-    np.testing.assert_allclose(rows, expected, atol=2e-6)  # float32, sums of up to `block` terms of size 1
-    for count in (1, 3):
-        np.testing.assert_array_equal(one.step([Chunk(tokens[:count], 0, [0])]), rows[:count])
-    two = rotating(width, block, table, 2)
-    np.testing.assert_array_equal(two.step([Chunk(tokens, 0, [0])]), rows)
+    blobs, cases = {}, {}
+    for width, block in SIZES:
+        core = hadamard.core_order(block)
+        blobs[f"table{width}"] = numerics.as_blob(tables[width])
+        blobs[f"core{core}"] = numerics.pack_vector(hadamard.core_matrix(core).flatten())
+        embed = p.Embed(f"embed{width}", f"x{width}", f"table{width}", "f32", 12)
+        turn = p.Hadamard(f"turn{width}", f"x{width}", f"y{width}", block, f"core{core}", core)
+        cases[f"{width} {block}"] = Case([embed, turn], f"y{width}")
+    widths = {f"{name}{width}": width for width, _ in SIZES for name in "xy"}
+    one, two = (Columns(widths, blobs, cases, threads) for threads in (1, 2))
+    rows, fewer = one.rows(tokens), {count: one.rows(tokens[:count]) for count in (1, 3)}
+    shared = two.rows(tokens)
+    for name, (width, block) in zip(cases, SIZES, strict=True):
+        expected = hadamard.transform(tables[width][tokens].double().unflatten(-1, (-1, block))).flatten(-2)
+        # float32, sums of up to `block` terms of size 1
+        np.testing.assert_allclose(rows[name], expected, atol=2e-6, err_msg=name)
+        for count, found in fewer.items():
+            np.testing.assert_array_equal(found[name], rows[name][:count], name)
+        np.testing.assert_array_equal(shared[name], rows[name], name)
     one.close()
     two.close()
 
 
-@pytest.mark.parametrize("late_norms", [False, True])
-@pytest.mark.parametrize("recipe", ["f32", "w4a16", "w4a8"])
+@pytest.mark.parametrize(("recipe", "late_norms"), [("f32", False), ("f32", True), ("w4a16", True), ("w4a8", True)])
 def test_model_with_online_rotation(recipe: str, late_norms: bool, tmp_path: Path) -> None:
     """Products are turned, and what norms make of a residual stream that norms write, for the head too."""
     graph = decoder(hidden=64, ffn=160, late_norms=late_norms)
