@@ -25,9 +25,10 @@ class Calibrate(Pass):
 
     Each layer's inputs come through the layers before it as they were rounded, and through quantized activations,
     so that later layers make up for earlier ones. `damping` is a share of the mean second moment of a layer's
-    inputs. Experts are rounded one by one, by the tokens that reach them. Without calibration text weights keep their
-    nearest codes, which a note says. Sources: Frantar et al. 2022 (GPTQ, with activation order and static groups);
-    QServe B.2.4 (clipping). `fired` counts weights.
+    inputs. GPTQ's codes are gone over by coordinate descent, `descent` times at most (0: not). Experts are rounded one
+    by one, by the tokens that reach them. Without calibration text weights keep their nearest codes, which a note says.
+    Sources: Frantar et al. 2022 (GPTQ, with activation order and static groups); QServe B.2.4 (clipping). `fired`
+    counts weights.
     """
 
     name: ClassVar[str] = "calibrate"
@@ -36,10 +37,13 @@ class Calibrate(Pass):
     clip: bool = True
     gptq: bool = True
     damping: float = 0.01
+    descent: int = 4
 
     def __post_init__(self) -> None:
         if not 0 < self.damping <= 1:
             raise UsageError(f"calibrate.damping={self.damping} must be above 0 and at most 1")
+        if self.descent < 0:
+            raise UsageError(f"calibrate.descent={self.descent}: write 0 or more")
 
     def run(self, graph: Graph) -> PassResult:
         targets = _targets(graph)
@@ -130,7 +134,14 @@ class _Work:
                 tokens = self.calibration.tokens.numel()
                 choices.append(
                     gptq.choose(
-                        w, hessian, how, clip=options.clip, gptq=options.gptq, damping=options.damping, tokens=tokens
+                        w,
+                        hessian,
+                        how,
+                        clip=options.clip,
+                        gptq=options.gptq,
+                        damping=options.damping,
+                        descent=options.descent,
+                        tokens=tokens,
                     )
                 )
         except ValueError as error:

@@ -2,7 +2,8 @@
 
 The output error of rounding w [N, K] to q, over inputs with second moments H = E[x xᵀ] [K, K], is the sum over rows of
 (w - q) H (w - q)ᵀ. Clipping (QServe B.2.4, AWQ) chooses each group's range by it; GPTQ (Frantar et al. 2022)
-rounds input by input and lets the inputs still to come make up for the error.
+rounds input by input and lets the inputs still to come make up for the error. Coordinate descent then goes over the
+inputs again, each given the codes of all others (the greedy updates of QuIP, Chee et al. 2023).
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ _CLIP_BLOCK = 512
 
 _MOST_DAMPING = 1e4
 
+_SETTLED = 1e-3
+"""Coordinate descent ends where it moves no more than this share of the codes."""
+
 _SINGULAR = 1e-12
 """A pivot of H below this share of its mean is what float64 makes of zero."""
 
@@ -41,12 +45,20 @@ class Choice:
 
 
 def choose(
-    w: Tensor, hessian: Tensor, rounding: Rounding, *, clip: bool, gptq: bool, damping: float, tokens: int | None = None
+    w: Tensor,
+    hessian: Tensor,
+    rounding: Rounding,
+    *,
+    clip: bool,
+    gptq: bool,
+    damping: float,
+    descent: int = 0,
+    tokens: int | None = None,
 ) -> Choice:
     """Round w [N, K] by `rounding` (of grids.rounding) for inputs with second moments `hessian` [K, K].
 
     They are those of `tokens` tokens of text, or exact (None). `damping`, a share of the mean of H's diagonal, is added
-    to it before H is inverted.
+    to it before H is inverted. GPTQ's codes are descended from `descent` times at most.
     """
     w, hessian = w.float(), hessian.float()
     notes = _remarks(hessian, damping, tokens) if gptq else ()
@@ -57,6 +69,8 @@ def choose(
     grid = clipped(w, hessian, rounding) if clip else plain
     values, more = gptq_round(w, hessian, grid, damping) if gptq else (grid.round(w), ())
     notes += more
+    if gptq and descent:
+        values = descended(w, values, hessian, grid, damping, descent)
     before, after = (_energy(w - q, hessian) / max(energy, 1e-30) for q in (nearest, values))
     if after > before:  # possible with a Hessian that says next to nothing
         return Choice(plain.parts(nearest, w), before, before, (*notes, "rounding to nearest was no worse and is kept"))
@@ -139,6 +153,42 @@ def gptq_round(w: Tensor, hessian: Tensor, grid: Grid, damping: float) -> tuple[
     result = torch.empty_like(values)
     result[order] = values
     return result.T.contiguous(), notes
+
+
+def descended(w: Tensor, values: Tensor, hessian: Tensor, grid: Grid, damping: float, sweeps: int) -> Tensor:
+    """Grid values [N, K] for w no worse than `values`: each input in turn is rounded best given all the others.
+
+    GPTQ rounds an input knowing nothing of how those after it will come out. `sweeps` times at most, until hardly a
+    code moves. H is damped as for GPTQ, so that codes do not follow directions that the text hardly shows.
+    """
+    k = w.shape[1]
+    order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
+    matrix = hessian[order][:, order]
+    matrix.diagonal().add_(damping * (float(matrix.diagonal().mean()) or 1.0))
+    whole, found = w.T[order].contiguous(), values.T[order].contiguous()  # [K, N]
+    pull = matrix @ (whole - found)  # where each value is drawn to, less half the gradient of the error
+    groups = order.div(grid.group, rounding_mode="floor").tolist()
+    sides = [part.T.contiguous() for part in (grid.step, grid.zero, grid.low, grid.high)]  # [groups, N]
+    for _ in range(sweeps):
+        changed = 0
+        for start in range(0, k, _COLUMNS):
+            stop = min(start + _COLUMNS, k)
+            moves = torch.empty(stop - start, w.shape[0])
+            for i in range(start, stop):
+                step, zero, low, high = (part[groups[i]] for part in sides)
+                limits = grid.limits(whole[i], step, zero, low, high)
+                better = grid.nearest(found[i] + pull[i] / matrix[i, i], step, zero, *limits)
+                torch.sub(better, found[i], out=moves[i - start])
+                found[i] = better
+                pull[start:stop].addr_(matrix[start:stop, i], moves[i - start], alpha=-1)
+            for others in (slice(0, start), slice(stop, k)):
+                pull[others].addmm_(matrix[others, start:stop], moves, alpha=-1)
+            changed += int(moves.count_nonzero())
+        if changed <= _SETTLED * w.numel():
+            break
+    result = torch.empty_like(found)
+    result[order] = found
+    return result.T.contiguous()
 
 
 def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, tuple[str, ...]]:

@@ -74,6 +74,27 @@ def test_each_step_lowers_the_output_error(format: str) -> None:
     assert errors[True, True] < errors[True, False]
 
 
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("k", [200, 128 + 17])
+def test_coordinate_descent_lowers_the_error_that_gptq_leaves(format: str, k: int) -> None:
+    w, x = layer(k=k)
+    w[3] = 0
+    errors = []
+    for sweeps in (0, 1, 4):
+        choice = gptq.choose(w, moments(x), rounder(format), clip=True, gptq=True, damping=0.01, descent=sweeps)
+        errors.append(lost(w, choice.parts, format, x))
+        assert choice.error == pytest.approx(errors[-1], rel=1e-2)  # what is stored is what was chosen
+    assert errors[1] < 0.985 * errors[0] and errors[2] < 0.98 * errors[0] and errors[2] <= errors[1]
+
+
+def test_coordinate_descent_keeps_what_cannot_be_bettered_alone() -> None:
+    w, _ = layer()
+    grid = rounder("w4_asym_g128").fit(w, 1.0)
+    nearest = grid.round(w)
+    assert torch.equal(gptq.descended(w, nearest, torch.eye(200), grid, 0.01, 3), nearest)
+    assert torch.equal(gptq.descended(w, nearest, torch.zeros(200, 200), grid, 0.01, 3), nearest)
+
+
 @pytest.mark.parametrize("k", [128, 129, 257, 1100])
 def test_short_last_groups(k: int) -> None:
     w, x = layer(n=16, k=k)

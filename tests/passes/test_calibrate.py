@@ -119,6 +119,8 @@ def test_tokens_must_be_the_models() -> None:
         apply(Calibrate(), graph)
     with pytest.raises(UsageError, match="damping"):
         Calibrate(damping=0.0)
+    with pytest.raises(UsageError, match="descent"):
+        Calibrate(descent=-1)
 
 
 def test_a_sweep_gives_what_the_graph_computes() -> None:
