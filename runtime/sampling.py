@@ -151,9 +151,11 @@ def distribution(logits: FloatArray, params: SamplingParams) -> tuple[IntArray, 
         weights = np.exp((logits[ids].astype(np.float64) - np.float64(peak)) / params.temperature)
     if params.top_p < 1:
         weights /= weights.sum()
-        order = np.argsort(-weights, kind="stable")
-        before = np.cumsum(weights[order]) - weights[order]
-        kept = np.sort(order[before < params.top_p])
+        falling = np.sort(weights)[::-1]  # many times as fast as an argsort
+        count = np.count_nonzero(np.cumsum(falling) - falling < params.top_p)
+        kept = weights > falling[count - 1]
+        ties = np.flatnonzero(weights == falling[count - 1])
+        kept[ties[: count - np.count_nonzero(kept)]] = True
         ids, weights = ids[kept], weights[kept]
     return ids, weights / weights.sum()
 

@@ -209,12 +209,12 @@ def attend(t: Tiny, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def attend_hier(t: Tiny, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """As `attend`, each query reading the hierarchical cache as its position has it."""
+    """As `attend`, each query reading the hierarchical cache as its position has it: alike for those of a group."""
     rows = []
-    for position in range(len(q)):
-        end = position + 1
+    for start in range(0, len(q), numerics.HIER_GROUP):
+        end = min(start + numerics.HIER_GROUP, len(q))
         seen = numerics.read_hier(k[:end], v[:end], numerics.HIERARCHICAL[t.kv])
-        rows.append(attend(t, q[:end], *seen)[-1:])
+        rows.append(attend(t, q[:end], *seen)[start:])
     return torch.cat(rows)
 
 
