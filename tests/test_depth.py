@@ -18,12 +18,12 @@ SMALL: dict[str, Any] = {
     "vocab_size": 128,
     "max_position_embeddings": 256,
 }
-LLAMA = LlamaConfig(**SMALL, num_hidden_layers=12)
-GEMMA2 = Gemma2Config(**SMALL, num_hidden_layers=13, sliding_window=32)  # local and global layers by turns
+LLAMA = LlamaConfig(**SMALL, num_hidden_layers=8)
+GEMMA2 = Gemma2Config(**SMALL, num_hidden_layers=9, sliding_window=32)  # local and global layers by turns
 GPT2 = GPT2Config(n_embd=64, n_head=4, n_layer=9, vocab_size=128, n_positions=256)
 MOE = Qwen2MoeConfig(
     **{key: value for key, value in SMALL.items() if key != "head_dim"},
-    num_hidden_layers=14,
+    num_hidden_layers=9,
     num_experts=4,
     moe_intermediate_size=32,
     shared_expert_intermediate_size=32,
@@ -40,10 +40,10 @@ def saved(config: PretrainedConfig, folder: Path) -> str:
 @pytest.mark.parametrize(
     ("config", "repeats"),
     [
-        (LLAMA, depth.Repeats(12, 0, 1)),
+        (LLAMA, depth.Repeats(8, 0, 1)),
         (GPT2, depth.Repeats(9, 0, 1)),
-        (GEMMA2, depth.Repeats(13, 0, 2)),
-        (MOE, depth.Repeats(14, 2, 1)),
+        (GEMMA2, depth.Repeats(9, 0, 2)),
+        (MOE, depth.Repeats(9, 2, 1)),
     ],
     ids=["llama", "gpt2", "alternating", "dense first"],
 )
@@ -89,5 +89,5 @@ def test_what_does_not_grow_by_whole_periods_is_an_error() -> None:
 
 def test_doctor_says_how_many_layers_it_looked_at(tmp_path: Path) -> None:
     found = doctor.examine(saved(LLAMA, tmp_path), "cpu", "w4a8", {}, None)
-    assert "layers: 12, which repeat the first 2" in found.as_text()
+    assert "layers: 8, which repeat the first 2" in found.as_text()
     assert json.dumps(found.as_json())

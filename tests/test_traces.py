@@ -21,7 +21,7 @@ LLAMA = LlamaConfig(
     intermediate_size=96,
     num_attention_heads=4,
     num_key_value_heads=2,
-    num_hidden_layers=2,
+    num_hidden_layers=1,
     vocab_size=128,
     max_position_embeddings=64,
 )
