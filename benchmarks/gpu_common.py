@@ -133,7 +133,7 @@ class Problem:
             words = ("groups", "columns")
             packed = {role: blob.view(torch.int32 if role in words else torch.int8) for role, blob in blobs.items()}
         else:
-            packing = format.removesuffix("_a8")
+            packing = "mxfp4_int8" if format == "mxfp4_a8" else format.removesuffix("_a8")
             number_format = packing.removesuffix("_int8")
             parts = quantize_weight(w, number_format)
             self.weight = dequantize_weight(parts, number_format, k)

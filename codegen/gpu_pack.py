@@ -23,9 +23,13 @@ Per group, one 32-bit word each, with rows innermost so that a program's rows ar
                          nested_8_4 alike
     mxfp4              [K / 128][N]: byte i the exponent of the inputs 32 i to 32 i + 31
 
+mxfp4_int8 is mxfp4 with another word a group (ranges): bits 23-30 the exponent of a power of two such that those of
+all inputs are 2^0 to 2^3 times it, which bits 4 i to 4 i + 3 are. In rows of which that cannot be so in some group the
+first group's word is negative, as it is then in all rows of their 64.
+
 Per row: scales f32 [N]; of qoq_channel also zero - 8 as int8 [N].
 
-A packing has the name of its number format, but for w4_asym_g128 that meets int8 activations. Where weights
+A packing has the name of its number format, but for what meets int8 activations. Where weights
 meet bf16 activations their scales are rounded to bf16, as their products with the codes are anyway.
 """
 
@@ -62,11 +66,14 @@ _PACKINGS = {
     "w4_asym_g128_int8": _Packing("w4_asym_g128", 128, 2, 128),
     "nested_8_4": _Packing("nested_8_4", 128, 2, 128),
     "mxfp4": _Packing("mxfp4", 128, 4, 128),
+    "mxfp4_int8": _Packing("mxfp4", 128, 4, 128),
     "mix_4_8": _Packing("mix_4_8", 128, 2, 128),  # by gpu_mix
     "w8_sym_channel": _Packing("w8_sym_channel", 128, 1, 128),
     "bf16": _Packing("bf16", 64, 1, 64),
 }
 
+FAR_ROWS = 64
+"""Rows of which mxfp4_int8 says together that powers of two are too far apart: what four warps multiply."""
 _SCALED_WORDS = ("w4_asym_g128_int8", "nested_8_4")
 """Packings with words of a zero point and a scale of 24 bits."""
 
@@ -77,10 +84,10 @@ def packing_of(format: str, activation: str) -> str:
     UnsupportedError where there are no GPU kernels.
     """
     integers = activation in INTEGER_ACTIVATIONS
-    name = f"{format}_int8" if format == "w4_asym_g128" and integers else format
+    name = f"{format}_int8" if format in ("w4_asym_g128", "mxfp4") and integers else format
     floats = activation == "bf16" and name in ("w4_asym_g128", "bf16", "mxfp4")
     # Activations in groups need sums in groups.
-    grouped = integers and name in ("w4_asym_g128_int8", "nested_8_4", "mxfp4", "mix_4_8")
+    grouped = integers and name in ("w4_asym_g128_int8", "nested_8_4", "mxfp4_int8", "mix_4_8")
     if name not in _PACKINGS or not (floats or grouped or (activation in ("int8", "int4") and name != "bf16")):
         raise UnsupportedError(f"weights in {format} with activations in {activation} have no GPU kernels")
     return name
@@ -88,12 +95,13 @@ def packing_of(format: str, activation: str) -> str:
 
 def kernel_of(packing: str, activation: str) -> str:
     """The format of the GEMM kernels (triton.KernelSpec) that read a packing with such activations."""
-    return f"{packing}_a8" if packing in ("w4_asym_g128", "mxfp4") and activation != "bf16" else packing
+    name = packing.removesuffix("_int8") if packing == "mxfp4_int8" else packing
+    return f"{name}_a8" if name in ("w4_asym_g128", "mxfp4") and activation != "bf16" else name
 
 
 def _readable(format: str, activation: str) -> str | None:
-    """The packing for bf16 activations serves int8 ones too."""
-    return "w4_asym_g128" if packing_of(format, activation) == "w4_asym_g128_int8" else None
+    """What another packing serves too: of w4_asym_g128 that for bf16 activations, of mxfp4 that for int8 ones."""
+    return {"w4_asym_g128_int8": "w4_asym_g128", "mxfp4": "mxfp4_int8"}.get(packing_of(format, activation))
 
 
 def check_shape(n: int, k: int, format: str) -> None:
@@ -127,8 +135,10 @@ def pack_gpu(parts: Parts, format: str) -> dict[str, Tensor]:
     packed = {"w": pack_codes(named["codes"], format)}
     if format == "bf16":
         return packed
-    if format == "mxfp4":
+    if format in ("mxfp4", "mxfp4_int8"):
         packed["groups"] = named["exponent"].contiguous().view(torch.int32).t().contiguous()
+        if format == "mxfp4_int8":
+            packed["ranges"] = _ranges(named["codes"], named["exponent"])
         return packed
     if format == "w4_asym_g128":
         packed["groups"] = _bf16_words(named["scale"], named["zero"])
@@ -156,8 +166,10 @@ def packed_gpu_bytes(n: int, k: int, format: str) -> dict[str, int]:
         sizes["w_scale"] = 4 * n
     if format == "qoq_channel":
         sizes["w_zero"] = n
-    if "g128" in format or format in (*_SCALED_WORDS, "mxfp4"):
+    if "g128" in format or format in (*_SCALED_WORDS, "mxfp4", "mxfp4_int8"):
         sizes["groups"] = 4 * n * (k // 256 if format == "qoq_g128" else k // 128)
+    if format == "mxfp4_int8":
+        sizes["ranges"] = sizes["groups"]
     if format == "nested_8_4":
         sizes["low"] = codes
     return {name: -(-size // 64) * 64 for name, size in sizes.items()}
@@ -191,6 +203,20 @@ def _bf16_words(scale: Tensor, zero: Tensor) -> Tensor:
     return (high | low).t().contiguous()
 
 
+def _ranges(codes: Tensor, exponent: Tensor) -> Tensor:
+    """Words [groups, n] of mxfp4_int8 for E2M1 codes [n, k]; inputs that are all zero have any power of two."""
+    n, k = codes.shape
+    used = ((codes & 7) != 0).view(n, k // 128, 4, 32).any(-1)
+    powers = torch.where(used, exponent.view(n, k // 128, 4).to(torch.int32), 0)
+    least = (powers.amax(-1) - 3).clamp_min(1)
+    shifts = (powers - least[..., None]).clamp_min(0) + torch.arange(0, 16, 4, device=codes.device)
+    words = least << 23 | (torch.ones_like(powers) << shifts).sum(-1, dtype=torch.int32)
+    far = (used & (powers < least[..., None])).flatten(1).any(1)
+    far = torch.stack([rows.any() for rows in far.split(FAR_ROWS)]).repeat_interleave(FAR_ROWS)[:n]
+    words[:, 0] |= far.to(torch.int32) << 31
+    return words.t().contiguous()
+
+
 def _step_words(step: Tensor, zero: Tensor) -> Tensor:
     half = step.to(torch.int32) | (zero.to(torch.int32) * step.to(torch.int32)) << 8
     return (half[:, 0::2] | half[:, 1::2] << 16).t().contiguous()
@@ -206,7 +232,7 @@ def unpack_gpu(packed: dict[str, Tensor], format: str) -> Parts:
     if format == "qoq_channel":
         return [codes, (packed["w_zero"].to(torch.int16) + 8).to(torch.uint8), packed["w_scale"]]
     words = packed["groups"].t().contiguous()
-    if format == "mxfp4":
+    if format in ("mxfp4", "mxfp4_int8"):
         return [codes, words.view(torch.uint8)]
     if format == "w4_asym_g128":
         return [codes, (words & -65536).view(torch.float32), (words & 127).to(torch.uint8)]

@@ -28,26 +28,26 @@ H200: dict[tuple[str, int, int, int], Tile] = {
     ("mix_4_8", 16, 6144, 4096): Tile(16, 64, 1, 4, 1, 4, 4, 128, piece=128),  # 8.7 us
     ("mix_4_8", 16, 14336, 4096): Tile(16, 64, 1, 1, 1, 4, 6, 128, piece=128),  # 11.4 us
     ("mix_4_8", 16, 28672, 4096): Tile(16, 64, 1, 1, 1, 4, 4, 128, piece=128),  # 20.2 us
-    ("mix_4_8", 64, 4096, 4096): Tile(32, 64, 1, 1, 1, 4, 8, piece=128),  # 11.1 us
-    ("mix_4_8", 64, 4096, 14336): Tile(64, 64, 1, 4, 1, 4, 6, piece=128),  # 21.3 us
-    ("mix_4_8", 64, 14336, 4096): Tile(64, 64, 1, 1, 1, 4, 6, piece=128),  # 22.3 us
-    ("mix_4_8", 64, 28672, 4096): Tile(64, 64, 1, 1, 1, 4, 6, piece=128),  # 38.9 us
+    ("mix_4_8", 64, 4096, 4096): Tile(32, 64, 1, 2, 1, 4, 8, piece=128),  # 11.8 us
+    ("mix_4_8", 64, 4096, 14336): Tile(64, 64, 1, 4, 1, 4, 6, piece=128),  # 21.6 us
+    ("mix_4_8", 64, 14336, 4096): Tile(64, 128, 1, 1, 1, 8, 8, piece=128),  # 20.7 us
+    ("mix_4_8", 64, 28672, 4096): Tile(64, 128, 1, 1, 1, 8, 8, piece=128),  # 36.9 us
     ("mix_4_8", 128, 4096, 4096): Tile(64, 64, 1, 1, 1, 4, 6, piece=128),  # 14.7 us
-    ("mix_4_8", 128, 4096, 14336): Tile(64, 64, 1, 2, 1, 4, 6, piece=128),  # 35.6 us
-    ("mix_4_8", 128, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 36.1 us
-    ("mix_4_8", 128, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 63.0 us
-    ("mix_4_8", 256, 4096, 4096): Tile(64, 64, 1, 1, 1, 4, 6, piece=128),  # 22.0 us
-    ("mix_4_8", 256, 4096, 14336): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 58.5 us
-    ("mix_4_8", 256, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 62.0 us
-    ("mix_4_8", 256, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 112.1 us
-    ("mix_4_8", 512, 4096, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 36.2 us
-    ("mix_4_8", 512, 4096, 14336): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 98.4 us
-    ("mix_4_8", 512, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 111.2 us
-    ("mix_4_8", 512, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 216.7 us
-    ("mix_4_8", 1024, 4096, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 66.2 us
-    ("mix_4_8", 1024, 4096, 14336): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 189.2 us
-    ("mix_4_8", 1024, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 217.2 us
-    ("mix_4_8", 1024, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 435.2 us
+    ("mix_4_8", 128, 4096, 14336): Tile(64, 64, 1, 2, 1, 4, 6, piece=128),  # 34.7 us
+    ("mix_4_8", 128, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 32.8 us
+    ("mix_4_8", 128, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 56.0 us
+    ("mix_4_8", 256, 4096, 4096): Tile(64, 128, 1, 1, 1, 8, 8, piece=128),  # 20.4 us
+    ("mix_4_8", 256, 4096, 14336): Tile(64, 128, 1, 1, 1, 8, 8, piece=128),  # 54.7 us
+    ("mix_4_8", 256, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 55.0 us
+    ("mix_4_8", 256, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 108.0 us
+    ("mix_4_8", 512, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 33.3 us
+    ("mix_4_8", 512, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 86.6 us
+    ("mix_4_8", 512, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128),  # 107.5 us
+    ("mix_4_8", 512, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128),  # 200.7 us
+    ("mix_4_8", 1024, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 59.7 us
+    ("mix_4_8", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 169.8 us
+    ("mix_4_8", 1024, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 199.2 us
+    ("mix_4_8", 1024, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128),  # 405.0 us
     ("mxfp4", 16, 4096, 4096): Tile(16, 64, 1, 4, 1, 4, 3, 128, piece=128),  # 6.5 us
     ("mxfp4", 16, 4096, 14336): Tile(16, 64, 1, 4, 1, 4, 4, 128, piece=128),  # 16.5 us
     ("mxfp4", 16, 6144, 4096): Tile(16, 64, 1, 4, 1, 4, 3, 128, piece=128),  # 9.6 us
@@ -73,30 +73,30 @@ H200: dict[tuple[str, int, int, int], Tile] = {
     ("mxfp4", 1024, 4096, 14336): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 150.7 us
     ("mxfp4", 1024, 14336, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 180.6 us
     ("mxfp4", 1024, 28672, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 317.0 us
-    ("mxfp4_a8", 8, 4096, 4096): Tile(16, 64, 1, 8, 4, 4, 3, 0),  # 8.5 us
-    ("mxfp4_a8", 8, 4096, 14336): Tile(16, 128, 1, 8, 2, 4, 3, 0),  # 21.1 us
-    ("mxfp4_a8", 8, 14336, 4096): Tile(16, 128, 1, 2, 2, 4, 3, 0),  # 21.0 us
-    ("mxfp4_a8", 8, 28672, 4096): Tile(16, 128, 1, 2, 1, 4, 3, 0),  # 34.3 us
-    ("mxfp4_a8", 16, 4096, 4096): Tile(16, 64, 1, 8, 4, 4, 3, 0),  # 10.1 us
-    ("mxfp4_a8", 16, 4096, 14336): Tile(16, 128, 1, 8, 2, 4, 3, 0),  # 22.1 us
-    ("mxfp4_a8", 16, 14336, 4096): Tile(16, 128, 1, 2, 2, 4, 3, 0),  # 22.1 us
-    ("mxfp4_a8", 16, 28672, 4096): Tile(16, 128, 1, 2, 1, 4, 3, 0),  # 36.0 us
-    ("mxfp4_a8", 64, 4096, 4096): Tile(32, 64, 1, 2, 2, 4, 4, 0),  # 19.8 us
-    ("mxfp4_a8", 64, 14336, 4096): Tile(64, 128, 1, 2, 1, 4, 4, 16384),  # 39.6 us
-    ("mxfp4_a8", 128, 4096, 4096): Tile(64, 64, 1, 1, 1, 4, 3, 0),  # 34.3 us
-    ("mxfp4_a8", 128, 4096, 14336): Tile(128, 64, 1, 2, 2, 4, 4, 0),
-    ("mxfp4_a8", 128, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, 0),  # 61.8 us
-    ("mxfp4_a8", 128, 28672, 4096): Tile(64, 128, 1, 1, 1, 4, 4, 0),  # 120.5 us
-    ("mxfp4_a8", 256, 4096, 4096): Tile(64, 128, 1, 1, 1, 4, 3, 0),  # 41.7 us
-    ("mxfp4_a8", 256, 4096, 14336): Tile(64, 128, 1, 1, 1, 4, 4, 0),  # 139.0 us
-    ("mxfp4_a8", 256, 14336, 4096): Tile(64, 128, 1, 1, 1, 4, 4, 0),  # 119.1 us
-    ("mxfp4_a8", 256, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 4, 0),  # 211.2 us
-    ("mxfp4_a8", 512, 4096, 14336): Tile(128, 64, 1, 1, 1, 4, 3, 0),  # 197.8 us
-    ("mxfp4_a8", 512, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 3, 0),  # 209.8 us
-    ("mxfp4_a8", 1024, 4096, 4096): Tile(128, 64, 1, 1, 1, 4, 3, 0),  # 118.4 us
-    ("mxfp4_a8", 1024, 4096, 14336): Tile(128, 64, 1, 1, 1, 4, 3, 0),  # 392.6 us
-    ("mxfp4_a8", 1024, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 3, 0),  # 402.2 us
-    ("mxfp4_a8", 1024, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 3, 0),  # 792.3 us
+    ("mxfp4_a8", 16, 4096, 4096): Tile(16, 64, 1, 4, 1, 4, 4, 128, piece=128),  # 6.6 us
+    ("mxfp4_a8", 16, 4096, 14336): Tile(16, 64, 1, 4, 1, 4, 4, 128, piece=128),  # 15.9 us
+    ("mxfp4_a8", 16, 14336, 4096): Tile(16, 64, 1, 1, 1, 4, 4, 128, piece=128),  # 16.4 us
+    ("mxfp4_a8", 16, 28672, 4096): Tile(16, 64, 1, 1, 1, 4, 6, 128, piece=128),  # 31.1 us
+    ("mxfp4_a8", 64, 4096, 4096): Tile(64, 64, 1, 4, 1, 4, 8, piece=128),  # 11.4 us
+    ("mxfp4_a8", 64, 4096, 14336): Tile(64, 128, 1, 4, 1, 8, 8, piece=128),  # 23.9 us
+    ("mxfp4_a8", 64, 14336, 4096): Tile(64, 64, 1, 1, 1, 4, 8, piece=128),  # 24.6 us
+    ("mxfp4_a8", 64, 28672, 4096): Tile(64, 64, 1, 1, 1, 4, 8, piece=128),  # 47.3 us
+    ("mxfp4_a8", 128, 4096, 4096): Tile(128, 64, 1, 2, 1, 4, 4, piece=128, halves=True),  # 15.1 us
+    ("mxfp4_a8", 128, 4096, 14336): Tile(128, 64, 1, 2, 1, 4, 4, piece=128, halves=True),  # 37.4 us
+    ("mxfp4_a8", 128, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 34.1 us
+    ("mxfp4_a8", 128, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128, halves=True),  # 66.1 us
+    ("mxfp4_a8", 256, 4096, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128, halves=True),  # 21.9 us
+    ("mxfp4_a8", 256, 4096, 14336): Tile(128, 64, 1, 2, 1, 4, 4, piece=128, halves=True),  # 59.5 us
+    ("mxfp4_a8", 256, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 66.2 us
+    ("mxfp4_a8", 256, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128, halves=True),  # 115.7 us
+    ("mxfp4_a8", 512, 4096, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128, halves=True),  # 33.7 us
+    ("mxfp4_a8", 512, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 106.0 us
+    ("mxfp4_a8", 512, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128, halves=True),  # 116.0 us
+    ("mxfp4_a8", 512, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128, halves=True),  # 224.2 us
+    ("mxfp4_a8", 1024, 4096, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128, halves=True),  # 65.6 us
+    ("mxfp4_a8", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 210.7 us
+    ("mxfp4_a8", 1024, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128, halves=True),  # 224.9 us
+    ("mxfp4_a8", 1024, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128, halves=True),  # 443.3 us
     ("nested_8_4", 1, 4096, 4096): Tile(1, 8, 4, 1, 1, 2, 7, 128),  # 4.7 us
     ("nested_8_4", 1, 4096, 14336): Tile(16, 64, 1, 4, 1, 4, 8, 128, piece=128),
     ("nested_8_4", 1, 6144, 4096): Tile(1, 8, 4, 1, 1, 2, 5, 128),  # 6.4 us
@@ -360,7 +360,9 @@ def plain(format: str, tile: Tile) -> Tile:
     if not tile.piece:
         return tile
     stages, unroll = 4 if tile.tokens <= DECODE_TOKENS else 3, SMALLEST.get(format, 1)
-    return replace(tile, tokens=min(tile.tokens, 128), rows=64, unroll=unroll, warps=4, stages=stages, piece=0)
+    return replace(
+        tile, tokens=min(tile.tokens, 128), rows=64, unroll=unroll, warps=4, stages=stages, piece=0, halves=False
+    )
 
 
 def fitted(format: str, n: int, k: int, tile: Tile, capability: int) -> Tile | None:
@@ -368,7 +370,7 @@ def fitted(format: str, n: int, k: int, tile: Tile, capability: int) -> Tile | N
     tile = tile if capability == 90 else plain(format, tile)
     tile = replace(tile, ahead=tile.ahead if capability >= 90 else 0, joined=capability == 90)
     if format == "mix_4_8":
-        tile = replace(tile, rows=min(tile.rows, MIX_ROWS), ahead=tile.ahead if tile.piece else 0)
+        tile = _of_two_widths(n, tile)
     while tile.tokens < FEWEST_TOKENS and k % (128 * tile.unroll) and tile.unroll > 1:
         tile = replace(tile, unroll=tile.unroll // 2)
     part = n * k  # more than any program fetches ahead: cut down where a program has less
@@ -382,6 +384,18 @@ def fitted(format: str, n: int, k: int, tile: Tile, capability: int) -> Tile | N
         return tile
     stages = max(1, min(tile.stages, room // step))
     return replace(tile, stages=stages) if stages * step <= room else None
+
+
+def _of_two_widths(n: int, tile: Tile) -> Tile:
+    """`tile` for n packed rows of 8 and of 4 bits: two kinds in a program only where its warps go on apart.
+
+    Where programs share sums all of their warps must have rows.
+    """
+    if not tile.piece:
+        return replace(tile, rows=min(tile.rows, MIX_ROWS), ahead=0)
+    if tile.splits > 1 and n % tile.rows:
+        return replace(tile, rows=MIX_ROWS, warps=4)
+    return tile
 
 
 def _divides(format: str, n: int, k: int, tile: Tile) -> bool:

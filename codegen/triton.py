@@ -7,7 +7,7 @@ of the kernel.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -48,7 +48,8 @@ class Tile:
     activations (16, 32 or 64) they take those before; `stages` is 1: as many are in flight as `unroll` blocks have 64
     inputs, and these are what is fetched before it waits if `ahead` is not 0. With 128 they work for other warps of the
     program: `warps` multiply, four for each 64 rows, and four more copy, `stages` blocks ahead, whose weights are
-    fetched before it waits if `ahead` is not 0; `unroll` is as many blocks as share a word of parameters.
+    fetched before it waits if `ahead` is not 0; `unroll` is as many blocks as share a word of parameters. With `halves`
+    tokens are multiplied in two halves, and sums of groups of one are scaled while the tensor cores work for the other.
     """
 
     tokens: int
@@ -61,6 +62,7 @@ class Tile:
     ahead: int = 0
     joined: bool = True
     piece: int = 0
+    halves: bool = field(default=False, repr=False)  # sources without it stay as they were
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,9 @@ class KernelSpec:
         check_shape(self.n, self.k, self.packing)
         step = self.tile.slices * self.tile.splits * self.tile.unroll
         whole = self.tile.rows in (8, 16, 32) if self.single else self.tile.rows % 32 == 0
-        if self.blocks % step or self.n % self.tile.rows or not whole:
+        # The last program may lack the rows of some of its warps, where those of others are of another width.
+        rows = 64 if self.mixed and self.apart and self.tile.splits == 1 else self.tile.rows
+        if self.blocks % step or self.n % rows or not whole:
             raise UnsupportedError(f"weight [{self.n}, {self.k}] in {self.format} does not divide into {self.tile}")
         if self.single and not self._taken_alone():
             raise UnsupportedError(f"{self.format} is not summed by {self.tile}: rows are taken whole, by one program")
@@ -137,7 +141,9 @@ class KernelSpec:
             raise UnsupportedError(f"{self.format} cut by {self.tile} tells no peaks")
         if self.gated and (self.mixed or self.residual or not self.width):
             raise UnsupportedError(f"{self.format} with {self.width} columns stores no {self.gated} of pairs of rows")
-        if self.wide % self.tile.rows or (self.mixed and (self.prelaunch > self.apart or not self.width)):
+        if self.wide % (64 if self.apart else self.tile.rows) or (
+            self.mixed and (self.prelaunch > self.apart or not self.width)
+        ):
             raise UnsupportedError(f"{self.wide} rows of 8 bits, {self.width} columns, do not go with {self.tile}")
         part = self.blocks // self.tile.splits * 32 * self.row_bytes
         if self.prelaunch and (self.tile.ahead > part or self.tile.ahead & (self.tile.ahead - 1)):
@@ -160,10 +166,11 @@ class KernelSpec:
         if self.single or not whole:
             return False
         if self.apart:
-            most = 64 if self.mixed else 128
-            known = self.format in (*ALONE, *PLANES, "mix_4_8", "w4_asym_g128_a8")
-            cut = tile.rows == 16 * tile.warps <= most and tile.tokens <= 128
-            return known and cut and tile.unroll == (2 if self.block_words == 0.5 else 1) and tile.stages > 1
+            known = self.format in (*ALONE, *PLANES, "mix_4_8", "mxfp4_a8", "w4_asym_g128_a8")
+            cut = tile.rows == 16 * tile.warps <= 128 and tile.tokens <= 128
+            halved = not tile.halves or (self.float_sum and not self.float_x and self.block == 128 and tile.tokens > 32)
+            whole = tile.unroll == (2 if self.block_words == 0.5 else 1)
+            return known and cut and halved and whole and tile.stages > 1
         pieces = tile.piece in (16, 32, 64) and self.row_items % tile.piece == 0 and self.block * tile.unroll >= 256
         return pieces and tile.stages == 1 and self.format in PLANES
 
@@ -308,6 +315,7 @@ class KernelSpec:
             found += [Argument("x_sum", "*i32"), Argument("w_zero", "*i8")]
         if self.grouped:
             found.append(Argument("groups", "*i32"))
+        found += [Argument("ranges", "*i32")] * (self.apart and self.format == "mxfp4_a8")
         found += [Argument("low", f"*{item}")] * self.low_plane + [Argument("wide", "*i8")] * (self.wide > 0)
         found += [Argument("columns", "*i32")] * self.mixed
         found += [Argument("bias", "*fp32")] * self.bias + [Argument("residual", out)] * self.residual
@@ -318,7 +326,7 @@ class KernelSpec:
 
     def grid(self, tokens: int) -> tuple[int, int, int]:
         """Programs for `tokens` rows of x."""
-        return -(-tokens // self.tile.tokens), self.n // self.tile.rows, self.tile.splits
+        return -(-tokens // self.tile.tokens), -(-self.n // self.tile.rows), self.tile.splits
 
     def workspace(self, tokens: int) -> dict[str, tuple[int, torch.dtype]]:
         """Items and type of each buffer that must be zero before the first launch; launches leave it so."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from qcompile.codegen.gpu_attention import AttentionSpec, GpuKV
+from qcompile.codegen.triton import KernelSpec, Tile, render
 
 Words = np.ndarray  # uint32 [...]
 PAIRS = 512
@@ -41,9 +42,13 @@ def lop3(a: Words, b: Words, c: Words, table: int) -> Words:
     return found
 
 
-def permute(a: Words, b: Words, selector: int) -> Words:
+def permute(a: Words, b: Words, selector: Words) -> Words:
+    """The bytes that the nibbles of a selector name, or their signs."""
     both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
-    picked = [both >> np.uint64(8 * (selector >> 4 * i & 7)) & np.uint64(255) for i in range(4)]
+    nibbles = [selector.astype(np.uint64) >> np.uint64(4 * i) & np.uint64(15) for i in range(4)]
+    picked = [both >> (nibble & np.uint64(7)) * np.uint64(8) & np.uint64(255) for nibble in nibbles]
+    signs = [(byte >> np.uint64(7)) * np.uint64(255) for byte in picked]
+    picked = [np.where(nibble > 7, sign, byte) for nibble, sign, byte in zip(nibbles, signs, picked, strict=True)]
     return sum(byte << np.uint64(8 * i) for i, byte in enumerate(picked)).astype(np.uint32)
 
 
@@ -60,9 +65,9 @@ def run(asm: str, outputs: int, *inputs: Words) -> list[Words]:
         operation, rest = line.strip().split(" ", 1)
         to, *names = (name.strip() for name in rest.split(","))
         base, *_, kind = operation.split(".")
-        if base in ("lop3", "prmt"):
+        if base == "lop3":
             *names, last = names
-            registers[to] = {"lop3": lop3, "prmt": permute}[base](*map(read, names), int(last, 0))
+            registers[to] = lop3(*map(read, names), int(last, 0))
             continue
         given = [read(name) for name in names]
         if base in ("fma", "add"):
@@ -74,6 +79,9 @@ def run(asm: str, outputs: int, *inputs: Words) -> list[Words]:
                 "shl": lambda x, n: x << n,
                 "shr": lambda x, n: x >> n,
                 "and": lambda x, y: x & y,
+                "xor": lambda x, y: x ^ y,
+                "mad": lambda x, y, z: x * y + z,
+                "prmt": permute,
             }
             registers[to] = plain[base](*given)
     return [registers[f"${i}"] for i in range(outputs)]
@@ -81,7 +89,11 @@ def run(asm: str, outputs: int, *inputs: Words) -> list[Words]:
 
 def instructions(format: str) -> dict[str, str]:
     """PTX by the name of the function that is nothing else."""
-    source = AttentionSpec(GpuKV(format, 8, 128), 32, 4096, 0.1).kernel(90).source
+    return instructions_of(AttentionSpec(GpuKV(format, 8, 128), 32, 4096, 0.1).kernel(90).source)
+
+
+def instructions_of(source: str) -> dict[str, str]:
+    """The same for a kernel's source."""
     found = re.findall(r'def (\w+)\([^)]*\):\n.*?inline_asm_elementwise\(\s*("""|")(.*?)\2', source, re.DOTALL)
     return {name: asm for name, _, asm in found}
 
@@ -128,3 +140,16 @@ def test_halves_of_codes_become_keys_and_values(format: str) -> None:
         assert (np.abs(key - exact) < 2**-11 * (48 * scale + 2 * np.abs(less))).all()
         value = floats(run(asm[f"value_plane{plane}"], 1, items)[0], "f16x2")
         assert (value == (1024 + code if both else 1 + u / 16)).all()
+
+
+def test_values_of_four_bits_become_integers() -> None:
+    """Twice an E2M1 value and a power of two, from both kinds of codes without a value too."""
+    values = np.array([0, 1, 2, 3, 4, 6, 8, 12])
+    values, items = np.concatenate((values, -values)), [drawn(), drawn()[::-1].copy()]
+    spec = KernelSpec("mxfp4_a8", 4096, 4096, Tile(64, 128, 1, 1, 1, 8, 6, piece=128), x_groups=True)
+    times = 1 << np.random.default_rng(2).integers(0, 4, (4, PAIRS), dtype=np.uint32)
+    scales = [each for m in times for each in ([m] * 4 + [0x80808080 - 0x0C0C0C0C * m] * 4)]
+    found = run(instructions_of(render(spec))["unpack"], 4, *items, *scales)
+    for plane in range(4):
+        want = np.concatenate([values[parts_of(x, 4, plane)] for x in items], -1) * times[plane][:, None]
+        assert (found[plane].view(np.int8).reshape(PAIRS, 4) == want).all()

@@ -29,9 +29,10 @@ FORMATS = (
     "w8_sym_channel",
     "bf16",
 )
-"""Packings; each is of the number format its name begins with."""
+"""Packings that have kernels of their name; each is of the number format its name begins with."""
+PACKINGS = (*FORMATS, "mxfp4_int8")
 WITH_INT8 = ("w4_asym_g128_a8", "mxfp4_a8")
-"""Kernels that read with int8 activations what is packed for bf16 ones."""
+"""Kernels that read with int8 activations what is packed for bf16 ones, or with more to it."""
 IN_GROUPS = (*WITH_INT8, "w4_asym_g128_int8", "nested_8_4", "mix_4_8")
 """Kernels that take activations in groups of 128."""
 INTERPRETED = (Tile(16, 32, slices=2, splits=2), Tile(32, 32), Tile(16, 32, joined=False))
@@ -41,12 +42,17 @@ def number_format(packing: str) -> str:
     return packing.removesuffix("_int8")
 
 
+def packing_of(format: str) -> str:
+    """What kernels of a format read."""
+    return "mxfp4_int8" if format == "mxfp4_a8" else format.removesuffix("_a8")
+
+
 def weight(n: int, k: int) -> torch.Tensor:
     """Random rows off centre, so that zero points matter."""
     return torch.randn(n, k) * 0.02 + 0.01 * torch.rand(n, 1)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", PACKINGS)
 def test_packing_round_trip(format: str) -> None:
     torch.manual_seed(0)
     parts = quantize_weight(weight(64, 512), number_format(format))
@@ -84,7 +90,7 @@ def test_rows_of_two_widths_are_packed_apart(fraction: float) -> None:
     assert sorted(real.tolist()) == list(range(80)) and wide[real].sum() == (columns[: found.wide] >= 0).sum()
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", PACKINGS)
 def test_packed_bits(format: str) -> None:
     """One code at a time lands where the packing's description says."""
     codes = torch.zeros(32, 256, dtype=torch.uint8)
@@ -97,6 +103,7 @@ def test_packed_bits(format: str) -> None:
         "w4_asym_g128_int8": [codes, side, side.byte()],
         "nested_8_4": [codes, side, side.byte(), codes],
         "mxfp4": [codes, torch.ones(32, 8, dtype=torch.uint8)],
+        "mxfp4_int8": [codes, torch.ones(32, 8, dtype=torch.uint8)],
         "bf16": [codes.to(torch.bfloat16)],
         "w8_sym_channel": [codes.char(), torch.ones(32)],
     }[format]
@@ -107,7 +114,7 @@ def test_packed_bits(format: str) -> None:
     row = packed[0, -1, 3].view(torch.uint8).tolist()
     if format == "w8_sym_channel":
         assert row[70] == 5
-    elif format == "mxfp4":
+    elif number_format(format) == "mxfp4":
         assert row[2 * 6 + 1] == 5  # input 6 + 2 * 32: bits 8 to 11 of the seventh 16-bit item
     elif format == "w4_asym_g128":
         assert row[2 * 6 + 1] == 5 << 4  # input 6 + 3 * 64: bits 12 to 15 of the seventh 16-bit item
@@ -121,6 +128,20 @@ def test_a_weight_is_packed_anew_for_other_activations() -> None:
     assert GPU_PACKING.name("qoq_g128", "int4") == GPU_PACKING.name("qoq_g128", "int8")
     assert GPU_PACKING.readable("w4_asym_g128", "int8") == GPU_PACKING.name("w4_asym_g128", "bf16")
     assert GPU_PACKING.readable("w4_asym_g128", "bf16") is None
+    assert GPU_PACKING.readable("mxfp4", "bf16") == GPU_PACKING.name("mxfp4", "int8_g128")
+    assert GPU_PACKING.name("mxfp4", "bf16") != GPU_PACKING.name("mxfp4", "int8_g128")
+
+
+def test_powers_of_two_of_a_group_are_brought_to_one() -> None:
+    torch.manual_seed(0)
+    w = weight(192, 512)
+    w[70, 5], w[3, :32] = 900, 0  # far from its neighbours; of no power at all
+    codes, exponent = quantize_weight(w, "mxfp4")
+    ranges = pack_gpu([codes, exponent], "mxfp4_int8")["ranges"].t()
+    assert (ranges[:, 0] < 0).tolist() == [row // 64 == 1 for row in range(192)] and (ranges[:, 1:] >= 0).all()
+    powers = (ranges[..., None] >> 23 & 255) + ((ranges[..., None] >> torch.arange(0, 16, 4)) & 15).log2()
+    differ = (powers.flatten(1) != exponent).nonzero().tolist()
+    assert differ == [[3, 0], [70, 1], [70, 2], [70, 3]]
     assert CPU_PACKING.name("w4_asym_g128", "bf16") == CPU_PACKING.name("w4_asym_g128", "int8")
 
 
@@ -141,7 +162,7 @@ def interpret() -> None:
     """Every format and kind of tile against the reference; run in a process that has TRITON_INTERPRET set."""
     torch.manual_seed(0)
     for format in (*FORMATS, *WITH_INT8):
-        packing = format.removesuffix("_a8")
+        packing = packing_of(format)
         parts = quantize_weight(weight(32, 1024), number_format(packing))
         packed = pack_gpu(parts, packing)
         dense = dequantize_weight(unpack_gpu(packed, packing), number_format(packing), 1024)
@@ -207,7 +228,7 @@ def interpret_orders() -> None:
     torch.manual_seed(0)
     n, k = 64, 1024
     for format in ("nested_8_4", "w4_asym_g128_a8"):
-        packing = format.removesuffix("_a8")
+        packing = packing_of(format)
         packed = pack_gpu(quantize_weight(weight(n, k), number_format(packing)), packing)
         x = quantize_activation(torch.randn(17, k), "int8", 0)
         found = []
@@ -266,6 +287,11 @@ APART = (
     KernelSpec(
         "mix_4_8", 4160, 4096, Tile(16, 64, 1, 4, 1, 4, 4, 128, piece=128), True, width=4096, wide=448, x_groups=True
     ),
+    KernelSpec("mix_4_8", 4160, 4096, Tile(128, 128, 1, 1, 1, 8, 6, piece=128), width=4096, wide=448, x_groups=True),
+    KernelSpec("mix_4_8", 4096, 4096, Tile(128, 128, 1, 2, 1, 8, 4, piece=128, halves=True), width=4000, wide=4096),
+    KernelSpec("mxfp4_a8", 4096, 4096, Tile(16, 64, 1, 4, 1, 4, 4, 128, piece=128), bias=True, x_groups=True),
+    KernelSpec("mxfp4_a8", 4096, 4096, Tile(128, 64, 1, 2, 1, 4, 4, piece=128, halves=True), True, True, x_groups=True),
+    KernelSpec("mxfp4_a8", 4096, 4096, Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True), gated="silu", width=2000),
     KernelSpec("qoq_channel", 4096, 4096, Tile(16, 64, 1, 4, 1, 4, 4, 128, piece=128), True, True, out="f32"),
     KernelSpec(
         "qoq_g128", 28672, 4096, Tile(16, 64, 1, 1, 2, 4, 8, 128, piece=128), gated="silu", width=14336, peaks=True
@@ -353,9 +379,11 @@ def test_machine_code_that_writes_what_is_in_flight_is_refused(monkeypatch: pyte
 def packed_for(spec: KernelSpec) -> dict[str, torch.Tensor]:
     """A random weight's parts on the GPU, by the kernel's arguments."""
     if not spec.mixed:
-        parts = quantize_weight(weight(spec.n, spec.k).cuda(), number_format(spec.packing))
-        return {name: part.cuda() for name, part in pack_gpu(parts, spec.packing).items()}
-    wide = torch.arange(spec.width) % 10 == 0
+        w = weight(spec.n, spec.k).cuda()
+        w[70, 5] = 900  # of mxfp4 another loop takes these rows
+        parts = quantize_weight(w, number_format(spec.packing))
+        return {name: part.cuda() for name, part in pack_gpu(parts, packing_of(spec.format)).items()}
+    wide = torch.arange(spec.width) % 10 == 0 if spec.wide < spec.n else torch.ones(spec.width, dtype=torch.bool)
     found = GPU_PACKING.mixed(wide, False, spec.k)
     assert (found.wide, 16 * found.blocks) == (spec.wide, spec.n)
     blobs = found.blobs(mix.quantize_mixed(weight(spec.width, spec.k), wide))
@@ -404,7 +432,7 @@ def test_other_targets_and_weights_do_without_pieces() -> None:
         ("mxfp4", Tile(64, 64, piece=64, stages=1, unroll=2)),
         ("nested_8_4", Tile(64, 64, piece=64, stages=4)),
         ("nested_8_4", Tile(128, 256, warps=16, piece=128, stages=4)),
-        ("mxfp4_a8", Tile(64, 64, piece=128, stages=4)),
+        ("mxfp4_a8", Tile(64, 64, piece=64, stages=4)),
     ):
         with pytest.raises(UnsupportedError, match="not unpacked in pieces"):
             KernelSpec(format, 4096, 4096, tile)
