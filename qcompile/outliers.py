@@ -72,9 +72,14 @@ def _places(graph: Graph) -> dict[fx.Node, tuple[str, int, fx.Node]]:
             layer = attentions.index(node)
             found[node] = (KEYS, layer, arguments[1])
         elif ops.name_of(node.target) in _LINEARS and node not in heads:
-            kind = BLOCKS if ops.name_of(arguments[0].target) in _NORMS else OUTPUTS
+            kind = BLOCKS if ops.name_of(_unturned(arguments[0]).target) in _NORMS else OUTPUTS
             found[node] = (kind, feeding.get(node, layer), arguments[0])
     return found
+
+
+def _unturned(value: fx.Node) -> fx.Node:
+    """What an online rotation in front of a linear turned; other values as they are."""
+    return value.all_input_nodes[0] if ops.name_of(value.target) == "hadamard" else value
 
 
 def _linears_behind(node: fx.Node) -> list[fx.Node]:

@@ -50,6 +50,18 @@ def test_loud_channels_stick_out_before_and_not_after() -> None:
     assert keys["before"][1] > 4 * keys["before"][0] and keys["after"][1] < 0.6 * keys["before"][1]
 
 
+def test_block_inputs_turned_by_an_operator_are_still_block_inputs() -> None:
+    """As where norms write the residual stream, which no weight can turn then: reports of such builds broke."""
+    graph = loud()
+    for add in graph.calls("add"):
+        with graph.fx.inserting_before(add):
+            add.update_arg(1, graph.call("rms_norm", add.args[1], None, 1e-6))
+    turned = apply(Rotate(online=True), graph).graph
+    assert len(turned.calls("hadamard")) == 7  # three in each layer, and the head's input
+    for figures in outliers.compare([graph, turned]).values():
+        assert len(figures["before"]) == len(figures["after"]) == 2
+
+
 def test_the_measure_is_largest_over_mean() -> None:
     graph = loud()
     assert graph.calibration is not None
