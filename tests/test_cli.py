@@ -401,7 +401,8 @@ def test_bench_measures_tests_and_kernels(capsys: Capture, tiny_artifact: Build)
     )
     assert code_of("bench", tiny_artifact("w4a8"), *sizes) == 0
     assert "predicted us" in capsys.readouterr().out
-    assert "context" in refusal(capsys, 2, "bench", tiny_artifact("w4a8"), "--pp", "1000")
+    smaller = "of 1000 tokens does not fit the context of 256: give smaller ones by --tg, --pp and --verify"
+    assert smaller in refusal(capsys, 2, "bench", tiny_artifact("w4a8"), "--pp", "1000")
     both = ("--tg", "8", "--pp", "4,32", "--verify", "4", "--repeats", "1", "--threads", "1")
     assert set(json_of(capsys, "bench", tiny_artifact("w4a8"), *both)["tests"]) == {"tg8", "pp4", "pp32", "verify4"}
 

@@ -246,7 +246,7 @@ def test_malformed_prompts(llm: LLM, prompts: Any, message: str) -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": True}, "max_tokens"),
         ({"n": 0}, "n must be"),
-        ({"n": 10**9}, "n must be a whole number of at least 1 and at most 16384"),
+        ({"n": 2**14 + 1, "max_tokens": 1}, "n must be a whole number of at least 1 and at most 16384"),
         ({"ignore_eos": "no"}, "ignore_eos must be True or False, not 'no'"),
         ({"n": 2, "temperature": 0}, "n must be 1"),
         ({"seed": -1}, "seed"),
