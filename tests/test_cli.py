@@ -49,6 +49,12 @@ def refusal(capsys: Capture, code: int, *arguments: object) -> str:
     return captured.err
 
 
+@pytest.fixture(autouse=True)
+def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands show no progress, however long they take where others share the cores."""
+    monkeypatch.setattr(console, "QUIET_SECONDS", 600.0)
+
+
 # ---- without a model ---------------------------------------------------------------------------------
 
 
