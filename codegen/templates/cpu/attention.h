@@ -115,14 +115,20 @@ QC_INLINE f32x16 key_bias(const float* bias, int query, int from) {
   return x;
 }
 
-// Scores of every row to their final scale, -inf where masked; page_max is the largest.
+// Scores of every row to their final scale, -inf where masked; page_max is the largest. Slots from 16 * parts on are
+// masked for all rows and not looked at.
 template <KvFormat F, bool masked>
-QC_INLINE void scale_scores(const AttentionArgs& a, const KvBlock& block, AttentionScratch& s, int rows, int start) {
+QC_INLINE void scale_scores(const AttentionArgs& a, const KvBlock& block, AttentionScratch& s, int rows, int start,
+                            int parts) {
   for (int r = 0; r < rows; ++r) {
     float* row = s.score + r * kPage;
     f32x16 x[4];
 #pragma GCC unroll 4
     for (int c = 0; c < 4; ++c) {
+      if (masked && c >= parts) {
+        x[c] = splat(-__builtin_inff());
+        continue;
+      }
       x[c] = load<f32x16>(row + 16 * c);
       if constexpr (F >= kKv8) {
         const float* p = block.parameters + 16 * c;
@@ -141,7 +147,8 @@ QC_INLINE void scale_scores(const AttentionArgs& a, const KvBlock& block, Attent
 // Scores of every row to probabilities relative to page_max; page_sum is their sum. Quantized v: each is
 // then multiplied by v's scale, and `shift` is what v's zeros add up to.
 template <KvFormat F, bool masked>
-QC_INLINE void exponentiate(const AttentionArgs& a, const KvBlock& block, AttentionScratch& s, int rows, int start) {
+QC_INLINE void exponentiate(const AttentionArgs& a, const KvBlock& block, AttentionScratch& s, int rows, int start,
+                            int parts) {
   for (int r = 0; r < rows; ++r) {
     float* row = s.score + r * kPage;
     const float base = !masked || s.page_max[r] > -__builtin_inff() ? s.page_max[r] : 0.0f;
@@ -149,6 +156,10 @@ QC_INLINE void exponentiate(const AttentionArgs& a, const KvBlock& block, Attent
     i32x16 mask[4];
 #pragma GCC unroll 4
     for (int c = 0; c < 4; ++c) {
+      if (masked && c >= parts) {
+        x[c] = f32x16{}, mask[c] = i32x16{};
+        continue;
+      }
       if (masked) mask[c] = visible(a, s, r, start, c);
       x[c] = vexp(load<f32x16>(row + 16 * c) - base);
       if (masked) x[c] = select(mask[c], x[c], splat(0.0f));
@@ -172,9 +183,10 @@ QC_INLINE void exponentiate(const AttentionArgs& a, const KvBlock& block, Attent
 }
 
 template <KvFormat F, bool masked>
-QC_NOINLINE void soften_page(const AttentionArgs& a, const KvBlock& block, AttentionScratch& s, int rows, int start) {
-  scale_scores<F, masked>(a, block, s, rows, start);
-  exponentiate<F, masked>(a, block, s, rows, start);
+QC_NOINLINE void soften_page(const AttentionArgs& a, const KvBlock& block, AttentionScratch& s, int rows, int start,
+                             int parts = kPage / 16) {
+  scale_scores<F, masked>(a, block, s, rows, start, parts);
+  exponentiate<F, masked>(a, block, s, rows, start, parts);
 }
 
 // e^(x - top) for x <= top, exactly 0 where x is -inf.
@@ -215,7 +227,7 @@ QC_INLINE void attend_block(const AttentionArgs& a, const KvBlock& block, Attent
   score_page<F>(block, s, rows, dp, limit);
   const bool all = page * kPage + kPage - 1 <= s.position[0] && (a.window == 0 || page * kPage > last - a.window);
   if (all) soften_page<F, false>(a, block, s, rows, page * kPage);
-  else soften_page<F, true>(a, block, s, rows, page * kPage);
+  else soften_page<F, true>(a, block, s, rows, page * kPage, (limit + 15) / 16);
   value_page<F>(block, s, rows, dp, limit);
   merge_page(s, rows, dp);
 }
