@@ -64,7 +64,8 @@ struct MxCodes : PlainCodes {  // E2M1 doubled, plus 12 to be unsigned
 };
 
 constexpr int kNestedOffset = 64;
-struct NestedCodes : PlainCodes {  // 8 * upper nibble + lower nibble, plus the offset: 64..199, a ByteCode of value -64..71
+// 8 * upper nibble + lower nibble, plus the offset: 64..199, a ByteCode of value -64..71
+struct NestedCodes : PlainCodes {
   static constexpr int kLines = 4, kDots = 2;
   static constexpr uint8_t kTable[16] = {64,  72,  80,  88,  96,  104, 112, 120,
                                          128, 136, 144, 152, 160, 168, 176, 184};
@@ -244,7 +245,7 @@ struct MxRuleX128 : MxRule {  // y = sum_g xs sum_b 2^(e-128) sum(c x), g of fou
 
 // Of how many lines one is asked for, so that the memory is never idle while M tokens are multiplied (measured on Zen 4:
 // the CPU's own prefetcher does the rest better than more requests would, up to 5 dot products a line).
-constexpr int prefetch_every(int m, int dots) { return m * dots < 3 || (dots == 1 && m < 6) ? 4 : m * dots < 5 ? 2 : 1; }
+constexpr int prefetch_every(int m, int dots) { return m < (dots == 1 ? 6 : 3) ? 4 : 1; }
 constexpr int kPanel = 0, kNever = -1;
 // Of a nested weight's two lines at once that prefetcher fetches both by itself, and 2 to 4 tokens are faster by up to 27 %
 // if it is left alone; more tokens are slower by 10 % from memory, and faster by 7 % where a cache holds all.
@@ -256,10 +257,9 @@ constexpr int prefetch_every(int m) {
 // Whether each line is fetched into the first-level cache kNearBytes before its use, by a hint that gives it no lasting
 // place there: weights streaming through would push out x, which every block reads again. (Measured on Zen 4: 2 to 14 %
 // from memory and nothing from a cache, where for other formats and tokens the more instructions cost time.)
-template <class Codes, class Rule>
+template <class Codes>
 constexpr bool fetched_near(int m) {
-  if (std::is_same_v<Codes, ByteCodes>) return m == 2 || (m > 3 && m < 7);
-  return std::is_same_v<Codes, NibbleCodes> && std::is_base_of_v<GroupRule, Rule> && m == 2;
+  return std::is_same_v<Codes, ByteCodes> && (m == 2 || (m > 3 && m < 7));
 }
 constexpr int kNearBytes = 128;
 
@@ -270,17 +270,24 @@ struct IntPlace {
   int g;
 };
 
+// Whether dot products and operands stand in the order they are written in; for one token measured.
+template <class Codes>
+constexpr bool in_order(int m) {
+  return m >= kManyTokens || (m == 1 && std::is_same_v<Codes, MxCodes>);
+}
+
 // Line l of a chunk of 32 inputs: its dot products with M tokens, in C chains of sums.
-template <class Codes, int M, int C>
+template <class Codes, int M, int C, bool InOrder>
 QC_INLINE void int_line(I16* part, const uint8_t* p, int64_t low, const int8_t* x, int l, typename Codes::Group group) {
-  constexpr bool kInOrder = M >= kManyTokens;
   typename Codes::Line line = Codes::line(p + l * 64, low);
+  B64 v[Codes::kDots];
+  QC_UNROLL for (int d = 0; d < Codes::kDots && !InOrder; ++d) v[d] = Codes::operand(line, d, group);
   QC_UNROLL for (int d = 0; d < Codes::kDots; ++d) {
-    if (d && kInOrder) Codes::pin(line);
-    const B64 v = Codes::operand(line, d, group);
+    if (d && InOrder) Codes::pin(line);
+    if (InOrder) v[d] = Codes::operand(line, d, group);
     const int s = l * Codes::kDots + d;
     I16* chain = part + s % C * M;
-    QC_UNROLL for (int m = 0; m < M; ++m) chain[m] = Codes::template dot<kInOrder>(chain[m], v, x + m * 32 + s * 4);
+    QC_UNROLL for (int m = 0; m < M; ++m) chain[m] = Codes::template dot<InOrder>(chain[m], v[d], x + m * 32 + s * 4);
   }
 }
 
@@ -302,17 +309,18 @@ QC_INLINE void int_groups(const IntBlock& w, const IntTile& x, int chunks, IntPl
     QC_UNROLL for (int l = 0; l < Codes::kLines; ++l)
       QC_UNROLL for (int j = 0; j < S; ++j) {
         const uint8_t* p = at.p + j * kChunk;
-        if (Every > 0 && fetched_near<Codes, Rule>(M)) __builtin_prefetch(p + l * 64 + kNearBytes, 0, 0);
+        if (Every > 0 && fetched_near<Codes>(M)) __builtin_prefetch(p + l * 64 + kNearBytes, 0, 0);
         if (Every > 0 && l % (Every > 0 ? Every : 1) == 0) {
           __builtin_prefetch(p + l * 64 + kAhead, 0, 2);
           if (std::is_same_v<Codes, NestedCodes>) __builtin_prefetch(p + w.low + l * 64 + kAhead, 0, 2);
         }
-        int_line<Codes, M, C>(part + j * C * M, p, w.low, at.x + j * M * 32, l, group);
+        int_line<Codes, M, C, in_order<Codes>(M)>(part + j * C * M, p, w.low, at.x + j * M * 32, l, group);
       }
   }
   QC_UNROLL for (int j = 0; j < S; ++j) {
-    QC_UNROLL for (int i = M; i < M * C; ++i) part[j * C * M + i % M] = i_add(part[j * C * M + i % M], part[j * C * M + i]);
-    Rule::template finish<M>(acc, part + j * C * M, w, at.g + j, x.scale);
+    I16* sum = part + j * C * M;
+    QC_UNROLL for (int i = M; i < M * C; ++i) sum[i % M] = i_add(sum[i % M], sum[i]);
+    Rule::template finish<M>(acc, sum, w, at.g + j, x.scale);
   }
   at.g += S;
 }
