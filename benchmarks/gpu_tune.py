@@ -103,7 +103,8 @@ def apart_tiles(tokens: int, unroll: int) -> Iterator[Tile]:
         depths, splits = (2, 3, 4, 6), (1, 2, 4) if tokens <= 256 else (1,)
     for (m, rows, warps), stages, split in itertools.product(cuts, depths, splits):
         if m <= max(tokens, 64) and (m == 128 or tokens < 512):
-            yield Tile(m, rows, 1, split, unroll, warps, stages, 128, piece=128)
+            tile = Tile(m, rows, 1, split, unroll, warps, stages, 128, piece=128)
+            yield from (tile, replace(tile, halves=True)) if m == 128 else (tile,)
 
 
 def candidates(format: str, n: int, k: int, tokens: int) -> list[KernelSpec]:

@@ -7,6 +7,13 @@ A choice depends on the class of M, never on M, where sums are floating point; i
 every cut, so that int8 kernels may have rows of their own for M up to 8, and for 1 to 4: those were chosen by the time
 of a whole step, in which kernels overlap. Floats that are sums of whole groups are summed alike by the kernel for
 single rows, so that there are such cuts for them too.
+
+Of kernels that scale sums of groups, 128 rows for 128 tokens take 690 ns a group of 128 inputs on an H200, 330 of
+them without what sums take; leaving out their conversion to floats saves 92, unpacking 18, copying inputs nothing. Two
+groups of warps that take turns at the tensor cores were 4 to 9 percent slower, sums of a half scaled a turn later 14
+percent, three programs of 64 by 64 on a multiprocessor 20 percent, and whole numbers made floats by an addition 13.
+As many additions that wait for no product cost nothing: what may be left to gain is to scale the sums of one group
+after all products of the next one have been asked for.
 """
 
 from __future__ import annotations
