@@ -34,11 +34,14 @@ SAMPLES = Path(__file__).parents[1] / "samples"
 MODEL = SAMPLES / "pycode-1m"
 KV32 = {"cache.format": "kv32"}
 OFF = {f"{name}.enabled": "false" for name in ("fold_norms", "rotate", "center_keys", "smooth_attention")}
+DESCENT = {"calibrate.descent": "4"}
 RECIPES: tuple[tuple[str, dict[str, str], dict[str, str]], ...] = (
     ("w4a16", KV32, {}),
     ("mixllm", KV32, {}),
+    ("mixllm", KV32 | DESCENT, {}),
     ("qserve", {}, OFF),
-    ("w4a4-g128", KV32, {"fold_norms.enabled": "false", "rotate.enabled": "false"}),
+    ("qserve", DESCENT, OFF),
+    ("w4a4-g128", KV32 | DESCENT, {"fold_norms.enabled": "false", "rotate.enabled": "false"}),
 )
 """Recipe, its options, and those that leave it with rounding alone."""
 
@@ -168,9 +171,10 @@ def measured(model: Path, arguments: argparse.Namespace) -> Iterator[dict[str, A
         nearest = perplexity(model, recipe, options | plain, None, *given)
         chosen = perplexity(model, recipe, options, arguments.calib, *given)
         share = 1 - (chosen - exact) / (nearest - exact)
-        print(f"{model.name:10} {recipe:10} {nearest - exact:+.4f} {chosen - exact:+.4f} {share:.0%}", flush=True)
+        losses = f"{nearest - exact:+.4f} {chosen - exact:+.4f}"
+        print(f"{model.name:10} {recipe:10} {options} {losses} {share:.0%}", flush=True)
         figures = {"float": exact, "nearest": nearest, "calibrated": chosen, "recovered": share}
-        yield {"model": model.name, "recipe": recipe, **figures}
+        yield {"model": model.name, "recipe": recipe, "options": options, **figures}
 
 
 def main() -> None:

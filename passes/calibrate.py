@@ -25,7 +25,7 @@ class Calibrate(Pass):
 
     Each layer's inputs come through the layers before it as they were rounded, and through quantized activations,
     so that later layers make up for earlier ones. `damping` is a share of the mean second moment of a layer's
-    inputs. GPTQ's codes are gone over by coordinate descent, `descent` times at most (0: not). Experts are rounded one
+    inputs. GPTQ's codes are gone over by coordinate descent, `descent` times at most. Experts are rounded one
     by one, by the tokens that reach them. Without calibration text weights keep their nearest codes, which a note says.
     Sources: Frantar et al. 2022 (GPTQ, with activation order and static groups); QServe B.2.4 (clipping). `fired`
     counts weights.
@@ -37,7 +37,7 @@ class Calibrate(Pass):
     clip: bool = True
     gptq: bool = True
     damping: float = 0.01
-    descent: int = 4
+    descent: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.damping <= 1:

@@ -105,7 +105,12 @@ RECIPES = {
         Recipe("f32", "float32 throughout, the reference", "f32", "f32", "kv32", "f32"),
         Recipe("bf16", "bfloat16 weights and activations", "bf16", "bf16", "kv16", "bf16"),
         Recipe("w8a8", "8-bit weights per channel, 8-bit activations", "w8_sym_channel", "int8", "kv16"),
-        Recipe("w4a16", "4-bit weights in groups of 128, bfloat16 activations", "w4_asym_g128", "bf16", "kv16"),
+        Recipe(
+            "w4a16",
+            "4-bit weights in groups of 128, bfloat16 activations",
+            *("w4_asym_g128", "bf16", "kv16"),
+            extra=(("calibrate", "descent", 4),),
+        ),
         Recipe("w4a8", "4-bit weights in groups of 128, 8-bit activations", "w4_asym_g128", "int8", "kv16"),
         Recipe(
             "qserve",
