@@ -378,6 +378,8 @@ def fitted(format: str, n: int, k: int, tile: Tile, capability: int) -> Tile | N
     tile = replace(tile, ahead=tile.ahead if capability >= 90 else 0, joined=capability == 90)
     if format == "mix_4_8":
         tile = _of_two_widths(n, tile)
+    elif tile.piece == 128 and n % tile.rows:
+        tile = replace(tile, rows=64, warps=4)
     while tile.tokens < FEWEST_TOKENS and k % (128 * tile.unroll) and tile.unroll > 1:
         tile = replace(tile, unroll=tile.unroll // 2)
     part = n * k  # more than any program fetches ahead: cut down where a program has less
