@@ -25,7 +25,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import ROTATED_BYTES, Launch, facts, graph_us, launch
 from qcompile.codegen import gpu_compile, tiles
-from qcompile.codegen.gpu_attention import GROUP_SPLITS, AttentionSpec, GpuKV, MergeSpec
+from qcompile.codegen.gpu_attention import GROUP_SPLITS, AttentionSpec, GpuKV, MergeSpec, fitting
 from qcompile.codegen.program import RING_GROUPS
 from qcompile.numerics import HIER_GROUP, PAGE_TOKENS
 
@@ -33,7 +33,7 @@ HEADS, KV_HEADS, DIM = 32, 8, 128
 RING_ENTRIES = 2 * RING_GROUPS * HIER_GROUP // PAGE_TOKENS
 CASES = ((1, 8192), (1, 65536), (1, 131072), (16, 4096), (64, 1024), (64, 4096))
 FORMATS = ("kv4", "kv8", "kv16", "kv_hier4", "kv_hier")
-CUTS = ("leaf", "split", "long", "whole")
+CUTS = ("leaf", "split", "whole")
 MOST_ERROR = 4e-3
 """Queries and weights of values are rounded to bf16, over a hierarchical cache queries twice."""
 
@@ -43,14 +43,13 @@ def spec_for(format: str, cut: str, queries: int, **more: Any) -> AttentionSpec:
     kv = GpuKV(format, KV_HEADS, DIM)
     how = {"split": tiles.split(kv), **tiles.attention(kv, cut), **more}
     spec = AttentionSpec(kv, HEADS, HEADS * DIM, DIM**-0.5, **how)
-    few = replace(spec, columns=8)
-    return few if cut != "whole" and queries <= few.queries else spec
+    return spec if cut == "whole" else fitting(spec, queries)
 
 
 def cut_for(kv: GpuKV, batch: int, context: int, split: int) -> str:
     """What programs of the decode class take, as codegen/gpu_plan.py has it."""
     few = -(-context // split) * batch <= kv.fine_splits
-    return "leaf" if few and kv.leaves > 1 else "long" if 0 < kv.long_splits < -(-context // split) else "split"
+    return "leaf" if few and kv.leaves > 1 else "split"
 
 
 class Cache:
@@ -192,7 +191,7 @@ class Problem:
         else:
             several = splits > GROUP_SPLITS
             merge = MergeSpec(spec.kv, HEADS, 1, not several, 0, spec.split, leaves)
-            todo.append((merge.kernel(90), (tokens, HEADS, -(-splits // GROUP_SPLITS))))
+            todo.append((merge.kernel(90), (tokens, HEADS // merge.heads_each, -(-splits // GROUP_SPLITS))))
             if several:
                 todo.append((replace(merge, level=2, final=True).kernel(90), (tokens, HEADS, 1)))
         found = []
@@ -247,8 +246,7 @@ def candidates(search: bool) -> list[dict[str, Any]]:
     """Cuts to be measured: that of codegen/tiles.py, or all."""
     if not search:
         return [{}]
-    found = itertools.product((256, 512), (16, 32, 64), (2, 3, 4))
-    return [{"split": s, "tile": t, "stages": n} for s, t, n in found]
+    return [{"split": s, "stages": n} for s, n in itertools.product((256, 512), (1, 2, 3, 4))]
 
 
 def rows_that_differ(cache: Cache, format: str) -> int:

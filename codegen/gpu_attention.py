@@ -25,13 +25,13 @@ both products then take items as they lie.
 The order of sums depends on a query's position alone: tokens in leaves, GpuKV.leaves in a split, GROUP_SPLITS splits
 in a group. Weights are powers of two from the largest score's, rounded to a whole number: what programs sum apart is
 then multiplied by powers of two, which rounds nothing, and the order alone decides the bits (unless 2^126 lies between
-scores). Where there is little to do programs take a leaf each, else a split, or several in turn, or all of it. Over a
-hierarchical cache splits are shorter, and have no leaves.
+scores). Where there is little to do programs take a leaf each, else a split, or several in turn, or all of it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
@@ -45,10 +45,12 @@ GROUP_SPLITS = 16
 """Splits that are summed together, before the sums of groups are."""
 FEWEST_POSITIONS = 16
 """Fewest positions of a leaf: what the tensor cores take of values at once."""
+COLUMNS, MOST_OCTETS = 8, 3
+"""Rows that the tensor cores take together, and how often that a program has registers for."""
 FINE_PROGRAMS = 3072
 """Up to so many programs take a leaf each; half as many of 16 bits, which are faster undivided sooner."""
 SHARING_PROGRAMS = 1056
-"""So many take several splits in turn, or one each of a hierarchical cache: 8 for each multiprocessor of an H200."""
+"""So many take several splits in turn, half as many of a hierarchical cache: 8 and 4 a multiprocessor of an H200."""
 _LOG2_E = 1.4426950408889634
 # 2 pi in parts: two short ones whose products with whole numbers up to 2^12 are exact, and the rest.
 _TWO_PI = (-6.28125, -0.0019350051879882812, -3.01991605e-07)
@@ -58,14 +60,14 @@ _TWO_PI = (-6.28125, -0.0019350051879882812, -3.01991605e-07)
 class GpuKV:
     """Pages of `heads` KV heads of `dim` elements in `format` kv16, kv8, kv4, kv_hier or kv_hier4.
 
-    Splits come in at most so many leaves, `most_leaves`.
+    Splits come in so many `leaves`: parts that are summed apart.
     """
 
     format: str
     heads: int
     dim: int
     page_tokens: int = PAGE_TOKENS
-    most_leaves: int = 8
+    leaves: int = 8
 
     def __post_init__(self) -> None:
         if self.format not in ("kv16", "kv8", "kv4", *HIERARCHICAL):
@@ -94,28 +96,15 @@ class GpuKV:
         return self.dim // self.planes
 
     @property
-    def leaves(self) -> int:
-        """Leaves of a split: parts of it that are summed apart. Over a hierarchical cache a split has none."""
-        return 1 if self.hierarchical else self.most_leaves
-
-    @property
     def fine_splits(self) -> int:
         """Up to so many splits of all sequences together are taken in leaves."""
         programs = FINE_PROGRAMS // (2 if self.bits > 8 else 1)
         return programs // (self.leaves * self.heads) if self.leaves > 1 else 0
 
     @property
-    def long_splits(self) -> int:
-        """Programs take several splits of a sequence in turn where it has more than so many: 0 where none do, or all.
-
-        More than 4 bits, or 128 elements, leave no registers for that.
-        """
-        return self.shares if self.bits == 4 and self.dim <= 128 and not self.hierarchical else 0
-
-    @property
     def shares(self) -> int:
         """How many programs of a KV head take the splits of a sequence (hierarchical: of all sequences), if so many."""
-        return max(SHARING_PROGRAMS // self.heads, 1)
+        return max(SHARING_PROGRAMS // (2 if self.hierarchical else 1) // self.heads, 1)
 
     @property
     def row_bytes(self) -> int:
@@ -219,11 +208,13 @@ class AppendSpec:
 class AttentionSpec:
     """softmax(q k^T * scale) v over pages, in programs of `rows` rows: query positions times the heads of a KV head.
 
+    Rows come in `octets`, as the tensor cores take them, or more where one position's heads are more.
+
     q f32 [tokens, q_stride]. In the decode class programs do one `cut` each, a leaf or a split of `split` positions,
     which MergeSpec sums; with `several`, they share a sequence's splits, and do one after the other. Where the cut is
     whole, one program does all, in the same order, and writes out [tokens, heads * dim]. A row's bits do not depend on
-    which, nor on how many rows (at least `columns`) a program has: nothing is fused that is not written so, and a warp
-    sums each by itself.
+    which, nor on how many rows or warps a program has: nothing is fused that is not written so, and sums over a leaf
+    have an order of their own.
     """
 
     kv: GpuKV
@@ -233,9 +224,8 @@ class AttentionSpec:
     window: int = 0
     softcap: float = 0.0
     split: int = 512
-    tile: int = 64
     cut: Literal["leaf", "split", "whole"] = "split"
-    columns: int = 16
+    octets: int = 2
     several: bool = False
     stages: int = 2
     inline_asm: bool = True
@@ -254,8 +244,20 @@ class AttentionSpec:
 
     @property
     def rows(self) -> int:
-        """Rows of a program: as few as the tensor cores take, but whole heads."""
-        return max(self.columns, _power(self.heads // self.kv.heads))
+        """Rows of a program, for all heads of a KV head at least."""
+        group = self.heads // self.kv.heads
+        return COLUMNS * max(self.octets, -(-group // COLUMNS))
+
+    @property
+    def block(self) -> int:
+        """Features of a plane, as the tensor cores take them."""
+        return max(_power(self.kv.width), 16)
+
+    @property
+    def warps(self) -> int:
+        """Warps of a program: two halve a leaf's tokens and its features, where one has no registers for the sums."""
+        few = self.kv.format == "kv4" and self.rows * self.kv.dim <= 1024
+        return 1 if few or self.block < 32 else 2
 
     @property
     def queries(self) -> int:
@@ -270,7 +272,7 @@ class AttentionSpec:
         arguments += [Argument(name, "*fp32") for name in results] + [Argument("table_stride", "i32")]
         arguments += [Argument("splits", "i32")] * (self.cut != "whole")
         name = f"attention_{self.kv.format}_{self.cut}"
-        hurries, block = self.inline_asm and capability >= 90, max(_power(self.kv.width), 16)
+        hurries = self.inline_asm and capability >= 90
         # Started early, programs that take their time would crowd where there is room first.
         prelaunch = hurries and self.cut == "leaf" and not self.kv.hierarchical
         source = render_template(
@@ -281,17 +283,33 @@ class AttentionSpec:
             hurries=hurries,
             prelaunch=prelaunch,
             asm=self.inline_asm,
-            # What numpy sums over more than 16 tokens depends on how many columns there are.
-            tile=min(self.tile, self.leaf, self.tile if self.inline_asm else 16),
-            block=block,
+            block=self.block,
+            columns=COLUMNS,
+            octets=range(self.rows // COLUMNS),
+            planes=range(self.kv.planes),
+            inside_head=self.block != self.kv.width,
+            inside_mask=" & (d < WIDTH)[:, None]" if self.block != self.kv.width else "",
+            float="" if self.inline_asm else ".to(tl.float32)",
+            warp_rows=min(16, self.leaf // 2),
             splits_a_group=GROUP_SPLITS,
             both=self.kv.format == "kv_hier",
-            newest=32 if self.inline_asm and self.kv.dim <= 128 else 16,
             group_tokens=HIER_GROUP,
             ring_pages=RING_GROUPS * HIER_GROUP // self.kv.page_tokens,
             q_scale=self.scale if self.softcap else self.scale * _LOG2_E,
         )
-        return Kernel(name, source, tuple(arguments), 1, self.stages, prelaunch, False)
+        # So many are enough, and as many programs fit on a multiprocessor as there are where there is most to do.
+        most = {"kv8": 128, "kv_hier": 168, "kv_hier4": 168} if self.kv.dim <= 128 and self.rows == 8 else {}
+        registers = most.get(self.kv.format, 0) if (self.warps, self.cut) == (2, "split") else 0
+        return Kernel(name, source, tuple(arguments), self.warps, self.stages, prelaunch, False, False, registers)
+
+
+def fitting(spec: AttentionSpec, queries: int) -> AttentionSpec:
+    """`spec` for steps of so many query positions: as few programs as can be, as each reads all; then as small ones."""
+    fits = [replace(spec, octets=octets) for octets in range(1, MOST_OCTETS + 1)]
+    programs = -(-queries // fits[-1].queries)
+    found = next(each for each in fits if each.queries * programs >= queries)
+    # Most rows over a hierarchical cache leave no registers for a loop over splits.
+    return replace(found, several=found.several and not (found.octets == MOST_OCTETS and found.kv.hierarchical))
 
 
 @dataclass(frozen=True)
@@ -313,6 +331,16 @@ class MergeSpec:
     peaks: bool = False
 
     @property
+    def batched(self) -> bool:
+        """Whether what it sums is whole splits that are few, as of batches: of programs there are enough."""
+        return (self.level, self.final, self.leaves) == (1, True, 1)
+
+    @property
+    def heads_each(self) -> int:
+        """Heads of a program."""
+        return math.gcd(self.heads, 4) if self.batched else 1
+
+    @property
     def kind(self) -> str:
         """What the source says it sums."""
         return f"{f'splits of {self.split} positions' if self.level == 1 else 'groups of splits'} in order of position"
@@ -324,8 +352,7 @@ class MergeSpec:
         arguments += [Argument("positions", "*i32"), Argument("splits", "i32")]
         prelaunch = capability >= 90
         name = f"merge_{self.split}_{self.leaves}_{self.level}{'' if self.final else '_part'}"
-        # Whole splits that are few belong to batches: of programs there are enough.
-        warps, ahead = (1, 8) if (self.level, self.final, self.leaves) == (1, True, 1) else (4, 32 // self.leaves)
+        warps, ahead = (self.heads_each, 8) if self.batched else (4, 32 // self.leaves)
         source = render_template(
             "merge.py.jinja",
             spec=self,

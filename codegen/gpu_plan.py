@@ -13,12 +13,11 @@ The plan is data: the runtime reads it as JSON and needs neither this module nor
 
 A size of a grid is a number, the name of a count, or [count, divisor]: the quotient rounded up. Queries is the
 most rows of one sequence, splits how many parts attention takes of the longest context. `fine` is queries where they
-are of the decode class and there is little to do, so that programs take a leaf of a split each, `long` where contexts
-are so long that they take several splits in turn, and `coarse` where neither is so. `merged` is splits where queries
-are of the decode class, `groups` is groups of splits where there are several to merge; they are 0 where leaves are
-taken, and `fine_merged` and `fine_groups` where not. `slots` is how many sums of a token are kept: of splits, of
-leaves, or none. `shares` is how many programs take the splits of a sequence and KV head, where programs take several.
-`decode_tokens` is tokens where queries are of the decode class, else `other_tokens` is.
+are of the decode class and there is little to do, so that programs take a leaf of a split each, and `coarse` where
+not. `merged` is splits where queries are of the decode class, `groups` is groups of splits where there are several to
+merge; they are 0 where leaves are taken, and `fine_merged` and `fine_groups` where not. `slots` is how many sums of a
+token are kept: of splits, of leaves, or none. `shares` is how many programs take the splits of a sequence and KV head,
+where programs take several. `decode_tokens` is tokens where queries are of the decode class, else `other_tokens` is.
 """
 
 from __future__ import annotations
@@ -42,6 +41,7 @@ from qcompile.codegen.gpu_attention import (
     AttentionSpec,
     GpuKV,
     MergeSpec,
+    fitting,
 )
 from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 from qcompile.codegen.gpu_pack import kernel_of, packing_of, padded_outputs
@@ -53,7 +53,7 @@ MOST_ROWS = 512
 """Most rows of a step."""
 PEAKS_PART, FEWEST_PART = 1024, 32
 """Most and fewest elements of a row in parts that programs quantize side by side: powers of two."""
-GPU_ABI = 7
+GPU_ABI = 8
 
 Ref = list[Any]
 Size = int | str | list[Any]
@@ -133,8 +133,8 @@ class Plan:
             "aligned": HIER_GROUP if self.kv.hierarchical else 0,
             "group_splits": GROUP_SPLITS,
             "leaves": self.kv.leaves,
+            "shared": self.kv.hierarchical,
             "fine_splits": self.kv.fine_splits,
-            "long_splits": self.kv.long_splits,
             "shares": self.kv.shares,
             "arena_bytes": {rows: program.arena_bytes(rows) for rows in ("tokens", "outputs")},
             "layer_page_bytes": self.kv.heads * self.kv.block_bytes,
@@ -177,7 +177,7 @@ def make_plan(program: p.Program, capability: int, split: int = 0, inline_asm: b
     """
     kv = kv_of(program)
     split = split or tiles.split(kv)
-    kv = replace(kv, most_leaves=max(1, min(kv.most_leaves, split // FEWEST_POSITIONS)))
+    kv = replace(kv, leaves=max(1, min(kv.leaves, split // FEWEST_POSITIONS)))
     maker = _Maker(program, Plan(capability, kv, split), inline_asm)
     for call, after in zip_longest(program.calls, program.calls[1:]):
         maker.add(call, after)
@@ -434,10 +434,9 @@ class _Maker:
         label = self.plan.add(whole.kernel(self.capability))
         variants.append(Variant(label, (["queries", whole.queries], kv.heads, "sequences"), args))
         yield Launch(c.name, "coarse", tuple(variants))
-        for count, cut, some in (("fine", "leaf", kv.fine_splits), ("long", "long", kv.long_splits)):
-            if some:
-                few = self._decode_attention(replace(base, **tiles.attention(kv, cut)), args)
-                yield Launch(f"{c.name}.{count}", count, tuple(few))
+        if kv.fine_splits:
+            few = self._decode_attention(replace(base, **tiles.attention(kv, "leaf")), args)
+            yield Launch(f"{c.name}.fine", "fine", tuple(few))
         yield from self._merges(c, args)
 
     def _merges(self, c: p.Attention, args: dict[str, Ref]) -> Iterator[Launch]:
@@ -450,30 +449,24 @@ class _Maker:
         base = MergeSpec(kv, c.heads, window=c.window, split=self.plan.split, peaks=told is not None)
         for leaves, extra in ((1, ""), (kv.leaves, "fine_"))[: 1 + bool(kv.fine_splits)]:
             kinds = ((1, True), (1, False), (2, True))
-            specs = (replace(base, level=level, final=final, leaves=leaves) for level, final in kinds)
+            specs = [replace(base, level=level, final=final, leaves=leaves) for level, final in kinds]
             one, part, groups = (self.plan.add(spec.kernel(self.capability)) for spec in specs)
-            first = Variant(one, ("tokens", c.heads, 1), args, GROUP_SPLITS)
+            first = Variant(one, ("tokens", c.heads // specs[0].heads_each, 1), args, GROUP_SPLITS)
             more = Variant(part, ("tokens", c.heads, [f"{extra}merged", GROUP_SPLITS]), args)
             yield Launch(f"{c.name}.{extra}merge", f"{extra}merged", (first, more))
             yield Launch(f"{c.name}.{extra}groups", f"{extra}groups", (Variant(groups, ("tokens", c.heads, 1), args),))
 
     def _decode_attention(self, base: AttentionSpec, args: dict[str, Ref]) -> list[Variant]:
         """Variants for up to MOST_QUERIES query positions a sequence: few in programs of few rows."""
-        heads, found, covered = base.kv.heads, [], 0
-        parts = "shares" if base.several else "slots"
-        for spec in dict.fromkeys((replace(base, columns=8), base)):
-            if spec.queries <= covered:
-                continue
-            label = self.plan.add(spec.kernel(self.capability))
-            ends = [spec.queries] if spec.rows < base.rows else range(spec.queries, MOST_QUERIES + 1, spec.queries)
-            for most in ends:
-                grid: tuple[Size, Size, Size] = (heads * -(-most // spec.queries), parts, "sequences")
-                found.append(Variant(label, grid, args, most))
-            covered = spec.queries
-        if found[-1].most < MOST_QUERIES:
-            size = heads * -(-MOST_QUERIES // base.queries)
-            found.append(replace(found[-1], grid=(size, parts, "sequences"), most=MOST_QUERIES))
-        return found
+        found: list[Variant] = []
+        for queries in range(1, MOST_QUERIES + 1):
+            spec = fitting(base, queries)
+            programs, parts = -(-queries // spec.queries), "shares" if spec.several else "slots"
+            grid: tuple[Size, Size, Size] = (base.kv.heads * programs, parts, "sequences")
+            found.append(Variant(self.plan.add(spec.kernel(self.capability)), grid, args, queries))
+        # Of those that do the same the last one stands for all.
+        same = zip_longest(found, found[1:])
+        return [a for a, b in same if b is None or (a.kernel, a.grid) != (b.kernel, b.grid)]
 
     def _step_args(self, layer: int) -> dict[str, Ref]:
         """What finds a token's page."""

@@ -416,21 +416,16 @@ def _divides(format: str, n: int, k: int, tile: Tile) -> bool:
 
 
 def split(kv: GpuKV) -> int:
-    """Positions of one split of decode attention: the order of sums depends on it alone.
-
-    Over a hierarchical cache programs take longer for a token: each has fewer where there are too few of them.
-    """
-    return 256 if kv.hierarchical else 512
+    """Positions of one split of decode attention: the order of sums depends on it alone. Registers hold a leaf's."""
+    return kv.leaves * (64 if kv.dim <= 128 else 32)
 
 
 def attention(kv: GpuKV, cut: str) -> dict[str, Any]:
-    """How attention over these pages is cut: tokens a tile, stages, and (long) whether programs take several splits.
+    """How attention over these pages is cut: stages, and whether programs take several splits in turn.
 
-    Registers hold a tile and its sums.
-    Found by benchmarks/gpu_attention.py --search on an H200 for heads of 128; cuts differ in what is in flight, which
-    no sum depends on.
+    Found by benchmarks/gpu_attention.py on an H200 for heads of 128; cuts differ in what is in flight, which no sum
+    depends on. Programs that take several splits have more registers, so that as many of them fit on all
+    multiprocessors; more than 4 bits leave none for that.
     """
-    stages = 1 if cut == "whole" else 2 if cut == "leaf" and not kv.hierarchical else 3
-    tile = 16 if kv.dim > 128 else 64 if kv.dim <= 64 and not kv.hierarchical else 32
-    several = cut == "long" or (cut == "split" and kv.hierarchical)
-    return {"tile": tile, "cut": cut.replace("long", "split"), "stages": stages, "several": several}
+    several = cut == "split" and (kv.hierarchical or (kv.bits == 4 and kv.dim <= 128))
+    return {"cut": cut, "stages": 1 if cut == "whole" else 3 if kv.hierarchical else 2, "several": several}

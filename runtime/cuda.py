@@ -20,7 +20,7 @@ from qcompile.runtime.cuda_driver import Driver, LaunchCall
 from qcompile.runtime.executor import FloatArray, Limits, Rows
 from qcompile.runtime.outputs import MOST_DRAFTS
 
-GPU_ABI = 7
+GPU_ABI = 8
 _GRAPHS = 64
 _FEWEST_PAGES = 8
 _DECODED = 1 << 16
@@ -367,14 +367,12 @@ def attention_counts(plan: Mapping[str, Any], splits: int, tokens: int, sequence
     """The counts that attention's launches go by (codegen/gpu_plan.py), of contexts of `splits` splits at most."""
     decode = queries <= plan["most_queries"]
     fine = decode and splits * sequences <= plan["fine_splits"]
-    long = decode and not fine and 0 < plan["long_splits"] < splits
     merged = splits if decode else 0
     groups = -(-merged // plan["group_splits"]) if merged > plan["group_splits"] else 0
     slots = merged * (plan["leaves"] if fine else 1)
     return {
         "fine": queries if fine else 0,
-        "long": queries if long else 0,
-        "coarse": 0 if fine or long else queries,
+        "coarse": 0 if fine else queries,
         "merged": 0 if fine else merged,
         "groups": 0 if fine else groups,
         "fine_merged": merged if fine else 0,
@@ -382,7 +380,7 @@ def attention_counts(plan: Mapping[str, Any], splits: int, tokens: int, sequence
         "decode_tokens": tokens if decode else 0,
         "other_tokens": 0 if decode else tokens,
         "slots": slots,
-        "shares": min(slots, max(1, plan["shares"] // (sequences if plan["leaves"] == 1 else 1))),
+        "shares": min(slots, max(1, plan["shares"] // (sequences if plan["shared"] else 1))),
     }
 
 

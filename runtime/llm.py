@@ -152,9 +152,7 @@ def _policy(manifest: dict[str, Any], count: int) -> GammaPolicy:
     return predicted(sum(sizes[:count]), sum(sizes[index] for index in drafts))
 
 
-def _open_levels(
-    artifact: LoadedArtifact, levels: list[dict[str, Any]], target: Executor, cache: Arena
-) -> Speculator:
+def _open_levels(artifact: LoadedArtifact, levels: list[dict[str, Any]], target: Executor, cache: Arena) -> Speculator:
     """The paths that draft, opened on the target's threads, its pages and, where they share it, its cache."""
     opened = []
     for level, draft in zip(levels, artifact.drafts, strict=True):

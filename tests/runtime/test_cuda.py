@@ -96,8 +96,8 @@ PLAN: dict[str, Any] = {
     "group_splits": 16,
     "leaves": 4,
     "fine_splits": 0,
-    "long_splits": 0,
     "shares": 132,
+    "shared": False,
     "arena_bytes": {"tokens": 100, "outputs": 10},
     "layer_page_bytes": 512,
     "layers": 2,
@@ -140,7 +140,7 @@ def test_counts_choose_kernels_grids_and_arguments(opened: CudaExecutor) -> None
 
 
 def test_attention_takes_leaves_where_there_is_little_to_do() -> None:
-    plan = {"most_queries": 16, "group_splits": 16, "leaves": 4, "fine_splits": 33, "shares": 132, "long_splits": 0}
+    plan = {"most_queries": 16, "group_splits": 16, "leaves": 4, "fine_splits": 33, "shares": 132, "shared": False}
     few = cuda.attention_counts(plan, 33, 5, 1, 5)
     assert few["fine"] == 5 and few["slots"] == 132 and few["fine_merged"] == 33 and few["fine_groups"] == 3
     assert few["decode_tokens"] == 5 and few["other_tokens"] == 0
@@ -150,13 +150,8 @@ def test_attention_takes_leaves_where_there_is_little_to_do() -> None:
     assert not any(many[name] for name in ("fine", "fine_merged", "fine_groups"))
     prefill = cuda.attention_counts(plan, 3, 17, 1, 17)  # one program does all splits
     assert prefill["coarse"] == prefill["other_tokens"] == 17 and sum(prefill.values()) == 34
-    longer = {**plan, "long_splits": 132}
-    cases = ((132, 1, 1), (300, 1, 2), (300, 7, 1), (300, 1, 17), (2, 1, 1))
-    found = [cuda.attention_counts(longer, splits, batch, batch, queries) for splits, batch, queries in cases]
-    assert [counts["long"] for counts in found] == [0, 2, 1, 0, 0]
-    assert [counts["coarse"] for counts in found] == [1, 0, 0, 17, 0]
-    assert [found[i]["shares"] for i in (1, 2)] == [132, 132] and found[1]["slots"] == found[1]["merged"] == 300
-    hierarchical = {**plan, "leaves": 1, "fine_splits": 0}
+    assert cuda.attention_counts(plan, 300, 2, 1, 2)["shares"] == 132
+    hierarchical = {**plan, "shared": True, "fine_splits": 0}
     sizes = ((32, 1, 1), (512, 1, 1), (16, 20, 20), (9, 200, 200))
     shares = [cuda.attention_counts(hierarchical, *how, 1)["shares"] for how in sizes]
     assert shares == [32, 132, 6, 1]
