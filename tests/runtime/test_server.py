@@ -401,7 +401,7 @@ def test_the_command_serves_until_it_is_told_to_end(tiny_artifact: Build) -> Non
     )
     assert process.stdout
     ready = json.loads(process.stdout.readline())
-    assert ready["model"] == "w4a8"
+    assert ready["model"] == tiny_artifact("w4a8").name
     with urllib.request.urlopen(f"{ready['url']}/health") as response:
         assert json.load(response) == {"status": "ok"}
     port = ready["url"].rsplit(":", 1)[1]
