@@ -291,6 +291,8 @@ class AttentionSpec:
             inside_mask=" & (d < WIDTH)[:, None]" if self.block != self.kv.width else "",
             float="" if self.inline_asm else ".to(tl.float32)",
             warp_rows=min(16, self.leaf // 2),
+            # Two stages: elements of 16 bits take memory that more programs would have.
+            ring_stages=1 if self.cut == "whole" or (self.rows > 16 and capability >= 100) else 2,
             splits_a_group=GROUP_SPLITS,
             both=self.kv.format == "kv_hier",
             group_tokens=HIER_GROUP,
@@ -298,14 +300,17 @@ class AttentionSpec:
             q_scale=self.scale if self.softcap else self.scale * _LOG2_E,
         )
         # So many are enough, and as many programs fit on a multiprocessor as there are where there is most to do.
-        most = {"kv8": 128, "kv_hier": 168, "kv_hier4": 168} if self.kv.dim <= 128 and self.rows == 8 else {}
-        registers = most.get(self.kv.format, 0) if (self.warps, self.cut) == (2, "split") else 0
+        most = {("kv8", 2): 128, ("kv_hier", 2): 168, ("kv_hier4", 2): 168, ("kv_hier4", 1): 224}
+        eight = self.rows == 8 and self.kv.dim <= 128 and self.cut == "split" and capability > 80
+        registers = most.get((self.kv.format, self.warps), 0) if eight else 0
         return Kernel(name, source, tuple(arguments), self.warps, self.stages, prelaunch, False, False, registers)
 
 
 def fitting(spec: AttentionSpec, queries: int) -> AttentionSpec:
     """`spec` for steps of so many query positions: as few programs as can be, as each reads all; then as small ones."""
-    fits = [replace(spec, octets=octets) for octets in range(1, MOST_OCTETS + 1)]
+    # Of more features, or where one warp sums both kinds of positions, registers hold fewer rows.
+    few = spec.kv.dim > 128 or (spec.kv.hierarchical and spec.warps == 1)
+    fits = [replace(spec, octets=octets) for octets in range(1, MOST_OCTETS + (not few))]
     programs = -(-queries // fits[-1].queries)
     found = next(each for each in fits if each.queries * programs >= queries)
     # Most rows over a hierarchical cache leave no registers for a loop over splits.

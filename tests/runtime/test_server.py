@@ -399,14 +399,18 @@ def test_the_command_serves_until_it_is_told_to_end(tiny_artifact: Build) -> Non
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )
-    assert process.stdout
-    ready = json.loads(process.stdout.readline())
-    assert ready["model"] == tiny_artifact("w4a8").name
-    with urllib.request.urlopen(f"{ready['url']}/health") as response:
-        assert json.load(response) == {"status": "ok"}
-    port = ready["url"].rsplit(":", 1)[1]
-    second = subprocess.run([*command[:-3], "--port", port], capture_output=True, text=True)
-    assert second.returncode == 5 and f"port {port} of 127.0.0.1" in second.stderr and second.stderr.count("\n") == 1
-    process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 130
-    assert "Traceback" not in process.communicate()[1]
+    try:
+        assert process.stdout
+        ready = json.loads(process.stdout.readline())
+        assert ready["model"] == tiny_artifact("w4a8").name
+        with urllib.request.urlopen(f"{ready['url']}/health") as response:
+            assert json.load(response) == {"status": "ok"}
+        port = ready["url"].rsplit(":", 1)[1]
+        second = subprocess.run([*command[:-3], "--port", port], capture_output=True, text=True)
+        assert second.returncode == 5 and f"port {port} of 127.0.0.1" in second.stderr
+        assert second.stderr.count("\n") == 1
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+        assert "Traceback" not in process.communicate()[1]
+    finally:
+        process.kill()
