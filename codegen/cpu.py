@@ -402,7 +402,7 @@ class _Renderer:
     def _attention(self, c: p.Attention, index: int) -> list[str]:
         q = self.program.buffer(c.q)
         where = f"{_ident(c.q)}, {q.stride}, {c.q_offset}, {_ident(c.out)}, {c.heads}"
-        extra = f"{self.weight(c.sinks)}, {self.weight(c.key_bias)}, kMaxPosition"
+        extra = f"{self.weight(c.sinks)}, {self.weight(c.key_bias)}, kMaxPosition, {self.weight(c.center)}"
         how = f"{_f32(c.scale)}, {c.window}, {_f32(c.softcap)}, {extra}"
         columns = self._new_columns(c) if self.program.kv.hierarchical else ""
         return [f"s.attend({{{where}, {how}, b.sequences, b.positions, b.query_start{columns}}}, {c.layer}, {index});"]

@@ -214,7 +214,8 @@ class AttentionSpec:
     which MergeSpec sums; with `several`, they share a sequence's splits, and do one after the other. Where the cut is
     whole, one program does all, in the same order, and writes out [tokens, heads * dim]. A row's bits do not depend on
     which, nor on how many rows or warps a program has: nothing is fused that is not written so, and sums over a leaf
-    have an order of their own.
+    have an order of their own. Where `centered`, keys in pages are less a weight [KV heads, dim], and scores are as of
+    whole keys ahead of their cap.
     """
 
     kv: GpuKV
@@ -228,6 +229,7 @@ class AttentionSpec:
     octets: int = 2
     several: bool = False
     stages: int = 2
+    centered: bool = False
     inline_asm: bool = True
 
     @property
@@ -268,6 +270,7 @@ class AttentionSpec:
         """The kernel for a compute capability."""
         arguments = [Argument("q", "*fp32"), *_pages(self.kv)]
         arguments += [Argument(name, "*i32") for name in ("positions", "query_start", "block_table")]
+        arguments += [Argument("center", "*fp32")] * self.centered
         results = ("out",) if self.cut == "whole" else ("parts", "stats")
         arguments += [Argument(name, "*fp32") for name in results] + [Argument("table_stride", "i32")]
         arguments += [Argument("splits", "i32")] * (self.cut != "whole")

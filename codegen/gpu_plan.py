@@ -422,9 +422,12 @@ class _Maker:
         if c.sinks is not None or c.key_bias is not None:
             raise UnsupportedError("GPU attention has no sinks and no biases by key position yet")
         base = AttentionSpec(kv, c.heads, stride, c.scale, c.window, c.softcap, self.plan.split)
-        base = replace(base, inline_asm=self.asm)
+        # What came off keys moves all scores of a query alike: where they are not capped, softmax does not see it.
+        base = replace(base, centered=bool(c.softcap and c.center), inline_asm=self.asm)
         args = {"q": self.ref(c.q, column=c.q_offset), "out": self.ref(c.out), **self._step_args(c.layer)}
         args |= {"splits": ["count", "slots"], "query_start": ["input", "query_start"]}
+        if c.center is not None:
+            args["center"] = ["weight", c.center]
         for name, size in (("parts", c.heads * kv.dim * 4), ("stats", c.heads * 8)):
             args[name] = self.plan.need(name, size, "tokens", "slots")
         if self.program.buffer(c.out).stride != c.heads * kv.dim:

@@ -298,7 +298,7 @@ def _rope_append(low: Lowering, node: fx.Node) -> p.Call:
 
 
 def _attention(low: Lowering, node: fx.Node) -> p.Call:
-    q, _, _, _, cache, layer, scale, window, softcap, sinks, key_bias = (*_args(node), None, None)[:11]
+    q, _, _, _, cache, layer, scale, window, softcap, sinks, key_bias, _, center = (*_args(node), *[None] * 4)[:13]
     heads, head_dim = q.meta["val"].shape[-2:]
     kv_heads = cache.meta["val"].shape[-2]
     column = q.meta["storage"]["column"]
@@ -315,6 +315,7 @@ def _attention(low: Lowering, node: fx.Node) -> p.Call:
         softcap,
         low.vector(sinks),
         low.flat(key_bias),
+        low.vector(center),
     )
 
 

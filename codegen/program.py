@@ -237,6 +237,8 @@ class Attention:
     """Weight f32 [heads]: scores that take part in the softmax's sum alone."""
     key_bias: str | None = None
     """Weight f32 [heads][max position]: what a key's position adds to scores, less the query's."""
+    center: str | None = None
+    """Weight f32 [kv_heads * head_dim]: what keys in the cache are less; scores are those of keys with it."""
 
 
 @dataclass(frozen=True)

@@ -64,13 +64,13 @@ class Cache(Pass):
     def _replace_attention(
         self, graph: Graph, node: fx.Node, layer: int, inputs: dict[str, fx.Node], cache: fx.Node
     ) -> fx.Node:
-        arguments = list(node.args) + [0, 0.0, None, None][len(node.args) - 4 :]
-        q, k, v, scale, window, softcap, sinks, key_bias = arguments
+        arguments = list(node.args) + [0, 0.0, None, None, None][len(node.args) - 4 :]
+        q, k, v, scale, window, softcap, sinks, key_bias, center = arguments
         place = (inputs["positions"], inputs["sequence"], inputs["block_table"])
         bits = numerics.HIERARCHICAL.get(self.format, 0)
         with graph.fx.inserting_before(node):
             appended = _call(graph, "kv_append", k, v, *place, cache, layer, self.format)
-            shape = (layer, scale, window, softcap, sinks, key_bias, bits)
+            shape = (layer, scale, window, softcap, sinks, key_bias, bits, center)
             read = _call(graph, "kv_attention", q, *place, appended, *shape)
         graph.replace(node, read)
         return appended

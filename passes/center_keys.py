@@ -1,8 +1,9 @@
 """Center keys: what all keys of a text have in common comes off them, ahead of the cache.
 
-What is taken off all keys alike moves all scores of a query alike, which softmax does not see. A cache of few bits
-gives all channels of a key one rounding step, which channels far from zero make wide whether they vary or not. Biases
-put them there, and a rotary embedding leaves them there where it hardly turns.
+What is taken off all keys alike moves all scores of a query alike, which softmax does not see. Where something else
+sees scores, attention adds to them what was taken off: one number for each query. A cache of few bits gives all
+channels of a key one rounding step, which channels far from zero make wide whether they vary or not. Biases put them
+there, and a rotary embedding leaves them there where it hardly turns.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class CenterKeys(Pass):
 
     It is what calibration text gives ahead of the embedding, turned as at all positions the model can take and averaged
     over those: the text's own positions may be the first few, and a pair of channels that has turned half way round
-    since would be moved further from zero. The kernel that appends keys does it. Only where nothing but softmax sees
-    scores (no cap, no sinks); other attentions are named in the notes, and so is that there is no text. `fired` counts
-    attentions.
+    since would be moved further from zero. The kernel that appends keys does it. Where scores are capped or weighed
+    against sinks, attention is told what it is that keys are less. Attentions whose keys are turned otherwise are named
+    in the notes, and so is that there is no text. `fired` counts attentions.
     """
 
     name: ClassVar[str] = "center_keys"
@@ -58,6 +59,9 @@ class CenterKeys(Pass):
             graph.weights.add_tensor(name, mean.flatten())
             with graph.fx.inserting_before(node):
                 node.update_arg(1, graph.call("rotate_heads", node.args[1], graph.weight(name), 0))
+            given = (*node.args, *(0, 0.0, None, None)[len(node.args) - 4 :])
+            if given[5] or given[6] is not None:  # a cap, or sinks
+                node.args = (*given, graph.weight(name))
         return PassResult(graph, len(means), tuple(notes))
 
 
@@ -74,14 +78,10 @@ def _over_positions(graph: Graph, mean: Tensor, rope: fx.Node) -> Tensor:
 
 
 def _obstacle(graph: Graph, attention: fx.Node) -> str | None:
-    """Why keys keep their mean; None where nothing but softmax sees scores and it is known how positions turn keys."""
+    """Why keys keep their mean; None where it is known how positions turn them."""
     key: Any = attention.args[1]
-    if ops.name_of(key.target) == "rope" and not (key.args[1] in graph.inputs and graph.is_weight(key.args[2])):
-        return "its keys are turned by something other than their positions"
-    softcap, sinks = (*attention.args[5:7], None, None)[:2]
-    if softcap:
-        return "its scores are capped, so that they may not all move alike"
-    return None if sinks is None else "its sinks are weighed against scores, so that those may not all move alike"
+    known = ops.name_of(key.target) != "rope" or (key.args[1] in graph.inputs and graph.is_weight(key.args[2]))
+    return None if known else "its keys are turned by something other than their positions"
 
 
 def _args(node: fx.Node) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
 from qcompile import ops
@@ -60,3 +61,6 @@ def _turn(graph: Graph, node: fx.Node) -> None:
         turned = graph.call("rotate_heads", query, None, block), graph.call("rotate_heads", key, mean, block)
     for index, value in enumerate(turned):
         node.update_arg(index, value)
+    if args[8:]:  # what keys are less is told to attention too
+        graph.weights.add_tensor(f"rotate_keys.{block}", torch.ones(block))
+        node.update_arg(8, graph.call_weight("rotate", args[8], graph.weight(f"rotate_keys.{block}"), 0))

@@ -69,6 +69,8 @@ class SmoothAttention(Pass):
         up = down if shared else graph.call_weight("repeat_heads", down, heads // kv_heads, head_dim)
         pusher.push(key, node, down, True)
         pusher.push(query, node, up, False)
+        if args[8:]:  # what keys are less (passes/center_keys.py)
+            node.update_arg(8, graph.call_weight("scale_axis", args[8], down, 0, True))
 
 
 def _measured(graph: Graph) -> dict[fx.Node, fx.Node]:

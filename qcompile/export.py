@@ -21,7 +21,7 @@ from qcompile.artifact import MANIFEST, read_manifest, verify
 from qcompile.errors import ArtifactError, ResourceError, UnsupportedError, UsageError
 from qcompile.graph import Graph, WeightStore
 from qcompile.manifest import check_manifest
-from qcompile.ops.model import attend, key_offsets, visible
+from qcompile.ops.model import attend, key_offsets, visible, whole_keys
 from qcompile.ops.step import turn_heads
 
 STEP = "graphs/step.json"
@@ -173,10 +173,11 @@ def _kv_attention(
     sinks: Tensor | None = None,
     key_bias: Tensor | None = None,
     bits: int = 0,
+    center: Tensor | None = None,
 ) -> Tensor:
     if bits:
         raise UnsupportedError("export: a hierarchical cache reads a token otherwise as it ages; take another recipe")
-    k, v = cache[layer]
+    k, v = whole_keys(cache[layer][0], center), cache[layer][1]
     bias = key_offsets(key_bias, positions, positions)
     return attend(q, k, v, visible(positions, positions, window), scale, softcap, sinks, bias)
 

@@ -24,6 +24,7 @@ def decoder(
     bias: bool | str = False,
     rotary: bool = True,
     window: int = 0,
+    softcap: float = 0.0,
     head_norm: str = "",
     late_norms: bool = False,
     act: str = "silu",
@@ -78,7 +79,7 @@ def decoder(
         v = graph.call("split_heads", linear(y, f"v{layer}", kv_heads * head_dim, hidden), kv_heads)
         if inv_freq is not None:
             q, k = (graph.call("rope", t, positions, inv_freq, 1.0, False) for t in (q, k))
-        mixed = graph.call("merge_heads", graph.call("attention", q, k, v, head_dim**-0.5, window, 0.0, None))
+        mixed = graph.call("merge_heads", graph.call("attention", q, k, v, head_dim**-0.5, window, softcap, None))
         x = graph.call("add", x, block(mixed, f"o{layer}", heads * head_dim))
         y = graph.call("rms_norm", x, None, 1e-6)
         gate = graph.call("unary", linear(y, f"gate{layer}", ffn, hidden), act)

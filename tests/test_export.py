@@ -13,9 +13,12 @@ import pytest
 import torch
 
 from qcompile import check, export, ops, pipeline, recipes
+from qcompile.calibration import Calibration
 from qcompile.codegen import compiler
 from qcompile.errors import UnsupportedError, UsageError
 from qcompile.graph import Graph
+from qcompile.passes.base import apply
+from qcompile.passes.center_keys import CenterKeys
 from tests.graphs import decoder, step_inputs
 from tests.test_cli import refusal
 from tests.test_ops import CASES
@@ -118,6 +121,15 @@ def test_windows_hide_what_is_far(built: Any) -> None:
     path, ids, expected = built("f32", decoder(window=3))
     with torch.no_grad():
         assert check.max_relative_error(export.Sequence(path)(ids), expected) < ALIKE
+
+
+def test_capped_scores_are_of_keys_with_what_came_off_them(built: Any) -> None:
+    graph = decoder(softcap=1.0)
+    graph.calibration = Calibration(torch.tensor([[3, 1, 4, 1, 5]]))
+    path, ids, expected = built("f32", apply(CenterKeys(), graph).graph)
+    with torch.no_grad():
+        assert check.max_relative_error(export.Sequence(path)(ids), expected) < ALIKE
+    assert check.max_relative_error(expected, graph.run(ids[None], torch.arange(11)[None])[0]) < ALIKE
 
 
 def test_weights_that_cannot_be_read_back_are_named(built: Any) -> None:

@@ -184,13 +184,20 @@ def visible(query: Tensor, key: Tensor, window: int) -> Tensor:
     return seen & (distance < window) if window else seen
 
 
+def whole_keys(k: Tensor, center: Tensor | None) -> Tensor:
+    """Keys k [..., Hk, D] with the `center` [Hk * D] that was taken off them (None: nothing was)."""
+    return k if center is None else k + center.to(k.dtype).unflatten(0, k.shape[-2:])
+
+
 def key_offsets(key_bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     """What key_bias [H, P] adds to scores at positions query [Q] and key [S]: bias[key] - bias[query], [H, Q, S]."""
     return None if key_bias is None else key_bias[:, None, key] - key_bias[:, query, None]
 
 
 @define(
-    lambda q, k, v, scale, window=0, softcap=0.0, sinks=None, key_bias=None: q.new_empty(*q.shape[:-1], v.shape[-1])
+    lambda q, k, v, scale, window=0, softcap=0.0, sinks=None, key_bias=None, center=None: q.new_empty(
+        *q.shape[:-1], v.shape[-1]
+    )
 )
 def attention(
     q: Tensor,
@@ -201,6 +208,7 @@ def attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     key_bias: Tensor | None = None,
+    center: Tensor | None = None,
 ) -> Tensor:
     """Causal attention: q [B, T, H, D], k [B, T, Hk, D], v [B, T, Hk, Dv] -> [B, T, H, Dv].
 
@@ -208,7 +216,9 @@ def attention(
     `softcap` > 0 bounds scores as softcap * tanh(score / softcap); sinks [H] are extra scores that
     take part in the softmax's sum alone. key_bias [H, P] adds key_bias[h, key] - key_bias[h, query], by position:
     linear biases (ALiBi) and whatever else depends on the key's position alone, up to what a softmax ignores.
+    `center` [Hk * D] is what was taken off all keys, and is given back to their scores.
     """
+    k = whole_keys(k, center)
     if not window and not softcap and sinks is None and key_bias is None:  # fast, and nothing [T, T] in memory
         first, second, third = (t.transpose(1, 2) for t in (q, k, v))  # heads ahead of tokens
         grouped = q.shape[2] != k.shape[2]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qcompile import numerics
-from qcompile.ops.model import attend, key_offsets, layer_norm, rms_norm, visible
+from qcompile.ops.model import attend, key_offsets, layer_norm, rms_norm, visible, whole_keys
 from qcompile.ops.registry import define, like, reference
 
 # ---- the step's view: rows of many sequences over a paged cache -----------------------------------
@@ -59,10 +59,12 @@ def kv_attention(
     sinks: Tensor | None = None,
     key_bias: Tensor | None = None,
     bits: int = 0,
+    center: Tensor | None = None,
 ) -> Tensor:
     """q [M, H, D] at positions [M] of sequences [M] over the cache's pages [S, pages] -> [M, H, D].
 
-    With `bits`, older keys and values are read as a hierarchical cache has them (numerics.read_hier).
+    With `bits`, older keys and values are read as a hierarchical cache has them (numerics.read_hier). `center` [Hk * D]
+    is what keys were less when they were written: scores are those of keys with it.
     """
     out = torch.empty_like(q)
     for row in range(q.shape[0]):
@@ -73,7 +75,7 @@ def kv_attention(
         if bits:
             k, v = numerics.read_hier(k, v, bits)
         bias = key_offsets(key_bias, positions[row : row + 1].long(), seen)
-        out[row] = attend(q[row : row + 1], k, v, mask, scale, softcap, sinks, bias)[0]
+        out[row] = attend(q[row : row + 1], whole_keys(k, center), v, mask, scale, softcap, sinks, bias)[0]
     return out
 
 

@@ -17,6 +17,7 @@ import torch
 
 from qcompile import pipeline, recipes
 from qcompile.artifact import read_manifest, verify
+from qcompile.calibration import Calibration
 from qcompile.codegen import tiles
 from qcompile.codegen.gpu_attention import AttentionSpec, GpuKV, fitting
 from qcompile.codegen.gpu_compile import Kernel, build, compile_kernel, triton_version
@@ -51,9 +52,12 @@ SHAPE: dict[str, Any] = {"vocab": 70, "hidden": 256, "heads": 4, "kv_heads": 2, 
 
 
 def lowered(recipe: str, **options: Any) -> tuple[Any, Any, dict[str, torch.Tensor]]:
-    """The last graph of a small decoder, its program, and its packed weights."""
+    """The last graph of a small decoder, its program, and its packed weights; `text` [samples, tokens] calibrates."""
     passes = pipeline.configure(recipes.get_recipe(recipe).settings(), options.pop("passes", {}))
-    graphs, _ = pipeline.run_passes(decoder(**{**SHAPE, "layers": 1, **options}), passes[1:])
+    text = options.pop("text", None)
+    made = decoder(**{**SHAPE, "layers": 1, **options})
+    made.calibration = None if text is None else Calibration(text)
+    graphs, _ = pipeline.run_passes(made, passes[1:])
     table = WeightTable(GPU_PACKING)
     program = lower(graphs[-1], table)
     blobs = {name: blob for w in table.weights for (name, _), blob in zip(w.blobs, w.produce(), strict=True)}

@@ -65,7 +65,7 @@ static void step(Model& m, int tid) {
   s.done(3, !s.by_head());
 
   // 0.attention
-  s.attend({v_0_qkv, 256, 0, v_0_attended, 4, 0.176776692f, 0, 0.0f, nullptr, nullptr, kMaxPosition, b.sequences, b.positions, b.query_start}, 0, 4);
+  s.attend({v_0_qkv, 256, 0, v_0_attended, 4, 0.176776692f, 0, 0.0f, nullptr, nullptr, kMaxPosition, nullptr, b.sequences, b.positions, b.query_start}, 0, 4);
   s.done(4, true);
 
   // 0.o.quantize

@@ -36,11 +36,15 @@ def through(graph: Graph, *passes: Pass) -> Graph:
     return graph
 
 
-def far_from_zero() -> Graph:
-    """A decoder with biases, of which those of some keys' channels are large."""
-    graph = decoder(bias=True)
+def far_from_zero(cap: float = 0.0, sinks: bool = False, head_dim: int = 16, **shape: int) -> Graph:
+    """A decoder with biases, of which those of some keys' channels are large. Scores are capped, or weighed against."""
+    graph = decoder(bias=True, head_dim=head_dim, **shape)  # type: ignore[arg-type]
+    for node in graph.calls("attention"):
+        weights = torch.randn(node.args[0].meta["val"].shape[-2], generator=torch.Generator().manual_seed(0))  # type: ignore[union-attr]
+        graph.weights.add_tensor("sinks", weights)
+        node.args = (*node.args[:4], 0, cap, graph.weight("sinks") if sinks else None)
     for layer in range(2):
-        bias = graph.weights[f"k{layer}.bias"].clone().unflatten(0, (-1, 16))
+        bias = graph.weights[f"k{layer}.bias"].clone().unflatten(0, (-1, head_dim))
         bias[:, [7, 15]] += torch.tensor([12.0, -8.0])  # a pair that positions hardly turn
         graph.weights.add_tensor(f"k{layer}.bias", bias.flatten())
     return calibrated(graph)
@@ -59,16 +63,31 @@ def test_the_function_stays(shape: dict[str, bool | int | str], others: tuple[Pa
     assert check.equivalent(after, before, sequence_inputs()) < 1e-13  # float64: the mean may be any number
 
 
-@pytest.mark.parametrize("index", [5, 6])
-def test_scores_that_more_than_softmax_sees_are_not_shifted(index: int) -> None:
+@pytest.mark.parametrize("others", [(), (SMOOTH,), (TURN,)])
+@pytest.mark.parametrize(("cap", "sinks"), [(5.0, False), (0.0, True), (5.0, True), (0.0, False)])
+def test_attention_whose_scores_are_seen_is_told_what_came_off(
+    cap: float, sinks: bool, others: tuple[Pass, ...]
+) -> None:
+    before = far_from_zero(cap, sinks)
+    result = apply(CenterKeys(), before)
+    assert result.fired == 2 and not result.notes
+    after = through(result.graph, *others)
+    assert check.equivalent(after, before, sequence_inputs()) < (1e-6 if others == (TURN,) else 1e-13)
+    attentions = after.calls("attention")
+    assert {len(node.args) for node in attentions} == {9 if cap or sinks else 7}
+    for node in attentions:
+        node.args = node.args[:8]
+    assert (check.equivalent(after, before, sequence_inputs()) > 1e-3) == bool(cap or sinks)
+
+
+def test_keys_turned_by_something_else_keep_their_mean() -> None:
     graph = calibrated(decoder(layers=1))
-    node = graph.calls("attention")[0]
-    graph.weights.add_tensor("sinks", torch.randn(4, generator=torch.Generator().manual_seed(0)))
-    sinks = graph.weight("sinks")
-    node.args = (*node.args[:4], 0, 5.0, None) if index == 5 else (*node.args[:4], 0, 0.0, sinks)
+    rope = next(node for node in graph.calls("rope") if node.args[0] is not graph.calls("rope")[0].args[0])
+    with graph.fx.inserting_before(rope):
+        rope.update_arg(1, graph.call("shift", rope.args[1], 1.0))
     result = apply(CenterKeys(), graph)
     assert result.fired == 0 and not result.graph.calls("rotate_heads")
-    assert node.name in result.notes[0] and ("capped" if index == 5 else "sinks") in result.notes[0]
+    assert "turned by something other than their positions" in result.notes[0]
 
 
 def test_without_text_keys_stay() -> None:
@@ -105,22 +124,24 @@ def test_keys_are_centered_at_all_positions_and_not_at_those_of_the_text_alone(i
 
     assert largest(after) < 1.1 * largest(graph)
 
+
 def test_a_scale_does_not_pass_turned_keys() -> None:
     result = apply(SMOOTH, through(calibrated(decoder()), CenterKeys(), TURN))
     assert result.fired == 0 and all("mixes channels" in note for note in result.notes)
 
 
-def test_fuse_takes_the_mean_along() -> None:
-    before = through(far_from_zero(), CenterKeys(), AssignPrecision(), Merge(), Quantize(), Cache("kv8"))
+@pytest.mark.parametrize("cap", [0.0, 5.0])
+def test_fuse_takes_the_mean_along(cap: float) -> None:
+    before = through(far_from_zero(cap), CenterKeys(), AssignPrecision(), Merge(), Quantize(), Cache("kv8"))
     after = through(before, Fuse())
     assert len(after.calls("rope_append")) == 2 and not after.calls("rotate_heads", "kv_append")
     ids, _ = sequence_inputs(9)
     assert torch.equal(after.run(*step_inputs(ids, None, after))[0], before.run(*step_inputs(ids, None, before))[0])
 
 
-@pytest.mark.parametrize("format", ["kv32", "kv_hier"])
-def test_kernel_equals_reference_whatever_the_step(format: str, tmp_path: Path) -> None:
-    graph = far_from_zero()
+@pytest.mark.parametrize(("format", "cap"), [("kv32", 0.0), ("kv_hier", 0.0), ("kv8", 5.0)])
+def test_kernel_equals_reference_whatever_the_step(format: str, cap: float, tmp_path: Path) -> None:
+    graph = far_from_zero(cap)
     options = {"center_keys.enabled": "true", "smooth_attention.enabled": "true", "cache.format": format}
     pipeline.build(graph, tmp_path / "out", recipe="f32", options=options, calib=TEXT)
     passes = pipeline.configure(recipes.get_recipe("f32").settings(), options)
@@ -128,6 +149,25 @@ def test_kernel_equals_reference_whatever_the_step(format: str, tmp_path: Path) 
     ids, positions = sequence_inputs(41)
     reference = step.run(*step_inputs(ids, None, step))[0].view(2, 41, -1)
     logits = logits_whatever_the_step(tmp_path / "out", ids)
-    assert check.max_relative_error(logits, reference) < {"kv_hier": 1e-4, "kv32": 2e-5}[format]
+    assert check.max_relative_error(logits, reference) < {"kv_hier": 1e-4, "kv32": 2e-5, "kv8": 2e-5}[format]
     if format == "kv32":
         assert check.max_relative_error(logits, graph.run(ids, positions)) < 1e-5
+
+
+SEEN = {
+    "capped": far_from_zero(5.0),
+    "weighed against sinks": far_from_zero(0.0, True),
+    "both, in heads that are no whole vectors": far_from_zero(5.0, True, 20, heads=6, kv_heads=3),
+}
+
+
+@pytest.mark.parametrize("turn", [False, True])
+@pytest.mark.parametrize("name", SEEN)
+def test_kernels_give_scores_back_what_came_off(name: str, turn: bool, tmp_path: Path) -> None:
+    """Of capped scores and such that are weighed against sinks: the function of the graph before."""
+    graph = SEEN[name]
+    options = {f"{p.name}.enabled": "true" for p in (CenterKeys(), SMOOTH, *[TURN] * turn)}
+    pipeline.build(graph, tmp_path / "out", recipe="f32", options=options, calib=TEXT)
+    ids, positions = sequence_inputs(41)
+    logits = logits_whatever_the_step(tmp_path / "out", ids)
+    assert check.max_relative_error(logits, graph.run(ids, positions)) < 1e-5

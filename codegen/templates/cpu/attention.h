@@ -25,6 +25,7 @@ struct AttentionArgs {
   const float* sinks;        // [heads] scores that count in the sum alone, or null
   const float* key_bias;     // [heads][key_bias_stride] added to scores by the key's position, less the query's; or null
   int key_bias_stride;
+  const float* center;       // [kv_heads * head_dim] that keys in the cache are less, or null
   int sequences;
   const int32_t* positions;
   const int32_t* query_start;
@@ -35,6 +36,7 @@ struct AttentionScratch {    // one thread's working set
   float *q, *score, *part, *out;
   float q_sum[kTileRows], page_max[kTileRows], page_sum[kTileRows], shift[kTileRows];
   float run_max[kTileRows], run_sum[kTileRows];
+  float centered[kTileRows];     // what keys would add to the row's scores by the center they are less
   int32_t position[kTileRows];
   const float* bias[kTileRows];  // of the row's head
   int8_t* split;                 // kKvHier: q with the scales of the keys of group `folded`, [rows][2][dp]
@@ -135,7 +137,7 @@ QC_INLINE void scale_scores(const AttentionArgs& a, const KvBlock& block, Attent
         x[c] = (x[c] - load<f32x16>(p + kPage) * s.q_sum[r]) * load<f32x16>(p);
       }
       x[c] *= a.scale;
-      if (a.softcap > 0) x[c] = soften(x[c], a.softcap);
+      if (a.softcap > 0) x[c] = soften(x[c] + s.centered[r], a.softcap);  // softmax alone does not see it
       if (a.key_bias) x[c] += key_bias(s.bias[r], s.position[r], start + 16 * c);
       if (masked) x[c] = select(visible(a, s, r, start, c), x[c], splat(-__builtin_inff()));
       store(row + 16 * c, x[c]);
@@ -213,6 +215,16 @@ QC_INLINE void merge_page(AttentionScratch& s, int rows, int dp) {
   }
 }
 
+// Sum over n features of what keys are less, times a query's, in order.
+QC_INLINE float dot(const float* q, const float* center, int n) {
+  f32x16 sum{};
+  int i = 0;
+  for (; i + 16 <= n; i += 16) sum += load<f32x16>(q + i) * load<f32x16>(center + i);
+  float x = reduce_add(sum);
+  for (; i < n; ++i) x += q[i] * center[i];
+  return x;
+}
+
 // 1 / (sum + e^(sink - top)): what results relative to `top` are multiplied with; 0 where the sink outweighs them all.
 QC_INLINE float with_sink(float top, float sum, float sink) {
   const float over = sink - top;
@@ -254,6 +266,7 @@ QC_NOINLINE void attend_tile(const AttentionArgs& a, const KvLayer<F>& kv, void*
     f32x16 sum{};
     for (int i = 0; i < dp; i += 16) sum += load<f32x16>(q + i);
     s.q_sum[r] = reduce_add(sum);
+    s.centered[r] = a.center ? dot(q, a.center + head * d, d) * a.scale : 0.0f;
     s.position[r] = a.positions[t];
     s.bias[r] = a.key_bias ? a.key_bias + (int64_t)h * a.key_bias_stride : nullptr;
   }
@@ -271,7 +284,8 @@ QC_NOINLINE void attend_tile(const AttentionArgs& a, const KvLayer<F>& kv, void*
   for (int r = 0; r < rows; ++r) {
     const int t = token0 + (first + r) / group, h = head * group + (first + r) % group;
     float* to = a.out + (int64_t)t * out_stride + h * d;
-    const float inverse = a.sinks ? with_sink(s.run_max[r], s.run_sum[r], a.sinks[h]) : 1.0f / s.run_sum[r];
+    const float less = a.softcap > 0 ? 0.0f : s.centered[r];  // of these scores
+    const float inverse = a.sinks ? with_sink(s.run_max[r], s.run_sum[r], a.sinks[h] - less) : 1.0f / s.run_sum[r];
     for (int i = 0; i < d; ++i) to[i] = s.out[r * dp + i] * inverse;
     if (h == a.heads - 1)
       memset(to + d, 0, sizeof(float) * (size_t)(out_stride - a.heads * d));
