@@ -45,7 +45,7 @@ from qcompile.codegen.gpu_attention import (
 )
 from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 from qcompile.codegen.gpu_pack import kernel_of, packing_of, padded_outputs
-from qcompile.codegen.gpu_rows import PICK_PART, HadamardSpec, RowSpec, pick_kernel
+from qcompile.codegen.gpu_rows import PICK_PART, WIDEST, HadamardSpec, RowSpec, in_blocks, pick_kernel
 from qcompile.errors import UnsupportedError
 from qcompile.numerics import HIER_GROUP
 
@@ -323,6 +323,7 @@ class _Maker:
             if c.kind not in ops.model.UNARY:
                 raise UnsupportedError(f"there is no GPU kernel {c.kind}")
             more["unary"] = c.kind
+        more |= {} if "binary" in more else in_blocks(self.program.buffer(c.out).width, WIDEST)
         yield self.rows(self.plain(c.x, c.out, **more), c.name, self.ref(c.x, column=c.x_offset), c.out, refs)
 
     def _gemm(self, c: p.Gemm) -> Iterator[Launch]:
@@ -362,7 +363,7 @@ class _Maker:
         variants = [self._gemm_variant(shape, most, x.rows, refs, options, told) for most in tiles.classes(packing)]
         yield Launch(c.name, x.rows, tuple(variants))
         if c.out is None:
-            yield from self._pick(c)
+            yield from self._pick(c.n)
 
     def _gemm_variant(
         self, shape: _Shape, most: int, rows: str, refs: dict[str, Ref], options: dict[str, Any], told: Any
@@ -384,13 +385,20 @@ class _Maker:
             work["peaks"] = self.plan.need("peaks", 4 * spec.tells, "tokens")
         return Variant(self.plan.add(gemm.kernel(spec)), grid, refs | work, most)
 
-    def _pick(self, c: p.Gemm) -> Iterator[Launch]:
-        parts = -(-c.n // PICK_PART)
+    def _logits(self, c: p.Logits) -> Iterator[Launch]:
+        b = self.program.buffer(c.x)
+        spec = RowSpec(x_stride=b.stride, out_stride=b.width, **in_blocks(b.width))
+        args: dict[str, Ref] = {"x": self.ref(c.x), "out": ["input", "logits"]}
+        variant = Variant(self.plan.add(spec.kernel(self.capability)), (b.rows, spec.blocks, 1), args)
+        yield Launch(c.name, b.rows, (variant,))
+        yield from self._pick(b.width)
+
+    def _pick(self, vocab: int) -> Iterator[Launch]:
+        parts = -(-vocab // PICK_PART)
         work = {name: self.plan.need(name, 4 * parts, "outputs") for name in ("part_best", "part_index")}
-        first = pick_kernel(c.n, parts, False, self.capability)
-        final = pick_kernel(c.n, parts, True, self.capability)
         args = {**work, "logits": ["input", "logits"], "argmax": ["input", "argmax"]}
-        for name, kernel, count in (("largest", first, parts), ("argmax", final, 1)):
+        for name, count in (("largest", parts), ("argmax", 1)):
+            kernel = pick_kernel(vocab, parts, name == "argmax", self.capability)
             yield Launch(name, "outputs", (Variant(self.plan.add(kernel), ("outputs", count, 1), args),))
 
     def _rope_append(self, c: p.RopeAppend) -> Iterator[Launch]:
@@ -425,9 +433,7 @@ class _Maker:
         # What came off keys moves all scores of a query alike: where they are not capped, softmax does not see it.
         base = replace(base, centered=bool(c.softcap and c.center), inline_asm=self.asm)
         args = {"q": self.ref(c.q, column=c.q_offset), "out": self.ref(c.out), **self._step_args(c.layer)}
-        args |= {"splits": ["count", "slots"], "query_start": ["input", "query_start"]}
-        if c.center is not None:
-            args["center"] = ["weight", c.center]
+        args |= {"splits": ["count", "slots"], "query_start": ["input", "query_start"], "center": ["weight", c.center]}
         for name, size in (("parts", c.heads * kv.dim * 4), ("stats", c.heads * 8)):
             args[name] = self.plan.need(name, size, "tokens", "slots")
         if self.program.buffer(c.out).stride != c.heads * kv.dim:

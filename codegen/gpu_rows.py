@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 from qcompile.errors import UnsupportedError
@@ -13,6 +14,7 @@ from qcompile.ops import GATE_BLOCK
 WIDEST = 1 << 16
 PICK_PART = 4096
 """Logits one program searches for the largest."""
+FEWEST_IN_BLOCK = 32
 EARLY_ROWS = 8
 """Up to so many rows what follows starts while they wait for what precedes them."""
 _TYPES = {"f32": "*fp32", "bf16": "*bf16", "q8": "*i8"}
@@ -100,6 +102,15 @@ class RowSpec:
         )
         warps = min(max(block // 512, 8 if self.peaks else 1), 16)
         return Kernel(name, source, tuple(arguments), warps, 1, prelaunch)
+
+
+def in_blocks(width: int, most: int = 0) -> dict[str, Any]:
+    """Fields of a RowSpec for rows of more than `most` elements apart from each other: side by side in blocks.
+
+    Rows that have no blocks of a good size stay whole.
+    """
+    part = math.gcd(width, PICK_PART)
+    return {"width": part, "blocks": width // part} if width > most and part >= FEWEST_IN_BLOCK else {"width": width}
 
 
 @dataclass(frozen=True)

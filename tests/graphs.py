@@ -25,6 +25,7 @@ def decoder(
     rotary: bool = True,
     window: int = 0,
     softcap: float = 0.0,
+    capped: bool = False,
     head_norm: str = "",
     late_norms: bool = False,
     act: str = "silu",
@@ -34,6 +35,7 @@ def decoder(
 
     `head_norm`: "heads" normalizes q and k head by head, "whole" before they are split. `bias` "q" is on q alone.
     `late_norms`: what a block adds to the residual stream goes through a norm with weights first.
+    `capped`: logits are 2 tanh(x / 2).
     """
     generator = torch.Generator().manual_seed(seed)
     store = WeightStore()
@@ -86,6 +88,8 @@ def decoder(
         product = graph.call("mul", gate, linear(y, f"up{layer}", ffn, hidden))
         x = graph.call("add", x, block(product, f"down{layer}", ffn))
     logits = graph.call("linear", graph.call("rms_norm", x, None, 1e-6), weight("head", vocab, hidden))
+    if capped:
+        logits = graph.call("scale", graph.call("unary", graph.call("scale", logits, 0.5), "tanh"), 2.0)
     graph.fx.output(logits)
     return graph
 

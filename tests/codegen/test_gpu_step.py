@@ -23,6 +23,7 @@ from qcompile.codegen.gpu_attention import AttentionSpec, GpuKV, fitting
 from qcompile.codegen.gpu_compile import Kernel, build, compile_kernel, triton_version
 from qcompile.codegen.gpu_pack import GPU_PACKING
 from qcompile.codegen.gpu_plan import make_plan
+from qcompile.codegen.gpu_rows import WIDEST, in_blocks
 from qcompile.codegen.lower import lower
 from qcompile.codegen.packing import WeightTable
 from qcompile.codegen.program import Attention
@@ -47,6 +48,7 @@ RECIPES = {
     "w4a4-g128 late norms": 0.03,  # and the Hadamard in front of all linears
     "w4a16": 0.02,  # scales and products rounded to bf16
     "bf16": 0.02,
+    "bf16 capped": 0.02,  # logits that come of more than a linear
 }
 SHAPE: dict[str, Any] = {"vocab": 70, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 256}
 
@@ -73,6 +75,7 @@ def interpret_recipes(*names: str) -> None:
             "w8a8": {"bias": True, "passes": {"cache.format": "kv8"}},
             "w4a4-g128 int8": {"passes": {"assign_precision.activation": "int8_g128"}},
             "w4a4-g128 late norms": {"passes": {"assign_precision.activation": "int8_g128"}, "late_norms": True},
+            "bf16 capped": {"capped": True, "vocab": 96},
         }
         more = options.get(name, {})
         graph, program, blobs = lowered(name.split()[0], **more)
@@ -95,6 +98,20 @@ def interpret_recipes(*names: str) -> None:
 
 def test_a_step_interpreted() -> None:
     interpreted(__name__, f"interpret_recipes(*{list(RECIPES)})")
+
+
+def interpret_wide_logits() -> None:
+    """Logits that are more than a row kernel takes at once are capped in blocks."""
+    from qcompile.codegen import gpu_plan
+
+    gpu_plan.WIDEST = 64
+    interpret_recipes("bf16 capped")
+
+
+def test_wide_logits_interpreted() -> None:
+    assert in_blocks(256000, WIDEST) == {"width": 2048, "blocks": 125}
+    assert in_blocks(WIDEST, WIDEST) == {"width": WIDEST} and in_blocks(50257) == {"width": 50257}
+    interpreted(__name__, "interpret_wide_logits()")
 
 
 def interpret_nested_draft() -> None:
