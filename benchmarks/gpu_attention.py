@@ -191,7 +191,7 @@ class Problem:
         else:
             several = splits > GROUP_SPLITS
             merge = MergeSpec(spec.kv, HEADS, 1, not several, 0, spec.split, leaves)
-            todo.append((merge.kernel(90), (tokens, HEADS // merge.heads_each, -(-splits // GROUP_SPLITS))))
+            todo.append((merge.kernel(90), (tokens, merge.programs, -(-splits // GROUP_SPLITS))))
             if several:
                 todo.append((replace(merge, level=2, final=True).kernel(90), (tokens, HEADS, 1)))
         found = []

@@ -277,7 +277,7 @@ class AttentionSpec:
         name = f"attention_{self.kv.format}_{self.cut}"
         hurries = self.inline_asm and capability >= 90
         # Started early, programs that take their time would crowd where there is room first.
-        prelaunch = hurries and self.cut == "leaf" and not self.kv.hierarchical
+        prelaunch = hurries and self.cut == "leaf"
         source = render_template(
             "attention_hier.py.jinja" if self.kv.hierarchical else "attention.py.jinja",
             spec=self,
@@ -316,8 +316,10 @@ def fitting(spec: AttentionSpec, queries: int) -> AttentionSpec:
     fits = [replace(spec, octets=octets) for octets in range(1, MOST_OCTETS + (not few))]
     programs = -(-queries // fits[-1].queries)
     found = next(each for each in fits if each.queries * programs >= queries)
-    # Most rows over a hierarchical cache leave no registers for a loop over splits.
-    return replace(found, several=found.several and not (found.octets == MOST_OCTETS and found.kv.hierarchical))
+    if found.octets == MOST_OCTETS and found.kv.hierarchical:
+        # Most rows leave no registers for a loop over splits, nor any but for what is copied farther ahead.
+        return replace(found, several=False, stages=3)
+    return found
 
 
 @dataclass(frozen=True)
@@ -325,8 +327,8 @@ class MergeSpec:
     """Sums of AttentionSpec's splits: of those of a group (level 1), or of the groups (level 2).
 
     A split has come in so many `leaves`, each with a place of its own, or in one. The `final` level writes
-    out [tokens, heads * dim] f32 (with `peaks` also the largest magnitude of each head, [tokens, heads] f32), the other
-    in place of each group's first split.
+    out [tokens, heads * dim] f32 (with `peaks` also the largest magnitude of each half of a head's features or of all,
+    [tokens, heads, 2] f32), the other in place of each group's first split.
     """
 
     kv: GpuKV
@@ -349,6 +351,21 @@ class MergeSpec:
         return math.gcd(self.heads, 4) if self.batched else 1
 
     @property
+    def of_leaves(self) -> bool:
+        """Whether splits are summed over their leaves first, all side by side."""
+        return self.level == 1 and self.leaves > 1
+
+    @property
+    def halves(self) -> int:
+        """Programs that share a head's features: as many as write nothing that the others read."""
+        return 2 if self.of_leaves and self.final else 1
+
+    @property
+    def programs(self) -> int:
+        """Programs of a token and group."""
+        return self.heads // self.heads_each * self.halves
+
+    @property
     def kind(self) -> str:
         """What the source says it sums."""
         return f"{f'splits of {self.split} positions' if self.level == 1 else 'groups of splits'} in order of position"
@@ -360,7 +377,7 @@ class MergeSpec:
         arguments += [Argument("positions", "*i32"), Argument("splits", "i32")]
         prelaunch = capability >= 90
         name = f"merge_{self.split}_{self.leaves}_{self.level}{'' if self.final else '_part'}"
-        warps, ahead = (self.heads_each, 8) if self.batched else (4, 32 // self.leaves)
+        warps = self.heads_each if self.batched else 8 if self.of_leaves and not self.final else 4
         source = render_template(
             "merge.py.jinja",
             spec=self,
@@ -369,7 +386,7 @@ class MergeSpec:
             prelaunch=prelaunch,
             splits_a_group=GROUP_SPLITS,
             dim_block=_power(self.kv.dim),
-            ahead=min(ahead, GROUP_SPLITS),
+            ahead=8 if self.batched else GROUP_SPLITS,
         )
         return Kernel(name, source, tuple(arguments), warps, 1, prelaunch, fusion=False)
 

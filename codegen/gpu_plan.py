@@ -452,15 +452,15 @@ class _Maker:
         """What sums splits; where the result is quantized next, it tells the peaks of heads."""
         kv, told = self.plan.kv, self.peaks.get(c.out)
         if told is not None:
-            args = args | {"peaks": self.plan.need("peaks", 4 * c.heads, "tokens")}
-            told[gemm.DECODE_TOKENS] = c.heads
+            args = args | {"peaks": self.plan.need("peaks", 8 * c.heads, "tokens")}
+            told[gemm.DECODE_TOKENS] = 2 * c.heads
             self.merged.add(c.out)
         base = MergeSpec(kv, c.heads, window=c.window, split=self.plan.split, peaks=told is not None)
         for leaves, extra in ((1, ""), (kv.leaves, "fine_"))[: 1 + bool(kv.fine_splits)]:
             kinds = ((1, True), (1, False), (2, True))
             specs = [replace(base, level=level, final=final, leaves=leaves) for level, final in kinds]
             one, part, groups = (self.plan.add(spec.kernel(self.capability)) for spec in specs)
-            first = Variant(one, ("tokens", c.heads // specs[0].heads_each, 1), args, GROUP_SPLITS)
+            first = Variant(one, ("tokens", specs[0].programs, 1), args, GROUP_SPLITS)
             more = Variant(part, ("tokens", c.heads, [f"{extra}merged", GROUP_SPLITS]), args)
             yield Launch(f"{c.name}.{extra}merge", f"{extra}merged", (first, more))
             yield Launch(f"{c.name}.{extra}groups", f"{extra}groups", (Variant(groups, ("tokens", c.heads, 1), args),))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from qcompile.codegen.gpu_attention import AppendSpec, GpuKV, MergeSpec
+from qcompile.codegen.gpu_attention import GROUP_SPLITS, AppendSpec, GpuKV, MergeSpec
 from qcompile.codegen.gpu_plan import make_plan
 from tests.codegen.interpreted import interpreted
 from tests.codegen.test_gpu_step import RECIPES, SHAPE, lowered
@@ -208,36 +208,53 @@ def test_turned_keys_interpreted() -> None:
     interpreted(__name__, *calls)
 
 
-def interpret_merge() -> None:
-    """Sums of splits in groups, then of groups, against the sum over all: for positions in one group and in three."""
+def in_order(x: torch.Tensor, group: int) -> torch.Tensor:
+    """Sums of so many neighbours along the third axis, as one after the other is added."""
+    missing = -x.shape[2] % group
+    x = torch.nn.functional.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, group))
+    found = torch.zeros_like(x[..., 0, :])
+    for each in x.unbind(3):
+        found = found + each
+    return found
+
+
+def interpret_merge(splits: int, window: int = 0) -> None:
+    """Sums of leaves, of splits and of groups, bit for bit as the sums of one after the other, and peaks of heads."""
     from qcompile.codegen.gpu_compile import load
 
-    tokens, heads, splits, dim, split = 3, 2, 40, 24, 64
+    heads, dim, leaf = 2, 24, 64
     kv = GpuKV("kv4", 1, dim)
-    positions = torch.tensor([70, 16 * split - 1, 40 * split - 5], dtype=torch.int32)
-    parts, most = torch.randn(tokens, heads, splits, dim), (8 * torch.randn(tokens, heads, splits)).round()
-    total = torch.rand(tokens, heads, splits) + 0.5
-    live = torch.arange(splits) <= positions[:, None, None] // split
-    weight = torch.exp2(most.double()).masked_fill(~live, 0.0)
-    want = (parts * weight[..., None]).sum(2) / (total * weight).sum(2)[..., None]
-    poison = ~live[..., None].expand_as(parts)
-    given = {
-        "parts": parts.masked_fill(poison, math.nan),
-        "stats": torch.stack((most, total), -1).masked_fill(~live[..., None], math.nan),
-        "out": torch.full((tokens, heads * dim), math.nan),
-        "positions": positions,
-        "splits": splits,
-    }
-    kept = {name: given[name] for name in ("parts", "stats", "out")}
     for leaves in (1, kv.leaves):
-        given |= {n: t.clone() for n, t in kept.items()}
-        size = split * leaves  # of a split whose leaves are as long as splits of one leaf
-        for level, final, groups in ((1, False, 3), (2, True, 1)):
-            kernel = MergeSpec(kv, heads, level, final, 0, size, leaves).kernel(80)
-            load(kernel)[tokens, heads, groups](*(given[a.name] for a in kernel.arguments))
-        error = (given["out"].view_as(want) - want).norm() / want.norm()
-        assert error < 1e-6, error  # float32
+        size, slots = leaf * leaves, splits * leaves
+        positions = torch.tensor([70, min(15, splits) * size - 1, splits * size - 5], dtype=torch.int32)
+        shape = (len(positions), heads, slots)
+        parts, most = torch.randn(*shape, dim), (8 * torch.randn(shape)).round()
+        total, last = torch.rand(shape) + 0.5, positions[:, None, None]
+        live = torch.arange(slots) <= last // leaf
+        if window:
+            live = live & (torch.arange(slots) >= (last - window + 1).clamp(min=0) // leaf)
+        weight = torch.exp2(most - most.masked_fill(~live, -math.inf).amax(2, True)).masked_fill(~live, 0.0)
+        sums = torch.cat((parts * weight[..., None], (total * weight)[..., None]), -1)
+        for group in (leaves, GROUP_SPLITS, splits):
+            sums = in_order(sums, group)
+        want = sums[:, :, 0, :-1] * (1 / sums[:, :, 0, -1:])
+        given = {
+            "parts": parts.masked_fill(~live[..., None], math.nan),
+            "stats": torch.stack((most, total), -1).masked_fill(~live[..., None], math.nan),
+            "out": torch.full((len(positions), heads * dim), math.nan),
+            "peaks": torch.full((len(positions), heads, 2), math.nan),
+            "positions": positions,
+            "splits": slots,
+        }
+        groups = -(-splits // GROUP_SPLITS)
+        for level, final in ((1, True),) if groups == 1 else ((1, False), (2, True)):
+            spec = MergeSpec(kv, heads, level, final, window, size, leaves, peaks=True)
+            kernel = spec.kernel(80)
+            grid = (len(positions), spec.programs, groups if level == 1 else 1)
+            load(kernel)[grid](*(given[a.name] for a in kernel.arguments))
+        assert torch.equal(given["out"].view_as(want), want)
+        assert torch.equal(given["peaks"].amax(-1), want.abs().amax(-1))
 
 
 def test_merging_interpreted() -> None:
-    interpreted(__name__, "interpret_merge()")
+    interpreted(__name__, *(f"interpret_merge({how})" for how in ("16", "40", "5, 300", "20, 2000")))
