@@ -379,6 +379,8 @@ class _Maker:
         for name, (items, dtype) in spec.workspace(most or MOST_ROWS).items():
             self.plan.need(places[name], items * dtype.itemsize)
         grid: tuple[Size, Size, Size] = ([rows, tile.tokens], *spec.grid(1)[1:])
+        if spec.lasting:
+            grid = spec.grid(1)
         work: dict[str, Ref] = {name: ["work", place] for name, place in places.items()}
         if told is not None and spec.tells:
             spec, told[most] = replace(spec, peaks=True), spec.tells

@@ -12,8 +12,11 @@ Of kernels that scale sums of groups, 128 rows for 128 tokens take 690 ns a grou
 them without what sums take; leaving out their conversion to floats saves 92, unpacking 18, copying inputs nothing. Two
 groups of warps that take turns at the tensor cores were 4 to 9 percent slower, sums of a half scaled a turn later 14
 percent, three programs of 64 by 64 on a multiprocessor 20 percent, and whole numbers made floats by an addition 13.
-As many additions that wait for no product cost nothing: what may be left to gain is to scale the sums of one group
-after all products of the next one have been asked for.
+Products of 64 rows and 128 tokens take 256 cycles, and what scales their sums beside them another 138: multiply-adds,
+which read three registers each, cost the tensor cores time, conversions none. So two groups to a turn, whose sums are
+scaled between the products of the next, gave 1 percent (mxfp4_a8, 4-bit weights) to 4 (nested_8_4), sums that start at
+a float's bits lost 4, and copying with fewer than 72 registers a thread lost 10 to 150. Programs that last gave 7 to 9
+percent where there are several tiles to each, and nothing to mixed weights, whose copying takes more registers.
 """
 
 from __future__ import annotations
@@ -90,20 +93,20 @@ H200: dict[tuple[str, int, int, int], Tile] = {
     ("mxfp4_a8", 64, 28672, 4096): Tile(64, 64, 1, 1, 1, 4, 8, piece=128),  # 47.3 us
     ("mxfp4_a8", 128, 4096, 4096): Tile(128, 64, 1, 2, 1, 4, 4, piece=128, halves=True),  # 15.1 us
     ("mxfp4_a8", 128, 4096, 14336): Tile(128, 64, 1, 2, 1, 4, 4, piece=128, halves=True),  # 37.4 us
-    ("mxfp4_a8", 128, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 34.1 us
-    ("mxfp4_a8", 128, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128, halves=True),  # 66.1 us
+    ("mxfp4_a8", 128, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 32.7 us
+    ("mxfp4_a8", 128, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 62.8 us
     ("mxfp4_a8", 256, 4096, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128, halves=True),  # 21.9 us
     ("mxfp4_a8", 256, 4096, 14336): Tile(128, 64, 1, 2, 1, 4, 4, piece=128, halves=True),  # 59.5 us
-    ("mxfp4_a8", 256, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 66.2 us
+    ("mxfp4_a8", 256, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 62.4 us
     ("mxfp4_a8", 256, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128, halves=True),  # 115.7 us
-    ("mxfp4_a8", 512, 4096, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128, halves=True),  # 33.7 us
-    ("mxfp4_a8", 512, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 106.0 us
-    ("mxfp4_a8", 512, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128, halves=True),  # 116.0 us
-    ("mxfp4_a8", 512, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128, halves=True),  # 224.2 us
-    ("mxfp4_a8", 1024, 4096, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128, halves=True),  # 65.6 us
-    ("mxfp4_a8", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 210.7 us
-    ("mxfp4_a8", 1024, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128, halves=True),  # 224.9 us
-    ("mxfp4_a8", 1024, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128, halves=True),  # 443.3 us
+    ("mxfp4_a8", 512, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 32.2 us
+    ("mxfp4_a8", 512, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 101.0 us
+    ("mxfp4_a8", 512, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 111.0 us
+    ("mxfp4_a8", 512, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 207.6 us
+    ("mxfp4_a8", 1024, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 62.1 us
+    ("mxfp4_a8", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 199.8 us
+    ("mxfp4_a8", 1024, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 208.0 us
+    ("mxfp4_a8", 1024, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 408.8 us
     ("nested_8_4", 1, 4096, 4096): Tile(1, 8, 4, 1, 1, 2, 7, 128),  # 4.7 us
     ("nested_8_4", 1, 4096, 14336): Tile(16, 64, 1, 4, 1, 4, 8, 128, piece=128),
     ("nested_8_4", 1, 6144, 4096): Tile(1, 8, 4, 1, 1, 2, 5, 128),  # 6.4 us
@@ -249,16 +252,16 @@ H200: dict[tuple[str, int, int, int], Tile] = {
     ("w4_asym_g128_int8", 128, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 4, 128, piece=128),  # 52.4 us
     ("w4_asym_g128_int8", 256, 4096, 4096): Tile(64, 128, 1, 1, 1, 8, 6, piece=128),  # 18.3 us
     ("w4_asym_g128_int8", 256, 4096, 14336): Tile(128, 128, 1, 2, 1, 8, 6, piece=128),  # 45.5 us
-    ("w4_asym_g128_int8", 256, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128),  # 50.1 us
-    ("w4_asym_g128_int8", 256, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128),  # 98.2 us
+    ("w4_asym_g128_int8", 256, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 49.4 us
+    ("w4_asym_g128_int8", 256, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 94.9 us
     ("w4_asym_g128_int8", 512, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128),  # 26.1 us
     ("w4_asym_g128_int8", 512, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, piece=128),  # 78.9 us
-    ("w4_asym_g128_int8", 512, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128),  # 98.1 us
-    ("w4_asym_g128_int8", 512, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128),  # 170.9 us
-    ("w4_asym_g128_int8", 1024, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128),  # 50.9 us
-    ("w4_asym_g128_int8", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, piece=128),  # 156.9 us
-    ("w4_asym_g128_int8", 1024, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128),  # 171.4 us
-    ("w4_asym_g128_int8", 1024, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128),  # 337.9 us
+    ("w4_asym_g128_int8", 512, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 93.8 us
+    ("w4_asym_g128_int8", 512, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 163.3 us
+    ("w4_asym_g128_int8", 1024, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 48.4 us
+    ("w4_asym_g128_int8", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 153.5 us
+    ("w4_asym_g128_int8", 1024, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 161.9 us
+    ("w4_asym_g128_int8", 1024, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 319.2 us
     ("w8_sym_channel", 1, 4096, 14336): Tile(1, 32, 1, 1, 16, 16, 1, 128),  # 13.8 us
     ("w8_sym_channel", 1, 128256, 4096): Tile(1, 8, 1, 1, 8, 2, 2, 128),
     ("w8_sym_channel", 2, 128256, 4096): Tile(2, 8, 1, 1, 8, 2, 2, 128),
@@ -367,19 +370,19 @@ def plain(format: str, tile: Tile) -> Tile:
     if not tile.piece:
         return tile
     stages, unroll = 4 if tile.tokens <= DECODE_TOKENS else 3, SMALLEST.get(format, 1)
-    return replace(
-        tile, tokens=min(tile.tokens, 128), rows=64, unroll=unroll, warps=4, stages=stages, piece=0, halves=False
-    )
+    cut = replace(tile, tokens=min(tile.tokens, 128), rows=64, unroll=unroll, warps=4, stages=stages)
+    return replace(cut, piece=0, halves=False, lasting=False)
 
 
 def fitted(format: str, n: int, k: int, tile: Tile, capability: int) -> Tile | None:
     """`tile` with no more stages in flight than the GPU has room for; None if it does not divide the weight."""
     tile = tile if capability == 90 else plain(format, tile)
     tile = replace(tile, ahead=tile.ahead if capability >= 90 else 0, joined=capability == 90)
+    tile = replace(tile, lasting=tile.lasting and tile.splits == 1)
     if format == "mix_4_8":
         tile = _of_two_widths(n, tile)
     elif tile.piece == 128 and n % tile.rows:
-        tile = replace(tile, rows=64, warps=4)
+        tile = replace(tile, rows=64, warps=4, lasting=False)
     while tile.tokens < FEWEST_TOKENS and k % (128 * tile.unroll) and tile.unroll > 1:
         tile = replace(tile, unroll=tile.unroll // 2)
     part = n * k  # more than any program fetches ahead: cut down where a program has less

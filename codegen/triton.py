@@ -50,6 +50,8 @@ class Tile:
     program: `warps` multiply, four for each 64 rows, and four more copy, `stages` blocks ahead, whose weights are
     fetched before it waits if `ahead` is not 0; `unroll` is as many blocks as share a word of parameters. With `halves`
     tokens are multiplied in two halves, and sums of groups of one are scaled while the tensor cores work for the other.
+    With `lasting` there is a program for each multiprocessor, which takes one tile of 128 by 128 after the other: it
+    copies the next one's inputs while it stores this one's outputs.
     """
 
     tokens: int
@@ -63,6 +65,7 @@ class Tile:
     joined: bool = True
     piece: int = 0
     halves: bool = field(default=False, repr=False)  # sources without it stay as they were
+    lasting: bool = field(default=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,7 @@ class KernelSpec:
         part = self.blocks // self.tile.splits * 32 * self.row_bytes
         if self.prelaunch and (self.tile.ahead > part or self.tile.ahead & (self.tile.ahead - 1)):
             raise UnsupportedError(f"a program of {self.tile} has {part} bytes of each 32 rows to fetch")
-        if self.tile.piece and not self._overlaps():
+        if (self.tile.piece or self.tile.lasting) and not self._overlaps():
             raise UnsupportedError(f"{self.format} is not unpacked in pieces by {self.tile}")
         if _LAYOUTS[self.format].words * self.tile.unroll % 1:
             raise UnsupportedError(f"{self.format} takes two groups a step: {self.tile}")
@@ -168,11 +171,14 @@ class KernelSpec:
         if self.apart:
             known = self.format in (*ALONE, *PLANES, "mix_4_8", "mxfp4_a8", "w4_asym_g128_a8")
             cut = tile.rows == 16 * tile.warps <= 128 and tile.tokens <= 128
-            halved = not tile.halves or (self.float_sum and not self.float_x and self.block == 128 and tile.tokens > 32)
+            in_groups = self.float_sum and not self.float_x and self.block == 128
+            fits = not tile.halves or (in_groups and tile.tokens > 32)
+            alone = tile.rows == tile.tokens == 128 and tile.splits == 1 and not tile.ahead
+            fits = fits and (not tile.lasting or (in_groups and alone))
             whole = tile.unroll == (2 if self.block_words == 0.5 else 1)
-            return known and cut and halved and whole and tile.stages > 1
+            return known and cut and fits and whole and tile.stages > 1
         pieces = tile.piece in (16, 32, 64) and self.row_items % tile.piece == 0 and self.block * tile.unroll >= 256
-        return pieces and tile.stages == 1 and self.format in PLANES
+        return pieces and tile.stages == 1 and not tile.lasting and self.format in PLANES
 
     @property
     def apart(self) -> bool:
@@ -324,8 +330,15 @@ class KernelSpec:
             found += [Argument("sums", "*fp32" if self.float_sum else "*i32"), Argument("arrived", "*i32")]
         return [*found, Argument("M", "i32")]
 
-    def grid(self, tokens: int) -> tuple[int, int, int]:
-        """Programs for `tokens` rows of x."""
+    @property
+    def lasting(self) -> bool:
+        """Whether programs take one tile after the other, as many programs as there are multiprocessors."""
+        return self.tile.lasting and self.inline_asm
+
+    def grid(self, tokens: int, lasting: bool = True) -> tuple[int, int, int]:
+        """Programs for `tokens` rows of x, or tiles where those that last are not to count as one."""
+        if self.lasting and lasting:
+            return MULTIPROCESSORS, 1, 1
         return -(-tokens // self.tile.tokens), -(-self.n // self.tile.rows), self.tile.splits
 
     def workspace(self, tokens: int) -> dict[str, tuple[int, torch.dtype]]:

@@ -14,7 +14,16 @@ from qcompile import mix
 from qcompile.codegen import gpu_sass, tiles
 from qcompile.codegen.gpu_pack import GPU_PACKING, MIX_ROWS, pack_gpu, packed_gpu_bytes, unpack_gpu
 from qcompile.codegen.packing import CPU_PACKING
-from qcompile.codegen.triton import FEWEST_TOKENS, KernelSpec, Tile, compile_for, kernel, reference, render
+from qcompile.codegen.triton import (
+    FEWEST_TOKENS,
+    MULTIPROCESSORS,
+    KernelSpec,
+    Tile,
+    compile_for,
+    kernel,
+    reference,
+    render,
+)
 from qcompile.errors import UnsupportedError
 from qcompile.numerics import dequantize_weight, quantize_activation, quantize_weight
 from tests.codegen.interpreted import interpreted, needs_triton
@@ -274,6 +283,7 @@ PIECES = (
     KernelSpec("w4_asym_g128", 4096, 4096, Tile(16, 64, 1, 4, 2, 4, 1, 128, piece=32), residual=True, out="f32"),
 )
 """Kernels that unpack weights while the tensor cores work."""
+LASTING = Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True)
 APART = (
     KernelSpec(
         "nested_8_4", 28672, 4096, Tile(128, 128, 1, 1, 1, 8, 4, piece=128), gated="silu", width=14336, bias=True
@@ -292,6 +302,9 @@ APART = (
     KernelSpec("mxfp4_a8", 4096, 4096, Tile(16, 64, 1, 4, 1, 4, 4, 128, piece=128), bias=True, x_groups=True),
     KernelSpec("mxfp4_a8", 4096, 4096, Tile(128, 64, 1, 2, 1, 4, 4, piece=128, halves=True), True, True, x_groups=True),
     KernelSpec("mxfp4_a8", 4096, 4096, Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True), gated="silu", width=2000),
+    KernelSpec("mxfp4_a8", 28672, 4096, LASTING, gated="silu", width=14336, x_groups=True),
+    KernelSpec("w4_asym_g128_int8", 14336, 4096, LASTING, residual=True, x_groups=True),
+    KernelSpec("nested_8_4", 14336, 4096, replace(LASTING, stages=5), bias=True, width=14000, x_groups=True),
     KernelSpec("qoq_channel", 4096, 4096, Tile(16, 64, 1, 4, 1, 4, 4, 128, piece=128), True, True, out="f32"),
     KernelSpec(
         "qoq_g128", 28672, 4096, Tile(16, 64, 1, 1, 2, 4, 8, 128, piece=128), gated="silu", width=14336, peaks=True
@@ -328,13 +341,33 @@ def test_warps_copy_and_multiply_apart(spec: KernelSpec) -> None:
     programs = 1 if spec.tile.warps == 8 else 2  # of a multiprocessor
     assert built.threads == 32 * (spec.tile.warps + 4)
     assert built.registers * built.threads * programs <= 1 << 16 and built.shared_bytes * programs <= 226 * 1024
-    assert built.spill_bytes <= (24 if spec.mixed else 0)  # it has two loops, and columns to scatter to
+    # Mixed weights have two loops, and columns to scatter to; where programs last those of mxfp4_a8 are two, too.
+    loops = spec.mixed or (spec.lasting and spec.format == "mxfp4_a8")
+    assert built.spill_bytes <= (24 if loops else 0)
     kind = "f32.bf16.bf16" if spec.float_x else "s32.s8.s8"
     assert built.matrix and all(kind in name and name.startswith("wgmma") for name in built.matrix)
     assert built.ptx.count("griddepcontrol") == (2 if spec.prelaunch else 0)
     code = gpu_sass.instructions(built.cubin)
     assert gpu_sass.overwritten(code) is None
     assert sum("GMMA" in opcode for opcode, _ in code) >= 4
+
+
+def test_programs_last_where_there_is_one_for_each_multiprocessor() -> None:
+    spec = KernelSpec("w4_asym_g128_int8", 14336, 4096, LASTING, x_groups=True)
+    assert tiles.choose(spec.format, spec.n, spec.k, 1024) == spec.tile
+    assert spec.grid(1024) == spec.grid(1) == (MULTIPROCESSORS, 1, 1)
+    assert f"for tile in range(tl.program_id(0), high * 112, {MULTIPROCESSORS}):" in render(spec)
+    # The interpreter takes a kernel that has a program for each tile.
+    assert replace(spec, inline_asm=False).grid(1024) == (8, 112, 1)
+    # Sums that several programs share are no one's to wait for, and small programs have no room to last in.
+    assert tiles.in_one_order(spec.format, 4096, 4096, 1024).splits == 4
+    for n in (4096, 14400):
+        assert not tiles.in_one_order(spec.format, n, 4096, 1024).lasting
+    for wrong in ({"rows": 64, "warps": 4}, {"splits": 2}, {"ahead": 128}, {"piece": 0}, {"tokens": 64}):
+        with pytest.raises(UnsupportedError):
+            replace(spec, tile=replace(LASTING, **wrong))
+    with pytest.raises(UnsupportedError):
+        replace(spec, format="w8_sym_channel", x_groups=False)
 
 
 SASS = """
