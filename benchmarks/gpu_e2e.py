@@ -139,6 +139,7 @@ def open_random(recipe: str, folder: Path, tokens: int, context: int = 8192) -> 
     cache = torch.as_tensor(View(target._kv, kv.layers * target._layer_bytes), device="cuda").view(torch.bfloat16)
     for part in cache.split(1 << 28):
         part.normal_()
+    torch.cuda.synchronize()  # what is measured next goes through another stream
     speculator = None
     if len(plans) > 1:
         draft = CudaExecutor(gpu, plans[1], functions, addresses, pages, limits, target)

@@ -298,7 +298,7 @@ APART = (
         "mix_4_8", 4160, 4096, Tile(16, 64, 1, 4, 1, 4, 4, 128, piece=128), True, width=4096, wide=448, x_groups=True
     ),
     KernelSpec("mix_4_8", 4160, 4096, Tile(128, 128, 1, 1, 1, 8, 6, piece=128), width=4096, wide=448, x_groups=True),
-    KernelSpec("mix_4_8", 4096, 4096, Tile(128, 128, 1, 2, 1, 8, 4, piece=128, halves=True), width=4000, wide=4096),
+    KernelSpec("mix_4_8", 4096, 4096, Tile(128, 128, 1, 2, 1, 8, 4, piece=128, halves=True), width=4090, wide=4096),
     KernelSpec("mxfp4_a8", 4096, 4096, Tile(16, 64, 1, 4, 1, 4, 4, 128, piece=128), bias=True, x_groups=True),
     KernelSpec("mxfp4_a8", 4096, 4096, Tile(128, 64, 1, 2, 1, 4, 4, piece=128, halves=True), True, True, x_groups=True),
     KernelSpec("mxfp4_a8", 4096, 4096, Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True), gated="silu", width=2000),
