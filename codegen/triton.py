@@ -374,13 +374,14 @@ def render(spec: KernelSpec) -> str:
 
 
 def _registers(spec: KernelSpec) -> tuple[int, list[int]]:
-    """Where warps go on apart: registers of a thread on average, 0 for all, and of groups of warps but the first.
+    """Most registers of a thread, 0 for all; where warps go on apart, on average, and of groups but the first.
 
     Of programs of 64 weights two share a multiprocessor of sm_90, or four where there are more. Room for more than
-    there are is no gain: a kernel that begins early would crowd where the one before it ends first.
+    there are is no gain: a kernel that begins early would crowd where the one before it ends first. Of programs of one
+    warp for single rows, which begin early too, 16 fit, so that most weights are taken at once.
     """
     if not spec.apart:
-        return 0, []
+        return 128 if spec.single and spec.prelaunch and spec.tile.warps == 1 else 0, []
     if spec.tile.warps > 4:
         return 0, [216, 72]
     crowded = spec.decode and spec.n // spec.tile.rows * spec.tile.splits > 2 * MULTIPROCESSORS
