@@ -8,8 +8,8 @@ from threading import Event
 
 from qcompile.codegen import compiler, cpu, gpu_build
 from qcompile.codegen.gpu_compile import triton_version
+from qcompile.codegen.gpu_launches import GPU_ABI
 from qcompile.codegen.gpu_pack import GPU_PACKING
-from qcompile.codegen.gpu_plan import GPU_ABI
 from qcompile.codegen.packing import CPU_PACKING, Packing
 from qcompile.codegen.program import Program
 from qcompile.targets import Target

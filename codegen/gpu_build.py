@@ -11,7 +11,8 @@ from typing import Any
 
 from qcompile.codegen import program as p
 from qcompile.codegen.gpu_compile import Compiled, Kernel, compile_all, triton_version
-from qcompile.codegen.gpu_plan import Plan, kv_of, make_plan
+from qcompile.codegen.gpu_launches import Plan
+from qcompile.codegen.gpu_plan import kv_of, make_plan
 from qcompile.errors import UnsupportedError
 from qcompile.targets import Target
 

@@ -1,6 +1,6 @@
 """Runs an artifact's GPU plan: the same interface as `executor.Executor`, over the CUDA driver.
 
-The plan (kernels/<target>/*.plan.json) lists the launches of a step; see codegen/gpu_plan.py for its words. Steps of
+The plan (kernels/<target>/*.plan.json) lists the launches of a step; codegen/gpu_launches.py has its words. Steps of
 few rows a sequence become CUDA graphs by their counts; the longest context counts by powers of two of pages.
 """
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from qcompile.codegen import gpu_compile
 from qcompile.codegen import program as p
 from qcompile.codegen.gpu_attention import GROUP_SPLITS, MOST_QUERIES
-from qcompile.codegen.gpu_plan import Launch, Plan, Ref, Size
+from qcompile.codegen.gpu_launches import Launch, Plan, Ref, Size
 from qcompile.runtime.cuda import attention_counts
 from tests.codegen.tiny import Chunk
 

@@ -13,7 +13,8 @@ import torch
 from qcompile import pipeline
 from qcompile.codegen import gpu_compile
 from qcompile.codegen.gpu_compile import Kernel
-from qcompile.codegen.gpu_plan import Plan, make_plan
+from qcompile.codegen.gpu_launches import Plan
+from qcompile.codegen.gpu_plan import make_plan
 from qcompile.runtime import cuda
 from qcompile.runtime.blocks import BlockPool
 from qcompile.runtime.cuda import CudaExecutor

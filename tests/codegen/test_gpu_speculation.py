@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from qcompile import pipeline
-from qcompile.codegen.gpu_plan import Plan, kv_of
+from qcompile.codegen.gpu_launches import Plan
+from qcompile.codegen.gpu_plan import kv_of
 from qcompile.errors import UnsupportedError
 from qcompile.runtime import accept
 from qcompile.runtime.sampling import SamplingParams
