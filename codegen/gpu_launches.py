@@ -34,6 +34,7 @@ from qcompile.numerics import HIER_GROUP
 MOST_ROWS = 512
 """Most rows of a step."""
 GPU_ABI = 8
+"""Raised where plans change: a runtime refuses those of another."""
 
 Ref = list[Any]
 Size = int | str | list[Any]
