@@ -292,6 +292,7 @@ def verify(out: Artifact, json: Json = False) -> None:
     elif not problems:
         print(f"{out}: every file is as built")
     if problems:
+        artifact.read_manifest(out)  # says itself what is wrong with it, or that this is no artifact
         more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
         raise ArtifactError(f"{out} is damaged: {problems[0]}{more}; build it again")
 

@@ -431,6 +431,10 @@ def test_verify_names_the_damaged_file(capsys: Capture, tiny_artifact: Build, tm
     weights.write_bytes(content)
     assert "weights-00000.safetensors" in refusal(capsys, 6, "verify", copy)
     assert "weights-00000.safetensors" in refusal(capsys, 6, "run", copy, "--prompt", "x")
+    (copy / "qcompile.json").write_text("{}")
+    assert refusal(capsys, 6, "verify", copy) == refusal(capsys, 6, "inspect", copy)
+    (copy / "qcompile.json").unlink()
+    assert refusal(capsys, 6, "verify", copy) == f"qcompile: {copy}: not an artifact (no qcompile.json)\n"
 
 
 def test_doctor_plans_without_reading_weights(capsys: Capture, tiny_checkpoint: Path, tmp_path: Path) -> None:
