@@ -5,6 +5,8 @@ A message is one line that names the thing at fault and says what to do about it
 
 from __future__ import annotations
 
+import reprlib
+
 EXIT_OK = 0
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
@@ -62,3 +64,11 @@ class PassError(UnsupportedError):
     def __init__(self, pass_name: str, node: str, reason: str) -> None:
         super().__init__(f"{pass_name}: node {node}: {reason}")
         self.pass_name, self.node, self.reason = pass_name, node, reason
+
+
+def shown(value: object) -> str:
+    """A value for a message, as Python writes it but in short: it may be a list of a million texts."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # Python writes no numbers of more than 4,300 digits
+        return "a number of thousands of digits"

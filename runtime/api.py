@@ -18,17 +18,31 @@ MOST_STOP_CHARACTERS = 4096
 """Of all stop texts of a request: they are looked for at every token, while all others wait."""
 
 
-class StreamOptions(BaseModel):
-    """`include_usage`: a last message with the counts of tokens."""
+class Part(BaseModel):
+    """A part of a request. Little is told of what is wrong with it: to describe a million things takes a minute."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, body: Any) -> Any:
+        """Null is as good as not given. Of fields that are none the first, to be named."""
+        if not isinstance(body, dict):
+            return body
+        given = {name: value for name, value in body.items() if value is not None}
+        unknown = next((name for name in given if name not in cls.model_fields), None)
+        return {name: value for name, value in given.items() if name in cls.model_fields or name == unknown}
+
+
+class StreamOptions(Part):
+    """`include_usage`: a last message with the counts of tokens."""
+
     include_usage: bool = False
 
 
-class Common(BaseModel):
+class Common(Part):
     """What both kinds of request may hold. Ranges that SamplingParams checks are not repeated here."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -37,23 +51,13 @@ class Common(BaseModel):
     repetition_penalty: float | None = None
     n: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0
     presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0
-
-    @model_validator(mode="before")
-    @classmethod
-    def _given(cls, body: Any) -> Any:
-        """Null is as good as not given. Of fields that are none the first, to be named: there may be a million."""
-        if not isinstance(body, dict):
-            return body
-        given = {name: value for name, value in body.items() if value is not None}
-        unknown = next((name for name in given if name not in cls.model_fields), None)
-        return {name: value for name, value in given.items() if name in cls.model_fields or name == unknown}
 
     def sampling(self, **more: Any) -> SamplingParams:
         """Its options, those not given as SamplingParams has them. Raises UsageError."""
@@ -89,20 +93,18 @@ class CompletionRequest(Common):
         return self.sampling(max_tokens=self.max_tokens, logprobs=self.logprobs)
 
 
-class TextPart(BaseModel):
+class TextPart(Part):
     """A part of a message. Only text is taken."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Part):
     """One turn."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
 
     def plain(self) -> dict[str, str]:
@@ -115,7 +117,7 @@ class ChatMessage(BaseModel):
 class ChatRequest(Common):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False

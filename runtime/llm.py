@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from qcompile.artifact import MANIFEST, read_manifest, state
-from qcompile.errors import ArtifactError, OverflowedError, ResourceError, UsageError
+from qcompile.errors import ArtifactError, OverflowedError, ResourceError, UsageError, shown
 from qcompile.manifest import check_manifest
 from qcompile.runtime.blocks import BlockPool
 from qcompile.runtime.engine import Engine
@@ -354,7 +354,7 @@ class LLM:
     def _check_range(self, tokens: Sequence[int]) -> None:
         if min(tokens) < 0 or max(tokens) >= self.vocab_size:
             bad = next(token for token in tokens if not 0 <= token < self.vocab_size)
-            raise UsageError(f"token {bad} is outside the vocabulary of {self.vocab_size}")
+            raise UsageError(f"token {shown(bad)} is outside the vocabulary of {self.vocab_size}")
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qcompile.errors import OverflowedError, UsageError
+from qcompile.errors import OverflowedError, UsageError, shown
 from qcompile.runtime.accept import Distribution, pick
 
 FloatArray = npt.NDArray[np.float32]
@@ -75,7 +75,7 @@ class SamplingParams:
 
     def _need(self, name: str, holds: bool, what: str) -> None:
         if not holds:
-            raise UsageError(f"{name} must be {what}, not {getattr(self, name)!r}")
+            raise UsageError(f"{name} must be {what}, not {shown(getattr(self, name))}")
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -28,8 +28,8 @@ from qcompile.runtime.replies import ChatReply, CompletionReply, Reply
 from qcompile.runtime.sampling import SamplingParams
 from qcompile.runtime.service import Answer, BusyError, Service
 
-MOST_BYTES = 16 << 20
-"""Of a request's body."""
+MOST_BYTES, MOST_BYTES_A_TOKEN = 2 << 20, 16
+"""Of a request's body, and for each token of the context where that is more: to parse it, all others' answers wait."""
 _DRAIN_SECONDS = 5  # that open answers may take after the server was told to end
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -84,7 +84,8 @@ def create_app(served: Served, service: Service) -> FastAPI:
     """The application. `service` owns `served.llm`."""
     app = FastAPI(title="qcompile", docs_url=None, redoc_url=None, openapi_url=None)
     front = _Front(served, service)
-    app.add_middleware(_Outer, metrics=front.metrics)
+    most = max(MOST_BYTES, MOST_BYTES_A_TOKEN * served.llm.context)
+    app.add_middleware(_Outer, metrics=front.metrics, most=most)
     guarded = [Depends(front.authorize)]
     app.get("/health")(front.health)
     app.get("/metrics")(front.show_metrics)
@@ -237,10 +238,10 @@ async def _unexpected(request: Request, error: Exception) -> JSONResponse:
 
 
 class _Outer:
-    """Around the application: counts responses, refuses bodies that are too large before they are held."""
+    """Around the application: counts responses, refuses bodies of more than `most` bytes before they are held."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]], metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
+    def __init__(self, app: Callable[..., Awaitable[None]], metrics: Metrics, most: int) -> None:
+        self._app, self._metrics, self._most = app, metrics, most
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -252,8 +253,8 @@ class _Outer:
             nonlocal read
             message = await receive()
             read += len(message.get("body", b""))
-            if read > MOST_BYTES:
-                raise HTTPException(413, f"the request is larger than {MOST_BYTES >> 20} MiB")
+            if read > self._most:
+                raise HTTPException(413, f"the request is larger than {self._most:,} bytes")
             return message
 
         async def counted(message: dict[str, Any]) -> None:

@@ -19,14 +19,14 @@ from typing import Any
 
 import pytest
 import uvicorn
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from tokenizers import processors
 
 import qcompile
 from qcompile import SamplingParams
 from qcompile.errors import ResourceError
 from qcompile.runtime import server
-from qcompile.runtime.api import CompletionRequest
+from qcompile.runtime.api import ChatRequest, CompletionRequest
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from qcompile.runtime.replies import CompletionReply
@@ -263,7 +263,7 @@ def test_offsets_of_a_stream_are_those_of_the_whole() -> None:
         ({"prompt": [-1]}, 400, "outside the vocabulary"),
         ({"prompt": "word " * 300}, 400, "shorten it"),
         ({"prompt": "x", "model": "other"}, 404, "no model 'other'"),
-        ({"prompt": "x" * (17 << 20)}, 413, "larger than 16 MiB"),
+        ({"prompt": "x" * (3 << 20)}, 413, "larger than 2,097,152 bytes"),
     ],
 )
 def test_what_is_wrong_is_named(client: Client, body: Any, status: int, said: str) -> None:
@@ -280,10 +280,29 @@ def test_null_is_not_given(client: Client) -> None:
     assert client.ask("/v1/chat/completions", body)[1]["usage"]["completion_tokens"] == 2
 
 
-def test_a_million_fields_are_refused_by_the_first() -> None:
+@pytest.mark.parametrize(
+    ("kind", "body", "first"),
+    [
+        (CompletionRequest, {"prompt": "x"} | {str(number): 1 for number in range(100)}, [("0",)]),
+        (CompletionRequest, {"prompt": "x", "stop": [1] * 100}, [("stop", "str"), ("stop", "list[str]", 0)]),
+        (ChatRequest, {"messages": [{"content": "x"}] * 100}, [("messages", 0, "role")]),
+        (
+            ChatRequest,
+            {"messages": [{"role": "user", "content": "x"} | {str(number): 1 for number in range(100)}]},
+            [("messages", 0, "0")],
+        ),
+        (
+            ChatRequest,
+            {"messages": [{"role": "user", "content": [{"type": "text"}] * 100}]},
+            [("messages", 0, "content", "str"), ("messages", 0, "content", "list[TextPart]", 0, "text")],
+        ),
+    ],
+)
+def test_of_a_million_wrong_things_the_first_is_told(kind: type[BaseModel], body: Any, first: list[Any]) -> None:
+    """A server that describes each answers nobody else for a minute."""
     with pytest.raises(ValidationError) as raised:
-        CompletionRequest.model_validate({"prompt": "x"} | {str(number): 1 for number in range(100)})
-    assert [error["loc"] for error in raised.value.errors()] == [("0",)]
+        kind.model_validate(body)
+    assert [error["loc"] for error in raised.value.errors()] == first
 
 
 def test_chat_refuses_what_it_cannot_read(client: Client) -> None:
