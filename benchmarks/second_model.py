@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 import sysconfig
 import tempfile
 import time
@@ -23,7 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, write_result
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests import this file too
+from common import RESULTS, machine, write_result
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -195,7 +198,7 @@ def main() -> None:
         kept = json.loads(arguments.out.read_text(encoding="utf-8"))
         if any(kept[name] != document[name] for name in ("windows", "steps")):
             parser.error(f"{arguments.out} was measured with other --windows or --steps: run all families")
-        document |= {name: kept[name] for name in ("divergence", "rows")}
+        document = kept
     for family in wanted:
         started = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
@@ -205,6 +208,8 @@ def main() -> None:
                 print(f"{model.name} trained in {time.perf_counter() - started:.0f} s, {apart:.3f} nats apart")
             others = [row for row in document["rows"] if row["model"] != model.name]
             document["rows"] = [*others, *measured(model, arguments)]
+            if "device" in document:  # the head is of the run that the others are of
+                document["measured_apart"] = document.get("measured_apart", {}) | {model.name: machine()}
         write_result(arguments.out, document)
 
 
