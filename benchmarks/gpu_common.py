@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -69,7 +68,7 @@ def launch(kernel: Kernel, capability: int, grid: Sequence[int], given: Mapping[
     _use_stream()
     function, *how = _function(kernel, capability)
     values = [given[argument.name] for argument in kernel.arguments]
-    words = [ctypes.c_uint64(v.data_ptr()) if isinstance(v, Tensor) else ctypes.c_int32(v) for v in values]
+    words = [v.data_ptr() if isinstance(v, Tensor) else v for v in values]
     call = LaunchCall(driver(), function, [*grid, 1, 1][:3], *how, words)
 
     def run(kept: Sequence[Any] = values) -> None:

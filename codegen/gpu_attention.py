@@ -49,6 +49,8 @@ COLUMNS, MOST_OCTETS = 8, 3
 """Rows that the tensor cores take together, and how often that a program has registers for."""
 FINE_PROGRAMS = 3072
 """Up to so many programs take a leaf each; half as many of 16 bits, which are faster undivided sooner."""
+MOST_ALONE = 256
+"""Up to so many query positions programs have one block of them each; more are enough programs of two blocks."""
 SHARING_PROGRAMS = 1056
 """So many take several splits in turn, half as many of a hierarchical cache: 8 and 4 a multiprocessor of an H200."""
 _LOG2_E = 1.4426950408889634
@@ -167,10 +169,12 @@ class AppendSpec:
     turned: int = 0
     centered: bool = False
     inline_asm: bool = True
+    tokens: int = 1
+    """Tokens of a program. What is rounded by groups, in a hierarchical cache, is for programs of one."""
 
     @property
     def programs(self) -> int:
-        """Programs for each token: one a head."""
+        """Programs for each token, or so many tokens: one a head."""
         return self.heads + 2 * self.kv.heads
 
     def kernel(self, capability: int) -> Kernel:
@@ -179,8 +183,10 @@ class AppendSpec:
         arguments += [Argument(name, "*i32") for name in ("positions", "row_sequence", "block_table")]
         arguments += [Argument("inv_freq", "*fp32")] * bool(self.rotary_dim)
         arguments += [Argument("center", "*fp32")] * self.centered + [Argument("table_stride", "i32")]
+        arguments += [Argument("M", "i32")] * (self.tokens > 1)
         # Paths append alike, whatever they read back.
-        name = f"append_{'kv_hier' if self.kv.hierarchical else self.kv.format}"
+        format = "kv_hier" if self.kv.hierarchical else self.kv.format
+        name = f"append_{format}{f'_{self.tokens}' if self.tokens > 1 else ''}"
         prelaunch = self.inline_asm and capability >= 90
         source = render_template(
             "append.py.jinja",
@@ -195,13 +201,14 @@ class AppendSpec:
             age=HIER_GROUP,
             slots=min(8192 // _power(self.kv.dim), self.kv.page_tokens),
             ring_pages=RING_GROUPS * HIER_GROUP // self.kv.page_tokens,
-            format=name.removeprefix("append_"),
+            format=format,
             scaling="" if self.scaling == 1.0 else f" * {self.scaling}",
             turned_rows=_power(self.kv.dim),
             stages=self.turned.bit_length() - 1,
             two_pi=_TWO_PI,
         )
-        return Kernel(name, source, tuple(arguments), 4 if self.kv.hierarchical else 1, 1, prelaunch)
+        warps = 4 if self.kv.hierarchical or self.tokens > 1 else 1
+        return Kernel(name, source, tuple(arguments), warps, 1, prelaunch, fusion=False)
 
 
 @dataclass(frozen=True)
@@ -212,7 +219,8 @@ class AttentionSpec:
 
     q f32 [tokens, q_stride]. In the decode class programs do one `cut` each, a leaf or a split of `split` positions,
     which MergeSpec sums; with `several`, they share a sequence's splits, and do one after the other. Where the cut is
-    whole, one program does all, in the same order, and writes out [tokens, heads * dim]. A row's bits do not depend on
+    whole, one program does all, in the same order, and writes out [tokens, heads * dim]: of its rows, or, where they are
+    `paired`, of the first ones that are left of a sequence and then of the last. A row's bits do not depend on
     which, nor on how many rows or warps a program has: nothing is fused that is not written so, and sums over a leaf
     have an order of their own. Where `centered`, keys in pages are less a weight [KV heads, dim], and scores are as of
     whole keys ahead of their cap.
@@ -231,6 +239,7 @@ class AttentionSpec:
     stages: int = 2
     centered: bool = False
     inline_asm: bool = True
+    paired: bool = False
 
     @property
     def title(self) -> str:
@@ -258,7 +267,7 @@ class AttentionSpec:
     @property
     def warps(self) -> int:
         """Warps of a program: two halve a leaf's tokens and its features, where one has no registers for the sums."""
-        few = self.kv.format == "kv4" and self.rows * self.kv.dim <= 1024
+        few = self.kv.format == "kv4" and self.rows * self.kv.dim <= 1024 and self.cut != "whole"
         return 1 if few or self.block < 32 else 2
 
     @property
@@ -320,6 +329,16 @@ def fitting(spec: AttentionSpec, queries: int) -> AttentionSpec:
         # Most rows leave no registers for a loop over splits, nor any but for what is copied farther ahead.
         return replace(found, several=False, stages=3)
     return found
+
+
+def whole(spec: AttentionSpec) -> list[tuple[int, AttentionSpec]]:
+    """`spec`, whose cut is whole, for steps of up to so many query positions each (0: any number).
+
+    Few positions make few programs, which are small. Of many, the last ones see most: programs have pairs of blocks, so
+    that all end together. A hierarchical cache takes few at a time.
+    """
+    alone = replace(spec, octets=1)
+    return [(0, alone)] if spec.kv.hierarchical else [(MOST_ALONE, alone), (0, replace(spec, octets=2, paired=True))]
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from qcompile.codegen.gpu_attention import (
     GpuKV,
     MergeSpec,
     fitting,
+    whole,
 )
 from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 from qcompile.codegen.gpu_launches import MOST_ROWS, Launch, Plan, Ref, Size, Variant
@@ -28,6 +29,8 @@ from qcompile.codegen.gpu_pack import kernel_of, packing_of, padded_outputs
 from qcompile.codegen.gpu_rows import PICK_PART, WIDEST, HadamardSpec, RowSpec, in_blocks, pick_kernel
 from qcompile.errors import UnsupportedError
 
+APPENDED = ((8, 1), (128, 4), (0, 8))
+"""Most rows of a step (0: any number), and tokens of a program that appends: fastest on an H200."""
 PEAKS_PART, FEWEST_PART = 1024, 32
 """Most and fewest elements of a row in parts that programs quantize side by side: powers of two."""
 _Shape = tuple[str, int, int]  # packing, N, K
@@ -293,8 +296,13 @@ class _Maker:
             args["inv_freq"] = ["weight", c.inv_freq]
         if c.center is not None:
             args["center"] = ["weight", c.center]
-        label = self.plan.add(spec.kernel(self.capability))
-        yield Launch(c.name, "tokens", (Variant(label, ("tokens", spec.programs, 1), args),))
+        args["M"] = ["count", "tokens"]
+        variants = []
+        for most, tokens in APPENDED if not self.plan.kv.hierarchical else ((0, 1),):
+            label = self.plan.add(replace(spec, tokens=tokens).kernel(self.capability))
+            each: Size = ["tokens", tokens] if tokens > 1 else "tokens"
+            variants.append(Variant(label, (each, spec.programs, 1), args, most))
+        yield Launch(c.name, "tokens", tuple(variants))
 
     def _attention(self, c: p.Attention) -> Iterator[Launch]:
         kv, stride = self.plan.kv, self.program.buffer(c.q).stride
@@ -310,9 +318,10 @@ class _Maker:
         if self.program.buffer(c.out).stride != c.heads * kv.dim:
             raise UnsupportedError(f"{c.heads} heads of {kv.dim} are not whole blocks")
         variants = self._decode_attention(replace(base, **tiles.attention(kv, "split")), args)
-        whole = replace(base, **tiles.attention(kv, "whole"))
-        label = self.plan.add(whole.kernel(self.capability))
-        variants.append(Variant(label, (["queries", whole.queries], kv.heads, "sequences"), args))
+        for most, spec in whole(replace(base, **tiles.attention(kv, "whole"))):
+            label = self.plan.add(spec.kernel(self.capability))
+            each = spec.queries * (2 if spec.paired else 1)
+            variants.append(Variant(label, (["queries", each], kv.heads, "sequences"), args, most))
         yield Launch(c.name, "coarse", tuple(variants))
         if kv.fine_splits:
             few = self._decode_attention(replace(base, **tiles.attention(kv, "leaf")), args)

@@ -431,5 +431,5 @@ def attention(kv: GpuKV, cut: str) -> dict[str, Any]:
     multiprocessors; more than 4 bits leave none for that.
     """
     several = cut == "split" and (kv.hierarchical or (kv.bits == 4 and kv.dim <= 128))
-    stages = 1 if cut == "whole" else 3 if cut == "split" and kv.hierarchical else 2
+    stages = 3 if cut == "split" and kv.hierarchical else 2
     return {"cut": cut, "stages": stages, "several": several}

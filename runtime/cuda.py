@@ -56,7 +56,7 @@ class CudaExecutor:
         self._functions, self._weights = functions, weights
         self._rows = -(-limits.max_tokens // _ROWS) * _ROWS
         self._owned: list[int] = []
-        self._work: dict[str, tuple[int, int]] = {}
+        self._work: dict[str, tuple[int, int]] = dict.fromkeys(plan["work"], (0, 0))
         self._graphs: OrderedDict[tuple[Any, ...], ctypes.c_void_p] = OrderedDict()
         self._modules: list[ctypes.c_void_p] = []
         self._seen: dict[tuple[Any, ...], int] = {}
@@ -108,20 +108,18 @@ class CudaExecutor:
         self._decoded: Any = (ctypes.c_int32 * _DECODED)()
         self._logits: FloatArray = np.empty((rows, limits.vocab), np.float32)
 
-    def _scratch(self, name: str, counts: Counts) -> int:
-        """Address of scratch memory large enough for these counts; more is made when it is not."""
-        size, over = self.plan["work"][name]
-        need = size * math.prod(counts[c] for c in over)
-        if "outputs" in over:
-            need = size * self._rows
-        have = self._work.get(name, (0, 0))
-        if have[1] < need:
-            if have[0]:
+    def _grow(self, counts: Counts) -> None:
+        """Have scratch memory large enough for these counts."""
+        for name, (size, over) in self.plan["work"].items():
+            need = size * math.prod(self._rows if c == "outputs" else counts[c] for c in over)
+            address, have = self._work[name]
+            if have >= need:
+                continue
+            if address:
                 self.driver.synchronize()
                 self._forget()  # graphs hold the old address
-                self.driver.free(have[0])
-            have = self._work[name] = (self.driver.allocate(need, f"scratch memory ({name})"), need)
-        return have[0]
+                self.driver.free(address)
+            self._work[name] = (self.driver.allocate(need, f"scratch memory ({name})"), need)
 
     def _forget(self) -> None:
         self.moved += 1
@@ -180,14 +178,18 @@ class CudaExecutor:
 
     def prepare(
         self, launches: list[dict[str, Any]], counts: Counts, others: Mapping[tuple[str, str], int] | None = None
-    ) -> list[tuple[str, LaunchCall]]:
-        """The launches of a step with these counts, by name, made ready.
+    ) -> Iterator[tuple[str, LaunchCall]]:
+        """The launches of a step with these counts, by name, each made ready as it is asked for.
 
-        `others` are addresses that are not this executor's, by the words of the plan.
+        `others` are addresses that are not this executor's, by the words of the plan. Scratch memory has grown to what
+        the counts need when this returns.
         """
-        for name in self.plan["work"]:
-            self._scratch(name, counts)
-        ready = []
+        self._grow(counts)
+        return self._ready(launches, counts, others or {})
+
+    def _ready(
+        self, launches: list[dict[str, Any]], counts: Counts, others: Mapping[tuple[str, str], int]
+    ) -> Iterator[tuple[str, LaunchCall]]:
         for launch in launches:
             count = counts[launch["by"]]
             variant = next((v for v in launch["variants"] if not v["most"] or count <= v["most"]), None)
@@ -195,32 +197,24 @@ class CudaExecutor:
                 continue
             kernel = self.plan["kernels"][variant["kernel"]]
             grid = [_size(size, counts) for size in variant["grid"]]
-            arguments = [
-                ctypes.c_uint64(others[ref[0], ref[1]])
-                if others and (ref[0], ref[1]) in others
-                else self._argument(ref, counts)
-                for ref in variant["args"]
-            ]
+            arguments = [self._argument(ref, counts, others) for ref in variant["args"]]
             how = (kernel["threads"], kernel["shared_bytes"], kernel["prelaunch"])
             function = self._functions[variant["kernel"]]
-            ready.append((launch["name"], LaunchCall(self.driver, function, grid, *how, arguments)))
-        return ready
+            yield launch["name"], LaunchCall(self.driver, function, grid, *how, arguments)
 
-    def _argument(self, ref: list[Any], counts: Counts) -> Any:
+    def _argument(self, ref: list[Any], counts: Counts, others: Mapping[tuple[str, str], int]) -> int:
         space, what, *offset = ref
         if space == "count":
-            return ctypes.c_int32(counts[what])
+            return counts[what]
         if space in ("tokens", "outputs"):
-            address = self._arena[space] + self._rows * what + sum(offset)
-        elif space == "weight":
-            address = self._weights[what]
-        elif space == "kv":
-            address = self._kv + what * self._layer_bytes
-        elif space == "work":
-            address = self._scratch(what, counts)
-        else:
-            address = self.place(what)
-        return ctypes.c_uint64(address)
+            return self._arena[space] + self._rows * what + sum(offset)
+        if space == "weight":
+            return self._weights[what]
+        if space == "kv":
+            return self._kv + what * self._layer_bytes
+        if space == "work":
+            return self._work[what][0]
+        return others[space, what] if (space, what) in others else self.place(what)
 
     def place(self, name: str) -> int:
         """Address of a step's input or result."""
@@ -239,13 +233,13 @@ class CudaExecutor:
                 self.driver.replay(graph)
             return
         self._seen[key] = 1
-        ready = self.prepare(self._launches(feed_back), counts)
         for _ in range(times):
+            ready = self.prepare(self._launches(feed_back), counts)
             if self._profile is None:
-                for _, call in ready:
+                for _, call in ready:  # the GPU is at work on one while the next is made ready
                     call.run()
             else:
-                self._run_timed(ready)
+                self._run_timed(list(ready))
 
     def _launches(self, feed_back: bool) -> list[dict[str, Any]]:
         return self.plan["launches"] + (self.plan["feedback"] if feed_back else [])
@@ -355,7 +349,7 @@ class CudaExecutor:
         self.driver.use()
         self.driver.synchronize()
         self._forget()
-        for address in (*self._owned, *(address for address, _ in self._work.values())):
+        for address in (*self._owned, *(address for address, _ in self._work.values() if address)):
             self.driver.free(address)
         for module in self._modules:
             self.driver.unload(module)

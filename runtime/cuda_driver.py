@@ -32,17 +32,22 @@ class _Config(ctypes.Structure):
     """CUlaunchConfig."""
 
     _fields_ = [
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
+        *((f"{of}_{axis}", ctypes.c_uint) for of in ("grid", "block") for axis in "xyz"),
         ("shared", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attributes", ctypes.c_void_p),
         ("count", ctypes.c_uint),
     ]
 
 
+_EARLY = _Attribute(id=_PROGRAMMATIC_SERIALIZATION, value=1)
+
+
 class LaunchCall:
-    """A kernel launch made ready: calling `run` once or often costs one foreign call."""
+    """A kernel launch made ready: calling `run` once or often costs one foreign call.
+
+    `arguments` are addresses and numbers, in 64 bits each, of which a kernel reads as many as it takes.
+    """
 
     def __init__(
         self,
@@ -52,20 +57,15 @@ class LaunchCall:
         threads: int,
         shared: int,
         prelaunch: bool,
-        arguments: Sequence[Any],
+        arguments: Sequence[int],
     ) -> None:
         # Triton's kernels take two more pointers, to scratch memory that ours do not ask for.
-        self._values = [*arguments, ctypes.c_uint64(0), ctypes.c_uint64(0)]
-        self._params = (ctypes.c_void_p * len(self._values))(*(ctypes.addressof(v) for v in self._values))
-        self._attribute = _Attribute(id=_PROGRAMMATIC_SERIALIZATION, value=1)
-        self._config = _Config(
-            (ctypes.c_uint * 3)(*grid),
-            (ctypes.c_uint * 3)(threads, 1, 1),
-            shared,
-            driver.stream,
-            ctypes.pointer(self._attribute),
-            int(prelaunch),
-        )
+        count = len(arguments) + 2
+        self._values = (ctypes.c_uint64 * count)(*arguments)
+        first = ctypes.addressof(self._values)
+        self._params = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
+        early = ctypes.addressof(_EARLY)
+        self._config = _Config(*grid, threads, 1, 1, shared, driver.stream, early, int(prelaunch))
         self.function = function
         self._driver, self._function = driver, ctypes.c_void_p(function)
 

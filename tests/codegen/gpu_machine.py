@@ -100,7 +100,7 @@ class HostLaunch:
 
     def execute(self) -> None:
         pairs = zip(self.arguments, self.kernel.arguments, strict=True)
-        values = [self.driver.at(v.value, a.type) if a.type.startswith("*") else v.value for v, a in pairs]
+        values = [self.driver.at(v, a.type) if a.type.startswith("*") else v for v, a in pairs]
         gpu_compile.load(self.kernel)[self.grid](*values)
 
 

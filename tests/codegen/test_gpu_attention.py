@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -92,6 +93,34 @@ def test_leaves_have_the_bits_of_splits_interpreted(recipe: str, format: str) ->
     interpreted(__name__, f"interpret_leaves({recipe!r}, {format!r})")
 
 
+def interpret_long_steps(recipe: str, split: int) -> None:
+    """Programs of two blocks of queries each: the bits of programs of one, in sequences of odd and even blocks."""
+    from qcompile.codegen import gpu_attention
+    from tests.codegen.gpu_interpreter import Interpreter
+
+    graph, program, blobs = lowered(recipe)
+    ids = torch.randint(0, SHAPE["vocab"], (1, 100), generator=torch.Generator().manual_seed(2))
+    inputs = step_inputs(ids, None, graph)
+    want, pages = graph.run(*inputs)[0], inputs[3].tolist()[0]
+    chunks = [Chunk(ids[0, 40:75].tolist(), 40, pages[:2]), Chunk(ids[0, :9].tolist(), 0, pages[2:])]
+    found = []
+    for gpu_attention.MOST_ALONE in (256, 16):
+        plan = make_plan(program, 90, split=split, inline_asm=False)
+        machine = Interpreter(program, plan, blobs, rows=64)
+        machine.fill([Chunk(ids[0, :40].tolist(), 0, pages[:2])])
+        found.append(machine.step(chunks)[0])
+    assert torch.equal(*found)
+    kernels = [v.kernel for launch in plan.launches for v in launch.variants if "whole" in v.kernel]
+    assert len(set(kernels)) == 2
+    error = ((found[0].double() - want[[*range(40, 75), *range(9)]]).norm() / want[:75].norm()).item()
+    assert error < RECIPES[recipe], error
+
+
+@pytest.mark.parametrize(("recipe", "split"), [("qserve", 64), ("bf16", 128)])
+def test_long_steps_in_pairs_of_blocks_interpreted(recipe: str, split: int) -> None:
+    interpreted(__name__, f"interpret_long_steps({recipe!r}, {split})")
+
+
 CENTERED: dict[str, Any] = {"softcap": 1.0, "text": torch.tensor([[3, 1, 4, 1, 5]])}  # few tokens: a mean far from zero
 CENTER = {"center_keys.enabled": "true"}
 
@@ -165,47 +194,50 @@ def test_a_hierarchical_cache_interpreted(given: str) -> None:
     interpreted(__name__, f"interpret_hierarchical({given})")
 
 
-def interpret_turned_keys(dim: int, rotary_dim: int, center: bool, turned: int = 16) -> None:
-    """Queries and keys rotated and turned in blocks, keys less a center, against the operator; values left."""
+def interpret_append(format: str, dim: int, rotary_dim: int, center: bool, turned: int) -> None:
+    """Queries and keys rotated and turned in blocks, keys less a center, against the operator; values left.
+
+    Programs of several tokens write what those of one do.
+    """
     from qcompile.codegen.gpu_compile import load
     from qcompile.ops.step import turn_heads
 
     tokens, heads, kv_heads, width = 3, 3, 2, 7 * dim
-    spec = AppendSpec(
-        GpuKV("kv16", kv_heads, dim),
-        heads,
-        width,
-        0,
-        heads * dim,
-        5 * dim,
-        rotary_dim,
-        turned=turned,
-        centered=center,
-        inline_asm=False,
-    )
+    place = heads, width, 0, heads * dim, 5 * dim, rotary_dim
+    alone = AppendSpec(GpuKV(format, kv_heads, dim), *place, turned=turned, centered=center, inline_asm=False)
     x, positions = torch.randn(tokens, width), torch.tensor([0, 5, 63], dtype=torch.int32)
     inv_freq, less = torch.rand(rotary_dim // 2), torch.randn(kv_heads * dim)
     turn = positions, inv_freq if rotary_dim else None, 1.0, False
     offsets = [0, heads * dim, 5 * dim]
     want, k, v = turn_heads(x, turn, offsets, heads, kv_heads, dim, less if center else None, turned)
-    kv = torch.full((kv_heads, 2, 64, dim), math.nan, dtype=torch.bfloat16)
+    memory = torch.full((kv_heads * alone.kv.block_bytes,), 127, dtype=torch.int8)
     table, rows = torch.zeros(1, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32)
-    given = {"x": x, "kv": kv, "positions": positions, "row_sequence": rows, "block_table": table, "table_stride": 1}
+    given = {"positions": positions, "row_sequence": rows, "block_table": table, "table_stride": 1, "M": tokens}
     given |= {"inv_freq": inv_freq, "center": less}
-    kernel = spec.kernel(80)
-    load(kernel)[tokens, spec.programs, 1](*(given[a.name] for a in kernel.arguments))
+    found = []
+    for each in (1, 2, 4):
+        kernel = replace(alone, tokens=each).kernel(80)
+        got, pages = x.clone(), memory.clone()
+        given |= {"x": got, "kv": pages.view(torch.bfloat16 if format == "kv16" else torch.int16)}
+        given["kv_words"] = pages.view(torch.int32)
+        load(kernel)[-(-tokens // each), alone.programs, 1](*(given[a.name] for a in kernel.arguments))
+        found.append((got, pages))
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    got, pages = found[0]
     keys = slice(heads * dim, 5 * dim)
     if not turned:  # the mean comes off on the way to the cache
-        x[:, keys], want[:, keys] = 0, 0
-    assert (x - want).abs().max() < 1e-5  # float32, angles of a few turns
-    for part, stored in zip((k, v), kv[:, :, positions].permute(1, 2, 0, 3), strict=True):
-        assert (stored - part).abs().max() < 0.02 * part.abs().max()  # bf16
+        got[:, keys], want[:, keys] = 0, 0
+    assert (got - want).abs().max() < 1e-5  # float32, angles of a few turns
+    if format == "kv16":
+        kv = pages.view(torch.bfloat16).view(kv_heads, 2, 64, dim)
+        for part, stored in zip((k, v), kv[:, :, positions].permute(1, 2, 0, 3), strict=True):
+            assert (stored - part).abs().max() < 0.02 * part.abs().max()  # bf16
 
 
-def test_turned_keys_interpreted() -> None:
-    shapes = ("32, 32, False", "48, 16, True", "16, 0, True", "48, 16, True, 0")
-    calls = [f"interpret_turned_keys({shape})" for shape in shapes]
-    interpreted(__name__, *calls)
+def test_appending_interpreted() -> None:
+    turned = ("'kv16', 32, 32, False, 16", "'kv16', 48, 16, True, 16", "'kv4', 16, 0, True, 16")
+    shapes = (*turned, "'kv16', 48, 16, True, 0", "'kv4', 48, 16, False, 0", "'kv8', 32, 32, True, 0")
+    interpreted(__name__, *(f"interpret_append({shape})" for shape in shapes))
 
 
 def in_order(x: torch.Tensor, group: int) -> torch.Tensor:

@@ -76,7 +76,7 @@ class FakeLaunch:
     """Stands for LaunchCall: running it writes down kernel, grid and arguments."""
 
     def __init__(self, driver: FakeDriver, function: Any, grid: Any, threads: int, shared: int, pre: bool, args: Any):
-        self.line = (function, tuple(grid), tuple(a.value for a in args))
+        self.line = (function, tuple(grid), tuple(args))
         self.log = driver.log
 
     def run(self) -> None:
