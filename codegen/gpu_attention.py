@@ -219,8 +219,8 @@ class AttentionSpec:
 
     q f32 [tokens, q_stride]. In the decode class programs do one `cut` each, a leaf or a split of `split` positions,
     which MergeSpec sums; with `several`, they share a sequence's splits, and do one after the other. Where the cut is
-    whole, one program does all, in the same order, and writes out [tokens, heads * dim]: of its rows, or, where they are
-    `paired`, of the first ones that are left of a sequence and then of the last. A row's bits do not depend on
+    whole, one program does all, in the same order, and writes out [tokens, heads * dim]; with `paired`, for two blocks
+    of rows, of which one is as far from a sequence's first as the other is from its last. A row's bits do not depend on
     which, nor on how many rows or warps a program has: nothing is fused that is not written so, and sums over a leaf
     have an order of their own. Where `centered`, keys in pages are less a weight [KV heads, dim], and scores are as of
     whole keys ahead of their cap.

@@ -59,6 +59,7 @@ class CudaExecutor:
         self._work: dict[str, tuple[int, int]] = dict.fromkeys(plan["work"], (0, 0))
         self._graphs: OrderedDict[tuple[Any, ...], ctypes.c_void_p] = OrderedDict()
         self._modules: list[ctypes.c_void_p] = []
+        self._kept: dict[int, tuple[LaunchCall, list[tuple[int, str]]]] = {}
         self._seen: dict[tuple[Any, ...], int] = {}
         self._profile: dict[str, tuple[float, int]] | None = None
         self.description = {"calls": [launch["name"] for launch in plan["launches"]], "weights": plan["weights"]}
@@ -117,7 +118,7 @@ class CudaExecutor:
                 continue
             if address:
                 self.driver.synchronize()
-                self._forget()  # graphs hold the old address
+                self._forget()  # graphs and launches hold the old address
                 self.driver.free(address)
             self._work[name] = (self.driver.allocate(need, f"scratch memory ({name})"), need)
 
@@ -126,6 +127,7 @@ class CudaExecutor:
         for graph in self._graphs.values():
             self.driver.drop(graph)
         self._graphs.clear()
+        self._kept.clear()
 
     # ---- a step -------------------------------------------------------------------------------
 
@@ -178,29 +180,38 @@ class CudaExecutor:
 
     def prepare(
         self, launches: list[dict[str, Any]], counts: Counts, others: Mapping[tuple[str, str], int] | None = None
-    ) -> Iterator[tuple[str, LaunchCall]]:
-        """The launches of a step with these counts, by name, each made ready as it is asked for.
+    ) -> list[tuple[str, LaunchCall]]:
+        """The launches of a step with these counts, by name, made ready.
 
-        `others` are addresses that are not this executor's, by the words of the plan. Scratch memory has grown to what
-        the counts need when this returns.
+        `others` are addresses that are not this executor's, by the words of the plan.
         """
         self._grow(counts)
-        return self._ready(launches, counts, others or {})
+        found = _chosen(launches, counts)
+        return [(launch["name"], self._call(variant, counts, others or {})) for launch, variant in found]
 
-    def _ready(
-        self, launches: list[dict[str, Any]], counts: Counts, others: Mapping[tuple[str, str], int]
-    ) -> Iterator[tuple[str, LaunchCall]]:
-        for launch in launches:
-            count = counts[launch["by"]]
-            variant = next((v for v in launch["variants"] if not v["most"] or count <= v["most"]), None)
-            if variant is None or not count:
-                continue
-            kernel = self.plan["kernels"][variant["kernel"]]
-            grid = [_size(size, counts) for size in variant["grid"]]
-            arguments = [self._argument(ref, counts, others) for ref in variant["args"]]
-            how = (kernel["threads"], kernel["shared_bytes"], kernel["prelaunch"])
-            function = self._functions[variant["kernel"]]
-            yield launch["name"], LaunchCall(self.driver, function, grid, *how, arguments)
+    def _call(self, variant: dict[str, Any], counts: Counts, others: Mapping[tuple[str, str], int]) -> LaunchCall:
+        kernel = self.plan["kernels"][variant["kernel"]]
+        arguments = [self._argument(ref, counts, others) for ref in variant["args"]]
+        how = (kernel["threads"], kernel["shared_bytes"], kernel["prelaunch"])
+        function = self._functions[variant["kernel"]]
+        return LaunchCall(self.driver, function, _grid(variant, counts), *how, arguments)
+
+    def _launch(self, launches: list[dict[str, Any]], counts: Counts) -> None:
+        """Put a step on the stream launch by launch: the GPU is at work on one while the next is made ready.
+
+        What does not change from step to step is kept.
+        """
+        self._grow(counts)
+        for _, variant in _chosen(launches, counts):
+            kept = self._kept.get(id(variant))
+            if kept:
+                call, changing = kept
+                call.change(_grid(variant, counts), [(place, counts[name]) for place, name in changing])
+            else:
+                call = self._call(variant, counts, {})
+                changing = [(i, what) for i, (space, what, *_) in enumerate(variant["args"]) if space == "count"]
+                self._kept[id(variant)] = call, changing
+            call.run()
 
     def _argument(self, ref: list[Any], counts: Counts, others: Mapping[tuple[str, str], int]) -> int:
         space, what, *offset = ref
@@ -234,12 +245,10 @@ class CudaExecutor:
             return
         self._seen[key] = 1
         for _ in range(times):
-            ready = self.prepare(self._launches(feed_back), counts)
             if self._profile is None:
-                for _, call in ready:  # the GPU is at work on one while the next is made ready
-                    call.run()
+                self._launch(self._launches(feed_back), counts)
             else:
-                self._run_timed(list(ready))
+                self._run_timed(self.prepare(self._launches(feed_back), counts))
 
     def _launches(self, feed_back: bool) -> list[dict[str, Any]]:
         return self.plan["launches"] + (self.plan["feedback"] if feed_back else [])
@@ -376,6 +385,19 @@ def attention_counts(plan: Mapping[str, Any], splits: int, tokens: int, sequence
         "slots": slots,
         "shares": min(slots, max(1, plan["shares"] // (sequences if plan["shared"] else 1))),
     }
+
+
+def _chosen(launches: list[dict[str, Any]], counts: Counts) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Launches that have something to do, each with its variant for as many rows."""
+    for launch in launches:
+        count = counts[launch["by"]]
+        variant = next((v for v in launch["variants"] if not v["most"] or count <= v["most"]), None)
+        if variant is not None and count:
+            yield launch, variant
+
+
+def _grid(variant: dict[str, Any], counts: Counts) -> list[int]:
+    return [_size(size, counts) for size in variant["grid"]]
 
 
 def _size(size: Any, counts: Counts) -> int:

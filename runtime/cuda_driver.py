@@ -10,7 +10,6 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
 
 from qcompile.errors import ArtifactError, ResourceError
 
@@ -68,6 +67,12 @@ class LaunchCall:
         self._config = _Config(*grid, threads, 1, 1, shared, driver.stream, early, int(prelaunch))
         self.function = function
         self._driver, self._function = driver, ctypes.c_void_p(function)
+
+    def change(self, grid: Sequence[int], arguments: Sequence[tuple[int, int]]) -> None:
+        """Another grid, and other values of the arguments with these numbers."""
+        self._config.grid_x, self._config.grid_y, self._config.grid_z = grid
+        for place, value in arguments:
+            self._values[place] = value
 
     def run(self) -> None:
         """Put the launch on the driver's stream."""

@@ -141,8 +141,8 @@ class CudaSpeculator(Speculator):
         draft, target = self.draft, self._verify
         others = {("state", name): self._state + 4 * place for name, place in self._places.items()}
         others |= {("draft", name): draft.place(name) for name in ("token_ids", "positions", "counter", "decoded")}
-        before, after = (list(target.prepare([launch], verifying, others)) for launch in target.plan["rounds"])
-        each = list(draft.prepare(draft.plan["launches"] + draft.plan["feedback"], drafting))
+        before, after = (target.prepare([launch], verifying, others) for launch in target.plan["rounds"])
+        each = draft.prepare(draft.plan["launches"] + draft.plan["feedback"], drafting)
         verify = target.prepare(target.plan["launches"], verifying)
         steps = [*each * (verifying["queries"] - 1), *before, *verify, *after]
         return [call for _, call in steps]

@@ -92,6 +92,11 @@ class HostLaunch:
     def __init__(self, driver: HostDriver, function: Kernel, grid: Sequence[int], *how: Any):
         self.driver, self.kernel, self.grid, self.arguments = driver, function, tuple(grid), how[-1]
 
+    def change(self, grid: Sequence[int], arguments: Sequence[tuple[int, int]]) -> None:
+        self.grid = tuple(grid)
+        for place, value in arguments:
+            self.arguments[place] = value
+
     def run(self) -> None:
         if self.driver.recording is None:
             self.execute()

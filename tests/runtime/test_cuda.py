@@ -76,11 +76,15 @@ class FakeLaunch:
     """Stands for LaunchCall: running it writes down kernel, grid and arguments."""
 
     def __init__(self, driver: FakeDriver, function: Any, grid: Any, threads: int, shared: int, pre: bool, args: Any):
-        self.line = (function, tuple(grid), tuple(args))
-        self.log = driver.log
+        self.function, self.grid, self.args, self.log = function, grid, list(args), driver.log
+
+    def change(self, grid: Any, arguments: Any) -> None:
+        self.grid = grid
+        for place, value in arguments:
+            self.args[place] = value
 
     def run(self) -> None:
-        self.log.append(self.line)
+        self.log.append((self.function, tuple(self.grid), tuple(self.args)))
 
 
 def variant(kernel: str, grid: list[Any], args: list[Any], most: int = 0) -> dict[str, Any]:
@@ -137,6 +141,20 @@ def test_counts_choose_kernels_grids_and_arguments(opened: CudaExecutor) -> None
     log.clear()
     opened.step([Rows(list(range(17)), 0, [1], 0)], logits=False)
     assert log == [("many", (2, 3, 1), (99,))]  # too many queries for the split kernel, no outputs
+
+
+def test_launches_that_are_kept_take_what_is_new_in_a_step(opened: CudaExecutor) -> None:
+    driver: Any = opened.driver
+    opened.plan = PLAN | {"launches": PLAN["launches"][:2] + PLAN["feedback"]}
+    opened.step([Rows([1, 2, 3], 5, [2], 1)], logits=False)
+    first = opened._work["parts"][0]
+    driver.allocate(100, "something behind")  # so that scratch memory moves when it grows
+    opened.step([Rows([1, 2, 3], 253, [2, 3, 1, 0, 4], 1), Rows([4], 0, [3], 0)], logits=False)
+    second, layer_1 = opened._work["parts"][0], opened._kv + 5 * 512
+    assert first != second and driver.log == [
+        *(("few", (1, 3, 1), (3,)), ("split", (2, 1, 1), (layer_1,)), ("next", (1, 1, 1), (first,))),
+        *(("few", (1, 3, 1), (4,)), ("split", (2, 1, 2), (layer_1,)), ("next", (1, 1, 1), (second,))),
+    ]
 
 
 def test_attention_takes_leaves_where_there_is_little_to_do() -> None:
