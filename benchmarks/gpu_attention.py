@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -25,7 +26,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import ROTATED_BYTES, Launch, facts, graph_us, launch
 from qcompile.codegen import gpu_compile, tiles
-from qcompile.codegen.gpu_attention import GROUP_SPLITS, AttentionSpec, GpuKV, MergeSpec, fitting
+from qcompile.codegen.gpu_attention import GROUP_SPLITS, AttentionSpec, GpuKV, MergeSpec, fitting, whole
 from qcompile.codegen.program import RING_GROUPS
 from qcompile.numerics import HIER_GROUP, PAGE_TOKENS
 
@@ -34,6 +35,8 @@ RING_ENTRIES = 2 * RING_GROUPS * HIER_GROUP // PAGE_TOKENS
 CASES = ((1, 8192), (1, 65536), (1, 131072), (16, 4096), (64, 1024), (64, 4096))
 FORMATS = ("kv4", "kv8", "kv16", "kv_hier4", "kv_hier")
 CUTS = ("leaf", "split", "whole")
+LONG = ((512, 512), (512, 1024), (512, 4096), (128, 4096), (32, 8192))
+"""(rows, context) of steps of prompts."""
 MOST_ERROR = 4e-3
 """Queries and weights of values are rounded to bf16, over a hierarchical cache queries twice."""
 
@@ -43,7 +46,9 @@ def spec_for(format: str, cut: str, queries: int, **more: Any) -> AttentionSpec:
     kv = GpuKV(format, KV_HEADS, DIM)
     how = {"split": tiles.split(kv), **tiles.attention(kv, cut), **more}
     spec = AttentionSpec(kv, HEADS, HEADS * DIM, DIM**-0.5, **how)
-    return spec if cut == "whole" else fitting(spec, queries)
+    if cut == "whole":
+        return next(one for most, one in whole(spec) if not most or queries <= most)
+    return fitting(spec, queries)
 
 
 def cut_for(kv: GpuKV, batch: int, context: int, split: int) -> str:
@@ -187,7 +192,8 @@ class Problem:
             most = max(spec.kv.shares // (cache.batch if spec.kv.hierarchical else 1), 1)
         todo = [(spec.kernel(90), (KV_HEADS * tiles_of_rows, min(slots, most), cache.batch))]
         if spec.cut == "whole":
-            todo = [(spec.kernel(90), (tiles_of_rows, KV_HEADS, cache.batch))]
+            programs = -(-tiles_of_rows // 2) if spec.paired else tiles_of_rows
+            todo = [(spec.kernel(90), (programs, KV_HEADS, cache.batch))]
         else:
             several = splits > GROUP_SPLITS
             merge = MergeSpec(spec.kv, HEADS, 1, not several, 0, spec.split, leaves)
@@ -240,6 +246,24 @@ def sdpa_us(batch: int, context: int, queries: int, backend: Any) -> float | Non
         return graph_us([one(*pair) for pair in zip(k, v, strict=True)])
     except RuntimeError:
         return None
+
+
+def long_steps(formats: Iterable[str]) -> list[dict[str, Any]]:
+    """Steps of many rows of a sequence, as of prompts; a hierarchical cache takes a group of positions at a time."""
+    found = []
+    for format, (rows, context) in itertools.product(formats, LONG):
+        kv = GpuKV(format, KV_HEADS, DIM)
+        if kv.hierarchical and rows > HIER_GROUP:
+            continue
+        problem = Problem((HierCache if kv.hierarchical else Cache)(kv, 1, context), rows)
+        launches = problem.launches(spec_for(format, "whole", rows))
+        launches[0]()
+        error = problem.relative_error()
+        us = graph_us(launches, 9, 16)
+        found.append({"rows": rows, "context": context, "format": format, "us": us, "relative_error": error})
+        note = f"error {error:.1e} {'' if error < MOST_ERROR else 'WRONG'}"
+        print(f"{rows:3} rows to {context:6} {format:8} {us:8.1f} us  {note}", flush=True)
+    return found
 
 
 def candidates(search: bool) -> list[dict[str, Any]]:
@@ -317,6 +341,10 @@ def main() -> None:
             torch.cuda.empty_cache()
             for path in paths:
                 Path(path).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if not search:
+        results["long_steps"] = long_steps(formats)
+        for path in paths:
+            Path(path).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

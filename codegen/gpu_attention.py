@@ -315,6 +315,8 @@ class AttentionSpec:
         most = {("kv8", 2): 128, ("kv_hier", 2): 168, ("kv_hier4", 2): 168, ("kv_hier4", 1): 224}
         eight = self.rows == 8 and self.kv.dim <= 128 and self.cut == "split" and capability > 80
         registers = most.get((self.kv.format, self.warps), 0) if eight else 0
+        if (self.kv.format, self.cut, self.stages, self.warps, capability) == ("kv4", "leaf", 1, 2, 90):
+            registers = 128  # with nothing in flight that is what most rows take
         return Kernel(name, source, tuple(arguments), self.warps, self.stages, prelaunch, False, False, registers)
 
 
@@ -325,10 +327,12 @@ def fitting(spec: AttentionSpec, queries: int) -> AttentionSpec:
     fits = [replace(spec, octets=octets) for octets in range(1, MOST_OCTETS + (not few))]
     programs = -(-queries // fits[-1].queries)
     found = next(each for each in fits if each.queries * programs >= queries)
-    if found.octets == MOST_OCTETS and found.kv.hierarchical:
-        # Most rows leave no registers for a loop over splits, nor any but for what is copied farther ahead.
+    if found.octets < MOST_OCTETS or found.kv.bits == 16:
+        return found
+    # Most rows leave no registers for a loop over splits, nor any but for what is copied farther ahead.
+    if found.kv.hierarchical or found.cut == "split":
         return replace(found, several=False, stages=3)
-    return found
+    return replace(found, stages=1) if found.kv.bits == 4 else found
 
 
 def whole(spec: AttentionSpec) -> list[tuple[int, AttentionSpec]]:
