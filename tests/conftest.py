@@ -70,9 +70,9 @@ def undrawn_pages() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_libraries() -> Iterator[None]:
-    """Tests of kernels, in tests/codegen, compile libraries as builds do; others without the optimizer's second half.
+    """Tests of kernels, in tests/codegen, compile libraries as builds do; others with the optimizer's first steps only.
 
-    That takes half of the time, and moves no bit: what may be rounded otherwise is a flag of its own, and stays.
+    That takes a third of the time, and moves no bit: what may be rounded otherwise is a flag of its own, and stays.
     """
     from qcompile.codegen import compiler
 
@@ -80,7 +80,7 @@ def quick_libraries() -> Iterator[None]:
 
     def quick(target: Target) -> tuple[str, ...]:
         of_kernels = os.environ.get("PYTEST_CURRENT_TEST", "").startswith("tests/codegen/")
-        return flags(target) if of_kernels else tuple("-O1" if flag == "-O3" else flag for flag in flags(target))
+        return flags(target) if of_kernels else tuple("-Og" if flag == "-O3" else flag for flag in flags(target))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "flags", quick)

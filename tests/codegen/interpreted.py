@@ -85,6 +85,7 @@ def hasten() -> None:
     kept = SimpleNamespace(restore=lambda: None)
     interpreter._patch_lang = lambda function: kept
     _remember_types()
+    _remember_constants()
 
 
 def _remember_types() -> None:
@@ -127,3 +128,37 @@ def _remember_types() -> None:
 
     core.block_type.__init__, core.tensor.__init__ = block, tensor
     interpreter._get_np_dtype, semantic.broadcast_impl_value = get_np_dtype, broadcast_impl_value
+
+
+def _remember_constants() -> None:
+    """Operands of the commonest types are brought together at once, and numbers made tensors once for each shape."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    core, semantic = language.core, type(interpreter.interpreter_semantic)
+    check = semantic.binary_op_type_checking_impl
+    constants: dict[Any, Any] = {}
+
+    def constant(self: Any, value: Any, like: Any) -> Any:
+        key = value, id(vars(like.type)) if like.type.is_block() else like.dtype.name
+        if key not in constants:
+            number = self.scalar_constant(value, like.dtype)
+            constants[key] = self.splat(number, like.shape) if like.type.is_block() else number
+        return constants[key]
+
+    def binary_op_type_checking_impl(self: Any, lhs: Any, rhs: Any, *allowed: bool, **asked: bool) -> Any:
+        pair = type(lhs) is core.tensor, type(rhs) is core.tensor
+        if pair == (True, True):
+            if lhs.dtype.name == rhs.dtype.name in ("int32", "fp32"):
+                return self.broadcast_impl_value(lhs, rhs)
+        elif any(pair) and all(allowed[2:3]) and asked.get("arithmetic_check", True):
+            known, number = (lhs, rhs) if pair[0] else (rhs, lhs)
+            name = known.dtype.name
+            if (type(number) is int and abs(number) < 1 << 31 and name in ("int32", "fp32")) or (
+                type(number) is float and name == "fp32"
+            ):
+                made = constant(self, number, known)
+                return (lhs, made) if pair[0] else (made, rhs)
+        return check(self, lhs, rhs, *allowed, **asked)
+
+    semantic.binary_op_type_checking_impl = binary_op_type_checking_impl

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qcompile.targets import TARGETS, get_target, missing_flags
 from tests.codegen.tiny import Chunk, Runner, Tiny, reference
 
 TOKENS = np.random.default_rng(7).integers(0, 203, 150).tolist()
@@ -27,6 +28,7 @@ FORMATS = {
         "w4_asym_g128", "q8", "kv16", activation="int8_g128", heads=8, kv_heads=2, head_dim=32, inner=256
     ),
     "w4a4": Tiny("w4_asym_g128", "q8", "kv8", activation="int4_g128_outlier128"),
+    "nested": Tiny("nested_8_4", "q8", "kv16"),
 }
 SHAPES = {
     "window and softcap": Tiny(window=50, softcap=15.0),
@@ -34,6 +36,7 @@ SHAPES = {
     "odd widths": Tiny(hidden=72, inner=80, heads=6, kv_heads=1, head_dim=20, rotary_dim=20, vocab=77),
     "odd widths, kv4": Tiny(kv="kv4", hidden=72, inner=80, heads=6, kv_heads=1, head_dim=20, rotary_dim=20),
 }
+HOST = [name for name, target in TARGETS.items() if target.kind == "cpu" and not missing_flags(target.requires)]
 Open = Callable[..., Runner]
 
 
@@ -71,6 +74,16 @@ def test_close_to_torch_in_every_format(opened: Open, name: str) -> None:
     logits = opened(FORMATS[name]).forward(TOKENS, [3, 1, 7], 150)
     error = np.abs(logits - reference(FORMATS[name], TOKENS))
     assert np.median(error) < 1e-2 and error.max() < 0.3
+
+
+@pytest.mark.parametrize(("name", "kv"), [("f32", "kv32"), ("w4a8", "kv8"), ("mxfp4", "kv16")])
+@pytest.mark.parametrize("target", [name for name in HOST if name != "cpu-avx512vnni"])
+def test_instruction_sets_agree(opened: Open, name: str, kv: str, target: str) -> None:
+    """Over several pages of each kind of cache."""
+    tiny = replace(FORMATS[name], kv=kv)
+    best, rows = (opened(tiny, target=get_target(name)).forward(TOKENS, [3, 1, 7], 150) for name in ("cpu", target))
+    # Fused against separate multiply and add; a flipped rounding where activations are int8.
+    assert np.abs(rows - best).max() < (1e-4 if tiny.act == "f32" else 2e-2)
 
 
 @pytest.mark.parametrize("name", FORMATS)
