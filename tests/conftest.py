@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
+import re
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,6 +19,7 @@ from qcompile.targets import Target
 
 SAMPLE = Path(__file__).parents[1] / "samples" / "pycode-1m"
 GOLDEN = Path(__file__).parent / "golden"
+KERNELS = Path(__file__).parents[1] / "codegen" / "templates" / "cpu"
 MadeOnce = Callable[[str, Callable[[Path], object]], Path]
 
 
@@ -68,25 +74,6 @@ def undrawn_pages() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def quick_libraries() -> Iterator[None]:
-    """Tests of kernels, in tests/codegen, compile libraries as builds do; others with the optimizer's first steps only.
-
-    That takes a third of the time, and moves no bit: what may be rounded otherwise is a flag of its own, and stays.
-    """
-    from qcompile.codegen import compiler
-
-    flags = compiler.flags
-
-    def quick(target: Target) -> tuple[str, ...]:
-        of_kernels = os.environ.get("PYTEST_CURRENT_TEST", "").startswith("tests/codegen/")
-        return flags(target) if of_kernels else tuple("-Og" if flag == "-O3" else flag for flag in flags(target))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "flags", quick)
-        yield
-
-
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
     """made_once(name, make): a path that one of the processes that share the tests had make(path) write, for all."""
@@ -104,6 +91,44 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
         return path
 
     return made
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_libraries(made_once: MadeOnce) -> Iterator[None]:
+    """Tests of kernels, in tests/codegen, compile libraries as builds do; others with the optimizer's first steps only.
+
+    They find the system's headers parsed, too. That takes a third of the time, and moves no bit: what may be rounded
+    otherwise is a flag of its own, and stays.
+    """
+    from qcompile.codegen import compiler
+
+    flags, run = compiler.flags, compiler.children.run
+
+    def quick(target: Target) -> tuple[str, ...]:
+        of_kernels = os.environ.get("PYTEST_CURRENT_TEST", "").startswith("tests/codegen/")
+        return flags(target) if of_kernels else tuple("-Og" if flag == "-O3" else flag for flag in flags(target))
+
+    def parsed(command: list[str], *rest: Any, **more: Any) -> Any:
+        given = [each for each in command if each.startswith(("-O", "-f", "-m", "-p", "-s")) and "map" not in each]
+        if "-Og" in given and Path(command[0]).name == "g++":
+            name = f"headers-{hashlib.sha256(' '.join(given).encode()).hexdigest()[:16]}"
+            folder = made_once(name, lambda folder: _parse_headers(folder, [command[0], *given]))
+            command = [command[0], "-include", str(folder / "system.h"), *command[1:]]
+        return run(command, *rest, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "flags", quick)
+        patch.setattr(compiler, "children", SimpleNamespace(run=parsed))
+        yield
+
+
+def _parse_headers(folder: Path, command: list[str]) -> None:
+    """What all kernels include of the system, as the compiler keeps it when it has read it."""
+    folder.mkdir()
+    texts = [path.read_text(encoding="utf-8") for path in sorted(KERNELS.glob("*.h"))]
+    lines = dict.fromkeys(re.findall(r"^#include <.*>$", "\n".join(texts), re.MULTILINE))
+    (folder / "system.h").write_text("\n".join(lines) + "\n")
+    subprocess.run([*command, "-x", "c++-header", "system.h"], cwd=folder, check=True)
 
 
 @pytest.fixture(scope="session")
