@@ -15,8 +15,15 @@ percent, three programs of 64 by 64 on a multiprocessor 20 percent, and whole nu
 Products of 64 rows and 128 tokens take 256 cycles, and what scales their sums beside them another 138: multiply-adds,
 which read three registers each, cost the tensor cores time, conversions none. So two groups to a turn, whose sums are
 scaled between the products of the next, gave 1 percent (mxfp4_a8, 4-bit weights) to 4 (nested_8_4), sums that start at
-a float's bits lost 4, and copying with fewer than 72 registers a thread lost 10 to 150. Programs that last gave 7 to 9
-percent where there are several tiles to each, and nothing to mixed weights, whose copying takes more registers.
+a float's bits lost 4, and copying with fewer than 72 registers a thread lost 10 to 150. Programs that last gave 5 to 9
+percent where there are several tiles to each. Nothing of what lets a warp scale sums while its own products go on was
+faster: halves of tokens in turn, with the next products begun in between (1 percent slower, 25 where loops of four
+groups no longer fit the cache of instructions); weights unpacked by four warps of their own to shared memory (18
+slower), which products of 8-bit rows from shared memory are not (5 faster); 256 tokens in four parts (10 to 20 slower,
+for want of registers). What is issued beside the tensor cores counts, whichever warp issues it: copying of mixed
+weights by 98 instructions a group rather than by 149 gave 1 to 8 percent. Their columns scatter: stores of one row a
+thread, of 32 next to each other, took 3 us less than pairs of rows at 512 tokens of 4096 by 4096. Bands of
+1024 tokens (order.jinja) gave 1 to 3 percent of int8 kernels at 4096 tokens, and bf16 ones 5 to 14.
 """
 
 from __future__ import annotations
@@ -46,18 +53,18 @@ H200: dict[tuple[str, int, int, int], Tile] = {
     ("mix_4_8", 128, 4096, 14336): Tile(64, 64, 1, 2, 1, 4, 6, piece=128),  # 34.7 us
     ("mix_4_8", 128, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 32.8 us
     ("mix_4_8", 128, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 56.0 us
-    ("mix_4_8", 256, 4096, 4096): Tile(64, 128, 1, 1, 1, 8, 8, piece=128),  # 20.4 us
+    ("mix_4_8", 256, 4096, 4096): Tile(64, 128, 1, 1, 1, 8, 8, piece=128),  # 19.0 us
     ("mix_4_8", 256, 4096, 14336): Tile(64, 128, 1, 1, 1, 8, 8, piece=128),  # 54.7 us
-    ("mix_4_8", 256, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 55.0 us
-    ("mix_4_8", 256, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 108.0 us
-    ("mix_4_8", 512, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 33.3 us
-    ("mix_4_8", 512, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 86.6 us
-    ("mix_4_8", 512, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128),  # 107.5 us
-    ("mix_4_8", 512, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128),  # 200.7 us
-    ("mix_4_8", 1024, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 59.7 us
-    ("mix_4_8", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 169.8 us
-    ("mix_4_8", 1024, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 199.2 us
-    ("mix_4_8", 1024, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128),  # 405.0 us
+    ("mix_4_8", 256, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128),  # 54.9 us
+    ("mix_4_8", 256, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 106.5 us
+    ("mix_4_8", 512, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 29.8 us
+    ("mix_4_8", 512, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 85.6 us
+    ("mix_4_8", 512, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 106.7 us
+    ("mix_4_8", 512, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 185.3 us
+    ("mix_4_8", 1024, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 55.2 us
+    ("mix_4_8", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 167.4 us
+    ("mix_4_8", 1024, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 189.5 us
+    ("mix_4_8", 1024, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 370.7 us
     ("mxfp4", 16, 4096, 4096): Tile(16, 64, 1, 4, 1, 4, 3, 128, piece=128),  # 6.5 us
     ("mxfp4", 16, 4096, 14336): Tile(16, 64, 1, 4, 1, 4, 4, 128, piece=128),  # 16.5 us
     ("mxfp4", 16, 6144, 4096): Tile(16, 64, 1, 4, 1, 4, 3, 128, piece=128),  # 9.6 us
@@ -127,16 +134,16 @@ H200: dict[tuple[str, int, int, int], Tile] = {
     ("nested_8_4", 128, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 4, 128, piece=128),  # 55.3 us
     ("nested_8_4", 256, 4096, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 17.9 us
     ("nested_8_4", 256, 4096, 14336): Tile(128, 128, 1, 2, 1, 8, 4, piece=128),  # 43.1 us
-    ("nested_8_4", 256, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 4, piece=128),  # 48.2 us
-    ("nested_8_4", 256, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 85.5 us
+    ("nested_8_4", 256, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 47.6 us
+    ("nested_8_4", 256, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 89.0 us
     ("nested_8_4", 512, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 4, piece=128),  # 24.7 us
     ("nested_8_4", 512, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 4, piece=128),  # 75.1 us
     ("nested_8_4", 512, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 85.1 us
-    ("nested_8_4", 512, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128),  # 161.7 us
-    ("nested_8_4", 1024, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 4, piece=128),  # 48.0 us
+    ("nested_8_4", 512, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 4, piece=128, lasting=True),  # 156.4 us
+    ("nested_8_4", 1024, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 4, piece=128, lasting=True),  # 47.7 us
     ("nested_8_4", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 4, piece=128),  # 146.0 us
-    ("nested_8_4", 1024, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128),  # 160.2 us
-    ("nested_8_4", 1024, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128),  # 314.0 us
+    ("nested_8_4", 1024, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 4, piece=128, lasting=True),  # 155.8 us
+    ("nested_8_4", 1024, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 311.4 us
     ("qoq_channel", 1, 4096, 4096): Tile(1, 8, 1, 1, 32, 4, 1, 128),
     ("qoq_channel", 1, 4096, 14336): Tile(1, 8, 1, 1, 16, 2, 2, 128),
     ("qoq_channel", 1, 6144, 4096): Tile(1, 8, 1, 1, 8, 2, 3, 128),
