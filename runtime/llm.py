@@ -329,10 +329,6 @@ class LLM:
         if isinstance(prompt, str):
             if not prompt:
                 raise UsageError("the prompt is empty: give at least one character")
-            try:
-                prompt.encode()
-            except UnicodeEncodeError as error:
-                raise UsageError(f"the prompt is not valid Unicode at character {error.start}: give UTF-8") from error
             tokens = encode(self._tokenizer(), prompt, special)
             if not tokens:
                 raise UsageError("the prompt has no tokens: give other text")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qcompile.errors import ArtifactError
+from qcompile.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -35,10 +35,14 @@ def load_tokenizer(root: Path) -> Tokenizer | None:
 
 
 def encode(tokenizer: Tokenizer, text: str, special: bool = True) -> list[int]:
-    """A text's token numbers, `special` with those that the tokenizer puts around it.
+    """A prompt's token numbers, `special` with those that the tokenizer puts around it. Raises UsageError.
 
     Other threads run meanwhile, as they would not by `Tokenizer.encode`: a long text takes seconds.
     """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"the prompt is not valid Unicode at character {error.start}: give UTF-8") from error
     found: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
     return found
 

@@ -348,8 +348,9 @@ def test_chat_goes_on_after_a_line_too_long(
     assert code_of(*chat) == 0
     captured = capsys.readouterr()
     assert len(captured.out.splitlines()) == 2 and "shorten it" in captured.err
-    monkeypatch.setattr("sys.stdin", StringIO("x = 1 " * 400 + "\n"))
-    assert code_of(*chat) == 2
+    for text in ("x = 1 " * 400 + "\n", "import os\nx = \udcff\n"):
+        monkeypatch.setattr("sys.stdin", StringIO(text))
+        assert code_of(*chat) == 2
 
 
 def test_a_client_that_hangs_up_does_not_end_the_server(
