@@ -190,7 +190,7 @@ class Problem:
         most = slots
         if spec.several:
             most = max(spec.kv.shares // (cache.batch if spec.kv.hierarchical else 1), 1)
-        todo = [(spec.kernel(90), (KV_HEADS * tiles_of_rows, min(slots, most), cache.batch))]
+        todo = [(spec.kernel(90), (KV_HEADS * tiles_of_rows, cache.batch, min(slots, most)))]
         if spec.cut == "whole":
             programs = -(-tiles_of_rows // 2) if spec.paired else tiles_of_rows
             todo = [(spec.kernel(90), (programs, KV_HEADS, cache.batch))]

@@ -351,7 +351,7 @@ class _Maker:
         for queries in range(1, MOST_QUERIES + 1):
             spec = fitting(base, queries)
             programs, parts = -(-queries // spec.queries), "shares" if spec.several else "slots"
-            grid: tuple[Size, Size, Size] = (base.kv.heads * programs, parts, "sequences")
+            grid: tuple[Size, Size, Size] = (base.kv.heads * programs, "sequences", parts)
             found.append(Variant(self.plan.add(spec.kernel(self.capability)), grid, args, queries))
         # Of those that do the same the last one stands for all.
         same = zip_longest(found, found[1:])
