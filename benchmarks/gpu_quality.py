@@ -67,8 +67,8 @@ def different_bits(llm: qcompile.LLM) -> dict[str, int]:
         result[f"{rows} rows"] = differ([step(i, s, s + rows, rows) for i, s in enumerate(starts)], rows)
     batches = [together(row) for row in range(LAST)]
     result["batch"] = differ([np.stack([batch[i] for batch in batches]) for i in range(len(starts))], LAST)
-    long = [step(i, max(0, s - 40), s + LAST, LAST) for i, s in enumerate(starts)]
-    result["long step"] = differ(long, LAST)
+    for name, before in (("long step", 40), ("longest step", 400)):
+        result[name] = differ([step(i, max(0, s - before), s + LAST, LAST) for i, s in enumerate(starts)], LAST)
     for each in pages:
         pool.give_back(each)
     return result
