@@ -6,8 +6,8 @@
 With prompts, recipes that draft generate 128 tokens of each with every gamma, 48 at a time; `differing` counts tokens
 that are not plain decoding's. `invariance` counts requests whose tokens or log probabilities differ, in any bit,
 between alone and in 200 random batches of 1 to 32 in which drafts are of random gammas. `different_bits` counts logits
-of four sequences' last nine rows against each row computed alone: in steps of so many rows, as a batch, and by the
-kernels of long steps.
+of four sequences' last nine rows against each row computed alone: in steps of so many rows, as a batch, by the kernels
+of long steps, and anew from the first position on, 400 rows a step where they were 512.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RECIPES = ("qserve", "qserve-channel", "w4a8", "w8a8", "w4a16", "bf16", "nested"
 GAMMAS = (4, 1, 2, 3, 5, 6, 7, 8, AUTO)
 TOKENS, BATCHES, FEW_TOKENS, TOGETHER = 128, 200, 12, 48
 LENGTHS = (300, 1111, 64, 700)
-LAST = 9
+LAST, MANY = 9, 400
 
 
 def different_bits(llm: qcompile.LLM) -> dict[str, int]:
@@ -54,6 +54,10 @@ def different_bits(llm: qcompile.LLM) -> dict[str, int]:
         assert logits is not None
         return logits.view(np.int32).copy()
 
+    def anew(sequence: int, end: int) -> np.ndarray:
+        ends = range(end % MANY or MANY, end + 1, MANY)
+        return [step(sequence, max(0, e - MANY), e, LAST if e == end else 0) for e in ends][-1]
+
     for i, start in enumerate(starts):
         for begin in range(0, start, 512):
             step(i, begin, min(begin + 512, start), 0)
@@ -67,8 +71,9 @@ def different_bits(llm: qcompile.LLM) -> dict[str, int]:
         result[f"{rows} rows"] = differ([step(i, s, s + rows, rows) for i, s in enumerate(starts)], rows)
     batches = [together(row) for row in range(LAST)]
     result["batch"] = differ([np.stack([batch[i] for batch in batches]) for i in range(len(starts))], LAST)
-    for name, before in (("long step", 40), ("longest step", 400)):
-        result[name] = differ([step(i, max(0, s - before), s + LAST, LAST) for i, s in enumerate(starts)], LAST)
+    long = [step(i, max(0, s - 40), s + LAST, LAST) for i, s in enumerate(starts)]
+    result["long step"] = differ(long, LAST)
+    result["anew"] = differ([anew(i, s + LAST) for i, s in enumerate(starts)], LAST)
     for each in pages:
         pool.give_back(each)
     return result
