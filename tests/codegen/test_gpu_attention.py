@@ -217,6 +217,9 @@ def interpret_append(format: str, dim: int, rotary_dim: int, center: bool, turne
     found = []
     for each in (1, 2, 4):
         kernel = replace(alone, tokens=each).kernel(80)
+        # Rows past the last one are that one again: if they wrote too, it might be turned twice, though not here.
+        stores = [line for line in kernel.source.splitlines() if "tl.store(" in line]
+        assert stores and (each == 1 or all("there" in line for line in stores))
         got, pages = x.clone(), memory.clone()
         given |= {"x": got, "kv": pages.view(torch.bfloat16 if format == "kv16" else torch.int16)}
         given["kv_words"] = pages.view(torch.int32)
