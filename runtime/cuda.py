@@ -60,7 +60,7 @@ class CudaExecutor:
         self._graphs: OrderedDict[tuple[Any, ...], ctypes.c_void_p] = OrderedDict()
         self._modules: list[ctypes.c_void_p] = []
         self._kept: dict[int, tuple[LaunchCall, list[tuple[int, str]]]] = {}
-        self._seen: dict[tuple[Any, ...], int] = {}
+        self._seen: set[tuple[Any, ...]] = set()
         self._profile: dict[str, tuple[float, int]] | None = None
         self.description = {"calls": [launch["name"] for launch in plan["launches"]], "weights": plan["weights"]}
         self.moved = 0
@@ -235,15 +235,17 @@ class CudaExecutor:
         """Put `times` steps on the stream: a graph where it will be used again, else launch by launch."""
         key = (*counts.values(), feed_back)
         graph = self._graphs.get(key)
-        again = times > 1 or self._seen.get(key, 0)
-        if graph is None and again and counts["queries"] <= self.plan["most_queries"] and self._profile is None:
+        again = times > 1 or key in self._seen
+        short = counts["queries"] <= self.plan["most_queries"]  # long steps have any counts: few come again
+        if graph is None and again and short and self._profile is None:
             graph = self._capture(key, counts, feed_back)
         if graph is not None and self._profile is None:
             self._graphs.move_to_end(key)
             for _ in range(times):
                 self.driver.replay(graph)
             return
-        self._seen[key] = 1
+        if short:
+            self._seen.add(key)
         for _ in range(times):
             if self._profile is None:
                 self._launch(self._launches(feed_back), counts)

@@ -157,6 +157,15 @@ def test_launches_that_are_kept_take_what_is_new_in_a_step(opened: CudaExecutor)
     ]
 
 
+def test_counts_of_long_steps_are_not_remembered(opened: CudaExecutor) -> None:
+    """A server's would grow without end."""
+    for rows in range(17, 30):
+        opened.step([Rows(list(range(rows)), 0, [1], 1)], logits=False)
+    assert not opened._seen
+    opened.step([Rows([1, 2], 0, [1], 1)], logits=False)
+    assert len(opened._seen) == 1
+
+
 def test_attention_takes_leaves_where_there_is_little_to_do() -> None:
     plan = {"most_queries": 16, "group_splits": 16, "leaves": 4, "fine_splits": 33, "shares": 132, "shared": False}
     few = cuda.attention_counts(plan, 33, 5, 1, 5)
