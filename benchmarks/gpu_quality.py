@@ -1,9 +1,9 @@
 """A sample model on this GPU beside the CPU: perplexity of each recipe, and which rows' bits depend on their company.
 
     python benchmarks/gpu_quality.py MODEL heldout.jsonl [out.json] [--gpu-only] [--recipes=qserve,w4a16,...]
-        [--prompts=PROMPTS.jsonl,MORE.jsonl]
+        [--prompts=PROMPTS.jsonl,MORE.jsonl] [--draft=MODEL]
 
-With prompts, recipes that draft generate 128 tokens of each with every gamma, 48 at a time; `differing` counts tokens
+A recipe may be followed by drafts, as in ml-specqd+other+lookup; `other` is the model given as --draft. With prompts, recipes that draft generate 128 tokens of each with every gamma, 48 at a time; `differing` counts tokens
 that are not plain decoding's. `invariance` counts requests whose tokens or log probabilities differ, in any bit,
 between alone and in 200 random batches of 1 to 32 in which drafts are of random gammas. `different_bits` counts logits
 of four sequences' last nine rows against each row computed alone: in steps of so many rows, as a batch, by the kernels
@@ -29,7 +29,11 @@ from qcompile import SamplingParams
 from qcompile.runtime.executor import Rows
 from qcompile.runtime.gamma import AUTO
 
-RECIPES = ("qserve", "qserve-channel", "w4a8", "w8a8", "w4a16", "bf16", "nested", "qspec", "quantspec")
+RECIPES = (
+    *("qserve", "qserve-channel", "w4a8", "w8a8", "w4a16", "bf16", "nested", "qspec", "quantspec"),
+    *("quantspec-w8", "mixllm", "mxfp4", "qspec-w4a4", "qspec-atom", "ml-specqd", "nested+lookup"),
+)
+CHAINS = ("ml-specqd+other", "ml-specqd+other+lookup")
 GAMMAS = (4, 1, 2, 3, 5, 6, 7, 8, AUTO)
 TOKENS, BATCHES, FEW_TOKENS, TOGETHER = 128, 200, 12, 48
 LENGTHS = (300, 1111, 64, 700)
@@ -123,24 +127,28 @@ def invariance(llm: qcompile.LLM, prompts: list[str]) -> dict[str, int]:
 
 
 def measure(
-    model: str, documents: str, recipe: str, folder: Path, targets: Sequence[str], prompts: list[str]
+    model: str, documents: str, name: str, folder: Path, targets: Sequence[str], prompts: list[str], other: str
 ) -> dict[str, Any]:
     """Perplexity by kind of target, and on the GPU what the top says."""
-    found: dict[str, Any] = {"recipe": recipe}
-    for target in targets:
-        path = qcompile.build(model, folder / f"{recipe}-{target}", target=target, recipe=recipe).path
+    recipe, *given = name.split("+")
+    drafts = [other if draft == "other" else draft for draft in given]
+    found: dict[str, Any] = {"recipe": name}
+    for target in targets if not drafts else [t for t in targets if t != "cpu"]:
+        path = qcompile.build(model, folder / f"{name}-{target}", target=target, recipe=recipe, drafts=drafts).path
         if target != "cpu" and prompts:
             with qcompile.load(path, max_batch=TOGETHER) as llm:
                 if llm.engine.speculator:
                     found["exactness"] = exactness(llm, prompts)
-                    print(recipe, found["exactness"], flush=True)
+                    print(name, found["exactness"], flush=True)
                 found["invariance"] = invariance(llm, prompts)
-                print(recipe, found["invariance"], flush=True)
+                print(name, found["invariance"], flush=True)
+        if drafts:  # the path that verifies is the recipe's
+            continue
         with qcompile.load(path) as llm:
             kind = "cpu" if target == "cpu" else "gpu"
             result = llm.perplexity(documents)
             found[kind] = {"perplexity": result.perplexity}
-            print(recipe, kind, result.perplexity, flush=True)
+            print(name, kind, result.perplexity, flush=True)
             if kind == "gpu":
                 found[kind]["different_bits"] = different_bits(llm)
     print(found, flush=True)
@@ -153,11 +161,12 @@ def main() -> None:
     named = [a.split("=", 1)[1].split(",") for a in options if a.startswith("--recipes=")]
     targets = ("h200",) if "--gpu-only" in options else ("h200", "cpu")
     files = next((a.split("=", 1)[1].split(",") for a in options if a.startswith("--prompts=")), [])
+    other = next((a.split("=", 1)[1] for a in options if a.startswith("--draft=")), "")
     prompts = [json.loads(line)["prompt"] for file in files for line in Path(file).read_text("utf-8").splitlines()]
     with tempfile.TemporaryDirectory() as folder:
         rows = []
-        for recipe in named[0] if named else RECIPES:
-            rows.append(measure(model, documents, recipe, Path(folder), targets, prompts))
+        for name in named[0] if named else RECIPES + CHAINS * bool(other):
+            rows.append(measure(model, documents, name, Path(folder), targets, prompts, other))
             if out:  # after each, as machines are lent by the minute
                 Path(out[0]).write_text(json.dumps({**facts(), "recipes": rows}, indent=1) + "\n", encoding="utf-8")
 

@@ -27,8 +27,7 @@ class Backend:
 
     `compiler` names what compiles, or raises ResourceError where it is missing. `adapt` fits a program to the target.
     `prepare` refuses programs without kernels at once, and returns what compiles them into the files of
-    kernels/<target>, until its event (or None) is set: then it raises GivenUpError soon. `other_drafts` says
-    whether its runtime takes drafts besides a recipe's own.
+    kernels/<target>, until its event (or None) is set: then it raises GivenUpError soon.
     """
 
     suffix: str
@@ -37,7 +36,6 @@ class Backend:
     compiler: Callable[[], str]
     adapt: Callable[[Program], Program]
     prepare: Callable[[Programs, Target], Callable[[Event | None], Files]]
-    other_drafts: bool = True
 
 
 def _prepare_cpu(programs: Programs, target: Target) -> Callable[[Event | None], Files]:
@@ -69,7 +67,6 @@ _BACKENDS = {
         lambda: f"triton {triton_version()}",
         gpu_build.adapted,
         gpu_build.prepare,
-        other_drafts=False,
     ),
 }
 

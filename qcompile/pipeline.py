@@ -295,8 +295,6 @@ def _import(
 def _plan(request: _Request, clock: Clock, source: Mapping[str, Any]) -> Plan:
     model = request.model
     backend = backend_of(targets.get_target(request.target))
-    if not backend.other_drafts and request.drafts:
-        raise UnsupportedError(f"target {request.target} runs no drafts but a recipe's own yet: leave out --draft")
     graphs, records = _import(model, request.passes, clock, source, request)
     table = WeightTable(backend.packing)
     with clock("lower"):

@@ -33,7 +33,8 @@ class CudaExecutor:
     """One opened model on a GPU. `step` and `decode` block until the GPU is done; not safe for two threads.
 
     `plan` is the parsed plan, `functions` its kernels by label, `weights` addresses on the GPU by name. A path that
-    drafts works in the pages of the one it drafts for, `leader`. Raises ResourceError when memory is short.
+    drafts works in the cache of the one it drafts for, `leader`, or with `own_cache` in one of its own, of as many
+    pages. Raises ResourceError when memory is short.
     """
 
     threads = 1
@@ -47,6 +48,7 @@ class CudaExecutor:
         kv_pages: int,
         limits: Limits,
         leader: CudaExecutor | None = None,
+        own_cache: bool = False,
     ) -> None:
         if plan.get("abi") != GPU_ABI:
             raise ArtifactError(f"GPU plan {plan.get('abi')}, this qcompile has {GPU_ABI}: build the artifact again")
@@ -68,7 +70,7 @@ class CudaExecutor:
         self._closed = False
         self._host_address = 0
         try:
-            self._allocate(leader)
+            self._allocate(leader, own_cache)
         except BaseException:
             self.close()
             raise
@@ -85,14 +87,15 @@ class CudaExecutor:
         self._owned.append(address)
         return address
 
-    def _allocate(self, leader: CudaExecutor | None) -> None:
+    def _allocate(self, leader: CudaExecutor | None, own_cache: bool) -> None:
         rows, plan, limits = self._rows, self.plan, self.limits
         self.driver.use()
         self._arena = {name: self._own(rows * size, "activations") for name, size in plan["arena_bytes"].items()}
         # A page more than there are, or two, for what is computed beyond a sequence's end and forgotten.
         self._ring_entries = 2 * limits.ring_tokens // limits.page_tokens
         self._layer_bytes = (self.kv_pages + 1 + (self._ring_entries > 0)) * plan["layer_page_bytes"]
-        self._kv: int = leader._kv if leader else self._own(plan["layers"] * self._layer_bytes, "the KV cache")
+        shares = leader is not None and not own_cache
+        self._kv: int = leader._kv if leader and shares else self._own(plan["layers"] * self._layer_bytes, "a KV cache")
         self._most_pages = _power(limits.pages_for(limits.max_position + MOST_DRAFTS))
         names = ("counter", "token_ids", "positions", "row_sequence", "output_rows", "query_start")
         self._places = {name: i * (rows + 4) for i, name in enumerate(names)}

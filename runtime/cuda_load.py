@@ -8,24 +8,37 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qcompile.artifact import Manifest, file_problem
 from qcompile.errors import ArtifactError
+from qcompile.runtime.blocks import BlockPool
 from qcompile.runtime.cuda import CudaExecutor, kv_pages
 from qcompile.runtime.cuda_driver import Driver, driver
 from qcompile.runtime.cuda_speculate import CudaSpeculator
 from qcompile.runtime.executor import Limits
 from qcompile.runtime.loader import Arena
+from qcompile.runtime.reencode import open_reencoder
+from qcompile.runtime.speculate import Drafter, Level
+from qcompile.runtime.speculate_host import HostSpeculator
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 def open_cuda(
-    root: Path, manifest: Manifest, max_batch: int, kv_cache_bytes: int | None, memory_share: float, drafts: bool
-) -> tuple[CudaExecutor, CudaSpeculator | None]:
-    """Verify every file of the artifact, put its weights on the GPU, and open its plan, and its draft's if wanted.
+    root: Path,
+    manifest: Manifest,
+    max_batch: int,
+    kv_cache_bytes: int | None,
+    memory_share: float,
+    drafts: bool,
+    tokenizer: Tokenizer | None = None,
+) -> tuple[CudaExecutor, Drafter | None]:
+    """Verify every file of the artifact, put its weights on the GPU, and open its plan, and its drafts' if wanted.
 
-    `memory_share` is the part of the GPU's memory that may be used. Raises ArtifactError (damaged, or kernels that
-    run on no such GPU), ResourceError (no driver, GPU, or memory).
+    `memory_share` is the part of the GPU's memory that may be used, `tokenizer` the target's. Raises ArtifactError
+    (damaged, or kernels that run on no such GPU), ResourceError (no driver, GPU, or memory).
     """
     gpu = driver()
     runtime, model = manifest["runtime"], manifest["model"]
@@ -34,7 +47,9 @@ def open_cuda(
     limits = Limits(*sizes, kv.get("ring_tokens") or 0)
     small = _read_small(root, manifest)
     levels = runtime.get("levels") or [] if drafts else []
-    plans = [json.loads(small[path["library"]]) for path in (runtime, *levels)]
+    paths = [level for level in levels if "library" in level]
+    plans = [json.loads(small[path["library"]]) for path in (runtime, *paths)]
+    page_bytes = kv["page_bytes"] + sum(path["kv"]["page_bytes"] for path in paths if path["kv"])
     with ExitStack() as undo:
         # Lest a model that does not fit keep the memory from one that would.
         held: list[int] = []
@@ -42,18 +57,52 @@ def open_cuda(
         undo.callback(_give_back, gpu, held, modules)
         functions = _functions(gpu, plans, PurePosixPath(runtime["library"]).parent, small, modules)
         weights = _upload(gpu, root, manifest, held)
-        target = _target(gpu, plans, functions, weights, limits, max_batch, kv, kv_cache_bytes, memory_share)
+        target = _target(gpu, plans, functions, weights, limits, max_batch, page_bytes, kv_cache_bytes, memory_share)
         undo.pop_all()
         target.adopt(held, modules)
         if not levels:
             return target, None
         undo.callback(target.close)
-        own = limits._replace(max_position=levels[0]["max_position"])
-        draft = CudaExecutor(gpu, plans[1], functions, weights, target.kv_pages, own, target)
-        undo.callback(draft.close)
-        drafter = CudaSpeculator(target, draft, levels[0]["gamma"], levels[0]["threshold"])
+        opened: list[Level] = []
+        rest = iter(plans[1:])
+        for level in levels:
+            plan = next(rest) if "library" in level else None
+            opened.append(_level(target, level, plan, functions, weights))
+            if executor := opened[-1].executor:
+                undo.callback(executor.close)
+        drafter = _drafter(root, target, levels, opened, tokenizer)
         undo.pop_all()
     return target, drafter
+
+
+def _level(
+    target: CudaExecutor,
+    level: dict[str, Any],
+    plan: dict[str, Any] | None,
+    functions: dict[str, int],
+    weights: dict[str, int],
+) -> Level:
+    """A level that drafts, opened in the target's pages: of its cache, or of one that is as large in pages."""
+    if plan is None:
+        return Level(None, level["gamma"], match=level["lookup"])
+    own, limits = level["kv"], target.limits._replace(max_position=level["max_position"], vocab=level["vocab_size"])
+    if own:
+        limits = limits._replace(page_tokens=own["page_tokens"], ring_tokens=own.get("ring_tokens") or 0)
+    executor = CudaExecutor(target.driver, plan, functions, weights, target.kv_pages, limits, target, bool(own))
+    return Level(executor, level["gamma"], not own, threshold=level["threshold"])
+
+
+def _drafter(
+    root: Path, target: CudaExecutor, levels: list[dict[str, Any]], opened: list[Level], tokenizer: Tokenizer | None
+) -> Drafter:
+    """What drafts by these levels: rounds are graphs where there is one that works in the target's cache."""
+    first = opened[0]
+    if levels[0].get("tokenizer") and first.executor:
+        pool = BlockPool(target.kv_pages, first.executor.limits.page_tokens)
+        return open_reencoder(root, levels[0], tokenizer, first.executor, pool)
+    if len(opened) == 1 and first.shares_cache and isinstance(first.executor, CudaExecutor):
+        return CudaSpeculator(target, first.executor, first.gamma, first.threshold)
+    return HostSpeculator(target, opened)
 
 
 def _give_back(gpu: Driver, addresses: list[int], modules: list[ctypes.c_void_p]) -> None:
@@ -70,17 +119,17 @@ def _target(
     weights: dict[str, int],
     limits: Limits,
     max_batch: int,
-    kv: dict[str, Any],
+    page_bytes: int,
     kv_cache_bytes: int | None,
     memory_share: float,
 ) -> CudaExecutor:
-    """The target's executor, with as many pages of cache as it may have."""
+    """The target's executor, with as many pages of cache as it may have, each of `page_bytes` over all paths."""
     most = max_batch * limits.pages_for(limits.max_position)
     if kv_cache_bytes is not None:
-        most, memory_share = kv_cache_bytes // kv["page_bytes"], 1.0
+        most, memory_share = kv_cache_bytes // page_bytes, 1.0
     free, total = gpu.memory()
     rest = free - int(total * (1 - memory_share)) - sum(_activations(plan, limits) for plan in plans)
-    pages = kv_pages(max(rest, 0), kv["page_bytes"], most, 1.0)
+    pages = kv_pages(max(rest, 0), page_bytes, most, 1.0)
     return CudaExecutor(gpu, plans[0], functions, weights, pages, limits)
 
 

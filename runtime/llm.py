@@ -20,9 +20,10 @@ from qcompile.runtime.gamma import AUTO, GammaPolicy, Tempo, predicted
 from qcompile.runtime.group import Group
 from qcompile.runtime.loader import Arena, LoadedArtifact, available_memory, load_artifact
 from qcompile.runtime.outputs import MOST_DRAFTS, RequestOutput
-from qcompile.runtime.reencode import Reencoder
+from qcompile.runtime.reencode import Reencoder, open_reencoder
 from qcompile.runtime.sampling import SamplingParams
 from qcompile.runtime.speculate import Drafter, Level, Speculator
+from qcompile.runtime.speculate_library import LibrarySpeculator
 from qcompile.runtime.tokenizer import encode, load_tokenizer
 
 if TYPE_CHECKING:
@@ -88,8 +89,9 @@ def _load(
         from qcompile.runtime.cuda_load import open_cuda
 
         memory = kv_cache_bytes, gpu_memory_utilization
-        cuda, drafter = open_cuda(Path(path), manifest, max_batch, *memory, drafts=gamma != 0)
-        opened = LLM(cuda, manifest, load_tokenizer(Path(path)), max_batch, drafter)
+        tokenizer = load_tokenizer(Path(path))
+        cuda, drafter = open_cuda(Path(path), manifest, max_batch, *memory, gamma != 0, tokenizer)
+        opened = LLM(cuda, manifest, tokenizer, max_batch, drafter)
         return _speculating(opened, gamma, acceptance) if drafter else opened
     cores = len(os.sched_getaffinity(0))
     threads = cores if threads is None else threads
@@ -165,7 +167,7 @@ def _open_levels(artifact: LoadedArtifact, levels: list[dict[str, Any]], target:
         limits = target.limits._replace(max_position=level["max_position"])
         executor = Executor(draft.library, draft.pointers, arena, pages, target.threads, limits, target)
         opened.append(Level(executor, level["gamma"], own is None, threshold=level["threshold"]))
-    return Speculator(target, opened)
+    return LibrarySpeculator(target, opened)
 
 
 def _open_reencoder(
@@ -173,15 +175,13 @@ def _open_reencoder(
 ) -> Reencoder:
     """A model of another tokenizer that drafts, with pages for `max_batch` requests of its whole context."""
     draft, kv = artifact.drafts[0], level["kv"]
-    own = load_tokenizer((artifact.root / level["tokenizer"]).parent)
-    if draft is None or own is None or tokenizer is None:
-        raise ArtifactError(f"{artifact.root}: a draft that encodes text needs two tokenizers; build it again")
+    assert draft
     bind(draft.library)
     limits = Limits(target.limits.max_tokens, level["vocab_size"], kv["page_tokens"], level["max_position"])
     pool = BlockPool(max_batch * -(-limits.max_position // limits.page_tokens), limits.page_tokens)
     arena = Arena(pool.total * kv["page_bytes"])
     executor = Executor(draft.library, draft.pointers, arena, pool.total, target.threads, limits, target)
-    return Reencoder(tokenizer, own, executor, pool, level.get("bos_token_id"), level["threshold"])
+    return open_reencoder(artifact.root, level, tokenizer, executor, pool)
 
 
 def _kv_pages(page_bytes: int, limits: Limits, max_batch: int, wanted_bytes: int | None) -> int:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qcompile.errors import ArtifactError
 from qcompile.runtime.blocks import BlockPool
-from qcompile.runtime.executor import Executor, FloatArray, Rows
+from qcompile.runtime.executor import FloatArray, Rows, StepExecutor
 from qcompile.runtime.outputs import MOST_DRAFTS
+from qcompile.runtime.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -45,7 +48,7 @@ class Reencoder:
         self,
         target: Tokenizer,
         own: Tokenizer,
-        executor: Executor,
+        executor: StepExecutor,
         pool: BlockPool,
         start: int | None,
         threshold: float,
@@ -120,7 +123,7 @@ class Reencoder:
             argmax, logits = self.executor.step([Rows(part, state.computed, state.pages, 1)], logits=True)
             assert logits is not None
             state.computed += len(part)
-            if _top_probability(logits[0]) < self.threshold:
+            if top_probability(logits[0]) < self.threshold:
                 break
             added.append(max(argmax[0], 0))
         return added
@@ -133,12 +136,25 @@ class Reencoder:
         return found[len(tail) :] if text and found[: len(tail)] == tail else []
 
 
+def open_reencoder(
+    root: Path, level: dict[str, Any], target: Tokenizer | None, executor: StepExecutor, pool: BlockPool
+) -> Reencoder:
+    """The draft of the artifact at `root` whose manifest says `level`, with pages of its own cache from `pool`.
+
+    Raises ArtifactError where a tokenizer is missing.
+    """
+    own = load_tokenizer((root / level["tokenizer"]).parent)
+    if own is None or target is None:
+        raise ArtifactError(f"{root}: a draft that encodes text needs two tokenizers; build it again")
+    return Reencoder(target, own, executor, pool, level.get("bos_token_id"), level["threshold"])
+
+
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
     """Length of the common beginning."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((index for index, (one, other) in pairs if one != other), min(len(a), len(b)))
 
 
-def _top_probability(logits: FloatArray) -> float:
+def top_probability(logits: FloatArray) -> float:
     """Probability of the likeliest token. logits: [vocab]."""
     return float(1 / np.exp(logits - logits.max()).sum())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +16,9 @@ from qcompile.codegen import gpu_compile
 from qcompile.codegen.gpu_compile import Kernel
 from qcompile.codegen.gpu_launches import Plan
 from qcompile.codegen.gpu_plan import make_plan
-from qcompile.runtime import cuda
+from qcompile.runtime import cuda, cuda_load
 from qcompile.runtime.blocks import BlockPool
 from qcompile.runtime.cuda import CudaExecutor
-from qcompile.runtime.cuda_speculate import CudaSpeculator
 from qcompile.runtime.engine import Engine
 from qcompile.runtime.executor import Limits
 from qcompile.runtime.gamma import GAMMAS, Costs, GammaPolicy, Tempo
@@ -109,13 +109,21 @@ class HostLaunch:
         gpu_compile.load(self.kernel)[self.grid](*values)
 
 
-class Machine:
-    """A decoder compiled by a recipe for a GPU, opened here with its draft if it has one."""
+def _data(plan: Plan, program: Any) -> Any:
+    """The plan as the runtime reads it."""
+    launched = {label: {"threads": 1, "shared_bytes": 0, "prelaunch": False} for label in plan.kernels}
+    return json.loads(plan.to_json(launched, program, [1.0, 1.0, 1.0, 1.0]))
 
-    def __init__(self, graph: Any, recipe: str, pages: int, max_tokens: int = 64, split: int = 64) -> None:
+
+class Machine:
+    """A decoder compiled by a recipe for a GPU, opened here with its drafts if it has some."""
+
+    def __init__(
+        self, graph: Any, recipe: str, pages: int, max_tokens: int = 64, split: int = 64, drafts: Sequence[Any] = ()
+    ) -> None:
         cuda.LaunchCall = HostLaunch  # type: ignore[assignment, misc]
         self.driver = HostDriver()
-        found = pipeline.plan(graph, target="h200", recipe=recipe)
+        found = pipeline.plan(graph, target="h200", recipe=recipe, drafts=drafts)
         kv = found.program.kv
         sizes = max_tokens, found.program.vocab_size, kv.page_tokens, found.program.max_position
         self.limits = Limits(*sizes, kv.ring_tokens)
@@ -128,19 +136,14 @@ class Machine:
         plans = {name: make_plan(p, 90, split, inline_asm=False) for name, p in found.programs.items()}
         if len(plans) > 1:
             plans["model"].add_rounds()
-        self.target = self._open(plans["model"], found.program, pages, None)
-        self.speculator = None
-        if found.drafts:
-            draft = self._open(plans[found.drafts[0].name], found.drafts[0].program, pages, self.target)
-            self.speculator = CudaSpeculator(self.target, draft, 4)
+        functions: Any = {label: kernel for plan in plans.values() for label, kernel in plan.kernels.items()}
+        data = {name: _data(plan, found.programs[name]) for name, plan in plans.items()}
+        driver: Any = self.driver
+        self.target = CudaExecutor(driver, data["model"], functions, self.weights, pages, self.limits)
+        levels = pipeline._levels(found, [{"name": name} for name in self.weights], "", "")
+        opened = [cuda_load._level(self.target, e, data.get(e.get("path")), functions, self.weights) for e in levels]
+        self.speculator: Any = cuda_load._drafter(Path(), self.target, levels, opened, None) if levels else None
         self.pages = pages
-
-    def _open(self, plan: Plan, program: Any, pages: int, leader: CudaExecutor | None) -> CudaExecutor:
-        launched = {label: {"threads": 1, "shared_bytes": 0, "prelaunch": False} for label in plan.kernels}
-        data = json.loads(plan.to_json(launched, program, [1.0, 1.0, 1.0, 1.0]))
-        weights: Mapping[str, int] = self.weights
-        functions: Any = plan.kernels
-        return CudaExecutor(self.driver, data, functions, weights, pages, self.limits, leader)  # type: ignore[arg-type]
 
     def engine(self, gamma: int = 0) -> Engine:
         """A new engine that drafts so many tokens, and as a loaded one's has a table of costs to learn by."""

@@ -11,9 +11,9 @@ import torch
 from qcompile import pipeline
 from qcompile.codegen.gpu_launches import Plan
 from qcompile.codegen.gpu_plan import kv_of
-from qcompile.errors import UnsupportedError
-from qcompile.runtime import accept
+from qcompile.runtime import accept, speculate_host
 from qcompile.runtime.sampling import SamplingParams
+from qcompile.runtime.speculate_host import HostSpeculator
 from tests.codegen.interpreted import interpreted, needs_triton
 from tests.codegen.test_gpu_step import SHAPE, lowered
 from tests.graphs import decoder
@@ -133,10 +133,34 @@ def test_drafts_share_the_weights_of_their_target() -> None:
     assert sizes[0] == sizes[1]
 
 
-@pytest.mark.parametrize("drafts", [[pipeline.LOOKUP]])
-def test_other_drafts_are_refused_for_a_gpu(drafts: list[Any]) -> None:
-    with pytest.raises(UnsupportedError, match="h200 runs no drafts but"):
-        pipeline.plan(decoder(**SMALL), target="h200", recipe="bf16", drafts=drafts)
+def interpret_levels(recipe: str, drafts: list[str]) -> None:
+    """Drafts of another model, with a cache of its own, and of a lookup, below a recipe's own or alone."""
+    from tests.codegen.gpu_machine import Machine
+
+    torch.manual_seed(0)
+    model = decoder(**SMALL)
+    given = [decoder(**SMALL) if draft == "other" else draft for draft in drafts]
+    machine = Machine(model, recipe, pages=9, drafts=given)
+    assert isinstance(machine.speculator, HostSpeculator)
+    speculate_host.SHORTEST_MATCH = speculate_host.SURE_MATCH = 1  # so that a lookup finds something
+    prompts = [[5, 9, 11], list(range(SMALL["vocab"]))]
+    drawn = SamplingParams(max_tokens=3, temperature=0.8, seed=3, ignore_eos=True)
+    params = [SamplingParams(max_tokens=9, **GREEDY), SamplingParams(max_tokens=6, **GREEDY)]  # type: ignore[arg-type]
+    for every in (params, [drawn]):
+        found = []
+        for gamma in (0, 3):
+            engine = machine.engine(gamma)
+            requests = [engine.add(prompt, one) for prompt, one in zip(prompts[-len(every) :], every, strict=True)]
+            found.append(machine.run(engine, requests))
+        assert found[0] == found[1]
+        assert sum(requests[-1].drafts.metrics.drafted) > 0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "drafts"), [("bf16", ["other"]), ("w8a8", ["lookup"]), ("nested", ["other", "lookup"])]
+)
+def test_levels_interpreted(recipe: str, drafts: list[str]) -> None:
+    interpreted(__name__, f"interpret_levels({recipe!r}, {drafts!r})")
 
 
 @pytest.mark.parametrize("recipe", ["ml-specqd", "qspec-w4a4", "quantspec-w8"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from qcompile.runtime.outputs import CompletionOutput
 from qcompile.runtime.reencode import Reencoder
 from qcompile.runtime.scheduler import Request
 from qcompile.runtime.speculate import Speculator
+from qcompile.runtime.speculate_host import HostSpeculator
+from qcompile.runtime.speculate_library import LibrarySpeculator
 
 PROMPTS = ["def main(", "import os\n\n\nclass Reader:\n", "x", "# " + "word " * 90, "for i in range(10):\n    "]
 TOKENS = 32
@@ -96,6 +99,25 @@ def test_tokens_are_the_targets_own(name: str, artifact: Callable[[str], Path]) 
             assert generate(llm) == plain, gamma
             assert generate(llm, PROMPTS[:1]) == plain[:1]
             assert generate(llm, **drawn) == plain_drawn, gamma
+
+
+@pytest.mark.parametrize("name", ["two levels", "three levels", "lookup", "other"])
+def test_rounds_by_the_host_are_those_of_the_library(name: str, artifact: Callable[[str], Path]) -> None:
+    """Tokens, and what was drafted and kept at every place; also of texts that say the same again and again."""
+    prompts = [*PROMPTS, "word " * 60, "a b c d " * 20 + "a b"]
+    for gamma, threshold in ((1, 0.0), (3, 0.0), (6, 0.3), (AUTO, 0.0)):
+        found = []
+        for kind in (LibrarySpeculator, HostSpeculator):
+            with qcompile.load(artifact(name), threads=1, gamma=gamma) as llm:
+                assert isinstance(llm.engine.speculator, LibrarySpeculator)
+                levels = [replace(level, threshold=threshold) for level in llm.engine.speculator.levels]
+                llm.engine.speculator = kind(llm.engine.speculator.target, levels)  # type: ignore[arg-type]
+                outputs = llm.generate(prompts, temperature=0, max_tokens=60)
+                drawn = llm.generate(prompts, temperature=0.7, seed=3, max_tokens=20)
+                every = [o.speculation for o in outputs if o.speculation]
+                kept = [(one.rounds, one.drafted, one.accepted) for one in every] if gamma != AUTO else None
+                found.append((kept, [facts(o.outputs[0]) for o in (*outputs, *drawn)]))
+        assert found[0] == found[1]
 
 
 def test_ends_are_the_targets_own(artifact: Callable[[str], Path]) -> None:
