@@ -3,11 +3,12 @@
     python benchmarks/gpu_quality.py MODEL heldout.jsonl [out.json] [--gpu-only] [--recipes=qserve,w4a16,...]
         [--prompts=PROMPTS.jsonl,MORE.jsonl] [--draft=MODEL]
 
-A recipe may be followed by drafts, as in ml-specqd+other+lookup; `other` is the model given as --draft. With prompts, recipes that draft generate 128 tokens of each with every gamma, 48 at a time; `differing` counts tokens
-that are not plain decoding's. `invariance` counts requests whose tokens or log probabilities differ, in any bit,
-between alone and in 200 random batches of 1 to 32 in which drafts are of random gammas. `different_bits` counts logits
-of four sequences' last nine rows against each row computed alone: in steps of so many rows, as a batch, by the kernels
-of long steps, and anew from the first position on, 400 rows a step where they were 512.
+A recipe may be followed by drafts, as in ml-specqd+other+lookup; `other` is the model given as --draft. With prompts,
+recipes that draft generate 128 tokens of each with every gamma, 48 at a time; `differing` counts tokens that are not
+plain decoding's. `invariance` counts requests whose tokens or log probabilities differ, in any bit, between alone and
+in 200 random batches of 1 to 32 in which drafts are of random gammas. `different_bits` counts logits of four sequences'
+last nine rows against each row computed alone: in steps of so many rows, as a batch, by the kernels of long steps, and
+anew from the first position on, 400 rows a step where they were 512.
 """
 
 from __future__ import annotations
