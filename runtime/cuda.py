@@ -94,8 +94,8 @@ class CudaExecutor:
         # A page more than there are, or two, for what is computed beyond a sequence's end and forgotten.
         self._ring_entries = 2 * limits.ring_tokens // limits.page_tokens
         self._layer_bytes = (self.kv_pages + 1 + (self._ring_entries > 0)) * plan["layer_page_bytes"]
-        shares = leader is not None and not own_cache
-        self._kv: int = leader._kv if leader and shares else self._own(plan["layers"] * self._layer_bytes, "a KV cache")
+        cache = plan["layers"] * self._layer_bytes
+        self._kv: int = leader._kv if leader and not own_cache else self._own(cache, "the KV cache")
         self._most_pages = _power(limits.pages_for(limits.max_position + MOST_DRAFTS))
         names = ("counter", "token_ids", "positions", "row_sequence", "output_rows", "query_start")
         self._places = {name: i * (rows + 4) for i, name in enumerate(names)}

@@ -16,7 +16,9 @@ import pytest
 from qcompile.errors import ArtifactError, ResourceError, UsageError
 from qcompile.runtime import cuda, cuda_driver, cuda_load
 from qcompile.runtime.cuda import CudaExecutor, kv_pages
+from qcompile.runtime.cuda_speculate import CudaSpeculator
 from qcompile.runtime.executor import Limits, Rows
+from qcompile.runtime.speculate_host import HostSpeculator
 
 LIMITS = Limits(max_tokens=64, vocab=10, page_tokens=64, max_position=1024)
 
@@ -278,6 +280,34 @@ def test_a_closed_model_leaves_nothing_on_the_gpu(opened: CudaExecutor) -> None:
     opened.close()
     assert driver.memory == {} and driver.pages == []
     assert [line for line in driver.log if "unload" in line] == ["unload few", "unload many"]
+
+
+def test_levels_that_draft_work_in_the_targets_cache_or_in_their_own(opened: CudaExecutor) -> None:
+    functions: Any = {name: name for name in PLAN["kernels"]}
+    common = {"max_position": 512, "vocab_size": 10, "gamma": 4, "threshold": 0.0}
+    own = {"kv": None, "path": "draft1", **common}
+    other = {"kv": {"page_tokens": 64}, "path": "draft2", **common}
+    lookup = {"lookup": 8, "gamma": 7}
+    driver: Any = opened.driver
+    before = dict(driver.memory)
+    found = []
+    for levels in ([own], [other], [lookup], [own, other, lookup]):
+        plans = [PLAN if "path" in level else None for level in levels]
+        pairs = zip(levels, plans, strict=True)
+        every = [cuda_load._level(opened, level, plan, functions, {"w": 99}) for level, plan in pairs]
+        drafter = cuda_load._drafter(Path(), opened, levels, every, None)
+        caches = [one.executor._kv for one in every if isinstance(one.executor, CudaExecutor)]
+        shared = [cache == opened._kv for cache in caches]
+        assert len(set(caches)) == len(caches)
+        found.append((type(drafter), shared))
+        drafter.close()
+        assert driver.memory == before  # the target's cache is not theirs to free
+    assert found == [
+        (CudaSpeculator, [True]),
+        (HostSpeculator, [False]),
+        (HostSpeculator, []),
+        (HostSpeculator, [True, False]),
+    ]
 
 
 @pytest.mark.parametrize("short_of", ["activations", "the KV cache", "inputs", "logits"])
