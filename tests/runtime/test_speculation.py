@@ -102,7 +102,9 @@ def test_tokens_are_the_targets_own(name: str, artifact: Callable[[str], Path]) 
 
 
 @pytest.mark.parametrize("name", ["two levels", "three levels", "lookup", "other"])
-def test_rounds_by_the_host_are_those_of_the_library(name: str, artifact: Callable[[str], Path]) -> None:
+def test_rounds_by_the_host_are_those_of_the_library(
+    name: str, artifact: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tokens, and what was drafted and kept at every place; also of texts that say the same again and again."""
     prompts = [*PROMPTS, "word " * 60, "a b c d " * 20 + "a b"]
     for gamma, threshold in ((1, 0.0), (3, 0.0), (6, 0.3), (AUTO, 0.0)):
@@ -110,6 +112,7 @@ def test_rounds_by_the_host_are_those_of_the_library(name: str, artifact: Callab
         for kind in (LibrarySpeculator, HostSpeculator):
             with qcompile.load(artifact(name), threads=1, gamma=gamma) as llm:
                 assert isinstance(llm.engine.speculator, LibrarySpeculator)
+                monkeypatch.setattr(llm.engine, "_burst", lambda batch: 4)  # rounds of a call go by their time
                 levels = [replace(level, threshold=threshold) for level in llm.engine.speculator.levels]
                 llm.engine.speculator = kind(llm.engine.speculator.target, levels)  # type: ignore[arg-type]
                 outputs = llm.generate(prompts, temperature=0, max_tokens=60)
