@@ -27,7 +27,7 @@ class Backend:
 
     `compiler` names what compiles, or raises ResourceError where it is missing. `adapt` fits a program to the target.
     `prepare` refuses programs without kernels at once, and returns what compiles them into the files of
-    kernels/<target>, until its event (or None) is set: then it raises GivenUpError soon.
+    kernels/<target>, until its event (or None) is set: then it raises GivenUpError soon. `check` only refuses.
     """
 
     suffix: str
@@ -36,6 +36,7 @@ class Backend:
     compiler: Callable[[], str]
     adapt: Callable[[Program], Program]
     prepare: Callable[[Programs, Target], Callable[[Event | None], Files]]
+    check: Callable[[Programs, Target], object] = lambda programs, target: None
 
 
 def _prepare_cpu(programs: Programs, target: Target) -> Callable[[Event | None], Files]:
@@ -67,6 +68,7 @@ _BACKENDS = {
         lambda: f"triton {triton_version()}",
         gpu_build.adapted,
         gpu_build.prepare,
+        gpu_build.plan,
     ),
 }
 

@@ -30,6 +30,12 @@ def prepare(programs: Mapping[str, p.Program], target: Target) -> Callable[[Even
     a call without a kernel, ResourceError when Triton is not installed.
     """
     triton_version()
+    plans = plan(programs, target)
+    return lambda given_up: _compiled(plans, programs, target, given_up)
+
+
+def plan(programs: Mapping[str, p.Program], target: Target) -> dict[str, Plan]:
+    """The plan of each path; needs neither Triton nor a GPU. UnsupportedError naming a call without a kernel."""
     plans = {}
     for name, program in programs.items():
         try:
@@ -40,7 +46,7 @@ def prepare(programs: Mapping[str, p.Program], target: Target) -> Callable[[Even
             raise UnsupportedError(f"{name}, {error}") from error
     if len(plans) > 1:
         plans["model"].add_rounds()
-    return lambda given_up: _compiled(plans, programs, target, given_up)
+    return plans
 
 
 def _compiled(

@@ -27,7 +27,7 @@ from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 from qcompile.codegen.gpu_launches import MOST_ROWS, Launch, Plan, Ref, Size, Variant
 from qcompile.codegen.gpu_pack import kernel_of, packing_of, padded_outputs
 from qcompile.codegen.gpu_rows import PICK_PART, WIDEST, HadamardSpec, RowSpec, in_blocks, pick_kernel
-from qcompile.errors import UnsupportedError
+from qcompile.errors import PassError, UnsupportedError
 
 APPENDED = ((8, 1), (128, 4), (0, 8))
 """Most rows of a step (0: any number), and tokens of a program that appends: fastest on an H200."""
@@ -76,11 +76,11 @@ class _Maker:
         for name in ("x", "qkv", "q", "other", "residual"):
             read = getattr(call, name, None)
             if read in self.gated and not isinstance(call, (p.Quantize, p.Hadamard)):
-                raise UnsupportedError(f"{call.name}: GPU kernels read a gated value only to turn or quantize it")
+                raise PassError("codegen", call.name, "GPU kernels read a gated value only to turn or quantize it")
         try:
             self.plan.launches += make(call)
         except UnsupportedError as error:
-            raise UnsupportedError(f"{call.name}: {error}") from error
+            raise PassError("codegen", call.name, str(error)) from error
 
     def _unknown(self, call: p.Call) -> Iterator[Launch]:
         raise UnsupportedError(f"operator {call.kernel} has no GPU kernel yet")

@@ -231,8 +231,10 @@ def plan(
     **source: Any,
 ) -> Plan:
     """What `build` with the same arguments would compile; reads no weights, writes nothing."""
-    targets.get_target(target)
-    return _plan(_Request(model, recipe, options or {}, head_dtype, drafts, target), Clock(silent), source)
+    machine = targets.get_target(target)
+    found = _plan(_Request(model, recipe, options or {}, head_dtype, drafts, target), Clock(silent), source)
+    backend_of(machine).check(found.programs, machine)
+    return found
 
 
 @dataclass(frozen=True)
