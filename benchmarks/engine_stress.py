@@ -1,6 +1,6 @@
 """5,000 requests through a cache at a quarter of what they ask for, 30 % of them cancelled at random moments.
 
-    python benchmarks/engine_stress.py [--requests 5000] [--recipe qspec] [--draft lookup]
+    python benchmarks/engine_stress.py [--requests 5000] [--recipe qspec] [--draft lookup] [--target cpu]
 
 Every output that completes must be that of its request in an engine of its own pace, no page may be lost, and no
 request may starve; how long they waited is stated.
@@ -32,11 +32,14 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--recipe", default="qspec")
     parser.add_argument("--draft", action="append", default=[])
+    parser.add_argument("--target", default="cpu")
     parser.add_argument("--work", type=Path, default=ROOT / "out" / "stress", help="where the artifact goes")
     parser.add_argument("--out", type=Path, default=RESULTS / "engine_stress.json")
     arguments = parser.parse_args()
     artifact = arguments.work / arguments.recipe
-    qcompile.build(str(arguments.model), artifact, recipe=arguments.recipe, drafts=arguments.draft)
+    qcompile.build(
+        str(arguments.model), artifact, target=arguments.target, recipe=arguments.recipe, drafts=arguments.draft
+    )
     draw = random.Random(0)
     with qcompile.load(artifact, max_batch=BATCH) as llm:
         work = [request(draw, llm.vocab_size) for _ in range(arguments.requests)]
@@ -54,7 +57,9 @@ def main() -> None:
     facts["completed"] = len(finished)
     facts["differing"] = sum(got[index] != wanted[index] for index in finished)
     console.log(str(facts))
-    write_result(arguments.out, {"recipe": arguments.recipe, "drafts": arguments.draft, **facts})
+    write_result(
+        arguments.out, {"target": arguments.target, "recipe": arguments.recipe, "drafts": arguments.draft, **facts}
+    )
 
 
 def artifact_page_bytes(llm: LLM) -> int:
