@@ -235,7 +235,7 @@ class _Maker:
         variants = [self._gemm_variant(shape, most, x.rows, refs, options, told) for most in tiles.classes(packing)]
         yield Launch(c.name, x.rows, tuple(variants))
         if c.out is None:
-            yield from self._pick(c.n)
+            yield from self._pick(c.name, c.n)
 
     def _gemm_variant(
         self, shape: _Shape, most: int, rows: str, refs: dict[str, Ref], options: dict[str, Any], told: Any
@@ -265,15 +265,15 @@ class _Maker:
         args: dict[str, Ref] = {"x": self.ref(c.x), "out": ["input", "logits"]}
         variant = Variant(self.plan.add(spec.kernel(self.capability)), (b.rows, spec.blocks, 1), args)
         yield Launch(c.name, b.rows, (variant,))
-        yield from self._pick(b.width)
+        yield from self._pick(c.name, b.width)
 
-    def _pick(self, vocab: int) -> Iterator[Launch]:
+    def _pick(self, call: str, vocab: int) -> Iterator[Launch]:
         parts = -(-vocab // PICK_PART)
         work = {name: self.plan.need(name, 4 * parts, "outputs") for name in ("part_best", "part_index")}
         args = {**work, "logits": ["input", "logits"], "argmax": ["input", "argmax"]}
         for name, count in (("largest", parts), ("argmax", 1)):
             kernel = pick_kernel(vocab, parts, name == "argmax", self.capability)
-            yield Launch(name, "outputs", (Variant(self.plan.add(kernel), ("outputs", count, 1), args),))
+            yield Launch(f"{call}.{name}", "outputs", (Variant(self.plan.add(kernel), ("outputs", count, 1), args),))
 
     def _rope_append(self, c: p.RopeAppend) -> Iterator[Launch]:
         stride = self.program.buffer(c.qkv).stride

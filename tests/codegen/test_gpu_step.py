@@ -17,6 +17,7 @@ import torch
 
 from qcompile import pipeline, recipes
 from qcompile.artifact import read_manifest, verify
+from qcompile.bench import seconds_of
 from qcompile.calibration import Calibration
 from qcompile.codegen import tiles
 from qcompile.codegen.gpu_attention import AttentionSpec, GpuKV, fitting
@@ -300,6 +301,14 @@ def test_few_rows_are_quantized_in_parts_of_whole_groups() -> None:
         if launch.variants[0].kernel.startswith("rows_q8")
     }
     assert grids == {((1, 0),), ((5, 16), (1, 0))}  # 256 columns are one part, 1280 are five of 256
+
+
+@pytest.mark.parametrize("recipe", ["qserve", "w4a4", "quantspec"])
+def test_what_a_call_takes_is_what_its_launches_take(recipe: str) -> None:
+    program = lowered(recipe)[1]
+    timed = {launch.name: (1.0, 1) for launch in make_plan(program, 90).launches}
+    seconds = [seconds_of(call.name, timed) for call in program.calls]
+    assert min(seconds) >= 1 and sum(seconds) == len(timed)
 
 
 @pytest.mark.parametrize("format", ["kv4", "kv_hier", "kv_hier4"])
