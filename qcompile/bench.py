@@ -165,7 +165,7 @@ def _kernels(llm: LLM, path: Path, steps: int, peaks: Peaks) -> list[dict[str, A
 
 
 def seconds_of(call: str, timed: dict[str, tuple[float, int]]) -> float:
-    """What a call took in all, by what was timed: on a GPU it may be several launches, named behind it (`call.part`)."""
+    """What a call took in all, by what was timed: on a GPU several launches, named behind it (`call.part`)."""
     return sum(seconds for name, (seconds, _) in timed.items() if name == call or name.startswith(f"{call}."))
 
 
