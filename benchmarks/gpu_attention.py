@@ -158,10 +158,21 @@ class HierCache(Cache):
         k, v = (factor * (1 + (k + 0.5) / 16) + added).flatten(1, 2), v.flatten(1, 2)
         newest = torch.arange(self.context - 2 * HIER_GROUP, self.context, device="cuda")
         for x, side in ((k, 0), (v, 1)):
-            ring = copy[table[2 * (newest // tokens % (RING_ENTRIES // 2)) + side]].view(torch.bfloat16)
-            ring = ring[..., : tokens * kv.dim].unflatten(-1, (tokens, kv.dim))  # [newest, heads, tokens, dim]
-            x[:, newest] = ring[torch.arange(len(newest)), :, newest % tokens].transpose(0, 1).float()
+            x[:, newest] = self._ring(copy, sequence, newest, side).transpose(0, 1).float()
         return k, v
+
+    def _ring(self, copy: Tensor, sequence: int, positions: Tensor, side: int) -> Tensor:
+        """What the ring has in the places of positions, bf16 [positions, heads, dim]; keys are side 0, values 1."""
+        tokens, dim = self.kv.page_tokens, self.kv.dim
+        pages = self.table[sequence].long()[2 * (positions // tokens % (RING_ENTRIES // 2)) + side]
+        blocks = copy.view(torch.bfloat16)[..., : tokens * dim].unflatten(-1, (tokens, dim))
+        return blocks[pages, :, positions % tokens]
+
+    def fresh(self, copy: Tensor, rows: int) -> Tensor:
+        """Keys and values of the last `rows` positions of each sequence, as a step of them has them."""
+        last = torch.arange(self.context - rows, self.context, device="cuda")
+        found = [[self._ring(copy, s, last, side) for side in range(2)] for s in range(self.batch)]
+        return torch.cat([torch.stack(both, 1) for both in found]).contiguous()
 
 
 class Problem:
@@ -175,6 +186,7 @@ class Problem:
         self.positions = last.repeat(cache.batch)
         self.query_start = torch.arange(cache.batch + 1, device="cuda", dtype=torch.int32) * queries
         self.out = torch.full((tokens, HEADS * DIM), math.nan, device="cuda")
+        self.fresh = cache.fresh(cache.copies[0], queries) if isinstance(cache, HierCache) else None
 
     def launches(self, spec: AttentionSpec) -> list[Launch]:
         """One launch for each copy of the cache."""
@@ -185,7 +197,7 @@ class Problem:
         stats = torch.full((tokens * HEADS * slots * 2,), math.nan, device="cuda")
         given: dict[str, Any] = {"q": self.q, "positions": self.positions, "query_start": self.query_start}
         given |= {"block_table": cache.table, "parts": parts, "stats": stats, "out": self.out}
-        given |= {"table_stride": cache.table.shape[1], "splits": slots}
+        given |= {"table_stride": cache.table.shape[1], "splits": slots, "fresh": self.fresh}
         tiles_of_rows = -(-self.queries // spec.queries)
         most = slots
         if spec.several:
@@ -210,16 +222,17 @@ class Problem:
         return found
 
     def relative_error(self) -> float:
-        """Of `out` as the first copy of the cache left it, over the first and the last sequence."""
+        """Of `out` as the first copy of the cache left it, over the last group of the first and the last sequence."""
         worst = 0.0
         for sequence in {0, self.cache.batch - 1}:
             k, v = self.cache.dense(self.cache.copies[0], sequence)
-            rows = slice(sequence * self.queries, (sequence + 1) * self.queries)
-            q = self.q[rows].view(self.queries, KV_HEADS, -1, DIM)
+            count, end = min(self.queries, HIER_GROUP), (sequence + 1) * self.queries
+            rows = slice(end - count, end)
+            q = self.q[rows].view(count, KV_HEADS, -1, DIM)
             score = torch.einsum("qhgd,htd->hgqt", q.double(), k.double()) * DIM**-0.5
             past = torch.arange(self.cache.context, device="cuda") > self.positions[rows][:, None]
             weight = score.masked_fill(past, -math.inf).softmax(-1)
-            want = torch.einsum("hgqt,htd->qhgd", weight, v.double()).reshape(self.queries, -1)
+            want = torch.einsum("hgqt,htd->qhgd", weight, v.double()).reshape(count, -1)
             error = ((self.out[rows] - want).norm() / want.norm()).item()
             worst = max(worst, error if error == error else math.inf)
         return worst
@@ -249,12 +262,10 @@ def sdpa_us(batch: int, context: int, queries: int, backend: Any) -> float | Non
 
 
 def long_steps(formats: Iterable[str]) -> list[dict[str, Any]]:
-    """Steps of many rows of a sequence, as of prompts; a hierarchical cache takes a group of positions at a time."""
+    """Steps of many rows of a sequence, as of prompts."""
     found = []
     for format, (rows, context) in itertools.product(formats, LONG):
         kv = GpuKV(format, KV_HEADS, DIM)
-        if kv.hierarchical and rows > HIER_GROUP:
-            continue
         problem = Problem((HierCache if kv.hierarchical else Cache)(kv, 1, context), rows)
         launches = problem.launches(spec_for(format, "whole", rows))
         launches[0]()

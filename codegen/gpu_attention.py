@@ -1,4 +1,4 @@
-"""GPU kernels around the paged KV cache: rotate and append, attention over pages, and the merge of its splits.
+"""GPU kernels around the paged KV cache: attention over pages, and the merge of its splits (gpu_append.py fills pages).
 
 Pages hold numerics.PAGE_TOKENS positions. The arena is [layer][page][kv head] blocks; a block is
 
@@ -50,12 +50,11 @@ COLUMNS, MOST_OCTETS = 8, 3
 FINE_PROGRAMS = 3072
 """Up to so many programs take a leaf each; half as many of 16 bits, which are faster undivided sooner."""
 MOST_ALONE = 256
-"""Up to so many query positions programs have one block of them each; more are enough programs of two blocks."""
+"""Up to so many query positions programs have one block of them each; more are enough programs of two blocks. Over a
+hierarchical cache blocks are small up to half as many."""
 SHARING_PROGRAMS = 1056
 """So many take several splits in turn, half as many of a hierarchical cache: 8 and 4 a multiprocessor of an H200."""
 _LOG2_E = 1.4426950408889634
-# 2 pi in parts: two short ones whose products with whole numbers up to 2^12 are exact, and the rest.
-_TWO_PI = (-6.28125, -0.0019350051879882812, -3.01991605e-07)
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ class GpuKV:
         return 2 * self.part_bytes + (8 * self.page_tokens if self.bits < 16 else 0)
 
 
-def _pages(kv: GpuKV) -> list[Argument]:
+def page_arguments(kv: GpuKV) -> list[Argument]:
     """The arguments that point to a layer's pages, by the types they are read as."""
     if kv.hierarchical:
         return [Argument("kv", "*i16"), Argument("kv_words", "*fp32"), Argument("kv_full", "*bf16")]
@@ -149,66 +148,9 @@ def _pages(kv: GpuKV) -> list[Argument]:
     return [codes] + [Argument("kv_words", "*i32")] * (kv.bits < 16)
 
 
-@dataclass(frozen=True)
-class AppendSpec:
-    """Rotates q and k of x [tokens, stride] (f32) in place, and writes k and v to their pages.
-
-    Where `centered`, a weight [heads, dim] then comes off k, and with `turned`, a power of 2, each so many features of
-    q and of k are turned by a Hadamard matrix.
-    """
-
-    kv: GpuKV
-    heads: int
-    stride: int
-    q_offset: int
-    k_offset: int
-    v_offset: int
-    rotary_dim: int = 0
-    scaling: float = 1.0
-    interleaved: bool = False
-    turned: int = 0
-    centered: bool = False
-    inline_asm: bool = True
-    tokens: int = 1
-    """Tokens of a program. What is rounded by groups, in a hierarchical cache, is for programs of one."""
-
-    @property
-    def programs(self) -> int:
-        """Programs for each token, or so many tokens: one a head."""
-        return self.heads + 2 * self.kv.heads
-
-    def kernel(self, capability: int) -> Kernel:
-        """The kernel for a compute capability."""
-        arguments = [Argument("x", "*fp32"), *_pages(self.kv)]
-        arguments += [Argument(name, "*i32") for name in ("positions", "row_sequence", "block_table")]
-        arguments += [Argument("inv_freq", "*fp32")] * bool(self.rotary_dim)
-        arguments += [Argument("center", "*fp32")] * self.centered + [Argument("table_stride", "i32")]
-        arguments += [Argument("M", "i32")] * (self.tokens > 1)
-        # Paths append alike, whatever they read back.
-        format = "kv_hier" if self.kv.hierarchical else self.kv.format
-        name = f"append_{format}{f'_{self.tokens}' if self.tokens > 1 else ''}"
-        prelaunch = self.inline_asm and capability >= 90
-        source = render_template(
-            "append.py.jinja",
-            spec=self,
-            name=name,
-            arguments=arguments,
-            prelaunch=prelaunch,
-            asm=self.inline_asm,
-            pairs_block=_power(max(self.rotary_dim // 2, 1)),
-            block=_power(self.kv.dim if self.kv.hierarchical else self.kv.width),
-            plane_block=_power(self.kv.width),
-            age=HIER_GROUP,
-            slots=min(8192 // _power(self.kv.dim), self.kv.page_tokens),
-            ring_pages=RING_GROUPS * HIER_GROUP // self.kv.page_tokens,
-            format=format,
-            scaling="" if self.scaling == 1.0 else f" * {self.scaling}",
-            turned_rows=_power(self.kv.dim),
-            stages=self.turned.bit_length() - 1,
-            two_pi=_TWO_PI,
-        )
-        warps = 4 if self.kv.hierarchical or self.tokens > 1 else 1
-        return Kernel(name, source, tuple(arguments), warps, 1, prelaunch, fusion=False)
+def power_of_two(value: int) -> int:
+    """The least power of two that is at least `value`."""
+    return 1 << (value - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -262,7 +204,7 @@ class AttentionSpec:
     @property
     def block(self) -> int:
         """Features of a plane, as the tensor cores take them."""
-        return max(_power(self.kv.width), 16)
+        return max(power_of_two(self.kv.width), 16)
 
     @property
     def warps(self) -> int:
@@ -271,15 +213,20 @@ class AttentionSpec:
         return 1 if few or self.block < 32 else 2
 
     @property
+    def fresh(self) -> bool:
+        """Whether keys and values of a step's own positions are in rows bf16 [tokens, 2, KV heads, dim]."""
+        return self.kv.hierarchical and self.cut == "whole"
+
+    @property
     def queries(self) -> int:
         """Query positions of a program."""
         return self.rows // (self.heads // self.kv.heads)
 
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""
-        arguments = [Argument("q", "*fp32"), *_pages(self.kv)]
+        arguments = [Argument("q", "*fp32"), *page_arguments(self.kv)]
         arguments += [Argument(name, "*i32") for name in ("positions", "query_start", "block_table")]
-        arguments += [Argument("center", "*fp32")] * self.centered
+        arguments += [Argument("center", "*fp32")] * self.centered + [Argument("fresh", "*bf16")] * self.fresh
         results = ("out",) if self.cut == "whole" else ("parts", "stats")
         arguments += [Argument(name, "*fp32") for name in results] + [Argument("table_stride", "i32")]
         arguments += [Argument("splits", "i32")] * (self.cut != "whole")
@@ -339,10 +286,11 @@ def whole(spec: AttentionSpec) -> list[tuple[int, AttentionSpec]]:
     """`spec`, whose cut is whole, for steps of up to so many query positions each (0: any number).
 
     Few positions make few programs, which are small. Of many, the last ones see most: programs have pairs of blocks, so
-    that all end together. A hierarchical cache takes few at a time.
+    that all end together.
     """
-    alone = replace(spec, octets=1)
-    return [(0, alone)] if spec.kv.hierarchical else [(MOST_ALONE, alone), (0, replace(spec, octets=2, paired=True))]
+    small, large = replace(spec, octets=1), replace(spec, octets=2)
+    alone = [(MOST_ALONE // 2, small), (MOST_ALONE, large)] if spec.kv.hierarchical else [(MOST_ALONE, small)]
+    return [*alone, (0, replace(large, paired=True))]
 
 
 @dataclass(frozen=True)
@@ -408,12 +356,7 @@ class MergeSpec:
             arguments=arguments,
             prelaunch=prelaunch,
             splits_a_group=GROUP_SPLITS,
-            dim_block=_power(self.kv.dim),
+            dim_block=power_of_two(self.kv.dim),
             ahead=8 if self.batched else GROUP_SPLITS,
         )
         return Kernel(name, source, tuple(arguments), warps, 1, prelaunch, fusion=False)
-
-
-def _power(value: int) -> int:
-    """The least power of two that is at least `value`."""
-    return 1 << (value - 1).bit_length()

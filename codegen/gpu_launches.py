@@ -29,11 +29,10 @@ from typing import Any
 from qcompile.codegen import program as p
 from qcompile.codegen.gpu_attention import GROUP_SPLITS, MOST_QUERIES, GpuKV
 from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
-from qcompile.numerics import HIER_GROUP
 
 MOST_ROWS = 512
 """Most rows of a step."""
-GPU_ABI = 8
+GPU_ABI = 9
 """Raised where plans change: a runtime refuses those of another."""
 
 Ref = list[Any]
@@ -110,7 +109,6 @@ class Plan:
             "split": self.split,
             "most_queries": MOST_QUERIES,
             "most_rows": MOST_ROWS,
-            "aligned": HIER_GROUP if self.kv.hierarchical else 0,
             "group_splits": GROUP_SPLITS,
             "leaves": self.kv.leaves,
             "shared": self.kv.hierarchical,

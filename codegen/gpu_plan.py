@@ -12,11 +12,11 @@ from qcompile import ops
 from qcompile.codegen import program as p
 from qcompile.codegen import tiles
 from qcompile.codegen import triton as gemm
+from qcompile.codegen.gpu_append import AppendSpec, FreshSpec
 from qcompile.codegen.gpu_attention import (
     FEWEST_POSITIONS,
     GROUP_SPLITS,
     MOST_QUERIES,
-    AppendSpec,
     AttentionSpec,
     GpuKV,
     MergeSpec,
@@ -28,9 +28,12 @@ from qcompile.codegen.gpu_launches import MOST_ROWS, Launch, Plan, Ref, Size, Va
 from qcompile.codegen.gpu_pack import kernel_of, packing_of, padded_outputs
 from qcompile.codegen.gpu_rows import PICK_PART, WIDEST, HadamardSpec, RowSpec, in_blocks, pick_kernel
 from qcompile.errors import PassError, UnsupportedError
+from qcompile.numerics import HIER_GROUP
 
 APPENDED = ((8, 1), (128, 4), (0, 8))
 """Most rows of a step (0: any number), and tokens of a program that appends: fastest on an H200."""
+ROUNDING = ((8, 8), (0, 0))
+"""Most rows of a step, and programs of a row for each KV head, by which a group of positions is rounded."""
 PEAKS_PART, FEWEST_PART = 1024, 32
 """Most and fewest elements of a row in parts that programs quantize side by side: powers of two."""
 _Shape = tuple[str, int, int]  # packing, N, K
@@ -64,6 +67,7 @@ class _Maker:
         self.capability = plan.capability if inline_asm else 80
         self.gated: dict[str, str] = {}  # buffers that hold bf16 gate and up columns, and the gate's act
         self.peaks: dict[str, dict[int, Any]] = {}  # of buffers quantized next: peaks of a row by most rows
+        self.appended: int | None = None  # the layer whose keys and values are fresh rows
         self.merged: set[str] = set()  # buffers whose peaks are told by the kernels that merge, so by no prefill
 
     def add(self, call: p.Call, after: p.Call | None) -> None:
@@ -297,12 +301,45 @@ class _Maker:
         if c.center is not None:
             args["center"] = ["weight", c.center]
         args["M"] = ["count", "tokens"]
-        variants = []
-        for most, tokens in APPENDED if not self.plan.kv.hierarchical else ((0, 1),):
-            label = self.plan.add(replace(spec, tokens=tokens).kernel(self.capability))
-            each: Size = ["tokens", tokens] if tokens > 1 else "tokens"
-            variants.append(Variant(label, (each, spec.programs, 1), args, most))
-        yield Launch(c.name, "tokens", tuple(variants))
+        if self.plan.kv.hierarchical:
+            specs = [(most, replace(spec, rounding=each * spec.kv.heads)) for most, each in ROUNDING]
+            every = [self._appending(each, most, args) for most, each in specs]
+            yield Launch(c.name, "decode_tokens", tuple(every))
+            yield from self._append_fresh(c, replace(spec, fresh=True), args)
+        else:
+            every = [self._appending(replace(spec, tokens=tokens), most, args) for most, tokens in APPENDED]
+            yield Launch(c.name, "tokens", tuple(every))
+
+    def _appending(self, spec: AppendSpec, most: int, args: dict[str, Ref]) -> Variant:
+        """A program for so many tokens and each head, for up to `most` rows."""
+        each: Size = ["tokens", spec.tokens] if spec.tokens > 1 else "tokens"
+        return Variant(self.plan.add(spec.kernel(self.capability)), (each, spec.programs, 1), args, most)
+
+    def _append_fresh(self, c: p.RopeAppend, spec: AppendSpec, args: dict[str, Ref]) -> Iterator[Launch]:
+        """What appends in long steps, and rounds groups: such a step may have more of them than the ring."""
+        self.appended = c.layer
+        args = args | self._fresh_args()
+        every = [self._appending(replace(spec, tokens=tokens), most, args) for most, tokens in APPENDED]
+        yield Launch(f"{c.name}.fresh", "other_tokens", tuple(every))
+        rounding = FreshSpec(spec.kv, keeps=False)
+        grid: tuple[Size, Size, Size] = (["queries", HIER_GROUP], rounding.programs, "sequences")
+        variant = Variant(self.plan.add(rounding.kernel(self.capability)), grid, args)
+        yield Launch(f"{c.name}.round", "other_tokens", (variant,))
+
+    def _keep_fresh(self, c: p.Attention) -> Iterator[Launch]:
+        """What follows attention in long steps: the newest groups of fresh rows go to the ring."""
+        if self.appended != c.layer:
+            raise UnsupportedError("attention over a hierarchical cache reads once what its layer has just appended")
+        self.appended, spec = None, FreshSpec(self.plan.kv, keeps=True)
+        args = {**self._step_args(c.layer), **self._fresh_args(), "M": ["count", "tokens"]}
+        grid: tuple[Size, Size, Size] = (["tokens", spec.tokens], spec.programs, 1)
+        variant = Variant(self.plan.add(spec.kernel(self.capability)), grid, args)
+        yield Launch(f"{c.name}.keep", "other_tokens", (variant,))
+
+    def _fresh_args(self) -> dict[str, Ref]:
+        kv, names = self.plan.kv, ("row_sequence", "query_start")
+        fresh = self.plan.need("fresh", MOST_ROWS * 4 * kv.heads * kv.dim)
+        return {"fresh": fresh, **{name: ["input", name] for name in names}}
 
     def _attention(self, c: p.Attention) -> Iterator[Launch]:
         kv, stride = self.plan.kv, self.program.buffer(c.q).stride
@@ -313,6 +350,7 @@ class _Maker:
         base = replace(base, centered=bool(c.softcap and c.center), inline_asm=self.asm)
         args = {"q": self.ref(c.q, column=c.q_offset), "out": self.ref(c.out), **self._step_args(c.layer)}
         args |= {"splits": ["count", "slots"], "query_start": ["input", "query_start"], "center": ["weight", c.center]}
+        args |= self._fresh_args() if kv.hierarchical else {}
         for name, size in (("parts", c.heads * kv.dim * 4), ("stats", c.heads * 8)):
             args[name] = self.plan.need(name, size, "tokens", "slots")
         if self.program.buffer(c.out).stride != c.heads * kv.dim:
@@ -327,6 +365,8 @@ class _Maker:
             few = self._decode_attention(replace(base, **tiles.attention(kv, "leaf")), args)
             yield Launch(f"{c.name}.fine", "fine", tuple(few))
         yield from self._merges(c, args)
+        if kv.hierarchical:
+            yield from self._keep_fresh(c)
 
     def _merges(self, c: p.Attention, args: dict[str, Ref]) -> Iterator[Launch]:
         """What sums splits; where the result is quantized next, it tells the peaks of heads."""

@@ -10,7 +10,6 @@ import ctypes
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from qcompile.runtime.cuda_driver import Driver, LaunchCall
 from qcompile.runtime.executor import FloatArray, Limits, Rows
 from qcompile.runtime.outputs import MOST_DRAFTS
 
-GPU_ABI = 8
+GPU_ABI = 9
 _GRAPHS = 64
 _FEWEST_PAGES = 8
 _DECODED = 1 << 16
@@ -275,40 +274,16 @@ class CudaExecutor:
         Returns the argmax of every output row, and its logits [outputs, vocab] if asked: a view that the
         next call overwrites.
         """
-        places = list(accumulate((rows.outputs for rows in sequences), initial=0))
-        outputs = places[-1]
-        for part in self._parts(sequences):
-            self._run(self.fill([rows for _, rows in part]), feed_back=False)
-            at = 0
-            for index, rows in part:
-                if rows.outputs:
-                    self._fetch(at, places[index], rows.outputs, logits)
-                at += rows.outputs
-                places[index] += rows.outputs
-            self.driver.synchronize()
+        counts = self.fill(sequences)
+        self._run(counts, feed_back=False)
+        outputs = counts["outputs"]
+        if outputs:
+            self.driver.download(ctypes.addressof(self._argmax), self._results["argmax"], 4 * outputs)
+        if outputs and logits:
+            size = 4 * self.limits.vocab * outputs
+            self.driver.download(self._logits.ctypes.data, self._results["logits"], size)
+        self.driver.synchronize()
         return self._argmax[:outputs], self._logits[:outputs] if logits else None
-
-    def _fetch(self, at: int, place: int, count: int, logits: bool) -> None:
-        """Copy results of `count` rows from row `at` on to the host's rows from `place` on."""
-        self.driver.download(ctypes.addressof(self._argmax) + 4 * place, self._results["argmax"] + 4 * at, 4 * count)
-        if logits:
-            row, to = 4 * self.limits.vocab, self._logits.ctypes.data
-            self.driver.download(to + place * row, self._results["logits"] + at * row, count * row)
-
-    def _parts(self, sequences: Sequence[Rows]) -> Iterator[list[tuple[int, Rows]]]:
-        """The step, or several after each other where the cache takes many rows only up to the end of their group.
-
-        Each is rows of sequences with these numbers.
-        """
-        left = list(enumerate(sequences))
-        while left:
-            part, rest = [], []
-            for index, rows in left:
-                now, later = _split(rows, self.plan["aligned"], self.plan["most_queries"])
-                part.append((index, now))
-                rest += [(index, later)] if later else []
-            yield part
-            left = rest
 
     def decode(self, sequences: Sequence[Rows], steps: int) -> list[int]:
         """`steps` greedy tokens for each sequence (one row each), fed back on the GPU.
@@ -409,16 +384,6 @@ def _size(size: Any, counts: Counts) -> int:
     if isinstance(size, list):
         return -(-counts[size[0]] // size[1])
     return counts[size] if isinstance(size, str) else int(size)
-
-
-def _split(rows: Rows, group: int, most: int) -> tuple[Rows, Rows | None]:
-    """Rows to the end of the first one's group of positions, and the rest; all without groups, or if at most `most`."""
-    count = group - rows.start % group if group and len(rows.tokens) > most else len(rows.tokens)
-    after = len(rows.tokens) - count
-    if after <= 0:
-        return rows, None
-    first = rows._replace(tokens=rows.tokens[:count], outputs=max(0, rows.outputs - after))
-    return first, Rows(rows.tokens[count:], rows.start + count, rows.pages, min(rows.outputs, after))
 
 
 def _power(value: int) -> int:

@@ -43,9 +43,11 @@ class Interpreter:
     def fill(self, chunks: Sequence[Chunk]) -> None:
         """Only the keys and values of a step, which in a program of one layer need nothing of what follows them."""
         self.counts = self._fill(chunks, [])
-        appends = [i for i, launch in enumerate(self.plan.launches) if launch.variants[0].kernel.startswith("append")]
-        for launch in self.plan.launches[: appends[-1] + 1]:
-            self.launch(launch)
+        found = [(launch.variants[0].kernel.split("_")[0], launch) for launch in self.plan.launches]
+        last = max(i for i, (kind, _) in enumerate(found) if kind in ("append", "round"))
+        for at, (kind, launch) in enumerate(found):
+            if at <= last or kind == "keep":
+                self.launch(launch)
 
     def forget(self) -> None:
         """Scratch memory anew: sums that a step does not write are not those of the step before."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from qcompile.codegen.gpu_attention import GROUP_SPLITS, AppendSpec, GpuKV, MergeSpec
+from qcompile.codegen.gpu_append import AppendSpec
+from qcompile.codegen.gpu_attention import GROUP_SPLITS, GpuKV, MergeSpec
 from qcompile.codegen.gpu_plan import make_plan
+from qcompile.errors import UnsupportedError
 from tests.codegen.interpreted import interpreted
 from tests.codegen.test_gpu_step import RECIPES, SHAPE, lowered
 from tests.codegen.tiny import Chunk
@@ -154,10 +157,13 @@ def test_capped_scores_of_centered_keys_interpreted(format: str, turn: str) -> N
 
 
 def interpret_hierarchical(format: str, **more: Any) -> None:
-    """Rows on both sides of a boundary of groups: as the reference, and together as alone."""
+    """Rows of several groups: as the reference, and in a long step, with rows of another text, as in short ones."""
+    from qcompile.codegen import gpu_attention
     from qcompile.runtime.blocks import pages_for
     from tests.codegen.gpu_interpreter import Interpreter
 
+    # The long step has large blocks of queries, pairs of them, or small ones.
+    gpu_attention.MOST_ALONE = 512 if more else {"kv_hier": 256, "kv_hier4": 16}[format]
     torch.manual_seed(0)
     length, last = 387, 6
     shape = {"vocab": 40, "hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 32, "ffn": 64}
@@ -167,24 +173,35 @@ def interpret_hierarchical(format: str, **more: Any) -> None:
     want = graph.run(*step_inputs(ids, None, graph))[0]
     pages = list(range(pages_for(length, 64, 384)))
     random.Random(0).shuffle(pages)
-    plan = make_plan(program, 90, split=64, inline_asm=False)
-    machine = Interpreter(program, plan, blobs, rows=128, pages=len(pages))
+    plan = make_plan(program, 90, split=256, inline_asm=False)
+    machine = Interpreter(program, plan, blobs, rows=384, pages=len(pages) + 2)
+    other = Chunk(ids[0, :5].tolist(), 0, [len(pages), len(pages) + 1])
 
-    def step(start: int, end: int, outputs: list[int] | None = None) -> torch.Tensor:
-        return machine.step([Chunk(ids[0, start:end].tolist(), start, pages)], outputs)[0]
+    def chunk(start: int, end: int) -> Chunk:
+        return Chunk(ids[0, start:end].tolist(), start, pages)
 
-    some = [0, 77, 127]
-    first = step(0, 128, some)
-    for start in (128, 256):
-        end = min(start + 128, length - last)
-        machine.fill([Chunk(ids[0, start:end].tolist(), start, pages)])
-    alone = torch.cat([step(row, row + 1) for row in range(length - last, length)])
-    for machine.shares in (7, 2, 1):  # programs that take a split each, and several
+    def newest() -> torch.Tensor:
+        return machine.step([chunk(length - last, length)])[0]
+
+    # The first group is rounded from the ring, the second from there and from the step.
+    machine.fill([chunk(0, 230)])
+    rows = [230, 256, 300, 383, 384, length - 1]
+    long = machine.step([other, chunk(230, length)], [row - 225 for row in rows])[0]
+    together = newest()
+    assert torch.equal(long[-3:], together[[2, 3, 5]])
+    for ends in ([length - last], [250, *range(266, length - last, 16), length - last]):  # all from the step; the ring
+        machine.kv.fill_(255)
+        for start, end in pairwise([0, *ends]):
+            machine.fill([chunk(start, end)])
+        assert torch.equal(together, newest())
+    alone = [machine.step([chunk(row, row + 1)])[0] for row in range(length - last, length)]
+    assert torch.equal(together, torch.cat(alone))
+    machine.fine = 0
+    for machine.shares in (2, 1):  # programs that take a split each, and both
         machine.forget()
-        together = step(length - last, length)  # what follows 384 has the ring's oldest group rounded again
-        assert torch.equal(alone, together)
-    for got, rows in ((first, some), (together, slice(length - last, length))):
-        error = ((got.double() - want[rows]).norm() / want[rows].norm()).item()
+        assert torch.equal(together, newest())  # what follows 384 has the ring's oldest group rounded again
+    for got, these in ((long, rows), (together, slice(length - last, length))):
+        error = ((got.double() - want[these]).norm() / want[these].norm()).item()
         # As bf16 above; a key's code of 4 bits may fall on the other side of a rounding edge.
         assert error < (0.03 if format == "kv_hier" else 0.06), (format, error)
 
@@ -192,6 +209,43 @@ def interpret_hierarchical(format: str, **more: Any) -> None:
 @pytest.mark.parametrize("given", ["'kv_hier'", "'kv_hier4'", "'kv_hier4', **CENTERED"])
 def test_a_hierarchical_cache_interpreted(given: str) -> None:
     interpreted(__name__, f"interpret_hierarchical({given})")
+
+
+def test_what_reads_a_hierarchical_cache_twice_is_refused() -> None:
+    """Of a long step's positions the ring has the last ones only, once they were read."""
+    program = lowered("bf16", passes={"cache.format": "kv_hier"})[1]
+    again = next(call for call in program.calls if call.kernel == "attention")
+    with pytest.raises(UnsupportedError, match="reads once what its layer has just appended"):
+        make_plan(replace(program, calls=(*program.calls, again)), 90)
+
+
+def interpret_rounding(dim: int) -> None:
+    """A group of positions rounded by few programs and by many, some of which append nothing: the same pages."""
+    from qcompile.codegen.gpu_compile import load
+
+    kv, heads, pages = GpuKV("kv_hier", 2, dim), 1, 16
+    width = (heads + 2 * kv.heads) * dim
+    spec = AppendSpec(kv, heads, width, 0, heads * dim, (heads + kv.heads) * dim, inline_asm=False)
+    x, ring = torch.randn(1, width), torch.randn(pages * kv.heads * kv.block_bytes // 2).bfloat16()
+    place = {"positions": [384], "row_sequence": [0], "block_table": torch.randperm(pages).tolist()}
+    given = {name: torch.tensor(values, dtype=torch.int32) for name, values in place.items()}
+    found = []
+    for programs in (5, 8, 14):
+        each, memory = replace(spec, rounding=programs), ring.clone()
+        assert each.programs == programs
+        views = {"kv": memory.view(torch.int16), "kv_words": memory.view(torch.float32), "kv_full": memory}
+        kernel = each.kernel(80)
+        every = {**given, **views, "x": x.clone(), "table_stride": pages}
+        load(kernel)[1, each.programs, 1](*(every[a.name] for a in kernel.arguments))
+        found.append(memory.view(torch.int16))
+    rounded = given["block_table"][[14, 15]].long()  # positions 128 to 255
+    changed = (found[0] != ring.view(torch.int16)).view(pages, -1).any(1).nonzero()[:, 0].tolist()
+    assert set(changed) == {*rounded.tolist(), *given["block_table"][[0, 1]].tolist()}
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_rounding_in_shares_interpreted() -> None:
+    interpreted(__name__, "interpret_rounding(32)", "interpret_rounding(20)")
 
 
 def interpret_append(format: str, dim: int, rotary_dim: int, center: bool, turned: int) -> None:

@@ -98,7 +98,6 @@ PLAN: dict[str, Any] = {
     "split": 256,
     "most_queries": 16,
     "most_rows": 64,
-    "aligned": 0,
     "group_splits": 16,
     "leaves": 4,
     "fine_splits": 0,
