@@ -34,7 +34,8 @@ HEADS, KV_HEADS, DIM = 32, 8, 128
 RING_ENTRIES = 2 * RING_GROUPS * HIER_GROUP // PAGE_TOKENS
 CASES = ((1, 8192), (1, 65536), (1, 131072), (16, 4096), (64, 1024), (64, 4096))
 FORMATS = ("kv4", "kv8", "kv16", "kv_hier4", "kv_hier")
-CUTS = ("leaf", "split", "whole")
+CUTS = ("leaf", "direct", "split", "whole")
+"""What AttentionSpec takes at a time, and leaves by programs that are direct."""
 LONG = ((512, 512), (512, 1024), (512, 4096), (128, 4096), (32, 8192))
 """(rows, context) of steps of prompts."""
 MOST_ERROR = 4e-3
@@ -44,7 +45,8 @@ MOST_ERROR = 4e-3
 def spec_for(format: str, cut: str, queries: int, **more: Any) -> AttentionSpec:
     """The kernel for so many query positions a sequence."""
     kv = GpuKV(format, KV_HEADS, DIM)
-    how = {"split": tiles.split(kv), **tiles.attention(kv, cut), **more}
+    leaf = {**tiles.attention(kv, "leaf"), "direct": kv.hierarchical}
+    how = {"split": tiles.split(kv), **(leaf if cut == "direct" else tiles.attention(kv, cut)), **more}
     spec = AttentionSpec(kv, HEADS, HEADS * DIM, DIM**-0.5, **how)
     if cut == "whole":
         return next(one for most, one in whole(spec) if not most or queries <= most)
@@ -53,8 +55,10 @@ def spec_for(format: str, cut: str, queries: int, **more: Any) -> AttentionSpec:
 
 def cut_for(kv: GpuKV, batch: int, context: int, split: int) -> str:
     """What programs of the decode class take, as codegen/gpu_plan.py has it."""
-    few = -(-context // split) * batch <= kv.fine_splits
-    return "leaf" if few and kv.leaves > 1 else "split"
+    splits = -(-context // split) * batch
+    if splits > kv.fine_splits or kv.leaves == 1:
+        return "split"
+    return "leaf" if splits <= kv.few_splits else "direct"
 
 
 class Cache:

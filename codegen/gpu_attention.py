@@ -49,6 +49,8 @@ COLUMNS, MOST_OCTETS = 8, 3
 """Rows that the tensor cores take together, and how often that a program has registers for."""
 FINE_PROGRAMS = 3072
 """Up to so many programs take a leaf each; half as many of 16 bits, which are faster undivided sooner."""
+FEW_PROGRAMS = 792
+"""Up to so many fit together with what they have in flight of a ring: 6 a multiprocessor of an H200."""
 MOST_ALONE = 256
 """Up to so many query positions programs have one block of them each; more are enough programs of two blocks. Over a
 hierarchical cache blocks are small up to half as many."""
@@ -101,6 +103,11 @@ class GpuKV:
         """Up to so many splits of all sequences together are taken in leaves."""
         programs = FINE_PROGRAMS // (2 if self.bits > 8 else 1)
         return programs // (self.leaves * self.heads) if self.leaves > 1 else 0
+
+    @property
+    def few_splits(self) -> int:
+        """Up to so many of them programs that are not direct all run at once (AttentionSpec)."""
+        return FEW_PROGRAMS // (self.leaves * self.heads) if self.hierarchical and self.leaves > 1 else 0
 
     @property
     def shares(self) -> int:
@@ -164,8 +171,9 @@ class AttentionSpec:
     whole, one program does all, in the same order, and writes out [tokens, heads * dim]; with `paired`, for two blocks
     of rows, of which one is as far from a sequence's first as the other is from its last. A row's bits do not depend on
     which, nor on how many rows or warps a program has: nothing is fused that is not written so, and sums over a leaf
-    have an order of their own. Where `centered`, keys in pages are less a weight [KV heads, dim], and scores are as of
-    whole keys ahead of their cap.
+    have an order of their own. What is `direct` has a ring's keys and values loaded to registers, past the memory that
+    several loads in flight take, so that more programs run at once. Where `centered`, keys in pages are less a weight
+    [KV heads, dim], and scores are as of whole keys ahead of their cap.
     """
 
     kv: GpuKV
@@ -182,6 +190,7 @@ class AttentionSpec:
     centered: bool = False
     inline_asm: bool = True
     paired: bool = False
+    direct: bool = False
 
     @property
     def title(self) -> str:
@@ -251,7 +260,7 @@ class AttentionSpec:
             float="" if self.inline_asm else ".to(tl.float32)",
             warp_rows=min(16, self.leaf // 2),
             # Two stages: elements of 16 bits take memory that more programs would have.
-            ring_stages=1 if self.cut == "whole" or (self.rows > 16 and capability >= 100) else 2,
+            ring_stages=1 if self.direct or (self.rows > 16 and capability >= 100) else 2,
             splits_a_group=GROUP_SPLITS,
             both=self.kv.format == "kv_hier",
             group_tokens=HIER_GROUP,
@@ -274,6 +283,7 @@ def fitting(spec: AttentionSpec, queries: int) -> AttentionSpec:
     fits = [replace(spec, octets=octets) for octets in range(1, MOST_OCTETS + (not few))]
     programs = -(-queries // fits[-1].queries)
     found = next(each for each in fits if each.queries * programs >= queries)
+    found = replace(found, direct=found.direct and found.octets == 1)
     if found.octets < MOST_OCTETS or found.kv.bits == 16:
         return found
     # Most rows leave no registers for a loop over splits, nor any but for what is copied farther ahead.

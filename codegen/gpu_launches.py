@@ -11,13 +11,14 @@ The runtime reads it as JSON and needs neither this module nor Triton. An argume
     ["draft", name]                 address of an input or result of the path that drafts
     ["state", name]                 address of what rounds of speculation go by
 
-A size of a grid is a number, the name of a count, or [count, divisor]: the quotient rounded up. Queries is the
-most rows of one sequence, splits how many parts attention takes of the longest context. `fine` is queries where they
-are of the decode class and there is little to do, so that programs take a leaf of a split each, and `coarse` where
-not. `merged` is splits where queries are of the decode class, `groups` is groups of splits where there are several to
-merge; they are 0 where leaves are taken, and `fine_merged` and `fine_groups` where not. `slots` is how many sums of a
-token are kept: of splits, of leaves, or none. `shares` is how many programs take the splits of a sequence and KV head,
-where programs take several. `decode_tokens` is tokens where queries are of the decode class, else `other_tokens` is.
+A size of a grid is a number, the name of a count, or [count, divisor]: the quotient rounded up. Queries is the most
+rows of one sequence, splits how many parts attention takes of the longest context. `fine` is queries where they are of
+the decode class and there is little to do, so that programs take a leaf of a split each (`few` where it is so little
+that all run at once), and `coarse` where not. `merged` is splits where queries are of the decode class, `groups` is
+groups of splits where there are several to merge; they are 0 where leaves are taken, and `fine_merged` and
+`fine_groups` where not. `slots` is how many sums of a token are kept: of splits, of leaves, or none. `shares` is how
+many programs take the splits of a sequence and KV head, where programs take several. `decode_tokens` is tokens where
+queries are of the decode class, else `other_tokens` is.
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ class Plan:
             "leaves": self.kv.leaves,
             "shared": self.kv.hierarchical,
             "fine_splits": self.kv.fine_splits,
+            "few_splits": self.kv.few_splits,
             "shares": self.kv.shares,
             "arena_bytes": {rows: program.arena_bytes(rows) for rows in ("tokens", "outputs")},
             "layer_page_bytes": self.kv.heads * self.kv.block_bytes,

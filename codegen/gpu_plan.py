@@ -362,8 +362,11 @@ class _Maker:
             variants.append(Variant(label, (["queries", each], kv.heads, "sequences"), args, most))
         yield Launch(c.name, "coarse", tuple(variants))
         if kv.fine_splits:
-            few = self._decode_attention(replace(base, **tiles.attention(kv, "leaf")), args)
-            yield Launch(f"{c.name}.fine", "fine", tuple(few))
+            leaf = replace(base, **tiles.attention(kv, "leaf"))
+            if kv.few_splits:
+                yield Launch(f"{c.name}.few", "few", tuple(self._decode_attention(leaf, args)))
+                leaf = replace(leaf, direct=True)
+            yield Launch(f"{c.name}.fine", "fine", tuple(self._decode_attention(leaf, args)))
         yield from self._merges(c, args)
         if kv.hierarchical:
             yield from self._keep_fresh(c)

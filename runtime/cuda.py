@@ -350,11 +350,13 @@ def attention_counts(plan: Mapping[str, Any], splits: int, tokens: int, sequence
     """The counts that attention's launches go by (codegen/gpu_plan.py), of contexts of `splits` splits at most."""
     decode = queries <= plan["most_queries"]
     fine = decode and splits * sequences <= plan["fine_splits"]
+    few = fine and splits * sequences <= plan["few_splits"]
     merged = splits if decode else 0
     groups = -(-merged // plan["group_splits"]) if merged > plan["group_splits"] else 0
     slots = merged * (plan["leaves"] if fine else 1)
     return {
-        "fine": queries if fine else 0,
+        "few": queries if few else 0,
+        "fine": queries if fine and not few else 0,
         "coarse": 0 if fine else queries,
         "merged": 0 if fine else merged,
         "groups": 0 if fine else groups,

@@ -30,7 +30,7 @@ class Interpreter:
         self.layer_bytes = pages * plan.kv.heads * plan.kv.block_bytes
         self.kv = _poison(program.kv.layers * self.layer_bytes)
         self.work: dict[str, Tensor] = {}
-        self.fine, self.shares = plan.kv.fine_splits, plan.kv.shares
+        self.fine, self.few, self.shares = plan.kv.fine_splits, plan.kv.few_splits, plan.kv.shares
         self.inputs: dict[str, Tensor] = {"counter": torch.zeros(1, dtype=torch.int32)}
 
     def step(self, chunks: Sequence[Chunk], outputs: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,7 @@ class Interpreter:
         self.inputs["logits"] = torch.full((len(wanted), self.vocab), math.nan)
         plan = {"most_queries": MOST_QUERIES, "group_splits": GROUP_SPLITS}
         splits = max(c.start + len(c.tokens) - 1 for c in chunks) // self.plan.split + 1
-        plan |= {"leaves": self.plan.kv.leaves, "fine_splits": self.fine, "shares": self.shares}
+        plan |= {"leaves": self.plan.kv.leaves, "fine_splits": self.fine, "few_splits": self.few, "shares": self.shares}
         plan["shared"] = self.plan.kv.hierarchical
         return {
             "tokens": len(ids),

@@ -196,6 +196,8 @@ def interpret_hierarchical(format: str, **more: Any) -> None:
         assert torch.equal(together, newest())
     alone = [machine.step([chunk(row, row + 1)])[0] for row in range(length - last, length)]
     assert torch.equal(together, torch.cat(alone))
+    machine.few = 0
+    assert torch.equal(together, newest())  # by programs that are direct
     machine.fine = 0
     for machine.shares in (2, 1):  # programs that take a split each, and both
         machine.forget()

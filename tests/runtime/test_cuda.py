@@ -101,6 +101,7 @@ PLAN: dict[str, Any] = {
     "group_splits": 16,
     "leaves": 4,
     "fine_splits": 0,
+    "few_splits": 0,
     "shares": 132,
     "shared": False,
     "arena_bytes": {"tokens": 100, "outputs": 10},
@@ -169,13 +170,16 @@ def test_counts_of_long_steps_are_not_remembered(opened: CudaExecutor) -> None:
 
 def test_attention_takes_leaves_where_there_is_little_to_do() -> None:
     plan = {"most_queries": 16, "group_splits": 16, "leaves": 4, "fine_splits": 33, "shares": 132, "shared": False}
+    plan["few_splits"] = 9
     few = cuda.attention_counts(plan, 33, 5, 1, 5)
     assert few["fine"] == 5 and few["slots"] == 132 and few["fine_merged"] == 33 and few["fine_groups"] == 3
     assert few["decode_tokens"] == 5 and few["other_tokens"] == 0
-    assert not any(few[name] for name in ("coarse", "merged", "groups"))
+    assert not any(few[name] for name in ("few", "coarse", "merged", "groups"))
+    fewer = cuda.attention_counts(plan, 3, 6, 3, 2)
+    assert fewer["few"] == 2 and fewer["fine"] == fewer["coarse"] == 0 and fewer["fine_merged"] == 3
     many = cuda.attention_counts(plan, 17, 2, 2, 1)
     assert many["coarse"] == 1 and many["slots"] == many["merged"] == 17 and many["groups"] == 2
-    assert not any(many[name] for name in ("fine", "fine_merged", "fine_groups"))
+    assert not any(many[name] for name in ("few", "fine", "fine_merged", "fine_groups"))
     prefill = cuda.attention_counts(plan, 3, 17, 1, 17)  # one program does all splits
     assert prefill["coarse"] == prefill["other_tokens"] == 17 and sum(prefill.values()) == 34
     assert cuda.attention_counts(plan, 300, 2, 1, 2)["shares"] == 132
