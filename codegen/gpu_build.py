@@ -11,6 +11,7 @@ from typing import Any
 
 from qcompile.codegen import program as p
 from qcompile.codegen.gpu_compile import Compiled, Kernel, compile_all, triton_version
+from qcompile.codegen.gpu_fill import filled_up
 from qcompile.codegen.gpu_launches import Plan
 from qcompile.codegen.gpu_plan import kv_of, make_plan
 from qcompile.errors import UnsupportedError
@@ -84,5 +85,5 @@ def _report(label: str, kernel: Compiled) -> dict[str, Any]:
 
 
 def adapted(program: p.Program) -> p.Program:
-    """`program` with KV pages as GPU kernels lay them out."""
-    return replace(program, kv=replace(program.kv, own_block_bytes=kv_of(program).block_bytes))
+    """`program` with KV pages as GPU kernels lay them out, and rows of whole blocks where they read such."""
+    return replace(filled_up(program), kv=replace(program.kv, own_block_bytes=kv_of(program).block_bytes))

@@ -44,7 +44,7 @@ from torch.nn.functional import pad
 from qcompile.codegen.packing import Mixed, Packing
 from qcompile.errors import UnsupportedError
 from qcompile.mix import EIGHT_BIT_ZERO
-from qcompile.numerics import FORMATS, INTEGER_ACTIVATIONS, Parts, as_blob
+from qcompile.numerics import FORMATS, INTEGER_ACTIVATIONS, Parts, as_blob, groups_of
 
 BLOCK_ROWS = 32
 MIX_ROWS = 64
@@ -115,6 +115,12 @@ def check_shape(n: int, k: int, format: str) -> None:
         )
 
 
+def padded_inputs(k: int, packing: str) -> int:
+    """Inputs of a packed weight of k inputs: whole blocks. What they are filled up with meets activations of zero."""
+    step = _PACKINGS[packing].inputs
+    return -(-k // step) * step
+
+
 def padded_outputs(n: int) -> int:
     """Rows of a packed weight of n outputs: whole blocks, and whole tiles where there are many."""
     step = BLOCK_ROWS if n <= _WIDE else 4 * BLOCK_ROWS
@@ -124,13 +130,14 @@ def padded_outputs(n: int) -> int:
 def pack_gpu(parts: Parts, format: str) -> dict[str, Tensor]:
     """The parts of a weight, packed, by the names of the kernels' arguments: w, w_scale, w_zero, groups, low.
 
-    Outputs are filled up with zeros to padded_outputs.
+    Outputs are filled up with zeros to padded_outputs, inputs to padded_inputs.
     """
     n, k = parts[0].shape
     more = padded_outputs(n) - n
     if more:
         parts = [pad(part, (*(0, 0) * (part.dim() - 1), 0, more)) for part in parts]
-    check_shape(n + more, k, format)
+    check_shape(n + more, padded_inputs(k, format), format)
+    parts = [_filled_up(part, k, format) for part in parts]
     named = dict(zip(FORMATS[_PACKINGS[format].format].roles, parts, strict=True))
     packed = {"w": pack_codes(named["codes"], format)}
     if format == "bf16":
@@ -156,9 +163,17 @@ def pack_gpu(parts: Parts, format: str) -> dict[str, Tensor]:
     return packed
 
 
+def _filled_up(part: Tensor, k: int, packing: str) -> Tensor:
+    """A part of a weight of k inputs, codes [n, k] or what is of groups [n, groups], with zeros for further inputs."""
+    if part.dim() == 1:
+        return part
+    inputs, group = padded_inputs(k, packing), FORMATS[_PACKINGS[packing].format].group
+    return pad(part, (0, (inputs if part.shape[1] == k else groups_of(inputs, group)) - part.shape[1]))
+
+
 def packed_gpu_bytes(n: int, k: int, format: str) -> dict[str, int]:
     """Bytes of each part of pack_gpu for a weight [n, k] in its order, filled up to a multiple of 64."""
-    n = padded_outputs(n)
+    n, k = padded_outputs(n), padded_inputs(k, format)
     check_shape(n, k, format)
     codes = {"bf16": 2 * n * k, "w8_sym_channel": n * k}.get(format, n * k // 2)
     sizes = {"w": codes}
@@ -267,13 +282,14 @@ def _gpu_sizes(n: int, k: int, format: str, activation: str) -> dict[str, int]:
 def gpu_mixed(marked: Tensor, pairs: bool, k: int) -> Mixed:
     """The packing of a weight of k inputs whose rows `marked` [N] have 8 bits; `pairs` are no matter: rows scatter."""
     eight, four = _filled(marked.nonzero()[:, 0]), _filled((~marked).nonzero()[:, 0])
-    rows = len(eight) + len(four)
+    rows, inputs = len(eight) + len(four), k
+    k = padded_inputs(k, "mix_4_8")
     check_shape(rows, k, "mix_4_8")
     sizes = {"wide": len(eight) * k, "w": len(four) * k // 2, "groups": 4 * rows * (k // 128), "columns": 4 * rows}
     sizes = {role: -(-size // 64) * 64 for role, size in sizes.items() if size}
 
     def blobs(parts: Parts) -> dict[str, Tensor]:
-        codes, scale, zero, _ = parts
+        codes, scale, zero = (_filled_up(part, inputs, "mix_4_8") for part in parts[:3])
         order = torch.cat((eight, four))
         real, source = (order >= 0)[:, None], order.clamp(min=0)
         # What fills a tile up has a scale of zero.

@@ -25,10 +25,10 @@ from qcompile.codegen.gpu_attention import (
 )
 from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 from qcompile.codegen.gpu_launches import MOST_ROWS, Launch, Plan, Ref, Size, Variant
-from qcompile.codegen.gpu_pack import kernel_of, packing_of, padded_outputs
+from qcompile.codegen.gpu_pack import kernel_of, packing_of, padded_inputs, padded_outputs
 from qcompile.codegen.gpu_rows import PICK_PART, WIDEST, HadamardSpec, RowSpec, in_blocks, pick_kernel
 from qcompile.errors import PassError, UnsupportedError
-from qcompile.numerics import HIER_GROUP
+from qcompile.numerics import HIER_GROUP, groups_of
 
 APPENDED = ((8, 1), (128, 4), (0, 8))
 """Most rows of a step (0: any number), and tokens of a program that appends: fastest on an H200."""
@@ -115,6 +115,7 @@ class _Maker:
         # Sums are there for kernels that take zero points out of them: none that read groups do.
         kind, sums = b.kind, b.groups == 1 and not b.kind.group
         more: dict[str, Any] = {"top": kind.top, "group": kind.group, "last_top": kind.last_top}
+        more["row_scales"] = b.scales if b.scales != groups_of(b.width, kind.group) else 0
         return replace(base, out="q8", out_stride=b.stride, sums=sums, **more)
 
     def plain(self, x: str, out: str, **more: Any) -> RowSpec:
@@ -172,11 +173,11 @@ class _Maker:
 
     def _hadamard(self, c: p.Hadamard) -> Iterator[Launch]:
         b, act = self.program.buffer(c.out), self.gated.get(c.x, "")
-        if b.stride != b.width:
+        direct = b.dtype == "f32"
+        if direct and b.stride != b.width:
             raise UnsupportedError(f"{b.width} columns are not whole blocks")
         stride = 2 * b.width if act else self.program.buffer(c.x).stride
         kernel = HadamardSpec(b.width, stride, c.block, c.core_order, act).kernel(self.capability)
-        direct = b.dtype == "f32"
         out = self.ref(c.out) if direct else self.plan.need("turned", 4 * b.width, b.rows)
         args: dict[str, Ref] = {"x": self.ref(c.x), "out": out, "core": ["weight", c.core]}
         yield Launch(c.name, b.rows, (Variant(self.plan.add(kernel), (b.rows, 1, 1), args),))
@@ -205,10 +206,12 @@ class _Maker:
     def _gemm(self, c: p.Gemm) -> Iterator[Launch]:
         x = self.program.buffer(c.x)
         activation = x.activation if x.dtype == "q8" else x.dtype
-        packing = kernel_of(c.packing or packing_of(c.format, activation), activation)
+        packed = c.packing or packing_of(c.format, activation)
+        packing = kernel_of(packed, activation)
         n = 16 * c.blocks or padded_outputs(c.n)
-        if x.stride != c.k:
-            raise UnsupportedError(f"{c.k} inputs are not whole blocks")
+        k = padded_inputs(c.k, packed)
+        if x.stride != k:
+            raise UnsupportedError(f"{c.k} inputs are filled up to {x.stride} for another weight, this one takes {k}")
         act = ops.GATED.get(c.epilogue)
         apart = act is not None and bool(c.blocks)  # rows that scatter meet their pairs in memory
         if act is not None and c.out is not None and apart:
@@ -235,7 +238,7 @@ class _Maker:
         if c.residual is not None:
             refs["residual"] = self.ref(c.residual)
         told = self.peaks.get(c.out or "") if act and not apart else None
-        shape = (packing, n, c.k)
+        shape = (packing, n, k)
         variants = [self._gemm_variant(shape, most, x.rows, refs, options, told) for most in tiles.classes(packing)]
         yield Launch(c.name, x.rows, tuple(variants))
         if c.out is None:

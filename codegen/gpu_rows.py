@@ -28,9 +28,10 @@ class RowSpec:
     alternate (`gated` names the act). map: `unary`, then add or mul (`binary`) with the vector `weight` or with the
     buffer `other`, then times `factor`. norm: rms or layer, with weight and bias. write: f32, bf16, or q8: codes
     within ±`top` in int8, a scale a row, and with `sums` the sum of the codes; with `group` a scale for so many
-    columns, codes of the last group within ±`last_top`. With `blocks` > 1 a row holds so many
-    blocks of `width`, each treated alone (of whole groups, if any); but with `peaks` all are quantized by one scale, as
-    of so many magnitudes of the row, which are given, the largest is the row's.
+    columns (`row_scales` from row to row, where there is room for more), codes of the last group within ±`last_top`.
+    With `blocks` > 1 a row holds so many blocks of `width`, each treated alone (of whole groups, if any); but with
+    `peaks` all are quantized by one scale, as of so many magnitudes of the row, which are given, the largest is the
+    row's.
     """
 
     width: int
@@ -52,6 +53,7 @@ class RowSpec:
     top: int = 127
     group: int = 0
     last_top: int = 127
+    row_scales: int = 0
     blocks: int = 1
     peaks: int = 0
 

@@ -39,7 +39,7 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Activations [rows, width], row-major, each row padded with zeros to `stride` elements.
+    """Activations [rows, width], row-major, each row padded with zeros to `stride` elements, a multiple of `pad`.
 
     `q8` is three arrays one after another: int8 codes [rows, stride], float32 scales [rows, scales], and int32
     sums of the codes [rows, groups] over `group` inputs each (last groups may be short).
@@ -54,11 +54,12 @@ class Buffer:
     offset: int = 0
     activation: str = "int8"
     """What the codes of a q8 buffer are: an integer type of numerics.ACTIVATIONS."""
+    pad: int = PAD
 
     @property
     def stride(self) -> int:
         """Elements from one row to the next."""
-        return round_up(self.width, PAD)
+        return round_up(self.width, self.pad)
 
     @property
     def groups(self) -> int:

@@ -26,6 +26,9 @@ class Interpreter:
         self.plan, self.rows, self.vocab = plan, rows, program.vocab_size
         # Poisoned: what is read before it is written shows as NaN.
         self.arena = {r: _poison(rows * program.arena_bytes(r)) for r in ("tokens", "outputs")}  # type: ignore[arg-type]
+        for b in program.buffers:  # memory begins as zeros on a GPU, which rows of some buffers are filled up with
+            if b.pad != p.PAD:
+                self.arena[b.rows][rows * b.offset : rows * (b.offset + b.row_bytes)] = 0
         self.weights = {name: blob.clone() for name, blob in blobs.items()}
         self.layer_bytes = pages * plan.kv.heads * plan.kv.block_bytes
         self.kv = _poison(program.kv.layers * self.layer_bytes)

@@ -1,0 +1,57 @@
+"""Rows of activations filled up to the whole blocks of inputs that GPU kernels take weights in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from qcompile.codegen import program as p
+from qcompile.codegen.gpu_pack import packing_of, padded_inputs
+
+ALIGNMENT = 64
+"""Bytes that buffers begin at multiples of, for each row."""
+
+
+def filled_up(program: p.Program) -> p.Program:
+    """`program` with buffers that GEMMs read as wide as their packed weights have inputs.
+
+    Such buffers lie behind all others, where nothing else is written: what they are filled up with is never written
+    either, and stays the zeros that memory begins with. Those of one kind share their place if their lives do not meet.
+    """
+    strides = _strides(program)
+    end = {"tokens": program.arena_bytes("tokens"), "outputs": program.arena_bytes("outputs")}
+    free: dict[tuple[object, ...], list[tuple[int, int]]] = {}  # last use and offset, by kind
+    moved: dict[str, p.Buffer] = {}
+    for name, stride in strides.items():
+        first, last = _life(program, name)
+        b = program.buffer(name)
+        b = replace(b, pad=stride, group=stride if b.group >= b.width else b.group)  # one sum stays one
+        places = free.setdefault((b.rows, b.dtype, b.activation, b.width, b.group, b.stride), [])
+        offset = next((at for until, at in places if until < first), None)
+        if offset is None:
+            offset = p.round_up(end[b.rows], ALIGNMENT)
+            end[b.rows] = offset + b.row_bytes
+        else:
+            places[:] = [place for place in places if place[1] != offset]
+        places.append((last, offset))
+        moved[name] = replace(b, offset=offset)
+    return replace(program, buffers=tuple(moved.get(b.name, b) for b in program.buffers))
+
+
+def _strides(program: p.Program) -> Mapping[str, int]:
+    """How wide buffers must be that are not yet so, in the order in which they are read."""
+    found: dict[str, int] = {}
+    for call in program.calls:
+        if isinstance(call, p.Gemm):
+            x = program.buffer(call.x)
+            packing = call.packing or packing_of(call.format, x.activation if x.dtype == "q8" else x.dtype)
+            stride = padded_inputs(call.k, packing)
+            if stride != x.stride:
+                found[x.name] = max(found.get(x.name, 0), stride)
+    return found
+
+
+def _life(program: p.Program, buffer: str) -> tuple[int, int]:
+    """The first and the last call that a buffer has a part in."""
+    places = [place for place, call in enumerate(program.calls) if buffer in vars(call).values()]
+    return places[0], places[-1]
