@@ -15,17 +15,16 @@ from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 from qcompile.codegen.program import RING_GROUPS
 from qcompile.numerics import HIER_GROUP
 
-SHARES = 8
-"""A group's keys (and values) of a KV head are rounded in so many parts, which leave programs registers enough."""
 # 2 pi in parts: two short ones whose products with whole numbers up to 2^12 are exact, and the rest.
 _TWO_PI = (-6.28125, -0.0019350051879882812, -3.01991605e-07)
 
 
-def _of_groups(kv: GpuKV) -> dict[str, int]:
-    """What templates are told of groups of positions, which are rounded in shares: of channels each has pairs."""
+def _of_groups(kv: GpuKV, shares: int) -> dict[str, int]:
+    """What templates are told of groups, rounded in shares (of large heads twice as many): pairs of channels each."""
     block = max(power_of_two(kv.width), 2)
     ring = RING_GROUPS * HIER_GROUP // kv.page_tokens
-    return {"age": HIER_GROUP, "ring_pages": ring, "plane_block": block, "shares": min(SHARES, block // 2)}
+    shares *= 2 if kv.dim > 128 else 1
+    return {"age": HIER_GROUP, "ring_pages": ring, "plane_block": block, "shares": min(shares, block // 2)}
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,8 @@ class AppendSpec:
     inline_asm: bool = True
     tokens: int = 1
     """Tokens of a program; several not where groups are rounded."""
+    shares: int = 2
+    """Parts that a group's keys, or values, of a KV head are rounded in: two leave programs registers enough."""
     rounding: int = 0
     """Programs for each token at least, where groups are rounded: those without a head do nothing else."""
     fresh: bool = False
@@ -91,12 +92,10 @@ class AppendSpec:
             turned_rows=power_of_two(self.kv.dim),
             stages=self.turned.bit_length() - 1,
             two_pi=_TWO_PI,
-            **_of_groups(self.kv),
+            **_of_groups(self.kv, self.shares),
         )
         warps = 4 if self.rounds or self.tokens > 1 else 1
-        # Most rows round nothing: so many programs fit on a multiprocessor as they like.
-        most = 80 if self.rounds and self.kv.dim <= 128 else 0
-        return Kernel(name, source, tuple(arguments), warps, 1, prelaunch, fusion=False, most_registers=most)
+        return Kernel(name, source, tuple(arguments), warps, 1, prelaunch, fusion=False)
 
 
 @dataclass(frozen=True)
@@ -105,13 +104,14 @@ class FreshSpec:
 
     kv: GpuKV
     keeps: bool
+    shares: int = 4
     tokens: int = 16
     """Rows of a program that keeps them."""
 
     @property
     def programs(self) -> int:
         """Programs for a group, or so many tokens."""
-        return 2 * self.kv.heads * (1 if self.keeps else _of_groups(self.kv)["shares"])
+        return 2 * self.kv.heads * (1 if self.keeps else _of_groups(self.kv, self.shares)["shares"])
 
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""
@@ -129,6 +129,6 @@ class FreshSpec:
             prelaunch=capability >= 90,
             block=power_of_two(self.kv.dim),
             ring_groups=RING_GROUPS,
-            **_of_groups(self.kv),
+            **_of_groups(self.kv, self.shares),
         )
         return Kernel(name, source, tuple(arguments), 4, 1, capability >= 90, fusion=False)

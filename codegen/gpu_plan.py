@@ -32,8 +32,8 @@ from qcompile.numerics import HIER_GROUP, groups_of
 
 APPENDED = ((8, 1), (128, 4), (0, 8))
 """Most rows of a step (0: any number), and tokens of a program that appends: fastest on an H200."""
-ROUNDING = ((8, 8), (0, 0))
-"""Most rows of a step, and programs of a row for each KV head, by which a group of positions is rounded."""
+ROUNDING = ((8, 4, 8), (0, 2, 0))
+"""Most rows of a step, shares that a group is rounded in, and programs of a row for each KV head at least."""
 PEAKS_PART, FEWEST_PART = 1024, 32
 """Most and fewest elements of a row in parts that programs quantize side by side: powers of two."""
 _Shape = tuple[str, int, int]  # packing, N, K
@@ -305,8 +305,10 @@ class _Maker:
             args["center"] = ["weight", c.center]
         args["M"] = ["count", "tokens"]
         if self.plan.kv.hierarchical:
-            specs = [(most, replace(spec, rounding=each * spec.kv.heads)) for most, each in ROUNDING]
-            every = [self._appending(each, most, args) for most, each in specs]
+            every = []
+            for most, shares, each in ROUNDING:
+                one = replace(spec, shares=shares, rounding=each * spec.kv.heads)
+                every.append(self._appending(one, most, args))
             yield Launch(c.name, "decode_tokens", tuple(every))
             yield from self._append_fresh(c, replace(spec, fresh=True), args)
         else:

@@ -232,8 +232,8 @@ def interpret_rounding(dim: int) -> None:
     place = {"positions": [384], "row_sequence": [0], "block_table": torch.randperm(pages).tolist()}
     given = {name: torch.tensor(values, dtype=torch.int32) for name, values in place.items()}
     found = []
-    for programs in (5, 8, 14):
-        each, memory = replace(spec, rounding=programs), ring.clone()
+    for shares, programs in ((1, 5), (4, 5), (2, 8), (4, 17)):
+        each, memory = replace(spec, shares=shares, rounding=programs), ring.clone()
         assert each.programs == programs
         views = {"kv": memory.view(torch.int16), "kv_words": memory.view(torch.float32), "kv_full": memory}
         kernel = each.kernel(80)
