@@ -18,7 +18,9 @@ from qcompile.runtime import cuda, cuda_driver, cuda_load
 from qcompile.runtime.cuda import CudaExecutor, kv_pages
 from qcompile.runtime.cuda_speculate import CudaSpeculator
 from qcompile.runtime.executor import Limits, Rows
+from qcompile.runtime.reencode import Reencoder
 from qcompile.runtime.speculate_host import HostSpeculator
+from tests.runtime.fake import byte_tokenizer
 
 LIMITS = Limits(max_tokens=64, vocab=10, page_tokens=64, max_position=1024)
 
@@ -311,6 +313,21 @@ def test_levels_that_draft_work_in_the_targets_cache_or_in_their_own(opened: Cud
         (HostSpeculator, []),
         (HostSpeculator, [True, False]),
     ]
+
+
+def test_a_draft_of_another_tokenizer_has_pages_of_its_own(opened: CudaExecutor, tmp_path: Path) -> None:
+    functions: Any = {name: name for name in PLAN["kernels"]}
+    level = {"kv": {"page_tokens": 64}, "path": "draft1", "tokenizer": "draft1/tokenizer.json", "gamma": 4}
+    level |= {"max_position": 512, "vocab_size": 10, "threshold": 0.4, "bos_token_id": 1}
+    every = [cuda_load._level(opened, level, PLAN, functions, {"w": 99})]
+    with pytest.raises(ArtifactError, match="needs two tokenizers"):
+        cuda_load._drafter(tmp_path, opened, [level], every, byte_tokenizer())
+    (tmp_path / "draft1").mkdir()
+    (tmp_path / "draft1" / "tokenizer.json").write_text(byte_tokenizer().to_str())
+    drafter = cuda_load._drafter(tmp_path, opened, [level], every, byte_tokenizer())
+    assert isinstance(drafter, Reencoder)
+    assert drafter.executor is every[0].executor and drafter.pool.total == opened.kv_pages
+    drafter.close()
 
 
 @pytest.mark.parametrize("short_of", ["activations", "the KV cache", "inputs", "logits"])
