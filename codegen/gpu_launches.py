@@ -33,7 +33,7 @@ from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 
 MOST_ROWS = 512
 """Most rows of a step."""
-GPU_ABI = 9
+GPU_ABI = 10
 """Raised where plans change: a runtime refuses those of another."""
 
 Ref = list[Any]

@@ -23,9 +23,13 @@ Per group, one 32-bit word each, with rows innermost so that a program's rows ar
                          nested_8_4 alike
     mxfp4              [K / 128][N]: byte i the exponent of the inputs 32 i to 32 i + 31
 
-mxfp4_int8 is mxfp4 with another word a group (ranges): bits 23-30 the exponent of a power of two such that those of
-all inputs are 2^0 to 2^3 times it, which bits 4 i to 4 i + 3 are. In rows of which that cannot be so in some group the
-first group's word is negative, as it is then in all rows of their 64.
+mxfp4_int8 has the same words, and its codes and another word a group as byte permutations and integers want them
+(unpack.jinja). Item j (0..31) has inputs 32 (j % 4) + 4 (j / 4) + i in bits 4i .. 4i + 3; a code e of two bits, a sign
+and a bit m is 2^(e - 1) or, with m, 1.5 times that where e is not 0, and 0 where it is. Of the words (ranges) bits
+23-30 are the exponent of a power of two such that those of all inputs are 2^0 to 2^3 times it, and bits 4 i to 4 i + 3
+what they are times it. It stays from group to group while it can: where it does not in some of 64 rows, their words are
+negative. Where it cannot be so in some group of a row, or a row's powers are more than 2^64 apart, the first words of
+its 64 rows are.
 
 Per row: scales f32 [N]; of qoq_channel also zero - 8 as int8 [N].
 
@@ -73,7 +77,13 @@ _PACKINGS = {
 }
 
 FAR_ROWS = 64
-"""Rows of which mxfp4_int8 says together that powers of two are too far apart: what four warps multiply."""
+"""Rows of which mxfp4_int8 says together what becomes of their powers of two: what four warps multiply."""
+_FARTHEST = 64
+"""Sums of groups are brought from one power of two to another so far from it."""
+_PICKED = torch.tensor([8, 0, 1, 9, 2, 10, 3, 11, 8, 4, 5, 13, 6, 14, 7, 15], dtype=torch.uint8)
+"""What mxfp4_int8 has for each E2M1 code; there is no -0."""
+_IN_ITEMS = (4, 8, 4)
+"""Parts of 32 inputs, and what items of each part have."""
 _SCALED_WORDS = ("w4_asym_g128_int8", "nested_8_4")
 """Packings with words of a zero point and a scale of 24 bits."""
 
@@ -100,8 +110,8 @@ def kernel_of(packing: str, activation: str) -> str:
 
 
 def _readable(format: str, activation: str) -> str | None:
-    """What another packing serves too: of w4_asym_g128 that for bf16 activations, of mxfp4 that for int8 ones."""
-    return {"w4_asym_g128_int8": "w4_asym_g128", "mxfp4": "mxfp4_int8"}.get(packing_of(format, activation))
+    """What another packing serves too: of w4_asym_g128 that for bf16 activations."""
+    return {"w4_asym_g128_int8": "w4_asym_g128"}.get(packing_of(format, activation))
 
 
 def check_shape(n: int, k: int, format: str) -> None:
@@ -194,6 +204,9 @@ def pack_codes(codes: Tensor, format: str) -> Tensor:
     """Codes [n, k] in the blocks of a packing."""
     planes, inputs = _PACKINGS[format].planes, _PACKINGS[format].block
     n, k = codes.shape
+    if format == "mxfp4_int8":
+        codes = _PICKED.to(codes.device)[codes.long()].view(n, k // inputs, *_IN_ITEMS)
+        codes = codes.permute(0, 1, 4, 3, 2).contiguous()
     blocks = codes.view(n // BLOCK_ROWS, BLOCK_ROWS, k // inputs, planes, inputs // planes).transpose(1, 2).contiguous()
     if planes == 1:
         return blocks.squeeze(3)
@@ -221,15 +234,38 @@ def _bf16_words(scale: Tensor, zero: Tensor) -> Tensor:
 def _ranges(codes: Tensor, exponent: Tensor) -> Tensor:
     """Words [groups, n] of mxfp4_int8 for E2M1 codes [n, k]; inputs that are all zero have any power of two."""
     n, k = codes.shape
-    used = ((codes & 7) != 0).view(n, k // 128, 4, 32).any(-1)
-    powers = torch.where(used, exponent.view(n, k // 128, 4).to(torch.int32), 0)
+    blocks, more = -(-n // FAR_ROWS), -n % FAR_ROWS
+    used = pad(((codes & 7) != 0).view(n, k // 128, 4, 32).any(-1), (0, 0, 0, 0, 0, more))
+    powers = torch.where(used, pad(exponent.view(n, k // 128, 4).to(torch.int32), (0, 0, 0, 0, 0, more)), 0)
+    most = torch.where(used, powers, 255).amin(-1)  # what the power of a group may be at most, and at least
     least = (powers.amax(-1) - 3).clamp_min(1)
-    shifts = (powers - least[..., None]).clamp_min(0) + torch.arange(0, 16, 4, device=codes.device)
-    words = least << 23 | (torch.ones_like(powers) << shifts).sum(-1, dtype=torch.int32)
-    far = (used & (powers < least[..., None])).flatten(1).any(1)
-    far = torch.stack([rows.any() for rows in far.split(FAR_ROWS)]).repeat_interleave(FAR_ROWS)[:n]
-    words[:, 0] |= far.to(torch.int32) << 31
-    return words.t().contiguous()
+    apart = (least > most) | (most.clamp_max(254).amin(1) < least.amax(1) - _FARTHEST)[:, None]
+    far = apart.view(blocks, -1).any(1)
+    chosen, changes = _steady(least.t().view(-1, blocks, FAR_ROWS), most.t().view(-1, blocks, FAR_ROWS))
+    changes &= ~far
+    changes[0] = far
+    chosen = chosen.flatten(1)
+    shifts = (powers - chosen.t()[..., None]).clamp(0, 3) + torch.arange(0, 16, 4, device=codes.device)
+    words = chosen << 23 | (torch.ones_like(powers) << shifts).sum(-1, dtype=torch.int32).t()
+    words |= changes.to(torch.int32).repeat_interleave(FAR_ROWS, 1) << 31
+    return words[:, :n].contiguous()
+
+
+def _steady(least: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+    """Powers [groups, blocks, rows] within bounds, and [groups, blocks] where a row's is not that of the group before.
+
+    Rows of a block change together, and only where one of them must.
+    """
+    chosen, changes = least.clone(), torch.zeros_like(least[..., 0], dtype=torch.bool)
+    high = most[0]
+    for group in range(1, len(least)):
+        low, high = torch.maximum(chosen[group - 1], least[group]), torch.minimum(high, most[group])
+        changes[group] = (low > high).any(-1)
+        chosen[group] = torch.where(changes[group, :, None], least[group], low)
+        high = torch.where(changes[group, :, None], most[group], high)
+    for group in range(len(least) - 1, 0, -1):
+        chosen[group - 1] = torch.where(changes[group, :, None], chosen[group - 1], chosen[group])
+    return chosen, changes
 
 
 def _step_words(step: Tensor, zero: Tensor) -> Tensor:
@@ -267,7 +303,13 @@ def _unpack_codes(blocks: Tensor, format: str) -> Tensor:
         blocks = nibbles.transpose(-1, -2).flatten(-2)
         if format == "qoq_channel":
             blocks = blocks ^ 8
-    return blocks.transpose(1, 2).flatten(0, 1).flatten(1).contiguous()
+    codes = blocks.transpose(1, 2).flatten(0, 1).flatten(1).contiguous()
+    if format == "mxfp4_int8":
+        n, k = codes.shape
+        codes = codes.view(n, k // 128, *_IN_ITEMS[::-1]).permute(0, 1, 4, 3, 2).reshape(n, k)
+        found = {code: e2m1 for e2m1, code in reversed(list(enumerate(_PICKED.tolist())))}
+        codes = torch.tensor([found.get(code, 0) for code in range(16)]).to(codes)[codes.long()]
+    return codes
 
 
 def gpu_blobs(parts: Parts, format: str, activation: str) -> dict[str, Tensor]:

@@ -24,6 +24,11 @@ for want of registers). What is issued beside the tensor cores counts, whichever
 weights by 98 instructions a group rather than by 149 gave 1 to 8 percent. Their columns scatter: stores of one row a
 thread, of 32 next to each other, took 3 us less than pairs of rows at 512 tokens of 4096 by 4096. Bands of
 1024 tokens (order.jinja) gave 1 to 3 percent of int8 kernels at 4096 tokens, and bf16 ones 5 to 14.
+
+mxfp4_a8 by 325 instructions a group rather than by 469 was 1 percent faster by 128 rows, and 5 to 12 by 64, of which
+two programs share a multiprocessor. Scales of tokens that are loaded four at a time took 3 to 5 percent off programs
+for 64 tokens. bf16 programs of 256 tokens whose warps go on apart, and last, are up to 16 percent faster than those
+whose warps do all where there are several tiles to each, and 3 to 8 slower where there is one.
 """
 
 from __future__ import annotations
@@ -85,11 +90,11 @@ H200: dict[tuple[str, int, int, int], Tile] = {
     ("mxfp4", 512, 4096, 4096): Tile(128, 128, 1, 1, 2, 8, 1, piece=32),  # 30.0 us
     ("mxfp4", 512, 4096, 14336): Tile(256, 128, 1, 2, 2, 8, 1, piece=16),  # 84.4 us
     ("mxfp4", 512, 14336, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 89.8 us
-    ("mxfp4", 512, 28672, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 181.2 us
+    ("mxfp4", 512, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 4, piece=128, lasting=True),  # 190.2 us
     ("mxfp4", 1024, 4096, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 46.1 us
     ("mxfp4", 1024, 4096, 14336): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 150.7 us
-    ("mxfp4", 1024, 14336, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 180.6 us
-    ("mxfp4", 1024, 28672, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 317.0 us
+    ("mxfp4", 1024, 14336, 4096): Tile(256, 128, 1, 1, 1, 8, 4, piece=128, lasting=True),  # 185.4 us
+    ("mxfp4", 1024, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 4, piece=128, lasting=True),  # 321.1 us
     ("mxfp4_a8", 16, 4096, 4096): Tile(16, 64, 1, 4, 1, 4, 4, 128, piece=128),  # 6.6 us
     ("mxfp4_a8", 16, 4096, 14336): Tile(16, 64, 1, 4, 1, 4, 4, 128, piece=128),  # 15.9 us
     ("mxfp4_a8", 16, 14336, 4096): Tile(16, 64, 1, 1, 1, 4, 4, 128, piece=128),  # 16.4 us
@@ -100,20 +105,20 @@ H200: dict[tuple[str, int, int, int], Tile] = {
     ("mxfp4_a8", 64, 28672, 4096): Tile(64, 64, 1, 1, 1, 4, 8, piece=128),  # 47.3 us
     ("mxfp4_a8", 128, 4096, 4096): Tile(128, 64, 1, 2, 1, 4, 4, piece=128, halves=True),  # 15.1 us
     ("mxfp4_a8", 128, 4096, 14336): Tile(128, 64, 1, 2, 1, 4, 4, piece=128, halves=True),  # 37.4 us
-    ("mxfp4_a8", 128, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 32.7 us
-    ("mxfp4_a8", 128, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 62.8 us
-    ("mxfp4_a8", 256, 4096, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128, halves=True),  # 21.9 us
+    ("mxfp4_a8", 128, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 30.1 us
+    ("mxfp4_a8", 128, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 58.0 us
+    ("mxfp4_a8", 256, 4096, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 19.9 us
     ("mxfp4_a8", 256, 4096, 14336): Tile(128, 64, 1, 2, 1, 4, 4, piece=128, halves=True),  # 59.5 us
-    ("mxfp4_a8", 256, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 62.4 us
-    ("mxfp4_a8", 256, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128, halves=True),  # 115.7 us
-    ("mxfp4_a8", 512, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 32.2 us
-    ("mxfp4_a8", 512, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 101.0 us
-    ("mxfp4_a8", 512, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 111.0 us
-    ("mxfp4_a8", 512, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 207.6 us
-    ("mxfp4_a8", 1024, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 62.1 us
-    ("mxfp4_a8", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 199.8 us
-    ("mxfp4_a8", 1024, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 208.0 us
-    ("mxfp4_a8", 1024, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 408.8 us
+    ("mxfp4_a8", 256, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 57.9 us
+    ("mxfp4_a8", 256, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 101.7 us
+    ("mxfp4_a8", 512, 4096, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 29.9 us
+    ("mxfp4_a8", 512, 4096, 14336): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 90.4 us
+    ("mxfp4_a8", 512, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 101.7 us
+    ("mxfp4_a8", 512, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 195.6 us
+    ("mxfp4_a8", 1024, 4096, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 57.9 us
+    ("mxfp4_a8", 1024, 4096, 14336): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 178.2 us
+    ("mxfp4_a8", 1024, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 195.8 us
+    ("mxfp4_a8", 1024, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 387.3 us
     ("nested_8_4", 1, 4096, 4096): Tile(1, 8, 4, 1, 1, 2, 7, 128),  # 4.7 us
     ("nested_8_4", 1, 4096, 14336): Tile(16, 64, 1, 4, 1, 4, 8, 128, piece=128),
     ("nested_8_4", 1, 6144, 4096): Tile(1, 8, 4, 1, 1, 2, 5, 128),  # 6.4 us
@@ -234,12 +239,12 @@ H200: dict[tuple[str, int, int, int], Tile] = {
     ("w4_asym_g128", 256, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 88.8 us
     ("w4_asym_g128", 512, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 1, piece=32),  # 26.7 us
     ("w4_asym_g128", 512, 4096, 14336): Tile(256, 128, 1, 2, 1, 8, 1, piece=32),  # 84.3 us
-    ("w4_asym_g128", 512, 14336, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 88.9 us
-    ("w4_asym_g128", 512, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 179.8 us
+    ("w4_asym_g128", 512, 14336, 4096): Tile(256, 128, 1, 1, 1, 8, 4, piece=128, lasting=True),  # 89.8 us
+    ("w4_asym_g128", 512, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 4, piece=128, lasting=True),  # 183.4 us
     ("w4_asym_g128", 1024, 4096, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 45.9 us
     ("w4_asym_g128", 1024, 4096, 14336): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 150.8 us
     ("w4_asym_g128", 1024, 14336, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 177.8 us
-    ("w4_asym_g128", 1024, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 314.1 us
+    ("w4_asym_g128", 1024, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 4, piece=128, lasting=True),  # 338.8 us
     ("w4_asym_g128_a8", 64, 4096, 4096): Tile(64, 64, 1, 4, 1, 4, 2, 128, piece=128),  # 7.7 us
     ("w4_asym_g128_a8", 64, 4096, 14336): Tile(64, 64, 1, 4, 1, 4, 2, 128, piece=128),  # 16.8 us
     ("w4_asym_g128_a8", 64, 14336, 4096): Tile(64, 64, 1, 1, 1, 4, 3, 128, piece=128),  # 15.1 us
@@ -391,6 +396,9 @@ def fitted(format: str, n: int, k: int, tile: Tile, capability: int) -> Tile | N
     tile = tile if capability == 90 else plain(format, tile)
     tile = replace(tile, ahead=tile.ahead if capability >= 90 else 0, joined=capability == 90)
     tile = replace(tile, lasting=tile.lasting and tile.splits == 1)
+    if tile.piece == 128 < tile.tokens and tile.splits > 1:
+        # Sums of parts want registers that warps do not have which go on apart.
+        tile = replace(tile, unroll=2 if format == "mxfp4" else 1, piece=16, stages=1)
     if format == "mix_4_8":
         tile = _of_two_widths(n, tile)
     elif tile.piece == 128 and n % tile.rows:

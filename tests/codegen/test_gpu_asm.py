@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 
 from qcompile.codegen.gpu_attention import AttentionSpec, GpuKV
+from qcompile.codegen.gpu_pack import pack_codes
 from qcompile.codegen.triton import KernelSpec, Tile, render
 
 Words = np.ndarray  # uint32 [...]
@@ -142,14 +144,35 @@ def test_halves_of_codes_become_keys_and_values(format: str) -> None:
         assert (value == (1024 + code if both else 1 + u / 16)).all()
 
 
+def picked(codes: np.ndarray) -> Words:
+    """Items [planes, n] of E2M1 codes [planes, n, 4], as mxfp4_int8 has them."""
+    weight = torch.zeros(32, 128 * PAIRS, dtype=torch.uint8)
+    inputs = np.arange(4)[:, None, None] * 32 + np.arange(PAIRS)[:, None] * 128 + np.arange(4)
+    weight[0, torch.from_numpy(inputs.ravel())] = torch.from_numpy(codes.astype(np.uint8).ravel())
+    return pack_codes(weight, "mxfp4_int8")[0, :, 0, :4].numpy().astype(np.uint16).astype(np.uint32).T
+
+
+def tables_of(source: str, m: Words) -> list[Words]:
+    """What codes of a plane pick bytes of, by the source of a kernel."""
+    found = dict(re.findall(r"^    (three|first0|second0|third0|fourth0)(?:, _)? = (.*)$", source, re.MULTILINE))
+    named = {"m": m.astype(np.int64)}
+    named["three"] = eval(found["three"], {}, named)
+    broadcast = re.compile(r"tl\.broadcast\((.*)\[:, None\], b\)")
+    terms = [broadcast.fullmatch(found[f"{name}0"])[1] for name in ("first", "second", "third", "fourth")]
+    return [(eval(term, {}, named) & 0xFFFFFFFF).astype(np.uint32) for term in terms]
+
+
 def test_values_of_four_bits_become_integers() -> None:
-    """Twice an E2M1 value and a power of two, from both kinds of codes without a value too."""
-    values = np.array([0, 1, 2, 3, 4, 6, 8, 12])
-    values, items = np.concatenate((values, -values)), [drawn(), drawn()[::-1].copy()]
+    """Twice an E2M1 value and a power of two, of four codes of each item."""
+    codes = np.random.default_rng(4).integers(0, 16, (4, PAIRS, 4))
+    codes[codes == 8] = 0
+    values, nibbles = np.array([0, 1, 2, 3, 4, 6, 8, 12]), picked(codes)
+    values = np.concatenate((values, -values))
+    items = [nibbles[i] | nibbles[i + 1] << 16 for i in (0, 2)]
     spec = KernelSpec("mxfp4_a8", 4096, 4096, Tile(64, 128, 1, 1, 1, 8, 6, piece=128), x_groups=True)
     times = 1 << np.random.default_rng(2).integers(0, 4, (4, PAIRS), dtype=np.uint32)
-    scales = [each for m in times for each in ([m] * 4 + [0x80808080 - 0x0C0C0C0C * m] * 4)]
-    found = run(instructions_of(render(spec))["unpack"], 4, *items, *scales)
+    tables = [each for m in times for table in tables_of(render(spec), m) for each in [table] * 4]
+    found = run(instructions_of(render(spec))["unpack"], 4, *items, *tables)
     for plane in range(4):
-        want = np.concatenate([values[parts_of(x, 4, plane)] for x in items], -1) * times[plane][:, None]
+        want = values[codes[plane]] * times[plane][:, None]
         assert (found[plane].view(np.int8).reshape(PAIRS, 4) == want).all()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +67,8 @@ def weight(n: int, k: int) -> torch.Tensor:
 def test_packing_round_trip(format: str) -> None:
     torch.manual_seed(0)
     parts = quantize_weight(weight(64, 512), number_format(format))
+    if format == "mxfp4_int8":
+        parts[0][parts[0] == 8] = 0  # it has no -0
     packed = pack_gpu(parts, format)
     sizes = {name: -(-part.nbytes // 64) * 64 for name, part in packed.items()}
     assert list(sizes.items()) == list(packed_gpu_bytes(64, 512, format).items())
@@ -123,8 +127,10 @@ def test_packed_bits(format: str) -> None:
     row = packed[0, -1, 3].view(torch.uint8).tolist()
     if format == "w8_sym_channel":
         assert row[70] == 5
-    elif number_format(format) == "mxfp4":
+    elif format == "mxfp4":
         assert row[2 * 6 + 1] == 5  # input 6 + 2 * 32: bits 8 to 11 of the seventh 16-bit item
+    elif format == "mxfp4_int8":
+        assert row == [0x88] * 13 + [0x8A] + [0x88] * 50  # 1.5 * 2^(2 - 1), where 4 + 2 + 2 * 32 is beside zeros
     elif format == "w4_asym_g128":
         assert row[2 * 6 + 1] == 5 << 4  # input 6 + 3 * 64: bits 12 to 15 of the seventh 16-bit item
     else:
@@ -137,7 +143,7 @@ def test_a_weight_is_packed_anew_for_other_activations() -> None:
     assert GPU_PACKING.name("qoq_g128", "int4") == GPU_PACKING.name("qoq_g128", "int8")
     assert GPU_PACKING.readable("w4_asym_g128", "int8") == GPU_PACKING.name("w4_asym_g128", "bf16")
     assert GPU_PACKING.readable("w4_asym_g128", "bf16") is None
-    assert GPU_PACKING.readable("mxfp4", "bf16") == GPU_PACKING.name("mxfp4", "int8_g128")
+    assert GPU_PACKING.readable("mxfp4", "bf16") is None
     assert GPU_PACKING.name("mxfp4", "bf16") != GPU_PACKING.name("mxfp4", "int8_g128")
 
 
@@ -148,10 +154,30 @@ def test_powers_of_two_of_a_group_are_brought_to_one() -> None:
     codes, exponent = quantize_weight(w, "mxfp4")
     ranges = pack_gpu([codes, exponent], "mxfp4_int8")["ranges"].t()
     assert (ranges[:, 0] < 0).tolist() == [row // 64 == 1 for row in range(192)] and (ranges[:, 1:] >= 0).all()
-    powers = (ranges[..., None] >> 23 & 255) + ((ranges[..., None] >> torch.arange(0, 16, 4)) & 15).log2()
-    differ = (powers.flatten(1) != exponent).nonzero().tolist()
+    differ = (powers_of(ranges) != exponent).nonzero().tolist()
     assert differ == [[3, 0], [70, 1], [70, 2], [70, 3]]
     assert CPU_PACKING.name("w4_asym_g128", "bf16") == CPU_PACKING.name("w4_asym_g128", "int8")
+
+
+def powers_of(ranges: torch.Tensor) -> torch.Tensor:
+    """Exponents of inputs in groups of 32 by the words of mxfp4_int8 [n, groups]."""
+    return ((ranges[..., None] >> 23 & 255) + ((ranges[..., None] >> torch.arange(0, 16, 4)) & 15).log2()).flatten(1)
+
+
+def test_powers_of_two_stay_where_they_can() -> None:
+    """Those of 64 rows change together, where one of them must, and not by more than sums can follow."""
+    torch.manual_seed(0)
+    w = weight(192, 1024)
+    w[3, 512:] *= 1e4
+    w[130, 256:384] *= 2.0**-70
+    codes, exponent = quantize_weight(w, "mxfp4")
+    ranges = pack_gpu([codes, exponent], "mxfp4_int8")["ranges"].t()
+    assert torch.equal(powers_of(ranges), exponent.float())
+    negative = (ranges < 0).view(3, 64, 8)
+    assert (negative == negative[:, :1]).all()
+    assert negative[0, 0].nonzero().flatten().tolist() == [4] and not negative[1].any() and negative[2, 0, 0]
+    base = (ranges >> 23 & 255)[:64]
+    assert ((base.diff(dim=1) != 0) <= negative[0, :, 1:]).all() and base[3, 4] > base[3, 3]
 
 
 def test_shapes_that_do_not_divide_are_refused() -> None:
@@ -284,6 +310,7 @@ PIECES = (
 )
 """Kernels that unpack weights while the tensor cores work."""
 LASTING = Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True)
+FINE = Tile(256, 128, 1, 1, 1, 8, 4, piece=128, lasting=True)
 APART = (
     KernelSpec(
         "nested_8_4", 28672, 4096, Tile(128, 128, 1, 1, 1, 8, 4, piece=128), gated="silu", width=14336, bias=True
@@ -317,6 +344,9 @@ APART = (
     KernelSpec("mxfp4", 4096, 4096, Tile(16, 64, 1, 4, 1, 4, 3, 128, piece=128), bias=True, width=4000),
     KernelSpec("w4_asym_g128_a8", 4096, 4096, Tile(16, 64, 1, 4, 1, 4, 3, 128, piece=128), residual=True),
     KernelSpec("w4_asym_g128_a8", 4096, 4096, Tile(64, 64, 1, 4, 1, 4, 2, piece=128), bias=True, x_groups=True),
+    KernelSpec("w4_asym_g128", 14336, 4096, FINE, bias=True, residual=True),
+    KernelSpec("mxfp4", 28672, 4096, FINE, gated="silu", width=14336),
+    KernelSpec("mxfp4", 4096, 4096, replace(FINE, lasting=False), bias=True, width=4000),
 )
 """Kernels whose warps copy and multiply apart."""
 
@@ -343,13 +373,40 @@ def test_warps_copy_and_multiply_apart(spec: KernelSpec) -> None:
     assert built.registers * built.threads * programs <= 1 << 16 and built.shared_bytes * programs <= 226 * 1024
     # Mixed weights have two loops, and columns to scatter to; where programs last those of mxfp4_a8 are two, too.
     loops = spec.mixed or (spec.lasting and spec.format == "mxfp4_a8")
-    assert built.spill_bytes <= (24 if loops else 0)
+    assert built.spill_bytes <= (24 if loops else 128 if spec.fine else 0)
     kind = "f32.bf16.bf16" if spec.float_x else "s32.s8.s8"
     assert built.matrix and all(kind in name and name.startswith("wgmma") for name in built.matrix)
     assert built.ptx.count("griddepcontrol") == (2 if spec.prelaunch else 0)
     code = gpu_sass.instructions(built.cubin)
     assert gpu_sass.overwritten(code) is None
-    assert sum("GMMA" in opcode for opcode, _ in code) >= 4
+    products = [i for i, (opcode, _) in enumerate(code) if "GMMA" in opcode]
+    assert len(products) >= 4
+    if spec.fine:  # what spills is for the beginnings and ends of tiles
+        near = [code[i:j] for i, j in itertools.pairwise(products) if j - i < 120]
+        assert len(near) >= 12 and not any(opcode[:3] in ("LDL", "STL") for part in near for opcode, _ in part)
+
+
+def test_inputs_of_many_tokens_have_places_of_their_own() -> None:
+    """Twice as many tokens as other programs that copy apart take, where no sums are shared."""
+    chosen = tiles.choose("mxfp4", 28672, 4096, 1024)
+    assert chosen == FINE and KernelSpec("mxfp4", 28672, 4096, chosen).fine
+    source = render(KernelSpec("w4_asym_g128", 14336, 4096, FINE))
+    loop = source.split("def multiply0_tile")[1].split("def multiply1")[0]
+    # A place is waited for before what is in it is multiplied, and free when that is done.
+    order = re.findall(r"wait\((x_full|full)|(warpgroup_mma)\(|arrive\((x_empty|empty)|(warpgroup_mma_wait)\(", loop)
+    kinds = ["".join(found) for found in order]
+    first, later = ["x_full", "warpgroup_mma"], ["x_full", "warpgroup_mma", "warpgroup_mma_wait", "x_empty"]
+    assert kinds == ["full", *first, *later * 3, "warpgroup_mma_wait", "x_empty", "empty"]
+    # Sums of parts are left to programs whose warps do all.
+    parts = tiles.in_one_order("mxfp4", 28672, 4096, 1024)
+    assert parts.splits == 1 and parts == FINE
+    few = tiles.fitted("mxfp4", 4096, 4096, replace(FINE, splits=4), 90)
+    assert few == Tile(256, 128, 1, 4, 2, 8, 1, piece=16)
+    for wrong in ({"splits": 2}, {"rows": 64, "warps": 4}, {"tokens": 512}):
+        with pytest.raises(UnsupportedError):
+            KernelSpec("mxfp4", 4096, 4096, replace(FINE, lasting=False, **wrong))
+    with pytest.raises(UnsupportedError):
+        KernelSpec("nested_8_4", 4096, 4096, FINE)
 
 
 def test_programs_last_where_there_is_one_for_each_multiprocessor() -> None:
