@@ -80,8 +80,6 @@ FAR_ROWS = 64
 """Rows of which mxfp4_int8 says together what becomes of their powers of two: what four warps multiply."""
 _FARTHEST = 64
 """Sums of groups are brought from one power of two to another so far from it."""
-_PICKED = torch.tensor([8, 0, 1, 9, 2, 10, 3, 11, 8, 4, 5, 13, 6, 14, 7, 15], dtype=torch.uint8)
-"""What mxfp4_int8 has for each E2M1 code; there is no -0."""
 _IN_ITEMS = (4, 8, 4)
 """Parts of 32 inputs, and what items of each part have."""
 _SCALED_WORDS = ("w4_asym_g128_int8", "nested_8_4")
@@ -205,8 +203,7 @@ def pack_codes(codes: Tensor, format: str) -> Tensor:
     planes, inputs = _PACKINGS[format].planes, _PACKINGS[format].block
     n, k = codes.shape
     if format == "mxfp4_int8":
-        codes = _PICKED.to(codes.device)[codes.long()].view(n, k // inputs, *_IN_ITEMS)
-        codes = codes.permute(0, 1, 4, 3, 2).contiguous()
+        codes = _picked(codes).view(n, k // inputs, *_IN_ITEMS).permute(0, 1, 4, 3, 2).contiguous()
     blocks = codes.view(n // BLOCK_ROWS, BLOCK_ROWS, k // inputs, planes, inputs // planes).transpose(1, 2).contiguous()
     if planes == 1:
         return blocks.squeeze(3)
@@ -217,6 +214,13 @@ def pack_codes(codes: Tensor, format: str) -> Tensor:
     low = blocks[..., 0, :] | (blocks[..., 1, :] << 4)
     high = blocks[..., 2, :] | (blocks[..., 3, :] << 4)
     return torch.stack((low, high), -1).view(torch.int16).squeeze(-1)
+
+
+def _picked(codes: Tensor) -> Tensor:
+    """E2M1 codes as mxfp4_int8 has them. There is no -0."""
+    exponent = codes >> 1 & 3
+    found = (codes & 1 ^ (exponent == 0)) << 3 | (codes & 8) >> 1 | exponent
+    return found.masked_fill_(codes == 8, 8)
 
 
 def scale_words(scale: Tensor, zero: Tensor) -> Tensor:
@@ -307,8 +311,8 @@ def _unpack_codes(blocks: Tensor, format: str) -> Tensor:
     if format == "mxfp4_int8":
         n, k = codes.shape
         codes = codes.view(n, k // 128, *_IN_ITEMS[::-1]).permute(0, 1, 4, 3, 2).reshape(n, k)
-        found = {code: e2m1 for e2m1, code in reversed(list(enumerate(_PICKED.tolist())))}
-        codes = torch.tensor([found.get(code, 0) for code in range(16)]).to(codes)[codes.long()]
+        exponent = codes & 3
+        codes = (codes & 4) << 1 | exponent << 1 | codes >> 3 ^ (exponent == 0)
     return codes
 
 
