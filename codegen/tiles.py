@@ -26,9 +26,9 @@ thread, of 32 next to each other, took 3 us less than pairs of rows at 512 token
 1024 tokens (order.jinja) gave 1 to 3 percent of int8 kernels at 4096 tokens, and bf16 ones 5 to 14.
 
 mxfp4_a8 by 325 instructions a group rather than by 469 was 1 percent faster by 128 rows, and 5 to 12 by 64, of which
-two programs share a multiprocessor. Scales of tokens that are loaded four at a time took 3 to 5 percent off programs
-for 64 tokens. bf16 programs of 256 tokens whose warps go on apart, and last, are up to 16 percent faster than those
-whose warps do all where there are several tiles to each, and 3 to 8 slower where there is one.
+two programs share a multiprocessor: products whose left side is in registers keep their warps waiting. Scales of tokens
+that are loaded four at a time took 2 to 7 percent off mix_4_8, and off others for 64 tokens; those for 128 lost 3. bf16
+programs of 256 tokens whose warps go on apart, and last, were no faster than those whose warps do all.
 """
 
 from __future__ import annotations
@@ -90,11 +90,11 @@ H200: dict[tuple[str, int, int, int], Tile] = {
     ("mxfp4", 512, 4096, 4096): Tile(128, 128, 1, 1, 2, 8, 1, piece=32),  # 30.0 us
     ("mxfp4", 512, 4096, 14336): Tile(256, 128, 1, 2, 2, 8, 1, piece=16),  # 84.4 us
     ("mxfp4", 512, 14336, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 89.8 us
-    ("mxfp4", 512, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 4, piece=128, lasting=True),  # 190.2 us
+    ("mxfp4", 512, 28672, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 181.2 us
     ("mxfp4", 1024, 4096, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 46.1 us
     ("mxfp4", 1024, 4096, 14336): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 150.7 us
-    ("mxfp4", 1024, 14336, 4096): Tile(256, 128, 1, 1, 1, 8, 4, piece=128, lasting=True),  # 185.4 us
-    ("mxfp4", 1024, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 4, piece=128, lasting=True),  # 321.1 us
+    ("mxfp4", 1024, 14336, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 180.6 us
+    ("mxfp4", 1024, 28672, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 317.0 us
     ("mxfp4_a8", 16, 4096, 4096): Tile(16, 64, 1, 4, 1, 4, 4, 128, piece=128),  # 6.6 us
     ("mxfp4_a8", 16, 4096, 14336): Tile(16, 64, 1, 4, 1, 4, 4, 128, piece=128),  # 15.9 us
     ("mxfp4_a8", 16, 14336, 4096): Tile(16, 64, 1, 1, 1, 4, 4, 128, piece=128),  # 16.4 us
@@ -239,12 +239,12 @@ H200: dict[tuple[str, int, int, int], Tile] = {
     ("w4_asym_g128", 256, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 88.8 us
     ("w4_asym_g128", 512, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 1, piece=32),  # 26.7 us
     ("w4_asym_g128", 512, 4096, 14336): Tile(256, 128, 1, 2, 1, 8, 1, piece=32),  # 84.3 us
-    ("w4_asym_g128", 512, 14336, 4096): Tile(256, 128, 1, 1, 1, 8, 4, piece=128, lasting=True),  # 89.8 us
-    ("w4_asym_g128", 512, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 4, piece=128, lasting=True),  # 183.4 us
+    ("w4_asym_g128", 512, 14336, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 88.9 us
+    ("w4_asym_g128", 512, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 179.8 us
     ("w4_asym_g128", 1024, 4096, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 45.9 us
     ("w4_asym_g128", 1024, 4096, 14336): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 150.8 us
     ("w4_asym_g128", 1024, 14336, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 177.8 us
-    ("w4_asym_g128", 1024, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 4, piece=128, lasting=True),  # 338.8 us
+    ("w4_asym_g128", 1024, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 314.1 us
     ("w4_asym_g128_a8", 64, 4096, 4096): Tile(64, 64, 1, 4, 1, 4, 2, 128, piece=128),  # 7.7 us
     ("w4_asym_g128_a8", 64, 4096, 14336): Tile(64, 64, 1, 4, 1, 4, 2, 128, piece=128),  # 16.8 us
     ("w4_asym_g128_a8", 64, 14336, 4096): Tile(64, 64, 1, 1, 1, 4, 3, 128, piece=128),  # 15.1 us
@@ -396,9 +396,6 @@ def fitted(format: str, n: int, k: int, tile: Tile, capability: int) -> Tile | N
     tile = tile if capability == 90 else plain(format, tile)
     tile = replace(tile, ahead=tile.ahead if capability >= 90 else 0, joined=capability == 90)
     tile = replace(tile, lasting=tile.lasting and tile.splits == 1)
-    if tile.piece == 128 < tile.tokens and tile.splits > 1:
-        # Sums of parts want registers that warps do not have which go on apart.
-        tile = replace(tile, unroll=2 if format == "mxfp4" else 1, piece=16, stages=1)
     if format == "mix_4_8":
         tile = _of_two_widths(n, tile)
     elif tile.piece == 128 and n % tile.rows:

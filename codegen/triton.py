@@ -50,9 +50,8 @@ class Tile:
     program: `warps` multiply, four for each 64 rows, and four more copy, `stages` blocks ahead, whose weights are
     fetched before it waits if `ahead` is not 0; `unroll` is as many blocks as share a word of parameters. With `halves`
     tokens are multiplied in two halves, and sums of groups of one are scaled while the tensor cores work for the other.
-    With `lasting` there is a program for each multiprocessor, which takes one tile of 128 rows after the other: it
-    copies the next one's inputs while it stores this one's outputs. bf16 activations may come in 256 tokens; then two
-    blocks of weights are in flight and `stages` times 64 inputs.
+    With `lasting` there is a program for each multiprocessor, which takes one tile of 128 by 128 after the other: it
+    copies the next one's inputs while it stores this one's outputs.
     """
 
     tokens: int
@@ -171,11 +170,11 @@ class KernelSpec:
             return False
         if self.apart:
             known = self.format in (*ALONE, *PLANES, "mix_4_8", "mxfp4_a8", "w4_asym_g128_a8")
-            cut = tile.rows == 16 * tile.warps <= 128 and (tile.tokens <= 128 or self.fine)
+            cut = tile.rows == 16 * tile.warps <= 128 and tile.tokens <= 128
             in_groups = self.float_sum and not self.float_x and self.block == 128
             fits = not tile.halves or (in_groups and tile.tokens > 32)
-            alone = tile.rows == 128 <= tile.tokens and tile.splits == 1 and not tile.ahead
-            fits = fits and (not tile.lasting or ((in_groups or self.float_x) and alone))
+            alone = tile.rows == tile.tokens == 128 and tile.splits == 1 and not tile.ahead
+            fits = fits and (not tile.lasting or (in_groups and alone))
             whole = tile.unroll == (2 if self.block_words == 0.5 else 1)
             return known and cut and fits and whole and tile.stages > 1
         pieces = tile.piece in (16, 32, 64) and self.row_items % tile.piece == 0 and self.block * tile.unroll >= 256
@@ -185,12 +184,6 @@ class KernelSpec:
     def apart(self) -> bool:
         """Whether warps that copy and groups of warps that multiply go on apart."""
         return self.tile.piece == 128
-
-    @property
-    def fine(self) -> bool:
-        """Whether inputs have places of their own, 64 in each, for more tokens than 128; no sums of parts then."""
-        tile = self.tile
-        return self.apart and self.float_x and 128 < tile.tokens <= 256 and tile.warps == 8 and tile.splits == 1
 
     @property
     def tells(self) -> int:
@@ -308,8 +301,6 @@ class KernelSpec:
         if self.apart:
             codes = 128 if self.mixed else self.row_bytes * (1 + self.low_plane)
             x = self.block * (2 if self.float_x else 1)
-            if self.fine:
-                return 128 * tile.tokens + math.ceil(2 * tile.rows * (codes + 4 * self.block_words) / tile.stages)
             return tile.rows * (codes + math.ceil(4 * self.block_words)) + tile.tokens * (x + 4 * self.x_groups)
         if tile.piece:
             weights = tile.rows * (self.row_bytes + 4 * self.block_words)
