@@ -376,6 +376,19 @@ def test_warps_copy_and_multiply_apart(spec: KernelSpec) -> None:
     assert sum("GMMA" in opcode for opcode, _ in code) >= 4
 
 
+def test_halves_are_multiplied_by_one_call_each() -> None:
+    """Codes of all planes beside each other; apart where each is of a sum of its own."""
+    halves = Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True)
+    source = render(KernelSpec("mxfp4_a8", 4096, 4096, halves, x_groups=True))
+    steady, far = (
+        source.split("def multiply0")[1].split("power = tl.load(ranges")[1],
+        source.split("tl.full((64,), 0x1111")[1],
+    )
+    assert steady.split("def multiply1")[0].count("warpgroup_mma(q0") == 2 and "beside(q0, q1)" in steady
+    assert far.split("power = ")[0].count("warpgroup_mma(") == 8 and "beside(" not in far.split("power = ")[0]
+    assert "beside(" not in render(KernelSpec("mxfp4_a8", 4096, 4096, replace(halves, halves=False), x_groups=True))
+
+
 def test_programs_last_where_there_is_one_for_each_multiprocessor() -> None:
     spec = KernelSpec("w4_asym_g128_int8", 14336, 4096, LASTING, x_groups=True)
     assert tiles.choose(spec.format, spec.n, spec.k, 1024) == spec.tile
