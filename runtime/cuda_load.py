@@ -49,7 +49,7 @@ def open_cuda(
     levels = runtime.get("levels") or [] if drafts else []
     paths = [level for level in levels if "library" in level]
     plans = [json.loads(small[path["library"]]) for path in (runtime, *paths)]
-    page_bytes = kv["page_bytes"] + sum(path["kv"]["page_bytes"] for path in paths if path["kv"])
+    page_bytes = kv["page_bytes"] + sum(path["kv"]["page_bytes"] for path in paths if path.get("kv"))
     with ExitStack() as undo:
         # Lest a model that does not fit keep the memory from one that would.
         held: list[int] = []
@@ -85,7 +85,7 @@ def _level(
     """A level that drafts, opened in the target's pages: of its cache, or of one that is as large in pages."""
     if plan is None:
         return Level(None, level["gamma"], match=level["lookup"])
-    own, limits = level["kv"], target.limits._replace(max_position=level["max_position"], vocab=level["vocab_size"])
+    own, limits = level.get("kv"), target.limits._replace(max_position=level["max_position"], vocab=level["vocab_size"])
     if own:
         limits = limits._replace(page_tokens=own["page_tokens"], ring_tokens=own.get("ring_tokens") or 0)
     executor = CudaExecutor(target.driver, plan, functions, weights, target.kv_pages, limits, target, bool(own))

@@ -175,7 +175,8 @@ def _open_reencoder(
 ) -> Reencoder:
     """A model of another tokenizer that drafts, with pages for `max_batch` requests of its whole context."""
     draft, kv = artifact.drafts[0], level["kv"]
-    assert draft
+    if draft is None:
+        raise ArtifactError(f"{artifact.root}: a draft that encodes text is no path; build it again")
     bind(draft.library)
     limits = Limits(target.limits.max_tokens, level["vocab_size"], kv["page_tokens"], level["max_position"])
     pool = BlockPool(max_batch * -(-limits.max_position // limits.page_tokens), limits.page_tokens)

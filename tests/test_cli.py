@@ -438,32 +438,6 @@ def test_verify_names_the_damaged_file(capsys: Capture, tiny_artifact: Build, tm
     assert refusal(capsys, 6, "verify", copy) == f"qcompile: {copy}: not an artifact (no qcompile.json)\n"
 
 
-def test_doctor_plans_without_reading_weights(capsys: Capture, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    found = json_of(capsys, "doctor", tiny_checkpoint, "--recipe", "qserve")
-    assert found["exportable"] and found["unsupported"] == [] and found["plan"]["parameters"] > 0
-    assert found["memory_bytes"] > found["disk_bytes"] > 0
-    assert code_of("doctor", tiny_checkpoint) == 0
-    assert "gemm" in capsys.readouterr().out
-
-
-def test_doctor_says_what_is_unsupported(capsys: Capture, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
-    assert code_of("doctor", tmp_path, "--json") == 3
-    found = json.loads(capsys.readouterr().out)
-    assert not found["exportable"] and found["unsupported"][0]["reason"]
-
-
-def test_doctor_says_what_a_gpu_has_no_kernel_for(capsys: Capture, tmp_path: Path) -> None:
-    """Biases by key position, which CPUs compute: found where kernels are planned, after all passes."""
-    shape = {"model_type": "bloom", "n_layer": 1, "hidden_size": 256, "n_head": 4, "vocab_size": 64}
-    (tmp_path / "config.json").write_text(json.dumps(shape | {"architectures": ["BloomForCausalLM"]}))
-    assert code_of("doctor", tmp_path, "--recipe", "bf16") == 0
-    capsys.readouterr()
-    assert code_of("doctor", tmp_path, "--recipe", "bf16", "--target", "h200", "--json") == 3
-    (refused,) = json.loads(capsys.readouterr().out)["unsupported"]
-    assert refused["node"].startswith("kv_attention") and "no biases by key position" in refused["reason"]
-
-
 def test_an_interrupted_build_leaves_nothing(tiny_checkpoint: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "qcompile", "build", str(tiny_checkpoint), "-o", str(tmp_path / "out")]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
