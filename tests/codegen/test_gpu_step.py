@@ -25,12 +25,13 @@ from qcompile.codegen.gpu_compile import Kernel, build, compile_kernel, triton_v
 from qcompile.codegen.gpu_fill import filled_up
 from qcompile.codegen.gpu_pack import GPU_PACKING
 from qcompile.codegen.gpu_plan import make_plan
-from qcompile.codegen.gpu_rows import WIDEST, in_blocks
+from qcompile.codegen.gpu_rows import WIDEST, RowSpec, in_blocks
 from qcompile.codegen.lower import lower
 from qcompile.codegen.packing import WeightTable
 from qcompile.codegen.program import PAD, Attention
 from qcompile.codegen.triton import MULTIPROCESSORS
 from qcompile.errors import UnsupportedError
+from qcompile.numerics import quantize_activation
 from qcompile.targets import TARGETS
 from tests.codegen.interpreted import interpreted, needs_triton
 from tests.codegen.tiny import Chunk
@@ -118,6 +119,24 @@ def test_filled_rows_meet_nothing_that_is_written() -> None:
     uses = [{b.name for b in filled if b.name in vars(call).values()} for call in program.calls]
     read = [name for names in uses for name in names]
     assert all(read[i] == read[i + 1] for i in range(0, len(read), 2))  # written, then read, before the next is written
+
+
+def interpret_scales_of_filled_rows() -> None:
+    """Scales of three groups in rows that have room for four, by one program a row and by one a group."""
+    from qcompile.codegen.gpu_compile import load
+
+    x = torch.randn(2, 384, generator=torch.Generator().manual_seed(2))
+    codes, scales, *_ = quantize_activation(x, "int8_g128", 384)
+    for blocks in (1, 3):
+        spec = RowSpec(384 // blocks, 384, 512, out="q8", group=128, row_scales=4, blocks=blocks)
+        found, own = torch.zeros(2, 512, dtype=torch.int8), torch.zeros(2, 4)
+        load(spec.kernel(80))[2, blocks, 1](x, found, own)
+        assert torch.equal(found[:, :384], codes) and not found[:, 384:].any()
+        assert torch.equal(own[:, :3], scales) and not own[:, 3:].any()
+
+
+def test_scales_of_filled_rows_interpreted() -> None:
+    interpreted(__name__, "interpret_scales_of_filled_rows()")
 
 
 def test_odd_inputs_interpreted() -> None:
