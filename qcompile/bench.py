@@ -183,5 +183,6 @@ def as_text(result: dict[str, Any]) -> str:
         times, counts = totals[:2], totals[2:]
         rows.append([name, str(len(members)), *(f"{us:.1f}" for us in times), *(f"{count:,}" for count in counts)])
     header = ["kernels of one decoded token", "calls", "predicted us", "measured us", "bytes", "ops"]
-    lines += [f"ceilings with {result['threads']} threads: {ceilings}", "", console.table(header, rows)]
+    alone = f" with {console.counted(result['threads'], 'thread')}" if result["threads"] else ""
+    lines += [f"ceilings{alone}: {ceilings}", "", console.table(header, rows)]
     return "\n".join(lines)

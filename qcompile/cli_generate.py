@@ -163,10 +163,10 @@ def _run_prompt(
     told = f", {speed:.1f} tokens/s" if speed else ""
     if last.speculation:
         told += f", {last.speculation.tokens_per_round:.2f} tokens a round"
-    console.log(
-        f"[{len(last.prompt_token_ids)} prompt tokens in {result['prefill_seconds'] * 1e3:.1f} ms, "
-        f"{len(result['token_ids'])} generated{told}, {llm.threads} threads]"
-    )
+    if llm.threads:
+        told += f", {console.counted(llm.threads, 'thread')}"
+    prompted = console.counted(len(last.prompt_token_ids), "prompt token")
+    console.log(f"[{prompted} in {result['prefill_seconds'] * 1e3:.1f} ms, {len(result['token_ids'])} generated{told}]")
 
 
 def _show(stream: Iterator[RequestOutput], quiet: bool) -> RequestOutput:

@@ -78,6 +78,11 @@ def byte_size(count: float) -> str:
     return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 thread`, `2 threads`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Plain text columns, the first aligned left and the others right."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]

@@ -13,7 +13,11 @@ from qcompile.manifest import check_manifest
 
 
 def summary(path: Path) -> dict[str, Any]:
-    """What `inspect --json` prints. `sizes` are bytes: all, weights, kernels, the rest, and cache per token."""
+    """What `inspect --json` prints.
+
+    `sizes` are bytes: all, weights, kernels, the rest, and what a token takes in the caches of all paths; `drafts` say
+    how much of it is theirs.
+    """
     manifest = read_manifest(path)
     check_manifest(manifest, str(Path(path) / MANIFEST))
     files: dict[str, dict[str, Any]] = manifest["files"]
@@ -23,14 +27,15 @@ def summary(path: Path) -> dict[str, Any]:
         kind = "weights" if name.startswith("weights-") else "kernels" if name.startswith("kernels/") else "other"
         sizes[kind] += entry["bytes"]
     sizes["total"] = sum(sizes.values())
-    sizes["kv_per_token"] = kv["page_bytes"] // kv["page_tokens"]
+    drafts = [_level(level) for level in manifest["runtime"].get("levels") or []]
+    sizes["kv_per_token"] = _per_token(kv) + sum(draft.get("kv_per_token", 0) for draft in drafts)
     return {
         "model": manifest["model"],
         "recipe": manifest["recipe"],
         "target": manifest["target"],
         "bits_per_weight": manifest["bits_per_weight"],
         "kv": kv,
-        "drafts": [_level(level) for level in manifest["runtime"].get("levels") or []],
+        "drafts": drafts,
         "tuned": manifest.get("tuned"),
         "passes": manifest["passes"],
         "sizes": sizes,
@@ -43,8 +48,14 @@ def _level(level: dict[str, Any]) -> dict[str, Any]:
     """A level of speculation in short: a path with the target's cache or its own, or a lookup."""
     if "lookup" in level:
         return {"kind": "lookup", "gamma": level["gamma"]}
-    cache = "own" if level.get("kv") else "shared"
-    return {"kind": level["path"], "gamma": level["gamma"], "cache": cache, "weights": len(level["weights"])}
+    found = {"kind": level["path"], "gamma": level["gamma"], "cache": "shared", "weights": len(level["weights"])}
+    return found | {"cache": "own", "kv_per_token": _per_token(level["kv"])} if level.get("kv") else found
+
+
+def _per_token(kv: dict[str, Any]) -> int:
+    """Bytes a token takes in the cache that a manifest describes so."""
+    size: int = kv["page_bytes"] // kv["page_tokens"]
+    return size
 
 
 def passes(path: Path) -> list[dict[str, Any]]:
@@ -83,7 +94,7 @@ def as_text(found: dict[str, Any]) -> str:
     model, recipe, target, sizes = found["model"], found["recipe"], found["target"], found["sizes"]
     options = "".join(f" {name}={value}" for name, value in recipe["options"].items())
     passes = "\n".join(f"  {_pass_line(entry)}" for entry in found["passes"])
-    drafts = ", ".join(f"{d['kind']} ({d['cache']} cache)" if "cache" in d else d["kind"] for d in found["drafts"])
+    drafts = ", ".join(_draft_text(draft) for draft in found["drafts"])
     rows = [[name.replace("_", " "), console.byte_size(size)] for name, size in sizes.items()]
     return (
         f"model    {model['name']}, {model['parameters']:,} parameters, vocabulary {model['vocab_size']}, "
@@ -96,6 +107,11 @@ def as_text(found: dict[str, Any]) -> str:
         f"passes\n{passes}\n"
         f"sizes\n{_indented(console.table(['', ''], rows))}"
     )
+
+
+def _draft_text(draft: dict[str, Any]) -> str:
+    own = f", {console.byte_size(draft['kv_per_token'])} per token" if "kv_per_token" in draft else ""
+    return f"{draft['kind']} ({draft['cache']} cache{own})" if "cache" in draft else str(draft["kind"])
 
 
 def _pass_line(entry: dict[str, Any]) -> str:

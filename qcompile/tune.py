@@ -206,4 +206,5 @@ def as_text(found: dict[str, Any]) -> str:
         speed = (1 - rate ** (gamma + 1)) / max(1 - rate, 1e-9) / rounds[gamma] * entry.plain if gamma else 1.0
         rows.append([str(entry.batch), str(entry.context), f"{entry.plain * 1e3:.3f}", str(gamma), f"{speed:.2f}"])
     header = ["batch", "context", "plain ms", "gamma", "times plain"]
-    return f"acceptance {policy.acceptance:.3f}, {found['threads']} threads\n" + console.table(header, rows)
+    threads = f", {console.counted(found['threads'], 'thread')}" if found["threads"] else ""
+    return f"acceptance {policy.acceptance:.3f}{threads}\n" + console.table(header, rows)

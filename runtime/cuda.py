@@ -36,7 +36,7 @@ class CudaExecutor:
     pages. Raises ResourceError when memory is short.
     """
 
-    threads = 1
+    threads = 0
 
     def __init__(
         self,

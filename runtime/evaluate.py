@@ -105,7 +105,8 @@ def perplexity(
     stream = token_stream(tokenizer, texts, 0 if bos is None else bos)
     windows = len(stream) // window
     if windows == 0:
-        raise UsageError(f"the text has {len(stream)} tokens, one window takes {window}: give more text")
+        shorter = " or a smaller window (--window)" if len(stream) > 1 else ""
+        raise UsageError(f"the text has {len(stream)} tokens, one window takes {window}: give more text{shorter}")
     windows = windows if max_windows is None else min(windows, max_windows)
     total = 0.0
     for number in range(windows):

@@ -83,6 +83,7 @@ class StepExecutor(Protocol):
     limits: Limits
     kv_pages: int
     threads: int
+    """Of the processor, that compute; 0 where a GPU does."""
 
     def step(self, sequences: Sequence[Rows], logits: bool) -> tuple[list[int], FloatArray | None]:
         """The argmax of every output row, and its logits [outputs, vocab] if asked, valid until the next call."""

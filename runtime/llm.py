@@ -232,7 +232,7 @@ class LLM:
 
     @property
     def threads(self) -> int:
-        """Threads that compute."""
+        """Threads of this machine's processor that compute; 0 where a GPU does."""
         return self.executor.threads
 
     @overload

@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from qcompile import console
+from qcompile import bench, console, tune
 from qcompile.cli import main
+from qcompile.runtime.cuda import CudaExecutor
 
 Build = Callable[[str], Path]
 Capture = pytest.CaptureFixture[str]
@@ -306,7 +307,9 @@ def test_run_prints_the_prompt_and_its_continuation(capsys: Capture, tiny_artifa
     assert code_of(*run, "--threads", "1") == 0
     captured = capsys.readouterr()
     assert captured.out == "def main(" + found["text"] + "\n"
-    assert "tokens/s" in captured.err
+    assert "tokens/s, 1 thread]" in captured.err
+    assert code_of(*run, "--threads", "2") == 0
+    assert "tokens/s, 2 threads]" in capsys.readouterr().err
 
 
 def test_run_reads_a_prompt_from_stdin(capsys: Capture, tiny_artifact: Build, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,7 +410,8 @@ def test_bench_measures_tests_and_kernels(capsys: Capture, tiny_artifact: Build)
         line["tok_s"] > 0 for line in lines
     )
     assert code_of("bench", tiny_artifact("w4a8"), *sizes) == 0
-    assert "predicted us" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "predicted us" in shown and "ceilings with 1 thread:" in shown
     smaller = "of 1000 tokens does not fit the context of 256: give smaller ones by --tg, --pp and --verify"
     assert smaller in refusal(capsys, 2, "bench", tiny_artifact("w4a8"), "--pp", "1000")
     both = ("--tg", "8", "--pp", "4,32", "--verify", "4", "--repeats", "1", "--threads", "1")
@@ -421,6 +425,13 @@ def test_inspect_shows_what_was_built(capsys: Capture, tiny_artifact: Build) -> 
     assert found["sizes"]["total"] == sum(p.stat().st_size for p in tiny_artifact("w4a8").rglob("*") if p.is_file())
     assert code_of("inspect", tiny_artifact("w4a8")) == 0
     assert "quantize" in capsys.readouterr().out
+
+
+def test_what_a_gpu_computes_tells_of_no_threads() -> None:
+    assert CudaExecutor.threads == 0
+    assert bench.as_text({"tests": {}, "kernels": [], "ceilings": {"f32": 2.0}, "threads": 0}).startswith("ceilings: 2")
+    assert tune.as_text({"threads": 0, "acceptance": 0.5, "table": []}).startswith("acceptance 0.500\n")
+    assert tune.as_text({"threads": 1, "acceptance": 0.5, "table": []}).startswith("acceptance 0.500, 1 thread\n")
 
 
 def test_verify_names_the_damaged_file(capsys: Capture, tiny_artifact: Build, tmp_path: Path) -> None:

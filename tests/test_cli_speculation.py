@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from qcompile import console
 from qcompile.cli import main
 
 FIELDS = {"acceptance_rate", "tokens_per_round", "gamma", "draft_seconds", "verify_seconds", "accepted_per_position"}
@@ -43,6 +44,21 @@ def test_from_build_to_run(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest
     assert "tokens a round" in capsys.readouterr().err
     assert code_of("inspect", out) == 0
     assert "draft1 (shared cache), lookup" in capsys.readouterr().out
+
+
+def test_inspect_counts_the_cache_of_a_draft(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert code_of("build", tiny_checkpoint, "-o", out, "--recipe", "w4a8", "--draft", tiny_checkpoint) == 0
+    capsys.readouterr()
+    assert code_of("inspect", out, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    own = found["drafts"][0]["kv_per_token"]
+    assert own > 0
+    assert found["sizes"]["kv_per_token"] == found["kv"]["page_bytes"] // found["kv"]["page_tokens"] + own
+    assert code_of("inspect", out) == 0
+    assert f"draft1 (own cache, {console.byte_size(own)} per token)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("gamma", ["16", "-1", "many"])
