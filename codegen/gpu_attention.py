@@ -24,8 +24,10 @@ both products then take items as they lie.
 
 The order of sums depends on a query's position alone: tokens in leaves, GpuKV.leaves in a split, GROUP_SPLITS splits
 in a group. Weights are powers of two from the largest score's, rounded to a whole number: what programs sum apart is
-then multiplied by powers of two, which rounds nothing, and the order alone decides the bits (unless 2^126 lies between
-scores). Where there is little to do programs take a leaf each, else a split, or several in turn, or all of it.
+then multiplied by powers of two, which rounds nothing, and the order alone decides the bits. (Where 2^126 and more lies
+between weights, as what positions add to scores may bring about, sums that one order leaves out are rounded away in
+others, unless what they meet adds up to 0.) Where there is little to do programs take a leaf each, else a split, or
+several in turn, or all of it.
 """
 
 from __future__ import annotations
@@ -173,7 +175,9 @@ class AttentionSpec:
     which, nor on how many rows or warps a program has: nothing is fused that is not written so, and sums over a leaf
     have an order of their own. What is `direct` has a ring's keys and values loaded to registers, past the memory that
     several loads in flight take, so that more programs run at once. Where `centered`, keys in pages are less a weight
-    [KV heads, dim], and scores are as of whole keys ahead of their cap.
+    [KV heads, dim], and scores are as of whole keys ahead of their cap. Where `bias_positions` is not 0, the weight
+    key_bias f32 [heads, bias_positions] has what a key's position adds to capped scores, less the query's. With
+    `sinks`, a weight f32 [heads] has scores that take part in the sum alone: once, where sums are whole.
     """
 
     kv: GpuKV
@@ -191,6 +195,8 @@ class AttentionSpec:
     inline_asm: bool = True
     paired: bool = False
     direct: bool = False
+    bias_positions: int = 0
+    sinks: bool = False
 
     @property
     def title(self) -> str:
@@ -236,6 +242,8 @@ class AttentionSpec:
         arguments = [Argument("q", "*fp32"), *page_arguments(self.kv)]
         arguments += [Argument(name, "*i32") for name in ("positions", "query_start", "block_table")]
         arguments += [Argument("center", "*fp32")] * self.centered + [Argument("fresh", "*bf16")] * self.fresh
+        arguments += [Argument("key_bias", "*fp32")] * bool(self.bias_positions)
+        arguments += [Argument("sinks", "*fp32")] * (self.sinks and self.cut == "whole")
         results = ("out",) if self.cut == "whole" else ("parts", "stats")
         arguments += [Argument(name, "*fp32") for name in results] + [Argument("table_stride", "i32")]
         arguments += [Argument("splits", "i32")] * (self.cut != "whole")
@@ -265,13 +273,19 @@ class AttentionSpec:
             both=self.kv.format == "kv_hier",
             group_tokens=HIER_GROUP,
             ring_pages=RING_GROUPS * HIER_GROUP // self.kv.page_tokens,
+            sinks=self.sinks and self.cut == "whole",
+            log2_e=_LOG2_E,
             q_scale=self.scale if self.softcap else self.scale * _LOG2_E,
         )
         # So many are enough, and as many programs fit on a multiprocessor as there are where there is most to do.
         most = {("kv8", 2): 128, ("kv_hier", 2): 168, ("kv_hier4", 2): 168, ("kv_hier4", 1): 224}
         eight = self.rows == 8 and self.kv.dim <= 128 and self.cut == "split" and capability > 80
         registers = most.get((self.kv.format, self.warps), 0) if eight else 0
-        if (self.kv.format, self.cut, self.stages, self.warps, capability) == ("kv4", "leaf", 1, 2, 90):
+        if self.bias_positions and self.rows == 8 and self.kv.dim <= 128 and capability > 80:
+            # What positions add is loaded so far ahead that fewer programs would fit, or sums would not.
+            registers = {("kv_hier", "leaf"): 168, ("kv4", "whole"): 168}.get((self.kv.format, self.cut), registers)
+        plain = self.kv.format, self.cut, self.stages, self.warps, capability, self.bias_positions
+        if plain == ("kv4", "leaf", 1, 2, 90, 0):
             registers = 128  # with nothing in flight that is what most rows take
         return Kernel(name, source, tuple(arguments), self.warps, self.stages, prelaunch, False, False, registers)
 
@@ -309,7 +323,8 @@ class MergeSpec:
 
     A split has come in so many `leaves`, each with a place of its own, or in one. The `final` level writes
     out [tokens, heads * dim] f32 (with `peaks` also the largest magnitude of each half of a head's features or of all,
-    [tokens, heads, 2] f32), the other in place of each group's first split.
+    [tokens, heads, 2] f32), the other in place of each group's first split. With `sinks` the final sum of weights has
+    a score f32 [heads] more.
     """
 
     kv: GpuKV
@@ -320,6 +335,7 @@ class MergeSpec:
     split: int = 512
     leaves: int = 1
     peaks: bool = False
+    sinks: bool = False
 
     @property
     def batched(self) -> bool:
@@ -355,6 +371,7 @@ class MergeSpec:
         """The kernel for a compute capability."""
         arguments = [Argument("parts", "*fp32"), Argument("stats", "*fp32")] + [Argument("out", "*fp32")] * self.final
         arguments += [Argument("peaks", "*fp32")] * (self.peaks and self.final)
+        arguments += [Argument("sinks", "*fp32")] * (self.sinks and self.final)
         arguments += [Argument("positions", "*i32"), Argument("splits", "i32")]
         prelaunch = capability >= 90
         name = f"merge_{self.split}_{self.leaves}_{self.level}{'' if self.final else '_part'}"
@@ -367,6 +384,8 @@ class MergeSpec:
             prelaunch=prelaunch,
             splits_a_group=GROUP_SPLITS,
             dim_block=power_of_two(self.kv.dim),
+            sinks=self.sinks and self.final,
+            log2_e=_LOG2_E,
             ahead=8 if self.batched else GROUP_SPLITS,
         )
         return Kernel(name, source, tuple(arguments), warps, 1, prelaunch, fusion=False)

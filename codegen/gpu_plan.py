@@ -348,13 +348,13 @@ class _Maker:
 
     def _attention(self, c: p.Attention) -> Iterator[Launch]:
         kv, stride = self.plan.kv, self.program.buffer(c.q).stride
-        if c.sinks is not None or c.key_bias is not None:
-            raise UnsupportedError("GPU attention has no sinks and no biases by key position yet")
-        base = AttentionSpec(kv, c.heads, stride, c.scale, c.window, c.softcap, self.plan.split)
-        # What came off keys moves all scores of a query alike: where they are not capped, softmax does not see it.
-        base = replace(base, centered=bool(c.softcap and c.center), inline_asm=self.asm)
+        base = AttentionSpec(kv, c.heads, stride, c.scale, c.window, c.softcap, self.plan.split, inline_asm=self.asm)
+        # What came off keys moves all scores of a query alike: uncapped, and against no sinks, softmax does not see it.
+        base = replace(base, centered=bool(c.center and (c.softcap or c.sinks)), sinks=c.sinks is not None)
+        base = replace(base, bias_positions=self.program.max_position if c.key_bias else 0)
         args = {"q": self.ref(c.q, column=c.q_offset), "out": self.ref(c.out), **self._step_args(c.layer)}
-        args |= {"splits": ["count", "slots"], "query_start": ["input", "query_start"], "center": ["weight", c.center]}
+        args |= {"splits": ["count", "slots"], "query_start": ["input", "query_start"]}
+        args |= {name: ["weight", getattr(c, name)] for name in ("center", "key_bias", "sinks")}
         args |= self._fresh_args() if kv.hierarchical else {}
         for name, size in (("parts", c.heads * kv.dim * 4), ("stats", c.heads * 8)):
             args[name] = self.plan.need(name, size, "tokens", "slots")
@@ -384,6 +384,7 @@ class _Maker:
             told[gemm.DECODE_TOKENS] = 2 * c.heads
             self.merged.add(c.out)
         base = MergeSpec(kv, c.heads, window=c.window, split=self.plan.split, peaks=told is not None)
+        base = replace(base, sinks=c.sinks is not None)
         for leaves, extra in ((1, ""), (kv.leaves, "fine_"))[: 1 + bool(kv.fine_splits)]:
             kinds = ((1, True), (1, False), (2, True))
             specs = [replace(base, level=level, final=final, leaves=leaves) for level, final in kinds]

@@ -29,13 +29,16 @@ def decoder(
     head_norm: str = "",
     late_norms: bool = False,
     act: str = "silu",
+    sinks: bool = False,
+    key_bias: bool = False,
     seed: int = 0,
 ) -> Graph:
     """A Llama-shaped decoder at stage `raise`: no norm weights, random everything else.
 
     `head_norm`: "heads" normalizes q and k head by head, "whole" before they are split. `bias` "q" is on q alone.
     `late_norms`: what a block adds to the residual stream goes through a norm with weights first.
-    `capped`: logits are 2 tanh(x / 2).
+    `capped`: logits are 2 tanh(x / 2). `sinks`: scores in sums alone, the last head's of which leaves nothing of the
+    others. `key_bias`: what positions add to scores, to those of the last heads little.
     """
     generator = torch.Generator().manual_seed(seed)
     store = WeightStore()
@@ -65,6 +68,19 @@ def decoder(
         store.add_tensor("inv_freq", 10000.0 ** -(torch.arange(0, head_dim, 2) / head_dim))
         inv_freq = graph.fx.create_node("get_attr", "inv_freq")
         graph.infer_node(inv_freq)
+    more: list[fx.Node | None] = [None]
+    if sinks:
+        of_heads = 3 * torch.randn(heads, generator=generator)
+        of_heads[-1] = 100.0  # more than 2^128 times what others weigh
+        more[0] = graph.fx.create_node("get_attr", "sinks")
+        store.add_tensor("sinks", of_heads)
+        graph.infer_node(more[0])
+    if key_bias:
+        slope = 2.0 ** -torch.arange(1, heads + 1)
+        of_positions = slope[:, None] * torch.arange(512) + torch.randn(heads, 512, generator=generator)
+        more.append(graph.fx.create_node("get_attr", "key_bias"))
+        store.add_tensor("key_bias", of_positions)
+        graph.infer_node(more[1])
     x = graph.call("embedding", ids, weight("embed", vocab, hidden))
     for layer in range(layers):
         y = graph.call("rms_norm", x, None, 1e-6)
@@ -81,7 +97,7 @@ def decoder(
         v = graph.call("split_heads", linear(y, f"v{layer}", kv_heads * head_dim, hidden), kv_heads)
         if inv_freq is not None:
             q, k = (graph.call("rope", t, positions, inv_freq, 1.0, False) for t in (q, k))
-        mixed = graph.call("merge_heads", graph.call("attention", q, k, v, head_dim**-0.5, window, softcap, None))
+        mixed = graph.call("merge_heads", graph.call("attention", q, k, v, head_dim**-0.5, window, softcap, *more))
         x = graph.call("add", x, block(mixed, f"o{layer}", heads * head_dim))
         y = graph.call("rms_norm", x, None, 1e-6)
         gate = graph.call("unary", linear(y, f"gate{layer}", ffn, hidden), act)

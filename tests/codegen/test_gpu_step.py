@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from qcompile.codegen.gpu_plan import make_plan
 from qcompile.codegen.gpu_rows import WIDEST, RowSpec, in_blocks
 from qcompile.codegen.lower import lower
 from qcompile.codegen.packing import WeightTable
-from qcompile.codegen.program import PAD, Attention
+from qcompile.codegen.program import PAD
 from qcompile.codegen.triton import MULTIPROCESSORS
 from qcompile.errors import UnsupportedError
 from qcompile.numerics import quantize_activation
@@ -420,10 +419,3 @@ def test_an_artifact_for_a_gpu_is_built_without_one(tmp_path: Path) -> None:
 def test_what_has_no_gpu_kernel_is_refused_by_name(recipe: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         make_plan(lowered(recipe, passes=options)[1], 90)
-
-
-def test_attention_with_sinks_is_refused() -> None:
-    program = lowered("bf16")[1]
-    calls = tuple(replace(c, sinks="sinks") if isinstance(c, Attention) else c for c in program.calls)
-    with pytest.raises(UnsupportedError, match="no sinks"):
-        make_plan(replace(program, calls=calls), 90)
