@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_attention.py [out.json] [--formats=kv4,...]   the cuts of codegen/tiles.py
     python benchmarks/gpu_attention.py --search [out.json] every candidate
+    python benchmarks/gpu_attention.py --scores           sinks and biases by position beside neither
 
 Times are microseconds per launch (attention and the merge of its splits) by CUDA graph replay, caches rotated
 through more than five times the L2; medians over replays. 32 query heads, 8 KV heads of 128.
@@ -38,6 +39,8 @@ CUTS = ("leaf", "direct", "split", "whole")
 """What AttentionSpec takes at a time, and leaves by programs that are direct."""
 LONG = ((512, 512), (512, 1024), (512, 4096), (128, 4096), (32, 8192))
 """(rows, context) of steps of prompts."""
+SCORES: dict[str, dict[str, Any]] = {"plain": {}, "sinks": {"sinks": True}, "biases": {"bias_positions": 8192}}
+"""What scores have more to them."""
 MOST_ERROR = 4e-3
 """Queries and weights of values are rounded to bf16, over a hierarchical cache queries twice."""
 
@@ -191,6 +194,9 @@ class Problem:
         self.query_start = torch.arange(cache.batch + 1, device="cuda", dtype=torch.int32) * queries
         self.out = torch.full((tokens, HEADS * DIM), math.nan, device="cuda")
         self.fresh = cache.fresh(cache.copies[0], queries) if isinstance(cache, HierCache) else None
+        self.sinks = torch.linspace(-2.0, 12.0, HEADS, device="cuda")
+        slope = 2.0 ** torch.linspace(-1.0, -8.0, HEADS, device="cuda")  # linear, as ALiBi's are
+        self.key_bias = slope[:, None] * torch.arange(8192, device="cuda")
 
     def launches(self, spec: AttentionSpec) -> list[Launch]:
         """One launch for each copy of the cache."""
@@ -202,6 +208,7 @@ class Problem:
         given: dict[str, Any] = {"q": self.q, "positions": self.positions, "query_start": self.query_start}
         given |= {"block_table": cache.table, "parts": parts, "stats": stats, "out": self.out}
         given |= {"table_stride": cache.table.shape[1], "splits": slots, "fresh": self.fresh}
+        given |= {"sinks": self.sinks, "key_bias": self.key_bias}
         tiles_of_rows = -(-self.queries // spec.queries)
         most = slots
         if spec.several:
@@ -212,7 +219,7 @@ class Problem:
             todo = [(spec.kernel(90), (programs, KV_HEADS, cache.batch))]
         else:
             several = splits > GROUP_SPLITS
-            merge = MergeSpec(spec.kv, HEADS, 1, not several, 0, spec.split, leaves)
+            merge = MergeSpec(spec.kv, HEADS, 1, not several, 0, spec.split, leaves, sinks=spec.sinks)
             todo.append((merge.kernel(90), (tokens, merge.programs, -(-splits // GROUP_SPLITS))))
             if several:
                 todo.append((replace(merge, level=2, final=True).kernel(90), (tokens, HEADS, 1)))
@@ -225,7 +232,7 @@ class Problem:
             found.append(lambda all_=all_: [each() for each in all_])
         return found
 
-    def relative_error(self) -> float:
+    def relative_error(self, spec: AttentionSpec) -> float:
         """Of `out` as the first copy of the cache left it, over the last group of the first and the last sequence."""
         worst = 0.0
         for sequence in {0, self.cache.batch - 1}:
@@ -234,8 +241,15 @@ class Problem:
             rows = slice(end - count, end)
             q = self.q[rows].view(count, KV_HEADS, -1, DIM)
             score = torch.einsum("qhgd,htd->hgqt", q.double(), k.double()) * DIM**-0.5
+            if spec.bias_positions:
+                bias = self.key_bias.double().view(KV_HEADS, -1, 1, 8192)
+                score += bias[..., : self.cache.context] - bias[..., self.positions[rows].long()].transpose(-1, -2)
             past = torch.arange(self.cache.context, device="cuda") > self.positions[rows][:, None]
-            weight = score.masked_fill(past, -math.inf).softmax(-1)
+            weight = score.masked_fill(past, -math.inf)
+            if spec.sinks:
+                sink = self.sinks.double().view(KV_HEADS, -1, 1, 1).expand(*weight.shape[:-1], 1)
+                weight = torch.cat((weight, sink), -1)
+            weight = weight.softmax(-1)[..., : self.cache.context]
             want = torch.einsum("hgqt,htd->qhgd", weight, v.double()).reshape(count, -1)
             error = ((self.out[rows] - want).norm() / want.norm()).item()
             worst = max(worst, error if error == error else math.inf)
@@ -271,9 +285,10 @@ def long_steps(formats: Iterable[str]) -> list[dict[str, Any]]:
     for format, (rows, context) in itertools.product(formats, LONG):
         kv = GpuKV(format, KV_HEADS, DIM)
         problem = Problem((HierCache if kv.hierarchical else Cache)(kv, 1, context), rows)
-        launches = problem.launches(spec_for(format, "whole", rows))
+        spec = spec_for(format, "whole", rows)
+        launches = problem.launches(spec)
         launches[0]()
-        error = problem.relative_error()
+        error = problem.relative_error(spec)
         us = graph_us(launches, 9, 16)
         found.append({"rows": rows, "context": context, "format": format, "us": us, "relative_error": error})
         note = f"error {error:.1e} {'' if error < MOST_ERROR else 'WRONG'}"
@@ -288,18 +303,41 @@ def candidates(search: bool) -> list[dict[str, Any]]:
     return [{"split": s, "stages": n} for s, n in itertools.product((256, 512), (1, 2, 3, 4))]
 
 
-def rows_that_differ(cache: Cache, format: str) -> int:
+def more_scores(formats: Iterable[str], cases: Iterable[tuple[int, int]]) -> list[dict[str, Any]]:
+    """Steps of one row a sequence with what SCORES has, one after the other in two rounds, the shorter time of each."""
+    found = []
+    for (batch, context), format in itertools.product(cases, formats):
+        kv = GpuKV(format, KV_HEADS, DIM)
+        cache = (HierCache if kv.hierarchical else Cache)(kv, batch, context)
+        problem, ready = Problem(cache, 1), {}
+        row: dict[str, Any] = {"batch": batch, "context": context, "format": format, "kv_heads": KV_HEADS}
+        for name, more in SCORES.items():
+            spec = spec_for(format, cut_for(kv, batch, context, tiles.split(kv)), 1, **more)
+            ready[name] = problem.launches(spec)
+            ready[name][0]()
+            row[f"{name}_error"] = problem.relative_error(spec)
+            row[f"{name}_rows_that_differ"] = rows_that_differ(cache, format, **more)
+        times = [{name: graph_us(launches) for name, launches in ready.items()} for _ in range(2)]
+        row |= {f"{name}_us": min(each[name] for each in times) for name in ready}
+        print(" ".join(f"{k} {round(v, 5) if isinstance(v, float) else v}" for k, v in row.items()), flush=True)
+        found.append(row)
+        del cache, problem, ready
+        torch.cuda.empty_cache()
+    return found
+
+
+def rows_that_differ(cache: Cache, format: str, **more: Any) -> int:
     """Rows of five queries whose bits depend on how attention is cut, or on how many queries a step has."""
     five = Problem(cache, 5)
     outputs = []
     for cut in CUTS:
         five.out.fill_(math.nan)
-        five.launches(spec_for(format, cut, 5))[0]()
+        five.launches(spec_for(format, cut, 5, **more))[0]()
         outputs.append(five.out.view(cache.batch, 5, -1).clone())
     one = Problem(cache, 1)
     one.q = five.q.view(cache.batch, 5, -1)[:, 4].contiguous()
     for cut in CUTS[:-1]:
-        one.launches(spec_for(format, cut, 1))[0]()
+        one.launches(spec_for(format, cut, 1, **more))[0]()
         outputs.append(torch.cat((outputs[0][:, :4], one.out[:, None]), 1))
     return sum(int((out != outputs[0]).any(-1).sum()) for out in outputs)
 
@@ -315,6 +353,9 @@ def compile_one(spec: AttentionSpec) -> bool:
 def main() -> None:
     search, paths = "--search" in sys.argv, [a for a in sys.argv[1:] if not a.startswith("--")]
     backends = torch.nn.attention.SDPBackend
+    if "--scores" in sys.argv:
+        more_scores(FORMATS, ((1, 8192), (64, 1024)))
+        return
     results: dict[str, Any] = {**facts(), "rivals": [], "kernels": [], "bits": []}
     cuts, asked = candidates(search), (1,) if search else (1, 5)
     named = [a.split("=", 1)[1].split(",") for a in sys.argv if a.startswith("--formats=")]
@@ -341,7 +382,7 @@ def main() -> None:
                 problem = Problem(cache, queries)
                 launches = problem.launches(spec)
                 launches[0]()
-                error = problem.relative_error()
+                error = problem.relative_error(spec)
                 us = graph_us(launches, 9 if search else 25)
                 row = {"batch": batch, "context": context, "format": format, "queries": queries, "us": us}
                 results["kernels"].append({**row, "relative_error": error, "cut": cut or None})

@@ -37,7 +37,7 @@ def decoder(
 
     `head_norm`: "heads" normalizes q and k head by head, "whole" before they are split. `bias` "q" is on q alone.
     `late_norms`: what a block adds to the residual stream goes through a norm with weights first.
-    `capped`: logits are 2 tanh(x / 2). `sinks`: scores in sums alone, the last head's of which leaves nothing of the
+    `capped`: logits are 2 tanh(x / 2). `sinks`: scores in sums alone, the first head's of which leaves nothing of the
     others. `key_bias`: what positions add to scores, to those of the last heads little.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -70,13 +70,13 @@ def decoder(
         graph.infer_node(inv_freq)
     more: list[fx.Node | None] = [None]
     if sinks:
-        of_heads = 3 * torch.randn(heads, generator=generator)
-        of_heads[-1] = 100.0  # more than 2^128 times what others weigh
+        of_heads = 5.5 + torch.randn(heads, generator=generator)  # as much as hundreds of others
+        of_heads[0] = 100.0  # more than 2^128 times what others weigh
         more[0] = graph.fx.create_node("get_attr", "sinks")
         store.add_tensor("sinks", of_heads)
         graph.infer_node(more[0])
     if key_bias:
-        slope = 2.0 ** -torch.arange(1, heads + 1)
+        slope = 2.0 ** -torch.linspace(2, 7, heads)
         of_positions = slope[:, None] * torch.arange(512) + torch.randn(heads, 512, generator=generator)
         more.append(graph.fx.create_node("get_attr", "key_bias"))
         store.add_tensor("key_bias", of_positions)

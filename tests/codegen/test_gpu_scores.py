@@ -64,7 +64,7 @@ def test_sinks_and_biases_by_position_interpreted(format: str) -> None:
 
 def test_both_over_a_hierarchical_cache_interpreted() -> None:
     """Keys are less their mean besides, which is seen against sinks."""
-    interpreted(__name__, "interpret_hierarchical('kv_hier4', **{**CENTERED, **BOTH, 'softcap': 0.0})")
+    interpreted(__name__, "interpret_hierarchical('kv_hier4', **{**CENTERED, **BOTH, 'softcap': 0.0, 'rotary': False})")
 
 
 def test_only_what_ends_sums_reads_sinks() -> None:
