@@ -59,8 +59,9 @@ TABLE = [
     Row("nested upper nibble", "w4a8", {**NESTED, "assign_precision.weight": "nested_4"}, 0.100),
 ]
 
+APART = {"calibrate.restore": "false"}
 QOQ = {"calibrate.clip": "false", "calibrate.gptq": "false"}
-MIX = {**KV32, "salience.compensated": "false"}
+MIX = {**KV32, **APART, "salience.compensated": "false"}
 ABLATION = [
     Row("float32", "f32", {}, calibrated=False),
     Row("QoQ: W8A8", "w8a8", KV32, calibrated=False),
@@ -69,8 +70,9 @@ ABLATION = [
     Row("QoQ: + rotation", "qserve", {**PLAIN, **KV32, **ROTATED}, calibrated=False),
     Row("QoQ: + KV4", "qserve", {**PLAIN, **ROTATED}, calibrated=False),
     Row("QoQ: + SmoothAttention", "qserve", QOQ),
-    Row("QoQ: + clipping", "qserve", {"calibrate.gptq": "false"}),
-    Row("QoQ: + GPTQ", "qserve", {}),
+    Row("QoQ: + clipping", "qserve", {**APART, "calibrate.gptq": "false"}),
+    Row("QoQ: + GPTQ", "qserve", APART),
+    Row("QoQ: + making up for layers ahead", "qserve", {}),
     Row("QoQ: + smoothing of output modules", "qserve", {"smooth.enabled": "true"}),
     Row("KV4: rounded", "f32", KV4, calibrated=False),
     Row("KV4: + rotation of values", "f32", {**KV4, **ROTATED}, calibrated=False),
@@ -82,7 +84,8 @@ ABLATION = [
     Row("MixLLM: + first-order term", "mixllm", {**MIX, **QOQ}),
     Row("MixLLM: + GPTQ", "mixllm", {**MIX, "calibrate.clip": "false"}),
     Row("MixLLM: + clipping", "mixllm", MIX),
-    Row("MixLLM: + salience of what GPTQ leaves", "mixllm", KV32),
+    Row("MixLLM: + salience of what GPTQ leaves", "mixllm", {**KV32, **APART}),
+    Row("MixLLM: + making up for layers ahead", "mixllm", KV32),
 ]
 
 

@@ -15,6 +15,7 @@ from qcompile.calibration import Calibration, Kept
 from qcompile.errors import PassError, UsageError
 from qcompile.graph import Graph
 from qcompile.grids import FORMATS, rounding
+from qcompile.origin import Origin, restoring
 from qcompile.passes.base import Pass, PassResult
 from qcompile.sweep import Sweep
 
@@ -23,12 +24,14 @@ from qcompile.sweep import Sweep
 class Calibrate(Pass):
     """Rounds weights by clipping (`clip`) and GPTQ (`gptq`) over the calibration text, layer after layer.
 
-    Each layer's inputs come through the layers before it as they were rounded, and through quantized activations,
-    so that later layers make up for earlier ones. `damping` is a share of the mean second moment of a layer's
-    inputs. GPTQ's codes are gone over by coordinate descent, `descent` times at most. Experts are rounded one
-    by one, by the tokens that reach them. Without calibration text weights keep their nearest codes, which a note says.
-    Sources: Frantar et al. 2022 (GPTQ, with activation order and static groups); QServe B.2.4 (clipping). `fired`
-    counts weights.
+    Each layer's inputs come through the layers before it as they were rounded, and through quantized activations.
+    With `restore` its weights are first moved to give from these inputs what the float model's layer gives from its
+    own, as far as a linear can, so that later layers make up for earlier ones. `damping` is a share of the mean second
+    moment of a layer's inputs. GPTQ's codes are gone over by coordinate descent, `descent` times at most. Experts are
+    rounded one by one, by the tokens that reach them. Without calibration text weights keep their nearest codes, which
+    a note says.
+    Sources: Frantar et al. 2022 (GPTQ, with activation order and static groups); QServe B.2.4 (clipping); Arai and
+    Ichikawa 2025 (QEP: `restore`). `fired` counts weights.
     """
 
     name: ClassVar[str] = "calibrate"
@@ -38,6 +41,7 @@ class Calibrate(Pass):
     gptq: bool = True
     damping: float = 0.01
     descent: int = 0
+    restore: bool = True
 
     def __post_init__(self) -> None:
         if not 0 < self.damping <= 1:
@@ -79,6 +83,10 @@ def _args(node: fx.Node) -> Any:
     return node.args
 
 
+_Moments = tuple[Tensor, Tensor | None]
+"""Second moments of a linear's inputs, and what its weight is multiplied with before it is rounded (None: nothing)."""
+
+
 @dataclass
 class _Work:
     """One run of the pass: weight after weight, each kept under a key of everything it depends on."""
@@ -97,14 +105,17 @@ class _Work:
         sizes = [weight.args[0].meta["val"].numel() for weight in self.targets]  # type: ignore[union-attr]
         total = sum(sizes) * len(self.calibration.tokens)
         sweep = Sweep(self.graph, self.calibration.tokens, self._progress(total))
-        moments: dict[fx.Node, Tensor] = {}
+        origin = Origin(self.graph, self.calibration.tokens) if self.options.restore else None
+        moments: dict[fx.Node, _Moments] = {}
         missing = [weight for weight in self.targets if kept[weight] is None]
         for weight, gemm in self.targets.items():
             loaded = kept[weight]
             if missing and self._before(weight, missing[-1]):
                 sweep.advance(gemm)
+                if origin:
+                    origin.advance(gemm)
             if loaded is None:
-                loaded = self._choose(weight, gemm, sweep, moments, keys[weight])
+                loaded = self._choose(weight, gemm, sweep, origin, moments, keys[weight])
             self._put(weight, loaded, keys[weight])
         return len(self.targets), tuple(self.notes)
 
@@ -122,7 +133,15 @@ class _Work:
 
     # ---- one weight ------------------------------------------------------------------------------
 
-    def _choose(self, weight: fx.Node, gemm: fx.Node, sweep: Sweep, moments: dict[fx.Node, Tensor], key: str) -> Kept:
+    def _choose(
+        self,
+        weight: fx.Node,
+        gemm: fx.Node,
+        sweep: Sweep,
+        origin: Origin | None,
+        moments: dict[fx.Node, _Moments],
+        key: str,
+    ) -> Kept:
         format = format_of(weight)
         wide = self.graph.evaluate(_args(weight)[1]) if format == "mix_4_8" else None
         value = self.graph.evaluate(_args(weight)[0])
@@ -130,7 +149,7 @@ class _Work:
         how = rounding(format, wide)
         choices = []
         try:
-            for w, hessian in self._inputs(gemm, value, sweep, moments):
+            for w, hessian in self._inputs(gemm, value, sweep, origin, moments):
                 tokens = self.calibration.tokens.numel()
                 choices.append(
                     gptq.choose(
@@ -157,9 +176,18 @@ class _Work:
         return result
 
     def _inputs(
-        self, gemm: fx.Node, value: Tensor, sweep: Sweep, moments: dict[fx.Node, Tensor]
+        self,
+        gemm: fx.Node,
+        value: Tensor,
+        sweep: Sweep,
+        origin: Origin | None,
+        moments: dict[fx.Node, _Moments],
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The weight [N, K] with the second moments of its inputs; of experts' rows each expert's, with its own."""
+        """What to round, [N, K], with the second moments of its inputs; of experts' rows each expert's, with its own.
+
+        What few tokens reach, an expert, is not moved; nor is a weight of two planes, of which the whole is read behind
+        layers that are as good.
+        """
         source = _args(gemm)[0]
         if ops.name_of(gemm.target) == "expert_gemm":
             _, index, _, _, _, kind, group, experts, _ = _args(gemm)
@@ -169,8 +197,14 @@ class _Work:
             return
         if source not in moments:
             moments.clear()  # one layer's at a time
-            moments[source] = second_moments(sweep.values(source))
-        yield value, moments[source]
+            moments[source] = self._moments(gemm, sweep.values(source), origin)
+        hessian, back = moments[source]
+        yield value if back is None else value.float() @ back, hessian
+
+    def _moments(self, gemm: fx.Node, values: list[numerics.Parts], origin: Origin | None) -> _Moments:
+        if origin is None or _args(gemm)[4] == "nested_8_4":
+            return second_moments(values), None
+        return second_moments(values), restoring(values, origin.values(gemm), self.options.damping)
 
     def _put(self, weight: fx.Node, loaded: Kept, key: str) -> None:
         """Make the graph read these parts, and say on the node how good they are."""

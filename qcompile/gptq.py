@@ -77,6 +77,11 @@ def choose(
     return Choice(grid.parts(values, w), before, after, notes)
 
 
+def belief(inputs: int, tokens: int) -> float:
+    """How far what `tokens` tokens say of so many inputs may be believed; see `trusted`."""
+    return tokens / (tokens + inputs * min(1.0, inputs / max(tokens, 1)))
+
+
 def trusted(moments: Tensor, tokens: int) -> Tensor:
     """Second moments [K, K] found in `tokens` tokens, as far as so few may be believed.
 
@@ -84,9 +89,7 @@ def trusted(moments: Tensor, tokens: int) -> Tensor:
     codes chosen by them do worse on other text than rounding to nearest. So K inputs of even energy are seen too: as
     many as K tokens hold while `tokens` is less than K, and the fewer the more it is above.
     """
-    k = len(moments)
-    even = k * min(1.0, k / max(tokens, 1))
-    share = tokens / (tokens + even)
+    share = belief(len(moments), tokens)
     found = share * moments
     found.diagonal().add_((1 - share) * moments.diagonal().mean())
     return found

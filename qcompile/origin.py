@@ -1,0 +1,116 @@
+"""The float model beside one that is being rounded: what inputs of linears were before layers ahead changed them.
+
+Behind rounded layers a linear's input is x' where the float model has x. Rounded by x' alone, its weight w keeps to
+w x', errors of layers ahead included. What comes nearest to w x is w R x' with R = E[x x'ᵀ] E[x' x'ᵀ]⁻¹, so w R is what
+to round (QEP, Arai and Ichikawa 2025; GPTAQ, Li et al. 2025, is akin).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from qcompile import gptq, numerics, ops
+from qcompile.graph import Graph
+from qcompile.sweep import Sweep
+
+TOKENS = 32768
+"""Of the calibration text, that the float model sees: R needs some for every input, not all that there are."""
+
+_WEIGHTS = ("quantize_weight", "quantize_mixed", "upper_nibble")
+_READERS = {"gemm": (1, 4), "expert_gemm": (2, 4)}
+"""Where an operator's weight and its format stand."""
+
+
+def unrounded(graph: Graph) -> Graph:
+    """`graph` of stage quantize with weights and activations as they were, its nodes in the same order."""
+    graph = graph.clone()
+    for node in graph.calls("quantize_activation"):
+        node.args = (node.args[0], "f32", 0)
+    for node in graph.calls(*_READERS):
+        weight, format = _READERS[str(ops.name_of(node.target))]
+        source: Any = node.args[weight]
+        while ops.name_of(source.target) in _WEIGHTS:
+            source = source.args[0]
+        node.update_arg(weight, graph.call_weight("quantize_weight", source, "f32"))
+        node.update_arg(format, "f32")
+        if weight == 2:
+            node.args = (*node.args[:5], "f32", 0, *node.args[7:])
+    return graph
+
+
+class Origin:
+    """A run of the float model that stops where that of the rounded one does."""
+
+    def __init__(self, graph: Graph, tokens: Tensor) -> None:
+        """`tokens` int64 [samples, length], of which the first TOKENS are looked at; `graph` is of stage quantize."""
+        readers = tuple(_READERS)
+        exact = unrounded(graph)
+        self._twins = dict(zip(graph.calls(*readers), exact.calls(*readers), strict=True))
+        self._sweep = Sweep(exact, tokens[: max(1, TOKENS // tokens.shape[1])])
+
+    def advance(self, stop: fx.Node) -> None:
+        """Go on to the linear `stop` of the rounded graph."""
+        self._sweep.advance(self._twins[stop])
+
+    def values(self, linear: fx.Node) -> list[numerics.Parts]:
+        """Inputs of a linear at which both runs are, or which reads the same, for each sample that is looked at."""
+        source: Any = self._twins[linear].args[0]
+        return self._sweep.values(source)
+
+
+def restoring(values: list[numerics.Parts], exact: list[numerics.Parts], damping: float) -> Tensor:
+    """R, f32 [K, K], by a linear's inputs (parts of activations) in some samples and what they are in the float model.
+
+    What half of the samples says of R - I is tried on the other: as much of it is taken as that confirms, nothing where
+    what layers ahead changed is no more than noise. Raises ValueError where no inverse is found.
+    """
+    pairs = [(_rows(whole), _rows(parts)) for parts, whole in zip(values, exact, strict=False)]
+    if len(pairs) == 1:
+        pairs = list(zip(*(rows.chunk(2) for rows in pairs[0]), strict=True))
+    halves = [_Change.of(pairs[::2]), _Change.of(pairs[1::2])] if len(pairs) > 1 else []
+    found = [half.solved(damping) for half in halves]
+    confirmed = sum(float((way * other.drift).sum()) for way, other in zip(found, halves[::-1], strict=True))
+    taken = sum(float(((way @ other.moments) * way).sum()) for way, other in zip(found, halves[::-1], strict=True))
+    share = min(1.0, confirmed / taken) if confirmed > 0 else 0.0
+    if not share:
+        return torch.eye(pairs[0][0].shape[1])
+    whole = _Change(*(sum(parts) for parts in zip(*halves, strict=True)))
+    result = whole.solved(damping).mul_(share)
+    result.diagonal().add_(1.0)
+    return result
+
+
+def _rows(parts: numerics.Parts) -> Tensor:
+    return numerics.dequantize_activation(parts).flatten(0, -2).float()  # [tokens, K]
+
+
+class _Change(NamedTuple):
+    """Sums over `tokens` tokens, f32 [K, K]: `moments` x' x'ᵀ, `drift` (x - x') x'ᵀ."""
+
+    moments: Tensor
+    drift: Tensor
+    tokens: int
+
+    @staticmethod
+    def of(pairs: list[tuple[Tensor, Tensor]]) -> _Change:
+        """By pairs of x and x' [tokens, K]."""
+        k = pairs[0][0].shape[1]
+        moments, drift, tokens = torch.zeros(k, k), torch.zeros(k, k), 0
+        for exact, seen in pairs:
+            moments.addmm_(seen.T, seen)
+            drift.addmm_((exact - seen).T, seen)
+            tokens += len(seen)
+        return _Change(moments, drift, tokens)
+
+    def solved(self, damping: float) -> Tensor:
+        """R - I as far as so many tokens may be believed (gptq.trusted), f32 [K, K]."""
+        matrix = gptq.trusted(self.moments / self.tokens, self.tokens).double()
+        matrix.diagonal().add_(damping * (float(matrix.diagonal().mean()) or 1.0))
+        lower, problem = torch.linalg.cholesky_ex(matrix)
+        if problem or not bool(torch.isfinite(lower).all()):
+            raise ValueError("second moments of the inputs are not finite, or damping too small to invert them")
+        share = gptq.belief(len(matrix), self.tokens) / self.tokens
+        return torch.cholesky_solve(self.drift.T.double().mul_(share), lower).T.float().contiguous()
