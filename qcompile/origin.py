@@ -67,18 +67,26 @@ def restoring(values: list[numerics.Parts], exact: list[numerics.Parts], damping
     What half of the samples says of R - I is tried on the other: as much of it is taken as that confirms, nothing where
     what layers ahead changed is no more than noise. Raises ValueError where no inverse is found.
     """
-    pairs = [(_rows(whole), _rows(parts)) for parts, whole in zip(values, exact, strict=False)]
-    if len(pairs) == 1:
-        pairs = list(zip(*(rows.chunk(2) for rows in pairs[0]), strict=True))
-    halves = [_Change.of(pairs[::2]), _Change.of(pairs[1::2])] if len(pairs) > 1 else []
+    k = values[0][0].shape[-1]
+    halves = [_Change(torch.zeros(k, k), torch.zeros(k, k), torch.zeros(())) for _ in range(2)]
+    for number, (parts, whole) in enumerate(zip(values, exact, strict=False)):
+        seen, was = _rows(parts), _rows(whole)
+        if len(exact) > 1:
+            halves[number % 2].add(was, seen)
+        elif len(seen) > 1:  # a single sample is halved itself
+            for half, rows in zip(halves, zip(was.chunk(2), seen.chunk(2), strict=True), strict=True):
+                half.add(*rows)
+    if not all(half.tokens for half in halves):
+        return torch.eye(k)
     found = [half.solved(damping) for half in halves]
     confirmed = sum(float((way * other.drift).sum()) for way, other in zip(found, halves[::-1], strict=True))
     taken = sum(float(((way @ other.moments) * way).sum()) for way, other in zip(found, halves[::-1], strict=True))
     share = min(1.0, confirmed / taken) if confirmed > 0 else 0.0
     if not share:
-        return torch.eye(pairs[0][0].shape[1])
-    whole = _Change(*(sum(parts) for parts in zip(*halves, strict=True)))
-    result = whole.solved(damping).mul_(share)
+        return torch.eye(k)
+    for sum_, other in zip(*halves, strict=True):
+        sum_.add_(other)
+    result = halves[0].solved(damping).mul_(share)
     result.diagonal().add_(1.0)
     return result
 
@@ -88,29 +96,25 @@ def _rows(parts: numerics.Parts) -> Tensor:
 
 
 class _Change(NamedTuple):
-    """Sums over `tokens` tokens, f32 [K, K]: `moments` x' x'ᵀ, `drift` (x - x') x'ᵀ."""
+    """Sums over tokens, f32 [K, K]: `moments` x' x'ᵀ, `drift` (x - x') x'ᵀ; and how many `tokens` [] there were."""
 
     moments: Tensor
     drift: Tensor
-    tokens: int
+    tokens: Tensor
 
-    @staticmethod
-    def of(pairs: list[tuple[Tensor, Tensor]]) -> _Change:
-        """By pairs of x and x' [tokens, K]."""
-        k = pairs[0][0].shape[1]
-        moments, drift, tokens = torch.zeros(k, k), torch.zeros(k, k), 0
-        for exact, seen in pairs:
-            moments.addmm_(seen.T, seen)
-            drift.addmm_((exact - seen).T, seen)
-            tokens += len(seen)
-        return _Change(moments, drift, tokens)
+    def add(self, was: Tensor, seen: Tensor) -> None:
+        """Tokens whose x was and whose x' is seen, [tokens, K] each."""
+        self.moments.addmm_(seen.T, seen)
+        self.drift.addmm_((was - seen).T, seen)
+        self.tokens.add_(len(seen))
 
     def solved(self, damping: float) -> Tensor:
         """R - I as far as so many tokens may be believed (gptq.trusted), f32 [K, K]."""
-        matrix = gptq.trusted(self.moments / self.tokens, self.tokens).double()
+        tokens = int(self.tokens)
+        matrix = gptq.trusted(self.moments / tokens, tokens).double()
         matrix.diagonal().add_(damping * (float(matrix.diagonal().mean()) or 1.0))
         lower, problem = torch.linalg.cholesky_ex(matrix)
         if problem or not bool(torch.isfinite(lower).all()):
             raise ValueError("second moments of the inputs are not finite, or damping too small to invert them")
-        share = gptq.belief(len(matrix), self.tokens) / self.tokens
+        share = gptq.belief(len(matrix), tokens) / tokens
         return torch.cholesky_solve(self.drift.T.double().mul_(share), lower).T.float().contiguous()

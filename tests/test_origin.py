@@ -83,6 +83,15 @@ def test_little_is_made_up_for_by_few_tokens() -> None:
     found = origin.restoring([[changed[:24]]], [[x[:24]]], 0.01)
     assert (changed[24:] @ found.T - x[24:]).norm() < (changed[24:] - x[24:]).norm()
     torch.testing.assert_close(origin.restoring([[0 * x]], [[x]], 0.01), torch.eye(48))
+    assert torch.equal(origin.restoring([[changed[:1]]], [[x[:1]]], 0.01), torch.eye(48))
+
+
+@pytest.mark.parametrize("samples", [1, 8])
+def test_what_no_linear_brings_back_is_left(samples: int) -> None:
+    seen = torch.randn(400, 48, generator=torch.Generator().manual_seed(1))
+    was = seen + torch.randn(400, 48, generator=torch.Generator().manual_seed(2))
+    found = origin.restoring(*([[part] for part in rows.chunk(samples)] for rows in (seen, was)), 0.01)
+    assert (found - torch.eye(48)).norm() < 0.5  # regression alone, which sees patterns in noise, gives 2.4
 
 
 @pytest.mark.parametrize(
