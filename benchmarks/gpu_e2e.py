@@ -1,6 +1,9 @@
 """Decode of a Llama-3-8B configuration with random weights made on this GPU, beside torch in bf16, in one run.
 
     python benchmarks/gpu_e2e.py [out.json] [--recipes=qserve,w4a16,...] [--no-torch] [--no-largest]
+        [--model=qwen3-30b-a3b]
+
+With --model a configuration of that name, of 128 experts of which 8 are chosen for a token.
 
 Steps are greedy, fed back on the GPU, from 1,024 tokens of context; tokens per second of the whole batch. No weights
 are read: the checkpoint is an empty file of the right size, and the kernels get random codes on the device. `kernels`
@@ -50,15 +53,30 @@ CONFIG = {
     "eos_token_id": 1,
     "torch_dtype": "bfloat16",
 }
+EXPERTS = CONFIG | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "rope_theta": 1000000.0,
+}
+MODELS = {"llama-3-8b": CONFIG, "qwen3-30b-a3b": EXPERTS}
 CONTEXT, STEPS = 1024, 128
 BATCHES = (1, 8, 16, 32, 64)
 
 
-def empty_checkpoint(folder: Path) -> Path:
+def empty_checkpoint(folder: Path, config: dict[str, Any] = CONFIG) -> Path:
     """A checkpoint of the configuration whose weights are a hole in the disk."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     header, offset = {}, 0
@@ -76,6 +94,8 @@ def empty_checkpoint(folder: Path) -> Path:
 def random_weight(name: str, size: int) -> torch.Tensor:
     """`size` bytes on the GPU that make sense as the packed part `name` ends with."""
     role = name.rsplit(".", 1)[-1]
+    if ".f32." in name:
+        return torch.randn(size // 4, device="cuda") * 0.02
     if role in ("w", "w_zero", "low") and ".bf16." not in name:
         return torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
     if role == "w_scale":
@@ -133,7 +153,7 @@ def open_random(recipe: str, folder: Path, tokens: int, context: int = 8192) -> 
     addresses = {name: tensor.data_ptr() for (name, _), tensor in zip(blobs, memory, strict=True)}
     torch.cuda.synchronize()
     kv = found.program.kv
-    limits = Limits(512, CONFIG["vocab_size"], kv.page_tokens, context, kv.ring_tokens)
+    limits = Limits(512, found.program.vocab_size, kv.page_tokens, context, kv.ring_tokens)
     pages = -(-tokens // context) * limits.pages_for(context)
     target = CudaExecutor(gpu, plans[0], functions, addresses, pages, limits)
     cache = torch.as_tensor(View(target._kv, kv.layers * target._layer_bytes), device="cuda").view(torch.bfloat16)
@@ -218,11 +238,11 @@ def largest(opened: Opened, tokens_in: int = 1024, tokens_out: int = 512) -> dic
     }
 
 
-def torch_rates(batches: tuple[int, ...]) -> dict[int, float]:
+def torch_rates(batches: tuple[int, ...], settings: dict[str, Any] = CONFIG) -> dict[int, float]:
     """Tokens per second of transformers in bf16, static cache, torch.compile with CUDA graphs."""
     from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
-    config = AutoConfig.for_model(**{k: v for k, v in CONFIG.items() if k != "architectures"})
+    config = AutoConfig.for_model(**{k: v for k, v in settings.items() if k != "architectures"})
     with torch.device("cuda"):
         torch.set_default_dtype(torch.bfloat16)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
@@ -285,10 +305,11 @@ def measure_largest(recipe: str, folder: Path) -> dict[str, Any]:
 def main() -> None:
     options = [a for a in sys.argv[1:] if a.startswith("--")]
     named = [a.split("=", 1)[1].split(",") for a in options if a.startswith("--recipes=")]
+    config = MODELS[next((a.split("=", 1)[1] for a in options if a.startswith("--model=")), "llama-3-8b")]
     paths = [Path(a) for a in sys.argv[1:] if not a.startswith("--")]
     results: dict[str, Any] = {**facts(), "context": CONTEXT, "ours": {}, "largest": {}}
     with tempfile.TemporaryDirectory() as temporary:
-        folder = empty_checkpoint(Path(temporary))
+        folder = empty_checkpoint(Path(temporary), config)
         for recipe in named[0] if named else ("qserve", "qserve-channel", "w4a16", "bf16"):
             results["ours"][recipe] = measure(recipe, folder)
             write(results, paths)
@@ -296,7 +317,7 @@ def main() -> None:
             results["largest"][recipe] = measure_largest(recipe, folder)
             write(results, paths)
     if "--no-torch" not in options:
-        results["torch_bf16"] = torch_rates((1, 64))
+        results["torch_bf16"] = torch_rates((1, 64), config)
         write(results, paths)
 
 

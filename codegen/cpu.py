@@ -116,7 +116,7 @@ class _Renderer:
             own_rows=OWN_ROWS,
             widest=self.widest,
             expert_k=max((c.k for c in self.program.calls if isinstance(c, p.ExpertGemm)), default=0),
-            expert_n=max((c.n for c in self.program.calls if isinstance(c, p.ExpertGemm)), default=0),
+            expert_n=max((c.rows for c in self.program.calls if isinstance(c, p.ExpertGemm)), default=0),
             description=self.description(),
             headers=_Headers(),
             ident=_ident,
@@ -346,11 +346,11 @@ class _Renderer:
     def _expert_gemm(self, c: p.ExpertGemm, index: int) -> list[str]:
         x, out, e = self.program.buffer(c.x), self.program.buffer(c.out), f"e{index}"
         kind = ACTIVATIONS[c.activation]
-        x_slot = c.k if c.x_slots > 1 else 0
+        x_slot, gated = c.k if c.x_slots > 1 else 0, c.epilogue != "store"
         lines = [
             f"Experts {e}{{b.tokens, {c.slots}, {c.experts}, {_ident(c.x)}, {x.stride}, {x_slot}, {_ident(c.index)},",
-            f"          {{0, {c.n}, {c.k}, {self.weight(c.weights['codes'], 'void')}}}}};",
-            f"{e}.out = {_ident(c.out)}, {e}.out_stride = {out.stride};",
+            f"          {{0, {2 * c.n if gated else c.n}, {c.k}, {self.weight(c.weights['codes'], 'void')}}}}};",
+            f"{e}.out = {_ident(c.out)}, {e}.out_stride = {out.stride}, {e}.gemm.epilogue = {_EPILOGUE[c.epilogue]};",
         ]
         for role, name in c.weights.items():
             ctype = _ROLE_TYPES.get(role, "uint8_t")
@@ -359,7 +359,7 @@ class _Renderer:
             if role != "codes":
                 lines.append(f"{e}.gemm.{role} = {self.weight(name, ctype)};")
         if c.bias is not None:
-            lines.append(f"{e}.gemm.bias = {self.weight(c.bias)}, {e}.bias = {p.round_up(c.n, 16)};")
+            lines.append(f"{e}.gemm.bias = {self.weight(c.bias)}, {e}.bias = {c.rows};")
         rows = "Q8Rows" if kind.top else "uint16_t" if c.activation == "bf16" else "float"
         suffix = "_x128" if kind.group else "_bf16" if rows == "uint16_t" and c.format not in ("bf16", "f32") else ""
         padded = p.round_up(c.k, p.PAD)

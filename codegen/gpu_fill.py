@@ -1,4 +1,4 @@
-"""Rows of activations filled up to the whole blocks of inputs that GPU kernels take weights in."""
+"""Places of activations that GPU kernels want apart: rows of whole blocks of inputs, and what routers make."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ def filled_up(program: p.Program) -> p.Program:
 
     Such buffers lie behind all others, where nothing else is written: what they are filled up with is never written
     either, and stays the zeros that memory begins with. Those of one kind share their place if their lives do not meet.
+    So does what routers make, whose steps one kernel takes: what one of them stores lies where none of them reads.
     """
-    strides = _strides(program)
+    strides = {call.out: program.buffer(call.out).stride for call in program.calls if isinstance(call, p.Route)}
+    strides |= _strides(program)
     end = {"tokens": program.arena_bytes("tokens"), "outputs": program.arena_bytes("outputs")}
     free: dict[tuple[object, ...], list[tuple[int, int]]] = {}  # last use and offset, by kind
     moved: dict[str, p.Buffer] = {}
@@ -42,7 +44,7 @@ def _strides(program: p.Program) -> Mapping[str, int]:
     """How wide buffers must be that are not yet so, in the order in which they are read."""
     found: dict[str, int] = {}
     for call in program.calls:
-        if isinstance(call, p.Gemm):
+        if isinstance(call, p.Gemm) and call.format != "f32":
             x = program.buffer(call.x)
             packing = call.packing or packing_of(call.format, x.activation if x.dtype == "q8" else x.dtype)
             stride = padded_inputs(call.k, packing)
@@ -52,6 +54,9 @@ def _strides(program: p.Program) -> Mapping[str, int]:
 
 
 def _life(program: p.Program, buffer: str) -> tuple[int, int]:
-    """The first and the last call that a buffer has a part in."""
+    """The first and the last call that a buffer has a part in; steps of a router are one from their first on."""
     places = [place for place, call in enumerate(program.calls) if buffer in vars(call).values()]
-    return places[0], places[-1]
+    first = places[0]
+    while first and isinstance(program.calls[first], p.Route) and isinstance(program.calls[first - 1], p.Route):
+        first -= 1
+    return first, places[-1]

@@ -11,7 +11,8 @@ The runtime reads it as JSON and needs neither this module nor Triton. An argume
     ["draft", name]                 address of an input or result of the path that drafts
     ["state", name]                 address of what rounds of speculation go by
 
-A size of a grid is a number, the name of a count, or [count, divisor]: the quotient rounded up. Queries is the most
+A size of a grid is a number, the name of a count, or [count, divisor]: the quotient rounded up, or [count, divisor,
+times, plus]: that many times the quotient, and so many more. Queries is the most
 rows of one sequence, splits how many parts attention takes of the longest context. `fine` is queries where they are of
 the decode class and there is little to do, so that programs take a leaf of a split each (`few` where it is so little
 that all run at once), and `coarse` where not. `merged` is splits where queries are of the decode class, `groups` is
@@ -24,6 +25,7 @@ queries are of the decode class, else `other_tokens` is.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,16 +35,27 @@ from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 
 MOST_ROWS = 512
 """Most rows of a step."""
-GPU_ABI = 10
+GPU_ABI = 11
 """Raised where plans change: a runtime refuses those of another."""
 
 Ref = list[Any]
 Size = int | str | list[Any]
 
 
+def grid_size(size: Size, counts: Mapping[str, int]) -> int:
+    """A size of a grid for these counts."""
+    if isinstance(size, list):
+        count, divisor, times, plus = (*size, 1, 0)[:4]
+        return -(-counts[count] // divisor) * times + plus
+    return counts[size] if isinstance(size, str) else size
+
+
 @dataclass(frozen=True)
 class Variant:
-    """A launch for up to `most` rows (0: any number): a kernel by its label, a grid, arguments by name."""
+    """A launch for up to `most` rows (0: any number): a kernel by its label, a grid, arguments by name.
+
+    Without a kernel nothing is launched for so many rows.
+    """
 
     kernel: str
     grid: tuple[Size, Size, Size]
@@ -136,7 +149,7 @@ def _launch_json(launch: Launch, kernels: dict[str, Kernel]) -> dict[str, Any]:
         {
             "kernel": v.kernel,
             "grid": list(v.grid),
-            "args": [v.args[a.name] for a in kernels[v.kernel].arguments],
+            "args": [v.args[a.name] for a in kernels[v.kernel].arguments] if v.kernel else [],
             "most": v.most,
         }
         for v in launch.variants

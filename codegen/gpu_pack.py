@@ -11,6 +11,8 @@ streams is contiguous. B is 128, for w4_asym_g128 256. Within one row of a block
     w8_sym_channel  byte j (0..127): q[j]
     bf16            value j (0..63)
 
+Weights in f32, of routers of experts, are row-major.
+
 A mix_4_8 weight has its rows of 8 bits first (wide), as a w8_sym_channel weight, then those of 4 (w), as a
 w4_asym_g128_int8 weight; the words of all rows are the latter's (groups), and each row carries the output column it
 is for (columns, int32 [rows], -1 where rows of a width are filled up to a multiple of MIX_ROWS).
@@ -91,6 +93,8 @@ def packing_of(format: str, activation: str) -> str:
 
     UnsupportedError where there are no GPU kernels.
     """
+    if format == activation == "f32":  # routers of experts
+        return "f32"
     integers = activation in INTEGER_ACTIVATIONS
     name = f"{format}_int8" if format in ("w4_asym_g128", "mxfp4") and integers else format
     floats = activation == "bf16" and name in ("w4_asym_g128", "bf16", "mxfp4")
@@ -318,11 +322,14 @@ def _unpack_codes(blocks: Tensor, format: str) -> Tensor:
 
 def gpu_blobs(parts: Parts, format: str, activation: str) -> dict[str, Tensor]:
     """pack_gpu's parts as flat uint8 blobs, for weights that meet such activations."""
-    return {name: as_blob(part) for name, part in pack_gpu(parts, packing_of(format, activation)).items()}
+    packing = packing_of(format, activation)
+    packed = {"w": parts[0].float()} if packing == "f32" else pack_gpu(parts, packing)
+    return {name: as_blob(part) for name, part in packed.items()}
 
 
 def _gpu_sizes(n: int, k: int, format: str, activation: str) -> dict[str, int]:
-    return packed_gpu_bytes(n, k, packing_of(format, activation))
+    packing = packing_of(format, activation)
+    return {"w": -(-4 * n * k // 64) * 64} if packing == "f32" else packed_gpu_bytes(n, k, packing)
 
 
 def gpu_mixed(marked: Tensor, pairs: bool, k: int) -> Mixed:

@@ -24,6 +24,7 @@ from qcompile.codegen.gpu_attention import (
     whole,
 )
 from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
+from qcompile.codegen.gpu_experts import Experts
 from qcompile.codegen.gpu_launches import MOST_ROWS, Launch, Plan, Ref, Size, Variant
 from qcompile.codegen.gpu_pack import kernel_of, packing_of, padded_inputs, padded_outputs
 from qcompile.codegen.gpu_rows import PICK_PART, WIDEST, HadamardSpec, RowSpec, in_blocks, pick_kernel
@@ -69,13 +70,26 @@ class _Maker:
         self.peaks: dict[str, dict[int, Any]] = {}  # of buffers quantized next: peaks of a row by most rows
         self.appended: int | None = None  # the layer whose keys and values are fresh rows
         self.merged: set[str] = set()  # buffers whose peaks are told by the kernels that merge, so by no prefill
+        self.experts = Experts(program, plan, self.capability, inline_asm, self.ref)
+        self.chain: list[p.Route] = []  # steps of a router so far
+        self.after: p.Call | None = None  # the call that comes next
+        self.done: p.Call | None = None  # a call that the one before it has done too
 
     def add(self, call: p.Call, after: p.Call | None) -> None:
         """Append the launches of one call; `after` comes next, and may quantize what it makes."""
+        changed = call.x if isinstance(call, p.NormHeads) else getattr(call, "out", None)
+        self.experts.wrote(changed)
+        if call is self.done:
+            return
+        self.after = after
         if isinstance(call, p.Gemm | p.Attention) and isinstance(after, p.Quantize) and after.x == call.out:
             spec = self.written(after.out, RowSpec(self.program.buffer(after.out).width, 0, 0))
             if not (spec.group or spec.sums or spec.width % FEWEST_PART):
                 self.peaks[after.x] = {}
+        if isinstance(call, p.Route):
+            self.chain.append(call)
+            if isinstance(after, p.Route):
+                return
         make: Callable[[Any], Iterator[Launch]] = getattr(self, f"_{call.kernel}", self._unknown)
         for name in ("x", "qkv", "q", "other", "residual"):
             read = getattr(call, name, None)
@@ -184,19 +198,34 @@ class _Maker:
         if not direct:
             yield self.rows(self.written(c.out, RowSpec(b.width, b.width, 0)), f"{c.name}.quantize", out, c.out, {})
 
+    def _route(self, c: p.Route) -> Iterator[Launch]:
+        chain, self.chain = self.chain, []
+        yield from self.experts.route(chain)
+
+    def _expert_gemm(self, c: p.ExpertGemm) -> Iterator[Launch]:
+        yield from self.experts.gemm(c)
+
+    def _combine(self, c: p.Combine) -> Iterator[Launch]:
+        other = self.experts.addend(c, self.after)
+        after = self.after if other is not None and isinstance(self.after, p.Elementwise) else None
+        self.done = after
+        yield from self.experts.combine(c, after, other)
+
     def _take_rows(self, c: p.TakeRows) -> Iterator[Launch]:
         spec = self.plain(c.x, c.out, indexed=True)
         yield self.rows(spec, c.name, self.ref(c.x), c.out, {"index": ["input", "output_rows"]})
 
     def _elementwise(self, c: p.Elementwise) -> Iterator[Launch]:
-        more: dict[str, Any] = {"factor": c.factor} if c.kind == "scale" else {}
+        more: dict[str, Any] = {"scale": {"factor": c.factor}, "shift": {"offset": c.factor}}.get(c.kind, {})
+        if c.kind == "clamp":
+            more = {"low": c.low, "high": c.high}
         refs: dict[str, Ref] = _vectors(c.weight, None)
-        if c.kind in ("add", "mul"):
+        if c.kind in ("add", "mul", "mul_row"):
             more |= {"binary": c.kind, "weight": c.weight is not None}
             if c.other is not None:
                 more["other_stride"] = self.program.buffer(c.other).stride
                 refs["other"] = self.ref(c.other, column=c.other_offset)
-        elif c.kind != "scale":
+        elif not more:
             if c.kind not in ops.model.UNARY:
                 raise UnsupportedError(f"there is no GPU kernel {c.kind}")
             more["unary"] = c.kind
@@ -205,6 +234,9 @@ class _Maker:
 
     def _gemm(self, c: p.Gemm) -> Iterator[Launch]:
         x = self.program.buffer(c.x)
+        if c.format == "f32":
+            yield from self.experts.scores(c)
+            return
         activation = x.activation if x.dtype == "q8" else x.dtype
         packed = c.packing or packing_of(c.format, activation)
         packing = kernel_of(packed, activation)
@@ -227,8 +259,12 @@ class _Maker:
             "x_groups": x.dtype == "q8" and x.kind.group > 0,
         }
         stored = c.n // 2 if act else c.n
-        if c.out is not None and not apart and self.program.buffer(c.out).stride != stored:
-            raise UnsupportedError(f"{stored} outputs are not whole blocks")
+        stride = stored if c.out is None or apart else self.program.buffer(c.out).stride
+        if stride != stored:
+            # Behind the outputs come zeros, for which there is no bias, or nothing where rows scatter.
+            if act or (not c.blocks and (c.bias is not None or stride > n)):
+                raise UnsupportedError(f"{stored} outputs are not whole blocks")
+            options["width"] = stride
         refs: dict[str, Ref] = {"x": self.ref(c.x), "M": ["count", x.rows]}
         refs |= {role: ["weight", name] for role, name in c.weights.items()}
         refs["out"] = ["input", "logits"] if c.out is None else self.ref(c.out)

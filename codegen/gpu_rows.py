@@ -25,8 +25,9 @@ class RowSpec:
     """out[row] = write(norm(map(load(x, row)))) for rows of `width` elements; strides are elements.
 
     load: the row, the row `index[row]` (`indexed`), or act(gate) * up of 2 `width` bf16 columns whose blocks
-    alternate (`gated` names the act). map: `unary`, then add or mul (`binary`) with the vector `weight` or with the
-    buffer `other`, then times `factor`. norm: rms or layer, with weight and bias. write: f32, bf16, or q8: codes
+    alternate (`gated` names the act). map: `unary`, kept within `low` and `high`, plus `offset`, then add or mul
+    (`binary`) with the vector `weight` or with the buffer `other`, or mul_row with the one column of that, then times
+    `factor`. norm: rms or layer, with weight and bias. write: f32, bf16, or q8: codes
     within ±`top` in int8, a scale a row, and with `sums` the sum of the codes; with `group` a scale for so many
     columns (`row_scales` from row to row, where there is room for more), codes of the last group within ±`last_top`.
     With `blocks` > 1 a row holds so many blocks of `width`, each treated alone (of whole groups, if any); but with
@@ -45,6 +46,9 @@ class RowSpec:
     binary: str = ""
     other_stride: int = 0
     factor: float = 1.0
+    low: float | None = None
+    high: float | None = None
+    offset: float = 0.0
     norm: str = ""
     weight: bool = False
     bias: bool = False
@@ -65,9 +69,15 @@ class RowSpec:
     def title(self) -> str:
         """What the source says it is."""
         parts = ["take" if self.indexed else "", self.gated and f"{self.gated} gate", self.unary, self.binary]
+        parts += ["clamp" if self.clamped else "", "shift" if self.offset else ""]
         parts += ["scale" if self.factor != 1.0 else "", self.norm and f"{self.norm} norm"]
         done = ", ".join(part for part in parts if part) or "copy"
         return f"Rows of {self.width}: {done}, written as {self.out}"
+
+    @property
+    def clamped(self) -> bool:
+        """Whether there are bounds."""
+        return self.low is not None or self.high is not None
 
     @property
     def late_norm(self) -> bool:

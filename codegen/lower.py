@@ -375,15 +375,17 @@ def _route(low: Lowering, node: fx.Node) -> p.Call:
 
 
 def _expert_gemm(low: Lowering, node: fx.Node) -> p.Call:
-    x, index, weight, bias, format, activation, group, experts, n = _args(node)
+    x, index, weight, bias, format, activation, group, experts, n, epilogue = _args(node)
     k, slots = x.meta["val"].shape[-1], index.meta["val"].shape[-1]
     x_slots = slots if x.meta["val"].dim() == 3 else 1
     # Whole blocks of 16 rows: four experts' worth is a multiple of 64 bytes in every role, so nothing is rounded up.
-    sizes = numerics.packed_bytes(4 * numerics.padded_rows(n), k, format)
+    rows = weight.meta["val"][0].shape[0] // experts
+    sizes = numerics.packed_bytes(4 * rows, k, format)
     strides = {role: size // 4 for role, size in sizes.items()}
     where = low.buffer(x), low.buffer(index), low.buffer(node)
-    how = (format, activation, group, n, k, experts, slots, x_slots)
-    return p.ExpertGemm(node.name, *where, *how, low.packed(weight, format, activation), strides, low.vector(bias))
+    how = (format, activation, group, n, rows, k, experts, slots, x_slots)
+    packed = low.packed(weight, format, activation)
+    return p.ExpertGemm(node.name, *where, *how, packed, strides, low.vector(bias), epilogue)
 
 
 def _combine(low: Lowering, node: fx.Node) -> p.Call:

@@ -300,8 +300,9 @@ class Route:
 class ExpertGemm:
     """y[t, s] = W[index[t, s]] x for each slot s, x one input a token (`x_slots` 1) or one a slot, f32.
 
-    `weights` as Gemm's, the experts' rows one after another, each expert's padded to whole blocks. Inputs are
-    rounded to `activation`, with sums over `group` inputs. out: f32 [tokens, slots * n].
+    `weights` as Gemm's, the experts' `rows` one after another, each expert's padded to whole blocks. Inputs are
+    rounded to `activation`, with sums over `group` inputs. out: f32 [tokens, slots * n]. Epilogues: store, or silu_mul
+    as Gemm's, where an expert's blocks alternate gate and up.
     """
 
     kernel: ClassVar[str] = "expert_gemm"
@@ -313,6 +314,7 @@ class ExpertGemm:
     activation: str
     group: int
     n: int
+    rows: int
     k: int
     experts: int
     slots: int
@@ -321,6 +323,7 @@ class ExpertGemm:
     strides: Mapping[str, int]
     """Bytes of each role from one expert to the next."""
     bias: str | None = None
+    epilogue: Literal["store", "silu_mul"] = "store"
 
 
 @dataclass(frozen=True)

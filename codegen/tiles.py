@@ -321,6 +321,9 @@ LIKE: dict[str, tuple[str, ...]] = {
 }
 """Packings not searched (for some classes), and those whose cuts they take: about as many bytes a step."""
 
+INTEGERS = ("qoq_channel", "qoq_g128", "w8_sym_channel")
+"""Formats whose sums are integers."""
+
 SMALLEST = {"qoq_g128": 2}
 """Fewest blocks of inputs a step, where more than one."""
 
@@ -337,7 +340,7 @@ def classes(format: str) -> list[int]:
     found = sorted({most for name, most, _, _ in H200 if name in sources})
     if not found:
         raise UnsupportedError(f"format {format} has no GPU tiles")
-    integers = format in ("qoq_channel", "qoq_g128", "w8_sym_channel")
+    integers = format in INTEGERS
     alone = [most for (name, most, _, _), tile in H200.items() if name == format and tile.tokens < FEWEST_TOKENS]
     return [most for most in found[:-1] if most >= DECODE_TOKENS or integers or most in alone] + [0]
 
@@ -358,6 +361,26 @@ def choose(format: str, n: int, k: int, tokens: int, capability: int = 90) -> Ti
         if tile is not None:
             return tile
     return Tile(16 if most <= DECODE_TOKENS else 64, 32, unroll=SMALLEST.get(format, 1), joined=capability == 90)
+
+
+def experts(format: str, n: int, k: int, tokens: int, capability: int) -> Tile:
+    """The tile for experts' weights of [n, k] each and up to `tokens` slots a block; the order of sums is the same.
+
+    Not searched: whole rows of inputs by one program, so that there are as many programs as memory wants. One token is
+    for single rows, of formats that have such kernels.
+    """
+    if tokens == 1 and format in INTEGERS:
+        tile = Tile(1, 8, unroll=8, warps=2, stages=2, ahead=128)
+    elif tokens == 1:
+        tile = Tile(1, 8, warps=1, stages=8, ahead=128)
+    else:
+        rows = 64 if n % 64 == 0 and capability == 90 else 32  # wgmma takes 64
+        stages, unroll = 4 if tokens <= DECODE_TOKENS else 3, SMALLEST.get(format, 1)
+        tile = Tile(tokens, rows, unroll=unroll, stages=stages, ahead=128)
+    found = fitted(format, n, k, tile, capability)
+    if found is None:
+        raise UnsupportedError(f"experts' weights [{n}, {k}] in {format} have no tile of {tokens} tokens")
+    return found
 
 
 def in_one_order(format: str, n: int, k: int, tokens: int, capability: int = 90) -> Tile:

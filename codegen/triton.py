@@ -94,6 +94,24 @@ _LAYOUTS = {
     "mxfp4_a8": _Layout("i16", 128, 4, 32, 1, False, True, False, True),
     "bf16": _Layout("bf16", 64, 1, 64, 0, True, True, False, True),
 }
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Rows of weights are those of `count` experts, one after another, and each of `slots` slots a token has one.
+
+    x is a row a slot (`by_slot`) or a token; out is f32, a slot's columns behind those of the one before, rows `stride`
+    elements apart. Programs go by the blocks of gpu_router.BlocksSpec, or those for single rows by slots themselves, of
+    which index[token, slot] are the experts, rows `index_stride` elements apart.
+    """
+
+    count: int
+    slots: int
+    by_slot: bool
+    stride: int
+    index_stride: int
+
+
 ALONE = ("qoq_channel", "qoq_g128", "w8_sym_channel", "w4_asym_g128_int8", "nested_8_4")
 """Formats of which single rows are multiplied without the tensor cores."""
 PLANES = ("w4_asym_g128", "mxfp4")
@@ -110,8 +128,9 @@ class KernelSpec:
     with `out`. The first `width` columns are stored (0: all N). With `gated` (the name of an act) rows of gate and of
     up alternate in blocks of ops.GATE_BLOCK, and act(gate) * up is stored, `width` columns. mix_4_8 has n packed rows,
     `wide` of 8 bits first, and stores `width` columns where they belong. With `peaks`, where few rows are gated, a
-    program also stores the largest magnitudes of what it does of a row, [M, tells]. `inline_asm` False renders
-    the same for Triton's interpreter, which has none.
+    program also stores the largest magnitudes of what it does of a row, [M, tells]. With `experts` (whose tiles are
+    neither in pieces nor in parts) a row of x meets those of its experts, of `width` columns
+    each. `inline_asm` False renders the same for Triton's interpreter, which has none.
     """
 
     format: str
@@ -127,6 +146,7 @@ class KernelSpec:
     wide: int = 0
     gated: str = ""
     peaks: bool = False
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         if self.x_groups and (self.float_x or not self.float_sum):
@@ -148,6 +168,8 @@ class KernelSpec:
             self.mixed and (self.prelaunch > self.apart or not self.width)
         ):
             raise UnsupportedError(f"{self.wide} rows of 8 bits, {self.width} columns, do not go with {self.tile}")
+        if self.experts:
+            self._check_experts(self.experts)
         part = self.blocks // self.tile.splits * 32 * self.row_bytes
         if self.prelaunch and (self.tile.ahead > part or self.tile.ahead & (self.tile.ahead - 1)):
             raise UnsupportedError(f"a program of {self.tile} has {part} bytes of each 32 rows to fetch")
@@ -155,6 +177,14 @@ class KernelSpec:
             raise UnsupportedError(f"{self.format} is not unpacked in pieces by {self.tile}")
         if _LAYOUTS[self.format].words * self.tile.unroll % 1:
             raise UnsupportedError(f"{self.format} takes two groups a step: {self.tile}")
+
+    def _check_experts(self, experts: Experts) -> None:
+        """UnsupportedError unless the kernel does whole tiles of an expert by itself."""
+        if self.n % (experts.count * self.tile.rows):
+            raise UnsupportedError(f"experts of {self.n // experts.count} outputs do not divide into {self.tile}")
+        others = self.mixed or self.residual or self.out != "f32" or not self.width
+        if others or self.tile.piece or self.tile.splits > 1 or self.tile.tokens in range(2, FEWEST_TOKENS):
+            raise UnsupportedError(f"experts in {self.format} have no kernel cut by {self.tile}")
 
     def _taken_alone(self) -> bool:
         """Whether the kernel for single rows has such a tile: sums are integers, or floats of groups of those."""
@@ -201,6 +231,7 @@ class KernelSpec:
     def name(self) -> str:
         """Name of the kernel."""
         kind = "" if self.single else "_decode" if self.decode else "_prefill"
+        kind += f"_{self.experts.count}x{self.experts.slots}" if self.experts else ""
         told = ("x_groups", "bias", "residual", "gated", "peaks")
         extras = "".join(f"_{name}" for name in told if getattr(self, name))
         shape = f"{'gemv' if self.single else 'gemm'}_{self.format}_{self.n}x{self.k}"
@@ -326,6 +357,8 @@ class KernelSpec:
         found += [Argument("columns", "*i32")] * self.mixed
         found += [Argument("bias", "*fp32")] * self.bias + [Argument("residual", out)] * self.residual
         found += [Argument("peaks", "*fp32")] * self.peaks
+        if self.experts:
+            return [*found, *(Argument(n, "*i32") for n in (("index",) if self.single else ("order", "blocks")))]
         if self.tile.splits > 1:
             found += [Argument("sums", "*fp32" if self.float_sum else "*i32"), Argument("arrived", "*i32")]
         return [*found, Argument("M", "i32")]

@@ -190,7 +190,7 @@ class _Work:
         """
         source = _args(gemm)[0]
         if ops.name_of(gemm.target) == "expert_gemm":
-            _, index, _, _, _, kind, group, experts, _ = _args(gemm)
+            _, index, _, _, _, kind, group, experts, *_ = _args(gemm)
             found = zip(sweep.values(source), sweep.values(index), strict=True)
             inputs = [(_rounded(x.float(), kind, group), chosen) for x, chosen in found]
             yield from zip(value.chunk(experts), expert_moments(inputs, experts), strict=True)

@@ -15,7 +15,7 @@ from qcompile.passes.base import Pass, PassResult
 
 @dataclass(frozen=True)
 class Merge(Pass):
-    """`act(x Wg) * (x Wu)` becomes one gated linear; other linears of one input become one linear and slices.
+    """`act(x Wg) * (x Wu)` becomes one gated linear, of experts too; other linears of one input one linear and slices.
 
     Joining is by output rows, and every format rounds output rows apart from each other, so nothing
     changes numerically. Only linears of equal precision join; where some have a bias, the others get zeros.
@@ -27,6 +27,7 @@ class Merge(Pass):
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()
         fired = sum(_merge_gate(graph, node) for node in graph.calls("mul"))
+        fired += sum(_merge_gate(graph, node, experts=True) for node in graph.calls("mul"))
         seen: set[fx.Node] = set()
         for node in graph.calls("linear"):
             if node not in seen:
@@ -39,21 +40,21 @@ class Merge(Pass):
         return PassResult(graph, fired)
 
 
-def _gate_operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """(activation node, up linear) of mul(unary(linear(x)), linear(x)), in either order."""
+def _gate_operands(node: fx.Node, kind: str) -> tuple[fx.Node, fx.Node] | None:
+    """(activation node, up linear) of mul(unary(linear(x)), linear(x)), in either order; `kind` is what linears are."""
     for gate, up in (node.args[:2], node.args[1::-1]):
         if not (isinstance(gate, fx.Node) and isinstance(up, fx.Node)):
             return None
-        if ops.name_of(gate.target) != "unary" or ops.name_of(up.target) != "linear":
+        if ops.name_of(gate.target) != "unary" or ops.name_of(up.target) != kind:
             continue
         linear = gate.args[0]
-        if isinstance(linear, fx.Node) and ops.name_of(linear.target) == "linear":
+        if isinstance(linear, fx.Node) and ops.name_of(linear.target) == kind:
             return gate, up
     return None
 
 
-def _merge_gate(graph: Graph, node: fx.Node) -> bool:
-    operands = _gate_operands(node)
+def _merge_gate(graph: Graph, node: fx.Node, experts: bool = False) -> bool:
+    operands = _gate_operands(node, "expert_linear" if experts else "linear")
     if operands is None:
         return False
     act, up = operands
@@ -64,17 +65,33 @@ def _merge_gate(graph: Graph, node: fx.Node) -> bool:
         return False
     if gate.meta["val"].shape != up.meta["val"].shape:
         return False
-    weight = graph.call_weight("interleave_rows", gate.args[1], up.args[1], ops.GATE_BLOCK)
-    bias = None
-    if _bias(gate) is not None or _bias(up) is not None:
-        bias = graph.call_weight("interleave_rows", *_biases(graph, [gate, up]), ops.GATE_BLOCK)
     with graph.fx.inserting_before(node):
-        joined = graph.call("gated_linear", gate.args[0], weight, bias, kind, gate.meta["val"].shape[-1])
+        joined = _gated_experts(graph, gate, up, kind) if experts else _gated_linear(graph, gate, up, kind)
+    if joined is None:
+        return False
     joined.meta["precision"] = gate.meta["precision"]
     graph.replace(node, joined)
     for dead in (act, gate, up):
         graph.fx.erase_node(dead)
     return True
+
+
+def _gated_linear(graph: Graph, gate: fx.Node, up: fx.Node, kind: Any) -> fx.Node:
+    weight = graph.call_weight("interleave_rows", gate.args[1], up.args[1], ops.GATE_BLOCK)
+    bias = None
+    if _bias(gate) is not None or _bias(up) is not None:
+        bias = graph.call_weight("interleave_rows", *_biases(graph, [gate, up]), ops.GATE_BLOCK)
+    return graph.call("gated_linear", gate.args[0], weight, bias, kind, gate.meta["val"].shape[-1])
+
+
+def _gated_experts(graph: Graph, gate: fx.Node, up: fx.Node, kind: Any) -> fx.Node | None:
+    """None where the experts are not of one choice, or biases are of one of the two."""
+    if gate.args[1] is not up.args[1] or len(gate.args) != len(up.args):
+        return None
+    weights = zip(gate.args[2:], up.args[2:], strict=True)
+    weight, *bias = (graph.call_weight("interleave_experts", *pair, ops.GATE_BLOCK) for pair in weights)
+    width = gate.meta["val"].shape[-1]
+    return graph.call("gated_experts", *gate.args[:2], weight, bias[0] if bias else None, kind, width)
 
 
 def _bias(linear: fx.Node) -> object:

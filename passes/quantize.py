@@ -44,7 +44,7 @@ class Quantize(Pass):
                 raise PassError(self.name, node.name, "no precision was assigned to this linear")
             self._quantize_linear(graph, node, precision["activation"], activations)
             fired += 1
-        for node in graph.calls("expert_linear"):
+        for node in graph.calls("expert_linear", "gated_experts"):
             _quantize_experts(graph, node)
             fired += 1
         return PassResult(graph, fired)
@@ -69,7 +69,7 @@ class Quantize(Pass):
             with graph.fx.inserting_after(x):
                 activations[key] = graph.call("quantize_activation", *key)
         gated = ops.name_of(node.target) == "gated_linear"
-        epilogue = {kind: name for name, kind in ops.GATED.items()}[str(node.args[3])] if gated else "store"
+        epilogue = _GATING[str(node.args[3])] if gated else "store"
         with graph.fx.inserting_before(node):
             width = node.meta["val"].shape[-1]
             gemm = graph.call("gemm", activations[key], packed, bias, None, format, epilogue, width)
@@ -90,12 +90,16 @@ class Quantize(Pass):
         return graph.call_weight("quantize_weight", weight, format), format
 
 
+_GATING = {kind: name for name, kind in ops.GATED.items()}
 EXPERT_FORMATS = ("f32", "bf16", "w8_sym_channel", "w4_asym_g128", "qoq_g128", "qoq_channel", "mxfp4", "nested_8_4")
 """Weight formats whose packed rows can be cut by expert."""
 
 
 def _quantize_experts(graph: Graph, node: fx.Node) -> None:
-    """expert_linear -> expert_gemm, which rounds each expert's inputs itself: the rows of one are not the next's."""
+    """expert_linear or gated_experts -> expert_gemm, which rounds each expert's inputs itself.
+
+    The rows of one are not the next's.
+    """
     precision = node.meta.get("precision")
     if precision is None:
         raise PassError("quantize", node.name, "no precision was assigned to this linear")
@@ -104,12 +108,14 @@ def _quantize_experts(graph: Graph, node: fx.Node) -> None:
         raise PassError("quantize", node.name, f"experts have no kernel in {format}; {', '.join(EXPERT_FORMATS)} have")
     arguments: Any = node.args
     x, index, weight = arguments[:3]
-    bias = graph.call_weight("expert_rows", arguments[3]) if len(arguments) > 3 else None
-    experts, width, inputs = weight.meta["val"].shape
+    bias = arguments[3] if len(arguments) > 3 else None
+    bias = None if bias is None else graph.call_weight("expert_rows", bias)
+    experts, _, inputs = weight.meta["val"].shape
+    epilogue = _GATING[arguments[4]] if ops.name_of(node.target) == "gated_experts" else "store"
     group = (numerics.FORMATS[format].sum_group or kind.group or inputs) if kind.top else 0
     packed = graph.call_weight("quantize_weight", graph.call_weight("expert_rows", weight), format)
     with graph.fx.inserting_before(node):
-        shape = (format, kind.name, group, experts, width)
+        shape = (format, kind.name, group, experts, node.meta["val"].shape[-1], epilogue)
         gemm = graph.call("expert_gemm", x, index, packed, bias, *shape)
     gemm.meta["precision"] = precision
     graph.replace(node, gemm)

@@ -269,10 +269,20 @@ def _sum(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 def _clamp(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     low, high = getattr(a, "min", None), getattr(a, "max", None)
     value = based(r, a.input_)
+    if value is not None and kind_of(value) == "top_k" and _within(value, low, high):
+        return value
     if value is None or any(isinstance(bound, fx.Node) for bound in (low, high)) or not 1 <= len(value.sizes) <= 2:
         return None
     bounds = [None if bound is None else float(bound) for bound in (low, high)]
     return identity(r.call("clamp", _emitted(r, value, node), *bounds), value.dims, value.sizes)
+
+
+def _within(choice: Value, low: Any, high: Any) -> bool:
+    """Whether all places that top_k chooses of are within the bounds."""
+    assert choice.base is not None
+    scores: Any = choice.base.args[0]
+    least, most = (isinstance(bound, int) or bound is None for bound in (low, high))
+    return least and most and (low or 0) <= 0 and (high is None or high >= features(scores)[0] - 1)
 
 
 @overridden("add", "sub")

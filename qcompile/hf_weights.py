@@ -103,11 +103,10 @@ class _Assembled:
     pieces: list[tuple[str, str]] = field(default_factory=list)
 
     def _convert(self, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        converter = self.converter.copy(
-            list(self.converter._original_source_patterns),
-            list(self.converter._original_target_patterns),
-            operations=self.converter.operations,
-        )
+        old = self.converter  # which keeps what it is given
+        patterns = list(old._original_source_patterns), list(old._original_target_patterns)
+        converter = type(old)(*patterns, operations=old.operations)
+        converter.scope_prefix, converter.base_model_prefix = old.scope_prefix, old.base_model_prefix
         for pattern, stored in self.pieces:
             converter.add_tensor(self.target, stored, pattern, functools.partial(read, stored))
         try:

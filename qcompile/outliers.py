@@ -23,7 +23,7 @@ KEYS, BLOCKS, OUTPUTS = "keys", "block inputs", "inputs of output modules"
 
 Figures = dict[str, dict[str, list[float]]]
 
-_LINEARS = ("linear", "gated_linear", "expert_linear")
+_LINEARS = ("linear", "gated_linear", "expert_linear", "gated_experts")
 _NORMS = ("rms_norm", "layer_norm")
 
 

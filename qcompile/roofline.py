@@ -81,7 +81,7 @@ def call_cost(
         return Cost(row_bytes + read, 2.0 * call["n"] * call["k"], _MATH[buffers[call["x"]]["dtype"]])
     if kernel == "expert_gemm":
         read = sum(weight_bytes[name] for name in call["weights"].values()) * call["slots"] / call["experts"]
-        return Cost(row_bytes + read, 2.0 * call["slots"] * call["n"] * call["k"], "f32")
+        return Cost(row_bytes + read, 2.0 * call["slots"] * call["rows"] * call["k"], "f32")
     if kernel == "logits":
         return Cost(2 * row_bytes, 1.0, "f32")
     if kernel == "attention":

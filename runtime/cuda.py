@@ -19,7 +19,7 @@ from qcompile.runtime.cuda_driver import Driver, LaunchCall
 from qcompile.runtime.executor import FloatArray, Limits, Rows
 from qcompile.runtime.outputs import MOST_DRAFTS
 
-GPU_ABI = 10
+GPU_ABI = 11
 _GRAPHS = 64
 _FEWEST_PAGES = 8
 _DECODED = 1 << 16
@@ -374,7 +374,7 @@ def _chosen(launches: list[dict[str, Any]], counts: Counts) -> Iterator[tuple[di
     for launch in launches:
         count = counts[launch["by"]]
         variant = next((v for v in launch["variants"] if not v["most"] or count <= v["most"]), None)
-        if variant is not None and count:
+        if variant is not None and count and variant["kernel"]:
             yield launch, variant
 
 
@@ -384,7 +384,8 @@ def _grid(variant: dict[str, Any], counts: Counts) -> list[int]:
 
 def _size(size: Any, counts: Counts) -> int:
     if isinstance(size, list):
-        return -(-counts[size[0]] // size[1])
+        count, divisor, times, plus = (*size, 1, 0)[:4]
+        return -(-counts[count] // divisor) * times + plus
     return counts[size] if isinstance(size, str) else int(size)
 
 

@@ -53,6 +53,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "slice_rows": (rand(5, 4), 1, 3),
     "matvec": (rand(3, 4), rand(4)),
     "interleave_rows": (rand(20, 4), rand(20, 4), 16),
+    "interleave_experts": (rand(3, 20, 4), rand(3, 20, 4), 16),
     "quantize_weight": (rand(17, 200), "qoq_g128"),
     "quantize_mixed": (rand(17, 200), torch.arange(17) % 3 == 0),
     "worst_rows": (rand(17, 200), 0.2),
@@ -78,8 +79,9 @@ CASES: dict[str, tuple[Any, ...]] = {
     "normalize": (rand(3, 2).abs(), 1e-9, 0.1),
     "limit_groups": (rand(3, 6), 3, 1),
     "expert_linear": (rand(3, 8), CHOICE, rand(4, 5, 8), rand(4, 5)),
+    "gated_experts": (rand(3, 8), CHOICE, rand(4, 64, 8), rand(4, 64), "silu", 20),
     "expert_rows": (rand(4, 5, 8),),
-    "expert_gemm": (rand(3, 2, 40), CHOICE, WEIGHT, rand(64), "w4_asym_g128", "int8", 128, 4, 13),
+    "expert_gemm": (rand(3, 2, 40), CHOICE, WEIGHT, rand(64), "w4_asym_g128", "int8", 128, 4, 13, "store"),
     "scale_slots": (rand(3, 2, 8), rand(3, 2)),
     "combine": (rand(3, 2, 8), rand(3, 2)),
     "clamp": (rand(3, 6), None, 0.3),
@@ -203,3 +205,14 @@ def test_gated_epilogue_pairs_gate_and_up_rows() -> None:
         ops.gated_linear(x, joined, None, "silu", 20),
     ):
         assert torch.allclose(y, expected, atol=1e-5)  # float32, sums of 16
+
+
+def test_gated_experts_are_gated_linears_of_each_token() -> None:
+    x, gate, up, bias = rand(3, 8), rand(4, 20, 8), rand(4, 20, 8), rand(4, 20)
+    joined, both = (ops.interleave_experts(*pair, ops.GATE_BLOCK) for pair in ((gate, up), (bias, bias)))
+    y = ops.gated_experts(x, CHOICE, joined, both, "silu", 20)
+    of_gate, of_up = (ops.expert_linear(x, CHOICE, weight, bias) for weight in (gate, up))
+    assert torch.allclose(y, torch.nn.functional.silu(of_gate) * of_up, atol=1e-5)  # float32, another order
+    rows = [ops.expert_rows(joined)]
+    packed = ops.expert_gemm(x, CHOICE, rows, ops.expert_rows(both), "f32", "f32", 0, 4, 20, "silu_mul")
+    assert torch.equal(packed, y)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qcompile import numerics
-from qcompile.ops.quantized import GATE_BLOCK
+from qcompile.ops.quantized import GATE_BLOCK, GATED, gate
 from qcompile.ops.registry import define, like
 
 # ---- routers ----------------------------------------------------------------------------------------
@@ -64,6 +64,12 @@ def expert_linear(x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None 
     return y
 
 
+@define(lambda x, index, gate_up, bias, kind, width: x.new_empty(*index.shape, width))
+def gated_experts(x: Tensor, index: Tensor, gate_up: Tensor, bias: Tensor | None, kind: str, width: int) -> Tensor:
+    """Each slot's gated linear: gate_up [E, 2N', K] interleaved in blocks of GATE_BLOCK rows -> [..., k, width]."""
+    return gate(expert_linear(x, index, gate_up, bias), kind, width)
+
+
 @define(lambda y, factor: torch.empty_like(y))
 def scale_slots(y: Tensor, factor: Tensor) -> Tensor:
     """y [..., k, F] times factor [..., k]."""
@@ -115,6 +121,7 @@ def _fake_expert_gemm(
     group: int,
     experts: int,
     width: int,
+    epilogue: str,
 ) -> Tensor:
     return x.new_empty((*index.shape, width), dtype=torch.float32)
 
@@ -130,10 +137,14 @@ def expert_gemm(
     group: int,
     experts: int,
     width: int,
+    epilogue: str,
 ) -> Tensor:
-    """expert_linear by quantized weights, of expert_rows, and inputs quantized one by one -> f32 [..., k, width]."""
-    rows = numerics.dequantize_weight(weight, format, x.shape[-1]).unflatten(0, (experts, -1))[:, :width]
-    offset = None if bias is None else bias.unflatten(0, (experts, -1))[:, :width]
+    """expert_linear by quantized weights, of expert_rows, and inputs quantized one by one -> f32 [..., k, width].
+
+    Epilogues: `store`, or those of gated_experts, whose weight has gate and up rows interleaved.
+    """
+    rows = numerics.dequantize_weight(weight, format, x.shape[-1]).unflatten(0, (experts, -1))
+    offset = None if bias is None else bias.unflatten(0, (experts, -1))
     rounded = numerics.dequantize_activation(numerics.quantize_activation(x.float(), activation, group))
-    y: Tensor = expert_linear(rounded, index, rows, offset)
-    return y.float()
+    y: Tensor = expert_linear(rounded, index, rows, offset).float()
+    return gate(y, GATED[epilogue], width) if epilogue in GATED else y[..., :width].contiguous()

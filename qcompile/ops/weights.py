@@ -168,6 +168,14 @@ def interleave_rows(a: Tensor, b: Tensor, block: int) -> Tensor:
     return torch.stack(pair, 1).flatten(0, 2).contiguous()
 
 
+@define(lambda a, b, block: a.new_empty(a.shape[0], 2 * (-(-a.shape[1] // block)) * block, *a.shape[2:]))
+def interleave_experts(a: Tensor, b: Tensor, block: int) -> Tensor:
+    """a and b [E, N, ...] -> [E, 2N', ...]: interleave_rows of each expert's."""
+    short = -a.shape[1] % block
+    pair = [torch.cat((t, t.new_zeros(t.shape[0], short, *t.shape[2:])), 1).unflatten(1, (-1, block)) for t in (a, b)]
+    return torch.stack(pair, 2).flatten(1, 3).contiguous()
+
+
 def _fake_quantized(w: Tensor, format: str, *chosen: Tensor | None) -> list[Tensor]:
     return [torch.empty(s, dtype=d, device=w.device) for s, d in numerics.weight_parts(tuple(w.shape), format)]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from qcompile.codegen import gpu_compile
 from qcompile.codegen import program as p
 from qcompile.codegen.gpu_attention import GROUP_SPLITS, MOST_QUERIES
-from qcompile.codegen.gpu_launches import Launch, Plan, Ref, Size
+from qcompile.codegen.gpu_launches import Launch, Plan, Ref, grid_size
 from qcompile.runtime.cuda import attention_counts
 from tests.codegen.tiny import Chunk
 
@@ -97,16 +97,11 @@ class Interpreter:
         """Run the variant for this step's counts."""
         count = self.counts[launch.by]
         variant = next((v for v in launch.variants if not v.most or count <= v.most), None)
-        if variant is None or not count:
+        if variant is None or not count or not variant.kernel:
             return
         kernel = self.plan.kernels[variant.kernel]
-        grid = tuple(self._size(size) for size in variant.grid)
+        grid = tuple(grid_size(size, self.counts) for size in variant.grid)
         gpu_compile.load(kernel)[grid](*(self._value(variant.args[a.name], a.type) for a in kernel.arguments))
-
-    def _size(self, size: Size) -> int:
-        if isinstance(size, list):
-            return -(-self.counts[size[0]] // size[1])
-        return self.counts[size] if isinstance(size, str) else size
 
     def _value(self, ref: Ref, type: str) -> Any:
         space, what, *offset = ref

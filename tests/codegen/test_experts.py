@@ -17,8 +17,19 @@ from tests.graphs import sequence_inputs, step_inputs
 TOLERANCE = {"f32": 2e-6, "bf16": 1e-2, "w8a8": 2e-2, "w4a8": 3e-2, "nested": 2e-2, "w4a4-g128": 1e-1}
 
 
-def decoder(experts: int = 5, slots: int = 3, hidden: int = 40, inner: int = 24, vocab: int = 50) -> Graph:
-    """One layer of attention and of experts with biases, grouped routing and a gated shared linear; odd sizes."""
+def decoder(
+    experts: int = 5,
+    slots: int = 3,
+    hidden: int = 40,
+    inner: int = 24,
+    vocab: int = 50,
+    biased: bool = True,
+    clamped: bool = True,
+) -> Graph:
+    """One layer of attention and of experts with biases, grouped routing and a gated shared linear; odd sizes.
+
+    Scores of attention are `biased` by position, and weighed against sinks. Gates are `clamped`, or as they are mostly.
+    """
     generator = torch.Generator().manual_seed(0)
     store = WeightStore()
     graph = Graph(fx.Graph(), store, ModelInfo("tiny", vocab, 512, 0, (0,), 0), "raise")
@@ -37,7 +48,7 @@ def decoder(experts: int = 5, slots: int = 3, hidden: int = 40, inner: int = 24,
 
     x = graph.call("embedding", ids, weight("embed", vocab, hidden))
     q, k, v = (graph.call("split_heads", linear(x, name, 32), 2) for name in "qkv")
-    biases = weight("sinks", 2), weight("key_bias", 2, 512)
+    biases = (weight("sinks", 2), weight("key_bias", 2, 512)) if biased else ()
     mixed = graph.call("merge_heads", graph.call("attention", q, k, v, 0.25, 0, 0.0, *biases))
     x = graph.call("add", x, linear(mixed, "o", hidden))
     y = graph.call("rms_norm", x, None, 1e-6)
@@ -50,9 +61,9 @@ def decoder(experts: int = 5, slots: int = 3, hidden: int = 40, inner: int = 24,
         )
         for name in ("gate", "up")
     )
-    inside = graph.call(
-        "mul", graph.call("unary", graph.call("clamp", gate, None, 1.5), "silu"), graph.call("shift", up, 1.0)
-    )
+    if clamped:
+        gate, up = graph.call("clamp", gate, None, 1.5), graph.call("shift", up, 1.0)
+    inside = graph.call("mul", graph.call("unary", gate, "silu"), up)
     z = graph.call("expert_linear", inside, index, weight("down", 2 * experts, hidden, inner))
     shared = graph.call("mul", linear(y, "shared", hidden), graph.call("unary", linear(y, "door", 1), "sigmoid"))
     late = linear(y, "late", experts)  # joined with the other router, so it is some columns of a value
@@ -65,9 +76,11 @@ def decoder(experts: int = 5, slots: int = 3, hidden: int = 40, inner: int = 24,
     return graph
 
 
-@pytest.mark.parametrize("recipe", TOLERANCE)
-def test_artifact_computes_what_its_graph_says(recipe: str, tmp_path: Path) -> None:
-    graph = decoder()
+@pytest.mark.parametrize(
+    ("recipe", "clamped"), [*((recipe, True) for recipe in TOLERANCE), *(("f32", False), ("w4a8", False))]
+)
+def test_artifact_computes_what_its_graph_says(recipe: str, clamped: bool, tmp_path: Path) -> None:
+    graph = decoder(clamped=clamped)
     pipeline.build(graph, tmp_path / "out", recipe=recipe)
     step = pipeline.run_passes(graph, pipeline.configure(recipes.get_recipe(recipe).settings(), {})[1:])[0][-1]
     ids, positions = sequence_inputs(70)

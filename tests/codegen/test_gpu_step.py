@@ -412,7 +412,8 @@ def test_an_artifact_for_a_gpu_is_built_without_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("recipe", "options", "message"),
     [
-        ("f32", {}, r"node gemm\w*: weights in f32 with activations in f32 have no GPU kernels"),
+        ("f32", {}, "GPU kernels have no kv32 cache"),
+        ("f32", {"cache.format": "kv16"}, r"node gemm\w*: a linear in f32 that ends in"),
         ("qserve", {"assign_precision.activation": "int8_g128"}, r"node gemm\w*: .* int8_g128 have no GPU kernels"),
     ],
 )

@@ -70,7 +70,9 @@ def save(kind: str, settings: dict[str, Any], path: Path) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings), dtype=torch.float32).eval()
+    # Some versions leave caps of scores to their written-out attention alone.
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings), **options).eval()
     with torch.no_grad():
         for parameter in module.parameters():
             flat = parameter.dim() < 2
@@ -95,3 +97,28 @@ def test_refused(kind: str, tmp_path: Path) -> None:
     save(kind, settings, tmp_path)
     with pytest.raises(UnsupportedError, match=message):
         apply(Raise(), frontend.load(tmp_path))
+
+
+@pytest.mark.parametrize(("least", "most", "right"), [(0, 5, True), (-1, None, True), (0, 4, False), (1, None, False)])
+def test_choices_are_kept_within_bounds(
+    least: int, most: int | None, right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some versions of transformers clamp the numbers of experts: nothing where all of them are within the bounds."""
+    from transformers.integrations import moe
+
+    batched = moe.batched_mm_experts_forward
+
+    def clamped(self: Any, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return batched(self, x, index.clamp(least, most), weights)
+
+    monkeypatch.setitem(moe.ExpertsInterface._global_mapping, "batched_mm", clamped)
+    module = save("qwen3_moe", COMMON | EXPERTS | {"head_dim": 16}, tmp_path)
+    if not right:
+        with pytest.raises(UnsupportedError, match="Qwen3MoeExperts"):
+            apply(Raise(), frontend.load(tmp_path))
+        return
+    graph = apply(Raise(), frontend.load(tmp_path)).graph
+    ids = torch.randint(0, 97, (2, 31), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = module(ids).logits
+    assert check.max_relative_error(graph.run(ids, torch.arange(31).expand(2, 31)), expected) < 5e-6

@@ -143,7 +143,9 @@ QC_INLINE void put_expert(const Q8Rows& out, int row, const float* from, int k) 
 template <class Rows, class Run>
 static void expert_chunk(const Experts& e, int expert, const int* pairs, int count, Q8Kind how, const Worker& w,
                          char* memory, const Run& run) {
-  const int k = e.gemm.k, kp = gemm_kp(k), np = (e.gemm.n + 15) / 16 * 16;
+  const bool gated = e.gemm.epilogue == kSiluMul;
+  const int width = gated ? e.gemm.n / 2 : e.gemm.n;  // columns of a slot
+  const int k = e.gemm.k, kp = gemm_kp(k), np = (width + 15) / 16 * 16;
   float* row = (float*)memory;
   float* result = row + kp;
   auto rows = expert_rows((Rows*)nullptr, (char*)(result + kExpertRows * np), kp, how);
@@ -165,12 +167,12 @@ static void expert_chunk(const Experts& e, int expert, const int* pairs, int cou
   g.out = result;
   g.out_stride = np;
   run(g, rows, w);
-  const int units = (np / 16 + 1) / 2;  // run_gemm's own share of the columns
-  const int begin = (int)((int64_t)units * w.tid / w.threads) * 32;
-  int end = (int)((int64_t)units * (w.tid + 1) / w.threads) * 32;
-  end = end < g.n ? end : g.n;
+  const int units = gated ? np / 16 : (np / 16 + 1) / 2, each = gated ? 16 : 32;  // run_gemm's own share of the columns
+  const int begin = (int)((int64_t)units * w.tid / w.threads) * each;
+  int end = (int)((int64_t)units * (w.tid + 1) / w.threads) * each;
+  end = end < width ? end : width;
   for (int i = 0; i < count && begin < end; ++i) {
-    float* to = e.out + (pairs[i] / e.slots) * e.out_stride + (pairs[i] % e.slots) * g.n;
+    float* to = e.out + (pairs[i] / e.slots) * e.out_stride + (pairs[i] % e.slots) * width;
     memcpy(to + begin, result + i * np + begin, sizeof(float) * (size_t)(end - begin));
   }
 }

@@ -1,0 +1,252 @@
+"""Launches of mixtures of experts: a router's choice, its slots by expert, and the GEMMs that go by those."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from qcompile import ops
+from qcompile.codegen import program as p
+from qcompile.codegen import tiles
+from qcompile.codegen import triton as gemm
+from qcompile.codegen.gpu_launches import MOST_ROWS, Launch, Plan, Ref, Size, Variant
+from qcompile.codegen.gpu_pack import kernel_of, packing_of, padded_inputs
+from qcompile.codegen.gpu_router import BlocksSpec, CombineSpec, RouteSpec, RouteStep, ScoresSpec
+from qcompile.codegen.gpu_rows import RowSpec
+from qcompile.errors import UnsupportedError
+from qcompile.numerics import ACTIVATIONS, groups_of
+
+SCORED = ((16, 1), (0, 4))
+"""Most rows of a step (0: any number), and tokens of a program that scores experts."""
+FEW, MANY = gemm.DECODE_TOKENS, 64
+"""Slots of one expert that a program takes: while that many choose each, and where more do."""
+ALONE = 4
+"""Most rows of a step whose slots are multiplied one by one, where single rows are: few share an expert."""
+
+
+@dataclass
+class Experts:
+    """State while launches of a program are made: what the calls so far have left in scratch memory."""
+
+    program: p.Program
+    plan: Plan
+    capability: int
+    inline_asm: bool
+    ref: Callable[..., Ref]
+    ordered: tuple[str, int] | None = None  # the index whose slots are in order, and experts
+    rounded: tuple[Any, ...] | None = None  # the buffer whose rows are rounded, and how
+    _last: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Where a buffer is read last, by others than a router's steps.
+        self._last = {
+            name: place
+            for place, call in enumerate(self.program.calls)
+            if not isinstance(call, p.Route)
+            for role, name in vars(call).items()
+            if role not in ("name", "out") and isinstance(name, str)
+        }
+
+    def wrote(self, out: str | None) -> None:
+        """A call wrote the buffer `out`."""
+        if self.ordered and self.ordered[0] == out:
+            self.ordered = None
+        if self.rounded and self.rounded[0] == out:
+            self.rounded = None
+
+    # ---- routers ------------------------------------------------------------------------------
+
+    def scores(self, c: p.Gemm) -> Iterator[Launch]:
+        """A linear in float32."""
+        if c.epilogue != "store" or c.out is None:
+            raise UnsupportedError(f"a linear in f32 that ends in {c.epilogue} has no GPU kernel")
+        x, out = self.program.buffer(c.x), self.program.buffer(c.out)
+        args: dict[str, Ref] = {"x": self.ref(c.x), "out": self.ref(c.out), "M": ["count", x.rows]}
+        args |= {role: ["weight", name] for role, name in c.weights.items()}
+        args |= {} if c.bias is None else {"bias": ["weight", c.bias]}
+        variants = []
+        for most, tokens in SCORED:
+            spec = ScoresSpec(c.n, c.k, x.stride, out.stride, c.bias is not None, tokens)
+            label = self.plan.add(spec.kernel(self.capability))
+            variants.append(Variant(label, ([x.rows, tokens], spec.programs, 1), args, most))
+        yield Launch(c.name, x.rows, tuple(variants))
+
+    def route(self, calls: Sequence[p.Route]) -> Iterator[Launch]:
+        """Steps that follow each other: in one kernel those none of which writes where another reads or writes."""
+        for call in calls:
+            self.wrote(call.out)
+        chain: list[p.Route] = []
+        for call in calls:
+            if chain and not self._apart([*chain, call]):
+                yield self._chain(chain)
+                chain = []
+            chain.append(call)
+        yield self._chain(chain)
+
+    def _kept(self, chain: Sequence[p.Route]) -> list[bool]:
+        """Of each step, whether what it makes is read by others than later steps of the chain."""
+        first = self.program.calls.index(chain[0])
+        later = self.program.calls[first + len(chain) :]
+        routes = {name for call in later if isinstance(call, p.Route) for name in (call.x, call.index)}
+        return [call.out in routes or self._last.get(call.out, -1) > first for call in chain]
+
+    def _apart(self, chain: Sequence[p.Route]) -> bool:
+        """Whether no row that one step stores lies where rows of another are, which some program may not have read."""
+        written = [call.out for call, kept in zip(chain, self._kept(chain), strict=True) if kept]
+        made = {call.out for call in chain}
+        read = [name for call in chain for name in (call.x, call.index) if name is not None and name not in made]
+        whole = not any(call.x in made and call.x_offset for call in chain)
+        return whole and len(made) == len(chain) and self._disjoint(written, read)
+
+    def _chain(self, chain: Sequence[p.Route]) -> Launch:
+        made = {call.out: place for place, call in enumerate(chain)}
+        steps, args = [], {}
+        for place, (call, kept) in enumerate(zip(chain, self._kept(chain), strict=True)):
+            x, out = self.program.buffer(call.x), self.program.buffer(call.out)
+            index = None if call.index is None else self.program.buffer(call.index)
+            known = made.get(call.x), None if call.index is None else made.get(call.index)
+            stride = out.stride if kept else 0
+            strides = (x.stride, index.stride if index else 0, stride)
+            steps.append(RouteStep(call.kind, call.width, out.width, call.numbers, *known, *strides))
+            args[f"x{place}"] = self.ref(call.x, column=call.x_offset)
+            args[f"out{place}"] = self.ref(call.out)
+            if call.index is not None:
+                args[f"index{place}"] = self.ref(call.index)
+        label = self.plan.add(RouteSpec(tuple(steps)).kernel(self.capability))
+        return Launch(chain[0].name, "tokens", (Variant(label, ("tokens", 1, 1), args),))
+
+    # ---- experts ------------------------------------------------------------------------------
+
+    def gemm(self, c: p.ExpertGemm) -> Iterator[Launch]:
+        """The experts' linear: inputs rounded and slots in order, unless they are, then blocks of those."""
+        if c.rows % 32:
+            raise UnsupportedError(f"experts of {c.n} outputs: GPU kernels take multiples of 32")
+        packing = packing_of(c.format, c.activation)
+        if packing == "f32":
+            raise UnsupportedError("experts in f32 have no GPU kernels")
+        k = padded_inputs(c.k, packing)
+        yield from self._round(c, k)
+        classes = self._classes(c)
+        alone = self._alone(c)
+        if self.ordered != (c.index, c.experts):
+            yield self._order(c, classes)
+        kind, out = ACTIVATIONS[c.activation], self.program.buffer(c.out)
+        format = kernel_of(packing, c.activation)
+        stride = self.program.buffer(c.index).stride
+        experts = gemm.Experts(c.experts, c.slots, c.x_slots > 1, out.stride, stride)
+        args = self._input(c, k) | {role: ["weight", name] for role, name in c.weights.items()}
+        args |= {"out": self.ref(c.out), "order": ["work", "order"], "blocks": ["work", "blocks"]}
+        args["index"] = self.ref(c.index)
+        args |= {} if c.bias is None else {"bias": ["weight", c.bias]}
+        variants = []
+        cuts: list[tuple[int, int, Size]] = [(blocks.most, blocks.tokens, blocks.grid) for blocks in classes]
+        for most, tokens, programs in [(ALONE, 1, ["tokens", 1, c.slots, 0])] * alone + cuts:
+            tile = tiles.experts(format, c.rows, k, tokens, self.capability)
+            if not self.inline_asm and tokens == 1:  # an interpreter takes programs one after the other
+                tile = replace(tile, rows=32)
+            options: dict[str, Any] = {"bias": c.bias is not None, "inline_asm": self.inline_asm, "out": "f32"}
+            options |= {"width": c.n, "x_groups": kind.group > 0, "experts": experts}
+            options["gated"] = ops.GATED.get(c.epilogue, "")
+            spec = gemm.KernelSpec(format, c.experts * c.rows, k, tile, **options)
+            grid: tuple[Size, Size, Size] = (programs, c.rows // tile.rows, 1)
+            variants.append(Variant(self.plan.add(gemm.kernel(spec)), grid, args, most % MOST_ROWS))
+        yield Launch(c.name, "tokens", tuple(variants))
+
+    def _alone(self, c: p.ExpertGemm) -> bool:
+        """Whether all experts that this choice is for have kernels for single rows."""
+        calls = [each for each in self.program.calls if isinstance(each, p.ExpertGemm) and each.index == c.index]
+        return all(kernel_of(packing_of(e.format, e.activation), e.activation) in gemm.ALONE for e in calls)
+
+    def _classes(self, c: p.ExpertGemm) -> list[BlocksSpec]:
+        """How slots are cut into blocks, by most rows of a step."""
+        stride = self.program.buffer(c.index).stride
+        few = max(FEW, min(FEW * c.experts // c.slots, MOST_ROWS))
+        found = {FEW: FEW, few: FEW}
+        if few < MOST_ROWS:
+            found[MOST_ROWS] = MANY
+        return [BlocksSpec(c.experts, c.slots, stride, tokens, most) for most, tokens in found.items()]
+
+    def _order(self, c: p.ExpertGemm, classes: Sequence[BlocksSpec]) -> Launch:
+        args: dict[str, Ref] = {"index": self.ref(c.index), "M": ["count", "tokens"]}
+        args["order"] = self.plan.need("order", 4 * c.slots, "tokens")
+        args["blocks"] = self.plan.need("blocks", 12 * max(spec.list for spec in classes))
+        self.ordered = (c.index, c.experts)
+        variants = [
+            Variant(self.plan.add(spec.kernel(self.capability)), (c.experts, 1, 1), args, spec.most % MOST_ROWS)
+            for spec in classes
+        ]
+        if self._alone(c):
+            variants.insert(0, Variant("", (0, 0, 0), {}, ALONE))
+        return Launch(f"{c.name}.order", "tokens", tuple(variants))
+
+    def _input(self, c: p.ExpertGemm, k: int) -> dict[str, Ref]:
+        """Where the rounded inputs are: rows of k, of which those behind the experts' own inputs stay zero."""
+        kind, slots = ACTIVATIONS[c.activation], c.x_slots
+        name, size = f"expert_x_{c.k}_{c.activation}", kind.dtype.itemsize
+        found = {"x": self.plan.need(name, slots * k * size, "tokens")}
+        if kind.top:
+            scales = groups_of(k, kind.group)
+            found["x_scale"] = self.plan.need(f"{name}_scale", 4 * slots * scales, "tokens")
+            found["x_sum"] = self.plan.need("expert_x_sum", 4 * slots, "tokens")
+        return found
+
+    def _round(self, c: p.ExpertGemm, k: int) -> Iterator[Launch]:
+        b, kind = self.program.buffer(c.x), ACTIVATIONS[c.activation]
+        if b.dtype != "f32" or (c.x_slots > 1 and b.stride != c.x_slots * c.k):
+            raise UnsupportedError(f"{c.x_slots} inputs of {c.k} {b.dtype} side by side are not whole blocks")
+        how = (c.x, c.x_slots, c.k, k, c.activation)
+        if self.rounded == how:
+            return
+        self.rounded = how
+        stride = b.stride if c.x_slots == 1 else c.k
+        spec = RowSpec(c.k, stride, k, out="q8" if kind.top else c.activation)
+        if kind.top:
+            scales = groups_of(k, kind.group)
+            filled = scales if scales != groups_of(c.k, kind.group) else 0
+            spec = replace(spec, top=kind.top, group=kind.group, last_top=kind.last_top, row_scales=filled)
+            spec = replace(spec, sums=not kind.group)
+        into = self._input(c, k)
+        args = {"x": self.ref(c.x), "out": into["x"]}
+        args |= {"out_scale": into["x_scale"], "out_sum": into["x_sum"]} if kind.top else {}
+        grid: tuple[Size, Size, Size] = (["tokens", 1, c.x_slots, 0], 1, 1)
+        yield Launch(f"{c.name}.round", "tokens", (Variant(self.plan.add(spec.kernel(self.capability)), grid, args),))
+
+    def addend(self, c: p.Combine, after: p.Call | None) -> str | None:
+        """The buffer that `after` adds to the sum over a token's slots, where one kernel can do both.
+
+        That is where nobody else reads the sum, and the result does not lie where slots or scores do.
+        """
+        if not isinstance(after, p.Elementwise) or after.kind != "add" or after.weight is not None:
+            return None
+        other = after.other if after.x == c.out else after.x
+        if (
+            other is None
+            or other == c.out
+            or c.out not in (after.x, after.other)
+            or after.x_offset
+            or after.other_offset
+        ):
+            return None
+        place = self.program.calls.index(after)
+        routed = any(isinstance(call, p.Route) and call.x == c.out for call in self.program.calls[place:])
+        alone = self._last.get(c.out) == place and not routed
+        return other if alone and self._disjoint([after.out], [c.x, *([c.scores] if c.scores else [])]) else None
+
+    def _disjoint(self, written: Sequence[str], read: Sequence[str]) -> bool:
+        """Whether rows of buffers that are written lie where none of the others are, nor each other."""
+        places = [self.program.buffer(name) for name in (*written, *dict.fromkeys(read))]
+        spans = sorted((b.offset, b.offset + b.row_bytes) for b in places)
+        return all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+
+    def combine(self, c: p.Combine, after: p.Elementwise | None, other: str | None) -> Iterator[Launch]:
+        """The sum over a token's slots, and what `after` adds to it, the buffer `other`."""
+        x, out = self.program.buffer(c.x), self.program.buffer(after.out if after else c.out)
+        stride = 0 if c.scores is None else self.program.buffer(c.scores).stride
+        added = 0 if other is None else self.program.buffer(other).stride
+        spec = CombineSpec(c.slots, self.program.buffer(c.out).width, x.stride, out.stride, stride, added)
+        args = {"x": self.ref(c.x), "out": self.ref(out.name)}
+        args |= {role: self.ref(name) for role, name in (("scores", c.scores), ("other", other)) if name is not None}
+        grid: tuple[Size, Size, Size] = ("tokens", spec.programs, 1)
+        yield Launch(c.name, "tokens", (Variant(self.plan.add(spec.kernel(self.capability)), grid, args),))

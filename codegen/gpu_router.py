@@ -1,0 +1,186 @@
+"""GPU kernels that choose experts: a router's scores in float32, what is made of them, and who computes which rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
+from qcompile.codegen.gpu_launches import Size, grid_size
+from qcompile.errors import UnsupportedError
+
+WARPS = 4
+MOST_SCORES = 1024
+"""Most scores of a token that one warp chooses of."""
+
+
+def room(count: int) -> int:
+    """The power of two that so many numbers fit in."""
+    return 1 << (max(count, 1) - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class ScoresSpec:
+    """out[M, N] = x[M, K] . w[N, K]^T (+ bias) in float32 without the tensor cores: for the few outputs of a router.
+
+    A program does `tokens` rows of x and as many of w; strides are elements. A sum has one order whatever `tokens`.
+    """
+
+    n: int
+    k: int
+    x_stride: int
+    out_stride: int
+    bias: bool = False
+    tokens: int = 1
+
+    PART = 512
+
+    @property
+    def rows(self) -> int:
+        """Rows of w that a program does."""
+        return self.tokens
+
+    @property
+    def programs(self) -> int:
+        """Programs for the rows of w."""
+        return -(-self.n // self.rows)
+
+    def kernel(self, capability: int) -> Kernel:
+        """The kernel for a compute capability."""
+        arguments = [Argument(name, "*fp32") for name in ("x", "w", "out", *["bias"] * self.bias)]
+        arguments.append(Argument("M", "i32"))
+        name, prelaunch = f"scores_{self.n}x{self.k}{'_bias' if self.bias else ''}", capability >= 90
+        values = {"name": name, "arguments": arguments, "prelaunch": prelaunch}
+        source = render_template("scores.py.jinja", spec=self, **values)
+        return Kernel(name, source, tuple(arguments), WARPS, 1, prelaunch)
+
+
+@dataclass(frozen=True)
+class RouteStep:
+    """One step of a router, as program.Route, on `width` numbers a token, which makes `made`.
+
+    `x` and `index` are numbers of earlier steps whose values it goes by, or None: then it reads memory, rows `x_stride`
+    and `index_stride` elements apart. What it makes is stored `out_stride` elements apart, or not at all (0).
+    """
+
+    kind: str
+    width: int
+    made: int
+    numbers: tuple[float, ...] = ()
+    x: int | None = None
+    index: int | None = None
+    x_stride: int = 0
+    index_stride: int = 0
+    out_stride: int = 0
+
+    @property
+    def run(self) -> int:
+        """Scores of a group, where groups are limited."""
+        return self.width // int(self.numbers[0])
+
+
+@dataclass(frozen=True)
+class RouteSpec:
+    """Steps of a router that follow each other: one warp takes all of them for one token.
+
+    The kernel's arguments are, by the number of a step that needs them, x, index and out.
+    """
+
+    steps: tuple[RouteStep, ...]
+
+    def __post_init__(self) -> None:
+        for step in self.steps:
+            if step.width > MOST_SCORES:
+                raise UnsupportedError(f"{step.width} scores: GPU kernels choose of at most {MOST_SCORES}")
+            if step.kind == "limit_groups" and step.run & (step.run - 1):
+                raise UnsupportedError(f"groups of {step.run} scores: GPU kernels take powers of 2")
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        """The kernel's arguments in order."""
+        found = []
+        for number, step in enumerate(self.steps):
+            found += [Argument(f"x{number}", "*fp32")] * (step.x is None)
+            found += [Argument(f"index{number}", "*i32")] * (step.kind == "pick" and step.index is None)
+            kind = "*i32" if step.kind == "top_k" else "*fp32"
+            found += [Argument(f"out{number}", kind)] * (step.out_stride > 0)
+        return tuple(found)
+
+    def kernel(self, capability: int) -> Kernel:
+        """The kernel for a compute capability."""
+        name, prelaunch = "route_" + "_".join(step.kind for step in self.steps), capability >= 90
+        values = {"name": name, "arguments": self.arguments, "room": room, "prelaunch": prelaunch}
+        return Kernel(name, render_template("route.py.jinja", spec=self, **values), self.arguments, 1, 1, prelaunch)
+
+
+@dataclass(frozen=True)
+class BlocksSpec:
+    """Which slots each expert computes, in blocks of up to `tokens`: of index [M, stride], `slots` experts a token.
+
+    `order` gets the slots (token * slots + slot) sorted by expert, and by themselves; `blocks` [.., 3] an expert, and
+    from where to where in `order` its slots are; -1 behind the last block. One program an expert.
+    """
+
+    experts: int
+    slots: int
+    stride: int
+    tokens: int
+    most: int
+    """Most rows of a step."""
+
+    @property
+    def grid(self) -> Size:
+        """At least as many programs as there are blocks of a step's tokens."""
+        if self.most <= self.tokens:
+            return ["tokens", 1, self.slots, 0]
+        times = -(-self.slots // self.tokens)
+        return ["tokens", self.tokens * times // self.slots, times, self.experts]
+
+    @property
+    def list(self) -> int:
+        """Blocks that are listed, those that are none among them."""
+        return grid_size(self.grid, {"tokens": self.most})
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        """The kernel's arguments in order."""
+        return (*(Argument(name, "*i32") for name in ("index", "order", "blocks")), Argument("M", "i32"))
+
+    def kernel(self, capability: int) -> Kernel:
+        """The kernel for a compute capability."""
+        name, prelaunch = f"expert_blocks_{self.experts}x{self.slots}_{self.tokens}", capability >= 90
+        values = {"name": name, "arguments": self.arguments, "prelaunch": prelaunch}
+        rooms = {"room": room(self.most * self.slots), "experts": room(self.experts), "list_room": room(self.list)}
+        source = render_template("expert_blocks.py.jinja", spec=self, **values, **rooms)
+        warps = 8 if rooms["room"] > 1024 else 1
+        return Kernel(name, source, self.arguments, warps, 1, prelaunch)
+
+
+@dataclass(frozen=True)
+class CombineSpec:
+    """out[t] = sum over slots s, in order, of x[t, s] (times scores[t, s]); f32, x a row of `slots` of `width` columns.
+
+    Then it is added to `other`, where that has a stride. Strides are elements.
+    """
+
+    slots: int
+    width: int
+    x_stride: int
+    out_stride: int
+    score_stride: int = 0
+    """0 where there are no scores."""
+    other_stride: int = 0
+
+    PART = 512
+
+    @property
+    def programs(self) -> int:
+        """Programs of a row."""
+        return -(-self.width // self.PART)
+
+    def kernel(self, capability: int) -> Kernel:
+        """The kernel for a compute capability."""
+        more = ["scores"] * (self.score_stride > 0) + ["other"] * (self.other_stride > 0)
+        arguments = tuple(Argument(n, "*fp32") for n in ("x", "out", *more))
+        name, prelaunch = f"combine_{self.slots}{'_add' if self.other_stride else ''}", capability >= 90
+        values = {"name": name, "arguments": arguments, "part": self.PART, "prelaunch": prelaunch}
+        return Kernel(name, render_template("combine.py.jinja", spec=self, **values), arguments, 4, 1, prelaunch)
