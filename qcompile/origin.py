@@ -16,7 +16,7 @@ from qcompile import gptq, numerics, ops
 from qcompile.graph import Graph
 from qcompile.sweep import Sweep
 
-TOKENS = 32768
+TOKENS = 16384
 """Of the calibration text, that the float model sees: R needs some for every input, not all that there are."""
 
 _WEIGHTS = ("quantize_weight", "quantize_mixed", "upper_nibble")
