@@ -22,6 +22,7 @@ from qcompile.errors import ArtifactError, ResourceError, UnsupportedError, Usag
 from qcompile.graph import Graph, WeightStore
 from qcompile.manifest import check_manifest
 from qcompile.ops.model import attend, key_offsets, visible, whole_keys
+from qcompile.ops.quantized import gate
 from qcompile.ops.step import turn_heads
 
 STEP = "graphs/step.json"
@@ -202,10 +203,15 @@ def _expert_linear(x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None
     return y if bias is None else y + bias[index]
 
 
+def _gated_experts(x: Tensor, index: Tensor, gate_up: Tensor, bias: Tensor | None, kind: str, width: int) -> Tensor:
+    return gate(_expert_linear(x, index, gate_up, bias), kind, width)
+
+
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """The body of each operator of ours, in ATen's operators, for ExportedProgram.run_decompositions."""
     table = {ops.op(name): ops.reference(name) for name in ops.DEFINED}
     table[ops.op("expert_linear")] = _expert_linear
+    table[ops.op("gated_experts")] = _gated_experts
     return table
 
 

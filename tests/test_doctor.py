@@ -24,11 +24,13 @@ def test_doctor_says_what_is_unsupported(capsys: Capture, tmp_path: Path) -> Non
 
 
 def test_doctor_says_what_a_gpu_has_no_kernel_for(capsys: Capture, tmp_path: Path) -> None:
-    """Biases by key position, which CPUs compute: found where kernels are planned, after all passes."""
-    shape = {"model_type": "bloom", "n_layer": 1, "hidden_size": 256, "n_head": 4, "vocab_size": 64}
-    (tmp_path / "config.json").write_text(json.dumps(shape | {"architectures": ["BloomForCausalLM"]}))
+    """Experts of odd sizes, which CPUs compute: found where kernels are planned, after all passes."""
+    shape = {"model_type": "qwen3_moe", "num_hidden_layers": 1, "hidden_size": 256, "head_dim": 64, "vocab_size": 64}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2}
+    shape |= {"moe_intermediate_size": 40, "architectures": ["Qwen3MoeForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
     assert code_of("doctor", tmp_path, "--recipe", "bf16") == 0
     capsys.readouterr()
     assert code_of("doctor", tmp_path, "--recipe", "bf16", "--target", "h200", "--json") == 3
     (refused,) = json.loads(capsys.readouterr().out)["unsupported"]
-    assert refused["node"].startswith("kv_attention") and "no biases by key position" in refused["reason"]
+    assert refused["node"].startswith("expert_gemm") and "2 inputs of 40 f32 side by side" in refused["reason"]

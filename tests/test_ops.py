@@ -53,7 +53,6 @@ CASES: dict[str, tuple[Any, ...]] = {
     "slice_rows": (rand(5, 4), 1, 3),
     "matvec": (rand(3, 4), rand(4)),
     "interleave_rows": (rand(20, 4), rand(20, 4), 16),
-    "interleave_experts": (rand(3, 20, 4), rand(3, 20, 4), 16),
     "quantize_weight": (rand(17, 200), "qoq_g128"),
     "quantize_mixed": (rand(17, 200), torch.arange(17) % 3 == 0),
     "worst_rows": (rand(17, 200), 0.2),
@@ -79,13 +78,14 @@ CASES: dict[str, tuple[Any, ...]] = {
     "normalize": (rand(3, 2).abs(), 1e-9, 0.1),
     "limit_groups": (rand(3, 6), 3, 1),
     "expert_linear": (rand(3, 8), CHOICE, rand(4, 5, 8), rand(4, 5)),
-    "gated_experts": (rand(3, 8), CHOICE, rand(4, 64, 8), rand(4, 64), "silu", 20),
     "expert_rows": (rand(4, 5, 8),),
     "expert_gemm": (rand(3, 2, 40), CHOICE, WEIGHT, rand(64), "w4_asym_g128", "int8", 128, 4, 13, "store"),
     "scale_slots": (rand(3, 2, 8), rand(3, 2)),
     "combine": (rand(3, 2, 8), rand(3, 2)),
     "clamp": (rand(3, 6), None, 0.3),
     "shift": (rand(3, 6), 1.0),
+    "interleave_experts": (rand(3, 20, 4), rand(3, 20, 4), 16),
+    "gated_experts": (rand(3, 8), CHOICE, rand(4, 64, 8), rand(4, 64), "silu", 20),
 }
 
 

@@ -96,7 +96,7 @@ def test_every_recipe_is_reported_for_every_kind_of_target(target: str, recipe: 
     try:
         plan = pipeline.plan(wide, target=target, recipe=recipe)
     except UnsupportedError as error:
-        assert target != "cpu-avx2" and re.search("have no GPU kernels", str(error)), (target, recipe)
+        assert target != "cpu-avx2" and re.search("have no (GPU kernels|kv32 cache)", str(error)), (target, recipe)
         return
     rows = json.loads(plan.report)["linears"]
     shares = [row["wide_share"] for row in rows if row["format"] == "mix_4_8"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qcompile import numerics
 from qcompile.ops.quantized import GATE_BLOCK, GATED, gate
-from qcompile.ops.registry import define, like
+from qcompile.ops.registry import define, like, reference
 
 # ---- routers ----------------------------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ def expert_linear(x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None 
 @define(lambda x, index, gate_up, bias, kind, width: x.new_empty(*index.shape, width))
 def gated_experts(x: Tensor, index: Tensor, gate_up: Tensor, bias: Tensor | None, kind: str, width: int) -> Tensor:
     """Each slot's gated linear: gate_up [E, 2N', K] interleaved in blocks of GATE_BLOCK rows -> [..., k, width]."""
-    return gate(expert_linear(x, index, gate_up, bias), kind, width)
+    return gate(reference("expert_linear")(x, index, gate_up, bias), kind, width)
 
 
 @define(lambda y, factor: torch.empty_like(y))
@@ -143,8 +143,9 @@ def expert_gemm(
 
     Epilogues: `store`, or those of gated_experts, whose weight has gate and up rows interleaved.
     """
-    rows = numerics.dequantize_weight(weight, format, x.shape[-1]).unflatten(0, (experts, -1))
-    offset = None if bias is None else bias.unflatten(0, (experts, -1))
+    kept = None if epilogue in GATED else width
+    rows = numerics.dequantize_weight(weight, format, x.shape[-1]).unflatten(0, (experts, -1))[:, :kept]
+    offset = None if bias is None else bias.unflatten(0, (experts, -1))[:, :kept]
     rounded = numerics.dequantize_activation(numerics.quantize_activation(x.float(), activation, group))
     y: Tensor = expert_linear(rounded, index, rows, offset).float()
-    return gate(y, GATED[epilogue], width) if epilogue in GATED else y[..., :width].contiguous()
+    return gate(y, GATED[epilogue], width) if epilogue in GATED else y
