@@ -235,6 +235,18 @@ def test_inputs_and_orders_are_made_once_while_they_stay() -> None:
     ]
 
 
+def test_inputs_and_orders_are_made_anew_where_they_changed() -> None:
+    program = lowered("qserve")[1]
+    first = next(place for place, call in enumerate(program.calls) if isinstance(call, p.ExpertGemm))
+    gemm_call: Any = program.calls[first]
+    choice = next(call for call in program.calls if isinstance(call, p.Route) and call.kind == "top_k")
+    touched = p.Elementwise("touched", "scale", gemm_call.x, gemm_call.x, factor=2.0)
+    for call, made in ((touched, "expert_gemm_1.round"), (replace(choice, name="again"), "expert_gemm_1.order")):
+        calls = (*program.calls[: first + 1], call, *program.calls[first + 1 :])
+        names = [launch.name for launch in make_plan(replace(program, calls=calls), 90).launches]
+        assert made in names, made
+
+
 def test_gates_of_experts_are_one_gemm() -> None:
     """One gated GEMM where gate and up are of one choice and one input, and nothing comes between."""
     plain, gated = lowered("qserve")[1], lowered("qserve gated")[1]
