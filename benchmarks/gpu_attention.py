@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_attention.py [out.json] [--formats=kv4,...]   the cuts of codegen/tiles.py
     python benchmarks/gpu_attention.py --search [out.json] every candidate
-    python benchmarks/gpu_attention.py --scores           sinks and biases by position beside neither
+    python benchmarks/gpu_attention.py --scores [out.json] sinks and biases by position beside neither
 
 Times are microseconds per launch (attention and the merge of its splits) by CUDA graph replay, caches rotated
 through more than five times the L2; medians over replays. 32 query heads, 8 KV heads of 128.
@@ -354,7 +354,9 @@ def main() -> None:
     search, paths = "--search" in sys.argv, [a for a in sys.argv[1:] if not a.startswith("--")]
     backends = torch.nn.attention.SDPBackend
     if "--scores" in sys.argv:
-        more_scores(FORMATS, ((1, 8192), (64, 1024)))
+        found = {**facts(), "scores": more_scores(FORMATS, ((1, 8192), (64, 1024)))}
+        for path in paths:
+            Path(path).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         return
     results: dict[str, Any] = {**facts(), "rivals": [], "kernels": [], "bits": []}
     cuts, asked = candidates(search), (1,) if search else (1, 5)

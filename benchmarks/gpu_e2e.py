@@ -305,7 +305,10 @@ def measure_largest(recipe: str, folder: Path) -> dict[str, Any]:
 def main() -> None:
     options = [a for a in sys.argv[1:] if a.startswith("--")]
     named = [a.split("=", 1)[1].split(",") for a in options if a.startswith("--recipes=")]
-    config = MODELS[next((a.split("=", 1)[1] for a in options if a.startswith("--model=")), "llama-3-8b")]
+    model = next((a.split("=", 1)[1] for a in options if a.startswith("--model=")), "llama-3-8b")
+    if model not in MODELS:
+        raise SystemExit(f"--model={model} is unknown; there are {', '.join(MODELS)}")
+    config = MODELS[model]
     paths = [Path(a) for a in sys.argv[1:] if not a.startswith("--")]
     results: dict[str, Any] = {**facts(), "context": CONTEXT, "ours": {}, "largest": {}}
     with tempfile.TemporaryDirectory() as temporary:

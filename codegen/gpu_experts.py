@@ -184,7 +184,7 @@ class Experts:
     def _input(self, c: p.ExpertGemm, k: int) -> dict[str, Ref]:
         """Where the rounded inputs are: rows of k, of which those behind the experts' own inputs stay zero."""
         kind, slots = ACTIVATIONS[c.activation], c.x_slots
-        name, size = f"expert_x_{c.k}_{c.activation}", kind.dtype.itemsize
+        name, size = f"expert_x_{c.k}_{k}_{c.activation}", kind.dtype.itemsize
         found = {"x": self.plan.need(name, slots * k * size, "tokens")}
         if kind.top:
             scales = groups_of(k, kind.group)

@@ -83,7 +83,10 @@ def export(module: nn.Module, inputs: Sequence[Tensor], name: str, longest: int 
     Raises UnsupportedError, one line about the model `name`, for what cannot be traced.
     """
     # Tables as long as the longest sequence make a case of that length, which is left out of the trace.
-    batch, tokens = torch.export.Dim("batch", max=1 << 16), torch.export.Dim("tokens", max=longest - 1)
+    # torch before 2.13 compares strides where there might be no tokens at all, and takes what it finds for a condition.
+    least = {} if torch.__version__ >= (2, 13) else {"min": 2}  # one is traced alike, as always
+    batch = torch.export.Dim("batch", max=1 << 16, **least)
+    tokens = torch.export.Dim("tokens", max=longest - 1, **least)
     shapes = tuple({0: batch, 1: tokens} for _ in inputs)
     try:
         with torch.no_grad(), hurried():

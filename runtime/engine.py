@@ -359,8 +359,10 @@ def _forget_logprobs(output: CompletionOutput) -> None:
     """Log probabilities of tokens drawn behind the one that ended the request."""
     assert output.logprobs is not None
     del output.logprobs[len(output.token_ids) :]
-    pairs = zip(output.token_ids, output.logprobs, strict=True)
-    output.cumulative_logprob = sum(found[token].logprob for token, found in pairs)
+    output.cumulative_logprob = 0.0
+    # One by one, as they were added: sum() of Python 3.12 makes up for what rounding loses, and its last bits differ.
+    for token, found in zip(output.token_ids, output.logprobs, strict=True):
+        output.cumulative_logprob += found[token].logprob
 
 
 def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:

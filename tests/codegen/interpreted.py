@@ -78,6 +78,14 @@ def hasten() -> None:
 
     # An integer that overflows wraps, as on a GPU, and shows in what is computed.
     object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
+    _patch_lang_tensor = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        _patch_lang_tensor(tensor, scope)
+        # That of Triton 3.6 takes arrays of one number for numbers, which NumPy has stopped to do in 2.5.
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_lang_tensor
     # The interpreter puts functions of its own into Triton's language at each launch and at each call of a function
     # inside of one. Here they are put there once, and stay.
     seen = {"tl": language, "core": language.core}

@@ -8,23 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from qcompile import ops, pipeline, recipes
+from qcompile import ops
 from qcompile.codegen import gpu_compile, tiles
 from qcompile.codegen import program as p
 from qcompile.codegen import triton as gemm
 from qcompile.codegen.gpu_compile import Kernel, compile_kernel
-from qcompile.codegen.gpu_fill import filled_up
 from qcompile.codegen.gpu_launches import grid_size
-from qcompile.codegen.gpu_pack import GPU_PACKING
 from qcompile.codegen.gpu_plan import make_plan
 from qcompile.codegen.gpu_router import BlocksSpec, CombineSpec, RouteSpec, RouteStep, ScoresSpec
-from qcompile.codegen.lower import lower
-from qcompile.codegen.packing import WeightTable
 from qcompile.errors import UnsupportedError
 from qcompile.passes.base import apply
 from qcompile.passes.merge import Merge
 from qcompile.targets import TARGETS
 from tests.codegen.interpreted import interpreted, needs_triton
+from tests.codegen.lowering import gpu_program
 from tests.codegen.test_experts import decoder
 from tests.codegen.tiny import Chunk
 from tests.graphs import step_inputs
@@ -44,11 +41,7 @@ def lowered(recipe: str, **shape: int) -> tuple[Any, p.Program, dict[str, torch.
     name, *gated = recipe.split()
     options: dict[str, Any] = {"experts": 4, "hidden": 256, "inner": 64, "vocab": 96} | shape
     made = decoder(**options, biased=False, clamped=not gated)
-    graphs, _ = pipeline.run_passes(made, pipeline.configure(recipes.get_recipe(name).settings(), {})[1:])
-    table = WeightTable(GPU_PACKING)
-    program = filled_up(lower(graphs[-1], table))
-    blobs = {name: blob for w in table.weights for (name, _), blob in zip(w.blobs, w.produce(), strict=True)}
-    return graphs[-1], program, blobs
+    return gpu_program(made, name)
 
 
 def interpret_steps(*names: str) -> None:
@@ -245,6 +238,15 @@ def test_inputs_and_orders_are_made_anew_where_they_changed() -> None:
         calls = (*program.calls[: first + 1], call, *program.calls[first + 1 :])
         names = [launch.name for launch in make_plan(replace(program, calls=calls), 90).launches]
         assert made in names, made
+
+
+def test_rows_filled_up_apart_lie_apart() -> None:
+    """What is behind a row's inputs stays zero: rows of other lengths must not be written there."""
+    program = lowered("qserve gated", hidden=128)[1]
+    last = [call for call in program.calls if isinstance(call, p.ExpertGemm)][-1]
+    calls = [replace(call, format="w8_sym_channel") if call is last else call for call in program.calls]
+    work = make_plan(replace(program, calls=tuple(calls)), 90).work
+    assert {"expert_x_128_256_int8", "expert_x_128_128_int8"} <= set(work)
 
 
 def test_gates_of_experts_are_one_gemm() -> None:

@@ -94,8 +94,9 @@ def test_kernel_equals_reference_whatever_the_step(format: str, head_dim: int, t
     reference = step.run(*step_inputs(ids, None, step))[0].view(2, 41, -1)
     logits = logits_whatever_the_step(tmp_path / "out", ids)
     # kv4: a code that falls the other way; kv_hier: no group is full yet, but what is cached is rounded to bf16, and a
-    # value of 48 that falls the other way moves logits by 2^-9 / 48; kv32: float32 sums in another order
-    tolerance = {"kv4": 0.05, "kv_hier": 1e-4, "kv32": 2e-5}[format]
+    # value of 48 that falls the other way moves logits by up to 2^-8 / 48: of 20,000 that are cached one or two do, and
+    # which is up to the machine, whose sums have an order of its own; kv32: float32 sums in another order
+    tolerance = {"kv4": 0.05, "kv_hier": 3 * 2**-8 / 48, "kv32": 2e-5}[format]
     assert check.max_relative_error(logits, reference) < tolerance
     if format == "kv32":
         assert check.max_relative_error(logits, graph.run(ids, positions)) < 1e-5
