@@ -4,9 +4,10 @@
 
 Kernels have the shapes of Qwen3-30B-A3B with 16 experts, 8 of them for a token: `error` is relative over all outputs,
 which begin as NaN, of 1, 3, 17 and 512 tokens; `different_bits` are outputs of one kind of program that differ from
-another's, or from those of the token alone. Models are random ones of families that have experts, attention sinks or
-ALiBi: `error` is that of logits against the CPU's artifact of the same recipe (its median row: a token whose scores
-nearly tie may go to another expert), `different_bits` are logits in chunks that differ from those of one step.
+another's, or from those of the token alone. Models are random ones of families that have experts,
+with attention sinks too: `error` is that of logits against the CPU's artifact of the same recipe (its median row: a
+token whose scores nearly tie may go to another expert), `different_bits` are logits in chunks that differ from those of
+one step.
 """
 
 from __future__ import annotations
@@ -55,7 +56,6 @@ MODELS = {
     "qwen2_moe": ("qserve",),
     "olmoe": ("w8a8",),
     "gpt_oss": ("mxfp4", "qserve", "bf16"),
-    "bloom": ("w8a8", "qserve"),
 }
 SETTINGS: dict[str, Any] = {
     "hidden_size": 256,
@@ -202,10 +202,15 @@ def check_router() -> list[dict[str, Any]]:
         factor = torch.zeros(tokens, STRIDE, device="cuda")
         run(route_spec().kernel(90), (tokens, 1, 1), x0=scores[0], out1=index, out3=factor)
         soft = torch.softmax(scores[0].double(), -1)
-        differing["route"] += int((index[:, :SLOTS].long() != ops.top_k(scores[0], SLOTS)).sum())
         picked = soft.gather(1, index[:, :SLOTS].long())
+        # Of two experts whose shares of 1 are equal in float32 either is the better one.
+        short = (soft.topk(SLOTS).values - picked).abs().max()
         want = picked / picked.sum(-1, keepdim=True)
-        worst["route"] = max(worst["route"], float((factor[:, :SLOTS] - want).norm() / want.norm()))
+        worst["route"] = max(worst["route"], float((factor[:, :SLOTS] - want).norm() / want.norm()), float(short))
+        alone = [torch.zeros(1, STRIDE, dtype=torch.int32, device="cuda"), torch.zeros(1, STRIDE, device="cuda")]
+        run(route_spec().kernel(90), (1, 1, 1), x0=scores[0][-1:], out1=alone[0], out3=alone[1])
+        for whole, one in ((index, alone[0]), (factor.view(torch.int32), alone[1].view(torch.int32))):
+            differing["route"] += int((whole[-1:] != one).sum())
         y, other = torch.randn(tokens, SLOTS, HIDDEN, device="cuda"), torch.randn(tokens, HIDDEN, device="cuda")
         sums = CombineSpec(SLOTS, HIDDEN, SLOTS * HIDDEN, HIDDEN, STRIDE, HIDDEN)
         out = torch.full((tokens, HIDDEN), float("nan"), device="cuda")
@@ -243,8 +248,7 @@ def check_models() -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         for kind, recipes in MODELS.items():
             torch.manual_seed(0)
-            settings = {**SETTINGS, "n_layer": 2, "n_head": 4} if kind == "bloom" else SETTINGS
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings), dtype=torch.bfloat16)
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SETTINGS), dtype=torch.bfloat16)
             model.save_pretrained(Path(folder) / kind)
             for recipe in recipes:
                 yield check_model(kind, recipe, Path(folder) / kind, Path(folder))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -83,21 +83,51 @@ def export(module: nn.Module, inputs: Sequence[Tensor], name: str, longest: int 
     Raises UnsupportedError, one line about the model `name`, for what cannot be traced.
     """
     # Tables as long as the longest sequence make a case of that length, which is left out of the trace.
-    # torch before 2.13 compares strides where there might be no tokens at all, and takes what it finds for a condition.
-    least = {} if torch.__version__ >= (2, 13) else {"min": 2}  # one is traced alike, as always
-    batch = torch.export.Dim("batch", max=1 << 16, **least)
-    tokens = torch.export.Dim("tokens", max=longest - 1, **least)
-    shapes = tuple({0: batch, 1: tokens} for _ in inputs)
+    batch, tokens = torch.export.Dim("batch", max=1 << 16), torch.export.Dim("tokens", max=longest - 1)
     try:
-        with torch.no_grad(), hurried():
-            return torch.export.export(module, tuple(inputs), dynamic_shapes=(shapes,), strict=False)
+        return _exported(module, inputs, batch, tokens)
     except (UnsupportedError, UsageError):
         raise
     except Exception as error:  # torch.export raises whatever the traced code raises
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if reason.startswith("Constraints violated"):
+            if torch.__version__ < "2.13" and (program := _export_by_example(module, inputs, longest)):
+                return program
             reason = "it does not take any batch and number of tokens"
         raise UnsupportedError(f"{name} cannot be exported: {reason}") from error
+
+
+def _exported(module: nn.Module, inputs: Sequence[Tensor], batch: Any, tokens: Any) -> ExportedProgram:
+    shapes = tuple({0: batch, 1: tokens} for _ in inputs)
+    with torch.no_grad(), hurried():
+        return torch.export.export(module, tuple(inputs), dynamic_shapes=(shapes,), strict=False)
+
+
+def _export_by_example(module: nn.Module, inputs: Sequence[Tensor], longest: int) -> ExportedProgram | None:
+    """The export for sizes as dynamic as the trace leaves them; None where it has set a condition that may not hold.
+
+    torch before 2.13 takes for conditions what it finds by comparing strides, though that always holds.
+    """
+    import sympy
+
+    dynamic: Any = torch.export.Dim.DYNAMIC
+    program = _exported(module, inputs, dynamic(max=1 << 16), dynamic(max=longest - 1))
+    taken = program.graph_signature.user_inputs
+    shapes = [node.meta["val"].shape for node in program.graph.nodes if node.op == "placeholder" and node.name in taken]
+    environment = shapes[0][1].node.shape_env
+    batch, tokens = sympy.symbols("batch tokens", integer=True, positive=True)
+    sizes = {size.node.expr: known for shape in shapes for size, known in zip(shape, (batch, tokens), strict=True)}
+    sizes |= {one: sizes[same] for one, same in environment.replacements.items() if same in sizes}
+    return program if all(always(guard.expr, sizes) for guard in environment.guards) else None
+
+
+def always(condition: Any, sizes: Mapping[Any, Any]) -> bool:
+    """Whether `condition`, a SymPy expression, holds for all values of its symbols, which `sizes` names anew."""
+    import sympy
+    from torch.utils._sympy.functions import Min
+
+    least = condition.xreplace(dict(sizes)).replace(lambda part: isinstance(part, Min), sympy.Min)
+    return bool(sympy.simplify(least) == sympy.true)
 
 
 @contextmanager

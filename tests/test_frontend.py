@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils._sympy.functions import Min
 
 from qcompile import check, frontend, huggingface
 from qcompile.errors import QCompileError, UnsupportedError, UsageError
@@ -434,3 +437,44 @@ def test_module_with_a_nan() -> None:
     graph = frontend.load(module, example_inputs=(torch.zeros(1, 4, dtype=torch.int64),), max_position=64)
     with pytest.raises(UsageError, match=r"weight embed\.weight holds NaN"):
         graph.weights["embed.weight"]
+
+
+class Longer(modules.Plain):
+    def forward(self, ids: Tensor) -> Tensor:
+        y: Tensor = super().forward(ids)
+        return y * 2 if ids.shape[1] > 5 else y
+
+
+@pytest.mark.parametrize(("kind", "taken"), [(modules.Plain, True), (Longer, False)])
+def test_an_export_by_example_sets_no_condition(kind: Callable[..., nn.Module], taken: bool) -> None:
+    """What torch before 2.13 needs, whichever is here."""
+    module = modules.randomized(kind(layers=1))
+    program = frontend._export_by_example(frontend._Positional(module), [torch.zeros(2, 7, dtype=torch.int64)], 64)
+    assert (program is not None) == taken
+    if program is not None:
+        taken = program.graph_signature.user_inputs
+        sizes = next(node.meta["val"].shape for node in program.graph.nodes if node.name in taken)
+        assert all(isinstance(size, torch.SymInt) for size in sizes)
+    with pytest.raises(UnsupportedError, match="any batch and number of tokens") if not taken else nullcontext():
+        frontend.load(module, example_inputs=(torch.zeros(2, 7, dtype=torch.int64),), max_position=64)
+
+
+def test_conditions_that_always_hold() -> None:
+    one, same, other = sympy.symbols("s1 s2 s3", integer=True)
+    batch, tokens = sympy.symbols("batch tokens", integer=True, positive=True)
+    sizes = {one: tokens, same: tokens, other: batch}
+    for condition in (
+        sympy.Eq(Min(8 * one, 24 * one), 8 * one),  # as of strides, where a dimension is taken into another
+        sympy.Eq(Min(one**2, 4 * one**2), one**2),
+        sympy.Eq(one, same),
+        sympy.Ge(one, 1),
+    ):
+        assert frontend.always(condition, sizes), condition
+    for condition in (
+        sympy.Eq(Min(8 * one, 24 * one), 24 * one),
+        sympy.Eq(Min(8 * one, 24 * other), 8 * one),
+        sympy.Eq(one, other),
+        sympy.Gt(one, 5),
+        sympy.Eq(sympy.Mod(one, 8), 0),
+    ):
+        assert not frontend.always(condition, sizes), condition
