@@ -63,10 +63,16 @@ LATENT: Settings = {
     "q_lora_rank": 48,
     "kv_lora_rank": 32,
     "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
+    "qk_nope_head_dim": 32,
     "v_head_dim": 32,
-    "n_group": 1,
-    "topk_group": 1,
+}
+GROUPED: Settings = LATENT | {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "n_group": 3,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
 }
 
 FAMILIES: tuple[tuple[str, str, Settings], ...] = (
@@ -250,16 +256,9 @@ FAMILIES: tuple[tuple[str, str, Settings], ...] = (
     ("openai-gpt", "openai-gpt", GPT),
     ("diffllama", "diffllama", COMMON),
     ("minicpm3", "minicpm3", COMMON | LATENT),
-    (
-        "deepseek_v2",
-        "deepseek_v2",
-        COMMON | LATENT | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
-    ),
-    (
-        "deepseek_v3",
-        "deepseek_v3",
-        COMMON | LATENT | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
-    ),
+    ("deepseek_v2", "deepseek_v2", COMMON | GROUPED | {"topk_method": "group_limited_greedy"}),
+    ("deepseek_v2, queries of full rank", "deepseek_v2", COMMON | GROUPED | {"q_lora_rank": None, "v_head_dim": 24}),
+    ("deepseek_v3", "deepseek_v3", COMMON | GROUPED | YARN),
     ("mamba", "mamba", {"vocab_size": 320, "hidden_size": 256, "num_hidden_layers": 2}),
     (
         "qwen3_next",

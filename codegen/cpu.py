@@ -250,9 +250,16 @@ class _Renderer:
 
     def _norm(self, c: p.Norm) -> list[str]:
         kind = {"rms": "kRms", "layer": "kLayer"}[c.kind]
-        width = self.program.buffer(c.x).width
+        x, width = self.program.buffer(c.x), self.program.buffer(c.out).width
+        where = f"{_ident(c.x)} + {c.x_offset}, {x.stride}, {_bool(x.width != width)}, {width}"
         weights = f"{self.weight(c.weight)}, {self.weight(c.bias)}, {_f32(c.eps)}"
-        return [f"norm<{kind}>({self.mine(c.out)}, {_ident(c.x)}, {width}, {weights}, s.w, {_ident(c.out)});"]
+        return [f"norm<{kind}>({self.mine(c.out)}, {where}, {weights}, s.w, {_ident(c.out)});"]
+
+    def _gather(self, c: p.Gather) -> list[str]:
+        places = zip(c.sources, c.offsets, c.widths, strict=True)
+        from_ = [f"{{{_ident(x)} + {at}, {self.program.buffer(x).stride}, {width}}}" for x, at, width in places]
+        index, width = self.weight(c.index, "int32_t"), self.program.buffer(c.out).width
+        return [f"gather({self.mine(c.out)}, {{{', '.join(from_)}}}, {index}, {width}, {_ident(c.out)});"]
 
     def _norm_heads(self, c: p.NormHeads) -> list[str]:
         kind = {"rms": "kRms", "layer": "kLayer"}[c.kind]

@@ -21,6 +21,8 @@ def written(call: p.Call) -> str | None:
 
 def read(call: p.Call) -> list[str]:
     """The buffers a call reads."""
+    if isinstance(call, p.Gather):
+        return list(call.sources)
     names = (getattr(call, field, None) for field in ("x", "qkv", "q", "residual", "other", "index", "scores"))
     return [name for name in names if name is not None]
 

@@ -45,7 +45,8 @@ class Experts:
             name: place
             for place, call in enumerate(self.program.calls)
             if not isinstance(call, p.Route)
-            for role, name in vars(call).items()
+            for role, names in vars(call).items()
+            for name in (names if isinstance(names, tuple) else (names,))
             if role not in ("name", "out") and isinstance(name, str)
         }
 

@@ -27,7 +27,16 @@ from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 from qcompile.codegen.gpu_experts import Experts
 from qcompile.codegen.gpu_launches import MOST_ROWS, Launch, Plan, Ref, Size, Variant
 from qcompile.codegen.gpu_pack import kernel_of, packing_of, padded_inputs, padded_outputs
-from qcompile.codegen.gpu_rows import PICK_PART, WIDEST, HadamardSpec, RowSpec, in_blocks, pick_kernel
+from qcompile.codegen.gpu_rows import (
+    PICK_PART,
+    WIDEST,
+    Columns,
+    GatherSpec,
+    HadamardSpec,
+    RowSpec,
+    in_blocks,
+    pick_kernel,
+)
 from qcompile.errors import PassError, UnsupportedError
 from qcompile.numerics import HIER_GROUP, groups_of
 
@@ -91,8 +100,8 @@ class _Maker:
             if isinstance(after, p.Route):
                 return
         make: Callable[[Any], Iterator[Launch]] = getattr(self, f"_{call.kernel}", self._unknown)
-        for name in ("x", "qkv", "q", "other", "residual"):
-            read = getattr(call, name, None)
+        read_by = [getattr(call, name, None) for name in ("x", "qkv", "q", "other", "residual")]
+        for read in (*read_by, *getattr(call, "sources", ())):
             if read in self.gated and not isinstance(call, (p.Quantize, p.Hadamard)):
                 raise PassError("codegen", call.name, "GPU kernels read a gated value only to turn or quantize it")
         try:
@@ -151,7 +160,17 @@ class _Maker:
     def _norm(self, c: p.Norm) -> Iterator[Launch]:
         weights = {"weight": c.weight is not None, "bias": c.bias is not None}
         spec = self.plain(c.x, c.out, norm=c.kind, eps=c.eps, **weights)
-        yield self.rows(spec, c.name, self.ref(c.x), c.out, _vectors(c.weight, c.bias))
+        yield self.rows(spec, c.name, self.ref(c.x, column=c.x_offset), c.out, _vectors(c.weight, c.bias))
+
+    def _gather(self, c: p.Gather) -> Iterator[Launch]:
+        out = self.program.buffer(c.out)
+        strides = [self.program.buffer(name).stride for name in c.sources]
+        spec = GatherSpec(out.width, out.stride, tuple(map(Columns, c.widths, strides)))
+        args: dict[str, Ref] = {"out": self.ref(c.out), "index": ["weight", c.index]}
+        for number, (name, column) in enumerate(zip(c.sources, c.offsets, strict=True)):
+            args[f"x{number}"] = self.ref(name, column=column)
+        label = self.plan.add(spec.kernel(self.capability))
+        yield Launch(c.name, out.rows, (Variant(label, (out.rows, spec.programs, 1), args),))
 
     def _norm_heads(self, c: p.NormHeads) -> Iterator[Launch]:
         weights = {"weight": c.weight is not None, "bias": c.bias is not None}

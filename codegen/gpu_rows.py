@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 from qcompile.errors import UnsupportedError
@@ -167,6 +167,42 @@ class HadamardSpec:
             gate_block=GATE_BLOCK,
         )
         return Kernel(name, source, tuple(arguments), min(max(rows * columns // 512, 1), 16), 1, prelaunch)
+
+
+class Columns(NamedTuple):
+    """Columns of rows `stride` elements apart."""
+
+    width: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class GatherSpec:
+    """out[row, i] = what index[i], int32, finds in the sources' columns one after another, zero where negative; f32."""
+
+    width: int
+    out_stride: int
+    sources: tuple[Columns, ...]
+
+    PART = 1024
+
+    @property
+    def title(self) -> str:
+        """What the source says it is."""
+        return f"{self.width} columns out of {', '.join(str(source.width) for source in self.sources)}"
+
+    @property
+    def programs(self) -> int:
+        """Programs of a row."""
+        return -(-self.width // self.PART)
+
+    def kernel(self, capability: int) -> Kernel:
+        """The kernel for a compute capability."""
+        named = [f"x{number}" for number in range(len(self.sources))]
+        arguments = (*(Argument(n, "*fp32") for n in (*named, "out")), Argument("index", "*i32"))
+        name, prelaunch = f"gather_{len(self.sources)}", capability >= 90
+        values = {"name": name, "arguments": arguments, "prelaunch": prelaunch}
+        return Kernel(name, render_template("gather.py.jinja", spec=self, **values), arguments, 4, 1, prelaunch)
 
 
 def pick_kernel(vocab: int, parts: int, final: bool, capability: int) -> Kernel:

@@ -88,6 +88,15 @@ class Lowering:
         size = -(-node.meta["val"].numel() * 4 // 64) * 64
         return self._register(node, "flat", (("", size),), blobs)[0]
 
+    def indices(self, node: fx.Node) -> str:
+        """A weight of indices as int32."""
+
+        def blobs() -> Iterator[Tensor]:
+            yield numerics.as_blob(self.graph.evaluate(node).to(torch.int32))
+
+        size = -(-node.meta["val"].numel() * 4 // 64) * 64
+        return self._register(node, "indices", (("", size),), blobs)[0]
+
     def table(self, node: fx.Node) -> tuple[str, Literal["f32", "bf16"]]:
         """An embedding table row-major, and its dtype: bf16 where the checkpoint has bf16, else f32."""
         meta = node.meta["val"]
@@ -212,7 +221,8 @@ def _norm(low: Lowering, node: fx.Node) -> p.Call:
         bias, eps, style = rest[0], rest[1], rest[2]
     if x.meta["val"].dim() != 2:
         raise PassError("codegen", node.name, "a norm inside heads has no kernel yet")
-    return p.Norm(node.name, style, low.buffer(x), low.buffer(node), eps, low.vector(weight), low.vector(bias))
+    where, weights = (low.buffer(x, whole=False), low.buffer(node)), (low.vector(weight), low.vector(bias))
+    return p.Norm(node.name, style, *where, eps, *weights, low.column(x))
 
 
 def _norm_heads(low: Lowering, node: fx.Node) -> p.Call:
@@ -295,6 +305,13 @@ def _rope_append(low: Lowering, node: fx.Node) -> p.Call:
         center=low.vector(turn[0]) if turn else None,
         block=turn[1] if turn else 0,
     )
+
+
+def _gather(low: Lowering, node: fx.Node) -> p.Call:
+    sources, index = _args(node)
+    found = zip(*((low.buffer(x, whole=False), low.column(x), x.meta["val"].shape[-1]) for x in sources), strict=True)
+    names, columns, widths = found
+    return p.Gather(node.name, names, columns, widths, low.buffer(node), low.indices(index))
 
 
 def _attention(low: Lowering, node: fx.Node) -> p.Call:
@@ -405,6 +422,7 @@ _LOWER: dict[str, Callable[[Lowering, fx.Node], p.Call | None]] = {
     "hadamard_quantize": _hadamard,
     "gemm": _gemm,
     "rope_append": _rope_append,
+    "gather_features": _gather,
     "kv_attention": _attention,
     "take_rows": _take_rows,
     "unary": _unary,

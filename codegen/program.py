@@ -99,7 +99,10 @@ class Embed:
 
 @dataclass(frozen=True)
 class Norm:
-    """out = x / sqrt(mean(x^2) + eps) * weight (rms), or the layer norm; quantized too when out is q8."""
+    """out = x / sqrt(mean(x^2) + eps) * weight (rms), or the layer norm; quantized too when out is q8.
+
+    x is read from its column `x_offset` on, as many columns as out has.
+    """
 
     kernel: ClassVar[str] = "norm"
     name: str
@@ -109,6 +112,7 @@ class Norm:
     eps: float
     weight: str | None = None
     bias: str | None = None
+    x_offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -215,6 +219,22 @@ class RopeAppend:
 
 
 @dataclass(frozen=True)
+class Gather:
+    """out[t, i] = what the weight `index` [width], int32, finds in the sources' columns one after another, -1 zero.
+
+    Source n is `widths[n]` columns, f32, of the buffer `sources[n]` from `offsets[n]` on.
+    """
+
+    kernel: ClassVar[str] = "gather"
+    name: str
+    sources: tuple[str, ...]
+    offsets: tuple[int, ...]
+    widths: tuple[int, ...]
+    out: str
+    index: str
+
+
+@dataclass(frozen=True)
 class Attention:
     """out[t, h] = softmax(softcap(q k^T * scale) + mask) v over the layer's KV pages.
 
@@ -282,7 +302,7 @@ class Route:
 
     pick reads x at `index`.
 
-    `numbers` are those of the operator after its tensors: k; eps and floor; groups and keep.
+    `numbers` are those of the operator after its tensors: k; eps and floor; groups, keep and count.
     """
 
     kernel: ClassVar[str] = "route"
@@ -355,6 +375,7 @@ Call = (
     | Hadamard
     | Gemm
     | RopeAppend
+    | Gather
     | Attention
     | TakeRows
     | Elementwise

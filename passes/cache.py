@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -12,6 +13,7 @@ from qcompile import numerics, ops
 from qcompile.errors import PassError, UsageError
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
+from qcompile.passes.gather import gathered
 
 UPPER_HALF = {"kv_hier": "kv_hier4"}
 """What a draft reads of a cache instead of all of it (QuantSpec 4.2)."""
@@ -25,8 +27,9 @@ class Cache(Pass):
     The graph's inputs become token_ids [M], positions [M], sequence [M] (which row of block_table), block_table
     [S, pages], output_rows [R], cache [layers, 2, slots, Hk, D]; its outputs logits [R, V] and the new cache.
     Everything but attention works on rows apart from each other, so only it changes; logits are made for
-    the rows asked for. Quantized keys and values are per head and token (QServe 3.2). kv_hier is QuantSpec's
-    hierarchical cache, and kv_hier4 a draft's view of it that reads the upper 4 bits alone.
+    the rows asked for. Values narrower than keys are filled up with zeros, which come off again behind attention: a
+    page has room for heads of one size. Quantized keys and values are per head and token (QServe 3.2). kv_hier is
+    QuantSpec's hierarchical cache, and kv_hier4 a draft's view of it that reads the upper 4 bits alone.
     """
 
     name: ClassVar[str] = "cache"
@@ -44,6 +47,8 @@ class Cache(Pass):
 
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()
+        for node in graph.calls("attention"):
+            _fill_values(graph, node)
         attentions = graph.calls("attention")
         heads = {_kv_shape(node) for node in attentions}
         if not attentions:
@@ -91,6 +96,31 @@ def _kv_shape(node: fx.Node) -> tuple[int, int]:
     if k != v:
         raise PassError("cache", node.name, f"keys {tuple(k[2:])} and values {tuple(v[2:])} differ in heads or size")
     return tuple(k[-2:])
+
+
+def _fill_values(graph: Graph, node: fx.Node) -> None:
+    """Give values narrower than keys zeros behind them, which make zeros that are cut off."""
+    _, key, value, *_ = _args(node)
+    (_, _, heads, wide), (_, _, kv_heads, narrow) = key.meta["val"].shape, value.meta["val"].shape
+    if narrow >= wide:
+        return
+    heads = node.meta["val"].shape[-2]
+    place = np.arange(kv_heads * narrow).reshape(kv_heads, narrow)
+    filled = np.pad(place, ((0, 0), (0, wide - narrow)), constant_values=-1).ravel()
+    kept = np.arange(heads * wide).reshape(heads, wide)[:, :narrow].ravel()
+    with graph.fx.inserting_before(node):
+        flat = value.args[0] if ops.name_of(value.target) == "split_heads" else graph.call("merge_heads", value)
+        node.update_arg(2, graph.call("split_heads", gathered(graph, [flat], filled), kv_heads))
+    users = list(node.users)
+    graph.infer_node(node)
+    with graph.fx.inserting_after(node):
+        merged = graph.call("merge_heads", node)
+    with graph.fx.inserting_after(merged):
+        cut = gathered(graph, [merged], kept)
+    with graph.fx.inserting_after(cut):
+        narrowed = graph.call("split_heads", cut, heads)
+    for user in users:
+        user.replace_input_with(node, narrowed)
 
 
 def _step_inputs(graph: Graph) -> dict[str, fx.Node]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, ClassVar
 
+import numpy as np
 from torch import fx
 
 from qcompile import ops
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
+from qcompile.passes.gather import gathered
 
 _NORMS = {"rms_norm": "rms", "layer_norm": "layer"}
 
@@ -128,12 +132,12 @@ def _fuse_append(graph: Graph, node: fx.Node) -> bool:
     if any(p is None for p in parts):
         return False
     q, k, v = (p for p in parts if p is not None)
-    if not (q.source is k.source is v.source and q.rope == k.rope and v.rope is None and v.norm is None):
+    if q.rope != k.rope or v.rope is not None or v.norm is not None:
         return False
-    if q.turn != (None, k.turn[1]) or v.turn[1]:
+    if q.turn != (None, k.turn[1]) or v.turn[1] or (q.rope is not None and q.rope[0] is not place[0]):
         return False
-    if not (q.alone and k.alone) or (q.rope is not None and q.rope[0] is not place[0]):
-        return False
+    if not (q.source is k.source is v.source and q.alone and k.alone):
+        q, k, v = _side_by_side(graph, node, (q, k, v))
     inv_freq, scaling, interleaved = (None, 1.0, False) if q.rope is None else q.rope[1:]
     shape = (q.heads, k.heads, q.head_dim, scaling, interleaved, layer, format, *k.turn)
     with graph.fx.inserting_before(node):
@@ -152,6 +156,18 @@ def _fuse_append(graph: Graph, node: fx.Node) -> bool:
     append.replace_all_uses_with(new_cache)
     graph.fx.erase_node(append)
     return True
+
+
+def _side_by_side(graph: Graph, node: fx.Node, parts: Sequence[_Heads]) -> list[_Heads]:
+    """The same heads out of one value ahead of `node` that has their columns, and no other reader."""
+    sources = list(dict.fromkeys(part.source for part in parts))
+    widths = [source.meta["val"].shape[-1] for source in sources]
+    starts = dict(zip(sources, accumulate([0, *widths]), strict=False))
+    columns = [np.arange(part.heads * part.head_dim) + starts[part.source] + part.start for part in parts]
+    with graph.fx.inserting_before(node):
+        made = gathered(graph, sources, np.concatenate(columns))
+    ends = accumulate([0, *(len(each) for each in columns)])
+    return [replace(part, source=made, start=start, alone=True) for part, start in zip(parts, ends, strict=False)]
 
 
 def _fuse_add(graph: Graph, node: fx.Node) -> bool:

@@ -41,6 +41,9 @@ def build(
         shapes = [shapes[0], *((heads // group, size) for heads, size in shapes[1:])]
     if shapes[1][0] != shapes[2][0] or queries % shapes[1][0] or shapes[0][1] != shapes[1][1]:
         raise r.unsupported(node, f"has heads {shapes[0]}, {shapes[1]}, {shapes[2]} that do not fit together")
+    order = _rotary_first([v.terms.reshape(len(v.terms), *s) for v, s in zip(inputs[:2], shapes[:2], strict=True)])
+    if order is not None:
+        inputs = [*(_reordered(value, order) for value in inputs[:2]), inputs[2]]
     q, k, v = (_heads(r, node, value, shape) for value, shape in zip(inputs, shapes, strict=True))
     extra = [] if key_bias is None else [r.constant("key_bias", key_bias.expand(queries, -1).contiguous())]
     made = r.call("attention", q, k, v, float(scale * math.prod(factors)), int(window), float(softcap), sinks, *extra)
@@ -75,6 +78,23 @@ def _ungrouped(value: Value, shape: tuple[int, int], group: int) -> Value:
     """Every `group`-th head."""
     terms = value.terms.reshape(len(value.terms), *shape)[:, ::group]
     return Value(value.base, ("B", "T", "F", "F"), terms)
+
+
+def _rotary_first(terms: Sequence[Terms]) -> np.ndarray[Any, Any] | None:
+    """The order in which features of heads that are rotated come first; None where they do, or queries and keys differ.
+
+    terms: [n, H, D] of queries and of keys. Scores are sums over features, so that both may be in any one order.
+    """
+    turned = [((t["kind"] == COS) & (t["coef"] != 0)).any(0) for t in terms]
+    first = turned[0][0]
+    if not all((heads == first).all() for heads in turned) or first[: first.sum()].all():
+        return None
+    return np.argsort(~first, kind="stable")
+
+
+def _reordered(value: Value, order: np.ndarray[Any, Any]) -> Value:
+    """`value` with the features of its heads in another order."""
+    return Value(value.base, value.dims, value.terms[..., order])
 
 
 def _heads(r: Raiser, node: fx.Node, value: Value, shape: tuple[int, int]) -> fx.Node:

@@ -136,13 +136,16 @@ class Raiser:
         self.ids = made[0]
 
     def _call(self, node: fx.Node) -> Known:
-        from qcompile.passes.raise_heads import HANDLERS
+        from qcompile.passes.raise_complex import HANDLERS
+        from qcompile.passes.raise_joined import filled
 
         value = node.meta.get("val")
         if self.is_constant(node) and (not isinstance(value, Tensor) or self.is_static(value)):
             return Weight(node)
         if not isinstance(value, (Tensor, list, tuple)):
             return None
+        if (copied := filled(self, node)) is not None:
+            return copied
         if is_in_place(node) and not writes_alone(node):
             raise self.unsupported(node, "changes a tensor in place that others read afterwards")
         handler = HANDLERS.get(operator_name(node))
@@ -342,7 +345,9 @@ class Raiser:
         """The features `index` of `base`, flattened unless all of them are wanted as they are."""
         count = math.prod(features(base))
         start = int(index[0])
-        if np.array_equal(index, np.arange(start, start + len(index))):
+        if ops.name_of(base.target) != "gather_features" and np.array_equal(
+            index, np.arange(start, start + len(index))
+        ):
             if len(index) == count:
                 return base
             return self.call("slice_features", self.flat(base), start, start + len(index))
@@ -350,7 +355,9 @@ class Raiser:
             return self._expert_rows(base, index, node)
         flat = self.flat(base)
         if ops.name_of(flat.target) != "linear" or flat.args[1].op != "get_attr":  # type: ignore[union-attr]
-            raise self.unsupported(node, "takes features out of order, which only a linear's rows allow")
+            from qcompile.passes.raise_joined import gathered
+
+            return gathered(self, flat, index, node)
         return self.call("linear", flat.args[0], *(self._rows(w, index) for w in flat.args[1:] if w is not None))
 
     def _expert_rows(self, base: fx.Node, index: np.ndarray[Any, Any], node: Any) -> fx.Node:
@@ -433,10 +440,10 @@ def writes_alone(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether `node` may share memory with its first operand."""
+    """Whether `node` may share memory with its first operand, as what is written in place does."""
     if operator_name(node) == "getitem":
         return _is_view(node.args[0])  # type: ignore[arg-type]
-    return node.op == "call_function" and operator_name(node) in ALIASING
+    return node.op == "call_function" and (operator_name(node) in ALIASING or is_in_place(node))
 
 
 def sources(node: fx.Node) -> list[fx.Node]:

@@ -134,25 +134,49 @@ def _limited(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     """Scores hidden outside the best groups; nothing is hidden where all groups are kept."""
     value = _scores(r, a.input_, -1)
     found = _group_choice(r, a.mask)
-    if value is None or found is None or r.number(a.value) != float("-inf"):
+    if value is None or found is None:
         return None
     best: Any = found[0]
     keep, groups = found[1], int(found[0].meta["val"].shape[-1])
     if keep == groups:
         return value
-    if not is_call(best, "sum") or [d % 2 for d in best.args[1]] != [1]:
+    runs, count = _judged(best)
+    if runs is None:
         return None
-    two: Any = best.args[0]
-    inner: Any = two.args[0] if is_call(two, "getitem") and two.args[1] == 0 else None
-    if not is_call(inner, "topk") or inner.args[1] != 2:
-        return None
-    runs: Any = strip(inner.args[0])
     shape = r.shape(runs)
     if not is_call(runs, "view", "reshape") or shape[-2:] != [groups, value.count // groups]:
         return None
     if strip(runs.args[0]) is not strip(a.input_):
         return None
-    return identity(r.call("limit_groups", _emitted(r, value, node), groups, keep), value.dims, value.sizes)
+    if not _never_chosen(node, r.number(a.value), value, keep * value.count // groups):
+        return None
+    return identity(r.call("limit_groups", _emitted(r, value, node), groups, keep, count), value.dims, value.sizes)
+
+
+def _judged(best: Any) -> tuple[Any, int]:
+    """(runs of scores, n) where `best` is the sum of the n best of each run; (None, 0) where it is not."""
+    if is_call(best, "amax") and Arguments(best).dim in ([-1], [2]):
+        return strip(best.args[0]), 1
+    if is_call(best, "getitem") and best.args[1] == 0 and is_call(best.args[0], "max"):
+        most = Arguments(best.args[0])
+        return (strip(most.input_), 1) if getattr(most, "dim", None) in (-1, 2) else (None, 0)
+    if not is_call(best, "sum") or [d % 2 for d in best.args[1]] != [1]:
+        return None, 0
+    two: Any = best.args[0]
+    inner: Any = two.args[0] if is_call(two, "getitem") and two.args[1] == 0 else None
+    return (strip(inner.args[0]), 2) if is_call(inner, "topk") and inner.args[1] == 2 else (None, 0)
+
+
+def _never_chosen(node: fx.Node, hidden: float | None, scores: Value, left: int) -> bool:
+    """Whether who reads scores takes none of those that are `hidden` behind a number, where so many are `left`.
+
+    Numbers out of a softmax are more than 0; below minus infinity nothing is.
+    """
+    if hidden == float("-inf"):
+        return True
+    positive = hidden == 0 and kind_of(scores) == "softmax" and bool((scores.terms["coef"] > 0).all())
+    chosen: list[Any] = [user.args[1] if is_call(user, "topk") else left + 1 for user in node.users]
+    return positive and all(isinstance(count, int) and count <= left for count in chosen)
 
 
 def _group_choice(r: Raiser, mask: Any) -> tuple[fx.Node, int] | None:
@@ -169,7 +193,7 @@ def _group_choice(r: Raiser, mask: Any) -> tuple[fx.Node, int] | None:
     if not is_call(zeros, "zeros_like") or not is_call(topk, "topk"):
         return None
     best = strip(topk.args[0])
-    return (best, int(topk.args[1])) if strip(zeros.args[0]) is best else None
+    return (best, int(topk.args[1])) if strip(zeros.args[0]) is best and best.meta["val"].dim() == 2 else None
 
 
 # ---- experts ----------------------------------------------------------------------------------------

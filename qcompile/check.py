@@ -46,6 +46,7 @@ _FLOAT = _ON_WEIGHTS | {
     "rotate_heads",
     "attention",
     "slice_features",
+    "gather_features",
     "split_heads",
     "merge_heads",
     "gated_linear",

@@ -68,6 +68,8 @@ class _Weights:
         if kind in numerics.FORMATS and kind != "mix_4_8":
             n, k = shape
             return numerics.unpack_weight(dict(zip(numerics.FORMATS[kind].roles, blobs, strict=True)), n, k, kind)
+        if kind == "indices":
+            return blobs[0].view(torch.int32)[: int(np.prod(shape))].long()
         if kind not in ("vector", "flat", "table"):
             raise UnsupportedError(f"export: node {node.name}: {kind} weights cannot be exported; take another recipe")
         stored = torch.bfloat16 if kind == "table" and dtype == "bfloat16" else torch.float32

@@ -90,6 +90,9 @@ def call_cost(
     if kernel == "rope_append":
         heads = call["heads"] + 2 * call["kv_heads"]
         return Cost(row_bytes + position_bytes, 3.0 * heads * call["head_dim"], "f32")
+    if kernel == "gather":
+        moved = 3 * buffers[call["out"]]["width"]  # an element read, another written, and its index
+        return Cost(_ITEM_BYTES["f32"] * moved, moved, "f32")
     if kernel == "norm_heads":  # in place, over some columns of x
         normed = call["heads"] * call["width"]
         return Cost(2 * 4 * normed, 4.0 * normed, "f32")

@@ -110,6 +110,64 @@ def decoder(
     return graph
 
 
+def latent(
+    *,
+    vocab: int = 50,
+    hidden: int = 48,
+    heads: int = 3,
+    plain: int = 16,
+    turned: int = 16,
+    narrow: int = 16,
+    rank: int = 24,
+) -> Graph:
+    """A decoder of one attention at stage `raise`, its queries, keys and values out of normalized values of `rank`.
+
+    Heads of queries and keys have `turned` features ahead of `plain` ones, the keys' turned ones alike in all heads;
+    those of values have `narrow`.
+    """
+    generator = torch.Generator().manual_seed(0)
+    store = WeightStore({})
+    graph = Graph(fx.Graph(), store, ModelInfo("tiny", vocab, 512, 0, (0,), 0), "raise")
+    ids, positions = (graph.fx.placeholder(name) for name in ("token_ids", "positions"))
+    for node in (ids, positions):
+        node.meta["val"] = torch.empty(2, 7, dtype=torch.int64, device="meta")
+
+    def kept(name: str, value: torch.Tensor) -> fx.Node:
+        store.add_tensor(name, value)
+        node = graph.fx.create_node("get_attr", name)
+        graph.infer_node(node)
+        return node
+
+    def weight(name: str, *shape: int) -> fx.Node:
+        return kept(name, torch.randn(*shape, generator=generator) / shape[-1] ** 0.5)
+
+    def linear(x: fx.Node, name: str, n: int) -> fx.Node:
+        return graph.call("linear", x, weight(name, n, x.meta["val"].shape[-1]))
+
+    size = turned + plain
+    inv_freq = kept("inv_freq", 10000.0 ** -(torch.arange(0, turned, 2) / turned))
+    of_head = torch.cat(
+        (heads * plain + torch.arange(turned).expand(heads, -1), torch.arange(heads * plain).view(heads, -1)), 1
+    )
+    x = graph.call("embedding", ids, weight("embed", vocab, hidden))
+    y = graph.call("rms_norm", x, None, 1e-6)
+    low = [graph.call("rms_norm", linear(y, f"{n}a", rank), weight(f"{n}n", rank), 1e-6) for n in ("q", "kv")]
+    k = graph.call(
+        "gather_features",
+        [linear(low[1], "k", heads * plain), linear(y, "kr", turned)],
+        kept("index", of_head.flatten()),
+    )
+    q, k, v = (
+        graph.call("split_heads", t, heads)
+        for t in (linear(low[0], "q", heads * size), k, linear(low[1], "v", heads * narrow))
+    )
+    q, k = (graph.call("rope", t, positions, inv_freq, 1.0, False) for t in (q, k))
+    mixed = graph.call("merge_heads", graph.call("attention", q, k, v, size**-0.5))
+    x = graph.call("add", x, linear(mixed, "o", hidden))
+    graph.fx.output(linear(graph.call("rms_norm", x, None, 1e-6), "head", vocab))
+    return graph
+
+
 def sequence_inputs(
     tokens: int = 7, batch: int = 2, vocab: int = 50, seed: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:

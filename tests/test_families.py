@@ -14,6 +14,7 @@ BUILT = (
     "gpt_oss",  # sinks, experts with biases and clamped gates
     "qwen2_moe, dense layers between",  # a router before all, shared experts behind a gate
     "gpt_neo, local layers",  # attention of its own, in ATen operators
+    "deepseek_v3",  # keys of two linears in new memory, values narrower, groups of experts
     "stablelm, parallel, norms in heads",  # weights of norms that differ by head
 )
 KINDS = {name: (kind, settings) for name, kind, settings in family_list.FAMILIES}

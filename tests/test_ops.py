@@ -35,6 +35,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "add": (rand(2, 6), rand(6)),
     "mul": (rand(2, 6), rand(2, 6)),
     "slice_features": (rand(2, 6), 1, 4),
+    "gather_features": ([rand(2, 6), rand(2, 3)], torch.tensor([7, 7, -1, 0, 8])),
     "split_heads": (rand(2, 6), 3),
     "merge_heads": (rand(2, 3, 2),),
     "rope": (rand(3, 2, 8), POSITIONS, INV_FREQ, 1.0, False),
@@ -76,7 +77,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "top_k": (rand(3, 6), 2),
     "pick": (rand(3, 6), CHOICE),
     "normalize": (rand(3, 2).abs(), 1e-9, 0.1),
-    "limit_groups": (rand(3, 6), 3, 1),
+    "limit_groups": (rand(3, 6), 3, 1, 2),
     "expert_linear": (rand(3, 8), CHOICE, rand(4, 5, 8), rand(4, 5)),
     "expert_rows": (rand(4, 5, 8),),
     "expert_gemm": (rand(3, 2, 40), CHOICE, WEIGHT, rand(64), "w4_asym_g128", "int8", 128, 4, 13, "store"),
@@ -174,8 +175,15 @@ def test_experts_are_each_tokens_own_linears() -> None:
             expert = CHOICE[token, slot]
             assert torch.allclose(y[token, slot], weight[expert] @ x[token] + bias[expert], atol=1e-6)
     assert torch.equal(ops.top_k(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), 3), torch.tensor([[1, 2, 3]]))
-    limited = ops.limit_groups(torch.tensor([[9.0, 0.0, 5.0, 5.0]]), 2, 1)
-    assert limited.tolist() == [[-float("inf"), -float("inf"), 5.0, 5.0]]
+    scores, hidden = torch.tensor([[9.0, 0.0, 5.0, 5.0]]), -float("inf")
+    assert ops.limit_groups(scores, 2, 1, 2).tolist() == [[hidden, hidden, 5.0, 5.0]]
+    assert ops.limit_groups(scores, 2, 1, 1).tolist() == [[9.0, 0.0, hidden, hidden]]
+
+
+def test_features_are_gathered_by_their_place_and_zeros_by_none() -> None:
+    a, b = rand(2, 3, 4), rand(2, 3, 2)
+    found = ops.gather_features([a, b], torch.tensor([5, -1, 0, 5]))
+    assert torch.equal(found, torch.stack((b[..., 1], torch.zeros(2, 3), a[..., 0], b[..., 1]), -1))
 
 
 def test_kv_attention_over_pages_is_attention() -> None:

@@ -40,10 +40,10 @@ def normalize(x: Tensor, eps: float, floor: float) -> Tensor:
 
 
 @define(like)
-def limit_groups(x: Tensor, groups: int, keep: int) -> Tensor:
-    """x [..., E] but minus infinity outside the `keep` best of `groups` runs, by the sum of a run's best two."""
+def limit_groups(x: Tensor, groups: int, keep: int, count: int) -> Tensor:
+    """x [..., E] but minus infinity outside the `keep` best of `groups` runs, by the sum of a run's `count` best."""
     runs = x.unflatten(-1, (groups, -1))
-    best = runs.topk(2, -1).values.sum(-1)
+    best = runs.topk(count, -1).values.sum(-1)
     kept = torch.sort(best, dim=-1, descending=True, stable=True).indices[..., :keep]
     mask = torch.zeros_like(best, dtype=torch.bool).scatter(-1, kept, True)
     return runs.masked_fill(~mask[..., None], float("-inf")).flatten(-2)

@@ -107,6 +107,13 @@ def slice_features(x: Tensor, start: int, stop: int) -> Tensor:
     return x[..., start:stop].clone()
 
 
+@define(lambda sources, index: sources[0].new_empty(*sources[0].shape[:-1], index.shape[0]))
+def gather_features(sources: list[Tensor], index: Tensor) -> Tensor:
+    """sources, each [..., F_i], index int64 [N] into their features one after another, -1 for zeros -> [..., N]."""
+    joined = torch.cat([*sources, torch.zeros_like(sources[0][..., :1])], -1)
+    return joined.index_select(-1, torch.where(index < 0, joined.shape[-1] - 1, index))
+
+
 @define(like)
 def rotate_heads(x: Tensor, center: Tensor | None, block: int) -> Tensor:
     """x [..., H, D], less center [H * D], with blocks of `block` features times hadamard_matrix(block) / sqrt(block).

@@ -28,7 +28,8 @@ def decoder(
 ) -> Graph:
     """One layer of attention and of experts with biases, grouped routing and a gated shared linear; odd sizes.
 
-    Scores of attention are `biased` by position, and weighed against sinks. Gates are `clamped`, or as they are mostly.
+    Scores of attention are `biased` by position, and weighed against sinks. Gates are `clamped`, or as they are mostly:
+    then groups go by their best score, not by the sum of two.
     """
     generator = torch.Generator().manual_seed(0)
     store = WeightStore()
@@ -53,7 +54,7 @@ def decoder(
     x = graph.call("add", x, linear(mixed, "o", hidden))
     y = graph.call("rms_norm", x, None, 1e-6)
     scores = graph.call("softmax", linear(y, "router", 2 * experts))
-    index = graph.call("top_k", graph.call("limit_groups", scores, 2, 1), slots)
+    index = graph.call("top_k", graph.call("limit_groups", scores, 2, 1, 2 if clamped else 1), slots)
     factor = graph.call("normalize", graph.call("pick", scores, index), 1e-3, 0.2)
     gate, up = (
         graph.call(

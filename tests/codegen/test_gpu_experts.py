@@ -115,13 +115,13 @@ def interpret_routes() -> None:
     x[1, 3] = x[1, 9] = 7.0
     x[2, :experts] = float("nan")  # some expert is chosen still
     scores = torch.softmax(x[:, :experts], -1)
-    limited = ops.op("limit_groups")(scores, 3, 2)
+    limited = ops.op("limit_groups")(scores, 3, 2, 2)
     index = ops.op("top_k")(limited, k)
     picked = ops.op("pick")(scores, index)
     want = ops.op("normalize")(picked, 1e-3, 0.2)
     steps = (
         RouteStep("softmax", experts, experts, x_stride=32),
-        RouteStep("limit_groups", experts, experts, (3, 2), x=0),
+        RouteStep("limit_groups", experts, experts, (3, 2, 2), x=0),
         RouteStep("top_k", experts, k, (k,), x=1, out_stride=8),
         RouteStep("pick", experts, k, x=0, index=2),
         RouteStep("normalize", k, k, (1e-3, 0.2), x=3, out_stride=4),

@@ -34,7 +34,7 @@ from qcompile.targets import TARGETS
 from tests.codegen.interpreted import interpreted, needs_triton
 from tests.codegen.lowering import gpu_program
 from tests.codegen.tiny import Chunk
-from tests.graphs import decoder, step_inputs
+from tests.graphs import decoder, latent, step_inputs
 
 RECIPES = {
     # A small difference (bf16 queries, weights of values, gates) may put a code on the other side of a rounding edge:
@@ -92,6 +92,26 @@ def interpret_recipes(*names: str) -> None:
             part, _ = again.step(chunks)
         error = ((part[-1] - got[-1]).norm() / got[-1].norm()).item()
         assert error < 1e-3, (name, error)
+
+
+def interpret_narrow_values() -> None:
+    """Queries and keys out of normalized columns of one value, heads of 96 features, values of 64."""
+    from tests.codegen.gpu_interpreter import Interpreter
+
+    for name in ("qserve", "bf16"):
+        made = latent(vocab=64, hidden=128, heads=2, plain=64, turned=32, narrow=64, rank=96)
+        graph, program, blobs = gpu_program(made, name, {})
+        machine = Interpreter(program, make_plan(program, 90, split=64, inline_asm=False), blobs)
+        ids = torch.randint(0, 64, (1, 9), generator=torch.Generator().manual_seed(1))
+        inputs = step_inputs(ids, None, graph)
+        want = graph.run(*inputs)[0]
+        got, _ = machine.step([Chunk(ids[0].tolist(), 0, inputs[3].tolist()[0])])
+        error = ((got.double() - want).norm() / want.norm()).item()
+        assert error < RECIPES[name], (name, error)
+
+
+def test_narrow_values_interpreted() -> None:
+    interpreted(__name__, "interpret_narrow_values()")
 
 
 def interpret_odd_inputs() -> None:

@@ -10,7 +10,7 @@ import torch
 import qcompile
 from qcompile import check, pipeline, recipes
 from qcompile.graph import Graph
-from tests.graphs import decoder, sequence_inputs, step_inputs
+from tests.graphs import decoder, latent, sequence_inputs, step_inputs
 
 # Kernels and references sum float32 in different orders; where values are rounded to int8, bf16 or the cache's
 # codes afterwards, a few land on the other side of a tie, and one step of a 4-bit range shows in the logits: a
@@ -37,6 +37,21 @@ def test_mixed_weights_compute_what_their_graph_says(tmp_path: Path) -> None:
         assert torch.equal(llm.logits(ids, chunk=3), logits)
     assert check.max_relative_error(logits, reference) < FLIPS
     assert (logits - reference).abs().median() < 1e-4
+
+
+@pytest.mark.parametrize("recipe", ["f32", "qserve"])
+def test_values_narrower_than_keys_run(recipe: str, tmp_path: Path) -> None:
+    """Norms read some columns of a value, keys are gathered, values filled up with zeros."""
+    graph, (ids, positions) = latent(narrow=8), sequence_inputs(70)
+    pipeline.build(graph, tmp_path / "out", recipe=recipe)
+    step = pipeline.run_passes(graph, pipeline.configure(recipes.get_recipe(recipe).settings(), {})[1:])[0][-1]
+    assert len(step.calls("gather_features")) == 2  # queries, keys and values side by side; what is cut off
+    reference = step.run(*step_inputs(ids, None, step))[0].view(2, 70, -1)
+    with qcompile.load(tmp_path / "out", threads=2) as llm:
+        logits = llm.logits(ids)
+        assert torch.equal(llm.logits(ids, chunk=3), logits)
+    assert check.max_relative_error(logits, reference) < TOLERANCE.get(recipe, FLIPS)
+    assert recipe != "f32" or check.max_relative_error(logits, graph.run(ids, positions)) < 2 * TOLERANCE["f32"]
 
 
 @pytest.mark.parametrize(

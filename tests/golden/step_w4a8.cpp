@@ -46,7 +46,7 @@ static void step(Model& m, int tid) {
   s.done(0, true);
 
   // 0.norm1
-  norm<kRms>(s.mine(kTokens, true), v_h, 96, s.weight<float>(2), nullptr, 9.99999997e-07f, s.w, v_0_x);
+  norm<kRms>(s.mine(kTokens, true), v_h + 0, 96, false, 96, s.weight<float>(2), nullptr, 9.99999997e-07f, s.w, v_0_x);
   s.done(1, !s.few[kTokens]);
 
   // 0.qkv
@@ -83,7 +83,7 @@ static void step(Model& m, int tid) {
   s.done(6, true);
 
   // 0.norm2
-  norm<kRms>(s.mine(kTokens, true), v_h, 96, s.weight<float>(10), nullptr, 9.99999997e-07f, s.w, v_0_y);
+  norm<kRms>(s.mine(kTokens, true), v_h + 0, 96, false, 96, s.weight<float>(10), nullptr, 9.99999997e-07f, s.w, v_0_y);
   s.done(7, !s.few[kTokens]);
 
   // 0.gate_up
@@ -115,7 +115,7 @@ static void step(Model& m, int tid) {
   s.done(11, !s.few[kOutputs]);
 
   // norm
-  norm<kRms>(s.mine(kOutputs, true), v_last, 96, s.weight<float>(17), nullptr, 9.99999997e-07f, s.w, v_final);
+  norm<kRms>(s.mine(kOutputs, true), v_last + 0, 96, false, 96, s.weight<float>(17), nullptr, 9.99999997e-07f, s.w, v_final);
   s.done(12, !s.few[kOutputs]);
 
   // head

@@ -34,6 +34,15 @@ EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 40,
 }
 
+LATENT: dict[str, Any] = {
+    **{"num_key_value_heads": 4, "first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 16},
+    **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12},
+    "rope_parameters": {
+        **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32},
+        **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.7},
+    },
+}
+
 RIGHT: dict[str, dict[str, Any]] = {
     "gemma2": COMMON | {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},  # caps, (1 + w), windows
     "gpt2": SMALL,  # Conv1D, fused qkv, learned positions
@@ -51,16 +60,13 @@ RIGHT: dict[str, dict[str, Any]] = {
     "mixtral": COMMON | EXPERTS,  # experts stored one by one
     "glm4_moe": COMMON | EXPERTS | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},  # groups of experts
     "gpt_oss": COMMON | EXPERTS | {"head_dim": 16, "sliding_window": 8},  # sinks, clamped gates, interleaved rows
+    "deepseek_v3": COMMON | EXPERTS | LATENT | {"n_group": 3, "topk_group": 2},  # keys put together in new memory
+    "deepseek_v2": COMMON | EXPERTS | LATENT | {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2},
     "nemotron": COMMON,  # squared ReLU, LayerNorm with 1 + w
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mamba": ({"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 1}, "mamba cannot be exported"),
-    "deepseek_v3": (
-        COMMON
-        | {"num_key_value_heads": 4, "first_k_dense_replace": 5, "q_lora_rank": 16, "kv_lora_rank": 16}
-        | {"qk_rope_head_dim": 8, "v_head_dim": 16, "qk_nope_head_dim": 8, "n_group": 1, "topk_group": 1},
-        "DeepseekV3Attention",
-    ),
+    "phimoe": (COMMON | EXPERTS, "PhimoeTopKRouter"),
     "bert": (COMMON | {"is_decoder": False}, "neither causal nor"),
 }
 

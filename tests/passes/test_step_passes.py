@@ -17,7 +17,7 @@ from qcompile.passes.fuse import Fuse
 from qcompile.passes.merge import Merge
 from qcompile.passes.plan_memory import PlanMemory
 from qcompile.passes.quantize import Quantize
-from tests.graphs import decoder, sequence_inputs, step_inputs
+from tests.graphs import decoder, latent, sequence_inputs, step_inputs
 
 # Two orders of summation of the same float32 numbers.
 REORDERED = 2e-6
@@ -207,7 +207,27 @@ def test_fuse_takes_norms_in_heads_along(head_norm: str, bias: bool | str) -> No
     assert check.max_relative_error(step_logits(fused), graph.run(*sequence_inputs())) < REORDERED
 
 
+def test_values_narrower_than_keys_are_filled_up() -> None:
+    before = latent()
+    graph = through(before, AssignPrecision(), Merge(), Quantize(), Cache("kv32"))
+    assert graph.inputs[-1].meta["val"].shape[-2:] == (3, 32)
+    assert len(graph.calls("gather_features")) == 3  # keys, values, and what is left of the result
+    assert check.max_relative_error(step_logits(graph), before.run(*sequence_inputs())) < REORDERED
+    fused = apply(Fuse(), graph).graph
+    filled, cut = (node.args[1] for node in fused.calls("gather_features"))
+    assert (fused.evaluate(filled) < 0).sum() == 3 * 16 and (fused.evaluate(cut) >= 0).all()
+    assert len(fused.calls("rope_append")) == 1 and torch.equal(step_logits(fused), step_logits(graph))
+
+
+def test_values_as_wide_as_keys_stay_as_they_are() -> None:
+    graph = through(latent(narrow=32), AssignPrecision(), Merge(), Quantize(), Cache("kv32"))
+    assert len(graph.calls("gather_features")) == 1  # the keys
+    with pytest.raises(PassError, match="differ in heads or size"):
+        through(latent(narrow=40), AssignPrecision(), Merge(), Quantize(), Cache("kv32"))
+
+
 def test_fuse_never_overwrites_queries_that_others_read() -> None:
+    """They are copied, side by side with keys and values."""
     graph = through(decoder(layers=1), AssignPrecision(), Merge(), Quantize(), Cache("kv32"))
     attended = graph.calls("kv_attention")[0]
     split = graph.calls("rope")[0].args[0]
@@ -215,7 +235,7 @@ def test_fuse_never_overwrites_queries_that_others_read() -> None:
         extra = graph.call("add", attended, split)
     graph.calls("merge_heads")[0].update_arg(0, extra)
     fused = apply(Fuse(), graph).graph
-    assert not fused.calls("rope_append")
+    assert len(fused.calls("gather_features")) == len(fused.calls("rope_append")) == 1
     assert torch.equal(step_logits(fused), step_logits(graph))
 
 

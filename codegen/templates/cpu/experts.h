@@ -68,8 +68,9 @@ QC_NOINLINE void normalize(Range rows, const float* x, int stride, int width, fl
   }
 }
 
-// Scores outside the `keep` best of `groups` runs, by the sum of a run's best two, become minus infinity.
-QC_NOINLINE void limit_groups(Range rows, const float* x, int stride, int width, int groups, int keep, float* out) {
+// Scores outside the `keep` best of `groups` runs, by a run's best or the sum of its best two, become minus infinity.
+QC_NOINLINE void limit_groups(Range rows, const float* x, int stride, int width, int groups, int keep, int count,
+                              float* out) {
   const int kp = gemm_kp(width), run = width / groups;
   for (int t = rows.begin; t < rows.end; ++t) {
     const float* from = x + (int64_t)t * stride;
@@ -82,7 +83,7 @@ QC_NOINLINE void limit_groups(Range rows, const float* x, int stride, int width,
           if (from[i] > first) second = first, first = from[i];
           else if (from[i] > second) second = from[i];
         }
-        return first + second;
+        return count == 1 ? first : first + second;
       };
       const float own = score(g);
       for (int other = 0; other < groups; ++other)

@@ -123,14 +123,19 @@ QC_NOINLINE void embed(Range rows, const int32_t* ids, const T* table, int width
 enum NormKind { kRms, kLayer };
 
 // out[t] = (x[t] - mean) / sqrt(variance + eps) * weight + bias; for kRms the mean is taken as 0.
+// x: [tokens][stride], zeros behind `width` unless others are there (part).
 template <NormKind kind, class Out>
-QC_NOINLINE void norm(Range rows, const float* x, int width, const float* weight,
+QC_NOINLINE void norm(Range rows, const float* x, int stride, bool part, int width, const float* weight,
                                            const float* bias, float eps, const Worker& w, Out out) {
   const int kp = gemm_kp(width);
   float* row = (float*)w.scratch;
-  prefetch_rows(rows, x, kp);
+  prefetch_rows(rows, x, stride);
   for (int t = rows.begin; t < rows.end; ++t) {
-    const float* from = x + (int64_t)t * kp;
+    const float* from = x + (int64_t)t * stride;
+    if (part) {
+      for (int i = 0; i < kp; ++i) row[i] = i < width ? from[i] : 0.0f;
+      from = row;
+    }
     if (kind == kLayer) {
       f32x16 sum0{}, sum1{};
       for (int i = 0; i < kp; i += 32) sum0 += load<f32x16>(from + i), sum1 += load<f32x16>(from + i + 16);
@@ -179,6 +184,29 @@ QC_NOINLINE void norm_heads(Range rows, float* x, int stride, int offset, int he
       for (int i = 0; i < width; ++i)
         row[i] = (row[i] - mean) * inverse * (w ? w[i] : 1.0f) + (b ? b[i] : 0.0f);
     }
+}
+
+struct GatherSource {
+  const float* x;
+  int stride, width;
+};
+
+// out[t][i] = what index[i] says of the sources' columns one after another; zero where it is negative.
+template <int count>
+QC_NOINLINE void gather(Range rows, const GatherSource (&sources)[count], const int32_t* index, int width, float* out) {
+  const int kp = gemm_kp(width);
+  for (int i = 0; i < kp;) {  // what follows each other there does so here
+    int at = i < width ? index[i] : -1, run = 1, n = 0;
+    while (at >= 0 && at >= sources[n].width) at -= sources[n++].width;
+    if (at >= 0)
+      while (i + run < width && at + run < sources[n].width && index[i + run] == index[i] + run) ++run;
+    for (int t = rows.begin; t < rows.end; ++t) {
+      float* to = out + (int64_t)t * kp + i;
+      if (at < 0) *to = 0.0f;
+      else memcpy(to, sources[n].x + (int64_t)t * sources[n].stride + at, (size_t)run * sizeof(float));
+    }
+    i += run;
+  }
 }
 
 // out[t] = x[t] in the format of out: integers with scales, or bf16.

@@ -1,0 +1,86 @@
+"""Routers that choose experts out of their best groups: which are judged as limit_groups does, and which are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qcompile import check
+from qcompile.errors import UnsupportedError
+from tests import modules
+from tests.passes.test_raise import inputs, raise_module, used
+
+EXPERTS, GROUPS, KEPT = 12, 4, 2
+Judge = Callable[[Tensor], Tensor]
+
+
+def best(runs: Tensor) -> Tensor:
+    return runs.max(-1).values
+
+
+def best_two(runs: Tensor) -> Tensor:
+    return runs.topk(2, -1)[0].sum(-1)
+
+
+def softmax(x: Tensor) -> Tensor:
+    return x.softmax(-1, dtype=torch.float32)
+
+
+def shifted_softmax(x: Tensor) -> Tensor:
+    return x.softmax(-1) - 0.1
+
+
+class Router(nn.Module):
+    """Logits of the `chosen` best scores of the best groups."""
+
+    def __init__(self, score: Judge, judge: Judge, hidden: float, chosen: int = 3) -> None:
+        super().__init__()
+        self.score, self.judge, self.hidden, self.chosen = score, judge, hidden, chosen
+        self.embed, self.gate = nn.Embedding(modules.VOCAB, 16), nn.Linear(16, EXPERTS)
+        self.head = nn.Linear(chosen, modules.VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scores = self.score(self.gate(self.embed(ids).view(-1, 16)))
+        groups = self.judge(scores.view(-1, GROUPS, EXPERTS // GROUPS))
+        mask = torch.zeros_like(groups)
+        mask.scatter_(1, groups.topk(KEPT, dim=-1, sorted=False)[1], 1)
+        mask = mask.unsqueeze(-1).expand(-1, GROUPS, EXPERTS // GROUPS).reshape(-1, EXPERTS)
+        left = scores.masked_fill(~mask.bool(), self.hidden)
+        return self.head(left.topk(self.chosen, dim=-1)[0].view(*ids.shape, self.chosen))
+
+
+@pytest.mark.parametrize(
+    ("score", "judge", "hidden"),
+    [
+        (softmax, best, 0.0),
+        (softmax, lambda runs: runs.amax(-1), 0.0),
+        (softmax, best_two, 0.0),
+        (torch.sigmoid, best_two, -torch.inf),
+        (shifted_softmax, best, -torch.inf),
+    ],
+)
+def test_same_logits(score: Judge, judge: Judge, hidden: float) -> None:
+    module = modules.randomized(Router(score, judge, hidden))
+    graph = raise_module(module)
+    ids, positions = inputs(3, 17)
+    assert used(graph)["limit_groups"] == 1
+    assert check.max_relative_error(graph.run(ids, positions), module(ids)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "router",
+    [
+        (softmax, best, 0.0, 7),  # of 6 scores that are left
+        (softmax, best, 0.01),
+        (torch.sigmoid, best, 0.0),
+        (shifted_softmax, best, 0.0),  # which is more than some scores
+        (softmax, lambda runs: runs.min(-1).values, 0.0),
+        (softmax, lambda runs: runs.topk(3, -1)[0].sum(-1), 0.0),
+    ],
+)
+def test_what_judges_or_hides_otherwise_is_refused(router: tuple[Judge, Judge, float]) -> None:
+    with pytest.raises(UnsupportedError, match="has no counterpart"):
+        raise_module(modules.randomized(Router(*router)))
