@@ -223,12 +223,31 @@ def _match_gelu(r: Raiser, node: fx.Node) -> Known:
 
 
 def _is_tanh_argument(r: Raiser, item: Any, x: Any) -> bool:
-    """Whether `item` is sqrt(2/pi) * (x + 0.044715 * x³)."""
-    polynomial = _factor(r, item, math.sqrt(2 / math.pi))
-    if not is_call(polynomial, "add"):
+    """Whether `item` is sqrt(2/pi) * (x + 0.044715 * x³), or x in front of the sum."""
+    number, powers, others = _product(r, item, x)
+    if not math.isclose(number, math.sqrt(2 / math.pi), rel_tol=1e-6) or len(others) != 1 or powers > 1:
         return False
-    for first, second in pair(polynomial):
-        cube = _factor(r, second, 0.044715)
-        if first is x and is_call(cube, "pow") and cube.args[1] == 3 and strip(cube.args[0]) is x:
-            return True
-    return False
+    if not is_call(others[0], "add") or others[0].kwargs:
+        return False
+    least, most = sorted((_product(r, term, x) for term in others[0].args[:2]), key=lambda term: term[1])
+    cubic, own = (most[1], least[1]) == (3 - powers, 1 - powers), least[0] == 1
+    return cubic and own and math.isclose(most[0], 0.044715, rel_tol=1e-6) and not least[2] + most[2]
+
+
+def _product(r: Raiser, item: Any, x: Any) -> tuple[float, int, list[Any]]:
+    """(number, how often x, other factors) that the product `item` is made of."""
+    item = strip(item)
+    number = r.number(item)
+    if item is x or number is not None:
+        return (1.0, 1, []) if number is None else (number, 0, [])
+    if is_call(item, "pow", "square"):
+        power = 2 if is_call(item, "square") else item.args[1]
+        if strip(item.args[0]) is x and power in (2, 3):
+            return 1.0, int(power), []
+    if is_call(item, "div") and (divisor := r.number(item.args[1])):
+        number, powers, others = _product(r, item.args[0], x)
+        return number / divisor, powers, others
+    if not is_call(item, "mul"):
+        return 1.0, 0, [item]
+    first, second = (_product(r, factor, x) for factor in item.args[:2])
+    return first[0] * second[0], first[1] + second[1], first[2] + second[2]

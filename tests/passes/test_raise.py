@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Callable
 
@@ -106,6 +107,64 @@ def test_positions_decide_not_places() -> None:
     moved = graph.run(ids, positions + 3)
     graph.weights.add_tensor("places.weight", table.roll(-3, 0))
     assert torch.equal(graph.run(ids, positions), moved)
+
+
+Curve = Callable[[Tensor], Tensor]
+
+
+class Bent(nn.Module):
+    """Logits of values bent by `curve`."""
+
+    def __init__(self, curve: Curve) -> None:
+        super().__init__()
+        self.curve = curve
+        self.embed, self.head = nn.Embedding(modules.VOCAB, 48), nn.Linear(48, modules.VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.curve(self.embed(ids)))
+
+
+def bent(x: Tensor, slope: float = 0.79788456, cube: float = 0.044715, one: float = 1.0, power: int = 2) -> Tensor:
+    return x * 0.5 * (1.0 + torch.tanh(slope * x * (one + cube * x**power)))
+
+
+GELUS: dict[str, Curve] = {
+    "factored": lambda x: x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))),
+    "factored, other order": lambda x: (torch.tanh((x.square() * 0.044715 + 1) * (x * 0.79788456)) + 1) * (x / 2),
+    "summed": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x.pow(3.0)))),
+    "summed of products": lambda x: 0.5 * x * (1 + torch.tanh((x + 0.044715 * x * x * x) * 0.7978845608)),
+}
+
+
+@pytest.mark.parametrize("style", GELUS)
+def test_a_gelu_that_is_written_out_is_one(style: str) -> None:
+    module = modules.randomized(Bent(GELUS[style]))
+    graph = raise_module(module)
+    ids, positions = inputs()
+    assert used(graph) == Counter(embedding=1, unary=1, linear=1) and graph.calls("unary")[0].args[1] == "gelu_tanh"
+    assert check.max_relative_error(graph.run(ids, positions), module(ids)) < 1e-6
+
+
+OTHERS: dict[str, Curve] = {
+    "slope": lambda x: bent(x, slope=0.8),
+    "cube": lambda x: bent(x, cube=0.0447),
+    "one": lambda x: bent(x, one=1.01),
+    "power": lambda x: bent(x, power=3),
+    "summed twice": lambda x: 0.5 * x * (1 + torch.tanh(0.79788456 * x * (x + 0.044715 * x.pow(3)))),
+    "of others": lambda x: 0.5 * x * (1 + torch.tanh(0.79788456 * x.flip(-1) * (1 + 0.044715 * x * x))),
+}
+
+
+@pytest.mark.parametrize("curve", OTHERS)
+def test_what_is_no_gelu_is_none(curve: str) -> None:
+    module = modules.randomized(Bent(OTHERS[curve]))
+    try:
+        graph = raise_module(module)
+    except UnsupportedError:
+        return
+    ids, positions = inputs()
+    assert all(node.args[1] == "tanh" for node in graph.calls("unary"))
+    assert check.max_relative_error(graph.run(ids, positions), module(ids)) < 1e-6
 
 
 # ---- what must be refused ------------------------------------------------------------------------------
