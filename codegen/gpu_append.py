@@ -8,8 +8,11 @@ from there and older ones from the ring, and only then FreshSpec puts the newest
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from qcompile.codegen import program as p
 from qcompile.codegen.gpu_attention import GpuKV, page_arguments, power_of_two
 from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 from qcompile.codegen.program import RING_GROUPS
@@ -28,11 +31,42 @@ def _of_groups(kv: GpuKV, shares: int) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
+class HeadNorm:
+    """The norm of each head by itself: weight and bias [dim], or [heads, dim] where they are `by_head`."""
+
+    kind: Literal["rms", "layer"]
+    eps: float
+    weight: bool = False
+    bias: bool = False
+    by_head: bool = False
+
+    @classmethod
+    def of(cls, c: p.NormHeads | None) -> HeadNorm | None:
+        """That of a call."""
+        return None if c is None else cls(c.kind, c.eps, c.weight is not None, c.bias is not None, c.by_head)
+
+    @property
+    def vectors(self) -> list[str]:
+        """What there is of weight and bias."""
+        return ["weight"] * self.weight + ["bias"] * self.bias
+
+
+def riding(norm: p.NormHeads, calls: Sequence[p.Call]) -> str:
+    """q or k, where that is what the call that appends, first of `calls` but for norms, can normalize; else nothing."""
+    append = next((call for call in calls if not isinstance(call, p.NormHeads)), None)
+    if not isinstance(append, p.RopeAppend) or append.qkv != norm.x or norm.width != append.head_dim:
+        return ""
+    parts = {"q": (append.q_offset, append.heads), "k": (append.k_offset, append.kv_heads)}
+    return next((part for part, place in parts.items() if place == (norm.x_offset, norm.heads)), "")
+
+
+@dataclass(frozen=True)
 class AppendSpec:
     """Rotates q and k of x [tokens, stride] (f32) in place, and writes k and v to their pages.
 
-    Where `centered`, a weight [heads, dim] then comes off k, and with `turned`, a power of 2, each so many features of
-    q and of k are turned by a Hadamard matrix.
+    Ahead of that heads are normalized by `q_norm` and `k_norm`. Sums over features are of neighbours each time, so that
+    they have one order however many tokens a program has. Where `centered`, a weight [heads, dim] then comes off k, and
+    with `turned`, a power of 2, each so many features of q and of k are turned by a Hadamard matrix.
     """
 
     kv: GpuKV
@@ -55,6 +89,14 @@ class AppendSpec:
     """Programs for each token at least, where groups are rounded: those without a head do nothing else."""
     fresh: bool = False
     """Whether k and v go to rows bf16 [tokens, 2, KV heads, dim], and nothing is rounded."""
+    q_norm: HeadNorm | None = None
+    k_norm: HeadNorm | None = None
+
+    @property
+    def norms(self) -> list[tuple[str, HeadNorm, int, int]]:
+        """Norms: of what, and by the number of their heads among all the first and how many."""
+        every = (("q", self.q_norm, 0, self.heads), ("k", self.k_norm, self.heads, self.kv.heads))
+        return [(name, norm, first, heads) for name, norm, first, heads in every if norm is not None]
 
     @property
     def rounds(self) -> bool:
@@ -73,6 +115,8 @@ class AppendSpec:
         arguments = [Argument("x", "*fp32"), *pages, *(Argument(name, "*i32") for name in names)]
         arguments += [Argument("inv_freq", "*fp32")] * bool(self.rotary_dim)
         arguments += [Argument("center", "*fp32")] * self.centered
+        for part, norm, *_ in self.norms:
+            arguments += [Argument(f"{part}_{vector}", "*fp32") for vector in norm.vectors]
         arguments += [Argument("table_stride", "i32")] * (not self.fresh) + [Argument("M", "i32")] * (self.tokens > 1)
         # Paths append alike, whatever they read back.
         format = "fresh" if self.fresh else "kv_hier" if self.kv.hierarchical else self.kv.format
@@ -89,7 +133,7 @@ class AppendSpec:
             block=power_of_two(self.kv.dim if self.kv.hierarchical else self.kv.width),
             format=format,
             scaling="" if self.scaling == 1.0 else f" * {self.scaling}",
-            turned_rows=power_of_two(self.kv.dim),
+            head_rows=power_of_two(self.kv.dim),
             stages=self.turned.bit_length() - 1,
             two_pi=_TWO_PI,
             **_of_groups(self.kv, self.shares),

@@ -22,6 +22,8 @@ SCORED = ((16, 1), (0, 4))
 """Most rows of a step (0: any number), and tokens of a program that scores experts."""
 FEW, MANY = gemm.DECODE_TOKENS, 64
 """Slots of one expert that a program takes: while that many choose each, and where more do."""
+SOME = 64
+"""Rows of a step between few and many: as all programs that order slots look at all of them, less are less to do."""
 ALONE = 4
 """Most rows of a step whose slots are multiplied one by one, where single rows are: few share an expert."""
 
@@ -164,7 +166,7 @@ class Experts:
         """How slots are cut into blocks, by most rows of a step."""
         stride = self.program.buffer(c.index).stride
         few = max(FEW, min(FEW * c.experts // c.slots, MOST_ROWS))
-        found = {FEW: FEW, few: FEW}
+        found = {FEW: FEW, min(SOME, few): FEW, few: FEW}
         if few < MOST_ROWS:
             found[MOST_ROWS] = MANY
         return [BlocksSpec(c.experts, c.slots, stride, tokens, most) for most, tokens in found.items()]
@@ -194,25 +196,47 @@ class Experts:
         return found
 
     def _round(self, c: p.ExpertGemm, k: int) -> Iterator[Launch]:
-        b, kind = self.program.buffer(c.x), ACTIVATIONS[c.activation]
+        b = self.program.buffer(c.x)
         if b.dtype != "f32" or (c.x_slots > 1 and b.stride != c.x_slots * c.k):
             raise UnsupportedError(f"{c.x_slots} inputs of {c.k} {b.dtype} side by side are not whole blocks")
-        how = (c.x, c.x_slots, c.k, k, c.activation)
+        how = self._how(c, k)
         if self.rounded == how:
             return
         self.rounded = how
-        stride = b.stride if c.x_slots == 1 else c.k
-        spec = RowSpec(c.k, stride, k, out="q8" if kind.top else c.activation)
-        if kind.top:
-            scales = groups_of(k, kind.group)
-            filled = scales if scales != groups_of(c.k, kind.group) else 0
-            spec = replace(spec, top=kind.top, group=kind.group, last_top=kind.last_top, row_scales=filled)
-            spec = replace(spec, sums=not kind.group)
-        into = self._input(c, k)
-        args = {"x": self.ref(c.x), "out": into["x"]}
-        args |= {"out_scale": into["x_scale"], "out_sum": into["x_sum"]} if kind.top else {}
+        spec, into = self._rounding(c, k)
+        spec = replace(spec, x_stride=b.stride if c.x_slots == 1 else c.k)
         grid: tuple[Size, Size, Size] = (["tokens", 1, c.x_slots, 0], 1, 1)
-        yield Launch(f"{c.name}.round", "tokens", (Variant(self.plan.add(spec.kernel(self.capability)), grid, args),))
+        label = self.plan.add(spec.kernel(self.capability))
+        yield Launch(f"{c.name}.round", "tokens", (Variant(label, grid, into | {"x": self.ref(c.x)}),))
+
+    def _how(self, c: p.ExpertGemm, k: int) -> tuple[Any, ...]:
+        return c.x, c.x_slots, c.k, k, c.activation
+
+    def _rounding(self, c: p.ExpertGemm, k: int) -> tuple[RowSpec, dict[str, Ref]]:
+        """A kernel that rounds rows of c.k elements to where experts read them, and its arguments but for the rows."""
+        kind, into = ACTIVATIONS[c.activation], self._input(c, k)
+        spec = RowSpec(c.k, 0, k, out="q8" if kind.top else c.activation)
+        if not kind.top:
+            return spec, {"out": into["x"]}
+        scales = groups_of(k, kind.group)
+        filled = scales if scales != groups_of(c.k, kind.group) else 0
+        spec = replace(spec, top=kind.top, group=kind.group, last_top=kind.last_top, row_scales=filled)
+        spec = replace(spec, sums=not kind.group)
+        return spec, {"out": into["x"], "out_scale": into["x_scale"], "out_sum": into["x_sum"]}
+
+    def rounded_by(self, norm: p.Norm) -> tuple[RowSpec, dict[str, Ref]] | None:
+        """What rounds the norm's rows for experts that read them, where nothing else is rounded for experts before."""
+        calls = self.program.calls
+        c = next((call for call in calls[calls.index(norm) + 1 :] if isinstance(call, p.ExpertGemm)), None)
+        b = self.program.buffer(norm.out)
+        if c is None or (c.x, c.x_slots, c.k, b.dtype) != (norm.out, 1, b.width, "f32"):
+            return None
+        packing = packing_of(c.format, c.activation)
+        if packing == "f32":
+            return None
+        k = padded_inputs(c.k, packing)
+        self.rounded = self._how(c, k)
+        return self._rounding(c, k)
 
     def addend(self, c: p.Combine, after: p.Call | None) -> str | None:
         """The buffer that `after` adds to the sum over a token's slots, where one kernel can do both.

@@ -12,7 +12,7 @@ from qcompile import ops
 from qcompile.codegen import program as p
 from qcompile.codegen import tiles
 from qcompile.codegen import triton as gemm
-from qcompile.codegen.gpu_append import AppendSpec, FreshSpec
+from qcompile.codegen.gpu_append import AppendSpec, FreshSpec, HeadNorm, riding
 from qcompile.codegen.gpu_attention import (
     FEWEST_POSITIONS,
     GROUP_SPLITS,
@@ -77,6 +77,7 @@ class _Maker:
         self.capability = plan.capability if inline_asm else 80
         self.gated: dict[str, str] = {}  # buffers that hold bf16 gate and up columns, and the gate's act
         self.peaks: dict[str, dict[int, Any]] = {}  # of buffers quantized next: peaks of a row by most rows
+        self.norms: dict[str, p.NormHeads] = {}  # of queries and keys that are appended next
         self.appended: int | None = None  # the layer whose keys and values are fresh rows
         self.merged: set[str] = set()  # buffers whose peaks are told by the kernels that merge, so by no prefill
         self.experts = Experts(program, plan, self.capability, inline_asm, self.ref)
@@ -124,9 +125,10 @@ class _Maker:
         """A launch of a row kernel, one program for each row of `out`."""
         kernel = spec.kernel(self.capability)
         b = self.program.buffer(out)
-        args = {"x": x, "out": self.ref(out), **more}
-        if spec.out == "q8":
+        args = {"x": x, "out": self.ref(out)}
+        if b.dtype == "q8":
             args |= {"out_scale": self.ref(out, "scale"), "out_sum": self.ref(out, "sums")}
+        args |= more
         grid: tuple[Size, Size, Size] = (b.rows, spec.blocks, 1)
         return Launch(name, b.rows, (Variant(self.plan.add(kernel), grid, args),))
 
@@ -158,9 +160,14 @@ class _Maker:
         yield self.rows(spec, c.name, ["weight", c.table], c.out, {"index": ["input", index]})
 
     def _norm(self, c: p.Norm) -> Iterator[Launch]:
-        weights = {"weight": c.weight is not None, "bias": c.bias is not None}
-        spec = self.plain(c.x, c.out, norm=c.kind, eps=c.eps, **weights)
-        yield self.rows(spec, c.name, self.ref(c.x, column=c.x_offset), c.out, _vectors(c.weight, c.bias))
+        norm: dict[str, Any] = {"norm": c.kind, "eps": c.eps}
+        norm |= {"weight": c.weight is not None, "bias": c.bias is not None}
+        spec, args = self.plain(c.x, c.out, **norm), _vectors(c.weight, c.bias)
+        if found := self.experts.rounded_by(c):
+            rounding, refs = found
+            spec = replace(rounding, x_stride=spec.x_stride, plain_stride=spec.out_stride, **norm)
+            args |= {"plain": self.ref(c.out), **refs}
+        yield self.rows(spec, c.name, self.ref(c.x, column=c.x_offset), c.out, args)
 
     def _gather(self, c: p.Gather) -> Iterator[Launch]:
         out = self.program.buffer(c.out)
@@ -173,6 +180,12 @@ class _Maker:
         yield Launch(c.name, out.rows, (Variant(label, (out.rows, spec.programs, 1), args),))
 
     def _norm_heads(self, c: p.NormHeads) -> Iterator[Launch]:
+        part = riding(c, self.program.calls[self.program.calls.index(c) + 1 :])
+        if part and part not in self.norms:
+            self.norms[part] = c
+            return
+        if c.by_head:
+            raise UnsupportedError("a norm by head has no GPU kernel but in what appends those heads")
         weights = {"weight": c.weight is not None, "bias": c.bias is not None}
         spec = self.plain(c.x, c.x, width=c.width, norm=c.kind, eps=c.eps, blocks=c.heads, **weights)
         place = self.ref(c.x, column=c.x_offset)
@@ -352,12 +365,17 @@ class _Maker:
             c.block,
             c.center is not None,
             self.asm,
+            q_norm=HeadNorm.of(self.norms.get("q")),
+            k_norm=HeadNorm.of(self.norms.get("k")),
         )
         args = {"x": self.ref(c.qkv), **self._step_args(c.layer), "row_sequence": ["input", "row_sequence"]}
         if c.inv_freq is not None:
             args["inv_freq"] = ["weight", c.inv_freq]
         if c.center is not None:
             args["center"] = ["weight", c.center]
+        for part, norm in self.norms.items():
+            args |= {f"{part}_{role}": ref for role, ref in _vectors(norm.weight, norm.bias).items()}
+        self.norms = {}
         args["M"] = ["count", "tokens"]
         if self.plan.kv.hierarchical:
             every = []

@@ -32,7 +32,7 @@ class RowSpec:
     columns (`row_scales` from row to row, where there is room for more), codes of the last group within ±`last_top`.
     With `blocks` > 1 a row holds so many blocks of `width`, each treated alone (of whole groups, if any); but with
     `peaks` all are quantized by one scale, as of so many magnitudes of the row, which are given, the largest is the
-    row's.
+    row's. With `plain_stride` the row is kept as it was before it was rounded, f32, too.
     """
 
     width: int
@@ -60,6 +60,7 @@ class RowSpec:
     row_scales: int = 0
     blocks: int = 1
     peaks: int = 0
+    plain_stride: int = 0
 
     def __post_init__(self) -> None:
         if self.width > WIDEST:
@@ -97,6 +98,7 @@ class RowSpec:
         arguments += [Argument("weight", "*fp32")] * self.weight + [Argument("bias", "*fp32")] * self.bias
         arguments += [Argument("other", "*fp32")] * (bool(self.binary) and not self.weight)
         arguments += [Argument("peaks", "*fp32")] * bool(self.peaks)
+        arguments += [Argument("plain", "*fp32")] * bool(self.plain_stride)
         if self.out == "q8":
             arguments += [Argument("out_scale", "*fp32")] + [Argument("out_sum", "*i32")] * self.sums
         name = "_".join(("rows", *(p for p in (self.gated, self.unary, self.binary, self.norm) if p), self.out))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from qcompile.codegen.gpu_append import AppendSpec
+from qcompile.codegen.gpu_append import AppendSpec, HeadNorm
 from qcompile.codegen.gpu_attention import GROUP_SPLITS, GpuKV, MergeSpec
 from qcompile.codegen.gpu_plan import make_plan
 from qcompile.errors import UnsupportedError
@@ -250,8 +250,23 @@ def test_rounding_in_shares_interpreted() -> None:
     interpreted(__name__, "interpret_rounding(32)", "interpret_rounding(20)")
 
 
-def interpret_append(format: str, dim: int, rotary_dim: int, center: bool, turned: int) -> None:
-    """Queries and keys rotated and turned in blocks, keys less a center, against the operator; values left.
+def normalized(x: torch.Tensor, norm: HeadNorm, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Each head of x [tokens, heads, dim] by itself."""
+    x = x - x.mean(-1, keepdim=True) if norm.kind == "layer" else x
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
+    return x * (weight if norm.weight else 1.0) + (bias if norm.bias else 0.0)
+
+
+NORMS = {
+    "": {},
+    "rms": dict.fromkeys(("q_norm", "k_norm"), HeadNorm("rms", 1e-6, weight=True)),
+    "apart": {"q_norm": HeadNorm("layer", 1e-5, True, True, by_head=True), "k_norm": HeadNorm("rms", 1e-2)},
+    "keys": {"k_norm": HeadNorm("layer", 1e-5, weight=True, by_head=True)},
+}
+
+
+def interpret_append(format: str, dim: int, rotary_dim: int, center: bool, turned: int, norms: str = "") -> None:
+    """Queries and keys normalized, rotated and turned in blocks, keys less a center, against the operator; values left.
 
     Programs of several tokens write what those of one do.
     """
@@ -261,15 +276,25 @@ def interpret_append(format: str, dim: int, rotary_dim: int, center: bool, turne
     tokens, heads, kv_heads, width = 3, 3, 2, 7 * dim
     place = heads, width, 0, heads * dim, 5 * dim, rotary_dim
     alone = AppendSpec(GpuKV(format, kv_heads, dim), *place, turned=turned, centered=center, inline_asm=False)
+    alone = replace(alone, **NORMS[norms])
     x, positions = torch.randn(tokens, width), torch.tensor([0, 5, 63], dtype=torch.int32)
     inv_freq, less = torch.rand(rotary_dim // 2), torch.randn(kv_heads * dim)
     turn = positions, inv_freq if rotary_dim else None, 1.0, False
     offsets = [0, heads * dim, 5 * dim]
-    want, k, v = turn_heads(x, turn, offsets, heads, kv_heads, dim, less if center else None, turned)
+    vectors: dict[str, torch.Tensor] = {}
+    ready = x.view(tokens, 7, dim).clone()
+    for part, norm, first, count in alone.norms:
+        shape = (count, dim) if norm.by_head else (dim,)
+        vectors |= {f"{part}_weight": torch.randn(shape), f"{part}_bias": torch.randn(shape)}
+        mine = slice(first, first + count)
+        ready[:, mine] = normalized(ready[:, mine], norm, vectors[f"{part}_weight"], vectors[f"{part}_bias"])
+    want, k, v = turn_heads(
+        ready.view(tokens, width), turn, offsets, heads, kv_heads, dim, less if center else None, turned
+    )
     memory = torch.full((kv_heads * alone.kv.block_bytes,), 127, dtype=torch.int8)
     table, rows = torch.zeros(1, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32)
     given = {"positions": positions, "row_sequence": rows, "block_table": table, "table_stride": 1, "M": tokens}
-    given |= {"inv_freq": inv_freq, "center": less}
+    given |= {"inv_freq": inv_freq, "center": less, **vectors}
     found = []
     for each in (1, 2, 4):
         kernel = replace(alone, tokens=each).kernel(80)
@@ -296,7 +321,8 @@ def interpret_append(format: str, dim: int, rotary_dim: int, center: bool, turne
 def test_appending_interpreted() -> None:
     turned = ("'kv16', 32, 32, False, 16", "'kv16', 48, 16, True, 16", "'kv4', 16, 0, True, 16")
     shapes = (*turned, "'kv16', 48, 16, True, 0", "'kv4', 48, 16, False, 0", "'kv8', 32, 32, True, 0")
-    interpreted(__name__, *(f"interpret_append({shape})" for shape in shapes))
+    normed = ("'kv16', 48, 16, True, 0, 'rms'", "'kv16', 32, 32, False, 16, 'apart'", "'kv4', 16, 0, False, 0, 'keys'")
+    interpreted(__name__, *(f"interpret_append({shape})" for shape in (*shapes, *normed)))
 
 
 def in_order(x: torch.Tensor, group: int) -> torch.Tensor:
