@@ -92,19 +92,23 @@ def empty_checkpoint(folder: Path, config: dict[str, Any] = CONFIG) -> Path:
 
 
 def random_weight(name: str, size: int) -> torch.Tensor:
-    """`size` bytes on the GPU that make sense as the packed part `name` ends with."""
+    """`size` bytes on the GPU that make sense as the packed part `name` ends with.
+
+    What layers add is small beside embeddings, so that tokens stay apart, and ask for experts of their own, in every
+    recipe.
+    """
     role = name.rsplit(".", 1)[-1]
     if ".f32." in name:
         return torch.randn(size // 4, device="cuda") * 0.02
     if role in ("w", "w_zero", "low") and ".bf16." not in name:
         return torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
     if role == "w_scale":
-        return torch.full((size // 4,), 1e-4, device="cuda")
-    if role == "groups":  # of every packing a scale near 0.002, or a step of 8 and a zero point of 8
-        word = 0x40084008 if ".qoq_g128." in name else 0x3B00C308 if ".w4_asym_g128.g" in name else 0x3B000008
+        return torch.full((size // 4,), 1e-7, device="cuda")
+    if role == "groups":  # of every packing a scale near 8e-6, or a step of 8 and a zero point of 8
+        word = 0x40084008 if ".qoq_g128." in name else 0x3700C308 if ".w4_asym_g128.g" in name else 0x37000008
         return torch.full((size // 4,), word, dtype=torch.int32, device="cuda")
     if size > 1 << 20:
-        return torch.randn(size // 2, dtype=torch.bfloat16, device="cuda") * 0.02
+        return torch.randn(size // 2, dtype=torch.bfloat16, device="cuda") * (0.0005 if role == "w" else 0.02)
     return torch.ones(size // 4, device="cuda")
 
 

@@ -190,14 +190,15 @@ def check_router() -> list[dict[str, Any]]:
     for tokens in TOKENS:
         x = torch.randn(tokens, HIDDEN, device="cuda")
         scores = []
-        for each in (1, 4):
+        for each in (1, 2, 4):
             spec = ScoresSpec(128, HIDDEN, HIDDEN, 128, tokens=each)
             out = torch.full((tokens, 128), float("nan"), device="cuda")
             run(spec.kernel(90), (-(-tokens // each), spec.programs, 1), x=x, w=w, out=out, M=tokens)
             want = x.double() @ w.double().T
             worst["scores"] = max(worst["scores"], float((out - want).norm() / want.norm()))
             scores.append(out)
-        differing["scores"] += int((scores[0].view(torch.int32) != scores[1].view(torch.int32)).sum())
+        bits = [each.view(torch.int32) for each in scores]
+        differing["scores"] += sum(int((bits[0] != other).sum()) for other in bits[1:])
         index = torch.zeros(tokens, STRIDE, dtype=torch.int32, device="cuda")
         factor = torch.zeros(tokens, STRIDE, device="cuda")
         run(route_spec().kernel(90), (tokens, 1, 1), x0=scores[0], out1=index, out3=factor)

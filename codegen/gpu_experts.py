@@ -18,7 +18,7 @@ from qcompile.codegen.gpu_rows import RowSpec
 from qcompile.errors import UnsupportedError
 from qcompile.numerics import ACTIVATIONS, groups_of
 
-SCORED = ((16, 1), (0, 4))
+SCORED = ((8, 1), (16, 2), (0, 4))
 """Most rows of a step (0: any number), and tokens of a program that scores experts."""
 FEW, MANY = gemm.DECODE_TOKENS, 64
 """Slots of one expert that a program takes: while that many choose each, and where more do."""

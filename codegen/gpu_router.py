@@ -32,12 +32,17 @@ class ScoresSpec:
     bias: bool = False
     tokens: int = 1
 
-    PART = 512
+    PART = 1024
 
     @property
     def rows(self) -> int:
         """Rows of w that a program does."""
         return self.tokens
+
+    @property
+    def unrolled(self) -> bool:
+        """Whether all parts of its few rows are asked for at once."""
+        return self.tokens == 1 or self.k <= 4 * self.PART
 
     @property
     def programs(self) -> int:
