@@ -189,9 +189,7 @@ class _Maker:
         weights = {"weight": c.weight is not None, "bias": c.bias is not None}
         spec = self.plain(c.x, c.x, width=c.width, norm=c.kind, eps=c.eps, blocks=c.heads, **weights)
         place = self.ref(c.x, column=c.x_offset)
-        launch = self.rows(spec, c.name, place, c.x, _vectors(c.weight, c.bias))
-        variant = launch.variants[0]
-        yield replace(launch, variants=(replace(variant, args={**variant.args, "out": place}),))
+        yield self.rows(spec, c.name, place, c.x, {"out": place, **_vectors(c.weight, c.bias)})
 
     def _quantize(self, c: p.Quantize) -> Iterator[Launch]:
         act = self.gated.get(c.x, "")
