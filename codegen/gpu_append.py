@@ -64,7 +64,7 @@ def riding(norm: p.NormHeads, calls: Sequence[p.Call]) -> str:
 class AppendSpec:
     """Rotates q and k of x [tokens, stride] (f32) in place, and writes k and v to their pages.
 
-    Ahead of that heads are normalized by `q_norm` and `k_norm`. Sums over features are of neighbours each time, so that
+    Ahead of that heads are normalized by `norm_q` and `norm_k`. Sums over features are of neighbours each time, so that
     they have one order however many tokens a program has. Where `centered`, a weight [heads, dim] then comes off k, and
     with `turned`, a power of 2, each so many features of q and of k are turned by a Hadamard matrix.
     """
@@ -89,13 +89,13 @@ class AppendSpec:
     """Programs for each token at least, where groups are rounded: those without a head do nothing else."""
     fresh: bool = False
     """Whether k and v go to rows bf16 [tokens, 2, KV heads, dim], and nothing is rounded."""
-    q_norm: HeadNorm | None = None
-    k_norm: HeadNorm | None = None
+    norm_q: HeadNorm | None = None
+    norm_k: HeadNorm | None = None
 
     @property
     def norms(self) -> list[tuple[str, HeadNorm, int, int]]:
         """Norms: of what, and by the number of their heads among all the first and how many."""
-        every = (("q", self.q_norm, 0, self.heads), ("k", self.k_norm, self.heads, self.kv.heads))
+        every = (("q", self.norm_q, 0, self.heads), ("k", self.norm_k, self.heads, self.kv.heads))
         return [(name, norm, first, heads) for name, norm, first, heads in every if norm is not None]
 
     @property

@@ -363,8 +363,8 @@ class _Maker:
             c.block,
             c.center is not None,
             self.asm,
-            q_norm=HeadNorm.of(self.norms.get("q")),
-            k_norm=HeadNorm.of(self.norms.get("k")),
+            norm_q=HeadNorm.of(self.norms.get("q")),
+            norm_k=HeadNorm.of(self.norms.get("k")),
         )
         args = {"x": self.ref(c.qkv), **self._step_args(c.layer), "row_sequence": ["input", "row_sequence"]}
         if c.inv_freq is not None:

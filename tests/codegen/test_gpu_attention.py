@@ -259,9 +259,9 @@ def normalized(x: torch.Tensor, norm: HeadNorm, weight: torch.Tensor, bias: torc
 
 NORMS = {
     "": {},
-    "rms": dict.fromkeys(("q_norm", "k_norm"), HeadNorm("rms", 1e-6, weight=True)),
-    "apart": {"q_norm": HeadNorm("layer", 1e-5, True, True, by_head=True), "k_norm": HeadNorm("rms", 1e-2)},
-    "keys": {"k_norm": HeadNorm("layer", 1e-5, weight=True, by_head=True)},
+    "rms": dict.fromkeys(("norm_q", "norm_k"), HeadNorm("rms", 1e-6, weight=True)),
+    "apart": {"norm_q": HeadNorm("layer", 1e-5, True, True, by_head=True), "norm_k": HeadNorm("rms", 1e-2)},
+    "keys": {"norm_k": HeadNorm("layer", 1e-5, weight=True, by_head=True)},
 }
 
 
