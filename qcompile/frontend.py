@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
+import logging
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +98,14 @@ def export(module: nn.Module, inputs: Sequence[Tensor], name: str, longest: int 
             if torch.__version__ < "2.13" and (program := _export_by_example(module, inputs, longest)):
                 return program
             reason = "it does not take any batch and number of tokens"
+        elif reason.startswith("Could not guard on data-dependent expression"):
+            reason = "it branches on the values of its inputs, as rotary embeddings scaled by length do"
         raise UnsupportedError(f"{name} cannot be exported: {reason}") from error
 
 
 def _exported(module: nn.Module, inputs: Sequence[Tensor], batch: Any, tokens: Any) -> ExportedProgram:
     shapes = tuple({0: batch, 1: tokens} for _ in inputs)
-    with torch.no_grad(), hurried():
+    with torch.no_grad(), hurried(), quiet():
         return torch.export.export(module, tuple(inputs), dynamic_shapes=(shapes,), strict=False)
 
 
@@ -148,6 +154,22 @@ def hurried() -> Iterator[None]:
             config.do_not_emit_stack_traces = lines
         if collecting:
             gc.enable()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """What torch prints of a trace that fails, the graph up to there among it, is left out unless TORCH_LOGS is set."""
+    if os.environ.get("TORCH_LOGS"):
+        yield
+        return
+    before, said = logging.root.manager.disable, io.StringIO()
+    logging.disable(logging.CRITICAL)  # torch's loggers have handlers of their own
+    try:
+        with redirect_stderr(said):
+            yield
+        sys.stderr.write(said.getvalue())
+    finally:
+        logging.disable(before)
 
 
 class _Positional(nn.Module):
