@@ -208,7 +208,7 @@ def interpret_hierarchical(format: str, **more: Any) -> None:
         assert error < (0.03 if format == "kv_hier" else 0.06), (format, error)
 
 
-@pytest.mark.parametrize("given", ["'kv_hier'", "'kv_hier4'", "'kv_hier4', **CENTERED"])
+@pytest.mark.parametrize("given", ["'kv_hier'", "'kv_hier4'", "'kv_hier4', head_norm='heads', **CENTERED"])
 def test_a_hierarchical_cache_interpreted(given: str) -> None:
     interpreted(__name__, f"interpret_hierarchical({given})")
 
