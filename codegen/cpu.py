@@ -118,6 +118,7 @@ class _Renderer:
             expert_k=max((c.k for c in self.program.calls if isinstance(c, p.ExpertGemm)), default=0),
             expert_n=max((c.rows for c in self.program.calls if isinstance(c, p.ExpertGemm)), default=0),
             description=self.description(),
+            curved=any(isinstance(c, p.Elementwise) and c.kind == "xielu" for c in self.program.calls),
             headers=_Headers(),
             ident=_ident,
             place=self.place,
@@ -291,6 +292,8 @@ class _Renderer:
         x += str(self.program.buffer(c.out).width)
         if c.kind in _UNARY:
             return [f"apply<{_UNARY[c.kind]}>({x}, {_ident(c.out)});"]
+        if c.kind == "xielu":
+            return [f"xielu({x}, {self.weight(c.weight)}, {_ident(c.out)});"]
         if c.kind in ("scale", "shift"):
             return [f"{c.kind}_by({x}, {_f32(c.factor)}, {_ident(c.out)});"]
         if c.kind == "clamp":

@@ -256,9 +256,11 @@ class _Maker:
                 more["other_stride"] = self.program.buffer(c.other).stride
                 refs["other"] = self.ref(c.other, column=c.other_offset)
         elif not more:
-            if c.kind not in ops.model.UNARY:
+            if c.kind not in (*ops.model.UNARY, "xielu"):
                 raise UnsupportedError(f"there is no GPU kernel {c.kind}")
             more["unary"] = c.kind
+            if c.weight is not None:
+                refs = {"curve": ["weight", c.weight]}
         more |= {} if "binary" in more else in_blocks(self.program.buffer(c.out).width, WIDEST)
         yield self.rows(self.plain(c.x, c.out, **more), c.name, self.ref(c.x, column=c.x_offset), c.out, refs)
 

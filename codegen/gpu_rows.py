@@ -25,9 +25,9 @@ class RowSpec:
     """out[row] = write(norm(map(load(x, row)))) for rows of `width` elements; strides are elements.
 
     load: the row, the row `index[row]` (`indexed`), or act(gate) * up of 2 `width` bf16 columns whose blocks
-    alternate (`gated` names the act). map: `unary`, kept within `low` and `high`, plus `offset`, then add or mul
-    (`binary`) with the vector `weight` or with the buffer `other`, or mul_row with the one column of that, then times
-    `factor`. norm: rms or layer, with weight and bias. write: f32, bf16, or q8: codes
+    alternate (`gated` names the act). map: `unary` (or xielu, by a `curve`), kept within `low` and `high`, plus
+    `offset`, then add or mul (`binary`) with the vector `weight` or with the buffer `other`, or mul_row with the one
+    column of that, then times `factor`. norm: rms or layer, with weight and bias. write: f32, bf16, or q8: codes
     within ±`top` in int8, a scale a row, and with `sums` the sum of the codes; with `group` a scale for so many
     columns (`row_scales` from row to row, where there is room for more), codes of the last group within ±`last_top`.
     With `blocks` > 1 a row holds so many blocks of `width`, each treated alone (of whole groups, if any); but with
@@ -95,6 +95,7 @@ class RowSpec:
         block = max(1 << (self.width - 1).bit_length(), self.group)
         arguments = [Argument("x", _TYPES[self.x]), Argument("out", _TYPES[self.out])]
         arguments += [Argument("index", "*i32")] * self.indexed
+        arguments += [Argument("curve", "*fp32")] * (self.unary == "xielu")
         arguments += [Argument("weight", "*fp32")] * self.weight + [Argument("bias", "*fp32")] * self.bias
         arguments += [Argument("other", "*fp32")] * (bool(self.binary) and not self.weight)
         arguments += [Argument("peaks", "*fp32")] * bool(self.peaks)

@@ -345,6 +345,12 @@ def _unary(low: Lowering, node: fx.Node) -> p.Call:
     return p.Elementwise(node.name, kind, low.buffer(x, whole=False), low.buffer(node), x_offset=low.column(x))
 
 
+def _xielu(low: Lowering, node: fx.Node) -> p.Call:
+    x, curve = _args(node)
+    where = low.buffer(x, whole=False), low.buffer(node)
+    return p.Elementwise(node.name, "xielu", *where, weight=low.vector(curve), x_offset=low.column(x))
+
+
 def _scale(low: Lowering, node: fx.Node) -> p.Call:
     x, factor = _args(node)
     where = low.buffer(x, whole=False), low.buffer(node)
@@ -426,6 +432,7 @@ _LOWER: dict[str, Callable[[Lowering, fx.Node], p.Call | None]] = {
     "kv_attention": _attention,
     "take_rows": _take_rows,
     "unary": _unary,
+    "xielu": _xielu,
     "scale": _scale,
     "add": _binary,
     "mul": _binary,

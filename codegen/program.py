@@ -276,8 +276,9 @@ class TakeRows:
 class Elementwise:
     """out = kind(x, operand), all f32 [rows, width]; out may be x itself.
 
-    Kinds: silu, gelu (erf), gelu_tanh, relu, relu2, tanh, sigmoid (no operand); scale (times `factor`); shift (plus
-    `factor`); clamp (to `low`, `high`); mul_row (times the one column of `other`);
+    Kinds: silu, gelu (erf), gelu_tanh, relu, relu2, tanh, sigmoid (no operand); xielu (`weight` is its curve: alpha_p,
+    alpha_n, beta, eps); scale (times `factor`); shift (plus `factor`); clamp (to `low`, `high`); mul_row (times the
+    one column of `other`);
     add and mul (operand is the buffer `other`, or the weight vector `weight` [width]). x and other are read
     from their columns `x_offset` and `other_offset` on.
     """

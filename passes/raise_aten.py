@@ -364,16 +364,21 @@ def _unary(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     kind = str(node.target).split(".")[1]
     if getattr(a, "approximate", "none") == "tanh":
         kind = "gelu_tanh"
-    return apply_unary(r, node, a.positional[0], kind)
+    return elementwise(r, node, a.positional[0], "unary", kind)
 
 
-def apply_unary(r: Raiser, node: fx.Node, source: fx.Node, kind: str) -> Known:
-    """qcompile::unary of what `source` is."""
+def elementwise(r: Raiser, node: fx.Node, source: fx.Node, name: str, *more: Any) -> Known:
+    """qcompile::name of what `source` is, with arguments `more`."""
     value = r.known.get(source)
     if not isinstance(value, Value) or value.base is None:
         return None
-    made = r.call("unary", r.emit(value, _working_sizes(value), node), kind)
+    made = r.call(name, r.emit(value, _working_sizes(value), node), *more)
     return identity(made, value.dims, value.sizes)
+
+
+@handles("where")
+def _where(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    return patterns.match_where(r, node)
 
 
 @handles("pow", "square")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import fx
 
 from qcompile import ops
@@ -25,6 +26,11 @@ def strip(item: Any) -> Any:
 def is_call(item: Any, *names: str) -> bool:
     """Whether `item` is a call of one of the ATen operators `names`."""
     return isinstance(item, fx.Node) and item.op == "call_function" and operator_name(item) in names
+
+
+def joins(item: Any, *names: str) -> bool:
+    """Whether `item` is one of the ATen operators `names` of two operands and nothing else, such as alpha."""
+    return is_call(item, *names) and len(item.args) == 2 and not item.kwargs
 
 
 def pair(node: fx.Node) -> list[tuple[Any, Any]]:
@@ -174,11 +180,51 @@ def _variance(item: Any) -> Any:
 
 def match_power(r: Raiser, node: fx.Node) -> Known:
     """relu(x)²; other powers are met in norms."""
-    from qcompile.passes.raise_aten import apply_unary
+    from qcompile.passes.raise_aten import elementwise
 
     relu = strip(node.args[0])
     squares = is_call(node, "square") or node.args[1] == 2
-    return apply_unary(r, node, relu.args[0], "relu2") if squares and is_call(relu, "relu") else None
+    return elementwise(r, node, relu.args[0], "unary", "relu2") if squares and is_call(relu, "relu") else None
+
+
+def match_where(r: Raiser, node: fx.Node) -> Known:
+    """xIELU: a x² + b x where x > 0, else c (expm1(min(x, eps)) - x) + b x."""
+    from qcompile.passes.raise_aten import elementwise
+
+    test, yes, no = (strip(item) for item in node.args[:3])
+    if not is_call(test, "gt") or r.number(test.args[1]) != 0 or not (joins(yes, "add") and joins(no, "add")):
+        return None
+    x = strip(test.args[0])
+    line, square = _terms(r, yes, x)
+    bend, same = _terms(r, no, x)
+    powers = [term[1] for term in (line, square, bend, same)]
+    others = [term[2] for term in (line, square, same)]
+    if powers != [1, 2, 0, 1] or any(others) or len(bend[2]) != 1 or line[0] != same[0]:
+        return None
+    eps = _bound_of_bend(r, bend[2][0], x)
+    if eps is None or r.shape(x) != r.shape(node):
+        return None
+    curve = r.constant("xielu", torch.tensor([square[0], bend[0], line[0], eps]))
+    return elementwise(r, node, x, "xielu", curve)
+
+
+def _bound_of_bend(r: Raiser, item: Any, x: Any) -> float | None:
+    """eps for expm1(min(x, eps)) - x."""
+    if not joins(item, "sub") or strip(item.args[1]) is not x:
+        return None
+    grown = strip(item.args[0])
+    least: Any = strip(grown.args[0]) if is_call(grown, "expm1") else None
+    if not joins(least, "min", "minimum"):
+        return None
+    return next((r.number(bound) for y, bound in pair(least) if y is x), None)
+
+
+_Term = tuple[float, int, list[Any]]
+
+
+def _terms(r: Raiser, total: Any, x: Any) -> list[_Term]:
+    """Both terms of a sum as _product has them, the one with less of x first."""
+    return sorted((_product(r, term, x) for term in total.args[:2]), key=lambda term: term[1])
 
 
 def _near(r: Raiser, item: Any, wanted: float) -> bool:
@@ -207,7 +253,7 @@ def _plus_one(r: Raiser, item: Any) -> Any:
 
 def _match_gelu(r: Raiser, node: fx.Node) -> Known:
     """0.5 * x * (1 + tanh(...)) or (1 + erf(...)), the products associated in any way."""
-    from qcompile.passes.raise_aten import apply_unary
+    from qcompile.passes.raise_aten import elementwise
 
     for outer, inner in pair(node):
         candidates = [(outer, inner, _factor(r, outer, 0.5))]
@@ -216,9 +262,9 @@ def _match_gelu(r: Raiser, node: fx.Node) -> Known:
         for _, gate, x in candidates:
             squash: Any = _plus_one(r, gate) if x is not None else None
             if is_call(squash, "tanh") and _is_tanh_argument(r, strip(squash.args[0]), x):
-                return apply_unary(r, node, x, "gelu_tanh")
+                return elementwise(r, node, x, "unary", "gelu_tanh")
             if is_call(squash, "erf") and _factor(r, strip(squash.args[0]), math.sqrt(0.5)) is x:
-                return apply_unary(r, node, x, "gelu")
+                return elementwise(r, node, x, "unary", "gelu")
     return None
 
 
@@ -227,14 +273,14 @@ def _is_tanh_argument(r: Raiser, item: Any, x: Any) -> bool:
     number, powers, others = _product(r, item, x)
     if not math.isclose(number, math.sqrt(2 / math.pi), rel_tol=1e-6) or len(others) != 1 or powers > 1:
         return False
-    if not is_call(others[0], "add") or others[0].kwargs:
+    if not joins(others[0], "add"):
         return False
-    least, most = sorted((_product(r, term, x) for term in others[0].args[:2]), key=lambda term: term[1])
+    least, most = _terms(r, others[0], x)
     cubic, own = (most[1], least[1]) == (3 - powers, 1 - powers), least[0] == 1
     return cubic and own and math.isclose(most[0], 0.044715, rel_tol=1e-6) and not least[2] + most[2]
 
 
-def _product(r: Raiser, item: Any, x: Any) -> tuple[float, int, list[Any]]:
+def _product(r: Raiser, item: Any, x: Any) -> _Term:
     """(number, how often x, other factors) that the product `item` is made of."""
     item = strip(item)
     number = r.number(item)

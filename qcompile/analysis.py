@@ -15,7 +15,7 @@ from qcompile.graph import Graph
 LINEAR_IN_PLACE = ("add", "scale")
 """Operators on whole values through which one orthogonal change of basis passes unchanged."""
 
-ALIKE = (*LINEAR_IN_PLACE, "mul", "unary", "rms_norm", "layer_norm")
+ALIKE = (*LINEAR_IN_PLACE, "mul", "unary", "xielu", "rms_norm", "layer_norm")
 """Operators that number their result's features as their operands': one permutation passes them unchanged."""
 
 
@@ -168,8 +168,8 @@ def _space(graph: Graph, values: list[fx.Node]) -> ChannelSpace:
 
 def _meet_vectors(graph: Graph, node: fx.Node, space: ChannelSpace) -> None:
     for index, argument in enumerate(node.args):
-        if not isinstance(argument, fx.Node):
-            continue
+        if not isinstance(argument, fx.Node) or (index and ops.name_of(node.target) == "xielu"):
+            continue  # one curve serves all channels
         if argument.meta["val"].shape[-1] != space.width:
             space.obstacle = space.obstacle or (node, "operands of different widths meet here")
         elif graph.is_weight(argument):

@@ -39,6 +39,7 @@ _FLOAT = _ON_WEIGHTS | {
     "rms_norm",
     "layer_norm",
     "unary",
+    "xielu",
     "scale",
     "add",
     "mul",

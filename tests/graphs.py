@@ -100,7 +100,12 @@ def decoder(
         mixed = graph.call("merge_heads", graph.call("attention", q, k, v, head_dim**-0.5, window, softcap, *more))
         x = graph.call("add", x, block(mixed, f"o{layer}", heads * head_dim))
         y = graph.call("rms_norm", x, None, 1e-6)
-        gate = graph.call("unary", linear(y, f"gate{layer}", ffn, hidden), act)
+        gate = linear(y, f"gate{layer}", ffn, hidden)
+        if act == "xielu":
+            store.add_tensor(f"curve{layer}", torch.tensor([0.8, 1.3 + layer, 0.5, -1e-6]))
+            gate = graph.call("xielu", gate, graph.weight(f"curve{layer}"))
+        else:
+            gate = graph.call("unary", gate, act)
         product = graph.call("mul", gate, linear(y, f"up{layer}", ffn, hidden))
         x = graph.call("add", x, block(product, f"down{layer}", ffn))
     logits = graph.call("linear", graph.call("rms_norm", x, None, 1e-6), weight("head", vocab, hidden))

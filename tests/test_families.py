@@ -15,6 +15,7 @@ BUILT = (
     "qwen2_moe, dense layers between",  # a router before all, shared experts behind a gate
     "gpt_neo, local layers",  # attention of its own, in ATen operators
     "deepseek_v3",  # keys of two linears in new memory, values narrower, groups of experts
+    "apertus",  # an activation with learned scalars, a kernel of its own
     "stablelm, parallel, norms in heads",  # weights of norms that differ by head
 )
 KINDS = {name: (kind, settings) for name, kind, settings in family_list.FAMILIES}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "rms_norm": (rand(2, 6), rand(6), 1e-6),
     "layer_norm": (rand(2, 6), rand(6), rand(6), 1e-5),
     "unary": (rand(2, 6), "gelu"),
+    "xielu": (torch.linspace(-2, 2, 12).view(2, 6), torch.tensor([0.8, 1.3, 0.5, -1e-6])),
     "scale": (rand(2, 6), 2.0),
     "add": (rand(2, 6), rand(6)),
     "mul": (rand(2, 6), rand(2, 6)),
@@ -178,6 +180,13 @@ def test_experts_are_each_tokens_own_linears() -> None:
     scores, hidden = torch.tensor([[9.0, 0.0, 5.0, 5.0]]), -float("inf")
     assert ops.limit_groups(scores, 2, 1, 2).tolist() == [[hidden, hidden, 5.0, 5.0]]
     assert ops.limit_groups(scores, 2, 1, 1).tolist() == [[9.0, 0.0, hidden, hidden]]
+
+
+def test_xielu_is_a_parabola_above_0_and_an_exponential_below() -> None:
+    x = torch.tensor([2.0, 1e-3, 0.0, -0.01, -3.0, math.nan])
+    below = [1.2 * (math.expm1(min(v, -0.1)) - v) + 0.5 * v for v in (0.0, -0.01, -3.0)]
+    found = ops.xielu(x, torch.tensor([0.8, 1.2, 0.5, -0.1]))
+    assert found[:5].tolist() == pytest.approx([0.8 * 4 + 1, 0.8e-6 + 0.5e-3, *below], rel=1e-6) and found[5].isnan()
 
 
 def test_features_are_gathered_by_their_place_and_zeros_by_none() -> None:

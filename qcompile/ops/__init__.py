@@ -38,6 +38,7 @@ from qcompile.ops.model import (
     slice_features,
     split_heads,
     unary,
+    xielu,
 )
 from qcompile.ops.quantized import (
     GATE_BLOCK,
@@ -143,5 +144,6 @@ __all__ = [
     "unary",
     "upper_nibble",
     "worst_rows",
+    "xielu",
     "zero_bias",
 ]

@@ -71,6 +71,17 @@ def unary(x: Tensor, kind: str) -> Tensor:
 
 
 @define(like)
+def xielu(x: Tensor, curve: Tensor) -> Tensor:
+    """x [...] through xIELU (Huang and Schlag 2024, arXiv 2411.13010); curve [4] is alpha_p, alpha_n, beta and eps.
+
+    alpha_p x² + beta x where x > 0, else alpha_n (expm1(min(x, eps)) - x) + beta x.
+    """
+    alpha_p, alpha_n, beta, eps = curve.to(x.dtype)
+    below = (torch.expm1(torch.minimum(x, eps)) - x) * alpha_n
+    return torch.where(x > 0, alpha_p * x * x, below) + beta * x
+
+
+@define(like)
 def scale(x: Tensor, factor: float) -> Tensor:
     """x [...] times a constant."""
     return x * factor

@@ -118,6 +118,13 @@ def test_a_thread_that_makes_its_own_heads_waits_where_it_would_overwrite_what_t
     assert cpu._Renderer(narrow, AVX2).sync(qkv) == "true"
 
 
+def test_curves_are_there_where_a_call_takes_one() -> None:
+    program = build(Tiny(layers=1))[0]
+    bend = p.Elementwise("bend", "xielu", "h", "h", weight=program.weights[0])
+    bent = cpu.render(replace(program, calls=(*program.calls[:-1], bend)), AVX2)
+    assert "void xielu(" in bent and "xielu" not in cpu.render(program, AVX2)
+
+
 def test_refuses_shapes_without_kernels() -> None:
     program = build(Tiny(layers=1))[0]
     with pytest.raises(UnsupportedError, match="2048"):

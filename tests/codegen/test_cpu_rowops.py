@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qcompile import numerics
+from qcompile import numerics, ops
 from qcompile.codegen import program as p
 from tests.codegen.columns import Case, Columns
 
@@ -19,6 +19,8 @@ WIDTH = 40  # not a multiple of a vector: the padding must stay zero
 MAKE = torch.Generator().manual_seed(3)
 TABLE = 3 * torch.randn(WIDTH, WIDTH, generator=MAKE)
 PLACES = torch.randn(64, WIDTH, generator=MAKE)
+TABLE[1, :12] = torch.tensor([0, -0.0, 1e-7, -1e-7, -1e-6, -1e-4, -0.01, -0.2499, -0.25, -0.26, -90, 90])
+CURVE = torch.tensor([0.8, 1.3, 0.5, -1e-6])  # of xIELU: alpha_p, alpha_n, beta and eps
 WEIGHT, BIAS = torch.randn(WIDTH, generator=MAKE), torch.randn(WIDTH, generator=MAKE)
 
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
@@ -38,6 +40,7 @@ AT = PLACES[5:10]
 RMS = p.Norm("n", "rms", "x", "y", 1e-5, "weight")
 CALLS: dict[str, list[p.Call]] = {
     **{kind: [p.Elementwise("f", kind, "x", "y")] for kind in UNARY},
+    "xielu": [p.Elementwise("bend", "xielu", "x", "y", weight="curve")],
     "scale, add and mul": [
         p.Embed("place", "places", "positions", "f32", 64, scale=0.5, index="positions"),
         p.Elementwise("add", "add", "x", "y", other="places"),
@@ -63,6 +66,7 @@ def rows() -> Iterator[dict[str, np.ndarray]]:
         "positions": numerics.as_blob(PLACES),
         "weight": numerics.pack_vector(WEIGHT),
         "bias": numerics.pack_vector(BIAS),
+        "curve": numerics.pack_vector(CURVE),
     }
     embed = p.Embed("embed", "x", "table", "f32", WIDTH)
     cases = {name: Case([embed, *calls], "y") for name, calls in CALLS.items()}
@@ -74,6 +78,12 @@ def rows() -> Iterator[dict[str, np.ndarray]]:
 @pytest.mark.parametrize("kind", UNARY)
 def test_unary(rows: dict[str, np.ndarray], kind: str) -> None:
     np.testing.assert_allclose(rows[kind], UNARY[kind](X), atol=1e-6, rtol=1e-6)
+
+
+def test_xielu(rows: dict[str, np.ndarray]) -> None:
+    # However small x is, a few roundings of numbers of its size: exp(x) - 1 would lose its digits near 0.
+    wanted = ops.xielu(X.double(), CURVE)
+    assert ((torch.from_numpy(rows["xielu"]) - wanted).abs() <= 3e-7 * (X.abs() + wanted.abs())).all()
 
 
 def test_scale_add_and_mul(rows: dict[str, np.ndarray]) -> None:

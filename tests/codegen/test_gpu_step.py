@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from qcompile import pipeline, recipes
+from qcompile import ops, pipeline, recipes
 from qcompile.artifact import read_manifest, verify
 from qcompile.bench import seconds_of
 from qcompile.calibration import Calibration
@@ -51,7 +51,7 @@ RECIPES = {
     "w4a4-g128 late norms": 0.03,  # and the Hadamard in front of all linears
     "w4a16": 0.02,  # scales and products rounded to bf16
     "bf16": 0.02,
-    "bf16 capped": 0.02,  # logits that come of more than a linear
+    "bf16 capped": 0.02,  # logits that come of more than a linear, and an activation that takes a weight
 }
 SHAPE: dict[str, Any] = {"vocab": 70, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 256}
 
@@ -73,7 +73,7 @@ def interpret_recipes(*names: str) -> None:
             "w8a8": {"bias": True, "passes": {"cache.format": "kv8"}},
             "w4a4-g128 int8": {"passes": {"assign_precision.activation": "int8_g128"}},
             "w4a4-g128 late norms": {"passes": {"assign_precision.activation": "int8_g128"}, "late_norms": True},
-            "bf16 capped": {"capped": True, "vocab": 96},
+            "bf16 capped": {"capped": True, "vocab": 96, "act": "xielu"},
         }
         more = options.get(name, {})
         graph, program, blobs = lowered(name.split()[0], **more)
@@ -151,6 +151,36 @@ def interpret_scales_of_filled_rows() -> None:
 
 def test_scales_of_filled_rows_interpreted() -> None:
     interpreted(__name__, "interpret_scales_of_filled_rows()")
+
+
+def interpret_xielu() -> None:
+    """A few roundings of numbers of x's size, however small it is; the same in blocks of a row."""
+    from qcompile.codegen.gpu_compile import load
+
+    sizes = torch.logspace(-8, 1.5, 88)
+    x = torch.stack((-sizes, torch.randn(88, generator=torch.Generator().manual_seed(2))))
+    x[1, :6] = torch.tensor([0, -0.0, -1e-6, -0.2499, -0.25, -90])
+    curve, found = torch.tensor([0.8, 1.3, 0.5, -1e-6]), torch.zeros(2, 2, 88)
+    wanted = ops.xielu(x.double(), curve)
+    for blocks in (1, 2):
+        load(RowSpec(88 // blocks, 88, 88, unary="xielu", blocks=blocks).kernel(80))[2, blocks, 1](
+            x, found[blocks - 1], curve
+        )
+    assert ((found[0] - wanted).abs() <= 3e-7 * (x.abs() + wanted.abs())).all() and torch.equal(found[0], found[1])
+
+
+def test_xielu_interpreted() -> None:
+    interpreted(__name__, "interpret_xielu()")
+
+
+@pytest.mark.parametrize("target", ["a100", "l40s", "h200", "b200"])
+def test_xielu_compiles(target: str) -> None:
+    needs_triton()
+    capability = TARGETS[target].capability
+    plan = make_plan(lowered("w4a16", act="xielu")[1], capability)
+    own = {label: kernel for label, kernel in plan.kernels.items() if "xielu" in label}
+    assert len(own) == 1 and all("curve" in [a.name for a in kernel.arguments] for kernel in own.values())
+    assert all(compile_kernel(kernel, capability).spill_bytes == 0 for kernel in own.values())
 
 
 def test_odd_inputs_interpreted() -> None:

@@ -167,6 +167,75 @@ def test_what_is_no_gelu_is_none(curve: str) -> None:
     assert check.max_relative_error(graph.run(ids, positions), module(ids)) < 1e-6
 
 
+class Xielu(nn.Module):
+    """`curve` of x, alpha_p, alpha_n, beta and eps, the alphas learned."""
+
+    def __init__(self, curve: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.curve = curve
+        self.p, self.n = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+        self.register_buffer("beta", torch.tensor(0.5))
+        self.register_buffer("eps", torch.tensor(-1e-2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.curve(x, F.softplus(self.p), self.beta + F.softplus(self.n), self.beta, self.eps)
+
+
+def below(x: Tensor, n: Tensor, e: Tensor) -> Tensor:
+    return (torch.expm1(torch.min(x, e)) - x) * n
+
+
+XIELUS: dict[str, Callable[..., Tensor]] = {
+    "published": lambda x, p, n, b, e: torch.where(x > 0, p * x * x + b * x, below(x, n, e) + b * x),
+    "other order": lambda x, p, n, b, e: torch.where(
+        x > 0, x / 2 + x.square() * p, x * b + n * (torch.expm1(torch.minimum(e, x)) - x)
+    ),
+}
+
+
+@pytest.mark.parametrize("style", XIELUS)
+def test_an_xielu_that_is_written_out_is_one(style: str) -> None:
+    module = modules.randomized(Bent(Xielu(XIELUS[style])))
+    graph = raise_module(module)
+    (ids, positions), node = inputs(), graph.calls("xielu")[0]
+    scalars = [F.softplus(module.curve.p), 0.5 + F.softplus(module.curve.n), torch.tensor([0.5, -1e-2])]
+    assert torch.equal(graph.evaluate(node.args[1]), torch.cat(scalars))
+    assert used(graph) == Counter(embedding=1, xielu=1, linear=1)
+    assert check.max_relative_error(graph.run(ids, positions), module(ids)) < 1e-6
+
+
+NO_XIELUS: dict[str, Callable[..., Tensor]] = {
+    "from 0": lambda x, p, n, b, e: torch.where(x >= 0, p * x * x + b * x, below(x, n, e) + b * x),
+    "from above 0": lambda x, p, n, b, e: torch.where(x > 0.1, p * x * x + b * x, below(x, n, e) + b * x),
+    "turned": lambda x, p, n, b, e: torch.where(x > 0, below(x, n, e) + b * x, p * x * x + b * x),
+    "cube": lambda x, p, n, b, e: torch.where(x > 0, p * x * x * x + b * x, below(x, n, e) + b * x),
+    "slopes": lambda x, p, n, b, e: torch.where(x > 0, p * x * x + b * x, below(x, n, e) + 0.4 * x),
+    "slope twice": lambda x, p, n, b, e: torch.where(
+        x > 0, torch.add(p * x * x, b * x, alpha=2), torch.add(below(x, n, e), b * x, alpha=2)
+    ),
+    "offset": lambda x, p, n, b, e: torch.where(x > 0, p * x * x + b, below(x, n, e) + b),
+    "largest": lambda x, p, n, b, e: torch.where(
+        x > 0, p * x * x + b * x, (torch.expm1(torch.max(x, e)) - x) * n + b * x
+    ),
+    "exponential": lambda x, p, n, b, e: torch.where(
+        x > 0, p * x * x + b * x, (torch.exp(torch.min(x, e)) - x) * n + b * x
+    ),
+    "less twice": lambda x, p, n, b, e: torch.where(
+        x > 0, p * x * x + b * x, torch.sub(torch.expm1(torch.min(x, e)), x, alpha=2) * n + b * x
+    ),
+    "of others": lambda x, p, n, b, e: torch.where(x.flip(-1) > 0, p * x * x + b * x, below(x, n, e) + b * x),
+    "by channel": lambda x, p, n, b, e: torch.where(
+        x > 0, p.expand(48).cumsum(0) * x * x + b * x, below(x, n, e) + b * x
+    ),
+}
+
+
+@pytest.mark.parametrize("curve", NO_XIELUS)
+def test_what_is_no_xielu_is_none(curve: str) -> None:
+    with pytest.raises(UnsupportedError, match="has no counterpart here, and linear linear needs it"):
+        raise_module(modules.randomized(Bent(Xielu(NO_XIELUS[curve]))))
+
+
 # ---- what must be refused ------------------------------------------------------------------------------
 
 

@@ -62,6 +62,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "gpt_oss": COMMON | EXPERTS | {"head_dim": 16, "sliding_window": 8},  # sinks, clamped gates, interleaved rows
     "deepseek_v3": COMMON | EXPERTS | LATENT | {"n_group": 3, "topk_group": 2},  # keys put together in new memory
     "deepseek_v2": COMMON | EXPERTS | LATENT | {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2},
+    "apertus": COMMON,  # an activation with scalars of its own in each layer
     "nemotron": COMMON,  # squared ReLU, LayerNorm with 1 + w
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

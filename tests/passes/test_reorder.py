@@ -20,7 +20,10 @@ def reordered(before: Graph) -> PassResult:
     return result
 
 
-@pytest.mark.parametrize("shape", [{}, {"bias": True}, {"head_norm": "heads"}, {"head_dim": 40, "bias": "v"}], ids=str)
+SHAPES = [{}, {"bias": True}, {"head_norm": "heads"}, {"head_dim": 40, "bias": "v"}, {"act": "xielu"}]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_function_stays(shape: dict[str, object]) -> None:
     result = reordered(decoder(**shape))  # type: ignore[arg-type]
     # The stream and two MLPs; a value head of 40 channels reaches over the border of groups, one of 16 does not.

@@ -126,6 +126,15 @@ def test_online_rotation_of_down_projections(ffn: int, act: str) -> None:
     assert all(n.args[2] == ffn for n in after.calls("hadamard"))
 
 
+@pytest.mark.parametrize("act", ["gelu", "xielu"])
+def test_online_rotation_of_activations(act: str) -> None:
+    before = decoder(act=act)
+    for product in before.calls("mul"):
+        before.replace(product, product.args[0])
+    before.erase_dead()
+    assert refusal_free(before, residual=False, heads=False, online=True) == 2
+
+
 def test_online_rotation_of_what_experts_read() -> None:
     before = mixture()
     result = apply(Rotate(residual=False, heads=False, online=True), before)
