@@ -18,19 +18,23 @@ TRANSPARENT = {"to", "_to_copy", "alias", "contiguous", "clone", "detach", "drop
 
 def strip(item: Any) -> Any:
     """The node whose value `item` has, behind casts and copies."""
-    while isinstance(item, fx.Node) and operator_name(item) in TRANSPARENT:
+    while isinstance(item, fx.Node) and operator_name(item) in TRANSPARENT and not _makes_whole(item):
         item = item.args[0]
     return item
 
 
+def _makes_whole(item: Any) -> bool:
+    """Whether a cast is of real numbers to integers; masks are cast to booleans."""
+    made = item.meta["val"]
+    return item.args[0].meta["val"].is_floating_point() and not (made.is_floating_point() or made.dtype == torch.bool)
+
+
 def is_call(item: Any, *names: str) -> bool:
-    """Whether `item` is a call of one of the ATen operators `names`."""
-    return isinstance(item, fx.Node) and item.op == "call_function" and operator_name(item) in names
-
-
-def joins(item: Any, *names: str) -> bool:
-    """Whether `item` is one of the ATen operators `names` of two operands and nothing else, such as alpha."""
-    return is_call(item, *names) and len(item.args) == 2 and not item.kwargs
+    """Whether `item` is a call of one of the ATen operators `names`, a sum without alpha, a quotient unrounded."""
+    if not isinstance(item, fx.Node) or item.op != "call_function" or operator_name(item) not in names:
+        return False
+    more = (*item.args[2:], *item.kwargs.values()) if operator_name(item) in ("add", "sub", "div") else ()
+    return all(value in (None, 1) for value in more)
 
 
 def pair(node: fx.Node) -> list[tuple[Any, Any]]:
@@ -192,7 +196,7 @@ def match_where(r: Raiser, node: fx.Node) -> Known:
     from qcompile.passes.raise_aten import elementwise
 
     test, yes, no = (strip(item) for item in node.args[:3])
-    if not is_call(test, "gt") or r.number(test.args[1]) != 0 or not (joins(yes, "add") and joins(no, "add")):
+    if not is_call(test, "gt") or r.number(test.args[1]) != 0 or not (is_call(yes, "add") and is_call(no, "add")):
         return None
     x = strip(test.args[0])
     line, square = _terms(r, yes, x)
@@ -210,11 +214,11 @@ def match_where(r: Raiser, node: fx.Node) -> Known:
 
 def _bound_of_bend(r: Raiser, item: Any, x: Any) -> float | None:
     """eps for expm1(min(x, eps)) - x."""
-    if not joins(item, "sub") or strip(item.args[1]) is not x:
+    if not is_call(item, "sub") or strip(item.args[1]) is not x:
         return None
     grown = strip(item.args[0])
     least: Any = strip(grown.args[0]) if is_call(grown, "expm1") else None
-    if not joins(least, "min", "minimum"):
+    if not is_call(least, "min", "minimum") or len(least.args) != 2:
         return None
     return next((r.number(bound) for y, bound in pair(least) if y is x), None)
 
@@ -273,7 +277,7 @@ def _is_tanh_argument(r: Raiser, item: Any, x: Any) -> bool:
     number, powers, others = _product(r, item, x)
     if not math.isclose(number, math.sqrt(2 / math.pi), rel_tol=1e-6) or len(others) != 1 or powers > 1:
         return False
-    if not joins(others[0], "add"):
+    if not is_call(others[0], "add"):
         return False
     least, most = _terms(r, others[0], x)
     cubic, own = (most[1], least[1]) == (3 - powers, 1 - powers), least[0] == 1

@@ -167,6 +167,41 @@ def test_what_is_no_gelu_is_none(curve: str) -> None:
     assert check.max_relative_error(graph.run(ids, positions), module(ids)) < 1e-6
 
 
+def inside(x: Tensor) -> Tensor:
+    return 0.79788456 * x * (1 + 0.044715 * x * x)
+
+
+def mean_square(x: Tensor) -> Tensor:
+    return x.square().mean(-1, keepdim=True)
+
+
+CHANGED: dict[str, Curve] = {
+    "one twice": lambda x: x * 0.5 * torch.add(torch.tanh(inside(x)), 1.0, alpha=2),
+    "one twice, a tensor": lambda x: x * 0.5 * torch.add(torch.tanh(inside(x)), torch.tensor(1.0), alpha=2),
+    "half, rounded": lambda x: torch.div(x, 2, rounding_mode="floor") * (1 + torch.tanh(inside(x))),
+    "product, rounded": lambda x: (
+        x * 0.5 * (1 + torch.tanh(torch.div(inside(x) / 0.79788456, 1 / 0.79788456, rounding_mode="floor")))
+    ),
+    "eps thrice": lambda x: x * torch.rsqrt(torch.add(mean_square(x), 0.5, alpha=3)),
+    "mean thrice": lambda x: (
+        torch.sub(x, x.mean(-1, keepdim=True), alpha=3) * torch.rsqrt(x.var(-1, correction=0, keepdim=True) + 1e-5)
+    ),
+    "whole numbers": lambda x: x * torch.rsqrt(mean_square(x.to(torch.int64).float()) + 0.1),
+}
+
+
+@pytest.mark.parametrize("curve", CHANGED)
+def test_what_changes_a_pattern_is_seen(curve: str) -> None:
+    """Factors of sums, rounded quotients and casts to whole numbers: another function, refused or as it is."""
+    module = modules.randomized(Bent(CHANGED[curve]))
+    try:
+        graph = raise_module(module)
+    except UnsupportedError:
+        return
+    ids, positions = inputs()
+    assert check.max_relative_error(graph.run(ids, positions), module(ids)) < 1e-6
+
+
 class Xielu(nn.Module):
     """`curve` of x, alpha_p, alpha_n, beta and eps, the alphas learned."""
 
