@@ -397,8 +397,9 @@ class _Renderer:
             table = self._rope_table(c.inv_freq, c.rotary_dim, c.scaling).name
         stride = self.program.buffer(c.qkv).stride
         where = f"{_ident(c.qkv)}, {stride}, {c.q_offset}, {c.k_offset}, {c.v_offset}, {c.heads}"
-        turn = f", {c.block}, {self.weight(c.center)}" if c.block or c.center else ""
-        rope = f"{{{table}, {c.rotary_dim}, {_bool(c.interleaved)}{turn}}}"
+        times = [self.weight(c.query_table), self.weight(c.query_weight)] if c.query_table or c.query_weight else []
+        more = [str(c.block), self.weight(c.center), *times] if c.block or c.center or times else []
+        rope = f"{{{', '.join([table, str(c.rotary_dim), _bool(c.interleaved), *more])}}}"
         return [f"s.append({{{where}, {rope}, b.positions, b.query_start}}, {c.layer});"]
 
     def _rope_table(self, inv_freq: str, rotary_dim: int, scaling: float) -> _RopeTable:

@@ -65,8 +65,9 @@ class AppendSpec:
     """Rotates q and k of x [tokens, stride] (f32) in place, and writes k and v to their pages.
 
     Ahead of that heads are normalized by `norm_q` and `norm_k`. Sums over features are of neighbours each time, so that
-    they have one order however many tokens a program has. Where `centered`, a weight [heads, dim] then comes off k, and
-    with `turned`, a power of 2, each so many features of q and of k are turned by a Hadamard matrix.
+    they have one order however many tokens a program has. Behind it q is multiplied with the weights `times`:
+    query_table by its position, query_weight [dim] by feature. Where `centered`, a weight [heads, dim] then comes off
+    k, and with `turned`, a power of 2, each so many features of q and of k are turned by a Hadamard matrix.
     """
 
     kv: GpuKV
@@ -91,6 +92,7 @@ class AppendSpec:
     """Whether k and v go to rows bf16 [tokens, 2, KV heads, dim], and nothing is rounded."""
     norm_q: HeadNorm | None = None
     norm_k: HeadNorm | None = None
+    times: tuple[str, ...] = ()
 
     @property
     def norms(self) -> list[tuple[str, HeadNorm, int, int]]:
@@ -114,6 +116,7 @@ class AppendSpec:
         names = ("positions",) if self.fresh else ("positions", "row_sequence", "block_table")
         arguments = [Argument("x", "*fp32"), *pages, *(Argument(name, "*i32") for name in names)]
         arguments += [Argument("inv_freq", "*fp32")] * bool(self.rotary_dim)
+        arguments += [Argument(name, "*fp32") for name in self.times]
         arguments += [Argument("center", "*fp32")] * self.centered
         for part, norm, *_ in self.norms:
             arguments += [Argument(f"{part}_{vector}", "*fp32") for vector in norm.vectors]

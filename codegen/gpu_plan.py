@@ -367,12 +367,11 @@ class _Maker:
             self.asm,
             norm_q=HeadNorm.of(self.norms.get("q")),
             norm_k=HeadNorm.of(self.norms.get("k")),
+            times=tuple(name for name in ("query_table", "query_weight") if getattr(c, name) is not None),
         )
         args = {"x": self.ref(c.qkv), **self._step_args(c.layer), "row_sequence": ["input", "row_sequence"]}
-        if c.inv_freq is not None:
-            args["inv_freq"] = ["weight", c.inv_freq]
-        if c.center is not None:
-            args["center"] = ["weight", c.center]
+        given = (name for name in ("inv_freq", "center", *spec.times) if getattr(c, name) is not None)
+        args |= {name: ["weight", getattr(c, name)] for name in given}
         for part, norm in self.norms.items():
             args |= {f"{part}_{role}": ref for role, ref in _vectors(norm.weight, norm.bias).items()}
         self.norms = {}

@@ -286,7 +286,8 @@ def _gemm(low: Lowering, node: fx.Node) -> p.Call:
 
 
 def _rope_append(low: Lowering, node: fx.Node) -> p.Call:
-    qkv, inv_freq, _, _, _, _, offsets, heads, kv_heads, head_dim, scaling, interleaved, layer, _, *turn = _args(node)
+    qkv, inv_freq, _, _, _, _, offsets, heads, kv_heads, head_dim, scaling, interleaved, layer, _, *more = _args(node)
+    center, block, table, weight = more
     q, k, v = offsets
     return p.RopeAppend(
         node.name,
@@ -302,8 +303,10 @@ def _rope_append(low: Lowering, node: fx.Node) -> p.Call:
         inv_freq=low.vector(inv_freq),
         scaling=scaling,
         interleaved=interleaved,
-        center=low.vector(turn[0]) if turn else None,
-        block=turn[1] if turn else 0,
+        center=low.vector(center),
+        block=block,
+        query_table=low.flat(table),
+        query_weight=low.vector(weight),
     )
 
 

@@ -195,9 +195,10 @@ class RopeAppend:
     """Rotate q (in place) and k by position, and append k and v to the layer's KV pages.
 
     qkv: f32 [tokens, width], q, k, v starting at the given columns. `inv_freq` is a weight, f32
-    [rotary_dim / 2] (None: no rotation); `scaling` multiplies cos and sin. Then the weight `center`, f32
-    [kv_heads * head_dim], comes off k (None: nothing), and with `block`, a power of 2, q and k are turned in blocks of
-    so many features by a Hadamard matrix.
+    [rotary_dim / 2] (None: no rotation); `scaling` multiplies cos and sin. Then q is multiplied with its position's
+    number in the weight `query_table`, f32 [positions], and with the weight `query_weight`, f32 [head_dim] (None:
+    nothing); the weight `center`, f32 [kv_heads * head_dim], comes off k (None: nothing), and with `block`, a power of
+    2, q and k are turned in blocks of so many features by a Hadamard matrix.
     """
 
     kernel: ClassVar[str] = "rope_append"
@@ -216,6 +217,8 @@ class RopeAppend:
     interleaved: bool = False
     center: str | None = None
     block: int = 0
+    query_table: str | None = None
+    query_weight: str | None = None
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,8 @@ class _Heads:
     """A value [M, H, D] read out of `source` [M, F] from column `start`, perhaps normalized, perhaps rotated.
 
     `norm` is (weight, bias, eps, kind, blocks, width of a block), `rope` and `turn` (of rotate_heads) the arguments
-    after the value; `alone` says that nothing else reads what lies between, so that the source's columns may be
-    overwritten.
+    after the value, `times` what heads are multiplied with: a table [P, 1] of positions, and a weight [D] behind the
+    rotation. `alone` says that nothing else reads what lies between, so that the source's columns may be overwritten.
     """
 
     source: fx.Node
@@ -82,33 +82,88 @@ class _Heads:
     rope: tuple[Any, ...] | None
     norm: tuple[Any, ...] | None
     turn: tuple[Any, ...]
+    times: tuple[fx.Node | None, fx.Node | None]
     alone: bool
 
 
-def _heads_of(node: Any) -> _Heads | None:
-    """What the heads in `node` are made of, or None unless [turn] [rope] [norm] split_heads [norm] [slice]."""
+class _Chain:
+    """A walk from a value to what it is made of: `nodes` as far as it went, and `end`, which the last of them reads."""
+
+    def __init__(self, graph: Graph, end: Any) -> None:
+        self.graph, self.nodes, self.end = graph, [], end  # type: tuple[Graph, list[fx.Node], Any]
+
+    def take(self, *kinds: str) -> tuple[Any, ...] | None:
+        """Go on to the first operand of `end`, if that is one of the operators `kinds`; its other operands."""
+        if ops.name_of(self.end.target) not in kinds:
+            return None
+        self.nodes.append(self.end)
+        operands: tuple[Any, ...] = self.end.args
+        self.end = operands[0]
+        return operands[1:]
+
+    def take_norm(self, blocks: int, width: int) -> tuple[Any, ...] | None:
+        """The norm that `end` is, over so many blocks of so many columns."""
+        norm = self.end
+        return None if self.take(*_NORMS) is None else (*_norm_arguments(norm), blocks, width)
+
+    def take_weight(self) -> fx.Node | None:
+        """What multiplies the heads that `end` is: a weight [D]."""
+        factor = self._factor()
+        if factor is None or not self.graph.is_weight(factor) or factor.meta["val"].dim() != 1:
+            return None
+        self.take("mul")
+        return factor
+
+    def take_table(self, positions: fx.Node) -> fx.Node | None:
+        """The table [P, 1] whose number of the position multiplies the features that `end` is."""
+        row = self._factor()
+        if row is None or ops.name_of(row.target) != "embedding" or row.args[0] is not positions:
+            return None
+        table: Any = row.args[1]
+        if table.meta["val"].shape[1] != 1:
+            return None
+        self.take("mul")
+        found: fx.Node = table
+        return found
+
+    def _factor(self) -> fx.Node | None:
+        """The second operand of the product that `end` is, if it is one."""
+        factor: fx.Node | None = self.end.args[1] if ops.name_of(self.end.target) == "mul" else None
+        return factor
+
+
+def _heads_of(graph: Graph, node: Any, positions: fx.Node, queries: bool = False) -> _Heads | None:
+    """What the heads in `node` are made of, or None unless [turn] [rope] [norm] split_heads [norm] [slice].
+
+    Those of `queries` may be multiplied: by a table ahead of what comes before split_heads, by a weight behind rope.
+    """
     heads, head_dim = node.meta["val"].shape[-2:]
-    chain, rope, norm, turn = [node], None, None, (None, 0)
-    if ops.name_of(node.target) == "rotate_heads":
-        turn = tuple(node.args[1:])
-        chain.append(node.args[0])
-    if ops.name_of(chain[-1].target) == "rope":
-        rope = tuple(chain[-1].args[1:])
-        chain.append(chain[-1].args[0])
-    if ops.name_of(chain[-1].target) in _NORMS:
-        norm = (*_norm_arguments(chain[-1]), heads, head_dim)
-        chain.append(chain[-1].args[0])
-    if ops.name_of(chain[-1].target) != "split_heads":
+    chain = _Chain(graph, node)
+    turn = chain.take("rotate_heads") or (None, 0)
+    weight = chain.take_weight() if queries else None
+    rope = chain.take("rope")
+    norm = chain.take_norm(heads, head_dim)
+    if chain.take("split_heads") is None:
         return None
-    source, start = chain[-1].args[0], 0
-    if norm is None and ops.name_of(source.target) in _NORMS:
-        norm = (*_norm_arguments(source), 1, heads * head_dim)
-        chain.append(source)
-        source = source.args[0]
-    if ops.name_of(source.target) == "slice_features":
-        chain.append(source)
-        source, start = source.args[0], source.args[1]
-    return _Heads(source, start, heads, head_dim, rope, norm, turn, all(len(n.users) == 1 for n in chain))
+    table = chain.take_table(positions) if queries and norm is None else None
+    if table is not None and _is_normed_in_heads(chain.end, (heads, head_dim)):
+        chain.take("merge_heads")
+        norm = chain.take_norm(heads, head_dim)
+        chain.take("split_heads")
+    norm = norm or chain.take_norm(1, heads * head_dim)
+    cut = chain.take("slice_features")
+    alone = all(len(n.users) == 1 for n in chain.nodes)
+    start = 0 if cut is None else cut[0]
+    return _Heads(chain.end, start, heads, head_dim, rope, norm, turn, (table, weight), alone)
+
+
+def _is_normed_in_heads(node: Any, shape: tuple[int, int]) -> bool:
+    """Whether `node` is merge_heads of a norm of split_heads, of heads of `shape`."""
+    for kinds in (("merge_heads",), _NORMS):
+        if ops.name_of(node.target) not in kinds:
+            return False
+        node = node.args[0]
+    return ops.name_of(node.target) == "split_heads" and tuple(node.meta["val"].shape[-2:]) == shape
 
 
 def _norm_arguments(norm: fx.Node) -> tuple[Any, ...]:
@@ -122,13 +177,13 @@ def _norm_arguments(norm: fx.Node) -> tuple[Any, ...]:
 def _fuse_append(graph: Graph, node: fx.Node) -> bool:
     """q, k and v out of one value, q and k normalized and rotated, appended, attended -> rope_append, kv_attention.
 
-    Norms become norm_heads in place before it.
+    What q is multiplied with behind its norm goes into rope_append. Norms become norm_heads in place before it.
     """
     append: Any = node.args[4]
     if ops.name_of(append.target) != "kv_append":
         return False
     k_node, v_node, *place, cache, layer, format = append.args
-    parts = [_heads_of(n) for n in (node.args[0], k_node, v_node)]
+    parts = [_heads_of(graph, n, place[0], n is node.args[0]) for n in (node.args[0], k_node, v_node)]
     if any(p is None for p in parts):
         return False
     q, k, v = (p for p in parts if p is not None)
@@ -139,7 +194,7 @@ def _fuse_append(graph: Graph, node: fx.Node) -> bool:
     if not (q.source is k.source is v.source and q.alone and k.alone):
         q, k, v = _side_by_side(graph, node, (q, k, v))
     inv_freq, scaling, interleaved = (None, 1.0, False) if q.rope is None else q.rope[1:]
-    shape = (q.heads, k.heads, q.head_dim, scaling, interleaved, layer, format, *k.turn)
+    shape = (q.heads, k.heads, q.head_dim, scaling, interleaved, layer, format, *k.turn, *q.times)
     with graph.fx.inserting_before(node):
         source = q.source
         for part in (q, k):

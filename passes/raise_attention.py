@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from qcompile import ops
 from qcompile.passes import raise_values as values
 from qcompile.passes.raise_ops import Raiser
 from qcompile.passes.raise_tables import same_turning
@@ -45,6 +46,7 @@ def build(
     if order is not None:
         inputs = [*(_reordered(value, order) for value in inputs[:2]), inputs[2]]
     q, k, v = (_heads(r, node, value, shape) for value, shape in zip(inputs, shapes, strict=True))
+    q, k = _with_key_weights(r, q, k)
     extra = [] if key_bias is None else [r.constant("key_bias", key_bias.expand(queries, -1).contiguous())]
     made = r.call("attention", q, k, v, float(scale * math.prod(factors)), int(window), float(softcap), sinks, *extra)
     return identity(made, ("B", "T", "F", "F"), (queries, shapes[2][1]))
@@ -101,15 +103,49 @@ def _heads(r: Raiser, node: fx.Node, value: Value, shape: tuple[int, int]) -> fx
     """The raised tensor [B, T, H, D] that `value` is, rotary embedding included."""
     if value.is_plain():
         return r.emit(value, shape, node)
-    terms = value.terms.reshape(len(value.terms), *shape)
-    turned = rotation(terms, r.source.info.max_position)
-    if turned is None:
+    made = turned(r, node, value, shape)
+    if made is None:
         raise r.unsupported(node, "rotates its queries or keys in a way that is no rotary embedding")
-    source, inv_freq, scaling, interleaved = turned
-    plain = Value(value.base, value.dims, values.make_terms(shape, source))
-    made = r.emit(plain, shape, node)
+    assert made.base is not None
+    return made.base
+
+
+def turned(r: Raiser, node: fx.Node, value: Value, shape: tuple[int, int] | None = None) -> Value | None:
+    """All of a qcompile::rope [B, T, H, D], when `value` is heads (of `shape`, if known) that were rotated."""
+    heads, head_dim = shape or (1, 1, *value.sizes)[-2:]
+    if value.base is None or heads * head_dim != value.count:
+        return None
+    terms = value.terms.reshape(len(value.terms), heads, head_dim)
+    found = rotation(terms, r.source.info.max_position)
+    if found is None:
+        return None
+    source, inv_freq, scaling, interleaved = found
+    plain = Value(value.base, value.dims, values.make_terms((heads, head_dim), source))
+    made = r.emit(plain, (heads, head_dim), node)
     frequencies = r.constant("inv_freq", torch.from_numpy(inv_freq.astype(np.float32)))
-    return r.call("rope", made, r.positions, frequencies, scaling, interleaved)
+    made = r.call("rope", made, r.positions, frequencies, scaling, interleaved)
+    return identity(made, value.dims, value.sizes)
+
+
+def _with_key_weights(r: Raiser, q: fx.Node, k: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Scores are sums over features: what those of all keys are multiplied with may multiply those of queries."""
+    if (of_keys := _weight_of(r, k)) is None:
+        return q, k
+    unweighed: Any = k.args[0]
+    if (of_queries := _weight_of(r, q)) is None:
+        return r.call("mul", q, of_keys), unweighed
+    first, second = str(of_queries.target), str(of_keys.target)
+    name, store = f"{first}.times.{second}", r.out.weights
+    if name not in store:
+        shape = of_keys.meta["val"].shape
+        store.add(name, shape, torch.float32, lambda: store[first].float() * store[second].float())
+    return r.call("mul", q.args[0], r.read(name)), unweighed
+
+
+def _weight_of(r: Raiser, heads: Any) -> fx.Node | None:
+    """The weight [D] that multiplies `heads` [B, T, H, D], if there is one."""
+    weight = heads.args[1] if ops.name_of(heads.target) == "mul" else None
+    return weight if weight is not None and weight.op == "get_attr" and weight.meta["val"].dim() == 1 else None
 
 
 def rotation(terms: Terms, longest: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], float, bool] | None:

@@ -67,7 +67,7 @@ def _prove(r: Raiser, node: fx.Node, masks: Sequence[Mask], is_causal: bool) -> 
         seen = torch.ones(length, length, dtype=torch.bool).tril() if is_causal else torch.ones(1, 1, dtype=torch.bool)
         biases = []
         for mask, meaning, factor in masks:
-            shown, bias = _seen(_Run(r, length).value(mask), meaning, factor)
+            shown, bias = _seen(Run(r, length).value(mask), meaning, factor)
             seen = seen & shown
             biases += [] if bias is None else [bias]
         windows.add(_window(r, node, seen, length))
@@ -132,7 +132,7 @@ def _window(r: Raiser, node: fx.Node, seen: Tensor, length: int) -> int:
     return 0 if width == length else width
 
 
-class _Run:
+class Run:
     """ATen nodes run for one sequence of `length` tokens at positions 0, 1, ..., its ids unknown."""
 
     def __init__(self, r: Raiser, length: int) -> None:

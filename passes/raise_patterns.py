@@ -50,6 +50,10 @@ def with_weight(r: Raiser, name: str, source: fx.Node, factor: fx.Node) -> Known
     by_head = isinstance(value, Value) and shape == value.sizes and len(shape) == 2
     if not isinstance(value, Value) or value.dims[-1] != "F" or not (shape == value.sizes[-1:] or by_head):
         raise r.unsupported(source, f"meets weight {factor} in a way that has no counterpart here")
+    if name == "mul" and not value.is_plain():
+        from qcompile.passes.raise_attention import turned
+
+        value = turned(r, source, value) or value
     made = r.emit(value, value.sizes, source)
     weight = r.vector(factor)
     kind = ops.name_of(made.target)

@@ -157,9 +157,10 @@ def _rope_append(
     format: str,
     center: Tensor | None = None,
     block: int = 0,
+    *times: Tensor | None,
 ) -> list[Any]:
     turn = positions, inv_freq, scaling, interleaved
-    qkv, k, v = turn_heads(qkv, turn, offsets, heads, kv_heads, head_dim, center, block)
+    qkv, k, v = turn_heads(qkv, turn, offsets, heads, kv_heads, head_dim, center, block, *times)
     return [qkv, _kv_append(k, v, positions, sequence, table, cache, layer, format)]
 
 

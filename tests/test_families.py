@@ -17,6 +17,8 @@ BUILT = (
     "deepseek_v3",  # keys of two linears in new memory, values narrower, groups of experts
     "apertus",  # an activation with learned scalars, a kernel of its own
     "stablelm, parallel, norms in heads",  # weights of norms that differ by head
+    "hunyuan_v1_moe",  # norms behind the rotation
+    "ministral3",  # queries that grow with their position
 )
 KINDS = {name: (kind, settings) for name, kind, settings in family_list.FAMILIES}
 

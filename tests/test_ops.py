@@ -72,7 +72,10 @@ CASES: dict[str, tuple[Any, ...]] = {
     "norm_quantize": (rand(3, 40), None, None, 1e-6, "rms", "int8", 32),
     "kv_append": (rand(3, 2, 8), rand(3, 2, 8), *STEP, CACHE, 1, "kv4"),
     "kv_attention": (rand(3, 4, 8), *STEP, CACHE, 1, 0.3, 0, 5.0, None, None, 4, rand(16)),
-    "rope_append": (rand(3, 64), INV_FREQ, *STEP, CACHE, [0, 32, 48], 4, 2, 8, 1.0, False, 0, "kv8", rand(16), 8),
+    "rope_append": (
+        *(rand(3, 64), INV_FREQ, *STEP, CACHE, [0, 32, 48], 4, 2, 8, 1.0, False, 0, "kv8", rand(16), 8),
+        *(rand(64, 1), rand(8)),
+    ),
     "rotate_heads": (rand(2, 5, 4, 8), rand(32), 4),
     "take_rows": (rand(3, 4), torch.tensor([2, 0])),
     "softmax": (rand(3, 6),),

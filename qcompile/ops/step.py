@@ -88,11 +88,14 @@ def turn_heads(
     head_dim: int,
     center: Tensor | None,
     block: int,
+    query_table: Tensor | None = None,
+    query_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """qkv [M, ...] with q and k rotated in their places, and k and v [M, Hk, D] out of it.
 
-    `turn` is what rope takes behind its values (nothing turns without inv_freq); rotate_heads follows, which takes
-    `center` off k, and turns both where there is a `block`.
+    `turn` is what rope takes behind its values (nothing turns without inv_freq); q is then multiplied by its position's
+    row of `query_table` [P, 1] and by `query_weight` [D]; rotate_heads follows, which takes `center` off k, and turns
+    both where there is a `block`.
     """
     parts: list[Tensor] = []
     for offset, count, less in zip(offsets, (heads, kv_heads, kv_heads), (None, center, None), strict=True):
@@ -100,6 +103,9 @@ def turn_heads(
         if len(parts) < 2:  # not v
             if turn[1] is not None:
                 part = reference("rope")(part, *turn)
+            if not parts:  # q
+                part = part if query_table is None else part * query_table[turn[0].long()][..., None].to(part.dtype)
+                part = part if query_weight is None else part * query_weight.to(part.dtype)
             if block or less is not None:
                 part = reference("rotate_heads")(part, less, block)
             qkv = qkv.slice_scatter(part.flatten(1), 1, offset, offset + count * head_dim)
@@ -131,14 +137,16 @@ def rope_append(
     format: str,
     center: Tensor | None = None,
     block: int = 0,
+    query_table: Tensor | None = None,
+    query_weight: Tensor | None = None,
 ) -> list[Tensor]:
     """Rotates q and k inside qkv [M, ...] (offsets of q, k, v in features) and appends k, v to the cache.
 
-    Then rotate_heads takes `center` [Hk * D] off k and, with `block`, turns both.
-    Returns [qkv with q and k rotated, new cache].
+    Rotated q is multiplied by its position's row of `query_table` [P, 1] and by `query_weight` [D]. Then rotate_heads
+    takes `center` [Hk * D] off k and, with `block`, turns both. Returns [qkv with q and k rotated, new cache].
     """
     turn = positions, inv_freq, scaling, interleaved
-    qkv, k, v = turn_heads(qkv, turn, offsets, heads, kv_heads, head_dim, center, block)
+    qkv, k, v = turn_heads(qkv, turn, offsets, heads, kv_heads, head_dim, center, block, query_table, query_weight)
     return [qkv, kv_append(k, v, positions, sequence, block_table, cache, layer, format)]
 
 

@@ -265,8 +265,10 @@ NORMS = {
 }
 
 
-def interpret_append(format: str, dim: int, rotary_dim: int, center: bool, turned: int, norms: str = "") -> None:
-    """Queries and keys normalized, rotated and turned in blocks, keys less a center, against the operator; values left.
+def interpret_append(
+    format: str, dim: int, rotary_dim: int, center: bool, turned: int, norms: str = "", times: tuple[str, ...] = ()
+) -> None:
+    """Queries and keys normalized, rotated, multiplied, less a center, turned in blocks, against the operator.
 
     Programs of several tokens write what those of one do.
     """
@@ -276,7 +278,7 @@ def interpret_append(format: str, dim: int, rotary_dim: int, center: bool, turne
     tokens, heads, kv_heads, width = 3, 3, 2, 7 * dim
     place = heads, width, 0, heads * dim, 5 * dim, rotary_dim
     alone = AppendSpec(GpuKV(format, kv_heads, dim), *place, turned=turned, centered=center, inline_asm=False)
-    alone = replace(alone, **NORMS[norms])
+    alone = replace(alone, times=times, **NORMS[norms])
     x, positions = torch.randn(tokens, width), torch.tensor([0, 5, 63], dtype=torch.int32)
     inv_freq, less = torch.rand(rotary_dim // 2), torch.randn(kv_heads * dim)
     turn = positions, inv_freq if rotary_dim else None, 1.0, False
@@ -288,13 +290,13 @@ def interpret_append(format: str, dim: int, rotary_dim: int, center: bool, turne
         vectors |= {f"{part}_weight": torch.randn(shape), f"{part}_bias": torch.randn(shape)}
         mine = slice(first, first + count)
         ready[:, mine] = normalized(ready[:, mine], norm, vectors[f"{part}_weight"], vectors[f"{part}_bias"])
-    want, k, v = turn_heads(
-        ready.view(tokens, width), turn, offsets, heads, kv_heads, dim, less if center else None, turned
-    )
+    weights = {"query_table": torch.randn(64, 1), "query_weight": torch.randn(dim)}
+    factors = (less if center else None, turned, *(weights[name] if name in times else None for name in weights))
+    want, k, v = turn_heads(ready.view(tokens, width), turn, offsets, heads, kv_heads, dim, *factors)
     memory = torch.full((kv_heads * alone.kv.block_bytes,), 127, dtype=torch.int8)
     table, rows = torch.zeros(1, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32)
     given = {"positions": positions, "row_sequence": rows, "block_table": table, "table_stride": 1, "M": tokens}
-    given |= {"inv_freq": inv_freq, "center": less, **vectors}
+    given |= {"inv_freq": inv_freq, "center": less, **vectors, **weights}
     found = []
     for each in (1, 2, 4):
         kernel = replace(alone, tokens=each).kernel(80)
@@ -323,6 +325,14 @@ def test_appending_interpreted() -> None:
     shapes = (*turned, "'kv16', 48, 16, True, 0", "'kv4', 48, 16, False, 0", "'kv8', 32, 32, True, 0")
     normed = ("'kv16', 48, 16, True, 0, 'rms'", "'kv16', 32, 32, False, 16, 'apart'", "'kv4', 16, 0, False, 0, 'keys'")
     interpreted(__name__, *(f"interpret_append({shape})" for shape in (*shapes, *normed)))
+
+
+def test_queries_multiplied_interpreted() -> None:
+    """By position, by feature, by both; with heads that are no power of 2, turned and not."""
+    table, weight = "('query_table',)", "('query_weight',)"
+    shapes = (f"'kv16', 20, 12, False, 0, '', {table}", f"'kv4', 48, 16, True, 16, 'rms', {table} + {weight}")
+    every = (*shapes, f"'kv16', 20, 0, True, 0, 'apart', {weight}")
+    interpreted(__name__, *(f"interpret_append({shape})" for shape in every))
 
 
 def in_order(x: torch.Tensor, group: int) -> torch.Tensor:

@@ -43,6 +43,9 @@ LATENT: dict[str, Any] = {
     },
 }
 
+SCALED: dict[str, Any] = {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.1}
+"""Queries grow with every 8 positions."""
+
 RIGHT: dict[str, dict[str, Any]] = {
     "gemma2": COMMON | {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},  # caps, (1 + w), windows
     "gpt2": SMALL,  # Conv1D, fused qkv, learned positions
@@ -63,6 +66,8 @@ RIGHT: dict[str, dict[str, Any]] = {
     "deepseek_v3": COMMON | EXPERTS | LATENT | {"n_group": 3, "topk_group": 2},  # keys put together in new memory
     "deepseek_v2": COMMON | EXPERTS | LATENT | {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2},
     "apertus": COMMON,  # an activation with scalars of its own in each layer
+    "hunyuan_v1_dense": COMMON | {"head_dim": 16},  # norms with weights behind the rotation
+    "ministral3": COMMON | {"head_dim": 16, "rope_parameters": LATENT["rope_parameters"] | SCALED},
     "nemotron": COMMON,  # squared ReLU, LayerNorm with 1 + w
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

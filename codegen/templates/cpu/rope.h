@@ -60,6 +60,8 @@ struct RopeArgs {
   bool interleaved;    // pairs (2i, 2i + 1) rather than (i, i + rotary_dim / 2)
   int block = 0;                  // then q and k are turned in blocks of so many features by a Hadamard matrix; 0: no
   const float* center = nullptr;  // [kv_heads * head_dim] taken off k before that; null: nothing
+  const float* query_table = nullptr;   // [positions] what q is multiplied with by its position ahead of that; null: nothing
+  const float* query_weight = nullptr;  // [head_dim] what it is multiplied with by feature; null: nothing
 };
 
 QC_INLINE void rotate(const RopeArgs& rope, int t, float* __restrict__ x) {
@@ -81,6 +83,16 @@ QC_INLINE void rotate(const RopeArgs& rope, int t, float* __restrict__ x) {
     x[i] = a * c[i] - b * s[i];
     y[i] = b * c[i] + a * s[i];
   }
+}
+
+// q [d] times its position's number and times a weight, where there are such.
+QC_INLINE void weigh(const RopeArgs& rope, int d, int position, float* q) {
+  if (rope.query_table) {
+    const float by = rope.query_table[position];
+    for (int i = 0; i < d; ++i) q[i] *= by;
+  }
+  if (rope.query_weight)
+    for (int i = 0; i < d; ++i) q[i] *= rope.query_weight[i];
 }
 
 // x [d] less `center` (null: as it is), turned in blocks where there are any.
@@ -119,6 +131,7 @@ QC_NOINLINE void rope_append(const RopeAppend& a, const KvLayer<F>& kv, Range he
       for (int g = 0; g < group; ++g) {
         float* q = row + a.q_offset + (h * group + g) * d;
         rotate(a.rope, t, q);
+        weigh(a.rope, d, a.positions[t], q);
         turn(a.rope, d, nullptr, q);
       }
       if constexpr (F >= kKvHier) {  // attention writes its cache, group by group
