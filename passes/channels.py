@@ -59,8 +59,8 @@ class ScalePusher:
             raise PassError(self.pass_name, node.name, "a scale passes a rotation only where it is equal in each pair")
         if kind not in _PUSH:
             raise PassError(self.pass_name, node.name, f"a channel scale cannot move into {kind}")
-        if kind == "mul" and node.args[1].meta["val"].shape != node.meta["val"].shape:
-            raise PassError(self.pass_name, node.name, "its second factor is one number for all channels")
+        if kind == "mul" and not _is_by_row(node) and node.args[1].meta["val"].shape != node.meta["val"].shape:
+            raise PassError(self.pass_name, node.name, "its second factor is the same for several of its channels")
         if kind == "rotate_heads" and node.args[2]:
             raise PassError(self.pass_name, node.name, "a scale does not pass a matrix that mixes channels")
         if kind in ("rms_norm", "layer_norm") and node.args[1] is None:
@@ -70,6 +70,8 @@ class ScalePusher:
 
     def _sources(self, node: Any, kind: str) -> list[fx.Node]:
         """Producers the scale moves on to; none where it ends in this node's weights."""
+        if kind == "mul" and _is_by_row(node):
+            return [node.args[0]]
         return [node.args[index] for index in _PUSH[kind].passes_to]
 
     def _apply(self, node: Any, factor: fx.Node, inverse: bool) -> None:
@@ -81,6 +83,11 @@ class ScalePusher:
                 self.fired += 1
         for source in self._sources(node, ops.name_of(node.target) or ""):
             self._apply(source, factor, inverse)
+
+
+def _is_by_row(product: Any) -> bool:
+    """Whether the second factor is one number for all channels, as one of the position is: the first takes a scale."""
+    return bool(product.args[1].meta["val"].shape == (*product.meta["val"].shape[:-1], 1))
 
 
 class _Rule:

@@ -92,7 +92,7 @@ def _measured(graph: Graph) -> dict[fx.Node, fx.Node]:
 def _chain(value: Any) -> list[fx.Node]:
     """The value and what it is made of, back to the linear."""
     nodes = [value]
-    while ops.name_of(nodes[-1].target) in ("rotate_heads", "rope", "split_heads", *NORMS):
+    while ops.name_of(nodes[-1].target) in ("rotate_heads", "rope", "split_heads", "merge_heads", "mul", *NORMS):
         nodes.append(nodes[-1].args[0])
     return nodes
 

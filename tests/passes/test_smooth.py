@@ -111,6 +111,22 @@ def test_key_norms_take_the_factor_alike_for_all_heads(kind: str) -> None:
     torch.testing.assert_close(factor, pairs.repeat(2))
 
 
+@pytest.mark.parametrize("head_norm", ["", "heads"])
+def test_queries_that_are_multiplied_by_position_take_a_scale(head_norm: str) -> None:
+    graph = decoder(layers=1, head_norm=head_norm)
+    graph.weights.add_tensor("table", 1 + torch.rand(512, 1, generator=torch.Generator().manual_seed(3)))
+    rope = graph.calls("rope")[0]
+    with graph.fx.inserting_before(rope):
+        factor = graph.call("embedding", graph.inputs[1], graph.weight("table"))
+        heads = rope.args[0]
+        flat = graph.call("merge_heads", heads) if head_norm else heads.args[0]
+        rope.update_arg(0, graph.call("split_heads", graph.call("mul", flat, factor), 4))
+    graph.erase_dead()
+    result = apply(SmoothAttention(), graph)
+    assert result.fired == 1 and not result.notes
+    assert check.equivalent(result.graph, graph, sequence_inputs()) < 1e-13
+
+
 def test_attention_is_smoothed_by_measured_keys() -> None:
     before = decoder()
     before.calibration = Calibration(torch.randint(0, 50, (3, 20), generator=torch.Generator().manual_seed(2)))
