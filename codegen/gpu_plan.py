@@ -351,11 +351,10 @@ class _Maker:
             yield Launch(f"{call}.{name}", "outputs", (Variant(self.plan.add(kernel), ("outputs", count, 1), args),))
 
     def _rope_append(self, c: p.RopeAppend) -> Iterator[Launch]:
-        stride = self.program.buffer(c.qkv).stride
         spec = AppendSpec(
             self.plan.kv,
             c.heads,
-            stride,
+            self.program.buffer(c.qkv).stride,
             c.q_offset,
             c.k_offset,
             c.v_offset,
