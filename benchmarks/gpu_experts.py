@@ -4,10 +4,9 @@
 
 Kernels have the shapes of Qwen3-30B-A3B with 16 experts, 8 of them for a token: `error` is relative over all outputs,
 which begin as NaN, of 1, 3, 17 and 512 tokens; `different_bits` are outputs of one kind of program that differ from
-another's, or from those of the token alone. Models are random ones of families that have experts,
-with attention sinks too: `error` is that of logits against the CPU's artifact of the same recipe (its median row: a
-token whose scores nearly tie may go to another expert), `different_bits` are logits in chunks that differ from those of
-one step.
+another's, or from those of the token alone. Models are random ones of families that have experts, some with
+attention sinks: `error` is that of logits against the CPU's artifact of the same recipe (its median row: a token whose
+scores nearly tie may go to another expert), `different_bits` are logits in chunks that differ from those of one step.
 """
 
 from __future__ import annotations

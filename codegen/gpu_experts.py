@@ -23,7 +23,7 @@ SCORED = ((8, 1), (16, 2), (0, 4))
 FEW, MANY = gemm.DECODE_TOKENS, 64
 """Slots of one expert that a program takes: while that many choose each, and where more do."""
 SOME = 64
-"""Rows of a step between few and many: as all programs that order slots look at all of them, less are less to do."""
+"""Most rows of a class between few and many: all programs that order slots look at all rows of their class."""
 ALONE = 4
 """Most rows of a step whose slots are multiplied one by one, where single rows are: few share an expert."""
 

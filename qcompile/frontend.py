@@ -117,7 +117,10 @@ def _export_by_example(module: nn.Module, inputs: Sequence[Tensor], longest: int
     import sympy
 
     dynamic: Any = torch.export.Dim.DYNAMIC
-    program = _exported(module, inputs, dynamic(max=1 << 16), dynamic(max=longest - 1))
+    try:
+        program = _exported(module, inputs, dynamic(max=1 << 16), dynamic(max=longest - 1))
+    except Exception:  # as above; what is told is why the first one failed
+        return None
     taken = program.graph_signature.user_inputs
     shapes = [node.meta["val"].shape for node in program.graph.nodes if node.op == "placeholder" and node.name in taken]
     environment = shapes[0][1].node.shape_env

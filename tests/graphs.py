@@ -12,6 +12,41 @@ from qcompile import numerics
 from qcompile.graph import Graph, ModelInfo, WeightStore
 
 
+class Begun:
+    """A graph at stage `raise` with its inputs, and random weights drawn in the order in which they are asked for."""
+
+    def __init__(self, vocab: int, seed: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.graph = Graph(fx.Graph(), WeightStore(), ModelInfo("tiny", vocab, 512, 0, (0,), 0), "raise")
+        self.ids, self.positions = (self.graph.fx.placeholder(name) for name in ("token_ids", "positions"))
+        for node in (self.ids, self.positions):
+            node.meta["val"] = torch.empty(2, 7, dtype=torch.int64, device="meta")
+
+    def kept(self, name: str, value: torch.Tensor) -> fx.Node:
+        """A node that reads `value`, the weight `name`."""
+        self.graph.weights.add_tensor(name, value)
+        node = self.graph.fx.create_node("get_attr", name)
+        self.graph.infer_node(node)
+        return node
+
+    def weight(self, name: str, *shape: int) -> fx.Node:
+        """A random weight that makes numbers about as large as those it is given."""
+        return self.kept(name, torch.randn(*shape, generator=self.generator) / shape[-1] ** 0.5)
+
+    def more_scores(self, heads: int, sinks: bool, key_bias: bool) -> list[fx.Node | None]:
+        """Attention's operands behind its softcap."""
+        more: list[fx.Node | None] = [None]
+        if sinks:
+            of_heads = 5.5 + torch.randn(heads, generator=self.generator)  # as much as hundreds of others
+            of_heads[0] = 100.0  # more than 2^128 times what others weigh
+            more[0] = self.kept("sinks", of_heads)
+        if key_bias:
+            slope = 2.0 ** -torch.linspace(2, 7, heads)
+            of_positions = slope[:, None] * torch.arange(512) + torch.randn(heads, 512, generator=self.generator)
+            more.append(self.kept("key_bias", of_positions))
+        return more
+
+
 def decoder(
     *,
     vocab: int = 50,
@@ -40,19 +75,8 @@ def decoder(
     `capped`: logits are 2 tanh(x / 2). `sinks`: scores in sums alone, the first head's of which leaves nothing of the
     others. `key_bias`: what positions add to scores, to those of the last heads little.
     """
-    generator = torch.Generator().manual_seed(seed)
-    store = WeightStore()
-    graph = Graph(fx.Graph(), store, ModelInfo("tiny", vocab, 512, 0, (0,), 0), "raise")
-    ids = graph.fx.placeholder("token_ids")
-    positions = graph.fx.placeholder("positions")
-    for node in (ids, positions):
-        node.meta["val"] = torch.empty(2, 7, dtype=torch.int64, device="meta")
-
-    def weight(name: str, *shape: int) -> fx.Node:
-        store.add_tensor(name, torch.randn(*shape, generator=generator) / shape[-1] ** 0.5)
-        node = graph.fx.create_node("get_attr", name)
-        graph.infer_node(node)
-        return node
+    begun = Begun(vocab, seed)
+    graph, ids, positions, weight = begun.graph, begun.ids, begun.positions, begun.weight
 
     def linear(x: fx.Node, name: str, n: int, k: int) -> fx.Node:
         extra = (weight(f"{name}.bias", n),) if bias is True or (bias and name.startswith(bias)) else ()
@@ -63,24 +87,13 @@ def decoder(
         y = linear(y, name, hidden, k)
         return graph.call("rms_norm", y, weight(f"{name}.norm", hidden), 1e-6) if late_norms else y
 
-    inv_freq = None
-    if rotary:
-        store.add_tensor("inv_freq", 10000.0 ** -(torch.arange(0, head_dim, 2) / head_dim))
-        inv_freq = graph.fx.create_node("get_attr", "inv_freq")
-        graph.infer_node(inv_freq)
-    more: list[fx.Node | None] = [None]
-    if sinks:
-        of_heads = 5.5 + torch.randn(heads, generator=generator)  # as much as hundreds of others
-        of_heads[0] = 100.0  # more than 2^128 times what others weigh
-        more[0] = graph.fx.create_node("get_attr", "sinks")
-        store.add_tensor("sinks", of_heads)
-        graph.infer_node(more[0])
-    if key_bias:
-        slope = 2.0 ** -torch.linspace(2, 7, heads)
-        of_positions = slope[:, None] * torch.arange(512) + torch.randn(heads, 512, generator=generator)
-        more.append(graph.fx.create_node("get_attr", "key_bias"))
-        store.add_tensor("key_bias", of_positions)
-        graph.infer_node(more[1])
+    def activated(gate: fx.Node, layer: int) -> fx.Node:
+        if act != "xielu":
+            return graph.call("unary", gate, act)
+        return graph.call("xielu", gate, begun.kept(f"curve{layer}", torch.tensor([0.8, 1.3 + layer, 0.5, -1e-6])))
+
+    inv_freq = begun.kept("inv_freq", 10000.0 ** -(torch.arange(0, head_dim, 2) / head_dim)) if rotary else None
+    more = begun.more_scores(heads, sinks, key_bias)
     x = graph.call("embedding", ids, weight("embed", vocab, hidden))
     for layer in range(layers):
         y = graph.call("rms_norm", x, None, 1e-6)
@@ -100,12 +113,7 @@ def decoder(
         mixed = graph.call("merge_heads", graph.call("attention", q, k, v, head_dim**-0.5, window, softcap, *more))
         x = graph.call("add", x, block(mixed, f"o{layer}", heads * head_dim))
         y = graph.call("rms_norm", x, None, 1e-6)
-        gate = linear(y, f"gate{layer}", ffn, hidden)
-        if act == "xielu":
-            store.add_tensor(f"curve{layer}", torch.tensor([0.8, 1.3 + layer, 0.5, -1e-6]))
-            gate = graph.call("xielu", gate, graph.weight(f"curve{layer}"))
-        else:
-            gate = graph.call("unary", gate, act)
+        gate = activated(linear(y, f"gate{layer}", ffn, hidden), layer)
         product = graph.call("mul", gate, linear(y, f"up{layer}", ffn, hidden))
         x = graph.call("add", x, block(product, f"down{layer}", ffn))
     logits = graph.call("linear", graph.call("rms_norm", x, None, 1e-6), weight("head", vocab, hidden))
@@ -130,21 +138,8 @@ def latent(
     Heads of queries and keys have `turned` features ahead of `plain` ones, the keys' turned ones alike in all heads;
     those of values have `narrow`.
     """
-    generator = torch.Generator().manual_seed(0)
-    store = WeightStore({})
-    graph = Graph(fx.Graph(), store, ModelInfo("tiny", vocab, 512, 0, (0,), 0), "raise")
-    ids, positions = (graph.fx.placeholder(name) for name in ("token_ids", "positions"))
-    for node in (ids, positions):
-        node.meta["val"] = torch.empty(2, 7, dtype=torch.int64, device="meta")
-
-    def kept(name: str, value: torch.Tensor) -> fx.Node:
-        store.add_tensor(name, value)
-        node = graph.fx.create_node("get_attr", name)
-        graph.infer_node(node)
-        return node
-
-    def weight(name: str, *shape: int) -> fx.Node:
-        return kept(name, torch.randn(*shape, generator=generator) / shape[-1] ** 0.5)
+    begun = Begun(vocab)
+    graph, ids, positions, kept, weight = begun.graph, begun.ids, begun.positions, begun.kept, begun.weight
 
     def linear(x: fx.Node, name: str, n: int) -> fx.Node:
         return graph.call("linear", x, weight(name, n, x.meta["val"].shape[-1]))

@@ -450,7 +450,13 @@ class Longer(modules.Plain):
         return y * 2 if ids.shape[1] > 5 else y
 
 
-@pytest.mark.parametrize(("kind", "taken"), [(modules.Plain, True), (Longer, False)])
+class Fixed(modules.Plain):
+    def forward(self, ids: Tensor) -> Tensor:
+        y: Tensor = super().forward(ids)
+        return y * torch.ones(7, 1)
+
+
+@pytest.mark.parametrize(("kind", "taken"), [(modules.Plain, True), (Longer, False), (Fixed, False)])
 def test_an_export_by_example_sets_no_condition(kind: Callable[..., nn.Module], taken: bool) -> None:
     """What torch before 2.13 needs, whichever is here."""
     module = modules.randomized(kind(layers=1))

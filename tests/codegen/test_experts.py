@@ -10,8 +10,8 @@ from torch import fx
 
 import qcompile
 from qcompile import check, pipeline, recipes
-from qcompile.graph import Graph, ModelInfo, WeightStore
-from tests.graphs import sequence_inputs, step_inputs
+from qcompile.graph import Graph
+from tests.graphs import Begun, sequence_inputs, step_inputs
 
 # Sums of float32 in another order; rounded formats land on the other side of a tie now and then.
 TOLERANCE = {"f32": 2e-6, "bf16": 1e-2, "w8a8": 2e-2, "w4a8": 3e-2, "nested": 2e-2, "w4a4-g128": 1e-1}
@@ -31,18 +31,8 @@ def decoder(
     Scores of attention are `biased` by position, and weighed against sinks. Gates are `clamped`, or as they are mostly:
     then groups go by their best score, not by the sum of two.
     """
-    generator = torch.Generator().manual_seed(0)
-    store = WeightStore()
-    graph = Graph(fx.Graph(), store, ModelInfo("tiny", vocab, 512, 0, (0,), 0), "raise")
-    ids, positions = (graph.fx.placeholder(name) for name in ("token_ids", "positions"))
-    for node in (ids, positions):
-        node.meta["val"] = torch.empty(2, 7, dtype=torch.int64, device="meta")
-
-    def weight(name: str, *shape: int) -> fx.Node:
-        store.add_tensor(name, torch.randn(*shape, generator=generator) / shape[-1] ** 0.5)
-        node = graph.fx.create_node("get_attr", name)
-        graph.infer_node(node)
-        return node
+    begun = Begun(vocab)
+    graph, ids, weight = begun.graph, begun.ids, begun.weight
 
     def linear(x: fx.Node, name: str, n: int) -> fx.Node:
         return graph.call("linear", x, weight(name, n, x.meta["val"].shape[-1]))
