@@ -33,6 +33,7 @@ from qcompile.runtime.cuda import CudaExecutor
 from qcompile.runtime.cuda_driver import driver
 from qcompile.runtime.cuda_speculate import CudaSpeculator
 from qcompile.runtime.executor import Limits, Rows
+from qcompile.runtime.speculate import Level
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -167,7 +168,7 @@ def open_random(recipe: str, folder: Path, tokens: int, context: int = 8192) -> 
     speculator = None
     if len(plans) > 1:
         draft = CudaExecutor(gpu, plans[1], functions, addresses, pages, limits, target)
-        speculator = CudaSpeculator(target, draft, 4)
+        speculator = CudaSpeculator(target, Level(draft, 4, shares_cache=True))
     spilling = [r["kernel"] for r in json.loads(files["report.json"]) if r["spill_bytes"]]
     notes = {"build_seconds": seconds, "kernels": len(functions), "spilling": spilling}
     notes |= {"weight_bytes": sum(size for _, size in blobs), "cache_bytes_a_token": kv.page_bytes / kv.page_tokens}

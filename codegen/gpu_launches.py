@@ -35,7 +35,7 @@ from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 
 MOST_ROWS = 512
 """Most rows of a step."""
-GPU_ABI = 11
+GPU_ABI = 12
 """Raised where plans change: a runtime refuses those of another."""
 
 Ref = list[Any]
@@ -99,12 +99,12 @@ class Plan:
         """For a target with a path that drafts: what precedes and follows its launches in a round of speculation."""
         inputs = {"token_ids": "token_ids", "positions": "positions", "argmax": "argmax"}
         places: dict[str, Ref] = {name: ["input", name] for name in inputs}
-        places |= {name: ["state", name] for name in ("last", "place", "left", "most", "counter", "tokens", "gained")}
+        state = ("last", "place", "left", "most", "counter", "tokens", "gained", "pair_tokens", "pair_positions")
+        places |= {name: ["state", name] for name in state}
         places |= {f"draft_{name}": ["draft", name] for name in ("token_ids", "positions", "counter")}
         places |= {"decoded": ["draft", "decoded"], "S": ["count", "sequences"], "Q": ["count", "queries"]}
         rows: tuple[str, ...] = ("last", "place", "decoded", "token_ids", "positions")
-        accept: tuple[str, ...] = ("argmax", "decoded", "last", "place", "left", "most", "counter", "tokens", "gained")
-        accept += ("draft_token_ids", "draft_positions", "draft_counter")
+        accept = ("argmax", "decoded", *state, "draft_token_ids", "draft_positions", "draft_counter")
         for name, pointers in (("round_rows", rows), ("round_accept", accept)):
             arguments = (*(Argument(n, "*i32") for n in pointers), Argument("S", "i32"), Argument("Q", "i32"))
             values = {"name": name, "arguments": arguments, "accept": pointers is accept, "most": MOST_ROWS}

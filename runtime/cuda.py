@@ -19,7 +19,7 @@ from qcompile.runtime.cuda_driver import Driver, LaunchCall
 from qcompile.runtime.executor import FloatArray, Limits, Rows
 from qcompile.runtime.outputs import MOST_DRAFTS
 
-GPU_ABI = 11
+GPU_ABI = 12
 _GRAPHS = 64
 _FEWEST_PAGES = 8
 _DECODED = 1 << 16
@@ -111,7 +111,7 @@ class CudaExecutor:
         self._decoded: Any = (ctypes.c_int32 * _DECODED)()
         self._logits: FloatArray = np.empty((rows, limits.vocab), np.float32)
 
-    def _grow(self, counts: Counts) -> None:
+    def grow(self, counts: Counts) -> None:
         """Have scratch memory large enough for these counts."""
         for name, (size, over) in self.plan["work"].items():
             need = size * math.prod(self._rows if c == "outputs" else counts[c] for c in over)
@@ -187,7 +187,7 @@ class CudaExecutor:
 
         `others` are addresses that are not this executor's, by the words of the plan.
         """
-        self._grow(counts)
+        self.grow(counts)
         found = _chosen(launches, counts)
         return [(launch["name"], self._call(variant, counts, others or {})) for launch, variant in found]
 
@@ -203,7 +203,7 @@ class CudaExecutor:
 
         What does not change from step to step is kept.
         """
-        self._grow(counts)
+        self.grow(counts)
         for _, variant in _chosen(launches, counts):
             kept = self._kept.get(id(variant))
             if kept:

@@ -95,13 +95,13 @@ def _level(
 def _drafter(
     root: Path, target: CudaExecutor, levels: list[dict[str, Any]], opened: list[Level], tokenizer: Tokenizer | None
 ) -> Drafter:
-    """What drafts by these levels: rounds are graphs where there is one that works in the target's cache."""
+    """What drafts by these levels: rounds are graphs where there is one, a model that proposes as many as asked for."""
     first = opened[0]
     if levels[0].get("tokenizer") and first.executor:
         pool = BlockPool(target.kv_pages, first.executor.limits.page_tokens)
         return open_reencoder(root, levels[0], tokenizer, first.executor, pool)
-    if len(opened) == 1 and first.shares_cache and isinstance(first.executor, CudaExecutor):
-        return CudaSpeculator(target, first.executor, first.gamma, first.threshold)
+    if len(opened) == 1 and first.executor and not first.threshold:
+        return CudaSpeculator(target, first)
     return HostSpeculator(target, opened)
 
 

@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 WINDOW = 2048
 """Tokens of the text, from its end, in which a lookup searches."""
 
-_LAG = 8
-"""Positions that a draft's cache may be behind, at most, for its next step to take them along."""
-
 
 @dataclass(frozen=True)
 class Level:
@@ -88,6 +85,9 @@ class Drafter(Protocol):
 
 class Speculator:
     """Drafts of an artifact's own levels for the requests of an engine. Not safe for two threads."""
+
+    most_lag = 8
+    """Positions that a draft's own cache may be behind, at most, for its next step to take them along."""
 
     caught_up = 0.0
     """Seconds that the last call of `rounds` took to fill the drafts' own caches before."""
@@ -217,18 +217,20 @@ class Speculator:
 
         They may lag by as much as the drafts' steps have room for, with all requests' and what is drafted.
         """
-        lag = min(_LAG, self.target.limits.max_tokens // len(requests) - max(gammas))
+        lag = min(self.most_lag, self.target.limits.max_tokens // len(requests) - max(gammas))
         for index, level in enumerate(self.levels):
             if level.executor is None or level.shares_cache:
                 continue
-            most = level.executor.limits.max_tokens
-            for request in requests:
-                cached = request.drafts.cached
-                while request.computed - cached[index] > lag:
-                    start = cached[index]
-                    tokens = request.tokens[start : min(request.computed, start + most)]
-                    level.executor.step([Rows(tokens, start, request.pages, 0)], logits=False)
-                    cached[index] += len(tokens)
+            while behind := [r for r in requests if r.computed - r.drafts.cached[index] > lag]:
+                rows: list[Rows] = []
+                room = level.executor.limits.max_tokens
+                for request in behind:
+                    start = request.drafts.cached[index]
+                    tokens = request.tokens[start : min(request.computed, start + room)]
+                    rows += [Rows(tokens, start, request.pages, 0)] if tokens else []
+                    request.drafts.cached[index] += len(tokens)
+                    room -= len(tokens)
+                level.executor.step(rows, logits=False)
 
 
 def _note(request: Request, most: int, rounds: int, drafted: list[int], accepted: list[int]) -> None:

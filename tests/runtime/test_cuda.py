@@ -309,7 +309,7 @@ def test_levels_that_draft_work_in_the_targets_cache_or_in_their_own(opened: Cud
         assert driver.memory == before  # the target's cache is not theirs to free
     assert found == [
         (CudaSpeculator, [True]),
-        (HostSpeculator, [False]),
+        (CudaSpeculator, [False]),
         (HostSpeculator, []),
         (HostSpeculator, [True, False]),
     ]
