@@ -204,7 +204,11 @@ class Checkpoint:
     def raw(self, name: str) -> Tensor:
         """The tensor as stored, on a mapping of its own that goes with it: no page outlives its use."""
         self.values_read = True
-        entry = self.entries[name]
+        return self.map(name, self.entries[name])
+
+    @staticmethod
+    def map(name: str, entry: Entry) -> Tensor:
+        """What lies at `entry`, called `name` in messages."""
         count = entry.end - entry.begin
         if count == 0:
             return torch.empty(entry.shape, dtype=entry.dtype)

@@ -135,7 +135,7 @@ def always(condition: Any, sizes: Mapping[Any, Any]) -> bool:
     import sympy
     from torch.utils._sympy.functions import Min
 
-    least = condition.xreplace(dict(sizes)).replace(lambda part: isinstance(part, Min), sympy.Min)
+    least = condition.xreplace(dict(sizes)).replace(lambda part: isinstance(part, Min), lambda m: sympy.Min(*m.args))
     return bool(sympy.simplify(least) == sympy.true)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from qcompile import frontend, hf_weights, ops
+from qcompile import frontend, hf_weights, ops, stored_formats
 from qcompile.checkpoint import Checkpoint, name_of, read_json
 from qcompile.errors import ResourceError, UnsupportedError, UsageError
 from qcompile.graph import Graph, ModelInfo
@@ -87,7 +87,8 @@ def load(
     config = read_config(directory, allow_remote)
     if layers is not None:
         config = cut(config, layers)
-    checkpoint = Checkpoint(directory) if weights else None
+    config.__dict__.pop("quantization_config", None)  # however it is stored, the model is one of floats
+    checkpoint = stored_formats.open_checkpoint(directory) if weights else None
     try:
         program, loaders = _trace(config, checkpoint, allow_remote)
     except _OwnAttention:
@@ -111,9 +112,8 @@ def read_config(directory: Path, allow_remote: bool = False) -> Any:
     if kind not in CONFIG_MAPPING and not (allow_remote and "auto_map" in raw):
         hint = " and wants its own code run (--allow-remote-code)" if "auto_map" in raw else ""
         raise UnsupportedError(f"model type {kind} is unknown to transformers{hint}")
-    if "quantization_config" in raw:
-        method = (raw["quantization_config"] or {}).get("quant_method", "unknown")
-        raise UnsupportedError(f"checkpoint is already quantized ({method}); give the original weights")
+    if stored := raw.get("quantization_config"):
+        stored_formats.require_read(stored)
     if raw.get("is_encoder_decoder"):
         raise UnsupportedError(f"model type {kind} is an encoder-decoder; only decoders are compiled")
     causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from qcompile import user_cache
+from qcompile import stored_formats, user_cache
 from qcompile.checkpoint import Checkpoint, name_of
 from qcompile.errors import QCompileError, UsageError
 from qcompile.graph import Graph, WeightStore
@@ -43,7 +43,7 @@ class Place:
     """Where the trace of one checkpoint is kept, known by all that decides it but the values of weights."""
 
     def __init__(self, directory: Path, name: str, options: str) -> None:
-        self._checkpoint = Checkpoint(directory)
+        self._checkpoint = stored_formats.open_checkpoint(directory)
         known = hashlib.sha256(_source_digest())
         for part in (name, options, *(f"{package} {importlib.metadata.version(package)}" for package in SOFTWARE)):
             known.update(f"{part}\n".encode())
