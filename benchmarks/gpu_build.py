@@ -30,7 +30,7 @@ def build(recipe: str, target: str, folder: Path) -> dict[str, Any]:
     found = pipeline.plan(folder, target=target, recipe=recipe)
     planned = time.perf_counter()
     machine = targets.get_target(target)
-    files = backend_of(machine).prepare(found.programs, machine)(None)
+    files = backend_of(machine).prepare(found.programs, machine, found.lookup)(None)
     kernels = sum(name.endswith(".cubin") for name in files)
     return {"plan_seconds": planned - started, "kernel_seconds": time.perf_counter() - planned, "kernels": kernels}
 

@@ -143,7 +143,7 @@ def open_random(recipe: str, folder: Path, tokens: int, context: int = 8192) -> 
     machine = targets.get_target("h200")
     started = time.perf_counter()
     found = pipeline.plan(folder, target="h200", recipe=recipe)
-    files = backend_of(machine).prepare(found.programs, machine)(None)
+    files = backend_of(machine).prepare(found.programs, machine, found.lookup)(None)
     seconds = time.perf_counter() - started
     plans = [json.loads(files[f"{name}.plan.json"]) for name in found.programs]
     gpu = driver()

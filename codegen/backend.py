@@ -26,8 +26,9 @@ class Backend:
     """The runtime opens a file of kernels/<target> for each path (name and `suffix`) by an interface of version `abi`.
 
     `compiler` names what compiles, or raises ResourceError where it is missing. `adapt` fits a program to the target.
-    `prepare` refuses programs without kernels at once, and returns what compiles them into the files of
-    kernels/<target>, until its event (or None) is set: then it raises GivenUpError soon. `check` only refuses.
+    `prepare` (also told whether a lookup drafts) refuses programs without kernels at once, and returns what compiles
+    them into the files of kernels/<target>, until its event (or None) is set: then it raises GivenUpError soon. `check`
+    only refuses.
     """
 
     suffix: str
@@ -35,11 +36,11 @@ class Backend:
     packing: Packing
     compiler: Callable[[], str]
     adapt: Callable[[Program], Program]
-    prepare: Callable[[Programs, Target], Callable[[Event | None], Files]]
+    prepare: Callable[[Programs, Target, bool], Callable[[Event | None], Files]]
     check: Callable[[Programs, Target], object] = lambda programs, target: None
 
 
-def _prepare_cpu(programs: Programs, target: Target) -> Callable[[Event | None], Files]:
+def _prepare_cpu(programs: Programs, target: Target, lookup: bool) -> Callable[[Event | None], Files]:
     texts = {name: cpu.render(program, target) for name, program in programs.items()}
 
     def compile(given_up: Event | None) -> Files:

@@ -23,19 +23,19 @@ SUFFIX = ".plan.json"
 Files = dict[str, str | bytes]
 
 
-def prepare(programs: Mapping[str, p.Program], target: Target) -> Callable[[Event | None], Files]:
-    """Plan the program of each path, the target's (`model`) first, for `target`; needs no GPU.
+def prepare(programs: Mapping[str, p.Program], target: Target, lookup: bool = False) -> Callable[[Event | None], Files]:
+    """Plan the program of each path, the target's (`model`) first, for `target`; needs no GPU. `lookup`: one drafts.
 
     What is returned compiles them into the files of kernels/<target>: machine code, PTX and Triton source of each
     kernel, once for all paths, a plan for each, and report.json: what each kernel takes. Raises UnsupportedError naming
     a call without a kernel, ResourceError when Triton is not installed.
     """
     triton_version()
-    plans = plan(programs, target)
+    plans = plan(programs, target, lookup)
     return lambda given_up: _compiled(plans, programs, target, given_up)
 
 
-def plan(programs: Mapping[str, p.Program], target: Target) -> dict[str, Plan]:
+def plan(programs: Mapping[str, p.Program], target: Target, lookup: bool = False) -> dict[str, Plan]:
     """The plan of each path; needs neither Triton nor a GPU. UnsupportedError naming a call without a kernel."""
     plans = {}
     for name, program in programs.items():
@@ -45,9 +45,16 @@ def plan(programs: Mapping[str, p.Program], target: Target) -> dict[str, Plan]:
             if name == "model":
                 raise
             raise UnsupportedError(f"{name}, {error}") from error
-    if len(plans) > 1:
-        plans["model"].add_rounds()
+    add_rounds(plans, lookup)
     return plans
+
+
+def add_rounds(plans: Mapping[str, Plan], lookup: bool) -> None:
+    """What rounds of speculation take, to the target's plan, where paths draft or a lookup does."""
+    if len(plans) > 1 or lookup:
+        plans["model"].add_rounds()
+    if len(plans) == 1 and lookup:
+        plans["model"].add_lookup()
 
 
 def _compiled(

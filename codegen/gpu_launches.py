@@ -35,8 +35,10 @@ from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 
 MOST_ROWS = 512
 """Most rows of a step."""
-GPU_ABI = 12
+GPU_ABI = 13
 """Raised where plans change: a runtime refuses those of another."""
+TEXT_TOKENS = 1 << 12
+"""Most tokens of a text in which a lookup searches: a power of two."""
 
 Ref = list[Any]
 Size = int | str | list[Any]
@@ -82,6 +84,7 @@ class Plan:
     launches: list[Launch] = field(default_factory=list)
     feedback: list[Launch] = field(default_factory=list)
     rounds: list[Launch] = field(default_factory=list)
+    lookup: list[Launch] = field(default_factory=list)
     kernels: dict[str, Kernel] = field(default_factory=dict)
     work: dict[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
 
@@ -96,7 +99,7 @@ class Plan:
         return ["work", name]
 
     def add_rounds(self) -> None:
-        """For a target with a path that drafts: what precedes and follows its launches in a round of speculation."""
+        """For a target with drafts: what precedes and follows its launches in a round of speculation."""
         inputs = {"token_ids": "token_ids", "positions": "positions", "argmax": "argmax"}
         places: dict[str, Ref] = {name: ["input", name] for name in inputs}
         state = ("last", "place", "left", "most", "counter", "tokens", "gained", "pair_tokens", "pair_positions")
@@ -111,6 +114,16 @@ class Plan:
             kernel = Kernel(name, render_template("round.py.jinja", **values), arguments, 4, 1)
             variant = Variant(self.add(kernel), (1, 1, 1), {a.name: places[a.name] for a in arguments})
             self.rounds.append(Launch(name, "sequences", (variant,)))
+
+    def add_lookup(self) -> None:
+        """For a target with a lookup that drafts: what proposes in a round."""
+        state = ("text", "length", "match", "most", "left", "counter", "gained", "tokens", "drafted")
+        places: dict[str, Ref] = {name: ["state", name] for name in state} | {"decoded": ["draft", "decoded"]}
+        arguments = (*(Argument(n, "*i32") for n in places), Argument("S", "i32"), Argument("Q", "i32"))
+        values = {"arguments": arguments, "text": TEXT_TOKENS, "queries": MOST_QUERIES}
+        kernel = Kernel("look_up", render_template("look_up.py.jinja", **values), arguments, 8, 1)
+        places |= {"S": ["count", "sequences"], "Q": ["count", "queries"]}
+        self.lookup = [Launch("look_up", "sequences", (Variant(self.add(kernel), ("sequences", 1, 1), places),))]
 
     def to_json(self, resources: dict[str, dict[str, Any]], program: p.Program, peaks: list[float]) -> str:
         """What the runtime reads; `resources` says of each kernel's label how it is launched.
@@ -138,6 +151,8 @@ class Plan:
             "launches": [_launch_json(launch, self.kernels) for launch in self.launches],
             "feedback": [_launch_json(launch, self.kernels) for launch in self.feedback],
             "rounds": [_launch_json(launch, self.kernels) for launch in self.rounds],
+            "lookup": [_launch_json(launch, self.kernels) for launch in self.lookup],
+            "text_tokens": TEXT_TOKENS,
             "weights": len(program.weights),
         }
         return json.dumps(data, sort_keys=True, indent=1) + "\n"

@@ -190,7 +190,7 @@ def build(
         if dump_ir is not None:
             show.dump(found.graphs, [record.name for record in found.passes], Path(dump_ir))
         with clock("render"):
-            compile_kernels = backend.prepare(found.programs, machine)
+            compile_kernels = backend.prepare(found.programs, machine, found.lookup)
         with clock("weights and kernels"):
             entries, compiled = _meanwhile(writer, found, compile_kernels, clock)
         with clock("artifact"):

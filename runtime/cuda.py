@@ -19,7 +19,7 @@ from qcompile.runtime.cuda_driver import Driver, LaunchCall
 from qcompile.runtime.executor import FloatArray, Limits, Rows
 from qcompile.runtime.outputs import MOST_DRAFTS
 
-GPU_ABI = 12
+GPU_ABI = 13
 _GRAPHS = 64
 _FEWEST_PAGES = 8
 _DECODED = 1 << 16

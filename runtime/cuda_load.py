@@ -15,7 +15,7 @@ from qcompile.errors import ArtifactError
 from qcompile.runtime.blocks import BlockPool
 from qcompile.runtime.cuda import CudaExecutor, kv_pages
 from qcompile.runtime.cuda_driver import Driver, driver
-from qcompile.runtime.cuda_speculate import CudaSpeculator
+from qcompile.runtime.cuda_speculate import CudaLookup, CudaSpeculator
 from qcompile.runtime.executor import Limits
 from qcompile.runtime.loader import Arena
 from qcompile.runtime.reencode import open_reencoder
@@ -95,13 +95,13 @@ def _level(
 def _drafter(
     root: Path, target: CudaExecutor, levels: list[dict[str, Any]], opened: list[Level], tokenizer: Tokenizer | None
 ) -> Drafter:
-    """What drafts by these levels: rounds are graphs where there is one, a model that proposes as many as asked for."""
+    """What drafts by these levels: rounds are graphs where there is one, a lookup or a model without a threshold."""
     first = opened[0]
     if levels[0].get("tokenizer") and first.executor:
         pool = BlockPool(target.kv_pages, first.executor.limits.page_tokens)
         return open_reencoder(root, levels[0], tokenizer, first.executor, pool)
-    if len(opened) == 1 and first.executor and not first.threshold:
-        return CudaSpeculator(target, first)
+    if len(opened) == 1 and not first.threshold:
+        return CudaSpeculator(target, first) if first.executor else CudaLookup(target, first)
     return HostSpeculator(target, opened)
 
 

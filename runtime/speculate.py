@@ -3,7 +3,7 @@
 Level 0 is the target. Every level below proposes tokens to the one above it, which computes them in one step and
 keeps those it would have chosen itself, and one more (Leviathan et al. 2023, greedy case; ML-SpecQD 3.2 for levels
 below levels); the last may look the text up instead of computing. Where rounds are computed is the subclass's:
-in the artifact's library (speculate_library.py), on a GPU (cuda_speculate.py), or by the host (speculate_host.py).
+in the artifact's library (speculate_library.py), on a GPU (cuda_rounds.py), or by the host (speculate_host.py).
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Speculator:
         every = self._noted(requests, gammas, ends, rounds)
         for request, most, gained in zip(requests, gammas, every, strict=True):
             request.computed = gained.computed[0]
-            _note(request, most, gained.rounds, gained.drafted, gained.accepted)
+            note(request, most, gained.rounds, gained.drafted, gained.accepted)
         return [gained.tokens for gained in every], max(1, *(gained.rounds for gained in every))
 
     def _noted(
@@ -233,7 +233,7 @@ class Speculator:
                 level.executor.step(rows, logits=False)
 
 
-def _note(request: Request, most: int, rounds: int, drafted: list[int], accepted: list[int]) -> None:
+def note(request: Request, most: int, rounds: int, drafted: list[int], accepted: list[int]) -> None:
     """Note rounds of at most `most` drafts: how many were drafted and kept by their place."""
     metrics = request.drafts.metrics
     metrics.rounds += rounds

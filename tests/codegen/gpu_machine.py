@@ -13,6 +13,7 @@ import torch
 
 from qcompile import pipeline
 from qcompile.codegen import gpu_compile
+from qcompile.codegen.gpu_build import add_rounds
 from qcompile.codegen.gpu_compile import Kernel
 from qcompile.codegen.gpu_launches import Plan
 from qcompile.codegen.gpu_plan import make_plan
@@ -134,8 +135,7 @@ class Machine:
         }
         self.bytes = sum(size for weight in found.weights for _, size in weight.blobs)
         plans = {name: make_plan(p, 90, split, inline_asm=False) for name, p in found.programs.items()}
-        if len(plans) > 1:
-            plans["model"].add_rounds()
+        add_rounds(plans, found.lookup)
         functions: Any = {label: kernel for plan in plans.values() for label, kernel in plan.kernels.items()}
         data = {name: _data(plan, found.programs[name]) for name, plan in plans.items()}
         driver: Any = self.driver

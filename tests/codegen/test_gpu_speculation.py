@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import random
+from array import array
 from typing import Any
 
 import pytest
 import torch
 
 from qcompile import pipeline
-from qcompile.codegen.gpu_launches import Plan
+from qcompile.codegen.gpu_launches import TEXT_TOKENS, Plan
 from qcompile.codegen.gpu_plan import kv_of
 from qcompile.runtime import accept, speculate_host
-from qcompile.runtime.cuda_speculate import CudaSpeculator
+from qcompile.runtime.cuda_rounds import CudaRounds
 from qcompile.runtime.sampling import SamplingParams
-from qcompile.runtime.speculate_host import HostSpeculator
+from qcompile.runtime.speculate_host import HostSpeculator, look_up
 from tests.codegen.interpreted import interpreted, needs_triton
 from tests.codegen.test_gpu_step import SHAPE, lowered
 from tests.graphs import decoder
@@ -139,15 +140,16 @@ def test_drafts_share_the_weights_of_their_target() -> None:
     assert sizes[0] == sizes[1]
 
 
-def interpret_rounds_of_another_model() -> None:
-    """A draft with a cache of its own: graphs of rounds draft and keep what the host's steps do."""
+def interpret_rounds_of_another(draft: str) -> None:
+    """A draft with a cache of its own, or a lookup: graphs of rounds draft and keep what the host's steps do."""
     from tests.codegen.gpu_machine import Machine
 
-    torch.manual_seed(0)
+    speculate_host.SHORTEST_MATCH = 1  # so that a lookup finds something
     model = decoder(**SMALL)
-    machine = Machine(model, "bf16", pages=9, drafts=[model])  # 4 bits of it: often right, now and then all the way
+    # 4 bits of the model itself are often right, now and then all the way.
+    machine = Machine(model, "bf16", pages=9, drafts=[draft if draft == "lookup" else model])
     graphs = machine.speculator
-    assert isinstance(graphs, CudaSpeculator) and not graphs.levels[0].shares_cache
+    assert isinstance(graphs, CudaRounds) and not graphs.levels[0].shares_cache
     params = [SamplingParams(max_tokens=count, **GREEDY) for count in (12, 4)]  # type: ignore[arg-type]
     found, kept = [], []
     for gamma, speculator in ((0, None), (2, graphs), (2, HostSpeculator(machine.target, graphs.levels))):
@@ -159,22 +161,63 @@ def interpret_rounds_of_another_model() -> None:
         kept.append([(r.drafts.metrics.rounds, r.drafts.metrics.drafted, r.drafts.metrics.accepted) for r in requests])
     assert found[1] == found[2] == found[0]
     assert kept[1] == kept[2] and machine.driver.replays > 0
-    _, drafted, accepted = kept[1][0]
-    assert 0 < accepted[1] < drafted[1]  # rounds after which the draft's cache lacks two tokens, and one
+    rounds, drafted, accepted = kept[1][0]
+    assert 0 < accepted[0] < drafted[0] <= rounds
+    # Rounds after which a draft's own cache lacks two tokens, and one.
+    assert draft == "lookup" or 0 < accepted[1] < drafted[1]
 
 
-def test_rounds_of_another_model_interpreted() -> None:
-    interpreted(__name__, "interpret_rounds_of_another_model()")
+@pytest.mark.parametrize("draft", ["model", "lookup"])
+def test_rounds_of_another_interpreted(draft: str) -> None:
+    interpreted(__name__, f"interpret_rounds_of_another({draft!r})")
 
 
-def interpret_levels(recipe: str, drafts: list[str]) -> None:
-    """Drafts of another model, with a cache of its own, and of a lookup, below a recipe's own or alone."""
+def interpret_lookup() -> None:
+    """The kernel that proposes against runtime's look_up, in texts of any length to which a round adds."""
+    from qcompile.codegen.gpu_compile import load
+
+    plan = Plan(90, kv_of(lowered("bf16")[1]), 64)
+    plan.add_lookup()
+    (kernel,) = plan.kernels.values()
+    make, proposed = random.Random(2), 0
+    for count, rows, match, shortest in ((1, 2, 8, 3), (5, 5, 2, 1), (6, 16, 8, 3), (3, 3, 5, 4)) * 3:
+        texts = [[make.randrange(3) for _ in range(make.choice((1, 2, 3, 9, 40, 1025)))] for _ in range(count)]
+        news = [[make.randrange(3) for _ in range(make.randrange(rows + 1))] for _ in range(count)]
+        most, left = ([make.randrange(rows + 1) for _ in range(count)] for _ in range(2))
+        lengths = [len(text) for text in texts]
+        for turn in range(2):
+            tensors = {name: torch.full((count * TEXT_TOKENS,), -9, dtype=torch.int32) for name in ("text", "decoded")}
+            for s, text in enumerate(texts):
+                tensors["text"][s * TEXT_TOKENS :][: len(text)] = torch.tensor(text)
+            tokens = [token for new in news for token in (*new, *[7] * (rows - len(new)))]
+            values = {"length": lengths, "match": [match, shortest], "most": most, "left": left, "counter": [turn]}
+            values |= {"gained": [len(new) for new in news], "tokens": tokens, "drafted": [-9] * 2 * count}
+            tensors |= {name: torch.tensor(items, dtype=torch.int32) for name, items in values.items()}
+            load(kernel)[(count,)](*(tensors[a.name] for a in kernel.arguments[:-2]), count, rows)
+            for s, (text, new) in enumerate(zip(texts, news, strict=True)):
+                known = array("i", text + new * turn)
+                assert tensors["length"][s] == len(known)
+                assert tensors["text"][s * TEXT_TOKENS :][: len(known)].tolist() == known.tolist()
+                found = look_up(known, match, min(most[s], left[s] - 1), shortest)
+                drafts = [int(tensors["decoded"][j * count + s]) for j in range(rows - 1)]
+                assert tensors["drafted"][turn * count + s] == found
+                want = known.tolist()[len(known) - found :] + [-2] * rows
+                assert drafts == want[: rows - 1]
+                proposed += found > 0
+    assert proposed > 10
+
+
+def test_lookup_interpreted() -> None:
+    interpreted(__name__, "interpret_lookup()")
+
+
+def interpret_levels() -> None:
+    """Drafts of another model, with a cache of its own, and of a lookup, below a recipe's own."""
     from tests.codegen.gpu_machine import Machine
 
     torch.manual_seed(0)
     model = decoder(**SMALL)
-    given = [decoder(**SMALL) if draft == "other" else draft for draft in drafts]
-    machine = Machine(model, recipe, pages=9, drafts=given)
+    machine = Machine(model, "nested", pages=9, drafts=[decoder(**SMALL), "lookup"])
     assert type(machine.speculator) is HostSpeculator
     speculate_host.SHORTEST_MATCH = speculate_host.SURE_MATCH = 1  # so that a lookup finds something
     prompts = [[5, 9, 11], list(range(SMALL["vocab"]))]
@@ -190,9 +233,8 @@ def interpret_levels(recipe: str, drafts: list[str]) -> None:
         assert sum(requests[-1].drafts.metrics.drafted) > 0
 
 
-@pytest.mark.parametrize(("recipe", "drafts"), [("w8a8", ["lookup"]), ("nested", ["other", "lookup"])])
-def test_levels_interpreted(recipe: str, drafts: list[str]) -> None:
-    interpreted(__name__, f"interpret_levels({recipe!r}, {drafts!r})")
+def test_levels_interpreted() -> None:
+    interpreted(__name__, "interpret_levels()")
 
 
 @pytest.mark.parametrize("recipe", ["ml-specqd", "qspec-w4a4", "quantspec-w8"])

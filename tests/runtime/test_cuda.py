@@ -16,7 +16,7 @@ import pytest
 from qcompile.errors import ArtifactError, ResourceError, UsageError
 from qcompile.runtime import cuda, cuda_driver, cuda_load
 from qcompile.runtime.cuda import CudaExecutor, kv_pages
-from qcompile.runtime.cuda_speculate import CudaSpeculator
+from qcompile.runtime.cuda_speculate import CudaLookup, CudaSpeculator
 from qcompile.runtime.executor import Limits, Rows
 from qcompile.runtime.reencode import Reencoder
 from qcompile.runtime.speculate_host import HostSpeculator
@@ -109,6 +109,7 @@ PLAN: dict[str, Any] = {
     "arena_bytes": {"tokens": 100, "outputs": 10},
     "layer_page_bytes": 512,
     "layers": 2,
+    "text_tokens": 4096,
     "weights": 1,
     "peaks": [1, 2, 3, 4],
     "work": {"parts": [8, ["tokens", "merged"]]},
@@ -310,7 +311,7 @@ def test_levels_that_draft_work_in_the_targets_cache_or_in_their_own(opened: Cud
     assert found == [
         (CudaSpeculator, [True]),
         (CudaSpeculator, [False]),
-        (HostSpeculator, []),
+        (CudaLookup, []),
         (HostSpeculator, [True, False]),
     ]
 
