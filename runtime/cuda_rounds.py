@@ -57,8 +57,12 @@ class State:
         self._driver.use()
         self._driver.upload(self._address + 4 * start, self._host_address + 4 * start, 4 * (end - start))
 
+    def place(self, name: str) -> int:
+        """Where something is in the copies."""
+        return self._places[name]
+
     def read(self, name: str, items: int) -> int:
-        """Have so many items of a result copied to the host; where they will be."""
+        """Have so many numbers copied to the host; where they will be."""
         place = self._places[name]
         self._driver.download(self._host_address + 4 * place, self._address + 4 * place, 4 * items)
         return place
@@ -126,7 +130,7 @@ class CudaRounds(HostSpeculator, ABC):
     ) -> tuple[list[list[int]], int]:
         """The greedy tokens of so many rounds for each request, at most up to length `ends[i]`; moves `computed`.
 
-        Beside them is how many rounds were computed, whether requests had ended or not. Drafts and verification are
+        Beside them is how many rounds were computed: fewer where all requests have ended. Drafts and verification are
         one graph here, so its time counts as verification's.
         """
         count, rows = len(requests), max(gammas) + 1
@@ -137,7 +141,8 @@ class CudaRounds(HostSpeculator, ABC):
         ahead = max(end - len(request.tokens) for end, request in zip(ends, requests, strict=True)) + rows
         verified = [Rows(r.tokens[-1:] * rows, r.computed, r.pages, rows) for r in requests]
         self._send(requests, gammas, ends)
-        self._run(self.begin(requests, ahead), self.verifier.fill(verified, ahead), rounds)
+        graph = self._graph(self.begin(requests, ahead), self.verifier.fill(verified, ahead))
+        rounds = self._replay(graph, rounds, count, rows)
         gained, tokens = self.state.read("gained", rounds * count), self.state.read("tokens", rounds * count * rows)
         made = self.state.read("drafted", rounds * count) if self.tells_drafted else 0
         self._driver.synchronize()
@@ -167,14 +172,29 @@ class CudaRounds(HostSpeculator, ABC):
         self.state.write("counter", [0])
         self.state.send("last", "counter", 1)
 
-    def _run(self, drafting: Counts, verifying: Counts, rounds: int) -> None:
-        """Put rounds on the stream, as replays of one graph."""
+    def _replay(self, graph: ctypes.c_void_p, rounds: int, count: int, rows: int) -> int:
+        """Put at most so many rounds on the stream, as replays of a graph, and no more than sequences want.
+
+        As many as are needed where all drafts are kept follow each other; then the host looks what is left. How many.
+        """
+        place, done = self.state.place("left"), 0
+        while done < rounds and (left := max(self.state.host[place : place + count])) > 0:
+            few = min(rounds - done, -(-left // rows))
+            for _ in range(few):
+                self._driver.replay(graph)
+            done += few
+            if done < rounds:
+                self.state.read("left", count)
+                self._driver.synchronize()
+        return done
+
+    def _graph(self, drafting: Counts, verifying: Counts) -> ctypes.c_void_p:
+        """A round of so many drafts."""
         graph = self._graphs.get(self._key(drafting, verifying))
         if graph is None:
             calls = self._calls(drafting, verifying)  # which may move what graphs point to
             graph = self._capture(self._key(drafting, verifying), calls)
-        for _ in range(rounds):
-            self._driver.replay(graph)
+        return graph
 
     def _key(self, drafting: Counts, verifying: Counts) -> tuple[int, ...]:
         return (*drafting.values(), *verifying.values(), *self.moved())

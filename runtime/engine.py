@@ -151,7 +151,7 @@ class Engine:
             ]
             gained, made = speculator.rounds(plan.requests, gammas, rounds, ends)
             now = time.monotonic()
-            self._learn(-len(plan.requests), (now - started) / rounds)
+            self._learn(-len(plan.requests), (now - started) / made)
             if self.tempo and self.gamma == AUTO:
                 new = sum(map(len, gained)) / len(gained)
                 seconds = now - started - speculator.caught_up

@@ -19,6 +19,7 @@ from qcompile.runtime.cuda import CudaExecutor, kv_pages
 from qcompile.runtime.cuda_speculate import CudaLookup, CudaSpeculator
 from qcompile.runtime.executor import Limits, Rows
 from qcompile.runtime.reencode import Reencoder
+from qcompile.runtime.speculate import Level
 from qcompile.runtime.speculate_host import HostSpeculator
 from tests.runtime.fake import byte_tokenizer
 
@@ -329,6 +330,28 @@ def test_a_draft_of_another_tokenizer_has_pages_of_its_own(opened: CudaExecutor,
     assert isinstance(drafter, Reencoder)
     assert drafter.executor is every[0].executor and drafter.pool.total == opened.kv_pages
     drafter.close()
+
+
+def test_rounds_are_no_more_than_sequences_want(opened: CudaExecutor) -> None:
+    """What all drafts kept would take at once, then as much of what is left."""
+    driver: Any = opened.driver
+    speculator = CudaLookup(opened, Level(None, 7, match=8))
+    calls: list[int] = []
+
+    def download(to: int, source: int, size: int) -> None:
+        calls.append(driver.log.count("replay"))
+        brought = 2 * calls[-1]  # tokens a round
+        speculator.state.write("left", [max(0, 20 - brought), max(0, 9 - brought)])
+
+    driver.download = download
+    graph: Any = "graph"
+    for rounds, made, looks in ((64, 10, [4, 7, 9, 10]), (8, 8, [4, 7]), (3, 3, [])):
+        driver.log.clear()
+        calls.clear()
+        speculator.state.write("left", [20, 9])
+        assert speculator._replay(graph, rounds, count=2, rows=5) == made
+        assert driver.log.count("replay") == made and calls == looks
+    speculator.close()
 
 
 @pytest.mark.parametrize("short_of", ["activations", "the KV cache", "inputs", "logits"])
