@@ -83,6 +83,7 @@ def run(asm: str, outputs: int, *inputs: Words) -> list[Words]:
                 "and": lambda x, y: x & y,
                 "xor": lambda x, y: x ^ y,
                 "mad": lambda x, y, z: x * y + z,
+                "mul": lambda x, y: x * y,
                 "prmt": permute,
             }
             registers[to] = plain[base](*given)
@@ -96,7 +97,8 @@ def instructions(format: str) -> dict[str, str]:
 
 def instructions_of(source: str) -> dict[str, str]:
     """The same for a kernel's source."""
-    found = re.findall(r'def (\w+)\([^)]*\):\n.*?inline_asm_elementwise\(\s*("""|")(.*?)\2', source, re.DOTALL)
+    asm = r'inline_asm_elementwise\(\s*("""|")(.*?)\2'
+    found = re.findall(r"def (\w+)\([^)]*\):\n(?:(?!\ndef ).)*?" + asm, source, re.DOTALL)
     return {name: asm for name, _, asm in found}
 
 
@@ -176,3 +178,17 @@ def test_values_of_four_bits_become_integers() -> None:
     for plane in range(4):
         want = values[codes[plane]] * times[plane][:, None]
         assert (found[plane].view(np.int8).reshape(PAIRS, 4) == want).all()
+
+
+@pytest.mark.parametrize("piece", [32, 128])
+def test_values_of_four_bits_become_bf16(piece: int) -> None:
+    """E2M1 values of each plane times powers of two, small and large: all of that is exact."""
+    cut = Tile(128, 128, 1, 1, 2, 8, 1, piece=32) if piece == 32 else Tile(128, 64, 1, 1, 1, 4, 3, piece=128)
+    asm, items = instructions_of(render(KernelSpec("mxfp4", 4096, 4096, cut))), drawn()
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = np.concatenate((values, -values))
+    for power in (-100.0, 0.0, 120.0):
+        scale = np.full((PAIRS, 2), 2.0**power)
+        for plane in range(4):
+            found = floats(run(asm[f"unpack{plane}"], 1, items, words(scale, "bf16x2"))[0], "bf16x2")
+            assert (found == values[parts_of(items, 4, plane)] * scale).all()
