@@ -1,11 +1,12 @@
 """Graphs of rounds on this GPU beside rounds that the host asks for step by step, of the same artifact.
 
-    python benchmarks/gpu_rounds.py ARTIFACT prompts.jsonl [out.json] [--seconds=SECONDS]
+    python benchmarks/gpu_rounds.py ARTIFACT prompts.jsonl [out.json] [--seconds=SECONDS] [--drafts=own,other]
 
 Each level of the artifact (qcompile build MODEL --target h200 --recipe qspec --draft OTHER, or --draft lookup) drafts
 alone for the target: the recipe's own draft, another model with a cache of its own, a lookup. `differing` counts tokens
 of the graphs that are not plain decoding's, `same` says whether tokens drafted and kept at each place are the host's.
-Tokens per second are of whole calls of 96 tokens, prompts included, the best of some that take turns.
+Tokens per second are of whole calls of 96 tokens, prompts included, the best of some that take turns. What out.json
+holds of other artifacts stays.
 """
 
 from __future__ import annotations
@@ -91,9 +92,11 @@ def compare(runs: Runs, pair: tuple[Any, Any], gamma: int, some: list[Any], plai
 def main() -> None:
     artifact, prompts, *out = [a for a in sys.argv[1:] if not a.startswith("--")]
     budget = next((float(a.split("=")[1]) for a in sys.argv[1:] if a.startswith("--seconds=")), float("inf"))
+    wanted = [name for a in sys.argv[1:] if a.startswith("--drafts=") for name in a.split("=")[1].split(",")]
     started = time.monotonic()
     every = [json.loads(line)["prompt"] for line in Path(prompts).read_text("utf-8").splitlines()]
-    results: dict[str, Any] = {**facts(), "artifact": Path(artifact).name, "tokens": TOKENS, "rounds": []}
+    results: dict[str, Any] = {**facts(), "tokens": TOKENS, "rounds": []}
+    before = {path: json.loads(path.read_text("utf-8")) if path.exists() else {} for path in map(Path, out)}
     with qcompile.load(artifact, max_batch=max(BATCHES), kv_cache_bytes=1 << 30) as llm:
         runs, pairs = Runs(llm), kinds(llm)
         for batch, count in BATCHES.items():
@@ -102,12 +105,15 @@ def main() -> None:
             plain = [runs(None, 0, some) for _ in range(TURNS)]
             common = {"batch": batch, "prompts": count, "plain": max(rate for *_, rate in plain)}
             for name, pair in pairs.items():
+                if wanted and name not in wanted:
+                    continue
                 for gamma in GAMMAS if time.monotonic() - started < budget else ():
                     found = {"draft": name, **common, **compare(runs, pair, gamma, some, plain[0][0])}
                     results["rounds"].append(found)
                     print(found, f"{time.monotonic() - started:.0f} s", flush=True)
-                    for path in out:  # after each, as machines are lent by the minute
-                        Path(path).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+                    for path, others in before.items():  # after each, as machines are lent by the minute
+                        kept = {**others, Path(artifact).name: results}
+                        path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qcompile.runtime.cuda import Counts, CudaExecutor
 from qcompile.runtime.cuda_driver import Driver, LaunchCall
@@ -74,6 +74,24 @@ class State:
         self._driver.free_pinned(self._host_address)
 
 
+class Part(NamedTuple):
+    """A sequence in rounds: `computed` of its tokens, all but the last, are in the verifier's cache."""
+
+    tokens: Sequence[int]
+    computed: int
+    pages: Sequence[int]
+    left: int
+    """Tokens that it may get."""
+
+
+class Brought(NamedTuple):
+    """What rounds brought a sequence: its new tokens, and for each round how many those were and were drafted."""
+
+    tokens: list[int]
+    gained: list[int]
+    drafted: list[int]
+
+
 class CudaRounds(HostSpeculator, ABC):
     """Greedy drafts of one level for the requests of an engine, as graphs. Not safe for two threads.
 
@@ -108,7 +126,7 @@ class CudaRounds(HostSpeculator, ABC):
     # ---- what proposes ------------------------------------------------------------------------
 
     @abstractmethod
-    def begin(self, requests: Sequence[Request], ahead: int) -> Counts:
+    def begin(self, parts: Sequence[Part], ahead: int) -> Counts:
         """Send what the first drafts go by, of sequences that may move so many positions ahead; counts of launches."""
 
     @abstractmethod
@@ -133,42 +151,49 @@ class CudaRounds(HostSpeculator, ABC):
         Beside them is how many rounds were computed: fewer where all requests have ended. Drafts and verification are
         one graph here, so its time counts as verification's.
         """
-        count, rows = len(requests), max(gammas) + 1
-        rounds = max(1, min(rounds, RESULTS // (count * rows)))
         started = time.perf_counter()
         self._catch_up(requests, gammas)
         self.caught_up = time.perf_counter() - started
-        ahead = max(end - len(request.tokens) for end, request in zip(ends, requests, strict=True)) + rows
-        verified = [Rows(r.tokens[-1:] * rows, r.computed, r.pages, rows) for r in requests]
-        self._send(requests, gammas, ends)
-        graph = self._graph(self.begin(requests, ahead), self.verifier.fill(verified, ahead))
+        lefts = [end - len(request.tokens) for end, request in zip(ends, requests, strict=True)]
+        parts = [Part(r.tokens, r.computed, r.pages, left) for r, left in zip(requests, lefts, strict=True)]
+        every, rounds = self.play(parts, gammas, rounds)
+        seconds = time.perf_counter() - started - self.caught_up
+        for request, most, brought in zip(requests, gammas, every, strict=True):
+            request.computed += len(brought.tokens)
+            request.drafts.metrics.verify_seconds += seconds
+            request.drafts.metrics.gamma = most
+            note(request, most, *_counted(brought.gained, brought.drafted))
+        return [brought.tokens for brought in every], rounds
+
+    def play(self, parts: Sequence[Part], gammas: Sequence[int], rounds: int) -> tuple[list[Brought], int]:
+        """What at most so many rounds bring each sequence, and how many were made."""
+        count, rows = len(parts), max(gammas) + 1
+        rounds = max(1, min(rounds, RESULTS // (count * rows)))
+        ahead = max(part.left for part in parts) + rows
+        verified = [Rows([part.tokens[-1]] * rows, part.computed, part.pages, rows) for part in parts]
+        self._send(parts, gammas)
+        graph = self._graph(self.begin(parts, ahead), self.verifier.fill(verified, ahead))
         rounds = self._replay(graph, rounds, count, rows)
         gained, tokens = self.state.read("gained", rounds * count), self.state.read("tokens", rounds * count * rows)
         made = self.state.read("drafted", rounds * count) if self.tells_drafted else 0
         self._driver.synchronize()
-        seconds = time.perf_counter() - started - self.caught_up
-        found: list[list[int]] = []
-        for index, request in enumerate(requests):
-            taken, told = (self.state.host[at + index : at + rounds * count : count] for at in (gained, made))
+        host, every = self.state.host, []
+        for index, part in enumerate(parts):
+            taken, told = (host[at + index : at + rounds * count : count] for at in (gained, made))
             firsts = range(tokens + index * rows, tokens + rounds * count * rows, count * rows)
-            each = (self.state.host[first : first + some] for first, some in zip(firsts, taken, strict=True))
-            found.append(list(chain.from_iterable(each)))
-            left, most = ends[index] - len(request.tokens), gammas[index]
-            request.computed += len(found[index])
-            request.drafts.metrics.verify_seconds += seconds
-            request.drafts.metrics.gamma = most
-            note(request, most, *_counted(taken, told if self.tells_drafted else _asked(taken, most, left)))
-        return found, rounds
+            each = (host[first : first + some] for first, some in zip(firsts, taken, strict=True))
+            drafted = told if self.tells_drafted else _asked(taken, gammas[index], part.left)
+            every.append(Brought(list(chain.from_iterable(each)), taken, drafted))
+        return every, rounds
 
-    def _send(self, requests: Sequence[Request], gammas: Sequence[int], ends: Sequence[int]) -> None:
+    def _send(self, parts: Sequence[Part], gammas: Sequence[int]) -> None:
         """What the rounds begin with, to the GPU."""
-        places = [request.computed for request in requests]
-        self.state.write("last", (request.tokens[-1] for request in requests))
-        self.state.write("place", places)
-        self.state.write("left", (end - len(request.tokens) for end, request in zip(ends, requests, strict=True)))
+        self.state.write("last", (part.tokens[-1] for part in parts))
+        self.state.write("place", (part.computed for part in parts))
+        self.state.write("left", (part.left for part in parts))
         self.state.write("most", gammas)
-        self.state.write("pair_tokens", (token for request in requests for token in request.tokens[-2:]))
-        self.state.write("pair_positions", (position for place in places for position in (place - 1, place)))
+        self.state.write("pair_tokens", (token for part in parts for token in part.tokens[-2:]))
+        self.state.write("pair_positions", (part.computed + back for part in parts for back in (-1, 0)))
         self.state.write("counter", [0])
         self.state.send("last", "counter", 1)
 
@@ -190,11 +215,13 @@ class CudaRounds(HostSpeculator, ABC):
 
     def _graph(self, drafting: Counts, verifying: Counts) -> ctypes.c_void_p:
         """A round of so many drafts."""
-        graph = self._graphs.get(self._key(drafting, verifying))
-        if graph is None:
+        key = self._key(drafting, verifying)
+        if key not in self._graphs:
             calls = self._calls(drafting, verifying)  # which may move what graphs point to
-            graph = self._capture(self._key(drafting, verifying), calls)
-        return graph
+            key = self._key(drafting, verifying)
+            self._capture(key, calls)
+        self._graphs.move_to_end(key)
+        return self._graphs[key]
 
     def _key(self, drafting: Counts, verifying: Counts) -> tuple[int, ...]:
         return (*drafting.values(), *verifying.values(), *self.moved())
@@ -208,7 +235,7 @@ class CudaRounds(HostSpeculator, ABC):
         verify = prepare(plan["launches"], verifying)
         return [call for _, call in (*self.proposing(drafting, verifying, others), *before, *verify, *after)]
 
-    def _capture(self, key: tuple[int, ...], calls: list[LaunchCall]) -> ctypes.c_void_p:
+    def _capture(self, key: tuple[int, ...], calls: list[LaunchCall]) -> None:
         with self._driver.captured() as result:
             for call in calls:
                 call.run()
@@ -216,13 +243,12 @@ class CudaRounds(HostSpeculator, ABC):
             self._driver.synchronize()
             self._driver.drop(self._graphs.popitem(last=False)[1])
         self._graphs[key] = result[0]
-        return result[0]
 
 
 def _asked(gained: Sequence[int], most: int, left: int) -> list[int]:
     """Tokens drafted in rounds that gained so many each, where `left` were allowed before the first."""
     before = accumulate(gained, initial=0)
-    return [min(most, left - came - 1) for came, _ in zip(before, gained, strict=False)]
+    return [max(0, min(most, left - came - 1)) for came, _ in zip(before, gained, strict=False)]
 
 
 def _counted(gained: Sequence[int], drafted: Sequence[int]) -> tuple[int, list[int], list[int]]:

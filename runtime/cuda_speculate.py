@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from qcompile.runtime import speculate_host
 from qcompile.runtime.cuda import Counts, CudaExecutor, attention_counts
-from qcompile.runtime.cuda_rounds import RESULTS, CudaRounds, Launches
+from qcompile.runtime.cuda_rounds import RESULTS, CudaRounds, Launches, Part
 from qcompile.runtime.executor import Rows
 from qcompile.runtime.outputs import MOST_DRAFTS
 from qcompile.runtime.speculate import WINDOW, Level
@@ -54,8 +54,8 @@ class CudaSpeculator(CudaRounds):
             request.drafts.cached[0] = request.computed - 1  # at least
         return found
 
-    def begin(self, requests: Sequence[Request], ahead: int) -> Counts:
-        return self.draft.fill([Rows(r.tokens[-1:], r.computed, r.pages, 1) for r in requests], ahead)
+    def begin(self, parts: Sequence[Part], ahead: int) -> Counts:
+        return self.draft.fill([Rows(p.tokens[-1:], p.computed, p.pages, 1) for p in parts], ahead)
 
     def draft_places(self) -> dict[str, int]:
         return {name: self.draft.place(name) for name in ("token_ids", "positions", "counter", "decoded")}
@@ -97,8 +97,8 @@ class CudaLookup(CudaRounds):
         room = self._text - WINDOW - 1
         return super().rounds(requests, gammas, min(rounds, room // (max(gammas) + 1)), ends)
 
-    def begin(self, requests: Sequence[Request], ahead: int) -> Counts:
-        texts = [r.tokens[first:] for r, first in zip(requests, self._starts(requests)[0], strict=True)]
+    def begin(self, parts: Sequence[Part], ahead: int) -> Counts:
+        texts = [part.tokens[-WINDOW - 1 :] for part in parts]
         self.state.write("match", (self.levels[0].match, speculate_host.SHORTEST_MATCH))
         self.state.write("length", map(len, texts))
         for index, text in enumerate(texts):
