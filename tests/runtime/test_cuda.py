@@ -298,7 +298,7 @@ def test_levels_that_draft_work_in_the_targets_cache_or_in_their_own(opened: Cud
     driver: Any = opened.driver
     before = dict(driver.memory)
     found = []
-    for levels in ([own], [other], [lookup], [own, other, lookup]):
+    for levels in ([own], [other], [lookup], [other | {"threshold": 0.3}], [own, other, lookup]):
         plans = [PLAN if "path" in level else None for level in levels]
         pairs = zip(levels, plans, strict=True)
         every = [cuda_load._level(opened, level, plan, functions, {"w": 99}) for level, plan in pairs]
@@ -313,6 +313,7 @@ def test_levels_that_draft_work_in_the_targets_cache_or_in_their_own(opened: Cud
         (CudaSpeculator, [True]),
         (CudaSpeculator, [False]),
         (CudaLookup, []),
+        (HostSpeculator, [False]),
         (HostSpeculator, [True, False]),
     ]
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import time
 from itertools import zip_longest
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +15,9 @@ from hypothesis import strategies as st
 
 from qcompile.errors import ResourceError
 from qcompile.runtime.blocks import BlockPool
+from qcompile.runtime.executor import Limits, Rows
 from qcompile.runtime.sampling import SamplingParams
+from qcompile.runtime.speculate import DraftState, Level, Speculator
 from tests.runtime.fake import CONTEXT, EOS, MAX_TOKENS, VOCAB, fake_llm, reference_greedy, reference_logits
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
@@ -207,3 +213,33 @@ def test_block_pool_notices_lost_and_doubled_pages() -> None:
     pool._free.append(pool._free[-1])
     with pytest.raises(RuntimeError, match="of 4"):
         pool.check()
+
+
+def test_rounds_take_what_those_that_were_made_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call ends when all have what they want: that it took less time must not make its rounds seem short."""
+    llm = fake_llm()
+    speculator = Speculator(llm.executor, [])
+    speculator.rounds = lambda requests, gammas, rounds, ends: ([[5] for _ in requests], 2)  # type: ignore[method-assign]
+    llm.engine.speculator, llm.engine.gamma = speculator, 3
+    ticks = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(ticks)))
+    llm.engine.add([1], SamplingParams(temperature=0, max_tokens=9))
+    llm.engine.step()
+    assert llm.engine._step_seconds == {-1: 0.5}
+
+
+def test_caches_of_drafts_that_lag_are_filled_together() -> None:
+    """In steps of at most so many rows, all requests' side by side."""
+    steps: list[list[Rows]] = []
+    limits = Limits(max_tokens=10, vocab=9, page_tokens=64, max_position=64)
+    draft: Any = SimpleNamespace(limits=limits, step=lambda rows, logits: steps.append(rows))
+    target: Any = SimpleNamespace(limits=limits._replace(max_tokens=64))
+    every: list[Any] = [
+        SimpleNamespace(tokens=[*range(count)], computed=count - 1, pages=[], drafts=DraftState(cached=[held]))
+        for count, held in ((15, 0), (4, 1), (13, 4))
+    ]
+    speculator = Speculator(target, [Level(draft, 4)])
+    speculator.most_lag = 3
+    speculator._catch_up(every, [2, 2, 2])
+    assert [[(rows.start, len(rows.tokens)) for rows in step] for step in steps] == [[(0, 10)], [(10, 4), (4, 6)]]
+    assert [request.drafts.cached[0] for request in every] == [14, 1, 10]
