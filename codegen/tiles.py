@@ -30,6 +30,15 @@ two programs share a multiprocessor: products whose left side is in registers ke
 in one call for each half of 128 tokens was 5 to 12 percent faster than a call for each plane of codes. Scales of tokens
 that are loaded four at a time took 2 to 7 percent off mix_4_8, and off others for 64 tokens; those for 128 lost 3. bf16
 programs of 256 tokens whose warps go on apart, and last, were no faster than those whose warps do all.
+
+Of 73,000 cycles that such a program of 128 rows and 4096 inputs took, 67,000 (mxfp4 70,000) were in its loop, whose
+products take 65,500, at 1.4 to 1.6 GHz: power bounds it, so that fewer instructions count, and tiles that fill all
+multiprocessors. Weights that others unpack to shared memory would want 136 bytes a cycle of it, which gives 128. Sums
+that are stored as they lie in registers took 1 to 5 percent less (with warps that copy apart, and few rows, 3 to 10
+more), mxfp4 with fewer instructions a code as much again. 448 tiles are 3.4 for each multiprocessor: programs that last
+and halve the last ones took 12 percent less there, and elsewhere up to 3 more. 128 tokens and 64 rows, twice as much of
+them in flight, took 11 to 17 percent less than parts of K. Early starts took 1 or 2 us off, but 128 tokens and rows of
+mxfp4, of which two programs fit on a multiprocessor, took 43 percent more: the next kernel's may crowd there.
 """
 
 from __future__ import annotations
@@ -80,22 +89,26 @@ H200: dict[tuple[str, int, int, int], Tile] = {
     ("mxfp4", 64, 4096, 14336): Tile(64, 64, 1, 4, 1, 4, 3, 128, piece=128),  # 22.1 us
     ("mxfp4", 64, 14336, 4096): Tile(64, 64, 1, 1, 1, 4, 3, 128, piece=128),  # 21.7 us
     ("mxfp4", 64, 28672, 4096): Tile(64, 128, 1, 1, 2, 8, 1, piece=32),  # 40.7 us
-    ("mxfp4", 128, 4096, 4096): Tile(64, 64, 1, 2, 2, 4, 1, piece=32),  # 14.6 us
+    ("mxfp4", 128, 4096, 4096): Tile(64, 64, 1, 2, 1, 4, 4, 128, piece=128),  # 13.0 us
     ("mxfp4", 128, 4096, 14336): Tile(128, 64, 1, 4, 2, 4, 1, piece=32),  # 31.9 us
     ("mxfp4", 128, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 3, 0),  # 28.9 us
     ("mxfp4", 128, 28672, 4096): Tile(128, 256, 1, 1, 2, 8, 1, piece=32),  # 54.9 us
-    ("mxfp4", 256, 4096, 4096): Tile(128, 64, 1, 2, 2, 4, 1, piece=32),  # 19.9 us
-    ("mxfp4", 256, 4096, 14336): Tile(256, 128, 1, 4, 2, 8, 1, piece=16),  # 50.2 us
+    ("mxfp4", 256, 4096, 4096): Tile(128, 64, 1, 1, 4, 4, 1, 128, piece=32),  # 17.4 us
+    ("mxfp4", 256, 4096, 14336): Tile(256, 128, 1, 4, 2, 8, 1, 128, piece=16),  # 49.5 us
     ("mxfp4", 256, 14336, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 44.8 us
     ("mxfp4", 256, 28672, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 90.0 us
-    ("mxfp4", 512, 4096, 4096): Tile(128, 128, 1, 1, 2, 8, 1, piece=32),  # 30.0 us
-    ("mxfp4", 512, 4096, 14336): Tile(256, 128, 1, 2, 2, 8, 1, piece=16),  # 84.4 us
+    ("mxfp4", 512, 4096, 4096): Tile(256, 64, 1, 1, 2, 4, 1, 128, piece=16),  # 27.8 us
+    ("mxfp4", 512, 4096, 14336): Tile(256, 128, 1, 2, 2, 8, 1, 128, piece=16),  # 89.6 us
     ("mxfp4", 512, 14336, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 89.8 us
-    ("mxfp4", 512, 28672, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 181.2 us
-    ("mxfp4", 1024, 4096, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 46.1 us
+    ("mxfp4", 512, 28672, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16, lasting=True),  # 188.5 us
+    ("mxfp4", 1024, 4096, 4096): Tile(256, 128, 1, 1, 2, 8, 1, 128, piece=16),  # 43.9 us
     ("mxfp4", 1024, 4096, 14336): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 150.7 us
-    ("mxfp4", 1024, 14336, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 180.6 us
+    ("mxfp4", 1024, 14336, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16, lasting=True),  # 175.8 us
     ("mxfp4", 1024, 28672, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 317.0 us
+    ("mxfp4", 2048, 4096, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 96.0 us
+    ("mxfp4", 2048, 4096, 14336): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 358.0 us
+    ("mxfp4", 2048, 14336, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 357.6 us
+    ("mxfp4", 2048, 28672, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 693.5 us
     ("mxfp4_a8", 16, 4096, 4096): Tile(16, 64, 1, 4, 1, 4, 4, 128, piece=128),  # 6.6 us
     ("mxfp4_a8", 16, 4096, 14336): Tile(16, 64, 1, 4, 1, 4, 4, 128, piece=128),  # 15.9 us
     ("mxfp4_a8", 16, 14336, 4096): Tile(16, 64, 1, 1, 1, 4, 4, 128, piece=128),  # 16.4 us
@@ -236,18 +249,22 @@ H200: dict[tuple[str, int, int, int], Tile] = {
     ("w4_asym_g128", 128, 4096, 14336): Tile(128, 128, 1, 4, 1, 8, 2, 128, piece=128),  # 29.6 us
     ("w4_asym_g128", 128, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 1, piece=32),  # 28.0 us
     ("w4_asym_g128", 128, 28672, 4096): Tile(128, 256, 1, 1, 1, 8, 1, piece=32),  # 51.8 us
-    ("w4_asym_g128", 256, 4096, 4096): Tile(128, 64, 1, 2, 1, 4, 1, piece=32),  # 18.6 us
-    ("w4_asym_g128", 256, 4096, 14336): Tile(256, 128, 1, 4, 1, 8, 1, piece=32),  # 50.1 us
+    ("w4_asym_g128", 256, 4096, 4096): Tile(128, 64, 1, 1, 2, 4, 1, 128, piece=32),  # 15.7 us
+    ("w4_asym_g128", 256, 4096, 14336): Tile(256, 128, 1, 4, 1, 8, 1, 128, piece=16),  # 50.1 us
     ("w4_asym_g128", 256, 14336, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 44.2 us
     ("w4_asym_g128", 256, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 88.8 us
-    ("w4_asym_g128", 512, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 1, piece=32),  # 26.7 us
-    ("w4_asym_g128", 512, 4096, 14336): Tile(256, 128, 1, 2, 1, 8, 1, piece=32),  # 84.3 us
+    ("w4_asym_g128", 512, 4096, 4096): Tile(128, 128, 1, 1, 2, 8, 1, 128, piece=16),  # 25.8 us
+    ("w4_asym_g128", 512, 4096, 14336): Tile(256, 128, 1, 2, 1, 8, 1, 128, piece=16),  # 89.7 us
     ("w4_asym_g128", 512, 14336, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 88.9 us
-    ("w4_asym_g128", 512, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 179.8 us
-    ("w4_asym_g128", 1024, 4096, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 45.9 us
+    ("w4_asym_g128", 512, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16, lasting=True),  # 190.7 us
+    ("w4_asym_g128", 1024, 4096, 4096): Tile(256, 128, 1, 1, 1, 8, 1, 128, piece=16),  # 45.8 us
     ("w4_asym_g128", 1024, 4096, 14336): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 150.8 us
-    ("w4_asym_g128", 1024, 14336, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 177.8 us
+    ("w4_asym_g128", 1024, 14336, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16, lasting=True),  # 177.7 us
     ("w4_asym_g128", 1024, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 314.1 us
+    ("w4_asym_g128", 2048, 4096, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 98.8 us
+    ("w4_asym_g128", 2048, 4096, 14336): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 365.3 us
+    ("w4_asym_g128", 2048, 14336, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 359.3 us
+    ("w4_asym_g128", 2048, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 731.3 us
     ("w4_asym_g128_a8", 64, 4096, 4096): Tile(64, 64, 1, 4, 1, 4, 2, 128, piece=128),  # 7.7 us
     ("w4_asym_g128_a8", 64, 4096, 14336): Tile(64, 64, 1, 4, 1, 4, 2, 128, piece=128),  # 16.8 us
     ("w4_asym_g128_a8", 64, 14336, 4096): Tile(64, 64, 1, 1, 1, 4, 3, 128, piece=128),  # 15.1 us

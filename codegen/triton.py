@@ -50,8 +50,9 @@ class Tile:
     program: `warps` multiply, four for each 64 rows, and four more copy, `stages` blocks ahead, whose weights are
     fetched before it waits if `ahead` is not 0; `unroll` is as many blocks as share a word of parameters. With `halves`
     tokens are multiplied in two halves, and sums of groups of one are scaled while the tensor cores work for the other.
-    With `lasting` there is a program for each multiprocessor, which takes one tile of 128 by 128 after the other: it
-    copies the next one's inputs while it stores this one's outputs.
+    With `lasting` there is a program for each multiprocessor, which takes one tile of 128 by 128 after the other, or of
+    256 tokens where activations are bf16: it copies the next one's inputs while it stores this one's outputs. The
+    latter's last tiles are halved where they would leave most programs without one.
     """
 
     tokens: int
@@ -208,7 +209,8 @@ class KernelSpec:
             whole = tile.unroll == (2 if self.block_words == 0.5 else 1)
             return known and cut and fits and whole and tile.stages > 1
         pieces = tile.piece in (16, 32, 64) and self.row_items % tile.piece == 0 and self.block * tile.unroll >= 256
-        return pieces and tile.stages == 1 and not tile.lasting and self.format in PLANES
+        pieces = pieces and (not tile.lasting or (tile.tokens == 256 and tile.splits == 1 and not tile.ahead))
+        return pieces and tile.stages == 1 and self.format in PLANES
 
     @property
     def apart(self) -> bool:
