@@ -20,6 +20,7 @@ from qcompile.codegen import cpu_flow as flow
 from qcompile.codegen import program as p
 from qcompile.errors import UnsupportedError
 from qcompile.numerics import ACTIVATIONS, FORMATS
+from qcompile.ops import GATED
 from qcompile.targets import Target
 
 ABI = 2
@@ -31,6 +32,7 @@ _UNARY = {
     "silu": "kSilu",
     "gelu": "kGelu",
     "gelu_tanh": "kGeluTanh",
+    "gelu_quick": "kGeluQuick",
     "relu": "kRelu",
     "relu2": "kRelu2",
     "tanh": "kTanh",
@@ -38,7 +40,7 @@ _UNARY = {
 }
 _ROLE_TYPES = {"scale": "float", "columns": "int32_t", "starts": "int32_t"}
 """C++ types of packed parts; bytes for the others."""
-_EPILOGUE = {"store": "kStore", "logits": "kLogits", "add": "kAdd", "silu_mul": "kSiluMul"}
+_EPILOGUE = {"store": "kStore", "logits": "kLogits", "add": "kAdd"} | dict.fromkeys(GATED, "kGated")
 FEW_ELEMENTS = 12288
 """Rowwise work of up to so many elements is done by every thread for itself rather than split and awaited.
 
@@ -321,6 +323,8 @@ class _Renderer:
         if c.bias is not None:
             lines.append(f"{var}.bias = {self.weight(c.bias)};")
         lines.append(f"{var}.epilogue = {_EPILOGUE[c.epilogue]};")
+        if c.epilogue in GATED:
+            lines.append(f"{var}.act = {_UNARY[GATED[c.epilogue]]};")
         if c.residual is not None:
             residual = self.program.buffer(c.residual)
             lines.append(f"{var}.residual = {_ident(c.residual)}, {var}.residual_stride = {residual.stride};")
@@ -362,6 +366,10 @@ class _Renderer:
             f"          {{0, {2 * c.n if gated else c.n}, {c.k}, {self.weight(c.weights['codes'], 'void')}}}}};",
             f"{e}.out = {_ident(c.out)}, {e}.out_stride = {out.stride}, {e}.gemm.epilogue = {_EPILOGUE[c.epilogue]};",
         ]
+        if gated:
+            lines.append(f"{e}.gemm.act = {_UNARY[GATED[c.epilogue]]}, {e}.gemm.offset = {_f32(c.offset)};")
+        if c.limit is not None:
+            lines.append(f"{e}.gemm.limit = {_f32(c.limit)};")
         for role, name in c.weights.items():
             ctype = _ROLE_TYPES.get(role, "uint8_t")
             step = c.strides[role] // (4 if ctype == "float" else 1)

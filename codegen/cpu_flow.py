@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from qcompile.codegen import program as p
+from qcompile.ops import GATED
 
 LINE_COLUMNS = 32
 """Columns of bf16 that a cache line has: threads that write shares of whole lines do not disturb each other."""
@@ -87,8 +88,8 @@ def made_at_home(program: p.Program, index: int) -> Share | None:
         return None
     if isinstance(maker, p.Attention):
         return Share("kKvHeads", maker.heads // maker.kv_heads * maker.head_dim, step, "s.by_head() && ")
-    if isinstance(maker, p.Gemm) and not maker.blocks and maker.epilogue in ("store", "silu_mul"):
-        return Share(str(-(-maker.n // 32)), 16 if maker.epilogue == "silu_mul" else 32, step)
+    if isinstance(maker, p.Gemm) and not maker.blocks and maker.epilogue in ("store", *GATED):
+        return Share(str(-(-maker.n // 32)), 16 if maker.epilogue in GATED else 32, step)
     return None
 
 

@@ -151,7 +151,7 @@ class Experts:
                 tile = replace(tile, rows=32)
             options: dict[str, Any] = {"bias": c.bias is not None, "inline_asm": self.inline_asm, "out": "f32"}
             options |= {"width": c.n, "x_groups": kind.group > 0, "experts": experts}
-            options["gated"] = ops.GATED.get(c.epilogue, "")
+            options |= {"gated": ops.GATED.get(c.epilogue, ""), "limit": c.limit, "offset": c.offset}
             spec = gemm.KernelSpec(format, c.experts * c.rows, k, tile, **options)
             grid: tuple[Size, Size, Size] = (programs, c.rows // tile.rows, 1)
             variants.append(Variant(self.plan.add(gemm.kernel(spec)), grid, args, most % MOST_ROWS))

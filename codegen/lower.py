@@ -401,7 +401,7 @@ def _route(low: Lowering, node: fx.Node) -> p.Call:
 
 
 def _expert_gemm(low: Lowering, node: fx.Node) -> p.Call:
-    x, index, weight, bias, format, activation, group, experts, n, epilogue = _args(node)
+    x, index, weight, bias, format, activation, group, experts, n, epilogue, limit, offset = _args(node)
     k, slots = x.meta["val"].shape[-1], index.meta["val"].shape[-1]
     x_slots = slots if x.meta["val"].dim() == 3 else 1
     # Whole blocks of 16 rows: four experts' worth is a multiple of 64 bytes in every role, so nothing is rounded up.
@@ -411,7 +411,7 @@ def _expert_gemm(low: Lowering, node: fx.Node) -> p.Call:
     where = low.buffer(x), low.buffer(index), low.buffer(node)
     how = (format, activation, group, n, rows, k, experts, slots, x_slots)
     packed = low.packed(weight, format, activation)
-    return p.ExpertGemm(node.name, *where, *how, packed, strides, low.vector(bias), epilogue)
+    return p.ExpertGemm(node.name, *where, *how, packed, strides, low.vector(bias), epilogue, limit, offset)
 
 
 def _combine(low: Lowering, node: fx.Node) -> p.Call:

@@ -167,8 +167,8 @@ class Gemm:
 
     `weights` maps the roles of the packed format (codes, scale, zero, group_scale, exponent, low, columns, starts)
     to weight names. Epilogues: store (out = y), add (out = residual + y, both f32, residual may be out itself),
-    silu_mul (out = silu(gate) * up, width n / 2, W's 16-row blocks alternating gate and up), logits (rows
-    of an `outputs` buffer; to the caller's logits and argmax; out is None).
+    those of ops.GATED (silu_mul: out = silu(gate) * up, width n / 2, W's 16-row blocks alternating gate and up), logits
+    (rows of an `outputs` buffer; to the caller's logits and argmax; out is None).
     """
 
     kernel: ClassVar[str] = "gemm"
@@ -178,7 +178,7 @@ class Gemm:
     n: int
     k: int
     weights: Mapping[str, str]
-    epilogue: Literal["store", "add", "silu_mul", "logits"] = "store"
+    epilogue: str = "store"
     out: str | None = None
     bias: str | None = None
     residual: str | None = None
@@ -279,7 +279,7 @@ class TakeRows:
 class Elementwise:
     """out = kind(x, operand), all f32 [rows, width]; out may be x itself.
 
-    Kinds: silu, gelu (erf), gelu_tanh, relu, relu2, tanh, sigmoid (no operand); xielu (`weight` is its curve: alpha_p,
+    Kinds: those of ops.UNARY (no operand); xielu (`weight` is its curve: alpha_p,
     alpha_n, beta, eps); scale (times `factor`); shift (plus `factor`); clamp (to `low`, `high`); mul_row (times the
     one column of `other`);
     add and mul (operand is the buffer `other`, or the weight vector `weight` [width]). x and other are read
@@ -325,8 +325,9 @@ class ExpertGemm:
     """y[t, s] = W[index[t, s]] x for each slot s, x one input a token (`x_slots` 1) or one a slot, f32.
 
     `weights` as Gemm's, the experts' `rows` one after another, each expert's padded to whole blocks. Inputs are
-    rounded to `activation`, with sums over `group` inputs. out: f32 [tokens, slots * n]. Epilogues: store, or silu_mul
-    as Gemm's, where an expert's blocks alternate gate and up.
+    rounded to `activation`, with sums over `group` inputs. out: f32 [tokens, slots * n]. Epilogues: store, or those of
+    ops.GATED as Gemm's, where an expert's blocks alternate gate and up: gate at most `limit`, up from -limit to limit,
+    where there is one, and `offset` added to up.
     """
 
     kernel: ClassVar[str] = "expert_gemm"
@@ -347,7 +348,9 @@ class ExpertGemm:
     strides: Mapping[str, int]
     """Bytes of each role from one expert to the next."""
     bias: str | None = None
-    epilogue: Literal["store", "silu_mul"] = "store"
+    epilogue: str = "store"
+    limit: float | None = None
+    offset: float = 0.0
 
 
 @dataclass(frozen=True)

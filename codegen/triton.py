@@ -127,7 +127,8 @@ class KernelSpec:
     x is int8 per token, or in groups of 128 with `x_groups` (where sums are floats), or bf16 for bf16, mxfp4 and
     w4_asym_g128; mxfp4_a8 and w4_asym_g128_a8 read the latter's packings with int8. out and residual are bf16, or f32
     with `out`. The first `width` columns are stored (0: all N). With `gated` (the name of an act) rows of gate and of
-    up alternate in blocks of ops.GATE_BLOCK, and act(gate) * up is stored, `width` columns. mix_4_8 has n packed rows,
+    up alternate in blocks of ops.GATE_BLOCK, and act(gate) * up is stored, `width` columns; of experts gate
+    is at most `limit`, up from -limit to limit, and `offset` is added to it. mix_4_8 has n packed rows,
     `wide` of 8 bits first, and stores `width` columns where they belong. With `peaks`, where few rows are gated, a
     program also stores the largest magnitudes of what it does of a row, [M, tells]. With `experts` (whose tiles are
     neither in pieces nor in parts) a row of x meets those of its experts, of `width` columns
@@ -146,6 +147,8 @@ class KernelSpec:
     x_groups: bool = False
     wide: int = 0
     gated: str = ""
+    limit: float | None = None
+    offset: float = 0.0
     peaks: bool = False
     experts: Experts | None = None
 
@@ -165,6 +168,8 @@ class KernelSpec:
             raise UnsupportedError(f"{self.format} cut by {self.tile} tells no peaks")
         if self.gated and (self.mixed or self.residual or not self.width):
             raise UnsupportedError(f"{self.format} with {self.width} columns stores no {self.gated} of pairs of rows")
+        if (self.limit is not None or self.offset) and not (self.gated and self.experts):
+            raise UnsupportedError("gates are kept within limits where experts choose them")
         if self.wide % (64 if self.apart else self.tile.rows) or (
             self.mixed and (self.prelaunch > self.apart or not self.width)
         ):

@@ -40,43 +40,68 @@ class Merge(Pass):
         return PassResult(graph, fired)
 
 
-def _gate_operands(node: fx.Node, kind: str) -> tuple[fx.Node, fx.Node] | None:
-    """(activation node, up linear) of mul(unary(linear(x)), linear(x)), in either order; `kind` is what linears are."""
-    for gate, up in (node.args[:2], node.args[1::-1]):
-        if not (isinstance(gate, fx.Node) and isinstance(up, fx.Node)):
-            return None
-        if ops.name_of(gate.target) != "unary" or ops.name_of(up.target) != kind:
+@dataclass(frozen=True)
+class _Gating:
+    """kind(gate) * up: the two linears, the nodes between them and the product, and what those do to the operands."""
+
+    gate: fx.Node
+    up: fx.Node
+    kind: str
+    between: list[fx.Node]
+    limit: float | None = None
+    offset: float = 0.0
+
+
+def _gating(node: fx.Node, linear: str) -> _Gating | None:
+    """mul(unary(gate), up) of linears called `linear`, in either order; of experts within limits and shifted, too."""
+    for first, up in (node.args[:2], node.args[1::-1]):
+        if not (isinstance(first, fx.Node) and isinstance(up, fx.Node)) or ops.name_of(first.target) != "unary":
             continue
-        linear = gate.args[0]
-        if isinstance(linear, fx.Node) and ops.name_of(linear.target) == kind:
-            return gate, up
+        gate, kind = first.args
+        assert isinstance(gate, fx.Node) and isinstance(kind, str)
+        found = _limited(first, gate, up, kind) if linear == "expert_linear" else None
+        found = found or _Gating(gate, up, kind, [first])
+        if ops.name_of(found.gate.target) == ops.name_of(found.up.target) == linear:
+            return found
     return None
 
 
+def _limited(act: fx.Node, gate: fx.Node, up: fx.Node, kind: str) -> _Gating | None:
+    """With what limits gate and up, and shifts up, taken off; None where the limits are not one number."""
+    between, offset = [act], 0.0
+    if ops.name_of(up.target) == "shift":
+        between.append(up)
+        up, offset = up.args  # type: ignore[assignment]
+    clamped = [n for n in (gate, up) if ops.name_of(n.target) == "clamp"]
+    if not clamped:
+        return _Gating(gate, up, kind, between, None, offset)
+    limit: Any = gate.args[2] if len(clamped) == 2 else None
+    if limit is None or gate.args[1] is not None or up.args[1:] != (-limit, limit):
+        return None
+    (gate, *_), (up, *_) = gate.args, up.args  # type: ignore[assignment]
+    return _Gating(gate, up, kind, between + clamped, limit, offset)
+
+
 def _merge_gate(graph: Graph, node: fx.Node, experts: bool = False) -> bool:
-    operands = _gate_operands(node, "expert_linear" if experts else "linear")
-    if operands is None:
+    found = _gating(node, "expert_linear" if experts else "linear")
+    if found is None:
         return False
-    act, up = operands
-    gate, kind = act.args
-    assert isinstance(gate, fx.Node)
-    alone = all(len(n.users) == 1 for n in (act, gate, up))
-    if not alone or kind not in ops.GATED.values() or not _joinable(gate, up):
-        return False
-    if gate.meta["val"].shape != up.meta["val"].shape:
+    gate, up = found.gate, found.up
+    alone = all(len(n.users) == 1 for n in (*found.between, gate, up))
+    if not alone or gate is up or gate.meta["val"].shape != up.meta["val"].shape or not _joinable(gate, up):
         return False
     with graph.fx.inserting_before(node):
-        joined = _gated_experts(graph, gate, up, kind) if experts else _gated_linear(graph, gate, up, kind)
+        joined = _gated_experts(graph, found) if experts else _gated_linear(graph, gate, up, found.kind)
     if joined is None:
         return False
     joined.meta["precision"] = gate.meta["precision"]
     graph.replace(node, joined)
-    for dead in (act, gate, up):
+    for dead in (*found.between, gate, up):
         graph.fx.erase_node(dead)
     return True
 
 
-def _gated_linear(graph: Graph, gate: fx.Node, up: fx.Node, kind: Any) -> fx.Node:
+def _gated_linear(graph: Graph, gate: fx.Node, up: fx.Node, kind: str) -> fx.Node:
     weight = graph.call_weight("interleave_rows", gate.args[1], up.args[1], ops.GATE_BLOCK)
     bias = None
     if _bias(gate) is not None or _bias(up) is not None:
@@ -84,14 +109,15 @@ def _gated_linear(graph: Graph, gate: fx.Node, up: fx.Node, kind: Any) -> fx.Nod
     return graph.call("gated_linear", gate.args[0], weight, bias, kind, gate.meta["val"].shape[-1])
 
 
-def _gated_experts(graph: Graph, gate: fx.Node, up: fx.Node, kind: Any) -> fx.Node | None:
+def _gated_experts(graph: Graph, found: _Gating) -> fx.Node | None:
     """None where the experts are not of one choice, or biases are of one of the two."""
+    gate, up = found.gate, found.up
     if gate.args[1] is not up.args[1] or len(gate.args) != len(up.args):
         return None
     weights = zip(gate.args[2:], up.args[2:], strict=True)
     weight, *bias = (graph.call_weight("interleave_experts", *pair, ops.GATE_BLOCK) for pair in weights)
-    width = gate.meta["val"].shape[-1]
-    return graph.call("gated_experts", *gate.args[:2], weight, bias[0] if bias else None, kind, width)
+    how = (found.kind, gate.meta["val"].shape[-1], found.limit, found.offset)
+    return graph.call("gated_experts", *gate.args[:2], weight, bias[0] if bias else None, *how)
 
 
 def _bias(linear: fx.Node) -> object:

@@ -111,11 +111,12 @@ def _quantize_experts(graph: Graph, node: fx.Node) -> None:
     bias = arguments[3] if len(arguments) > 3 else None
     bias = None if bias is None else graph.call_weight("expert_rows", bias)
     experts, _, inputs = weight.meta["val"].shape
-    epilogue = _GATING[arguments[4]] if ops.name_of(node.target) == "gated_experts" else "store"
+    gated = ops.name_of(node.target) == "gated_experts"
+    epilogue, limits = (_GATING[arguments[4]], arguments[6:]) if gated else ("store", (None, 0.0))
     group = (numerics.FORMATS[format].sum_group or kind.group or inputs) if kind.top else 0
     packed = graph.call_weight("quantize_weight", graph.call_weight("expert_rows", weight), format)
     with graph.fx.inserting_before(node):
-        shape = (format, kind.name, group, experts, node.meta["val"].shape[-1], epilogue)
+        shape = (format, kind.name, group, experts, node.meta["val"].shape[-1], epilogue, *limits)
         gemm = graph.call("expert_gemm", x, index, packed, bias, *shape)
     gemm.meta["precision"] = precision
     graph.replace(node, gemm)

@@ -90,12 +90,12 @@ def norm(r: Raiser, node: fx.Node, source: fx.Node, kind: str, weights: tuple[An
 
 
 def match_product(r: Raiser, node: fx.Node) -> Known:
-    """x * rsqrt(mean(x²) + eps), with or without the mean taken off; GELU by tanh or erf."""
+    """x * rsqrt(mean(x²) + eps), with or without the mean taken off; GELU by tanh, erf or sigmoid."""
     for x, factor in pair(node):
         spread = _inverse_root(r, factor)
         if spread is not None:
             return _normalised(r, node, x, *spread)
-    return _match_gelu(r, node)
+    return _match_gelu(r, node) or _match_gelu_quick(r, node)
 
 
 def match_quotient(r: Raiser, node: fx.Node) -> Known:
@@ -273,6 +273,16 @@ def _match_gelu(r: Raiser, node: fx.Node) -> Known:
                 return elementwise(r, node, x, "unary", "gelu_tanh")
             if is_call(squash, "erf") and _factor(r, strip(squash.args[0]), math.sqrt(0.5)) is x:
                 return elementwise(r, node, x, "unary", "gelu")
+    return None
+
+
+def _match_gelu_quick(r: Raiser, node: fx.Node) -> Known:
+    """x * sigmoid(1.702 * x)."""
+    from qcompile.passes.raise_aten import elementwise
+
+    for x, squash in pair(node):
+        if is_call(squash, "sigmoid") and _factor(r, strip(squash.args[0]), ops.QUICK) is x:
+            return elementwise(r, node, x, "unary", "gelu_quick")
     return None
 
 

@@ -206,8 +206,8 @@ def _expert_linear(x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None
     return y if bias is None else y + bias[index]
 
 
-def _gated_experts(x: Tensor, index: Tensor, gate_up: Tensor, bias: Tensor | None, kind: str, width: int) -> Tensor:
-    return gate(_expert_linear(x, index, gate_up, bias), kind, width)
+def _gated_experts(x: Tensor, index: Tensor, gate_up: Tensor, bias: Tensor | None, *gating: Any) -> Tensor:
+    return gate(_expert_linear(x, index, gate_up, bias), *gating)
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qcompile.graph import Graph
+from qcompile.ops import GATED
 from qcompile.roofline import CPU_CORE, Peaks, call_cost, peaks_of, predicted_us
 
 Json = dict[str, Any]
@@ -92,7 +93,7 @@ def _part(call: Json, written: Mapping[str, Json]) -> str:
     writer = written.get(source, {})
     if writer.get("kernel") == "attention":
         return ATTENTION_OUT
-    if call["epilogue"] == "silu_mul":
+    if call["epilogue"] in GATED:
         return GATE_UP
     return DOWN if writer.get("kernel") in ("gemm", "elementwise") else OTHER
 

@@ -85,13 +85,13 @@ CASES: dict[str, tuple[Any, ...]] = {
     "limit_groups": (rand(3, 6), 3, 1, 2),
     "expert_linear": (rand(3, 8), CHOICE, rand(4, 5, 8), rand(4, 5)),
     "expert_rows": (rand(4, 5, 8),),
-    "expert_gemm": (rand(3, 2, 40), CHOICE, WEIGHT, rand(64), "w4_asym_g128", "int8", 128, 4, 13, "store"),
+    "expert_gemm": (rand(3, 2, 40), CHOICE, WEIGHT, rand(64), "w4_asym_g128", "int8", 128, 4, 13, "store", None, 0.0),
     "scale_slots": (rand(3, 2, 8), rand(3, 2)),
     "combine": (rand(3, 2, 8), rand(3, 2)),
     "clamp": (rand(3, 6), None, 0.3),
     "shift": (rand(3, 6), 1.0),
     "interleave_experts": (rand(3, 20, 4), rand(3, 20, 4), 16),
-    "gated_experts": (rand(3, 8), CHOICE, rand(4, 64, 8), rand(4, 64), "silu", 20),
+    "gated_experts": (rand(3, 8), CHOICE, rand(4, 64, 8), rand(4, 64), "silu", 20, 0.5, 1.0),
 }
 
 
@@ -230,9 +230,12 @@ def test_gated_epilogue_pairs_gate_and_up_rows() -> None:
 def test_gated_experts_are_gated_linears_of_each_token() -> None:
     x, gate, up, bias = rand(3, 8), rand(4, 20, 8), rand(4, 20, 8), rand(4, 20)
     joined, both = (ops.interleave_experts(*pair, ops.GATE_BLOCK) for pair in ((gate, up), (bias, bias)))
-    y = ops.gated_experts(x, CHOICE, joined, both, "silu", 20)
+    y = ops.gated_experts(x, CHOICE, joined, both, "silu", 20, None, 0.0)
     of_gate, of_up = (ops.expert_linear(x, CHOICE, weight, bias) for weight in (gate, up))
     assert torch.allclose(y, torch.nn.functional.silu(of_gate) * of_up, atol=1e-5)  # float32, another order
     rows = [ops.expert_rows(joined)]
-    packed = ops.expert_gemm(x, CHOICE, rows, ops.expert_rows(both), "f32", "f32", 0, 4, 20, "silu_mul")
+    packed = ops.expert_gemm(x, CHOICE, rows, ops.expert_rows(both), "f32", "f32", 0, 4, 20, "silu_mul", None, 0.0)
     assert torch.equal(packed, y)
+    limited = ops.gated_experts(x, CHOICE, joined, both, "gelu_quick", 20, 0.7, 1.0)
+    of_gate, of_up = of_gate.clamp(max=0.7), of_up.clamp(-0.7, 0.7) + 1
+    assert torch.allclose(limited, of_gate * torch.sigmoid(1.702 * of_gate) * of_up, atol=1e-5)

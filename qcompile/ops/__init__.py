@@ -21,6 +21,7 @@ from qcompile.ops.experts import (
     top_k,
 )
 from qcompile.ops.model import (
+    QUICK,
     UNARY,
     add,
     attention,
@@ -80,6 +81,7 @@ __all__ = [
     "DEFINED",
     "GATED",
     "GATE_BLOCK",
+    "QUICK",
     "UNARY",
     "add",
     "attention",

@@ -64,10 +64,22 @@ def expert_linear(x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None 
     return y
 
 
-@define(lambda x, index, gate_up, bias, kind, width: x.new_empty(*index.shape, width))
-def gated_experts(x: Tensor, index: Tensor, gate_up: Tensor, bias: Tensor | None, kind: str, width: int) -> Tensor:
-    """Each slot's gated linear: gate_up [E, 2N', K] interleaved in blocks of GATE_BLOCK rows -> [..., k, width]."""
-    return gate(reference("expert_linear")(x, index, gate_up, bias), kind, width)
+@define(lambda x, index, gate_up, bias, kind, width, limit, offset: x.new_empty(*index.shape, width))
+def gated_experts(
+    x: Tensor,
+    index: Tensor,
+    gate_up: Tensor,
+    bias: Tensor | None,
+    kind: str,
+    width: int,
+    limit: float | None,
+    offset: float,
+) -> Tensor:
+    """Each slot's gated linear: gate_up [E, 2N', K] interleaved in blocks of GATE_BLOCK rows -> [..., k, width].
+
+    `limit` and `offset` are those of gate().
+    """
+    return gate(reference("expert_linear")(x, index, gate_up, bias), kind, width, limit, offset)
 
 
 @define(lambda y, factor: torch.empty_like(y))
@@ -122,6 +134,8 @@ def _fake_expert_gemm(
     experts: int,
     width: int,
     epilogue: str,
+    limit: float | None,
+    offset: float,
 ) -> Tensor:
     return x.new_empty((*index.shape, width), dtype=torch.float32)
 
@@ -138,14 +152,17 @@ def expert_gemm(
     experts: int,
     width: int,
     epilogue: str,
+    limit: float | None,
+    offset: float,
 ) -> Tensor:
     """expert_linear by quantized weights, of expert_rows, and inputs quantized one by one -> f32 [..., k, width].
 
-    Epilogues: `store`, or those of gated_experts, whose weight has gate and up rows interleaved.
+    Epilogues: `store`, or those of gated_experts, whose weight has gate and up rows interleaved; `limit` and `offset`
+    are its.
     """
     kept = None if epilogue in GATED else width
     rows = numerics.dequantize_weight(weight, format, x.shape[-1]).unflatten(0, (experts, -1))[:, :kept]
-    offset = None if bias is None else bias.unflatten(0, (experts, -1))[:, :kept]
+    added = None if bias is None else bias.unflatten(0, (experts, -1))[:, :kept]
     rounded = numerics.dequantize_activation(numerics.quantize_activation(x.float(), activation, group))
-    y: Tensor = expert_linear(rounded, index, rows, offset).float()
-    return gate(y, GATED[epilogue], width) if epilogue in GATED else y
+    y: Tensor = expert_linear(rounded, index, rows, added).float()
+    return gate(y, GATED[epilogue], width, limit, offset) if epilogue in GATED else y

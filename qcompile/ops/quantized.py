@@ -24,7 +24,8 @@ def quantize_activation(x: Tensor, kind: str, group: int) -> list[Tensor]:
     return [part.clone() for part in numerics.quantize_activation(x, kind, group)]
 
 
-GATED = {"silu_mul": "silu"}
+GATED = {f"{kind}_mul": kind for kind in UNARY}
+"""Epilogues of linears whose result is kind(gate) * up."""
 GATE_BLOCK = 16
 
 
@@ -52,8 +53,8 @@ def gemm(
 ) -> Tensor:
     """A linear on a quantized activation [..., K] and a quantized weight [N, K] -> f32 [..., width].
 
-    Epilogues: `store`; `add` (residual + y); `silu_mul`, whose weight has gate and up rows interleaved in
-    blocks of GATE_BLOCK and whose result is silu(gate) * up.
+    Epilogues: `store`; `add` (residual + y); those of GATED (`silu_mul`), whose weight has gate and up rows
+    interleaved in blocks of GATE_BLOCK and whose result is silu(gate) * up.
     """
     k = x[0].shape[-1]
     values = numerics.dequantize_activation(x)
@@ -75,10 +76,15 @@ def gated_linear(x: Tensor, gate_up: Tensor, bias: Tensor | None, kind: str, wid
     return gate(torch.nn.functional.linear(x, gate_up, bias), kind, width)
 
 
-def gate(y: Tensor, kind: str, width: int) -> Tensor:
-    """y [..., 2N'], gate and up interleaved in blocks of GATE_BLOCK features -> kind(gate) * up, [..., width]."""
-    first, second = y.unflatten(-1, (-1, 2, GATE_BLOCK)).unbind(-2)
-    return (UNARY[kind](first.flatten(-2)) * second.flatten(-2))[..., :width].contiguous()
+def gate(y: Tensor, kind: str, width: int, limit: float | None = None, offset: float = 0.0) -> Tensor:
+    """y [..., 2N'], gate and up interleaved in blocks of GATE_BLOCK features -> kind(gate) * up, [..., width].
+
+    With a `limit` gate is at most that, and up from -limit to limit (gpt-oss); `offset` is added to up.
+    """
+    first, second = (part.flatten(-2) for part in y.unflatten(-1, (-1, 2, GATE_BLOCK)).unbind(-2))
+    if limit is not None:
+        first, second = first.clamp(max=limit), second.clamp(-limit, limit)
+    return (UNARY[kind](first) * (second + offset if offset else second))[..., :width].contiguous()
 
 
 @define(lambda x, core, block, dtype, group: _fake_activation(x, dtype, group))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,11 +26,12 @@ def decoder(
     vocab: int = 50,
     biased: bool = True,
     clamped: bool = True,
+    limit: float | None = None,
 ) -> Graph:
     """One layer of attention and of experts with biases, grouped routing and a gated shared linear; odd sizes.
 
     Scores of attention are `biased` by position, and weighed against sinks. Gates are `clamped`, or as they are mostly:
-    then groups go by their best score, not by the sum of two.
+    then groups go by their best score, not by the sum of two. With a `limit` they are as gpt-oss has them.
     """
     begun = Begun(vocab)
     graph, ids, weight = begun.graph, begun.ids, begun.weight
@@ -54,7 +56,10 @@ def decoder(
     )
     if clamped:
         gate, up = graph.call("clamp", gate, None, 1.5), graph.call("shift", up, 1.0)
-    inside = graph.call("mul", graph.call("unary", gate, "silu"), up)
+    if limit is not None:
+        gate, up = graph.call("clamp", gate, None, limit), graph.call("clamp", up, -limit, limit)
+        up = graph.call("shift", up, 1.0)
+    inside = graph.call("mul", graph.call("unary", gate, "silu" if limit is None else "gelu_quick"), up)
     z = graph.call("expert_linear", inside, index, weight("down", 2 * experts, hidden, inner))
     shared = graph.call("mul", linear(y, "shared", hidden), graph.call("unary", linear(y, "door", 1), "sigmoid"))
     late = linear(y, "late", experts)  # joined with the other router, so it is some columns of a value
@@ -68,10 +73,15 @@ def decoder(
 
 
 @pytest.mark.parametrize(
-    ("recipe", "clamped"), [*((recipe, True) for recipe in TOLERANCE), *(("f32", False), ("w4a8", False))]
+    ("recipe", "gates"),
+    [
+        *((recipe, {}) for recipe in TOLERANCE),
+        *((recipe, {"clamped": False}) for recipe in ("f32", "w4a8")),
+        *((recipe, {"clamped": False, "limit": 0.5}) for recipe in ("f32", "w4a8")),
+    ],
 )
-def test_artifact_computes_what_its_graph_says(recipe: str, clamped: bool, tmp_path: Path) -> None:
-    graph = decoder(clamped=clamped)
+def test_artifact_computes_what_its_graph_says(recipe: str, gates: dict[str, Any], tmp_path: Path) -> None:
+    graph = decoder(**gates)
     pipeline.build(graph, tmp_path / "out", recipe=recipe)
     step = pipeline.run_passes(graph, pipeline.configure(recipes.get_recipe(recipe).settings(), {})[1:])[0][-1]
     ids, positions = sequence_inputs(70)

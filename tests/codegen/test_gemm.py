@@ -7,13 +7,16 @@ from the description of the layouts, independently of `qcompile.numerics`.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from qcompile.ops import UNARY
 from qcompile.targets import cpu_flags
 from tests.codegen.harness import ISAS, Gemm, Q8Act, aligned
 
@@ -24,7 +27,7 @@ FORMATS = [
 ]  # fmt: skip
 INT_FORMATS = FORMATS[3:]
 SUMS = {"mxfp4": 32, "w4_asym_g128": 128, "qoq_g128": 128, "nested_8_4": 128, "mix_4_8": 128}
-STORE, ADD, SILU_MUL, LOGITS = range(4)
+STORE, ADD, GATED, LOGITS = range(4)
 
 
 def to_bf16(x: np.ndarray) -> np.ndarray:
@@ -197,14 +200,16 @@ def run(
     residual: np.ndarray | None = None,
     threads: int = 1,
     parts: tuple[int, int] = (0, 0),
+    gating: tuple[int, float, float] = (0, math.inf, 0.0),
 ) -> np.ndarray:
-    """[m, n] (n/2 columns for SILU_MUL), every thread's share computed one after the other."""
+    """[m, n] (n/2 columns for GATED), every thread's share computed one after the other."""
     m, kp = act.value.shape
-    columns = n // 2 if epilogue == SILU_MUL else n
+    columns = n // 2 if epilogue == GATED else n
     out = np.full((m, columns + 3), np.nan, np.float32)
     buffers: dict[str, Any] = {name: aligned(array) for name, array in weight.buffers.items()}
     g = Gemm(m=m, n=n, k=k, epilogue=epilogue, out=out.ctypes.data, out_stride=columns + 3)
     g.parts[:] = parts
+    g.act, g.limit, g.offset = gating
     for name, array in buffers.items():
         setattr(g, name, array.ctypes.data)
     if "columns" in buffers:
@@ -318,9 +323,16 @@ def test_epilogues(harness: Callable[[str], ctypes.CDLL], isa: str, m: int) -> N
     # Blocks gate 0, up 0, gate 1, up 1, gate 2, up 2 of 40 = 16 + 16 + 8 columns.
     full = run(library, "w8_sym_channel", weight, act, 96, k).astype(np.float64).reshape(m, 3, 2, 16)
     gate, up = full[:, :, 0].reshape(m, 48), full[:, :, 1].reshape(m, 48)
-    got = run(library, "w8_sym_channel", weight, act, 80, k, epilogue=SILU_MUL)
+    got = run(library, "w8_sym_channel", weight, act, 80, k, epilogue=GATED)
     # Relative: exp within 1.2e-7, then an addition, a division and a product of 6e-8 each.
     np.testing.assert_allclose(got, (gate / (1 + np.exp(-gate)) * up)[:, :40], rtol=4e-7)
+    limit, offset = float(np.abs(up).mean()), 0.5
+    kept = np.minimum(gate, limit), np.clip(up, -limit, limit) + offset
+    for number, kind in enumerate(UNARY):
+        got = run(library, "w8_sym_channel", weight, act, 80, k, epilogue=GATED, gating=(number, limit, offset))
+        want = UNARY[kind](torch.from_numpy(kept[0])).numpy() * kept[1]
+        # Of functions that end near 0 what is absolute counts: erf's 1.5e-7 of numbers of this size, twice.
+        np.testing.assert_allclose(got, want[:, :40], rtol=1e-6, atol=4e-7 * limit * limit)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -32,15 +32,16 @@ RECIPES = {
     "qserve": 0.03,
     "nested gated": 0.03,
     "w4a16 gated": 0.02,
+    "qserve limited": 0.03,
     "mixllm": 0.03,
 }
 
 
 def lowered(recipe: str, **shape: int) -> tuple[Any, p.Program, dict[str, torch.Tensor]]:
     """The last graph of a decoder with experts, its program, and its packed weights."""
-    name, *gated = recipe.split()
+    name, *gates = recipe.split()
     options: dict[str, Any] = {"experts": 4, "hidden": 256, "inner": 64, "vocab": 96} | shape
-    made = decoder(**options, biased=False, clamped=not gated)
+    made = decoder(**options, biased=False, clamped=not gates, limit=0.5 if gates == ["limited"] else None)
     return gpu_program(made, name)
 
 
@@ -270,17 +271,37 @@ def test_gates_of_experts_are_one_gemm() -> None:
     assert [c.epilogue for c in of[0]] == ["store"] * 4
     others = [("store", 256, 256)] * 2
     assert [(c.epilogue, c.n, c.rows) for c in of[1]] == [("silu_mul", 64, 128), *others]
-    for change in ("", "input", "bias", "act"):
+    for change in ("", "input", "bias"):
         graph = decoder(clamped=False)
         nodes: Any = {node.name: node for node in graph.nodes}
         mul: Any = graph.calls("mul")[0]
-        act, up = mul.args
+        _, up = mul.args
         if change == "input":
             up.args = (nodes["add"], *up.args[1:])
         elif change == "bias":
             up.args = up.args[:3]
-        elif change == "act":
-            act.args = (act.args[0], "gelu")
         for node in graph.calls("linear", "expert_linear"):
             node.meta["precision"] = {"weight": "bf16", "activation": "bf16"}
         assert len(apply(Merge(), graph).graph.calls("gated_experts")) == (not change), change
+
+
+@pytest.mark.parametrize("change", ["", "one", "other", "low", "twice"])
+def test_limits_of_gates_are_part_of_the_gemm(change: str) -> None:
+    """Where both have the one limit, up on both sides, and nobody else reads what is limited."""
+    graph = decoder(clamped=False, limit=0.5)
+    mul: Any = graph.calls("mul")[0]
+    shift: Any = mul.args[1]
+    gate, up, reader = mul.args[0].args[0], shift.args[0], next(iter(mul.users))
+    if change == "one":
+        shift.args = (up.args[0], 1.0)
+    elif change == "other":
+        up.args = (up.args[0], -0.5, 0.6)
+    elif change == "low":
+        gate.args = (gate.args[0], -0.5, 0.5)
+    elif change == "twice":
+        with graph.fx.inserting_before(reader):
+            reader.args = (graph.call("add", mul, gate), *reader.args[1:])
+    for node in graph.calls("linear", "expert_linear"):
+        node.meta["precision"] = {"weight": "bf16", "activation": "bf16"}
+    joined = apply(Merge(), graph).graph.calls("gated_experts")
+    assert [node.args[4:] for node in joined] == ([] if change else [("gelu_quick", 24, 0.5, 1.0)])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qcompile import mix, numerics
 from tests.codegen.harness import ISAS
-from tests.codegen.test_gemm import ADD, SILU_MUL, STORE, Activation, Weight, random_activation, run
+from tests.codegen.test_gemm import ADD, GATED, STORE, Activation, Weight, random_activation, run
 
 FORMAT = "mix_4_8_x128"
 TYPES = {"scale": np.float32, "columns": np.int32, "starts": np.int32}
@@ -89,5 +89,5 @@ def test_epilogues_write_to_the_rows_own_columns(harness: Callable[[str], ctypes
     weight = packed(w, marked(96), True)
     full = (act.value[:, :k] @ weight.value.T + bias).reshape(m, 3, 2, 16)
     gate, up = full[:, :, 0].reshape(m, 48), full[:, :, 1].reshape(m, 48)
-    got = run(library, FORMAT, weight, act, 96, k, SILU_MUL, bias=bias, threads=2)
+    got = run(library, FORMAT, weight, act, 96, k, GATED, bias=bias, threads=2)
     np.testing.assert_allclose(got, gate / (1 + np.exp(-gate)) * up, rtol=1e-4, atol=1e-4)

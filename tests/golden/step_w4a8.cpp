@@ -90,7 +90,8 @@ static void step(Model& m, int tid) {
   Gemm g8{b.tokens, 320, 96, s.weight<void>(11)};
   g8.scale = s.weight<float>(12);
   g8.zero = s.weight<uint8_t>(13);
-  g8.epilogue = kSiluMul;
+  g8.epilogue = kGated;
+  g8.act = kSilu;
   g8.out = v_0_inner, g8.out_stride = 160;
   gemm_w4_asym_g128(g8, v_0_y, s.w);
   s.done(8, true);

@@ -144,7 +144,7 @@ QC_INLINE void put_expert(const Q8Rows& out, int row, const float* from, int k) 
 template <class Rows, class Run>
 static void expert_chunk(const Experts& e, int expert, const int* pairs, int count, Q8Kind how, const Worker& w,
                          char* memory, const Run& run) {
-  const bool gated = e.gemm.epilogue == kSiluMul;
+  const bool gated = e.gemm.epilogue == kGated;
   const int width = gated ? e.gemm.n / 2 : e.gemm.n;  // columns of a slot
   const int k = e.gemm.k, kp = gemm_kp(k), np = (width + 15) / 16 * 16;
   float* row = (float*)memory;

@@ -34,8 +34,9 @@
 //   Epilogues: kStore  out[t][i] = y + bias
 //              kAdd    out[t][i] = residual[t][i] + (y + bias)     (out may be residual)
 //              kLogits out[t][i] = y + bias, unless out is null; the thread's best[t], if any, are noted
-//              kSiluMul out[t][i] = silu(gate) * up, i < n/2; 16-row blocks of W alternate gate, up;
-//                       n = 2 * I, each half padded to 16 rows; bias, if any, in the order of the packed rows.
+//              kGated  out[t][i] = act(gate) * (up + offset), i < n/2, gate at most limit and up from -limit to it;
+//                      16-row blocks of W alternate gate, up; n = 2 * I, each half padded to 16 rows; bias, if any, in
+//                      the order of the packed rows.
 //   Only columns below n (n/2) are written. bias, where given, has one float for every padded row.
 //
 //   Scratch: Worker.scratch points to gemm_scratch_bytes(largest kp) bytes of the thread's own, 64-byte aligned.
@@ -44,6 +45,7 @@
 
 #include <type_traits>
 
+#include "acts.h"
 #include "vec.h"
 
 #if !defined(QC_ISA_AVX512) && !defined(QC_ISA_AVX2) && !defined(QC_ISA_PORTABLE)
@@ -74,7 +76,7 @@ struct Q8Act {             // int8 activations
   int scales;              // 1, or ceil(kp / 128)
 };
 
-enum EpilogueKind { kStore, kAdd, kSiluMul, kLogits };
+enum EpilogueKind { kStore, kAdd, kGated, kLogits };
 
 // The largest logit that a thread has seen of a row, in 16 lanes, and the lowest column where it is. NaN counts as
 // infinite.
@@ -110,7 +112,7 @@ struct alignas(64) BestLanes {
 };
 
 struct Gemm {
-  int m, n, k;                          // tokens, output rows (2 * I for kSiluMul), inputs
+  int m, n, k;                          // tokens, output rows (2 * I for kGated), inputs
   const void* codes;                    // packed weights; the layouts are in qcompile/numerics.py
   const float* scale = nullptr;         // w8, qoq: [np]; w4_asym_g128: [nb][groups][16]
   const uint8_t* zero = nullptr;        // w4_asym_g128, qoq_g128: [nb][groups][16]; qoq_channel: [np]
@@ -121,6 +123,8 @@ struct Gemm {
   const int32_t* starts = nullptr;      // mix_4_8: [blocks + 1] where codes start, in 4-bit blocks
   int blocks = 0;                       // mix_4_8: 16-row blocks; of pairs, gate and up have the same columns
   EpilogueKind epilogue = kStore;
+  UnaryKind act = kSilu;                // kGated
+  float limit = __builtin_inff(), offset = 0;
   const float* bias = nullptr;          // [np] or null
   const float* residual = nullptr;      // [m][residual_stride], kAdd only
   int64_t residual_stride = 0;          // floats

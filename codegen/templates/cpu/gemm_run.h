@@ -1,6 +1,6 @@
 // gemm_run.h: what all formats share: splitting the work over threads, cutting tokens into tiles, epilogues.
 //
-// Work is split by units, a unit being two 16-row blocks (a gate and an up block for kSiluMul). A thread walks its
+// Work is split by units, a unit being two 16-row blocks (a gate and an up block for kGated). A thread walks its
 // units once per token block; a token block is cut into tiles; a format's kernel computes a unit for a tile into a
 // small float buffer [block of the unit][kPanelTile tokens][16], and the epilogue takes it from there.
 // A format F gives:
@@ -20,17 +20,23 @@ constexpr size_t kTokenBlockBytes = (size_t)512 << 10;  // activations of a toke
 struct Shape {
   int kp, chunks, blocks;  // padded inputs, 32-input chunks, 16-row blocks
   explicit Shape(const Gemm& g) : kp(gemm_kp(g.k)), chunks(kp / 32), blocks(g.blocks) {
-    if (!blocks) blocks = g.epilogue == kSiluMul ? 2 * ((g.n / 2 + 15) / 16) : (g.n + 15) / 16;
+    if (!blocks) blocks = g.epilogue == kGated ? 2 * ((g.n / 2 + 15) / 16) : (g.n + 15) / 16;
   }
 };
 
-QC_INLINE f32x16 silu(f32x16 x) { return x / (1.0f + vexp(-x)); }
+QC_INLINE f32x16 gated(const Gemm& g, f32x16 gate, f32x16 up) {
+  if (g.limit < __builtin_inff()) {  // what is not a number stays so
+    gate = select(gate > g.limit, splat(g.limit), gate);
+    up = select(up > g.limit, splat(g.limit), select(up < -g.limit, splat(-g.limit), up));
+  }
+  return unary(g.act, gate) * (up + g.offset);
+}
 
 // Where a unit's results go: columns column.. of the output, `width` of them within the matrix.
 struct Columns {
   int column, width;
   Columns(const Gemm& g, int block, int blocks) {
-    const bool pair = g.epilogue == kSiluMul;
+    const bool pair = g.epilogue == kGated;
     column = (pair ? block / 2 : block) * 16;
     const int end = column + (pair ? 1 : blocks) * 16, n = pair ? g.n / 2 : g.n;
     width = (end < n ? end : n) - column;
@@ -64,9 +70,9 @@ static void finish_rows(const Gemm& g, const Columns& c, int first, int tokens, 
       const float* row = buffer + (i / 16 * kPanelTile + t) * 16;
       f32x16 y = load<f32x16>(row);
       if (bias) y += load<f32x16>(bias + i);
-      if constexpr (E == kSiluMul) {
+      if constexpr (E == kGated) {
         f32x16 up = load<f32x16>(row + kPanelTile * 16);
-        y = silu(y) * (bias ? up + load<f32x16>(bias + 16) : up);
+        y = gated(g, y, bias ? up + load<f32x16>(bias + 16) : up);
       }
       if constexpr (E == kLogits) {
         note_best(g, first + t, y, c.column + i + kLanes, c.width - i);
@@ -97,26 +103,26 @@ QC_INLINE void scatter(float* p, const int32_t* index, int count, f32x16 v) {
 #endif
 }
 
-// The same for rows that go to columns of their own; for kSiluMul the unit's two blocks are of the same columns.
+// The same for rows that go to columns of their own; for kGated the unit's two blocks are of the same columns.
 template <EpilogueKind E>
 static void scatter_rows(const Gemm& g, int block, int blocks, int first, int tokens, const float* buffer) {
-  for (int b = 0; b < (E == kSiluMul ? 1 : blocks); ++b) {
+  for (int b = 0; b < (E == kGated ? 1 : blocks); ++b) {
     const int32_t* columns = g.columns + (int64_t)(block + b) * 16;
     int count = 16;
     while (columns[count - 1] < 0) --count;
     f32x16 bias{}, up_bias{};
     for (int i = 0; g.bias && i < count; ++i) {
-      const int row = E == kSiluMul ? columns[i] / 16 * 32 + columns[i] % 16 : columns[i];
+      const int row = E == kGated ? columns[i] / 16 * 32 + columns[i] % 16 : columns[i];
       bias[i] = g.bias[row];
-      if (E == kSiluMul) up_bias[i] = g.bias[row + 16];
+      if (E == kGated) up_bias[i] = g.bias[row + 16];
     }
     for (int t = 0; t < tokens; ++t) {
       const float* row = buffer + (b * kPanelTile + t) * 16;
       f32x16 y = load<f32x16>(row);
       if (g.bias) y += bias;
-      if constexpr (E == kSiluMul) {
+      if constexpr (E == kGated) {
         f32x16 up = load<f32x16>(row + kPanelTile * 16);
-        y = silu(y) * (g.bias ? up + up_bias : up);
+        y = gated(g, y, g.bias ? up + up_bias : up);
       }
       if constexpr (E == kLogits) {
         note_best(g, first + t, y, load<i32x16>(columns), count);
@@ -141,7 +147,7 @@ static void finish_tile(const Gemm& g, int block, int blocks, const Columns& c, 
   switch (g.epilogue) {
     case kStore: return finish<kStore>(g, block, blocks, c, first, tokens, buffer);
     case kAdd: return finish<kAdd>(g, block, blocks, c, first, tokens, buffer);
-    case kSiluMul: return finish<kSiluMul>(g, block, blocks, c, first, tokens, buffer);
+    case kGated: return finish<kGated>(g, block, blocks, c, first, tokens, buffer);
     case kLogits: return finish<kLogits>(g, block, blocks, c, first, tokens, buffer);
   }
 }

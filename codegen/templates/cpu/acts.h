@@ -1,0 +1,33 @@
+// acts.h: activation functions of 16 floats.
+#pragma once
+#include "vec.h"
+
+enum UnaryKind { kSilu, kGelu, kGeluTanh, kGeluQuick, kRelu, kRelu2, kTanh, kSigmoid };
+
+QC_INLINE f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + vexp(-x)); }
+QC_INLINE f32x16 vtanh(f32x16 x) { return 1.0f - 2.0f / (vexp(x * 2.0f) + 1.0f); }
+
+// erf to 1.5e-7 absolute (Abramowitz and Stegun 7.1.26).
+QC_INLINE f32x16 verf(f32x16 x) {
+  const f32x16 a = vabs(x), t = 1.0f / (1.0f + a * 0.3275911f);
+  f32x16 p = t * 1.061405429f - 1.453152027f;
+  p = p * t + 1.421413741f;
+  p = p * t - 0.284496736f;
+  p = p * t + 0.254829592f;
+  const f32x16 y = 1.0f - p * t * vexp(-a * a);
+  return select(x < 0.0f, -y, y);
+}
+
+QC_INLINE f32x16 unary(UnaryKind kind, f32x16 x) {
+  switch (kind) {
+    case kSilu: return x / (1.0f + vexp(-x));
+    case kGelu: return x * 0.5f * (1.0f + verf(x * 0.707106781f));
+    case kGeluTanh: return x * sigmoid((x + x * x * x * 0.044715f) * 1.59576912f);
+    case kGeluQuick: return x * sigmoid(x * 1.702f);
+    case kRelu: return vmax(x, splat(0.0f));
+    case kRelu2: return vmax(x, splat(0.0f)) * vmax(x, splat(0.0f));
+    case kTanh: return vtanh(x);
+    case kSigmoid: return sigmoid(x);
+  }
+  return x;
+}
