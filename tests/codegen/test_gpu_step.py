@@ -72,7 +72,14 @@ def interpret_recipes(*names: str) -> None:
         options: dict[str, dict[str, Any]] = {
             "w8a8": {"bias": True, "passes": {"cache.format": "kv8"}},
             "w4a4-g128 int8": {"passes": {"assign_precision.activation": "int8_g128"}},
-            "w4a4-g128 late norms": {"passes": {"assign_precision.activation": "int8_g128"}, "late_norms": True},
+            "w4a4-g128 late norms": {
+                "passes": {"assign_precision.activation": "int8_g128"},
+                "late_norms": True,
+                "act": "gelu_tanh",
+            },
+            "w4a8": {"act": "gelu_quick"},
+            "mixllm": {"act": "gelu"},
+            "w4a16": {"act": "gelu_tanh"},
             "bf16 capped": {"capped": True, "vocab": 96, "act": "xielu"},
         }
         more = options.get(name, {})
