@@ -8,37 +8,7 @@ every cut, so that int8 kernels may have rows of their own for M up to 8, and fo
 of a whole step, in which kernels overlap. Floats that are sums of whole groups are summed alike by the kernel for
 single rows, so that there are such cuts for them too.
 
-Of kernels that scale sums of groups, 128 rows for 128 tokens take 690 ns a group of 128 inputs on an H200, 330 of
-them without what sums take; leaving out their conversion to floats saves 92, unpacking 18, copying inputs nothing. Two
-groups of warps that take turns at the tensor cores were 4 to 9 percent slower, sums of a half scaled a turn later 14
-percent, three programs of 64 by 64 on a multiprocessor 20 percent, and whole numbers made floats by an addition 13.
-Products of 64 rows and 128 tokens take 256 cycles, and what scales their sums beside them another 138: multiply-adds,
-which read three registers each, cost the tensor cores time, conversions none. So two groups to a turn, whose sums are
-scaled between the products of the next, gave 1 percent (mxfp4_a8, 4-bit weights) to 4 (nested_8_4), sums that start at
-a float's bits lost 4, and copying with fewer than 72 registers a thread lost 10 to 150. Programs that last gave 5 to 9
-percent where there are several tiles to each. Nothing of what lets a warp scale sums while its own products go on was
-faster: halves of tokens in turn, with the next products begun in between (1 percent slower, 25 where loops of four
-groups no longer fit the cache of instructions); weights unpacked by four warps of their own to shared memory (18
-slower), which products of 8-bit rows from shared memory are not (5 faster); 256 tokens in four parts (10 to 20 slower,
-for want of registers). What is issued beside the tensor cores counts, whichever warp issues it: copying of mixed
-weights by 98 instructions a group rather than by 149 gave 1 to 8 percent. Their columns scatter: stores of one row a
-thread, of 32 next to each other, took 3 us less than pairs of rows at 512 tokens of 4096 by 4096. Bands of
-1024 tokens (order.jinja) gave 1 to 3 percent of int8 kernels at 4096 tokens, and bf16 ones 5 to 14.
-
-mxfp4_a8 by 325 instructions a group rather than by 469 was 1 percent faster by 128 rows, and 5 to 12 by 64, of which
-two programs share a multiprocessor: products whose left side is in registers keep their warps waiting. All of a group
-in one call for each half of 128 tokens was 5 to 12 percent faster than a call for each plane of codes. Scales of tokens
-that are loaded four at a time took 2 to 7 percent off mix_4_8, and off others for 64 tokens; those for 128 lost 3. bf16
-programs of 256 tokens whose warps go on apart, and last, were no faster than those whose warps do all.
-
-Of 73,000 cycles that such a program of 128 rows and 4096 inputs took, 67,000 (mxfp4 70,000) were in its loop, whose
-products take 65,500, at 1.4 to 1.6 GHz: power bounds it, so that fewer instructions count, and tiles that fill all
-multiprocessors. Weights that others unpack to shared memory would want 136 bytes a cycle of it, which gives 128. Sums
-that are stored as they lie in registers took 1 to 5 percent less (with warps that copy apart, and few rows, 3 to 10
-more), mxfp4 with fewer instructions a code as much again. 448 tiles are 3.4 for each multiprocessor: programs that last
-and halve the last ones took 12 percent less there, and elsewhere up to 3 more. 128 tokens and 64 rows, twice as much of
-them in flight, took 11 to 17 percent less than parts of K. Early starts took 1 or 2 us off, but 128 tokens and rows of
-mxfp4, of which two programs fit on a multiprocessor, took 43 percent more: the next kernel's may crowd there.
+docs/gpu_kernels.md says what was tried beside.
 """
 
 from __future__ import annotations
@@ -489,16 +459,7 @@ def attention(kv: GpuKV, cut: str) -> dict[str, Any]:
     Found by benchmarks/gpu_attention.py on an H200 for heads of 128; cuts differ in what is in flight, which no sum
     depends on. Programs that take several splits have more registers, so that as many of them fit on all
     multiprocessors; more than 4 bits leave none for that.
-
-    Of 189 us that 5 queries of 64 sequences of 4096 positions take over kv4 (1 query: 83), merging takes 10 and what
-    programs begin and end with 20. In between schedulers issue 55 percent of what they could, as for 1 query. Programs
-    of four warps, twice as many on a multiprocessor, for 16 positions each and then 16 rows of values, with scores
-    weighed by four threads a column (they come through shared memory), issue as much: 5 to 9 percent faster over kv4,
-    up to 6 over kv8, and 7 to 10 slower there with 3 pages in flight. The tensor cores' instructions for four warps
-    (wgmma) gave every bit alike, and took as long; two leaves at a time, 3 programs for 4, 3 or 4 pages in flight and
-    programs that take several splits gained nothing more. Of 177 us without products and unpacking 121 were left,
-    without exponentials and sums of weights 157, with pages from the L2 166. So what is issued counts. Sums of zero
-    points are a tenth of it: the tensor cores could add them, to other bits, for any number of queries.
+    docs/gpu_kernels.md says what was tried for several queries.
     """
     several = cut == "split" and (kv.hierarchical or (kv.bits == 4 and kv.dim <= 128))
     stages = 3 if cut == "split" and kv.hierarchical else 2
