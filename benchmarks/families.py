@@ -56,7 +56,10 @@ def save_random(kind: str, settings: Settings, path: Path, seed: int = 0) -> Any
             flat = parameter.dim() < 2
             parameter.normal_(0.5 if flat else 0.0, 0.3 if flat else parameter.shape[-1] ** -0.5)
     module.save_pretrained(path)
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    # Written out, since some versions of transformers leave soft caps out otherwise. Falcon's alone is wrong then:
+    # its biases by position are added twice.
+    attention = "sdpa" if kind == "falcon" else "eager"
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention).eval()
 
 
 def tokens(batch: int, length: int, vocabulary: int) -> Tensor:
