@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qcompile import frontend, numerics, pipeline
+from qcompile import frontend, numerics, pipeline, stored_formats
 from qcompile.errors import QCompileError, UnsupportedError, UsageError
 
 SETTINGS: dict[str, Any] = {
@@ -163,7 +163,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[Tensors], object], type[QComp
         FP8,
         lambda t: t.update({f"{UP}_scale_inv": torch.full((2, 3), float("nan"))}),
         UsageError,
-        f"weight {UP} holds NaN",
+        f"weight {UP} holds NaN or infinite",
     ),
     "no powers": (MXFP4, lambda t: t.pop(f"{EXPERTS}_scales"), UsageError, f"{EXPERTS}_blocks has no"),
     "powers of another shape": (
@@ -198,6 +198,6 @@ def test_refused(models: dict[str, tuple[Path, Tensors]], tmp_path: Path, case: 
     change(tensors)
     path = rewritten(source, tmp_path / "model", tensors, quantization)
     with pytest.raises(error, match=message):
-        weights = frontend.load(path).weights
-        for name in weights.entries:
-            weights[name]
+        checkpoint = stored_formats.open_checkpoint(path)
+        for name in checkpoint:
+            checkpoint.load(name)
