@@ -33,13 +33,22 @@ GROUP = 32
 def open_checkpoint(directory: Path) -> Checkpoint:
     """The checkpoint in `directory`, stored as its configuration says."""
     quantization = read_json(directory / "config.json").get("quantization_config")
-    return StoredCheckpoint(directory, quantization) if quantization else Checkpoint(directory)
+    if quantization is not None:
+        return StoredCheckpoint(directory, quantization)
+    checkpoint = Checkpoint(directory)
+    for name, entry in checkpoint.entries.items():
+        if name + BLOCK_SCALES in checkpoint and entry.dtype.itemsize == 1:
+            raise UsageError(
+                f"tensor {name} has factors beside it, {name}{BLOCK_SCALES}, and config.json does not say what they "
+                "are: its quantization_config is missing"
+            )
+    return checkpoint
 
 
 def require_read(quantization: dict[str, Any]) -> None:
     """Raise UnsupportedError unless weights stored as `quantization` says are read."""
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if method not in _FIND:
+    if not isinstance(method, str) or method not in _FIND:
         raise UnsupportedError(
             f"checkpoint is already quantized ({method or 'unknown'}); give the original weights "
             f"(stored ones are read as {', '.join(_FIND)})"
@@ -58,6 +67,8 @@ class StoredCheckpoint(Checkpoint):
     def add(self, name: str, shape: tuple[int, ...], parts: tuple[str, ...], make: Callable[..., Tensor]) -> None:
         """Let tensor `name` be what `make` makes of the tensors `parts`, which are no more to be seen."""
         stored = [self.entries.pop(part) for part in parts]
+        if name in self.entries:
+            raise UsageError(f"tensor {name} is stored twice: as it is, and as {' and '.join(parts)}")
         self._make[name] = lambda: make(*(self.map(part, entry) for part, entry in zip(parts, stored, strict=True)))
         self.entries[name] = replace(stored[0], shape=shape, dtype=torch.float32)
 
@@ -84,6 +95,8 @@ def _find_fp8(checkpoint: StoredCheckpoint, quantization: dict[str, Any]) -> Non
         scales = checkpoint.entries.get(name + BLOCK_SCALES)
         if scales is None:
             raise UsageError(f"tensor {name} is of 8-bit floats and has no {name}{BLOCK_SCALES}")
+        if len(entry.shape) < 2:
+            raise UsageError(f"tensor {name} of 8-bit floats has shape {list(entry.shape)}; matrices are read")
         sides = list(entry.shape[-2:] if block is None else block)
         wanted = (*entry.shape[:-2], *(-(-n // side) for n, side in zip(entry.shape[-2:], sides, strict=True)))
         if not scales.dtype.is_floating_point or _longer(scales.shape) != _longer(wanted):

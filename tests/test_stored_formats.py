@@ -141,10 +141,13 @@ def test_a_kept_trace_reads_the_same_weights(tmp_path: Path, monkeypatch: pytest
 
 FP8, MXFP4 = {"quant_method": "fp8", "weight_block_size": [48, 24]}, {"quant_method": "mxfp4"}
 UP, EXPERTS = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.experts.down_proj"
-REFUSED: dict[str, tuple[dict[str, Any], Callable[[Tensors], object], type[QCompileError], str]] = {
+REFUSED: dict[str, tuple[Any, Callable[[Tensors], object], type[QCompileError], str]] = {
     "another method": ({"quant_method": "awq"}, lambda t: None, UnsupportedError, r"already quantized \(awq\)"),
     "no method": ({"bits": 4}, lambda t: None, UnsupportedError, r"already quantized \(unknown\)"),
-    "no object": (["fp8"], lambda t: None, UnsupportedError, "already quantized"),  # type: ignore[dict-item]
+    "no object": (["fp8"], lambda t: None, UnsupportedError, "already quantized"),
+    "an empty object": ({}, lambda t: None, UnsupportedError, r"already quantized \(unknown\)"),
+    "a method that is no name": ({"quant_method": ["fp8"]}, lambda t: None, UnsupportedError, "already quantized"),
+    "factors that nothing speaks of": (None, lambda t: None, UsageError, "has factors beside it, .*is missing"),
     "blocks that are none": (FP8 | {"weight_block_size": [0, 24]}, lambda t: None, UsageError, r"is \[0, 24\]; two"),
     "no factors": (FP8, lambda t: t.pop(f"{UP}_scale_inv"), UsageError, f"{UP} is of 8-bit floats and has no"),
     "factors of another shape": (
@@ -159,6 +162,12 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[Tensors], object], type[QComp
         UsageError,
         f"{UP}_scale_inv is torch.int32",
     ),
+    "8-bit floats that are no matrix": (
+        FP8,
+        lambda t: t.update({UP: t[UP].flatten()}),
+        UsageError,
+        rf"{UP} of 8-bit floats has shape \[6144\]; matrices",
+    ),
     "factor that is not finite": (
         FP8,
         lambda t: t.update({f"{UP}_scale_inv": torch.full((2, 3), float("nan"))}),
@@ -166,6 +175,12 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[Tensors], object], type[QComp
         f"weight {UP} holds NaN or infinite",
     ),
     "no powers": (MXFP4, lambda t: t.pop(f"{EXPERTS}_scales"), UsageError, f"{EXPERTS}_blocks has no"),
+    "a tensor beside its blocks": (
+        MXFP4,
+        lambda t: t.update({EXPERTS: torch.ones(3, 64, 64)}),
+        UsageError,
+        f"{EXPERTS} is stored twice: as it is, and as {EXPERTS}_blocks and",
+    ),
     "powers of another shape": (
         MXFP4,
         lambda t: t.update({f"{EXPERTS}_scales": torch.ones(3, 5, 3, dtype=torch.uint8)}),
@@ -201,3 +216,13 @@ def test_refused(models: dict[str, tuple[Path, Tensors]], tmp_path: Path, case: 
         checkpoint = stored_formats.open_checkpoint(path)
         for name in checkpoint:
             checkpoint.load(name)
+
+
+def test_a_configuration_that_says_nothing(tmp_path: Path, models: dict[str, tuple[Path, Tensors]]) -> None:
+    """`null` is what a model of floats may have there."""
+    source, _ = models["fp8"]
+    plain = load_file(source / "model.safetensors")
+    path = rewritten(source, tmp_path / "model", plain)
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(settings | {"quantization_config": None}))
+    same_weights(path, source)
