@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ def facts() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": triton.__version__,
+        "transformers": version("transformers"),
         "date": time.strftime("%F"),
     }
 
