@@ -491,6 +491,7 @@ def _report(
         sizes,
         request.target,
         report.figures_of(final),
+        report.wide_of(final),
         model={"name": final.info.name, "parameters": final.info.parameters},
         recipe=request.recipe,
         bits_per_weight=bits_per_weight(final),

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from qcompile import ops
 from qcompile.graph import Graph
+from qcompile.numerics import FORMATS, PART_OF
 from qcompile.ops import GATED
 from qcompile.roofline import CPU_CORE, Peaks, call_cost, peaks_of, predicted_us
 
@@ -27,11 +29,17 @@ PARTS = (QKV, ATTENTION_OUT, GATE_UP, DOWN, OTHER, HEAD)
 
 
 def collect(
-    program: Json, weight_bytes: Mapping[str, int], target: str, figures: Mapping[str, Json], **known: Any
+    program: Json,
+    weight_bytes: Mapping[str, int],
+    target: str,
+    figures: Mapping[str, Json],
+    wide: Mapping[str, float],
+    **known: Any,
 ) -> Json:
     """The whole report, but for `known`, which is added as it is: model, recipe, bits_per_weight, passes.
 
-    `program` is Program.to_json, parsed; `weight_bytes` sizes of packed weights by name, those of all paths.
+    `program` is Program.to_json, parsed; `weight_bytes` sizes of packed weights by name, those of all paths; `figures`
+    and `wide` are what figures_of and wide_of give.
     """
     kv = program["kv"]
     peaks = peaks_of(target)
@@ -43,7 +51,7 @@ def collect(
         "activation_bytes_per_token": program["arena_bytes_per_token"],
         "kv_bytes_per_token": kv["page_bytes"] // kv["page_tokens"],
         "calibrated": bool(figures),
-        "linears": linears(program, weight_bytes, figures),
+        "linears": linears(program, weight_bytes, figures, wide),
         "kernels": kernels(program, weight_bytes, peaks),
         "predicted_by": "the rates of one usual core" if peaks is CPU_CORE else "the target's data sheet",
     }
@@ -59,12 +67,25 @@ def figures_of(graph: Graph) -> dict[str, Json]:
     }
 
 
-def linears(program: Json, weight_bytes: Mapping[str, int], figures: Mapping[str, Json]) -> list[Json]:
+def wide_of(graph: Graph) -> dict[str, float]:
+    """Share of output features in 8 bits of each call that has a mixed weight, by the call's name."""
+    return {
+        node.name: float(graph.evaluate(source.args[1]).double().mean())
+        for node in graph.nodes
+        for source in node.all_input_nodes
+        if ops.name_of(source.target) == "quantize_mixed"
+    }
+
+
+def linears(
+    program: Json, weight_bytes: Mapping[str, int], figures: Mapping[str, Json], wide: Mapping[str, float]
+) -> list[Json]:
     """One entry a linear layer of `program` (Program.to_json, parsed), in order.
 
     name, layer (of the attention it feeds or follows; None for the head), part (of PARTS), format, outputs, inputs,
     bytes, bits per weight, wide_share (of output features in 8 bits or more), and what calibration found: error and
-    error_nearest, of the layer's output relative to its size, None where it did not run. `figures` are by call name.
+    error_nearest, of the layer's output relative to its size, None where it did not run. `figures` and `wide`, the share
+    of mixed weights, are by call name.
     """
     calls = program["calls"]
     feeds = [(at, call["qkv"], call["layer"]) for at, call in enumerate(calls) if call["kernel"] == "rope_append"]
@@ -77,7 +98,7 @@ def linears(program: Json, weight_bytes: Mapping[str, int], figures: Mapping[str
             fed = [place for at, source, place in feeds if at > number and source == call["out"]]
             part = QKV if fed else _part(call, written)
             place = None if part == HEAD else fed[0] if fed else layer
-            found.append(_linear(call, part, place, weight_bytes, figures.get(call["name"], {})))
+            found.append(_linear(call, part, place, weight_bytes, figures.get(call["name"], {}), wide))
         if call.get("out"):
             written[call["out"]] = call
     return found
@@ -98,10 +119,17 @@ def _part(call: Json, written: Mapping[str, Json]) -> str:
     return DOWN if writer.get("kernel") in ("gemm", "elementwise") else OTHER
 
 
-def _linear(call: Json, part: str, layer: int | None, weight_bytes: Mapping[str, int], figures: Json) -> Json:
-    size = sum(weight_bytes[name] for name in call["weights"].values())
+def _linear(
+    call: Json,
+    part: str,
+    layer: int | None,
+    weight_bytes: Mapping[str, int],
+    figures: Json,
+    wide: Mapping[str, float],
+) -> Json:
+    name, size = call["name"], sum(weight_bytes[blob] for blob in call["weights"].values())
     return {
-        "name": call["name"],
+        "name": name,
         "layer": layer,
         "part": part,
         "format": call["format"],
@@ -109,24 +137,15 @@ def _linear(call: Json, part: str, layer: int | None, weight_bytes: Mapping[str,
         "inputs": call["k"],
         "bytes": size,
         "bits": 8 * size / (call["n"] * call["k"]),
-        "wide_share": _wide_share(call, weight_bytes),
+        "wide_share": wide[name] if call["format"] == "mix_4_8" else float(bits_of(call["format"]) >= 8),
         "error": figures.get("error"),
         "error_nearest": figures.get("error_nearest"),
     }
 
 
-def _wide_share(call: Json, weight_bytes: Mapping[str, int]) -> float:
-    """Of a mixed weight, by the bytes of its codes (so with the padding to blocks of rows); else 0 or 1.
-
-    CPUs have the codes of both widths in one piece, GPUs apart.
-    """
-    size = {role: weight_bytes[name] for role, name in call["weights"].items()}
-    if "columns" not in size:
-        return float(call["format"] in ("w8_sym_channel", "bf16", "f32"))
-    if "wide" in size:
-        return size["wide"] / (size["wide"] + 2 * size["w"])
-    narrow = call["n"] * call["k"] / 2
-    return min(1.0, max(0.0, size["codes"] / narrow - 1))
+def bits_of(format: str) -> int:
+    """Bits of a code; those of a part of another format are the other's that has such codes."""
+    return FORMATS[PART_OF[format][1] if format in PART_OF else format].bits
 
 
 def kernels(program: Json, weight_bytes: Mapping[str, int], peaks: Peaks, context: int = 1024) -> list[Json]:

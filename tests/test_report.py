@@ -66,28 +66,26 @@ def facts(**changes: Any) -> dict[str, Any]:
         "weight_bytes": 1 << 20,
         "kv_bytes_per_token": 64,
         "passes": [{"name": "raise", "fired": 3, "notes": ["a & b"]}],
-        "linears": report.linears(two_layers(), SIZES, figures),
+        "linears": report.linears(two_layers(), SIZES, figures, {}),
         "kernels": report.kernels(two_layers(), SIZES, CPU_CORE),
     }
     return made | changes
 
 
 def test_parts_and_layers_come_from_the_dataflow() -> None:
-    rows = report.linears(two_layers(), SIZES, {})
+    rows = report.linears(two_layers(), SIZES, {}, {})
     parts = [report.QKV, report.ATTENTION_OUT, report.GATE_UP, report.DOWN]
     assert [row["part"] for row in rows] == [*parts, *parts, report.HEAD]
     assert [row["layer"] for row in rows] == [0] * 4 + [1] * 4 + [None]
     assert rows[0]["bits"] == 8 * 1280 / (64 * 32)
 
 
-def test_share_of_8_bit_features_comes_from_the_bytes_of_the_codes() -> None:
+def test_share_of_8_bit_features_is_that_of_the_marks_not_of_the_padded_bytes() -> None:
     program = two_layers()
-    mixed = next(c for c in program["calls"] if c["name"] == "g2")
-    mixed["weights"]["columns"] = "g2.columns"
-    sizes = SIZES | {"g2.codes": 64 * 32 // 2 * 5 // 4, "g2.columns": 64}
-    rows = report.linears(program, sizes, {})
-    assert rows[2]["wide_share"] == 0.25
-    assert rows[0]["wide_share"] == 0 and rows[-1]["wide_share"] == 1
+    for name, format in (("g2", "mix_4_8"), ("g3", "nested_8_4"), ("g4", "mxfp4"), ("g5", "bf16")):
+        next(c for c in program["calls"] if c["name"] == name)["format"] = format
+    rows = report.linears(program, SIZES, {}, {"g2": 0.1})
+    assert [row["wide_share"] for row in rows[:6]] == [0, 0, 0.1, 1, 0, 1] and rows[-1]["wide_share"] == 1
 
 
 @pytest.mark.parametrize(("target", "recipe"), [("cpu-avx2", "mixllm"), *(("h200", name) for name in recipes.RECIPES)])
@@ -99,9 +97,10 @@ def test_every_recipe_is_reported_for_every_kind_of_target(target: str, recipe: 
         assert target != "cpu-avx2" and re.search("have no (GPU kernels|kv32 cache)", str(error)), (target, recipe)
         return
     rows = json.loads(plan.report)["linears"]
-    shares = [row["wide_share"] for row in rows if row["format"] == "mix_4_8"]
-    assert len(shares) == (4 if recipe in ("mixllm", "auto") else 0)
-    assert all(0.05 < share < 0.35 for share in shares)  # a tenth, each width in whole blocks of rows
+    mixed = [row for row in rows if row["format"] == "mix_4_8"]
+    assert len(mixed) == (4 if recipe in ("mixllm", "auto") else 0)
+    features = sum(row["outputs"] for row in mixed)
+    assert sum(row["wide_share"] * row["outputs"] for row in mixed) == pytest.approx(features / 10, abs=2)
 
 
 def test_predicted_time_is_that_of_the_roofline() -> None:
