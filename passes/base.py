@@ -1,4 +1,4 @@
-"""What a pass is, and how the pipeline runs one: check what it requires, run it, check what it ensures."""
+"""What a pass is, and how the pipeline runs them: check what each requires, run it, check what it ensures."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from qcompile import check
+from qcompile.clock import Clock, silent
 from qcompile.graph import Graph
 
 
@@ -60,3 +61,46 @@ def apply(rewrite: Pass, graph: Graph) -> PassResult:
         result.graph.stage = rewrite.ensures
     check.check(result.graph, after=rewrite.name)
     return result
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What a pass did: its options, how often it fired, what it left alone, and how long it took.
+
+    `max_relative_error` is how far it moved the logits of a short text, None where that was not asked for.
+    """
+
+    name: str
+    options: dict[str, Any]
+    fired: int
+    notes: tuple[str, ...]
+    seconds: float
+    max_relative_error: float | None = None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What is the same in every build of the model."""
+        return {"name": self.name, "options": self.options, "fired": self.fired, "notes": list(self.notes)}
+
+
+def run_passes(
+    graph: Graph, passes: tuple[Pass, ...], clock: Clock | None = None, check_passes: bool = False
+) -> tuple[list[Graph], list[PassRecord]]:
+    """Run the passes that are wanted in order, each between its checks; the graph after each, and what each did."""
+    clock = clock or Clock(silent)
+    graphs, records = [], []
+    logits = check.sample(graph) if check_passes else None
+    for rewrite in passes:
+        if not rewrite.wanted:
+            continue
+        with clock(rewrite.name):
+            result = apply(rewrite, graph)
+        graph = result.graph
+        graphs.append(graph)
+        error = None
+        if logits is not None:
+            before, logits = logits, check.sample(graph)
+            error = check.max_relative_error(logits, before)
+        seconds = clock.seconds[rewrite.name]
+        records.append(PassRecord(rewrite.name, rewrite.options(), result.fired, result.notes, seconds, error))
+    return graphs, records

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -83,13 +83,14 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Plain text columns, the first aligned left and the others right."""
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], words: Collection[str] = ()) -> str:
+    """Plain text columns, the first and those headed by `words` aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = []
-    for first, *others in (header, *rows):
-        cells = [first.ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+    left = [at == 0 or name in words for at, name in enumerate(header)]
+    for row in (header, *rows):
+        columns = zip(row, widths, left, strict=True)
+        cells = [cell.ljust(width) if is_left else cell.rjust(width) for cell, width, is_left in columns]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 

@@ -49,6 +49,7 @@ def _level(level: dict[str, Any]) -> dict[str, Any]:
     if "lookup" in level:
         return {"kind": "lookup", "gamma": level["gamma"]}
     found = {"kind": level["path"], "gamma": level["gamma"], "cache": "shared", "weights": len(level["weights"])}
+    found["passes"] = level.get("passes") or []
     return found | {"cache": "own", "kv_per_token": _per_token(level["kv"])} if level.get("kv") else found
 
 
@@ -59,13 +60,15 @@ def _per_token(kv: dict[str, Any]) -> int:
 
 
 def passes(path: Path) -> list[dict[str, Any]]:
-    """What `inspect --passes --json` prints: {name, options, fired, notes, max_relative_error, seconds} of each pass.
+    """What `inspect --passes --json` prints: {path, name, options, fired, notes, max_relative_error, seconds} of each.
 
-    The last two are None unless the artifact was built with --check.
+    Behind the target's passes (path "model") are those of drafts. The last two are None unless the artifact was built
+    with --check, which does not measure drafts.
     """
     manifest = read_manifest(path)
     check_manifest(manifest, str(path / MANIFEST))
-    listed: list[dict[str, Any]] = manifest["passes"]
+    paths = {"model": manifest["passes"]}
+    paths |= {level["path"]: level.get("passes") or [] for level in _drafting(manifest)}
     measured: dict[str, dict[str, Any]] = {}
     try:
         measured = {entry["name"]: entry for entry in json.loads((path / PASSES_FILE).read_text(encoding="utf-8"))}
@@ -74,7 +77,18 @@ def passes(path: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"{path}: {PASSES_FILE} is damaged ({error}); delete it or build again") from error
     known = ("max_relative_error", "seconds")
-    return [entry | {key: measured.get(entry["name"], {}).get(key) for key in known} for entry in listed]
+    return [
+        {"path": path, "notes": []}
+        | entry
+        | {key: measured.get(entry["name"], {}).get(key) if path == "model" else None for key in known}
+        for path, listed in paths.items()
+        for entry in listed
+    ]
+
+
+def _drafting(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """The levels of speculation that are paths."""
+    return [level for level in manifest["runtime"].get("levels") or [] if "path" in level]
 
 
 def passes_as_text(listed: list[dict[str, Any]]) -> str:
@@ -84,8 +98,9 @@ def passes_as_text(listed: list[dict[str, Any]]) -> str:
         options = ", ".join(f"{name}={value}" for name, value in entry["options"].items())
         error, seconds = entry["max_relative_error"], entry["seconds"]
         measured = ["-" if error is None else f"{error:.1e}", "-" if seconds is None else f"{seconds:.2f}"]
-        rows.append([entry["name"], str(entry["fired"]), *measured, options])
-    text = console.table(["pass", "fired", "max error", "seconds", "options"], rows)
+        name = entry["name"] if entry["path"] == "model" else f"{entry['path']}: {entry['name']}"
+        rows.append([name, str(entry["fired"]), *measured, options])
+    text = console.table(["pass", "fired", "max error", "seconds", "options"], rows, words=("options",))
     return text if any(e["seconds"] is not None for e in listed) else f"{text}\nbuild with --check to measure errors"
 
 
@@ -93,7 +108,10 @@ def as_text(found: dict[str, Any]) -> str:
     """`summary` for people."""
     model, recipe, target, sizes = found["model"], found["recipe"], found["target"], found["sizes"]
     options = "".join(f" {name}={value}" for name, value in recipe["options"].items())
-    passes = "\n".join(f"  {_pass_line(entry)}" for entry in found["passes"])
+    passes = "".join(f"  {_pass_line(entry)}\n" for entry in found["passes"])
+    for draft in found["drafts"]:
+        lines = "".join(f"  {_pass_line(entry)}\n" for entry in draft.get("passes", ()))
+        passes += f"passes of {draft['kind']}\n{lines}" if lines else ""
     drafts = ", ".join(_draft_text(draft) for draft in found["drafts"])
     rows = [[name.replace("_", " "), console.byte_size(size)] for name, size in sizes.items()]
     return (
@@ -101,10 +119,10 @@ def as_text(found: dict[str, Any]) -> str:
         f"context {model['max_position']}\n"
         f"recipe   {recipe['name']}{options}\n"
         f"target   {target['name']} ({target['isa']})\n"
-        f"weights  {found['bits_per_weight']:.2f} bits per weight\n"
+        f"weights  {found['bits_per_weight']:.2f} bits per weight of the linears\n"
         f"cache    {found['kv']['format']}\n"
         f"drafts   {drafts or 'none'}\n"
-        f"passes\n{passes}\n"
+        f"passes\n{passes}"
         f"sizes\n{_indented(console.table(['', ''], rows))}"
     )
 

@@ -81,6 +81,7 @@ _PATH: Shape = {
     "bos_token_id": Maybe(int),
     "tokenizer": Maybe(str),
     "kv": Maybe(_KV),
+    "passes": Maybe([{"name": str, "fired": int, "options": dict}]),
     "weights": [Whole()],
 }
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import qcompile
-from qcompile import calibration, check, frontend, huggingface, outliers, recipes, report, show, targets, traces
+from qcompile import calibration, frontend, huggingface, outliers, recipes, report, show, targets, traces
 from qcompile.artifact import PASSES_FILE, ArtifactWriter, WeightSpec, canonical_json
 from qcompile.bits import bits_per_weight
 from qcompile.calibration import Request
@@ -30,7 +30,7 @@ from qcompile.codegen.program import Program
 from qcompile.errors import UnsupportedError, UsageError
 from qcompile.graph import Graph
 from qcompile.passes.assign_precision import AssignPrecision
-from qcompile.passes.base import Pass, apply
+from qcompile.passes.base import Pass, PassRecord, run_passes
 from qcompile.passes.cache import Cache
 from qcompile.passes.calibrate import Calibrate
 from qcompile.passes.center_keys import CenterKeys
@@ -87,21 +87,6 @@ REENCODING_DRAFT = (4, 0.4)
 
 
 @dataclass(frozen=True)
-class PassRecord:
-    """What a pass did: its options, how often it fired, what it left alone, and how long it took.
-
-    `max_relative_error` is how far it moved the logits of a short text, None where that was not asked for.
-    """
-
-    name: str
-    options: dict[str, Any]
-    fired: int
-    notes: tuple[str, ...]
-    seconds: float
-    max_relative_error: float | None = None
-
-
-@dataclass(frozen=True)
 class DraftPath:
     """A path that drafts for the one before it, in the target's cache if it `shares_cache`; see recipes.Draft."""
 
@@ -143,12 +128,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class BuildReport:
-    """The artifact's path, its passes in order, seconds by stage, and bits per weight of the linears."""
+    """The artifact's path, its passes in order, seconds by stage, and bits per weight of the linears.
+
+    `drafts` are the passes of each path that drafts, by its name; where the recipe makes it of the target, those from
+    `speculate` on.
+    """
 
     path: Path
     passes: tuple[PassRecord, ...]
     seconds: dict[str, float]
     bits_per_weight: float
+    drafts: dict[str, tuple[PassRecord, ...]]
 
 
 def build(
@@ -204,7 +194,8 @@ def build(
             manifest["recipe"] = {"name": recipe, "options": dict(options or {}), "head_dtype": head_dtype}
             path = writer.finish(manifest)
             shutil.rmtree(kept, ignore_errors=True)
-    return BuildReport(path, tuple(found.passes), clock.seconds, found.bits_per_weight)
+    of_drafts = {draft.name: tuple(draft.passes) for draft in found.drafts}
+    return BuildReport(path, tuple(found.passes), clock.seconds, found.bits_per_weight, of_drafts)
 
 
 def _meanwhile(writer: ArtifactWriter, found: Plan, compile_kernels: Any, clock: Clock) -> tuple[Any, Any]:
@@ -314,7 +305,7 @@ def _plan(request: _Request, clock: Clock, source: Mapping[str, Any]) -> Plan:
             **{f"{draft.name}/tokenizer.json": draft.tokenizer for draft in drafts if draft.tokenizer},
             **(huggingface.tokenizer_files(model) if isinstance(model, (str, Path)) else {}),
         }
-        facts = canonical_json(_report(request, graphs, program, weights, records))
+        facts = canonical_json(_report(request, graphs, program, weights, records, drafts))
     lookup = LOOKUP in request.drafts
     return Plan(graphs, program, weights, records, bits, files, facts, drafts, lookup)
 
@@ -368,29 +359,6 @@ def configure(settings: recipes.Settings, options: Mapping[str, str]) -> tuple[P
     return tuple(kind(**values.get(kind.name, {})) for kind in PASSES)
 
 
-def run_passes(
-    graph: Graph, passes: tuple[Pass, ...], clock: Clock | None = None, check_passes: bool = False
-) -> tuple[list[Graph], list[PassRecord]]:
-    """Run the passes that are wanted in order, each between its checks; the graph after each, and what each did."""
-    clock = clock or Clock(silent)
-    graphs, records = [], []
-    logits = check.sample(graph) if check_passes else None
-    for rewrite in passes:
-        if not rewrite.wanted:
-            continue
-        with clock(rewrite.name):
-            result = apply(rewrite, graph)
-        graph = result.graph
-        graphs.append(graph)
-        error = None
-        if logits is not None:
-            before, logits = logits, check.sample(graph)
-            error = check.max_relative_error(logits, before)
-        seconds = clock.seconds[rewrite.name]
-        records.append(PassRecord(rewrite.name, rewrite.options(), result.fired, result.notes, seconds, error))
-    return graphs, records
-
-
 _Passed = tuple[list[Graph], list[PassRecord]]
 
 
@@ -432,9 +400,7 @@ def _manifest(
             "vocab_size": info.vocab_size,
             "kv": _cache(found.program),
         },
-        "passes": [
-            {"name": p.name, "options": p.options, "fired": p.fired, "notes": list(p.notes)} for p in found.passes
-        ],
+        "passes": [p.facts for p in found.passes],
         "bits_per_weight": found.bits_per_weight,
         "calibration": text.describe() if (text := found.graphs[-1].calibration) else None,
     }
@@ -466,7 +432,7 @@ def _levels(found: Plan, entries: list[dict[str, Any]], folder: str, suffix: str
             "weights": [place[name] for name in draft.program.weights],
             "max_position": draft.program.max_position,
             "kv": None if draft.shares_cache else _cache(draft.program),
-            "passes": [{"name": p.name, "options": p.options, "fired": p.fired} for p in draft.passes],
+            "passes": [p.facts for p in draft.passes],
             **({"tokenizer": f"{draft.name}/tokenizer.json"} if draft.tokenizer else {}),
             "vocab_size": draft.program.vocab_size,
             "bos_token_id": draft.start,
@@ -482,7 +448,12 @@ def _measured(passes: list[PassRecord]) -> list[dict[str, Any]]:
 
 
 def _report(
-    request: _Request, graphs: list[Graph], program: Program, weights: list[PackedWeight], records: list[PassRecord]
+    request: _Request,
+    graphs: list[Graph],
+    program: Program,
+    weights: list[PackedWeight],
+    records: list[PassRecord],
+    drafts: list[DraftPath],
 ) -> dict[str, Any]:
     final = graphs[-1]
     sizes = {name: size for weight in weights for name, size in weight.blobs}
@@ -492,9 +463,13 @@ def _report(
         request.target,
         report.figures_of(final),
         report.wide_of(final),
+        [
+            report.Draft(d.name, json.loads(d.program.to_json()), d.shares_cache, [p.facts for p in d.passes])
+            for d in drafts
+        ],
         model={"name": final.info.name, "parameters": final.info.parameters},
         recipe=request.recipe,
         bits_per_weight=bits_per_weight(final),
-        passes=[{"name": r.name, "fired": r.fired, "notes": list(r.notes)} for r in records],
+        passes=[record.facts for record in records],
         outliers=outliers.compare(graphs),
     )

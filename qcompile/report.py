@@ -5,8 +5,11 @@ Parts of a layer are told by what they feed and read in the program, never by th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import fx
 
 from qcompile import ops
 from qcompile.graph import Graph
@@ -28,33 +31,51 @@ PARTS = (QKV, ATTENTION_OUT, GATE_UP, DOWN, OTHER, HEAD)
 """Kinds of linear layers, in the order of a step."""
 
 
+@dataclass(frozen=True)
+class Draft:
+    """A path that drafts: its Program.to_json, parsed, and what its passes did."""
+
+    name: str
+    program: Json
+    shares_cache: bool
+    passes: list[Json]
+
+
 def collect(
     program: Json,
     weight_bytes: Mapping[str, int],
     target: str,
     figures: Mapping[str, Json],
     wide: Mapping[str, float],
+    drafts: Sequence[Draft] = (),
     **known: Any,
 ) -> Json:
     """The whole report, but for `known`, which is added as it is: model, recipe, bits_per_weight, passes.
 
     `program` is Program.to_json, parsed; `weight_bytes` sizes of packed weights by name, those of all paths; `figures`
-    and `wide` are what figures_of and wide_of give.
+    and `wide` are what figures_of and wide_of give. The cache of a token is that of all paths, too.
     """
-    kv = program["kv"]
     peaks = peaks_of(target)
+    caches = [program, *(draft.program for draft in drafts if not draft.shares_cache)]
     return {
         **known,
         "target": target,
         "weights": dict(weight_bytes),
         "weight_bytes": sum(weight_bytes.values()),
         "activation_bytes_per_token": program["arena_bytes_per_token"],
-        "kv_bytes_per_token": kv["page_bytes"] // kv["page_tokens"],
+        "kv_bytes_per_token": sum(one["kv"]["page_bytes"] // one["kv"]["page_tokens"] for one in caches),
         "calibrated": bool(figures),
         "linears": linears(program, weight_bytes, figures, wide),
         "kernels": kernels(program, weight_bytes, peaks),
+        "drafts": [_drafted(draft, weight_bytes, peaks) for draft in drafts],
         "predicted_by": "the rates of one usual core" if peaks is CPU_CORE else "the target's data sheet",
     }
+
+
+def _drafted(draft: Draft, weight_bytes: Mapping[str, int], peaks: Peaks) -> Json:
+    """name, passes, shares_cache, and the time predicted for a drafted token."""
+    time = sum(row["predicted_us"] for row in kernels(draft.program, weight_bytes, peaks))
+    return {"name": draft.name, "passes": draft.passes, "shares_cache": draft.shares_cache, "predicted_us": time}
 
 
 def figures_of(graph: Graph) -> dict[str, Json]:
@@ -70,7 +91,7 @@ def figures_of(graph: Graph) -> dict[str, Json]:
 def wide_of(graph: Graph) -> dict[str, float]:
     """Share of output features in 8 bits of each call that has a mixed weight, by the call's name."""
     return {
-        node.name: float(graph.evaluate(source.args[1]).double().mean())
+        node.name: float(graph.evaluate(cast(fx.Node, source.args[1])).double().mean())
         for node in graph.nodes
         for source in node.all_input_nodes
         if ops.name_of(source.target) == "quantize_mixed"
@@ -84,8 +105,8 @@ def linears(
 
     name, layer (of the attention it feeds or follows; None for the head), part (of PARTS), format, outputs, inputs,
     bytes, bits per weight, wide_share (of output features in 8 bits or more), and what calibration found: error and
-    error_nearest, of the layer's output relative to its size, None where it did not run. `figures` and `wide`, the share
-    of mixed weights, are by call name.
+    error_nearest, of the layer's output relative to its size, None where it did not run. `figures` and `wide`, of
+    mixed weights the share, are by call name.
     """
     calls = program["calls"]
     feeds = [(at, call["qkv"], call["layer"]) for at, call in enumerate(calls) if call["kernel"] == "rope_append"]

@@ -225,7 +225,11 @@ def page(report: Json) -> str:
     template = (Path(__file__).parent / "report.html.jinja").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     total = sum(row["predicted_us"] for row in report["kernels"])
-    return environment.from_string(template).render(report=report, plots=list(plots(report)), token_us=total)
+    passes = [("", entry) for entry in report["passes"]]
+    passes += [(f"{draft['name']}: ", entry) for draft in report["drafts"] for entry in draft["passes"]]
+    return environment.from_string(template).render(
+        report=report, plots=list(plots(report)), token_us=total, passes=passes
+    )
 
 
 def main() -> None:

@@ -11,6 +11,9 @@ import pytest
 
 from qcompile import console
 from qcompile.cli import main
+from qcompile.cli_build import print_build
+from qcompile.passes.base import PassRecord
+from qcompile.pipeline import BuildReport
 
 FIELDS = {"acceptance_rate", "tokens_per_round", "gamma", "draft_seconds", "verify_seconds", "accepted_per_position"}
 
@@ -28,8 +31,13 @@ def test_from_build_to_run(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest
         return json.loads(capsys.readouterr().out)
 
     out = tmp_path / "out"
-    json_of("build", tiny_checkpoint, "-o", out, "--recipe", "qspec", "--draft", "lookup")
-    assert [draft["kind"] for draft in json_of("inspect", out)["drafts"]] == ["draft1", "lookup"]
+    built = json_of("build", tiny_checkpoint, "-o", out, "--recipe", "qspec", "--draft", "lookup")
+    assert [entry["name"] for entry in built["drafts"]["draft1"]] == ["speculate", "cache", "fuse", "plan_memory"]
+    drafts = json_of("inspect", out)["drafts"]
+    assert [draft["kind"] for draft in drafts] == ["draft1", "lookup"]
+    assert drafts[0]["passes"][0]["options"]["activation"] == "int8"
+    made = [entry for entry in json_of("inspect", out, "--passes") if entry["name"] == "speculate"]
+    assert [(entry["path"], entry["fired"]) for entry in made] == [("draft1", built["drafts"]["draft1"][0]["fired"])]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"text": "longer than the context " * 500}) + "\n")
     json_of("tune", out, "--tokens", 8, "--threads", 1, "--data", prompts)
@@ -43,7 +51,12 @@ def test_from_build_to_run(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest
     assert code_of(*run, "--gamma", "3") == 0
     assert "tokens a round" in capsys.readouterr().err
     assert code_of("inspect", out) == 0
-    assert "draft1 (shared cache), lookup" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "draft1 (shared cache), lookup" in text and "passes of draft1\n  speculate" in text
+    assert code_of("inspect", out, "--passes") == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = lines[0].index("options")
+    assert any(line.startswith("draft1: speculate") and line[at:].startswith("activation=int8") for line in lines)
 
 
 def test_inspect_counts_the_cache_of_a_draft(
@@ -51,14 +64,29 @@ def test_inspect_counts_the_cache_of_a_draft(
 ) -> None:
     out = tmp_path / "out"
     assert code_of("build", tiny_checkpoint, "-o", out, "--recipe", "w4a8", "--draft", tiny_checkpoint) == 0
-    capsys.readouterr()
+    assert "\ndraft1: raise " in capsys.readouterr().out
     assert code_of("inspect", out, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     own = found["drafts"][0]["kv_per_token"]
     assert own > 0
     assert found["sizes"]["kv_per_token"] == found["kv"]["page_bytes"] // found["kv"]["page_tokens"] + own
+    report = json.loads((out / "report.json").read_text())
+    assert report["kv_bytes_per_token"] == found["sizes"]["kv_per_token"]
+    assert [(draft["name"], draft["shares_cache"]) for draft in report["drafts"]] == [("draft1", False)]
     assert code_of("inspect", out) == 0
     assert f"draft1 (own cache, {console.byte_size(own)} per token)" in capsys.readouterr().out
+
+
+def test_explain_speaks_of_every_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def explained(*notes: str, name: str = "speculate") -> str:
+        target = PassRecord("cache", {}, 1, ("target's",), 0.0)
+        drafting = PassRecord(name, {}, 1, notes, 0.0), PassRecord("cache", {}, 1, ("draft's",), 0.0)
+        print_build(BuildReport(tmp_path, (target,), {}, 4.0, {"draft1": drafting}), "qspec", "cpu", "speculate", False)
+        return capsys.readouterr().out
+
+    assert "\ndraft1: node x: why\n" in explained("node x: why")
+    assert "\ndraft1: speculate left nothing alone\n" in explained()
+    assert "--set" not in explained(name="fuse")  # nothing of that kind would help
 
 
 @pytest.mark.parametrize("gamma", ["16", "-1", "many"])

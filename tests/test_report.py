@@ -68,6 +68,7 @@ def facts(**changes: Any) -> dict[str, Any]:
         "passes": [{"name": "raise", "fired": 3, "notes": ["a & b"]}],
         "linears": report.linears(two_layers(), SIZES, figures, {}),
         "kernels": report.kernels(two_layers(), SIZES, CPU_CORE),
+        "drafts": [],
     }
     return made | changes
 
@@ -135,6 +136,14 @@ def test_page_stands_on_its_own_and_draws_what_there_is() -> None:
     assert "&lt;b&gt;tiny&lt;/b&gt;" in text and "a &amp; b" in text
     outliers = {"keys": {"before": [8.0, 9.0], "after": [2.0, 2.5]}}
     assert Page(report_page.page(facts(outliers=outliers))).tags.count("svg") == 5
+
+
+def test_page_tells_of_drafts() -> None:
+    passes = [{"name": "fuse", "fired": 7, "notes": []}]
+    draft = {"name": "draft1", "shares_cache": False, "predicted_us": 12.0, "passes": passes}
+    text = report_page.page(facts(drafts=[draft]))
+    assert "draft1: fuse" in text and "12 µs" in text and "a cache of its own" in text
+    assert "draft1" not in report_page.page(facts())
 
 
 def test_page_is_the_same_each_time_and_the_process_gives_it() -> None:
