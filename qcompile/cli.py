@@ -5,6 +5,7 @@ Each command imports what it needs when it runs: only `build` and `doctor` wait 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
@@ -20,7 +21,7 @@ import typer
 from qcompile import __version__, cli_generate, console
 from qcompile import jsonl as lines
 from qcompile.cli_options import Artifact, Drafts, Head, Json, Options, Recipe, Remote, Target, Threads
-from qcompile.errors import EXIT_BUG, EXIT_INTERRUPTED, ArtifactError, QCompileError, ResourceError, UsageError
+from qcompile.errors import EXIT_BUG, EXIT_SIGNAL, ArtifactError, QCompileError, ResourceError, UsageError
 
 app = typer.Typer(
     help="Compile PyTorch decoder language models to quantized kernels, and run them.",
@@ -362,6 +363,9 @@ def leave(command: Callable[[], NoReturn]) -> NoReturn:
     except OSError as error:
         code = _refused_by_system(error) or EXIT_BUG
     sys.stderr.flush()
+    if (number := code - EXIT_SIGNAL) in (signal.SIGTERM, signal.SIGHUP):  # who sent it sees that it was heeded
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
     os._exit(code)
 
 
@@ -381,23 +385,33 @@ def _guarded(arguments: list[str]) -> int:
         interrupts.append(number)
         raise KeyboardInterrupt
 
-    if heeds := signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupt)
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+    heeded = {number: before for number, before in usual.items() if signal.getsignal(number) == before}
+    for number in heeded:  # all but those that whoever started this wants ignored, as nohup does
+        signal.signal(number, interrupt)
     try:
         code: Any = app(args=arguments, prog_name="qcompile", standalone_mode=False)
+        if code == EXIT_SIGNAL + signal.SIGINT:  # what some versions of typer make of the exception
+            code = _interrupted(interrupts)
     except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
+        code = _interrupted(interrupts)
     except Exception as error:
         # Modules that are interrupted while they are imported may go on without what they lack, and fail later.
-        code = EXIT_INTERRUPTED if interrupts else _failed(error, "--debug" in arguments[:1])
+        code = _interrupted(interrupts) if interrupts else _failed(error, "--debug" in arguments[:1])
     finally:
-        if heeds:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, before in heeded.items():
+            signal.signal(number, before)
         interrupts.clear()
-    code = code if isinstance(code, int) else 0
-    if code == EXIT_INTERRUPTED:
-        console.log("qcompile: interrupted")
-    return code
+    return code if isinstance(code, int) else 0
+
+
+def _interrupted(signals: Sequence[int]) -> int:
+    """Say so; the exit code."""
+    number = signals[0] if signals else signal.SIGINT
+    how = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        console.log(f"qcompile: {how}")
+    return EXIT_SIGNAL + number
 
 
 def _failed(error: Exception, debug: bool) -> int:
@@ -425,7 +439,7 @@ def _unexpected(error: Exception) -> int:
             console.log(f"qcompile: {message} (see qcompile --help)")
         return UsageError.exit_code
     if type(error).__name__ == "Abort":
-        return EXIT_INTERRUPTED
+        return _interrupted(())
     first = (str(error).splitlines() or [""])[0]
     console.log(f"qcompile: unexpected {type(error).__name__}: {first} (`qcompile --debug ...` shows where)")
     return EXIT_BUG

@@ -9,7 +9,8 @@ import reprlib
 
 EXIT_OK = 0
 EXIT_BUG = 1
-EXIT_INTERRUPTED = 130
+EXIT_SIGNAL = 128
+"""And the number of the signal that ended the command, as shells have it: 130 is an interrupt."""
 
 
 class QCompileError(Exception):

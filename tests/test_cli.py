@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -12,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,51 +120,6 @@ def test_whatever_the_streams_are(shell: str, code: int, message: str, tiny_arti
     assert len(done.stderr.splitlines()) == bool(message)
 
 
-def test_an_interrupt_that_an_import_swallowed_is_one(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    def careless(path: Path) -> None:
-        try:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(5)
-        except BaseException:
-            raise AttributeError("module 'numpy' has no attribute 'minimum'") from None
-
-    monkeypatch.setattr("qcompile.inspect_artifact.summary", careless)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run side by side it is ignored
-    try:
-        assert refusal(capsys, 130, "inspect", "x") == "qcompile: interrupted\n"
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def test_an_interrupt_that_an_import_swallowed_ends_what_follows(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def careless(*arguments: Any) -> dict[str, Any]:
-        with contextlib.suppress(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(5)
-        arguments[-1]("tests", 0, 1)  # the progress
-        return {}
-
-    monkeypatch.setattr("qcompile.tune.tune", careless)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        assert refusal(capsys, 130, "tune", "x", "--json") == "qcompile: interrupted\n"
-        console.Progress()("another", 0, 1)
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def test_an_interrupt_is_told_however_early_it_comes() -> None:
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    early = "import sys, signal, os; sys.meta_path.insert(0, type('F', (), {'find_spec': staticmethod("
-    early += "lambda name, *_: os.kill(os.getpid(), signal.SIGINT) if name == 'typer' else None)}));"
-    early += "from qcompile.__main__ import entry; entry()"
-    done = subprocess.run([sys.executable, "-c", early], capture_output=True, text=True, preexec_fn=heed)
-    assert (done.returncode, done.stderr) == (130, "qcompile: interrupted\n")
-
-
 def test_no_command_shows_the_help(capsys: Capture) -> None:
     assert code_of() == 2
     assert "Commands:" in capsys.readouterr().err
@@ -195,14 +148,6 @@ def test_a_text_may_be_a_pipe_but_no_folder(capsys: Capture, tmp_path: Path) -> 
     for command in (("eval", "nowhere", "--data"), ("build", "nowhere", "-o", tmp_path / "out", "--calib")):
         assert "is a directory: give a file" in refusal(capsys, 2, *command, tmp_path)
         assert "nowhere" in refusal(capsys, 2, *command, "/dev/null")
-
-
-def test_ctrl_c_exits_130(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(path: Path) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("qcompile.inspect_artifact.summary", interrupted)
-    assert "interrupted" in refusal(capsys, 130, "inspect", "x")
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:
@@ -447,20 +392,6 @@ def test_verify_names_the_damaged_file(capsys: Capture, tiny_artifact: Build, tm
     assert refusal(capsys, 6, "verify", copy) == refusal(capsys, 6, "inspect", copy)
     (copy / "qcompile.json").unlink()
     assert refusal(capsys, 6, "verify", copy) == f"qcompile: {copy}: not an artifact (no qcompile.json)\n"
-
-
-def test_an_interrupted_build_leaves_nothing(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "qcompile", "build", str(tiny_checkpoint), "-o", str(tmp_path / "out")]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    # A shell's background job ignores interrupts, and its children would too.
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=heed)
-    while not list(tmp_path.iterdir()) and process.poll() is None:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    error = process.communicate(timeout=120)[1]
-    assert process.returncode == 130 and error.splitlines()[-1] == "qcompile: interrupted"
-    assert not list(tmp_path.iterdir())
 
 
 def test_explaining_a_pass_that_does_not_exist_is_refused(tmp_path: Path) -> None:
