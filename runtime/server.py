@@ -31,6 +31,7 @@ from qcompile.runtime.service import Answer, BusyError, Service
 MOST_BYTES, MOST_BYTES_A_TOKEN = 2 << 20, 16
 """Of a request's body, and for each token of the context where that is more: to parse it, all others' answers wait."""
 _DRAIN_SECONDS = 5  # that open answers may take after the server was told to end
+_LAST_SECONDS = 1  # that may then pass until everybody has been told
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
@@ -54,9 +55,9 @@ def serve(served: Served, listening: socket.socket, ready: Callable[[], None] = 
         log_level="warning",
         access_log=False,
         lifespan="off",
-        timeout_graceful_shutdown=_DRAIN_SECONDS,
+        timeout_graceful_shutdown=_DRAIN_SECONDS + _LAST_SECONDS,
     )
-    server = uvicorn.Server(config)
+    server = _Server(config, service)
 
     def failed(error: BaseException) -> None:
         server.should_exit = True
@@ -69,6 +70,21 @@ def serve(served: Served, listening: socket.socket, ready: Callable[[], None] = 
         service.close()
     if service.failure:
         raise service.failure
+
+
+class _Server(uvicorn.Server):
+    """Told to end, it lets open answers go on for a while; who still waits then is told why nothing more comes."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().call_later(_DRAIN_SECONDS, self._service.end)
+        await super().shutdown(sockets)
+        self._service.end()  # told a second time, it does not wait for answers
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks, timeout=_LAST_SECONDS)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -247,7 +263,7 @@ class _Outer:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        read = 0
+        read, begun = 0, False
 
         async def bounded() -> dict[str, Any]:
             nonlocal read
@@ -257,11 +273,18 @@ class _Outer:
                 raise HTTPException(413, f"the request is larger than {self._most:,} bytes")
             return message
 
-        async def counted(message: dict[str, Any]) -> None:
+        async def counted(message: Any) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
+                begun = True
                 route = scope.get("route")
                 path = route.path if route else "other"  # what clients make up must not become labels
                 self._metrics.responses.labels(path, message["status"]).inc()
             await send(message)
 
-        await self._app(scope, bounded, counted)
+        try:
+            await self._app(scope, bounded, counted)
+        except asyncio.CancelledError:  # the server ends, and the client has not sent or read all it should
+            if not begun:
+                refusal = await _refused(Request(scope), ResourceError("the server is closing"))
+                await refusal(scope, receive, counted)

@@ -116,9 +116,13 @@ class Service:
         if self.ended:
             raise ResourceError(f"the engine has ended: {self.failure}" if self.failure else "the server is closing")
 
-    def close(self) -> None:
-        """End the thread; what is unfinished fails. The model stays open."""
+    def end(self) -> None:
+        """Have the thread end as soon as it can; what is unfinished fails."""
         self._commands.put(None)
+
+    def close(self) -> None:
+        """End the thread, and wait for it. The model stays open."""
+        self.end()
         self._thread.join()
 
     def _work(self) -> None:
