@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -22,14 +22,17 @@ class Part(BaseModel):
     """A part of a request. Little is told of what is wrong with it: to describe a million things takes a minute."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+    idle: ClassVar[dict[str, object]] = {}
+    """Fields that are not served, with the values that ask for nothing: clients send them unasked."""
 
     @model_validator(mode="before")
     @classmethod
     def _given(cls, body: Any) -> Any:
-        """Null is as good as not given. Of fields that are none the first, to be named."""
+        """Null, or what asks for nothing, is as good as not given. Of fields that are none the first, to be named."""
         if not isinstance(body, dict):
             return body
-        given = {name: value for name, value in body.items() if value is not None}
+        nothing = {name for name, value in cls.idle.items() if name in body and body[name] == value}
+        given = {name: value for name, value in body.items() if value is not None and name not in nothing}
         unknown = next((name for name in given if name not in cls.model_fields), None)
         return {name: value for name, value in given.items() if name in cls.model_fields or name == unknown}
 
@@ -43,6 +46,10 @@ class StreamOptions(Part):
 class Common(Part):
     """What both kinds of request may hold. Ranges that SamplingParams checks are not repeated here."""
 
+    idle = {
+        **{"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "echo": False, "suffix": ""},
+        **{"tools": [], "response_format": {"type": "text"}, "store": False},
+    }
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -56,8 +63,6 @@ class Common(Part):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0
 
     def sampling(self, **more: Any) -> SamplingParams:
         """Its options, those not given as SamplingParams has them. Raises UsageError."""

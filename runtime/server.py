@@ -106,6 +106,7 @@ def create_app(served: Served, service: Service) -> FastAPI:
     app.get("/health")(front.health)
     app.get("/metrics")(front.show_metrics)
     app.get("/v1/models", dependencies=guarded)(front.models)
+    app.get("/v1/models/{name:path}", dependencies=guarded)(front.model)
     app.post("/v1/completions", dependencies=guarded)(front.complete)
     app.post("/v1/chat/completions", dependencies=guarded)(front.chat)
     app.add_exception_handler(QCompileError, _refused)
@@ -141,10 +142,21 @@ class _Front:
         return PlainTextResponse(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self) -> JSONResponse:
-        """The one there is."""
+        """The one there is, in a list."""
+        return JSONResponse({"object": "list", "data": [self._entry()]})
+
+    async def model(self, name: str) -> JSONResponse:
+        """The one there is, by its name."""
+        self._known(name)
+        return JSONResponse(self._entry())
+
+    def _entry(self) -> dict[str, Any]:
         name, most = self._served.name, self._llm.context
-        entry = {"id": name, "object": "model", "created": self._started, "owned_by": "qcompile", "max_model_len": most}
-        return JSONResponse({"object": "list", "data": [entry]})
+        return {"id": name, "object": "model", "created": self._started, "owned_by": "qcompile", "max_model_len": most}
+
+    def _known(self, name: str) -> None:
+        if name != self._served.name:
+            raise HTTPException(404, f"there is no model {name!r} here, only {self._served.name!r}")
 
     async def complete(self, asked: api.CompletionRequest, request: Request) -> Response:
         """POST /v1/completions."""
@@ -171,8 +183,8 @@ class _Front:
         reply: Reply,
         special: bool = True,
     ) -> Response:
-        if asked.model is not None and asked.model != self._served.name:
-            raise HTTPException(404, f"there is no model {asked.model!r} here, only {self._served.name!r}")
+        if asked.model is not None:
+            self._known(asked.model)
         self._service.admit(len(prompts) * params.n, params)
         tokens = await run_in_threadpool(lambda: [self._llm.encode(prompt, special=special) for prompt in prompts])
         answer = self._service.submit(tokens, params, partial=asked.stream)

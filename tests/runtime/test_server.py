@@ -246,7 +246,9 @@ def test_offsets_of_a_stream_are_those_of_the_whole() -> None:
         ({}, 400, "prompt"),
         ({"prompt": "x", "echo": True}, 400, "echo: is not supported"),
         ({"prompt": "x", "logit_bias": {"1": 5}}, 400, "logit_bias: is not supported"),
-        ({"prompt": "x", "presence_penalty": 1}, 400, "presence_penalty"),
+        ({"prompt": "x", "presence_penalty": 1}, 400, "presence_penalty: is not supported"),
+        ({"prompt": "x", "frequency_penalty": -0.5}, 400, "frequency_penalty: is not supported"),
+        ({"prompt": "x", "stream_options": {"echo": False}}, 400, "stream_options.echo: is not supported"),
         ({"prompt": "x", "max_tokens": "9"}, 400, "max_tokens"),
         ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
         ({"prompt": "x", "stop": [str(number) for number in range(2000)]}, 400, "stop has 6890 characters in all"),
@@ -278,6 +280,16 @@ def test_null_is_not_given(client: Client) -> None:
     assert client.complete("x", **nulls)["usage"]["completion_tokens"] == 16
     body = {"messages": [{"role": "user", "content": "x", "name": None}], "logprobs": None} | nulls | {"max_tokens": 2}
     assert client.ask("/v1/chat/completions", body)[1]["usage"]["completion_tokens"] == 2
+
+
+def test_what_asks_for_nothing_is_not_given(client: Client) -> None:
+    """Some clients send the values that OpenAI's API has unless told otherwise."""
+    idle = {"frequency_penalty": 0.0, "presence_penalty": 0, "logit_bias": {}, "store": False}
+    assert client.complete("x", **idle, echo=False, suffix="")["choices"] == client.complete("x")["choices"]
+    chat = {"messages": [{"role": "user", "content": "x"}], "tools": [], "response_format": {"type": "text"}}
+    assert client.ask("/v1/chat/completions", chat | idle | {"max_tokens": 2})[0] == 200
+    refused = client.refused(400, chat | {"response_format": {"type": "json_object"}}, "/v1/chat/completions")
+    assert refused == "response_format: is not supported"
 
 
 @pytest.mark.parametrize(
@@ -317,7 +329,10 @@ def test_other_paths_and_methods(client: Client) -> None:
     assert response.status == 400 and b"Content-Type: application/json" in response.read()
     assert client.ask("/v1/nothing")[0] == 404
     assert client.ask("/v1/completions")[0] == 405
-    assert client.ask("/v1/models")[1]["data"][0]["id"] == "tiny"
+    listed = client.ask("/v1/models")[1]["data"]
+    assert listed[0]["id"] == "tiny" and client.ask("/v1/models/tiny") == (200, listed[0])
+    status, found = client.ask("/v1/models/other/one")
+    assert status == 404 and "no model 'other/one' here" in found["error"]["message"]
 
 
 def test_metrics_count(client: Client) -> None:
