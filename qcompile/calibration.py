@@ -66,6 +66,12 @@ class Request:
     length: int = SAMPLE_TOKENS
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        given: object = self.given
+        if not isinstance(given, str | Path | Tensor):
+            kind = type(given).__name__
+            raise UsageError(f"calibration takes a file of text or token ids [samples, length], not {kind}")
+
 
 @dataclass(frozen=True)
 class Calibration:

@@ -57,6 +57,8 @@ def load(
     if isinstance(model, (str, Path)):
         from qcompile import huggingface
 
+        if example_inputs is not None or max_position is not None:
+            raise UsageError("example_inputs and max_position are for modules: a checkpoint's configuration has both")
         with hurried():
             return huggingface.load(model, name=name, allow_remote=allow_remote, weights=weights, layers=layers)
     given: object = model

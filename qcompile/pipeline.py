@@ -147,9 +147,9 @@ def build(
     *,
     target: str = "cpu",
     recipe: str = "w4a8",
-    options: Mapping[str, str] | None = None,
+    options: Mapping[str, object] | None = None,
     head_dtype: str | None = None,
-    drafts: Sequence[Any] = (),
+    drafts: str | Path | Sequence[Any] = (),
     progress: Progress | None = None,
     dump_ir: str | Path | None = None,
     calib: Request | str | Path | torch.Tensor | None = None,
@@ -158,8 +158,10 @@ def build(
 ) -> BuildReport:
     """Compile `model` into an artifact directory `out`.
 
-    `model` is a checkpoint directory or hub name, an nn.Module (with `example_inputs` in `source`), an
-    ExportedProgram, or a raised Graph. `options` are `pass.field=value` settings over the recipe's;
+    `model` is a checkpoint directory or hub name, an nn.Module (`source` has example_inputs, (token_ids,) or
+    (token_ids, positions), both int64 [batch, tokens], and max_position, the longest text it holds), an
+    ExportedProgram of dynamic batch and tokens (with max_position), or a raised Graph. `options` are settings of
+    passes over the recipe's, {"cache.format": "kv8"};
     `head_dtype` overrides the output head (int8, bf16, f32). Each of `drafts`, a checkpoint of the same tokenizer or
     `LOOKUP` as the last, proposes tokens to the path before it; the recipe's own come first. `dump_ir` is a folder
     for every stage's graph as text and SVG. `calib` is text (a file, token ids [samples, length], or a
@@ -191,7 +193,7 @@ def build(
             if check_passes:
                 writer.add_unsealed(PASSES_FILE, canonical_json(_measured(found.passes)))
             manifest = _manifest(found, entries, machine, backend, made_by)
-            manifest["recipe"] = {"name": recipe, "options": dict(options or {}), "head_dtype": head_dtype}
+            manifest["recipe"] = {"name": recipe, "options": dict(request.options), "head_dtype": head_dtype}
             path = writer.finish(manifest)
             shutil.rmtree(kept, ignore_errors=True)
     of_drafts = {draft.name: tuple(draft.passes) for draft in found.drafts}
@@ -216,9 +218,9 @@ def plan(
     *,
     target: str = "cpu",
     recipe: str = "w4a8",
-    options: Mapping[str, str] | None = None,
+    options: Mapping[str, object] | None = None,
     head_dtype: str | None = None,
-    drafts: Sequence[Any] = (),
+    drafts: str | Path | Sequence[Any] = (),
     **source: Any,
 ) -> Plan:
     """What `build` with the same arguments would compile; reads no weights, writes nothing."""
@@ -234,14 +236,19 @@ class _Request:
 
     model: Any
     recipe: str
-    options: Mapping[str, str]
+    options: Mapping[str, Any]
     head_dtype: str | None
-    drafts: Sequence[Any]
+    drafts: Any
     target: str
     calib: Request | None = None
     kept: Path | None = None
     """Folder of what calibration found before it was interrupted."""
     check_passes: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "options", recipes.option_texts(self.options))
+        if isinstance(self.drafts, str | Path):
+            object.__setattr__(self, "drafts", (self.drafts,))
 
     @property
     def passes(self) -> tuple[Pass, ...]:
@@ -267,6 +274,8 @@ def _import(
 ) -> _Passed:
     checked = request is not None and request.check_passes
     first, others = passes[0], passes[1:]
+    if isinstance(model, Graph) and source:
+        raise UsageError(f"{next(iter(source))} is for what is imported: a graph was already")
     with clock("import"), frontend.hurried():
         place = None if checked else traces.place(model, source, str(first))
         trace = place.recall() if place else None

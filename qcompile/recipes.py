@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from qcompile.errors import UsageError
+from qcompile.errors import UsageError, shown
 
 Settings = dict[str, dict[str, object]]
 """Field values by pass name and field name."""
@@ -244,6 +244,16 @@ def parse_options(pairs: list[str]) -> dict[str, str]:
     return options
 
 
+def option_texts(options: Mapping[str, object]) -> dict[str, str]:
+    """Options as the command line would give them: a program may write true, 4 and 0.5 as such."""
+    texts: dict[str, str] = {}
+    for name, value in options.items():
+        if not isinstance(value, str | bool | int | float):
+            raise UsageError(f"option {name} must be a text, a number, True or False, not {shown(value)}")
+        texts[name] = str(value)
+    return texts
+
+
 def allocation(bits: float | None, rise: float | None) -> dict[str, str]:
     """The options that `--target-bits` and `--max-perplexity-increase` stand for; UsageError for both, or no rise."""
     if bits is not None and rise is not None:
@@ -274,16 +284,17 @@ def apply_options(
 def _targets_of(option: str, fields: Mapping[str, Mapping[str, object]]) -> list[tuple[str, str]]:
     """(pass, field) pairs that `option` names."""
     pass_name, dot, field = option.rpartition(".")
-    known = ", ".join(f"{name}.{key}" for name, keys in fields.items() for key in keys)
     if not dot:
         found = [(name, option) for name, keys in fields.items() if option in keys]
         if not found:
+            known = ", ".join(f"{name}.{key}" for name, keys in fields.items() for key in keys)
             raise UsageError(f"option {option} is a field of no pass; there are {known}")
         return found
     if pass_name not in fields:
         raise UsageError(f"option {option}: pass {pass_name} is unknown; there are {', '.join(fields)}")
     if field not in fields[pass_name]:
-        raise UsageError(f"option {option}: pass {pass_name} has no field {field}; there are {known}")
+        own = f"; there are {', '.join(fields[pass_name])}" if fields[pass_name] else ", nor any other"
+        raise UsageError(f"option {option}: pass {pass_name} has no field {field}{own}")
     return [(pass_name, field)]
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import numpy as np
+
 from qcompile.artifact import MANIFEST, read_manifest, state
 from qcompile.errors import ArtifactError, OverflowedError, ResourceError, UsageError, shown
 from qcompile.manifest import check_manifest
@@ -248,7 +250,7 @@ class LLM:
     def generate(
         self, prompts: Prompts, params: Params = None, stream: bool = False, **options: Any
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
-        """Continue prompts: a text, a list of token numbers, or a list of either.
+        """Continue prompts: a text, a list of token numbers (or an array, or a tensor), or a list of either.
 
         params: one for all or one for each; or give its fields as keywords (max_tokens=64). Returns a list
         of RequestOutput in the order of the prompts; with `stream` what `LLM.stream` returns. Raises
@@ -333,8 +335,8 @@ class LLM:
             tokens = encode(self._tokenizer(), prompt, special)
             if not tokens:
                 raise UsageError("the prompt has no tokens: give other text")
-        elif isinstance(prompt, Sequence) and type(prompt) is not bytes and all(type(token) is int for token in prompt):
-            tokens = list(prompt)
+        elif isinstance(listed := _plain(prompt), Sequence) and not isinstance(listed, bytes) and _are_tokens(listed):
+            tokens = [int(token) for token in listed]
             if not tokens:
                 raise UsageError("the prompt is empty: give at least one token")
         else:
@@ -424,13 +426,24 @@ def _as_list(prompts: Prompts) -> list[Prompt]:
     """One prompt or several, as a list."""
     if isinstance(prompts, str):
         return [prompts]
+    prompts = _plain(prompts)
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise UsageError(f"prompts must be a text or a list, not {type(prompts).__name__}")
     if not prompts:
         raise UsageError("no prompt given: give at least one")
-    if all(type(token) is int for token in prompts):
+    if _are_tokens(prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _plain(value: Any) -> Any:
+    """An array or a tensor as the list that it holds, anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _are_tokens(values: Sequence[Any]) -> bool:
+    """Whether all are whole numbers, Python's or numpy's."""
+    return all(type(value) is int or isinstance(value, np.integer) for value in values)
 
 
 def _params_for(count: int, params: Params, options: dict[str, Any]) -> list[SamplingParams]:
@@ -453,15 +466,14 @@ def _params_for(count: int, params: Params, options: dict[str, Any]) -> list[Sam
 
 def _token_rows(token_ids: Any) -> list[list[int]]:
     """Token numbers [batch, tokens] of whatever kind, as lists of one length."""
-    rows = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
     try:
-        rows = [list(row) for row in rows]
+        rows = [list(_plain(row)) for row in _plain(token_ids)]
     except TypeError:
         raise UsageError("token_ids must be [batch, tokens]: a list of lists of token numbers") from None
     if not rows or not rows[0]:
         raise UsageError("token_ids is empty: give at least one token")
     if any(len(row) != len(rows[0]) for row in rows):
         raise UsageError("token_ids must have rows of one length")
-    if not all(type(token) is int for row in rows for token in row):
+    if not all(map(_are_tokens, rows)):
         raise UsageError("token_ids must be whole numbers")
     return rows

@@ -8,7 +8,7 @@ import pytest
 
 from qcompile import numerics, targets
 from qcompile.errors import UsageError
-from qcompile.recipes import HEADS, RECIPES, allocation, apply_options, get_recipe, parse_options
+from qcompile.recipes import HEADS, RECIPES, allocation, apply_options, get_recipe, option_texts, parse_options
 from qcompile.roofline import CPU_CORE, Peaks, call_cost, peaks_of, predicted_us
 from qcompile.targets import TARGET_NAMES, get_target
 
@@ -72,7 +72,7 @@ def test_settings_given_are_not_changed() -> None:
     ("option", "message"),
     [
         ("cash.format=kv8", "pass cash is unknown; there are quantize, clip, cache"),
-        ("cache.bits=8", "pass cache has no field bits; there are .*cache.format"),
+        ("cache.bits=8", "pass cache has no field bits; there are format$"),
         ("nothing=1", "a field of no pass; there are quantize.rounding"),
         ("clip.steps=many", "a whole number"),
         ("clip.ratio=nan", "a number"),
@@ -86,6 +86,16 @@ def test_settings_given_are_not_changed() -> None:
 def test_wrong_options_are_refused(option: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         apply_options({}, FIELDS, parse_options([option]))
+
+
+def test_a_program_may_write_values_as_they_are() -> None:
+    given = {"clip.ratio": 0.25, "clip.search": False, "clip.steps": 7, "cache.format": "kv8"}
+    texts = option_texts(given)
+    assert texts == {"clip.ratio": "0.25", "clip.search": "False", "clip.steps": "7", "cache.format": "kv8"}
+    merged = apply_options({}, FIELDS, texts)
+    assert merged == {"clip": {"ratio": 0.25, "search": False, "steps": 7}, "cache": {"format": "kv8"}}
+    with pytest.raises(UsageError, match=r"option clip\.steps must be a text, a number, True or False, not \[7\]"):
+        option_texts({"clip.steps": [7]})
 
 
 def test_values_are_read_in_the_type_of_the_default() -> None:

@@ -7,7 +7,9 @@ import sys
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models
 
 from qcompile.errors import UsageError
@@ -201,10 +203,27 @@ def test_prompts_may_be_one_or_many_texts_or_tokens(llm: LLM) -> None:
     assert len(llm.generate(["ab", ids], temperature=0)) == 2
 
 
+def test_tokens_may_be_of_any_kind_of_list(llm: LLM) -> None:
+    ids = TOKENIZER.encode("ab").ids
+    one = llm.generate(ids, temperature=0)[0].outputs[0].token_ids
+    for array in (np.array(ids, np.uint16), torch.tensor(ids), tuple(ids), [np.int64(token) for token in ids]):
+        for prompts in (array, [array], np.array([ids]), torch.tensor([ids])):
+            (output,) = llm.generate(prompts, temperature=0)
+            assert output.outputs[0].token_ids == one and output.prompt_token_ids == ids
+            assert all(type(token) is int for token in output.prompt_token_ids)
+    assert len(llm.generate(torch.tensor([ids, ids]), temperature=0)) == 2
+    assert torch.equal(llm.logits([np.array(ids)]), llm.logits([ids]))
+
+
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
         ("", "prompt is empty"),
+        (np.array([]), "no prompt"),
+        (np.array(3), "prompts must be a text or a list, not int"),
+        (np.array([1.0]), "must be text or a list of token numbers, not float"),
+        (np.array([True]), "must be text or a list of token numbers, not bool"),
+        (torch.ones((1, 1, 1), dtype=torch.int64), "must be text or a list of token numbers, not list"),
         ([], "no prompt"),
         ([[]], "prompt is empty"),
         (["ok", ""], "prompt is empty"),
