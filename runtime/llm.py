@@ -314,6 +314,8 @@ class LLM:
 
     def _step(self) -> None:
         """One step of the engine; whichever run a request is of learns that it has grown."""
+        if not self._close.alive:  # rounds of drafts would go on in memory that was given back
+            raise UsageError("the model is closed: load it again")
         for request in self.engine.step():
             if request.id in self._owner:
                 run, number = self._owner[request.id]

@@ -215,13 +215,15 @@ class Speculator:
     def _catch_up(self, requests: Sequence[Request], gammas: Sequence[int]) -> None:
         """Fill the drafts' own caches up to the target's where they lag: after a prompt, and after plain steps.
 
-        They may lag by as much as the drafts' steps have room for, with all requests' and what is drafted.
+        They may lag by as much as the drafts' steps have room for, with all requests' and what is drafted. Who wants no
+        drafts is left out: its text may be longer than a draft's context.
         """
         lag = min(self.most_lag, self.target.limits.max_tokens // len(requests) - max(gammas))
+        drafting = [request for request, most in zip(requests, gammas, strict=True) if most]
         for index, level in enumerate(self.levels):
             if level.executor is None or level.shares_cache:
                 continue
-            while behind := [r for r in requests if r.computed - r.drafts.cached[index] > lag]:
+            while behind := [r for r in drafting if r.computed - r.drafts.cached[index] > lag]:
                 rows: list[Rows] = []
                 room = level.executor.limits.max_tokens
                 for request in behind:

@@ -12,7 +12,7 @@ import pytest
 
 import qcompile
 from qcompile import SamplingParams
-from qcompile.errors import UnsupportedError
+from qcompile.errors import UnsupportedError, UsageError
 from qcompile.runtime.gamma import AUTO
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import CompletionOutput
@@ -297,6 +297,25 @@ def test_drafts_of_short_contexts_stop_in_time(artifact: Callable[[str], Path]) 
         plain = generate(llm, ["def main("], max_tokens=None, ignore_eos=True)
     with qcompile.load(artifact("other"), threads=1, gamma=5) as llm:
         assert generate(llm, ["def main("], max_tokens=None, ignore_eos=True) == plain
+
+
+def test_texts_beyond_the_context_of_a_draft_go_on_beside_others(artifact: Callable[[str], Path]) -> None:
+    """Of two requests in a call one is longer than what the other model can take."""
+    found = []
+    for gamma in (0, 5):
+        with qcompile.load(artifact("other"), threads=1, gamma=gamma) as llm:
+            prompts = [[*range(1, 231)], [5, 6, 7]]
+            found.append([o.outputs[0] for o in llm.generate(prompts, temperature=0, max_tokens=20, ignore_eos=True)])
+    assert [sample.token_ids for sample in found[0]] == [sample.token_ids for sample in found[1]]
+
+
+def test_a_stream_ends_with_its_model(artifact: Callable[[str], Path]) -> None:
+    with qcompile.load(artifact("qspec"), threads=1, gamma=4) as llm:
+        stream = llm.stream([[5, 6, 7]], temperature=0, ignore_eos=True, max_tokens=200)
+        next(stream)
+    with pytest.raises(UsageError, match="closed: load it again"):
+        list(stream)
+    assert not llm.engine.busy and llm.engine.pool.used == 0
 
 
 def test_cache_too_small_and_cancelled_neighbours(artifact: Callable[[str], Path]) -> None:
