@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -223,7 +224,9 @@ class LLM:
         pool = BlockPool(executor.kv_pages, executor.limits.page_tokens, executor.limits.ring_tokens)
         self.engine = Engine(executor, pool, tokenizer, model["eos_token_ids"], max_batch, speculator)
         self._owner: dict[int, tuple[_Run, int]] = {}  # by request
-        self._turn = threading.RLock()  # held by who changes the engine
+        self._turn = threading.RLock()  # see `_alone`
+        self._within = False
+        self._ended: list[_Run] = []  # whose requests are to be cancelled
         self._keep = keep
         self._close = weakref.finalize(self, _close_all, executor, speculator)
 
@@ -285,20 +288,20 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Outputs as they grow, or with `partial` false only when they are finished."""
         run = _Run()
-        with self._turn:
-            for number, ((prompt, tokens), params) in enumerate(zip(prompts, every, strict=True)):
-                requests = [self.engine.add(tokens, params, index) for index in range(params.n)]
-                run.groups.append(Group(number, prompt if isinstance(prompt, str) else None, tokens, requests))
-                self._owner.update((request.id, (run, number)) for request in requests)
-        unfinished = len(run.groups)
         try:
+            with self._alone():
+                for number, ((prompt, tokens), params) in enumerate(zip(prompts, every, strict=True)):
+                    requests = [self.engine.add(tokens, params, index) for index in range(params.n)]
+                    run.groups.append(Group(number, prompt if isinstance(prompt, str) else None, tokens, requests))
+                    self._owner.update((request.id, (run, number)) for request in requests)
+            unfinished = len(run.groups)
             while unfinished:
-                with self._turn:
+                with self._alone():
                     if not run.grown:
                         self._step()
                     grown, run.grown = sorted(run.grown), set()
                 for group in (run.groups[number] for number in grown):
-                    with self._turn:
+                    with self._alone():
                         run.grown.discard(group.number)  # what it gained while others were looked at comes along
                         if group.overflowed:
                             raise OverflowedError(f"prompt {group.number + 1} of {len(run.groups)}: ")
@@ -307,10 +310,29 @@ class LLM:
                     if output:
                         yield output
         finally:
-            with self._turn:
-                for request in (request for group in run.groups for request in group.requests):
-                    self._owner.pop(request.id, None)
-                    self.engine.cancel(request)
+            self._ended.append(run)
+            with self._alone():
+                pass
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """The engine for this thread alone. Runs that have ended are cancelled behind it.
+
+        Streams that nobody holds any more end wherever Python collects garbage, in the midst of a step, too.
+        """
+        with self._turn:
+            if self._within:
+                yield
+                return
+            self._within = True
+            try:
+                yield
+            finally:
+                while self._ended:
+                    for request in (request for group in self._ended.pop().groups for request in group.requests):
+                        self._owner.pop(request.id, None)
+                        self.engine.cancel(request)
+                self._within = False
 
     def _step(self) -> None:
         """One step of the engine; whichever run a request is of learns that it has grown."""
@@ -378,7 +400,7 @@ class LLM:
         if chunk is not None and not (isinstance(chunk, int) and chunk >= 1):
             raise UsageError(f"chunk must be a whole number of at least 1, not {chunk!r}")
         result = torch.empty((len(rows), len(rows[0]), self.vocab_size), dtype=torch.float32)
-        with self._turn:
+        with self._alone():
             for index, start, values in self.engine.forward(rows, chunk or self.executor.limits.max_tokens):
                 result[index, start : start + len(values)] = torch.from_numpy(values)
         return result
@@ -392,12 +414,12 @@ class LLM:
     ) -> Evaluation:
         """Perplexity on a JSONL file (one {"text": …} a line) or a list of texts; see `runtime.evaluate`."""
         tokenizer, bos = self._tokenizer(), self.bos_token_id
-        with self._turn:
+        with self._alone():
             return perplexity(self.engine, tokenizer, bos, documents, window, progress, max_windows)
 
     def close(self) -> None:
         """End the threads and free the memory; the model cannot be used afterwards."""
-        with self._turn:
+        with self._alone():
             self._close()
             self._keep = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import time
@@ -155,6 +156,30 @@ def test_what_ends_in_steps_of_another_stream_is_given() -> None:
         last = [pair[at] for pair in pairs if pair[at]][-1]
         assert last.finished and last.outputs[0].token_ids == reference_greedy([3 + at], 200, eos=None)
     assert not llm.engine.busy and llm.engine.pool.used == 0 and not llm._owner
+
+
+def test_a_stream_may_be_collected_in_the_midst_of_a_step() -> None:
+    """Garbage is collected in any thread at any time: the request must not vanish from the step it is in."""
+    llm = fake_llm()
+    forgotten: list[Any] = [llm.stream([[7, 8]], temperature=0, max_tokens=2, ignore_eos=True)]
+    next(forgotten[0])
+    forgotten.append(forgotten)  # nobody else holds the list
+    step, free = llm.executor.step, []
+
+    def collecting(rows: Any, logits: bool) -> Any:
+        gc.collect()
+        free.append(llm.engine.pool.free)
+        return step(rows, logits)
+
+    llm.executor.step = collecting  # type: ignore[method-assign]
+    del forgotten
+    output = llm.generate([[9]], temperature=0, max_tokens=9, ignore_eos=True)[0].outputs[0]
+    assert output.token_ids == reference_greedy([9], 9, eos=None)
+    assert free[0] == llm.engine.pool.total - 2 and llm.engine.pool.used == 0 and not llm._owner
+    lasting = llm.stream([[7, 8]], temperature=0, max_tokens=50, ignore_eos=True)
+    next(lasting)
+    lasting = iter(())
+    assert not llm.engine.busy and not llm._owner  # at once where no step is under way
 
 
 def test_pure_greedy_decoding_runs_in_bursts() -> None:
