@@ -30,18 +30,24 @@ class Group:
         """A copy of the state now, with new_text since the last call."""
         outputs: list[CompletionOutput] = []
         for at, output in enumerate(request.output for request in self.requests):
-            new, logprobs = output.text[self._given[at] :], output.logprobs and output.logprobs.copy()
+            new = output.text[self._given[at] :]
+            logprobs = None if output.logprobs is None else output.logprobs.copy()
             outputs.append(replace(output, new_text=new, token_ids=output.token_ids.copy(), logprobs=logprobs))
             self._given[at] = len(output.text)
         times = [request.metrics for request in self.requests]
         metrics = RequestMetrics(
             times[0].arrival_time,
-            min(time.first_scheduled_time for time in times),
-            min(time.first_token_time for time in times),
+            _first(time.first_scheduled_time for time in times),
+            _first(time.first_token_time for time in times),
             max(time.finished_time for time in times) if self.finished else 0.0,
         )
         speculation = _sum(request.drafts.metrics for request in self.requests)
         return RequestOutput(self.number, self.prompt, self.tokens, outputs, self.finished, metrics, speculation)
+
+
+def _first(moments: Iterable[float]) -> float:
+    """The first of those that have come; 0 where none has."""
+    return min((moment for moment in moments if moment), default=0.0)
 
 
 def _sum(samples: Iterable[SpeculationMetrics]) -> SpeculationMetrics | None:

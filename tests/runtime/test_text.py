@@ -196,6 +196,15 @@ def test_logprobs(llm: LLM) -> None:
     assert plain.token_ids == reference_greedy(TOKENIZER.encode("a").ids, 6)
 
 
+def test_samples_that_still_wait_for_their_turn() -> None:
+    """What was given stays as it was, and moments are those of the samples that run."""
+    llm = fake_llm(max_batch=1)
+    for output in list(llm.stream([[5, 6]], n=3, seed=1, max_tokens=4, logprobs=0)):
+        assert all(len(sample.logprobs or ()) == len(sample.token_ids) for sample in output.outputs)
+        times = output.metrics
+        assert 0 < times.arrival_time <= times.first_scheduled_time <= times.first_token_time
+
+
 def test_prompts_may_be_one_or_many_texts_or_tokens(llm: LLM) -> None:
     ids = TOKENIZER.encode("ab").ids
     results = [llm.generate(prompts, temperature=0)[0].outputs[0].token_ids for prompts in ("ab", ["ab"], ids, [ids])]
