@@ -24,7 +24,7 @@ BURST_SECONDS = 16e-3
 """Aim of one call of greedy decoding: long enough that Python does not show, short enough to stream."""
 _MAX_BURST = 128
 NO_TOKEN = -1
-"""What the library puts where logits are not finite."""
+"""What stands where logits are not finite, in what the library gives, too."""
 _FIRST_GUESS = 4e-3
 """Seconds of a step that nobody has timed yet: a first call has few, should the model be slow."""
 
@@ -214,12 +214,7 @@ class Engine:
             draft = drafts[index] if drafts else []
             end = at + len(draft) + 1
             first, at = at, end
-            try:
-                tokens = self._choose(request, draft, argmax[first:end], None if logits is None else logits[first:end])
-            except OverflowedError:
-                self._finish(request, "error")
-                advanced.append(request)
-                continue
+            tokens = self._choose(request, draft, argmax[first:end], None if logits is None else logits[first:end])
             if draft:
                 request.computed += len(tokens) - 1
                 request.drafts.metrics.gamma = len(draft)
@@ -237,23 +232,34 @@ class Engine:
         return advanced
 
     def _choose(self, request: Request, draft: list[int], argmax: list[int], logits: FloatArray | None) -> list[int]:
-        """The drafts that are kept, and one token more. logits: [drafts + 1, vocab]."""
+        """The drafts that are kept, and one token more or NO_TOKEN. logits: [drafts + 1, vocab]."""
         if request.params.argmax_only:
             return accept.greedy(draft, argmax)
         assert logits is not None
-        sampler = request.sampler
         if not (draft and self.rejects and request.params.temperature):
-            return accept.drawn(draft, lambda place: self._note(request, logits[place], sampler.draw(logits[place])))
+            return accept.drawn(draft, lambda place: self._draw(request, logits[place]))
+        sampler, kept = request.sampler, 0
 
         def target(place: int) -> accept.Distribution:
+            nonlocal kept
             if place:
-                self._note(request, logits[place - 1], draft[place - 1])
-                sampler.note(draft[place - 1])
+                sampler.note(self._note(request, logits[place - 1], draft[place - 1]))
+                kept = place
             return sampler.distribution(logits[place])
 
-        tokens = accept.rejection(draft, request.drafts.proposed, target, sampler.fresh)
+        try:
+            tokens = accept.rejection(draft, request.drafts.proposed, target, sampler.fresh)
+        except OverflowedError:
+            return [*draft[:kept], NO_TOKEN]
         sampler.note(self._note(request, logits[len(tokens) - 1], tokens[-1]))
         return tokens
+
+    def _draw(self, request: Request, logits: FloatArray) -> int:
+        """The request's next token by its logits [vocab], or NO_TOKEN."""
+        try:
+            return self._note(request, logits, request.sampler.draw(logits))
+        except OverflowedError:
+            return NO_TOKEN
 
     def _note(self, request: Request, logits: FloatArray, token: int) -> int:
         """Note the log probability of a token of the request. logits: [vocab]."""

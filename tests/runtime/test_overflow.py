@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from qcompile.errors import OverflowedError, UnsupportedError
 from qcompile.runtime import evaluate
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.sampling import SamplingParams
+from qcompile.runtime.scheduler import Request
+from qcompile.runtime.speculate import Speculator
 from qcompile.tune import tune
 from tests.runtime.fake import byte_tokenizer, fake_llm, reference_greedy
 from tests.runtime.test_server import serving
@@ -63,6 +65,45 @@ def test_what_was_generated_before_stays(llm: LLM) -> None:
         llm.generate([prompt], temperature=0, max_tokens=first, ignore_eos=True)[0].outputs[0].token_ids
         == tokens[:first]
     )
+
+
+class Knowing(Speculator):
+    """Drafts what the model is about to say."""
+
+    def __init__(self, llm: LLM, text: list[int]) -> None:
+        super().__init__(llm.executor, [])
+        self.text = text
+
+    def propose(self, requests: Sequence[Request], gammas: Sequence[int]) -> list[list[int]]:
+        found = [self.text[len(r.tokens) :][:gamma] for r, gamma in zip(requests, gammas, strict=True)]
+        for request, draft in zip(requests, found, strict=True):
+            request.drafts.proposed = [(np.array([token]), np.ones(1)) for token in draft]
+        return found
+
+    draw = propose
+
+
+@pytest.mark.parametrize("rejects", [False, True])
+@pytest.mark.parametrize("how", [{"temperature": 0, "logprobs": 0}, {"temperature": 1e-6, "logprobs": 1}])
+def test_drafts_that_end_a_text_may_be_followed_by_no_number(llm: LLM, how: dict[str, Any], rejects: bool) -> None:
+    """What a round computes behind the end is nobody's; and what precedes such logits in a round is the request's."""
+    prompt = [1, 2, 3]
+    text = reference_greedy(prompt, 40, eos=None)
+    llm.executor.library.broken = text[20]  # type: ignore[attr-defined]
+    found = []
+    for gamma in (0, 5):
+        llm.engine.speculator, llm.engine.gamma = Knowing(llm, prompt + text), gamma
+        llm.engine.rejects = rejects
+        llm.engine._eos = frozenset([text[20]])
+        ended = llm.generate([prompt], max_tokens=40, **how)[0].outputs[0]
+        request = llm.engine.add(prompt, SamplingParams(max_tokens=40, ignore_eos=True, **how))
+        while llm.engine.busy:
+            llm.engine.step()
+        every = ended, request.output
+        found.append([(one.token_ids, one.logprobs, one.cumulative_logprob, one.finish_reason) for one in every])
+        assert llm.engine.pool.used == 0
+    assert [ending[3] for ending in found[0]] == ["stop", "error"] and len(found[0][0][0]) > 5
+    assert found[1] == found[0]
 
 
 def test_perplexity_of_no_number(llm: LLM) -> None:
