@@ -385,6 +385,25 @@ def file_problem(root: Path, name: str, expected: dict[str, Any], into: memoryvi
     return None if digest == expected["sha256"] else f"{name}: SHA-256 differs"
 
 
+def listed_file(root: Path, files: dict[str, dict[str, Any]], name: str) -> bytes | None:
+    """A file of the artifact at `root`, verified against the manifest's `files`; None where they have no such name.
+
+    Raises ArtifactError where it is damaged.
+    """
+    if name not in files:
+        return None
+    content = bytearray(files[name]["bytes"])
+    if problem := file_problem(root, name, files[name], memoryview(content)):
+        raise damaged(root, [problem])
+    return bytes(content)
+
+
+def damaged(root: Path, problems: Sequence[str]) -> ArtifactError:
+    """The error that names the first of these problems of an artifact."""
+    more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+    return ArtifactError(f"{root} is damaged: {problems[0]}{more}; build it again")
+
+
 def _hash_through(fd: int, size: int, into: memoryview | None) -> str:
     """SHA-256 of the next `size` bytes of a file, kept in `into` if given; empty if the file is shorter."""
     digest = hashlib.sha256()

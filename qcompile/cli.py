@@ -21,7 +21,7 @@ import typer
 from qcompile import __version__, cli_generate, console
 from qcompile import jsonl as lines
 from qcompile.cli_options import Artifact, Drafts, Head, Json, Options, Recipe, Remote, Target, Threads
-from qcompile.errors import EXIT_BUG, EXIT_SIGNAL, ArtifactError, QCompileError, ResourceError, UsageError
+from qcompile.errors import EXIT_BUG, EXIT_SIGNAL, QCompileError, ResourceError, UsageError
 
 app = typer.Typer(
     help="Compile PyTorch decoder language models to quantized kernels, and run them.",
@@ -294,8 +294,7 @@ def verify(out: Artifact, json: Json = False) -> None:
         print(f"{out}: every file is as built")
     if problems:
         artifact.read_manifest(out)  # says itself what is wrong with it, or that this is no artifact
-        more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
-        raise ArtifactError(f"{out} is damaged: {problems[0]}{more}; build it again")
+        raise artifact.damaged(out, problems)
 
 
 @app.command()

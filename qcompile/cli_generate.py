@@ -131,7 +131,8 @@ def serve(
             console.log(f"qcompile: {called} answers at {url} (Ctrl-C ends)")
 
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a client that hangs up ends its answer, not the server
-        server.serve(server.Served(llm, called, chat_template(out), api_key, max_waiting), listening, ready)
+        template = chat_template(out, llm.manifest["files"])
+        server.serve(server.Served(llm, called, template, api_key, max_waiting), listening, ready)
 
 
 def _gamma_of(text: str) -> int:
@@ -205,7 +206,7 @@ def _chat_loop(out: Path, params: SamplingParams, threads: int | None, as_json: 
     from qcompile.runtime.chat import chat_template
 
     with qcompile.load(out, threads=threads) as llm:
-        template = chat_template(out)
+        template = chat_template(out, llm.manifest["files"])
         if not template:
             console.log("No chat template: your text is continued as it stands. Ctrl-D ends.")
         talk = _Talk(llm, template)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from qcompile.artifact import listed_file
 from qcompile.errors import ArtifactError, UsageError
 
 Message = dict[str, str]
@@ -14,9 +15,12 @@ Message = dict[str, str]
 Render = Callable[[list[Message]], str]
 
 
-def chat_template(out: Path) -> Render | None:
-    """The artifact's chat template as a function of the messages, or None. Templates run in a sandbox."""
-    source, special = _template_source(out)
+def chat_template(out: Path, files: dict[str, Any]) -> Render | None:
+    """The chat template of an artifact whose manifest has `files`, as a function of the messages, or None.
+
+    Templates run in a sandbox.
+    """
+    source, special = _template_source(out, files)
     if source is None:
         return None
     from jinja2 import TemplateError
@@ -39,13 +43,14 @@ def chat_template(out: Path) -> Render | None:
     return render
 
 
-def _template_source(out: Path) -> tuple[str | None, dict[str, str]]:
+def _template_source(out: Path, files: dict[str, Any]) -> tuple[str | None, dict[str, str]]:
     """The template's text and the special tokens it may name."""
     config: dict[str, Any] = {}
     path = out / "tokenizer_config.json"
-    if path.is_file():
+    content = listed_file(out, files, path.name)
+    if content is not None:
         try:
-            config = json.loads(path.read_bytes())
+            config = json.loads(content)
         except (ValueError, RecursionError) as error:
             raise ArtifactError(f"{path} is not JSON: {error}") from error
         if not isinstance(config, dict):
@@ -57,9 +62,10 @@ def _template_source(out: Path) -> tuple[str | None, dict[str, str]]:
         if isinstance(text, str):
             special[name] = text
     alone = out / "chat_template.jinja"
-    if alone.is_file():
+    content = listed_file(out, files, alone.name)
+    if content is not None:
         try:
-            return alone.read_text(encoding="utf-8"), special
+            return content.decode(), special
         except UnicodeDecodeError as error:
             raise ArtifactError(f"{alone} is not text in UTF-8: {error}") from error
     source = config.get("chat_template")

@@ -10,8 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from qcompile.artifact import Manifest, file_problem
-from qcompile.errors import ArtifactError
+from qcompile.artifact import Manifest, damaged, file_problem, listed_file
 from qcompile.runtime.blocks import BlockPool
 from qcompile.runtime.cuda import CudaExecutor, kv_pages
 from qcompile.runtime.cuda_driver import Driver, driver
@@ -70,7 +69,7 @@ def open_cuda(
             opened.append(_level(target, level, plan, functions, weights))
             if executor := opened[-1].executor:
                 undo.callback(executor.close)
-        drafter = _drafter(root, target, levels, opened, tokenizer)
+        drafter = _drafter(root, manifest["files"], target, levels, opened, tokenizer)
         undo.pop_all()
     return target, drafter
 
@@ -93,13 +92,18 @@ def _level(
 
 
 def _drafter(
-    root: Path, target: CudaExecutor, levels: list[dict[str, Any]], opened: list[Level], tokenizer: Tokenizer | None
+    root: Path,
+    files: dict[str, Any],
+    target: CudaExecutor,
+    levels: list[dict[str, Any]],
+    opened: list[Level],
+    tokenizer: Tokenizer | None,
 ) -> Drafter:
     """What drafts by these levels: rounds are graphs where there is one, a lookup or a model without a threshold."""
     first = opened[0]
     if levels[0].get("tokenizer") and first.executor:
         pool = BlockPool(target.kv_pages, first.executor.limits.page_tokens)
-        return open_reencoder(root, levels[0], tokenizer, first.executor, pool)
+        return open_reencoder(root, files, levels[0], tokenizer, first.executor, pool)
     if len(opened) == 1 and not first.threshold:
         return CudaSpeculator(target, first) if first.executor else CudaLookup(target, first)
     return HostSpeculator(target, opened)
@@ -143,17 +147,7 @@ def _read_small(root: Path, manifest: Manifest) -> dict[str, bytes]:
     """Every file but the weights, verified."""
     files: dict[str, dict[str, Any]] = manifest["files"]
     weights = {entry["file"] for entry in manifest["runtime"]["weights"]}
-    found: dict[str, bytes] = {}
-    for name in sorted(set(files) - weights):
-        content = bytearray(files[name]["bytes"])
-        _refuse(root, file_problem(root, name, files[name], memoryview(content)))
-        found[name] = bytes(content)
-    return found
-
-
-def _refuse(root: Path, problem: str | None) -> None:
-    if problem:
-        raise ArtifactError(f"{root} is damaged: {problem}; build it again")
+    return {name: listed_file(root, files, name) or b"" for name in sorted(set(files) - weights)}
 
 
 def _functions(
@@ -192,7 +186,8 @@ def _upload(gpu: Driver, root: Path, manifest: Manifest, held: list[int]) -> dic
     for name in sorted({entry["file"] for entry in entries}):
         size = files[name]["bytes"]
         memory = Arena(size)
-        _refuse(root, file_problem(root, name, files[name], memory.view))
+        if problem := file_problem(root, name, files[name], memory.view):
+            raise damaged(root, [problem])
         address = gpu.allocate(size, "weights")
         held.append(address)
         gpu.upload(address, memory.address, size)
@@ -200,6 +195,6 @@ def _upload(gpu: Driver, root: Path, manifest: Manifest, held: list[int]) -> dic
         for entry in entries:
             if entry["file"] == name:
                 if not 0 <= entry["offset"] <= entry["offset"] + entry["bytes"] <= size:
-                    _refuse(root, f"weight {entry['name']} lies outside its file")
+                    raise damaged(root, [f"weight {entry['name']} lies outside its file"])
                 found[entry["name"]] = address + entry["offset"]
     return found

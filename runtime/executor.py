@@ -148,6 +148,7 @@ class Executor:
         if self.description.get("abi") != ABI:
             raise ArtifactError(f"library interface {self.description.get('abi')}, this qcompile has {ABI}")
         self._check(len(pointers), kv)
+        self._allocate()  # before what must be closed is open
         team = leader.library.qc_team(leader.handle) if leader else None
         config = QcConfig(
             ctypes.addressof(pointers), kv.address, kv_pages, threads, limits.max_tokens, limits.max_tokens, team
@@ -155,7 +156,6 @@ class Executor:
         self.handle: int | None = library.qc_open(ctypes.byref(config))
         if not self.handle:
             raise ResourceError(f"no memory or threads to open the model with {threads} threads")
-        self._allocate()
 
     def _check(self, weights: int, kv: Arena) -> None:
         """Raise ArtifactError unless the library is of the sizes that the manifest says: it trusts its caller."""

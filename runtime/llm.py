@@ -13,20 +13,19 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from qcompile.artifact import MANIFEST, read_manifest, state
-from qcompile.errors import ArtifactError, OverflowedError, ResourceError, UsageError, shown
+from qcompile.errors import ArtifactError, OverflowedError, UsageError, shown
 from qcompile.manifest import check_manifest
 from qcompile.runtime.blocks import BlockPool
+from qcompile.runtime.cpu_load import open_cpu
 from qcompile.runtime.engine import Engine
 from qcompile.runtime.evaluate import Evaluation, perplexity
-from qcompile.runtime.executor import Executor, Limits, StepExecutor, bind
+from qcompile.runtime.executor import StepExecutor
 from qcompile.runtime.gamma import AUTO, GammaPolicy, Tempo, predicted
 from qcompile.runtime.group import Group
-from qcompile.runtime.loader import Arena, LoadedArtifact, available_memory, load_artifact
+from qcompile.runtime.loader import load_artifact
 from qcompile.runtime.outputs import MOST_DRAFTS, RequestOutput
-from qcompile.runtime.reencode import Reencoder, open_reencoder
 from qcompile.runtime.sampling import SamplingParams
-from qcompile.runtime.speculate import Drafter, Level, Speculator
-from qcompile.runtime.speculate_library import LibrarySpeculator
+from qcompile.runtime.speculate import Drafter
 from qcompile.runtime.tokenizer import encode, load_tokenizer
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 MAX_BATCH = 16
-_KV_SHARE = 4  # the cache takes at most this part (1 / 4) of the free memory unless told otherwise
 
 
 def load(
@@ -84,44 +82,22 @@ def _load(
     """`load`, of whatever is at `path`: where that is replaced meanwhile, it may find damage."""
     manifest = read_manifest(path)
     check_manifest(manifest, str(Path(path) / MANIFEST))
-    runtime = manifest["runtime"]
-    _check_request(path, runtime, gamma, acceptance, max_batch)
-    if not 0 < gpu_memory_utilization <= 1:
-        raise UsageError(f"gpu_memory_utilization must be above 0 and at most 1, not {gpu_memory_utilization}")
+    _check_request(path, manifest["runtime"], gamma, acceptance, max_batch)
+    _check_machine(threads, kv_cache_bytes, gpu_memory_utilization)
     if manifest["target"].get("kind") == "cuda":
         from qcompile.runtime.cuda_load import open_cuda
 
         memory = kv_cache_bytes, gpu_memory_utilization
-        tokenizer = load_tokenizer(Path(path))
+        tokenizer = load_tokenizer(Path(path), manifest["files"])
         cuda, drafter = open_cuda(Path(path), manifest, max_batch, *memory, gamma != 0, tokenizer)
-        opened = LLM(cuda, manifest, tokenizer, max_batch, drafter)
-        return _speculating(opened, gamma, acceptance) if drafter else opened
-    cores = len(os.sched_getaffinity(0))
-    threads = cores if threads is None else threads
-    if not (isinstance(threads, int) and 1 <= threads <= 1024):
-        raise UsageError(f"threads must be a whole number between 1 and 1024, not {threads!r}")
-    if not isinstance(kv_cache_bytes, int | None):
-        raise UsageError(f"kv_cache_bytes must be a whole number, not {kv_cache_bytes!r}")
-    artifact = load_artifact(path)
-    model, kv = manifest["model"], runtime["kv"]
-    sizes = runtime["max_tokens"], runtime["vocab_size"], kv["page_tokens"], model["max_position"]
-    limits = Limits(*sizes, kv.get("ring_tokens") or 0)
-    levels = runtime.get("levels") or [] if gamma != 0 else []
-    page_bytes = kv["page_bytes"] + sum(
-        level["kv"]["page_bytes"] for level in levels if level.get("kv") and not level.get("tokenizer")
-    )
-    pages = _kv_pages(page_bytes, limits, max_batch, kv_cache_bytes)
-    bind(artifact.library)
-    arena = Arena(pages * kv["page_bytes"])
-    executor = Executor(artifact.library, artifact.pointers, arena, pages, threads, limits)
-    tokenizer = load_tokenizer(artifact.root)
-    speculator: Drafter | None = None
-    if levels and levels[0].get("tokenizer"):
-        speculator = _open_reencoder(artifact, levels[0], executor, tokenizer, max_batch)
-    elif levels:
-        speculator = _open_levels(artifact, levels, executor, arena)
-    llm = LLM(executor, artifact.manifest, tokenizer, max_batch, speculator, keep=artifact)
-    return _speculating(llm, gamma, acceptance) if speculator else llm
+        llm = LLM(cuda, manifest, tokenizer, max_batch, drafter)
+    else:
+        threads = len(os.sched_getaffinity(0)) if threads is None else threads
+        artifact = load_artifact(path, manifest)
+        tokenizer = load_tokenizer(Path(path), manifest["files"])
+        cpu, drafter = open_cpu(artifact, max_batch, kv_cache_bytes, threads, gamma != 0, tokenizer)
+        llm = LLM(cpu, manifest, tokenizer, max_batch, drafter, keep=artifact)
+    return _speculating(llm, gamma, acceptance) if llm.engine.speculator else llm
 
 
 def _check_request(path: str | Path, runtime: dict[str, Any], gamma: int, acceptance: str, max_batch: int) -> None:
@@ -137,6 +113,16 @@ def _check_request(path: str | Path, runtime: dict[str, Any], gamma: int, accept
         raise UsageError(f"max_batch must be between 1 and {runtime['max_tokens']}, not {max_batch}")
     if gamma not in (0, AUTO) and not runtime.get("levels"):
         raise UsageError(f"gamma {gamma}: {path} has no drafts; build it with a recipe that drafts, or with --draft")
+
+
+def _check_machine(threads: int | None, kv_cache_bytes: int | None, gpu_memory_utilization: float) -> None:
+    """Raise UsageError for numbers of threads and amounts of memory that are none."""
+    if not (threads is None or (isinstance(threads, int) and 1 <= threads <= 1024)):
+        raise UsageError(f"threads must be a whole number between 1 and 1024, not {threads!r}")
+    if not isinstance(kv_cache_bytes, int | None):
+        raise UsageError(f"kv_cache_bytes must be a whole number, not {kv_cache_bytes!r}")
+    if not (isinstance(gpu_memory_utilization, int | float) and 0 < gpu_memory_utilization <= 1):
+        raise UsageError(f"gpu_memory_utilization must be above 0 and at most 1, not {gpu_memory_utilization!r}")
 
 
 def _speculating(llm: LLM, gamma: int, acceptance: str) -> LLM:
@@ -155,50 +141,6 @@ def _policy(manifest: dict[str, Any], count: int) -> GammaPolicy:
     sizes = [entry["bytes"] for entry in manifest["runtime"]["weights"]]
     drafts = manifest["runtime"]["levels"][0].get("weights", [])
     return predicted(sum(sizes[:count]), sum(sizes[index] for index in drafts))
-
-
-def _open_levels(artifact: LoadedArtifact, levels: list[dict[str, Any]], target: Executor, cache: Arena) -> Speculator:
-    """The paths that draft, opened on the target's threads, its pages and, where they share it, its cache."""
-    opened = []
-    for level, draft in zip(levels, artifact.drafts, strict=True):
-        if draft is None:
-            opened.append(Level(None, level["gamma"], match=level["lookup"]))
-            continue
-        bind(draft.library)
-        own, pages = level.get("kv"), target.kv_pages
-        arena = Arena(pages * own["page_bytes"]) if own else cache
-        limits = target.limits._replace(max_position=level["max_position"])
-        executor = Executor(draft.library, draft.pointers, arena, pages, target.threads, limits, target)
-        opened.append(Level(executor, level["gamma"], own is None, threshold=level["threshold"]))
-    return LibrarySpeculator(target, opened)
-
-
-def _open_reencoder(
-    artifact: LoadedArtifact, level: dict[str, Any], target: Executor, tokenizer: Tokenizer | None, max_batch: int
-) -> Reencoder:
-    """A model of another tokenizer that drafts, with pages for `max_batch` requests of its whole context."""
-    draft, kv = artifact.drafts[0], level["kv"]
-    if draft is None:
-        raise ArtifactError(f"{artifact.root}: a draft that encodes text is no path; build it again")
-    bind(draft.library)
-    limits = Limits(target.limits.max_tokens, level["vocab_size"], kv["page_tokens"], level["max_position"])
-    pool = BlockPool(max_batch * -(-limits.max_position // limits.page_tokens), limits.page_tokens)
-    arena = Arena(pool.total * kv["page_bytes"])
-    executor = Executor(draft.library, draft.pointers, arena, pool.total, target.threads, limits, target)
-    return open_reencoder(artifact.root, level, tokenizer, executor, pool)
-
-
-def _kv_pages(page_bytes: int, limits: Limits, max_batch: int, wanted_bytes: int | None) -> int:
-    """How many pages the KV cache gets, each of `page_bytes` over all paths."""
-    if wanted_bytes is not None:
-        if wanted_bytes < page_bytes:
-            raise UsageError(f"kv_cache_bytes {wanted_bytes:,} is less than one page of {page_bytes:,} bytes")
-        return wanted_bytes // page_bytes
-    full = max_batch * limits.pages_for(limits.max_position)
-    pages = min(full, available_memory() // _KV_SHARE // page_bytes)
-    if pages < 1:
-        raise ResourceError(f"no memory for one KV page of {page_bytes:,} bytes")
-    return pages
 
 
 class LLM:

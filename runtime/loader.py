@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qcompile.artifact import ALIGNMENT, MANIFEST, Manifest, file_problem, read_manifest
+from qcompile.artifact import ALIGNMENT, MANIFEST, Manifest, damaged, file_problem, read_manifest
 from qcompile.errors import ArtifactError, ResourceError
 from qcompile.manifest import check_manifest
 from qcompile.targets import cpu_flags
@@ -91,15 +91,16 @@ def check_cpu(target: dict[str, Any], flags: frozenset[str]) -> None:
         )
 
 
-def load_artifact(path: str | Path) -> LoadedArtifact:
-    """Read and verify the artifact at `path`.
+def load_artifact(path: str | Path, manifest: Manifest | None = None) -> LoadedArtifact:
+    """Read and verify the artifact at `path`, by its checked `manifest` where that was read before.
 
     Raises ArtifactError if one bit differs from what was built or the CPU is another, ResourceError if
     memory is short. No file of the artifact is executed before all of them are verified.
     """
     root = Path(path)
-    manifest = read_manifest(root)
-    check_manifest(manifest, str(root / MANIFEST))
+    if manifest is None:
+        manifest = read_manifest(root)
+        check_manifest(manifest, str(root / MANIFEST))
     check_cpu(manifest["target"], cpu_flags())
     runtime = manifest["runtime"]
     if runtime["abi"] != ABI:
@@ -159,8 +160,7 @@ def _read_and_check(root: Path, files: dict[str, dict[str, Any]], destinations: 
         found = pool.map(lambda name: file_problem(root, name, files[name], destinations.get(name)), by_size)
         problems = [problem for problem in found if problem]
     if problems:
-        more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
-        raise ArtifactError(f"{root} is damaged: {problems[0]}{more}; build it again")
+        raise damaged(root, problems)
 
 
 def _open_library(content: bytearray, entry: dict[str, Any]) -> ctypes.CDLL:

@@ -137,13 +137,18 @@ class Reencoder:
 
 
 def open_reencoder(
-    root: Path, level: dict[str, Any], target: Tokenizer | None, executor: StepExecutor, pool: BlockPool
+    root: Path,
+    files: dict[str, Any],
+    level: dict[str, Any],
+    target: Tokenizer | None,
+    executor: StepExecutor,
+    pool: BlockPool,
 ) -> Reencoder:
-    """The draft of the artifact at `root` whose manifest says `level`, with pages of its own cache from `pool`.
+    """The draft of the artifact at `root` whose manifest has `files` and `level`, with pages of its own from `pool`.
 
     Raises ArtifactError where a tokenizer is missing.
     """
-    own = load_tokenizer((root / level["tokenizer"]).parent)
+    own = load_tokenizer(root, files, level["tokenizer"])
     if own is None or target is None:
         raise ArtifactError(f"{root}: a draft that encodes text needs two tokenizers; build it again")
     return Reencoder(target, own, executor, pool, level.get("bos_token_id"), level["threshold"])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from qcompile.artifact import listed_file
 from qcompile.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:
@@ -18,17 +19,17 @@ _MOST_CONTEXT = 256  # where those have no text, being special
 _MAX_HELD = 32
 
 
-def load_tokenizer(root: Path) -> Tokenizer | None:
-    """The artifact's tokenizer, or None if it has none."""
-    path = root / "tokenizer.json"
-    if not path.exists():
+def load_tokenizer(root: Path, files: dict[str, Any], name: str = "tokenizer.json") -> Tokenizer | None:
+    """The tokenizer `name` of an artifact whose manifest has `files`, verified; None if it has none."""
+    content = listed_file(root, files, name)
+    if content is None:
         return None
     from tokenizers import Tokenizer  # costs 20 ms that token-only use does not need
 
     try:
-        tokenizer = Tokenizer.from_buffer(path.read_bytes())  # from_file takes no path that is not UTF-8
+        tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers raises plain Exception
-        raise ArtifactError(f"{path} is not a tokenizer: {error}") from error
+        raise ArtifactError(f"{root / name} is not a tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

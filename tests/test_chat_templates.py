@@ -11,7 +11,7 @@ from tokenizers import processors
 from qcompile import cli_generate
 from qcompile.errors import ArtifactError, UsageError
 from qcompile.runtime import chat
-from tests.runtime.fake import byte_tokenizer, fake_llm
+from tests.runtime.fake import byte_tokenizer, fake_llm, listed
 
 
 def test_a_chat_template_has_all_special_tokens_itself() -> None:
@@ -28,24 +28,35 @@ def test_a_chat_template_is_rendered_in_a_sandbox(tmp_path: Path) -> None:
     template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
     config = {"bos_token": {"content": "<s>"}, "chat_template": template}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    render = chat.chat_template(tmp_path)
+    render = chat.chat_template(tmp_path, listed(tmp_path))
     assert render and render([{"role": "user", "content": "hi"}]) == "<s>[user] hi"
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('only one turn') }}")
-    render = chat.chat_template(tmp_path)
+    render = chat.chat_template(tmp_path, listed(tmp_path))
     with pytest.raises(UsageError, match="only one turn"):
         assert render and render([])
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content + 1 }}")
-    render = chat.chat_template(tmp_path)
+    render = chat.chat_template(tmp_path, listed(tmp_path))
     with pytest.raises(UsageError, match="does not take this conversation"):
         assert render and render([{"role": "user", "content": "hi"}])
+
+
+def test_a_chat_template_is_one_of_the_artifacts_files(tmp_path: Path) -> None:
+    """What lies there beside them is nobody's, and what is not as it was built is damaged."""
+    files = listed(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("yes")
+    assert chat.chat_template(tmp_path, files) is None
+    files = listed(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("yet")
+    with pytest.raises(ArtifactError, match=r"damaged: chat_template\.jinja: SHA-256 differs"):
+        chat.chat_template(tmp_path, files)
 
 
 def test_of_several_chat_templates_the_default_is_taken(tmp_path: Path) -> None:
     given = [{"name": "tools", "template": "no"}, {"name": "default", "template": "{% for m in messages %}{% break %}"}]
     given[1]["template"] += "{% endfor %}yes"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": given, "eos_token": {"id": 1}}))
-    render = chat.chat_template(tmp_path)
+    render = chat.chat_template(tmp_path, listed(tmp_path))
     assert render and render([{"role": "user", "content": "hi"}]) == "yes"
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ArtifactError, match="is not text"):
-        chat.chat_template(tmp_path)
+        chat.chat_template(tmp_path, listed(tmp_path))

@@ -15,6 +15,7 @@ from qcompile import pipeline
 from qcompile.artifact import read_manifest
 from qcompile.errors import ArtifactError, QCompileError
 from qcompile.runtime.chat import chat_template
+from tests.runtime.fake import listed
 
 Spoil = Callable[[Path], object]
 
@@ -85,4 +86,4 @@ def test_a_first_token_of_another_vocabulary_is_none(tiny_checkpoint: Path, tmp_
 def test_an_artifacts_settings_that_are_none_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(text)
     with pytest.raises(ArtifactError, match=r"tokenizer_config\.json"):
-        chat_template(tmp_path)
+        chat_template(tmp_path, listed(tmp_path))

@@ -7,8 +7,10 @@ its whole history, read back through the block table. A wrong page, slot, positi
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -123,6 +125,12 @@ class FakeLibrary:
 def ints(address: int, count: int) -> np.ndarray:
     """The int32 array at an address."""
     return np.ctypeslib.as_array((ctypes.c_int32 * count).from_address(address))
+
+
+def listed(folder: Path) -> dict[str, Any]:
+    """The files of a folder as the manifest of an artifact lists them."""
+    contents = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    return {name: {"bytes": len(c), "sha256": hashlib.sha256(c).hexdigest()} for name, c in contents.items()}
 
 
 def byte_tokenizer() -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from qcompile.runtime.executor import Limits, Rows
 from qcompile.runtime.reencode import Reencoder
 from qcompile.runtime.speculate import Level
 from qcompile.runtime.speculate_host import HostSpeculator
-from tests.runtime.fake import byte_tokenizer
+from tests.runtime.fake import byte_tokenizer, listed
 
 LIMITS = Limits(max_tokens=64, vocab=10, page_tokens=64, max_position=1024)
 
@@ -302,7 +301,7 @@ def test_levels_that_draft_work_in_the_targets_cache_or_in_their_own(opened: Cud
         plans = [PLAN if "path" in level else None for level in levels]
         pairs = zip(levels, plans, strict=True)
         every = [cuda_load._level(opened, level, plan, functions, {"w": 99}) for level, plan in pairs]
-        drafter = cuda_load._drafter(Path(), opened, levels, every, None)
+        drafter = cuda_load._drafter(Path(), {}, opened, levels, every, None)
         caches = [one.executor._kv for one in every if isinstance(one.executor, CudaExecutor)]
         shared = [cache == opened._kv for cache in caches]
         assert len(set(caches)) == len(caches)
@@ -324,10 +323,10 @@ def test_a_draft_of_another_tokenizer_has_pages_of_its_own(opened: CudaExecutor,
     level |= {"max_position": 512, "vocab_size": 10, "threshold": 0.4, "bos_token_id": 1}
     every = [cuda_load._level(opened, level, PLAN, functions, {"w": 99})]
     with pytest.raises(ArtifactError, match="needs two tokenizers"):
-        cuda_load._drafter(tmp_path, opened, [level], every, byte_tokenizer())
-    (tmp_path / "draft1").mkdir()
-    (tmp_path / "draft1" / "tokenizer.json").write_text(byte_tokenizer().to_str())
-    drafter = cuda_load._drafter(tmp_path, opened, [level], every, byte_tokenizer())
+        cuda_load._drafter(tmp_path, {}, opened, [level], every, byte_tokenizer())
+    (tmp_path / "tokenizer.json").write_text(byte_tokenizer().to_str())
+    level["tokenizer"] = "tokenizer.json"
+    drafter = cuda_load._drafter(tmp_path, listed(tmp_path), opened, [level], every, byte_tokenizer())
     assert isinstance(drafter, Reencoder)
     assert drafter.executor is every[0].executor and drafter.pool.total == opened.kv_pages
     drafter.close()
@@ -387,13 +386,11 @@ def test_weights_of_a_model_without_room_for_a_page_are_given_back(
         unload=loaded.remove,
     )
     plan = {"kernels": {"k": {"function": "k", "shared_bytes": 0}}, "arena_bytes": {}}
-    contents = {"weights": bytes(4096), "plan": json.dumps(plan).encode(), "k.cubin": b""}
-    for name, content in contents.items():
+    for name, content in {"weights": bytes(4096), "plan": json.dumps(plan).encode(), "k.cubin": b""}.items():
         (tmp_path / name).write_bytes(content)
-    files = {n: {"bytes": len(c), "sha256": hashlib.sha256(c).hexdigest()} for n, c in contents.items()}
     runtime = {"max_tokens": 64, "vocab_size": 10, "kv": {"page_bytes": 1 << 20, "page_tokens": 64}, "library": "plan"}
     runtime["weights"] = [{"name": "w", "file": "weights", "offset": 0, "bytes": 64}]
-    manifest = {"runtime": runtime, "model": {"max_position": 64}, "files": files}
+    manifest = {"runtime": runtime, "model": {"max_position": 64}, "files": listed(tmp_path)}
     monkeypatch.setattr(cuda_load, "driver", lambda: gpu)
     with pytest.raises(ResourceError, match="no GPU memory for one KV page"):
         cuda_load.open_cuda(tmp_path, manifest, 1, None, 0.9, drafts=False)

@@ -28,6 +28,7 @@ from qcompile.runtime.loader import Arena, load_artifact
 from qcompile.runtime.sampling import SamplingParams
 from tests.runtime.fake import byte_tokenizer
 
+parsed = artifact._parsed
 COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 STUB = r"""
 #include <stdint.h>
@@ -90,7 +91,11 @@ def write(path: Path, stub: Path, step: int = 3, tokenizer: bool = True, **chang
             "recipe": {"name": "stub", "options": {}},
             "versions": {"compiler": "stub"},
             "model": {
-                "name": "stub", "parameters": 1, "max_position": 500, "bos_token_id": 0, "eos_token_ids": [0],
+                "name": "stub",
+                "parameters": 1,
+                "max_position": 500,
+                "bos_token_id": 0,
+                "eos_token_ids": [0],
                 "vocab_size": 260,
             },
             "runtime": {
@@ -310,12 +315,44 @@ def test_bad_options_of_load(tmp_path: Path, stub: Path) -> None:
         ({"threads": 0}, "threads must be"),
         ({"max_batch": 0}, "max_batch must be between 1 and 64"),
         ({"kv_cache_bytes": 100}, "less than one page"),
+        ({"kv_cache_bytes": "8G"}, "kv_cache_bytes must be a whole number"),
+        ({"gpu_memory_utilization": 1.1}, "gpu_memory_utilization must be above 0"),
+        ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization must be above 0"),
     ):
         with pytest.raises(UsageError, match=message):
             load(root, **options)
+    with pytest.raises(UsageError, match="kv_cache_bytes must be"):  # before anything asks for a GPU
+        load(write(tmp_path / "gpu", stub, target={"kind": "cuda"}), kv_cache_bytes="8G")  # type: ignore[arg-type]
     with pytest.raises(ResourceError, match="13 threads"):
         load(root, threads=13)
     assert load(root, threads=1, kv_cache_bytes=9000).engine.pool.total == 2
+
+
+def test_a_tokenizer_is_one_of_the_artifacts_files(tmp_path: Path, stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies there beside them is nobody's, and what takes its place behind the check of all files is damage."""
+    root = write(tmp_path / "out", stub, tokenizer=False)
+    (root / "tokenizer.json").write_text(byte_tokenizer().to_str())
+    with load(root, threads=1) as llm:
+        assert llm.tokenizer is None
+    root = write(tmp_path / "out", stub)
+    read = loader._read_and_check
+
+    def late(*arguments: Any) -> None:
+        read(*arguments)
+        with open(root / "tokenizer.json", "r+b") as file:
+            file.write(b" ")
+
+    monkeypatch.setattr(loader, "_read_and_check", late)
+    with pytest.raises(ArtifactError, match="tokenizer"):
+        load(root, threads=1)
+
+
+def test_a_manifest_is_read_once(tmp_path: Path, stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else sizes could be of one artifact, and weights of another that took its place."""
+    root, found = write(tmp_path / "out", stub), []
+    monkeypatch.setattr(artifact, "_parsed", lambda *given: found.append(parsed(*given)) or found[-1])
+    with load(root, threads=1):
+        assert len(found) == 1
 
 
 def test_memory_that_is_not_there(tmp_path: Path, stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:

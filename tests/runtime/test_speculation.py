@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -12,7 +13,9 @@ import pytest
 
 import qcompile
 from qcompile import SamplingParams
-from qcompile.errors import UnsupportedError, UsageError
+from qcompile.errors import ResourceError, UnsupportedError, UsageError
+from qcompile.runtime import cpu_load
+from qcompile.runtime.executor import Executor
 from qcompile.runtime.gamma import AUTO
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import CompletionOutput
@@ -307,6 +310,27 @@ def test_texts_beyond_the_context_of_a_draft_go_on_beside_others(artifact: Calla
             prompts = [[*range(1, 231)], [5, 6, 7]]
             found.append([o.outputs[0] for o in llm.generate(prompts, temperature=0, max_tokens=20, ignore_eos=True)])
     assert [sample.token_ids for sample in found[0]] == [sample.token_ids for sample in found[1]]
+
+
+@pytest.mark.parametrize("missing", ["memory", "rounds"])
+def test_a_model_whose_drafts_cannot_be_opened_leaves_no_threads(
+    missing: str, artifact: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its own, nor the drafts' where what follows them fails."""
+
+    def refuse(*given: object) -> None:
+        raise ResourceError("no memory for drafts")
+
+    closed = []
+    close = Executor.close
+    monkeypatch.setattr(Executor, "close", lambda executor: closed.append(executor) or close(executor))  # type: ignore[func-returns-value]
+    opens = {"memory": "_open_levels", "rounds": "LibrarySpeculator"}
+    monkeypatch.setattr(cpu_load, opens[missing], refuse)
+    before = len(os.listdir("/proc/self/task"))
+    with pytest.raises(ResourceError, match="for drafts"):
+        qcompile.load(artifact("other"), threads=3)
+    assert len(os.listdir("/proc/self/task")) == before
+    assert len(closed) == (1 if missing == "memory" else 2)
 
 
 def test_a_stream_ends_with_its_model(artifact: Callable[[str], Path]) -> None:

@@ -1,0 +1,113 @@
+"""From a verified artifact for CPUs to an opened executor, and what drafts for it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from qcompile.errors import ArtifactError, ResourceError, UsageError
+from qcompile.runtime.blocks import BlockPool
+from qcompile.runtime.executor import Executor, Limits, bind
+from qcompile.runtime.loader import Arena, LoadedArtifact, available_memory
+from qcompile.runtime.reencode import Reencoder, open_reencoder
+from qcompile.runtime.speculate import Drafter, Level, Speculator
+from qcompile.runtime.speculate_library import LibrarySpeculator
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_KV_SHARE = 4  # the cache takes at most this part (1 / 4) of the free memory unless told otherwise
+
+
+def open_cpu(
+    artifact: LoadedArtifact,
+    max_batch: int,
+    kv_cache_bytes: int | None,
+    threads: int,
+    drafts: bool,
+    tokenizer: Tokenizer | None,
+) -> tuple[Executor, Drafter | None]:
+    """Open the artifact's model, and its drafts if wanted, whose `tokenizer` is given; all of it or nothing.
+
+    Raises ArtifactError (its manifest and its libraries differ), ResourceError (memory, threads), UsageError.
+    """
+    runtime, model = artifact.manifest["runtime"], artifact.manifest["model"]
+    kv = runtime["kv"]
+    sizes = runtime["max_tokens"], runtime["vocab_size"], kv["page_tokens"], model["max_position"]
+    limits = Limits(*sizes, kv.get("ring_tokens") or 0)
+    levels = runtime.get("levels") or [] if drafts else []
+    page_bytes = kv["page_bytes"] + sum(
+        level["kv"]["page_bytes"] for level in levels if level.get("kv") and not level.get("tokenizer")
+    )
+    pages = _kv_pages(page_bytes, limits, max_batch, kv_cache_bytes)
+    bind(artifact.library)
+    arena = Arena(pages * kv["page_bytes"])
+    with ExitStack() as undo:
+        executor = Executor(artifact.library, artifact.pointers, arena, pages, threads, limits)
+        undo.callback(executor.close)
+        drafter: Drafter | None = None
+        if levels and levels[0].get("tokenizer"):
+            drafter = _open_reencoder(artifact, levels[0], executor, tokenizer, max_batch, undo)
+        elif levels:
+            drafter = _open_levels(artifact, levels, executor, arena, undo)
+        undo.pop_all()
+    return executor, drafter
+
+
+def _open_levels(
+    artifact: LoadedArtifact, levels: list[dict[str, Any]], target: Executor, cache: Arena, undo: ExitStack
+) -> Speculator:
+    """The paths that draft, opened on the target's threads, its pages and, where they share it, its cache.
+
+    `undo` closes them.
+    """
+    opened = []
+    for level, draft in zip(levels, artifact.drafts, strict=True):
+        if draft is None:
+            opened.append(Level(None, level["gamma"], match=level["lookup"]))
+            continue
+        bind(draft.library)
+        own, pages = level.get("kv"), target.kv_pages
+        arena = Arena(pages * own["page_bytes"]) if own else cache
+        limits = target.limits._replace(max_position=level["max_position"])
+        executor = Executor(draft.library, draft.pointers, arena, pages, target.threads, limits, target)
+        undo.callback(executor.close)
+        opened.append(Level(executor, level["gamma"], own is None, threshold=level["threshold"]))
+    return LibrarySpeculator(target, opened)
+
+
+def _open_reencoder(
+    artifact: LoadedArtifact,
+    level: dict[str, Any],
+    target: Executor,
+    tokenizer: Tokenizer | None,
+    max_batch: int,
+    undo: ExitStack,
+) -> Reencoder:
+    """A model of another tokenizer that drafts, with pages for `max_batch` requests of its whole context.
+
+    `undo` closes it.
+    """
+    draft, kv = artifact.drafts[0], level["kv"]
+    if draft is None:
+        raise ArtifactError(f"{artifact.root}: a draft that encodes text is no path; build it again")
+    bind(draft.library)
+    limits = Limits(target.limits.max_tokens, level["vocab_size"], kv["page_tokens"], level["max_position"])
+    pool = BlockPool(max_batch * -(-limits.max_position // limits.page_tokens), limits.page_tokens)
+    arena = Arena(pool.total * kv["page_bytes"])
+    executor = Executor(draft.library, draft.pointers, arena, pool.total, target.threads, limits, target)
+    undo.callback(executor.close)
+    return open_reencoder(artifact.root, artifact.manifest["files"], level, tokenizer, executor, pool)
+
+
+def _kv_pages(page_bytes: int, limits: Limits, max_batch: int, wanted_bytes: int | None) -> int:
+    """How many pages the KV cache gets, each of `page_bytes` over all paths."""
+    if wanted_bytes is not None:
+        if wanted_bytes < page_bytes:
+            raise UsageError(f"kv_cache_bytes {wanted_bytes:,} is less than one page of {page_bytes:,} bytes")
+        return wanted_bytes // page_bytes
+    full = max_batch * limits.pages_for(limits.max_position)
+    pages = min(full, available_memory() // _KV_SHARE // page_bytes)
+    if pages < 1:
+        raise ResourceError(f"no memory for one KV page of {page_bytes:,} bytes")
+    return pages
