@@ -72,15 +72,15 @@ def load(
         raise UsageError(f"max_position must be a whole number of at least {least}, not {max_position!r}")
     if isinstance(model, ExportedProgram):
         program, name = model, name or "exported"
-        loaders = program_loaders(program)
+        loaders, wrapper = program_loaders(program), ""
     else:
         if example_inputs is None:
             raise UsageError("example_inputs is needed with an nn.Module: (token_ids,) or (token_ids, positions)")
         name = name or type(model).__name__
         program = export_module(model, example_inputs, max_position)
-        loaders = module_loaders(model)
+        loaders, wrapper = module_loaders(model), WRAPPER
     info = ModelInfo(name, _vocabulary(program), max_position, None, (), count_parameters(program))
-    return import_program(program, loaders, info)
+    return import_program(program, loaders, info, wrapper)
 
 
 def export(module: nn.Module, inputs: Sequence[Tensor], name: str, longest: int = 1 << 24) -> ExportedProgram:
@@ -246,10 +246,12 @@ def _vocabulary(program: ExportedProgram) -> int:
 # ---- ExportedProgram -> Graph ----------------------------------------------------------------------
 
 
-def import_program(program: ExportedProgram, loaders: dict[str, Loader], info: ModelInfo) -> Graph:
+def import_program(
+    program: ExportedProgram, loaders: dict[str, Loader], info: ModelInfo, wrapper: str = WRAPPER
+) -> Graph:
     """The program as a Graph: weights by name in the store, mode wrappers inlined, checks of the trace dropped.
 
-    `loaders` gives each parameter and buffer by its name in the program.
+    `loaders` gives each parameter and buffer by its name in the program, which has `wrapper` before it there.
     """
     store = WeightStore()
     graph = fx.Graph()
@@ -260,7 +262,8 @@ def import_program(program: ExportedProgram, loaders: dict[str, Loader], info: M
         if spec.kind.name == "USER_INPUT":
             values[node] = _copy(graph, node, values)
         elif node.users:
-            values[node] = _weight(graph, store, node, spec, program, loaders)
+            name = str(spec.target).removeprefix(wrapper)
+            values[node] = _weight(graph, store, node, spec, name, program, loaders)
     results = _inline(graph, program.graph_module, values)
     if len(results) != 1:
         raise UnsupportedError(f"the exported program has {len(results)} outputs; a model must return logits alone")
@@ -269,11 +272,16 @@ def import_program(program: ExportedProgram, loaders: dict[str, Loader], info: M
 
 
 def _weight(
-    graph: fx.Graph, store: WeightStore, node: fx.Node, spec: Any, program: ExportedProgram, loaders: dict[str, Loader]
+    graph: fx.Graph,
+    store: WeightStore,
+    node: fx.Node,
+    spec: Any,
+    name: str,
+    program: ExportedProgram,
+    loaders: dict[str, Loader],
 ) -> fx.Node:
     value = node.meta["val"]
     constant = program.constants.get(str(spec.target))
-    name = str(spec.target).removeprefix(WRAPPER)
     if spec.kind.name not in ("PARAMETER", "BUFFER", "CONSTANT_TENSOR"):
         raise UnsupportedError(f"input {node.name} of the exported program is a {spec.kind.name.lower()}")
     if name not in store:
