@@ -16,8 +16,9 @@ from torch import fx
 from qcompile import ops
 from qcompile.passes import raise_aten, raise_patterns
 from qcompile.passes import raise_tables as tables
+from qcompile.passes import raise_values as values
 from qcompile.passes.raise_aten import HANDLERS, handles
-from qcompile.passes.raise_ops import Arguments, Known, Opaque, Raiser, Weight, features
+from qcompile.passes.raise_ops import LENGTHS, Arguments, Known, Opaque, Raiser, Weight, features
 from qcompile.passes.raise_patterns import is_call, strip
 from qcompile.passes.raise_values import POSITION, Value, identity
 
@@ -133,7 +134,7 @@ def _normalized(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 def _limited(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     """Scores hidden outside the best groups; nothing is hidden where all groups are kept."""
     value = _scores(r, a.input_, -1)
-    found = _group_choice(r, a.mask)
+    found = None if value is None else _group_choice(r, a.mask, value.count)
     if value is None or found is None:
         return None
     best: Any = found[0]
@@ -160,11 +161,19 @@ def _judged(best: Any) -> tuple[Any, int]:
     if is_call(best, "getitem") and best.args[1] == 0 and is_call(best.args[0], "max"):
         most = Arguments(best.args[0])
         return (strip(most.input_), 1) if getattr(most, "dim", None) in (-1, 2) else (None, 0)
-    if not is_call(best, "sum") or [d % 2 for d in best.args[1]] != [1]:
+    if not is_call(best, "sum") or [d % 3 for d in best.args[1]] != [2]:
         return None, 0
     two: Any = best.args[0]
     inner: Any = two.args[0] if is_call(two, "getitem") and two.args[1] == 0 else None
-    return (strip(inner.args[0]), 2) if is_call(inner, "topk") and inner.args[1] == 2 else (None, 0)
+    return (strip(inner.args[0]), 2) if _largest(inner, 3) == 2 else (None, 0)
+
+
+def _largest(item: Any, rank: int) -> int | None:
+    """k where `item` is the topk that gives the k largest along the last of `rank` dimensions."""
+    if not is_call(item, "topk"):
+        return None
+    given = Arguments(item)
+    return given.k if given.largest and given.dim in (-1, rank - 1) and isinstance(given.k, int) else None
 
 
 def _never_chosen(node: fx.Node, hidden: float | None, scores: Value, left: int) -> bool:
@@ -179,21 +188,44 @@ def _never_chosen(node: fx.Node, hidden: float | None, scores: Value, left: int)
     return positive and all(isinstance(count, int) and count <= left for count in chosen)
 
 
-def _group_choice(r: Raiser, mask: Any) -> tuple[fx.Node, int] | None:
-    """(scores of groups, how many are kept) of the complement of a mask that is 1 in the chosen groups."""
+def _group_choice(r: Raiser, mask: Any, experts: int) -> tuple[fx.Node, int] | None:
+    """(scores of groups, how many are kept) of the complement of a mask that is 1 in the chosen groups of `experts`."""
     if not is_call(mask := strip(mask), "bitwise_not", "logical_not"):
         return None
-    mask = strip(mask.args[0])
-    while is_call(mask, "view", "reshape", "unsqueeze", "expand"):
-        mask = strip(mask.args[0])
+    mask, steps = mask.args[0], []
+    while is_call(mask, *_SPREADING) or strip(mask) is not mask:
+        steps += [mask] if is_call(mask, *_SPREADING) else []
+        mask = mask.args[0]
     if not is_call(mask, "scatter") or mask.args[1] not in (1, -1) or mask.args[3] not in (1, 1.0):
         return None
     zeros, chosen = strip(mask.args[0]), strip(mask.args[2])
     topk: Any = chosen.args[0] if is_call(chosen, "getitem") and chosen.args[1] == 1 else None
-    if not is_call(zeros, "zeros_like") or not is_call(topk, "topk"):
+    if not is_call(zeros, "zeros_like") or (keep := _largest(topk, 2)) is None:
         return None
     best = strip(topk.args[0])
-    return (best, int(topk.args[1])) if strip(zeros.args[0]) is best and best.meta["val"].dim() == 2 else None
+    if strip(zeros.args[0]) is not best or best.meta["val"].dim() != 2 or not _in_runs(r, mask, steps, experts):
+        return None
+    return best, keep
+
+
+_SPREADING = ("view", "reshape", "unsqueeze", "expand")
+
+
+def _in_runs(r: Raiser, mask: fx.Node, steps: list[fx.Node], experts: int) -> bool:
+    """Whether `steps`, the last first, repeat the `mask` [tokens, groups] for the experts of each group in a run."""
+    groups = int(mask.meta["val"].shape[-1])
+    found: Value | None = identity(mask, ("BT", "F"), (groups,))
+    for step in reversed(steps):
+        if found is None:
+            return False
+        if is_call(step, "unsqueeze"):
+            found = values.unsqueeze(found, Arguments(step).dim % (len(found.dims) + 1))
+        else:
+            spread = values.expand if is_call(step, "expand") else values.reshape
+            found = spread(found, r.shape(step), LENGTHS)
+    if found is None or found.dims != ("BT", "F") or experts % groups:
+        return False
+    return np.array_equal(found.terms["index"].ravel(), np.arange(experts) // (experts // groups))
 
 
 # ---- experts ----------------------------------------------------------------------------------------
@@ -250,7 +282,13 @@ def _expert_bias(r: Raiser, node: fx.Node, a: Arguments) -> Known:
             continue
         made: Any = value.base
         whole = value.is_plain() and np.array_equal(value.terms["index"].ravel(), np.arange(value.count))
-        if whole and len(made.args) == 3 and made.args[1] is chosen.index and value.dims == (PAIRS, "F"):
+        if (
+            a.alpha in (None, 1)
+            and whole
+            and len(made.args) == 3
+            and made.args[1] is chosen.index
+            and value.dims == (PAIRS, "F")
+        ):
             return identity(r.call("expert_linear", *made.args, r.weight(chosen.weight)), value.dims, value.sizes)
     return None
 
@@ -347,7 +385,8 @@ class Decided(Opaque):
 @handles("max", "amax")
 def _max(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     value = r.known.get(a.input_)
-    if not isinstance(value, Value) or value.base is not None or node.meta["val"].dim() != 0:
+    made = node.meta["val"]
+    if not isinstance(value, Value) or value.base is not None or not isinstance(made, torch.Tensor) or made.dim():
         return None
     place = len(value.terms) == 1 and (value.terms["kind"] == POSITION).all() and (value.terms["coef"] == 1).all()
     return Reach(node, 0.0) if place else None
@@ -376,4 +415,4 @@ def _where(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     if not isinstance(decided, Decided):
         return None
     chosen = yes if decided.value else no
-    return r.known.get(chosen) if r.shape(chosen) == r.shape(node) else None
+    return r.known.get(chosen) if isinstance(chosen, fx.Node) and r.shape(chosen) == r.shape(node) else None

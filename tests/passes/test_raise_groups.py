@@ -36,20 +36,36 @@ def shifted_softmax(x: Tensor) -> Tensor:
 class Router(nn.Module):
     """Logits of the `chosen` best scores of the best groups."""
 
-    def __init__(self, score: Judge, judge: Judge, hidden: float, chosen: int = 3) -> None:
+    def __init__(
+        self, score: Judge, judge: Judge, hidden: float, chosen: int = 3, largest: bool = True, groups: int = GROUPS
+    ) -> None:
         super().__init__()
         self.score, self.judge, self.hidden, self.chosen = score, judge, hidden, chosen
+        self.largest, self.groups = largest, groups
         self.embed, self.gate = nn.Embedding(modules.VOCAB, 16), nn.Linear(16, EXPERTS)
         self.head = nn.Linear(chosen, modules.VOCAB)
 
     def forward(self, ids: Tensor) -> Tensor:
         scores = self.score(self.gate(self.embed(ids).view(-1, 16)))
-        groups = self.judge(scores.view(-1, GROUPS, EXPERTS // GROUPS))
+        each = EXPERTS // self.groups
+        groups = self.judge(scores.view(-1, self.groups, each))
         mask = torch.zeros_like(groups)
-        mask.scatter_(1, groups.topk(KEPT, dim=-1, sorted=False)[1], 1)
-        mask = mask.unsqueeze(-1).expand(-1, GROUPS, EXPERTS // GROUPS).reshape(-1, EXPERTS)
+        kept = min(KEPT, self.groups - 1)
+        mask.scatter_(1, groups.topk(kept, dim=-1, largest=self.largest, sorted=False)[1], 1)
+        mask = self.spread(mask, each)
         left = scores.masked_fill(~mask.bool(), self.hidden)
         return self.head(left.topk(self.chosen, dim=-1)[0].view(*ids.shape, self.chosen))
+
+    def spread(self, mask: Tensor, each: int) -> Tensor:
+        """For each expert what `mask` [tokens, groups] has for its group."""
+        return mask.unsqueeze(-1).expand(-1, self.groups, each).reshape(-1, EXPERTS)
+
+
+class Dealt(Router):
+    """One that hides experts as if the groups had been dealt them in turn."""
+
+    def spread(self, mask: Tensor, each: int) -> Tensor:
+        return mask.unsqueeze(1).expand(-1, each, self.groups).reshape(-1, EXPERTS)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +95,16 @@ def test_same_logits(score: Judge, judge: Judge, hidden: float) -> None:
         (shifted_softmax, best, 0.0),  # which is more than some scores
         (softmax, lambda runs: runs.min(-1).values, 0.0),
         (softmax, lambda runs: runs.topk(3, -1)[0].sum(-1), 0.0),
+        (softmax, lambda runs: runs.topk(2, -1, largest=False)[0].sum(-1), 0.0),
+        (softmax, lambda runs: runs.topk(2, -1)[0].sum(1), 0.0, 3, True, 2),  # of the best two, over groups
+        (softmax, best, 0.0, 3, False),  # the worst groups
     ],
 )
 def test_what_judges_or_hides_otherwise_is_refused(router: tuple[Judge, Judge, float]) -> None:
     with pytest.raises(UnsupportedError, match="has no counterpart"):
         raise_module(modules.randomized(Router(*router)))
+
+
+def test_a_mask_laid_out_otherwise_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="has no counterpart"):
+        raise_module(modules.randomized(Dealt(softmax, best, 0.0)))
