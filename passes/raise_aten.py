@@ -19,11 +19,26 @@ from qcompile.passes import raise_masks as masks
 from qcompile.passes import raise_patterns as patterns
 from qcompile.passes import raise_tables as tables
 from qcompile.passes import raise_values as values
-from qcompile.passes.raise_ops import LENGTHS, Arguments, Known, Opaque, Raiser, Spread, Weight, features
+from qcompile.passes.raise_ops import (
+    HALVES,
+    LENGTHS,
+    Arguments,
+    Known,
+    Opaque,
+    Raiser,
+    Spread,
+    Weight,
+    features,
+    operator_name,
+)
 from qcompile.passes.raise_values import Value, identity
 
 Handler = Callable[[Raiser, fx.Node, Arguments], Known]
 HANDLERS: dict[str, Handler] = {}
+
+
+WHOLE = (torch.int32, torch.int64)
+"""Integers that hold every position."""
 
 
 def handles(*names: str) -> Callable[[Handler], Handler]:
@@ -45,12 +60,11 @@ def _same(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     known = r.known.get(source)
     if isinstance(known, Opaque):
         return known if source is r.token_ids and not node.meta["val"].is_floating_point() else None
-    if node.meta["val"].dtype in (torch.float16, torch.bfloat16) and isinstance(known, Value):
-        raise r.unsupported(node, f"rounds to {node.meta['val'].dtype}, where the model is compiled in float32")
-    was_float = source.meta["val"].is_floating_point()
-    if was_float != node.meta["val"].is_floating_point() and was_float:
-        return None
-    return known
+    given, made = source.meta["val"].dtype, node.meta["val"].dtype
+    if made in HALVES and isinstance(known, Value):
+        raise r.unsupported(node, f"rounds to {made}, where the model is compiled in float32")
+    holds = made.is_floating_point or made == given or (made in WHOLE and not given.is_floating_point)
+    return known if holds else None
 
 
 @handles("type_as", "expand_as", "view_as", "reshape_as")
@@ -62,6 +76,8 @@ def _as_other(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 @handles("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze")
 def _view(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     known = r.known.get(a.positional[0])
+    if node.meta["val"].dtype != a.positional[0].meta["val"].dtype:  # its bits as those of another type
+        return None
     if isinstance(known, Opaque) and known.node is r.token_ids and r.shape(node) == r.shape(r.token_ids):
         return known
     if isinstance(known, Spread):
@@ -116,7 +132,8 @@ def _slice(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     if r.shape(node) == r.shape(a.input_):
         return r.known[a.input_]
     if isinstance(r.known.get(a.input_), Weight):
-        return tables.rows_of(r, node, a.input_, a.dim % len(r.shape(node))) if a.start in (0, None) else None
+        first = a.start in (0, None) and a.step in (1, None)
+        return tables.rows_of(r, node, a.input_, a.dim % len(r.shape(node))) if first else None
     value = r.value(a.input_)
     if value is None or not all(isinstance(n, (int, type(None))) for n in (a.start, a.end, a.step)):
         return None
@@ -174,15 +191,16 @@ def _index_select(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 
 @handles("index")
 def _index(r: Raiser, node: fx.Node, a: Arguments) -> Known:
-    index = [i for i in a.indices if i is not None]
-    if len(index) != 1:
+    given = [(dim, index) for dim, index in enumerate(a.indices) if index is not None]
+    if len(given) != 1 or given[0][1].meta["val"].dtype not in WHOLE:
         return None
+    ((dim, index),) = given
     if isinstance(r.known.get(a.input_), Weight) and len(a.indices) == 1 and len(a.input_.meta["val"].shape) == 2:
-        return _lookup(r, a.input_, index[0])
-    value, chosen = r.value(a.input_), r.known.get(index[0])
-    if value is None or not isinstance(chosen, Weight) or index[0].meta["val"].dim() != 1:
+        return _lookup(r, a.input_, index)
+    value, chosen = r.value(a.input_), r.known.get(index)
+    if value is None or not isinstance(chosen, Weight) or index.meta["val"].dim() != 1:
         return None
-    return values.take(value, len(a.indices) - 1, r.evaluate(chosen.node).numpy())
+    return values.take(value, dim, r.evaluate(chosen.node).numpy())
 
 
 @handles("repeat_interleave")
@@ -340,7 +358,7 @@ def _add(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 def _both(r: Raiser, name: str, a: Value, b: Value, node: Any) -> Known:
     """An elementwise operator of two raised tensors of one layout."""
     aligned = values.align(a, b)
-    if aligned is None or a.sizes != b.sizes:
+    if aligned is None or not (a.sizes == b.sizes == aligned[1].shape[1:]):
         return None
     made = r.call(name, *(r.emit(v, _working_sizes(v), node) for v in _alike(a, b)))
     return identity(made, aligned[0], a.sizes)
@@ -361,9 +379,7 @@ def _working_sizes(value: Value) -> tuple[int, ...]:
 
 @handles("silu", "gelu", "relu", "tanh", "sigmoid")
 def _unary(r: Raiser, node: fx.Node, a: Arguments) -> Known:
-    kind = str(node.target).split(".")[1]
-    if getattr(a, "approximate", "none") == "tanh":
-        kind = "gelu_tanh"
+    kind = "gelu_tanh" if getattr(a, "approximate", "none") == "tanh" else operator_name(node)
     return elementwise(r, node, a.positional[0], "unary", kind)
 
 
@@ -439,27 +455,6 @@ def _outer(r: Raiser, left: fx.Node, right: fx.Node) -> Known:
     return values.multiply(first, second)
 
 
-@handles("outer", "ger")
-def _outer_product(r: Raiser, node: fx.Node, a: Arguments) -> Known:
-    first, second = r.value(a.positional[0]), r.value(a.positional[1])
-    if first is None or second is None:
-        return None
-    return values.multiply(values.unsqueeze(first, 1), second)
-
-
-@handles("einsum")
-def _einsum(r: Raiser, node: fx.Node, a: Arguments) -> Known:
-    """Outer products alone: no letter is summed over."""
-    inputs, _, output = a.equation.replace(" ", "").partition("->")
-    letters = inputs.split(",")
-    found = [r.value(t) for t in a.tensors]
-    if len(letters) != 2 or output != "".join(letters) or found[0] is None or found[1] is None:
-        return None
-    for _ in letters[1]:
-        found[0] = values.unsqueeze(found[0], len(found[0].dims))
-    return values.multiply(found[0], found[1])
-
-
 def linear(r: Raiser, node: fx.Node, source: fx.Node, weight: fx.Node, bias: fx.Node | None) -> Known:
     """qcompile::linear of what `source` is, whose last dimension must be all of the features."""
     value = r.require(source, f"linear {node}")
@@ -467,7 +462,9 @@ def linear(r: Raiser, node: fx.Node, source: fx.Node, weight: fx.Node, bias: fx.
         raise r.unsupported(node, "is a linear over something else than the features of a token")
     if bias is not None and not isinstance(r.known.get(bias), Weight):
         raise r.unsupported(node, "has a bias that is not a weight")
-    extra = () if bias is None else (r.weight(bias),)
+    if bias is not None and bias.meta["val"].numel() != weight.meta["val"].shape[0]:
+        raise r.unsupported(node, "has one bias for several features")
+    extra = () if bias is None else (r.vector(bias),)
     made = r.call("linear", r.emit(value, value.sizes, node), weight, *extra)
     return identity(made, value.dims, features(made))
 

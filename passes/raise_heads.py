@@ -75,11 +75,12 @@ def _joined(r: Raiser, weights: Sequence[fx.Node | None]) -> fx.Node | None:
     names = [str(weight.target) for weight in weights if weight is not None]
     if not names:
         return None
-    name, store = f"{names[0]}.heads{len(names)}", r.out.weights
-    if name not in store:
-        size = sum(store.entries[n].shape[0] for n in names)
+    key, store = ("heads", *names), r.out.weights
+    if key not in r.made:
+        name, size = f"{names[0]}.heads{len(r.made)}", sum(store.entries[n].shape[0] for n in names)
         store.add(name, (size,), torch.float32, lambda: torch.cat([store[n].float() for n in names]))
-    return r.read(name)
+        r.made[key] = r.read(name)
+    return r.made[key]
 
 
 def behind_rotation(r: Raiser, node: fx.Node, value: Value, eps: float) -> Value | None:

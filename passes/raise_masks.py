@@ -56,12 +56,14 @@ def _prove(r: Raiser, node: fx.Node, masks: Sequence[Mask], is_causal: bool) -> 
             raise r.unsupported(mask, "makes a mask from token ids; only masks of positions are compiled")
     if not masks and not is_causal:
         raise r.unsupported(node, "attends to later tokens; only causal decoders are compiled")
-    windows = set()
+    windows: dict[int, int] = {}
     longest = r.source.info.max_position
     if masks and longest > LONGEST_MASK:
         raise r.unsupported(
             node, f"has an explicit mask of {longest} positions; beyond {LONGEST_MASK} use is_causal=True"
         )
+    for mask, *_ in masks:
+        _require_one_for_all(r, mask)
     table: Tensor | None = None
     for length in sorted({min(length, longest) for length in (*LENGTHS_TRIED, longest)}, reverse=True) if masks else ():
         seen = torch.ones(length, length, dtype=torch.bool).tril() if is_causal else torch.ones(1, 1, dtype=torch.bool)
@@ -69,16 +71,26 @@ def _prove(r: Raiser, node: fx.Node, masks: Sequence[Mask], is_causal: bool) -> 
         for mask, meaning, factor in masks:
             shown, bias = _seen(Run(r, length).value(mask), meaning, factor)
             seen = seen & shown
-            biases += [] if bias is None else [bias]
-        windows.add(_window(r, node, seen, length))
-        if length == longest and biases:
-            table = torch.stack([_of_keys(bias) for bias in biases]).sum(0) if len(biases) > 1 else _of_keys(biases[0])
-        if biases and not (windows == {0} and _is_by_key(seen, biases, table)):
+            biases += [] if bias is None else [bias.expand(*bias.shape[:-1], length)]
+        windows[length] = _window(r, node, seen, length)
+        total = sum(biases[1:], biases[0]) if biases else None
+        if length == longest and total is not None:
+            table = _of_keys(total)
+        if total is not None and (any(windows.values()) or not _is_by_key(seen, total, table)):
             raise r.unsupported(node, "adds a bias to its scores that is no mask and depends on more than the key")
-    cut = {w for w in windows if w}
-    if len(cut) > 1:
-        raise r.unsupported(node, f"has a window that depends on the length: {sorted(cut)}")
-    return Seen(cut.pop() if cut else 0, table)
+    window = max(windows.values(), default=0)
+    if any(found != (window if length > window else 0) for length, found in windows.items()):
+        raise r.unsupported(node, f"has a window that depends on the length: {sorted(set(windows.values()))}")
+    return Seen(window, table)
+
+
+def _require_one_for_all(r: Raiser, mask: fx.Node) -> None:
+    """Refuse a mask that is another for the next sequence of a batch."""
+    length = min(8, r.source.info.max_position)
+    one, three = (Run(r, length, batch).value(mask) for batch in (1, 3))
+    each = three.reshape(3 if three.numel() == 3 * one.numel() else 1, -1)
+    if each.shape[1] != one.numel() or (each != one.reshape(1, -1)).any():
+        raise r.unsupported(mask, "makes a mask that depends on the place in the batch")
 
 
 def _seen(mask: Tensor, meaning: str, factor: float) -> tuple[Tensor, Tensor | None]:
@@ -97,14 +109,11 @@ def _of_keys(bias: Tensor) -> Tensor:
     return bias[..., -1, :].reshape(-1, bias.shape[-1])
 
 
-def _is_by_key(seen: Tensor, biases: Sequence[Tensor], table: Tensor | None) -> bool:
-    """Whether the biases together are, up to a constant for each query, the `table` of keys wherever they are seen.
+def _is_by_key(seen: Tensor, total: Tensor, table: Tensor | None) -> bool:
+    """Whether a bias is, up to a constant for each query, the `table` of keys wherever they are seen.
 
     A softmax ignores the constant; differences are allowed what float32 rounds off.
     """
-    total = biases[0]
-    for bias in biases[1:]:
-        total = total + bias
     if table is None:
         return False
     size = total.shape[-1]
@@ -133,12 +142,12 @@ def _window(r: Raiser, node: fx.Node, seen: Tensor, length: int) -> int:
 
 
 class Run:
-    """ATen nodes run for one sequence of `length` tokens at positions 0, 1, ..., its ids unknown."""
+    """ATen nodes run for `batch` sequences of `length` tokens at positions 0, 1, ..., their ids unknown."""
 
-    def __init__(self, r: Raiser, length: int) -> None:
+    def __init__(self, r: Raiser, length: int, batch: int = 1) -> None:
         self.r, self.found = r, {}  # type: tuple[Raiser, dict[fx.Node, Any]]
-        self.counts = {size: {"B": 1, "T": length}[axis] for size, axis in r.axes.items()}
-        self.length = length
+        self.counts = {size: {"B": batch, "T": length}[axis] for size, axis in r.axes.items()}
+        self.length, self.batch = length, batch
 
     def value(self, node: fx.Node) -> Any:
         """The value of `node`."""
@@ -148,7 +157,7 @@ class Run:
 
     def _compute(self, node: fx.Node) -> Any:
         if node.op == "placeholder":
-            return torch.arange(self.length)[None]
+            return torch.arange(self.length).repeat(self.batch, 1)
         if node.op == "get_attr":
             return self.r.evaluate(node)
         assert callable(node.target), node

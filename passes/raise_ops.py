@@ -36,9 +36,11 @@ ALIASING = {
     *("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "permute", "transpose", "t"),
     *("numpy_T", "mT", "swapaxes", "expand", "expand_as", "view_as", "broadcast_to", "alias", "contiguous", "detach"),
     *("to", "type_as", "slice", "narrow", "select", "split", "split_with_sizes", "chunk", "unbind", "tensor_split"),
-    *("lift_fresh_copy", "dropout"),
+    "dropout",
 }
 """Operators whose result may share memory with their first operand."""
+
+HALVES = (torch.float16, torch.bfloat16)
 
 EXAMPLE = {"B": 2, "T": 7}
 """Sizes of the meta tensors that node.meta["val"] of the raised graph shows."""
@@ -140,13 +142,14 @@ class Raiser:
         from qcompile.passes.raise_joined import filled
 
         value = node.meta.get("val")
-        if self.is_constant(node) and (not isinstance(value, Tensor) or self.is_static(value)):
+        changes = is_in_place(node) and operator_name(node) != "detach" and not writes_alone(node)
+        if self.is_constant(node) and not changes and (not isinstance(value, Tensor) or self.is_static(value)):
             return Weight(node)
         if not isinstance(value, (Tensor, list, tuple)):
             return None
         if (copied := filled(self, node)) is not None:
             return copied
-        if is_in_place(node) and not writes_alone(node):
+        if changes:
             raise self.unsupported(node, "changes a tensor in place that others read afterwards")
         handler = HANDLERS.get(operator_name(node))
         found = handler(self, node, Arguments(node)) if handler else None
@@ -425,7 +428,7 @@ def writes_alone(node: fx.Node) -> bool:
     target: Any = node.args[0]
     while _is_view(target):
         target = target.args[0]
-    if target.op == "placeholder":
+    if target.op != "call_function":  # an input, or a weight, which the next step reads
         return False
     seen, frontier = {node}, [target]
     while frontier:

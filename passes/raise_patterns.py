@@ -9,24 +9,25 @@ import torch
 from torch import fx
 
 from qcompile import ops
-from qcompile.passes.raise_ops import Known, Raiser, operator_name
+from qcompile.passes.raise_ops import HALVES, Known, Raiser, operator_name
 from qcompile.passes.raise_values import Value, identity
 
 TRANSPARENT = {"to", "_to_copy", "alias", "contiguous", "clone", "detach", "dropout", "expand", "type_as"}
-"""Operators that patterns look through: none changes a value (float16 casts are refused where they are met)."""
+"""Operators that patterns look through, where they change no value."""
 
 
 def strip(item: Any) -> Any:
     """The node whose value `item` has, behind casts and copies."""
-    while isinstance(item, fx.Node) and operator_name(item) in TRANSPARENT and not _makes_whole(item):
+    while isinstance(item, fx.Node) and operator_name(item) in TRANSPARENT and not _rounds(item):
         item = item.args[0]
     return item
 
 
-def _makes_whole(item: Any) -> bool:
-    """Whether a cast is of real numbers to integers; masks are cast to booleans."""
-    made = item.meta["val"]
-    return item.args[0].meta["val"].is_floating_point() and not (made.is_floating_point() or made.dtype == torch.bool)
+def _rounds(item: Any) -> bool:
+    """Whether a cast is of real numbers to integers or to half their bits; masks are cast to booleans."""
+    made, given = item.meta["val"].dtype, item.args[0].meta["val"].dtype
+    halves = made in HALVES and given not in (made, torch.bool)
+    return halves or (given.is_floating_point and not (made.is_floating_point or made == torch.bool))
 
 
 def is_call(item: Any, *names: str) -> bool:
@@ -46,9 +47,8 @@ def pair(node: fx.Node) -> list[tuple[Any, Any]]:
 def with_weight(r: Raiser, name: str, source: fx.Node, factor: fx.Node) -> Known:
     """A raised tensor times (or plus) a weight over its last dimension; part of a norm or linear if it is one's."""
     value = r.known[source]
-    shape = tuple(size for size in factor.meta["val"].shape if size != 1)
-    by_head = isinstance(value, Value) and shape == value.sizes and len(shape) == 2
-    if not isinstance(value, Value) or value.dims[-1] != "F" or not (shape == value.sizes[-1:] or by_head):
+    fits, by_head = _lies_along(value, factor) if isinstance(value, Value) else (False, False)
+    if not isinstance(value, Value) or not (fits or by_head):
         raise r.unsupported(source, f"meets weight {factor} in a way that has no counterpart here")
     if name == "mul" and not value.is_plain():
         from qcompile.passes.raise_attention import turned
@@ -70,6 +70,17 @@ def with_weight(r: Raiser, name: str, source: fx.Node, factor: fx.Node) -> Known
     else:
         joined = r.call(name, made, weight)
     return identity(joined, value.dims, value.sizes)
+
+
+def _lies_along(value: Value, factor: fx.Node) -> tuple[bool, bool]:
+    """Whether a weight's elements are those of `value`'s last dimension, or of its heads and their features."""
+    sizes = factor.meta["val"].shape
+    wide = [place for place, size in enumerate(reversed(sizes)) if size != 1]
+    own = [place for place, axes in enumerate(reversed(value.dims)) if axes == "F"]
+    shape = tuple(size for size in sizes if size != 1)
+    if value.dims[-1] != "F" or len(sizes) > len(value.dims):
+        return False, False
+    return wide == [0] and shape == value.sizes[-1:], wide == own and len(own) == 2 and shape == value.sizes
 
 
 def norm(r: Raiser, node: fx.Node, source: fx.Node, kind: str, weights: tuple[Any, ...], eps: float) -> Value:

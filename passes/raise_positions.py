@@ -10,6 +10,8 @@ import torch
 from torch import fx
 
 from qcompile import ops
+from qcompile.passes import raise_values as values
+from qcompile.passes.raise_aten import handles
 from qcompile.passes.raise_joined import HANDLERS
 from qcompile.passes.raise_masks import Run
 from qcompile.passes.raise_ops import LENGTHS, Arguments, Known, Opaque, Raiser, Weight, features, operator_name
@@ -102,3 +104,27 @@ def _ahead(r: Raiser, x: Any, factor: fx.Node) -> fx.Node:
     if kind == "rope" or (kind == "mul" and r.out.is_weight(x.args[1])):
         return r.call(kind, _ahead(r, x.args[0], factor), *x.args[1:])
     return r.shaped(r.call("mul", r.flat(x), factor), features(x))
+
+
+# ---- positions times frequencies ----------------------------------------------------------------------
+
+
+@handles("outer", "ger")
+def _outer_product(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    first, second = r.value(a.positional[0]), r.value(a.positional[1])
+    if first is None or second is None:
+        return None
+    return values.multiply(values.unsqueeze(first, 1), second)
+
+
+@handles("einsum")
+def _einsum(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    """Outer products alone: no letter is summed over."""
+    inputs, _, output = a.equation.replace(" ", "").partition("->")
+    letters = inputs.split(",")
+    found = [r.value(t) for t in a.tensors]
+    if len(letters) != 2 or output != "".join(letters) or found[0] is None or found[1] is None:
+        return None
+    for _ in letters[1]:
+        found[0] = values.unsqueeze(found[0], len(found[0].dims))
+    return values.multiply(found[0], found[1])

@@ -241,7 +241,8 @@ def attention(
     `center` [Hk * D] is what was taken off all keys, and is given back to their scores.
     """
     k = whole_keys(k, center)
-    if not window and not softcap and sinks is None and key_bias is None:  # fast, and nothing [T, T] in memory
+    plain = not window and not softcap and sinks is None and key_bias is None
+    if plain and scale > 0:  # fast, and nothing [T, T] in memory; torch gives NaN for scales below 0
         first, second, third = (t.transpose(1, 2) for t in (q, k, v))  # heads ahead of tokens
         grouped = q.shape[2] != k.shape[2]
         y = torch.nn.functional.scaled_dot_product_attention(
