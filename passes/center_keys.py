@@ -41,19 +41,14 @@ class CenterKeys(Pass):
             return PassResult(graph, 0, ("without calibration text the mean key is unknown: keys stay as they are",))
         graph = graph.clone()
         assert graph.calibration is not None
-        notes, means = [], {}
-        sweep = Sweep(graph, graph.calibration.excerpt())
+        notes, stops = [], {}
         for node in graph.calls("attention"):
             reason = _obstacle(graph, node)
             if reason:
                 notes.append(str(PassError(self.name, node.name, reason)))
-                continue
-            key: Any = node.args[1]
-            rope = key if ops.name_of(key.target) == "rope" else None
-            sweep.advance(node if rope is None else rope)
-            source = key if rope is None else rope.args[0]
-            mean = torch.stack([value.float().mean((0, 1)) for value in sweep.values(source)]).mean(0)  # [Hk, D]
-            means[node] = mean if rope is None else _over_positions(graph, mean, rope)
+            else:
+                stops[node] = _args(node)[1] if ops.name_of(_args(node)[1].target) == "rope" else node
+        means = _means(graph, stops)
         for node, mean in means.items():
             name = f"{self.name}.{node.name}.mean"
             graph.weights.add_tensor(name, mean.flatten())
@@ -63,6 +58,20 @@ class CenterKeys(Pass):
             if given[5] or given[6] is not None:  # a cap, or sinks
                 node.args = (*given, graph.weight(name))
         return PassResult(graph, len(means), tuple(notes))
+
+
+def _means(graph: Graph, stops: dict[fx.Node, fx.Node]) -> dict[fx.Node, Tensor]:
+    """The mean key f32 [Hk, D] of each attention, whose keys `stops` has a rope for, or itself where they have none."""
+    assert graph.calibration is not None
+    sweep = Sweep(graph, graph.calibration.excerpt())
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    means = {}
+    for node, stop in sorted(stops.items(), key=lambda item: order[item[1]]):
+        sweep.advance(stop)
+        source = _args(stop)[1] if stop is node else _args(stop)[0]
+        mean = torch.stack([value.float().mean((0, 1)) for value in sweep.values(source)]).mean(0)
+        means[node] = mean if stop is node else _over_positions(graph, mean, stop)
+    return {node: means[node] for node in stops}
 
 
 def _over_positions(graph: Graph, mean: Tensor, rope: fx.Node) -> Tensor:

@@ -39,20 +39,20 @@ class ScalePusher:
         self.fired = 0
 
     def push(self, value: fx.Node, user: fx.Node, factor: fx.Node, inverse: bool) -> None:
-        """Scale `value`, of which `user` must be the only reader. Raises PassError where it cannot be done."""
-        self._check(value, user)
+        """Scale `value`, which `user` alone must read, in one place. Raises PassError where it cannot be done."""
+        self._check(value, user, int(factor.meta["val"].shape[0]))
         self._apply(value, factor, inverse)
 
-    def can_push(self, value: fx.Node, user: fx.Node) -> str | None:
-        """Why `push` would refuse, or None."""
+    def can_push(self, value: fx.Node, user: fx.Node, size: int) -> str | None:
+        """Why `push` of a vector of `size` would refuse, or None."""
         try:
-            self._check(value, user)
+            self._check(value, user, size)
         except PassError as error:
             return str(error)
         return None
 
-    def _check(self, node: Any, user: fx.Node) -> None:
-        if set(node.users) != {user}:
+    def _check(self, node: Any, user: fx.Node, size: int) -> None:
+        if set(node.users) != {user} or not analysis.read_once(node):
             raise PassError(self.pass_name, node.name, "others read this value too, so its channels cannot be scaled")
         kind = ops.name_of(node.target) or str(node.op)
         if kind == "rope" and not self.paired:
@@ -65,8 +65,12 @@ class ScalePusher:
             raise PassError(self.pass_name, node.name, "a scale does not pass a matrix that mixes channels")
         if kind in ("rms_norm", "layer_norm") and node.args[1] is None:
             raise PassError(self.pass_name, node.name, "this norm has no weight that could take a scale")
+        for index, axis in _PUSH[kind].weights:
+            weight = node.args[index] if len(node.args) > index else None
+            if weight is not None and weight.meta["val"].shape[axis] % size:
+                raise PassError(self.pass_name, node.name, "one weight of it serves channels that are scaled apart")
         for source in self._sources(node, kind):
-            self._check(source, node)
+            self._check(source, node, size)
 
     def _sources(self, node: Any, kind: str) -> list[fx.Node]:
         """Producers the scale moves on to; none where it ends in this node's weights."""

@@ -228,7 +228,7 @@ def _side_by_side(graph: Graph, node: fx.Node, parts: Sequence[_Heads]) -> list[
 def _fuse_add(graph: Graph, node: fx.Node) -> bool:
     """residual + gemm(..., store) -> gemm(..., add), when nothing else reads the gemm."""
     for gemm, residual in (node.args, node.args[::-1]):
-        if not (isinstance(gemm, fx.Node) and isinstance(residual, fx.Node)):
+        if not (isinstance(gemm, fx.Node) and isinstance(residual, fx.Node)) or gemm is residual:
             return False
         alone = ops.name_of(gemm.target) == "gemm" and len(gemm.users) == 1 and gemm.args[5] == "store"
         if not alone or graph.is_weight(residual) or residual.meta["val"].shape != gemm.meta["val"].shape:

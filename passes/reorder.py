@@ -70,7 +70,7 @@ class Reorder(Pass):
         if GROUP % head_dim == 0:
             return 0
         source = value.args[0] if ops.name_of(value.target) == "split_heads" else value
-        if ops.name_of(source.target) != "linear" or len(source.users) > 1 or len(value.users) > 1:
+        if ops.name_of(source.target) != "linear" or not (analysis.read_once(source) and analysis.read_once(value)):
             raise PassError(self.name, value.name, "values do not come from a linear of their own")
         readers = [reader for merged in attention.users for reader in merged.users]
         merges = all(ops.name_of(user.target) == "merge_heads" for user in attention.users)

@@ -110,7 +110,7 @@ class Rotate(Pass):
         """Rotate each head's values; attention mixes tokens, not features, so its output is rotated alike."""
         value: Any = attention.args[2]
         source = value.args[0] if ops.name_of(value.target) == "split_heads" else value
-        if ops.name_of(source.target) != "linear" or len(source.users) > 1 or len(value.users) > 1:
+        if ops.name_of(source.target) != "linear" or not (analysis.read_once(source) and analysis.read_once(value)):
             raise PassError(self.name, value.name, "values do not come from a linear of their own")
         readers = [reader for merged in attention.users for reader in merged.users]
         merges = all(ops.name_of(user.target) == "merge_heads" for user in attention.users)

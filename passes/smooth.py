@@ -80,8 +80,9 @@ def _measured(graph: Graph, norms: list[fx.Node]) -> dict[fx.Node, fx.Node]:
     sweep = Sweep(graph, graph.calibration.excerpt())
     order = {node: index for index, node in enumerate(graph.nodes)}
     found = {}
-    for norm in norms:
-        sweep.advance(min(norm.users, key=order.__getitem__))
+    first = {norm: min(norm.users, key=order.__getitem__) for norm in norms}
+    for norm in sorted(norms, key=lambda norm: order[first[norm]]):
+        sweep.advance(first[norm])
         largest = torch.stack([value.float().abs().flatten(0, -2).amax(0) for value in sweep.values(norm)])
         name = f"smooth.{norm.name}.inputs"
         graph.weights.add_tensor(name, largest.amax(0))
@@ -111,7 +112,7 @@ def _smooth_input(graph: Graph, norm: fx.Node, measured: fx.Node | None, alpha: 
 
 def _smooth_product(graph: Graph, node: fx.Node, value: fx.Node) -> None:
     pusher = ScalePusher(graph, "smooth")
-    reason = pusher.can_push(value, node)
+    reason = pusher.can_push(value, node, value.meta["val"].shape[-1])
     if reason:
         raise PassError("smooth", node.name, reason)
     factor = graph.call_weight("smooth_factor", graph.call_weight("column_max", [node.args[1]]), 0.0)
@@ -126,11 +127,11 @@ def _smooth_attended(graph: Graph, node: fx.Node, merged: fx.Node) -> None:
         raise PassError("smooth", node.name, "its input is not one attention's output alone")
     values = attention.args[2]
     pusher = ScalePusher(graph, "smooth")
-    reason = pusher.can_push(values, attention)
+    kv_heads, head_dim = values.meta["val"].shape[-2:]
+    reason = pusher.can_push(values, attention, kv_heads * head_dim)
     if reason:
         raise PassError("smooth", node.name, reason)
-    head_dim = values.meta["val"].shape[-1]
-    group = attention.meta["val"].shape[-2] // values.meta["val"].shape[-2]
+    group = attention.meta["val"].shape[-2] // kv_heads
     largest = graph.call_weight("max_heads", graph.call_weight("column_max", [node.args[1]]), group, head_dim)
     factor = graph.call_weight("smooth_factor", largest, 0.0)
     wide = graph.call_weight("repeat_heads", factor, group, head_dim)

@@ -58,12 +58,14 @@ class SmoothAttention(Pass):
         query, key = args[0], args[1]
         heads, head_dim = query.meta["val"].shape[-2:]
         kv_heads = key.meta["val"].shape[-2]
+        if _rotary(query) not in ((0, False), _rotary(key)):
+            raise PassError(self.name, node.name, "its queries turn in other pairs of channels than its keys")
+        shared = any(_norm_of(value) is not None for value in (query, key))
         pusher = ScalePusher(graph, self.name, paired=True)
-        for value in (query, key):
-            reason = pusher.can_push(value, node)
+        for value, count in ((query, heads), (key, kv_heads)):
+            reason = pusher.can_push(value, node, head_dim if shared else count * head_dim)
             if reason:
                 raise PassError(self.name, node.name, reason)
-        shared = any(_norm_of(value) is not None for value in (query, key))
         size = _magnitude(graph, key) if measured is None else measured
         down = graph.call_weight("key_scale", size, head_dim, *_rotary(key), shared, self.alpha)
         up = down if shared else graph.call_weight("repeat_heads", down, heads // kv_heads, head_dim)
@@ -101,9 +103,9 @@ def _norm_of(value: fx.Node) -> fx.Node | None:
     return next((n for n in _chain(value) if ops.name_of(n.target) in NORMS), None)
 
 
-def _rotary(key: fx.Node) -> tuple[int, bool]:
-    """(features that turn, interleaved) of the rope the keys went through; (0, False) without."""
-    rope: Any = next((n for n in _chain(key) if ops.name_of(n.target) == "rope"), None)
+def _rotary(value: fx.Node) -> tuple[int, bool]:
+    """(features that turn, interleaved) of the rope that keys or queries went through; (0, False) without."""
+    rope: Any = next((n for n in _chain(value) if ops.name_of(n.target) == "rope"), None)
     return (0, False) if rope is None else (2 * rope.args[2].meta["val"].shape[0], rope.args[4])
 
 

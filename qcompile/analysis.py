@@ -76,6 +76,14 @@ def carried(reads: list[tuple[fx.Node, fx.Node]]) -> Iterator[tuple[fx.Node, fx.
             yield user, value
 
 
+def read_once(value: fx.Node) -> bool:
+    """Whether one node reads `value`, in one place: an attention's keys may be its values too."""
+    places: list[fx.Node] = []
+    for user in value.users:
+        fx.node.map_arg((user.args, user.kwargs), places.append)
+    return places.count(value) == 1
+
+
 WEIGHT_AXES = {"linear": (1, 0, 1), "embedding": (1, 1, None), "expert_linear": (2, 1, 2)}
 """Where operators with weights keep them: (argument, its axis of outputs, its axis of inputs); a bias follows it."""
 
