@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from qcompile import analysis, hadamard, ops
-from qcompile.errors import PassError
+from qcompile.errors import PassError, UsageError
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
 
@@ -44,6 +44,10 @@ class Rotate(Pass):
     heads: bool = True
     online: bool = False
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 1 << 32:
+            raise UsageError(f"rotate.seed={self.seed} must be from 0 to 2^32 - 1")
 
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()

@@ -39,9 +39,11 @@ class Smooth(Pass):
     alpha: float = 0.5
     """How much of a block's input outliers moves into weights: 0 none, 1 all."""
 
-    def run(self, graph: Graph) -> PassResult:
+    def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
-            raise UsageError(f"smooth.alpha is {self.alpha}: it must be from 0 to 1")
+            raise UsageError(f"smooth.alpha={self.alpha} must be from 0 to 1")
+
+    def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()
         fired, notes = 0, []
         norms = [n for n in graph.calls("rms_norm", "layer_norm") if self.inputs and _readers(n)]

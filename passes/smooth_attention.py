@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from qcompile import ops
-from qcompile.errors import PassError
+from qcompile.errors import PassError, UsageError
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
 from qcompile.passes.channels import ScalePusher
@@ -38,6 +38,10 @@ class SmoothAttention(Pass):
     requires: ClassVar[tuple[str, ...]] = ("raise",)
     enabled: bool = False
     alpha: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise UsageError(f"smooth_attention.alpha={self.alpha} must be from 0 to 1")
 
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()

@@ -87,8 +87,9 @@ class Calibration:
     progress: Progress = field(default=_silent, compare=False)
 
     def __post_init__(self) -> None:
-        if self.tokens.dim() != 2 or 0 in self.tokens.shape or self.tokens.is_floating_point():
-            raise UsageError(f"calibration takes token ids [samples, length], not {tuple(self.tokens.shape)}")
+        if self.tokens.dim() != 2 or 0 in self.tokens.shape or self.tokens.dtype != torch.int64:
+            given = f"{self.tokens.dtype} {tuple(self.tokens.shape)}"
+            raise UsageError(f"calibration takes token ids int64 [samples, length], not {given}")
 
     def check_vocabulary(self, size: int) -> None:
         """UsageError unless every token is one of a model with `size` of them."""
@@ -106,7 +107,7 @@ class Calibration:
 
     def fingerprint(self, graph: Graph, what: str) -> str:
         """Hash of what a result computed from `graph`, its weights and this text depends on, and of `what` it is."""
-        digest = hashlib.sha256(f"{VERSION} {torch.__version__} {what}".encode())
+        digest = hashlib.sha256(f"{VERSION} {torch.__version__} {tuple(self.tokens.shape)} {what}".encode())
         digest.update(self.digest().encode() + graph.to_json().encode())
         for node in graph.nodes:
             if node.op == "get_attr":
@@ -169,6 +170,8 @@ def open_(
     if isinstance(request.given, Tensor):
         found = Calibration(request.given, "tokens")
         found.check_vocabulary(info.vocab_size)
+        if not 2 <= (length := found.tokens.shape[1]) <= info.max_position:
+            raise UsageError(f"calibration samples have {length} tokens; they may have 2 to {info.max_position}")
     elif directory is None:
         raise UsageError("calibration text needs a model with a tokenizer: give token ids [samples, length] instead")
     else:

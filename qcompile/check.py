@@ -138,7 +138,11 @@ def _first(value: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def sample(graph: Graph, tokens: int = 16) -> Tensor:
-    """Logits [tokens, vocab] of one fixed sequence by the reference bodies of a graph at any stage, in float32."""
+    """Logits [tokens, vocab] of one fixed sequence by the reference bodies of a graph at any stage, in float32.
+
+    There are fewer tokens where the model holds no more.
+    """
+    tokens = min(tokens, graph.info.max_position)
     ids = torch.randint(0, graph.info.vocab_size, (tokens,), generator=torch.Generator().manual_seed(0))
     places = torch.arange(tokens)
     if graph.stage == "cache":

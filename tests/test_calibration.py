@@ -13,6 +13,7 @@ from qcompile.calibration import Calibration, Request, load_tokenizer, open_, re
 from qcompile.errors import ResourceError, UsageError
 from qcompile.graph import ModelInfo
 from tests.conftest import SAMPLE
+from tests.graphs import decoder
 
 TOKENIZER = load_tokenizer(SAMPLE)
 WORDS = "".join(f"def add{i}(a, b):\n    return a + {i * i} * b\n" for i in range(40))
@@ -126,3 +127,15 @@ def test_refusals_of_missing_things(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
     with pytest.raises(UsageError, match="takes token ids"):
         Calibration(torch.zeros(0, 4, dtype=torch.int64))
+    for type_ in (torch.int32, torch.uint8, torch.bool, torch.float32):
+        with pytest.raises(UsageError, match="takes token ids int64"):
+            open_(Request(torch.ones(2, 4, dtype=type_)), None, info, None, print)
+    for length in (1, 65):
+        with pytest.raises(UsageError, match=f"have {length} tokens; they may have 2 to 64"):
+            open_(Request(torch.ones(2, length, dtype=torch.int64)), None, info, None, print)
+
+
+def test_results_of_other_samples_of_the_same_text_are_not_taken() -> None:
+    tokens, graph = torch.arange(32), decoder(layers=1)
+    one, two = (Calibration(tokens.view(shape)).fingerprint(graph, "") for shape in ((4, 8), (8, 4)))
+    assert one != two

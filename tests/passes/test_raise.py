@@ -438,7 +438,8 @@ def test_fixed_sizes_are_refused() -> None:
 
 def test_positions_beyond_a_table() -> None:
     graph = frontend.load(modules.randomized(modules.Classic(longest=32)), example_inputs=inputs()[:1], max_position=32)
-    assert apply(Raise(), graph).fired
+    raised = apply(Raise(), graph)
+    assert raised.fired and check.sample(raised.graph, tokens=40).shape == (32, modules.VOCAB)
     sizes = {0: torch.export.Dim("b"), 1: torch.export.Dim("t", max=31)}
     program = torch.export.export(
         modules.randomized(modules.Classic(longest=32)), inputs()[:1], dynamic_shapes=(sizes,)

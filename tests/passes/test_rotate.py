@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from qcompile import analysis, check, ops
+from qcompile.errors import UsageError
 from qcompile.graph import Graph
 from qcompile.passes.base import apply
 from qcompile.passes.rotate import Rotate
@@ -48,6 +49,12 @@ def test_rotation_spreads_an_outlier_channel() -> None:
     rotated = turned.evaluate(turned.calls("embedding")[0].args[1])
     peak = [(w.abs().amax(0).max() / w.norm(dim=0).mean()).item() for w in (loud, rotated)]
     assert peak[1] < peak[0] / 5
+
+
+@pytest.mark.parametrize("seed", [-1, 10**30])
+def test_a_seed_that_no_generator_takes_is_refused(seed: int) -> None:
+    with pytest.raises(UsageError, match="must be from 0"):
+        Rotate(seed=seed)
 
 
 def test_two_seeds_rotate_differently() -> None:

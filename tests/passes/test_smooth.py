@@ -185,7 +185,10 @@ def test_strength_says_how_much_moves() -> None:
     ]
     assert columns[0].max() / columns[0].min() < 3 < 50 < columns[1].max() / columns[1].median()
     with pytest.raises(UsageError, match="from 0 to 1"):
-        apply(Smooth(alpha=1.5), before)
+        Smooth(alpha=1.5)
+    for alpha in (-0.1, 7.0):
+        with pytest.raises(UsageError, match="must be from 0 to 1"):
+            SmoothAttention(alpha=alpha)
 
 
 def test_norms_that_cannot_take_a_scale_are_left_and_named() -> None:
