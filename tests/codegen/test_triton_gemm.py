@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,14 @@ WITH_INT8 = ("w4_asym_g128_a8", "mxfp4_a8")
 IN_GROUPS = (*WITH_INT8, "w4_asym_g128_int8", "nested_8_4", "mix_4_8")
 """Kernels that take activations in groups of 128."""
 INTERPRETED = (Tile(16, 32, slices=2, splits=2), Tile(32, 32), Tile(16, 32, joined=False))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def disassembled_once() -> Iterator[None]:
+    """A disassembler takes a quarter of a second to start: what compiling a kernel had it read is not read again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_sass, "instructions", cache(gpu_sass.instructions))
+        yield
 
 
 def number_format(packing: str) -> str:
