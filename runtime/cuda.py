@@ -121,6 +121,7 @@ class CudaExecutor:
             if address:
                 self.driver.synchronize()
                 self._forget()  # graphs and launches hold the old address
+                self._work[name] = (0, 0)  # also where there is no memory for the new
                 self.driver.free(address)
             self._work[name] = (self.driver.allocate(need, f"scratch memory ({name})"), need)
 

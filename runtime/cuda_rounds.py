@@ -39,7 +39,11 @@ class State:
         self._driver, size = driver, 4 * sum(sizes.values())
         driver.use()
         self._address = driver.allocate(size, "rounds of drafts")
-        self._host_address = driver.pinned(size)
+        try:
+            self._host_address = driver.pinned(size)
+        except BaseException:
+            driver.free(self._address)
+            raise
         self.host: Any = (ctypes.c_int32 * (size // 4)).from_address(self._host_address)
         self._view = memoryview(self.host).cast("B").cast("i")
         self._places = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))

@@ -240,6 +240,31 @@ def test_larger_scratch_memory_ends_the_graphs_that_hold_the_old(opened: CudaExe
     assert "drop" in log and not opened._graphs
 
 
+def test_scratch_memory_that_cannot_grow_is_not_used_any_more(
+    opened: CudaExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old was given back to make room: the next step, of however few rows, asks for its own."""
+    driver: Any = opened.driver
+    one, two = [Rows([1], 5, [2], 1)], [Rows([1], 5, [2], 1), Rows([1], 5, [3], 1)]
+    opened.step(one, logits=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "allocate", lambda size, what: _refuse(what))
+        with pytest.raises(ResourceError, match="scratch"):
+            opened.step(two, logits=False)
+    opened.step(one, logits=False)
+    assert opened._work["parts"][0] in driver.memory
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "allocate", lambda size, what: _refuse(what))
+        with pytest.raises(ResourceError, match="scratch"):
+            opened.step(two, logits=False)
+    opened.close()
+    assert driver.memory == {}
+
+
+def _refuse(what: str) -> None:
+    raise ResourceError(f"the GPU has no memory left for {what}")
+
+
 def test_closing_gives_everything_back(opened: CudaExecutor) -> None:
     opened.step([Rows([1], 5, [2], 1)], logits=False)
     opened.close()
@@ -368,6 +393,17 @@ def test_a_model_that_does_not_fit_leaves_nothing_on_the_gpu(short_of: str, monk
     with pytest.raises(ResourceError, match=short_of):
         CudaExecutor(driver, PLAN, functions, {"w": 99}, 4, LIMITS)  # type: ignore[arg-type]
     assert driver.memory == {} and driver.pages == []
+
+
+def test_rounds_without_memory_of_the_host_leave_nothing_on_the_gpu(
+    opened: CudaExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver: Any = opened.driver
+    before = dict(driver.memory)
+    monkeypatch.setattr(driver, "pinned", lambda size: _refuse("pinned memory"))
+    with pytest.raises(ResourceError, match="pinned"):
+        CudaLookup(opened, Level(None, 7, match=8))
+    assert driver.memory == before
 
 
 def test_weights_of_a_model_without_room_for_a_page_are_given_back(

@@ -92,7 +92,8 @@ def test_drafts_read_the_upper_half(artifact: Callable[[str], Path]) -> None:
     manifest = read_manifest(artifact("nested all through"))
     kv, level = manifest["runtime"]["kv"], manifest["runtime"]["levels"][0]
     assert kv["format"] == "kv_hier" and kv["ring_tokens"] == 384 and level["kv"] is None
-    assert {"name": "cache", "options": {"format": "kv_hier4"}, "fired": 2} in level["passes"]
+    caches = [each for each in level["passes"] if each["name"] == "cache"]
+    assert [(cache["options"], cache["fired"]) for cache in caches] == [({"format": "kv_hier4"}, 2)]
     program = json.loads((artifact("nested all through") / "graphs" / "draft1.json").read_text(encoding="utf-8"))
     assert program["kv"]["format"] == "kv_hier4" and program["kv"]["page_bytes"] == kv["page_bytes"]
     # 8 bits for each of 16 (padded to 32) elements of K and V, two floats a position and one a channel of a group.
