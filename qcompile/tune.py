@@ -38,6 +38,7 @@ def tune(
 ) -> dict[str, Any]:
     """Measure the artifact at `path` on the prompts of `data` (its own text without), and note the result in it.
 
+    Batches that the cache does not hold, as memory is short, are left out.
     Returns the table: {"threads", "acceptance", "table": [{"batch", "context", "plain", "rounds": {gamma: seconds}}]}.
     Raises UsageError for an artifact without drafts, or data that is not lines of JSON with a prompt or a text, and
     ResourceError where the artifact may not be written.
@@ -54,7 +55,8 @@ def tune(
             room = most - _HEAD_START - 1
             raise UsageError(f"{tokens} tokens do not fit the context of {most}: measure {room} at most (--tokens)")
         long = min(_LONG, max(1, (most - _HEAD_START - tokens) // 2))
-        places = [(batch, context) for batch in batches for context in sorted({min(_SHORT, long), long})]
+        contexts = sorted({min(_SHORT, long), long})
+        places = [(batch, context) for batch in batches for context in contexts if _held(llm, batch, context, tokens)]
         total = SpeculationMetrics()
         table = []
         for done, (batch, context) in enumerate(places):
@@ -64,6 +66,13 @@ def tune(
         found = {"threads": llm.threads, "acceptance": _rate(total), "table": table}
     artifact.amend(path, tuned=found)
     return found
+
+
+def _held(llm: LLM, batch: int, context: int, tokens: int) -> bool:
+    """Whether the cache holds so many requests until they end: else some would wait for others, or be evicted."""
+    pool = llm.engine.pool
+    spare = batch - 1  # a page for each of those that run before the last is admitted
+    return batch * pool.pages_for(context + _HEAD_START + tokens) + spare <= pool.total
 
 
 def _prompts(llm: LLM, data: Path) -> list[list[int]]:
@@ -163,12 +172,13 @@ class _Group:
         self.again()
         engine, first = self.engine, self.requests[0]
         engine.gamma = gamma
+        metrics = first.drafts.metrics
+        seconds, rounds = metrics.draft_seconds + metrics.verify_seconds, metrics.rounds  # of other gammas
         if gamma:
             engine.step()  # the drafts' caches catch up here
-        rounds = first.drafts.metrics
 
         def count() -> int:
-            return rounds.rounds if gamma else len(first.tokens)
+            return metrics.rounds if gamma else len(first.tokens)
 
         goals = [(request, len(request.tokens) + self.tokens) for request in self.requests]
         before, start = count(), time.perf_counter()
@@ -176,7 +186,8 @@ class _Group:
             engine.step()
         taken, steps = time.perf_counter() - start, count() - before
         if steps == 0:  # a fast model has made all its rounds in that one call: as the library timed them
-            taken, steps = rounds.draft_seconds + rounds.verify_seconds, max(1, rounds.rounds)
+            taken = metrics.draft_seconds + metrics.verify_seconds - seconds
+            steps = max(1, metrics.rounds - rounds)
         return taken / steps
 
     def end(self, total: SpeculationMetrics) -> None:

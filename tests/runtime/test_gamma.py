@@ -15,7 +15,7 @@ import pytest
 import qcompile
 from qcompile import artifact, tune
 from qcompile.errors import UsageError
-from qcompile.runtime import engine
+from qcompile.runtime import cpu_load, engine
 from qcompile.runtime import gamma as gamma_module
 from qcompile.runtime.gamma import AUTO, Costs, GammaPolicy, Tempo, best, expected, observe, predicted
 from qcompile.runtime.outputs import SpeculationMetrics
@@ -255,6 +255,30 @@ def test_tuning_computes_each_prompt_once(tiny_artifact: Any, monkeypatch: pytes
         total = SpeculationMetrics()
         group.end(total)
         assert sum(total.drafted) > 0 and llm.engine.pool.used == 0
+
+
+def test_rounds_of_one_call_are_timed_by_themselves(tiny_artifact: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a call makes all rounds, those of other gammas before it do not count."""
+    with qcompile.load(tiny_artifact("qspec"), threads=1, gamma=AUTO) as llm:
+        monkeypatch.setattr(llm.engine, "_burst", lambda batch: 128)
+        group = tune._Group(llm, [[1, 2, 3]], 12)
+        metrics = group.requests[0].drafts.metrics
+        metrics.verify_seconds, metrics.rounds = 1e4, 10
+        assert 0 < group.run(4) < 100
+        group.end(SpeculationMetrics())
+
+
+def test_batches_that_the_cache_does_not_hold_are_not_measured(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that wait for others would take no time, and what was measured could not be loaded."""
+    qcompile.build(str(tiny_checkpoint), tmp_path / "out", recipe="qspec")
+    page = json.loads((tmp_path / "out" / "qcompile.json").read_text())["runtime"]["kv"]["page_bytes"]
+    monkeypatch.setattr(cpu_load, "available_memory", lambda: 4 * 14 * page)
+    found = tune.tune(tmp_path / "out", None, 8, 1)["table"]  # of 2 and of 3 pages each
+    assert [(entry["batch"], entry["context"]) for entry in found] == [(1, 32), (1, 92), (4, 32)]
+    with qcompile.load(tmp_path / "out", threads=1) as llm:
+        assert llm.engine.pool.total == 14
 
 
 def test_an_artifact_without_drafts_cannot_be_tuned(tiny_artifact: Any) -> None:
