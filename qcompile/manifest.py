@@ -106,7 +106,7 @@ def check_manifest(manifest: dict[str, Any], place: str = "manifest") -> None:
 def _check_times(entry: dict[str, Any], place: str) -> None:
     times = [entry["plain"], *entry["rounds"].values()]
     if not all(0 < seconds < 1e9 for seconds in times) or not all(gamma.isdecimal() for gamma in entry["rounds"]):
-        raise ArtifactError(f"{place} holds times that none takes; run `qcompile tune` again")
+        raise ArtifactError(f"{place} holds times that none takes; build the artifact again")
 
 
 def check_shape(value: object, shape: Shape = SHAPE, place: str = "manifest") -> None:

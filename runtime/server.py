@@ -18,7 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from qcompile.errors import OverflowedError, QCompileError, ResourceError, UsageError
+from qcompile.errors import OverflowedError, QCompileError, ResourceError, UsageError, shown
 from qcompile.runtime import api
 from qcompile.runtime.chat import Render
 from qcompile.runtime.llm import LLM, Prompt
@@ -88,12 +88,14 @@ class _Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one. Raises ResourceError."""
+    """A listening socket; port 0 takes a free one. Raises ResourceError, UsageError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise ResourceError(f"cannot listen on port {port} of {host}: {error.strerror}; take another") from error
+    except UnicodeError as error:  # what names of hosts cannot be spelled with, or an empty or long part of one
+        raise UsageError(f"{shown(host)} cannot be the name of a host: give another (--host)") from error
 
 
 def create_app(served: Served, service: Service) -> FastAPI:

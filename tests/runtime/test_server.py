@@ -24,7 +24,7 @@ from tokenizers import processors
 
 import qcompile
 from qcompile import SamplingParams
-from qcompile.errors import ResourceError
+from qcompile.errors import ResourceError, UsageError
 from qcompile.runtime import server
 from qcompile.runtime.api import ChatRequest, CompletionRequest
 from qcompile.runtime.llm import LLM
@@ -422,6 +422,12 @@ def test_a_failed_engine_says_so(tiny_artifact: Build) -> None:
         assert "the device is lost" in client.refused(503, {"prompt": "x"})
         assert client.ask("/health")[0] == 503
         assert [str(error) for error in told] == ["the device is lost"]
+
+
+@pytest.mark.parametrize("host", ["..", "a" * 70, "\udcff"])
+def test_a_host_that_has_no_such_name(host: str) -> None:
+    with pytest.raises(UsageError, match=r"cannot be the name of a host: give another \(--host\)"):
+        server.bind(host, 0)
 
 
 def test_the_command_serves_until_it_is_told_to_end(tiny_artifact: Build) -> None:
