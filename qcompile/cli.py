@@ -167,7 +167,9 @@ def evaluate(
     max_windows: Annotated[
         int | None, typer.Option("--max-windows", min=1, metavar="N", help="Stop after so many windows.")
     ] = None,
-    window: Annotated[int, typer.Option("--window", min=2, metavar="TOKENS", help="Tokens per window.")] = 2048,
+    window: Annotated[
+        int, typer.Option("--window", min=2, metavar="TOKENS", help="Tokens of each; the context is the most.")
+    ] = 2048,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -187,7 +189,8 @@ def evaluate(
     if json:
         console.print_json(asdict(result))
     else:
-        print(f"perplexity {result.perplexity:.4f} ({result.windows} windows, {result.tokens} tokens)")
+        windows = f"{console.counted(result.windows, 'window')} of {result.window} tokens"
+        print(f"perplexity {result.perplexity:.4f} ({windows}, {result.tokens} predictions)")
 
 
 @app.command()

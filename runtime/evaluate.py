@@ -29,12 +29,16 @@ _BLOCK = 16
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`nll`: mean over `tokens` predictions in `windows` windows, in nats; perplexity: its exponential."""
+    """`nll`: mean over `tokens` predictions in `windows` windows, in nats; perplexity: its exponential.
+
+    window: tokens of each; fewer than were asked for where the context, or the cache, is shorter.
+    """
 
     perplexity: float
     nll: float
     windows: int
     tokens: int
+    window: int
 
 
 def read_documents(path: str | Path) -> list[str]:
@@ -121,7 +125,7 @@ def perplexity(
     count = windows * (window - 1)
     nll = total / count
     try:
-        return Evaluation(math.exp(nll), nll, windows, count)
+        return Evaluation(math.exp(nll), nll, windows, count, window)
     except OverflowError as error:
         raise UnsupportedError(
             f"the model is wrong by {nll:,.0f} nats a token, a perplexity that no float holds"

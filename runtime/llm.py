@@ -44,7 +44,7 @@ def load(
     threads: int | None = None,
     max_batch: int = MAX_BATCH,
     kv_cache_bytes: int | None = None,
-    gamma: int = AUTO,
+    gamma: int | Literal["auto"] = "auto",
     acceptance: Literal["drawn", "rejection"] = "drawn",
     gpu_memory_utilization: float = 0.9,
 ) -> LLM:
@@ -53,7 +53,7 @@ def load(
     threads: default the cores this process may use. max_batch: requests that run at once; others wait.
     kv_cache_bytes: default what `max_batch` requests of full context need, but at most a quarter of the free
     memory; a cache smaller than the context shortens the context. gamma: how many tokens the artifact's drafts
-    propose at once; AUTO chooses for each request as it goes, 0 leaves drafts out. acceptance: at a temperature
+    propose at once; "auto" chooses for each request as it goes, 0 leaves drafts out. acceptance: at a temperature
     above 0 drafts stay where the target draws the same (`drawn`: a seed gives the tokens it gives without drafts) or by
     `rejection` sampling (more stay; the distribution is the same, the tokens are not). Raises ArtifactError (damaged,
     or built for another CPU), ResourceError (memory), UsageError.
@@ -63,7 +63,8 @@ def load(
     while True:
         before = state(path)
         try:
-            return _load(path, threads, max_batch, kv_cache_bytes, gamma, acceptance, gpu_memory_utilization)
+            drafts = AUTO if gamma == "auto" else gamma
+            return _load(path, threads, max_batch, kv_cache_bytes, drafts, acceptance, gpu_memory_utilization)
         except ArtifactError:
             if state(path) == before:
                 raise
@@ -102,11 +103,11 @@ def _load(
 
 def _check_request(path: str | Path, runtime: dict[str, Any], gamma: int, acceptance: str, max_batch: int) -> None:
     """Raise UsageError for what an artifact whose manifest has `runtime` cannot be loaded with."""
-    for name, value in (("gamma", gamma), ("max_batch", max_batch)):
+    for name, value, more in (("gamma", gamma, ' or "auto"'), ("max_batch", max_batch, "")):
         if not isinstance(value, int):
-            raise UsageError(f"{name} must be a whole number, not {value!r}")
+            raise UsageError(f"{name} must be a whole number{more}, not {value!r}")
     if gamma != AUTO and not 0 <= gamma < MOST_DRAFTS:
-        raise UsageError(f"gamma must be between 0 and {MOST_DRAFTS - 1}, or AUTO, not {gamma}")
+        raise UsageError(f'gamma must be between 0 and {MOST_DRAFTS - 1}, or "auto", not {gamma}')
     if acceptance not in ("drawn", "rejection"):
         raise UsageError(f"acceptance must be drawn or rejection, not {acceptance!r}")
     if not 1 <= max_batch <= runtime["max_tokens"]:
@@ -312,9 +313,16 @@ class LLM:
             return tokens[1 - self.context :] if len(tokens) >= self.context > 1 else tokens
         if len(tokens) >= self.context:
             raise UsageError(
-                f"the prompt has {len(tokens)} tokens, the context {self.context}, answer included: shorten it"
+                f"the prompt has {len(tokens)} tokens, {self._context_text()}, answer included: shorten it"
             )
         return tokens
+
+    def _context_text(self) -> str:
+        """How long a text may be, and whether that is the model's limit."""
+        longest = self.executor.limits.max_position
+        if self.context < longest:
+            return f"the cache room for {self.context} of the model's {longest} (see kv_cache_bytes)"
+        return f"the context {self.context}"
 
     def _check_range(self, tokens: Sequence[int]) -> None:
         if min(tokens) < 0 or max(tokens) >= self.vocab_size:
@@ -338,7 +346,7 @@ class LLM:
         for row in rows:
             self._check_range(row)
         if len(rows[0]) > self.context:
-            raise UsageError(f"{len(rows[0])} tokens are longer than the context of {self.context}")
+            raise UsageError(f"the text has {len(rows[0])} tokens, {self._context_text()}: shorten it")
         if chunk is not None and not (isinstance(chunk, int) and chunk >= 1):
             raise UsageError(f"chunk must be a whole number of at least 1, not {chunk!r}")
         result = torch.empty((len(rows), len(rows[0]), self.vocab_size), dtype=torch.float32)

@@ -337,6 +337,8 @@ def test_eval_has_the_keys_scripts_rely_on(capsys: Capture, tiny_artifact: Build
     data.write_text("\ufeff" + text.replace("return", "\u2028\x85").replace("\n", "\r\n"), encoding="utf-8")
     again = json_of(capsys, "eval", tiny_artifact("w4a8"), "--data", data, "--window", "64", "--max-windows", "3")
     assert again["windows"] == 3 and again["nll"] != found["nll"]
+    assert code_of("eval", tiny_artifact("w4a8"), "--data", data, "--window", "64", "--max-windows", "3") == 0
+    assert capsys.readouterr().out.endswith("(3 windows of 64 tokens, 189 predictions)\n")
     for wrong in ("not json", '{"text": "\\ud800"}', "[" * 100_000, "{}", '{"text": 3}', "[]"):
         data.write_text(wrong + "\n")
         assert "line 1" in refusal(capsys, 2, "eval", tiny_artifact("w4a8"), "--data", data)

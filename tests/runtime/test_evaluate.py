@@ -42,6 +42,8 @@ def test_perplexity_is_that_of_the_protocol(tmp_path: Path) -> None:
         assert result.tokens == windows * (window - 1)
         assert done[-1] == (windows, windows)
     assert llm.perplexity(TEXTS, window=97, max_windows=2).windows == 2
+    cut = llm.perplexity([TEXTS[0] * 2000], window=10**6, max_windows=1)
+    assert cut.window == llm.context and cut.tokens == llm.context - 1
     assert llm.engine.pool.used == 0
 
 

@@ -289,4 +289,11 @@ def test_an_artifact_without_drafts_cannot_be_tuned(tiny_artifact: Any) -> None:
 def test_a_gamma_without_drafts_is_refused(tiny_artifact: Any) -> None:
     with pytest.raises(UsageError, match="has no drafts"):
         qcompile.load(tiny_artifact("w4a8"), gamma=4)
-    qcompile.load(tiny_artifact("w4a8"), threads=1, gamma=0).close()
+    for allowed in (0, "auto", AUTO):
+        qcompile.load(tiny_artifact("w4a8"), threads=1, gamma=allowed).close()
+    for wrong, message in (("some", 'a whole number or "auto"'), (-2, 'or "auto", not -2'), (None, "not None")):
+        with pytest.raises(UsageError, match=message):
+            qcompile.load(tiny_artifact("w4a8"), gamma=wrong)  # type: ignore[arg-type]
+    for share in (0, 1.5, "all", None):
+        with pytest.raises(UsageError, match="gpu_memory_utilization must be above 0 and at most 1"):
+            qcompile.load(tiny_artifact("w4a8"), gpu_memory_utilization=share)  # type: ignore[arg-type]

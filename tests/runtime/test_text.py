@@ -292,6 +292,17 @@ def test_malformed_options(llm: LLM, options: dict[str, Any], message: str) -> N
         llm.generate("a", **options)
 
 
+def test_a_cache_smaller_than_the_context_is_told_as_the_reason() -> None:
+    llm = fake_llm(pages=3)
+    room = llm.context
+    assert room < CONTEXT
+    for ask in (llm.generate, llm.logits):
+        with pytest.raises(
+            UsageError, match=rf"the cache room for {room} of the model's {CONTEXT} \(see kv_cache_bytes"
+        ):
+            ask([[1] * (room + 1)])  # type: ignore[operator]
+
+
 def test_mismatched_parameters(llm: LLM) -> None:
     for params in ("x", {"max_tokens": 1}, [None]):
         with pytest.raises(UsageError, match="params must be SamplingParams"):
@@ -311,7 +322,7 @@ def test_mismatched_parameters(llm: LLM) -> None:
         ([[1, 2], [3]], "one length"),
         ([[1.5]], "whole numbers"),
         ([[VOCAB]], "outside"),
-        ([[1] * (CONTEXT + 1)], "longer than the context"),
+        ([[1] * (CONTEXT + 1)], f"has {CONTEXT + 1} tokens, the context {CONTEXT}: shorten it"),
     ],
 )
 def test_malformed_token_ids(llm: LLM, token_ids: Any, message: str) -> None:
