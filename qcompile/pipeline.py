@@ -27,7 +27,7 @@ from qcompile.codegen.backend import Backend, backend_of
 from qcompile.codegen.lower import lower
 from qcompile.codegen.packing import PackedWeight, WeightTable
 from qcompile.codegen.program import Program
-from qcompile.errors import UnsupportedError, UsageError
+from qcompile.errors import UnsupportedError, UsageError, shown
 from qcompile.graph import Graph
 from qcompile.passes.assign_precision import AssignPrecision
 from qcompile.passes.base import Pass, PassRecord, run_passes
@@ -130,8 +130,7 @@ class Plan:
 class BuildReport:
     """The artifact's path, its passes in order, seconds by stage, and bits per weight of the linears.
 
-    `drafts` are the passes of each path that drafts, by its name; where the recipe makes it of the target, those from
-    `speculate` on.
+    `drafts` are the passes of each path that drafts, by its name; of one made of the target, `speculate` and later.
     """
 
     path: Path
@@ -154,6 +153,7 @@ def build(
     dump_ir: str | Path | None = None,
     calib: Request | str | Path | torch.Tensor | None = None,
     check_passes: bool = False,
+    passes: Sequence[Pass] = (),
     **source: Any,
 ) -> BuildReport:
     """Compile `model` into an artifact directory `out`.
@@ -167,13 +167,14 @@ def build(
     for every stage's graph as text and SVG. `calib` is text (a file, token ids [samples, length], or a
     calibration.Request) by which codes of weights are chosen; interrupted, the same build goes on where it stopped.
     `check_passes` runs every stage's graph on a short text by reference bodies and records how far each pass moved
-    the logits, and seconds, in the artifact's passes.json. Raises QCompileError; nothing is left half-written.
+    the logits, and seconds, in the artifact's passes.json. `passes` are others than the recipe's, to run behind
+    `raise`. Raises QCompileError; nothing is left half-written.
     """
     clock = Clock(progress or silent)
     machine = targets.get_target(target)
     wanted = calib if calib is None or isinstance(calib, Request) else Request(calib)
     kept = Path(out).absolute().parent / f".{Path(out).name}.calibration"
-    request = _Request(model, recipe, options or {}, head_dtype, drafts, target, wanted, kept, check_passes)
+    request = _Request(model, recipe, options or {}, head_dtype, drafts, target, wanted, kept, check_passes, (*passes,))
     backend = backend_of(machine)
     made_by = backend.compiler()  # without one, say so before the work
     with ArtifactWriter(out) as writer, PageWriter() as page:
@@ -221,11 +222,13 @@ def plan(
     options: Mapping[str, object] | None = None,
     head_dtype: str | None = None,
     drafts: str | Path | Sequence[Any] = (),
+    passes: Sequence[Pass] = (),
     **source: Any,
 ) -> Plan:
     """What `build` with the same arguments would compile; reads no weights, writes nothing."""
     machine = targets.get_target(target)
-    found = _plan(_Request(model, recipe, options or {}, head_dtype, drafts, target), Clock(silent), source)
+    own = tuple(passes)
+    found = _plan(_Request(model, recipe, options or {}, head_dtype, drafts, target, more=own), Clock(silent), source)
     backend_of(machine).check(found.programs, machine)
     return found
 
@@ -244,8 +247,11 @@ class _Request:
     kept: Path | None = None
     """Folder of what calibration found before it was interrupted."""
     check_passes: bool = False
+    more: tuple[Pass, ...] = ()  # that are not the recipe's
 
     def __post_init__(self) -> None:
+        for one in self.more:
+            _check_own(one)
         object.__setattr__(self, "options", recipes.option_texts(self.options))
         if isinstance(self.drafts, str | Path):
             object.__setattr__(self, "drafts", (self.drafts,))
@@ -258,7 +264,7 @@ class _Request:
         idle = [option for option in self.options if option.startswith(f"{Speculate.name}.")]
         if idle and not recipe.drafts:
             raise UsageError(f"option {idle[0]}: recipe {self.recipe} makes no draft of itself; take one that does")
-        return found
+        return found[:1] + self.more + found[1:]
 
     def own_drafts(self) -> Iterator[tuple[recipes.Draft, tuple[Pass, ...]]]:
         """The recipe's drafts, and the passes from `speculate` on that make each from the quantized graph."""
@@ -267,6 +273,16 @@ class _Request:
             passes = configure(recipe.settings(self.head_dtype) | draft.settings(), self.options)
             own = passes[PASSES.index(Speculate) :]
             yield draft, tuple(made.for_draft() if isinstance(made, Cache) else made for made in own)
+
+
+def _check_own(rewrite: object) -> None:
+    """Raise UsageError for what cannot be run as a pass of the caller's own."""
+    if not isinstance(rewrite, Pass):
+        raise UsageError(f"passes must be instances of Pass, not {shown(rewrite)}")
+    if rewrite.name in [kind.name for kind in PASSES]:
+        raise UsageError(f"pass {rewrite.name} runs anyway: give its fields in options")
+    if not rewrite.wanted:
+        raise UsageError(f"pass {rewrite} is not enabled: give it with enabled=True")
 
 
 def _import(

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 import qcompile
-from qcompile import pipeline
+from qcompile import check, inspect_artifact, pipeline
 from qcompile.errors import UsageError
+from qcompile.graph import Graph
+from qcompile.passes.base import Pass, PassResult
+from qcompile.passes.rotate import Rotate
 from tests.graphs import decoder
+
+
+@dataclass(frozen=True)
+class Doubled(Pass):
+    """Makes the output head of a graph give twice its logits."""
+
+    name: ClassVar[str] = "doubled"
+    enabled: bool = False
+
+    def run(self, graph: Graph) -> PassResult:
+        graph = graph.clone()
+        head = graph.calls("linear")[-1]
+        head.update_arg(1, graph.call_weight("scale", head.args[1], 2.0))
+        return PassResult(graph, 1, ("a note",))
 
 
 @pytest.mark.parametrize(
@@ -21,6 +39,9 @@ from tests.graphs import decoder
         ({"options": {"rotate.enabled": None}}, "rotate.enabled must be a text, a number, True or False, not None"),
         ({"drafts": "nowhere"}, "^nowhere is not a checkpoint directory"),
         ({"drafts": Path("nowhere")}, "^nowhere is not a checkpoint directory"),
+        ({"passes": [Rotate]}, "passes must be instances of Pass, not <class"),
+        ({"passes": [Rotate(enabled=True)]}, "pass rotate runs anyway: give its fields in options"),
+        ({"passes": [Doubled()]}, r"pass doubled\{enabled=False\} is not enabled"),
         ({"calib": ["a text"]}, "calibration takes a file of text or token ids .*, not list"),
     ],
 )
@@ -41,3 +62,15 @@ def test_options_are_the_same_however_they_are_written() -> None:
         for on in ("true", True)
     )
     assert written == meant and "rotate" in [entry["name"] for entry in meant]
+
+
+def test_a_pass_of_ones_own_runs_before_the_recipes(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    logits = []
+    for name, own in (("plain", ()), ("doubled", (Doubled(enabled=True),))):
+        report = qcompile.build(str(tiny_checkpoint), tmp_path / name, recipe="f32", passes=own, check_passes=True)
+        with qcompile.load(report.path) as llm:
+            logits.append(llm.logits([[1, 2, 3]]))
+    assert check.max_relative_error(logits[1], 2 * logits[0]) < 1e-5
+    entries = inspect_artifact.passes(tmp_path / "doubled")
+    assert [entry["name"] for entry in entries][:2] == ["raise", "doubled"] and entries[1]["notes"] == ["a note"]
+    assert entries[1]["max_relative_error"] > 0.1

@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from qcompile.inspect_artifact import passes
+
 PAGE = Path(__file__).parents[1] / "docs" / "writing_a_pass.md"
 BLOCK = re.compile(r"^```python\n# (?P<path>\S+)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
 TAUGHT = "qcompile.passes.fold_scales"
@@ -27,8 +29,19 @@ def taught() -> Iterator[dict[str, str]]:
 
 
 def test_the_page_is_complete(taught: dict[str, str]) -> None:
-    assert list(taught) == ["passes/fold_scales.py", "tests/passes/test_fold_scales.py"]
+    assert list(taught) == ["passes/fold_scales.py", "tests/passes/test_fold_scales.py", "try_fold_scales.py"]
     assert 35 <= len(taught["passes/fold_scales.py"].splitlines()) <= 60
+
+
+def test_the_pass_can_be_tried(
+    taught: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "samples").symlink_to(PAGE.parents[1] / "samples")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(taught["try_fold_scales.py"], str(PAGE), "exec"), {})
+    assert capsys.readouterr().out.splitlines()[1:4] == ["  43", "fold_scales", "  0"]
+    entry = next(entry for entry in passes(tmp_path / "out" / "tried") if entry["name"] == "fold_scales")
+    assert entry["fired"] == 0 and entry["options"] == {"enabled": True}
 
 
 def test_the_tests_of_the_page_pass(taught: dict[str, str]) -> None:
