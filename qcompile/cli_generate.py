@@ -68,7 +68,7 @@ def chat(
     top_p: Annotated[float, typer.Option("--top-p", help="Draw from the likeliest tokens of this total.")] = 0.95,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Makes a draw repeatable.")] = None,
     threads: Threads = None,
-    json: Json = False,
+    json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each reply instead of text.")] = False,
 ) -> None:
     """Talk to a model line by line; end with Ctrl-D. Without a chat template it continues your text.
 
@@ -235,7 +235,11 @@ class _Talk:
         self._messages: list[Message] = []
 
     def prompt(self, line: str, room: int) -> list[int]:
-        """The tokens to continue after the user said `line`, leaving room for more; the oldest is forgotten first."""
+        """The tokens to continue after the user said `line`; the oldest is forgotten first, to leave room for more.
+
+        At most half of the context is left: who allows long replies wants them to heed what was said, too.
+        """
+        room = min(room, self._llm.context // 2)
         self._messages.append({"role": "user", "content": line})
         while len(self._messages) > 1 and self._length() + room > self._llm.context:
             del self._messages[:2]

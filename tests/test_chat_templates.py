@@ -24,6 +24,16 @@ def test_a_chat_template_has_all_special_tokens_itself() -> None:
         assert cli_generate._Talk(llm, None).prompt("ab", 1) == llm.encode("ab")
 
 
+def test_who_allows_long_replies_is_remembered_too() -> None:
+    with fake_llm(tokenizer=byte_tokenizer()) as llm:
+        talk = cli_generate._Talk(llm, None)
+        for line in ("a" * 100, "b" * 100, "c" * 100):
+            tokens = talk.prompt(line, 10 * llm.context)
+            talk.answered("-")
+        assert tokens == llm.encode("-".join(("a" * 100, "b" * 100, "c" * 100)))
+        assert talk.prompt("d" * (llm.context // 2 - 1), 10 * llm.context) == llm.encode("d" * (llm.context // 2 - 1))
+
+
 def test_a_chat_template_is_rendered_in_a_sandbox(tmp_path: Path) -> None:
     template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
     config = {"bos_token": {"content": "<s>"}, "chat_template": template}
