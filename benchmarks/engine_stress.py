@@ -57,9 +57,15 @@ def main() -> None:
     facts["completed"] = len(finished)
     facts["differing"] = sum(got[index] != wanted[index] for index in finished)
     console.log(str(facts))
-    write_result(
-        arguments.out, {"target": arguments.target, "recipe": arguments.recipe, "drafts": arguments.draft, **facts}
-    )
+    where = {"target": arguments.target} | ({} if arguments.target == "cpu" else gpu())
+    write_result(arguments.out, {**where, "recipe": arguments.recipe, "drafts": arguments.draft, **facts})
+
+
+def gpu() -> dict[str, Any]:
+    """Device and versions; imported here, since a CPU needs no Triton."""
+    from gpu_common import facts
+
+    return facts()
 
 
 def artifact_page_bytes(llm: LLM) -> int:
