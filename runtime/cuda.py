@@ -16,6 +16,7 @@ import numpy as np
 
 from qcompile.errors import ArtifactError, ResourceError, UsageError
 from qcompile.runtime.cuda_driver import Driver, LaunchCall
+from qcompile.runtime.cuda_profile import LaunchTimes
 from qcompile.runtime.executor import FloatArray, Limits, Rows
 from qcompile.runtime.outputs import MOST_DRAFTS
 
@@ -62,7 +63,7 @@ class CudaExecutor:
         self._modules: list[ctypes.c_void_p] = []
         self._kept: dict[int, tuple[LaunchCall, list[tuple[int, str]]]] = {}
         self._seen: set[tuple[Any, ...]] = set()
-        self._profile: dict[str, tuple[float, int]] | None = None
+        self._profile: LaunchTimes | None = None
         self.description = {"calls": [launch["name"] for launch in plan["launches"]], "weights": plan["weights"]}
         self.moved = 0
         """How often memory that graphs point to was given back."""
@@ -131,6 +132,8 @@ class CudaExecutor:
             self.driver.drop(graph)
         self._graphs.clear()
         self._kept.clear()
+        if self._profile:
+            self._profile.forget()
 
     # ---- a step -------------------------------------------------------------------------------
 
@@ -253,7 +256,7 @@ class CudaExecutor:
             if self._profile is None:
                 self._launch(self._launches(feed_back), counts)
             else:
-                self._run_timed(self.prepare(self._launches(feed_back), counts))
+                self._profile.run(key, lambda: self.prepare(self._launches(feed_back), counts))
 
     def _launches(self, feed_back: bool) -> list[dict[str, Any]]:
         return self.plan["launches"] + (self.plan["feedback"] if feed_back else [])
@@ -308,24 +311,14 @@ class CudaExecutor:
     # ---- profile ------------------------------------------------------------------------------
 
     def profile(self, on: bool) -> None:
-        """Start (resetting the counters) or stop timing each launch; timed steps run without graphs."""
-        self._profile = {} if on else None
+        """Start (resetting the counters) or stop timing each launch."""
+        if self._profile:
+            self._profile.forget()
+        self._profile = LaunchTimes(self.driver) if on else None
 
     def profile_read(self) -> dict[str, tuple[float, int]]:
         """Seconds and number of runs of each launch since `profile(True)`, in the order they run."""
-        return dict(self._profile or {})
-
-    def _run_timed(self, ready: list[tuple[str, LaunchCall]]) -> None:
-        assert self._profile is not None
-        events = [self.driver.event() for _ in range(len(ready) + 1)]
-        self.driver.record(events[0])
-        for (_, call), event in zip(ready, events[1:], strict=True):
-            call.run()
-            self.driver.record(event)
-        self.driver.synchronize()
-        for i, (name, _) in enumerate(ready):
-            seconds, runs = self._profile.get(name, (0.0, 0))
-            self._profile[name] = (seconds + self.driver.seconds_between(events[i], events[i + 1]), runs + 1)
+        return dict(self._profile.found) if self._profile else {}
 
     def probe(self, what: int) -> float:
         """A ceiling of this GPU by data sheet: 0 memory GB/s, 1 int8 GOPS, 2 f32 GFLOPS, 3 bf16 GFLOPS."""

@@ -19,6 +19,7 @@ _MAJOR, _MINOR = 75, 76
 _DYNAMIC_SHARED = 8
 _CAPTURE_THREAD_LOCAL = 1
 _PROGRAMMATIC_SERIALIZATION = 6
+_RECORD_EXTERNAL = 1
 
 
 class _Attribute(ctypes.Structure):
@@ -73,6 +74,10 @@ class LaunchCall:
         self._config.grid_x, self._config.grid_y, self._config.grid_z = grid
         for place, value in arguments:
             self._values[place] = value
+
+    def wait_for_all(self) -> None:
+        """From here on start when all before it has ended, where else it may have started earlier."""
+        self._config.count = 0
 
     def run(self) -> None:
         """Put the launch on the driver's stream."""
@@ -239,9 +244,14 @@ class Driver:
         self.check(self.library.cuEventCreate(ctypes.byref(found), 0), "event")
         return found
 
-    def record(self, event: ctypes.c_void_p) -> None:
-        """Take the time when the stream gets here."""
-        self.check(self.library.cuEventRecord(event, ctypes.c_void_p(self.stream)), "event")
+    def drop_event(self, event: ctypes.c_void_p) -> None:
+        """Free an event."""
+        self.check(self.library.cuEventDestroy_v2(event), "event")
+
+    def record(self, event: ctypes.c_void_p, in_graph: bool = False) -> None:
+        """Take the time when the stream gets here; with `in_graph`, whenever the graph being captured does."""
+        flags = _RECORD_EXTERNAL if in_graph else 0
+        self.check(self.library.cuEventRecordWithFlags(event, ctypes.c_void_p(self.stream), flags), "event")
 
     def seconds_between(self, start: ctypes.c_void_p, end: ctypes.c_void_p) -> float:
         """Seconds between two recorded events."""

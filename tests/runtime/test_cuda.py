@@ -34,6 +34,7 @@ class FakeDriver:
         self.log: list[Any] = []
         self.memory: dict[int, int] = {}
         self.pages: list[Any] = []
+        self.events = 0
 
     def use(self) -> None: ...
 
@@ -75,6 +76,19 @@ class FakeDriver:
     def drop(self, graph: Any) -> None:
         self.log.append("drop")
 
+    def event(self) -> int:
+        self.events += 1
+        return self.events
+
+    def drop_event(self, event: int) -> None:
+        self.log.append("drop event")
+
+    def record(self, event: int, in_graph: bool) -> None:
+        self.log.append(f"record {event}" if in_graph else "recorded outside of a graph")
+
+    def seconds_between(self, start: int, end: int) -> float:
+        return 1.0 if (start, end) == (1, 2) else 10.0 * end
+
 
 class FakeLaunch:
     """Stands for LaunchCall: running it writes down kernel, grid and arguments."""
@@ -86,6 +100,9 @@ class FakeLaunch:
         self.grid = grid
         for place, value in arguments:
             self.args[place] = value
+
+    def wait_for_all(self) -> None:
+        self.log.append("wait")
 
     def run(self) -> None:
         self.log.append((self.function, tuple(self.grid), tuple(self.args)))
@@ -263,6 +280,40 @@ def test_scratch_memory_that_cannot_grow_is_not_used_any_more(
 
 def _refuse(what: str) -> None:
     raise ResourceError(f"the GPU has no memory left for {what}")
+
+
+def test_launches_are_timed_within_a_graph(opened: CudaExecutor) -> None:
+    """One interval with nothing in it, which does not count; a step that comes again is no new graph."""
+    log, row = opened.driver.log, [Rows([1], 5, [2], 1)]  # type: ignore[attr-defined]
+    opened.decode(row, 2)
+    log.clear()
+    opened.profile(True)
+    opened.decode(row, 3)
+    found = opened.profile_read()
+    launched = [line[0] for line in log if isinstance(line, tuple)]
+    assert [line if isinstance(line, str) else "launch" for line in log] == [
+        *("record 1", "record 2"),
+        *(word for event in range(3, 3 + len(launched)) for word in ("wait", "launch", f"record {event}")),
+        *("captured", "replay", "replay", "replay"),
+    ]
+    assert list(found) == [launch["name"] for launch in (*PLAN["launches"], *PLAN["feedback"])]
+    assert list(found.values()) == [(3 * (10.0 * event - 1), 3) for event in range(3, 3 + len(launched))]
+    log.clear()
+    opened.profile(False)
+    assert sorted(log) == ["drop", *["drop event"] * (2 + len(launched))] and not opened.profile_read()
+    opened.decode(row, 1)
+    assert log[-1] == "replay"
+
+
+def test_larger_scratch_memory_ends_timed_graphs_too(opened: CudaExecutor) -> None:
+    opened.profile(True)
+    log = opened.driver.log  # type: ignore[attr-defined]
+    opened.decode([Rows([1], 5, [2], 1)], 2)
+    opened.decode([Rows([1], 253, [2, 3, 1, 0, 4], 1), Rows([1], 5, [3], 1)], 1)
+    assert "drop event" in log
+    log.clear()
+    opened.decode([Rows([1], 5, [2], 1)], 1)
+    assert "captured" in log
 
 
 def test_closing_gives_everything_back(opened: CudaExecutor) -> None:
