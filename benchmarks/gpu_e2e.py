@@ -1,9 +1,10 @@
 """Decode of a Llama-3-8B configuration with random weights made on this GPU, beside torch in bf16, in one run.
 
     python benchmarks/gpu_e2e.py [out.json] [--recipes=qserve,w4a16,...] [--no-torch] [--no-largest]
-        [--model=qwen3-30b-a3b]
+        [--model=qwen3-30b-a3b|gpt-oss-20b]
 
-With --model a configuration of that name, of 128 experts of which 8 are chosen for a token.
+With --model a configuration of that name: of 128 experts, 8 of them for a token, or of 32, 4 of them, with windows of
+128 tokens in every other layer and sinks.
 
 Steps are greedy, fed back on the GPU, from 1,024 tokens of context; tokens per second of the whole batch. No weights
 are read: the checkpoint is an empty file of the right size, and the kernels get random codes on the device. `kernels`
@@ -68,7 +69,38 @@ EXPERTS = CONFIG | {
     "num_key_value_heads": 4,
     "rope_theta": 1000000.0,
 }
-MODELS = {"llama-3-8b": CONFIG, "qwen3-30b-a3b": EXPERTS}
+SINKS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "sliding_window": 128,
+    "attention_bias": True,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "torch_dtype": "bfloat16",
+}
+MODELS = {"llama-3-8b": CONFIG, "qwen3-30b-a3b": EXPERTS, "gpt-oss-20b": SINKS}
 CONTEXT, STEPS = 1024, 128
 BATCHES = (1, 8, 16, 32, 64)
 
@@ -105,8 +137,10 @@ def random_weight(name: str, size: int) -> torch.Tensor:
         return torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
     if role == "w_scale":
         return torch.full((size // 4,), 1e-7, device="cuda")
-    if role == "groups":  # of every packing a scale near 8e-6, or a step of 8 and a zero point of 8
+    if role in ("groups", "ranges"):  # of every packing a scale near 8e-6, or a step of 8 and a zero point of 8
         word = 0x40084008 if ".qoq_g128." in name else 0x3700C308 if ".w4_asym_g128.g" in name else 0x37000008
+        if ".mxfp4." in name:
+            word = 0x6E6E6E6E if role == "groups" else 0x37001111
         return torch.full((size // 4,), word, dtype=torch.int32, device="cuda")
     if size > 1 << 20:
         return torch.randn(size // 2, dtype=torch.bfloat16, device="cuda") * (0.0005 if role == "w" else 0.02)
@@ -154,7 +188,10 @@ def open_random(recipe: str, folder: Path, tokens: int, context: int = 8192) -> 
         module = gpu.module(cubin, lambda: b"", print)
         functions[label] = gpu.function(module, kernel["function"], kernel["shared_bytes"])
     blobs = [(name, size) for weight in found.weights for name, size in weight.blobs]
-    memory = [random_weight(name, size) for name, size in blobs]
+    biases = {getattr(call, "bias", None) for program in found.programs.values() for call in program.calls}
+    memory = [
+        torch.zeros(size // 4, device="cuda") if name in biases else random_weight(name, size) for name, size in blobs
+    ]
     addresses = {name: tensor.data_ptr() for (name, _), tensor in zip(blobs, memory, strict=True)}
     torch.cuda.synchronize()
     kv = found.program.kv
