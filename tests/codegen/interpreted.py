@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from types import FunctionType, SimpleNamespace
@@ -78,6 +80,8 @@ def hasten() -> None:
 
     # An integer that overflows wraps, as on a GPU, and shows in what is computed.
     object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
+    # Nor is each array measured against its type.
+    interpreter.TensorHandle.__post_init__ = lambda self: None
     _patch_lang_tensor = interpreter._patch_lang_tensor
 
     def patch_lang_tensor(tensor: Any, scope: Any) -> None:
@@ -94,6 +98,8 @@ def hasten() -> None:
     interpreter._patch_lang = lambda function: kept
     _remember_types()
     _remember_constants()
+    _shorten_operators()
+    _widen_at_once()
 
 
 def _remember_types() -> None:
@@ -170,3 +176,79 @@ def _remember_constants() -> None:
         return check(self, lhs, rhs, *allowed, **asked)
 
     semantic.binary_op_type_checking_impl = binary_op_type_checking_impl
+
+
+_OPERATORS = {
+    **dict.fromkeys(("add", "sub", "mul", "lt", "le", "gt", "ge", "eq", "ne"), ("fp32", "int32")),
+    **dict.fromkeys(("and", "or", "rshift"), ("int1", "int32")),
+}
+
+
+def _shorten_operators() -> None:
+    """Operators on the commonest types are NumPy's at once: Triton's way to them takes several times as long.
+
+    Where two types meet, or a type and a number, for the first time, all goes Triton's way: it says of what type the
+    result is from then on, and must come to the same numbers.
+    """
+    for name, types in _OPERATORS.items():
+        operation = getattr(operator, f"{name}_" if name in ("and", "or") else name)
+        _shorten(f"__{name}__", operation, types)
+        if name in ("add", "sub", "mul"):
+            _shorten(f"__r{name}__", lambda one, other, operation=operation: operation(other, one), types)
+
+
+def _shorten(name: str, operation: Callable[[Any, Any], Any], types: tuple[str, ...]) -> None:
+    import numpy as np
+    from triton import language
+    from triton.runtime import interpreter
+
+    core, make = language.core, interpreter.TensorHandle
+    whole = getattr(core.tensor, name)
+    known: dict[Any, Any] = {}
+
+    def operate(self: Any, other: Any) -> Any:
+        own, data = self.dtype.name, self.handle.data
+        if type(other) is core.constexpr:
+            other = other.value
+        kind = type(other)
+        if kind is core.tensor:
+            key, right = (_key(self), _key(other)), other.handle.data
+            if name == "__add__" and other.dtype.name == "int32" and self.dtype.is_ptr():
+                size = max(1, self.dtype.element_ty.primitive_bitwidth // 8)
+                right = size * right.astype(np.uint64)
+            elif own not in types or other.dtype.name != own:
+                return whole(self, other)
+        elif own in types and ((kind is int and abs(other) < 1 << 31) or (kind is float and own == "fp32")):
+            key, right = (_key(self), kind, other), data.dtype.type(other)
+        else:
+            return whole(self, other)
+        if key in known:
+            type_, dtype = known[key]
+            return core.tensor(make(operation(data, right), dtype), type_)
+        result = whole(self, other)
+        assert np.array_equal(operation(data, right), result.handle.data, equal_nan=True), (name, key)
+        known[key] = result.type, result.handle.dtype
+        return result
+
+    setattr(core.tensor, name, operate)
+
+
+def _key(tensor: Any) -> Any:
+    """What tensors of one type have alike (see `_remember_types`)."""
+    type = tensor.type
+    return id(vars(type)) if type.is_block() else type.name
+
+
+def _widen_at_once() -> None:
+    """A bf16 as float32 is its bits before 16 zeros, which the interpreter finds out of what they stand for."""
+    import numpy as np
+    from triton.runtime import interpreter
+
+    convert_float = interpreter._convert_float
+
+    def convert(data: Any, from_type: Any, to_type: Any, rounding: Any) -> Any:
+        if (from_type.name, to_type.name) == ("bf16", "fp32"):
+            return data.view(np.uint16).astype(np.uint32) << 16
+        return convert_float(data, from_type, to_type, rounding)
+
+    interpreter._convert_float = convert

@@ -17,10 +17,12 @@ from qcompile.runtime.cuda_rounds import CudaRounds
 from qcompile.runtime.sampling import SamplingParams
 from qcompile.runtime.speculate_host import HostSpeculator, look_up
 from tests.codegen.interpreted import interpreted, needs_triton
-from tests.codegen.test_gpu_step import SHAPE, lowered
+from tests.codegen.test_gpu_step import lowered
 from tests.graphs import decoder
 
-SMALL: dict[str, Any] = {**SHAPE, "vocab": 40, "kv_heads": 1, "layers": 1}
+SMALL: dict[str, Any] = {"vocab": 40, "hidden": 128, "heads": 2, "kv_heads": 1, "head_dim": 64, "ffn": 128, "layers": 1}
+WIDE = SMALL | {"hidden": 256, "heads": 4, "ffn": 256}
+"""Whole blocks of each packing."""
 PROMPTS = [[5, 9, 11], [7], list(range(20, 37))]
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
@@ -30,7 +32,7 @@ def interpret_rounds(recipe: str) -> None:
     from tests.codegen.gpu_machine import Machine
 
     torch.manual_seed(0)
-    machine = Machine(decoder(**SMALL), recipe, pages=9)
+    machine = Machine(decoder(**(WIDE if recipe == "qspec" else SMALL)), recipe, pages=9)
     every = [SamplingParams(max_tokens=count, **GREEDY) for count in (6, 2, 5)]  # type: ignore[arg-type]
 
     def generate(gamma: int, prompts: range = range(3), **drawn: Any) -> tuple[list[list[int]], list[Any]]:
@@ -65,8 +67,7 @@ def interpret_rounds_of_a_ring() -> None:
     from tests.codegen.gpu_machine import Machine
 
     torch.manual_seed(0)
-    shape = {**SMALL, "hidden": 128, "heads": 2, "ffn": 128}
-    machine = Machine(decoder(**shape), "quantspec", pages=20, max_tokens=300, split=128)
+    machine = Machine(decoder(**SMALL), "quantspec", pages=20, max_tokens=300, split=128)
     found = []
     for gamma in (0, 3):
         engine = machine.engine(gamma)
@@ -150,14 +151,15 @@ def interpret_graphs_of_rounds(draft: str) -> None:
     machine = Machine(model, "bf16", pages=9, drafts=[draft if draft == "lookup" else model])
     graphs = machine.speculator
     assert isinstance(graphs, CudaRounds)
-    counts = (8, 2) if draft == "lookup" else (10, 3)
+    # A text in which something recurs, and one that a draft is right about now and then.
+    first, counts = ([31], (8, 2)) if draft == "lookup" else ([34], (10, 3))
     params = [SamplingParams(max_tokens=count, **GREEDY) for count in counts]  # type: ignore[arg-type]
     found, kept = [], []
     for gamma, speculator in ((0, None), (2, graphs), (2, HostSpeculator(machine.target, graphs.levels))):
         machine.speculator = speculator
         engine = machine.engine(gamma)
         engine._burst = lambda batch: 3  # type: ignore[method-assign]
-        requests = [engine.add(prompt, one) for prompt, one in zip(([34], [5, 9, 11]), params, strict=True)]
+        requests = [engine.add(prompt, one) for prompt, one in zip((first, [5, 9, 11]), params, strict=True)]
         found.append(machine.run(engine, requests))
         kept.append([(r.drafts.metrics.rounds, r.drafts.metrics.drafted, r.drafts.metrics.accepted) for r in requests])
     assert found[1] == found[2] == found[0]
