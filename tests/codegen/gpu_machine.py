@@ -142,7 +142,7 @@ class Machine:
         self.target = CudaExecutor(driver, data["model"], functions, self.weights, pages, self.limits)
         levels = pipeline._levels(found, [{"name": name} for name in self.weights], "", "")
         opened = [cuda_load._level(self.target, e, data.get(e.get("path")), functions, self.weights) for e in levels]
-        self.speculator: Any = cuda_load._drafter(Path(), self.target, levels, opened, None) if levels else None
+        self.speculator: Any = cuda_load._drafter(Path(), {}, self.target, levels, opened, None) if levels else None
         self.pages = pages
 
     def engine(self, gamma: int = 0) -> Engine:
