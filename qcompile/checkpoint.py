@@ -228,14 +228,14 @@ class Checkpoint:
         require_finite(name, value)
         return value
 
-    def require(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise unless `name` is here, floating point and of `shape`."""
+    def require(self, name: str, shape: tuple[int, ...], floats: bool = True) -> None:
+        """Raise unless `name` is here, of `shape`, and floating point if it is to be."""
         if name not in self.entries:
             raise UsageError(f"tensor {name} is missing from {self.directory}")
         entry = self.entries[name]
         if entry.shape != shape:
             raise UsageError(f"tensor {name} has shape {list(entry.shape)}, the model needs {list(shape)}")
-        if not entry.dtype.is_floating_point:
+        if floats and not entry.dtype.is_floating_point:
             raise UnsupportedError(f"tensor {name} is of integer type {entry.dtype}; weights must be floating point")
 
 

@@ -45,6 +45,7 @@ def loaders(module: Any, checkpoint: Checkpoint) -> dict[str, Loader]:
             checkpoint.require(stored, tuple(value.shape))
             found[name] = functools.partial(checkpoint.load, stored)
         elif stored in checkpoint:
+            checkpoint.require(stored, tuple(value.shape), value.is_floating_point())
             found[name] = frontend.tensor_loader(name, checkpoint.raw(stored))
     return found
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from qcompile import check, frontend
-from qcompile.errors import UnsupportedError
+from qcompile.errors import QCompileError, UnsupportedError
 from qcompile.passes.base import apply
 from qcompile.passes.raise_ops import Raise
 
@@ -78,7 +79,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def save(kind: str, settings: dict[str, Any], path: Path) -> torch.nn.Module:
-    """A random model of `kind` saved at `path`, biases and norms random too."""
+    """A random model of `kind` saved at `path`, biases, norms and stored buffers random too."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -89,6 +90,9 @@ def save(kind: str, settings: dict[str, Any], path: Path) -> torch.nn.Module:
         for parameter in module.parameters():
             flat = parameter.dim() < 2
             parameter.normal_(0.5 if flat else 0.0, 0.3 if flat else parameter.shape[-1] ** -0.5)
+        for name, buffer in module.named_buffers():
+            if name in module.state_dict() and buffer.dim():  # such as biases of routers
+                buffer.normal_(0.0, 0.3)
     module.save_pretrained(path)
     return module
 
@@ -101,6 +105,20 @@ def test_right(kind: str, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = module(ids).logits
     assert check.max_relative_error(graph.run(ids, torch.arange(31).expand(2, 31)), expected) < 5e-6
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [(torch.zeros(1), r"has shape \[1\], the model needs \[6\]"), (torch.zeros(6).int(), "of integer type")],
+)
+def test_a_stored_buffer_that_does_not_fit(stored: torch.Tensor, message: str, tmp_path: Path) -> None:
+    save("glm4_moe", RIGHT["glm4_moe"], tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    (name,) = (name for name in tensors if "bias" in name and tensors[name].shape == (6,))
+    save_file(tensors | {name: stored}, file)
+    with pytest.raises(QCompileError, match=message):
+        frontend.load(tmp_path)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
