@@ -60,6 +60,7 @@ class Salience(Pass):
             raise UsageError(f"salience.target_bits={self.target_bits}: codes have 4 or 8 bits, write a mean of those")
         if not 0 <= self.max_perplexity_increase < math.inf:
             raise UsageError(f"salience.max_perplexity_increase={self.max_perplexity_increase}: write 0.05, or more")
+        roofline.peaks_of(self.target)  # refuses what it does not know
 
     @property
     def automatic(self) -> bool:

@@ -205,6 +205,8 @@ def read(
     """
     if samples < 1 or length < 2:
         raise UsageError(f"calibration needs at least 1 sample of 2 tokens, not {samples} of {length}")
+    if not 0 <= seed < 1 << 63:
+        raise UsageError(f"the seed of calibration samples is {seed}; it must be from 0 to 2^63 - 1")
     documents = [text for text in read_documents(path) if text.strip()]
     if not documents:
         raise UsageError(f"calibration text {path} is empty")

@@ -117,6 +117,12 @@ def test_text_that_the_tokenizer_does_not_know_is_refused(tmp_path: Path, model:
     assert read(path, tokenizer, bos=0, vocabulary=16, length=8).tokens.shape[0] >= 7
 
 
+@pytest.mark.parametrize("seed", [-1, 1 << 63])
+def test_a_seed_that_no_generator_takes_is_refused(text: Path, seed: int) -> None:
+    with pytest.raises(UsageError, match="must be from 0"):
+        sample(text, seed=seed)
+
+
 def test_refusals_of_missing_things(tmp_path: Path) -> None:
     info = ModelInfo("m", 10, 64, None, (), 0)
     with pytest.raises(UsageError, match="cannot read calibration text"):

@@ -103,6 +103,8 @@ def test_refusals() -> None:
         apply(Salience(target_bits=4.5), merged(AssignPrecision("w4_asym_g128", "int8", "f32", "f32")))
     with pytest.raises(UsageError, match="needs 2 samples"):
         apply(Salience(max_perplexity_increase=0.1), merged(samples=1))
+    with pytest.raises(UsageError, match="target z80 is unknown"):
+        Salience(target="z80")
     for wanted in (3.9, 8.1, -1.0, math.nan):
         with pytest.raises(UsageError, match=r"salience\.target_bits"):
             Salience(target_bits=wanted)
