@@ -97,7 +97,8 @@ def _open_reencoder(
     arena = Arena(pool.total * kv["page_bytes"])
     executor = Executor(draft.library, draft.pointers, arena, pool.total, target.threads, limits, target)
     undo.callback(executor.close)
-    return open_reencoder(artifact.root, artifact.manifest["files"], level, tokenizer, executor, pool)
+    files, vocab = artifact.manifest["files"], target.limits.vocab
+    return open_reencoder(artifact.root, files, level, tokenizer, vocab, executor, pool)
 
 
 def _kv_pages(page_bytes: int, limits: Limits, max_batch: int, wanted_bytes: int | None) -> int:

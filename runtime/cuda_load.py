@@ -103,7 +103,7 @@ def _drafter(
     first = opened[0]
     if levels[0].get("tokenizer") and first.executor:
         pool = BlockPool(target.kv_pages, first.executor.limits.page_tokens)
-        return open_reencoder(root, files, levels[0], tokenizer, first.executor, pool)
+        return open_reencoder(root, files, levels[0], tokenizer, target.limits.vocab, first.executor, pool)
     if len(opened) == 1 and not first.threshold:
         return CudaSpeculator(target, first) if first.executor else CudaLookup(target, first)
     return HostSpeculator(target, opened)

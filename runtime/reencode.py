@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,8 @@ class _Text:
 class Reencoder:
     """Drafts for the requests of an engine with `executor`, whose model has the tokenizer `own` and `start` token.
 
-    `pool` is pages of its own cache. Drafting stops before a token less probable than `threshold`.
+    `pool` is pages of its own cache. Drafting stops before a token less probable than `threshold`, and before one that
+    is not among the `vocab` tokens of the target's model: its tokenizer may know more.
     """
 
     def __init__(
@@ -52,8 +54,9 @@ class Reencoder:
         pool: BlockPool,
         start: int | None,
         threshold: float,
+        vocab: int,
     ) -> None:
-        self.executor, self.pool, self.threshold = executor, pool, threshold
+        self.executor, self.pool, self.threshold, self._vocab = executor, pool, threshold, vocab
         self._target, self._own = target, own
         self._start = [] if start is None else [start]
         self._texts: dict[int, _Text] = {}
@@ -133,7 +136,9 @@ class Reencoder:
         tail = list(tokens[-_TAIL:])
         joined = self._target.decode(tail, skip_special_tokens=False) + text
         found: list[int] = self._target.encode(joined, add_special_tokens=False).ids
-        return found[len(tail) :] if text and found[: len(tail)] == tail else []
+        if not text or found[: len(tail)] != tail:
+            return []
+        return [*takewhile(lambda token: token < self._vocab, found[len(tail) :])]
 
 
 def open_reencoder(
@@ -141,17 +146,20 @@ def open_reencoder(
     files: dict[str, Any],
     level: dict[str, Any],
     target: Tokenizer | None,
+    vocab: int,
     executor: StepExecutor,
     pool: BlockPool,
 ) -> Reencoder:
     """The draft of the artifact at `root` whose manifest has `files` and `level`, with pages of its own from `pool`.
+
+    `target` is the tokenizer of the model that it drafts for, which has `vocab` tokens.
 
     Raises ArtifactError where a tokenizer is missing.
     """
     own = load_tokenizer(root, files, level["tokenizer"])
     if own is None or target is None:
         raise ArtifactError(f"{root}: a draft that encodes text needs two tokenizers; build it again")
-    return Reencoder(target, own, executor, pool, level.get("bos_token_id"), level["threshold"])
+    return Reencoder(target, own, executor, pool, level.get("bos_token_id"), level["threshold"], vocab)
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -8,14 +8,18 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 import qcompile
 from qcompile import SamplingParams
 from qcompile.errors import ResourceError, UnsupportedError, UsageError
 from qcompile.runtime import cpu_load
-from qcompile.runtime.executor import Executor
+from qcompile.runtime.blocks import BlockPool
+from qcompile.runtime.executor import Executor, Limits, Rows
 from qcompile.runtime.gamma import AUTO
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import CompletionOutput
@@ -24,6 +28,7 @@ from qcompile.runtime.scheduler import Request
 from qcompile.runtime.speculate import Speculator
 from qcompile.runtime.speculate_host import HostSpeculator
 from qcompile.runtime.speculate_library import LibrarySpeculator
+from tests.runtime.fake import VOCAB, byte_tokenizer, fake_llm
 
 PROMPTS = ["def main(", "import os\n\n\nclass Reader:\n", "x", "# " + "word " * 90, "for i in range(10):\n    "]
 TOKENS = 32
@@ -268,8 +273,6 @@ def test_a_draft_of_another_tokenizer(tiny_checkpoint: Path, tmp_path: Path) -> 
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tests.runtime.fake import byte_tokenizer
-
     letters, short = tmp_path / "letters", [prompt for prompt in PROMPTS if len(prompt) < 100]
     config = LlamaConfig.from_pretrained(tiny_checkpoint)
     config.vocab_size, config.num_hidden_layers = 257, 1
@@ -292,6 +295,28 @@ def test_a_draft_of_another_tokenizer(tiny_checkpoint: Path, tmp_path: Path) -> 
                 assert (drafted is None) == (threshold == 0.9)
     with pytest.raises(UnsupportedError, match="another tokenizer: it can only draft alone"):
         qcompile.build(str(tiny_checkpoint), tmp_path / "out", recipe="qspec", drafts=[str(letters)])
+
+
+def test_a_draft_that_spells_what_the_target_has_no_number_for() -> None:
+    """Tokenizers may know more tokens than the model has: what is drafted ends before."""
+    known = byte_tokenizer()
+    known.add_tokens([f"unused {number}" for number in range(VOCAB - 257)])
+    known.add_tokens(["zz"])
+    assert known.token_to_id("zz") == VOCAB
+    spelled = known.encode("azz").ids  # that of the target
+    letters = byte_tokenizer().encode("a" + "zz").ids
+    steps = iter(letters)
+
+    def step(rows: Sequence[Rows], logits: bool) -> tuple[list[int], np.ndarray]:
+        return [next(steps)], np.zeros((1, 257), np.float32)
+
+    draft: Any = SimpleNamespace(limits=Limits(64, 257, 64, 512), step=step, close=lambda: None)
+    with fake_llm(tokenizer=known) as llm:
+        drafter = Reencoder(known, byte_tokenizer(), draft, BlockPool(8, 64), None, 0.0, VOCAB)
+        llm.engine.speculator = drafter
+        request = llm.engine.add(known.encode("b").ids, SamplingParams(temperature=0))
+        assert spelled[1:] == [VOCAB] and drafter.propose([request], [3]) == [spelled[:1]]
+        llm.engine.cancel(request)
 
 
 def test_drafts_of_short_contexts_stop_in_time(artifact: Callable[[str], Path]) -> None:
