@@ -155,8 +155,8 @@ class _Maker:
 
     def _embed(self, c: p.Embed) -> Iterator[Launch]:
         width = self.program.buffer(c.out).width
-        spec = self.written(c.out, RowSpec(width, width, 0, c.table_dtype, indexed=True, factor=c.scale))
-        index = {"tokens": "token_ids", "positions": "positions"}[c.index]
+        index, last = {"tokens": ("token_ids", 0), "positions": ("positions", c.vocab - 1)}[c.index]
+        spec = self.written(c.out, RowSpec(width, width, 0, c.table_dtype, indexed=True, last=last, factor=c.scale))
         yield self.rows(spec, c.name, ["weight", c.table], c.out, {"index": ["input", index]})
 
     def _norm(self, c: p.Norm) -> Iterator[Launch]:

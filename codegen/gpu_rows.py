@@ -24,11 +24,11 @@ _TYPES = {"f32": "*fp32", "bf16": "*bf16", "q8": "*i8"}
 class RowSpec:
     """out[row] = write(norm(map(load(x, row)))) for rows of `width` elements; strides are elements.
 
-    load: the row, the row `index[row]` (`indexed`), or act(gate) * up of 2 `width` bf16 columns whose blocks
-    alternate (`gated` names the act). map: `unary` (or xielu, by a `curve`), kept within `low` and `high`, plus
-    `offset`, then add or mul (`binary`) with the vector `weight` or with the buffer `other`, or mul_row with the one
-    column of that, then times `factor`. norm: rms or layer, with weight and bias. write: f32, bf16, or q8: codes
-    within ±`top` in int8, a scale a row, and with `sums` the sum of the codes; with `group` a scale for so many
+    load: the row, the row `index[row]` (`indexed`; at most the `last`, if given), or act(gate) * up of 2 `width` bf16
+    columns whose blocks alternate (`gated` names the act). map: `unary` (or xielu, by a `curve`), kept within `low` and
+    `high`, plus `offset`, then add or mul (`binary`) with the vector `weight` or with the buffer `other`, or mul_row
+    with the one column of that, then times `factor`. norm: rms or layer, with weight and bias. write: f32, bf16, or q8:
+    codes within ±`top` in int8, a scale a row, and with `sums` the sum of the codes; with `group` a scale for so many
     columns (`row_scales` from row to row, where there is room for more), codes of the last group within ±`last_top`.
     With `blocks` > 1 a row holds so many blocks of `width`, each treated alone (of whole groups, if any); but with
     `peaks` all are quantized by one scale, as of so many magnitudes of the row, which are given, the largest is the
@@ -41,6 +41,7 @@ class RowSpec:
     x: Literal["f32", "bf16"] = "f32"
     out: str = "f32"
     indexed: bool = False
+    last: int = 0
     gated: str = ""
     unary: str = ""
     binary: str = ""

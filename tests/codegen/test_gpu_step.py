@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from qcompile.codegen.gpu_plan import make_plan
 from qcompile.codegen.gpu_rows import WIDEST, RowSpec, in_blocks
 from qcompile.codegen.lower import lower
 from qcompile.codegen.packing import WeightTable
-from qcompile.codegen.program import PAD
+from qcompile.codegen.program import PAD, Embed
 from qcompile.codegen.triton import MULTIPROCESSORS
 from qcompile.errors import UnsupportedError
 from qcompile.numerics import quantize_activation
@@ -158,6 +159,15 @@ def interpret_scales_of_filled_rows() -> None:
 
 def test_scales_of_filled_rows_interpreted() -> None:
     interpreted(__name__, "interpret_scales_of_filled_rows()")
+
+
+def test_only_positions_may_lie_behind_their_table() -> None:
+    """Tokens are checked before they come here."""
+    program = lowered("bf16")[1]
+    for index, bounded in (("tokens", False), ("positions", True)):
+        calls = [replace(call, index=index) if isinstance(call, Embed) else call for call in program.calls]
+        sources = [kernel.source for kernel in make_plan(replace(program, calls=calls), 90).kernels.values()]
+        assert any(f"tl.minimum(source, {SHAPE['vocab'] - 1})" in source for source in sources) == bounded
 
 
 def interpret_xielu() -> None:

@@ -125,9 +125,20 @@ def interpret_norms() -> None:
         assert torch.allclose(given["out_scale"].double(), want, rtol=1e-6)
 
 
+def interpret_rows_behind_the_last() -> None:
+    """Positions go on beyond the context where rounds compute what is forgotten; behind their table is other memory."""
+    from qcompile.codegen import gpu_compile
+
+    memory = torch.randn(8, 96, generator=torch.Generator().manual_seed(2))
+    memory[5:] = torch.nan
+    found, index = torch.zeros(4, 96), torch.tensor([0, 4, 5, 7], dtype=torch.int32)
+    gpu_compile.load(RowSpec(96, 96, 96, indexed=True, last=4).kernel(80))[(4, 1, 1)](memory, found, index)
+    assert torch.equal(found, memory[[0, 4, 4, 4]])
+
+
 def test_numerics_in_the_interpreter() -> None:
     calls = "interpret_single()", "interpret_single_floats()", "interpret_parts()", "interpret_norms()"
-    interpreted(__name__, *calls)
+    interpreted(__name__, *calls, "interpret_rows_behind_the_last()")
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
