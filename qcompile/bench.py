@@ -50,7 +50,7 @@ def measure(llm: LLM, sizes: Sizes, progress: Progress) -> dict[str, float]:
         smaller = "give smaller ones by --tg, --pp and --verify"
         raise UsageError(f"a test of {longest} tokens does not fit the context of {llm.context}: {smaller}")
     if any(rows > llm.executor.limits.max_tokens for rows in sizes.verify):
-        raise UsageError(f"a step carries at most {llm.executor.limits.max_tokens} tokens")
+        raise UsageError(f"a step carries at most {llm.executor.limits.max_tokens} tokens: give fewer by --verify")
     tests = {f"tg{sizes.tg}": (sizes.tg, lambda: _decode(llm, sizes.tg))}
     for rows in sizes.pp:
         tests[f"pp{rows}"] = (rows, lambda rows=rows: _prefill(llm, rows, outputs=1))  # type: ignore[misc]

@@ -33,7 +33,8 @@ class Diagnosis:
     def as_text(self) -> str:
         """For people."""
         if not self.exportable:
-            lines = [f"  {entry['node']}: {entry['reason']}" for entry in self.unsupported]
+            places = [f"{entry['node']}: " if entry["node"] else "" for entry in self.unsupported]
+            lines = [f"  {place}{entry['reason']}" for place, entry in zip(places, self.unsupported, strict=True)]
             return "\n".join(["not supported", *lines])
         passes = ", ".join(f"{entry['name']} {entry['fired']}" for entry in self.plan["passes"])
         kernels = "\n".join(f"  {count:3d} {name}" for name, count in self.plan["kernels"].items())

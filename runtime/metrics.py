@@ -33,6 +33,7 @@ class Metrics:
             "qcompile_time_per_output_token_seconds", "After the first.", buckets=_TOKEN_SECONDS, registry=registry
         )
         self._whole = Histogram("qcompile_request_seconds", "From arrival.", buckets=_SECONDS, registry=registry)
+        service.cancelled = self.cancelled
 
     def finished(self, output: RequestOutput) -> None:
         """A prompt was answered."""
@@ -48,6 +49,12 @@ class Metrics:
         if output.speculation:
             self._drafted.inc(sum(output.speculation.drafted))
             self._accepted.inc(sum(output.speculation.accepted))
+
+    def cancelled(self, output: RequestOutput) -> None:
+        """A prompt was given up: its client has gone, its logits are not finite, or the server ends."""
+        self._generated.inc(sum(len(sample.token_ids) for sample in output.outputs))
+        for sample in output.outputs:
+            self._samples.labels(sample.finish_reason).inc()
 
     def text(self) -> bytes:
         """All of it."""

@@ -68,6 +68,7 @@ class Service:
         self.failure: BaseException | None = None
         self.ended = False  # set before callers are woken for the last time
         self.failed: Callable[[BaseException], None] = lambda error: None  # called in the engine's thread as it ends
+        self.cancelled: Callable[[RequestOutput], None] = lambda output: None  # there too, for what nobody is told
         self._jobs: dict[Job, int] = {}  # those of callers that wait, with their number of samples
         self._commands: SimpleQueue[tuple[Callable[[Job], None], Job] | None] = SimpleQueue()
         self._owner: dict[int, tuple[Job, Group]] = {}  # by request
@@ -170,8 +171,10 @@ class Service:
 
     def _cancel(self, job: Job) -> None:
         for group in job.groups:
-            for request in group.requests:
-                self.llm.engine.cancel(request)
+            if any(request.id in self._owner for request in group.requests):  # it was not ended before
+                for request in group.requests:
+                    self.llm.engine.cancel(request)
+                self.cancelled(group.output())
             self._forget(group)
 
     def _forget(self, group: Group) -> None:

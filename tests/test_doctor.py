@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from qcompile.doctor import Diagnosis
 from tests.test_cli import Capture, code_of, json_of
 
 
@@ -21,6 +22,9 @@ def test_doctor_says_what_is_unsupported(capsys: Capture, tmp_path: Path) -> Non
     assert code_of("doctor", tmp_path, "--json") == 3
     found = json.loads(capsys.readouterr().out)
     assert not found["exportable"] and found["unsupported"][0]["reason"]
+    named, plain = {"node": "add_3", "reason": "why"}, {"node": "", "reason": "no node is at fault"}
+    text = Diagnosis(False, [named, plain]).as_text()
+    assert text == "not supported\n  add_3: why\n  no node is at fault"
 
 
 def test_doctor_says_what_a_gpu_has_no_kernel_for(capsys: Capture, tmp_path: Path) -> None:

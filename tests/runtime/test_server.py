@@ -407,6 +407,11 @@ def test_who_hangs_up_frees_its_place(tiny_artifact: Build) -> None:
                 connection.sock.close()
             assert idle(client), f"stream={stream}"
         assert client.complete("x", max_tokens=1)["usage"]["completion_tokens"] == 1
+        counted = client.open("/metrics").read().decode()
+        assert 'qcompile_samples_total{finish_reason="abort"} 2.0' in counted
+        assert 'qcompile_samples_total{finish_reason="length"} 1.0' in counted
+        tokens = next(line for line in counted.splitlines() if line.startswith("qcompile_generated_tokens_total"))
+        assert 2 <= float(tokens.split()[1]) < 500  # those of whom nobody waited for any more, too
 
 
 def test_a_failed_engine_says_so(tiny_artifact: Build) -> None:
