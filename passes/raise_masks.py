@@ -159,7 +159,7 @@ class Run:
         if node.op == "placeholder":
             return torch.arange(self.length).repeat(self.batch, 1)
         if node.op == "get_attr":
-            return self.r.evaluate(node)
+            return self.r.source.weights.mask(str(node.target))
         assert callable(node.target), node
         args, kwargs = node.args, node.kwargs
         if operator_name(node) in SHAPE_ONLY:

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -206,26 +207,38 @@ def export_module(module: nn.Module, example_inputs: Sequence[Tensor], longest: 
 def module_loaders(module: nn.Module) -> dict[str, Loader]:
     """How to get every parameter and buffer of an exported `module` by its name in the program."""
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    return {name: tensor_loader(name, value) for name, value in named}
+    return {name: TensorLoader(name, value) for name, value in named}
 
 
 def program_loaders(program: ExportedProgram) -> dict[str, Loader]:
     """How to get every parameter and buffer of `program` by name."""
     named = {**dict(program.named_parameters()), **dict(program.named_buffers())}
-    return {name: tensor_loader(name, value) for name, value in named.items()}
+    return {name: TensorLoader(name, value) for name, value in named.items()}
 
 
-def tensor_loader(name: str, value: Tensor) -> Loader:
+@dataclass(frozen=True)
+class TensorLoader:
     """Gives `value` on the CPU, in float32 and finite when it is floating point."""
 
-    def load_value() -> Tensor:
-        found = value.detach().cpu()
+    name: str
+    value: Tensor
+
+    def __call__(self) -> Tensor:
+        found = self._value()
         if found.is_floating_point():
-            found = found.float()
-            require_finite(name, found)
+            require_finite(self.name, found)
         return found
 
-    return load_value
+    def mask(self) -> Tensor:
+        """The same, but what is infinite may be: a mask has that where nothing is to be seen."""
+        found = self._value()
+        if found.is_floating_point():
+            require_finite(self.name, found.masked_fill(found.isinf(), 0.0))
+        return found
+
+    def _value(self) -> Tensor:
+        found = self.value.detach().cpu()
+        return found.float() if found.is_floating_point() else found
 
 
 def count_parameters(program: ExportedProgram) -> int:
@@ -288,11 +301,12 @@ def _weight(
         if name in loaders:
             load_value = loaders[name]
         elif isinstance(constant, Tensor) and constant.device.type != "meta":
-            load_value = tensor_loader(name, constant)
+            load_value = TensorLoader(name, constant)
         else:
             raise UnsupportedError(f"constant {name} of the exported program has no value")
         dtype = torch.float32 if value.is_floating_point() else value.dtype
-        store.add(name, value.shape, dtype, load_value)
+        mask = load_value.mask if isinstance(load_value, TensorLoader) else None
+        store.add(name, value.shape, dtype, load_value, mask)
     made = graph.create_node("get_attr", name)
     made.meta["val"] = value
     return made

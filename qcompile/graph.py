@@ -39,11 +39,15 @@ class ModelInfo:
 
 @dataclass
 class Weight:
-    """One named weight: its shape and dtype, and how to get its values when they are needed."""
+    """One named weight: its shape and dtype, and how to get its values when they are needed.
+
+    `mask` gives them where they may be infinite, as in what is added to scores; None: as `load` does.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     load: Callable[[], Tensor]
+    mask: Callable[[], Tensor] | None = None
 
 
 @dataclass
@@ -52,9 +56,16 @@ class WeightStore:
 
     entries: dict[str, Weight] = field(default_factory=dict)
 
-    def add(self, name: str, shape: Iterable[int], dtype: torch.dtype, load: Callable[[], Tensor]) -> None:
+    def add(
+        self,
+        name: str,
+        shape: Iterable[int],
+        dtype: torch.dtype,
+        load: Callable[[], Tensor],
+        mask: Callable[[], Tensor] | None = None,
+    ) -> None:
         """Register `name`; `load()` must give a tensor of that shape and dtype each time it is called."""
-        self.entries[name] = Weight(tuple(shape), dtype, load)
+        self.entries[name] = Weight(tuple(shape), dtype, load, mask)
 
     def add_tensor(self, name: str, value: Tensor) -> None:
         """Register a small constant held in memory."""
@@ -62,6 +73,11 @@ class WeightStore:
 
     def __getitem__(self, name: str) -> Tensor:
         return self.entries[name].load()
+
+    def mask(self, name: str) -> Tensor:
+        """The values of `name`, read as a mask: some may be infinite."""
+        entry = self.entries[name]
+        return (entry.mask or entry.load)()
 
     def __contains__(self, name: str) -> bool:
         return name in self.entries

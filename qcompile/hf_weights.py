@@ -33,7 +33,7 @@ def loaders(module: Any, checkpoint: Checkpoint) -> dict[str, Loader]:
         module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
     ):
         if name in computed:
-            found[name] = frontend.tensor_loader(name, computed[name])
+            found[name] = frontend.TensorLoader(name, computed[name])
             continue
         names = groups.get(id(value), [name])
         joined = next((assembled[n] for n in names if n in assembled), None)
@@ -46,14 +46,14 @@ def loaders(module: Any, checkpoint: Checkpoint) -> dict[str, Loader]:
             found[name] = functools.partial(checkpoint.load, stored)
         elif stored in checkpoint:
             checkpoint.require(stored, tuple(value.shape), value.is_floating_point())
-            found[name] = frontend.tensor_loader(name, checkpoint.raw(stored))
+            found[name] = frontend.TensorLoader(name, checkpoint.raw(stored))
     return found
 
 
 def no_loaders(module: Any) -> dict[str, Loader]:
     """Loaders of a model whose weights are not at hand: of what is computed alone."""
     computed = _computed_buffers(module)
-    found = {name: frontend.tensor_loader(name, value) for name, value in computed.items()}
+    found: dict[str, Loader] = {name: frontend.TensorLoader(name, value) for name, value in computed.items()}
 
     def missing(name: str) -> Tensor:
         raise UsageError(f"weight {name} was not given: the model was read without weights")

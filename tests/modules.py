@@ -97,12 +97,25 @@ class ClassicLayer(nn.Module):
         q, k, v = self.qkv(self.first(x)).split(width, 2)
         q, k, v = (t.view(batch, tokens, HEADS, width // HEADS).transpose(1, 2) for t in (q, k, v))
         scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
-        scores = scores.masked_fill(self.mask[:, :, :tokens, :tokens] == 0, float("-inf"))
+        scores = self.hide(scores, self.mask[:, :, :tokens, :tokens])
         y = (F.softmax(scores, -1) @ v).transpose(1, 2).contiguous().view(batch, tokens, width)
         x = x + self.out(y)
         y = self.up(self.second(x))
         y = 0.5 * y * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (y + 0.044715 * torch.pow(y, 3.0))))
         return x + self.down(y)
+
+    def hide(self, scores: Tensor, mask: Tensor) -> Tensor:
+        return scores.masked_fill(mask == 0, float("-inf"))
+
+
+class AddedMask(Classic):
+    """Classic, of one layer, that adds a stored mask to its scores: 0, and -inf where nothing is to be seen."""
+
+    def __init__(self, longest: int = 64) -> None:
+        super().__init__(1, longest)
+        layer = self.layers[0]
+        layer.mask = torch.full((1, 1, longest, longest), float("-inf")).triu(1)
+        layer.hide = torch.add
 
 
 class Modern(nn.Module):

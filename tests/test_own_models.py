@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import qcompile
-from qcompile import check
+from qcompile import check, frontend, pipeline
+from qcompile.errors import UsageError
 from tests import modules
 
 LONGEST = 64
@@ -42,3 +44,21 @@ def test_an_exported_program_of_another(tmp_path: Path) -> None:
     sizes = {0: torch.export.Dim("b"), 1: torch.export.Dim("t", max=LONGEST - 1)}
     program = torch.export.export(module, text(7)[:1], dynamic_shapes=(sizes,))
     matches(program, module, 1, tmp_path)
+
+
+def test_a_stored_mask_may_be_infinite(tmp_path: Path) -> None:
+    module = modules.randomized(modules.AddedMask())
+    matches(module, module, 1, tmp_path, example_inputs=text(7)[:1])
+
+
+def test_a_mask_is_no_number_nowhere_and_weights_are_finite() -> None:
+    module: Any = modules.randomized(modules.AddedMask())
+    ids = text(7)[:1]
+    graph = frontend.load(module, example_inputs=ids, max_position=LONGEST)
+    name = "layers.0.mask"
+    assert graph.weights.mask(name).isneginf().sum() == LONGEST * (LONGEST - 1) // 2
+    with pytest.raises(UsageError, match=f"weight {name} holds NaN or infinite values"):
+        graph.weights[name]  # were it anything but a mask
+    module.layers[0].mask[..., 3, 4] = float("nan")
+    with pytest.raises(UsageError, match=f"weight {name} holds NaN"):
+        pipeline.plan(module, example_inputs=ids, max_position=LONGEST)
