@@ -100,6 +100,8 @@ def hasten() -> None:
     _remember_constants()
     _shorten_operators()
     _widen_at_once()
+    _shorten_loads()
+    _shorten_casts()
 
 
 def _remember_types() -> None:
@@ -252,3 +254,71 @@ def _widen_at_once() -> None:
         return convert_float(data, from_type, to_type, rounding)
 
     interpreter._convert_float = convert
+
+
+def _shorten_loads() -> None:
+    """Loads that follow one of the same types, as `_shorten_operators` has them."""
+    import numpy as np
+    from triton import language
+    from triton.runtime import interpreter
+
+    core, make, read, whole = language.core, interpreter.TensorHandle, interpreter._interpreter.load, language.load
+    known: dict[Any, Any] = {}
+
+    def load(pointer: Any, mask: Any = None, other: Any = None, **hints: Any) -> Any:
+        plain = (mask is None or type(mask) is core.tensor) and (other is None or type(other) in (int, float))
+        if not plain or pointer.dtype.element_ty.name not in _LOADED:
+            return whole(pointer, mask, other, **hints)
+        key = _key(pointer), mask is None or _key(mask), other
+        if key not in known:
+            result = whole(pointer, mask, other, **hints)
+            kept = result.handle.data
+            if other and pointer.dtype.element_ty.name == "bf16":
+                return result
+            known[key] = result.type, result.handle.dtype, np.full(kept.shape, other or 0, kept.dtype)
+            assert np.array_equal(load(pointer, mask, other).handle.data, kept, equal_nan=True), key
+            return result
+        type_, dtype, filled = known[key]
+        places, live = pointer.handle.data, True if mask is None else mask.handle.data
+        if places.shape != filled.shape:
+            places = np.broadcast_to(places, filled.shape)
+        if mask is None or live.shape != filled.shape:
+            live = np.broadcast_to(live, filled.shape)
+        return core.tensor(make(read(places, live, filled, filled.dtype), dtype), type_)
+
+    language.load = load
+
+
+_LOADED = ("fp32", "bf16", "int32", "int16", "int8")
+
+
+def _shorten_casts() -> None:
+    """Casts that NumPy has, as `_shorten_operators` has operators."""
+    import numpy as np
+    from triton import language
+    from triton.runtime import interpreter
+
+    core, make, whole = language.core, interpreter.TensorHandle, language.core.tensor.to
+    known: dict[Any, Any] = {}
+
+    def to(self: Any, dtype: Any, *rest: Any, **more: Any) -> Any:
+        if type(dtype) is core.constexpr:
+            dtype = dtype.value
+        if (
+            rest
+            or more
+            or dtype.name not in ("fp32", "int32")
+            or self.dtype.name not in ("fp32", "int32", "int16", "int8")
+        ):
+            return whole(self, dtype, *rest, **more)
+        key = _key(self), dtype.name
+        if key not in known:
+            result = whole(self, dtype)
+            kept = result.handle.data
+            assert np.array_equal(self.handle.data.astype(kept.dtype), kept, equal_nan=True), key
+            known[key] = result.type, result.handle.dtype, kept.dtype
+            return result
+        type_, element, to_type = known[key]
+        return core.tensor(make(self.handle.data.astype(to_type), element), type_)
+
+    core.tensor.to = to
