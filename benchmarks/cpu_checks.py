@@ -52,12 +52,10 @@ class Bench:
 
     def heldout_tokens(self, count: int) -> list[int]:
         """The first `count` tokens of the held-out documents, each document after token 0."""
+        from qcompile.calibration import load_tokenizer
         from qcompile.runtime.evaluate import read_documents, token_stream
-        from qcompile.runtime.tokenizer import load_tokenizer
 
-        tokenizer = load_tokenizer(SAMPLE)
-        assert tokenizer is not None
-        return token_stream(tokenizer, read_documents(self.data / "heldout.jsonl")[:20], 0)[:count]
+        return token_stream(load_tokenizer(SAMPLE), read_documents(self.data / "heldout.jsonl")[:20], 0)[:count]
 
 
 def reference() -> Any:

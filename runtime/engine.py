@@ -139,28 +139,38 @@ class Engine:
     def _speculate(
         self, plan: Plan, gammas: list[int], speculator: Drafter, started: float, most: int | None
     ) -> list[Request]:
-        """Draft and verify: whole rounds in the library where all requests are greedy, else one step's worth."""
-        wanted = max(gammas) + 1
+        """Draft and verify: whole rounds in one call where all requests are greedy, else one step's worth."""
         if self._whole(plan) and isinstance(speculator, Speculator):
-            rounds = self._burst(-len(plan.requests))
-            tokens = self.scheduler.reserve(plan.requests, min(rounds, most or rounds) * wanted)
-            rounds = max(1, tokens // wanted)
-            ends = [
-                min(len(request.tokens) + tokens, request.limit, speculator.max_position if gamma else request.limit)
-                for request, gamma in zip(plan.requests, gammas, strict=True)
-            ]
-            gained, made = speculator.rounds(plan.requests, gammas, rounds, ends)
-            now = time.monotonic()
-            self._learn(-len(plan.requests), (now - started) / made)
-            if self.tempo and self.gamma == AUTO:
-                new = sum(map(len, gained)) / len(gained)
-                seconds = now - started - speculator.caught_up
-                self.tempo.drafted(plan.requests, True, max(gammas), made, seconds, new)
-            for request, tokens_of in zip(plan.requests, gained, strict=True):
-                self._accept(request, tokens_of, now)
-            return plan.requests
+            return self._run_rounds(plan, gammas, speculator, started, most)
+        return self._run_step(plan, started, self._drafts(plan, gammas, speculator), gammas)
+
+    def _run_rounds(
+        self, plan: Plan, gammas: list[int], speculator: Speculator, started: float, most: int | None
+    ) -> list[Request]:
+        """As many rounds as take about BURST_SECONDS, as there are pages for, and at `most` so many."""
+        wanted = max(gammas) + 1
+        rounds = self._burst(-len(plan.requests))
+        tokens = self.scheduler.reserve(plan.requests, min(rounds, most or rounds) * wanted)
+        rounds = max(1, tokens // wanted)
+        ends = [
+            min(len(request.tokens) + tokens, request.limit, speculator.max_position if gamma else request.limit)
+            for request, gamma in zip(plan.requests, gammas, strict=True)
+        ]
+        gained, made = speculator.rounds(plan.requests, gammas, rounds, ends)
+        now = time.monotonic()
+        self._learn(-len(plan.requests), (now - started) / made)
+        if self.tempo and self.gamma == AUTO:
+            new = sum(map(len, gained)) / len(gained)
+            seconds = now - started - speculator.caught_up
+            self.tempo.drafted(plan.requests, True, max(gammas), made, seconds, new)
+        for request, tokens_of in zip(plan.requests, gained, strict=True):
+            self._accept(request, tokens_of, now)
+        return plan.requests
+
+    def _drafts(self, plan: Plan, gammas: list[int], speculator: Drafter) -> list[list[int]]:
+        """What is drafted for each request of a step, as far as there are pages: greedily, or drawn as it draws."""
         drafting = [index for index, gamma in enumerate(gammas) if gamma]
-        room = self.scheduler.reserve([plan.requests[index] for index in drafting], wanted) - 1
+        room = self.scheduler.reserve([plan.requests[index] for index in drafting], max(gammas) + 1) - 1
         drafts: list[list[int]] = [[] for _ in gammas]
         for propose, greedy in ((speculator.propose, True), (speculator.draw, False)):
             chosen = [index for index in drafting if (plan.requests[index].params.temperature == 0) is greedy]
@@ -168,7 +178,7 @@ class Engine:
                 each = [min(gammas[index], room) for index in chosen]
                 for index, draft in zip(chosen, propose([plan.requests[i] for i in chosen], each), strict=True):
                     drafts[index] = draft
-        return self._run_step(plan, started, drafts, gammas)
+        return drafts
 
     def _burst(self, batch: int) -> int:
         """Greedy steps that take about BURST_SECONDS with this many requests, as measured so far."""

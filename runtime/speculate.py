@@ -102,7 +102,7 @@ class Speculator:
         return min(MOST_DRAFTS - 1, self.target.limits.max_tokens // requests - 2)
 
     def start(self, request: Request) -> None:
-        """A new request, or one whose cache was taken from it."""
+        """A new request."""
         request.drafts.cached = [0] * len(self.levels)
 
     def settle(self, request: Request) -> None:
