@@ -7,6 +7,7 @@ too.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,8 @@ SHAPE: Shape = {
     "versions": {str: str},
 }
 
+_GAMMA = re.compile("[1-9][0-9]?")
+
 _LOOKUP: Shape = {"lookup": _COUNT, "gamma": _COUNT}
 _PATH: Shape = {
     "path": str,
@@ -99,14 +102,18 @@ def check_manifest(manifest: dict[str, Any], place: str = "manifest") -> None:
     for number, level in enumerate(runtime.get("levels") or []):
         shape = _LOOKUP if "lookup" in level else _PATH | {"weights": [weights]}
         check_shape(level, shape, f"{place}.runtime.levels[{number}]")
-    for number, entry in enumerate((manifest.get("tuned") or {"table": []})["table"]):
-        _check_times(entry, f"{place}.tuned.table[{number}]")
+    if tuned := manifest.get("tuned"):
+        _check_times(tuned["table"], f"{place}.tuned.table")
 
 
-def _check_times(entry: dict[str, Any], place: str) -> None:
-    times = [entry["plain"], *entry["rounds"].values()]
-    if not all(0 < seconds < 1e9 for seconds in times) or not all(gamma.isdecimal() for gamma in entry["rounds"]):
-        raise ArtifactError(f"{place} holds times that none takes; build the artifact again")
+def _check_times(table: list[dict[str, Any]], place: str) -> None:
+    """Times are positive, and of the same gammas everywhere."""
+    for number, entry in enumerate(table):
+        if not all(0 < seconds < 1e9 for seconds in (entry["plain"], *entry["rounds"].values())):
+            raise ArtifactError(f"{place}[{number}] holds times that none takes; build the artifact again")
+    gammas = {frozenset(entry["rounds"]) for entry in table}
+    if len(gammas) != 1 or not all(_GAMMA.fullmatch(gamma) for gamma in gammas.pop()):
+        raise ArtifactError(f"{place} is not of the same gammas in all its entries; build the artifact again")
 
 
 def check_shape(value: object, shape: Shape = SHAPE, place: str = "manifest") -> None:

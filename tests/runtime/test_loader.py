@@ -183,7 +183,10 @@ TIMES = {"batch": 1, "context": 32, "plain": 1e-3, "rounds": {"1": 1e-3}}
         (("runtime", "levels"), [PATH_LEVEL | {"kv": {}}], "kv lacks format"),
         (("tuned",), {"acceptance": 0.5}, "tuned lacks table"),
         (("tuned",), {"acceptance": 0.5, "table": [TIMES | {"plain": 0.0}]}, "times that none takes"),
-        (("tuned",), {"acceptance": 0.5, "table": [TIMES | {"rounds": {"x": 1.0}}]}, "times that none takes"),
+        (("tuned",), {"acceptance": 0.5, "table": [TIMES | {"rounds": {"x": 1.0}}]}, "same gammas"),
+        (("tuned",), {"acceptance": 0.5, "table": [TIMES | {"rounds": {"0": 1.0}}]}, "same gammas"),
+        (("tuned",), {"acceptance": 0.5, "table": [TIMES, TIMES | {"rounds": {"2": 1.0}}]}, "same gammas"),
+        (("tuned",), {"acceptance": 0.5, "table": []}, "same gammas"),
     ],
 )  # fmt: skip
 def test_sealed_manifest_out_of_range_is_refused(
