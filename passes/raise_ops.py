@@ -218,8 +218,10 @@ class Raiser:
         if node.op == "get_attr":
             return self.source.evaluate(node)
         assert callable(node.target), node
-        arguments: Any = fx.node.map_arg((node.args, node.kwargs), self.evaluate)
-        return node.target(*arguments[0], **arguments[1])
+        args: list[Any] = list(fx.node.map_arg(node.args, self.evaluate))
+        if is_in_place(node):  # a weight stays what it is
+            args[0] = args[0].clone()
+        return node.target(*args, **fx.node.map_arg(node.kwargs, self.evaluate))
 
     def limit(self, node: fx.Node, longest: int) -> None:
         """Hold no more than `longest` tokens, since beyond them `node` chooses other values."""
@@ -428,8 +430,9 @@ def writes_alone(node: fx.Node) -> bool:
     target: Any = node.args[0]
     while _is_view(target):
         target = target.args[0]
-    if target.op != "call_function":  # an input, or a weight, which the next step reads
-        return False
+    if target.op != "call_function":  # an input, or a weight, which the next step reads unless it is copied to first
+        whole = operator_name(node) == "copy" and node.args[0] is target
+        return whole and target.op == "get_attr" and len(target.users) == 1
     seen, frontier = {node}, [target]
     while frontier:
         for user in frontier.pop().users:

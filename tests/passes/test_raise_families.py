@@ -44,6 +44,14 @@ LATENT: dict[str, Any] = {
     },
 }
 
+LONG: dict[str, Any] = {
+    "original_max_position_embeddings": 32,
+    "rope_parameters": {
+        **{"rope_type": "longrope", "rope_theta": 10000.0},
+        **{"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [2.0 + i for i in range(8)]},
+    },
+}
+
 SCALED: dict[str, Any] = {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.1}
 """Queries grow with every 8 positions."""
 
@@ -58,6 +66,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "nanochat": COMMON,  # norms behind the rotation, which turns the other way
     "bloom": {"vocab_size": 97, "hidden_size": 64, "n_layer": 2, "n_head": 4},  # linear biases
     "codegen": SMALL | {"rotary_dim": 8},  # a mask inside the scale, stored tables read by position
+    "phi3": COMMON | LONG,  # frequencies that are copied into a buffer, others for longer texts
     "granite": COMMON | {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
     "qwen3": COMMON | {"head_dim": 16},  # norms of queries and keys
     "falcon": COMMON | {"new_decoder_architecture": True, "num_kv_heads": 2},  # attention written out, in place

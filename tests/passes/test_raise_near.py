@@ -104,6 +104,30 @@ def test_importing_changes_no_weight() -> None:
     assert torch.equal(module.own, before)
 
 
+class Kept(Bent):
+    """One with a buffer that every step writes to: `write` gives what it is afterwards."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(lambda x, own: x * write(self.kept, own))
+        self.register_buffer("kept", torch.ones(WIDTH))
+
+
+def test_a_buffer_that_is_all_copied_to_is_the_copy() -> None:
+    module = modules.randomized(Kept(lambda kept, own: kept.copy_(own * 3)))
+    raise_module(module).run(*inputs())
+    assert torch.equal(module.kept, torch.ones(WIDTH))
+    right(module)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda kept, own: 2 * kept + kept.copy_(own), lambda kept, own: kept[:8].copy_(own[:8]).repeat(2)],
+)
+def test_a_buffer_that_the_next_step_reads_is_refused(write: Callable[[Tensor, Tensor], Tensor]) -> None:
+    with pytest.raises(UnsupportedError, match="in place"):
+        raise_module(modules.randomized(Kept(write)))
+
+
 @pytest.mark.parametrize("act", [nn.SiLU(inplace=True), nn.ReLU(inplace=True)])
 def test_activations_in_place(act: nn.Module) -> None:
     graph = right(modules.randomized(Bent(lambda x, own: act(x * own))))
