@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qcompile.codegen import gpu_compile
 from qcompile.codegen.gpu_compile import Argument, Compiled, Kernel, compile_kernel
-from qcompile.codegen.gpu_pack import check_shape
+from qcompile.codegen.gpu_pack import FAR_ROWS, check_shape
 from qcompile.errors import UnsupportedError
 from qcompile.numerics import ACTIVATION_GROUP
 from qcompile.ops import GATE_BLOCK
@@ -79,21 +79,20 @@ class _Layout:
     float_x: bool = False  # bf16 activations; else int8
     float_sum: bool = False  # f32 sums; else int32
     low_plane: bool = False  # a second plane of codes, laid out as the first
-    float_dot: bool = False  # weights are unpacked to bf16, and so is x
 
 
 _LAYOUTS = {
     "qoq_channel": _Layout("i8", 128, 2, 64),
     "qoq_g128": _Layout("i8", 128, 2, 64, 0.5),
     "w8_sym_channel": _Layout("i8", 128, 1, 128),
-    "w4_asym_g128": _Layout("i16", 256, 4, 64, 2, True, True, False, True),
+    "w4_asym_g128": _Layout("i16", 256, 4, 64, 2, True, True),
     "w4_asym_g128_int8": _Layout("i8", 128, 2, 64, 1, False, True),
     "w4_asym_g128_a8": _Layout("i16", 256, 4, 64, 2, False, True),
     "mix_4_8": _Layout("i8", 128, 2, 64, 1, False, True),
     "nested_8_4": _Layout("i8", 128, 2, 64, 1, False, True, True),
-    "mxfp4": _Layout("i16", 128, 4, 32, 1, True, True, False, True),
-    "mxfp4_a8": _Layout("i16", 128, 4, 32, 1, False, True, False, True),
-    "bf16": _Layout("bf16", 64, 1, 64, 0, True, True, False, True),
+    "mxfp4": _Layout("i16", 128, 4, 32, 1, True, True),
+    "mxfp4_a8": _Layout("i16", 128, 4, 32, 1, False, True),
+    "bf16": _Layout("bf16", 64, 1, 64, 0, True, True),
 }
 
 
@@ -174,6 +173,8 @@ class KernelSpec:
             self.mixed and (self.prelaunch > self.apart or not self.width)
         ):
             raise UnsupportedError(f"{self.wide} rows of 8 bits, {self.width} columns, do not go with {self.tile}")
+        if self.format == "mxfp4_a8" and not self.apart and self.tile.rows > FAR_ROWS:
+            raise UnsupportedError(f"{self.format} has no kernel cut by {self.tile}: powers are of {FAR_ROWS} rows")
         if self.experts:
             self._check_experts(self.experts)
         part = self.blocks // self.tile.splits * 32 * self.row_bytes
@@ -301,11 +302,6 @@ class KernelSpec:
         return _LAYOUTS[self.format].float_sum
 
     @property
-    def float_dot(self) -> bool:
-        """Whether both operands of a dot product are bf16."""
-        return _LAYOUTS[self.format].float_dot
-
-    @property
     def mixed(self) -> bool:
         """Whether rows have 8 bits or 4."""
         return self.format == "mix_4_8"
@@ -359,7 +355,7 @@ class KernelSpec:
             found += [Argument("x_sum", "*i32"), Argument("w_zero", "*i8")]
         if self.grouped:
             found.append(Argument("groups", "*i32"))
-        found += [Argument("ranges", "*i32")] * (self.apart and self.format == "mxfp4_a8")
+        found += [Argument("ranges", "*i32")] * (self.format == "mxfp4_a8")
         found += [Argument("low", f"*{item}")] * self.low_plane + [Argument("wide", "*i8")] * (self.wide > 0)
         found += [Argument("columns", "*i32")] * self.mixed
         found += [Argument("bias", "*fp32")] * self.bias + [Argument("residual", out)] * self.residual
