@@ -112,7 +112,7 @@ class Experts:
     index_stride: int
 
 
-ALONE = ("qoq_channel", "qoq_g128", "w8_sym_channel", "w4_asym_g128_int8", "nested_8_4")
+ALONE = ("qoq_channel", "qoq_g128", "w8_sym_channel", "w4_asym_g128_int8", "nested_8_4", "mxfp4_a8")
 """Formats of which single rows are multiplied without the tensor cores."""
 PLANES = ("w4_asym_g128", "mxfp4")
 """Formats of which kernels unpack a plane at a time to bf16, while the tensor cores work."""
@@ -206,7 +206,7 @@ class KernelSpec:
         if self.single or not whole:
             return False
         if self.apart:
-            known = self.format in (*ALONE, *PLANES, "mix_4_8", "mxfp4_a8", "w4_asym_g128_a8")
+            known = self.format in (*ALONE, *PLANES, "mix_4_8", "w4_asym_g128_a8")
             cut = tile.rows == 16 * tile.warps <= 128 and tile.tokens <= 128
             in_groups = self.float_sum and not self.float_x and self.block == 128
             fits = not tile.halves or (in_groups and tile.tokens > 32)
@@ -405,7 +405,7 @@ def render(spec: KernelSpec) -> str:
     many = "gemm_apart.py.jinja" if spec.apart else "gemm_wide.py.jinja"
     pieces = spec.tile.piece and spec.inline_asm
     template = "gemv.py.jinja" if spec.single else many if pieces else "gemm.py.jinja"
-    values = {"tile": spec.tile, "words": spec.row_bytes // 4, "gate_block": GATE_BLOCK}
+    values = {"tile": spec.tile, "words": spec.row_bytes // 4, "gate_block": GATE_BLOCK, "far_rows": FAR_ROWS}
     return gpu_compile.render_template(template, spec=spec, registers=_registers(spec)[1], **values)
 
 

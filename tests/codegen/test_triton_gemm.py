@@ -154,9 +154,11 @@ def interpret_orders() -> None:
 
     torch.manual_seed(0)
     n, k = 64, 1024
-    for format in ("nested_8_4", "w4_asym_g128_a8"):
+    for format, far in (("nested_8_4", False), ("w4_asym_g128_a8", False), ("mxfp4_a8", False), ("mxfp4_a8", True)):
         packing = packing_of(format)
-        packed = pack_gpu(quantize_weight(weight(n, k), number_format(packing)), packing)
+        w = weight(n, k)
+        w[7, 5] = 900 if far else 0
+        packed = pack_gpu(quantize_weight(w, number_format(packing)), packing)
         x = quantize_activation(torch.randn(17, k), "int8", 0)
         found = []
         for cut in (Tile(16, 64, splits=2), Tile(32, 64, splits=2), Tile(64, 64, splits=2, unroll=2)):

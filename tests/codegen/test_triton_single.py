@@ -15,7 +15,7 @@ from qcompile.codegen.triton import KernelSpec, Tile, compile_for, reference
 from qcompile.numerics import dequantize_weight, quantize_activation, quantize_weight
 from qcompile.ops.quantized import gate
 from tests.codegen.interpreted import interpreted, needs_triton
-from tests.codegen.test_triton_gemm import IN_GROUPS, weight
+from tests.codegen.test_triton_gemm import IN_GROUPS, packing_of, weight
 
 
 def interpret_single() -> None:
@@ -61,9 +61,16 @@ def interpret_single_floats() -> None:
     torch.manual_seed(0)
     n, k = 32, 1024
     residual, bias = torch.randn(4, 28), torch.randn(n)
-    for format, number_format in (("w4_asym_g128_int8", "w4_asym_g128"), ("nested_8_4", "nested_8_4")):
-        parts = quantize_weight(weight(n, k), number_format)
-        packed = pack_gpu(parts, format)
+    for format, number_format, far in (
+        ("w4_asym_g128_int8", "w4_asym_g128", False),
+        ("nested_8_4", "nested_8_4", False),
+        ("mxfp4_a8", "mxfp4", False),
+        ("mxfp4_a8", "mxfp4", True),
+    ):
+        w = weight(n, k)
+        w[7, 5] = 900 if far else 0  # of mxfp4 another loop takes these rows
+        parts = quantize_weight(w, number_format)
+        packed = pack_gpu(parts, packing_of(format))
         for x_groups, count in ((False, 1), (False, 4), (True, 2)):
             x = quantize_activation(torch.randn(4, k), "int8_g128" if x_groups else "int8", 0)
             found = []
@@ -79,7 +86,7 @@ def interpret_single_floats() -> None:
                     given |= words
                 load(spec)[spec.grid(4)](*(given[a.name] for a in spec.arguments))
                 found.append(given["out"])
-            assert all(torch.equal(found[0], each) for each in found[1:]), (format, x_groups, count)
+            assert all(torch.equal(found[0], each) for each in found[1:]), (format, far, x_groups, count)
             want = reference(x, dequantize_weight(parts, number_format, k)[:28], bias[:28], residual)
             assert (found[0] - want).norm() / want.norm() < 1e-5
 
