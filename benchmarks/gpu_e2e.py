@@ -287,7 +287,8 @@ def torch_rates(batches: tuple[int, ...], settings: dict[str, Any] = CONFIG) -> 
     config = AutoConfig.for_model(**{k: v for k, v in settings.items() if k != "architectures"})
     with torch.device("cuda"):
         torch.set_default_dtype(torch.bfloat16)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+        attention = "eager" if settings is SINKS else "sdpa"  # torch's own takes no sinks
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
         torch.set_default_dtype(torch.float32)
     found = {}
     for batch in batches:
