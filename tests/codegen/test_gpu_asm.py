@@ -54,6 +54,11 @@ def permute(a: Words, b: Words, selector: Words) -> Words:
     return sum(byte << np.uint64(8 * i) for i, byte in enumerate(picked)).astype(np.uint32)
 
 
+def bytes_of(x: Words) -> np.ndarray:
+    """The bytes of words [n] with their signs, int64 [n, 4]."""
+    return x.view(np.int8).reshape(-1, 4).astype(np.int64)
+
+
 def run(asm: str, outputs: int, *inputs: Words) -> list[Words]:
     """What PTX makes of registers: those of the operations that unpacking takes."""
     registers = {f"${outputs + i}": x for i, x in enumerate(inputs)}
@@ -85,6 +90,7 @@ def run(asm: str, outputs: int, *inputs: Words) -> list[Words]:
                 "mad": lambda x, y, z: x * y + z,
                 "mul": lambda x, y: x * y,
                 "prmt": permute,
+                "dp4a": lambda x, y, z: z + (bytes_of(x) * bytes_of(y)).sum(-1).astype(np.uint32),
             }
             registers[to] = plain[base](*given)
     return [registers[f"${i}"] for i in range(outputs)]
@@ -159,25 +165,52 @@ def tables_of(source: str, m: Words) -> list[Words]:
     found = dict(re.findall(r"^    (three|first0|second0|third0|fourth0)(?:, _)? = (.*)$", source, re.MULTILINE))
     named = {"m": m.astype(np.int64)}
     named["three"] = eval(found["three"], {}, named)
-    broadcast = re.compile(r"tl\.broadcast\((.*)\[:, None\], b\)")
+    broadcast = re.compile(r"tl\.broadcast\((.*?)(?:\[:, None\])?, b\)")
     terms = [broadcast.fullmatch(found[f"{name}0"])[1] for name in ("first", "second", "third", "fourth")]
     return [(eval(term, {}, named) & 0xFFFFFFFF).astype(np.uint32) for term in terms]
 
 
-def test_values_of_four_bits_become_integers() -> None:
-    """Twice an E2M1 value and a power of two, of four codes of each item."""
-    codes = np.random.default_rng(4).integers(0, 16, (4, PAIRS, 4))
+TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])
+"""The values of E2M1 codes."""
+
+
+def codes_of(count: int) -> np.ndarray:
+    """Random E2M1 codes [planes, n, count] without -0, which there is none of."""
+    codes = np.random.default_rng(4).integers(0, 16, (4, PAIRS, count))
     codes[codes == 8] = 0
-    values, nibbles = np.array([0, 1, 2, 3, 4, 6, 8, 12]), picked(codes)
-    values = np.concatenate((values, -values))
-    items = [nibbles[i] | nibbles[i + 1] << 16 for i in (0, 2)]
-    spec = KernelSpec("mxfp4_a8", 4096, 4096, Tile(64, 128, 1, 1, 1, 8, 6, piece=128), x_groups=True)
+    return codes
+
+
+def items_of(codes: np.ndarray) -> list[Words]:
+    """Two items a word, of codes [planes, n, 4]."""
+    nibbles = picked(codes)
+    return [nibbles[i] | nibbles[i + 1] << 16 for i in (0, 2)]
+
+
+@pytest.mark.parametrize("tile", [Tile(64, 128, 1, 1, 1, 8, 6, piece=128), Tile(16, 64)])
+def test_values_of_four_bits_become_integers(tile: Tile) -> None:
+    """Twice an E2M1 value and a power of two, of four codes of each item."""
+    codes = codes_of(4)
+    items = items_of(codes)
+    spec = KernelSpec("mxfp4_a8", 4096, 4096, tile, x_groups=True)
     times = 1 << np.random.default_rng(2).integers(0, 4, (4, PAIRS), dtype=np.uint32)
     tables = [each for m in times for table in tables_of(render(spec), m) for each in [table] * 4]
     found = run(instructions_of(render(spec))["unpack"], 4, *items, *tables)
     for plane in range(4):
-        want = values[codes[plane]] * times[plane][:, None]
-        assert (found[plane].view(np.int8).reshape(PAIRS, 4) == want).all()
+        want = TWICE[codes[plane]] * times[plane][:, None]
+        assert (bytes_of(found[plane]) == want).all()
+
+
+def test_values_of_four_bits_are_multiplied_at_once() -> None:
+    """Sums of each plane's eight codes times x, of two items of each."""
+    codes, draw = codes_of(8), np.random.default_rng(5)
+    x = draw.integers(0, 1 << 32, (4, 2, PAIRS), dtype=np.uint32)
+    spec = KernelSpec("mxfp4_a8", 4096, 4096, Tile(1, 8, warps=1, ahead=128), x_groups=True)
+    asm = instructions_of(render(spec))["sums_of_planes"]
+    found = run(asm, 4, *items_of(codes[..., :4]), *items_of(codes[..., 4:]), *x.reshape(8, PAIRS))
+    for plane in range(4):
+        both = np.concatenate((bytes_of(x[plane, 0]), bytes_of(x[plane, 1])), -1)
+        assert (found[plane].view(np.int32) == (TWICE[codes[plane]] * both).sum(-1)).all()
 
 
 @pytest.mark.parametrize("piece", [32, 128])
