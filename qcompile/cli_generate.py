@@ -13,7 +13,7 @@ import typer
 
 import qcompile
 from qcompile import console
-from qcompile.cli_options import Artifact, Gamma, GpuShare, Json, Threads
+from qcompile.cli_options import Artifact, CacheBytes, Gamma, GpuShare, Json, Threads
 from qcompile.errors import ResourceError, UsageError
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ def chat(
     top_p: Annotated[float, typer.Option("--top-p", help="Draw from the likeliest tokens of this total.")] = 0.95,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Makes a draw repeatable.")] = None,
     threads: Threads = None,
+    gamma: Gamma = "auto",
+    gpu_memory_utilization: GpuShare = 0.9,
     json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each reply instead of text.")] = False,
 ) -> None:
     """Talk to a model line by line; end with Ctrl-D. Without a chat template it continues your text.
@@ -79,7 +81,8 @@ def chat(
     from qcompile import SamplingParams
 
     params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
-    _chat_loop(out, params, threads, json)
+    with qcompile.load(out, threads, gamma=_gamma_of(gamma), gpu_memory_utilization=gpu_memory_utilization) as llm:
+        _chat_loop(llm, out, params, json)
 
 
 def serve(
@@ -96,6 +99,7 @@ def serve(
     max_waiting: Annotated[
         int, typer.Option("--max-waiting", min=0, metavar="N", help="Most that wait; others are sent away (429).")
     ] = 256,
+    kv_cache_bytes: CacheBytes = None,
     threads: Threads = None,
     gamma: Gamma = "auto",
     gpu_memory_utilization: GpuShare = 0.9,
@@ -116,10 +120,10 @@ def serve(
 
     if (os.environ.get("QCOMPILE_API_KEY") if api_key is None else api_key) == "":  # typer drops an empty variable
         raise UsageError("the API key is empty: give one, or unset --api-key and QCOMPILE_API_KEY to let everybody in")
-    share = gpu_memory_utilization
+    share, drafted = gpu_memory_utilization, _gamma_of(gamma)
     with (
         server.bind(host, port) as listening,
-        qcompile.load(out, threads, max_batch, gamma=_gamma_of(gamma), gpu_memory_utilization=share) as llm,
+        qcompile.load(out, threads, max_batch, kv_cache_bytes, drafted, gpu_memory_utilization=share) as llm,
     ):
         called = name or out.resolve().name
         at = listening.getsockname()
@@ -201,30 +205,29 @@ def result_of(output: RequestOutput) -> dict[str, Any]:
     return found
 
 
-def _chat_loop(out: Path, params: SamplingParams, threads: int | None, as_json: bool) -> None:
+def _chat_loop(llm: LLM, out: Path, params: SamplingParams, as_json: bool) -> None:
     """Read a line, answer it, until the input ends. History is kept while it fits the context."""
     from qcompile.runtime.chat import chat_template
 
-    with qcompile.load(out, threads=threads) as llm:
-        template = chat_template(out, llm.manifest["files"])
-        if not template:
-            console.log("No chat template: your text is continued as it stands. Ctrl-D ends.")
-        talk = _Talk(llm, template)
-        for line in _lines():
-            try:
-                stream = llm.stream(talk.prompt(line, params.max_tokens or 1), params)
-            except UsageError as error:
-                if not sys.stdin.isatty():
-                    raise
-                console.log(f"qcompile: {error}")
-                talk.forget()
-                continue
-            last = _show(stream, quiet=as_json)
-            talk.answered(last.outputs[0].text)
-            if as_json:
-                console.print_json_line(result_of(last))
-            else:
-                print(flush=True)
+    template = chat_template(out, llm.manifest["files"])
+    if not template:
+        console.log("No chat template: your text is continued as it stands. Ctrl-D ends.")
+    talk = _Talk(llm, template)
+    for line in _lines():
+        try:
+            stream = llm.stream(talk.prompt(line, params.max_tokens or 1), params)
+        except UsageError as error:
+            if not sys.stdin.isatty():
+                raise
+            console.log(f"qcompile: {error}")
+            talk.forget()
+            continue
+        last = _show(stream, quiet=as_json)
+        talk.answered(last.outputs[0].text)
+        if as_json:
+            console.print_json_line(result_of(last))
+        else:
+            print(flush=True)
 
 
 class _Talk:

@@ -20,6 +20,15 @@ Gamma = Annotated[
 GpuShare = Annotated[
     float, typer.Option("--gpu-memory-utilization", metavar="SHARE", help="Most of a GPU's memory to take, up to 1.")
 ]
+CacheBytes = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-cache-bytes",
+        min=1,
+        metavar="N",
+        help="Memory for keys and values; else what the batch needs, at most a quarter of what is free.",
+    ),
+]
 Drafts = Annotated[
     list[str] | None,
     typer.Option("--draft", metavar="MODEL", help="A model that drafts, or `lookup`; each drafts for the one before."),

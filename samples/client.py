@@ -8,7 +8,8 @@ import json
 import sys
 from urllib.request import Request, urlopen
 
-body = {"prompt": sys.argv[1], "max_tokens": 64, "temperature": 0, "stream": True}
+prompt = sys.argv[1] if len(sys.argv) > 1 else "def main("
+body = {"prompt": prompt, "max_tokens": 64, "temperature": 0, "stream": True}
 asked = Request("http://127.0.0.1:8000/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
 with urlopen(asked) as response:
     for line in response:

@@ -321,6 +321,24 @@ def test_names_that_are_no_text(capsys: Capture, tiny_checkpoint: Path, tmp_path
     assert json_of(capsys, "verify", out)["ok"]
 
 
+def test_a_server_keeps_to_the_cache_it_is_given(
+    capsys: Capture, tiny_artifact: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("uvicorn")
+    pages: list[int] = []
+    monkeypatch.setattr("qcompile.runtime.server.serve", lambda served, *_: pages.append(served.llm.engine.pool.total))
+    serve = ("serve", tiny_artifact("w4a8"), "--port", "0")
+    assert code_of(*serve) == code_of(*serve, "--kv-cache-bytes", "300000") == 0
+    assert 0 < pages[1] < pages[0]
+    assert "less than one page" in refusal(capsys, 2, *serve, "--kv-cache-bytes", "1")
+
+
+def test_chat_takes_the_number_of_drafts(capsys: Capture, tiny_artifact: Build) -> None:
+    assert "--gamma few: write a whole number, or auto" in refusal(
+        capsys, 2, "chat", tiny_artifact("w4a8"), "--gamma", "few"
+    )
+
+
 def test_serve_refuses_an_empty_key(capsys: Capture, tiny_artifact: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     serve = ("serve", tiny_artifact("w4a8"), "--port", "0")
     assert "API key is empty" in refusal(capsys, 2, *serve, "--api-key", "")
