@@ -262,20 +262,54 @@ def _shard_bytes(header: bytes, specs: Sequence[WeightSpec], pieces: Iterator[An
 def _check_replaceable(path: Path) -> None:
     """UsageError unless `path` is free, an empty directory, or an artifact."""
     try:
-        names = os.listdir(path)
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
         return
     except NotADirectoryError as error:
         if path.exists():
             raise UsageError(f"output {path} is a file: choose another directory") from error
         return  # one of its parents is: making the folder says so
+    try:
+        _check_movable(path)
+        if _is_ours(folder):
+            return
+        # Another build that took its place deletes it file by file: then what stands there now is asked about.
+        if _is_at(folder, path):
+            raise UsageError(f"output {path} holds other files: choose another directory")
+    finally:
+        os.close(folder)
+    _check_replaceable(path)
+
+
+def _check_movable(folder: Path) -> None:
+    """UsageError where another folder cannot take the place of this one, or nobody would expect it to."""
     here = Path(os.readlink("/proc/self/cwd"))  # which may be gone
-    if path in (here, *here.parents):
-        raise UsageError(f"output {path} is where you are, and would be another folder then: build from outside of it")
-    if os.path.ismount(path):
-        raise UsageError(f"output {path} is a mount point, which nothing can take the place of: choose a folder in it")
-    if names and not (MANIFEST in names and (path / MANIFEST).is_file()):
-        raise UsageError(f"output {path} holds other files: choose another directory")
+    if folder in (here, *here.parents):
+        raise UsageError(
+            f"output {folder} is where you are, and would be another folder then: build from outside of it"
+        )
+    if os.path.ismount(folder):
+        raise UsageError(
+            f"output {folder} is a mount point, which nothing can take the place of: choose a folder in it"
+        )
+
+
+def _is_at(folder: int, path: Path) -> bool:
+    """Whether the folder of this descriptor is still the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(folder), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _is_ours(folder: int) -> bool:
+    """Whether the folder of this descriptor is empty, or an artifact."""
+    if not os.listdir(folder):
+        return True
+    try:
+        return stat.S_ISREG(os.stat(MANIFEST, dir_fd=folder).st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def _relative(name: str) -> PurePosixPath:

@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 _HERE = -100  # AT_FDCWD: relative paths are from the working directory
 _EXCHANGE = 2
+_TAKEN = {errno.ENOTEMPTY, errno.EEXIST}
 _NOT_OFFERED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 
 
@@ -26,7 +27,7 @@ def install(folder: Path, place: Path) -> None:
             os.rename(folder, place)  # where there is nothing, or an empty folder
             return
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            if error.errno not in _TAKEN:
                 raise
         try:
             _exchange(folder, place)
@@ -37,8 +38,8 @@ def install(folder: Path, place: Path) -> None:
         except OSError as error:
             if error.errno not in _NOT_OFFERED:
                 raise
-            _exchange_by_three(folder, place)
-            return
+            if _exchange_by_three(folder, place):
+                return
 
 
 @contextmanager
@@ -74,17 +75,25 @@ def _exchange(one: Path, other: Path) -> None:
         raise OSError(code, os.strerror(code), str(other))
 
 
-def _exchange_by_three(one: Path, other: Path) -> None:
-    """For file systems that exchange nothing: there is neither for a moment."""
+def _exchange_by_three(one: Path, other: Path) -> bool:
+    """For file systems that exchange nothing: there is neither for a moment. False where somebody used that moment."""
     aside, lock = locked_sibling(other)
     try:
-        os.rename(other, aside / "old")
+        try:
+            os.rename(other, aside / "old")
+        except FileNotFoundError:
+            if not one.exists():
+                raise
+            return False
         try:
             os.rename(one, other)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, OSError) and error.errno in _TAKEN:
+                return False  # what stood there is deleted, as it would be had the other come later
             os.rename(aside / "old", other)
             raise
         os.rename(aside / "old", one)
+        return True
     finally:
         shutil.rmtree(aside, ignore_errors=True)
         os.close(lock)
