@@ -16,11 +16,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -120,12 +122,21 @@ double peak_rate(Team& team, double ops, A zero, Dot dot) {
 struct Case {
   int format, m, n, k;
   std::vector<Gemm> copies;
-  std::vector<char> x, out_buffer;
+  std::shared_ptr<char> memory;  // activations, then results
   Q8Act q{};
   size_t bytes = 0;
 };
 
 size_t round64(size_t n) { return (n + 63) / 64 * 64; }
+
+// Memory in large pages where the system has them, as a model's own is.
+char* large_pages(size_t bytes) {
+  constexpr size_t kPage = (size_t)2 << 20;
+  bytes = (bytes + kPage - 1) / kPage * kPage;
+  char* p = (char*)aligned_alloc(kPage, bytes);
+  madvise(p, bytes, MADV_HUGEPAGE);
+  return p;
+}
 
 // A tenth of n rows in 8-bit blocks, every tenth; the blocks of both widths spread evenly, as qcompile.mix lays them out.
 struct MixOrder {
@@ -187,9 +198,9 @@ void place(Case& c, size_t budget, size_t& used) {
     }
     c.copies.push_back(g);
   }
-  c.x.resize(c.m * kp * 8 + 128);
-  c.out_buffer.resize((size_t)c.m * c.n * 4 + 64);
-  char* x = (char*)round64((size_t)c.x.data());
+  const size_t x_bytes = round64(c.m * kp * 8 + 128);
+  c.memory = {large_pages(x_bytes + (size_t)c.m * c.n * 4), free};
+  char* x = c.memory.get();
   for (size_t i = 0; i < c.m * kp; ++i) {
     if (c.format == 0) ((float*)x)[i] = (float)(i % 13) - 6;
     else if (c.format < 3) ((uint16_t*)x)[i] = 0x3f80 + (i % 7);
@@ -200,7 +211,7 @@ void place(Case& c, size_t budget, size_t& used) {
   c.q = {(int8_t*)x, (float*)(x + c.m * kp), (int32_t*)(x + c.m * kp + c.m * scales * 4),
          (int)((kp + group - 1) / group), scales};
   for (int i = 0; i < c.m * scales; ++i) ((float*)c.q.scale)[i] = 0.01f;
-  for (auto& g : c.copies) g.out = (float*)round64((size_t)c.out_buffer.data());
+  for (auto& g : c.copies) g.out = (float*)(x + x_bytes);
 }
 
 void call(const Case& c, const Gemm& g, const Worker& w) {
@@ -245,7 +256,7 @@ void measure(Team& team, const Mode& mode, int format, int m) {
   std::vector<Case> cases;
   size_t used = 0;
   for (Shape2 s : mode.shapes) {
-    cases.push_back({format, m, s.n, s.k, {}, {}, {}, {}, 0});
+    cases.push_back({format, m, s.n, s.k, {}, {}, {}, 0});
     place(cases.back(), mode.copies_bytes, used);
   }
   double bytes = 0, ops = 0;
@@ -272,7 +283,7 @@ void compare_mix(Team& team) {
       size_t used = 0;
       std::vector<Case> cases[2];
       for (int i = 0; i < 2; ++i) {
-        cases[i].push_back({i ? kMix : kGroup4, m, s.n, s.k, {}, {}, {}, {}, 0});
+        cases[i].push_back({i ? kMix : kGroup4, m, s.n, s.k, {}, {}, {}, 0});
         place(cases[i][0], m > 8 ? 0 : (size_t)160 << 20, used);
         pass(team, cases[i]);
       }
@@ -304,6 +315,9 @@ std::vector<Mode> modes() {
 
 int main(int argc, char** argv) {
   if (argc < 3) return fprintf(stderr, "usage: cpu_gemm THREADS MODE [FORMAT]\n"), 2;
+#if defined(QC_AMX)
+  if (syscall(SYS_arch_prctl, 0x1023, 18)) return fprintf(stderr, "cpu_gemm: the system grants no AMX tiles\n"), 5;
+#endif
   Team team(atoi(argv[1]));
   const std::string wanted = argv[2], only = argc > 3 ? argv[3] : "";
   arena = (char*)mmap(nullptr, kArena + (2 << 20), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -312,7 +326,7 @@ int main(int argc, char** argv) {
   uint64_t seed = 1;
   for (size_t i = 0; i < kArena / 8; ++i)
     ((uint64_t*)arena)[i] = seed = seed * 6364136223846793005u + 1442695040888963407u;
-  for (int t = 0; t < team.threads; ++t) scratch.push_back(aligned_alloc(64, round64(gemm_scratch_bytes(5632))));
+  for (int t = 0; t < team.threads; ++t) scratch.push_back(large_pages(gemm_scratch_bytes(5632)));
   alignas(64) static uint8_t w[64];
   alignas(64) static float x[16] = {1, 2, 3};
   printf("int8 %.0f GOPS, bf16 %.0f, f32 %.0f GFLOPS\n",

@@ -41,9 +41,11 @@ _COMMON = (
     "-Wl,--as-needed",
     "-Wl,-s",
 )
+# Without prfchw a prefetch for writing becomes one for reading; a CPU that lacks it takes it for no operation.
+_AVX512 = ("-march=x86-64-v4", "-mprfchw", "-mavx512vnni", "-mavx512bf16", "-mavx512vbmi")
 _ISA = {
-    # Without prfchw a prefetch for writing becomes one for reading; a CPU that lacks it takes it for no operation.
-    "avx512": ("-march=x86-64-v4", "-mprfchw", "-mavx512vnni", "-mavx512bf16", "-mavx512vbmi"),
+    "amx": (*_AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+    "avx512": _AVX512,
     "avx2vnni": ("-march=x86-64-v3", "-mprfchw", "-mavxvnni"),
     "avx2": ("-march=x86-64-v3", "-mprfchw"),
     "portable": ("-march=x86-64",),

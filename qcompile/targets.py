@@ -5,6 +5,7 @@ Peak rates are not among it for a CPU: they are probed on the host when they are
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cache
@@ -43,9 +44,11 @@ class Target:
 # What the compiler may use at x86-64-v3 and x86-64-v4 (abm is Linux's name of lzcnt), and the extensions asked for.
 _AVX2 = ("avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe")
 _AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16", "avx512vbmi")
+_AMX = ("amx_tile", "amx_int8", "amx_bf16")
 
 # The best first: `cpu` means the first one the host can run.
 _LEVELS = (
+    Target("cpu-amx", "cpu", "amx", _AVX2 + _AVX512 + _AMX, "AVX-512 and AMX tiles of int8 and bfloat16"),
     Target("cpu-avx512vnni", "cpu", "avx512", _AVX2 + _AVX512, "AVX-512 with VNNI, BF16 and VBMI"),
     Target("cpu-avx2vnni", "cpu", "avx2vnni", (*_AVX2, "avx_vnni"), "AVX2 with AVX-VNNI"),
     Target("cpu-avx2", "cpu", "avx2", _AVX2, "AVX2"),
@@ -64,15 +67,23 @@ TARGET_NAMES = ("cpu", *TARGETS)
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """Instruction sets of this CPU as Linux names them (avx2, avx512_vnni, ...); empty where unknown."""
+    """Instruction sets of this CPU as Linux names them (avx2, avx512_vnni, ...); empty where unknown.
+
+    AMX is among them if the system lets this process use its tiles, which it is asked for here.
+    """
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                if line.startswith(("flags", "Features")):
-                    return frozenset(line.split(":", 1)[1].split())
+            found = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     except OSError:
-        pass
-    return frozenset()
+        found = ""
+    flags = frozenset(found.partition(":")[2].split())
+    return flags if "amx_tile" in flags and _tiles_granted() else flags.difference(_AMX)
+
+
+def _tiles_granted() -> bool:
+    """Whether Linux keeps the tiles' 8 KiB for this process's threads from now on (arch_prctl, XTILEDATA)."""
+    arch_prctl, ask_for_state, tile_data = 158, 0x1023, 18  # of x86-64, which alone has them
+    return ctypes.CDLL(None).syscall(arch_prctl, ask_for_state, tile_data) == 0
 
 
 def missing_flags(requires: Collection[str]) -> list[str]:

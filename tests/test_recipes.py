@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ FIELDS = {
     "cache": {"format": "kv16"},
 }
 V3 = "avx2 bmi1 bmi2 f16c fma abm movbe"
+V4 = "avx512f avx512bw avx512cd avx512vl avx512dq"
 
 
 def test_every_recipe_names_formats_that_exist() -> None:
@@ -45,7 +47,7 @@ def test_settings_are_the_recipe_and_its_head() -> None:
 def test_unknown_names_list_what_exists(name: str) -> None:
     with pytest.raises(UsageError, match=r"there are f32, bf16.*mxfp4"):
         get_recipe(name)
-    with pytest.raises(UsageError, match=r"there are cpu, cpu-avx512vnni"):
+    with pytest.raises(UsageError, match=r"there are cpu, cpu-amx, cpu-avx512vnni"):
         get_target(name)
     if name:
         with pytest.raises(UsageError, match="there are int8, bf16, f32"):
@@ -111,8 +113,10 @@ def test_cpu_is_a_target_this_host_can_run() -> None:
 @pytest.mark.parametrize(
     ("flags", "isa"),
     [
-        (f"{V3} avx512f avx512bw avx512cd avx512vl avx512dq avx512_vnni avx512_bf16 avx512vbmi", "avx512"),
-        (f"{V3} avx512f avx512bw avx512cd avx512vl avx512dq avx512_vnni", "avx2"),
+        (f"{V3} {V4} avx512_vnni avx512_bf16 avx512vbmi amx_tile amx_int8 amx_bf16", "amx"),
+        (f"{V3} {V4} avx512_vnni avx512_bf16 avx512vbmi amx_tile amx_int8", "avx512"),
+        (f"{V3} {V4} avx512_vnni avx512_bf16 avx512vbmi", "avx512"),
+        (f"{V3} {V4} avx512_vnni", "avx2"),
         (f"{V3} avx_vnni", "avx2vnni"),
         (V3, "avx2"),
         (V3.replace("bmi2", ""), "portable"),
@@ -123,6 +127,15 @@ def test_cpu_is_a_target_this_host_can_run() -> None:
 def test_cpu_is_the_best_level_the_flags_allow(flags: str, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targets, "cpu_flags", lambda: frozenset(flags.split()))
     assert get_target("cpu").isa == isa
+
+
+@pytest.mark.parametrize("granted", [True, False])
+def test_tiles_that_the_system_does_not_grant_are_none(granted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        targets, "open", lambda *a, **k: io.StringIO("model name: x\nflags\t\t: fma amx_tile amx_int8\n"), raising=False
+    )
+    monkeypatch.setattr(targets, "_tiles_granted", lambda: granted)
+    assert targets.cpu_flags.__wrapped__() == ({"fma", "amx_tile", "amx_int8"} if granted else {"fma"})
 
 
 def test_every_target_name_is_a_target() -> None:

@@ -22,7 +22,12 @@ ISAS: dict[str, tuple[list[str], set[str]]] = {
         ["-DQC_ISA_AVX512", *VNNI, "-mavx512bf16", "-mavx512vbmi"],
         {"avx512_vnni", "avx512_bf16", "avx512vbmi"},
     ),
+    "amx": (
+        ["-DQC_ISA_AVX512", *VNNI, "-mavx512bf16", "-mavx512vbmi", "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
+        {"avx512_vnni", "avx512_bf16", "avx512vbmi", "amx_tile", "amx_int8", "amx_bf16"},
+    ),
 }
+
 
 class Gemm(ctypes.Structure):
     _fields_ = [

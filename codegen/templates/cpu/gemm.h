@@ -6,6 +6,8 @@
 //   decide. Flags, always with -std=c++17 -O3 -ffp-contract=off -Wno-psabi:
 //     avx512  -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma, and where the CPU has them
 //             -mavx512bf16 (bf16 runs at half the speed without) -mavx512vbmi (mxfp4 is a quarter slower without)
+//       and -mamx-tile -mamx-int8 -mamx-bf16 where it has these and the system has granted the process its tiles: products
+//       of 8-bit, 4-bit and bfloat16 weights go through them (gemm_amx.h)
 //     avx2    -mavx2 -mfma -mf16c   (and -mavxvnni where the CPU has it)
 //     portable  nothing
 //
@@ -66,6 +68,13 @@
 #endif
 #ifndef QC_BF16_DOT
 #include "simd_bf16_as_f32.h"
+#endif
+#if defined(QC_ISA_AVX512) && defined(__AMX_INT8__) && defined(__AMX_BF16__)
+#define QC_AMX 1
+#include "simd_amx.h"
+constexpr int kBufferRows = kTileTokens;  // tokens of the largest tile
+#else
+constexpr int kBufferRows = kPanelTile;
 #endif
 
 struct Q8Act {             // int8 activations
@@ -150,17 +159,26 @@ constexpr int64_t kPrefetchBytes = 8192;
 #include "gemm_run.h"
 #include "gemm_float.h"
 #include "gemm_int.h"
+#if defined(QC_AMX)
+#include "gemm_amx.h"
+#endif
+#include "gemm_formats.h"
 #include "gemm_mix.h"
 
 // Bytes of scratch a thread needs for weights of up to kp inputs in any format: result buffer, two unpacked row
 // blocks of at most 4 bytes a weight, and a token block, at least one tile, of at most 4 bytes an element.
 constexpr size_t gemm_scratch_bytes(int kp) {
-  const size_t tile = (size_t)kp * kPanelTile * 4, tiles = tile > kTokenBlockBytes ? tile : kTokenBlockBytes;
-  return 2 * kPanelTile * 64 + (size_t)kp * 16 * 2 * 4 + tiles + tiles / 8 + 65536;
+  const size_t most = kPanelTile * 4 > kBufferRows * 2 ? kPanelTile * 4 : kBufferRows * 2;  // only vectors take floats
+  const size_t tile = (size_t)(kp + 32) * most, tiles = tile > kTokenBlockBytes ? tile : kTokenBlockBytes;
+  return 2 * kBufferRows * 64 + (size_t)kp * 16 * 2 * 4 + tiles + tiles / 8 + 65536;
 }
 
 inline void gemm_f32(const Gemm& g, const float* x, const Worker& w) { run_gemm<F32>(g, x, w); }
+#if defined(QC_AMX)
+inline void gemm_bf16(const Gemm& g, const uint16_t* x, const Worker& w) { run_gemm<Bf16Tiles>(g, x, w); }
+#else
 inline void gemm_bf16(const Gemm& g, const uint16_t* x, const Worker& w) { run_gemm<Bf16>(g, x, w); }
+#endif
 inline void gemm_w4_asym_g128_bf16(const Gemm& g, const uint16_t* x, const Worker& w) {
   run_gemm<W4AsymG128Bf16>(g, x, w);
 }
@@ -173,5 +191,5 @@ QC_INT_FORMAT(qoq_g128, QoqG128)
 QC_INT_FORMAT(qoq_channel, QoqChannel)
 QC_INT_FORMAT(mxfp4, Mxfp4)
 QC_INT_FORMAT(nested_8_4, Nested84)
-QC_INT_FORMAT(mix_4_8, Mix48)
+QC_INT_FORMAT(mix_4_8, QC_MIX_KERNELS)
 #undef QC_INT_FORMAT

@@ -52,17 +52,17 @@ static void float_blocks(const uint8_t* codes, int64_t block_bytes, int64_t skip
       }
   }
   QC_UNROLL for (int b = 0; b < B; ++b)
-    QC_UNROLL for (int m = 0; m < M; ++m) f_store(out + (b * kPanelTile + m) * 16, acc[b * M + m]);
+    QC_UNROLL for (int m = 0; m < M; ++m) f_store(out + (b * kBufferRows + m) * 16, acc[b * M + m]);
 }
 
 template <class Codes>
 struct FloatFormat {
   using X = const typename Codes::Source*;
   using Tile = FloatTile<typename Codes::E>;
-  static constexpr int kTile = kPanelTile, kPanelFrom = kSmallTile + 1;
+  static constexpr int kTile = kPanelTile, kStreamFrom = kNever, kPanelFrom = kSmallTile + 1, kPanelLeast = kTile;
   static size_t tile_bytes(int kp, int count) { return sizeof(typename Codes::E) * kp * count; }
   static size_t panel_bytes(int) { return 0; }
-  template <bool>
+  template <TileKind>
   static Tile prepare(const Gemm& g, X x, int first, int count, char*& mem) {
     return prepare_float<typename Codes::E, typename Codes::Source, Codes::copy>(gemm_kp(g.k), x, first, count, mem);
   }
@@ -75,10 +75,10 @@ struct FloatFormat {
       float_blocks<Codes, 2, M>(codes, blocks == 2 ? bytes : 0, bytes, x.x, chunks, out);
     else
       for (int b = 0; b < blocks; ++b)
-        float_blocks<Codes, 1, M>(codes + b * bytes, 0, 0, x.x, chunks, out + b * kPanelTile * 16);
+        float_blocks<Codes, 1, M>(codes + b * bytes, 0, 0, x.x, chunks, out + b * kBufferRows * 16);
   }
   static void unpack(const Gemm&, int, int, char*) {}
-  static void panel_unit(const Gemm& g, int block, int blocks, char*, const Tile& x, int, float* out) {
+  static void panel_unit(const Gemm& g, int block, int blocks, char*, const Tile& x, const Turn&, float* out) {
     unit<kPanelTile>(g, block, blocks, x, out);
   }
 };
@@ -94,10 +94,11 @@ struct W4AsymG128Bf16 {
     const BfX* x;
     const float* sums;  // [groups][M]
   };
-  static constexpr int kTile = kSmallTile, kPanelFrom = 48;  // three sums a token: fewer tokens in registers
+  static constexpr int kTile = kSmallTile;  // three sums a token: fewer tokens in registers
+  static constexpr int kStreamFrom = kNever, kPanelFrom = 48, kPanelLeast = kTile;
   static size_t tile_bytes(int kp, int count) { return (sizeof(BfX) * kp + (kp + 127) / 128 * 4) * count + 64; }
   static size_t panel_bytes(int kp) { return (size_t)kp / 8 * sizeof(W4Bf) * 2; }
-  template <bool>
+  template <TileKind>
   static Tile prepare(const Gemm& g, X x, int first, int count, char*& mem) {
     const int kp = gemm_kp(g.k), groups = (kp + 127) / 128;
     Tile tile{prepare_float<BfX, uint16_t, bf_copy32_w4>(kp, x, first, count, mem).x, (float*)mem};
@@ -151,7 +152,7 @@ struct W4AsymG128Bf16 {
       }
     }
     QC_UNROLL for (int b = 0; b < B; ++b)
-      QC_UNROLL for (int m = 0; m < M; ++m) f_store(out + (b * kPanelTile + m) * 16, acc[b * M + m]);
+      QC_UNROLL for (int m = 0; m < M; ++m) f_store(out + (b * kBufferRows + m) * 16, acc[b * M + m]);
   }
   template <int M>
   static void unit(const Gemm& g, int first, int blocks, const Tile& x, float* out) {
@@ -162,7 +163,7 @@ struct W4AsymG128Bf16 {
     } else {
       for (int b = 0; b < blocks; ++b) {
         Block w[1] = {block(g, first + b)};
-        blocks_by_tokens<false, 1, M>(w, x, chunks, out + b * kPanelTile * 16);
+        blocks_by_tokens<false, 1, M>(w, x, chunks, out + b * kBufferRows * 16);
       }
     }
   }
@@ -174,12 +175,12 @@ struct W4AsymG128Bf16 {
       for (int s = 0; s < steps; ++s) *to++ = w4_unpack(b_load(w.codes + s * 64));
     }
   }
-  static void panel_unit(const Gemm& g, int first, int blocks, char* panel, const Tile& x, int, float* out) {
+  static void panel_unit(const Gemm& g, int first, int blocks, char* panel, const Tile& x, const Turn&, float* out) {
     const int chunks = gemm_kp(g.k) / 32;
     for (int b = 0; b < blocks; ++b) {
       Block w[1] = {block(g, first + b)};
       w[0].panel = (const W4Bf*)panel + b * chunks * 4;
-      blocks_by_tokens<true, 1, kTile>(w, x, chunks, out + b * kPanelTile * 16);
+      blocks_by_tokens<true, 1, kTile>(w, x, chunks, out + b * kBufferRows * 16);
     }
   }
 };

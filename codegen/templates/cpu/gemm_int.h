@@ -246,12 +246,12 @@ struct MxRuleX128 : MxRule {  // y = sum_g xs sum_b 2^(e-128) sum(c x), g of fou
 // Of how many lines one is asked for, so that the memory is never idle while M tokens are multiplied (measured on Zen 4:
 // the CPU's own prefetcher does the rest better than more requests would, up to 5 dot products a line).
 constexpr int prefetch_every(int m, int dots) { return m < (dots == 1 ? 6 : 3) ? 4 : 1; }
-constexpr int kPanel = 0, kNever = -1;
+constexpr int kPanel = 0, kNone = -1;
 // Of a nested weight's two lines at once that prefetcher fetches both by itself, and 2 to 4 tokens are faster by up to 27 %
 // if it is left alone; more tokens are slower by 10 % from memory, and faster by 7 % where a cache holds all.
 template <class Codes>
 constexpr int prefetch_every(int m) {
-  return std::is_same_v<Codes, NestedCodes> && m > 1 && m < 5 ? kNever : prefetch_every(m, Codes::kDots);
+  return std::is_same_v<Codes, NestedCodes> && m > 1 && m < 5 ? kNone : prefetch_every(m, Codes::kDots);
 }
 
 // Whether each line is fetched into the first-level cache kNearBytes before its use, by a hint that gives it no lasting
@@ -325,7 +325,7 @@ QC_INLINE void int_groups(const IntBlock& w, const IntTile& x, int chunks, IntPl
   at.g += S;
 }
 
-// Every: of how many lines of weights one is prefetched, or kNever; kPanel: these are unpacked, and of the next unit's
+// Every: of how many lines of weights one is prefetched, or kNone; kPanel: these are unpacked, and of the next unit's
 // packed ones a few are.
 template <class Codes, class Rule, int M, int Every>
 __attribute__((noinline)) static void int_block(const IntBlock& w, const IntTile& x, int chunks, float* out) {
@@ -353,148 +353,3 @@ __attribute__((noinline)) static void int_block(const IntBlock& w, const IntTile
   }
   QC_UNROLL for (int m = 0; m < M; ++m) f_store(out + m * 16, Rule::result(acc[m], w, x.scale[m]));
 }
-
-// The tile of `count` tokens from `first`; a single token's codes are used where they lie.
-template <class Rule>
-static IntTile prepare_int(int chunks, const Q8Act& q, int first, int count, char*& mem) {
-  const int kp = chunks * 32, groups = Rule::kChunks == kWhole ? 1 : (chunks + Rule::kChunks - 1) / Rule::kChunks;
-  IntTile tile{q.q + (int64_t)first * kp, (const int32_t*)mem, q.scale + (int64_t)first * q.scales};
-  for (int g = 0; g < groups; ++g)
-    for (int m = 0; m < count; ++m)
-      ((int32_t*)mem)[g * count + m] = Rule::start(q.sums + (int64_t)(first + m) * q.groups, q.groups, g);
-  mem += (groups * count * 4 + 63) / 64 * 64;
-  if (count == 1) return tile;
-  if (Rule::kX128) {
-    for (int s = 0; s < q.scales; ++s)
-      for (int m = 0; m < count; ++m) ((float*)mem)[s * count + m] = tile.scale[m * q.scales + s];
-    tile.scale = (const float*)mem;
-    mem += (q.scales * count * 4 + 63) / 64 * 64;
-  }
-  for (int c = 0; c < chunks; ++c)
-    for (int m = 0; m < count; ++m) memcpy(mem + (c * count + m) * 32, tile.x + (int64_t)m * kp + c * 32, 32);
-  tile.x = (const int8_t*)mem;
-  mem += (int64_t)kp * count;
-  return tile;
-}
-
-// A block's weights as bytes, each line's passed through convert(chunk, bytes).
-template <class Codes, class Convert>
-static void unpack_block(IntBlock w, int chunks, char* panel, const Convert& convert) {
-  for (int c = 0; c < chunks; ++c, w.codes += Codes::kLines * 64)
-    for (int l = 0; l < Codes::kLines; ++l, panel += 128) {
-      const typename Codes::Group group = Codes::group(w, c / 4);
-      const typename Codes::Line line = Codes::line(w.codes + l * 64, w.low);
-      B64 v[2] = {Codes::operand(line, 0, group), Codes::operand(line, 1, group)};
-      convert(c, v);
-      b_store(panel, v[0]), b_store(panel + 64, v[1]);
-    }
-}
-
-// A format: Codes and Rule straight from the packed weights; PanelCodes and PanelRule over a panel of bytes which
-// unpack() makes (kp * 16 a block), the same numbers in another order of exact operations.
-template <class Format, class Codes, class Rule, class PanelCodes, class PanelRule, int PanelFrom>
-struct IntFormat {
-  using X = Q8Act;
-  using Tile = IntTile;
-  static constexpr int kTile = kPanelTile, kPanelFrom = PanelFrom;
-  static constexpr bool kUnpacks = Codes::kLines != PanelCodes::kLines;
-  static size_t tile_bytes(int kp, int count) {
-    return (size_t)kp * count + ((size_t)kp / 32 + (kp + 127) / 128) * count * 4 + 128;
-  }
-  static size_t panel_bytes(int kp) { return (size_t)kp * 32; }
-  template <bool panel>
-  static IntTile prepare(const Gemm& g, const Q8Act& q, int first, int count, char*& mem) {
-    const int chunks = Shape(g).chunks;
-    if constexpr (panel) return prepare_int<PanelRule>(chunks, q, first, count, mem);
-    if (count < kManyTokens) return prepare_int<ForTokens<Rule, 1>>(chunks, q, first, count, mem);
-    return prepare_int<Rule>(chunks, q, first, count, mem);
-  }
-  template <int M>
-  static void unit(const Gemm& g, int block, int blocks, const IntTile& x, float* out) {
-    const int chunks = Shape(g).chunks;
-    for (int b = 0; b < blocks; ++b)
-      int_block<ForTokens<Codes, M>, ForTokens<Rule, M>, M, prefetch_every<Codes>(M)>(
-          Format::block(g, chunks, block + b), x, chunks, out + b * kPanelTile * 16);
-  }
-  static void panel_unit(const Gemm& g, int block, int blocks, char* panel, const IntTile& x, int index, float* out) {
-    const int chunks = Shape(g).chunks, part = 2 * index;
-    for (int b = 0; b < blocks; ++b) {
-      IntBlock w = Format::block(g, chunks, block + b);
-      // Of the unit after this one, a part during each tile.
-      const int64_t lines = part + b < 2 * Codes::kLines ? (2 - b) * Codes::kLines + part + b : 0;
-      w.next = w.codes + lines * chunks * 64;
-      if (kUnpacks) w.codes = (const uint8_t*)panel + (size_t)b * chunks * 512;
-      int_block<PanelCodes, PanelRule, kPanelTile, kUnpacks ? kPanel : 1>(w, x, chunks, out + b * kPanelTile * 16);
-    }
-  }
-  static void unpack(const Gemm& g, int block, int blocks, char* panel) {
-    if constexpr (kUnpacks)
-      for (int b = 0, chunks = Shape(g).chunks; b < blocks; ++b, panel += (size_t)chunks * 512) {
-        const IntBlock w = Format::block(g, chunks, block + b);
-        unpack_block<Codes>(w, chunks, panel, [&](int c, B64* v) { Format::convert(w, c, v); });
-      }
-  }
-  QC_INLINE void convert(const IntBlock&, int, B64*) {}
-};
-
-// Each format twice: with one activation scale a row, and with one for every 128 inputs (X128).
-template <bool X128>
-using Channel = std::conditional_t<X128, ChannelRuleX128, ChannelRule>;
-template <bool X128>
-using ZeroChannel = std::conditional_t<X128, ZeroChannelRuleX128, ZeroChannelRule>;
-template <bool X128>
-using Qoq = std::conditional_t<X128, QoqRuleX128, QoqRule>;
-template <bool X128>
-using Group = std::conditional_t<X128, GroupRuleX128, GroupRule>;
-template <bool X128>
-using Nested = NestedRule<Group<X128>>;
-template <bool X128>
-using Mx = std::conditional_t<X128, MxRuleX128, MxRule>;
-
-template <bool X128>
-struct W8SymChannel : IntFormat<W8SymChannel<X128>, ByteCodes, Channel<X128>, ByteCodes, Channel<X128>, 9> {
-  static IntBlock block(const Gemm& g, int chunks, int b) {
-    return {(const uint8_t*)g.codes + (int64_t)b * chunks * 512, g.scale + b * 16, nullptr, nullptr};
-  }
-};
-template <bool X128>
-struct W4AsymG128 : IntFormat<W4AsymG128<X128>, CenteredCodes, CenteredRule<Group<X128>>, SmallByteCodes,
-                              CenteredRule<Group<X128>>, 48> {
-  static IntBlock block(const Gemm& g, int chunks, int b) {
-    const int64_t at = (int64_t)b * ((chunks + 3) / 4) * 16;
-    return {(const uint8_t*)g.codes + (int64_t)b * chunks * 256, g.scale + at, g.zero + at, nullptr};
-  }
-};
-template <bool X128>
-struct QoqG128 : IntFormat<QoqG128<X128>, CenteredCodes, CenteredRule<Qoq<X128>>, ByteCodes, Channel<X128>, 48> {
-  static IntBlock block(const Gemm& g, int chunks, int b) {
-    const int64_t at = (int64_t)b * ((chunks + 3) / 4) * 16;
-    return {(const uint8_t*)g.codes + (int64_t)b * chunks * 256, g.scale + b * 16, g.zero + at, g.group_scale + at};
-  }
-  // The int8 weights themselves: (q - z) s1 lies in [-127, 127] by the format's protective range.
-  QC_INLINE void convert(const IntBlock& w, int chunk, B64* v) {
-    const B64 center = b_set(kCenter), scale = b_rows(w.group_scale + chunk / 4 * 16);
-    v[0] = b_rescale(v[0], center, scale), v[1] = b_rescale(v[1], center, scale);
-  }
-};
-template <bool X128>
-struct QoqChannel : IntFormat<QoqChannel<X128>, NibbleCodes, ZeroChannel<X128>, SmallByteCodes, ZeroChannel<X128>, 48> {
-  static IntBlock block(const Gemm& g, int chunks, int b) {
-    return {(const uint8_t*)g.codes + (int64_t)b * chunks * 256, g.scale + b * 16, g.zero + b * 16, nullptr};
-  }
-};
-template <bool X128>
-struct Mxfp4 : IntFormat<Mxfp4<X128>, MxCodes, Mx<X128>, SmallByteCodes, Mx<X128>, 48> {
-  static IntBlock block(const Gemm& g, int chunks, int b) {
-    const int64_t at = (int64_t)b * chunks;
-    return {(const uint8_t*)g.codes + at * 256, nullptr, nullptr, g.exponent + at * 16};
-  }
-};
-template <bool X128>
-struct Nested84 : IntFormat<Nested84<X128>, NestedCodes, Nested<X128>, ByteCodes, Nested<X128>, 48> {
-  static IntBlock block(const Gemm& g, int chunks, int b) {
-    IntBlock w = W4AsymG128<X128>::block(g, chunks, b);
-    w.low = g.low - (const uint8_t*)g.codes;
-    return w;
-  }
-};

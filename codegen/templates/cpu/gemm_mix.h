@@ -14,12 +14,12 @@ struct Mix48 {
   using Narrow = CenteredRule<Group<X128>>;
   template <int M>
   using Wide = WideRule<Group<X128>, (M < kManyTokens ? 1 : kCenter)>;
-  static constexpr int kTile = kPanelTile, kPanelFrom = 48;
+  static constexpr int kTile = kPanelTile, kStreamFrom = kNever, kPanelFrom = 48, kPanelLeast = kTile;
   static size_t tile_bytes(int kp, int count) { return W4AsymG128<X128>::tile_bytes(kp, count); }
   static size_t panel_bytes(int kp) { return (size_t)kp * 32; }
-  template <bool>
+  template <TileKind>
   static IntTile prepare(const Gemm& g, const Q8Act& q, int first, int count, char*& mem) {
-    return W4AsymG128<X128>::template prepare<false>(g, q, first, count, mem);
+    return W4AsymG128<X128>::template prepare<kFewTile>(g, q, first, count, mem);
   }
   static bool wide(const Gemm& g, int b) { return g.starts[b + 1] - g.starts[b] == 2; }
   static IntBlock block(const Gemm& g, int chunks, int b) {
@@ -29,7 +29,7 @@ struct Mix48 {
   template <int M>
   static void unit(const Gemm& g, int first, int blocks, const IntTile& x, float* out) {
     const int chunks = Shape(g).chunks;
-    for (int b = first; b < first + blocks; ++b, out += kPanelTile * 16) {
+    for (int b = first; b < first + blocks; ++b, out += kBufferRows * 16) {
       const IntBlock w = block(g, chunks, b);
       if (b % 16 == 0) {
         for (int i = 16; i < 32; ++i) __builtin_prefetch(g.columns + (b + i) * 16, 0, 2);
@@ -44,19 +44,82 @@ struct Mix48 {
     for (int b = first; b < first + blocks; ++b, panel += (size_t)chunks * 512)
       if (!wide(g, b)) unpack_block<CenteredCodes>(block(g, chunks, b), chunks, panel, [](int, B64*) {});
   }
-  static void panel_unit(const Gemm& g, int first, int blocks, char* panel, const IntTile& x, int index, float* out) {
+  static void panel_unit(const Gemm& g, int first, int blocks, char* panel, const IntTile& x, const Turn& turn,
+                         float* out) {
     const int chunks = Shape(g).chunks;
     const uint8_t* after = (const uint8_t*)g.codes + (int64_t)g.starts[first + blocks] * chunks * 256;
-    for (int b = 0; b < blocks; ++b, out += kPanelTile * 16) {
+    for (int b = 0; b < blocks; ++b, out += kBufferRows * 16) {
       IntBlock w = block(g, chunks, first + b);
       if (wide(g, first + b)) {
         int_block<ByteCodes, Wide<kPanelTile>, kPanelTile, 1>(w, x, chunks, out);
         continue;
       }
-      const int part = 2 * index + b;  // of the unit after this one, a part during each tile
+      const int part = 2 * turn.index + b;  // of the unit after this one, a part during each tile
       w.next = after + (part < 8 ? part : 0) * (int64_t)chunks * 64;
       w.codes = (const uint8_t*)panel + (size_t)b * chunks * 512;
       int_block<SmallByteCodes, Narrow, kPanelTile, kPanel>(w, x, chunks, out);
     }
   }
 };
+
+#if defined(QC_AMX)
+struct FlippedBytes : ByteCodes {  // value, signed
+  QC_INLINE B64 operand(B64 line, int, Group) { return b_add(line, b_set(kFullOffset)); }
+};
+// As UnpackedBytes, of blocks of either width: all become signed bytes, so that one kernel takes any two of them.
+struct MixedBytes {
+  const IntBlock* w;
+  const bool* wide;
+  int blocks, chunks;
+  alignas(64) char ring[2][2][kSlabBytes];
+  MixedBytes(const IntBlock* w, const bool* wide, int blocks, int chunks)
+      : w(w), wide(wide), blocks(blocks), chunks(chunks) {}
+  static void unpack(const IntBlock& w, bool wide, int from, int chunks, char* to) {
+    if (wide) UnpackedBytes<FlippedBytes>::unpack(w, from, chunks, to);
+    else UnpackedBytes<SignedNibbles>::unpack(w, from, chunks, to);
+  }
+  void fetch(int s) {
+    const int from = s * kSlabChunks, n = chunks - from < kSlabChunks ? chunks - from : kSlabChunks;
+    for (int b = 0; b < blocks && n > 0; ++b) {
+      const int lines = wide[b] ? ByteCodes::kLines : NibbleCodes::kLines;
+      prefetch_lines(w[b].codes + lines_ahead((int64_t)from * lines * 64, (int64_t)chunks * lines * 64), 4 * lines);
+      unpack(w[b], wide[b], from, n, ring[s % 2][b]);
+    }
+  }
+  const char* at(int b, int s) const { return ring[s % 2][b]; }
+};
+// The same on tiles.
+template <bool X128>
+struct Mix48Tiles : Mix48<X128> {
+  using Vectors = Mix48<X128>;
+  using Rule = Signed<Group<X128>>;
+  static constexpr int kTileBytes = 64, kTile = kTileTokens, kStreamFrom = 12, kPanelFrom = kTile + 1, kPanelLeast = 2;
+  template <TileKind kind>
+  static IntTile prepare(const Gemm& g, const Q8Act& q, int first, int count, char*& mem) {
+    if constexpr (kind == kFewTile) return Vectors::template prepare<kind>(g, q, first, count, mem);
+    else return prepare_int<Rule, kTileBytes>(Shape(g).chunks, q, first, count, mem);
+  }
+  static void streamed(const Gemm& g, int first, int blocks, const IntTile& x, int count, float* out) {
+    const int chunks = Shape(g).chunks, last = first + blocks - 1;
+    const IntBlock w[2] = {Vectors::block(g, chunks, first), Vectors::block(g, chunks, last)};
+    const bool wide[2] = {Vectors::wide(g, first), Vectors::wide(g, last)};
+    tile_blocks<Rule>(w, blocks, MixedBytes(w, wide, blocks, chunks), x, chunks, count, out);
+  }
+  static void unpack(const Gemm& g, int first, int blocks, char* panel) {
+    const int chunks = Shape(g).chunks;
+    for (int b = first; b < first + blocks; ++b, panel += (size_t)chunks * 512)
+      MixedBytes::unpack(Vectors::block(g, chunks, b), Vectors::wide(g, b), 0, chunks, panel);
+  }
+  static void panel_unit(const Gemm& g, int first, int blocks, char* panel, const IntTile& x, const Turn& turn,
+                         float* out) {
+    const int chunks = Shape(g).chunks, last = first + blocks - 1;
+    const IntBlock w[2] = {Vectors::block(g, chunks, first), Vectors::block(g, chunks, last)};
+    const uint8_t* after = (const uint8_t*)g.codes + (int64_t)g.starts[first + blocks] * chunks * 256;
+    PanelBytes bytes(panel, chunks, turn, after, 2 * chunks * NibbleCodes::kLines);
+    tile_blocks<Rule>(w, blocks, bytes, x, chunks, turn.count, out);
+  }
+};
+#define QC_MIX_KERNELS Mix48Tiles
+#else
+#define QC_MIX_KERNELS Mix48
+#endif

@@ -2,20 +2,36 @@
 //
 // Work is split by units, a unit being two 16-row blocks (a gate and an up block for kGated). A thread walks its
 // units once per token block; a token block is cut into tiles; a format's kernel computes a unit for a tile into a
-// small float buffer [block of the unit][kPanelTile tokens][16], and the epilogue takes it from there.
+// small float buffer [block of the unit][kBufferRows tokens][16], and the epilogue takes it from there.
 // A format F gives:
 //   X, Tile                                  its activations, and its activations of one tile as its kernels read them
-//   kTile                                    tokens of a panel tile, kSmallTile..kPanelTile
-//   kPanelFrom                               from this many tokens on a unit is unpacked once for all tiles
-//   prepare<panel>(g, x, first, count, mem)  the Tile of tokens first.., built in mem; moves mem past what it used
+//   kTile                                    most tokens of a panel tile or a streamed one, up to kBufferRows
+//   kStreamFrom                              from this many tokens on a single tile is a streamed one, if kTile holds all
+//   kPanelFrom, kPanelLeast                  from this many tokens on a unit is unpacked once for all tiles, and what
+//                                            full tiles leave is another such tile if it is so many
+//   prepare<kind>(g, x, first, count, mem)   the Tile of tokens first.., built in mem; moves mem past what it used
 //   tile_bytes(kp, count)                    the most bytes prepare uses
 //   unpack(g, block, blocks, panel)          a unit's weights into the panel
-//   unit<M>(g, block, blocks, tile, out)     kernel of M tokens; the results of block b at out + b * kPanelTile * 16
-//   panel_unit(g, block, blocks, panel, tile, i, out)   the same for kTile tokens (tile i) from the unpacked unit
+//   unit<M>(g, block, blocks, tile, out)     kernel of M tokens; the results of block b at out + b * kBufferRows * 16
+//   streamed(g, block, blocks, tile, count, out)        the same for up to kTile tokens, where kStreamFrom is not kNever
+//   panel_unit(g, block, blocks, panel, tile, turn, out)       the same from the unpacked unit
 #pragma once
 
+// How the tokens of a tile meet the weights: these straight from memory, for as many tokens as a kernel is made for;
+// unpacked on their way, for any number; unpacked once for all tiles.
+enum TileKind { kFewTile, kStreamedTile, kUnpackedTile };
+constexpr int kNever = 1 << 30;  // from how many tokens on
+// Which of how many tiles a unit meets next, and how many tokens that has.
+struct Turn {
+  int index, tiles, count;
+};
+
 constexpr int kTokenBlock = 256;                       // most tokens in a token block
-constexpr size_t kTokenBlockBytes = (size_t)512 << 10;  // activations of a token block stay in L2
+#if defined(QC_AMX)
+constexpr size_t kTokenBlockBytes = (size_t)1 << 20;  // activations of a token block stay in L2
+#else
+constexpr size_t kTokenBlockBytes = (size_t)512 << 10;
+#endif
 
 struct Shape {
   int kp, chunks, blocks;  // padded inputs, 32-input chunks, 16-row blocks
@@ -67,11 +83,11 @@ template <EpilogueKind E>
 static void finish_rows(const Gemm& g, const Columns& c, int first, int tokens, const float* bias, const float* buffer) {
   for (int t = 0; t < tokens; ++t) {
     for (int i = 0; i < c.width; i += 16) {
-      const float* row = buffer + (i / 16 * kPanelTile + t) * 16;
+      const float* row = buffer + (i / 16 * kBufferRows + t) * 16;
       f32x16 y = load<f32x16>(row);
       if (bias) y += load<f32x16>(bias + i);
       if constexpr (E == kGated) {
-        f32x16 up = load<f32x16>(row + kPanelTile * 16);
+        f32x16 up = load<f32x16>(row + kBufferRows * 16);
         y = gated(g, y, bias ? up + load<f32x16>(bias + 16) : up);
       }
       if constexpr (E == kLogits) {
@@ -89,27 +105,58 @@ static void finish_rows(const Gemm& g, const Columns& c, int first, int tokens, 
   }
 }
 
-// p[index[i]], and p[index[i]] = v[i], for the first `count` of 16 lanes.
-QC_INLINE f32x16 gather(const float* p, const int32_t* index, int count) {
-  f32x16 v{};
-  for (int i = 0; i < count; ++i) v[i] = p[index[i]];
-  return v;
-}
-QC_INLINE void scatter(float* p, const int32_t* index, int count, f32x16 v) {
+// The columns of a block's rows, of which the first `count` have one.
+struct Spread {
+  const int32_t* columns;
+  int count = 16;
 #if defined(QC_ISA_AVX512)
-  _mm512_mask_i32scatter_ps(p, (__mmask16)((1 << count) - 1), _mm512_loadu_si512(index), v, 4);
-#else
-  for (int i = 0; i < count; ++i) p[index[i]] = v[i];
+  // Where they ascend within 32 of the first, as those of narrow rows do: which they are, of the first and second 16.
+  bool near = true;
+  __mmask16 low = 0, high = 0;
+  __m512i after;  // lane i of the second 16 is lane i + (number of the first) of the rows
 #endif
-}
+  explicit Spread(const int32_t* columns) : columns(columns) {
+    while (columns[count - 1] < 0) --count;
+#if defined(QC_ISA_AVX512)
+    uint32_t mask = 0;
+    for (int i = 0; i < count; ++i) {
+      near &= columns[i] - columns[0] < 32 && (!i || columns[i] > columns[i - 1]);
+      mask |= near ? 1u << (columns[i] - columns[0]) : 0;
+    }
+    low = (__mmask16)mask, high = (__mmask16)(mask >> 16);
+    after = _mm512_add_epi32(_mm512_set1_epi32(__builtin_popcount(low)), (__m512i)kLanes);
+#endif
+  }
+  // out[columns[i]] = v[i], added to residual[columns[i]] if there is one.
+  __attribute__((always_inline)) void put(float* out, const float* residual, f32x16 v) const {
+#if defined(QC_ISA_AVX512)
+    if (near) {
+      part(out + columns[0], residual ? residual + columns[0] : nullptr, low, v);
+      const f32x16 rest = (f32x16)_mm512_permutexvar_ps(after, v);
+      if (high) part(out + columns[0] + 16, residual ? residual + columns[0] + 16 : nullptr, high, rest);
+      return;
+    }
+    const __mmask16 first = (__mmask16)((1 << count) - 1);
+    if (!residual) return _mm512_mask_i32scatter_ps(out, first, _mm512_loadu_si512(columns), v, 4);
+#endif
+    for (int i = 0; i < count; ++i) out[columns[i]] = residual ? residual[columns[i]] + v[i] : v[i];
+  }
+#if defined(QC_ISA_AVX512)
+  QC_INLINE void part(float* out, const float* residual, __mmask16 mask, f32x16 v) {
+    __m512 y = _mm512_maskz_expand_ps(mask, v);
+    if (residual) y = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, residual), y);
+    _mm512_mask_storeu_ps(out, mask, y);
+  }
+#endif
+};
 
 // The same for rows that go to columns of their own; for kGated the unit's two blocks are of the same columns.
 template <EpilogueKind E>
 static void scatter_rows(const Gemm& g, int block, int blocks, int first, int tokens, const float* buffer) {
   for (int b = 0; b < (E == kGated ? 1 : blocks); ++b) {
     const int32_t* columns = g.columns + (int64_t)(block + b) * 16;
-    int count = 16;
-    while (columns[count - 1] < 0) --count;
+    const Spread spread(columns);
+    const int count = spread.count;
     f32x16 bias{}, up_bias{};
     for (int i = 0; g.bias && i < count; ++i) {
       const int row = E == kGated ? columns[i] / 16 * 32 + columns[i] % 16 : columns[i];
@@ -117,19 +164,19 @@ static void scatter_rows(const Gemm& g, int block, int blocks, int first, int to
       if (E == kGated) up_bias[i] = g.bias[row + 16];
     }
     for (int t = 0; t < tokens; ++t) {
-      const float* row = buffer + (b * kPanelTile + t) * 16;
+      const float* row = buffer + (b * kBufferRows + t) * 16;
       f32x16 y = load<f32x16>(row);
       if (g.bias) y += bias;
       if constexpr (E == kGated) {
-        f32x16 up = load<f32x16>(row + kPanelTile * 16);
+        f32x16 up = load<f32x16>(row + kBufferRows * 16);
         y = gated(g, y, g.bias ? up + up_bias : up);
       }
       if constexpr (E == kLogits) {
         note_best(g, first + t, y, load<i32x16>(columns), count);
         if (!g.out) continue;
       }
-      if (E == kAdd) y = gather(g.residual + (first + t) * g.residual_stride, columns, count) + y;
-      scatter(g.out + (first + t) * g.out_stride, columns, count, y);
+      spread.put(g.out + (first + t) * g.out_stride,
+                 E == kAdd ? g.residual + (first + t) * g.residual_stride : nullptr, y);
     }
   }
 }
@@ -155,29 +202,42 @@ static void finish_tile(const Gemm& g, int block, int blocks, const Columns& c, 
 template <class F>
 struct TokenTile {
   int first, count;  // tokens, counted from the start of the token block
-  bool panel;
+  TileKind kind;
   typename F::Tile x;
 };
 
-// Cuts `tokens` into tiles: full panel tiles first where panels pay, then equal tiles of at most kSmallTile.
+// Cuts `tokens` into tiles: one that is streamed, or panel tiles where these pay, then equal ones of at most kSmallTile.
 template <class F>
 static int cut_tiles(const Gemm& g, const typename F::X& x, int start, int tokens, TokenTile<F>* tiles, char* mem) {
   int n = 0, done = 0;
-  if (tokens >= F::kPanelFrom)
-    for (; tokens - done >= F::kTile; done += F::kTile, ++n)
-      tiles[n] = {done, F::kTile, true, F::template prepare<true>(g, x, start + done, F::kTile, mem)};
+  if (tokens >= F::kStreamFrom && tokens <= F::kTile) {
+    tiles[0] = {0, tokens, kStreamedTile, F::template prepare<kStreamedTile>(g, x, start, tokens, mem)};
+    return 1;
+  }
+  while (tokens >= F::kPanelFrom && tokens - done >= F::kPanelLeast) {
+    const int count = tokens - done < F::kTile ? tokens - done : F::kTile;
+    tiles[n++] = {done, count, kUnpackedTile, F::template prepare<kUnpackedTile>(g, x, start + done, count, mem)};
+    done += count;
+  }
   for (int left = (tokens - done + kSmallTile - 1) / kSmallTile; left; --left, ++n) {
     int count = (tokens - done + left - 1) / left;
-    tiles[n] = {done, count, false, F::template prepare<false>(g, x, start + done, count, mem)};
+    tiles[n] = {done, count, kFewTile, F::template prepare<kFewTile>(g, x, start + done, count, mem)};
     done += count;
   }
   return n;
 }
 
-template <class F, int M = kSmallTile>
+// Only tiles of fewer tokens than are streamed come here.
+template <class F, int M = (F::kStreamFrom <= kSmallTile ? F::kStreamFrom - 1 : kSmallTile)>
 QC_INLINE void small_unit(const Gemm& g, int block, int blocks, int count, const typename F::Tile& x, float* out) {
   if (count == M) return F::template unit<M>(g, block, blocks, x, out);
   if constexpr (M > 1) small_unit<F, M - 1>(g, block, blocks, count, x, out);
+}
+template <class F>
+QC_INLINE void other_unit(const Gemm& g, int block, int blocks, const TokenTile<F>& tile, float* out) {
+  if constexpr (F::kStreamFrom != kNever)
+    if (tile.kind == kStreamedTile) return F::streamed(g, block, blocks, tile.x, tile.count, out);
+  if constexpr (F::kStreamFrom > 1) small_unit<F>(g, block, blocks, tile.count, tile.x, out);
 }
 
 // This thread's units of a part of `units` units.
@@ -192,7 +252,7 @@ static void run_units(const Gemm& g, int begin, int end, int start, const TokenT
                       float* buffer) {
   constexpr int kAhead = 3;  // units: to own a line takes longer than one of few tokens
   const int all = Shape(g).blocks, tokens = tiles[n - 1].first + tiles[n - 1].count;
-  const bool early = !tiles[0].panel && !g.columns;
+  const bool early = tiles[0].kind != kUnpackedTile && !g.columns;
   const auto blocks_of = [&](int u) { return all - 2 * u < 2 ? 1 : 2; };
   const auto ask = [&](int u) {
     if (u < end) prefetch_out(g, Columns(g, 2 * u, blocks_of(u)), start, tokens);
@@ -202,30 +262,39 @@ static void run_units(const Gemm& g, int begin, int end, int start, const TokenT
     const int block = 2 * u, blocks = blocks_of(u);
     const Columns columns(g, block, blocks);
     if (early) ask(u + kAhead);
-    if (tiles[0].panel) F::unpack(g, block, blocks, panel);
+    if (tiles[0].kind == kUnpackedTile) F::unpack(g, block, blocks, panel);
     for (int i = 0; i < n; ++i) {
       const int first = start + tiles[i].first;
-      if (tiles[i].panel) {
+      if (tiles[i].kind == kUnpackedTile) {
         if (!g.columns) prefetch_out(g, columns, first, tiles[i].count);
-        F::panel_unit(g, block, blocks, panel, tiles[i].x, i, buffer);
+        F::panel_unit(g, block, blocks, panel, tiles[i].x, {i, n, tiles[i].count}, buffer);
       } else {
-        small_unit<F>(g, block, blocks, tiles[i].count, tiles[i].x, buffer);
+        other_unit<F>(g, block, blocks, tiles[i], buffer);
       }
       finish_tile(g, block, blocks, columns, first, tiles[i].count, buffer);
     }
   }
 }
 
+// Formats on tiles say how many bytes of inputs a step of theirs has.
+template <class F, class = void>
+constexpr bool uses_tiles = false;
+template <class F>
+constexpr bool uses_tiles<F, std::void_t<decltype(F::kTileBytes)>> = true;
+
 template <class F>
 static void run_gemm(const Gemm& g, const typename F::X& x, const Worker& worker) {
   const Shape shape(g);
   float* buffer = (float*)worker.scratch;
-  char* panel = (char*)(buffer + 2 * kPanelTile * 16);
+  char* panel = (char*)(buffer + 2 * kBufferRows * 16);
   char* mem = panel + F::panel_bytes(shape.kp);
   int tile_tokens = (int)(kTokenBlockBytes / F::tile_bytes(shape.kp, F::kTile)) * F::kTile;
   tile_tokens = tile_tokens < F::kTile ? F::kTile : tile_tokens;
   const int step = tile_tokens < kTokenBlock / F::kTile * F::kTile ? tile_tokens : kTokenBlock / F::kTile * F::kTile;
   TokenTile<F> tiles[kTokenBlock / F::kTile + 2];
+#if defined(QC_AMX)
+  if constexpr (uses_tiles<F>) shape_tiles(F::kTileBytes);
+#endif
   for (int start = 0; start < g.m; start += step) {
     const int tokens = g.m - start < step ? g.m - start : step;
     const int n = cut_tiles<F>(g, x, start, tokens, tiles, mem);
@@ -238,4 +307,7 @@ static void run_gemm(const Gemm& g, const typename F::X& x, const Worker& worker
     own_units((shape.blocks + 1) / 2 - first, worker, &begin, &end);
     run_units<F>(g, first + begin, first + end, start, tiles, n, panel, buffer);
   }
+#if defined(QC_AMX)
+  if constexpr (uses_tiles<F>) release_tiles();
+#endif
 }

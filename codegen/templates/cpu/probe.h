@@ -59,11 +59,38 @@ QC_INLINE int32_t probe_chains(T zero, const F& f) {
   return out;
 }
 
+#if defined(QC_AMX)
+constexpr int kProbeSums = 4, kProbeDots = kProbeSteps / 8;
+template <class Op>
+static int32_t probe_tiles() {
+  shape_tiles(64);
+  for (int i = 0; i < kProbeDots / kProbeSums; ++i)
+    Op::template dot<0, 4, 6>(), Op::template dot<1, 4, 7>(), Op::template dot<2, 5, 6>(), Op::template dot<3, 5, 7>();
+  release_tiles();
+  return 0;
+}
+// Operations of a round.
+static double probe_work(int what) {
+  const double each[] = {0, 16 * 16 * 64 * 2, 0, 16 * 16 * 32 * 2};
+  return what == 2 ? 16.0 * 2 * (kProbeSteps / kProbeChains * kProbeChains)
+                   : each[what] * (kProbeDots / kProbeSums * kProbeSums);
+}
+#else
+static double probe_work(int what) {
+  const double each[] = {0, 16 * 4 * 2, 16 * 2, 16 * 2 * 2};  // int8, float, bfloat16 operations of an instruction
+  return each[what] * (kProbeSteps / kProbeChains * kProbeChains);
+}
+#endif
+
 static int32_t probe_round(const Probe& p, int tid) {
   alignas(64) static const int8_t ones[64] = {};
   B64 w = b_load(ones);
   float x = 0.0f;
   if (p.what == 0) return probe_read(p, tid);
+#if defined(QC_AMX)
+  if (p.what == 1) return probe_tiles<TileSigned>();
+  if (p.what == 3) return probe_tiles<TileBf16>();
+#endif
   if (p.what == 1) return probe_chains(i_set(0), [&](I16 a) { return dot_small(a, w, ones); });
   if (p.what == 3) return probe_chains(f_set(0), [&](F16 a) { return bf_dot(a, w, (const BfX*)ones); });
   F16 v = f_set(0);
@@ -104,8 +131,7 @@ static double probe(Team& team, int what) {
     p.memory = (char*)q;
     p.work = (double)p.bytes;
   } else {
-    const double each[] = {0, 16 * 4 * 2, 16 * 2, 16 * 2 * 2};  // int8, float, bfloat16 operations of an instruction
-    p.work = each[what] * (kProbeSteps / kProbeChains * kProbeChains) * team.threads;
+    p.work = probe_work(what) * team.threads;
   }
   team.run(probe_thread, &p);
   if (p.memory) munmap(p.memory, p.bytes + kPrefetchBytes);

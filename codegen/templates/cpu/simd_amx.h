@@ -1,0 +1,80 @@
+// simd_amx.h: the tiles of AMX, as the kernels of gemm_amx.h use them: 16 tokens by 16 rows of a block, twice each.
+#pragma once
+#include "vec.h"
+
+constexpr int kHalfTokens = 16, kTileTokens = 2 * kHalfTokens;
+// Tiles 0..3 are sums: of tokens 0..15 by block 0 and by block 1, of tokens 16..31 by both; 4 and 5 activations of
+// both halves, 6 and 7 weights of both blocks.
+template <int T>
+QC_INLINE void tile_zero() {
+  asm volatile("tilezero %%tmm%c0" : : "i"(T));
+}
+template <int T>
+QC_INLINE void tile_load(const void* p, int64_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(stride), "i"(T) : "memory");
+}
+template <int T>
+QC_INLINE void tile_store(void* p) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(p), "r"((int64_t)64), "i"(T) : "memory");
+}
+struct TileUnsigned {  // signed activations by weights of 0..255
+  template <int Sum, int X, int W>
+  QC_INLINE void dot() {
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(Sum), "i"(X), "i"(W));
+  }
+};
+struct TileSigned {
+  template <int Sum, int X, int W>
+  QC_INLINE void dot() {
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(Sum), "i"(X), "i"(W));
+  }
+};
+struct TileBf16 {
+  template <int Sum, int X, int W>
+  QC_INLINE void dot() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(Sum), "i"(X), "i"(W));
+  }
+};
+
+// For steps of `bytes` bytes of inputs. Tiles always have all their rows: what lies behind the last token is multiplied
+// too, in no more time, and nobody looks at it.
+static void shape_tiles(int bytes) {
+  struct alignas(64) {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+  } shape;
+  for (int t = 0; t < 8; ++t) shape.rows[t] = kHalfTokens, shape.bytes[t] = 64;
+  shape.bytes[4] = shape.bytes[5] = (uint16_t)bytes;
+  shape.rows[6] = shape.rows[7] = (uint8_t)(bytes / 4);
+  asm volatile("ldtilecfg %0" : : "m"(shape));
+}
+QC_INLINE void release_tiles() { asm volatile("tilerelease"); }
+
+QC_INLINE void zero_tiles() { tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>(); }
+
+// One step: x is [tokens][Bytes], a block's weights [Bytes / 4][64].
+template <class Op, int Bytes>
+QC_INLINE void tile_step(const void* x, const void* first, const void* second, bool both, bool two) {
+  tile_load<4>(x, Bytes);
+  tile_load<6>(first, 64);
+  Op::template dot<0, 4, 6>();
+  if (two) {
+    tile_load<7>(second, 64);
+    Op::template dot<1, 4, 7>();
+  }
+  if (!both) return;
+  tile_load<5>((const char*)x + kHalfTokens * Bytes, Bytes);
+  Op::template dot<2, 5, 6>();
+  if (two) Op::template dot<3, 5, 7>();
+}
+
+// To 16 lines for each tile: block b of half h at to + (b * kTileTokens + h * kHalfTokens) * 64.
+QC_INLINE void store_tiles(void* to, bool both, bool two) {
+  char* p = (char*)to;
+  tile_store<0>(p);
+  if (two) tile_store<1>(p + kTileTokens * 64);
+  if (!both) return;
+  tile_store<2>(p + kHalfTokens * 64);
+  if (two) tile_store<3>(p + (kTileTokens + kHalfTokens) * 64);
+}
