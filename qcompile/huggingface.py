@@ -363,8 +363,7 @@ def tokenizer_files(model: str | Path) -> dict[str, bytes]:
             raise UsageError(f"{directory / name} is no plain file")
     files = {name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()}
     if "tokenizer.json" not in files and (directory / "tokenizer.model").is_file():
-        if importlib.util.find_spec("sentencepiece") is None:
-            raise ResourceError(f"{directory / 'tokenizer.model'} needs the sentencepiece package to be converted")
+        _check_converters(directory / "tokenizer.model")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from transformers import AutoTokenizer
 
@@ -376,6 +375,19 @@ def tokenizer_files(model: str | Path) -> dict[str, bytes]:
         files["tokenizer.json"] = backend.to_str(pretty=False).encode()
     _check_tokenizer(directory, files)
     return files
+
+
+def _check_converters(file: Path) -> None:
+    """ResourceError where packages are missing that transformers reads a SentencePiece model with."""
+    for package, module in (("sentencepiece", "sentencepiece"), ("protobuf", "google.protobuf")):
+        try:
+            found = importlib.util.find_spec(module) is not None
+        except ModuleNotFoundError:
+            found = False
+        if not found:
+            raise ResourceError(
+                f"{file} needs the {package} package to be converted: pip install 'qcompile[sentencepiece]'"
+            )
 
 
 def _check_tokenizer(directory: Path, files: dict[str, bytes]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._sympy.functions import Min
 
 from qcompile import check, frontend, huggingface
-from qcompile.errors import QCompileError, UnsupportedError, UsageError
+from qcompile.errors import QCompileError, ResourceError, UnsupportedError, UsageError
 from qcompile.graph import Graph
 from qcompile.passes.base import apply
 from qcompile.passes.raise_ops import Raise
@@ -321,7 +321,8 @@ def test_no_tokenizer(tmp_path: Path) -> None:
 
 
 def test_sentencepiece_model_becomes_json(tmp_path: Path) -> None:
-    pieces = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
+    from sentencepiece import sentencepiece_model_pb2 as pieces
+
     model = pieces.ModelProto()
     for text, kind in [
         ("<unk>", 2),
@@ -338,6 +339,14 @@ def test_sentencepiece_model_becomes_json(tmp_path: Path) -> None:
     assert set(files) == {"tokenizer.json", "tokenizer_config.json"}
     assert files == huggingface.tokenizer_files(tmp_path)
     assert json.loads(files["tokenizer.json"])["model"]["vocab"]["\u2581ab"] == 259
+
+
+@pytest.mark.parametrize(("package", "module"), [("sentencepiece", "sentencepiece"), ("protobuf", "google.protobuf")])
+def test_packages_that_convert_are_named(package: str, module: str, tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"a model")
+    monkeypatch.setattr(huggingface.importlib.util, "find_spec", lambda name: None if name == module else name)
+    with pytest.raises(ResourceError, match=rf"needs the {package} package to be converted: pip install"):
+        huggingface.tokenizer_files(tmp_path)
 
 
 def test_tokenizer_that_cannot_be_converted(tmp_path: Path) -> None:

@@ -161,6 +161,7 @@ constexpr int64_t kPrefetchBytes = 8192;
 #include "gemm_int.h"
 #if defined(QC_AMX)
 #include "gemm_amx.h"
+#include "gemm_amx_w4.h"
 #endif
 #include "gemm_formats.h"
 #include "gemm_mix.h"
@@ -176,12 +177,13 @@ constexpr size_t gemm_scratch_bytes(int kp) {
 inline void gemm_f32(const Gemm& g, const float* x, const Worker& w) { run_gemm<F32>(g, x, w); }
 #if defined(QC_AMX)
 inline void gemm_bf16(const Gemm& g, const uint16_t* x, const Worker& w) { run_gemm<Bf16Tiles>(g, x, w); }
+inline void gemm_w4_asym_g128_bf16(const Gemm& g, const uint16_t* x, const Worker& w) { run_gemm<W4Bf16Tiles>(g, x, w); }
 #else
 inline void gemm_bf16(const Gemm& g, const uint16_t* x, const Worker& w) { run_gemm<Bf16>(g, x, w); }
-#endif
 inline void gemm_w4_asym_g128_bf16(const Gemm& g, const uint16_t* x, const Worker& w) {
   run_gemm<W4AsymG128Bf16>(g, x, w);
 }
+#endif
 #define QC_INT_FORMAT(name, Format)                                                                  \
   inline void gemm_##name(const Gemm& g, const Q8Act& q, const Worker& w) { run_gemm<Format<false>>(g, q, w); } \
   inline void gemm_##name##_x128(const Gemm& g, const Q8Act& q, const Worker& w) { run_gemm<Format<true>>(g, q, w); }

@@ -100,17 +100,23 @@ struct W4AsymG128Bf16 {
   static size_t panel_bytes(int kp) { return (size_t)kp / 8 * sizeof(W4Bf) * 2; }
   template <TileKind>
   static Tile prepare(const Gemm& g, X x, int first, int count, char*& mem) {
-    const int kp = gemm_kp(g.k), groups = (kp + 127) / 128;
-    Tile tile{prepare_float<BfX, uint16_t, bf_copy32_w4>(kp, x, first, count, mem).x, (float*)mem};
+    const BfX* copy = prepare_float<BfX, uint16_t, bf_copy32_w4>(gemm_kp(g.k), x, first, count, mem).x;
+    return {copy, sums(gemm_kp(g.k), x, first, count, mem, [](u16x16 v) { return v; })};
+  }
+  // [groups][count] sums of the activations, each kept(activation).
+  template <class Kept>
+  static const float* sums(int kp, X x, int first, int count, char*& mem, const Kept& kept) {
+    float* to = (float*)mem;
+    const int groups = (kp + 127) / 128;
     for (int i = 0; i < groups * count; ++i) {
       const int group = i / count, end = kp < group * 128 + 128 ? kp : group * 128 + 128;
       f32x16 sum = splat(0.0f);
       for (int k = group * 128; k < end; k += 16)
-        sum += bf16_to_f32(load<u16x16>(x + (int64_t)(first + i % count) * kp + k));
-      ((float*)mem)[i] = reduce_add(sum);
+        sum += bf16_to_f32(kept(load<u16x16>(x + (int64_t)(first + i % count) * kp + k)));
+      to[i] = reduce_add(sum);
     }
     mem += (groups * count * 4 + 63) / 64 * 64;
-    return tile;
+    return to;
   }
 
   struct Block {
