@@ -10,7 +10,7 @@ struct W4Bf16Tiles {
   using Tile = Vectors::Tile;
   static constexpr int kTileBytes = 64, kTile = kTileTokens, kStreamFrom = 2, kPanelFrom = kTile + 1, kPanelLeast = 1;
   static constexpr int kGroupBytes = kSlabChunks * 1024;  // a block's weights of a group as bfloat16
-  static size_t tile_bytes(int kp, int count) { return 2 * Vectors::tile_bytes(kp, count); }
+  static size_t tile_bytes(int kp, int count) { return Vectors::tile_bytes(kp, count); }
   static size_t panel_bytes(int kp) { return Vectors::panel_bytes(kp); }
   // Tiles take numbers below 2^-126 for zero, and vectors do not: without inputs below 2^-100 there are none.
   static constexpr uint16_t kSmallest = (127 - 100) << 7;

@@ -94,36 +94,22 @@ struct IntFormat {
 
 #if defined(QC_AMX)
 // How a format's weights become a tile's bytes, its rule then, and from how many tokens on that is faster.
-template <class Codes, class Rule>
-struct OnTiles {  // bytes as they are
-  static constexpr int kFrom = 2;
-  using Bytes = DirectBytes;
+template <class WeightBytes, class Rule, int From>
+struct TileWay {
+  using Bytes = WeightBytes;
   using TileRule = Rule;
+  static constexpr int kFrom = From;
 };
+template <class Codes, class Rule>
+struct OnTiles : TileWay<DirectBytes, Rule, 2> {};  // bytes as they are
 template <class Base>
-struct OnTiles<CenteredCodes, CenteredRule<Base>> {
-  static constexpr int kFrom = 8;
-  using Bytes = UnpackedBytes<SignedNibbles>;
-  using TileRule = Signed<Base>;
-};
+struct OnTiles<CenteredCodes, CenteredRule<Base>> : TileWay<UnpackedBytes<SignedNibbles>, Signed<Base>, 8> {};
 template <class Rule>
-struct OnTiles<NibbleCodes, Rule> {
-  static constexpr int kFrom = 8;
-  using Bytes = UnpackedBytes<SignedChannelNibbles>;
-  using TileRule = Signed<Rule>;
-};
+struct OnTiles<NibbleCodes, Rule> : TileWay<UnpackedBytes<SignedChannelNibbles>, Signed<Rule>, 8> {};
 template <class Rule>
-struct OnTiles<NestedCodes, Rule> {
-  static constexpr int kFrom = 8;
-  using Bytes = UnpackedBytes<SignedNested>;
-  using TileRule = Signed<Rule>;
-};
+struct OnTiles<NestedCodes, Rule> : TileWay<UnpackedBytes<SignedNested>, Signed<Rule>, 8> {};
 template <class Rule>
-struct OnTiles<MxCodes, Rule> {
-  static constexpr int kFrom = 12;
-  using Bytes = UnpackedBytes<SignedMx>;
-  using TileRule = SignedMxRule<Rule>;
-};
+struct OnTiles<MxCodes, Rule> : TileWay<UnpackedBytes<SignedMx>, SignedMxRule<Rule>, 12> {};
 
 // A format on tiles. A few tokens stay with the kernels above, whose weights need not go through memory once more. Many
 // that would round each group of inputs by itself take their panel from the format too, if it has one of whole rows.
