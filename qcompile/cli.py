@@ -20,7 +20,7 @@ import typer
 
 from qcompile import __version__, cli_generate, console
 from qcompile import jsonl as lines
-from qcompile.cli_options import Artifact, Drafts, Head, Json, Options, Recipe, Remote, Target, Threads
+from qcompile.cli_options import Artifact, CacheBytes, Drafts, Head, Json, Options, Recipe, Remote, Target, Threads
 from qcompile.errors import EXIT_BUG, EXIT_SIGNAL, QCompileError, ResourceError, UsageError
 
 app = typer.Typer(
@@ -170,6 +170,7 @@ def evaluate(
     window: Annotated[
         int, typer.Option("--window", min=2, metavar="TOKENS", help="Tokens of each; the context is the most.")
     ] = 2048,
+    kv_cache_bytes: CacheBytes = None,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -184,7 +185,7 @@ def evaluate(
     import qcompile
 
     lines.check(data)
-    with qcompile.load(out, threads=threads, gamma=0) as llm, console.Progress() as progress:
+    with qcompile.load(out, threads, kv_cache_bytes=kv_cache_bytes, gamma=0) as llm, console.Progress() as progress:
         result = llm.perplexity(data, window, lambda done, total: progress("windows", done, total), max_windows)
     if json:
         console.print_json(asdict(result))
@@ -200,6 +201,7 @@ def bench(
     pp: Annotated[str, typer.Option("--pp", metavar="N,N", help="Prompt lengths to prefill.")] = "512",
     verify: Annotated[str, typer.Option("--verify", metavar="N,N", help="Steps of N tokens, all with logits.")] = "",
     repeats: Annotated[int, typer.Option("--repeats", min=1, metavar="N", help="Take the median of so many.")] = 5,
+    kv_cache_bytes: CacheBytes = None,
     threads: Threads = None,
     json: Json = False,
     jsonl: Annotated[bool, typer.Option("--jsonl", help='One line {"test", "tok_s"} per measurement.')] = False,
@@ -214,7 +216,7 @@ def bench(
     from qcompile import bench as benchmark
 
     sizes = benchmark.Sizes(tg, console.numbers("--pp", pp), console.numbers("--verify", verify), repeats)
-    with qcompile.load(out, threads=threads, gamma=0) as llm, console.Progress() as progress:
+    with qcompile.load(out, threads, kv_cache_bytes=kv_cache_bytes, gamma=0) as llm, console.Progress() as progress:
         speeds = benchmark.measure(llm, sizes, progress)
         if jsonl:
             for test, speed in speeds.items():
@@ -234,6 +236,7 @@ def tune(
         Path | None, typer.Option("--data", metavar="FILE", help='Lines of JSON with a "prompt" or "text" each.')
     ] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=8, metavar="N", help="Tokens of each measurement.")] = 48,
+    kv_cache_bytes: CacheBytes = None,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -246,7 +249,7 @@ def tune(
     from qcompile import tune as tuning
 
     with console.Progress() as progress:
-        found = tuning.tune(out, data, tokens, threads, progress)
+        found = tuning.tune(out, data, tokens, threads, progress, kv_cache_bytes=kv_cache_bytes)
     if json:
         console.print_json(found)
     else:

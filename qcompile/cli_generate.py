@@ -34,6 +34,7 @@ def run(
     repetition_penalty: Annotated[float, typer.Option("--repetition-penalty", help="Above 1 discourages.")] = 1.0,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Makes a draw repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text.")] = None,
+    kv_cache_bytes: CacheBytes = None,
     threads: Threads = None,
     gamma: Gamma = "auto",
     gpu_memory_utilization: GpuShare = 0.9,
@@ -58,7 +59,9 @@ def run(
         max_tokens=max_tokens,
     )
     text = sys.stdin.read() if prompt == "-" else prompt
-    _run_prompt(out, text, params, threads, _gamma_of(gamma), gpu_memory_utilization, json)
+    share, drafted = gpu_memory_utilization, _gamma_of(gamma)
+    with qcompile.load(out, threads, kv_cache_bytes=kv_cache_bytes, gamma=drafted, gpu_memory_utilization=share) as llm:
+        _run_prompt(llm, text, params, json)
 
 
 def chat(
@@ -67,6 +70,7 @@ def chat(
     temperature: Annotated[float, typer.Option("--temperature", help="0 always takes the likeliest token.")] = 0.7,
     top_p: Annotated[float, typer.Option("--top-p", help="Draw from the likeliest tokens of this total.")] = 0.95,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Makes a draw repeatable.")] = None,
+    kv_cache_bytes: CacheBytes = None,
     threads: Threads = None,
     gamma: Gamma = "auto",
     gpu_memory_utilization: GpuShare = 0.9,
@@ -81,7 +85,8 @@ def chat(
     from qcompile import SamplingParams
 
     params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
-    with qcompile.load(out, threads, gamma=_gamma_of(gamma), gpu_memory_utilization=gpu_memory_utilization) as llm:
+    share, drafted = gpu_memory_utilization, _gamma_of(gamma)
+    with qcompile.load(out, threads, kv_cache_bytes=kv_cache_bytes, gamma=drafted, gpu_memory_utilization=share) as llm:
         _chat_loop(llm, out, params, json)
 
 
@@ -150,15 +155,12 @@ def _gamma_of(text: str) -> int:
     return int(text)
 
 
-def _run_prompt(
-    out: Path, prompt: str, params: SamplingParams, threads: int | None, gamma: int, gpu_share: float, as_json: bool
-) -> None:
+def _run_prompt(llm: LLM, prompt: str, params: SamplingParams, as_json: bool) -> None:
     """Generate from one prompt and print it: text as it comes, or one JSON document at the end."""
-    with qcompile.load(out, threads=threads, gamma=gamma, gpu_memory_utilization=gpu_share) as llm:
-        stream = llm.stream(prompt, params)  # refuses the prompt before any of it is printed
-        if not as_json:
-            print(prompt, end="", flush=True)
-        last = _show(stream, quiet=as_json)
+    stream = llm.stream(prompt, params)  # refuses the prompt before any of it is printed
+    if not as_json:
+        print(prompt, end="", flush=True)
+    last = _show(stream, quiet=as_json)
     result = result_of(last)
     if as_json:
         console.print_json(result)

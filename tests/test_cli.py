@@ -333,6 +333,21 @@ def test_a_server_keeps_to_the_cache_it_is_given(
     assert "less than one page" in refusal(capsys, 2, *serve, "--kv-cache-bytes", "1")
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["run", "--prompt", "x"], ["chat"], ["eval", "--data", "TEXT"], ["bench", "--tg", "2", "--pp", "2"], ["tune"]],
+    ids=lambda command: command[0],
+)
+def test_every_command_that_loads_a_model_takes_the_size_of_its_cache(
+    command: list[str], capsys: Capture, tiny_artifact: Build, tmp_path: Path
+) -> None:
+    (tmp_path / "text").write_text('{"text": "import os"}\n')
+    command = [str(tmp_path / "text") if part == "TEXT" else part for part in command]
+    out = tiny_artifact("qspec" if command[0] == "tune" else "w4a8")
+    told = refusal(capsys, 2, command[0], out, *command[1:], "--kv-cache-bytes", "1")
+    assert "kv_cache_bytes 1 is less than one page" in told
+
+
 def test_chat_takes_the_number_of_drafts(capsys: Capture, tiny_artifact: Build) -> None:
     assert "--gamma few: write a whole number, or auto" in refusal(
         capsys, 2, "chat", tiny_artifact("w4a8"), "--gamma", "few"
