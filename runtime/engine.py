@@ -330,11 +330,16 @@ class Engine:
         return tokens
 
     def _finish(self, request: Request, reason: str) -> None:
-        request.output.finish_reason = reason
+        output = request.output
         if not request.metrics.finished_time:
             request.metrics.finished_time = time.monotonic()
-        if request.detokenizer and request.output.stop_reason is None:
-            request.output.text += request.held_text + request.detokenizer.push([], last=True)
+        if request.detokenizer and output.stop_reason is None:
+            text = request.held_text + request.detokenizer.push([], last=True)
+            if found := _first_stop(text, request.params.stops):  # with what no character came of
+                at, output.stop_reason = found
+                text, reason = text[:at], reason if reason == "abort" else "stop"
+            output.text += text
+        output.finish_reason = reason
         self.scheduler.release(request)
         if self.speculator:
             self.speculator.release(request)

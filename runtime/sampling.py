@@ -58,12 +58,12 @@ class SamplingParams:
         in_range = _whole(self.n) and 1 <= self.n <= MOST_SAMPLES
         self._need("n", in_range, f"a whole number of at least 1 and at most {MOST_SAMPLES}")
         self._need("ignore_eos", isinstance(self.ignore_eos, bool | np.bool_), "True or False")
-        self._need("temperature", _real(self.temperature) and self.temperature >= 0, "at least 0")
+        self._need("temperature", _real(self.temperature) and self.temperature >= 0, "a finite number, at least 0")
         self._need("top_k", _whole(self.top_k) and self.top_k >= -1, "0 or -1 (no limit), or at least 1")
-        self._need("top_p", _real(self.top_p) and 0 < self.top_p <= 1, "above 0 and at most 1")
-        self._need("min_p", _real(self.min_p) and 0 <= self.min_p <= 1, "between 0 and 1")
+        self._need("top_p", _real(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1")
+        self._need("min_p", _real(self.min_p) and 0 <= self.min_p <= 1, "a number between 0 and 1")
         in_range = _real(self.repetition_penalty) and 1 / _MOST_PENALTY <= self.repetition_penalty <= _MOST_PENALTY
-        self._need("repetition_penalty", in_range, f"between {1 / _MOST_PENALTY:g} and {_MOST_PENALTY:g}")
+        self._need("repetition_penalty", in_range, f"a number between {1 / _MOST_PENALTY:g} and {_MOST_PENALTY:g}")
         for name, least in (("max_tokens", 1), ("logprobs", 0), ("seed", 0)):
             value = getattr(self, name)
             fits = value is None or (_whole(value) and value >= least)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import threading
@@ -170,6 +171,17 @@ def test_stop_texts(
         assert TOKENIZER.decode(output.token_ids).endswith(reason)
 
 
+def test_a_stop_text_that_ends_in_half_a_character(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the end of the tokens makes certain that no character comes of them."""
+    scripted(llm, "ab🙂", monkeypatch)
+    for stop, text, reason in (("b\ufffd", "a", "stop"), ("\ufffd", "ab", "stop"), ("b ", "ab\ufffd", "length")):
+        output = llm.generate("?", temperature=0, max_tokens=4, stop=stop)[0].outputs[0]
+        assert (output.text, output.finish_reason, len(output.token_ids)) == (text, reason, 4)
+        assert output.stop_reason == (stop if reason == "stop" else None)
+    stream = llm.stream("?", temperature=0, max_tokens=4, stop="b\ufffd")
+    assert "".join(output.outputs[0].new_text for output in stream) == "a"
+
+
 def test_samples_of_one_prompt(llm: LLM) -> None:
     params = SamplingParams(n=3, seed=5, max_tokens=12)
     first, second = (llm.generate(["a", "b"], params) for _ in range(2))
@@ -259,7 +271,7 @@ def test_malformed_prompts(llm: LLM, prompts: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -1}, "temperature must be at least 0, not -1"),
+        ({"temperature": -1}, "temperature must be a finite number, at least 0, not -1"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"top_k": -2}, "top_k"),
@@ -267,10 +279,12 @@ def test_malformed_prompts(llm: LLM, prompts: Any, message: str) -> None:
         ({"top_p": 0}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
         ({"min_p": -0.1}, "min_p"),
-        ({"repetition_penalty": 0}, "repetition_penalty must be between 0.001 and 1000"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be a number between 0.001 and 1000"),
         ({"repetition_penalty": 1e-46}, "repetition_penalty"),
         ({"repetition_penalty": 10**400}, "repetition_penalty"),
-        ({"temperature": 10**400}, "temperature must be at least 0"),
+        ({"temperature": 10**400}, "temperature must be a finite number"),
+        ({"temperature": math.inf}, "temperature must be a finite number, at least 0, not inf"),
+        ({"min_p": "x"}, "min_p must be a number between 0 and 1, not 'x'"),
         ({"temperature": 10**5000}, "not a number of thousands of digits"),
         ({"stop": 5}, "stop must be one or several texts"),
         ({"stop": [""] * 1000}, r"\.\.\.\]$"),
