@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from qcompile import frontend
 from qcompile.checkpoint import Checkpoint, require_finite
-from qcompile.errors import UsageError
+from qcompile.errors import UnsupportedError, UsageError
 from qcompile.frontend import Loader
 
 
@@ -51,16 +52,28 @@ def loaders(module: Any, checkpoint: Checkpoint) -> dict[str, Loader]:
 
 
 def no_loaders(module: Any) -> dict[str, Loader]:
-    """Loaders of a model whose weights are not at hand: of what is computed alone."""
+    """Loaders of a model whose weights are not at hand: of what is computed, and of single numbers a stand-in.
+
+    A number, as activations hold them, is a parameter of a kernel: which kernel that is, its value does not say.
+    """
     computed = _computed_buffers(module)
     found: dict[str, Loader] = {name: frontend.TensorLoader(name, value) for name, value in computed.items()}
 
     def missing(name: str) -> Tensor:
-        raise UsageError(f"weight {name} was not given: the model was read without weights")
+        raise UnsupportedError(f"weight {name} decides how the model is compiled, and its weights are not there")
 
-    for name, _ in itertools.chain(module.named_parameters(remove_duplicate=False), module.named_buffers()):
-        found.setdefault(name, functools.partial(missing, name))
+    for name, value in itertools.chain(
+        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    ):
+        if name not in found:
+            number = value.numel() == 1 and value.is_floating_point()
+            found[name] = _stand_in(name, value.shape) if number else functools.partial(missing, name)
     return found
+
+
+def _stand_in(name: str, shape: torch.Size) -> Loader:
+    """A number for the weight `name` that none of a pattern's numbers, and no other weight's, is."""
+    return frontend.TensorLoader(name, torch.full(shape, 0.37 + zlib.crc32(name.encode()) / 2**36))
 
 
 def _file_names(module: Any, checkpoint: Checkpoint) -> tuple[dict[str, str], dict[str, _Assembled]]:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from qcompile import hf_weights
 from qcompile.doctor import Diagnosis
+from tests.passes.test_raise_families import COMMON
 from tests.test_cli import Capture, code_of, json_of
 
 
@@ -38,3 +43,26 @@ def test_doctor_says_what_a_gpu_has_no_kernel_for(capsys: Capture, tmp_path: Pat
     assert code_of("doctor", tmp_path, "--recipe", "bf16", "--target", "h200", "--json") == 3
     (refused,) = json.loads(capsys.readouterr().out)["unsupported"]
     assert refused["node"].startswith("expert_gemm") and "2 inputs of 40 f32 side by side" in refused["reason"]
+
+
+def test_doctor_needs_no_values_of_numbers_that_activations_hold(capsys: Capture, tmp_path: Path) -> None:
+    """Which kernels compute an xIELU, its parameters do not say; what two layers hold is not taken for one."""
+    config = AutoConfig.for_model("apertus", **COMMON | {"architectures": ["ApertusForCausalLM"]})
+    for name in ("config", "whole"):
+        config.save_pretrained(tmp_path / name)
+    model = AutoModelForCausalLM.from_config(config)
+    for number, value in enumerate(value for value in model.parameters() if value.numel() == 1):
+        value.data.fill_(0.1 * number)  # of each layer others, as where they were learned
+    model.save_pretrained(tmp_path / "whole")
+    alone, whole = (json_of(capsys, "doctor", tmp_path / name)["plan"] for name in ("config", "whole"))
+    assert alone["kernels"]["elementwise"] == COMMON["num_hidden_layers"]
+    assert {**alone, "model": ""} == {**whole, "model": ""}
+
+
+def test_doctor_says_which_weight_it_lacks(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where values decide how a model is compiled, as a table of positions does, it is refused, not a wrong request."""
+    monkeypatch.setattr(hf_weights, "_computed_buffers", lambda module: {})
+    AutoConfig.for_model("llama", **COMMON).save_pretrained(tmp_path)
+    assert code_of("doctor", tmp_path, "--json") == 3
+    (refused,) = json.loads(capsys.readouterr().out)["unsupported"]
+    assert "inv_freq decides how the model is compiled, and its weights are not there" in refused["reason"]
