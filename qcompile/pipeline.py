@@ -92,6 +92,7 @@ class DraftPath:
 
     name: str
     program: Program
+    graphs: list[Graph]
     passes: list[PassRecord]
     shares_cache: bool
     gamma: int
@@ -161,14 +162,14 @@ def build(
     `model` is a checkpoint directory or hub name, an nn.Module (`source` has example_inputs, (token_ids,) or
     (token_ids, positions), both int64 [batch, tokens], and max_position, the longest text it holds), an
     ExportedProgram of dynamic batch and tokens (with max_position), or a raised Graph. `options` are settings of
-    passes over the recipe's, {"cache.format": "kv8"};
-    `head_dtype` overrides the output head (int8, bf16, f32). Each of `drafts`, a checkpoint of the same tokenizer or
-    `LOOKUP` as the last, proposes tokens to the path before it; the recipe's own come first. `dump_ir` is a folder
-    for every stage's graph as text and SVG. `calib` is text (a file, token ids [samples, length], or a
-    calibration.Request) by which codes of weights are chosen; interrupted, the same build goes on where it stopped.
-    `check_passes` runs every stage's graph on a short text by reference bodies and records how far each pass moved
-    the logits, and seconds, in the artifact's passes.json. `passes` are others than the recipe's, to run behind
-    `raise`. Raises QCompileError; nothing is left half-written.
+    passes over the recipe's, {"cache.format": "kv8"}; `head_dtype` overrides the output head (int8, bf16, f32). Each
+    of `drafts`, a checkpoint of the same tokenizer or `LOOKUP` as the last, proposes tokens to the path before it;
+    the recipe's own come first. `dump_ir` is a folder for every stage's graph as text and SVG, of drafts in folders
+    of theirs. `calib` is text (a file, token ids [samples, length], or a calibration.Request) by which codes of
+    weights are chosen; interrupted, the same build goes on where it stopped. `check_passes` runs every stage's graph
+    on a short text by reference bodies and records how far each pass moved the logits, and seconds, in the artifact's
+    passes.json. `passes` are others than the recipe's, to run behind `raise`. Raises QCompileError; nothing is left
+    half-written.
     """
     clock = Clock(progress or silent)
     machine = targets.get_target(target)
@@ -181,7 +182,9 @@ def build(
         found = _plan(request, clock, source)
         drawn = page.ask(found.report)
         if dump_ir is not None:
-            show.dump(found.graphs, [record.name for record in found.passes], Path(dump_ir))
+            ways: dict[str, Plan | DraftPath] = {"": found, **{draft.name: draft for draft in found.drafts}}
+            for name, way in ways.items():
+                show.dump(way.graphs, [record.name for record in way.passes], Path(dump_ir, name))
         with clock("render"):
             compile_kernels = backend.prepare(found.programs, machine, found.lookup)
         with clock("weights and kernels"):
@@ -353,12 +356,10 @@ def _draft_paths(graphs: list[Graph], request: _Request, table: WeightTable, clo
         program = lower(made[-1], table)
         if not records[0].fired and not program.kv.hierarchical:
             raise UsageError(f"the draft of recipe {request.recipe} is the target itself: set other speculate options")
-        name = f"draft{len(paths) + 1}"
-        paths.append(DraftPath(name, program, records, True, draft.gamma, draft.threshold))
+        paths.append(DraftPath(f"draft{len(paths) + 1}", program, made, records, True, draft.gamma, draft.threshold))
     if LOOKUP in request.drafts[:-1]:
         raise UsageError(f"{LOOKUP} must be the last draft: it can only draft for others")
-    others = [other for other in request.drafts if other != LOOKUP]
-    for other in others:
+    for other in (other for other in request.drafts if other != LOOKUP):
         name = f"draft{len(paths) + 1}"
         passes = configure(recipes.get_recipe(recipes.DRAFT_RECIPE).settings(), {})
         made, records = _import(other, passes, clock, {})
@@ -370,7 +371,7 @@ def _draft_paths(graphs: list[Graph], request: _Request, table: WeightTable, clo
             raise UnsupportedError(f"draft {info.name} has {info.vocab_size} tokens, the model {target.vocab_size}")
         program = lower(made[-1], table, f"{name}.")
         how = OTHER_DRAFT if tokenizer is None else REENCODING_DRAFT
-        paths.append(DraftPath(name, program, records, False, *how, tokenizer, info.bos_token_id))
+        paths.append(DraftPath(name, program, made, records, False, *how, tokenizer, info.bos_token_id))
     return paths
 
 
@@ -395,8 +396,7 @@ def _stream(weights: list[PackedWeight], progress: Progress) -> Iterator[Any]:
         for weight in weights:
             for (_, size), blob in zip(weight.blobs, weight.produce(), strict=True):
                 yield blob.numpy()
-                done += size
-                progress("weights", done, total)
+                progress("weights", done := done + size, total)
 
 
 def _manifest(

@@ -83,7 +83,7 @@ def test_every_command_has_help_with_an_example_and_json(command: str, capsys: C
         (["build", "", "-o", "out/of-no-name"], "the model's name is empty"),
         (["build", "model", "-o", "out", "--set", "rounding"], "--set rounding: write pass.field=value"),
         (["run", "nowhere", "--prompt", "x"], "nowhere: no such artifact directory"),
-        (["run", "nowhere", "--prompt", "x", "--temperature", "-1"], "temperature must be a finite number, at least 0, not -1"),
+        (["run", "nowhere", "--prompt", "x", "--temperature", "-1"], "temperature must be a finite number, at least 0"),
         (["run", "nowhere", "--prompt", "x", "--threads", "0"], "threads"),
         (["run", "nowhere", "--prompt", "x", "--gamma", "²"], "--gamma ²: write a whole number"),
         (["run", "nowhere", "--prompt", "x", "--gamma", "9" * 5000], "write a whole number"),

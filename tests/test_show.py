@@ -40,3 +40,16 @@ def test_build_dumps_every_stage(tmp_path: Path) -> None:
     stages = sorted(path.name for path in (tmp_path / "ir").glob("*.txt"))
     assert stages[0] == "01-split.txt" and stages[-1].endswith("plan_memory.txt")
     assert len(list((tmp_path / "ir").glob("*.svg"))) == len(stages)
+
+
+def test_build_dumps_every_stage_of_drafts(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """The recipe's own from where it parts with the target, that of another model from the start."""
+    pipeline.build(tiny_checkpoint, tmp_path / "out", recipe="qspec", drafts=tiny_checkpoint, dump_ir=tmp_path / "ir")
+    stages = {
+        name: [path.stem[3:] for path in sorted((tmp_path / "ir" / name).glob("*.txt"))]
+        for name in ("", "draft1", "draft2")
+    }
+    assert stages[""][0] == stages["draft2"][0] == "raise" and stages["draft1"][0] == "speculate"
+    assert {names[-1] for names in stages.values()} == {"plan_memory"}
+    last = [path.read_text() for path in sorted((tmp_path / "ir").rglob("*plan_memory.txt"))]
+    assert len(last) == len(set(last)) == 3
