@@ -163,13 +163,12 @@ def build(
     (token_ids, positions), both int64 [batch, tokens], and max_position, the longest text it holds), an
     ExportedProgram of dynamic batch and tokens (with max_position), or a raised Graph. `options` are settings of
     passes over the recipe's, {"cache.format": "kv8"}; `head_dtype` overrides the output head (int8, bf16, f32). Each
-    of `drafts`, a checkpoint of the same tokenizer or `LOOKUP` as the last, proposes tokens to the path before it;
-    the recipe's own come first. `dump_ir` is a folder for every stage's graph as text and SVG, of drafts in folders
-    of theirs. `calib` is text (a file, token ids [samples, length], or a calibration.Request) by which codes of
-    weights are chosen; interrupted, the same build goes on where it stopped. `check_passes` runs every stage's graph
-    on a short text by reference bodies and records how far each pass moved the logits, and seconds, in the artifact's
-    passes.json. `passes` are others than the recipe's, to run behind `raise`. Raises QCompileError; nothing is left
-    half-written.
+    of `drafts`, a checkpoint of the same tokenizer or `LOOKUP` as the last, proposes tokens to the path before it; the
+    recipe's own come first. `dump_ir` is a folder for every stage's graph as text and SVG, drafts' in folders. `calib`
+    is text (a file, token ids [samples, length], or a calibration.Request) by which codes of weights are chosen;
+    interrupted, the same build goes on where it stopped. `check_passes` runs every stage's graph on a short text by
+    reference bodies and records how far each pass moved the logits, and seconds, in the artifact's passes.json.
+    `passes` are others than the recipe's, to run behind `raise`. Raises QCompileError; nothing is left half-written.
     """
     clock = Clock(progress or silent)
     machine = targets.get_target(target)
