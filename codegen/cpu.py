@@ -37,6 +37,8 @@ _UNARY = {
     "relu2": "kRelu2",
     "tanh": "kTanh",
     "sigmoid": "kSigmoid",
+    "mish": "kMish",
+    "elu": "kElu",
 }
 _ROLE_TYPES = {"scale": "float", "columns": "int32_t", "starts": "int32_t"}
 """C++ types of packed parts; bytes for the others."""

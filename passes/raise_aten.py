@@ -377,8 +377,10 @@ def _working_sizes(value: Value) -> tuple[int, ...]:
     return value.sizes if 1 <= len(value.sizes) <= 2 else (value.count,)
 
 
-@handles("silu", "gelu", "relu", "tanh", "sigmoid")
+@handles("silu", "gelu", "relu", "tanh", "sigmoid", "mish", "elu")
 def _unary(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    if any(getattr(a, name, 1) != 1 for name in ("alpha", "scale", "input_scale")):  # of elu
+        return None
     kind = "gelu_tanh" if getattr(a, "approximate", "none") == "tanh" else operator_name(node)
     return elementwise(r, node, a.positional[0], "unary", kind)
 
@@ -457,7 +459,11 @@ def _outer(r: Raiser, left: fx.Node, right: fx.Node) -> Known:
 
 def linear(r: Raiser, node: fx.Node, source: fx.Node, weight: fx.Node, bias: fx.Node | None) -> Known:
     """qcompile::linear of what `source` is, whose last dimension must be all of the features."""
-    value = r.require(source, f"linear {node}")
+    return linear_of(r, node, r.require(source, f"linear {node}"), weight, bias)
+
+
+def linear_of(r: Raiser, node: fx.Node, value: Value, weight: fx.Node, bias: fx.Node | None = None) -> Value:
+    """qcompile::linear of `value`."""
     if value.base is None or value.dims[-1] != "F" or any("F" in dim for dim in value.dims[:-1]):
         raise r.unsupported(node, "is a linear over something else than the features of a token")
     if bias is not None and not isinstance(r.known.get(bias), Weight):

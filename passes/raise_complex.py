@@ -9,9 +9,9 @@ from torch import fx
 
 from qcompile.passes import raise_values as values
 from qcompile.passes.raise_aten import handles
+from qcompile.passes.raise_einsum import HANDLERS
 from qcompile.passes.raise_ops import Arguments, Known, Opaque, Raiser
 from qcompile.passes.raise_patterns import is_call, strip
-from qcompile.passes.raise_positions import HANDLERS
 from qcompile.passes.raise_routing import overridden
 from qcompile.passes.raise_values import COS, SIN, Value
 

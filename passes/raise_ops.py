@@ -293,6 +293,14 @@ class Raiser:
         size = (int(shape[rows]), int(shape[columns]))
         return self._derived(node, "rows", size, lambda w: w.movedim((rows, columns), (0, 1)).reshape(size))
 
+    def product_rows(self, node: fx.Node, order: Sequence[int], rows: int) -> fx.Node:
+        """The weight `node`, its dimensions in `order`, as a matrix of so many rows."""
+        shape = node.meta["val"].shape
+        if len(shape) == 2 and rows == shape[order[0]]:
+            return self.weight(node) if order[0] == 0 else self.transposed(node)
+        size, label = (rows, shape.numel() // rows), ".".join(map(str, order))
+        return self._derived(node, f"rows{rows}.{label}", size, lambda w: w.permute(*order).reshape(size))
+
     def rows_from(self, node: fx.Node, start: int) -> fx.Node:
         """The rows of the weight `node` from `start` on."""
         shape = node.meta["val"].shape

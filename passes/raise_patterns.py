@@ -106,7 +106,7 @@ def match_product(r: Raiser, node: fx.Node) -> Known:
         spread = _inverse_root(r, factor)
         if spread is not None:
             return _normalised(r, node, x, *spread)
-    return _match_gelu(r, node) or _match_gelu_quick(r, node)
+    return _match_gelu(r, node) or _match_gelu_quick(r, node) or _match_mish(r, node)
 
 
 def match_quotient(r: Raiser, node: fx.Node) -> Known:
@@ -284,6 +284,17 @@ def _match_gelu(r: Raiser, node: fx.Node) -> Known:
                 return elementwise(r, node, x, "unary", "gelu_tanh")
             if is_call(squash, "erf") and _factor(r, strip(squash.args[0]), math.sqrt(0.5)) is x:
                 return elementwise(r, node, x, "unary", "gelu")
+    return None
+
+
+def _match_mish(r: Raiser, node: fx.Node) -> Known:
+    """x * tanh(softplus(x))."""
+    from qcompile.passes.raise_aten import elementwise
+
+    for x, squash in pair(node):
+        soft: Any = strip(squash.args[0]) if is_call(squash, "tanh") else None
+        if is_call(soft, "softplus") and strip(soft.args[0]) is x and len(soft.args) == 1 and not soft.kwargs:
+            return elementwise(r, node, x, "unary", "mish")
     return None
 
 

@@ -115,16 +115,3 @@ def _outer_product(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     if first is None or second is None:
         return None
     return values.multiply(values.unsqueeze(first, 1), second)
-
-
-@handles("einsum")
-def _einsum(r: Raiser, node: fx.Node, a: Arguments) -> Known:
-    """Outer products alone: no letter is summed over."""
-    inputs, _, output = a.equation.replace(" ", "").partition("->")
-    letters = inputs.split(",")
-    found = [r.value(t) for t in a.tensors]
-    if len(letters) != 2 or output != "".join(letters) or found[0] is None or found[1] is None:
-        return None
-    for _ in letters[1]:
-        found[0] = values.unsqueeze(found[0], len(found[0].dims))
-    return values.multiply(found[0], found[1])

@@ -65,6 +65,8 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: torch.relu(x).square(),
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
+    "mish": torch.nn.functional.mish,
+    "elu": torch.nn.functional.elu,
 }
 
 

@@ -32,6 +32,8 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
+    "mish": F.mish,
+    "elu": F.elu,
 }
 
 

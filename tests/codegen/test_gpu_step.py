@@ -71,8 +71,8 @@ def interpret_recipes(*names: str) -> None:
 
     for name in names:
         options: dict[str, dict[str, Any]] = {
-            "w8a8": {"bias": True, "passes": {"cache.format": "kv8"}},
-            "w4a4-g128 int8": {"passes": {"assign_precision.activation": "int8_g128"}},
+            "w8a8": {"bias": True, "act": "mish", "passes": {"cache.format": "kv8"}},
+            "w4a4-g128 int8": {"passes": {"assign_precision.activation": "int8_g128"}, "act": "elu"},
             "w4a4-g128 late norms": {
                 "passes": {"assign_precision.activation": "int8_g128"},
                 "late_norms": True,

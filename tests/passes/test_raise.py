@@ -148,7 +148,28 @@ def test_a_gelu_that_is_written_out_is_one(style: str) -> None:
     assert check.max_relative_error(graph.run(ids, positions), module(ids)) < 1e-6
 
 
+@pytest.mark.parametrize(
+    ("kind", "curve"),
+    [
+        ("mish", F.mish),
+        ("mish", lambda x: x * torch.tanh(F.softplus(x))),
+        ("mish", lambda x: F.softplus(x).tanh() * x),
+        ("elu", F.elu),
+    ],
+)
+def test_activations_of_one_operator(kind: str, curve: Curve) -> None:
+    module = modules.randomized(Bent(curve))
+    graph = raise_module(module)
+    assert used(graph) == Counter(embedding=1, unary=1, linear=1) and graph.calls("unary")[0].args[1] == kind
+    ids, positions = inputs()
+    assert check.max_relative_error(graph.run(ids, positions), module(ids)) < 1e-6
+
+
 OTHERS: dict[str, Curve] = {
+    "steeper mish": lambda x: x * torch.tanh(F.softplus(x, 2.0)),
+    "mish that ends early": lambda x: x * torch.tanh(F.softplus(x, 1.0, 0.5)),
+    "mish of others": lambda x: x * torch.tanh(F.softplus(x.flip(-1))),
+    "deeper elu": lambda x: F.elu(x, 0.5),
     "slope": lambda x: bent(x, slope=0.8),
     "cube": lambda x: bent(x, cube=0.0447),
     "one": lambda x: bent(x, one=1.01),

@@ -2,7 +2,7 @@
 #pragma once
 #include "vec.h"
 
-enum UnaryKind { kSilu, kGelu, kGeluTanh, kGeluQuick, kRelu, kRelu2, kTanh, kSigmoid };
+enum UnaryKind { kSilu, kGelu, kGeluTanh, kGeluQuick, kRelu, kRelu2, kTanh, kSigmoid, kMish, kElu };
 
 QC_INLINE f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + vexp(-x)); }
 QC_INLINE f32x16 vtanh(f32x16 x) { return 1.0f - 2.0f / (vexp(x * 2.0f) + 1.0f); }
@@ -18,6 +18,21 @@ QC_INLINE f32x16 verf(f32x16 x) {
   return select(x < 0.0f, -y, y);
 }
 
+// e^x - 1 for x <= 0: near 0, where the difference would lose its digits, by its series.
+QC_INLINE f32x16 vexpm1(f32x16 x) {
+  f32x16 p = x * 0.00138888889f + 0.00833333377f;
+  p = p * x + 0.0416666679f;
+  p = p * x + 0.166666672f;
+  p = p * x + 0.5f;
+  return select(x > -0.25f, p * (x * x) + x, vexp(x) - 1.0f);
+}
+
+// x tanh(log(1 + e^x)), which is x w (w + 2) / (w (w + 2) + 2) with w = e^x; beyond 20 it is x.
+QC_INLINE f32x16 mish(f32x16 x) {
+  const f32x16 w = vexp(vmin(x, splat(20.0f))), y = w * (w + 2.0f);
+  return x * (y / (y + 2.0f));
+}
+
 QC_INLINE f32x16 unary(UnaryKind kind, f32x16 x) {
   switch (kind) {
     case kSilu: return x / (1.0f + vexp(-x));
@@ -28,6 +43,8 @@ QC_INLINE f32x16 unary(UnaryKind kind, f32x16 x) {
     case kRelu2: return vmax(x, splat(0.0f)) * vmax(x, splat(0.0f));
     case kTanh: return vtanh(x);
     case kSigmoid: return sigmoid(x);
+    case kMish: return mish(x);
+    case kElu: return select(x > 0.0f, x, vexpm1(vmin(x, splat(0.0f))));
   }
   return x;
 }
