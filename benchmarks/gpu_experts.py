@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
 from benchmarks.gpu_common import facts, launch
 from qcompile import ops
-from qcompile.codegen import tiles
+from qcompile.codegen import expert_tiles
 from qcompile.codegen import triton as gemm
 from qcompile.codegen.gpu_compile import Kernel, compile_all
 from qcompile.codegen.gpu_launches import grid_size
@@ -84,7 +84,7 @@ def spec_of(format: str, rows: int, k: int, by_slot: bool, gated: str, tokens: i
     experts = gemm.Experts(EXPERTS, SLOTS, by_slot, SLOTS * width, STRIDE)
     options: dict[str, Any] = {"out": "f32", "width": width, "gated": gated, "experts": experts}
     grouped = FORMATS[format][1] == "int8_g128"
-    tile = tiles.experts(format, rows, k, tokens, 90)
+    tile = expert_tiles.choose(format, rows, k, tokens, 90)
     return gemm.KernelSpec(format, EXPERTS * rows, k, tile, x_groups=grouped, **options)
 
 

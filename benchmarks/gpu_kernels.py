@@ -1,7 +1,9 @@
 """GEMM kernels on this GPU: checked first, then timed beside what the libraries offer, in one run.
 
-    python benchmarks/gpu_kernels.py [out.json] [--formats=w4_asym_g128,mxfp4]
+    python benchmarks/gpu_kernels.py [out.json] [--formats=w4_asym_g128,mxfp4] [--shapes=4096x11008,...]
 
+Kernels are cut as codegen/tiles.py has them, or, for shapes that are named, as steps run them: sums of floats of all
+numbers of rows are then of as many parts.
 Times are microseconds per launch by CUDA graph replay, the launch gap included, weights rotated through more
 than five times the L2, activations already quantized; medians over replays.
 """
@@ -25,6 +27,7 @@ from qcompile.codegen.tiles import in_one_order
 from qcompile.codegen.triton import DECODE_TOKENS, KernelSpec
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 4096))
+Shapes = tuple[tuple[int, int], ...]
 Formats = tuple[tuple[str, bool], ...]
 FORMATS: Formats = (
     ("qoq_channel", False),
@@ -138,7 +141,12 @@ def _product(problem: Problem, x: list[torch.Tensor]) -> torch.Tensor:
 def step_spec(format: str, n: int, k: int, tokens: int, x_groups: bool) -> KernelSpec:
     """The kernel that a step of so many rows runs: it sums floats in the order of the decode class."""
     spec = spec_for(format, n, k, tokens, x_groups)
-    return replace(spec, tile=in_one_order(format, spec.n, k, tokens)) if tokens > DECODE_TOKENS else spec
+    return replace(spec, tile=in_one_order(format, spec.n, k, tokens))
+
+
+def measured_spec(format: str, n: int, k: int, tokens: int, x_groups: bool) -> KernelSpec:
+    """The kernel whose time is taken."""
+    return (spec_for if (n, k) in SHAPES else step_spec)(format, n, k, tokens, x_groups)
 
 
 def measure(format: str, x_groups: bool, n: int, k: int) -> dict[str, Any]:
@@ -146,7 +154,7 @@ def measure(format: str, x_groups: bool, n: int, k: int) -> dict[str, Any]:
     problem = Problem(format, n, k, x_groups)
     rows = []
     for tokens in TOKENS:
-        spec = spec_for(format, n, k, tokens, x_groups)
+        spec = measured_spec(format, n, k, tokens, x_groups)
         error = check(problem, spec, tokens)
         if not error < MOST_ERROR:
             print(f"WRONG: {format} [{n}, {k}], M = {tokens}: relative error {error:.2e} with {spec.tile}", flush=True)
@@ -168,27 +176,27 @@ def compile_one(spec: KernelSpec) -> None:
     gpu.compile_for(spec, 90)
 
 
-def compile_all(formats: Formats) -> None:
+def compile_all(formats: Formats, shapes: Shapes) -> None:
     """Every kernel that will be measured or compared."""
-    specs = {
-        spec_for(format, n, k, tokens, groups) for format, groups in formats for n, k in SHAPES for tokens in TOKENS
-    }
-    specs |= {
-        step_spec(format, n, k, tokens, groups) for format, groups in formats for n, k in SHAPES for tokens in STEPS
-    }
+    weights = [(format, groups, n, k) for format, groups in formats for n, k in shapes]
+    specs = {measured_spec(format, n, k, tokens, groups) for format, groups, n, k in weights for tokens in TOKENS}
+    few = (1, 2, 3, DECODE_TOKENS)
+    specs |= {step_spec(format, n, k, tokens, groups) for format, groups, n, k in weights for tokens in (*few, *STEPS)}
     with ProcessPoolExecutor(15, mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_one, specs))
 
 
 def main() -> None:
-    named = [a.split("=", 1)[1].split(",") for a in sys.argv[1:] if a.startswith("--formats=")]
+    options = dict(a[2:].split("=", 1) for a in sys.argv[1:] if a.startswith("--"))
+    named = {name: text.split(",") for name, text in options.items()}
     paths = [Path(a) for a in sys.argv[1:] if not a.startswith("--")]
-    formats = tuple(each for each in FORMATS if not named or each[0] in named[0])
-    compile_all(formats)
+    formats = tuple(each for each in FORMATS if each[0] in named.get("formats", [each[0]]))
+    shapes = tuple((int(n), int(k)) for n, k in (text.split("x") for text in named.get("shapes", []))) or SHAPES
+    compile_all(formats, shapes)
     results: dict[str, Any] = {**facts(), "ceilings": ceilings(), "rivals": [], "kernels": []}
     print({name: round(value, 1) for name, value in results["ceilings"].items()})
     print(f"{'N, K':>13} {'':26}" + "".join(f"{'M=' + str(m):>9}" for m in TABLE))
-    for n, k in SHAPES:
+    for n, k in shapes:
         rivals = Rivals(n, k)
         times = {tokens: rivals.times(tokens) for tokens in TOKENS}
         results["rivals"].append({"N": n, "K": k, "times": [{"M": m, **each} for m, each in times.items()]})

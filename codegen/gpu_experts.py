@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qcompile import ops
+from qcompile.codegen import expert_tiles
 from qcompile.codegen import program as p
-from qcompile.codegen import tiles
 from qcompile.codegen import triton as gemm
 from qcompile.codegen.gpu_launches import MOST_ROWS, Launch, Plan, Ref, Size, Variant
 from qcompile.codegen.gpu_pack import kernel_of, packing_of, padded_inputs
@@ -146,7 +146,7 @@ class Experts:
         variants = []
         cuts: list[tuple[int, int, Size]] = [(blocks.most, blocks.tokens, blocks.grid) for blocks in classes]
         for most, tokens, programs in [(ALONE, 1, ["tokens", 1, c.slots, 0])] * alone + cuts:
-            tile = tiles.experts(format, c.rows, k, tokens, self.capability)
+            tile = expert_tiles.choose(format, c.rows, k, tokens, self.capability)
             if not self.inline_asm and tokens == 1:  # an interpreter takes programs one after the other
                 tile = replace(tile, rows=32)
             options: dict[str, Any] = {"bias": c.bias is not None, "inline_asm": self.inline_asm, "out": "f32"}

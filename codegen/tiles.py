@@ -20,7 +20,7 @@ from typing import Any
 
 from qcompile.codegen.gpu_attention import GpuKV
 from qcompile.codegen.gpu_pack import MIX_ROWS
-from qcompile.codegen.triton import DECODE_TOKENS, FEWEST_TOKENS, KernelSpec, Tile
+from qcompile.codegen.triton import DECODE_TOKENS, FEWEST_TOKENS, MULTIPROCESSORS, KernelSpec, Tile
 from qcompile.errors import UnsupportedError
 
 # (format, most tokens, N, K): Tile(tokens, rows, slices, splits, unroll, warps, stages, ahead, piece=piece)
@@ -323,6 +323,12 @@ SMALLEST = {"qoq_g128": 2}
 SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024}
 """Shared memory of a program by compute capability; 227 KiB where none is named."""
 
+MOST_PARTS = {False: 4, True: 8}
+"""Parts of K that a weight not searched is cut into at most, by whether its sums are integers."""
+
+LEAST_INPUTS = 512
+"""Fewest inputs of such a part."""
+
 MANY = 1 << 20
 """A number of rows in the last class."""
 
@@ -352,28 +358,34 @@ def choose(format: str, n: int, k: int, tokens: int, capability: int = 90) -> Ti
         cuts = (rows[shape], plain(format, rows[shape]))
         tile = next(filter(None, (fitted(format, n, k, cut, capability) for cut in cuts)), None)
         if tile is not None:
-            return tile
+            tile = _spread(format, n, k, tile, most, capability)
+            return tile if shape == (n, k) else _of_more_warps(format, n, k, tile, capability)
     return Tile(16 if most <= DECODE_TOKENS else 64, 32, unroll=SMALLEST.get(format, 1), joined=capability == 90)
 
 
-def experts(format: str, n: int, k: int, tokens: int, capability: int) -> Tile:
-    """The tile for experts' weights of [n, k] each and up to `tokens` slots a block; the order of sums is the same.
+def _spread(format: str, n: int, k: int, tile: Tile, most: int, capability: int) -> Tile:
+    """`tile` in more parts of K where fewer programs than multiprocessors would take up to `most` rows.
 
-    Not searched: whole rows of inputs by one program, so that there are as many programs as memory wants. One token is
-    for single rows, of formats that have such kernels.
+    Sums of floats are of as many parts for any number of rows, of which many make them costly.
     """
-    if tokens == 1 and format in INTEGERS:
-        tile = Tile(1, 8, unroll=8, warps=2, stages=2, ahead=128)
-    elif tokens == 1:
-        tile = Tile(1, 8, warps=1, stages=8, ahead=128)
-    else:
-        rows = 64 if n % 64 == 0 and capability == 90 else 32  # wgmma takes 64
-        stages, unroll = 4 if tokens <= DECODE_TOKENS else 3, SMALLEST.get(format, 1)
-        tile = Tile(tokens, rows, unroll=unroll, stages=stages, ahead=128)
-    found = fitted(format, n, k, tile, capability)
-    if found is None:
-        raise UnsupportedError(f"experts' weights [{n}, {k}] in {format} have no tile of {tokens} tokens")
-    return found
+    parts = MOST_PARTS[format in INTEGERS]
+    if tile.tokens < FEWEST_TOKENS or tile.slices > 1 or (most > DECODE_TOKENS and format not in INTEGERS):
+        return tile
+    while n // tile.rows * tile.splits * max(1, most // tile.tokens) < MULTIPROCESSORS:
+        more = replace(tile, rows=64, warps=4) if tile.rows > 64 else replace(tile, splits=2 * tile.splits)
+        found = fitted(format, n, k, more, capability)
+        if found is None or more.splits > parts or k < more.splits * LEAST_INPUTS:
+            break
+        tile = found
+    return tile
+
+
+def _of_more_warps(format: str, n: int, k: int, tile: Tile, capability: int) -> Tile:
+    """`tile` for a single row, or another of four warps where few warps would take the weight."""
+    if tile.tokens > 1 or format not in INTEGERS or n // tile.rows * tile.warps >= 8 * MULTIPROCESSORS:
+        return tile
+    unroll = 8 if format == "w8_sym_channel" else 16  # as many bytes
+    return fitted(format, n, k, replace(tile, rows=8, unroll=unroll, warps=4, stages=4), capability) or tile
 
 
 def in_one_order(format: str, n: int, k: int, tokens: int, capability: int = 90) -> Tile:
@@ -387,14 +399,17 @@ def in_one_order(format: str, n: int, k: int, tokens: int, capability: int = 90)
         return tile
     decode = choose(format, n, k, DECODE_TOKENS, capability)
     parts, least = decode.slices * decode.splits, SMALLEST.get(format, 1)
+    starts = KernelSpec(format, n, k, decode, width=n).starts
     if tile.tokens < FEWEST_TOKENS:
         warps = max(1, tile.warps * parts // tile.slices)
         alone = fitted(format, n, k, replace(tile, slices=parts, warps=warps), capability)
+        if alone and KernelSpec(format, n, k, alone, width=n).starts != starts:
+            alone = None
         return alone or in_one_order(format, n, k, DECODE_TOKENS, capability)
     rows = tile.rows if tile.rows % 64 == 0 and decode.rows % 64 == 0 else 64 if n % 64 == 0 else 32
     for cut, unroll in itertools.product((tile, plain(format, tile)), sorted({tile.unroll, least}, reverse=True)):
         same = fitted(format, n, k, replace(cut, rows=rows, slices=1, splits=parts, unroll=unroll), capability)
-        if same is not None:
+        if same is not None and KernelSpec(format, n, k, same, width=n).starts == starts:
             return same
     raise UnsupportedError(f"weight [{n}, {k}] in {format} has no cut for {tokens} rows into {parts} parts")
 
@@ -417,8 +432,8 @@ def fitted(format: str, n: int, k: int, tile: Tile, capability: int) -> Tile | N
         tile = _of_two_widths(n, tile)
     elif tile.piece == 128 and n % tile.rows:
         tile = replace(tile, rows=64, warps=4, lasting=False)
-    while tile.tokens < FEWEST_TOKENS and k % (128 * tile.unroll) and tile.unroll > 1:
-        tile = replace(tile, unroll=tile.unroll // 2)
+    if tile.tokens < FEWEST_TOKENS:
+        tile = _of_few_steps(k, tile)
     part = n * k  # more than any program fetches ahead: cut down where a program has less
     while tile.ahead and not _divides(format, n, k, tile) and part > 1:
         tile, part = replace(tile, ahead=tile.ahead // 2 if tile.ahead > 128 else 0), part // 2
@@ -430,6 +445,13 @@ def fitted(format: str, n: int, k: int, tile: Tile, capability: int) -> Tile | N
         return tile
     stages = max(1, min(tile.stages, room // step))
     return replace(tile, stages=stages) if stages * step <= room else None
+
+
+def _of_few_steps(k: int, tile: Tile) -> Tile:
+    """`tile` for single rows in steps of which no more than half of the blocks are beside the weight."""
+    while tile.unroll > 1 and 2 * (-(k // 128) % tile.unroll) > k // 128:
+        tile = replace(tile, unroll=tile.unroll // 2)
+    return tile
 
 
 def _of_two_widths(n: int, tile: Tile) -> Tile:

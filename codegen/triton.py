@@ -155,11 +155,12 @@ class KernelSpec:
         if self.x_groups and (self.float_x or not self.float_sum):
             raise UnsupportedError(f"{self.format} takes no activations in groups of 128")
         check_shape(self.n, self.k, self.packing)
-        step = self.tile.slices * self.tile.splits * self.tile.unroll
         whole = self.tile.rows in (8, 16, 32) if self.single else self.tile.rows % 32 == 0
         # The last program may lack the rows of some of its warps, where those of others are of another width.
         rows = 64 if self.mixed and self.apart and self.tile.splits == 1 else self.tile.rows
-        if self.blocks % step or self.n % rows or not whole:
+        even = self.single or (self.blocks % self.tile.unroll == 0 and (self.tile.slices == 1 or not self.longer))
+        held = self.part > 0 or (self.single and not self.float_sum)  # of one step not all blocks need be there
+        if not even or not held or self.n % rows or not whole:
             raise UnsupportedError(f"weight [{self.n}, {self.k}] in {self.format} does not divide into {self.tile}")
         if self.single and not self._taken_alone():
             raise UnsupportedError(f"{self.format} is not summed by {self.tile}: rows are taken whole, by one program")
@@ -177,7 +178,7 @@ class KernelSpec:
             raise UnsupportedError(f"{self.format} has no kernel cut by {self.tile}: powers are of {FAR_ROWS} rows")
         if self.experts:
             self._check_experts(self.experts)
-        part = self.blocks // self.tile.splits * 32 * self.row_bytes
+        part = self.part * 32 * self.row_bytes
         if self.prelaunch and (self.tile.ahead > part or self.tile.ahead & (self.tile.ahead - 1)):
             raise UnsupportedError(f"a program of {self.tile} has {part} bytes of each 32 rows to fetch")
         if (self.tile.piece or self.tile.lasting) and not self._overlaps():
@@ -275,6 +276,32 @@ class KernelSpec:
     def blocks(self) -> int:
         """Blocks of inputs."""
         return self.k // self.block
+
+    @property
+    def parts(self) -> int:
+        """Parts of the inputs that are summed apart."""
+        return self.tile.slices * self.tile.splits
+
+    @property
+    def unit(self) -> int:
+        """Blocks that are in one part: whole steps, of any kernel that unpacks in pieces."""
+        least = 256 // self.block if self.format in PLANES and not self.k % 256 else 1
+        return max(self.tile.unroll, least)
+
+    @property
+    def part(self) -> int:
+        """Blocks of inputs of each of these parts, but for the first `longer` ones."""
+        return self.blocks // (self.unit * self.parts) * self.unit
+
+    @property
+    def longer(self) -> int:
+        """So many parts have a unit more."""
+        return self.blocks // self.unit % self.parts
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first block of each part."""
+        return tuple(i * self.part + min(i, self.longer) * self.unit for i in range(self.parts))
 
     @property
     def planes(self) -> int:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qcompile import ops
-from qcompile.codegen import gpu_compile, tiles
+from qcompile.codegen import expert_tiles, gpu_compile
 from qcompile.codegen import program as p
 from qcompile.codegen import triton as gemm
 from qcompile.codegen.gpu_compile import Kernel, compile_kernel
@@ -216,7 +216,7 @@ def test_what_experts_have_no_kernel_for_is_refused() -> None:
         gemm.KernelSpec("bf16", 256, 512, gemm.Tile(16, 64, splits=2), out="f32", width=64, experts=experts)
     with pytest.raises(UnsupportedError, match="experts of 64 outputs do not divide"):
         gemm.KernelSpec("bf16", 256, 512, gemm.Tile(16, 128), out="f32", width=64, experts=experts)
-    assert tiles.experts("bf16", 96, 512, 16, 90).rows == 32
+    assert expert_tiles.choose("bf16", 96, 512, 16, 90).rows == 32
 
 
 def test_steps_of_a_router_go_apart_where_rows_would_meet() -> None:

@@ -1,0 +1,137 @@
+"""Parts of the inputs that are summed apart, where a weight's do not divide into them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from qcompile.codegen import tiles
+from qcompile.codegen.gpu_pack import pack_gpu, padded_inputs, unpack_gpu
+from qcompile.codegen.triton import MULTIPROCESSORS, KernelSpec, Tile, compile_for, reference
+from qcompile.errors import UnsupportedError
+from qcompile.numerics import dequantize_weight, quantize_activation, quantize_weight
+from tests.codegen.interpreted import interpreted, needs_triton
+from tests.codegen.test_triton_gemm import IN_GROUPS, number_format, packing_of, weight
+
+N, ROWS = 32, 4
+INTEGERS = ("qoq_channel", "qoq_g128", "w8_sym_channel")
+FLOATS = ("w4_asym_g128_int8", "nested_8_4", "mxfp4_a8", "w4_asym_g128", "mxfp4", "bf16")
+SHAPES = ((4096, 11008), (3584, 18944), (1536, 8960), (896, 4864), (5120, 2880), (5120, 13824), (2304, 2048))
+"""Of models that people use."""
+
+
+def made(spec: KernelSpec, packed: dict[str, torch.Tensor], x: list[torch.Tensor]) -> torch.Tensor:
+    """What the kernel makes of rows of x, launched twice: the second finds the workspace as the first left it."""
+    from qcompile.codegen.triton import load
+
+    given: dict[str, Any] = {**packed, **dict(zip(("x", "x_scale", "x_sum"), x, strict=False)), "M": len(x[0])}
+    given |= {name: torch.zeros(items, dtype=dtype) for name, (items, dtype) in spec.workspace(len(x[0])).items()}
+    if spec.single:
+        given |= {name: given[name].view(torch.int32) for name in ("x", "w", "low") if name in given}
+    for _ in range(2):
+        given["out"] = torch.full((len(x[0]), spec.n), float("nan"))
+        load(spec)[spec.grid(len(x[0]))](*(given[a.name] for a in spec.arguments))
+    return given["out"]
+
+
+def interpret_integers() -> None:
+    """Sums of integers: the same bits in any steps and parts."""
+    torch.manual_seed(0)
+    k = 1280  # ten blocks
+    for format in INTEGERS:
+        packed = pack_gpu(quantize_weight(weight(N, k), format), format)
+        x = quantize_activation(torch.randn(ROWS, k), "int8", 0)
+        alone = [Tile(1, 8, unroll=4, warps=1, stages=stages) for stages in (1, 2, 3, 4)]
+        alone += [Tile(3, 32, unroll=8, stages=2), Tile(1, 16, unroll=16, stages=1)]
+        cuts = [Tile(16, 32, unroll=2), Tile(16, 32, unroll=2, splits=2), Tile(16, 32, unroll=2, splits=3), *alone]
+        found = [made(KernelSpec(format, N, k, cut, inline_asm=False, out="f32"), packed, x) for cut in cuts]
+        want = reference(x, dequantize_weight(unpack_gpu(packed, format), format, k))
+        assert (found[0] - want).norm() / want.norm() < 1e-5
+        assert all(torch.equal(found[0], each) for each in found[1:]), format
+
+
+def interpret_floats() -> None:
+    """Sums of floats: those of rows taken alone have the bits of the other kernels, in as many parts."""
+    torch.manual_seed(0)
+    for format, far in (*((format, False) for format in FLOATS), ("mxfp4_a8", True)):
+        packing = packing_of(format)
+        k = 1408 if format in IN_GROUPS and format != "w4_asym_g128_a8" else 1280
+        w = weight(N, k)
+        w[7, k - 5] = 900 if far else 0  # of mxfp4 another loop takes these rows
+        packed = pack_gpu(quantize_weight(w, number_format(packing)), packing)
+        dense = dequantize_weight(unpack_gpu(packed, packing), number_format(packing), k)
+        for x_groups, count in ((False, 3), (False, 4), (True, 2)) if format in IN_GROUPS else ((False, 2), (False, 3)):
+            cuts = [Tile(16, 32, splits=count)]
+            if format in IN_GROUPS and count in (2, 4):  # a power of two side by side
+                cuts += [Tile(1, 32, slices=count, warps=1, stages=stages) for stages in (2, 8)]
+                cuts.append(Tile(3, 8, slices=count, warps=1, stages=3))
+            specs = [KernelSpec(format, N, k, cut, inline_asm=False, out="f32", x_groups=x_groups) for cut in cuts]
+            kind = "bf16" if specs[0].float_x else "int8_g128" if x_groups else "int8"
+            x = quantize_activation(torch.randn(ROWS, k), kind, 0)
+            assert all(spec.longer for spec in specs) or format == "bf16", specs
+            found = [made(spec, packed, x) for spec in specs]
+            want = reference(x, dense)
+            # bf16 weights and activations are multiplied exactly; sums are float32.
+            assert (found[0] - want).norm() / want.norm() < 1e-5, (format, count)
+            assert all(torch.equal(found[0], each) for each in found[1:]), (format, far, x_groups, count)
+
+
+def test_numerics_in_the_interpreter() -> None:
+    interpreted(__name__, "interpret_integers()", "interpret_floats()")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        KernelSpec("qoq_g128", 4096, 11008, Tile(16, 64, splits=4, unroll=2, stages=4, ahead=128, piece=128)),
+        KernelSpec("mxfp4_a8", 512, 2944, Tile(16, 64, splits=4, stages=4, ahead=128, piece=128), x_groups=True),
+        KernelSpec("w4_asym_g128", 512, 11008, Tile(16, 64, splits=4, stages=3, ahead=128, piece=128)),
+        KernelSpec("w4_asym_g128", 512, 2304, Tile(128, 128, splits=4, warps=8, stages=1, piece=32)),
+        KernelSpec("mxfp4", 512, 2816, Tile(256, 128, splits=4, warps=8, unroll=2, stages=1, piece=16)),
+        KernelSpec("nested_8_4", 4096, 2944, Tile(1, 8, slices=4, warps=2, stages=7, ahead=128), x_groups=True),
+    ],
+    ids=lambda spec: spec.name,
+)
+def test_kernels_of_parts_that_differ_compile(spec: KernelSpec) -> None:
+    needs_triton()
+    assert spec.longer
+    assert compile_for(replace(spec, out="f32"), 90).spill_bytes == 0
+
+
+def test_a_single_row_of_a_small_or_an_odd_weight_has_a_kernel_of_its_own() -> None:
+    for format in INTEGERS:
+        for n, k in (*SHAPES, (151936, 1024), (151936, 896), (256, 256)):
+            if format != "qoq_g128" or k % 256 == 0:
+                tile = tiles.in_one_order(format, n, padded_inputs(k, format), 1)
+                assert tile.tokens == 1 and n // tile.rows * tile.warps >= min(n // 8 * 4, 8 * MULTIPROCESSORS), (
+                    n,
+                    k,
+                    tile,
+                )
+
+
+def test_a_part_without_inputs_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="does not divide"):
+        KernelSpec("qoq_channel", 64, 384, Tile(16, 32, splits=4))
+    with pytest.raises(UnsupportedError, match="does not divide"):
+        KernelSpec("qoq_channel", 64, 640, Tile(16, 32, slices=4))
+
+
+@pytest.mark.parametrize(
+    "format", ["qoq_g128", "qoq_channel", "w4_asym_g128", "w4_asym_g128_int8", "mxfp4_a8", "mxfp4"]
+)
+def test_weights_of_any_shape_have_programs_for_all_multiprocessors(format: str) -> None:
+    """Or as many parts as are worth while; and floats the same parts for any number of rows."""
+    for n, k in SHAPES:
+        k = padded_inputs(k, "mxfp4_int8" if format == "mxfp4_a8" else format)
+        specs = [KernelSpec(format, n, k, tiles.in_one_order(format, n, k, rows)) for rows in (1, 16, 64, 300, 2048)]
+        decode = specs[1]
+        most = tiles.MOST_PARTS[not decode.float_sum]
+        programs = n // decode.tile.rows * decode.tile.splits
+        few = decode.parts == most and decode.tile.rows == 64
+        assert programs >= MULTIPROCESSORS or few or k < 2 * decode.parts * tiles.LEAST_INPUTS, decode
+        if decode.float_sum:
+            assert len({spec.starts for spec in specs}) == 1, specs
