@@ -364,17 +364,19 @@ def choose(format: str, n: int, k: int, tokens: int, capability: int = 90) -> Ti
 
 
 def _spread(format: str, n: int, k: int, tile: Tile, most: int, capability: int) -> Tile:
-    """`tile` in more parts of K where fewer programs than multiprocessors would take up to `most` rows.
+    """`tile` in more parts of K where programs for up to `most` rows would leave multiprocessors idle.
 
-    Sums of floats are of as many parts for any number of rows, of which many make them costly.
+    Of many rows a quarter of them may be. Sums of floats are of as many parts for any number of rows, of which many
+    make them costly. Sums of integers of more than a few rows are worth parts only where warps copy and multiply apart.
     """
-    parts = MOST_PARTS[format in INTEGERS]
-    if tile.tokens < FEWEST_TOKENS or tile.slices > 1 or (most > DECODE_TOKENS and format not in INTEGERS):
+    apart = format in INTEGERS and tile.piece == 128
+    busy = MULTIPROCESSORS * (4 if most <= DECODE_TOKENS else 3) // 4
+    if tile.tokens < FEWEST_TOKENS or tile.slices > 1 or (most > DECODE_TOKENS and not apart):
         return tile
-    while n // tile.rows * tile.splits * max(1, most // tile.tokens) < MULTIPROCESSORS:
+    while n // tile.rows * tile.splits * max(1, most // tile.tokens) < busy:
         more = replace(tile, rows=64, warps=4) if tile.rows > 64 else replace(tile, splits=2 * tile.splits)
         found = fitted(format, n, k, more, capability)
-        if found is None or more.splits > parts or k < more.splits * LEAST_INPUTS:
+        if found is None or more.splits > MOST_PARTS[format in INTEGERS] or k < more.splits * LEAST_INPUTS:
             break
         tile = found
     return tile

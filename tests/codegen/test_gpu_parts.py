@@ -131,7 +131,7 @@ def test_weights_of_any_shape_have_programs_for_all_multiprocessors(format: str)
         decode = specs[1]
         most = tiles.MOST_PARTS[not decode.float_sum]
         programs = n // decode.tile.rows * decode.tile.splits
-        few = decode.parts == most and decode.tile.rows == 64
+        few = decode.parts >= most and decode.tile.rows == 64
         assert programs >= MULTIPROCESSORS or few or k < 2 * decode.parts * tiles.LEAST_INPUTS, decode
         if decode.float_sum:
             assert len({spec.starts for spec in specs}) == 1, specs
