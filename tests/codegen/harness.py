@@ -1,4 +1,4 @@
-"""The CPU kernels' headers compiled with gemm_harness.cpp for each instruction set, and the C types they take."""
+"""The CPU kernels' headers compiled with a harness for each instruction set, and the C types they take."""
 
 from __future__ import annotations
 
@@ -75,9 +75,27 @@ class Q8Rows(ctypes.Structure):
     ]
 
 
-def compile_harness(isa: str, library: Path) -> None:
-    """Build the harness for `isa` as `library`."""
-    source = HERE / "gemm_harness.cpp"
+class AttentionArgs(ctypes.Structure):
+    _fields_ = [
+        ("q", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("q_stride", "q_offset")),
+        ("out", ctypes.c_void_p),
+        ("heads", ctypes.c_int),
+        ("scale", ctypes.c_float),
+        ("window", ctypes.c_int),
+        ("softcap", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("sinks", "key_bias")),
+        ("key_bias_stride", ctypes.c_int),
+        ("center", ctypes.c_void_p),
+        ("sequences", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("positions", "query_start")),
+        *((name, ctypes.c_int) for name in ("k_offset", "v_offset")),
+    ]
+
+
+def compile_harness(isa: str, library: Path, name: str = "gemm_harness.cpp") -> None:
+    """Build the harness `name` for `isa` as `library`."""
+    source = HERE / name
     command = ["g++", *BASE_FLAGS, *ISAS[isa][0], f"-I{TEMPLATES}", str(source), "-o", str(library)]
     subprocess.run(command, check=True)
 

@@ -76,12 +76,20 @@ def test_close_to_torch_in_every_format(opened: Open, name: str) -> None:
     assert np.median(error) < 1e-2 and error.max() < 0.3
 
 
-@pytest.mark.parametrize(("name", "kv"), [("f32", "kv32"), ("bf16", "kv16"), ("w4a8", "kv8"), ("mxfp4", "kv16")])
+CACHES = [("f32", kv) for kv in ("kv32", "kv16", "kv8", "kv4")]
+
+
+@pytest.mark.parametrize(("name", "kv"), [*CACHES, ("bf16", "kv16"), ("w4a8", "kv8"), ("mxfp4", "kv16")])
 @pytest.mark.parametrize("target", HOST[1:])
 def test_instruction_sets_agree(opened: Open, name: str, kv: str, target: str) -> None:
-    """Over several pages of each kind of cache."""
+    """Over several pages of each kind of cache.
+
+    Tiles add up attention in another order than vectors: no less exact, but of 100,000 int8 activations it turns one or
+    two, and all after them follow. So models with such are compared among vectors.
+    """
     tiny = replace(FORMATS[name], kv=kv)
-    best, rows = (opened(tiny, target=get_target(name)).forward(TOKENS, [3, 1, 7], 150) for name in ("cpu", target))
+    first = HOST[1] if HOST[0] == "cpu-amx" and tiny.act == "q8" else HOST[0]
+    best, rows = (opened(tiny, target=get_target(name)).forward(TOKENS, [3, 1, 7], 150) for name in (first, target))
     # Fused against separate multiply and add; a flipped rounding where activations are int8.
     assert np.abs(rows - best).max() < (1e-4 if tiny.act == "f32" else 2e-2)
 

@@ -9,10 +9,21 @@
 //
 // Slots past the tile's last position may hold anything, NaN included: their scores are replaced, not
 // added to, and p v never reads them.
+//
+// Where the CPU has AMX the products with bfloat16, 8-bit and 4-bit pages are made on its tiles (attention_amx.h).
 #pragma once
 #include "kv.h"
 
-constexpr int kTileRows = 48;    // query rows (tokens x heads of one kv head) that share a loaded page
+// Query rows (tokens x heads of one kv head) that share a loaded page: of a cache that goes to AMX tiles, and of others.
+constexpr int kVectorRows = 48;
+#if defined(QC_AMX)
+constexpr int kTileRows = 128;
+constexpr bool on_tiles(KvFormat f) { return f == kKv16 || f == kKv8 || f == kKv4; }
+#else
+constexpr int kTileRows = kVectorRows;
+constexpr bool on_tiles(KvFormat) { return false; }
+#endif
+constexpr int tile_height(KvFormat f) { return on_tiles(f) ? kTileRows : kVectorRows; }
 
 struct AttentionArgs {
   const float* q;            // [tokens][q_stride], this layer's heads from column q_offset
@@ -42,6 +53,7 @@ struct AttentionScratch {    // one thread's working set
   int8_t* split;                 // kKvHier: q with the scales of the keys of group `folded`, [rows][2][dp]
   float split_scale[kTileRows];
   int folded = -1;
+  char* tiles;                   // attention_amx.h
 
   AttentionScratch(void* memory, int dp) {
     q = (float*)memory;                 // [rows][dp]
@@ -49,11 +61,9 @@ struct AttentionScratch {    // one thread's working set
     part = score + kTileRows * kPage;   // [rows][dp]
     out = part + kTileRows * dp;        // [rows][dp]
     split = (int8_t*)(out + kTileRows * dp);
+    tiles = (char*)(split + 2 * kTileRows * dp);
   }
 };
-constexpr size_t attention_scratch_bytes(int dp) {
-  return sizeof(float) * (size_t)(3 * kTileRows * dp + kTileRows * kPage) + (size_t)(2 * kTileRows * dp);
-}
 
 // How a page's elements become floats.
 template <KvFormat F>
@@ -196,18 +206,21 @@ QC_INLINE f32x16 decay(f32x16 x, f32x16 top) {
   return select(x > -__builtin_inff(), vexp(x - top), splat(0.0f));
 }
 
+// Merge a page's (maximum, sum) of 16 rows from r on into the running ones: what `out` and `part` are multiplied with.
+QC_INLINE void merge_sums(AttentionScratch& s, int r, const float* most, const float* sum, float* keep, float* add) {
+  const f32x16 old = load<f32x16>(s.run_max + r), now = load<f32x16>(most);
+  const f32x16 top = vmax(old, now);
+  const f32x16 k = decay(old, top), a = decay(now, top);
+  store(keep, k);
+  store(add, a);
+  store(s.run_max + r, top);
+  store(s.run_sum + r, load<f32x16>(s.run_sum + r) * k + load<f32x16>(sum) * a);
+}
+
 // Merge the page's (maximum, sum, part) of every row into the running (maximum, sum, out).
 QC_INLINE void merge_page(AttentionScratch& s, int rows, int dp) {
   float keep[kTileRows], add[kTileRows];
-  for (int r = 0; r < rows; r += 16) {
-    const f32x16 old = load<f32x16>(s.run_max + r), now = load<f32x16>(s.page_max + r);
-    const f32x16 top = vmax(old, now);
-    const f32x16 k = decay(old, top), a = decay(now, top);
-    store(keep + r, k);
-    store(add + r, a);
-    store(s.run_max + r, top);
-    store(s.run_sum + r, load<f32x16>(s.run_sum + r) * k + load<f32x16>(s.page_sum + r) * a);
-  }
+  for (int r = 0; r < rows; r += 16) merge_sums(s, r, s.page_max + r, s.page_sum + r, keep + r, add + r);
   for (int r = 0; r < rows; ++r) {
     float *out = s.out + r * dp, *part = s.part + r * dp;
     for (int d = 0; d < dp; d += 16)
@@ -231,6 +244,25 @@ QC_INLINE float with_sink(float top, float sum, float sink) {
   return over > 80.0f ? 0.0f : 1.0f / (sum + vexp(splat(over))[0]);
 }
 
+// Where the products are made on tiles.
+#if defined(QC_AMX)
+#include "attention_amx.h"
+#else
+struct TileShape {
+  explicit TileShape(int) {}
+};
+constexpr size_t tile_operand_bytes(int) { return 0; }
+template <KvFormat F>
+void split_queries(AttentionScratch&, int rows, int dp, float scale);
+template <KvFormat F, class Blocks>
+void attend_on_tiles(const AttentionArgs&, const Blocks&, AttentionScratch&, int rows, int dp, int page, int last_page,
+                     int last);
+#endif
+constexpr size_t attention_scratch_bytes(int dp) {
+  return sizeof(float) * (size_t)(3 * kTileRows * dp + kTileRows * kPage) + (size_t)(2 * kTileRows * dp) +
+         tile_operand_bytes(dp);
+}
+
 // Scores of one page for the tile's rows, the last of them at position `last`, merged into their results.
 template <KvFormat F>
 QC_INLINE void attend_block(const AttentionArgs& a, const KvBlock& block, AttentionScratch& s, int rows, int dp, int page,
@@ -242,6 +274,13 @@ QC_INLINE void attend_block(const AttentionArgs& a, const KvBlock& block, Attent
   else soften_page<F, true>(a, block, s, rows, page * kPage, (limit + 15) / 16);
   value_page<F>(block, s, rows, dp, limit);
   merge_page(s, rows, dp);
+}
+// The same of pages from `page` on, of which blocks(page) are the blocks.
+template <KvFormat F, class Blocks>
+QC_INLINE void attend_pages(const AttentionArgs& a, const Blocks& blocks, AttentionScratch& s, int rows, int dp, int page,
+                            int last_page, int last) {
+  if constexpr (on_tiles(F)) attend_on_tiles<F>(a, blocks, s, rows, dp, page, last_page, last);
+  else for (; page <= last_page; ++page) attend_block<F>(a, blocks(page), s, rows, dp, page, last);
 }
 
 // Hierarchical caches (attention_hier.h): a page, which may be rounded; and all rows of a sequence, cached on the way.
@@ -270,14 +309,18 @@ QC_NOINLINE void attend_tile(const AttentionArgs& a, const KvLayer<F>& kv, void*
     s.position[r] = a.positions[t];
     s.bias[r] = a.key_bias ? a.key_bias + (int64_t)h * a.key_bias_stride : nullptr;
   }
+  if constexpr (on_tiles(F >= kKvHier ? kKv16 : F)) split_queries<F>(s, rows, dp, a.scale);
   for (int r = 0; r < kTileRows; ++r) s.run_max[r] = s.page_max[r] = -__builtin_inff(), s.run_sum[r] = 0.0f;
   memset(s.out, 0, sizeof(float) * (size_t)(rows * dp));
 
   const int last = s.position[rows - 1];
   const int start = a.window > 0 && s.position[0] >= a.window ? s.position[0] - a.window + 1 : 0;
-  for (int page = start / kPage; page <= last / kPage; ++page) {
-    if constexpr (F >= kKvHier) attend_hier_page<F>(a, kv, s, sequence, head, rows, page, last);
-    else attend_block<F>(a, kv.block(sequence, page, head), s, rows, dp, page, last);
+  if constexpr (F >= kKvHier) {
+    for (int page = start / kPage; page <= last / kPage; ++page)
+      attend_hier_page<F>(a, kv, s, sequence, head, rows, page, last);
+  } else {
+    const auto blocks = [&](int page) { return kv.block(sequence, page, head); };
+    attend_pages<F>(a, blocks, s, rows, dp, start / kPage, last / kPage, last);
   }
 
   const int out_stride = gemm_kp(a.heads * d);
@@ -292,23 +335,35 @@ QC_NOINLINE void attend_tile(const AttentionArgs& a, const KvLayer<F>& kv, void*
   }
 }
 
+// Query rows of the longest sequence for one kv head.
+QC_INLINE int most_rows(const AttentionArgs& a, int group) {
+  int most = 1;
+  for (int s = 0; s < a.sequences; ++s) {
+    const int rows = (a.query_start[s + 1] - a.query_start[s]) * group;
+    most = rows > most ? rows : most;
+  }
+  return most;
+}
+
 // kv heads heads.begin .. heads.end - 1 of every sequence, by this thread.
 template <KvFormat F>
 QC_NOINLINE void attention(const AttentionArgs& a, const KvLayer<F>& kv, Range heads,
                                                 void* memory) {
   const int group = a.heads / kv.kv_heads;
+  constexpr int tile = tile_height(F);
+  const TileShape shape(most_rows(a, group));
   for (int h = heads.begin; h < heads.end; ++h)
     for (int s = 0; s < a.sequences; ++s) {
       const int rows = (a.query_start[s + 1] - a.query_start[s]) * group;
       if constexpr (F >= kKvHier) attend_sequence<F>(a, kv, memory, s, h);
-      else for (int first = 0; first < rows; first += kTileRows)
-        attend_tile<F>(a, kv, memory, s, h, first, rows - first < kTileRows ? rows - first : kTileRows);
+      else for (int first = 0; first < rows; first += tile)
+        attend_tile<F>(a, kv, memory, s, h, first, rows - first < tile ? rows - first : tile);
     }
 }
 
 // Rows of a tile such that `threads` threads all find a tile: few rows are worth loading a page more than once.
-QC_INLINE int tile_rows(const AttentionArgs& a, int kv_heads, int threads) {
-  for (int tile = kTileRows;; tile = (tile + 1) / 2) {
+QC_INLINE int tile_rows(const AttentionArgs& a, int kv_heads, int threads, int most) {
+  for (int tile = most;; tile = (tile + 1) / 2) {
     int tiles = 0;
     for (int s = 0; s < a.sequences; ++s)
       tiles += kv_heads * (((a.query_start[s + 1] - a.query_start[s]) * (a.heads / kv_heads) + tile - 1) / tile);
@@ -319,7 +374,9 @@ QC_INLINE int tile_rows(const AttentionArgs& a, int kv_heads, int threads) {
 // The same for all kv heads, tiles handed to whichever thread is free (`next` counts those handed out).
 template <KvFormat F>
 QC_NOINLINE void attention_tasks(const AttentionArgs& a, const KvLayer<F>& kv, uint32_t* next, const Worker& w) {
-  const int group = a.heads / kv.kv_heads, tile = F >= kKvHier ? 1 << 30 : tile_rows(a, kv.kv_heads, w.threads);
+  const int group = a.heads / kv.kv_heads;
+  const int tile = F >= kKvHier ? 1 << 30 : tile_rows(a, kv.kv_heads, w.threads, tile_height(F));
+  const TileShape shape(most_rows(a, group));
   uint32_t at = 0, task = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED);
   for (int s = 0; s < a.sequences; ++s) {
     const int rows = (a.query_start[s + 1] - a.query_start[s]) * group;

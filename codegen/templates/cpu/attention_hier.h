@@ -295,8 +295,8 @@ QC_NOINLINE void attend_rounded(const AttentionArgs& a, const KvLayer<F>& kv, At
   const KvBlock as_bytes = {nullptr, nullptr, parameters};
   if (a.window == 0 || page * kPage > last - a.window) soften_page<kKv8, false>(a, as_bytes, s, rows, page * kPage);
   else soften_page<kKv8, true>(a, as_bytes, s, rows, page * kPage);
-  alignas(64) int8_t weights[kTileRows * 2 * kPage];
-  float scale[kTileRows];
+  alignas(64) int8_t weights[kVectorRows * 2 * kPage];
+  float scale[kVectorRows];
   split_rows<2>(s.score, rows, kPage, weights, scale);
   multiply_codes<both, 2>(rows, weights, kPage, scale, values, s.part);
   merge_page(s, rows, dp);
@@ -307,7 +307,8 @@ template <KvFormat F>
 void attend_hier_page(const AttentionArgs& a, const KvLayer<F>& kv, AttentionScratch& s, int sequence, int head, int rows,
                       int page, int last) {
   if (page / (kHierGroup / kPage) + 2 <= last / kHierGroup) attend_rounded<F>(a, kv, s, sequence, head, rows, page, last);
-  else attend_block<kKv16>(a, newest(kv, sequence, page, head), s, rows, kv_padded(F, kv.head_dim), page, last);
+  else attend_pages<kKv16>(a, [&](int p) { return newest(kv, sequence, p, head); }, s, rows, kv_padded(F, kv.head_dim),
+                           page, page, last);
 }
 
 // Tokens begin .. end - 1, of one sequence and group, to the ring.
@@ -337,7 +338,7 @@ void attend_sequence(const AttentionArgs& a, const KvLayer<F>& kv, void* memory,
     append_newest<F>(a, kv, sequence, head, t, next);
     if (p % kHierGroup == 0 && p >= 2 * kHierGroup) round_group<F>(kv, sequence, head, p / kHierGroup - 2);
     const int last = (next - begin) * group;
-    for (int first = (t - begin) * group; first < last; first += kTileRows)
-      attend_tile<F>(a, kv, memory, sequence, head, first, last - first < kTileRows ? last - first : kTileRows);
+    for (int first = (t - begin) * group; first < last; first += kVectorRows)
+      attend_tile<F>(a, kv, memory, sequence, head, first, last - first < kVectorRows ? last - first : kVectorRows);
   }
 }

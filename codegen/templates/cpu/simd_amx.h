@@ -1,4 +1,5 @@
-// simd_amx.h: the tiles of AMX, as the kernels of gemm_amx.h use them: 16 tokens by 16 rows of a block, twice each.
+// simd_amx.h: the tiles of AMX, as the kernels of gemm_amx.h use them: 16 tokens by 16 rows of a block, twice each; and
+// attention_amx.h, in its own way.
 #pragma once
 #include "vec.h"
 
@@ -14,8 +15,8 @@ QC_INLINE void tile_load(const void* p, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(stride), "i"(T) : "memory");
 }
 template <int T>
-QC_INLINE void tile_store(void* p) {
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(p), "r"((int64_t)64), "i"(T) : "memory");
+QC_INLINE void tile_store(void* p, int64_t stride = 64) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(p), "r"(stride), "i"(T) : "memory");
 }
 struct TileUnsigned {  // signed activations by weights of 0..255
   template <int Sum, int X, int W>
@@ -36,17 +37,18 @@ struct TileBf16 {
   }
 };
 
-// For steps of `bytes` bytes of inputs. Tiles always have all their rows: what lies behind the last token is multiplied
-// too, in no more time, and nobody looks at it.
-static void shape_tiles(int bytes) {
+// For steps of `bytes` bytes of inputs; the tiles from `weights` on are of weights. Tiles of tokens always have all their
+// rows where not said otherwise: what lies behind the last token is multiplied too, and nobody looks at it.
+static void shape_tiles(int bytes, int tokens = kHalfTokens, int weights = 6) {
   struct alignas(64) {
     uint8_t palette = 1, start = 0, reserved[14] = {};
     uint16_t bytes[16] = {};
     uint8_t rows[16] = {};
   } shape;
-  for (int t = 0; t < 8; ++t) shape.rows[t] = kHalfTokens, shape.bytes[t] = 64;
-  shape.bytes[4] = shape.bytes[5] = (uint16_t)bytes;
-  shape.rows[6] = shape.rows[7] = (uint8_t)(bytes / 4);
+  for (int t = 0; t < 8; ++t) {
+    shape.rows[t] = (uint8_t)(t < weights ? tokens : bytes / 4);
+    shape.bytes[t] = (uint16_t)(t < 4 || t >= weights ? 64 : bytes);
+  }
   asm volatile("ldtilecfg %0" : : "m"(shape));
 }
 QC_INLINE void release_tiles() { asm volatile("tilerelease"); }

@@ -1,0 +1,209 @@
+"""Attention over a paged cache on the CPU: against float64 over what the cache holds, and bit against bit."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from qcompile import numerics
+from qcompile.targets import cpu_flags
+from tests.codegen.harness import ISAS, AttentionArgs, aligned, compile_harness
+from tests.conftest import MadeOnce
+
+FORMATS = ["kv32", "kv16", "kv8", "kv4"]
+PAGE = 64
+
+
+@pytest.fixture(scope="session")
+def library(made_once: MadeOnce) -> Callable[[str], ctypes.CDLL]:
+    """Compiles the harness for an instruction set; skips where compiler or CPU lack it."""
+
+    @cache
+    def build(isa: str) -> ctypes.CDLL:
+        if shutil.which("g++") is None or not ISAS[isa][1] <= cpu_flags():
+            pytest.skip(f"no compiler, or this CPU lacks {sorted(ISAS[isa][1] - cpu_flags())}")
+        source = "attention_harness.cpp"
+        made = made_once(f"attention-{isa}.so", lambda path: compile_harness(isa, path, source))
+        opened = ctypes.CDLL(str(made))
+        opened.harness_block_bytes.restype = ctypes.c_int64
+        opened.harness_attention_bytes.restype = ctypes.c_size_t
+        return opened
+
+    return build
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sequences of `lengths` positions, of which the last `queries` are asked."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    lengths: tuple[int, ...]
+    queries: tuple[int, ...]
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    biased: bool = False
+    centered: bool = False
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Queries, and keys and values by sequence."""
+        make = torch.Generator().manual_seed(self.heads * self.head_dim)
+        sizes = {"q": (sum(self.queries), self.heads), "sinks": (self.heads,)}
+        for s, length in enumerate(self.lengths):
+            sizes |= {f"k{s}": (length, self.kv_heads), f"v{s}": (length, self.kv_heads)}
+        made = {
+            name: torch.randn(*size, *([self.head_dim] if name != "sinks" else []), generator=make)
+            for name, size in sizes.items()
+        }
+        made["bias"] = torch.linspace(-4, 0, 512) * torch.rand(self.heads, 1, generator=make)
+        made["center"] = torch.randn(self.kv_heads, self.head_dim, generator=make) / 4
+        return made
+
+
+class Cache:
+    """A case's pages, in an arena that held NaNs."""
+
+    def __init__(self, library: ctypes.CDLL, case: Case, kv: str) -> None:
+        self.library, self.case, self.format = library, case, FORMATS.index(kv)
+        self.tensors = case.tensors()
+        pages = max(-(-n // PAGE) for n in case.lengths)
+        self.table = np.random.default_rng(1).permutation(len(case.lengths) * pages).astype(np.int32)
+        self.table = self.table.reshape(-1, pages)
+        size = library.harness_block_bytes(self.format, case.head_dim) * self.table.size * case.kv_heads
+        self.arena = aligned(np.full(size, 255, np.uint8))
+        self.scratch = aligned(np.full(library.harness_attention_bytes(case.head_dim), 255, np.uint8))
+        for s, length in enumerate(case.lengths):
+            k, v = (self.tensors[f"{name}{s}"].contiguous().data_ptr() for name in "kv")
+            library.harness_fill(*self.layer(self.table), s, length, ctypes.c_void_p(k), ctypes.c_void_p(v))
+
+    def layer(self, table: np.ndarray) -> tuple[int | ctypes.c_void_p, ...]:
+        """The cache as the harness takes it, of sequences whose blocks are in `table`."""
+        arena, blocks = (ctypes.c_void_p(x.ctypes.data) for x in (self.arena, table))
+        return self.format, arena, blocks, table.shape[1], self.case.kv_heads, self.case.head_dim
+
+    def attend(self, parts: list[tuple[int, int, int]], threads: int = 1) -> np.ndarray:
+        """Rows [queries, heads * head_dim] of (sequence, first query, queries) of it, in one call."""
+        case, width = self.case, self.case.heads * self.case.head_dim
+        begins = np.cumsum([0, *case.queries])
+        q = aligned(np.concatenate([self.tensors["q"].numpy()[begins[s] + i :][:n] for s, i, n in parts]))
+        places = [np.arange(case.lengths[s] - case.queries[s] + i, case.lengths[s])[:n] for s, i, n in parts]
+        positions = np.concatenate(places).astype(np.int32)
+        starts = np.cumsum([0, *(n for _, _, n in parts)]).astype(np.int32)
+        stride = -(-width // 32) * 32
+        out = aligned(np.full((len(q), stride), np.nan, np.float32))
+        extra = {name: self.tensors[name].contiguous() for name in ("sinks", "bias", "center")}
+        table = np.ascontiguousarray(self.table[[s for s, _, _ in parts]])
+        args = AttentionArgs(
+            q=q.ctypes.data,
+            q_stride=width,
+            out=out.ctypes.data,
+            heads=case.heads,
+            scale=case.head_dim**-0.5,
+            window=case.window,
+            softcap=case.softcap,
+            sinks=extra["sinks"].data_ptr() if case.sinks else None,
+            key_bias=extra["bias"].data_ptr() if case.biased else None,
+            key_bias_stride=extra["bias"].shape[1],
+            center=extra["center"].data_ptr() if case.centered else None,
+            sequences=len(parts),
+            positions=positions.ctypes.data,
+            query_start=starts.ctypes.data,
+        )
+        scratch = ctypes.c_void_p(self.scratch.ctypes.data)
+        self.library.harness_attend(*self.layer(table), ctypes.byref(args), threads, scratch)
+        assert not out[:, width:].any()
+        return out[:, :width].copy()
+
+    def whole(self) -> list[tuple[int, int, int]]:
+        """All queries of all sequences."""
+        return [(s, 0, n) for s, n in enumerate(self.case.queries)]
+
+    def reference(self) -> np.ndarray:
+        """The same rows in float64, of keys and values as the cache holds them."""
+        case, t = self.case, self.tensors
+        rows, begin = [], 0
+        for s, (length, count) in enumerate(zip(case.lengths, case.queries, strict=True)):
+            k, v = (numerics.round_trip_kv(t[f"{name}{s}"], FORMATS[self.format]).double() for name in "kv")
+            if case.centered:  # what is taken off keys changes nothing unless scores are bent
+                k = k + t["center"].double()
+            k, v = (x.repeat_interleave(case.heads // case.kv_heads, 1) for x in (k, v))
+            score = torch.einsum("thd,shd->hts", t["q"][begin : begin + count].double(), k) * case.head_dim**-0.5
+            if case.softcap:
+                score = case.softcap * torch.tanh(score / case.softcap)
+            at, keys = torch.arange(length - count, length)[:, None], torch.arange(length)
+            if case.biased:
+                score = score + (t["bias"][:, None, keys] - t["bias"][:, at]).double()
+            hidden = (keys > at) | (keys <= at - case.window if case.window else torch.tensor(False))
+            score = score.masked_fill(hidden, -math.inf)
+            if case.sinks:
+                sink = t["sinks"].double()[:, None, None].expand(-1, count, 1)
+                score = torch.cat([score, sink], -1)
+            rows.append(torch.einsum("hts,shd->thd", score.softmax(-1)[..., :length], v).reshape(count, -1))
+            begin += count
+        return torch.cat(rows).numpy()
+
+
+CASES = {
+    "one row": Case(4, 4, 64, (131,), (1,)),
+    "first position": Case(4, 2, 32, (1, 2), (1, 1)),
+    "page edges": Case(8, 2, 64, (64, 65, 128, 127), (3, 2, 17, 64)),
+    "halves of pages": Case(8, 2, 64, (33, 96, 97, 16, 17), (3, 2, 17, 16, 17)),
+    "many rows": Case(8, 1, 64, (300,), (290,)),
+    "a group of 3, 20 features": Case(6, 2, 20, (150, 70), (150, 3)),
+    "80 features": Case(5, 5, 80, (140,), (140,)),
+    "96 features": Case(4, 1, 96, (140,), (33,)),
+    "256 features": Case(4, 2, 256, (90,), (40,)),
+    "window": Case(4, 2, 64, (300, 90), (300, 1), window=50),
+    "window of a page": Case(4, 2, 64, (300, 257), (200, 1), window=64),
+    "bent and biased": Case(4, 2, 32, (150,), (150,), softcap=5.0, biased=True, centered=True),
+    "sinks": Case(4, 2, 32, (150, 9), (17, 9), sinks=True, centered=True),
+    "window, bias": Case(4, 2, 40, (260,), (100,), window=100, biased=True, sinks=True),
+}
+ON_TILES = {"kv16", "kv8", "kv4"}
+
+
+@pytest.mark.parametrize("kv", FORMATS)
+@pytest.mark.parametrize("isa", ["portable", "avx512", "amx"])
+def test_equals_float64(library: Callable[[str], ctypes.CDLL], isa: str, kv: str) -> None:
+    """Products on tiles are of exact terms, of all bits of q and p: no less exact than products of floats.
+
+    Of two terms each, of 17 bits, the root of the mean square of their errors would be 4e-6; where a code's product and
+    its zero's cancel it is 1e-6.
+    """
+    for name, case in CASES.items():
+        pages = Cache(library(isa), case, kv)
+        found, wanted = pages.attend(pages.whole()), pages.reference()
+        error = math.sqrt(np.square(found - wanted).mean() / np.square(wanted).mean())
+        assert error < (8e-7 if isa == "amx" and kv in ON_TILES else 4e-6), f"{name}: {error}"
+
+
+@pytest.mark.parametrize("kv", FORMATS)
+@pytest.mark.parametrize("isa", ["avx512", "amx"])
+def test_rows_are_bitwise_independent_of_their_neighbours(
+    library: Callable[[str], ctypes.CDLL], isa: str, kv: str
+) -> None:
+    for name, case in CASES.items():
+        pages = Cache(library(isa), case, kv)
+        whole = pages.attend(pages.whole())
+        begins = np.cumsum([0, *case.queries])
+        for s, count in enumerate(case.queries):
+            for step in (1, 3, 17):
+                for i in (*range(0, count, step)[:3], count // 2, max(0, count - step)):
+                    some = min(step, count - i)
+                    rows = pages.attend([(s, i, some)])
+                    assert rows.tobytes() == whole[begins[s] + i :][:some].tobytes(), f"{name}: {s}, {i} + {some}"
+        for threads in (2, 3, 8):
+            assert pages.attend(pages.whole(), threads).tobytes() == whole.tobytes(), f"{name}: {threads} threads"
+        turned = pages.attend(pages.whole()[::-1])
+        parts = [whole[begins[s] : begins[s + 1]] for s in reversed(range(len(case.queries)))]
+        assert turned.tobytes() == np.concatenate(parts).tobytes(), name
