@@ -221,17 +221,13 @@ def causal_mask(*, mask_function: Callable[..., Tensor], config: Any, **_: Any) 
     """
     longest = _longest(config)
     rows = sorted({*range(8), *(longest * i // 16 for i in range(1, 16)), longest - 1, *_powers(longest)})
-    zero = torch.zeros((), dtype=torch.int64, device="cpu")
     with torch.utils._python_dispatch._disable_current_modes():
-        keys = torch.arange(longest)
-        query = torch.tensor(rows)[:, None]
-        zero = torch.zeros((), dtype=torch.int64)
-        seen = mask_function(zero, zero, query, keys).expand(len(rows), longest)
-        window = int(seen[-1].sum())
-        distance = query - keys
-        wanted = (distance >= 0) & (distance < window)
-        if not torch.equal(seen, wanted):
-            raise UnsupportedError("attention mask is neither causal nor a causal sliding window")
+        keys, zero, window = torch.arange(longest), torch.zeros((), dtype=torch.int64), longest
+        for row in reversed(rows):  # one at a time: where texts hold millions of tokens all would take gigabytes
+            seen = mask_function(zero, zero, torch.tensor([[row]]), keys).expand(1, longest)[0]
+            window = int(seen.sum()) if row == longest - 1 else window
+            if not torch.equal(seen, (keys <= row) & (keys > row - window)):
+                raise UnsupportedError("attention mask is neither causal nor a causal sliding window")
         mask = torch.Tensor._make_subclass(_Mask, torch.empty(0))
     mask.window = 0 if window == longest else window
     return mask

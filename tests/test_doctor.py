@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from qcompile import hf_weights
+from qcompile import hf_weights, huggingface
 from qcompile.doctor import Diagnosis
 from tests.passes.test_raise_families import COMMON
 from tests.test_cli import Capture, code_of, json_of
@@ -57,6 +60,20 @@ def test_doctor_needs_no_values_of_numbers_that_activations_hold(capsys: Capture
     alone, whole = (json_of(capsys, "doctor", tmp_path / name)["plan"] for name in ("config", "whole"))
     assert alone["kernels"]["elementwise"] == COMMON["num_hidden_layers"]
     assert {**alone, "model": ""} == {**whole, "model": ""}
+
+
+@pytest.mark.parametrize("window", [0, 4096])
+def test_masks_of_millions_of_tokens_are_looked_at_row_by_row(window: int) -> None:
+    """All rows at once would take gigabytes."""
+    longest, sizes = 1 << 20, []
+
+    def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        sizes.append(torch.broadcast_shapes(query.shape, key.shape).numel())
+        return (key <= query) & (key > query - (window or longest))
+
+    config = LlamaConfig(max_position_embeddings=longest)
+    mask: Any = huggingface.causal_mask(mask_function=causal, config=config)
+    assert mask.window == window and max(sizes) == longest and len(sizes) > 60
 
 
 def test_doctor_says_which_weight_it_lacks(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
