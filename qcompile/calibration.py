@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qcompile import jsonl
+from qcompile.encoding import encoded
 from qcompile.errors import ResourceError, UsageError
 
 if TYPE_CHECKING:
@@ -236,11 +237,9 @@ def read(
 def _encoded(path: str | Path, tokenizer: Tokenizer, documents: list[str]) -> Iterator[list[int]]:
     """The tokens of each document. UsageError where the tokenizer, having no token for the unknown, gives up."""
     try:
-        encodings = tokenizer.encode_batch(documents, add_special_tokens=False)
+        yield from encoded(tokenizer, documents)
     except Exception as error:  # tokenizers raises plain Exception
         raise UsageError(f"calibration text {path} is outside the vocabulary: {error}") from error
-    for encoding in encodings:
-        yield encoding.ids
 
 
 def read_documents(path: str | Path) -> list[str]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from qcompile import jsonl
+from qcompile.encoding import encoded
 from qcompile.errors import OverflowedError, UnsupportedError, UsageError
 from qcompile.runtime.engine import Engine
 from qcompile.runtime.sampling import DoubleArray, FloatArray
@@ -56,15 +57,19 @@ def read_documents(path: str | Path) -> list[str]:
     return documents
 
 
-def token_stream(tokenizer: Tokenizer, documents: Sequence[str], bos: int) -> list[int]:
-    """All documents' tokens one after another, `bos` before each. Raises UsageError for what is not text."""
+def token_stream(tokenizer: Tokenizer, documents: Sequence[str], bos: int, most: int | None = None) -> list[int]:
+    """All documents' tokens one after another, `bos` before each, or those of the first that make `most` tokens.
+
+    Raises UsageError for what is not text.
+    """
     for number, text in enumerate(documents):
         if jsonl.text_of({"text": text}, "text") is None:
             raise UsageError(f"document {number} is not text in Unicode")
     stream: list[int] = []
-    for encoding in tokenizer.encode_batch(list(documents), add_special_tokens=False):
-        stream.append(bos)
-        stream += encoding.ids
+    for ids in encoded(tokenizer, documents):
+        stream += [bos, *ids]
+        if most is not None and len(stream) >= most:
+            break
     return stream
 
 
@@ -106,7 +111,8 @@ def perplexity(
     if window < 2:
         raise UsageError(f"window must be at least 2, not {window}")
     texts = read_documents(documents) if isinstance(documents, str | Path) else documents
-    stream = token_stream(tokenizer, texts, 0 if bos is None else bos)
+    most = None if max_windows is None else max_windows * window
+    stream = token_stream(tokenizer, texts, 0 if bos is None else bos, most)
     windows = len(stream) // window
     if windows == 0:
         shorter = " or a smaller window (--window)" if len(stream) > 1 else ""

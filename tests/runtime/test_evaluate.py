@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
+from qcompile import encoding
 from qcompile.errors import UsageError
+from qcompile.runtime import evaluate
 from qcompile.runtime.evaluate import negative_log_likelihood, read_documents, token_stream
 from tests.runtime.fake import byte_tokenizer, fake_llm, reference_logits
 
@@ -45,6 +49,31 @@ def test_perplexity_is_that_of_the_protocol(tmp_path: Path) -> None:
     cut = llm.perplexity([TEXTS[0] * 2000], window=10**6, max_windows=1)
     assert cut.window == llm.context and cut.tokens == llm.context - 1
     assert llm.engine.pool.used == 0
+
+
+def test_texts_are_encoded_in_pieces_and_no_more_of_them_than_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A corpus takes minutes to encode: an interrupt is heeded between pieces, and few windows take few texts."""
+    texts = [f"def f{number}(x):\n    return x\n" for number in range(40)] + ["", "x" * 90]
+    alone = [TOKENIZER.encode(text, add_special_tokens=False).ids for text in texts]
+    for piece in (1, 100, 1 << 20):
+        monkeypatch.setattr(encoding, "PIECE", piece)
+        assert list(encoding.encoded(TOKENIZER, texts)) == alone
+        assert list(encoding.encoded(TOKENIZER, [])) == []
+    monkeypatch.setattr(encoding, "PIECE", 100)
+    whole = token_stream(TOKENIZER, texts, 0)
+    part = token_stream(TOKENIZER, texts, 0, 300)
+    assert part == whole[: len(part)] and 300 <= len(part) < 450
+    llm = fake_llm(tokenizer=TOKENIZER)
+    seen: list[list[int]] = []
+
+    def watched(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[list[int]]:
+        for ids in encoding.encoded(tokenizer, texts):
+            seen.append(ids)
+            yield ids
+
+    monkeypatch.setattr(evaluate, "encoded", watched)
+    assert llm.perplexity(texts, window=50, max_windows=2).nll == pytest.approx(expected_nll(whole[:100], 50)[0])
+    assert len(seen) < 10
 
 
 def test_likelihood_of_extreme_logits() -> None:
