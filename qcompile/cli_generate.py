@@ -211,6 +211,8 @@ def _chat_loop(llm: LLM, out: Path, params: SamplingParams, as_json: bool) -> No
     """Read a line, answer it, until the input ends. History is kept while it fits the context."""
     from qcompile.runtime.chat import chat_template
 
+    if llm.tokenizer is None:
+        raise UsageError(f"{out} has no tokenizer, so nobody can talk to it: build it of a checkpoint that has one")
     template = chat_template(out, llm.manifest["files"])
     if not template:
         console.log("No chat template: your text is continued as it stands. Ctrl-D ends.")

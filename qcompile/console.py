@@ -105,7 +105,7 @@ class Progress:
 
     def __init__(self) -> None:
         self._start = time.monotonic()
-        self._stage, self._stage_start, self._done, self._total = "", self._start, 0, 0
+        self._stage, self._stage_start, self._done, self._total = "starting", self._start, 0, 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 

@@ -47,7 +47,7 @@ class Common(Part):
     """What both kinds of request may hold. Ranges that SamplingParams checks are not repeated here."""
 
     idle = {
-        **{"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "echo": False, "suffix": ""},
+        **{"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "echo": False, "suffix": "", "best_of": 1},
         **{"tools": [], "response_format": {"type": "text"}, "store": False},
     }
     model: str | None = None

@@ -164,6 +164,7 @@ def test_version(capsys: Capture) -> None:
 def test_progress_tells_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console.time, "monotonic", lambda: 100.0)
     progress = console.Progress()
+    assert progress.line(101.0) == "starting: 1 s so far"  # while a text is made into tokens, say
     progress("import", 0, 1)
     assert progress.line(103.0) == "import: 3 s so far"
     progress("weights", 5, 40)
@@ -280,6 +281,12 @@ def test_chat_answers_each_line(capsys: Capture, tiny_artifact: Build, monkeypat
     assert code_of("chat", tiny_artifact("w4a8"), "--max-tokens", "4", "--seed", "1", "--json") == 0
     answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(answers) == 2 and answers[1]["prompt_tokens"] > answers[0]["prompt_tokens"]
+
+
+def test_chat_without_a_tokenizer_is_refused_at_once(capsys: Capture, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_checkpoint, tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
+    assert json_of(capsys, "build", tmp_path / "model", "-o", tmp_path / "out")
+    assert "has no tokenizer, so nobody can talk to it" in refusal(capsys, 2, "chat", tmp_path / "out")
 
 
 def test_chat_goes_on_after_a_line_too_long(
