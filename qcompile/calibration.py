@@ -6,7 +6,7 @@ Passes that look at activations find it as `graph.calibration`; without it they 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -214,7 +214,7 @@ def read(
     stream: list[int] = []
     texts = foreign = 0
     unknown = tokenizer.token_to_id(str(getattr(tokenizer.model, "unk_token", None) or ""))
-    for ids in _encoded(path, tokenizer, documents):
+    for ids in encoded(tokenizer, documents, f"calibration text {path}"):
         stream += [0 if bos is None else bos, *ids]
         texts += len(ids)
         foreign += 0 if unknown is None else ids.count(unknown)
@@ -232,14 +232,6 @@ def read(
     found = Calibration(tokens, Path(path).name)
     found.check_vocabulary(vocabulary)
     return found
-
-
-def _encoded(path: str | Path, tokenizer: Tokenizer, documents: list[str]) -> Iterator[list[int]]:
-    """The tokens of each document. UsageError where the tokenizer, having no token for the unknown, gives up."""
-    try:
-        yield from encoded(tokenizer, documents)
-    except Exception as error:  # tokenizers raises plain Exception
-        raise UsageError(f"calibration text {path} is outside the vocabulary: {error}") from error
 
 
 def read_documents(path: str | Path) -> list[str]:

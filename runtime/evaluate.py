@@ -66,7 +66,7 @@ def token_stream(tokenizer: Tokenizer, documents: Sequence[str], bos: int, most:
         if jsonl.text_of({"text": text}, "text") is None:
             raise UsageError(f"document {number} is not text in Unicode")
     stream: list[int] = []
-    for ids in encoded(tokenizer, documents):
+    for ids in encoded(tokenizer, documents, "the text"):
         stream += [bos, *ids]
         if most is not None and len(stream) >= most:
             break
@@ -113,6 +113,8 @@ def perplexity(
     texts = read_documents(documents) if isinstance(documents, str | Path) else documents
     most = None if max_windows is None else max_windows * window
     stream = token_stream(tokenizer, texts, 0 if bos is None else bos, most)
+    if (worst := max(stream, default=0)) >= (size := engine.executor.limits.vocab):
+        raise UsageError(f"the text has token {worst}, outside the model's vocabulary of {size}")
     windows = len(stream) // window
     if windows == 0:
         shorter = " or a smaller window (--window)" if len(stream) > 1 else ""

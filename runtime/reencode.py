@@ -99,11 +99,16 @@ class Reencoder:
 
     def _draft(self, request: Request, most: int) -> list[int]:
         text = self._target.decode(request.tokens, skip_special_tokens=False)
-        tokens = self._start + self._own.encode(text, add_special_tokens=False).ids
+        tokens = self._start + _tokens(self._own, text)
         state = self._texts[request.id]
         longest = len(tokens) + most
         missing = self.pool.pages_for(longest) - len(state.pages)
-        if not tokens or longest > self.executor.limits.max_position or missing > self.pool.free:
+        limits = self.executor.limits
+        if (
+            longest > limits.max_position
+            or missing > self.pool.free
+            or max(tokens, default=limits.vocab) >= limits.vocab
+        ):
             return []
         state.pages += self.pool.take(max(0, missing))
         state.computed = min(_common(state.tokens[: state.computed], tokens), len(tokens) - 1)
@@ -135,10 +140,19 @@ class Reencoder:
         """The target's tokens for `text` behind `tokens`; none where the last of these would become another."""
         tail = list(tokens[-_TAIL:])
         joined = self._target.decode(tail, skip_special_tokens=False) + text
-        found: list[int] = self._target.encode(joined, add_special_tokens=False).ids
+        found = _tokens(self._target, joined)
         if not text or found[: len(tail)] != tail:
             return []
         return [*takewhile(lambda token: token < self._vocab, found[len(tail) :])]
+
+
+def _tokens(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text; none where the tokenizer gives up, having no token for the unknown."""
+    try:
+        found: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    except Exception:  # tokenizers raises plain Exception
+        return []
+    return found
 
 
 def open_reencoder(

@@ -44,7 +44,10 @@ def encode(tokenizer: Tokenizer, text: str, special: bool = True) -> list[int]:
         text.encode()
     except UnicodeEncodeError as error:
         raise UsageError(f"the prompt is not valid Unicode at character {error.start}: give UTF-8") from error
-    found: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+    try:
+        found: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+    except Exception as error:  # tokenizers raises plain Exception, where there is no token for the unknown
+        raise UsageError(f"the prompt is outside the tokenizer's vocabulary: {error}") from error
     return found
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from qcompile import encoding
 from qcompile.errors import UsageError
@@ -57,8 +57,8 @@ def test_texts_are_encoded_in_pieces_and_no_more_of_them_than_is_evaluated(monke
     alone = [TOKENIZER.encode(text, add_special_tokens=False).ids for text in texts]
     for piece in (1, 100, 1 << 20):
         monkeypatch.setattr(encoding, "PIECE", piece)
-        assert list(encoding.encoded(TOKENIZER, texts)) == alone
-        assert list(encoding.encoded(TOKENIZER, [])) == []
+        assert list(encoding.encoded(TOKENIZER, texts, "")) == alone
+        assert list(encoding.encoded(TOKENIZER, [], "")) == []
     monkeypatch.setattr(encoding, "PIECE", 100)
     whole = token_stream(TOKENIZER, texts, 0)
     part = token_stream(TOKENIZER, texts, 0, 300)
@@ -66,14 +66,28 @@ def test_texts_are_encoded_in_pieces_and_no_more_of_them_than_is_evaluated(monke
     llm = fake_llm(tokenizer=TOKENIZER)
     seen: list[list[int]] = []
 
-    def watched(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[list[int]]:
-        for ids in encoding.encoded(tokenizer, texts):
+    def watched(tokenizer: Tokenizer, texts: Sequence[str], name: str) -> Iterator[list[int]]:
+        for ids in encoding.encoded(tokenizer, texts, name):
             seen.append(ids)
             yield ids
 
     monkeypatch.setattr(evaluate, "encoded", watched)
     assert llm.perplexity(texts, window=50, max_windows=2).nll == pytest.approx(expected_nll(whole[:100], 50)[0])
     assert len(seen) < 10
+
+
+def test_text_that_has_no_tokens_here() -> None:
+    """A tokenizer may know fewer words than there are, or more tokens than the model."""
+    words = Tokenizer(models.WordLevel({"import": 5, "os": 300}, unk_token="missing"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    llm = fake_llm(tokenizer=words)
+    assert llm.perplexity(["import " * 9], window=4).windows == 2
+    with pytest.raises(UsageError, match="the text is outside the vocabulary: "):
+        llm.perplexity(["import sys " * 9], window=4)
+    with pytest.raises(UsageError, match="the text has token 300, outside the model's vocabulary of 260"):
+        llm.perplexity(["import os " * 9], window=4)
+    with pytest.raises(UsageError, match="the prompt is outside the tokenizer's vocabulary: "):
+        llm.generate("import sys")
 
 
 def test_likelihood_of_extreme_logits() -> None:

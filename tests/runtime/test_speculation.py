@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 
 import qcompile
 from qcompile import SamplingParams
@@ -317,6 +318,25 @@ def test_a_draft_that_spells_what_the_target_has_no_number_for() -> None:
         request = llm.engine.add(known.encode("b").ids, SamplingParams(temperature=0))
         assert spelled[1:] == [VOCAB] and drafter.propose([request], [3]) == [spelled[:1]]
         llm.engine.cancel(request)
+
+
+@pytest.mark.parametrize("unknown", ["word", "number"])
+def test_a_text_that_the_draft_cannot_read_is_not_drafted_for(unknown: str) -> None:
+    """Its tokenizer may have no token for the unknown, or more tokens than the model that drafts."""
+    letters = byte_tokenizer()
+    own = Tokenizer(models.WordLevel({"a": 1, "b": 5 if unknown == "word" else 257}, unk_token="missing"))
+
+    def step(rows: Sequence[Rows], logits: bool) -> tuple[list[int], np.ndarray]:
+        assert all(token < 257 for row in rows for token in row.tokens)
+        return [1], np.zeros((1, 257), np.float32)
+
+    draft: Any = SimpleNamespace(limits=Limits(64, 257, 64, 512), step=step, close=lambda: None)
+    with fake_llm(tokenizer=letters) as llm:
+        llm.engine.speculator = Reencoder(letters, own, draft, BlockPool(8, 64), None, 0.0, VOCAB)
+        for text, known in (("a", True), ("c" if unknown == "word" else "b", False)):
+            request = llm.engine.add(letters.encode(text).ids, SamplingParams(temperature=0))
+            assert [bool(draft) for draft in llm.engine.speculator.propose([request], [1])] == [known]
+            llm.engine.cancel(request)
 
 
 def test_drafts_of_short_contexts_stop_in_time(artifact: Callable[[str], Path]) -> None:
