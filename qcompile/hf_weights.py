@@ -60,7 +60,7 @@ def no_loaders(module: Any) -> dict[str, Loader]:
     found: dict[str, Loader] = {name: frontend.TensorLoader(name, value) for name, value in computed.items()}
 
     def missing(name: str) -> Tensor:
-        raise UnsupportedError(f"weight {name} decides how the model is compiled, and its weights are not there")
+        raise UnsupportedError(f"weight {name} was not given, and its values are needed: the model was read without")
 
     for name, value in itertools.chain(
         module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)

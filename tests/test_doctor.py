@@ -82,4 +82,4 @@ def test_doctor_says_which_weight_it_lacks(capsys: Capture, tmp_path: Path, monk
     AutoConfig.for_model("llama", **COMMON).save_pretrained(tmp_path)
     assert code_of("doctor", tmp_path, "--json") == 3
     (refused,) = json.loads(capsys.readouterr().out)["unsupported"]
-    assert "inv_freq decides how the model is compiled, and its weights are not there" in refused["reason"]
+    assert "inv_freq was not given, and its values are needed: the model was read without" in refused["reason"]

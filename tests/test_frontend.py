@@ -167,7 +167,7 @@ def test_configuration_alone(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     graph = apply(Raise(), frontend.load(tmp_path, weights=False)).graph
     assert len(graph.calls("attention")) == 2
-    with pytest.raises(UsageError, match=r"weight model\.norm\.weight was not given"):
+    with pytest.raises(UnsupportedError, match=r"weight model\.norm\.weight was not given"):
         graph.weights["model.norm.weight"]
 
 
