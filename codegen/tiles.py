@@ -1,12 +1,8 @@
-"""Tile choices as data, by target, format, class of M and shape; and how one is chosen for a weight.
+"""How a cut is chosen for a weight, by target, format, class of M and shape; those searched are in tile_table.py.
 
-The rows of `h200` are what benchmarks/gpu_tune.py found fastest on an H200, with the time it measured. Other
-NVIDIA targets get the same cut without an early start where they cannot (before sm_90): not searched there.
-Where a cut with pieces does not divide a weight, or on another target than sm_90, `plain` takes its place.
-A choice depends on the class of M, never on M, where sums are floating point; integer sums are exact under
-every cut, so that int8 kernels may have rows of their own for M up to 8, and for 1 to 4: those were chosen by the time
-of a whole step, in which kernels overlap. Floats that are sums of whole groups are summed alike by the kernel for
-single rows, so that there are such cuts for them too.
+Other NVIDIA targets get the cuts of an H200 without an early start where they cannot (before sm_90): none was searched
+there. Where a cut with pieces does not divide a weight, or on another target than sm_90, `plain` takes its place.
+A choice depends on the class of M, never on M, where sums are floating point.
 
 docs/gpu_kernels.md says what was tried beside.
 """
@@ -20,299 +16,9 @@ from typing import Any
 
 from qcompile.codegen.gpu_attention import GpuKV
 from qcompile.codegen.gpu_pack import MIX_ROWS
-from qcompile.codegen.triton import DECODE_TOKENS, FEWEST_TOKENS, MULTIPROCESSORS, KernelSpec, Tile
+from qcompile.codegen.tile_table import H200, LIKE
+from qcompile.codegen.triton import DECODE_TOKENS, FEWEST_TOKENS, MULTIPROCESSORS, PLANES, KernelSpec, Tile
 from qcompile.errors import UnsupportedError
-
-# (format, most tokens, N, K): Tile(tokens, rows, slices, splits, unroll, warps, stages, ahead, piece=piece)
-H200: dict[tuple[str, int, int, int], Tile] = {
-    ("mix_4_8", 16, 4096, 4096): Tile(16, 64, 1, 4, 1, 4, 4, 128, piece=128),  # 7.6 us
-    ("mix_4_8", 16, 4096, 14336): Tile(16, 64, 1, 4, 1, 4, 6, 128, piece=128),  # 11.7 us
-    ("mix_4_8", 16, 6144, 4096): Tile(16, 64, 1, 4, 1, 4, 4, 128, piece=128),  # 8.7 us
-    ("mix_4_8", 16, 14336, 4096): Tile(16, 64, 1, 1, 1, 4, 6, 128, piece=128),  # 11.4 us
-    ("mix_4_8", 16, 28672, 4096): Tile(16, 64, 1, 1, 1, 4, 4, 128, piece=128),  # 20.2 us
-    ("mix_4_8", 64, 4096, 4096): Tile(32, 64, 1, 1, 1, 4, 8, piece=128),  # 11.1 us
-    ("mix_4_8", 64, 4096, 14336): Tile(64, 64, 1, 4, 1, 4, 6, piece=128),  # 21.6 us
-    ("mix_4_8", 64, 14336, 4096): Tile(64, 128, 1, 1, 1, 8, 8, piece=128),  # 20.7 us
-    ("mix_4_8", 64, 28672, 4096): Tile(64, 128, 1, 1, 1, 8, 8, piece=128),  # 36.9 us
-    ("mix_4_8", 128, 4096, 4096): Tile(64, 64, 1, 1, 1, 4, 6, piece=128),  # 14.7 us
-    ("mix_4_8", 128, 4096, 14336): Tile(64, 64, 1, 2, 1, 4, 6, piece=128),  # 34.7 us
-    ("mix_4_8", 128, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 32.8 us
-    ("mix_4_8", 128, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 56.0 us
-    ("mix_4_8", 256, 4096, 4096): Tile(64, 128, 1, 1, 1, 8, 8, piece=128),  # 19.0 us
-    ("mix_4_8", 256, 4096, 14336): Tile(64, 128, 1, 1, 1, 8, 8, piece=128),  # 54.7 us
-    ("mix_4_8", 256, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128),  # 54.9 us
-    ("mix_4_8", 256, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 106.5 us
-    ("mix_4_8", 512, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 29.8 us
-    ("mix_4_8", 512, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 85.6 us
-    ("mix_4_8", 512, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 106.7 us
-    ("mix_4_8", 512, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 185.3 us
-    ("mix_4_8", 1024, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 55.2 us
-    ("mix_4_8", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 167.4 us
-    ("mix_4_8", 1024, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 189.5 us
-    ("mix_4_8", 1024, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 370.7 us
-    ("mxfp4", 16, 4096, 4096): Tile(16, 64, 1, 4, 1, 4, 3, 128, piece=128),  # 6.5 us
-    ("mxfp4", 16, 4096, 14336): Tile(16, 64, 1, 4, 1, 4, 4, 128, piece=128),  # 16.5 us
-    ("mxfp4", 16, 6144, 4096): Tile(16, 64, 1, 4, 1, 4, 3, 128, piece=128),  # 9.6 us
-    ("mxfp4", 16, 14336, 4096): Tile(16, 64, 1, 1, 4, 4, 1, 128, piece=32),  # 17.6 us
-    ("mxfp4", 16, 28672, 4096): Tile(16, 64, 1, 1, 4, 4, 1, 128, piece=32),  # 30.5 us
-    ("mxfp4", 64, 4096, 4096): Tile(64, 64, 1, 4, 1, 4, 3, 128, piece=128),  # 9.2 us
-    ("mxfp4", 64, 4096, 14336): Tile(64, 64, 1, 4, 1, 4, 3, 128, piece=128),  # 22.1 us
-    ("mxfp4", 64, 14336, 4096): Tile(64, 64, 1, 1, 1, 4, 3, 128, piece=128),  # 21.7 us
-    ("mxfp4", 64, 28672, 4096): Tile(64, 128, 1, 1, 2, 8, 1, piece=32),  # 40.7 us
-    ("mxfp4", 128, 4096, 4096): Tile(64, 64, 1, 2, 1, 4, 4, 128, piece=128),  # 13.0 us
-    ("mxfp4", 128, 4096, 14336): Tile(128, 64, 1, 4, 2, 4, 1, piece=32),  # 31.9 us
-    ("mxfp4", 128, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 3, 0),  # 28.9 us
-    ("mxfp4", 128, 28672, 4096): Tile(128, 256, 1, 1, 2, 8, 1, piece=32),  # 54.9 us
-    ("mxfp4", 256, 4096, 4096): Tile(128, 64, 1, 1, 4, 4, 1, 128, piece=32),  # 17.4 us
-    ("mxfp4", 256, 4096, 14336): Tile(256, 128, 1, 4, 2, 8, 1, 128, piece=16),  # 49.5 us
-    ("mxfp4", 256, 14336, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 44.8 us
-    ("mxfp4", 256, 28672, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 90.0 us
-    ("mxfp4", 512, 4096, 4096): Tile(256, 64, 1, 1, 2, 4, 1, 128, piece=16),  # 27.8 us
-    ("mxfp4", 512, 4096, 14336): Tile(256, 128, 1, 2, 2, 8, 1, 128, piece=16),  # 89.6 us
-    ("mxfp4", 512, 14336, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 89.8 us
-    ("mxfp4", 512, 28672, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16, lasting=True),  # 188.5 us
-    ("mxfp4", 1024, 4096, 4096): Tile(256, 128, 1, 1, 2, 8, 1, 128, piece=16),  # 43.9 us
-    ("mxfp4", 1024, 4096, 14336): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 150.7 us
-    ("mxfp4", 1024, 14336, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16, lasting=True),  # 175.8 us
-    ("mxfp4", 1024, 28672, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 317.0 us
-    ("mxfp4", 2048, 4096, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 96.0 us
-    ("mxfp4", 2048, 4096, 14336): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 358.0 us
-    ("mxfp4", 2048, 14336, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 357.6 us
-    ("mxfp4", 2048, 28672, 4096): Tile(256, 128, 1, 1, 2, 8, 1, piece=16),  # 693.5 us
-    ("mxfp4_a8", 1, 4096, 4096): Tile(1, 8, 4, 1, 1, 4, 7, 128),  # 4.1 us
-    ("mxfp4_a8", 1, 4096, 14336): Tile(16, 64, 1, 4, 1, 4, 4, 128, piece=128),
-    ("mxfp4_a8", 1, 14336, 4096): Tile(1, 8, 1, 1, 1, 1, 5, 128),  # 10.7 us
-    ("mxfp4_a8", 1, 28672, 4096): Tile(1, 16, 1, 1, 1, 1, 2, 128),  # 18.7 us
-    ("mxfp4_a8", 16, 4096, 4096): Tile(16, 64, 1, 4, 1, 4, 4, 128, piece=128),  # 6.6 us
-    ("mxfp4_a8", 16, 4096, 14336): Tile(16, 64, 1, 4, 1, 4, 4, 128, piece=128),  # 15.9 us
-    ("mxfp4_a8", 16, 14336, 4096): Tile(16, 64, 1, 1, 1, 4, 4, 128, piece=128),  # 16.4 us
-    ("mxfp4_a8", 16, 28672, 4096): Tile(16, 64, 1, 1, 1, 4, 6, 128, piece=128),  # 31.1 us
-    ("mxfp4_a8", 64, 4096, 4096): Tile(64, 64, 1, 4, 1, 4, 8, piece=128),  # 11.4 us
-    ("mxfp4_a8", 64, 4096, 14336): Tile(64, 128, 1, 4, 1, 8, 8, piece=128),  # 23.9 us
-    ("mxfp4_a8", 64, 14336, 4096): Tile(64, 64, 1, 1, 1, 4, 8, piece=128),  # 24.6 us
-    ("mxfp4_a8", 64, 28672, 4096): Tile(64, 64, 1, 1, 1, 4, 8, piece=128),  # 47.3 us
-    ("mxfp4_a8", 128, 4096, 4096): Tile(128, 64, 1, 2, 1, 4, 4, piece=128, halves=True),  # 15.1 us
-    ("mxfp4_a8", 128, 4096, 14336): Tile(128, 64, 1, 2, 1, 4, 4, piece=128, halves=True),  # 37.4 us
-    ("mxfp4_a8", 128, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 30.1 us
-    ("mxfp4_a8", 128, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 58.0 us
-    ("mxfp4_a8", 256, 4096, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 19.9 us
-    ("mxfp4_a8", 256, 4096, 14336): Tile(128, 64, 1, 2, 1, 4, 4, piece=128, halves=True),  # 59.5 us
-    ("mxfp4_a8", 256, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 57.9 us
-    ("mxfp4_a8", 256, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 101.7 us
-    ("mxfp4_a8", 512, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 28.5 us
-    ("mxfp4_a8", 512, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 86.5 us
-    ("mxfp4_a8", 512, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 101.7 us
-    ("mxfp4_a8", 512, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 195.6 us
-    ("mxfp4_a8", 1024, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 55.1 us
-    ("mxfp4_a8", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 169.2 us
-    ("mxfp4_a8", 1024, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 195.8 us
-    ("mxfp4_a8", 1024, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 387.3 us
-    ("nested_8_4", 1, 4096, 4096): Tile(1, 8, 4, 1, 1, 2, 7, 128),  # 4.7 us
-    ("nested_8_4", 1, 4096, 14336): Tile(16, 64, 1, 4, 1, 4, 8, 128, piece=128),
-    ("nested_8_4", 1, 6144, 4096): Tile(1, 8, 4, 1, 1, 2, 5, 128),  # 6.4 us
-    ("nested_8_4", 1, 14336, 4096): Tile(16, 64, 1, 1, 1, 4, 8, 128, piece=128),  # 16.1 us
-    ("nested_8_4", 1, 28672, 4096): Tile(1, 16, 1, 1, 1, 2, 3, 128),  # 29.5 us
-    ("nested_8_4", 16, 4096, 4096): Tile(16, 128, 1, 4, 1, 8, 4, 128, piece=128),  # 7.4 us
-    ("nested_8_4", 16, 4096, 14336): Tile(16, 64, 1, 4, 1, 4, 8, 128, piece=128),  # 16.8 us
-    ("nested_8_4", 16, 6144, 4096): Tile(16, 64, 1, 4, 1, 4, 4, 128, piece=128),  # 8.9 us
-    ("nested_8_4", 16, 14336, 4096): Tile(16, 64, 1, 1, 1, 4, 8, 128, piece=128),  # 16.1 us
-    ("nested_8_4", 16, 28672, 4096): Tile(16, 64, 1, 1, 1, 4, 8, 128, piece=128),  # 31.8 us
-    ("nested_8_4", 64, 4096, 4096): Tile(64, 64, 1, 2, 1, 4, 6, 128, piece=128),  # 10.6 us
-    ("nested_8_4", 64, 4096, 14336): Tile(64, 128, 1, 4, 1, 8, 6, 128, piece=128),  # 22.3 us
-    ("nested_8_4", 64, 14336, 4096): Tile(64, 128, 1, 1, 1, 8, 6, 128, piece=128),  # 20.2 us
-    ("nested_8_4", 64, 28672, 4096): Tile(64, 128, 1, 1, 1, 8, 4, 128, piece=128),  # 39.4 us
-    ("nested_8_4", 128, 4096, 4096): Tile(64, 64, 1, 2, 1, 4, 6, 128, piece=128),  # 13.4 us
-    ("nested_8_4", 128, 4096, 14336): Tile(128, 64, 1, 4, 1, 4, 4, 128, piece=128),  # 32.5 us
-    ("nested_8_4", 128, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 4, 128, piece=128),  # 28.0 us
-    ("nested_8_4", 128, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 4, 128, piece=128),  # 55.3 us
-    ("nested_8_4", 256, 4096, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 17.9 us
-    ("nested_8_4", 256, 4096, 14336): Tile(128, 128, 1, 2, 1, 8, 4, piece=128),  # 43.1 us
-    ("nested_8_4", 256, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 47.6 us
-    ("nested_8_4", 256, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 89.0 us
-    ("nested_8_4", 512, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 4, piece=128),  # 24.7 us
-    ("nested_8_4", 512, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True),  # 74.0 us
-    ("nested_8_4", 512, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 85.1 us
-    ("nested_8_4", 512, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 4, piece=128, lasting=True),  # 156.4 us
-    ("nested_8_4", 1024, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 4, piece=128, lasting=True),  # 47.7 us
-    ("nested_8_4", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 4, piece=128),  # 146.0 us
-    ("nested_8_4", 1024, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 4, piece=128, lasting=True),  # 155.8 us
-    ("nested_8_4", 1024, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 311.4 us
-    ("qoq_channel", 1, 4096, 4096): Tile(1, 8, 1, 1, 32, 4, 1, 128),
-    ("qoq_channel", 1, 4096, 14336): Tile(1, 8, 1, 1, 16, 2, 2, 128),
-    ("qoq_channel", 1, 6144, 4096): Tile(1, 8, 1, 1, 8, 2, 3, 128),
-    ("qoq_channel", 1, 28672, 4096): Tile(1, 8, 1, 1, 8, 2, 3, 128),
-    ("qoq_channel", 2, 4096, 4096): Tile(2, 8, 1, 1, 16, 2, 2, 128),
-    ("qoq_channel", 3, 4096, 4096): Tile(3, 8, 1, 1, 16, 2, 2, 128),
-    ("qoq_channel", 3, 14336, 4096): Tile(16, 128, 1, 1, 1, 8, 8, 128, piece=128),  # 9.2 us
-    ("qoq_channel", 3, 28672, 4096): Tile(16, 64, 1, 1, 1, 4, 4, 128, piece=128),  # 15.9 us
-    ("qoq_channel", 16, 4096, 4096): Tile(16, 64, 1, 4, 1, 4, 4, 128, piece=128),  # 5.3 us
-    ("qoq_channel", 16, 4096, 14336): Tile(16, 64, 1, 8, 1, 4, 3, 128, piece=128),  # 10.0 us
-    ("qoq_channel", 16, 6144, 4096): Tile(16, 64, 1, 4, 1, 4, 4, 128, piece=128),  # 6.4 us
-    ("qoq_channel", 16, 14336, 4096): Tile(16, 128, 1, 1, 1, 8, 8, 128, piece=128),  # 9.3 us
-    ("qoq_channel", 16, 28672, 4096): Tile(16, 64, 1, 1, 1, 4, 4, 128, piece=128),  # 16.4 us
-    ("qoq_channel", 64, 4096, 4096): Tile(32, 64, 1, 1, 2, 4, 4, 4096),  # 7.1 us
-    ("qoq_channel", 64, 4096, 14336): Tile(64, 64, 1, 4, 1, 4, 6, 128, piece=128),  # 13.5 us
-    ("qoq_channel", 64, 14336, 4096): Tile(64, 64, 1, 1, 1, 4, 6, 128, piece=128),  # 10.7 us
-    ("qoq_channel", 64, 28672, 4096): Tile(64, 64, 1, 1, 1, 4, 4, 0),  # 20.1 us
-    ("qoq_channel", 128, 4096, 4096): Tile(64, 64, 1, 1, 1, 4, 5, 4096),  # 9.1 us
-    ("qoq_channel", 128, 4096, 14336): Tile(64, 64, 1, 2, 1, 4, 6, 128, piece=128),  # 20.3 us
-    ("qoq_channel", 128, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, 128, piece=128),  # 14.5 us
-    ("qoq_channel", 128, 28672, 4096): Tile(128, 128, 1, 1, 1, 4, 4, 4096),  # 27.0 us
-    ("qoq_channel", 256, 4096, 4096): Tile(64, 128, 1, 1, 1, 8, 6, 128, piece=128),  # 10.4 us
-    ("qoq_channel", 256, 4096, 14336): Tile(64, 128, 1, 1, 1, 8, 6, 128, piece=128),  # 29.0 us
-    ("qoq_channel", 256, 6144, 4096): Tile(128, 64, 1, 1, 1, 4, 4, piece=128),  # 15.2 us
-    ("qoq_channel", 256, 14336, 4096): Tile(256, 64, 1, 1, 1, 4, 3, 4096),  # 26.1 us
-    ("qoq_channel", 256, 28672, 4096): Tile(256, 64, 1, 1, 1, 4, 3, 4096),  # 51.7 us
-    ("qoq_channel", 512, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 4, 128, piece=128),  # 14.2 us
-    ("qoq_channel", 512, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, 128, piece=128),  # 40.6 us
-    ("qoq_channel", 512, 6144, 4096): Tile(128, 64, 1, 1, 1, 4, 3),  # 22.0 us
-    ("qoq_channel", 512, 14336, 4096): Tile(256, 64, 1, 1, 1, 4, 3, 16384),  # 51.0 us
-    ("qoq_channel", 512, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 4, 128, piece=128),  # 98.7 us
-    ("qoq_channel", 1024, 4096, 4096): Tile(256, 64, 1, 1, 1, 4, 3, 16384),  # 26.0 us
-    ("qoq_channel", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 4, 4, 0),  # 81.1 us
-    ("qoq_channel", 1024, 14336, 4096): Tile(128, 128, 1, 1, 1, 4, 5, 16384),  # 97.4 us
-    ("qoq_channel", 1024, 28672, 4096): Tile(128, 128, 1, 1, 1, 4, 5, 0),  # 177.1 us
-    ("qoq_g128", 1, 4096, 4096): Tile(1, 8, 1, 1, 32, 4, 1, 128),
-    ("qoq_g128", 1, 4096, 14336): Tile(1, 8, 1, 1, 16, 2, 3, 128),
-    ("qoq_g128", 1, 6144, 4096): Tile(1, 8, 1, 1, 8, 2, 3, 128),
-    ("qoq_g128", 1, 28672, 4096): Tile(1, 8, 1, 1, 8, 2, 3, 128),
-    ("qoq_g128", 2, 4096, 4096): Tile(2, 8, 1, 1, 16, 2, 2, 128),
-    ("qoq_g128", 2, 4096, 14336): Tile(2, 8, 1, 1, 16, 4, 3, 128),
-    ("qoq_g128", 3, 4096, 4096): Tile(3, 8, 1, 1, 16, 2, 2, 128),
-    ("qoq_g128", 3, 4096, 14336): Tile(3, 8, 1, 1, 8, 2, 3, 128),
-    ("qoq_g128", 3, 28672, 4096): Tile(3, 8, 1, 1, 16, 2, 2, 128),
-    ("qoq_g128", 16, 4096, 4096): Tile(16, 64, 1, 8, 2, 4, 3, 128, piece=128),  # 5.7 us
-    ("qoq_g128", 16, 4096, 14336): Tile(16, 64, 1, 8, 2, 4, 4, 128, piece=128),  # 10.6 us
-    ("qoq_g128", 16, 6144, 4096): Tile(16, 64, 1, 4, 2, 4, 4, 128, piece=128),  # 6.9 us
-    ("qoq_g128", 16, 14336, 4096): Tile(16, 64, 1, 1, 2, 4, 4, 4096),  # 11.1 us
-    ("qoq_g128", 16, 28672, 4096): Tile(16, 64, 1, 1, 2, 4, 8, 128, piece=128),  # 17.5 us
-    ("qoq_g128", 64, 2048, 4096): Tile(32, 64, 1, 4, 2, 4, 4, 128, piece=128),  # 6.5 us
-    ("qoq_g128", 64, 4096, 4096): Tile(32, 64, 1, 2, 2, 4, 4, 128, piece=128),  # 8.4 us
-    ("qoq_g128", 64, 4096, 14336): Tile(64, 64, 1, 4, 2, 4, 4, 128, piece=128),  # 14.5 us
-    ("qoq_g128", 64, 5120, 2048): Tile(32, 64, 1, 1, 2, 4, 4, 128, piece=128),  # 6.0 us
-    ("qoq_g128", 64, 6144, 4096): Tile(64, 64, 1, 2, 2, 4, 6, 128, piece=128),  # 11.1 us
-    ("qoq_g128", 64, 14336, 4096): Tile(64, 64, 1, 1, 2, 4, 4, 128, piece=128),  # 12.4 us
-    ("qoq_g128", 64, 28672, 4096): Tile(64, 128, 1, 1, 2, 4, 3, 4096),  # 22.6 us
-    ("qoq_g128", 128, 4096, 4096): Tile(64, 64, 1, 1, 2, 4, 4, 4096),  # 10.5 us
-    ("qoq_g128", 128, 4096, 14336): Tile(128, 64, 1, 4, 2, 4, 4, 128, piece=128),  # 21.7 us
-    ("qoq_g128", 128, 14336, 4096): Tile(128, 128, 1, 1, 2, 8, 4, 128, piece=128),  # 15.7 us
-    ("qoq_g128", 128, 28672, 4096): Tile(128, 64, 1, 1, 2, 4, 4, 128, piece=128),  # 31.8 us
-    ("qoq_g128", 256, 4096, 4096): Tile(64, 128, 1, 1, 2, 8, 6, 128, piece=128),  # 12.3 us
-    ("qoq_g128", 256, 4096, 14336): Tile(128, 128, 1, 2, 2, 8, 6, 128, piece=128),  # 33.6 us
-    ("qoq_g128", 256, 6144, 4096): Tile(128, 128, 1, 1, 2, 8, 4, 128, piece=128),  # 15.2 us
-    ("qoq_g128", 256, 14336, 4096): Tile(128, 128, 1, 1, 2, 8, 4, 128, piece=128),  # 30.6 us
-    ("qoq_g128", 256, 28672, 4096): Tile(128, 128, 1, 1, 2, 8, 4, 128, piece=128),  # 61.0 us
-    ("qoq_g128", 512, 4096, 4096): Tile(128, 128, 1, 1, 2, 8, 4, 128, piece=128),  # 15.3 us
-    ("qoq_g128", 512, 4096, 14336): Tile(128, 128, 1, 1, 2, 8, 6, 128, piece=128),  # 45.8 us
-    ("qoq_g128", 512, 14336, 4096): Tile(128, 128, 1, 1, 2, 8, 4, 128, piece=128),  # 60.5 us
-    ("qoq_g128", 512, 28672, 4096): Tile(128, 128, 1, 1, 2, 8, 4, 128, piece=128),  # 106.7 us
-    ("qoq_g128", 1024, 4096, 4096): Tile(128, 128, 1, 1, 2, 8, 4, 128, piece=128),  # 30.3 us
-    ("qoq_g128", 1024, 4096, 14336): Tile(128, 128, 1, 1, 2, 8, 6, 128, piece=128),  # 91.3 us
-    ("qoq_g128", 1024, 14336, 4096): Tile(128, 128, 1, 1, 2, 8, 6, piece=128),  # 108.1 us
-    ("qoq_g128", 1024, 28672, 4096): Tile(128, 128, 1, 1, 2, 8, 4, piece=128),  # 213.5 us
-    ("w4_asym_g128", 16, 4096, 4096): Tile(16, 64, 1, 4, 1, 4, 3, 128, piece=128),  # 6.3 us
-    ("w4_asym_g128", 16, 4096, 14336): Tile(16, 64, 1, 4, 1, 4, 3, 128, piece=128),  # 13.1 us
-    ("w4_asym_g128", 16, 6144, 4096): Tile(16, 64, 1, 4, 1, 4, 3, 128, piece=128),  # 8.1 us
-    ("w4_asym_g128", 16, 14336, 4096): Tile(16, 64, 1, 1, 1, 4, 3, 128, piece=128),  # 12.9 us
-    ("w4_asym_g128", 16, 28672, 4096): Tile(16, 64, 1, 1, 1, 4, 3, 128, piece=128),  # 22.5 us
-    ("w4_asym_g128", 64, 4096, 4096): Tile(64, 64, 1, 4, 1, 4, 2, 128, piece=128),  # 8.7 us
-    ("w4_asym_g128", 64, 4096, 14336): Tile(64, 128, 1, 4, 1, 8, 3, 128, piece=128),  # 18.6 us
-    ("w4_asym_g128", 64, 14336, 4096): Tile(64, 64, 1, 1, 1, 4, 2, 128, piece=128),  # 17.6 us
-    ("w4_asym_g128", 64, 28672, 4096): Tile(64, 128, 1, 1, 1, 8, 1, piece=32),  # 33.8 us
-    ("w4_asym_g128", 128, 4096, 4096): Tile(64, 64, 1, 1, 2, 4, 1, piece=32),  # 12.7 us
-    ("w4_asym_g128", 128, 4096, 14336): Tile(128, 128, 1, 4, 1, 8, 2, 128, piece=128),  # 29.6 us
-    ("w4_asym_g128", 128, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 1, piece=32),  # 28.0 us
-    ("w4_asym_g128", 128, 28672, 4096): Tile(128, 256, 1, 1, 1, 8, 1, piece=32),  # 51.8 us
-    ("w4_asym_g128", 256, 4096, 4096): Tile(128, 64, 1, 1, 2, 4, 1, 128, piece=32),  # 15.7 us
-    ("w4_asym_g128", 256, 4096, 14336): Tile(256, 128, 1, 4, 1, 8, 1, 128, piece=16),  # 50.1 us
-    ("w4_asym_g128", 256, 14336, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 44.2 us
-    ("w4_asym_g128", 256, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 88.8 us
-    ("w4_asym_g128", 512, 4096, 4096): Tile(128, 128, 1, 1, 2, 8, 1, 128, piece=16),  # 25.8 us
-    ("w4_asym_g128", 512, 4096, 14336): Tile(256, 128, 1, 2, 1, 8, 1, 128, piece=16),  # 89.7 us
-    ("w4_asym_g128", 512, 14336, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 88.9 us
-    ("w4_asym_g128", 512, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16, lasting=True),  # 190.7 us
-    ("w4_asym_g128", 1024, 4096, 4096): Tile(256, 128, 1, 1, 1, 8, 1, 128, piece=16),  # 45.8 us
-    ("w4_asym_g128", 1024, 4096, 14336): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 150.8 us
-    ("w4_asym_g128", 1024, 14336, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16, lasting=True),  # 177.7 us
-    ("w4_asym_g128", 1024, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 314.1 us
-    ("w4_asym_g128", 2048, 4096, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 98.8 us
-    ("w4_asym_g128", 2048, 4096, 14336): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 365.3 us
-    ("w4_asym_g128", 2048, 14336, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 359.3 us
-    ("w4_asym_g128", 2048, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 1, piece=16),  # 731.3 us
-    ("w4_asym_g128_a8", 64, 4096, 4096): Tile(64, 64, 1, 4, 1, 4, 2, 128, piece=128),  # 7.7 us
-    ("w4_asym_g128_a8", 64, 4096, 14336): Tile(64, 64, 1, 4, 1, 4, 2, 128, piece=128),  # 16.8 us
-    ("w4_asym_g128_a8", 64, 14336, 4096): Tile(64, 64, 1, 1, 1, 4, 3, 128, piece=128),  # 15.1 us
-    ("w4_asym_g128_a8", 64, 28672, 4096): Tile(64, 64, 1, 1, 1, 4, 3, 128, piece=128),  # 29.8 us
-    ("w4_asym_g128_int8", 1, 4096, 4096): Tile(1, 8, 4, 1, 1, 2, 8, 128),  # 2.5 us
-    ("w4_asym_g128_int8", 1, 4096, 14336): Tile(16, 128, 1, 4, 1, 8, 6, 128, piece=128),
-    ("w4_asym_g128_int8", 1, 6144, 4096): Tile(1, 8, 4, 1, 1, 2, 8, 128),  # 3.8 us
-    ("w4_asym_g128_int8", 1, 28672, 4096): Tile(1, 16, 1, 1, 1, 1, 6, 128),  # 15.4 us
-    ("w4_asym_g128_int8", 16, 4096, 4096): Tile(16, 128, 1, 4, 1, 8, 4, 128, piece=128),  # 5.4 us
-    ("w4_asym_g128_int8", 16, 4096, 14336): Tile(16, 128, 1, 4, 1, 8, 6, 128, piece=128),  # 11.0 us
-    ("w4_asym_g128_int8", 16, 6144, 4096): Tile(16, 64, 1, 4, 1, 4, 3, 128, piece=128),  # 6.6 us
-    ("w4_asym_g128_int8", 16, 14336, 4096): Tile(16, 128, 1, 1, 1, 8, 6, 128, piece=128),  # 10.8 us
-    ("w4_asym_g128_int8", 16, 28672, 4096): Tile(16, 64, 1, 1, 1, 4, 4, 128, piece=128),  # 18.2 us
-    ("w4_asym_g128_int8", 64, 4096, 4096): Tile(32, 64, 1, 2, 1, 4, 8, 128, piece=128),  # 9.8 us
-    ("w4_asym_g128_int8", 64, 4096, 14336): Tile(64, 128, 1, 4, 1, 8, 6, 128, piece=128),  # 18.8 us
-    ("w4_asym_g128_int8", 64, 14336, 4096): Tile(64, 128, 1, 1, 1, 8, 6, 128, piece=128),  # 17.0 us
-    ("w4_asym_g128_int8", 64, 28672, 4096): Tile(64, 128, 1, 1, 2, 4, 3, 0),  # 32.0 us
-    ("w4_asym_g128_int8", 128, 4096, 4096): Tile(64, 64, 1, 2, 1, 4, 6, 128, piece=128),  # 12.9 us
-    ("w4_asym_g128_int8", 128, 4096, 14336): Tile(128, 128, 1, 4, 1, 8, 4, 128, piece=128),  # 27.1 us
-    ("w4_asym_g128_int8", 128, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 4, 128, piece=128),  # 25.9 us
-    ("w4_asym_g128_int8", 128, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 4, 128, piece=128),  # 52.4 us
-    ("w4_asym_g128_int8", 256, 4096, 4096): Tile(64, 128, 1, 1, 1, 8, 6, piece=128),  # 18.3 us
-    ("w4_asym_g128_int8", 256, 4096, 14336): Tile(128, 128, 1, 2, 1, 8, 6, piece=128),  # 45.5 us
-    ("w4_asym_g128_int8", 256, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 49.4 us
-    ("w4_asym_g128_int8", 256, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 94.9 us
-    ("w4_asym_g128_int8", 512, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128),  # 26.1 us
-    ("w4_asym_g128_int8", 512, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, piece=128),  # 78.9 us
-    ("w4_asym_g128_int8", 512, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 93.8 us
-    ("w4_asym_g128_int8", 512, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 163.3 us
-    ("w4_asym_g128_int8", 1024, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 48.4 us
-    ("w4_asym_g128_int8", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 153.5 us
-    ("w4_asym_g128_int8", 1024, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 161.9 us
-    ("w4_asym_g128_int8", 1024, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, piece=128, lasting=True),  # 319.2 us
-    ("w8_sym_channel", 1, 4096, 14336): Tile(1, 32, 1, 1, 16, 16, 1, 128),  # 13.8 us
-    ("w8_sym_channel", 1, 128256, 4096): Tile(1, 8, 1, 1, 8, 2, 2, 128),
-    ("w8_sym_channel", 2, 128256, 4096): Tile(2, 8, 1, 1, 8, 2, 2, 128),
-    ("w8_sym_channel", 3, 4096, 4096): Tile(3, 8, 1, 1, 8, 2, 2, 128),
-    ("w8_sym_channel", 3, 14336, 4096): Tile(16, 128, 1, 1, 1, 8, 6, 0),  # 15.9 us
-    ("w8_sym_channel", 3, 28672, 4096): Tile(16, 128, 1, 1, 1, 8, 4, 0),  # 29.7 us
-    ("w8_sym_channel", 3, 128256, 4096): Tile(3, 8, 1, 1, 8, 2, 2, 128),
-    ("w8_sym_channel", 16, 4096, 4096): Tile(16, 32, 4, 1, 1, 4, 6, 16384),  # 6.1 us
-    ("w8_sym_channel", 16, 4096, 14336): Tile(16, 32, 4, 1, 2, 4, 4, 16384),  # 16.0 us
-    ("w8_sym_channel", 16, 6144, 4096): Tile(16, 64, 1, 1, 1, 4, 8, 128, piece=128),  # 8.6 us
-    ("w8_sym_channel", 16, 14336, 4096): Tile(16, 64, 1, 1, 1, 4, 8, 128, piece=128),  # 15.4 us
-    ("w8_sym_channel", 16, 28672, 4096): Tile(16, 64, 1, 1, 2, 4, 4, 16384),  # 29.6 us
-    ("w8_sym_channel", 16, 128256, 4096): Tile(16, 64, 1, 1, 1, 4, 4, 128, piece=128),  # 120.1 us
-    ("w8_sym_channel", 64, 4096, 4096): Tile(32, 64, 1, 1, 2, 4, 5, 16384),  # 6.9 us
-    ("w8_sym_channel", 64, 4096, 14336): Tile(32, 64, 1, 1, 4, 4, 4, 16384),  # 18.7 us
-    ("w8_sym_channel", 64, 6144, 4096): Tile(64, 64, 1, 1, 1, 4, 6, 128, piece=128),  # 9.7 us
-    ("w8_sym_channel", 64, 14336, 4096): Tile(64, 64, 1, 1, 1, 4, 5, 4096),  # 17.0 us
-    ("w8_sym_channel", 64, 28672, 4096): Tile(64, 64, 1, 1, 1, 4, 5, 4096),  # 32.2 us
-    ("w8_sym_channel", 128, 4096, 4096): Tile(64, 64, 1, 1, 1, 4, 5, 16384),  # 8.9 us
-    ("w8_sym_channel", 128, 4096, 14336): Tile(64, 128, 1, 2, 1, 8, 5, 128, piece=128),  # 24.6 us
-    ("w8_sym_channel", 128, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, 128, piece=128),  # 19.2 us
-    ("w8_sym_channel", 128, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 3, 0),  # 36.7 us
-    ("w8_sym_channel", 256, 4096, 4096): Tile(64, 64, 1, 1, 1, 4, 5, 16384),  # 10.7 us
-    ("w8_sym_channel", 256, 4096, 14336): Tile(64, 64, 1, 1, 1, 4, 5, 4096),  # 32.6 us
-    ("w8_sym_channel", 256, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 3, 0),  # 28.2 us
-    ("w8_sym_channel", 256, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 3, 0),  # 54.9 us
-    ("w8_sym_channel", 1024, 4096, 4096): Tile(128, 128, 1, 1, 1, 4, 3, 0),  # 25.0 us
-    ("w8_sym_channel", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 3, 0),  # 79.3 us
-    ("w8_sym_channel", 1024, 14336, 4096): Tile(128, 128, 1, 1, 1, 4, 3, 0),  # 100.8 us
-    ("w8_sym_channel", 1024, 28672, 4096): Tile(128, 128, 1, 1, 1, 4, 3, 0),  # 186.5 us
-}
-LIKE: dict[str, tuple[str, ...]] = {
-    "w4_asym_g128_int8": ("nested_8_4", "qoq_g128"),
-    "w4_asym_g128_a8": ("w4_asym_g128",),
-    "nested_8_4": ("qoq_g128",),
-    "mix_4_8": ("nested_8_4", "qoq_g128"),
-    "mxfp4": ("mxfp4_a8", "qoq_g128"),
-    "mxfp4_a8": ("qoq_g128",),
-    "bf16": ("w8_sym_channel",),
-}
-"""Packings not searched (for some classes), and those whose cuts they take: about as many bytes a step."""
 
 INTEGERS = ("qoq_channel", "qoq_g128", "w8_sym_channel")
 """Formats whose sums are integers."""
@@ -408,12 +114,38 @@ def in_one_order(format: str, n: int, k: int, tokens: int, capability: int = 90)
         if alone and KernelSpec(format, n, k, alone, width=n).starts != starts:
             alone = None
         return alone or in_one_order(format, n, k, DECODE_TOKENS, capability)
+    turning = _in_turns(format, n, k, tokens, parts) if parts > 1 and capability == 90 else None
+    if turning is not None and KernelSpec(format, n, k, turning, width=n).starts == starts:
+        return turning
     rows = tile.rows if tile.rows % 64 == 0 and decode.rows % 64 == 0 else 64 if n % 64 == 0 else 32
     for cut, unroll in itertools.product((tile, plain(format, tile)), sorted({tile.unroll, least}, reverse=True)):
         same = fitted(format, n, k, replace(cut, rows=rows, slices=1, splits=parts, unroll=unroll), capability)
         if same is not None and KernelSpec(format, n, k, same, width=n).starts == starts:
             return same
     raise UnsupportedError(f"weight [{n}, {k}] in {format} has no cut for {tokens} rows into {parts} parts")
+
+
+def _in_turns(format: str, n: int, k: int, tokens: int, parts: int) -> Tile | None:
+    """A tile whose programs sum `parts` one after the other, for a class of up to `tokens` rows (a step has up to 512).
+
+    None where programs that sum them apart are faster: few rows, or too few of its programs for the multiprocessors.
+    Found on an H200 with weights of 4096 by 4096 and 3584 by 18944 (docs/gpu_kernels.md).
+    """
+    if format == "bf16":
+        tile = Tile(64, 64, stages=4) if tokens <= 128 else Tile(64, 128, warps=8, stages=4)
+    elif format in PLANES:
+        few = Tile(64, 64, stages=3, ahead=128) if tokens <= 128 else Tile(64, 128, warps=8, stages=3, ahead=128)
+        tile = few if tokens <= 256 else Tile(128, 128, warps=8, stages=2, ahead=128)
+    else:
+        tile = Tile(64, 128, warps=8, stages=6) if tokens <= 256 else Tile(128, 128, warps=8, stages=6, halves=True)
+    programs = n // tile.rows * (min(tokens, 512) // tile.tokens)
+    few_rows = tokens <= 128 and format not in ("bf16", "w4_asym_g128")
+    if few_rows or tokens <= DECODE_TOKENS or programs < 100:
+        return None
+    # Of many inputs what programs lose by tiles of 64 tokens is more than what sums of parts cost.
+    if k > 2 * n and tile.tokens == 64 and not (format == "mix_4_8" and tokens == 256):
+        return None
+    return fitted(format, n, k, replace(tile, turns=parts, piece=0 if format == "bf16" else 128), 90)
 
 
 def plain(format: str, tile: Tile) -> Tile:

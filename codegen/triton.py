@@ -34,7 +34,8 @@ FEWEST_TOKENS = 16
 class Tile:
     """How a kernel is cut up: one program does `tokens` x `rows` outputs over 1/splits of the inputs.
 
-    `slices` parts of K are summed side by side by warps of one program, `splits` by programs apart; `unroll`
+    `slices` parts of K are summed side by side by warps of one program, `splits` by programs apart, `turns` (of floats,
+    for many rows) one after the other by one program, which adds the sums as `splits` are added; `unroll`
     blocks of inputs are taken a step; `stages` steps are in flight. With `joined` two planes of a block go into one
     instruction of the tensor cores (wgmma of sm_90; elsewhere it costs registers). With `ahead` (sm_90 on) a kernel
     starts while the one before it ends, fetches so many bytes of each 32 rows (a power of two) into L2, and
@@ -65,7 +66,8 @@ class Tile:
     ahead: int = 0
     joined: bool = True
     piece: int = 0
-    halves: bool = field(default=False, repr=False)  # sources without it stay as they were
+    turns: int = field(default=1, repr=False)  # sources without these stay as they were
+    halves: bool = field(default=False, repr=False)
     lasting: bool = field(default=False, repr=False)
 
 
@@ -162,6 +164,8 @@ class KernelSpec:
         held = self.part > 0 or (self.single and not self.float_sum)  # of one step not all blocks need be there
         if not even or not held or self.n % rows or not whole:
             raise UnsupportedError(f"weight [{self.n}, {self.k}] in {self.format} does not divide into {self.tile}")
+        if self.tile.turns > 1 and not self._takes_turns():
+            raise UnsupportedError(f"{self.format} is not summed in {self.tile.turns} turns by {self.tile}")
         if self.single and not self._taken_alone():
             raise UnsupportedError(f"{self.format} is not summed by {self.tile}: rows are taken whole, by one program")
         if self.peaks and not (self.gated and self.tells):
@@ -199,6 +203,12 @@ class KernelSpec:
         if self.tile.splits > 1 or self.format not in ALONE:
             return False
         return self.tile.unroll == 1 if self.float_sum else self.tile.slices == 1
+
+    def _takes_turns(self) -> bool:
+        """Whether programs of such a tile sum parts one after the other."""
+        plain = not self.tile.piece and not self.mixed and self.format != "mxfp4_a8"
+        alone = self.tile.splits == self.tile.slices == 1 and not self.single and not self.experts
+        return self.float_sum and alone and (plain or self.apart)
 
     def _overlaps(self) -> bool:
         """Whether the kernel that unpacks in pieces has such a tile."""
@@ -280,7 +290,7 @@ class KernelSpec:
     @property
     def parts(self) -> int:
         """Parts of the inputs that are summed apart."""
-        return self.tile.slices * self.tile.splits
+        return self.tile.slices * self.tile.splits * self.tile.turns
 
     @property
     def unit(self) -> int:
