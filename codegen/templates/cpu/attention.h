@@ -23,7 +23,10 @@ constexpr bool on_tiles(KvFormat f) { return f == kKv16 || f == kKv8 || f == kKv
 constexpr int kTileRows = kVectorRows;
 constexpr bool on_tiles(KvFormat) { return false; }
 #endif
-constexpr int tile_height(KvFormat f) { return on_tiles(f) ? kTileRows : kVectorRows; }
+// Tiles are worth filling with a page where so many heads share it: of fewer, rows of a single token take longer.
+constexpr int least_group(KvFormat f) { return f == kKv4 ? 2 : 4; }
+constexpr bool tiles_pay(KvFormat f, int group) { return on_tiles(f) && group >= least_group(f); }
+constexpr int tile_height(KvFormat f, int group) { return tiles_pay(f, group) ? kTileRows : kVectorRows; }
 
 struct AttentionArgs {
   const float* q;            // [tokens][q_stride], this layer's heads from column q_offset
@@ -54,6 +57,7 @@ struct AttentionScratch {    // one thread's working set
   float split_scale[kTileRows];
   int folded = -1;
   char* tiles;                   // attention_amx.h
+  bool by_tiles = false;
 
   AttentionScratch(void* memory, int dp) {
     q = (float*)memory;                 // [rows][dp]
@@ -279,8 +283,9 @@ QC_INLINE void attend_block(const AttentionArgs& a, const KvBlock& block, Attent
 template <KvFormat F, class Blocks>
 QC_INLINE void attend_pages(const AttentionArgs& a, const Blocks& blocks, AttentionScratch& s, int rows, int dp, int page,
                             int last_page, int last) {
-  if constexpr (on_tiles(F)) attend_on_tiles<F>(a, blocks, s, rows, dp, page, last_page, last);
-  else for (; page <= last_page; ++page) attend_block<F>(a, blocks(page), s, rows, dp, page, last);
+  if constexpr (on_tiles(F))
+    if (s.by_tiles) return attend_on_tiles<F>(a, blocks, s, rows, dp, page, last_page, last);
+  for (; page <= last_page; ++page) attend_block<F>(a, blocks(page), s, rows, dp, page, last);
 }
 
 // Hierarchical caches (attention_hier.h): a page, which may be rounded; and all rows of a sequence, cached on the way.
@@ -309,7 +314,10 @@ QC_NOINLINE void attend_tile(const AttentionArgs& a, const KvLayer<F>& kv, void*
     s.position[r] = a.positions[t];
     s.bias[r] = a.key_bias ? a.key_bias + (int64_t)h * a.key_bias_stride : nullptr;
   }
-  if constexpr (on_tiles(F >= kKvHier ? kKv16 : F)) split_queries<F>(s, rows, dp, a.scale);
+  constexpr KvFormat pages = F >= kKvHier ? kKv16 : F;
+  s.by_tiles = tiles_pay(pages, group);
+  if constexpr (on_tiles(pages))
+    if (s.by_tiles) split_queries<F>(s, rows, dp, a.scale);
   for (int r = 0; r < kTileRows; ++r) s.run_max[r] = s.page_max[r] = -__builtin_inff(), s.run_sum[r] = 0.0f;
   memset(s.out, 0, sizeof(float) * (size_t)(rows * dp));
 
@@ -350,7 +358,7 @@ template <KvFormat F>
 QC_NOINLINE void attention(const AttentionArgs& a, const KvLayer<F>& kv, Range heads,
                                                 void* memory) {
   const int group = a.heads / kv.kv_heads;
-  constexpr int tile = tile_height(F);
+  const int tile = tile_height(F, group);
   const TileShape shape(most_rows(a, group));
   for (int h = heads.begin; h < heads.end; ++h)
     for (int s = 0; s < a.sequences; ++s) {
@@ -375,7 +383,7 @@ QC_INLINE int tile_rows(const AttentionArgs& a, int kv_heads, int threads, int m
 template <KvFormat F>
 QC_NOINLINE void attention_tasks(const AttentionArgs& a, const KvLayer<F>& kv, uint32_t* next, const Worker& w) {
   const int group = a.heads / kv.kv_heads;
-  const int tile = F >= kKvHier ? 1 << 30 : tile_rows(a, kv.kv_heads, w.threads, tile_height(F));
+  const int tile = F >= kKvHier ? 1 << 30 : tile_rows(a, kv.kv_heads, w.threads, tile_height(F, group));
   const TileShape shape(most_rows(a, group));
   uint32_t at = 0, task = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED);
   for (int s = 0; s < a.sequences; ++s) {
