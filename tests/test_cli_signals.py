@@ -39,7 +39,7 @@ def test_an_interrupt_that_an_import_swallowed_is_one(capsys: Capture, monkeypat
 def test_an_interrupt_that_an_import_swallowed_ends_what_follows(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def careless(*arguments: Any) -> dict[str, Any]:
+    def careless(*arguments: Any, **more: Any) -> dict[str, Any]:
         with contextlib.suppress(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(5)

@@ -366,6 +366,8 @@ def test_a_model_whose_drafts_cannot_be_opened_leaves_no_threads(
     def refuse(*given: object) -> None:
         raise ResourceError("no memory for drafts")
 
+    with qcompile.load(artifact("other"), threads=1):
+        pass  # what starts threads once and for all has done so
     closed = []
     close = Executor.close
     monkeypatch.setattr(Executor, "close", lambda executor: closed.append(executor) or close(executor))  # type: ignore[func-returns-value]
