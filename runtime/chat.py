@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import datetime
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qcompile.artifact import listed_file
 from qcompile.errors import ArtifactError, UsageError
+
+if TYPE_CHECKING:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Message = dict[str, str]
 """`role` and `content`."""
@@ -18,29 +23,60 @@ Render = Callable[[list[Message]], str]
 def chat_template(out: Path, files: dict[str, Any]) -> Render | None:
     """The chat template of an artifact whose manifest has `files`, as a function of the messages, or None.
 
-    Templates run in a sandbox.
+    Templates run in a sandbox, with all that transformers gives them; tools and documents are not served.
     """
     source, special = _template_source(out, files)
     if source is None:
         return None
     from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-
-    def refuse(reason: str) -> None:
-        raise TemplateError(reason)
+    environment, given = _environment(), special | {"tools": None, "documents": None}
+    compiled = cache(lambda: environment.from_string(source))  # long ones take as long as many steps
 
     def render(messages: list[Message]) -> str:
         try:
-            template = environment.from_string(source, {"raise_exception": refuse})
-            return template.render(messages=messages, add_generation_prompt=True, **special)
+            return compiled().render(messages=messages, add_generation_prompt=True, **given)
         except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise UsageError(f"{out}: the chat template does not take this conversation: {error}") from error
 
     return render
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What templates are written for: Jinja with the functions, the filter and the tag that transformers adds."""
+    from jinja2 import TemplateError
+    from jinja2.ext import Extension
+    from jinja2.nodes import Node, Scope
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks for training what the assistant says; it is no other text."""
+
+        tags = {"generation"}  # noqa: RUF012, as Jinja declares it
+
+        def parse(self, parser: Parser) -> Node:
+            line = next(parser.stream).lineno
+            return Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    def refuse(reason: str) -> None:
+        raise TemplateError(reason)
+
+    def now(form: str) -> str:
+        return datetime.now().strftime(form)
+
+    def as_json(
+        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
+        """Jinja's own escapes what HTML would read."""
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    found = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    found.globals |= {"raise_exception": refuse, "strftime_now": now}
+    found.filters["tojson"] = as_json
+    return found
 
 
 def _template_source(out: Path, files: dict[str, Any]) -> tuple[str | None, dict[str, str]]:
@@ -56,7 +92,7 @@ def _template_source(out: Path, files: dict[str, Any]) -> tuple[str | None, dict
         if not isinstance(config, dict):
             raise ArtifactError(f"{path} holds a JSON {type(config).__name__} where an object belongs")
     special = {}
-    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+    for name in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
         token = config.get(name)
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import processors
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from qcompile import cli_generate
 from qcompile.errors import ArtifactError, UsageError
@@ -48,6 +49,28 @@ def test_a_chat_template_is_rendered_in_a_sandbox(tmp_path: Path) -> None:
     render = chat.chat_template(tmp_path, listed(tmp_path))
     with pytest.raises(UsageError, match="does not take this conversation"):
         assert render and render([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ strftime_now('%Y-%m-%d') }}",
+        "{% for m in messages %}{% generation %}\n<{{ m.content }}>\n{% endgeneration %}\n{% endfor %}.",
+        "{%- for m in messages -%}\n{%- generation -%} {{ m.role }} {%- endgeneration -%} {% endfor %}",
+        "{% set a = 1 %}{% generation %}{% set a = 2 %}{% set b = 3 %}{{ a }}{% endgeneration %}{{ a }}{{ b }}",
+        "{% if tools is not none %}{{ tools | length }}{% endif %}{% if documents is not none %}none{% endif %}-",
+        "{% for m in messages %}{{ m | tojson }}{{ m.content | tojson(ensure_ascii=true) }}{% endfor %}",
+        "{{ messages | tojson(indent=2) }}{{ messages[0] | tojson(separators=(',', ':'), sort_keys=true) }}",
+        "{{ mask_token }}{{ unk_token }}{{ sep_token }}",
+    ],
+)
+def test_a_chat_template_finds_what_transformers_gives_it(template: str, tmp_path: Path) -> None:
+    special = {"mask_token": "<mask>", "unk_token": "<unk>", "sep_token": "<sep>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template} | special))
+    messages = [{"role": "user", "content": "<a href='é'> & \"b\""}, {"role": "assistant", "content": "ü"}]
+    expected, _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=True, **special)
+    render = chat.chat_template(tmp_path, listed(tmp_path))
+    assert render and render(messages) == expected[0]
 
 
 def test_a_chat_template_is_one_of_the_artifacts_files(tmp_path: Path) -> None:
