@@ -169,6 +169,7 @@ class LLM:
         self._owner: dict[int, tuple[_Run, int]] = {}  # by request
         self._turn = threading.RLock()  # see `_alone`
         self._within = False
+        self._process = os.getpid()
         self._ended: list[_Run] = []  # whose requests are to be cancelled
         self._keep = keep
         self._close = weakref.finalize(self, _close_all, executor, speculator)
@@ -254,8 +255,9 @@ class LLM:
                         yield output
         finally:
             self._ended.append(run)
-            with self._alone():
-                pass
+            if not self._forked:
+                with self._alone():
+                    pass
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -263,6 +265,10 @@ class LLM:
 
         Streams that nobody holds any more end wherever Python collects garbage, in the midst of a step, too.
         """
+        if self._forked:
+            raise UsageError(
+                "the model was loaded before the process forked, and threads do not come along: load it here"
+            )
         with self._turn:
             if self._within:
                 yield
@@ -276,6 +282,14 @@ class LLM:
                         self._owner.pop(request.id, None)
                         self.engine.cancel(request)
                 self._within = False
+
+    @property
+    def _forked(self) -> bool:
+        """Whether this is a fork of the process that loaded the model, and lacks its threads or its GPU.
+
+        Who waits for those waits forever. A model that computes in its caller's thread alone came along whole.
+        """
+        return os.getpid() != self._process and self.threads != 1
 
     def _step(self) -> None:
         """One step of the engine; whichever run a request is of learns that it has grown."""
@@ -369,6 +383,8 @@ class LLM:
 
     def close(self) -> None:
         """End the threads and free the memory; the model cannot be used afterwards."""
+        if self._forked:
+            return  # the memory is the other's, and a lock that a thread of it held stays held
         with self._alone():
             self._close()
             self._keep = None

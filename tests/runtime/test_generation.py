@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,3 +74,35 @@ def test_context_of_the_model_is_kept(tiny_artifact: Build) -> None:
         assert output.outputs[0].finish_reason == "length"
         with pytest.raises(UsageError, match="the context 256"):
             llm.generate("a b c d " * 100)
+
+
+_FORK = """
+import os, signal, sys
+import qcompile
+from qcompile.errors import UsageError
+llm = qcompile.load(sys.argv[1], threads=int(sys.argv[2]))
+begun = llm.stream("ab", temperature=0, max_tokens=40)
+first = next(begun)
+if not os.fork():
+    signal.alarm(30)
+    try:
+        print(len(llm.generate("x", temperature=0, max_tokens=4)[0].outputs[0].token_ids))
+        print(len(list(begun)) > 0)
+    except UsageError as error:
+        print(error)
+    del begun
+    llm.close()
+    sys.exit(0)
+_, status = os.wait()
+print(status, len(llm.generate("x", temperature=0, max_tokens=4)[0].outputs[0].token_ids), len(list(begun)) > 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("threads", "told"), [(1, "4\nTrue"), (2, "the model was loaded before the process forked, .* load it here")]
+)
+def test_a_fork_waits_for_no_threads_that_it_lacks(threads: int, told: str, tiny_artifact: Build) -> None:
+    """And leaves those of its parent alone."""
+    command = [sys.executable, "-c", _FORK, str(tiny_artifact("f32")), str(threads)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert re.fullmatch(f"{told}\n0 4 True\n", done.stdout) and not done.stderr
