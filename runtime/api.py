@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from qcompile.errors import UsageError
 from qcompile.runtime.outputs import CompletionOutput, RequestOutput
 from qcompile.runtime.sampling import Logprob, SamplingParams
+from qcompile.runtime.tokenizer import BROKEN
 
 MOST_LOGPROBS = 20
 MOST_STOP_CHARACTERS = 4096
@@ -22,7 +23,7 @@ class Part(BaseModel):
     """A part of a request. Little is told of what is wrong with it: to describe a million things takes a minute."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    idle: ClassVar[dict[str, object]] = {}
+    idle: ClassVar[dict[str, tuple[object, ...]]] = {}
     """Fields that are not served, with the values that ask for nothing: clients send them unasked."""
 
     @model_validator(mode="before")
@@ -31,7 +32,7 @@ class Part(BaseModel):
         """Null, or what asks for nothing, is as good as not given. Of fields that are none the first, to be named."""
         if not isinstance(body, dict):
             return body
-        nothing = {name for name, value in cls.idle.items() if name in body and body[name] == value}
+        nothing = {name for name, values in cls.idle.items() if name in body and body[name] in values}
         given = {name: value for name, value in body.items() if value is not None and name not in nothing}
         unknown = next((name for name in given if name not in cls.model_fields), None)
         return {name: value for name, value in given.items() if name in cls.model_fields or name == unknown}
@@ -40,6 +41,7 @@ class Part(BaseModel):
 class StreamOptions(Part):
     """`include_usage`: a last message with the counts of tokens."""
 
+    idle = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
     include_usage: bool = False
 
 
@@ -47,8 +49,11 @@ class Common(Part):
     """What both kinds of request may hold. Ranges that SamplingParams checks are not repeated here."""
 
     idle = {
-        **{"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "echo": False, "suffix": "", "best_of": 1},
-        **{"tools": [], "response_format": {"type": "text"}, "store": False},
+        **{"frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "echo": (False,), "suffix": ("",)},
+        **{"best_of": (1,), "min_tokens": (0,), "stop_token_ids": ([],), "skip_special_tokens": (True,)},
+        **{"include_stop_str_in_output": (False,), "response_format": ({"type": "text"},), "modalities": (["text"],)},
+        **{"tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (False, True)},
+        **{"store": (False,), "metadata": ({},), "service_tier": ("auto", "default")},
     }
     model: str | None = None
     temperature: float | None = None
@@ -108,6 +113,7 @@ class TextPart(Part):
 class ChatMessage(Part):
     """One turn."""
 
+    idle = {"tool_calls": ([],), "annotations": ([],)}
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
@@ -160,7 +166,7 @@ def completion_choice(
         found = {
             "tokens": spelled,
             "token_logprobs": [each[token].logprob for token, each in chosen],
-            "top_logprobs": [{_spelled(one): one.logprob for one in each.values()} for _, each in chosen],
+            "top_logprobs": [_by_spelling(each.values()) for _, each in chosen],
             "text_offset": offsets,
         }
     text = sample.text[characters:]
@@ -182,9 +188,18 @@ def _spelled(one: Logprob) -> str:
     return one.decoded_token or ""
 
 
+def _by_spelling(found: Iterable[Logprob]) -> dict[str, float]:
+    """Of tokens spelled alike (those of parts of a character are) the first: the one chosen, or else the likeliest."""
+    told: dict[str, float] = {}
+    for one in found:
+        told.setdefault(_spelled(one), one.logprob)
+    return told
+
+
 def _chat_token(one: Logprob) -> dict[str, Any]:
     text = _spelled(one)
-    return {"token": text, "logprob": one.logprob, "bytes": list(text.encode())}
+    known = None if BROKEN in text else list(text.encode())  # of parts of a character those that stand for them are not
+    return {"token": text, "logprob": one.logprob, "bytes": known}
 
 
 def failure(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from qcompile.errors import OverflowedError, ResourceError
@@ -15,7 +16,7 @@ from qcompile.runtime.outputs import CompletionOutput, RequestMetrics
 from qcompile.runtime.sampling import Sampler, SamplingParams, logprobs_of
 from qcompile.runtime.scheduler import Plan, Request, Scheduler
 from qcompile.runtime.speculate import Drafter, Speculator
-from qcompile.runtime.tokenizer import Detokenizer
+from qcompile.runtime.tokenizer import Detokenizer, spelled
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -52,7 +53,7 @@ class Engine:
         self._eos = frozenset(eos)
         self._next_id = 0
         self._step_seconds: dict[int, float] = {}  # by number of decoding requests
-        self._spell = (lambda token: str(tokenizer.decode([token], skip_special_tokens=False))) if tokenizer else None
+        self._spell = partial(spelled, tokenizer) if tokenizer else None
 
     def add(self, prompt: Sequence[int], params: SamplingParams, index: int = 0) -> Request:
         """Queue one sample of a checked prompt (at least one token, room in the context for one more)."""

@@ -129,7 +129,9 @@ class _Front:
     async def authorize(self, request: Request) -> None:
         """Raises HTTPException where a key is asked for and another is given."""
         key = self._served.api_key
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        given = request.headers.get("authorization", "")
+        if given[:7].lower() == "bearer ":  # names of schemes may be written either way
+            given = given[7:].strip()
         # Headers are bytes, which the framework reads as Latin-1; people's keys are UTF-8.
         if key is not None and not secrets.compare_digest(given.encode("latin-1"), key.encode()):
             raise HTTPException(401, "wrong or missing API key: send `Authorization: Bearer KEY`")

@@ -13,7 +13,7 @@ from qcompile.errors import ArtifactError, UsageError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_BROKEN = "\ufffd"  # what a decoder puts for bytes that are not (yet) a character
+BROKEN = "\ufffd"  # what a decoder puts for bytes that are not (yet) a character
 _CONTEXT = 6  # tokens of the prompt that a decoder must see: some strip a space at the start of a text
 _MOST_CONTEXT = 256  # where those have no text, being special
 _MAX_HELD = 32
@@ -51,6 +51,12 @@ def encode(tokenizer: Tokenizer, text: str, special: bool = True) -> list[int]:
     return found
 
 
+def spelled(tokenizer: Tokenizer, token: int) -> str:
+    """A token's text as it is behind other tokens: some decoders strip the space at the start of a text."""
+    once, twice = (str(tokenizer.decode([token] * count, skip_special_tokens=False)) for count in (1, 2))
+    return twice[len(once) :] if twice.startswith(once) else once
+
+
 class Detokenizer:
     """Turns a growing list of tokens into a growing text, never giving out half a character.
 
@@ -67,7 +73,7 @@ class Detokenizer:
         if not self._decode():
             self._ids = list(prompt[-_MOST_CONTEXT:])
         self._whole = len(self._ids)  # tokens of it after which a character ended
-        self._given = len(self._decode().rstrip(_BROKEN))  # characters of its text given out
+        self._given = len(self._decode().rstrip(BROKEN))  # characters of its text given out
 
     def clone(self) -> Detokenizer:
         """An independent copy of the state."""
@@ -84,7 +90,7 @@ class Detokenizer:
     def _push(self, tokens: Sequence[int], last: bool) -> str:
         self._ids += tokens
         text = self._decode()
-        certain = text.rstrip(_BROKEN)
+        certain = text.rstrip(BROKEN)
         if last or len(text) - len(certain) > _MAX_HELD:  # no character is that long: these are broken
             certain = text
         new = certain[self._given :]

@@ -29,7 +29,7 @@ from qcompile.runtime import server
 from qcompile.runtime.api import ChatRequest, CompletionRequest
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from qcompile.runtime.replies import CompletionReply
+from qcompile.runtime.replies import ChatReply, CompletionReply
 from qcompile.runtime.sampling import Logprob
 from qcompile.runtime.service import Service
 from tests.runtime.fake import byte_tokenizer, fake_llm
@@ -218,6 +218,16 @@ def test_log_probabilities(client: Client) -> None:
     assert content[0]["top_logprobs"][0]["logprob"] == content[0]["logprob"] == found["token_logprobs"][0]
 
 
+def test_log_probabilities_of_parts_of_characters() -> None:
+    """Such tokens are all spelled alike, and their bytes are not those of what stands for them."""
+    places = [{7: Logprob(-0.1, 1, "\ufffd"), 8: Logprob(-0.2, 2, "é"), 9: Logprob(-3.0, 3, "\ufffd")}]
+    sample = CompletionOutput(0, "", [7], -0.1, places)
+    told = CompletionReply("tiny", 1).choice(0, sample)["logprobs"]
+    assert told["top_logprobs"] == [{"\ufffd": -0.1, "é": -0.2}] and told["token_logprobs"] == [-0.1]
+    (chosen,) = ChatReply("tiny", 1, 2).choice(0, sample)["logprobs"]["content"]
+    assert chosen["bytes"] is None and [one["bytes"] for one in chosen["top_logprobs"]] == [None, [0xC3, 0xA9]]
+
+
 def test_offsets_of_a_stream_are_those_of_the_whole() -> None:
     """Also where text is held back, for it may turn out to be a stop text, or is half a character."""
     reply, offsets, told = CompletionReply("tiny", 1), [], []
@@ -288,8 +298,12 @@ def test_what_asks_for_nothing_is_not_given(client: Client) -> None:
     assert client.complete("x", **idle, echo=False, suffix="", best_of=1)["choices"] == client.complete("x")["choices"]
     chat = {"messages": [{"role": "user", "content": "x"}], "tools": [], "response_format": {"type": "text"}}
     assert client.ask("/v1/chat/completions", chat | idle | {"max_tokens": 2})[0] == 200
-    refused = client.refused(400, chat | {"response_format": {"type": "json_object"}}, "/v1/chat/completions")
-    assert refused == "response_format: is not supported"
+    said = [{"role": "assistant", "content": "y", "tool_calls": [], "annotations": [], "refusal": None}]
+    more = {"tool_choice": "auto", "parallel_tool_calls": True, "metadata": {}, "messages": chat["messages"] + said}
+    more |= {"stop_token_ids": [], "stream_options": {"include_usage": True, "continuous_usage_stats": False}}
+    assert client.ask("/v1/chat/completions", chat | more | {"max_tokens": 2})[0] == 200
+    for asks in ({"response_format": {"type": "json_object"}}, {"tool_choice": "required"}, {"stop_token_ids": [1]}):
+        assert client.refused(400, chat | asks, "/v1/chat/completions") == f"{next(iter(asks))}: is not supported"
 
 
 @pytest.mark.parametrize(
@@ -378,7 +392,8 @@ def test_a_key_is_asked_for(llm: LLM) -> None:
     with serving(llm, api_key="geheim") as client:
         assert "API key" in client.refused(401, {"prompt": "x"})
         assert "API key" in client.refused(401, {"prompt": "x"}, Authorization="Bearer wrong")
-        assert client.ask("/v1/models", Authorization="Bearer geheim")[0] == 200
+        for scheme in ("Bearer ", "bearer  ", ""):
+            assert client.ask("/v1/models", Authorization=f"{scheme}geheim")[0] == 200
         assert client.ask("/health") == (200, {"status": "ok"})
         body = {"messages": [{"role": "user", "content": "x"}]}
         message = client.refused(400, body, "/v1/chat/completions", Authorization="Bearer geheim")

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models
 from qcompile.errors import UsageError
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.sampling import SamplingParams
-from qcompile.runtime.tokenizer import Detokenizer, encode
+from qcompile.runtime.tokenizer import Detokenizer, encode, spelled
 from tests.runtime.fake import CONTEXT, VOCAB, byte_tokenizer, fake_llm, reference_greedy
 
 TOKENIZER = byte_tokenizer()
@@ -85,6 +85,15 @@ def test_spaces_between_words_survive_a_decoder_that_strips_them() -> None:
     assert tokenizer.decode([2]) == "two"
     detokenizer = Detokenizer(tokenizer, [1])
     assert [detokenizer.push([2]), detokenizer.push([3, 1]), detokenizer.push([2])] == [" two", " three one", " two"]
+
+
+def test_tokens_are_spelled_as_they_are_in_the_text() -> None:
+    """A space at the start of a word is a part of it also where the decoder strips it from a text."""
+    for tokenizer in (byte_fallback(), leading_space(), TOKENIZER):
+        tokens = [token for token in range(tokenizer.get_vocab_size()) if "\ufffd" not in tokenizer.decode([token])]
+        letter = next(token for token in tokens if tokenizer.decode([token]) == "b")
+        text = "".join(spelled(tokenizer, token) for token in tokens)
+        assert "b" + text == tokenizer.decode([letter, *tokens], skip_special_tokens=False)
 
 
 def byte_fallback() -> Tokenizer:
