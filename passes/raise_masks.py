@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
@@ -204,15 +206,21 @@ def match_attention(r: Raiser, node: fx.Node) -> Known:
     if scores.inputs is None:
         return None
     q, k = scores.inputs
-    flattened = len(v.dims) == 3
-    q, k, v = (_four(value) for value in (q, k, v))
+    flattened = v.dims[0] == "BF"
+    inputs = [_four(value) for value in (q, k, v)]
+    outer = _heads(inputs)
+    if outer is None:
+        raise r.unsupported(node, "takes queries, keys or values that are not [batch, heads, tokens, features]")
+    q, k, v = (_by_head(value, outer) for value in inputs)
     order = [
         values.permute(value, places) for value, places in ((q, (0, 2, 1, 3)), (k, (0, 3, 1, 2)), (v, (0, 2, 1, 3)))
     ]
     seen = prove_mask(r, node, scores.masks, is_causal=False)
     made = attention.build(r, node, order, scores.scale, seen.window, scores.softcap, None, seen.key_bias)
     made = values.permute(made, (0, 2, 1, 3))
-    return Value(made.base, ("BF", "T", "F"), made.terms) if flattened else made
+    if flattened:
+        return Value(made.base, ("BF", "T", "F"), made.terms)
+    return Value(made.base, ("B", *("F" for _ in outer), "T", "F"), made.terms.reshape(-1, *outer, made.sizes[1]))
 
 
 def _unshaped(item: Any) -> Any:
@@ -237,6 +245,28 @@ def _safe(item: Any) -> Any:
 def _four(value: Value) -> Value:
     """A [B * H, ...] value as [B, H, ...]."""
     return Value(value.base, ("B", "F", *value.dims[1:]), value.terms) if value.dims[0] == "BF" else value
+
+
+def _heads(inputs: Sequence[Value]) -> tuple[int, ...] | None:
+    """Sizes of the dimensions of heads of queries, keys and values [B, .., *, *]: one, none, or groups of them."""
+    each = []
+    for value in inputs:
+        if len(value.dims) < 3 or value.dims[0] != "B" or not set(value.dims[1:-2]) <= {"", "F"}:
+            return None
+        sizes = iter(value.sizes)
+        each.append(tuple(next(sizes) if dim else 1 for dim in value.dims[1:-2]))
+    if len({len(sizes) for sizes in each}) > 1:
+        return None
+    return np.broadcast_shapes(*each)
+
+
+def _by_head(value: Value, outer: tuple[int, ...]) -> Value:
+    """A [B, .., *, *] value as [B, H, *, *]: dimensions of size 1 repeated to `outer`, all made one."""
+    missing = [1 + place for place, dim in enumerate(value.dims[1:-2]) if not dim]
+    terms = np.expand_dims(value.terms, missing)
+    rest = terms.shape[1 + len(outer) :]
+    terms = np.broadcast_to(terms, (len(terms), *outer, *rest))
+    return Value(value.base, ("B", "F", *value.dims[-2:]), terms.reshape(len(terms), math.prod(outer), *rest))
 
 
 class _Scores:

@@ -118,6 +118,40 @@ class AddedMask(Classic):
         layer.hide = torch.add
 
 
+class Grouped(Classic):
+    """Classic, of one layer, whose heads are groups by heads: keys of a head of each group, values of one for all.
+
+    With `alone`, one head that no dimension is there for.
+    """
+
+    def __init__(self, alone: bool = False, longest: int = 64) -> None:
+        super().__init__(1, longest)
+        self.layers[0] = GroupedLayer(alone, longest)
+
+
+class GroupedLayer(ClassicLayer):
+    def __init__(self, alone: bool, longest: int) -> None:
+        super().__init__(longest)
+        self.alone = alone
+        self.qkv = nn.Linear(HIDDEN, HIDDEN * 3 if alone else HIDDEN + 3 * SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        y = self.qkv(self.first(x))
+        if self.alone:
+            q, k, v = y.chunk(3, -1)
+        else:
+            q, k, v = y.split((width, 2 * SIZE, SIZE), -1)
+            q = q.view(batch, tokens, 2, 3, SIZE).permute(0, 2, 3, 1, 4)
+            k = k.view(batch, tokens, 2, 1, SIZE).permute(0, 2, 3, 1, 4)
+            v = v[:, None, None]
+        scores = self.hide(q @ k.transpose(-2, -1) * 0.2, self.mask[0, 0, :tokens, :tokens])
+        y = scores.softmax(-1) @ v
+        y = y if self.alone else y.permute(0, 3, 1, 2, 4).reshape(batch, tokens, width)
+        x = x + self.out(y)
+        return x + self.down(F.relu(self.up(self.second(x))))
+
+
 class Modern(nn.Module):
     """Interleaved partial rotary, sliding window by an added mask, query and key norms, parallel blocks.
 

@@ -51,6 +51,12 @@ def test_a_stored_mask_may_be_infinite(tmp_path: Path) -> None:
     matches(module, module, 1, tmp_path, example_inputs=text(7)[:1])
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_heads_are_in_groups_or_have_no_dimension(alone: bool, tmp_path: Path) -> None:
+    module = modules.randomized(modules.Grouped(alone))
+    matches(module, module, 1, tmp_path, example_inputs=text(7)[:1])
+
+
 def test_a_mask_is_no_number_nowhere_and_weights_are_finite() -> None:
     module: Any = modules.randomized(modules.AddedMask())
     ids = text(7)[:1]
