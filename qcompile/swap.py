@@ -7,6 +7,7 @@ import errno
 import fcntl
 import glob
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -106,13 +107,21 @@ def _prefix(path: Path) -> str:
 def locked_sibling(path: Path) -> tuple[Path, int]:
     """A new temporary folder beside `path`, and the descriptor whose lock says that somebody works in it."""
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=_prefix(path), dir=path.parent))
-        lock = _locked(folder)
-        if lock is None:  # another build took it for a leftover before we had the lock
+        # Named before it is there, so that whoever is interrupted as it is made deletes it.
+        folder = path.parent / f"{_prefix(path)}{secrets.token_hex(8)}"
+        try:
+            folder.mkdir(mode=0o700)
+            lock = _locked(folder)
+            if lock is None:  # another build took it for a leftover before we had the lock
+                continue
+            if folder.exists():
+                return folder, lock
+            os.close(lock)
+        except FileExistsError:
             continue
-        if folder.exists():
-            return folder, lock
-        os.close(lock)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
 
 def remove_leftovers(path: Path) -> None:

@@ -193,7 +193,7 @@ def test_read_only_output_is_a_resource_error(tmp_path: Path, monkeypatch: pytes
     def read_only(*args: object, **kwargs: object) -> str:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(swap.tempfile, "mkdtemp", read_only)
+    monkeypatch.setattr(swap.Path, "mkdir", read_only)
     with pytest.raises(ResourceError, match="Read-only"):
         ArtifactWriter(tmp_path / "out")
 
