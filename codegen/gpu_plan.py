@@ -318,7 +318,7 @@ class _Maker:
         """For up to `most` rows (0: any number), of a weight of that packing, N, K; `told` gets the peaks it tells."""
         packing, n, k = shape
         tile = tiles.in_one_order(packing, n, k, most or tiles.MANY, self.capability)
-        if not self.asm and tile.tokens < gemm.FEWEST_TOKENS:
+        if not self.asm and tile.single:
             tile = replace(tile, rows=32)  # an interpreter takes programs one after the other
         spec = gemm.KernelSpec(packing, n, k, tile, **options)
         # Sums of integers are left at zero, and found so; those of floats are not.

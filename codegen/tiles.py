@@ -17,7 +17,7 @@ from typing import Any
 from qcompile.codegen.gpu_attention import GpuKV
 from qcompile.codegen.gpu_pack import MIX_ROWS
 from qcompile.codegen.tile_table import H200, LIKE
-from qcompile.codegen.triton import DECODE_TOKENS, FEWEST_TOKENS, MULTIPROCESSORS, PLANES, KernelSpec, Tile
+from qcompile.codegen.triton import DECODE_TOKENS, FEW_TOKENS, FEWEST_TOKENS, MULTIPROCESSORS, PLANES, KernelSpec, Tile
 from qcompile.errors import UnsupportedError
 
 INTEGERS = ("qoq_channel", "qoq_g128", "w8_sym_channel")
@@ -47,7 +47,8 @@ def classes(format: str) -> list[int]:
         raise UnsupportedError(f"format {format} has no GPU tiles")
     integers = format in INTEGERS
     alone = [most for (name, most, _, _), tile in H200.items() if name == format and tile.tokens < FEWEST_TOKENS]
-    return [most for most in found[:-1] if most >= DECODE_TOKENS or integers or most in alone] + [0]
+    few = [FEW_TOKENS] if format in PLANES else []
+    return few + [most for most in found[:-1] if most >= DECODE_TOKENS or integers or most in alone] + [0]
 
 
 def choose(format: str, n: int, k: int, tokens: int, capability: int = 90) -> Tile:
@@ -55,6 +56,10 @@ def choose(format: str, n: int, k: int, tokens: int, capability: int = 90) -> Ti
 
     Nearest is by the logarithms of N and K. Raises UnsupportedError when the shape has no packing.
     """
+    if format in PLANES and tokens <= FEW_TOKENS:
+        # The same sums, with half as much to copy beside the weights, and for the tensor cores to do.
+        tile = choose(format, n, k, DECODE_TOKENS, capability)
+        return replace(tile, tokens=FEW_TOKENS) if tile.piece == 128 else tile
     sources = (format, *LIKE.get(format, ()))
     most = next((each for each in classes(format) if tokens <= each), None)
     most = most or max(each for name, each, _, _ in H200 if name in sources)
@@ -77,7 +82,7 @@ def _spread(format: str, n: int, k: int, tile: Tile, most: int, capability: int)
     """
     apart = format in INTEGERS and tile.piece == 128
     busy = MULTIPROCESSORS * (4 if most <= DECODE_TOKENS else 3) // 4
-    if tile.tokens < FEWEST_TOKENS or tile.slices > 1 or (most > DECODE_TOKENS and not apart):
+    if tile.single or tile.slices > 1 or (most > DECODE_TOKENS and not apart):
         return tile
     while n // tile.rows * tile.splits * max(1, most // tile.tokens) < busy:
         more = replace(tile, rows=64, warps=4) if tile.rows > 64 else replace(tile, splits=2 * tile.splits)
@@ -108,7 +113,7 @@ def in_one_order(format: str, n: int, k: int, tokens: int, capability: int = 90)
     decode = choose(format, n, k, DECODE_TOKENS, capability)
     parts, least = decode.slices * decode.splits, SMALLEST.get(format, 1)
     starts = KernelSpec(format, n, k, decode, width=n).starts
-    if tile.tokens < FEWEST_TOKENS:
+    if tile.single:
         warps = max(1, tile.warps * parts // tile.slices)
         alone = fitted(format, n, k, replace(tile, slices=parts, warps=warps), capability)
         if alone and KernelSpec(format, n, k, alone, width=n).starts != starts:
@@ -153,7 +158,8 @@ def plain(format: str, tile: Tile) -> Tile:
     if not tile.piece:
         return tile
     stages, unroll = 4 if tile.tokens <= DECODE_TOKENS else 3, SMALLEST.get(format, 1)
-    cut = replace(tile, tokens=min(tile.tokens, 128), rows=64, unroll=unroll, warps=4, stages=stages)
+    tokens = max(FEWEST_TOKENS, min(tile.tokens, 128))
+    cut = replace(tile, tokens=tokens, rows=64, unroll=unroll, warps=4, stages=stages)
     return replace(cut, piece=0, halves=False, lasting=False)
 
 
@@ -166,7 +172,7 @@ def fitted(format: str, n: int, k: int, tile: Tile, capability: int) -> Tile | N
         tile = _of_two_widths(n, tile)
     elif tile.piece == 128 and n % tile.rows:
         tile = replace(tile, rows=64, warps=4, lasting=False)
-    if tile.tokens < FEWEST_TOKENS:
+    if tile.single:
         tile = _of_few_steps(k, tile)
     part = n * k  # more than any program fetches ahead: cut down where a program has less
     while tile.ahead and not _divides(format, n, k, tile) and part > 1:

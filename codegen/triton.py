@@ -29,6 +29,9 @@ MULTIPROCESSORS = 132
 FEWEST_TOKENS = 16
 """Fewest rows of x of a tile for the tensor cores."""
 
+FEW_TOKENS = 8
+"""Fewest of one whose warps copy and multiply apart."""
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -41,8 +44,9 @@ class Tile:
     starts while the one before it ends, fetches so many bytes of each 32 rows (a power of two) into L2, and
     waits before it touches anything else.
 
-    Fewer than FEWEST_TOKENS tokens are taken without the tensor cores, 8 to 32 rows of weights by all threads, `unroll`
-    blocks a step, or where floats are summed one of each of the `slices`, 16 bytes of each row and block a thread.
+    Fewer than FEWEST_TOKENS tokens are taken without the tensor cores (but in pieces of 128), 8 to 32 rows of weights
+    by all threads, `unroll` blocks a step, or where floats are summed one of each of the `slices`, 16 bytes of each row
+    and block a thread.
     Registers hold the next `stages` steps; if `ahead` is not 0, they are asked for before it waits.
 
     With `piece` (sm_90) weights are unpacked for so many inputs at a time while the tensor cores work. For bf16
@@ -69,6 +73,11 @@ class Tile:
     turns: int = field(default=1, repr=False)  # sources without these stay as they were
     halves: bool = field(default=False, repr=False)
     lasting: bool = field(default=False, repr=False)
+
+    @property
+    def single(self) -> bool:
+        """Whether a program does few rows of x, each by itself, without the tensor cores."""
+        return self.tokens < FEWEST_TOKENS and not self.piece
 
 
 @dataclass(frozen=True)
@@ -218,7 +227,7 @@ class KernelSpec:
             return False
         if self.apart:
             known = self.format in (*ALONE, *PLANES, "mix_4_8", "w4_asym_g128_a8")
-            cut = tile.rows == 16 * tile.warps <= 128 and tile.tokens <= 128
+            cut = tile.rows == 16 * tile.warps <= 128 and FEW_TOKENS <= tile.tokens <= 128
             in_groups = self.float_sum and not self.float_x and self.block == 128
             fits = not tile.halves or (in_groups and tile.tokens > 32)
             alone = tile.rows == tile.tokens == 128 and tile.splits == 1 and not tile.ahead
@@ -226,6 +235,7 @@ class KernelSpec:
             whole = tile.unroll == (2 if self.block_words == 0.5 else 1)
             return known and cut and fits and whole and tile.stages > 1
         pieces = tile.piece in (16, 32, 64) and self.row_items % tile.piece == 0 and self.block * tile.unroll >= 256
+        pieces = pieces and tile.tokens >= FEWEST_TOKENS
         pieces = pieces and (not tile.lasting or (tile.tokens == 256 and tile.splits == 1 and not tile.ahead))
         return pieces and tile.stages == 1 and self.format in PLANES
 
@@ -249,7 +259,8 @@ class KernelSpec:
     @property
     def name(self) -> str:
         """Name of the kernel."""
-        kind = "" if self.single else "_decode" if self.decode else "_prefill"
+        few = self.tile.tokens < FEWEST_TOKENS
+        kind = "" if self.single else "_few" if few else "_decode" if self.decode else "_prefill"
         kind += f"_{self.experts.count}x{self.experts.slots}" if self.experts else ""
         told = ("x_groups", "bias", "residual", "gated", "peaks")
         extras = "".join(f"_{name}" for name in told if getattr(self, name))
@@ -270,7 +281,7 @@ class KernelSpec:
     @property
     def single(self) -> bool:
         """Whether a program does few rows of x, each by itself, without the tensor cores."""
-        return self.tile.tokens < FEWEST_TOKENS
+        return self.tile.single
 
     @property
     def decode(self) -> bool:

@@ -16,6 +16,8 @@ from qcompile import mix
 from qcompile.codegen import gpu_sass, tiles
 from qcompile.codegen.gpu_pack import GPU_PACKING, pack_gpu, unpack_gpu
 from qcompile.codegen.triton import (
+    DECODE_TOKENS,
+    FEW_TOKENS,
     FEWEST_TOKENS,
     MULTIPROCESSORS,
     KernelSpec,
@@ -245,7 +247,9 @@ APART = (
     KernelSpec("nested_8_4", 4096, 4096, Tile(16, 128, 1, 4, 1, 8, 4, 128, piece=128), residual=True, x_groups=True),
     KernelSpec("w4_asym_g128", 28672, 4096, Tile(16, 64, 1, 1, 1, 4, 3, 128, piece=128), gated="silu", width=14336),
     KernelSpec("w4_asym_g128", 4096, 14336, Tile(64, 128, 1, 4, 1, 8, 3, 128, piece=128), residual=True, out="f32"),
+    KernelSpec("w4_asym_g128", 4096, 11008, Tile(8, 64, 1, 4, 1, 4, 3, 128, piece=128), residual=True, out="f32"),
     KernelSpec("mxfp4", 4096, 4096, Tile(16, 64, 1, 4, 1, 4, 3, 128, piece=128), bias=True, width=4000),
+    KernelSpec("mxfp4", 28672, 4096, Tile(8, 64, 1, 1, 1, 4, 4, 128, piece=128), gated="silu", width=14336),
     KernelSpec("w4_asym_g128_a8", 4096, 4096, Tile(16, 64, 1, 4, 1, 4, 3, 128, piece=128), residual=True),
     KernelSpec("w4_asym_g128_a8", 4096, 4096, Tile(64, 64, 1, 4, 1, 4, 2, piece=128), bias=True, x_groups=True),
 )
@@ -289,6 +293,26 @@ def test_warps_copy_and_multiply_apart(spec: KernelSpec) -> None:
     code = gpu_sass.instructions(built.cubin)
     assert gpu_sass.overwritten(code) is None
     assert sum("GMMA" in opcode for opcode, _ in code) >= 4
+
+
+@pytest.mark.parametrize("format", ["w4_asym_g128", "mxfp4"])
+def test_up_to_eight_rows_have_kernels_of_their_own(format: str) -> None:
+    """Which sum alike, over tokens and words of a block that are copied at once."""
+    assert tiles.classes(format)[:2] == [FEW_TOKENS, DECODE_TOKENS]
+    for n, k in ((4096, 4096), (6144, 4096), (3584, 18944), (512, 1280)):
+        few, more = (tiles.in_one_order(format, n, k, most) for most in (FEW_TOKENS, DECODE_TOKENS))
+        assert few == (replace(more, tokens=FEW_TOKENS) if more.piece == 128 else more)
+        for capability in (80, 89, 100):  # elsewhere the class of 16 does both
+            assert tiles.in_one_order(format, n, k, 1, capability) == tiles.in_one_order(format, n, k, 16, capability)
+    spec = KernelSpec(format, 4096, 4096, tiles.in_one_order(format, 4096, 4096, 1))
+    decode = replace(spec, tile=replace(spec.tile, tokens=16))
+    assert spec.tile.tokens == FEW_TOKENS and spec.name != decode.name and not spec.single and spec.decode
+    for each in (spec, decode):
+        loop = render(each).split("for group in range(")[1].split("mbarrier_arrive(full")[0]
+        assert loop.count("async_copy_global_to_shared(xs.") == loop.count("async_copy_global_to_shared(gs.") == 1
+    for wrong in ({"tokens": 4}, {"piece": 32, "stages": 1}):
+        with pytest.raises(UnsupportedError):
+            replace(spec, tile=replace(spec.tile, **wrong))
 
 
 def test_halves_are_multiplied_by_one_call_each() -> None:
