@@ -58,8 +58,8 @@ def choose(format: str, n: int, k: int, tokens: int, capability: int = 90) -> Ti
     """
     if format in PLANES and tokens <= FEW_TOKENS:
         # The same sums, with half as much to copy beside the weights, and for the tensor cores to do.
-        tile = choose(format, n, k, DECODE_TOKENS, capability)
-        return replace(tile, tokens=FEW_TOKENS) if tile.piece == 128 else tile
+        more = choose(format, n, k, DECODE_TOKENS, capability)
+        return replace(more, tokens=FEW_TOKENS) if more.piece == 128 else more
     sources = (format, *LIKE.get(format, ()))
     most = next((each for each in classes(format) if tokens <= each), None)
     most = most or max(each for name, each, _, _ in H200 if name in sources)
