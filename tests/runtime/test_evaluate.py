@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -59,6 +60,15 @@ def test_texts_are_encoded_in_pieces_and_no_more_of_them_than_is_evaluated(monke
         monkeypatch.setattr(encoding, "PIECE", piece)
         assert list(encoding.encoded(TOKENIZER, texts, "")) == alone
         assert list(encoding.encoded(TOKENIZER, [], "")) == []
+    monkeypatch.setattr(encoding, "PIECE", 3)
+    pieces: list[list[str]] = []
+
+    def told(texts: list[str], add_special_tokens: bool) -> list[SimpleNamespace]:
+        pieces.append(texts)
+        return [SimpleNamespace(ids=[len(text)]) for text in texts]
+
+    lengths = list(encoding.encoded(SimpleNamespace(encode_batch_fast=told), list("abcdefgh"), ""))  # type: ignore[arg-type]
+    assert lengths == [[1]] * 8 and list(map("".join, pieces)) == ["abc", "def", "gh"]
     monkeypatch.setattr(encoding, "PIECE", 100)
     whole = token_stream(TOKENIZER, texts, 0)
     part = token_stream(TOKENIZER, texts, 0, 300)
@@ -78,10 +88,13 @@ def test_texts_are_encoded_in_pieces_and_no_more_of_them_than_is_evaluated(monke
 
 def test_text_that_has_no_tokens_here() -> None:
     """A tokenizer may know fewer words than there are, or more tokens than the model."""
-    words = Tokenizer(models.WordLevel({"import": 5, "os": 300}, unk_token="missing"))
+    words = Tokenizer(models.WordLevel({"import": 5, "last": 259, "next": 260, "os": 300}, unk_token="missing"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     llm = fake_llm(tokenizer=words)
     assert llm.perplexity(["import " * 9], window=4).windows == 2
+    assert llm.perplexity(["import last " * 4], window=4).windows == 2
+    with pytest.raises(UsageError, match="the text has token 260, outside the model's vocabulary of 260"):
+        llm.perplexity(["import next " * 4], window=4)
     with pytest.raises(UsageError, match="the text is outside the vocabulary: "):
         llm.perplexity(["import sys " * 9], window=4)
     with pytest.raises(UsageError, match="the text has token 300, outside the model's vocabulary of 260"):
@@ -94,6 +107,16 @@ def test_likelihood_of_extreme_logits() -> None:
     logits = np.array([[1e4, -1e4, 0], [-1e30, 5, 5], [0, 0, 0]], np.float32)
     np.testing.assert_allclose(negative_log_likelihood(logits, [0, 1]), [0, math.log(2)], atol=1e-7)
     assert negative_log_likelihood(logits, [1])[0] == pytest.approx(2e4)
+
+
+def test_likelihood_is_exact_for_large_logits_of_a_large_vocabulary() -> None:
+    """Floats near a thousand are 6e-5 apart: their distances are exact, sums with the mass must not be floats."""
+    draw = np.random.default_rng(4)
+    logits = (1000 + draw.standard_normal((17, 40000))).astype(np.float32)
+    targets = draw.integers(0, 40000, 17)
+    exact = logits.astype(np.float64) - 1000
+    wanted = np.log(np.exp(exact).sum(axis=1)) - exact[np.arange(17), targets]
+    np.testing.assert_allclose(negative_log_likelihood(logits, list(targets)), wanted, rtol=0, atol=1e-6)
 
 
 def test_malformed_data(tmp_path: Path) -> None:
