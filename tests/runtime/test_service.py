@@ -1,0 +1,123 @@
+"""The engine's thread: what it takes, what it refuses, and what it ends, as its callers see it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from qcompile.errors import OverflowedError, UsageError
+from qcompile.runtime.llm import LLM
+from qcompile.runtime.outputs import RequestOutput
+from qcompile.runtime.sampling import SamplingParams
+from qcompile.runtime.service import Answer, BusyError, Service
+from tests.runtime.fake import fake_llm
+
+BROKEN = 250
+
+
+def params(tokens: int, n: int = 1, stop: str | None = None) -> SamplingParams:
+    return SamplingParams(n=n, max_tokens=tokens, seed=1, ignore_eos=True, stop=stop)
+
+
+@contextmanager
+def opened(max_batch: int, max_waiting: int) -> Iterator[tuple[Service, LLM]]:
+    with fake_llm(max_batch=max_batch) as llm:
+        service = Service(llm, max_waiting)
+        try:
+            yield service, llm
+        finally:
+            service.close()
+
+
+@contextmanager
+def held_after_a_step(service: Service) -> Iterator[threading.Event]:
+    """The engine's thread makes one step, tells of that by the event given here, and waits."""
+    made, go, step = threading.Event(), threading.Event(), service.llm.engine.step
+
+    def one() -> object:
+        result = step()
+        made.set()
+        assert go.wait(30)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(service.llm.engine, "step", one)
+        try:
+            yield made
+        finally:
+            go.set()
+
+
+async def all_of(answer: Answer) -> list[RequestOutput]:
+    return [output async for output in answer]
+
+
+def test_what_runs_does_not_wait() -> None:
+    async def ask(service: Service) -> None:
+        with held_after_a_step(service) as made:
+            answer = service.submit([[1], [2], [3]], params(4))
+            another = service.submit([[4]], params(4, n=2))
+            await asyncio.to_thread(made.wait, 30)
+            assert (service.running, service.waiting) == (2, 3)
+        await all_of(answer)
+        await all_of(another)
+        assert (service.running, service.waiting) == (0, 0)
+
+    with opened(max_batch=2, max_waiting=8) as (service, _):
+        asyncio.run(ask(service))
+
+
+def test_as_many_samples_are_taken_as_may_run_and_wait() -> None:
+    """More in one request could never be answered; more at once may come back later."""
+
+    async def ask(service: Service) -> None:
+        assert len(await all_of(service.submit([[1]] * 5, params(2)))) == 5
+        assert len(await all_of(service.submit([[1]], params(2, n=5)))) == 1
+        for prompts, n in ((6, 1), (1, 6), (2, 3)):
+            with pytest.raises(UsageError, match="6 samples in one request: at most 5 may run and wait"):
+                service.submit([[1]] * prompts, params(2, n))
+        with held_after_a_step(service):
+            first = service.submit([[1]] * 2, params(2))
+            with pytest.raises(BusyError, match="2 samples run or wait already, of at most 5"):
+                service.submit([[1]] * 2, params(2, n=2))
+            second = service.submit([[1]] * 3, params(2))
+        assert len(await all_of(first)) == 2 and len(await all_of(second)) == 3
+
+    with opened(max_batch=2, max_waiting=3) as (service, _):
+        asyncio.run(ask(service))
+
+
+def test_what_the_model_cannot_do_never_reaches_the_engine() -> None:
+    """There it would end the thread, and with it what all others wait for."""
+
+    async def ask(service: Service) -> None:
+        with pytest.raises(UsageError, match="stop texts cannot be found"):
+            service.submit([[1]], params(2, stop="x"))
+        assert service.waiting == 0 and len(await all_of(service.submit([[1]], params(2)))) == 1
+
+    with opened(max_batch=2, max_waiting=2) as (service, _):
+        asyncio.run(ask(service))
+    assert service.failure is None
+
+
+def test_an_overflow_ends_all_of_its_job_at_once() -> None:
+    """Though the caller keeps the answer: what it cannot read takes no more steps, and is counted."""
+
+    async def ask(service: Service, llm: LLM) -> None:
+        ended: list[str | None] = []
+        service.cancelled = lambda output: ended.extend(sample.finish_reason for sample in output.outputs)
+        kept = service.submit([[3], [5, BROKEN], [7]], params(500))
+        with pytest.raises(OverflowedError):
+            await all_of(kept)
+        assert ended == ["abort", "error", "abort"]
+        assert len(await all_of(service.submit([[1]], params(2)))) == 1
+        assert not llm.engine.busy and llm.engine.pool.used == 0 and not service._owner
+        kept.cancel()
+
+    with opened(max_batch=4, max_waiting=4) as (service, llm):
+        llm.executor.library.broken = BROKEN  # type: ignore[attr-defined]
+        asyncio.run(ask(service, llm))
