@@ -1,6 +1,9 @@
 // attention_harness.cpp: a paged cache and attention over it behind C functions, for tests through ctypes.
 #include "attention.h"
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 template <KvFormat F>
 static void fill(const KvLayer<F>& kv, int sequence, int tokens, const float* k, const float* v) {
   const int d = kv.head_dim, dp = kv_padded(F, d);
@@ -46,4 +49,33 @@ void harness_attend(int format, char* base, const int32_t* table, int stride, in
 #define ATTEND(F) attend<F>(LAYER(F), *a, threads, scratch);
   WITH_FORMAT(ATTEND)
 }
+
+// What the same ends a process of its own with: 0, or what waitpid says of one that touched what it must not.
+int harness_attend_apart(int format, char* base, const int32_t* table, int stride, int kv_heads, int head_dim,
+                         const AttentionArgs* a, int threads, void* scratch) {
+  const pid_t child = fork();
+  if (child == 0) {
+    harness_attend(format, base, table, stride, kv_heads, head_dim, a, threads, scratch);
+    _exit(0);
+  }
+  int status = -1;
+  return waitpid(child, &status, 0) == child ? status : -1;
+}
+
+// e^x of numbers, a multiple of 16 of them.
+void harness_vexp(const float* x, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; i += 16) store(to + i, vexp(load<f32x16>(x + i)));
+}
+
+// Likewise as on the way between tiles; a multiple of 64.
+#if defined(QC_AMX)
+void harness_exp_below(const float* x, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; i += 64) {
+    __m512 part[4];
+    for (int c = 0; c < 4; ++c) part[c] = load<f32x16>(x + i + 16 * c);
+    exp_below(part);
+    for (int c = 0; c < 4; ++c) store(to + i + 16 * c, (f32x16)part[c]);
+  }
+}
+#endif
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ def library(made_once: MadeOnce) -> Callable[[str], ctypes.CDLL]:
 
 @dataclass(frozen=True)
 class Case:
-    """Sequences of `lengths` positions, of which the last `queries` are asked."""
+    """Sequences of `lengths` positions, of which the last `queries` are asked, so many times as `loud` as usual."""
 
     heads: int
     kv_heads: int
@@ -54,6 +55,7 @@ class Case:
     sinks: bool = False
     biased: bool = False
     centered: bool = False
+    loud: float = 1.0
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Queries, and keys and values by sequence."""
@@ -65,6 +67,7 @@ class Case:
             name: torch.randn(*size, *([self.head_dim] if name != "sinks" else []), generator=make)
             for name, size in sizes.items()
         }
+        made["q"] *= self.loud
         made["bias"] = torch.linspace(-4, 0, 512) * torch.rand(self.heads, 1, generator=make)
         made["center"] = torch.randn(self.kv_heads, self.head_dim, generator=make) / 4
         return made
@@ -73,15 +76,17 @@ class Case:
 class Cache:
     """A case's pages, in an arena that held NaNs."""
 
-    def __init__(self, library: ctypes.CDLL, case: Case, kv: str) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, case: Case, kv: str, place: Callable[[np.ndarray], np.ndarray] = aligned
+    ) -> None:
         self.library, self.case, self.format = library, case, FORMATS.index(kv)
         self.tensors = case.tensors()
         pages = max(-(-n // PAGE) for n in case.lengths)
         self.table = np.random.default_rng(1).permutation(len(case.lengths) * pages).astype(np.int32)
         self.table = self.table.reshape(-1, pages)
         size = library.harness_block_bytes(self.format, case.head_dim) * self.table.size * case.kv_heads
-        self.arena = aligned(np.full(size, 255, np.uint8))
-        self.scratch = aligned(np.full(library.harness_attention_bytes(case.head_dim), 255, np.uint8))
+        self.arena = place(np.full(size, 255, np.uint8))
+        self.scratch = place(np.full(library.harness_attention_bytes(case.head_dim), 255, np.uint8))
         for s, length in enumerate(case.lengths):
             k, v = (self.tensors[f"{name}{s}"].contiguous().data_ptr() for name in "kv")
             library.harness_fill(*self.layer(self.table), s, length, ctypes.c_void_p(k), ctypes.c_void_p(v))
@@ -91,8 +96,11 @@ class Cache:
         arena, blocks = (ctypes.c_void_p(x.ctypes.data) for x in (self.arena, table))
         return self.format, arena, blocks, table.shape[1], self.case.kv_heads, self.case.head_dim
 
-    def attend(self, parts: list[tuple[int, int, int]], threads: int = 1) -> np.ndarray:
-        """Rows [queries, heads * head_dim] of (sequence, first query, queries) of it, in one call."""
+    def attend(self, parts: list[tuple[int, int, int]], threads: int = 1, apart: bool = False) -> np.ndarray:
+        """Rows [queries, heads * head_dim] of (sequence, first query, queries) of it, in one call.
+
+        apart: a process of its own tries it first, whose end fails the test alone.
+        """
         case, width = self.case, self.case.heads * self.case.head_dim
         begins = np.cumsum([0, *case.queries])
         q = aligned(np.concatenate([self.tensors["q"].numpy()[begins[s] + i :][:n] for s, i, n in parts]))
@@ -120,7 +128,9 @@ class Cache:
             query_start=starts.ctypes.data,
         )
         scratch = ctypes.c_void_p(self.scratch.ctypes.data)
-        self.library.harness_attend(*self.layer(table), ctypes.byref(args), threads, scratch)
+        given = (*self.layer(table), ctypes.byref(args), threads, scratch)
+        assert not apart or self.library.harness_attend_apart(*given) == 0
+        self.library.harness_attend(*given)
         assert not out[:, width:].any()
         return out[:, :width].copy()
 
@@ -171,8 +181,18 @@ CASES = {
     "window, bias, two heads": Case(4, 2, 40, (260,), (100,), window=100, biased=True, sinks=True),
     "window, bias": Case(4, 1, 40, (260,), (100,), window=100, biased=True, sinks=True),
 }
+LOUD = {
+    "scores far apart": Case(8, 2, 64, (140, 63), (40, 1), loud=100.0),
+    "sinks far away": Case(8, 1, 64, (130,), (1,), sinks=True, loud=100.0),
+    "farther than floats' exponents": Case(8, 2, 32, (70,), (9,), loud=3000.0),
+}
 LEAST_GROUP = {"kv16": 4, "kv8": 4, "kv4": 2}
 """Heads that share keys from which on products are made on tiles."""
+
+
+def on_tiles(isa: str, kv: str, case: Case) -> bool:
+    """Whether products are made there."""
+    return isa == "amx" and case.heads // case.kv_heads >= LEAST_GROUP.get(kv, 1 << 30)
 
 
 @pytest.mark.parametrize("kv", FORMATS)
@@ -187,8 +207,7 @@ def test_equals_float64(library: Callable[[str], ctypes.CDLL], isa: str, kv: str
         pages = Cache(library(isa), case, kv)
         found, wanted = pages.attend(pages.whole()), pages.reference()
         error = math.sqrt(np.square(found - wanted).mean() / np.square(wanted).mean())
-        tiles = isa == "amx" and case.heads // case.kv_heads >= LEAST_GROUP.get(kv, 1 << 30)
-        assert error < (8e-7 if tiles else 4e-6), f"{name}: {error}"
+        assert error < (8e-7 if on_tiles(isa, kv, case) else 4e-6), f"{name}: {error}"
 
 
 @pytest.mark.parametrize("kv", FORMATS)
@@ -211,3 +230,68 @@ def test_rows_are_bitwise_independent_of_their_neighbours(
         turned = pages.attend(pages.whole()[::-1])
         parts = [whole[begins[s] : begins[s + 1]] for s in reversed(range(len(case.queries)))]
         assert turned.tobytes() == np.concatenate(parts).tobytes(), name
+
+
+@pytest.mark.parametrize("kv", FORMATS)
+@pytest.mark.parametrize("isa", ["portable", "avx512", "amx"])
+def test_scores_that_lie_far_apart(library: Callable[[str], ctypes.CDLL], isa: str, kv: str) -> None:
+    """Most probabilities are far below what floats hold. Scores around 100 are wrong by some of their last bits, 4e-6,
+    and probabilities by so much of themselves: twice that, as codes' sums are larger, or half, of exact products.
+    """
+    for name, case in LOUD.items():
+        pages = Cache(library(isa), case, kv)
+        found, wanted = pages.attend(pages.whole()), pages.reference()
+        error = math.sqrt(np.square(found - wanted).mean() / np.square(wanted).mean())
+        assert error < (2.5e-6 if on_tiles(isa, kv, case) else 1e-5), f"{name}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("isa", "name", "most", "worst"),
+    [
+        ("portable", "harness_vexp", 88, 1.2e-7),
+        ("avx512", "harness_vexp", 88, 1.2e-7),
+        ("amx", "harness_exp_below", 1, 2.4e-7),
+    ],
+)
+def test_exponentials(library: Callable[[str], ctypes.CDLL], isa: str, name: str, most: int, worst: float) -> None:
+    """Relative errors from -87 to `most` are below `worst`; below there is e^-87, however far: never 0 or less."""
+    function = getattr(library(isa), name)
+
+    def exponentials(x: np.ndarray) -> np.ndarray:
+        x, out = aligned(x.astype(np.float32)), aligned(np.full(x.size, np.nan, np.float32))
+        function(ctypes.c_void_p(x.ctypes.data), ctypes.c_int64(x.size), ctypes.c_void_p(out.ctypes.data))
+        return out.astype(np.float64)
+
+    x = np.concatenate([np.linspace(-87, most, 1 << 18), np.linspace(-2, 0.01, 1 << 16)]).astype(np.float32)
+    error = exponentials(x) / np.exp(x.astype(np.float64)) - 1
+    assert np.abs(error).max() < worst, x[np.abs(error).argmax()]
+    assert (exponentials(np.zeros(64)) == 1).all()
+    low = exponentials(np.full(64, -87.0))
+    for far in (-87.5, -89, -128, -1e4, -3e38, -math.inf):
+        assert (exponentials(np.full(64, far)) == low).all(), far
+
+
+def before_a_guard(array: np.ndarray) -> np.ndarray:
+    """The same array, of whole lines, right before bytes that must not be touched."""
+    page, libc = mmap.PAGESIZE, ctypes.CDLL(None, use_errno=True)
+    size = -(-array.nbytes // page) * page
+    memory = np.frombuffer(mmap.mmap(-1, size + page), np.uint8)
+    assert libc.mprotect(ctypes.c_void_p(memory.ctypes.data + size), ctypes.c_size_t(page), 0) == 0
+    out = memory[size - array.nbytes : size].view(array.dtype).reshape(array.shape)
+    assert out.ctypes.data % 64 == 0
+    out[...] = array
+    return out
+
+
+@pytest.mark.parametrize("kv", FORMATS)
+@pytest.mark.parametrize("isa", ["avx512", "amx"])
+def test_nothing_behind_the_cache_or_the_scratch_is_touched(
+    library: Callable[[str], ctypes.CDLL], isa: str, kv: str
+) -> None:
+    """Full pages, and such that are not, at the end of memory, of numbers of features that are no whole tiles, too."""
+    for head_dim in (16, 20, 64, 80, 112, 256):
+        for group, length, queries in ((4, 64, 1), (4, 64, 40), (8, 17, 17), (1, 64, 3)):
+            case = Case(group, 1, head_dim, (length,), (queries,))
+            pages = Cache(library(isa), case, kv, before_a_guard)
+            found = pages.attend(pages.whole(), apart=True)
+            assert np.abs(found - pages.reference()).max() < 1e-4, f"{head_dim}, {group}, {length}, {queries}"
