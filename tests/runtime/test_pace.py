@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qcompile.runtime import pace as module
 from qcompile.runtime.pace import Pace
 
 GAMMAS = range(1, 9)
@@ -105,3 +106,77 @@ def test_a_table_without_rounds_has_plain_steps() -> None:
     pace, draw = Pace([]), random.Random(1)
     steps(pace, 0.5, draw, 20)
     assert pace.plain == pytest.approx(0.5, abs=0.05)
+
+
+def spread_of(plain: float, alike: float, tilted: float, alone: float) -> np.ndarray:
+    """Covariance of plain steps and rounds, of what they have in common and what each has of its own."""
+    tilt = np.log(np.array(GAMMAS)) - np.log(np.array(GAMMAS)).mean()
+    whole = np.zeros((9, 9))
+    whole[0, 0] = plain
+    whole[1:, 1:] = alike + tilted * np.outer(tilt, tilt) + alone * np.eye(8)
+    return whole
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_calls_are_weighed_as_a_kalman_filter_does(seed: int) -> None:
+    """Against the textbook's: drift with each token, noise by the number of steps, and by how much later it came than
+    the last call of its kind did."""
+    pace, draw = Pace(GAMMAS), np.random.default_rng(seed)
+    mean, later = np.zeros(9), {True: 0.0, False: 0.0}
+    known = spread_of(module._UNKNOWN, module._TOGETHER, module._TILTED, module._ALONE)
+    drift = spread_of(module._DRIFT, module._RATIO_DRIFT, module._TILT_DRIFT, module._ALONE_DRIFT)
+    for _ in range(40):
+        gamma, calls, tokens = int(draw.integers(0, 9)), int(draw.integers(1, 30)), int(draw.integers(1, 200))
+        sees = np.zeros(9)
+        sees[[0, gamma]] = 1
+        seen = float(sees @ mean + draw.normal(0, 0.03))
+        pace.passed(tokens)
+        (pace.rounded(gamma, seen, calls) if gamma else pace.stepped(seen, calls))
+        known = known + tokens * drift
+        wrong = seen - sees @ mean
+        noise = module._NOISE + module._SHORT / calls
+        noise += (module._HELD_UP * max(0.0, max(0.0, wrong) - later[gamma > 0])) ** 2
+        later[gamma > 0] = max(0.0, wrong)
+        gain = known @ sees / (sees @ known @ sees + noise)
+        mean, known = mean + gain * wrong, known - np.outer(gain, known @ sees)
+        pace.passed(50)  # what has passed since counts, too
+        known = known + 50 * drift
+        assert [pace.plain, *map(pace.rounds, GAMMAS)] == pytest.approx(mean.tolist(), abs=1e-9)
+        assert [pace.doubt(g) for g in GAMMAS] == pytest.approx(np.sqrt(known.diagonal()[1:]).tolist())
+        apart = known[3, 3] + known[7, 7] - 2 * known[3, 7]
+        assert pace.apart(3, 7) == pytest.approx(math.sqrt(apart), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("calls", "believed"),
+    [
+        ([(4, -1.0)], False),
+        ([(4, -1.0), (4, -1.0)], True),
+        ([(0, -1.0), (0, -1.0)], True),
+        ([(4, -1.0), (0, -1.0)], False),  # of another kind
+        ([(4, -1.0), (4, 0.0), (4, -1.0)], False),
+        ([(4, 1.0), (4, 1.0)], False),  # the first was held up, as far as is known
+        ([(4, 1.0), (4, 1.0), (4, 1.0)], True),
+        ([(4, 1.0), (4, 1.0), (4, -1.0)], False),
+    ],
+)
+def test_what_cannot_be_is_believed_when_it_comes_twice(calls: list[tuple[int, float]], believed: bool) -> None:
+    pace, _ = known()
+    for gamma, seen in calls:
+        (pace.rounded(gamma, seen, 5) if gamma else pace.stepped(seen, 5))
+    moved = abs(pace.plain + (pace.rounds(4) if gamma else 0.0))
+    assert moved > 0.5 if believed else moved < 0.1
+
+
+def test_rounds_are_not_forgotten_without_end_but_plain_steps_are() -> None:
+    pace, _ = known()
+    pace.passed(1e6)
+    assert pace.doubt(4) == 1.0
+    pace.stepped(0.0, 20)
+    apart = pace.apart(1, 8)
+    pace.passed(1e5)
+    pace.stepped(0.0, 20)
+    assert pace.apart(1, 8) == pytest.approx(apart)
+    pace.passed(1e5)
+    pace.stepped(0.5, 20)  # no surprise after so long
+    assert pace.plain == pytest.approx(0.5, abs=1e-2)

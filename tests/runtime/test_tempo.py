@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from qcompile.runtime import gamma as gamma_module
-from qcompile.runtime.gamma import Choice, Costs, GammaPolicy, Tempo, Times, best, expected
+from qcompile.runtime.gamma import Choice, Costs, GammaPolicy, Tempo, Times, best, expected, observe
 from qcompile.runtime.outputs import SpeculationMetrics
 from qcompile.runtime.pace import Pace
 from qcompile.runtime.speculate import DraftState
@@ -262,3 +262,39 @@ def test_steps_and_rounds_are_compared_where_one_follows_the_other() -> None:
         seen.append(times.compared != before)
         assert not seen[-1] or times.compared == times.pace.plain
     assert seen == [False, False, True, False, True, False]
+
+
+def test_what_came_before_counts_less_with_each_call() -> None:
+    subject = request()
+    for kept, missed in ((10, 5), (0, 0), (1, 2)):
+        observe(subject, kept, missed)
+    assert (subject.drafts.kept, subject.drafts.missed) == (pytest.approx(9.1), pytest.approx(6.05))
+
+
+def test_several_requests_go_by_what_is_kept_of_theirs_on_average() -> None:
+    """Where half of the drafts of one are kept, as the tempo expects, and all of the other's."""
+    rounds = {2: 2.0}  # 1.75 tokens at a half, 2.3 at three quarters, 3 at all
+    for others, found in ((0, 2), (1, 2), (3, 0)):
+        tempo = Tempo(GammaPolicy((Costs(1, 1, 1.0, rounds),), 0.5))
+        requests = [request() for _ in range(1 + others)]
+        tempo.stepped(requests, False, 4, 4.0)
+        requests[0].drafts.kept = 1e6
+        tempo.choose(requests, False)
+        assert tempo.times(requests, False).gamma == found
+
+
+def test_no_call_is_believed_to_yield_far_more_or_less() -> None:
+    """A twentieth of the way to at most three times what acceptance tells, or to a third of it."""
+    for tokens, towards in ((100.0, 3.0), (0.01, 1 / 3), (3.5, 2.0)):
+        tempo, subject, times = tempo_of({2: 0.0})  # 1.75 tokens are expected
+        for _ in range(2):
+            tempo.drafted([subject], False, 2, 1, 1.75, tokens)
+        assert times.yields == pytest.approx(1 + 0.05 * (towards - 1))
+
+
+def test_rounds_of_another_gamma_than_the_tables_tell_nothing() -> None:
+    """A caller may ask for more drafts than were ever measured."""
+    tempo, subject, times = tempo_of({2: 0.5})
+    for _ in range(3):
+        tempo.drafted([subject], False, 9, 1, 5.0, 3.0)
+    assert not times.tried and times.pace.rounds(2) == 0.0 and tempo.choose([subject], False).gamma == 2
