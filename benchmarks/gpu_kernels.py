@@ -44,7 +44,7 @@ FORMATS: Formats = (
 """Kernels by format, and whether activations have scales in groups of 128."""
 TOKENS = tuple(2**i for i in range(13))
 TABLE = (1, 16, 64, 256, 1024, 4096)
-STEPS = (64, 500)
+STEPS = (32, 64, 500)
 """Numbers of rows past the decode class whose kernels are compared with it bit by bit."""
 MOST_ERROR = 4e-3
 """Rounding to bf16 alone is worth 1.7e-3; rounding a scaled 4-bit weight to bf16 as much again."""

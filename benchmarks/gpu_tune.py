@@ -27,7 +27,7 @@ from qcompile.codegen.triton import ALONE, DECODE_TOKENS, KernelSpec, Tile
 from qcompile.errors import UnsupportedError
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 4096))
-TOKENS = {1: (1,), 16: (8, 16), 64: (64,), 128: (128,), 256: (256,), 512: (512,), 1024: (1024,)}
+TOKENS = {1: (1,), 16: (8, 16), 32: (32,), 64: (64,), 128: (128,), 256: (256,), 512: (512,), 1024: (1024,)}
 """Measured M by class of M."""
 
 SHARED = 227 * 1024
@@ -170,7 +170,7 @@ def measure(problem: Problem, specs: list[KernelSpec], tokens: int) -> list[tupl
 def main() -> None:
     start, limit = time.time(), float(os.environ.get("TUNE_SECONDS", "540"))
     formats = sys.argv[2:] or FORMATS + IN_GROUPS
-    classes = [int(c) for c in os.environ.get("TUNE_CLASSES", "1,16,64,128,256,512,1024").split(",")]
+    classes = [int(c) for c in os.environ.get("TUNE_CLASSES", "1,16,32,64,128,256,512,1024").split(",")]
     jobs = [(f, n, k, c) for c in classes for f in formats for n, k in SHAPES]
     specs = {job: candidates(*job) for job in jobs}
     results: list[dict[str, Any]] = []
