@@ -80,6 +80,10 @@ _PACKINGS = {
 
 FAR_ROWS = 64
 """Rows of which mxfp4_int8 says together what becomes of their powers of two: what four warps multiply."""
+FADED = 32
+"""Weights in mxfp4 meet bf16 as 2^-32 of themselves: one product brings their codes to bf16 and to scales."""
+_LEAST, _MOST = 2 + FADED, 128 + FADED
+"""Exponents, 127 added, of scales that they may have for that."""
 _FARTHEST = 64
 """Sums of groups are brought from one power of two to another so far from it."""
 _IN_ITEMS = (4, 8, 4)
@@ -155,7 +159,8 @@ def pack_gpu(parts: Parts, format: str) -> dict[str, Tensor]:
     if format == "bf16":
         return packed
     if format in ("mxfp4", "mxfp4_int8"):
-        packed["groups"] = named["exponent"].contiguous().view(torch.int32).t().contiguous()
+        exponent = named["exponent"] if format == "mxfp4_int8" else _exponents(named["codes"], named["exponent"])
+        packed["groups"] = exponent.contiguous().view(torch.int32).t().contiguous()
         if format == "mxfp4_int8":
             packed["ranges"] = _ranges(named["codes"], named["exponent"])
         return packed
@@ -237,6 +242,17 @@ def _bf16_words(scale: Tensor, zero: Tensor) -> Tensor:
     high = scale.to(torch.bfloat16).contiguous().view(torch.int16).to(torch.int32) << 16
     low = (-128 - zero.float()).to(torch.bfloat16).view(torch.int16).to(torch.int32) & 0xFFFF
     return (high | low).t().contiguous()
+
+
+def _exponents(codes: Tensor, exponent: Tensor) -> Tensor:
+    """Those of mxfp4, uint8 [n, k / 32], for E2M1 codes [n, k]: of groups of zeros that of 1, too small ones 2^-93.
+
+    UnsupportedError where weights are of 2^34 or more.
+    """
+    used = ((codes & 7) != 0).view(len(codes), -1, 32).any(-1)
+    if (used & (exponent > _MOST)).any():
+        raise UnsupportedError(f"weights in mxfp4 with scales of more than 2^{_MOST - 127} have no GPU kernels")
+    return torch.where(used, exponent.clamp_min(_LEAST), 127)
 
 
 def _ranges(codes: Tensor, exponent: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qcompile.codegen import gpu_compile
 from qcompile.codegen.gpu_compile import Argument, Compiled, Kernel, compile_kernel
-from qcompile.codegen.gpu_pack import FAR_ROWS, check_shape
+from qcompile.codegen.gpu_pack import FADED, FAR_ROWS, check_shape
 from qcompile.errors import UnsupportedError
 from qcompile.numerics import ACTIVATION_GROUP
 from qcompile.ops import GATE_BLOCK
@@ -454,6 +454,7 @@ def render(spec: KernelSpec) -> str:
     pieces = spec.tile.piece and spec.inline_asm
     template = "gemv.py.jinja" if spec.single else many if pieces else "gemm.py.jinja"
     values = {"tile": spec.tile, "words": spec.row_bytes // 4, "gate_block": GATE_BLOCK, "far_rows": FAR_ROWS}
+    values["faded"] = FADED
     return gpu_compile.render_template(template, spec=spec, registers=_registers(spec)[1], **values)
 
 

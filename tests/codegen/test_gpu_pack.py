@@ -8,6 +8,7 @@ import torch
 from qcompile import mix
 from qcompile.codegen.gpu_pack import GPU_PACKING, MIX_ROWS, pack_gpu, packed_gpu_bytes, unpack_gpu
 from qcompile.codegen.packing import CPU_PACKING
+from qcompile.errors import UnsupportedError
 from qcompile.numerics import dequantize_weight, quantize_weight
 from tests.codegen.test_triton_gemm import PACKINGS, number_format, weight
 
@@ -85,6 +86,22 @@ def test_packed_bits(format: str) -> None:
     else:
         rest = 8 if format == "qoq_channel" else 0
         assert row[6] == (5 ^ rest) << 4 | rest
+
+
+def test_scales_of_mxfp4_leave_room_for_one_multiplication() -> None:
+    """Kernels multiply codes, which are so many 2^-126 where they lie, by 2^94 times the scale: a bf16 neither way."""
+    codes = torch.zeros(32, 128, dtype=torch.uint8)
+    codes[0, 0], codes[1, 40], codes[2, 70] = 5, 1, 8  # -0 is no weight
+    exponent = torch.full((32, 4), 255, dtype=torch.uint8)
+    exponent[0, 0], exponent[1, 1] = 160, 33
+    words = pack_gpu([codes, exponent], "mxfp4")["groups"].t().contiguous().view(torch.uint8)
+    assert words[0].tolist() == [160, 127, 127, 127] and words[1].tolist() == [127, 34, 127, 127]
+    assert (words[2:] == 127).all()
+    codes[4, 127] = 9
+    with pytest.raises(UnsupportedError, match="more than 2\\^33 have no GPU kernels"):
+        pack_gpu([codes, exponent], "mxfp4")
+    # As integers they have their exponents as they are.
+    assert (pack_gpu([codes, exponent], "mxfp4_int8")["groups"][3] == -1).sum() == 30
 
 
 def test_a_weight_is_packed_anew_for_other_activations() -> None:
