@@ -101,7 +101,7 @@ def test_scales_of_mxfp4_leave_room_for_one_multiplication() -> None:
     with pytest.raises(UnsupportedError, match="more than 2\\^33 have no GPU kernels"):
         pack_gpu([codes, exponent], "mxfp4")
     # As integers they have their exponents as they are.
-    assert (pack_gpu([codes, exponent], "mxfp4_int8")["groups"][3] == -1).sum() == 30
+    assert pack_gpu([codes, exponent], "mxfp4_int8")["groups"][0, 4] == -1
 
 
 def test_a_weight_is_packed_anew_for_other_activations() -> None:
