@@ -347,15 +347,16 @@ def test_attention_of_several_positions_compiles_without_spills(format: str) -> 
 
 def test_rows_are_quantized_in_parts_where_the_kernel_before_told_their_peaks() -> None:
     of_heads = (1, "decode_tokens")
-    cases: list[tuple[str, int, set[tuple[int, str]]]] = [
-        ("qserve", 256, {(3, "tokens"), of_heads}),
+    cases: list[tuple[str, int, int, set[tuple[int, str]]]] = [
+        ("qserve", 256, 89, {(3, "tokens"), of_heads}),
         # Up to 16 rows are told of where warps go on apart, which do not share the inputs of so many weights.
-        ("qserve", 10240, {(4, "tokens"), of_heads}),
-        ("qserve-channel", 256, set()),
-        ("nested", 256, set()),
+        ("qserve", 256, 90, {(4, "tokens"), of_heads}),
+        ("qserve", 10240, 90, {(4, "tokens"), of_heads}),
+        ("qserve-channel", 256, 90, set()),
+        ("nested", 256, 90, set()),
     ]
-    for recipe, ffn, known in cases:
-        plan = make_plan(lowered(recipe, ffn=ffn)[1], 90)
+    for recipe, ffn, capability, known in cases:
+        plan = make_plan(lowered(recipe, ffn=ffn)[1], capability)
         told: list[tuple[int, int, str]] = []  # most rows, peaks of a row, and what tells them
         seen = set()
         for launch in plan.launches:
