@@ -213,15 +213,40 @@ def test_values_of_four_bits_are_multiplied_at_once() -> None:
         assert (found[plane].view(np.int32) == (TWICE[codes[plane]] * both).sum(-1)).all()
 
 
-@pytest.mark.parametrize("piece", [32, 128])
-def test_values_of_four_bits_become_bf16(piece: int) -> None:
-    """E2M1 values of each plane times powers of two, small and large: all of that is exact."""
-    cut = Tile(128, 128, 1, 1, 2, 8, 1, piece=32) if piece == 32 else Tile(128, 64, 1, 1, 1, 4, 3, piece=128)
-    asm, items = instructions_of(render(KernelSpec("mxfp4", 4096, 4096, cut))), drawn()
+TO_BF16 = [
+    Tile(128, 128, 1, 1, 2, 8, 1, piece=32),
+    Tile(128, 64, 1, 1, 1, 4, 3, piece=128),
+    Tile(8, 64, stages=3, piece=128),
+]
+
+
+@pytest.mark.parametrize("tile", TO_BF16)
+def test_values_of_four_bits_become_bf16(tile: Tile) -> None:
+    """E2M1 values of each plane times powers of two, the least, 1 and the most: all of that is exact."""
+    source = render(KernelSpec("mxfp4", 4096, 4096, tile))
+    asm, items = instructions_of(source), drawn()
+    (more,) = set(re.findall(r"& 255\) \+ (\d+)\) \* 128", source))
+    (faded,) = re.findall(r"^ *acc \*= ([\d.]+)$", source, re.MULTILINE)
     values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     values = np.concatenate((values, -values))
-    for power in (-100.0, 0.0, 120.0):
-        scale = np.full((PAIRS, 2), 2.0**power)
+    for exponent in (34, 127, 160):
+        scale = np.full(PAIRS, (exponent + int(more)) * 128 * 65537, np.uint32)
         for plane in range(4):
-            found = floats(run(asm[f"unpack{plane}"], 1, items, words(scale, "bf16x2"))[0], "bf16x2")
-            assert (found == values[parts_of(items, 4, plane)] * scale).all()
+            found = floats(run(asm[f"unpack{plane}"], 1, items, scale)[0], "bf16x2") * float(faded)
+            assert (found == values[parts_of(items, 4, plane)] * 2.0 ** (exponent - 127)).all()
+
+
+@pytest.mark.parametrize("tile", TO_BF16)
+def test_codes_of_four_bits_become_bf16(tile: Tile) -> None:
+    """(q - zero) scale of each plane's codes, rounded once, whatever the scale is."""
+    asm, items = instructions_of(render(KernelSpec("w4_asym_g128", 4096, 4096, tile))), drawn()
+    draw = np.random.default_rng(6)
+    zero, scale = draw.integers(0, 16, PAIRS), 2.0 ** draw.uniform(-120, 120, PAIRS)
+    low, high = (words(np.stack((x, x), -1), "bf16x2") for x in (-128.0 - zero, scale))
+    minus, more = run(asm["parts_of"], 2, low & 0xFFFF | high & 0xFFFF0000)
+    rounded = floats(high, "bf16x2")
+    for plane in range(4):
+        # An item's words are given twice, of the two rows that a thread has.
+        found = run(asm[f"unpack{plane}"], 1, items, minus, minus, more, more)[0]
+        exact = (parts_of(items, 4, plane) - zero[:, None]) * rounded
+        assert (floats(found, "bf16x2") == floats(words(exact, "bf16x2"), "bf16x2")).all()
