@@ -58,7 +58,7 @@ def run(
         stop=stop or None,
         max_tokens=max_tokens,
     )
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = console.everything() if prompt == "-" else prompt
     share, drafted = gpu_memory_utilization, _gamma_of(gamma)
     with qcompile.load(out, threads, kv_cache_bytes=kv_cache_bytes, gamma=drafted, gpu_memory_utilization=share) as llm:
         _run_prompt(llm, text, params, json)

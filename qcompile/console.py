@@ -43,6 +43,13 @@ def open_streams() -> None:
             stream.reconfigure(errors="surrogateescape" if mode == "r" else "backslashreplace")
 
 
+def everything() -> str:
+    """All of stdin, its line ends as they are."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(newline="")
+    return sys.stdin.read()
+
+
 def numbers(option: str, text: str) -> tuple[int, ...]:
     """`128,512` as numbers; UsageError naming the option."""
     try:

@@ -93,7 +93,7 @@ def export(module: nn.Module, inputs: Sequence[Tensor], name: str, longest: int 
     batch, tokens = torch.export.Dim("batch", max=1 << 16), torch.export.Dim("tokens", max=longest - 1)
     try:
         return _exported(module, inputs, batch, tokens)
-    except (UnsupportedError, UsageError):
+    except (UnsupportedError, UsageError, MemoryError):
         raise
     except Exception as error:  # torch.export raises whatever the traced code raises
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -122,6 +122,8 @@ def _export_by_example(module: nn.Module, inputs: Sequence[Tensor], longest: int
     dynamic: Any = torch.export.Dim.DYNAMIC
     try:
         program = _exported(module, inputs, dynamic(max=1 << 16), dynamic(max=longest - 1))
+    except MemoryError:
+        raise
     except Exception:  # as above; what is told is why the first one failed
         return None
     taken = program.graph_signature.user_inputs

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qcompile import frontend, hf_weights, ops, stored_formats
+from qcompile.artifact import MANIFEST
 from qcompile.checkpoint import Checkpoint, name_of, read_json
 from qcompile.errors import ResourceError, UnsupportedError, UsageError
 from qcompile.graph import Graph, ModelInfo
@@ -102,6 +103,8 @@ def load(
 
 def read_config(directory: Path, allow_remote: bool = False) -> Any:
     """The checkpoint's transformers configuration, refused when it is not of a plain decoder."""
+    if (directory / MANIFEST).exists() and not (directory / "config.json").exists():
+        raise UsageError(f"{directory} is an artifact, built already: give the folder of a model")
     raw = read_json(directory / "config.json")
     kind = raw.get("model_type")
     if not isinstance(kind, str):
@@ -186,6 +189,8 @@ def build(config: Any, allow_remote: bool = False, attention_kind: str | None = 
                 experts_implementation=EXPERTS,
                 trust_remote_code=allow_remote,
             )
+    except MemoryError:
+        raise
     except Exception as error:  # a model's constructor raises whatever it likes
         if isinstance(error, KeyError) and error.args == (ATTENTION,):
             raise _OwnAttention(f"{config.model_type} has an attention of its own that cannot be replaced") from error

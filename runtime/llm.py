@@ -24,7 +24,7 @@ from qcompile.runtime.gamma import AUTO, GammaPolicy, Tempo, predicted
 from qcompile.runtime.group import Group
 from qcompile.runtime.loader import load_artifact
 from qcompile.runtime.outputs import MOST_DRAFTS, RequestOutput
-from qcompile.runtime.sampling import SamplingParams
+from qcompile.runtime.sampling import SamplingParams, plain_number
 from qcompile.runtime.speculate import Drafter
 from qcompile.runtime.tokenizer import encode, load_tokenizer
 
@@ -60,6 +60,8 @@ def load(
 
     An artifact for a GPU keeps within `gpu_memory_utilization` of its memory; `threads` does not concern it.
     """
+    threads, max_batch, kv_cache_bytes, gamma = map(plain_number, (threads, max_batch, kv_cache_bytes, gamma))
+    gpu_memory_utilization = plain_number(gpu_memory_utilization)
     while True:
         before = state(path)
         try:
@@ -361,6 +363,7 @@ class LLM:
             self._check_range(row)
         if len(rows[0]) > self.context:
             raise UsageError(f"the text has {len(rows[0])} tokens, {self._context_text()}: shorten it")
+        chunk = plain_number(chunk)
         if chunk is not None and not (isinstance(chunk, int) and chunk >= 1):
             raise UsageError(f"chunk must be a whole number of at least 1, not {chunk!r}")
         result = torch.empty((len(rows), len(rows[0]), self.vocab_size), dtype=torch.float32)

@@ -54,7 +54,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name in (name for name in self.__dataclass_fields__ if name not in ("stop", "ignore_eos")):
-            object.__setattr__(self, name, _plain(getattr(self, name)))
+            object.__setattr__(self, name, plain_number(getattr(self, name)))
         in_range = _whole(self.n) and 1 <= self.n <= MOST_SAMPLES
         self._need("n", in_range, f"a whole number of at least 1 and at most {MOST_SAMPLES}")
         self._need("ignore_eos", isinstance(self.ignore_eos, bool | np.bool_), "True or False")
@@ -90,7 +90,7 @@ class SamplingParams:
         return self.temperature == 0 and self.logprobs is None and self.repetition_penalty == 1
 
 
-def _plain(value: object) -> object:
+def plain_number(value: Any) -> Any:
     """A number of whatever type as Python's own; anything else, and what no float holds, as it is."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import shutil
@@ -236,6 +237,25 @@ def test_build_refuses_what_is_not_a_model(capsys: Capture, tmp_path: Path) -> N
     (tmp_path / "empty" / "config.json").write_text('{"model_type": "frobnicator"}')
     assert "frobnicator" in refusal(capsys, 3, "build", tmp_path / "empty", "-o", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    (tmp_path / "empty" / "config.json").rename(tmp_path / "empty" / "qcompile.json")
+    for command in (("build", tmp_path / "empty", "-o", tmp_path / "out"), ("doctor", tmp_path / "empty")):
+        assert "is an artifact, built already: give the folder of a model" in refusal(capsys, 2, *command)
+
+
+def test_a_trace_without_memory_is_no_fault_of_the_model(
+    capsys: Capture, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def export(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("torch.export.export", export)
+    monkeypatch.setenv("QCOMPILE_CACHE", str(tmp_path / "cache"))  # which may hold the trace
+    assert "out of memory" in refusal(capsys, 5, "build", tiny_checkpoint, "-o", tmp_path / "out")
+
+
+def test_a_prompt_from_stdin_keeps_its_line_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\r\nb\rc\n"), "utf-8"))
+    assert console.everything() == "a\r\nb\rc\n"
 
 
 def test_build_without_a_compiler_says_so(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -8,8 +8,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import qcompile
 from qcompile import SamplingParams
@@ -65,6 +68,15 @@ def test_bursts_give_what_steps_give(recipe: str, tiny_artifact: Build) -> None:
         in_bursts = llm.generate(PROMPTS[0], temperature=0, max_tokens=60)[0].outputs[0].token_ids
         stepwise = llm.generate(PROMPTS[0], temperature=0, max_tokens=60, logprobs=0)[0].outputs[0].token_ids
     assert in_bursts == stepwise
+
+
+def test_numbers_may_be_numpy_s(tiny_artifact: Build) -> None:
+    numbers: dict[str, Any] = {"threads": np.int64(1), "max_batch": np.int8(2), "kv_cache_bytes": np.int32(1 << 20)}
+    numbers |= {"gamma": np.uint8(0), "gpu_memory_utilization": np.float32(0.5)}
+    with qcompile.load(tiny_artifact("w4a8"), **numbers) as llm:
+        assert torch.equal(llm.logits([[5, 6, 7]], chunk=np.int16(2)), llm.logits([[5, 6, 7]]))
+    with pytest.raises(UsageError, match="threads must be a whole number"):
+        qcompile.load(tiny_artifact("w4a8"), threads=np.float64(1))  # type: ignore[arg-type]
 
 
 def test_context_of_the_model_is_kept(tiny_artifact: Build) -> None:
