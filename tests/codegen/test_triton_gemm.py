@@ -314,6 +314,16 @@ def test_up_to_eight_rows_have_kernels_of_their_own(format: str) -> None:
             replace(spec, tile=replace(spec.tile, **wrong))
 
 
+@pytest.mark.parametrize("format", [*FORMATS, *WITH_INT8, "mix_4_8"])
+def test_seventeen_rows_are_not_multiplied_as_sixty_four(format: str) -> None:
+    classes = tiles.classes(format)
+    assert classes[classes.index(DECODE_TOKENS) :][:3] == [DECODE_TOKENS, 32, 64]
+    for n, k in ((4096, 4096), (28672, 4096), (3584, 18944), (512, 1280)):
+        for tokens in (17, 32):
+            assert tiles.in_one_order(format, n, k, tokens).tokens == 32
+        assert tiles.in_one_order(format, n, k, 33) == tiles.in_one_order(format, n, k, 64)
+
+
 def test_halves_are_multiplied_by_one_call_each() -> None:
     """Codes of all planes beside each other; apart where each is of a sum of its own."""
     halves = Tile(128, 128, 1, 1, 1, 8, 6, piece=128, halves=True)
