@@ -157,3 +157,30 @@ def test_weights_of_any_shape_have_programs_for_all_multiprocessors(format: str)
         assert programs >= MULTIPROCESSORS or few or k < 2 * decode.parts * tiles.LEAST_INPUTS, decode
         if decode.float_sum:
             assert len({spec.starts for spec in specs}) == 1, specs
+
+
+EVERY = (*FLOATS, "w4_asym_g128_a8", "mix_4_8", *INTEGERS)
+SMALL = ((64, 768), (96, 1280), (4160, 2560), (320, 5376))
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90, 100])
+@pytest.mark.parametrize("format", EVERY)
+def test_cuts_fit_the_gpu_and_begin_where_others_do(format: str, capability: int) -> None:
+    """All of a weight's, by class of M: a row's bits are by where parts of the inputs begin."""
+    room = {80: 163, 89: 99}.get(capability, 227) * 1024
+    for n, k in (*SHAPES, *SMALL):
+        k = padded_inputs(k, packing_of(format))
+        if format == "mix_4_8" and n % 64:
+            continue
+        specs = [
+            KernelSpec(format, n, k, tiles.in_one_order(format, n, k, most or tiles.MANY, capability), width=n)
+            for most in tiles.classes(format)
+        ]
+        assert format in INTEGERS or len({spec.starts for spec in specs}) == 1, (n, k)
+        for spec in specs:
+            tile = spec.tile
+            assert tile.stages * spec.step_bytes <= room, (n, k, tile)
+            if capability != 90:
+                assert (tile.piece, tile.turns, tile.joined) == (0, 1, False)
+            if capability < 90:
+                assert tile.ahead == 0
