@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +25,17 @@ SHAPES = ((4096, 11008), (3584, 18944), (1536, 8960), (896, 4864), (5120, 2880),
 """Of models that people use."""
 
 
+def guarded(part: torch.Tensor) -> torch.Tensor:
+    """A copy that lies right before a page that nobody may read: whoever reads on ends the interpreter's process."""
+    size = part.numel() * part.element_size()
+    before = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, before + mmap.PAGESIZE)
+    place = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + before
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(place), mmap.PAGESIZE, 0) == 0
+    found = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=before - size)
+    return found.view(part.dtype).view(part.shape).copy_(part)
+
+
 def made(spec: KernelSpec, packed: dict[str, torch.Tensor], x: list[torch.Tensor]) -> torch.Tensor:
     """What the kernel makes of rows of x, launched twice: the second finds the workspace as the first left it."""
     from qcompile.codegen.triton import load
@@ -31,6 +44,7 @@ def made(spec: KernelSpec, packed: dict[str, torch.Tensor], x: list[torch.Tensor
     given |= {name: torch.zeros(items, dtype=dtype) for name, (items, dtype) in spec.workspace(len(x[0])).items()}
     if spec.single:
         given |= {name: given[name].view(torch.int32) for name in ("x", "w", "low") if name in given}
+    given |= {name: guarded(part) for name, part in given.items() if isinstance(part, torch.Tensor)}
     for _ in range(2):
         given["out"] = torch.full((len(x[0]), spec.n), float("nan"))
         load(spec)[spec.grid(len(x[0]))](*(given[a.name] for a in spec.arguments))
