@@ -84,6 +84,8 @@ FADED = 32
 """Weights in mxfp4 meet bf16 as 2^-32 of themselves: one product brings their codes to bf16 and to scales."""
 _LEAST, _MOST = 2 + FADED, 128 + FADED
 """Exponents, 127 added, of scales that they may have for that."""
+_LARGEST = 120
+"""Power of two of the largest scale of w4_asym_g128 for bf16: kernels multiply by 64 times it."""
 _FARTHEST = 64
 """Sums of groups are brought from one power of two to another so far from it."""
 _IN_ITEMS = (4, 8, 4)
@@ -165,7 +167,7 @@ def pack_gpu(parts: Parts, format: str) -> dict[str, Tensor]:
             packed["ranges"] = _ranges(named["codes"], named["exponent"])
         return packed
     if format == "w4_asym_g128":
-        packed["groups"] = _bf16_words(named["scale"], named["zero"])
+        packed["groups"] = _bf16_words(named["codes"], named["scale"], named["zero"])
         return packed
     if format in _SCALED_WORDS:
         packed["groups"] = scale_words(named["scale"], named["zero"])
@@ -238,7 +240,15 @@ def scale_words(scale: Tensor, zero: Tensor) -> Tensor:
     return (words | zero.to(torch.int32)).t().contiguous()
 
 
-def _bf16_words(scale: Tensor, zero: Tensor) -> Tensor:
+def _too_large(codes: Tensor, format: str, power: int) -> UnsupportedError:
+    n, k = codes.shape
+    return UnsupportedError(f"weight [{n}, {k}] in {format}: GPU kernels need scales of at most 2^{power}")
+
+
+def _bf16_words(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Words [groups, n] of codes [n, k], scales and zero points [n, groups]; UnsupportedError for scales too large."""
+    if (scale > 2.0**_LARGEST).any():
+        raise _too_large(codes, "w4_asym_g128", _LARGEST)
     high = scale.to(torch.bfloat16).contiguous().view(torch.int16).to(torch.int32) << 16
     low = (-128 - zero.float()).to(torch.bfloat16).view(torch.int16).to(torch.int32) & 0xFFFF
     return (high | low).t().contiguous()
@@ -247,11 +257,11 @@ def _bf16_words(scale: Tensor, zero: Tensor) -> Tensor:
 def _exponents(codes: Tensor, exponent: Tensor) -> Tensor:
     """Those of mxfp4, uint8 [n, k / 32], for E2M1 codes [n, k]: of groups of zeros that of 1, too small ones 2^-93.
 
-    UnsupportedError where weights are of 2^34 or more.
+    UnsupportedError where scales are more than 2^33.
     """
     used = ((codes & 7) != 0).view(len(codes), -1, 32).any(-1)
     if (used & (exponent > _MOST)).any():
-        raise UnsupportedError(f"weights in mxfp4 with scales of more than 2^{_MOST - 127} have no GPU kernels")
+        raise _too_large(codes, "mxfp4", _MOST - 127)
     return torch.where(used, exponent.clamp_min(_LEAST), 127)
 
 

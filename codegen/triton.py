@@ -453,8 +453,8 @@ def render(spec: KernelSpec) -> str:
     many = "gemm_apart.py.jinja" if spec.apart else "gemm_wide.py.jinja"
     pieces = spec.tile.piece and spec.inline_asm
     template = "gemv.py.jinja" if spec.single else many if pieces else "gemm.py.jinja"
-    values = {"tile": spec.tile, "words": spec.row_bytes // 4, "gate_block": GATE_BLOCK, "far_rows": FAR_ROWS}
-    values["faded"] = FADED
+    values = {"tile": spec.tile, "words": spec.row_bytes // 4, "gate_block": GATE_BLOCK}
+    values |= {"far_rows": FAR_ROWS, "faded": FADED}
     return gpu_compile.render_template(template, spec=spec, registers=_registers(spec)[1], **values)
 
 

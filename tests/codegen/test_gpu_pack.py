@@ -88,7 +88,7 @@ def test_packed_bits(format: str) -> None:
         assert row[6] == (5 ^ rest) << 4 | rest
 
 
-def test_scales_of_mxfp4_leave_room_for_one_multiplication() -> None:
+def test_scales_leave_room_for_what_kernels_multiply_them_by() -> None:
     """Kernels multiply codes, which are so many 2^-126 where they lie, by 2^94 times the scale: a bf16 neither way."""
     codes = torch.zeros(32, 128, dtype=torch.uint8)
     codes[0, 0], codes[1, 40], codes[2, 70] = 5, 1, 8  # -0 is no weight
@@ -98,8 +98,13 @@ def test_scales_of_mxfp4_leave_room_for_one_multiplication() -> None:
     assert words[0].tolist() == [160, 127, 127, 127] and words[1].tolist() == [127, 34, 127, 127]
     assert (words[2:] == 127).all()
     codes[4, 127] = 9
-    with pytest.raises(UnsupportedError, match="more than 2\\^33 have no GPU kernels"):
+    with pytest.raises(UnsupportedError, match=r"weight \[32, 128\] in mxfp4: GPU kernels need .* at most 2\^33"):
         pack_gpu([codes, exponent], "mxfp4")
+    codes, scale = torch.zeros(32, 256, dtype=torch.uint8), torch.full((32, 2), 2.0**120)
+    assert pack_gpu([codes, scale, codes[:, :2]], "w4_asym_g128")["groups"].shape == (2, 32)
+    scale[31, 1] *= 1.01
+    with pytest.raises(UnsupportedError, match=r"weight \[32, 256\] in w4_asym_g128: .* at most 2\^120"):
+        pack_gpu([codes, scale, codes[:, :2]], "w4_asym_g128")
     # As integers they have their exponents as they are.
     assert pack_gpu([codes, exponent], "mxfp4_int8")["groups"][0, 4] == -1
 
