@@ -23,6 +23,9 @@ from qcompile.errors import UnsupportedError
 INTEGERS = ("qoq_channel", "qoq_g128", "w8_sym_channel")
 """Formats whose sums are integers."""
 
+FEW = (*PLANES, "qoq_g128", "w4_asym_g128_int8", "w4_asym_g128_a8")
+"""Formats with tiles of FEW_TOKENS."""
+
 SMALLEST = {"qoq_g128": 2}
 """Fewest blocks of inputs a step, where more than one."""
 
@@ -47,8 +50,8 @@ def classes(format: str) -> list[int]:
         raise UnsupportedError(f"format {format} has no GPU tiles")
     integers = format in INTEGERS
     alone = [most for (name, most, _, _), tile in H200.items() if name == format and tile.tokens < FEWEST_TOKENS]
-    few = [FEW_TOKENS] if format in PLANES else []
-    return few + [most for most in found[:-1] if most >= DECODE_TOKENS or integers or most in alone] + [0]
+    few = [FEW_TOKENS] if format in FEW else []
+    return sorted(few + [most for most in found[:-1] if most >= DECODE_TOKENS or integers or most in alone]) + [0]
 
 
 def choose(format: str, n: int, k: int, tokens: int, capability: int = 90) -> Tile:
@@ -56,13 +59,18 @@ def choose(format: str, n: int, k: int, tokens: int, capability: int = 90) -> Ti
 
     Nearest is by the logarithms of N and K. Raises UnsupportedError when the shape has no packing.
     """
-    if format in PLANES and tokens <= FEW_TOKENS:
+    tile = _searched(format, n, k, tokens, capability)
+    if format in FEW and tokens <= FEW_TOKENS and tile.piece == 128:
         # The same sums, with half as much to copy beside the weights, and for the tensor cores to do.
-        more = choose(format, n, k, DECODE_TOKENS, capability)
-        return replace(more, tokens=FEW_TOKENS) if more.piece == 128 else more
+        return replace(tile, tokens=FEW_TOKENS)
+    return tile
+
+
+def _searched(format: str, n: int, k: int, tokens: int, capability: int) -> Tile:
+    """The tile of the class that was searched: of FEW_TOKENS none was."""
     sources = (format, *LIKE.get(format, ()))
     most = next((each for each in classes(format) if tokens <= each), None)
-    most = most or max(each for name, each, _, _ in H200 if name in sources)
+    most = DECODE_TOKENS if most == FEW_TOKENS else most or max(each for name, each, _, _ in H200 if name in sources)
     source = next(source for source in sources if any(row[:2] == (source, most) for row in H200))
     rows = {(rn, rk): tile for (name, c, rn, rk), tile in H200.items() if (name, c) == (source, most)}
     for shape in sorted(rows, key=lambda s: abs(math.log(s[0] / n)) + abs(math.log(s[1] / k))):
@@ -118,7 +126,7 @@ def in_one_order(format: str, n: int, k: int, tokens: int, capability: int = 90)
         alone = fitted(format, n, k, replace(tile, slices=parts, warps=warps), capability)
         if alone and KernelSpec(format, n, k, alone, width=n).starts != starts:
             alone = None
-        return alone or in_one_order(format, n, k, DECODE_TOKENS, capability)
+        return alone or in_one_order(format, n, k, FEW_TOKENS, capability)
     turning = _in_turns(format, n, k, tokens, parts) if parts > 1 and capability == 90 else None
     if turning is not None and KernelSpec(format, n, k, turning, width=n).starts == starts:
         return turning
