@@ -349,9 +349,9 @@ def test_rows_are_quantized_in_parts_where_the_kernel_before_told_their_peaks() 
     of_heads = (1, "decode_tokens")
     cases: list[tuple[str, int, int, set[tuple[int, str]]]] = [
         ("qserve", 256, 89, {(3, "tokens"), of_heads}),
-        # Up to 16 rows are told of where warps go on apart, which do not share the inputs of so many weights.
-        ("qserve", 256, 90, {(4, "tokens"), of_heads}),
-        ("qserve", 10240, 90, {(4, "tokens"), of_heads}),
+        # Up to 8 and 16 rows are told of where warps go on apart, which do not share the inputs of so many weights.
+        ("qserve", 256, 90, {(5, "tokens"), of_heads}),
+        ("qserve", 10240, 90, {(5, "tokens"), of_heads}),
         ("qserve-channel", 256, 90, set()),
         ("nested", 256, 90, set()),
     ]

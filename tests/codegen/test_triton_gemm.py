@@ -19,6 +19,7 @@ from qcompile.codegen.triton import (
     DECODE_TOKENS,
     FEW_TOKENS,
     MULTIPROCESSORS,
+    PLANES,
     KernelSpec,
     Tile,
     compile_for,
@@ -251,6 +252,12 @@ APART = (
     KernelSpec("mxfp4", 28672, 4096, Tile(8, 64, 1, 1, 1, 4, 4, 128, piece=128), gated="silu", width=14336),
     KernelSpec("w4_asym_g128_a8", 4096, 4096, Tile(16, 64, 1, 4, 1, 4, 3, 128, piece=128), residual=True),
     KernelSpec("w4_asym_g128_a8", 4096, 4096, Tile(64, 64, 1, 4, 1, 4, 2, piece=128), bias=True, x_groups=True),
+    KernelSpec("w4_asym_g128_a8", 4096, 4096, Tile(8, 64, 1, 4, 1, 4, 2, 128, piece=128), bias=True, x_groups=True),
+    KernelSpec("w4_asym_g128_int8", 4096, 11008, Tile(8, 64, 1, 4, 1, 4, 6, 128, piece=128), out="f32", x_groups=True),
+    KernelSpec(
+        "qoq_g128", 28672, 4096, Tile(8, 64, 1, 1, 2, 4, 8, 128, piece=128), gated="silu", width=14336, peaks=True
+    ),
+    KernelSpec("qoq_g128", 4096, 14336, Tile(8, 64, 1, 8, 2, 4, 4, 128, piece=128), residual=True, width=4000),
 )
 """Kernels whose warps copy and multiply apart."""
 
@@ -294,19 +301,21 @@ def test_warps_copy_and_multiply_apart(spec: KernelSpec) -> None:
     assert sum("GMMA" in opcode for opcode, _ in code) >= 4
 
 
-@pytest.mark.parametrize("format", ["w4_asym_g128", "mxfp4"])
+@pytest.mark.parametrize("format", tiles.FEW)
 def test_up_to_eight_rows_have_kernels_of_their_own(format: str) -> None:
-    """Which sum alike, over tokens and words of a block that are copied at once."""
-    assert tiles.classes(format)[:2] == [FEW_TOKENS, DECODE_TOKENS]
+    """Which sum alike. Of whole numbers single rows may have others, and so may what is not in pieces."""
+    classes = tiles.classes(format)
+    assert classes[classes.index(FEW_TOKENS) + 1] == DECODE_TOKENS
     for n, k in ((4096, 4096), (6144, 4096), (3584, 18944), (512, 1280)):
         few, more = (tiles.in_one_order(format, n, k, most) for most in (FEW_TOKENS, DECODE_TOKENS))
         assert few == (replace(more, tokens=FEW_TOKENS) if more.piece == 128 else more)
         for capability in (80, 89, 100):  # elsewhere the class of 16 does both
-            assert tiles.in_one_order(format, n, k, 1, capability) == tiles.in_one_order(format, n, k, 16, capability)
-    spec = KernelSpec(format, 4096, 4096, tiles.in_one_order(format, 4096, 4096, 1))
+            elsewhere = [tiles.in_one_order(format, n, k, most, capability) for most in (FEW_TOKENS, DECODE_TOKENS)]
+            assert elsewhere[0] == elsewhere[1]
+    spec = KernelSpec(format, 4096, 4096, tiles.in_one_order(format, 4096, 4096, FEW_TOKENS))
     decode = replace(spec, tile=replace(spec.tile, tokens=16))
     assert spec.tile.tokens == FEW_TOKENS and spec.name != decode.name and not spec.single and spec.decode
-    for each in (spec, decode):
+    for each in (spec, decode) if format in PLANES else ():  # tokens and words of a block are copied at once
         loop = render(each).split("for group in range(")[1].split("mbarrier_arrive(full")[0]
         assert loop.count("async_copy_global_to_shared(xs.") == loop.count("async_copy_global_to_shared(gs.") == 1
     for wrong in ({"tokens": 4}, {"piece": 32, "stages": 1}):
