@@ -23,7 +23,7 @@ from qcompile.errors import UnsupportedError
 INTEGERS = ("qoq_channel", "qoq_g128", "w8_sym_channel")
 """Formats whose sums are integers."""
 
-FEW = (*PLANES, "qoq_g128", "w4_asym_g128_int8", "w4_asym_g128_a8")
+FEW = (*PLANES, "qoq_g128", "mix_4_8", "w4_asym_g128_int8", "w4_asym_g128_a8", "mxfp4_a8")
 """Formats with tiles of FEW_TOKENS."""
 
 SMALLEST = {"qoq_g128": 2}
@@ -51,7 +51,7 @@ def classes(format: str) -> list[int]:
     integers = format in INTEGERS
     alone = [most for (name, most, _, _), tile in H200.items() if name == format and tile.tokens < FEWEST_TOKENS]
     few = [FEW_TOKENS] if format in FEW else []
-    return sorted(few + [most for most in found[:-1] if most >= DECODE_TOKENS or integers or most in alone]) + [0]
+    return [*sorted(few + [most for most in found[:-1] if most >= DECODE_TOKENS or integers or most in alone]), 0]
 
 
 def choose(format: str, n: int, k: int, tokens: int, capability: int = 90) -> Tile:

@@ -258,6 +258,8 @@ APART = (
         "qoq_g128", 28672, 4096, Tile(8, 64, 1, 1, 2, 4, 8, 128, piece=128), gated="silu", width=14336, peaks=True
     ),
     KernelSpec("qoq_g128", 4096, 14336, Tile(8, 64, 1, 8, 2, 4, 4, 128, piece=128), residual=True, width=4000),
+    KernelSpec("mix_4_8", 4160, 4096, Tile(8, 64, 1, 4, 1, 4, 4, 128, piece=128), True, width=4096, wide=448),
+    KernelSpec("mxfp4_a8", 4096, 4096, Tile(8, 64, 1, 4, 1, 4, 4, 128, piece=128), bias=True, x_groups=True),
 )
 """Kernels whose warps copy and multiply apart."""
 
@@ -312,7 +314,8 @@ def test_up_to_eight_rows_have_kernels_of_their_own(format: str) -> None:
         for capability in (80, 89, 100):  # elsewhere the class of 16 does both
             elsewhere = [tiles.in_one_order(format, n, k, most, capability) for most in (FEW_TOKENS, DECODE_TOKENS)]
             assert elsewhere[0] == elsewhere[1]
-    spec = KernelSpec(format, 4096, 4096, tiles.in_one_order(format, 4096, 4096, FEW_TOKENS))
+    two_widths = {"width": 4000, "wide": 448} if format == "mix_4_8" else {}
+    spec = KernelSpec(format, 4096, 4096, tiles.in_one_order(format, 4096, 4096, FEW_TOKENS), **two_widths)
     decode = replace(spec, tile=replace(spec.tile, tokens=16))
     assert spec.tile.tokens == FEW_TOKENS and spec.name != decode.name and not spec.single and spec.decode
     for each in (spec, decode) if format in PLANES else ():  # tokens and words of a block are copied at once
