@@ -287,7 +287,7 @@ class AttentionSpec:
         plain = self.kv.format, self.cut, self.stages, self.warps, capability, self.bias_positions
         if plain == ("kv4", "leaf", 1, 2, 90, 0):
             registers = 128  # with nothing in flight that is what most rows take
-        return Kernel(name, source, tuple(arguments), self.warps, self.stages, prelaunch, False, False, registers)
+        return Kernel(name, source, tuple(arguments), self.warps, self.stages, prelaunch, False, registers)
 
 
 def fitting(spec: AttentionSpec, queries: int) -> AttentionSpec:

@@ -32,7 +32,9 @@ from qcompile.errors import ResourceError, UnsupportedError
 
 _TEMPLATES = Path(__file__).parent / "templates" / "triton"
 _MATRIX = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*")
-_CACHE_VERSION = 4
+_CACHE_VERSION = 5
+ANY_CAPABILITY = "tl.constexpr(0)  # the compute capability, where known"
+"""What sources say that differ by compute capability. Triton itself only tells them of a GPU that is there."""
 
 
 class Argument(NamedTuple):
@@ -47,8 +49,7 @@ class Kernel:
     """A kernel as Triton source: the function `name` in `source`, launched with `arguments`.
 
     With `prelaunch` (sm_90 on) it may start before the kernel before it has ended: it waits by itself. Without
-    `fusion` the compiler makes no fused multiply-add that is not written as one. With `in_flight` it goes on while the
-    tensor cores read its registers: machine code that writes those is refused. A thread starts with no more than
+    `fusion` the compiler makes no fused multiply-add that is not written as one. A thread starts with no more than
     `most_registers`, if not 0.
     """
 
@@ -59,7 +60,6 @@ class Kernel:
     stages: int = 3
     prelaunch: bool = False
     fusion: bool = True
-    in_flight: bool = False
     most_registers: int = 0
 
     @property
@@ -99,9 +99,9 @@ def render_template(template: str, /, **values: Any) -> str:
     return _environment().get_template(template).render(**values)
 
 
-def load(kernel: Kernel) -> Any:
-    """The kernel as a Triton function, to be launched with its arguments or compiled."""
-    return getattr(_module(kernel.source), kernel.name)
+def load(kernel: Kernel, capability: int = 0) -> Any:
+    """The kernel as a Triton function, to be launched with its arguments or compiled for `capability`, if it asks."""
+    return getattr(_module(kernel.source.replace(ANY_CAPABILITY, f"tl.constexpr({capability})", 1)), kernel.name)
 
 
 @cache
@@ -138,7 +138,7 @@ def build(kernel: Kernel, capability: int) -> Any:
     signature = {argument.name: argument.type for argument in kernel.arguments}
     # As the launcher specializes: pointers are aligned to 16 bytes.
     aligned = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arguments) if a.type.startswith("*")}
-    function = load(kernel)
+    function = load(kernel, capability)
     kind: Any = ASTSource
     if function.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource
@@ -180,7 +180,8 @@ def _compile(kernel: Kernel, capability: int) -> Compiled:
     ptx, cubin, metadata = built.asm["ptx"], built.asm["cubin"], built.metadata
     if metadata.global_scratch_size or metadata.profile_scratch_size:
         raise UnsupportedError(f"kernel {kernel.name} wants scratch memory that no launch gives it")
-    if kernel.in_flight and (wrong := gpu_sass.overwritten(gpu_sass.instructions(cubin))):
+    # Kernels that Triton pipelines go on while the tensor cores read registers, too.
+    if "wgmma.mma_async" in ptx and (wrong := gpu_sass.overwritten(gpu_sass.instructions(cubin))):
         raise UnsupportedError(
             f"kernel {kernel.name}: the assembler of triton {triton_version()} lets {' '.join(wrong)} write what the"
             " tensor cores still read: build with another version of triton"

@@ -2,7 +2,8 @@
 
 Products of the tensor cores (wgmma of sm_90) run on while a warp goes on. Where their left operand lies in registers,
 nothing may write those before the product is done; kernels that unpack weights meanwhile keep them alive in their
-source, but it is the assembler that hands out registers, and whoever builds an artifact may have another one.
+source, and loops that Triton pipelines wait, but it is the assembler that hands out registers, and whoever builds an
+artifact may have another one.
 """
 
 from __future__ import annotations

@@ -454,7 +454,7 @@ def render(spec: KernelSpec) -> str:
     pieces = spec.tile.piece and spec.inline_asm
     template = "gemv.py.jinja" if spec.single else many if pieces else "gemm.py.jinja"
     values = {"tile": spec.tile, "words": spec.row_bytes // 4, "gate_block": GATE_BLOCK}
-    values |= {"far_rows": FAR_ROWS, "faded": FADED}
+    values |= {"far_rows": FAR_ROWS, "faded": FADED, "any_capability": gpu_compile.ANY_CAPABILITY}
     return gpu_compile.render_template(template, spec=spec, registers=_registers(spec)[1], **values)
 
 
@@ -479,7 +479,7 @@ def kernel(spec: KernelSpec) -> Kernel:
     # Where warps go on apart Triton is told of the first four.
     how = (4 if spec.apart else tile.warps, tile.stages, spec.prelaunch)
     most, _ = _registers(spec)
-    return Kernel(spec.name, render(spec), tuple(spec.arguments), *how, in_flight=tile.piece > 0, most_registers=most)
+    return Kernel(spec.name, render(spec), tuple(spec.arguments), *how, most_registers=most)
 
 
 def load(spec: KernelSpec) -> Any:

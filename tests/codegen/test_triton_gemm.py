@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -365,45 +364,6 @@ def test_programs_last_where_there_is_one_for_each_multiprocessor() -> None:
             replace(spec, tile=replace(LASTING, **wrong))
     with pytest.raises(UnsupportedError):
         replace(spec, format="w8_sym_channel", x_groups=False)
-
-
-SASS = """
-        /*0000*/                   MOV R1, c[0x0][0x28] ;
-.L_x_1:
-        /*0010*/                   LOP3.LUT R8, R4, 0xf, R2, 0xea, !PT ;
-        /*0020*/                   HGMMA.64x64x16.F32.BF16 R24, R8, gdesc[UR8], R24, gsb0 ;
-        /*0030*/                   {}
-        /*0040*/                   WARPGROUP.DEPBAR.LE gsb0, 0x{} ;
-        /*0050*/              @P0  BRA `(.L_x_1) ;
-        /*0060*/                   EXIT ;
-"""
-
-
-@pytest.mark.parametrize(
-    ("between", "left", "wrong"),
-    [
-        ("IMAD.MOV.U32 R12, RZ, RZ, R3 ;", 0, None),
-        ("IMAD.MOV.U32 R11, RZ, RZ, R3 ;", 0, "IMAD.MOV.U32"),
-        ("@P1  LDS.128 R8, [R3] ;", 0, "LDS.128"),
-        ("LDS.64 R6, [R3] ;", 0, None),
-        ("LDS.64 R7, [R3] ;", 0, "LDS.64"),
-        ("STS [R8], R3 ;", 0, None),
-        ("NOP ;", 1, "LOP3.LUT"),  # the next turn of the loop writes what this turn's product reads
-    ],
-)
-def test_a_write_to_what_a_product_in_flight_reads_is_found(between: str, left: int, wrong: str | None) -> None:
-    for product in ("HGMMA", "IGMMA"):
-        found = gpu_sass.overwritten(gpu_sass.parse(SASS.format(between, left).replace("HGMMA", product)))
-        assert (found and found[0]) == wrong
-
-
-def test_machine_code_that_writes_what_is_in_flight_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    needs_triton()
-    monkeypatch.setenv("QCOMPILE_CACHE", str(tmp_path))
-    monkeypatch.setattr(gpu_sass, "overwritten", lambda code: ("MOV", "R8, R3"))
-    with pytest.raises(UnsupportedError, match="lets MOV R8, R3 write what the tensor cores still read"):
-        compile_for(PIECES[1], 90)
-    assert not list(tmp_path.iterdir())
 
 
 def packed_for(spec: KernelSpec) -> dict[str, torch.Tensor]:
