@@ -138,24 +138,19 @@ char* large_pages(size_t bytes) {
   return p;
 }
 
-// A tenth of n rows in 8-bit blocks, every tenth; the blocks of both widths spread evenly, as qcompile.mix lays them out.
+// A tenth of n rows in 8-bit blocks, every tenth; the narrow blocks first, as qcompile.mix lays them out.
 struct MixOrder {
   std::vector<int32_t> columns, starts{0};
+  int narrow = 0;  // pairs of narrow blocks
   explicit MixOrder(int n) {
     std::vector<int32_t> rows[2];
     for (int i = 0; i < n; ++i) rows[i % 10 == 3].push_back(i);
-    std::vector<std::pair<double, std::pair<int, int>>> blocks;
     for (int wide = 0; wide < 2; ++wide) {
-      const int count = (int)(rows[wide].size() + 15) / 16;
-      rows[wide].resize(count * 16, -1);
-      for (int i = 0; i < count; ++i) blocks.push_back({(i + 0.5) / count, {wide, i}});
+      rows[wide].resize((rows[wide].size() + 15) / 16 * 16, -1);
+      columns.insert(columns.end(), rows[wide].begin(), rows[wide].end());
+      for (size_t i = 0; i < rows[wide].size() / 16; ++i) starts.push_back(starts.back() + 1 + wide);
     }
-    std::sort(blocks.begin(), blocks.end());
-    for (auto& [place, block] : blocks) {
-      const auto* first = rows[block.first].data() + block.second * 16;
-      columns.insert(columns.end(), first, first + 16);
-      starts.push_back(starts.back() + 1 + block.first);
-    }
+    narrow = (int)rows[0].size() / 32;
   }
 };
 
@@ -194,7 +189,7 @@ void place(Case& c, size_t budget, size_t& used) {
     if (c.format == kMix) {
       g.columns = (int32_t*)memcpy(take(rows * 4, 0), mix.columns.data(), rows * 4);
       g.starts = (int32_t*)memcpy(take(mix.starts.size() * 4, 0), mix.starts.data(), mix.starts.size() * 4);
-      g.blocks = (int)rows / 16;
+      g.blocks = (int)rows / 16, g.parts[0] = mix.narrow;
     }
     c.copies.push_back(g);
   }

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qcompile import targets
 from qcompile.codegen import triton as gpu
 from qcompile.codegen.gpu_compile import Kernel, compile_kernel
 from qcompile.codegen.gpu_pack import GPU_PACKING, MIX_ROWS, pack_gpu
@@ -47,6 +48,13 @@ def facts() -> dict[str, Any]:
         "transformers": version("transformers"),
         "date": time.strftime("%F"),
     }
+
+
+def this_target() -> str:
+    """The target's name for this GPU: whose name it bears, or else the first of its capability."""
+    properties = torch.cuda.get_device_properties(0)
+    fit = [t for t in targets.TARGETS.values() if t.capability == 10 * properties.major + properties.minor]
+    return next((t.name for t in fit if t.name.upper() in properties.name.upper()), fit[0].name)
 
 
 @cache

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.gpu_common import facts
+from benchmarks.gpu_common import facts, this_target
 from qcompile import pipeline, targets
 from qcompile.codegen.backend import backend_of
 from qcompile.runtime.cuda import CudaExecutor
@@ -174,9 +174,9 @@ class Opened:
 
 def open_random(recipe: str, folder: Path, tokens: int, context: int = 8192) -> Opened:
     """`recipe` for the checkpoint, with pages for so many `tokens` in sequences of at most `context`."""
-    machine = targets.get_target("h200")
+    machine = targets.get_target(this_target())
     started = time.perf_counter()
-    found = pipeline.plan(folder, target="h200", recipe=recipe)
+    found = pipeline.plan(folder, target=machine.name, recipe=recipe)
     files = backend_of(machine).prepare(found.programs, machine, found.lookup)(None)
     seconds = time.perf_counter() - started
     plans = [json.loads(files[f"{name}.plan.json"]) for name in found.programs]

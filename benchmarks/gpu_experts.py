@@ -24,7 +24,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
-from benchmarks.gpu_common import facts, launch
+from benchmarks.gpu_common import facts, launch, this_target
 from qcompile import ops
 from qcompile.codegen import expert_tiles
 from qcompile.codegen import triton as gemm
@@ -227,7 +227,8 @@ def check_model(kind: str, recipe: str, source: Path, folder: Path) -> dict[str,
     ids = torch.randint(0, SETTINGS["vocab_size"], (2, 70), generator=torch.Generator().manual_seed(1))
     logits = {}
     row: dict[str, Any] = {"model": kind, "recipe": recipe}
-    for target in ("cpu", "h200"):
+    gpu = this_target()
+    for target in ("cpu", gpu):
         path = qcompile.build(source, folder / f"{kind}-{recipe}-{target}", target=target, recipe=recipe).path
         with qcompile.load(path, kv_cache_bytes=1 << 28) as llm:
             logits[target] = llm.logits(ids)
@@ -235,7 +236,7 @@ def check_model(kind: str, recipe: str, source: Path, folder: Path) -> dict[str,
                 parts = {chunk: llm.logits(ids, chunk=chunk) for chunk in CHUNKS}
                 bits = logits[target].view(torch.int32)
                 row["different_bits"] = {c: int((part.view(torch.int32) != bits).sum()) for c, part in parts.items()}
-    far = (logits["h200"] - logits["cpu"]).norm(dim=-1) / logits["cpu"].norm(dim=-1)
+    far = (logits[gpu] - logits["cpu"]).norm(dim=-1) / logits["cpu"].norm(dim=-1)
     row |= {"error": float(far.median()), "worst_error": float(far.max())}
     print(row, flush=True)
     return row

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
 from benchmarks.families import Row, quiet, save_random, tokens
 from benchmarks.family_list import FAMILIES
-from benchmarks.gpu_common import facts
+from benchmarks.gpu_common import facts, this_target
 from qcompile.errors import QualityError, UnsupportedError
 
 OVER_CPU = 1.25
@@ -128,7 +128,7 @@ def main() -> int:
     names = [name for name, _, _ in FAMILIES if given.get("only", "") in name]
     wanted = [(name, recipe) for recipe in recipes for name in names if f"{name}; {recipe}" not in known]
     start = time.perf_counter()
-    for name, recipe, row in rows(wanted, "h200"):
+    for name, recipe, row in rows(wanted, this_target()):
         known[f"{name}; {recipe}"] = row
         what = row.get("reason") or (
             f"{row['error']:.4f} (CPU {row['cpu_error']:.4f}), {sum(row['different_bits'].values())} bits"

@@ -25,7 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
-from benchmarks.gpu_common import facts
+from benchmarks.gpu_common import facts, this_target
 from qcompile import SamplingParams
 from qcompile.runtime.executor import Rows
 from qcompile.runtime.gamma import AUTO
@@ -160,7 +160,7 @@ def main() -> None:
     options = [a for a in sys.argv[1:] if a.startswith("--")]
     model, documents, *out = [a for a in sys.argv[1:] if not a.startswith("--")]
     named = [a.split("=", 1)[1].split(",") for a in options if a.startswith("--recipes=")]
-    targets = ("h200",) if "--gpu-only" in options else ("h200", "cpu")
+    targets = (this_target(),) if "--gpu-only" in options else (this_target(), "cpu")
     files = next((a.split("=", 1)[1].split(",") for a in options if a.startswith("--prompts=")), [])
     other = next((a.split("=", 1)[1] for a in options if a.startswith("--draft=")), "")
     prompts = [json.loads(line)["prompt"] for file in files for line in Path(file).read_text("utf-8").splitlines()]

@@ -3,7 +3,7 @@
     python benchmarks/gpu_speculation.py [out.json] [--parts=nested,quantspec,...] [--no-torch]
 
 A round of gamma drafts and its verification is timed as it runs, one graph; what it brings is the acceptance by place
-that the same recipe has on pycode-26m (benchmarks/results/speculation.json, gamma 4), as random weights accept nothing.
+that the same recipe has on pycode-26m (benchmarks/results/speculation.json, gamma 8), as random weights accept nothing.
 Beside it is plain decoding by the verifying path, for `quantspec` and `quantspec-w8` also by the recipe bf16.
 """
 
@@ -33,7 +33,7 @@ from benchmarks.gpu_e2e import (
 from qcompile.runtime.speculate import DraftState
 
 TRACE = Path(__file__).parent / "results" / "speculation.json"
-GAMMAS = (1, 2, 3, 4)
+GAMMAS = (1, 2, 3, 4, 5, 6)
 ROUNDS = 27
 """As many as bring 128 tokens at 4.7 each: a hierarchical cache rounds a group of positions once in that time."""
 CASES = {
@@ -46,9 +46,9 @@ CASES = {
 
 
 def accepted(recipe: str) -> list[float]:
-    """Share of drafts accepted by their place in the round, on pycode-26m."""
+    """Share of drafts accepted by their place in the round, on pycode-26m at gamma 8."""
     found = json.loads(TRACE.read_text(encoding="utf-8"))
-    return list(found["variants"][recipe]["exact"]["accepted_per_position"])
+    return list(found["variants"][recipe]["exact"]["gamma 8"]["accepted_per_position"])
 
 
 def round_seconds(opened: Opened, batch: int, context: int, gamma: int) -> float:
@@ -107,7 +107,7 @@ def main() -> None:
     named = [a.split("=", 1)[1].split(",") for a in sys.argv[1:] if a.startswith("--parts=")]
     paths = [Path(a) for a in sys.argv[1:] if not a.startswith("--")]
     parts = named[0] if named else list(CASES)
-    results: dict[str, Any] = {**facts(), "trace": "pycode-26m, gamma 4", "speculation": []}
+    results: dict[str, Any] = {**facts(), "trace": "pycode-26m, gamma 8", "speculation": []}
     CONFIG["max_position_embeddings"] = 1 << 18
     with tempfile.TemporaryDirectory() as temporary:
         folder = empty_checkpoint(Path(temporary))

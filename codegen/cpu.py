@@ -322,6 +322,7 @@ class _Renderer:
                 lines.append(f"{var}.{role} = {self.weight(name, _ROLE_TYPES.get(role, 'uint8_t'))};")
         if c.blocks:
             lines.append(f"{var}.blocks = {c.blocks};")
+            lines += [f"{var}.parts[{i}] = {units};" for i, units in enumerate(c.runs) if units]
         if c.bias is not None:
             lines.append(f"{var}.bias = {self.weight(c.bias)};")
         lines.append(f"{var}.epilogue = {_EPILOGUE[c.epilogue]};")

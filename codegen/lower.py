@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from qcompile import numerics, ops
 from qcompile.codegen import program as p
-from qcompile.codegen.packing import WeightTable
+from qcompile.codegen.packing import Mixed, WeightTable
 from qcompile.errors import PassError, UnsupportedError
 from qcompile.graph import Graph
 
@@ -137,10 +137,10 @@ class Lowering:
         names = self._register(node, format, parts, blobs, named_for=w, packed_as=packed_as)
         return dict(zip(sizes, names, strict=True))
 
-    def mixed(self, node: fx.Node, pairs: bool) -> tuple[dict[str, str], int, int]:
+    def mixed(self, node: fx.Node, pairs: bool) -> tuple[dict[str, str], Mixed]:
         """Role -> name of the packed parts of a mix_4_8 weight whose rows are `pairs` of gate and up or not.
 
-        Also blocks, and wide rows that come first. Which are wide is evaluated here: it decides how large parts are.
+        Also how it is packed. Which rows are wide is evaluated here: it decides how large parts are.
         """
         w, marked, *_ = _args(node)
         found = self.table_of_weights.packing.mixed(self.graph.evaluate(marked), pairs, w.meta["val"].shape[1])
@@ -149,7 +149,7 @@ class Lowering:
             yield from found.blobs(self.graph.evaluate(node)).values()
 
         names = self._register(w, "mix_4_8", tuple((f".{role}", size) for role, size in found.sizes.items()), blobs)
-        return dict(zip(found.sizes, names, strict=True)), found.blocks, found.wide
+        return dict(zip(found.sizes, names, strict=True)), found
 
     def _register(
         self,
@@ -260,14 +260,15 @@ def _gemm(low: Lowering, node: fx.Node) -> p.Call:
     logits = "storage" not in node.meta
     if logits and epilogue != "store":
         raise PassError("codegen", node.name, f"logits cannot come from a gemm that ends in {epilogue}")
-    packing = ""
     if format == "mix_4_8":
-        packed, blocks, wide = low.mixed(weight, epilogue in ops.GATED)
+        packed, mixed = low.mixed(weight, epilogue in ops.GATED)
+        more: tuple[Any, ...] = (mixed.blocks, "", mixed.wide, mixed.runs)
     else:
         packing = low.packing(weight, str(format), _activation(x))
-        packed, blocks, wide = low.packed(weight, str(format), _activation(x)), 0, 0
+        packed = low.packed(weight, str(format), _activation(x))
         if packing == low.table_of_weights.packing.name(str(format), _activation(x)):
             packing = ""
+        more = (0, packing)
     return p.Gemm(
         node.name,
         low.buffer(x),
@@ -279,9 +280,7 @@ def _gemm(low: Lowering, node: fx.Node) -> p.Call:
         None if logits else low.buffer(node),
         low.vector(bias),
         None if residual is None else low.buffer(residual),
-        blocks,
-        packing,
-        wide,
+        *more,
     )
 
 

@@ -22,19 +22,21 @@ class PackedWeight:
 class Mixed(NamedTuple):
     """How a mix_4_8 weight is packed whose wide rows are known.
 
-    Bytes by role, what packs the parts, blocks of 16 packed rows, and how many rows of 8 bits come first where all do.
+    Bytes by role, what packs the parts, blocks of 16 packed rows, how many rows of 8 bits come first where all do, and
+    the runs of pairs of blocks that threads share out alone.
     """
 
     sizes: dict[str, int]
     blobs: Callable[[numerics.Parts], dict[str, Tensor]]
     blocks: int
     wide: int = 0
+    runs: tuple[int, ...] = ()
 
 
 def cpu_mixed(marked: Tensor, pairs: bool, k: int) -> Mixed:
-    """As qcompile.mix has it: blocks of both widths spread evenly."""
+    """As qcompile.mix has it."""
     order = mix.layout(marked, pairs)
-    return Mixed(mix.packed_bytes(order, k), lambda parts: mix.pack(parts, order), len(order.rows))
+    return Mixed(mix.packed_bytes(order, k), lambda parts: mix.pack(parts, order), len(order.rows), runs=order.runs)
 
 
 @dataclass(frozen=True)

@@ -188,6 +188,8 @@ class Gemm:
     """How its weight is packed, where not as the target packs the format for such activations."""
     wide: int = 0
     """Packed rows of 8 bits of a mix_4_8 weight, where all of them come first."""
+    runs: tuple[int, ...] = ()
+    """Pairs of blocks of a mix_4_8 weight that threads share out alone, one run after another; the rest is the last."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ writes each result straight to its output column: the blocks carry the columns o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -47,12 +48,13 @@ class Layout:
     """The order of a mixed weight's rows: blocks of 16 rows of one width.
 
     `rows` and `columns` [blocks, 16] are the rows in the block and the output columns they go to (-1: none, at the
-    end of a block); `wide` bool [blocks].
+    end of a block); `wide` bool [blocks]. `runs` are the pairs of blocks of each kind but the last, in order.
     """
 
     rows: Tensor
     columns: Tensor
     wide: Tensor
+    runs: tuple[int, ...]
 
     @property
     def starts(self) -> Tensor:
@@ -64,8 +66,8 @@ class Layout:
 def layout(wide: Tensor, pairs: bool) -> Layout:
     """The order for rows marked `wide` [N]; with `pairs`, gate and up rows alternate in blocks of 16, N even.
 
-    The blocks of each width, or of each combination of widths of a pair, are spread evenly over all, so that every
-    thread's share of blocks costs the same.
+    Blocks of each width, or of each combination of widths of a pair, follow one another, narrow ones first: memory
+    streams fastest through blocks of one size. Threads share out each of the `runs` alone, so that all have as much.
     """
     if pairs:
         features = torch.arange(wide.shape[0] // 2)
@@ -76,16 +78,15 @@ def layout(wide: Tensor, pairs: bool) -> Layout:
         features, widths = torch.arange(wide.shape[0]), wide[:, None]
         rows = features[:, None]
     kind = (widths.int() * torch.tensor([2, 1])[: widths.shape[1]]).sum(1)
-    items = []
-    for value in kind.unique().tolist():
-        found = features[kind == value]
-        blocks = torch.nn.functional.pad(found, (0, -len(found) % 16), value=-1).view(-1, 16)
-        items += [((i + 0.5) / len(blocks), value, block) for i, block in enumerate(blocks)]
-    chosen = torch.stack([block for _, _, block in sorted(items, key=lambda item: item[:2])])  # [items, 16]
+    found = [features[kind == value] for value in kind.unique().tolist()]  # ascending
+    blocks = [torch.nn.functional.pad(each, (0, -len(each) % 16), value=-1).view(-1, 16) for each in found]
+    chosen = torch.cat(blocks)  # [items, 16]
     each = rows.shape[1]
+    ends = [each * end // 2 for end in accumulate(map(len, blocks))]
     columns = chosen.repeat_interleave(each, 0)
     source = torch.where(chosen[:, None] >= 0, rows[chosen].transpose(1, 2), -1).flatten(0, 1)
-    return Layout(source, columns, widths[chosen[:, 0]].flatten())
+    runs = tuple(end - start for start, end in pairwise([0, *ends[:-1]]))
+    return Layout(source, columns, widths[chosen[:, 0]].flatten(), runs)
 
 
 def packed_bytes(order: Layout, k: int) -> dict[str, int]:

@@ -44,7 +44,7 @@ class Gemm(ctypes.Structure):
         ("residual_stride", ctypes.c_int64),
         ("out", ctypes.c_void_p),
         ("out_stride", ctypes.c_int64),
-        ("parts", ctypes.c_int * 2),
+        ("parts", ctypes.c_int * 3),
         ("best", ctypes.c_void_p),
     ]
 

@@ -199,7 +199,7 @@ def run(
     bias: np.ndarray | None = None,
     residual: np.ndarray | None = None,
     threads: int = 1,
-    parts: tuple[int, int] = (0, 0),
+    parts: tuple[int, int, int] = (0, 0, 0),
     gating: tuple[int, float, float] = (0, math.inf, 0.0),
 ) -> np.ndarray:
     """[m, n] (n/2 columns for GATED), every thread's share computed one after the other."""
@@ -285,7 +285,7 @@ def test_a_row_depends_on_nothing_else(harness: Callable[[str], ctypes.CDLL], is
         np.testing.assert_array_equal(run(library, fmt, weight, act.rows(slice(53 - m, 53)), n, k), whole[53 - m :])
     for threads in (2, 3, 5):
         np.testing.assert_array_equal(run(library, fmt, weight, act, n, k, threads=threads), whole)
-        parted = run(library, fmt, weight, act, n, k, threads=threads, parts=(2, 1))
+        parted = run(library, fmt, weight, act, n, k, threads=threads, parts=(2, 1, 1))
         np.testing.assert_array_equal(parted, whole)
 
 

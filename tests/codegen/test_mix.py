@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -49,9 +50,12 @@ def test_every_row_has_its_place_in_a_block_of_its_width(pairs: bool, fraction: 
     else:
         assert torch.equal(order.columns, rows)
     packed(torch.randn(320, 40), wide, pairs)  # without blocks of a width too
-    # Every half of the blocks has its share of wide ones, within a block of each kind.
-    half = len(order.wide) // 2
-    assert abs(int(order.wide[:half].sum()) - int(order.wide[half:].sum())) <= (4 if pairs else 1)
+    # Kinds follow one another. Of single blocks the pair that has one of either kind is of the later run.
+    kinds = order.wide.unflatten(0, (-1, 2 if pairs else 1)).int()
+    values = (kinds * torch.tensor([2, 1])[: kinds.shape[1]]).sum(1)
+    assert torch.equal(values, values.sort().values)
+    ends = [int((values <= value).sum()) for value in values.unique()[:-1]]
+    assert list(accumulate(order.runs)) == [end if pairs else end // 2 for end in ends]
 
 
 def test_rounding_is_that_of_each_width() -> None:

@@ -139,7 +139,7 @@ struct Gemm {
   int64_t residual_stride = 0;          // floats
   float* out = nullptr;                 // [m][out_stride]
   int64_t out_stride = 0;               // floats
-  int parts[2] = {0, 0};                // units (32 rows) of a first and a second part; they and the rest are shared out alone
+  int parts[3] = {0, 0, 0};             // units (32 rows) of the first parts; they and the rest are shared out alone
   BestLanes* best = nullptr;            // kLogits: [m] of this thread, or null
 };
 

@@ -2,6 +2,8 @@
 // lie in the order they are computed in; results leave through g.columns, so nothing is gathered or copied afterwards.
 #pragma once
 
+constexpr int kBlocksAhead = 4;  // further ahead, weights that stream by push columns out of the caches again
+
 template <class Base, int Taken>
 struct WideRule : Base {  // 8-bit rows: y = xs sum_g s sum((q + offset - offset) x); start is minus Taken sums of x
   QC_INLINE I16 begin(const IntBlock&, int, int32_t start) { return i_set(kFullOffset / Taken * start); }
@@ -31,10 +33,8 @@ struct Mix48 {
     const int chunks = Shape(g).chunks;
     for (int b = first; b < first + blocks; ++b, out += kBufferRows * 16) {
       const IntBlock w = block(g, chunks, b);
-      if (b % 16 == 0) {
-        for (int i = 16; i < 32; ++i) __builtin_prefetch(g.columns + (b + i) * 16, 0, 2);
-        __builtin_prefetch(g.starts + b + 17, 0, 2);
-      }
+      __builtin_prefetch(g.columns + (b + kBlocksAhead) * 16);
+      __builtin_prefetch(g.starts + b + kBlocksAhead);
       if (wide(g, b)) int_block<ByteCodes, Wide<M>, M, prefetch_every(M, 1)>(w, x, chunks, out);
       else int_block<ForTokens<CenteredCodes, M>, ForTokens<Narrow, M>, M, prefetch_every(M, 2)>(w, x, chunks, out);
     }
