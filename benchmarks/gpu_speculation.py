@@ -3,7 +3,8 @@
     python benchmarks/gpu_speculation.py [out.json] [--parts=nested,quantspec,...] [--no-torch]
 
 A round of gamma drafts and its verification is timed as it runs, one graph; what it brings is the acceptance by place
-that the same recipe has on pycode-26m (benchmarks/results/speculation.json, gamma 8), as random weights accept nothing.
+that the same recipe has on pycode-26m with that gamma (benchmarks/results/speculation.json), as random weights accept
+nothing.
 Beside it is plain decoding by the verifying path, for `quantspec` and `quantspec-w8` also by the recipe bf16.
 """
 
@@ -45,10 +46,10 @@ CASES = {
 """(batch, context) by recipe."""
 
 
-def accepted(recipe: str) -> list[float]:
-    """Share of drafts accepted by their place in the round, on pycode-26m at gamma 8."""
-    found = json.loads(TRACE.read_text(encoding="utf-8"))
-    return list(found["variants"][recipe]["exact"]["gamma 8"]["accepted_per_position"])
+def tokens_a_round(recipe: str) -> dict[int, float]:
+    """By gamma: the target's token and the drafts accepted, place by place of the round, on pycode-26m."""
+    found = json.loads(TRACE.read_text(encoding="utf-8"))["variants"][recipe]["exact"]["by_gamma"]
+    return {gamma: 1 + sum(found[str(gamma)]["accepted_per_position"]) for gamma in GAMMAS}
 
 
 def round_seconds(opened: Opened, batch: int, context: int, gamma: int) -> float:
@@ -71,14 +72,13 @@ def round_seconds(opened: Opened, batch: int, context: int, gamma: int) -> float
 
 def measure(recipe: str, folder: Path) -> list[dict[str, Any]]:
     """One entry for each case of a recipe."""
-    trace, found = accepted(recipe), []
+    brings, found = tokens_a_round(recipe), []
     cases = CASES[recipe]
     most = max(context for _, context in cases) + 512
     opened = open_random(recipe, folder, max(batch for batch, _ in cases) * most, most)
     for batch, context in cases:
         plain = decode_rate(opened.target, batch, context, 64)
         rounds = {gamma: round_seconds(opened, batch, context, gamma) for gamma in GAMMAS}
-        brings = {gamma: 1 + sum(trace[:gamma]) for gamma in GAMMAS}
         rates = {gamma: batch * brings[gamma] / rounds[gamma] for gamma in GAMMAS}
         gamma = max(GAMMAS, key=lambda g: rates[g])
         entry: dict[str, Any] = {"recipe": recipe, "batch": batch, "context": context, "gamma": gamma}
@@ -107,7 +107,7 @@ def main() -> None:
     named = [a.split("=", 1)[1].split(",") for a in sys.argv[1:] if a.startswith("--parts=")]
     paths = [Path(a) for a in sys.argv[1:] if not a.startswith("--")]
     parts = named[0] if named else list(CASES)
-    results: dict[str, Any] = {**facts(), "trace": "pycode-26m, gamma 8", "speculation": []}
+    results: dict[str, Any] = {**facts(), "trace": "pycode-26m, by gamma", "speculation": []}
     CONFIG["max_position_embeddings"] = 1 << 18
     with tempfile.TemporaryDirectory() as temporary:
         folder = empty_checkpoint(Path(temporary))

@@ -3,7 +3,7 @@
     python benchmarks/speculation.py PROMPTS.jsonl [MORE.jsonl] [--variants ml-specqd,nested] [--parts exact,speed]
 
 `exact` generates every prompt with every gamma, in batches, and counts tokens that differ from plain decoding of the
-verifying path; acceptance is that of gamma 4, and that of gamma 8 stands beside it. `speed` takes prompts one by one,
+verifying path; acceptance is that of gamma 4, with that of every gamma below it. `speed` takes prompts one by one,
 plain decoding, gamma 4 and `auto` in turn, and reports medians; `batches` does so for groups of 4 and of 16 prompts.
 Every part of every variant (of `exact`, every gamma) is written when it is done, and what is in the result file is not
 measured again. `speed` and `batches` keep the rounds they have made with the artifact: with `--seconds` they stop in
@@ -52,8 +52,6 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
 """Recipe and further drafts by name."""
 
 GAMMAS = (4, 1, 8, AUTO, 2, 3, 5, 6, 7)
-LONGEST = 8
-LONG = f"gamma {LONGEST}"
 TOKENS = 128
 WAYS = {"plain": 0, "gamma 4": 4, "auto": AUTO, "plain again": 0}
 """Gammas by name; plain decoding once more tells how far two measurements of the same differ."""
@@ -154,10 +152,7 @@ def generate(llm: LLM, prompts: list[str], gamma: int) -> list[Any]:
 
 
 def exact(artifact: Path, prompts: list[str], known: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Tokens that differ from plain decoding, by gamma; acceptance at gamma 4, and as LONG at the longest gamma.
-
-    Yields after each gamma not `known`.
-    """
+    """Tokens that differ from plain decoding, and acceptance, by gamma. Yields after each gamma not `known`."""
     with qcompile.load(artifact) as llm:
         plain = [output.outputs[0].token_ids for output in generate(llm, prompts, 0)]
         differing: dict[str, int] = dict(known.get("differing", {}))
@@ -168,8 +163,8 @@ def exact(artifact: Path, prompts: list[str], known: dict[str, Any]) -> Iterator
             differing[_name(gamma)] = sum(sum(a != b for a, b in zip(*pair, strict=True)) for pair in pairs)
             if gamma == 4:
                 found |= acceptance(outputs)
-            elif gamma == LONGEST:
-                found[LONG] = acceptance(outputs)
+            if gamma != AUTO:
+                found["by_gamma"] = {**found.get("by_gamma", {}), str(gamma): acceptance(outputs)}
             yield {"tokens": sum(map(len, plain)), "differing": differing, **found}
 
 
