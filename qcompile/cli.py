@@ -58,29 +58,39 @@ def build(
     drafts: Drafts = None,
     options: Options = None,
     dump_ir: Annotated[
-        Path | None, typer.Option("--dump-ir", metavar="DIR", help="Write every stage's graph there, as text and SVG.")
+        Path | None,
+        typer.Option("--dump-ir", metavar="DIR", help="Write the graph of every stage to DIR, as text and SVG."),
     ] = None,
     explain: Annotated[
-        str | None, typer.Option("--explain", metavar="PASS", help="Say what this pass left alone, and why.")
+        str | None, typer.Option("--explain", metavar="PASS", help="Report what this pass left alone, and why.")
     ] = None,
     calib: Annotated[
         Path | None,
-        typer.Option("--calib", metavar="FILE", help='Text to choose codes by: plain, or lines of JSON with a "text".'),
+        typer.Option("--calib", metavar="FILE", help='Calibration text: plain, or JSON lines with a "text" field.'),
     ] = None,
     samples: Annotated[
-        int, typer.Option("--num-calibration-samples", min=1, metavar="N", help="Samples to take of it.")
+        int, typer.Option("--num-calibration-samples", min=1, metavar="N", help="Number of calibration samples.")
     ] = 128,
-    length: Annotated[int, typer.Option("--max-seq-length", min=2, metavar="TOKENS", help="Tokens per sample.")] = 1024,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Chooses the samples.")] = 0,
+    length: Annotated[
+        int, typer.Option("--max-seq-length", min=2, metavar="TOKENS", help="Tokens per calibration sample.")
+    ] = 1024,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed that chooses the calibration samples.")] = 0,
     bits: Annotated[
-        float | None, typer.Option("--target-bits", metavar="BITS", help="4 or 8 by output feature, BITS on average.")
+        float | None,
+        typer.Option(
+            "--target-bits", metavar="BITS", help="Average weight bits, mixing 4-bit and 8-bit output features."
+        ),
     ] = None,
     rise: Annotated[
         float | None,
-        typer.Option("--max-perplexity-increase", metavar="X", help="As few bits as keep it, on the --calib text."),
+        typer.Option(
+            "--max-perplexity-increase",
+            metavar="X",
+            help="Use the fewest bits that keep the increase on --calib text within X.",
+        ),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Run every stage's graph on a short text; record each pass's error.")
+        bool, typer.Option("--check", help="Run the graph of every stage on a short text; record each pass's error.")
     ] = False,
     allow_remote_code: Remote = False,
     json: Json = False,
@@ -135,7 +145,7 @@ def build(
 
 @app.command()
 def passes(json: Json = False) -> None:
-    """List the passes in the order they run, with their options and defaults.
+    """List the passes in execution order, with their options and defaults.
 
     \b
     Example:
@@ -163,18 +173,18 @@ app.command()(cli_generate.serve)
 @app.command("eval")
 def evaluate(
     out: Artifact,
-    data: Annotated[Path, typer.Option("--data", metavar="FILE", help='Lines of JSON with a "text" each.')],
+    data: Annotated[Path, typer.Option("--data", metavar="FILE", help='JSON lines with a "text" field.')],
     max_windows: Annotated[
-        int | None, typer.Option("--max-windows", min=1, metavar="N", help="Stop after so many windows.")
+        int | None, typer.Option("--max-windows", min=1, metavar="N", help="Stop after N windows.")
     ] = None,
     window: Annotated[
-        int, typer.Option("--window", min=2, metavar="TOKENS", help="Tokens of each; the context is the most.")
+        int, typer.Option("--window", min=2, metavar="TOKENS", help="Tokens per window, at most the context length.")
     ] = 2048,
     kv_cache_bytes: CacheBytes = None,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Perplexity on documents, joined and cut into windows that do not overlap.
+    """Measure perplexity on documents, joined and cut into non-overlapping windows.
 
     \b
     Example:
@@ -197,16 +207,18 @@ def evaluate(
 @app.command()
 def bench(
     out: Artifact,
-    tg: Annotated[int, typer.Option("--tg", min=1, metavar="N", help="Tokens to decode one by one.")] = 64,
+    tg: Annotated[int, typer.Option("--tg", min=1, metavar="N", help="Tokens to decode one at a time.")] = 64,
     pp: Annotated[str, typer.Option("--pp", metavar="N,N", help="Prompt lengths to prefill.")] = "512",
     verify: Annotated[str, typer.Option("--verify", metavar="N,N", help="Steps of N tokens, all with logits.")] = "",
-    repeats: Annotated[int, typer.Option("--repeats", min=1, metavar="N", help="Take the median of so many.")] = 5,
+    repeats: Annotated[
+        int, typer.Option("--repeats", min=1, metavar="N", help="Repetitions; medians are reported.")
+    ] = 5,
     kv_cache_bytes: CacheBytes = None,
     threads: Threads = None,
     json: Json = False,
-    jsonl: Annotated[bool, typer.Option("--jsonl", help='One line {"test", "tok_s"} per measurement.')] = False,
+    jsonl: Annotated[bool, typer.Option("--jsonl", help='Print one line {"test", "tok_s"} per measurement.')] = False,
 ) -> None:
-    """Measure speed, and every kernel against what memory and arithmetic of this machine allow.
+    """Measure speed, and compare every kernel with the memory and compute limits of this machine.
 
     \b
     Example:
@@ -233,14 +245,14 @@ def bench(
 def tune(
     out: Artifact,
     data: Annotated[
-        Path | None, typer.Option("--data", metavar="FILE", help='Lines of JSON with a "prompt" or "text" each.')
+        Path | None, typer.Option("--data", metavar="FILE", help='JSON lines with a "prompt" or "text" field.')
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", min=8, metavar="N", help="Tokens of each measurement.")] = 48,
+    tokens: Annotated[int, typer.Option("--tokens", min=8, metavar="N", help="Tokens per measurement.")] = 48,
     kv_cache_bytes: CacheBytes = None,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Measure what drafting costs and brings on this machine, and keep it in the artifact for `--gamma auto`.
+    """Measure cost and acceptance of drafts on this machine, and store them in the artifact for `--gamma auto`.
 
     \b
     Example:
@@ -262,7 +274,7 @@ def inspect(
     passes: Annotated[bool, typer.Option("--passes", help="List the passes: options, count, error, seconds.")] = False,
     json: Json = False,
 ) -> None:
-    """Show what an artifact holds: recipe, target, bits per weight, passes, sizes.
+    """Show the contents of an artifact: recipe, target, bits per weight, passes, sizes.
 
     \b
     Example:
@@ -285,7 +297,7 @@ def inspect(
 
 @app.command()
 def verify(out: Artifact, json: Json = False) -> None:
-    """Check every bit of an artifact against its hashes; exits 6 and names what is damaged.
+    """Check every file of an artifact against its hash; exits with 6 and names the damaged files.
 
     \b
     Example:
@@ -306,12 +318,12 @@ def verify(out: Artifact, json: Json = False) -> None:
 @app.command()
 def export(
     out: Artifact,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write MLIR text.")],
-    format: Annotated[str, typer.Option("--format", metavar="torch-mlir|linalg", help="Dialect.")] = "linalg",
-    tokens: Annotated[int, typer.Option("--tokens", min=1, metavar="N", help="Tokens of the text it takes.")] = 16,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="MLIR file to write.")],
+    format: Annotated[str, typer.Option("--format", metavar="torch-mlir|linalg", help="MLIR dialect.")] = "linalg",
+    tokens: Annotated[int, typer.Option("--tokens", min=1, metavar="N", help="Number of input tokens.")] = 16,
     json: Json = False,
 ) -> None:
-    """Write an artifact's graph as MLIR: a function of one text's token ids that returns logits.
+    """Write an artifact's graph as MLIR: a function from the token ids of one text to its logits.
 
     \b
     Example:
@@ -334,7 +346,7 @@ def doctor(
     allow_remote_code: Remote = False,
     json: Json = False,
 ) -> None:
-    """Say whether a model can be compiled, how, and what it will take. Reads no weights.
+    """Report whether a model can be compiled, how, and the memory and disk it needs. Reads no weights.
 
     \b
     Example:

@@ -25,22 +25,34 @@ if TYPE_CHECKING:
 
 def run(
     out: Artifact,
-    prompt: Annotated[str, typer.Option("--prompt", "-p", metavar="TEXT", help="Text to continue; `-` reads stdin.")],
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, metavar="N", help="Most tokens to generate.")] = 128,
-    temperature: Annotated[float, typer.Option("--temperature", help="0 always takes the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option("--top-k", help="Draw from the k likeliest tokens; 0 is no limit.")] = 0,
-    top_p: Annotated[float, typer.Option("--top-p", help="Draw from the likeliest tokens of this total.")] = 1.0,
-    min_p: Annotated[float, typer.Option("--min-p", help="Least probability, relative to the likeliest.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option("--repetition-penalty", help="Above 1 discourages.")] = 1.0,
-    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Makes a draw repeatable.")] = None,
-    stop: Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text.")] = None,
+    prompt: Annotated[
+        str, typer.Option("--prompt", "-p", metavar="TEXT", help="Text to continue; `-` reads standard input.")
+    ],
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, metavar="N", help="Maximum number of tokens to generate.")
+    ] = 128,
+    temperature: Annotated[float, typer.Option("--temperature", help="Sampling temperature; 0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option("--top-k", help="Sample from the k most likely tokens; 0 is no limit.")] = 0,
+    top_p: Annotated[
+        float, typer.Option("--top-p", help="Sample from the most likely tokens of this total probability.")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option("--min-p", help="Minimum probability relative to the most likely token.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option("--repetition-penalty", help="Above 1 discourages repetition.")
+    ] = 1.0,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Seed for reproducible sampling.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop before this text; repeatable.")
+    ] = None,
     kv_cache_bytes: CacheBytes = None,
     threads: Threads = None,
     gamma: Gamma = "auto",
     gpu_memory_utilization: GpuShare = 0.9,
     json: Json = False,
 ) -> None:
-    """Generate text. The prompt and its continuation go to stdout as they come, the speed to stderr.
+    """Generate text. Prints the prompt and its continuation to stdout as they come, the speed to stderr.
 
     \b
     Example:
@@ -66,17 +78,21 @@ def run(
 
 def chat(
     out: Artifact,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, metavar="N", help="Most tokens per reply.")] = 256,
-    temperature: Annotated[float, typer.Option("--temperature", help="0 always takes the likeliest token.")] = 0.7,
-    top_p: Annotated[float, typer.Option("--top-p", help="Draw from the likeliest tokens of this total.")] = 0.95,
-    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Makes a draw repeatable.")] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, metavar="N", help="Maximum number of tokens per reply.")
+    ] = 256,
+    temperature: Annotated[float, typer.Option("--temperature", help="Sampling temperature; 0 is greedy.")] = 0.7,
+    top_p: Annotated[
+        float, typer.Option("--top-p", help="Sample from the most likely tokens of this total probability.")
+    ] = 0.95,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Seed for reproducible sampling.")] = None,
     kv_cache_bytes: CacheBytes = None,
     threads: Threads = None,
     gamma: Gamma = "auto",
     gpu_memory_utilization: GpuShare = 0.9,
-    json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each reply instead of text.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one line of JSON per reply instead of text.")] = False,
 ) -> None:
-    """Talk to a model line by line; end with Ctrl-D. Without a chat template it continues your text.
+    """Chat with a model line by line; Ctrl-D ends. Without a chat template it continues your text.
 
     \b
     Example:
@@ -93,16 +109,25 @@ def chat(
 def serve(
     out: Artifact,
     host: Annotated[
-        str, typer.Option("--host", help="Address to listen on; 0.0.0.0 is all of this machine.")
+        str, typer.Option("--host", help="Address to listen on; 0.0.0.0 means all interfaces.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8000,
-    name: Annotated[str | None, typer.Option("--name", help="What clients call the model; OUT's last part.")] = None,
-    api_key: Annotated[
-        str | None, typer.Option("--api-key", envvar="QCOMPILE_API_KEY", help="What clients must send to get in.")
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 picks a free one.")
+    ] = 8000,
+    name: Annotated[
+        str | None, typer.Option("--name", help="Model name for clients. Default: OUT's last part.")
     ] = None,
-    max_batch: Annotated[int, typer.Option("--max-batch", min=1, metavar="N", help="Most samples at once.")] = 16,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", envvar="QCOMPILE_API_KEY", help="API key that clients must send.")
+    ] = None,
+    max_batch: Annotated[
+        int, typer.Option("--max-batch", min=1, metavar="N", help="Maximum number of samples that run at once.")
+    ] = 16,
     max_waiting: Annotated[
-        int, typer.Option("--max-waiting", min=0, metavar="N", help="Most that wait; others are sent away (429).")
+        int,
+        typer.Option(
+            "--max-waiting", min=0, metavar="N", help="Maximum number of samples that wait; more get HTTP 429."
+        ),
     ] = 256,
     kv_cache_bytes: CacheBytes = None,
     threads: Threads = None,
@@ -110,7 +135,7 @@ def serve(
     gpu_memory_utilization: GpuShare = 0.9,
     json: Json = False,
 ) -> None:
-    """Answer HTTP requests as OpenAI's API does: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.
+    """Serve an OpenAI-compatible HTTP API: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.
 
     \b
     Example:
