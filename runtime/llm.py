@@ -53,10 +53,10 @@ def load(
     threads: default the cores this process may use. max_batch: requests that run at once; others wait.
     kv_cache_bytes: default what `max_batch` requests of full context need, but at most a quarter of the free
     memory, or what the GPU's share leaves; a cache smaller than the context shortens the context. gamma: how many
-    tokens the artifact's drafts propose at once; "auto" chooses for each request as it goes, 0 leaves drafts out. acceptance: at a temperature
-    above 0 drafts stay where the target draws the same (`drawn`: a seed gives the tokens it gives without drafts) or by
-    `rejection` sampling (more stay; the distribution is the same, the tokens are not). Raises ArtifactError (damaged,
-    or built for another CPU), ResourceError (memory), UsageError.
+    tokens the artifact's drafts propose at once; "auto" chooses for each request as it goes, 0 leaves drafts out.
+    acceptance: at a temperature above 0 drafts stay where the target draws the same (`drawn`: a seed gives the tokens
+    it gives without drafts) or by `rejection` sampling (more stay; the distribution is the same, the tokens are not).
+    Raises ArtifactError (damaged, or built for another CPU), ResourceError (memory), UsageError.
 
     An artifact for a GPU keeps within `gpu_memory_utilization` of its memory; `threads` does not concern it.
     """
