@@ -79,19 +79,19 @@ _PACKINGS = {
 }
 
 RANGE_ROWS = 64
-"""Rows of which mxfp4_int8 says together what becomes of their powers of two: what four warps multiply."""
+"""Rows that share the range flags of mxfp4_int8: those of one consumer warp group."""
 MXFP4_DOWNSCALE = 32
-"""Weights in mxfp4 meet bf16 as 2^-32 of themselves: one product brings their codes to bf16 and to scales."""
+"""bf16 kernels use mxfp4 weights times 2^-32, so that one product both converts a code and scales it."""
 _LEAST, _MOST = 2 + MXFP4_DOWNSCALE, 128 + MXFP4_DOWNSCALE
-"""Exponents, 127 added, of scales that they may have for that."""
+"""Least and largest (biased) exponents of scales for which that is exact."""
 _LARGEST = 120
-"""Power of two of the largest scale of w4_asym_g128 for bf16: kernels multiply by 64 times it."""
+"""Exponent of the largest scale of w4_asym_g128 for bf16: kernels multiply by 64 times the scale."""
 _FARTHEST = 64
-"""Sums of groups are brought from one power of two to another so far from it."""
+"""Accumulators are rescaled from one exponent to another at most this far from it."""
 _IN_ITEMS = (4, 8, 4)
-"""Parts of 32 inputs, and what items of each part have."""
+"""Shape of a block of inputs: planes of 32 inputs, items of a plane, inputs of an item."""
 _SCALED_WORDS = ("w4_asym_g128_int8", "nested_8_4")
-"""Packings with words of a zero point and a scale of 24 bits."""
+"""Packings whose words hold a zero point and the upper 24 bits of a scale."""
 
 
 def packing_of(format: str, activation: str) -> str:
