@@ -27,7 +27,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import ROTATED_BYTES, Launch, facts, graph_us, launch
 from qcompile.codegen import gpu_compile, tiles
-from qcompile.codegen.gpu_attention import GROUP_SPLITS, AttentionSpec, GpuKV, MergeSpec, fitting, whole
+from qcompile.codegen.gpu_attention import GROUP_SPLITS, AttentionSpec, GpuKV, MergeSpec, for_queries, prefill_variants
 from qcompile.codegen.program import RING_GROUPS
 from qcompile.numerics import HIER_GROUP, PAGE_TOKENS
 
@@ -48,12 +48,16 @@ MOST_ERROR = 4e-3
 def spec_for(format: str, cut: str, queries: int, **more: Any) -> AttentionSpec:
     """The kernel for so many query positions a sequence."""
     kv = GpuKV(format, KV_HEADS, DIM)
-    leaf = {**tiles.attention(kv, "leaf"), "direct": kv.hierarchical}
-    how = {"split": tiles.split(kv), **(leaf if cut == "direct" else tiles.attention(kv, cut)), **more}
+    leaf = {**tiles.attention_options(kv, "leaf"), "direct": kv.hierarchical}
+    how = {
+        "split": tiles.split_positions(kv),
+        **(leaf if cut == "direct" else tiles.attention_options(kv, cut)),
+        **more,
+    }
     spec = AttentionSpec(kv, HEADS, HEADS * DIM, DIM**-0.5, **how)
     if cut == "whole":
-        return next(one for most, one in whole(spec) if not most or queries <= most)
-    return fitting(spec, queries)
+        return next(one for most, one in prefill_variants(spec) if not most or queries <= most)
+    return for_queries(spec, queries)
 
 
 def cut_for(kv: GpuKV, batch: int, context: int, split: int) -> str:
@@ -175,7 +179,7 @@ class HierCache(Cache):
         blocks = copy.view(torch.bfloat16)[..., : tokens * dim].unflatten(-1, (tokens, dim))
         return blocks[pages, :, positions % tokens]
 
-    def fresh(self, copy: Tensor, rows: int) -> Tensor:
+    def staged(self, copy: Tensor, rows: int) -> Tensor:
         """Keys and values of the last `rows` positions of each sequence, as a step of them has them."""
         last = torch.arange(self.context - rows, self.context, device="cuda")
         found = [[self._ring(copy, s, last, side) for side in range(2)] for s in range(self.batch)]
@@ -193,7 +197,7 @@ class Problem:
         self.positions = last.repeat(cache.batch)
         self.query_start = torch.arange(cache.batch + 1, device="cuda", dtype=torch.int32) * queries
         self.out = torch.full((tokens, HEADS * DIM), math.nan, device="cuda")
-        self.fresh = cache.fresh(cache.copies[0], queries) if isinstance(cache, HierCache) else None
+        self.staged = cache.staged(cache.copies[0], queries) if isinstance(cache, HierCache) else None
         self.sinks = torch.linspace(-2.0, 12.0, HEADS, device="cuda")
         slope = 2.0 ** torch.linspace(-1.0, -8.0, HEADS, device="cuda")  # linear, as ALiBi's are
         self.key_bias = slope[:, None] * torch.arange(8192, device="cuda")
@@ -207,11 +211,11 @@ class Problem:
         stats = torch.full((tokens * HEADS * slots * 2,), math.nan, device="cuda")
         given: dict[str, Any] = {"q": self.q, "positions": self.positions, "query_start": self.query_start}
         given |= {"block_table": cache.table, "parts": parts, "stats": stats, "out": self.out}
-        given |= {"table_stride": cache.table.shape[1], "splits": slots, "fresh": self.fresh}
+        given |= {"table_stride": cache.table.shape[1], "splits": slots, "staged": self.staged}
         given |= {"sinks": self.sinks, "key_bias": self.key_bias}
         tiles_of_rows = -(-self.queries // spec.queries)
         most = slots
-        if spec.several:
+        if spec.multi_split:
             most = max(spec.kv.shares // (cache.batch if spec.kv.hierarchical else 1), 1)
         todo = [(spec.kernel(90), (KV_HEADS * tiles_of_rows, cache.batch, min(slots, most)))]
         if spec.cut == "whole":
@@ -312,7 +316,7 @@ def more_scores(formats: Iterable[str], cases: Iterable[tuple[int, int]]) -> lis
         problem, ready = Problem(cache, 1), {}
         row: dict[str, Any] = {"batch": batch, "context": context, "format": format, "kv_heads": KV_HEADS}
         for name, more in SCORES.items():
-            spec = spec_for(format, cut_for(kv, batch, context, tiles.split(kv)), 1, **more)
+            spec = spec_for(format, cut_for(kv, batch, context, tiles.split_positions(kv)), 1, **more)
             ready[name] = problem.launches(spec)
             ready[name][0]()
             row[f"{name}_error"] = problem.relative_error(spec)
@@ -378,7 +382,9 @@ def main() -> None:
             kv = GpuKV(format, KV_HEADS, DIM)
             cache = (HierCache if kv.hierarchical else Cache)(kv, batch, context)
             for queries, cut in itertools.product(asked, cuts):
-                spec = spec_for(format, cut_for(kv, batch, context, cut.get("split", tiles.split(kv))), queries, **cut)
+                spec = spec_for(
+                    format, cut_for(kv, batch, context, cut.get("split", tiles.split_positions(kv))), queries, **cut
+                )
                 if not usable[spec]:
                     continue
                 problem = Problem(cache, queries)

@@ -63,7 +63,7 @@ def _function(kernel: Kernel, capability: int) -> tuple[int, int, int, bool]:
     compiled = compile_kernel(kernel, capability)
     module = driver().module(compiled.cubin, compiled.ptx.encode, print)
     function = driver().function(module, kernel.name, compiled.shared_bytes)
-    return function, compiled.threads, compiled.shared_bytes, kernel.prelaunch
+    return function, compiled.threads, compiled.shared_bytes, kernel.pdl
 
 
 def _use_stream() -> None:

@@ -92,7 +92,7 @@ def specs() -> Iterator[tuple[str, str, gemm.KernelSpec]]:
     """Format, shape and kernel: for single slots, where there is one, and for blocks of 16 and of 64."""
     for format in FORMATS:
         for name, shape in SHAPES.items():
-            for tokens in (1, 16, 64) if format in gemm.ALONE else (16, 64):
+            for tokens in (1, 16, 64) if format in gemm.GEMV_FORMATS else (16, 64):
                 yield format, name, spec_of(format, *shape, tokens)
 
 

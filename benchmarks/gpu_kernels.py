@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_kernels.py [out.json] [--formats=w4_asym_g128,mxfp4] [--shapes=4096x11008,...]
 
-Kernels are cut as codegen/tiles.py has them, or, for shapes that are named, as steps run them: sums of floats of all
-numbers of rows are then of as many parts.
+Kernels have the tiles that codegen/tiles.py chooses, or, for shapes that are named, the batch-invariant ones that steps
+run: float accumulators then have as many splits of K for every M.
 Times are microseconds per launch by CUDA graph replay, the launch gap included, weights rotated through more
 than five times the L2, activations already quantized; medians over replays.
 """
@@ -23,7 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import ROTATED_BYTES, Launch, Problem, facts, graph_us, spec_for
 from qcompile.codegen import triton as gpu
-from qcompile.codegen.tiles import in_one_order
+from qcompile.codegen.tiles import choose_batch_invariant
 from qcompile.codegen.triton import DECODE_TOKENS, KernelSpec
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 4096))
@@ -139,9 +139,9 @@ def _product(problem: Problem, x: list[torch.Tensor]) -> torch.Tensor:
 
 
 def step_spec(format: str, n: int, k: int, tokens: int, x_groups: bool) -> KernelSpec:
-    """The kernel that a step of so many rows runs: it sums floats in the order of the decode class."""
+    """The batch-invariant kernel that a step of so many rows runs: floats are summed as in the decode class."""
     spec = spec_for(format, n, k, tokens, x_groups)
-    return replace(spec, tile=in_one_order(format, spec.n, k, tokens))
+    return replace(spec, tile=choose_batch_invariant(format, spec.n, k, tokens))
 
 
 def measured_spec(format: str, n: int, k: int, tokens: int, x_groups: bool) -> KernelSpec:

@@ -1,4 +1,4 @@
-"""A sample model on this GPU beside the CPU: perplexity of each recipe, and which rows' bits depend on their company.
+"""A sample model on this GPU beside the CPU: perplexity of each recipe, and batch invariance of its rows.
 
     python benchmarks/gpu_quality.py MODEL heldout.jsonl [out.json] [--gpu-only] [--recipes=qserve,w4a16,...]
         [--prompts=PROMPTS.jsonl,MORE.jsonl] [--draft=MODEL]
@@ -107,7 +107,7 @@ def _differing(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def invariance(llm: qcompile.LLM, prompts: list[str]) -> dict[str, int]:
-    """Requests that random company changed."""
+    """Requests whose results changed in random batches."""
     make = random.Random(0)
     params = SamplingParams(temperature=0, max_tokens=FEW_TOKENS, logprobs=1)
     llm.engine.gamma = 0

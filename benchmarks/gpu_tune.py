@@ -22,8 +22,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import Problem, facts, graph_us, spec_for
 from qcompile.codegen import triton as gpu
-from qcompile.codegen.tiles import SMALLEST, choose
-from qcompile.codegen.triton import ALONE, DECODE_TOKENS, KernelSpec, Tile
+from qcompile.codegen.tiles import MIN_UNROLL, choose
+from qcompile.codegen.triton import DECODE_TOKENS, GEMV_FORMATS, KernelSpec, Tile
 from qcompile.errors import UnsupportedError
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 4096))
@@ -37,12 +37,12 @@ IN_GROUPS = ("nested_8_4", "w4_asym_g128_int8", "mix_4_8", "mxfp4_a8")
 ERROR = 4e-3
 
 
-def single_tiles(format: str, n: int, k: int) -> Iterator[Tile]:
-    """Candidates for M = 1 without the tensor cores; they all start early. A thread has 16 bytes of a row and block."""
+def gemv_tiles(format: str, n: int, k: int) -> Iterator[Tile]:
+    """Candidates for M = 1 without the tensor cores; all use PDL. A thread has 16 bytes of a row and block."""
     quads = 8 if format == "w8_sym_channel" else 4
     if format in IN_GROUPS:  # sums in as many parts as the decode class has
         decode = choose(format, n, k, DECODE_TOKENS)
-        parts = decode.slices * decode.splits
+        parts = decode.sliced_k * decode.split_k
         for rows, warps, stages in itertools.product((8, 16, 32), (1, 2, 4, 8), (2, 3, 4, 5, 6, 7)):
             if 1 <= rows * parts / (8 * warps) <= 4:
                 yield Tile(1, rows, parts, 1, 1, warps, stages, 128)
@@ -54,7 +54,7 @@ def single_tiles(format: str, n: int, k: int) -> Iterator[Tile]:
 
 
 def decode_tiles() -> Iterator[Tile]:
-    """Candidates for M up to 16: K split over warps of a program, or over programs."""
+    """Candidates for M up to 16, with sliced_k or split_k."""
     for (slices, warps), stages, unroll, splits in itertools.product(((4, 4), (4, 8)), (3, 4, 6), (1, 2, 4), (1, 2)):
         yield Tile(16, 32, slices, splits, unroll, warps, stages)
     for (rows, warps), stages, unroll, splits in itertools.product(
@@ -79,23 +79,23 @@ def prefill_tiles(tokens: int) -> Iterator[Tile]:
         yield Tile(m, rows, 1, split, unroll, warps, stages)
 
 
-def piece_tiles(tokens: int) -> Iterator[Tile]:
-    """Candidates for a class of M from 16 on that unpack weights in pieces."""
+def overlapped_tiles(tokens: int) -> Iterator[Tile]:
+    """Candidates for a class of M from 16 on that overlap unpacking within each warp."""
     if tokens == DECODE_TOKENS:
         cuts = ((64, 4, 32), (64, 4, 64), (128, 4, 16), (128, 4, 32), (128, 8, 32), (256, 8, 16))
-        for (rows, warps, piece), split, unroll in itertools.product(cuts, (1, 2, 4, 8), (1, 2, 4)):
-            yield Tile(16, rows, 1, split, unroll, warps, 1, 128, piece=piece)
+        for (rows, warps, unpack_k), split, unroll in itertools.product(cuts, (1, 2, 4, 8), (1, 2, 4)):
+            yield Tile(16, rows, 1, split, unroll, warps, 1, 128, unpack_k=unpack_k)
         return
     cuts = ((32, 64, 4, 64), (64, 64, 4, 32), (64, 128, 8, 32), (64, 128, 4, 32), (128, 64, 4, 32), (128, 128, 8, 32))
     cuts += ((128, 256, 8, 32), (256, 128, 8, 16), (256, 128, 8, 32))
     splits = (1, 2, 4) if tokens <= 512 else (1,)
-    for (m, rows, warps, piece), split, unroll in itertools.product(cuts, splits, (1, 2, 4)):
+    for (m, rows, warps, unpack_k), split, unroll in itertools.product(cuts, splits, (1, 2, 4)):
         if m <= max(tokens, 64) and (m * rows <= 64 * 64 or unroll <= 2):
-            yield Tile(m, rows, 1, split, unroll, warps, 1, piece=piece)
+            yield Tile(m, rows, 1, split, unroll, warps, 1, unpack_k=unpack_k)
 
 
-def apart_tiles(tokens: int, unroll: int) -> Iterator[Tile]:
-    """Candidates for a class of M from 16 on whose warps copy and multiply apart; they all start early."""
+def warp_specialized_tiles(tokens: int, unroll: int) -> Iterator[Tile]:
+    """Warp-specialized candidates for a class of M from 16 on; all use PDL."""
     cuts: tuple[tuple[int, int, int], ...] = ((16, 64, 4), (16, 128, 8))
     depths, splits = (3, 4, 6, 8), (1, 2, 4, 8)
     if tokens > DECODE_TOKENS:
@@ -103,24 +103,24 @@ def apart_tiles(tokens: int, unroll: int) -> Iterator[Tile]:
         depths, splits = (2, 3, 4, 6), (1, 2, 4) if tokens <= 256 else (1,)
     for (m, rows, warps), stages, split in itertools.product(cuts, depths, splits):
         if m <= max(tokens, 64) and (m == 128 or tokens < 512):
-            tile = Tile(m, rows, 1, split, unroll, warps, stages, 128, piece=128)
-            yield from (tile, replace(tile, halves=True)) if m == 128 else (tile,)
+            tile = Tile(m, rows, 1, split, unroll, warps, stages, 128, unpack_k=128)
+            yield from (tile, replace(tile, token_halves=True)) if m == 128 else (tile,)
 
 
 def candidates(format: str, n: int, k: int, tokens: int) -> list[KernelSpec]:
     """Kernels that could serve a weight [n, k] for a class of M."""
     found = []
     if tokens == 1:
-        if format not in ALONE:
+        if format not in GEMV_FORMATS:
             return []
-        return [KernelSpec(format, n, k, tile, x_groups=format in IN_GROUPS) for tile in single_tiles(format, n, k)]
+        return [KernelSpec(format, n, k, tile, x_groups=format in IN_GROUPS) for tile in gemv_tiles(format, n, k)]
     whole = decode_tiles() if tokens == DECODE_TOKENS else prefill_tiles(tokens)
-    tiles = itertools.chain(whole, piece_tiles(tokens), apart_tiles(tokens, SMALLEST.get(format, 1)))
+    tiles = itertools.chain(whole, overlapped_tiles(tokens), warp_specialized_tiles(tokens, MIN_UNROLL.get(format, 1)))
     for tile in tiles:
-        programs = n // tile.rows * tile.splits * max(1, tokens // tile.tokens)
-        if tile.stages * tile.unroll * tile.slices > 48 or not (programs >= 64 and (programs <= 1100 or tokens > 64)):
+        programs = n // tile.rows * tile.split_k * max(1, tokens // tile.tokens)
+        if tile.stages * tile.unroll * tile.sliced_k > 48 or not (programs >= 64 and (programs <= 1100 or tokens > 64)):
             continue
-        if tile.splits > 1 and programs > 600:
+        if tile.split_k > 1 and programs > 600:
             continue
         try:
             spec = spec_for(format, n, k, tokens, format in IN_GROUPS, tile)
@@ -131,12 +131,12 @@ def candidates(format: str, n: int, k: int, tokens: int) -> list[KernelSpec]:
     return found
 
 
-def early(spec: KernelSpec) -> list[KernelSpec]:
-    """`spec` started early, with more or less fetched ahead."""
-    part = spec.blocks // spec.tile.splits * 32 * spec.row_bytes
+def with_prefetch(spec: KernelSpec) -> list[KernelSpec]:
+    """`spec` with programmatic dependent launch, and more or less of the weights prefetched."""
+    part = spec.blocks // spec.tile.split_k * 32 * spec.row_bytes
     most = 1 << (part.bit_length() - 1)
     sizes = sorted({min(size, most) for size in (4096, 16384)})
-    return [replace(spec, tile=replace(spec.tile, ahead=size)) for size in sizes]
+    return [replace(spec, tile=replace(spec.tile, prefetch_bytes=size)) for size in sizes]
 
 
 def compile_one(spec: KernelSpec) -> bool:
@@ -185,7 +185,9 @@ def main() -> None:
             problem = Problem(*job[:3], x_groups=job[0] in IN_GROUPS)
             for tokens in TOKENS[job[3]]:
                 ranked = measure(problem, good, tokens)
-                more = [e for _, spec in ranked[:4] if not (spec.single or spec.tile.piece) for e in early(spec)]
+                more = [
+                    e for _, spec in ranked[:4] if not (spec.gemv or spec.tile.unpack_k) for e in with_prefetch(spec)
+                ]
                 list(quick.map(compile_one, more))
                 ranked_early = measure(problem, more, tokens)
                 for name, pairs in (("alone", ranked), ("early", ranked_early)):

@@ -69,18 +69,18 @@ Job = tuple[str, Weight, int]
 
 def candidates(format: str, k: int, tokens: int) -> Iterator[Tile]:
     """Tiles that may serve; that of codegen/expert_tiles.py is not among them."""
-    if tokens == 1 and format in tiles.INTEGERS:
+    if tokens == 1 and format in tiles.INT_SUM_FORMATS:
         for rows, warps, each, stages in itertools.product((8, 16), (1, 2, 4), (2, 4, 8), (1, 2, 3, 4)):
             if rows * stages <= 32:
-                yield Tile(1, rows, unroll=each * warps, warps=warps, stages=stages, ahead=128)
+                yield Tile(1, rows, unroll=each * warps, warps=warps, stages=stages, prefetch_bytes=128)
     elif tokens == 1:
         for rows, warps, stages in itertools.product((8, 16, 32), (1, 2, 4), (2, 3, 4, 5, 6, 8)):
             if rows >= 8 * warps:
-                yield Tile(1, rows, warps=warps, stages=stages, ahead=128)
+                yield Tile(1, rows, warps=warps, stages=stages, prefetch_bytes=128)
     else:
         cuts = ((32, 2), (32, 4), (64, 2), (64, 4), (64, 8), (128, 4), (128, 8))
         for (rows, warps), stages, unroll in itertools.product(cuts, (2, 3, 4, 6, 8), (1, 2)):
-            yield Tile(tokens, rows, unroll=unroll, warps=warps, stages=stages, ahead=128)
+            yield Tile(tokens, rows, unroll=unroll, warps=warps, stages=stages, prefetch_bytes=128)
 
 
 def spec_of(format: str, weight: Weight, tile: Tile) -> KernelSpec:
@@ -101,7 +101,7 @@ def specs_of(job: Job) -> list[KernelSpec]:
     found = [spec_of(format, weight, expert_tiles.choose(format, weight.rows, k, tokens, 90))]
     floats = found[0].float_x  # whose sums are as exact as the tensor cores' instruction, which goes by the tile
     for tile in candidates(format, k, tokens):
-        fitted = tiles.fitted(format, weight.rows, k, tile, 90)
+        fitted = tiles.fit_tile(format, weight.rows, k, tile, 90)
         if fitted is None or (floats and (tile.rows < 64 or tile.warps % 4)):
             continue
         try:
@@ -213,7 +213,7 @@ def main() -> None:
         for format in formats
         for tokens in TOKENS
         for weight in WEIGHTS
-        if tokens > 1 or format in gemm.ALONE
+        if tokens > 1 or format in gemm.GEMV_FORMATS
     ]
     specs = {job: specs_of(job) for job in jobs}
     results: list[dict[str, Any]] = []
@@ -234,7 +234,9 @@ def main() -> None:
             row = {"format": format, "weight": vars(weight), "tokens": tokens, "candidates": len(good)}
             before = {m: each[good[0]] for m, each in taken.items()}
             results.append(row | {"before": before, "tile_before": vars(good[0].tile), "ranked": rows})
-            short = [(replace(s.tile, ahead=0), {m: round(e[s], 1) for m, e in taken.items()}) for s in ranked[:3]]
+            short = [
+                (replace(s.tile, prefetch_bytes=0), {m: round(e[s], 1) for m, e in taken.items()}) for s in ranked[:3]
+            ]
             print(
                 f"{time.time() - start:4.0f}s", *job, len(good), {m: round(u, 1) for m, u in before.items()}, flush=True
             )

@@ -19,15 +19,15 @@ are rounded, x = scale * (u + l / 16) + least (QuantSpec 4.2):
                 then least - 16.5 scale, as 1 + (16 u + l + 8) / 256 is made of codes with few instructions
     l + 8       of keys, and of values, as u
 
-An item belongs to one token, so tokens are appended side by side; as left operands of a tensor core's instruction
-both products then take items as they lie.
+An item belongs to one token, so tokens are appended in parallel; as A operands of an MMA both products
+then take items as they lie.
 
-The order of sums depends on a query's position alone: tokens in leaves, GpuKV.leaves in a split, GROUP_SPLITS splits
-in a group. Weights are powers of two from the largest score's, rounded to a whole number: what programs sum apart is
-then multiplied by powers of two, which rounds nothing, and the order alone decides the bits. (Where 2^126 and more lies
-between weights, as what positions add to scores may bring about, sums that one order leaves out are rounded away in
-others, unless what they meet adds up to 0.) Where there is little to do programs take a leaf each, else a split, or
-several in turn, or all of it.
+Batch invariance: the order of summation depends on a query's position alone: positions in leaves, GpuKV.leaves leaves
+in a split, GROUP_SPLITS splits in a group. Softmax weights are relative to the maximum score rounded to an integer (in
+base 2), so merging partial results multiplies them by powers of two, which is exact, and the order alone decides the
+bits. (Where weights differ by 2^126 and more, which position biases may cause, sums that one order leaves out are
+rounded away in others, unless what they meet adds up to 0.) With little work a program computes a leaf, else a split,
+or several in a loop, or all of a sequence.
 """
 
 from __future__ import annotations
@@ -44,20 +44,21 @@ from qcompile.numerics import HIER_GROUP, HIERARCHICAL, KV_BITS, PAGE_TOKENS
 MOST_QUERIES = 16
 """Most query positions of a sequence in the decode class."""
 GROUP_SPLITS = 16
-"""Splits that are summed together, before the sums of groups are."""
-FEWEST_POSITIONS = 16
-"""Fewest positions of a leaf: what the tensor cores take of values at once."""
+"""Splits that are merged into a group, before groups are merged."""
+MIN_LEAF_POSITIONS = 16
+"""Least positions of a leaf: the K of an MMA with values."""
 COLUMNS, MOST_OCTETS = 8, 3
-"""Rows that the tensor cores take together, and how often that a program has registers for."""
+"""The N of an MMA, and how many of them a program has registers for."""
 FINE_PROGRAMS = 3072
-"""Up to so many programs take a leaf each; half as many of 16 bits, which are faster undivided sooner."""
-FEW_PROGRAMS = 792
-"""Up to so many fit together with what they have in flight of a ring: 6 a multiprocessor of an H200."""
-MOST_ALONE = 256
-"""Up to so many query positions programs have one block of them each; more are enough programs of two blocks. Over a
-hierarchical cache blocks are small up to half as many."""
+"""Up to so many programs take a leaf each; half as many with 16 bits, where whole splits are faster sooner."""
+RESIDENT_PROGRAMS = 792
+"""Up to so many are resident at once with their loads from a ring in flight: 6 per multiprocessor of an H200."""
+MAX_UNPAIRED_QUERIES = 256
+"""Up to so many query positions a program has one block of them; with more, pairs of blocks make enough programs. Over
+a hierarchical cache blocks are small up to half as many."""
 SHARING_PROGRAMS = 1056
-"""So many take several splits in turn, half as many of a hierarchical cache: 8 and 4 a multiprocessor of an H200."""
+"""So many programs loop over several splits, half as many over a hierarchical cache: 8 and 4 per multiprocessor of an
+H200."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -65,7 +66,7 @@ _LOG2_E = 1.4426950408889634
 class GpuKV:
     """Pages of `heads` KV heads of `dim` elements in `format` kv16, kv8, kv4, kv_hier or kv_hier4.
 
-    Splits come in so many `leaves`: parts that are summed apart.
+    A split has so many `leaves`: parts that are summed separately.
     """
 
     format: str
@@ -82,7 +83,7 @@ class GpuKV:
 
     @property
     def hierarchical(self) -> bool:
-        """Whether the newest positions are kept apart, in a ring."""
+        """Whether the newest positions are kept unrounded, in a ring."""
         return self.format in HIERARCHICAL
 
     @property
@@ -108,12 +109,12 @@ class GpuKV:
 
     @property
     def few_splits(self) -> int:
-        """Up to so many of them programs that are not direct all run at once (AttentionSpec)."""
-        return FEW_PROGRAMS // (self.leaves * self.heads) if self.hierarchical and self.leaves > 1 else 0
+        """Up to so many of them, all programs that are not `direct` (AttentionSpec) are resident at once."""
+        return RESIDENT_PROGRAMS // (self.leaves * self.heads) if self.hierarchical and self.leaves > 1 else 0
 
     @property
     def shares(self) -> int:
-        """How many programs of a KV head take the splits of a sequence (hierarchical: of all sequences), if so many."""
+        """How many programs of a KV head share a sequence's splits (hierarchical: those of all sequences), at most."""
         return max(SHARING_PROGRAMS // (2 if self.hierarchical else 1) // self.heads, 1)
 
     @property
@@ -166,18 +167,20 @@ def power_of_two(value: int) -> int:
 class AttentionSpec:
     """softmax(q k^T * scale) v over pages, in programs of `rows` rows: query positions times the heads of a KV head.
 
-    Rows come in `octets`, as the tensor cores take them, or more where one position's heads are more.
+    Rows come in `octets` of 8, the N of an MMA, or more where one position has more heads.
 
-    q f32 [tokens, q_stride]. In the decode class programs do one `cut` each, a leaf or a split of `split` positions,
-    which MergeSpec sums; with `several`, they share a sequence's splits, and do one after the other. Where the cut is
-    whole, one program does all, in the same order, and writes out [tokens, heads * dim]; with `paired`, for two blocks
-    of rows, of which one is as far from a sequence's first as the other is from its last. A row's bits do not depend on
-    which, nor on how many rows or warps a program has: nothing is fused that is not written so, and sums over a leaf
-    have an order of their own. What is `direct` has a ring's keys and values loaded to registers, past the memory that
-    several loads in flight take, so that more programs run at once. Where `centered`, keys in pages are less a weight
-    [KV heads, dim], and scores are as of whole keys ahead of their cap. Where `bias_positions` is not 0, the weight
-    key_bias f32 [heads, bias_positions] has what a key's position adds to capped scores, less the query's. With
-    `sinks`, a weight f32 [heads] has scores that take part in the sum alone: once, where sums are whole.
+    q f32 [tokens, q_stride]. In the decode class (flash decoding) a program computes one `cut`, a leaf or a split of
+    `split` positions, and MergeSpec merges them; with `multi_split` a program loops over several splits of a sequence.
+    Where the cut is whole, one program computes all positions in the same order and writes out [tokens, heads * dim];
+    with `paired` it does two blocks of rows, one as far from the sequence's start as the other is from its end, which
+    balances the load. A row's bits depend neither on the cut nor on the rows or warps of a program (batch invariance):
+    no multiply-add is fused unless written so, and sums over a leaf have a fixed order.
+
+    `direct` loads a ring's keys and values to registers instead of pipelining them through shared memory, so that more
+    programs fit. With `centered`, a weight [KV heads, dim] has been subtracted from the keys in pages, and scores are
+    corrected for it before they are capped. If `bias_positions` is not 0, the weight key_bias f32 [heads,
+    bias_positions] has what a key's position adds to capped scores, less the query's. With `sinks`, a weight f32
+    [heads] has attention sinks: scores that only take part in the softmax denominator, once, in the final sum.
     """
 
     kv: GpuKV
@@ -189,7 +192,7 @@ class AttentionSpec:
     split: int = 512
     cut: Literal["leaf", "split", "whole"] = "split"
     octets: int = 2
-    several: bool = False
+    multi_split: bool = False
     stages: int = 2
     centered: bool = False
     inline_asm: bool = True
@@ -223,12 +226,12 @@ class AttentionSpec:
 
     @property
     def warps(self) -> int:
-        """Warps of a program: two halve a leaf's tokens and its features, where one has no registers for the sums."""
+        """Warps of a program: two share a leaf's tokens and features where one lacks registers for the accumulators."""
         few = self.kv.format == "kv4" and self.rows * self.kv.dim <= 1024 and self.cut != "whole"
         return 1 if few or self.block < 32 else 2
 
     @property
-    def fresh(self) -> bool:
+    def staged(self) -> bool:
         """Whether keys and values of a step's own positions are in rows bf16 [tokens, 2, KV heads, dim]."""
         return self.kv.hierarchical and self.cut == "whole"
 
@@ -241,23 +244,23 @@ class AttentionSpec:
         """The kernel for a compute capability."""
         arguments = [Argument("q", "*fp32"), *page_arguments(self.kv)]
         arguments += [Argument(name, "*i32") for name in ("positions", "query_start", "block_table")]
-        arguments += [Argument("center", "*fp32")] * self.centered + [Argument("fresh", "*bf16")] * self.fresh
+        arguments += [Argument("center", "*fp32")] * self.centered + [Argument("staged", "*bf16")] * self.staged
         arguments += [Argument("key_bias", "*fp32")] * bool(self.bias_positions)
         arguments += [Argument("sinks", "*fp32")] * (self.sinks and self.cut == "whole")
         results = ("out",) if self.cut == "whole" else ("parts", "stats")
         arguments += [Argument(name, "*fp32") for name in results] + [Argument("table_stride", "i32")]
         arguments += [Argument("splits", "i32")] * (self.cut != "whole")
         name = f"attention_{self.kv.format}_{self.cut}"
-        hurries = self.inline_asm and capability >= 90
-        # Started early, programs that take their time would crowd where there is room first.
-        prelaunch = hurries and self.cut == "leaf"
+        triggers_dependents = self.inline_asm and capability >= 90
+        # PDL only for short programs: long ones would crowd the multiprocessors that become free first.
+        pdl = triggers_dependents and self.cut == "leaf"
         source = render_template(
             "attention_hier.py.jinja" if self.kv.hierarchical else "attention.py.jinja",
             spec=self,
             name=name,
             arguments=arguments,
-            hurries=hurries,
-            prelaunch=prelaunch,
+            triggers_dependents=triggers_dependents,
+            pdl=pdl,
             asm=self.inline_asm,
             block=self.block,
             columns=COLUMNS,
@@ -277,22 +280,22 @@ class AttentionSpec:
             log2_e=_LOG2_E,
             q_scale=self.scale if self.softcap else self.scale * _LOG2_E,
         )
-        # So many are enough, and as many programs fit on a multiprocessor as there are where there is most to do.
+        # Enough registers, and few enough for the occupancy of the largest steps.
         most = {("kv8", 2): 128, ("kv_hier", 2): 168, ("kv_hier4", 2): 168, ("kv_hier4", 1): 224}
         eight = self.rows == 8 and self.kv.dim <= 128 and self.cut == "split" and capability > 80
         registers = most.get((self.kv.format, self.warps), 0) if eight else 0
         if self.bias_positions and self.rows == 8 and self.kv.dim <= 128 and capability > 80:
-            # What positions add is loaded so far ahead that fewer programs would fit, or sums would not.
+            # Position biases are prefetched, which costs occupancy or spills accumulators.
             registers = {("kv_hier", "leaf"): 168, ("kv4", "whole"): 168}.get((self.kv.format, self.cut), registers)
         plain = self.kv.format, self.cut, self.stages, self.warps, capability, self.bias_positions
         if plain == ("kv4", "leaf", 1, 2, 90, 0):
-            registers = 128  # with nothing in flight that is what most rows take
-        return Kernel(name, source, tuple(arguments), self.warps, self.stages, prelaunch, False, registers)
+            registers = 128  # what most rows need without loads in flight
+        return Kernel(name, source, tuple(arguments), self.warps, self.stages, pdl, False, registers)
 
 
-def fitting(spec: AttentionSpec, queries: int) -> AttentionSpec:
-    """`spec` for steps of so many query positions: as few programs as can be, as each reads all; then as small ones."""
-    # Of more features, or where one warp sums both kinds of positions, registers hold fewer rows.
+def for_queries(spec: AttentionSpec, queries: int) -> AttentionSpec:
+    """`spec` for steps of so many query positions: as few programs as possible (each reads all), then small ones."""
+    # With more features, or where one warp sums both kinds of positions, registers hold fewer rows.
     few = spec.kv.dim > 128 or (spec.kv.hierarchical and spec.warps == 1)
     fits = [replace(spec, octets=octets) for octets in range(1, MOST_OCTETS + (not few))]
     programs = -(-queries // fits[-1].queries)
@@ -300,31 +303,35 @@ def fitting(spec: AttentionSpec, queries: int) -> AttentionSpec:
     found = replace(found, direct=found.direct and found.octets == 1)
     if found.octets < MOST_OCTETS or found.kv.bits == 16:
         return found
-    # Most rows leave no registers for a loop over splits, nor any but for what is copied farther ahead.
+    # The most rows leave no registers for a loop over splits, but some for a deeper pipeline.
     if found.kv.hierarchical or found.cut == "split":
-        return replace(found, several=False, stages=3)
+        return replace(found, multi_split=False, stages=3)
     return replace(found, stages=1) if found.kv.bits == 4 else found
 
 
-def whole(spec: AttentionSpec) -> list[tuple[int, AttentionSpec]]:
+def prefill_variants(spec: AttentionSpec) -> list[tuple[int, AttentionSpec]]:
     """`spec`, whose cut is whole, for steps of up to so many query positions each (0: any number).
 
-    Few positions make few programs, which are small. Of many, the last ones see most: programs have pairs of blocks, so
-    that all end together.
+    Few positions are cut into small programs. With many, the last positions attend to most: programs take pairs of
+    blocks, which balances the load.
     """
     small, large = replace(spec, octets=1), replace(spec, octets=2)
-    alone = [(MOST_ALONE // 2, small), (MOST_ALONE, large)] if spec.kv.hierarchical else [(MOST_ALONE, small)]
-    return [*alone, (0, replace(large, paired=True))]
+    unpaired = (
+        [(MAX_UNPAIRED_QUERIES // 2, small), (MAX_UNPAIRED_QUERIES, large)]
+        if spec.kv.hierarchical
+        else [(MAX_UNPAIRED_QUERIES, small)]
+    )
+    return [*unpaired, (0, replace(large, paired=True))]
 
 
 @dataclass(frozen=True)
 class MergeSpec:
-    """Sums of AttentionSpec's splits: of those of a group (level 1), or of the groups (level 2).
+    """Merges AttentionSpec's splits (flash decoding): those of a group (level 1), or the groups (level 2).
 
-    A split has come in so many `leaves`, each with a place of its own, or in one. The `final` level writes
-    out [tokens, heads * dim] f32 (with `peaks` also the largest magnitude of each half of a head's features or of all,
-    [tokens, heads, 2] f32), the other in place of each group's first split. With `sinks` the final sum of weights has
-    a score f32 [heads] more.
+    A split was computed as so many `leaves`, each stored separately, or as one. The `final` level writes
+    out [tokens, heads * dim] f32, and with `amax` also the largest magnitude of each half of a head's features, or of
+    all of them, [tokens, heads, 2] f32, for quantization. The other level overwrites each group's first split. With
+    `sinks` an attention sink f32 [heads] is added to the final sum of weights.
     """
 
     kv: GpuKV
@@ -334,58 +341,58 @@ class MergeSpec:
     window: int = 0
     split: int = 512
     leaves: int = 1
-    peaks: bool = False
+    amax: bool = False
     sinks: bool = False
 
     @property
     def batched(self) -> bool:
-        """Whether what it sums is whole splits that are few, as of batches: of programs there are enough."""
+        """Whether it merges few whole splits, as for batches: there are programs enough for several heads each."""
         return (self.level, self.final, self.leaves) == (1, True, 1)
 
     @property
-    def heads_each(self) -> int:
+    def heads_per_program(self) -> int:
         """Heads of a program."""
         return math.gcd(self.heads, 4) if self.batched else 1
 
     @property
-    def of_leaves(self) -> bool:
-        """Whether splits are summed over their leaves first, all side by side."""
+    def merges_leaves(self) -> bool:
+        """Whether leaves are merged first, for all splits in parallel."""
         return self.level == 1 and self.leaves > 1
 
     @property
-    def halves(self) -> int:
-        """Programs that share a head's features: as many as write nothing that the others read."""
-        return 2 if self.of_leaves and self.final else 1
+    def dim_halves(self) -> int:
+        """Programs that share a head's features: 2 where none overwrites what the other reads."""
+        return 2 if self.merges_leaves and self.final else 1
 
     @property
     def programs(self) -> int:
         """Programs of a token and group."""
-        return self.heads // self.heads_each * self.halves
+        return self.heads // self.heads_per_program * self.dim_halves
 
     @property
     def kind(self) -> str:
-        """What the source says it sums."""
+        """What the source says it merges."""
         return f"{f'splits of {self.split} positions' if self.level == 1 else 'groups of splits'} in order of position"
 
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""
         arguments = [Argument("parts", "*fp32"), Argument("stats", "*fp32")] + [Argument("out", "*fp32")] * self.final
-        arguments += [Argument("peaks", "*fp32")] * (self.peaks and self.final)
+        arguments += [Argument("amax", "*fp32")] * (self.amax and self.final)
         arguments += [Argument("sinks", "*fp32")] * (self.sinks and self.final)
         arguments += [Argument("positions", "*i32"), Argument("splits", "i32")]
-        prelaunch = capability >= 90
+        pdl = capability >= 90
         name = f"merge_{self.split}_{self.leaves}_{self.level}{'' if self.final else '_part'}"
-        warps = self.heads_each if self.batched else 8 if self.of_leaves and not self.final else 4
+        warps = self.heads_per_program if self.batched else 8 if self.merges_leaves and not self.final else 4
         source = render_template(
             "merge.py.jinja",
             spec=self,
             name=name,
             arguments=arguments,
-            prelaunch=prelaunch,
+            pdl=pdl,
             splits_a_group=GROUP_SPLITS,
             dim_block=power_of_two(self.kv.dim),
             sinks=self.sinks and self.final,
             log2_e=_LOG2_E,
-            ahead=8 if self.batched else GROUP_SPLITS,
+            batch=8 if self.batched else GROUP_SPLITS,
         )
-        return Kernel(name, source, tuple(arguments), warps, 1, prelaunch, fusion=False)
+        return Kernel(name, source, tuple(arguments), warps, 1, pdl, fusion=False)

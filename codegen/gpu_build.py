@@ -11,7 +11,7 @@ from typing import Any
 
 from qcompile.codegen import program as p
 from qcompile.codegen.gpu_compile import Compiled, Kernel, compile_all, triton_version
-from qcompile.codegen.gpu_fill import filled_up
+from qcompile.codegen.gpu_fill import padded_program
 from qcompile.codegen.gpu_launches import Plan
 from qcompile.codegen.gpu_plan import kv_of, make_plan
 from qcompile.errors import UnsupportedError
@@ -50,7 +50,7 @@ def plan(programs: Mapping[str, p.Program], target: Target, lookup: bool = False
 
 
 def add_rounds(plans: Mapping[str, Plan], lookup: bool) -> None:
-    """What rounds of speculation take, to the target's plan, where paths draft or a lookup does."""
+    """Adds the kernels of speculation rounds to the target's plan, where a path or n-gram lookup drafts."""
     if len(plans) > 1 or lookup:
         plans["model"].add_rounds()
     if len(plans) == 1 and lookup:
@@ -82,7 +82,7 @@ def _compiled(
 def _launched(kernel: Kernel, compiled: Compiled) -> dict[str, Any]:
     """What the runtime must know of a kernel."""
     how = {"function": kernel.name, "threads": compiled.threads, "shared_bytes": compiled.shared_bytes}
-    return how | {"prelaunch": kernel.prelaunch}
+    return how | {"prelaunch": kernel.pdl}
 
 
 def _report(label: str, kernel: Compiled) -> dict[str, Any]:
@@ -92,5 +92,5 @@ def _report(label: str, kernel: Compiled) -> dict[str, Any]:
 
 
 def adapted(program: p.Program) -> p.Program:
-    """`program` with KV pages as GPU kernels lay them out, and rows of whole blocks where they read such."""
-    return replace(filled_up(program), kv=replace(program.kv, own_block_bytes=kv_of(program).block_bytes))
+    """`program` with KV pages as GPU kernels lay them out, and rows padded to whole blocks where they read such."""
+    return replace(padded_program(program), kv=replace(program.kv, own_block_bytes=kv_of(program).block_bytes))

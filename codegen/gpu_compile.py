@@ -34,7 +34,7 @@ _TEMPLATES = Path(__file__).parent / "templates" / "triton"
 _MATRIX = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*")
 _CACHE_VERSION = 5
 ANY_CAPABILITY = "tl.constexpr(0)  # the compute capability, where known"
-"""What sources say that differ by compute capability. Triton itself only tells them of a GPU that is there."""
+"""A placeholder in sources that depend on the compute capability. Triton itself only knows that of a GPU present."""
 
 
 class Argument(NamedTuple):
@@ -48,9 +48,9 @@ class Argument(NamedTuple):
 class Kernel:
     """A kernel as Triton source: the function `name` in `source`, launched with `arguments`.
 
-    With `prelaunch` (sm_90 on) it may start before the kernel before it has ended: it waits by itself. Without
-    `fusion` the compiler makes no fused multiply-add that is not written as one. A thread starts with no more than
-    `most_registers`, if not 0.
+    With `pdl` (sm_90 on) it is launched by programmatic dependent launch: it may start before the kernel before it has
+    ended, and waits by itself. Without `fusion` the compiler makes no fused multiply-add that is not written as one. A
+    thread has no more than `most_registers`, if not 0.
     """
 
     name: str
@@ -58,14 +58,14 @@ class Kernel:
     arguments: tuple[Argument, ...]
     warps: int = 4
     stages: int = 3
-    prelaunch: bool = False
+    pdl: bool = False
     fusion: bool = True
     most_registers: int = 0
 
     @property
     def label(self) -> str:
         """A file name for what is compiled from it: no two kernels share one."""
-        how = f"{self.warps} {self.stages} {self.prelaunch} {self.fusion} {self.most_registers}"
+        how = f"{self.warps} {self.stages} {self.pdl} {self.fusion} {self.most_registers}"
         text = "\0".join((self.source, str(self.arguments), how))
         return f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
@@ -145,7 +145,7 @@ def build(kernel: Kernel, capability: int) -> Any:
 
         kind = GluonASTSource
     source = kind(function, signature, {}, aligned)
-    options = {"num_warps": kernel.warps, "num_stages": kernel.stages, "launch_pdl": kernel.prelaunch}
+    options = {"num_warps": kernel.warps, "num_stages": kernel.stages, "launch_pdl": kernel.pdl}
     options["enable_fp_fusion"] = kernel.fusion
     if kernel.most_registers:
         options["maxnreg"] = kernel.most_registers
@@ -180,7 +180,7 @@ def _compile(kernel: Kernel, capability: int) -> Compiled:
     ptx, cubin, metadata = built.asm["ptx"], built.asm["cubin"], built.metadata
     if metadata.global_scratch_size or metadata.profile_scratch_size:
         raise UnsupportedError(f"kernel {kernel.name} wants scratch memory that no launch gives it")
-    # Kernels that Triton pipelines go on while the tensor cores read registers, too.
+    # In kernels that Triton pipelines, too, wgmma reads registers asynchronously.
     if "wgmma.mma_async" in ptx and (wrong := gpu_sass.overwritten(gpu_sass.instructions(cubin))):
         raise UnsupportedError(
             f"kernel {kernel.name}: the assembler of triton {triton_version()} lets {' '.join(wrong)} write what the"

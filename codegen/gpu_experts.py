@@ -19,13 +19,13 @@ from qcompile.errors import UnsupportedError
 from qcompile.numerics import ACTIVATIONS, groups_of
 
 SCORED = ((8, 1), (16, 2), (0, 4))
-"""Most rows of a step (0: any number), and tokens of a program that scores experts."""
-FEW, MANY = gemm.DECODE_TOKENS, 64
-"""Slots of one expert that a program takes: while that many choose each, and where more do."""
-SOME = 64
-"""Most rows of a class between few and many: all programs that order slots look at all rows of their class."""
-ALONE = 4
-"""Most rows of a step whose slots are multiplied one by one, where single rows are: few share an expert."""
+"""Most rows of a step (0: any number), and tokens of a program of the router's scores."""
+SMALL_BLOCK, LARGE_BLOCK = gemm.DECODE_TOKENS, 64
+"""Slots per program of the grouped GEMM: while that many tokens choose an expert on average, and with more."""
+MEDIUM_ROWS = 64
+"""Most rows of an intermediate class: programs that sort slots scan all rows of their class."""
+GEMV_ROWS = 4
+"""Most rows of a step that uses a GEMV per slot: few slots share an expert."""
 
 
 @dataclass
@@ -37,8 +37,8 @@ class Experts:
     capability: int
     inline_asm: bool
     ref: Callable[..., Ref]
-    ordered: tuple[str, int] | None = None  # the index whose slots are in order, and experts
-    rounded: tuple[Any, ...] | None = None  # the buffer whose rows are rounded, and how
+    ordered: tuple[str, int] | None = None  # the index whose slots are sorted, and experts
+    quantized: tuple[Any, ...] | None = None  # the buffer whose rows are quantized, and how
     _last: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,8 +56,8 @@ class Experts:
         """A call wrote the buffer `out`."""
         if self.ordered and self.ordered[0] == out:
             self.ordered = None
-        if self.rounded and self.rounded[0] == out:
-            self.rounded = None
+        if self.quantized and self.quantized[0] == out:
+            self.quantized = None
 
     # ---- routers ------------------------------------------------------------------------------
 
@@ -77,27 +77,27 @@ class Experts:
         yield Launch(c.name, x.rows, tuple(variants))
 
     def route(self, calls: Sequence[p.Route]) -> Iterator[Launch]:
-        """Steps that follow each other: in one kernel those none of which writes where another reads or writes."""
+        """Consecutive routing steps, fused into one kernel while none writes where another reads or writes."""
         for call in calls:
             self.wrote(call.out)
         chain: list[p.Route] = []
         for call in calls:
-            if chain and not self._apart([*chain, call]):
+            if chain and not self._is_fusable([*chain, call]):
                 yield self._chain(chain)
                 chain = []
             chain.append(call)
         yield self._chain(chain)
 
-    def _kept(self, chain: Sequence[p.Route]) -> list[bool]:
-        """Of each step, whether what it makes is read by others than later steps of the chain."""
+    def _stored(self, chain: Sequence[p.Route]) -> list[bool]:
+        """Of each step, whether its result is read outside the chain and must be stored."""
         first = self.program.calls.index(chain[0])
         later = self.program.calls[first + len(chain) :]
         routes = {name for call in later if isinstance(call, p.Route) for name in (call.x, call.index)}
         return [call.out in routes or self._last.get(call.out, -1) > first for call in chain]
 
-    def _apart(self, chain: Sequence[p.Route]) -> bool:
-        """Whether no row that one step stores lies where rows of another are, which some program may not have read."""
-        written = [call.out for call, kept in zip(chain, self._kept(chain), strict=True) if kept]
+    def _is_fusable(self, chain: Sequence[p.Route]) -> bool:
+        """Whether the steps fit one kernel: none stores to rows that another program may still have to read."""
+        written = [call.out for call, kept in zip(chain, self._stored(chain), strict=True) if kept]
         made = {call.out for call in chain}
         read = [name for call in chain for name in (call.x, call.index) if name is not None and name not in made]
         whole = not any(call.x in made and call.x_offset for call in chain)
@@ -106,7 +106,7 @@ class Experts:
     def _chain(self, chain: Sequence[p.Route]) -> Launch:
         made = {call.out: place for place, call in enumerate(chain)}
         steps, args = [], {}
-        for place, (call, kept) in enumerate(zip(chain, self._kept(chain), strict=True)):
+        for place, (call, kept) in enumerate(zip(chain, self._stored(chain), strict=True)):
             x, out = self.program.buffer(call.x), self.program.buffer(call.out)
             index = None if call.index is None else self.program.buffer(call.index)
             known = made.get(call.x), None if call.index is None else made.get(call.index)
@@ -123,16 +123,16 @@ class Experts:
     # ---- experts ------------------------------------------------------------------------------
 
     def gemm(self, c: p.ExpertGemm) -> Iterator[Launch]:
-        """The experts' linear: inputs rounded and slots in order, unless they are, then blocks of those."""
+        """The experts' linear, a grouped GEMM: quantize inputs and sort slots by expert, unless done, then multiply."""
         if c.rows % 32:
             raise UnsupportedError(f"experts of {c.n} outputs: GPU kernels take multiples of 32")
         packing = packing_of(c.format, c.activation)
         if packing == "f32":
             raise UnsupportedError("experts in f32 have no GPU kernels")
         k = padded_inputs(c.k, packing)
-        yield from self._round(c, k)
+        yield from self._quantize(c, k)
         classes = self._classes(c)
-        alone = self._alone(c)
+        gemv = self._has_gemv(c)
         if self.ordered != (c.index, c.experts):
             yield self._order(c, classes)
         kind, out = ACTIVATIONS[c.activation], self.program.buffer(c.out)
@@ -144,8 +144,8 @@ class Experts:
         args["index"] = self.ref(c.index)
         args |= {} if c.bias is None else {"bias": ["weight", c.bias]}
         variants = []
-        cuts: list[tuple[int, int, Size]] = [(blocks.most, blocks.tokens, blocks.grid) for blocks in classes]
-        for most, tokens, programs in [(ALONE, 1, ["tokens", 1, c.slots, 0])] * alone + cuts:
+        blocks: list[tuple[int, int, Size]] = [(spec.most, spec.tokens, spec.grid) for spec in classes]
+        for most, tokens, programs in [(GEMV_ROWS, 1, ["tokens", 1, c.slots, 0])] * gemv + blocks:
             tile = expert_tiles.choose(format, c.rows, k, tokens, self.capability)
             if not self.inline_asm and tokens == 1:  # an interpreter takes programs one after the other
                 tile = replace(tile, rows=32)
@@ -157,18 +157,18 @@ class Experts:
             variants.append(Variant(self.plan.add(gemm.kernel(spec)), grid, args, most % MOST_ROWS))
         yield Launch(c.name, "tokens", tuple(variants))
 
-    def _alone(self, c: p.ExpertGemm) -> bool:
-        """Whether all experts that this choice is for have kernels for single rows."""
+    def _has_gemv(self, c: p.ExpertGemm) -> bool:
+        """Whether all experts chosen by this index have GEMV kernels."""
         calls = [each for each in self.program.calls if isinstance(each, p.ExpertGemm) and each.index == c.index]
-        return all(kernel_of(packing_of(e.format, e.activation), e.activation) in gemm.ALONE for e in calls)
+        return all(kernel_of(packing_of(e.format, e.activation), e.activation) in gemm.GEMV_FORMATS for e in calls)
 
     def _classes(self, c: p.ExpertGemm) -> list[BlocksSpec]:
-        """How slots are cut into blocks, by most rows of a step."""
+        """Block sizes of the sorted slots, by most rows of a step."""
         stride = self.program.buffer(c.index).stride
-        few = max(FEW, min(FEW * c.experts // c.slots, MOST_ROWS))
-        found = {FEW: FEW, min(SOME, few): FEW, few: FEW}
+        few = max(SMALL_BLOCK, min(SMALL_BLOCK * c.experts // c.slots, MOST_ROWS))
+        found = {SMALL_BLOCK: SMALL_BLOCK, min(MEDIUM_ROWS, few): SMALL_BLOCK, few: SMALL_BLOCK}
         if few < MOST_ROWS:
-            found[MOST_ROWS] = MANY
+            found[MOST_ROWS] = LARGE_BLOCK
         return [BlocksSpec(c.experts, c.slots, stride, tokens, most) for most, tokens in found.items()]
 
     def _order(self, c: p.ExpertGemm, classes: Sequence[BlocksSpec]) -> Launch:
@@ -180,12 +180,12 @@ class Experts:
             Variant(self.plan.add(spec.kernel(self.capability)), (c.experts, 1, 1), args, spec.most % MOST_ROWS)
             for spec in classes
         ]
-        if self._alone(c):
-            variants.insert(0, Variant("", (0, 0, 0), {}, ALONE))
+        if self._has_gemv(c):
+            variants.insert(0, Variant("", (0, 0, 0), {}, GEMV_ROWS))
         return Launch(f"{c.name}.order", "tokens", tuple(variants))
 
     def _input(self, c: p.ExpertGemm, k: int) -> dict[str, Ref]:
-        """Where the rounded inputs are: rows of k, of which those behind the experts' own inputs stay zero."""
+        """The quantized inputs: rows padded to k, whose padding stays zero."""
         kind, slots = ACTIVATIONS[c.activation], c.x_slots
         name, size = f"expert_x_{c.k}_{k}_{c.activation}", kind.dtype.itemsize
         found = {"x": self.plan.need(name, slots * k * size, "tokens")}
@@ -195,25 +195,25 @@ class Experts:
             found["x_sum"] = self.plan.need("expert_x_sum", 4 * slots, "tokens")
         return found
 
-    def _round(self, c: p.ExpertGemm, k: int) -> Iterator[Launch]:
+    def _quantize(self, c: p.ExpertGemm, k: int) -> Iterator[Launch]:
         b = self.program.buffer(c.x)
         if b.dtype != "f32" or (c.x_slots > 1 and b.stride != c.x_slots * c.k):
-            raise UnsupportedError(f"{c.x_slots} inputs of {c.k} {b.dtype} side by side are not whole blocks")
-        how = self._how(c, k)
-        if self.rounded == how:
+            raise UnsupportedError(f"{c.x_slots} inputs of {c.k} {b.dtype} are not whole blocks")
+        how = self._quantize_key(c, k)
+        if self.quantized == how:
             return
-        self.rounded = how
-        spec, into = self._rounding(c, k)
+        self.quantized = how
+        spec, into = self._quantize_spec(c, k)
         spec = replace(spec, x_stride=b.stride if c.x_slots == 1 else c.k)
         grid: tuple[Size, Size, Size] = (["tokens", 1, c.x_slots, 0], 1, 1)
         label = self.plan.add(spec.kernel(self.capability))
         yield Launch(f"{c.name}.round", "tokens", (Variant(label, grid, into | {"x": self.ref(c.x)}),))
 
-    def _how(self, c: p.ExpertGemm, k: int) -> tuple[Any, ...]:
+    def _quantize_key(self, c: p.ExpertGemm, k: int) -> tuple[Any, ...]:
         return c.x, c.x_slots, c.k, k, c.activation
 
-    def _rounding(self, c: p.ExpertGemm, k: int) -> tuple[RowSpec, dict[str, Ref]]:
-        """A kernel that rounds rows of c.k elements to where experts read them, and its arguments but for the rows."""
+    def _quantize_spec(self, c: p.ExpertGemm, k: int) -> tuple[RowSpec, dict[str, Ref]]:
+        """A kernel that quantizes rows of c.k elements for the experts, and its arguments but for the rows."""
         kind, into = ACTIVATIONS[c.activation], self._input(c, k)
         spec = RowSpec(c.k, 0, k, out="q8" if kind.top else c.activation)
         if not kind.top:
@@ -224,8 +224,8 @@ class Experts:
         spec = replace(spec, sums=not kind.group)
         return spec, {"out": into["x"], "out_scale": into["x_scale"], "out_sum": into["x_sum"]}
 
-    def rounded_by(self, norm: p.Norm) -> tuple[RowSpec, dict[str, Ref]] | None:
-        """What rounds the norm's rows for experts that read them, where nothing else is rounded for experts before."""
+    def quantized_by(self, norm: p.Norm) -> tuple[RowSpec, dict[str, Ref]] | None:
+        """The quantization of a norm's rows for the next experts, if they read them: it is fused into the norm."""
         calls = self.program.calls
         c = next((call for call in calls[calls.index(norm) + 1 :] if isinstance(call, p.ExpertGemm)), None)
         b = self.program.buffer(norm.out)
@@ -235,8 +235,8 @@ class Experts:
         if packing == "f32":
             return None
         k = padded_inputs(c.k, packing)
-        self.rounded = self._how(c, k)
-        return self._rounding(c, k)
+        self.quantized = self._quantize_key(c, k)
+        return self._quantize_spec(c, k)
 
     def addend(self, c: p.Combine, after: p.Call | None) -> str | None:
         """The buffer that `after` adds to the sum over a token's slots, where one kernel can do both.
@@ -256,8 +256,8 @@ class Experts:
             return None
         place = self.program.calls.index(after)
         routed = any(isinstance(call, p.Route) and call.x == c.out for call in self.program.calls[place:])
-        alone = self._last.get(c.out) == place and not routed
-        return other if alone and self._disjoint([after.out], [c.x, *([c.scores] if c.scores else [])]) else None
+        unread = self._last.get(c.out) == place and not routed
+        return other if unread and self._disjoint([after.out], [c.x, *([c.scores] if c.scores else [])]) else None
 
     def _disjoint(self, written: Sequence[str], read: Sequence[str]) -> bool:
         """Whether rows of buffers that are written lie where none of the others are, nor each other."""

@@ -1,4 +1,4 @@
-"""Places of activations that GPU kernels want apart: rows of whole blocks of inputs, and what routers make."""
+"""Layout of activations that GPU kernels need by themselves: rows padded to whole blocks of K, and routers' results."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ ALIGNMENT = 64
 """Bytes that buffers begin at multiples of, for each row."""
 
 
-def filled_up(program: p.Program) -> p.Program:
-    """`program` with buffers that GEMMs read as wide as their packed weights have inputs.
+def padded_program(program: p.Program) -> p.Program:
+    """`program` with the buffers that GEMMs read padded to the K of their packed weights.
 
-    Such buffers lie behind all others, where nothing else is written: what they are filled up with is never written
-    either, and stays the zeros that memory begins with. Those of one kind share their place if their lives do not meet.
-    So does what routers make, whose steps one kernel takes: what one of them stores lies where none of them reads.
+    Such buffers come after all others, where nothing else is written: the padding is never written either, and keeps
+    the zeros that memory begins with. Buffers of one kind share memory if their lifetimes are disjoint. So do routers'
+    results, whose steps are fused into one kernel: no step stores where another reads.
     """
     strides = {call.out: program.buffer(call.out).stride for call in program.calls if isinstance(call, p.Route)}
     strides |= _strides(program)
@@ -41,7 +41,7 @@ def filled_up(program: p.Program) -> p.Program:
 
 
 def _strides(program: p.Program) -> Mapping[str, int]:
-    """How wide buffers must be that are not yet so, in the order in which they are read."""
+    """The padded widths of buffers that need padding, in the order in which they are read."""
     found: dict[str, int] = {}
     for call in program.calls:
         if isinstance(call, p.Gemm) and call.format != "f32":
@@ -54,7 +54,7 @@ def _strides(program: p.Program) -> Mapping[str, int]:
 
 
 def _life(program: p.Program, buffer: str) -> tuple[int, int]:
-    """The first and the last call that a buffer has a part in; steps of a router are one from their first on."""
+    """The first and the last call that uses a buffer; consecutive steps of a router count from the first of them."""
     places = [place for place, call in enumerate(program.calls) if buffer in vars(call).values()]
     first = places[0]
     while first and isinstance(program.calls[first], p.Route) and isinstance(program.calls[first - 1], p.Route):

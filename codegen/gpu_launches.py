@@ -14,8 +14,8 @@ The runtime reads it as JSON and needs neither this module nor Triton. An argume
 A size of a grid is a number, the name of a count, or [count, divisor]: the quotient rounded up, or [count, divisor,
 times, plus]: that many times the quotient, and so many more. Queries is the most
 rows of one sequence, splits how many parts attention takes of the longest context. `fine` is queries where they are of
-the decode class and there is little to do, so that programs take a leaf of a split each (`few` where it is so little
-that all run at once), and `coarse` where not. `merged` is splits where queries are of the decode class, `groups` is
+the decode class and there is little to do, so that programs take a leaf of a split each (`few` where so little that all
+are resident at once), and `coarse` where not. `merged` is splits where queries are of the decode class, `groups` is
 groups of splits where there are several to merge; they are 0 where leaves are taken, and `fine_merged` and
 `fine_groups` where not. `slots` is how many sums of a token are kept: of splits, of leaves, or none. `shares` is how
 many programs take the splits of a sequence and KV head, where programs take several. `decode_tokens` is tokens where
@@ -38,7 +38,7 @@ MOST_ROWS = 512
 GPU_ABI = 13
 """Raised where plans change: a runtime refuses those of another."""
 TEXT_TOKENS = 1 << 12
-"""Most tokens of a text in which a lookup searches: a power of two."""
+"""Most tokens of a text that n-gram lookup searches: a power of two."""
 
 Ref = list[Any]
 Size = int | str | list[Any]
@@ -99,7 +99,7 @@ class Plan:
         return ["work", name]
 
     def add_rounds(self) -> None:
-        """For a target with drafts: what precedes and follows its launches in a round of speculation."""
+        """For a target with drafts: the kernels before and after its launches in a round of speculation."""
         inputs = {"token_ids": "token_ids", "positions": "positions", "argmax": "argmax"}
         places: dict[str, Ref] = {name: ["input", name] for name in inputs}
         state = ("last", "place", "left", "most", "counter", "tokens", "gained", "pair_tokens", "pair_positions")
@@ -111,17 +111,17 @@ class Plan:
         for name, pointers in (("round_rows", rows), ("round_accept", accept)):
             arguments = (*(Argument(n, "*i32") for n in pointers), Argument("S", "i32"), Argument("Q", "i32"))
             values = {"name": name, "arguments": arguments, "accept": pointers is accept, "most": MOST_ROWS}
-            kernel = Kernel(name, render_template("round.py.jinja", **values), arguments, 4, 1)
+            kernel = Kernel(name, render_template("speculation_round.py.jinja", **values), arguments, 4, 1)
             variant = Variant(self.add(kernel), (1, 1, 1), {a.name: places[a.name] for a in arguments})
             self.rounds.append(Launch(name, "sequences", (variant,)))
 
     def add_lookup(self) -> None:
-        """For a target with a lookup that drafts: what proposes in a round."""
+        """For a target with n-gram lookup: the kernel that drafts in a round."""
         state = ("text", "length", "match", "most", "left", "counter", "gained", "tokens", "drafted")
         places: dict[str, Ref] = {name: ["state", name] for name in state} | {"decoded": ["draft", "decoded"]}
         arguments = (*(Argument(n, "*i32") for n in places), Argument("S", "i32"), Argument("Q", "i32"))
         values = {"arguments": arguments, "text": TEXT_TOKENS, "queries": MOST_QUERIES}
-        kernel = Kernel("look_up", render_template("look_up.py.jinja", **values), arguments, 8, 1)
+        kernel = Kernel("ngram_lookup", render_template("ngram_lookup.py.jinja", **values), arguments, 8, 1)
         places |= {"S": ["count", "sequences"], "Q": ["count", "queries"]}
         self.lookup = [Launch("look_up", "sequences", (Variant(self.add(kernel), ("sequences", 1, 1), places),))]
 

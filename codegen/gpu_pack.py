@@ -78,20 +78,20 @@ _PACKINGS = {
     "bf16": _Packing("bf16", 64, 1, 64),
 }
 
-FAR_ROWS = 64
-"""Rows of which mxfp4_int8 says together what becomes of their powers of two: what four warps multiply."""
-FADED = 32
-"""Weights in mxfp4 meet bf16 as 2^-32 of themselves: one product brings their codes to bf16 and to scales."""
-_LEAST, _MOST = 2 + FADED, 128 + FADED
-"""Exponents, 127 added, of scales that they may have for that."""
+RANGE_ROWS = 64
+"""Rows that share the range flags of mxfp4_int8: those of one consumer warp group."""
+MXFP4_DOWNSCALE = 32
+"""bf16 kernels use mxfp4 weights times 2^-32, so that one product both converts a code and scales it."""
+_LEAST, _MOST = 2 + MXFP4_DOWNSCALE, 128 + MXFP4_DOWNSCALE
+"""Least and largest (biased) exponents of scales for which that is exact."""
 _LARGEST = 120
-"""Power of two of the largest scale of w4_asym_g128 for bf16: kernels multiply by 64 times it."""
+"""Exponent of the largest scale of w4_asym_g128 for bf16: kernels multiply by 64 times the scale."""
 _FARTHEST = 64
-"""Sums of groups are brought from one power of two to another so far from it."""
+"""Accumulators are rescaled from one exponent to another at most this far from it."""
 _IN_ITEMS = (4, 8, 4)
-"""Parts of 32 inputs, and what items of each part have."""
+"""Shape of a block of inputs: planes of 32 inputs, items of a plane, inputs of an item."""
 _SCALED_WORDS = ("w4_asym_g128_int8", "nested_8_4")
-"""Packings with words of a zero point and a scale of 24 bits."""
+"""Packings whose words hold a zero point and the upper 24 bits of a scale."""
 
 
 def packing_of(format: str, activation: str) -> str:
@@ -155,7 +155,7 @@ def pack_gpu(parts: Parts, format: str) -> dict[str, Tensor]:
     if more:
         parts = [pad(part, (*(0, 0) * (part.dim() - 1), 0, more)) for part in parts]
     check_shape(n + more, padded_inputs(k, format), format)
-    parts = [_filled_up(part, k, format) for part in parts]
+    parts = [_padded_inputs(part, k, format) for part in parts]
     named = dict(zip(FORMATS[_PACKINGS[format].format].roles, parts, strict=True))
     packed = {"w": pack_codes(named["codes"], format)}
     if format == "bf16":
@@ -182,7 +182,7 @@ def pack_gpu(parts: Parts, format: str) -> dict[str, Tensor]:
     return packed
 
 
-def _filled_up(part: Tensor, k: int, packing: str) -> Tensor:
+def _padded_inputs(part: Tensor, k: int, packing: str) -> Tensor:
     """A part of a weight of k inputs, codes [n, k] or what is of groups [n, groups], with zeros for further inputs."""
     if part.dim() == 1:
         return part
@@ -214,7 +214,7 @@ def pack_codes(codes: Tensor, format: str) -> Tensor:
     planes, inputs = _PACKINGS[format].planes, _PACKINGS[format].block
     n, k = codes.shape
     if format == "mxfp4_int8":
-        codes = _picked(codes).view(n, k // inputs, *_IN_ITEMS).permute(0, 1, 4, 3, 2).contiguous()
+        codes = _permuted_e2m1(codes).view(n, k // inputs, *_IN_ITEMS).permute(0, 1, 4, 3, 2).contiguous()
     blocks = codes.view(n // BLOCK_ROWS, BLOCK_ROWS, k // inputs, planes, inputs // planes).transpose(1, 2).contiguous()
     if planes == 1:
         return blocks.squeeze(3)
@@ -227,7 +227,7 @@ def pack_codes(codes: Tensor, format: str) -> Tensor:
     return torch.stack((low, high), -1).view(torch.int16).squeeze(-1)
 
 
-def _picked(codes: Tensor) -> Tensor:
+def _permuted_e2m1(codes: Tensor) -> Tensor:
     """E2M1 codes as mxfp4_int8 has them. There is no -0."""
     exponent = codes >> 1 & 3
     found = (codes & 1 ^ (exponent == 0)) << 3 | (codes & 8) >> 1 | exponent
@@ -240,7 +240,7 @@ def scale_words(scale: Tensor, zero: Tensor) -> Tensor:
     return (words | zero.to(torch.int32)).t().contiguous()
 
 
-def _too_large(codes: Tensor, format: str, power: int) -> UnsupportedError:
+def _scale_error(codes: Tensor, format: str, power: int) -> UnsupportedError:
     n, k = codes.shape
     return UnsupportedError(f"weight [{n}, {k}] in {format}: GPU kernels need scales of at most 2^{power}")
 
@@ -248,7 +248,7 @@ def _too_large(codes: Tensor, format: str, power: int) -> UnsupportedError:
 def _bf16_words(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     """Words [groups, n] of codes [n, k], scales and zero points [n, groups]; UnsupportedError for scales too large."""
     if (scale > 2.0**_LARGEST).any():
-        raise _too_large(codes, "w4_asym_g128", _LARGEST)
+        raise _scale_error(codes, "w4_asym_g128", _LARGEST)
     high = scale.to(torch.bfloat16).contiguous().view(torch.int16).to(torch.int32) << 16
     low = (-128 - zero.float()).to(torch.bfloat16).view(torch.int16).to(torch.int32) & 0xFFFF
     return (high | low).t().contiguous()
@@ -261,31 +261,31 @@ def _exponents(codes: Tensor, exponent: Tensor) -> Tensor:
     """
     used = ((codes & 7) != 0).view(len(codes), -1, 32).any(-1)
     if (used & (exponent > _MOST)).any():
-        raise _too_large(codes, "mxfp4", _MOST - 127)
+        raise _scale_error(codes, "mxfp4", _MOST - 127)
     return torch.where(used, exponent.clamp_min(_LEAST), 127)
 
 
 def _ranges(codes: Tensor, exponent: Tensor) -> Tensor:
     """Words [groups, n] of mxfp4_int8 for E2M1 codes [n, k]; inputs that are all zero have any power of two."""
     n, k = codes.shape
-    blocks, more = -(-n // FAR_ROWS), -n % FAR_ROWS
+    blocks, more = -(-n // RANGE_ROWS), -n % RANGE_ROWS
     used = pad(((codes & 7) != 0).view(n, k // 128, 4, 32).any(-1), (0, 0, 0, 0, 0, more))
     powers = torch.where(used, pad(exponent.view(n, k // 128, 4).to(torch.int32), (0, 0, 0, 0, 0, more)), 0)
     most = torch.where(used, powers, 255).amin(-1)  # what the power of a group may be at most, and at least
     least = (powers.amax(-1) - 3).clamp_min(1)
-    apart = (least > most) | (most.clamp_max(254).amin(1) < least.amax(1) - _FARTHEST)[:, None]
-    far = apart.view(blocks, -1).any(1)
-    chosen, changes = _steady(least.t().view(-1, blocks, FAR_ROWS), most.t().view(-1, blocks, FAR_ROWS))
+    too_far = (least > most) | (most.clamp_max(254).amin(1) < least.amax(1) - _FARTHEST)[:, None]
+    far = too_far.view(blocks, -1).any(1)
+    chosen, changes = _held_powers(least.t().view(-1, blocks, RANGE_ROWS), most.t().view(-1, blocks, RANGE_ROWS))
     changes &= ~far
     changes[0] = far
     chosen = chosen.flatten(1)
     shifts = (powers - chosen.t()[..., None]).clamp(0, 3) + torch.arange(0, 16, 4, device=codes.device)
     words = chosen << 23 | (torch.ones_like(powers) << shifts).sum(-1, dtype=torch.int32).t()
-    words |= changes.to(torch.int32).repeat_interleave(FAR_ROWS, 1) << 31
+    words |= changes.to(torch.int32).repeat_interleave(RANGE_ROWS, 1) << 31
     return words[:, :n].contiguous()
 
 
-def _steady(least: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+def _held_powers(least: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
     """Powers [groups, blocks, rows] within bounds, and [groups, blocks] where a row's is not that of the group before.
 
     Rows of a block change together, and only where one of them must.
@@ -360,7 +360,7 @@ def _gpu_sizes(n: int, k: int, format: str, activation: str) -> dict[str, int]:
 
 def gpu_mixed(marked: Tensor, pairs: bool, k: int) -> Mixed:
     """The packing of a weight of k inputs whose rows `marked` [N] have 8 bits; `pairs` are no matter: rows scatter."""
-    eight, four = _filled(marked.nonzero()[:, 0]), _filled((~marked).nonzero()[:, 0])
+    eight, four = _padded_rows(marked.nonzero()[:, 0]), _padded_rows((~marked).nonzero()[:, 0])
     rows, inputs = len(eight) + len(four), k
     k = padded_inputs(k, "mix_4_8")
     check_shape(rows, k, "mix_4_8")
@@ -368,7 +368,7 @@ def gpu_mixed(marked: Tensor, pairs: bool, k: int) -> Mixed:
     sizes = {role: -(-size // 64) * 64 for role, size in sizes.items() if size}
 
     def blobs(parts: Parts) -> dict[str, Tensor]:
-        codes, scale, zero = (_filled_up(part, inputs, "mix_4_8") for part in parts[:3])
+        codes, scale, zero = (_padded_inputs(part, inputs, "mix_4_8") for part in parts[:3])
         order = torch.cat((eight, four))
         real, source = (order >= 0)[:, None], order.clamp(min=0)
         # What fills a tile up has a scale of zero.
@@ -385,7 +385,7 @@ def gpu_mixed(marked: Tensor, pairs: bool, k: int) -> Mixed:
     return Mixed(sizes, blobs, rows // 16, len(eight))
 
 
-def _filled(rows: Tensor) -> Tensor:
+def _padded_rows(rows: Tensor) -> Tensor:
     """Numbers of rows, and -1 up to whole tiles."""
     return torch.nn.functional.pad(rows, (0, -len(rows) % MIX_ROWS), value=-1)
 

@@ -12,30 +12,30 @@ from qcompile import ops
 from qcompile.codegen import program as p
 from qcompile.codegen import tiles
 from qcompile.codegen import triton as gemm
-from qcompile.codegen.gpu_append import AppendSpec, FreshSpec, HeadNorm, riding
+from qcompile.codegen.gpu_append import AppendSpec, HeadNorm, StagedSpec, fused_part
 from qcompile.codegen.gpu_attention import (
-    FEWEST_POSITIONS,
     GROUP_SPLITS,
+    MIN_LEAF_POSITIONS,
     MOST_QUERIES,
     AttentionSpec,
     GpuKV,
     MergeSpec,
-    fitting,
-    whole,
+    for_queries,
+    prefill_variants,
 )
 from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 from qcompile.codegen.gpu_experts import Experts
 from qcompile.codegen.gpu_launches import MOST_ROWS, Launch, Plan, Ref, Size, Variant
 from qcompile.codegen.gpu_pack import kernel_of, packing_of, padded_inputs, padded_outputs
 from qcompile.codegen.gpu_rows import (
-    PICK_PART,
-    WIDEST,
+    ARGMAX_PART,
+    MAX_WIDTH,
     Columns,
     GatherSpec,
     HadamardSpec,
     RowSpec,
+    argmax_kernel,
     in_blocks,
-    pick_kernel,
 )
 from qcompile.errors import PassError, UnsupportedError
 from qcompile.numerics import HIER_GROUP, groups_of
@@ -44,8 +44,8 @@ APPENDED = ((8, 1), (128, 4), (0, 8))
 """Most rows of a step (0: any number), and tokens of a program that appends: fastest on an H200."""
 ROUNDING = ((8, 4, 8), (0, 2, 0))
 """Most rows of a step, shares that a group is rounded in, and programs of a row for each KV head at least."""
-PEAKS_PART, FEWEST_PART = 1024, 32
-"""Most and fewest elements of a row in parts that programs quantize side by side: powers of two."""
+QUANTIZE_PART, MIN_PART = 1024, 32
+"""Most and least elements of a row per program where several programs quantize it: powers of two."""
 _Shape = tuple[str, int, int]  # packing, N, K
 
 
@@ -61,8 +61,8 @@ def make_plan(program: p.Program, capability: int, split: int = 0, inline_asm: b
     for Triton's interpreter. Raises UnsupportedError naming the call that has no GPU kernel.
     """
     kv = kv_of(program)
-    split = split or tiles.split(kv)
-    kv = replace(kv, leaves=max(1, min(kv.leaves, split // FEWEST_POSITIONS)))
+    split = split or tiles.split_positions(kv)
+    kv = replace(kv, leaves=max(1, min(kv.leaves, split // MIN_LEAF_POSITIONS)))
     maker = _Maker(program, Plan(capability, kv, split), inline_asm)
     for call, after in zip_longest(program.calls, program.calls[1:]):
         maker.add(call, after)
@@ -73,13 +73,13 @@ def make_plan(program: p.Program, capability: int, split: int = 0, inline_asm: b
 class _Maker:
     def __init__(self, program: p.Program, plan: Plan, inline_asm: bool) -> None:
         self.program, self.plan, self.asm = program, plan, inline_asm
-        # Without inline assembly kernels are rendered as for a GPU that starts none early.
+        # Without inline assembly kernels are rendered as for a GPU without programmatic dependent launch.
         self.capability = plan.capability if inline_asm else 80
         self.gated: dict[str, str] = {}  # buffers that hold bf16 gate and up columns, and the gate's act
-        self.peaks: dict[str, dict[int, Any]] = {}  # of buffers quantized next: peaks of a row by most rows
+        self.amax_parts: dict[str, dict[int, Any]] = {}  # of buffers quantized next: amax values of a row, by most rows
         self.norms: dict[str, p.NormHeads] = {}  # of queries and keys that are appended next
-        self.appended: int | None = None  # the layer whose keys and values are fresh rows
-        self.merged: set[str] = set()  # buffers whose peaks are told by the kernels that merge, so by no prefill
+        self.appended: int | None = None  # the layer whose keys and values are staged
+        self.merged: set[str] = set()  # buffers whose amax the merge kernels store, so no prefill does
         self.experts = Experts(program, plan, self.capability, inline_asm, self.ref)
         self.chain: list[p.Route] = []  # steps of a router so far
         self.after: p.Call | None = None  # the call that comes next
@@ -94,8 +94,8 @@ class _Maker:
         self.after = after
         if isinstance(call, p.Gemm | p.Attention) and isinstance(after, p.Quantize) and after.x == call.out:
             spec = self.written(after.out, RowSpec(self.program.buffer(after.out).width, 0, 0))
-            if not (spec.group or spec.sums or spec.width % FEWEST_PART):
-                self.peaks[after.x] = {}
+            if not (spec.group or spec.sums or spec.width % MIN_PART):
+                self.amax_parts[after.x] = {}
         if isinstance(call, p.Route):
             self.chain.append(call)
             if isinstance(after, p.Route):
@@ -137,7 +137,7 @@ class _Maker:
         b = self.program.buffer(out)
         if b.dtype != "q8":
             return replace(base, out=b.dtype, out_stride=b.stride)
-        # Sums are there for kernels that take zero points out of them: none that read groups do.
+        # Sums of codes serve kernels that subtract zero points at the end; those for groups do not.
         kind, sums = b.kind, b.groups == 1 and not b.kind.group
         more: dict[str, Any] = {"top": kind.top, "group": kind.group, "last_top": kind.last_top}
         more["row_scales"] = b.scales if b.scales != groups_of(b.width, kind.group) else 0
@@ -163,7 +163,7 @@ class _Maker:
         norm: dict[str, Any] = {"norm": c.kind, "eps": c.eps}
         norm |= {"weight": c.weight is not None, "bias": c.bias is not None}
         spec, args = self.plain(c.x, c.out, **norm), _vectors(c.weight, c.bias)
-        if found := self.experts.rounded_by(c):
+        if found := self.experts.quantized_by(c):
             rounding, refs = found
             spec = replace(rounding, x_stride=spec.x_stride, plain_stride=spec.out_stride, **norm)
             args |= {"plain": self.ref(c.out), **refs}
@@ -180,7 +180,7 @@ class _Maker:
         yield Launch(c.name, out.rows, (Variant(label, (out.rows, spec.programs, 1), args),))
 
     def _norm_heads(self, c: p.NormHeads) -> Iterator[Launch]:
-        part = riding(c, self.program.calls[self.program.calls.index(c) + 1 :])
+        part = fused_part(c, self.program.calls[self.program.calls.index(c) + 1 :])
         if part and part not in self.norms:
             self.norms[part] = c
             return
@@ -199,20 +199,20 @@ class _Maker:
         else:
             spec = self.plain(c.x, c.out)
         launch = self.rows(spec, c.name, self.ref(c.x), c.out, {})
-        known = [self._in_parts(launch, spec, most, count) for most, count in self.peaks.get(c.x, {}).items()]
-        part = math.gcd(spec.width, PEAKS_PART)
+        known = [self._in_parts(launch, spec, most, count) for most, count in self.amax_parts.get(c.x, {}).items()]
+        part = math.gcd(spec.width, QUANTIZE_PART)
         if spec.group and part < spec.width and part % spec.group == 0 and not act and spec.last_top == spec.top:
             known.append(self._in_parts(launch, spec, gemm.DECODE_TOKENS))
         full = replace(launch, variants=(*known, *launch.variants))
-        apart = [replace(full, by="decode_tokens"), replace(launch, by="other_tokens")]
-        yield from apart if c.x in self.merged else [full]
+        by_class = [replace(full, by="decode_tokens"), replace(launch, by="other_tokens")]
+        yield from by_class if c.x in self.merged else [full]
 
-    def _in_parts(self, launch: Launch, spec: RowSpec, most: int, peaks: int = 0) -> Variant:
-        """A row in parts side by side, for up to `most` rows: whole groups, or `peaks` of each row are known."""
-        parts = spec.width // math.gcd(spec.width, PEAKS_PART)
-        kernel = replace(spec, width=spec.width // parts, blocks=parts, peaks=peaks).kernel(self.capability)
+    def _in_parts(self, launch: Launch, spec: RowSpec, most: int, amax_parts: int = 0) -> Variant:
+        """Several programs per row, for up to `most` rows: parts are whole groups, or the row's amax is known."""
+        parts = spec.width // math.gcd(spec.width, QUANTIZE_PART)
+        kernel = replace(spec, width=spec.width // parts, blocks=parts, amax_parts=amax_parts).kernel(self.capability)
         whole = launch.variants[0]
-        args = whole.args | {"peaks": ["work", "peaks"]} if peaks else whole.args
+        args = whole.args | {"amax": ["work", "amax"]} if amax_parts else whole.args
         return Variant(self.plan.add(kernel), (whole.grid[0], parts, 1), args, most)
 
     def _hadamard(self, c: p.Hadamard) -> Iterator[Launch]:
@@ -261,7 +261,7 @@ class _Maker:
             more["unary"] = c.kind
             if c.weight is not None:
                 refs = {"curve": ["weight", c.weight]}
-        more |= {} if "binary" in more else in_blocks(self.program.buffer(c.out).width, WIDEST)
+        more |= {} if "binary" in more else in_blocks(self.program.buffer(c.out).width, MAX_WIDTH)
         yield self.rows(self.plain(c.x, c.out, **more), c.name, self.ref(c.x, column=c.x_offset), c.out, refs)
 
     def _gemm(self, c: p.Gemm) -> Iterator[Launch]:
@@ -277,21 +277,21 @@ class _Maker:
         if x.stride != k:
             raise UnsupportedError(f"{c.k} inputs are filled up to {x.stride} for another weight, this one takes {k}")
         act = ops.GATED.get(c.epilogue)
-        apart = act is not None and bool(c.blocks)  # rows that scatter meet their pairs in memory
-        if act is not None and c.out is not None and apart:
+        scattered = act is not None and bool(c.blocks)  # gate and up meet only in memory
+        if act is not None and c.out is not None and scattered:
             self.gated[c.out] = act
         options = {
             "bias": c.bias is not None,
             "residual": c.residual is not None,
             "inline_asm": self.asm,
-            "out": "bf16" if apart else "f32",
-            "width": c.n // 2 if act and not apart else 0 if n == c.n and not c.blocks else c.n,
-            "gated": "" if apart else act or "",
+            "out": "bf16" if scattered else "f32",
+            "width": c.n // 2 if act and not scattered else 0 if n == c.n and not c.blocks else c.n,
+            "gated": "" if scattered else act or "",
             "wide": c.wide,
             "x_groups": x.dtype == "q8" and x.kind.group > 0,
         }
         stored = c.n // 2 if act else c.n
-        stride = stored if c.out is None or apart else self.program.buffer(c.out).stride
+        stride = stored if c.out is None or scattered else self.program.buffer(c.out).stride
         if stride != stored:
             # Behind the outputs come zeros, for which there is no bias, or nothing where rows scatter.
             if act or (not c.blocks and (c.bias is not None or stride > n)):
@@ -305,33 +305,33 @@ class _Maker:
         refs |= _vectors(None, c.bias)
         if c.residual is not None:
             refs["residual"] = self.ref(c.residual)
-        told = self.peaks.get(c.out or "") if act and not apart else None
-        shape = (packing, n, k)
-        variants = [self._gemm_variant(shape, most, x.rows, refs, options, told) for most in tiles.classes(packing)]
+        amax = self.amax_parts.get(c.out or "") if act and not scattered else None
+        shape, classes = (packing, n, k), tiles.token_classes(packing)
+        variants = [self._gemm_variant(shape, most, x.rows, refs, options, amax) for most in classes]
         yield Launch(c.name, x.rows, tuple(variants))
         if c.out is None:
-            yield from self._pick(c.name, c.n)
+            yield from self._argmax(c.name, c.n)
 
     def _gemm_variant(
-        self, shape: _Shape, most: int, rows: str, refs: dict[str, Ref], options: dict[str, Any], told: Any
+        self, shape: _Shape, most: int, rows: str, refs: dict[str, Ref], options: dict[str, Any], amax: Any
     ) -> Variant:
-        """For up to `most` rows (0: any number), of a weight of that packing, N, K; `told` gets the peaks it tells."""
+        """For up to `most` rows (0: any number) of a weight; `amax`, if any, gets the number of amax values stored."""
         packing, n, k = shape
-        tile = tiles.in_one_order(packing, n, k, most or tiles.MANY, self.capability)
-        if not self.asm and tile.single:
+        tile = tiles.choose_batch_invariant(packing, n, k, most or tiles.LARGE_M, self.capability)
+        if not self.asm and tile.gemv:
             tile = replace(tile, rows=32)  # an interpreter takes programs one after the other
         spec = gemm.KernelSpec(packing, n, k, tile, **options)
-        # Sums of integers are left at zero, and found so; those of floats are not.
+        # Integer split-K sums are left at zero for the next launch; float ones are not, so they have a buffer each.
         places = {"sums": "float_sums" if spec.float_sum else "sums", "arrived": "arrived"}
         for name, (items, dtype) in spec.workspace(most or MOST_ROWS).items():
             self.plan.need(places[name], items * dtype.itemsize)
         grid: tuple[Size, Size, Size] = ([rows, tile.tokens], *spec.grid(1)[1:])
-        if spec.lasting:
+        if spec.persistent:
             grid = spec.grid(1)
         work: dict[str, Ref] = {name: ["work", place] for name, place in places.items()}
-        if told is not None and spec.tells:
-            spec, told[most] = replace(spec, peaks=True), spec.tells
-            work["peaks"] = self.plan.need("peaks", 4 * spec.tells, "tokens")
+        if amax is not None and spec.amax_parts:
+            spec, amax[most] = replace(spec, amax=True), spec.amax_parts
+            work["amax"] = self.plan.need("amax", 4 * spec.amax_parts, "tokens")
         return Variant(self.plan.add(gemm.kernel(spec)), grid, refs | work, most)
 
     def _logits(self, c: p.Logits) -> Iterator[Launch]:
@@ -340,14 +340,14 @@ class _Maker:
         args: dict[str, Ref] = {"x": self.ref(c.x), "out": ["input", "logits"]}
         variant = Variant(self.plan.add(spec.kernel(self.capability)), (b.rows, spec.blocks, 1), args)
         yield Launch(c.name, b.rows, (variant,))
-        yield from self._pick(c.name, b.width)
+        yield from self._argmax(c.name, b.width)
 
-    def _pick(self, call: str, vocab: int) -> Iterator[Launch]:
-        parts = -(-vocab // PICK_PART)
-        work = {name: self.plan.need(name, 4 * parts, "outputs") for name in ("part_best", "part_index")}
+    def _argmax(self, call: str, vocab: int) -> Iterator[Launch]:
+        parts = -(-vocab // ARGMAX_PART)
+        work = {name: self.plan.need(name, 4 * parts, "outputs") for name in ("part_value", "part_index")}
         args = {**work, "logits": ["input", "logits"], "argmax": ["input", "argmax"]}
         for name, count in (("largest", parts), ("argmax", 1)):
-            kernel = pick_kernel(vocab, parts, name == "argmax", self.capability)
+            kernel = argmax_kernel(vocab, parts, name == "argmax", self.capability)
             yield Launch(f"{call}.{name}", "outputs", (Variant(self.plan.add(kernel), ("outputs", count, 1), args),))
 
     def _rope_append(self, c: p.RopeAppend) -> Iterator[Launch]:
@@ -381,80 +381,80 @@ class _Maker:
                 one = replace(spec, shares=shares, rounding=each * spec.kv.heads)
                 every.append(self._appending(one, most, args))
             yield Launch(c.name, "decode_tokens", tuple(every))
-            yield from self._append_fresh(c, replace(spec, fresh=True), args)
+            yield from self._append_staged(c, replace(spec, staged=True), args)
         else:
             every = [self._appending(replace(spec, tokens=tokens), most, args) for most, tokens in APPENDED]
             yield Launch(c.name, "tokens", tuple(every))
 
     def _appending(self, spec: AppendSpec, most: int, args: dict[str, Ref]) -> Variant:
-        """A program for so many tokens and each head, for up to `most` rows."""
+        """A variant for up to `most` rows, one program for each head and so many tokens."""
         each: Size = ["tokens", spec.tokens] if spec.tokens > 1 else "tokens"
         return Variant(self.plan.add(spec.kernel(self.capability)), (each, spec.programs, 1), args, most)
 
-    def _append_fresh(self, c: p.RopeAppend, spec: AppendSpec, args: dict[str, Ref]) -> Iterator[Launch]:
-        """What appends in long steps, and rounds groups: such a step may have more of them than the ring."""
+    def _append_staged(self, c: p.RopeAppend, spec: AppendSpec, args: dict[str, Ref]) -> Iterator[Launch]:
+        """Appending in long steps: keys and values are staged, as they may exceed the ring; then groups are rounded."""
         self.appended = c.layer
-        args = args | self._fresh_args()
+        args = args | self._staged_args()
         every = [self._appending(replace(spec, tokens=tokens), most, args) for most, tokens in APPENDED]
         yield Launch(f"{c.name}.fresh", "other_tokens", tuple(every))
-        rounding = FreshSpec(spec.kv, keeps=False)
+        rounding = StagedSpec(spec.kv, to_ring=False)
         grid: tuple[Size, Size, Size] = (["queries", HIER_GROUP], rounding.programs, "sequences")
         variant = Variant(self.plan.add(rounding.kernel(self.capability)), grid, args)
         yield Launch(f"{c.name}.round", "other_tokens", (variant,))
 
-    def _keep_fresh(self, c: p.Attention) -> Iterator[Launch]:
-        """What follows attention in long steps: the newest groups of fresh rows go to the ring."""
+    def _keep_staged(self, c: p.Attention) -> Iterator[Launch]:
+        """After attention in long steps: copy the newest staged groups to the ring."""
         if self.appended != c.layer:
             raise UnsupportedError("attention over a hierarchical cache reads once what its layer has just appended")
-        self.appended, spec = None, FreshSpec(self.plan.kv, keeps=True)
-        args = {**self._step_args(c.layer), **self._fresh_args(), "M": ["count", "tokens"]}
+        self.appended, spec = None, StagedSpec(self.plan.kv, to_ring=True)
+        args = {**self._step_args(c.layer), **self._staged_args(), "M": ["count", "tokens"]}
         grid: tuple[Size, Size, Size] = (["tokens", spec.tokens], spec.programs, 1)
         variant = Variant(self.plan.add(spec.kernel(self.capability)), grid, args)
         yield Launch(f"{c.name}.keep", "other_tokens", (variant,))
 
-    def _fresh_args(self) -> dict[str, Ref]:
+    def _staged_args(self) -> dict[str, Ref]:
         kv, names = self.plan.kv, ("row_sequence", "query_start")
-        fresh = self.plan.need("fresh", MOST_ROWS * 4 * kv.heads * kv.dim)
-        return {"fresh": fresh, **{name: ["input", name] for name in names}}
+        staged = self.plan.need("staged", MOST_ROWS * 4 * kv.heads * kv.dim)
+        return {"staged": staged, **{name: ["input", name] for name in names}}
 
     def _attention(self, c: p.Attention) -> Iterator[Launch]:
         kv, stride = self.plan.kv, self.program.buffer(c.q).stride
         base = AttentionSpec(kv, c.heads, stride, c.scale, c.window, c.softcap, self.plan.split, inline_asm=self.asm)
-        # What came off keys moves all scores of a query alike: uncapped, and against no sinks, softmax does not see it.
+        # Centering keys shifts all scores of a query alike: without a cap or sinks, softmax is invariant to that.
         base = replace(base, centered=bool(c.center and (c.softcap or c.sinks)), sinks=c.sinks is not None)
         base = replace(base, bias_positions=self.program.max_position if c.key_bias else 0)
         args = {"q": self.ref(c.q, column=c.q_offset), "out": self.ref(c.out), **self._step_args(c.layer)}
         args |= {"splits": ["count", "slots"], "query_start": ["input", "query_start"]}
         args |= {name: ["weight", getattr(c, name)] for name in ("center", "key_bias", "sinks")}
-        args |= self._fresh_args() if kv.hierarchical else {}
+        args |= self._staged_args() if kv.hierarchical else {}
         for name, size in (("parts", c.heads * kv.dim * 4), ("stats", c.heads * 8)):
             args[name] = self.plan.need(name, size, "tokens", "slots")
         if self.program.buffer(c.out).stride != c.heads * kv.dim:
             raise UnsupportedError(f"{c.heads} heads of {kv.dim} are not whole blocks")
-        variants = self._decode_attention(replace(base, **tiles.attention(kv, "split")), args)
-        for most, spec in whole(replace(base, **tiles.attention(kv, "whole"))):
+        variants = self._decode_attention(replace(base, **tiles.attention_options(kv, "split")), args)
+        for most, spec in prefill_variants(replace(base, **tiles.attention_options(kv, "whole"))):
             label = self.plan.add(spec.kernel(self.capability))
             each = spec.queries * (2 if spec.paired else 1)
             variants.append(Variant(label, (["queries", each], kv.heads, "sequences"), args, most))
         yield Launch(c.name, "coarse", tuple(variants))
         if kv.fine_splits:
-            leaf = replace(base, **tiles.attention(kv, "leaf"))
+            leaf = replace(base, **tiles.attention_options(kv, "leaf"))
             if kv.few_splits:
                 yield Launch(f"{c.name}.few", "few", tuple(self._decode_attention(leaf, args)))
                 leaf = replace(leaf, direct=True)
             yield Launch(f"{c.name}.fine", "fine", tuple(self._decode_attention(leaf, args)))
         yield from self._merges(c, args)
         if kv.hierarchical:
-            yield from self._keep_fresh(c)
+            yield from self._keep_staged(c)
 
     def _merges(self, c: p.Attention, args: dict[str, Ref]) -> Iterator[Launch]:
-        """What sums splits; where the result is quantized next, it tells the peaks of heads."""
-        kv, told = self.plan.kv, self.peaks.get(c.out)
-        if told is not None:
-            args = args | {"peaks": self.plan.need("peaks", 8 * c.heads, "tokens")}
-            told[gemm.DECODE_TOKENS] = 2 * c.heads
+        """Kernels that merge splits; where the result is quantized next, they store the amax of each head."""
+        kv, amax = self.plan.kv, self.amax_parts.get(c.out)
+        if amax is not None:
+            args = args | {"amax": self.plan.need("amax", 8 * c.heads, "tokens")}
+            amax[gemm.DECODE_TOKENS] = 2 * c.heads
             self.merged.add(c.out)
-        base = MergeSpec(kv, c.heads, window=c.window, split=self.plan.split, peaks=told is not None)
+        base = MergeSpec(kv, c.heads, window=c.window, split=self.plan.split, amax=amax is not None)
         base = replace(base, sinks=c.sinks is not None)
         for leaves, extra in ((1, ""), (kv.leaves, "fine_"))[: 1 + bool(kv.fine_splits)]:
             kinds = ((1, True), (1, False), (2, True))
@@ -466,14 +466,14 @@ class _Maker:
             yield Launch(f"{c.name}.{extra}groups", f"{extra}groups", (Variant(groups, ("tokens", c.heads, 1), args),))
 
     def _decode_attention(self, base: AttentionSpec, args: dict[str, Ref]) -> list[Variant]:
-        """Variants for up to MOST_QUERIES query positions a sequence: few in programs of few rows."""
+        """Variants for up to MOST_QUERIES query positions a sequence: the fewer, the fewer rows per program."""
         found: list[Variant] = []
         for queries in range(1, MOST_QUERIES + 1):
-            spec = fitting(base, queries)
-            programs, parts = -(-queries // spec.queries), "shares" if spec.several else "slots"
+            spec = for_queries(base, queries)
+            programs, parts = -(-queries // spec.queries), "shares" if spec.multi_split else "slots"
             grid: tuple[Size, Size, Size] = (base.kv.heads * programs, "sequences", parts)
             found.append(Variant(self.plan.add(spec.kernel(self.capability)), grid, args, queries))
-        # Of those that do the same the last one stands for all.
+        # Consecutive variants that are the same become one.
         same = zip_longest(found, found[1:])
         return [a for a, b in same if b is None or (a.kernel, a.grid) != (b.kernel, b.grid)]
 
@@ -484,7 +484,7 @@ class _Maker:
         return {**names, **pages, "table_stride": ["count", "table_stride"]}
 
     def finish(self) -> None:
-        """What feeds a greedy step's tokens back to the next."""
+        """The kernel that feeds a greedy step's tokens to the next step."""
         arguments = tuple(Argument(n, "*i32") for n in ("argmax", "token_ids", "positions", "decoded", "counter"))
         arguments = (*arguments, Argument("M", "i32"))
         source = render_template("advance.py.jinja", arguments=arguments, block=1024)

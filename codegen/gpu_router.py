@@ -1,4 +1,4 @@
-"""GPU kernels that choose experts: a router's scores in float32, what is made of them, and who computes which rows."""
+"""GPU kernels of routers: scores in float32, the choice of experts, and slots sorted by expert for the grouped GEMM."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from qcompile.errors import UnsupportedError
 
 WARPS = 4
 MOST_SCORES = 1024
-"""Most scores of a token that one warp chooses of."""
+"""Most scores of a token that one warp handles."""
 
 
 def room(count: int) -> int:
-    """The power of two that so many numbers fit in."""
+    """The least power of two that is at least `count`."""
     return 1 << (max(count, 1) - 1).bit_length()
 
 
 @dataclass(frozen=True)
 class ScoresSpec:
-    """out[M, N] = x[M, K] . w[N, K]^T (+ bias) in float32 without the tensor cores: for the few outputs of a router.
+    """out[M, N] = x[M, K] . w[N, K]^T (+ bias) in float32 without the tensor cores: for the small N of a router.
 
-    A program does `tokens` rows of x and as many of w; strides are elements. A sum has one order whatever `tokens`.
+    A program does `tokens` rows of x and as many of w; strides are elements. The order of summation does not depend on
+    `tokens`.
     """
 
     n: int
@@ -41,7 +42,7 @@ class ScoresSpec:
 
     @property
     def unrolled(self) -> bool:
-        """Whether all parts of its few rows are asked for at once."""
+        """Whether the loop over K is unrolled, so that all loads are in flight at once."""
         return self.tokens == 1 or self.k <= 4 * self.PART
 
     @property
@@ -53,10 +54,10 @@ class ScoresSpec:
         """The kernel for a compute capability."""
         arguments = [Argument(name, "*fp32") for name in ("x", "w", "out", *["bias"] * self.bias)]
         arguments.append(Argument("M", "i32"))
-        name, prelaunch = f"scores_{self.n}x{self.k}{'_bias' if self.bias else ''}", capability >= 90
-        values = {"name": name, "arguments": arguments, "prelaunch": prelaunch}
+        name, pdl = f"scores_{self.n}x{self.k}{'_bias' if self.bias else ''}", capability >= 90
+        values = {"name": name, "arguments": arguments, "pdl": pdl}
         source = render_template("scores.py.jinja", spec=self, **values)
-        return Kernel(name, source, tuple(arguments), WARPS, 1, prelaunch)
+        return Kernel(name, source, tuple(arguments), WARPS, 1, pdl)
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class RouteStep:
 
 @dataclass(frozen=True)
 class RouteSpec:
-    """Steps of a router that follow each other: one warp takes all of them for one token.
+    """Consecutive steps of a router, fused: one warp takes all of them for one token.
 
     The kernel's arguments are, by the number of a step that needs them, x, index and out.
     """
@@ -112,17 +113,17 @@ class RouteSpec:
 
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""
-        name, prelaunch = "route_" + "_".join(step.kind for step in self.steps), capability >= 90
-        values = {"name": name, "arguments": self.arguments, "room": room, "prelaunch": prelaunch}
-        return Kernel(name, render_template("route.py.jinja", spec=self, **values), self.arguments, 1, 1, prelaunch)
+        name, pdl = "route_" + "_".join(step.kind for step in self.steps), capability >= 90
+        values = {"name": name, "arguments": self.arguments, "room": room, "pdl": pdl}
+        return Kernel(name, render_template("route.py.jinja", spec=self, **values), self.arguments, 1, 1, pdl)
 
 
 @dataclass(frozen=True)
 class BlocksSpec:
-    """Which slots each expert computes, in blocks of up to `tokens`: of index [M, stride], `slots` experts a token.
+    """Sorts slots by expert, in blocks of up to `tokens`, given index [M, stride] with `slots` experts per token.
 
-    `order` gets the slots (token * slots + slot) sorted by expert, and by themselves; `blocks` [.., 3] an expert, and
-    from where to where in `order` its slots are; -1 behind the last block. One program an expert.
+    `order` gets the slots (token * slots + slot) sorted by expert, then by number. `blocks` [.., 3] gets per block an
+    expert, and where its slots begin and end in `order`; -1 after the last block. One program per expert.
     """
 
     experts: int
@@ -134,7 +135,7 @@ class BlocksSpec:
 
     @property
     def grid(self) -> Size:
-        """At least as many programs as there are blocks of a step's tokens."""
+        """An upper bound of the number of blocks of a step's tokens."""
         if self.most <= self.tokens:
             return ["tokens", 1, self.slots, 0]
         times = -(-self.slots // self.tokens)
@@ -142,7 +143,7 @@ class BlocksSpec:
 
     @property
     def list(self) -> int:
-        """Blocks that are listed, those that are none among them."""
+        """Entries of `blocks`, the unused ones included."""
         return grid_size(self.grid, {"tokens": self.most})
 
     @property
@@ -152,12 +153,12 @@ class BlocksSpec:
 
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""
-        name, prelaunch = f"expert_blocks_{self.experts}x{self.slots}_{self.tokens}", capability >= 90
-        values = {"name": name, "arguments": self.arguments, "prelaunch": prelaunch}
+        name, pdl = f"expert_blocks_{self.experts}x{self.slots}_{self.tokens}", capability >= 90
+        values = {"name": name, "arguments": self.arguments, "pdl": pdl}
         rooms = {"room": room(self.most * self.slots), "experts": room(self.experts), "list_room": room(self.list)}
         source = render_template("expert_blocks.py.jinja", spec=self, **values, **rooms)
         warps = 8 if rooms["room"] > 1024 else 1
-        return Kernel(name, source, self.arguments, warps, 1, prelaunch)
+        return Kernel(name, source, self.arguments, warps, 1, pdl)
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,6 @@ class CombineSpec:
         """The kernel for a compute capability."""
         more = ["scores"] * (self.score_stride > 0) + ["other"] * (self.other_stride > 0)
         arguments = tuple(Argument(n, "*fp32") for n in ("x", "out", *more))
-        name, prelaunch = f"combine_{self.slots}{'_add' if self.other_stride else ''}", capability >= 90
-        values = {"name": name, "arguments": arguments, "part": self.PART, "prelaunch": prelaunch}
-        return Kernel(name, render_template("combine.py.jinja", spec=self, **values), arguments, 4, 1, prelaunch)
+        name, pdl = f"combine_{self.slots}{'_add' if self.other_stride else ''}", capability >= 90
+        values = {"name": name, "arguments": arguments, "part": self.PART, "pdl": pdl}
+        return Kernel(name, render_template("combine.py.jinja", spec=self, **values), arguments, 4, 1, pdl)

@@ -1,4 +1,4 @@
-"""GPU kernels that treat each row alone: embeddings, norms, elementwise maps, quantization; one template for all."""
+"""GPU kernels for rows by themselves: embeddings, norms, elementwise maps, quantization; one template for all."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from qcompile.errors import UnsupportedError
 from qcompile.numerics import groups_of
 from qcompile.ops import GATE_BLOCK
 
-WIDEST = 1 << 16
-PICK_PART = 4096
+MAX_WIDTH = 1 << 16
+ARGMAX_PART = 4096
 """Logits one program searches for the largest."""
-FEWEST_IN_BLOCK = 32
-EARLY_ROWS = 8
-"""Up to so many rows what follows starts while they wait for what precedes them."""
+MIN_BLOCK = 32
+PDL_EARLY_ROWS = 8
+"""Up to so many rows, a row kernel triggers the launch of the next kernel before it waits (PDL)."""
 _TYPES = {"f32": "*fp32", "bf16": "*bf16", "q8": "*i8"}
 
 
@@ -30,9 +30,9 @@ class RowSpec:
     with the one column of that, then times `factor`. norm: rms or layer, with weight and bias. write: f32, bf16, or q8:
     codes within ±`top` in int8, a scale a row, and with `sums` the sum of the codes; with `group` a scale for so many
     columns (`row_scales` from row to row, where there is room for more), codes of the last group within ±`last_top`.
-    With `blocks` > 1 a row holds so many blocks of `width`, each treated alone (of whole groups, if any); but with
-    `peaks` all are quantized by one scale, as of so many magnitudes of the row, which are given, the largest is the
-    row's. With `plain_stride` the row is kept as it was before it was rounded, f32, too.
+    With `blocks` > 1 a row holds so many blocks of `width`, each a program of its own (of whole groups, if any). With
+    `amax_parts` all blocks share one scale: the kernels before stored so many partial amax values of the row. With
+    `plain_stride` the row is also stored as f32, before quantization.
     """
 
     width: int
@@ -60,12 +60,12 @@ class RowSpec:
     last_top: int = 127
     row_scales: int = 0
     blocks: int = 1
-    peaks: int = 0
+    amax_parts: int = 0
     plain_stride: int = 0
 
     def __post_init__(self) -> None:
-        if self.width > WIDEST:
-            raise UnsupportedError(f"rows of {self.width} elements: GPU kernels take at most {WIDEST}")
+        if self.width > MAX_WIDTH:
+            raise UnsupportedError(f"rows of {self.width} elements: GPU kernels take at most {MAX_WIDTH}")
 
     @property
     def title(self) -> str:
@@ -82,8 +82,8 @@ class RowSpec:
         return self.low is not None or self.high is not None
 
     @property
-    def late_norm(self) -> bool:
-        """Whether the norm is left to the scales of what is written: it multiplies all codes of a row alike."""
+    def deferred_norm(self) -> bool:
+        """Whether the norm is folded into the scales: it multiplies all of a row alike, so it does not change codes."""
         return self.norm == "rms" and self.out == "q8" and not self.bias
 
     @property
@@ -99,34 +99,34 @@ class RowSpec:
         arguments += [Argument("curve", "*fp32")] * (self.unary == "xielu")
         arguments += [Argument("weight", "*fp32")] * self.weight + [Argument("bias", "*fp32")] * self.bias
         arguments += [Argument("other", "*fp32")] * (bool(self.binary) and not self.weight)
-        arguments += [Argument("peaks", "*fp32")] * bool(self.peaks)
+        arguments += [Argument("amax", "*fp32")] * bool(self.amax_parts)
         arguments += [Argument("plain", "*fp32")] * bool(self.plain_stride)
         if self.out == "q8":
             arguments += [Argument("out_scale", "*fp32")] + [Argument("out_sum", "*i32")] * self.sums
         name = "_".join(("rows", *(p for p in (self.gated, self.unary, self.binary, self.norm) if p), self.out))
-        prelaunch = capability >= 90
+        pdl = capability >= 90
         source = render_template(
             "rows.py.jinja",
             spec=self,
             name=name,
             arguments=arguments,
             block=block,
-            peaks_block=1 << (self.peaks - 1).bit_length() if self.peaks else 0,
-            prelaunch=prelaunch,
-            early_rows=EARLY_ROWS,
+            amax_block=1 << (self.amax_parts - 1).bit_length() if self.amax_parts else 0,
+            pdl=pdl,
+            pdl_early_rows=PDL_EARLY_ROWS,
             gate_block=GATE_BLOCK,
         )
-        warps = min(max(block // 512, 8 if self.peaks else 1), 16)
-        return Kernel(name, source, tuple(arguments), warps, 1, prelaunch)
+        warps = min(max(block // 512, 8 if self.amax_parts else 1), 16)
+        return Kernel(name, source, tuple(arguments), warps, 1, pdl)
 
 
 def in_blocks(width: int, most: int = 0) -> dict[str, Any]:
-    """Fields of a RowSpec for rows of more than `most` elements apart from each other: side by side in blocks.
+    """Fields of a RowSpec of an elementwise map: rows of more than `most` elements are cut into blocks.
 
     Rows that have no blocks of a good size stay whole.
     """
-    part = math.gcd(width, PICK_PART)
-    return {"width": part, "blocks": width // part} if width > most and part >= FEWEST_IN_BLOCK else {"width": width}
+    part = math.gcd(width, ARGMAX_PART)
+    return {"width": part, "blocks": width // part} if width > most and part >= MIN_BLOCK else {"width": width}
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,8 @@ class HadamardSpec:
     gated: str = ""
 
     def __post_init__(self) -> None:
-        if self.width > WIDEST:
-            raise UnsupportedError(f"rows of {self.width} elements: GPU kernels take at most {WIDEST}")
+        if self.width > MAX_WIDTH:
+            raise UnsupportedError(f"rows of {self.width} elements: GPU kernels take at most {MAX_WIDTH}")
 
     @property
     def title(self) -> str:
@@ -158,7 +158,7 @@ class HadamardSpec:
         rows, columns = (max(1 << (side - 1).bit_length(), least) for side in (self.width // self.core, self.core))
         arguments = [Argument("x", "*bf16" if self.gated else "*fp32"), Argument("out", "*fp32")]
         arguments += [Argument("core", "*fp32")] * (self.core > 1)
-        name, prelaunch = f"hadamard_{self.gated}".rstrip("_"), capability >= 90
+        name, pdl = f"hadamard_{self.gated}".rstrip("_"), capability >= 90
         source = render_template(
             "hadamard.py.jinja",
             spec=self,
@@ -167,10 +167,10 @@ class HadamardSpec:
             rows=rows,
             columns=columns,
             stages=(self.block // self.core).bit_length() - 1,
-            prelaunch=prelaunch,
+            pdl=pdl,
             gate_block=GATE_BLOCK,
         )
-        return Kernel(name, source, tuple(arguments), min(max(rows * columns // 512, 1), 16), 1, prelaunch)
+        return Kernel(name, source, tuple(arguments), min(max(rows * columns // 512, 1), 16), 1, pdl)
 
 
 class Columns(NamedTuple):
@@ -204,26 +204,26 @@ class GatherSpec:
         """The kernel for a compute capability."""
         named = [f"x{number}" for number in range(len(self.sources))]
         arguments = (*(Argument(n, "*fp32") for n in (*named, "out")), Argument("index", "*i32"))
-        name, prelaunch = f"gather_{len(self.sources)}", capability >= 90
-        values = {"name": name, "arguments": arguments, "prelaunch": prelaunch}
-        return Kernel(name, render_template("gather.py.jinja", spec=self, **values), arguments, 4, 1, prelaunch)
+        name, pdl = f"gather_{len(self.sources)}", capability >= 90
+        values = {"name": name, "arguments": arguments, "pdl": pdl}
+        return Kernel(name, render_template("gather.py.jinja", spec=self, **values), arguments, 4, 1, pdl)
 
 
-def pick_kernel(vocab: int, parts: int, final: bool, capability: int) -> Kernel:
+def argmax_kernel(vocab: int, parts: int, final: bool, capability: int) -> Kernel:
     """argmax of each row of logits [rows, vocab]: the largest of each of `parts` parts, or with `final` of those."""
     names = ["argmax"] if final else ["logits"]
     arguments = [Argument(n, "*i32" if n == "argmax" else "*fp32") for n in names]
-    arguments += [Argument("part_best", "*fp32"), Argument("part_index", "*i32")]
-    name, prelaunch = "pick_final" if final else "pick_parts", capability >= 90
+    arguments += [Argument("part_value", "*fp32"), Argument("part_index", "*i32")]
+    name, pdl = "argmax_final" if final else "argmax_parts", capability >= 90
     source = render_template(
-        "pick.py.jinja",
+        "argmax.py.jinja",
         name=name,
         arguments=arguments,
         vocab=vocab,
-        part=PICK_PART,
+        part=ARGMAX_PART,
         parts=parts,
         parts_block=1 << (parts - 1).bit_length(),
         final=final,
-        prelaunch=prelaunch,
+        pdl=pdl,
     )
-    return Kernel(name, source, tuple(arguments), 1 if final else 4, 1, prelaunch)
+    return Kernel(name, source, tuple(arguments), 1 if final else 4, 1, pdl)

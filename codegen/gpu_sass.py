@@ -1,9 +1,8 @@
-"""Machine code of GPU kernels, read for what the assembler does not see to.
+"""Checks the machine code of GPU kernels for a register hazard that the assembler does not exclude.
 
-Products of the tensor cores (wgmma of sm_90) run on while a warp goes on. Where their left operand lies in registers,
-nothing may write those before the product is done; kernels that unpack weights meanwhile keep them alive in their
-source, and loops that Triton pipelines wait, but it is the assembler that hands out registers, and whoever builds an
-artifact may have another one.
+wgmma (sm_90) is asynchronous. If its A operand is in registers, nothing may write them before it is done. Kernels that
+unpack weights meanwhile keep the registers alive in their source, and loops that Triton pipelines wait; but it is the
+assembler that allocates registers, and whoever builds an artifact may have another version of it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Instruction = tuple[str, str]
 """Opcode and operands."""
 
 _LEFT_REGISTERS = 4
-"""32-bit registers of a thread that hold the left operand of one product."""
+"""32-bit registers of a thread that hold the A operand of one wgmma."""
 _WIDTHS = {"64": 2, "WIDE": 2, "128": 4, "4": 4}
 
 
@@ -30,7 +29,7 @@ def instructions(cubin: bytes) -> list[Instruction]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        # Its analysis of what jumps where takes a third of its time, and changes nothing for code that has labels.
+        # Control flow analysis takes a third of its time, and changes nothing for code that has labels.
         command = [knobs.nvidia.nvdisasm.path, "-c", "--no-dataflow", file.name]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = parse(done.stdout)
@@ -40,7 +39,7 @@ def instructions(cubin: bytes) -> list[Instruction]:
 
 
 def parse(text: str) -> list[Instruction]:
-    """What nvdisasm prints, as instructions; those of a loop with products twice, as what ends it meets its start."""
+    """nvdisasm's output as instructions; loops with wgmma twice, so that their end is checked against their start."""
     lines: list[Instruction] = []
     places: dict[str, int] = {}
     for line in text.splitlines():
@@ -57,8 +56,8 @@ def parse(text: str) -> list[Instruction]:
 
 
 def overwritten(code: Sequence[Instruction]) -> Instruction | None:
-    """The first instruction that writes a register which a product in flight reads; None where there is none."""
-    pending = [set[int]()]  # registers by group of products, the newest last
+    """The first instruction that writes a register which a wgmma in flight reads; None where there is none."""
+    pending = [set[int]()]  # registers by wgmma group, the newest last
     for opcode, operands in code:
         named = [int(number) for number in re.findall(r"\bR(\d+)", operands)]
         if "GMMA" in opcode:

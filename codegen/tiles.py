@@ -1,10 +1,10 @@
-"""How a cut is chosen for a weight, by target, format, class of M and shape; those searched are in tile_table.py.
+"""Tile selection for a GEMM weight, by target, format, class of M and shape; the tuned tiles are in tile_table.py.
 
-Other NVIDIA targets get the cuts of an H200 without an early start where they cannot (before sm_90): none was searched
-there. Where a cut with pieces does not divide a weight, or on another target than sm_90, `plain` takes its place.
-A choice depends on the class of M, never on M, where sums are floating point.
+All tiles were tuned on an H200. Other NVIDIA targets use the same ones, without programmatic dependent launch before
+sm_90. Where a tile that overlaps unpacking with the tensor cores does not divide the weight, or off sm_90,
+`without_unpack_k` replaces it. Where accumulators are floats, the choice depends on the class of M, never on M itself.
 
-docs/gpu_kernels.md says what was tried beside.
+docs/gpu_kernels.md lists what else was tried.
 """
 
 from __future__ import annotations
@@ -16,205 +16,220 @@ from typing import Any
 
 from qcompile.codegen.gpu_attention import GpuKV
 from qcompile.codegen.gpu_pack import MIX_ROWS
-from qcompile.codegen.tile_table import H200, LIKE
-from qcompile.codegen.triton import DECODE_TOKENS, FEW_TOKENS, FEWEST_TOKENS, MULTIPROCESSORS, PLANES, KernelSpec, Tile
+from qcompile.codegen.tile import DECODE_TOKENS, MMA_MIN_TOKENS, MULTIPROCESSORS, WS_MIN_TOKENS, Tile
+from qcompile.codegen.tile_table import H200, SIMILAR_FORMATS
+from qcompile.codegen.triton import BF16_UNPACK_FORMATS, KernelSpec
 from qcompile.errors import UnsupportedError
 
-INTEGERS = ("qoq_channel", "qoq_g128", "w8_sym_channel")
-"""Formats whose sums are integers."""
+INT_SUM_FORMATS = ("qoq_channel", "qoq_g128", "w8_sym_channel")
+"""Formats with an integer accumulator for all of K: the order of summation does not matter."""
 
-FEW = (*PLANES, "qoq_g128", "mix_4_8", "w4_asym_g128_int8", "w4_asym_g128_a8", "mxfp4_a8")
-"""Formats with tiles of FEW_TOKENS."""
+SMALL_M_FORMATS = (
+    *BF16_UNPACK_FORMATS,
+    *("qoq_g128", "mix_4_8", "w4_asym_g128_int8", "w4_asym_g128_a8", "mxfp4_a8"),
+)
+"""Formats with warp-specialized tiles of WS_MIN_TOKENS tokens."""
 
-SMALLEST = {"qoq_g128": 2}
-"""Fewest blocks of inputs a step, where more than one."""
+MIN_UNROLL = {"qoq_g128": 2}
+"""Least blocks of K per step, where more than one."""
 
 SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024}
 """Shared memory of a program by compute capability; 227 KiB where none is named."""
 
-MOST_PARTS = {False: 4, True: 8}
-"""Parts of K that a weight not searched is cut into at most, by whether its sums are integers."""
+MAX_SPLIT_K = {False: 4, True: 8}
+"""Largest split_k given to a weight that was not tuned, by whether its accumulators are integers."""
 
-LEAST_INPUTS = 512
-"""Fewest inputs of such a part."""
+MIN_SPLIT_INPUTS = 512
+"""Least inputs (of K) per split."""
 
-MANY = 1 << 20
-"""A number of rows in the last class."""
+LARGE_M = 1 << 20
+"""A number of rows in the last class of M."""
 
 
-def classes(format: str) -> list[int]:
-    """Most rows of each class a weight's packing has tiles for; the last is 0, any number."""
-    sources = (format, *LIKE.get(format, ()))
+def token_classes(format: str) -> list[int]:
+    """The classes of M that a format has tiles for, by their largest M; the last is 0, any M."""
+    sources = (format, *SIMILAR_FORMATS.get(format, ()))
     found = sorted({most for name, most, _, _ in H200 if name in sources})
     if not found:
         raise UnsupportedError(f"format {format} has no GPU tiles")
-    integers = format in INTEGERS
-    alone = [most for (name, most, _, _), tile in H200.items() if name == format and tile.tokens < FEWEST_TOKENS]
-    few = [FEW_TOKENS] if format in FEW else []
-    return [*sorted(few + [most for most in found[:-1] if most >= DECODE_TOKENS or integers or most in alone]), 0]
+    integers = format in INT_SUM_FORMATS
+    gemv = [most for (name, most, _, _), tile in H200.items() if name == format and tile.tokens < MMA_MIN_TOKENS]
+    small_m = [WS_MIN_TOKENS] if format in SMALL_M_FORMATS else []
+    return [*sorted(small_m + [most for most in found[:-1] if most >= DECODE_TOKENS or integers or most in gemv]), 0]
 
 
 def choose(format: str, n: int, k: int, tokens: int, capability: int = 90) -> Tile:
-    """The tile for a weight [n, k] in `format` and `tokens` rows: of the nearest searched shape that divides it.
+    """The tile for a weight [n, k] in `format` and M = `tokens`: that of the nearest tuned shape that divides it.
 
     Nearest is by the logarithms of N and K. Raises UnsupportedError when the shape has no packing.
     """
-    tile = _searched(format, n, k, tokens, capability)
-    if format in FEW and tokens <= FEW_TOKENS and tile.piece == 128:
-        # The same sums, with half as much to copy beside the weights, and for the tensor cores to do.
-        return replace(tile, tokens=FEW_TOKENS)
+    tile = _nearest_tuned(format, n, k, tokens, capability)
+    if format in SMALL_M_FORMATS and tokens <= WS_MIN_TOKENS and tile.warp_specialized:
+        # Same order of summation; half the activations to copy, and half the work for the tensor cores.
+        return replace(tile, tokens=WS_MIN_TOKENS)
     return tile
 
 
-def _searched(format: str, n: int, k: int, tokens: int, capability: int) -> Tile:
-    """The tile of the class that was searched: of FEW_TOKENS none was."""
-    sources = (format, *LIKE.get(format, ()))
-    most = next((each for each in classes(format) if tokens <= each), None)
-    most = DECODE_TOKENS if most == FEW_TOKENS else most or max(each for name, each, _, _ in H200 if name in sources)
+def _nearest_tuned(format: str, n: int, k: int, tokens: int, capability: int) -> Tile:
+    """The tile of the tuned class that `tokens` falls into; the class of WS_MIN_TOKENS was not tuned by itself."""
+    sources = (format, *SIMILAR_FORMATS.get(format, ()))
+    most = next((each for each in token_classes(format) if tokens <= each), None)
+    most = DECODE_TOKENS if most == WS_MIN_TOKENS else most or max(each for name, each, _, _ in H200 if name in sources)
     source = next(source for source in sources if any(row[:2] == (source, most) for row in H200))
     rows = {(rn, rk): tile for (name, c, rn, rk), tile in H200.items() if (name, c) == (source, most)}
     for shape in sorted(rows, key=lambda s: abs(math.log(s[0] / n)) + abs(math.log(s[1] / k))):
-        cuts = (rows[shape], plain(format, rows[shape]))
-        tile = next(filter(None, (fitted(format, n, k, cut, capability) for cut in cuts)), None)
+        candidates = (rows[shape], without_unpack_k(format, rows[shape]))
+        tile = next(filter(None, (fit_tile(format, n, k, each, capability) for each in candidates)), None)
         if tile is not None:
-            tile = _spread(format, n, k, tile, most, capability)
-            return tile if shape == (n, k) else _of_more_warps(format, n, k, tile, capability)
-    return Tile(16 if most <= DECODE_TOKENS else 64, 32, unroll=SMALLEST.get(format, 1), joined=capability == 90)
+            tile = _fill_multiprocessors(format, n, k, tile, most, capability)
+            return tile if shape == (n, k) else _gemv_with_more_warps(format, n, k, tile, capability)
+    unroll = MIN_UNROLL.get(format, 1)
+    return Tile(16 if most <= DECODE_TOKENS else 64, 32, unroll=unroll, fused_planes=capability == 90)
 
 
-def _spread(format: str, n: int, k: int, tile: Tile, most: int, capability: int) -> Tile:
-    """`tile` in more parts of K where programs for up to `most` rows would leave multiprocessors idle.
+def _fill_multiprocessors(format: str, n: int, k: int, tile: Tile, most: int, capability: int) -> Tile:
+    """`tile` with a larger split_k where the grid for `most` rows would leave multiprocessors idle.
 
-    Of many rows a quarter of them may be. Sums of floats are of as many parts for any number of rows, of which many
-    make them costly. Sums of integers of more than a few rows are worth parts only where warps copy and multiply apart.
+    Past the decode class a quarter of them may stay idle. A float accumulator must have the same split_k for every M,
+    and a large M makes the reduction expensive. An integer one is worth splitting past a small M only in a
+    warp-specialized kernel.
     """
-    apart = format in INTEGERS and tile.piece == 128
+    integers_apart = format in INT_SUM_FORMATS and tile.warp_specialized
     busy = MULTIPROCESSORS * (4 if most <= DECODE_TOKENS else 3) // 4
-    if tile.single or tile.slices > 1 or (most > DECODE_TOKENS and not apart):
+    if tile.gemv or tile.sliced_k > 1 or (most > DECODE_TOKENS and not integers_apart):
         return tile
-    while n // tile.rows * tile.splits * max(1, most // tile.tokens) < busy:
-        more = replace(tile, rows=64, warps=4) if tile.rows > 64 else replace(tile, splits=2 * tile.splits)
-        found = fitted(format, n, k, more, capability)
-        if found is None or more.splits > MOST_PARTS[format in INTEGERS] or k < more.splits * LEAST_INPUTS:
+    while n // tile.rows * tile.split_k * max(1, most // tile.tokens) < busy:
+        more = replace(tile, rows=64, warps=4) if tile.rows > 64 else replace(tile, split_k=2 * tile.split_k)
+        found = fit_tile(format, n, k, more, capability)
+        too_many = more.split_k > MAX_SPLIT_K[format in INT_SUM_FORMATS]
+        if found is None or too_many or k < more.split_k * MIN_SPLIT_INPUTS:
             break
         tile = found
     return tile
 
 
-def _of_more_warps(format: str, n: int, k: int, tile: Tile, capability: int) -> Tile:
-    """`tile` for a single row, or another of four warps where few warps would take the weight."""
-    if tile.tokens > 1 or format not in INTEGERS or n // tile.rows * tile.warps >= 8 * MULTIPROCESSORS:
+def _gemv_with_more_warps(format: str, n: int, k: int, tile: Tile, capability: int) -> Tile:
+    """`tile`, or for a GEMV with too few warps in flight a tile of four warps."""
+    if tile.tokens > 1 or format not in INT_SUM_FORMATS or n // tile.rows * tile.warps >= 8 * MULTIPROCESSORS:
         return tile
     unroll = 8 if format == "w8_sym_channel" else 16  # as many bytes
-    return fitted(format, n, k, replace(tile, rows=8, unroll=unroll, warps=4, stages=4), capability) or tile
+    return fit_tile(format, n, k, replace(tile, rows=8, unroll=unroll, warps=4, stages=4), capability) or tile
 
 
-def in_one_order(format: str, n: int, k: int, tokens: int, capability: int = 90) -> Tile:
-    """As choose, but cuts for all numbers of rows sum floats in the order of the decode class.
+def choose_batch_invariant(format: str, n: int, k: int, tokens: int, capability: int = 90) -> Tile:
+    """As `choose`, but a float accumulator is summed in the same order for every M (batch invariance).
 
-    So a row's bits do not depend on how many rows a step has: inputs come in as many parts, summed apart and then in
-    order, and where it can be the same instruction of the tensor cores takes them.
+    A row's bits then do not depend on how many rows share its step. Every tile cuts K into the same parts as that of
+    the decode class, sums each part separately, adds the partial sums in order, and uses the same tensor core
+    instruction where it can.
     """
     tile = choose(format, n, k, tokens, capability)
     if not KernelSpec(format, n, k, tile, width=n).float_sum:
         return tile
     decode = choose(format, n, k, DECODE_TOKENS, capability)
-    parts, least = decode.slices * decode.splits, SMALLEST.get(format, 1)
-    starts = KernelSpec(format, n, k, decode, width=n).starts
-    if tile.single:
-        warps = max(1, tile.warps * parts // tile.slices)
-        alone = fitted(format, n, k, replace(tile, slices=parts, warps=warps), capability)
-        if alone and KernelSpec(format, n, k, alone, width=n).starts != starts:
-            alone = None
-        return alone or in_one_order(format, n, k, FEW_TOKENS, capability)
-    turning = _in_turns(format, n, k, tokens, parts) if parts > 1 and capability == 90 else None
-    if turning is not None and KernelSpec(format, n, k, turning, width=n).starts == starts:
-        return turning
+    parts, least = decode.sliced_k * decode.split_k, MIN_UNROLL.get(format, 1)
+    starts = KernelSpec(format, n, k, decode, width=n).part_starts
+    if tile.gemv:
+        warps = max(1, tile.warps * parts // tile.sliced_k)
+        gemv = fit_tile(format, n, k, replace(tile, sliced_k=parts, warps=warps), capability)
+        if gemv and KernelSpec(format, n, k, gemv, width=n).part_starts != starts:
+            gemv = None
+        return gemv or choose_batch_invariant(format, n, k, WS_MIN_TOKENS, capability)
+    serial = _serial_k_tile(format, n, k, tokens, parts) if parts > 1 and capability == 90 else None
+    if serial is not None and KernelSpec(format, n, k, serial, width=n).part_starts == starts:
+        return serial
     rows = tile.rows if tile.rows % 64 == 0 and decode.rows % 64 == 0 else 64 if n % 64 == 0 else 32
-    for cut, unroll in itertools.product((tile, plain(format, tile)), sorted({tile.unroll, least}, reverse=True)):
-        same = fitted(format, n, k, replace(cut, rows=rows, slices=1, splits=parts, unroll=unroll), capability)
-        if same is not None and KernelSpec(format, n, k, same, width=n).starts == starts:
+    unrolls = sorted({tile.unroll, least}, reverse=True)
+    for candidate, unroll in itertools.product((tile, without_unpack_k(format, tile)), unrolls):
+        same_parts = replace(candidate, rows=rows, sliced_k=1, split_k=parts, unroll=unroll)
+        same = fit_tile(format, n, k, same_parts, capability)
+        if same is not None and KernelSpec(format, n, k, same, width=n).part_starts == starts:
             return same
-    raise UnsupportedError(f"weight [{n}, {k}] in {format} has no cut for {tokens} rows into {parts} parts")
+    raise UnsupportedError(f"weight [{n}, {k}] in {format} has no tile for {tokens} rows with K in {parts} parts")
 
 
-def _in_turns(format: str, n: int, k: int, tokens: int, parts: int) -> Tile | None:
-    """A tile whose programs sum `parts` one after the other, for a class of up to `tokens` rows (a step has up to 512).
+def _serial_k_tile(format: str, n: int, k: int, tokens: int, parts: int) -> Tile | None:
+    """A serial_k tile of `parts` parts for a class of up to `tokens` rows (a step has at most 512).
 
-    None where programs that sum them apart are faster: few rows, or too few of its programs for the multiprocessors.
-    Found on an H200 with weights of 4096 by 4096 and 3584 by 18944 (docs/gpu_kernels.md).
+    None where split_k is faster: a small M, or too few programs for the multiprocessors. Found on an H200 with weights
+    of 4096 by 4096 and 3584 by 18944 (docs/gpu_kernels.md).
     """
     if format == "bf16":
         tile = Tile(64, 64, stages=4) if tokens <= 128 else Tile(64, 128, warps=8, stages=4)
-    elif format in PLANES:
-        few = Tile(64, 64, stages=3, ahead=128) if tokens <= 128 else Tile(64, 128, warps=8, stages=3, ahead=128)
-        tile = few if tokens <= 256 else Tile(128, 128, warps=8, stages=2, ahead=128)
+    elif format in BF16_UNPACK_FORMATS:
+        rows, warps = (64, 4) if tokens <= 128 else (128, 8)
+        tile = Tile(64, rows, warps=warps, stages=3, prefetch_bytes=128)
+        tile = tile if tokens <= 256 else Tile(128, 128, warps=8, stages=2, prefetch_bytes=128)
     else:
-        tile = Tile(64, 128, warps=8, stages=6) if tokens <= 256 else Tile(128, 128, warps=8, stages=6, halves=True)
+        tile = (
+            Tile(64, 128, warps=8, stages=6) if tokens <= 256 else Tile(128, 128, warps=8, stages=6, token_halves=True)
+        )
     programs = n // tile.rows * (min(tokens, 512) // tile.tokens)
-    few_rows = tokens <= 128 and format not in ("bf16", "w4_asym_g128")
-    if few_rows or tokens <= DECODE_TOKENS or programs < 100:
+    small_m = tokens <= 128 and format not in ("bf16", "w4_asym_g128")
+    if small_m or tokens <= DECODE_TOKENS or programs < 100:
         return None
-    # Of many inputs what programs lose by tiles of 64 tokens is more than what sums of parts cost.
+    # With a large K, tiles of 64 tokens lose more than the split_k reduction costs.
     if k > 2 * n and tile.tokens == 64 and not (format == "mix_4_8" and tokens == 256):
         return None
-    return fitted(format, n, k, replace(tile, turns=parts, piece=0 if format == "bf16" else 128), 90)
+    return fit_tile(format, n, k, replace(tile, serial_k=parts, unpack_k=0 if format == "bf16" else 128), 90)
 
 
-def plain(format: str, tile: Tile) -> Tile:
-    """`tile`, or a cut of about its size where it unpacks in pieces: what those give up on takes it."""
-    if not tile.piece:
+def without_unpack_k(format: str, tile: Tile) -> Tile:
+    """`tile`, or, if it has unpack_k, a tile of about its size for the kernel that Triton pipelines (gemm.py.jinja)."""
+    if not tile.unpack_k:
         return tile
-    stages, unroll = 4 if tile.tokens <= DECODE_TOKENS else 3, SMALLEST.get(format, 1)
-    tokens = max(FEWEST_TOKENS, min(tile.tokens, 128))
-    cut = replace(tile, tokens=tokens, rows=64, unroll=unroll, warps=4, stages=stages)
-    return replace(cut, piece=0, halves=False, lasting=False)
+    stages, unroll = 4 if tile.tokens <= DECODE_TOKENS else 3, MIN_UNROLL.get(format, 1)
+    tokens = max(MMA_MIN_TOKENS, min(tile.tokens, 128))
+    tile = replace(tile, tokens=tokens, rows=64, unroll=unroll, warps=4, stages=stages)
+    return replace(tile, unpack_k=0, token_halves=False, persistent=False)
 
 
-def fitted(format: str, n: int, k: int, tile: Tile, capability: int) -> Tile | None:
-    """`tile` with no more stages in flight than the GPU has room for; None if it does not divide the weight."""
-    tile = tile if capability == 90 else plain(format, tile)
-    tile = replace(tile, ahead=tile.ahead if capability >= 90 else 0, joined=capability == 90)
-    tile = replace(tile, lasting=tile.lasting and tile.splits == 1)
+def fit_tile(format: str, n: int, k: int, tile: Tile, capability: int) -> Tile | None:
+    """`tile` with its prefetch and stages reduced to what the weight and shared memory allow; None if it cannot fit."""
+    tile = tile if capability == 90 else without_unpack_k(format, tile)
+    prefetch_bytes = tile.prefetch_bytes if capability >= 90 else 0
+    tile = replace(tile, prefetch_bytes=prefetch_bytes, fused_planes=capability == 90)
+    tile = replace(tile, persistent=tile.persistent and tile.split_k == 1)
     if format == "mix_4_8":
-        tile = _of_two_widths(n, tile)
-    elif tile.piece == 128 and n % tile.rows:
-        tile = replace(tile, rows=64, warps=4, lasting=False)
-    if tile.single:
-        tile = _of_few_steps(k, tile)
-    part = n * k  # more than any program fetches ahead: cut down where a program has less
-    while tile.ahead and not _divides(format, n, k, tile) and part > 1:
-        tile, part = replace(tile, ahead=tile.ahead // 2 if tile.ahead > 128 else 0), part // 2
-    if not _divides(format, n, k, tile):
+        tile = _fit_mixed_widths(n, tile)
+    elif tile.warp_specialized and n % tile.rows:
+        tile = replace(tile, rows=64, warps=4, persistent=False)
+    if tile.gemv:
+        tile = _limit_gemv_padding(k, tile)
+    bound = n * k  # more than any program prefetches: halved until a program has as much
+    while tile.prefetch_bytes and not _is_valid(format, n, k, tile) and bound > 1:
+        half = tile.prefetch_bytes // 2 if tile.prefetch_bytes > 128 else 0
+        tile, bound = replace(tile, prefetch_bytes=half), bound // 2
+    if not _is_valid(format, n, k, tile):
         return None
     step = KernelSpec(format, n, k, tile, width=n).step_bytes
-    room = SHARED_BYTES.get(capability, 227 * 1024)
+    shared = SHARED_BYTES.get(capability, 227 * 1024)
     if not step:
         return tile
-    stages = max(1, min(tile.stages, room // step))
-    return replace(tile, stages=stages) if stages * step <= room else None
+    stages = max(1, min(tile.stages, shared // step))
+    return replace(tile, stages=stages) if stages * step <= shared else None
 
 
-def _of_few_steps(k: int, tile: Tile) -> Tile:
-    """`tile` for single rows in steps of which no more than half of the blocks are beside the weight."""
+def _limit_gemv_padding(k: int, tile: Tile) -> Tile:
+    """A GEMV `tile` unrolled so little that at most half of the blocks it takes are padding past the end of K."""
     while tile.unroll > 1 and 2 * (-(k // 128) % tile.unroll) > k // 128:
         tile = replace(tile, unroll=tile.unroll // 2)
     return tile
 
 
-def _of_two_widths(n: int, tile: Tile) -> Tile:
-    """`tile` for n packed rows of 8 and of 4 bits: two kinds in a program only where its warps go on apart.
+def _fit_mixed_widths(n: int, tile: Tile) -> Tile:
+    """`tile` for n packed rows of 8 and of 4 bits: one program has both only in a warp-specialized kernel.
 
-    Where programs share sums all of their warps must have rows.
+    With split_k every warp of a program must have rows.
     """
-    if not tile.piece:
-        return replace(tile, rows=min(tile.rows, MIX_ROWS), ahead=0)
-    if tile.splits > 1 and n % tile.rows:
+    if not tile.unpack_k:
+        return replace(tile, rows=min(tile.rows, MIX_ROWS), prefetch_bytes=0)
+    if tile.split_k > 1 and n % tile.rows:
         return replace(tile, rows=MIX_ROWS, warps=4)
     return tile
 
 
-def _divides(format: str, n: int, k: int, tile: Tile) -> bool:
+def _is_valid(format: str, n: int, k: int, tile: Tile) -> bool:
     try:
         KernelSpec(format, n, k, tile, width=n)
     except UnsupportedError:
@@ -222,19 +237,18 @@ def _divides(format: str, n: int, k: int, tile: Tile) -> bool:
     return True
 
 
-def split(kv: GpuKV) -> int:
-    """Positions of one split of decode attention: the order of sums depends on it alone. Registers hold a leaf's."""
+def split_positions(kv: GpuKV) -> int:
+    """Positions of one split of decode attention; the order of summation depends on it alone. Leaves fit registers."""
     return kv.leaves * (64 if kv.dim <= 128 else 32)
 
 
-def attention(kv: GpuKV, cut: str) -> dict[str, Any]:
-    """How attention over these pages is cut: stages, and whether programs take several splits in turn.
+def attention_options(kv: GpuKV, cut: str) -> dict[str, Any]:
+    """Fields of an AttentionSpec over these pages: pipeline stages, and whether a program loops over several splits.
 
-    Found by benchmarks/gpu_attention.py on an H200 for heads of 128; cuts differ in what is in flight, which no sum
-    depends on. Programs that take several splits have more registers, so that as many of them fit on all
-    multiprocessors; more than 4 bits leave none for that.
-    docs/gpu_kernels.md says what was tried for several queries.
+    Found by benchmarks/gpu_attention.py on an H200 for heads of 128. They change only what is in flight, which no sum
+    depends on. Programs that loop over splits have more registers, and as many of them as all multiprocessors hold;
+    more than 4 bits leave no registers for that. docs/gpu_kernels.md lists what was tried for several queries.
     """
-    several = cut == "split" and (kv.hierarchical or (kv.bits == 4 and kv.dim <= 128))
+    multi_split = cut == "split" and (kv.hierarchical or (kv.bits == 4 and kv.dim <= 128))
     stages = 3 if cut == "split" and kv.hierarchical else 2
-    return {"cut": cut, "stages": stages, "several": several}
+    return {"cut": cut, "stages": stages, "multi_split": multi_split}

@@ -7,7 +7,7 @@ of the kernel.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -15,78 +15,20 @@ from torch import Tensor
 
 from qcompile.codegen import gpu_compile
 from qcompile.codegen.gpu_compile import Argument, Compiled, Kernel, compile_kernel
-from qcompile.codegen.gpu_pack import FADED, FAR_ROWS, check_shape
+from qcompile.codegen.gpu_pack import MXFP4_DOWNSCALE, RANGE_ROWS, check_shape
+from qcompile.codegen.tile import DECODE_TOKENS, MMA_MIN_TOKENS, MULTIPROCESSORS, WS_MIN_TOKENS, Tile
 from qcompile.errors import UnsupportedError
 from qcompile.numerics import ACTIVATION_GROUP
 from qcompile.ops import GATE_BLOCK
-
-DECODE_TOKENS = 16
-"""Most rows of the decode class. Its float kernels sum in one order for every M."""
-
-MULTIPROCESSORS = 132
-"""Of an H100 or H200, the GPUs of sm_90."""
-
-FEWEST_TOKENS = 16
-"""Fewest rows of x of a tile for the tensor cores."""
-
-FEW_TOKENS = 8
-"""Fewest of one whose warps copy and multiply apart."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """How a kernel is cut up: one program does `tokens` x `rows` outputs over 1/splits of the inputs.
-
-    `slices` parts of K are summed side by side by warps of one program, `splits` by programs apart, `turns` (of floats,
-    for many rows) one after the other by one program, which adds the sums as `splits` are added; `unroll`
-    blocks of inputs are taken a step; `stages` steps are in flight. With `joined` two planes of a block go into one
-    instruction of the tensor cores (wgmma of sm_90; elsewhere it costs registers). With `ahead` (sm_90 on) a kernel
-    starts while the one before it ends, fetches so many bytes of each 32 rows (a power of two) into L2, and
-    waits before it touches anything else.
-
-    Fewer than FEWEST_TOKENS tokens are taken without the tensor cores (but in pieces of 128), 8 to 32 rows of weights
-    by all threads, `unroll` blocks a step, or where floats are summed one of each of the `slices`, 16 bytes of each row
-    and block a thread.
-    Registers hold the next `stages` steps; if `ahead` is not 0, they are asked for before it waits.
-
-    With `piece` (sm_90) weights are unpacked for so many inputs at a time while the tensor cores work. For bf16
-    activations (16, 32 or 64) they take those before; `stages` is 1: as many are in flight as `unroll` blocks have 64
-    inputs, and these are what is fetched before it waits if `ahead` is not 0. With 128 they work for other warps of the
-    program: `warps` multiply, four for each 64 rows, and four more copy, `stages` blocks ahead, whose weights are
-    fetched before it waits if `ahead` is not 0; `unroll` is as many blocks as share a word of parameters. With `halves`
-    tokens are multiplied in two halves, and sums of groups of one are scaled while the tensor cores work for the other.
-    With `lasting` there is a program for each multiprocessor, which takes one tile of 128 by 128 after the other, or of
-    256 tokens where activations are bf16: it copies the next one's inputs while it stores this one's outputs. The
-    latter's last tiles are halved where they would leave most programs without one.
-    """
-
-    tokens: int
-    rows: int
-    slices: int = 1
-    splits: int = 1
-    unroll: int = 1
-    warps: int = 4
-    stages: int = 4
-    ahead: int = 0
-    joined: bool = True
-    piece: int = 0
-    turns: int = field(default=1, repr=False)  # sources without these stay as they were
-    halves: bool = field(default=False, repr=False)
-    lasting: bool = field(default=False, repr=False)
-
-    @property
-    def single(self) -> bool:
-        """Whether a program does few rows of x, each by itself, without the tensor cores."""
-        return self.tokens < FEWEST_TOKENS and not self.piece
 
 
 @dataclass(frozen=True)
 class _Layout:
     item: str  # type the packed codes are read as
     block: int  # inputs that are packed together
-    planes: int  # dot products a block is taken in, each over inputs next to each other
+    planes: int  # dot products per block, each over adjacent inputs
     row_items: int  # items of one row and block
-    words: float = 0  # 32-bit words of parameters a row and block
+    words: float = 0  # 32-bit words of parameters per row and block
     float_x: bool = False  # bf16 activations; else int8
     float_sum: bool = False  # f32 sums; else int32
     low_plane: bool = False  # a second plane of codes, laid out as the first
@@ -109,11 +51,11 @@ _LAYOUTS = {
 
 @dataclass(frozen=True)
 class Experts:
-    """Rows of weights are those of `count` experts, one after another, and each of `slots` slots a token has one.
+    """A grouped GEMM: the rows of weights are those of `count` experts, concatenated; a token has `slots` experts.
 
-    x is a row a slot (`by_slot`) or a token; out is f32, a slot's columns behind those of the one before, rows `stride`
-    elements apart. Programs go by the blocks of gpu_router.BlocksSpec, or those for single rows by slots themselves, of
-    which index[token, slot] are the experts, rows `index_stride` elements apart.
+    x has a row per slot (`by_slot`) or per token. out is f32 [tokens, slots * columns], rows `stride` elements apart.
+    Programs take the blocks of gpu_router.BlocksSpec, or in a GEMV single slots: index[token, slot] is the expert, rows
+    `index_stride` elements apart.
     """
 
     count: int
@@ -123,10 +65,10 @@ class Experts:
     index_stride: int
 
 
-ALONE = ("qoq_channel", "qoq_g128", "w8_sym_channel", "w4_asym_g128_int8", "nested_8_4", "mxfp4_a8")
-"""Formats of which single rows are multiplied without the tensor cores."""
-PLANES = ("w4_asym_g128", "mxfp4")
-"""Formats of which kernels unpack a plane at a time to bf16, while the tensor cores work."""
+GEMV_FORMATS = ("qoq_channel", "qoq_g128", "w8_sym_channel", "w4_asym_g128_int8", "nested_8_4", "mxfp4_a8")
+"""Formats with a GEMV kernel."""
+BF16_UNPACK_FORMATS = ("w4_asym_g128", "mxfp4")
+"""Formats that are unpacked to bf16, one plane at a time, while the tensor cores work."""
 _ITEM_BYTES = {"i8": 1, "i16": 2, "bf16": 2}
 
 
@@ -136,13 +78,16 @@ class KernelSpec:
 
     x is int8 per token, or in groups of 128 with `x_groups` (where sums are floats), or bf16 for bf16, mxfp4 and
     w4_asym_g128; mxfp4_a8 and w4_asym_g128_a8 read the latter's packings with int8. out and residual are bf16, or f32
-    with `out`. The first `width` columns are stored (0: all N). With `gated` (the name of an act) rows of gate and of
-    up alternate in blocks of ops.GATE_BLOCK, and act(gate) * up is stored, `width` columns; of experts gate
-    is at most `limit`, up from -limit to limit, and `offset` is added to it. mix_4_8 has n packed rows,
-    `wide` of 8 bits first, and stores `width` columns where they belong. With `peaks`, where few rows are gated, a
-    program also stores the largest magnitudes of what it does of a row, [M, tells]. With `experts` (whose tiles are
-    neither in pieces nor in parts) a row of x meets those of its experts, of `width` columns
-    each. `inline_asm` False renders the same for Triton's interpreter, which has none.
+    with `out`. The first `width` columns are stored (0: all N).
+
+    Epilogues: with `gated` (the name of an act) rows of gate and of up alternate in blocks of ops.GATE_BLOCK, and
+    act(gate) * up is stored, `width` columns; with experts gate is clamped to at most `limit`, up to ±limit, and
+    `offset` is added to up. With `amax` (small M, gated) each program also stores the largest magnitude of its part of
+    a row, [M, amax_parts], for quantization.
+
+    mix_4_8 has n packed rows, the `wide` rows of 8 bits first, and scatters `width` columns to where they belong. With
+    `experts` (tiles without unpack_k and split_k) a row of x is multiplied by its experts, `width` columns each.
+    `inline_asm` False renders the same kernel for Triton's interpreter, which has no inline assembly.
     """
 
     format: str
@@ -159,97 +104,98 @@ class KernelSpec:
     gated: str = ""
     limit: float | None = None
     offset: float = 0.0
-    peaks: bool = False
+    amax: bool = False
     experts: Experts | None = None
 
     def __post_init__(self) -> None:
         if self.x_groups and (self.float_x or not self.float_sum):
             raise UnsupportedError(f"{self.format} takes no activations in groups of 128")
         check_shape(self.n, self.k, self.packing)
-        whole = self.tile.rows in (8, 16, 32) if self.single else self.tile.rows % 32 == 0
-        # The last program may lack the rows of some of its warps, where those of others are of another width.
-        rows = 64 if self.mixed and self.apart and self.tile.splits == 1 else self.tile.rows
-        even = self.single or (self.blocks % self.tile.unroll == 0 and (self.tile.slices == 1 or not self.longer))
-        held = self.part > 0 or (self.single and not self.float_sum)  # of one step not all blocks need be there
-        if not even or not held or self.n % rows or not whole:
+        whole = self.tile.rows in (8, 16, 32) if self.gemv else self.tile.rows % 32 == 0
+        # Rows of two widths may leave some warps of the last program without rows.
+        rows = 64 if self.mixed and self.warp_specialized and self.tile.split_k == 1 else self.tile.rows
+        even = self.gemv or (self.blocks % self.tile.unroll == 0 and (self.tile.sliced_k == 1 or not self.longer_parts))
+        filled = self.part_blocks > 0 or (self.gemv and not self.float_sum)  # a single step may be padded
+        if not even or not filled or self.n % rows or not whole:
             raise UnsupportedError(f"weight [{self.n}, {self.k}] in {self.format} does not divide into {self.tile}")
-        if self.tile.turns > 1 and not self._takes_turns():
-            raise UnsupportedError(f"{self.format} is not summed in {self.tile.turns} turns by {self.tile}")
-        if self.single and not self._taken_alone():
-            raise UnsupportedError(f"{self.format} is not summed by {self.tile}: rows are taken whole, by one program")
-        if self.peaks and not (self.gated and self.tells):
-            raise UnsupportedError(f"{self.format} cut by {self.tile} tells no peaks")
+        if self.tile.serial_k > 1 and not self._is_serial_k_supported():
+            raise UnsupportedError(f"{self.format} has no kernel with serial_k = {self.tile.serial_k} for {self.tile}")
+        if self.gemv and not self._is_gemv_supported():
+            raise UnsupportedError(f"{self.format} has no GEMV kernel for {self.tile}: one program sums all of K")
+        if self.amax and not (self.gated and self.amax_parts):
+            raise UnsupportedError(f"{self.format} with {self.tile} stores no amax")
         if self.gated and (self.mixed or self.residual or not self.width):
             raise UnsupportedError(f"{self.format} with {self.width} columns stores no {self.gated} of pairs of rows")
         if (self.limit is not None or self.offset) and not (self.gated and self.experts):
-            raise UnsupportedError("gates are kept within limits where experts choose them")
-        if self.wide % (64 if self.apart else self.tile.rows) or (
-            self.mixed and (self.prelaunch > self.apart or not self.width)
+            raise UnsupportedError("only experts clamp gates")
+        if self.wide % (64 if self.warp_specialized else self.tile.rows) or (
+            self.mixed and (self.pdl > self.warp_specialized or not self.width)
         ):
             raise UnsupportedError(f"{self.wide} rows of 8 bits, {self.width} columns, do not go with {self.tile}")
-        if self.format == "mxfp4_a8" and not self.apart and self.tile.rows > FAR_ROWS:
-            raise UnsupportedError(f"{self.format} has no kernel cut by {self.tile}: powers are of {FAR_ROWS} rows")
+        if self.format == "mxfp4_a8" and not self.warp_specialized and self.tile.rows > RANGE_ROWS:
+            raise UnsupportedError(f"{self.format} has no kernel for {self.tile}: powers are of {RANGE_ROWS} rows")
         if self.experts:
             self._check_experts(self.experts)
-        part = self.part * 32 * self.row_bytes
-        if self.prelaunch and (self.tile.ahead > part or self.tile.ahead & (self.tile.ahead - 1)):
-            raise UnsupportedError(f"a program of {self.tile} has {part} bytes of each 32 rows to fetch")
-        if (self.tile.piece or self.tile.lasting) and not self._overlaps():
-            raise UnsupportedError(f"{self.format} is not unpacked in pieces by {self.tile}")
+        part, prefetch_bytes = self.part_blocks * 32 * self.row_bytes, self.tile.prefetch_bytes
+        if self.pdl and (prefetch_bytes > part or prefetch_bytes & (prefetch_bytes - 1)):
+            raise UnsupportedError(f"a program of {self.tile} has {part} bytes of each 32 rows to prefetch")
+        if (self.tile.unpack_k or self.tile.persistent) and not self._is_unpack_k_supported():
+            raise UnsupportedError(f"{self.format} has no kernel that overlaps unpacking for {self.tile}")
         if _LAYOUTS[self.format].words * self.tile.unroll % 1:
             raise UnsupportedError(f"{self.format} takes two groups a step: {self.tile}")
 
     def _check_experts(self, experts: Experts) -> None:
-        """UnsupportedError unless the kernel does whole tiles of an expert by itself."""
+        """UnsupportedError unless each program computes whole tiles of one expert."""
         if self.n % (experts.count * self.tile.rows):
             raise UnsupportedError(f"experts of {self.n // experts.count} outputs do not divide into {self.tile}")
         others = self.mixed or self.residual or self.out != "f32" or not self.width
-        if others or self.tile.piece or self.tile.splits > 1 or self.tile.tokens in range(2, FEWEST_TOKENS):
-            raise UnsupportedError(f"experts in {self.format} have no kernel cut by {self.tile}")
+        if others or self.tile.unpack_k or self.tile.split_k > 1 or self.tile.tokens in range(2, MMA_MIN_TOKENS):
+            raise UnsupportedError(f"experts in {self.format} have no kernel for {self.tile}")
 
-    def _taken_alone(self) -> bool:
-        """Whether the kernel for single rows has such a tile: sums are integers, or floats of groups of those."""
-        if self.tile.splits > 1 or self.format not in ALONE:
+    def _is_gemv_supported(self) -> bool:
+        """Whether the GEMV kernel has such a tile: accumulators are integers, or floats of integer sums of groups."""
+        if self.tile.split_k > 1 or self.format not in GEMV_FORMATS:
             return False
-        return self.tile.unroll == 1 if self.float_sum else self.tile.slices == 1
+        return self.tile.unroll == 1 if self.float_sum else self.tile.sliced_k == 1
 
-    def _takes_turns(self) -> bool:
-        """Whether programs of such a tile sum parts one after the other."""
-        plain = not self.tile.piece and not self.mixed and self.format != "mxfp4_a8"
-        alone = self.tile.splits == self.tile.slices == 1 and not self.single and not self.experts
-        return self.float_sum and alone and (plain or self.apart)
+    def _is_serial_k_supported(self) -> bool:
+        """Whether there is a serial_k kernel for such a tile."""
+        pipelined = not self.tile.unpack_k and not self.mixed and self.format != "mxfp4_a8"  # by Triton
+        whole = self.tile.split_k == self.tile.sliced_k == 1 and not self.gemv and not self.experts
+        return self.float_sum and whole and (pipelined or self.warp_specialized)
 
-    def _overlaps(self) -> bool:
-        """Whether the kernel that unpacks in pieces has such a tile."""
+    def _is_unpack_k_supported(self) -> bool:
+        """Whether a kernel that overlaps unpacking with the tensor cores has such a tile."""
         tile = self.tile
-        whole = tile.rows % (16 * tile.warps) == 0 and tile.warps % 4 == 0 and tile.slices == 1
-        if self.single or not whole:
+        whole = tile.rows % (16 * tile.warps) == 0 and tile.warps % 4 == 0 and tile.sliced_k == 1
+        if self.gemv or not whole:
             return False
-        if self.apart:
-            known = self.format in (*ALONE, *PLANES, "mix_4_8", "w4_asym_g128_a8")
-            cut = tile.rows == 16 * tile.warps <= 128 and FEW_TOKENS <= tile.tokens <= 128
+        if self.warp_specialized:
+            known = self.format in (*GEMV_FORMATS, *BF16_UNPACK_FORMATS, "mix_4_8", "w4_asym_g128_a8")
+            shape = tile.rows == 16 * tile.warps <= 128 and WS_MIN_TOKENS <= tile.tokens <= 128
             in_groups = self.float_sum and not self.float_x and self.block == 128
-            fits = not tile.halves or (in_groups and tile.tokens > 32)
-            alone = tile.rows == tile.tokens == 128 and tile.splits == 1 and not tile.ahead
-            fits = fits and (not tile.lasting or (in_groups and alone))
+            fits = not tile.token_halves or (in_groups and tile.tokens > 32)
+            large = tile.rows == tile.tokens == 128 and tile.split_k == 1 and not tile.prefetch_bytes
+            fits = fits and (not tile.persistent or (in_groups and large))
             whole = tile.unroll == (2 if self.block_words == 0.5 else 1)
-            return known and cut and fits and whole and tile.stages > 1
-        pieces = tile.piece in (16, 32, 64) and self.row_items % tile.piece == 0 and self.block * tile.unroll >= 256
-        pieces = pieces and tile.tokens >= FEWEST_TOKENS
-        pieces = pieces and (not tile.lasting or (tile.tokens == 256 and tile.splits == 1 and not tile.ahead))
-        return pieces and tile.stages == 1 and self.format in PLANES
+            return known and shape and fits and whole and tile.stages > 1
+        divides = tile.unpack_k in (16, 32, 64) and self.row_items % tile.unpack_k == 0
+        divides = divides and self.block * tile.unroll >= 256 and tile.tokens >= MMA_MIN_TOKENS
+        large = tile.tokens == 256 and tile.split_k == 1 and not tile.prefetch_bytes
+        fits = tile.stages == 1 and (large or not tile.persistent)
+        return divides and fits and self.format in BF16_UNPACK_FORMATS
 
     @property
-    def apart(self) -> bool:
-        """Whether warps that copy and groups of warps that multiply go on apart."""
-        return self.tile.piece == 128
+    def warp_specialized(self) -> bool:
+        """Whether producer warps copy and consumer warps multiply."""
+        return self.tile.warp_specialized
 
     @property
-    def tells(self) -> int:
-        """Magnitudes of a row that the kernel can tell: of each part of it that some warps have to themselves; or 0."""
-        if self.single:
+    def amax_parts(self) -> int:
+        """How many amax values of a row the kernel can store, one for each part that some warps own; or 0."""
+        if self.gemv:
             return self.n // self.tile.rows
-        return self.n // 64 if self.apart and self.decode and self.tile.splits == 1 else 0
+        return self.n // 64 if self.warp_specialized and self.decode and self.tile.split_k == 1 else 0
 
     @property
     def packing(self) -> str:
@@ -259,18 +205,18 @@ class KernelSpec:
     @property
     def name(self) -> str:
         """Name of the kernel."""
-        few = self.tile.tokens < FEWEST_TOKENS
-        kind = "" if self.single else "_few" if few else "_decode" if self.decode else "_prefill"
+        small_m = self.tile.tokens < MMA_MIN_TOKENS
+        kind = "" if self.gemv else "_small_m" if small_m else "_decode" if self.decode else "_prefill"
         kind += f"_{self.experts.count}x{self.experts.slots}" if self.experts else ""
-        told = ("x_groups", "bias", "residual", "gated", "peaks")
-        extras = "".join(f"_{name}" for name in told if getattr(self, name))
-        shape = f"{'gemv' if self.single else 'gemm'}_{self.format}_{self.n}x{self.k}"
+        options = ("x_groups", "bias", "residual", "gated", "amax")
+        extras = "".join(f"_{name}" for name in options if getattr(self, name))
+        shape = f"{'gemv' if self.gemv else 'gemm'}_{self.format}_{self.n}x{self.k}"
         return f"{shape}{kind}{extras}{'_f32' if self.out == 'f32' else ''}"
 
     @property
-    def prelaunch(self) -> bool:
-        """Whether the kernel may start before the one before it has ended."""
-        return self.tile.ahead > 0
+    def pdl(self) -> bool:
+        """Whether the kernel is launched by programmatic dependent launch."""
+        return self.tile.prefetch_bytes > 0
 
     @property
     def title(self) -> str:
@@ -279,9 +225,9 @@ class KernelSpec:
         return f"GEMM of {self.format} weights with {kind} activations, {self.tile}"
 
     @property
-    def single(self) -> bool:
-        """Whether a program does few rows of x, each by itself, without the tensor cores."""
-        return self.tile.single
+    def gemv(self) -> bool:
+        """Whether this is a GEMV: each row of x by itself, without the tensor cores."""
+        return self.tile.gemv
 
     @property
     def decode(self) -> bool:
@@ -300,29 +246,29 @@ class KernelSpec:
 
     @property
     def parts(self) -> int:
-        """Parts of the inputs that are summed apart."""
-        return self.tile.slices * self.tile.splits * self.tile.turns
+        """Parts of K that are summed separately."""
+        return self.tile.sliced_k * self.tile.split_k * self.tile.serial_k
 
     @property
-    def unit(self) -> int:
-        """Blocks that are in one part: whole steps, of any kernel that unpacks in pieces."""
-        least = 256 // self.block if self.format in PLANES and not self.k % 256 else 1
+    def part_unit(self) -> int:
+        """Parts are multiples of so many blocks: whole steps of every kernel with unpack_k."""
+        least = 256 // self.block if self.format in BF16_UNPACK_FORMATS and not self.k % 256 else 1
         return max(self.tile.unroll, least)
 
     @property
-    def part(self) -> int:
-        """Blocks of inputs of each of these parts, but for the first `longer` ones."""
-        return self.blocks // (self.unit * self.parts) * self.unit
+    def part_blocks(self) -> int:
+        """Blocks of inputs of each part, but for the first `longer_parts`."""
+        return self.blocks // (self.part_unit * self.parts) * self.part_unit
 
     @property
-    def longer(self) -> int:
-        """So many parts have a unit more."""
-        return self.blocks // self.unit % self.parts
+    def longer_parts(self) -> int:
+        """So many parts have `part_unit` blocks more."""
+        return self.blocks // self.part_unit % self.parts
 
     @property
-    def starts(self) -> tuple[int, ...]:
+    def part_starts(self) -> tuple[int, ...]:
         """The first block of each part."""
-        return tuple(i * self.part + min(i, self.longer) * self.unit for i in range(self.parts))
+        return tuple(i * self.part_blocks + min(i, self.longer_parts) * self.part_unit for i in range(self.parts))
 
     @property
     def planes(self) -> int:
@@ -376,26 +322,26 @@ class KernelSpec:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of weights and activations a program takes in one step, for each of the stages in flight."""
+        """Bytes of shared memory for weights and activations of one stage."""
         tile = self.tile
-        if self.single:
+        if self.gemv:
             return 0
-        if self.apart:
+        if self.warp_specialized:
             codes = 128 if self.mixed else self.row_bytes * (1 + self.low_plane)
             x = self.block * (2 if self.float_x else 1)
             return tile.rows * (codes + math.ceil(4 * self.block_words)) + tile.tokens * (x + 4 * self.x_groups)
-        if tile.piece:
+        if tile.unpack_k:
             weights = tile.rows * (self.row_bytes + 4 * self.block_words)
             return tile.unroll * int(weights + 2 * tile.tokens * self.block)
         each = tile.rows * self.row_bytes * (1 + self.low_plane) + tile.tokens * self.block * (2 if self.float_x else 1)
-        return tile.slices * tile.unroll * each
+        return tile.sliced_k * tile.unroll * each
 
     @property
     def arguments(self) -> list[Argument]:
         """The kernel's arguments in order; all but M are pointers."""
         out = "*fp32" if self.out == "f32" else "*bf16"
-        item = "i32" if self.single else _LAYOUTS[self.format].item
-        found = [Argument("x", "*bf16" if self.float_x else "*i32" if self.single else "*i8")]
+        item = "i32" if self.gemv else _LAYOUTS[self.format].item
+        found = [Argument("x", "*bf16" if self.float_x else "*i32" if self.gemv else "*i8")]
         found += [Argument("w", f"*{item}")] * (self.wide < self.n) + [Argument("out", out)]
         found += [Argument("x_scale", "*fp32")] * (not self.float_x)
         found += [Argument("w_scale", "*fp32")] * (not self.float_sum)
@@ -407,31 +353,33 @@ class KernelSpec:
         found += [Argument("low", f"*{item}")] * self.low_plane + [Argument("wide", "*i8")] * (self.wide > 0)
         found += [Argument("columns", "*i32")] * self.mixed
         found += [Argument("bias", "*fp32")] * self.bias + [Argument("residual", out)] * self.residual
-        found += [Argument("peaks", "*fp32")] * self.peaks
+        found += [Argument("amax", "*fp32")] * self.amax
         if self.experts:
-            return [*found, *(Argument(n, "*i32") for n in (("index",) if self.single else ("order", "blocks")))]
-        if self.tile.splits > 1:
+            return [*found, *(Argument(n, "*i32") for n in (("index",) if self.gemv else ("order", "blocks")))]
+        if self.tile.split_k > 1:
             found += [Argument("sums", "*fp32" if self.float_sum else "*i32"), Argument("arrived", "*i32")]
         return [*found, Argument("M", "i32")]
 
     @property
-    def lasting(self) -> bool:
-        """Whether programs take one tile after the other, as many programs as there are multiprocessors."""
-        return self.tile.lasting and self.inline_asm
+    def persistent(self) -> bool:
+        """Whether this is a persistent kernel: one program per multiprocessor, which loops over tiles."""
+        return self.tile.persistent and self.inline_asm
 
-    def grid(self, tokens: int, lasting: bool = True) -> tuple[int, int, int]:
-        """Programs for `tokens` rows of x, or tiles where those that last are not to count as one."""
-        if self.lasting and lasting:
-            return MULTIPROCESSORS, 1, 1
-        return -(-tokens // self.tile.tokens), -(-self.n // self.tile.rows), self.tile.splits
+    def grid(self, tokens: int) -> tuple[int, int, int]:
+        """Programs for `tokens` rows of x."""
+        return (MULTIPROCESSORS, 1, 1) if self.persistent else self.tile_grid(tokens)
+
+    def tile_grid(self, tokens: int) -> tuple[int, int, int]:
+        """Tiles for `tokens` rows of x, along M, N and K."""
+        return -(-tokens // self.tile.tokens), -(-self.n // self.tile.rows), self.tile.split_k
 
     def workspace(self, tokens: int) -> dict[str, tuple[int, torch.dtype]]:
-        """Items and type of each buffer that must be zero before the first launch; launches leave it so."""
-        if self.tile.splits == 1:
+        """Items and type of each split_k buffer. They must be zero before the first launch; launches leave them so."""
+        if self.tile.split_k == 1:
             return {}
-        rows = 64 if self.apart else self.tile.rows
+        rows = 64 if self.warp_specialized else self.tile.rows
         tiles = -(-tokens // self.tile.tokens) * (self.n // rows)
-        each = rows * self.tile.tokens * (self.tile.splits if self.float_sum else 1)
+        each = rows * self.tile.tokens * (self.tile.split_k if self.float_sum else 1)
         dtype = torch.float32 if self.float_sum else torch.int32
         return {"sums": (tiles * each, dtype), "arrived": (tiles, torch.int32)}
 
@@ -450,34 +398,35 @@ def reference(x: list[Tensor], w: Tensor, bias: Tensor | None = None, residual: 
 
 def render(spec: KernelSpec) -> str:
     """Triton source of the kernel."""
-    many = "gemm_apart.py.jinja" if spec.apart else "gemm_wide.py.jinja"
-    pieces = spec.tile.piece and spec.inline_asm
-    template = "gemv.py.jinja" if spec.single else many if pieces else "gemm.py.jinja"
+    overlapped = "gemm_warp_specialized.py.jinja" if spec.warp_specialized else "gemm_overlapped.py.jinja"
+    unpack_k = spec.tile.unpack_k and spec.inline_asm
+    template = "gemv.py.jinja" if spec.gemv else overlapped if unpack_k else "gemm.py.jinja"
     values = {"tile": spec.tile, "words": spec.row_bytes // 4, "gate_block": GATE_BLOCK}
-    values |= {"far_rows": FAR_ROWS, "faded": FADED, "any_capability": gpu_compile.ANY_CAPABILITY}
+    values |= {"range_rows": RANGE_ROWS, "downscale": MXFP4_DOWNSCALE, "any_capability": gpu_compile.ANY_CAPABILITY}
     return gpu_compile.render_template(template, spec=spec, registers=_registers(spec)[1], **values)
 
 
 def _registers(spec: KernelSpec) -> tuple[int, list[int]]:
-    """Most registers of a thread, 0 for all; where warps go on apart, on average, and of groups but the first.
+    """Maximum registers per thread (0: no limit), and for a warp-specialized kernel those of its other warp groups.
 
-    Of programs of 64 weights two share a multiprocessor of sm_90, or four where there are more. Room for more than
-    there are is no gain: a kernel that begins early would crowd where the one before it ends first. Of programs of one
-    warp for single rows, which begin early too, 16 fit, so that most weights are taken at once.
+    There the former is the average over warps, and the latter are for every warp group but the first. Two programs of
+    64 rows share a multiprocessor of sm_90, or four in a grid of more. Room for more programs than the grid has is no
+    gain: with programmatic dependent launch the next kernel would crowd the multiprocessors that this one leaves first.
+    Of GEMV programs of one warp, which use it too, 16 fit, so that most weights are loaded at once.
     """
-    if not spec.apart:
-        return 128 if spec.single and spec.prelaunch and spec.tile.warps == 1 else 0, []
+    if not spec.warp_specialized:
+        return 128 if spec.gemv and spec.pdl and spec.tile.warps == 1 else 0, []
     if spec.tile.warps > 4:
         return 0, [216, 72]
-    crowded = spec.decode and spec.n // spec.tile.rows * spec.tile.splits > 2 * MULTIPROCESSORS
+    crowded = spec.decode and spec.n // spec.tile.rows * spec.tile.split_k > 2 * MULTIPROCESSORS
     return (64, [48]) if crowded else (128, [56])
 
 
 def kernel(spec: KernelSpec) -> Kernel:
     """The kernel as it is compiled."""
     tile = spec.tile
-    # Where warps go on apart Triton is told of the first four.
-    how = (4 if spec.apart else tile.warps, tile.stages, spec.prelaunch)
+    # Triton is told of the first warp group of a warp-specialized kernel.
+    how = (4 if spec.warp_specialized else tile.warps, tile.stages, spec.pdl)
     most, _ = _registers(spec)
     return Kernel(spec.name, render(spec), tuple(spec.arguments), *how, most_registers=most)
 

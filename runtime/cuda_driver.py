@@ -40,7 +40,7 @@ class _Config(ctypes.Structure):
     ]
 
 
-_EARLY = _Attribute(id=_PROGRAMMATIC_SERIALIZATION, value=1)
+_PDL = _Attribute(id=_PROGRAMMATIC_SERIALIZATION, value=1)
 
 
 class LaunchCall:
@@ -56,7 +56,7 @@ class LaunchCall:
         grid: Sequence[int],
         threads: int,
         shared: int,
-        prelaunch: bool,
+        pdl: bool,
         arguments: Sequence[int],
     ) -> None:
         # Triton's kernels take two more pointers, to scratch memory that ours do not ask for.
@@ -64,8 +64,8 @@ class LaunchCall:
         self._values = (ctypes.c_uint64 * count)(*arguments)
         first = ctypes.addressof(self._values)
         self._params = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
-        early = ctypes.addressof(_EARLY)
-        self._config = _Config(*grid, threads, 1, 1, shared, driver.stream, early, int(prelaunch))
+        pdl_attribute = ctypes.addressof(_PDL)
+        self._config = _Config(*grid, threads, 1, 1, shared, driver.stream, pdl_attribute, int(pdl))
         self.function = function
         self._driver, self._function = driver, ctypes.c_void_p(function)
 

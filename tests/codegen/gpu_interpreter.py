@@ -49,7 +49,7 @@ class Interpreter:
         found = [(launch.variants[0].kernel.split("_")[0], launch) for launch in self.plan.launches]
         last = max(i for i, (kind, _) in enumerate(found) if kind in ("append", "round"))
         for at, (kind, launch) in enumerate(found):
-            if at <= last or kind == "keep":
+            if at <= last or kind == "staged":
                 self.launch(launch)
 
     def forget(self) -> None:

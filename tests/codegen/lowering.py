@@ -8,7 +8,7 @@ import torch
 
 from qcompile import pipeline, recipes
 from qcompile.codegen import program as p
-from qcompile.codegen.gpu_fill import filled_up
+from qcompile.codegen.gpu_fill import padded_program
 from qcompile.codegen.gpu_pack import GPU_PACKING
 from qcompile.codegen.lower import lower
 from qcompile.codegen.packing import WeightTable
@@ -22,6 +22,6 @@ def gpu_program(
     passes = pipeline.configure(recipes.get_recipe(recipe).settings(), options or {})
     graphs, _ = pipeline.run_passes(graph, passes[1:])
     table = WeightTable(GPU_PACKING)
-    program = filled_up(lower(graphs[-1], table))
+    program = padded_program(lower(graphs[-1], table))
     blobs = {name: blob for w in table.weights for (name, _), blob in zip(w.blobs, w.produce(), strict=True)}
     return graphs[-1], program, blobs

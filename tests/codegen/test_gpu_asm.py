@@ -187,7 +187,7 @@ def items_of(codes: np.ndarray) -> list[Words]:
     return [nibbles[i] | nibbles[i + 1] << 16 for i in (0, 2)]
 
 
-@pytest.mark.parametrize("tile", [Tile(64, 128, 1, 1, 1, 8, 6, piece=128), Tile(16, 64)])
+@pytest.mark.parametrize("tile", [Tile(64, 128, 1, 1, 1, 8, 6, unpack_k=128), Tile(16, 64)])
 def test_values_of_four_bits_become_integers(tile: Tile) -> None:
     """Twice an E2M1 value and a power of two, of four codes of each item."""
     codes = codes_of(4)
@@ -205,8 +205,8 @@ def test_values_of_four_bits_are_multiplied_at_once() -> None:
     """Sums of each plane's eight codes times x, of two items of each."""
     codes, draw = codes_of(8), np.random.default_rng(5)
     x = draw.integers(0, 1 << 32, (4, 2, PAIRS), dtype=np.uint32)
-    spec = KernelSpec("mxfp4_a8", 4096, 4096, Tile(1, 8, warps=1, ahead=128), x_groups=True)
-    asm = instructions_of(render(spec))["sums_of_planes"]
+    spec = KernelSpec("mxfp4_a8", 4096, 4096, Tile(1, 8, warps=1, prefetch_bytes=128), x_groups=True)
+    asm = instructions_of(render(spec))["plane_sums"]
     found = run(asm, 4, *items_of(codes[..., :4]), *items_of(codes[..., 4:]), *x.reshape(8, PAIRS))
     for plane in range(4):
         both = np.concatenate((bytes_of(x[plane, 0]), bytes_of(x[plane, 1])), -1)
@@ -214,9 +214,9 @@ def test_values_of_four_bits_are_multiplied_at_once() -> None:
 
 
 TO_BF16 = [
-    Tile(128, 128, 1, 1, 2, 8, 1, piece=32),
-    Tile(128, 64, 1, 1, 1, 4, 3, piece=128),
-    Tile(8, 64, stages=3, piece=128),
+    Tile(128, 128, 1, 1, 2, 8, 1, unpack_k=32),
+    Tile(128, 64, 1, 1, 1, 4, 3, unpack_k=128),
+    Tile(8, 64, stages=3, unpack_k=128),
 ]
 
 
@@ -226,13 +226,13 @@ def test_values_of_four_bits_become_bf16(tile: Tile) -> None:
     source = render(KernelSpec("mxfp4", 4096, 4096, tile))
     asm, items = instructions_of(source), drawn()
     (more,) = set(re.findall(r"& 255\) \+ (\d+)\) \* 128", source))
-    (faded,) = re.findall(r"^ *acc \*= ([\d.]+)$", source, re.MULTILINE)
+    (downscale,) = re.findall(r"^ *acc \*= ([\d.]+)$", source, re.MULTILINE)
     values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     values = np.concatenate((values, -values))
     for exponent in (34, 127, 160):
         scale = np.full(PAIRS, (exponent + int(more)) * 128 * 65537, np.uint32)
         for plane in range(4):
-            found = floats(run(asm[f"unpack{plane}"], 1, items, scale)[0], "bf16x2") * float(faded)
+            found = floats(run(asm[f"unpack{plane}"], 1, items, scale)[0], "bf16x2") * float(downscale)
             assert (found == values[parts_of(items, 4, plane)] * 2.0 ** (exponent - 127)).all()
 
 

@@ -107,7 +107,7 @@ def interpret_long_steps(recipe: str, split: int) -> None:
     want, pages = graph.run(*inputs)[0], inputs[3].tolist()[0]
     chunks = [Chunk(ids[0, 40:75].tolist(), 40, pages[:2]), Chunk(ids[0, :9].tolist(), 0, pages[2:])]
     found = []
-    for gpu_attention.MOST_ALONE in (256, 16):
+    for gpu_attention.MAX_UNPAIRED_QUERIES in (256, 16):
         plan = make_plan(program, 90, split=split, inline_asm=False)
         machine = Interpreter(program, plan, blobs, rows=64)
         machine.fill([Chunk(ids[0, :40].tolist(), 0, pages[:2])])
@@ -163,7 +163,7 @@ def interpret_hierarchical(format: str, **more: Any) -> None:
     from tests.codegen.gpu_interpreter import Interpreter
 
     # The long step has large blocks of queries, pairs of them, or small ones.
-    gpu_attention.MOST_ALONE = 512 if more else {"kv_hier": 256, "kv_hier4": 16}[format]
+    gpu_attention.MAX_UNPAIRED_QUERIES = 512 if more else {"kv_hier": 256, "kv_hier4": 16}[format]
     torch.manual_seed(0)
     length, last = 387, 6
     shape = {"vocab": 40, "hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 32, "ffn": 64}
@@ -277,7 +277,7 @@ def interpret_append(
 
     tokens, heads, kv_heads, width = 3, 3, 2, 7 * dim
     place = heads, width, 0, heads * dim, 5 * dim, rotary_dim
-    alone = AppendSpec(GpuKV(format, kv_heads, dim), *place, turned=turned, centered=center, inline_asm=False)
+    alone = AppendSpec(GpuKV(format, kv_heads, dim), *place, hadamard=turned, centered=center, inline_asm=False)
     alone = replace(alone, times=times, **NORMS[norms])
     x, positions = torch.randn(tokens, width), torch.tensor([0, 5, 63], dtype=torch.int32)
     inv_freq, less = torch.rand(rotary_dim // 2), torch.randn(kv_heads * dim)
@@ -346,7 +346,7 @@ def in_order(x: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def interpret_merge(splits: int, window: int = 0) -> None:
-    """Sums of leaves, of splits and of groups, bit for bit as the sums of one after the other, and peaks of heads."""
+    """Sums of leaves, of splits and of groups, bit for bit as the sums of one after the other, and amax of heads."""
     from qcompile.codegen.gpu_compile import load
 
     heads, dim, leaf = 2, 24, 64
@@ -369,18 +369,18 @@ def interpret_merge(splits: int, window: int = 0) -> None:
             "parts": parts.masked_fill(~live[..., None], math.nan),
             "stats": torch.stack((most, total), -1).masked_fill(~live[..., None], math.nan),
             "out": torch.full((len(positions), heads * dim), math.nan),
-            "peaks": torch.full((len(positions), heads, 2), math.nan),
+            "amax": torch.full((len(positions), heads, 2), math.nan),
             "positions": positions,
             "splits": slots,
         }
         groups = -(-splits // GROUP_SPLITS)
         for level, final in ((1, True),) if groups == 1 else ((1, False), (2, True)):
-            spec = MergeSpec(kv, heads, level, final, window, size, leaves, peaks=True)
+            spec = MergeSpec(kv, heads, level, final, window, size, leaves, amax=True)
             kernel = spec.kernel(80)
             grid = (len(positions), spec.programs, groups if level == 1 else 1)
             load(kernel)[grid](*(given[a.name] for a in kernel.arguments))
         assert torch.equal(given["out"].view_as(want), want)
-        assert torch.equal(given["peaks"].amax(-1), want.abs().amax(-1))
+        assert torch.equal(given["amax"].amax(-1), want.abs().amax(-1))
 
 
 def test_merging_interpreted() -> None:

@@ -212,8 +212,8 @@ def test_what_experts_have_no_kernel_for_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="experts in f32"):
         make_plan(replace(program, calls=tuple(exact)), 90)
     experts = gemm.Experts(4, 2, False, 128, 32)
-    with pytest.raises(UnsupportedError, match="no kernel cut by"):
-        gemm.KernelSpec("bf16", 256, 512, gemm.Tile(16, 64, splits=2), out="f32", width=64, experts=experts)
+    with pytest.raises(UnsupportedError, match="have no kernel for"):
+        gemm.KernelSpec("bf16", 256, 512, gemm.Tile(16, 64, split_k=2), out="f32", width=64, experts=experts)
     with pytest.raises(UnsupportedError, match="experts of 64 outputs do not divide"):
         gemm.KernelSpec("bf16", 256, 512, gemm.Tile(16, 128), out="f32", width=64, experts=experts)
     assert expert_tiles.choose("bf16", 96, 512, 16, 90).rows == 32

@@ -41,7 +41,7 @@ SASS = """
         ("LDS.64 R6, [R3] ;", 0, None),
         ("LDS.64 R7, [R3] ;", 0, "LDS.64"),
         ("STS [R8], R3 ;", 0, None),
-        ("NOP ;", 1, "LOP3.LUT"),  # the next turn of the loop writes what this turn's product reads
+        ("NOP ;", 1, "LOP3.LUT"),  # the next iteration writes what this one's MMA reads
     ],
 )
 def test_a_write_to_what_a_product_in_flight_reads_is_found(between: str, left: int, wrong: str | None) -> None:
@@ -60,18 +60,18 @@ def test_machine_code_that_writes_what_is_in_flight_is_refused(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("spec", PLAIN, ids=lambda spec: spec.format)
-def test_loops_that_triton_pipelines_wait_for_the_last_product_of_a_turn(spec: KernelSpec) -> None:
+def test_loops_that_triton_pipelines_wait_for_the_last_mma_of_an_iteration(spec: KernelSpec) -> None:
     """It reads weights where the next ones would go. Elsewhere than on sm_90 instructions see to that themselves."""
     needs_triton()
     compile_for(spec, 90)
     whole = kernel(spec)
-    hasty = replace(whole, source=whole.source.replace("        acc = settled(acc)\n", ""))
+    hasty = replace(whole, source=whole.source.replace("        acc = after_mma(acc)\n", ""))
     assert hasty.source != whole.source
     for each, left in ((whole, 0), (hasty, 1)):
         ptx = gpu_compile.build(each, 90).asm["ptx"]
         last = ptx.rindex("wgmma.mma_async")
-        turn = ptx[ptx.rindex("$L__BB", 0, last) : ptx.index("bra", last)]
-        assert turn.count("wgmma.commit_group") - turn.count("wgmma.wait_group") == left
+        body = ptx[ptx.rindex("$L__BB", 0, last) : ptx.index("bra", last)]
+        assert body.count("wgmma.commit_group") - body.count("wgmma.wait_group") == left
     # A pass through registers would cost those that keep sums elsewhere.
     assert all(gpu_compile.build(n, 100).asm["ttgir"].count("=f,0") == 0 for n in (whole, hasty))
 
@@ -82,7 +82,7 @@ def test_what_triton_pipelines_is_refused_too_where_it_does_not_wait(
     needs_triton()
     monkeypatch.setenv("QCOMPILE_CACHE", str(tmp_path))
     found = kernel(PLAIN[1])
-    hasty = replace(found, source=found.source.replace("        acc = settled(acc)\n", ""))
+    hasty = replace(found, source=found.source.replace("        acc = after_mma(acc)\n", ""))
     with pytest.raises(UnsupportedError, match="write what the tensor cores still read"):
         gpu_compile.compile_kernel(hasty, 90)
     assert not list(tmp_path.iterdir())

@@ -43,6 +43,6 @@ def test_steps_interpreted() -> None:
 def test_kernels_compile(capability: int) -> None:
     needs_triton()
     one = AppendSpec(GpuKV("kv4", 2, 48), 4, 8 * 48, 0, 4 * 48, 6 * 48, 16, times=("query_table", "query_weight"))
-    many = AppendSpec(GpuKV("kv16", 1, 128), 3, 640, 0, 384, 512, 128, turned=128, tokens=4, times=("query_table",))
+    many = AppendSpec(GpuKV("kv16", 1, 128), 3, 640, 0, 384, 512, 128, hadamard=128, tokens=4, times=("query_table",))
     for spec in (one, many):
         assert compile_kernel(spec.kernel(capability), capability).cubin

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qcompile.codegen import tiles
-from qcompile.codegen.gpu_attention import AttentionSpec, GpuKV, fitting
+from qcompile.codegen.gpu_attention import AttentionSpec, GpuKV, for_queries
 from qcompile.codegen.gpu_compile import compile_kernel, triton_version
 from qcompile.codegen.gpu_plan import make_plan
 from tests.codegen.interpreted import interpreted, needs_triton
@@ -89,8 +89,8 @@ def _ends(kernel: str) -> bool:
 def test_decode_kernels_with_both_compile_without_spills(format: str) -> None:
     needs_triton()
     kv = GpuKV(format, 32, 128)  # heads of their own, as those of models with linear biases
-    base = AttentionSpec(kv, 32, 4096, 0.1, split=tiles.split(kv), bias_positions=2048, sinks=True)
+    base = AttentionSpec(kv, 32, 4096, 0.1, split=tiles.split_positions(kv), bias_positions=2048, sinks=True)
     most = 0 if triton_version().startswith("3.6.") else 256
     for cut in ("leaf", "split"):
-        kernel = fitting(replace(base, **tiles.attention(kv, cut)), 1).kernel(90)
+        kernel = for_queries(replace(base, **tiles.attention_options(kv, cut)), 1).kernel(90)
         assert compile_kernel(kernel, 90).spill_bytes <= most, cut

@@ -20,11 +20,11 @@ from qcompile.artifact import read_manifest, verify
 from qcompile.bench import seconds_of
 from qcompile.calibration import Calibration
 from qcompile.codegen import tiles
-from qcompile.codegen.gpu_attention import AttentionSpec, GpuKV, fitting
+from qcompile.codegen.gpu_attention import AttentionSpec, GpuKV, for_queries
 from qcompile.codegen.gpu_compile import Kernel, build, compile_kernel, triton_version
 from qcompile.codegen.gpu_pack import GPU_PACKING
 from qcompile.codegen.gpu_plan import make_plan
-from qcompile.codegen.gpu_rows import WIDEST, RowSpec, in_blocks
+from qcompile.codegen.gpu_rows import MAX_WIDTH, RowSpec, in_blocks
 from qcompile.codegen.lower import lower
 from qcompile.codegen.packing import WeightTable
 from qcompile.codegen.program import PAD, Embed
@@ -212,13 +212,13 @@ def interpret_wide_logits() -> None:
     """Logits that are more than a row kernel takes at once are capped in blocks."""
     from qcompile.codegen import gpu_plan
 
-    gpu_plan.WIDEST = 64
+    gpu_plan.MAX_WIDTH = 64
     interpret_recipes("bf16 capped")
 
 
 def test_wide_logits_interpreted() -> None:
-    assert in_blocks(256000, WIDEST) == {"width": 2048, "blocks": 125}
-    assert in_blocks(WIDEST, WIDEST) == {"width": WIDEST} and in_blocks(50257) == {"width": 50257}
+    assert in_blocks(256000, MAX_WIDTH) == {"width": 2048, "blocks": 125}
+    assert in_blocks(MAX_WIDTH, MAX_WIDTH) == {"width": MAX_WIDTH} and in_blocks(50257) == {"width": 50257}
     interpreted(__name__, "interpret_wide_logits()")
 
 
@@ -254,19 +254,19 @@ def test_the_draft_of_nested_weights_interpreted() -> None:
 def interpret_pick() -> None:
     """The largest of each row: the lowest index of several, -1 where it is not finite or any is no number."""
     from qcompile.codegen.gpu_compile import load
-    from qcompile.codegen.gpu_rows import PICK_PART, pick_kernel
+    from qcompile.codegen.gpu_rows import ARGMAX_PART, argmax_kernel
 
-    vocab = PICK_PART + 40
+    vocab = ARGMAX_PART + 40
     logits = torch.randn(6, vocab)
-    logits[1, [5, PICK_PART + 3]] = 9.0
-    logits[2, PICK_PART + 7] = math.nan
+    logits[1, [5, ARGMAX_PART + 3]] = 9.0
+    logits[2, ARGMAX_PART + 7] = math.nan
     logits[3, 8] = math.inf
     logits[4] = -math.inf
     logits[5, :-1] = -math.inf
-    given = {"logits": logits, "part_best": torch.zeros(6, 2), "part_index": torch.zeros(6, 2, dtype=torch.int32)}
+    given = {"logits": logits, "part_value": torch.zeros(6, 2), "part_index": torch.zeros(6, 2, dtype=torch.int32)}
     given["argmax"] = torch.full((6,), -9, dtype=torch.int32)
     for final, grid in ((False, (6, 2)), (True, (6, 1))):
-        kernel = pick_kernel(vocab, 2, final, 80)
+        kernel = argmax_kernel(vocab, 2, final, 80)
         load(kernel)[*grid, 1](*(given[a.name] for a in kernel.arguments))
     assert given["argmax"].tolist() == [logits[0].argmax().item(), 5, -1, -1, -1, vocab - 1]
 
@@ -337,19 +337,19 @@ def test_decode_kernels_compile_without_spills(target: str, recipe: str) -> None
 def test_attention_of_several_positions_compiles_without_spills(format: str) -> None:
     needs_triton()
     kv = GpuKV(format, 8, 128)
-    base = AttentionSpec(kv, 32, 4096, 0.1, split=tiles.split(kv), **tiles.attention(kv, "split"))
-    assert fitting(base, 1).rows == 8 and fitting(base, 7).rows == 16  # two programs
-    most = fitting(base, 5)
+    base = AttentionSpec(kv, 32, 4096, 0.1, split=tiles.split_positions(kv), **tiles.attention_options(kv, "split"))
+    assert for_queries(base, 1).rows == 8 and for_queries(base, 7).rows == 16  # two programs
+    most = for_queries(base, 5)
     assert (most.rows, most.warps) == (24, 2)
     # By the Triton that it was measured with all fits; others hand out registers in their own way.
     assert compile_kernel(most.kernel(90), 90).spill_bytes <= (0 if triton_version().startswith("3.6.") else 256)
 
 
-def test_rows_are_quantized_in_parts_where_the_kernel_before_told_their_peaks() -> None:
+def test_rows_are_quantized_in_parts_where_the_kernel_before_stored_their_amax() -> None:
     of_heads = (1, "decode_tokens")
     cases: list[tuple[str, int, int, set[tuple[int, str]]]] = [
         ("qserve", 256, 89, {(3, "tokens"), of_heads}),
-        # Up to 8 and 16 rows are told of where warps go on apart, which do not share the inputs of so many weights.
+        # Up to 8 and 16 rows warp-specialized kernels store it too; with so many weights there is no split-K.
         ("qserve", 256, 90, {(5, "tokens"), of_heads}),
         ("qserve", 10240, 90, {(5, "tokens"), of_heads}),
         ("qserve-channel", 256, 90, set()),
@@ -357,29 +357,31 @@ def test_rows_are_quantized_in_parts_where_the_kernel_before_told_their_peaks() 
     ]
     for recipe, ffn, capability, known in cases:
         plan = make_plan(lowered(recipe, ffn=ffn)[1], capability)
-        told: list[tuple[int, int, str]] = []  # most rows, peaks of a row, and what tells them
+        stored: list[tuple[int, int, str]] = []  # most rows, amax values of a row, and the launch's count
         seen = set()
         for launch in plan.launches:
-            of_peaks = [variant for variant in launch.variants if "peaks" in variant.args]
-            tellers = [variant for variant in of_peaks if not variant.kernel.startswith("rows")]
-            if tellers and "gemv" in tellers[0].kernel:
-                sources = [plan.kernels[variant.kernel].source for variant in tellers]
-                told = [(v.most, _peaks_of(source), launch.by) for v, source in zip(tellers, sources, strict=True)]
-            elif tellers:
-                assert all("merge" in variant.kernel for variant in tellers)
-                told = [(16, 2 * SHAPE["heads"], "decode_tokens")]
-            elif of_peaks:
-                assert [variant.most for variant in launch.variants] == [*(most for most, _, _ in told), 0]
-                for variant, (_, count, by) in zip(of_peaks, told, strict=True):
-                    assert f"row * {count} + peak" in plan.kernels[variant.kernel].source and launch.by == by
-                seen |= {(len(told), by) for _, _, by in told}
-        # What a prefill's attention makes has no peaks: another launch quantizes it.
+            of_amax = [variant for variant in launch.variants if "amax" in variant.args]
+            writers = [variant for variant in of_amax if not variant.kernel.startswith("rows")]
+            if writers and "gemv" in writers[0].kernel:
+                sources = [plan.kernels[variant.kernel].source for variant in writers]
+                stored = [
+                    (v.most, _amax_parts_of(source), launch.by) for v, source in zip(writers, sources, strict=True)
+                ]
+            elif writers:
+                assert all("merge" in variant.kernel for variant in writers)
+                stored = [(16, 2 * SHAPE["heads"], "decode_tokens")]
+            elif of_amax:
+                assert [variant.most for variant in launch.variants] == [*(most for most, _, _ in stored), 0]
+                for variant, (_, count, by) in zip(of_amax, stored, strict=True):
+                    assert f"row * {count} + part_index" in plan.kernels[variant.kernel].source and launch.by == by
+                seen |= {(len(stored), by) for _, _, by in stored}
+        # A prefill's attention stores no amax: another launch quantizes its result.
         assert seen == known, recipe
 
 
-def _peaks_of(source: str) -> int:
-    """How many peaks of a row a kernel that multiplies tells."""
-    found = re.search(r"peaks \+ (?:\(token \+ 0\)|rm) \* (\d+) \+ pn", source)
+def _amax_parts_of(source: str) -> int:
+    """How many amax values of a row a GEMM kernel stores."""
+    found = re.search(r"amax \+ (?:\(token \+ 0\)|rm) \* (\d+) \+ pn", source)
     assert found
     return int(found[1])
 
@@ -393,11 +395,11 @@ def test_programs_for_many_rows_have_all_rows_of_mixed_weights() -> None:
             if cut := re.search(r"^N = tl\.constexpr\((\d+)\)\n.*\n.*\nROWS = tl\.constexpr\((\d+)\)", source, re.M):
                 n, rows = int(cut[1]), int(cut[2])
                 odd += n % rows > 0
-                # Programs that last take the tiles they are told of.
-                told = re.search(r"^TALL = tl\.constexpr\((\d+)\)", source, re.M)
-                tiles = int(told[1]) if told and variant.grid[0] == MULTIPROCESSORS else variant.grid[1]
+                # Persistent programs loop over all tiles.
+                stored = re.search(r"^N_TILES = tl\.constexpr\((\d+)\)", source, re.M)
+                tiles = int(stored[1]) if stored and variant.grid[0] == MULTIPROCESSORS else variant.grid[1]
                 assert tiles == -(-n // rows), launch.name
-    assert odd  # there are programs that lack the rows of some of their warps
+    assert odd  # some programs lack the rows of some of their warps
 
 
 def test_few_rows_are_quantized_in_parts_of_whole_groups() -> None:

@@ -1,4 +1,4 @@
-"""GPU kernels that take each row alone: products without the tensor cores, norms and rounding."""
+"""GPU kernels that take rows by themselves: GEMV without the tensor cores, norms and quantization."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.codegen.interpreted import interpreted, needs_triton
 from tests.codegen.test_triton_gemm import IN_GROUPS, packing_of, weight
 
 
-def interpret_single() -> None:
-    """Rows taken alone, without the tensor cores: the bits that kernels for many rows give, and gates in pairs."""
+def interpret_gemv() -> None:
+    """GEMV, without the tensor cores: the bits of the kernels for a large M, and gated epilogues."""
     from qcompile.codegen.triton import load
 
     torch.manual_seed(0)
@@ -32,20 +32,20 @@ def interpret_single() -> None:
             width = options["width"]
             bias, residual = torch.randn(n), torch.randn(4, width)
             found = []
-            alone = Tile(1, 32, unroll=2, warps=1, stages=1), Tile(3, 8, unroll=2, stages=3), Tile(1, 16, unroll=4)
-            for cut in (Tile(16, 32, unroll=2), *alone):
+            gemv = Tile(1, 32, unroll=2, warps=1, stages=1), Tile(3, 8, unroll=2, stages=3), Tile(1, 16, unroll=4)
+            for cut in (Tile(16, 32, unroll=2), *gemv):
                 spec = KernelSpec(format, n, k, cut, bias=True, inline_asm=False, out="f32", **options)
                 given: dict[str, Any] = {**packed, **dict(zip(("x", "x_scale", "x_sum"), x, strict=True))}
                 given |= {"out": torch.full((4, width), float("nan")), "bias": bias, "residual": residual, "M": 4}
-                if spec.single:
+                if spec.gemv:
                     given |= {"x": x[0].view(torch.int32), "w": packed["w"].view(torch.int32)}
-                if spec.single and spec.gated:
-                    spec = replace(spec, peaks=True)
-                    given["peaks"] = torch.full((4, n // cut.rows), float("nan"))
+                if spec.gemv and spec.gated:
+                    spec = replace(spec, amax=True)
+                    given["amax"] = torch.full((4, n // cut.rows), float("nan"))
                 load(spec)[spec.grid(4)](*(given[a.name] for a in spec.arguments))
                 found.append(given["out"])
-                if spec.peaks:
-                    assert torch.equal(given["peaks"], given["out"].abs().unflatten(1, (-1, cut.rows // 2)).amax(2))
+                if spec.amax:
+                    assert torch.equal(given["amax"], given["out"].abs().unflatten(1, (-1, cut.rows // 2)).amax(2))
             assert not found[0].isnan().any()
             assert all(torch.equal(found[0], each) for each in found[1:]), (format, options)
             if "gated" in options:
@@ -54,8 +54,8 @@ def interpret_single() -> None:
                 assert (found[0] - want).norm() / want.norm() < 1e-5
 
 
-def interpret_single_floats() -> None:
-    """Rows taken alone whose sums are floats: parts of K, and groups within them, in the order of the other kernels."""
+def interpret_gemv_floats() -> None:
+    """GEMV with float accumulators: parts of K, and groups within them, in the order of the other kernels."""
     from qcompile.codegen.triton import load
 
     torch.manual_seed(0)
@@ -74,14 +74,14 @@ def interpret_single_floats() -> None:
         for x_groups, count in ((False, 1), (False, 4), (True, 2)):
             x = quantize_activation(torch.randn(4, k), "int8_g128" if x_groups else "int8", 0)
             found = []
-            alone = [Tile(tokens, rows, slices=count, warps=1, stages=2) for tokens, rows in ((1, 32), (3, 8))]
-            for cut in (Tile(16, 32, splits=count), *alone):
+            gemv = [Tile(tokens, rows, sliced_k=count, warps=1, stages=2) for tokens, rows in ((1, 32), (3, 8))]
+            for cut in (Tile(16, 32, split_k=count), *gemv):
                 options = {"bias": True, "residual": True, "width": 28, "out": "f32", "x_groups": x_groups}
                 spec = KernelSpec(format, n, k, cut, inline_asm=False, **options)
                 given: dict[str, Any] = {**packed, **dict(zip(("x", "x_scale", "x_sum"), x, strict=True))}
                 given |= {"out": torch.full((4, 28), float("nan")), "bias": bias, "residual": residual, "M": 4}
                 given |= {name: torch.zeros(*how[:1], dtype=how[1]) for name, how in spec.workspace(4).items()}
-                if spec.single:
+                if spec.gemv:
                     words = {name: given[name].view(torch.int32) for name in ("x", "w", "low") if name in given}
                     given |= words
                 load(spec)[spec.grid(4)](*(given[a.name] for a in spec.arguments))
@@ -92,17 +92,17 @@ def interpret_single_floats() -> None:
 
 
 def interpret_parts() -> None:
-    """A row quantized in parts, by the peaks of other parts or in groups: the bits of all at once."""
+    """A row quantized in parts, by the amax of other parts or in groups: the bits of all at once."""
     from qcompile.codegen import gpu_compile
 
     torch.manual_seed(0)
     x = torch.randn(3, 768)
-    for group, peaks in ((0, 48), (128, 0)):
+    for group, amax_parts in ((0, 48), (128, 0)):
         whole = RowSpec(768, 768, 768, out="q8", group=group)
         found = []
-        for spec, grid in ((whole, (3, 1, 1)), (replace(whole, width=256, blocks=3, peaks=peaks), (3, 3, 1))):
+        for spec, grid in ((whole, (3, 1, 1)), (replace(whole, width=256, blocks=3, amax_parts=amax_parts), (3, 3, 1))):
             given = {"x": x, "out": torch.empty(3, 768, dtype=torch.int8), "out_scale": torch.full((3, 6), 0.0)}
-            given["peaks"] = x.abs().unflatten(1, (48, 16)).amax(2)
+            given["amax"] = x.abs().unflatten(1, (48, 16)).amax(2)
             kernel = spec.kernel(80)
             gpu_compile.load(kernel)[grid](*(given[a.name] for a in kernel.arguments))
             found.append((given["out"], given["out_scale"]))
@@ -144,12 +144,12 @@ def interpret_rows_behind_the_last() -> None:
 
 
 def test_numerics_in_the_interpreter() -> None:
-    calls = "interpret_single()", "interpret_single_floats()", "interpret_parts()", "interpret_norms()"
+    calls = "interpret_gemv()", "interpret_gemv_floats()", "interpret_parts()", "interpret_norms()"
     interpreted(__name__, *calls, "interpret_rows_behind_the_last()")
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
-def test_kernels_for_few_rows_keep_what_is_on_its_way_in_registers(capability: int) -> None:
+def test_gemv_kernels_keep_loads_in_flight_in_registers(capability: int) -> None:
     needs_triton()
     cases = [("qoq_g128", 4096, 14336, rows) for rows in (1, 2, 3)] + [("qoq_channel", 4096, 14336, 3)]
     cases += [("qoq_g128", 28672, 4096, 1), ("w8_sym_channel", 4096, 4096, 3), ("w8_sym_channel", 4096, 14336, 1)]
@@ -157,8 +157,8 @@ def test_kernels_for_few_rows_keep_what_is_on_its_way_in_registers(capability: i
     cases = [(*case, case[0] in IN_GROUPS) for case in cases] + [("w4_asym_g128_int8", 28672, 4096, 1, False)]
     for format, n, k, rows, x_groups in cases:
         spec = KernelSpec(format, n, k, tiles.choose(format, n, k, rows, capability), out="f32", x_groups=x_groups)
-        assert spec.single and spec.tile.tokens == rows
+        assert spec.gemv and spec.tile.tokens == rows
         built = compile_for(spec, capability)
         assert built.spill_bytes == 0 and "dp4a" in built.ptx
-        # Programs of one warp that begin early: 16 have the registers of a multiprocessor.
-        assert not (spec.prelaunch and spec.tile.warps == 1) or 16 * 32 * built.registers <= 1 << 16
+        # Programs of one warp with PDL: 16 have the registers of a multiprocessor.
+        assert not (spec.pdl and spec.tile.warps == 1) or 16 * 32 * built.registers <= 1 << 16

@@ -1,4 +1,4 @@
-"""Parts of the inputs that are summed apart, where a weight's do not divide into them."""
+"""Parts of K that are summed separately, where they do not divide K."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def made(spec: KernelSpec, packed: dict[str, torch.Tensor], x: list[torch.Tensor
 
     given: dict[str, Any] = {**packed, **dict(zip(("x", "x_scale", "x_sum"), x, strict=False)), "M": len(x[0])}
     given |= {name: torch.zeros(items, dtype=dtype) for name, (items, dtype) in spec.workspace(len(x[0])).items()}
-    if spec.single:
+    if spec.gemv:
         given |= {name: given[name].view(torch.int32) for name in ("x", "w", "low") if name in given}
     given |= {name: guarded(part) for name, part in given.items() if isinstance(part, torch.Tensor)}
     for _ in range(2):
@@ -58,9 +58,9 @@ def interpret_integers() -> None:
     for format in INTEGERS:
         packed = pack_gpu(quantize_weight(weight(N, k), format), format)
         x = quantize_activation(torch.randn(ROWS, k), "int8", 0)
-        alone = [Tile(1, 8, unroll=4, warps=1, stages=stages) for stages in (1, 2, 3, 4)]
-        alone += [Tile(3, 32, unroll=8, stages=2), Tile(1, 16, unroll=16, stages=1)]
-        cuts = [Tile(16, 32, unroll=2), Tile(16, 32, unroll=2, splits=2), Tile(16, 32, unroll=2, splits=3), *alone]
+        gemv = [Tile(1, 8, unroll=4, warps=1, stages=stages) for stages in (1, 2, 3, 4)]
+        gemv += [Tile(3, 32, unroll=8, stages=2), Tile(1, 16, unroll=16, stages=1)]
+        cuts = [Tile(16, 32, unroll=2), Tile(16, 32, unroll=2, split_k=2), Tile(16, 32, unroll=2, split_k=3), *gemv]
         found = [made(KernelSpec(format, N, k, cut, inline_asm=False, out="f32"), packed, x) for cut in cuts]
         want = reference(x, dequantize_weight(unpack_gpu(packed, format), format, k))
         assert (found[0] - want).norm() / want.norm() < 1e-5
@@ -68,7 +68,7 @@ def interpret_integers() -> None:
 
 
 def interpret_floats() -> None:
-    """Sums of floats: those of rows taken alone have the bits of the other kernels, in as many parts."""
+    """Float accumulators: GEMV kernels give the bits of the other kernels with as many parts."""
     torch.manual_seed(0)
     for format, far in (*((format, False) for format in FLOATS), ("mxfp4_a8", True)):
         packing = packing_of(format)
@@ -78,16 +78,16 @@ def interpret_floats() -> None:
         packed = pack_gpu(quantize_weight(w, number_format(packing)), packing)
         dense = dequantize_weight(unpack_gpu(packed, packing), number_format(packing), k)
         for x_groups, count in ((False, 3), (False, 4), (True, 2)) if format in IN_GROUPS else ((False, 2), (False, 3)):
-            cuts = [Tile(16, 32, splits=count)]
+            cuts = [Tile(16, 32, split_k=count)]
             if format != "mxfp4_a8":
-                cuts += [Tile(16, 32, turns=count), Tile(32, 32, turns=count)]
+                cuts += [Tile(16, 32, serial_k=count), Tile(32, 32, serial_k=count)]
             if format in IN_GROUPS and count in (2, 4):  # a power of two side by side
-                cuts += [Tile(1, 32, slices=count, warps=1, stages=stages) for stages in (2, 8)]
-                cuts.append(Tile(3, 8, slices=count, warps=1, stages=3))
+                cuts += [Tile(1, 32, sliced_k=count, warps=1, stages=stages) for stages in (2, 8)]
+                cuts.append(Tile(3, 8, sliced_k=count, warps=1, stages=3))
             specs = [KernelSpec(format, N, k, cut, inline_asm=False, out="f32", x_groups=x_groups) for cut in cuts]
             kind = "bf16" if specs[0].float_x else "int8_g128" if x_groups else "int8"
             x = quantize_activation(torch.randn(ROWS, k), kind, 0)
-            assert all(spec.longer for spec in specs) or format == "bf16", specs
+            assert all(spec.longer_parts for spec in specs) or format == "bf16", specs
             found = [made(spec, packed, x) for spec in specs]
             want = reference(x, dense)
             # bf16 weights and activations are multiplied exactly; sums are float32.
@@ -102,24 +102,32 @@ def test_numerics_in_the_interpreter() -> None:
 @pytest.mark.parametrize(
     "spec",
     [
-        KernelSpec("qoq_g128", 4096, 11008, Tile(16, 64, splits=4, unroll=2, stages=4, ahead=128, piece=128)),
-        KernelSpec("mxfp4_a8", 512, 2944, Tile(16, 64, splits=4, stages=4, ahead=128, piece=128), x_groups=True),
-        KernelSpec("w4_asym_g128", 512, 11008, Tile(16, 64, splits=4, stages=3, ahead=128, piece=128)),
-        KernelSpec("w4_asym_g128", 512, 2304, Tile(128, 128, splits=4, warps=8, stages=1, piece=32)),
-        KernelSpec("mxfp4", 512, 2816, Tile(256, 128, splits=4, warps=8, unroll=2, stages=1, piece=16)),
-        KernelSpec("w4_asym_g128", 512, 11008, Tile(128, 128, turns=4, warps=8, stages=2, ahead=128, piece=128)),
-        KernelSpec("mxfp4_a8", 512, 2944, Tile(64, 128, turns=4, warps=8, stages=6, piece=128), x_groups=True),
-        KernelSpec("nested_8_4", 4096, 2944, Tile(1, 8, slices=4, warps=2, stages=7, ahead=128), x_groups=True),
+        KernelSpec(
+            "qoq_g128", 4096, 11008, Tile(16, 64, split_k=4, unroll=2, stages=4, prefetch_bytes=128, unpack_k=128)
+        ),
+        KernelSpec(
+            "mxfp4_a8", 512, 2944, Tile(16, 64, split_k=4, stages=4, prefetch_bytes=128, unpack_k=128), x_groups=True
+        ),
+        KernelSpec("w4_asym_g128", 512, 11008, Tile(16, 64, split_k=4, stages=3, prefetch_bytes=128, unpack_k=128)),
+        KernelSpec("w4_asym_g128", 512, 2304, Tile(128, 128, split_k=4, warps=8, stages=1, unpack_k=32)),
+        KernelSpec("mxfp4", 512, 2816, Tile(256, 128, split_k=4, warps=8, unroll=2, stages=1, unpack_k=16)),
+        KernelSpec(
+            "w4_asym_g128", 512, 11008, Tile(128, 128, serial_k=4, warps=8, stages=2, prefetch_bytes=128, unpack_k=128)
+        ),
+        KernelSpec("mxfp4_a8", 512, 2944, Tile(64, 128, serial_k=4, warps=8, stages=6, unpack_k=128), x_groups=True),
+        KernelSpec(
+            "nested_8_4", 4096, 2944, Tile(1, 8, sliced_k=4, warps=2, stages=7, prefetch_bytes=128), x_groups=True
+        ),
     ],
     ids=lambda spec: spec.name,
 )
 def test_kernels_of_parts_that_differ_compile(spec: KernelSpec) -> None:
     needs_triton()
-    assert spec.longer
-    if spec.tile.piece in (16, 32):  # no interpreter takes these
+    assert spec.longer_parts
+    if spec.tile.unpack_k in (16, 32):  # no interpreter takes these
         source = render(replace(spec, out="f32"))
-        assert f"start = pk * BLOCKS + tl.minimum(pk, {spec.longer})" in source
-        assert "range(held" in source and "< held" in source and "< BLOCKS" not in source
+        assert f"start = pk * BLOCKS + tl.minimum(pk, {spec.longer_parts})" in source
+        assert "range(part_blocks" in source and "< part_blocks" in source and "< BLOCKS" not in source
     assert compile_for(replace(spec, out="f32"), 90).spill_bytes == 0
 
 
@@ -127,7 +135,7 @@ def test_a_single_row_of_a_small_or_an_odd_weight_has_a_kernel_of_its_own() -> N
     for format in INTEGERS:
         for n, k in (*SHAPES, (151936, 1024), (151936, 896), (256, 256)):
             if format != "qoq_g128" or k % 256 == 0:
-                tile = tiles.in_one_order(format, n, padded_inputs(k, format), 1)
+                tile = tiles.choose_batch_invariant(format, n, padded_inputs(k, format), 1)
                 assert tile.tokens == 1 and n // tile.rows * tile.warps >= min(n // 8 * 4, 8 * MULTIPROCESSORS), (
                     n,
                     k,
@@ -135,25 +143,29 @@ def test_a_single_row_of_a_small_or_an_odd_weight_has_a_kernel_of_its_own() -> N
                 )
 
 
-def test_parts_are_summed_in_turn_where_there_are_programs_enough() -> None:
+def test_large_m_uses_serial_k_where_there_are_programs_enough() -> None:
     for format in ("w4_asym_g128", "nested_8_4", "mix_4_8", "bf16"):
-        cuts = {rows: tiles.in_one_order(format, 4096, 4096, rows) for rows in (16, 64, 256, 512)}
-        assert [cuts[rows].turns for rows in (16, 64, 256, 512)] == [1, 1, 4, 4], format
-        assert cuts[16].splits == cuts[64].splits == 4 and cuts[256].splits == cuts[512].splits == 1
-    assert tiles.in_one_order("qoq_g128", 4096, 4096, 512).turns == 1  # integers have no order
-    assert tiles.in_one_order("w4_asym_g128", 4096, 4096, 512, 80).turns == 1
-    for tile in (Tile(16, 32, turns=2, splits=2), Tile(1, 8, turns=2), Tile(64, 64, turns=2, stages=1, piece=32)):
+        cuts = {rows: tiles.choose_batch_invariant(format, 4096, 4096, rows) for rows in (16, 64, 256, 512)}
+        assert [cuts[rows].serial_k for rows in (16, 64, 256, 512)] == [1, 1, 4, 4], format
+        assert cuts[16].split_k == cuts[64].split_k == 4 and cuts[256].split_k == cuts[512].split_k == 1
+    assert tiles.choose_batch_invariant("qoq_g128", 4096, 4096, 512).serial_k == 1  # integers have no order
+    assert tiles.choose_batch_invariant("w4_asym_g128", 4096, 4096, 512, 80).serial_k == 1
+    for tile in (
+        Tile(16, 32, serial_k=2, split_k=2),
+        Tile(1, 8, serial_k=2),
+        Tile(64, 64, serial_k=2, stages=1, unpack_k=32),
+    ):
         with pytest.raises(UnsupportedError):
             KernelSpec("w4_asym_g128_int8", 512, 4096, tile)
-    with pytest.raises(UnsupportedError, match="turns"):
-        KernelSpec("qoq_channel", 512, 4096, Tile(64, 64, turns=2))
+    with pytest.raises(UnsupportedError, match="serial_k"):
+        KernelSpec("qoq_channel", 512, 4096, Tile(64, 64, serial_k=2))
 
 
 def test_a_part_without_inputs_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="does not divide"):
-        KernelSpec("qoq_channel", 64, 384, Tile(16, 32, splits=4))
+        KernelSpec("qoq_channel", 64, 384, Tile(16, 32, split_k=4))
     with pytest.raises(UnsupportedError, match="does not divide"):
-        KernelSpec("qoq_channel", 64, 640, Tile(16, 32, slices=4))
+        KernelSpec("qoq_channel", 64, 640, Tile(16, 32, sliced_k=4))
 
 
 @pytest.mark.parametrize(
@@ -163,14 +175,17 @@ def test_weights_of_any_shape_have_programs_for_all_multiprocessors(format: str)
     """Or as many parts as are worth while; and floats the same parts for any number of rows."""
     for n, k in SHAPES:
         k = padded_inputs(k, "mxfp4_int8" if format == "mxfp4_a8" else format)
-        specs = [KernelSpec(format, n, k, tiles.in_one_order(format, n, k, rows)) for rows in (1, 16, 64, 300, 2048)]
+        specs = [
+            KernelSpec(format, n, k, tiles.choose_batch_invariant(format, n, k, rows))
+            for rows in (1, 16, 64, 300, 2048)
+        ]
         decode = specs[1]
-        most = tiles.MOST_PARTS[not decode.float_sum]
-        programs = n // decode.tile.rows * decode.tile.splits
+        most = tiles.MAX_SPLIT_K[not decode.float_sum]
+        programs = n // decode.tile.rows * decode.tile.split_k
         few = decode.parts >= most and decode.tile.rows == 64
-        assert programs >= MULTIPROCESSORS or few or k < 2 * decode.parts * tiles.LEAST_INPUTS, decode
+        assert programs >= MULTIPROCESSORS or few or k < 2 * decode.parts * tiles.MIN_SPLIT_INPUTS, decode
         if decode.float_sum:
-            assert len({spec.starts for spec in specs}) == 1, specs
+            assert len({spec.part_starts for spec in specs}) == 1, specs
 
 
 EVERY = (*FLOATS, "w4_asym_g128_a8", "mix_4_8", *INTEGERS)
@@ -187,14 +202,16 @@ def test_cuts_fit_the_gpu_and_begin_where_others_do(format: str, capability: int
         if format == "mix_4_8" and n % 64:
             continue
         specs = [
-            KernelSpec(format, n, k, tiles.in_one_order(format, n, k, most or tiles.MANY, capability), width=n)
-            for most in tiles.classes(format)
+            KernelSpec(
+                format, n, k, tiles.choose_batch_invariant(format, n, k, most or tiles.LARGE_M, capability), width=n
+            )
+            for most in tiles.token_classes(format)
         ]
-        assert format in INTEGERS or len({spec.starts for spec in specs}) == 1, (n, k)
+        assert format in INTEGERS or len({spec.part_starts for spec in specs}) == 1, (n, k)
         for spec in specs:
             tile = spec.tile
             assert tile.stages * spec.step_bytes <= room, (n, k, tile)
             if capability != 90:
-                assert (tile.piece, tile.turns, tile.joined) == (0, 1, False)
+                assert (tile.unpack_k, tile.serial_k, tile.fused_planes) == (0, 1, False)
             if capability < 90:
-                assert tile.ahead == 0
+                assert tile.prefetch_bytes == 0
