@@ -51,7 +51,7 @@ struct AttentionScratch {    // one thread's working set
   float *q, *score, *part, *out;
   float q_sum[kTileRows], page_max[kTileRows], page_sum[kTileRows], shift[kTileRows];
   float run_max[kTileRows], run_sum[kTileRows];
-  float center_score[kTileRows];     // the row's score with the center that was subtracted from keys
+  float center_dot[kTileRows];   // scaled q . center: what scores lack because cached keys are centered
   int32_t position[kTileRows];
   const float* bias[kTileRows];  // bias of the row's head
   int8_t* split;                 // kKvHier: q times the key scales of group `folded`, [rows][2][dp]
@@ -132,8 +132,8 @@ QC_INLINE f32x16 key_bias(const float* bias, int query, int from) {
   return x;
 }
 
-// Brings the scores of all rows to their final scale, -inf where masked; page_max is their maximum. Slots from 16 *
-// parts on are masked for all rows and not read.
+// Brings the scores of all rows to their final scale, -inf where masked; page_max is their maximum. Slots from
+// 16 * parts on are masked for all rows and not read.
 template <KvFormat F, bool masked>
 QC_INLINE void scale_scores(const AttentionArgs& a, const KvBlock& block, AttentionScratch& s, int rows, int start,
                             int parts) {
@@ -152,7 +152,7 @@ QC_INLINE void scale_scores(const AttentionArgs& a, const KvBlock& block, Attent
         x[c] = (x[c] - load<f32x16>(p + kPage) * s.q_sum[r]) * load<f32x16>(p);
       }
       x[c] *= a.scale;
-      if (a.softcap > 0) x[c] = apply_softcap(x[c] + s.center_score[r], a.softcap);  // softmax alone ignores this shift
+      if (a.softcap > 0) x[c] = apply_softcap(x[c] + s.center_dot[r], a.softcap);  // softmax alone ignores this shift
       if (a.key_bias) x[c] += key_bias(s.bias[r], s.position[r], start + 16 * c);
       if (masked) x[c] = select(visible(a, s, r, start, c), x[c], splat(-__builtin_inff()));
       store(row + 16 * c, x[c]);
@@ -313,7 +313,7 @@ QC_NOINLINE void attend_tile(const AttentionArgs& a, const KvLayer<F>& kv, void*
     f32x16 sum{};
     for (int i = 0; i < dp; i += 16) sum += load<f32x16>(q + i);
     s.q_sum[r] = reduce_add(sum);
-    s.center_score[r] = a.center ? dot(q, a.center + head * d, d) * a.scale : 0.0f;
+    s.center_dot[r] = a.center ? dot(q, a.center + head * d, d) * a.scale : 0.0f;
     s.position[r] = a.positions[t];
     s.bias[r] = a.key_bias ? a.key_bias + (int64_t)h * a.key_bias_stride : nullptr;
   }
@@ -338,7 +338,7 @@ QC_NOINLINE void attend_tile(const AttentionArgs& a, const KvLayer<F>& kv, void*
   for (int r = 0; r < rows; ++r) {
     const int t = token0 + (first + r) / group, h = head * group + (first + r) % group;
     float* to = a.out + (int64_t)t * out_stride + h * d;
-    const float less = a.softcap > 0 ? 0.0f : s.center_score[r];  // missing from these scores
+    const float less = a.softcap > 0 ? 0.0f : s.center_dot[r];  // missing from these scores
     const float inverse =
         a.sinks ? inverse_with_sink(s.run_max[r], s.run_sum[r], a.sinks[h] - less) : 1.0f / s.run_sum[r];
     for (int i = 0; i < d; ++i) to[i] = s.out[r * dp + i] * inverse;

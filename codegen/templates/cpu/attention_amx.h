@@ -330,7 +330,7 @@ QC_NOINLINE void finish_scores(const AttentionArgs& a, const KvBlock& block, con
       f32x16 x = load<f32x16>(score);
       if (F >= kKv8) x *= load<f32x16>(block.parameters + 16 * c);
       // Without softcap the shift would not matter to softmax.
-      if (a.softcap > 0) x = apply_softcap(x + s.center_score[rows.first + i], a.softcap);
+      if (a.softcap > 0) x = apply_softcap(x + s.center_dot[rows.first + i], a.softcap);
       if (a.key_bias) x += key_bias(s.bias[rows.first + i], s.position[rows.first + i], rows.start + 16 * c);
       store(score, x);
     }
@@ -340,7 +340,7 @@ QC_NOINLINE void finish_scores(const AttentionArgs& a, const KvBlock& block, con
 // sums. For quantized v, probabilities are then multiplied by v's scales. Masked scores may hold anything.
 template <KvFormat F, Scores scores, bool masked>
 QC_NOINLINE void softmax_stripe(const AttentionArgs& a, const KvBlock& block, const AttentionScratch& s,
-                              const StripeRows& rows, uint16_t* weight) {
+                                const StripeRows& rows, uint16_t* weight) {
   __m512 k_scale[4], v_scale[4];
   if constexpr (F >= kKv8)
     QC_UNROLL for (int c = 0; c < 4; ++c) {
@@ -403,7 +403,7 @@ struct Stripes {
     int page, first;
   };
   int count(Step x) const { return rows - x.first < kStripe ? rows - x.first : kStripe; }
-  // Slots of x's page at the positions of its first and its last row.
+  // Slots, relative to x's page, of the positions of its first and last row; may lie outside the page.
   int first_slot(Step x) const { return s.position[x.first] - x.page * kPage; }
   int last_slot(Step x) const { return s.position[x.first + count(x) - 1] - x.page * kPage; }
   int end(Step x) const { return last_slot(x) < kPage ? last_slot(x) + 1 : kPage; }

@@ -120,9 +120,9 @@ template <class Base>
 struct SignedRule : Base {
   static constexpr bool kSigned = true;
 };
-// Gives the same bits as MxRule, as a sum times 2^(e-128) is exact. If that scale is subnormal, the multiplication
-// would take some hundred cycles, so those rare groups take the MxRule path. Weights scaled to their maximum never need
-// it.
+// Gives the same bits as MxRule, as a sum times 2^(e-128) is exact. Where that scale is subnormal (e < 2) it cannot be
+// built in the exponent field, and the multiplication would take some hundred cycles, so such groups take the MxRule
+// path. Weights scaled to their maximum never need it.
 template <class Base>
 struct SignedMxRule : Base {
   static constexpr bool kSigned = true;

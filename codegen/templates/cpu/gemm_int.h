@@ -196,8 +196,8 @@ struct Uncentered<CenteredRule<Base>> {
 template <class T, int M>
 using ForTokens = std::conditional_t<(M < kManyTokens), typename Uncentered<T>::Type, T>;
 
-// nested_8_4: y = xs sum_g s/8 sum((8 (u - z) + l - 8) x). The kernel sums (8 u + l - 64) x; the correction is -(8 z -
-// 56) sum(x).
+// nested_8_4: y = xs sum_g s/8 sum((8 (u - z) + l - 8) x). The kernel sums (8 u + l - 64) x; the zero-point correction
+// is -(8 z - 56) sum(x).
 template <class Base>
 struct NestedRule : Base {
   QC_INLINE I16 begin(const IntBlock& w, int g, int32_t start) {
@@ -210,8 +210,8 @@ struct NestedRule : Base {
 };
 // mxfp4: y = xs sum_b 2^(e-128) sum(c x), with c the doubled element. The accumulator starts at the bits of the float
 // 1.5 * 2^23, minus the table's offset, so that a sum s ends as the float 1.5 * 2^23 + s. Adding e - 128 to the
-// exponent field scales it (the 128 is subtracted at the start). Subtracting 1.5 * 2^23, scaled alike, leaves s *
-// 2^(e-128), exactly (e <= 230). This avoids the multiplier, which the dot products keep busy.
+// exponent field scales it (the 128 is subtracted at the start). Subtracting 1.5 * 2^23, scaled alike, leaves exactly
+// s * 2^(e-128) (e <= 230). This avoids the multiplier, which the dot products keep busy.
 struct MxRule : GroupRule {
   static constexpr int kChunks = 1;
   static constexpr int32_t kMagic = 0x4b400000 - (128 << 23);

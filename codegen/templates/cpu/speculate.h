@@ -13,7 +13,7 @@ struct Speculator {
   const qc_speculation& q;
   int32_t *ids, *positions, *rows, *argmax;  // [max_rows] of the running step
   int32_t *query_start, *tables, *outs;      // [S + 1], [S][block_stride], [S] output rows per sequence in the step
-  int32_t *want, *draft_start;                      // [levels][S] tokens still wanted; where the round's drafts begin
+  int32_t *want, *draft_start;               // [levels][S] tokens still wanted; where the round's drafts begin
   float* logits;                             // [S][vocab], for thresholds
 
   // Tokens that must recur before a lookup proposes what followed them; the second where a model could draft instead.
@@ -122,8 +122,8 @@ struct Speculator {
     return kept + 1;
   }
 
-  // Whether a lookup in the last level could propose to the target. The tokens that the levels between then lack in
-  // their own caches must still fit into one step.
+  // Lets a lookup in the last level propose to the target; returns whether it did. The tokens that the levels between
+  // then lack in their own caches must still fit into one step.
   bool propose_by_lookup(int s, int room) {
     const qc_level& last = q.level[q.levels - 1];
     const int rows = q.max_rows / q.sequences - 2, most = last.gamma < rows ? last.gamma : rows;

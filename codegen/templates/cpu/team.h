@@ -83,8 +83,8 @@ struct SpinPolicy {
   static constexpr int kMinBackoff = 16, kMaxBackoff = 256, kResetAfter = 4096;
 };
 
-// Dissemination barrier (Hensgen, Finkel, Manber 1988): in round r thread i signals thread i + 2^r, so after ceil(log2
-// n) rounds every thread has heard from every other. Each flag has one writer and one reader and counts episodes, so it
+// Dissemination barrier (Hensgen, Finkel, Manber 1988): in round r thread i signals thread i + 2^r, so every thread has
+// heard from every other after ceil(log2 n) rounds. Each flag has one writer and one reader and counts episodes, so it
 // is never reset.
 struct Barrier {
   int threads = 1, rounds = 0;
