@@ -1,14 +1,15 @@
-// cpu_gemm.cpp: how near the GEMM kernels come to the machine's ceilings.
+// cpu_gemm.cpp: GEMM kernel throughput compared with the machine's ceilings.
 //
 //   g++ -std=c++17 -O3 -march=native -ffp-contract=off -Wno-psabi -pthread -Icodegen/templates/cpu
 //       benchmarks/cpu_gemm.cpp -o cpu_gemm && ./cpu_gemm THREADS MODE [FORMAT]
 //
-// decode: the five linears of a 1.1 B Llama at 1 to 8 tokens, copies in turn so that weights come from memory.
+// decode: the five linear layers of a 1.1 B Llama at 1 to 8 tokens, cycling through copies so that weights come from
+//         memory.
 // verify: the same at 9 to 64 tokens, one copy. prefill: 512 tokens, without the output head.
-// cached: the linears of a 26 M Llama, which stay in the L3 cache. cached-prefill: the same at 512 tokens.
-// mix: mix_4_8 with a tenth of the rows in 8 bits beside w4_asym_g128, in turn, at two square-ish shapes.
-// Prints, per format and M, the median over repeats: weight GB/s (codes and scales) and GOPS (2 M N K / t), beside the
-// read bandwidth (memory, or L3 when cached) measured between the repeats and the arithmetic rates measured first.
+// cached: the linear layers of a 26 M Llama, which stay in the L3 cache. cached-prefill: the same at 512 tokens.
+// mix: mix_4_8 with a tenth of the rows in 8 bits alternating with w4_asym_g128, at two square-ish shapes.
+// Prints, per format and M, the median over repeats: weight GB/s (codes and scales) and GOPS (2 M N K / t), next to the
+// read bandwidth (memory, or L3 when cached) measured between the repeats. Peak arithmetic rates are measured first.
 #include "gemm.h"
 
 #include <pthread.h>
@@ -99,24 +100,24 @@ double read_rate(Team& team, size_t bytes, int times) {
   return bytes * (double)times / (now() - start) / 1e9;
 }
 
-// Operations a second (a multiply and an add are two) of 8 independent chains of one primitive, its operands in
-// registers.
+// 1e9 operations per second (a multiply and an add are two) of 8 independent chains of one primitive with register
+// operands.
 template <class A, class Dot>
 double peak_rate(Team& team, double ops, A zero, Dot dot) {
-  constexpr int kTurns = 400000;
+  constexpr int kIterations = 400000;
   double start = now();
   team.run([&](int) {
     A start_at[8] = {zero, zero, zero, zero, zero, zero, zero, zero};
-    asm volatile("" : "+m"(start_at));  // so that no two chains are known to be the same
+    asm volatile("" : "+m"(start_at));  // keeps the compiler from merging equal chains
     A a = start_at[0], b = start_at[1], c = start_at[2], d = start_at[3];
     A e = start_at[4], f = start_at[5], g = start_at[6], h = start_at[7];
-    for (int t = 0; t < kTurns; ++t) {
+    for (int t = 0; t < kIterations; ++t) {
       a = dot(a), b = dot(b), c = dot(c), d = dot(d), e = dot(e), f = dot(f), g = dot(g), h = dot(h);
     }
     A all[8] = {a, b, c, d, e, f, g, h};
     asm volatile("" : : "m"(all));
   });
-  return 8.0 * kTurns * ops * team.threads / (now() - start) / 1e9;
+  return 8.0 * kIterations * ops * team.threads / (now() - start) / 1e9;
 }
 
 struct Case {
@@ -129,8 +130,8 @@ struct Case {
 
 size_t round64(size_t n) { return (n + 63) / 64 * 64; }
 
-// Memory in large pages where the system has them, as a model's own is.
-char* large_pages(size_t bytes) {
+// Memory in huge pages where the system provides them, as for a model.
+char* huge_pages(size_t bytes) {
   constexpr size_t kPage = (size_t)2 << 20;
   bytes = (bytes + kPage - 1) / kPage * kPage;
   char* p = (char*)aligned_alloc(kPage, bytes);
@@ -138,7 +139,7 @@ char* large_pages(size_t bytes) {
   return p;
 }
 
-// A tenth of n rows in 8-bit blocks, every tenth; the narrow blocks first, as qcompile.mix lays them out.
+// Every tenth of n rows is in 8-bit blocks; the narrow (4-bit) blocks come first, as in qcompile.mix.
 struct MixOrder {
   std::vector<int32_t> columns, starts{0};
   int narrow = 0;  // pairs of narrow blocks
@@ -154,7 +155,7 @@ struct MixOrder {
   }
 };
 
-// As many copies of one matrix as fit in `budget` bytes (at least one), laid out as an artifact would.
+// Makes as many copies of one matrix as fit in `budget` bytes (at least one), in the layout of an artifact.
 void place(Case& c, size_t budget, size_t& used) {
   const size_t kp = gemm_kp(c.k), np = (c.n + 15) / 16 * 16, groups = (kp + 127) / 128;
   const double code[] = {4, 2, 0.5, 1, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5};
@@ -194,7 +195,7 @@ void place(Case& c, size_t budget, size_t& used) {
     c.copies.push_back(g);
   }
   const size_t x_bytes = round64(c.m * kp * 8 + 128);
-  c.memory = {large_pages(x_bytes + (size_t)c.m * c.n * 4), free};
+  c.memory = {huge_pages(x_bytes + (size_t)c.m * c.n * 4), free};
   char* x = c.memory.get();
   for (size_t i = 0; i < c.m * kp; ++i) {
     if (c.format == 0) ((float*)x)[i] = (float)(i % 13) - 6;
@@ -226,7 +227,7 @@ void call(const Case& c, const Gemm& g, const Worker& w) {
   }
 }
 
-// Seconds of one call of each copy of each case.
+// Seconds for one call per copy of every case.
 double pass(Team& team, const std::vector<Case>& cases) {
   double start = now();
   for (const Case& c : cases)
@@ -242,9 +243,9 @@ struct Mode {
   const char* name;
   std::vector<Shape2> shapes;
   std::vector<int> tokens;
-  size_t copies_bytes;  // copies of each matrix fill this
-  int passes;           // timed together
-  size_t read_bytes;    // what the read bandwidth is measured on
+  size_t copies_bytes;  // bytes of copies per matrix
+  int passes;           // passes timed together
+  size_t read_bytes;    // working set of the read bandwidth measurement
 };
 
 void measure(Team& team, const Mode& mode, int format, int m) {
@@ -271,7 +272,7 @@ void measure(Team& team, const Mode& mode, int format, int m) {
   fflush(stdout);
 }
 
-// Time of mix_4_8 (int8 activations per 128) over that of w4_asym_g128 (per token), both from memory where M is small.
+// Time of mix_4_8 (int8 activations, scale per 128) relative to w4_asym_g128 (per token), from memory if M is small.
 void compare_mix(Team& team) {
   for (Shape2 s : {Shape2{4096, 4096}, Shape2{11008, 4096}})
     for (int m : {1, 8, 64, 512}) {
@@ -321,7 +322,7 @@ int main(int argc, char** argv) {
   uint64_t seed = 1;
   for (size_t i = 0; i < kArena / 8; ++i)
     ((uint64_t*)arena)[i] = seed = seed * 6364136223846793005u + 1442695040888963407u;
-  for (int t = 0; t < team.threads; ++t) scratch.push_back(large_pages(gemm_scratch_bytes(5632)));
+  for (int t = 0; t < team.threads; ++t) scratch.push_back(huge_pages(gemm_scratch_bytes(5632)));
   alignas(64) static uint8_t w[64];
   alignas(64) static float x[16] = {1, 2, 3};
   printf("int8 %.0f GOPS, bf16 %.0f, f32 %.0f GFLOPS\n",
@@ -333,5 +334,5 @@ int main(int argc, char** argv) {
     for (int f = 0; f < kFormatCount && wanted == mode.name; ++f)
       for (int m : mode.tokens)
         if (only.empty() || only == kFormats[f]) measure(team, mode, f, m);
-  _exit(0);  // the workers spin until the end
+  _exit(0);  // the workers never stop spinning
 }

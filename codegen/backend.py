@@ -1,4 +1,4 @@
-"""What a kind of target needs of code generation: packing of weights, kernels, and what compiles them."""
+"""Code generation by kind of target: weight packing, kernels, and their compiler."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ Files = dict[str, str | bytes]
 
 
 Programs = Mapping[str, Program]
-"""The program of each path by name, the target's (`model`) first."""
+"""The program of each path by name; the target model's (`model`) comes first."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """The runtime opens a file of kernels/<target> for each path (name and `suffix`) by an interface of version `abi`.
+    """Code generation for one kind of target.
 
-    `compiler` names what compiles, or raises ResourceError where it is missing. `adapt` fits a program to the target.
-    `prepare` (also told whether a lookup drafts) refuses programs without kernels at once, and returns what compiles
-    them into the files of kernels/<target>, until its event (or None) is set: then it raises GivenUpError soon. `check`
-    only refuses.
+    The runtime opens one file of kernels/<target> per path, named by path and `suffix`, with interface version `abi`.
+    `compiler` returns the compiler's name and version, or raises ResourceError if it is missing. `adapt` adapts a
+    program to the target. `prepare` (also told whether prompt lookup drafts) raises at once for programs without
+    kernels. It returns a function that compiles them to the files of kernels/<target>; once the event passed to it (or
+    None) is set, that raises GivenUpError soon. `check` only raises.
     """
 
     suffix: str
@@ -46,15 +47,15 @@ def _prepare_cpu(programs: Programs, target: Target, lookup: bool) -> Callable[[
     def compile(given_up: Event | None) -> Files:
         files: Files = {}
         for name, text in texts.items():
-            kept = text if name == "model" else _behind(texts["model"], text)
+            kept = text if name == "model" else _without_common_prefix(texts["model"], text)
             files |= {f"{name}.so": compiler.compile(text, target, given_up), f"{name}.cpp": kept}
         return files
 
     return compile
 
 
-def _behind(model: str, text: str) -> str:
-    """`text` without the lines in which it begins as `model` does (the kernels), and what to put in their place."""
+def _without_common_prefix(model: str, text: str) -> str:
+    """`text` with the leading lines it shares with `model` (the kernels) replaced by a reference to them."""
     lines, others = text.splitlines(keepends=True), model.splitlines(keepends=True)
     same = next(i for i, (line, other) in enumerate(zip([*lines, ""], [*others, "."], strict=False)) if line != other)
     return "".join([f"// Put the first {same} lines of model.cpp in place of this one.\n", *lines[same:]])

@@ -1,6 +1,6 @@
-"""Compile generated C++ to a shared library, with a cache of what was compiled before.
+"""Compile generated C++ to a shared library, with a cache of compiled libraries.
 
-The same source gives the same bytes: no paths, times, build ids or compiler banners go into a library.
+Builds are reproducible: no paths, times, build ids or compiler banners go into a library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COMPILERS = ("g++", "clang++")
 _COMMON = (
     "-std=gnu++17",
     "-O3",
-    "-ffp-contract=off",  # a*b+c is two roundings on every ISA; kernels ask for fma where they want it
+    "-ffp-contract=off",  # a*b+c rounds twice on every ISA; kernels use explicit fma where wanted
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fno-exceptions",
@@ -34,14 +34,14 @@ _COMMON = (
     "-fno-ident",
     "-fPIC",
     "-shared",
-    "-nostartfiles",  # no constructors to run, and the start files carry a compiler banner
+    "-nostartfiles",  # there are no constructors to run, and the start files contain a compiler banner
     "-pthread",
     "-Wno-psabi",
     "-Wl,--build-id=none",
     "-Wl,--as-needed",
     "-Wl,-s",
 )
-# Without prfchw a prefetch for writing becomes one for reading; a CPU that lacks it takes it for no operation.
+# Without -mprfchw, a prefetch for writing is compiled to one for reading. CPUs without PREFETCHW treat it as a no-op.
 _AVX512 = ("-march=x86-64-v4", "-mprfchw", "-mavx512vnni", "-mavx512bf16", "-mavx512vbmi")
 _ISA = {
     "amx": (*_AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
@@ -64,7 +64,7 @@ def find() -> str:
 
 @cache
 def version() -> str:
-    """First line of the compiler's --version."""
+    """First line of the compiler's --version output. ResourceError if it fails."""
     done = subprocess.run([find(), "--version"], capture_output=True, text=True, check=False)
     if done.returncode:
         raise ResourceError(f"{find()} --version fails: {done.stderr.strip()[:200]}")
@@ -77,9 +77,10 @@ def flags(target: Target) -> tuple[str, ...]:
 
 
 def compile(source: str, target: Target, given_up: Event | None = None) -> bytes:
-    """The shared library of `source` for `target`, from the cache if it is there.
+    """The shared library compiled from `source` for `target`, from the cache if present.
 
-    Raises ResourceError when there is no compiler, or it fails (with its first error line), and GivenUpError.
+    Raises ResourceError if there is no compiler or it fails (with its first error line), and GivenUpError once
+    `given_up` is set.
     """
     key = hashlib.sha256("\0".join((source, *flags(target), version())).encode()).hexdigest()
     cached = user_cache.cache_dir() / f"{key}.so"

@@ -1,7 +1,7 @@
 """Render a Program to C++: one self-contained source text that becomes the artifact's library.
 
-The kernels are ordinary headers in templates/cpu, included as text; what depends on the model is in
-model.cpp.jinja and in the lines `_Renderer` writes, one call of the program at a time.
+The kernels are ordinary headers in templates/cpu, included as text. Everything that depends on the model is in
+model.cpp.jinja and in the statements that `_Renderer` writes for each call of the program.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _UNARY = {
     "elu": "kElu",
 }
 _ROLE_TYPES = {"scale": "float", "columns": "int32_t", "starts": "int32_t"}
-"""C++ types of packed parts; bytes for the others."""
+"""C++ element type of packed weight parts by role; uint8_t for the others."""
 _EPILOGUE = {"store": "kStore", "logits": "kLogits", "add": "kAdd"} | dict.fromkeys(GATED, "kGated")
 FEW_ELEMENTS = 12288
-"""Rowwise work of up to so many elements is done by every thread for itself rather than split and awaited.
+"""Rowwise work of up to this many elements is computed redundantly by every thread instead of split plus a barrier.
 
-A barrier and the other threads' rows take 0.5 to 1.5 us where threads share no cache; a norm does 512 elements in 0.15.
+A barrier and the other threads' rows take 0.5 to 1.5 us without a shared cache; a norm does 512 elements in 0.15 us.
 """
 OWN_ROWS = 64
-"""Rows that a thread can keep for itself."""
+"""Capacity, in rows, of a thread's private copies of buffers."""
 
 
 def render(program: p.Program, target: Target) -> str:
@@ -62,7 +62,7 @@ def render(program: p.Program, target: Target) -> str:
 
 @dataclass(frozen=True)
 class _RopeTable:
-    """A table of cos and sin shared by the layers that rotate alike; `offset` is floats a token."""
+    """A table of cos and sin shared by all layers with the same rotation; `offset` is in floats per token."""
 
     name: str
     offset: int
@@ -81,13 +81,13 @@ class _RenderedCall:
 
 class _Renderer:
     def __init__(self, program: p.Program, target: Target) -> None:
-        program = flow.settled(program)
+        program = flow.separate_buffers(program)
         self.program, self.target = program, target
         self.index = {name: i for i, name in enumerate(program.weights)}
         self.own = flow.own_buffers(program)
-        self.homes = {i: home for i in range(len(program.calls)) if (home := flow.made_at_home(program, i))}
-        conditions = dict.fromkeys(home.condition for home in self.homes.values())
-        self.conditions = {condition: f"home{number}" for number, condition in enumerate(conditions)}
+        self.shares = {i: share for i in range(len(program.calls)) if (share := flow.producer_share(program, i))}
+        conditions = dict.fromkeys(share.condition for share in self.shares.values())
+        self.conditions = {condition: f"own_columns{number}" for number, condition in enumerate(conditions)}
         self.widest = max(p.round_up(width, p.PAD) for width in _widths(program))
         self.few_rows = min(OWN_ROWS, max(1, FEW_ELEMENTS // self.widest))
         self.ropes: dict[tuple[str, int, float], _RopeTable] = {}
@@ -126,7 +126,7 @@ class _Renderer:
             headers=_Headers(),
             ident=_ident,
             place=self.place,
-            homes=self.conditions,
+            share_conditions=self.conditions,
         )
 
     def description(self) -> str:
@@ -150,7 +150,7 @@ class _Renderer:
         return json.dumps(data, sort_keys=True)
 
     def place(self, buffer: p.Buffer) -> str:
-        """The expression for a buffer's address."""
+        """The C++ expression for a buffer's address."""
         where = f"{_kind(buffer)}, {buffer.offset}, {self.is_own(buffer.name)}"
         if buffer.dtype == "q8":
             kind = buffer.kind
@@ -159,16 +159,16 @@ class _Renderer:
         return f"s.rows<{'float' if buffer.dtype == 'f32' else 'uint16_t'}>({where})"
 
     def is_own(self, name: str) -> str:
-        """Whether each thread has its own copy of a buffer where rows are few: not of what is made in shares."""
-        made = next((i for i in self.homes if flow.written(self.program.calls[i]) == name), None)
-        return f"!{self.at_home(made)}" if made is not None and name in self.own else _bool(name in self.own)
+        """The C++ condition for private copies of a buffer when rows are few: not where its columns are split."""
+        made = next((i for i in self.shares if flow.written(self.program.calls[i]) == name), None)
+        return f"!{self.producer_condition(made)}" if made is not None and name in self.own else _bool(name in self.own)
 
-    def at_home(self, index: int) -> str:
-        """The name of the condition under which call `index` is made in shares."""
-        return self.conditions[self.homes[index].condition]
+    def producer_condition(self, index: int) -> str:
+        """The C++ name of the condition under which the producer threads quantize their columns in call `index`."""
+        return self.conditions[self.shares[index].condition]
 
     def call(self, index: int, call: p.Call) -> _RenderedCall:
-        """The statements of one call, and whether a barrier follows."""
+        """The statements of one call, and the condition for a barrier after it."""
         write: Callable[..., list[str]] = getattr(self, f"_{call.kernel}")
         numbered = p.Gemm | p.Attention | p.ExpertGemm | p.Quantize
         lines = write(call, index) if isinstance(call, numbered) else write(call)
@@ -178,7 +178,7 @@ class _Renderer:
         return _RenderedCall(call.name, tuple(lines), self.sync(index), first)
 
     def sync(self, index: int) -> str:
-        """Whether others wait for this call: not for what each thread computed for itself."""
+        """The C++ condition for a barrier after call `index`: none after what each thread computed for itself."""
         calls = self.program.calls
         call = calls[index]
         if index + 1 == len(calls):
@@ -187,18 +187,18 @@ class _Renderer:
             return "!s.by_head()" if isinstance(calls[index + 1], p.Attention) else "true"
         if self._by_head(index):
             return "!s.by_head()"
-        if index + 1 in self.homes:
-            return f"!{self.at_home(index + 1)}"
+        if index + 1 in self.shares:
+            return f"!{self.producer_condition(index + 1)}"
         written = flow.written(call)
         if written in self.own and not self._overwritten_early(index):
-            shared = f"{self.at_home(index)} || " if index in self.homes else ""
+            shared = f"{self.producer_condition(index)} || " if index in self.shares else ""
             return f"{shared}!s.few[{_kind(self.program.buffer(written))}]"
         return "true"
 
     def _by_head(self, index: int) -> bool:
-        """Whether call `index` makes queries, keys and values such that a thread can make those of its own heads.
+        """Whether call `index` computes q, k and v such that each thread can compute those of its own heads.
 
-        Then it goes on to their attention without waiting for the others, unless that overwrites what they still read.
+        The thread then proceeds to their attention without a barrier, unless that overwrites what others still read.
         """
         call, rope = self.program.calls[index], self._rope_after(index)
         if rope is None or not isinstance(call, p.Gemm) or call.blocks or call.out != rope.qkv or rope.head_dim % 32:
@@ -214,14 +214,14 @@ class _Renderer:
         return not self._overwritten_early(index)
 
     def _rope_after(self, index: int) -> p.RopeAppend | None:
-        """The call behind `index` if that rotates and appends."""
+        """The call after `index` if it is a RopeAppend."""
         after = self.program.calls[index + 1 : index + 2]
         return after[0] if after and isinstance(after[0], p.RopeAppend) else None
 
     def _overwritten_early(self, index: int) -> bool:
-        """Whether a thread ahead, without a barrier after call `index`, may overwrite what it still reads."""
+        """Whether, without a barrier after call `index`, a faster thread may overwrite what the call still reads."""
         call = self.program.calls[index]
-        # What each thread has of its own is safe where rows are few, and followed by a barrier where they are not.
+        # Private buffers are safe: with few rows each thread has a copy, otherwise a barrier follows.
         shared = isinstance(call, p.Gemm)
         read = [self.program.buffer(name) for name in flow.read(call) if shared or name not in self.own]
         for place, call in enumerate(self.program.calls[index + 1 :], start=index + 1):
@@ -231,20 +231,20 @@ class _Renderer:
                 if any(flow.overlap(target, source) for source in read):
                     return True
                 if not (self._by_head(place) or isinstance(call, p.RopeAppend)):
-                    return False  # a barrier follows it
+                    return False  # a barrier follows this call
             elif written is None:
                 return False
             read += [self.program.buffer(name) for name in flow.read(call) if name not in self.own]
         return False
 
-    # ---- one method per kernel: its statements ----------------------------------------------------
+    # ---- statements, one method per kernel --------------------------------------------------------
 
     def weight(self, name: str | None, ctype: str = "float") -> str:
-        """A weight's address as an expression (nullptr for None)."""
+        """The C++ expression for a weight's address (nullptr for None)."""
         return "nullptr" if name is None else f"s.weight<{ctype}>({self.index[name]})"
 
     def mine(self, name: str) -> str:
-        """The rows this thread computes of buffer `name`."""
+        """The C++ expression for the rows of buffer `name` that this thread computes."""
         return f"s.mine({_kind(self.program.buffer(name))}, {_bool(name in self.own)})"
 
     def _embed(self, c: p.Embed) -> list[str]:
@@ -275,11 +275,11 @@ class _Renderer:
     def _quantize(self, c: p.Quantize, index: int) -> list[str]:
         width = self.program.buffer(c.x).width
         line = f"quantize({self.mine(c.out)}, {_ident(c.x)}, {width}, {_ident(c.out)});"
-        if index not in self.homes:
+        if index not in self.shares:
             return [line]
-        share = f"b.tokens, {self.homes[index].range}"
+        share = f"b.tokens, {self.shares[index].range}"
         return [
-            f"if ({self.at_home(index)}) quantize_share({share}, {_ident(c.x)}, {width}, {_ident(c.out)});",
+            f"if ({self.producer_condition(index)}) quantize_share({share}, {_ident(c.x)}, {width}, {_ident(c.out)});",
             f"else {line}",
         ]
 
@@ -430,7 +430,7 @@ class _Renderer:
         return [f"s.attend({{{where}, {how}, b.sequences, b.positions, b.query_start{columns}}}, {c.layer}, {index});"]
 
     def _new_columns(self, c: p.Attention) -> str:
-        """Where q's rows have the keys and values that attention is to append to a hierarchical cache."""
+        """Columns, in q's rows, of the keys and values that attention appends to a hierarchical cache."""
         new = next(a for a in self.program.calls if isinstance(a, p.RopeAppend) and a.layer == c.layer)
         if new.qkv != c.q:
             raise UnsupportedError(f"{c.name}: {self.program.kv.format} needs queries, keys and values in one buffer")
@@ -438,7 +438,7 @@ class _Renderer:
 
 
 class _Headers:
-    """Expands headers and what they include from templates/cpu, each once, system includes left alone."""
+    """Expands headers from templates/cpu and their includes, each once; system includes stay."""
 
     def __init__(self) -> None:
         self.seen: set[str] = set()
@@ -464,7 +464,7 @@ def _widths(program: p.Program) -> list[int]:
     return [b.width for b in program.buffers] + [c.k for c in program.calls if isinstance(c, p.Gemm | p.ExpertGemm)]
 
 
-# ---- spelling -------------------------------------------------------------------------------------
+# ---- C++ literals and identifiers -----------------------------------------------------------------
 
 
 def _kind(buffer: p.Buffer) -> str:
@@ -481,13 +481,13 @@ def _ident(name: str) -> str:
 
 
 def _f32(value: float) -> str:
-    """The float nearest to `value`, as a C++ literal that reads back exactly."""
+    """The float32 nearest to `value`, as a C++ literal that parses back exactly."""
     text = format(struct.unpack("f", struct.pack("f", value))[0], ".9g")
     return text + ("f" if any(c in text for c in ".e") else ".0f")
 
 
 def _bound(value: float | None, sign: str) -> str:
-    """A bound of a clamp; None is infinity."""
+    """A clamp bound; None is infinity with `sign`."""
     return f"{sign}__builtin_inff()" if value is None else _f32(value)
 
 

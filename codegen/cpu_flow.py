@@ -1,4 +1,4 @@
-"""What the calls of a program read and write, and what of it a thread keeps to itself on a CPU."""
+"""Data flow of a program on the CPU: what calls read and write, private copies, and columns split over threads."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from qcompile.codegen import program as p
 from qcompile.ops import GATED
 
 LINE_COLUMNS = 32
-"""Columns of bf16 that a cache line has: threads that write shares of whole lines do not disturb each other."""
+"""bf16 columns per cache line: threads that write whole lines do not share lines."""
 
 
 def written(call: p.Call) -> str | None:
-    """The buffer a call writes (None: logits)."""
+    """Name of the buffer a call writes (None: logits)."""
     if isinstance(call, p.RopeAppend):
         return call.qkv
     if isinstance(call, p.Logits):
@@ -21,7 +21,7 @@ def written(call: p.Call) -> str | None:
 
 
 def read(call: p.Call) -> list[str]:
-    """The buffers a call reads."""
+    """Names of the buffers a call reads."""
     if isinstance(call, p.Gather):
         return list(call.sources)
     names = (getattr(call, field, None) for field in ("x", "qkv", "q", "residual", "other", "index", "scores"))
@@ -29,13 +29,13 @@ def read(call: p.Call) -> list[str]:
 
 
 def writes_outputs(program: p.Program, call: p.Call) -> bool:
-    """Whether a call makes rows whose logits are wanted alone, or the logits."""
+    """Whether a call computes only the rows whose logits are wanted, or the logits."""
     name = written(call)
     return name is None or program.buffer(name).rows == "outputs"
 
 
 def own_buffers(program: p.Program) -> frozenset[str]:
-    """Buffers that only rowwise calls write, each from one other buffer: a thread may keep its own copy."""
+    """Buffers that only rowwise calls write, each from one other buffer: threads may have private copies."""
     alone = p.Norm | p.Quantize | p.Hadamard | p.TakeRows
     rowwise = {name for c in program.calls if isinstance(c, alone) for name in [c.out]}
     shared = {written(c) for c in program.calls if not isinstance(c, alone)}
@@ -50,9 +50,10 @@ def overlap(a: p.Buffer, b: p.Buffer) -> bool:
 
 @dataclass(frozen=True)
 class Share:
-    """A thread's share of a buffer's columns: of `units`, each of so many `columns`. All are C++ expressions.
+    """A thread's share of a buffer's columns, split by `units` of `columns` columns each.
 
-    Only where at run time `condition` holds it is made of whole groups of `step` columns.
+    `units` and `where` (the start of the condition) are C++ expressions. Every share consists of whole groups of `step`
+    columns if and only if `condition` holds at run time.
     """
 
     units: str
@@ -62,20 +63,21 @@ class Share:
 
     @property
     def condition(self) -> str:
-        """See Step::whole."""
+        """The C++ condition for whole groups, see Step::whole."""
         return f"{self.where}s.whole({self.units}, {self.columns}, {self.step})"
 
     @property
     def range(self) -> str:
-        """The columns."""
+        """The C++ expression for this thread's columns, see Step::columns."""
         return f"s.columns({self.units}, {self.columns})"
 
 
-def made_at_home(program: p.Program, index: int) -> Share | None:
-    """The share in which call `index` is quantized by the threads that made it, before they wait for each other.
+def producer_share(program: p.Program, index: int) -> Share | None:
+    """The columns that each thread quantizes in call `index` right after producing them, before a barrier; else None.
 
-    The call before must share out columns, its result must have no other reader, and a share must be whole groups of a
-    scale (Step::whole). What is rounded alike by either is exchanged in a quarter or half of the bytes.
+    The call before must split its output by columns, its result must have no other reader, and at run time a share must
+    be whole scale groups (Step::whole). The quantized values are the same as with a barrier between the calls, and
+    threads exchange a quarter or half of the bytes.
     """
     call, maker = program.calls[index], program.calls[index - 1] if index else None
     if not isinstance(call, p.Quantize) or maker is None or written(maker) != call.x:
@@ -93,20 +95,20 @@ def made_at_home(program: p.Program, index: int) -> Share | None:
     return None
 
 
-def settled(program: p.Program) -> p.Program:
-    """The program with places of their own, behind all others, for buffers of which every thread has its columns.
+def separate_buffers(program: p.Program) -> p.Program:
+    """The program with buffers that are split by columns moved to separate memory, after all other buffers.
 
-    In memory that other buffers use in turn, with other columns a thread, each line would have to come from another
-    core's cache to be written. Buffers alike share a place, as their columns are shared out alike.
+    In memory reused by buffers with another split, every line would need a read-for-ownership from another core's
+    cache before it is written. Buffers of the same shape and type share memory, as their columns are split alike.
     """
     names = {call.qkv: None for call in program.calls if isinstance(call, p.RopeAppend)}
     for index, call in enumerate(program.calls):
-        if isinstance(call, p.Quantize) and made_at_home(program, index):
+        if isinstance(call, p.Quantize) and producer_share(program, index):
             names |= {call.x: None, call.out: None}
     places: dict[tuple[str, int, int, str], list[tuple[int, list[range]]]] = {}
     end, moved = p.round_up(program.arena_bytes("tokens"), 64), {}
     for name in names:
-        buffer, life = program.buffer(name), _life(program, name)
+        buffer, life = program.buffer(name), _live_range(program, name)
         alike = places.setdefault((buffer.dtype, buffer.width, buffer.group, buffer.activation), [])
         free = (
             place
@@ -123,10 +125,10 @@ def settled(program: p.Program) -> p.Program:
     return replace(program, buffers=tuple(moved.get(buffer.name, buffer) for buffer in program.buffers))
 
 
-def _life(program: p.Program, name: str) -> range:
-    """The calls from the first that touches a buffer to the last, and some more.
+def _live_range(program: p.Program, name: str) -> range:
+    """Live range of a buffer: from the first call that uses it to 4 calls past the last.
 
-    Where a thread ahead may still go on without a barrier: through queries, keys and values and their attention.
+    The extension covers how far a faster thread may run ahead without a barrier: through q, k, v and their attention.
     """
     used = [i for i, call in enumerate(program.calls) if name == written(call) or name in read(call)]
     return range(used[0], used[-1] + 5)

@@ -1,7 +1,7 @@
-"""Lower: the last graph becomes a Program, and its weight expressions become packed weights to stream.
+"""Lower the final graph to a Program, and its weight expressions to packed weights that are computed on demand.
 
-One function per operator; an operator without one is refused by name. Values already have their places
-(passes/plan_memory.py), so a call is the operator's arguments with buffers for values and names for weights.
+There is one function per operator; an operator without one raises PassError with its name. Buffers are already
+assigned (passes/plan_memory.py), so a call is the operator's arguments with buffers for values and names for weights.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from qcompile.graph import Graph
 
 @dataclass
 class Lowering:
-    """State while a graph is lowered: buffers by name, calls in order, names of its weights in order.
+    """State while lowering a graph: buffers by name, calls in order, names of its weights in order.
 
-    `origin` tells the stored weights of one model from those of another that goes into the same table.
+    `origin` distinguishes the stored weights of models that share one weight table.
     """
 
     graph: Graph
@@ -42,11 +42,11 @@ class Lowering:
     # ---- values ------------------------------------------------------------------------------
 
     def column(self, node: Any) -> int:
-        """Where in its buffer `node` starts."""
+        """First column of `node` in its buffer."""
         return int(node.meta["storage"]["column"])
 
     def buffer(self, node: Any, *, whole: bool = True) -> str:
-        """Name of the buffer `node` lives in; with `whole`, it must start at column 0."""
+        """Name of the buffer that holds `node`. PassError if `whole` and it does not start at column 0."""
         storage = node.meta["storage"]
         if whole and storage["column"]:
             raise PassError("codegen", node.name, "this operator has no kernel that reads a slice of a wider value")
@@ -109,16 +109,16 @@ class Lowering:
         return self._register(node, "table", (("", size),), blobs)[0], dtype
 
     def packing(self, node: fx.Node, format: str, activation: str) -> str:
-        """How the weight `node` is packed for such activations: as it is already, where kernels can read that."""
+        """Name of the packing of weight `node` for these activations: one it already has, if kernels can read that."""
         packing = self.table_of_weights.packing
         other = packing.readable(format, activation)
         known = other is not None and (self._digest(node), other) in self.table_of_weights._known
         return other if known and other else packing.name(format, activation)
 
     def packed(self, node: fx.Node, format: str, activation: str) -> dict[str, str]:
-        """Role -> name of the packed parts of quantize_weight(w, format), or of the upper nibbles of a nested one.
+        """Role -> name of the packed parts of quantize_weight(w, format), or of the upper nibbles of a nested weight.
 
-        `activation` is what they meet: a type of numerics.ACTIVATIONS.
+        `activation` is the type they are multiplied with, from numerics.ACTIVATIONS.
         """
         if ops.name_of(node.target) == "upper_nibble":
             whole = self.packed(_args(node)[0], "nested_8_4", activation)
@@ -138,9 +138,9 @@ class Lowering:
         return dict(zip(sizes, names, strict=True))
 
     def mixed(self, node: fx.Node, pairs: bool) -> tuple[dict[str, str], Mixed]:
-        """Role -> name of the packed parts of a mix_4_8 weight whose rows are `pairs` of gate and up or not.
+        """Role -> name of the packed parts of a mix_4_8 weight, and how it is packed.
 
-        Also how it is packed. Which rows are wide is evaluated here: it decides how large parts are.
+        `pairs`: its rows are gate and up pairs. The set of wide rows is evaluated here, as it determines part sizes.
         """
         w, marked, *_ = _args(node)
         found = self.table_of_weights.packing.mixed(self.graph.evaluate(marked), pairs, w.meta["val"].shape[1])
@@ -169,7 +169,7 @@ class Lowering:
         return names
 
     def _digest(self, node: fx.Node) -> str:
-        """What identifies the value of a weight expression: its operators and the stored weights they read."""
+        """Hash of a weight expression: its operators and the stored weights they read."""
 
         def spell(item: Any) -> str:
             if isinstance(item, fx.Node):
@@ -185,7 +185,7 @@ class Lowering:
 
 
 def _sources(node: fx.Node) -> list[str]:
-    """Names of the stored weights an expression reads, in order, each once."""
+    """Names of the stored weights an expression reads, in order, without duplicates."""
     if node.op == "get_attr":
         return [str(node.target)]
     return list(dict.fromkeys(name for n in node.all_input_nodes for name in _sources(n)))
@@ -195,7 +195,7 @@ def _sources(node: fx.Node) -> list[str]:
 
 
 def _args(node: fx.Node) -> Any:
-    """The node's arguments; the check after each pass has seen that they fit the operator's schema."""
+    """The node's arguments; the check after each pass ensures that they match the operator's schema."""
     return node.args
 
 
@@ -249,7 +249,7 @@ def _hadamard(low: Lowering, node: fx.Node) -> p.Call:
 
 
 def _activation(x: fx.Node) -> str:
-    """The type of numerics.ACTIVATIONS of a gemm's input."""
+    """Activation type of a gemm's input, from numerics.ACTIVATIONS."""
     storage = x.meta["storage"]
     return str(storage["activation"] if storage["dtype"] == "q8" else storage["dtype"])
 
@@ -403,7 +403,7 @@ def _expert_gemm(low: Lowering, node: fx.Node) -> p.Call:
     x, index, weight, bias, format, activation, group, experts, n, epilogue, limit, offset = _args(node)
     k, slots = x.meta["val"].shape[-1], index.meta["val"].shape[-1]
     x_slots = slots if x.meta["val"].dim() == 3 else 1
-    # Whole blocks of 16 rows: four experts' worth is a multiple of 64 bytes in every role, so nothing is rounded up.
+    # Whole blocks of 16 rows: four experts take a multiple of 64 bytes in every role, so sizes are not rounded up.
     rows = weight.meta["val"][0].shape[0] // experts
     sizes = numerics.packed_bytes(4 * rows, k, format)
     strides = {role: size // 4 for role, size in sizes.items()}
@@ -448,10 +448,10 @@ _VIEWS = ("slice_features", "split_heads", "merge_heads")
 
 
 def lower(graph: Graph, weights: WeightTable, origin: str = "") -> p.Program:
-    """The program of one step of `graph` (which ended plan_memory); its weights go into `weights`.
+    """The program of one step of `graph` (after plan_memory); its weights are added to `weights`.
 
-    Paths of one model are lowered into one table with one `origin`, another model with its own (the start of its
-    weights' names). Raises PassError naming the node when an operator has no kernel in the form it has there.
+    All paths of one model are lowered into the same table with the same `origin`; another model has its own, which
+    prefixes its weights' names. Raises PassError naming the node when no kernel supports an operator as used there.
     """
     low = Lowering(graph, weights, origin)
     for node in graph.nodes:
@@ -464,7 +464,7 @@ def lower(graph: Graph, weights: WeightTable, origin: str = "") -> p.Program:
             call = _LOWER[kind](low, node)
         except PassError:
             raise
-        except UnsupportedError as error:  # of a weight's shape, or format: whose it is
+        except UnsupportedError as error:  # unsupported weight shape or format: add the node's name
             raise PassError("codegen", node.name, str(error)) from error
         if call is not None:
             low.calls.append(call)

@@ -1,4 +1,4 @@
-"""Packed weights: how a target packs them, and which ones an artifact holds."""
+"""Packed weights: how a target packs them, and which ones an artifact contains."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from qcompile import mix, numerics
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """One logical weight of the artifact: `blobs` are (name, bytes) in order, `produce` computes them."""
+    """One logical weight of the artifact: `blobs` are (name, size in bytes) in order, `produce` computes them."""
 
     blobs: tuple[tuple[str, int], ...]
     produce: Callable[[], Iterator[Tensor]]
 
 
 class Mixed(NamedTuple):
-    """How a mix_4_8 weight is packed whose wide rows are known.
+    """How to pack a mix_4_8 weight with known wide (8-bit) rows.
 
-    Bytes by role, what packs the parts, blocks of 16 packed rows, how many rows of 8 bits come first where all do, and
-    the runs of pairs of blocks that threads share out alone.
+    `sizes`: bytes by role. `blobs`: packs the parts. `blocks`: blocks of 16 packed rows. `wide`: number of 8-bit rows,
+    if all of them come first. `runs`: runs of block pairs, each of which is split over the threads separately.
     """
 
     sizes: dict[str, int]
@@ -34,19 +34,19 @@ class Mixed(NamedTuple):
 
 
 def cpu_mixed(marked: Tensor, pairs: bool, k: int) -> Mixed:
-    """As qcompile.mix has it."""
+    """The layout of qcompile.mix."""
     order = mix.layout(marked, pairs)
     return Mixed(mix.packed_bytes(order, k), lambda parts: mix.pack(parts, order), len(order.rows), runs=order.runs)
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How a target packs weights, from shape or parts, number format and the activations they meet.
+    """How a target packs weights, given shape or parts, weight format and activation type.
 
-    `name` is the same where a weight is packed alike. `sizes` gives the bytes (multiples of 64) of each blob by role,
-    `blobs` the flat uint8 blobs themselves. `readable` names another packing that kernels for these activations read
-    too, so that a weight some path has packed so is not stored once more. `mixed` packs mix_4_8 weights, by which rows
-    are wide, whether rows are pairs of gate and up, and how many inputs there are.
+    `name` identifies a packing: (format, activation) pairs packed alike have the same name. `sizes` gives the bytes of
+    each blob by role (multiples of 64), `blobs` the flat uint8 blobs. `readable` names another packing that kernels for
+    these activations can read, so that a weight already packed that way by another path is not stored twice. `mixed`
+    packs mix_4_8 weights, given the mask of wide rows, whether rows are gate and up pairs, and the number of inputs.
     """
 
     name: Callable[[str, str], str]
@@ -65,8 +65,10 @@ CPU_PACKING = Packing(
 
 @dataclass
 class WeightTable:
-    """The packed weights of an artifact in streaming order. What several paths compute alike is there once:
-    a weight is known by the expression that makes it, down to the stored weights, and how it is packed."""
+    """The packed weights of an artifact in streaming order, deduplicated across paths.
+
+    A weight is identified by its expression, down to the stored weights, and its packing.
+    """
 
     packing: Packing = CPU_PACKING
     weights: list[PackedWeight] = field(default_factory=list)
@@ -81,7 +83,7 @@ class WeightTable:
         parts: tuple[tuple[str, int], ...],
         produce: Callable[[], Iterator[Tensor]],
     ) -> tuple[str, ...]:
-        """Names of the parts (suffix, bytes) of the weight `key`, entered as `base`, or `other` where that is taken."""
+        """Names of the parts (suffix, bytes) of weight `key`, added as `base`, or as `other` if that name is taken."""
         if key not in self._known:
             if any(base + suffix in self._taken for suffix, _ in parts):
                 base = other

@@ -1,12 +1,12 @@
 """The program of one model step: buffers, weights and kernel calls in order.
 
-`codegen.lower` writes a Program from the last graph; `codegen.cpu` renders it to C++. Everything here is
-a value: frozen, comparable, and printable as JSON (`Program.to_json`).
+`codegen.lower` builds a Program from the final graph; `codegen.cpu` renders it to C++. Everything here is a value:
+frozen, comparable, and printable as JSON (`Program.to_json`).
 
-Units: widths are elements, offsets and sizes are bytes. A buffer's `offset` is bytes *per row*: the runtime
-fixes the number of rows when it opens the library (`max_tokens`, `max_outputs`, both rounded up to a
-multiple of 64), and the buffer starts at `offset * rows` of its arena. Two buffers may overlap in
-`[offset, offset + row_bytes)` when they are never alive together.
+Units: widths are elements, offsets and sizes are bytes. A buffer's `offset` is bytes *per row*: the runtime fixes the
+number of rows when it opens the library (`max_tokens`, `max_outputs`, both rounded up to a multiple of 64), and the
+buffer starts at `offset * rows` of its arena. Two buffers may overlap in `[offset, offset + row_bytes)` if they are
+never live at the same time.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any, ClassVar, Literal
 from qcompile.numerics import ACTIVATIONS, HIER_GROUP, HIERARCHICAL, Activation, groups_of
 
 PAGE_TOKENS = 64
-"""Positions held by one KV page, and the block of every attention reduction."""
+"""Positions per KV page, and the block size of every attention reduction."""
 
 PAD = 32
 """Rows of activations are padded with zeros to a multiple of this many elements."""
 
 RING_GROUPS = 3
-"""Groups of newest positions that a hierarchical cache keeps in full."""
+"""Groups of newest positions that a hierarchical cache keeps unquantized, in a ring."""
 
 DType = Literal["f32", "bf16", "q8"]
 KVFormat = Literal["kv32", "kv16", "kv8", "kv4", "kv_hier", "kv_hier4"]
@@ -41,8 +41,8 @@ def round_up(value: int, multiple: int) -> int:
 class Buffer:
     """Activations [rows, width], row-major, each row padded with zeros to `stride` elements, a multiple of `pad`.
 
-    `q8` is three arrays one after another: int8 codes [rows, stride], float32 scales [rows, scales], and int32
-    sums of the codes [rows, groups] over `group` inputs each (last groups may be short).
+    `q8` is three consecutive arrays: int8 codes [rows, stride], float32 scales [rows, scales], and int32 code sums
+    [rows, groups] over `group` inputs each (the last group may be short).
     """
 
     name: str
@@ -53,17 +53,17 @@ class Buffer:
     rows: Literal["tokens", "outputs"] = "tokens"
     offset: int = 0
     activation: str = "int8"
-    """What the codes of a q8 buffer are: an integer type of numerics.ACTIVATIONS."""
+    """Type of the codes of a q8 buffer: an integer type of numerics.ACTIVATIONS."""
     pad: int = PAD
 
     @property
     def stride(self) -> int:
-        """Elements from one row to the next."""
+        """Row stride in elements."""
         return round_up(self.width, self.pad)
 
     @property
     def groups(self) -> int:
-        """Sums kept for each row (0 unless q8)."""
+        """Code sums per row (0 unless q8)."""
         return -(-self.stride // self.group) if self.dtype == "q8" else 0
 
     @property
@@ -73,19 +73,19 @@ class Buffer:
 
     @property
     def scales(self) -> int:
-        """Scales kept for each row (0 unless q8)."""
+        """Scales per row (0 unless q8)."""
         return groups_of(self.stride, self.kind.group) if self.dtype == "q8" else 0
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the arena taken by each row."""
+        """Arena bytes per row."""
         extra = 4 * self.scales + 4 * self.groups if self.dtype == "q8" else 0
         return self.stride * _ITEM_BYTES[self.dtype] + extra
 
 
 @dataclass(frozen=True)
 class Embed:
-    """out[t] = table[id] * scale, id = token_ids[t] or positions[t] by `index`. `table` is row-major [vocab, width]."""
+    """out[t] = table[id] * scale, id = token_ids[t] or positions[t] by `index`. `table`: row-major [vocab, width]."""
 
     kernel: ClassVar[str] = "embed"
     name: str
@@ -99,9 +99,9 @@ class Embed:
 
 @dataclass(frozen=True)
 class Norm:
-    """out = x / sqrt(mean(x^2) + eps) * weight (rms), or the layer norm; quantized too when out is q8.
+    """out = x / sqrt(mean(x^2) + eps) * weight (rms), or layer norm; also quantizes if out is q8.
 
-    x is read from its column `x_offset` on, as many columns as out has.
+    Reads as many columns of x as out has, from column `x_offset` on.
     """
 
     kernel: ClassVar[str] = "norm"
@@ -117,9 +117,9 @@ class Norm:
 
 @dataclass(frozen=True)
 class NormHeads:
-    """`heads` blocks of `width` columns of x from `x_offset`, each normalized in place over itself (f32).
+    """Normalizes `heads` blocks of `width` columns of x (f32), from column `x_offset` on, each in place.
 
-    weight and bias are [width], or [heads * width] where they are `by_head`.
+    weight and bias are [width], or [heads * width] if `by_head`.
     """
 
     kernel: ClassVar[str] = "norm_heads"
@@ -137,7 +137,7 @@ class NormHeads:
 
 @dataclass(frozen=True)
 class Quantize:
-    """out = x, in out's dtype: integers with scales (q8), or rounded to bf16."""
+    """out = x in out's dtype: integer codes with scales (q8), or rounded to bf16."""
 
     kernel: ClassVar[str] = "quantize"
     name: str
@@ -147,9 +147,9 @@ class Quantize:
 
 @dataclass(frozen=True)
 class Hadamard:
-    """out = x with each `block` columns times a Hadamard matrix / sqrt(block), in out's dtype.
+    """out = x with each `block` columns multiplied by a Hadamard matrix / sqrt(block), in out's dtype.
 
-    `core` is the weight f32 [core_order * core_order] left of the matrix without its doublings, row-major.
+    `core` is a weight, f32 [core_order * core_order], row-major: the matrix before its Sylvester doublings.
     """
 
     kernel: ClassVar[str] = "hadamard"
@@ -166,9 +166,9 @@ class Gemm:
     """y[t, n] = sum_k x[t, k] * W[n, k] + bias[n], then the epilogue.
 
     `weights` maps the roles of the packed format (codes, scale, zero, group_scale, exponent, low, columns, starts)
-    to weight names. Epilogues: store (out = y), add (out = residual + y, both f32, residual may be out itself),
-    those of ops.GATED (silu_mul: out = silu(gate) * up, width n / 2, W's 16-row blocks alternating gate and up), logits
-    (rows of an `outputs` buffer; to the caller's logits and argmax; out is None).
+    to weight names. Epilogues: store (out = y); add (out = residual + y, both f32, residual may be out itself);
+    those of ops.GATED (silu_mul: out = silu(gate) * up, width n / 2, W's 16-row blocks alternate gate and up); logits
+    (x is an `outputs` buffer, results go to the caller's logits and argmax, out is None).
     """
 
     kernel: ClassVar[str] = "gemm"
@@ -183,24 +183,24 @@ class Gemm:
     bias: str | None = None
     residual: str | None = None
     blocks: int = 0
-    """16-row blocks of a weight that says itself which columns its rows go to (role columns); 0: rows in order."""
+    """16-row blocks of a weight with explicit output columns (role columns); 0: rows are in order."""
     packing: str = ""
-    """How its weight is packed, where not as the target packs the format for such activations."""
+    """Packing of the weight, if it differs from the target's packing for the format and activations."""
     wide: int = 0
-    """Packed rows of 8 bits of a mix_4_8 weight, where all of them come first."""
+    """Number of packed 8-bit rows of a mix_4_8 weight, if all of them come first."""
     runs: tuple[int, ...] = ()
-    """Pairs of blocks of a mix_4_8 weight that threads share out alone, one run after another; the rest is the last."""
+    """Lengths, in block pairs, of runs of a mix_4_8 weight, each split over threads separately, as is the remainder."""
 
 
 @dataclass(frozen=True)
 class RopeAppend:
-    """Rotate q (in place) and k by position, and append k and v to the layer's KV pages.
+    """Rotates q (in place) and k by position, and appends k and v to the layer's KV pages.
 
-    qkv: f32 [tokens, width], q, k, v starting at the given columns. `inv_freq` is a weight, f32
-    [rotary_dim / 2] (None: no rotation); `scaling` multiplies cos and sin. Then q is multiplied with its position's
-    number in the weight `query_table`, f32 [positions], and with the weight `query_weight`, f32 [head_dim] (None:
-    nothing); the weight `center`, f32 [kv_heads * head_dim], comes off k (None: nothing), and with `block`, a power of
-    2, q and k are turned in blocks of so many features by a Hadamard matrix.
+    qkv: f32 [tokens, width]; q, k and v start at the given columns. `inv_freq` is a weight, f32 [rotary_dim / 2] (None:
+    no rotation); `scaling` multiplies cos and sin. After the rotation, q is multiplied by its position's entry of the
+    weight `query_table`, f32 [positions], and by the weight `query_weight`, f32 [head_dim]. The weight `center`, f32
+    [kv_heads * head_dim], is subtracted from k. None skips any of these. If `block`, a power of 2, is not 0, q and k
+    are then multiplied by a Hadamard matrix in blocks of that many features.
     """
 
     kernel: ClassVar[str] = "rope_append"
@@ -225,9 +225,9 @@ class RopeAppend:
 
 @dataclass(frozen=True)
 class Gather:
-    """out[t, i] = what the weight `index` [width], int32, finds in the sources' columns one after another, -1 zero.
+    """out[t, i] = column index[i] of the concatenated sources, 0 where index[i] is -1. `index`: int32 weight [width].
 
-    Source n is `widths[n]` columns, f32, of the buffer `sources[n]` from `offsets[n]` on.
+    Source n is the `widths[n]` columns, f32, of buffer `sources[n]` from column `offsets[n]` on.
     """
 
     kernel: ClassVar[str] = "gather"
@@ -260,16 +260,16 @@ class Attention:
     window: int = 0
     softcap: float = 0.0
     sinks: str | None = None
-    """Weight f32 [heads]: scores that take part in the softmax's sum alone."""
+    """Weight f32 [heads]: scores that only enter the softmax sum."""
     key_bias: str | None = None
-    """Weight f32 [heads][max position]: what a key's position adds to scores, less the query's."""
+    """Weight f32 [heads][max position]: added to scores, as the key position's entry minus the query position's."""
     center: str | None = None
-    """Weight f32 [kv_heads * head_dim]: what keys in the cache are less; scores are those of keys with it."""
+    """Weight f32 [kv_heads * head_dim]: was subtracted from cached keys; scores are those of the keys with it."""
 
 
 @dataclass(frozen=True)
 class TakeRows:
-    """out[r] = x[output_rows[r]]: the rows whose logits are wanted. out has rows 'outputs'."""
+    """out[r] = x[output_rows[r]], the rows whose logits are wanted. out is an `outputs` buffer."""
 
     kernel: ClassVar[str] = "take_rows"
     name: str
@@ -281,11 +281,10 @@ class TakeRows:
 class Elementwise:
     """out = kind(x, operand), all f32 [rows, width]; out may be x itself.
 
-    Kinds: those of ops.UNARY (no operand); xielu (`weight` is its curve: alpha_p,
-    alpha_n, beta, eps); scale (times `factor`); shift (plus `factor`); clamp (to `low`, `high`); mul_row (times the
-    one column of `other`);
-    add and mul (operand is the buffer `other`, or the weight vector `weight` [width]). x and other are read
-    from their columns `x_offset` and `other_offset` on.
+    Kinds: those of ops.UNARY (no operand); xielu (`weight`: alpha_p, alpha_n, beta, eps); scale (times `factor`);
+    shift (plus `factor`); clamp (to `low`, `high`); mul_row (times the single column of `other`); add and mul (operand
+    is the buffer `other`, or the weight vector `weight` [width]). x and other are read from columns `x_offset` and
+    `other_offset` on.
     """
 
     kernel: ClassVar[str] = "elementwise"
@@ -304,11 +303,10 @@ class Elementwise:
 
 @dataclass(frozen=True)
 class Route:
-    """A router's step on `width` columns of x, f32 [tokens, ...], from `x_offset`; top_k's out is int32.
+    """A router operator on `width` columns of x, f32 [tokens, ...], from column `x_offset` on.
 
-    pick reads x at `index`.
-
-    `numbers` are those of the operator after its tensors: k; eps and floor; groups, keep and count.
+    top_k writes int32 indices; pick reads x at the indices in buffer `index`. `numbers` are the operator's arguments
+    after its tensors: k; eps and floor; groups, keep and count.
     """
 
     kernel: ClassVar[str] = "route"
@@ -324,12 +322,12 @@ class Route:
 
 @dataclass(frozen=True)
 class ExpertGemm:
-    """y[t, s] = W[index[t, s]] x for each slot s, x one input a token (`x_slots` 1) or one a slot, f32.
+    """y[t, s] = W[index[t, s]] x for each slot s. x: f32, one input per token (`x_slots` 1) or one per slot.
 
-    `weights` as Gemm's, the experts' `rows` one after another, each expert's padded to whole blocks. Inputs are
-    rounded to `activation`, with sums over `group` inputs. out: f32 [tokens, slots * n]. Epilogues: store, or those of
-    ops.GATED as Gemm's, where an expert's blocks alternate gate and up: gate at most `limit`, up from -limit to limit,
-    where there is one, and `offset` added to up.
+    `weights` as in Gemm, with the experts' `rows` concatenated, each expert padded to whole blocks. Inputs are
+    quantized to `activation`, with sums over `group` inputs. out: f32 [tokens, slots * n]. Epilogues: store, or those
+    of ops.GATED as in Gemm, with an expert's blocks alternating gate and up. If `limit` is given, gate is clamped to at
+    most `limit` and up to [-limit, limit]; then `offset` is added to up.
     """
 
     kernel: ClassVar[str] = "expert_gemm"
@@ -348,7 +346,7 @@ class ExpertGemm:
     x_slots: int
     weights: Mapping[str, str]
     strides: Mapping[str, int]
-    """Bytes of each role from one expert to the next."""
+    """Stride between experts in bytes, by role."""
     bias: str | None = None
     epilogue: str = "store"
     limit: float | None = None
@@ -369,7 +367,7 @@ class Combine:
 
 @dataclass(frozen=True)
 class Logits:
-    """x, f32 of an `outputs` buffer, to the caller's logits and argmax: where something follows the last gemm."""
+    """Writes x, an f32 `outputs` buffer, to the caller's logits and argmax, if other calls follow the last gemm."""
 
     kernel: ClassVar[str] = "logits"
     name: str
@@ -405,13 +403,13 @@ class KVLayout:
     head_dim: int
     page_tokens: int = PAGE_TOKENS
     own_block_bytes: int = 0
-    """Bytes of a block where a target lays it out otherwise than the CPU's kernels; 0: as they do."""
+    """Bytes of a block, if the target's layout differs from the CPU kernels'; 0: the same layout."""
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one (layer, page, kv head): K then V, then scales and zeros where quantized.
+        """Bytes of one (layer, page, kv head): K, then V, then scales and zeros if quantized.
 
-        Heads are padded to 16 elements (32 where they are 4-bit codes); the layout is in templates/cpu/kv.h.
+        Heads are padded to 16 elements (32 for kv4 and hierarchical caches); see templates/cpu/kv.h for the layout.
         """
         if self.own_block_bytes:
             return self.own_block_bytes
@@ -425,12 +423,12 @@ class KVLayout:
 
     @property
     def hierarchical(self) -> bool:
-        """Whether the newest positions are kept apart, in a ring (templates/cpu/attention_hier.h)."""
+        """Whether the newest positions are kept separately, in a ring (templates/cpu/attention_hier.h)."""
         return self.format in HIERARCHICAL
 
     @property
     def ring_tokens(self) -> int:
-        """Positions in a hierarchical cache's ring, where each page's worth takes two pages; 0 for other caches."""
+        """Positions in a hierarchical cache's ring, which uses two pages per PAGE_TOKENS; 0 for other caches."""
         return RING_GROUPS * HIER_GROUP if self.hierarchical else 0
 
     @property
@@ -459,11 +457,11 @@ class Program:
         return self._by_name[name]
 
     def arena_bytes(self, rows: Literal["tokens", "outputs"]) -> int:
-        """Arena bytes needed for each row of that kind."""
+        """Arena bytes per row of that kind."""
         return max((b.offset + b.row_bytes for b in self.buffers if b.rows == rows), default=0)
 
     def to_json(self) -> str:
-        """Canonical JSON, one object per buffer and call, for graphs/ and for people."""
+        """Canonical JSON with one object per buffer and call, for graphs/ and for reading."""
         data: dict[str, Any] = {
             "vocab_size": self.vocab_size,
             "max_position": self.max_position,

@@ -1,4 +1,4 @@
-// attention_harness.cpp: a paged cache and attention over it behind C functions, for tests through ctypes.
+// attention_harness.cpp: a paged cache and attention over it behind C functions, for tests (ctypes).
 #include "attention.h"
 
 #include <sys/wait.h>
@@ -15,7 +15,7 @@ static void fill(const KvLayer<F>& kv, int sequence, int tokens, const float* k,
     }
 }
 
-// The kv heads one by one, or tasks of `threads` threads, all done by the first.
+// Runs the kv heads one by one, or the tasks meant for `threads` threads, all on the first thread.
 template <KvFormat F>
 static void attend(const KvLayer<F>& kv, const AttentionArgs& a, int threads, void* scratch) {
   uint32_t next = 0;
@@ -37,7 +37,7 @@ extern "C" {
 int64_t harness_block_bytes(int format, int head_dim) { return kv_block_bytes((KvFormat)format, head_dim); }
 size_t harness_attention_bytes(int head_dim) { return attention_scratch_bytes(kv_padded(kKv4, head_dim)); }
 
-// Keys and values [tokens][kv_heads][head_dim] of a sequence's first positions.
+// Appends keys and values [tokens][kv_heads][head_dim] at a sequence's first positions.
 void harness_fill(int format, char* base, const int32_t* table, int stride, int kv_heads, int head_dim, int sequence,
                   int tokens, const float* k, const float* v) {
 #define FILL(F) fill<F>(LAYER(F), sequence, tokens, k, v);
@@ -50,7 +50,7 @@ void harness_attend(int format, char* base, const int32_t* table, int stride, in
   WITH_FORMAT(ATTEND)
 }
 
-// What the same ends a process of its own with: 0, or what waitpid says of one that touched what it must not.
+// Runs the same in a child process. Returns its waitpid status: 0, or how it crashed on an invalid access.
 int harness_attend_apart(int format, char* base, const int32_t* table, int stride, int kv_heads, int head_dim,
                          const AttentionArgs* a, int threads, void* scratch) {
   const pid_t child = fork();
@@ -62,12 +62,12 @@ int harness_attend_apart(int format, char* base, const int32_t* table, int strid
   return waitpid(child, &status, 0) == child ? status : -1;
 }
 
-// e^x of numbers, a multiple of 16 of them.
+// e^x; count is a multiple of 16.
 void harness_vexp(const float* x, int64_t count, float* to) {
   for (int64_t i = 0; i < count; i += 16) store(to + i, vexp(load<f32x16>(x + i)));
 }
 
-// Likewise as on the way between tiles; a multiple of 64.
+// e^x as computed between tile products; count is a multiple of 64.
 #if defined(QC_AMX)
 void harness_exp_below(const float* x, int64_t count, float* to) {
   for (int64_t i = 0; i < count; i += 64) {

@@ -1,17 +1,17 @@
-// gemm_harness.cpp: the GEMM kernels behind one C function, for tests through ctypes and for benchmarks.
+// gemm_harness.cpp: the GEMM kernels behind one C function, for tests (ctypes) and benchmarks.
 #include "rowops.h"
 
 #include <stdlib.h>
 
 extern "C" {
 
-// Rows of floats [rows][gemm_kp(width)] as integers with scales.
+// Quantizes float rows [rows][gemm_kp(width)] to integers with scales.
 void harness_quantize(int rows, const float* x, int width, const Q8Rows* out) { quantize({0, rows}, x, width, *out); }
 
 size_t harness_scratch_bytes(int kp) { return gemm_scratch_bytes(kp); }
 
-// The share of thread `tid` of one GEMM. format: the weight format's name's index below; x is float, bfloat16
-// (uint16) or int8 by format. Returns 0, or 1 for an unknown format.
+// Computes thread `tid`'s share of one GEMM. format: index of the weight format, as in the cases below; x is float or
+// bfloat16 (uint16), q is int8 activations, by format. Returns 0, or 1 for an unknown format.
 int harness_gemm(int format, const Gemm* g, const void* x, const Q8Act* q, int tid, int threads, void* scratch) {
   const Worker worker{tid, threads, scratch};
   switch (format) {
@@ -36,7 +36,7 @@ int harness_gemm(int format, const Gemm* g, const void* x, const Q8Act* q, int t
   return 1;
 }
 
-// The lowest column of the largest logit of each row, the threads' shares one after the other; best: [threads][m].
+// The lowest column with the largest logit of each row; the threads' shares run one after another. best: [threads][m].
 int harness_logits(int format, Gemm* g, const void* x, const Q8Act* q, int threads, void* scratch, void* best, int32_t* found) {
   BestLanes* lanes = (BestLanes*)best;
   for (int tid = 0; tid < threads; ++tid) {

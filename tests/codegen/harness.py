@@ -1,4 +1,4 @@
-"""The CPU kernels' headers compiled with a harness for each instruction set, and the C types they take."""
+"""Compiles the CPU kernel headers with a harness for each instruction set; ctypes mirrors of their C structs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VNNI = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "
 ISAS: dict[str, tuple[list[str], set[str]]] = {
     "portable": (["-DQC_ISA_PORTABLE"], set()),
     "avx2": (["-DQC_ISA_AVX2", "-mavx2", "-mfma", "-mf16c"], {"avx2", "fma"}),
-    # AVX-VNNI's code path through the AVX-512VL form of the same instruction, which more machines have.
+    # The AVX-VNNI code path, using the AVX-512VL form of the instruction, which more machines support.
     "avx2-vnni": (["-DQC_ISA_AVX2", *VNNI, "-mprefer-vector-width=256"], {"avx512_vnni", "avx512vl"}),
     "avx512-vnni": (["-DQC_ISA_AVX512", *VNNI], {"avx512_vnni"}),
     "avx512": (
@@ -101,14 +101,14 @@ def compile_harness(isa: str, library: Path, name: str = "gemm_harness.cpp") -> 
 
 
 def open_harness(library: Path) -> ctypes.CDLL:
-    """A harness that `compile_harness` built."""
+    """Loads a harness built by `compile_harness`."""
     loaded = ctypes.CDLL(str(library))
     loaded.harness_scratch_bytes.restype = ctypes.c_size_t
     return loaded
 
 
 def aligned(array: np.ndarray) -> np.ndarray:
-    """The same array at a 64-byte aligned address."""
+    """A copy of the array at a 64-byte aligned address."""
     raw = np.empty(array.nbytes + 64, np.uint8)
     start = -raw.ctypes.data % 64
     out = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)

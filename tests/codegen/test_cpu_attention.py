@@ -1,4 +1,4 @@
-"""Attention over a paged cache on the CPU: against float64 over what the cache holds, and bit against bit."""
+"""Attention over a paged cache on the CPU: against float64 over the cached values, and bitwise comparisons."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGE = 64
 
 @pytest.fixture(scope="session")
 def library(made_once: MadeOnce) -> Callable[[str], ctypes.CDLL]:
-    """Compiles the harness for an instruction set; skips where compiler or CPU lack it."""
+    """Compiles the harness for an instruction set; skips the test if the compiler is missing or the CPU lacks it."""
 
     @cache
     def build(isa: str) -> ctypes.CDLL:
@@ -43,9 +43,9 @@ def library(made_once: MadeOnce) -> Callable[[str], ctypes.CDLL]:
 
 @dataclass(frozen=True)
 class Case:
-    """Sequences of `lengths` positions, of which the last `queries` are asked, so many times as `loud` as usual.
+    """Sequences of `lengths` positions, the last `queries` of which are query rows.
 
-    lowered: keys are less by so much, which queries see with a mean of 1 instead of 0.
+    loud: factor on the queries. lowered: subtracted from keys, with queries of mean 1 instead of 0.
     """
 
     heads: int
@@ -62,7 +62,7 @@ class Case:
     lowered: float = 0.0
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Queries, and keys and values by sequence."""
+        """Queries, keys and values per sequence, and the optional weights."""
         make = torch.Generator().manual_seed(self.heads * self.head_dim)
         sizes = {"q": (sum(self.queries), self.heads), "sinks": (self.heads,)}
         for s, length in enumerate(self.lengths):
@@ -82,7 +82,7 @@ class Case:
 
 
 class Cache:
-    """A case's pages, in an arena that held NaNs."""
+    """A case's pages, in an arena initialised with NaNs."""
 
     def __init__(
         self, library: ctypes.CDLL, case: Case, kv: str, place: Callable[[np.ndarray], np.ndarray] = aligned
@@ -100,14 +100,14 @@ class Cache:
             library.harness_fill(*self.layer(self.table), s, length, ctypes.c_void_p(k), ctypes.c_void_p(v))
 
     def layer(self, table: np.ndarray) -> tuple[int | ctypes.c_void_p, ...]:
-        """The cache as the harness takes it, of sequences whose blocks are in `table`."""
+        """The cache as harness arguments, for sequences with block table `table`."""
         arena, blocks = (ctypes.c_void_p(x.ctypes.data) for x in (self.arena, table))
         return self.format, arena, blocks, table.shape[1], self.case.kv_heads, self.case.head_dim
 
     def attend(self, parts: list[tuple[int, int, int]], threads: int = 1, apart: bool = False) -> np.ndarray:
-        """Rows [queries, heads * head_dim] of (sequence, first query, queries) of it, in one call.
+        """Rows [queries, heads * head_dim] for `parts`, (sequence, first query, queries) each, in one call.
 
-        apart: a process of its own tries it first, whose end fails the test alone.
+        apart: runs in a child process first, so that a crash fails only this test.
         """
         case, width = self.case, self.case.heads * self.case.head_dim
         begins = np.cumsum([0, *case.queries])
@@ -147,12 +147,12 @@ class Cache:
         return [(s, 0, n) for s, n in enumerate(self.case.queries)]
 
     def reference(self) -> np.ndarray:
-        """The same rows in float64, of keys and values as the cache holds them."""
+        """The same rows in float64, with keys and values as rounded by the cache."""
         case, t = self.case, self.tensors
         rows, begin = [], 0
         for s, (length, count) in enumerate(zip(case.lengths, case.queries, strict=True)):
             k, v = (numerics.round_trip_kv(t[f"{name}{s}"], FORMATS[self.format]).double() for name in "kv")
-            if case.centered:  # what is taken off keys changes nothing unless scores are bent
+            if case.centered:  # without softcap, the subtracted center does not change the result
                 k = k + t["center"].double()
             k, v = (x.repeat_interleave(case.heads // case.kv_heads, 1) for x in (k, v))
             score = torch.einsum("thd,shd->hts", t["q"][begin : begin + count].double(), k) * case.head_dim**-0.5
@@ -196,23 +196,23 @@ LOUD = {
     "sinks far above all scores": (20, Case(8, 2, 64, (140,), (9,), sinks=True, lowered=2.0)),
     "farther than floats' exponents": (100, Case(8, 2, 32, (70,), (9,), loud=3000.0)),
 }
-"""Cases with about how large scores are where more than one counts."""
+"""Cases, each with the approximate size of scores where more than one score matters."""
 LEAST_GROUP = {"kv16": 4, "kv8": 4, "kv4": 2}
-"""Heads that share keys from which on products are made on tiles."""
+"""Minimum query heads per kv head for which products use AMX tiles."""
 
 
 def on_tiles(isa: str, kv: str, case: Case) -> bool:
-    """Whether products are made there."""
+    """Whether products use AMX tiles."""
     return isa == "amx" and case.heads // case.kv_heads >= LEAST_GROUP.get(kv, 1 << 30)
 
 
 @pytest.mark.parametrize("kv", FORMATS)
 @pytest.mark.parametrize("isa", ["portable", "avx512", "amx"])
 def test_equals_float64(library: Callable[[str], ctypes.CDLL], isa: str, kv: str) -> None:
-    """Products on tiles are of exact terms, of all bits of q and p: no less exact than products of floats.
+    """Products on tiles use exact terms that hold all bits of q and p, so they are as exact as float products.
 
-    Of two terms each, of 17 bits, the root of the mean square of their errors would be 4e-6; where a code's product and
-    its zero's cancel it is 1e-6.
+    With two terms (17 bits) each, the RMS error would be 4e-6. Where the products of a code and its zero point cancel,
+    it is 1e-6.
     """
     for name, case in CASES.items():
         pages = Cache(library(isa), case, kv)
@@ -246,8 +246,9 @@ def test_rows_are_bitwise_independent_of_their_neighbours(
 @pytest.mark.parametrize("kv", FORMATS)
 @pytest.mark.parametrize("isa", ["portable", "avx512", "amx"])
 def test_scores_that_lie_far_apart(library: Callable[[str], ctypes.CDLL], isa: str, kv: str) -> None:
-    """Scores are wrong by some of their last bits, and probabilities by so much of themselves: by less where products
-    are exact than where each is rounded.
+    """Scores have an error of a few units in the last place; it becomes a relative error of the probabilities.
+
+    It is smaller where products are exact than where each product is rounded.
     """
     for name, (size, case) in LOUD.items():
         pages = Cache(library(isa), case, kv)
@@ -265,7 +266,7 @@ def test_scores_that_lie_far_apart(library: Callable[[str], ctypes.CDLL], isa: s
     ],
 )
 def test_exponentials(library: Callable[[str], ctypes.CDLL], isa: str, name: str, most: int, worst: float) -> None:
-    """Relative errors from -87 to `most` are below `worst`; below there is e^-87, however far: never 0 or less."""
+    """The relative error on [-87, `most`] is below `worst`; smaller arguments give e^-87, never 0 or less."""
     function = getattr(library(isa), name)
 
     def exponentials(x: np.ndarray) -> np.ndarray:
@@ -283,7 +284,7 @@ def test_exponentials(library: Callable[[str], ctypes.CDLL], isa: str, name: str
 
 
 def before_a_guard(array: np.ndarray) -> np.ndarray:
-    """The same array, of whole lines, right before bytes that must not be touched."""
+    """A copy of the array that ends right before a protected page; its size is whole cache lines."""
     page, libc = mmap.PAGESIZE, ctypes.CDLL(None, use_errno=True)
     size = -(-array.nbytes // page) * page
     memory = np.frombuffer(mmap.mmap(-1, size + page), np.uint8)
@@ -299,7 +300,7 @@ def before_a_guard(array: np.ndarray) -> np.ndarray:
 def test_nothing_behind_the_cache_or_the_scratch_is_touched(
     library: Callable[[str], ctypes.CDLL], isa: str, kv: str
 ) -> None:
-    """Full pages, and such that are not, at the end of memory, of numbers of features that are no whole tiles, too."""
+    """Full and partial pages at the end of mapped memory, also with head sizes that are not whole tiles."""
     for head_dim in (16, 20, 64, 80, 112, 256):
         for group, length, queries in ((4, 64, 1), (4, 64, 40), (8, 17, 17), (1, 64, 3)):
             case = Case(group, 1, head_dim, (length,), (queries,))

@@ -1,4 +1,4 @@
-"""Rendering a program to text, and compiling text: golden step, cache, reproducibility, refusals."""
+"""Rendering and compiling a program: golden step, cache, reproducibility, rejected inputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = 'extern "C" __attribute__((visibility("default"))) int answer() { return
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty kernel cache, and the compiler looked for anew."""
+    """An empty kernel cache; the compiler is searched for again."""
     monkeypatch.setenv("QCOMPILE_CACHE", str(tmp_path / "cache"))
     for remembered in (compiler.find, compiler.version):
         remembered.cache_clear()
@@ -34,7 +34,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def step_of(source: str) -> str:
-    """The part of a source that is the program: constants and step()."""
+    """The generated part of a source: constants and step()."""
     model, program = source.index("// ---- the model"), source.index("// ---- the program")
     return source[model : source.index("// ---- model.h")] + source[program : source.index("// ---- probe.h")]
 
@@ -54,12 +54,12 @@ def test_source_is_self_contained_and_stable() -> None:
 
 def test_a_drafts_source_has_what_the_models_lacks() -> None:
     model, draft = (cpu.render(build(Tiny(format, "q8"))[0], AVX2) for format in ("w8_sym_channel", "w4_asym_g128"))
-    kept = backend._behind(model, draft)
+    kept = backend._without_common_prefix(model, draft)
     first, rest = kept.split("\n", 1)
     same = int(first.split()[4])
     assert "".join(model.splitlines(keepends=True)[:same]) + rest == draft
     assert len(kept) < 0.5 * len(draft)
-    assert backend._behind(model, model).count("\n") == 1
+    assert backend._without_common_prefix(model, model).count("\n") == 1
 
 
 def test_rows_a_thread_keeps_need_no_barrier_unless_they_may_be_overwritten() -> None:
@@ -67,7 +67,7 @@ def test_rows_a_thread_keeps_need_no_barrier_unless_they_may_be_overwritten() ->
     assert "// 0.norm1" in cpu.render(program, AVX2)
     sync = {c.name: cpu._Renderer(program, AVX2).sync(i) for i, c in enumerate(program.calls)}
     assert sync["0.norm1"] == "!s.few[kTokens]" and sync["0.qkv"] == sync["0.rope"] == "!s.by_head()"
-    # Put the value that follows in the bytes of the one the norm reads: a fast thread would overwrite it.
+    # Place the next value in the memory that the norm reads: a faster thread would overwrite it.
     stream = program.buffer("h")
     moved = tuple(replace(b, offset=stream.offset) if b.name == "0.inner" else b for b in program.buffers)
     program = replace(program, buffers=moved)
@@ -83,24 +83,24 @@ def test_what_a_thread_made_it_quantizes_before_it_waits() -> None:
     by_head, by_columns = renderer.conditions.values()
     assert sync["0.attention"] == f"!{by_head}" and sync["0.o.quantize"] == f"{by_head} || !s.few[kTokens]"
     assert sync["1.gate_up"] == f"!{by_columns}" and sync["1.down.quantize"] == f"{by_columns} || !s.few[kTokens]"
-    # Those buffers, and queries, keys and values, lie apart from all others, and one layer's where the other's do.
-    settled = renderer.program
+    # These buffers, and q, k and v, are separate from all others, at the same offset in both layers.
+    separated = renderer.program
     apart = ("qkv", "attended", "o.in", "inner", "down.in")
     for name in apart:
-        mine = settled.buffer(f"0.{name}")
-        assert settled.buffer(f"1.{name}").offset == mine.offset
-        assert not any(flow.overlap(mine, b) for b in settled.buffers if b.name[2:] != name)
-    assert settled.arena_bytes("tokens") < 3 * program.arena_bytes("tokens")
-    # Not where a scale covers all of a row, a last group is short, or somebody else reads what is quantized.
+        mine = separated.buffer(f"0.{name}")
+        assert separated.buffer(f"1.{name}").offset == mine.offset
+        assert not any(flow.overlap(mine, b) for b in separated.buffers if b.name[2:] != name)
+    assert separated.arena_bytes("tokens") < 3 * program.arena_bytes("tokens")
+    # Not if a scale covers a whole row, the last group is short, or another call reads the unquantized value.
     others = (replace(home, activation="int8"), replace(home, inner=160))
     for tiny, name in zip(others, ("0.o.quantize", "0.down.quantize"), strict=True):
         calls = build(tiny)[0].calls
         index = next(i for i, c in enumerate(calls) if c.name == name)
-        assert flow.made_at_home(build(tiny)[0], index) is None
+        assert flow.producer_share(build(tiny)[0], index) is None
     index = next(i for i, c in enumerate(program.calls) if c.name == "0.down.quantize")
     extra = p.Elementwise("also", "silu", "0.inner", "0.inner")
-    assert flow.made_at_home(program, index) is not None
-    assert flow.made_at_home(replace(program, calls=(*program.calls, extra)), index) is None
+    assert flow.producer_share(program, index) is not None
+    assert flow.producer_share(replace(program, calls=(*program.calls, extra)), index) is None
 
 
 def test_a_thread_that_makes_its_own_heads_waits_where_it_would_overwrite_what_they_are_made_of() -> None:
@@ -113,7 +113,7 @@ def test_a_thread_that_makes_its_own_heads_waits_where_it_would_overwrite_what_t
     moved = tuple(replace(b, offset=read.offset) if b.name == attention.out else b for b in program.buffers)
     crowded = cpu._Renderer(replace(program, buffers=moved), AVX2)
     assert crowded.sync(qkv) == "true" and not any("parts" in line for line in crowded.call(qkv, gemm).lines)
-    # Heads that are no whole number of the units that gemms share out.
+    # Heads that are not a whole number of GEMM units.
     narrow = build(Tiny("w8_sym_channel", "q8", layers=1, heads=8, head_dim=16, kv_heads=4, rotary_dim=16))[0]
     assert cpu._Renderer(narrow, AVX2).sync(qkv) == "true"
 
@@ -146,7 +146,7 @@ def test_compiles_once_and_byte_for_byte_alike(own_cache: Path) -> None:
 
 
 def test_a_damaged_entry_is_compiled_again(own_cache: Path) -> None:
-    """A full disk, or a machine that lost power, must not break all builds to come."""
+    """A full disk or a power loss must not break later builds."""
     first = compiler.compile(SMALL, AVX2)
     (entry,) = own_cache.iterdir()
     whole = entry.read_bytes()
@@ -179,7 +179,7 @@ def test_a_cache_that_cannot_be_written_does_no_harm(own_cache: Path) -> None:
 
 
 def test_a_compiler_ends_when_nobody_wants_what_it_makes(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where only the build itself is interrupted, not its children too, as by a notebook."""
+    """Covers an interrupt that reaches only the build and not its children, as from a notebook."""
     given_up, started = Event(), time.monotonic()
     Timer(0.3, given_up.set).start()
     with pytest.raises(children.GivenUpError):

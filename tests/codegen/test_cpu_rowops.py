@@ -1,4 +1,4 @@
-"""Rowwise kernels through a generated library, whose logits are what each makes of table[token]."""
+"""Rowwise kernels through a generated library, whose logits are each kernel's result for table[token]."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ CALLS: dict[str, list[p.Call]] = {
 
 @pytest.fixture(scope="module")
 def rows() -> Iterator[dict[str, np.ndarray]]:
-    """What each of CALLS makes in buffer y of X in buffer x."""
+    """Result in buffer y of each of CALLS, with X in buffer x."""
     blobs = {
         "table": numerics.as_blob(TABLE),
         "table16": numerics.as_blob(TABLE.bfloat16()),
@@ -84,7 +84,7 @@ def test_unary(rows: dict[str, np.ndarray], kind: str) -> None:
 
 
 def test_xielu(rows: dict[str, np.ndarray]) -> None:
-    # However small x is, a few roundings of numbers of its size: exp(x) - 1 would lose its digits near 0.
+    # A few roundings relative to x, however small: exp(x) - 1 would cancel near 0.
     wanted = ops.xielu(X.double(), CURVE)
     assert ((torch.from_numpy(rows["xielu"]) - wanted).abs() <= 3e-7 * (X.abs() + wanted.abs())).all()
 

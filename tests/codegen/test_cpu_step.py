@@ -1,4 +1,4 @@
-"""Whole steps of a tiny llama through the generated library, against torch and bit against bit."""
+"""Whole steps of a tiny Llama through the generated library, against torch and bitwise comparisons."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Open = Callable[..., Runner]
 
 @pytest.fixture
 def opened() -> Iterator[Open]:
-    """Makes Runners, and closes them."""
+    """A factory for Runners that closes them after the test."""
     runners: list[Runner] = []
 
     def make(*args: Any, **options: Any) -> Runner:
@@ -58,7 +58,7 @@ def opened() -> Iterator[Open]:
 def test_equals_torch_with_every_cache(opened: Open, kv: str) -> None:
     tiny = Tiny(kv=kv)
     error = np.abs(opened(tiny).forward(TOKENS, [3, 1, 7], 150) - reference(tiny, TOKENS))
-    # In double, a value between two codes may round the other way than in float: rare, and small.
+    # A value halfway between two codes may round differently in double and float: rare and small.
     assert np.median(error) < 1e-4 and error.max() < {"kv32": 2e-5, "kv16": 5e-3, "kv8": 1e-2, "kv4": 0.2}[kv]
 
 
@@ -82,10 +82,10 @@ CACHES = [("f32", kv) for kv in ("kv32", "kv16", "kv8", "kv4")]
 @pytest.mark.parametrize(("name", "kv"), [*CACHES, ("bf16", "kv16"), ("w4a8", "kv8"), ("mxfp4", "kv16")])
 @pytest.mark.parametrize("target", HOST[1:])
 def test_instruction_sets_agree(opened: Open, name: str, kv: str, target: str) -> None:
-    """Over several pages of each kind of cache."""
+    """Over several pages of every cache format."""
     tiny = replace(FORMATS[name], kv=kv)
     best, rows = (opened(tiny, target=get_target(name)).forward(TOKENS, [3, 1, 7], 150) for name in ("cpu", target))
-    # Fused against separate multiply and add; a flipped rounding where activations are int8.
+    # Fused versus separate multiply and add; with int8 activations this can flip a rounding.
     assert np.abs(rows - best).max() < (1e-4 if tiny.act == "f32" else 2e-2)
 
 
@@ -204,7 +204,7 @@ def test_probes_measure(opened: Open) -> None:
 
 
 def test_layers_with_other_rotations_have_their_own_table(opened: Open) -> None:
-    """The same program with every rotation at half speed is another program: tables are not mixed up."""
+    """Programs that differ only in their rotation use different tables."""
     tiny = Tiny()
     slow = replace(tiny, rotary_dim=16)
     a, b = opened(tiny).forward(TOKENS[:9], [0], 9), opened(slow).forward(TOKENS[:9], [0], 9)

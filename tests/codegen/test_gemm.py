@@ -44,7 +44,7 @@ def ceil_to(x: int, step: int) -> int:
 
 
 def blocks(rows: np.ndarray) -> np.ndarray:
-    """[np, a] -> [nb, a, 16]: what the 16 rows of a block have for each a lies together."""
+    """[np, a] -> [nb, a, 16]: for each a, the values of a block's 16 rows are adjacent."""
     return rows.reshape(-1, 16, rows.shape[1]).transpose(0, 2, 1)
 
 
@@ -62,7 +62,7 @@ def pack_nibbles(codes: np.ndarray) -> np.ndarray:
 
 @dataclass
 class Weight:
-    """Packed buffers by role, and the float64 matrix [np, kp] that they mean."""
+    """Packed buffers by role, and the float64 matrix [np, kp] they represent."""
 
     buffers: dict[str, np.ndarray]
     value: np.ndarray
@@ -70,7 +70,7 @@ class Weight:
 
 
 def random_weight(fmt: str, n: int, kp: int, k: int, rng: np.random.Generator) -> Weight:
-    """Random also in the rows that fill up the last block; inputs k.. meet activations of zero."""
+    """A random weight, including the padding rows of the last block; inputs k.. are multiplied by zero activations."""
     rows = ceil_to(n, 16)
     fmt = fmt.removesuffix("_x128")
     groups = ceil_to(kp, 128) // 128
@@ -119,7 +119,7 @@ def random_weight(fmt: str, n: int, kp: int, k: int, rng: np.random.Generator) -
 
 
 def random_mix(rows: int, kp: int, rng: np.random.Generator) -> Weight:
-    """About a third of the rows in 8 bits, blocks in random order, columns too."""
+    """A mix_4_8 weight with about a third of the rows in 8 bits, blocks and columns in random order."""
     order = rng.permutation(rows)
     split = rows // 3
     wide_rows, narrow_rows = (np.sort(part) for part in (order[:split], order[split:]))
@@ -156,7 +156,7 @@ def random_mix(rows: int, kp: int, rng: np.random.Generator) -> Weight:
 
 @dataclass
 class Activation:
-    """What a kernel is given, and the float64 matrix [m, kp] that it means."""
+    """A kernel's activation input, and the float64 matrix [m, kp] it represents."""
 
     x: np.ndarray | None
     q8: tuple[np.ndarray, np.ndarray, np.ndarray] | None
@@ -176,7 +176,7 @@ def random_activation(fmt: str, m: int, kp: int, k: int, rng: np.random.Generato
             return Activation(aligned(x), None, x.astype(np.float64))
         return Activation(aligned(to_bf16(x)), None, from_bf16(to_bf16(x)).astype(np.float64))
     q = rng.integers(-127, 128, (m, kp)).astype(np.int8)
-    q[0, : k // 2], q[-1, k // 2 : k] = 127, -127  # the extremes, which saturating instructions get wrong
+    q[0, : k // 2], q[-1, k // 2 : k] = 127, -127  # extremes that would expose saturating instructions
     q[:, k:] = 0
     grouped = fmt.endswith("_x128")
     scale = rng.uniform(0.01, 0.02, (m, ceil_to(kp, 128) // 128 if grouped else 1)).astype(np.float32)
@@ -202,7 +202,7 @@ def run(
     parts: tuple[int, int, int] = (0, 0, 0),
     gating: tuple[int, float, float] = (0, math.inf, 0.0),
 ) -> np.ndarray:
-    """[m, n] (n/2 columns for GATED), every thread's share computed one after the other."""
+    """Result [m, n] (n/2 columns for GATED); the threads' shares are computed one after another."""
     m, kp = act.value.shape
     columns = n // 2 if epilogue == GATED else n
     out = np.full((m, columns + 3), np.nan, np.float32)
@@ -224,7 +224,7 @@ def run(
     x = ctypes.c_void_p(act.x.ctypes.data if act.x is not None else None)
     scratch = aligned(np.zeros(library.harness_scratch_bytes(kp), np.uint8))
     for tid in range(threads):
-        scratch[...] = 0xFF  # nothing may depend on what an earlier call left
+        scratch[...] = 0xFF  # results must not depend on scratch contents
         code = library.harness_gemm(
             FORMATS.index(fmt),
             ctypes.byref(g),
@@ -242,9 +242,9 @@ def run(
 def tolerance(fmt: str, act: Activation, weight: Weight, n: int) -> np.ndarray:
     """[m, n] bound on the rounding error of float accumulation.
 
-    Each of the terms in a chain is rounded at most once per addition, to 2^-24 of the sum so far, which the
-    sum of the magnitudes bounds; the errors of a chain of c additions with random signs grow like sqrt(c),
-    for which c^0.5 * 4 leaves room. Integer formats add once a group.
+    Every addition in a chain rounds once, by at most 2^-24 of the partial sum, which is bounded by the sum of
+    magnitudes. With random signs, the error of c additions grows like sqrt(c); 4 * c^0.5 leaves a margin. Integer
+    formats add once per group.
     """
     magnitude = np.abs(act.value) @ np.abs(weight.value[:n]).T
     additions = act.value.shape[1] / 32 if fmt.startswith("mxfp4") else 2.0 + act.value.shape[1] / 128
@@ -274,7 +274,7 @@ def test_matches_float64(harness: Callable[[str], ctypes.CDLL], isa: str, fmt: s
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_row_depends_on_nothing_else(harness: Callable[[str], ctypes.CDLL], isa: str, fmt: str) -> None:
-    """Bitwise the same at every M, beside any neighbours, at every thread count."""
+    """Results are bitwise the same for every M, whatever the neighbouring rows, and for every thread count."""
     library = harness(isa)
     n, k, kp = 104, 300, 320
     rng = np.random.default_rng(7)
@@ -292,9 +292,9 @@ def test_a_row_depends_on_nothing_else(harness: Callable[[str], ctypes.CDLL], is
 def of_every_isa(
     harness: Callable[[str], ctypes.CDLL], fmt: str, change: Callable[[Weight], None]
 ) -> Iterator[np.ndarray]:
-    """Results of one GEMM on each instruction set of this machine, the widest vectors last."""
+    """Results of one GEMM on each instruction set this machine supports, widest vectors last."""
     for isa in ISAS:
-        # AMX sums bfloat16 products in an order of its own.
+        # AMX sums bfloat16 products in its own order.
         if ISAS[isa][1] <= cpu_flags() and not (isa == "amx" and fmt in ("bf16", "w4_asym_g128_bf16")):
             rng = np.random.default_rng(3)
             weight = random_weight(fmt, 40, 416, 400, rng)
@@ -311,7 +311,7 @@ def test_instruction_sets_agree_bitwise(harness: Callable[[str], ctypes.CDLL], f
 
 @pytest.mark.parametrize("fmt", ["mxfp4", "mxfp4_x128"])
 def test_scales_that_are_no_normal_numbers(harness: Callable[[str], ctypes.CDLL], fmt: str) -> None:
-    """2^-128 and 2^-127 of the doubled element: beside large scales nothing, alone what they are."""
+    """Scales 2^-128 and 2^-127 of the doubled element: negligible next to large scales, exact by themselves."""
 
     def tiny(weight: Weight) -> None:
         exponent = weight.buffers["exponent"]
@@ -332,7 +332,7 @@ def test_scales_that_are_no_normal_numbers(harness: Callable[[str], ctypes.CDLL]
 def test_tiny_activations_do_not_depend_on_the_kernel(
     harness: Callable[[str], ctypes.CDLL], isa: str, fmt: str
 ) -> None:
-    """Some instructions take numbers below 2^-126 for zero: rows of them have the same bits at every M."""
+    """Some instructions flush numbers below 2^-126 to zero: such rows still have the same bits for every M."""
     library = harness(isa)
     n, k = 48, 256
     rng = np.random.default_rng(9)
@@ -363,25 +363,25 @@ def test_epilogues(harness: Callable[[str], ctypes.CDLL], isa: str, m: int) -> N
     residual = rng.standard_normal((m, n + 5)).astype(np.float32)
     added = run(library, "w8_sym_channel", weight, act, n, k, epilogue=ADD, bias=bias, residual=residual)
     np.testing.assert_array_equal(added, residual[:, :n] + (y + bias[:n]))
-    # Blocks gate 0, up 0, gate 1, up 1, gate 2, up 2 of 40 = 16 + 16 + 8 columns.
+    # Blocks are gate 0, up 0, gate 1, up 1, gate 2, up 2; the 40 columns are 16 + 16 + 8.
     full = run(library, "w8_sym_channel", weight, act, 96, k).astype(np.float64).reshape(m, 3, 2, 16)
     gate, up = full[:, :, 0].reshape(m, 48), full[:, :, 1].reshape(m, 48)
     got = run(library, "w8_sym_channel", weight, act, 80, k, epilogue=GATED)
-    # Relative: exp within 1.2e-7, then an addition, a division and a product of 6e-8 each.
+    # Relative error: exp 1.2e-7, then an addition, a division and a product with 6e-8 each.
     np.testing.assert_allclose(got, (gate / (1 + np.exp(-gate)) * up)[:, :40], rtol=4e-7)
     limit, offset = float(np.abs(up).mean()), 0.5
     kept = np.minimum(gate, limit), np.clip(up, -limit, limit) + offset
     for number, kind in enumerate(UNARY):
         got = run(library, "w8_sym_channel", weight, act, 80, k, epilogue=GATED, gating=(number, limit, offset))
         want = UNARY[kind](torch.from_numpy(kept[0])).numpy() * kept[1]
-        # Of functions that end near 0 what is absolute counts: erf's 1.5e-7 of numbers of this size, twice.
+        # Near 0 the absolute error dominates: erf's 1.5e-7 times values of this size, twice.
         np.testing.assert_allclose(got, want[:, :40], rtol=1e-6, atol=4e-7 * limit * limit)
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("fmt", ["w8_sym_channel", "mix_4_8", "bf16"])
 def test_the_lowest_of_the_largest_logits_is_found(harness: Callable[[str], ctypes.CDLL], isa: str, fmt: str) -> None:
-    """Ties by a bias that drowns all else, -1 for what is not finite; with logits wanted and without."""
+    """Ties made by a dominating bias, -1 for non-finite rows; with and without storing logits."""
     library = harness(isa)
     m, n, k = 5, 75, 96
     rng = np.random.default_rng(11)
@@ -410,7 +410,7 @@ def test_the_lowest_of_the_largest_logits_is_found(harness: Callable[[str], ctyp
         pointers = (ctypes.byref(q8), threads, *(ctypes.c_void_p(a.ctypes.data) for a in (scratch, best, found)))
         assert library.harness_logits(FORMATS.index(fmt), ctypes.byref(g), x, *pointers) == 0
         want = logits + bias[:n]
-        finite = np.isfinite(want.max(-1))  # NaN where any is
+        finite = np.isfinite(want.max(-1))  # max is NaN if any is
         np.testing.assert_array_equal(found, np.where(finite, want.argmax(-1), -1))
         if wanted:
             np.testing.assert_array_equal(out, want)

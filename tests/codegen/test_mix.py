@@ -1,4 +1,4 @@
-"""mix_4_8: the order of rows, their packing, and the kernel's epilogues on weights packed by qcompile.mix."""
+"""mix_4_8: row order, packing, and the kernels' epilogues on weights packed by qcompile.mix."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def marked(n: int, fraction: float = 0.3) -> Tensor:
 
 
 def packed(w: Tensor, wide: Tensor, pairs: bool) -> Weight:
-    """`w` as the kernel takes it."""
+    """`w` in the kernels' format."""
     parts = mix.quantize_mixed(w, wide)
     order = mix.layout(wide, pairs)
     blobs = mix.pack(parts, order)
@@ -42,15 +42,15 @@ def test_every_row_has_its_place_in_a_block_of_its_width(pairs: bool, fraction: 
     rows, real = order.rows, order.rows >= 0
     assert sorted(rows[real].tolist()) == list(range(320))
     assert (wide[rows.clamp(min=0)] == order.wide[:, None])[real].all()
-    assert (real[:, :-1] | ~real[:, 1:]).all() and real[:, 0].all()  # what is filled up is at the end
+    assert (real[:, :-1] | ~real[:, 1:]).all() and real[:, 0].all()  # padding is at the end
     if pairs:
         assert (order.rows[1::2] - order.rows[::2])[real[::2]].eq(16).all()
         features = rows // 32 * 16 + rows % 16
         assert torch.equal(order.columns[real], features[real])
     else:
         assert torch.equal(order.columns, rows)
-    packed(torch.randn(320, 40), wide, pairs)  # without blocks of a width too
-    # Kinds follow one another. Of single blocks the pair that has one of either kind is of the later run.
+    packed(torch.randn(320, 40), wide, pairs)  # also works if a width has no blocks
+    # Blocks are sorted by kind. Without gate/up pairs, a pair with one block of each kind belongs to the later run.
     kinds = order.wide.unflatten(0, (-1, 2 if pairs else 1)).int()
     values = (kinds * torch.tensor([2, 1])[: kinds.shape[1]]).sum(1)
     assert torch.equal(values, values.sort().values)
@@ -82,7 +82,7 @@ def test_epilogues_write_to_the_rows_own_columns(harness: Callable[[str], ctypes
     bias = rng.standard_normal(96).astype(np.float32)
     weight = packed(w[:n], marked(n), False)
     y = (act.value[:, :k] @ weight.value.T + bias[:n]).astype(np.float32)
-    # A few additions of one in 2^24 each, on sums of magnitudes of some tens.
+    # A few additions, each with relative error 2^-24, on sums whose magnitudes add up to some tens.
     close = {"rtol": 1e-5, "atol": 3e-5}
     for threads in (1, 3):
         got = run(library, FORMAT, weight, act, n, k, STORE, bias=bias, threads=threads)

@@ -1,4 +1,4 @@
-// acts.h: activation functions of 16 floats.
+// acts.h: activation functions on 16 floats.
 #pragma once
 #include "vec.h"
 
@@ -7,7 +7,7 @@ enum UnaryKind { kSilu, kGelu, kGeluTanh, kGeluQuick, kRelu, kRelu2, kTanh, kSig
 QC_INLINE f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + vexp(-x)); }
 QC_INLINE f32x16 vtanh(f32x16 x) { return 1.0f - 2.0f / (vexp(x * 2.0f) + 1.0f); }
 
-// erf to 1.5e-7 absolute (Abramowitz and Stegun 7.1.26).
+// erf with absolute error 1.5e-7 (Abramowitz and Stegun 7.1.26).
 QC_INLINE f32x16 verf(f32x16 x) {
   const f32x16 a = vabs(x), t = 1.0f / (1.0f + a * 0.3275911f);
   f32x16 p = t * 1.061405429f - 1.453152027f;
@@ -18,7 +18,7 @@ QC_INLINE f32x16 verf(f32x16 x) {
   return select(x < 0.0f, -y, y);
 }
 
-// e^x - 1 for x <= 0: near 0, where the difference would lose its digits, by its series.
+// e^x - 1 for x <= 0. Near 0, where the subtraction would cancel, a Taylor series is used.
 QC_INLINE f32x16 vexpm1(f32x16 x) {
   f32x16 p = x * 0.00138888889f + 0.00833333377f;
   p = p * x + 0.0416666679f;
@@ -27,7 +27,7 @@ QC_INLINE f32x16 vexpm1(f32x16 x) {
   return select(x > -0.25f, p * (x * x) + x, vexp(x) - 1.0f);
 }
 
-// x tanh(log(1 + e^x)), which is x w (w + 2) / (w (w + 2) + 2) with w = e^x; beyond 20 it is x.
+// x tanh(log(1 + e^x)) = x w (w + 2) / (w (w + 2) + 2) with w = e^x; equals x beyond 20.
 QC_INLINE f32x16 mish(f32x16 x) {
   const f32x16 w = vexp(vmin(x, splat(20.0f))), y = w * (w + 2.0f);
   return x * (y / (y + 2.0f));

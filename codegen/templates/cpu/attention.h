@@ -1,20 +1,21 @@
 // attention.h: softmax(q k^T) v over the paged cache, for prefill, decode and verification alike.
 //
-// Exactness. A query row's bits depend on its own q, its position and the cached k and v alone: pages of
-// 64 positions are reduced one by one in a fixed way (scores summed over dim in order; exponentials
-// relative to the page's own maximum; p v summed over positions in order) and merged into the running
-// (maximum, sum, out) in page order (online softmax, Milakov and Gimelshein 2018). Which rows share a tile,
-// which thread computes it, and whether pages are merged at once or later change nothing: a page wholly
-// masked for a row merges as an exact no-op, and a position masked for it adds p = 0 exactly.
+// Exactness. A query row's bits depend only on its own q, its position, and the cached k and v. Pages of 64 positions
+// are reduced one by one in a fixed way: scores summed over dim in order, exponentials relative to the page's own
+// maximum, p v summed over positions in order. Pages are merged into the running (maximum, sum, out) in page order
+// (online softmax, Milakov and Gimelshein 2018). Which rows share a tile, which thread computes it, and whether pages
+// are merged at once or later changes nothing: a page that is fully masked for a row merges as an exact no-op, and a
+// masked position adds p = 0 exactly.
 //
-// Slots past the tile's last position may hold anything, NaN included: their scores are replaced, not
-// added to, and p v never reads them.
+// Slots past the tile's last position may hold anything, NaN included: their scores are overwritten, not added to, and
+// p v never reads them.
 //
-// Where the CPU has AMX the products with bfloat16, 8-bit and 4-bit pages are made on its tiles (attention_amx.h).
+// On CPUs with AMX, products with bfloat16, 8-bit and 4-bit pages are computed on tiles (attention_amx.h).
 #pragma once
 #include "kv.h"
 
-// Query rows (tokens x heads of one kv head) that share a loaded page: of a cache that goes to AMX tiles, and of others.
+// Query rows (tokens x query heads of one kv head) that share a loaded page: kTileRows if products use AMX tiles,
+// otherwise kVectorRows.
 constexpr int kVectorRows = 48;
 #if defined(QC_AMX)
 constexpr int kTileRows = 128;
@@ -23,37 +24,37 @@ constexpr bool on_tiles(KvFormat f) { return f == kKv16 || f == kKv8 || f == kKv
 constexpr int kTileRows = kVectorRows;
 constexpr bool on_tiles(KvFormat) { return false; }
 #endif
-// Tiles are worth filling with a page where so many heads share it: of fewer, rows of a single token take longer.
-constexpr int least_group(KvFormat f) { return f == kKv4 ? 2 : 4; }
-constexpr bool tiles_pay(KvFormat f, int group) { return on_tiles(f) && group >= least_group(f); }
-constexpr int tile_height(KvFormat f, int group) { return tiles_pay(f, group) ? kTileRows : kVectorRows; }
+// AMX tiles pay off from this many query heads per kv head; with fewer, the rows of a single token take longer.
+constexpr int min_tile_group(KvFormat f) { return f == kKv4 ? 2 : 4; }
+constexpr bool uses_tiles_for(KvFormat f, int group) { return on_tiles(f) && group >= min_tile_group(f); }
+constexpr int tile_height(KvFormat f, int group) { return uses_tiles_for(f, group) ? kTileRows : kVectorRows; }
 
 struct AttentionArgs {
-  const float* q;            // [tokens][q_stride], this layer's heads from column q_offset
+  const float* q;            // [tokens][q_stride]; this layer's heads start at column q_offset
   int q_stride, q_offset;
   float* out;                // [tokens][gemm_kp(heads * head_dim)]
   int heads;
   float scale;
   int window;                // 0: all earlier positions
   float softcap;             // 0: none
-  const float* sinks;        // [heads] scores that count in the sum alone, or null
-  const float* key_bias;     // [heads][key_bias_stride] added to scores by the key's position, less the query's; or null
+  const float* sinks;        // [heads] scores that only enter the softmax sum, or null
+  const float* key_bias;     // [heads][key_bias_stride] key position's bias, relative to the query's, or null
   int key_bias_stride;
-  const float* center;       // [kv_heads * head_dim] that keys in the cache are less, or null
+  const float* center;       // [kv_heads * head_dim] subtracted from cached keys, or null
   int sequences;
   const int32_t* positions;
   const int32_t* query_start;
-  int k_offset, v_offset;    // kKvHier: columns of q's rows where this layer's new keys and values begin
+  int k_offset, v_offset;    // kKvHier: columns of this layer's new keys and values in q's rows
 };
 
 struct AttentionScratch {    // one thread's working set
   float *q, *score, *part, *out;
   float q_sum[kTileRows], page_max[kTileRows], page_sum[kTileRows], shift[kTileRows];
   float run_max[kTileRows], run_sum[kTileRows];
-  float centered[kTileRows];     // what keys would add to the row's scores by the center they are less
+  float center_dot[kTileRows];   // scaled q . center: what scores lack because cached keys are centered
   int32_t position[kTileRows];
-  const float* bias[kTileRows];  // of the row's head
-  int8_t* split;                 // kKvHier: q with the scales of the keys of group `folded`, [rows][2][dp]
+  const float* bias[kTileRows];  // bias of the row's head
+  int8_t* split;                 // kKvHier: q times the key scales of group `folded`, [rows][2][dp]
   float split_scale[kTileRows];
   int folded = -1;
   char* tiles;                   // attention_amx.h
@@ -69,7 +70,7 @@ struct AttentionScratch {    // one thread's working set
   }
 };
 
-// How a page's elements become floats.
+// Right-hand side type (lanes.h) that widens a page's elements to float.
 template <KvFormat F>
 struct Widened;
 template <>
@@ -85,22 +86,22 @@ struct Widened<kKv8> {
   using Rows = Bytes;
 };
 
-// score[r][j] = sum over d of q[r][d] * k[d][j] (of the codes, where k is quantized), for j < limit and some more.
+// score[r][j] = sum over d of q[r][d] * k[d][j] for j < limit, rounded up (for quantized k: with the codes).
 template <KvFormat F>
 QC_INLINE void score_page(const KvBlock& block, AttentionScratch& s, int rows, int dp, int limit) {
-  const int n = rows < 4 ? kPage : (limit + 15) / 16 * 16;  // few rows need all columns for enough chains of sums
+  const int n = rows < 4 ? kPage : (limit + 15) / 16 * 16;  // few rows need all columns for enough accumulators
   if constexpr (F == kKv4) {
     const uint8_t* k = (const uint8_t*)block.k;
     multiply(rows, s.q, dp, Nibbles<0>{k, kPage}, 0, dp / 2, n, s.score, kPage, false);
     multiply(rows, s.q + dp / 2, dp, Nibbles<4>{k, kPage}, 0, dp / 2, n, s.score, kPage, true);
   } else {
     const typename Widened<F>::Rows k{block.k, kPage};
-    for (int d = 0; d < dp; d += 64)  // so much of k at a time stays in the first cache level
+    for (int d = 0; d < dp; d += 64)  // keeps this part of k in L1
       multiply(rows, s.q, dp, k, d, d + 64 < dp ? d + 64 : dp, n, s.score, kPage, d > 0);
   }
 }
 
-// part[r][d] = sum over positions j < limit of p[r][j] * v[j][d] (of the codes, where v is quantized).
+// part[r][d] = sum over positions j < limit of p[r][j] * v[j][d] (for quantized v: with the codes).
 template <KvFormat F>
 QC_INLINE void value_page(const KvBlock& block, AttentionScratch& s, int rows, int dp, int limit) {
   if constexpr (F == kKv4) {
@@ -113,26 +114,26 @@ QC_INLINE void value_page(const KvBlock& block, AttentionScratch& s, int rows, i
 }
 
 // cap * tanh(x / cap)
-QC_INLINE f32x16 soften(f32x16 x, float cap) {
+QC_INLINE f32x16 apply_softcap(f32x16 x, float cap) {
   return cap - (2.0f * cap) / (vexp(x * (2.0f / cap)) + 1.0f);
 }
 
-// The mask of 16 slots of a page, from slot 16 c: lanes are -1 where row r of the tile sees them.
+// Mask of 16 slots of a page, from slot 16 c on: lanes are -1 where row r of the tile attends to them.
 QC_INLINE i32x16 visible(const AttentionArgs& a, const AttentionScratch& s, int r, int start, int c) {
   const i32x16 slot = i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + 16 * c;
   const int last = s.position[r] - start, first = a.window > 0 ? last - a.window + 1 : -(1 << 30);
   return ((slot - (last + 1)) & (first - 1 - slot)) >> 31;
 }
 
-// What positions from..from + 15 add to a score at position `query`; beyond the query's it may be anything.
+// Bias of key positions from..from + 15 for a query at position `query`. Lanes beyond the query are arbitrary.
 QC_INLINE f32x16 key_bias(const float* bias, int query, int from) {
   f32x16 x;
   for (int i = 0; i < 16; ++i) x[i] = bias[from + i <= query ? from + i : query] - bias[query];
   return x;
 }
 
-// Scores of every row to their final scale, -inf where masked; page_max is the largest. Slots from 16 * parts on are
-// masked for all rows and not looked at.
+// Brings the scores of all rows to their final scale, -inf where masked; page_max is their maximum. Slots from
+// 16 * parts on are masked for all rows and not read.
 template <KvFormat F, bool masked>
 QC_INLINE void scale_scores(const AttentionArgs& a, const KvBlock& block, AttentionScratch& s, int rows, int start,
                             int parts) {
@@ -151,7 +152,7 @@ QC_INLINE void scale_scores(const AttentionArgs& a, const KvBlock& block, Attent
         x[c] = (x[c] - load<f32x16>(p + kPage) * s.q_sum[r]) * load<f32x16>(p);
       }
       x[c] *= a.scale;
-      if (a.softcap > 0) x[c] = soften(x[c] + s.centered[r], a.softcap);  // softmax alone does not see it
+      if (a.softcap > 0) x[c] = apply_softcap(x[c] + s.center_dot[r], a.softcap);  // softmax alone ignores this shift
       if (a.key_bias) x[c] += key_bias(s.bias[r], s.position[r], start + 16 * c);
       if (masked) x[c] = select(visible(a, s, r, start, c), x[c], splat(-__builtin_inff()));
       store(row + 16 * c, x[c]);
@@ -160,8 +161,8 @@ QC_INLINE void scale_scores(const AttentionArgs& a, const KvBlock& block, Attent
   }
 }
 
-// Scores of every row to probabilities relative to page_max; page_sum is their sum. Quantized v: each is
-// then multiplied by v's scale, and `shift` is what v's zeros add up to.
+// Turns scores into probabilities relative to page_max; page_sum is their sum. For quantized v, each is then multiplied
+// by v's scale, and `shift` is the zero-point correction of p v.
 template <KvFormat F, bool masked>
 QC_INLINE void exponentiate(const AttentionArgs& a, const KvBlock& block, AttentionScratch& s, int rows, int start,
                             int parts) {
@@ -199,29 +200,30 @@ QC_INLINE void exponentiate(const AttentionArgs& a, const KvBlock& block, Attent
 }
 
 template <KvFormat F, bool masked>
-QC_NOINLINE void soften_page(const AttentionArgs& a, const KvBlock& block, AttentionScratch& s, int rows, int start,
+QC_NOINLINE void softmax_page(const AttentionArgs& a, const KvBlock& block, AttentionScratch& s, int rows, int start,
                              int parts = kPage / 16) {
   scale_scores<F, masked>(a, block, s, rows, start, parts);
   exponentiate<F, masked>(a, block, s, rows, start, parts);
 }
 
 // e^(x - top) for x <= top, exactly 0 where x is -inf.
-QC_INLINE f32x16 decay(f32x16 x, f32x16 top) {
+QC_INLINE f32x16 exp_difference(f32x16 x, f32x16 top) {
   return select(x > -__builtin_inff(), vexp(x - top), splat(0.0f));
 }
 
-// Merge a page's (maximum, sum) of 16 rows from r on into the running ones: what `out` and `part` are multiplied with.
+// Merges the (maximum, sum) of a page for 16 rows from r on into the running ones. keep and add: factors for `out` and
+// `part`.
 QC_INLINE void merge_sums(AttentionScratch& s, int r, const float* most, const float* sum, float* keep, float* add) {
   const f32x16 old = load<f32x16>(s.run_max + r), now = load<f32x16>(most);
   const f32x16 top = vmax(old, now);
-  const f32x16 k = decay(old, top), a = decay(now, top);
+  const f32x16 k = exp_difference(old, top), a = exp_difference(now, top);
   store(keep, k);
   store(add, a);
   store(s.run_max + r, top);
   store(s.run_sum + r, load<f32x16>(s.run_sum + r) * k + load<f32x16>(sum) * a);
 }
 
-// Merge the page's (maximum, sum, part) of every row into the running (maximum, sum, out).
+// Merges the page's (maximum, sum, part) of every row into the running (maximum, sum, out).
 QC_INLINE void merge_page(AttentionScratch& s, int rows, int dp) {
   float keep[kTileRows], add[kTileRows];
   for (int r = 0; r < rows; r += 16) merge_sums(s, r, s.page_max + r, s.page_sum + r, keep + r, add + r);
@@ -232,7 +234,7 @@ QC_INLINE void merge_page(AttentionScratch& s, int rows, int dp) {
   }
 }
 
-// Sum over n features of what keys are less, times a query's, in order.
+// Dot product of a query with the keys' center over n features, in order.
 QC_INLINE float dot(const float* q, const float* center, int n) {
   f32x16 sum{};
   int i = 0;
@@ -242,13 +244,13 @@ QC_INLINE float dot(const float* q, const float* center, int n) {
   return x;
 }
 
-// 1 / (sum + e^(sink - top)): what results relative to `top` are multiplied with; 0 where the sink outweighs them all.
-QC_INLINE float with_sink(float top, float sum, float sink) {
+// 1 / (sum + e^(sink - top)), the normalization of results relative to `top`; 0 where the sink outweighs everything.
+QC_INLINE float inverse_with_sink(float top, float sum, float sink) {
   const float over = sink - top;
   return over > 80.0f ? 0.0f : 1.0f / (sum + vexp(splat(over))[0]);
 }
 
-// Where the products are made on tiles.
+// Products on AMX tiles, where available.
 #if defined(QC_AMX)
 #include "attention_amx.h"
 #else
@@ -267,19 +269,19 @@ constexpr size_t attention_scratch_bytes(int dp) {
          tile_operand_bytes(dp);
 }
 
-// Scores of one page for the tile's rows, the last of them at position `last`, merged into their results.
+// Attends to one page for the tile's rows, the last of which is at position `last`, and merges the result.
 template <KvFormat F>
 QC_INLINE void attend_block(const AttentionArgs& a, const KvBlock& block, AttentionScratch& s, int rows, int dp, int page,
                             int last) {
   const int limit = last - page * kPage + 1 < kPage ? last - page * kPage + 1 : kPage;
   score_page<F>(block, s, rows, dp, limit);
   const bool all = page * kPage + kPage - 1 <= s.position[0] && (a.window == 0 || page * kPage > last - a.window);
-  if (all) soften_page<F, false>(a, block, s, rows, page * kPage);
-  else soften_page<F, true>(a, block, s, rows, page * kPage, (limit + 15) / 16);
+  if (all) softmax_page<F, false>(a, block, s, rows, page * kPage);
+  else softmax_page<F, true>(a, block, s, rows, page * kPage, (limit + 15) / 16);
   value_page<F>(block, s, rows, dp, limit);
   merge_page(s, rows, dp);
 }
-// The same of pages from `page` on, of which blocks(page) are the blocks.
+// The same for pages `page` .. `last_page`; blocks(page) gives a page's block.
 template <KvFormat F, class Blocks>
 QC_INLINE void attend_pages(const AttentionArgs& a, const Blocks& blocks, AttentionScratch& s, int rows, int dp, int page,
                             int last_page, int last) {
@@ -288,7 +290,8 @@ QC_INLINE void attend_pages(const AttentionArgs& a, const Blocks& blocks, Attent
   for (; page <= last_page; ++page) attend_block<F>(a, blocks(page), s, rows, dp, page, last);
 }
 
-// Hierarchical caches (attention_hier.h): a page, which may be rounded; and all rows of a sequence, cached on the way.
+// Hierarchical caches (attention_hier.h): one page, quantized or not; and all rows of a sequence, appending to the
+// cache.
 template <KvFormat F>
 void attend_hier_page(const AttentionArgs&, const KvLayer<F>&, AttentionScratch&, int sequence, int head, int rows, int page,
                       int last);
@@ -310,12 +313,12 @@ QC_NOINLINE void attend_tile(const AttentionArgs& a, const KvLayer<F>& kv, void*
     f32x16 sum{};
     for (int i = 0; i < dp; i += 16) sum += load<f32x16>(q + i);
     s.q_sum[r] = reduce_add(sum);
-    s.centered[r] = a.center ? dot(q, a.center + head * d, d) * a.scale : 0.0f;
+    s.center_dot[r] = a.center ? dot(q, a.center + head * d, d) * a.scale : 0.0f;
     s.position[r] = a.positions[t];
     s.bias[r] = a.key_bias ? a.key_bias + (int64_t)h * a.key_bias_stride : nullptr;
   }
   constexpr KvFormat pages = F >= kKvHier ? kKv16 : F;
-  s.by_tiles = tiles_pay(pages, group);
+  s.by_tiles = uses_tiles_for(pages, group);
   if constexpr (on_tiles(pages))
     if (s.by_tiles) split_queries<F>(s, rows, dp, a.scale);
   for (int r = 0; r < kTileRows; ++r) s.run_max[r] = s.page_max[r] = -__builtin_inff(), s.run_sum[r] = 0.0f;
@@ -335,16 +338,17 @@ QC_NOINLINE void attend_tile(const AttentionArgs& a, const KvLayer<F>& kv, void*
   for (int r = 0; r < rows; ++r) {
     const int t = token0 + (first + r) / group, h = head * group + (first + r) % group;
     float* to = a.out + (int64_t)t * out_stride + h * d;
-    const float less = a.softcap > 0 ? 0.0f : s.centered[r];  // of these scores
-    const float inverse = a.sinks ? with_sink(s.run_max[r], s.run_sum[r], a.sinks[h] - less) : 1.0f / s.run_sum[r];
+    const float less = a.softcap > 0 ? 0.0f : s.center_dot[r];  // missing from these scores
+    const float inverse =
+        a.sinks ? inverse_with_sink(s.run_max[r], s.run_sum[r], a.sinks[h] - less) : 1.0f / s.run_sum[r];
     for (int i = 0; i < d; ++i) to[i] = s.out[r * dp + i] * inverse;
     if (h == a.heads - 1)
       memset(to + d, 0, sizeof(float) * (size_t)(out_stride - a.heads * d));
   }
 }
 
-// Query rows of the longest sequence for one kv head.
-QC_INLINE int most_rows(const AttentionArgs& a, int group) {
+// The most query rows that any sequence has for one kv head.
+QC_INLINE int max_rows(const AttentionArgs& a, int group) {
   int most = 1;
   for (int s = 0; s < a.sequences; ++s) {
     const int rows = (a.query_start[s + 1] - a.query_start[s]) * group;
@@ -353,13 +357,13 @@ QC_INLINE int most_rows(const AttentionArgs& a, int group) {
   return most;
 }
 
-// kv heads heads.begin .. heads.end - 1 of every sequence, by this thread.
+// Attention of kv heads heads.begin .. heads.end - 1, for every sequence, by this thread.
 template <KvFormat F>
 QC_NOINLINE void attention(const AttentionArgs& a, const KvLayer<F>& kv, Range heads,
                                                 void* memory) {
   const int group = a.heads / kv.kv_heads;
   const int tile = tile_height(F, group);
-  const TileShape shape(most_rows(a, group));
+  const TileShape shape(max_rows(a, group));
   for (int h = heads.begin; h < heads.end; ++h)
     for (int s = 0; s < a.sequences; ++s) {
       const int rows = (a.query_start[s + 1] - a.query_start[s]) * group;
@@ -369,7 +373,8 @@ QC_NOINLINE void attention(const AttentionArgs& a, const KvLayer<F>& kv, Range h
     }
 }
 
-// Rows of a tile such that `threads` threads all find a tile: few rows are worth loading a page more than once.
+// Rows per tile such that each of `threads` threads gets a tile: small tiles pay off although pages are loaded
+// repeatedly.
 QC_INLINE int tile_rows(const AttentionArgs& a, int kv_heads, int threads, int most) {
   for (int tile = most;; tile = (tile + 1) / 2) {
     int tiles = 0;
@@ -379,17 +384,17 @@ QC_INLINE int tile_rows(const AttentionArgs& a, int kv_heads, int threads, int m
   }
 }
 
-// The same for all kv heads, tiles handed to whichever thread is free (`next` counts those handed out).
+// The same for all kv heads, with tiles assigned dynamically; `next` is the shared task counter.
 template <KvFormat F>
 QC_NOINLINE void attention_tasks(const AttentionArgs& a, const KvLayer<F>& kv, uint32_t* next, const Worker& w) {
   const int group = a.heads / kv.kv_heads;
   const int tile = F >= kKvHier ? 1 << 30 : tile_rows(a, kv.kv_heads, w.threads, tile_height(F, group));
-  const TileShape shape(most_rows(a, group));
+  const TileShape shape(max_rows(a, group));
   uint32_t at = 0, task = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED);
   for (int s = 0; s < a.sequences; ++s) {
     const int rows = (a.query_start[s + 1] - a.query_start[s]) * group;
     if (rows == 0) continue;
-    for (int first = (rows - 1) / tile * tile; first >= 0; first -= tile)  // the longest first
+    for (int first = (rows - 1) / tile * tile; first >= 0; first -= tile)  // longest tiles first
       for (int h = 0; h < kv.kv_heads; ++h, ++at) {
         if (at != task) continue;
         if constexpr (F >= kKvHier) attend_sequence<F>(a, kv, w.scratch, s, h);

@@ -1,19 +1,20 @@
 // attention_amx.h: q k^T and p v on AMX tiles, for pages of bfloat16, 8-bit and 4-bit elements.
 //
-// A tile's instruction multiplies bfloat16, which k and v of such pages are: as stored, or a code less its zero, an
-// integer of at most 8 bits. q (with the scores' scale in it) and p (with v's scale) are split in three bfloat16, which
-// hold all bits of a float: products are exact, and their sums are rounded as sums of floats are.
+// The tile instruction multiplies bfloat16. k and v of such pages are bfloat16 exactly: as stored, or a code minus its
+// zero point, an integer of at most 8 bits. q (with the score scale folded in) and p (with v's scale) are split into
+// three bfloat16 terms, which hold all bits of a float. Products are therefore exact, and their sums are rounded like
+// sums of floats.
 //
-// Exactness is attention.h's: rows go to tiles in stripes of 16 whatever their number, and a row of a tile's result is
-// made of its own row alone, in an order that is the instruction's. What differs with a row's neighbours, which slots
-// and pages a stripe looks at, adds p = 0. Times zero in a tile NaN is NaN: slots that nothing was written to become
-// zeros among the values, or codes. (Numbers below 2^-126 are zero to tiles.)
+// Exactness is as in attention.h. Rows go to tiles in stripes of 16 whatever their number, and a row of a tile's result
+// depends on its own row alone, in the instruction's fixed order. Which slots and pages a stripe covers does depend on
+// neighbouring rows, but only adds p = 0. In a tile, 0 * NaN is NaN, so slots that were never written become zeros
+// among the values, or codes. (Tiles flush numbers below 2^-126 to zero.)
 #pragma once
 
 constexpr int kStripe = kHalfTokens, kTerms = 3;
-constexpr int kOperand = 512;  // elements of a tile that is multiplied with: 16 pairs of the sum's terms by 16 columns
+constexpr int kOperand = 512;  // elements of a right-hand tile: 16 pairs of summands by 16 columns
 
-// Tiles for stripes of so many rows: a product takes less time where 8 or fewer are.
+// Tile configuration for stripes of `rows` rows: products take less time with 8 rows or fewer.
 struct TileShape {
   explicit TileShape(int rows) { shape_tiles(64, rows < kStripe ? rows : kStripe, 7); }
   ~TileShape() { release_tiles(); }
@@ -21,7 +22,7 @@ struct TileShape {
 
 constexpr int tile_depth(int dp) { return (dp + 31) / 32 * 32; }
 
-// What a thread's tiles are loaded from.
+// The buffers a thread's tiles are loaded from.
 struct TileOperands {
   uint16_t *query, *key, *value, *weight;
   int columns;
@@ -41,23 +42,23 @@ constexpr size_t tile_operand_bytes(int dp) {
 
 // ---- operands -----------------------------------------------------------------------------------------
 
-QC_INLINE __m512i words_between(__m512i a, __m512i b, bool upper) {  // upper or lower halves: a0 b0 a1 b1 ...
+QC_INLINE __m512i interleave_words(__m512i a, __m512i b, bool upper) {  // lower or upper halves: a0 b0 a1 b1 ...
   const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,  //
                                        39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   return _mm512_permutex2var_epi16(a, upper ? _mm512_add_epi16(low, _mm512_set1_epi16(16)) : low, b);
 }
-// The bfloat16 that are the upper words of a's lanes, then of b's.
+// The upper words of a's lanes as bfloat16, then those of b's.
 QC_INLINE __m512i upper_words(f32x16 a, f32x16 b) {
   const __m512i odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33,  //
                                        31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
   return _mm512_permutex2var_epi16((__m512i)a, odd, (__m512i)b);
 }
-// The same in pairs, a's first.
+// The same interleaved in pairs, a's word first.
 QC_INLINE __m512i paired_words(f32x16 a, f32x16 b) {
   const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
   return _mm512_ternarylogic_epi32(upper, (__m512i)b, _mm512_srli_epi32((__m512i)a, 16), 0xca);  // upper ? b : a
 }
-// A vector's terms, as floats of which the upper words count.
+// Splits vectors into bfloat16 terms, kept as floats of which only the upper words are used.
 QC_INLINE __m512 nearest_term(__m512 x) {
   return (__m512)_mm512_and_si512(_mm512_add_epi32((__m512i)x, _mm512_set1_epi32(0x8000)),
                                   _mm512_set1_epi32((int)0xffff0000));
@@ -70,7 +71,7 @@ QC_INLINE void split_terms(const __m512* x, __m512 (*term)[N]) {
   QC_UNROLL for (int c = 0; c < N; ++c) term[2][c] -= term[1][c];
 }
 
-// Queries as tiles take them, in the order in which a page's keys are paired.
+// Splits the queries into tile operands, in the order in which a page's keys are paired.
 template <KvFormat F>
 QC_NOINLINE void split_queries(AttentionScratch& s, int rows, int dp, float scale) {
   const int depth = tile_depth(dp);
@@ -90,13 +91,13 @@ QC_NOINLINE void split_queries(AttentionScratch& s, int rows, int dp, float scal
 }
 
 QC_INLINE __m512i widen(const char* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
-// Two rows of 8-bit codes less a zero each, paired.
+// Two rows of 8-bit codes minus their zero points, paired.
 QC_INLINE __m512i paired_bytes(const char* a, const char* b, f32x16 zero_a, f32x16 zero_b) {
   return paired_words((f32x16)_mm512_cvtepi32_ps(widen(a)) - zero_a, (f32x16)_mm512_cvtepi32_ps(widen(b)) - zero_b);
 }
-// The lower nibble of each word less its zero.
+// The lower nibble of each word minus its zero point, as bfloat16.
 QC_INLINE __m512i from_nibbles(__m512i words, __m512i zero) {
-  // -16..15 as bfloat16, by their lower 5 bits.
+  // -16..15 as bfloat16, indexed by their lower 5 bits.
   alignas(64) static const uint16_t kValues[32] = {
       0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120,
       0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0xc180, 0xc170, 0xc160, 0xc150, 0xc140, 0xc130,
@@ -105,11 +106,11 @@ QC_INLINE __m512i from_nibbles(__m512i words, __m512i zero) {
   return _mm512_permutexvar_epi16(difference, _mm512_load_si512(kValues));
 }
 
-// A line that lies so far ahead of p's: the next page's, on whose bytes the hardware's own prefetch would start too late.
-QC_INLINE void ask_ahead(const void* p, int64_t ahead) { __builtin_prefetch((const char*)p + ahead, 0, 2); }
+// Prefetches the line `ahead` bytes after p. That is the next page, which the hardware prefetcher would start on too
+// late.
+QC_INLINE void prefetch_ahead(const void* p, int64_t ahead) { __builtin_prefetch((const char*)p + ahead, 0, 2); }
 
-// Tiles are unpacked in pairs. Of keys: 32 elements from 32 c on, of slots 32 m .. 32 m + 31. The next page is so many
-// bytes ahead.
+// Unpacks a pair of key tiles: elements from 32 c on, slots 32 m .. 32 m + 31. The next page is `ahead` bytes further.
 template <KvFormat F>
 QC_INLINE void unpack_keys(const KvBlock& block, int64_t ahead, int dp, int c, int m, uint16_t* to) {
   __m512 zero[2];
@@ -128,11 +129,11 @@ QC_INLINE void unpack_keys(const KvBlock& block, int64_t ahead, int dp, int c, i
     }
     const char* a = block.k + (F == kKv16 ? 256 : F == kKv8 ? 128 : 64) * pair + (F == kKv16 ? 64 : 32) * m;
     const char* b = a + (F == kKv16 ? 128 : 64);
-    if (F == kKv16 || m == 0) ask_ahead(a, ahead);
-    if (F == kKv16 || (F == kKv8 && m == 0)) ask_ahead(b, ahead);
+    if (F == kKv16 || m == 0) prefetch_ahead(a, ahead);
+    if (F == kKv16 || (F == kKv8 && m == 0)) prefetch_ahead(b, ahead);
     if constexpr (F == kKv16) {
       const __m512i x = load<__m512i>(a), y = load<__m512i>(b);
-      store(to, words_between(x, y, false)), store(to + kOperand, words_between(x, y, true));
+      store(to, interleave_words(x, y, false)), store(to + kOperand, interleave_words(x, y, true));
     } else {
       QC_UNROLL for (int h = 0; h < 2; ++h) {
         if constexpr (F == kKv8) {
@@ -146,25 +147,26 @@ QC_INLINE void unpack_keys(const KvBlock& block, int64_t ahead, int dp, int c, i
   }
 }
 
-// The zeros of a page's values, as their unpacking takes them: kKv8 floats, kKv4 words.
+// Zero points of a page's values in the form unpack_values takes: kKv8 floats, kKv4 words.
 template <KvFormat F>
-QC_INLINE void value_zeros(const KvBlock& block, int64_t ahead, int limit, float* to) {
+QC_INLINE void unpack_value_zeros(const KvBlock& block, int64_t ahead, int limit, float* to) {
   if constexpr (F >= kKv8)
     for (int j = 0; j < kPage; j += 16) {
-      for (int i = 0; i < 4; ++i) ask_ahead(block.parameters + i * kPage + j, ahead);
+      for (int i = 0; i < 4; ++i) prefetch_ahead(block.parameters + i * kPage + j, ahead);
       const f32x16 zero = select(kLanes + j < limit, load<f32x16>(block.parameters + 3 * kPage + j), splat(0.0f));
       if (F == kKv8) store(to + j, zero);
       else store((uint16_t*)to + j, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(zero)));
     }
 }
 
-// The 16 columns that a tile of values is of. Nibbles of a byte are half a row apart.
+// First / 16 of the columns of a value tile. The two nibbles of a byte are half a row apart.
 template <KvFormat F>
 constexpr int value_column(int tile, int columns) {
   return F == kKv4 ? tile / 2 + tile % 2 * (columns / 2) : tile;
 }
 
-// Values at slots 32 c .. 32 c + 31, tiles 2 m and 2 m + 1. Slots from `limit` on are zeros, or codes of any kind.
+// Unpacks values at slots 32 c .. 32 c + 31, tiles 2 m and 2 m + 1. Slots from `limit` on become zeros, or arbitrary
+// codes.
 template <KvFormat F>
 QC_INLINE void unpack_values(const KvBlock& block, int64_t ahead, const float* zero, int dp, int limit, int c, int m,
                              uint16_t* to) {
@@ -172,13 +174,13 @@ QC_INLINE void unpack_values(const KvBlock& block, int64_t ahead, const float* z
   const int row = F == kKv16 ? 2 * dp : F == kKv8 ? dp : dp / 2;
   const char* a = block.v + 32 * c * row + (F == kKv16 ? 64 : F == kKv8 ? 32 : 16) * m;
   for (int j = 32 * c; j < 32 * c + 32; j += 2, a += 2 * row, to += 32) {
-    if (m % (F == kKv16 ? 1 : F == kKv8 ? 2 : 4) == 0) ask_ahead(a, ahead), ask_ahead(a + row, ahead);
+    if (m % (F == kKv16 ? 1 : F == kKv8 ? 2 : 4) == 0) prefetch_ahead(a, ahead), prefetch_ahead(a + row, ahead);
     if constexpr (F == kKv16) {
       const uint32_t lanes = second ? 0xffffffffu : 0xffffu;
       const __m512i x = _mm512_maskz_loadu_epi16(j < limit ? lanes : 0, a);
       const __m512i y = _mm512_maskz_loadu_epi16(j + 1 < limit ? lanes : 0, a + row);
-      store(to, words_between(x, y, false));
-      if (second) store(to + kOperand, words_between(x, y, true));
+      store(to, interleave_words(x, y, false));
+      if (second) store(to + kOperand, interleave_words(x, y, true));
     } else if constexpr (F == kKv8) {
       const f32x16 less = splat(zero[j]), less_next = splat(zero[j + 1]);
       store(to, paired_bytes(a, a + row, less, less_next));
@@ -194,7 +196,7 @@ QC_INLINE void unpack_values(const KvBlock& block, int64_t ahead, const float* z
 
 // ---- products -----------------------------------------------------------------------------------------
 
-// Sum N of a stripe += all terms of 32 elements, loaded before, by a tile.
+// Loads all terms of 32 elements of a stripe's left operand. add_product then adds their products with a tile to sum N.
 QC_INLINE void load_terms(const uint16_t* from, int stride, int64_t term) {
   tile_load<4>(from, stride * 2);
   tile_load<5>(from + term, stride * 2);
@@ -216,7 +218,7 @@ QC_INLINE void add_products(int m, const uint16_t* with, bool second) {
     if (second) add_product<3>(with + kOperand);
   }
 }
-// Tile i of `count` goes to 16 columns from place(i) on.
+// Stores `count` sum tiles; tile i covers 16 columns from place(i) on.
 template <class Place>
 QC_INLINE void store_sums(float* to, int stride, int count, const Place& place) {
   tile_store<0>(to + place(0), stride * 4);
@@ -225,24 +227,26 @@ QC_INLINE void store_sums(float* to, int stride, int count, const Place& place) 
   if (count > 3) tile_store<3>(to + place(3), stride * 4);
 }
 
-// For every pair of tiles: get(c, m), a pair later add(c, m): its bytes take their time to be where a tile finds them.
-template <class Get, class Add>
-QC_INLINE void walk_pairs(int chunks, int first, int pairs, const Get& get, const Add& add) {
+// Software pipeline over pairs of tiles: unpack(c, m), and one pair later multiply(c, m), as stored bytes take time to
+// become loadable by a tile.
+template <class Unpack, class Multiply>
+QC_INLINE void pipeline_pairs(int chunks, int first, int pairs, const Unpack& unpack, const Multiply& multiply) {
   int last_c = -1, last_m = 0;
   for (int c = 0; c < chunks; ++c)
     for (int m = first; m < first + pairs; ++m) {
-      get(c, m);
-      if (last_c >= 0) add(last_c, last_m);
+      unpack(c, m);
+      if (last_c >= 0) multiply(last_c, last_m);
       last_c = c, last_m = m;
     }
-  add(last_c, last_m);
+  multiply(last_c, last_m);
 }
 
-// score[r][j] = q k^T of a stripe from row `first` on, for 16 * parts slots.
-template <class Get>
-QC_INLINE void score_stripe(const TileOperands& t, int first, int depth, int parts, float* score, const Get& get) {
+// score[r][j] = q k^T for the stripe of rows from `first` on and 16 * parts slots.
+template <class Unpack>
+QC_INLINE void score_stripe(const TileOperands& t, int first, int depth, int parts, float* score,
+                            const Unpack& unpack) {
   zero_tiles();
-  walk_pairs(depth / 32, 0, (parts + 1) / 2, get, [&](int c, int m) {
+  pipeline_pairs(depth / 32, 0, (parts + 1) / 2, unpack, [&](int c, int m) {
     if (m == 0) load_terms(t.query + first * depth + 32 * c, depth, kTileRows * depth);
     add_products(m, t.keys(c, m), 2 * m + 1 < parts);
   });
@@ -250,12 +254,12 @@ QC_INLINE void score_stripe(const TileOperands& t, int first, int depth, int par
 }
 
 // part[r][d] = p v of a stripe, for slots below `limit`.
-template <KvFormat F, class Get>
-QC_INLINE void value_stripe(const TileOperands& t, int dp, int limit, float* part, const Get& get) {
+template <KvFormat F, class Unpack>
+QC_INLINE void value_stripe(const TileOperands& t, int dp, int limit, float* part, const Unpack& unpack) {
   const int columns = dp / 16, pairs = (columns + 1) / 2;
   for (int first = 0; first < pairs; first += 2) {
     zero_tiles();
-    walk_pairs((limit + 31) / 32, first, pairs - first < 2 ? 1 : 2, get, [&](int c, int m) {
+    pipeline_pairs((limit + 31) / 32, first, pairs - first < 2 ? 1 : 2, unpack, [&](int c, int m) {
       if (m == first) load_terms(t.weight + 32 * c, kPage, kStripe * kPage);
       add_products(m, t.values(c, m), 2 * m + 1 < columns);
     });
@@ -265,9 +269,10 @@ QC_INLINE void value_stripe(const TileOperands& t, int dp, int limit, float* par
 
 // ---- softmax ------------------------------------------------------------------------------------------
 
-// e^x of a row's 64 scores x <= 0, or a little above: 1 exactly at 0, relative error below 2.4e-7 down to -87 and clamped
-// there. As vexp, by a polynomial of degree 5 that is the best of those with p(0) = 1 (its own error 9e-8) and by fused
-// multiply-adds. Operation by operation: a core holds too few instructions to find the next chain behind a whole one.
+// e^x of a row's 64 scores, x <= 0 or slightly above: 1 exactly at 0, relative error below 2.4e-7 down to -87, clamped
+// there. As vexp, but with the best degree 5 polynomial that has p(0) = 1 (its own error is 9e-8) and with fused
+// multiply-adds. All four vectors advance operation by operation: a core's instruction window is too small to overlap a
+// whole chain with the next one.
 QC_INLINE void exp_below(__m512* x) {
   constexpr float kRest[5] = {0.0418979293f, 0.166676362f, 0.499991495f, 0.999999707f, 1.0f};
   __m512 t[4], n[4];
@@ -283,7 +288,7 @@ QC_INLINE void exp_below(__m512* x) {
     x[c] = (__m512)_mm512_add_epi32((__m512i)x[c], _mm512_slli_epi32((__m512i)t[c], 23));
 }
 
-// The sum (or the largest) of each row's 16 lanes. The order is the same for every row.
+// The sum (or maximum) over the 16 lanes of each row, in the same order for every row.
 template <class Join>
 QC_INLINE f32x16 reduce_rows(const float (*lanes)[16], const Join& join) {
   __m512 x[8];
@@ -300,21 +305,21 @@ QC_INLINE f32x16 reduce_rows(const float (*lanes)[16], const Join& join) {
   return (f32x16)_mm512_permutexvar_ps(order, x[0]);
 }
 
-// The slots of a page that row r of the tile sees.
-QC_INLINE uint64_t seen_slots(const AttentionArgs& a, const AttentionScratch& s, int r, int start) {
+// Bit mask of the slots of a page that row r of the tile attends to.
+QC_INLINE uint64_t visible_slots(const AttentionArgs& a, const AttentionScratch& s, int r, int start) {
   const int last = s.position[r] - start, first = a.window > 0 ? last - a.window + 1 : 0;
   const uint64_t seen = last >= kPage - 1 ? ~0ull : last < 0 ? 0 : (2ull << last) - 1;
   return first <= 0 ? seen : first >= kPage ? 0 : seen >> first << first;
 }
 
 struct StripeRows {
-  int first, count, start;  // the page's first position
+  int first, count, start;  // first row of the tile; rows; the page's first position
   float *score, *most, *sum;
 };
 
-// How a page's scores become what a softmax is taken of: by k's scales where k is quantized, and in models that bend or
-// bias them, in place. Those scores are final then.
-enum Scores { kAsTheyAre, kScaled, kFinal };
+// What remains to be applied to a page's scores before softmax: nothing; k's scales where k is quantized; or nothing,
+// because softcap or bias made finish_scores compute the final scores in place.
+enum Scores { kUnscaled, kScaled, kFinal };
 
 template <KvFormat F>
 QC_NOINLINE void finish_scores(const AttentionArgs& a, const KvBlock& block, const AttentionScratch& s,
@@ -324,17 +329,18 @@ QC_NOINLINE void finish_scores(const AttentionArgs& a, const KvBlock& block, con
       float* score = rows.score + i * kPage + 16 * c;
       f32x16 x = load<f32x16>(score);
       if (F >= kKv8) x *= load<f32x16>(block.parameters + 16 * c);
-      if (a.softcap > 0) x = soften(x + s.centered[rows.first + i], a.softcap);  // softmax alone does not see it
+      // Without softcap the shift would not matter to softmax.
+      if (a.softcap > 0) x = apply_softcap(x + s.center_dot[rows.first + i], a.softcap);
       if (a.key_bias) x += key_bias(s.bias[rows.first + i], s.position[rows.first + i], rows.start + 16 * c);
       store(score, x);
     }
 }
 
-// Scores of a stripe's rows to probabilities relative to their largest, as operands, and their sum. Quantized v:
-// probabilities are then multiplied by v's scales. What a row does not see may be anything.
+// Turns the scores of a stripe's rows into probabilities relative to their maximum, stored as tile operands, and their
+// sums. For quantized v, probabilities are then multiplied by v's scales. Masked scores may hold anything.
 template <KvFormat F, Scores scores, bool masked>
-QC_NOINLINE void weigh_stripe(const AttentionArgs& a, const KvBlock& block, const AttentionScratch& s,
-                              const StripeRows& rows, uint16_t* weight) {
+QC_NOINLINE void softmax_stripe(const AttentionArgs& a, const KvBlock& block, const AttentionScratch& s,
+                                const StripeRows& rows, uint16_t* weight) {
   __m512 k_scale[4], v_scale[4];
   if constexpr (F >= kKv8)
     QC_UNROLL for (int c = 0; c < 4; ++c) {
@@ -348,7 +354,7 @@ QC_NOINLINE void weigh_stripe(const AttentionArgs& a, const KvBlock& block, cons
     return masked ? _mm512_mask_blend_ps((__mmask16)(seen[i] >> 16 * c), splat(otherwise), x) : x;
   };
   for (int i = 0; i < rows.count; ++i) {
-    if (masked) seen[i] = seen_slots(a, s, rows.first + i, rows.start);
+    if (masked) seen[i] = visible_slots(a, s, rows.first + i, rows.start);
     __m512 x[4];
     QC_UNROLL for (int c = 0; c < 4; ++c) {
       x[c] = load<f32x16>(rows.score + i * kPage + 16 * c);
@@ -381,14 +387,14 @@ QC_NOINLINE void weigh_stripe(const AttentionArgs& a, const KvBlock& block, cons
 
 // ---- pages --------------------------------------------------------------------------------------------
 
-// The rows of a tile, stripe by stripe for each page. A stripe's scores, their softmax, its values and their merging wait
-// for each other, and for what goes through memory between tiles and vectors: the next stripe's scores and the merging of
-// the stripe before come between.
+// Processes the rows of a tile page by page, stripe by stripe. A stripe's scores, softmax, values and merge depend on
+// each other, and on data that goes through memory between tiles and vectors. To hide those latencies, the next
+// stripe's scores and the previous stripe's merge are interleaved.
 template <KvFormat F, class Blocks>
 struct Stripes {
   const AttentionArgs& a;
   AttentionScratch& s;
-  const Blocks& blocks;  // of a page
+  const Blocks& blocks;  // gives the block of a page
   const int rows, dp, last_page, last;
   const TileOperands t;
   alignas(64) float most[2][kStripe], sum[2][kStripe];
@@ -397,67 +403,68 @@ struct Stripes {
     int page, first;
   };
   int count(Step x) const { return rows - x.first < kStripe ? rows - x.first : kStripe; }
-  // Slots of x's page from its first row's to its last row's.
-  int least(Step x) const { return s.position[x.first] - x.page * kPage; }
-  int greatest(Step x) const { return s.position[x.first + count(x) - 1] - x.page * kPage; }
-  int end(Step x) const { return greatest(x) < kPage ? greatest(x) + 1 : kPage; }
+  // Slots, relative to x's page, of the positions of its first and last row; may lie outside the page.
+  int first_slot(Step x) const { return s.position[x.first] - x.page * kPage; }
+  int last_slot(Step x) const { return s.position[x.first + count(x) - 1] - x.page * kPage; }
+  int end(Step x) const { return last_slot(x) < kPage ? last_slot(x) + 1 : kPage; }
   int limit(int page) const { return last - page * kPage < kPage ? last - page * kPage + 1 : kPage; }
-  bool sees(Step x) const { return greatest(x) >= 0 && (a.window == 0 || least(x) - a.window < kPage - 1); }
+  bool attends(Step x) const { return last_slot(x) >= 0 && (a.window == 0 || first_slot(x) - a.window < kPage - 1); }
 
-  // x, or the first step after it whose rows see some of its page; false where there is none.
+  // Moves x to the next step, itself included, whose rows attend to some of its page; false if there is none.
   bool find(Step& x) const {
     for (;; x.first += kStripe) {
       if (x.first >= rows) ++x.page, x.first = 0;
       if (x.page > last_page) return false;
-      if (sees(x)) return true;
+      if (attends(x)) return true;
     }
   }
   int64_t ahead(int page) const { return blocks(page < last_page ? page + 1 : page).k - blocks(page).k; }
 
-  // A page is unpacked on the way to its first product: that of the only stripe, or else before all.
-  void add_scores(Step x, bool turns) const {
+  // A page is unpacked on first use: interleaved with the products if there is one stripe, otherwise before all
+  // stripes.
+  void add_scores(Step x, bool new_page) const {
     const int parts = (end(x) + 15) / 16;
     const KvBlock block = blocks(x.page);
     const int64_t next = ahead(x.page);
     const auto unpack = [&](int c, int m) { unpack_keys<F>(block, next, dp, c, m, t.keys(c, m)); };
     const auto nothing = [](int, int) {};
-    if (turns && rows > kStripe) {
+    if (new_page && rows > kStripe) {
       for (int c = 0; c < tile_depth(dp) / 32; ++c)
         for (int m = 0; m < (limit(x.page) + 31) / 32; ++m) unpack(c, m);
     }
     if (rows > kStripe) score_stripe(t, x.first, tile_depth(dp), parts, s.score, nothing);
     else score_stripe(t, x.first, tile_depth(dp), parts, s.score, unpack);
   }
-  void add_values(Step x, bool turns) const {
+  void add_values(Step x, bool new_page) const {
     const KvBlock block = blocks(x.page);
     const int64_t next = ahead(x.page);
     const int slots = limit(x.page);
     alignas(64) float zero[kPage];
-    if (turns) value_zeros<F>(block, next, slots, zero);
+    if (new_page) unpack_value_zeros<F>(block, next, slots, zero);
     const auto unpack = [&](int c, int m) { unpack_values<F>(block, next, zero, dp, slots, c, m, t.values(c, m)); };
     const auto nothing = [](int, int) {};
-    if (turns && rows > kStripe) {
+    if (new_page && rows > kStripe) {
       for (int c = 0; c < (slots + 31) / 32; ++c)
         for (int m = 0; m < t.columns / 2; ++m) unpack(c, m);
     }
     if (rows > kStripe) value_stripe<F>(t, dp, end(x), s.part, nothing);
     else value_stripe<F>(t, dp, end(x), s.part, unpack);
   }
-  void weigh(Step x, int turn) {
+  void softmax(Step x, int parity) {
     const KvBlock block = blocks(x.page);
-    const StripeRows to = {x.first, count(x), x.page * kPage, s.score, most[turn], sum[turn]};
-    const bool all = least(x) >= kPage - 1 && (a.window == 0 || greatest(x) < a.window);
+    const StripeRows to = {x.first, count(x), x.page * kPage, s.score, most[parity], sum[parity]};
+    const bool all = first_slot(x) >= kPage - 1 && (a.window == 0 || last_slot(x) < a.window);
     const bool final = a.softcap > 0 || a.key_bias;
-    constexpr Scores scores = F >= kKv8 ? kScaled : kAsTheyAre;
+    constexpr Scores scores = F >= kKv8 ? kScaled : kUnscaled;
     if (final) finish_scores<F>(a, block, s, to);
-    if (final && all) weigh_stripe<F, kFinal, false>(a, block, s, to, t.weight);
-    else if (final) weigh_stripe<F, kFinal, true>(a, block, s, to, t.weight);
-    else if (all) weigh_stripe<F, scores, false>(a, block, s, to, t.weight);
-    else weigh_stripe<F, scores, true>(a, block, s, to, t.weight);
+    if (final && all) softmax_stripe<F, kFinal, false>(a, block, s, to, t.weight);
+    else if (final) softmax_stripe<F, kFinal, true>(a, block, s, to, t.weight);
+    else if (all) softmax_stripe<F, scores, false>(a, block, s, to, t.weight);
+    else softmax_stripe<F, scores, true>(a, block, s, to, t.weight);
   }
-  void merge(Step x, int turn) {
+  void merge(Step x, int parity) {
     float keep[kStripe], add[kStripe];
-    merge_sums(s, x.first, most[turn], sum[turn], keep, add);
+    merge_sums(s, x.first, most[parity], sum[parity], keep, add);
     const float* from = s.part;
     float* out = s.out + x.first * dp;
     for (int r = 0; r < count(x); ++r)
@@ -469,17 +476,17 @@ struct Stripes {
     Step before{}, now{page, 0};
     if (!find(now)) return;
     add_scores(now, true);
-    bool more = true, any = false, turns = true;
-    for (int turn = 0; more; turn ^= 1, any = true) {
+    bool more = true, any = false, new_page = true;
+    for (int parity = 0; more; parity ^= 1, any = true) {
       Step next{now.page, now.first + kStripe};
       more = find(next);
-      const bool next_turns = more && next.page != now.page;
-      weigh(now, turn);
-      if (more) add_scores(next, next_turns);
-      if (any) merge(before, turn ^ 1);
-      add_values(now, turns);
-      before = now, now = next, turns = next_turns;
-      if (!more) merge(before, turn);
+      const bool next_is_new_page = more && next.page != now.page;
+      softmax(now, parity);
+      if (more) add_scores(next, next_is_new_page);
+      if (any) merge(before, parity ^ 1);
+      add_values(now, new_page);
+      before = now, now = next, new_page = next_is_new_page;
+      if (!more) merge(before, parity);
     }
   }
 };

@@ -1,26 +1,27 @@
 // attention_hier.h: the hierarchical cache of QuantSpec (Tiwari et al. 2025, 4.2 and 4.3), for kKvHier and kKvHier4.
 //
-// Positions count in groups of 128. A row in group j reads groups j - 1 and j, its newest 128 to 256 positions, in
-// bf16, and older groups rounded: x = scale * (u + l / 16) + zero, u in 0..15 and l in -8..7, kKvHier4 without l. Keys
-// have scale and zero for each channel of a group, values for each position. What a row reads depends on its position
-// alone, so neither the step it is in nor how often it was drafted before shows in its results.
+// Positions form groups of 128. A row in group j reads groups j - 1 and j, its newest 128 to 256 positions, in bf16,
+// and older groups quantized: x = scale * (u + l / 16) + zero, u in 0..15 and l in -8..7, kKvHier4 without l. Keys have
+// scale and zero per channel of a group, values per position. What a row reads depends only on its position, so its
+// result depends neither on the step it is computed in nor on how often it was drafted before.
 //
-// The newest groups are in a ring of three: rows of a step on both sides of a boundary, and rows computed again after
-// drafts beyond it were rejected, find the group before theirs still in bf16. The step that has the first row of
-// group j rounds group j - 2. All its positions were verified by then, for no draft reaches 128 positions ahead.
+// The newest groups live in a ring of three. Rows of a step that spans a group boundary, and rows recomputed after
+// drafts beyond it were rejected, still find the previous group in bf16. The step with the first row of group j
+// quantizes group j - 2. All positions of that group are verified by then, as no draft reaches 128 positions ahead.
 //
-// Entries of a sequence's block table, from 0: the ring, K and V of position p in 2 (p / 64 mod 6) and the next, as in
-// kKv16; from 12 on the rounded pages of 64 positions, both pages of a group adjacent. A rounded block:
+// Entries of a sequence's block table: first the ring, with K and V of position p in entries 2 (p / 64 mod 6) and the
+// next one, as in kKv16; from entry 12 on the quantized pages of 64 positions, both pages of a group adjacent. A
+// quantized block:
 //
 //   K upper u8 [Dp/8][64][4]: byte j of block b has channel 8 b + j in its low nibble, 8 b + 4 + j in its high
-//   V upper u8 [8][Dp][4], of positions alike
+//   V upper u8 [8][Dp][4], the same with positions
 //   V scale, V offset f32 [64]     offset = -zero / scale
 //   K scale f32 [Dp] in a group's first page, K zero in its second
-//   K lower, V lower as the upper, l + 8
+//   K lower, V lower like upper, as l + 8
 //
-// Codes are multiplied as bytes: the other side, queries with the keys' scales and probabilities with the values', is
-// split in two bytes of together 15 bits for each page, so that sums are exact integers in any order. To the draft's
-// coarse keys one byte of a query is enough.
+// Codes are multiplied as bytes. The other operand (queries times key scales, probabilities times value scales) is
+// split for each page into two bytes with 15 bits together, so that sums are exact integers in any order. For the
+// draft's coarse keys one query byte is enough.
 #pragma once
 #include "attention.h"
 
@@ -42,18 +43,18 @@ struct HierBlock {
 };
 
 template <KvFormat F>
-QC_INLINE KvBlock newest(const KvLayer<F>& kv, int sequence, int page, int head) {
+QC_INLINE KvBlock ring_block(const KvLayer<F>& kv, int sequence, int page, int head) {
   const int entry = 2 * (page % kRingPages);
   return {kv.at(sequence, entry, head), kv.at(sequence, entry + 1, head), nullptr};
 }
 template <KvFormat F>
-QC_INLINE HierBlock rounded(const KvLayer<F>& kv, int sequence, int page, int head) {
+QC_INLINE HierBlock quantized_block(const KvLayer<F>& kv, int sequence, int page, int head) {
   return {kv.at(sequence, 2 * kRingPages + page, head), kv_padded(F, kv.head_dim)};
 }
 
-// ---- rounding a group --------------------------------------------------------------------------------
+// ---- quantizing a group ------------------------------------------------------------------------------
 
-// x[j] of 16 columns with its scale and zero, to byte j % 4 of each column in both planes.
+// Quantizes x[j] of 16 columns with its scale and zero into byte j % 4 of each column in both planes.
 QC_INLINE void store_codes(const f32x16* x, const float* scale, const float* zero, const uint8_t* upper,
                            const uint8_t* lower) {
   u32x16 u{}, l{};
@@ -72,16 +73,16 @@ QC_INLINE float hier_scale(float low, float high) {
   const float scale = (high - low) / 15.0f;
   return scale > 1e-37f ? scale : 1.0f;
 }
-QC_INLINE f32x16 newest_at(const void* p, int index) { return bf16_to_f32(load<u16x16>((const uint16_t*)p + index)); }
+QC_INLINE f32x16 load_bf16(const void* p, int index) { return bf16_to_f32(load<u16x16>((const uint16_t*)p + index)); }
 
-// Channels 8 b .. 8 b + 7 of a group's keys. k: bf16 [dp][64] of both pages.
-QC_INLINE void round_keys(const char* const* k, const HierBlock* to, int b) {
+// Quantizes channels 8 b .. 8 b + 7 of a group's keys. k: bf16 [dp][64] of both pages.
+QC_INLINE void quantize_keys(const char* const* k, const HierBlock* to, int b) {
   float scale[8], zero[8];
   for (int j = 0; j < 8; ++j) {
     const int row = (8 * b + j) * kPage;
-    f32x16 low = newest_at(k[0], row), high = low;
+    f32x16 low = load_bf16(k[0], row), high = low;
     for (int i = 0; i < kHierGroup; i += 16) {
-      const f32x16 x = newest_at(k[i / kPage], row + i % kPage);
+      const f32x16 x = load_bf16(k[i / kPage], row + i % kPage);
       low = vmin(x, low);
       high = vmax(x, high);
     }
@@ -93,20 +94,20 @@ QC_INLINE void round_keys(const char* const* k, const HierBlock* to, int b) {
   for (int i = 0; i < kHierGroup; i += 16) {
     const int page = i / kPage, slot = i % kPage, at = 4 * (b * kPage + slot);
     f32x16 x[8];
-    for (int j = 0; j < 8; ++j) x[j] = newest_at(k[page], (8 * b + j) * kPage + slot);
+    for (int j = 0; j < 8; ++j) x[j] = load_bf16(k[page], (8 * b + j) * kPage + slot);
     store_codes(x, scale, zero, to[page].k_upper + at, to[page].k_lower + at);
   }
 }
 
-// Values at slots 8 b .. 8 b + 7 of a page. v: bf16 [64][dp], of which head_dim elements count.
-QC_INLINE void round_values(const char* v, const HierBlock& to, int head_dim, int dp, int b) {
+// Quantizes values at slots 8 b .. 8 b + 7 of a page. v: bf16 [64][dp], of which head_dim elements are used.
+QC_INLINE void quantize_values(const char* v, const HierBlock& to, int head_dim, int dp, int b) {
   float scale[8], zero[8];
   for (int j = 0; j < 8; ++j) {
     const int slot = 8 * b + j;
     f32x16 least = splat(bf16_to_f32(((const uint16_t*)v)[slot * dp])), most = least;
     for (int d = 0; d + 16 <= head_dim; d += 16) {
-      least = vmin(newest_at(v, slot * dp + d), least);
-      most = vmax(newest_at(v, slot * dp + d), most);
+      least = vmin(load_bf16(v, slot * dp + d), least);
+      most = vmax(load_bf16(v, slot * dp + d), most);
     }
     float low = -reduce_max(-least), high = reduce_max(most);
     for (int d = head_dim / 16 * 16; d < head_dim; ++d) {
@@ -122,27 +123,27 @@ QC_INLINE void round_values(const char* v, const HierBlock& to, int head_dim, in
   for (int d = 0; d < dp; d += 16) {
     const int at = 4 * (b * dp + d);
     f32x16 x[8];
-    for (int j = 0; j < 8; ++j) x[j] = newest_at(v, (8 * b + j) * dp + d);
+    for (int j = 0; j < 8; ++j) x[j] = load_bf16(v, (8 * b + j) * dp + d);
     store_codes(x, scale, zero, to.v_upper + at, to.v_lower + at);
   }
 }
 
 template <KvFormat F>
-QC_NOINLINE void round_group(const KvLayer<F>& kv, int sequence, int head, int group) {
+QC_NOINLINE void quantize_group(const KvLayer<F>& kv, int sequence, int head, int group) {
   const int dp = kv_padded(F, kv.head_dim), page = group * (kHierGroup / kPage);
-  const KvBlock from[2] = {newest(kv, sequence, page, head), newest(kv, sequence, page + 1, head)};
-  const HierBlock to[2] = {rounded(kv, sequence, page, head), rounded(kv, sequence, page + 1, head)};
+  const KvBlock from[2] = {ring_block(kv, sequence, page, head), ring_block(kv, sequence, page + 1, head)};
+  const HierBlock to[2] = {quantized_block(kv, sequence, page, head), quantized_block(kv, sequence, page + 1, head)};
   const char* const k[2] = {from[0].k, from[1].k};
-  for (int b = 0; b < dp / 8; ++b) round_keys(k, to, b);
-  for (int b = 0; b < kHierGroup / 8; ++b) round_values(from[b / 8].v, to[b / 8], kv.head_dim, dp, b % 8);
+  for (int b = 0; b < dp / 8; ++b) quantize_keys(k, to, b);
+  for (int b = 0; b < kHierGroup / 8; ++b) quantize_values(from[b / 8].v, to[b / 8], kv.head_dim, dp, b % 8);
 }
 
-// ---- products with rounded pages ---------------------------------------------------------------------
+// ---- products with quantized pages -------------------------------------------------------------------
 
 #if defined(QC_ISA_AVX512)
-constexpr bool kWholeBytes = true;  // dot products take codes of 8 bits; elsewhere those of each plane by themselves
+constexpr bool kWholeBytes = true;  // dot products take 8-bit codes; elsewhere each plane is multiplied separately
 constexpr int kByteHeight = 10;
-QC_INLINE void whole_bytes(const uint8_t* upper, const uint8_t* lower, B64* w) {
+QC_INLINE void join_nibbles(const uint8_t* upper, const uint8_t* lower, B64* w) {
   const B64 u = b_load(upper), l = b_load(lower), mask = _mm512_set1_epi8(15);
   w[0] = _mm512_ternarylogic_epi32(mask, l, _mm512_slli_epi16(u, 4), 0xca);  // mask ? l : u << 4
   w[1] = _mm512_ternarylogic_epi32(mask, _mm512_srli_epi16(l, 4), u, 0xca);
@@ -150,10 +151,10 @@ QC_INLINE void whole_bytes(const uint8_t* upper, const uint8_t* lower, B64* w) {
 #else
 constexpr bool kWholeBytes = false;
 constexpr int kByteHeight = 2;
-QC_INLINE void whole_bytes(const uint8_t*, const uint8_t*, B64*) {}
+QC_INLINE void join_nibbles(const uint8_t*, const uint8_t*, B64*) {}
 #endif
 
-// Rows x [rows][n] as scale * (128 high + low), or scale * high where P is 1; bytes: [rows][2][n], high first.
+// Splits rows x [rows][n] into scale * (128 high + low), or scale * high if P is 1; bytes: [rows][2][n], high first.
 template <int P>
 QC_INLINE void split_rows(const float* x, int rows, int n, int8_t* bytes, float* scale) {
   for (int r = 0; r < rows; ++r, x += n, bytes += 2 * n) {
@@ -170,7 +171,7 @@ QC_INLINE void split_rows(const float* x, int rows, int n, int8_t* bytes, float*
   }
 }
 
-// One page's codes u8 [n / 8][columns][4], and how far behind them those of the page after it begin.
+// One page's codes u8 [n / 8][columns][4], and the byte distance to those of the next page.
 struct HierCodes {
   const uint8_t *upper, *lower;
   int columns;
@@ -194,12 +195,12 @@ QC_INLINE void multiply_code_tile(const int8_t* x, int n, const float* scale, co
     for (int k = 0; k < n; k += 8)
       QC_UNROLL for (int v = 0; v < V; ++v) {
         const int at = k / 2 * codes.columns + 4 * (j + 16 * v);
-        // A page's planes are short and apart: the hardware's own prefetch hardly starts on one before it ends.
+        // A page's planes are short and apart: the hardware prefetcher hardly starts on one before it ends.
         __builtin_prefetch(codes.upper + at + codes.ahead, 0, 2);
         if (both) __builtin_prefetch(codes.lower + at + codes.ahead, 0, 2);
         B64 w[2];
         if (both && kWholeBytes) {
-          whole_bytes(codes.upper + at, codes.lower + at, w);
+          join_nibbles(codes.upper + at, codes.lower + at, w);
         } else {
           const B64 pairs = b_load((plane ? codes.lower : codes.upper) + at);
           w[0] = b_low(pairs), w[1] = b_high(pairs);
@@ -221,7 +222,7 @@ QC_INLINE void multiply_code_tile(const int8_t* x, int n, const float* scale, co
 
 template <int R, bool both, int P>
 QC_NOINLINE void multiply_code_rows(const int8_t* x, int n, const float* scale, const HierCodes& codes, float* c) {
-  constexpr int V = R > 6 ? 1 : 2;  // so many sums as there are registers
+  constexpr int V = R > 6 ? 1 : 2;  // limited by the accumulator registers
   for (int j = 0; j < codes.columns; j += 16 * V) multiply_code_tile<R, V, both, P>(x, n, scale, codes, j, c);
 }
 
@@ -248,7 +249,7 @@ static void multiply_codes(int rows, const int8_t* x, int n, const float* scale,
 
 // ---- attention ---------------------------------------------------------------------------------------
 
-// Keys' scales go into q, to s.part; what their zeros add to a row's scores is -s.q_sum.
+// Writes q times the key scales to s.part; the key zero points add -s.q_sum to a row's scores.
 QC_INLINE void fold_keys(AttentionScratch& s, int rows, int dp, const float* scale, const float* zero, bool both) {
   for (int r = 0; r < rows; ++r) {
     f32x16 sum{};
@@ -261,7 +262,7 @@ QC_INLINE void fold_keys(AttentionScratch& s, int rows, int dp, const float* sca
   }
 }
 
-// A page's parameters as kKv8 has them: scores take -q_sum in by a scale and a zero of 1.
+// A page's parameters in kKv8 form: a scale and a zero of 1 make scale_scores subtract q_sum.
 QC_INLINE void page_parameters(const HierBlock& block, bool both, float* to) {
   for (int i = 0; i < kPage; i += 16) {
     store(to + i, splat(1.0f));
@@ -272,20 +273,21 @@ QC_INLINE void page_parameters(const HierBlock& block, bool both, float* to) {
 }
 
 template <KvFormat F>
-QC_NOINLINE void attend_rounded(const AttentionArgs& a, const KvLayer<F>& kv, AttentionScratch& s, int sequence, int head,
-                                int rows, int page, int last) {
+QC_NOINLINE void attend_quantized(const AttentionArgs& a, const KvLayer<F>& kv, AttentionScratch& s, int sequence,
+                                  int head, int rows, int page, int last) {
   constexpr bool both = F == kKvHier;
   constexpr int kQueryBytes = both ? 2 : 1;
   const int dp = kv_padded(F, kv.head_dim);
-  const HierBlock block = rounded(kv, sequence, page, head);
-  // The page after it, where that is rounded too: after the newest of them comes itself.
+  const HierBlock block = quantized_block(kv, sequence, page, head);
+  // The next page if it is quantized too; after the newest quantized page, the page itself.
   const int next = page + 1 < (s.position[0] / kHierGroup - 1) * (kHierGroup / kPage) ? page + 1 : page;
   const int64_t ahead = kv.at(sequence, 2 * kRingPages + next, head) - (const char*)block.k_upper;
   for (int i = 0; i < 2 * kPage + dp; i += 16) __builtin_prefetch((const char*)(block.v_scale + i) + ahead, 0, 2);
   alignas(64) float parameters[4 * kPage];
   page_parameters(block, both, parameters);
   if (s.folded != page / 2) {
-    const HierBlock first = rounded(kv, sequence, page & ~1, head), second = rounded(kv, sequence, page | 1, head);
+    const HierBlock first = quantized_block(kv, sequence, page & ~1, head),
+                    second = quantized_block(kv, sequence, page | 1, head);
     fold_keys(s, rows, dp, first.k_parameter, second.k_parameter, both);
     split_rows<kQueryBytes>(s.part, rows, dp, s.split, s.split_scale);
     s.folded = page / 2;
@@ -293,8 +295,8 @@ QC_NOINLINE void attend_rounded(const AttentionArgs& a, const KvLayer<F>& kv, At
   const HierCodes keys = {block.k_upper, block.k_lower, kPage, ahead}, values = {block.v_upper, block.v_lower, dp, ahead};
   multiply_codes<both, kQueryBytes>(rows, s.split, dp, s.split_scale, keys, s.score);
   const KvBlock as_bytes = {nullptr, nullptr, parameters};
-  if (a.window == 0 || page * kPage > last - a.window) soften_page<kKv8, false>(a, as_bytes, s, rows, page * kPage);
-  else soften_page<kKv8, true>(a, as_bytes, s, rows, page * kPage);
+  if (a.window == 0 || page * kPage > last - a.window) softmax_page<kKv8, false>(a, as_bytes, s, rows, page * kPage);
+  else softmax_page<kKv8, true>(a, as_bytes, s, rows, page * kPage);
   alignas(64) int8_t weights[kVectorRows * 2 * kPage];
   float scale[kVectorRows];
   split_rows<2>(s.score, rows, kPage, weights, scale);
@@ -302,18 +304,21 @@ QC_NOINLINE void attend_rounded(const AttentionArgs& a, const KvLayer<F>& kv, At
   merge_page(s, rows, dp);
 }
 
-// All rows of a tile are in one group, so pages are rounded or not for all of them.
+// All rows of a tile are in one group, so a page is quantized for all of them or for none.
 template <KvFormat F>
 void attend_hier_page(const AttentionArgs& a, const KvLayer<F>& kv, AttentionScratch& s, int sequence, int head, int rows,
                       int page, int last) {
-  if (page / (kHierGroup / kPage) + 2 <= last / kHierGroup) attend_rounded<F>(a, kv, s, sequence, head, rows, page, last);
-  else attend_pages<kKv16>(a, [&](int p) { return newest(kv, sequence, p, head); }, s, rows, kv_padded(F, kv.head_dim),
-                           page, page, last);
+  if (page / (kHierGroup / kPage) + 2 <= last / kHierGroup)
+    attend_quantized<F>(a, kv, s, sequence, head, rows, page, last);
+  else
+    attend_pages<kKv16>(a, [&](int p) { return ring_block(kv, sequence, p, head); }, s, rows,
+                        kv_padded(F, kv.head_dim), page, page, last);
 }
 
-// Tokens begin .. end - 1, of one sequence and group, to the ring.
+// Appends tokens begin .. end - 1, all of one sequence and group, to the ring.
 template <KvFormat F>
-QC_INLINE void append_newest(const AttentionArgs& a, const KvLayer<F>& kv, int sequence, int head, int begin, int end) {
+QC_INLINE void append_to_ring(const AttentionArgs& a, const KvLayer<F>& kv, int sequence, int head, int begin,
+                              int end) {
   const int d = kv.head_dim, dp = kv_padded(F, d);
   alignas(64) float k[1024], v[1024];
   memset(k, 0, sizeof(float) * (size_t)dp);
@@ -323,20 +328,20 @@ QC_INLINE void append_newest(const AttentionArgs& a, const KvLayer<F>& kv, int s
     memcpy(k, row + a.k_offset, sizeof(float) * (size_t)d);
     memcpy(v, row + a.v_offset, sizeof(float) * (size_t)d);
     const int p = a.positions[t];
-    kv_append<kKv16>(newest(kv, sequence, p / kPage, head), p % kPage, k, v, dp);
+    kv_append<kKv16>(ring_block(kv, sequence, p / kPage, head), p % kPage, k, v, dp);
   }
 }
 
-// One thread takes a sequence's rows of one kv head from group to group, since each group's keys take the place of
-// others that rows before them read.
+// One thread processes a sequence's rows of one kv head group by group, since the keys of each new group overwrite
+// others in the ring that earlier rows read.
 template <KvFormat F>
 void attend_sequence(const AttentionArgs& a, const KvLayer<F>& kv, void* memory, int sequence, int head) {
   const int begin = a.query_start[sequence], end = a.query_start[sequence + 1], group = a.heads / kv.kv_heads;
   for (int t = begin, next; t < end; t = next) {
     const int p = a.positions[t], room = kHierGroup - p % kHierGroup;
     next = end - t < room ? end : t + room;
-    append_newest<F>(a, kv, sequence, head, t, next);
-    if (p % kHierGroup == 0 && p >= 2 * kHierGroup) round_group<F>(kv, sequence, head, p / kHierGroup - 2);
+    append_to_ring<F>(a, kv, sequence, head, t, next);
+    if (p % kHierGroup == 0 && p >= 2 * kHierGroup) quantize_group<F>(kv, sequence, head, p / kHierGroup - 2);
     const int last = (next - begin) * group;
     for (int first = (t - begin) * group; first < last; first += kVectorRows)
       attend_tile<F>(a, kv, memory, sequence, head, first, last - first < kVectorRows ? last - first : kVectorRows);

@@ -1,4 +1,4 @@
-// driver.h: the C interface over step() of the generated model. Included last.
+// driver.h: implements the C interface on top of the generated model's step(). Included last.
 #pragma once
 #include <sys/mman.h>
 
@@ -9,7 +9,7 @@ static void run_step(void* model, int tid) { step(*(Model*)model, tid); }
 
 // ---- memory -----------------------------------------------------------------------------------------
 
-// Carves the model's arenas from one mapping; called once to measure (base null) and once to place.
+// Carves the model's arenas from one mapping. Called twice: with a null base to measure, then to assign pointers.
 static size_t carve(Model& m, char* base) {
   size_t at = 0;
   auto take = [&](size_t bytes) {
@@ -35,7 +35,7 @@ static bool allocate(Model& m) {
   void* p = mmap(nullptr, m.memory_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) return false;
   m.memory = p;
-  // Only advice: small pages do as well. A path that drafts has few rows, and would waste most of each huge page.
+  // Only a hint: small pages work as well. A draft path has few rows and would waste most of each huge page.
   if (m.team == &m.own_team) madvise(p, m.memory_bytes, MADV_HUGEPAGE);
   carve(m, (char*)p);
   return true;
@@ -87,7 +87,7 @@ static bool valid_sequence(const Model& m, const qc_batch& b, int s, int steps) 
   return true;
 }
 
-// Whether `steps` steps from batch b stay within what the model was opened for.
+// Whether `steps` steps starting from batch b stay within the limits the model was opened with.
 static bool valid(const Model& m, const qc_batch* batch, int steps) {
   if (!batch) return false;
   const qc_batch& b = *batch;

@@ -1,9 +1,10 @@
-// elementwise.h: operators on f32 rows one element at a time.
+// elementwise.h: element-by-element operators on f32 rows.
 #pragma once
 #include "acts.h"
 #include "rowops.h"
 
-// out[t] = f(x[t], 16 columns from i); the padding stays zero. `stride` floats from one row of `x` to the next.
+// out[t] = f(x[t]), 16 columns at a time; f gets (values, row t, first column i). Padding stays zero. `stride`: floats
+// between rows of `x`.
 template <class F>
 QC_INLINE void each_row(Range rows, const float* x, int stride, int width, float* out, const F& f) {
   const int kp = gemm_kp(width);
@@ -28,11 +29,11 @@ QC_NOINLINE void shift_by(Range rows, const float* x, int stride, int width, flo
 QC_NOINLINE void clamp(Range rows, const float* x, int stride, int width, float low, float high, float* out) {
   each_row(rows, x, stride, width, out, [=](f32x16 v, int, int) { return vmin(vmax(v, splat(low)), splat(high)); });
 }
-// Each row of x times the one number of y's row.
+// Multiplies each row of x by the single value in the same row of y.
 QC_NOINLINE void mul_row(Range rows, const float* x, int stride, int width, const float* y, int ys, float* out) {
   each_row(rows, x, stride, width, out, [=](f32x16 v, int t, int) { return v * y[(int64_t)t * ys]; });
 }
-// `ys` floats from one row of `y` to the next: 0 for a weight vector.
+// `ys`: floats between rows of `y`; 0 for a weight vector.
 QC_NOINLINE void add(Range rows, const float* x, int stride, int width, const float* y, int ys, float* out) {
   each_row(rows, x, stride, width, out,
            [=](f32x16 v, int t, int i) { return v + load<f32x16>(y + (int64_t)t * ys + i); });

@@ -1,15 +1,16 @@
-// experts.h: mixtures of experts. A router's scores choose k experts for each token; each expert's weights are read
-// once for all the tokens that chose it.
+// experts.h: mixture of experts. Router scores choose k experts per token; each expert's weights are read once for all
+// tokens that chose it.
 //
-// Exactness. Every result row depends on its own token alone: the choice is made token by token, an expert's rows go
-// through the GEMM, whose rows do not depend on each other, and a token's slots are summed in the order of its choice.
+// Exactness. Every result row depends on its own token alone: experts are chosen per token, an expert's rows go through
+// the GEMM, whose rows are independent of each other, and a token's slots are summed in the order of its choice.
 //
-// A choice is int32 [tokens][stride], in a buffer of floats; slots of a value lie side by side: [tokens][k * width].
+// Expert indices are int32 [tokens][stride], stored in a float buffer. The slots of a value are adjacent:
+// [tokens][k * width].
 #pragma once
 #include "gemm.h"
 #include "rowops.h"
 
-// ---- routers: E scores a token, few of them, so plain loops ------------------------------------------------
+// ---- routers: few scores (E) per token, so plain loops ------------------------------------------------------
 
 // x -> softmax(x)
 QC_NOINLINE void softmax_rows(Range rows, const float* x, int stride, int width, float* out) {
@@ -24,7 +25,7 @@ QC_NOINLINE void softmax_rows(Range rows, const float* x, int stride, int width,
   }
 }
 
-// The k largest of each row, largest first, of equals the first one first.
+// Indices of the k largest elements of each row in descending order; on ties the lower index comes first.
 QC_NOINLINE void top_k(Range rows, const float* x, int stride, int width, int k, float* out) {
   const int kp = gemm_kp(k);
   for (int t = rows.begin; t < rows.end; ++t) {
@@ -68,7 +69,8 @@ QC_NOINLINE void normalize(Range rows, const float* x, int stride, int width, fl
   }
 }
 
-// Scores outside the `keep` best of `groups` runs, by a run's best or the sum of its best two, become minus infinity.
+// Splits the scores into `groups` equal runs and keeps the `keep` best runs, ranked by their best score (count 1) or by
+// the sum of their two best. All other scores become minus infinity.
 QC_NOINLINE void limit_groups(Range rows, const float* x, int stride, int width, int groups, int keep, int count,
                               float* out) {
   const int kp = gemm_kp(width), run = width / groups;
@@ -94,7 +96,7 @@ QC_NOINLINE void limit_groups(Range rows, const float* x, int stride, int width,
   }
 }
 
-// out[t] = sum over slots of y[t][slot] * scores[t][slot]; no scores: plain sum.
+// out[t] = sum over slots of y[t][slot] * scores[t][slot]; a plain sum without scores.
 QC_NOINLINE void combine(Range rows, const float* y, int stride, int slots, int width, const float* scores, float* out) {
   const int kp = gemm_kp(width), score_stride = gemm_kp(slots);
   for (int t = rows.begin; t < rows.end; ++t) {
@@ -110,25 +112,25 @@ QC_NOINLINE void combine(Range rows, const float* y, int stride, int slots, int 
 
 // ---- experts ------------------------------------------------------------------------------------------------
 
-constexpr int kExpertRows = 32;  // rows of one expert gathered at a time
+constexpr int kExpertRows = 32;  // rows gathered per expert GEMM call
 
 struct Experts {
   int tokens, slots, experts;
-  const float* x;          // [tokens][x_stride]: one input a token, or one a slot (x_slot floats apart; else 0)
+  const float* x;          // [tokens][x_stride]: one input per token (x_slot 0), or one per slot, x_slot floats apart
   int x_stride, x_slot;
   const float* index;      // [tokens][gemm_kp(slots)] int32
-  Gemm gemm;               // of the first expert; m, out and out_stride are set here
-  int64_t codes, scale, zero, group_scale, exponent, low, bias;  // elements (codes: bytes) from one expert to the next
-  float* out;              // [tokens][out_stride], slots side by side
+  Gemm gemm;               // of expert 0; m, out and out_stride are set per call
+  int64_t codes, scale, zero, group_scale, exponent, low, bias;  // stride between experts, in elements (codes: bytes)
+  float* out;              // [tokens][out_stride], slots adjacent
   int64_t out_stride;
 };
 
-// Bytes of scratch for the gathered rows of any activation, their results, and one row.
+// Bytes of scratch for one chunk: the gathered rows in any activation format, their results, and one row.
 constexpr size_t expert_scratch_bytes(int kp, int np) {
   return np ? sizeof(float) * ((size_t)kExpertRows * (2 * kp + np) + kp + 64) + 256 : 0;
 }
 
-// Rows in the form that a GEMM reads, built in memory of the thread's own.
+// The gathered rows in the format the GEMM reads, built in thread-local memory.
 QC_INLINE const float* expert_rows(float*, char* memory, int, Q8Kind) { return (const float*)memory; }
 QC_INLINE const uint16_t* expert_rows(uint16_t*, char* memory, int, Q8Kind) { return (const uint16_t*)memory; }
 QC_INLINE Q8Rows expert_rows(Q8Rows*, char* memory, int kp, Q8Kind how) {
@@ -140,12 +142,12 @@ QC_INLINE void put_expert(const float* out, int row, const float* from, int k) {
 QC_INLINE void put_expert(const uint16_t* out, int row, const float* from, int k) { put((uint16_t*)out, row, from, k); }
 QC_INLINE void put_expert(const Q8Rows& out, int row, const float* from, int k) { put(out, row, from, k); }
 
-// One chunk of rows that chose `expert`, by this thread's share of the output columns.
+// One chunk of rows that chose `expert`, for this thread's share of the output columns.
 template <class Rows, class Run>
 static void expert_chunk(const Experts& e, int expert, const int* pairs, int count, Q8Kind how, const Worker& w,
                          char* memory, const Run& run) {
   const bool gated = e.gemm.epilogue == kGated;
-  const int width = gated ? e.gemm.n / 2 : e.gemm.n;  // columns of a slot
+  const int width = gated ? e.gemm.n / 2 : e.gemm.n;  // columns per slot
   const int k = e.gemm.k, kp = gemm_kp(k), np = (width + 15) / 16 * 16;
   float* row = (float*)memory;
   float* result = row + kp;
@@ -168,7 +170,7 @@ static void expert_chunk(const Experts& e, int expert, const int* pairs, int cou
   g.out = result;
   g.out_stride = np;
   run(g, rows, w);
-  const int units = gated ? np / 16 : (np / 16 + 1) / 2, each = gated ? 16 : 32;  // run_gemm's own share of the columns
+  const int units = gated ? np / 16 : (np / 16 + 1) / 2, each = gated ? 16 : 32;  // the column split run_gemm uses
   const int begin = (int)((int64_t)units * w.tid / w.threads) * each;
   int end = (int)((int64_t)units * (w.tid + 1) / w.threads) * each;
   end = end < width ? end : width;
@@ -178,7 +180,8 @@ static void expert_chunk(const Experts& e, int expert, const int* pairs, int cou
   }
 }
 
-// y[t][slot] = weight[index[t][slot]] x. Rows: the GEMM's activations (float, uint16_t or Q8Rows), `how` rounded.
+// y[t][slot] = weight[index[t][slot]] x. Rows: the GEMM's activation type (float, uint16_t or Q8Rows); `how`:
+// quantization.
 template <class Rows, class Run>
 QC_NOINLINE void expert_gemm(const Experts& e, Q8Kind how, const Worker& w, char* memory, const Run& run) {
   const int index_stride = gemm_kp(e.slots);

@@ -1,47 +1,47 @@
 // gemm.h: y = W x for every weight format, called by all threads of a step at once.
 //
-// How to call (K2 reads this block; the rest of the file is the machinery).
+// Calling convention (the rest of the file is the implementation).
 //
-//   #define one of QC_ISA_AVX512, QC_ISA_AVX2, QC_ISA_PORTABLE before including, or let the compiler flags
-//   decide. Flags, always with -std=c++17 -O3 -ffp-contract=off -Wno-psabi:
+//   Define one of QC_ISA_AVX512, QC_ISA_AVX2, QC_ISA_PORTABLE before including, or let the compiler flags decide.
+//   Flags, always with -std=c++17 -O3 -ffp-contract=off -Wno-psabi:
 //     avx512  -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma, and where the CPU has them
-//             -mavx512bf16 (bf16 runs at half the speed without) -mavx512vbmi (mxfp4 is a quarter slower without)
-//       and -mamx-tile -mamx-int8 -mamx-bf16 where it has these and the system has granted the process its tiles: products
-//       of 8-bit, 4-bit and bfloat16 weights go through them (gemm_amx.h)
+//             -mavx512bf16 (without it bf16 runs at half speed), -mavx512vbmi (without it mxfp4 is a quarter slower),
+//             and, where the OS has also granted the process AMX tile state, -mamx-tile -mamx-int8 -mamx-bf16:
+//             products of 8-bit, 4-bit and bfloat16 weights then use AMX tiles (gemm_amx.h)
 //     avx2    -mavx2 -mfma -mf16c   (and -mavxvnni where the CPU has it)
 //     portable  nothing
 //
-//   Each thread calls the same function with its own Worker; the function computes a contiguous share of
-//   the 16-row blocks (pairs of blocks), or one of each of g.parts, for all m tokens. No barrier inside: put one after the call.
-//   An output row's bits depend on its weights and its own x row alone, never on m or the thread count.
+//   Every thread calls the same function with its own Worker. Each call computes a contiguous share of the units
+//   (pairs of 16-row blocks), or one share of each of g.parts, for all m tokens. There is no barrier inside: put one
+//   after the call. An output row's bits depend only on its weights and its own x row, never on m or the thread count.
 //
 //   gemm_f32              (g, x, worker)   x: const float*    [m][kp]
 //   gemm_bf16             (g, x, worker)   x: const uint16_t* [m][kp]  bfloat16
 //   gemm_w4_asym_g128_bf16(g, x, worker)   x: const uint16_t* [m][kp]  bfloat16
-//   gemm_w8_sym_channel   (g, q, worker)   q: Q8Act, group kp (one sum a row)
+//   gemm_w8_sym_channel   (g, q, worker)   q: Q8Act, group kp (one sum per row)
 //   gemm_w4_asym_g128     (g, q, worker)   q: Q8Act, group 128
 //   gemm_qoq_g128         (g, q, worker)   q: Q8Act, group 128
 //   gemm_qoq_channel      (g, q, worker)   q: Q8Act, group kp
 //   gemm_mxfp4            (g, q, worker)   q: Q8Act, group 32
 //   gemm_nested_8_4       (g, q, worker)   q: Q8Act, group 128
-//   gemm_mix_4_8          (g, q, worker)   q: Q8Act, group 128; out columns are those of g.columns
-//   gemm_..._x128         (g, q, worker)   the same with activations of a scale per 128 inputs; sums where the format
-//                                          has one a row are over 128 too
-//   (the name is "gemm_" + weight format, + "_bf16" for a 4-bit weight with bfloat16 activations)
+//   gemm_mix_4_8          (g, q, worker)   q: Q8Act, group 128; row i of W goes to output column g.columns[i]
+//   gemm_..._x128         (g, q, worker)   the same with one activation scale per 128 inputs; formats that otherwise
+//                                          use one sum per row then use sums over 128 inputs
+//   (names are "gemm_" + weight format, + "_bf16" for a 4-bit weight with bfloat16 activations)
 //
 //   kp = k rounded up to 32 is the row stride of every activation; elements k..kp-1 of x must be 0.
-//   Activation and weight pointers are 64-byte aligned; a group is short at the end when kp % 128 != 0:
+//   Activation and weight pointers are 64-byte aligned. The last group is short when kp % 128 != 0:
 //   groups = ceil(kp / group). Activation codes lie in [-127, 127].
 //
 //   Epilogues: kStore  out[t][i] = y + bias
-//              kAdd    out[t][i] = residual[t][i] + (y + bias)     (out may be residual)
-//              kLogits out[t][i] = y + bias, unless out is null; the thread's best[t], if any, are noted
-//              kGated  out[t][i] = act(gate) * (up + offset), i < n/2, gate at most limit and up from -limit to it;
-//                      16-row blocks of W alternate gate, up; n = 2 * I, each half padded to 16 rows; bias, if any, in
-//                      the order of the packed rows.
-//   Only columns below n (n/2) are written. bias, where given, has one float for every padded row.
+//              kAdd    out[t][i] = residual[t][i] + (y + bias)     (out may alias residual)
+//              kLogits out[t][i] = y + bias, skipped if out is null; updates this thread's best[t] if best is given
+//              kGated  out[t][i] = act(gate) * (up + offset), i < n/2, with gate clamped to at most limit and up to
+//                      [-limit, limit]. 16-row blocks of W alternate gate, up; n = 2 * I, each half padded to 16 rows;
+//                      bias, if any, is in packed row order.
+//   Only columns below n (kGated: n/2) are written. bias, where given, has one float per padded row.
 //
-//   Scratch: Worker.scratch points to gemm_scratch_bytes(largest kp) bytes of the thread's own, 64-byte aligned.
+//   Scratch: Worker.scratch points to gemm_scratch_bytes(largest kp) bytes of thread-local memory, 64-byte aligned.
 #pragma once
 #include <stddef.h>
 
@@ -87,8 +87,8 @@ struct Q8Act {             // int8 activations
 
 enum EpilogueKind { kStore, kAdd, kGated, kLogits };
 
-// The largest logit that a thread has seen of a row, in 16 lanes, and the lowest column where it is. NaN counts as
-// infinite.
+// The largest logit of a row seen by one thread, kept per lane (16 lanes), with the lowest column that holds it. NaN
+// counts as infinite.
 struct alignas(64) BestLanes {
   static constexpr int kParts = 64 / sizeof(f32part);
   f32part value[kParts];
@@ -97,7 +97,7 @@ struct alignas(64) BestLanes {
   void clear() {
     for (int i = 0; i < kParts; ++i) value[i] = f32part{} - __builtin_inff(), column[i] = i32part{};
   }
-  void note(f32x16 logits, i32x16 columns) {
+  void update(f32x16 logits, i32x16 columns) {
     f32part y[kParts];
     i32part at[kParts];
     memcpy(y, &logits, 64), memcpy(at, &columns, 64);
@@ -108,8 +108,8 @@ struct alignas(64) BestLanes {
       column[i] = better ? at[i] : column[i];
     }
   }
-  void merge(const BestLanes& other) { note(load<f32x16>(other.value), load<i32x16>(other.column)); }
-  // -1 where the largest is not finite: nothing follows from such a row.
+  void merge(const BestLanes& other) { update(load<f32x16>(other.value), load<i32x16>(other.column)); }
+  // The argmax column; -1 if the maximum is not finite, as no token can follow such a row.
   int32_t index() const {
     const f32x16 v = load<f32x16>(value);
     const i32x16 c = load<i32x16>(column);
@@ -128,9 +128,9 @@ struct Gemm {
   const uint8_t* group_scale = nullptr; // qoq_g128: [nb][groups][16]
   const uint8_t* exponent = nullptr;    // mxfp4: [nb][kp/32][16]
   const uint8_t* low = nullptr;         // nested_8_4: lower nibbles, as codes
-  const int32_t* columns = nullptr;     // mix_4_8: [blocks][16] output column of each row, -1 at the end for none
-  const int32_t* starts = nullptr;      // mix_4_8: [blocks + 1] where codes start, in 4-bit blocks
-  int blocks = 0;                       // mix_4_8: 16-row blocks; of pairs, gate and up have the same columns
+  const int32_t* columns = nullptr;     // mix_4_8: [blocks][16] output column of each row, trailing -1: none
+  const int32_t* starts = nullptr;      // mix_4_8: [blocks + 1] offset of each block's codes, in 4-bit blocks
+  int blocks = 0;                       // mix_4_8: 16-row blocks; a gate and its up block have the same columns
   EpilogueKind epilogue = kStore;
   UnaryKind act = kSilu;                // kGated
   float limit = __builtin_inff(), offset = 0;
@@ -139,7 +139,7 @@ struct Gemm {
   int64_t residual_stride = 0;          // floats
   float* out = nullptr;                 // [m][out_stride]
   int64_t out_stride = 0;               // floats
-  int parts[3] = {0, 0, 0};             // units (32 rows) of the first parts; they and the rest are shared out alone
+  int parts[3] = {0, 0, 0};             // units (32 rows) of the leading parts; each, and the rest, is split alone
   BestLanes* best = nullptr;            // kLogits: [m] of this thread, or null
 };
 
@@ -150,10 +150,10 @@ struct Worker {
 
 constexpr int gemm_kp(int k) { return (k + 31) / 32 * 32; }
 
-// Weights are asked for this far ahead of their use, into the second-level cache. A core has few slots for outstanding
-// requests of its own, and its hardware prefetcher has others: where a line takes few cycles of arithmetic, asking
-// for every second or fourth line lets that prefetcher fetch the rest; where it takes many, the prefetcher falls
-// asleep and every line is asked for. (Measured on Zen 4.)
+// Prefetch distance for weights, into L2. A core has few slots for its own outstanding requests; its hardware
+// prefetcher has others. Where a line takes few cycles of arithmetic, prefetching every second or fourth line in
+// software lets the hardware prefetcher fetch the rest. Where a line takes many cycles, the hardware prefetcher stops,
+// and every line is prefetched in software. (Measured on Zen 4.)
 constexpr int64_t kPrefetchBytes = 8192;
 
 #include "gemm_run.h"
@@ -166,10 +166,10 @@ constexpr int64_t kPrefetchBytes = 8192;
 #include "gemm_formats.h"
 #include "gemm_mix.h"
 
-// Bytes of scratch a thread needs for weights of up to kp inputs in any format: result buffer, two unpacked row
-// blocks of at most 4 bytes a weight, and a token block, at least one tile, of at most 4 bytes an element.
+// Bytes of scratch per thread for weights of up to kp inputs in any format: the result buffer, two unpacked row blocks
+// of at most 4 bytes per weight, and a token block of at least one tile with at most 4 bytes per element.
 constexpr size_t gemm_scratch_bytes(int kp) {
-  const size_t most = kPanelTile * 4 > kBufferRows * 2 ? kPanelTile * 4 : kBufferRows * 2;  // only vectors take floats
+  const size_t most = kPanelTile * 4 > kBufferRows * 2 ? kPanelTile * 4 : kBufferRows * 2;  // f32: vector kernels only
   const size_t tile = (size_t)(kp + 32) * most, tiles = tile > kTokenBlockBytes ? tile : kTokenBlockBytes;
   return 2 * kBufferRows * 64 + (size_t)kp * 16 * 2 * 4 + tiles + tiles / 8 + 65536;
 }

@@ -1,13 +1,15 @@
-// gemm_amx.h: int8 and bfloat16 products on AMX tiles (Intel, from Sapphire Rapids on). One instruction multiplies 16
-// tokens by 16 rows over 64 bytes of inputs, in 16 cycles however few the tokens are, so that a step of many costs what
-// a step of one does as long as weights come from memory. The bytes that the kernels of gemm_int.h multiply lie as a
-// tile wants them; integer sums are exact, and the rules' float operations are the same, so the bits are too.
-// bfloat16 sums are rounded in an order of the instruction's own: on AMX they go through it for every number of tokens.
+// gemm_amx.h: int8 and bfloat16 products on AMX tiles (Intel, Sapphire Rapids and later). One instruction multiplies 16
+// tokens by 16 rows over 64 bytes of inputs. It takes 16 cycles regardless of the number of tokens, so a step with many
+// tokens costs as much as a step with one while it is bound by weight bandwidth. The bytes that the kernels of
+// gemm_int.h multiply are already in tile layout. Integer sums are exact and the rules' float operations are the same,
+// so the results are bitwise the same too. bfloat16 sums are rounded in the instruction's own order, so with AMX they
+// use it for every number of tokens.
 #pragma once
 
 constexpr int kSlabChunks = 4, kSlabBytes = kSlabChunks * 512;  // 128 inputs of a block, as bytes
 
-// Where line `at` of a block's weights stands kPrefetchBytes later, blocks of `bytes` bytes being read in pairs.
+// Byte offset of the line that is read kPrefetchBytes after offset `at` of a block. Blocks have `bytes` bytes and are
+// read in pairs, so an offset past the end skips the other block of the pair.
 QC_INLINE int64_t lines_ahead(int64_t at, int64_t bytes) {
   const int64_t ahead = at + kPrefetchBytes;
   return ahead < bytes ? ahead : ahead + ahead / bytes * bytes;
@@ -15,43 +17,44 @@ QC_INLINE int64_t lines_ahead(int64_t at, int64_t bytes) {
 
 QC_INLINE void prefetch_lines(const void* from, int lines) {
   const char* p = (const char*)from;
-  asm volatile("" : "+r"(p));  // one register, not one for each line
+  asm volatile("" : "+r"(p));  // one register, not one per line
   for (int i = 0; i < lines; ++i) __builtin_prefetch(p + i * 64, 0, 2);
 }
 
-// Whether bytes that are multiplied as they lie are asked for ahead: the CPU's own prefetcher is better at it, unless
-// the activations of many tokens stream beside them. (Measured on a Xeon 6.)
-constexpr bool asks_ahead(int count) { return count > kHalfTokens; }
+// Whether weights multiplied in place are prefetched in software. The hardware prefetcher does better, unless the
+// activations of many tokens stream beside the weights. (Measured on a Xeon 6.)
+constexpr bool prefetches_direct(int count) { return count > kHalfTokens; }
 
-// Bytes of a unit's blocks, slab by slab: unpacked before (or never packed), in memory as they are, or unpacked now, a
-// slab ahead. While the first are multiplied, the next unit's weights are asked for.
+// Sources of weight bytes for the tile kernels, slab by slab. fetch(s) is called one slab ahead; at(b, s) is slab s of
+// block b. PanelBytes: a panel unpacked before, or weights that need no unpacking. It prefetches the next unit's
+// weights meanwhile. DirectBytes: weights in memory, used in place. UnpackedBytes: unpacks into a ring, one slab ahead.
 struct PanelBytes {
   const char* panel;
   int64_t block_bytes;
   const uint8_t* next;
-  int each;
-  // `lines` of the next unit's weights begin at `after`: a part is asked for during each tile.
-  PanelBytes(const char* panel, int chunks, const Turn& turn, const uint8_t* after, int lines)
+  int lines_per_slab;
+  // The next unit's weights are `lines` lines at `after`; an equal part of them is prefetched during each tile.
+  PanelBytes(const char* panel, int chunks, const TilePass& pass, const uint8_t* after, int lines)
       : panel(panel),
         block_bytes((int64_t)chunks * 512),
-        next(after + (int64_t)turn.index * (lines / turn.tiles) * 64) {
-    const int slabs = turn.tiles * ((chunks + kSlabChunks - 1) / kSlabChunks + 1);
-    each = (lines + slabs - 1) / slabs;
+        next(after + (int64_t)pass.index * (lines / pass.tiles) * 64) {
+    const int slabs = pass.tiles * ((chunks + kSlabChunks - 1) / kSlabChunks + 1);
+    lines_per_slab = (lines + slabs - 1) / slabs;
   }
-  void fetch(int) { prefetch_lines(next, each), next += each * 64; }
+  void fetch(int) { prefetch_lines(next, lines_per_slab), next += lines_per_slab * 64; }
   const char* at(int b, int s) const { return panel + b * block_bytes + s * kSlabBytes; }
 };
 struct DirectBytes {
   const IntBlock* w;
   int blocks, chunks;
-  bool asks;
-  alignas(64) char last[2][kSlabBytes];  // of an odd number of chunks: a step would read past the weights
+  bool prefetches;
+  alignas(64) char last[2][kSlabBytes];  // the last slab if it is partial: a tile step would read past the weights
   DirectBytes(const IntBlock* w, int blocks, int chunks, int count)
-      : w(w), blocks(blocks), chunks(chunks), asks(asks_ahead(count)) {}
+      : w(w), blocks(blocks), chunks(chunks), prefetches(prefetches_direct(count)) {}
   void fetch(int s) {
     if (s * kSlabChunks >= chunks) return;
     const int64_t ahead = lines_ahead((int64_t)s * kSlabBytes, (int64_t)chunks * 512);
-    for (int b = 0; b < blocks && asks; ++b) prefetch_lines(w[b].codes + ahead, kSlabBytes / 64);
+    for (int b = 0; b < blocks && prefetches; ++b) prefetch_lines(w[b].codes + ahead, kSlabBytes / 64);
     const int left = chunks - s * kSlabChunks;
     for (int b = 0; b < blocks && left < kSlabChunks; ++b) memcpy(last[b], w[b].codes + s * kSlabBytes, left * 512);
   }
@@ -65,7 +68,7 @@ struct UnpackedBytes {
   int blocks, chunks;
   alignas(64) char ring[2][2][kSlabBytes];
   UnpackedBytes(const IntBlock* w, int blocks, int chunks, int) : w(w), blocks(blocks), chunks(chunks) {}
-  // From chunk `from` on, where a slab begins.
+  // `from`: first chunk, a multiple of kSlabChunks.
   static void unpack(const IntBlock& w, int from, int chunks, char* to) {
     const uint8_t* p = w.codes + (int64_t)from * Codes::kLines * 64;
     for (int end = from + chunks; from < end; from += kSlabChunks) {
@@ -90,7 +93,7 @@ struct UnpackedBytes {
   const char* at(int b, int s) const { return ring[s % 2][b]; }
 };
 
-// Weights as signed bytes, their zeros taken off.
+// Weights as signed bytes, with the zero point subtracted.
 struct SignedNibbles : NibbleCodes {
   using Group = B64;
   QC_INLINE B64 group(const IntBlock& w, int g) { return b_sub(b_set(0), b_rows(w.zero + g * 16)); }
@@ -112,30 +115,32 @@ struct SignedMx : MxCodes {  // E2M1 doubled
   QC_INLINE B64 operand(B64 line, int d, Group) { return d ? b_lookup_high(kTable, line) : b_lookup_low(kTable, line); }
 };
 
-// A rule whose sums begin at nothing, as weights are signed.
+// A rule without a correction term: the weights are signed and zero-point corrected, so accumulators start at 0.
 template <class Base>
-struct Signed : Base {
+struct SignedRule : Base {
   static constexpr bool kSigned = true;
 };
-// The same bits as MxRule's: a sum times 2^(e-128) is exact. Where that is no normal number, which weights that were
-// scaled to their largest do not need, the multiplication would take some hundred cycles.
+// Gives the same bits as MxRule, as a sum times 2^(e-128) is exact. Where that scale is subnormal (e < 2) it cannot be
+// built in the exponent field, and the multiplication would take some hundred cycles, so such groups take the MxRule
+// path. Weights scaled to their maximum never need it.
 template <class Base>
 struct SignedMxRule : Base {
   static constexpr bool kSigned = true;
   QC_INLINE F16& sum(F16& acc) { return acc; }
   QC_INLINE F16& sum(MxRuleX128::Acc& acc) { return acc.group; }
   template <int M>
-  __attribute__((noinline)) static void exactly(typename Base::Acc* acc, const I16* part, const IntBlock& w, int g) {
+  __attribute__((noinline)) static void finish_subnormal(typename Base::Acc* acc, const I16* part, const IntBlock& w,
+                                                         int g) {
     Base::template finish<M>(acc, part, w, g, nullptr);
   }
   template <int M>
   QC_INLINE void finish(typename Base::Acc* acc, const I16* part, const IntBlock& w, int g, const float*) {
     const I16 e = i_load_u8(w.group_scale + g * 16);
     if (__builtin_expect(_mm512_cmplt_epi32_mask(e, i_set(2)) != 0, 0)) {
-      typename Base::Acc sums[M];  // other variables than the usual way's, which stay in registers
+      typename Base::Acc sums[M];  // separate variables, so that those of the common path stay in registers
       I16 parts[M];
       QC_UNROLL for (int m = 0; m < M; ++m) sums[m] = acc[m], parts[m] = i_add(part[m], i_set(Base::kMagic));
-      exactly<M>(sums, parts, w, g);
+      finish_subnormal<M>(sums, parts, w, g);
       QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = sums[m];
       return;
     }
@@ -149,32 +154,33 @@ constexpr bool is_signed = false;
 template <class Rule>
 constexpr bool is_signed<Rule, std::void_t<decltype(Rule::kSigned)>> = true;
 
-constexpr int kTogether = 8;  // tokens whose sums are finished side by side
+constexpr int kFinishTokens = 8;  // tokens finished side by side, to hide latency
 
-// Sums of the groups of slab s, as stored, go to the results of kTogether tokens, from m on, of block b.
-template <class Rule, bool Begins>
+// Finishes the stored sums of the groups of slab s: adds them to the results of kFinishTokens tokens, from m on, of
+// block b.
+template <class Rule, bool AddsStart>
 QC_INLINE void finish_slab(const IntBlock& w, const IntTile& x, int s, int groups, int count, int b, int m,
                            const char* sums, typename Rule::Acc* acc) {
   const int first = Rule::kChunks == 1 ? s * kSlabChunks : s;
-  typename Rule::Acc a[kTogether];
-  QC_UNROLL for (int i = 0; i < kTogether; ++i) a[i] = acc[i];
+  typename Rule::Acc a[kFinishTokens];
+  QC_UNROLL for (int i = 0; i < kFinishTokens; ++i) a[i] = acc[i];
   for (int j = 0; j < groups; ++j) {
     const int g = first + j;
     const char* lines = sums + ((j * 2 + b) * kTileTokens + m) * 64;
-    I16 part[kTogether];
-    QC_UNROLL for (int i = 0; i < kTogether; ++i) {
+    I16 part[kFinishTokens];
+    QC_UNROLL for (int i = 0; i < kFinishTokens; ++i) {
       part[i] = b_load(lines + i * 64);
-      if (Begins) part[i] = i_add(part[i], Rule::begin(w, g, x.start[g * count + m + i]));
+      if (AddsStart) part[i] = i_add(part[i], Rule::begin(w, g, x.start[g * count + m + i]));
     }
-    // Rules read the scale of token i of group g at [g * kTogether + i].
-    Rule::template finish<kTogether>(a, part, w, g, x.scale + m + (int64_t)g * (count - kTogether));
+    // Rules read the scale of token i of group g at [g * kFinishTokens + i].
+    Rule::template finish<kFinishTokens>(a, part, w, g, x.scale + m + (int64_t)g * (count - kFinishTokens));
   }
   if constexpr (Rule::kJoin > 1)
-    Rule::template close<kTogether>(a, first, x.scale + m + (int64_t)s * (count - kTogether));
-  QC_UNROLL for (int i = 0; i < kTogether; ++i) acc[i] = a[i];
+    Rule::template close<kFinishTokens>(a, first, x.scale + m + (int64_t)s * (count - kFinishTokens));
+  QC_UNROLL for (int i = 0; i < kFinishTokens; ++i) acc[i] = a[i];
 }
 
-// `count` tokens by one block or two, where a row has one sum.
+// One or two blocks for `count` tokens, with a single int32 sum per output.
 template <class Rule, class Op, class Bytes>
 static void tile_whole(const IntBlock* w, int blocks, Bytes& bytes, const IntTile& x, int chunks, int count,
                        float* out) {
@@ -200,8 +206,8 @@ static void tile_whole(const IntBlock* w, int blocks, Bytes& bytes, const IntTil
     }
 }
 
-// The same where every slab has sums of its own, or four. They go through memory to the vector units, and what has just
-// been stored is slow to load: a slab's are taken up when the next slab is multiplied.
+// The same with one sum per slab, or four. The sums go through memory to the vector units. Loading what a tile store
+// has just written is slow, so a slab's sums are finished while the next slab is multiplied.
 template <class Rule, class Op, class Bytes>
 static void tile_groups(const IntBlock* w, int blocks, Bytes& bytes, const IntTile& x, int chunks, int count,
                         float* out) {
@@ -216,7 +222,7 @@ static void tile_groups(const IntBlock* w, int blocks, Bytes& bytes, const IntTi
   const int8_t* at = x.x;
   const auto finish = [&](int s, int groups) {
     for (int b = 0; b < blocks; ++b)
-      for (int m = 0; m < count; m += kTogether)
+      for (int m = 0; m < count; m += kFinishTokens)
         finish_slab<Rule, std::is_same_v<Op, TileUnsigned>>(w[b], x, s, groups, count, b, m, sums[s % 2], acc[b] + m);
   };
   bytes.fetch(0);
@@ -247,7 +253,7 @@ static void tile_blocks(const IntBlock* w, int blocks, Bytes&& bytes, const IntT
   else tile_groups<Rule, Op>(w, blocks, bytes, x, chunks, count, out);
 }
 
-// bfloat16: sums are floats already, and kp is whole steps.
+// bfloat16: the tile sums already are the float results, and kp is a whole number of steps.
 struct Bf16Tiles {
   using X = const uint16_t*;
   using Tile = FloatTile<uint16_t>;
@@ -259,7 +265,7 @@ struct Bf16Tiles {
     return prepare_float<uint16_t, uint16_t, copy>(gemm_kp(g.k), x, first, count, mem);
   }
   static void copy(uint16_t* to, const uint16_t* from) { memcpy(to, from, 64); }
-  // While a step of 32 inputs is multiplied, `lines` lines of each block are asked for.
+  // `ahead(codes, c)` is called before step c (32 inputs) to issue its prefetches.
   template <class Ahead>
   static void tile_steps(const Gemm& g, int block, int blocks, const Tile& x, int count, const Ahead& ahead,
                          float* out) {
@@ -276,18 +282,18 @@ struct Bf16Tiles {
   }
   static void streamed(const Gemm& g, int block, int blocks, const Tile& x, int count, float* out) {
     const int64_t bytes = (int64_t)gemm_kp(g.k) * 32;
-    const bool asks = asks_ahead(count);
+    const bool prefetches = prefetches_direct(count);
     tile_steps(g, block, blocks, x, count, [&](const char* codes, int64_t c) {
       const char* next = codes + lines_ahead(c * 1024, bytes);
-      for (int b = 0; b < blocks && asks; ++b) prefetch_lines(next + b * bytes, 16);
+      for (int b = 0; b < blocks && prefetches; ++b) prefetch_lines(next + b * bytes, 16);
     }, out);
   }
   static void unpack(const Gemm&, int, int, char*) {}
-  static void panel_unit(const Gemm& g, int block, int blocks, char*, const Tile& x, const Turn& turn, float* out) {
-    // Of the unit after this one, a part during each tile.
-    const int64_t bytes = (int64_t)gemm_kp(g.k) * 32, lines = (2 * 16 + turn.tiles - 1) / turn.tiles;
-    tile_steps(g, block, blocks, x, turn.count, [&](const char* codes, int64_t c) {
-      const int64_t at = (turn.index * bytes / 1024 + c) * lines * 64;
+  static void panel_unit(const Gemm& g, int block, int blocks, char*, const Tile& x, const TilePass& pass, float* out) {
+    // Prefetches the next unit, an equal part during each tile.
+    const int64_t bytes = (int64_t)gemm_kp(g.k) * 32, lines = (2 * 16 + pass.tiles - 1) / pass.tiles;
+    tile_steps(g, block, blocks, x, pass.count, [&](const char* codes, int64_t c) {
+      const int64_t at = (pass.index * bytes / 1024 + c) * lines * 64;
       if (at < 2 * bytes) prefetch_lines(codes + 2 * bytes + at, (int)lines);
     }, out);
   }

@@ -1,40 +1,41 @@
-// gemm_amx_w4.h: 4-bit weights by bfloat16 activations on AMX tiles. For every 32 inputs the tiles' instruction rounds a
-// sum of the first inputs of all pairs, one of the second, their sum, and its addition to what there was. For a single
-// token vectors do the same, faster: weights need not go through memory once more.
+// gemm_amx_w4.h: 4-bit weights by bfloat16 activations on AMX tiles. For every 32 inputs the tile instruction rounds
+// four times: the sum over the first inputs of all pairs, the sum over the second ones, the total of both, and its
+// addition to the accumulator. For a single token, vector instructions reproduce this faster, as the unpacked weights
+// do not go through memory.
 #pragma once
 
-// w4_asym_g128 with bfloat16 activations: as W4AsymG128Bf16 has it, a group's sum being one tile's.
+// w4_asym_g128 with bfloat16 activations, as in W4AsymG128Bf16, with a group's sum computed by one tile.
 struct W4Bf16Tiles {
   using X = const uint16_t*;
-  using Vectors = W4AsymG128Bf16;
-  using Tile = Vectors::Tile;
+  using VectorKernels = W4AsymG128Bf16;
+  using Tile = VectorKernels::Tile;
   static constexpr int kTileBytes = 64, kTile = kTileTokens, kStreamFrom = 2, kPanelFrom = kTile + 1, kPanelLeast = 1;
-  static constexpr int kGroupBytes = kSlabChunks * 1024;  // a block's weights of a group as bfloat16
-  static size_t tile_bytes(int kp, int count) { return Vectors::tile_bytes(kp, count); }
-  static size_t panel_bytes(int kp) { return Vectors::panel_bytes(kp); }
-  // Tiles take numbers below 2^-126 for zero, and vectors do not: without inputs below 2^-100 there are none.
-  static constexpr uint16_t kSmallest = (127 - 100) << 7;
-  static u16x16 kept(u16x16 x) {
+  static constexpr int kGroupBytes = kSlabChunks * 1024;  // a block's weights of one group, as bfloat16
+  static size_t tile_bytes(int kp, int count) { return VectorKernels::tile_bytes(kp, count); }
+  static size_t panel_bytes(int kp) { return VectorKernels::panel_bytes(kp); }
+  // Tiles flush numbers below 2^-126 to zero; vector instructions do not. With inputs below 2^-100 zeroed, none occur.
+  static constexpr uint16_t kFlushBelow = (127 - 100) << 7;
+  static u16x16 flush_tiny(u16x16 x) {
     const u16x16 magnitude = x & 0x7fff;
-    return x & (u16x16)(magnitude >= kSmallest);
+    return x & (u16x16)(magnitude >= kFlushBelow);
   }
   static void copy(uint16_t* to, const uint16_t* from) {
-    alignas(64) uint16_t large[32];
-    store(large, kept(load<u16x16>(from))), store(large + 16, kept(load<u16x16>(from + 16)));
-    bf_copy32_w4(to, large);
+    alignas(64) uint16_t flushed[32];
+    store(flushed, flush_tiny(load<u16x16>(from))), store(flushed + 16, flush_tiny(load<u16x16>(from + 16)));
+    bf_copy32_w4(to, flushed);
   }
-  // A single token's activations are floats.
+  // A single token's activations are converted to float.
   template <TileKind kind>
   static Tile prepare(const Gemm& g, X x, int first, int count, char*& mem) {
     const int kp = gemm_kp(g.k);
     Tile tile{prepare_float<BfX, uint16_t, copy>(kp, x, first, count, mem).x, nullptr};
-    if (kind == kFewTile) {
+    if (kind == kDirectTile) {
       float* floats = (float*)mem;
       for (int k = 0; k < kp; k += 16) store(floats + k, bf16_to_f32(load<u16x16>(tile.x + k)));
       mem += sizeof(float) * kp;
       tile.x = (const BfX*)floats;
     }
-    tile.sums = Vectors::sums(kp, x, first, count, mem, kept);
+    tile.sums = VectorKernels::sums(kp, x, first, count, mem, flush_tiny);
     return tile;
   }
   static void unpack_group(const uint8_t* codes, int chunks, char* to) {
@@ -46,17 +47,19 @@ struct W4Bf16Tiles {
   static void unpack(const Gemm& g, int block, int blocks, char* panel) {
     const int chunks = gemm_kp(g.k) / 32;
     for (int b = 0; b < blocks; ++b)
-      unpack_group(Vectors::block(g, block + b).codes, chunks, panel + (size_t)b * chunks * 1024);
+      unpack_group(VectorKernels::block(g, block + b).codes, chunks, panel + (size_t)b * chunks * 1024);
   }
-  // y = sum_g s (sum((q + offset) x) - (z + offset) sum(x)) of M tokens.
+  // y = sum_g s (sum((q + offset) x) - (z + offset) sum(x)), for M tokens.
   template <int M>
-  QC_INLINE void finish(const Vectors::Block& w, const Tile& x, int g, int count, int m, const char* sums, F16* acc) {
+  QC_INLINE void finish(const VectorKernels::Block& w, const Tile& x, int g, int count, int m, const char* sums,
+                        F16* acc) {
     const F16 s = f_load(w.scale + g * 16), minus_z = f_sub(f_set(-kW4Offset), f_from_i(i_load_u8(w.zero + g * 16)));
     const float* of_x = x.sums + g * count + m;
     QC_UNROLL for (int i = 0; i < M; ++i)
       acc[i] = f_fma(f_fma(minus_z, f_set(of_x[i]), f_load((const float*)(sums + i * 64))), s, acc[i]);
   }
-  // A chunk's sum for one token as a tile has it: of the first inputs of all pairs and of the second, then of both.
+  // A chunk's sum for one token, in the tile instruction's order: the first inputs of all pairs, the second ones, then
+  // the total.
   template <int B>
   QC_INLINE void chunk_sums(const uint8_t* const* codes, const float* x, F16* sum) {
     F16 even[B], odd[B];
@@ -73,7 +76,7 @@ struct W4Bf16Tiles {
   }
   template <int>
   static void unit(const Gemm& g, int block, int blocks, const Tile& tile, float* out) {
-    const Vectors::Block w[2] = {Vectors::block(g, block), Vectors::block(g, block + blocks - 1)};
+    const VectorKernels::Block w[2] = {VectorKernels::block(g, block), VectorKernels::block(g, block + blocks - 1)};
     const int chunks = gemm_kp(g.k) / 32;
     const float* x = (const float*)tile.x;
     F16 acc[2] = {f_set(0.0f), f_set(0.0f)};
@@ -89,11 +92,11 @@ struct W4Bf16Tiles {
     }
     for (int b = 0; b < blocks; ++b) f_store(out + b * kBufferRows * 16, acc[b]);
   }
-  // at(b, g): the bfloat16 weights of group g of block b; fetch(g) is called a group ahead.
+  // at(b, g): the bfloat16 weights of group g of block b. fetch(g) is called one group ahead.
   template <class Fetch, class At>
   static void tile_units(const Gemm& g, int block, int blocks, const Tile& x, int count, const Fetch& fetch,
                          const At& at, float* out) {
-    const Vectors::Block w[2] = {Vectors::block(g, block), Vectors::block(g, block + blocks - 1)};
+    const VectorKernels::Block w[2] = {VectorKernels::block(g, block), VectorKernels::block(g, block + blocks - 1)};
     const int chunks = gemm_kp(g.k) / 32, groups = (chunks + kSlabChunks - 1) / kSlabChunks;
     const bool both = count > kHalfTokens, two = blocks == 2;
     alignas(64) char sums[2][2 * kTileTokens * 64];
@@ -102,8 +105,8 @@ struct W4Bf16Tiles {
       for (int m = 0; m < kTileTokens; ++m) acc[b][m] = f_set(0.0f);
     const auto finish_group = [&](int group) {
       for (int b = 0; b < blocks; ++b)
-        for (int m = 0; m < count; m += kTogether)
-          finish<kTogether>(w[b], x, group, count, m, sums[group % 2] + (b * kTileTokens + m) * 64, acc[b] + m);
+        for (int m = 0; m < count; m += kFinishTokens)
+          finish<kFinishTokens>(w[b], x, group, count, m, sums[group % 2] + (b * kTileTokens + m) * 64, acc[b] + m);
     };
     const uint16_t* from = x.x;
     fetch(0);
@@ -124,7 +127,7 @@ struct W4Bf16Tiles {
   static void streamed(const Gemm& g, int block, int blocks, const Tile& x, int count, float* out) {
     alignas(64) char ring[2][2][kGroupBytes];
     const int64_t chunks = gemm_kp(g.k) / 32, bytes = chunks * 256;
-    const uint8_t* codes = Vectors::block(g, block).codes;
+    const uint8_t* codes = VectorKernels::block(g, block).codes;
     const auto fetch = [&](int group) {
       const int64_t from = (int64_t)group * kSlabChunks, left = chunks - from;
       const int64_t n = left < kSlabChunks ? left : kSlabChunks;
@@ -135,11 +138,11 @@ struct W4Bf16Tiles {
     };
     tile_units(g, block, blocks, x, count, fetch, [&](int b, int group) { return ring[group % 2][b]; }, out);
   }
-  static void panel_unit(const Gemm& g, int block, int blocks, char* panel, const Tile& x, const Turn& turn,
+  static void panel_unit(const Gemm& g, int block, int blocks, char* panel, const Tile& x, const TilePass& pass,
                          float* out) {
     const int chunks = gemm_kp(g.k) / 32, lines = 2 * 4 * chunks;
-    PanelBytes bytes(panel, chunks, turn, Vectors::block(g, block).codes + (int64_t)lines * 64, lines);
+    PanelBytes bytes(panel, chunks, pass, VectorKernels::block(g, block).codes + (int64_t)lines * 64, lines);
     const auto at = [&](int b, int group) { return panel + ((int64_t)b * chunks + group * kSlabChunks) * 1024; };
-    tile_units(g, block, blocks, x, turn.count, [&](int group) { bytes.fetch(group); }, at, out);
+    tile_units(g, block, blocks, x, pass.count, [&](int group) { bytes.fetch(group); }, at, out);
   }
 };

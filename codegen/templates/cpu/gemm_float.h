@@ -1,9 +1,9 @@
-// gemm_float.h: the formats whose products are float or bfloat16. Each output is one chain of multiply-adds over the
-// inputs in order (4-bit weights: two chains a group), the same for every number of tokens; at few tokens two blocks
-// run side by side, so that their chains hide each other's latency.
+// gemm_float.h: formats with float or bfloat16 products. Each output is one chain of multiply-adds over the inputs in
+// order (4-bit weights: two chains per group), the same for every number of tokens. With few tokens two blocks run
+// interleaved, so that their chains hide each other's latency.
 #pragma once
 
-// [kp/32][M][32] activations of one tile.
+// Activations of one tile, [kp/32][M][32].
 template <class E>
 struct FloatTile {
   const E* x;
@@ -33,7 +33,8 @@ struct Bf16Codes {
   QC_INLINE F16 dot(F16 acc, const uint8_t* w, const BfX* x) { return bf_dot(acc, b_load(w), x); }
 };
 
-// B blocks by M tokens. While block b's prefetch would run past its end it runs into the block that follows the unit.
+// B blocks by M tokens. A prefetch that would run past the end of block b is moved by `skip` bytes, to the block after
+// the unit.
 template <class Codes, int B, int M>
 static void float_blocks(const uint8_t* codes, int64_t block_bytes, int64_t skip, const typename Codes::E* x,
                          int chunks, float* out) {
@@ -78,7 +79,7 @@ struct FloatFormat {
         float_blocks<Codes, 1, M>(codes + b * bytes, 0, 0, x.x, chunks, out + b * kBufferRows * 16);
   }
   static void unpack(const Gemm&, int, int, char*) {}
-  static void panel_unit(const Gemm& g, int block, int blocks, char*, const Tile& x, const Turn&, float* out) {
+  static void panel_unit(const Gemm& g, int block, int blocks, char*, const Tile& x, const TilePass&, float* out) {
     unit<kPanelTile>(g, block, blocks, x, out);
   }
 };
@@ -86,15 +87,15 @@ struct FloatFormat {
 using F32 = FloatFormat<F32Codes>;
 using Bf16 = FloatFormat<Bf16Codes>;
 
-// w4_asym_g128 with bfloat16 activations: y = sum_g s (sum((q + offset) x) - (z + offset) sum(x)), with q + offset exact
-// in bfloat16. The offset is what makes unpacking cheap; it costs a few units in the last place of the float sum.
+// w4_asym_g128 with bfloat16 activations: y = sum_g s (sum((q + offset) x) - (z + offset) sum(x)), where q + offset is
+// exact in bfloat16. The offset makes unpacking cheap; it costs a few units in the last place of the float sum.
 struct W4AsymG128Bf16 {
   using X = const uint16_t*;
   struct Tile {
     const BfX* x;
     const float* sums;  // [groups][M]
   };
-  static constexpr int kTile = kSmallTile;  // three sums a token: fewer tokens in registers
+  static constexpr int kTile = kSmallTile;  // three accumulators per token, so fewer tokens fit the registers
   static constexpr int kStreamFrom = kNever, kPanelFrom = 48, kPanelLeast = kTile;
   static size_t tile_bytes(int kp, int count) { return (sizeof(BfX) * kp + (kp + 127) / 128 * 4) * count + 64; }
   static size_t panel_bytes(int kp) { return (size_t)kp / 8 * sizeof(W4Bf) * 2; }
@@ -103,16 +104,16 @@ struct W4AsymG128Bf16 {
     const BfX* copy = prepare_float<BfX, uint16_t, bf_copy32_w4>(gemm_kp(g.k), x, first, count, mem).x;
     return {copy, sums(gemm_kp(g.k), x, first, count, mem, [](u16x16 v) { return v; })};
   }
-  // [groups][count] sums of the activations, each kept(activation).
-  template <class Kept>
-  static const float* sums(int kp, X x, int first, int count, char*& mem, const Kept& kept) {
+  // [groups][count] sums of filter(activation).
+  template <class Filter>
+  static const float* sums(int kp, X x, int first, int count, char*& mem, const Filter& flush_tiny) {
     float* to = (float*)mem;
     const int groups = (kp + 127) / 128;
     for (int i = 0; i < groups * count; ++i) {
       const int group = i / count, end = kp < group * 128 + 128 ? kp : group * 128 + 128;
       f32x16 sum = splat(0.0f);
       for (int k = group * 128; k < end; k += 16)
-        sum += bf16_to_f32(kept(load<u16x16>(x + (int64_t)(first + i % count) * kp + k)));
+        sum += bf16_to_f32(flush_tiny(load<u16x16>(x + (int64_t)(first + i % count) * kp + k)));
       to[i] = reduce_add(sum);
     }
     mem += (groups * count * 4 + 63) / 64 * 64;
@@ -123,7 +124,7 @@ struct W4AsymG128Bf16 {
     const uint8_t* codes;
     const float* scale;   // [groups][16]
     const uint8_t* zero;  // [groups][16]
-    const W4Bf* panel;    // [kp/8], instead of codes and zero where unpacked
+    const W4Bf* panel;    // [kp/8], replaces codes and zero where unpacked
   };
   static Block block(const Gemm& g, int b) {
     const int64_t chunks = gemm_kp(g.k) / 32, at = b * ((chunks + 3) / 4) * 16;
@@ -181,7 +182,8 @@ struct W4AsymG128Bf16 {
       for (int s = 0; s < steps; ++s) *to++ = w4_unpack(b_load(w.codes + s * 64));
     }
   }
-  static void panel_unit(const Gemm& g, int first, int blocks, char* panel, const Tile& x, const Turn&, float* out) {
+  static void panel_unit(const Gemm& g, int first, int blocks, char* panel, const Tile& x, const TilePass&,
+                         float* out) {
     const int chunks = gemm_kp(g.k) / 32;
     for (int b = 0; b < blocks; ++b) {
       Block w[1] = {block(g, first + b)};

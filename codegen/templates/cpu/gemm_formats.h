@@ -1,9 +1,9 @@
-// gemm_formats.h: the formats of gemm_int.h as run_gemm wants them: how activations are laid out, weights unpacked, and
-// which kernel takes a tile of tokens.
+// gemm_formats.h: the formats of gemm_int.h as run_gemm needs them: activation layout, weight unpacking, and which
+// kernel handles a tile of tokens.
 #pragma once
 
-// The tile of `count` tokens from `first`, [kp/Step][count][Step] with zeros after the last input; a single token's codes
-// are used where they lie.
+// Packs the tile of `count` tokens from `first` as [kp/Step][count][Step], zero-padded after the last input. The codes
+// of a single token are used in place.
 template <class Rule, int Step = 32>
 static IntTile prepare_int(int chunks, const Q8Act& q, int first, int count, char*& mem) {
   const int kp = chunks * 32, groups = Rule::kChunks == kWhole ? 1 : (chunks + Rule::kChunks - 1) / Rule::kChunks;
@@ -31,7 +31,7 @@ static IntTile prepare_int(int chunks, const Q8Act& q, int first, int count, cha
   return tile;
 }
 
-// A block's weights as bytes, each line's passed through convert(chunk, bytes).
+// Unpacks a block's weights to bytes; convert(chunk, operands) is applied to each line.
 template <class Codes, class Convert>
 static void unpack_block(IntBlock w, int chunks, char* panel, const Convert& convert) {
   for (int c = 0; c < chunks; ++c, w.codes += Codes::kLines * 64)
@@ -44,8 +44,8 @@ static void unpack_block(IntBlock w, int chunks, char* panel, const Convert& con
     }
 }
 
-// A format: Codes and Rule straight from the packed weights; PanelCodes and PanelRule over a panel of bytes which
-// unpack() makes (kp * 16 a block), the same numbers in another order of exact operations.
+// An integer format. Codes and Rule work on the packed weights, PanelCodes and PanelRule on the panel of bytes that
+// unpack() makes (kp * 16 per block). Both compute the same numbers with exact operations in another order.
 template <class Format, class Codes, class Rule, class PanelCodes, class PanelRule, int PanelFrom>
 struct IntFormat {
   using X = Q8Act;
@@ -70,16 +70,17 @@ struct IntFormat {
       int_block<ForTokens<Codes, M>, ForTokens<Rule, M>, M, prefetch_every<Codes>(M)>(
           Format::block(g, chunks, block + b), x, chunks, out + b * kBufferRows * 16);
   }
-  static void panel_unit(const Gemm& g, int block, int blocks, char* panel, const IntTile& x, const Turn& turn,
+  static void panel_unit(const Gemm& g, int block, int blocks, char* panel, const IntTile& x, const TilePass& pass,
                          float* out) {
-    const int chunks = Shape(g).chunks, part = 2 * turn.index;
+    const int chunks = Shape(g).chunks, part = 2 * pass.index;
     for (int b = 0; b < blocks; ++b) {
       IntBlock w = Format::block(g, chunks, block + b);
-      // Of the unit after this one, a part during each tile.
+      // Prefetches the next unit, a part of it during each tile.
       const int64_t lines = part + b < 2 * Codes::kLines ? (2 - b) * Codes::kLines + part + b : 0;
       w.next = w.codes + lines * chunks * 64;
       if (kUnpacks) w.codes = (const uint8_t*)panel + (size_t)b * chunks * 512;
-      int_block<PanelCodes, PanelRule, kPanelTile, kUnpacks ? kPanel : 1>(w, x, chunks, out + b * kBufferRows * 16);
+      int_block<PanelCodes, PanelRule, kPanelTile, kUnpacks ? kPrefetchNextUnit : 1>(w, x, chunks,
+                                                                                     out + b * kBufferRows * 16);
     }
   }
   static void unpack(const Gemm& g, int block, int blocks, char* panel) {
@@ -93,39 +94,42 @@ struct IntFormat {
 };
 
 #if defined(QC_AMX)
-// How a format's weights become a tile's bytes, its rule then, and from how many tokens on that is faster.
+// AMX traits of a format: how its weights become tile bytes, the rule to use then, and from how many tokens on it is
+// faster.
 template <class WeightBytes, class Rule, int From>
-struct TileWay {
+struct TileTraitsBase {
   using Bytes = WeightBytes;
   using TileRule = Rule;
-  static constexpr int kFrom = From;
+  static constexpr int kMinTokens = From;
 };
 template <class Codes, class Rule>
-struct OnTiles : TileWay<DirectBytes, Rule, 2> {};  // bytes as they are
+struct TileTraits : TileTraitsBase<DirectBytes, Rule, 2> {};  // bytes used in place
 template <class Base>
-struct OnTiles<CenteredCodes, CenteredRule<Base>> : TileWay<UnpackedBytes<SignedNibbles>, Signed<Base>, 8> {};
+struct TileTraits<CenteredCodes, CenteredRule<Base>>
+    : TileTraitsBase<UnpackedBytes<SignedNibbles>, SignedRule<Base>, 8> {};
 template <class Rule>
-struct OnTiles<NibbleCodes, Rule> : TileWay<UnpackedBytes<SignedChannelNibbles>, Signed<Rule>, 8> {};
+struct TileTraits<NibbleCodes, Rule> : TileTraitsBase<UnpackedBytes<SignedChannelNibbles>, SignedRule<Rule>, 8> {};
 template <class Rule>
-struct OnTiles<NestedCodes, Rule> : TileWay<UnpackedBytes<SignedNested>, Signed<Rule>, 8> {};
+struct TileTraits<NestedCodes, Rule> : TileTraitsBase<UnpackedBytes<SignedNested>, SignedRule<Rule>, 8> {};
 template <class Rule>
-struct OnTiles<MxCodes, Rule> : TileWay<UnpackedBytes<SignedMx>, SignedMxRule<Rule>, 12> {};
+struct TileTraits<MxCodes, Rule> : TileTraitsBase<UnpackedBytes<SignedMx>, SignedMxRule<Rule>, 12> {};
 
-// A format on tiles. A few tokens stay with the kernels above, whose weights need not go through memory once more. Many
-// that would round each group of inputs by itself take their panel from the format too, if it has one of whole rows.
+// An integer format on AMX tiles. Few tokens stay with the vector kernels above, which do not write unpacked weights to
+// memory. With many tokens, a format that rounds each group of inputs separately uses its own panel conversion, if that
+// yields whole rows.
 template <class Format, class Codes, class Rule, class PanelCodes, class PanelRule, int PanelFrom>
 struct IntTiles : IntFormat<Format, Codes, Rule, PanelCodes, PanelRule, PanelFrom> {
-  using Vectors = IntFormat<Format, Codes, Rule, PanelCodes, PanelRule, PanelFrom>;
-  using On = OnTiles<Codes, Rule>;
-  using Bytes = typename On::Bytes;
-  using TileRule = typename On::TileRule;
+  using VectorKernels = IntFormat<Format, Codes, Rule, PanelCodes, PanelRule, PanelFrom>;
+  using Traits = TileTraits<Codes, Rule>;
+  using Bytes = typename Traits::Bytes;
+  using TileRule = typename Traits::TileRule;
   static constexpr bool kConverts = !std::is_same_v<Rule, PanelRule> && PanelRule::kChunks == kWhole;
   static constexpr int kTileBytes = Rule::kChunks == 1 ? 32 : 64;
-  static constexpr int kTile = kTileTokens, kStreamFrom = On::kFrom, kPanelFrom = kTile + 1, kPanelLeast = 2;
+  static constexpr int kTile = kTileTokens, kStreamFrom = Traits::kMinTokens, kPanelFrom = kTile + 1, kPanelLeast = 2;
   template <TileKind kind>
   static IntTile prepare(const Gemm& g, const Q8Act& q, int first, int count, char*& mem) {
     using Used = std::conditional_t<kind == kUnpackedTile, PanelRule, Rule>;
-    if constexpr (kind == kFewTile) return Vectors::template prepare<kind>(g, q, first, count, mem);
+    if constexpr (kind == kDirectTile) return VectorKernels::template prepare<kind>(g, q, first, count, mem);
     else return prepare_int<Used, kTileBytes>(Shape(g).chunks, q, first, count, mem);
   }
   static void streamed(const Gemm& g, int block, int blocks, const IntTile& x, int count, float* out) {
@@ -133,20 +137,20 @@ struct IntTiles : IntFormat<Format, Codes, Rule, PanelCodes, PanelRule, PanelFro
     const IntBlock w[2] = {Format::block(g, chunks, block), Format::block(g, chunks, block + blocks - 1)};
     tile_blocks<TileRule>(w, blocks, Bytes(w, blocks, chunks, count), x, chunks, count, out);
   }
-  static void panel_unit(const Gemm& g, int block, int blocks, char* panel, const IntTile& x, const Turn& turn,
+  static void panel_unit(const Gemm& g, int block, int blocks, char* panel, const IntTile& x, const TilePass& pass,
                          float* out) {
     const int chunks = Shape(g).chunks;
-    if (!Vectors::kUnpacks && chunks % kSlabChunks) return streamed(g, block, blocks, x, turn.count, out);
+    if (!VectorKernels::kUnpacks && chunks % kSlabChunks) return streamed(g, block, blocks, x, pass.count, out);
     const IntBlock w[2] = {Format::block(g, chunks, block), Format::block(g, chunks, block + blocks - 1)};
     const int lines = 2 * chunks * Codes::kLines;
-    const char* from = Vectors::kUnpacks ? panel : (const char*)w[0].codes;
-    PanelBytes bytes(from, chunks, turn, w[0].codes + (int64_t)lines * 64, lines);
+    const char* from = VectorKernels::kUnpacks ? panel : (const char*)w[0].codes;
+    PanelBytes bytes(from, chunks, pass, w[0].codes + (int64_t)lines * 64, lines);
     using Used = std::conditional_t<kConverts, PanelRule, TileRule>;
-    tile_blocks<Used>(w, blocks, bytes, x, chunks, turn.count, out);
+    tile_blocks<Used>(w, blocks, bytes, x, chunks, pass.count, out);
   }
   static void unpack(const Gemm& g, int block, int blocks, char* panel) {
-    if constexpr (kConverts) return Vectors::unpack(g, block, blocks, panel);
-    else if constexpr (Vectors::kUnpacks)
+    if constexpr (kConverts) return VectorKernels::unpack(g, block, blocks, panel);
+    else if constexpr (VectorKernels::kUnpacks)
       for (int b = 0, chunks = Shape(g).chunks; b < blocks; ++b, panel += (size_t)chunks * 512)
         Bytes::unpack(Format::block(g, chunks, block + b), 0, chunks, panel);
   }
@@ -156,7 +160,7 @@ struct IntTiles : IntFormat<Format, Codes, Rule, PanelCodes, PanelRule, PanelFro
 #define QC_INT_KERNELS IntFormat
 #endif
 
-// Each format twice: with one activation scale a row, and with one for every 128 inputs (X128).
+// Each format in two variants: one activation scale per row, or one per 128 inputs (X128).
 template <bool X128>
 using Channel = std::conditional_t<X128, ChannelRuleX128, ChannelRule>;
 template <bool X128>
@@ -190,7 +194,7 @@ struct QoqG128 : QC_INT_KERNELS<QoqG128<X128>, CenteredCodes, CenteredRule<Qoq<X
     const int64_t at = (int64_t)b * ((chunks + 3) / 4) * 16;
     return {(const uint8_t*)g.codes + (int64_t)b * chunks * 256, g.scale + b * 16, g.zero + at, g.group_scale + at};
   }
-  // The int8 weights themselves: (q - z) s1 lies in [-127, 127] by the format's protective range.
+  // Converts to the int8 weights themselves: (q - z) s1 lies in [-127, 127] by the format's protective range.
   QC_INLINE void convert(const IntBlock& w, int chunk, B64* v) {
     const B64 center = b_set(kCenter), scale = b_rows(w.group_scale + chunk / 4 * 16);
     v[0] = b_rescale(v[0], center, scale), v[1] = b_rescale(v[1], center, scale);

@@ -1,24 +1,24 @@
-// gemm_int.h: the formats whose products are int8 dot products. Exact in int32 within a group of inputs; the float
-// operations that follow run in group order, each an addition or a fused multiply-add, so the bits are the same on
-// every ISA, for every number of tokens.
+// gemm_int.h: formats whose products are int8 dot products. Sums are exact in int32 within a group of inputs. The float
+// operations that follow run in group order, each an addition or a fused multiply-add, so the result has the same bits
+// on every ISA and for every number of tokens.
 #pragma once
 
 struct IntTile {
   const int8_t* x;       // [kp/32][M][32]
-  const int32_t* start;  // [groups of the rule][M], see Rule::start
-  const float* scale;    // [scales of a row][M]
+  const int32_t* start;  // [groups of the rule][M], see "Accumulation rules" below
+  const float* scale;    // [scales per row][M]
 };
 struct IntBlock {             // one 16-row block
   const uint8_t* codes;       // 64-byte lines, in input order
   const float* scale;         // [groups][16], or [16]
   const uint8_t* zero;        // [groups][16], or [16]
   const uint8_t* group_scale; // [groups][16]; exponents for mxfp4
-  int64_t low = 0;            // nested_8_4: bytes from the upper nibbles of a line to the lower
-  const uint8_t* next = nullptr;  // weights to prefetch meanwhile, a line for every 32 inputs
+  int64_t low = 0;            // nested_8_4: byte offset from a line of upper nibbles to its lower nibbles
+  const uint8_t* next = nullptr;  // weights to prefetch meanwhile, one line per 32 inputs
 };
 
-// How a 64-byte line of weights becomes operands of dot products: operand d, of kDots, is made of the line and of what
-// group() makes once for all lines of a group of 128 inputs.
+// Codes: how a 64-byte line of weights becomes the kDots operands of dot products. operand(line, d, group) makes
+// operand d; group() computes once what all lines of a group of 128 inputs share.
 struct PlainCodes {
   struct Group {};
   using Line = B64;
@@ -44,8 +44,9 @@ struct NibbleCodes : PlainCodes {
   template <bool InOrder>
   QC_INLINE I16 dot(I16 acc, B64 w, const int8_t* x) { return dot_small<InOrder>(acc, w, x); }
 };
-// Less their group's zero, plus 16 to be unsigned: 1..31. Where a line serves many tokens that costs less than to take
-// the zero from every token's sum by a multiplication, as multipliers are what dot products keep busy.
+// 4-bit codes minus their group's zero point, plus 16 to stay unsigned: 1..31. Where a line serves many tokens this is
+// cheaper than a zero-point correction by multiplication for every token's sum, because the dot products keep the
+// multipliers busy.
 constexpr int kCenter = 16;
 struct CenteredCodes : NibbleCodes {
   using Group = B64;
@@ -53,7 +54,7 @@ struct CenteredCodes : NibbleCodes {
   QC_INLINE B64 operand(B64 line, int d, B64 move) { return b_add(NibbleCodes::operand(line, d, {}), move); }
 };
 constexpr int kMxOffset = 12;
-struct MxCodes : PlainCodes {  // E2M1 doubled, plus 12 to be unsigned
+struct MxCodes : PlainCodes {  // E2M1 doubled, plus 12 to stay unsigned
   static constexpr int kLines = 4, kDots = 2;
   static constexpr uint8_t kTable[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
   QC_INLINE B64 operand(B64 line, int d, Group) {
@@ -64,7 +65,7 @@ struct MxCodes : PlainCodes {  // E2M1 doubled, plus 12 to be unsigned
 };
 
 constexpr int kNestedOffset = 64;
-// 8 * upper nibble + lower nibble, plus the offset: 64..199, a ByteCode of value -64..71
+// 8 * upper nibble + lower nibble, plus the offset: 64..199, a ByteCode of value -64..71.
 struct NestedCodes : PlainCodes {
   static constexpr int kLines = 4, kDots = 2;
   static constexpr uint8_t kTable[16] = {64,  72,  80,  88,  96,  104, 112, 120,
@@ -82,10 +83,10 @@ struct NestedCodes : PlainCodes {
   QC_INLINE I16 dot(I16 acc, B64 w, const int8_t* x) { return dot_full<InOrder>(acc, w, x); }
 };
 
-// What is done with the int32 sums of a group of kChunks * 32 inputs. start() gives a token's number for a group from
-// its activation sums, begin() what the token's sum of the group begins at, finish() adds the group to the result, and
-// after every kJoin groups, where these are more than one, close() adds those together. xs are the tokens' scales; rules
-// named X128 have one for every 128 inputs.
+// Accumulation rules: what happens to the int32 sums over groups of kChunks * 32 inputs. start() derives a token's
+// correction term for a group from its activation sums. begin() gives the initial accumulator of that token and group.
+// finish() adds a group's sum to the result. With kJoin > 1, close() adds the total of kJoin groups to the result. xs:
+// token scales; rules named X128 have one per 128 inputs.
 constexpr int kWhole = 1 << 30;
 struct ChannelRule {  // W8: y = xs ws sum((q + offset - offset) x)
   static constexpr int kChunks = kWhole, kJoin = 1;
@@ -171,30 +172,32 @@ struct GroupRuleX128 : GroupRule {  // y = sum_g (s xs) (sum(q x) - z sum(x))
   }
   QC_INLINE F16 result(F16 acc, const IntBlock&, float) { return acc; }
 };
-// A rule that begins at the zero times a token's start, over CenteredCodes.
+// For CenteredCodes the zero point is already subtracted; the correction is only kCenter times the token's start.
 template <class Base>
 struct CenteredRule : Base {
   static int32_t start(const int32_t* sums, int groups, int g) { return kCenter * Base::start(sums, groups, g); }
   QC_INLINE I16 begin(const IntBlock&, int, int32_t start) { return i_set(start); }
 };
-// From this many tokens on dot products take the time: centered codes serve them.
+// From this many tokens on, dot products dominate and CenteredCodes are used. Below, plain codes and a zero-point
+// correction per token.
 constexpr int kManyTokens = 4;
 template <class T>
-struct Plain {
+struct Uncentered {
   using Type = T;
 };
 template <>
-struct Plain<CenteredCodes> {
+struct Uncentered<CenteredCodes> {
   using Type = NibbleCodes;
 };
 template <class Base>
-struct Plain<CenteredRule<Base>> {
+struct Uncentered<CenteredRule<Base>> {
   using Type = Base;
 };
 template <class T, int M>
-using ForTokens = std::conditional_t<(M < kManyTokens), typename Plain<T>::Type, T>;
+using ForTokens = std::conditional_t<(M < kManyTokens), typename Uncentered<T>::Type, T>;
 
-// nested_8_4: y = xs sum_g s/8 sum((8 (u - z) + l - 8) x), which is a sum over 8 u + l - 64, less (8 z - 56) sum(x).
+// nested_8_4: y = xs sum_g s/8 sum((8 (u - z) + l - 8) x). The kernel sums (8 u + l - 64) x; the zero-point correction
+// is -(8 z - 56) sum(x).
 template <class Base>
 struct NestedRule : Base {
   QC_INLINE I16 begin(const IntBlock& w, int g, int32_t start) {
@@ -205,10 +208,10 @@ struct NestedRule : Base {
     return f_mul(Base::result(acc, w, xs), f_set(0.125f));
   }
 };
-// mxfp4: y = xs sum_b 2^(e-128) sum(c x), c the doubled element. The sum starts at the bits of the float 1.5 * 2^23,
-// less the table's offset, so that a sum s ends as the float 1.5 * 2^23 + s. Adding e - 128 to the exponent field (the
-// 128 was taken off at the start) scales it, and subtracting 1.5 * 2^23 scaled alike leaves s * 2^(e-128), exactly
-// (e <= 230). The multiplier, which the dot products keep busy, is not used.
+// mxfp4: y = xs sum_b 2^(e-128) sum(c x), with c the doubled element. The accumulator starts at the bits of the float
+// 1.5 * 2^23, minus the table's offset, so that a sum s ends as the float 1.5 * 2^23 + s. Adding e - 128 to the
+// exponent field scales it (the 128 is subtracted at the start). Subtracting 1.5 * 2^23, scaled alike, leaves exactly
+// s * 2^(e-128) (e <= 230). This avoids the multiplier, which the dot products keep busy.
 struct MxRule : GroupRule {
   static constexpr int kChunks = 1;
   static constexpr int32_t kMagic = 0x4b400000 - (128 << 23);
@@ -221,7 +224,7 @@ struct MxRule : GroupRule {
     QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = f_add(acc[m], f_sub(f_bits(i_add(part[m], e)), base));
   }
 };
-struct MxRuleX128 : MxRule {  // y = sum_g xs sum_b 2^(e-128) sum(c x), g of four b
+struct MxRuleX128 : MxRule {  // y = sum_g xs sum_b 2^(e-128) sum(c x), with four b per g
   static constexpr bool kX128 = true;
   static constexpr int kJoin = 4;
   struct Acc {
@@ -243,40 +246,41 @@ struct MxRuleX128 : MxRule {  // y = sum_g xs sum_b 2^(e-128) sum(c x), g of fou
   QC_INLINE F16 result(Acc acc, const IntBlock&, float) { return acc.total; }
 };
 
-// Of how many lines one is asked for, so that the memory is never idle while M tokens are multiplied (measured on Zen 4:
-// the CPU's own prefetcher does the rest better than more requests would, up to 5 dot products a line).
+// Software prefetch covers one line in this many, so that memory never idles while M tokens are multiplied. (Measured
+// on Zen 4: up to 5 dot products per line, the hardware prefetcher does the rest better than more prefetches would.)
 constexpr int prefetch_every(int m, int dots) { return m < (dots == 1 ? 6 : 3) ? 4 : 1; }
-constexpr int kPanel = 0, kNone = -1;
-// Of a nested weight's two lines at once that prefetcher fetches both by itself, and 2 to 4 tokens are faster by up to 27 %
-// if it is left alone; more tokens are slower by 10 % from memory, and faster by 7 % where a cache holds all.
+constexpr int kPrefetchNextUnit = 0, kNoPrefetch = -1;
+// A nested weight has two lines at once, and the hardware prefetcher fetches both by itself: without software prefetch
+// 2 to 4 tokens are up to 27 % faster. More tokens would be 10 % slower from memory, and 7 % faster where a cache holds
+// everything.
 template <class Codes>
 constexpr int prefetch_every(int m) {
-  return std::is_same_v<Codes, NestedCodes> && m > 1 && m < 5 ? kNone : prefetch_every(m, Codes::kDots);
+  return std::is_same_v<Codes, NestedCodes> && m > 1 && m < 5 ? kNoPrefetch : prefetch_every(m, Codes::kDots);
 }
 
-// Whether each line is fetched into the first-level cache kNearBytes before its use, by a hint that gives it no lasting
-// place there: weights streaming through would push out x, which every block reads again. (Measured on Zen 4: 2 to 14 %
-// from memory and nothing from a cache, where for other formats and tokens the more instructions cost time.)
+// Whether each line is also prefetched into L1, kL1PrefetchBytes before its use, with a non-temporal hint: streaming
+// weights would otherwise evict x, which every block reads again. (Measured on Zen 4: gains 2 to 14 % from memory and
+// nothing from a cache. For other formats and token counts the additional instructions cost time.)
 template <class Codes>
-constexpr bool fetched_near(int m) {
+constexpr bool prefetches_to_l1(int m) {
   return std::is_same_v<Codes, ByteCodes> && (m == 2 || (m > 3 && m < 7));
 }
-constexpr int kNearBytes = 128;
+constexpr int kL1PrefetchBytes = 128;
 
-// Where a block's kernel has come to: weights, those to prefetch meanwhile, activations, group.
-struct IntPlace {
+// Position of a block's kernel: weights, weights to prefetch meanwhile, activations, group.
+struct IntCursor {
   const uint8_t *p, *next;
   const int8_t* x;
   int g;
 };
 
-// Whether dot products and operands stand in the order they are written in; for one token measured.
+// Whether dot products and operand conversions keep their source order; for one token decided by measurement.
 template <class Codes>
 constexpr bool in_order(int m) {
   return m >= kManyTokens || (m == 1 && std::is_same_v<Codes, MxCodes>);
 }
 
-// Line l of a chunk of 32 inputs: its dot products with M tokens, in C chains of sums.
+// Line l of a chunk of 32 inputs: its dot products with M tokens, in C accumulator chains.
 template <class Codes, int M, int C, bool InOrder>
 QC_INLINE void int_line(I16* part, const uint8_t* p, int64_t low, const int8_t* x, int l, typename Codes::Group group) {
   typename Codes::Line line = Codes::line(p + l * 64, low);
@@ -291,10 +295,11 @@ QC_INLINE void int_line(I16* part, const uint8_t* p, int64_t low, const int8_t* 
   }
 }
 
-// S groups of a chunk each side by side, or one of up to `chunks`.
+// S groups of one chunk each, interleaved, or one group of up to `chunks` chunks.
 template <class Codes, class Rule, int M, int Every, int S>
-QC_INLINE void int_groups(const IntBlock& w, const IntTile& x, int chunks, IntPlace& at, typename Rule::Acc* acc) {
-  // Independent sums, to hide the latency of a dot product; one where the next group soon starts another.
+QC_INLINE void int_groups(const IntBlock& w, const IntTile& x, int chunks, IntCursor& at, typename Rule::Acc* acc) {
+  // Independent accumulators hide the latency of a dot product. One chain suffices where the next group soon starts
+  // another.
   constexpr int C = Rule::kChunks == 1 ? 1 : M < 3 ? 4 : M < 6 ? 2 : 1;
   constexpr int kChunk = Codes::kLines * 64;
   constexpr int64_t kAhead = kPrefetchBytes + (M < kManyTokens ? 0 : kPrefetchBytes / 2);  // measured on Zen 4
@@ -305,11 +310,11 @@ QC_INLINE void int_groups(const IntBlock& w, const IntTile& x, int chunks, IntPl
     QC_UNROLL for (int i = 0; i < M * C; ++i)
       part[j * C * M + i] = i < M ? Rule::begin(w, at.g + j, start[j * M + i]) : i_set(0);
   for (int c = chunks < Rule::kChunks ? chunks : Rule::kChunks; c; --c, at.p += S * kChunk, at.x += S * M * 32) {
-    if (Every == kPanel) __builtin_prefetch(at.next, 0, 2), at.next += 64;
+    if (Every == kPrefetchNextUnit) __builtin_prefetch(at.next, 0, 2), at.next += 64;
     QC_UNROLL for (int l = 0; l < Codes::kLines; ++l)
       QC_UNROLL for (int j = 0; j < S; ++j) {
         const uint8_t* p = at.p + j * kChunk;
-        if (Every > 0 && fetched_near<Codes>(M)) __builtin_prefetch(p + l * 64 + kNearBytes, 0, 0);
+        if (Every > 0 && prefetches_to_l1<Codes>(M)) __builtin_prefetch(p + l * 64 + kL1PrefetchBytes, 0, 0);
         if (Every > 0 && l % (Every > 0 ? Every : 1) == 0) {
           __builtin_prefetch(p + l * 64 + kAhead, 0, 2);
           if (std::is_same_v<Codes, NestedCodes>) __builtin_prefetch(p + w.low + l * 64 + kAhead, 0, 2);
@@ -325,23 +330,23 @@ QC_INLINE void int_groups(const IntBlock& w, const IntTile& x, int chunks, IntPl
   at.g += S;
 }
 
-// Every: of how many lines of weights one is prefetched, or kNone; kPanel: these are unpacked, and of the next unit's
-// packed ones a few are.
+// Every: one in how many lines of weights is prefetched, or kNoPrefetch. kPrefetchNextUnit: the weights are an unpacked
+// panel, and a few lines of the next unit's packed weights are prefetched instead.
 template <class Codes, class Rule, int M, int Every>
 __attribute__((noinline)) static void int_block(const IntBlock& w, const IntTile& x, int chunks, float* out) {
   typename Rule::Acc acc[M];
   QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = Rule::zero();
-  IntPlace at = {w.codes, w.next, x.x, 0};
+  IntCursor at = {w.codes, w.next, x.x, 0};
   if constexpr (Rule::kJoin > 1) {
-    constexpr int S = M == 4 ? 2 : 1;  // 4 tokens have too few sums to hide the latency of a dot product, 5 need no more
+    constexpr int S = M == 4 ? 2 : 1;  // 4 tokens have too few accumulators to hide dot-product latency; 5 have enough
     for (; chunks >= Rule::kJoin; chunks -= Rule::kJoin) {
       if constexpr (M < kManyTokens) {
         QC_UNROLL for (int j = 0; j < Rule::kJoin; j += S) {
           int_groups<Codes, Rule, M, Every, S>(w, x, 1, at, acc);
-          asm volatile("" ::: "memory");  // weights are asked for and read in the order they lie in
+          asm volatile("" ::: "memory");  // keeps prefetches and loads of weights in memory order
         }
       } else {
-        _Pragma("GCC unroll 1")  // else GCC leaves all of finish() to the end, and sums do not fit the registers
+        _Pragma("GCC unroll 1")  // otherwise GCC defers all of finish(), and the sums spill
         for (int j = 0; j < Rule::kJoin; j += S) int_groups<Codes, Rule, M, Every, S>(w, x, 1, at, acc);
       }
       Rule::template close<M>(acc, at.g - 1, x.scale);

@@ -1,12 +1,12 @@
 // gemm_mix.h: weights with 4-bit and 8-bit rows (MixLLM 3.3), in blocks of 16 rows of one width. Blocks of both widths
-// lie in the order they are computed in; results leave through g.columns, so nothing is gathered or copied afterwards.
+// are stored in the order they are computed. The epilogue scatters results by g.columns, so no gather or copy follows.
 #pragma once
 
-constexpr int kBlocksAhead = 4;  // further ahead, weights that stream by push columns out of the caches again
+constexpr int kBlocksAhead = 4;  // farther ahead, streaming weights evict the prefetched columns
 
-template <class Base, int Taken>
-struct WideRule : Base {  // 8-bit rows: y = xs sum_g s sum((q + offset - offset) x); start is minus Taken sums of x
-  QC_INLINE I16 begin(const IntBlock&, int, int32_t start) { return i_set(kFullOffset / Taken * start); }
+template <class Base, int StartFactor>
+struct WideRule : Base {  // 8-bit rows: y = xs sum_g s sum((q + offset - offset) x); start is -StartFactor * sum(x)
+  QC_INLINE I16 begin(const IntBlock&, int, int32_t start) { return i_set(kFullOffset / StartFactor * start); }
 };
 
 template <bool X128>
@@ -21,7 +21,7 @@ struct Mix48 {
   static size_t panel_bytes(int kp) { return (size_t)kp * 32; }
   template <TileKind>
   static IntTile prepare(const Gemm& g, const Q8Act& q, int first, int count, char*& mem) {
-    return W4AsymG128<X128>::template prepare<kFewTile>(g, q, first, count, mem);
+    return W4AsymG128<X128>::template prepare<kDirectTile>(g, q, first, count, mem);
   }
   static bool wide(const Gemm& g, int b) { return g.starts[b + 1] - g.starts[b] == 2; }
   static IntBlock block(const Gemm& g, int chunks, int b) {
@@ -44,7 +44,7 @@ struct Mix48 {
     for (int b = first; b < first + blocks; ++b, panel += (size_t)chunks * 512)
       if (!wide(g, b)) unpack_block<CenteredCodes>(block(g, chunks, b), chunks, panel, [](int, B64*) {});
   }
-  static void panel_unit(const Gemm& g, int first, int blocks, char* panel, const IntTile& x, const Turn& turn,
+  static void panel_unit(const Gemm& g, int first, int blocks, char* panel, const IntTile& x, const TilePass& pass,
                          float* out) {
     const int chunks = Shape(g).chunks;
     const uint8_t* after = (const uint8_t*)g.codes + (int64_t)g.starts[first + blocks] * chunks * 256;
@@ -54,19 +54,19 @@ struct Mix48 {
         int_block<ByteCodes, Wide<kPanelTile>, kPanelTile, 1>(w, x, chunks, out);
         continue;
       }
-      const int part = 2 * turn.index + b;  // of the unit after this one, a part during each tile
+      const int part = 2 * pass.index + b;  // prefetches the next unit, a part of it during each tile
       w.next = after + (part < 8 ? part : 0) * (int64_t)chunks * 64;
       w.codes = (const uint8_t*)panel + (size_t)b * chunks * 512;
-      int_block<SmallByteCodes, Narrow, kPanelTile, kPanel>(w, x, chunks, out);
+      int_block<SmallByteCodes, Narrow, kPanelTile, kPrefetchNextUnit>(w, x, chunks, out);
     }
   }
 };
 
 #if defined(QC_AMX)
-struct FlippedBytes : ByteCodes {  // value, signed
+struct SignedByteCodes : ByteCodes {  // the signed value
   QC_INLINE B64 operand(B64 line, int, Group) { return b_add(line, b_set(kFullOffset)); }
 };
-// As UnpackedBytes, of blocks of either width: all become signed bytes, so that one kernel takes any two of them.
+// As UnpackedBytes, for blocks of either width: both become signed bytes, so that one kernel takes any pair of blocks.
 struct MixedBytes {
   const IntBlock* w;
   const bool* wide;
@@ -75,7 +75,7 @@ struct MixedBytes {
   MixedBytes(const IntBlock* w, const bool* wide, int blocks, int chunks)
       : w(w), wide(wide), blocks(blocks), chunks(chunks) {}
   static void unpack(const IntBlock& w, bool wide, int from, int chunks, char* to) {
-    if (wide) UnpackedBytes<FlippedBytes>::unpack(w, from, chunks, to);
+    if (wide) UnpackedBytes<SignedByteCodes>::unpack(w, from, chunks, to);
     else UnpackedBytes<SignedNibbles>::unpack(w, from, chunks, to);
   }
   void fetch(int s) {
@@ -88,35 +88,35 @@ struct MixedBytes {
   }
   const char* at(int b, int s) const { return ring[s % 2][b]; }
 };
-// The same on tiles.
+// mix_4_8 on AMX tiles.
 template <bool X128>
 struct Mix48Tiles : Mix48<X128> {
-  using Vectors = Mix48<X128>;
-  using Rule = Signed<Group<X128>>;
+  using VectorKernels = Mix48<X128>;
+  using Rule = SignedRule<Group<X128>>;
   static constexpr int kTileBytes = 64, kTile = kTileTokens, kStreamFrom = 12, kPanelFrom = kTile + 1, kPanelLeast = 2;
   template <TileKind kind>
   static IntTile prepare(const Gemm& g, const Q8Act& q, int first, int count, char*& mem) {
-    if constexpr (kind == kFewTile) return Vectors::template prepare<kind>(g, q, first, count, mem);
+    if constexpr (kind == kDirectTile) return VectorKernels::template prepare<kind>(g, q, first, count, mem);
     else return prepare_int<Rule, kTileBytes>(Shape(g).chunks, q, first, count, mem);
   }
   static void streamed(const Gemm& g, int first, int blocks, const IntTile& x, int count, float* out) {
     const int chunks = Shape(g).chunks, last = first + blocks - 1;
-    const IntBlock w[2] = {Vectors::block(g, chunks, first), Vectors::block(g, chunks, last)};
-    const bool wide[2] = {Vectors::wide(g, first), Vectors::wide(g, last)};
+    const IntBlock w[2] = {VectorKernels::block(g, chunks, first), VectorKernels::block(g, chunks, last)};
+    const bool wide[2] = {VectorKernels::wide(g, first), VectorKernels::wide(g, last)};
     tile_blocks<Rule>(w, blocks, MixedBytes(w, wide, blocks, chunks), x, chunks, count, out);
   }
   static void unpack(const Gemm& g, int first, int blocks, char* panel) {
     const int chunks = Shape(g).chunks;
     for (int b = first; b < first + blocks; ++b, panel += (size_t)chunks * 512)
-      MixedBytes::unpack(Vectors::block(g, chunks, b), Vectors::wide(g, b), 0, chunks, panel);
+      MixedBytes::unpack(VectorKernels::block(g, chunks, b), VectorKernels::wide(g, b), 0, chunks, panel);
   }
-  static void panel_unit(const Gemm& g, int first, int blocks, char* panel, const IntTile& x, const Turn& turn,
+  static void panel_unit(const Gemm& g, int first, int blocks, char* panel, const IntTile& x, const TilePass& pass,
                          float* out) {
     const int chunks = Shape(g).chunks, last = first + blocks - 1;
-    const IntBlock w[2] = {Vectors::block(g, chunks, first), Vectors::block(g, chunks, last)};
+    const IntBlock w[2] = {VectorKernels::block(g, chunks, first), VectorKernels::block(g, chunks, last)};
     const uint8_t* after = (const uint8_t*)g.codes + (int64_t)g.starts[first + blocks] * chunks * 256;
-    PanelBytes bytes(panel, chunks, turn, after, 2 * chunks * NibbleCodes::kLines);
-    tile_blocks<Rule>(w, blocks, bytes, x, chunks, turn.count, out);
+    PanelBytes bytes(panel, chunks, pass, after, 2 * chunks * NibbleCodes::kLines);
+    tile_blocks<Rule>(w, blocks, bytes, x, chunks, pass.count, out);
   }
 };
 #define QC_MIX_KERNELS Mix48Tiles

@@ -1,28 +1,28 @@
-// gemm_run.h: what all formats share: splitting the work over threads, cutting tokens into tiles, epilogues.
+// gemm_run.h: shared by all formats: work split over threads, token tiling, epilogues.
 //
-// Work is split by units, a unit being two 16-row blocks (a gate and an up block for kGated). A thread walks its
-// units once per token block; a token block is cut into tiles; a format's kernel computes a unit for a tile into a
-// small float buffer [block of the unit][kBufferRows tokens][16], and the epilogue takes it from there.
-// A format F gives:
-//   X, Tile                                  its activations, and its activations of one tile as its kernels read them
-//   kTile                                    most tokens of a panel tile or a streamed one, up to kBufferRows
-//   kStreamFrom                              from this many tokens on a single tile is a streamed one, if kTile holds all
-//   kPanelFrom, kPanelLeast                  from this many tokens on a unit is unpacked once for all tiles, and what
-//                                            full tiles leave is another such tile if it is so many
-//   prepare<kind>(g, x, first, count, mem)   the Tile of tokens first.., built in mem; moves mem past what it used
-//   tile_bytes(kp, count)                    the most bytes prepare uses
-//   unpack(g, block, blocks, panel)          a unit's weights into the panel
-//   unit<M>(g, block, blocks, tile, out)     kernel of M tokens; the results of block b at out + b * kBufferRows * 16
-//   streamed(g, block, blocks, tile, count, out)        the same for up to kTile tokens, where kStreamFrom is not kNever
-//   panel_unit(g, block, blocks, panel, tile, turn, out)       the same from the unpacked unit
+// Work is split by units of two 16-row blocks (a gate and an up block for kGated). A thread processes all its units for
+// one token block before the next. A token block is cut into tiles. A format's kernel computes one unit for one tile
+// into a small float buffer [block of the unit][kBufferRows tokens][16], which the epilogue then writes out.
+// A format F provides:
+//   X, Tile                                  its activations, and one tile of them in its kernels' layout
+//   kTile                                    most tokens of a panel tile or streamed tile, at most kBufferRows
+//   kStreamFrom                              from this many tokens on, a single tile is streamed, if kTile holds all
+//   kPanelFrom, kPanelLeast                  from kPanelFrom tokens on, a unit is unpacked once for all tiles; at least
+//                                            kPanelLeast tokens left over by full tiles form another panel tile
+//   prepare<kind>(g, x, first, count, mem)   builds the Tile of tokens first.. in mem and advances mem
+//   tile_bytes(kp, count)                    upper bound of the bytes prepare uses
+//   unpack(g, block, blocks, panel)          unpacks a unit's weights into the panel
+//   unit<M>(g, block, blocks, tile, out)     kernel for M tokens; block b's results go to out + b * kBufferRows * 16
+//   streamed(g, block, blocks, tile, count, out)        the same for up to kTile tokens, unless kStreamFrom is kNever
+//   panel_unit(g, block, blocks, panel, tile, pass, out)       the same from the unpacked unit
 #pragma once
 
-// How the tokens of a tile meet the weights: these straight from memory, for as many tokens as a kernel is made for;
-// unpacked on their way, for any number; unpacked once for all tiles.
-enum TileKind { kFewTile, kStreamedTile, kUnpackedTile };
-constexpr int kNever = 1 << 30;  // from how many tokens on
-// Which of how many tiles a unit meets next, and how many tokens that has.
-struct Turn {
+// How a tile's kernel reads the weights. kDirectTile: packed, straight from memory, for a compiled-in number of tokens.
+// kStreamedTile: unpacked on the fly, for any number. kUnpackedTile: from a panel that is unpacked once for all tiles.
+enum TileKind { kDirectTile, kStreamedTile, kUnpackedTile };
+constexpr int kNever = 1 << 30;  // token threshold that is never reached
+// The tile for which a unit is about to be computed: its index, the number of tiles, and the tile's tokens.
+struct TilePass {
   int index, tiles, count;
 };
 
@@ -41,14 +41,14 @@ struct Shape {
 };
 
 QC_INLINE f32x16 gated(const Gemm& g, f32x16 gate, f32x16 up) {
-  if (g.limit < __builtin_inff()) {  // what is not a number stays so
+  if (g.limit < __builtin_inff()) {  // NaN passes through
     gate = select(gate > g.limit, splat(g.limit), gate);
     up = select(up > g.limit, splat(g.limit), select(up < -g.limit, splat(-g.limit), up));
   }
   return unary(g.act, gate) * (up + g.offset);
 }
 
-// Where a unit's results go: columns column.. of the output, `width` of them within the matrix.
+// Output columns of a unit: from `column` on, `width` of them inside the matrix.
 struct Columns {
   int column, width;
   Columns(const Gemm& g, int block, int blocks) {
@@ -59,8 +59,9 @@ struct Columns {
   }
 };
 
-// The output lines of a tile, asked for before the tile is computed: they lie a row apart, in as many pages, and where
-// another core has read them since, to own them again takes the time of some hundred instructions a line.
+// Prefetches a tile's output lines for writing before the tile is computed. The lines are one row stride apart, each in
+// its own page. Where another core has read a line since, its read-for-ownership takes as long as some hundred
+// instructions.
 static void prefetch_out(const Gemm& g, const Columns& c, int first, int tokens) {
   if (!g.out) return;
   for (int t = first; t < first + tokens; ++t) {
@@ -72,11 +73,11 @@ static void prefetch_out(const Gemm& g, const Columns& c, int first, int tokens)
 
 constexpr i32x16 kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-// Logits of row t, of which the first `count` lanes are.
-QC_INLINE void note_best(const Gemm& g, int t, f32x16 y, i32x16 columns, int count) {
+// Updates the running maximum of row t; the first `count` lanes of y are logits.
+QC_INLINE void update_best(const Gemm& g, int t, f32x16 y, i32x16 columns, int count) {
   if (!g.best) return;
   if (count < 16) y = select(kLanes < count, y, splat(-__builtin_inff()));
-  g.best[t].note(y, columns);
+  g.best[t].update(y, columns);
 }
 
 template <EpilogueKind E>
@@ -91,7 +92,7 @@ static void finish_rows(const Gemm& g, const Columns& c, int first, int tokens, 
         y = gated(g, y, bias ? up + load<f32x16>(bias + 16) : up);
       }
       if constexpr (E == kLogits) {
-        note_best(g, first + t, y, c.column + i + kLanes, c.width - i);
+        update_best(g, first + t, y, c.column + i + kLanes, c.width - i);
         if (!g.out) continue;
       }
       float* out = g.out + (first + t) * g.out_stride + c.column + i;
@@ -105,58 +106,59 @@ static void finish_rows(const Gemm& g, const Columns& c, int first, int tokens, 
   }
 }
 
-// Fewest tokens for which it pays to find out where a block's columns lie: fewer are stored one by one. Masked stores of
-// AVX-512 cost a single token 3 % of its whole time (measured on Zen 4).
+// Fewest tokens for which analysing a block's columns pays off; fewer are stored element by element. Masked stores of
+// AVX-512 cost a single token 3 % of its total time (measured on Zen 4).
 constexpr int kMaskedFrom = 3;
 
-// Scatters a block's rows to their columns; the last of the 16 may have none (-1).
-struct Spread {
+// Scatters a block's rows to their output columns. Trailing rows of the 16 may have none (-1).
+struct ColumnScatter {
   const int32_t* columns;
   int count;
 #if defined(QC_ISA_AVX512)
   bool masked;
-  // Where they ascend within 32 of the first, as those of narrow rows do: which they are, of the first and second 16.
-  bool near = false;
-  __mmask16 there = 0, low = 0, high = 0;
-  __m512i after;  // lane i of the second 16 is lane i + (number of the first) of the rows
+  // Whether columns ascend within 32 of the first, as those of narrow rows do. If so, low and high mask the columns
+  // present among the first and the second 16.
+  bool compact = false;
+  __mmask16 valid = 0, low = 0, high = 0;
+  __m512i high_rows;  // lane i holds row i + popcount(low): the rows of the second 16 columns
 #endif
-  Spread(const int32_t* columns, int tokens) : columns(columns) {
+  ColumnScatter(const int32_t* columns, int tokens) : columns(columns) {
     for (count = 16; columns[count - 1] < 0;) --count;
 #if defined(QC_ISA_AVX512)
     masked = tokens >= kMaskedFrom;
     if (!masked) return;
     const __m512i all = _mm512_loadu_si512(columns), lanes = (__m512i)kLanes;
     const __m512i before = _mm512_permutexvar_epi32(_mm512_sub_epi32(lanes, _mm512_set1_epi32(1)), all);
-    const __m512i far = _mm512_sub_epi32(all, _mm512_set1_epi32(columns[0]));
-    const __mmask16 close = _mm512_cmplt_epu32_mask(far, _mm512_set1_epi32(32));
+    const __m512i delta = _mm512_sub_epi32(all, _mm512_set1_epi32(columns[0]));
+    const __mmask16 in_window = _mm512_cmplt_epu32_mask(delta, _mm512_set1_epi32(32));
     const __mmask16 ascending = _mm512_cmpgt_epi32_mask(all, before) | 1;
-    there = (__mmask16)((1 << count) - 1);
-    near = !(there & ~(close & ascending));
-    if (!near) return;
-    const uint32_t mask = (uint32_t)_mm512_reduce_or_epi32(_mm512_maskz_sllv_epi32(there, _mm512_set1_epi32(1), far));
+    valid = (__mmask16)((1 << count) - 1);
+    compact = !(valid & ~(in_window & ascending));
+    if (!compact) return;
+    const uint32_t mask = (uint32_t)_mm512_reduce_or_epi32(_mm512_maskz_sllv_epi32(valid, _mm512_set1_epi32(1), delta));
     low = (__mmask16)mask, high = (__mmask16)(mask >> 16);
-    after = _mm512_add_epi32(_mm512_set1_epi32(__builtin_popcount(low)), lanes);
+    high_rows = _mm512_add_epi32(_mm512_set1_epi32(__builtin_popcount(low)), lanes);
 #else
     (void)tokens;
 #endif
   }
-  // out[columns[i]] = v[i], added to residual[columns[i]] if there is one.
+  // out[columns[i]] = v[i], plus residual[columns[i]] if residual is given.
   __attribute__((always_inline)) void put(float* out, const float* residual, f32x16 v) const {
 #if defined(QC_ISA_AVX512)
-    if (near) {
-      part(out + columns[0], residual ? residual + columns[0] : nullptr, low, v);
-      const f32x16 rest = (f32x16)_mm512_permutexvar_ps(after, v);
-      if (high) part(out + columns[0] + 16, residual ? residual + columns[0] + 16 : nullptr, high, rest);
+    if (compact) {
+      expand_store(out + columns[0], residual ? residual + columns[0] : nullptr, low, v);
+      const f32x16 rest = (f32x16)_mm512_permutexvar_ps(high_rows, v);
+      if (high) expand_store(out + columns[0] + 16, residual ? residual + columns[0] + 16 : nullptr, high, rest);
       return;
     }
-    if (masked && !residual) return _mm512_mask_i32scatter_ps(out, there, _mm512_loadu_si512(columns), v, 4);
+    if (masked && !residual) return _mm512_mask_i32scatter_ps(out, valid, _mm512_loadu_si512(columns), v, 4);
 #endif
     alignas(64) float y[16];
     store(y, v);
     for (int i = 0; i < count; ++i) out[columns[i]] = residual ? residual[columns[i]] + y[i] : y[i];
   }
 #if defined(QC_ISA_AVX512)
-  QC_INLINE void part(float* out, const float* residual, __mmask16 mask, f32x16 v) {
+  QC_INLINE void expand_store(float* out, const float* residual, __mmask16 mask, f32x16 v) {
     __m512 y = _mm512_maskz_expand_ps(mask, v);
     if (residual) y = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, residual), y);
     _mm512_mask_storeu_ps(out, mask, y);
@@ -164,13 +166,13 @@ struct Spread {
 #endif
 };
 
-// The same for rows that go to columns of their own; for kGated the unit's two blocks are of the same columns.
+// The same for rows with explicit output columns. For kGated both blocks of the unit have the same columns.
 template <EpilogueKind E>
 static void scatter_rows(const Gemm& g, int block, int blocks, int first, int tokens, const float* buffer) {
   for (int b = 0; b < (E == kGated ? 1 : blocks); ++b) {
     const int32_t* columns = g.columns + (int64_t)(block + b) * 16;
-    const Spread spread(columns, tokens);
-    const int count = spread.count;
+    const ColumnScatter scatter(columns, tokens);
+    const int count = scatter.count;
     f32x16 bias{}, up_bias{};
     for (int i = 0; g.bias && i < count; ++i) {
       const int row = E == kGated ? columns[i] / 16 * 32 + columns[i] % 16 : columns[i];
@@ -186,10 +188,10 @@ static void scatter_rows(const Gemm& g, int block, int blocks, int first, int to
         y = gated(g, y, g.bias ? up + up_bias : up);
       }
       if constexpr (E == kLogits) {
-        note_best(g, first + t, y, load<i32x16>(columns), count);
+        update_best(g, first + t, y, load<i32x16>(columns), count);
         if (!g.out) continue;
       }
-      spread.put(g.out + (first + t) * g.out_stride,
+      scatter.put(g.out + (first + t) * g.out_stride,
                  E == kAdd ? g.residual + (first + t) * g.residual_stride : nullptr, y);
     }
   }
@@ -202,7 +204,7 @@ static void finish(const Gemm& g, int block, int blocks, const Columns& c, int f
   else finish_rows<E>(g, c, first, tokens, g.bias ? g.bias + block * 16 : nullptr, buffer);
 }
 
-// From the buffer to the output.
+// Writes a tile's buffer to the output.
 static void finish_tile(const Gemm& g, int block, int blocks, const Columns& c, int first, int tokens,
                         const float* buffer) {
   switch (g.epilogue) {
@@ -220,7 +222,8 @@ struct TokenTile {
   typename F::Tile x;
 };
 
-// Cuts `tokens` into tiles: one that is streamed, or panel tiles where these pay, then equal ones of at most kSmallTile.
+// Cuts `tokens` into tiles: one streamed tile; or panel tiles where they pay off, then equal tiles of at most
+// kSmallTile.
 template <class F>
 static int cut_tiles(const Gemm& g, const typename F::X& x, int start, int tokens, TokenTile<F>* tiles, char* mem) {
   int n = 0, done = 0;
@@ -235,13 +238,13 @@ static int cut_tiles(const Gemm& g, const typename F::X& x, int start, int token
   }
   for (int left = (tokens - done + kSmallTile - 1) / kSmallTile; left; --left, ++n) {
     int count = (tokens - done + left - 1) / left;
-    tiles[n] = {done, count, kFewTile, F::template prepare<kFewTile>(g, x, start + done, count, mem)};
+    tiles[n] = {done, count, kDirectTile, F::template prepare<kDirectTile>(g, x, start + done, count, mem)};
     done += count;
   }
   return n;
 }
 
-// Only tiles of fewer tokens than are streamed come here.
+// Only tiles with fewer than kStreamFrom tokens arrive here.
 template <class F, int M = (F::kStreamFrom <= kSmallTile ? F::kStreamFrom - 1 : kSmallTile)>
 QC_INLINE void small_unit(const Gemm& g, int block, int blocks, int count, const typename F::Tile& x, float* out) {
   if (count == M) return F::template unit<M>(g, block, blocks, x, out);
@@ -254,28 +257,28 @@ QC_INLINE void other_unit(const Gemm& g, int block, int blocks, const TokenTile<
   if constexpr (F::kStreamFrom > 1) small_unit<F>(g, block, blocks, tile.count, tile.x, out);
 }
 
-// This thread's units of a part of `units` units.
-QC_INLINE void own_units(int units, const Worker& w, int* begin, int* end) {
+// This thread's share of `units` units.
+QC_INLINE void thread_units(int units, const Worker& w, int* begin, int* end) {
   *begin = (int)((int64_t)units * w.tid / w.threads);
   *end = (int)((int64_t)units * (w.tid + 1) / w.threads);
 }
 
-// Units first + begin .. first + end - 1 for the tokens of all tiles.
+// Computes units begin .. end - 1 for the tokens of all tiles.
 template <class F>
 static void run_units(const Gemm& g, int begin, int end, int start, const TokenTile<F>* tiles, int n, char* panel,
                       float* buffer) {
-  constexpr int kAhead = 3;  // units: to own a line takes longer than one of few tokens
+  constexpr int kAhead = 3;  // units; a read-for-ownership takes longer than a unit of few tokens
   const int all = Shape(g).blocks, tokens = tiles[n - 1].first + tiles[n - 1].count;
-  const bool early = tiles[0].kind != kUnpackedTile && !g.columns;
+  const bool prefetch_ahead = tiles[0].kind != kUnpackedTile && !g.columns;
   const auto blocks_of = [&](int u) { return all - 2 * u < 2 ? 1 : 2; };
-  const auto ask = [&](int u) {
+  const auto prefetch_unit = [&](int u) {
     if (u < end) prefetch_out(g, Columns(g, 2 * u, blocks_of(u)), start, tokens);
   };
-  for (int u = begin; early && u < begin + kAhead; ++u) ask(u);
+  for (int u = begin; prefetch_ahead && u < begin + kAhead; ++u) prefetch_unit(u);
   for (int u = begin; u < end; ++u) {
     const int block = 2 * u, blocks = blocks_of(u);
     const Columns columns(g, block, blocks);
-    if (early) ask(u + kAhead);
+    if (prefetch_ahead) prefetch_unit(u + kAhead);
     if (tiles[0].kind == kUnpackedTile) F::unpack(g, block, blocks, panel);
     for (int i = 0; i < n; ++i) {
       const int first = start + tiles[i].first;
@@ -290,7 +293,7 @@ static void run_units(const Gemm& g, int begin, int end, int start, const TokenT
   }
 }
 
-// Formats on tiles say how many bytes of inputs a step of theirs has.
+// AMX formats define kTileBytes, the bytes of inputs per tile step.
 template <class F, class = void>
 constexpr bool uses_tiles = false;
 template <class F>
@@ -314,11 +317,11 @@ static void run_gemm(const Gemm& g, const typename F::X& x, const Worker& worker
     const int n = cut_tiles<F>(g, x, start, tokens, tiles, mem);
     int first = 0, begin, end;
     for (int units : g.parts) {
-      own_units(units, worker, &begin, &end);
+      thread_units(units, worker, &begin, &end);
       run_units<F>(g, first + begin, first + end, start, tiles, n, panel, buffer);
       first += units;
     }
-    own_units((shape.blocks + 1) / 2 - first, worker, &begin, &end);
+    thread_units((shape.blocks + 1) / 2 - first, worker, &begin, &end);
     run_units<F>(g, first + begin, first + end, start, tiles, n, panel, buffer);
   }
 #if defined(QC_AMX)

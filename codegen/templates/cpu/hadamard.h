@@ -1,8 +1,8 @@
-// hadamard.h: rotate rows by a Hadamard matrix, in blocks of columns, on their way into a GEMM's input format.
+// hadamard.h: multiplies column blocks of each row by a Hadamard matrix, writing a GEMM's input format.
 #pragma once
 #include "rowops.h"
 
-// to = from times the core matrix, kCore columns at a time; a core of 1 is doubled four times at once instead.
+// to = from times the core matrix, kCore columns at a time. kCore 1: four Sylvester doublings at once instead.
 template <int kCore>
 QC_INLINE void hadamard_core(const float* from, int block, const float* core, float* to) {
   if (kCore == 1) {
@@ -25,7 +25,7 @@ QC_INLINE void hadamard_core(const float* from, int block, const float* core, fl
   }
 }
 
-// to = from [block] times H / sqrt(block), H as below.
+// to = from [block] times H / sqrt(block), with H as below.
 template <int kCore>
 QC_INLINE void hadamard_block(const float* from, int block, const float* core, float* to) {
   hadamard_core<kCore>(from, block, core, to);
@@ -40,7 +40,7 @@ QC_INLINE void hadamard_block(const float* from, int block, const float* core, f
 }
 
 // out[t] = x[t] with each block of columns times H / sqrt(block), in the format of out. H is kron(doublings, core);
-// block is a multiple of 16 where the core is 1. A row is summed in one order whatever its neighbours.
+// block is a multiple of 16 where kCore is 1. The summation order of a row does not depend on its neighbours.
 template <int kCore, class Out>
 QC_NOINLINE void hadamard(Range rows, const float* x, int width, int block, const float* core, const Worker& w,
                           Out out) {

@@ -1,4 +1,4 @@
-// kv.h: the paged KV cache. Arena [layer][page][kv head], each block holding K then V of 64 positions:
+// kv.h: the paged KV cache. Arena [layer][page][kv head]; each block holds K, then V, of 64 positions:
 //
 //   kv32  K f32 [Dp][64], V f32 [64][Dp]             (Dp = head_dim rounded up to 16; to 32 for kv4)
 //   kv16  the same in bf16
@@ -7,20 +7,20 @@
 //
 //   hier  see attention_hier.h
 //
-// K is [dim][position], so that scores of 64 positions are vertical sums over dim, in order.
-// kv8 and kv4 are asymmetric per position and head: value = (code - zero) * scale, the range holds 0.
+// K is [dim][position], so that the scores of 64 positions are vertical sums over dim, in order. kv8 and kv4 are
+// asymmetric per position and head: value = (code - zero) * scale; the range always includes 0.
 #pragma once
 #include "rowops.h"
 
-enum KvFormat { kKv32, kKv16, kKv8, kKv4, kKvHier, kKvHier4 };  // kKvHier4: as kKvHier, upper nibbles read alone
+enum KvFormat { kKv32, kKv16, kKv8, kKv4, kKvHier, kKvHier4 };  // kKvHier4: kKvHier, upper nibbles only
 constexpr int kPage = 64;
 constexpr int kHierGroup = 128;              // positions whose keys share scales
-constexpr int kRingPages = 3 * kHierGroup / kPage;  // kKvHier: pages of newest positions, two table entries each
+constexpr int kRingPages = 3 * kHierGroup / kPage;  // kKvHier: pages in the ring, two table entries each
 
 constexpr int kv_padded(KvFormat f, int head_dim) {
   return f >= kKv4 ? (head_dim + 31) / 32 * 32 : (head_dim + 15) / 16 * 16;
 }
-constexpr int64_t kv_part_bytes(KvFormat f, int head_dim) {  // K, or V, without its parameters
+constexpr int64_t kv_part_bytes(KvFormat f, int head_dim) {  // K or V, without scales and zeros
   const int64_t n = (int64_t)kPage * kv_padded(f, head_dim);
   return f == kKv32 ? 4 * n : f == kKv16 ? 2 * n : f == kKv4 ? n / 2 : n;
 }
@@ -28,7 +28,7 @@ constexpr int64_t kv_block_bytes(KvFormat f, int head_dim) {
   const int64_t parameters = f >= kKvHier ? 2 * kPage + kv_padded(f, head_dim) : f >= kKv8 ? 4 * kPage : 0;
   return 2 * kv_part_bytes(f, head_dim) + parameters * (int64_t)sizeof(float);
 }
-// Entries of a sequence's block table that hold its first `positions` positions.
+// Block table entries that a sequence of `positions` positions needs.
 constexpr int kv_entries(KvFormat f, int positions) {
   const int pages = (positions + kPage - 1) / kPage;
   if (f < kKvHier) return pages;
@@ -59,7 +59,7 @@ struct KvLayer {
   }
 };
 
-// Codes of one head of K or V at one position. x: [dp] padded with zeros; `levels` is 255 or 15.
+// Quantizes one head of K or V at one position. x: [dp], zero-padded; `levels` is 255 or 15.
 QC_INLINE void kv_quantize(const float* x, int dp, float levels, uint8_t* codes, float* scale, float* zero) {
   f32x16 low{}, high{};
   for (int d = 0; d < dp; d += 16) {
@@ -79,7 +79,7 @@ QC_INLINE void kv_quantize(const float* x, int dp, float levels, uint8_t* codes,
   *zero = z;
 }
 
-// Write one head's k and v ([dp], padded with zeros) into slot `slot` of its block.
+// Writes one head's k and v ([dp], zero-padded) into slot `slot` of its block.
 template <KvFormat F>
 QC_INLINE void kv_append(const KvBlock& block, int slot, const float* k, const float* v, int dp) {
   if constexpr (F == kKv32) {

@@ -1,10 +1,10 @@
-// lanes.h: a small register-tiled product with the right-hand side widened on the fly, for attention.
+// lanes.h: a small register-tiled matrix product for attention; the right-hand side is widened on the fly.
 //
 //   multiply(rows, a, lda, B, k0, k1, n, c, ldc, accumulate)
 //   c[r][j] (+)= sum over k0 <= k < k1, ascending, of a[r][k] * B[k][j],   r < rows, j < n, n a multiple of 16
 //
-// Each c is one chain of multiply-adds in the order of k, so its bits depend on neither the tile it falls
-// in nor where k is cut, and widening in registers or in memory is the same.
+// Each c is one chain of multiply-adds in the order of k. Its bits therefore depend neither on the tile it falls in nor
+// on where k is split, nor on whether B is widened in registers or in memory.
 #pragma once
 #include "gemm.h"
 
@@ -19,8 +19,8 @@ constexpr int kTileVectors = 1, kTileHeight = 6;  // 12 of 16
 constexpr int kTileVectors = 1, kTileHeight = 2;  // 8 of 16
 #endif
 
-// acc + w * x rounded once on every ISA, or the int8 codes that follow would now and then differ. Without
-// the instruction it goes through double, where the product is exact (a second rounding is felt once in 2^29).
+// acc + w * x, rounded once on every ISA; otherwise the int8 codes computed next would occasionally differ. Without FMA
+// it goes through double, where the product is exact (double rounding shows once in 2^29).
 QC_INLINE F16 fused(F16 acc, F16 w, const float* x) {
 #if defined(__AVX512F__) || defined(__AVX2__)
   return f_dot(acc, w, x);
@@ -48,7 +48,7 @@ QC_INLINE F16 to_lanes(u8x16 v) {
 
 QC_INLINE F16 widen_bf16(const uint16_t* p) {
 #if defined(QC_ISA_AVX512)
-  // Each word to the upper half of its lane, zeros below: one permutation does both.
+  // Moves each word to the upper half of its lane and zeroes the lower half, in one permutation.
   const __m512i upper = _mm512_set_epi32(0xf0000, 0xe0000, 0xd0000, 0xc0000, 0xb0000, 0xa0000, 0x90000, 0x80000,
                                          0x70000, 0x60000, 0x50000, 0x40000, 0x30000, 0x20000, 0x10000, 0);
   const __m512i words = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)p));
@@ -58,7 +58,7 @@ QC_INLINE F16 widen_bf16(const uint16_t* p) {
 #endif
 }
 
-// Right-hand sides: at(k, j) is B[k][j .. j + 15] as floats; `stride` elements (bytes of nibbles) a row.
+// Right-hand sides: at(k, j) is B[k][j .. j + 15] as floats; `stride` is elements per row (nibbles: bytes).
 struct Floats {
   const void* p;
   int stride;
@@ -118,7 +118,7 @@ QC_NOINLINE void multiply_rows(const float* a, int lda, const B& b, int k0, int 
 template <class B>
 static void multiply(int rows, const float* a, int lda, const B& b, int k0, int k1, int n, float* c, int ldc,
                      bool accumulate) {
-  constexpr int kBand = 64;  // columns at a time, so that B's band stays in the first cache level for all rows
+  constexpr int kBand = 64;  // columns at a time, so that B's band stays in L1 for all rows
   for (int j = 0; j < n; j += kBand) {
     const int end = j + kBand < n ? j + kBand : n;
     int r = 0;

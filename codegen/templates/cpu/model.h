@@ -1,7 +1,7 @@
-// model.h: what a step works on. Included after the constants of the model (see model.cpp.jinja).
+// model.h: the state of a step. Included after the constants of the model (see model.cpp.jinja).
 //
 //   Model  one opened model: threads, arenas, weights, the batch of the running step
-//   Step   one thread's view of the running step: where values are, which rows are its own, barriers
+//   Step   one thread's view of the running step: addresses of values, the thread's rows, barriers
 #pragma once
 #include "abi.h"
 #include "attention.h"
@@ -13,20 +13,20 @@ enum RowKind { kTokens, kOutputs };
 
 struct Model {
   Team* team;
-  Team own_team;                   // where the model was not opened with another's
+  Team own_team;                   // used unless the model was opened with another's team
   qc_batch batch;                  // of the running step
   const void* const* weights;
   char* kv;
   int64_t kv_pages;
-  int rows[2], capacity[2];        // of each RowKind: allowed rows, and rounded up to 64 for alignment
+  int rows[2], capacity[2];        // by RowKind: maximum rows, and these rounded up to 64 for alignment
   char* arena[2];
   float* rope;                     // tables of cos and sin, [capacity][kRopeFloats]
-  float* logits;                   // [outputs][vocab], where the caller wants none
+  float* logits;                   // [outputs][vocab], used if the caller passes none
   BestLanes* best;                 // [threads][capacity of outputs]
-  char* own;                       // [threads][kOwnBytes]: rows a thread computes for itself
+  char* own;                       // [threads][kOwnBytes]: rows each thread computes redundantly
   char* scratch;                   // [threads][kScratchBytes]
   int32_t* feedback;               // token ids, positions and rows of qc_decode, [3][capacity]
-  uint32_t next_task[kCalls];      // attention tasks handed out, by call
+  uint32_t next_task[kCalls];      // next attention task to assign, by call
   bool profiling;
   double seconds[kCalls];
   int64_t counts[kCalls];
@@ -38,7 +38,7 @@ struct Step {
   Model& m;
   const qc_batch& b;
   Worker w;
-  bool few[2];           // so few rows that every thread computes all of them, which saves a barrier
+  bool few[2];           // few rows: every thread computes all of them, which saves a barrier
   double time = 0;
 
   Step(Model& model, int tid)
@@ -48,7 +48,7 @@ struct Step {
     if (tid == 0 && m.profiling) time = now_seconds();
   }
 
-  // A value's first row; `offset` is bytes a row. Own values live in the thread's memory when rows are few.
+  // Address of a value's first row; `offset` is bytes per row. With few rows, own values live in thread-local memory.
   char* place(RowKind kind, int64_t offset, bool own) const {
     if (own && few[kind])
       return m.own + w.tid * kOwnBytes + (kind == kOutputs ? kTokenBytes * kOwnRows : 0) + offset * kOwnRows;
@@ -78,15 +78,15 @@ struct Step {
     char* base = m.kv + index * m.kv_pages * kKvHeads * kv_block_bytes(kKv, kHeadDim);
     return {base, b.block_table, b.block_stride, kKvHeads, kHeadDim};
   }
-  // Whole kv heads a thread: then a head's k and v are read by the thread that wrote them.
+  // Each thread gets whole kv heads: a head's k and v are then read by the thread that wrote them.
   bool by_head() const { return kKvHeads % w.threads == 0; }
 
-  // This thread's columns of what `units` units of so many columns are shared out of.
+  // This thread's columns, if `units` units of `width` columns each are split over the threads.
   Range columns(int units, int width) const {
     const Range mine = share(units, w);
     return {mine.begin * width, mine.end * width};
   }
-  // Whether every thread's are whole groups of `step` columns.
+  // Whether every thread's columns are whole groups of `step` columns.
   bool whole(int units, int width, int step) const {
     bool all = true;
     for (int t = 1; t < w.threads; ++t) all &= (int64_t)units * t / w.threads * width % step == 0;
@@ -105,26 +105,26 @@ struct Step {
 
   float* logits() const { return b.logits ? b.logits : m.logits; }
 
-  // This thread's part in finding the largest logit of every output row; null where nobody wants it.
+  // This thread's per-row maxima of the logits, cleared; null if the caller wants no argmax.
   BestLanes* best() const {
     if (!b.argmax) return nullptr;
     BestLanes* rows = m.best + (int64_t)w.tid * m.capacity[kOutputs];
     for (int r = 0; r < b.outputs; ++r) rows[r].clear();
     return rows;
   }
-  // The same for logits that lie in memory, of which each thread looks at some columns.
+  // Updates them from logits in memory, each thread reading its share of the columns.
   void look_for_best() const {
     BestLanes* rows = best();
     const Range columns = share(kVocab, w);
     for (int r = 0; rows && r < b.outputs; ++r) {
       const float* x = logits() + (int64_t)r * kVocab;
       int i = columns.begin;
-      for (; i + 16 <= columns.end; i += 16) rows[r].note(load<f32x16>(x + i), i + kLanes);
-      for (; i < columns.end; ++i) rows[r].note(splat(x[i]), splat(i));
+      for (; i + 16 <= columns.end; i += 16) rows[r].update(load<f32x16>(x + i), i + kLanes);
+      for (; i < columns.end; ++i) rows[r].update(splat(x[i]), splat(i));
     }
   }
 
-  // End of call `index`; `sync`: others need what it wrote.
+  // End of call `index`. `sync`: a barrier, as other threads need what the call wrote.
   void done(int index, bool sync) {
     if (sync) m.team->sync(w.tid);
     if (w.tid == 0 && m.profiling) {

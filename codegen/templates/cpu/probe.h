@@ -1,5 +1,5 @@
-// probe.h: the ceilings kernels are held against, measured with the model's own threads. Each takes about
-// 0.3 s: several rounds, the best of which counts, for other programs only ever take away.
+// probe.h: measures the hardware ceilings that kernels are compared with, using the model's own threads. Each probe
+// takes about 0.3 s and reports the best of several rounds, as other programs can only slow it down.
 #pragma once
 #include <sys/mman.h>
 
@@ -11,8 +11,8 @@ struct Probe {
   int what;
   char* memory;
   size_t bytes;
-  double work;       // bytes or operations of a round, all threads together
-  double seconds;    // of the best round
+  double work;       // bytes or operations per round, all threads together
+  double seconds;    // of the fastest round
   int32_t sink[64];  // keeps results alive
 };
 
@@ -23,7 +23,7 @@ constexpr int kProbeChains = 6;
 #endif
 constexpr int kProbeSteps = 400000;
 
-// Sums of 8 streams of one thread's share, prefetched as the kernels do.
+// Reads one thread's share, summing into 8 independent accumulators, with the kernels' prefetch distance.
 static int32_t probe_read(const Probe& p, int tid) {
   const size_t lines = p.bytes / 64 / (size_t)p.team.threads;
   const char* from = p.memory + (size_t)tid * lines * 64;
@@ -69,7 +69,7 @@ static int32_t probe_tiles() {
   release_tiles();
   return 0;
 }
-// Operations of a round.
+// Operations per round.
 static double probe_work(int what) {
   const double each[] = {0, 16 * 16 * 64 * 2, 0, 16 * 16 * 32 * 2};
   return what == 2 ? 16.0 * 2 * (kProbeSteps / kProbeChains * kProbeChains)
@@ -77,7 +77,7 @@ static double probe_work(int what) {
 }
 #else
 static double probe_work(int what) {
-  const double each[] = {0, 16 * 4 * 2, 16 * 2, 16 * 2 * 2};  // int8, float, bfloat16 operations of an instruction
+  const double each[] = {0, 16 * 4 * 2, 16 * 2, 16 * 2 * 2};  // int8, float, bfloat16 operations per instruction
   return each[what] * (kProbeSteps / kProbeChains * kProbeChains);
 }
 #endif
@@ -100,7 +100,7 @@ static int32_t probe_round(const Probe& p, int tid) {
 
 static void probe_thread(void* arg, int tid) {
   Probe& p = *(Probe*)arg;
-  if (p.what == 0) {  // touch the pages where they will be read
+  if (p.what == 0) {  // first-touch the pages on the thread that reads them
     const size_t share = p.bytes / (size_t)p.team.threads;
     memset(p.memory + share * (size_t)tid, 1, share);
   }
@@ -113,14 +113,14 @@ static void probe_thread(void* arg, int tid) {
     if (tid == 0) {
       const double took = now_seconds() - start;
       if (took < p.seconds) p.seconds = took;
-      if (now_seconds() > deadline) p.what = -1 - p.what;  // told to all by the next barrier
+      if (now_seconds() > deadline) p.what = -1 - p.what;  // the next barrier publishes it
     }
     p.team.sync(tid);
     if (p.what < 0) return;
   }
 }
 
-// In units of 1e9 bytes or operations a second; 0 if `what` is unknown or there is no memory.
+// In units of 1e9 bytes or operations per second; 0 if `what` is unknown or memory is unavailable.
 static double probe(Team& team, int what) {
   if (what < 0 || what > 3) return 0.0;
   Probe p{team, what, nullptr, (size_t)256 << 20, 0.0, 1e9, {}};

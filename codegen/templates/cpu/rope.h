@@ -1,4 +1,4 @@
-// rope.h: rotary position embedding, and the append of k and v to the cache.
+// rope.h: rotary position embedding, and appending k and v to the cache.
 #pragma once
 #include "hadamard.h"
 #include "kv.h"
@@ -7,9 +7,9 @@ typedef double f64x8 __attribute__((vector_size(64)));
 typedef int64_t i64x8 __attribute__((vector_size(64)));
 typedef float f32x8 __attribute__((vector_size(32)));
 
-// cos and sin of 8 float angles, each within one unit in the last place of float for |angle| < 2^30. The
-// angle is reduced by multiples of pi/2 in double (Cody and Waite: pi/2 in two parts, the first of 33
-// bits, so its product with the multiple is exact), then Taylor series on [-pi/4, pi/4].
+// cos and sin of 8 float angles, each within one unit in the last place of float for |angle| < 2^30. The angle is
+// reduced by multiples of pi/2 in double (Cody and Waite: pi/2 in two parts, the first of 33 bits, so its product with
+// the multiple is exact), then Taylor series on [-pi/4, pi/4].
 QC_INLINE void sincos8(f32x8 angle, f32x8* cosine, f32x8* sine) {
   constexpr double magic = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to an integer
   const f64x8 a = __builtin_convertvector(angle, f64x8);
@@ -38,8 +38,8 @@ QC_INLINE void sincos8(f32x8 angle, f32x8* cosine, f32x8* sine) {
 
 constexpr int rope_stride(int rotary_dim) { return 2 * ((rotary_dim / 2 + 7) / 8 * 8); }
 
-// table[t] = cos of each frequency, then sin, both times `scaling`; [tokens][rope_stride(rotary_dim)].
-// The angle is float(position) * inv_freq in float, as the models were trained.
+// table[t] = cos of each frequency, then sin, both times `scaling`; [tokens][rope_stride(rotary_dim)]. The angle is
+// float(position) * inv_freq in float, as in training.
 QC_NOINLINE void rope_table(Range rows, const int32_t* positions, const float* inv_freq,
                                                  int rotary_dim, float scaling, float* table) {
   const int half = rotary_dim / 2, padded = rope_stride(rotary_dim) / 2;
@@ -55,13 +55,13 @@ QC_NOINLINE void rope_table(Range rows, const int32_t* positions, const float* i
 }
 
 struct RopeArgs {
-  const float* table;  // of rope_table; null: no rotation
+  const float* table;  // from rope_table; null: no rotation
   int rotary_dim;
   bool interleaved;    // pairs (2i, 2i + 1) rather than (i, i + rotary_dim / 2)
-  int block = 0;                  // then q and k are turned in blocks of so many features by a Hadamard matrix; 0: no
-  const float* center = nullptr;  // [kv_heads * head_dim] taken off k before that; null: nothing
-  const float* query_table = nullptr;   // [positions] what q is multiplied with by its position ahead of that; null: nothing
-  const float* query_weight = nullptr;  // [head_dim] what it is multiplied with by feature; null: nothing
+  int block = 0;                  // > 0: then multiplies q and k by a Hadamard matrix in blocks of this size
+  const float* center = nullptr;  // [kv_heads * head_dim] subtracted from k before that, or null
+  const float* query_table = nullptr;   // [positions] factor of q by its position, applied before that, or null
+  const float* query_weight = nullptr;  // [head_dim] factor of q by feature, applied likewise, or null
 };
 
 QC_INLINE void rotate(const RopeArgs& rope, int t, float* __restrict__ x) {
@@ -85,18 +85,18 @@ QC_INLINE void rotate(const RopeArgs& rope, int t, float* __restrict__ x) {
   }
 }
 
-// q [d] times its position's number and times a weight, where there are such.
-QC_INLINE void weigh(const RopeArgs& rope, int d, int position, float* q) {
+// Multiplies q [d] by its position's factor and by the feature weights, where given.
+QC_INLINE void scale_query(const RopeArgs& rope, int d, int position, float* q) {
   if (rope.query_table) {
-    const float by = rope.query_table[position];
-    for (int i = 0; i < d; ++i) q[i] *= by;
+    const float factor = rope.query_table[position];
+    for (int i = 0; i < d; ++i) q[i] *= factor;
   }
   if (rope.query_weight)
     for (int i = 0; i < d; ++i) q[i] *= rope.query_weight[i];
 }
 
-// x [d] less `center` (null: as it is), turned in blocks where there are any.
-QC_INLINE void turn(const RopeArgs& rope, int d, const float* center, float* x) {
+// Subtracts `center` from x [d] unless null, then applies the blockwise Hadamard transform, if any.
+QC_INLINE void center_and_transform(const RopeArgs& rope, int d, const float* center, float* x) {
   if (center)
     for (int i = 0; i < d; ++i) x[i] -= center[i];
   if (!rope.block) return;
@@ -113,8 +113,8 @@ struct RopeAppend {
   const int32_t* query_start;         // [sequences + 1]
 };
 
-// Rotate q in place, and write rotated k and v to the cache, for kv heads `heads` of tokens `tokens`
-// (with the query heads that share them).
+// Rotates q in place and writes rotated k and v to the cache, for kv heads `heads` of tokens `tokens` (and the query
+// heads that share them).
 template <KvFormat F>
 QC_NOINLINE void rope_append(const RopeAppend& a, const KvLayer<F>& kv, Range heads,
                                                   Range tokens) {
@@ -131,18 +131,18 @@ QC_NOINLINE void rope_append(const RopeAppend& a, const KvLayer<F>& kv, Range he
       for (int g = 0; g < group; ++g) {
         float* q = row + a.q_offset + (h * group + g) * d;
         rotate(a.rope, t, q);
-        weigh(a.rope, d, a.positions[t], q);
-        turn(a.rope, d, nullptr, q);
+        scale_query(a.rope, d, a.positions[t], q);
+        center_and_transform(a.rope, d, nullptr, q);
       }
-      if constexpr (F >= kKvHier) {  // attention writes its cache, group by group
+      if constexpr (F >= kKvHier) {  // attention appends to these caches, group by group
         rotate(a.rope, t, row + a.k_offset + h * d);
-        turn(a.rope, d, center, row + a.k_offset + h * d);
+        center_and_transform(a.rope, d, center, row + a.k_offset + h * d);
         continue;
       }
       memcpy(k, row + a.k_offset + h * d, sizeof(float) * (size_t)d);
       memcpy(v, row + a.v_offset + h * d, sizeof(float) * (size_t)d);
       rotate(a.rope, t, k);
-      turn(a.rope, d, center, k);
+      center_and_transform(a.rope, d, center, k);
       const int p = a.positions[t];
       if constexpr (F < kKvHier) kv_append<F>(kv.block(sequence, p / kPage, h), p % kPage, k, v, dp);
     }

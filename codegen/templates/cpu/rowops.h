@@ -1,7 +1,7 @@
-// rowops.h: everything that treats each row (token) alone: embed, norm, quantize, take_rows.
+// rowops.h: operators that treat each row (token) independently: embed, norm, quantize, take_rows.
 //
-// Activations are rows of gemm_kp(width) elements; the elements past `width` are zero, and every function
-// here keeps them so. A function works on the rows of its Range, so the caller decides who does what.
+// Activations are rows of gemm_kp(width) elements. The elements past `width` are zero, and every function here keeps
+// them zero. A function processes the rows of its Range, so the caller decides the split over threads.
 #pragma once
 #include "lanes.h"
 
@@ -9,7 +9,7 @@ struct Range {
   int begin, end;
 };
 
-// The contiguous share of `n` items that belongs to this thread.
+// This thread's contiguous share of `n` items.
 QC_INLINE Range share(int n, const Worker& w) {
   return {(int)((int64_t)n * w.tid / w.threads), (int)((int64_t)n * (w.tid + 1) / w.threads)};
 }
@@ -22,10 +22,10 @@ QC_INLINE int32_t reduce_add(i32x16 v) {
 }
 
 struct Q8Kind {
-  int group, scale_group;  // inputs of a sum of codes, and of a scale: one a multiple of the other
-  float top, last_top;     // the largest code, and that of the last group of a scale
+  int group, scale_group;  // inputs per code sum and per scale; one is a multiple of the other
+  float top, last_top;     // the largest code, and that of a row's last scale group
 };
-struct Q8Rows {    // int8 rows with scales and sums of the codes
+struct Q8Rows {    // int8 rows with scales and code sums
   int8_t* q;       // [rows][kp]
   float* scale;    // [rows][scales]
   int32_t* sums;   // [rows][groups]
@@ -34,13 +34,13 @@ struct Q8Rows {    // int8 rows with scales and sums of the codes
   operator Q8Act() const { return {q, scale, sums, groups, scales}; }
 };
 
-// A few rows that other cores have just written: all asked for at once, not each when its turn comes.
+// Prefetches a few rows that other cores have just written all at once, instead of missing on each in turn.
 QC_INLINE void prefetch_rows(Range rows, const float* x, int kp) {
   if (rows.end - rows.begin > 16) return;
   for (int64_t i = (int64_t)rows.begin * kp; i < (int64_t)rows.end * kp; i += 16) __builtin_prefetch(x + i, 0, 3);
 }
 
-// put(out, t, row, width): store one float row, padded with zeros, in the format of `out`.
+// put(out, t, row, width): stores one zero-padded float row in the format of `out`.
 
 QC_INLINE void put(float* out, int t, const float* row, int width) {
   const int kp = gemm_kp(width);
@@ -52,7 +52,7 @@ QC_INLINE void put(uint16_t* out, int t, const float* row, int width) {
   for (int i = 0; i < kp; i += 16) store(out + (int64_t)t * kp + i, f32_to_bf16(load<f32x16>(row + i)));
 }
 
-// Elements begin .. end - 1: scale = max |row| / top (1 where all are zero).
+// Scale of elements begin .. end - 1: max |row| / top (1 where all are zero).
 QC_INLINE float scale_of(const float* row, int begin, int end, float top) {
   f32x16 top0{}, top1{};
   for (int i = begin; i < end; i += 32) {
@@ -60,10 +60,10 @@ QC_INLINE float scale_of(const float* row, int begin, int end, float top) {
     top1 = vmax(vabs(load<f32x16>(row + i + 16)), top1);
   }
   const float scale = reduce_max(vmax(top0, top1)) / top;
-  return scale > 1e-37f ? scale : 1.0f;  // so that 1 / scale is finite
+  return scale > 1e-37f ? scale : 1.0f;  // keeps 1 / scale finite
 }
 
-// q = round(row / scale), half to even, a scale at a time: scales.begin .. scales.end - 1 of the row.
+// q = round(row / scale), half to even, one scale group at a time: groups scales.begin .. scales.end - 1 of the row.
 QC_INLINE void put_scales(const Q8Rows& out, int t, Range scales, const float* row, int kp) {
   const int step = out.kind.scale_group;
   int8_t* q = out.q + (int64_t)t * kp;
@@ -90,7 +90,7 @@ QC_INLINE void put(const Q8Rows& out, int t, const float* row, int width) {
   put_scales(out, t, {0, out.scales}, row, gemm_kp(width));
 }
 
-// Columns of a row, of whole scales or cache lines.
+// Columns of a row, whole scale groups or cache lines.
 QC_INLINE void put_columns(const Q8Rows& out, int t, Range columns, const float* row, int kp) {
   const int step = out.kind.scale_group;
   put_scales(out, t, {columns.begin / step, columns.end / step}, row, kp);
@@ -122,8 +122,8 @@ QC_NOINLINE void embed(Range rows, const int32_t* ids, const T* table, int width
 
 enum NormKind { kRms, kLayer };
 
-// out[t] = (x[t] - mean) / sqrt(variance + eps) * weight + bias; for kRms the mean is taken as 0.
-// x: [tokens][stride], zeros behind `width` unless others are there (part).
+// out[t] = (x[t] - mean) / sqrt(variance + eps) * weight + bias; kRms: mean is taken as 0. x: [tokens][stride], zero
+// past `width` unless `part` (other values follow there).
 template <NormKind kind, class Out>
 QC_NOINLINE void norm(Range rows, const float* x, int stride, bool part, int width, const float* weight,
                                            const float* bias, float eps, const Worker& w, Out out) {
@@ -168,7 +168,7 @@ QC_NOINLINE void norm(Range rows, const float* x, int stride, bool part, int wid
   }
 }
 
-// `heads` blocks of `width` columns of x from `offset`, each normalized in place over itself. x: [tokens][stride]
+// Normalizes `heads` blocks of `width` columns of x, from column `offset` on, each in place. x: [tokens][stride]
 template <NormKind kind>
 QC_NOINLINE void norm_heads(Range rows, float* x, int stride, int offset, int heads, int width, const float* weight,
                             const float* bias, int step, float eps) {
@@ -191,11 +191,11 @@ struct GatherSource {
   int stride, width;
 };
 
-// out[t][i] = what index[i] says of the sources' columns one after another; zero where it is negative.
+// out[t][i] = column index[i] of the concatenated sources; zero where the index is negative.
 template <int count>
 QC_NOINLINE void gather(Range rows, const GatherSource (&sources)[count], const int32_t* index, int width, float* out) {
   const int kp = gemm_kp(width);
-  for (int i = 0; i < kp;) {  // what follows each other there does so here
+  for (int i = 0; i < kp;) {  // copies runs of consecutive columns at once
     int at = i < width ? index[i] : -1, run = 1, n = 0;
     while (at >= 0 && at >= sources[n].width) at -= sources[n++].width;
     if (at >= 0)
@@ -209,14 +209,14 @@ QC_NOINLINE void gather(Range rows, const GatherSource (&sources)[count], const 
   }
 }
 
-// out[t] = x[t] in the format of out: integers with scales, or bf16.
+// out[t] = x[t] in the format of out: quantized with scales, or bf16.
 template <class Out>
 QC_NOINLINE void quantize(Range rows, const float* x, int width, Out out) {
   prefetch_rows(rows, x, gemm_kp(width));
   for (int t = rows.begin; t < rows.end; ++t) put(out, t, x + (int64_t)t * gemm_kp(width), width);
 }
 
-// The same of some columns of `rows` rows, by the thread that made them.
+// The same for a range of columns of `rows` rows, run by the thread that produced them.
 template <class Out>
 QC_NOINLINE void quantize_share(int rows, Range columns, const float* x, int width, Out out) {
   for (int t = 0; t < rows; ++t) put_columns(out, t, columns, x + (int64_t)t * gemm_kp(width), gemm_kp(width));
@@ -228,14 +228,14 @@ QC_NOINLINE void take_rows(Range rows, const int32_t* index, const float* x, int
   for (int r = rows.begin; r < rows.end; ++r) put(out, r, x + (int64_t)index[r] * gemm_kp(width), width);
 }
 
-// Zero the padding of rows a GEMM wrote (it writes only its own columns).
+// Zeroes the padding of rows written by a GEMM, which writes only its own columns.
 QC_NOINLINE void pad_rows(Range rows, float* x, int width) {
   const int kp = gemm_kp(width);
   for (int t = rows.begin; t < rows.end; ++t)
     memset(x + (int64_t)t * kp + width, 0, (size_t)(kp - width) * sizeof(float));
 }
 
-// out[r] = x[r], rows of `stride` floats, without their padding.
+// out[r] = x[r], rows of `stride` floats, without padding.
 QC_NOINLINE void copy_rows(Range rows, const float* x, int stride, int width, float* out) {
   for (int r = rows.begin; r < rows.end; ++r)
     memcpy(out + (int64_t)r * width, x + (int64_t)r * stride, (size_t)width * sizeof(float));

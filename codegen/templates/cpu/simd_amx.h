@@ -1,11 +1,11 @@
-// simd_amx.h: the tiles of AMX, as the kernels of gemm_amx.h use them: 16 tokens by 16 rows of a block, twice each; and
-// attention_amx.h, in its own way.
+// simd_amx.h: AMX tile primitives. gemm_amx.h uses them for 16 tokens by 16 rows of a block, twice each;
+// attention_amx.h assigns the tiles differently.
 #pragma once
 #include "vec.h"
 
 constexpr int kHalfTokens = 16, kTileTokens = 2 * kHalfTokens;
-// Tiles 0..3 are sums: of tokens 0..15 by block 0 and by block 1, of tokens 16..31 by both; 4 and 5 activations of
-// both halves, 6 and 7 weights of both blocks.
+// Tiles 0..3 are accumulators: tokens 0..15 by block 0 and by block 1, then tokens 16..31 by both. Tiles 4 and 5 hold
+// the activations of both halves, 6 and 7 the weights of both blocks.
 template <int T>
 QC_INLINE void tile_zero() {
   asm volatile("tilezero %%tmm%c0" : : "i"(T));
@@ -18,7 +18,7 @@ template <int T>
 QC_INLINE void tile_store(void* p, int64_t stride = 64) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(p), "r"(stride), "i"(T) : "memory");
 }
-struct TileUnsigned {  // signed activations by weights of 0..255
+struct TileUnsigned {  // signed activations by weights in 0..255
   template <int Sum, int X, int W>
   QC_INLINE void dot() {
     asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(Sum), "i"(X), "i"(W));
@@ -37,8 +37,8 @@ struct TileBf16 {
   }
 };
 
-// For steps of `bytes` bytes of inputs; the tiles from `weights` on are of weights. Tiles of tokens always have all their
-// rows where not said otherwise: what lies behind the last token is multiplied too, and nobody looks at it.
+// Configures tiles for steps of `bytes` bytes of inputs; tiles from `weights` on hold weights. Token tiles use all rows
+// unless `tokens` says otherwise: whatever follows the last token is multiplied too, and the result ignored.
 static void shape_tiles(int bytes, int tokens = kHalfTokens, int weights = 6) {
   struct alignas(64) {
     uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -71,7 +71,7 @@ QC_INLINE void tile_step(const void* x, const void* first, const void* second, b
   if (two) Op::template dot<3, 5, 7>();
 }
 
-// To 16 lines for each tile: block b of half h at to + (b * kTileTokens + h * kHalfTokens) * 64.
+// Stores 16 lines per tile: block b of half h at to + (b * kTileTokens + h * kHalfTokens) * 64.
 QC_INLINE void store_tiles(void* to, bool both, bool two) {
   char* p = (char*)to;
   tile_store<0>(p);

@@ -1,12 +1,12 @@
-// simd_avx2.h: the primitives of simd_avx512.h on AVX2 with FMA: 16 output rows are two ymm registers.
-// int8 dot products by AVX-VNNI where the compiler has it enabled (or its AVX-512VL form, which runs the same
-// code path on a machine without AVX-VNNI), else by vpmaddubsw kept clear of its saturation.
+// simd_avx2.h: the primitives of simd_avx512.h on AVX2 with FMA; 16 output rows are two ymm registers. int8 dot
+// products use AVX-VNNI where the compiler has it enabled (or its AVX-512VL form, which runs the same code path on a
+// machine without AVX-VNNI), otherwise vpmaddubsw, kept within its saturation limits.
 #pragma once
 #include <immintrin.h>
 
 #include "vec.h"
 
-// Before a loop of at most 32 turns whose arrays must live in registers.
+// Precedes a loop of at most 32 iterations whose arrays must live in registers.
 #define QC_UNROLL _Pragma("GCC unroll 32")
 
 struct I16 {
@@ -111,8 +111,8 @@ QC_INLINE I16 dot_small(I16 acc, B64 w, const int8_t* x) {
   __m256i v = x_quad(x);
   return {dot_ymm(acc.a, w.a, v), dot_ymm(acc.b, w.b, v)};
 }
-// A full byte goes in as |value|, its sign moved to x: 2 * 127 * 127 = 32258 still fits, and nothing is left to
-// take out afterwards.
+// A full byte is passed as |value|, with its sign moved to x: 2 * 127 * 127 = 32258 still fits, and no offset needs
+// correcting afterwards.
 constexpr int kFullOffset = 0;
 QC_INLINE __m256i dot_signed(__m256i acc, __m256i w, __m256i x) {
   __m256i value = _mm256_xor_si256(w, _mm256_set1_epi8((char)128));

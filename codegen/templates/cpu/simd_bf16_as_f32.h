@@ -1,7 +1,7 @@
-// simd_bf16_as_f32.h: the bfloat16 primitives where the CPU has no bfloat16 dot product: activations become
-// float once per call, weights in registers. The same bits as vdpbf16ps: that adds the second product of a pair
-// before the first, rounding after each, and a product of two bfloat16 is exact in a float, so that a fused
-// multiply-add and a multiplication followed by an addition do the same.
+// simd_bf16_as_f32.h: the bfloat16 primitives for CPUs without a bfloat16 dot product: activations are converted to
+// float once per call, weights in registers. Gives the same bits as vdpbf16ps: that adds the second product of a pair
+// before the first and rounds after each addition. A product of two bfloat16 is exact in float, so a fused multiply-add
+// and a multiplication followed by an addition agree.
 #pragma once
 
 using BfX = float;
@@ -15,7 +15,7 @@ QC_INLINE F16 bf_dot(F16 acc, B64 w, const BfX* x) {
 struct W4Bf {
   F16 value[8];
 };
-constexpr float kW4Offset = 16.0f;  // as where it makes unpacking cheap: the offset rounds the sums
+constexpr float kW4Offset = 16.0f;  // as where it makes unpacking cheap, because the offset affects how sums round
 QC_INLINE W4Bf w4_unpack(B64 v) {
   B64 low = b_low(v), high = b_high(v);
   W4Bf w;
@@ -25,7 +25,7 @@ QC_INLINE W4Bf w4_unpack(B64 v) {
   }
   return w;
 }
-// The pairs there are inputs (0,2) (1,3) (4,6) (5,7).
+// vdpbf16ps sees the pairs (0,2) (1,3) (4,6) (5,7).
 QC_INLINE void w4_dot(F16& first, F16& second, const W4Bf& w, const BfX* x) {
   constexpr int kOrder[4] = {2, 0, 3, 1};
   QC_UNROLL for (int j : kOrder) {

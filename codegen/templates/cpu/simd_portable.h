@@ -1,12 +1,12 @@
-// simd_portable.h: the primitives of simd_avx512.h in plain C++ with GCC's vector extension, for any CPU.
-// f_fma is a true fused multiply-add (one call a group of inputs), so that the integer formats give the same bits
-// as the other ISAs; f_dot, which runs once an input, is a multiply and an add.
+// simd_portable.h: the primitives of simd_avx512.h in plain C++ with GCC's vector extension, for any CPU. f_fma is a
+// true fused multiply-add (one call per group of inputs), so that the integer formats give the same bits as on the
+// other ISAs. f_dot, called once per input, is a multiplication and an addition.
 #pragma once
 #include <math.h>
 
 #include "vec.h"
 
-#define QC_UNROLL  // a vector here is many registers: unrolling gains nothing
+#define QC_UNROLL  // a vector here is many registers, so unrolling gains nothing
 
 using I16 = i32x16;
 using F16 = f32x16;

@@ -1,9 +1,9 @@
-// speculate.h: greedy speculation without returning to the caller between steps.
+// speculate.h: greedy speculative decoding without returning to the caller between steps.
 //
-// A level proposes tokens, the level above it computes them all in one step and keeps those it would have
-// chosen itself, and one more (Leviathan et al. 2023, greedy case). A level that is not the last drafts by the
-// same rule with the level below (ML-SpecQD 3.2), so what any level proposes is its own greedy continuation.
-// Where the text repeats itself at length, a lookup at the end proposes to the target at once, past all levels between.
+// A level proposes tokens. The level above computes them all in one step and keeps those it would have chosen itself,
+// plus one more (Leviathan et al. 2023, greedy case). A level that is not the last drafts by the same rule with the
+// level below (ML-SpecQD 3.2), so any level's proposal is its own greedy continuation. Where the text repeats itself at
+// length, a lookup level at the end proposes to the target directly, bypassing the levels between.
 #pragma once
 #include "abi.h"
 #include "rowops.h"
@@ -12,12 +12,12 @@
 struct Speculator {
   const qc_speculation& q;
   int32_t *ids, *positions, *rows, *argmax;  // [max_rows] of the running step
-  int32_t *query_start, *tables, *outs;      // [S + 1], [S][block_stride], [S] output rows of a sequence in the step
-  int32_t *want, *from;                      // [levels][S] tokens still wanted, where the round's drafts begin
+  int32_t *query_start, *tables, *outs;      // [S + 1], [S][block_stride], [S] output rows per sequence in the step
+  int32_t *want, *draft_start;               // [levels][S] tokens still wanted; where the round's drafts begin
   float* logits;                             // [S][vocab], for thresholds
 
-  // Tokens that must recur for a lookup to propose what followed them; and where a model could draft instead.
-  static constexpr int kShortestMatch = 3, kSureMatch = 4;
+  // Tokens that must recur before a lookup proposes what followed them; the second where a model could draft instead.
+  static constexpr int kShortestMatch = 3, kConfidentMatch = 4;
 
   int32_t* text(int s) const { return q.tokens + (int64_t)s * q.stride; }
   int32_t& computed(int k, int s) const { return q.computed[k * q.sequences + s]; }
@@ -27,7 +27,8 @@ struct Speculator {
     return false;
   }
 
-  // One step of level k over what its cache lacks; the last outs[s] rows of sequence s (0: not in it) give argmax.
+  // One step of level k over the tokens missing from its cache. The last outs[s] rows of sequence s give argmax; 0:
+  // sequence s is not in the step.
   bool run(int k, bool need_logits) {
     const qc_level& level = q.level[k];
     int tokens = 0, outputs = 0, n = 0;
@@ -51,7 +52,7 @@ struct Speculator {
     return done;
   }
 
-  // Append want[k][s] tokens to every sequence: fewer where a lookup or a threshold ends it.
+  // Appends want[k][s] tokens to every sequence, fewer where a lookup or a threshold ends the draft.
   bool extend(int k) {
     if (!q.level[k].step) return look_up(k);
     return k + 1 < q.levels ? extend_by_rounds(k) : extend_alone(k);
@@ -77,14 +78,14 @@ struct Speculator {
 
   bool extend_by_rounds(int k) {
     const int n = q.sequences;
-    int32_t *left = want + k * n, *below = left + n, *start = from + k * n;
+    int32_t *left = want + k * n, *below = left + n, *start = draft_start + k * n;
     const bool shortcut = k == 0 && q.levels > 2 && !q.level[q.levels - 1].step;
-    for (int turn = 0; any(left) && (k > 0 || turn < q.rounds); ++turn) {
+    for (int round = 0; any(left) && (k > 0 || round < q.rounds); ++round) {
       for (int s = 0; s < n; ++s) {
         const int gamma = k ? q.level[k + 1].gamma : q.gamma[s];
         start[s] = q.length[s];
         below[s] = left[s] <= 0 ? 0 : gamma < left[s] ? gamma : left[s] - 1;
-        if (shortcut && below[s] > 0 && pass_over(s, left[s] - 1)) below[s] = 0;
+        if (shortcut && below[s] > 0 && propose_by_lookup(s, left[s] - 1)) below[s] = 0;
       }
       if (any(below) && !extend(k + 1)) return false;
       for (int s = 0; s < n; ++s) outs[s] = left[s] > 0 ? q.length[s] - start[s] + 1 : 0;
@@ -98,15 +99,16 @@ struct Speculator {
     return true;
   }
 
-  // Keep the drafts of sequence s that are `chosen`, and the first that is not in their place; how many tokens.
+  // Keeps the drafts of sequence s that match `chosen`, plus the first token of `chosen` that differs or follows.
+  // Returns the number of tokens.
   int accept(int k, int s, const int32_t* chosen) {
-    const int start = from[k * q.sequences + s], drafts = q.length[s] - start;
+    const int start = draft_start[k * q.sequences + s], drafts = q.length[s] - start;
     int32_t* draft = text(s) + start;
     int kept = 0;
     while (kept < drafts && draft[kept] == chosen[kept]) ++kept;
     draft[kept] = k ? token_after(chosen[kept]) : chosen[kept];
     q.length[s] = start + kept + 1;
-    const int valid = q.first[s] + start + kept;  // what the last token leaves is not in any cache yet
+    const int valid = q.first[s] + start + kept;  // the last token is not in any cache yet
     computed(k, s) = valid;
     for (int c = k + 1; c < q.levels; ++c)
       if (q.level[c].cache == q.level[k].cache || computed(c, s) > valid) computed(c, s) = valid;
@@ -120,19 +122,20 @@ struct Speculator {
     return kept + 1;
   }
 
-  // Whether a lookup in the last level proposes to the target. What the levels between then lack in their own caches
-  // must still fit into a step.
-  bool pass_over(int s, int room) {
+  // Lets a lookup in the last level propose to the target; returns whether it did. The tokens that the levels between
+  // then lack in their own caches must still fit into one step.
+  bool propose_by_lookup(int s, int room) {
     const qc_level& last = q.level[q.levels - 1];
     const int rows = q.max_rows / q.sequences - 2, most = last.gamma < rows ? last.gamma : rows;
     for (int k = 1; k < q.levels - 1; ++k)
       if (q.level[k].cache && q.first[s] + q.length[s] - computed(k, s) > rows - 2 * qc_most_drafts) return false;
-    return copy_on(last, s, most < room ? most : room, kSureMatch) > 0;
+    return append_match(last, s, most < room ? most : room, kConfidentMatch) > 0;
   }
 
-  // Prompt lookup (Saxena 2023): appends at most `most` tokens, those that followed the last time that the text ended
-  // as it does now, in the longest match of `shortest` tokens or more. How many.
-  int copy_on(const qc_level& level, int s, int most, int shortest) {
+  // Prompt lookup (Saxena 2023): finds the longest suffix of the text, of at least `shortest` tokens, that occurs
+  // before (the latest occurrence of that length) and appends the `most` tokens that followed. Returns the number of
+  // tokens appended, 0 without a match.
+  int append_match(const qc_level& level, int s, int most, int shortest) {
     int32_t* t = text(s);
     const int end = q.length[s];
     int found = 0, longest = shortest - 1;
@@ -150,7 +153,7 @@ struct Speculator {
   bool look_up(int k) {
     for (int s = 0; s < q.sequences; ++s)
       if (want[k * q.sequences + s] > 0)
-        copy_on(q.level[k], s, want[k * q.sequences + s], k > 1 ? kSureMatch : kShortestMatch);
+        append_match(q.level[k], s, want[k * q.sequences + s], k > 1 ? kConfidentMatch : kShortestMatch);
     return true;
   }
 
@@ -165,7 +168,7 @@ struct Speculator {
     return 1.0f / sum;
   }
 
-  // Carves the work arrays from one block; called with null to measure. Bytes.
+  // Carves the work arrays from one block; called with null to measure. Returns bytes.
   size_t carve(char* base) {
     size_t at = 0;
     auto take = [&](size_t count) {
@@ -179,7 +182,7 @@ struct Speculator {
       if (q.level[k].threshold > 0 && (size_t)q.level[k].vocab > vocab) vocab = (size_t)q.level[k].vocab;
     ids = take(most), positions = take(most), rows = take(most), argmax = take(most);
     query_start = take(n + 1), tables = take(n * (size_t)q.block_stride), outs = take(n);
-    want = take(levels * n), from = take(levels * n);
+    want = take(levels * n), draft_start = take(levels * n);
     logits = (float*)take(n * vocab);
     return at;
   }
@@ -187,16 +190,16 @@ struct Speculator {
 
 QC_API int qc_speculate(const qc_speculation* q) {
   if (!q || q->levels < 2 || q->sequences < 1 || !q->level[0].step) return 1;
-  Speculator now{*q};
+  Speculator speculator{*q};
   void* memory = nullptr;
-  if (posix_memalign(&memory, 64, now.carve(nullptr))) return 1;
-  now.carve((char*)memory);
+  if (posix_memalign(&memory, 64, speculator.carve(nullptr))) return 1;
+  speculator.carve((char*)memory);
   const int level = q->rounds ? 0 : 1;
   for (int s = 0; s < q->sequences; ++s) {
     const int room = q->limit[s] - q->length[s];
-    now.want[level * q->sequences + s] = level && q->gamma[s] < room ? q->gamma[s] : room;
+    speculator.want[level * q->sequences + s] = level && q->gamma[s] < room ? q->gamma[s] : room;
   }
-  const bool done = now.extend(level);
+  const bool done = speculator.extend(level);
   free(memory);
   return !done;
 }

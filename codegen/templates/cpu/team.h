@@ -1,7 +1,7 @@
-// team.h: the threads of a model. One leader (the caller) and threads - 1 workers run each step together.
+// team.h: the threads of a model. One leader (the caller) and threads - 1 workers execute each step together.
 //
-// A step is one function run by every thread, with barriers inside. Between steps the workers spin for
-// about 200 us, so that a decode loop never pays for waking them, then sleep on a futex.
+// A step is one function run by every thread, with barriers inside. Between steps the workers spin for about 200 us, so
+// that a decode loop never pays for waking them, then sleep on a futex.
 #pragma once
 #include <linux/futex.h>
 #include <pthread.h>
@@ -31,12 +31,12 @@ static inline void futex_wake(uint32_t* word, int count) {
   syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
 }
 
-// A counter that one thread moves and one waits for, alone on its cache line.
+// A counter with one writer and one waiter, on its own cache line.
 struct alignas(64) Flag {
   uint32_t value, asleep;
 
-  // The value moves before `asleep` is read, and a sleeper says so before it rereads the value (the kernel
-  // does so once more), so one of the two always sees the other.
+  // The value is published before `asleep` is read, and a waiter sets `asleep` before it rereads the value (the kernel
+  // rereads it once more), so at least one of the two sees the other.
   void raise(uint32_t to) {
     __atomic_exchange_n(&value, to, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&asleep, __ATOMIC_SEQ_CST)) futex_wake(&value, 1);
@@ -44,7 +44,7 @@ struct alignas(64) Flag {
   bool reached(uint32_t target) const {
     return (int32_t)(__atomic_load_n(&value, __ATOMIC_ACQUIRE) - target) >= 0;
   }
-  // Spins `limit` turns, then sleeps; returns for how many seconds it slept.
+  // Spins for up to `limit` iterations, then sleeps. Returns the seconds slept.
   double await(uint32_t target, int limit) {
     for (int turn = 0; turn < limit; ++turn) {
       if (reached(target)) return 0.0;
@@ -59,33 +59,33 @@ struct alignas(64) Flag {
   }
 };
 
-// One thread's count of barriers passed, and how long it spins in them before it sleeps. Spinning is faster: to wake takes
-// up to 120 us on a virtual machine, and a thread that sleeps soon makes the one that waits for it sleep as well. But where
-// other programs hold the cores it uses up this one's share of them, and a thread that sleeps is put back on a core as soon
-// as it is woken. A long sleep tells: after one the thread spins little for some barriers, the longer the sooner after
-// the last it came.
-struct Waiter {
+// One thread's barrier count, and its policy for how long to spin in a barrier before sleeping. Spinning is faster:
+// waking takes up to 120 us on a virtual machine, and a thread that sleeps early makes the thread that waits for it
+// sleep as well. But where other programs use the cores, spinning uses up this thread's share of them, and a sleeping
+// thread is scheduled again as soon as it is woken. A long sleep indicates such contention. After one, the thread spins
+// only briefly for a number of barriers; that number grows if long sleeps follow each other closely.
+struct SpinPolicy {
   uint32_t episode;
-  int wary, caution, calm;  // barriers still to spin little in, how many after the next long sleep, passed since the last
+  int short_spins, backoff, calm_waits;  // short waits left; those after the next long sleep; waits since it
 
-  int patience() const { return wary ? kLittle : kLong; }
-  void waited(double slept) {
-    if (slept > kTimeSlice) {
-      wary = caution, caution = caution < kMostCaution ? caution * 4 : caution, calm = 0;
-    } else if (wary) {
-      --wary;
-    } else if (++calm == kCalm) {
-      caution = kLeastCaution, calm = 0;
+  int spin_limit() const { return short_spins ? kShortSpin : kLongSpin; }
+  void record(double slept) {
+    if (slept > kLongSleep) {
+      short_spins = backoff, backoff = backoff < kMaxBackoff ? backoff * 4 : backoff, calm_waits = 0;
+    } else if (short_spins) {
+      --short_spins;
+    } else if (++calm_waits == kResetAfter) {
+      backoff = kMinBackoff, calm_waits = 0;
     }
   }
-  static constexpr double kTimeSlice = 300e-6;            // another program's is longer
-  static constexpr int kLittle = 64, kLong = 32768;       // turns: about 1 us, 400 us
-  static constexpr int kLeastCaution = 16, kMostCaution = 256, kCalm = 4096;
+  static constexpr double kLongSleep = 300e-6;                    // a time slice of another program is longer
+  static constexpr int kShortSpin = 64, kLongSpin = 32768;  // iterations: about 1 us, 400 us
+  static constexpr int kMinBackoff = 16, kMaxBackoff = 256, kResetAfter = 4096;
 };
 
-// Dissemination barrier (Hensgen, Finkel, Manber 1988): in round r thread i signals thread i + 2^r, so
-// after ceil(log2 n) rounds everyone has heard of everyone. Each flag has one writer and one reader, and
-// counts episodes, so it is never reset.
+// Dissemination barrier (Hensgen, Finkel, Manber 1988): in round r thread i signals thread i + 2^r, so every thread has
+// heard from every other after ceil(log2 n) rounds. Each flag has one writer and one reader and counts episodes, so it
+// is never reset.
 struct Barrier {
   int threads = 1, rounds = 0;
   Flag* flags = nullptr;  // [rounds][threads]
@@ -101,11 +101,11 @@ struct Barrier {
   }
   void close() { free(flags); }
 
-  inline __attribute__((always_inline)) void wait(int tid, Waiter& me) {
+  inline __attribute__((always_inline)) void wait(int tid, SpinPolicy& me) {
     const uint32_t e = ++me.episode;
     for (int r = 0; r < rounds; ++r) {
       flags[r * threads + (tid + (1 << r)) % threads].raise(e);
-      me.waited(flags[r * threads + tid].await(e, me.patience()));
+      me.record(flags[r * threads + tid].await(e, me.spin_limit()));
     }
   }
 };
@@ -113,7 +113,7 @@ struct Barrier {
 struct Team {
   typedef void (*Job)(void* arg, int tid);
   struct alignas(64) Member {
-    Waiter waiter;
+    SpinPolicy spin;
     int tid;
     Team* team;
     pthread_t thread;
@@ -125,8 +125,8 @@ struct Team {
   Job job = nullptr;
   void* arg = nullptr;
   bool quit = false;
-  alignas(64) uint32_t ticket = 0;    // counts jobs; workers wait for it to move
-  alignas(64) uint32_t sleepers = 0;  // workers in the futex, or about to be
+  alignas(64) uint32_t ticket = 0;    // counts jobs; workers wait for it to change
+  alignas(64) uint32_t sleepers = 0;  // workers sleeping on the futex, or about to
 
   bool open(int n) {
     threads = n;
@@ -134,7 +134,7 @@ struct Team {
     void* p = nullptr;
     if (posix_memalign(&p, 64, sizeof(Member) * (size_t)n)) return false;
     members = (Member*)memset(p, 0, sizeof(Member) * (size_t)n);
-    for (int i = 0; i < n; ++i) members[i] = {{0, 0, Waiter::kLeastCaution, 0}, i, this, {}};
+    for (int i = 0; i < n; ++i) members[i] = {{0, 0, SpinPolicy::kMinBackoff, 0}, i, this, {}};
     for (started = 1; started < n; ++started)
       if (pthread_create(&members[started].thread, nullptr, enter, &members[started])) return false;
     return true;
@@ -149,10 +149,10 @@ struct Team {
   }
 
   inline __attribute__((always_inline)) void sync(int tid) {
-    if (threads > 1) barrier.wait(tid, members[tid].waiter);
+    if (threads > 1) barrier.wait(tid, members[tid].spin);
   }
 
-  // Run job(arg, tid) on every thread; returns when all have finished.
+  // Runs job(arg, tid) on every thread; returns when all have finished.
   void run(Job j, void* a) {
     job = j;
     arg = a;
@@ -162,7 +162,7 @@ struct Team {
   }
 
  private:
-  // As in Flag, with many sleepers.
+  // As Flag::raise, with many sleepers.
   void publish() {
     __atomic_fetch_add(&ticket, 1, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&sleepers, __ATOMIC_SEQ_CST)) futex_wake(&ticket, threads);

@@ -1,8 +1,8 @@
-// vec.h: 16-lane vectors of GCC's vector extension, shared by every generated C++ file.
+// vec.h: 16-lane vectors with GCC's vector extension, shared by every generated C++ file.
 //
-// One meaning on every ISA: on AVX-512 a value is one zmm register, elsewhere the compiler splits it.
-// Compile with -ffp-contract=off: a*b+c written here must stay a multiply and an add, so that results
-// are the same on every ISA; where a fused multiply-add is wanted it is asked for by name.
+// The semantics are the same on every ISA: on AVX-512 a value is one zmm register, elsewhere the compiler splits it.
+// Compile with -ffp-contract=off: a*b+c must stay a multiplication and an addition, so that results are the same on
+// every ISA. A fused multiply-add is requested by name where wanted.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -32,7 +32,7 @@ template <class V>
 QC_INLINE void store(void* p, V v) {
   memcpy(p, &v, sizeof(V));
 }
-// Same bits, another type of the same size.
+// Reinterprets the bits as another type of the same size.
 template <class V, class W>
 QC_INLINE V bitcast(W w) {
   static_assert(sizeof(V) == sizeof(W), "bitcast keeps the size");
@@ -45,7 +45,7 @@ QC_INLINE f32x16 splat(float x) { return f32x16{} + x; }
 QC_INLINE i32x16 splat(int32_t x) { return i32x16{} + x; }
 QC_INLINE f32x16 to_f32(i32x16 v) { return __builtin_convertvector(v, f32x16); }
 QC_INLINE f32x16 to_f32(u8x16 v) { return __builtin_convertvector(v, f32x16); }
-QC_INLINE f32x16 select(i32x16 mask, f32x16 yes, f32x16 no) {  // mask lanes are 0 or -1, as comparisons give
+QC_INLINE f32x16 select(i32x16 mask, f32x16 yes, f32x16 no) {  // mask lanes are 0 or -1, as from comparisons
 #if defined(__AVX512F__)
   return mask ? yes : no;  // a mask register and one blend
 #else
@@ -53,8 +53,8 @@ QC_INLINE f32x16 select(i32x16 mask, f32x16 yes, f32x16 no) {  // mask lanes are
 #endif
 }
 
-// a if a > b, else b; so vmax(x, y) is y where x is NaN. GCC compares 64-byte vectors lane by lane where there
-// is no register for them, so there each half is compared by itself.
+// a if a > b, else b; so vmax(x, y) is y where x is NaN. GCC compares 64-byte vectors lane by lane if there is no
+// register of that size, so each part is compared separately there.
 #if defined(__AVX512F__)
 typedef f32x16 f32part;
 typedef i32x16 i32part;
@@ -86,14 +86,14 @@ QC_INLINE f32x16 vmin(f32x16 a, f32x16 b) {
 #endif
 QC_INLINE f32x16 vabs(f32x16 a) { return bitcast<f32x16>(bitcast<i32x16>(a) & 0x7fffffff); }
 
-// Round to nearest even, for |x| < 2^22: adding 1.5 * 2^23 leaves the integer in the low mantissa bits.
+// Rounds to nearest even, for |x| < 2^22: adding 1.5 * 2^23 leaves the integer in the low mantissa bits.
 constexpr float kRoundMagic = 12582912.0f;
 QC_INLINE f32x16 round_even(f32x16 x) { return (x + kRoundMagic) - kRoundMagic; }
 QC_INLINE i32x16 round_to_i32(f32x16 x) {
   return bitcast<i32x16>(x + kRoundMagic) - bitcast<int32_t>(kRoundMagic);
 }
 
-// bfloat16 <-> float; to bf16 rounds to nearest even (NaN is not kept apart: no NaN reaches the kernels).
+// bfloat16 <-> float. Conversion to bf16 rounds to nearest even (NaN is not handled: no NaN reaches the kernels).
 QC_INLINE f32x16 bf16_to_f32(u16x16 v) {
   return bitcast<f32x16>(__builtin_convertvector(v, u32x16) << 16);
 }

@@ -2,7 +2,7 @@
 #pragma once
 #include "elementwise.h"
 
-// The curve is alpha_p, alpha_n, beta and eps.
+// `curve`: alpha_p, alpha_n, beta, eps.
 QC_NOINLINE void xielu(Range rows, const float* x, int stride, int width, const float* curve, float* out) {
   const f32x16 eps = splat(curve[3]);
   each_row(rows, x, stride, width, out, [=](f32x16 v, int, int) {
