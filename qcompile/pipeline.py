@@ -294,7 +294,7 @@ def _import(
     checked = request is not None and request.check_passes
     first, others = passes[0], passes[1:]
     if isinstance(model, Graph) and source:
-        raise UsageError(f"{next(iter(source))} is for models to import: a Graph is imported already")
+        raise UsageError(f"{next(iter(source))} is for what is imported, and a Graph is imported already")
     with clock("import"), frontend.hurried():
         place = None if checked else traces.place(model, source, str(first))
         trace = place.recall() if place else None
