@@ -1,4 +1,4 @@
-"""Give every linear its weight format and activation type, the same for all but the output head."""
+"""Assign each linear a weight format and an activation type: one pair for all linears but the output head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qcompile.passes.base import Pass, PassResult
 
 
 def head_linears(graph: Graph) -> set[fx.Node]:
-    """Linears from which the output is reached without another linear: what makes logits."""
+    """Linears whose results reach the output without passing through another linear: they produce the logits."""
     found: set[fx.Node] = set()
     frontier = list(graph.output.all_input_nodes)
     while frontier:
@@ -27,7 +27,7 @@ def head_linears(graph: Graph) -> set[fx.Node]:
 
 
 def router_linears(graph: Graph) -> set[fx.Node]:
-    """Linears whose outputs, without another linear between, decide which experts are chosen."""
+    """Linears whose results reach the choice of experts without passing through another linear."""
     found: set[fx.Node] = set()
     frontier = [n for node in graph.calls("top_k") for n in node.all_input_nodes]
     while frontier:
@@ -43,9 +43,9 @@ def router_linears(graph: Graph) -> set[fx.Node]:
 class AssignPrecision(Pass):
     """Uniform precision: `weight` and `activation` for all linears, `head` and `head_activation` for the output head.
 
-    Weight formats are numerics.FORMATS and PART_OF, activations numerics.ACTIVATIONS. Routers of experts
-    stay in f32; experts in mix_4_8, which they have no kernel in, get its 4-bit part's format, which a note says. The
-    choice is kept as node.meta["precision"], which `merge` and `quantize` read.
+    Weight formats are those of numerics.FORMATS and PART_OF, activation types those of numerics.ACTIVATIONS. Expert
+    routers stay in f32. Experts have no mix_4_8 kernel and get the format of its 4-bit part instead, with a note. The
+    choice is stored in node.meta["precision"], which `merge` and `quantize` read.
     """
 
     name: ClassVar[str] = "assign_precision"
@@ -72,7 +72,7 @@ class AssignPrecision(Pass):
         notes: tuple[str, ...] = ()
         for node in graph.calls("linear", "expert_linear"):
             weight, activation = (self.head, self.head_activation) if node in head else (self.weight, self.activation)
-            if node in routers:  # small, and a rounded score sends a token to another expert
+            if node in routers:  # small, and a rounding error in a score can send a token to another expert
                 weight, activation = "f32", "f32"
             if weight == "mix_4_8" and ops.name_of(node.target) == "expert_linear":
                 weight, notes = "w4_asym_g128", ("experts have no kernel in mix_4_8: theirs are w4_asym_g128",)
@@ -93,4 +93,4 @@ ACTIVATIONS = {
     "mix_4_8": numerics.INTEGER_ACTIVATIONS,
     "nested_4": (*numerics.INTEGER_ACTIVATIONS, "bf16"),
 }
-"""Activation types each weight format has kernels for."""
+"""Activation types for which each weight format has kernels."""

@@ -1,4 +1,4 @@
-"""What a pass is, and how the pipeline runs them: check what each requires, run it, check what it ensures."""
+"""The base class of passes, and how the pipeline runs them: check `requires`, run the pass, check `ensures`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qcompile.graph import Graph
 
 @dataclass(frozen=True)
 class PassResult:
-    """The rewritten graph, how often the rewrite happened, and what was left alone and why, one line each."""
+    """The rewritten graph, how often the rewrite fired, and one line per place it left alone, with the reason."""
 
     graph: Graph
     fired: int
@@ -24,8 +24,8 @@ class PassResult:
 class Pass(ABC):
     """A rewrite of a graph. Its fields are its options; it prints as `name{field=value, ...}`.
 
-    `run` leaves its argument as it was (rewrite a clone). `requires` are the stages it accepts, all when
-    empty; `ensures` is the stage of its result, None when it keeps the stage. Both are checked by `apply`.
+    `run` must not modify its argument: it rewrites a clone. `requires` lists the stages the pass accepts (empty: all);
+    `ensures` is the stage of its result (None: unchanged). `apply` checks both.
     """
 
     name: ClassVar[str]
@@ -34,11 +34,11 @@ class Pass(ABC):
 
     @abstractmethod
     def run(self, graph: Graph) -> PassResult:
-        """Rewrite `graph`. Raises PassError, naming node and reason, where a side condition fails."""
+        """Rewrite `graph`. Raises PassError with the node and the reason when a side condition does not hold."""
 
     @property
     def wanted(self) -> bool:
-        """Whether the pipeline runs this pass; optional passes have a field `enabled` that says so."""
+        """Whether the pipeline runs this pass. Optional passes have a field `enabled` that decides."""
         return bool(self.options().get("enabled", True))
 
     def options(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class Pass(ABC):
 
 
 def apply(rewrite: Pass, graph: Graph) -> PassResult:
-    """Run `rewrite` between its checks. A failed check is a bug of ours and raises check.CheckError."""
+    """Run `rewrite` and check the graph before and after. A failed check is a compiler bug: raises check.CheckError."""
     if rewrite.requires and graph.stage not in rewrite.requires:
         wanted = " or ".join(rewrite.requires)
         raise check.CheckError(f"{rewrite.name} runs on a graph at stage {wanted}, not {graph.stage}")
@@ -65,9 +65,9 @@ def apply(rewrite: Pass, graph: Graph) -> PassResult:
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What a pass did: its options, how often it fired, what it left alone, and how long it took.
+    """What a pass did: its options, how often it fired, what it left alone, and its time in seconds.
 
-    `max_relative_error` is how far it moved the logits of a short text, None where that was not asked for.
+    `max_relative_error` is how far the pass moved the logits of a short text, or None if that was not measured.
     """
 
     name: str
@@ -79,14 +79,14 @@ class PassRecord:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What is the same in every build of the model."""
+        """The part of the record that is the same in every build of the model."""
         return {"name": self.name, "options": self.options, "fired": self.fired, "notes": list(self.notes)}
 
 
 def run_passes(
     graph: Graph, passes: tuple[Pass, ...], clock: Clock | None = None, check_passes: bool = False
 ) -> tuple[list[Graph], list[PassRecord]]:
-    """Run the passes that are wanted in order, each between its checks; the graph after each, and what each did."""
+    """Run the enabled passes in order, with checks. Returns the graph after each pass, and a record of each."""
     clock = clock or Clock(silent)
     graphs, records = [], []
     logits = check.sample(graph) if check_passes else None

@@ -1,4 +1,4 @@
-"""Cache: the whole-sequence graph becomes a step over rows of many sequences and a paged KV cache."""
+"""Cache: turn the whole-sequence graph into one step over rows of many sequences with a paged KV cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qcompile.passes.base import Pass, PassResult
 from qcompile.passes.gather import gathered
 
 UPPER_HALF = {"kv_hier": "kv_hier4"}
-"""What a draft reads of a cache instead of all of it (QuantSpec 4.2)."""
+"""The part of a cache format that a draft reads instead of the whole (QuantSpec 4.2)."""
 STEP_INPUTS = ("token_ids", "positions", "sequence", "block_table", "output_rows", "cache")
 
 
@@ -24,12 +24,12 @@ STEP_INPUTS = ("token_ids", "positions", "sequence", "block_table", "output_rows
 class Cache(Pass):
     """Attention reads keys and values back from a cache of `format` (kv32, kv16, kv8, kv4, kv_hier, kv_hier4).
 
-    The graph's inputs become token_ids [M], positions [M], sequence [M] (which row of block_table), block_table
-    [S, pages], output_rows [R], cache [layers, 2, slots, Hk, D]; its outputs logits [R, V] and the new cache.
-    Everything but attention works on rows apart from each other, so only it changes; logits are made for
-    the rows asked for. Values narrower than keys are filled up with zeros, which come off again behind attention: a
-    page has room for heads of one size. Quantized keys and values are per head and token (QServe 3.2). kv_hier is
-    QuantSpec's hierarchical cache, and kv_hier4 a draft's view of it that reads the upper 4 bits alone.
+    The graph's inputs become token_ids [M], positions [M], sequence [M] (the row's index into block_table), block_table
+    [S, pages], output_rows [R] and cache [layers, 2, slots, Hk, D]; its outputs are logits [R, V] and the new cache.
+    All operators but attention treat rows independently, so only attention changes. Logits are computed for
+    `output_rows` only. Values narrower than keys are padded with zeros, which are sliced off after attention, because
+    all heads in a page have one size. Keys and values are quantized per head and token (QServe 3.2). kv_hier is
+    QuantSpec's hierarchical cache; kv_hier4 is the draft's view of it, which reads the upper 4 bits only.
     """
 
     name: ClassVar[str] = "cache"
@@ -42,13 +42,13 @@ class Cache(Pass):
             raise UsageError(f"cache.format={self.format} is unknown; there are {', '.join(numerics.KV_BITS)}")
 
     def for_draft(self) -> Cache:
-        """How a path that drafts over the same cache reads it: of a hierarchical one the upper bits alone."""
+        """The pass for a draft over the same cache: it reads only the upper bits of a hierarchical cache."""
         return Cache(UPPER_HALF.get(self.format, self.format))
 
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()
         for node in graph.calls("attention"):
-            _fill_values(graph, node)
+            _pad_values(graph, node)
         attentions = graph.calls("attention")
         heads = {_kv_shape(node) for node in attentions}
         if not attentions:
@@ -82,7 +82,7 @@ class Cache(Pass):
 
 
 def _call(graph: Graph, name: str, *args: Any) -> fx.Node:
-    """A node whose shape is inferred later, when all inputs have their step shapes."""
+    """Create a node whose shape is inferred later, when all inputs have their step shapes."""
     return graph.fx.create_node("call_function", ops.op(name), args, name=name)
 
 
@@ -98,8 +98,8 @@ def _kv_shape(node: fx.Node) -> tuple[int, int]:
     return tuple(k[-2:])
 
 
-def _fill_values(graph: Graph, node: fx.Node) -> None:
-    """Give values narrower than keys zeros behind them, which make zeros that are cut off."""
+def _pad_values(graph: Graph, node: fx.Node) -> None:
+    """Pad values narrower than keys with zeros, and slice the padding off the attention output."""
     _, key, value, *_ = _args(node)
     (_, _, heads, wide), (_, _, kv_heads, narrow) = key.meta["val"].shape, value.meta["val"].shape
     if narrow >= wide:
@@ -124,7 +124,7 @@ def _fill_values(graph: Graph, node: fx.Node) -> None:
 
 
 def _step_inputs(graph: Graph) -> dict[str, fx.Node]:
-    """Replace the graph's inputs (token_ids, positions) by a step's."""
+    """Replace the graph's inputs (token_ids, positions) by those of a step."""
     old = graph.inputs
     with graph.fx.inserting_before(graph.nodes[0]):
         new = {name: graph.fx.placeholder(f"step_{name}") for name in STEP_INPUTS}
@@ -134,7 +134,7 @@ def _step_inputs(graph: Graph) -> dict[str, fx.Node]:
 
 
 def _take_output_rows(graph: Graph, rows: fx.Node) -> None:
-    """Gather the wanted rows as early as the way to the logits is a single chain of row-wise operators."""
+    """Gather the wanted rows as early as possible: at the start of the single chain of row-wise operators to logits."""
     node: Any = graph.output.args[0]
     while True:
         sources = [n for n in node.all_input_nodes if not graph.is_weight(n)]
@@ -144,13 +144,13 @@ def _take_output_rows(graph: Graph, rows: fx.Node) -> None:
     users = list(node.users)
     with graph.fx.inserting_after(node):
         taken = _call(graph, "take_rows", node, rows)
-    reaching = _reaching(graph)
+    reaching = _output_chain(graph)
     for user in users:
         if user in reaching:
             user.replace_input_with(node, taken)
 
 
-def _reaching(graph: Graph) -> set[fx.Node]:
+def _output_chain(graph: Graph) -> set[fx.Node]:
     """Nodes on the single chain that ends in the output."""
     chain: set[fx.Node] = {graph.output}
     node: Any = graph.output.args[0]

@@ -1,4 +1,4 @@
-"""Calibrate: choose the codes of quantized weights by the error they make in their layer's output on real text."""
+"""Calibrate: choose the codes of quantized weights by the error of their layer's output on real text."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from qcompile.sweep import Sweep
 
 @dataclass(frozen=True)
 class Calibrate(Pass):
-    """Rounds weights by clipping (`clip`) and GPTQ (`gptq`) over the calibration text, layer after layer.
+    """Rounds weights by clipping (`clip`) and GPTQ (`gptq`) on the calibration text, layer by layer.
 
-    Each layer's inputs come through the layers before it as they were rounded, and through quantized activations.
-    With `restore` its weights are first moved to give from these inputs what the float model's layer gives from its
-    own, as far as a linear can, so that later layers make up for earlier ones. `damping` is a share of the mean second
-    moment of a layer's inputs. GPTQ's codes are gone over by coordinate descent, `descent` times at most. Experts are
-    rounded one by one, by the tokens that reach them. Without calibration text weights keep their nearest codes, which
-    a note says.
+    A layer's inputs are computed through the already rounded layers before it, with quantized activations. With
+    `restore`, its weights are first moved so that on these inputs they approximate, as far as a linear can, what the
+    float layer computes from its own inputs; later layers then compensate for errors of earlier ones. `damping` is
+    relative to the mean second moment of the layer's inputs. `descent` is the maximum number of coordinate-descent
+    sweeps over GPTQ's codes. Each expert is rounded separately, on the tokens routed to it. Without calibration text
+    weights are rounded to nearest, and a note says so.
+
     Sources: Frantar et al. 2022 (GPTQ, with activation order and static groups); QServe B.2.4 (clipping); Arai and
     Ichikawa 2025 (QEP: `restore`). `fired` counts weights.
     """
@@ -62,7 +63,7 @@ class Calibrate(Pass):
 
 
 def _targets(graph: Graph) -> dict[fx.Node, fx.Node]:
-    """Weights (quantize_* nodes) there is a choice in, each with the first gemm that reads it, in order."""
+    """Weights (quantize_* nodes) whose codes can be chosen, each with the first gemm that reads it, in graph order."""
     found: dict[fx.Node, fx.Node] = {}
     for gemm in graph.calls("gemm", "expert_gemm"):
         weight = _args(gemm)[2 if ops.name_of(gemm.target) == "expert_gemm" else 1]
@@ -74,7 +75,7 @@ def _targets(graph: Graph) -> dict[fx.Node, fx.Node]:
 
 
 def format_of(weight: fx.Node) -> str:
-    """The format a node rounds a weight to; "" where it rounds none."""
+    """The format that a node rounds a weight to; "" if it is not a rounding."""
     kind = ops.name_of(weight.target)
     return "mix_4_8" if kind == "quantize_mixed" else str(weight.args[1]) if kind == "quantize_weight" else ""
 
@@ -84,12 +85,12 @@ def _args(node: fx.Node) -> Any:
 
 
 _Moments = tuple[Tensor, Tensor | None]
-"""Second moments of a linear's inputs, and what its weight is multiplied with before it is rounded (None: nothing)."""
+"""Second moments of a linear's inputs, and the matrix its weight is multiplied by before rounding (None: none)."""
 
 
 @dataclass
 class _Work:
-    """One run of the pass: weight after weight, each kept under a key of everything it depends on."""
+    """One run of the pass, one weight at a time. Results are kept under a key of everything they depend on."""
 
     options: Calibrate
     graph: Graph
@@ -120,7 +121,7 @@ class _Work:
         return len(self.targets), tuple(self.notes)
 
     def _before(self, weight: fx.Node, last: fx.Node) -> bool:
-        """Whether the sweep must reach `weight`: up to the last one that is to be chosen, and no further."""
+        """Whether the sweep must reach `weight`. It stops at `last`, the last weight without a kept result."""
         order = list(self.targets)
         return order.index(weight) <= order.index(last)
 
@@ -183,10 +184,10 @@ class _Work:
         origin: Origin | None,
         moments: dict[fx.Node, _Moments],
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """What to round, [N, K], with the second moments of its inputs; of experts' rows each expert's, with its own.
+        """The weight to round [N, K] and the second moments of its inputs; for experts, one pair per expert.
 
-        What few tokens reach, an expert, is not moved; nor is a weight of two planes, of which the whole is read behind
-        layers that are as good.
+        `restore` does not move experts, which see few tokens, nor two-plane (nested) weights, whose 8-bit whole runs
+        behind equally accurate layers and must not compensate for errors of the upper plane.
         """
         source = _args(gemm)[0]
         if ops.name_of(gemm.target) == "expert_gemm":
@@ -196,7 +197,7 @@ class _Work:
             yield from zip(value.chunk(experts), expert_moments(inputs, experts), strict=True)
             return
         if source not in moments:
-            moments.clear()  # one layer's at a time
+            moments.clear()  # keep the moments of one layer only
             moments[source] = self._moments(gemm, sweep.values(source), origin)
         hessian, back = moments[source]
         yield value if back is None else value.float() @ back, hessian
@@ -207,7 +208,7 @@ class _Work:
         return second_moments(values), restoring(values, origin.values(gemm), self.options.damping)
 
     def _put(self, weight: fx.Node, loaded: Kept, key: str) -> None:
-        """Make the graph read these parts, and say on the node how good they are."""
+        """Make the graph read these parts, and record their error on the node."""
         parts, figures, notes = loaded
         self.notes += notes
         nodes = []
@@ -216,12 +217,12 @@ class _Work:
             self.graph.weights.add(name, part.shape, part.dtype, self._loader(part, key, index))
             nodes.append(name)
         if format_of(weight) == "mix_4_8":
-            nodes.pop()  # which rows are wide is an argument already
+            nodes.pop()  # the marks of wide rows are an argument already
         weight.args = (*weight.args[:2], *(self.graph.weight(name) for name in nodes))
         weight.meta["calibrated"] = figures
 
     def _loader(self, part: Tensor, key: str, index: int) -> Callable[[], Tensor]:
-        """How the part is read when it is needed: from the folder of results where there is one."""
+        """A function that reads the part on demand: from the results folder if there is one, else from memory."""
         path = self.calibration.path(key)
         if path is None:
             return lambda: part
@@ -235,7 +236,7 @@ class _Work:
 
 
 def second_moments(values: list[numerics.Parts]) -> Tensor:
-    """E[x xᵀ], f32 [K, K], of a linear's inputs in all samples, each given as the parts of an activation."""
+    """E[x xᵀ], f32 [K, K], of a linear's inputs over all samples, each given as the parts of an activation."""
     total: Tensor | None = None
     count = 0
     for parts in values:
@@ -251,10 +252,10 @@ def _rounded(x: Tensor, kind: str, group: int) -> Tensor:
 
 
 def expert_moments(inputs: list[tuple[Tensor, Tensor]], experts: int) -> Iterator[Tensor]:
-    """E[x xᵀ], f32 [K, K], of what reaches each expert.
+    """E[x xᵀ], f32 [K, K], of the inputs routed to each expert.
 
-    `inputs` holds a sample's x [..., K], or [..., k, K] by slot, and index [..., k] of experts. An expert that few
-    tokens reach leans on what the others see: K tokens of all's moments are added to its own.
+    Each of `inputs` is one sample: x [..., K], or [..., k, K] with one row per slot, and the expert index [..., k].
+    For experts with few tokens, the mean moments over all experts are mixed in with the weight of K tokens.
     """
     rows = [x if x.dim() == index.dim() + 1 else x.unsqueeze(-2).expand(*index.shape, -1) for x, index in inputs]
     width = rows[0].shape[-1]

@@ -1,9 +1,9 @@
-"""Center keys: what all keys of a text have in common comes off them, ahead of the cache.
+"""Center keys: subtract from all keys what they have in common, before they are cached.
 
-What is taken off all keys alike moves all scores of a query alike, which softmax does not see. Where something else
-sees scores, attention adds to them what was taken off: one number for each query. A cache of few bits gives all
-channels of a key one rounding step, which channels far from zero make wide whether they vary or not. Biases put them
-there, and a rotary embedding leaves them there where it hardly turns.
+Subtracting one vector from all keys shifts all scores of a query by the same amount, which softmax ignores. Where
+scores are also used otherwise (soft capping, sinks), attention adds that amount back: one number per query. A low-bit
+cache has one rounding step for all channels of a key, and channels far from zero widen it even if they hardly vary.
+Biases cause such offsets, and RoPE preserves them in channel pairs with low frequencies.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from qcompile.sweep import Sweep
 
 @dataclass(frozen=True)
 class CenterKeys(Pass):
-    """Takes a mean key, one for each KV head, off the keys behind the rotary embedding.
+    """Subtracts a mean key, one per KV head, from the keys after the rotary embedding.
 
-    It is what calibration text gives ahead of the embedding, turned as at all positions the model can take and averaged
-    over those: the text's own positions may be the first few, and a pair of channels that has turned half way round
-    since would be moved further from zero. The kernel that appends keys does it. Where scores are capped or weighed
-    against sinks, attention is told what it is that keys are less. Attentions whose keys are turned otherwise are named
-    in the notes, and so is that there is no text. `fired` counts attentions.
+    The mean is measured on calibration text before RoPE, then rotated to and averaged over all positions the model
+    supports: calibration text may cover the first positions only, and a pair of channels that has turned by half a
+    circle since would be moved away from zero. The kernel that appends keys subtracts it. Where scores are capped or
+    compared with sinks, attention gets the mean as an argument. Attentions whose keys are rotated in another way are
+    listed in the notes, as is missing calibration text. `fired` counts attentions.
     """
 
     name: ClassVar[str] = "center_keys"
@@ -55,13 +55,13 @@ class CenterKeys(Pass):
             with graph.fx.inserting_before(node):
                 node.update_arg(1, graph.call("rotate_heads", node.args[1], graph.weight(name), 0))
             given = (*node.args, *(0, 0.0, None, None)[len(node.args) - 4 :])
-            if given[5] or given[6] is not None:  # a cap, or sinks
+            if given[5] or given[6] is not None:  # a soft cap, or sinks
                 node.args = (*given, graph.weight(name))
         return PassResult(graph, len(means), tuple(notes))
 
 
 def _means(graph: Graph, stops: dict[fx.Node, fx.Node]) -> dict[fx.Node, Tensor]:
-    """The mean key f32 [Hk, D] of each attention, whose keys `stops` has a rope for, or itself where they have none."""
+    """The mean key f32 [Hk, D] of each attention; `stops` maps it to its keys' rope, or to itself without rope."""
     assert graph.calibration is not None
     sweep = Sweep(graph, graph.calibration.excerpt())
     order = {node: index for index, node in enumerate(graph.nodes)}
@@ -75,7 +75,7 @@ def _means(graph: Graph, stops: dict[fx.Node, fx.Node]) -> dict[fx.Node, Tensor]
 
 
 def _over_positions(graph: Graph, mean: Tensor, rope: fx.Node) -> Tensor:
-    """The mean f32 [Hk, D] of keys behind `rope` over all positions of the model, where `mean` is that before it."""
+    """The mean f32 [Hk, D] of keys after `rope` over all positions of the model, given `mean`, their mean before it."""
     _, _, inv_freq, scaling, interleaved = _args(rope)
     frequencies = graph.evaluate(inv_freq).double()
     angles = torch.arange(graph.info.max_position).double()[:, None] * frequencies
@@ -87,7 +87,7 @@ def _over_positions(graph: Graph, mean: Tensor, rope: fx.Node) -> Tensor:
 
 
 def _obstacle(graph: Graph, attention: fx.Node) -> str | None:
-    """Why keys keep their mean; None where it is known how positions turn them."""
+    """Why the keys of `attention` are not centered; None when their rotation depends on known positions."""
     key: Any = attention.args[1]
     known = ops.name_of(key.target) != "rope" or (key.args[1] in graph.inputs and graph.is_weight(key.args[2]))
     return None if known else "its keys are turned by something other than their positions"

@@ -1,7 +1,7 @@
-"""Move a diagonal scale of a value's channels into whatever produces that value.
+"""Move a diagonal scale of a value's channels into the operators that produce the value.
 
-The table of how a scale passes each operator is `_PUSH`, keyed by operators, not by models. A producer that cannot
-take the scale is refused with its node, before anything is changed.
+`_PUSH` says how a scale passes each operator; its keys are operators, not models. If a producer cannot absorb the
+scale, the push is refused with that node's name before anything is changed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from qcompile.graph import Graph
 
 
 def not_linears_alone(graph: Graph, node: fx.Node) -> str | None:
-    """Why a change of scale at `node` cannot move into the weights of linears that read it; None when it can."""
+    """Why a rescaling at `node` cannot move into the weights of the linears that read it; None when it can."""
     if not node.users:
         return "nothing reads it"
     for user in node.users:
@@ -28,10 +28,11 @@ def not_linears_alone(graph: Graph, node: fx.Node) -> str | None:
 
 
 class ScalePusher:
-    """Multiplies (or with `inverse` divides) the channels of values by a weight vector, in their producers.
+    """Multiplies (with `inverse`: divides) the channels of values by a weight vector, inside their producers.
 
-    A vector is [F] for a value [..., F], and [H * D] or [D] (alike in all heads) for one [..., H, D]. `paired`
-    says that the vector is equal within each rotary pair, so that it passes a rotation. `fired` counts weights changed.
+    The vector is [F] for a value [..., F], and [H * D] or [D] (shared by all heads) for a value [..., H, D]. `paired`
+    promises equal factors within each rotary pair, so that the scale commutes with RoPE. `fired` counts changed
+    weights.
     """
 
     def __init__(self, graph: Graph, pass_name: str, *, paired: bool = False) -> None:
@@ -39,7 +40,7 @@ class ScalePusher:
         self.fired = 0
 
     def push(self, value: fx.Node, user: fx.Node, factor: fx.Node, inverse: bool) -> None:
-        """Scale `value`, which `user` alone must read, in one place. Raises PassError where it cannot be done."""
+        """Scale `value`, whose only user must be `user`. If impossible, raises PassError and changes nothing."""
         self._check(value, user, int(factor.meta["val"].shape[0]))
         self._apply(value, factor, inverse)
 
@@ -68,12 +69,12 @@ class ScalePusher:
         for index, axis in _PUSH[kind].weights:
             weight = node.args[index] if len(node.args) > index else None
             if weight is not None and weight.meta["val"].shape[axis] % size:
-                raise PassError(self.pass_name, node.name, "one weight of it serves channels that are scaled apart")
+                raise PassError(self.pass_name, node.name, "one of its weights serves channels with different scales")
         for source in self._sources(node, kind):
             self._check(source, node, size)
 
     def _sources(self, node: Any, kind: str) -> list[fx.Node]:
-        """Producers the scale moves on to; none where it ends in this node's weights."""
+        """The producers that the scale moves on to; empty if it ends in this node's weights."""
         if kind == "mul" and _is_by_row(node):
             return [node.args[0]]
         return [node.args[index] for index in _PUSH[kind].passes_to]
@@ -90,12 +91,12 @@ class ScalePusher:
 
 
 def _is_by_row(product: Any) -> bool:
-    """Whether the second factor is one number for all channels, as one of the position is: the first takes a scale."""
+    """Whether the second factor is one number per row, such as a factor of the position: then the first is scaled."""
     return bool(product.args[1].meta["val"].shape == (*product.meta["val"].shape[:-1], 1))
 
 
 class _Rule:
-    """How a scale passes an operator: `weights` (argument, axis) take it, `passes_to` arguments hand it on."""
+    """How a scale passes an operator: `weights` (argument, axis) absorb it, arguments `passes_to` pass it on."""
 
     def __init__(self, weights: tuple[tuple[int, int], ...] = (), passes_to: tuple[int, ...] = ()) -> None:
         self.weights, self.passes_to = weights, passes_to
@@ -105,7 +106,7 @@ _PUSH: dict[str, _Rule] = {
     "linear": _Rule(weights=((1, 0), (2, 0))),
     "rms_norm": _Rule(weights=((1, 0),)),
     "layer_norm": _Rule(weights=((1, 0), (2, 0))),
-    "mul": _Rule(passes_to=(1,)),  # act(gate) * up: the second factor is linear in its weights
+    "mul": _Rule(passes_to=(1,)),  # act(gate) * up: only `up` is linear in its weights
     "rope": _Rule(passes_to=(0,)),
     "rotate_heads": _Rule(weights=((1, 0),), passes_to=(0,)),
     "split_heads": _Rule(passes_to=(0,)),

@@ -1,7 +1,7 @@
-"""Fold norms: the scale, bias and mean-centering of norms move into the linears around them.
+"""Fold norms: move the scale, bias and mean-centering of norms into the linears around them.
 
-LayerNorm is RMSNorm of a centered value, and centering is linear, so it can be done by whatever writes the residual
-stream (SliceGPT, Ashkboos et al. 2024, section 3.1). After that LayerNorm models can be rotated as others are.
+LayerNorm is RMSNorm of a centered value. Centering is linear, so the writers of the residual stream can do it
+(SliceGPT, Ashkboos et al. 2024, section 3.1). Models with LayerNorm can then be rotated like those with RMSNorm.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ NORMS = ("rms_norm", "layer_norm")
 
 @dataclass(frozen=True)
 class FoldNorms(Pass):
-    """`W (n * w + b) + c` becomes `(W * w) n + (W b + c)`, so that norms are without scale and bias.
+    """`W (n * w + b) + c` becomes `(W * w) n + (W b + c)`, which leaves the norm without scale and bias.
 
-    Fires on a norm whose readers are all linears, over their input. The fold is written as operators on the
-    linear's weight, so a weight that something else reads too (a tied embedding) keeps its values there.
+    Fires on a norm whose users are all linears that read it as their input. The fold is written as operators on the
+    linear's weight, so a weight with other users (a tied embedding) keeps its values for them.
 
-    Where then all that reads a residual stream are layer_norms without parameters, and linears or embeddings
-    write it, the writers' weights are centered and the norms become rms_norms; each such norm counts too.
+    If all users of a residual stream are then layer_norms without parameters, and all its writers are linears or
+    embeddings, the writers' weights are centered and the norms become rms_norms. Each such norm counts as fired too.
 
-    Rotation needs it. Rounding is better off without: a scale per input channel widens the ranges that a group of
-    inputs shares (W4 g128 on the sample model: perplexity 5.572 folded, 5.531 not). So with `needed` only norms of
-    residual streams that weights can turn once all norms are folded are, and others are named in the notes.
+    Rotation requires the fold; plain rounding is better without it, because a scale per input channel widens the range
+    of the inputs that share a group (W4 g128 on the sample model: perplexity 5.572 folded, 5.531 unfolded). With
+    `needed`, only the norms of residual streams that can be rotated offline once all norms are folded are folded; the
+    others are listed in the notes.
     """
 
     name: ClassVar[str] = "fold_norms"
@@ -48,7 +49,7 @@ class FoldNorms(Pass):
         return self._fold(graph, {value.name for stream in turning for value in stream.values})
 
     def _fold(self, graph: Graph, needed: set[str] | None) -> PassResult:
-        """A copy with its norms folded: those of values called as in `needed`, all without."""
+        """A copy with its norms folded: those whose input is named in `needed`, or all if `needed` is None."""
         graph = graph.clone()
         fired, notes = 0, []
         for node in graph.calls(*NORMS):
@@ -57,7 +58,7 @@ class FoldNorms(Pass):
                 continue
             reason = not_linears_alone(graph, node)
             if reason is None and needed is not None and str(node.args[0]) not in needed:
-                reason = "no residual stream can be turned for it, so that it keeps its scale and bias"
+                reason = "no residual stream can be rotated for it, so it keeps its scale and bias"
             if reason is None:
                 _fold(graph, node, scale, shift)
                 fired += 1
@@ -76,7 +77,7 @@ class FoldNorms(Pass):
 
 
 def _parameters(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
-    """(scale, bias) of a norm."""
+    """(scale, bias) of a norm; None for each that it lacks."""
     scale, shift = node.args[1], node.args[2] if ops.name_of(node.target) == "layer_norm" else None
     assert scale is None or isinstance(scale, fx.Node)
     assert shift is None or isinstance(shift, fx.Node)
@@ -97,7 +98,7 @@ def _fold(graph: Graph, node: fx.Node, scale: fx.Node | None, shift: fx.Node | N
 
 
 def _centering_refusal(graph: Graph, stream: analysis.Stream) -> str | None:
-    """Why the mean of `stream` cannot be taken out where it is written; None when it can."""
+    """Why the writers of `stream` cannot remove its mean; None when they can."""
     for user, value in stream.reads:
         if ops.name_of(user.target) != "layer_norm" or user.args[0] is not value:
             return f"node {user.name}: reads the residual stream with its mean, which layer_norms take out"
@@ -110,7 +111,7 @@ def _centering_refusal(graph: Graph, stream: analysis.Stream) -> str | None:
 
 
 def _center(graph: Graph, stream: analysis.Stream, norms: list[fx.Node]) -> None:
-    """Center what every writer of `stream` writes, and constants added on the way; its norms need not any more."""
+    """Center the output of every writer of `stream` and every constant added to it; its norms become rms_norms."""
     for writer in (analysis.weighted(graph, writer) for writer in stream.writers):
         place, axis, inputs = analysis.WEIGHT_AXES[str(ops.name_of(writer.target))]
         _center_argument(graph, writer, place, axis)
@@ -127,6 +128,6 @@ def _center(graph: Graph, stream: analysis.Stream, norms: list[fx.Node]) -> None
 
 
 def _center_argument(graph: Graph, node: fx.Node, index: int, axis: int) -> None:
-    """Center weight argument `index` of `node` along `axis`; nothing where it is absent."""
+    """Center weight argument `index` of `node` along `axis`; does nothing if the argument is absent."""
     if len(node.args) > index and node.args[index] is not None:
         node.update_arg(index, graph.call_weight("center", node.args[index], axis))

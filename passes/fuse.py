@@ -1,4 +1,4 @@
-"""Fuse: join neighbours that one kernel does in one pass over memory."""
+"""Fuse: join neighbouring operators that one kernel does in one pass over memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _NORMS = {"rms_norm": "rms", "layer_norm": "layer"}
 class Fuse(Pass):
     """Norm + quantization; online rotation + quantization; norms in heads + rope + cache append; gemm + residual add.
 
-    Each needs sole readers. The gate's activation was joined by `merge`, which must come before weights are rounded.
+    All but the append require that the inner value has one user; the append copies heads that others read too. Gate
+    activations are fused earlier, by `merge`, because their weights must be joined before rounding.
     """
 
     name: ClassVar[str] = "fuse"
@@ -40,7 +41,7 @@ class Fuse(Pass):
 
 
 def _fuse_norm(graph: Graph, node: fx.Node) -> bool:
-    """quantize_activation(norm(x)) -> norm_quantize(x), when nothing else reads the norm."""
+    """quantize_activation(norm(x)) -> norm_quantize(x), when the norm has no other user."""
     norm, dtype, group = node.args
     assert isinstance(norm, fx.Node)
     kind = _NORMS.get(ops.name_of(norm.target) or "")
@@ -54,7 +55,7 @@ def _fuse_norm(graph: Graph, node: fx.Node) -> bool:
 
 
 def _fuse_rotation(graph: Graph, node: fx.Node) -> bool:
-    """quantize_activation(hadamard(x)) -> hadamard_quantize(x), when nothing else reads the rotated value."""
+    """quantize_activation(hadamard(x)) -> hadamard_quantize(x), when the rotated value has no other user."""
     turned, dtype, group = node.args
     assert isinstance(turned, fx.Node)
     if ops.name_of(turned.target) != "hadamard" or len(turned.users) > 1 or dtype == "f32":
@@ -68,11 +69,12 @@ def _fuse_rotation(graph: Graph, node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class _Heads:
-    """A value [M, H, D] read out of `source` [M, F] from column `start`, perhaps normalized, perhaps rotated.
+    """A value [M, H, D] read from `source` [M, F] starting at column `start`, optionally normalized and rotated.
 
-    `norm` is (weight, bias, eps, kind, blocks, width of a block), `rope` and `turn` (of rotate_heads) the arguments
-    after the value, `times` what heads are multiplied with: a table [P, 1] of positions, and a weight [D] behind the
-    rotation. `alone` says that nothing else reads what lies between, so that the source's columns may be overwritten.
+    `norm` is (weight, bias, eps, kind, blocks, block width). `rope` and `turn` (of rotate_heads) are the operators'
+    arguments after the value. `times` are the factors of the heads: a table [P, 1] indexed by position, and a weight
+    [D] applied after RoPE. `alone` says that the values in between have no other users, so that the source's columns
+    may be overwritten.
     """
 
     source: fx.Node
@@ -87,13 +89,13 @@ class _Heads:
 
 
 class _Chain:
-    """A walk from a value to what it is made of: `nodes` as far as it went, and `end`, which the last of them reads."""
+    """A walk from a value back through its producers: `nodes` are the nodes passed, `end` is the value reached."""
 
     def __init__(self, graph: Graph, end: Any) -> None:
         self.graph, self.nodes, self.end = graph, [], end  # type: tuple[Graph, list[fx.Node], Any]
 
     def take(self, *kinds: str) -> tuple[Any, ...] | None:
-        """Go on to the first operand of `end`, if that is one of the operators `kinds`; its other operands."""
+        """Step to the first operand of `end` if `end` is one of the operators `kinds`; returns its other operands."""
         if ops.name_of(self.end.target) not in kinds:
             return None
         self.nodes.append(self.end)
@@ -102,12 +104,12 @@ class _Chain:
         return operands[1:]
 
     def take_norm(self, blocks: int, width: int) -> tuple[Any, ...] | None:
-        """The norm that `end` is, over so many blocks of so many columns."""
+        """Step over `end` if it is a norm; returns its arguments and the number and column width of its blocks."""
         norm = self.end
         return None if self.take(*_NORMS) is None else (*_norm_arguments(norm), blocks, width)
 
     def take_weight(self) -> fx.Node | None:
-        """What multiplies the heads that `end` is: a weight [D]."""
+        """Step over a multiplication of the heads `end` by a weight [D]; returns the weight."""
         factor = self._factor()
         if factor is None or not self.graph.is_weight(factor) or factor.meta["val"].dim() != 1:
             return None
@@ -115,7 +117,7 @@ class _Chain:
         return factor
 
     def take_table(self, positions: fx.Node) -> fx.Node | None:
-        """The table [P, 1] whose number of the position multiplies the features that `end` is."""
+        """Step over a multiplication of `end` by a row of a table [P, 1] indexed by position; returns the table."""
         row = self._factor()
         if row is None or ops.name_of(row.target) != "embedding" or row.args[0] is not positions:
             return None
@@ -127,15 +129,16 @@ class _Chain:
         return found
 
     def _factor(self) -> fx.Node | None:
-        """The second operand of the product that `end` is, if it is one."""
+        """The second operand of `end` if it is a product."""
         factor: fx.Node | None = self.end.args[1] if ops.name_of(self.end.target) == "mul" else None
         return factor
 
 
 def _heads_of(graph: Graph, node: Any, positions: fx.Node, queries: bool = False) -> _Heads | None:
-    """What the heads in `node` are made of, or None unless [turn] [rope] [norm] split_heads [norm] [slice].
+    """Match [turn] [rope] [norm] split_heads [norm] [slice] backwards from `node`; None if it does not match.
 
-    Those of `queries` may be multiplied: by a table ahead of what comes before split_heads, by a weight behind rope.
+    With `queries`, the heads may also be multiplied by a table before the operand of split_heads, or by a weight after
+    rope.
     """
     heads, head_dim = node.meta["val"].shape[-2:]
     chain = _Chain(graph, node)
@@ -158,7 +161,7 @@ def _heads_of(graph: Graph, node: Any, positions: fx.Node, queries: bool = False
 
 
 def _is_normed_in_heads(node: Any, shape: tuple[int, int]) -> bool:
-    """Whether `node` is merge_heads of a norm of split_heads, of heads of `shape`."""
+    """Whether `node` is merge_heads(norm(split_heads(...))) with heads of `shape` (H, D)."""
     for kinds in (("merge_heads",), _NORMS):
         if ops.name_of(node.target) not in kinds:
             return False
@@ -175,9 +178,9 @@ def _norm_arguments(norm: fx.Node) -> tuple[Any, ...]:
 
 
 def _fuse_append(graph: Graph, node: fx.Node) -> bool:
-    """q, k and v out of one value, q and k normalized and rotated, appended, attended -> rope_append, kv_attention.
+    """q, k, v of one value; q, k normalized and rotated; k, v appended; attention -> rope_append, kv_attention.
 
-    What q is multiplied with behind its norm goes into rope_append. Norms become norm_heads in place before it.
+    Factors of q after its norm become arguments of rope_append. Norms become in-place norm_heads before it.
     """
     append: Any = node.args[4]
     if ops.name_of(append.target) != "kv_append":
@@ -214,7 +217,7 @@ def _fuse_append(graph: Graph, node: fx.Node) -> bool:
 
 
 def _side_by_side(graph: Graph, node: fx.Node, parts: Sequence[_Heads]) -> list[_Heads]:
-    """The same heads out of one value ahead of `node` that has their columns, and no other reader."""
+    """The same heads, read from one new value before `node` that holds their columns and has no other users."""
     sources = list(dict.fromkeys(part.source for part in parts))
     widths = [source.meta["val"].shape[-1] for source in sources]
     starts = dict(zip(sources, accumulate([0, *widths]), strict=False))
@@ -226,7 +229,7 @@ def _side_by_side(graph: Graph, node: fx.Node, parts: Sequence[_Heads]) -> list[
 
 
 def _fuse_add(graph: Graph, node: fx.Node) -> bool:
-    """residual + gemm(..., store) -> gemm(..., add), when nothing else reads the gemm."""
+    """residual + gemm(..., store) -> gemm(..., add), when the gemm has no other user."""
     for gemm, residual in (node.args, node.args[::-1]):
         if not (isinstance(gemm, fx.Node) and isinstance(residual, fx.Node)) or gemm is residual:
             return False

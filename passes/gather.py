@@ -1,4 +1,4 @@
-"""Values put together out of features of others: gather_features, and what several of them one after another are."""
+"""Values assembled from features of other values (gather_features), and how nested gathers are flattened."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from qcompile.graph import Graph
 
 Index = NDArray[np.int64]
 Cut = Callable[[fx.Node, Index], tuple[fx.Node, Index]]
-"""A value that has features `index` (each once) of another, and where in it they are."""
+"""Returns a value that holds features `index` (no duplicates) of another value, and their places in it."""
 
 
 def flattened(
     sources: Sequence[fx.Node], index: Index, table: Callable[[fx.Node], Index]
 ) -> tuple[list[fx.Node], Index]:
-    """`sources` and `index` of a gather_features without others of them among its sources.
+    """The `sources` and `index` of a gather_features after inlining sources that are gather_features themselves.
 
-    `table` reads the index of such a node's. Sources that nothing is taken of go; each is there once.
+    `table` returns the index of such a source. Unused sources are dropped, and duplicates merged.
     """
-    found: dict[fx.Node, Index] = {}  # a source, and where its features are
+    found: dict[fx.Node, Index] = {}  # a source, and the places of its features
     wanted = np.full(len(index), -1)
     start, total = 0, 0
     pieces: list[tuple[fx.Node, Index, Index]] = []
@@ -45,7 +45,7 @@ def flattened(
 def _pieces(
     source: fx.Node, places: Index, features: Index, table: Callable[[fx.Node], Index]
 ) -> list[tuple[fx.Node, Index, Index]]:
-    """(source, where they go, which): the features that go to `places`, of sources that gather nothing."""
+    """(source, destinations, features) triples of what goes to `places`; no source is itself a gather."""
     if not len(places):
         return []
     if ops.name_of(source.target) != "gather_features":
@@ -60,7 +60,7 @@ def _pieces(
 
 
 def trimmed(sources: Sequence[fx.Node], index: Index, cut: Cut) -> tuple[list[fx.Node], Index]:
-    """The same of sources that have little else than what is taken of them, as `cut` gives them."""
+    """An equivalent gather from sources that `cut` has reduced to the features it uses."""
     made: list[fx.Node] = []
     wanted, start, total = index.copy(), 0, 0
     for source in sources:
@@ -77,7 +77,7 @@ def trimmed(sources: Sequence[fx.Node], index: Index, cut: Cut) -> tuple[list[fx
 
 
 def table_of(graph: Graph) -> Callable[[fx.Node], Index]:
-    """Reads the index of a gather_features of `graph`."""
+    """A function that returns the index of a gather_features of `graph`."""
 
     def table(node: fx.Node) -> Index:
         found: Index = graph.evaluate(node.args[1]).numpy()  # type: ignore[arg-type]
@@ -87,7 +87,7 @@ def table_of(graph: Graph) -> Callable[[fx.Node], Index]:
 
 
 def index_weight(graph: Graph, index: Index) -> fx.Node:
-    """A node that reads `index` out of the graph's store, the same for equal ones."""
+    """A node that reads `index` from the graph's weight store; equal indices share one entry."""
     data = torch.from_numpy(np.ascontiguousarray(index, np.int64))
     number = 0
     while (name := f"gather.{number}") in graph.weights:
@@ -100,6 +100,6 @@ def index_weight(graph: Graph, index: Index) -> fx.Node:
 
 
 def gathered(graph: Graph, sources: Sequence[fx.Node], index: Index) -> fx.Node:
-    """gather_features of `sources`, in a graph behind raising, at its insertion point."""
+    """gather_features of `sources` at the insertion point of a graph that is past raising."""
     found, index = flattened(sources, index, table_of(graph))
     return graph.call("gather_features", found, index_weight(graph, index))

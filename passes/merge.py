@@ -15,10 +15,10 @@ from qcompile.passes.base import Pass, PassResult
 
 @dataclass(frozen=True)
 class Merge(Pass):
-    """`act(x Wg) * (x Wu)` becomes one gated linear, of experts too; other linears of one input one linear and slices.
+    """`act(x Wg) * (x Wu)` becomes one gated linear, also for experts; other linears of one input become one, sliced.
 
-    Joining is by output rows, and every format rounds output rows apart from each other, so nothing
-    changes numerically. Only linears of equal precision join; where some have a bias, the others get zeros.
+    Weights are joined along output rows, and every format rounds output rows independently, so results do not change.
+    Only linears of equal precision are joined; if some have a bias, the others get zeros.
     """
 
     name: ClassVar[str] = "merge"
@@ -42,7 +42,7 @@ class Merge(Pass):
 
 @dataclass(frozen=True)
 class _Gating:
-    """kind(gate) * up: the two linears, the nodes between them and the product, and what those do to the operands."""
+    """kind(gate) * up: both linears, the nodes between them and the product, and the clamp limit and offset."""
 
     gate: fx.Node
     up: fx.Node
@@ -53,7 +53,7 @@ class _Gating:
 
 
 def _gating(node: fx.Node, linear: str) -> _Gating | None:
-    """mul(unary(gate), up) of linears called `linear`, in either order; of experts within limits and shifted, too."""
+    """Match mul(unary(gate), up) over linears named `linear`, in either order; experts may be clamped and shifted."""
     for first, up in (node.args[:2], node.args[1::-1]):
         if not (isinstance(first, fx.Node) and isinstance(up, fx.Node)) or ops.name_of(first.target) != "unary":
             continue
@@ -67,7 +67,7 @@ def _gating(node: fx.Node, linear: str) -> _Gating | None:
 
 
 def _limited(act: fx.Node, gate: fx.Node, up: fx.Node, kind: str) -> _Gating | None:
-    """With what limits gate and up, and shifts up, taken off; None where the limits are not one number."""
+    """Match clamps of gate and up, and a shift of up; None where the limits are not one number."""
     between, offset = [act], 0.0
     if ops.name_of(up.target) == "shift":
         between.append(up)
@@ -110,7 +110,7 @@ def _gated_linear(graph: Graph, gate: fx.Node, up: fx.Node, kind: str) -> fx.Nod
 
 
 def _gated_experts(graph: Graph, found: _Gating) -> fx.Node | None:
-    """None where the experts are not of one choice, or biases are of one of the two."""
+    """None if gate and up use different expert choices, or only one of them has biases."""
     gate, up = found.gate, found.up
     if gate.args[1] is not up.args[1] or len(gate.args) != len(up.args):
         return None
@@ -129,12 +129,12 @@ def _joinable(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _biases(graph: Graph, linears: list[fx.Node]) -> list[object]:
-    """The linears' biases, zeros for those without."""
+    """The linears' biases; zeros for those without."""
     return [graph.call_weight("zero_bias", n.args[1]) if _bias(n) is None else _bias(n) for n in linears]
 
 
 def _siblings(node: fx.Node) -> list[fx.Node]:
-    """Linears that can join `node`, itself included, in graph order."""
+    """The linears that can join `node`, including itself, in graph order."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     linears = [user for user in source.users if ops.name_of(user.target) == "linear" and _joinable(node, user)]
@@ -142,7 +142,7 @@ def _siblings(node: fx.Node) -> list[fx.Node]:
 
 
 def _stacked(graph: Graph, weights: list[Any]) -> fx.Node:
-    """Weights one below the other: what they were cut from (passes/split.py) where nothing changed them since."""
+    """The weights concatenated by rows, or the weight they were split from (passes/split.py) if they are unchanged."""
     whole: Any = weights[0].args[0] if ops.name_of(weights[0].target) == "slice_rows" else None
     place = 0
     for weight in weights:
@@ -165,6 +165,6 @@ def _merge_siblings(graph: Graph, linears: list[fx.Node]) -> None:
     joined.meta["precision"] = first.meta["precision"]
     for linear, part, start in zip(linears, slices, (0, *stops), strict=False):
         for user in graph.calls("slice_features"):
-            if user.args[0] is linear:  # a slice of a slice is one of the whole
+            if user.args[0] is linear:  # a slice of a slice becomes a slice of the whole
                 user.args = (joined, start + user.args[1], start + user.args[2])
         graph.replace(linear, part)

@@ -1,4 +1,4 @@
-"""Plan memory: give every value of a step a place in the activation arena."""
+"""Plan memory: assign every value of a step a place in the activation arena."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VIEWS = ("slice_features", "split_heads", "merge_heads")
 
 @dataclass
 class _Value:
-    """A buffer and the nodes that live in it, from the first to the last step that touches it."""
+    """A buffer shared by one or more nodes, live from step `first` to step `last`."""
 
     name: str
     dtype: str
@@ -32,7 +32,7 @@ class _Value:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row: elements to a multiple of K_BLOCK, and for q8 the scales and the sums."""
+        """Bytes of a row: elements padded to a multiple of K_BLOCK; for q8 also scales and sums."""
         stride = numerics.padded_inputs(self.width)
         if self.dtype == "q8":
             scales = numerics.groups_of(stride, numerics.ACTIVATIONS[self.activation].group)
@@ -44,8 +44,8 @@ class _Value:
 class PlanMemory(Pass):
     """Writes node.meta["storage"]: buffer, dtype, width, group, activation, rows, offset (bytes per row), column.
 
-    Views share their source's buffer at a column; rope_append and a gemm's residual add work in place where
-    nothing reads the old value later. Buffers whose lives do not meet share bytes (first fit, largest first).
+    Views share their source's buffer at a column offset. rope_append works in place; a gemm with residual add does if
+    nothing reads the old value later. Buffers with disjoint lifetimes share bytes (first fit, largest first).
     """
 
     name: ClassVar[str] = "plan_memory"
@@ -82,7 +82,7 @@ def _last_use(node: fx.Node, place: dict[fx.Node, int]) -> int:
 
 
 def _place(graph: Graph, node: fx.Node, place: dict[fx.Node, int], values: dict[fx.Node, tuple[_Value, int]]) -> None:
-    """Give `node` a new buffer, or a place in the buffer of the value it is a view of or overwrites."""
+    """Give `node` a new buffer, or a place in the buffer of the value that it views or overwrites."""
     kind = "getitem" if node.target is operator.getitem else ops.name_of(node.target)
     if node.op != "call_function" or kind is None or graph.is_weight(node) or kind == "kv_append":
         return
@@ -98,7 +98,7 @@ def _place(graph: Graph, node: fx.Node, place: dict[fx.Node, int], values: dict[
 
 
 def _feeds_output(graph: Graph, node: fx.Node) -> bool:
-    """A last gemm writes logits to the caller's memory; whatever else makes them has a buffer that is copied there."""
+    """Whether `node` is a final gemm that writes logits to the caller's memory; other results are copied there."""
     results, args = graph.output.args[0], _args(node)
     is_logits = isinstance(results, (tuple, list)) and results[0] is node
     return is_logits and ops.name_of(node.target) == "gemm" and args[3] is None and args[5] == "store"
@@ -144,7 +144,7 @@ def _new_value(graph: Graph, node: fx.Node, kind: str, place: dict[fx.Node, int]
 
 
 def _behind_take_rows(graph: Graph) -> set[fx.Node]:
-    """The values that exist only for the rows whose logits are wanted."""
+    """The values that exist only for the rows whose logits are requested."""
     found: set[fx.Node] = set()
     for node in graph.fx.nodes:
         if ops.name_of(node.target) == "take_rows" or any(source in found for source in node.all_input_nodes):
@@ -153,7 +153,7 @@ def _behind_take_rows(graph: Graph) -> set[fx.Node]:
 
 
 def _fit(buffers: list[_Value]) -> None:
-    """First fit by offset, largest buffers first; buffers alive together never overlap."""
+    """First fit by offset, largest buffers first. Buffers with overlapping lifetimes never overlap in memory."""
     placed: list[_Value] = []
     for value in sorted(buffers, key=lambda b: (-b.row_bytes, b.first)):
         size = -(-value.row_bytes // ALIGNMENT) * ALIGNMENT

@@ -1,4 +1,4 @@
-"""Quantize: every linear becomes a gemm on a quantized activation and a quantized weight."""
+"""Quantize: every linear becomes a gemm of a quantized activation and a quantized weight."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from qcompile.passes.base import Pass, PassResult
 
 @dataclass(frozen=True)
 class Quantize(Pass):
-    """Rounds weights by `rounding` (`nearest`) in the format `assign_precision` gave, activations as it says.
+    """Rounds weights by `rounding` (`nearest`) and quantizes activations, as `assign_precision` chose.
 
-    The rounding is written as an operator on the weight, so the graph still runs and nothing is loaded.
-    One activation is quantized once, however many linears read it. In mix_4_8 the rows that `salience` marked keep
-    8 bits; where it did not run, the share `mixed_fraction` of each weight's rows: those that 4 bits move most.
+    Rounding is written as an operator on the weight, so the graph still runs and nothing is loaded. An activation is
+    quantized once, however many linears read it. In mix_4_8 the rows marked by `salience` keep 8 bits; if that pass did
+    not run, a share `mixed_fraction` of each weight's rows does: those with the largest 4-bit rounding error.
     """
 
     name: ClassVar[str] = "quantize"
@@ -77,7 +77,7 @@ class Quantize(Pass):
         graph.replace(node, gemm)
 
     def _rounded(self, graph: Graph, weight: fx.Node, precision: dict[str, Any]) -> tuple[fx.Node, str]:
-        """`weight` rounded, and the format a gemm reads it in."""
+        """`weight` rounded, and the format in which a gemm reads it."""
         format = precision["weight"]
         if format == "mix_4_8":
             if "wide" in precision:
@@ -92,13 +92,13 @@ class Quantize(Pass):
 
 _GATING = {kind: name for name, kind in ops.GATED.items()}
 EXPERT_FORMATS = ("f32", "bf16", "w8_sym_channel", "w4_asym_g128", "qoq_g128", "qoq_channel", "mxfp4", "nested_8_4")
-"""Weight formats whose packed rows can be cut by expert."""
+"""Weight formats whose packed rows can be sliced by expert."""
 
 
 def _quantize_experts(graph: Graph, node: fx.Node) -> None:
-    """expert_linear or gated_experts -> expert_gemm, which rounds each expert's inputs itself.
+    """expert_linear or gated_experts -> expert_gemm, which quantizes each expert's inputs itself.
 
-    The rows of one are not the next's.
+    Experts process different rows, so they cannot share one quantized activation.
     """
     precision = node.meta.get("precision")
     if precision is None:

@@ -1,7 +1,7 @@
-"""What each ATen operator does to what raising knows of its inputs: one small function an operator.
+"""The handlers of raising: for each ATen operator, one small function that maps known inputs to a known result.
 
-A handler gets the raiser, the node and its arguments by schema name, and returns what the result is, or
-None when it has no meaning of its own (the result is then `Opaque`).
+A handler gets the raiser, the node and its arguments by schema name. It returns what the result is, or None when
+the result has no meaning of its own (it is then `Opaque`).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ HANDLERS: dict[str, Handler] = {}
 
 
 WHOLE = (torch.int32, torch.int64)
-"""Integers that hold every position."""
+"""Integer types wide enough for every position."""
 
 
 def handles(*names: str) -> Callable[[Handler], Handler]:
-    """Register a handler for ATen operators by name, overloads aside."""
+    """Register a handler for the overloads of the ATen operators `names`."""
 
     def register(handler: Handler) -> Handler:
         HANDLERS.update(dict.fromkeys(names, handler))
@@ -51,7 +51,7 @@ def handles(*names: str) -> Callable[[Handler], Handler]:
     return register
 
 
-# ---- nothing changes, or only the layout ---------------------------------------------------------------
+# ---- identities and layout -----------------------------------------------------------------------------
 
 
 @handles("alias", "contiguous", "clone", "detach", "lift_fresh_copy", "dropout", "feature_dropout", "_to_copy", "to")
@@ -76,7 +76,7 @@ def _as_other(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 @handles("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze")
 def _view(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     known = r.known.get(a.positional[0])
-    if node.meta["val"].dtype != a.positional[0].meta["val"].dtype:  # its bits as those of another type
+    if node.meta["val"].dtype != a.positional[0].meta["val"].dtype:  # view(dtype) reinterprets the bits
         return None
     if isinstance(known, Opaque) and known.node is r.token_ids and r.shape(node) == r.shape(r.token_ids):
         return known
@@ -124,7 +124,7 @@ def _turn(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     return value and values.permute(value, [*range(len(value.dims) - 2), -1, -2])
 
 
-# ---- choosing features ---------------------------------------------------------------------------------
+# ---- selecting features --------------------------------------------------------------------------------
 
 
 @handles("slice")
@@ -247,7 +247,7 @@ def _stack(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 
 @handles("arange")
 def _arange(r: Raiser, node: fx.Node, a: Arguments) -> Known:
-    """arange over the tokens is the position; the model's own count of tokens goes."""
+    """arange over the tokens becomes the step's position plus `start`; it replaces the model's own counting."""
     start = getattr(a, "start", 0) or 0
     if r.shape(node) != [LENGTHS["T"]] or not isinstance(start, int) or getattr(a, "step", 1) not in (None, 1):
         return None
@@ -268,7 +268,7 @@ def _embedding(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 
 
 def _lookup(r: Raiser, table: fx.Node, index: fx.Node) -> Known:
-    """Rows of a table: the token embedding, or learned positions, whose offset moves into the table."""
+    """Rows of a table: the token embedding, or learned positions, whose offset is folded into the table."""
     known = r.known.get(index)
     if not isinstance(r.known.get(table), Weight):
         return None
@@ -356,7 +356,7 @@ def _add(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 
 
 def _both(r: Raiser, name: str, a: Value, b: Value, node: Any) -> Known:
-    """An elementwise operator of two raised tensors of one layout."""
+    """An elementwise operator on two raised tensors with the same layout."""
     aligned = values.align(a, b)
     if aligned is None or not (a.sizes == b.sizes == aligned[1].shape[1:]):
         return None
@@ -365,7 +365,7 @@ def _both(r: Raiser, name: str, a: Value, b: Value, node: Any) -> Known:
 
 
 def _alike(a: Value, b: Value) -> tuple[Value, Value]:
-    """a and b laid out the same way, since elementwise operators need no particular one."""
+    """a and b in the same layout; any will do, since the operator is elementwise."""
     if _working_sizes(a) == _working_sizes(b):
         return a, b
     flat = tuple(Value(v.base, ("F",), v.terms.reshape(len(v.terms), -1)) for v in (a, b))
@@ -373,20 +373,20 @@ def _alike(a: Value, b: Value) -> tuple[Value, Value]:
 
 
 def _working_sizes(value: Value) -> tuple[int, ...]:
-    """The shape in which to apply an elementwise operator: the value's own when it is one or two axes."""
+    """The shape in which to apply an elementwise operator: the value's own if it has one or two feature axes."""
     return value.sizes if 1 <= len(value.sizes) <= 2 else (value.count,)
 
 
 @handles("silu", "gelu", "relu", "tanh", "sigmoid", "mish", "elu")
 def _unary(r: Raiser, node: fx.Node, a: Arguments) -> Known:
-    if any(getattr(a, name, 1) != 1 for name in ("alpha", "scale", "input_scale")):  # of elu
+    if any(getattr(a, name, 1) != 1 for name in ("alpha", "scale", "input_scale")):  # arguments of elu
         return None
     kind = "gelu_tanh" if getattr(a, "approximate", "none") == "tanh" else operator_name(node)
     return elementwise(r, node, a.positional[0], "unary", kind)
 
 
 def elementwise(r: Raiser, node: fx.Node, source: fx.Node, name: str, *more: Any) -> Known:
-    """qcompile::name of what `source` is, with arguments `more`."""
+    """qcompile::name applied to `source`, with further arguments `more`."""
     value = r.known.get(source)
     if not isinstance(value, Value) or value.base is None:
         return None
@@ -448,7 +448,7 @@ def _matmul(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 
 
 def _outer(r: Raiser, left: fx.Node, right: fx.Node) -> Known:
-    """[.., N, 1] @ [.., 1, M] is an elementwise product: how many models multiply positions by frequencies."""
+    """[.., N, 1] @ [.., 1, M] is an outer product: many models multiply positions by frequencies this way."""
     if left.meta["val"].shape[-1] != 1:
         return None
     first, second = r.value(left), r.value(right)
@@ -458,12 +458,12 @@ def _outer(r: Raiser, left: fx.Node, right: fx.Node) -> Known:
 
 
 def linear(r: Raiser, node: fx.Node, source: fx.Node, weight: fx.Node, bias: fx.Node | None) -> Known:
-    """qcompile::linear of what `source` is, whose last dimension must be all of the features."""
+    """qcompile::linear of `source`, whose last dimension must hold all features."""
     return linear_of(r, node, r.require(source, f"linear {node}"), weight, bias)
 
 
 def linear_of(r: Raiser, node: fx.Node, value: Value, weight: fx.Node, bias: fx.Node | None = None) -> Value:
-    """qcompile::linear of `value`."""
+    """qcompile::linear of `value`, whose last dimension must hold all features."""
     if value.base is None or value.dims[-1] != "F" or any("F" in dim for dim in value.dims[:-1]):
         raise r.unsupported(node, "is a linear over something else than the features of a token")
     if bias is not None and not isinstance(r.known.get(bias), Weight):

@@ -1,4 +1,4 @@
-"""Attention: heads, rotary embedding, grouped keys and values."""
+"""Build attention: heads, rotary embeddings, grouped keys and values."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def build(
     sinks: fx.Node | None,
     key_bias: torch.Tensor | None = None,
 ) -> Value:
-    """qcompile::attention of q [B, T, H, D], k and v [B, T, Hk, D], as Values of those dimensions.
+    """qcompile::attention of Values q [B, T, H, D], k and v [B, T, Hk, D].
 
-    `key_bias` [H or 1, P] is what each key's position adds to scores.
+    `key_bias` [H or 1, P] is added to scores by the key's position. Raises UnsupportedError if the heads do not fit.
     """
     shapes = [_head_shape(r, node, value) for value in inputs]
     factors = [_factor(value) for value in inputs[:2]]
     inputs = [*(v.scaled(1 / factor) for v, factor in zip(inputs, factors, strict=False)), inputs[2]]
     queries = shapes[0][0]
-    group = math.gcd(*(_repeats(value, shape) for value, shape in zip(inputs[1:], shapes[1:], strict=True)))
+    group = math.gcd(*(_run_length(value, shape) for value, shape in zip(inputs[1:], shapes[1:], strict=True)))
     if shapes[1][0] == queries and group > 1:
         inputs = [inputs[0], *(_ungrouped(v, shape, group) for v, shape in zip(inputs[1:], shapes[1:], strict=True))]
         shapes = [shapes[0], *((heads // group, size) for heads, size in shapes[1:])]
@@ -61,14 +61,14 @@ def _head_shape(r: Raiser, node: fx.Node, value: Value) -> tuple[int, int]:
 
 
 def _factor(value: Value) -> float:
-    """The constant that all of `value` is multiplied with: attention takes it into its scale."""
+    """The constant factor of all of `value`, which attention takes into its scale; 1 if there is none."""
     fixed = value.terms["coef"][(value.terms["kind"] == ONE) & (value.terms["coef"] != 0)]
     found = fixed if fixed.size else value.terms["coef"][value.terms["kind"] == COS]
     return float(found[0]) if found.size and (found == found[0]).all() else 1.0
 
 
-def _repeats(value: Value, shape: tuple[int, int]) -> int:
-    """How many heads in a row are the same: what expanding grouped keys or values leaves."""
+def _run_length(value: Value, shape: tuple[int, int]) -> int:
+    """The length of the runs of equal heads, as left by expanding grouped keys or values; 1 without such runs."""
     terms = value.terms.reshape(len(value.terms), *shape)
     changes = [h for h in range(1, shape[0]) if not np.array_equal(terms[:, h], terms[:, h - 1])]
     starts = [0, *changes, shape[0]]
@@ -83,9 +83,9 @@ def _ungrouped(value: Value, shape: tuple[int, int], group: int) -> Value:
 
 
 def _rotary_first(terms: Sequence[Terms]) -> np.ndarray[Any, Any] | None:
-    """The order in which features of heads that are rotated come first; None where they do, or queries and keys differ.
+    """The order that puts rotated features of heads first; None if they are, or if queries and keys differ.
 
-    terms: [n, H, D] of queries and of keys. Scores are sums over features, so that both may be in any one order.
+    terms: [n, H, D] of queries and of keys. Scores are sums over features, so both may be permuted alike.
     """
     turned = [((t["kind"] == COS) & (t["coef"] != 0)).any(0) for t in terms]
     first = turned[0][0]
@@ -95,12 +95,12 @@ def _rotary_first(terms: Sequence[Terms]) -> np.ndarray[Any, Any] | None:
 
 
 def _reordered(value: Value, order: np.ndarray[Any, Any]) -> Value:
-    """`value` with the features of its heads in another order."""
+    """`value` with the features of each head permuted."""
     return Value(value.base, value.dims, value.terms[..., order])
 
 
 def _heads(r: Raiser, node: fx.Node, value: Value, shape: tuple[int, int]) -> fx.Node:
-    """The raised tensor [B, T, H, D] that `value` is, rotary embedding included."""
+    """The raised tensor [B, T, H, D] of `value`, including its rotary embedding."""
     if value.is_plain():
         return r.emit(value, shape, node)
     made = turned(r, node, value, shape)
@@ -111,7 +111,7 @@ def _heads(r: Raiser, node: fx.Node, value: Value, shape: tuple[int, int]) -> fx
 
 
 def turned(r: Raiser, node: fx.Node, value: Value, shape: tuple[int, int] | None = None) -> Value | None:
-    """All of a qcompile::rope [B, T, H, D], when `value` is heads (of `shape`, if known) that were rotated."""
+    """A Value over all of a qcompile::rope [B, T, H, D] if `value` holds rotated heads (of `shape`, if known)."""
     heads, head_dim = shape or (1, 1, *value.sizes)[-2:]
     if value.base is None or heads * head_dim != value.count:
         return None
@@ -128,7 +128,7 @@ def turned(r: Raiser, node: fx.Node, value: Value, shape: tuple[int, int] | None
 
 
 def _with_key_weights(r: Raiser, q: fx.Node, k: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Scores are sums over features: what those of all keys are multiplied with may multiply those of queries."""
+    """Move a weight that multiplies all keys to the queries, which gives the same sums over features."""
     if (of_keys := _weight_of(r, k)) is None:
         return q, k
     unweighed: Any = k.args[0]
@@ -143,13 +143,13 @@ def _with_key_weights(r: Raiser, q: fx.Node, k: fx.Node) -> tuple[fx.Node, fx.No
 
 
 def _weight_of(r: Raiser, heads: Any) -> fx.Node | None:
-    """The weight [D] that multiplies `heads` [B, T, H, D], if there is one."""
+    """The weight [D] that multiplies `heads` [B, T, H, D], or None."""
     weight = heads.args[1] if ops.name_of(heads.target) == "mul" else None
     return weight if weight is not None and weight.op == "get_attr" and weight.meta["val"].dim() == 1 else None
 
 
 def rotation(terms: Terms, longest: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], float, bool] | None:
-    """(source index [H, D], inv_freq [R/2], scaling, interleaved) when `terms` [n, H, D] are a rotary embedding."""
+    """(source index [H, D], inv_freq [R/2], scaling, interleaved) if `terms` [n, H, D] are a rotary embedding."""
     own, other = _by_kind(terms, (ONE, COS)), _by_kind(terms, (SIN,))
     if own is None or other is None or (own["coef"] == 0).any() or (own["index"] < 0).any():
         return None
@@ -171,7 +171,7 @@ def rotation(terms: Terms, longest: int) -> tuple[np.ndarray[Any, Any], np.ndarr
 
 
 def _by_kind(terms: Terms, kinds: tuple[int, ...]) -> Terms | None:
-    """The one term of each element with a kind in `kinds`, zero where there is none; None when there are two."""
+    """The single term of each element with a kind in `kinds`, zero if it has none; None if one has two."""
     picked = np.isin(terms["kind"], kinds) & (terms["coef"] != 0)
     if (picked.sum(0) > 1).any():
         return None
@@ -182,7 +182,7 @@ def _by_kind(terms: Terms, kinds: tuple[int, ...]) -> Terms | None:
 def _is_rotary(
     own: Terms, other: Terms, inv_freq: np.ndarray[Any, Any], scaling: float, interleaved: bool, sense: float
 ) -> bool:
-    """Whether feature i is cos * x[i] -+ sin * x[partner of i], as qcompile::rope has it; `sense` -1 turns back."""
+    """Whether feature i is cos * x[i] -+ sin * x[partner of i] as in qcompile::rope; `sense` -1 rotates backwards."""
     half = len(inv_freq)
     place = np.arange(2 * half)
     pair, second = (place // 2, place % 2) if interleaved else (place % half, place // half)

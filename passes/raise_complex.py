@@ -1,4 +1,4 @@
-"""What ATen's operators on complex numbers mean: rotary embeddings that are written as products of them."""
+"""Handlers of ATen's complex operators: rotary embeddings written as complex products."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["HANDLERS"]
 
 @dataclass(frozen=True)
 class Complex(Opaque):
-    """A complex tensor: `parts` has a last dimension more, of its real and its imaginary part."""
+    """A complex tensor; `parts` has an extra last dimension for the real and imaginary parts."""
 
     parts: Value
 
@@ -40,7 +40,7 @@ def _split(known: Complex) -> tuple[Value | None, Value | None]:
 
 @handles("polar")
 def _polar(r: Raiser, node: fx.Node, a: Arguments) -> Known:
-    """Numbers of size 1 by their angle."""
+    """Complex numbers of absolute value 1, given their angles."""
     size, angle = strip(a.positional[0]), r.value(a.positional[1])
     filled = is_call(size, "full", "full_like") and size.args[1] == 1
     if angle is None or not (filled or is_call(size, "ones_like") or r.number(size) == 1):
@@ -77,7 +77,7 @@ def _unsqueeze(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 
 @overridden("mul", "multiply")
 def _product(r: Raiser, node: fx.Node, a: Arguments) -> Known:
-    """Times a number, or another complex tensor: (x + iy)(c + is) = xc - ys + i(xs + yc)."""
+    """Product with a number or another complex tensor: (x + iy)(c + is) = xc - ys + i(xs + yc)."""
     left, right = (r.known.get(item) if isinstance(item, fx.Node) else item for item in a.positional[:2])
     for known, factor in ((left, a.positional[1]), (right, a.positional[0])):
         number = r.number(factor)

@@ -1,4 +1,4 @@
-"""What einsum means where it multiplies by weights, as a linear does, or positions by frequencies."""
+"""Handlers of einsum: products with weights, which are linears, and of positions with frequencies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["HANDLERS"]
 
 @handles("einsum")
 def _einsum(r: Raiser, node: fx.Node, a: Arguments) -> Known:
-    """Products of two tensors: all letters of one that are not in the result are summed over with the other's."""
+    """Products of two tensors: letters that the output lacks are summed over."""
     inputs, arrow, output = a.equation.replace(" ", "").partition("->")
     spelled = inputs.split(",")
     if not arrow or len(spelled) != 2:
@@ -35,13 +35,13 @@ def _einsum(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 
 
 def _spelled_out(letters: str, rank: int) -> str:
-    """`...d` of a tensor of `rank` dimensions with a letter for each: digits, which equations have none of."""
+    """Replace `...` in the subscripts of a tensor of `rank` dimensions by digits, which equations cannot contain."""
     missing = rank - len(letters.replace("...", ""))
     return letters.replace("...", "".join(str(missing - place) for place in range(missing)))
 
 
 def _outer(r: Raiser, first: tuple[fx.Node, str], second: tuple[fx.Node, str], output: str) -> Known:
-    """No letter is summed over: how many models multiply positions by frequencies."""
+    """No letter is summed over: many models multiply positions by frequencies this way."""
     left, right = r.value(first[0]), r.value(second[0])
     if output != first[1] + second[1] or left is None or right is None:
         return None
@@ -53,7 +53,7 @@ def _outer(r: Raiser, first: tuple[fx.Node, str], second: tuple[fx.Node, str], o
 def _product(
     r: Raiser, node: fx.Node, x: tuple[Value, str, list[int]], weight: tuple[fx.Node, str], output: str
 ) -> Known:
-    """A linear of the letters that `x`, with its sizes, and the weight share and the result has not."""
+    """A linear that contracts the letters of both `x` (value, letters, sizes) and `weight` that `output` lacks."""
     value, own, shape = x
     summed = [letter for letter in own if letter in weight[1] and letter not in output]
     kept = [letter for letter in own if letter not in summed]
@@ -61,7 +61,7 @@ def _product(
     if not summed or sorted(weight[1]) != sorted(summed + free) or sorted(output) != sorted(kept + free):
         return None
     sizes = dict(zip(own, shape, strict=True)) | dict(zip(output, r.shape(node), strict=True))
-    if [sizes[letter] for letter in weight[1]] != r.shape(weight[0]):  # one number for all of a letter
+    if [sizes[letter] for letter in weight[1]] != r.shape(weight[0]):  # broadcast over a letter
         return None
     value = values.permute(value, [own.index(letter) for letter in kept + summed])
     joined = values.reshape(value, [*(sizes[one] for one in kept), math.prod(sizes[one] for one in summed)], LENGTHS)

@@ -1,4 +1,4 @@
-"""Norms of heads: each head by a norm of its own, or normalized behind its rotation."""
+"""Norms of heads: a separate norm for each head, or a norm after the rotation."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ NORMS = ("rms_norm", "layer_norm")
 
 @overridden("cat", "concat")
 def _norms_of_heads(r: Raiser, node: fx.Node, a: Arguments) -> Known:
-    """The heads of one value, each through a norm of its own, are one norm whose weights differ by head."""
+    """Heads of one value that pass through separate norms become one norm with different weights per head."""
     pieces = [r.known.get(piece) for piece in a.tensors]
-    found = [piece for piece in pieces if isinstance(piece, Value) and _whole_norm(piece)]
+    found = [piece for piece in pieces if isinstance(piece, Value) and _is_whole_norm(piece)]
     dim = (a.dim or 0) % len(node.meta["val"].shape)
     if len(found) < 2 or len(found) != len(pieces) or found[0].dims[dim] not in ("", "F"):
         return None
@@ -49,8 +49,8 @@ def _norms_of_heads(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     return identity(made, dims, sizes)
 
 
-def _whole_norm(value: Value) -> bool:
-    """Whether `value` is all that one norm made, as it is, its features last."""
+def _is_whole_norm(value: Value) -> bool:
+    """Whether `value` is the unchanged, complete result of one norm, with its features last."""
     if value.base is None or ops.name_of(value.base.target) not in NORMS or not value.is_plain():
         return False
     index = value.terms["index"].ravel()
@@ -62,7 +62,7 @@ def _coefs_are_one(value: Value) -> bool:
 
 
 def _columns(x: Any) -> tuple[fx.Node, int, int]:
-    """(source, start, stop): the columns of a value [.., F] that `x` is, split in heads or not."""
+    """(source, start, stop): the columns of a value [.., F] that `x` holds, whether or not split into heads."""
     if ops.name_of(x.target) == "split_heads":
         x = x.args[0]
     if ops.name_of(x.target) == "slice_features":
@@ -71,7 +71,7 @@ def _columns(x: Any) -> tuple[fx.Node, int, int]:
 
 
 def _joined(r: Raiser, weights: Sequence[fx.Node | None]) -> fx.Node | None:
-    """Weights [D] of heads as one [H * D]."""
+    """Weights [D] of the heads concatenated to one [H * D]."""
     names = [str(weight.target) for weight in weights if weight is not None]
     if not names:
         return None
@@ -84,7 +84,7 @@ def _joined(r: Raiser, weights: Sequence[fx.Node | None]) -> fx.Node | None:
 
 
 def behind_rotation(r: Raiser, node: fx.Node, value: Value, eps: float) -> Value | None:
-    """The rms_norm without weight of rotated heads: a rotation keeps sizes, so it is the rotation of the norm."""
+    """An rms_norm without weight of rotated heads. Rotation keeps the norm, so it is the rotation of the norm."""
     if value.base is None or len(value.sizes) not in (1, 2):
         return None
     shape = (1, *value.sizes)[-2:]

@@ -1,4 +1,4 @@
-"""Values that are put together out of several raised tensors: joined, or copied piece by piece into new memory."""
+"""Values assembled from several raised tensors: concatenated, or copied piecewise into new memory."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from qcompile.passes.raise_values import Value
 
 __all__ = ["HANDLERS"]
 
-assert _WITH_HEADS is HANDLERS  # what knows how norms of heads are joined is asked first
+assert _WITH_HEADS is HANDLERS  # the handler that joins norms of heads must be registered first
 
 
-# ---- joining ----------------------------------------------------------------------------------------
+# ---- concatenation ----------------------------------------------------------------------------------
 
 
 def joined(r: Raiser, pieces: Sequence[Value], dim: int) -> Value | None:
-    """torch.cat of features, of one raised tensor or of several: then one gathers theirs."""
+    """torch.cat of features of one raised tensor, or of several through a gather."""
     found = values.concatenate(pieces, dim)
     bases = list(dict.fromkeys(piece.base for piece in pieces))
     if found is not None or len(bases) < 2 or any("BT" in d and "F" in d for piece in pieces for d in piece.dims):
@@ -46,7 +46,7 @@ def joined(r: Raiser, pieces: Sequence[Value], dim: int) -> Value | None:
 
 
 def _shifted(value: Value, start: int) -> values.Terms:
-    """The terms of `value` where its base's features come behind `start` others."""
+    """The terms of `value` when its base's features start at `start`."""
     terms = value.terms.copy()
     terms["index"] = np.where(terms["index"] >= 0, terms["index"] + start, terms["index"])
     return terms
@@ -57,7 +57,7 @@ def _gather(r: Raiser, sources: Sequence[fx.Node], index: Index) -> fx.Node:
 
 
 def gathered(r: Raiser, base: fx.Node, index: Index, node: Any) -> fx.Node:
-    """The features `index` of `base` [B, T, F], gathered: no more of each source than they need."""
+    """The features `index` of `base` [B, T, F] as a gather that reads no more of each source than it needs."""
     table = gather.table_of(r.out)
 
     def cut(source: fx.Node, used: Index) -> tuple[fx.Node, Index]:
@@ -78,7 +78,7 @@ _cat_of_one = HANDLERS["cat"]
 
 @handles("cat", "concat")
 def _cat(r: Raiser, node: fx.Node, a: Arguments) -> Known:
-    """What other handlers do not know, as features of several raised tensors."""
+    """Concatenations that other handlers do not know, as features of several raised tensors."""
     found = _cat_of_one(r, node, a)
     if found is not None:
         return found
@@ -89,7 +89,7 @@ def _cat(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 
 @handles("pad", "constant_pad_nd")
 def _padded(r: Raiser, node: fx.Node, a: Arguments) -> Known:
-    """Features with zeros before or behind them."""
+    """Features with zeros before or after them."""
     value = based(r, a.input_)
     zeros = getattr(a, "mode", "constant") == "constant" and a.value in (None, 0)
     if value is None or not zeros or len(a.pad) != 2 or value.dims[-1] != "F" or min(a.pad) < 0:
@@ -100,19 +100,19 @@ def _padded(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     flat = r.flat(value.base)
     count = features(flat)[0]
     like = value.terms.ravel()[0].copy()
-    like["index"] = count  # the zero behind all features
+    like["index"] = count  # the zero after all features
     terms = np.pad(value.terms, [(0, 0)] * len(value.sizes) + [tuple(a.pad)], constant_values=like)
     return Value(_gather(r, [flat], np.append(np.arange(count), -1)), value.dims, terms)
 
 
-# ---- memory that is filled piece by piece --------------------------------------------------------------
+# ---- memory filled piecewise ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Room(Opaque):
-    """New memory, or what features from `start` to `stop` of its dimension `dim` (-1: of all) have: nothing yet.
+    """New, uninitialized memory, or its features `start` to `stop` along dimension `dim` (-1: all of it).
 
-    `root` is the memory's first node, `pieces` has what was copied there, by dimension, start and stop.
+    `root` is the node that allocated the memory. `pieces` maps (dim, start, stop) to the Value copied there.
     """
 
     root: fx.Node
@@ -128,7 +128,7 @@ def _empty(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 
 
 @overridden("slice", "narrow")
-def _part(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+def _slice(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     """Some features of new memory."""
     room = r.known.get(a.input_)
     if not isinstance(room, Room) or r.shape(node) == r.shape(a.input_):
@@ -142,9 +142,9 @@ def _part(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 
 
 def filled(r: Raiser, node: fx.Node) -> Known:
-    """What copy_ into new memory puts there; once all of it is there, the memory is known. None for other nodes.
+    """The effect of copy_ into new memory, which becomes known once it is filled. None for other nodes.
 
-    Nothing can have read it before: what it is was not known. Nor may a place be written twice.
+    Nothing can have read the memory before, since its value was unknown. No place may be written twice.
     """
     copies = is_in_place(node) and operator_name(node) == "copy"
     room = r.known.get(node.args[0]) if copies else None  # type: ignore[arg-type]
@@ -156,10 +156,10 @@ def filled(r: Raiser, node: fx.Node) -> Known:
     fits = values.expand(value, r.shape(target), LENGTHS)
     if fits is None or target.meta["val"].dtype != source.meta["val"].dtype:
         raise r.unsupported(node, "puts something else into new memory than features of its shape and type")
-    if isinstance(r.known[room.root], Value) or any(_meet(room, place) for place in room.pieces):
+    if isinstance(r.known[room.root], Value) or any(_may_overlap(room, place) for place in room.pieces):
         raise r.unsupported(node, "changes a tensor in place where it was written before")
     room.pieces[room.dim, room.start, room.stop] = fits
-    whole = _whole(r, room)
+    whole = _concatenated(r, room)
     if whole is not None:
         r.known[room.root] = whole
     return fits
@@ -167,7 +167,7 @@ def filled(r: Raiser, node: fx.Node) -> Known:
 
 @handles("slice_scatter")
 def _scattered(r: Raiser, node: fx.Node, a: Arguments) -> Known:
-    """The same without writing in place: what there was, and a piece more."""
+    """The functional counterpart: the old contents with one more piece."""
     room, value = r.known.get(a.input_), r.value(a.src)
     length, start = r.shape(node), a.start or 0
     dim = a.dim % len(length)
@@ -175,20 +175,20 @@ def _scattered(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     if not isinstance(room, Room) or value is None or not sized or room.dim >= 0 or a.step not in (1, None):
         return None
     part = Room(node, node, dict(room.pieces), dim, start, start + r.shape(a.src)[dim])
-    if not isinstance(start, int) or start < 0 or any(_meet(part, place) for place in part.pieces):
+    if not isinstance(start, int) or start < 0 or any(_may_overlap(part, place) for place in part.pieces):
         return None
     part.pieces[dim, part.start, part.stop] = value
-    return _whole(r, part) or Room(node, node, part.pieces)
+    return _concatenated(r, part) or Room(node, node, part.pieces)
 
 
-def _meet(room: Room, place: tuple[int, int, int]) -> bool:
-    """Whether a piece is not clear of `room`."""
+def _may_overlap(room: Room, place: tuple[int, int, int]) -> bool:
+    """Whether `place` overlaps `room`, or may do so because it lies along another dimension."""
     dim, start, stop = place
     return dim != room.dim or dim < 0 or (start < room.stop and room.start < stop)
 
 
-def _whole(r: Raiser, room: Room) -> Value | None:
-    """What all pieces are together, once they leave no gap."""
+def _concatenated(r: Raiser, room: Room) -> Value | None:
+    """The concatenation of all pieces once they leave no gap, else None."""
     if room.dim < 0:
         return room.pieces[-1, 0, 0]
     places = sorted(room.pieces)

@@ -1,4 +1,4 @@
-"""Masks proven causal by running them, and attention written out as matmul, softmax, matmul."""
+"""Masks, proven causal by running them, and attention written as matmul, softmax, matmul."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from qcompile.passes.raise_patterns import is_call, pair, strip
 from qcompile.passes.raise_values import Value
 
 LENGTHS_TRIED = (1, 2, 3, 8, 17, 64, 257)
-"""Sequence lengths at which a mask is run, besides the model's longest."""
+"""Sequence lengths at which a mask is run, in addition to the model's maximum."""
 
 LONGEST_MASK = 4096
-"""A mask of more tokens would take too much memory to run."""
+"""Maximum number of tokens of a mask; a larger one would take too much memory to run."""
 
 HIDDEN = -1e4
-"""Scores below this are hidden: what models add to them ranges from -10,000 to minus infinity."""
+"""Scores below this count as hidden: models add values from -10,000 down to minus infinity."""
 
 SHAPE_ONLY = {"sym_size", "ones_like", "zeros_like", "full_like", "empty_like", "new_ones", "new_zeros", "new_full"}
-"""Operators that read the shape of their first operand and not its values."""
+"""Operators that read only the shape of their first operand, not its values."""
 
 Mask = tuple[fx.Node, str, float]
-"""A mask, what it says (`seen` or `hidden`: booleans, or `added` to the scores), and what that is multiplied with."""
+"""A mask, its meaning (`seen` or `hidden`: boolean; `added`: added to the scores), and the factor it is scaled by."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What masks come to: a causal `window` (0: none), and what positions of keys add to scores, f32 [H, P]."""
+    """The combined effect of masks: a causal `window` (0: none), and a bias added per key position, f32 [H, P]."""
 
     window: int
     key_bias: Tensor | None = None
 
 
 def prove_mask(r: Raiser, node: fx.Node, masks: Sequence[Mask], is_causal: bool) -> Seen:
-    """What `masks` make together, a causal mask and perhaps a bias by key; they are run at several lengths.
+    """Run `masks` at several lengths to prove that together they are a causal mask, optionally with a bias per key.
 
-    Raises UnsupportedError, naming `node`, when together they are anything else.
+    Raises UnsupportedError naming `node` if they are anything else.
     """
     key = (*masks, is_causal)
     if key not in r.proven:
@@ -71,13 +71,13 @@ def _prove(r: Raiser, node: fx.Node, masks: Sequence[Mask], is_causal: bool) -> 
         seen = torch.ones(length, length, dtype=torch.bool).tril() if is_causal else torch.ones(1, 1, dtype=torch.bool)
         biases = []
         for mask, meaning, factor in masks:
-            shown, bias = _seen(Run(r, length).value(mask), meaning, factor)
+            shown, bias = _visibility(Run(r, length).value(mask), meaning, factor)
             seen = seen & shown
             biases += [] if bias is None else [bias.expand(*bias.shape[:-1], length)]
         windows[length] = _window(r, node, seen, length)
         total = sum(biases[1:], biases[0]) if biases else None
         if length == longest and total is not None:
-            table = _of_keys(total)
+            table = _last_row(total)
         if total is not None and (any(windows.values()) or not _is_by_key(seen, total, table)):
             raise r.unsupported(node, "adds a bias to its scores that is no mask and depends on more than the key")
     window = max(windows.values(), default=0)
@@ -87,7 +87,7 @@ def _prove(r: Raiser, node: fx.Node, masks: Sequence[Mask], is_causal: bool) -> 
 
 
 def _require_one_for_all(r: Raiser, mask: fx.Node) -> None:
-    """Refuse a mask that is another for the next sequence of a batch."""
+    """Refuse a mask that differs between the sequences of a batch."""
     length = min(8, r.source.info.max_position)
     one, three = (Run(r, length, batch).value(mask) for batch in (1, 3))
     each = three.reshape(3 if three.numel() == 3 * one.numel() else 1, -1)
@@ -95,8 +95,8 @@ def _require_one_for_all(r: Raiser, mask: fx.Node) -> None:
         raise r.unsupported(mask, "makes a mask that depends on the place in the batch")
 
 
-def _seen(mask: Tensor, meaning: str, factor: float) -> tuple[Tensor, Tensor | None]:
-    """Booleans, true where the mask lets a key be seen, and what it adds to scores there if it is not nothing."""
+def _visibility(mask: Tensor, meaning: str, factor: float) -> tuple[Tensor, Tensor | None]:
+    """A boolean tensor, true where the mask shows a key, and the bias it adds to visible scores, or None if zero."""
     if mask.dtype == torch.bool:
         return (~mask if meaning == "hidden" else mask), None
     if meaning != "added":
@@ -106,21 +106,21 @@ def _seen(mask: Tensor, meaning: str, factor: float) -> tuple[Tensor, Tensor | N
     return shown, mask if mask[shown].any() else None
 
 
-def _of_keys(bias: Tensor) -> Tensor:
-    """The last query's row of a bias [.., H or 1, Q or 1, S], which sees every key: [H or 1, S]."""
+def _last_row(bias: Tensor) -> Tensor:
+    """The last query's row, which sees every key, of a bias [.., H or 1, Q or 1, S]: [H or 1, S]."""
     return bias[..., -1, :].reshape(-1, bias.shape[-1])
 
 
 def _is_by_key(seen: Tensor, total: Tensor, table: Tensor | None) -> bool:
-    """Whether a bias is, up to a constant for each query, the `table` of keys wherever they are seen.
+    """Whether a bias equals `table` at all visible keys, up to a constant per query.
 
-    A softmax ignores the constant; differences are allowed what float32 rounds off.
+    Softmax ignores that constant. The tolerance covers float32 rounding.
     """
     if table is None:
         return False
     size = total.shape[-1]
     wanted = table[:, :size]
-    if total.shape[-2] == 1:  # the same for every query: one row says it all
+    if total.shape[-2] == 1:  # the same for every query: one row suffices
         rows, shown = total.reshape(-1, 1, size), torch.ones(1, 1, size, dtype=torch.bool)
         own = rows[..., :1], wanted[:, None, :1]
     else:
@@ -133,7 +133,7 @@ def _is_by_key(seen: Tensor, total: Tensor, table: Tensor | None) -> bool:
 
 
 def _window(r: Raiser, node: fx.Node, seen: Tensor, length: int) -> int:
-    """The window of a mask broadcastable to [.., length, length], 0 when it reaches the first token."""
+    """The window of a mask broadcastable to [.., length, length]; 0 if it reaches back to the first token."""
     rows = seen.expand(*seen.shape[:-2], length, length).reshape(-1, length, length)
     width = int(rows[0, -1].sum())
     place = torch.arange(length)
@@ -144,7 +144,7 @@ def _window(r: Raiser, node: fx.Node, seen: Tensor, length: int) -> int:
 
 
 class Run:
-    """ATen nodes run for `batch` sequences of `length` tokens at positions 0, 1, ..., their ids unknown."""
+    """Runs ATen nodes for `batch` sequences of `length` tokens at positions 0, 1, ...; token ids are not available."""
 
     def __init__(self, r: Raiser, length: int, batch: int = 1) -> None:
         self.r, self.found = r, {}  # type: tuple[Raiser, dict[fx.Node, Any]]
@@ -169,7 +169,7 @@ class Run:
             empty = torch.empty(self._shape(source), dtype=source.meta["val"].dtype)
             return node.target(empty, *fx.node.map_arg(args[1:], self.value), **fx.node.map_arg(kwargs, self.value))
         values: list[Any] = list(fx.node.map_arg(args, self.value))
-        if is_in_place(node):  # what it overwrites may be wanted by nodes before it
+        if is_in_place(node):  # earlier nodes may still need the operand it overwrites
             values[0] = values[0].clone()
         return node.target(*values, **fx.node.map_arg(kwargs, self.value))
 
@@ -179,7 +179,7 @@ class Run:
 
 
 def reads_ids(r: Raiser, item: Any) -> bool:
-    """Whether the values of the token ids reach `item`; their shape may."""
+    """Whether the values (not just the shape) of the token ids reach `item`."""
     seen: set[fx.Node] = set()
     frontier = [item] if isinstance(item, fx.Node) else []
     while frontier:
@@ -192,12 +192,12 @@ def reads_ids(r: Raiser, item: Any) -> bool:
     return False
 
 
-# ---- written out -------------------------------------------------------------------------------------
+# ---- attention in elementary operators ---------------------------------------------------------------
 
 
 def match_attention(r: Raiser, node: fx.Node) -> Known:
-    """softmax(scores) @ v for scores made of q @ k^T by scaling, soft-capping and masking in any order."""
-    softmax, v = _safe(_unshaped(node.args[0])), r.value(node.args[1])
+    """softmax(scores) @ v, where scores are q @ k^T scaled, soft-capped and masked in any order."""
+    softmax, v = _unguarded(_unshaped(node.args[0])), r.value(node.args[1])
     if not is_call(softmax, "softmax", "_softmax") or v is None or v.base is None:
         return None
     if softmax.args[1] not in (-1, softmax.meta["val"].dim() - 1):
@@ -207,7 +207,7 @@ def match_attention(r: Raiser, node: fx.Node) -> Known:
         return None
     q, k = scores.inputs
     flattened = v.dims[0] == "BF"
-    inputs = [_four(value) for value in (q, k, v)]
+    inputs = [_with_heads(value) for value in (q, k, v)]
     outer = _heads(inputs)
     if outer is None:
         raise r.unsupported(node, "takes queries, keys or values that are not [batch, heads, tokens, features]")
@@ -230,8 +230,8 @@ def _unshaped(item: Any) -> Any:
     return item
 
 
-def _safe(item: Any) -> Any:
-    """The softmax of where(row has nothing to see, 0, softmax): a causal mask has no such row."""
+def _unguarded(item: Any) -> Any:
+    """The softmax inside where(row is fully masked, 0, softmax); a causal mask has no such row."""
     if not is_call(item, "where") or not is_call(softmax := strip(item.args[2]), "softmax", "_softmax"):
         return item
     test, scores = item.args[0], strip(softmax.args[0])
@@ -242,13 +242,13 @@ def _safe(item: Any) -> Any:
     return softmax if test is scores and last.args[1] == float("-inf") else item
 
 
-def _four(value: Value) -> Value:
+def _with_heads(value: Value) -> Value:
     """A [B * H, ...] value as [B, H, ...]."""
     return Value(value.base, ("B", "F", *value.dims[1:]), value.terms) if value.dims[0] == "BF" else value
 
 
 def _heads(inputs: Sequence[Value]) -> tuple[int, ...] | None:
-    """Sizes of the dimensions of heads of queries, keys and values [B, .., *, *]: one, none, or groups of them."""
+    """Sizes of the head dimensions of queries, keys and values [B, .., *, *]: one, none, or groups and heads."""
     each = []
     for value in inputs:
         if len(value.dims) < 3 or value.dims[0] != "B" or not set(value.dims[1:-2]) <= {"", "F"}:
@@ -261,7 +261,7 @@ def _heads(inputs: Sequence[Value]) -> tuple[int, ...] | None:
 
 
 def _by_head(value: Value, outer: tuple[int, ...]) -> Value:
-    """A [B, .., *, *] value as [B, H, *, *]: dimensions of size 1 repeated to `outer`, all made one."""
+    """A value [B, .., *, *] as [B, H, *, *]: its head dimensions expanded to `outer` and merged."""
     missing = [1 + place for place, dim in enumerate(value.dims[1:-2]) if not dim]
     terms = np.expand_dims(value.terms, missing)
     rest = terms.shape[1 + len(outer) :]
@@ -270,7 +270,7 @@ def _by_head(value: Value, outer: tuple[int, ...]) -> Value:
 
 
 class _Scores:
-    """What lies between a softmax and the q @ k^T it is of; `inputs` is None when there is something else."""
+    """The operators between a softmax and its q @ k^T; `inputs` is None if one of them is unknown."""
 
     def __init__(self, r: Raiser, scores: Any) -> None:
         self.scale, self.softcap = 1.0, 0.0
@@ -291,7 +291,7 @@ class _Scores:
             self.inputs = q, k
 
     def _added(self, r: Raiser, scores: Any) -> bool:
-        """Note beta * bias + alpha * q @ k; whether that can be said, which a cap outside rules out."""
+        """Record beta * bias + alpha * q @ k; False if it cannot be expressed, for instance under a soft cap."""
         beta, alpha = (r.number(scores.kwargs.get(name, 1)) for name in ("beta", "alpha"))
         if alpha is None or beta != 1 or self.softcap:
             return False
@@ -300,10 +300,10 @@ class _Scores:
         return True
 
     def _step(self, r: Raiser, scores: Any) -> Any:
-        """Note what the outermost operator on the scores does and give what it does it to; None if unknown."""
+        """Record the effect of the outermost operator on the scores and return its operand; None if unknown."""
         if is_call(scores, "view", "reshape", "_unsafe_view"):
             return scores.args[0]
-        if self.softcap:  # a mask in here would be capped with the scores
+        if self.softcap:  # a mask inside would be capped along with the scores
             return self._scaling(r, scores)
         if is_call(scores, "masked_fill"):
             hides = r.number(scores.args[2])
@@ -341,7 +341,7 @@ class _Scores:
         return None
 
     def _capped(self, r: Raiser, inner: Any, cap: float) -> Any:
-        """The scores of cap * tanh(scores / cap); a scale inside is left to be met."""
+        """Record cap * tanh(scores / cap); returns the scores inside, of which further scaling is matched later."""
         self.softcap = cap
         self.scale *= cap
         before = self.scale

@@ -1,14 +1,14 @@
-"""Raise: ATen operators, as torch.export gives them, become qcompile:: operators over token-major tensors.
+"""Raise: rewrite the ATen operators of torch.export as qcompile:: operators over token-major tensors.
 
-The graph is walked once. Every ATen tensor is known as one of
+The graph is walked once. Every ATen tensor is one of
 
 - a `Value`: features of a raised tensor, or a function of the position (raise_values.py);
-- a `Weight`: computed from parameters and constants alone, evaluated when it is needed;
-- an `Opaque`: nothing yet. It is an error only when something that matters reads it, so the pieces of a
-  norm, a mask or a softmax are first met here and then recognised from what reads them.
+- a `Weight`: computed from parameters and constants only, and evaluated on demand;
+- an `Opaque`: not understood yet. This is an error only when an operator needs its meaning, so that the parts of a
+  norm, a mask or a softmax can be recognized later, from the operator that uses them.
 
-Rules are by operator (raise_aten.py) and by dataflow (raise_patterns.py, raise_attention.py), never by the
-names of modules, classes or parameters.
+Rules match operators (raise_aten.py) and dataflow (raise_patterns.py, raise_attention.py), never the names of
+modules, classes or parameters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from qcompile.passes.base import Pass, PassResult
 from qcompile.passes.raise_values import Value
 
 LENGTHS = {"B": 1_000_003, "T": 1_000_033}
-"""What batch and tokens count while shapes are taken apart: primes that no model's size contains."""
+"""Stand-in sizes of batch and tokens during shape analysis: primes that divide no size of a model."""
 
 ALIASING = {
     *("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "permute", "transpose", "t"),
@@ -38,31 +38,31 @@ ALIASING = {
     *("to", "type_as", "slice", "narrow", "select", "split", "split_with_sizes", "chunk", "unbind", "tensor_split"),
     "dropout",
 }
-"""Operators whose result may share memory with their first operand."""
+"""Operators whose result may alias their first operand."""
 
 HALVES = (torch.float16, torch.bfloat16)
 
 EXAMPLE = {"B": 2, "T": 7}
-"""Sizes of the meta tensors that node.meta["val"] of the raised graph shows."""
+"""Sizes of the meta tensors in node.meta["val"] of the raised graph."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor made from parameters and constants alone by the ATen node `node`."""
+    """A tensor that the ATen node `node` computes from parameters and constants only."""
 
     node: fx.Node
 
 
 @dataclass(frozen=True)
 class Opaque:
-    """A tensor of `node` that has no meaning of its own here."""
+    """The tensor of `node`, which has no meaning of its own to raising."""
 
     node: fx.Node
 
 
 @dataclass(frozen=True)
 class Spread(Opaque):
-    """The weight `weight` repeated over the batch, as decompositions of a linear make it."""
+    """The weight `weight` repeated over the batch, as in decompositions of a linear."""
 
     weight: fx.Node
 
@@ -72,7 +72,7 @@ Known = Value | Weight | Opaque | Tensor | int | float | bool | None | Sequence[
 
 @dataclass(frozen=True)
 class Raise(Pass):
-    """ATen to qcompile:: operators; raises UnsupportedError, naming the node, for what has none."""
+    """ATen to qcompile:: operators; raises UnsupportedError with the node if there is no equivalent."""
 
     name: ClassVar[str] = "raise"
     requires: ClassVar[tuple[str, ...]] = ("import",)
@@ -85,7 +85,7 @@ class Raise(Pass):
 
 
 class Raiser:
-    """The walk over one graph: `known` has what each ATen node is, `out` is the graph being built."""
+    """The walk over one graph: `known` maps ATen nodes to what they are, `out` is the graph being built."""
 
     def __init__(self, source: Graph) -> None:
         self.source = source
@@ -155,10 +155,10 @@ class Raiser:
         found = handler(self, node, Arguments(node)) if handler else None
         return Opaque(node) if found is None else found
 
-    # ---- asking --------------------------------------------------------------------------------
+    # ---- queries -------------------------------------------------------------------------------
 
     def is_constant(self, node: fx.Node) -> bool:
-        """Whether `node` is computed from weights and numbers alone."""
+        """Whether `node` is computed from weights and numbers only."""
         return all(isinstance(self.known.get(n), Weight) for n in node.all_input_nodes)
 
     def is_static(self, value: Tensor) -> bool:
@@ -181,14 +181,14 @@ class Raiser:
         return self.lengths[expression]
 
     def value(self, node: Any) -> Value | None:
-        """What `node` is as a Value; a weight becomes a table of constants. None when it is neither."""
+        """`node` as a Value; a weight becomes a table of constants. None if it is neither."""
         known = self.known.get(node) if isinstance(node, fx.Node) else None
         if isinstance(known, Weight):
             return self.table(known)
         return known if isinstance(known, Value) else None
 
     def require(self, node: Any, reader: str) -> Value:
-        """What `node` is as a Value; raises UnsupportedError, naming where it went wrong, when it is none."""
+        """`node` as a Value. If it is none, raises UnsupportedError with the node at which understanding ended."""
         value = self.value(node)
         if value is None:
             raise self.blame(node, reader)
@@ -202,7 +202,7 @@ class Raiser:
         return Value(None, dims, values.make_terms(sizes, coef=data.reshape(sizes)))
 
     def number(self, item: Any) -> float | None:
-        """A Python number, or the single element of a weight; None otherwise."""
+        """`item` as a number, if it is one or a weight with a single element; None otherwise."""
         if isinstance(item, (int, float)) and not isinstance(item, bool):
             return float(item)
         known = self.known.get(item) if isinstance(item, fx.Node) else None
@@ -211,7 +211,7 @@ class Raiser:
         return None
 
     def evaluate(self, node: fx.Node) -> Any:
-        """The value of a node that depends on weights and numbers alone, or was found to be such a node's."""
+        """The value of a node that depends, directly or as a known Weight, on weights and numbers only."""
         known = self.known.get(node)
         if isinstance(known, Weight) and known.node is not node:
             return self.evaluate(known.node)
@@ -219,17 +219,17 @@ class Raiser:
             return self.source.evaluate(node)
         assert callable(node.target), node
         args: list[Any] = list(fx.node.map_arg(node.args, self.evaluate))
-        if is_in_place(node):  # a weight stays what it is
+        if is_in_place(node):  # do not overwrite a weight
             args[0] = args[0].clone()
         return node.target(*args, **fx.node.map_arg(node.kwargs, self.evaluate))
 
     def limit(self, node: fx.Node, longest: int) -> None:
-        """Hold no more than `longest` tokens, since beyond them `node` chooses other values."""
+        """Reduce the context to at most `longest` tokens, since `node` selects other values beyond that."""
         if longest < self.out.info.max_position:
             self.out.info = replace(self.out.info, max_position=longest)
             self.notes.append(f"node {node}: chooses other values beyond {longest} tokens, so the context ends there")
 
-    # ---- refusing ------------------------------------------------------------------------------
+    # ---- errors --------------------------------------------------------------------------------
 
     def unsupported(self, node: Any, reason: str) -> UnsupportedError:
         """The error that `node` cannot be compiled, with the module it came from."""
@@ -237,7 +237,7 @@ class Raiser:
         return PassError("raise", str(node), f"{operator} {reason}{_origin(node)}")
 
     def blame(self, node: Any, reader: str) -> UnsupportedError:
-        """The error for reading `node`: names the first node upstream that nothing could be made of."""
+        """The error for reading `node`; it names the first node upstream that was not understood."""
         while isinstance(node, fx.Node):
             inputs = [n for n in node.all_input_nodes if n is not self.token_ids]
             deeper = [n for n in inputs if isinstance(self.known.get(n), Opaque)]
@@ -249,14 +249,14 @@ class Raiser:
     # ---- building ------------------------------------------------------------------------------
 
     def call(self, name: str, *args: Any) -> fx.Node:
-        """qcompile::name(*args) in the raised graph; the same call twice is made once."""
+        """qcompile::name(*args) in the raised graph; equal calls share one node."""
         key = (name, *(tuple(a) if isinstance(a, list) else a for a in args))
         if key not in self.made:
             self.made[key] = self.out.call(name, *args)
         return self.made[key]
 
     def weight(self, node: fx.Node) -> fx.Node:
-        """The raised graph's node that reads the weight `node`, which ATen may have computed from others."""
+        """The node of the raised graph that reads the weight `node`, possibly computed from other weights."""
         if node.op == "get_attr":
             return self.read(str(node.target))
         source = next(iter(sources(node)), None)
@@ -268,12 +268,12 @@ class Raiser:
         return self.read(name)
 
     def vector(self, node: fx.Node) -> fx.Node:
-        """The weight `node`, whose only dimension of more than 1 element is its features, as [F]."""
+        """The weight `node` as [F]; its only dimension of more than 1 element must be the features."""
         value = node.meta["val"]
         return self.weight(node) if value.dim() == 1 else self._derived(node, "flat", (value.numel(),), torch.flatten)
 
     def transposed(self, node: fx.Node) -> fx.Node:
-        """The weight `node` [K, N] as [N, K]; undoes a transpose rather than adding one."""
+        """The weight `node` [K, N] as [N, K]; undoes a transpose instead of adding one."""
         dims = [d % 2 for d in node.args[1:3]] if operator_name(node) == "transpose" else []  # type: ignore[operator]
         if operator_name(node) in ("t", "numpy_T") or dims in ([0, 1], [1, 0]) or _is_swap(node):
             return self.weight(node.args[0])  # type: ignore[arg-type]
@@ -286,7 +286,7 @@ class Raiser:
         return self._derived(node, "T", (experts, n, k), lambda w: w.transpose(1, 2))
 
     def matrix(self, node: fx.Node, rows: int, columns: int) -> fx.Node:
-        """The weight `node`, all of whose dimensions but `rows` and `columns` are 1, as [rows, columns]."""
+        """The weight `node` as [rows, columns]; all its other dimensions must be 1."""
         shape = node.meta["val"].shape
         if len(shape) == 2 and rows == 0:
             return self.weight(node)
@@ -294,7 +294,7 @@ class Raiser:
         return self._derived(node, "rows", size, lambda w: w.movedim((rows, columns), (0, 1)).reshape(size))
 
     def product_rows(self, node: fx.Node, order: Sequence[int], rows: int) -> fx.Node:
-        """The weight `node`, its dimensions in `order`, as a matrix of so many rows."""
+        """The weight `node`, its dimensions permuted to `order`, as a matrix of `rows` rows."""
         shape = node.meta["val"].shape
         if len(shape) == 2 and rows == shape[order[0]]:
             return self.weight(node) if order[0] == 0 else self.transposed(node)
@@ -309,7 +309,7 @@ class Raiser:
         return self._derived(node, f"from{start}", (shape[0] - start, *shape[1:]), lambda w: w[start:])
 
     def proven_columns(self, embedding: fx.Node) -> Any:
-        """raise_tables.prove_columns of the table that `embedding` reads, worked out once."""
+        """raise_tables.prove_columns of the table that `embedding` reads; cached."""
         from qcompile.passes.raise_tables import prove_columns
 
         name = str(embedding.args[1])
@@ -324,7 +324,7 @@ class Raiser:
         return self.read(name)
 
     def constant(self, name: str, data: Tensor) -> fx.Node:
-        """A node that reads `data`, kept in the store as `name`; equal data is kept once."""
+        """A node that reads `data`, stored as a weight named after `name`; equal data is stored once."""
         key = ("constant", name, data.numpy().tobytes())
         if key not in self.made:
             unique = name
@@ -335,7 +335,7 @@ class Raiser:
         return self.made[key]
 
     def read(self, name: str) -> fx.Node:
-        """The raised graph's node that reads the weight `name` of its store."""
+        """The node of the raised graph that reads the weight `name` from its store."""
         if ("read", name) not in self.made:
             self.made["read", name] = self.out.weight(name)
         return self.made["read", name]
@@ -343,7 +343,7 @@ class Raiser:
     def emit(self, value: Value, sizes: Sequence[int], node: Any) -> fx.Node:
         """The raised tensor [B, T, *sizes] that holds the features of `value` in their order.
 
-        `node` is named in the error when there is no such tensor.
+        Raises UnsupportedError naming `node` if there is no such tensor.
         """
         coefs = np.unique(value.terms["coef"])
         if not value.is_plain() or len(coefs) != 1 or len(sizes) > 2:
@@ -355,7 +355,7 @@ class Raiser:
         return made if coefs[0] == 1 else self.call("scale", made, float(coefs[0]))
 
     def select_features(self, base: fx.Node, index: np.ndarray[Any, Any], node: Any) -> fx.Node:
-        """The features `index` of `base`, flattened unless all of them are wanted as they are."""
+        """The features `index` of `base`, flattened unless they are all of them in order."""
         count = math.prod(features(base))
         start = int(index[0])
         if ops.name_of(base.target) != "gather_features" and np.array_equal(
@@ -374,7 +374,7 @@ class Raiser:
         return self.call("linear", flat.args[0], *(self._rows(w, index) for w in flat.args[1:] if w is not None))
 
     def _expert_rows(self, base: fx.Node, index: np.ndarray[Any, Any], node: Any) -> fx.Node:
-        """The features `index` of every slot of an expert linear: rows of its weights."""
+        """The features `index` of every slot of an expert linear, selected as rows of its weights."""
         slots, width = features(base)
         wanted = index.reshape(slots, -1) - np.arange(slots)[:, None] * width
         x, chosen, weight, *bias = base.args
@@ -383,7 +383,7 @@ class Raiser:
         return self.call("expert_linear", x, chosen, *(self._rows(w, wanted[0], 1) for w in (weight, *bias)))
 
     def _rows(self, weight: Any, index: np.ndarray[Any, Any], axis: int = 0) -> fx.Node:
-        """The rows `index` (along `axis`) of a weight, as a weight of their own."""
+        """The rows `index` (along `axis`) of a weight, as a new weight."""
         key = ("rows", weight, index.tobytes())
         if key not in self.made:
             source = str(weight.target)
@@ -400,7 +400,7 @@ class Raiser:
         return self.shaped(node, (math.prod(features(node)),))
 
     def shaped(self, node: fx.Node, sizes: tuple[int, ...]) -> fx.Node:
-        """`node` with its features split in heads, or merged, to `sizes`."""
+        """`node` with its features split into heads, or merged, to match `sizes`."""
         if features(node) == sizes:
             return node
         if len(features(node)) == 2:
@@ -419,7 +419,7 @@ def features(node: fx.Node) -> tuple[int, ...]:
 
 
 def operator_name(node: fx.Node) -> str:
-    """`mul` for aten.mul.Tensor and aten.mul_, `qcompile::attention` for one of ours, the name of anything else."""
+    """`mul` for aten.mul.Tensor and aten.mul_, `qcompile::attention` for our operators, else the plain name."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return getattr(node.target, "__name__", str(node.target))
@@ -434,11 +434,11 @@ def is_in_place(node: fx.Node) -> bool:
 
 
 def writes_alone(node: fx.Node) -> bool:
-    """Whether nothing reads the tensor that `node` overwrites after it, by another view or otherwise."""
+    """Whether nothing reads the tensor that `node` overwrites afterwards, through another view or otherwise."""
     target: Any = node.args[0]
     while _is_view(target):
         target = target.args[0]
-    if target.op != "call_function":  # an input, or a weight, which the next step reads unless it is copied to first
+    if target.op != "call_function":  # an input, or state that the next step reads unless copy_ resets it
         whole = operator_name(node) == "copy" and node.args[0] is target
         return whole and target.op == "get_attr" and len(target.users) == 1
     seen, frontier = {node}, [target]
@@ -454,21 +454,21 @@ def writes_alone(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether `node` may share memory with its first operand, as what is written in place does."""
+    """Whether `node` may alias its first operand, as the result of an in-place operator does."""
     if operator_name(node) == "getitem":
         return _is_view(node.args[0])  # type: ignore[arg-type]
     return node.op == "call_function" and (operator_name(node) in ALIASING or is_in_place(node))
 
 
 def sources(node: fx.Node) -> list[fx.Node]:
-    """The weights that `node` is computed from, in order."""
+    """The weights from which `node` is computed, in order."""
     if node.op == "get_attr":
         return [node]
     return [source for n in node.all_input_nodes for source in sources(n)]
 
 
 def _origin(node: Any) -> str:
-    """Which module of the model `node` came from, when the trace says so."""
+    """The module of the model that `node` came from, if the trace says so."""
     stack = node.meta.get("nn_module_stack") if isinstance(node, fx.Node) else None
     if not stack:
         return ""
@@ -478,7 +478,7 @@ def _origin(node: Any) -> str:
 
 
 class Arguments:
-    """The arguments of an ATen call by the names of its schema, defaults filled in."""
+    """The arguments of an ATen call by schema name, with defaults filled in."""
 
     def __init__(self, node: fx.Node) -> None:
         self._found: dict[str, Any] = dict(node.kwargs)

@@ -1,4 +1,4 @@
-"""Norms and activations that are written out in elementwise ATen operators, recognised from their last one."""
+"""Norms and activations written in elementwise ATen operators, recognized from their last operator."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from qcompile.passes.raise_ops import HALVES, Known, Raiser, operator_name
 from qcompile.passes.raise_values import Value, identity
 
 TRANSPARENT = {"to", "_to_copy", "alias", "contiguous", "clone", "detach", "dropout", "expand", "type_as"}
-"""Operators that patterns look through, where they change no value."""
+"""Operators that patterns look through when they do not change values."""
 
 
 def strip(item: Any) -> Any:
-    """The node whose value `item` has, behind casts and copies."""
+    """The node that `item` copies or casts."""
     while isinstance(item, fx.Node) and operator_name(item) in TRANSPARENT and not _rounds(item):
         item = item.args[0]
     return item
 
 
 def _rounds(item: Any) -> bool:
-    """Whether a cast is of real numbers to integers or to half their bits; masks are cast to booleans."""
+    """Whether a cast rounds: from float to integers or to a 16-bit type. Casts of and to booleans do not count."""
     made, given = item.meta["val"].dtype, item.args[0].meta["val"].dtype
     halves = made in HALVES and given not in (made, torch.bool)
     return halves or (given.is_floating_point and not (made.is_floating_point or made == torch.bool))
 
 
 def is_call(item: Any, *names: str) -> bool:
-    """Whether `item` is a call of one of the ATen operators `names`, a sum without alpha, a quotient unrounded."""
+    """Whether `item` calls one of the ATen operators `names`; add and sub without alpha, div without rounding mode."""
     if not isinstance(item, fx.Node) or item.op != "call_function" or operator_name(item) not in names:
         return False
     more = (*item.args[2:], *item.kwargs.values()) if operator_name(item) in ("add", "sub", "div") else ()
@@ -39,17 +39,17 @@ def is_call(item: Any, *names: str) -> bool:
 
 
 def pair(node: fx.Node) -> list[tuple[Any, Any]]:
-    """Both orders of a commutative operator's operands, casts stripped."""
+    """Both orders of the operands of a commutative operator, with casts stripped."""
     a, b = strip(node.args[0]), strip(node.args[1])
     return [(a, b), (b, a)]
 
 
 def with_weight(r: Raiser, name: str, source: fx.Node, factor: fx.Node) -> Known:
-    """A raised tensor times (or plus) a weight over its last dimension; part of a norm or linear if it is one's."""
+    """A raised tensor times (or plus) a weight over its last dimension, folded into a norm or linear if possible."""
     value = r.known[source]
     fits, by_head = _lies_along(value, factor) if isinstance(value, Value) else (False, False)
     if not isinstance(value, Value) or not (fits or by_head):
-        raise r.unsupported(source, f"meets weight {factor} in a way that has no counterpart here")
+        raise r.unsupported(source, f"meets weight {factor} in an unsupported way")
     if name == "mul" and not value.is_plain():
         from qcompile.passes.raise_attention import turned
 
@@ -58,7 +58,7 @@ def with_weight(r: Raiser, name: str, source: fx.Node, factor: fx.Node) -> Known
     weight = r.vector(factor)
     kind = ops.name_of(made.target)
     if by_head and kind not in ("rms_norm", "layer_norm"):
-        raise r.unsupported(source, f"meets weight {factor} of every head where that is no norm's")
+        raise r.unsupported(source, f"meets weight {factor} of every head, which is supported only after a norm")
     if name == "mul" and kind in ("rms_norm", "layer_norm") and made.args[1:-1].count(None) == len(made.args) - 2:
         joined = r.call(str(kind), made.args[0], weight, *made.args[2:])
     elif name == "add" and kind == "layer_norm" and made.args[2] is None:
@@ -66,14 +66,14 @@ def with_weight(r: Raiser, name: str, source: fx.Node, factor: fx.Node) -> Known
     elif name == "add" and kind == "linear" and len(made.args) == 2:
         joined = r.call("linear", *made.args, weight)
     elif by_head:
-        raise r.unsupported(source, f"meets weight {factor} of every head behind a norm's own")
+        raise r.unsupported(source, f"meets weight {factor} of every head after a norm that has weights already")
     else:
         joined = r.call(name, made, weight)
     return identity(joined, value.dims, value.sizes)
 
 
 def _lies_along(value: Value, factor: fx.Node) -> tuple[bool, bool]:
-    """Whether a weight's elements are those of `value`'s last dimension, or of its heads and their features."""
+    """Whether a weight's elements match the last dimension of `value`, or its heads and their features."""
     sizes = factor.meta["val"].shape
     wide = [place for place, size in enumerate(reversed(sizes)) if size != 1]
     own = [place for place, axes in enumerate(reversed(value.dims)) if axes == "F"]
@@ -84,7 +84,7 @@ def _lies_along(value: Value, factor: fx.Node) -> tuple[bool, bool]:
 
 
 def norm(r: Raiser, node: fx.Node, source: fx.Node, kind: str, weights: tuple[Any, ...], eps: float) -> Value:
-    """qcompile::rms_norm or layer_norm over the last dimension of what `source` is."""
+    """qcompile::rms_norm or layer_norm over the last dimension of `source`."""
     value = r.require(source, f"norm {node}")
     if value.base is None or value.dims[-1] != "F":
         raise r.unsupported(node, "normalises something else than the features of a token")
@@ -101,7 +101,7 @@ def norm(r: Raiser, node: fx.Node, source: fx.Node, kind: str, weights: tuple[An
 
 
 def match_product(r: Raiser, node: fx.Node) -> Known:
-    """x * rsqrt(mean(x²) + eps), with or without the mean taken off; GELU by tanh, erf or sigmoid."""
+    """x * rsqrt(mean(x²) + eps), with or without the mean subtracted; GELU by tanh, erf or sigmoid; Mish."""
     for x, factor in pair(node):
         spread = _inverse_root(r, factor)
         if spread is not None:
@@ -110,14 +110,14 @@ def match_product(r: Raiser, node: fx.Node) -> Known:
 
 
 def match_quotient(r: Raiser, node: fx.Node) -> Known:
-    """x / sqrt(mean(x²) + eps), with or without the mean taken off."""
+    """x / sqrt(mean(x²) + eps), with or without the mean subtracted."""
     x, divisor = strip(node.args[0]), strip(node.args[1])
     spread = _root(r, divisor)
     return None if spread is None else _normalised(r, node, x, *spread)
 
 
 def _normalised(r: Raiser, node: fx.Node, x: fx.Node, moment: Any, eps: float) -> Known:
-    """x over the root of `moment` + eps, when the moment is x's own."""
+    """x divided by sqrt(`moment` + eps), if the moment is that of x."""
     squared = _mean_of_square(r, moment)
     if squared is x and isinstance(r.known.get(x), Value):
         return norm(r, node, x, "rms_norm", (None,), eps)
@@ -127,7 +127,7 @@ def _normalised(r: Raiser, node: fx.Node, x: fx.Node, moment: Any, eps: float) -
     return None
 
 
-def _shifted(r: Raiser, item: Any) -> tuple[Any, float] | None:
+def _plus_epsilon(r: Raiser, item: Any) -> tuple[Any, float] | None:
     """(m, eps) for m + eps."""
     if not is_call(item, "add"):
         return None
@@ -140,7 +140,7 @@ def _shifted(r: Raiser, item: Any) -> tuple[Any, float] | None:
 
 def _inverse_root(r: Raiser, item: Any) -> tuple[Any, float] | None:
     if is_call(item, "rsqrt") or (is_call(item, "pow") and item.args[1] == -0.5):
-        return _shifted(r, strip(item.args[0]))
+        return _plus_epsilon(r, strip(item.args[0]))
     if is_call(item, "reciprocal"):
         return _root(r, strip(item.args[0]))
     if is_call(item, "div") and item.args[0] == 1:
@@ -150,12 +150,12 @@ def _inverse_root(r: Raiser, item: Any) -> tuple[Any, float] | None:
 
 def _root(r: Raiser, item: Any) -> tuple[Any, float] | None:
     if is_call(item, "sqrt") or (is_call(item, "pow") and item.args[1] == 0.5):
-        return _shifted(r, strip(item.args[0]))
+        return _plus_epsilon(r, strip(item.args[0]))
     return None
 
 
 def over_last(node: fx.Node) -> bool:
-    """Whether a reduction is over the last dimension, which it keeps."""
+    """Whether a reduction is over the last dimension and keeps it."""
     rank = node.args[0].meta["val"].dim()  # type: ignore[union-attr]
     dims = node.args[1] if len(node.args) > 1 else None
     keep = node.kwargs.get("keepdim", node.args[2] if len(node.args) > 2 else False)
@@ -198,7 +198,7 @@ def _variance(item: Any) -> Any:
 
 
 def match_power(r: Raiser, node: fx.Node) -> Known:
-    """relu(x)²; other powers are met in norms."""
+    """relu(x)²; other powers are matched as parts of norms."""
     from qcompile.passes.raise_aten import elementwise
 
     relu = strip(node.args[0])
@@ -242,11 +242,11 @@ _Term = tuple[float, int, list[Any]]
 
 
 def _terms(r: Raiser, total: Any, x: Any) -> list[_Term]:
-    """Both terms of a sum as _product has them, the one with less of x first."""
+    """Both terms of a sum as returned by _product, the one with the lower power of x first."""
     return sorted((_product(r, term, x) for term in total.args[:2]), key=lambda term: term[1])
 
 
-def _near(r: Raiser, item: Any, wanted: float) -> bool:
+def _is_close(r: Raiser, item: Any, wanted: float) -> bool:
     number = r.number(item)
     return number is not None and math.isclose(number, wanted, rel_tol=1e-6)
 
@@ -255,9 +255,9 @@ def _factor(r: Raiser, item: Any, wanted: float) -> Any:
     """x for x * wanted in either order, or x / (1 / wanted); else None."""
     if is_call(item, "mul"):
         for x, number in pair(item):
-            if _near(r, number, wanted):
+            if _is_close(r, number, wanted):
                 return x
-    if is_call(item, "div") and _near(r, item.args[1], 1 / wanted):
+    if is_call(item, "div") and _is_close(r, item.args[1], 1 / wanted):
         return strip(item.args[0])
     return None
 
@@ -265,18 +265,18 @@ def _factor(r: Raiser, item: Any, wanted: float) -> Any:
 def _plus_one(r: Raiser, item: Any) -> Any:
     if is_call(item, "add"):
         for x, one in pair(item):
-            if _near(r, one, 1.0):
+            if _is_close(r, one, 1.0):
                 return x
     return None
 
 
 def _match_gelu(r: Raiser, node: fx.Node) -> Known:
-    """0.5 * x * (1 + tanh(...)) or (1 + erf(...)), the products associated in any way."""
+    """0.5 * x * (1 + tanh(...)) or 0.5 * x * (1 + erf(...)), with the products associated in any way."""
     from qcompile.passes.raise_aten import elementwise
 
     for outer, inner in pair(node):
         candidates = [(outer, inner, _factor(r, outer, 0.5))]
-        if _near(r, outer, 0.5) and is_call(inner, "mul"):
+        if _is_close(r, outer, 0.5) and is_call(inner, "mul"):
             candidates += [(a, b, a) for a, b in pair(inner)]
         for _, gate, x in candidates:
             squash: Any = _plus_one(r, gate) if x is not None else None
@@ -309,7 +309,7 @@ def _match_gelu_quick(r: Raiser, node: fx.Node) -> Known:
 
 
 def _is_tanh_argument(r: Raiser, item: Any, x: Any) -> bool:
-    """Whether `item` is sqrt(2/pi) * (x + 0.044715 * x³), or x in front of the sum."""
+    """Whether `item` is sqrt(2/pi) * (x + 0.044715 * x³), or the same with x factored out of the sum."""
     number, powers, others = _product(r, item, x)
     if not math.isclose(number, math.sqrt(2 / math.pi), rel_tol=1e-6) or len(others) != 1 or powers > 1:
         return False
@@ -321,7 +321,7 @@ def _is_tanh_argument(r: Raiser, item: Any, x: Any) -> bool:
 
 
 def _product(r: Raiser, item: Any, x: Any) -> _Term:
-    """(number, how often x, other factors) that the product `item` is made of."""
+    """(coefficient, power of x, other factors) of the product `item`."""
     item = strip(item)
     number = r.number(item)
     if item is x or number is not None:

@@ -1,4 +1,4 @@
-"""Factors by position that the algebra of raising has no terms for, such as logarithms: tables of all positions."""
+"""Factors that depend on the position and leave raising's algebra, such as logarithms: tables over all positions."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ ELEMENTWISE = {
     *("abs", "neg", "add", "sub", "rsub", "mul", "div", "floor_divide", "clamp", "clamp_min", "clamp_max", "minimum"),
     *("maximum", "where", "eq", "ne", "lt", "le", "gt", "ge", "tanh", "sigmoid"),
 }
-"""Operators whose result at a place depends on their operands at that place alone."""
+"""Operators whose result at an index depends only on their operands at that index."""
 
 LAYOUT = {"view", "reshape", "_unsafe_view", "flatten", "squeeze", "slice", "expand"}
-"""Operators of their first operand and sizes, of which that is true where just dimensions of one element change."""
+"""Layout operators with sizes as arguments; they count as elementwise if only dimensions of size 1 change."""
 
 
 @overridden("mul", "multiply")
 def _times_number_of_position(r: Raiser, node: fx.Node, a: Arguments) -> Known:
-    """Features times a function of their position, f32 of the expression itself at each position there is.
+    """Features times a function of their position, whose values are tabulated in f32 for every position.
 
-    What mixes features by position does so whether they are multiplied before it or after it, so that rotations and
-    what joins heads stay what they are: the raised tensor they are of is multiplied.
+    Operators that mix features by position commute with the factor, so rotations and merges of heads stay as they are,
+    and the raised tensor before them is multiplied.
     """
     for source, factor in (a.positional[:2], a.positional[1::-1]):
         value = r.known.get(source) if isinstance(source, fx.Node) else None
@@ -51,7 +51,7 @@ def _times_number_of_position(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 
 
 def _is_by_position(r: Raiser, value: Value, factor: Any) -> bool:
-    """Whether `factor` is proven one number for each token that multiplies all features of `value`."""
+    """Whether `factor` is provably one number per token that multiplies all features of `value`."""
     if not isinstance(factor, fx.Node) or not isinstance(r.known.get(factor), Opaque):
         return False
     axes = {1: "", LENGTHS["B"]: "B", LENGTHS["T"]: "T"}
@@ -62,7 +62,7 @@ def _is_by_position(r: Raiser, value: Value, factor: Any) -> bool:
 
 
 def _of_positions(r: Raiser, factor: Any) -> bool:
-    """Whether an expression is, place by place, made of functions of the position and numbers alone."""
+    """Whether an expression is composed elementwise of functions of the position and numbers only."""
     seen, frontier = set(), [factor]
     while frontier:
         node = frontier.pop()
@@ -77,7 +77,7 @@ def _of_positions(r: Raiser, factor: Any) -> bool:
 
 
 def _is_by_place(r: Raiser, node: fx.Node) -> bool:
-    """Whether an operator makes what it has at a place of what its operands have there."""
+    """Whether `node` is elementwise: its result at an index depends on its operands at that index only."""
     if operator_name(node) not in LAYOUT:
         return operator_name(node) in ELEMENTWISE
     sizes = [[size for size in r.shape(each) if size != 1] for each in (node, node.all_input_nodes[0])]
@@ -85,24 +85,24 @@ def _is_by_place(r: Raiser, node: fx.Node) -> bool:
 
 
 def _multiplied(r: Raiser, value: Value, table: torch.Tensor, node: fx.Node) -> Value | None:
-    """`value` whose raised tensor is multiplied by the row of `table` [P] at the position."""
+    """`value` with its raised tensor multiplied by the row of `table` [P] at the position."""
     index = value.terms["index"]
     used = np.unique(index[value.terms["coef"] != 0])
-    if not len(used) or used[0] < 0:  # constants among the features
+    if not len(used) or used[0] < 0:  # there are constants among the features
         return None
     assert value.base is not None
     x = r.select_features(value.base, used, node)
     factor = r.call("embedding", r.positions, r.constant("by_position", table[:, None].contiguous()))
     terms = value.terms.copy()
     terms["index"] = np.clip(np.searchsorted(used, index), 0, len(used) - 1)
-    return replace(value, base=_ahead(r, x, factor), terms=terms)
+    return replace(value, base=_multiply_early(r, x, factor), terms=terms)
 
 
-def _ahead(r: Raiser, x: Any, factor: fx.Node) -> fx.Node:
-    """`x` times a number for each token, which multiplies what was not rotated yet, nor multiplied by feature."""
+def _multiply_early(r: Raiser, x: Any, factor: fx.Node) -> fx.Node:
+    """`x` times one number per token, multiplied before rotations and weights per feature."""
     kind = ops.name_of(x.target)
     if kind == "rope" or (kind == "mul" and r.out.is_weight(x.args[1])):
-        return r.call(kind, _ahead(r, x.args[0], factor), *x.args[1:])
+        return r.call(kind, _multiply_early(r, x.args[0], factor), *x.args[1:])
     return r.shaped(r.call("mul", r.flat(x), factor), features(x))
 
 

@@ -1,7 +1,7 @@
-"""What ATen's operators mean in mixtures of experts, and the little else that only they bring.
+"""Handlers for mixtures of experts, and a few operators that occur only there.
 
-The form is transformers' `batched_mm`: the weights of each chosen expert are gathered, [S, N, K] for S pairs of a
-token and a slot, and multiplied with that pair's input. So pairs are seen as dimension "BTF", its features the slots.
+The expected form is transformers' `batched_mm`: the weights of each chosen expert are gathered, [S, N, K] for S
+pairs of token and slot, and multiplied by that pair's input. A dimension of pairs is "BTF", with slots as features.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from qcompile.passes.raise_values import POSITION, Value, identity
 __all__ = ["HANDLERS"]
 
 PAIRS = "BTF"
-"""The dimension of a value that has one row for each pair of a token and a slot."""
+"""The dimension of a value that has one row per pair of token and slot."""
 
 
 @dataclass(frozen=True)
 class Chosen(Opaque):
-    """The rows of `weight` [E, ...] that the choice `index` [B, T, k] names, one for each pair."""
+    """The rows of `weight` [E, ...] selected by the choice `index` [B, T, k], one per pair."""
 
     weight: fx.Node
     index: fx.Node
 
 
 def based(r: Raiser, item: Any) -> Value | None:
-    """What `item` is, when it is features of a raised tensor as they are, all times one constant."""
+    """`item` as a Value if it holds features of a raised tensor, unmixed, times one constant; else None."""
     known = r.known.get(item) if isinstance(item, fx.Node) else None
     if not isinstance(known, Value) or not known.is_plain():
         return None
@@ -45,12 +45,12 @@ def based(r: Raiser, item: Any) -> Value | None:
 
 
 def kind_of(value: Value | None) -> str | None:
-    """The operator that made the tensor that `value` shows."""
+    """The operator that computed the base of `value`."""
     return None if value is None or value.base is None else ops.name_of(value.base.target)
 
 
 def overridden(*names: str) -> Any:
-    """Register a handler that is asked first, and leaves what it does not know to the one there was."""
+    """Register a handler that is tried first; if it returns None, the previous handler is."""
 
     def register(handler: raise_aten.Handler) -> raise_aten.Handler:
         for name in names:
@@ -70,7 +70,7 @@ def overridden(*names: str) -> Any:
 
 
 def _scores(r: Raiser, item: Any, dim: int) -> Value | None:
-    """Scores [.., E], when `dim` is their last dimension and their only one of features."""
+    """Scores [.., E], if `dim` is their last dimension and their only feature dimension."""
     value = based(r, item)
     if value is None or len(value.sizes) != 1 or value.dims[-1] != "F" or dim not in (-1, len(value.dims) - 1):
         return None
@@ -132,7 +132,7 @@ def _normalized(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 
 @handles("masked_fill")
 def _limited(r: Raiser, node: fx.Node, a: Arguments) -> Known:
-    """Scores hidden outside the best groups; nothing is hidden where all groups are kept."""
+    """Scores with all but the best groups hidden; a no-op if all groups are kept."""
     value = _scores(r, a.input_, -1)
     found = None if value is None else _group_choice(r, a.mask, value.count)
     if value is None or found is None:
@@ -141,7 +141,7 @@ def _limited(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     keep, groups = found[1], int(found[0].meta["val"].shape[-1])
     if keep == groups:
         return value
-    runs, count = _judged(best)
+    runs, count = _group_scores(best)
     if runs is None:
         return None
     shape = r.shape(runs)
@@ -154,8 +154,8 @@ def _limited(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     return identity(r.call("limit_groups", _emitted(r, value, node), groups, keep, count), value.dims, value.sizes)
 
 
-def _judged(best: Any) -> tuple[Any, int]:
-    """(runs of scores, n) where `best` is the sum of the n best of each run; (None, 0) where it is not."""
+def _group_scores(best: Any) -> tuple[Any, int]:
+    """(scores by group, n) if `best` is the sum of the n best scores of each group; else (None, 0)."""
     if is_call(best, "amax") and Arguments(best).dim in ([-1], [2]):
         return strip(best.args[0]), 1
     if is_call(best, "getitem") and best.args[1] == 0 and is_call(best.args[0], "max"):
@@ -169,7 +169,7 @@ def _judged(best: Any) -> tuple[Any, int]:
 
 
 def _largest(item: Any, rank: int) -> int | None:
-    """k where `item` is the topk that gives the k largest along the last of `rank` dimensions."""
+    """k if `item` is a topk of the k largest along the last of `rank` dimensions."""
     if not is_call(item, "topk"):
         return None
     given = Arguments(item)
@@ -177,9 +177,9 @@ def _largest(item: Any, rank: int) -> int | None:
 
 
 def _never_chosen(node: fx.Node, hidden: float | None, scores: Value, left: int) -> bool:
-    """Whether who reads scores takes none of those that are `hidden` behind a number, where so many are `left`.
+    """Whether readers of the scores never pick one of those set to `hidden`, given that `left` others remain.
 
-    Numbers out of a softmax are more than 0; below minus infinity nothing is.
+    Softmax outputs are positive, and nothing is below minus infinity.
     """
     if hidden == float("-inf"):
         return True
@@ -189,7 +189,7 @@ def _never_chosen(node: fx.Node, hidden: float | None, scores: Value, left: int)
 
 
 def _group_choice(r: Raiser, mask: Any, experts: int) -> tuple[fx.Node, int] | None:
-    """(scores of groups, how many are kept) of the complement of a mask that is 1 in the chosen groups of `experts`."""
+    """(group scores, number kept) of the complement of a mask that is 1 in the chosen groups of `experts`."""
     if not is_call(mask := strip(mask), "bitwise_not", "logical_not"):
         return None
     mask, steps = mask.args[0], []
@@ -203,7 +203,7 @@ def _group_choice(r: Raiser, mask: Any, experts: int) -> tuple[fx.Node, int] | N
     if not is_call(zeros, "zeros_like") or (keep := _largest(topk, 2)) is None:
         return None
     best = strip(topk.args[0])
-    if strip(zeros.args[0]) is not best or best.meta["val"].dim() != 2 or not _in_runs(r, mask, steps, experts):
+    if strip(zeros.args[0]) is not best or best.meta["val"].dim() != 2 or not _spreads_groups(r, mask, steps, experts):
         return None
     return best, keep
 
@@ -211,8 +211,8 @@ def _group_choice(r: Raiser, mask: Any, experts: int) -> tuple[fx.Node, int] | N
 _SPREADING = ("view", "reshape", "unsqueeze", "expand")
 
 
-def _in_runs(r: Raiser, mask: fx.Node, steps: list[fx.Node], experts: int) -> bool:
-    """Whether `steps`, the last first, repeat the `mask` [tokens, groups] for the experts of each group in a run."""
+def _spreads_groups(r: Raiser, mask: fx.Node, steps: list[fx.Node], experts: int) -> bool:
+    """Whether `steps`, last first, repeat `mask` [tokens, groups] for the consecutive experts of each group."""
     groups = int(mask.meta["val"].shape[-1])
     found: Value | None = identity(mask, ("BT", "F"), (groups,))
     for step in reversed(steps):
@@ -233,7 +233,7 @@ def _in_runs(r: Raiser, mask: fx.Node, steps: list[fx.Node], experts: int) -> bo
 
 @overridden("repeat_interleave")
 def _repeat_tokens(r: Raiser, node: fx.Node, a: Arguments) -> Known:
-    """Each token once for each of its slots."""
+    """Each token repeated once per slot."""
     value, count, dim = r.value(a.positional[0]), a.positional[1], a.dim
     if value is None or not isinstance(count, int) or dim is None or value.dims[dim] != "BT":
         return None
@@ -254,7 +254,7 @@ def _chosen(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 
 @overridden("bmm", "matmul")
 def _expert_linear(r: Raiser, node: fx.Node, a: Arguments) -> Known:
-    """weight[index] @ x or x @ weight[index], of one column or row."""
+    """weight[index] @ x or x @ weight[index], where x is a column or a row."""
     left, right = (r.known.get(item) for item in a.positional[:2])
     if isinstance(left, Chosen):
         chosen, x, order = left, a.positional[1], (PAIRS, "F", "")
@@ -295,7 +295,7 @@ def _expert_bias(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 
 @overridden("mul", "multiply")
 def _weighted(r: Raiser, node: fx.Node, a: Arguments) -> Known:
-    """What the experts of a token say, each times its weight; or every feature of a token times one number."""
+    """The outputs of a token's experts, each times its weight; or all features of a token times one number."""
     for x, factor in (a.positional[:2], a.positional[1::-1]):
         y, w = based(r, x), based(r, factor)
         if y is None or w is None or len(y.dims) != len(w.dims):
@@ -324,7 +324,7 @@ def _sum(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     return identity(r.call("combine", *arguments), value.dims[:dim] + value.dims[dim + 1 :], value.sizes[1:])
 
 
-# ---- small things -----------------------------------------------------------------------------------
+# ---- miscellaneous ----------------------------------------------------------------------------------
 
 
 @handles("clamp", "clamp_min", "clamp_max")
@@ -340,7 +340,7 @@ def _clamp(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 
 
 def _within(choice: Value, low: Any, high: Any) -> bool:
-    """Whether all places that top_k chooses of are within the bounds."""
+    """Whether all indices that top_k can return are within the bounds."""
     assert choice.base is not None
     scores: Any = choice.base.args[0]
     least, most = (isinstance(bound, int) or bound is None for bound in (low, high))
@@ -349,7 +349,7 @@ def _within(choice: Value, low: Any, high: Any) -> bool:
 
 @overridden("add", "sub")
 def _shift(r: Raiser, node: fx.Node, a: Arguments) -> Known:
-    """A number added to features; in tables of positions it stays part of the table."""
+    """A number added to features. For functions of the position it stays part of their table."""
     number, value = r.number(a.positional[1]), based(r, a.positional[0])
     if number is None or value is None or a.alpha not in (None, 1) or not 1 <= len(value.sizes) <= 2:
         return None
@@ -359,25 +359,25 @@ def _shift(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 
 @handles("copy")
 def _copy(r: Raiser, node: fx.Node, a: Arguments) -> Known:
-    """A tensor overwritten by another of its shape is that other one."""
+    """A tensor overwritten by another of its shape becomes that other tensor."""
     target, source = a.positional[:2]
     same = r.shape(target) == r.shape(source) and target.meta["val"].dtype == source.meta["val"].dtype
     return r.known.get(source) if same and isinstance(source.meta["val"], torch.Tensor) else None
 
 
-# ---- choices by the length of the sequence ------------------------------------------------------------
+# ---- decisions by sequence length ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Reach(Opaque):
-    """The largest position plus `offset`: a number that lies below the context, and is 0 + offset at least."""
+    """The largest position plus `offset`: a number less than context + offset and at least `offset`."""
 
     offset: float
 
 
 @dataclass(frozen=True)
 class Decided(Opaque):
-    """A condition that always is `value`."""
+    """A condition that always has the value `value`."""
 
     value: bool
 
@@ -400,7 +400,7 @@ def _reach(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 
 @handles("gt")
 def _beyond(r: Raiser, node: fx.Node, a: Arguments) -> Known:
-    """Whether the sequence is longer than a number: never, once the context is held below it."""
+    """Whether the sequence is longer than a number: never, once the context is limited accordingly."""
     known, number = r.known.get(a.positional[0]), r.number(a.positional[1])
     if not isinstance(known, Reach) or number is None or known.offset > number:
         return None

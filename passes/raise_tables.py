@@ -1,4 +1,4 @@
-"""Tables over the position, stored or computed ahead: learned embeddings, and rotary tables proven to be such."""
+"""Tables over the position, stored or precomputed: learned embeddings, and tables proven to be rotary."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from qcompile.passes.raise_ops import LENGTHS, Raiser, Weight, features, operato
 from qcompile.passes.raise_values import TERM, Value, identity
 
 FLOAT32 = 2.0**-23
-"""A table's angles were rounded to float32, so entry p is off by about p * freq times this."""
+"""Rounding of the table's angles to float32: entry p is off by about p * freq * FLOAT32."""
 
 Column = NDArray[np.float64]
 
 
 def rows_of(r: Raiser, node: fx.Node, source: fx.Node, dim: int) -> Value | None:
-    """`node`, the rows 0 .. tokens - 1 of the weight `source` along `dim`; it must have one other dimension."""
+    """`node`: rows 0 .. tokens - 1 of the weight `source` along `dim`. It must have one other dimension."""
     shape = [int(size) for size in source.meta["val"].shape]
     wide = [d for d in range(len(shape)) if d != dim and shape[d] > 1]
     if r.shape(node)[dim] != LENGTHS["T"] or len(wide) != 1:
@@ -34,7 +34,7 @@ def rows_of(r: Raiser, node: fx.Node, source: fx.Node, dim: int) -> Value | None
 
 
 def gathered(r: Raiser, node: fx.Node, source: fx.Node, index: fx.Node) -> Value | None:
-    """`node` [B, T, D], rows of a weight [P, D] (repeated over the batch) at the position."""
+    """`node` [B, T, D]: rows of a weight [P, D] (repeated over the batch) at the position."""
     while operator_name(source) in ("repeat", "expand", "to", "unsqueeze"):
         source = source.args[0]  # type: ignore[assignment]
     place = r.known.get(index)
@@ -51,14 +51,14 @@ def gathered(r: Raiser, node: fx.Node, source: fx.Node, index: fx.Node) -> Value
 
 
 def require_rows(r: Raiser, table: fx.Node, rows: int) -> None:
-    """Raise unless a table over the position has a row for every position the model is said to hold."""
+    """Raise unless a table over the position has a row for every position of the model's context."""
     longest = r.source.info.max_position
     if rows < longest:
         raise r.unsupported(table, f"has fewer rows than the {longest} positions the model is said to hold")
 
 
 def as_rotary(r: Raiser, value: Value) -> Value | None:
-    """The value of a table over the position with every column proven to be cos or sin of position * freq."""
+    """The value of a table over the position if every column is proven to be cos or sin of position * freq."""
     base = value.base
     if base is None or ops.name_of(base.target) != "embedding" or base.args[0] is not r.positions:
         return None
@@ -71,14 +71,14 @@ def as_rotary(r: Raiser, value: Value) -> Value | None:
 
 
 def same_turning(a: Column, b: Column, longest: int) -> bool:
-    """Whether cos(p * a) and cos(p * b) are one table in float32 for p < longest: what is read off tables differs."""
+    """Whether cos(p * a) and cos(p * b) agree in float32 for p < longest; measured frequencies differ slightly."""
     places = np.arange(longest)[:, None]
     error = np.abs(np.cos(places * a.ravel()) - np.cos(places * b.ravel()))
     return bool((error <= 8 * FLOAT32 * (1 + places * b.ravel())).all())
 
 
 def prove_columns(table: torch.Tensor) -> NDArray[np.void] | None:
-    """One term for each column of `table` [P, F], which must be cos or sin of p * freq in every row."""
+    """One term per column of `table` [P, F], each of which must be cos or sin of p * freq in every row; else None."""
     data = table.double().numpy()
     found = np.zeros(data.shape[1], TERM)
     found["index"], found["coef"] = -1, 1.0
@@ -95,10 +95,10 @@ def prove_columns(table: torch.Tensor) -> NDArray[np.void] | None:
 
 
 def _frequency(column: Column, is_cos: bool) -> float | None:
-    """freq with column[p] = cos (or sin) of p * freq for every p, None when there is none up to pi / 2.
+    """freq with column[p] = cos (or sin) of p * freq for every p; None if there is none up to pi / 2.
 
-    The angle at p tells freq up to whole turns with an error that falls with p, so it is read at p = 1, 2,
-    4, ..., each time at the turn that the last estimate says, where the function is not flat.
+    The angle at p determines freq up to full turns, with an error that falls with p. So it is read at p = 1, 2, 4, ...,
+    where the function is not flat, and the previous estimate selects the turn.
     """
     inverse = np.arccos if is_cos else np.arcsin
     freq, best = float(inverse(np.clip(column[1], -1, 1))), 0.0

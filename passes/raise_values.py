@@ -1,14 +1,14 @@
-"""What raising knows of an ATen tensor: which features of which raised tensor it shows, and how they were mixed.
+"""What raising knows of an ATen tensor: which features of which raised tensor it shows, and how they are combined.
 
-Views, transposes, slices, concatenations, expansions and rotary embeddings are all linear in the features of
-one tensor, with coefficients that depend on the position alone. So instead of matching the many ways to
-write them, raising carries each tensor as a table: element f of the features is
+Views, transposes, slices, concatenations, expansions and rotary embeddings are all linear in the features of one
+tensor, with coefficients that depend on the position only. So instead of matching the many ways to write them, raising
+represents each tensor as a table. Element f of its features is
 
     sum over terms of  coef * kind(position) * base[index]
 
-with kind one of 1, position, cos(freq * position), sin(freq * position); an index of -1 stands for the
-constant 1. A table without base is a function of the position, such as a rotary table: its argument is
-linear in the position because only linear operations produce kind `POSITION`.
+where kind is one of 1, position, cos(freq * position), sin(freq * position), and index -1 stands for the constant 1.
+A table without a base is a function of the position, such as a rotary table. The argument of its cos and sin is linear
+in the position, because only linear operations produce kind `POSITION`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Terms = NDArray[np.void]
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A tensor whose every dimension runs over batch, tokens, features, or nothing.
+    """A tensor each of whose dimensions runs over batch, tokens, features, or nothing.
 
-    `dims` has one string per dimension, the axes it runs over, outermost first: "B", "T", "F", "BT" for a
-    flattened pair, "" for a size of 1 or for no dependence. A dimension holds at most one "F" axis. `terms`
-    [terms, *feature sizes] has the feature axes in the order in which `dims` shows them.
+    `dims` has one string per dimension with the axes it runs over, outermost first: "B", "T", "F", "BT" for two
+    flattened axes, "" for size 1 or no dependence. A dimension holds at most one "F" axis. `terms`
+    [terms, *feature sizes] has the feature axes in the order of `dims`.
     """
 
     base: fx.Node | None
@@ -56,11 +56,11 @@ class Value:
         return replace(self, terms=terms)
 
     def axis(self, dim: int) -> int:
-        """Which axis of `terms` dimension `dim`'s features are."""
+        """The axis of `terms` that holds the features of dimension `dim`."""
         return 1 + sum("F" in d for d in self.dims[:dim])
 
     def is_plain(self) -> bool:
-        """Whether every element is one element of `base`, as it is."""
+        """Whether every element is one unmixed element of `base`, up to a factor."""
         term = self.terms[0]
         alone = self.base is not None and len(self.terms) == 1
         return bool(alone and (term["kind"] == ONE).all() and (term["index"] >= 0).all())
@@ -76,7 +76,7 @@ def make_terms(
 
 
 def identity(base: fx.Node, dims: Sequence[str], sizes: Sequence[int]) -> Value:
-    """All features of `base`, seen as `sizes`."""
+    """All features of `base`, shaped as `sizes`."""
     return Value(base, tuple(dims), make_terms(sizes, np.arange(math.prod(sizes)).reshape(sizes)))
 
 
@@ -84,16 +84,16 @@ def identity(base: fx.Node, dims: Sequence[str], sizes: Sequence[int]) -> Value:
 
 
 def permute(value: Value, order: Sequence[int]) -> Value:
-    """Dimensions in another order, as Tensor.permute."""
+    """Tensor.permute."""
     order = [d % len(value.dims) for d in order]
     axes = [value.axis(d) for d in order if "F" in value.dims[d]]
     return Value(value.base, tuple(value.dims[d] for d in order), value.terms.transpose(0, *axes))
 
 
 def reshape(value: Value, target: Sequence[int], lengths: dict[str, int]) -> Value | None:
-    """Tensor.reshape to `target`, in which batch and tokens count `lengths`; None when a cut is not clean.
+    """Tensor.reshape to `target`, where batch and tokens have size `lengths`; None if a dimension is not cut cleanly.
 
-    The lengths stand for unknown sizes: they are large primes, so a product shows what it is made of.
+    The lengths stand for unknown sizes. They are large primes, so a product reveals its factors.
     """
     sizes = iter(value.sizes)
     atoms = [(axis, next(sizes) if axis == "F" else lengths[axis]) for dim in value.dims for axis in dim]
@@ -128,7 +128,7 @@ def reshape(value: Value, target: Sequence[int], lengths: dict[str, int]) -> Val
 
 
 def expand(value: Value, target: Sequence[int], lengths: dict[str, int]) -> Value | None:
-    """Tensor.expand to `target`: new dimensions on the left, sizes of 1 repeated."""
+    """Tensor.expand to `target`: adds dimensions on the left and repeats those of size 1."""
     dims = ("",) * (len(target) - len(value.dims)) + value.dims
     terms, axis, made = value.terms, 1, []
     names = {size: name for name, size in lengths.items()}
@@ -145,21 +145,21 @@ def expand(value: Value, target: Sequence[int], lengths: dict[str, int]) -> Valu
 
 
 def cut(value: Value, dim: int, where: slice) -> Value | None:
-    """value[..., where, ...] along a dimension of features; None when it holds anything else."""
+    """value[..., where, ...] along a feature dimension; None if the dimension holds anything else."""
     if value.dims[dim] != "F":
         return None
     return replace(value, terms=value.terms[(slice(None),) * value.axis(dim) + (where,)])
 
 
 def take(value: Value, dim: int, index: NDArray[np.int64]) -> Value | None:
-    """Tensor.index_select along a dimension of features."""
+    """Tensor.index_select along a feature dimension; None if the dimension holds anything else."""
     if value.dims[dim] != "F":
         return None
     return replace(value, terms=value.terms.take(index, value.axis(dim)))
 
 
 def select(value: Value, dim: int, index: int) -> Value | None:
-    """value[..., index, ...]: one feature of a dimension, which goes away."""
+    """value[..., index, ...]: one feature of a dimension, which is removed."""
     if value.dims[dim] == "":
         return replace(value, dims=value.dims[:dim] + value.dims[dim + 1 :])
     if value.dims[dim] != "F":
@@ -169,7 +169,7 @@ def select(value: Value, dim: int, index: int) -> Value | None:
 
 
 def unsqueeze(value: Value, dim: int) -> Value:
-    """A dimension of size 1 put before dimension `dim`."""
+    """Tensor.unsqueeze: a dimension of size 1 before dimension `dim`."""
     return replace(value, dims=(*value.dims[:dim], "", *value.dims[dim:]))
 
 
@@ -186,13 +186,13 @@ def repeat(value: Value, dim: int, count: int, inner: bool) -> Value | None:
 
 
 def _as_features(value: Value, dim: int) -> Value:
-    """A dimension of size 1 as a feature axis of one element."""
+    """`value` with dimension `dim` of size 1 turned into a feature axis of one element."""
     dims = (*value.dims[:dim], "F", *value.dims[dim + 1 :])
     return Value(value.base, dims, np.expand_dims(value.terms, value.axis(dim)))
 
 
 def concatenate(values: Sequence[Value], dim: int) -> Value | None:
-    """torch.cat along a dimension of features of one base."""
+    """torch.cat along a feature dimension, of values with one base."""
     values = [_as_features(v, dim) if v.dims[dim] == "" else v for v in values]
     first = values[0]
     bases = {v.base for v in values if v.base is not None}
@@ -207,7 +207,7 @@ def concatenate(values: Sequence[Value], dim: int) -> Value | None:
 
 
 def _join(dims: Sequence[str]) -> str | None:
-    """The dimension that others broadcast to."""
+    """The dimension to which `dims` broadcast; None if they do not."""
     wide = {d for d in dims if d}
     return None if len(wide) > 1 else next(iter(wide), "")
 
@@ -216,7 +216,7 @@ def _join(dims: Sequence[str]) -> str | None:
 
 
 def align(a: Value, b: Value) -> tuple[tuple[str, ...], Terms, Terms] | None:
-    """Broadcast two values: common dims, and the terms of each over the common features."""
+    """Broadcast two values: the common dims, and the terms of each over the common features."""
     rank = max(len(a.dims), len(b.dims))
     padded = [("",) * (rank - len(v.dims)) + v.dims for v in (a, b)]
     dims = tuple(_join(pair) for pair in zip(*padded, strict=True))
@@ -239,7 +239,7 @@ def align(a: Value, b: Value) -> tuple[tuple[str, ...], Terms, Terms] | None:
 
 
 def add(a: Value, b: Value) -> Value | None:
-    """a + b where at most one base is involved."""
+    """a + b; None if two different bases are involved."""
     aligned = align(a, b)
     if aligned is None or (a.base is not None and b.base is not None and a.base is not b.base):
         return None
@@ -248,7 +248,7 @@ def add(a: Value, b: Value) -> Value | None:
 
 
 def multiply(a: Value, b: Value) -> Value | None:
-    """a * b where one is a function of the position; None where that leaves the algebra."""
+    """a * b where one is a function of the position; None if the product is outside the algebra."""
     aligned = align(a, b)
     if aligned is None or (a.base is not None and b.base is not None):
         return None
@@ -281,7 +281,7 @@ def trigonometric(value: Value, kind: int) -> Value | None:
 
 
 def _simplified(terms: Terms) -> Terms:
-    """Terms of one kind added up, terms of nothing dropped; at least one stays."""
+    """Terms of the same kind added up and zero terms dropped; at least one term remains."""
     kept: list[Terms] = []
     for term in terms:
         if not term["coef"].any():

@@ -1,7 +1,7 @@
-"""Reorder: renumber input channels by salience, so that channels alike in size share a group of 128 and its scale.
+"""Reorder: permute input channels by salience, so that channels of similar size share a group of 128 and its scale.
 
-The permutation is folded into whatever writes the channels (Atom, Zhao et al. 2024, section 4.1, moves its
-outlier channels to the end so; RPTQ, Yuan et al. 2023, clusters all), so that it costs nothing when the model runs.
+The permutation is folded into the operators that write the channels, so it costs nothing at run time. Atom (Zhao et
+al. 2024, section 4.1) moves outlier channels to the end this way; RPTQ (Yuan et al. 2023) clusters all channels.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from qcompile.passes.base import Pass, PassResult
 from qcompile.sweep import Sweep
 
 GROUP = 128
-"""Inputs that share a scale in the formats with groups (numerics.FORMATS)."""
+"""Number of inputs that share a scale in the grouped formats (numerics.FORMATS)."""
 
 
 @dataclass(frozen=True)
 class Reorder(Pass):
-    """Permutes channels so that the columns of the linears that read them stand in falling order of their norm.
+    """Permutes channels so that the columns of the linears that read them have descending norms.
 
-    A space of channels is what adds, products, activations and norms tie together: the residual stream, or the
-    inside of an MLP. Legal when only linears and embeddings write it and only linears read it. With `heads`, the
-    channels of each value head too, where a head is not a part of one group anyway. What stays in its order is
-    named in the notes. `fired` counts spaces, and attentions.
+    A channel space is a set of values that adds, products, activations and norms tie together: the residual stream, or
+    the inside of an MLP. The rewrite is legal when only linears and embeddings write the space and only linears read
+    it. With `heads`, the channels of each value head are permuted too, unless a head lies within one group anyway. What
+    keeps its order is listed in the notes. `fired` counts spaces and attentions.
 
-    With `outliers` channels stand by their largest values over calibration text instead, the largest last, where
-    activations in int4_g128_outlier128 keep 8 bits for a group of 128 (Atom 4.1). Value heads stay as they are;
-    without text all does, which a note says.
+    With `outliers`, channels are sorted by their largest values on calibration text instead, ascending: activations in
+    int4_g128_outlier128 keep 8 bits for the last group of 128 (Atom 4.1). Value heads then keep their order. Without
+    calibration text everything does, and a note says so.
     """
 
     name: ClassVar[str] = "reorder"
@@ -64,7 +64,7 @@ class Reorder(Pass):
         return PassResult(graph, fired, tuple(notes))
 
     def _reorder_values(self, graph: Graph, attention: fx.Node) -> int:
-        """Attention keeps the channels of its values, so one order per KV head serves all query heads that read it."""
+        """Attention keeps the channels of its values, so one order per KV head serves all query heads that share it."""
         value: Any = attention.args[2]
         head_dim = value.meta["val"].shape[-1]
         if GROUP % head_dim == 0:
@@ -87,7 +87,7 @@ class Reorder(Pass):
 
 
 def _largest(graph: Graph) -> dict[str, Tensor]:
-    """Largest |x| f32 [K] over calibration text of the value that each linear reads, by the linear's name."""
+    """Largest |x| f32 [K] over calibration text of the input of each linear, by the linear's name."""
     assert graph.calibration is not None
     sweep = Sweep(graph, graph.calibration.excerpt())
     found: dict[str, Tensor] = {}
@@ -99,7 +99,7 @@ def _largest(graph: Graph) -> dict[str, Tensor]:
 
 
 def _order(graph: Graph, space: analysis.ChannelSpace, largest: dict[str, Tensor]) -> fx.Node:
-    """The new order of a space's channels as a weight: each reader's values count alike."""
+    """The new order of a space's channels as a weight; every reader has the same influence on it."""
     if not largest:
         return graph.call_weight("column_order", [reader.args[1] for reader in space.readers])
     sizes = torch.stack([largest[reader.name] / largest[reader.name].mean() for reader in space.readers])
@@ -122,6 +122,6 @@ def _reorder_space(graph: Graph, space: analysis.ChannelSpace, order: fx.Node) -
 
 
 def _take(graph: Graph, node: fx.Node, index: int, order: fx.Node, axis: int) -> None:
-    """Reorder weight argument `index` of `node` along `axis`; nothing where it is absent."""
+    """Permute weight argument `index` of `node` along `axis`; does nothing if the argument is absent."""
     if len(node.args) > index and node.args[index] is not None:
         node.update_arg(index, graph.call_weight("take_axis", node.args[index], order, axis))

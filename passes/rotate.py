@@ -1,7 +1,7 @@
-"""Rotate: change the basis of residual streams by a randomized Hadamard matrix, folded into weights.
+"""Rotate: change the basis of residual streams by a randomized Hadamard matrix that is folded into weights.
 
-Outliers of a few channels spread over all, so that activations and weights round with less error; the
-function computed stays the same (QuaRot, Ashkboos et al. 2024; QServe 4.3.1 rotates block inputs so).
+The rotation spreads the outliers of a few channels over all channels, so activations and weights round with less
+error. The function stays the same (QuaRot, Ashkboos et al. 2024; QServe 4.3.1 rotates block inputs this way).
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
 
 SMALLEST_BLOCK = 16
-"""A width without a Hadamard matrix is rotated in blocks; blocks below this spread too little to be worth it."""
+"""Widths without a Hadamard matrix are rotated in blocks; smaller blocks spread outliers too little to pay off."""
 
 LARGEST_CORE = 64
-"""Online, a Hadamard matrix costs as many operations per feature as its core's order and the doublings of it."""
+"""Limit for online rotation, which costs (core order + number of doublings of the core) operations per feature."""
 
 
 @dataclass(frozen=True)
 class Rotate(Pass):
-    """Rotates residual streams, with `heads` the values between v and o, with `online` what no weight can rotate.
+    """Rotates residual streams; with `heads` also values between v and o; with `online` what weights cannot absorb.
 
-    With x' = x Q for every value of a stream, a reading linear's W becomes W Q, a writing linear's W becomes
-    Q^T W (its bias b Q), an embedding table E becomes E Q. Legal when every writer is a linear (experts' and
-    their weighted sums too) or an embedding, and every reader a linear, behind scale-free RMS norms or none.
-    `online` rotates products and activations by an operator in front of the linears that read them (QuaRot,
-    section 4), and so what linears are given of a stream that cannot be rotated because norms, say, write it.
-    What cannot be rotated is left as it is and named in the notes. `fired` counts weights rotated.
+    With x' = x Q for every value of a stream, the W of a linear that reads it becomes W Q, the W of a linear that
+    writes it becomes Q^T W (its bias b becomes b Q), and an embedding table E becomes E Q. Legal when every writer is
+    a linear (also of experts, with their weighted sum) or an embedding, and every reader is a linear, directly or
+    behind RMS norms without scale. `online` inserts an operator that rotates products and activations before the
+    linears that read them (QuaRot, section 4), and likewise the linears' inputs from a stream that cannot be rotated
+    offline, for instance because norms write it. What cannot be rotated stays as it is and is listed in the notes.
+    `fired` counts rotated weights.
     """
 
     name: ClassVar[str] = "rotate"
@@ -81,7 +82,7 @@ class Rotate(Pass):
         return block
 
     def _signs(self, graph: Graph, what: str, block: int) -> fx.Node:
-        """The random signs of one rotation, a small weight of its own. The seed and `what` decide them."""
+        """The random signs of one rotation, stored as a small weight. They depend on the seed and `what` only."""
         name = f"{self.name}.{what}.signs"
         number = sum(what.encode()) + 1000003 * self.seed
         signs = torch.randint(0, 2, (block,), generator=torch.Generator().manual_seed(number)) * 2.0 - 1.0
@@ -111,7 +112,7 @@ class Rotate(Pass):
         return fired
 
     def _rotate_values(self, graph: Graph, attention: fx.Node, number: int) -> int:
-        """Rotate each head's values; attention mixes tokens, not features, so its output is rotated alike."""
+        """Rotate each head's values. Attention mixes tokens, not features, so its output is rotated the same way."""
         value: Any = attention.args[2]
         source = value.args[0] if ops.name_of(value.target) == "split_heads" else value
         if ops.name_of(source.target) != "linear" or not (analysis.read_once(source) and analysis.read_once(value)):
@@ -128,7 +129,7 @@ class Rotate(Pass):
         return 1 + len(readers)
 
     def _rotate_online(self, graph: Graph, value: fx.Node, number: int) -> int:
-        """An operator rotates `value` for the linears that read it; nothing to do where none does."""
+        """Insert an operator that rotates `value` for the linears that read it; does nothing if there are none."""
         linears = ("linear", "expert_linear")
         readers = [user for user in value.users if ops.name_of(user.target) in linears and user.args[0] is value]
         if not readers:
@@ -148,9 +149,9 @@ class Rotate(Pass):
 
 
 def _given_to_linears(graph: Graph, stream: analysis.Stream) -> list[fx.Node]:
-    """What linears may read of a stream: its values, and what norms make of them. None where no matrix is so wide.
+    """The inputs of linears that read a stream: its values, or norms of them. Empty if no Hadamard matrix fits.
 
-    None either of a stream that weights alone write: once norms are folded weights can turn it, which costs nothing.
+    Also empty for a stream written by weights only: once norms are folded, weights absorb its rotation at no cost.
     """
     written = {ops.name_of(analysis.weighted(graph, writer).target) for writer in stream.writers}
     if written <= analysis.WEIGHT_AXES.keys() or hadamard.largest_order(stream.width, LARGEST_CORE) < SMALLEST_BLOCK:
@@ -160,7 +161,7 @@ def _given_to_linears(graph: Graph, stream: analysis.Stream) -> list[fx.Node]:
 
 
 def _rotate_argument(graph: Graph, node: fx.Node, index: int, signs: fx.Node, axis: int) -> bool:
-    """Replace weight argument `index` of `node` by its rotation along `axis`; nothing where it is absent."""
+    """Replace weight argument `index` of `node` by its rotation along `axis`; does nothing if it is absent."""
     weight = node.args[index] if len(node.args) > index else None
     if weight is None:
         return False

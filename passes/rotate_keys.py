@@ -1,7 +1,7 @@
-"""Rotate keys: turn queries and keys of each head by a Hadamard matrix where they meet.
+"""Rotate keys: multiply the queries and keys of each head by a Hadamard matrix, directly before attention.
 
-A cache of few bits gives all channels of a key one rounding step, which its loudest channels make wide. The product of
-a query and a key stays what it is when both are turned (QuaRot, Ashkboos et al. 2024, section 4.2), which spreads them.
+A low-bit cache has one rounding step for all channels of a key, and the largest channels determine it. Rotation spreads
+them. Rotating query and key alike keeps their dot product (QuaRot, Ashkboos et al. 2024, section 4.2).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ SMALLEST_BLOCK = 16
 
 @dataclass(frozen=True)
 class RotateKeys(Pass):
-    """Turns queries and keys of every attention, head by head, by an operator behind the rotary embedding.
+    """Rotates queries and keys of every attention, head by head, by an operator after the rotary embedding.
 
-    It costs D log2 D additions a head and token, since no weight can take what comes after a position's rotation. Heads
-    whose size is not a power of 2 are turned in blocks that are, of 16 or more; others are left and named in the notes.
-    `fired` counts attentions.
+    No weight can absorb a rotation that follows RoPE, so it costs D log2 D additions per head and token. Heads whose
+    size is not a power of 2 are rotated in blocks of the largest power of 2 that divides it. If that is below 16, the
+    attention stays as it is and is listed in the notes. `fired` counts attentions.
     """
 
     name: ClassVar[str] = "rotate_keys"
@@ -39,7 +39,7 @@ class RotateKeys(Pass):
         fired = 0
         for node in graph.calls("attention"):
             try:
-                _turn(graph, node)
+                _rotate(graph, node)
                 fired += 1
             except PassError as error:
                 notes.append(str(error))
@@ -47,20 +47,20 @@ class RotateKeys(Pass):
         return PassResult(graph, fired, tuple(notes))
 
 
-def _turn(graph: Graph, node: fx.Node) -> None:
+def _rotate(graph: Graph, node: fx.Node) -> None:
     args: Any = node.args
     query, key = args[:2]
     head_dim = key.meta["val"].shape[-1]
-    block = head_dim & -head_dim  # the largest power of 2 in it
+    block = head_dim & -head_dim  # the largest power of 2 that divides it
     if block < SMALLEST_BLOCK:
         raise PassError("rotate_keys", node.name, f"heads of {head_dim} features have no power of 2 from 16 on in them")
     mean = None
-    if ops.name_of(key.target) == "rotate_heads":  # one operator takes the mean off (passes/center_keys.py) and turns
+    if ops.name_of(key.target) == "rotate_heads":  # passes/center_keys.py: one operator subtracts the mean and rotates
         key, mean, _ = key.args
     with graph.fx.inserting_before(node):
         turned = graph.call("rotate_heads", query, None, block), graph.call("rotate_heads", key, mean, block)
     for index, value in enumerate(turned):
         node.update_arg(index, value)
-    if args[8:]:  # what keys are less is told to attention too
+    if args[8:]:  # attention adds back what was subtracted from the keys, so that is rotated too
         graph.weights.add_tensor(f"rotate_keys.{block}", torch.ones(block))
         node.update_arg(8, graph.call_weight("rotate", args[8], graph.weight(f"rotate_keys.{block}"), 0))

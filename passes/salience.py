@@ -1,4 +1,4 @@
-"""Salience: which output features of all linears keep 8 bits, by what rounding them to 4 does to the model's loss."""
+"""Salience: keep 8 bits for the output features whose rounding to 4 bits changes the model's loss most."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from qcompile.passes.trial import Trial, fewest
 MIXED = "mix_4_8"
 NARROW = "w4_asym_g128"
 DAMPING = 0.01
-"""Of GPTQ in a rehearsal: that of `calibrate` unless it is told otherwise."""
+"""GPTQ damping for scoring features: the default of `calibrate`."""
 SEEN = 8
-"""Samples of which inputs' moments are taken to see what GPTQ leaves of a rounding error."""
+"""Number of samples from which input moments are taken to estimate the rounding error after GPTQ."""
 
 
 @dataclass(frozen=True)
 class Salience(Pass):
-    """Marks the `fraction` of output features, of all linears in mix_4_8 together, whose rounding moves the loss most.
+    """Marks the `fraction` of output features, over all linears in mix_4_8, whose rounding changes the loss most.
 
-    A feature's salience is the mean over samples of |s + s²/2|, s = gᵀ (q - c) with the gradient g of the sample's
-    loss and the feature's change q - c under 4-bit rounding: Taylor's first-order term and the Fisher of the feature
-    (MixLLM 3.2, equation 4; without `first_order` the latter alone). `samples` are taken of the calibration text. With
-    `compensated` the change is what clipping and GPTQ leave, not rounding to nearest: they mend some linears far more
-    than others. Without text the features of every linear that 4 bits move most are taken, the same share of each,
-    which a note says. `fired` counts features marked.
+    A feature's salience is the mean over samples of |s + s²/2|, where s = gᵀ (q - c), g is the gradient of the sample's
+    loss and q - c the feature's change under 4-bit rounding: the first-order Taylor term and the feature's Fisher term
+    (MixLLM 3.2, equation 4; only the latter without `first_order`). `samples` counts calibration samples. With
+    `compensated`, the change is the one that remains after clipping and GPTQ instead of rounding to nearest, because
+    these help some linears far more than others. Without calibration text, each linear keeps 8 bits for the same share
+    of its features, those with the largest rounding error, and a note says so. `fired` counts marked features.
 
-    With `target_bits` features are taken in blocks by salience over predicted time on `target` (allocate.py), until
-    codes have so many bits on average; with `max_perplexity_increase` as few as keep the perplexity of held-back
-    calibration text within that of the float model's (trial.py). QualityError where 8 bits throughout cannot.
+    With `target_bits`, blocks of features are chosen by salience per predicted time on `target` (allocate.py) until
+    codes have that many bits on average. With `max_perplexity_increase`, as few as possible are chosen such that the
+    perplexity of held-out calibration text rises by no more than that over the float model (trial.py). Raises
+    QualityError if even 8 bits throughout do not suffice.
     """
 
     name: ClassVar[str] = "salience"
@@ -60,11 +61,11 @@ class Salience(Pass):
             raise UsageError(f"salience.target_bits={self.target_bits}: codes have 4 or 8 bits, write a mean of those")
         if not 0 <= self.max_perplexity_increase < math.inf:
             raise UsageError(f"salience.max_perplexity_increase={self.max_perplexity_increase}: write 0.05, or more")
-        roofline.peaks_of(self.target)  # refuses what it does not know
+        roofline.peaks_of(self.target)  # raises UsageError for an unknown target
 
     @property
     def automatic(self) -> bool:
-        """Whether bits are bought by salience over time, instead of for a fraction of the features."""
+        """Whether bits are allocated by salience per time instead of to a fixed fraction of the features."""
         return bool(self.target_bits or self.max_perplexity_increase)
 
     @property
@@ -86,7 +87,7 @@ class Salience(Pass):
         return PassResult(graph, _mark(graph, linears, self._marks(scores)))
 
     def _by_rounding_error(self, graph: Graph, linears: list[fx.Node]) -> PassResult:
-        """Without text: the same share of every linear."""
+        """Without calibration text: mark the same share of every linear."""
         if self.max_perplexity_increase:
             raise UsageError("max-perplexity-increase is judged on calibration text: give --calib FILE")
         fraction = allocate.share_of(self.target_bits) if self.target_bits else self.fraction
@@ -98,7 +99,7 @@ class Salience(Pass):
     def _allocate(
         self, graph: Graph, linears: list[fx.Node], scores: list[Tensor], calibration: Calibration
     ) -> PassResult:
-        """Blocks of features by salience over time, as many as `target_bits` or `max_perplexity_increase` says."""
+        """Allocate 8 bits to blocks by salience per time, until `target_bits` or `max_perplexity_increase` is met."""
         sizes = [_features(node) for node in linears]
         inputs = [_inputs(node) for node in linears]
         weights = sum(n * k for n, k in zip(sizes, inputs, strict=True))
@@ -110,7 +111,7 @@ class Salience(Pass):
 
             def increase(count: int) -> float:
                 marked = graph.clone()
-                _mark(marked, _same(marked, linears), allocate.marks(blocks[:count], sizes))
+                _mark(marked, _counterparts(marked, linears), allocate.marks(blocks[:count], sizes))
                 return trial.increase(marked)
 
             count, expected = fewest(len(blocks), self.max_perplexity_increase, increase)
@@ -122,7 +123,7 @@ class Salience(Pass):
         return PassResult(graph, marked, (f"codes have {bits:.3f} bits on average", *notes))
 
     def _scores(self, graph: Graph, linears: list[fx.Node], calibration: Calibration) -> list[Tensor]:
-        """Salience [N] of every linear's output features."""
+        """Salience [N] of the output features of every linear."""
         calibration.check_vocabulary(graph.info.vocab_size)
         key = f"salience-{calibration.fingerprint(graph, f'{self.samples} {self.first_order} {self.compensated}')}"
         kept = calibration.kept(key)
@@ -137,7 +138,7 @@ class Salience(Pass):
             done += 1
             calibration.progress(self.name, done, total)
 
-        change, seen = (_error_left, SEEN) if self.compensated else (_rounding_error, 0)
+        change, seen = (_compensated_error, SEEN) if self.compensated else (_rounding_error, 0)
         moved = gradients.first_order(graph, tokens, dict.fromkeys(linears, change), work, seen)
         order = float(self.first_order)
         scores = [(order * moved[node] + moved[node].square() / 2).abs().mean(0) for node in linears]
@@ -145,7 +146,7 @@ class Salience(Pass):
         return scores
 
     def _marks(self, scores: list[Tensor]) -> list[Tensor]:
-        """bool [N] of each linear: the largest scores over all of them."""
+        """bool [N] per linear: the features with the largest scores over all linears."""
         joined = torch.cat(scores)
         wide = torch.zeros(len(joined), dtype=torch.bool)
         order = torch.argsort(joined, descending=True, stable=True)
@@ -154,7 +155,7 @@ class Salience(Pass):
 
 
 def _mark(graph: Graph, linears: list[fx.Node], marks: list[Tensor]) -> int:
-    """Say on the linears which of their features have 8 bits; how many there are."""
+    """Record on the linears which of their features keep 8 bits; returns how many do."""
     for node, wide in zip(linears, marks, strict=True):
         name = f"{Salience.name}.{node.name}.wide"
         graph.weights.add_tensor(name, wide)
@@ -162,8 +163,8 @@ def _mark(graph: Graph, linears: list[fx.Node], marks: list[Tensor]) -> int:
     return sum(int(wide.sum()) for wide in marks)
 
 
-def _same(graph: Graph, nodes: list[fx.Node]) -> list[fx.Node]:
-    """The nodes of the same names in a clone."""
+def _counterparts(graph: Graph, nodes: list[fx.Node]) -> list[fx.Node]:
+    """The nodes with the same names in a clone."""
     named = {node.name: node for node in graph.nodes}
     return [named[node.name] for node in nodes]
 
@@ -183,12 +184,12 @@ def _inputs(node: fx.Node) -> int:
 
 
 def _rounding_error(w: Tensor, moments: Tensor | None = None) -> Tensor:
-    """What rounding w [N, K] to 4 bits adds to it."""
+    """The change of w [N, K] under rounding to nearest in 4 bits."""
     return numerics.dequantize_weight(numerics.quantize_weight(w, NARROW), NARROW, w.shape[1]) - w
 
 
-def _error_left(w: Tensor, moments: Tensor | None) -> Tensor:
-    """The same when clipping and GPTQ choose the codes, for inputs with second moments [K, K]."""
+def _compensated_error(w: Tensor, moments: Tensor | None) -> Tensor:
+    """The change of w when clipping and GPTQ choose the codes, for inputs with second moments [K, K]."""
     assert moments is not None
     choice = gptq.choose(w, moments, grids.rounding(NARROW), clip=True, gptq=True, damping=DAMPING)
     return numerics.dequantize_weight(choice.parts, NARROW, w.shape[1]) - w

@@ -1,8 +1,8 @@
-"""Smooth: even out the input channels of linears by moving a diagonal scale into what produced them.
+"""Smooth: equalize the input channels of linears by moving a diagonal scale into the operators before them.
 
-SmoothQuant (Xiao et al. 2023) divides a channel of a block's input by its outliers and multiplies the columns of the
-weights that read it. QServe 4.3.1 does it for output modules (the projections after attention and after the gate),
-where the strength is near 0: the scale follows the weights.
+SmoothQuant (Xiao et al. 2023) divides the channels of a block's input by a measure of their outliers and multiplies
+the columns of the weights that read it. QServe 4.3.1 does this for output modules (the projections after attention and
+after the gate) with a strength near 0, so that the scale follows the weights.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from qcompile.sweep import Sweep
 
 @dataclass(frozen=True)
 class Smooth(Pass):
-    """Divides the inputs of linears, scaled to a geometric mean of 1: those of blocks, and those of output modules.
+    """Divides the inputs of linears by a scale with geometric mean 1: block inputs, and inputs of output modules.
 
-    A block's input is a norm's output, and the norm's weight takes the scale: max |x|^alpha / max |column|^(1 - alpha),
-    where the maxima of x are over calibration text, and without it the norm's weight says how large x is. An output
-    module reads a product (the up projection takes the scale) or attention's output (the value projection takes it, one
-    scale for all query heads of a KV head): 1 / max |column|. What cannot take a scale is named in the notes.
+    A block's input is a norm's output, and the norm's weight absorbs the scale max |x|^alpha / max |column|^(1 -
+    alpha). The maxima of x are measured on calibration text; without it the norm's weight serves as an estimate. An
+    output module reads a product (the up projection absorbs the scale) or attention's output (the value projection
+    absorbs it, with one scale for all query heads of a KV head); its scale is 1 / max |column|. Inputs whose producers
+    cannot absorb a scale are listed in the notes.
     """
 
     name: ClassVar[str] = "smooth"
     requires: ClassVar[tuple[str, ...]] = ("raise",)
     enabled: bool = False
     inputs: bool = True
-    """Smooth inputs of blocks."""
+    """Smooth the inputs of blocks."""
     alpha: float = 0.5
-    """How much of a block's input outliers moves into weights: 0 none, 1 all."""
+    """Share of a block's input outliers that moves into the weights: 0 none, 1 all."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
@@ -71,12 +72,12 @@ class Smooth(Pass):
 
 
 def _readers(norm: fx.Node) -> list[fx.Node]:
-    """Linears over what `norm` gives."""
+    """The linears that read the output of `norm`."""
     return [n for n in norm.users if ops.name_of(n.target) in ("linear", "expert_linear") and n.args[0] is norm]
 
 
 def _measured(graph: Graph, norms: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Largest |x| [K] that each of `norms` gives over calibration text, as weights; empty without text."""
+    """Largest |x| [K] of each norm's output over calibration text, as weights; empty without text."""
     if graph.calibration is None:
         return {}
     sweep = Sweep(graph, graph.calibration.excerpt())
@@ -123,7 +124,7 @@ def _smooth_product(graph: Graph, node: fx.Node, value: fx.Node) -> None:
 
 
 def _smooth_attended(graph: Graph, node: fx.Node, merged: fx.Node) -> None:
-    """Attention's output keeps the channels of its values, KV head by KV head."""
+    """Attention keeps the channels of its values, so one scale per KV head moves into the value projection."""
     attention: Any = merged.args[0]
     if ops.name_of(attention.target) != "attention" or len(attention.users) > 1 or len(merged.users) > 1:
         raise PassError("smooth", node.name, "its input is not one attention's output alone")

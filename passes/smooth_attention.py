@@ -1,7 +1,7 @@
-"""Smooth attention: move outliers of key channels into queries, where nothing is quantized to 4 bits.
+"""Smooth attention: move outliers of key channels into the queries, which are not quantized to 4 bits.
 
-QServe 4.3.2: softmax((Q L)(K L^-1)^T) is softmax(Q K^T), and K L^-1 has a narrower range. L must be equal in each
-rotary pair, since rotation turns the two together.
+QServe 4.3.2: softmax((Q L)(K L^-1)^T) equals softmax(Q K^T), and K L^-1 has a narrower range. L must be equal within
+each rotary pair, because RoPE mixes the two channels.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ NORMS = ("rms_norm", "layer_norm")
 
 @dataclass(frozen=True)
 class SmoothAttention(Pass):
-    """Divides key channels by their magnitude^alpha and multiplies the queries that read them.
+    """Divides key channels by their magnitude^alpha and multiplies the matching query channels by it.
 
-    Magnitudes are root mean squares over calibration text (QServe takes maxima, which did worse: one token's outlier
-    decides), less the mean where center_keys took it off; without text they are read off the weights that make the
-    keys. QServe takes alpha = 1/2; 1 is the default here because the rounding step of a key is its widest channel's, so
-    a channel narrower than that wastes it, and because the result then does not depend on how a scale was split between
-    q and k before. Through q/k norms the scale moves into the norms' weights, which all heads share, so it is then
-    shared too. An attention whose queries or keys cannot take a scale is left as it is and named in the notes.
+    Magnitudes are root mean squares over calibration text, after subtracting the mean if center_keys does. (QServe
+    takes maxima, which did worse: a single token's outlier determines them.) Without text they are computed from the
+    weights that produce the keys. QServe uses alpha = 1/2. The default here is 1, because the widest channel of a key
+    sets its rounding step and narrower channels waste it, and because the result then does not depend on how the model
+    splits a scale between q and k. With q/k norms, the scale moves into the norms' weights, so all heads share it. An
+    attention whose queries or keys cannot absorb a scale stays as it is and is listed in the notes.
     """
 
     name: ClassVar[str] = "smooth_attention"
@@ -63,7 +63,7 @@ class SmoothAttention(Pass):
         heads, head_dim = query.meta["val"].shape[-2:]
         kv_heads = key.meta["val"].shape[-2]
         if _rotary(query) not in ((0, False), _rotary(key)):
-            raise PassError(self.name, node.name, "its queries turn in other pairs of channels than its keys")
+            raise PassError(self.name, node.name, "its queries rotate in other pairs of channels than its keys")
         shared = any(_norm_of(value) is not None for value in (query, key))
         pusher = ScalePusher(graph, self.name, paired=True)
         for value, count in ((query, heads), (key, kv_heads)):
@@ -75,7 +75,7 @@ class SmoothAttention(Pass):
         up = down if shared else graph.call_weight("repeat_heads", down, heads // kv_heads, head_dim)
         pusher.push(key, node, down, True)
         pusher.push(query, node, up, False)
-        if args[8:]:  # what keys are less (passes/center_keys.py)
+        if args[8:]:  # the mean subtracted from the keys (passes/center_keys.py)
             node.update_arg(8, graph.call_weight("scale_axis", args[8], down, 0, True))
 
 
@@ -96,7 +96,7 @@ def _measured(graph: Graph) -> dict[fx.Node, fx.Node]:
 
 
 def _chain(value: Any) -> list[fx.Node]:
-    """The value and what it is made of, back to the linear."""
+    """The value and its producers, back to the linear."""
     nodes = [value]
     while ops.name_of(nodes[-1].target) in ("rotate_heads", "rope", "split_heads", "merge_heads", "mul", *NORMS):
         nodes.append(nodes[-1].args[0])
@@ -108,13 +108,13 @@ def _norm_of(value: fx.Node) -> fx.Node | None:
 
 
 def _rotary(value: fx.Node) -> tuple[int, bool]:
-    """(features that turn, interleaved) of the rope that keys or queries went through; (0, False) without."""
+    """(number of rotated features, interleaved) of the rope of keys or queries; (0, False) without rope."""
     rope: Any = next((n for n in _chain(value) if ops.name_of(n.target) == "rope"), None)
     return (0, False) if rope is None else (2 * rope.args[2].meta["val"].shape[0], rope.args[4])
 
 
 def _magnitude(graph: Graph, key: fx.Node) -> fx.Node:
-    """Weight expression [Hk * D] or [D]: how large each key channel is."""
+    """The magnitudes of key channels as a weight expression [Hk * D], or [D] with a norm."""
     norm: Any = _norm_of(key)
     if norm is not None:
         return norm.args[1]

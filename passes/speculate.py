@@ -1,4 +1,4 @@
-"""Speculate: a second path through the model, of other precisions, over the same weights."""
+"""Speculate: add a draft path, which runs the same weights at other precisions."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from qcompile.passes.base import Pass, PassResult
 SAME = "same"
 GEMMS = ("gemm", "expert_gemm")
 FORMATS = tuple(format for format in ACTIVATIONS if format != "mix_4_8")
-"""Weight formats of drafts. Which rows of a mixed weight have 8 bits is chosen for the target, before it is rounded."""
+"""Weight formats of drafts. mix_4_8 is missing, since its wide rows are chosen for the target, before rounding."""
 TOKENS = 128
-"""Of the text on which sensitivity is measured, at most."""
+"""Maximum number of tokens on which sensitivity is measured."""
 
 
 @dataclass(frozen=True)
 class Speculate(Pass):
     """A draft path: `weight` and `activation` of every linear, `head` and `head_activation` of the output head.
 
-    `same` keeps what the verifying path has, so that its packed weights serve both (QSpec 3.1); a format rounds
-    the weights once more from what they were before (ML-SpecQD 3.1, direct cast). It runs when `enabled`, once
-    for every draft path of the recipe, on the graph that `quantize` left. Experts draft as linears do; routers stay.
+    `same` keeps what the target path has, so both share packed weights (QSpec 3.1). A format rounds the original
+    weights once more (ML-SpecQD 3.1, direct cast). With `enabled`, the pass runs once for every draft path of the
+    recipe, on the graph that `quantize` returned. Experts change like linears; routers keep their precision.
 
-    The `sensitive` linears that, drafted alone, move the logits most take `sensitive_weight` and
-    `sensitive_activation` instead (QuantSpec 5: layers that keep 8 bits). They are named in the notes. Logits are those
-    of the first calibration sample, without calibration those of fixed tokens.
+    The `sensitive` linears whose change alone moves the logits most take `sensitive_weight` and
+    `sensitive_activation` instead (QuantSpec 5: layers that keep 8 bits), and are listed in the notes. The logits are
+    those of the first calibration sample, or of fixed random tokens without calibration text.
     """
 
     name: ClassVar[str] = "speculate"
@@ -73,7 +73,7 @@ class Speculate(Pass):
         return PassResult(graph, fired, notes)
 
     def _most_sensitive(self, graph: Graph) -> list[str]:
-        """The gemms, but for heads, whose change alone moves the logits most, the worst first."""
+        """The gemms, heads excepted, whose change alone moves the logits most, most sensitive first."""
         before, heads = _logits(graph), {node.name for node in head_gemms(graph)}
         moved: dict[str, float] = {}
         for name in [node.name for node in _draftable(graph) if node.name not in heads]:
@@ -85,7 +85,7 @@ class Speculate(Pass):
 
 
 def _logits(graph: Graph) -> Tensor:
-    """Logits [1, tokens, vocab] of one text by the graph's reference bodies, in float32."""
+    """Logits [1, tokens, vocab] of one text in float32, computed by the operators' reference bodies."""
     if graph.calibration is not None:
         ids = graph.calibration.tokens[:1, :TOKENS]
     else:
@@ -98,18 +98,18 @@ def _logits(graph: Graph) -> Tensor:
 
 
 def head_gemms(graph: Graph) -> set[fx.Node]:
-    """Gemms from which the output is reached without another gemm: what makes logits."""
+    """Gemms whose results reach the output without passing through another gemm: they produce the logits."""
     return _gemms_before(graph, [graph.output])
 
 
 def _draftable(graph: Graph) -> list[fx.Node]:
-    """All gemms but routers: a draft that asks other experts than the target does would compute another model."""
+    """All gemms but routers: a draft that chose other experts than the target would compute another model."""
     routers = _gemms_before(graph, graph.calls("top_k"))
     return [node for node in graph.calls(*GEMMS) if node not in routers]
 
 
 def _gemms_before(graph: Graph, nodes: list[fx.Node]) -> set[fx.Node]:
-    """Gemms whose results reach one of `nodes` without another gemm."""
+    """Gemms whose results reach one of `nodes` without passing through another gemm."""
     found: set[fx.Node] = set()
     frontier = [source for node in nodes for source in node.all_input_nodes]
     while frontier:
@@ -124,7 +124,7 @@ def _gemms_before(graph: Graph, nodes: list[fx.Node]) -> set[fx.Node]:
 def _change(
     graph: Graph, node: fx.Node, weight: str, activation: str, activations: dict[tuple[Any, ...], fx.Node]
 ) -> bool:
-    """Give one gemm its other precisions; whether anything changed."""
+    """Change the precisions of one gemm; returns whether anything changed."""
     experts = ops.name_of(node.target) == "expert_gemm"
     arguments: Any = node.args
     packed, format = (arguments[2], arguments[4]) if experts else (arguments[1], arguments[4])
@@ -138,7 +138,7 @@ def _change(
     inputs = packed.meta["val"][0].shape[1]
     new_group = (numerics.FORMATS[new_format].sum_group or kind.group or inputs) if kind.top else 0
     changed = new_packed is not packed or (new_dtype, new_group) != (dtype, group)
-    if experts:  # they round their inputs themselves
+    if experts:  # expert_gemm quantizes its inputs itself
         node.args = (*arguments[:2], new_packed, arguments[3], new_format, new_dtype, new_group, *arguments[7:])
     else:
         quantized = _quantized(graph, arguments[0], (x, new_dtype, new_group), activations)
@@ -150,7 +150,7 @@ def _change(
 def _quantized(
     graph: Graph, present: fx.Node, key: tuple[Any, ...], activations: dict[tuple[Any, ...], fx.Node]
 ) -> fx.Node:
-    """The quantized activation (value, dtype, group) `key`, which `present` may be already, made once."""
+    """The quantized activation for `key` (value, dtype, group): `present` if it matches, else one shared node."""
     if key == present.args:
         return present
     if key not in activations:
@@ -160,7 +160,7 @@ def _quantized(
 
 
 def _weight(graph: Graph, packed: Any, format: str) -> tuple[fx.Node, str]:
-    """The weight behind `packed` in `format`, and the format its gemm reads; what is stored already is read again."""
+    """The weight behind `packed` in `format`, and the format its gemm reads; a stored weight is reused."""
     rounded = packed.args[0] if ops.name_of(packed.target) == "upper_nibble" else packed
     whole, part = numerics.PART_OF.get(format, (format, format))
     if rounded.args[1] != whole:

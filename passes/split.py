@@ -1,7 +1,7 @@
-"""Split: slices of one linear become linears of their own, which later passes can scale, turn and round apart.
+"""Split: turn slices of one linear into separate linears, which later passes can scale, rotate and round separately.
 
-Many checkpoints store query, key and value, or gate and up, as one matrix. What scales keys or turns values needs rows
-that make nothing else. `merge` joins again what is alike at the end, so kernels read as many weights as before.
+Many checkpoints store query, key and value, or gate and up, as one matrix. Scaling keys or rotating values requires
+rows that produce nothing else. `merge` rejoins equal precisions at the end, so kernels read as many weights as before.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Split(Pass):
-    """`(x W^T + b)[start:stop]` becomes `x W[start:stop]^T + b[start:stop]`, for linears read by slices alone.
+    """`(x W^T + b)[start:stop]` becomes `x W[start:stop]^T + b[start:stop]`, for linears read only through slices.
 
-    Fires on linears whose slices do not overlap; rows that no slice reads are gone with them. `fired` counts linears.
+    Fires on linears whose slices do not overlap. Rows that no slice reads are dropped. `fired` counts linears.
     """
 
     name: ClassVar[str] = "split"
@@ -54,7 +54,7 @@ def _range(part: fx.Node) -> Range:
 
 
 def _refusal(node: fx.Node, slices: list[fx.Node]) -> str | None:
-    """Why `node` must stay whole; None when its slices can be linears of their own."""
+    """Why `node` cannot be split; None when its slices can become linears."""
     other = next((user for user in node.users if user not in slices), None)
     if other is not None:
         return f"{other.name} reads it whole, and {slices[0].name} a part of it"

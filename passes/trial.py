@@ -1,4 +1,4 @@
-"""What quantizing a graph's linears does to perplexity: tried on a little calibration text, judged on the rest."""
+"""Trial quantization: choose codes on a little calibration text and measure perplexity on held-out text."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from qcompile.passes.quantize import Quantize
 from qcompile.sweep import Sweep
 
 SEEN_TOKENS, HELD_TOKENS = 16384, 8192
-"""What codes are chosen on in a trial, and what its perplexity is measured on. The build itself sees more text, so
-that what a trial finds is on the safe side."""
+"""Tokens that choose a trial's codes, and tokens that measure its perplexity. The build itself uses more text, so
+the estimate of a trial is conservative."""
 
 TRIALS = 6
-"""Most trials between no 8 bits and 8 bits throughout."""
+"""Maximum number of trials between the two extremes: no 8-bit features, and 8 bits throughout."""
 
 
 class Trial:
-    """Perplexity of the last samples of calibration text when `graph`'s linears are quantized, over the float model's.
+    """Perplexity increase over the float model when `graph`'s linears are quantized, on the last calibration samples.
 
-    Activations are quantized as assigned; a cache of fewer bits comes on top. Results are kept with the calibration.
+    Activations are quantized as assigned. The error of a low-bit cache is not included. Results are kept with the
+    calibration.
     """
 
     def __init__(self, graph: Graph, calibration: Calibration) -> None:
@@ -43,7 +44,7 @@ class Trial:
         self._float = loss(graph, self._held)
 
     def increase(self, graph: Graph) -> float:
-        """How much perplexity rises when the linears of `graph` are quantized by its precisions."""
+        """The perplexity increase when the linears of `graph` are quantized at their assigned precisions."""
         key = f"trial-{self._calibration.fingerprint(graph, _precisions(graph))}"
         kept = self._calibration.kept(key)
         if kept is not None:
@@ -57,14 +58,14 @@ class Trial:
 
 
 def _precisions(graph: Graph) -> str:
-    """The widths of all output features as text."""
+    """The indices of the wide output features of all linears, as text."""
     names = [str(node.meta["precision"].get("wide")) for node in graph.nodes if "precision" in node.meta]
     marks = [graph.weights[name] for name in names if name in graph.weights]
     return str([mark.nonzero().flatten().tolist() for mark in marks])
 
 
 def loss(graph: Graph, tokens: Tensor) -> float:
-    """Mean next-token loss of `tokens` int64 [samples, length], in nats; one linear's weights in memory at a time."""
+    """Mean next-token loss in nats of `tokens` int64 [samples, length]; holds one linear's weights at a time."""
     sweep = Sweep(graph, tokens)
     stops: list[fx.Node] = graph.calls("linear", "gated_linear", "gemm")
     for stop in stops:
@@ -76,10 +77,10 @@ def loss(graph: Graph, tokens: Tensor) -> float:
 
 
 def fewest(most: int, limit: float, increase: Callable[[int], float]) -> tuple[int, float]:
-    """The least count of 0..most, within a few trials, whose increase is at most `limit`, and that increase.
+    """The smallest count in 0..most whose increase is at most `limit`, up to a few trials, and that increase.
 
-    Counts are tried half way between the square roots of those known to be too few and enough: the first bring most.
-    Raises QualityError where `most` are not enough.
+    Bisects on the square root of the count, because the first features bring the largest gains. Raises QualityError if
+    even `most` features do not suffice.
     """
     least = increase(0)
     if least <= limit:

@@ -1,8 +1,8 @@
-"""Which output features get 8 bits: those that matter most for the time they cost on the target.
+"""Allocate 8 bits to output features by salience per predicted time on the target.
 
-A kernel computes 16 output features of one width together (mix.py), so features are bought sixteen at a time: the
-most salient of a linear first, and linears against each other by salience over predicted time. A feature of a linear
-with more inputs costs more bytes; where a step is bound by computing and not by memory, 8 bits cost next to nothing.
+A kernel computes 16 output features of one width together (mix.py), so features are allocated in blocks of 16: the
+most salient of a linear first, and blocks of different linears by salience per predicted time. A feature of a linear
+with more inputs costs more bytes; in a compute-bound step, 8 bits cost almost nothing.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from qcompile.roofline import Peaks, predicted_us
 
 NARROW_BITS, WIDE_BITS = 4, 8
 _LEAST_COST = 0.01
-"""Eight bits cost at least this share of the block's time, so that what is free is still ranked by salience."""
+"""Minimum cost of 8 bits as a share of the block's time, so that free blocks are still ranked by salience."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Output features `rows` int64 [<= 16] of the linear numbered `linear`, to be given 8 bits together.
+    """Output features `rows` int64 [<= 16] of linear number `linear`, which get 8 bits together.
 
-    `salience` is their sum, `us` what they add to a step's predicted microseconds, `bits` what their codes grow by.
+    `salience` is the sum over them, `us` the predicted extra microseconds per step, `bits` the extra bits of their
+    codes.
     """
 
     linear: int
@@ -36,9 +37,9 @@ class Block:
 
 
 def ranked(scores: Sequence[Tensor], inputs: Sequence[int], peaks: Peaks, tokens: int = 1) -> list[Block]:
-    """All blocks, the best buy first: scores [N] by linear, and each linear's number of inputs.
+    """All blocks, best first, given scores [N] and the number of inputs per linear.
 
-    Times are those of a step of `tokens` rows on a machine of `peaks`.
+    Times are predicted for a step of `tokens` rows on a machine with `peaks`.
     """
     found = []
     for number, (score, k) in enumerate(zip(scores, inputs, strict=True)):
@@ -51,20 +52,20 @@ def ranked(scores: Sequence[Tensor], inputs: Sequence[int], peaks: Peaks, tokens
 
 
 def _extra_us(k: int, peaks: Peaks, tokens: int) -> float:
-    """What 8 bits instead of 4 add to the time of a block of 16 output features with k inputs."""
-    peaks = replace(peaks, overhead_us=0.0)  # the kernel runs anyhow
+    """Extra time of 8 instead of 4 bits for a block of 16 output features with k inputs."""
+    peaks = replace(peaks, overhead_us=0.0)  # the kernel runs in either case
     ops = 2.0 * tokens * k * numerics.ROW_BLOCK
     narrow, wide = (predicted_us(numerics.ROW_BLOCK * k * bits / 8, ops, peaks) for bits in (NARROW_BITS, WIDE_BITS))
     return max(wide - narrow, _LEAST_COST * narrow)
 
 
 def share_of(bits: float) -> float:
-    """The share of weights that have 8 bits where codes have `bits` on average."""
+    """The share of weights with 8 bits if codes have `bits` on average."""
     return (bits - NARROW_BITS) / (WIDE_BITS - NARROW_BITS)
 
 
 def within_bits(blocks: Sequence[Block], weights: int, target_bits: float) -> int:
-    """How many of the first `blocks` can have 8 bits with codes of `target_bits` on average over `weights`."""
+    """How many of the first `blocks` can have 8 bits if the codes of `weights` may have `target_bits` on average."""
     left = (target_bits - NARROW_BITS) * weights
     for count, block in enumerate(blocks):
         left -= block.bits
@@ -74,7 +75,7 @@ def within_bits(blocks: Sequence[Block], weights: int, target_bits: float) -> in
 
 
 def marks(blocks: Sequence[Block], sizes: Sequence[int]) -> list[Tensor]:
-    """bool [N] for each linear of N = `sizes` output features: whether it is in one of `blocks`."""
+    """bool [N] for each linear with N = `sizes` output features: whether a feature is in one of `blocks`."""
     wide = [torch.zeros(size, dtype=torch.bool) for size in sizes]
     for block in blocks:
         wide[block.linear][block.rows] = True

@@ -1,4 +1,4 @@
-"""Facts about a raised graph that passes act on, read off its dataflow."""
+"""Analyses of a raised graph's dataflow that passes rely on."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from qcompile import ops
 from qcompile.graph import Graph
 
 LINEAR_IN_PLACE = ("add", "scale")
-"""Operators on whole values through which one orthogonal change of basis passes unchanged."""
+"""Operators on whole values that commute with an orthogonal change of basis of all their operands."""
 
 ALIKE = (*LINEAR_IN_PLACE, "mul", "unary", "xielu", "rms_norm", "layer_norm")
-"""Operators that number their result's features as their operands': one permutation passes them unchanged."""
+"""Operators whose result numbers its features like their operands, so that they commute with a permutation."""
 
 
 @dataclass
 class Stream:
-    """A residual stream: values tied by adds, so that a change of basis must be made to all of them or none.
+    """A residual stream: values connected by adds, so that a change of basis must apply to all of them or none.
 
-    `values` are its nodes in graph order, `writers` those computed by something other than adding or scaling
-    stream values, `reads` the (user, value) pairs that take a value out of it.
+    `values` are its nodes in graph order, `writers` the values not computed by adding or scaling stream values, and
+    `reads` the (user, value) pairs in which an operator outside the stream reads a value.
     """
 
     width: int
@@ -34,7 +34,7 @@ class Stream:
 
 
 def residual_streams(graph: Graph) -> list[Stream]:
-    """Connected components of adds between activations, in graph order; values that no add touches are none."""
+    """Connected components of adds between activations, in graph order; values that no add touches are in none."""
     ties = nx.Graph()
     tied = set()
     for node in graph.calls(*LINEAR_IN_PLACE):
@@ -56,7 +56,7 @@ def _is_sum(graph: Graph, node: fx.Node) -> bool:
 
 
 def _stream(values: list[fx.Node], tied: set[fx.Node]) -> Stream:
-    """`tied` are the adds and scales: a value of the stream that is neither writes it, even if it reads it too."""
+    """The stream of `values`. `tied` are adds and scales; any other value is a writer, even if it also reads it."""
     stream = Stream(values[0].meta["val"].shape[-1], values)
     stream.writers = [node for node in values if node not in tied]
     stream.reads = [(user, node) for node in values for user in node.users if user not in tied]
@@ -64,10 +64,9 @@ def _stream(values: list[fx.Node], tied: set[fx.Node]) -> Stream:
 
 
 def carried(reads: list[tuple[fx.Node, fx.Node]]) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """The reads behind scale-free norms: (user, value) with each such norm replaced by what reads it.
+    """The reads past scale-free norms: (user, value) pairs with each such norm replaced by its users.
 
-    rms_norm without a weight commutes with every rotation, so what is true of its input's basis is true
-    of its output's.
+    rms_norm without a weight commutes with every rotation, so its output has the same basis as its input.
     """
     for user, value in reads:
         if ops.name_of(user.target) == "rms_norm" and user.args[1] is None:
@@ -77,7 +76,7 @@ def carried(reads: list[tuple[fx.Node, fx.Node]]) -> Iterator[tuple[fx.Node, fx.
 
 
 def read_once(value: fx.Node) -> bool:
-    """Whether one node reads `value`, in one place: an attention's keys may be its values too."""
+    """Whether `value` has one user that reads it once; an attention's keys may also be its values."""
     places: list[fx.Node] = []
     for user in value.users:
         fx.node.map_arg((user.args, user.kwargs), places.append)
@@ -85,14 +84,14 @@ def read_once(value: fx.Node) -> bool:
 
 
 WEIGHT_AXES = {"linear": (1, 0, 1), "embedding": (1, 1, None), "expert_linear": (2, 1, 2)}
-"""Where operators with weights keep them: (argument, its axis of outputs, its axis of inputs); a bias follows it."""
+"""Where operators keep their weights: (argument, output axis, input axis or None); a bias follows the weight."""
 
 
 def weighted(graph: Graph, value: fx.Node) -> fx.Node:
-    """The linear, embedding or experts' linears whose outputs `value` is, or is a weighted sum of, token by token.
+    """The linear, embedding or expert_linear whose outputs, possibly weighted and summed per token, are `value`.
 
-    A factor for each token, or for each of a token's chosen experts, passes any change of basis. `value` itself is
-    given where that ends in something else, or in a value that others read too.
+    A factor per token, or per chosen expert of a token, commutes with any change of basis. Returns `value` itself if
+    the walk back ends in another operator, or in a value with other users.
     """
     node: fx.Node = value
     while ops.name_of(node.target) in ("combine", "scale_slots", "mul"):
@@ -105,9 +104,9 @@ def weighted(graph: Graph, value: fx.Node) -> fx.Node:
 
 
 def turning_obstacle(graph: Graph, stream: Stream) -> tuple[fx.Node, str] | None:
-    """The node that keeps weights from turning `stream` into another basis, and why; None where they can.
+    """The node that prevents weights from rotating `stream`, and why; None if they can.
 
-    They can where linears or embeddings write it and linears alone read it, behind scale-free norms or none.
+    They can if linears or embeddings write it and only linears read it, directly or behind scale-free norms.
     """
     for reader, _ in carried(stream.reads):
         kind = ops.name_of(reader.target) or reader.op
@@ -122,10 +121,10 @@ def turning_obstacle(graph: Graph, stream: Stream) -> tuple[fx.Node, str] | None
 
 @dataclass
 class ChannelSpace:
-    """Values whose features are numbered alike, so that a permutation of features is made to all of them or none.
+    """Values that number their features alike, so that a permutation must apply to all of them or none.
 
-    `writers` are the linears and embeddings whose results they are, `readers` the linears over them, `vectors` the
-    (node, argument) pairs of weights [width] met on the way. `obstacle` says what keeps the order, with its node.
+    `writers` are the linears and embeddings that produce them, `readers` the linears that read them, `vectors` the
+    (node, argument) pairs of weights [width] in between. `obstacle` is the node that fixes the order, and why.
     """
 
     width: int
@@ -137,7 +136,7 @@ class ChannelSpace:
 
 
 def channel_spaces(graph: Graph) -> list[ChannelSpace]:
-    """All groups of values [B, T, F] tied by operators of ALIKE and read by at least one linear, in graph order."""
+    """All groups of values [B, T, F] connected by operators in ALIKE and read by a linear, in graph order."""
     ties = nx.Graph()
     for node in graph.calls():
         if not graph.is_weight(node) and _is_flat(node):
@@ -162,7 +161,7 @@ def _space(graph: Graph, values: list[fx.Node]) -> ChannelSpace:
         if kind in ("linear", "embedding"):
             space.writers.append(node)
         elif kind in ALIKE:
-            _meet_vectors(graph, node, space)
+            _collect_vectors(graph, node, space)
         else:
             space.obstacle = space.obstacle or (node, f"{kind or node.op} makes these channels, and in its own order")
         for user in node.users:
@@ -174,10 +173,10 @@ def _space(graph: Graph, values: list[fx.Node]) -> ChannelSpace:
     return space
 
 
-def _meet_vectors(graph: Graph, node: fx.Node, space: ChannelSpace) -> None:
+def _collect_vectors(graph: Graph, node: fx.Node, space: ChannelSpace) -> None:
     for index, argument in enumerate(node.args):
         if not isinstance(argument, fx.Node) or (index and ops.name_of(node.target) == "xielu"):
-            continue  # one curve serves all channels
+            continue  # the curve of xielu is shared by all channels
         if argument.meta["val"].shape[-1] != space.width:
             space.obstacle = space.obstacle or (node, "operands of different widths meet here")
         elif graph.is_weight(argument):

@@ -1,13 +1,11 @@
-"""The artifact directory on disk: written whole or not at all, and verified bit by bit.
+"""The artifact directory on disk: written atomically, and verified by hashes.
 
-An artifact is a directory with `qcompile.json` (the manifest) and the files it lists. The writer works in
-a sibling directory `.NAME.tmp-*`, which it holds a lock on, and renames it into place as its last act, exchanging
-it for an older artifact; so a killed build leaves NAME as it was, and the next build to the same place removes what
-is not locked.
+An artifact is a directory with `qcompile.json` (the manifest) and the files it lists. The writer works in a locked
+sibling directory `.NAME.tmp-*` and renames it into place as its last step, exchanging it for an older artifact. So a
+killed build leaves NAME unchanged, and the next build to the same place removes unlocked leftovers.
 
-Every file's SHA-256 stands in the manifest and the manifest's own stands in itself: it is canonical JSON, so
-a reader serializes what it parsed and compares bytes. Weights are split over several files because one
-SHA-256 cannot be computed by two threads.
+The manifest contains every file's SHA-256 and its own: it is canonical JSON, so a reader serializes what it parsed
+and compares bytes. Weights are split over several files because one SHA-256 cannot be computed by two threads.
 """
 
 from __future__ import annotations
@@ -35,13 +33,13 @@ FORMAT_VERSION = 1
 MANIFEST = "qcompile.json"
 PASSES_FILE = "passes.json"
 UNSEALED = (PASSES_FILE,)
-"""Files about how a build went, seconds among them: they differ from build to build, so no hash covers them."""
+"""Files about a particular build, such as its times: they differ between builds, so no hash covers them."""
 ALIGNMENT = 64
 PAGE = 4096
-"""Data of a weights file start on a page: kernels read weights that do up to a tenth faster (benchmarks/cpu_gemm)."""
+"""Alignment of the data of a weights file; page-aligned weights are read up to a tenth faster (benchmarks/cpu_gemm)."""
 SHARD_BYTES = 128 << 20
 _AMENDED = f".{MANIFEST}.new"
-"""What becomes the manifest when all of it is written. A killed `amend` leaves it, and the next writes it anew."""
+"""Name of an amended manifest while it is being written. A killed `amend` leaves it, and the next overwrites it."""
 _CHUNK = 1 << 20
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
@@ -51,25 +49,25 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """One packed tensor: its name and its size in bytes, a multiple of 64."""
+    """A packed tensor: its name and its size in bytes, a multiple of 64."""
 
     name: str
     bytes: int
 
 
 def canonical_json(value: object) -> bytes:
-    """The one way this format writes JSON; equal values give equal bytes."""
+    """The only JSON encoding of this format: equal values give equal bytes."""
     return (json.dumps(value, sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
 
 
 def _seal(manifest: Manifest) -> str:
-    """SHA-256 of the manifest without its own seal."""
+    """SHA-256 of the manifest without its own hash."""
     return hashlib.sha256(canonical_json({k: v for k, v in manifest.items() if k != "sha256"})).hexdigest()
 
 
 @contextmanager
 def _disk_errors(path: Path, instead: str = "choose another directory") -> Iterator[None]:
-    """Say in one line which path the disk refused, and why; `instead` where nothing may be written there."""
+    """Report disk errors in one line with the path and the reason; `instead` is the advice for read-only places."""
     try:
         yield
     except OSError as error:
@@ -89,17 +87,17 @@ def _fsync_directory(path: Path) -> None:
 
 
 def plan_shards(sizes: Sequence[int], limit: int = SHARD_BYTES) -> list[range]:
-    """Cut consecutive tensors of these sizes (bytes) into files of about equal size, about `limit` each.
+    """Split consecutive tensors of these sizes (bytes) into files of about equal size, about `limit` each.
 
-    An even number of files, at least two (fewer only when there are fewer tensors): the loader hashes
-    files on two or more threads, and the time it takes is that of the busiest.
+    The number of files is even and at least two (less only with fewer tensors): the loader hashes files on two or more
+    threads, and takes as long as the busiest.
     """
     total = sum(sizes)
     files = min(len(sizes), max(2, -(-total // limit) + (-(-total // limit)) % 2))
     shards: list[range] = []
     start, done = 0, 0
     for index, size in enumerate(sizes):
-        # Cut before this tensor if that leaves the running total nearer to this file's fair share.
+        # Split before this tensor if that brings the running total closer to the file's share.
         share = total * (len(shards) + 1) / files
         if index > start and len(shards) < files - 1 and done + size / 2 > share:
             shards.append(range(start, index))
@@ -127,11 +125,10 @@ def _safetensors_header(specs: Sequence[WeightSpec]) -> bytes:
 
 
 class ArtifactWriter:
-    """Writes one artifact; use as a context manager, and call `finish` as the last thing.
+    """Writes one artifact. Use it as a context manager, and call `finish` last.
 
-    Leaving the `with` block without `finish`, by whatever exception, removes all that was written.
-    Raises UsageError if `path` exists and is neither an artifact nor an empty directory, and ResourceError
-    if the disk is full or may not be written.
+    Leaving the `with` block without `finish`, for any reason, removes all that was written. Raises UsageError if `path`
+    exists and is neither an artifact nor an empty directory, and ResourceError if the disk is full or not writable.
     """
 
     def __init__(self, path: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
@@ -151,7 +148,7 @@ class ArtifactWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            shutil.rmtree(self._dir, ignore_errors=True)  # once installed, what was there before
+            shutil.rmtree(self._dir, ignore_errors=True)  # after _install, it holds the replaced artifact
         finally:
             os.close(self._lock)
 
@@ -167,7 +164,7 @@ class ArtifactWriter:
             self._write(name, iter([data]))
 
     def add_unsealed(self, name: str, content: bytes) -> None:
-        """Add one of UNSEALED, which no hash covers."""
+        """Add one of the files in UNSEALED, which no hash covers."""
         if name not in UNSEALED:
             raise ValueError(f"{name} is not among the files without hash")
         self.add_file(name, content)
@@ -176,9 +173,9 @@ class ArtifactWriter:
     def add_weights(self, specs: Sequence[WeightSpec], pieces: Iterable[Any]) -> list[dict[str, Any]]:
         """Stream packed tensors into `weights-*.safetensors`; returns the manifest's runtime.weights.
 
-        `pieces` yields buffers (bytes, memoryview, contiguous arrays) that follow each other as `specs`
-        do; a tensor may come in several pieces, a piece never holds parts of two tensors. Each entry
-        returned is {name, file, offset, bytes}; offset counts from the start of the file.
+        `pieces` yields buffers (bytes, memoryview, contiguous arrays) in the order of `specs`. A tensor may span
+        several pieces; a piece never holds parts of two tensors. Each entry returned is {name, file, offset, bytes},
+        with the offset relative to the start of the file.
         """
         for spec in specs:
             if spec.bytes <= 0 or spec.bytes % ALIGNMENT:
@@ -202,7 +199,7 @@ class ArtifactWriter:
         return entries
 
     def finish(self, manifest: Manifest) -> Path:
-        """Write the manifest (format version, files and seal are filled in here), and rename into place."""
+        """Add format version, files and hash to the manifest, write it, and rename the directory into place."""
         complete = dict(manifest, format_version=FORMAT_VERSION, files=self._files)
         complete["sha256"] = _seal(complete)
         with _disk_errors(self.path):
@@ -234,7 +231,7 @@ class ArtifactWriter:
         self._files[name] = {"bytes": size, "sha256": digest.hexdigest()}
 
     def _install(self) -> None:
-        """The rename. An older artifact is then in our place, and deleted with it."""
+        """Rename into place. An older artifact then takes the temporary directory's place and is deleted with it."""
         _check_replaceable(self.path)
         os.chmod(self._dir, 0o777 & ~swap.umask())
         swap.install(self._dir, self.path)
@@ -260,7 +257,7 @@ def _shard_bytes(header: bytes, specs: Sequence[WeightSpec], pieces: Iterator[An
 
 
 def _check_replaceable(path: Path) -> None:
-    """UsageError unless `path` is free, an empty directory, or an artifact."""
+    """Raise UsageError unless `path` is free, an empty directory, or an artifact."""
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
@@ -268,12 +265,12 @@ def _check_replaceable(path: Path) -> None:
     except NotADirectoryError as error:
         if path.exists():
             raise UsageError(f"output {path} is a file: choose another directory") from error
-        return  # one of its parents is: making the folder says so
+        return  # a parent is a file: creating the folder reports it
     try:
         _check_movable(path)
         if _is_ours(folder):
             return
-        # Another build that took its place deletes it file by file: then what stands there now is asked about.
+        # If another build replaced the folder, it is being deleted file by file: check what is at `path` now.
         if _is_at(folder, path):
             raise UsageError(f"output {path} holds other files: choose another directory")
     finally:
@@ -282,20 +279,16 @@ def _check_replaceable(path: Path) -> None:
 
 
 def _check_movable(folder: Path) -> None:
-    """UsageError where another folder cannot take the place of this one, or nobody would expect it to."""
-    here = Path(os.readlink("/proc/self/cwd"))  # which may be gone
+    """Raise UsageError if this folder cannot be replaced by another, or replacing it would surprise."""
+    here = Path(os.readlink("/proc/self/cwd"))  # may have been deleted
     if folder in (here, *here.parents):
-        raise UsageError(
-            f"output {folder} is where you are, and would be another folder then: build from outside of it"
-        )
+        raise UsageError(f"output {folder} is where you are, and would be replaced: build from outside of it")
     if os.path.ismount(folder):
-        raise UsageError(
-            f"output {folder} is a mount point, which nothing can take the place of: choose a folder in it"
-        )
+        raise UsageError(f"output {folder} is a mount point, which cannot be replaced: choose a folder in it")
 
 
 def _is_at(folder: int, path: Path) -> bool:
-    """Whether the folder of this descriptor is still the one at `path`."""
+    """Whether the folder with this descriptor is still the one at `path`."""
     try:
         return os.path.samestat(os.fstat(folder), os.stat(path))
     except FileNotFoundError:
@@ -303,7 +296,7 @@ def _is_at(folder: int, path: Path) -> bool:
 
 
 def _is_ours(folder: int) -> bool:
-    """Whether the folder of this descriptor is empty, or an artifact."""
+    """Whether the folder with this descriptor is empty or an artifact."""
     if not os.listdir(folder):
         return True
     try:
@@ -313,7 +306,7 @@ def _is_ours(folder: int) -> bool:
 
 
 def _relative(name: str) -> PurePosixPath:
-    """`name` as a path that stays inside the artifact."""
+    """`name` as a path inside the artifact. Raises ArtifactError if it leads outside."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts or str(path) != name:
         raise ArtifactError(f"file name {name!r} leaves the artifact")
@@ -323,8 +316,8 @@ def _relative(name: str) -> PurePosixPath:
 def read_manifest(path: str | Path) -> Manifest:
     """Parse and check `qcompile.json` of the artifact at `path`.
 
-    Raises UsageError if there is no such directory, ArtifactError if the manifest is missing, damaged or of
-    another format version.
+    Raises UsageError if there is no such directory, ArtifactError if the manifest is missing, damaged or of another
+    format version.
     """
     root = Path(path)
     if not stat.S_ISDIR(_status(root).st_mode):
@@ -339,7 +332,7 @@ def read_manifest(path: str | Path) -> Manifest:
 
 
 def _parsed(root: Path, raw: bytes) -> Manifest:
-    """The manifest whose bytes are `raw`, checked; `root` is named in errors."""
+    """The manifest with the bytes `raw`, after checking it; errors name `root`."""
     damaged = ArtifactError(f"{root}: {MANIFEST} is damaged; build the artifact again")
     try:
         manifest = json.loads(raw)
@@ -359,9 +352,10 @@ def _parsed(root: Path, raw: bytes) -> Manifest:
 
 
 def amend(path: str | Path, **entries: object) -> Manifest:
-    """Write the manifest of the artifact at `path` anew with `entries` laid over it, sealed, in one rename.
+    """Override `entries` in the manifest of the artifact at `path` and replace it in one rename.
 
-    One at a time, and by the folder itself, not its name: an artifact that takes its place meanwhile stays as built.
+    Amendments are serialized by a lock, and use the folder's descriptor instead of its name, so that an artifact that
+    replaces it meanwhile is not modified.
     """
     root = Path(os.path.realpath(path))
     with _disk_errors(root / MANIFEST, "tune a copy of the artifact elsewhere"), ExitStack() as stack:
@@ -385,16 +379,16 @@ def amend(path: str | Path, **entries: object) -> Manifest:
 
 
 def state(path: str | Path) -> tuple[int, ...]:
-    """What differs once another artifact has taken the place of the one at `path`, or its manifest was amended.
+    """A state that changes when another artifact replaces the one at `path`, or its manifest is amended.
 
-    Problems between two equal states are of one artifact, others may be of two. Raises UsageError if there is none.
+    Problems found between two equal states belong to one artifact. Raises UsageError if there is none.
     """
     found = _status(path)
     return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 def _status(path: str | Path) -> os.stat_result:
-    """What the system says of `path`. Raises UsageError where there is nothing, or the system does not tell."""
+    """os.stat of `path`. Raises UsageError if it does not exist or cannot be read."""
     try:
         return os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -404,10 +398,10 @@ def _status(path: str | Path) -> os.stat_result:
 
 
 def file_problem(root: Path, name: str, expected: dict[str, Any], into: memoryview | None = None) -> str | None:
-    """Hash one file of an artifact against its manifest entry; what is wrong with it, or None.
+    """Hash one file of an artifact and compare it with its manifest entry; returns what is wrong with it, or None.
 
-    With `into` (exactly the file's size) the bytes are read into that memory and hashed there, a chunk at
-    a time while it is still in the cache; this is how weights are loaded.
+    With `into` (exactly the file's size), the bytes are read into that memory and hashed chunk by chunk while they are
+    in the CPU cache; this is how weights are loaded.
     """
     try:
         with open(root / name, "rb", buffering=0) as file:
@@ -420,9 +414,9 @@ def file_problem(root: Path, name: str, expected: dict[str, Any], into: memoryvi
 
 
 def listed_file(root: Path, files: dict[str, dict[str, Any]], name: str) -> bytes | None:
-    """A file of the artifact at `root`, verified against the manifest's `files`; None where they have no such name.
+    """A file of the artifact at `root`, verified against the manifest's `files`; None if they do not list it.
 
-    Raises ArtifactError where it is damaged.
+    Raises ArtifactError if it is damaged.
     """
     if name not in files:
         return None
@@ -433,13 +427,13 @@ def listed_file(root: Path, files: dict[str, dict[str, Any]], name: str) -> byte
 
 
 def damaged(root: Path, problems: Sequence[str]) -> ArtifactError:
-    """The error that names the first of these problems of an artifact."""
+    """The error that names the first of an artifact's problems."""
     more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
     return ArtifactError(f"{root} is damaged: {problems[0]}{more}; build it again")
 
 
 def _hash_through(fd: int, size: int, into: memoryview | None) -> str:
-    """SHA-256 of the next `size` bytes of a file, kept in `into` if given; empty if the file is shorter."""
+    """SHA-256 of the next `size` bytes of a file, stored in `into` if given; empty if the file is shorter."""
     digest = hashlib.sha256()
     scratch = memoryview(bytearray(min(_CHUNK, size))) if into is None else into
     done = 0
@@ -454,7 +448,7 @@ def _hash_through(fd: int, size: int, into: memoryview | None) -> str:
 
 
 def verify(path: str | Path) -> list[str]:
-    """Every problem of the artifact at `path`, one line each; an empty list means every bit is as built."""
+    """All problems of the artifact at `path`, one line each; an empty list means that every bit is as built."""
     root = Path(path)
     while True:
         before = state(root)
@@ -467,7 +461,7 @@ def verify(path: str | Path) -> list[str]:
 
 
 def _problems(root: Path, files: dict[str, dict[str, Any]]) -> list[str]:
-    """What is there beside `files`, and what is wrong with those."""
+    """Unlisted files at `root`, and problems with those listed in `files`."""
     present = {str(PurePosixPath(at, name).relative_to(root)) for at, _, names in os.walk(root) for name in names}
     known = {*files, MANIFEST, *UNSEALED, _AMENDED}
     problems = [f"{name}: not in the manifest" for name in sorted(present - known)]

@@ -1,4 +1,4 @@
-"""How many bits a quantized graph keeps its weights in."""
+"""Bits per weight of a quantized graph."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from qcompile.graph import Graph
 
 
 def linear_bits(graph: Graph) -> tuple[int, int]:
-    """Packed bits of all linears, scales and zeros included, and how many weights these are."""
+    """Packed bits of all linears, including scales and zeros, and the number of their weights."""
     bits = weights = 0
     for node in graph.calls("quantize_weight"):
         arguments: Any = node.args
@@ -25,6 +25,6 @@ def linear_bits(graph: Graph) -> tuple[int, int]:
 
 
 def bits_per_weight(graph: Graph) -> float:
-    """Packed bits of all linears over their weights."""
+    """Packed bits of all linears divided by the number of their weights."""
     bits, weights = linear_bits(graph)
     return bits / max(weights, 1)

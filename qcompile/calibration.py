@@ -1,6 +1,6 @@
-"""Calibration text: read, cut into samples, refused clearly where it cannot serve.
+"""Calibration text: read it, cut it into samples, and refuse unusable text with a clear error.
 
-Passes that look at activations find it as `graph.calibration`; without it they have only the weights to go by.
+Passes that measure activations find it as `graph.calibration`; without it they can only use the weights.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from qcompile.graph import Graph, ModelInfo
 
 SAMPLES, SAMPLE_TOKENS = 128, 1024
-"""How much is read unless told otherwise. QServe D.1 takes 64 samples of 1,024 tokens, MixLLM 4.1 128 of 2,048."""
+"""The default amount of text. QServe D.1 uses 64 samples of 1,024 tokens, MixLLM 4.1 128 of 2,048."""
 
 MOST_UNKNOWN = 0.5
-"""Text of which more tokens than this share are the unknown token is in an alphabet the vocabulary lacks."""
+"""If more than this share of the tokens is unknown, the text is in a script that the vocabulary lacks."""
 
 VERSION = 4
-"""Of results kept between runs: raised when the same inputs would give others."""
+"""Version of kept results; raise it when the same inputs would give different ones."""
 
 
 class Kept(NamedTuple):
-    """A result that is kept between runs: its tensors, figures about them, and notes on what was odd."""
+    """A result kept between runs: its tensors, figures about them, and notes on anything unusual."""
 
     tensors: list[Tensor]
     figures: dict[str, float]
@@ -46,7 +46,7 @@ class Kept(NamedTuple):
 _NOTE = "note "
 
 EXCERPT_TOKENS = 8192
-"""Tokens that magnitudes of channels are measured on."""
+"""Number of tokens on which channel magnitudes are measured."""
 
 Progress = Callable[[str, int, int], None]
 
@@ -57,9 +57,9 @@ def _silent(stage: str, done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """Calibration text as asked for: a file of text, or tokens int64 [samples, length], and how much to take.
+    """A request for calibration text: a text file, or tokens int64 [samples, length], and how much of it to use.
 
-    `samples`, `length` and `seed` choose from a file; tokens are taken as they are.
+    `samples`, `length` and `seed` select from a file; tokens are used as they are.
     """
 
     given: str | Path | Tensor
@@ -76,10 +76,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Calibration:
-    """`tokens` int64 [samples, length] from the text `source`; results by weight are kept in `folder`.
+    """`tokens` int64 [samples, length] from the text `source`; results per weight are kept in `folder`.
 
-    With a folder, work that an interruption cut short goes on where it stopped; without one (None) it is held in
-    memory. `progress(stage, done, total)` is told of the work.
+    With a folder, interrupted work resumes where it stopped; without one (None), results are only held in memory.
+    `progress(stage, done, total)` reports progress.
     """
 
     tokens: Tensor
@@ -93,7 +93,7 @@ class Calibration:
             raise UsageError(f"calibration takes token ids int64 [samples, length], not {given}")
 
     def check_vocabulary(self, size: int) -> None:
-        """UsageError unless every token is one of a model with `size` of them."""
+        """Raise UsageError unless all tokens belong to a vocabulary of `size` tokens."""
         low, high = int(self.tokens.min()), int(self.tokens.max())
         if low < 0 or high >= size:
             worst = low if low < 0 else high
@@ -103,11 +103,11 @@ class Calibration:
             )
 
     def excerpt(self, most: int = EXCERPT_TOKENS) -> Tensor:
-        """The first samples, `most` tokens or one sample of them: enough for magnitudes of channels."""
+        """The first samples, up to `most` tokens but at least one sample: enough to measure channel magnitudes."""
         return self.tokens[: max(1, most // self.tokens.shape[1])]
 
     def fingerprint(self, graph: Graph, what: str) -> str:
-        """Hash of what a result computed from `graph`, its weights and this text depends on, and of `what` it is."""
+        """Hash of all that a result `what` depends on: `graph`, its weights and this text."""
         digest = hashlib.sha256(f"{VERSION} {torch.__version__} {tuple(self.tokens.shape)} {what}".encode())
         digest.update(self.digest().encode() + graph.to_json().encode())
         for node in graph.nodes:
@@ -117,11 +117,11 @@ class Calibration:
         return digest.hexdigest()[:32]
 
     def path(self, key: str) -> Path | None:
-        """Where the result called `key` is kept; None where results are held in memory."""
+        """The file of the result `key`; None if results are only held in memory."""
         return self.folder / f"{key}.safetensors" if self.folder else None
 
     def kept(self, key: str) -> Kept | None:
-        """The result called `key` of this run or an interrupted one before it, None where there is none whole."""
+        """The result `key` of this run or an earlier, interrupted one; None if there is no complete one."""
         path = self.path(key)
         if path is None or not path.is_file():
             return None
@@ -130,13 +130,13 @@ class Calibration:
                 metadata = file.metadata() or {}
                 tensors = [file.get_tensor(str(index)) for index in range(len(file.keys()))]
         except SafetensorError:
-            return None  # cut short by the interruption: done again
+            return None  # truncated by an interruption: computed again
         figures = {name: float(text) for name, text in metadata.items() if not name.startswith(_NOTE)}
         notes = sorted(name for name in metadata if name.startswith(_NOTE))
         return Kept(tensors, figures, tuple(metadata[name] for name in notes))
 
     def keep(self, key: str, result: Kept) -> None:
-        """Keep a result, whole or not at all; nothing without a folder. ResourceError where it cannot be written."""
+        """Keep a result, atomically; does nothing without a folder. Raises ResourceError if it cannot be written."""
         path = self.path(key)
         if path is None:
             return
@@ -156,7 +156,7 @@ class Calibration:
         return hashlib.sha256(self.tokens.contiguous().numpy().tobytes()).hexdigest()
 
     def describe(self) -> dict[str, Any]:
-        """What the artifact says about it: no paths, no times."""
+        """What the manifest records about it, without paths and times."""
         samples, length = self.tokens.shape
         return {"source": self.source, "samples": samples, "length": length, "sha256": self.digest()}
 
@@ -164,9 +164,9 @@ class Calibration:
 def open_(
     request: Request, directory: Path | None, info: ModelInfo, folder: Path | None, progress: Progress
 ) -> Calibration:
-    """The calibration a build was asked for, for the model `info`, whose tokenizer is in `directory`.
+    """The calibration that a build requested, for the model `info` whose tokenizer is in `directory`.
 
-    `folder` keeps results between interrupted runs. Raises UsageError as `read` does.
+    `folder` keeps results between interrupted runs. Raises UsageError in the same cases as `read`.
     """
     if isinstance(request.given, Tensor):
         found = Calibration(request.given, "tokens")
@@ -198,11 +198,11 @@ def read(
     length: int = SAMPLE_TOKENS,
     seed: int = 0,
 ) -> Calibration:
-    """`samples` windows of `length` tokens out of the text at `path`, chosen by `seed`, in the text's order.
+    """`samples` windows of `length` tokens from the text at `path`, chosen by `seed`, in text order.
 
-    Documents are joined, each behind `bos` (token 0 without one), as perplexity is measured; all windows are
-    taken where there are fewer. Raises UsageError for text that is missing, empty, too short, not text, or
-    outside the vocabulary.
+    Documents are concatenated, each after `bos` (token 0 if there is none), as for perplexity. If there are fewer
+    windows, all are used. Raises UsageError for text that is missing, empty, too short, not text, or outside the
+    vocabulary.
     """
     if samples < 1 or length < 2:
         raise UsageError(f"calibration needs at least 1 sample of 2 tokens, not {samples} of {length}")
@@ -235,9 +235,9 @@ def read(
 
 
 def read_documents(path: str | Path) -> list[str]:
-    """The "text" of every line of a JSONL file, or all of a plain text file as one document.
+    """The "text" of every line of a JSONL file, or a plain text file as one document.
 
-    A file is JSONL when its first line that is not blank is a JSON object. Raises UsageError, with the line.
+    A file is JSONL if its first non-blank line is a JSON object. Raises UsageError with the line number.
     """
     try:
         whole = jsonl.read(path)
@@ -260,7 +260,7 @@ def read_documents(path: str | Path) -> list[str]:
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of a checkpoint directory; ResourceError where it has none."""
+    """The tokenizer of a checkpoint directory. Raises ResourceError if there is none."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise ResourceError(f"{path} is missing: calibration text needs the model's tokenizer")

@@ -1,4 +1,4 @@
-"""What each stage's graph may contain, and whether two graphs compute the same."""
+"""Checks of what each stage's graph may contain, and of whether two graphs are equivalent."""
 
 from __future__ import annotations
 
@@ -84,15 +84,15 @@ _STEP = (_QUANTIZED - {"attention"}) | {
 }
 
 STAGES: dict[str, frozenset[str] | None] = {"import": None, "raise": _FLOAT, "quantize": _QUANTIZED, "cache": _STEP}
-"""The qcompile:: operators a graph may hold from each stage on; at import it holds ATen's, whichever they are."""
+"""The qcompile:: operators allowed at each stage; the graph at `import` may contain any ATen operator."""
 
 
 class CheckError(AssertionError):
-    """A graph broke its stage's contract: a bug in the pass that made it."""
+    """A graph violates the contract of its stage: a bug in the pass that produced it."""
 
 
 def check(graph: Graph, after: str = "") -> None:
-    """Raise CheckError unless `graph` keeps the contract of its stage. `after` names the pass that made it."""
+    """Raise CheckError unless `graph` satisfies the contract of its stage. `after` names the last pass."""
     where = f"after {after}: " if after else ""
     if graph.stage not in STAGES:
         raise CheckError(f"{where}stage {graph.stage} is unknown")
@@ -121,7 +121,7 @@ def _problem(graph: Graph, node: fx.Node, allowed: frozenset[str] | None) -> str
 
 
 def max_relative_error(a: Tensor, b: Tensor) -> float:
-    """max |a - b| / max |b|, in float64; 0 for equal tensors, infinity where either is not finite."""
+    """max |a - b| / max |b| in float64; 0 for equal tensors, infinity for other shapes or non-finite values."""
     a, b = a.double(), b.double()
     if a.shape != b.shape or not (torch.isfinite(a).all() and torch.isfinite(b).all()):
         return float("inf")
@@ -129,7 +129,7 @@ def max_relative_error(a: Tensor, b: Tensor) -> float:
 
 
 def equivalent(a: Graph, b: Graph, inputs: Sequence[Tensor], dtype: torch.dtype | None = torch.float64) -> float:
-    """Run both graphs on `inputs` with weights cast to `dtype`: the max relative error of a against b."""
+    """Run both graphs on `inputs` with weights cast to `dtype`; returns the max relative error of a against b."""
     return max_relative_error(*(_first(graph.run(*inputs, dtype=dtype)) for graph in (a, b)))
 
 
@@ -138,9 +138,9 @@ def _first(value: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def sample(graph: Graph, tokens: int = 16) -> Tensor:
-    """Logits [tokens, vocab] of one fixed sequence by the reference bodies of a graph at any stage, in float32.
+    """Logits [tokens, vocab] of one fixed sequence in float32, from the reference bodies of a graph at any stage.
 
-    There are fewer tokens where the model holds no more.
+    If the model's context is shorter than `tokens`, it limits their number.
     """
     tokens = min(tokens, graph.info.max_position)
     ids = torch.randint(0, graph.info.vocab_size, (tokens,), generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""How long the stages of a build take, and telling whoever waits."""
+"""Times of build stages, and progress callbacks."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import time
 from collections.abc import Callable
 
 Progress = Callable[[str, int, int], None]
-"""Called as progress(stage, done, total); total is bytes for `weights`, 1 for stages that are one piece."""
+"""Called as progress(stage, done, total); total is in bytes for `weights`, 1 for stages without steps."""
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """A Progress that tells nobody."""
+    """A Progress that does nothing."""
 
 
 class Clock:
-    """Times stages and tells the progress callback when each starts and ends."""
+    """Times stages, and calls the progress callback at the start and end of each."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress

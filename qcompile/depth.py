@@ -1,9 +1,9 @@
-"""Deep models seen by their first layers: where the other layers repeat these, so do their costs.
+"""Extrapolate the costs of a deep model from its first layers, if its layers repeat.
 
-A decoder keeps its layers in lists. Two layers are alike when their modules have the same classes, the shapes of the
-same weights and the same settings, but for settings that number the layers. Where they are alike from some layer on,
-or every so many layers, a model cut after a few layers costs less by a whole number of repeats, so two such models
-tell what the whole one takes.
+A decoder keeps its layers in lists. Two layers are equal if their modules have the same classes, weight shapes and
+settings, apart from settings that are layer numbers. If layers repeat from some layer on, every layer or every few
+layers, then models cut at different depths differ in cost by whole periods, and two such models determine the cost of
+the full one.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch import nn
 from qcompile import huggingface
 
 DEEP = 8
-"""Layers from which looking at a few pays."""
+"""Number of layers from which extrapolation pays off."""
 
 Signature = dict[str, str]
-"""Of one layer: every setting and weight shape, by its path within the layer."""
+"""Every setting and weight shape of a layer, by its path within the layer."""
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """`layers` of them, which from `first` on repeat every `period` layers."""
+    """A model of `layers` layers that repeat every `period` layers, starting at layer `first`."""
 
     layers: int
     first: int
@@ -33,14 +33,14 @@ class Repeats:
 
     @property
     def cuts(self) -> tuple[int, int]:
-        """Depths of two cut models which differ by one period, and from the whole by periods."""
+        """Depths of two truncated models that differ by one period, and from the full model by whole periods."""
         left = (self.layers - self.first) % self.period
         return self.first + left + self.period, self.first + left + 2 * self.period
 
     def extrapolate(self, small: Any, large: Any) -> Any:
-        """What the whole model's is, from those of `cuts`: numbers grow by period, what else there is must agree.
+        """The full model's value, from those of the models in `cuts`: numbers grow per period, the rest must agree.
 
-        Works inside dicts and lists; a key that only `large` has counts as 0 before.
+        Works inside dicts and lists; a key that only `large` has counts as 0 in `small`.
         """
         if isinstance(large, Mapping):
             return {key: self.extrapolate(small.get(key, 0), value) for key, value in large.items()}
@@ -53,7 +53,7 @@ class Repeats:
 
 
 def find(config: Any, allow_remote: bool = False) -> Repeats | None:
-    """How the layers of the model of `config` repeat; None where cutting it would show nothing or save nothing."""
+    """How the layers of the model of `config` repeat; None if truncation would tell nothing or save nothing."""
     layers = getattr(config.get_text_config(), huggingface.DEPTH_KEY, None)
     if not isinstance(layers, int) or layers < DEEP:
         return None
@@ -62,12 +62,12 @@ def find(config: Any, allow_remote: bool = False) -> Repeats | None:
     if repeats is None or sum(repeats.cuts) > layers:
         return None
     cut_at = repeats.cuts[1]
-    # The model that is cut must consist of the whole one's layers, whatever else its configuration says of them.
+    # The truncated model must consist of the full one's layers, whatever its configuration says about them.
     return repeats if _signatures(huggingface.cut(config, cut_at), cut_at, allow_remote) == whole[:cut_at] else None
 
 
 def _signatures(config: Any, layers: int, allow_remote: bool) -> list[Signature]:
-    """Of each layer of the model of `config`, from all its lists of that length. Empty if there is none."""
+    """One signature per layer of the model of `config`, over all lists of that length; empty if there are none."""
     model = huggingface.build(config, allow_remote)
     stacks = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == layers]
     found: list[Signature] = [{} for _ in range(layers if stacks else 0)]
@@ -96,7 +96,7 @@ def _describe(layer: nn.Module) -> Signature:
 
 
 def _repeats(signatures: list[Signature]) -> Repeats | None:
-    """The shortest beginning and period after which every layer is like the one a period before."""
+    """The shortest prefix and period after which every layer equals the one a period before."""
     layers = len(signatures)
     candidates = []
     for period in range(1, layers // 4 + 1):

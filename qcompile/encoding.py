@@ -1,4 +1,4 @@
-"""Many texts to tokens."""
+"""Encode many texts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 PIECE = 1 << 20
-"""Characters encoded at once, about: a second of work."""
+"""Approximate number of characters encoded at once: a second of work."""
 
 
 def encoded(tokenizer: Tokenizer, texts: Sequence[str], name: str) -> Iterator[list[int]]:
-    """The tokens of each text, without those that the tokenizer puts around one.
+    """The tokens of each text, without the special tokens that the tokenizer adds around one.
 
-    Texts are encoded in pieces: between them an interrupt is heeded, and nothing is done for what nobody asks for.
-    Raises UsageError, calling them `name`, where the tokenizer gives up, having no token for the unknown.
+    Texts are encoded in batches on demand, so that interrupts take effect between them. Raises UsageError, calling the
+    texts `name`, if the tokenizer fails because it has no unknown token.
     """
     first = size = 0
     for end, text in enumerate(texts, start=1):

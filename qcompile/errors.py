@@ -1,6 +1,6 @@
-"""Errors a user can meet, each with the exit code the command line gives it.
+"""Errors for users, each with the exit code of the command line.
 
-A message is one line that names the thing at fault and says what to do about it.
+A message is one line that names what is wrong and says what to do about it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import reprlib
 EXIT_OK = 0
 EXIT_BUG = 1
 EXIT_SIGNAL = 128
-"""And the number of the signal that ended the command, as shells have it: 130 is an interrupt."""
+"""Exit status after a signal, plus its number, as in shells: 130 is an interrupt."""
 
 
 class QCompileError(Exception):
-    """Base of every error that is not a bug of ours. `exit_code` is the process's exit status."""
+    """Base class of all errors that are not bugs. `exit_code` is the process's exit status."""
 
     exit_code = EXIT_BUG
 
@@ -26,20 +26,20 @@ class UsageError(QCompileError):
 
 
 class UnsupportedError(QCompileError):
-    """The input is well formed, but holds something qcompile does not compile (named in the message)."""
+    """The input is well formed, but contains something that qcompile does not support (named in the message)."""
 
     exit_code = 3
 
 
 class OverflowedError(UnsupportedError):
-    """The logits of a request are not finite, so no token follows from them."""
+    """The logits of a request are not finite, so it has no next token."""
 
     def __init__(self, where: str = "") -> None:
         super().__init__(f"{where}the model's logits are not finite: its weights or activations overflow their formats")
 
 
 class QualityError(QCompileError):
-    """A quality gate was not met."""
+    """A quality requirement cannot be met."""
 
     exit_code = 4
 
@@ -57,7 +57,7 @@ class ArtifactError(QCompileError):
 
 
 class PassError(UnsupportedError):
-    """A pass refuses a graph. `node` is the name of the node, `reason` why.
+    """A pass refuses a graph. `node` is the name of the node, `reason` the reason.
 
     The message reads `rotate: node add_3: two writers of the stream are not linear`.
     """
@@ -68,8 +68,8 @@ class PassError(UnsupportedError):
 
 
 def shown(value: object) -> str:
-    """A value for a message, as Python writes it but in short: it may be a list of a million texts."""
+    """A value for a message: as Python writes it but abbreviated, since it may be a list of a million texts."""
     try:
         return reprlib.repr(value)
-    except ValueError:  # Python writes no numbers of more than 4,300 digits
+    except ValueError:  # Python does not convert integers of more than 4,300 digits
         return "a number of thousands of digits"

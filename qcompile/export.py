@@ -1,7 +1,7 @@
-"""Export: the quantized graph of an artifact as an ExportedProgram of ATen operators, and that as MLIR.
+"""Export an artifact's quantized graph as an ExportedProgram of ATen operators, and that as MLIR.
 
-Every operator of ours becomes its reference body, so that torch-mlir needs to know none of them. The step over a paged
-cache becomes one pass over one text: attention reads the keys and values of its own rows, rounded as the cache would.
+Each of our operators is replaced by its reference body, so torch-mlir need not know them. The step over a paged cache
+becomes one pass over one text: attention reads the keys and values of its own rows, rounded as by the cache.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from qcompile.ops.step import turn_heads
 
 STEP = "graphs/step.json"
 FORMATS = {"torch-mlir": "torch", "linalg": "linalg-on-tensors"}
-"""Formats of `qcompile export`: torch-mlir's names of the dialects."""
+"""Formats of `qcompile export`, with torch-mlir's names of the dialects."""
 
 Cached = dict[int, tuple[Tensor, Tensor]]
 """Keys and values [T, Hk, D] by layer, as attention reads them back."""
 
 
-# ---- weights out of an artifact ----------------------------------------------------------------------
+# ---- weights of an artifact --------------------------------------------------------------------------
 
 
 class _Weights:
-    """The packed weights of an artifact, unpacked by node of its step graph."""
+    """The packed weights of an artifact, unpacked for the nodes of its step graph."""
 
     def __init__(self, root: Path) -> None:
         manifest = read_manifest(root)
@@ -54,7 +54,7 @@ class _Weights:
         self.shapes = {node["name"]: node["shapes"] for node in json.loads(text)["nodes"]}
 
     def value(self, node: fx.Node) -> Any:
-        """A weight expression's value: out of the artifact where it is packed there, else from its operands'."""
+        """The value of a weight expression: unpacked if the artifact holds it, else computed from its operands."""
         if "packed" in node.meta:
             return self._unpacked(node, node.meta["packed"]["kind"], node.meta["packed"]["names"])
         if node.op == "get_attr" or not callable(node.target) or ops.name_of(node.target) == "quantize_mixed":
@@ -88,8 +88,8 @@ class _Weights:
 class Sequence(torch.nn.Module):
     """The model of the artifact at `root`: token_ids int64 [T], a text from its start -> logits f32 [T, vocab].
 
-    Raises UsageError or ArtifactError where there is no sound artifact, and UnsupportedError, with the node, for
-    weights that cannot be read back out of one (mix_4_8).
+    Raises UsageError or ArtifactError if there is no intact artifact, and UnsupportedError with the node for weights
+    that cannot be unpacked (mix_4_8).
     """
 
     def __init__(self, root: Path) -> None:
@@ -180,7 +180,7 @@ def _kv_attention(
     center: Tensor | None = None,
 ) -> Tensor:
     if bits:
-        raise UnsupportedError("export: a hierarchical cache reads a token otherwise as it ages; take another recipe")
+        raise UnsupportedError("export: a hierarchical cache rounds tokens as they age; take another recipe")
     k, v = whole_keys(cache[layer][0], center), cache[layer][1]
     bias = key_offsets(key_bias, positions, positions)
     return attend(q, k, v, visible(positions, positions, window), scale, softcap, sinks, bias)
@@ -192,14 +192,14 @@ _OVER_ONE_TEXT: dict[str, Callable[..., Any]] = {
     "rope_append": _rope_append,
     "take_rows": lambda x, rows: x,
 }
-"""What operators over a paged cache are where the cache is the text itself, and logits are wanted everywhere."""
+"""Replacements for operators on a paged cache if the cache is the text itself and all logits are requested."""
 
 
 # ---- reference bodies ------------------------------------------------------------------------------------
 
 
 def _expert_linear(x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """expert_linear without shapes that depend on data: each slot's weights are gathered."""
+    """expert_linear without data-dependent shapes: the weights of each slot are gathered."""
     if x.dim() == index.dim():
         x = x.unsqueeze(-2).expand(*index.shape, x.shape[-1])
     y = (weight[index] @ x[..., None]).squeeze(-1)
@@ -211,7 +211,7 @@ def _gated_experts(x: Tensor, index: Tensor, gate_up: Tensor, bias: Tensor | Non
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """The body of each operator of ours, in ATen's operators, for ExportedProgram.run_decompositions."""
+    """The body of each of our operators in ATen, for ExportedProgram.run_decompositions."""
     table = {ops.op(name): ops.reference(name) for name in ops.DEFINED}
     table[ops.op("expert_linear")] = _expert_linear
     table[ops.op("gated_experts")] = _gated_experts
@@ -219,7 +219,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def to_aten(module: torch.nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
-    """`module` exported at the shapes of `inputs`, without any operator of ours."""
+    """`module` exported for the shapes of `inputs`, with our operators decomposed."""
     with torch.no_grad():
         program = torch.export.export(module, inputs, strict=False)
         table = torch.export.default_decompositions()
@@ -233,7 +233,7 @@ def to_aten(module: torch.nn.Module, inputs: tuple[Any, ...]) -> torch.export.Ex
 def to_mlir(program: torch.export.ExportedProgram, format: str) -> Any:
     """`program` as a torch_mlir.ir.Module with a function `main`, in one of FORMATS.
 
-    ResourceError where torch-mlir is not installed, UnsupportedError where it cannot lower the program.
+    Raises ResourceError if torch-mlir is not installed, UnsupportedError if it cannot lower the program.
     """
     torch_mlir = _torch_mlir()
     try:
@@ -251,13 +251,14 @@ def _torch_mlir() -> Any:
 
 
 def write(root: Path, out: Path, format: str, tokens: int) -> int:
-    """Export the artifact at `root`, for texts of `tokens` tokens, to the file `out`; its size in bytes.
+    """Export the artifact at `root`, for texts of `tokens` tokens, to the file `out`; returns its size in bytes.
 
-    Raises UsageError for an unknown format, ResourceError where `out` cannot be written, and what Sequence raises.
+    Raises UsageError for an unknown format or a bad number of tokens, ResourceError if `out` cannot be written, and the
+    errors of Sequence.
     """
     if format not in FORMATS:
         raise UsageError(f"--format {format} is unknown; there are {', '.join(FORMATS)}")
-    _torch_mlir()  # before a minute's work
+    _torch_mlir()  # raises before a minute's work if it is missing
     most = read_manifest(root)["model"]["max_position"]
     if not 1 <= tokens <= most:
         raise UsageError(f"--tokens {tokens}: the model's context is {most}")

@@ -1,6 +1,6 @@
-"""Front end: a checkpoint, an nn.Module or an ExportedProgram becomes a Graph of ATen operators at stage `import`.
+"""Front end: turns a checkpoint, an nn.Module or an ExportedProgram into a Graph of ATen operators (stage `import`).
 
-Weights are not read here: the graph names them, and its store knows where they lie.
+Weights are not read here: the graph names them, and its store knows how to load them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from qcompile.errors import UnsupportedError, UsageError
 from qcompile.graph import Graph, ModelInfo, WeightStore
 
 EXAMPLE_BATCH, EXAMPLE_TOKENS = 2, 7
-"""Sizes of the example inputs models are traced with; both dimensions stay dynamic."""
+"""Sizes of the example inputs for tracing; both dimensions stay dynamic."""
 
 INLINED = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
-"""Higher-order operators that only set a mode which inference has no use for."""
+"""Higher-order operators that only set a mode that is irrelevant for inference."""
 
 WRAPPER = "module."
-"""What exporting through a wrapper puts before the names of weights."""
+"""Prefix of weight names after exporting through a wrapper module."""
 
 CPU = torch.device("cpu")
 Loader = Callable[[], Tensor]
@@ -50,10 +50,10 @@ def load(
 ) -> Graph:
     """Read `model`, a Hugging Face checkpoint (directory or hub name), an nn.Module, or an ExportedProgram.
 
-    A module takes token ids int64 [B, T], and positions int64 [B, T] when two `example_inputs` are given, and
-    returns logits [B, T, V]; `max_position` is the longest sequence it can hold. `allow_remote` lets a
-    checkpoint's own Python code run; without `weights` its configuration is enough, and may be cut after `layers`
-    layers. Raises UsageError or UnsupportedError with one line.
+    A module takes token ids int64 [B, T], and positions int64 [B, T] if two `example_inputs` are given, and returns
+    logits [B, T, V]; `max_position` is its context length. `allow_remote` permits a checkpoint's own Python code to
+    run. Without `weights`, a configuration suffices, and the model may be truncated to `layers` layers. Raises
+    UsageError or UnsupportedError with a message of one line.
     """
     if isinstance(model, (str, Path)):
         from qcompile import huggingface
@@ -87,9 +87,9 @@ def load(
 def export(module: nn.Module, inputs: Sequence[Tensor], name: str, longest: int = 1 << 24) -> ExportedProgram:
     """torch.export of `module`, whose forward takes `*inputs`, all [B, T]; B and T < `longest` stay dynamic.
 
-    Raises UnsupportedError, one line about the model `name`, for what cannot be traced.
+    Raises UnsupportedError, with one line about the model `name`, if it cannot be traced.
     """
-    # Tables as long as the longest sequence make a case of that length, which is left out of the trace.
+    # Tables with as many rows as the longest sequence specialize that length, so the trace excludes it.
     batch, tokens = torch.export.Dim("batch", max=1 << 16), torch.export.Dim("tokens", max=longest - 1)
     try:
         return _exported(module, inputs, batch, tokens)
@@ -113,9 +113,9 @@ def _exported(module: nn.Module, inputs: Sequence[Tensor], batch: Any, tokens: A
 
 
 def _export_by_example(module: nn.Module, inputs: Sequence[Tensor], longest: int) -> ExportedProgram | None:
-    """The export for sizes as dynamic as the trace leaves them; None where it has set a condition that may not hold.
+    """Export with sizes as dynamic as the trace permits; None if it adds a guard that may not hold.
 
-    torch before 2.13 takes for conditions what it finds by comparing strides, though that always holds.
+    Before 2.13, torch adds guards for comparisons of strides that always hold.
     """
     import sympy
 
@@ -124,7 +124,7 @@ def _export_by_example(module: nn.Module, inputs: Sequence[Tensor], longest: int
         program = _exported(module, inputs, dynamic(max=1 << 16), dynamic(max=longest - 1))
     except MemoryError:
         raise
-    except Exception:  # as above; what is told is why the first one failed
+    except Exception:  # as above; the caller reports the error of the first attempt
         return None
     taken = program.graph_signature.user_inputs
     shapes = [node.meta["val"].shape for node in program.graph.nodes if node.op == "placeholder" and node.name in taken]
@@ -136,7 +136,7 @@ def _export_by_example(module: nn.Module, inputs: Sequence[Tensor], longest: int
 
 
 def always(condition: Any, sizes: Mapping[Any, Any]) -> bool:
-    """Whether `condition`, a SymPy expression, holds for all values of its symbols, which `sizes` names anew."""
+    """Whether `condition`, a SymPy expression, holds for all values of its symbols, which `sizes` renames."""
     import sympy
     from torch.utils._sympy.functions import Min
 
@@ -146,13 +146,13 @@ def always(condition: Any, sizes: Mapping[Any, Any]) -> bool:
 
 @contextmanager
 def hurried() -> Iterator[None]:
-    """No cyclic garbage collection and no source line of every traced operator: imports and traces are a third faster.
+    """Disable cyclic garbage collection and source lines of traced operators; saves a third of import and trace time.
 
-    Errors name the module a node came from, which costs nothing.
+    Errors still name the module of a node, which costs nothing.
     """
     config: Any = fx.config
     lines, collecting = getattr(config, "do_not_emit_stack_traces", None), gc.isenabled()
-    if lines is not None:  # torch before 2.13 has no such switch
+    if lines is not None:  # torch before 2.13 has no such option
         config.do_not_emit_stack_traces = True
     gc.disable()
     try:
@@ -166,12 +166,12 @@ def hurried() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """What torch prints of a trace that fails, the graph up to there among it, is left out unless TORCH_LOGS is set."""
+    """Suppress what torch prints about a failing trace, including the graph so far, unless TORCH_LOGS is set."""
     if os.environ.get("TORCH_LOGS"):
         yield
         return
     before, said = logging.root.manager.disable, io.StringIO()
-    logging.disable(logging.CRITICAL)  # torch's loggers have handlers of their own
+    logging.disable(logging.CRITICAL)  # torch's loggers have their own handlers
     try:
         with redirect_stderr(said):
             yield
@@ -181,7 +181,7 @@ def quiet() -> Iterator[None]:
 
 
 class _Positional(nn.Module):
-    """Calls `module` on positional inputs; gives torch.export one varargs signature for all models."""
+    """Calls `module` with positional inputs, which gives all models the same varargs signature in torch.export."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class _Positional(nn.Module):
 
 
 def export_module(module: nn.Module, example_inputs: Sequence[Tensor], longest: int) -> ExportedProgram:
-    """Export `module` in evaluation mode, in float32 on the CPU: a tensor that is neither there is copied."""
+    """Export `module` in evaluation mode, in float32 on the CPU; tensors of other types or devices are copied."""
     tensors = [value for value in example_inputs if isinstance(value, Tensor)]
     fit = all(value.dtype == torch.int64 and value.dim() == 2 for value in tensors)
     if not (fit and 1 <= len(tensors) <= 2 and len(tensors) == len(example_inputs)):
@@ -207,20 +207,20 @@ def export_module(module: nn.Module, example_inputs: Sequence[Tensor], longest: 
 
 
 def module_loaders(module: nn.Module) -> dict[str, Loader]:
-    """How to get every parameter and buffer of an exported `module` by its name in the program."""
+    """Loaders of all parameters and buffers of an exported `module`, by their names in the program."""
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return {name: TensorLoader(name, value) for name, value in named}
 
 
 def program_loaders(program: ExportedProgram) -> dict[str, Loader]:
-    """How to get every parameter and buffer of `program` by name."""
+    """Loaders of all parameters and buffers of `program`, by name."""
     named = {**dict(program.named_parameters()), **dict(program.named_buffers())}
     return {name: TensorLoader(name, value) for name, value in named.items()}
 
 
 @dataclass(frozen=True)
 class TensorLoader:
-    """Gives `value` on the CPU, in float32 and finite when it is floating point."""
+    """Loads `value` on the CPU; floating-point values are converted to float32 and must be finite."""
 
     name: str
     value: Tensor
@@ -232,7 +232,7 @@ class TensorLoader:
         return found
 
     def mask(self) -> Tensor:
-        """The same, but what is infinite may be: a mask has that where nothing is to be seen."""
+        """The value as a mask, which may be infinite where nothing is visible."""
         found = self._value()
         if found.is_floating_point():
             require_finite(self.name, found.masked_fill(found.isinf(), 0.0))
@@ -244,7 +244,7 @@ class TensorLoader:
 
 
 def count_parameters(program: ExportedProgram) -> int:
-    """Parameters the program reads, tied ones once."""
+    """Number of parameters that the program reads, with tied ones counted once."""
     used = {spec.target for spec in program.graph_signature.input_specs if spec.kind.name == "PARAMETER"}
     state = program.state_dict
     return sum(value.numel() for value in {id(state[n]): state[n] for n in used if n in state}.values())
@@ -264,9 +264,9 @@ def _vocabulary(program: ExportedProgram) -> int:
 def import_program(
     program: ExportedProgram, loaders: dict[str, Loader], info: ModelInfo, wrapper: str = WRAPPER
 ) -> Graph:
-    """The program as a Graph: weights by name in the store, mode wrappers inlined, checks of the trace dropped.
+    """The program as a Graph: weights by name in the store, mode wrappers inlined, the trace's assertions dropped.
 
-    `loaders` gives each parameter and buffer by its name in the program, which has `wrapper` before it there.
+    `loaders` maps the names of parameters and buffers, without the prefix `wrapper` of the program's names.
     """
     store = WeightStore()
     graph = fx.Graph()
@@ -323,7 +323,7 @@ def _copy(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, Any]) -> fx.Node
 
 
 def _inline(graph: fx.Graph, module: fx.GraphModule, values: dict[fx.Node, Any]) -> Any:
-    """Copy the nodes of `module` after its inputs, higher-order mode wrappers replaced by their bodies."""
+    """Copy the nodes of `module` after its inputs, with higher-order mode wrappers replaced by their bodies."""
     for node in module.graph.nodes:
         if node in values or node.op == "placeholder" or _is_check(node):
             continue
@@ -341,7 +341,7 @@ def _inline(graph: fx.Graph, module: fx.GraphModule, values: dict[fx.Node, Any])
 
 
 def _is_check(node: fx.Node) -> bool:
-    """Whether `node` only asserts something about the trace."""
+    """Whether `node` is only an assertion about the trace."""
     name = getattr(node.target, "__name__", str(node.target))
     return not node.users and ("assert" in name or name.startswith("sym_constrain"))
 

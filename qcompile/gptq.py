@@ -1,9 +1,9 @@
-"""Choosing a weight's codes by the error of its layer's output: clipping and GPTQ.
+"""Choose a weight's codes by the error of its layer's output: clipping and GPTQ.
 
-The output error of rounding w [N, K] to q, over inputs with second moments H = E[x xᵀ] [K, K], is the sum over rows of
-(w - q) H (w - q)ᵀ. Clipping (QServe B.2.4, AWQ) chooses each group's range by it; GPTQ (Frantar et al. 2022)
-rounds input by input and lets the inputs still to come make up for the error. Coordinate descent then goes over the
-inputs again, each given the codes of all others (the greedy updates of QuIP, Chee et al. 2023).
+Rounding w [N, K] to q, with Hessian H = E[x xᵀ] [K, K] of the inputs, has the output error sum over rows of
+(w - q) H (w - q)ᵀ. Clipping (QServe B.2.4, AWQ) chooses each group's range to minimize it. GPTQ (Frantar et al. 2022)
+rounds input by input and lets the remaining inputs compensate for the error. Coordinate descent then revisits the
+inputs, each given the codes of all others (the greedy updates of QuIP, Chee et al. 2023).
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from qcompile import numerics
 from qcompile.grids import Grid, Rounding
 
 _COLUMNS = 128
-"""Inputs GPTQ takes at a time before the rest of the weight is updated; it changes the speed alone."""
+"""Inputs that GPTQ processes before it updates the rest of the weight; affects only speed."""
 
 _CLIP_BLOCK = 512
-"""Clipping a whole row of more inputs looks at the error within blocks of so many."""
+"""When clipping rows of more inputs than this, the error is measured within blocks of this size."""
 
 _MOST_DAMPING = 1e4
 
 _SETTLED = 1e-3
-"""Coordinate descent ends where it moves no more than this share of the codes."""
+"""Coordinate descent stops when a sweep changes at most this share of the codes."""
 
 _SINGULAR = 1e-12
-"""A pivot of H below this share of its mean is what float64 makes of zero."""
+"""A pivot of H below this share of the mean diagonal counts as zero in float64."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Codes chosen for a weight: its `parts`, the share of the output's energy lost by rounding to nearest and now.
+    """Codes chosen for a weight: its `parts`, and the share of output energy lost by rounding to nearest and by them.
 
-    `notes` say what was odd about the inputs.
+    `notes` report anything unusual about the inputs.
     """
 
     parts: numerics.Parts
@@ -55,13 +55,14 @@ def choose(
     descent: int = 0,
     tokens: int | None = None,
 ) -> Choice:
-    """Round w [N, K] by `rounding` (of grids.rounding) for inputs with second moments `hessian` [K, K].
+    """Round w [N, K] by `rounding` (from grids.rounding) for inputs with second moments `hessian` [K, K].
 
-    They are those of `tokens` tokens of text, or exact (None). `damping`, a share of the mean of H's diagonal, is added
-    to it before H is inverted. GPTQ's codes are descended from `descent` times at most.
+    The moments were measured on `tokens` tokens, or are exact (None). `damping`, relative to the mean of H's diagonal,
+    is added to the diagonal before H is inverted. `descent` is the maximum number of coordinate-descent sweeps after
+    GPTQ.
     """
     w, hessian = w.float(), hessian.float()
-    notes = _remarks(hessian, damping, tokens) if gptq else ()
+    notes = _singularity_notes(hessian, damping, tokens) if gptq else ()
     hessian = hessian if tokens is None else trusted(hessian, tokens)
     plain = rounding.fit(w, 1.0)
     energy = _energy(w, hessian)
@@ -72,22 +73,22 @@ def choose(
     if gptq and descent:
         values = descended(w, values, hessian, grid, damping, descent)
     before, after = (_energy(w - q, hessian) / max(energy, 1e-30) for q in (nearest, values))
-    if after > before:  # possible with a Hessian that says next to nothing
+    if after > before:  # possible if the Hessian carries almost no information
         return Choice(plain.parts(nearest, w), before, before, (*notes, "rounding to nearest was no worse and is kept"))
     return Choice(grid.parts(values, w), before, after, notes)
 
 
 def belief(inputs: int, tokens: int) -> float:
-    """How far what `tokens` tokens say of so many inputs may be believed; see `trusted`."""
+    """The weight in 0..1 of second moments of `inputs` inputs that were measured on `tokens` tokens; see `trusted`."""
     return tokens / (tokens + inputs * min(1.0, inputs / max(tokens, 1)))
 
 
 def trusted(moments: Tensor, tokens: int) -> Tensor:
-    """Second moments [K, K] found in `tokens` tokens, as far as so few may be believed.
+    """Second moments [K, K] measured on `tokens` tokens, shrunk toward a multiple of the identity.
 
-    Where there are not many more tokens than inputs the moments tell of directions that this text happened to lack, and
-    codes chosen by them do worse on other text than rounding to nearest. So K inputs of even energy are seen too: as
-    many as K tokens hold while `tokens` is less than K, and the fewer the more it is above.
+    With few tokens per input the moments reflect directions that this text happens to lack, and codes chosen by them do
+    worse on other text than rounding to nearest. The identity, scaled to the mean diagonal, counts like K tokens while
+    `tokens` is less than K, and like K² / tokens tokens above that.
     """
     share = belief(len(moments), tokens)
     found = share * moments
@@ -101,7 +102,7 @@ def _energy(error: Tensor, hessian: Tensor) -> float:
 
 
 def clipped(w: Tensor, hessian: Tensor, rounding: Rounding) -> Grid:
-    """The grid of w [N, K] whose groups' ranges are shrunk to where the output error of each group is least."""
+    """The grid of w [N, K] with each group's range shrunk to minimize the group's output error."""
     blocks = _diagonal_blocks(hessian, rounding.fit(w, 1.0).group)
     best = chosen = None
     for ratio in rounding.ratios:
@@ -119,7 +120,7 @@ def clipped(w: Tensor, hessian: Tensor, rounding: Rounding) -> Grid:
 
 
 def _diagonal_blocks(hessian: Tensor, group: int) -> Tensor:
-    """Blocks [count, size, size] along H's diagonal, of a group's size, or less for long groups; zero-filled."""
+    """Zero-padded blocks [count, size, size] along H's diagonal: one per group, or several per long group."""
     k = hessian.shape[0]
     size = min(group, k)
     if size > _CLIP_BLOCK:
@@ -132,14 +133,14 @@ def _diagonal_blocks(hessian: Tensor, group: int) -> Tensor:
 def gptq_round(w: Tensor, hessian: Tensor, grid: Grid, damping: float) -> tuple[Tensor, tuple[str, ...]]:
     """w [N, K] rounded onto `grid` by GPTQ: grid values [N, K], and notes.
 
-    Inputs go in order of their energy, the greatest first, while groups stay as they are (Frantar's `act_order`
-    with `static_groups`), so the result needs no gather. The triangular factor of H⁻¹ is found once in float64.
+    Inputs are processed by descending energy, while groups keep their positions (Frantar's `act_order` with
+    `static_groups`), so the result needs no gather. The triangular factor of H⁻¹ is computed once, in float64.
     """
     k = w.shape[1]
     order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
     factor, notes = _inverse_factor(hessian[order][:, order], damping)
     whole = w.T[order].contiguous()  # [K, N]
-    rest = whole.clone()  # what is still to be rounded, errors so far made up for
+    rest = whole.clone()  # still to be rounded, with the errors so far compensated
     values = torch.empty_like(rest)
     groups = order.div(grid.group, rounding_mode="floor").tolist()
     sides = [part.T.contiguous() for part in (grid.step, grid.zero, grid.low, grid.high)]  # [groups, N]
@@ -159,17 +160,17 @@ def gptq_round(w: Tensor, hessian: Tensor, grid: Grid, damping: float) -> tuple[
 
 
 def descended(w: Tensor, values: Tensor, hessian: Tensor, grid: Grid, damping: float, sweeps: int) -> Tensor:
-    """Grid values [N, K] for w no worse than `values`: each input in turn is rounded best given all the others.
+    """Grid values [N, K] for w no worse than `values`: each input in turn is rounded optimally given all others.
 
-    GPTQ rounds an input knowing nothing of how those after it will come out. `sweeps` times at most, until hardly a
-    code moves. H is damped as for GPTQ, so that codes do not follow directions that the text hardly shows.
+    GPTQ rounds an input without knowing how later ones are rounded. Runs at most `sweeps` sweeps, until almost no code
+    changes. H is damped as in GPTQ, so that codes do not follow directions that hardly occur in the text.
     """
     k = w.shape[1]
     order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
     matrix = hessian[order][:, order]
     matrix.diagonal().add_(damping * (float(matrix.diagonal().mean()) or 1.0))
     whole, found = w.T[order].contiguous(), values.T[order].contiguous()  # [K, N]
-    pull = matrix @ (whole - found)  # where each value is drawn to, less half the gradient of the error
+    pull = matrix @ (whole - found)  # minus half the gradient of the error
     groups = order.div(grid.group, rounding_mode="floor").tolist()
     sides = [part.T.contiguous() for part in (grid.step, grid.zero, grid.low, grid.high)]  # [groups, N]
     for _ in range(sweeps):
@@ -195,7 +196,7 @@ def descended(w: Tensor, values: Tensor, hessian: Tensor, grid: Grid, damping: f
 
 
 def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, tuple[str, ...]]:
-    """Upper triangular U with Uᵀ U = (H + damping)⁻¹, f32 [K, K]; while H is singular, damped more, with a note."""
+    """Upper triangular U with Uᵀ U = (H + damping)⁻¹, f32 [K, K]. While H is singular, damping grows, with a note."""
     matrix = hessian.double()
     diagonal = matrix.diagonal()
     mean = float(diagonal.mean()) or 1.0
@@ -212,8 +213,8 @@ def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, tuple[str,
     raise ValueError("second moments of the inputs are not finite")
 
 
-def _remarks(hessian: Tensor, damping: float, tokens: int | None) -> tuple[str, ...]:
-    """Notes where H cannot be inverted as it is: some combination of inputs never occurs in the text."""
+def _singularity_notes(hessian: Tensor, damping: float, tokens: int | None) -> tuple[str, ...]:
+    """Notes if H is not invertible without damping: some combination of inputs never occurs in the text."""
     matrix = hessian.double()
     if dead := int((matrix.diagonal() <= 0).sum()):
         return (f"{dead} of {len(matrix)} inputs are always zero: their moments are singular, damped by {damping:g}",)

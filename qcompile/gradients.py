@@ -1,9 +1,9 @@
-"""How much a model's loss moves when outputs of its linears do, streamed block by block from the loss.
+"""First-order effect of changes in linears' outputs on the model's loss, by block-wise backpropagation.
 
-The graph is cut where one value alone is alive: in a decoder, the residual stream between its blocks. The way
-forward keeps that value at cuts; the way back runs each stretch again, with gradients, from the last to the first.
-So memory holds one stretch's weights and activations of one sample, beside the values at the cuts. Where those are too
-many, the way forward keeps a few of them, and the way back finds those between once more (Chen et al. 2016).
+The graph is cut wherever a single value is live: in a decoder, the residual stream between blocks. The forward pass
+keeps that value at the cuts; the backward pass reruns each stretch with gradients, from the last to the first. Memory
+holds the weights and activations of one stretch for one sample, plus the values at the cuts. If those are too many,
+the forward pass keeps only some, and the backward pass recomputes those in between (Chen et al. 2016).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from qcompile.ops.quantized import gate
 from qcompile.sweep import Shelf
 
 KEPT_BYTES = 2 << 30
-"""Most bytes of values at cuts: as many samples as fit go through the model together."""
+"""Maximum size of the values at cuts; it limits how many samples are processed together."""
 
 Deltas = Mapping[fx.Node, Callable[[Tensor, Tensor | None], Tensor]]
 Values = dict[fx.Node, Any]
 
 
 def stretches(graph: Graph) -> list[list[fx.Node]]:
-    """The graph's activation nodes in order, cut wherever a single value (inputs apart) is read further on."""
+    """The graph's activation nodes in order, cut wherever a single value (besides inputs) is read later."""
     nodes = [node for node in graph.nodes if node.op == "call_function" and not graph.is_weight(node)]
     last = {source: index for index, node in enumerate(nodes) for source in node.all_input_nodes}
     last |= dict.fromkeys(graph.output.all_input_nodes, len(nodes))
@@ -43,7 +43,7 @@ def stretches(graph: Graph) -> list[list[fx.Node]]:
 
 
 def _joined(parts: list[list[fx.Node]]) -> list[list[fx.Node]]:
-    """Stretches without a linear go with the one that follows them."""
+    """Join stretches without a linear with the next one."""
     found: list[list[fx.Node]] = []
     waiting: list[fx.Node] = []
     for part in parts:
@@ -60,13 +60,13 @@ LINEARS = ("linear", "gated_linear")
 def first_order(
     graph: Graph, tokens: Tensor, deltas: Deltas, work: Callable[[], None], seen: int = 0
 ) -> dict[fx.Node, Tensor]:
-    """For each linear in `deltas`, and each sample, how its output features' changes move the loss, to first order.
+    """For each linear in `deltas` and each sample, the first-order effect of its output features' changes on the loss.
 
-    graph: float, of whole sequences; tokens int64 [samples, length]. `deltas[linear](weight, moments)` is the change of
-    its weight [N, K]; moments [K, K] are E[x xᵀ] of its inputs in `seen` samples, as far as they may be believed
-    (gptq.trusted), None where that is 0. The result, f32 [samples, N], holds gᵀ (c' - c) of MixLLM's equation 4 for
-    every output feature c, where g is the gradient of the sample's mean next-token loss. `work` is called after every
-    stretch of a sample.
+    graph: in floating point, over whole sequences; tokens int64 [samples, length]. `deltas[linear](weight, moments)` is
+    the change of its weight [N, K]; moments [K, K] are E[x xᵀ] of its inputs on `seen` samples, shrunk by gptq.trusted,
+    or None if `seen` is 0. The result f32 [samples, N] holds gᵀ (c' - c) of MixLLM's equation 4 for every output
+    feature c, where g is the gradient of the sample's mean next-token loss. `work` is called after each stretch of a
+    sample.
     """
     parts = stretches(graph)
     width = max(part[-1].meta["val"].shape[-1] for part in parts[:-1]) if len(parts) > 1 else 1
@@ -81,10 +81,10 @@ def first_order(
 
 
 def _plan(parts: int, cut_bytes: int, samples: int) -> tuple[int, int]:
-    """How many stretches lie between cuts that the way forward keeps, and how many samples go together.
+    """Number of stretches between kept cuts, and number of samples processed together.
 
-    All of them where `parts` cuts of all samples, of `cut_bytes` each, may be kept; else about the square root of them,
-    which keeps the fewest, and batches of equal size.
+    If the cuts of all `parts` stretches and samples, of `cut_bytes` each, fit in memory, all are kept. Otherwise cuts
+    are about the square root of `parts` apart, which minimizes memory, and samples are split into equal batches.
     """
     if parts * cut_bytes * samples <= KEPT_BYTES:
         return parts, samples
@@ -94,7 +94,7 @@ def _plan(parts: int, cut_bytes: int, samples: int) -> tuple[int, int]:
 
 
 _Cut = tuple[fx.Node, Shelf] | None
-"""The value alive at a cut, of all samples; None at the graph's entry."""
+"""The live value at a cut for all samples; None at the graph's entry."""
 
 
 def _at(cut: _Cut, sample: int) -> Values:
@@ -102,7 +102,7 @@ def _at(cut: _Cut, sample: int) -> Values:
 
 
 class _Batch:
-    """Some samples on their way forward and back."""
+    """The forward and backward pass of a batch of samples."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class _Batch:
 
     @torch.no_grad()
     def _forward(self, part: list[fx.Node], entry: _Cut) -> _Cut:
-        """What all samples are at the end of a stretch."""
+        """The values of all samples at the end of a stretch."""
         self.weights = {}
         shelf: Shelf | None = None
         for i in range(len(self.tokens)):
@@ -147,7 +147,7 @@ class _Batch:
         return part[-1], shelf
 
     def _backward(self, part: list[fx.Node], entry: _Cut, slopes: Shelf | None) -> Shelf | None:
-        """Gradients of all samples at a stretch's entry from those at its end, which may be written over."""
+        """Gradients of all samples at a stretch's entry, given those at its end, which may be overwritten."""
         self.weights = {}
         changes = self._changes(part, [_at(entry, i) for i in range(min(self.seen, len(self.tokens)))])
         found: Shelf | None = None
@@ -162,9 +162,9 @@ class _Batch:
 
     @torch.no_grad()
     def _changes(self, part: list[fx.Node], entries: list[Values]) -> dict[fx.Node, Tensor]:
-        """What is to change of the weights of a stretch that the samples of `entries` go through."""
+        """The changes of the weights of a stretch, with moments measured on the samples of `entries`."""
         linears = [node for node in part if node in self.deltas]
-        squares: dict[Any, Tensor] = {}  # by the value that linears read
+        squares: dict[Any, Tensor] = {}  # keyed by the value that linears read
         for i, entry in enumerate(entries if linears else []):
             _, outputs = self._stretch(part, i, entry, linears)
             for source, x in {node.args[0]: outputs[node][0].flatten(0, -2) for node in linears}.items():
@@ -179,7 +179,7 @@ class _Batch:
     def _back(
         self, part: list[fx.Node], sample: int, entry: Values, gradient: Tensor | None, changes: dict[fx.Node, Tensor]
     ) -> Tensor | None:
-        """The gradient of the loss at the stretch's entry from that at its end; notes what its linears' changes do."""
+        """The gradient of the loss at the stretch's entry, given that at its end; records the effects of `changes`."""
         entry = {node: value.detach().requires_grad_() for node, value in entry.items()}
         outputs: dict[fx.Node, tuple[Tensor, Tensor]] = {}
         with torch.enable_grad():
@@ -197,7 +197,7 @@ class _Batch:
     def _stretch(
         self, part: list[fx.Node], sample: int, entry: Values, watched: Any
     ) -> tuple[Tensor, dict[fx.Node, tuple[Tensor, Tensor]]]:
-        """Run a stretch for one sample: its last value, and (input, output) of the linears that are `watched`."""
+        """Run a stretch for one sample; returns its last value, and (input, output) of the linears in `watched`."""
         values: Values = dict(zip(self.graph.inputs, (self.tokens[sample][None], self.positions), strict=False))
         values |= entry
         outputs: dict[fx.Node, tuple[Tensor, Tensor]] = {}
@@ -210,7 +210,7 @@ class _Batch:
             x, weight, *rest = args
             y = torch.nn.functional.linear(x, weight, rest[0] if rest else None)
             if watched and node in watched:
-                if not y.requires_grad:  # ahead of any linear with gradients: the embedding's readers
+                if not y.requires_grad:  # no earlier value has gradients: it reads the embedding
                     y.requires_grad_()
                 outputs[node] = (x.detach(), y)
             values[node] = y if kind == "linear" else gate(y, *rest[1:])

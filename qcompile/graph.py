@@ -1,8 +1,8 @@
 """A model as a graph of `qcompile::` operators over weights that stay on disk.
 
-`Graph` wraps a torch.fx graph whose `get_attr` nodes name entries of a `WeightStore`. Before the `cache`
-stage its inputs are (token_ids [B, T], positions [B, T]) and its output logits [B, T, V]; from that
-stage on it is a step: see passes/cache.py.
+`Graph` wraps a torch.fx graph whose `get_attr` nodes name entries of a `WeightStore`. Before the `cache` stage its
+inputs are (token_ids [B, T], positions [B, T]) and its output is logits [B, T, V]; from then on it is a step, as
+described in passes/cache.py.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from qcompile.errors import UsageError
 
 FORMAT_VERSION = 1
 KEPT_META = ("precision", "storage", "packed")
-"""Annotations of passes that belong to the graph and are written with it."""
+"""Annotations by passes that belong to the graph and are serialized with it."""
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Facts about the model that the graph does not hold. `parameters` counts weights once when tied."""
+    """Facts about the model that are not in the graph. `parameters` counts tied weights once."""
 
     name: str
     vocab_size: int
@@ -39,9 +39,9 @@ class ModelInfo:
 
 @dataclass
 class Weight:
-    """One named weight: its shape and dtype, and how to get its values when they are needed.
+    """A named weight: its shape and dtype, and a function that loads its values on demand.
 
-    `mask` gives them where they may be infinite, as in what is added to scores; None: as `load` does.
+    `mask` loads values that may be infinite, as those added to scores; None: use `load`.
     """
 
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class Weight:
 
 @dataclass
 class WeightStore:
-    """Weights by name, loaded one at a time and never kept: an 8B model need not fit in memory."""
+    """Weights by name, loaded one at a time and never kept, so that an 8B model need not fit in memory."""
 
     entries: dict[str, Weight] = field(default_factory=dict)
 
@@ -64,7 +64,7 @@ class WeightStore:
         load: Callable[[], Tensor],
         mask: Callable[[], Tensor] | None = None,
     ) -> None:
-        """Register `name`; `load()` must give a tensor of that shape and dtype each time it is called."""
+        """Register `name`; each call of `load()` must return a tensor of that shape and dtype."""
         self.entries[name] = Weight(tuple(shape), dtype, load, mask)
 
     def add_tensor(self, name: str, value: Tensor) -> None:
@@ -75,7 +75,7 @@ class WeightStore:
         return self.entries[name].load()
 
     def mask(self, name: str) -> Tensor:
-        """The values of `name`, read as a mask: some may be infinite."""
+        """The values of `name` as a mask, where some may be infinite."""
         entry = self.entries[name]
         return (entry.mask or entry.load)()
 
@@ -84,7 +84,7 @@ class WeightStore:
 
 
 class _Runner(fx.Interpreter):
-    """Runs a graph with weights from its store, cast to `dtype` when they are floating point."""
+    """Runs a graph with weights from its store, floating-point ones cast to `dtype`."""
 
     def __init__(self, graph: Graph, dtype: torch.dtype | None) -> None:
         super().__init__(torch.nn.Module(), garbage_collect_values=True, graph=graph.fx)
@@ -99,9 +99,9 @@ class _Runner(fx.Interpreter):
 
 
 class Graph:
-    """An fx graph, its weights, what stage it is at, and facts about the model.
+    """An fx graph with its weights, its stage, and facts about the model.
 
-    `calibration` is text that passes may look at activations by, None where they have the weights alone.
+    `calibration` is text on which passes may measure activations; None if there are only weights.
     """
 
     def __init__(self, graph: fx.Graph, weights: WeightStore, info: ModelInfo, stage: str = "import") -> None:
@@ -112,11 +112,11 @@ class Graph:
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """All nodes in order, as a list that stays still while the graph is rewritten."""
+        """All nodes in order, as a list that does not change while the graph is rewritten."""
         return list(self.fx.nodes)
 
     def calls(self, *names: str) -> list[fx.Node]:
-        """Nodes that call qcompile::name for one of `names` (all of ours when none is given), in order."""
+        """Nodes that call qcompile::name for one of `names` (without names: any of ours), in order."""
         found = ((node, ops.name_of(node.target)) for node in self.nodes if node.op == "call_function")
         return [node for node, name in found if name and (not names or name in names)]
 
@@ -131,10 +131,10 @@ class Graph:
         return next(node for node in reversed(self.fx.nodes) if node.op == "output")
 
     def is_weight(self, node: Any) -> bool:
-        """Whether `node` depends on weights alone, so that it can be computed when the artifact is built."""
+        """Whether `node` depends on weights only, so that it can be computed when the artifact is built."""
         frontier = [node] if isinstance(node, fx.Node) else []
         seen: set[fx.Node] = set()
-        while frontier:  # a model is deeper than the stack; first operands lead to inputs soonest
+        while frontier:  # recursion could overflow on a deep model; first operands lead to inputs soonest
             current = frontier.pop()
             if current.op not in ("call_function", "get_attr"):
                 return False
@@ -144,14 +144,14 @@ class Graph:
         return True
 
     def run(self, *inputs: Any, dtype: torch.dtype | None = None) -> Any:
-        """Run by reference bodies; with `dtype`, weights are cast to it first (float64 for exact checks)."""
+        """Run with reference bodies. With `dtype`, weights are cast to it first (float64 for exact checks)."""
         return _Runner(self, dtype).run(*inputs)
 
     def evaluate(self, node: fx.Node, vectors: dict[fx.Node, Tensor] | None = None) -> Any:
-        """The value of a weight node: its weights are loaded, its operators run.
+        """The value of a weight node: loads its weights and runs its operators.
 
-        `vectors` keeps computed vectors from one call to the next: many weights share an order or a scale, and one of
-        those may take all weights of a model to compute.
+        `vectors` caches computed vectors between calls: many weights share an order or a scale, and computing one may
+        take all weights of the model.
         """
 
         def value(item: Any) -> Any:
@@ -163,7 +163,7 @@ class Graph:
             return vectors[node]
         assert callable(node.target), node
         name = ops.name_of(node.target)
-        # The body itself: the first call through torch's dispatcher imports its compiler, which takes a second.
+        # Call the body directly: the first call through torch's dispatcher imports its compiler, which takes a second.
         function = ops.reference(name) if name else node.target
         result = function(*value(node.args), **value(node.kwargs))
         if vectors is not None and isinstance(result, Tensor) and result.dim() == 1:
@@ -173,7 +173,7 @@ class Graph:
     # ---- rewriting ---------------------------------------------------------------------------
 
     def clone(self) -> Graph:
-        """A copy to rewrite, its weight expressions first; the weight store's table is copied, not its values."""
+        """A copy to rewrite, with weight expressions first. It copies the weight store's table, not the values."""
         copied = fx.Graph()
         values: dict[fx.Node, fx.Node] = {}
         result = copied.graph_copy(self.fx, values)
@@ -186,7 +186,7 @@ class Graph:
         return clone
 
     def _hoist_weights(self) -> None:
-        """Move everything that depends on weights alone to the top, keeping its order."""
+        """Move all nodes that depend on weights only to the top, in their order."""
         weights: dict[fx.Node, None] = {}
         for node in self.fx.nodes:
             if node.op == "get_attr" or (
@@ -198,18 +198,18 @@ class Graph:
             anchor.prepend(node)
 
     def call_weight(self, name: str, *args: Any) -> fx.Node:
-        """qcompile::name(*args) on weights, behind all weight expressions there are and before any activation."""
+        """qcompile::name(*args) on weights, after all existing weight expressions and before any activation."""
         with self.fx.inserting_before(self.inputs[0]):  # every activation depends on an input
             return self.call(name, *args)
 
     def call(self, name: str, *args: Any) -> fx.Node:
-        """Append qcompile::name(*args) at the insertion point, its fake value inferred."""
+        """Create qcompile::name(*args) at the insertion point and infer its shape."""
         node = self.fx.create_node("call_function", ops.op(name), args, name=name)
         self.infer_node(node)
         return node
 
     def weight(self, name: str) -> fx.Node:
-        """The node that reads weight `name`, made at the top of the graph when there is none."""
+        """The node that reads weight `name`; created at the top of the graph if there is none."""
         for node in self.fx.nodes:
             if node.op == "get_attr" and node.target == name:
                 return node
@@ -224,7 +224,7 @@ class Graph:
         self.fx.erase_node(old)
 
     def erase_dead(self) -> None:
-        """Drop nodes that nothing reads; inputs stay."""
+        """Erase nodes without users; inputs stay."""
         for node in reversed(self.nodes):
             if not node.users and node.op in ("call_function", "get_attr"):
                 self.fx.erase_node(node)
@@ -241,7 +241,7 @@ class Graph:
             node.meta["val"] = node.target(*args, **fx.node.map_arg(node.kwargs, lambda n: n.meta["val"]))
 
     def infer(self, inputs: Iterable[Tensor]) -> None:
-        """Infer every node's shape from meta tensors standing for the inputs."""
+        """Infer every node's shape from meta tensors for the inputs."""
         for node, value in zip(self.inputs, inputs, strict=True):
             node.meta["val"] = value
         for node in self.fx.nodes:
@@ -257,7 +257,7 @@ class Graph:
 
     @staticmethod
     def from_json(text: str, weights: WeightStore) -> Graph:
-        """The graph that to_json wrote. Raises UsageError on another version or an unknown operator."""
+        """The graph that to_json wrote. Raises UsageError for another version or an unknown operator."""
         document = json.loads(text)
         if document.get("format_version") != FORMAT_VERSION:
             raise UsageError(

@@ -1,7 +1,7 @@
-"""What values a format lets a weight take, once its scales are chosen: the grid clipping and GPTQ round onto.
+"""Quantization grids: the values a weight can take once its scales are chosen, for clipping and GPTQ.
 
-All formats here but MXFP4 are `value = (code - zero) * step` with codes in a range, each per group of inputs.
-MXFP4 is `E2M1 element * step` with step a power of two.
+All formats here but MXFP4 are `value = (code - zero) * step` with a range of codes, all per group of inputs. MXFP4 is
+`E2M1 element * step` with step a power of two.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _E2M1 = torch.tensor(numerics.E2M1 + tuple(-v for v in numerics.E2M1))
 
 @dataclass(frozen=True)
 class Grid:
-    """Grid of a weight [N, K] in `format`. `step`, `zero`, `low`, `high` (of codes) are f32 [N, groups].
+    """Grid of a weight [N, K] in `format`. `step`, `zero`, `low`, `high` (bounds of codes) are f32 [N, groups].
 
-    A group is `group` inputs, the last may be short. `rows` [N] is the outer scale of two-level formats, and in
-    mix_4_8 which rows have 8 bits.
+    A group has `group` inputs; the last may be short. `rows` [N] is the outer scale of two-level formats, or the mask
+    of 8-bit rows in mix_4_8.
     """
 
     format: str
@@ -35,7 +35,7 @@ class Grid:
     rows: Tensor | None = None
 
     def limits(self, w: Tensor, step: Tensor, zero: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """Range of codes for entries of w: in nested_8_4, only those from which a lower nibble leads back to w."""
+        """Bounds of codes for entries of w. In nested_8_4, only codes from which a lower nibble can still reach w."""
         if self.format != "nested_8_4":
             return low, high
         code = w / step + zero
@@ -43,21 +43,21 @@ class Grid:
         return torch.ceil(code - reach).clamp(low, high), torch.floor(code + 1).clamp(low, high)
 
     def nearest(self, w: Tensor, step: Tensor, zero: Tensor, low: Tensor, high: Tensor) -> Tensor:
-        """Grid values nearest to w, whose entries have these steps, zeros and code ranges (broadcast)."""
+        """Grid values nearest to w, whose entries have these steps, zeros and code bounds (broadcast)."""
         if self.format == "mxfp4":
             return _E2M1[numerics.e2m1_codes(w / step).long()] * step
         return (torch.round(w / step) + zero).clamp(low, high).sub_(zero).mul_(step)
 
     def round(self, w: Tensor) -> Tensor:
-        """w [N, K] to the nearest grid values."""
+        """w [N, K] rounded to the nearest grid values."""
         grouped = numerics.by_group(w, self.group)  # [N, groups, group]
         sides = (part.unsqueeze(-1) for part in (self.step, self.zero, self.low, self.high))
         return self.nearest(grouped, *sides).flatten(1)[:, : w.shape[1]]
 
     def parts(self, values: Tensor, w: Tensor) -> numerics.Parts:
-        """Grid values [N, K] for w as the parts of the format (numerics.FORMATS[format].roles).
+        """Grid values [N, K] for w, encoded as the parts of the format (numerics.FORMATS[format].roles).
 
-        In nested_8_4 the grid is that of the upper nibble; the lower one takes it back towards w.
+        In nested_8_4 the grid is that of the upper nibble; the lower nibble corrects the value toward w.
         """
         k = values.shape[1]
         step, zero = (part.repeat_interleave(self.group, 1)[:, :k] for part in (self.step, self.zero))
@@ -84,9 +84,9 @@ class Grid:
 
 @dataclass(frozen=True)
 class Rounding:
-    """How a format is fitted: `fit(w, ratio)`, and the shares of the range that clipping tries.
+    """How to fit a format: `fit(w, ratio)`, and the range ratios that clipping tries.
 
-    `ratio` is a number, or a tensor [N, groups] with one for each group.
+    `ratio` is a number, or a tensor [N, groups] with one per group.
     """
 
     fit: Callable[[Tensor, Tensor | float], Grid]
@@ -94,7 +94,7 @@ class Rounding:
 
 
 def _ranges(w: Tensor, group: int, ratio: Tensor | float) -> tuple[Tensor, Tensor]:
-    """Lowest and highest entry of every group, 0 included, times ratio: [N, groups] each."""
+    """Minimum and maximum of every group, including 0, times ratio: [N, groups] each."""
     grouped = numerics.by_group(w, group)
     return grouped.amin(-1).clamp_(max=0) * ratio, grouped.amax(-1).clamp_(min=0) * ratio
 
@@ -115,7 +115,7 @@ def _fit_asymmetric(format: str, group: int) -> Callable[[Tensor, Tensor | float
 
 
 def _fit_qoq(w: Tensor, ratio: Tensor | float) -> Grid:
-    """Two levels (QServe 3.1): integer steps, and codes kept where (code - zero) * step stays inside int8."""
+    """Two levels (QServe 3.1): integer steps, and codes limited so that (code - zero) * step stays within int8."""
     scale = _positive(w.abs().amax(1) / numerics.QOQ_RANGE)
     low, high = _ranges(torch.round(w / scale[:, None]), 128, ratio)
     inner = torch.round((high - low) / 15).clamp_(1, 255)
@@ -141,7 +141,7 @@ def _fit_mxfp4(w: Tensor, ratio: Tensor | float) -> Grid:
 
 def _fit_mixed(wide: Tensor) -> Callable[[Tensor, Tensor | float], Grid]:
     def fit(w: Tensor, ratio: Tensor | float) -> Grid:
-        """Rows marked `wide` symmetric in 8 bits, stored with a zero of 128, the others asymmetric in 4."""
+        """Rows marked `wide` are symmetric 8-bit, stored with zero point 128; the others asymmetric 4-bit."""
         narrow = _fit_asymmetric("mix_4_8", 128)(w, ratio)
         low, high = _ranges(w, 128, ratio)
         step = _positive(torch.maximum(high, -low) / INT8_MAX)
@@ -169,13 +169,13 @@ _ROUNDINGS: dict[str, Rounding] = {
     "mxfp4": Rounding(_fit_mxfp4, (1.0, 2.0, 0.5)),
 }
 FORMATS = (*_ROUNDINGS, "mix_4_8")
-"""Formats that calibration can choose codes for. f32 and bf16 have nothing to choose."""
+"""Formats whose codes calibration can choose. f32 and bf16 leave no choice."""
 
 
 def rounding(format: str, wide: Tensor | None = None) -> Rounding:
-    """How `format`, one of FORMATS, is fitted. mix_4_8 needs `wide` bool [N], the rows that have 8 bits.
+    """How to fit `format`, one of FORMATS. mix_4_8 needs `wide` bool [N], the mask of 8-bit rows.
 
-    A nested weight's range is shrunk little: what is cut off is lost to its 8 bits too.
+    A nested weight's range is shrunk only a little, because clipping also affects its 8-bit value.
     """
     if format == "mix_4_8":
         assert wide is not None, "mix_4_8 without the rows that have 8 bits"

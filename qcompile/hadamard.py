@@ -1,8 +1,8 @@
-"""Hadamard matrices: entries ±1, rows orthogonal. Divided by sqrt(n), a rotation that spreads outliers.
+"""Hadamard matrices: entries ±1, orthogonal rows. Divided by sqrt(n), they are rotations that spread outliers.
 
-Orders that are powers of two come from Sylvester's doubling; others from doubling one of Paley's
-(J. Math. Phys. 12, 1933), which exist for q + 1 (q prime, q = 3 mod 4) and 2 (q + 1) (q prime, q = 1 mod 4):
-12, 20, 28, 36, 44, 60, ... All are built here, none is a pasted table.
+Orders that are powers of two come from Sylvester's doubling. Others come from doubling a Paley matrix (J. Math. Phys.
+12, 1933), which exists for q + 1 (q prime, q = 3 mod 4) and 2 (q + 1) (q prime, q = 1 mod 4): 12, 20, 28, 36, 44,
+60, ... All matrices are constructed here; none is a hard-coded table.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @cache
 def hadamard_matrix(n: int) -> Tensor | None:
-    """An n x n Hadamard matrix, float32 ±1, or None where these constructions give none."""
+    """An n x n Hadamard matrix, float32 ±1; None if these constructions yield none."""
     if n == 1:
         return torch.ones(1, 1)
     if n % 2 == 0:
@@ -26,7 +26,7 @@ def hadamard_matrix(n: int) -> Tensor | None:
 
 
 def _paley(n: int) -> Tensor | None:
-    """Paley's first construction for n = q + 1, his second for n = 2 (q + 1)."""
+    """Paley's first construction for n = q + 1, his second for n = 2 (q + 1); None if neither applies."""
     q = n - 1
     if q % 4 == 3 and _is_prime(q):
         skew = torch.zeros(n, n)
@@ -56,7 +56,7 @@ def _residues(q: int) -> Tensor:
 
 
 def largest_order(n: int, core: int | None = None) -> int:
-    """The largest divisor of n that hadamard_matrix has a matrix for (1 at worst), of core_order at most `core`."""
+    """The largest divisor of n (at least 1) that is a known Hadamard order with a core_order of at most `core`."""
     orders = (d for d in range(n, 0, -1) if n % d == 0 and _has_order(d))
     return next(d for d in orders if core is None or core_order(d) <= core)
 
@@ -74,14 +74,14 @@ def _has_order(n: int) -> bool:
 
 
 def core_order(n: int) -> int:
-    """What is left of n when hadamard_matrix(n) is taken apart into doublings: 1, or the order of Paley's matrix."""
+    """The order left after removing the doublings of hadamard_matrix(n): 1, or that of a Paley matrix."""
     while n % 2 == 0 and _has_order(n // 2):
         n //= 2
     return n
 
 
 def core_matrix(n: int) -> Tensor:
-    """hadamard_matrix(n); raises ValueError where no matrix of order n is known."""
+    """hadamard_matrix(n). Raises ValueError if no matrix of order n is known."""
     matrix = hadamard_matrix(n)
     if matrix is None:
         raise ValueError(f"no Hadamard matrix of order {n} is known here")
@@ -89,9 +89,9 @@ def core_matrix(n: int) -> Tensor:
 
 
 def transform(x: Tensor, core: Tensor | None = None) -> Tensor:
-    """x [..., n] times hadamard_matrix(n) / sqrt(n), by n log n additions over the power-of-two part.
+    """x [..., n] times hadamard_matrix(n) / sqrt(n), with n log n additions for the power-of-two part.
 
-    `core` is core_matrix(core_order(n)) where it is at hand. Raises ValueError where no matrix of order n is known.
+    `core` may pass core_matrix(core_order(n)) if it is available. Raises ValueError if no matrix of order n is known.
     """
     n = x.shape[-1]
     matrix = core_matrix(core_order(n)) if core is None else core

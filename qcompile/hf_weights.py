@@ -1,4 +1,4 @@
-"""The weights of Hugging Face checkpoints by their names in the module, by transformers' own loading rules."""
+"""Weights of Hugging Face checkpoints by their names in the module, following transformers' loading rules."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from qcompile.frontend import Loader
 
 
 def loaders(module: Any, checkpoint: Checkpoint) -> dict[str, Loader]:
-    """How to load every parameter and buffer of `module`, by its name in the exported program.
+    """Loaders of all parameters and buffers of `module`, by their names in the exported program.
 
-    Everything is checked here for presence, shape and type, by headers alone; values when they are loaded.
+    Presence, shape and type of all weights are checked here, from the headers only; values when they are loaded.
     """
     files, assembled = _file_names(module, checkpoint)
     _settle_ties(module, checkpoint, files)
@@ -52,9 +52,10 @@ def loaders(module: Any, checkpoint: Checkpoint) -> dict[str, Loader]:
 
 
 def no_loaders(module: Any) -> dict[str, Loader]:
-    """Loaders of a model whose weights are not at hand: of what is computed, and of single numbers a stand-in.
+    """Loaders for a model without its weights: of computed buffers, and placeholders for single numbers.
 
-    A number, as activations hold them, is a parameter of a kernel: which kernel that is, its value does not say.
+    Raising reads single numbers, as in activation functions, as kernel parameters; their values do not select the
+    kernel.
     """
     computed = _computed_buffers(module)
     found: dict[str, Loader] = {name: frontend.TensorLoader(name, value) for name, value in computed.items()}
@@ -72,14 +73,14 @@ def no_loaders(module: Any) -> dict[str, Loader]:
 
 
 def _stand_in(name: str, shape: torch.Size) -> Loader:
-    """A number for the weight `name` that none of a pattern's numbers, and no other weight's, is."""
+    """A placeholder number for the weight `name`, unlike any constant in a pattern and any other weight's."""
     return frontend.TensorLoader(name, torch.full(shape, 0.37 + zlib.crc32(name.encode()) / 2**36))
 
 
 def _file_names(module: Any, checkpoint: Checkpoint) -> tuple[dict[str, str], dict[str, _Assembled]]:
     """(name in the module -> name in the files, name in the module -> what it is assembled from).
 
-    By transformers' own rules for renaming, joining and splitting, such as those of experts stored one by one.
+    Follows transformers' own rules for renaming, joining and splitting, for instance of experts stored separately.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -91,7 +92,7 @@ def _file_names(module: Any, checkpoint: Checkpoint) -> tuple[dict[str, str], di
     state = module.state_dict()
     found: dict[str, str] = {}
     groups: dict[str, _Assembled] = {}
-    for stored in sorted(checkpoint, key=dot_natural_key):  # pieces are joined in the order of their numbers
+    for stored in sorted(checkpoint, key=dot_natural_key):  # pieces are joined in numerical order
         name, pattern = rename_source_key(stored, renamings, converters, module.base_model_prefix, state)
         if name not in state and stored in state:
             name, pattern = stored, None
@@ -105,9 +106,9 @@ def _file_names(module: Any, checkpoint: Checkpoint) -> tuple[dict[str, str], di
 
 @dataclass
 class _Assembled:
-    """Weights of the module made of several stored tensors by one of transformers' converters.
+    """Weights of the module that one of transformers' converters makes from several stored tensors.
 
-    `pieces` are (source pattern, stored name) in order; `target` is the name that transformers files them under.
+    `pieces` are (source pattern, stored name) in order; `target` is transformers' key for the group.
     """
 
     module: Any
@@ -117,7 +118,7 @@ class _Assembled:
     pieces: list[tuple[str, str]] = field(default_factory=list)
 
     def _convert(self, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        old = self.converter  # which keeps what it is given
+        old = self.converter  # which accumulates tensors, so make a new one
         patterns = list(old._original_source_patterns), list(old._original_target_patterns)
         converter = type(old)(*patterns, operations=old.operations)
         converter.scope_prefix, converter.base_model_prefix = old.scope_prefix, old.base_model_prefix
@@ -125,13 +126,13 @@ class _Assembled:
             converter.add_tensor(self.target, stored, pattern, functools.partial(read, stored))
         try:
             made = converter.convert(self.target, model=self.module, config=self.module.config)
-        except Exception as error:  # the operations raise whatever they like
+        except Exception as error:  # conversion operations may raise anything
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UsageError(f"weight {self.target} cannot be assembled from {self.pieces[0][1]}: {reason}") from error
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names in the module and shapes of what is made, from the headers of the files alone."""
+        """Names in the module and shapes of the converted weights, from the headers of the files only."""
 
         def read(stored: str) -> Tensor:
             return torch.empty(self.checkpoint.entries[stored].shape, device="meta")
@@ -139,18 +140,18 @@ class _Assembled:
         return {name: tuple(value.shape) for name, value in self._convert(read).items()}
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise unless what is made for `name` has `shape`."""
+        """Raise UsageError unless the converted weight `name` has `shape`."""
         made = self.shapes().get(name)
         if made != shape:
             raise UsageError(f"weight {name} is assembled to shape {made} from {len(self.pieces)} tensors, not {shape}")
 
     def load(self, name: str) -> Tensor:
-        """The weight `name` in float32. Raises UsageError when a piece holds NaN or infinity."""
+        """The weight `name` in float32. Raises UsageError if a piece holds NaN or infinity."""
         return self._convert(self.checkpoint.load)[name].contiguous()
 
 
 def _settle_ties(module: Any, checkpoint: Checkpoint, files: dict[str, str]) -> None:
-    """Untie what the files hold twice with different values: transformers keeps both then."""
+    """Untie weights that the files store twice with different values, as transformers does."""
     for target, source in dict(getattr(module, "all_tied_weights_keys", None) or {}).items():
         if target not in files or source not in files:
             continue
@@ -163,10 +164,10 @@ def _settle_ties(module: Any, checkpoint: Checkpoint, files: dict[str, str]) -> 
 
 
 def _computed_buffers(module: Any) -> dict[str, Tensor]:
-    """Values of the buffers that no file holds, such as rotary frequencies, computed by the model's own rules.
+    """Values of buffers that are not stored, such as rotary frequencies, computed by the model's own code.
 
-    They are put on the CPU for a moment, filled by transformers' initialisation of their modules, and taken
-    away again; parameters stay on the meta device, where initialising them does nothing.
+    They are moved to the CPU temporarily, filled by transformers' initialization of their modules, and removed again;
+    parameters stay on the meta device, where initialization does nothing.
     """
     from transformers import PreTrainedModel
 

@@ -1,4 +1,4 @@
-"""Lines of JSON, as people give texts and prompts."""
+"""JSON lines, as users pass texts and prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qcompile.errors import UsageError
 
 
 def check(path: Path) -> None:
-    """Raise UsageError unless there is a file at `path`, which may be a pipe; nothing is read of it."""
+    """Raise UsageError unless there is a file at `path`, possibly a pipe; reads nothing from it."""
     try:
         folder = stat.S_ISDIR(os.stat(path).st_mode)
     except OSError as error:
@@ -23,17 +23,17 @@ def check(path: Path) -> None:
 
 
 def read(path: str | Path) -> str:
-    """The file's text, without the mark that some programs put before UTF-8. Raises OSError, UnicodeDecodeError."""
+    """The file's text, without a UTF-8 byte order mark. Raises OSError, UnicodeDecodeError."""
     return Path(path).read_bytes().decode("utf-8-sig")
 
 
 def lines(text: str) -> list[tuple[int, str]]:
-    """The lines that are not blank, with their numbers from 1. Only a newline ends one: JSON may hold all else."""
+    """The non-blank lines with their numbers from 1. Only a newline ends a line: JSON may contain other separators."""
     return [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
 
 
 def parsed(line: str) -> Any:
-    """The value that `line` is; None where it is no JSON, or nested beyond what can be read."""
+    """The value of `line`; None if it is not JSON, or nested too deeply."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
@@ -41,9 +41,9 @@ def parsed(line: str) -> Any:
 
 
 def text_of(value: Any, *names: str) -> str | None:
-    """The first of these entries of an object that holds something, else the last; None where that is no text.
+    """The first of these entries of an object that is not empty, else the last; None if it is not text.
 
-    Half of a surrogate pair, which JSON can spell, is none.
+    An unpaired surrogate, which JSON can express, does not count as text.
     """
     if not isinstance(value, dict):
         return None

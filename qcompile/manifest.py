@@ -1,8 +1,8 @@
-"""What the manifest of an artifact must hold before anything is read from it.
+"""The schema of an artifact's manifest, checked before anything is read from it.
 
-The seal says that no bit changed since the manifest was written, not that this version of qcompile wrote it. So
-the keys that loading, inspecting and running use are checked here, with their types and ranges; others may be there
-too.
+The hash proves that no bit changed since the manifest was written, but not that this version of qcompile wrote it. So
+the keys that loading, inspecting and running use are checked here for presence, type and range; other keys are
+allowed.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 from qcompile.errors import ArtifactError
 
-# A type, Whole, Maybe, a list of one shape for each item, or a dict: of names, or {str: shape} for any names.
+# A type, Whole, Maybe, a list with the shape of each item, or a dict: of names, or {str: shape} for any names.
 Shape = Any
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A whole number from `least` to `most`."""
+    """An integer from `least` to `most`."""
 
     least: int = 0
     most: int = 1 << 60
@@ -90,7 +90,7 @@ _PATH: Shape = {
 
 
 def check_manifest(manifest: dict[str, Any], place: str = "manifest") -> None:
-    """ArtifactError naming the first part of a manifest that is missing, of another type, or out of range."""
+    """Raise ArtifactError naming the first part of a manifest that is missing, of a wrong type, or out of range."""
     check_shape(manifest, SHAPE, place)
     runtime = manifest["runtime"]
     begin = manifest["model"].get("bos_token_id")
@@ -107,7 +107,7 @@ def check_manifest(manifest: dict[str, Any], place: str = "manifest") -> None:
 
 
 def _check_times(table: list[dict[str, Any]], place: str) -> None:
-    """Times are positive, and of the same gammas everywhere."""
+    """Raise ArtifactError unless times are positive and all entries have the same gammas."""
     for number, entry in enumerate(table):
         if not all(0 < seconds < 1e9 for seconds in (entry["plain"], *entry["rounds"].values())):
             raise ArtifactError(f"{place}[{number}] holds times that none takes; build the artifact again")
@@ -117,7 +117,7 @@ def _check_times(table: list[dict[str, Any]], place: str) -> None:
 
 
 def check_shape(value: object, shape: Shape = SHAPE, place: str = "manifest") -> None:
-    """ArtifactError naming the first part of `value` that is missing or other than `shape` says."""
+    """Raise ArtifactError naming the first part of `value` that is missing or does not match `shape`."""
     if isinstance(shape, Whole):
         if not isinstance(value, int) or isinstance(value, bool) or not shape.least <= value <= shape.most:
             what = f"a whole number between {shape.least} and {shape.most}"

@@ -1,4 +1,4 @@
-"""Memory of this process that it no longer needs."""
+"""Return unused memory of this process to the system."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 
 def give_back() -> None:
-    """Give free memory of the C heap back to the system, where the C library can (glibc does, in whole pages).
+    """Return free memory of the C heap to the system, if the C library can (glibc does, in whole pages).
 
-    Tensors of some megabytes come from the heap. One small block that lasts, allocated above many that do not, keeps
-    all of those from being returned: measured on a calibration, 1.8 GiB of heap for 0.2 GiB in use.
+    Tensors of some megabytes are allocated on the heap. One small, long-lived block above many short-lived ones keeps
+    them all from being returned: a calibration had 1.8 GiB of heap for 0.2 GiB in use.
     """
     _trim()(0)
 
 
 @functools.cache
 def _trim() -> Callable[[int], object]:
-    """glibc's malloc_trim, or nothing in its place."""
+    """glibc's malloc_trim, or a no-op in its place."""
     return getattr(ctypes.CDLL(None), "malloc_trim", lambda kept: 0)

@@ -1,7 +1,7 @@
-"""mix_4_8: weights whose output features have 8 bits, symmetric, or 4 bits, asymmetric, in groups of 128 inputs.
+"""mix_4_8: weights with symmetric 8-bit and asymmetric 4-bit output features, in groups of 128 inputs.
 
-Source: MixLLM 3.1 and 3.3. A kernel computes the features of both widths as two dense parts, in blocks of 16, and
-writes each result straight to its output column: the blocks carry the columns of their rows.
+Source: MixLLM 3.1 and 3.3. A kernel computes the features of each width as a dense part, in blocks of 16 rows, and
+writes each result directly to its output column: blocks carry the columns of their rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from qcompile import numerics
 
 EIGHT_BIT_ZERO = 128
-"""Zero point that 8-bit codes are stored with, as the dot product takes them unsigned."""
+"""Zero point of 8-bit codes, which are stored unsigned, as the dot product requires."""
 
 
 def quantize_mixed(w: Tensor, wide: Tensor) -> numerics.Parts:
@@ -36,7 +36,7 @@ def quantize_mixed(w: Tensor, wide: Tensor) -> numerics.Parts:
 
 
 def worst_rows(w: Tensor, fraction: float) -> Tensor:
-    """bool [N]: the `fraction` of w's rows [N, K] that 4-bit rounding moves most (squared error), no data needed."""
+    """bool [N]: the `fraction` of w's rows [N, K] with the largest squared 4-bit rounding error; needs no data."""
     error = numerics.dequantize_weight(numerics.quantize_weight(w, "w4_asym_g128"), "w4_asym_g128", w.shape[1]) - w
     marked = torch.zeros(w.shape[0], dtype=torch.bool, device=w.device)
     marked[error.square().sum(1).topk(round(fraction * w.shape[0])).indices] = True
@@ -45,10 +45,10 @@ def worst_rows(w: Tensor, fraction: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """The order of a mixed weight's rows: blocks of 16 rows of one width.
+    """The row order of a mixed weight: blocks of 16 rows with one width.
 
-    `rows` and `columns` [blocks, 16] are the rows in the block and the output columns they go to (-1: none, at the
-    end of a block); `wide` bool [blocks]. `runs` are the pairs of blocks of each kind but the last, in order.
+    `rows` and `columns` [blocks, 16] are the rows of each block and their output columns (-1: padding at the end of a
+    block); `wide` bool [blocks]. `runs` are the numbers of pairs of blocks of each kind but the last, in order.
     """
 
     rows: Tensor
@@ -58,16 +58,17 @@ class Layout:
 
     @property
     def starts(self) -> Tensor:
-        """int32 [blocks + 1]: where a block's codes start, and end, in units of a 4-bit block's codes."""
+        """int32 [blocks + 1]: start and end of each block's codes, in units of the codes of a 4-bit block."""
         ends = (self.wide.int() + 1).cumsum(0)
         return torch.cat((torch.zeros(1), ends)).int()
 
 
 def layout(wide: Tensor, pairs: bool) -> Layout:
-    """The order for rows marked `wide` [N]; with `pairs`, gate and up rows alternate in blocks of 16, N even.
+    """The layout for rows marked `wide` [N]; with `pairs`, gate and up rows alternate in blocks of 16, and N is even.
 
-    Blocks of each width, or of each combination of widths of a pair, follow one another, narrow ones first: memory
-    streams fastest through blocks of one size. Threads share out each of the `runs` alone, so that all have as much.
+    Blocks of the same width (of a pair: combination of widths) are contiguous, narrow ones first, because memory
+    streams fastest through blocks of one size. Threads divide each of the `runs` separately, so that all get the same
+    share.
     """
     if pairs:
         features = torch.arange(wide.shape[0] // 2)
@@ -90,7 +91,7 @@ def layout(wide: Tensor, pairs: bool) -> Layout:
 
 
 def packed_bytes(order: Layout, k: int) -> dict[str, int]:
-    """Bytes of each blob of `pack` for a weight of k inputs."""
+    """Size in bytes of each blob of `pack` for a weight with k inputs."""
     blocks = len(order.rows)
     side = blocks * numerics.groups_of(numerics.padded_inputs(k), 128) * 16
     sizes = {
@@ -104,7 +105,7 @@ def packed_bytes(order: Layout, k: int) -> dict[str, int]:
 
 
 def pack(parts: numerics.Parts, order: Layout) -> dict[str, Tensor]:
-    """The parts of a mixed weight as blobs: codes, scale, zero as in their own formats, a block after the other.
+    """The parts of a mixed weight as blobs: codes, scale and zero as in their own formats, block by block.
 
     A 4-bit block of codes is [K / 8][16 rows][4 bytes], an 8-bit block [K / 4][16 rows][4 inputs]; scale and zero are
     [blocks][groups][16]. `columns` int32 [blocks][16] and `starts` int32 [blocks + 1] are those of the layout.
@@ -133,7 +134,7 @@ def pack(parts: numerics.Parts, order: Layout) -> dict[str, Tensor]:
 
 
 def _rows(part: Tensor, rows: Tensor, fill: int) -> Tensor:
-    """part[rows], with rows of `fill` for -1."""
+    """part[rows], with `fill` for rows of -1."""
     return torch.where((rows >= 0)[:, None], part[rows], torch.full_like(part[:1], fill))
 
 

@@ -1,8 +1,8 @@
 """Number formats: how each one rounds, what it reads back as, and how a CPU kernel wants it packed.
 
-This module is the one truth of every format; kernels, references and reports follow it. A weight is
-`[N, K]` (N output features, K inputs). Rounding is half to even throughout. Asymmetric ranges always
-include 0, so that zero is exact; zero points are integers.
+This module is the single source of truth for every format; kernels, references and reports follow it. A weight is
+`[N, K]` (N output features, K inputs). Rounding is half to even throughout. Asymmetric ranges always include 0, so
+that zero is exact; zero points are integers.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ PAGE_TOKENS = 64
 ROW_BLOCK = 16
 K_BLOCK = 32
 ACTIVATION_GROUP = 128
-"""Inputs that share a scale, in the activation types that have more than one a row."""
+"""Inputs that share a scale in activation types with several scales per row."""
 QOQ_RANGE = 119
-"""QServe 3.1: int8 codes within ±119 cannot leave int8 when their 4-bit groups are scaled back."""
+"""QServe 3.1: int8 codes within ±119 stay within int8 after rounding in 4-bit groups and scaling back."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX_EXPONENT = 2
@@ -31,10 +31,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Format:
-    """A weight format. `bits` are of a weight, `group` counts inputs that share a scale (0: all of a row).
+    """A weight format. `bits` per weight; `group` is the number of inputs that share a scale (0: the whole row).
 
-    `roles` name the parts quantize_weight returns, codes first; `sum_group` is how many activation codes
-    one sum must cover for the zero points to be taken out (0: all of a row).
+    `roles` name the parts that quantize_weight returns, codes first. `sum_group` is the number of activation codes in
+    one sum, as needed to subtract the zero points (0: the whole row).
     """
 
     name: str
@@ -46,12 +46,12 @@ class Format:
 
     @property
     def code_bits(self) -> int:
-        """Bits of a weight's code in one of its planes of codes."""
+        """Bits per weight in one of its code planes."""
         return self.bits // sum(role in PLANES for role in self.roles)
 
 
 PLANES = ("codes", "low")
-"""Roles of parts that hold a code for every weight."""
+"""Roles of parts that hold one code per weight."""
 
 FORMATS = {
     f.name: f
@@ -68,17 +68,17 @@ FORMATS = {
     )
 }
 PART_OF = {"nested_4": ("nested_8_4", "w4_asym_g128")}
-"""Formats that read a part of another's tensors: the format stored, and the format its first parts are in."""
+"""Formats that read part of another format's tensors: the stored format, and the format of its first parts."""
 NESTED_STEPS = 8
-"""Steps of a nested weight's lower nibble in one step of its upper nibble."""
+"""Steps of a nested weight's lower nibble per step of its upper nibble."""
 
 
 @dataclass(frozen=True)
 class Activation:
     """An activation type: floats of `dtype`, or integers within ±`top` with a scale (symmetric, dynamic).
 
-    A scale covers `group` inputs (0: all of a row). Codes of the last group lie within ±`last_top`: what a
-    reordering gathered there keeps more bits. Codes of 4 bits lie one in a byte, for the int8 dot products.
+    A scale covers `group` inputs (0: the whole row). Codes of the last group lie within ±`last_top`, which may keep
+    more bits for channels reordered to the end. 4-bit codes are stored one per byte, for the int8 dot products.
     """
 
     name: str
@@ -103,15 +103,15 @@ ACTIVATIONS = {
 }
 INTEGER_ACTIVATIONS = tuple(a.name for a in ACTIVATIONS.values() if a.top)
 HIERARCHICAL = {"kv_hier": 8, "kv_hier4": 4}
-"""Caches of one layout (QuantSpec 4.2), by the bits that are read of what is rounded."""
+"""Cache formats with the same layout (QuantSpec 4.2), and how many bits of the rounded part they read."""
 HIER_GROUP = 128
-"""Positions of a hierarchical cache that are rounded together, and whose keys share scales."""
+"""Positions of a hierarchical cache that are rounded together, with shared scales for keys."""
 KV_BITS = {"kv32": 32, "kv16": 16, "kv8": 8, "kv4": 4} | dict.fromkeys(HIERARCHICAL, 16)
-"""Bits of a key or value when it is appended."""
+"""Bits of a key or value at the time it is appended."""
 
 
 def groups_of(k: int, group: int) -> int:
-    """How many groups of `group` cover k inputs; the last may be short. 0 means one group."""
+    """Number of groups of `group` inputs that cover k; the last may be short. 0 means one group."""
     return -(-k // group) if group else 1
 
 
@@ -119,7 +119,7 @@ def groups_of(k: int, group: int) -> int:
 
 
 def asymmetric(w: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """w [..., G] in one range per row -> codes uint8 [..., G], scale f32 [..., 1], zero uint8 [..., 1].
+    """w [..., G], one range per row -> codes uint8 [..., G], scale f32 [..., 1], zero uint8 [..., 1].
 
     value = (code - zero) * scale. The range includes 0; a row of zeros gets scale 1.
     """
@@ -142,7 +142,7 @@ def symmetric(w: Tensor, top: int) -> tuple[Tensor, Tensor]:
 
 
 def by_group(w: Tensor, group: int) -> Tensor:
-    """[N, K] -> [N, groups, group], the last group filled up with zeros (which no range notices)."""
+    """[N, K] -> [N, groups, group], the last group zero-padded (which changes no range)."""
     short = -w.shape[1] % group
     return torch.nn.functional.pad(w, (0, short)).unflatten(1, (-1, group))
 
@@ -165,10 +165,10 @@ def _quantize_w4_g128(w: Tensor) -> Parts:
 
 
 def nested_low(w: Tensor, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """The lower nibbles uint8 [N, K] that take a w4_asym_g128 weight nearest to w [N, K].
+    """The lower nibbles uint8 [N, K] that bring a w4_asym_g128 weight closest to w [N, K].
 
-    A lower nibble of l adds (l - 8) / 8 of the upper's step, so it reaches a whole step down and 7/8 of one up:
-    the upper nibble may be rounded away from the nearest code, as GPTQ does, and 8 bits still bring it back.
+    A lower nibble l adds (l - 8) / 8 of the upper nibble's step, so it reaches one step down and 7/8 of a step up. The
+    upper nibble may be rounded away from the nearest code, as in GPTQ, and the 8-bit value can still be nearest to w.
     """
     step = _spread(scale, 128, w.shape[1])
     left = w.float() / step - (codes.float() - _spread(zero.float(), 128, w.shape[1]))
@@ -191,7 +191,7 @@ def _quantize_w8(w: Tensor) -> Parts:
 
 
 def e2m1_codes(x: Tensor) -> Tensor:
-    """f32 [...] -> 4-bit codes (sign, two exponent bits, one mantissa bit), ties to the even code, saturating."""
+    """f32 [...] -> 4-bit codes (sign, two exponent bits, one mantissa bit); ties to even, saturating."""
     size = x.abs()
     code = torch.zeros_like(x, dtype=torch.uint8)
     for index in range(7):
@@ -201,7 +201,7 @@ def e2m1_codes(x: Tensor) -> Tensor:
 
 
 def e2m1_values(codes: Tensor) -> Tensor:
-    """4-bit codes uint8 [...] -> the f32 they stand for; E2M1 is convex in the code, so three lines make it."""
+    """4-bit codes uint8 [...] -> f32 values. E2M1 is convex in the code, so it is the maximum of three lines."""
     negative = codes >= 8
     size = codes.float() - 8.0 * negative.float()
     value = torch.maximum(torch.maximum(size / 2, size - 2), 2 * size - 8)
@@ -209,10 +209,10 @@ def e2m1_values(codes: Tensor) -> Tensor:
 
 
 def mx_exponent(largest: Tensor) -> Tensor:
-    """Exponents of the scales of MXFP4 groups whose largest magnitudes are given.
+    """Exponents of the scales of MXFP4 groups, given their largest magnitudes.
 
-    OCP MX 1.0 6.3 has floor(log2 largest) - 2, which leaves largest within 4..8 scales and clamps it to 6; from 7 up
-    that is off by more than rounding, and the next power of two (where it lies at 3.5..4) loses less.
+    OCP MX 1.0 6.3 uses floor(log2 largest) - 2, which puts largest at 4..8 scales and clamps it to 6. From 7 on, the
+    clamping error exceeds rounding, and the next power of two (which puts it at 3.5..4) loses less.
     """
     exponent = torch.frexp(largest).exponent - 1 - E2M1_MAX_EXPONENT
     exponent = exponent + (torch.ldexp(largest, -exponent) >= 7).int()
@@ -240,9 +240,9 @@ _QUANTIZE: dict[str, Callable[[Tensor], Parts]] = {
 
 
 def quantize_weight(w: Tensor, format: str) -> Parts:
-    """w [N, K] rounded to nearest in `format`: the parts in the order of FORMATS[format].roles.
+    """w [N, K] rounded to nearest in `format`; returns the parts in the order of FORMATS[format].roles.
 
-    Codes are [N, K], whatever their packing will be; scales and zeros are [N] or [N, groups].
+    Codes are [N, K], independent of their packing; scales and zeros are [N] or [N, groups].
     """
     return _QUANTIZE[format](w)
 
@@ -272,7 +272,7 @@ def _spread(part: Tensor, group: int, k: int) -> Tensor:
 
 
 def dequantize_weight(parts: Parts, format: str, k: int) -> Tensor:
-    """The f32 [N, K] that the parts of `format` stand for."""
+    """The f32 [N, K] that the parts of `format` represent."""
     named = dict(zip(FORMATS[format].roles, parts, strict=True))
     codes = named["codes"].float()
     if format in ("f32", "bf16"):
@@ -304,22 +304,22 @@ def activation_parts(shape: Shape, kind: str, group: int) -> list[tuple[Shape, t
     return [(shape, spec.dtype), (scales, torch.float32), ((*rows, groups_of(k, group)), torch.int32)]
 
 
-def _filled(x: Tensor, group: int) -> Tensor:
-    """[..., K] -> [..., groups, group], the last group filled up with zeros; group 0 is all of K."""
+def _padded_groups(x: Tensor, group: int) -> Tensor:
+    """[..., K] -> [..., groups, group], the last group zero-padded; group 0 means all of K."""
     group = group or x.shape[-1]
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % group)).unflatten(-1, (-1, group))
 
 
 def quantize_activation(x: Tensor, kind: str, group: int) -> Parts:
-    """x [..., K] -> [x] as a float, or for integers [codes int8, scale f32 [...] or [..., groups], sums int32].
+    """x [..., K] -> [x] for floats, or for integers [codes int8, scale f32 [...] or [..., groups], sums int32].
 
-    codes = round(x * (1 / scale)) with scale = max |x| / top over a row or a group of ACTIVATIONS[kind], the
-    reciprocal taken once in f32 as the kernels do. `sums` [..., K/group] cover `group` codes each (0: all).
+    codes = round(x * (1 / scale)), where scale = max |x| / top over a row or a group as in ACTIVATIONS[kind]. The
+    reciprocal is taken once in f32, as in the kernels. `sums` [..., K/group] add up `group` codes each (0: all).
     """
     spec = ACTIVATIONS[kind]
     if not spec.top:
         return [x.to(spec.dtype)]
-    grouped = _filled(x.float(), spec.group)
+    grouped = _padded_groups(x.float(), spec.group)
     top: Any = float(spec.top)
     if spec.last_top != spec.top:
         last = torch.arange(grouped.shape[-2], device=x.device)[:, None] == grouped.shape[-2] - 1
@@ -327,12 +327,12 @@ def quantize_activation(x: Tensor, kind: str, group: int) -> Parts:
     scale = grouped.abs().amax(-1, keepdim=True) / top
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     codes = torch.round(grouped * (1.0 / scale)).clamp(-top, top).to(torch.int8).flatten(-2)[..., : x.shape[-1]]
-    sums = _filled(codes, group).sum(-1, dtype=torch.int32)
+    sums = _padded_groups(codes, group).sum(-1, dtype=torch.int32)
     return [codes.contiguous(), scale.squeeze(-1) if spec.group else scale[..., 0, 0], sums]
 
 
 def dequantize_activation(parts: Parts) -> Tensor:
-    """The f32 [..., K] that quantize_activation's parts stand for."""
+    """The f32 [..., K] that the parts of quantize_activation represent."""
     values = parts[0].float()
     if len(parts) == 1:
         return values
@@ -343,7 +343,7 @@ def dequantize_activation(parts: Parts) -> Tensor:
 
 
 def round_trip_kv(x: Tensor, format: str) -> Tensor:
-    """Keys or values [..., D] as the cache of `format` reads them back: per head and token, asymmetric.
+    """Keys or values [..., D] as read back from a cache of `format`: quantized per head and token, asymmetric.
 
     Source: QServe 3.2 (dynamic, per head, scale and zero stored in the page).
     """
@@ -357,9 +357,9 @@ def round_trip_kv(x: Tensor, format: str) -> Tensor:
 
 
 def round_trip_hier(x: Tensor, dim: int, bits: int) -> Tensor:
-    """x in one range along `dim`, as 4 bits and, where `bits` is 8, 4 more of what they leave.
+    """x with one range along `dim`, rounded to 4 bits and, if `bits` is 8, its residual to 4 more.
 
-    value = scale * (u + l / 16) + zero with u in 0..15, l in -8..7. Source: QuantSpec 4.2, with zero the least value.
+    value = scale * (u + l / 16) + zero with u in 0..15, l in -8..7. Source: QuantSpec 4.2, where zero is the minimum.
     """
     low = x.amin(dim, keepdim=True)
     scale = (x.amax(dim, keepdim=True) - low) / 15
@@ -371,9 +371,9 @@ def round_trip_hier(x: Tensor, dim: int, bits: int) -> Tensor:
 
 
 def read_hier(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [T, Hk, D] up to a query's position as it reads them from a hierarchical cache.
+    """Keys and values [T, Hk, D] up to a query's position, as that query reads them from a hierarchical cache.
 
-    All groups of 128 but its own and the one before are rounded: keys per channel and group, values per position.
+    All groups of 128 but its own and the previous one are rounded: keys per channel and group, values per position.
     """
     old = max(0, (len(k) - 1) // HIER_GROUP - 1) * HIER_GROUP
     keys = round_trip_hier(k[:old].unflatten(0, (-1, HIER_GROUP)), 1, bits).flatten(0, 1)
@@ -382,28 +382,28 @@ def read_hier(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 # ---- packing for CPU kernels --------------------------------------------------------------------
 #
-# Rows go in blocks of 16 (one 512-bit register of int32 sums), inputs in blocks of 32; both are filled up
-# with weights of zero. One packing serves every instruction set.
+# Rows are grouped in blocks of 16 (one 512-bit register of int32 sums), inputs in blocks of 32; both are padded with
+# zero weights. All instruction sets use the same packing.
 #   f32   [row block][k][16 rows]
 #   bf16  [row block][k / 2][16 rows][2 inputs]
-#   int8  [row block][k / 4][16 rows][4 inputs], code + 128, since the dot product takes it unsigned
-#   4 bit [row block][k / 8][16 rows][4 bytes]: byte j has input 8b + j in its low nibble, 8b + 4 + j in its high
-#   nested: two planes of 4 bits, the upper nibbles (codes) just as a w4_asym_g128 weight and the lower (low) alike
+#   int8  [row block][k / 4][16 rows][4 inputs], code + 128, since the dot product takes unsigned operands
+#   4 bit [row block][k / 8][16 rows][4 bytes]: byte j holds input 8b + j in its low nibble, 8b + 4 + j in its high one
+#   nested: two 4-bit planes, upper nibbles (codes) and lower nibbles (low), each packed like a w4_asym_g128 weight
 #   per row [rows]; per group [row block][group][16 rows]
 
 
 def padded_rows(n: int) -> int:
-    """Rows of a packed weight of n output features."""
+    """Number of rows of a packed weight with n output features."""
     return -(-n // ROW_BLOCK) * ROW_BLOCK
 
 
 def padded_inputs(k: int) -> int:
-    """Inputs of a packed weight of k inputs, and of the activations that meet it."""
+    """Number of inputs of a packed weight with k inputs, and of the activations it is multiplied with."""
     return -(-k // K_BLOCK) * K_BLOCK
 
 
 def pack_codes(codes: Tensor, format: str) -> Tensor:
-    """Codes [N, K] of a plane in the order of the packing of `format`, filled up with weights of zero."""
+    """Codes [N, K] of a plane in the packed order of `format`, padded with zero weights."""
     n, k = codes.shape
     if format == "w8_sym_channel":
         codes = (codes.to(torch.int16) + 128).to(torch.uint8)
@@ -430,23 +430,23 @@ def _pack_side(part: Tensor) -> Tensor:
 
 
 def as_blob(t: Tensor) -> Tensor:
-    """The bytes of `t`, row-major, as flat uint8 filled up with zeros to a multiple of 64."""
+    """The bytes of `t`, row-major, as flat uint8 zero-padded to a multiple of 64."""
     flat = t.contiguous().flatten().view(torch.uint8)
     return torch.nn.functional.pad(flat, (0, -flat.numel() % 64))
 
 
 def pack_vector(value: Tensor) -> Tensor:
-    """A vector [N] as an f32 blob of whole row blocks: biases, norm weights, rotary frequencies."""
+    """A vector [N] as an f32 blob padded to whole row blocks: biases, norm weights, rotary frequencies."""
     return as_blob(torch.nn.functional.pad(value.float(), (0, padded_rows(value.shape[0]) - value.shape[0])))
 
 
 def packed_vector_bytes(n: int) -> int:
-    """Bytes of pack_vector for n values."""
+    """Size in bytes of pack_vector for n values."""
     return 4 * padded_rows(n)
 
 
 def pack_weight(parts: Parts, format: str) -> dict[str, Tensor]:
-    """The parts of a weight as flat uint8 blobs by role, each a multiple of 64 bytes long."""
+    """The parts of a weight as flat uint8 blobs by role, each padded to a multiple of 64 bytes."""
     roles = FORMATS[format].roles
     return {
         role: as_blob(pack_codes(part, format) if role in PLANES else _pack_side(part))
@@ -455,7 +455,7 @@ def pack_weight(parts: Parts, format: str) -> dict[str, Tensor]:
 
 
 def packed_bytes(n: int, k: int, format: str) -> dict[str, int]:
-    """Bytes of each blob of pack_weight for a weight [n, k]."""
+    """Size in bytes of each blob of pack_weight for a weight [n, k]."""
     sizes = {}
     for role, (shape, dtype) in zip(FORMATS[format].roles, weight_parts((n, k), format), strict=True):
         if role in PLANES:
@@ -467,7 +467,7 @@ def packed_bytes(n: int, k: int, format: str) -> dict[str, int]:
 
 
 def unpack_codes(blob: Tensor, n: int, k: int, format: str) -> Tensor:
-    """Codes [n, k] back out of a blob of pack_weight in PLANES (tests and inspection)."""
+    """Codes [n, k] unpacked from a blob of pack_weight with a role in PLANES (for tests and inspection)."""
     rows, inputs = padded_rows(n), padded_inputs(k)
     flat = blob[: rows * inputs * FORMATS[format].code_bits // 8]
     if format in ("f32", "bf16"):
@@ -484,7 +484,7 @@ def unpack_codes(blob: Tensor, n: int, k: int, format: str) -> Tensor:
 
 
 def unpack_weight(blobs: dict[str, Tensor], n: int, k: int, format: str) -> Parts:
-    """The parts of a weight [n, k] back out of pack_weight's blobs by role."""
+    """The parts of a weight [n, k] unpacked from the blobs of pack_weight by role."""
     parts = zip(FORMATS[format].roles, weight_parts((n, k), format), strict=True)
     return [
         unpack_codes(blobs[role], n, k, format) if role in PLANES else _unpack_side(blobs[role], shape, dtype)

@@ -1,8 +1,8 @@
-"""The float model beside one that is being rounded: what inputs of linears were before layers ahead changed them.
+"""Run the float model beside a model being rounded, to compensate for errors of earlier layers.
 
-Behind rounded layers a linear's input is x' where the float model has x. Rounded by x' alone, its weight w keeps to
-w x', errors of layers ahead included. What comes nearest to w x is w R x' with R = E[x x'ᵀ] E[x' x'ᵀ]⁻¹, so w R is what
-to round (QEP, Arai and Ichikawa 2025; GPTAQ, Li et al. 2025, is akin).
+After rounded layers, the input of a linear is x' instead of the float model's x. Rounding its weight w for x' would
+approximate w x', including the errors of earlier layers. The best approximation of w x is w R x' with
+R = E[x x'ᵀ] E[x' x'ᵀ]⁻¹, so w R is rounded instead (QEP, Arai and Ichikawa 2025; GPTAQ, Li et al. 2025, is similar).
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from qcompile.graph import Graph
 from qcompile.sweep import Sweep
 
 TOKENS = 16384
-"""Of the calibration text, that the float model sees: R needs some for every input, not all that there are."""
+"""Tokens of calibration text for the float model: R needs some per input, but not all there are."""
 
 _WEIGHTS = ("quantize_weight", "quantize_mixed", "upper_nibble")
 _READERS = {"gemm": (1, 4), "expert_gemm": (2, 4)}
-"""Where an operator's weight and its format stand."""
+"""Argument indices of an operator's weight and its format."""
 
 
 def unrounded(graph: Graph) -> Graph:
-    """`graph` of stage quantize with weights and activations as they were, its nodes in the same order."""
+    """`graph` (at stage quantize) with unrounded weights and activations, and its nodes in the same order."""
     graph = graph.clone()
     for node in graph.calls("quantize_activation"):
         node.args = (node.args[0], "f32", 0)
@@ -42,30 +42,30 @@ def unrounded(graph: Graph) -> Graph:
 
 
 class Origin:
-    """A run of the float model that stops where that of the rounded one does."""
+    """A run of the float model that stops at the same linears as the run of the rounded model."""
 
     def __init__(self, graph: Graph, tokens: Tensor) -> None:
-        """`tokens` int64 [samples, length], of which the first TOKENS are looked at; `graph` is of stage quantize."""
+        """`tokens` int64 [samples, length], of which about the first TOKENS are used; `graph` is at stage quantize."""
         readers = tuple(_READERS)
         exact = unrounded(graph)
         self._twins = dict(zip(graph.calls(*readers), exact.calls(*readers), strict=True))
         self._sweep = Sweep(exact, tokens[: max(1, TOKENS // tokens.shape[1])])
 
     def advance(self, stop: fx.Node) -> None:
-        """Go on to the linear `stop` of the rounded graph."""
+        """Advance to the linear `stop` of the rounded graph."""
         self._sweep.advance(self._twins[stop])
 
     def values(self, linear: fx.Node) -> list[numerics.Parts]:
-        """Inputs of a linear at which both runs are, or which reads the same, for each sample that is looked at."""
+        """Inputs, per sample used, of the linear at which both runs stopped, or of one that reads the same value."""
         source: Any = self._twins[linear].args[0]
         return self._sweep.values(source)
 
 
 def restoring(values: list[numerics.Parts], exact: list[numerics.Parts], damping: float) -> Tensor:
-    """R, f32 [K, K], by a linear's inputs (parts of activations) in some samples and what they are in the float model.
+    """R, f32 [K, K], from a linear's inputs (parts of activations) in some samples and in the float model.
 
-    What half of the samples says of R - I is tried on the other: as much of it is taken as that confirms, nothing where
-    what layers ahead changed is no more than noise. Raises ValueError where no inverse is found.
+    R - I is estimated on each half of the samples, tested on the other half, and scaled down to what that confirms: to
+    nothing if the change by earlier layers is only noise. Raises ValueError if the moments cannot be inverted.
     """
     k = values[0][0].shape[-1]
     halves = [_Change(torch.zeros(k, k), torch.zeros(k, k), torch.zeros(())) for _ in range(2)]
@@ -73,7 +73,7 @@ def restoring(values: list[numerics.Parts], exact: list[numerics.Parts], damping
         seen, was = _rows(parts), _rows(whole)
         if len(exact) > 1:
             halves[number % 2].add(was, seen)
-        elif len(seen) > 1:  # a single sample is halved itself
+        elif len(seen) > 1:  # a single sample is split in half
             for half, rows in zip(halves, zip(was.chunk(2), seen.chunk(2), strict=True), strict=True):
                 half.add(*rows)
     if not all(half.tokens for half in halves):
@@ -96,20 +96,20 @@ def _rows(parts: numerics.Parts) -> Tensor:
 
 
 class _Change(NamedTuple):
-    """Sums over tokens, f32 [K, K]: `moments` x' x'ᵀ, `drift` (x - x') x'ᵀ; and how many `tokens` [] there were."""
+    """Sums over tokens, f32 [K, K]: `moments` x' x'ᵀ and `drift` (x - x') x'ᵀ; `tokens` [] is their number."""
 
     moments: Tensor
     drift: Tensor
     tokens: Tensor
 
     def add(self, was: Tensor, seen: Tensor) -> None:
-        """Tokens whose x was and whose x' is seen, [tokens, K] each."""
+        """Add tokens with float inputs `was` (x) and rounded-model inputs `seen` (x'), [tokens, K] each."""
         self.moments.addmm_(seen.T, seen)
         self.drift.addmm_((was - seen).T, seen)
         self.tokens.add_(len(seen))
 
     def solved(self, damping: float) -> Tensor:
-        """R - I as far as so many tokens may be believed (gptq.trusted), f32 [K, K]."""
+        """R - I, f32 [K, K], shrunk for the number of tokens (gptq.trusted)."""
         tokens = int(self.tokens)
         matrix = gptq.trusted(self.moments / tokens, tokens).double()
         matrix.diagonal().add_(damping * (float(matrix.diagonal().mean()) or 1.0))

@@ -1,7 +1,7 @@
-"""Outliers of activations and keys, before and after the passes that keep the function: how far a channel sticks out.
+"""How far outlier channels of activations and keys exceed the others, before and after function-preserving passes.
 
-An outlier is measured as the largest magnitude of a channel over the mean of all channels' largest, on a short piece of
-the calibration text: 1 is perfectly even. Kinds of values are told by dataflow, never by names.
+The measure is the largest magnitude of a channel over the mean of all channels' largest magnitudes, on a short excerpt
+of the calibration text; 1 is perfectly even. Kinds of values are determined by dataflow, never by names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from qcompile.graph import Graph
 from qcompile.sweep import Sweep
 
 TOKENS = 2048
-"""How much text is looked at: magnitudes settle soon."""
+"""Tokens of text to measure on; magnitudes converge quickly."""
 
 KEYS, BLOCKS, OUTPUTS = "keys", "block inputs", "inputs of output modules"
 
@@ -28,11 +28,11 @@ _NORMS = ("rms_norm", "layer_norm")
 
 
 def compare(graphs: Sequence[Graph]) -> Figures:
-    """{kind: {"before", "after": by layer}} of the first of `graphs` and the last before quantization.
+    """{kind: {"before", "after": one value per layer}} for the first of `graphs` and the last before quantization.
 
-    Kinds are KEYS, BLOCKS (what linears behind a norm read) and OUTPUTS (what other linears read, as the projections
-    after attention and after the gate); of several linears in a layer the largest counts. Empty without calibration
-    text. `graphs` are those after each pass.
+    Kinds are KEYS, BLOCKS (inputs of linears after a norm) and OUTPUTS (inputs of other linears, as the projections
+    after attention and after the gate). If a layer has several linears, the largest value counts. Empty without
+    calibration text. `graphs` are the graphs after each pass.
     """
     floats = [graph for graph in graphs if graph.stage == "raise"]
     if not floats or floats[-1].calibration is None:
@@ -42,7 +42,7 @@ def compare(graphs: Sequence[Graph]) -> Figures:
 
 
 def measure(graph: Graph, tokens: Tensor) -> dict[str, list[float]]:
-    """By kind, how far channels stick out in each layer of a float `graph` of whole sequences."""
+    """Unevenness of channels by kind and layer of a `graph` in floating point over whole sequences."""
     places = _places(graph)
     found: dict[str, dict[int, float]] = {KEYS: {}, BLOCKS: {}, OUTPUTS: {}}
     sweep = Sweep(graph, tokens)
@@ -54,13 +54,13 @@ def measure(graph: Graph, tokens: Tensor) -> dict[str, list[float]]:
 
 
 def _unevenness(values: list[Tensor]) -> float:
-    """Largest magnitude of a channel over the mean of all; values are [1, tokens, ..., features]."""
+    """Largest magnitude of any channel over the mean of all channels'; values are [1, tokens, ..., features]."""
     largest = torch.stack([value.float().abs().amax((0, 1)).flatten() for value in values]).amax(0)
     return float(largest.max() / largest.mean().clamp_min(torch.finfo(torch.float32).tiny))
 
 
 def _places(graph: Graph) -> dict[fx.Node, tuple[str, int, fx.Node]]:
-    """Attentions and linears in order, each with its kind, its layer and the value that is looked at."""
+    """Attentions and linears in order, each with its kind, its layer and the value to measure."""
     attentions = graph.calls("attention")
     feeding = {linear: layer for layer, node in enumerate(attentions) for linear in _linears_behind(node)}
     heads = set(_linears_behind(graph.output))
@@ -72,18 +72,18 @@ def _places(graph: Graph) -> dict[fx.Node, tuple[str, int, fx.Node]]:
             layer = attentions.index(node)
             found[node] = (KEYS, layer, arguments[1])
         elif ops.name_of(node.target) in _LINEARS and node not in heads:
-            kind = BLOCKS if ops.name_of(_unturned(arguments[0]).target) in _NORMS else OUTPUTS
+            kind = BLOCKS if ops.name_of(_before_rotation(arguments[0]).target) in _NORMS else OUTPUTS
             found[node] = (kind, feeding.get(node, layer), arguments[0])
     return found
 
 
-def _unturned(value: fx.Node) -> fx.Node:
-    """What an online rotation in front of a linear turned; other values as they are."""
+def _before_rotation(value: fx.Node) -> fx.Node:
+    """The value before an online rotation in front of a linear; other values unchanged."""
     return value.all_input_nodes[0] if ops.name_of(value.target) == "hadamard" else value
 
 
 def _linears_behind(node: fx.Node) -> list[fx.Node]:
-    """Linears from which `node` is reached without another linear or attention."""
+    """Linears whose results reach `node` without passing through another linear, an attention or an add."""
     found, seen, frontier = [], {node}, list(node.all_input_nodes)
     while frontier:
         source = frontier.pop()

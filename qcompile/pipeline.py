@@ -70,25 +70,25 @@ PASSES: tuple[type[Pass], ...] = (
     Fuse,
     PlanMemory,
 )
-"""Every stage that rewrites the graph, in order."""
+"""All passes, in the order in which they run."""
 
 MAX_STEP_TOKENS = 512
 LOOKUP = "lookup"
-"""As a draft: no model, but what followed earlier where the text ended as it does now (prompt lookup)."""
+"""A draft without a model: it proposes what followed an earlier occurrence of the text's suffix (prompt lookup)."""
 
 LOOKUP_LEVEL = {"lookup": 8, "gamma": 7}
-"""The longest end of the text that is looked for, and how many tokens are copied where a model would else draft."""
+"""The longest suffix to look up, and the number of tokens to copy where a model would draft."""
 
 OTHER_DRAFT = (4, 0.0)
-"""Gamma and threshold of another model that drafts."""
+"""Gamma and threshold of a separate draft model."""
 
 REENCODING_DRAFT = (4, 0.4)
-"""The same where it has another tokenizer: what comes of its doubtful tokens is rarely what the target says."""
+"""The same for a draft model with another tokenizer, whose uncertain tokens are rarely what the target says."""
 
 
 @dataclass(frozen=True)
 class DraftPath:
-    """A path that drafts for the one before it, in the target's cache if it `shares_cache`; see recipes.Draft."""
+    """A draft path for the path before it, in the target's cache if it `shares_cache`; see recipes.Draft."""
 
     name: str
     program: Program
@@ -98,16 +98,16 @@ class DraftPath:
     gamma: int
     threshold: float
     tokenizer: bytes | None = None
-    """Its tokenizer.json where that is another than the target's."""
+    """Its tokenizer.json if it differs from the target's."""
     start: int | None = None
-    """The token its texts begin with, where it has its own tokenizer."""
+    """The first token of its texts, if it has its own tokenizer."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A model after every stage but code generation. No weights are read to make one.
+    """A model after all stages but code generation. Making one reads no weights.
 
-    `graphs` are those after each pass; `files` are the artifact's small files by name; `weights` serve all paths.
+    `graphs` are the graphs after each pass; `files` are the artifact's small files by name; all paths share `weights`.
     """
 
     graphs: list[Graph]
@@ -119,7 +119,7 @@ class Plan:
     report: bytes
     drafts: list[DraftPath]
     lookup: bool
-    """Whether the last level of speculation looks for repetitions in the text."""
+    """Whether the last level of speculation is prompt lookup."""
 
     @property
     def programs(self) -> dict[str, Program]:
@@ -131,7 +131,7 @@ class Plan:
 class BuildReport:
     """The artifact's path, its passes in order, seconds by stage, and bits per weight of the linears.
 
-    `drafts` are the passes of each path that drafts, by its name; of one made of the target, `speculate` and later.
+    `drafts` maps each draft path to its passes; those of a draft derived from the target start with `speculate`.
     """
 
     path: Path
@@ -160,15 +160,16 @@ def build(
     """Compile `model` into an artifact directory `out`.
 
     `model` is a checkpoint directory or hub name, an nn.Module (`source` has example_inputs, (token_ids,) or
-    (token_ids, positions), both int64 [batch, tokens], and max_position, the longest text it holds), an
-    ExportedProgram of dynamic batch and tokens (with max_position), or a raised Graph. `options` are settings of
-    passes over the recipe's, {"cache.format": "kv8"}; `head_dtype` overrides the output head (int8, bf16, f32). Each
-    of `drafts`, a checkpoint of the same tokenizer or `LOOKUP` as the last, proposes tokens to the path before it; the
-    recipe's own come first. `dump_ir` is a folder for every stage's graph as text and SVG, drafts' in folders. `calib`
-    is text (a file, token ids [samples, length], or a calibration.Request) by which codes of weights are chosen;
-    interrupted, the same build goes on where it stopped. `check_passes` runs every stage's graph on a short text by
-    reference bodies and records how far each pass moved the logits, and seconds, in the artifact's passes.json.
-    `passes` are others than the recipe's, to run behind `raise`. Raises QCompileError; nothing is left half-written.
+    (token_ids, positions), both int64 [batch, tokens], and max_position, the context length), an ExportedProgram with
+    dynamic batch and tokens (with max_position), or a raised Graph. `options` override the recipe's settings of passes,
+    {"cache.format": "kv8"}; `head_dtype` overrides the output head (int8, bf16, f32). Each of `drafts`, a checkpoint
+    (of the same tokenizer unless it is the only draft) or, as the last one, `LOOKUP`, proposes tokens to the path
+    before it; the recipe's own drafts come first. `dump_ir` is a folder for every stage's graph as text and SVG, with
+    subfolders for drafts. `calib` is the text by which weights' codes are chosen (a file, token ids [samples, length],
+    or a calibration.Request); if interrupted, the same build resumes. `check_passes` runs every stage's graph on a
+    short text with reference bodies, and records the change of the logits and the seconds of each pass in the
+    artifact's passes.json. `passes` are further passes, which run after `raise`. Raises QCompileError, without leaving
+    a partial artifact.
     """
     clock = Clock(progress or silent)
     machine = targets.get_target(target)
@@ -176,7 +177,7 @@ def build(
     kept = Path(out).absolute().parent / f".{Path(out).name}.calibration"
     request = _Request(model, recipe, options or {}, head_dtype, drafts, target, wanted, kept, check_passes, (*passes,))
     backend = backend_of(machine)
-    made_by = backend.compiler()  # without one, say so before the work
+    made_by = backend.compiler()  # raises before any work if there is none
     with ArtifactWriter(out) as writer, PageWriter() as page:
         found = _plan(request, clock, source)
         drawn = page.ask(found.report)
@@ -187,7 +188,7 @@ def build(
         with clock("render"):
             compile_kernels = backend.prepare(found.programs, machine, found.lookup)
         with clock("weights and kernels"):
-            entries, compiled = _meanwhile(writer, found, compile_kernels, clock)
+            entries, compiled = _write_and_compile(writer, found, compile_kernels, clock)
         with clock("artifact"):
             for name, text in ({f"kernels/{machine.name}/{n}": c for n, c in compiled.items()} | found.files).items():
                 writer.add_file(name, text)
@@ -203,8 +204,8 @@ def build(
     return BuildReport(path, tuple(found.passes), clock.seconds, found.bits_per_weight, of_drafts)
 
 
-def _meanwhile(writer: ArtifactWriter, found: Plan, compile_kernels: Any, clock: Clock) -> tuple[Any, Any]:
-    """Write the weights while kernels are compiled; what was written, and the files of the latter."""
+def _write_and_compile(writer: ArtifactWriter, found: Plan, compile_kernels: Any, clock: Clock) -> tuple[Any, Any]:
+    """Write the weights while kernels are compiled; returns the weights' entries and the kernels' files."""
     with ThreadPoolExecutor(1) as pool:
         kernels = pool.submit(compile_kernels, given_up := Event())
         try:
@@ -213,7 +214,7 @@ def _meanwhile(writer: ArtifactWriter, found: Plan, compile_kernels: Any, clock:
             clock.progress("kernels", 0, 1)
             return entries, kernels.result()
         finally:
-            given_up.set()  # an interrupt, or a full disk, should not wait for a compiler
+            given_up.set()  # after an interrupt or a full disk, do not wait for the compiler
 
 
 def plan(
@@ -227,7 +228,7 @@ def plan(
     passes: Sequence[Pass] = (),
     **source: Any,
 ) -> Plan:
-    """What `build` with the same arguments would compile; reads no weights, writes nothing."""
+    """The plan that `build` would compile for the same arguments; reads no weights, writes nothing."""
     machine = targets.get_target(target)
     own = tuple(passes)
     found = _plan(_Request(model, recipe, options or {}, head_dtype, drafts, target, more=own), Clock(silent), source)
@@ -237,7 +238,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _Request:
-    """What is asked of a build: passes for the target, and for each path that drafts."""
+    """The arguments of a build; provides the passes of the target and of each draft path."""
 
     model: Any
     recipe: str
@@ -247,20 +248,20 @@ class _Request:
     target: str
     calib: Request | None = None
     kept: Path | None = None
-    """Folder of what calibration found before it was interrupted."""
+    """Folder for the results of an interrupted calibration."""
     check_passes: bool = False
-    more: tuple[Pass, ...] = ()  # that are not the recipe's
+    more: tuple[Pass, ...] = ()  # in addition to the recipe's
 
     def __post_init__(self) -> None:
         for one in self.more:
-            _check_own(one)
+            _check_extra_pass(one)
         object.__setattr__(self, "options", recipes.option_texts(self.options))
         if isinstance(self.drafts, str | Path):
             object.__setattr__(self, "drafts", (self.drafts,))
 
     @property
     def passes(self) -> tuple[Pass, ...]:
-        """Those of the target. Raises UsageError where options speak of a draft that the recipe does not make."""
+        """The target's passes. Raises UsageError if an option is for a draft that the recipe does not have."""
         recipe = recipes.get_recipe(self.recipe)
         found = configure(recipe.settings(self.head_dtype), {"salience.target": self.target, **self.options})
         idle = [option for option in self.options if option.startswith(f"{Speculate.name}.")]
@@ -269,7 +270,7 @@ class _Request:
         return found[:1] + self.more + found[1:]
 
     def own_drafts(self) -> Iterator[tuple[recipes.Draft, tuple[Pass, ...]]]:
-        """The recipe's drafts, and the passes from `speculate` on that make each from the quantized graph."""
+        """The recipe's drafts, each with the passes from `speculate` on that derive it from the quantized graph."""
         recipe = recipes.get_recipe(self.recipe)
         for draft in recipe.drafts:
             passes = configure(recipe.settings(self.head_dtype) | draft.settings(), self.options)
@@ -277,8 +278,8 @@ class _Request:
             yield draft, tuple(made.for_draft() if isinstance(made, Cache) else made for made in own)
 
 
-def _check_own(rewrite: object) -> None:
-    """Raise UsageError for what cannot be run as a pass of the caller's own."""
+def _check_extra_pass(rewrite: object) -> None:
+    """Raise UsageError if `rewrite` cannot run as an additional pass."""
     if not isinstance(rewrite, Pass):
         raise UsageError(f"passes must be instances of Pass, not {shown(rewrite)}")
     if rewrite.name in [kind.name for kind in PASSES]:
@@ -293,7 +294,7 @@ def _import(
     checked = request is not None and request.check_passes
     first, others = passes[0], passes[1:]
     if isinstance(model, Graph) and source:
-        raise UsageError(f"{next(iter(source))} is for what is imported: a graph was already")
+        raise UsageError(f"{next(iter(source))} is for what is imported, and a Graph is imported already")
     with clock("import"), frontend.hurried():
         place = None if checked else traces.place(model, source, str(first))
         trace = place.recall() if place else None
@@ -305,7 +306,7 @@ def _import(
         graphs, records = run_passes(graph, (first,), clock, checked)
         if place:
             place.keep(traces.Trace(graphs[0], records[0].fired, records[0].notes))
-    else:  # a trace, or a Graph given as such
+    else:  # from a trace, or given as a raised Graph
         graphs = [graph] if trace else []
         records = [PassRecord(first.name, first.options(), trace.fired, trace.notes, 0.0)] if trace else []
     more = run_passes(graphs[0] if graphs else graph, others, clock, checked)
@@ -338,7 +339,7 @@ def _plan(request: _Request, clock: Clock, source: Mapping[str, Any]) -> Plan:
 
 
 def _other_tokenizer(model: Any, draft: Any) -> bytes | None:
-    """The tokenizer.json of `draft` where both are checkpoints with one and the model's differs."""
+    """The tokenizer.json of `draft` if both are checkpoints with one and it differs from the model's; else None."""
     if not all(isinstance(source, (str, Path)) for source in (model, draft)):
         return None
     own, other = (huggingface.tokenizer_files(source).get("tokenizer.json") for source in (model, draft))
@@ -346,7 +347,7 @@ def _other_tokenizer(model: Any, draft: Any) -> bytes | None:
 
 
 def _draft_paths(graphs: list[Graph], request: _Request, table: WeightTable, clock: Clock) -> list[DraftPath]:
-    """The recipe's drafts, which share weights and cache with the target, then the other models given."""
+    """The recipe's drafts, which share the target's weights and cache, then separate draft models."""
     quantized = [graph for graph in graphs if graph.stage == "quantize"][-1]
     target = graphs[-1].info
     paths: list[DraftPath] = []
@@ -375,9 +376,9 @@ def _draft_paths(graphs: list[Graph], request: _Request, table: WeightTable, clo
 
 
 def configure(settings: recipes.Settings, options: Mapping[str, str]) -> tuple[Pass, ...]:
-    """The passes with a recipe's settings, the user's `pass.field=value` or `field=value` laid over them.
+    """The passes with a recipe's settings, overridden by the user's `pass.field=value` or `field=value` options.
 
-    Raises UsageError naming the valid choices for an unknown pass or field or a value of the wrong type.
+    Raises UsageError listing the valid choices for an unknown pass or field, or a value of the wrong type.
     """
     defaults = {kind.name: {field.name: field.default for field in fields(kind)} for kind in PASSES}
     values = recipes.apply_options(settings, defaults, options)
@@ -388,7 +389,7 @@ _Passed = tuple[list[Graph], list[PassRecord]]
 
 
 def _stream(weights: list[PackedWeight], progress: Progress) -> Iterator[Any]:
-    """The bytes of all weights (uint8 arrays) in order, one weight in memory at a time."""
+    """The bytes of all weights (uint8 arrays) in order, with one weight in memory at a time."""
     total = sum(size for weight in weights for _, size in weight.blobs)
     done = 0
     with torch.no_grad():
@@ -401,7 +402,7 @@ def _stream(weights: list[PackedWeight], progress: Progress) -> Iterator[Any]:
 def _manifest(
     found: Plan, entries: list[dict[str, Any]], machine: targets.Target, backend: Backend, made_by: str
 ) -> dict[str, Any]:
-    """The manifest but for what the writer adds. No seconds and no paths: builds are reproducible."""
+    """The manifest, except for what the writer adds. It has no times and no paths, so builds are reproducible."""
     info, folder = found.graphs[-1].info, f"kernels/{machine.name}"
     return {
         "qcompile_version": qcompile.__version__,
@@ -444,8 +445,8 @@ def _cache(program: Program) -> dict[str, Any]:
 
 
 def _levels(found: Plan, entries: list[dict[str, Any]], folder: str, suffix: str) -> list[dict[str, Any]]:
-    """What drafts for the target, level by level. `weights` are places in the list of all weights, which begins with
-    the target's own; `kv` is null where a path works in the target's cache."""
+    """The draft levels. `weights` are indices into the list of all weights, which starts with the target's; `kv` is
+    null for a path that uses the target's cache."""
     place = {entry["name"]: index for index, entry in enumerate(entries)}
     levels: list[dict[str, Any]] = [
         {
@@ -467,7 +468,7 @@ def _levels(found: Plan, entries: list[dict[str, Any]], folder: str, suffix: str
 
 
 def _measured(passes: list[PassRecord]) -> list[dict[str, Any]]:
-    """passes.json: what differs from build to build."""
+    """passes.json: the facts that differ between builds."""
     return [{"name": p.name, "seconds": p.seconds, "max_relative_error": p.max_relative_error} for p in passes]
 
 

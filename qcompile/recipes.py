@@ -1,7 +1,7 @@
-"""Recipes: the named choices of number formats, and the options given for them from outside.
+"""Recipes: named choices of number formats, and the options that override them.
 
-A recipe says which fields of which passes differ from their defaults; `pipeline` makes the passes. So this
-module knows passes by name only.
+A recipe lists the pass fields that differ from their defaults; `pipeline` creates the passes. So this module knows
+passes by name only.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Settings = dict[str, dict[str, object]]
 
 @dataclass(frozen=True)
 class Draft:
-    """A draft path of a recipe: what it reads instead of the verifying path's formats, and how far it goes ahead.
+    """A draft path of a recipe: its formats, where they differ from the target path's, and how far it looks ahead.
 
-    The fields but the last two are those of passes/speculate.py, whose `sensitive` linears are none unless told
-    otherwise (`--set speculate.sensitive=4`). It proposes at most `gamma` tokens at once to a path
-    that drafts itself, and stops after a token less probable than `threshold`. It shares the target's cache.
+    The fields but the last two are those of passes/speculate.py; by default no linears are `sensitive` (`--set
+    speculate.sensitive=4`). It proposes at most `gamma` tokens at once to a path that is itself a draft, and stops
+    after a token with a probability below `threshold`. It shares the target's cache.
     """
 
     weight: str = "same"
@@ -36,18 +36,18 @@ class Draft:
     threshold: float = 0.0
 
     def settings(self) -> Settings:
-        """What this draft sets, by pass."""
+        """The settings of this draft, by pass."""
         fields: dict[str, object] = {k: v for k, v in asdict(self).items() if k not in ("gamma", "threshold")}
         return {"speculate": fields | {"enabled": True}}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Number formats of a whole model: `weight` of the linears, `activation` they meet, `kv` cache, `head`.
+    """Number formats of a whole model: `weight` and `activation` of the linears, the `kv` cache, the output `head`.
 
-    Names are those of numerics.FORMATS, ACTIVATIONS and KV_BITS. `head` is a key of HEADS: the output head is int8
-    per channel unless a recipe or the caller wants it otherwise. `calibrated` recipes want calibration text, and
-    `extra` sets fields of other passes. Each of `drafts` drafts for the path before it.
+    Names are those of numerics.FORMATS, ACTIVATIONS and KV_BITS. `head` is a key of HEADS: int8 per channel unless the
+    recipe or the caller chooses another. `calibrated` recipes need calibration text, and `extra` sets fields of other
+    passes. Each of `drafts` drafts for the path before it.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Recipe:
     drafts: tuple[Draft, ...] = ()
 
     def settings(self, head_dtype: str | None = None) -> Settings:
-        """What this recipe sets, by pass; `head_dtype` replaces the recipe's own (UsageError if unknown)."""
+        """The settings of this recipe, by pass; `head_dtype` overrides its head (UsageError if unknown)."""
         head = head_dtype or self.head
         if head not in HEADS:
             raise UsageError(f"head dtype {head} is unknown; there are {', '.join(HEADS)}")
@@ -79,7 +79,7 @@ class Recipe:
 
 
 HEADS = {"int8": ("w8_sym_channel", "int8"), "bf16": ("bf16", "bf16"), "f32": ("f32", "f32")}
-"""Weight format and activation type of the output head by the name `--head-dtype` gives it."""
+"""Weight format and activation type of the output head, by the value of `--head-dtype`."""
 
 QOQ: tuple[tuple[str, str, object], ...] = (
     ("fold_norms", "enabled", True),
@@ -89,7 +89,7 @@ QOQ: tuple[tuple[str, str, object], ...] = (
     ("smooth_attention", "enabled", True),
     ("smooth_attention", "alpha", 0.5),
 )
-"""QServe 3.2 and B.2.1, and keys less their mean, which takes a fifth off what pycode-26m loses in all.
+"""QServe 3.2 and B.2.1, and centered keys, which reduce the total loss on pycode-26m by a fifth.
 Output modules are not smoothed (B.2.2): after GPTQ that made pycode-26m worse."""
 
 QUAROT: tuple[tuple[str, str, object], ...] = (
@@ -97,7 +97,7 @@ QUAROT: tuple[tuple[str, str, object], ...] = (
     ("rotate", "enabled", True),
     ("rotate", "online", True),
 )
-"""QuaRot 4: what 4-bit activations need."""
+"""QuaRot 4: required for 4-bit activations."""
 
 RECIPES = {
     r.name: r
@@ -223,18 +223,18 @@ RECIPES = {
 
 
 DRAFT_RECIPE = "mxfp4"
-"""Number formats of another model that drafts."""
+"""Recipe of a separate draft model."""
 
 
 def get_recipe(name: str) -> Recipe:
-    """The recipe called `name`; UsageError listing those there are."""
+    """The recipe `name`. Raises UsageError listing the known recipes."""
     if name not in RECIPES:
         raise UsageError(f"recipe {name} is unknown; there are {', '.join(RECIPES)}")
     return RECIPES[name]
 
 
 def parse_options(pairs: list[str]) -> dict[str, str]:
-    """`["cache.format=kv8", "rounding=nearest"]` as a dict; UsageError on a pair without name or value."""
+    """`["cache.format=kv8", "rounding=nearest"]` as a dict. Raises UsageError for a pair without name or value."""
     options: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -245,7 +245,7 @@ def parse_options(pairs: list[str]) -> dict[str, str]:
 
 
 def option_texts(options: Mapping[str, object]) -> dict[str, str]:
-    """Options as the command line would give them: a program may write true, 4 and 0.5 as such."""
+    """Options as the command line would pass them; programs may pass True, 4 and 0.5 directly."""
     texts: dict[str, str] = {}
     for name, value in options.items():
         if not isinstance(value, str | bool | int | float):
@@ -255,7 +255,7 @@ def option_texts(options: Mapping[str, object]) -> dict[str, str]:
 
 
 def allocation(bits: float | None, rise: float | None) -> dict[str, str]:
-    """The options that `--target-bits` and `--max-perplexity-increase` stand for; UsageError for both, or no rise."""
+    """The options for `--target-bits` and `--max-perplexity-increase`. UsageError for both, or a rise of 0 or less."""
     if bits is not None and rise is not None:
         raise UsageError("--target-bits and --max-perplexity-increase: give one of them, the other follows")
     if rise is not None and not rise > 0:
@@ -268,10 +268,10 @@ def allocation(bits: float | None, rise: float | None) -> dict[str, str]:
 def apply_options(
     settings: Settings, fields: Mapping[str, Mapping[str, object]], options: Mapping[str, str]
 ) -> Settings:
-    """`settings` with `options` laid over them.
+    """`settings` overridden by `options`.
 
-    `fields` holds the defaults of every pass's fields, whose types the values are read as. An option names
-    `pass.field`, or a `field` alone for every pass that has it. Raises UsageError naming what is valid.
+    `fields` holds the defaults of every pass's fields; values are parsed as their types. An option names `pass.field`,
+    or a `field` of every pass that has it. Raises UsageError listing what is valid.
     """
     merged = {name: dict(values) for name, values in settings.items()}
     for option, text in options.items():
@@ -282,7 +282,7 @@ def apply_options(
 
 
 def _targets_of(option: str, fields: Mapping[str, Mapping[str, object]]) -> list[tuple[str, str]]:
-    """(pass, field) pairs that `option` names."""
+    """The (pass, field) pairs that `option` names."""
     pass_name, dot, field = option.rpartition(".")
     if not dot:
         found = [(name, option) for name, keys in fields.items() if option in keys]
@@ -299,7 +299,7 @@ def _targets_of(option: str, fields: Mapping[str, Mapping[str, object]]) -> list
 
 
 def _read(option: str, text: str, default: object) -> object:
-    """`text` in the type of `default`: bool, int, float or str."""
+    """`text` parsed as the type of `default`: bool, int, float or str."""
     if isinstance(default, bool):
         if text.lower() not in ("true", "false"):
             raise UsageError(f"option {option}={text}: write true or false")

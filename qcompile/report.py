@@ -1,6 +1,6 @@
-"""report.json: what a build made, in numbers, by layer and kernel; report_page.py shows it to people.
+"""report.json: figures of a build by layer and kernel; report_page.py renders it for people.
 
-Parts of a layer are told by what they feed and read in the program, never by their names.
+Parts of a layer are identified by their dataflow in the program, never by their names.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PARTS = (QKV, ATTENTION_OUT, GATE_UP, DOWN, OTHER, HEAD)
 
 @dataclass(frozen=True)
 class Draft:
-    """A path that drafts: its Program.to_json, parsed, and what its passes did."""
+    """A draft path: its Program.to_json, parsed, and what its passes did."""
 
     name: str
     program: Json
@@ -50,10 +50,10 @@ def collect(
     drafts: Sequence[Draft] = (),
     **known: Any,
 ) -> Json:
-    """The whole report, but for `known`, which is added as it is: model, recipe, bits_per_weight, passes.
+    """The whole report. `known` entries are added unchanged: model, recipe, bits_per_weight, passes.
 
-    `program` is Program.to_json, parsed; `weight_bytes` sizes of packed weights by name, those of all paths; `figures`
-    and `wide` are what figures_of and wide_of give. The cache of a token is that of all paths, too.
+    `program` is Program.to_json, parsed; `weight_bytes` maps packed weights of all paths to their sizes; `figures` and
+    `wide` come from figures_of and wide_of. Cache bytes per token also cover all paths.
     """
     peaks = peaks_of(target)
     caches = [program, *(draft.program for draft in drafts if not draft.shares_cache)]
@@ -73,13 +73,13 @@ def collect(
 
 
 def _drafted(draft: Draft, weight_bytes: Mapping[str, int], peaks: Peaks) -> Json:
-    """name, passes, shares_cache, and the time predicted for a drafted token."""
+    """name, passes, shares_cache, and the predicted time per drafted token."""
     time = sum(row["predicted_us"] for row in kernels(draft.program, weight_bytes, peaks))
     return {"name": draft.name, "passes": draft.passes, "shares_cache": draft.shares_cache, "predicted_us": time}
 
 
 def figures_of(graph: Graph) -> dict[str, Json]:
-    """What calibration noted on the weights of each call of the last graph, by the call's name."""
+    """The figures that calibration recorded for the weights of each call of the last graph, by the call's name."""
     return {
         node.name: source.meta["calibrated"]
         for node in graph.nodes
@@ -89,7 +89,7 @@ def figures_of(graph: Graph) -> dict[str, Json]:
 
 
 def wide_of(graph: Graph) -> dict[str, float]:
-    """Share of output features in 8 bits of each call that has a mixed weight, by the call's name."""
+    """Share of 8-bit output features of each call with a mixed weight, by the call's name."""
     return {
         node.name: float(graph.evaluate(cast(fx.Node, source.args[1])).double().mean())
         for node in graph.nodes
@@ -101,12 +101,12 @@ def wide_of(graph: Graph) -> dict[str, float]:
 def linears(
     program: Json, weight_bytes: Mapping[str, int], figures: Mapping[str, Json], wide: Mapping[str, float]
 ) -> list[Json]:
-    """One entry a linear layer of `program` (Program.to_json, parsed), in order.
+    """One entry per linear layer of `program` (Program.to_json, parsed), in order.
 
-    name, layer (of the attention it feeds or follows; None for the head), part (of PARTS), format, outputs, inputs,
-    bytes, bits per weight, wide_share (of output features in 8 bits or more), and what calibration found: error and
-    error_nearest, of the layer's output relative to its size, None where it did not run. `figures` and `wide`, of
-    mixed weights the share, are by call name.
+    Keys: name, layer (of the attention it feeds or follows; None for the head), part (one of PARTS), format, outputs,
+    inputs, bytes, bits (per weight), wide_share (of output features with 8 bits or more), and error and error_nearest
+    from calibration, relative to the size of the layer's output (None if it did not run). `figures` and `wide` (the
+    share of mixed weights) are keyed by call name.
     """
     calls = program["calls"]
     feeds = [(at, call["qkv"], call["layer"]) for at, call in enumerate(calls) if call["kernel"] == "rope_append"]
@@ -126,7 +126,7 @@ def linears(
 
 
 def _part(call: Json, written: Mapping[str, Json]) -> str:
-    """Which of PARTS, the query's apart; `written` has the last call that wrote each buffer."""
+    """One of PARTS, other than QKV; `written` maps each buffer to the last call that wrote it."""
     if call["epilogue"] == "logits":
         return HEAD
     source = call["x"]
@@ -165,12 +165,12 @@ def _linear(
 
 
 def bits_of(format: str) -> int:
-    """Bits of a code; those of a part of another format are the other's that has such codes."""
+    """Bits of a code; for a part of another format, those of the format it is read as."""
     return FORMATS[PART_OF[format][1] if format in PART_OF else format].bits
 
 
 def kernels(program: Json, weight_bytes: Mapping[str, int], peaks: Peaks, context: int = 1024) -> list[Json]:
-    """Predicted microseconds of one decoded token by kind of kernel: kernel, calls, predicted_us, bytes."""
+    """Predicted microseconds per decoded token by kernel; entries have kernel, calls, predicted_us, bytes."""
     found: dict[str, Json] = {}
     for call in program["calls"]:
         cost = call_cost(call, program, weight_bytes, context)

@@ -1,7 +1,7 @@
-"""report.html: one page, no network, for people. `python -m qcompile.report_page < report.json > report.html`.
+"""report.html: a self-contained page for people. `python -m qcompile.report_page < report.json > report.html`.
 
-It runs as a process of its own beside the build: importing and drawing with matplotlib takes half a second, which a
-build that has its kernels already should not wait for.
+It is rendered by a separate process during the build: importing and using matplotlib takes half a second, for which
+a build with cached kernels should not wait.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BEFORE, AFTER = "#c9ced6", "#0b6e99"
 
 
 class PageWriter:
-    """The process that draws the page: started early, so that it has imported what it needs when it is asked."""
+    """The process that renders the page. It is started early, so that its imports are done when the report is ready."""
 
     def __init__(self) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sys.path)), "MPLBACKEND": "svg"}
@@ -47,13 +47,13 @@ class PageWriter:
         self.close()
 
     def ask(self, report: bytes) -> Callable[[], bytes]:
-        """Hand over report.json; what is returned waits for the page. QCompileError if it cannot be drawn."""
+        """Send report.json; the returned function waits for the page. It raises QCompileError if rendering failed."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(report)
             self._process.stdin.close()
         except BrokenPipeError:
-            pass  # said below, with the reason
+            pass  # reported by _read, with the reason
         self._process.stdin = None
         return self._read
 
@@ -65,7 +65,7 @@ class PageWriter:
         return page
 
     def close(self) -> None:
-        """End the process, whether it has answered or not."""
+        """Stop the process if it is still running."""
         if self._process.returncode is None:
             self._process.kill()
             self._process.communicate()
@@ -76,7 +76,7 @@ class PageWriter:
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot of the page: what it shows in a line, and the drawing as SVG text."""
+    """A plot of the page: its title, a caption of one line, and the drawing as SVG text."""
 
     title: str
     caption: str
@@ -84,7 +84,7 @@ class Plot:
 
 
 def plots(report: Json) -> Iterator[Plot]:
-    """The plots there are numbers for."""
+    """The plots for which there are figures."""
     rows = [row for row in report["linears"] if row["layer"] is not None]
     parts = [part for part in PARTS if any(row["part"] == part for row in rows)]
     if rows:
@@ -121,7 +121,7 @@ def _plot(title: str, caption: str, draw: Callable[[Axes], None]) -> Plot:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.6, 2.7), layout="constrained")  # text of this size is read on a phone's width too
+    figure = Figure(figsize=(4.6, 2.7), layout="constrained")  # text of this size is legible on a phone
     FigureCanvasSVG(figure)
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
@@ -134,7 +134,7 @@ def _plot(title: str, caption: str, draw: Callable[[Axes], None]) -> Plot:
 
 
 def _series(rows: list[Json], part: str, key: str) -> tuple[list[int], list[float]]:
-    """Layers, and the mean of `key` over a layer's linears of this part."""
+    """Layers, and the mean of `key` over each layer's linears of `part`."""
     values: dict[int, list[float]] = {}
     for row in rows:
         if row["part"] == part and row[key] is not None:
@@ -215,7 +215,7 @@ def _times(axes: Axes, kernels: list[Json]) -> None:
 
 
 def page(report: Json) -> str:
-    """The whole page as HTML text: no scripts, no links out."""
+    """The whole page as HTML text, without scripts or external links."""
     import matplotlib
     from jinja2 import Environment
 
@@ -233,9 +233,9 @@ def page(report: Json) -> str:
 
 
 def main() -> None:
-    """Read a report from standard input, write its page to standard output."""
+    """Read a report from standard input and write its page to standard output."""
     import matplotlib.backends.backend_svg
-    import matplotlib.figure  # noqa: F401 (imported before the report arrives)
+    import matplotlib.figure  # noqa: F401 (import before the report arrives)
 
     sys.stdout.write(page(json.load(sys.stdin)))
 

@@ -1,4 +1,4 @@
-"""Roofline: the least time a kernel can take, from what it moves and computes and what the machine can do.
+"""Roofline: the minimum time of a kernel, from the data it moves, the operations it does, and the machine's peaks.
 
 Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model", CACM 2009.
 """
@@ -14,10 +14,10 @@ from qcompile.targets import get_target
 
 @dataclass(frozen=True)
 class Peaks:
-    """Rates of a machine, with the threads that will be used.
+    """Peak rates of a machine, for the threads that will be used.
 
-    `bytes_per_second` from memory; `ops_per_second` by type (int8, f32, bf16), a multiply and an add being
-    two; `overhead_us` is what a kernel costs before it does anything (launch, barrier).
+    `bytes_per_second` of memory; `ops_per_second` by type (int8, f32, bf16), where multiply-add counts as two;
+    `overhead_us` is the fixed cost of a kernel (launch, barrier).
     """
 
     bytes_per_second: float
@@ -26,14 +26,14 @@ class Peaks:
 
 
 CPU_CORE = Peaks(25e9, {"int8": 400e9, "bf16": 200e9, "f32": 100e9})
-"""What times on a CPU are predicted with: a core of a recent server. `qcompile bench` probes the real one."""
+"""Rates for predicting times on a CPU: a core of a recent server. `qcompile bench` measures the actual one."""
 
 _BF16_OVER_F32 = 15
-"""Tensor cores over plain float32, about alike on all of these GPUs."""
+"""Ratio of tensor-core bf16 to plain float32 rates, similar on all these GPUs."""
 
 
 def peaks_of(target: str) -> Peaks:
-    """What times on the target called so are predicted with: of a GPU its data sheet, of a CPU a usual core."""
+    """Rates for predicting times on `target`: a GPU's data sheet, or a typical CPU core. UsageError if unknown."""
     machine = get_target(target)
     if not machine.memory_gb_s:
         return CPU_CORE
@@ -43,7 +43,7 @@ def peaks_of(target: str) -> Peaks:
 
 
 class Cost(NamedTuple):
-    """What one run of a kernel moves (bytes), computes (a multiply and an add are two), and in which type."""
+    """What one run of a kernel moves (bytes) and computes (multiply-add counts as two), and in which type."""
 
     bytes: float
     ops: float
@@ -51,7 +51,7 @@ class Cost(NamedTuple):
 
 
 def predicted_us(bytes: float, ops: float, peaks: Peaks, dtype: str = "int8") -> float:
-    """Microseconds: the longer of moving `bytes` and computing `ops` in `dtype`, and the overhead."""
+    """Microseconds: the maximum of the times to move `bytes` and to compute `ops` in `dtype`, plus the overhead."""
     moving = bytes / peaks.bytes_per_second
     computing = ops / peaks.ops_per_second[dtype]
     return max(moving, computing) * 1e6 + peaks.overhead_us
@@ -66,8 +66,8 @@ def call_cost(
 ) -> Cost:
     """Cost of one call of a program (codegen/program.py, as JSON) for a single row.
 
-    `weight_bytes` are sizes by weight name; `context` is how many positions attention reads. A lookup in an
-    embedding table reads one row of it; every other weight is read whole.
+    `weight_bytes` are sizes by weight name; `context` is the number of positions that attention reads. An embedding
+    lookup reads one row of its table; every other weight is read completely.
     """
     buffers = {buffer["name"]: buffer for buffer in program["buffers"]}
     named = [call.get(key) for key in ("x", "qkv", "q", "out", "residual", "other")]
@@ -91,7 +91,7 @@ def call_cost(
         heads = call["heads"] + 2 * call["kv_heads"]
         return Cost(row_bytes + position_bytes, 3.0 * heads * call["head_dim"], "f32")
     if kernel == "gather":
-        moved = 3 * buffers[call["out"]]["width"]  # an element read, another written, and its index
+        moved = 3 * buffers[call["out"]]["width"]  # one element read, one written, and its index
         return Cost(_ITEM_BYTES["f32"] * moved, moved, "f32")
     if kernel == "norm_heads":  # in place, over some columns of x
         normed = call["heads"] * call["width"]

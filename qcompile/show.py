@@ -1,4 +1,4 @@
-"""Graphs for people: one line of text per operator, or a drawing as one self-contained SVG."""
+"""Graphs for people: as text with one line per operator, or as a self-contained SVG drawing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qcompile.errors import ResourceError
 from qcompile.graph import Graph
 
 ROW, LANE, BOX, MARGIN = 34, 26, 250, 24
-"""Sizes of a drawing in pixels: height of a row, width of a lane, of a box, and around it all."""
+"""Sizes of a drawing in pixels: height of a row, width of a lane and of a box, and the margin."""
 
 COLORS = {
     "linear": "#cfe3ff",
@@ -32,7 +32,7 @@ COLORS = {
 
 
 def to_text(graph: Graph) -> str:
-    """One line per operator on activations: name, operator, arguments, shape. Weights stand where they are used."""
+    """One line per operator on activations: name, operator, arguments, shape. Weights are shown where they are used."""
     lines = [f"graph {graph.info.name} at {graph.stage}"]
     lines += [f"  {node.name}: {_shape(node)}" for node in graph.inputs]
     for node in _activations(graph):
@@ -44,7 +44,7 @@ def to_text(graph: Graph) -> str:
 
 
 def dump(graphs: Sequence[Graph], names: Sequence[str], folder: Path) -> None:
-    """Write each graph as NN-name.txt and NN-name.svg. ResourceError where the folder cannot be written."""
+    """Write each graph as NN-name.txt and NN-name.svg. Raises ResourceError if the folder cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for number, (graph, name) in enumerate(zip(graphs, names, strict=True), start=1):
@@ -101,7 +101,7 @@ def _notes(node: fx.Node) -> str:
 
 @dataclass(frozen=True)
 class _Edge:
-    """A line from row `start` to row `stop` in `lane` right of the boxes; neighbours need no lane (None)."""
+    """An edge from row `start` to row `stop` in `lane`, right of the boxes; None between adjacent rows."""
 
     start: int
     stop: int
@@ -109,7 +109,7 @@ class _Edge:
 
 
 def to_svg(graph: Graph) -> str:
-    """The graph top to bottom, one row per operator; long edges run in lanes beside the boxes."""
+    """The graph from top to bottom, one row per operator; long edges run in lanes beside the boxes."""
     nodes = [*graph.inputs, *_activations(graph), graph.output]
     rows = {node: row for row, node in enumerate(nodes)}
     edges = _edges(nodes, rows)
@@ -128,8 +128,8 @@ def to_svg(graph: Graph) -> str:
 
 
 def _edges(nodes: list[fx.Node], rows: dict[fx.Node, int]) -> list[_Edge]:
-    """Edges between rows, each long one in the first lane that is free over its span."""
-    busy: list[int] = []  # last row each lane is taken to
+    """Edges between rows; each long edge takes the first lane that is free over its span."""
+    busy: list[int] = []  # the last row up to which each lane is taken
     edges = []
     for node in nodes:
         row = rows[node]

@@ -1,4 +1,4 @@
-"""A folder or file takes another's place in one rename: whoever looks finds the one or the other, never neither."""
+"""Replace a folder or file atomically: readers see either the old or the new one, never neither."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-_HERE = -100  # AT_FDCWD: relative paths are from the working directory
+_HERE = -100  # AT_FDCWD: relative paths start at the working directory
 _EXCHANGE = 2
 _TAKEN = {errno.ENOTEMPTY, errno.EEXIST}
 _NOT_OFFERED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 
 
 def install(folder: Path, place: Path) -> None:
-    """Move `folder` to `place`; a folder that was there comes to be where `folder` was. Raises OSError."""
+    """Move `folder` to `place`; an existing folder there takes the place of `folder`. Raises OSError."""
     while True:
         try:
-            os.rename(folder, place)  # where there is nothing, or an empty folder
+            os.rename(folder, place)  # succeeds if `place` is absent or an empty folder
             return
         except OSError as error:
             if error.errno not in _TAKEN:
@@ -39,13 +39,13 @@ def install(folder: Path, place: Path) -> None:
         except OSError as error:
             if error.errno not in _NOT_OFFERED:
                 raise
-            if _exchange_by_three(folder, place):
+            if _exchange_by_renames(folder, place):
                 return
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that becomes `path` when the block ends, and is gone when it fails. Raises OSError."""
+    """A file to write that becomes `path` when the block ends, and is deleted if it fails. Raises OSError."""
     handle, temporary = tempfile.mkstemp(prefix=".", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -58,7 +58,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def umask() -> int:
-    """The process's umask, which tempfile ignores: what it makes is private."""
+    """The process's umask, which tempfile ignores, as it creates private files."""
     with open("/proc/self/status", "rb") as status:
         for line in status:
             if line.startswith(b"Umask:"):
@@ -76,8 +76,8 @@ def _exchange(one: Path, other: Path) -> None:
         raise OSError(code, os.strerror(code), str(other))
 
 
-def _exchange_by_three(one: Path, other: Path) -> bool:
-    """For file systems that exchange nothing: there is neither for a moment. False where somebody used that moment."""
+def _exchange_by_renames(one: Path, other: Path) -> bool:
+    """For file systems without atomic exchange: briefly, `other` is absent. False if it was created meanwhile."""
     aside, lock = locked_sibling(other)
     try:
         try:
@@ -90,7 +90,7 @@ def _exchange_by_three(one: Path, other: Path) -> bool:
             os.rename(one, other)
         except BaseException as error:
             if isinstance(error, OSError) and error.errno in _TAKEN:
-                return False  # what stood there is deleted, as it would be had the other come later
+                return False  # the old folder is deleted, as if the other process had come later
             os.rename(aside / "old", other)
             raise
         os.rename(aside / "old", one)
@@ -105,14 +105,14 @@ def _prefix(path: Path) -> str:
 
 
 def locked_sibling(path: Path) -> tuple[Path, int]:
-    """A new temporary folder beside `path`, and the descriptor whose lock says that somebody works in it."""
+    """A new temporary folder beside `path`, and the descriptor of the lock that marks it as in use."""
     while True:
-        # Named before it is there, so that whoever is interrupted as it is made deletes it.
+        # Choose the name before creating the folder, so that an interruption during creation can still delete it.
         folder = path.parent / f"{_prefix(path)}{secrets.token_hex(8)}"
         try:
             folder.mkdir(mode=0o700)
             lock = _locked(folder)
-            if lock is None:  # another build took it for a leftover before we had the lock
+            if lock is None:  # another build removed it as a leftover before we had the lock
                 continue
             if folder.exists():
                 return folder, lock
@@ -125,7 +125,7 @@ def locked_sibling(path: Path) -> tuple[Path, int]:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Delete the temporary folders beside `path` that killed builds left; locked ones belong to running builds."""
+    """Delete temporary folders that killed builds left beside `path`; running builds hold locks on theirs."""
     for folder in path.parent.glob(f"{glob.escape(_prefix(path))}*/"):
         lock = _locked(folder)
         if lock is not None:
@@ -134,7 +134,7 @@ def remove_leftovers(path: Path) -> None:
 
 
 def _locked(folder: Path) -> int | None:
-    """A descriptor of the folder that holds its lock; None where another holds it, or the folder has gone."""
+    """A descriptor that holds the folder's lock; None if another process holds it or the folder is gone."""
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except (FileNotFoundError, NotADirectoryError):

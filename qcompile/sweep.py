@@ -1,8 +1,8 @@
-"""Run a graph over many samples, stopping where asked: what calibration sees of a model.
+"""Run a graph over many samples and stop at given nodes, so that calibration can read intermediate values.
 
-Every operator runs once for each sample; between stops only values that something later reads are kept, found by
-dataflow. In a decoder that is the residual stream and the input of the linear at which the sweep stopped, in the
-form it has there (int8 codes where activations are quantized). Weights are loaded for a stretch and dropped.
+Every operator runs once per sample. Between stops, liveness analysis keeps only the values that are read later: in a
+decoder, the residual stream and the input of the linear at which the sweep stopped, in its form there (int8 codes for
+quantized activations). Weights are loaded between two stops and then dropped.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ Values = dict[fx.Node, Any]
 
 
 class Shelf:
-    """One value of every sample, a tensor or a list of them, each laid out in one piece of memory.
+    """One value of every sample, a tensor or a list of tensors, each in one contiguous allocation.
 
-    Among the values of a moment those that last would leave holes when the others go, and the heap would grow to
-    several times what is in use. Tensors of `spare` [samples, ...] that fit are taken out of it and used again.
+    Separate allocations would fragment the heap: long-lived values between short-lived ones leave holes, and it would
+    grow to several times what is in use. Tensors of `spare` [samples, ...] that fit are removed from it and reused.
     """
 
     def __init__(self, like: Any, samples: int, spare: list[Tensor]) -> None:
         self._single = isinstance(like, Tensor)
-        self.parts = [_room(part, samples, spare) for part in ([like] if self._single else like)]
+        self.parts = [_allocation(part, samples, spare) for part in ([like] if self._single else like)]
 
     def put(self, sample: int, value: Any) -> None:
-        """Keep a sample's value; the one it had is written over."""
+        """Store a sample's value, overwriting its old one."""
         for room, part in zip(self.parts, [value] if self._single else value, strict=True):
             room[sample].copy_(part)
 
     def get(self, sample: int) -> Any:
-        """A sample's value, where it lies."""
+        """A sample's value, as a view."""
         found = [room[sample] for room in self.parts]
         return found[0] if self._single else found
 
 
-def _room(part: Tensor, samples: int, spare: list[Tensor]) -> Tensor:
-    """Memory [samples, ...] for what has the shape and type of `part`."""
+def _allocation(part: Tensor, samples: int, spare: list[Tensor]) -> Tensor:
+    """Memory [samples, ...] for values with the shape and dtype of `part`."""
     shape = (samples, *part.shape)
     for index, room in enumerate(spare):
         if room.shape == shape and room.dtype == part.dtype:
@@ -54,9 +54,9 @@ def _room(part: Tensor, samples: int, spare: list[Tensor]) -> Tensor:
 class Sweep:
     """The state of a run of `graph` over `tokens` int64 [samples, length], each sample a batch of one.
 
-    `graph` is one of whole sequences (before the `cache` stage), whose operators give new tensors, never parts of
-    their inputs. Its nodes may be given other weights ahead of where the sweep is. `work(amount)` is called as
-    multiplications of linears are done.
+    `graph` takes whole sequences (it is before the `cache` stage), and its operators return new tensors, never views of
+    their inputs. Weights of nodes the sweep has not reached may be replaced. `work(amount)` is called with the number
+    of weights of each linear that has run.
     """
 
     def __init__(self, graph: Graph, tokens: Tensor, work: Callable[[int], None] | None = None) -> None:
@@ -71,7 +71,7 @@ class Sweep:
         self._weights: Values = {}
 
     def advance(self, stop: fx.Node) -> None:
-        """Run every sample up to `stop`, which is not run."""
+        """Run every sample up to `stop`, excluding it."""
         end = self._nodes.index(stop, self._next)
         born: dict[fx.Node, Shelf] = {}
         dead: list[fx.Node] = []
@@ -92,17 +92,17 @@ class Sweep:
         self._next = end
 
     def outputs(self) -> Iterator[Any]:
-        """Run every sample to the end: what the graph gives for it, of one sample after the other."""
+        """Run every sample to the end and yield the graph's result, sample by sample."""
         result: Any = self.graph.output.args[0]
         for sample in range(len(self._tokens)):
             yield self._run(sample, len(self._nodes))[result]
 
     def values(self, node: fx.Node) -> list[Any]:
-        """What `node`, which something not yet run reads, gave for each sample."""
+        """The value of `node` for each sample; a node that has not run yet must read it."""
         return [self._shelves[node].get(sample) for sample in range(len(self._tokens))]
 
     def _run(self, sample: int, end: int) -> Values:
-        """Run a sample's nodes from where it is up to `end`; all its values that are read from there on."""
+        """Run a sample's nodes from the current position to `end`; returns its values that are still read later."""
         values: Values = dict(zip(self.graph.inputs, (self._tokens[sample][None], self._positions), strict=False))
         values |= {node: shelf.get(sample) for node, shelf in self._shelves.items()}
         with torch.no_grad():
@@ -128,7 +128,7 @@ class Sweep:
                 sample.pop(done, None)
 
     def _arguments(self, sample: Values, node: fx.Node, skip: int | None = None) -> Any:
-        """The node's arguments for a sample, but for the one at `skip`."""
+        """The node's arguments for a sample, without the one at index `skip`."""
         given = tuple(None if index == skip else item for index, item in enumerate(node.args))
         return fx.node.map_arg(given, lambda n: sample[n] if n in sample else self._weight(n))
 
@@ -138,10 +138,10 @@ class Sweep:
         return self._weights[node]
 
     def _dequantized(self, node: Any, format: str) -> Tensor:
-        """A quantized weight as floats, once for all samples."""
+        """A quantized weight as floats, computed once for all samples."""
         if node not in self._weights:
             parts = self.graph.evaluate(node)
-            if format == "nested_8_4":  # later layers make up for the upper nibble alone; 8 bits need no help
+            if format == "nested_8_4":  # later layers compensate for the upper nibble; 8 bits need no compensation
                 parts, format = parts[:3], "w4_asym_g128"
             self._weights[node] = numerics.dequantize_weight(parts, format, parts[0].shape[1])
         weight: Tensor = self._weights[node]

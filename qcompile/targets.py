@@ -1,6 +1,6 @@
-"""Targets: the machines kernels are generated for. A target is data.
+"""Targets: the machines for which kernels are generated. A target is data.
 
-Peak rates are not among it for a CPU: they are probed on the host when they are needed (`qcompile bench`).
+The peak rates of CPUs are not part of it; they are measured on the host when needed (`qcompile bench`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from qcompile.errors import UsageError
 
 @dataclass(frozen=True)
 class Target:
-    """One kind of machine, `kind` cpu or cuda.
+    """A kind of machine; `kind` is cpu or cuda.
 
-    `isa` chooses the kernels' vector code or GPU architecture; `requires` are Linux's names of CPU flags. Of a
-    GPU: compute `capability`, most shared memory of a program, and by data sheet GB/s of memory and dense int8
-    TOPS, bf16 TFLOPS and (without matrix units) f32 TFLOPS.
+    `isa` selects the kernels' vector code or GPU architecture; `requires` are CPU flags as named by Linux. For a GPU:
+    compute `capability`, maximum shared memory of a program, and from its data sheet GB/s of memory, dense int8 TOPS,
+    bf16 TFLOPS and (without matrix units) f32 TFLOPS.
     """
 
     name: str
@@ -37,16 +37,16 @@ class Target:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What an artifact's manifest says of the target."""
+        """What an artifact's manifest records about the target."""
         return {"name": self.name, "kind": self.kind, "isa": self.isa, "requires": list(self.requires)}
 
 
-# What the compiler may use at x86-64-v3 and x86-64-v4 (abm is Linux's name of lzcnt), and the extensions asked for.
+# What the compiler may use at x86-64-v3 and x86-64-v4 (abm is Linux's name for lzcnt), and the required extensions.
 _AVX2 = ("avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe")
 _AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16", "avx512vbmi")
 _AMX = ("amx_tile", "amx_int8", "amx_bf16")
 
-# The best first: `cpu` means the first one the host can run.
+# Best first: `cpu` selects the first one the host can run.
 _LEVELS = (
     Target("cpu-amx", "cpu", "amx", _AVX2 + _AVX512 + _AMX, "AVX-512 and AMX tiles of int8 and bfloat16"),
     Target("cpu-avx512vnni", "cpu", "avx512", _AVX2 + _AVX512, "AVX-512 with VNNI, BF16 and VBMI"),
@@ -67,9 +67,9 @@ TARGET_NAMES = ("cpu", *TARGETS)
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """Instruction sets of this CPU as Linux names them (avx2, avx512_vnni, ...); empty where unknown.
+    """Instruction sets of this CPU as named by Linux (avx2, avx512_vnni, ...); empty if unknown.
 
-    AMX is among them if the system lets this process use its tiles, which it is asked for here.
+    AMX is included if the kernel grants this process the use of its tiles, which is requested here.
     """
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
@@ -81,18 +81,18 @@ def cpu_flags() -> frozenset[str]:
 
 
 def _tiles_granted() -> bool:
-    """Whether Linux keeps the tiles' 8 KiB for this process's threads from now on (arch_prctl, XTILEDATA)."""
-    arch_prctl, ask_for_state, tile_data = 158, 0x1023, 18  # of x86-64, which alone has them
+    """Request the 8 KiB of tile state for this process's threads (arch_prctl, XTILEDATA); False if denied."""
+    arch_prctl, ask_for_state, tile_data = 158, 0x1023, 18  # x86-64 only, as are tiles
     return ctypes.CDLL(None).syscall(arch_prctl, ask_for_state, tile_data) == 0
 
 
 def missing_flags(requires: Collection[str]) -> list[str]:
-    """Those of `requires` that this CPU lacks, in order."""
+    """The flags in `requires` that this CPU lacks, in order."""
     return [flag for flag in requires if flag not in cpu_flags()]
 
 
 def get_target(name: str) -> Target:
-    """The target called `name`; `cpu` is the best level of this host. UsageError listing those there are."""
+    """The target `name`; `cpu` is the best level of this host. Raises UsageError listing the known targets."""
     if name == "cpu":
         best = next(level for level in _LEVELS if not missing_flags(level.requires))
         return replace(best, name="cpu")

@@ -1,8 +1,8 @@
-"""Traces kept between builds: the raised graph of a checkpoint, found again by its configuration and headers.
+"""Traces cached between builds: the raised graph of a checkpoint, keyed by its configuration and headers.
 
-Tracing a model takes longer than all else that a build does with its kernels compiled before. A trace is kept where no
-value of the checkpoint had a part in it, and all it reads are stored tensors as they are and constants. Its file is
-safetensors: the constants, and the graph as JSON.
+Tracing a model takes most of the time of a build whose kernels are cached. A trace is kept if it does not depend on
+the values of the checkpoint, and reads only unmodified stored tensors and constants. Its file is safetensors with the
+constants and the graph as JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CONFIGURATION = ("config.json", "generation_config.json")
 
 @dataclass(frozen=True)
 class Trace:
-    """A raised graph, and what raising it did: how often it fired, what it left alone."""
+    """A raised graph with the result of raising: how often it fired, and notes on what it left alone."""
 
     graph: Graph
     fired: int
@@ -40,7 +40,7 @@ class Trace:
 
 
 class Place:
-    """Where the trace of one checkpoint is kept, known by all that decides it but the values of weights."""
+    """The cache entry for the trace of a checkpoint; its key covers all that the trace depends on but weight values."""
 
     def __init__(self, directory: Path, name: str, options: str) -> None:
         self._checkpoint = stored_formats.open_checkpoint(directory)
@@ -56,7 +56,7 @@ class Place:
         self.path = user_cache.cache_dir() / "traces" / f"{known.hexdigest()}.safetensors"
 
     def recall(self) -> Trace | None:
-        """The trace that was kept here, if there is one that can be read."""
+        """The kept trace, or None if there is none that can be read."""
         kept = user_cache.recall(self.path)
         if kept is None:
             return None
@@ -70,11 +70,11 @@ class Place:
             graph = Graph.from_json(facts["graph"], store)
             graph.infer(torch.empty(shape, dtype=torch.int64, device="meta") for shape in facts["inputs"])
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, UsageError):
-            return None  # an older qcompile's, which the next build writes again
+            return None  # written by an older qcompile; the next build replaces it
         return Trace(graph, facts["fired"], tuple(facts["notes"]))
 
     def keep(self, trace: Trace) -> None:
-        """Keep `trace` where values of weights had no part in it."""
+        """Keep `trace` unless it depends on the values of weights."""
         entries = trace.graph.weights.entries
         read = {str(node.target) for node in trace.graph.nodes if node.op == "get_attr"}
         stored = {name: _stored(entries[name].load) for name in read}
@@ -97,10 +97,10 @@ class Place:
 
 
 def place(model: Any, source: Mapping[str, Any], options: str) -> Place | None:
-    """Where the trace of `model` is kept; None for what is no plain local checkpoint, or a damaged one."""
+    """The cache entry for `model`; None if it is not a plain, intact local checkpoint."""
     if not isinstance(model, (str, Path)) or not Path(model).is_dir():
         return None
-    # A checkpoint's own code is not among what is known here; without weights, or cut, it is another model.
+    # The key does not cover a checkpoint's own code; without weights, or truncated, it is a different model.
     plain = {"name": source.get("name"), "allow_remote": False, "weights": True}
     if any(key not in plain or value != plain[key] for key, value in source.items()):
         return None
@@ -108,18 +108,18 @@ def place(model: Any, source: Mapping[str, Any], options: str) -> Place | None:
     try:
         return Place(directory, source.get("name") or name_of(directory), options)
     except QCompileError:
-        return None  # loading it says what is wrong
+        return None  # loading the model reports the error
 
 
 def _stored(load: Callable[[], Tensor]) -> tuple[Checkpoint | None, str | None]:
-    """(checkpoint, tensor) that `load` gives as it is; None twice where it does something else."""
+    """(checkpoint, tensor) if `load` loads it unmodified, else (None, None)."""
     if isinstance(load, functools.partial) and getattr(load.func, "__func__", None) is Checkpoint.load:
         return load.func.__self__, str(load.args[0])  # type: ignore[attr-defined]
     return None, None
 
 
 def _metadata(content: bytes) -> dict[str, str]:
-    """What a safetensors file says of itself, which the library tells of files alone."""
+    """The metadata of a safetensors file in memory; the library reads it from files only."""
     length = int.from_bytes(content[:8], "little")
     found: dict[str, str] = json.loads(content[8 : 8 + length])["__metadata__"]
     return found
@@ -131,7 +131,7 @@ def _constant(value: Tensor) -> Callable[[], Tensor]:
 
 @functools.cache
 def _source_digest() -> bytes:
-    """Of this qcompile's own code, which makes the traces."""
+    """Digest of qcompile's own source code, which determines the traces."""
     digest = hashlib.sha256()
     root = Path(__file__).parent
     for path in sorted([*root.glob("*.py"), *root.glob("ops/*.py"), *root.glob("passes/*.py")]):

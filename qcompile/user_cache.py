@@ -1,4 +1,4 @@
-"""What is kept between builds, in the user's cache folder: compiled kernels and traces of models."""
+"""The user's cache folder, with compiled kernels and traces of models that are kept between builds."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _SEAL = 32
 
 
 def cache_dir() -> Path:
-    """Where it is kept: $QCOMPILE_CACHE, else ~/.cache/qcompile; nowhere for who has no home."""
+    """The folder: $QCOMPILE_CACHE, else ~/.cache/qcompile; for users without a home, one that cannot be created."""
     chosen = os.environ.get("QCOMPILE_CACHE")
     if chosen:
         return Path(chosen)
     try:
         return Path.home() / ".cache" / "qcompile"
-    except RuntimeError:  # no HOME, and no account of this number: nothing can be kept, as nothing is below a device
+    except RuntimeError:  # no HOME and no account for this uid: nothing can be stored below a device
         return Path(os.devnull) / "qcompile"
 
 
 def remember(path: Path, content: bytes) -> None:
-    """Write a cache entry and its SHA-256, whole or not at all. A cache that cannot be written is not an error."""
+    """Write a cache entry and its SHA-256, atomically. Failing to write the cache is not an error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with swap.whole_file(path) as file:
@@ -33,7 +33,7 @@ def remember(path: Path, content: bytes) -> None:
 
 
 def recall(path: Path) -> bytes | None:
-    """What `remember` kept at `path`; None where that is nothing, or not what it was: the next to remember mends it."""
+    """What `remember` stored at `path`; None if there is nothing or it is damaged, which the next build repairs."""
     try:
         entry = path.read_bytes()
     except OSError:

@@ -1,8 +1,8 @@
 """The `qcompile::` operators: schema, fake kernel and torch reference body of each, in one place.
 
-Every stage's graph is made of these, so every stage's graph runs. Shapes are written with B batch, T tokens,
-M = rows of a step (all sequences' tokens side by side), F features, H heads, D head size, V vocabulary. Leading
-dimensions marked `...` are free. References favour clarity over speed; generated kernels are tested against them.
+The graph of every stage consists of these operators, so every stage can be run. Shapes use B batch, T tokens, M rows
+of a step (the tokens of all sequences side by side), F features, H heads, D head size, V vocabulary. Leading
+dimensions written `...` are free. References favor clarity over speed; generated kernels are tested against them.
 """
 
 from qcompile.ops.experts import (

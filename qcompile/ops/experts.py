@@ -1,6 +1,6 @@
-"""Operators of mixtures of experts: k of E experts are chosen for each token, and only their weights are read.
+"""Operators of mixtures of experts: each token uses k of E experts, and only their weights are read.
 
-A choice is index int64 [..., k]; the k slots of a token are its chosen experts, in the order of the index.
+A choice is index int64 [..., k]. The k slots of a token are its chosen experts, in the order of the index.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def softmax(x: Tensor) -> Tensor:
 
 @define(lambda x, k: torch.empty(*x.shape[:-1], k, dtype=torch.int64, device=x.device))
 def top_k(x: Tensor, k: int) -> Tensor:
-    """Places of the k largest of x [..., E], largest first, of equals the first one first -> int64 [..., k]."""
+    """Indices of the k largest of x [..., E], in descending order, ties by index -> int64 [..., k]."""
     return torch.sort(x, dim=-1, descending=True, stable=True).indices[..., :k].clone()
 
 
@@ -35,13 +35,13 @@ def pick(x: Tensor, index: Tensor) -> Tensor:
 
 @define(like)
 def normalize(x: Tensor, eps: float, floor: float) -> Tensor:
-    """x [..., k] over max(sum of x + eps, floor)."""
+    """x [..., k] / max(sum of x + eps, floor)."""
     return x / (x.sum(-1, keepdim=True) + eps).clamp_min(floor)
 
 
 @define(like)
 def limit_groups(x: Tensor, groups: int, keep: int, count: int) -> Tensor:
-    """x [..., E] but minus infinity outside the `keep` best of `groups` runs, by the sum of a run's `count` best."""
+    """x [..., E] with minus infinity outside the `keep` best of `groups` groups, ranked by the sum of `count` best."""
     runs = x.unflatten(-1, (groups, -1))
     best = runs.topk(count, -1).values.sum(-1)
     kept = torch.sort(best, dim=-1, descending=True, stable=True).indices[..., :keep]
@@ -54,7 +54,7 @@ def limit_groups(x: Tensor, groups: int, keep: int, count: int) -> Tensor:
 
 @define(lambda x, index, weight, bias=None: x.new_empty(*index.shape, weight.shape[1]))
 def expert_linear(x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Each slot's linear: x [..., K], or [..., k, K] by slot, weight [E, N, K], bias [E, N] -> [..., k, N]."""
+    """Each slot's linear: x [..., K], or [..., k, K] per slot; weight [E, N, K], bias [E, N] -> [..., k, N]."""
     if x.dim() == index.dim():
         x = x.unsqueeze(-2).expand(*index.shape, x.shape[-1])
     y = x.new_empty(*index.shape, weight.shape[1])
@@ -77,7 +77,7 @@ def gated_experts(
 ) -> Tensor:
     """Each slot's gated linear: gate_up [E, 2N', K] interleaved in blocks of GATE_BLOCK rows -> [..., k, width].
 
-    `limit` and `offset` are those of gate().
+    `limit` and `offset` are as in gate().
     """
     return gate(reference("expert_linear")(x, index, gate_up, bias), kind, width, limit, offset)
 
@@ -90,16 +90,16 @@ def scale_slots(y: Tensor, factor: Tensor) -> Tensor:
 
 @define(lambda y, factor: y.new_empty(*y.shape[:-2], y.shape[-1]))
 def combine(y: Tensor, factor: Tensor | None) -> Tensor:
-    """Sum over slots of y [..., k, F], each times its factor [..., k] where there is one -> [..., F]."""
+    """Sum over slots of y [..., k, F], each multiplied by its factor [..., k] if given -> [..., F]."""
     return (y if factor is None else y * factor[..., None]).sum(-2)
 
 
-# ---- activations that experts bring -------------------------------------------------------------------
+# ---- activations used by experts ----------------------------------------------------------------------
 
 
 @define(like)
 def clamp(x: Tensor, low: float | None, high: float | None) -> Tensor:
-    """x [...] kept within low and high; None is no bound."""
+    """x [...] clamped to low and high; None means unbounded."""
     return torch.clamp(x, low, high)
 
 
@@ -118,7 +118,7 @@ def _padded(n: int) -> int:
 
 @define(lambda w: w.new_empty(w.shape[0] * _padded(w.shape[1]), *w.shape[2:]))
 def expert_rows(w: Tensor) -> Tensor:
-    """w [E, N, ...] -> [E * N', ...]: N' is N rounded up to GATE_BLOCK, an expert's last rows zeros."""
+    """w [E, N, ...] -> [E * N', ...], where N' is N padded to a multiple of GATE_BLOCK with rows of zeros."""
     short = _padded(w.shape[1]) - w.shape[1]
     return torch.cat((w, w.new_zeros(w.shape[0], short, *w.shape[2:])), 1).flatten(0, 1).contiguous()
 
@@ -155,10 +155,10 @@ def expert_gemm(
     limit: float | None,
     offset: float,
 ) -> Tensor:
-    """expert_linear by quantized weights, of expert_rows, and inputs quantized one by one -> f32 [..., k, width].
+    """expert_linear on quantized weights (as in expert_rows) and per-slot quantized inputs -> f32 [..., k, width].
 
-    Epilogues: `store`, or those of gated_experts, whose weight has gate and up rows interleaved; `limit` and `offset`
-    are its.
+    Epilogues: `store`, or those of gated_experts, whose weight interleaves gate and up rows and which uses `limit` and
+    `offset`.
     """
     kept = None if epilogue in GATED else width
     rows = numerics.dequantize_weight(weight, format, x.shape[-1]).unflatten(0, (experts, -1))[:, :kept]

@@ -28,22 +28,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @define(like)
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x [..., F] over its last dimension; weight [F] or None: x / sqrt(mean(x²) + eps) * weight.
+    """x [..., F] over its last dimension: x / sqrt(mean(x²) + eps) * weight, with weight [F] or None.
 
-    For x [..., H, D] the weight may be [H * D], each head's own.
+    For x [..., H, D] the weight may also be [H * D], different for each head.
     """
     y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
     return y.clone() if weight is None else y * _by_head(weight, x)
 
 
 def _by_head(weight: Tensor, x: Tensor) -> Tensor:
-    """weight [F] as it is, and [H * D] as [H, D]."""
+    """weight [F] unchanged, weight [H * D] as [H, D]."""
     return weight if weight.shape[0] == x.shape[-1] else weight.view(x.shape[-2:])
 
 
 @define(like)
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """x [..., F] over its last dimension; weight and bias [F], or [H * D] as of rms_norm, or None."""
+    """x [..., F] over its last dimension; weight and bias are [F], [H * D] as in rms_norm, or None."""
     if all(w is None or w.shape[0] == x.shape[-1] for w in (weight, bias)):
         return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
     y = torch.nn.functional.layer_norm(x, x.shape[-1:], None, None, eps)
@@ -54,7 +54,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 # ---- elementwise ------------------------------------------------------------------------------
 
 QUICK = 1.702
-"""What makes x sigmoid(QUICK x) come near to GELU (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
+"""With this factor, x sigmoid(QUICK x) approximates GELU (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
 
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": torch.nn.functional.silu,
@@ -72,13 +72,13 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
 
 @define(like)
 def unary(x: Tensor, kind: str) -> Tensor:
-    """x [...] through the function `kind`, one of UNARY."""
+    """The function `kind`, one of UNARY, of x [...]."""
     return UNARY[kind](x).clone()
 
 
 @define(like)
 def xielu(x: Tensor, curve: Tensor) -> Tensor:
-    """x [...] through xIELU (Huang and Schlag 2024, arXiv 2411.13010); curve [4] is alpha_p, alpha_n, beta and eps.
+    """xIELU (Huang and Schlag 2024, arXiv 2411.13010) of x [...]; curve [4] holds alpha_p, alpha_n, beta and eps.
 
     alpha_p x² + beta x where x > 0, else alpha_n (expm1(min(x, eps)) - x) + beta x.
     """
@@ -107,9 +107,9 @@ def mul(a: Tensor, b: Tensor) -> Tensor:
 
 @define(like)
 def hadamard(x: Tensor, core: Tensor, block: int) -> Tensor:
-    """x [..., F] with blocks of `block` features each times hadamard_matrix(block) / sqrt(block).
+    """x [..., F] with each block of `block` features multiplied by hadamard_matrix(block) / sqrt(block).
 
-    core [c * c] is the matrix left when the doublings are taken out (hadamard.core_order), row-major.
+    core [c * c], row-major, is the matrix that remains after removing the doublings (hadamard.core_order).
     """
     size = math.isqrt(core.shape[0])
     return hadamard_module.transform(x.unflatten(-1, (-1, block)), core.reshape(size, size)).flatten(-2)
@@ -126,16 +126,16 @@ def slice_features(x: Tensor, start: int, stop: int) -> Tensor:
 
 @define(lambda sources, index: sources[0].new_empty(*sources[0].shape[:-1], index.shape[0]))
 def gather_features(sources: list[Tensor], index: Tensor) -> Tensor:
-    """sources, each [..., F_i], index int64 [N] into their features one after another, -1 for zeros -> [..., N]."""
+    """sources [..., F_i], index int64 [N] into their concatenated features, -1 for zeros -> [..., N]."""
     joined = torch.cat([*sources, torch.zeros_like(sources[0][..., :1])], -1)
     return joined.index_select(-1, torch.where(index < 0, joined.shape[-1] - 1, index))
 
 
 @define(like)
 def rotate_heads(x: Tensor, center: Tensor | None, block: int) -> Tensor:
-    """x [..., H, D], less center [H * D], with blocks of `block` features times hadamard_matrix(block) / sqrt(block).
+    """x [..., H, D] - center [H * D], with blocks of `block` features times hadamard_matrix(block) / sqrt(block).
 
-    `block` is a power of 2, so that the matrix is all doublings; 0 turns nothing.
+    `block` is a power of 2, so the matrix consists of doublings only; with 0 nothing is rotated.
     """
     if center is not None:
         x = x - center.to(x.dtype).unflatten(0, x.shape[-2:])
@@ -160,8 +160,8 @@ def merge_heads(x: Tensor) -> Tensor:
 def rope(x: Tensor, positions: Tensor, inv_freq: Tensor, scaling: float, interleaved: bool) -> Tensor:
     """Rotary position embedding of x [..., H, D] at positions [...], inv_freq [R/2], R <= D rotated features.
 
-    Pair i is features (i, i + R/2), or (2i, 2i + 1) when `interleaved`; it turns by the angle
-    position * inv_freq[i], in float32 as Hugging Face computes it, and is multiplied by `scaling`.
+    Pair i is features (i, i + R/2), or (2i, 2i + 1) if `interleaved`. It is rotated by the angle
+    position * inv_freq[i], in float32 as in Hugging Face, and multiplied by `scaling`.
     """
     angle = positions[..., None, None].to(torch.float32) * inv_freq.to(torch.float32)
     cos, sin = (angle.cos() * scaling).to(x.dtype), (angle.sin() * scaling).to(x.dtype)
@@ -185,7 +185,7 @@ def attend(
 ) -> Tensor:
     """q [..., Q, H, D], k and v [..., S, Hk, D], mask bool broadcastable to [..., 1, Q, S] -> [..., Q, H, D].
 
-    `bias` [H, Q, S] is added to the scores after their cap.
+    `bias` [H, Q, S] is added to the scores after soft capping.
     """
     groups = q.shape[-2] // k.shape[-2]
     k, v = (t.repeat_interleave(groups, -2).transpose(-2, -3) for t in (k, v))
@@ -209,12 +209,12 @@ def visible(query: Tensor, key: Tensor, window: int) -> Tensor:
 
 
 def whole_keys(k: Tensor, center: Tensor | None) -> Tensor:
-    """Keys k [..., Hk, D] with the `center` [Hk * D] that was taken off them (None: nothing was)."""
+    """Keys k [..., Hk, D] plus the `center` [Hk * D] that was subtracted from them (None: nothing was)."""
     return k if center is None else k + center.to(k.dtype).unflatten(0, k.shape[-2:])
 
 
 def key_offsets(key_bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """What key_bias [H, P] adds to scores at positions query [Q] and key [S]: bias[key] - bias[query], [H, Q, S]."""
+    """What key_bias [H, P] adds to scores at positions query [Q], key [S]: bias[key] - bias[query], [H, Q, S]."""
     return None if key_bias is None else key_bias[:, None, key] - key_bias[:, query, None]
 
 
@@ -236,16 +236,16 @@ def attention(
 ) -> Tensor:
     """Causal attention: q [B, T, H, D], k [B, T, Hk, D], v [B, T, Hk, Dv] -> [B, T, H, Dv].
 
-    Query head h reads key head h // (H / Hk). `window` > 0 hides keys `window` or more tokens back;
-    `softcap` > 0 bounds scores as softcap * tanh(score / softcap); sinks [H] are extra scores that
-    take part in the softmax's sum alone. key_bias [H, P] adds key_bias[h, key] - key_bias[h, query], by position:
-    linear biases (ALiBi) and whatever else depends on the key's position alone, up to what a softmax ignores.
-    `center` [Hk * D] is what was taken off all keys, and is given back to their scores.
+    Query head h reads key head h // (H / Hk). `window` > 0 hides keys `window` or more tokens back. `softcap` > 0
+    bounds scores as softcap * tanh(score / softcap). sinks [H] are extra scores that enter only the denominator of the
+    softmax. key_bias [H, P] adds key_bias[h, key] - key_bias[h, query], by position: it expresses ALiBi and any other
+    bias that depends on the key's position only, up to a constant per query, which softmax ignores. `center` [Hk * D]
+    was subtracted from all keys, and is added back for their scores.
     """
     k = whole_keys(k, center)
     plain = not window and not softcap and sinks is None and key_bias is None
-    if plain and scale > 0:  # fast, and nothing [T, T] in memory; torch gives NaN for scales below 0
-        first, second, third = (t.transpose(1, 2) for t in (q, k, v))  # heads ahead of tokens
+    if plain and scale > 0:  # fast, without a [T, T] tensor; torch gives NaN for scales below 0
+        first, second, third = (t.transpose(1, 2) for t in (q, k, v))  # heads before tokens
         grouped = q.shape[2] != k.shape[2]
         y = torch.nn.functional.scaled_dot_product_attention(
             first, second, third, is_causal=True, scale=scale, enable_gqa=grouped

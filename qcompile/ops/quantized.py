@@ -1,4 +1,4 @@
-"""Linears on quantized activations and weights, and what is fused with them."""
+"""Linears on quantized activations and weights, and the operators fused with them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def _fake_activation(x: Tensor, kind: str, group: int) -> list[Tensor]:
 
 @define(_fake_activation)
 def quantize_activation(x: Tensor, kind: str, group: int) -> list[Tensor]:
-    """x [..., K] in the type `kind` of numerics.ACTIVATIONS: [x], or for integers [codes int8, scale f32, sums].
+    """x [..., K] as type `kind` of numerics.ACTIVATIONS: [x], or for integers [codes int8, scale f32, sums].
 
-    Scales are [...] or [..., K/128] as the type has it; sums int32 [..., K/group] are of the codes in each
-    group of inputs: what a weight's zero point is multiplied with.
+    Scales are [...] or [..., K/128], depending on the type. Sums int32 [..., K/group] add up the codes of each group of
+    inputs; a weight's zero point is multiplied by them.
     """
     return [part.clone() for part in numerics.quantize_activation(x, kind, group)]
 
 
 GATED = {f"{kind}_mul": kind for kind in UNARY}
-"""Epilogues of linears whose result is kind(gate) * up."""
+"""Epilogues of linears that return kind(gate) * up."""
 GATE_BLOCK = 16
 
 
@@ -53,8 +53,8 @@ def gemm(
 ) -> Tensor:
     """A linear on a quantized activation [..., K] and a quantized weight [N, K] -> f32 [..., width].
 
-    Epilogues: `store`; `add` (residual + y); those of GATED (`silu_mul`), whose weight has gate and up rows
-    interleaved in blocks of GATE_BLOCK and whose result is silu(gate) * up.
+    Epilogues: `store`; `add` (residual + y); those of GATED (such as `silu_mul`), whose weight interleaves gate and up
+    rows in blocks of GATE_BLOCK and which return, for example, silu(gate) * up.
     """
     k = x[0].shape[-1]
     values = numerics.dequantize_activation(x)
@@ -64,7 +64,7 @@ def gemm(
 def gemm_float(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, epilogue: str, width: int
 ) -> Tensor:
-    """What gemm computes, from the floats [..., K] and [N, K] that its quantized operands stand for."""
+    """gemm on the floats [..., K] and [N, K] that its quantized operands represent."""
     y = torch.nn.functional.linear(x, weight, bias)
     y = gate(y, GATED[epilogue], width) if epilogue in GATED else y[..., :width].contiguous()
     return y if residual is None else residual + y
@@ -79,7 +79,7 @@ def gated_linear(x: Tensor, gate_up: Tensor, bias: Tensor | None, kind: str, wid
 def gate(y: Tensor, kind: str, width: int, limit: float | None = None, offset: float = 0.0) -> Tensor:
     """y [..., 2N'], gate and up interleaved in blocks of GATE_BLOCK features -> kind(gate) * up, [..., width].
 
-    With a `limit` gate is at most that, and up from -limit to limit (gpt-oss); `offset` is added to up.
+    `limit` bounds gate by at most limit, and up to ±limit (gpt-oss); `offset` is then added to up.
     """
     first, second = (part.flatten(-2) for part in y.unflatten(-1, (-1, 2, GATE_BLOCK)).unbind(-2))
     if limit is not None:

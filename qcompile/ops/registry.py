@@ -1,4 +1,4 @@
-"""Where operators are defined and found."""
+"""The registry of operators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REFERENCES: dict[str, Callable[..., Any]] = {}
 
 
 def define(fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Register `reference` as qcompile::<its name>, with `fake` giving shapes and dtypes alone."""
+    """Register `reference` as qcompile::<its name>; `fake` computes only shapes and dtypes."""
 
     def register(reference: Callable[..., Any]) -> Any:
         name = reference.__name__.rstrip("_")
@@ -28,21 +28,21 @@ def define(fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
 
 
 def op(name: str) -> Any:
-    """The overload of `qcompile::name`; KeyError when there is none."""
+    """The overload of `qcompile::name`. Raises KeyError if there is none."""
     return DEFINED[name]
 
 
 def reference(name: str) -> Callable[..., Any]:
-    """The reference body of `qcompile::name` as a plain function, through which gradients flow."""
+    """The reference body of `qcompile::name` as a plain function, which supports autograd."""
     return _REFERENCES[name]
 
 
 def name_of(target: Any) -> str | None:
-    """`rms_norm` for torch.ops.qcompile.rms_norm.default, None for anything that is not ours."""
+    """`rms_norm` for torch.ops.qcompile.rms_norm.default; None for operators that are not ours."""
     namespace = getattr(target, "namespace", None)
     return target._schema.name.split("::")[1] if namespace == "qcompile" else None
 
 
 def like(x: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Fake kernel of operators whose result is shaped as their first argument."""
+    """Fake kernel for operators whose result has the shape of their first argument."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -11,9 +11,9 @@ from qcompile import numerics
 from qcompile.ops.model import attend, key_offsets, layer_norm, rms_norm, visible, whole_keys
 from qcompile.ops.registry import define, like, reference
 
-# ---- the step's view: rows of many sequences over a paged cache -----------------------------------
+# ---- a step: rows of many sequences over a paged cache ---------------------------------------------
 #
-# `cache` here is f32 [layers, 2, slots, Hk, D]: what the paged cache reads back, quantization included.
+# `cache` is f32 [layers, 2, slots, Hk, D] here: the values that the paged cache reads back, after quantization.
 
 
 def _slots(positions: Tensor, sequence: Tensor, block_table: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def kv_append(
     layer: int,
     format: str,
 ) -> Tensor:
-    """k, v [M, Hk, D] written through the cache format at their rows' slots; returns the new cache."""
+    """Write k, v [M, Hk, D] to their rows' slots with the cache's rounding; returns the new cache."""
     slots = _slots(positions, sequence, block_table)
     cache = cache.clone()
     for index, value in enumerate((k, v)):
@@ -63,8 +63,8 @@ def kv_attention(
 ) -> Tensor:
     """q [M, H, D] at positions [M] of sequences [M] over the cache's pages [S, pages] -> [M, H, D].
 
-    With `bits`, older keys and values are read as a hierarchical cache has them (numerics.read_hier). `center` [Hk * D]
-    is what keys were less when they were written: scores are those of keys with it.
+    With `bits`, older keys and values are read as from a hierarchical cache (numerics.read_hier). `center` [Hk * D] was
+    subtracted from the keys when they were written, and is added back for their scores.
     """
     out = torch.empty_like(q)
     for row in range(q.shape[0]):
@@ -91,11 +91,11 @@ def turn_heads(
     query_table: Tensor | None = None,
     query_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """qkv [M, ...] with q and k rotated in their places, and k and v [M, Hk, D] out of it.
+    """qkv [M, ...] with q and k rotated in place, and the k and v [M, Hk, D] in it.
 
-    `turn` is what rope takes behind its values (nothing turns without inv_freq); q is then multiplied by its position's
-    row of `query_table` [P, 1] and by `query_weight` [D]; rotate_heads follows, which takes `center` off k, and turns
-    both where there is a `block`.
+    `turn` are rope's arguments after its values (without inv_freq nothing is rotated). q is then multiplied by the row
+    of `query_table` [P, 1] at its position and by `query_weight` [D]. Then rotate_heads subtracts `center` from k, and
+    rotates both if `block` is not 0.
     """
     parts: list[Tensor] = []
     for offset, count, less in zip(offsets, (heads, kv_heads, kv_heads), (None, center, None), strict=True):
@@ -140,10 +140,11 @@ def rope_append(
     query_table: Tensor | None = None,
     query_weight: Tensor | None = None,
 ) -> list[Tensor]:
-    """Rotates q and k inside qkv [M, ...] (offsets of q, k, v in features) and appends k, v to the cache.
+    """Rotate q and k inside qkv [M, ...] (`offsets` of q, k, v in features) and append k, v to the cache.
 
-    Rotated q is multiplied by its position's row of `query_table` [P, 1] and by `query_weight` [D]. Then rotate_heads
-    takes `center` [Hk * D] off k and, with `block`, turns both. Returns [qkv with q and k rotated, new cache].
+    Rotated q is multiplied by the row of `query_table` [P, 1] at its position and by `query_weight` [D]. Then
+    rotate_heads subtracts `center` [Hk * D] from k and, with `block`, rotates both. Returns [qkv with q and k rotated,
+    new cache].
     """
     turn = positions, inv_freq, scaling, interleaved
     qkv, k, v = turn_heads(qkv, turn, offsets, heads, kv_heads, head_dim, center, block, query_table, query_weight)
@@ -152,7 +153,7 @@ def rope_append(
 
 @define(lambda x, rows: x.new_empty(rows.shape[0], *x.shape[1:]))
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """x [M, F] -> x[rows], [R, F]: the rows whose logits are wanted."""
+    """x [M, F] -> x[rows], [R, F]: the rows whose logits are requested."""
     return x[rows.long()]
 
 
@@ -160,9 +161,9 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
 def norm_heads(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str, offset: int, heads: int, width: int
 ) -> Tensor:
-    """x [M, F] with `heads` blocks of `width` columns from `offset` normalized, each over itself; the rest stays.
+    """x [M, F] with each of `heads` blocks of `width` columns from `offset` normalized; other columns are unchanged.
 
-    weight and bias [width], [heads * width] where each block has its own, or None; `kind` is rms or layer.
+    weight and bias are [width], [heads * width] if they differ between blocks, or None; `kind` is rms or layer.
     """
     end = offset + heads * width
     view = x[:, offset:end].unflatten(-1, (heads, width)).contiguous()

@@ -1,4 +1,4 @@
-"""Operators on weights alone: they run while an artifact is built, one weight at a time."""
+"""Operators on weights only: they run while an artifact is built, one weight at a time."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from qcompile.ops.registry import define
 
 @define(lambda weight, x: weight.new_empty(weight.shape[:-1]))
 def matvec(weight: Tensor, x: Tensor) -> Tensor:
-    """weight [..., N, K], x [K] -> [..., N]: what a constant input adds to a linear, so a bias."""
+    """weight [..., N, K], x [K] -> [..., N]: the contribution of a constant input, which becomes a bias."""
     return weight @ x
 
 
-# ---- changes of basis, on weights ----------------------------------------------------------------
+# ---- changes of basis ----------------------------------------------------------------------------
 
 
 @define(lambda w, signs, axis: torch.empty_like(w))
 def rotate(w: Tensor, signs: Tensor, axis: int) -> Tensor:
-    """w with `axis` cut into blocks of len(signs), each times diag(signs) H / sqrt(n): a randomized rotation."""
+    """w with blocks of n = len(signs) along `axis`, each times diag(signs) H / sqrt(n): a randomized rotation."""
     blocks = w.movedim(axis, -1).unflatten(-1, (-1, signs.shape[0])) * signs.to(w.dtype)
     return hadamard.transform(blocks).flatten(-2).movedim(-1, axis).contiguous()
 
 
 @define(lambda w, axis: torch.empty_like(w))
 def center(w: Tensor, axis: int) -> Tensor:
-    """w minus its mean along `axis`: what a linear writes has mean 0 when its outputs are centered."""
+    """w minus its mean along `axis`, so that the outputs of its linear have mean 0."""
     return w - w.mean(axis, keepdim=True)
 
 
 @define(lambda w, factor, axis, inverse: torch.empty_like(w))
 def scale_axis(w: Tensor, factor: Tensor, axis: int, inverse: bool) -> Tensor:
-    """w times (with `inverse`, divided by) factor along `axis`; a shorter factor repeats, block after block."""
+    """w times (with `inverse`: divided by) factor along `axis`; a shorter factor repeats block by block."""
     size = w.shape[axis]
     full = factor.to(w.dtype).repeat(size // factor.shape[0]).reshape([-1 if d == axis else 1 for d in range(w.dim())])
     return w / full if inverse else w * full
@@ -51,7 +51,7 @@ def row_size(w: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @define(lambda weights: weights[0].new_empty(weights[0].shape[-1], dtype=torch.float32))
 def column_max(weights: list[Tensor]) -> Tensor:
-    """Largest |entry| of each input column over weights [..., N_i, K] that read the same value, f32 [K]."""
+    """Largest |entry| per input column over weights [..., N_i, K] that read the same value, f32 [K]."""
     return torch.stack([w.float().abs().flatten(0, -2).amax(0) for w in weights]).amax(0)
 
 
@@ -63,10 +63,10 @@ def _fake_key_scale(size: Tensor, head_dim: int, rotary: int, interleaved: bool,
 def key_scale(size: Tensor, head_dim: int, rotary: int, interleaved: bool, shared: bool, alpha: float) -> Tensor:
     """SmoothAttention's factor for key channels (QServe 4.3.2): size^alpha, equal within each rotary pair.
 
-    size [Hk * D]: magnitude of each key channel; `rotary` <= D of them turn in pairs (i, i + rotary/2), or (2i,
-    2i + 1) when interleaved. The result is [Hk * D], or [D] when the heads must share one (`shared`).
+    size [Hk * D] is the magnitude of each key channel. The first `rotary` <= D features of a head rotate in pairs
+    (i, i + rotary/2), or (2i, 2i + 1) if interleaved. The result is [Hk * D], or [D] if all heads share one (`shared`).
     """
-    heads = size.abs().reshape(-1, head_dim)  # a norm's weights have signs
+    heads = size.abs().reshape(-1, head_dim)  # the weights of a norm may be negative
     if shared:
         heads = heads.amax(0, keepdim=True)
     turning = heads[:, :rotary].unflatten(1, (-1, 2) if interleaved else (2, -1))
@@ -78,22 +78,22 @@ def key_scale(size: Tensor, head_dim: int, rotary: int, interleaved: bool, share
 
 @define(lambda factor, group, head_dim: factor.new_empty(factor.shape[0] * group))
 def repeat_heads(factor: Tensor, group: int, head_dim: int) -> Tensor:
-    """[Hk * D] -> [Hk * group * D]: each KV head's block once for every query head that reads it."""
+    """[Hk * D] -> [Hk * group * D]: each KV head's block repeated for every query head that reads it."""
     return factor.reshape(-1, head_dim).repeat_interleave(group, 0).flatten()
 
 
 @define(lambda factor, group, head_dim: factor.new_empty(factor.shape[0] // group))
 def max_heads(factor: Tensor, group: int, head_dim: int) -> Tensor:
-    """[Hk * group * D] -> [Hk * D]: the largest over the query heads of each KV head."""
+    """[Hk * group * D] -> [Hk * D]: the maximum over the query heads of each KV head."""
     return factor.reshape(-1, group, head_dim).amax(1).flatten()
 
 
 @define(lambda weight_max, alpha, activation_max=None: torch.empty_like(weight_max))
 def smooth_factor(weight_max: Tensor, alpha: float, activation_max: Tensor | None = None) -> Tensor:
-    """What input channels are divided by (SmoothQuant, eq. 4): activation_max^alpha / weight_max^(1 - alpha), [K].
+    """The divisor of input channels (SmoothQuant, eq. 4): activation_max^alpha / weight_max^(1 - alpha), [K].
 
-    Scaled to a geometric mean of 1; channels with nothing in them keep 1. Without activation_max, whose signs do not
-    matter, alpha must be 0.
+    It is scaled to a geometric mean of 1; channels that are all zero get 1. The signs of activation_max are ignored.
+    Without activation_max, alpha must be 0.
     """
     factor = weight_max.clamp_min(torch.finfo(torch.float32).tiny) ** (alpha - 1)
     if activation_max is not None:
@@ -104,18 +104,18 @@ def smooth_factor(weight_max: Tensor, alpha: float, activation_max: Tensor | Non
     return torch.where(alive, factor / mean, torch.ones_like(factor))
 
 
-# ---- orders of channels ---------------------------------------------------------------------------
+# ---- channel orders -------------------------------------------------------------------------------
 
 
 def _by_norm(weights: list[Tensor], heads: int) -> Tensor:
-    """Positions [heads, K / heads] of input columns within each head, largest column norm over all weights first."""
+    """Indices [heads, K / heads] of input columns within each head, sorted by descending norm over all weights."""
     size = torch.stack([w.double().square().sum(0) for w in weights]).sum(0).reshape(heads, -1)
     return torch.sort(size, dim=1, descending=True, stable=True).indices
 
 
 @define(lambda weights: weights[0].new_empty(weights[0].shape[1], dtype=torch.int64))
 def column_order(weights: list[Tensor]) -> Tensor:
-    """The input columns of weights [N_i, K] that read the same value, by falling norm: int64 [K]."""
+    """The input columns of weights [N_i, K] that read the same value, by descending norm: int64 [K]."""
     return _by_norm(weights, 1).flatten()
 
 
@@ -125,9 +125,9 @@ def column_order(weights: list[Tensor]) -> Tensor:
     )
 )
 def head_order(weights: list[Tensor], group: int, head_dim: int, wide: bool) -> Tensor:
-    """column_order within KV heads of weights [N_i, Hk * group * D] over attention's output: int64 [Hk * D].
+    """column_order within KV heads, for weights [N_i, Hk * group * D] over attention's output: int64 [Hk * D].
 
-    All query heads of a KV head take one order; `wide` gives it for each of them, [Hk * group * D].
+    All query heads of a KV head share an order; `wide` repeats it for each of them, [Hk * group * D].
     """
     rows = [w.unflatten(1, (-1, group, head_dim)).transpose(1, 2).flatten(0, 1).flatten(1) for w in weights]
     order = _by_norm(rows, rows[0].shape[1] // head_dim)
@@ -138,7 +138,7 @@ def head_order(weights: list[Tensor], group: int, head_dim: int, wide: bool) -> 
 
 @define(lambda w, order, axis: torch.empty_like(w))
 def take_axis(w: Tensor, order: Tensor, axis: int) -> Tensor:
-    """w with its entries along `axis` in the order int64 [w.shape[axis]]."""
+    """w permuted along `axis` by order int64 [w.shape[axis]]."""
     return w.index_select(axis, order)
 
 
@@ -153,15 +153,15 @@ def concat_rows(weights: list[Tensor]) -> Tensor:
 
 @define(lambda w, start, stop: w.new_empty(stop - start, *w.shape[1:]))
 def slice_rows(w: Tensor, start: int, stop: int) -> Tensor:
-    """Rows start:stop of a weight [N, K] or a bias [N]: those of the outputs start:stop of its linear."""
+    """Rows start:stop of a weight [N, K] or a bias [N], for the outputs start:stop of its linear."""
     return w[start:stop].clone()
 
 
 @define(lambda a, b, block: a.new_empty(2 * (-(-a.shape[0] // block)) * block, *a.shape[1:]))
 def interleave_rows(a: Tensor, b: Tensor, block: int) -> Tensor:
-    """a and b [N, ...] -> their blocks of `block` rows alternating, a's first; a last short block is zero-filled.
+    """a and b [N, ...] -> blocks of `block` rows in alternation, a first; a short last block is zero-padded.
 
-    So one thread's run of output rows holds a gate and its up projection together.
+    This way the run of output rows of one thread contains a gate together with its up projection.
     """
     short = -a.shape[0] % block
     pair = [torch.cat((t, t.new_zeros(short, *t.shape[1:]))).unflatten(0, (-1, block)) for t in (a, b)]
@@ -170,7 +170,7 @@ def interleave_rows(a: Tensor, b: Tensor, block: int) -> Tensor:
 
 @define(lambda a, b, block: a.new_empty(a.shape[0], 2 * (-(-a.shape[1] // block)) * block, *a.shape[2:]))
 def interleave_experts(a: Tensor, b: Tensor, block: int) -> Tensor:
-    """a and b [E, N, ...] -> [E, 2N', ...]: interleave_rows of each expert's."""
+    """a and b [E, N, ...] -> [E, 2N', ...]: interleave_rows per expert."""
     short = -a.shape[1] % block
     pair = [torch.cat((t, t.new_zeros(t.shape[0], short, *t.shape[2:])), 1).unflatten(1, (-1, block)) for t in (a, b)]
     return torch.stack(pair, 2).flatten(1, 3).contiguous()
@@ -191,7 +191,7 @@ def quantize_weight(
 ) -> list[Tensor]:
     """w [N, K] -> the parts of `format` in the order of numerics.FORMATS[format].roles, rounded to nearest.
 
-    Parts chosen otherwise are given after the format; w then says only what they stand for.
+    Parts that were chosen in another way are passed after the format; w then only documents what they approximate.
     """
     chosen = [part.clone() for part in (codes, second, third, fourth) if part is not None]
     return chosen or [part.clone() for part in numerics.quantize_weight(w, format)]
@@ -199,7 +199,7 @@ def quantize_weight(
 
 @define(lambda w, fraction: w.new_empty(w.shape[0], dtype=torch.bool))
 def worst_rows(w: Tensor, fraction: float) -> Tensor:
-    """w [N, K] -> bool [N]: the `fraction` of rows that 4-bit rounding moves most."""
+    """w [N, K] -> bool [N]: the `fraction` of rows with the largest 4-bit rounding error."""
     return mix.worst_rows(w, fraction)
 
 
@@ -211,9 +211,9 @@ def worst_rows(w: Tensor, fraction: float) -> Tensor:
 def quantize_mixed(
     w: Tensor, wide: Tensor, codes: Tensor | None = None, scale: Tensor | None = None, zero: Tensor | None = None
 ) -> list[Tensor]:
-    """w [N, K] -> the parts of mix_4_8, the rows marked in `wide` bool [N] rounded to 8 bits, the others to 4.
+    """w [N, K] -> the parts of mix_4_8, with rows marked in `wide` bool [N] rounded to 8 bits, the others to 4.
 
-    Parts chosen otherwise than by rounding to nearest are given behind `wide`; w then says only what they stand for.
+    Parts that were not rounded to nearest are passed after `wide`; w then only documents what they approximate.
     """
     chosen = [part.clone() for part in (codes, scale, zero) if part is not None]
     return [*chosen, wide.clone()] if chosen else [part.clone() for part in mix.quantize_mixed(w, wide)]
@@ -221,11 +221,11 @@ def quantize_mixed(
 
 @define(lambda weight: [torch.empty_like(part) for part in weight[:3]])
 def upper_nibble(weight: list[Tensor]) -> list[Tensor]:
-    """The parts of a nested_8_4 weight -> those of the w4_asym_g128 weight inside it, which are its first three."""
+    """The parts of a nested_8_4 weight -> those of the w4_asym_g128 weight it contains, its first three."""
     return [part.clone() for part in weight[:3]]
 
 
 @define(lambda w: w.new_empty(w.shape[0]))
 def zero_bias(w: Tensor) -> Tensor:
-    """w [N, K] -> zeros [N]: the bias of a linear that has none, where it joins linears that have."""
+    """w [N, K] -> zeros [N]: the bias of a linear without one that is joined with linears that have one."""
     return w.new_zeros(w.shape[0])

@@ -1,4 +1,4 @@
-"""Salience over time: as many features get 8 bits as the wanted bits, or the wanted perplexity, take."""
+"""Allocation by salience per time: 8-bit features are as many as the target bits or perplexity permit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def merged(precision: AssignPrecision = MIXED, samples: int = 6) -> Graph:
 
 
 def bits(graph: Graph) -> float:
-    """Mean bits of a code, counted from what each feature has."""
+    """Mean bits per code, counted from the width of each feature."""
     total = weights = 0
     for node in graph.calls("quantize_mixed"):
         n, k = node.args[0].meta["val"].shape  # type: ignore[union-attr]
@@ -56,7 +56,7 @@ def test_codes_have_the_wanted_bits(wanted: float) -> None:
 
 
 class Stated:
-    """In place of Trial: perplexity rises by a tenth for every bit below 8, and by 0.01 anyhow."""
+    """Replaces Trial: perplexity rises by a tenth for every bit below 8, plus 0.01."""
 
     def __init__(self, graph: Graph, calibration: Calibration) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Calibrate: layers' outputs come nearer to the float model's, and an interrupted run goes on where it stopped."""
+"""Calibrate: outputs of layers come closer to the float model's, and an interrupted run resumes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def quantized(precision: AssignPrecision = PRECISION) -> Graph:
 
 
 def error(graph: Graph) -> float:
-    """Logits against the float model's, on text that calibration did not see."""
+    """Relative error of logits to the float model's, on text that calibration did not see."""
     inputs = sequence_inputs(16, 4)
     expected = decoder(hidden=64, ffn=96).run(*inputs)
     return float((graph.run(*inputs) - expected).norm() / expected.norm())
@@ -89,7 +89,7 @@ def plain_of(graph: Graph, node: Any) -> Any:
 @pytest.mark.parametrize("by_slot", [False, True])
 def test_an_experts_moments_are_of_what_reaches_it(by_slot: bool) -> None:
     generator = torch.Generator().manual_seed(0)
-    index = torch.randint(0, 3, (7, 2), generator=generator)  # expert 3 gets nothing
+    index = torch.randint(0, 3, (7, 2), generator=generator)  # expert 3 gets no token
     x = torch.randn(7, 2, 5, generator=generator) if by_slot else torch.randn(7, 5, generator=generator)
     found = list(calibrate.expert_moments([(x[:4], index[:4]), (x[4:], index[4:])], 4))
     wide = x if by_slot else x[:, None].expand(7, 2, 5)
@@ -141,7 +141,7 @@ def test_a_sweep_gives_what_the_graph_computes() -> None:
 
 @pytest.mark.parametrize("made", [quantized, lambda: decoder_of_experts(hidden=64, inner=32)])
 def test_a_sweep_may_stop_anywhere(made: Callable[[], Graph]) -> None:
-    """Values of all samples share memory that is used again: none may be written over before it is read."""
+    """Values of all samples reuse memory: none may be overwritten before it is read."""
     graph, text = made(), tokens(3, 9)
     sweep = Sweep(graph, text)
     for node in graph.nodes:
@@ -172,14 +172,14 @@ def test_an_interrupted_run_resumes_to_the_same_codes(tmp_path: Path, monkeypatc
     resumable = True
     kept = sorted(tmp_path.iterdir())
     assert len(kept) == 3
-    kept[1].write_bytes(kept[1].read_bytes()[:-9])  # cut short: done again
+    kept[1].write_bytes(kept[1].read_bytes()[:-9])  # truncated: computed again
     resumed = run(tmp_path)
-    assert len(seen) == 4 + 6 + 1  # 9 weights: 2 were kept whole
+    assert len(seen) == 4 + 6 + 1  # 9 weights: 2 were kept completely
     for a, b in zip(whole.calls("quantize_weight"), resumed.calls("quantize_weight"), strict=True):
         assert all(torch.equal(x, y) for x, y in zip(whole.evaluate(a), resumed.evaluate(b), strict=True))
     seen.clear()
     run(tmp_path)
-    assert not seen  # all kept: nothing is done twice
+    assert not seen  # all kept: nothing is computed twice
     graph = quantized()
     graph.calibration = Calibration(tokens(seed=6), folder=tmp_path)
     apply(Calibrate(), graph)
@@ -219,7 +219,7 @@ def test_an_interrupted_build_resumes_to_the_same_bytes(
     def interrupted(*args: object, **options: object) -> object:
         nonlocal done
         done += 1
-        if done == 8 + 4:  # salience rehearses eight
+        if done == 8 + 4:  # salience calls it for eight weights
             raise KeyboardInterrupt
         return choose(*args, **options)  # type: ignore[arg-type]
 

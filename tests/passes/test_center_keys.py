@@ -1,4 +1,4 @@
-"""The mean key of a text comes off all keys: the function stays, keys round better, kernels do as the references."""
+"""Centering keys keeps the function, rounds keys better, and kernels match the references."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def through(graph: Graph, *passes: Pass) -> Graph:
 
 
 def far_from_zero(cap: float = 0.0, sinks: bool = False, head_dim: int = 16, **shape: int) -> Graph:
-    """A decoder with biases, of which those of some keys' channels are large. Scores are capped, or weighed against."""
+    """A decoder with large biases of some key channels, and optionally capped scores or sinks."""
     graph = decoder(bias=True, head_dim=head_dim, **shape)  # type: ignore[arg-type]
     for node in graph.calls("attention"):
         weights = torch.randn(node.args[0].meta["val"].shape[-2], generator=torch.Generator().manual_seed(0))  # type: ignore[union-attr]
@@ -45,7 +45,7 @@ def far_from_zero(cap: float = 0.0, sinks: bool = False, head_dim: int = 16, **s
         node.args = (*node.args[:4], 0, cap, graph.weight("sinks") if sinks else None)
     for layer in range(2):
         bias = graph.weights[f"k{layer}.bias"].clone().unflatten(0, (-1, head_dim))
-        bias[:, [7, 15]] += torch.tensor([12.0, -8.0])  # a pair that positions hardly turn
+        bias[:, [7, 15]] += torch.tensor([12.0, -8.0])  # a pair with a low rotary frequency
         graph.weights.add_tensor(f"k{layer}.bias", bias.flatten())
     return calibrated(graph)
 
@@ -59,8 +59,8 @@ def test_the_function_stays(shape: dict[str, bool | int | str], others: tuple[Pa
     after = through(result.graph, *others)
     keys = [node.args[1] for node in after.calls("attention")]
     assert [key.args[1] is not None and key.args[0].target for key in keys] == [keys[0].args[0].target] * 2
-    assert len(after.calls("rotate_heads")) == 2 * (1 + (TURN in others))  # one operator takes off and turns
-    assert check.equivalent(after, before, sequence_inputs()) < 1e-13  # float64: the mean may be any number
+    assert len(after.calls("rotate_heads")) == 2 * (1 + (TURN in others))  # one operator subtracts and rotates
+    assert check.equivalent(after, before, sequence_inputs()) < 1e-13  # float64: exact for any mean
 
 
 @pytest.mark.parametrize("others", [(), (SMOOTH,), (TURN,)])
@@ -107,7 +107,7 @@ def test_keys_far_from_zero_round_with_less_error_and_are_smoothed_by_what_varie
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_keys_are_centered_at_all_positions_and_not_at_those_of_the_text_alone(interleaved: bool) -> None:
-    """A pair that turns half way round from the text's positions to later ones, far from zero at each."""
+    """A pair far from zero that turns by half a circle between the text's positions and later ones."""
     graph = decoder(bias="k", layers=1)
     bias = graph.weights["k0.bias"].clone().unflatten(0, (-1, 16))
     bias[:, 2 if interleaved else 1] += 20.0
@@ -164,7 +164,7 @@ SEEN = {
 @pytest.mark.parametrize("turn", [False, True])
 @pytest.mark.parametrize("name", SEEN)
 def test_kernels_give_scores_back_what_came_off(name: str, turn: bool, tmp_path: Path) -> None:
-    """Of capped scores and such that are weighed against sinks: the function of the graph before."""
+    """With capped scores or sinks, kernels compute the same function as the graph before."""
     graph = SEEN[name]
     options = {f"{p.name}.enabled": "true" for p in (CenterKeys(), SMOOTH, *[TURN] * turn)}
     pipeline.build(graph, tmp_path / "out", recipe="f32", options=options, calib=TEXT)

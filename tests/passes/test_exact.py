@@ -1,4 +1,4 @@
-"""Passes that keep the function keep it in float64, on families of transformers, alone and all together."""
+"""Function-preserving passes are exact in float64 on families of transformers, one by one and all together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from qcompile.passes.smooth_attention import SmoothAttention
 from tests.passes.test_raise_families import COMMON, EXPERTS, SMALL, save
 
 EXACT = 1e-9
-"""Float64 rounding, through weights that are multiplied, rotated and centered in float64."""
+"""Tolerance for float64 rounding of weights that are multiplied, rotated and centered."""
 
 ROTATED: dict[str, dict[str, Any]] = {
     "llama": COMMON | {"attention_bias": True, "tie_word_embeddings": True},
@@ -58,7 +58,7 @@ TOGETHER: tuple[tuple[Pass, ...], ...] = (
 
 @cache
 def raised(kind: str) -> Graph:
-    """The family's random model, raised. Its weights are read now, since its files do not stay."""
+    """The family's random model, raised. Its weights are read now, since its files are temporary."""
     with TemporaryDirectory() as folder:
         save(kind, FAMILIES[kind], Path(folder))
         graph = apply(Raise(), frontend.load(folder)).graph

@@ -1,4 +1,4 @@
-"""fold_norms: scales and biases move into every reader, or stay with a reason; the function is unchanged."""
+"""fold_norms: scales and biases move into all users, or stay with a reason; the function is unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INPUTS = (torch.arange(14).reshape(2, 7), torch.arange(7).expand(2, 7))
 
 
 class Builder:
-    """A raised graph put together by hand: embedding, one norm, and whatever the test adds."""
+    """Builds a raised graph by hand: embedding, one norm, and what the test adds."""
 
     def __init__(self) -> None:
         self.random = torch.Generator().manual_seed(0)
@@ -146,7 +146,7 @@ def test_whole_decoders(style: Callable[[], torch.nn.Module], takes: int, fired:
 
 
 def layer_norm_stream() -> Builder:
-    """An embedding and a linear written to a stream (with a constant between), a layer_norm in front of the linear."""
+    """A stream written by an embedding and a linear, with a constant added, and a layer_norm before the linear."""
     b = Builder()
     written = b.graph.call("linear", layer(b), b.weight("w", 16, 16), b.weight("c", 16))
     b.x = b.graph.call("add", b.graph.call("add", b.x, written), b.weight("constant", 16))
@@ -162,7 +162,7 @@ def test_layer_norms_of_a_stream_become_rms_norms() -> None:
     assert (result.fired, result.notes) == (2 + 2, ())
     assert not result.graph.calls("layer_norm") and len(result.graph.calls("rms_norm")) == 2
     assert check.equivalent(result.graph, before, INPUTS) < 1e-13
-    assert not apply(Rotate(heads=False), result.graph).notes  # what it is for
+    assert not apply(Rotate(heads=False), result.graph).notes  # the purpose of centering
 
 
 def test_a_stream_whose_mean_is_read_keeps_layer_norms() -> None:

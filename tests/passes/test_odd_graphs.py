@@ -1,4 +1,4 @@
-"""Graphs that share what is usually apart, or do in another order what all models do: passes keep their function."""
+"""Graphs that share values that are usually separate, or have an unusual order: passes keep their function."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VOCAB, WIDTH = 50, 48
 
 
 class Block:
-    """A graph that begins with an embedding `x`; weights are named by their number."""
+    """Builds a graph that starts with an embedding `x`; weights are named by their number."""
 
     def __init__(self) -> None:
         self.begun = Begun(VOCAB)
@@ -86,14 +86,14 @@ def queries_are_values() -> Graph:
 
 
 def values_normed_alike() -> Graph:
-    """One weight of a norm serves all heads of values."""
+    """All heads of values share one norm weight."""
     one = Block()
     q, k, v = one.qkv(one.norm(one.x))
     return one.done(one.add(one.x, one.attended(q, k, one.norm(v))))
 
 
 def turned_apart(interleaved: bool = False, keys: int = 16) -> Graph:
-    """Queries and keys are turned in other pairs; keys not at all where they turn 0 features."""
+    """Queries and keys rotate in different pairs; with `keys` = 0, keys do not rotate."""
     one = Block()
     q, k, v = one.qkv(one.norm(one.x))
     k = one.turned(k, rotary=keys) if keys else k
@@ -101,7 +101,7 @@ def turned_apart(interleaved: bool = False, keys: int = 16) -> Graph:
 
 
 def two_attentions(turned: tuple[int, ...]) -> Graph:
-    """Of one value, their ropes before both and in another order; the first is turned if 0 is in `turned`."""
+    """Two attentions over one value, with both ropes first and in reverse order; `turned` lists the rotated ones."""
     one = Block()
     y = one.norm(one.x)
     found = [one.qkv(y), one.qkv(y)]
@@ -169,7 +169,7 @@ def test_the_function_stays(name: str, text: bool) -> None:
         after = before
         for rewrite in passes:
             after = apply(rewrite, after).graph
-        assert check.equivalent(after, before, sequence_inputs(9)) < 1e-7, passes  # what text says is float32
+        assert check.equivalent(after, before, sequence_inputs(9)) < 1e-7, passes  # measured values are float32
 
 
 @pytest.mark.parametrize("name", GRAPHS)

@@ -1,4 +1,4 @@
-"""Raise: whatever style a decoder is written in, the raised graph has our operators and its logits."""
+"""Raise: for every style of writing a decoder, the raised graph has our operators and the same logits."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_same_logits(style: str) -> None:
 def test_exported_program() -> None:
     module = modules.randomized(modules.Plain())
     sizes: dict[int, object] = {0: torch.export.Dim("b"), 1: torch.export.Dim("t", max=LONGEST)}
-    if torch.__version__ < "2.13":  # which finds conditions on named sizes where there are none
+    if torch.__version__ < "2.13":  # which finds spurious guards on named sizes
         sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC(max=LONGEST)}
     program = torch.export.export(module, inputs()[:1], dynamic_shapes=(sizes,))
     ids, positions = inputs(3, 5)
@@ -113,7 +113,7 @@ Curve = Callable[[Tensor], Tensor]
 
 
 class Bent(nn.Module):
-    """Logits of values bent by `curve`."""
+    """Logits of values transformed by `curve`."""
 
     def __init__(self, curve: Curve) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ OTHERS: dict[str, Curve] = {
 
 
 def refused_or_right(curve: Curve) -> Graph | None:
-    """The raised graph, which does what the module does; None where it is refused."""
+    """The raised graph, checked against the module; None if raising refuses it."""
     module = modules.randomized(Bent(curve))
     try:
         graph = raise_module(module)
@@ -222,12 +222,12 @@ CHANGED: dict[str, Curve] = {
 
 @pytest.mark.parametrize("curve", CHANGED)
 def test_what_changes_a_pattern_is_seen(curve: str) -> None:
-    """Factors of sums, rounded quotients and casts to whole numbers: another function, refused or as it is."""
+    """Factors of sums, rounded quotients and casts to integers change the function: refused or raised correctly."""
     refused_or_right(CHANGED[curve])
 
 
 class Xielu(nn.Module):
-    """`curve` of x, alpha_p, alpha_n, beta and eps, the alphas learned."""
+    """`curve` of x, alpha_p, alpha_n, beta and eps, with learned alphas."""
 
     def __init__(self, curve: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -295,11 +295,11 @@ def test_what_is_no_xielu_is_none(curve: str) -> None:
         raise_module(modules.randomized(Bent(Xielu(NO_XIELUS[curve]))))
 
 
-# ---- what must be refused ------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------------
 
 
 class Attend(nn.Module):
-    """One attention block around `attend(q, k, v, ids)`, everything else as plain as can be."""
+    """One attention block around `attend(q, k, v, ids)`; everything else is as simple as possible."""
 
     def __init__(self, attend: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -390,7 +390,7 @@ def test_accepted_beside_the_refused() -> None:
 
 
 def test_parts_normalized_apart() -> None:
-    """Parts of a value by norms of their own, joined along features or along heads: one norm with weights by head."""
+    """Separate norms of parts of a value, joined along features or heads: one norm with a weight per head."""
 
     class Parts(nn.Module):
         def __init__(self, axis: int) -> None:
@@ -435,7 +435,7 @@ def test_a_norm_written_out_divides_by_the_number_of_features(unbiased: bool) ->
 
 
 def test_repeated_heads_in_the_wrong_order() -> None:
-    """K tiled instead of repeated: query head h reads key head h % Hk, which our attention does not have."""
+    """K tiled instead of repeated: query head h reads key head h % Hk, which our attention does not support."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(

@@ -1,4 +1,4 @@
-"""Products written as einsum: those with weights are linears."""
+"""Products written as einsum: those with weights become linears."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_product_with_a_weight_is_a_linear(name: str) -> None:
 
 
 def test_weights_as_they_are_stored_stay_so() -> None:
-    """Nothing is copied where the weight, or what it was turned from, is a linear's already."""
+    """Nothing is copied if the weight, or the weight it transposes, has a linear's layout already."""
     for name in ("outputs first", "weight turned before"):
         graph = raise_module(modules.randomized(Multiplied(*RIGHT[name])))
         assert [node.args[1].target for node in graph.calls("linear")] == ["weight", "head.weight"]
@@ -107,7 +107,7 @@ def test_other_products_are_refused_or_right(name: str) -> None:
 
 
 def test_projections_of_attention_may_be_einsums() -> None:
-    """As they are written where weights have a dimension for heads."""
+    """As in models whose weights have a dimension for heads."""
 
     class Attends(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Raise on families of transformers that differ in what they are made of; the rest is refused by name."""
+"""Raise on families of transformers with different components; others are refused by name."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ LONG: dict[str, Any] = {
 }
 
 SCALED: dict[str, Any] = {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.1}
-"""Queries grow with every 8 positions."""
+"""Queries are scaled up every 8 positions."""
 
 RIGHT: dict[str, dict[str, Any]] = {
     "gemma2": COMMON | {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},  # caps, (1 + w), windows
@@ -64,20 +64,20 @@ RIGHT: dict[str, dict[str, Any]] = {
     "gpt_neox": COMMON,  # qkv interleaved by head
     "cohere": COMMON | {"logit_scale": 0.5, "use_qk_norm": True},  # interleaved rotary, norms by head without bias
     "stablelm": COMMON | {"use_parallel_residual": True, "qk_layernorm": True},  # a norm module for each head
-    "nanochat": COMMON,  # norms behind the rotation, which turns the other way
+    "nanochat": COMMON,  # norms after the rotation, which has the opposite direction
     "bloom": {"vocab_size": 97, "hidden_size": 64, "n_layer": 2, "n_head": 4},  # linear biases
     "codegen": SMALL | {"rotary_dim": 8},  # a mask inside the scale, stored tables read by position
-    "phi3": COMMON | LONG,  # frequencies that are copied into a buffer, others for longer texts
+    "phi3": COMMON | LONG,  # frequencies copied into a buffer, with others for longer texts
     "granite": COMMON | {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
     "qwen3": COMMON | {"head_dim": 16},  # norms of queries and keys
     "falcon": COMMON | {"new_decoder_architecture": True, "num_kv_heads": 2},  # attention written out, in place
-    "mixtral": COMMON | EXPERTS,  # experts stored one by one
+    "mixtral": COMMON | EXPERTS,  # experts stored separately
     "glm4_moe": COMMON | EXPERTS | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},  # groups of experts
     "gpt_oss": COMMON | EXPERTS | {"head_dim": 16, "sliding_window": 8},  # sinks, clamped gates, interleaved rows
-    "deepseek_v3": COMMON | EXPERTS | LATENT | {"n_group": 3, "topk_group": 2},  # keys put together in new memory
+    "deepseek_v3": COMMON | EXPERTS | LATENT | {"n_group": 3, "topk_group": 2},  # keys assembled in new memory
     "deepseek_v2": COMMON | EXPERTS | LATENT | {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2},
-    "apertus": COMMON,  # an activation with scalars of its own in each layer
-    "hunyuan_v1_dense": COMMON | {"head_dim": 16},  # norms with weights behind the rotation
+    "apertus": COMMON,  # an activation with its own scalars in each layer
+    "hunyuan_v1_dense": COMMON | {"head_dim": 16},  # norms with weights after the rotation
     "ministral3": COMMON | {"head_dim": 16, "rope_parameters": LATENT["rope_parameters"] | SCALED},
     "nemotron": COMMON,  # squared ReLU, LayerNorm with 1 + w
 }
@@ -89,11 +89,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def save(kind: str, settings: dict[str, Any], path: Path) -> torch.nn.Module:
-    """A random model of `kind` saved at `path`, biases, norms and stored buffers random too."""
+    """A random model of `kind` saved at `path`, with random biases, norms and stored buffers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    # Some versions leave caps of scores to their written-out attention alone.
+    # Some versions apply soft caps only in their eager attention.
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings), **options).eval()
     with torch.no_grad():
@@ -101,7 +101,7 @@ def save(kind: str, settings: dict[str, Any], path: Path) -> torch.nn.Module:
             flat = parameter.dim() < 2
             parameter.normal_(0.5 if flat else 0.0, 0.3 if flat else parameter.shape[-1] ** -0.5)
         for name, buffer in module.named_buffers():
-            if name in module.state_dict() and buffer.dim():  # such as biases of routers
+            if name in module.state_dict() and buffer.dim():  # for example biases of routers
                 buffer.normal_(0.0, 0.3)
     module.save_pretrained(path)
     return module
@@ -110,7 +110,7 @@ def save(kind: str, settings: dict[str, Any], path: Path) -> torch.nn.Module:
 @pytest.mark.parametrize("kind", RIGHT)
 def test_right(kind: str, tmp_path: Path) -> None:
     module = save(kind, RIGHT[kind], tmp_path)
-    if kind == "phi3" and version("transformers").startswith("5.17."):  # whose rotary frequencies branch
+    if kind == "phi3" and version("transformers").startswith("5.17."):  # its rotary frequencies branch on data
         with pytest.raises(UnsupportedError, match="branches on the values of its inputs"):
             frontend.load(tmp_path)
         return
@@ -147,7 +147,7 @@ def test_refused(kind: str, tmp_path: Path) -> None:
 def test_choices_are_kept_within_bounds(
     least: int, most: int | None, right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some versions of transformers clamp the numbers of experts: nothing where all of them are within the bounds."""
+    """Some versions of transformers clamp expert indices, which is a no-op if all are within the bounds."""
     from transformers.integrations import moe
 
     batched = moe.batched_mm_experts_forward

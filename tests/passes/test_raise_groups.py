@@ -1,4 +1,4 @@
-"""Routers that choose experts out of their best groups: which are judged as limit_groups does, and which are not."""
+"""Routers that choose experts from their best groups: which match limit_groups, and which do not."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def shifted_softmax(x: Tensor) -> Tensor:
 
 
 class Router(nn.Module):
-    """Logits of the `chosen` best scores of the best groups."""
+    """Logits of the `chosen` best scores in the best groups."""
 
     def __init__(
         self, score: Judge, judge: Judge, hidden: float, chosen: int = 3, largest: bool = True, groups: int = GROUPS
@@ -57,12 +57,12 @@ class Router(nn.Module):
         return self.head(left.topk(self.chosen, dim=-1)[0].view(*ids.shape, self.chosen))
 
     def spread(self, mask: Tensor, each: int) -> Tensor:
-        """For each expert what `mask` [tokens, groups] has for its group."""
+        """The entry of `mask` [tokens, groups] for the group of each expert."""
         return mask.unsqueeze(-1).expand(-1, self.groups, each).reshape(-1, EXPERTS)
 
 
 class Dealt(Router):
-    """One that hides experts as if the groups had been dealt them in turn."""
+    """Hides experts as if they were assigned to groups round-robin."""
 
     def spread(self, mask: Tensor, each: int) -> Tensor:
         return mask.unsqueeze(1).expand(-1, each, self.groups).reshape(-1, EXPERTS)
@@ -89,14 +89,14 @@ def test_same_logits(score: Judge, judge: Judge, hidden: float) -> None:
 @pytest.mark.parametrize(
     "router",
     [
-        (softmax, best, 0.0, 7),  # of 6 scores that are left
+        (softmax, best, 0.0, 7),  # only 6 scores are left
         (softmax, best, 0.01),
         (torch.sigmoid, best, 0.0),
-        (shifted_softmax, best, 0.0),  # which is more than some scores
+        (shifted_softmax, best, 0.0),  # 0 is more than some scores
         (softmax, lambda runs: runs.min(-1).values, 0.0),
         (softmax, lambda runs: runs.topk(3, -1)[0].sum(-1), 0.0),
         (softmax, lambda runs: runs.topk(2, -1, largest=False)[0].sum(-1), 0.0),
-        (softmax, lambda runs: runs.topk(2, -1)[0].sum(1), 0.0, 3, True, 2),  # of the best two, over groups
+        (softmax, lambda runs: runs.topk(2, -1)[0].sum(1), 0.0, 3, True, 2),  # sums over groups
         (softmax, best, 0.0, 3, False),  # the worst groups
     ],
 )

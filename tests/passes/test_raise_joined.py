@@ -1,4 +1,4 @@
-"""Keys and values put together out of several linears' features: joined, copied into new memory, padded, turned."""
+"""Keys and values assembled from features of several linears: concatenated, copied into new memory, padded, rotated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def by_halves(x: Tensor, angle: Tensor) -> Tensor:
 
 
 def by_pairs(x: Tensor, angle: Tensor) -> Tensor:
-    """Pairs that follow each other, which come out as halves."""
+    """Rotates adjacent pairs, with the result in halves."""
     a, b = x[..., 0::2], x[..., 1::2]
     return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
 
@@ -58,7 +58,7 @@ def copied(k: Tensor, turned: Tensor) -> Tensor:
 
 
 class Latent(nn.Module):
-    """Attention of queries and keys with plain features ahead of turned ones, the keys' shared; values are narrower."""
+    """Attention whose queries and keys have plain features before rotated ones, shared by keys; values are narrower."""
 
     def __init__(self, turn: Turn = by_halves, join: Join = joined, padded: bool = False) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def test_same_logits(style: dict[str, object]) -> None:
 
 
 def test_no_source_has_more_than_is_taken() -> None:
-    """Turned features come first in heads, queries by the order of a linear's rows, keys as they are gathered."""
+    """Rotated features come first in heads: queries by permuting a linear's rows, keys by the gather's index."""
     graph = raise_module(modules.randomized(Latent(join=copied)))
     (keys,) = graph.calls("gather_features")
     assert [source.meta["val"].shape[-1] for source in keys.args[0]] == [HEADS * PLAIN, TURNED]
@@ -120,7 +120,7 @@ def test_no_source_has_more_than_is_taken() -> None:
     assert graph.calls("attention")[0].meta["val"].shape[2:] == (HEADS, NARROW)
 
 
-# ---- what must be refused ------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------------
 
 
 def with_a_gap(k: Tensor, turned: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is near to a pattern of raising and is another function: refused, or as the module has it."""
+"""Functions that resemble a pattern of raising but differ from it: refused, or raised correctly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Curve = Callable[[Tensor, Tensor], Tensor]
 
 
 class Bent(nn.Module):
-    """Logits of values [B, T, 16] bent by `curve`, which has 16 numbers of its own."""
+    """Logits of values [B, T, 16] transformed by `curve`, which has 16 numbers of its own."""
 
     def __init__(self, curve: Curve) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Bent(nn.Module):
 
 
 def right(module: nn.Module) -> Graph:
-    """The raised graph of a module, with its logits in batches of several sequences and lengths."""
+    """The raised graph of a module, checked for batches of several sequences and lengths."""
     graph = raise_module(module)
     for _, weight, *bias in (node.args for node in graph.calls("linear")):
         assert not bias or bias[0].meta["val"].shape == weight.meta["val"].shape[:1]
@@ -54,7 +54,7 @@ def refused_or_right(module: nn.Module) -> None:
 
 
 def heads(x: Tensor) -> Tensor:
-    """As many heads as each has features."""
+    """Split into as many heads as each has features."""
     return x.unflatten(-1, (4, 4))
 
 
@@ -96,7 +96,7 @@ def test_values(curve: str) -> None:
 
 
 def test_importing_changes_no_weight() -> None:
-    """Refused, as the weight would be another in the next step, and left as it was."""
+    """Refused, because the weight would change between steps, and left unchanged."""
     module = modules.randomized(Bent(lambda x, own: x * own.mul_(2.0)))
     before = module.own.detach().clone()
     with pytest.raises(UnsupportedError, match="in place"):
@@ -105,7 +105,7 @@ def test_importing_changes_no_weight() -> None:
 
 
 class Kept(Bent):
-    """One with a buffer that every step writes to: `write` gives what it is afterwards."""
+    """Has a buffer that every step overwrites with the result of `write`."""
 
     def __init__(self, write: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__(lambda x, own: x * write(self.kept, own))
@@ -143,7 +143,7 @@ def seen(ids: Tensor, window: Tensor | int = LONGEST) -> Tensor:
 
 
 def written(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Attention in matmuls, its scores `change`d behind the mask."""
+    """Attention as matmuls, with scores passed through `change` after masking."""
     scores = (q @ k.transpose(-1, -2)).masked_fill(~seen(ids), -1e9)
     return torch.softmax(change(scores), -1) @ v
 
@@ -182,7 +182,7 @@ def test_attention(attend: str) -> None:
 
 
 def test_norms_of_heads_that_share_their_first() -> None:
-    """Queries and keys whose heads have norms of their own, but for the first, which is one for both."""
+    """Queries and keys with a separate norm per head, except that both share the norm of the first head."""
 
     class Normed(Attend):
         def __init__(self) -> None:
@@ -228,7 +228,7 @@ def test_a_multiple_of_experts_biases() -> None:
 
 
 def test_a_weight_inside_a_module_called_module() -> None:
-    """It is not the weight of that name outside."""
+    """It is not confused with the weight of that name outside."""
 
     class Scaled(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Queries and keys multiplied behind their rotation: by weights of features, queries by functions of positions too."""
+"""Queries and keys multiplied after their rotation: by weights per feature, queries also by functions of position."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def logarithm(place: Tensor, ids: Tensor, every: int = 5) -> Tensor:
 
 
 class Scaled(nn.Module):
-    """Attention of 3 heads over one of keys and values: rotated, normalized, weighed, times `factor` of places."""
+    """Attention of 3 heads with one KV head: rotated, normalized, scaled per feature, times `factor` of positions."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ def step_logits(graph: Graph, tokens: int = 33) -> Tensor:
     return graph.run(*step_inputs(inputs(tokens=tokens)[0], None, graph))[0]
 
 
-# ---- weights of features -------------------------------------------------------------------------------
+# ---- weights per feature -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("weights", "norm"), [("qk", True), ("k", True), ("q", False), ("qk", False)])
@@ -119,7 +119,7 @@ def test_functions_of_the_position_are_tables(norm: bool) -> None:
     graph = raise_module(module)
     assert used(graph)["embedding"] == 2 and exact(graph, module)
     ids, positions = inputs(tokens=33)
-    later = graph.run(ids, positions + 20)  # positions decide, not places
+    later = graph.run(ids, positions + 20)  # positions count, not indices
     assert check.max_relative_error(later, graph.run(ids, positions)) > 1e-3
 
 

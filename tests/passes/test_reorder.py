@@ -1,4 +1,4 @@
-"""Reorder: channels stand by size afterwards, the function stays, and what cannot move is named."""
+"""Reorder: channels are sorted by size, the function stays the same, and what cannot move is named."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHAPES = [{}, {"bias": True}, {"head_norm": "heads"}, {"head_dim": 40, "bias": "
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_function_stays(shape: dict[str, object]) -> None:
     result = reordered(decoder(**shape))  # type: ignore[arg-type]
-    # The stream and two MLPs; a value head of 40 channels reaches over the border of groups, one of 16 does not.
+    # The stream and two MLPs; a value head of 40 channels crosses group borders, one of 16 does not.
     assert result.fired == 3 + 2 * ("head_dim" in shape)
     assert len(result.notes) == 2 and all("merge_heads makes these channels" in note for note in result.notes)
 
@@ -46,7 +46,7 @@ def test_columns_stand_by_size_within_each_value_head() -> None:
 
 
 def test_outliers_come_last() -> None:
-    """By what text shows, not by weights: the channels that norms make large stand behind the others."""
+    """Measured on text, not weights: the channels that norms make large come last."""
     before = decoder(layers=2)
     loud = torch.ones(48)
     loud[[3, 17, 40]] = 30.0
@@ -82,7 +82,7 @@ def test_norm_weights_and_constants_move_along() -> None:
 
 
 def test_similar_channels_share_groups() -> None:
-    """Loud channels in every group spoil all groups; together they spoil one."""
+    """Large channels in every group widen all ranges; together they widen one."""
     before = decoder(layers=1, ffn=512)
     down = before.calls("linear")[-2]
     loud = before.weights["down0"].clone()
@@ -136,4 +136,4 @@ def test_orders_are_computed_once() -> None:
     vectors: dict[torch.fx.Node, torch.Tensor] = {}
     for node in graph.calls("linear", "embedding"):
         graph.evaluate(node.args[1], vectors)  # type: ignore[arg-type]
-    assert max(loads.count(name) for name in loads) <= 4  # for itself, its columns' order, its rows' order
+    assert max(loads.count(name) for name in loads) <= 4  # for itself, its column order, its row order

@@ -1,4 +1,4 @@
-"""Rotation keeps the function, flattens outliers, and refuses what it cannot carry."""
+"""Rotation keeps the function, flattens outliers, and refuses what it cannot rotate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.graphs import decoder, sequence_inputs
 
 
 def refused(graph: Graph, reason: str) -> None:
-    """The stream stays as it was, with the reason among the notes; values are rotated all the same."""
+    """The stream is unchanged, with the reason in the notes; values are rotated nevertheless."""
     result = apply(Rotate(), graph)
     assert result.fired == 2 * len(graph.calls("attention"))
     assert [note for note in result.notes if re.search(reason, note)] == list(result.notes) != []
@@ -30,7 +30,7 @@ def refused(graph: Graph, reason: str) -> None:
 def test_rotation_keeps_the_function(bias: bool, hidden: int) -> None:
     before = decoder(bias=bias, hidden=hidden)
     result = apply(Rotate(), before)
-    assert result.fired == 1 + 10 + 4 + 1 + 4  # embedding, readers, writers, head, and v and o by head
+    assert result.fired == 1 + 10 + 4 + 1 + 4  # embedding, readers, writers, head, and v and o per head
     assert check.equivalent(result.graph, before, sequence_inputs()) < 1e-13  # float64
 
 
@@ -84,7 +84,7 @@ def test_a_stream_written_by_something_else_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("kind", ["linear", "unary"])
 def test_what_reads_a_stream_and_writes_it_does_both(kind: str) -> None:
-    """x + f(x) without a norm between: f is a reader and a writer."""
+    """x + f(x) without a norm in between: f is a reader and a writer."""
     graph = decoder(layers=1)
     add = graph.calls("add")[0]
     graph.weights.add_tensor("square", torch.randn(48, 48, generator=torch.Generator().manual_seed(0)) / 7)
@@ -113,7 +113,7 @@ def test_an_order_without_a_matrix_is_refused() -> None:
 
 
 def test_a_width_without_a_matrix_is_rotated_in_blocks() -> None:
-    before = decoder(hidden=688, layers=1)  # 16 * 43: no construction gives a multiple of 43 here
+    before = decoder(hidden=688, layers=1)  # 16 * 43: no construction yields a multiple of 43 here
     assert refusal_free(before) > 0
 
 

@@ -1,6 +1,6 @@
-"""Queries and keys turned where they meet: the function stays, keys round better, kernels do as the references.
+"""Rotating queries and keys keeps the function, rounds keys better, and kernels match the references.
 
-Keys less their mean too (center_keys), which the same operator takes off.
+Also with centered keys (center_keys), whose mean the same operator subtracts.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def test_fuse_takes_the_turn_along() -> None:
     assert torch.equal(after.run(*step_inputs(ids, None, after))[0], before.run(*step_inputs(ids, None, before))[0])
     queries = before.calls("rotate_heads")[0]
     queries.replace_all_uses_with(queries.args[0])  # type: ignore[arg-type]
-    assert len(through(before, Fuse()).calls("rope_append")) == 1  # keys turned, queries not: left alone
+    assert len(through(before, Fuse()).calls("rope_append")) == 1  # keys rotated but not queries: not fused
 
 
 OPTIONS = {f"{name}.enabled": "true" for name in ("center_keys", "smooth_attention", "rotate_keys")}
@@ -90,12 +90,12 @@ def test_kernel_equals_reference_whatever_the_step(format: str, head_dim: int, t
     pipeline.build(graph, tmp_path / "out", recipe="f32", options=options, calib=TEXT)
     passes = pipeline.configure(recipes.get_recipe("f32").settings(), options)
     step = pipeline.run_passes(calibrated(graph), passes[1:])[0][-1]
-    ids, positions = sequence_inputs(41, seed=2)  # seed 1 has a value of 16 that falls the other way in bf16
+    ids, positions = sequence_inputs(41, seed=2)  # with seed 1, a value of 16 rounds to the other bf16 neighbor
     reference = step.run(*step_inputs(ids, None, step))[0].view(2, 41, -1)
     logits = logits_whatever_the_step(tmp_path / "out", ids)
-    # kv4: a code that falls the other way; kv_hier: no group is full yet, but what is cached is rounded to bf16, and a
-    # value of 48 that falls the other way moves logits by up to 2^-8 / 48: of 20,000 that are cached one or two do, and
-    # which is up to the machine, whose sums have an order of its own; kv32: float32 sums in another order
+    # kv4: a code may round the other way. kv_hier: no group is full yet, but cached values are rounded to bf16, and a
+    # value of 48 that rounds the other way moves logits by up to 2^-8 / 48. One or two of 20,000 cached values do;
+    # which ones depends on the machine, whose sums have their own order. kv32: float32 sums in another order.
     tolerance = {"kv4": 0.05, "kv_hier": 3 * 2**-8 / 48, "kv32": 2e-5}[format]
     assert check.max_relative_error(logits, reference) < tolerance
     if format == "kv32":

@@ -1,4 +1,4 @@
-"""Salience: gradients streamed block by block are the model's own, and the most salient features get 8 bits."""
+"""Salience: block-wise gradients equal the model's own, and the most salient features get 8 bits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rounding_error(w: Tensor, moments: Tensor | None = None) -> Tensor:
 
 
 def gradient(graph: Graph, row: Tensor, weights: dict[Any, Tensor]) -> list[Tensor]:
-    """dloss/dW of every linear's weight, by running the whole graph at once."""
+    """dloss/dW of every linear's weight, from running the whole graph at once."""
     values: dict[Any, Any] = dict(zip(graph.inputs, (row[None], torch.arange(len(row))[None]), strict=True))
     values |= weights
     for node in graph.nodes:
@@ -59,7 +59,7 @@ def test_streamed_gradients_are_the_whole_models(monkeypatch: pytest.MonkeyPatch
     text = tokens()
     moved = gradients.first_order(graph, text, dict.fromkeys(linears, rounding_error), lambda: None)
     assert gradients._plan(5, 100, 3) == (5, 3)
-    monkeypatch.setattr(gradients, "KEPT_BYTES", 1)  # sample after sample, and of five cuts two are kept
+    monkeypatch.setattr(gradients, "KEPT_BYTES", 1)  # one sample at a time, and two of five cuts are kept
     assert gradients._plan(5, 100, 3) == (3, 1)
     again = gradients.first_order(graph, text, dict.fromkeys(linears, rounding_error), lambda: None)
     weights = {node.args[1]: graph.evaluate(node.args[1]).requires_grad_() for node in linears}  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Smoothing of output modules and of attention: keeps the function, narrows ranges, refuses what it cannot prove."""
+"""Smoothing of output modules and attention keeps the function, narrows ranges, and refuses what it cannot prove."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qcompile.passes.smooth_attention import SmoothAttention
 from tests.graphs import decoder, sequence_inputs
 
 OUTPUTS = Smooth(inputs=False)
-"""The graphs here have norms without weights, which can take no scale."""
+"""The graphs here have norms without weights, which cannot absorb a scale."""
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -34,7 +34,7 @@ def test_the_function_stays(bias: bool, passes: tuple[Pass, ...]) -> None:
 
 
 def loud_keys(graph: Graph) -> Graph:
-    """Key channel 3 of each head 30 times louder, and what rotates with it; queries quieter to match."""
+    """Key channel 3 of each head and its rotary partner times 30, with queries divided to match."""
     for name, factor in (("k0", 30.0), ("q0", 1 / 30)):
         loud = graph.weights[name].clone().unflatten(0, (-1, 16))
         loud[:, [3, 11]] *= factor
@@ -59,7 +59,7 @@ def test_pairs_that_turn_together_share_a_factor(interleaved: bool) -> None:
     factor = after.evaluate(after.calls("key_scale")[0]).reshape(2, 16)
     a, b = (factor[:, 0::2], factor[:, 1::2]) if interleaved else factor.chunk(2, 1)
     assert torch.equal(a, b)
-    assert all(len(head.unique()) == 8 for head in a)  # and every pair has its own
+    assert all(len(head.unique()) == 8 for head in a)  # and every pair has its own scale
     assert check.equivalent(after, graph, sequence_inputs()) < 1e-13
 
 
@@ -78,7 +78,7 @@ def test_keys_that_others_read_are_left_and_named() -> None:
     attention.update_arg(2, value)
     result = apply(SmoothAttention(), graph)
     assert result.fired == 0 and "others read this value" in result.notes[0]
-    assert apply(OUTPUTS, graph).fired == 1  # the gate's product alone
+    assert apply(OUTPUTS, graph).fired == 1  # only the gate's product
     assert check.equivalent(result.graph, graph, sequence_inputs()) == 0
 
 
@@ -96,7 +96,7 @@ def test_queries_behind_an_activation_are_left_and_named() -> None:
 def test_key_norms_take_the_factor_alike_for_all_heads(kind: str) -> None:
     graph = decoder(layers=1)
     for index, name in enumerate(("qn", "kn")):
-        weights = torch.randn(2, 16, generator=torch.Generator().manual_seed(index)) + 0.5  # some below zero
+        weights = torch.randn(2, 16, generator=torch.Generator().manual_seed(index)) + 0.5  # some are negative
         parts = [f"{name}{part}" for part in ("scale", "shift")[: 1 + (kind == "layer_norm")]]
         for part, values in zip(parts, weights, strict=False):
             graph.weights.add_tensor(part, values)
@@ -145,7 +145,7 @@ def test_attention_is_smoothed_by_measured_keys() -> None:
 
 
 def weighted_norms(kind: str = "rms_norm") -> Graph:
-    """A decoder whose norms have weights, channel 5 of them 50 times larger."""
+    """A decoder whose norms have weights, with channel 5 of them 50 times larger."""
     graph = decoder(bias=True)
     for index, norm in enumerate(graph.calls("rms_norm")):
         generator = torch.Generator().manual_seed(index)
@@ -166,7 +166,7 @@ def test_outliers_of_block_inputs_move_into_weights(kind: str, measured: bool) -
     if measured:
         before.calibration = Calibration(torch.randint(0, 50, (3, 20), generator=torch.Generator().manual_seed(2)))
     result = apply(Smooth(), before)
-    assert result.fired == 5 + 4 and not result.notes  # all norms, that of the head too, and the output modules
+    assert result.fired == 5 + 4 and not result.notes  # all norms, including the head's, and the output modules
     assert check.equivalent(result.graph, before, sequence_inputs()) < 1e-13  # float64
     loudest = []
     for graph in (before, result.graph):

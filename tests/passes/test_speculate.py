@@ -1,4 +1,4 @@
-"""Draft paths: what changes, what is shared, what is refused."""
+"""Draft paths: what changes, what is shared, and what is refused."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_what_has_no_kernel_is_refused_by_name() -> None:
 
 
 def test_shared_weights_are_stored_once() -> None:
-    """Bytes of both paths together: a draft in the same formats adds none, one in others only what differs."""
+    """Bytes of both paths: a draft in the same formats adds none, one in others only what differs."""
     source = decoder(hidden=64)
 
     def size(table: WeightTable) -> int:
@@ -108,11 +108,11 @@ def test_shared_weights_are_stored_once() -> None:
     table = WeightTable()
     for origin in ("", "other."):
         lower(graphs("w4a16", source)[-1], table, origin)
-    assert size(table) == 2 * together("w4a16", Speculate(True, activation="int8"))[0]  # another model shares nothing
+    assert size(table) == 2 * together("w4a16", Speculate(True, activation="int8"))[0]  # other models share nothing
 
 
 def coarsen(graph: Graph, name: str) -> None:
-    """Give a linear weights that 4 bits cannot hold: a few large ones in every group."""
+    """Give a linear weights that 4 bits represent badly: a few large ones in every group."""
     node = next(node for node in graph.calls("gemm") if node.name == name).all_input_nodes[1]
     while node.op != "get_attr":
         node = node.all_input_nodes[0]
@@ -161,7 +161,7 @@ def plain_format(graph: Graph, name: str) -> object:
 
 
 def test_sensitive_linears_are_stored_once() -> None:
-    """In planes they are the target's own; else in 8 bits and not in 4 beside them."""
+    """In two planes, they are the target's own; otherwise they are stored in 8 bits and not also in 4."""
     source = decoder(hidden=64)
 
     def drafted(recipe: str, draft: Speculate) -> tuple[int, int, list[str]]:

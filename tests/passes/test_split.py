@@ -1,4 +1,4 @@
-"""Split: checkpoints that store query, key and value as one matrix are rewritten as those that do not."""
+"""Split: checkpoints that store query, key and value as one matrix compile like those that do not."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.graphs import decoder, sequence_inputs
 
 
 def picking(like: torch.Tensor) -> torch.Tensor:
-    """A weight [N, K] that picks an input for each output, times a power of two: sums are exact in any order.
+    """A weight [N, K] that selects an input for each output, times a power of two: sums are exact in any order.
 
-    What BLAS adds in which order depends on the machine and on how many outputs there are.
+    The order of BLAS's sums depends on the machine and on the number of outputs.
     """
     generator = torch.Generator().manual_seed(like.numel())
     inputs = torch.randint(0, like.shape[1], (len(like), 1), generator=generator)
@@ -28,9 +28,9 @@ def picking(like: torch.Tensor) -> torch.Tensor:
 
 
 def fused(*, bias: bool = False, spare: int = 0, exact: bool = True) -> Graph:
-    """A decoder whose linears over one value are one linear and its slices, `spare` rows between them unread.
+    """A decoder whose linears over one value are one linear with slices, with `spare` unread rows between them.
 
-    `exact`: the weights of those are ones whose products are exact.
+    `exact`: their weights are from `picking`, so that products are exact.
     """
     graph = decoder(bias=bias)
     for source in graph.calls("rms_norm")[:-1]:
@@ -84,7 +84,7 @@ def test_merge_does_not_take_a_weight_of_which_rows_are_missing() -> None:
 
 @pytest.mark.parametrize("recipe", ["qserve", "w4a4-g128", "w4a16"])
 def test_recipes_do_not_see_how_weights_are_stored(recipe: str) -> None:
-    """Keys are scaled, values turned and gates fused as where q, k and v are apart: the same bits come of it."""
+    """Keys are scaled, values rotated and gates fused as with separate q, k and v, with the same bits as a result."""
     apart, logits = decoder(), []
     passes = pipeline.configure(recipes.get_recipe(recipe).settings(), {})[1:]
     for graph in (apart, fused(exact=False)):

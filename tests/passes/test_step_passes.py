@@ -1,4 +1,4 @@
-"""Passes from precision to memory plan: each fires, must not where it may not, and keeps what is computed."""
+"""Passes from precision to memory plan: each fires, does not fire where it must not, and keeps the function."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qcompile.passes.plan_memory import PlanMemory
 from qcompile.passes.quantize import Quantize
 from tests.graphs import decoder, latent, sequence_inputs, step_inputs
 
-# Two orders of summation of the same float32 numbers.
+# For sums of the same float32 numbers in two different orders.
 REORDERED = 2e-6
 
 
@@ -64,7 +64,7 @@ def test_merge_leaves_different_precisions_apart() -> None:
             node.meta["precision"] = {"weight": "bf16", "activation": "bf16"}
     merged = apply(Merge(), graph).graph
     assert len(merged.calls("gated_linear")) == 1
-    assert len([n for n in merged.calls("concat_rows") if len(n.args[0]) == 2]) >= 1  # q and k of layer 0 alone
+    assert len([n for n in merged.calls("concat_rows") if len(n.args[0]) == 2]) >= 1  # only q and k of layer 0
 
 
 def test_merge_leaves_a_gate_that_others_read() -> None:
@@ -93,7 +93,7 @@ def test_quantize_computes_with_rounded_weights_and_activations(format: str) -> 
             gemm = by_hand.call("gemm", codes, parts, None, None, format, "store", node.meta["val"].shape[-1])
         by_hand.replace(node, gemm)
     assert torch.equal(after.run(*inputs), by_hand.run(*inputs))
-    assert check.max_relative_error(after.run(*inputs), before.run(*inputs)) > 1e-3  # it did round
+    assert check.max_relative_error(after.run(*inputs), before.run(*inputs)) > 1e-3  # it does round
 
 
 def test_a_nested_weight_is_stored_once_for_both_its_precisions() -> None:
@@ -211,7 +211,7 @@ def test_values_narrower_than_keys_are_filled_up() -> None:
     before = latent()
     graph = through(before, AssignPrecision(), Merge(), Quantize(), Cache("kv32"))
     assert graph.inputs[-1].meta["val"].shape[-2:] == (3, 32)
-    assert len(graph.calls("gather_features")) == 3  # keys, values, and what is left of the result
+    assert len(graph.calls("gather_features")) == 3  # keys, values, and the unpadded result
     assert check.max_relative_error(step_logits(graph), before.run(*sequence_inputs())) < REORDERED
     fused = apply(Fuse(), graph).graph
     filled, cut = (node.args[1] for node in fused.calls("gather_features"))
@@ -227,7 +227,7 @@ def test_values_as_wide_as_keys_stay_as_they_are() -> None:
 
 
 def test_fuse_never_overwrites_queries_that_others_read() -> None:
-    """They are copied, side by side with keys and values."""
+    """They are copied, beside keys and values."""
     graph = through(decoder(layers=1), AssignPrecision(), Merge(), Quantize(), Cache("kv32"))
     attended = graph.calls("kv_attention")[0]
     split = graph.calls("rope")[0].args[0]
@@ -281,7 +281,7 @@ def test_values_alive_together_never_share_bytes(activation: str) -> None:
     for i, (a0, a1, b0, b1, rows) in enumerate(values):
         for c0, c1, d0, d1, other in values[i + 1 :]:
             assert rows != other or a1 < c0 or c1 < a0 or b1 <= d0 or d1 <= b0
-    assert sum(v[3] - v[2] for v in values) > 2 * max(v[3] for v in values)  # and bytes are shared at all
+    assert sum(v[3] - v[2] for v in values) > 2 * max(v[3] for v in values)  # bytes are shared at all
 
 
 def test_a_graph_survives_json() -> None:
