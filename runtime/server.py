@@ -33,6 +33,7 @@ MOST_BYTES, MOST_BYTES_A_TOKEN = 2 << 20, 16
 """Of a request's body, and for each token of the context where that is more: to parse it, all others' answers wait."""
 _DRAIN_SECONDS = 5  # that open answers may take after the server was told to end
 _LAST_SECONDS = 1  # that may then pass until everybody has been told
+_IDLE_SECONDS = 75  # longer than proxies keep connections: one that the server closes may have a request under way
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -58,6 +59,7 @@ def serve(served: Served, listening: socket.socket, ready: Callable[[], None] = 
         log_level="warning",
         access_log=False,
         lifespan="off",
+        timeout_keep_alive=_IDLE_SECONDS,
         timeout_graceful_shutdown=_DRAIN_SECONDS + _LAST_SECONDS,
     )
     server = _Server(config, service)

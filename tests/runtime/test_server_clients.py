@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from qcompile import SamplingParams
+from qcompile.runtime import server
 from qcompile.runtime.llm import LLM
 from tests.runtime.fake import CONTEXT, byte_tokenizer, fake_llm
 from tests.runtime.test_server import GREEDY, Client, serving
@@ -118,6 +119,20 @@ def test_too_large_a_body_is_refused_before_it_is_sent(client: Client) -> None:
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 99999999\r\n\r\n"
         connection.sendall(head.encode())
         assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
+def test_connections_are_kept_for_longer_than_clients_keep_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that closes an idle one just as a request comes leaves it unanswered; proxies wait for 60 seconds."""
+    found = []
+
+    class Stub(server._Server):
+        def run(self, sockets: Any = None) -> None:
+            found.append(self.config.timeout_keep_alive)
+
+    monkeypatch.setattr(server, "_Server", Stub)
+    with fake_llm() as opened, server.bind("127.0.0.1", 0) as listening:
+        server.serve(server.Served(opened, "tiny"), listening)
+    assert found[0] > 60
 
 
 def test_penalties_of_what_was_generated(client: Client) -> None:
