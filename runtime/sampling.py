@@ -241,6 +241,8 @@ class Sampler:
             self._counts[token] += 1
 
     def _penalized(self, logits: FloatArray, ahead: Sequence[int] = ()) -> FloatArray:
+        if self._seen is None and self._counts is None:
+            return logits
         params, more = self.params, np.asarray(ahead, np.int64)
         if self._seen is not None:
             seen = self._seen
