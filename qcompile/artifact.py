@@ -325,7 +325,9 @@ def read_manifest(path: str | Path) -> Manifest:
     try:
         raw = (root / MANIFEST).read_bytes()
     except FileNotFoundError:
-        raise ArtifactError(f"{root}: not an artifact (no {MANIFEST})") from None
+        model = (root / "config.json").exists()
+        hint = ": this is a model, make an artifact of it with `qcompile build`" if model else ""
+        raise ArtifactError(f"{root}: not an artifact (no {MANIFEST}){hint}") from None
     except OSError as error:
         raise ArtifactError(f"{root}: cannot read {MANIFEST}: {error.strerror}") from error
     return _parsed(root, raw)

@@ -359,6 +359,7 @@ def doctor(
         progress("import", 0, 1)
         from qcompile import doctor as doctor_module
 
+        progress("trace", 0, 1)
         found = doctor_module.examine(model, target, recipe, settings, head_dtype, allow_remote=allow_remote_code)
     if json:
         console.print_json(found.as_json())
@@ -379,7 +380,8 @@ def leave(command: Callable[[], NoReturn]) -> NoReturn:
         sys.stdout.flush()
     except OSError as error:
         code = _refused_by_system(error) or EXIT_BUG
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        sys.stderr.flush()
     if (number := code - EXIT_SIGNAL) in (signal.SIGTERM, signal.SIGHUP):  # who sent it sees that it was heeded
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
@@ -426,8 +428,7 @@ def _interrupted(signals: Sequence[int]) -> int:
     """Say so; the exit code."""
     number = signals[0] if signals else signal.SIGINT
     how = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
-    with contextlib.suppress(OSError):  # the terminal may be gone
-        console.log(f"qcompile: {how}")
+    console.log(f"qcompile: {how}")
     return EXIT_SIGNAL + number
 
 
@@ -453,7 +454,8 @@ def _unexpected(error: Exception) -> int:
         if message.startswith("Usage:"):  # no command was given: the help text
             console.log(message)
         else:
-            console.log(f"qcompile: {message} (see qcompile --help)")
+            command = getattr(getattr(error, "ctx", None), "command_path", "qcompile")
+            console.log(f"qcompile: {message.rstrip('.')} (see {command} --help)")
         return UsageError.exit_code
     if type(error).__name__ == "Abort":
         return _interrupted(())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -62,8 +63,9 @@ def numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def log(text: str) -> None:
-    """One line on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    """One line on stderr, if that takes any: what a command has to say of itself does not change how it ends."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def print_json(value: Any) -> None:

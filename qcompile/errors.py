@@ -25,6 +25,10 @@ class UsageError(QCompileError):
     exit_code = 2
 
 
+class LongPromptError(UsageError):
+    """A prompt has more tokens than the context. Clients of the server look for this one, to send less."""
+
+
 class UnsupportedError(QCompileError):
     """The input is well formed, but contains something that qcompile does not support (named in the message)."""
 

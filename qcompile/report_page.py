@@ -32,6 +32,7 @@ class PageWriter:
 
     def __init__(self) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sys.path)), "MPLBACKEND": "svg"}
+        environment["PYTHONIOENCODING"] = "utf-8"  # whatever this process was told to write
         self._process = subprocess.Popen(
             [sys.executable, "-m", "qcompile.report_page"],
             stdin=subprocess.PIPE,

@@ -48,8 +48,8 @@ def dump(graphs: Sequence[Graph], names: Sequence[str], folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for number, (graph, name) in enumerate(zip(graphs, names, strict=True), start=1):
-            (folder / f"{number:02}-{name}.txt").write_text(to_text(graph))
-            (folder / f"{number:02}-{name}.svg").write_text(to_svg(graph))
+            (folder / f"{number:02}-{name}.txt").write_text(to_text(graph), encoding="utf-8")
+            (folder / f"{number:02}-{name}.svg").write_text(to_svg(graph), encoding="utf-8")
     except OSError as error:
         raise ResourceError(f"cannot write graphs to {folder}: {error.strerror}") from error
 

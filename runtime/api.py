@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from qcompile.errors import UsageError
 from qcompile.runtime.outputs import CompletionOutput, RequestOutput
@@ -17,6 +17,9 @@ from qcompile.runtime.tokenizer import BROKEN
 MOST_LOGPROBS = 20
 MOST_STOP_CHARACTERS = 4096
 """Of all stop texts of a request: they are looked for at every token, while all others wait."""
+
+
+Count = Annotated[int, Field(ge=1)]
 
 
 class Part(BaseModel):
@@ -45,15 +48,23 @@ class StreamOptions(Part):
     include_usage: bool = False
 
 
+def _stops(given: Any) -> Any:
+    """One text as a list, so that errors tell of a text's place in what was sent and of no type's name."""
+    return [given] if isinstance(given, str) else given
+
+
 class Common(Part):
     """What both kinds of request may hold. Ranges that SamplingParams checks are not repeated here."""
 
     idle = {
-        **{"frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "echo": (False,), "suffix": ("",)},
-        **{"best_of": (1,), "min_tokens": (0,), "stop_token_ids": ([],), "skip_special_tokens": (True,)},
+        **{"logit_bias": ({},), "echo": (False,), "suffix": ("",), "best_of": (1,), "min_tokens": (0,)},
+        **{"stop_token_ids": ([],), "skip_special_tokens": (True,)},
         **{"include_stop_str_in_output": (False,), "response_format": ({"type": "text"},), "modalities": (["text"],)},
         **{"tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (False, True)},
-        **{"store": (False,), "metadata": ({},), "service_tier": ("auto", "default")},
+        **{"function_call": ("none", "auto"), "store": (False,), "service_tier": ("auto", "default")},
+        **{"reasoning_effort": ("none",), "verbosity": ("medium",), "length_penalty": (1,), "priority": (0,)},
+        **{"use_beam_search": (False,), "spaces_between_special_tokens": (True,), "return_token_ids": (False,)},
+        **{"add_generation_prompt": (True,), "chat_template_kwargs": ({},)},
     }
     model: str | None = None
     temperature: float | None = None
@@ -61,21 +72,28 @@ class Common(Part):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
     n: int | None = None
     seed: int | None = None
-    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_stops)] | None = None
     ignore_eos: bool | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, Any] | None = None
+    """It and those before it say who asks, which changes no answer."""
 
     def sampling(self, **more: Any) -> SamplingParams:
         """Its options, those not given as SamplingParams has them. Raises UsageError."""
         length = len("".join(self.stop or ()))
         if length > MOST_STOP_CHARACTERS:
             raise UsageError(f"stop has {length} characters in all, of at most {MOST_STOP_CHARACTERS}")
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "n", "seed", "stop", "ignore_eos")
-        given = {name: getattr(self, name) for name in names} | more
+        names = ("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "ignore_eos")
+        penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+        given = {name: getattr(self, name) for name in names + penalties} | more
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
     @property
@@ -88,7 +106,7 @@ class CompletionRequest(Common):
     """POST /v1/completions: one prompt or several, each a text or token numbers."""
 
     prompt: Any  # checked where it is encoded, with clearer words than a union's
-    max_tokens: int = 16
+    max_tokens: Count = 16
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
     def prompts(self) -> list[str | Sequence[int]]:
@@ -110,18 +128,22 @@ class TextPart(Part):
     text: str
 
 
+def _parts(given: Any) -> Any:
+    """A text as a list of parts, for the same reason."""
+    return [{"type": "text", "text": given}] if isinstance(given, str) else given
+
+
 class ChatMessage(Part):
     """One turn."""
 
     idle = {"tool_calls": ([],), "annotations": ([],)}
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    content: Annotated[list[TextPart], Field(fail_fast=True), BeforeValidator(_parts)]
     name: str | None = None
 
     def plain(self) -> dict[str, str]:
         """As chat templates take it."""
-        content = self.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        text = "".join(part.text for part in self.content)
         return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
 
 
@@ -129,14 +151,14 @@ class ChatRequest(Common):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
     def params(self) -> SamplingParams:
         """Raises UsageError."""
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise UsageError("top_logprobs needs logprobs: true")
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         params = self.sampling(logprobs=(self.top_logprobs or 0) if self.logprobs else None)

@@ -37,7 +37,7 @@ def chat_template(out: Path, files: dict[str, Any]) -> Render | None:
         try:
             return compiled().render(messages=messages, add_generation_prompt=True, **given)
         except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise UsageError(f"{out}: the chat template does not take this conversation: {error}") from error
+            raise UsageError(f"the chat template does not take this conversation: {error}") from error
 
     return render
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from qcompile.artifact import MANIFEST, read_manifest, state
-from qcompile.errors import ArtifactError, OverflowedError, UsageError, shown
+from qcompile.errors import ArtifactError, LongPromptError, OverflowedError, UsageError, shown
 from qcompile.manifest import check_manifest
 from qcompile.runtime.blocks import BlockPool
 from qcompile.runtime.cpu_load import open_cpu
@@ -328,9 +328,8 @@ class LLM:
         if cut:
             return tokens[1 - self.context :] if len(tokens) >= self.context > 1 else tokens
         if len(tokens) >= self.context:
-            raise UsageError(
-                f"the prompt has {len(tokens)} tokens, {self._context_text()}, answer included: shorten it"
-            )
+            told = f"the prompt is too long: it has {len(tokens)} tokens, {self._context_text()}, answer included"
+            raise LongPromptError(f"{told}: shorten it")
         return tokens
 
     def _context_text(self) -> str:

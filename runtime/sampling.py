@@ -1,8 +1,8 @@
 """What a request asks of sampling, and the exact distribution that follows from it.
 
-Order of the options, as in vLLM: repetition penalty, temperature, min-p and top-k on the logits, then top-p
-on what is left, renormalized. Probabilities are float64. A request draws from a generator of its own, so its
-tokens do not depend on what shares its batch.
+Order of the options, as in vLLM: repetition penalty, frequency and presence penalty, temperature, min-p and top-k
+on the logits, then top-p on what is left, renormalized. Probabilities are float64. A request draws from a generator
+of its own, so its tokens do not depend on what shares its batch.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ MOST_SAMPLES = 1 << 14
 """Of a prompt: each takes memory from the first step on."""
 _MOST_PENALTY = 1e3
 """Of repetition, and its reciprocal the least: logits times or over it stay finite in float32."""
+_MOST_SUBTRACTED = 2.0
+"""Of frequency and presence, and its negative the least, as OpenAI has them."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class SamplingParams:
 
     temperature: 0 is greedy. top_k: 0 or -1 is no limit. max_tokens: None is up to the context.
     stop: one text or several; generation ends where one appears, and it is not part of the text.
+    repetition_penalty: of tokens in prompt and text. frequency_penalty, presence_penalty: what a token's logit loses
+    for each time it is in the text generated so far, and once if it is there at all.
     seed: None draws from fresh entropy. logprobs: how many alternatives to report for every token.
     Numbers may be numpy's.
     """
@@ -46,6 +50,8 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     max_tokens: int | None = 16
     stop: str | Sequence[str] | None = None
     seed: int | None = None
@@ -64,6 +70,9 @@ class SamplingParams:
         self._need("min_p", _real(self.min_p) and 0 <= self.min_p <= 1, "a number between 0 and 1")
         in_range = _real(self.repetition_penalty) and 1 / _MOST_PENALTY <= self.repetition_penalty <= _MOST_PENALTY
         self._need("repetition_penalty", in_range, f"a number between {1 / _MOST_PENALTY:g} and {_MOST_PENALTY:g}")
+        for name in ("frequency_penalty", "presence_penalty"):
+            in_range = _real(getattr(self, name)) and abs(getattr(self, name)) <= _MOST_SUBTRACTED
+            self._need(name, in_range, f"a number between {-_MOST_SUBTRACTED:g} and {_MOST_SUBTRACTED:g}")
         for name, least in (("max_tokens", 1), ("logprobs", 0), ("seed", 0)):
             value = getattr(self, name)
             fits = value is None or (_whole(value) and value >= least)
@@ -87,7 +96,13 @@ class SamplingParams:
     @property
     def argmax_only(self) -> bool:
         """Whether the argmax of the plain logits is all that is needed."""
-        return self.temperature == 0 and self.logprobs is None and self.repetition_penalty == 1
+        plain = self.repetition_penalty == 1 and not self.counts
+        return self.temperature == 0 and self.logprobs is None and plain
+
+    @property
+    def counts(self) -> bool:
+        """Whether it matters how often a token was generated."""
+        return self.frequency_penalty != 0 or self.presence_penalty != 0
 
 
 def plain_number(value: Any) -> Any:
@@ -124,6 +139,14 @@ def penalize(logits: FloatArray, seen: npt.NDArray[np.bool_], penalty: float) ->
     """Logits [vocab], those of seen tokens divided by `penalty` if positive, else multiplied (CTRL 4.1)."""
     scaled = np.where(logits > 0, logits / np.float32(penalty), logits * np.float32(penalty))
     return np.where(seen, scaled, logits)
+
+
+def subtract(logits: FloatArray, counts: IntArray, frequency: float, presence: float) -> FloatArray:
+    """Logits [vocab], those of generated tokens less by `frequency` for each of their `counts` and by `presence`."""
+    found = np.flatnonzero(counts)
+    less = logits.copy()
+    less[found] -= (frequency * counts[found] + presence).astype(np.float32)
+    return less
 
 
 def finite_peak(logits: FloatArray) -> np.float32:
@@ -175,6 +198,7 @@ class Sampler:
         if params.repetition_penalty != 1:
             self._seen = np.zeros(vocab, np.bool_)
             self._seen[np.asarray(prompt, np.int64)] = True
+        self._counts: IntArray | None = np.zeros(vocab, np.int64) if params.counts else None
 
     def draw(self, logits: FloatArray) -> int:
         """The next token, from its logits [vocab]. Raises OverflowedError where they are not finite."""
@@ -213,15 +237,26 @@ class Sampler:
         """The token is part of the text now."""
         if self._seen is not None:
             self._seen[token] = True
+        if self._counts is not None:
+            self._counts[token] += 1
 
     def _penalized(self, logits: FloatArray, ahead: Sequence[int] = ()) -> FloatArray:
-        if self._seen is None:
+        if self._seen is None and self._counts is None:
             return logits
-        seen = self._seen
-        if ahead:
-            seen = seen.copy()
-            seen[np.asarray(ahead, np.int64)] = True
-        return penalize(logits, seen, self.params.repetition_penalty)
+        params, more = self.params, np.asarray(ahead, np.int64)
+        if self._seen is not None:
+            seen = self._seen
+            if ahead:
+                seen = seen.copy()
+                seen[more] = True
+            logits = penalize(logits, seen, params.repetition_penalty)
+        if self._counts is not None:
+            counts = self._counts
+            if ahead:
+                counts = counts.copy()
+                np.add.at(counts, more, 1)
+            logits = subtract(logits, counts, params.frequency_penalty, params.presence_penalty)
+        return logits
 
 
 def logprobs_of(

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from qcompile.errors import OverflowedError, QCompileError, ResourceError, UsageError, shown
+from qcompile.errors import LongPromptError, OverflowedError, QCompileError, ResourceError, UsageError, shown
 from qcompile.runtime import api
 from qcompile.runtime.chat import Render
 from qcompile.runtime.llm import LLM, Prompt
@@ -32,8 +33,11 @@ MOST_BYTES, MOST_BYTES_A_TOKEN = 2 << 20, 16
 """Of a request's body, and for each token of the context where that is more: to parse it, all others' answers wait."""
 _DRAIN_SECONDS = 5  # that open answers may take after the server was told to end
 _LAST_SECONDS = 1  # that may then pass until everybody has been told
+_IDLE_SECONDS = 75  # longer than proxies keep connections: one that the server closes may have a request under way
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+_READ = ["GET", "HEAD"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ def serve(served: Served, listening: socket.socket, ready: Callable[[], None] = 
         log_level="warning",
         access_log=False,
         lifespan="off",
+        timeout_keep_alive=_IDLE_SECONDS,
         timeout_graceful_shutdown=_DRAIN_SECONDS + _LAST_SECONDS,
     )
     server = _Server(config, service)
@@ -104,18 +109,39 @@ def create_app(served: Served, service: Service) -> FastAPI:
     front = _Front(served, service)
     most = max(MOST_BYTES, MOST_BYTES_A_TOKEN * served.llm.context)
     app.add_middleware(_Outer, metrics=front.metrics, most=most)
-    guarded = [Depends(front.authorize)]
-    app.get("/health")(front.health)
-    app.get("/metrics")(front.show_metrics)
-    app.get("/v1/models", dependencies=guarded)(front.models)
-    app.get("/v1/models/{name:path}", dependencies=guarded)(front.model)
-    app.post("/v1/completions", dependencies=guarded)(front.complete)
-    app.post("/v1/chat/completions", dependencies=guarded)(front.chat)
+    app.api_route("/health", methods=_READ)(front.health)
+    app.api_route("/metrics", methods=_READ)(front.show_metrics)
+    guarded = APIRouter(route_class=_guarded(front.authorize))
+    guarded.api_route("/v1/models", methods=_READ)(front.models)
+    guarded.api_route("/v1/models/{name:path}", methods=_READ)(front.model)
+    guarded.post("/v1/completions")(front.complete)
+    guarded.post("/v1/chat/completions")(front.chat)
+    app.include_router(guarded)
     app.add_exception_handler(QCompileError, _refused)
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected)
     return app
+
+
+def _guarded(authorize: Callable[[Request], None]) -> type[APIRoute]:
+    """A kind of route that asks for the key before a request is read, as a dependency would not."""
+
+    class Guarded(APIRoute):
+        def get_route_handler(self) -> Handler:
+            handle = super().get_route_handler()
+
+            async def guarded(request: Request) -> Response:
+                authorize(request)
+                return await handle(request)
+
+            return guarded
+
+    return Guarded
+
+
+class _UnknownModelError(UsageError):
+    """A request names another model than the one there is."""
 
 
 class _Front:
@@ -126,7 +152,7 @@ class _Front:
         self._started = int(time.time())
         self.metrics = Metrics(service)
 
-    async def authorize(self, request: Request) -> None:
+    def authorize(self, request: Request) -> None:
         """Raises HTTPException where a key is asked for and another is given."""
         key = self._served.api_key
         given = request.headers.get("authorization", "")
@@ -134,7 +160,8 @@ class _Front:
             given = given[7:].strip()
         # Headers are bytes, which the framework reads as Latin-1; people's keys are UTF-8.
         if key is not None and not secrets.compare_digest(given.encode("latin-1"), key.encode()):
-            raise HTTPException(401, "wrong or missing API key: send `Authorization: Bearer KEY`")
+            asked = {"WWW-Authenticate": "Bearer"}
+            raise HTTPException(401, "wrong or missing API key: send `Authorization: Bearer KEY`", asked)
 
     async def health(self) -> JSONResponse:
         """200 while the engine runs."""
@@ -160,7 +187,7 @@ class _Front:
 
     def _known(self, name: str) -> None:
         if name != self._served.name:
-            raise HTTPException(404, f"there is no model {name!r} here, only {self._served.name!r}")
+            raise _UnknownModelError(f"there is no model {name!r} here, only {self._served.name!r}")
 
     async def complete(self, asked: api.CompletionRequest, request: Request) -> Response:
         """POST /v1/completions."""
@@ -233,8 +260,11 @@ async def _hung_up(request: Request) -> None:
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
     """An error of ours as its status."""
+    if isinstance(error, _UnknownModelError):
+        return JSONResponse(api.failure(str(error), "invalid_request_error", "model_not_found", "model"), 404)
     if isinstance(error, UsageError):
-        return JSONResponse(api.failure(str(error), "invalid_request_error"), 400)
+        code = "context_length_exceeded" if isinstance(error, LongPromptError) else None
+        return JSONResponse(api.failure(str(error), "invalid_request_error", code), 400)
     if isinstance(error, BusyError):
         return JSONResponse(api.failure(str(error), "rate_limit_error"), 429, {"Retry-After": "1"})
     status = 500 if isinstance(error, OverflowedError) else 503
@@ -242,11 +272,12 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _malformed(request: Request, error: Exception) -> JSONResponse:
-    """The first thing that is wrong with a request, by its place in it."""
+    """One thing that is wrong with a request, by its place in it: a field that is none, or else the first."""
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
+    wrong = error.errors()
+    unknown = [one for one in wrong if one["type"] == "extra_forbidden"]
+    first = (unknown or wrong)[0]
     place = ".".join(str(part) for part in first["loc"][1:])
-    unknown = first["type"] == "extra_forbidden"
     what = "is not supported" if unknown else first["msg"]
     if first["type"] == "json_invalid":
         place, what = "", f"not JSON at character {place}: {first.get('ctx', {}).get('error', 'malformed')}"
@@ -257,10 +288,15 @@ async def _malformed(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
-    """No such path, no such model, no right key."""
+    """No such path or method, no right key."""
     assert isinstance(error, HTTPException)
+    told, path = str(error.detail), shown(request.url.path)
+    if error.status_code == 404:
+        told = f"there is nothing at {path}: use /v1/completions or /v1/chat/completions"
+    if error.status_code == 405:
+        told = f"{path} does not take {request.method}: use {(error.headers or {}).get('Allow')}"
     code = {401: "invalid_api_key", 404: "not_found"}.get(error.status_code)
-    content = api.failure(str(error.detail), "invalid_request_error", code)
+    content = api.failure(told, "invalid_request_error", code)
     return JSONResponse(content, error.status_code, headers=error.headers)
 
 
@@ -279,13 +315,16 @@ class _Outer:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        announced = dict(scope["headers"]).get(b"content-length", b"")[:18]
+        length = int(announced) if announced.isdigit() else 0
         read, begun = 0, False
 
         async def bounded() -> dict[str, Any]:
             nonlocal read
-            message = await receive()
-            read += len(message.get("body", b""))
-            if read > self._most:
+            if length <= self._most:  # who sends more is refused before any of it comes
+                message = await receive()
+                read += len(message.get("body", b""))
+            if max(length, read) > self._most:
                 raise HTTPException(413, f"the request is larger than {self._most:,} bytes")
             return message
 

@@ -77,7 +77,8 @@ def test_every_command_has_help_with_an_example_and_json(command: str, capsys: C
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["fly"], "fly"),
+        (["fly"], "fly' (see qcompile --help)"),
+        (["run", "x", "--promt", "x"], "(see qcompile run --help)"),
         (["build", "model"], "--output"),
         (["build", "model", "-o", "out", "--recipe", "w3a3"], "recipe w3a3 is unknown; there are f32"),
         (["build", "model", "-o", "out", "--target", "tpu"], "target tpu is unknown; there are cpu"),
@@ -108,6 +109,7 @@ def test_wrong_requests_exit_2_with_one_line(arguments: list[str], message: str,
         ("PYTHONUTF8=0 PYTHONIOENCODING=utf-8:strict {q} run {a} -p - < /bin/true", 2, "not valid Unicode"),
         ("{q} inspect {a} > /dev/full", 5, "No space left on device"),
         ("{q} inspect {a} --json > /dev/full", 5, "No space left on device"),
+        ("{q} inspect nowhere 2> /dev/full", 2, ""),
         ("PYTHONIOENCODING=ascii {q} run {a} -p 'é' --max-tokens 1 --threads 1 | grep -q '^.xe9'", 0, "prompt tokens"),
         ("{q} inspect $'new\\nline'", 2, "new\\nline: no such artifact directory"),
         ("{q} inspect {long}", 2, "give another path"),
@@ -454,6 +456,8 @@ def test_verify_names_the_damaged_file(capsys: Capture, tiny_artifact: Build, tm
     assert refusal(capsys, 6, "verify", copy) == refusal(capsys, 6, "inspect", copy)
     (copy / "qcompile.json").unlink()
     assert refusal(capsys, 6, "verify", copy) == f"qcompile: {copy}: not an artifact (no qcompile.json)\n"
+    (copy / "config.json").touch()
+    assert "this is a model, make an artifact of it with `qcompile build`" in refusal(capsys, 6, "inspect", copy)
 
 
 def test_explaining_a_pass_that_does_not_exist_is_refused(tmp_path: Path) -> None:

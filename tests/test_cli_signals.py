@@ -55,6 +55,31 @@ def test_an_interrupt_that_an_import_swallowed_ends_what_follows(
         signal.signal(signal.SIGINT, before)
 
 
+def test_doctor_heeds_an_interrupt_that_its_imports_swallowed(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path
+) -> None:
+    class Careless:
+        """Finds modules as others do, and catches whatever comes meanwhile."""
+
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name == "qcompile.doctor":
+                with contextlib.suppress(KeyboardInterrupt):
+                    os.kill(os.getpid(), signal.SIGINT)
+                    time.sleep(5)
+
+    import qcompile.doctor
+
+    monkeypatch.delitem(sys.modules, "qcompile.doctor")
+    monkeypatch.delattr(qcompile, "doctor")
+    monkeypatch.setattr(sys, "meta_path", [Careless, *sys.meta_path])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert refusal(capsys, 130, "doctor", tiny_checkpoint) == "qcompile: interrupted\n"
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_an_interrupt_is_told_however_early_it_comes() -> None:
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     early = "import sys, signal, os; sys.meta_path.insert(0, type('F', (), {'find_spec': staticmethod("

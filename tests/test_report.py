@@ -152,6 +152,14 @@ def test_page_is_the_same_each_time_and_the_process_gives_it() -> None:
     assert text.decode() == report_page.page(facts())
 
 
+def test_page_is_utf8_whatever_this_process_is_told_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its title has a dot that ASCII lacks."""
+    for name, value in {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}.items():
+        monkeypatch.setenv(name, value)
+    with report_page.PageWriter() as writer:
+        assert "\N{MIDDLE DOT}" in writer.ask(json.dumps(facts()).encode())().decode()
+
+
 def test_report_that_cannot_be_drawn_is_an_error_in_one_line() -> None:
     with report_page.PageWriter() as writer, pytest.raises(QCompileError, match=r"report\.html could not be drawn"):
         writer.ask(b"{}")()

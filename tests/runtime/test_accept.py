@@ -19,6 +19,7 @@ SETTINGS = {
     "top_p": {"top_p": 0.7},
     "min_p": {"min_p": 0.2},
     "penalty": {"repetition_penalty": 1.7},
+    "counts": {"frequency_penalty": 1.1, "presence_penalty": -0.4},
     "all": {"temperature": 1.4, "top_k": 9, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2},
 }
 Rule = Callable[[Any, Any, Any], Any]

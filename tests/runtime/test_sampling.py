@@ -105,6 +105,30 @@ def test_penalty_sees_prompt_and_output() -> None:
     assert [sampler.draw(LOGITS) for _ in range(3)] == [4, 0, 6]
 
 
+def test_frequency_and_presence_count_the_output_alone() -> None:
+    """Each draw lowers what was drawn; the prompt lowers nothing."""
+    params = SamplingParams(temperature=0, frequency_penalty=0.75, presence_penalty=0.5)
+    sampler = Sampler(params, 0, [3, 3, 3], 8)
+    lowered, drawn = LOGITS.copy(), []
+    for _ in range(12):
+        want = int(lowered.argmax())
+        drawn.append(sampler.draw(LOGITS))
+        assert drawn[-1] == want
+        lowered[want] -= 0.75 if want in drawn[:-1] else 1.25
+    assert max(Counter(drawn).values()) > 2  # counted, not only seen
+    assert Sampler(SamplingParams(temperature=0, presence_penalty=-1), 0, [], 8).draw(LOGITS) == 3
+
+
+def test_penalties_count_what_drafts_guessed() -> None:
+    """As if the tokens ahead had been drawn already."""
+    params = SamplingParams(repetition_penalty=1.2, frequency_penalty=1.5, presence_penalty=-0.5)
+    noted, guessing = (Sampler(params, 0, [1], 8) for _ in range(2))
+    for token in (4, 4, 6):
+        noted.note(token)
+    for got, want in zip(guessing.distribution(LOGITS, [4, 4, 6]), noted.distribution(LOGITS), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize(
     "params",
     [

@@ -256,13 +256,15 @@ def test_offsets_of_a_stream_are_those_of_the_whole() -> None:
         ({}, 400, "prompt"),
         ({"prompt": "x", "echo": True}, 400, "echo: is not supported"),
         ({"prompt": "x", "logit_bias": {"1": 5}}, 400, "logit_bias: is not supported"),
-        ({"prompt": "x", "presence_penalty": 1}, 400, "presence_penalty: is not supported"),
-        ({"prompt": "x", "frequency_penalty": -0.5}, 400, "frequency_penalty: is not supported"),
+        ({"prompt": "x", "presence_penalty": 3}, 400, "presence_penalty must be a number between -2 and 2, not 3"),
+        ({"prompt": "x", "frequency_penalty": True}, 400, "frequency_penalty: Input should be a valid number"),
         ({"prompt": "x", "stream_options": {"echo": False}}, 400, "stream_options.echo: is not supported"),
         ({"prompt": "x", "max_tokens": "9"}, 400, "max_tokens"),
         ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
         ({"prompt": "x", "stop": [str(number) for number in range(2000)]}, 400, "stop has 6890 characters in all"),
         ({"prompt": None}, 400, "prompt: Field required"),
+        ({"promt": "x"}, 400, "promt: is not supported"),
+        ({"prompt": "x", "stop": 5}, 400, "stop: Input should be a valid list"),
         ({"prompt": "x", "logit_bias": None, "echo": True, "suffix": ""}, 400, "echo: is not supported"),
         ({"prompt": "x", "temperature": -1}, 400, "temperature"),
         (b'{"prompt": "x", "temperature": NaN}', 400, "temperature"),
@@ -310,7 +312,7 @@ def test_what_asks_for_nothing_is_not_given(client: Client) -> None:
     ("kind", "body", "first"),
     [
         (CompletionRequest, {"prompt": "x"} | {str(number): 1 for number in range(100)}, [("0",)]),
-        (CompletionRequest, {"prompt": "x", "stop": [1] * 100}, [("stop", "str"), ("stop", "list[str]", 0)]),
+        (CompletionRequest, {"prompt": "x", "stop": [1] * 100}, [("stop", 0)]),
         (ChatRequest, {"messages": [{"content": "x"}] * 100}, [("messages", 0, "role")]),
         (
             ChatRequest,
@@ -320,7 +322,7 @@ def test_what_asks_for_nothing_is_not_given(client: Client) -> None:
         (
             ChatRequest,
             {"messages": [{"role": "user", "content": [{"type": "text"}] * 100}]},
-            [("messages", 0, "content", "str"), ("messages", 0, "content", "list[TextPart]", 0, "text")],
+            [("messages", 0, "content", 0, "text")],
         ),
     ],
 )

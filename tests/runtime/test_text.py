@@ -291,6 +291,8 @@ def test_malformed_prompts(llm: LLM, prompts: Any, message: str) -> None:
         ({"repetition_penalty": 0}, "repetition_penalty must be a number between 0.001 and 1000"),
         ({"repetition_penalty": 1e-46}, "repetition_penalty"),
         ({"repetition_penalty": 10**400}, "repetition_penalty"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty must be a number between -2 and 2"),
+        ({"presence_penalty": float("nan")}, "presence_penalty"),
         ({"temperature": 10**400}, "temperature must be a finite number"),
         ({"temperature": math.inf}, "temperature must be a finite number, at least 0, not inf"),
         ({"min_p": "x"}, "min_p must be a number between 0 and 1, not 'x'"),
