@@ -144,7 +144,7 @@ struct Speculator {
       while (size < level.match && size <= i && t[i - size] == t[end - 1 - size]) ++size;
       if (size > longest) longest = size, found = i + 1;
     }
-    if (!found) return 0;
+    if (!found || most <= 0) return 0;
     for (int i = 0; i < most; ++i) t[end + i] = t[found + i];
     q.length[s] = end + most;
     return most;
