@@ -47,10 +47,11 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         return stored
     checkpoint = Checkpoint(directory)
     for name, entry in checkpoint.entries.items():
-        if name + BLOCK_SCALES in checkpoint and entry.dtype.itemsize == 1:
+        factors = next((name + ending for ending in (BLOCK_SCALES, "_scale") if name + ending in checkpoint), None)
+        if factors and entry.dtype.itemsize == 1:
             raise UsageError(
-                f"tensor {name} has factors beside it, {name}{BLOCK_SCALES}, and config.json does not say what they "
-                "are: its quantization_config is missing"
+                f"tensor {name} has factors beside it, {factors}, and config.json does not say what they are: its "
+                "quantization_config is missing"
             )
         if name.endswith(PACKED):
             raise UsageError(

@@ -137,10 +137,10 @@ def _plain(method: str, quantization: dict[str, Any]) -> None:
     for key in ("adapter", "rotation"):
         if quantization.get(key):
             raise UnsupportedError(f"{method} weights with {key} are not read")
-    modules = quantization.get("dynamic") or {}  # "-:PATTERN" leaves modules as they are
-    for pattern in modules:
-        if not isinstance(modules, dict) or not pattern.startswith("-:"):
-            raise UnsupportedError(f"{method} weights are not read where modules differ: dynamic has {pattern}")
+    modules = quantization.get("dynamic") or {}
+    others = [name for name in modules if not name.startswith("-:")] if isinstance(modules, dict) else [modules]
+    if others:  # "-:PATTERN" leaves modules as they are
+        raise UnsupportedError(f"{method} weights are not read where modules differ: dynamic has {others[0]}")
 
 
 # ---- AWQ -------------------------------------------------------------------------------------------

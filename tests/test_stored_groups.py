@@ -347,7 +347,8 @@ REFUSED: dict[str, tuple[Way, Change, type[QCompileError], str]] = {
         "mlp.act_fn.scales belongs to no weight",
     ),
     "awq that differs by module": (awq, say(dynamic={"+:.*down": {"bits": 8}}), NO, r"dynamic has \+:\.\*down"),
-    "awq by a list of modules": (awq, say(dynamic=["-:x"]), NO, "dynamic has -:x"),
+    "awq by a number of modules": (awq, say(dynamic=5), NO, "dynamic has 5"),
+    "awq by a list of modules": (awq, say(dynamic=["-:x"]), NO, r"dynamic has \['-:x'\]"),
     "gptq of 3 bits": (gptq, say(bits=3), NO, "gptq weights with bits 3 are not read, only 4 or 8"),
     "gptq of no bits": (gptq, lambda t, s: s.pop("bits"), NO, "bits None"),
     "gptq of 8 bits that has 4": (gptq, say(bits=8), BAD, r"proj.qzeros is .* belongs there"),
@@ -435,8 +436,9 @@ def test_refused(models: dict[str, tuple[Path, Tensors]], tmp_path: Path, case: 
     assert "\n" not in str(caught.value)
 
 
-def test_packed_and_not_said(models: dict[str, tuple[Path, Tensors]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("way", "what"), [(gptq, "qweight is packed, "), (eight_bits, "weight has factors beside it")])
+def test_not_said_how(models: dict[str, tuple[Path, Tensors]], tmp_path: Path, way: Way, what: str) -> None:
     source, tensors = models["llama"]
-    path = rewritten(source, tmp_path / "model", gptq(tensors)[0])
-    with pytest.raises(UsageError, match=r"qweight is packed, .* quantization_config is missing"):
+    path = rewritten(source, tmp_path / "model", way(tensors)[0])
+    with pytest.raises(UsageError, match=f"{what}.* quantization_config is missing"):
         stored_formats.open_checkpoint(path)
