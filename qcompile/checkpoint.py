@@ -12,8 +12,8 @@ import math
 import mmap
 import os
 import stat
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
 
@@ -237,6 +237,29 @@ class Checkpoint:
             raise UsageError(f"tensor {name} has shape {list(entry.shape)}, the model needs {list(shape)}")
         if floats and not entry.dtype.is_floating_point:
             raise UnsupportedError(f"tensor {name} is of integer type {entry.dtype}; weights must be floating point")
+
+
+class StoredCheckpoint(Checkpoint):
+    """A checkpoint some of whose tensors are made of several stored ones, each when it is asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._make: dict[str, Callable[[], Tensor]] = {}
+
+    def add(self, name: str, shape: tuple[int, ...], parts: tuple[str, ...], make: Callable[..., Tensor]) -> None:
+        """Let tensor `name` be what `make` makes of the tensors `parts`, which are no more to be seen."""
+        stored = [self.entries.pop(part) for part in parts]
+        if name in self.entries:
+            raise UsageError(f"tensor {name} is stored twice: as it is, and as {' and '.join(parts)}")
+        self._make[name] = lambda: make(*(self.map(part, entry) for part, entry in zip(parts, stored, strict=True)))
+        self.entries[name] = replace(stored[0], shape=shape, dtype=torch.float32)
+
+    def raw(self, name: str) -> Tensor:
+        """The tensor as it is stored, or as it was made of others."""
+        if name not in self._make:
+            return super().raw(name)
+        self.values_read = True
+        return self._make[name]()
 
 
 def require_finite(name: str, value: Tensor) -> None:

@@ -116,7 +116,7 @@ def read_config(directory: Path, allow_remote: bool = False) -> Any:
         hint = " and wants its own code run (--allow-remote-code)" if "auto_map" in raw else ""
         raise UnsupportedError(f"model type {kind} is unknown to transformers{hint}")
     if (stored := raw.get("quantization_config")) is not None:
-        stored_formats.require_read(stored)
+        stored_formats.reader(stored)
     if raw.get("is_encoder_decoder"):
         raise UnsupportedError(f"model type {kind} is an encoder-decoder; only decoders are compiled")
     causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)

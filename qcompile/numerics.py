@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qcompile.rounding import asymmetric, by_group, symmetric
+
 PAGE_TOKENS = 64
 ROW_BLOCK = 16
 K_BLOCK = 32
@@ -118,35 +120,6 @@ def groups_of(k: int, group: int) -> int:
 # ---- rounding -----------------------------------------------------------------------------------
 
 
-def asymmetric(w: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """w [..., G], one range per row -> codes uint8 [..., G], scale f32 [..., 1], zero uint8 [..., 1].
-
-    value = (code - zero) * scale. The range includes 0; a row of zeros gets scale 1.
-    """
-    top = 2**bits - 1
-    w = w.float()
-    low, high = (f(w, -1, keepdim=True).clamp_(**{side: 0.0}) for f, side in ((torch.amin, "max"), (torch.amax, "min")))
-    scale = (high - low) / top
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    zero = torch.round(-low / scale)
-    codes = (torch.round(w / scale) + zero).clamp_(0, top)
-    return codes.to(torch.uint8), scale, zero.to(torch.uint8)
-
-
-def symmetric(w: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """w [..., G] -> codes int8 within ±top and scale f32 [..., 1]; a row of zeros gets scale 1."""
-    w = w.float()
-    scale = w.abs().amax(-1, keepdim=True) / top
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    return torch.round(w / scale).clamp_(-top, top).to(torch.int8), scale
-
-
-def by_group(w: Tensor, group: int) -> Tensor:
-    """[N, K] -> [N, groups, group], the last group zero-padded (which changes no range)."""
-    short = -w.shape[1] % group
-    return torch.nn.functional.pad(w, (0, short)).unflatten(1, (-1, group))
-
-
 def _quantize_qoq_g128(w: Tensor) -> Parts:
     """QServe 3.1: int8 per channel within ±119, then uint4 with integer scale and zero per 128."""
     level, scale = symmetric(w, QOQ_RANGE)
@@ -160,7 +133,7 @@ def _quantize_qoq_g128(w: Tensor) -> Parts:
 
 
 def _quantize_w4_g128(w: Tensor) -> Parts:
-    codes, scale, zero = asymmetric(by_group(w.float(), 128), 4)
+    codes, scale, zero = asymmetric(by_group(w.float(), 128), 4, keep=True)
     return [codes.flatten(1)[:, : w.shape[1]].contiguous(), scale.squeeze(-1), zero.squeeze(-1)]
 
 

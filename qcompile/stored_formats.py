@@ -8,87 +8,85 @@ the very numbers that were stored, because any 32 numbers that E2M1 has under on
   `weight_block_size` rows and columns, the last ones short, or for the whole weight.
 - `mxfp4` (gpt-oss): NAME_blocks uint8 [experts, outputs, groups, 16], the earlier of two inputs in the low half, and
   NAME_scales, E8M0 [experts, outputs, groups]; together NAME [experts, inputs, outputs].
+- `awq` and `gptq`: see stored_groups.
+- `compressed-tensors`: see stored_compressed.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qcompile.checkpoint import Checkpoint, read_json
+from qcompile import stored_compressed, stored_groups
+from qcompile.checkpoint import Checkpoint, StoredCheckpoint, read_json
 from qcompile.errors import UnsupportedError, UsageError
 from qcompile.numerics import e2m1_values
 
 BLOCK_SCALES, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
+PACKED = (".qweight", ".weight_packed")
+"""How names of tensors end that cannot be read without knowing how they are packed."""
 GROUP = 32
 """Inputs that share one power of two in MXFP4."""
+
+Find = Callable[[StoredCheckpoint], None]
+"""Finds the weights of a checkpoint that are stored in few bits, and tells it how to make them (`add`)."""
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
     """The checkpoint in `directory`, stored as its configuration says."""
     quantization = read_json(directory / "config.json").get("quantization_config")
     if quantization is not None:
-        return StoredCheckpoint(directory, quantization)
+        find = reader(quantization)
+        stored = StoredCheckpoint(directory)
+        find(stored)
+        return stored
     checkpoint = Checkpoint(directory)
     for name, entry in checkpoint.entries.items():
-        if name + BLOCK_SCALES in checkpoint and entry.dtype.itemsize == 1:
+        factors = next((name + ending for ending in (BLOCK_SCALES, "_scale") if name + ending in checkpoint), None)
+        if factors and entry.dtype.itemsize == 1:
             raise UsageError(
-                f"tensor {name} has factors beside it, {name}{BLOCK_SCALES}, and config.json does not say what they "
-                "are: its quantization_config is missing"
+                f"tensor {name} has factors beside it, {factors}, and config.json does not say what they are: its "
+                "quantization_config is missing"
+            )
+        if name.endswith(PACKED):
+            raise UsageError(
+                f"tensor {name} is packed, and config.json does not say how: its quantization_config is missing"
             )
     return checkpoint
 
 
-def require_read(quantization: dict[str, Any]) -> None:
-    """Raise UnsupportedError unless weights stored as `quantization` says are read."""
+def reader(quantization: Any) -> Find:
+    """What reads weights that are stored as `quantization`, a configuration's `quantization_config`, says.
+
+    Raises UnsupportedError for what is not read, UsageError for what makes no sense. No file is looked at.
+    """
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if not isinstance(method, str) or method not in _FIND:
+    if not isinstance(method, str) or method not in _READERS:
         raise UnsupportedError(
             f"checkpoint is already quantized ({method or 'unknown'}); give the original weights "
-            f"(stored ones are read as {', '.join(_FIND)})"
+            f"(stored ones are read as {', '.join(_READERS)})"
         )
-
-
-class StoredCheckpoint(Checkpoint):
-    """A checkpoint some of whose tensors are made of several stored ones, each when it is asked for."""
-
-    def __init__(self, directory: Path, quantization: dict[str, Any]) -> None:
-        super().__init__(directory)
-        require_read(quantization)
-        self._make: dict[str, Callable[[], Tensor]] = {}
-        _FIND[quantization["quant_method"]](self, quantization)
-
-    def add(self, name: str, shape: tuple[int, ...], parts: tuple[str, ...], make: Callable[..., Tensor]) -> None:
-        """Let tensor `name` be what `make` makes of the tensors `parts`, which are no more to be seen."""
-        stored = [self.entries.pop(part) for part in parts]
-        if name in self.entries:
-            raise UsageError(f"tensor {name} is stored twice: as it is, and as {' and '.join(parts)}")
-        self._make[name] = lambda: make(*(self.map(part, entry) for part, entry in zip(parts, stored, strict=True)))
-        self.entries[name] = replace(stored[0], shape=shape, dtype=torch.float32)
-
-    def raw(self, name: str) -> Tensor:
-        """The tensor as it is stored, or as it was made of others."""
-        if name not in self._make:
-            return super().raw(name)
-        self.values_read = True
-        return self._make[name]()
+    return _READERS[method](quantization)
 
 
 # ---- fp8 -------------------------------------------------------------------------------------------
 
 
-def _find_fp8(checkpoint: StoredCheckpoint, quantization: dict[str, Any]) -> None:
+def _fp8(quantization: dict[str, Any]) -> Find:
     block = quantization.get("weight_block_size", [128, 128])
     if block is not None and not (
         isinstance(block, list | tuple) and len(block) == 2 and all(type(side) is int and side > 0 for side in block)
     ):
         raise UsageError(f"weight_block_size of the checkpoint's fp8 weights is {block}; two sizes belong there")
+    return functools.partial(_find_fp8, block=None if block is None else list(block))
+
+
+def _find_fp8(checkpoint: StoredCheckpoint, block: list[int] | None) -> None:
     for name, entry in list(checkpoint.entries.items()):
         if entry.dtype.itemsize > 1 or not entry.dtype.is_floating_point:
             continue
@@ -125,7 +123,7 @@ def from_fp8(codes: Tensor, scales: Tensor, block: list[int]) -> Tensor:
 # ---- MXFP4 -----------------------------------------------------------------------------------------
 
 
-def _find_mxfp4(checkpoint: StoredCheckpoint, quantization: dict[str, Any]) -> None:
+def _find_mxfp4(checkpoint: StoredCheckpoint) -> None:
     for blocks, entry in list(checkpoint.entries.items()):
         name = blocks.removesuffix(BLOCKS)
         scales = checkpoint.entries.get(name + SCALES)
@@ -152,4 +150,10 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     return value
 
 
-_FIND: dict[str, Callable[[StoredCheckpoint, dict[str, Any]], None]] = {"fp8": _find_fp8, "mxfp4": _find_mxfp4}
+_READERS: dict[str, Callable[[dict[str, Any]], Find]] = {
+    "fp8": _fp8,
+    "mxfp4": lambda quantization: _find_mxfp4,
+    "awq": stored_groups.awq,
+    "gptq": stored_groups.gptq,
+    "compressed-tensors": stored_compressed.compressed_tensors,
+}

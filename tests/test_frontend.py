@@ -215,9 +215,9 @@ REFUSED: dict[str, tuple[Edit, type[QCompileError], str]] = {
         "model type mine is unknown to transformers and wants its own code run",
     ),
     "quantized": (
-        config(quantization_config={"quant_method": "gptq", "bits": 4}),
+        config(quantization_config={"quant_method": "hqq", "bits": 4}),
         UnsupportedError,
-        r"already quantized \(gptq\)",
+        r"already quantized \(hqq\)",
     ),
     "encoder": (
         config(model_type="bert", architectures=["BertForMaskedLM"]),
