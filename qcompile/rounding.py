@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 EXACT = 2.0**-22
-"""Relative tolerance for a float32 value to count as a multiple of a scale; far below what ordinary weights meet by chance."""
+"""Relative tolerance for a float32 value to count as a multiple of a scale; ordinary weights miss it by far."""
 FEW = (2, 16)
 """How many entries of a group are tested first, and then; the first two already rule out most ordinary groups."""
 BAND = 4096
