@@ -198,7 +198,8 @@ class Experts:
     def _quantize(self, c: p.ExpertGemm, k: int) -> Iterator[Launch]:
         b = self.program.buffer(c.x)
         if b.dtype != "f32" or (c.x_slots > 1 and b.stride != c.x_slots * c.k):
-            raise UnsupportedError(f"{c.x_slots} inputs of {c.k} {b.dtype} are not whole blocks")
+            found = f"{c.x_slots} slots of {c.k} {b.dtype} in rows of {b.stride}"
+            raise UnsupportedError(f"expert kernels read f32 slots without padding between them, not {found}")
         how = self._quantize_key(c, k)
         if self.quantized == how:
             return

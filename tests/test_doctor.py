@@ -45,7 +45,7 @@ def test_doctor_says_what_a_gpu_has_no_kernel_for(capsys: Capture, tmp_path: Pat
     capsys.readouterr()
     assert code_of("doctor", tmp_path, "--recipe", "bf16", "--target", "h200", "--json") == 3
     (refused,) = json.loads(capsys.readouterr().out)["unsupported"]
-    assert refused["node"].startswith("expert_gemm") and "2 inputs of 40 f32 side by side" in refused["reason"]
+    assert refused["node"].startswith("expert_gemm") and "2 slots of 40 f32 in rows of" in refused["reason"]
 
 
 def test_doctor_needs_no_values_of_numbers_that_activations_hold(capsys: Capture, tmp_path: Path) -> None:
