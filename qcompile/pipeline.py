@@ -167,9 +167,8 @@ def build(
     before it; the recipe's own drafts come first. `dump_ir` is a folder for every stage's graph as text and SVG, with
     subfolders for drafts. `calib` is the text by which weights' codes are chosen (a file, token ids [samples, length],
     or a calibration.Request); if interrupted, the same build resumes. `check_passes` runs every stage's graph on a
-    short text with reference bodies, and records the change of the logits and the seconds of each pass in the
-    artifact's passes.json. `passes` are further passes, which run after `raise`. Raises QCompileError, without leaving
-    a partial artifact.
+    short text with reference bodies and records each pass's change of the logits and seconds in passes.json. `passes`
+    are further passes, which run after `raise`. Raises QCompileError, without leaving a partial artifact.
     """
     clock = Clock(progress or silent)
     machine = targets.get_target(target)
