@@ -35,8 +35,8 @@ HEADS, KV_HEADS, DIM = 32, 8, 128
 RING_ENTRIES = 2 * RING_GROUPS * HIER_GROUP // PAGE_TOKENS
 CASES = ((1, 8192), (1, 65536), (1, 131072), (16, 4096), (64, 1024), (64, 4096))
 FORMATS = ("kv4", "kv8", "kv16", "kv_hier4", "kv_hier")
-CUTS = ("leaf", "direct", "split", "whole")
-"""What AttentionSpec takes at a time, and leaves by programs that are direct."""
+DECODE = ("few", "fine", "coarse")
+"""Kernels of the decode class by how much work there is (codegen/tiles.py); not every format has all."""
 LONG = ((512, 512), (512, 1024), (512, 4096), (128, 4096), (32, 8192))
 """(rows, context) of steps of prompts."""
 SCORES: dict[str, dict[str, Any]] = {"plain": {}, "sinks": {"sinks": True}, "biases": {"bias_positions": 8192}}
@@ -45,27 +45,21 @@ MOST_ERROR = 4e-3
 """Queries and weights of values are rounded to bf16, over a hierarchical cache queries twice."""
 
 
-def spec_for(format: str, cut: str, queries: int, **more: Any) -> AttentionSpec:
-    """The kernel for so many query positions a sequence."""
+def specs_for(format: str, queries: int, **more: Any) -> dict[str, AttentionSpec]:
+    """The kernels for so many query positions a sequence, by how much work there is; "whole" is that of prompts."""
     kv = GpuKV(format, KV_HEADS, DIM)
-    leaf = {**tiles.attention_options(kv, "leaf"), "direct": kv.hierarchical}
-    how = {
-        "split": tiles.split_positions(kv),
-        **(leaf if cut == "direct" else tiles.attention_options(kv, cut)),
-        **more,
-    }
-    spec = AttentionSpec(kv, HEADS, HEADS * DIM, DIM**-0.5, **how)
-    if cut == "whole":
-        return next(one for most, one in prefill_variants(spec) if not most or queries <= most)
-    return for_queries(spec, queries)
+    base = AttentionSpec(kv, HEADS, HEADS * DIM, DIM**-0.5, split=tiles.split_positions(kv))
+    found = {work: for_queries(replace(spec, **more), queries) for work, spec in tiles.decode_attention(base).items()}
+    whole = prefill_variants(replace(base, cut="whole", **more))
+    return {**found, "whole": next(one for most, one in whole if not most or queries <= most)}
 
 
-def cut_for(kv: GpuKV, batch: int, context: int, split: int) -> str:
-    """What programs of the decode class take, as codegen/gpu_plan.py has it."""
+def work_of(kv: GpuKV, batch: int, context: int, split: int) -> str:
+    """How much work a step has, as attention_counts (runtime/cuda.py) has it."""
     splits = -(-context // split) * batch
-    if splits > kv.fine_splits or kv.leaves == 1:
-        return "split"
-    return "leaf" if splits <= kv.few_splits else "direct"
+    if splits > kv.fine_splits:
+        return "coarse"
+    return "few" if splits <= kv.few_splits else "fine"
 
 
 class Cache:
@@ -289,7 +283,7 @@ def long_steps(formats: Iterable[str]) -> list[dict[str, Any]]:
     for format, (rows, context) in itertools.product(formats, LONG):
         kv = GpuKV(format, KV_HEADS, DIM)
         problem = Problem((HierCache if kv.hierarchical else Cache)(kv, 1, context), rows)
-        spec = spec_for(format, "whole", rows)
+        spec = specs_for(format, rows)["whole"]
         launches = problem.launches(spec)
         launches[0]()
         error = problem.relative_error(spec)
@@ -316,7 +310,7 @@ def more_scores(formats: Iterable[str], cases: Iterable[tuple[int, int]]) -> lis
         problem, ready = Problem(cache, 1), {}
         row: dict[str, Any] = {"batch": batch, "context": context, "format": format, "kv_heads": KV_HEADS}
         for name, more in SCORES.items():
-            spec = spec_for(format, cut_for(kv, batch, context, tiles.split_positions(kv)), 1, **more)
+            spec = specs_for(format, 1, **more)[work_of(kv, batch, context, tiles.split_positions(kv))]
             ready[name] = problem.launches(spec)
             ready[name][0]()
             row[f"{name}_error"] = problem.relative_error(spec)
@@ -334,14 +328,14 @@ def rows_that_differ(cache: Cache, format: str, **more: Any) -> int:
     """Rows of five queries whose bits depend on how attention is cut, or on how many queries a step has."""
     five = Problem(cache, 5)
     outputs = []
-    for cut in CUTS:
+    for spec in specs_for(format, 5, **more).values():
         five.out.fill_(math.nan)
-        five.launches(spec_for(format, cut, 5, **more))[0]()
+        five.launches(spec)[0]()
         outputs.append(five.out.view(cache.batch, 5, -1).clone())
     one = Problem(cache, 1)
     one.q = five.q.view(cache.batch, 5, -1)[:, 4].contiguous()
-    for cut in CUTS[:-1]:
-        one.launches(spec_for(format, cut, 1, **more))[0]()
+    for spec in (spec for work, spec in specs_for(format, 1, **more).items() if work in DECODE):
+        one.launches(spec)[0]()
         outputs.append(torch.cat((outputs[0][:, :4], one.out[:, None]), 1))
     return sum(int((out != outputs[0]).any(-1).sum()) for out in outputs)
 
@@ -367,8 +361,10 @@ def main() -> None:
     named = [a.split("=", 1)[1].split(",") for a in sys.argv if a.startswith("--formats=")]
     formats = named[0] if named else FORMATS
     specs = [
-        spec_for(f, part, queries, **cut)
-        for f, part, queries, cut in itertools.product(formats, CUTS[:-1], asked, cuts)
+        spec
+        for format, queries, cut in itertools.product(formats, asked, cuts)
+        for work, spec in specs_for(format, queries, **cut).items()
+        if work in DECODE
     ]
     with ProcessPoolExecutor(15, mp_context=get_context("spawn")) as pool:
         usable = dict(zip(specs, pool.map(compile_one, specs), strict=True))
@@ -382,9 +378,8 @@ def main() -> None:
             kv = GpuKV(format, KV_HEADS, DIM)
             cache = (HierCache if kv.hierarchical else Cache)(kv, batch, context)
             for queries, cut in itertools.product(asked, cuts):
-                spec = spec_for(
-                    format, cut_for(kv, batch, context, cut.get("split", tiles.split_positions(kv))), queries, **cut
-                )
+                work = work_of(kv, batch, context, cut.get("split", tiles.split_positions(kv)))
+                spec = specs_for(format, queries, **cut)[work]
                 if not usable[spec]:
                     continue
                 problem = Problem(cache, queries)

@@ -431,18 +431,14 @@ class _Maker:
             args[name] = self.plan.need(name, size, "tokens", "slots")
         if self.program.buffer(c.out).stride != c.heads * kv.dim:
             raise UnsupportedError(f"{c.heads} heads of {kv.dim} are not whole blocks")
-        variants = self._decode_attention(replace(base, **tiles.attention_options(kv, "split")), args)
-        for most, spec in prefill_variants(replace(base, **tiles.attention_options(kv, "whole"))):
+        prompts = []
+        for most, spec in prefill_variants(replace(base, cut="whole")):
             label = self.plan.add(spec.kernel(self.capability))
             each = spec.queries * (2 if spec.paired else 1)
-            variants.append(Variant(label, (["queries", each], kv.heads, "sequences"), args, most))
-        yield Launch(c.name, "coarse", tuple(variants))
-        if kv.fine_splits:
-            leaf = replace(base, **tiles.attention_options(kv, "leaf"))
-            if kv.few_splits:
-                yield Launch(f"{c.name}.few", "few", tuple(self._decode_attention(leaf, args)))
-                leaf = replace(leaf, direct=True)
-            yield Launch(f"{c.name}.fine", "fine", tuple(self._decode_attention(leaf, args)))
+            prompts.append(Variant(label, (["queries", each], kv.heads, "sequences"), args, most))
+        for work, spec in tiles.decode_attention(base).items():
+            variants = (*self._decode_attention(spec, args), *(prompts if work == "coarse" else ()))
+            yield Launch(c.name if work == "coarse" else f"{c.name}.{work}", work, variants)
         yield from self._merges(c, args)
         if kv.hierarchical:
             yield from self._keep_staged(c)

@@ -12,9 +12,8 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
-from typing import Any
 
-from qcompile.codegen.gpu_attention import GpuKV
+from qcompile.codegen.gpu_attention import AttentionSpec, GpuKV
 from qcompile.codegen.gpu_pack import MIX_ROWS
 from qcompile.codegen.tile import DECODE_TOKENS, MMA_MIN_TOKENS, MULTIPROCESSORS, WS_MIN_TOKENS, Tile
 from qcompile.codegen.tile_table import H200, SIMILAR_FORMATS
@@ -242,13 +241,20 @@ def split_positions(kv: GpuKV) -> int:
     return kv.leaves * (64 if kv.dim <= 128 else 32)
 
 
-def attention_options(kv: GpuKV, cut: str) -> dict[str, Any]:
-    """Fields of an AttentionSpec over these pages: pipeline stages, and whether a program loops over several splits.
+def decode_attention(base: AttentionSpec) -> dict[str, AttentionSpec]:
+    """Decode attention by how much work a step has: what programs take, and how they load it.
 
-    Found by benchmarks/gpu_attention.py on an H200 for heads of 128. They change only what is in flight, which no sum
-    depends on. Programs that loop over splits have more registers, and as many of them as all multiprocessors hold;
+    The names are those of attention_counts (runtime/cuda.py), which chooses by GpuKV's `fine_splits` and `few_splits`.
+    Found by benchmarks/gpu_attention.py on an H200 for heads of 128. Kernels differ only in what is in flight, which no
+    sum depends on. Programs that loop over splits have more registers, and as many of them as all multiprocessors hold;
     more than 4 bits leave no registers for that. docs/gpu_kernels.md lists what was tried for several queries.
     """
-    multi_split = cut == "split" and (kv.hierarchical or (kv.bits == 4 and kv.dim <= 128))
-    stages = 3 if cut == "split" and kv.hierarchical else 2
-    return {"cut": cut, "stages": stages, "multi_split": multi_split}
+    kv = base.kv
+    loops = kv.hierarchical or (kv.bits == 4 and kv.dim <= 128)
+    coarse = replace(base, cut="split", stages=3 if kv.hierarchical else 2, multi_split=loops)
+    leaf = replace(base, cut="leaf", stages=2)
+    found = {"coarse": coarse}
+    if kv.fine_splits:
+        found |= {"few": leaf} if kv.few_splits else {}
+        found["fine"] = replace(leaf, direct=kv.hierarchical)
+    return found

@@ -149,7 +149,7 @@ def test_halves_of_codes_become_keys_and_values(format: str) -> None:
         # Three roundings to fp16, of terms up to 16.5 scales, or 31.5, and the least value.
         assert (np.abs(key - exact) < 2**-11 * (48 * scale + 2 * np.abs(less))).all()
         value = floats(run(asm[f"value_plane{plane}"], 1, items)[0], "f16x2")
-        assert (value == (1024 + code if both else 1 + u / 16)).all()
+        assert (value == (1024 + code if both else u * 2.0 ** (-20 if plane % 2 else -24))).all()
 
 
 def picked(codes: np.ndarray) -> Words:

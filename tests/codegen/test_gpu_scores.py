@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -91,6 +90,5 @@ def test_decode_kernels_with_both_compile_without_spills(format: str) -> None:
     kv = GpuKV(format, 32, 128)  # heads of their own, as those of models with linear biases
     base = AttentionSpec(kv, 32, 4096, 0.1, split=tiles.split_positions(kv), bias_positions=2048, sinks=True)
     most = 0 if triton_version().startswith("3.6.") else 256
-    for cut in ("leaf", "split"):
-        kernel = for_queries(replace(base, **tiles.attention_options(kv, cut)), 1).kernel(90)
-        assert compile_kernel(kernel, 90).spill_bytes <= most, cut
+    for work, spec in tiles.decode_attention(base).items():
+        assert compile_kernel(for_queries(spec, 1).kernel(90), 90).spill_bytes <= most, work

@@ -337,7 +337,8 @@ def test_decode_kernels_compile_without_spills(target: str, recipe: str) -> None
 def test_attention_of_several_positions_compiles_without_spills(format: str) -> None:
     needs_triton()
     kv = GpuKV(format, 8, 128)
-    base = AttentionSpec(kv, 32, 4096, 0.1, split=tiles.split_positions(kv), **tiles.attention_options(kv, "split"))
+    base = AttentionSpec(kv, 32, 4096, 0.1, split=tiles.split_positions(kv))
+    base = tiles.decode_attention(base)["coarse"]
     assert for_queries(base, 1).rows == 8 and for_queries(base, 7).rows == 16  # two programs
     most = for_queries(base, 5)
     assert (most.rows, most.warps) == (24, 2)
