@@ -65,7 +65,7 @@ class CudaExecutor:
         self._seen: set[tuple[Any, ...]] = set()
         self._profile: LaunchTimes | None = None
         self.description = {"calls": [launch["name"] for launch in plan["launches"]], "weights": plan["weights"]}
-        self.moved = 0
+        self.reallocations = 0
         """How often memory that graphs point to was given back."""
         self._closed = False
         self._host_address = 0
@@ -127,7 +127,7 @@ class CudaExecutor:
             self._work[name] = (self.driver.allocate(need, f"scratch memory ({name})"), need)
 
     def _forget(self) -> None:
-        self.moved += 1
+        self.reallocations += 1
         for graph in self._graphs.values():
             self.driver.drop(graph)
         self._graphs.clear()

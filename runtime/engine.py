@@ -162,7 +162,7 @@ class Engine:
         self._learn(-len(plan.requests), (now - started) / made)
         if self.tempo and self.gamma == AUTO:
             new = sum(map(len, gained)) / len(gained)
-            seconds = now - started - speculator.caught_up
+            seconds = now - started - speculator.catch_up_seconds
             self.tempo.drafted(plan.requests, True, max(gammas), made, seconds, new)
         for request, tokens_of in zip(plan.requests, gained, strict=True):
             self._accept(request, tokens_of, now)
