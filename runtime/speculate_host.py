@@ -136,7 +136,7 @@ class _Call:
                 at += outputs
 
     def _step(self, k: int, outputs: list[tuple[_Text, int]], logits: bool) -> tuple[list[int], FloatArray | None]:
-        """One step of level k over the tokens that its cache lacks. The last rows of each text, as counted, give argmax."""
+        """One step of level k over what its cache lacks. outputs: texts, and how many last rows of each give argmax."""
         executor = self.levels[k].executor
         assert executor
         rows = [
@@ -163,7 +163,7 @@ class _Call:
         return tokens
 
     def _accept(self, k: int, text: _Text, chosen: list[int]) -> int:
-        """Keep drafts that match `chosen`, plus its first token that differs or follows. Returns the number of tokens."""
+        """Keep drafts that match `chosen`, plus its first token that differs or follows. Returns how many tokens."""
         start = text.start[k]
         drafts = text.tokens[start:]
         kept = next((i for i, draft in enumerate(drafts) if draft != chosen[i]), len(drafts))
