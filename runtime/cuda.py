@@ -24,8 +24,11 @@ from qcompile.runtime.outputs import MOST_DRAFTS
 GPU_ABI = 13
 _MAX_GRAPHS = 64
 _MIN_PAGES = 8
+"""Fewest pages to which those of the longest context are rounded up in the counts of a step."""
 _MAX_DECODED = 1 << 16
+"""Most tokens that `decode` leaves on the GPU before it reads them back."""
 _ROW_ALIGNMENT = 64
+"""Buffers have room for a multiple of this many rows."""
 
 Counts = dict[str, int]
 
@@ -101,9 +104,9 @@ class CudaExecutor:
         self._kv: int = leader._kv if leader and not own_cache else self._allocate_owned(cache, "the KV cache")
         self._most_pages = _power(limits.pages_for(limits.max_position + MOST_DRAFTS))
         names = ("counter", "token_ids", "positions", "row_sequence", "output_rows", "query_start")
-        self._places = {name: i * (rows + 4) for i, name in enumerate(names)}
+        self._input_offsets = {name: i * (rows + 4) for i, name in enumerate(names)}
         header = len(names) * (rows + 4)
-        self._places["block_table"] = header
+        self._input_offsets["block_table"] = header
         items = header + rows * self._most_pages
         self._inputs = self._allocate_owned(4 * items, "inputs")
         self._host_address = self.driver.pinned(4 * items)
@@ -155,27 +158,27 @@ class CudaExecutor:
         need = [self.limits.pages_for(rows.start + len(rows.tokens) + ahead) if ahead else 0 for rows in sequences]
         pages = max(*need, *(len(rows.pages) for rows in sequences))
         stride = min(max(_power(pages), _MIN_PAGES), self._most_pages)
-        host, place = self._host, self._places
+        host, offsets = self._host, self._input_offsets
         at = outputs = 0
-        host[place["counter"]] = 0
-        host[place["query_start"]] = 0
+        host[offsets["counter"]] = 0
+        host[offsets["query_start"]] = 0
         for index, rows in enumerate(sequences):
             count = len(rows.tokens)
             end = at + count
-            host[place["token_ids"] + at : place["token_ids"] + end] = rows.tokens
-            host[place["positions"] + at : place["positions"] + end] = range(rows.start, rows.start + count)
-            host[place["row_sequence"] + at : place["row_sequence"] + end] = [index] * count
-            first = place["block_table"] + index * stride
+            host[offsets["token_ids"] + at : offsets["token_ids"] + end] = rows.tokens
+            host[offsets["positions"] + at : offsets["positions"] + end] = range(rows.start, rows.start + count)
+            host[offsets["row_sequence"] + at : offsets["row_sequence"] + end] = [index] * count
+            first = offsets["block_table"] + index * stride
             host[first : first + len(rows.pages)] = rows.pages
             for entry in range(len(rows.pages), need[index]):
                 host[first + entry] = self.kv_pages + (0 < self._ring_entries <= entry)
             if rows.outputs:
-                first = place["output_rows"] + outputs
+                first = offsets["output_rows"] + outputs
                 host[first : first + rows.outputs] = range(end - rows.outputs, end)
                 outputs += rows.outputs
             at = end
-            host[place["query_start"] + index + 1] = at
-        used = place["block_table"] + len(sequences) * stride
+            host[offsets["query_start"] + index + 1] = at
+        used = offsets["block_table"] + len(sequences) * stride
         self.driver.upload(self._inputs, self._host_address, 4 * used)
         plan, queries = self.plan, max(len(rows.tokens) for rows in sequences)
         splits = -(-min(_eighths(pages), stride) * self.limits.page_tokens // plan["split"])
@@ -197,7 +200,7 @@ class CudaExecutor:
         `others` are addresses that are not this executor's own, by (space, name) as in the plan.
         """
         self.grow(counts)
-        found = _active(launches, counts)
+        found = _active_launches(launches, counts)
         return [(launch["name"], self._call(variant, counts, others or {})) for launch, variant in found]
 
     def _call(self, variant: dict[str, Any], counts: Counts, others: Mapping[tuple[str, str], int]) -> LaunchCall:
@@ -213,7 +216,7 @@ class CudaExecutor:
         Prepared launches are kept, so that later steps change only grids and counts.
         """
         self.grow(counts)
-        for _, variant in _active(launches, counts):
+        for _, variant in _active_launches(launches, counts):
             kept = self._prepared.get(id(variant))
             if kept:
                 call, changing = kept
@@ -236,11 +239,11 @@ class CudaExecutor:
             return self._kv + what * self._layer_bytes
         if space == "work":
             return self._work[what][0]
-        return others[space, what] if (space, what) in others else self.place(what)
+        return others[space, what] if (space, what) in others else self.address(what)
 
-    def place(self, name: str) -> int:
+    def address(self, name: str) -> int:
         """Address of a step's input or result on the GPU."""
-        return self._inputs + 4 * self._places[name] if name in self._places else self._results[name]
+        return self._inputs + 4 * self._input_offsets[name] if name in self._input_offsets else self._results[name]
 
     def _run(self, counts: Counts, feed_back: bool, times: int = 1) -> None:
         """Queue `times` steps: as a graph if these counts were seen before or repeat now, else launch by launch."""
@@ -368,7 +371,7 @@ def attention_counts(plan: Mapping[str, Any], splits: int, tokens: int, sequence
     }
 
 
-def _active(launches: list[dict[str, Any]], counts: Counts) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def _active_launches(launches: list[dict[str, Any]], counts: Counts) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """The launches that have work for these counts, each with the variant for its number of rows."""
     for launch in launches:
         count = counts[launch["by"]]

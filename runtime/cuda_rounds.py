@@ -1,8 +1,8 @@
 """Rounds of speculation on a GPU: drafting, verification and acceptance of a greedy round are one CUDA graph.
 
 The state of the rounds (`state` in the plan) stays on the GPU, so rounds follow each other without the host, which
-reads the results of many rounds at once. A sequence that has reached its end is computed in further rounds but gains no
-tokens; keys and values past its pages go to a spare page.
+reads the results of many rounds at once. A sequence that has reached its end is still computed in further rounds, but
+gains no tokens, and keys and values past its pages go to a spare page.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from qcompile.runtime.scheduler import Request
 
 RESULTS = 1 << 16
-"""Most tokens that the rounds of one call can return, counting the rejected ones."""
+"""Most tokens of the rounds of one call, including the target's tokens after a rejected draft, which are discarded."""
 _MAX_GRAPHS = 32
 
 Launches = list[tuple[str, LaunchCall]]

@@ -2,7 +2,7 @@
 
 Where the draft model shares the target's cache, both are at the same position when a round begins. A draft cache of its
 own then lacks the last token, or the last two if all drafts were accepted. The first draft step therefore always
-computes the last two tokens; for a position that was in the cache already, it gives the same bits again.
+computes the last two tokens; recomputing a position that was in the cache already gives the same bits.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class CudaSpeculator(CudaRounds):
         return self.draft.fill([Rows(s.tokens[-1:], s.computed, s.pages, 1) for s in sequences], ahead)
 
     def draft_addresses(self) -> dict[str, int]:
-        return {name: self.draft.place(name) for name in ("token_ids", "positions", "counter", "decoded")}
+        return {name: self.draft.address(name) for name in ("token_ids", "positions", "counter", "decoded")}
 
     def reallocations(self) -> tuple[int, ...]:
         return (*super().reallocations(), self.draft.reallocations)

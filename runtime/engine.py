@@ -337,7 +337,7 @@ class Engine:
             request.metrics.finished_time = time.monotonic()
         if request.detokenizer and output.stop_reason is None:
             text = request.held_text + request.detokenizer.push([], last=True)
-            if found := _first_stop(text, request.params.stops):  # in what was held back as incomplete
+            if found := _first_stop(text, request.params.stops):  # in text that was held back
                 at, output.stop_reason = found
                 text, reason = text[:at], reason if reason == "abort" else "stop"
             output.text += text

@@ -1,11 +1,11 @@
 """Choice of gamma, the number of tokens drafted per round, from the measured cost of rounds and their acceptance.
 
 Where each draft is accepted with probability a, a round of gamma drafts gives (1 - a^(gamma + 1)) / (1 - a) tokens on
-average (Leviathan et al. 2023, 2.2). The gamma with the most tokens per second wins; 0 is plain decoding, which stays
-unless another gamma is better by a margin. The cost of a round in plain steps comes from `qcompile tune`, or without it
+average (Leviathan et al. 2023, 2.2). The gamma with the most tokens per second wins; plain decoding (0) is left only if
+another gamma is better by a margin. The cost of a round in plain steps comes from `qcompile tune`, or without it
 from the sizes of the weights, and is then corrected by the steps and rounds that the engine runs (runtime/pace.py).
-Choices that are not in use are tried where the uncertainty of their cost allows that they are better, and so rarely
-that trials cost little.
+Choices that are not in use are tried again when, within the uncertainty of their cost, they may be better; a budget
+keeps the cost of these trials low.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _MAX_ACCEPTANCE = 0.995
 """Upper limit of estimated acceptance."""
 
 _MIN_KEEP_PROBABILITY = 0.1
-"""With several requests, none drafts a token that is less likely than this to be accepted."""
+"""With several requests, a request drafts only tokens that are accepted with at least this probability."""
 
 _YIELD_RATE, _MAX_YIELD = 0.05, 3.0
 """Weight of one call in the moving average of `Times.yields`; that call's ratio is limited to this and its inverse."""

@@ -94,8 +94,8 @@ def check_cpu(target: dict[str, Any], flags: frozenset[str]) -> None:
 def load_artifact(path: str | Path, manifest: Manifest | None = None) -> LoadedArtifact:
     """Read and verify the artifact at `path`, with its checked `manifest` if that was read before.
 
-    Raises ArtifactError if a single bit differs from what was built or the CPU does not fit, ResourceError if memory is
-    short. No file of the artifact is executed before all of them are verified.
+    Raises ArtifactError if a single bit differs from what was built or the CPU lacks features, ResourceError if memory
+    is short. No file of the artifact is executed before all of them are verified.
     """
     root = Path(path)
     if manifest is None:

@@ -1,10 +1,10 @@
 """Estimates of how long steps and rounds take on this machine now, relative to a table, and of their uncertainty.
 
-The times in a table hold where and when they were measured. On another machine, cores may or may not share a cache,
-other programs compete for memory bandwidth, texts are longer. Some of this changes within seconds, and single calls are
-delayed by more than they take themselves. The estimates are therefore a mean and a covariance that a Kalman filter
-(Kalman 1960) updates after each call: a call counts according to its noise, a measurement of one gamma also corrects
-the others as far as they are correlated, and the uncertainty of old measurements grows.
+The times in a table hold where and when they were measured. Later, cores may or may not share a cache, other programs
+may compete for memory bandwidth, or texts may be longer. Some of this changes within seconds, and a single call can be
+delayed by more than its own time. The estimates are therefore a mean and a covariance that a Kalman filter
+(Kalman 1960) updates after each call: calls are weighted by their noise, a measurement of one gamma also corrects the
+others according to their correlation, and the uncertainty of old measurements grows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Pace:
     """Logarithms of the time of plain steps, and of rounds relative to plain steps, each minus the table's.
 
     gammas: those of the table. The state is [plain, rounds of each gamma in ascending order]. It is kept in lists,
-    because this code runs between calls of a model that fills the CPU's caches: numpy's code would be fetched anew.
+    because this code runs between calls of a model that fills the CPU's caches: numpy's code would have to be
+    loaded from memory again.
     """
 
     def __init__(self, gammas: Iterable[int]) -> None:

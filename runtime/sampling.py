@@ -159,8 +159,8 @@ def finite_peak(logits: FloatArray) -> np.float32:
 def distribution(logits: FloatArray, params: SamplingParams) -> tuple[IntArray, DoubleArray]:
     """The tokens that can be drawn, in ascending order, and their probabilities [candidates] (float64, sum 1).
 
-    logits: [vocab], with penalties applied; temperature must not be 0. All ties at the limit of top-k stay; of ties at
-    the limit of top-p those with the lowest token numbers do. Raises OverflowedError if the largest logit is not
+    logits: [vocab], with penalties applied; temperature must not be 0. All ties at the limit of top-k are kept; of ties
+    at the limit of top-p, those with the lowest token numbers. Raises OverflowedError if the largest logit is not
     finite.
     """
     peak = finite_peak(logits)

@@ -133,7 +133,7 @@ class Scheduler:
         return Plan(plan.requests, plan.counts, self.reserve(plan.requests, steps))
 
     def _admissible(self, request: Request) -> bool:
-        """Whether there are pages for all its tokens, and one more per running request lest it be preempted at once."""
+        """Whether there are pages for all its tokens, and one per running request, so it is not preempted at once."""
         need = self.pool.pages_for(len(request.tokens)) + len(self.running)
         return len(self.running) < self.max_batch and need <= self.pool.free
 

@@ -30,11 +30,11 @@ from qcompile.runtime.sampling import SamplingParams
 from qcompile.runtime.service import Answer, BusyError, Service
 
 MOST_BYTES, MOST_BYTES_A_TOKEN = 2 << 20, 16
-"""Largest request body in bytes, in all and per token of the context (the larger limit counts): while a body is
-parsed, all other responses wait."""
-_DRAIN_SECONDS = 5  # for open responses to complete after the server was message to end
+"""Largest request body: bytes, or bytes per token of the context if that is more. While a body is parsed, all other
+responses wait."""
+_DRAIN_SECONDS = 5  # for open responses to complete after the server was told to end
 _LAST_SECONDS = 1  # then, for telling all remaining clients
-_IDLE_SECONDS = 75  # longer than proxies do: a request may be under way when the server closes a connection
+_IDLE_SECONDS = 75  # longer than proxies keep them: if the server closes first, a request may be under way
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -307,7 +307,7 @@ async def _unexpected(request: Request, error: Exception) -> JSONResponse:
 
 
 class _Middleware:
-    """Middleware that counts responses, and refuses bodies of more than `most` bytes before they are read."""
+    """Middleware that counts responses, and refuses bodies of more than `most` bytes before they are held in memory."""
 
     def __init__(self, app: Callable[..., Awaitable[None]], metrics: Metrics, most: int) -> None:
         self._app, self._metrics, self._most = app, metrics, most

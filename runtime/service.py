@@ -68,7 +68,9 @@ class Service:
         self.failure: BaseException | None = None
         self.ended = False  # set before callers are woken for the last time
         self.failed: Callable[[BaseException], None] = lambda error: None  # called in the engine's thread as it ends
-        self.cancelled: Callable[[RequestOutput], None] = lambda output: None  # likewise, for cancelled prompts
+        self.cancelled: Callable[[RequestOutput], None] = lambda output: (
+            None
+        )  # also called there, for cancelled prompts
         self._jobs: dict[Job, int] = {}  # unfinished jobs, with their numbers of samples
         self._commands: SimpleQueue[tuple[Callable[[Job], None], Job] | None] = SimpleQueue()
         self._owner: dict[int, tuple[Job, Group]] = {}  # by request id
@@ -108,7 +110,7 @@ class Service:
         return Answer(self, job, event)
 
     def drop(self, job: Job) -> None:
-        """Cancel what is unfinished of a job, whose caller wants no more of it."""
+        """Cancel the unfinished prompts of a job."""
         if self._jobs.pop(job, None):
             self._commands.put((self._cancel, job))
 

@@ -72,7 +72,7 @@ class Detokenizer:
         self._ids = list(prompt[-_CONTEXT:])  # the window of tokens that is decoded
         if not self._decode():
             self._ids = list(prompt[-_MOST_CONTEXT:])
-        self._whole = len(self._ids)  # tokens of the window up to the last complete character
+        self._complete = len(self._ids)  # tokens of the window up to the last complete character
         self._returned = len(self._decode().rstrip(BROKEN))  # characters of the window's text already returned
 
     def clone(self) -> Detokenizer:
@@ -94,7 +94,7 @@ class Detokenizer:
         if last or len(text) - len(certain) > _MAX_HELD:  # no character is that long: the bytes are invalid
             certain = text
         new = certain[self._returned :]
-        if len(certain) == len(text) and len(self._ids) > self._whole:
+        if len(certain) == len(text) and len(self._ids) > self._complete:
             self._shrink(len(text))
         else:
             self._returned = max(self._returned, len(certain))
@@ -102,11 +102,11 @@ class Detokenizer:
 
     def _shrink(self, returned: int) -> None:
         """After all text was returned: shrink the window to its newest tokens, as context, if these have text."""
-        before, self._ids = self._ids, self._ids[self._whole :]
+        before, self._ids = self._ids, self._ids[self._complete :]
         self._returned = len(self._decode())
         if not self._returned and len(before) < _MOST_CONTEXT:
             self._ids, self._returned = before, returned
-        self._whole = len(self._ids)
+        self._complete = len(self._ids)
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._ids, skip_special_tokens=True)
