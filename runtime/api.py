@@ -117,7 +117,7 @@ class CompletionRequest(Common):
         return [given]
 
     def params(self) -> SamplingParams:
-        """Raises UsageError."""
+        """The request's sampling parameters. Raises UsageError."""
         return self.sampling(max_tokens=self.max_tokens, logprobs=self.logprobs)
 
 
@@ -157,7 +157,7 @@ class ChatRequest(Common):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
     def params(self) -> SamplingParams:
-        """Raises UsageError."""
+        """The request's sampling parameters. Raises UsageError."""
         if self.top_logprobs and not self.logprobs:
             raise UsageError("top_logprobs needs logprobs: true")
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

@@ -13,6 +13,7 @@ from functools import cache
 
 from qcompile.errors import ArtifactError, ResourceError
 
+# Constants of the driver's API.
 _OUT_OF_MEMORY = 2
 _NO_BINARY = (200, 209, 218, 222)  # invalid image, no binary for this GPU, invalid PTX, PTX too new
 _MAJOR, _MINOR = 75, 76

@@ -44,7 +44,7 @@ def open_cuda(
     kv = runtime["kv"]
     sizes = runtime["max_tokens"], runtime["vocab_size"], kv["page_tokens"], model["max_position"]
     limits = Limits(*sizes, kv.get("ring_tokens") or 0)
-    small = _read_small(root, manifest)
+    small = _read_other_files(root, manifest)
     levels = runtime.get("levels") or [] if drafts else []
     paths = [level for level in levels if "library" in level]
     plans = [json.loads(small[path["library"]]) for path in (runtime, *paths)]
@@ -54,9 +54,11 @@ def open_cuda(
         held: list[int] = []
         modules: list[ctypes.c_void_p] = []
         undo.callback(_free, gpu, held, modules)
-        functions = _functions(gpu, plans, PurePosixPath(runtime["library"]).parent, small, modules)
-        weights = _upload(gpu, root, manifest, held)
-        target = _target(gpu, plans, functions, weights, limits, max_batch, page_bytes, kv_cache_bytes, memory_share)
+        functions = _load_kernels(gpu, plans, PurePosixPath(runtime["library"]).parent, small, modules)
+        weights = _upload_weights(gpu, root, manifest, held)
+        target = _open_target(
+            gpu, plans, functions, weights, limits, max_batch, page_bytes, kv_cache_bytes, memory_share
+        )
         undo.pop_all()
         target.adopt(held, modules)
         if not levels:
@@ -116,7 +118,7 @@ def _free(gpu: Driver, addresses: list[int], modules: list[ctypes.c_void_p]) -> 
         gpu.unload(module)
 
 
-def _target(
+def _open_target(
     gpu: Driver,
     plans: list[dict[str, Any]],
     functions: dict[str, int],
@@ -132,25 +134,25 @@ def _target(
     if kv_cache_bytes is not None:
         most, memory_share = kv_cache_bytes // page_bytes, 1.0
     free, total = gpu.memory()
-    rest = free - int(total * (1 - memory_share)) - sum(_activations(plan, limits) for plan in plans)
+    rest = free - int(total * (1 - memory_share)) - sum(_executor_bytes(plan, limits) for plan in plans)
     pages = kv_pages(max(rest, 0), page_bytes, most, 1.0)
     return CudaExecutor(gpu, plans[0], functions, weights, pages, limits)
 
 
-def _activations(plan: dict[str, Any], limits: Limits) -> int:
+def _executor_bytes(plan: dict[str, Any], limits: Limits) -> int:
     """Estimated bytes of an executor apart from weights and cache: activations, logits, and scratch memory."""
     rows = limits.max_tokens + 64
     return rows * (sum(plan["arena_bytes"].values()) + 4 * limits.vocab) + (512 << 20)
 
 
-def _read_small(root: Path, manifest: Manifest) -> dict[str, bytes]:
+def _read_other_files(root: Path, manifest: Manifest) -> dict[str, bytes]:
     """Read and verify every file except the weights."""
     files: dict[str, dict[str, Any]] = manifest["files"]
     weights = {entry["file"] for entry in manifest["runtime"]["weights"]}
     return {name: listed_file(root, files, name) or b"" for name in sorted(set(files) - weights)}
 
 
-def _functions(
+def _load_kernels(
     gpu: Driver,
     plans: list[dict[str, Any]],
     folder: PurePosixPath,
@@ -176,7 +178,7 @@ def _functions(
     return found
 
 
-def _upload(gpu: Driver, root: Path, manifest: Manifest, held: list[int]) -> dict[str, int]:
+def _upload_weights(gpu: Driver, root: Path, manifest: Manifest, held: list[int]) -> dict[str, int]:
     """Copy the weights to the GPU; returns their addresses by name. The allocations are added to `held`.
 
     One file at a time is read into host memory and verified there.

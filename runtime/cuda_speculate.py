@@ -52,7 +52,7 @@ class CudaSpeculator(CudaRounds):
             return HostSpeculator.rounds(self, requests, gammas, 1, ends)
         found = super().rounds(requests, gammas, rounds, ends)
         for request in requests:
-            request.drafts.cached[0] = request.computed - 1  # at least
+            request.drafts.cached[0] = request.computed - 1  # a lower bound
         return found
 
     def send_draft_inputs(self, sequences: Sequence[RoundInput], ahead: int) -> Counts:

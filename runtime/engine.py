@@ -53,7 +53,7 @@ class Engine:
         self.context = min(executor.limits.max_position, pool.most_tokens)
         self._eos = frozenset(eos)
         self._next_id = 0
-        self._step_seconds: dict[int, float] = {}  # by number of decoding requests
+        self._step_seconds: dict[int, float] = {}  # by number of decoding requests; of rounds: negative
         self._spell = partial(spelled, tokenizer) if tokenizer else None
 
     def add(self, prompt: Sequence[int], params: SamplingParams, index: int = 0) -> Request:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 _BLOCK = 16
+"""Rows whose likelihood is computed at once."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ class Group:
 
     def __init__(self, number: int, prompt: str | None, tokens: list[int], requests: list[Request]) -> None:
         self.number, self.prompt, self.tokens, self.requests = number, prompt, tokens, requests
-        self._given = [0] * len(requests)
+        self._sent = [0] * len(requests)
 
     @property
     def finished(self) -> bool:
@@ -30,10 +30,10 @@ class Group:
         """A copy of the current outputs; `new_text` is what was added since the last call."""
         outputs: list[CompletionOutput] = []
         for at, output in enumerate(request.output for request in self.requests):
-            new = output.text[self._given[at] :]
+            new = output.text[self._sent[at] :]
             logprobs = None if output.logprobs is None else output.logprobs.copy()
             outputs.append(replace(output, new_text=new, token_ids=output.token_ids.copy(), logprobs=logprobs))
-            self._given[at] = len(output.text)
+            self._sent[at] = len(output.text)
         times = [request.metrics for request in self.requests]
         metrics = RequestMetrics(
             times[0].arrival_time,

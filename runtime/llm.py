@@ -223,19 +223,19 @@ class LLM:
     ) -> tuple[list[tuple[Prompt, list[int]]], list[SamplingParams]]:
         """The prompts with their tokens, and the parameters of each. Raises UsageError if anything is malformed."""
         listed = _as_list(prompts)
-        every = _params_for(len(listed), params, options)
-        for one in every:
+        params_of_each = _params_for(len(listed), params, options)
+        for one in params_of_each:
             self.check(one)
-        return [(prompt, self.encode(prompt)) for prompt in listed], every
+        return [(prompt, self.encode(prompt)) for prompt in listed], params_of_each
 
     def _run(
-        self, prompts: list[tuple[Prompt, list[int]]], every: list[SamplingParams], partial: bool
+        self, prompts: list[tuple[Prompt, list[int]]], params_of_each: list[SamplingParams], partial: bool
     ) -> Iterator[RequestOutput]:
         """Yield outputs whenever they grow; with `partial` false only when they are finished."""
         run = _Run()
         try:
             with self._exclusive():
-                for number, ((prompt, tokens), params) in enumerate(zip(prompts, every, strict=True)):
+                for number, ((prompt, tokens), params) in enumerate(zip(prompts, params_of_each, strict=True)):
                     requests = [self.engine.add(tokens, params, index) for index in range(params.n)]
                     run.groups.append(Group(number, prompt if isinstance(prompt, str) else None, tokens, requests))
                     self._owner.update((request.id, (run, number)) for request in requests)

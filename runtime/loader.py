@@ -44,7 +44,7 @@ class Arena:
             raise ResourceError(f"cannot reserve {length:,} bytes of memory: {error}") from error
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         skip = -start % HUGE_PAGE
-        with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
+        with contextlib.suppress(OSError):  # a Linux kernel without huge pages: slower, but correct
             self._map.madvise(mmap.MADV_HUGEPAGE, skip, length)
         self.address = start + skip
         self.view = memoryview(self._map)[skip : skip + size]

@@ -26,13 +26,13 @@ class Metrics:
         self._samples = Counter("qcompile_samples", "Samples, by how they ended.", ["finish_reason"], registry=registry)
         self._drafted = Counter("qcompile_drafted_tokens", "Tokens that drafts proposed.", registry=registry)
         self._accepted = Counter("qcompile_accepted_tokens", "Of them, those kept.", registry=registry)
-        self._first = Histogram(
+        self._first_token = Histogram(
             "qcompile_time_to_first_token_seconds", "From arrival.", buckets=_SECONDS, registry=registry
         )
-        self._each = Histogram(
+        self._per_token = Histogram(
             "qcompile_time_per_output_token_seconds", "After the first.", buckets=_TOKEN_SECONDS, registry=registry
         )
-        self._whole = Histogram("qcompile_request_seconds", "From arrival.", buckets=_SECONDS, registry=registry)
+        self._total = Histogram("qcompile_request_seconds", "From arrival.", buckets=_SECONDS, registry=registry)
         service.cancelled = self.cancelled
 
     def finished(self, output: RequestOutput) -> None:
@@ -42,10 +42,10 @@ class Metrics:
         self._generated.inc(sum(len(sample.token_ids) for sample in samples))
         for sample in samples:
             self._samples.labels(sample.finish_reason).inc()
-        self._first.observe(times.first_token_time - times.arrival_time)
-        self._whole.observe(times.finished_time - times.arrival_time)
+        self._first_token.observe(times.first_token_time - times.arrival_time)
+        self._total.observe(times.finished_time - times.arrival_time)
         if (most := max(len(sample.token_ids) for sample in samples)) > 1:
-            self._each.observe(times.decode_seconds / (most - 1))
+            self._per_token.observe(times.decode_seconds / (most - 1))
         if output.speculation:
             self._drafted.inc(sum(output.speculation.drafted))
             self._accepted.inc(sum(output.speculation.accepted))

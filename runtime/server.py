@@ -105,7 +105,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def create_app(served: Served, service: Service) -> FastAPI:
-    """The application. `service` owns `served.llm`."""
+    """Create the application. `service` owns `served.llm`."""
     app = FastAPI(title="qcompile", docs_url=None, redoc_url=None, openapi_url=None)
     handlers = _Handlers(served, service)
     most = max(MOST_BYTES, MOST_BYTES_A_TOKEN * served.llm.context)

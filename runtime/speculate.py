@@ -115,7 +115,7 @@ class Speculator:
         """A request has ended. Its drafts hold no memory other than its pages."""
 
     def close(self) -> None:
-        """Close the paths that draft."""
+        """Close the draft paths."""
         for level in self.levels:
             if level.executor:
                 level.executor.close()
@@ -173,24 +173,24 @@ class Speculator:
         started = time.perf_counter()
         self._catch_up(requests, gammas)
         self.catch_up_seconds = time.perf_counter() - started
-        every = self._extend_and_note(requests, gammas, ends, rounds)
-        for request, most, gained in zip(requests, gammas, every, strict=True):
+        results = self._extend_and_note(requests, gammas, ends, rounds)
+        for request, most, gained in zip(requests, gammas, results, strict=True):
             request.computed = gained.computed[0]
             note(request, most, gained.rounds, gained.drafted, gained.accepted)
-        return [gained.tokens for gained in every], max(1, *(gained.rounds for gained in every))
+        return [gained.tokens for gained in results], max(1, *(gained.rounds for gained in results))
 
     def _extend_and_note(
         self, requests: Sequence[Request], gammas: Sequence[int], ends: Sequence[int], rounds: int
     ) -> list[Gained]:
         """`_extend`; notes the times and the state of the drafts' own caches."""
-        every, seconds = self._extend(requests, gammas, ends, rounds)
-        for request, most, gained in zip(requests, gammas, every, strict=True):
+        results, seconds = self._extend(requests, gammas, ends, rounds)
+        for request, most, gained in zip(requests, gammas, results, strict=True):
             request.drafts.cached[:] = gained.computed[1:]
             metrics = request.drafts.metrics
             metrics.gamma = most
             metrics.verify_seconds += seconds[0]
             metrics.draft_seconds += sum(seconds[1:])
-        return every
+        return results
 
     def _extend(
         self, requests: Sequence[Request], gammas: Sequence[int], ends: Sequence[int], rounds: int

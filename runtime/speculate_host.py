@@ -70,11 +70,11 @@ class HostSpeculator(Speculator):
             texts.append(_Text(tokens, first[index], gammas[index], request.pages, held, want, start))
         call = _Call([Level(self.target, 0, True), *self.levels], texts, rounds)
         call.extend(level)
-        every = [
+        results = [
             Gained(t.tokens[len(r.tokens) - t.first :].tolist(), t.computed, t.rounds, t.drafted, t.accepted)
             for r, t in zip(requests, texts, strict=True)
         ]
-        return every, call.seconds
+        return results, call.seconds
 
 
 class _Call:

@@ -51,7 +51,7 @@ class LibrarySpeculator(Speculator):
     def __init__(self, target: Executor, levels: Sequence[Level]) -> None:
         super().__init__(target, levels)
         self._library = target.library
-        table = [_row(index, level) for index, level in enumerate([Level(target, 0, True), *levels])]
+        table = [_level_entry(index, level) for index, level in enumerate([Level(target, 0, True), *levels])]
         self._table = (_Level * len(table))(*table)
         self._memory = _Memory(len(table), 0, 0, 0)
 
@@ -62,13 +62,13 @@ class LibrarySpeculator(Speculator):
         if self._library.qc_speculate(ctypes.byref(memory.call)):
             raise RuntimeError("qc_speculate refused its arguments")
         count, columns = len(requests), memory.sizes[1]
-        every = []
+        results = []
         for index in range(count):
             row = index * columns
             tokens = memory.tokens[row + before[index] : row + memory.length[index]]
             computed = memory.computed[index : count * (len(self.levels) + 1) : count]
-            every.append(Gained(tokens, computed, *memory.found(index)))
-        return every, memory.seconds[:]
+            results.append(Gained(tokens, computed, *memory.counts_of(index)))
+        return results, memory.seconds[:]
 
     def _fill(
         self, requests: Sequence[Request], gammas: Sequence[int], ends: Sequence[int], rounds: int
@@ -97,7 +97,7 @@ class LibrarySpeculator(Speculator):
         return memory, before
 
 
-def _row(index: int, level: Level) -> _Level:
+def _level_entry(index: int, level: Level) -> _Level:
     """A level as the library reads it. Levels that share the target's cache have cache number 0, others their own."""
     executor = level.executor
     assert executor is None or isinstance(executor, Executor)
@@ -150,7 +150,7 @@ class _Memory:
         """Set the results to zero."""
         ctypes.memset(self._results, 0, len(self._results))
 
-    def found(self, index: int) -> tuple[int, list[int], list[int]]:
+    def counts_of(self, index: int) -> tuple[int, list[int], list[int]]:
         """Number of rounds of a sequence, and its drafted and accepted tokens by position in the round."""
         places = slice(index * MOST_DRAFTS, (index + 1) * MOST_DRAFTS)
         return self.rounds_done[index], self.drafted[places], self.accepted[places]
