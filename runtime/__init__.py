@@ -1,1 +1,1 @@
-"""Loads an artifact and runs it. Knows nothing of passes or templates, and does not import torch to load."""
+"""Loads and runs artifacts. Knows nothing of passes or templates, and does not import torch to load one."""

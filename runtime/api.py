@@ -1,4 +1,4 @@
-"""Requests and answers of the HTTP server, shaped as OpenAI's. What is not served is refused by name."""
+"""Requests and responses of the HTTP server in OpenAI's format. Fields that are not supported are refused by name."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from qcompile.runtime.tokenizer import BROKEN
 
 MOST_LOGPROBS = 20
 MOST_STOP_CHARACTERS = 4096
-"""Of all stop texts of a request: they are looked for at every token, while all others wait."""
+"""Most characters of a request's stop texts together: at every token they are searched for, while all requests wait."""
 
 
 Count = Annotated[int, Field(ge=1)]
 
 
 class Part(BaseModel):
-    """A part of a request. Little is told of what is wrong with it: to describe a million things takes a minute."""
+    """A part of a request. Of unknown fields only one is reported: describing a million errors takes a minute."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     idle: ClassVar[dict[str, tuple[object, ...]]] = {}
-    """Fields that are not served, with the values that ask for nothing: clients send them unasked."""
+    """Unsupported fields, with the values that have no effect: some clients send these by default."""
 
     @model_validator(mode="before")
     @classmethod
     def _given(cls, body: Any) -> Any:
-        """Null, or what asks for nothing, is as good as not given. Of fields that are none the first, to be named."""
+        """Drop nulls, values without effect, and all unknown fields but the first, which is then reported."""
         if not isinstance(body, dict):
             return body
         nothing = {name for name, values in cls.idle.items() if name in body and body[name] in values}
@@ -42,19 +42,19 @@ class Part(BaseModel):
 
 
 class StreamOptions(Part):
-    """`include_usage`: a last message with the counts of tokens."""
+    """`include_usage`: end the stream with a message that has the token counts."""
 
     idle = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
     include_usage: bool = False
 
 
 def _stops(given: Any) -> Any:
-    """One text as a list, so that errors tell of a text's place in what was sent and of no type's name."""
+    """Turn a single text into a list, so that errors name a position in the request rather than a type of a union."""
     return [given] if isinstance(given, str) else given
 
 
 class Common(Part):
-    """What both kinds of request may hold. Ranges that SamplingParams checks are not repeated here."""
+    """Fields of both kinds of request. Ranges that SamplingParams checks are not repeated here."""
 
     idle = {
         **{"logit_bias": ({},), "echo": (False,), "suffix": ("",), "best_of": (1,), "min_tokens": (0,)},
@@ -84,10 +84,10 @@ class Common(Part):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     metadata: dict[str, Any] | None = None
-    """It and those before it say who asks, which changes no answer."""
+    """Like the three fields before, it identifies the caller and does not affect the response."""
 
     def sampling(self, **more: Any) -> SamplingParams:
-        """Its options, those not given as SamplingParams has them. Raises UsageError."""
+        """The sampling parameters; fields that were not given have SamplingParams' defaults. Raises UsageError."""
         length = len("".join(self.stop or ()))
         if length > MOST_STOP_CHARACTERS:
             raise UsageError(f"stop has {length} characters in all, of at most {MOST_STOP_CHARACTERS}")
@@ -98,43 +98,43 @@ class Common(Part):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the counts of tokens."""
+        """Whether a stream ends with the token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
 class CompletionRequest(Common):
     """POST /v1/completions: one prompt or several, each a text or token numbers."""
 
-    prompt: Any  # checked where it is encoded, with clearer words than a union's
+    prompt: Any  # checked where it is encoded: errors are clearer than those of a union type
     max_tokens: Count = 16
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
     def prompts(self) -> list[str | Sequence[int]]:
-        """As a list."""
+        """The prompts as a list."""
         given = self.prompt
         if isinstance(given, list) and not all(type(token) is int for token in given):
             return list(given)
         return [given]
 
     def params(self) -> SamplingParams:
-        """Raises UsageError."""
+        """The request's sampling parameters. Raises UsageError."""
         return self.sampling(max_tokens=self.max_tokens, logprobs=self.logprobs)
 
 
 class TextPart(Part):
-    """A part of a message. Only text is taken."""
+    """A part of a message. Only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
 def _parts(given: Any) -> Any:
-    """A text as a list of parts, for the same reason."""
+    """Turn a text into a list of parts, for the same reason as in `_stops`."""
     return [{"type": "text", "text": given}] if isinstance(given, str) else given
 
 
 class ChatMessage(Part):
-    """One turn."""
+    """One message of a conversation."""
 
     idle = {"tool_calls": ([],), "annotations": ([],)}
     role: Literal["system", "developer", "user", "assistant"]
@@ -142,7 +142,7 @@ class ChatMessage(Part):
     name: str | None = None
 
     def plain(self) -> dict[str, str]:
-        """As chat templates take it."""
+        """The message in the form that chat templates take."""
         text = "".join(part.text for part in self.content)
         return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
 
@@ -157,7 +157,7 @@ class ChatRequest(Common):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
     def params(self) -> SamplingParams:
-        """Raises UsageError."""
+        """The request's sampling parameters. Raises UsageError."""
         if self.top_logprobs and not self.logprobs:
             raise UsageError("top_logprobs needs logprobs: true")
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -166,7 +166,7 @@ class ChatRequest(Common):
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, int]:
-    """Counts of tokens."""
+    """The token counts of a response."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
@@ -175,10 +175,10 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, int]:
 def completion_choice(
     index: int, sample: CompletionOutput, characters: int, tokens: int, offset: int
 ) -> tuple[dict[str, Any], int]:
-    """A choice of /v1/completions: what it has gained since it had that many characters and tokens.
+    """A choice of /v1/completions: what was added after the first `characters` and `tokens`, and the next offset.
 
-    offset: of its next token, counted in the spellings of those before it (text may lag behind them, being held back
-    for a stop text or the rest of a character). Beside the choice is that of the token after all of these.
+    offset: the next token's, in characters of the spellings of all tokens before it. (The text may lag behind these,
+    as the start of a possible stop text and incomplete characters are held back.)
     """
     found = None
     if sample.logprobs is not None:
@@ -196,7 +196,7 @@ def completion_choice(
 
 
 def chat_logprobs(sample: CompletionOutput, first: int, top: int) -> dict[str, Any] | None:
-    """A chat choice's log probabilities, from token `first` on; of each place the `top` likeliest tokens."""
+    """A chat choice's log probabilities from token `first` on, with the `top` most probable tokens at each position."""
     if sample.logprobs is None:
         return None
     content = []
@@ -211,7 +211,8 @@ def _spelled(one: Logprob) -> str:
 
 
 def _by_spelling(found: Iterable[Logprob]) -> dict[str, float]:
-    """Of tokens spelled alike (those of parts of a character are) the first: the one chosen, or else the likeliest."""
+    """Log probabilities by spelling. Of tokens with equal spellings (parts of characters) the first counts: the chosen
+    token, else the most probable one."""
     told: dict[str, float] = {}
     for one in found:
         told.setdefault(_spelled(one), one.logprob)
@@ -220,12 +221,12 @@ def _by_spelling(found: Iterable[Logprob]) -> dict[str, float]:
 
 def _chat_token(one: Logprob) -> dict[str, Any]:
     text = _spelled(one)
-    known = None if BROKEN in text else list(text.encode())  # of parts of a character those that stand for them are not
+    known = None if BROKEN in text else list(text.encode())  # the bytes of a partial character are unknown
     return {"token": text, "logprob": one.logprob, "bytes": known}
 
 
 def failure(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    """An error as clients of OpenAI expect it."""
+    """An error in OpenAI's format."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 

@@ -1,4 +1,4 @@
-"""The pages of the KV cache: who holds which."""
+"""Allocation of the KV cache's pages."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import bisect
 
 
 def pages_for(tokens: int, page_tokens: int, ring_tokens: int = 0) -> int:
-    """Pages that hold this many positions.
+    """Pages that this many positions take.
 
-    A hierarchical cache's `ring_tokens`, three groups of positions, take two pages for each page's worth of them; the
-    ring is whole, and the group before the two newest in pages of its own, once there are more than two groups.
+    A hierarchical cache has a ring of `ring_tokens` positions (three groups) in 16 bits, which takes two pages per
+    `page_tokens` positions. Up to two groups only the used part of the ring has pages. With more, the whole ring has,
+    and all groups but the two newest have quantized pages as well.
     """
     pages = -(-tokens // page_tokens)
     group = ring_tokens // 3
@@ -21,28 +22,28 @@ def pages_for(tokens: int, page_tokens: int, ring_tokens: int = 0) -> int:
 
 
 class BlockPool:
-    """`total` pages of `page_tokens` positions each. A page is free or held, and `check` says so.
+    """`total` pages of `page_tokens` positions each. Every page is either free or held, which `check` verifies.
 
     `ring_tokens` is that of the cache (see `pages_for`).
     """
 
     def __init__(self, total: int, page_tokens: int, ring_tokens: int = 0) -> None:
         self.total, self.page_tokens, self._ring_tokens = total, page_tokens, ring_tokens
-        self._free = list(range(total - 1, -1, -1))  # a stack: the page freed last is still in the cache
+        self._free = list(range(total - 1, -1, -1))  # a stack: the page freed last may still be in the CPU's cache
         self._held = bytearray(total)
 
     @property
     def free(self) -> int:
-        """Pages nobody holds."""
+        """Number of free pages."""
         return len(self._free)
 
     @property
     def used(self) -> int:
-        """Pages somebody holds."""
+        """Number of held pages."""
         return self._held.count(1)
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that hold this many positions."""
+        """Pages that this many positions take."""
         return pages_for(tokens, self.page_tokens, self._ring_tokens)
 
     @property
@@ -51,7 +52,7 @@ class BlockPool:
         return bisect.bisect_right(range(self.total * self.page_tokens + 1), self.total, key=self.pages_for) - 1
 
     def take(self, count: int) -> list[int]:
-        """`count` page numbers, now held. The caller has seen that so many are free."""
+        """Take `count` pages, and return their numbers. The caller must have checked that as many are free."""
         if count > len(self._free):
             raise ValueError(f"{count} pages asked, {len(self._free)} free")
         pages = [self._free.pop() for _ in range(count)]
@@ -69,8 +70,8 @@ class BlockPool:
         pages.clear()
 
     def check(self, *holders: list[int]) -> None:
-        """Raises RuntimeError unless free + used == total, each page is one of the two, and `holders`
-        (the page lists of all who hold any) hold each used page exactly once."""
+        """Raise RuntimeError unless each page is either free or held, and each held page is exactly once in `holders`,
+        the page lists of all requests."""
         held = [page for pages in holders for page in pages]
         if len(self._free) + self.used != self.total or any(self._held[page] for page in self._free):
             raise RuntimeError(f"KV pages: {len(self._free)} free + {self.used} used of {self.total}")

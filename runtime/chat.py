@@ -1,4 +1,4 @@
-"""Conversations as text: the chat template that an artifact brought from its checkpoint."""
+"""Renders conversations as text with the chat template that an artifact has from its checkpoint."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ if TYPE_CHECKING:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Message = dict[str, str]
-"""`role` and `content`."""
+"""With the keys `role` and `content`."""
 Render = Callable[[list[Message]], str]
 
 
 def chat_template(out: Path, files: dict[str, Any]) -> Render | None:
-    """The chat template of an artifact whose manifest has `files`, as a function of the messages, or None.
+    """The chat template of an artifact whose manifest has `files`, as a function of the messages; None without one.
 
-    Templates run in a sandbox, with all that transformers gives them; tools and documents are not served.
+    Templates run in a sandbox with the functions and filters that transformers provides. Tools and documents are not
+    supported.
     """
     source, special = _template_source(out, files)
     if source is None:
         return None
     from jinja2 import TemplateError
 
-    environment, given = _environment(), special | {"tools": None, "documents": None}
-    compiled = cache(lambda: environment.from_string(source))  # long ones take as long as many steps
+    environment, values = _environment(), special | {"tools": None, "documents": None}
+    compiled = cache(lambda: environment.from_string(source))  # compiling a long one takes as long as many steps
 
     def render(messages: list[Message]) -> str:
         try:
-            return compiled().render(messages=messages, add_generation_prompt=True, **given)
+            return compiled().render(messages=messages, add_generation_prompt=True, **values)
         except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise UsageError(f"the chat template does not take this conversation: {error}") from error
 
@@ -43,7 +44,7 @@ def chat_template(out: Path, files: dict[str, Any]) -> Render | None:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """What templates are written for: Jinja with the functions, the filter and the tag that transformers adds."""
+    """The environment that templates expect: Jinja with transformers' additional functions, filter and tag."""
     from jinja2 import TemplateError
     from jinja2.ext import Extension
     from jinja2.nodes import Node, Scope
@@ -51,7 +52,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks for training what the assistant says; it is no other text."""
+        """`{% generation %}` marks the assistant's text for training; here its content is rendered as it is."""
 
         tags = {"generation"}  # noqa: RUF012, as Jinja declares it
 
@@ -68,7 +69,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     def as_json(
         value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> str:
-        """Jinja's own escapes what HTML would read."""
+        """JSON without the HTML escapes of Jinja's own `tojson`."""
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     found = ImmutableSandboxedEnvironment(
@@ -80,7 +81,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _template_source(out: Path, files: dict[str, Any]) -> tuple[str | None, dict[str, str]]:
-    """The template's text and the special tokens it may name."""
+    """The template's source, and the special tokens that it may refer to."""
     config: dict[str, Any] = {}
     path = out / "tokenizer_config.json"
     content = listed_file(out, files, path.name)
@@ -105,7 +106,7 @@ def _template_source(out: Path, files: dict[str, Any]) -> tuple[str | None, dict
         except UnicodeDecodeError as error:
             raise ArtifactError(f"{alone} is not text in UTF-8: {error}") from error
     source = config.get("chat_template")
-    if isinstance(source, list):  # several, by name
+    if isinstance(source, list):  # several named templates
         named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
         source = named[0].get("template") if named else None
     return (source if isinstance(source, str) else None), special

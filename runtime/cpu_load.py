@@ -1,4 +1,4 @@
-"""From a verified artifact for CPUs to an opened executor, and what drafts for it."""
+"""Opens the executor of a verified CPU artifact, and its drafts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qcompile.runtime.speculate_library import LibrarySpeculator
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_KV_SHARE = 4  # the cache takes at most this part (1 / 4) of the free memory unless told otherwise
+_KV_SHARE = 4  # by default the cache takes at most 1 / 4 of the free memory
 
 
 def open_cpu(
@@ -27,9 +27,10 @@ def open_cpu(
     drafts: bool,
     tokenizer: Tokenizer | None,
 ) -> tuple[Executor, Drafter | None]:
-    """Open the artifact's model, and its drafts if wanted, whose `tokenizer` is given; all of it or nothing.
+    """Open the artifact's model, and its drafts if `drafts` is true. On failure, nothing stays open.
 
-    Raises ArtifactError (its manifest and its libraries differ), ResourceError (memory, threads), UsageError.
+    `tokenizer` is the target's. Raises ArtifactError (manifest and libraries differ), ResourceError (memory, threads),
+    UsageError.
     """
     runtime, model = artifact.manifest["runtime"], artifact.manifest["model"]
     kv = runtime["kv"]
@@ -57,7 +58,7 @@ def open_cpu(
 def _open_levels(
     artifact: LoadedArtifact, levels: list[dict[str, Any]], target: Executor, cache: Arena, undo: ExitStack
 ) -> Speculator:
-    """The paths that draft, opened on the target's threads, its pages and, where they share it, its cache.
+    """Open the draft paths with the target's threads, page numbers and, where they share it, its cache.
 
     `undo` closes them.
     """
@@ -84,7 +85,7 @@ def _open_reencoder(
     max_batch: int,
     undo: ExitStack,
 ) -> Reencoder:
-    """A model of another tokenizer that drafts, with pages for `max_batch` requests of its whole context.
+    """Open a draft model with another tokenizer, with pages for `max_batch` requests of its full context.
 
     `undo` closes it.
     """
@@ -102,7 +103,7 @@ def _open_reencoder(
 
 
 def _kv_pages(page_bytes: int, limits: Limits, max_batch: int, wanted_bytes: int | None) -> int:
-    """How many pages the KV cache gets, each of `page_bytes` over all paths."""
+    """Number of pages of the KV cache, each of `page_bytes` over all paths."""
     if wanted_bytes is not None:
         if wanted_bytes < page_bytes:
             raise UsageError(f"kv_cache_bytes {wanted_bytes:,} is less than one page of {page_bytes:,} bytes")

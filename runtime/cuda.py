@@ -1,7 +1,8 @@
-"""Runs an artifact's GPU plan: the same interface as `executor.Executor`, over the CUDA driver.
+"""Runs an artifact's GPU plan over the CUDA driver, with the interface of `executor.Executor`.
 
-The plan (kernels/<target>/*.plan.json) lists the launches of a step; codegen/gpu_launches.py has its words. Steps of
-few rows a sequence become CUDA graphs by their counts; the longest context counts by powers of two of pages.
+The plan (kernels/<target>/*.plan.json) lists the launches of a step; codegen/gpu_launches.py describes its format.
+Steps of few rows per sequence become CUDA graphs, one for each combination of counts. The pages of the longest context
+are rounded up in these counts, so that few graphs suffice.
 """
 
 from __future__ import annotations
@@ -21,20 +22,23 @@ from qcompile.runtime.executor import FloatArray, Limits, Rows
 from qcompile.runtime.outputs import MOST_DRAFTS
 
 GPU_ABI = 13
-_GRAPHS = 64
-_FEWEST_PAGES = 8
-_DECODED = 1 << 16
-_ROWS = 64
+_MAX_GRAPHS = 64
+_MIN_PAGES = 8
+"""Fewest pages to which those of the longest context are rounded up in the counts of a step."""
+_MAX_DECODED = 1 << 16
+"""Most tokens that `decode` leaves on the GPU before it reads them back."""
+_ROW_ALIGNMENT = 64
+"""Buffers have room for a multiple of this many rows."""
 
 Counts = dict[str, int]
 
 
 class CudaExecutor:
-    """One opened model on a GPU. `step` and `decode` block until the GPU is done; not safe for two threads.
+    """An opened model on a GPU. `step` and `decode` block until the GPU is done. Not safe for two threads.
 
-    `plan` is the parsed plan, `functions` its kernels by label, `weights` addresses on the GPU by name. A path that
-    drafts works in the cache of the one it drafts for, `leader`, or with `own_cache` in one of its own, of as many
-    pages. Raises ResourceError when memory is short.
+    `plan` is the parsed plan, `functions` its kernels by label, `weights` addresses on the GPU by name. A draft path
+    uses the cache of the path that it drafts for, `leader`, or with `own_cache` one of its own with as many pages.
+    Raises ResourceError when memory is short.
     """
 
     threads = 0
@@ -56,17 +60,17 @@ class CudaExecutor:
             raise UsageError(f"{limits.max_tokens} rows a step, the artifact's kernels take {plan['most_rows']}")
         self.driver, self.plan, self.limits, self.kv_pages = driver, plan, limits, kv_pages
         self._functions, self._weights = functions, weights
-        self._rows = -(-limits.max_tokens // _ROWS) * _ROWS
+        self._rows = -(-limits.max_tokens // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
         self._owned: list[int] = []
         self._work: dict[str, tuple[int, int]] = dict.fromkeys(plan["work"], (0, 0))
         self._graphs: OrderedDict[tuple[Any, ...], ctypes.c_void_p] = OrderedDict()
         self._modules: list[ctypes.c_void_p] = []
-        self._kept: dict[int, tuple[LaunchCall, list[tuple[int, str]]]] = {}
+        self._prepared: dict[int, tuple[LaunchCall, list[tuple[int, str]]]] = {}
         self._seen: set[tuple[Any, ...]] = set()
         self._profile: LaunchTimes | None = None
         self.description = {"calls": [launch["name"] for launch in plan["launches"]], "weights": plan["weights"]}
-        self.moved = 0
-        """How often memory that graphs point to was given back."""
+        self.reallocations = 0
+        """How often memory that graphs point to was freed."""
         self._closed = False
         self._host_address = 0
         try:
@@ -78,11 +82,11 @@ class CudaExecutor:
     # ---- memory -------------------------------------------------------------------------------
 
     def adopt(self, addresses: Iterable[int], modules: Iterable[ctypes.c_void_p] = ()) -> None:
-        """Free this memory, which weights are in, and unload these modules of kernels when the model is closed."""
+        """Take ownership of the weights' memory and of modules of kernels, to free them when the model is closed."""
         self._owned += addresses
         self._modules += modules
 
-    def _own(self, size: int, what: str) -> int:
+    def _allocate_owned(self, size: int, what: str) -> int:
         address = self.driver.allocate(size, what)
         self._owned.append(address)
         return address
@@ -90,30 +94,34 @@ class CudaExecutor:
     def _allocate(self, leader: CudaExecutor | None, own_cache: bool) -> None:
         rows, plan, limits = self._rows, self.plan, self.limits
         self.driver.use()
-        self._arena = {name: self._own(rows * size, "activations") for name, size in plan["arena_bytes"].items()}
-        # A page more than there are, or two, for what is computed beyond a sequence's end and forgotten.
+        self._arena = {
+            name: self._allocate_owned(rows * size, "activations") for name, size in plan["arena_bytes"].items()
+        }
+        # One spare page, or two with a ring, for keys and values computed past a sequence's end, which are discarded.
         self._ring_entries = 2 * limits.ring_tokens // limits.page_tokens
         self._layer_bytes = (self.kv_pages + 1 + (self._ring_entries > 0)) * plan["layer_page_bytes"]
         cache = plan["layers"] * self._layer_bytes
-        self._kv: int = leader._kv if leader and not own_cache else self._own(cache, "the KV cache")
+        self._kv: int = leader._kv if leader and not own_cache else self._allocate_owned(cache, "the KV cache")
         self._most_pages = _power(limits.pages_for(limits.max_position + MOST_DRAFTS))
         names = ("counter", "token_ids", "positions", "row_sequence", "output_rows", "query_start")
-        self._places = {name: i * (rows + 4) for i, name in enumerate(names)}
+        self._input_offsets = {name: i * (rows + 4) for i, name in enumerate(names)}
         header = len(names) * (rows + 4)
-        self._places["block_table"] = header
+        self._input_offsets["block_table"] = header
         items = header + rows * self._most_pages
-        self._inputs = self._own(4 * items, "inputs")
+        self._inputs = self._allocate_owned(4 * items, "inputs")
         self._host_address = self.driver.pinned(4 * items)
         self._host: Any = (ctypes.c_int32 * items).from_address(self._host_address)
-        self._results = {name: self._own(4 * n, "results") for name, n in (("argmax", rows), ("decoded", _DECODED))}
+        self._results = {
+            name: self._allocate_owned(4 * n, "results") for name, n in (("argmax", rows), ("decoded", _MAX_DECODED))
+        }
         shared = leader._results["logits"] if leader and leader.limits.vocab == limits.vocab else 0
-        self._results["logits"] = shared or self._own(4 * rows * limits.vocab, "logits")
+        self._results["logits"] = shared or self._allocate_owned(4 * rows * limits.vocab, "logits")
         self._argmax: Any = (ctypes.c_int32 * rows)()
-        self._decoded: Any = (ctypes.c_int32 * _DECODED)()
+        self._decoded: Any = (ctypes.c_int32 * _MAX_DECODED)()
         self._logits: FloatArray = np.empty((rows, limits.vocab), np.float32)
 
     def grow(self, counts: Counts) -> None:
-        """Have scratch memory large enough for these counts."""
+        """Make the scratch memory large enough for these counts."""
         for name, (size, over) in self.plan["work"].items():
             need = size * math.prod(self._rows if c == "outputs" else counts[c] for c in over)
             address, have = self._work[name]
@@ -121,56 +129,56 @@ class CudaExecutor:
                 continue
             if address:
                 self.driver.synchronize()
-                self._forget()  # graphs and launches hold the old address
-                self._work[name] = (0, 0)  # also where there is no memory for the new
+                self._drop_graphs()  # graphs and launches hold the old address
+                self._work[name] = (0, 0)  # stays valid if the allocation below fails
                 self.driver.free(address)
             self._work[name] = (self.driver.allocate(need, f"scratch memory ({name})"), need)
 
-    def _forget(self) -> None:
-        self.moved += 1
+    def _drop_graphs(self) -> None:
+        self.reallocations += 1
         for graph in self._graphs.values():
             self.driver.drop(graph)
         self._graphs.clear()
-        self._kept.clear()
+        self._prepared.clear()
         if self._profile:
             self._profile.forget()
 
     # ---- a step -------------------------------------------------------------------------------
 
     def fill(self, sequences: Sequence[Rows], ahead: int = 0) -> Counts:
-        """Write the rows into the inputs and send them; the step's counts.
+        """Write the rows into the inputs and queue their copy to the GPU. Returns the step's counts.
 
-        They may move so many positions `ahead` before they are filled in anew; past a sequence's pages its keys and
-        values go to spare pages: those of a ring to another than what is rounded, as codes read as bf16 may be NaN,
-        which beside a weight of 0 would reach rows that see none of it.
+        Sequences may advance `ahead` positions before the next call. Keys and values past a sequence's pages go to
+        spare pages. Bf16 entries of a ring and quantized ones have different spare pages: codes read as bf16 may be
+        NaN, and NaN times an attention weight of 0 would spoil rows that do not see those positions.
         """
         if self._closed:
             raise UsageError("the model is closed: load it again")
         self.driver.use()
         need = [self.limits.pages_for(rows.start + len(rows.tokens) + ahead) if ahead else 0 for rows in sequences]
         pages = max(*need, *(len(rows.pages) for rows in sequences))
-        stride = min(max(_power(pages), _FEWEST_PAGES), self._most_pages)
-        host, place = self._host, self._places
+        stride = min(max(_power(pages), _MIN_PAGES), self._most_pages)
+        host, offsets = self._host, self._input_offsets
         at = outputs = 0
-        host[place["counter"]] = 0
-        host[place["query_start"]] = 0
+        host[offsets["counter"]] = 0
+        host[offsets["query_start"]] = 0
         for index, rows in enumerate(sequences):
             count = len(rows.tokens)
             end = at + count
-            host[place["token_ids"] + at : place["token_ids"] + end] = rows.tokens
-            host[place["positions"] + at : place["positions"] + end] = range(rows.start, rows.start + count)
-            host[place["row_sequence"] + at : place["row_sequence"] + end] = [index] * count
-            first = place["block_table"] + index * stride
+            host[offsets["token_ids"] + at : offsets["token_ids"] + end] = rows.tokens
+            host[offsets["positions"] + at : offsets["positions"] + end] = range(rows.start, rows.start + count)
+            host[offsets["row_sequence"] + at : offsets["row_sequence"] + end] = [index] * count
+            first = offsets["block_table"] + index * stride
             host[first : first + len(rows.pages)] = rows.pages
             for entry in range(len(rows.pages), need[index]):
                 host[first + entry] = self.kv_pages + (0 < self._ring_entries <= entry)
             if rows.outputs:
-                first = place["output_rows"] + outputs
+                first = offsets["output_rows"] + outputs
                 host[first : first + rows.outputs] = range(end - rows.outputs, end)
                 outputs += rows.outputs
             at = end
-            host[place["query_start"] + index + 1] = at
-        used = place["block_table"] + len(sequences) * stride
+            host[offsets["query_start"] + index + 1] = at
+        used = offsets["block_table"] + len(sequences) * stride
         self.driver.upload(self._inputs, self._host_address, 4 * used)
         plan, queries = self.plan, max(len(rows.tokens) for rows in sequences)
         splits = -(-min(_eighths(pages), stride) * self.limits.page_tokens // plan["split"])
@@ -187,12 +195,12 @@ class CudaExecutor:
     def prepare(
         self, launches: list[dict[str, Any]], counts: Counts, others: Mapping[tuple[str, str], int] | None = None
     ) -> list[tuple[str, LaunchCall]]:
-        """The launches of a step with these counts, by name, made ready.
+        """Prepare the launches of a step with these counts. Returns them with their names.
 
-        `others` are addresses that are not this executor's, by the words of the plan.
+        `others` are addresses that are not this executor's own, by (space, name) as in the plan.
         """
         self.grow(counts)
-        found = _chosen(launches, counts)
+        found = _active_launches(launches, counts)
         return [(launch["name"], self._call(variant, counts, others or {})) for launch, variant in found]
 
     def _call(self, variant: dict[str, Any], counts: Counts, others: Mapping[tuple[str, str], int]) -> LaunchCall:
@@ -203,20 +211,20 @@ class CudaExecutor:
         return LaunchCall(self.driver, function, _grid(variant, counts), *how, arguments)
 
     def _launch(self, launches: list[dict[str, Any]], counts: Counts) -> None:
-        """Put a step on the stream launch by launch: the GPU is at work on one while the next is made ready.
+        """Queue a step launch by launch: while one runs on the GPU, the next is prepared.
 
-        What does not change from step to step is kept.
+        Prepared launches are kept, so that later steps change only grids and counts.
         """
         self.grow(counts)
-        for _, variant in _chosen(launches, counts):
-            kept = self._kept.get(id(variant))
+        for _, variant in _active_launches(launches, counts):
+            kept = self._prepared.get(id(variant))
             if kept:
                 call, changing = kept
                 call.change(_grid(variant, counts), [(place, counts[name]) for place, name in changing])
             else:
                 call = self._call(variant, counts, {})
                 changing = [(i, what) for i, (space, what, *_) in enumerate(variant["args"]) if space == "count"]
-                self._kept[id(variant)] = call, changing
+                self._prepared[id(variant)] = call, changing
             call.run()
 
     def _argument(self, ref: list[Any], counts: Counts, others: Mapping[tuple[str, str], int]) -> int:
@@ -231,18 +239,18 @@ class CudaExecutor:
             return self._kv + what * self._layer_bytes
         if space == "work":
             return self._work[what][0]
-        return others[space, what] if (space, what) in others else self.place(what)
+        return others[space, what] if (space, what) in others else self.address(what)
 
-    def place(self, name: str) -> int:
-        """Address of a step's input or result."""
-        return self._inputs + 4 * self._places[name] if name in self._places else self._results[name]
+    def address(self, name: str) -> int:
+        """Address of a step's input or result on the GPU."""
+        return self._inputs + 4 * self._input_offsets[name] if name in self._input_offsets else self._results[name]
 
     def _run(self, counts: Counts, feed_back: bool, times: int = 1) -> None:
-        """Put `times` steps on the stream: a graph where it will be used again, else launch by launch."""
+        """Queue `times` steps: as a graph if these counts were seen before or repeat now, else launch by launch."""
         key = (*counts.values(), feed_back)
         graph = self._graphs.get(key)
         again = times > 1 or key in self._seen
-        short = counts["queries"] <= self.plan["most_queries"]  # long steps have any counts: few come again
+        short = counts["queries"] <= self.plan["most_queries"]  # counts of long steps rarely repeat
         if graph is None and again and short and self._profile is None:
             graph = self._capture(key, counts, feed_back)
         if graph is not None and self._profile is None:
@@ -266,7 +274,7 @@ class CudaExecutor:
         with self.driver.captured() as result:
             for _, call in ready:
                 call.run()
-        while len(self._graphs) >= _GRAPHS:
+        while len(self._graphs) >= _MAX_GRAPHS:
             self.driver.synchronize()
             self.driver.drop(self._graphs.popitem(last=False)[1])
         self._graphs[key] = result[0]
@@ -275,8 +283,8 @@ class CudaExecutor:
     def step(self, sequences: Sequence[Rows], logits: bool) -> tuple[list[int], FloatArray | None]:
         """Run one step over at most `max_tokens` rows.
 
-        Returns the argmax of every output row, and its logits [outputs, vocab] if asked: a view that the
-        next call overwrites.
+        Returns the argmax of every output row, and if asked its logits [outputs, vocab], a view that the next call
+        overwrites.
         """
         counts = self.fill(sequences)
         self._run(counts, feed_back=False)
@@ -292,14 +300,14 @@ class CudaExecutor:
     def decode(self, sequences: Sequence[Rows], steps: int) -> list[int]:
         """`steps` greedy tokens for each sequence (one row each), fed back on the GPU.
 
-        The pages must have room for all of them. Returns [steps, sequences] flattened.
+        The pages must have room for all of them. Returns [steps, sequences], flattened.
         """
         counts = self.fill(sequences, steps)
-        each = max(1, min(steps, _DECODED // counts["tokens"]))
+        each = max(1, min(steps, _MAX_DECODED // counts["tokens"]))
         found: list[int] = []
         while len(found) < steps * counts["tokens"]:
             times = min(each, steps - len(found) // counts["tokens"])
-            if found:  # the counter starts over; tokens and positions are where the last steps left them
+            if found:  # reset the counter; the GPU has updated tokens and positions itself
                 self.driver.upload(self._inputs, self._host_address, 4)
             self._run(counts, feed_back=True, times=times)
             total = times * counts["tokens"]
@@ -321,7 +329,7 @@ class CudaExecutor:
         return dict(self._profile.found) if self._profile else {}
 
     def probe(self, what: int) -> float:
-        """A ceiling of this GPU by data sheet: 0 memory GB/s, 1 int8 GOPS, 2 f32 GFLOPS, 3 bf16 GFLOPS."""
+        """A peak of this GPU from its data sheet: 0 memory GB/s, 1 int8 GOPS, 2 f32 GFLOPS, 3 bf16 GFLOPS."""
         return float(self.plan["peaks"][what])
 
     def close(self) -> None:
@@ -331,7 +339,7 @@ class CudaExecutor:
         self._closed = True
         self.driver.use()
         self.driver.synchronize()
-        self._forget()
+        self._drop_graphs()
         for address in (*self._owned, *(address for address, _ in self._work.values() if address)):
             self.driver.free(address)
         for module in self._modules:
@@ -341,7 +349,7 @@ class CudaExecutor:
 
 
 def attention_counts(plan: Mapping[str, Any], splits: int, tokens: int, sequences: int, queries: int) -> dict[str, int]:
-    """The counts that attention's launches go by (codegen/gpu_plan.py), of contexts of `splits` splits at most."""
+    """The counts of attention's launches (codegen/gpu_launches.py) for contexts of at most `splits` splits."""
     decode = queries <= plan["most_queries"]
     fine = decode and splits * sequences <= plan["fine_splits"]
     few = fine and splits * sequences <= plan["few_splits"]
@@ -363,8 +371,8 @@ def attention_counts(plan: Mapping[str, Any], splits: int, tokens: int, sequence
     }
 
 
-def _chosen(launches: list[dict[str, Any]], counts: Counts) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Launches that have something to do, each with its variant for as many rows."""
+def _active_launches(launches: list[dict[str, Any]], counts: Counts) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The launches that have work for these counts, each with the variant for its number of rows."""
     for launch in launches:
         count = counts[launch["by"]]
         variant = next((v for v in launch["variants"] if not v["most"] or count <= v["most"]), None)
@@ -384,18 +392,18 @@ def _size(size: Any, counts: Counts) -> int:
 
 
 def _power(value: int) -> int:
-    """The least power of two that is at least `value`."""
+    """The smallest power of two that is at least `value`."""
     return 1 << (max(value, 1) - 1).bit_length()
 
 
 def _eighths(value: int) -> int:
-    """`value` rounded up to eighths of a power of two, so that graphs are few and their grids not much too large."""
-    step = max(_power(value) // 8, _FEWEST_PAGES)
+    """`value` rounded up to an eighth of a power of two: few distinct graphs, with grids not much too large."""
+    step = max(_power(value) // 8, _MIN_PAGES)
     return -(-value // step) * step
 
 
 def kv_pages(free: int, page_bytes: int, most: int, share: float) -> int:
-    """Pages that fit into `share` of `free` bytes, at most `most`. ResourceError when not one does."""
+    """Pages that fit into `share` of `free` bytes, at most `most`. Raises ResourceError when not one fits."""
     pages = min(most, int(free * share) // page_bytes)
     if pages < 1:
         raise ResourceError(f"no GPU memory for one KV page of {page_bytes:,} bytes")

@@ -1,7 +1,7 @@
-"""The CUDA driver by ctypes: memory, kernels, graphs. Needs the driver's libcuda alone, neither torch nor Triton.
+"""The CUDA driver through ctypes: memory, kernels, graphs. Needs only the driver's libcuda, neither torch nor Triton.
 
-Every call's return code is checked: out of memory is a ResourceError, anything else unexpected a RuntimeError
-with the driver's own words.
+Every call's return code is checked: out of memory raises ResourceError, any other unexpected code RuntimeError with the
+driver's own message.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import cache
 
 from qcompile.errors import ArtifactError, ResourceError
 
+# Constants of the driver's API.
 _OUT_OF_MEMORY = 2
 _NO_BINARY = (200, 209, 218, 222)  # invalid image, no binary for this GPU, invalid PTX, PTX too new
 _MAJOR, _MINOR = 75, 76
@@ -23,7 +24,7 @@ _RECORD_EXTERNAL = 1
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute: an id and a union of 64 bytes, of which the first int is used here."""
+    """CUlaunchAttribute: an id, and a union of 64 bytes of which only the first int is used here."""
 
     _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
 
@@ -44,9 +45,9 @@ _PDL = _Attribute(id=_PROGRAMMATIC_SERIALIZATION, value=1)
 
 
 class LaunchCall:
-    """A kernel launch made ready: calling `run` once or often costs one foreign call.
+    """A prepared kernel launch: each `run` costs one foreign call.
 
-    `arguments` are addresses and numbers, in 64 bits each, of which a kernel reads as many as it takes.
+    `arguments` are addresses and numbers, stored in 64 bits each; the kernel reads only as many bytes as it declares.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class LaunchCall:
         pdl: bool,
         arguments: Sequence[int],
     ) -> None:
-        # Triton's kernels take two more pointers, to scratch memory that ours do not ask for.
+        # Triton's kernels take two more pointers, to scratch memory that these kernels do not use.
         count = len(arguments) + 2
         self._values = (ctypes.c_uint64 * count)(*arguments)
         first = ctypes.addressof(self._values)
@@ -70,25 +71,25 @@ class LaunchCall:
         self._driver, self._function = driver, ctypes.c_void_p(function)
 
     def change(self, grid: Sequence[int], arguments: Sequence[tuple[int, int]]) -> None:
-        """Another grid, and other values of the arguments with these numbers."""
+        """Set the grid, and the arguments with these indices."""
         self._config.grid_x, self._config.grid_y, self._config.grid_z = grid
         for place, value in arguments:
             self._values[place] = value
 
     def wait_for_all(self) -> None:
-        """From here on start when all before it has ended, where else it may have started earlier."""
+        """Turn programmatic dependent launch off: the kernel starts only when the one before it has ended."""
         self._config.count = 0
 
     def run(self) -> None:
-        """Put the launch on the driver's stream."""
+        """Queue the launch on the driver's stream."""
         d = self._driver
         d.check(d.library.cuLaunchKernelEx(ctypes.byref(self._config), self._function, self._params, None), "launch")
 
 
 class Driver:
-    """One GPU, its primary context, and one stream. Use `driver()`.
+    """A GPU with its primary context and one stream. Use `driver()` to get it.
 
-    Raises ResourceError where there is no driver, no GPU, or none that answers.
+    Raises ResourceError if there is no driver or GPU, or the driver does not start.
     """
 
     def __init__(self, number: int = 0) -> None:
@@ -98,11 +99,11 @@ class Driver:
             raise ResourceError("no NVIDIA driver (libcuda.so.1) on this machine: build with --target cpu") from error
         code = self.library.cuInit(0)
         if code:
-            raise ResourceError(f"the NVIDIA driver does not start: {self._words(code)}")
+            raise ResourceError(f"the NVIDIA driver does not start: {self._message(code)}")
         device, context, stream = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
         code = self.library.cuDeviceGet(ctypes.byref(device), number)
         if code:
-            raise ResourceError(f"there is no GPU {number}: {self._words(code)}")
+            raise ResourceError(f"there is no GPU {number}: {self._message(code)}")
         self._device = device
         self.check(self.library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "context")
         self._context = context
@@ -110,25 +111,25 @@ class Driver:
         self.check(self.library.cuStreamCreate(ctypes.byref(stream), 1), "stream")
         self.stream = stream.value
 
-    def _words(self, code: int) -> str:
+    def _message(self, code: int) -> str:
         text = ctypes.c_char_p()
         self.library.cuGetErrorString(code, ctypes.byref(text))
         return (text.value or b"unknown error").decode() + f" (CUDA error {code})"
 
     def check(self, code: int, what: str) -> None:
-        """Raise unless a driver call went well."""
+        """Raise the error of a driver call's return code, if it is one."""
         if code == _OUT_OF_MEMORY:
             raise ResourceError(f"the GPU has no memory left for {what}: use a smaller batch or cache")
         if code:
-            raise RuntimeError(f"CUDA {what}: {self._words(code)}")
+            raise RuntimeError(f"CUDA {what}: {self._message(code)}")
 
     def use(self) -> None:
-        """Make this GPU's context the calling thread's."""
+        """Make this GPU's context current in the calling thread."""
         self.check(self.library.cuCtxSetCurrent(self._context), "context")
 
     @property
     def capability(self) -> int:
-        """Compute capability as two digits or three: 90 for 9.0."""
+        """Compute capability as an integer: 90 for 9.0."""
         found = []
         for attribute in (_MAJOR, _MINOR):
             value = ctypes.c_int()
@@ -138,7 +139,7 @@ class Driver:
 
     @property
     def name(self) -> str:
-        """What the GPU calls itself."""
+        """The GPU's name."""
         text = ctypes.create_string_buffer(256)
         self.check(self.library.cuDeviceGetName(text, 256, self._device), "name")
         return text.value.decode()
@@ -153,43 +154,43 @@ class Driver:
         """Address of `size` zeroed bytes, aligned to 256."""
         address, stream = ctypes.c_uint64(), ctypes.c_void_p(self.stream)
         self.check(self.library.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(max(size, 256))), what)
-        # In the order of the stream: on the default stream zeros might come after what is written here next.
+        # On the same stream: on the default stream, zeroing might come after the next write to this memory.
         self.check(self.library.cuMemsetD8Async(address, 0, ctypes.c_size_t(max(size, 256)), stream), what)
         return address.value
 
     def free(self, address: int) -> None:
-        """Give memory back."""
+        """Free memory of the GPU."""
         self.check(self.library.cuMemFree_v2(ctypes.c_uint64(address)), "free")
 
     def pinned(self, size: int) -> int:
-        """Address of `size` bytes of host memory that copies run from directly."""
+        """Address of `size` bytes of pinned host memory, for asynchronous copies."""
         address = ctypes.c_void_p()
         self.check(self.library.cuMemHostAlloc(ctypes.byref(address), ctypes.c_size_t(size), 0), "pinned memory")
         assert address.value
         return address.value
 
     def free_pinned(self, address: int) -> None:
-        """Give pinned memory back."""
+        """Free pinned memory."""
         self.check(self.library.cuMemFreeHost(ctypes.c_void_p(address)), "free")
 
     def upload(self, to: int, source: int, size: int) -> None:
-        """Copy from the host, in the order of the stream."""
+        """Queue a copy from the host."""
         args = (ctypes.c_uint64(to), ctypes.c_void_p(source), ctypes.c_size_t(size), ctypes.c_void_p(self.stream))
         self.check(self.library.cuMemcpyHtoDAsync_v2(*args), "upload")
 
     def download(self, to: int, source: int, size: int) -> None:
-        """Copy to the host, in the order of the stream."""
+        """Queue a copy to the host."""
         args = (ctypes.c_void_p(to), ctypes.c_uint64(source), ctypes.c_size_t(size), ctypes.c_void_p(self.stream))
         self.check(self.library.cuMemcpyDtoHAsync_v2(*args), "download")
 
     def synchronize(self) -> None:
-        """Wait for the stream."""
+        """Wait until all queued work is done."""
         self.check(self.library.cuStreamSynchronize(ctypes.c_void_p(self.stream)), "step")
 
     def module(self, cubin: bytes, ptx: Callable[[], bytes], notice: Callable[[str], None]) -> ctypes.c_void_p:
-        """Load a kernel's machine code; where it does not fit this GPU, have the driver compile its PTX, saying so.
+        """Load a kernel's machine code. Where it does not fit this GPU, the driver compiles its PTX, after a `notice`.
 
-        Raises ArtifactError when neither runs here.
+        Raises ArtifactError when neither runs on this GPU.
         """
         found = ctypes.c_void_p()
         code = self.library.cuModuleLoadData(ctypes.byref(found), cubin)
@@ -202,11 +203,11 @@ class Driver:
         return found
 
     def unload(self, module: ctypes.c_void_p) -> None:
-        """Give a module's memory back; its kernels are no more."""
+        """Unload a module with its kernels."""
         self.check(self.library.cuModuleUnload(module), "module")
 
     def function(self, module: ctypes.c_void_p, name: str, shared: int) -> int:
-        """A kernel of a module, allowed `shared` bytes of shared memory."""
+        """Handle of a kernel of a module, which may use `shared` bytes of shared memory."""
         found = ctypes.c_void_p()
         self.check(self.library.cuModuleGetFunction(ctypes.byref(found), module, name.encode()), f"kernel {name}")
         if shared > 48 * 1024:
@@ -216,7 +217,7 @@ class Driver:
 
     @contextmanager
     def captured(self) -> Iterator[list[ctypes.c_void_p]]:
-        """What is put on the stream inside becomes a graph, in the list when the block has ended."""
+        """Capture the work queued inside the block as a graph, which is in the list when the block has ended."""
         graph, ready = ctypes.c_void_p(), ctypes.c_void_p()
         result: list[ctypes.c_void_p] = []
         stream = ctypes.c_void_p(self.stream)
@@ -231,7 +232,7 @@ class Driver:
         result.append(ready)
 
     def replay(self, graph: ctypes.c_void_p) -> None:
-        """Run a captured graph in the order of the stream."""
+        """Queue a captured graph."""
         self.check(self.library.cuGraphLaunch(graph, ctypes.c_void_p(self.stream)), "graph")
 
     def drop(self, graph: ctypes.c_void_p) -> None:
@@ -239,7 +240,7 @@ class Driver:
         self.check(self.library.cuGraphExecDestroy(graph), "graph")
 
     def event(self) -> ctypes.c_void_p:
-        """A new event that takes the time."""
+        """A new event for timing."""
         found = ctypes.c_void_p()
         self.check(self.library.cuEventCreate(ctypes.byref(found), 0), "event")
         return found
@@ -249,7 +250,7 @@ class Driver:
         self.check(self.library.cuEventDestroy_v2(event), "event")
 
     def record(self, event: ctypes.c_void_p, in_graph: bool = False) -> None:
-        """Take the time when the stream gets here; with `in_graph`, whenever the graph being captured does."""
+        """Record the time at this point of the stream; with `in_graph`, on each replay of the graph being captured."""
         flags = _RECORD_EXTERNAL if in_graph else 0
         self.check(self.library.cuEventRecordWithFlags(event, ctypes.c_void_p(self.stream), flags), "event")
 
@@ -262,5 +263,5 @@ class Driver:
 
 @cache
 def driver() -> Driver:
-    """The process's GPU."""
+    """The GPU of this process."""
     return Driver()

@@ -1,4 +1,4 @@
-"""From a GPU artifact on disk to verified bytes on the GPU and an opened executor."""
+"""Loads a GPU artifact: verifies its files, copies the weights to the GPU, and opens the executor and its drafts."""
 
 from __future__ import annotations
 
@@ -34,29 +34,31 @@ def open_cuda(
     drafts: bool,
     tokenizer: Tokenizer | None = None,
 ) -> tuple[CudaExecutor, Drafter | None]:
-    """Verify every file of the artifact, put its weights on the GPU, and open its plan, and its drafts' if wanted.
+    """Verify every file of the artifact, copy its weights to the GPU, and open its plan and, if wanted, its drafts.
 
-    `memory_share` is the part of the GPU's memory that may be used, `tokenizer` the target's. Raises ArtifactError
-    (damaged, or kernels that run on no such GPU), ResourceError (no driver, GPU, or memory).
+    `memory_share` is the share of the GPU's memory that may be used, `tokenizer` the target's. Raises ArtifactError
+    (damaged, or its kernels do not run on this GPU), ResourceError (no driver, GPU, or memory).
     """
     gpu = driver()
     runtime, model = manifest["runtime"], manifest["model"]
     kv = runtime["kv"]
     sizes = runtime["max_tokens"], runtime["vocab_size"], kv["page_tokens"], model["max_position"]
     limits = Limits(*sizes, kv.get("ring_tokens") or 0)
-    small = _read_small(root, manifest)
+    small = _read_other_files(root, manifest)
     levels = runtime.get("levels") or [] if drafts else []
     paths = [level for level in levels if "library" in level]
     plans = [json.loads(small[path["library"]]) for path in (runtime, *paths)]
     page_bytes = kv["page_bytes"] + sum(path["kv"]["page_bytes"] for path in paths if path.get("kv"))
     with ExitStack() as undo:
-        # Lest a model that does not fit keep the memory from one that would.
+        # On failure all memory is freed: a smaller model may fit then.
         held: list[int] = []
         modules: list[ctypes.c_void_p] = []
-        undo.callback(_give_back, gpu, held, modules)
-        functions = _functions(gpu, plans, PurePosixPath(runtime["library"]).parent, small, modules)
-        weights = _upload(gpu, root, manifest, held)
-        target = _target(gpu, plans, functions, weights, limits, max_batch, page_bytes, kv_cache_bytes, memory_share)
+        undo.callback(_free, gpu, held, modules)
+        functions = _load_kernels(gpu, plans, PurePosixPath(runtime["library"]).parent, small, modules)
+        weights = _upload_weights(gpu, root, manifest, held)
+        target = _open_target(
+            gpu, plans, functions, weights, limits, max_batch, page_bytes, kv_cache_bytes, memory_share
+        )
         undo.pop_all()
         target.adopt(held, modules)
         if not levels:
@@ -81,7 +83,7 @@ def _level(
     functions: dict[str, int],
     weights: dict[str, int],
 ) -> Level:
-    """A level that drafts, opened in the target's pages: of its cache, or of one that is as large in pages."""
+    """Open a draft level, in the target's cache or in one of its own with as many pages."""
     if plan is None:
         return Level(None, level["gamma"], match=level["lookup"])
     own, limits = level.get("kv"), target.limits._replace(max_position=level["max_position"], vocab=level["vocab_size"])
@@ -99,7 +101,7 @@ def _drafter(
     opened: list[Level],
     tokenizer: Tokenizer | None,
 ) -> Drafter:
-    """What drafts by these levels: rounds are graphs where there is one, a lookup or a model without a threshold."""
+    """The drafter for these levels. A single level without a threshold runs its rounds as graphs."""
     first = opened[0]
     if levels[0].get("tokenizer") and first.executor:
         pool = BlockPool(target.kv_pages, first.executor.limits.page_tokens)
@@ -109,14 +111,14 @@ def _drafter(
     return HostSpeculator(target, opened)
 
 
-def _give_back(gpu: Driver, addresses: list[int], modules: list[ctypes.c_void_p]) -> None:
+def _free(gpu: Driver, addresses: list[int], modules: list[ctypes.c_void_p]) -> None:
     for address in addresses:
         gpu.free(address)
     for module in modules:
         gpu.unload(module)
 
 
-def _target(
+def _open_target(
     gpu: Driver,
     plans: list[dict[str, Any]],
     functions: dict[str, int],
@@ -127,43 +129,43 @@ def _target(
     kv_cache_bytes: int | None,
     memory_share: float,
 ) -> CudaExecutor:
-    """The target's executor, with as many pages of cache as it may have, each of `page_bytes` over all paths."""
+    """Open the target's executor, with as many cache pages as fit, each of `page_bytes` over all paths."""
     most = max_batch * limits.pages_for(limits.max_position)
     if kv_cache_bytes is not None:
         most, memory_share = kv_cache_bytes // page_bytes, 1.0
     free, total = gpu.memory()
-    rest = free - int(total * (1 - memory_share)) - sum(_activations(plan, limits) for plan in plans)
+    rest = free - int(total * (1 - memory_share)) - sum(_executor_bytes(plan, limits) for plan in plans)
     pages = kv_pages(max(rest, 0), page_bytes, most, 1.0)
     return CudaExecutor(gpu, plans[0], functions, weights, pages, limits)
 
 
-def _activations(plan: dict[str, Any], limits: Limits) -> int:
-    """About what the executor takes beside weights and cache: activations, logits, and scratch memory."""
+def _executor_bytes(plan: dict[str, Any], limits: Limits) -> int:
+    """Estimated bytes of an executor apart from weights and cache: activations, logits, and scratch memory."""
     rows = limits.max_tokens + 64
     return rows * (sum(plan["arena_bytes"].values()) + 4 * limits.vocab) + (512 << 20)
 
 
-def _read_small(root: Path, manifest: Manifest) -> dict[str, bytes]:
-    """Every file but the weights, verified."""
+def _read_other_files(root: Path, manifest: Manifest) -> dict[str, bytes]:
+    """Read and verify every file except the weights."""
     files: dict[str, dict[str, Any]] = manifest["files"]
     weights = {entry["file"] for entry in manifest["runtime"]["weights"]}
     return {name: listed_file(root, files, name) or b"" for name in sorted(set(files) - weights)}
 
 
-def _functions(
+def _load_kernels(
     gpu: Driver,
     plans: list[dict[str, Any]],
     folder: PurePosixPath,
     files: dict[str, bytes],
     modules: list[ctypes.c_void_p],
 ) -> dict[str, int]:
-    """The plans' kernels on this GPU, by label; `modules` gets what was loaded for them."""
-    said: list[str] = []
+    """Load the plans' kernels; returns their handles by label. The loaded modules are added to `modules`."""
+    shown: list[str] = []
 
     def notice(text: str) -> None:
-        if not said:
+        if not shown:
             print(f"qcompile: {text}", file=sys.stderr)
-        said.append(text)
+        shown.append(text)
 
     def ptx(label: str) -> Callable[[], bytes]:
         return lambda: files[str(folder / f"{label}.ptx")]
@@ -176,10 +178,10 @@ def _functions(
     return found
 
 
-def _upload(gpu: Driver, root: Path, manifest: Manifest, held: list[int]) -> dict[str, int]:
-    """Addresses of the weights by name; one file at a time is in the host's memory, and verified there.
+def _upload_weights(gpu: Driver, root: Path, manifest: Manifest, held: list[int]) -> dict[str, int]:
+    """Copy the weights to the GPU; returns their addresses by name. The allocations are added to `held`.
 
-    `held` gets the addresses of the memory taken.
+    One file at a time is read into host memory and verified there.
     """
     files, entries = manifest["files"], manifest["runtime"]["weights"]
     found: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""How long each launch of a step takes on the GPU, by graphs that take the time between any two launches."""
+"""Measures how long each launch of a step takes on the GPU, with graphs that record an event after each launch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from qcompile.runtime.cuda_driver import Driver, LaunchCall
 
 Ready = Sequence[tuple[str, LaunchCall]]
-_GRAPHS = 64
+_MAX_GRAPHS = 64
 
 
 class _Timed(NamedTuple):
@@ -20,11 +20,11 @@ class _Timed(NamedTuple):
 
 
 class LaunchTimes:
-    """Sums over the steps that ran: `found` has seconds and the number of runs of each launch, in their order.
+    """Sums over the profiled steps: `found` has the seconds and the number of runs of each launch, in launch order.
 
-    Steps run as graphs, since launched from the host a kernel of a few microseconds would be waited for, not timed. No
-    launch starts before the one ahead of it has ended, other than in a step that is not timed, so that the sum of all
-    is more than such a step takes. What taking the time takes is measured beside and not counted.
+    Steps run as graphs, because launching from the host takes longer than a kernel of a few microseconds. Unlike in
+    other steps, no launch starts before the previous one has ended (PDL is off), so the sum exceeds the time of such a
+    step. The time that recording an event takes is measured too and subtracted.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -33,10 +33,10 @@ class LaunchTimes:
         self._graphs: dict[Hashable, _Timed] = {}
 
     def run(self, key: Hashable, prepare: Callable[[], Ready]) -> None:
-        """Run the step that `prepare` makes, which is the same for the same `key`; add up what its launches took."""
+        """Run the step that `prepare` returns (equal keys mean equal steps), and add up the times of its launches."""
         if key not in self._graphs:
-            ready = prepare()  # first: it may give memory back that graphs point to
-            if len(self._graphs) >= _GRAPHS:
+            ready = prepare()  # first: it may free memory that the graphs point to
+            if len(self._graphs) >= _MAX_GRAPHS:
                 self.forget()
             self._graphs[key] = self._capture(ready)
         graph, events, names = self._graphs[key]
@@ -48,7 +48,7 @@ class LaunchTimes:
             self.found[name] = (seconds + max(0.0, taken - times[0]), runs + 1)
 
     def _capture(self, ready: Ready) -> _Timed:
-        """A graph of these launches, and its events: two at the start with nothing between, one after each launch."""
+        """A graph of these launches, with two events at the start (which time recording) and one after each launch."""
         events = [self._driver.event() for _ in range(len(ready) + 2)]
         with self._driver.captured() as result:
             for event in events[:2]:
@@ -60,7 +60,7 @@ class LaunchTimes:
         return _Timed(result[0], events, [name for name, _ in ready])
 
     def forget(self) -> None:
-        """Drop the graphs: memory that they point to is given back."""
+        """Drop all graphs, as memory that they point to is freed."""
         for timed in self._graphs.values():
             self._driver.drop(timed.graph)
             for event in timed.events:

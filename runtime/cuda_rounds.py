@@ -1,7 +1,8 @@
-"""Rounds of speculation on a GPU: a greedy round of drafts, verification and acceptance is one graph.
+"""Rounds of speculation on a GPU: drafting, verification and acceptance of a greedy round are one CUDA graph.
 
-What a round goes by (`state` in the plan) stays on the GPU: rounds follow each other without the host, which then reads
-what each brought. A sequence that has all it may get computes on into the spare page, and gains nothing.
+The state of the rounds (`state` in the plan) stays on the GPU, so rounds follow each other without the host, which
+reads the results of many rounds at once. A sequence that has reached its end is still computed in further rounds, but
+gains no tokens, and keys and values past its pages go to a spare page.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ if TYPE_CHECKING:
     from qcompile.runtime.scheduler import Request
 
 RESULTS = 1 << 16
-"""Most tokens that the rounds of a call bring, with those that were not kept."""
-_GRAPHS = 32
+"""Most tokens of the rounds of one call, including the target's tokens after a rejected draft, which are discarded."""
+_MAX_GRAPHS = 32
 
 Launches = list[tuple[str, LaunchCall]]
 
 
 class State:
-    """Numbers that rounds go by and what they bring: int32 on the GPU, and copies on the host, by name."""
+    """Inputs and results of rounds by name: int32 arrays on the GPU, with copies in pinned host memory."""
 
     def __init__(self, driver: Driver, sizes: Mapping[str, int]) -> None:
         self._driver, size = driver, 4 * sum(sizes.values())
@@ -46,50 +47,50 @@ class State:
             raise
         self.host: Any = (ctypes.c_int32 * (size // 4)).from_address(self._host_address)
         self._view = memoryview(self.host).cast("B").cast("i")
-        self._places = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
-        self.addresses = {name: self._address + 4 * place for name, place in self._places.items()}
-        """Where everything is on the GPU."""
+        self._offsets = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+        self.addresses = {name: self._address + 4 * offset for name, offset in self._offsets.items()}
+        """Address of each array on the GPU."""
 
     def write(self, name: str, items: Iterable[int], offset: int = 0) -> None:
-        """Write numbers, from one of this name on, for `send`."""
-        start, given = self._places[name] + offset, array("i", items)
+        """Write to the host's copy of an array, from index `offset` on; `send` copies it to the GPU."""
+        start, given = self._offsets[name] + offset, array("i", items)
         self._view[start : start + len(given)] = given
 
     def send(self, first: str, last: str, items: int) -> None:
-        """Have all from `first` on to so many numbers of `last` copied to the GPU."""
-        start, end = self._places[first], self._places[last] + items
+        """Queue a copy to the GPU of all arrays from `first` to `last`, of `last` only `items` numbers."""
+        start, end = self._offsets[first], self._offsets[last] + items
         self._driver.use()
         self._driver.upload(self._address + 4 * start, self._host_address + 4 * start, 4 * (end - start))
 
-    def place(self, name: str) -> int:
-        """Where something is in the copies."""
-        return self._places[name]
+    def offset(self, name: str) -> int:
+        """Index in `host` at which an array starts."""
+        return self._offsets[name]
 
     def read(self, name: str, items: int) -> int:
-        """Have so many numbers copied to the host; where they will be."""
-        place = self._places[name]
-        self._driver.download(self._host_address + 4 * place, self._address + 4 * place, 4 * items)
-        return place
+        """Queue a copy of the array's first `items` numbers to the host; returns their index in `host`."""
+        start = self._offsets[name]
+        self._driver.download(self._host_address + 4 * start, self._address + 4 * start, 4 * items)
+        return start
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory on both sides."""
         self._view.release()
         self._driver.free(self._address)
         self._driver.free_pinned(self._host_address)
 
 
-class Part(NamedTuple):
-    """A sequence in rounds: `computed` of its tokens, all but the last, are in the verifier's cache."""
+class RoundInput(NamedTuple):
+    """A sequence before its rounds: `computed` of its tokens, all but the last, are in the verifier's cache."""
 
     tokens: Sequence[int]
     computed: int
     pages: Sequence[int]
     left: int
-    """Tokens that it may get."""
+    """Tokens that it may still gain."""
 
 
-class Brought(NamedTuple):
-    """What rounds brought a sequence: its new tokens, and for each round how many those were and were drafted."""
+class RoundOutput(NamedTuple):
+    """A sequence's new tokens, and for each round how many tokens it gained and how many were drafted."""
 
     tokens: list[int]
     gained: list[int]
@@ -97,13 +98,14 @@ class Brought(NamedTuple):
 
 
 class CudaRounds(HostSpeculator, ABC):
-    """Greedy drafts of one level for the requests of an engine, as graphs. Not safe for two threads.
+    """Greedy speculation with one draft level for the requests of an engine, as graphs. Not safe for two threads.
 
-    What proposes is the subclass's; `sizes` are those of the numbers that it goes by beside those of all rounds.
+    The subclass drafts; `sizes` are those of the arrays that it adds to the state.
     """
 
-    tells_drafted = False
-    """Whether `drafted` of the state says how many tokens were; else as many as asked for, or as there was room for."""
+    reports_drafted = False
+    """Whether `drafted` in the state tells how many tokens were drafted. If not, it is gamma or what there was room
+    for."""
 
     def __init__(self, target: CudaExecutor, level: Level, sizes: Mapping[str, int]) -> None:
         super().__init__(target, [level])
@@ -116,7 +118,7 @@ class CudaRounds(HostSpeculator, ABC):
         self._closed = False
 
     def close(self) -> None:
-        """Free what rounds took, and the path that drafts; idempotent."""
+        """Free the graphs and the state, and close the draft path; idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -127,144 +129,150 @@ class CudaRounds(HostSpeculator, ABC):
         self.state.free()
         super().close()
 
-    # ---- what proposes ------------------------------------------------------------------------
+    # ---- drafting, by the subclass ------------------------------------------------------------
 
     @abstractmethod
-    def begin(self, parts: Sequence[Part], ahead: int) -> Counts:
-        """Send what the first drafts go by, of sequences that may move so many positions ahead; counts of launches."""
+    def send_draft_inputs(self, sequences: Sequence[RoundInput], ahead: int) -> Counts:
+        """Send the inputs of the first round's drafts; sequences may advance `ahead` positions. Launch counts."""
 
     @abstractmethod
-    def proposing(self, drafting: Counts, verifying: Counts, others: Mapping[tuple[str, str], int]) -> Launches:
-        """The launches that draft, in order, made ready; `others` are addresses of the state."""
+    def draft_launches(self, drafting: Counts, verifying: Counts, others: Mapping[tuple[str, str], int]) -> Launches:
+        """The launches that draft, in order and prepared; `others` are addresses of the state."""
 
     @abstractmethod
-    def draft_places(self) -> dict[str, int]:
-        """Addresses of what drafts go by and are, by the names of the plan."""
+    def draft_addresses(self) -> dict[str, int]:
+        """Addresses of the draft path's inputs and results, by their names in the plan."""
 
-    def moved(self) -> tuple[int, ...]:
-        """How often memory that graphs point to was given back."""
-        return (self.verifier.moved,)
+    def reallocations(self) -> tuple[int, ...]:
+        """How often each executor has freed memory that graphs point to."""
+        return (self.verifier.reallocations,)
 
     # ---- rounds -------------------------------------------------------------------------------
 
     def rounds(
         self, requests: Sequence[Request], gammas: Sequence[int], rounds: int, ends: Sequence[int]
     ) -> tuple[list[list[int]], int]:
-        """The greedy tokens of so many rounds for each request, at most up to length `ends[i]`; moves `computed`.
+        """Run up to `rounds` greedy rounds; request i grows to at most `ends[i]` tokens. Advances `computed`.
 
-        Beside them is how many rounds were computed: fewer where all requests have ended. Drafts and verification are
-        one graph here, so its time counts as verification's.
+        Returns each request's new tokens, and the number of rounds run: fewer where all requests reached their ends.
+        Drafting and verification are one graph, so all of its time counts as verification.
         """
         started = time.perf_counter()
         self._catch_up(requests, gammas)
-        self.caught_up = time.perf_counter() - started
+        self.catch_up_seconds = time.perf_counter() - started
         lefts = [end - len(request.tokens) for end, request in zip(ends, requests, strict=True)]
-        parts = [Part(r.tokens, r.computed, r.pages, left) for r, left in zip(requests, lefts, strict=True)]
-        every, rounds = self.play(parts, gammas, rounds)
-        seconds = time.perf_counter() - started - self.caught_up
-        for request, most, brought in zip(requests, gammas, every, strict=True):
-            request.computed += len(brought.tokens)
+        sequences = [RoundInput(r.tokens, r.computed, r.pages, left) for r, left in zip(requests, lefts, strict=True)]
+        outputs, rounds = self.run_rounds(sequences, gammas, rounds)
+        seconds = time.perf_counter() - started - self.catch_up_seconds
+        for request, gamma, output in zip(requests, gammas, outputs, strict=True):
+            request.computed += len(output.tokens)
             request.drafts.metrics.verify_seconds += seconds
-            request.drafts.metrics.gamma = most
-            note(request, most, *_counted(brought.gained, brought.drafted))
-        return [brought.tokens for brought in every], rounds
+            request.drafts.metrics.gamma = gamma
+            note(request, gamma, *_round_counts(output.gained, output.drafted))
+        return [output.tokens for output in outputs], rounds
 
-    def play(self, parts: Sequence[Part], gammas: Sequence[int], rounds: int) -> tuple[list[Brought], int]:
-        """What at most so many rounds bring each sequence, and how many were made."""
-        count, rows = len(parts), max(gammas) + 1
+    def run_rounds(
+        self, sequences: Sequence[RoundInput], gammas: Sequence[int], rounds: int
+    ) -> tuple[list[RoundOutput], int]:
+        """Run up to `rounds` rounds; returns the results of each sequence, and the number of rounds run."""
+        count, rows = len(sequences), max(gammas) + 1
         rounds = max(1, min(rounds, RESULTS // (count * rows)))
-        ahead = max(part.left for part in parts) + rows
-        verified = [Rows([part.tokens[-1]] * rows, part.computed, part.pages, rows) for part in parts]
-        self._send(parts, gammas)
-        graph = self._graph(self.begin(parts, ahead), self.verifier.fill(verified, ahead))
+        ahead = max(sequence.left for sequence in sequences) + rows
+        verified = [
+            Rows([sequence.tokens[-1]] * rows, sequence.computed, sequence.pages, rows) for sequence in sequences
+        ]
+        self._send(sequences, gammas)
+        graph = self._graph(self.send_draft_inputs(sequences, ahead), self.verifier.fill(verified, ahead))
         rounds = self._replay(graph, rounds, count, rows)
         gained, tokens = self.state.read("gained", rounds * count), self.state.read("tokens", rounds * count * rows)
-        made = self.state.read("drafted", rounds * count) if self.tells_drafted else 0
+        made = self.state.read("drafted", rounds * count) if self.reports_drafted else 0
         self._driver.synchronize()
-        host, every = self.state.host, []
-        for index, part in enumerate(parts):
+        host, outputs = self.state.host, []
+        for index, sequence in enumerate(sequences):
             taken, told = (host[at + index : at + rounds * count : count] for at in (gained, made))
             firsts = range(tokens + index * rows, tokens + rounds * count * rows, count * rows)
-            each = (host[first : first + some] for first, some in zip(firsts, taken, strict=True))
-            drafted = told if self.tells_drafted else _asked(taken, gammas[index], part.left)
-            every.append(Brought(list(chain.from_iterable(each)), taken, drafted))
-        return every, rounds
+            by_round = (host[first : first + some] for first, some in zip(firsts, taken, strict=True))
+            drafted = told if self.reports_drafted else _requested_drafts(taken, gammas[index], sequence.left)
+            outputs.append(RoundOutput(list(chain.from_iterable(by_round)), taken, drafted))
+        return outputs, rounds
 
-    def _send(self, parts: Sequence[Part], gammas: Sequence[int]) -> None:
-        """What the rounds begin with, to the GPU."""
-        self.state.write("last", (part.tokens[-1] for part in parts))
-        self.state.write("place", (part.computed for part in parts))
-        self.state.write("left", (part.left for part in parts))
+    def _send(self, sequences: Sequence[RoundInput], gammas: Sequence[int]) -> None:
+        """Send the state before the first round to the GPU."""
+        self.state.write("last", (sequence.tokens[-1] for sequence in sequences))
+        self.state.write("place", (sequence.computed for sequence in sequences))
+        self.state.write("left", (sequence.left for sequence in sequences))
         self.state.write("most", gammas)
-        self.state.write("pair_tokens", (token for part in parts for token in part.tokens[-2:]))
-        self.state.write("pair_positions", (part.computed + back for part in parts for back in (-1, 0)))
+        self.state.write("pair_tokens", (token for sequence in sequences for token in sequence.tokens[-2:]))
+        self.state.write("pair_positions", (sequence.computed + back for sequence in sequences for back in (-1, 0)))
         self.state.write("counter", [0])
         self.state.send("last", "counter", 1)
 
     def _replay(self, graph: ctypes.c_void_p, rounds: int, count: int, rows: int) -> int:
-        """Put at most so many rounds on the stream, as replays of a graph, and no more than sequences want.
+        """Launch the graph once a round, until all sequences have ended or `rounds` were run. Returns how many were.
 
-        As many as are needed where all drafts are kept follow each other; then the host looks what is left. How many.
+        Replays are queued in batches of as many as suffice if all drafts are accepted; after each batch the host reads
+        how many tokens the sequences still lack.
         """
-        place, done = self.state.place("left"), 0
-        while done < rounds and (left := max(self.state.host[place : place + count])) > 0:
-            few = min(rounds - done, -(-left // rows))
-            for _ in range(few):
+        start, done = self.state.offset("left"), 0
+        while done < rounds and (left := max(self.state.host[start : start + count])) > 0:
+            batch = min(rounds - done, -(-left // rows))
+            for _ in range(batch):
                 self._driver.replay(graph)
-            done += few
+            done += batch
             if done < rounds:
                 self.state.read("left", count)
                 self._driver.synchronize()
         return done
 
     def _graph(self, drafting: Counts, verifying: Counts) -> ctypes.c_void_p:
-        """A round of so many drafts."""
+        """The graph of a round with these launch counts, captured when it is first used."""
         key = self._key(drafting, verifying)
         if key not in self._graphs:
-            calls = self._calls(drafting, verifying)  # which may move what graphs point to
+            calls = self._calls(drafting, verifying)  # may reallocate memory, which changes the key
             key = self._key(drafting, verifying)
             self._capture(key, calls)
         self._graphs.move_to_end(key)
         return self._graphs[key]
 
     def _key(self, drafting: Counts, verifying: Counts) -> tuple[int, ...]:
-        return (*drafting.values(), *verifying.values(), *self.moved())
+        return (*drafting.values(), *verifying.values(), *self.reallocations())
 
     def _calls(self, drafting: Counts, verifying: Counts) -> list[LaunchCall]:
         """The launches of a round, in order."""
         others = {("state", name): address for name, address in self.state.addresses.items()}
-        others |= {("draft", name): address for name, address in self.draft_places().items()}
+        others |= {("draft", name): address for name, address in self.draft_addresses().items()}
         plan, prepare = self.verifier.plan, self.verifier.prepare
         before, after = (prepare([launch], verifying, others) for launch in plan["rounds"])
         verify = prepare(plan["launches"], verifying)
-        return [call for _, call in (*self.proposing(drafting, verifying, others), *before, *verify, *after)]
+        return [call for _, call in (*self.draft_launches(drafting, verifying, others), *before, *verify, *after)]
 
     def _capture(self, key: tuple[int, ...], calls: list[LaunchCall]) -> None:
         with self._driver.captured() as result:
             for call in calls:
                 call.run()
-        while len(self._graphs) >= _GRAPHS:
+        while len(self._graphs) >= _MAX_GRAPHS:
             self._driver.synchronize()
             self._driver.drop(self._graphs.popitem(last=False)[1])
         self._graphs[key] = result[0]
 
 
-def _asked(gained: Sequence[int], most: int, left: int) -> list[int]:
-    """Tokens drafted in rounds that gained so many each, where `left` were allowed before the first."""
+def _requested_drafts(gained: Sequence[int], gamma: int, left: int) -> list[int]:
+    """Tokens drafted in each round: gamma, or as many as there was room for. `left`: tokens allowed before the first
+    round."""
     before = accumulate(gained, initial=0)
-    return [max(0, min(most, left - came - 1)) for came, _ in zip(before, gained, strict=False)]
+    return [max(0, min(gamma, left - total - 1)) for total, _ in zip(before, gained, strict=False)]
 
 
-def _counted(gained: Sequence[int], drafted: Sequence[int]) -> tuple[int, list[int], list[int]]:
-    """Of rounds that gained something: how many, and tokens drafted and kept by their place."""
-    every, kept = [0] * (MOST_DRAFTS + 1), [0] * (MOST_DRAFTS + 1)  # rounds by how many
+def _round_counts(gained: Sequence[int], drafted: Sequence[int]) -> tuple[int, list[int], list[int]]:
+    """The number of rounds that gained tokens, and their drafted and accepted tokens by position in the round."""
+    by_drafted, by_kept = [0] * (MOST_DRAFTS + 1), [0] * (MOST_DRAFTS + 1)  # rounds by number of tokens
     for taken, made in zip(gained, drafted, strict=True):
         if taken:
-            every[made] += 1
-            kept[taken - 1] += 1
-    return sum(every), _beyond(every), _beyond(kept)
+            by_drafted[made] += 1
+            by_kept[taken - 1] += 1
+    return sum(by_drafted), _counts_above(by_drafted), _counts_above(by_kept)
 
 
-def _beyond(counts: Sequence[int]) -> list[int]:
-    """How many are larger than each place, where `counts[n]` are n."""
-    return [*accumulate(reversed(counts))][-2::-1]
+def _counts_above(histogram: Sequence[int]) -> list[int]:
+    """For each i below the last index of a histogram, how many values are larger than i."""
+    return [*accumulate(reversed(histogram))][-2::-1]

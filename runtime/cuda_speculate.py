@@ -1,8 +1,8 @@
-"""What proposes in rounds on a GPU: a model, in the target's cache or in one of its own, or a lookup.
+"""Drafts for rounds on a GPU: by a model, in the target's cache or in one of its own, or by n-gram lookup.
 
-Where the model shares the target's cache, both are at the same position when a round begins. A cache of its own lacks
-one token then, or two where all drafts were kept: its first step always takes both, which gives the one that was there
-the same bits again.
+Where the draft model shares the target's cache, both are at the same position when a round begins. A draft cache of its
+own then lacks the last token, or the last two if all drafts were accepted. The first draft step therefore always
+computes the last two tokens; recomputing a position that was in the cache already gives the same bits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from qcompile.runtime import speculate_host
 from qcompile.runtime.cuda import Counts, CudaExecutor, attention_counts
-from qcompile.runtime.cuda_rounds import RESULTS, CudaRounds, Launches, Part
+from qcompile.runtime.cuda_rounds import RESULTS, CudaRounds, Launches, RoundInput
 from qcompile.runtime.executor import Rows
 from qcompile.runtime.outputs import MOST_DRAFTS
 from qcompile.runtime.speculate import WINDOW, Level
@@ -21,12 +21,12 @@ from qcompile.runtime.speculate_host import HostSpeculator
 if TYPE_CHECKING:
     from qcompile.runtime.scheduler import Request
 
-_FEWEST_ROWS = 3
-"""Rows of a step that a sequence has in rounds, at least: see `Speculator.most`."""
+_MIN_ROWS = 3
+"""Fewest rows of a step for each sequence that drafts: see `Speculator.most`."""
 
 
 class CudaSpeculator(CudaRounds):
-    """Drafts of one model without a threshold."""
+    """Drafts by one model without a threshold."""
 
     most_lag = 1
 
@@ -44,61 +44,62 @@ class CudaSpeculator(CudaRounds):
     def rounds(
         self, requests: Sequence[Request], gammas: Sequence[int], rounds: int, ends: Sequence[int]
     ) -> tuple[list[list[int]], int]:
-        """As `CudaRounds.rounds`; where no token precedes a last one yet, the host asks for the steps of a round."""
+        """As `CudaRounds.rounds`. With a draft cache of its own, a request of a single token has no pair of last
+        tokens: the host then runs one round step by step."""
         if self._shared:
             return super().rounds(requests, gammas, rounds, ends)
         if not all(request.computed for request in requests):
             return HostSpeculator.rounds(self, requests, gammas, 1, ends)
         found = super().rounds(requests, gammas, rounds, ends)
         for request in requests:
-            request.drafts.cached[0] = request.computed - 1  # at least
+            request.drafts.cached[0] = request.computed - 1  # a lower bound
         return found
 
-    def begin(self, parts: Sequence[Part], ahead: int) -> Counts:
-        return self.draft.fill([Rows(p.tokens[-1:], p.computed, p.pages, 1) for p in parts], ahead)
+    def send_draft_inputs(self, sequences: Sequence[RoundInput], ahead: int) -> Counts:
+        return self.draft.fill([Rows(s.tokens[-1:], s.computed, s.pages, 1) for s in sequences], ahead)
 
-    def draft_places(self) -> dict[str, int]:
-        return {name: self.draft.place(name) for name in ("token_ids", "positions", "counter", "decoded")}
+    def draft_addresses(self) -> dict[str, int]:
+        return {name: self.draft.address(name) for name in ("token_ids", "positions", "counter", "decoded")}
 
-    def moved(self) -> tuple[int, ...]:
-        return (*super().moved(), self.draft.moved)
+    def reallocations(self) -> tuple[int, ...]:
+        return (*super().reallocations(), self.draft.reallocations)
 
-    def proposing(self, drafting: Counts, verifying: Counts, others: Mapping[tuple[str, str], int]) -> Launches:
+    def draft_launches(self, drafting: Counts, verifying: Counts, others: Mapping[tuple[str, str], int]) -> Launches:
         draft = self.draft
         launches, feedback = draft.plan["launches"], draft.plan["feedback"]
         first: Launches = []
         if not self._shared:
-            pairs = _of_pairs(draft.plan, drafting)
-            for counts in (pairs, drafting):  # before anything points to what grows
+            pairs = _pair_counts(draft.plan, drafting)
+            for counts in (pairs, drafting):  # before any launch holds an address that growing would change
                 draft.grow(counts)
             inputs = {("input", name): others["state", name] for name in self._pairs}
             inputs["input", "token_ids"] = others["state", "pair_tokens"]
             inputs["input", "positions"] = others["state", "pair_positions"]
             first = draft.prepare(launches, pairs, inputs) + draft.prepare(feedback, drafting)
-        each = draft.prepare(launches + feedback, drafting)
-        return first + each * (verifying["queries"] - 1 - bool(first))
+        step = draft.prepare(launches + feedback, drafting)
+        return first + step * (verifying["queries"] - 1 - bool(first))
 
 
 class CudaLookup(CudaRounds):
-    """Drafts of a lookup: texts are on the GPU, and the rounds of a call add to them."""
+    """Drafts by n-gram lookup. The texts are on the GPU, where rounds append the accepted tokens."""
 
-    tells_drafted = True
+    reports_drafted = True
 
     def __init__(self, target: CudaExecutor, level: Level) -> None:
         self._text: int = target.plan["text_tokens"]
-        most = target.limits.max_tokens // _FEWEST_ROWS
+        most = target.limits.max_tokens // _MIN_ROWS
         sizes = {"match": 2, "length": most, "text": most * self._text, "drafted": RESULTS}
         super().__init__(target, level, sizes | {"decoded": most * MOST_DRAFTS, "elsewhere": most})
 
     def rounds(
         self, requests: Sequence[Request], gammas: Sequence[int], rounds: int, ends: Sequence[int]
     ) -> tuple[list[list[int]], int]:
-        """As `CudaRounds.rounds`, of as many as texts have room for."""
+        """As `CudaRounds.rounds`, with no more rounds than the text buffers have room for."""
         room = self._text - WINDOW - 1
         return super().rounds(requests, gammas, min(rounds, room // (max(gammas) + 1)), ends)
 
-    def begin(self, parts: Sequence[Part], ahead: int) -> Counts:
-        texts = [part.tokens[-WINDOW - 1 :] for part in parts]
+    def send_draft_inputs(self, sequences: Sequence[RoundInput], ahead: int) -> Counts:
+        texts = [sequence.tokens[-WINDOW - 1 :] for sequence in sequences]
         self.state.write("match", (self.levels[0].match, speculate_host.SHORTEST_MATCH))
         self.state.write("length", map(len, texts))
         for index, text in enumerate(texts):
@@ -106,17 +107,18 @@ class CudaLookup(CudaRounds):
         self.state.send("match", "text", len(texts) * self._text)
         return {}
 
-    def draft_places(self) -> dict[str, int]:
-        places = self.state.addresses
-        unread = dict.fromkeys(("token_ids", "positions", "counter"), places["elsewhere"])  # no model drafts from there
-        return {**unread, "decoded": places["decoded"]}
+    def draft_addresses(self) -> dict[str, int]:
+        addresses = self.state.addresses
+        # The kernel that accepts also writes a draft model's inputs; here nothing reads them.
+        unread = dict.fromkeys(("token_ids", "positions", "counter"), addresses["elsewhere"])
+        return {**unread, "decoded": addresses["decoded"]}
 
-    def proposing(self, drafting: Counts, verifying: Counts, others: Mapping[tuple[str, str], int]) -> Launches:
+    def draft_launches(self, drafting: Counts, verifying: Counts, others: Mapping[tuple[str, str], int]) -> Launches:
         return self.verifier.prepare(self.verifier.plan["lookup"], verifying, others)
 
 
-def _of_pairs(plan: Mapping[str, Any], counts: Counts) -> Counts:
-    """The counts of a step of the last two tokens of each sequence, from those of a step of the last ones."""
+def _pair_counts(plan: Mapping[str, Any], counts: Counts) -> Counts:
+    """The counts of a step over the last two tokens of each sequence, from those of a step over the last one."""
     sequences = counts["sequences"]
     own = {"tokens": 2 * sequences, "queries": 2}
     return counts | own | attention_counts(plan, counts["splits"], own["tokens"], sequences, own["queries"])

@@ -1,4 +1,4 @@
-"""Continuous batching: a step is schedule, run, postprocess."""
+"""Continuous batching: each step schedules requests, runs the model, and handles the new tokens."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 BURST_SECONDS = 16e-3
-"""Aim of one call of greedy decoding: long enough that Python does not show, short enough to stream."""
+"""Target time of one call of greedy decoding: long enough to hide Python's overhead, short enough to stream."""
 _MAX_BURST = 128
 NO_TOKEN = -1
-"""What stands where logits are not finite, in what the library gives, too."""
+"""Takes the place of a token whose logits are not finite, also in the library's results."""
 _FIRST_GUESS = 4e-3
-"""Seconds of a step that nobody has timed yet: a first call has few, should the model be slow."""
+"""Assumed seconds of a step before any was timed; makes the first call short in case the model is slow."""
 
 
 class Engine:
-    """Requests in, tokens out. Not safe for two threads."""
+    """Runs requests to completion, batched. Not safe for two threads."""
 
     def __init__(
         self,
@@ -46,17 +46,18 @@ class Engine:
     ) -> None:
         self.speculator, self.gamma, self.tempo = speculator, gamma, tempo
         self.rejects = False
-        """Whether drawn requests keep drafts by rejection sampling: more of them, but other tokens than without."""
+        """Whether requests with a temperature accept drafts by rejection sampling: it accepts more of them, but gives
+        other tokens than without drafts."""
         self.executor, self.pool, self.tokenizer = executor, pool, tokenizer
         self.scheduler = Scheduler(pool, executor.limits.max_tokens, max_batch)
         self.context = min(executor.limits.max_position, pool.most_tokens)
         self._eos = frozenset(eos)
         self._next_id = 0
-        self._step_seconds: dict[int, float] = {}  # by number of decoding requests
+        self._step_seconds: dict[int, float] = {}  # by number of decoding requests; of rounds: negative
         self._spell = partial(spelled, tokenizer) if tokenizer else None
 
     def add(self, prompt: Sequence[int], params: SamplingParams, index: int = 0) -> Request:
-        """Queue one sample of a checked prompt (at least one token, room in the context for one more)."""
+        """Queue one sample of a checked prompt (at least one token, and room in the context for one more)."""
         asked = self.context if params.max_tokens is None else len(prompt) + params.max_tokens
         request = Request(
             id=self._next_id,
@@ -78,7 +79,7 @@ class Engine:
         return request
 
     def cancel(self, request: Request) -> None:
-        """End a request now and free its pages; nothing happens if it has ended."""
+        """End a request now and free its pages. Does nothing if it has ended."""
         if request.output.finish_reason is None:
             self._finish(request, "abort")
 
@@ -88,11 +89,11 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def check(self) -> None:
-        """Raises RuntimeError if a page is lost or held twice."""
+        """Raise RuntimeError if a page is lost or held twice."""
         self.pool.check(*(request.pages for request in self.scheduler.running))
 
     def step(self) -> list[Request]:
-        """Run one step; returns the requests that got tokens (a finished one has its finish_reason set)."""
+        """Run one step. Returns the requests that gained tokens; finished ones have their finish_reason set."""
         burst = self._burst(len(self.scheduler.running))
         plan = self.scheduler.schedule(1 if self.speculator and self.gamma else burst)
         if plan is None:
@@ -113,19 +114,19 @@ class Engine:
         return self._run_step(plan, started, ())
 
     def _choose_gamma(self, plan: Plan) -> Choice:
-        """How many tokens to draft in the step of `plan`; what is computing its prompt decides nothing."""
+        """How many tokens to draft in the step of `plan`. Only requests that are decoding count."""
         if self.gamma != AUTO or self.tempo is None:
             return Choice(self.gamma)
         decoding = [request for request in plan.requests if request.pending == 1]
-        return self.tempo.choose(decoding, self._whole(plan)) if decoding else Choice(0)
+        return self.tempo.choose(decoding, self._in_one_call(plan)) if decoding else Choice(0)
 
-    def _whole(self, plan: Plan) -> bool:
-        """Whether many greedy steps or rounds of `plan` are one call of the library."""
+    def _in_one_call(self, plan: Plan) -> bool:
+        """Whether many greedy steps or rounds of `plan` can be one call of the library."""
         greedy = plan.decoding and all(request.params.argmax_only for request in plan.requests)
         return greedy and isinstance(self.speculator, Speculator)
 
     def _gammas(self, plan: Plan, speculator: Drafter, gamma: int) -> list[int]:
-        """How many tokens to draft for each request of a step; 0 for what is not decoding."""
+        """How many tokens to draft for each request of a step; 0 for requests that are not decoding."""
         room = self.executor.limits.max_tokens - sum(plan.counts)
         most = min(speculator.most(len(plan.requests)), room // len(plan.requests))
         wanted = [gamma] * len(plan.requests)
@@ -140,15 +141,15 @@ class Engine:
     def _speculate(
         self, plan: Plan, gammas: list[int], speculator: Drafter, started: float, most: int | None
     ) -> list[Request]:
-        """Draft and verify: whole rounds in one call where all requests are greedy, else one step's worth."""
-        if self._whole(plan) and isinstance(speculator, Speculator):
+        """Draft and verify: several rounds in one call where all requests are greedy, else one round."""
+        if self._in_one_call(plan) and isinstance(speculator, Speculator):
             return self._run_rounds(plan, gammas, speculator, started, most)
         return self._run_step(plan, started, self._drafts(plan, gammas, speculator), gammas)
 
     def _run_rounds(
         self, plan: Plan, gammas: list[int], speculator: Speculator, started: float, most: int | None
     ) -> list[Request]:
-        """As many rounds as take about BURST_SECONDS, as there are pages for, and at `most` so many."""
+        """Run as many rounds as take about BURST_SECONDS and have pages, at most `most`."""
         wanted = max(gammas) + 1
         rounds = self._burst(-len(plan.requests))
         tokens = self.scheduler.reserve(plan.requests, min(rounds, most or rounds) * wanted)
@@ -157,19 +158,19 @@ class Engine:
             min(len(request.tokens) + tokens, request.limit, speculator.max_position if gamma else request.limit)
             for request, gamma in zip(plan.requests, gammas, strict=True)
         ]
-        gained, made = speculator.rounds(plan.requests, gammas, rounds, ends)
+        gained, rounds_run = speculator.rounds(plan.requests, gammas, rounds, ends)
         now = time.monotonic()
-        self._learn(-len(plan.requests), (now - started) / made)
+        self._note_seconds(-len(plan.requests), (now - started) / rounds_run)
         if self.tempo and self.gamma == AUTO:
             new = sum(map(len, gained)) / len(gained)
-            seconds = now - started - speculator.caught_up
-            self.tempo.drafted(plan.requests, True, max(gammas), made, seconds, new)
-        for request, tokens_of in zip(plan.requests, gained, strict=True):
-            self._accept(request, tokens_of, now)
+            seconds = now - started - speculator.catch_up_seconds
+            self.tempo.drafted(plan.requests, True, max(gammas), rounds_run, seconds, new)
+        for request, new_tokens in zip(plan.requests, gained, strict=True):
+            self._append_tokens(request, new_tokens, now)
         return plan.requests
 
     def _drafts(self, plan: Plan, gammas: list[int], speculator: Drafter) -> list[list[int]]:
-        """What is drafted for each request of a step, as far as there are pages: greedily, or drawn as it draws."""
+        """Drafts for each request of a step, as far as pages suffice: greedy, or sampled with its parameters."""
         drafting = [index for index, gamma in enumerate(gammas) if gamma]
         room = self.scheduler.reserve([plan.requests[index] for index in drafting], max(gammas) + 1) - 1
         drafts: list[list[int]] = [[] for _ in gammas]
@@ -182,40 +183,40 @@ class Engine:
         return drafts
 
     def _burst(self, batch: int) -> int:
-        """Greedy steps that take about BURST_SECONDS with this many requests, as measured so far."""
+        """Greedy steps that take about BURST_SECONDS with this many requests; for a negative number, rounds."""
         seconds = self._step_seconds.get(batch, _FIRST_GUESS)
         return max(1, min(_MAX_BURST, round(BURST_SECONDS / seconds)))
 
-    def _learn(self, batch: int, seconds: float) -> None:
-        """Follow the time of a step; one slow call (the machine was busy elsewhere) moves it little."""
+    def _note_seconds(self, batch: int, seconds: float) -> None:
+        """Update the moving average of a step's time. Limited, as a single slow call may be due to other programs."""
         known = self._step_seconds.setdefault(batch, seconds)
         self._step_seconds[batch] = known + 0.25 * (min(seconds, 2 * known) - known)
 
-    def _learn_plain(self, plan: Plan, steps: int, seconds: float) -> None:
-        self._learn(len(plan.requests), seconds / steps)
+    def _note_plain_steps(self, plan: Plan, steps: int, seconds: float) -> None:
+        self._note_seconds(len(plan.requests), seconds / steps)
         if self.speculator and self.tempo and self.gamma == AUTO:
-            self.tempo.stepped(plan.requests, self._whole(plan), steps, seconds)
+            self.tempo.stepped(plan.requests, self._in_one_call(plan), steps, seconds)
 
     def _run_burst(self, plan: Plan, started: float) -> list[Request]:
         batch, steps = len(plan.requests), plan.steps
         tokens = self.executor.decode(plan.rows(), steps)
         now = time.monotonic()
-        self._learn_plain(plan, steps, now - started)
+        self._note_plain_steps(plan, steps, now - started)
         for index, request in enumerate(plan.requests):
             request.computed += steps
-            self._accept(request, tokens[index::batch], now)
+            self._append_tokens(request, tokens[index::batch], now)
         return plan.requests
 
     def _run_step(
         self, plan: Plan, started: float, drafts: Sequence[list[int]], gammas: Sequence[int] = ()
     ) -> list[Request]:
-        """One step, `drafts[i]`, of `gammas[i]` that were asked for, behind the last token of the i-th request."""
+        """Run one step, in which `drafts[i]` follow the last token of request i; `gammas[i]` were asked for."""
         decoding = plan.decoding
         want_logits = any(not request.params.argmax_only for request in plan.requests)
         argmax, logits = self.executor.step(plan.rows(drafts), want_logits)
         now = time.monotonic()
         if not drafts and decoding:
-            self._learn_plain(plan, 1, now - started)
+            self._note_plain_steps(plan, 1, now - started)
         advanced: list[Request] = []
         at = gained = 0
         for index, (request, count) in enumerate(zip(plan.requests, plan.counts, strict=True)):
@@ -236,14 +237,14 @@ class Engine:
             if self.speculator:
                 self.speculator.settle(request)
             advanced.append(request)
-            self._accept(request, tokens, now)
+            self._append_tokens(request, tokens, now)
             gained += len(tokens)
         if self.tempo and self.gamma == AUTO and gammas and decoding:
             self.tempo.drafted(plan.requests, False, max(gammas), 1, now - started, gained / len(plan.requests))
         return advanced
 
     def _choose(self, request: Request, draft: list[int], argmax: list[int], logits: FloatArray | None) -> list[int]:
-        """The drafts that are kept, and one token more or NO_TOKEN. logits: [drafts + 1, vocab]."""
+        """The accepted drafts, and one token more or NO_TOKEN. logits: [drafts + 1, vocab]."""
         if request.params.argmax_only:
             return accept.greedy(draft, argmax)
         assert logits is not None
@@ -254,7 +255,7 @@ class Engine:
         def target(place: int) -> accept.Distribution:
             nonlocal kept
             if place:
-                sampler.note(self._note(request, logits[place - 1], draft[place - 1]))
+                sampler.note(self._note_logprob(request, logits[place - 1], draft[place - 1]))
                 kept = place
             return sampler.distribution(logits[place])
 
@@ -262,18 +263,18 @@ class Engine:
             tokens = accept.rejection(draft, request.drafts.proposed, target, sampler.fresh)
         except OverflowedError:
             return [*draft[:kept], NO_TOKEN]
-        sampler.note(self._note(request, logits[len(tokens) - 1], tokens[-1]))
+        sampler.note(self._note_logprob(request, logits[len(tokens) - 1], tokens[-1]))
         return tokens
 
     def _draw(self, request: Request, logits: FloatArray) -> int:
-        """The request's next token by its logits [vocab], or NO_TOKEN."""
+        """Draw the request's next token from its logits [vocab]; NO_TOKEN where they are not finite."""
         try:
-            return self._note(request, logits, request.sampler.draw(logits))
+            return self._note_logprob(request, logits, request.sampler.draw(logits))
         except OverflowedError:
             return NO_TOKEN
 
-    def _note(self, request: Request, logits: FloatArray, token: int) -> int:
-        """Note the log probability of a token of the request. logits: [vocab]."""
+    def _note_logprob(self, request: Request, logits: FloatArray, token: int) -> int:
+        """Record the log probability of a token of the request, and return the token. logits: [vocab]."""
         output = request.output
         if output.logprobs is not None and output.cumulative_logprob is not None:
             found = logprobs_of(logits, token, request.params.logprobs or 0, self._spell)
@@ -281,8 +282,8 @@ class Engine:
             output.cumulative_logprob += found[token].logprob
         return token
 
-    def _accept(self, request: Request, tokens: list[int], now: float) -> None:
-        """Append new tokens up to an end of text, a stop text, the limit, or logits without one, and finish there."""
+    def _append_tokens(self, request: Request, tokens: list[int], now: float) -> None:
+        """Append new tokens. Finishes the request at an end of text, a stop text, its limit, or NO_TOKEN."""
         reason: str | None = None
         if NO_TOKEN in tokens:
             tokens, reason = tokens[: tokens.index(NO_TOKEN)], "error"
@@ -300,7 +301,7 @@ class Engine:
         request.tokens += tokens
         output.token_ids += tokens
         if output.logprobs is not None and len(output.logprobs) > len(output.token_ids):
-            _forget_logprobs(output)
+            _drop_logprobs(output)
         if output.stop_reason is not None:
             reason = "stop"
         elif reason in (None, "error") and len(request.tokens) >= request.limit:
@@ -310,13 +311,13 @@ class Engine:
             self._finish(request, reason)
 
     def _push_until_stop(self, request: Request, tokens: list[int]) -> list[int]:
-        """Decode tokens into text up to the first stop text; returns the tokens it took."""
+        """Decode tokens into text up to the first stop text. Returns the tokens used."""
         assert request.detokenizer is not None
         output, stops = request.output, request.params.stops
         before, held = request.detokenizer.clone(), request.held_text
         text = held + request.detokenizer.push(tokens)
         if _first_stop(text, stops):
-            # Once more, token by token: the request ends with the token that completes the stop text.
+            # Decode again token by token: the request ends with the token that completes the stop text.
             request.detokenizer, text = before, held
             for count, token in enumerate(tokens, start=1):
                 text += request.detokenizer.push([token])
@@ -336,7 +337,7 @@ class Engine:
             request.metrics.finished_time = time.monotonic()
         if request.detokenizer and output.stop_reason is None:
             text = request.held_text + request.detokenizer.push([], last=True)
-            if found := _first_stop(text, request.params.stops):  # with what no character came of
+            if found := _first_stop(text, request.params.stops):  # in text that was held back
                 at, output.stop_reason = found
                 text, reason = text[:at], reason if reason == "abort" else "stop"
             output.text += text
@@ -348,10 +349,10 @@ class Engine:
             self.tempo.finished(request.drafts.metrics)
 
     def forward(self, sequences: Sequence[Sequence[int]], chunk: int) -> Iterator[tuple[int, int, FloatArray]]:
-        """Logits of every position of sequences of one length, `chunk` positions of each to a step.
+        """Logits of every position of sequences of equal length, `chunk` positions of each per step.
 
-        Yields (sequence, first position, logits [positions, vocab]), the logits valid until the next
-        item. Takes pages of its own; requests that must make way for them are computed again later.
+        Yields (sequence index, first position, logits [positions, vocab]); the logits are valid until the next item.
+        Takes pages of its own. Running requests may be preempted for them and are recomputed later.
         """
         length, rows = len(sequences[0]), self.executor.limits.max_tokens
         chunk = min(chunk, length, rows)
@@ -377,24 +378,24 @@ class Engine:
                     self.pool.give_back(held)
 
 
-def _forget_logprobs(output: CompletionOutput) -> None:
-    """Log probabilities of tokens drawn behind the one that ended the request."""
+def _drop_logprobs(output: CompletionOutput) -> None:
+    """Drop the log probabilities of tokens past the one that ended the request."""
     assert output.logprobs is not None
     del output.logprobs[len(output.token_ids) :]
     output.cumulative_logprob = 0.0
-    # One by one, as they were added: sum() of Python 3.12 makes up for what rounding loses, and its last bits differ.
+    # One by one, as they were added: sum() of Python 3.12 compensates rounding errors, so its last bits differ.
     for token, found in zip(output.token_ids, output.logprobs, strict=True):
         output.cumulative_logprob += found[token].logprob
 
 
 def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """Where the earliest stop text begins, and which it is."""
+    """Index and text of the earliest stop text; None without one."""
     found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
     return min(found, default=None)
 
 
 def _possible_start(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of `text` that is the start of a stop text."""
+    """Length of the longest suffix of `text` that is a prefix of a stop text."""
     for size in range(min(len(text), max(map(len, stops)) - 1), 0, -1):
         if any(stop.startswith(text[-size:]) for stop in stops):
             return size

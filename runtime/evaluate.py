@@ -1,8 +1,8 @@
-"""Perplexity as DESIGN 8 defines it.
+"""Perplexity of a model on text.
 
-Documents are joined, each preceded by the model's beginning-of-text token; the stream is cut into windows
-that do not overlap, the rest dropped; the mean negative log likelihood runs over the `window - 1` predictions
-of every window. Keys and values are read back through the artifact's cache.
+Documents are joined, each preceded by the model's beginning-of-text token. The stream is cut into windows that do not
+overlap, and an incomplete last one is dropped. The mean negative log likelihood is over the `window - 1` predictions of
+every window. Keys and values are read back through the artifact's cache.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 _BLOCK = 16
+"""Rows whose likelihood is computed at once."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`nll`: mean over `tokens` predictions in `windows` windows, in nats; perplexity: its exponential.
-
-    window: tokens of each; fewer than were asked for where the context, or the cache, is shorter.
+    """nll: mean negative log likelihood over `tokens` predictions in `windows` windows, in nats. perplexity: its
+    exponential. window: tokens of each window, fewer than requested where the context, or the cache, is shorter.
     """
 
     perplexity: float
@@ -43,7 +43,7 @@ class Evaluation:
 
 
 def read_documents(path: str | Path) -> list[str]:
-    """The "text" of every line of a JSONL file. Raises UsageError naming the line at fault."""
+    """The "text" of every line of a JSONL file. Raises UsageError naming the faulty line."""
     try:
         whole = jsonl.read(path)
     except (OSError, UnicodeDecodeError) as error:
@@ -58,9 +58,9 @@ def read_documents(path: str | Path) -> list[str]:
 
 
 def token_stream(tokenizer: Tokenizer, documents: Sequence[str], bos: int, most: int | None = None) -> list[int]:
-    """All documents' tokens one after another, `bos` before each, or those of the first that make `most` tokens.
+    """The tokens of all documents, joined, with `bos` before each. Stops after the document that reaches `most` tokens.
 
-    Raises UsageError for what is not text.
+    Raises UsageError if a document is not text.
     """
     for number, text in enumerate(documents):
         if jsonl.text_of({"text": text}, "text") is None:
@@ -74,10 +74,10 @@ def token_stream(tokenizer: Tokenizer, documents: Sequence[str], bos: int, most:
 
 
 def negative_log_likelihood(logits: FloatArray, targets: Sequence[int]) -> DoubleArray:
-    """-log p(target) in nats for each row, float64. logits: [rows, vocab]; the last row may lack a target."""
+    """-log p(target) in nats of each row, float64. logits: [rows, vocab]; the last row may have no target."""
     wanted = np.asarray(targets, np.int64)
     result = np.empty(len(wanted), np.float64)
-    for start in range(0, len(wanted), _BLOCK):  # a few rows at a time stay in the core's cache
+    for start in range(0, len(wanted), _BLOCK):  # few rows at a time, so that they stay in the core's cache
         end = min(start + _BLOCK, len(wanted))
         rows = logits[start:end]  # [block, vocab]
         highest = rows.max(axis=1, keepdims=True)  # [block, 1]
@@ -99,8 +99,8 @@ def perplexity(
 ) -> Evaluation:
     """Evaluate on a JSONL file or on texts. `progress(done, total)` is called after every window.
 
-    A window is cut to the context of the model; at most `max_windows` are taken, from the front. Raises
-    UsageError if the text does not fill one window, OverflowedError where logits are not finite.
+    Windows are limited to the model's context; only the first `max_windows` are evaluated. Raises UsageError if the
+    text does not fill one window, OverflowedError if logits are not finite.
     """
     for name, value in (("window", window), ("max_windows", 1 if max_windows is None else max_windows)):
         if not isinstance(value, int) or value < 1:

@@ -1,6 +1,6 @@
-"""Calls the artifact's library: ctypes over its C interface, with every buffer allocated once.
+"""Calls the artifact's library through its C interface by ctypes, with every buffer allocated once.
 
-A step carries rows (tokens) of several sequences. Nothing here knows about requests.
+A step carries rows (tokens) of several sequences. This module knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class QcBatch(ctypes.Structure):
 
 
 class QcConfig(ctypes.Structure):
-    """`qc_config` of the generated library: what it is opened with."""
+    """`qc_config` of the generated library: the arguments of opening it."""
 
     _fields_ = [
         ("weights", ctypes.c_void_p),
@@ -64,7 +64,7 @@ class Rows(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Sizes the buffers are made for."""
+    """Sizes for which the buffers are allocated."""
 
     max_tokens: int
     vocab: int
@@ -73,23 +73,23 @@ class Limits(NamedTuple):
     ring_tokens: int = 0
 
     def pages_for(self, tokens: int) -> int:
-        """Pages of the cache that hold so many positions."""
+        """Pages of the cache that this many positions take."""
         return pages_for(tokens, self.page_tokens, self.ring_tokens)
 
 
 class StepExecutor(Protocol):
-    """What runs steps of a model, on whatever machine."""
+    """Runs steps of a model, on a CPU or a GPU."""
 
     limits: Limits
     kv_pages: int
     threads: int
-    """Of the processor, that compute; 0 where a GPU does."""
+    """CPU threads that compute; 0 on a GPU."""
 
     def step(self, sequences: Sequence[Rows], logits: bool) -> tuple[list[int], FloatArray | None]:
-        """The argmax of every output row, and its logits [outputs, vocab] if asked, valid until the next call."""
+        """The argmax of every output row, and if asked its logits [outputs, vocab], valid until the next call."""
 
     def decode(self, sequences: Sequence[Rows], steps: int) -> list[int]:
-        """`steps` greedy tokens for each sequence (one row each): [steps, sequences] flattened."""
+        """`steps` greedy tokens for each sequence (one row each): [steps, sequences], flattened."""
 
     def profile(self, on: bool) -> None:
         """Start (resetting the counters) or stop timing each call."""
@@ -98,7 +98,7 @@ class StepExecutor(Protocol):
         """Seconds and number of runs of each call, in the order they run."""
 
     def probe(self, what: int) -> float:
-        """A ceiling of the machine: 0 read GB/s, 1 int8 GOPS, 2 f32 GFLOPS, 3 bf16 GFLOPS."""
+        """A peak of the machine: 0 read GB/s, 1 int8 GOPS, 2 f32 GFLOPS, 3 bf16 GFLOPS."""
 
     def close(self) -> None:
         """Free what the executor holds; idempotent."""
@@ -125,11 +125,11 @@ def bind(library: Any) -> None:
 
 
 class Executor:
-    """One opened model. `step` and `decode` block until the library is done; not safe for two threads.
+    """An opened model. `step` and `decode` block until the library is done. Not safe for two threads.
 
-    `library` has the functions of the C interface, `pointers` is a ctypes array of weight addresses, and
-    `kv` holds `kv_pages` pages. A path that drafts works with the threads of the one it drafts for, `leader`, and
-    must be closed before it. Raises ResourceError if threads or memory cannot be had.
+    `library` has the functions of the C interface, `pointers` is a ctypes array of weight addresses, and `kv` holds
+    `kv_pages` pages. A draft path uses the threads of the path that it drafts for, `leader`, and must be closed before
+    it. Raises ResourceError if threads or memory are short.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Executor:
         if self.description.get("abi") != ABI:
             raise ArtifactError(f"library interface {self.description.get('abi')}, this qcompile has {ABI}")
         self._check(len(pointers), kv)
-        self._allocate()  # before what must be closed is open
+        self._allocate()  # first, so that if it fails there is nothing to close
         team = leader.library.qc_team(leader.handle) if leader else None
         config = QcConfig(
             ctypes.addressof(pointers), kv.address, kv_pages, threads, limits.max_tokens, limits.max_tokens, team
@@ -158,22 +158,22 @@ class Executor:
             raise ResourceError(f"no memory or threads to open the model with {threads} threads")
 
     def _check(self, weights: int, kv: Arena) -> None:
-        """Raise ArtifactError unless the library is of the sizes that the manifest says: it trusts its caller."""
-        told, limits = self.description, self.limits
-        cache = told.get("kv", {})
-        wrong = ["weights"] * (told.get("weights", 0) > weights)  # behind its own are those of drafts
-        wrong += ["vocab_size"] * (told.get("vocab_size", limits.vocab) != limits.vocab)
+        """Raise ArtifactError unless the library has the manifest's sizes: it does not check its arguments itself."""
+        description, limits = self.description, self.limits
+        cache = description.get("kv", {})
+        wrong = ["weights"] * (description.get("weights", 0) > weights)  # more may follow: those of drafts
+        wrong += ["vocab_size"] * (description.get("vocab_size", limits.vocab) != limits.vocab)
         for name, value in (("page_tokens", limits.page_tokens), ("ring_tokens", limits.ring_tokens)):
             wrong += [name] * (cache.get(name, value) != value)
         wrong += ["page_bytes"] * (cache.get("page_bytes", 0) * self.kv_pages > kv.size)
-        wrong += ["max_position"] * (told.get("max_position", limits.max_position) < limits.max_position)
+        wrong += ["max_position"] * (description.get("max_position", limits.max_position) < limits.max_position)
         if wrong:
             raise ArtifactError(f"the artifact's manifest and library differ in {wrong[0]}; build it again")
 
     def _allocate(self) -> None:
         rows = self.limits.max_tokens
         table = rows * self.limits.pages_for(self.limits.max_position)
-        # ctypes arrays take a list or a range in one slice assignment; numpy would make an array of it first.
+        # ctypes arrays take a list or a range in one slice assignment; numpy would convert it to an array first.
         self._token_ids: Any = (ctypes.c_int32 * rows)()
         self._positions: Any = (ctypes.c_int32 * rows)()
         self._query_start: Any = (ctypes.c_int32 * (rows + 1))()
@@ -181,7 +181,9 @@ class Executor:
         self._output_rows: Any = (ctypes.c_int32 * rows)()
         self._argmax = (ctypes.c_int32 * rows)()
         self._decoded = (ctypes.c_int32 * rows)()
-        self._logits: FloatArray = np.empty((rows, self.limits.vocab), np.float32)  # touched as used
+        self._logits: FloatArray = np.empty(
+            (rows, self.limits.vocab), np.float32
+        )  # its pages take memory once they are used
         self._batch = QcBatch(
             token_ids=ctypes.addressof(self._token_ids),
             positions=ctypes.addressof(self._positions),
@@ -194,7 +196,7 @@ class Executor:
         self._reference = ctypes.byref(self._batch)
 
     def _fill(self, sequences: Sequence[Rows]) -> int:
-        """Write the rows into the batch; returns how many give logits."""
+        """Write the rows into the batch. Returns how many give logits."""
         if self.handle is None:
             raise UsageError("the model is closed: load it again")
         stride = max(len(rows.pages) for rows in sequences)
@@ -218,8 +220,8 @@ class Executor:
     def step(self, sequences: Sequence[Rows], logits: bool) -> tuple[list[int], FloatArray | None]:
         """Run one step over at most `max_tokens` rows.
 
-        Returns the argmax of every output row, and its logits [outputs, vocab] if asked: a view that the
-        next call overwrites.
+        Returns the argmax of every output row, and if asked its logits [outputs, vocab], a view that the next call
+        overwrites.
         """
         outputs = self._fill(sequences)
         self._batch.logits = self._logits_address if logits else None
@@ -231,7 +233,7 @@ class Executor:
     def decode(self, sequences: Sequence[Rows], steps: int) -> list[int]:
         """`steps` greedy tokens for each sequence (one row each), fed back without returning to Python.
 
-        The pages must have room for all of them. Returns [steps, sequences] flattened.
+        The pages must have room for all of them. Returns [steps, sequences], flattened.
         """
         count = steps * self._fill(sequences)
         if count > len(self._decoded):
@@ -255,7 +257,7 @@ class Executor:
         return {name: (seconds[i], counts[i]) for i, name in enumerate(names)}
 
     def probe(self, what: int) -> float:
-        """A ceiling of this machine: 0 read GB/s, 1 int8 GOPS, 2 f32 GFLOPS, 3 bf16 GFLOPS."""
+        """A measured peak of this machine: 0 read GB/s, 1 int8 GOPS, 2 f32 GFLOPS, 3 bf16 GFLOPS."""
         return float(self.library.qc_probe(self.handle, what))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A prompt and the requests, one for each sample, that answer it."""
+"""A prompt and its requests, one for each sample."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from qcompile.runtime.scheduler import Request
 
 
 class Group:
-    """`number` is the prompt's among those asked at once; `prompt` is None where token numbers were given."""
+    """The requests of a prompt. `number` is its index in the call; `prompt` is None where token numbers were given."""
 
     def __init__(self, number: int, prompt: str | None, tokens: list[int], requests: list[Request]) -> None:
         self.number, self.prompt, self.tokens, self.requests = number, prompt, tokens, requests
-        self._given = [0] * len(requests)
+        self._sent = [0] * len(requests)
 
     @property
     def finished(self) -> bool:
-        """Whether all samples are."""
+        """Whether all samples have finished."""
         return all(request.output.finish_reason for request in self.requests)
 
     @property
@@ -27,13 +27,13 @@ class Group:
         return any(request.output.finish_reason == "error" for request in self.requests)
 
     def output(self) -> RequestOutput:
-        """A copy of the state now, with new_text since the last call."""
+        """A copy of the current outputs; `new_text` is what was added since the last call."""
         outputs: list[CompletionOutput] = []
         for at, output in enumerate(request.output for request in self.requests):
-            new = output.text[self._given[at] :]
+            new = output.text[self._sent[at] :]
             logprobs = None if output.logprobs is None else output.logprobs.copy()
             outputs.append(replace(output, new_text=new, token_ids=output.token_ids.copy(), logprobs=logprobs))
-            self._given[at] = len(output.text)
+            self._sent[at] = len(output.text)
         times = [request.metrics for request in self.requests]
         metrics = RequestMetrics(
             times[0].arrival_time,
@@ -46,12 +46,12 @@ class Group:
 
 
 def _first(moments: Iterable[float]) -> float:
-    """The first of those that have come; 0 where none has."""
+    """The earliest of the moments that have occurred; 0 where none has."""
     return min((moment for moment in moments if moment), default=0.0)
 
 
 def _sum(samples: Iterable[SpeculationMetrics]) -> SpeculationMetrics | None:
-    """The speculation of all samples of a prompt; None without a round."""
+    """Sum of the speculation metrics of a prompt's samples; None without a round."""
     total = SpeculationMetrics()
     for one in samples:
         total.gamma = one.gamma

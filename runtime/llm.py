@@ -1,4 +1,4 @@
-"""The model as Python sees it: `qcompile.load(directory)` gives an `LLM`."""
+"""The Python interface of a model: `qcompile.load(directory)` returns an `LLM`."""
 
 from __future__ import annotations
 
@@ -50,15 +50,14 @@ def load(
 ) -> LLM:
     """Verify the artifact at `path`, load it, and start its threads.
 
-    threads: default the cores this process may use. max_batch: requests that run at once; others wait.
-    kv_cache_bytes: default what `max_batch` requests of full context need, but at most a quarter of the free
-    memory, or what the GPU's share leaves; a cache smaller than the context shortens the context. gamma: how many
-    tokens the artifact's drafts propose at once; "auto" chooses for each request as it goes, 0 leaves drafts out.
-    acceptance: at a temperature above 0 drafts stay where the target draws the same (`drawn`: a seed gives the tokens
-    it gives without drafts) or by `rejection` sampling (more stay; the distribution is the same, the tokens are not).
-    Raises ArtifactError (damaged, or built for another CPU), ResourceError (memory), UsageError.
-
-    An artifact for a GPU keeps within `gpu_memory_utilization` of its memory; `threads` does not concern it.
+    threads: default the cores that this process may use. max_batch: requests that run at once; others wait.
+    kv_cache_bytes: default what `max_batch` requests of full context need, but on a CPU at most a quarter of the free
+    memory, on a GPU what `gpu_memory_utilization` leaves; a cache smaller than the context shortens the context.
+    gamma: tokens that the artifact's drafts propose per round; "auto" chooses from measurements, 0 turns drafts off.
+    acceptance: at a temperature above 0, a draft token is accepted if the target draws the same token ("drawn": with a
+    seed, the output is the same as without drafts) or by "rejection" sampling (accepts more; the distribution is the
+    same, the tokens are not). gpu_memory_utilization: share of a GPU's memory that may be used; `threads` has no effect
+    there. Raises ArtifactError (damaged, or built for another CPU), ResourceError (memory), UsageError.
     """
     threads, max_batch, kv_cache_bytes, gamma = map(plain_number, (threads, max_batch, kv_cache_bytes, gamma))
     gpu_memory_utilization = plain_number(gpu_memory_utilization)
@@ -70,7 +69,7 @@ def load(
         except ArtifactError:
             if state(path) == before:
                 raise
-            # A build ended meanwhile, and its files are not what the older manifest says.
+            # A build replaced the artifact meanwhile, so files and the manifest read before differ: try again.
 
 
 def _load(
@@ -82,7 +81,7 @@ def _load(
     acceptance: str,
     gpu_memory_utilization: float,
 ) -> LLM:
-    """`load`, of whatever is at `path`: where that is replaced meanwhile, it may find damage."""
+    """`load` without retry: if the artifact at `path` is replaced meanwhile, it may appear damaged."""
     manifest = read_manifest(path)
     check_manifest(manifest, str(Path(path) / MANIFEST))
     _check_request(path, manifest["runtime"], gamma, acceptance, max_batch)
@@ -104,7 +103,7 @@ def _load(
 
 
 def _check_request(path: str | Path, runtime: dict[str, Any], gamma: int, acceptance: str, max_batch: int) -> None:
-    """Raise UsageError for what an artifact whose manifest has `runtime` cannot be loaded with."""
+    """Raise UsageError for invalid arguments, and those that the artifact, whose manifest has `runtime`, lacks."""
     for name, value, more in (("gamma", gamma, ' or "auto"'), ("max_batch", max_batch, "")):
         if not isinstance(value, int):
             raise UsageError(f"{name} must be a whole number{more}, not {value!r}")
@@ -119,7 +118,7 @@ def _check_request(path: str | Path, runtime: dict[str, Any], gamma: int, accept
 
 
 def _check_machine(threads: int | None, kv_cache_bytes: int | None, gpu_memory_utilization: float) -> None:
-    """Raise UsageError for numbers of threads and amounts of memory that are none."""
+    """Raise UsageError for invalid numbers of threads and amounts of memory."""
     if not (threads is None or (isinstance(threads, int) and 1 <= threads <= 1024)):
         raise UsageError(f"threads must be a whole number between 1 and 1024, not {threads!r}")
     if not isinstance(kv_cache_bytes, int | None):
@@ -129,7 +128,7 @@ def _check_machine(threads: int | None, kv_cache_bytes: int | None, gpu_memory_u
 
 
 def _speculating(llm: LLM, gamma: int, acceptance: str) -> LLM:
-    """Have the engine draft."""
+    """Turn drafting on in the model's engine."""
     executor: Any = llm.executor
     llm.engine.gamma = gamma
     llm.engine.tempo = Tempo(_policy(llm.manifest, executor.description["weights"]))
@@ -138,7 +137,7 @@ def _speculating(llm: LLM, gamma: int, acceptance: str) -> LLM:
 
 
 def _policy(manifest: dict[str, Any], count: int) -> GammaPolicy:
-    """For a target that reads the first `count` weights: as `qcompile tune` measured; before that, as bytes predict."""
+    """Costs as `qcompile tune` measured, else predicted from bytes. The target reads the first `count` weights."""
     if manifest.get("tuned"):
         return GammaPolicy.load(manifest["tuned"])
     sizes = [entry["bytes"] for entry in manifest["runtime"]["weights"]]
@@ -149,7 +148,7 @@ def _policy(manifest: dict[str, Any], count: int) -> GammaPolicy:
 class LLM:
     """A loaded model. Close it, or use it as a context manager, to end its threads and free its memory.
 
-    Threads may share it: what they ask at the same time is computed in the same steps.
+    Threads may share it: their concurrent requests are computed in the same steps.
     """
 
     def __init__(
@@ -161,18 +160,18 @@ class LLM:
         speculator: Drafter | None = None,
         keep: object = None,
     ) -> None:
-        """Use `load`. `keep` lives as long as the model: the memory its weights are in."""
+        """Use `load` instead. `keep` is kept alive as long as the model: the memory of its weights."""
         model = manifest["model"]
         self.executor, self.manifest, self.tokenizer = executor, manifest, tokenizer
         self.vocab_size: int = executor.limits.vocab
         self.bos_token_id: int | None = model.get("bos_token_id")
         pool = BlockPool(executor.kv_pages, executor.limits.page_tokens, executor.limits.ring_tokens)
         self.engine = Engine(executor, pool, tokenizer, model["eos_token_ids"], max_batch, speculator)
-        self._owner: dict[int, tuple[_Run, int]] = {}  # by request
-        self._turn = threading.RLock()  # see `_alone`
-        self._within = False
+        self._owner: dict[int, tuple[_Run, int]] = {}  # by request id
+        self._lock = threading.RLock()  # see `_exclusive`
+        self._locked = False
         self._process = os.getpid()
-        self._ended: list[_Run] = []  # whose requests are to be cancelled
+        self._ended: list[_Run] = []  # their requests are to be cancelled
         self._keep = keep
         self._close = weakref.finalize(self, _close_all, executor, speculator)
 
@@ -183,7 +182,7 @@ class LLM:
 
     @property
     def threads(self) -> int:
-        """Threads of this machine's processor that compute; 0 where a GPU does."""
+        """CPU threads that compute; 0 on a GPU."""
         return self.executor.threads
 
     @overload
@@ -199,12 +198,12 @@ class LLM:
     def generate(
         self, prompts: Prompts, params: Params = None, stream: bool = False, **options: Any
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
-        """Continue prompts: a text, a list of token numbers (or an array, or a tensor), or a list of either.
+        """Continue prompts: a text, a list of token numbers (or an array or a tensor), or a list of either.
 
-        params: one for all or one for each; or give its fields as keywords (max_tokens=64). Returns a list
-        of RequestOutput in the order of the prompts; with `stream` what `LLM.stream` returns. Raises
-        UsageError for a prompt that is empty, too long, not text or tokens, or out of the vocabulary, and
-        OverflowedError, which ends all of the call, where the logits of one are not finite.
+        params: one for all or one for each; or give its fields as keywords (max_tokens=64). Returns a list of
+        RequestOutput in the order of the prompts; with `stream` what `LLM.stream` returns. Raises UsageError for a
+        prompt that is empty, too long, neither text nor tokens, or outside the vocabulary, and OverflowedError if the
+        logits of any prompt are not finite, which ends the whole call.
         """
         if stream:
             return self.stream(prompts, params, **options)
@@ -214,41 +213,41 @@ class LLM:
     def stream(self, prompts: Prompts, params: Params = None, **options: Any) -> Iterator[RequestOutput]:
         """As `generate`, but yields a prompt's RequestOutput whenever it has grown.
 
-        `outputs[i].text` is all text so far, `outputs[i].new_text` what came since the last yield.
-        Closing the iterator cancels what is unfinished. Prompts are checked before the first step.
+        `outputs[i].text` is the whole text so far, `outputs[i].new_text` what was added since the last yield. Closing
+        the iterator cancels unfinished requests. Prompts are checked before the first step.
         """
         return self._run(*self._checked(prompts, params, options), partial=True)
 
     def _checked(
         self, prompts: Any, params: Params, options: dict[str, Any]
     ) -> tuple[list[tuple[Prompt, list[int]]], list[SamplingParams]]:
-        """Prompts with their tokens, and the parameters of each; UsageError if anything is malformed."""
+        """The prompts with their tokens, and the parameters of each. Raises UsageError if anything is malformed."""
         listed = _as_list(prompts)
-        every = _params_for(len(listed), params, options)
-        for one in every:
+        params_of_each = _params_for(len(listed), params, options)
+        for one in params_of_each:
             self.check(one)
-        return [(prompt, self.encode(prompt)) for prompt in listed], every
+        return [(prompt, self.encode(prompt)) for prompt in listed], params_of_each
 
     def _run(
-        self, prompts: list[tuple[Prompt, list[int]]], every: list[SamplingParams], partial: bool
+        self, prompts: list[tuple[Prompt, list[int]]], params_of_each: list[SamplingParams], partial: bool
     ) -> Iterator[RequestOutput]:
-        """Outputs as they grow, or with `partial` false only when they are finished."""
+        """Yield outputs whenever they grow; with `partial` false only when they are finished."""
         run = _Run()
         try:
-            with self._alone():
-                for number, ((prompt, tokens), params) in enumerate(zip(prompts, every, strict=True)):
+            with self._exclusive():
+                for number, ((prompt, tokens), params) in enumerate(zip(prompts, params_of_each, strict=True)):
                     requests = [self.engine.add(tokens, params, index) for index in range(params.n)]
                     run.groups.append(Group(number, prompt if isinstance(prompt, str) else None, tokens, requests))
                     self._owner.update((request.id, (run, number)) for request in requests)
             unfinished = len(run.groups)
             while unfinished:
-                with self._alone():
+                with self._exclusive():
                     if not run.grown:
                         self._step()
                     grown, run.grown = sorted(run.grown), set()
                 for group in (run.groups[number] for number in grown):
-                    with self._alone():
-                        run.grown.discard(group.number)  # what it gained while others were looked at comes along
+                    with self._exclusive():
+                        run.grown.discard(group.number)  # the output below includes what it gained meanwhile
                         if group.overflowed:
                             raise OverflowedError(f"prompt {group.number + 1} of {len(run.groups)}: ")
                         unfinished -= group.finished
@@ -258,24 +257,25 @@ class LLM:
         finally:
             self._ended.append(run)
             if not self._forked:
-                with self._alone():
+                with self._exclusive():
                     pass
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """The engine for this thread alone. Runs that have ended are cancelled behind it.
+    def _exclusive(self) -> Iterator[None]:
+        """Exclusive use of the engine by this thread. On leaving, the requests of ended runs are cancelled.
 
-        Streams that nobody holds any more end wherever Python collects garbage, in the midst of a step, too.
+        They are cancelled here because abandoned streams end when Python collects garbage, possibly within a step of
+        the same thread.
         """
         if self._forked:
             raise UsageError(
                 "the model was loaded before the process forked, and threads do not come along: load it here"
             )
-        with self._turn:
-            if self._within:
+        with self._lock:
+            if self._locked:
                 yield
                 return
-            self._within = True
+            self._locked = True
             try:
                 yield
             finally:
@@ -283,19 +283,19 @@ class LLM:
                     for request in (request for group in self._ended.pop().groups for request in group.requests):
                         self._owner.pop(request.id, None)
                         self.engine.cancel(request)
-                self._within = False
+                self._locked = False
 
     @property
     def _forked(self) -> bool:
-        """Whether this is a fork of the process that loaded the model, and lacks its threads or its GPU.
+        """Whether this process is a fork of the one that loaded the model, and lacks its threads or its GPU.
 
-        Who waits for those waits forever. A model that computes in its caller's thread alone came along whole.
+        Waiting for those would never end. A model that computes only in its caller's thread works in a fork, too.
         """
         return os.getpid() != self._process and self.threads != 1
 
     def _step(self) -> None:
-        """One step of the engine; whichever run a request is of learns that it has grown."""
-        if not self._close.alive:  # rounds of drafts would go on in memory that was given back
+        """Run one step of the engine, and mark the groups that have grown in their runs (any thread's)."""
+        if not self._close.alive:  # rounds of drafts would use freed memory
             raise UsageError("the model is closed: load it again")
         for request in self.engine.step():
             if request.id in self._owner:
@@ -303,14 +303,14 @@ class LLM:
                 run.grown.add(number)
 
     def check(self, params: SamplingParams) -> None:
-        """Raise UsageError for parameters that this model cannot heed."""
+        """Raise UsageError for parameters that this model does not support."""
         if params.stops and self.tokenizer is None:
             raise UsageError("this artifact has no tokenizer: stop texts cannot be found in its output")
 
     def encode(self, prompt: object, cut: bool = False, special: bool = True) -> list[int]:
-        """A prompt's token numbers, checked; with `cut` the last of one that is too long. Raises UsageError.
+        """A prompt's token numbers, checked. With `cut`, a prompt that is too long loses its start. Raises UsageError.
 
-        special: False where the text holds all special tokens already, as what a chat template gives does.
+        special: False if the text contains all special tokens already, as the output of a chat template does.
         """
         if isinstance(prompt, str):
             if not prompt:
@@ -328,12 +328,12 @@ class LLM:
         if cut:
             return tokens[1 - self.context :] if len(tokens) >= self.context > 1 else tokens
         if len(tokens) >= self.context:
-            told = f"the prompt is too long: it has {len(tokens)} tokens, {self._context_text()}, answer included"
-            raise LongPromptError(f"{told}: shorten it")
+            message = f"the prompt is too long: it has {len(tokens)} tokens, {self._context_text()}, answer included"
+            raise LongPromptError(f"{message}: shorten it")
         return tokens
 
     def _context_text(self) -> str:
-        """How long a text may be, and whether that is the model's limit."""
+        """For messages: how long a text may be, and whether the model or the cache is the limit."""
         longest = self.executor.limits.max_position
         if self.context < longest:
             return f"the cache room for {self.context} of the model's {longest} (see kv_cache_bytes)"
@@ -352,8 +352,8 @@ class LLM:
     def logits(self, token_ids: Any, chunk: int | None = None) -> torch.Tensor:
         """Float32 logits [batch, tokens, vocab] of one forward pass over token_ids [batch, tokens].
 
-        token_ids: list of lists, tensor or array. `chunk` bounds the positions computed at once (default as
-        many as fit); it does not change the result. Running requests are not disturbed.
+        token_ids: list of lists, tensor or array. `chunk` limits the positions computed at once (default as many as
+        fit); it does not change the result. Running requests are not affected.
         """
         import torch
 
@@ -366,7 +366,7 @@ class LLM:
         if chunk is not None and not (isinstance(chunk, int) and chunk >= 1):
             raise UsageError(f"chunk must be a whole number of at least 1, not {chunk!r}")
         result = torch.empty((len(rows), len(rows[0]), self.vocab_size), dtype=torch.float32)
-        with self._alone():
+        with self._exclusive():
             for index, start, values in self.engine.forward(rows, chunk or self.executor.limits.max_tokens):
                 result[index, start : start + len(values)] = torch.from_numpy(values)
         return result
@@ -380,14 +380,14 @@ class LLM:
     ) -> Evaluation:
         """Perplexity on a JSONL file (one {"text": …} a line) or a list of texts; see `runtime.evaluate`."""
         tokenizer, bos = self._tokenizer(), self.bos_token_id
-        with self._alone():
+        with self._exclusive():
             return perplexity(self.engine, tokenizer, bos, documents, window, progress, max_windows)
 
     def close(self) -> None:
-        """End the threads and free the memory; the model cannot be used afterwards."""
+        """End the threads and free the memory. The model cannot be used afterwards."""
         if self._forked:
-            return  # the memory is the other's, and a lock that a thread of it held stays held
-        with self._alone():
+            return  # the memory is the parent's, and a lock that one of its threads held is never released
+        with self._exclusive():
             self._close()
             self._keep = None
 
@@ -399,16 +399,16 @@ class LLM:
 
 
 class _Run:
-    """One call of `generate` or `stream`. Several may be under way, each taking steps when it is asked for more."""
+    """One call of `generate` or `stream`. Several may be active; each runs steps when it is asked for more output."""
 
     def __init__(self) -> None:
         self.groups: list[Group] = []
         self.grown: set[int] = set()
-        """Numbers of the groups that have grown, in whoever's steps, since they were last looked at."""
+        """Numbers of the groups that have grown since they were last handled, in steps of any run."""
 
 
 def _close_all(target: StepExecutor, speculator: Drafter | None) -> None:
-    """The drafts first: they work with the target's threads."""
+    """Close the drafts first, as they use the target's threads."""
     if speculator:
         speculator.close()
     target.close()
@@ -429,12 +429,12 @@ def _as_list(prompts: Prompts) -> list[Prompt]:
 
 
 def _plain(value: Any) -> Any:
-    """An array or a tensor as the list that it holds, anything else as it is."""
+    """An array or a tensor as a list, anything else unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _are_tokens(values: Sequence[Any]) -> bool:
-    """Whether all are whole numbers, Python's or numpy's."""
+    """Whether all are integers, Python's or numpy's."""
     return all(type(value) is int or isinstance(value, np.integer) for value in values)
 
 
@@ -457,7 +457,7 @@ def _params_for(count: int, params: Params, options: dict[str, Any]) -> list[Sam
 
 
 def _token_rows(token_ids: Any) -> list[list[int]]:
-    """Token numbers [batch, tokens] of whatever kind, as lists of one length."""
+    """Token numbers [batch, tokens] of any type, as lists of equal length."""
     try:
         rows = [list(_plain(row)) for row in _plain(token_ids)]
     except TypeError:

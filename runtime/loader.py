@@ -1,8 +1,8 @@
-"""From an artifact on disk to verified bytes in memory, and only then to an opened library.
+"""Loads a CPU artifact: reads and verifies all files, and only then opens its libraries.
 
-Every file is hashed on a thread pool from the memory it was read into: weights go straight into one arena of
-huge pages, chunk by chunk, each chunk hashed while it is still in the core's cache. The kernel library is
-opened from an in-memory file that holds the very bytes whose hash was checked.
+Every file is hashed on a thread pool from the memory that it was read into. Weights are read directly into one arena of
+huge pages, chunk by chunk, and each chunk is hashed while it is still in the core's cache. The kernel library is opened
+from an in-memory file that holds the very bytes whose hash was checked.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ HUGE_PAGE = 2 << 20
 _PAGE = 4096
 ABI = 2
 
-# Libraries already open, by SHA-256: the dynamic loader must not be asked twice for the same bytes.
+# Open libraries by SHA-256: the dynamic loader must not load the same bytes twice.
 _libraries: dict[str, ctypes.CDLL] = {}
 
 
 class Arena:
-    """Zeroed private memory starting on a 2 MB boundary, backed by huge pages as it is touched.
+    """Zeroed private memory starting on a 2 MB boundary, backed by huge pages on first use.
 
-    `size` is in bytes. Raises ResourceError if the address space cannot be had.
+    `size` is in bytes. Raises ResourceError if the address space cannot be reserved.
     """
 
     def __init__(self, size: int) -> None:
@@ -44,7 +44,7 @@ class Arena:
             raise ResourceError(f"cannot reserve {length:,} bytes of memory: {error}") from error
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         skip = -start % HUGE_PAGE
-        with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
+        with contextlib.suppress(OSError):  # a Linux kernel without huge pages: slower, but correct
             self._map.madvise(mmap.MADV_HUGEPAGE, skip, length)
         self.address = start + skip
         self.view = memoryview(self._map)[skip : skip + size]
@@ -52,7 +52,7 @@ class Arena:
 
 @dataclass(frozen=True)
 class DraftLibrary:
-    """A path that drafts: its library, and the addresses of the weights it reads, in its own order."""
+    """A draft path: its library, and the addresses of the weights that it reads, in its own order."""
 
     library: ctypes.CDLL
     pointers: Any
@@ -60,7 +60,7 @@ class DraftLibrary:
 
 @dataclass(frozen=True)
 class LoadedArtifact:
-    """A verified artifact: manifest, weights in memory, and the libraries that compute with them."""
+    """A verified artifact: manifest, weights in memory, and opened libraries."""
 
     root: Path
     manifest: Manifest
@@ -69,11 +69,11 @@ class LoadedArtifact:
     """ctypes array: the address of each tensor, in the order of manifest["runtime"]["weights"]."""
     library: ctypes.CDLL
     drafts: tuple[DraftLibrary | None, ...]
-    """For each of manifest["runtime"]["levels"]; None where it is no path."""
+    """For each of manifest["runtime"]["levels"]; None for a lookup."""
 
 
 def available_memory() -> int:
-    """Bytes the machine can still give out without swapping (MemAvailable)."""
+    """Bytes that can be allocated without swapping (MemAvailable)."""
     with open("/proc/meminfo", encoding="ascii") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):
@@ -82,7 +82,7 @@ def available_memory() -> int:
 
 
 def check_cpu(target: dict[str, Any], flags: frozenset[str]) -> None:
-    """ArtifactError naming what the artifact's target needs and this CPU lacks."""
+    """Raise ArtifactError naming the features that the artifact's target requires and this CPU lacks."""
     missing = [flag for flag in target.get("requires", []) if flag not in flags]
     if missing:
         raise ArtifactError(
@@ -92,10 +92,10 @@ def check_cpu(target: dict[str, Any], flags: frozenset[str]) -> None:
 
 
 def load_artifact(path: str | Path, manifest: Manifest | None = None) -> LoadedArtifact:
-    """Read and verify the artifact at `path`, by its checked `manifest` where that was read before.
+    """Read and verify the artifact at `path`, with its checked `manifest` if that was read before.
 
-    Raises ArtifactError if one bit differs from what was built or the CPU is another, ResourceError if
-    memory is short. No file of the artifact is executed before all of them are verified.
+    Raises ArtifactError if a single bit differs from what was built or the CPU lacks features, ResourceError if memory
+    is short. No file of the artifact is executed before all of them are verified.
     """
     root = Path(path)
     if manifest is None:
@@ -140,7 +140,7 @@ def _rounded(size: int) -> int:
 
 
 def _place_weights(entries: list[dict[str, Any]], files: dict[str, dict[str, Any]], root: Path) -> dict[str, int]:
-    """Offset in the arena (bytes) of each weights file, and check that each tensor lies in its file."""
+    """Offset in the arena (bytes) of each weights file. Raises ArtifactError if a tensor lies outside its file."""
     places: dict[str, int] = {}
     end = 0
     for entry in entries:
@@ -154,7 +154,7 @@ def _place_weights(entries: list[dict[str, Any]], files: dict[str, dict[str, Any
 
 
 def _read_and_check(root: Path, files: dict[str, dict[str, Any]], destinations: dict[str, memoryview]) -> None:
-    """Hash every file, the largest first, reading into `destinations` where one is given."""
+    """Read and hash every file, the largest first, into its buffer in `destinations` if it has one."""
     by_size = sorted(files, key=lambda name: -int(files[name]["bytes"]))
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         found = pool.map(lambda name: file_problem(root, name, files[name], destinations.get(name)), by_size)
@@ -164,10 +164,10 @@ def _read_and_check(root: Path, files: dict[str, dict[str, Any]], destinations: 
 
 
 def _open_library(content: bytearray, entry: dict[str, Any]) -> ctypes.CDLL:
-    """The dynamic loader's handle on these bytes, which are never read from the disk again."""
+    """Open a library from these bytes, so that it is not read from the disk again."""
     digest: str = entry["sha256"]
     if digest not in _libraries:
-        # The descriptor stays open: its number names the library, and the loader goes by names.
+        # The descriptor stays open: the loader identifies libraries by path, so its number must not be reused.
         fd = os.memfd_create("qcompile-kernels")
         with open(fd, "wb", closefd=False) as file:
             file.write(content)

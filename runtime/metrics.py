@@ -1,4 +1,4 @@
-"""What the HTTP server counts, in Prometheus' text format."""
+"""Metrics of the HTTP server, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.
 
 
 class Metrics:
-    """Counters of one server, in a registry of its own."""
+    """The metrics of one server, in a registry of their own."""
 
     def __init__(self, service: Service) -> None:
         self.registry = registry = CollectorRegistry()
@@ -26,49 +26,49 @@ class Metrics:
         self._samples = Counter("qcompile_samples", "Samples, by how they ended.", ["finish_reason"], registry=registry)
         self._drafted = Counter("qcompile_drafted_tokens", "Tokens that drafts proposed.", registry=registry)
         self._accepted = Counter("qcompile_accepted_tokens", "Of them, those kept.", registry=registry)
-        self._first = Histogram(
+        self._first_token = Histogram(
             "qcompile_time_to_first_token_seconds", "From arrival.", buckets=_SECONDS, registry=registry
         )
-        self._each = Histogram(
+        self._per_token = Histogram(
             "qcompile_time_per_output_token_seconds", "After the first.", buckets=_TOKEN_SECONDS, registry=registry
         )
-        self._whole = Histogram("qcompile_request_seconds", "From arrival.", buckets=_SECONDS, registry=registry)
+        self._total = Histogram("qcompile_request_seconds", "From arrival.", buckets=_SECONDS, registry=registry)
         service.cancelled = self.cancelled
 
     def finished(self, output: RequestOutput) -> None:
-        """A prompt was answered."""
+        """Count a prompt that was completed."""
         times, samples = output.metrics, output.outputs
         self._prompt.inc(len(output.prompt_token_ids))
         self._generated.inc(sum(len(sample.token_ids) for sample in samples))
         for sample in samples:
             self._samples.labels(sample.finish_reason).inc()
-        self._first.observe(times.first_token_time - times.arrival_time)
-        self._whole.observe(times.finished_time - times.arrival_time)
+        self._first_token.observe(times.first_token_time - times.arrival_time)
+        self._total.observe(times.finished_time - times.arrival_time)
         if (most := max(len(sample.token_ids) for sample in samples)) > 1:
-            self._each.observe(times.decode_seconds / (most - 1))
+            self._per_token.observe(times.decode_seconds / (most - 1))
         if output.speculation:
             self._drafted.inc(sum(output.speculation.drafted))
             self._accepted.inc(sum(output.speculation.accepted))
 
     def cancelled(self, output: RequestOutput) -> None:
-        """A prompt was given up: its client has gone, its logits are not finite, or the server ends."""
+        """Count a prompt that was cancelled: its client left, its logits are not finite, or the server shuts down."""
         self._generated.inc(sum(len(sample.token_ids) for sample in output.outputs))
         for sample in output.outputs:
             self._samples.labels(sample.finish_reason).inc()
 
     def text(self) -> bytes:
-        """All of it."""
+        """All metrics in the text format."""
         return generate_latest(self.registry)
 
 
 class _Gauges:
-    """What is read when it is asked for."""
+    """Gauges, read when metrics are requested."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """One family each."""
+        """Yield one metric family for each gauge."""
         pool = self._service.llm.engine.pool
         yield GaugeMetricFamily("qcompile_running_samples", "Being computed.", self._service.running)
         yield GaugeMetricFamily("qcompile_waiting_samples", "Not yet.", self._service.waiting)

@@ -1,4 +1,4 @@
-"""What a request gives back, shaped as vLLM's."""
+"""Results of a request, in the form of vLLM's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class CompletionOutput:
     """One sample of a prompt.
 
     finish_reason: 'stop' (end of text or a stop text), 'length', 'abort', 'error' (its logits are not finite), or None
-    while running.
-    stop_reason: the stop text that ended it, if one did. new_text: what a stream has not given before.
+    while running. stop_reason: the stop text that ended it, if any. new_text: in a stream, the text added since the
+    previous output.
     """
 
     index: int
@@ -28,7 +28,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestMetrics:
-    """Moments on the monotonic clock, in seconds; 0 where it has not happened."""
+    """Times on the monotonic clock, in seconds; 0 for what has not happened yet."""
 
     arrival_time: float = 0.0
     first_scheduled_time: float = 0.0
@@ -52,9 +52,9 @@ MOST_DRAFTS = 16
 
 @dataclass
 class SpeculationMetrics:
-    """What speculation did for a prompt. `drafted` and `accepted` count tokens by their place in the round.
+    """Speculation metrics of a prompt. `drafted` and `accepted` count tokens by their position in the round.
 
-    gamma: how many tokens were drafted at once, most recently. The seconds are of the steps that it had a part in.
+    gamma: tokens drafted per round, most recently. The seconds are those of all steps in which the prompt took part.
     """
 
     gamma: int = 0
@@ -65,7 +65,7 @@ class SpeculationMetrics:
     verify_seconds: float = 0.0
 
     def count(self, drafted: int, accepted: int) -> None:
-        """One round."""
+        """Add one round."""
         self.rounds += 1
         for place in range(drafted):
             self.drafted[place] += 1
@@ -73,23 +73,23 @@ class SpeculationMetrics:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted over drafted tokens; None where none was drafted."""
+        """Accepted over drafted tokens; None if none was drafted."""
         return sum(self.accepted) / sum(self.drafted) if sum(self.drafted) else None
 
     @property
     def tokens_per_round(self) -> float | None:
-        """Accepted tokens and the target's own, for each step of the target."""
+        """Mean number of tokens per round: the accepted ones and one of the target; None without a round."""
         return 1 + sum(self.accepted) / self.rounds if self.rounds else None
 
     @property
     def accepted_per_position(self) -> list[float]:
-        """Share of the first, second, ... tokens of a round that was accepted."""
+        """Share of accepted tokens at each position of a round."""
         return [kept / made for kept, made in zip(self.accepted, self.drafted, strict=True) if made]
 
 
 @dataclass
 class RequestOutput:
-    """A prompt and its samples. `prompt` is None where token numbers were given, `speculation` without drafts."""
+    """A prompt and its samples. `prompt` is None if token numbers were given, `speculation` without drafts."""
 
     request_id: int
     prompt: str | None

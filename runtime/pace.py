@@ -1,10 +1,10 @@
-"""How long steps and rounds take here and now, against what a table says, and how far that is known.
+"""Estimates of how long steps and rounds take on this machine now, relative to a table, and of their uncertainty.
 
-What a table says holds where and when it was measured. Elsewhere cores share a cache or do not, other programs want
-the memory, the text is longer; some of this changes within seconds, and single calls are held up for longer than they
-take. So what is known is a mean and a covariance, followed call by call as a Kalman filter does (Kalman 1960): calls
-that agree count as much as their noise allows, what was learned of one gamma is learned of the others as far as they
-go together, and what was learned long ago is known less well.
+The times in a table hold where and when they were measured. Later, cores may or may not share a cache, other programs
+may compete for memory bandwidth, or texts may be longer. Some of this changes within seconds, and a single call can be
+delayed by more than its own time. The estimates are therefore a mean and a covariance that a Kalman filter
+(Kalman 1960) updates after each call: calls are weighted by their noise, a measurement of one gamma also corrects the
+others according to their correlation, and the uncertainty of old measurements grows.
 """
 
 from __future__ import annotations
@@ -14,122 +14,129 @@ from collections.abc import Iterable
 
 Matrix = list[list[float]]
 
-_NOISE, _SHORT = 0.03**2, 0.05**2
-"""Variance of the logarithm of a call's time; what is added where the call is a single step or round."""
+_CALL_NOISE, _STEP_NOISE = 0.03**2, 0.05**2
+"""Variance of the logarithm of a call's time; what a single step or round adds to it (divided by their number)."""
 
-_UNKNOWN = 4.0
-"""Variance of how long plain steps take before the first."""
+_INITIAL_PLAIN = 4.0
+"""Variance of plain steps' time before the first."""
 
-_TOGETHER, _TILTED, _ALONE = 0.6**2, 0.1**2, 0.025**2
-"""Variances of what a table may be wrong by: of all rounds alike, by the logarithm of gamma, and by each gamma."""
+_COMMON, _SLOPE, _SINGLE = 0.6**2, 0.1**2, 0.025**2
+"""Initial variances of rounds: common to all gammas, of a slope over the logarithm of gamma, of single gammas."""
 
-_MOST = 1.0
-"""The most that the variance of rounds becomes."""
+_MAX_VARIANCE = 1.0
+"""Limit of the variance of rounds."""
 
-_DRIFT = 1e-4
-"""What a token adds to the variance of plain steps' time: texts differ in length, machines in what else they do."""
+_PLAIN_DRIFT = 1e-4
+"""Variance that each token adds to plain steps' time: texts grow, and the load of the machine changes."""
 
-_RATIO_DRIFT, _TILT_DRIFT, _ALONE_DRIFT = 5.5e-5, 4e-6, 1e-7
-"""Likewise to the three variances of rounds, counted in plain steps."""
+_COMMON_DRIFT, _SLOPE_DRIFT, _SINGLE_DRIFT = 5.5e-5, 4e-6, 1e-7
+"""The same for the three variances of rounds, whose times are relative to plain steps."""
 
-_HELD_UP = 0.8
-"""Noise of a call that took longer than expected, as a part of that: it may have been held up."""
+_DELAY_NOISE = 0.8
+"""Standard deviation added for a call that took longer than expected, as a share of the excess: it may be a delay."""
 
-_OUTLIER = 3.0
-"""Standard deviations from which on a call counts only if the next one agrees: then all has changed."""
+_OUTLIER_SIGMAS = 3.0
+"""Standard deviations beyond which a call counts only if the next one agrees, which means that the machine changed."""
 
 
 class Pace:
-    """Logarithms of what plain steps take, and rounds in plain steps' time, less those of the table.
+    """Logarithms of the time of plain steps, and of rounds relative to plain steps, each minus the table's.
 
-    gammas: those of the table. State: [plain, rounds of each gamma, smallest first]. Lists, because this runs between
-    two calls of a model that leaves nothing in the caches: what arrays' functions are made of would have to come back.
+    gammas: those of the table. The state is [plain, rounds of each gamma in ascending order]. It is kept in lists,
+    because this code runs between calls of a model that fills the CPU's caches: numpy's code would have to be
+    loaded from memory again.
     """
 
     def __init__(self, gammas: Iterable[int]) -> None:
         logs = {gamma: math.log(gamma) for gamma in sorted(gammas)}
-        self._at = {gamma: index + 1 for index, gamma in enumerate(logs)}
+        self._index = {gamma: index + 1 for index, gamma in enumerate(logs)}
         middle = sum(logs.values()) / max(1, len(logs))
-        tilts = [value - middle for value in logs.values()]
-        self._mean = [0.0] * (len(tilts) + 1)
-        self._covariance = _covariance(tilts, _UNKNOWN, _TOGETHER, _TILTED, _ALONE)
-        self._drift = _covariance(tilts, _DRIFT, _RATIO_DRIFT, _TILT_DRIFT, _ALONE_DRIFT)
-        self._changed = _covariance(tilts, 1.0, 1.0, 0.0, 0.0)
-        self._passed = 0.0
-        self._doubted = 0
-        self._slower = [0.0, 0.0, 0.0]
+        slopes = [value - middle for value in logs.values()]
+        self._mean = [0.0] * (len(slopes) + 1)
+        self._covariance = _covariance(slopes, _INITIAL_PLAIN, _COMMON, _SLOPE, _SINGLE)
+        self._drift = _covariance(slopes, _PLAIN_DRIFT, _COMMON_DRIFT, _SLOPE_DRIFT, _SINGLE_DRIFT)
+        self._change = _covariance(slopes, 1.0, 1.0, 0.0, 0.0)
+        self._tokens = 0.0  # since the last call, whose drift is not in the covariance yet
+        self._outlier = 0  # kind of the last call if it was an outlier; negative if it was faster than expected
+        self._delays = [0.0, 0.0, 0.0]  # how much longer than expected the last call took, by kind
 
     @property
     def plain(self) -> float:
-        """Of a plain step."""
+        """Estimate for a plain step."""
         return self._mean[0]
 
     def rounds(self, gamma: int) -> float:
-        """Of a round, in plain steps."""
-        return self._mean[self._at[gamma]]
+        """Estimate for a round, relative to plain steps."""
+        return self._mean[self._index[gamma]]
 
     def doubt(self, gamma: int) -> float:
         """Standard deviation of `rounds`."""
-        at = self._at[gamma]
-        variance = self._covariance[at][at] + self._passed * self._drift[at][at]
-        return math.sqrt(max(0.0, min(variance, _MOST)))
+        at = self._index[gamma]
+        variance = self._covariance[at][at] + self._tokens * self._drift[at][at]
+        return math.sqrt(max(0.0, min(variance, _MAX_VARIANCE)))
 
     def apart(self, gamma: int, other: int) -> float:
-        """Standard deviation of the difference of `rounds` of two gammas."""
-        one, two = self._at[gamma], self._at[other]
+        """Standard deviation of the difference between `rounds` of two gammas."""
+        one, two = self._index[gamma], self._index[other]
         known, drift = (m[one][one] + m[two][two] - 2 * m[one][two] for m in (self._covariance, self._drift))
-        return math.sqrt(max(0.0, known + self._passed * drift))
+        return math.sqrt(max(0.0, known + self._tokens * drift))
 
     def passed(self, tokens: float) -> None:
-        """So many tokens of a request have come."""
-        self._passed += tokens
+        """Note that a request has advanced by `tokens`, which adds drift."""
+        self._tokens += tokens
 
     def stepped(self, seen: float, steps: int) -> None:
-        """A call of plain steps; seen: logarithm of one's time over the table's."""
-        self._see(seen, 0, steps, 1)
+        """Note a call of plain steps; seen: logarithm of a step's time over the table's."""
+        self._update(seen, 0, steps, 1)
 
     def rounded(self, gamma: int, seen: float, rounds: int) -> None:
-        """Likewise a call of rounds."""
-        self._see(seen, self._at[gamma], rounds, 2)
+        """Note a call of rounds; seen: logarithm of a round's time over the table's."""
+        self._update(seen, self._index[gamma], rounds, 2)
 
-    def _see(self, seen: float, at: int, calls: int, kind: int) -> None:
-        """`seen`, with noise, is what plain steps take, and of rounds what those at `at` take beside it."""
-        drifted = self._drifted()
-        wrong = seen - self._mean[0] - (self._mean[at] if at else 0.0)
-        noise, slower = _NOISE + _SHORT / calls, max(0.0, wrong)
-        noise += (_HELD_UP * max(0.0, slower - self._slower[kind])) ** 2
-        self._slower[kind] = slower
-        shared, spread = self._shared(at, drifted)
-        if abs(wrong) > _OUTLIER * math.sqrt(spread + noise):
+    def _update(self, seen: float, at: int, calls: int, kind: int) -> None:
+        """Kalman update with a call of kind 1 (steps) or 2 (rounds).
+
+        `seen` measures state 0, for rounds plus state `at`; `calls` is the number of steps or rounds.
+        """
+        drifted = self._take_drift()
+        residual = seen - self._mean[0] - (self._mean[at] if at else 0.0)
+        noise, delay = _CALL_NOISE + _STEP_NOISE / calls, max(0.0, residual)
+        noise += (_DELAY_NOISE * max(0.0, delay - self._delays[kind])) ** 2
+        self._delays[kind] = delay
+        cross, variance = self._observation(at, drifted)
+        if abs(residual) > _OUTLIER_SIGMAS * math.sqrt(variance + noise):
             self._covariance, drifted = _sum(self._covariance, drifted, self._drift), 0.0
-            doubted = kind if wrong > 0 else -kind
-            if self._doubted != doubted:
-                self._doubted = doubted
+            outlier = kind if residual > 0 else -kind
+            if self._outlier != outlier:
+                self._outlier = outlier
                 return
-            self._covariance = _sum(self._covariance, wrong * wrong / 2, self._changed)
-            shared, spread = self._shared(at, 0.0)
-        self._doubted = 0
-        gains = [share / (spread + noise) for share in shared]
-        self._mean = [mean + gain * wrong for mean, gain in zip(self._mean, gains, strict=True)]
+            self._covariance = _sum(self._covariance, residual * residual / 2, self._change)
+            cross, variance = self._observation(at, 0.0)
+        self._outlier = 0
+        gains = [share / (variance + noise) for share in cross]
+        self._mean = [mean + gain * residual for mean, gain in zip(self._mean, gains, strict=True)]
         self._covariance = [
-            [known + drifted * drift - gain * share for known, drift, share in zip(*rows, shared, strict=True)]
+            [known + drifted * drift - gain * share for known, drift, share in zip(*rows, cross, strict=True)]
             for gain, *rows in zip(gains, self._covariance, self._drift, strict=True)
         ]
 
-    def _shared(self, at: int, drifted: float) -> tuple[list[float], float]:
-        """Covariances of the state with what is seen, and the variance of that, after so many tokens of drift."""
+    def _observation(self, at: int, drifted: float) -> tuple[list[float], float]:
+        """Covariances of the state with the measured quantity, and that quantity's variance, after `drifted` tokens."""
         known, drift = self._covariance, self._drift
-        shared = [a + drifted * b for a, b in zip(known[0], drift[0], strict=True)]
+        cross = [a + drifted * b for a, b in zip(known[0], drift[0], strict=True)]
         if at:
-            shared = [a + b + drifted * c for a, b, c in zip(shared, known[at], drift[at], strict=True)]
-        return shared, shared[0] + (shared[at] if at else 0.0)
+            cross = [a + b + drifted * c for a, b, c in zip(cross, known[at], drift[at], strict=True)]
+        return cross, cross[0] + (cross[at] if at else 0.0)
 
-    def _drifted(self) -> float:
-        """How many tokens' drift is to be added: none where it is at its limit, but to plain steps."""
-        passed, self._passed = self._passed, 0.0
-        if self._covariance[-1][-1] < _MOST:
+    def _take_drift(self) -> float:
+        """Tokens whose drift is to be added to the covariance.
+
+        None once the variance of rounds has reached its limit; then only plain steps' variance grows, here.
+        """
+        passed, self._tokens = self._tokens, 0.0
+        if self._covariance[-1][-1] < _MAX_VARIANCE:
             return passed
-        self._covariance[0][0] += passed * _DRIFT
+        self._covariance[0][0] += passed * _PLAIN_DRIFT
         return 0.0
 
 
@@ -138,10 +145,10 @@ def _sum(matrix: Matrix, times: float, other: Matrix) -> Matrix:
     return [[a + times * b for a, b in zip(*rows, strict=True)] for rows in zip(matrix, other, strict=True)]
 
 
-def _covariance(tilts: list[float], plain: float, alike: float, tilted: float, alone: float) -> Matrix:
-    """A covariance in which plain steps and rounds have nothing to do with each other."""
+def _covariance(slopes: list[float], plain: float, common: float, slope: float, single: float) -> Matrix:
+    """A covariance matrix in which plain steps and rounds are independent."""
     rounds = [
-        [0.0, *(alike + tilted * a * b + (alone if row == column else 0.0) for column, b in enumerate(tilts))]
-        for row, a in enumerate(tilts)
+        [0.0, *(common + slope * a * b + (single if row == column else 0.0) for column, b in enumerate(slopes))]
+        for row, a in enumerate(slopes)
     ]
-    return [[plain, *(0.0 for _ in tilts)], *rounds]
+    return [[plain, *(0.0 for _ in slopes)], *rounds]

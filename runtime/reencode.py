@@ -1,7 +1,7 @@
-"""Drafts by a model of another tokenizer: the text is encoded again for it, and its tokens for the target.
+"""Drafts by a model with another tokenizer: the text is re-encoded for it, and its drafts are for the target.
 
-As transformers' universal assisted generation. What is proposed is only a guess, verified like any other, so text
-that the two tokenizers cut differently costs drafts, never correctness.
+As in transformers' universal assisted generation. The target verifies these drafts like any others, so text that the
+two tokenizers split differently costs drafts, never correctness.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from qcompile.runtime.scheduler import Request
 
 _TAIL = 8
-"""Tokens at the end of the text that are encoded again together with what is drafted."""
+"""Tokens at the end of the text that are encoded again together with the drafted text."""
 
 
 @dataclass
 class _Text:
-    """What the draft has of a request: its own tokens, how many of them its cache holds, and where."""
+    """A request's state in the draft model: its own tokens, how many of them its cache holds, and the pages."""
 
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
@@ -40,10 +40,11 @@ class _Text:
 
 
 class Reencoder:
-    """Drafts for the requests of an engine with `executor`, whose model has the tokenizer `own` and `start` token.
+    """Drafts for the requests of an engine with the model of `executor`.
 
-    `pool` is pages of its own cache. Drafting stops before a token less probable than `threshold`, and before one that
-    is not among the `vocab` tokens of the target's model: its tokenizer may know more.
+    That model has the tokenizer `own`, the beginning-of-text token `start`, and a cache of its own with the pages of
+    `pool`. Drafting stops before a token less probable than `threshold`, and before a token outside the target model's
+    vocabulary of `vocab`: its tokenizer may have more.
     """
 
     def __init__(
@@ -60,32 +61,32 @@ class Reencoder:
         self._target, self._own = target, own
         self._start = [] if start is None else [start]
         self._texts: dict[int, _Text] = {}
-        self.max_position = 1 << 30  # in tokens of the target there is no telling
+        self.max_position = 1 << 30  # unknown in tokens of the target; `_draft` checks the limit in its own tokens
 
     def most(self, requests: int) -> int:
-        """The most tokens that can be drafted for each of so many requests."""
+        """The most tokens that can be drafted for each of this many requests."""
         return min(MOST_DRAFTS - 1, self.executor.limits.max_tokens // requests - 2)
 
     def start(self, request: Request) -> None:
-        """A new request."""
+        """Prepare the state of a new request."""
         self._texts[request.id] = _Text()
 
     def settle(self, request: Request) -> None:
-        """The target decided; the cache is compared with the text when it is next needed."""
+        """After verification: nothing to do, as the cache is compared with the text when it is next used."""
 
     def release(self, request: Request) -> None:
-        """A request has ended."""
+        """A request has ended: free its pages."""
         self.pool.give_back(self._texts.pop(request.id).pages)
 
     def draw(self, requests: Sequence[Request], gammas: Sequence[int]) -> list[list[int]]:
-        """As `propose`: each draft is proposed for certain."""
+        """As `propose`. Each draft counts as proposed with probability 1."""
         drafts = self.propose(requests, gammas)
         for request, draft in zip(requests, drafts, strict=True):
             request.drafts.proposed = [(np.array([token]), np.ones(1)) for token in draft]
         return drafts
 
     def propose(self, requests: Sequence[Request], gammas: Sequence[int]) -> list[list[int]]:
-        """At most `gammas[i]` tokens of the target's for `requests[i]`."""
+        """Up to `gammas[i]` drafts for `requests[i]`, in the target's tokens."""
         drafts = []
         for request, most in zip(requests, gammas, strict=True):
             started = time.perf_counter()
@@ -94,7 +95,7 @@ class Reencoder:
         return drafts
 
     def close(self) -> None:
-        """Close the model that drafts."""
+        """Close the draft model."""
         self.executor.close()
 
     def _draft(self, request: Request, most: int) -> list[int]:
@@ -111,7 +112,7 @@ class Reencoder:
         ):
             return []
         state.pages += self.pool.take(max(0, missing))
-        state.computed = min(_common(state.tokens[: state.computed], tokens), len(tokens) - 1)
+        state.computed = min(_common_prefix(state.tokens[: state.computed], tokens), len(tokens) - 1)
         added = self._continue(state, tokens, most)
         state.tokens = tokens + added
         whole = self._own.decode([*tokens, *added], skip_special_tokens=False)
@@ -119,7 +120,7 @@ class Reencoder:
         return self._encoded(request.tokens, whole[len(before) :])[:most] if whole.startswith(before) else []
 
     def _continue(self, state: _Text, tokens: list[int], most: int) -> list[int]:
-        """The draft model's own greedy tokens, as long as it is sure of them."""
+        """Greedy tokens of the draft model, in its own tokens, up to one less probable than the threshold."""
         added: list[int] = []
         rows = self.executor.limits.max_tokens
         while len(tokens) - 1 - state.computed >= rows:
@@ -137,7 +138,7 @@ class Reencoder:
         return added
 
     def _encoded(self, tokens: Sequence[int], text: str) -> list[int]:
-        """The target's tokens for `text` behind `tokens`; none where the last of these would become another."""
+        """The target's tokens for `text` after `tokens`; none where encoding both together changes `tokens`."""
         tail = list(tokens[-_TAIL:])
         joined = self._target.decode(tail, skip_special_tokens=False) + text
         found = _tokens(self._target, joined)
@@ -147,7 +148,7 @@ class Reencoder:
 
 
 def _tokens(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a text; none where the tokenizer gives up, having no token for the unknown."""
+    """The tokens of a text; none where the tokenizer fails, as it does on unknown text without an unknown token."""
     try:
         found: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     except Exception:  # tokenizers raises plain Exception
@@ -164,10 +165,9 @@ def open_reencoder(
     executor: StepExecutor,
     pool: BlockPool,
 ) -> Reencoder:
-    """The draft of the artifact at `root` whose manifest has `files` and `level`, with pages of its own from `pool`.
+    """Open the re-encoding draft of the artifact at `root`, whose manifest has `files` and `level`.
 
-    `target` is the tokenizer of the model that it drafts for, which has `vocab` tokens.
-
+    `pool` has the pages of its cache. `target` is the target's tokenizer, `vocab` the size of the target's vocabulary.
     Raises ArtifactError where a tokenizer is missing.
     """
     own = load_tokenizer(root, files, level["tokenizer"])
@@ -176,12 +176,12 @@ def open_reencoder(
     return Reencoder(target, own, executor, pool, level.get("bos_token_id"), level["threshold"], vocab)
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common beginning."""
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the common prefix."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((index for index, (one, other) in pairs if one != other), min(len(a), len(b)))
 
 
 def top_probability(logits: FloatArray) -> float:
-    """Probability of the likeliest token. logits: [vocab]."""
+    """Probability of the most probable token. logits: [vocab]."""
     return float(1 / np.exp(logits - logits.max()).sum())

@@ -1,4 +1,4 @@
-"""Answers of the HTTP server: outputs as OpenAI's objects, whole or as a stream of events."""
+"""Responses of the HTTP server: outputs as OpenAI's objects, whole or as a stream of events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Finished = Callable[[RequestOutput], None]
 
 
 class Reply(ABC):
-    """The answer to one request, of `samples` samples a prompt, by a model called `model`."""
+    """The response to one request with `samples` samples per prompt, by a model called `model`."""
 
     prefix: str
     whole_object: str
@@ -25,26 +25,26 @@ class Reply(ABC):
 
     def __init__(self, model: str, samples: int) -> None:
         self._samples = samples
-        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self._given: dict[int, tuple[int, int]] = {}  # characters and tokens that were sent, by choice
+        self._header = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._sent: dict[int, tuple[int, int]] = {}  # numbers of characters (-1: all) and tokens sent, by choice
 
     @abstractmethod
     def choice(self, index: int, sample: CompletionOutput) -> dict[str, Any]:
-        """A whole one."""
+        """A whole choice."""
 
     @abstractmethod
     def piece(self, index: int, sample: CompletionOutput, characters: int, tokens: int) -> dict[str, Any]:
-        """What a choice has gained since it had that many characters and tokens."""
+        """What was added to a choice after its first `characters` and `tokens`."""
 
     def opening(self) -> list[dict[str, Any]]:
         """Choices to send before any text."""
         return []
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """All at once. outputs: one for each prompt."""
+        """The whole response. outputs: one for each prompt."""
         ordered = sorted(outputs, key=lambda output: output.request_id)
         choices = [self.choice(index, sample) for output in ordered for index, sample in self._numbered(output)]
-        return self._head | {"object": self.whole_object, "choices": choices, "usage": api.usage(ordered)}
+        return self._header | {"object": self.whole_object, "choices": choices, "usage": api.usage(ordered)}
 
     async def events(self, answer: Answer, finished: Finished, wants_usage: bool) -> AsyncIterator[str]:
         """Server-sent events as `answer` grows. Ending the iteration early cancels the answer."""
@@ -61,18 +61,18 @@ class Reply(ABC):
             if wants_usage:
                 yield self._event([], usage=api.usage(ended))
             yield api.event("[DONE]")
-        except QCompileError as error:  # the status line is gone already
+        except QCompileError as error:  # the status line was sent already
             yield api.event(api.failure(str(error), "server_error"))
         finally:
             answer.cancel()
 
     def _pieces(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
         for index, sample in self._numbered(output):
-            characters, tokens = self._given.get(index, (0, 0))
+            characters, tokens = self._sent.get(index, (0, 0))
             if tokens == len(sample.token_ids) or characters < 0:
-                continue  # it ended earlier, or another sample of the prompt has grown
+                continue  # this sample has ended, or only another one of the prompt has grown
             end = len(sample.text) if sample.finish_reason is None else -1
-            self._given[index] = end, len(sample.token_ids)
+            self._sent[index] = end, len(sample.token_ids)
             if sample.finish_reason is not None or len(sample.text) > characters or sample.logprobs:
                 yield self.piece(index, sample, characters, tokens)
 
@@ -81,17 +81,17 @@ class Reply(ABC):
             yield output.request_id * self._samples + sample.index, sample
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
-        return api.event(self._head | {"object": self.piece_object, "choices": choices} | more)
+        return api.event(self._header | {"object": self.piece_object, "choices": choices} | more)
 
 
 class CompletionReply(Reply):
-    """Of /v1/completions."""
+    """A response of /v1/completions."""
 
     prefix, whole_object, piece_object = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, model: str, samples: int) -> None:
         super().__init__(model, samples)
-        self._offsets: dict[int, int] = {}  # of the next token, by choice
+        self._offsets: dict[int, int] = {}  # text offset of the next token, by choice
 
     def choice(self, index: int, sample: CompletionOutput) -> dict[str, Any]:
         return api.completion_choice(index, sample, 0, 0, 0)[0]
@@ -103,7 +103,7 @@ class CompletionReply(Reply):
 
 
 class ChatReply(Reply):
-    """Of /v1/chat/completions. top: how many alternatives of each token are told."""
+    """A response of /v1/chat/completions. top: number of alternatives reported for each token."""
 
     prefix, whole_object, piece_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 

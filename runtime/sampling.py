@@ -1,8 +1,8 @@
-"""What a request asks of sampling, and the exact distribution that follows from it.
+"""Sampling parameters, and the exact distribution that they define.
 
-Order of the options, as in vLLM: repetition penalty, frequency and presence penalty, temperature, min-p and top-k
-on the logits, then top-p on what is left, renormalized. Probabilities are float64. A request draws from a generator
-of its own, so its tokens do not depend on what shares its batch.
+Order of the options, as in vLLM: repetition penalty, frequency and presence penalty, temperature, min-p and top-k on
+the logits, then top-p on the remaining tokens, renormalized. Probabilities are float64. Each request has its own random
+generator, so its tokens do not depend on the other requests of its batch.
 """
 
 from __future__ import annotations
@@ -25,23 +25,22 @@ DoubleArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 MOST_SAMPLES = 1 << 14
-"""Of a prompt: each takes memory from the first step on."""
+"""Most samples of a prompt: each takes memory from the first step on."""
 _MOST_PENALTY = 1e3
-"""Of repetition, and its reciprocal the least: logits times or over it stay finite in float32."""
+"""Largest repetition penalty; the smallest is its reciprocal. Logits times or over it stay finite in float32."""
 _MOST_SUBTRACTED = 2.0
-"""Of frequency and presence, and its negative the least, as OpenAI has them."""
+"""Largest frequency and presence penalty; the smallest is its negative, as in OpenAI's API."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """Options of one request; names and defaults are vLLM's. Raises UsageError on a value out of range.
 
-    temperature: 0 is greedy. top_k: 0 or -1 is no limit. max_tokens: None is up to the context.
-    stop: one text or several; generation ends where one appears, and it is not part of the text.
-    repetition_penalty: of tokens in prompt and text. frequency_penalty, presence_penalty: what a token's logit loses
-    for each time it is in the text generated so far, and once if it is there at all.
-    seed: None draws from fresh entropy. logprobs: how many alternatives to report for every token.
-    Numbers may be numpy's.
+    temperature: 0 is greedy. top_k: 0 or -1 is no limit. max_tokens: None is up to the context. stop: one text or
+    several; generation ends where one appears, and it is not part of the output. repetition_penalty: for tokens in the
+    prompt or the output. frequency_penalty, presence_penalty: subtracted from a token's logit for each occurrence in
+    the output, and once if it occurs there at all. seed: None takes fresh entropy. logprobs: number of alternatives to
+    report for every token. Numbers may be numpy's.
     """
 
     n: int = 1
@@ -95,18 +94,18 @@ class SamplingParams:
 
     @property
     def argmax_only(self) -> bool:
-        """Whether the argmax of the plain logits is all that is needed."""
+        """Whether only the argmax of the model's logits is needed."""
         plain = self.repetition_penalty == 1 and not self.counts
         return self.temperature == 0 and self.logprobs is None and plain
 
     @property
     def counts(self) -> bool:
-        """Whether it matters how often a token was generated."""
+        """Whether the number of occurrences of generated tokens matters."""
         return self.frequency_penalty != 0 or self.presence_penalty != 0
 
 
 def plain_number(value: Any) -> Any:
-    """A number of whatever type as Python's own; anything else, and what no float holds, as it is."""
+    """A number of any type as Python's int or float; anything else, and what exceeds a float, unchanged."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return value
     try:
@@ -122,13 +121,13 @@ def _whole(value: object) -> bool:
 def _real(value: object) -> bool:
     try:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # a whole number that no float holds
+    except OverflowError:  # an integer that exceeds a float
         return False
 
 
 @dataclass(frozen=True)
 class Logprob:
-    """Natural logarithm of a token's probability under the model (before any option), and its rank from 1."""
+    """Natural logarithm of a token's probability under the model, before any option, and its rank from 1."""
 
     logprob: float
     rank: int
@@ -136,13 +135,13 @@ class Logprob:
 
 
 def penalize(logits: FloatArray, seen: npt.NDArray[np.bool_], penalty: float) -> FloatArray:
-    """Logits [vocab], those of seen tokens divided by `penalty` if positive, else multiplied (CTRL 4.1)."""
+    """Logits [vocab] with those of seen tokens divided by `penalty` if positive, else multiplied by it (CTRL 4.1)."""
     scaled = np.where(logits > 0, logits / np.float32(penalty), logits * np.float32(penalty))
     return np.where(seen, scaled, logits)
 
 
 def subtract(logits: FloatArray, counts: IntArray, frequency: float, presence: float) -> FloatArray:
-    """Logits [vocab], those of generated tokens less by `frequency` for each of their `counts` and by `presence`."""
+    """Logits [vocab] of which generated tokens lose `frequency` times their `counts`, plus `presence`."""
     found = np.flatnonzero(counts)
     less = logits.copy()
     less[found] -= (frequency * counts[found] + presence).astype(np.float32)
@@ -150,7 +149,7 @@ def subtract(logits: FloatArray, counts: IntArray, frequency: float, presence: f
 
 
 def finite_peak(logits: FloatArray) -> np.float32:
-    """The largest of logits [vocab]. Raises OverflowedError where that is infinite, or any is NaN."""
+    """The largest of logits [vocab]. Raises OverflowedError if it is infinite or any logit is NaN."""
     peak: np.float32 = logits.max()
     if not np.isfinite(peak):
         raise OverflowedError
@@ -158,10 +157,11 @@ def finite_peak(logits: FloatArray) -> np.float32:
 
 
 def distribution(logits: FloatArray, params: SamplingParams) -> tuple[IntArray, DoubleArray]:
-    """The tokens that can be drawn, ascending, and their probabilities [candidates] (float64, sum 1).
+    """The tokens that can be drawn, in ascending order, and their probabilities [candidates] (float64, sum 1).
 
-    logits: [vocab], already penalized; temperature must not be 0. Ties at the edge of top-k all stay;
-    ties at the edge of top-p go by token number. Raises OverflowedError where the largest logit is not finite.
+    logits: [vocab], with penalties applied; temperature must not be 0. All ties at the limit of top-k are kept; of ties
+    at the limit of top-p, those with the lowest token numbers. Raises OverflowedError if the largest logit is not
+    finite.
     """
     peak = finite_peak(logits)
     floor: float | np.floating[Any] = -np.inf
@@ -170,11 +170,11 @@ def distribution(logits: FloatArray, params: SamplingParams) -> tuple[IntArray, 
     if 0 < params.top_k < len(logits):
         floor = max(floor, np.partition(logits, -params.top_k)[-params.top_k])
     ids = np.flatnonzero(logits >= floor)
-    with np.errstate(over="ignore"):  # at temperatures near 0 all but the likeliest are infinitely less likely
+    with np.errstate(over="ignore"):  # near temperature 0, all but the largest logits become -inf
         weights = np.exp((logits[ids].astype(np.float64) - np.float64(peak)) / params.temperature)
     if params.top_p < 1:
         weights /= weights.sum()
-        falling = np.sort(weights)[::-1]  # many times as fast as an argsort
+        falling = np.sort(weights)[::-1]  # many times faster than an argsort
         count = np.count_nonzero(np.cumsum(falling) - falling < params.top_p)
         kept = weights > falling[count - 1]
         ties = np.flatnonzero(weights == falling[count - 1])
@@ -184,16 +184,16 @@ def distribution(logits: FloatArray, params: SamplingParams) -> tuple[IntArray, 
 
 
 class Sampler:
-    """Draws the tokens of one request: its options, its generator, and the tokens it has seen.
+    """Draws the tokens of one request, with its parameters, its random generator, and the tokens seen so far.
 
-    `index` numbers the samples of a prompt (n > 1): each has its own stream from the same seed.
+    `index` numbers the samples of a prompt (n > 1): each has its own random stream from the same seed.
     """
 
     def __init__(self, params: SamplingParams, index: int, prompt: Sequence[int], vocab: int) -> None:
         self.params = params
         entropy = None if params.seed is None else [params.seed, index]
         self._random = np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy)))
-        self._ahead: deque[float] = deque()  # random numbers that guesses have seen
+        self._ahead: deque[float] = deque()  # random numbers that `guess` used and `uniform` will return
         self._seen: npt.NDArray[np.bool_] | None = None
         if params.repetition_penalty != 1:
             self._seen = np.zeros(vocab, np.bool_)
@@ -201,7 +201,7 @@ class Sampler:
         self._counts: IntArray | None = np.zeros(vocab, np.int64) if params.counts else None
 
     def draw(self, logits: FloatArray) -> int:
-        """The next token, from its logits [vocab]. Raises OverflowedError where they are not finite."""
+        """Draw the next token from its logits [vocab]. Raises OverflowedError if they are not finite."""
         finite_peak(logits)
         if self.params.temperature == 0:
             token = int(self._penalized(logits).argmax())
@@ -211,9 +211,9 @@ class Sampler:
         return token
 
     def guess(self, logits: FloatArray, ahead: Sequence[int]) -> tuple[int, Distribution]:
-        """What a draft with these logits [vocab] would draw behind the tokens `ahead`, and its distribution.
+        """Draw a draft token from the draft's logits [vocab] after the tokens `ahead`. Also returns its distribution.
 
-        It takes the very random number that `draw` will take there: like models then draw alike.
+        Uses the same random number that `draw` will use at that position: similar distributions then give equal tokens.
         """
         found = self.distribution(logits, ahead)
         while len(self._ahead) <= len(ahead):
@@ -221,7 +221,7 @@ class Sampler:
         return pick(found, self._ahead[len(ahead)]), found
 
     def distribution(self, logits: FloatArray, ahead: Sequence[int] = ()) -> Distribution:
-        """What is drawn from, given logits [vocab] and tokens `ahead` that were not noted. Not for temperature 0."""
+        """The distribution for logits [vocab] after tokens `ahead`, which are not noted yet. Not for temperature 0."""
         return distribution(self._penalized(logits, ahead), self.params)
 
     def uniform(self) -> float:
@@ -229,12 +229,12 @@ class Sampler:
         return self._ahead.popleft() if self._ahead else float(self._random.random())
 
     def fresh(self) -> float:
-        """A random number in [0, 1) that no guess has seen; those they saw are spent."""
+        """A random number in [0, 1) that no guess has used; discards the ones that guesses used."""
         self._ahead.clear()
         return float(self._random.random())
 
     def note(self, token: int) -> None:
-        """The token is part of the text now."""
+        """Note that the token was appended to the output."""
         if self._seen is not None:
             self._seen[token] = True
         if self._counts is not None:
@@ -262,9 +262,9 @@ class Sampler:
 def logprobs_of(
     logits: FloatArray, token: int, alternatives: int, spell: Callable[[int], str] | None
 ) -> dict[int, Logprob]:
-    """Log probabilities of `token` and of the most likely `alternatives`, the token first. logits: [vocab].
+    """Log probabilities of `token` (first) and of the `alternatives` most probable tokens. logits: [vocab].
 
-    `spell` gives a token's text; without it decoded_token is None.
+    `spell` returns a token's text; without it, decoded_token is None.
     """
     values = logits.astype(np.float64)
     values -= values.max()

@@ -1,8 +1,8 @@
-"""Which rows go into the next step: running requests first, then new ones as pages allow.
+"""Decides which rows go into the next step: running requests first, then new ones as pages allow.
 
-First come, first served. A request is admitted when the pool has pages for all tokens it knows. When a
-running request needs a page and none is free, the newest running one gives up its own, and is computed again
-later: a row's results do not depend on its step, so its tokens come out the same.
+First come, first served. A request is admitted when the pool has pages for all its tokens. When a running request needs
+a page and none is free, the newest running request is preempted: it gives up its pages and is recomputed later. A row's
+results do not depend on its step, so its tokens are the same.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from qcompile.runtime.tokenizer import Detokenizer
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One sample of one prompt on its way. `tokens` is the prompt and what came after it."""
+    """One sample of one prompt. `tokens` is the prompt followed by the generated tokens."""
 
     id: int
     prompt_length: int
     tokens: list[int]
     limit: int
-    """Length at which it ends: prompt and max_tokens, or the context."""
+    """Length in tokens at which it ends: prompt plus max_tokens, or the context."""
     params: SamplingParams
     sampler: Sampler
     detokenizer: Detokenizer | None
@@ -56,13 +56,13 @@ class Plan:
 
     @property
     def decoding(self) -> bool:
-        """Whether every request has but its last token to compute."""
+        """Whether every request has only its last token to compute."""
         return all(request.pending == 1 for request in self.requests)
 
     def rows(self, drafts: Sequence[Sequence[int]] = ()) -> list[Rows]:
-        """What the executor runs, `drafts[i]` behind the last token of `requests[i]`.
+        """The rows of the step, with `drafts[i]` after the last token of `requests[i]`.
 
-        A request gives logits when its last token is among the rows: of that one and of its drafts.
+        If a request's last token is among the rows, that row and those of its drafts give logits.
         """
         rows: list[Rows] = []
         for index, (request, count) in enumerate(zip(self.requests, self.counts, strict=True)):
@@ -77,7 +77,7 @@ class Plan:
 
 
 class Scheduler:
-    """Queues and pages. `max_tokens` rows a step, `max_batch` requests running."""
+    """Queues requests and assigns pages: up to `max_tokens` rows per step, up to `max_batch` running requests."""
 
     def __init__(self, pool: BlockPool, max_tokens: int, max_batch: int) -> None:
         self.pool, self.max_tokens, self.max_batch = pool, max_tokens, max_batch
@@ -90,7 +90,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def release(self, request: Request) -> None:
-        """Forget a finished or cancelled request and free its pages."""
+        """Remove a finished or cancelled request and free its pages."""
         if request in self.running:
             self.running.remove(request)
         else:
@@ -98,7 +98,7 @@ class Scheduler:
         self.pool.give_back(request.pages)
 
     def preempt(self) -> Request:
-        """The newest running request gives its pages back and waits in front of all others."""
+        """Preempt the newest running request: it gives its pages back and waits in front of all others."""
         request = self.running.pop()
         self.pool.give_back(request.pages)
         request.computed = 0
@@ -108,7 +108,7 @@ class Scheduler:
         return request
 
     def schedule(self, burst: int) -> Plan | None:
-        """The next step, with at most `burst` greedy tokens for each request; None if there is no work."""
+        """The next step, with up to `burst` greedy tokens for each request; None if there is no work."""
         self._make_room()
         plan = Plan([], [], 1)
         budget = self.max_tokens
@@ -126,19 +126,19 @@ class Scheduler:
         return self.burst(plan, burst) if burst > 1 and len(decoding) == len(plan.requests) else plan
 
     def burst(self, plan: Plan, steps: int) -> Plan:
-        """`plan` (all decoding) with as many greedy steps, at most `steps`, as all its requests can take."""
+        """`plan` (all decoding) with as many greedy steps, up to `steps`, as all its requests have room for."""
         if not all(request.params.argmax_only for request in plan.requests):
             return plan
         steps = min(steps, min(request.limit - len(request.tokens) for request in plan.requests))
         return Plan(plan.requests, plan.counts, self.reserve(plan.requests, steps))
 
     def _admissible(self, request: Request) -> bool:
-        """Pages for all its tokens, and one more for each running request lest it be evicted at once."""
+        """Whether there are pages for all its tokens, and one per running request, so it is not preempted at once."""
         need = self.pool.pages_for(len(request.tokens)) + len(self.running)
         return len(self.running) < self.max_batch and need <= self.pool.free
 
     def _make_room(self) -> None:
-        """A page for every running request whose next position starts one; the newest make way."""
+        """Give running requests the pages that their next positions need; preempt the newest where none is free."""
         at = 0
         while at < len(self.running):
             request = self.running[at]
@@ -152,9 +152,9 @@ class Scheduler:
             at += 1
 
     def reserve(self, requests: Sequence[Request], tokens: int) -> int:
-        """Take pages for so many more tokens of each request, or for fewer; how many each may get (or to its limit).
+        """Take pages for `tokens` more tokens of each request (or up to its limit), fewer where pages are short.
 
-        The token that comes last is not in the cache, so one more token needs no page.
+        Returns for how many. The last token of a sequence is not in the cache, so a single token always has room.
         """
         while True:
             missing = [
@@ -171,7 +171,7 @@ class Scheduler:
 
 
 def _append(plan: Plan, request: Request, budget: int) -> int:
-    """Put as many of the request's pending tokens into the step as fit; returns how many."""
+    """Put as many of the request's pending tokens into the step as fit. Returns how many."""
     count = min(request.pending, budget)
     if count:
         plan.requests.append(request)

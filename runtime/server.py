@@ -1,4 +1,4 @@
-"""An HTTP server in front of a model: OpenAI's completions and chat completions, health, metrics."""
+"""HTTP server of a model: OpenAI's completions and chat completions, health, and metrics."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ from qcompile.runtime.sampling import SamplingParams
 from qcompile.runtime.service import Answer, BusyError, Service
 
 MOST_BYTES, MOST_BYTES_A_TOKEN = 2 << 20, 16
-"""Of a request's body, and for each token of the context where that is more: to parse it, all others' answers wait."""
-_DRAIN_SECONDS = 5  # that open answers may take after the server was told to end
-_LAST_SECONDS = 1  # that may then pass until everybody has been told
-_IDLE_SECONDS = 75  # longer than proxies keep connections: one that the server closes may have a request under way
+"""Largest request body: bytes, or bytes per token of the context if that is more. While a body is parsed, all other
+responses wait."""
+_DRAIN_SECONDS = 5  # for open responses to complete after the server was told to end
+_LAST_SECONDS = 1  # then, for telling all remaining clients
+_IDLE_SECONDS = 75  # longer than proxies keep them: if the server closes first, a request may be under way
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -42,7 +43,7 @@ _READ = ["GET", "HEAD"]
 
 @dataclass(frozen=True)
 class Served:
-    """What a server offers. name: what clients call the model. api_key: None lets everybody in."""
+    """What a server offers. name: the model's name for clients. api_key: None requires no key."""
 
     llm: LLM
     name: str
@@ -52,7 +53,7 @@ class Served:
 
 
 def serve(served: Served, listening: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
-    """Answer requests on a bound socket until SIGINT or SIGTERM. Raises what ended the engine, if it failed."""
+    """Serve requests on a bound socket until SIGINT or SIGTERM. If the engine fails, raises its exception."""
     service = Service(served.llm, served.max_waiting)
     config = uvicorn.Config(
         create_app(served, service),
@@ -78,7 +79,7 @@ def serve(served: Served, listening: socket.socket, ready: Callable[[], None] = 
 
 
 class _Server(uvicorn.Server):
-    """Told to end, it lets open answers go on for a while; who still waits then is told why nothing more comes."""
+    """On shutdown, lets open responses continue for a while, then tells the clients still waiting why they end."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
@@ -87,35 +88,35 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().call_later(_DRAIN_SECONDS, self._service.end)
         await super().shutdown(sockets)
-        self._service.end()  # told a second time, it does not wait for answers
+        self._service.end()  # after a second signal, uvicorn does not wait for responses
         if self.server_state.tasks:
             await asyncio.wait(self.server_state.tasks, timeout=_LAST_SECONDS)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one. Raises ResourceError, UsageError."""
+    """A listening socket; port 0 takes a free port. Raises ResourceError, UsageError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise ResourceError(f"cannot listen on port {port} of {host}: {error.strerror}; take another") from error
-    except UnicodeError as error:  # what names of hosts cannot be spelled with, or an empty or long part of one
+    except UnicodeError as error:  # invalid characters, or a label of the name is empty or too long
         raise UsageError(f"{shown(host)} cannot be the name of a host: give another (--host)") from error
 
 
 def create_app(served: Served, service: Service) -> FastAPI:
-    """The application. `service` owns `served.llm`."""
+    """Create the application. `service` owns `served.llm`."""
     app = FastAPI(title="qcompile", docs_url=None, redoc_url=None, openapi_url=None)
-    front = _Front(served, service)
+    handlers = _Handlers(served, service)
     most = max(MOST_BYTES, MOST_BYTES_A_TOKEN * served.llm.context)
-    app.add_middleware(_Outer, metrics=front.metrics, most=most)
-    app.api_route("/health", methods=_READ)(front.health)
-    app.api_route("/metrics", methods=_READ)(front.show_metrics)
-    guarded = APIRouter(route_class=_guarded(front.authorize))
-    guarded.api_route("/v1/models", methods=_READ)(front.models)
-    guarded.api_route("/v1/models/{name:path}", methods=_READ)(front.model)
-    guarded.post("/v1/completions")(front.complete)
-    guarded.post("/v1/chat/completions")(front.chat)
+    app.add_middleware(_Middleware, metrics=handlers.metrics, most=most)
+    app.api_route("/health", methods=_READ)(handlers.health)
+    app.api_route("/metrics", methods=_READ)(handlers.show_metrics)
+    guarded = APIRouter(route_class=_guarded(handlers.authorize))
+    guarded.api_route("/v1/models", methods=_READ)(handlers.models)
+    guarded.api_route("/v1/models/{name:path}", methods=_READ)(handlers.model)
+    guarded.post("/v1/completions")(handlers.complete)
+    guarded.post("/v1/chat/completions")(handlers.chat)
     app.include_router(guarded)
     app.add_exception_handler(QCompileError, _refused)
     app.add_exception_handler(RequestValidationError, _malformed)
@@ -125,7 +126,7 @@ def create_app(served: Served, service: Service) -> FastAPI:
 
 
 def _guarded(authorize: Callable[[Request], None]) -> type[APIRoute]:
-    """A kind of route that asks for the key before a request is read, as a dependency would not."""
+    """A route class that checks the API key before the request's body is read; a dependency would do so after."""
 
     class Guarded(APIRoute):
         def get_route_handler(self) -> Handler:
@@ -141,11 +142,11 @@ def _guarded(authorize: Callable[[Request], None]) -> type[APIRoute]:
 
 
 class _UnknownModelError(UsageError):
-    """A request names another model than the one there is."""
+    """A request names another model than the one served."""
 
 
-class _Front:
-    """What answers requests."""
+class _Handlers:
+    """The handlers of all routes."""
 
     def __init__(self, served: Served, service: Service) -> None:
         self._served, self._service, self._llm = served, service, served.llm
@@ -153,31 +154,31 @@ class _Front:
         self.metrics = Metrics(service)
 
     def authorize(self, request: Request) -> None:
-        """Raises HTTPException where a key is asked for and another is given."""
+        """Raise HTTPException if an API key is required and the request has another or none."""
         key = self._served.api_key
         given = request.headers.get("authorization", "")
-        if given[:7].lower() == "bearer ":  # names of schemes may be written either way
+        if given[:7].lower() == "bearer ":  # scheme names are case-insensitive
             given = given[7:].strip()
-        # Headers are bytes, which the framework reads as Latin-1; people's keys are UTF-8.
+        # The framework decodes headers as Latin-1, but keys are UTF-8.
         if key is not None and not secrets.compare_digest(given.encode("latin-1"), key.encode()):
             asked = {"WWW-Authenticate": "Bearer"}
             raise HTTPException(401, "wrong or missing API key: send `Authorization: Bearer KEY`", asked)
 
     async def health(self) -> JSONResponse:
-        """200 while the engine runs."""
+        """Status 200 while the engine runs."""
         self._service.check()
         return JSONResponse({"status": "ok"})
 
     async def show_metrics(self) -> PlainTextResponse:
-        """In Prometheus' format."""
+        """The metrics in Prometheus' format."""
         return PlainTextResponse(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self) -> JSONResponse:
-        """The one there is, in a list."""
+        """List the one model that is served."""
         return JSONResponse({"object": "list", "data": [self._entry()]})
 
     async def model(self, name: str) -> JSONResponse:
-        """The one there is, by its name."""
+        """Describe the model that is served, if it has this name."""
         self._known(name)
         return JSONResponse(self._entry())
 
@@ -224,7 +225,7 @@ class _Front:
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         outputs = await _unless_gone(request, self._collect(answer))
         if outputs is None:
-            return Response(status_code=499)  # nobody reads it; the number is what logs of proxies have for that
+            return Response(status_code=499)  # nobody reads it; proxies log this status for it
         return JSONResponse(reply.whole(outputs))
 
     async def _collect(self, answer: Answer) -> list[RequestOutput]:
@@ -239,9 +240,9 @@ class _Front:
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, list[RequestOutput]]) -> list[RequestOutput] | None:
-    """What `work` gives; None, and `work` cancelled, when the client hangs up first."""
+    """The result of `work`; if the client disconnects first, cancels `work` and returns None."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_hung_up(request))
+    gone = asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
@@ -252,14 +253,14 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, list[RequestO
             await task
 
 
-async def _hung_up(request: Request) -> None:
-    """Returns when the client of a request, whose body was read, does."""
+async def _disconnected(request: Request) -> None:
+    """Return when the client of a request, whose body was read, disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
-    """An error of ours as its status."""
+    """The response to an error of qcompile."""
     if isinstance(error, _UnknownModelError):
         return JSONResponse(api.failure(str(error), "invalid_request_error", "model_not_found", "model"), 404)
     if isinstance(error, UsageError):
@@ -272,7 +273,7 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _malformed(request: Request, error: Exception) -> JSONResponse:
-    """One thing that is wrong with a request, by its place in it: a field that is none, or else the first."""
+    """Report one error of a malformed request with its position: an unknown field, or else the first error."""
     assert isinstance(error, RequestValidationError)
     wrong = error.errors()
     unknown = [one for one in wrong if one["type"] == "extra_forbidden"]
@@ -288,25 +289,25 @@ async def _malformed(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
-    """No such path or method, no right key."""
+    """The response to an unknown path, a wrong method, or a wrong API key."""
     assert isinstance(error, HTTPException)
-    told, path = str(error.detail), shown(request.url.path)
+    message, path = str(error.detail), shown(request.url.path)
     if error.status_code == 404:
-        told = f"there is nothing at {path}: use /v1/completions or /v1/chat/completions"
+        message = f"there is nothing at {path}: use /v1/completions or /v1/chat/completions"
     if error.status_code == 405:
-        told = f"{path} does not take {request.method}: use {(error.headers or {}).get('Allow')}"
+        message = f"{path} does not take {request.method}: use {(error.headers or {}).get('Allow')}"
     code = {401: "invalid_api_key", 404: "not_found"}.get(error.status_code)
-    content = api.failure(told, "invalid_request_error", code)
+    content = api.failure(message, "invalid_request_error", code)
     return JSONResponse(content, error.status_code, headers=error.headers)
 
 
 async def _unexpected(request: Request, error: Exception) -> JSONResponse:
-    """A bug of ours, whose traceback goes to stderr."""
+    """The response to a bug, whose traceback goes to stderr."""
     return JSONResponse(api.failure(f"unexpected {type(error).__name__}, see the server's log", "server_error"), 500)
 
 
-class _Outer:
-    """Around the application: counts responses, refuses bodies of more than `most` bytes before they are held."""
+class _Middleware:
+    """Middleware that counts responses, and refuses bodies of more than `most` bytes before they are held in memory."""
 
     def __init__(self, app: Callable[..., Awaitable[None]], metrics: Metrics, most: int) -> None:
         self._app, self._metrics, self._most = app, metrics, most
@@ -317,11 +318,11 @@ class _Outer:
             return
         announced = dict(scope["headers"]).get(b"content-length", b"")[:18]
         length = int(announced) if announced.isdigit() else 0
-        read, begun = 0, False
+        read, started = 0, False
 
         async def bounded() -> dict[str, Any]:
             nonlocal read
-            if length <= self._most:  # who sends more is refused before any of it comes
+            if length <= self._most:  # a larger announced body is refused unread
                 message = await receive()
                 read += len(message.get("body", b""))
             if max(length, read) > self._most:
@@ -329,17 +330,17 @@ class _Outer:
             return message
 
         async def counted(message: Any) -> None:
-            nonlocal begun
+            nonlocal started
             if message["type"] == "http.response.start":
-                begun = True
+                started = True
                 route = scope.get("route")
-                path = route.path if route else "other"  # what clients make up must not become labels
+                path = route.path if route else "other"  # arbitrary paths must not become labels
                 self._metrics.responses.labels(path, message["status"]).inc()
             await send(message)
 
         try:
             await self._app(scope, bounded, counted)
-        except asyncio.CancelledError:  # the server ends, and the client has not sent or read all it should
-            if not begun:
+        except asyncio.CancelledError:  # shutdown, while the client still sends or reads
+            if not started:
                 refusal = await _refused(Request(scope), ResourceError("the server is closing"))
                 await refusal(scope, receive, counted)

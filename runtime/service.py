@@ -1,4 +1,4 @@
-"""An engine that several asyncio tasks share: it steps in a thread of its own, requests come and go meanwhile."""
+"""Shares an engine among asyncio tasks: it runs in its own thread, and tasks submit and cancel requests."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from qcompile.runtime.sampling import SamplingParams
 
 
 class BusyError(QCompileError):
-    """As many requests wait as may; the caller should come back later."""
+    """The queue of waiting requests is full; the caller should try again later."""
 
     exit_code = ResourceError.exit_code
 
 
 @dataclass(eq=False)
 class Job:
-    """What one caller asked for. `grown` holds the newest output of each prompt that the caller has not seen.
+    """The prompts of one caller. `grown` holds the newest output of each prompt that the caller has not read yet.
 
-    A slow reader misses states between, never their text, and what it has not read takes no more memory than one.
+    A slow reader misses intermediate outputs, but no text, and unread outputs take no more memory than one per prompt.
     """
 
     prompts: Sequence[list[int]]
@@ -37,30 +37,30 @@ class Job:
     grown: dict[int, RequestOutput] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     error: QCompileError | None = None
-    """What ended it alone."""
+    """The error that ended this job, while the engine goes on."""
 
     def put(self, output: RequestOutput) -> None:
-        """From the engine's thread."""
+        """Hand an output to the caller. Runs in the engine's thread."""
         with self.lock:
             self.grown[output.request_id] = output
         self.wake()
 
     def fail(self, error: QCompileError) -> None:
-        """From the engine's thread."""
+        """End the job with an error. Runs in the engine's thread."""
         self.error = error
         self.wake()
 
     def take(self) -> list[RequestOutput]:
-        """What is new, by prompt."""
+        """Take the unread outputs, in the order of the prompts."""
         with self.lock:
             grown, self.grown = self.grown, {}
         return [grown[number] for number in sorted(grown)]
 
 
 class Service:
-    """`llm` for many callers at once; it must not be used otherwise until `close`.
+    """Serves `llm` to many callers at once. Until `close`, `llm` must not be used otherwise.
 
-    max_waiting: samples that may wait for a place among those that run.
+    max_waiting: most samples that may wait to run.
     """
 
     def __init__(self, llm: LLM, max_waiting: int) -> None:
@@ -68,34 +68,36 @@ class Service:
         self.failure: BaseException | None = None
         self.ended = False  # set before callers are woken for the last time
         self.failed: Callable[[BaseException], None] = lambda error: None  # called in the engine's thread as it ends
-        self.cancelled: Callable[[RequestOutput], None] = lambda output: None  # there too, for what nobody is told
-        self._jobs: dict[Job, int] = {}  # those of callers that wait, with their number of samples
+        self.cancelled: Callable[[RequestOutput], None] = lambda output: (
+            None
+        )  # also called there, for cancelled prompts
+        self._jobs: dict[Job, int] = {}  # unfinished jobs, with their numbers of samples
         self._commands: SimpleQueue[tuple[Callable[[Job], None], Job] | None] = SimpleQueue()
-        self._owner: dict[int, tuple[Job, Group]] = {}  # by request
-        self._thread = threading.Thread(target=self._work, name="qcompile-engine", daemon=True)
+        self._owner: dict[int, tuple[Job, Group]] = {}  # by request id
+        self._thread = threading.Thread(target=self._run, name="qcompile-engine", daemon=True)
         self._thread.start()
 
     @property
     def running(self) -> int:
-        """Samples that are being computed."""
+        """Number of samples that are running."""
         return len(self.llm.engine.scheduler.running)
 
     @property
     def waiting(self) -> int:
-        """Samples that are not, yet."""
+        """Number of samples that wait to run."""
         return max(0, sum(self._jobs.values()) - self.running)
 
     def admit(self, count: int, params: SamplingParams) -> None:
-        """Raise UsageError for what could never be answered, before any of its `count` prompts is encoded."""
+        """Raise UsageError for a request of `count` samples that can never run, before its prompts are encoded."""
         if count > self.most:
             raise UsageError(f"{count} samples in one request: at most {self.most} may run and wait")
         self.llm.check(params)
 
     def submit(self, prompts: Sequence[list[int]], params: SamplingParams, partial: bool = False) -> Answer:
-        """Have `prompts` (tokens that `LLM.encode` passed) answered; to be called, and iterated over, on an event loop.
+        """Submit `prompts` (tokens from `LLM.encode`). Call it, and iterate over the answer, on an event loop.
 
-        Gives outputs as they end, or with `partial` as they grow. Raises BusyError where there is no room,
-        UsageError for more than could ever wait, ResourceError when the engine has ended.
+        The answer yields outputs when they finish, or with `partial` whenever they grow. Raises BusyError if the queue
+        is full, UsageError for more samples than the queue can hold, ResourceError when the engine has ended.
         """
         count = len(prompts) * params.n
         self.admit(count, params)
@@ -108,30 +110,30 @@ class Service:
         return Answer(self, job, event)
 
     def drop(self, job: Job) -> None:
-        """The caller wants no more of a job; what is unfinished of it ends."""
+        """Cancel the unfinished prompts of a job."""
         if self._jobs.pop(job, None):
             self._commands.put((self._cancel, job))
 
     def check(self) -> None:
-        """Raises ResourceError once the engine has ended."""
+        """Raise ResourceError if the engine has ended."""
         if self.ended:
             raise ResourceError(f"the engine has ended: {self.failure}" if self.failure else "the server is closing")
 
     def end(self) -> None:
-        """Have the thread end as soon as it can; what is unfinished fails."""
+        """Tell the thread to end as soon as it can; unfinished jobs fail."""
         self._commands.put(None)
 
     def close(self) -> None:
-        """End the thread, and wait for it. The model stays open."""
+        """End the thread and wait for it. The model stays open."""
         self.end()
         self._thread.join()
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         try:
-            while self._obey():
+            while self._run_commands():
                 grown = [self._owner[request.id] for request in self.llm.engine.step()]
                 for job, group in dict.fromkeys(grown):
-                    self._tell(job, group)
+                    self._publish(job, group)
             for job in {job for job, _ in self._owner.values()}:
                 self._cancel(job)
         except BaseException as error:
@@ -141,8 +143,8 @@ class Service:
         for job in list(self._jobs):
             job.wake()
 
-    def _obey(self) -> bool:
-        """Do what callers wanted meanwhile, waiting for them if there is nothing else to do; False at the end."""
+    def _run_commands(self) -> bool:
+        """Run the commands of callers, waiting for one while the engine is idle. False when the thread is to end."""
         while not self.llm.engine.busy or not self._commands.empty():
             command = self._commands.get()
             if command is None:
@@ -158,8 +160,8 @@ class Service:
             job.groups.append(Group(number, None, tokens, requests))
             self._owner.update((request.id, (job, job.groups[-1])) for request in requests)
 
-    def _tell(self, job: Job, group: Group) -> None:
-        """A prompt's samples have got tokens."""
+    def _publish(self, job: Job, group: Group) -> None:
+        """Handle new tokens of a prompt: pass its output on, or end its job if its logits are not finite."""
         if group.overflowed:
             self._cancel(job)
             job.fail(OverflowedError())
@@ -171,7 +173,7 @@ class Service:
 
     def _cancel(self, job: Job) -> None:
         for group in job.groups:
-            if any(request.id in self._owner for request in group.requests):  # it was not ended before
+            if any(request.id in self._owner for request in group.requests):  # not finished yet
                 for request in group.requests:
                     self.llm.engine.cancel(request)
                 self.cancelled(group.output())
@@ -183,7 +185,7 @@ class Service:
 
 
 class Answer:
-    """What `Service.submit` gives: iterate over it once. Cancelled, or forgotten, it ends what is unfinished."""
+    """The result of `Service.submit`: iterate over it once. Cancelling or dropping it cancels what is unfinished."""
 
     def __init__(self, service: Service, job: Job, event: asyncio.Event) -> None:
         self._service, self._job, self._event = service, job, event
@@ -192,7 +194,7 @@ class Answer:
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
         unfinished = len(self._job.prompts)
         while unfinished:
-            self._service.check()  # it may have ended before it took the job
+            self._service.check()  # the engine may have ended before it took the job
             await self._event.wait()
             self._event.clear()
             if self._job.error:
@@ -204,7 +206,7 @@ class Answer:
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-    """In the caller's thread; a loop that has closed has nobody left to tell."""
+    """Call a function in the event loop's thread. Does nothing if the loop is closed, as nobody waits then."""
     try:
         loop.call_soon_threadsafe(function)
     except RuntimeError:

@@ -1,9 +1,10 @@
-"""Speculation: the levels that draft, and what each request has of them.
+"""Speculative decoding: the levels that draft, and each request's state in them.
 
-Level 0 is the target. Every level below proposes tokens to the one above it, which computes them in one step and
-keeps those it would have chosen itself, and one more (Leviathan et al. 2023, greedy case; ML-SpecQD 3.2 for levels
-below levels); the last may look the text up instead of computing. Where rounds are computed is the subclass's:
-in the artifact's library (speculate_library.py), on a GPU (cuda_rounds.py), or by the host (speculate_host.py).
+Level 0 is the target. Every other level proposes tokens to the one above it, which computes them in one step and keeps
+those that it would have chosen itself, and one token more (Leviathan et al. 2023, greedy case; ML-SpecQD 3.2 for more
+than two levels). The last level may be an n-gram lookup instead of a model. Subclasses run the rounds: in the
+artifact's library (speculate_library.py), on a GPU (cuda_rounds.py), or step by step from the host
+(speculate_host.py).
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
     from qcompile.runtime.scheduler import Request
 
 WINDOW = 2048
-"""Tokens of the text, from its end, in which a lookup searches."""
+"""Tokens at the end of the text in which a lookup searches."""
 
 
 @dataclass(frozen=True)
 class Level:
     """A level that drafts: an opened path with its own cache or the target's, or a lookup (`executor` None).
 
-    gamma: tokens it proposes at once. match: the longest end of the text a lookup looks for. threshold: drafting
-    stops after a token less probable than this.
+    gamma: tokens that it proposes at once. match: longest suffix of the text that a lookup searches for. threshold:
+    drafting stops after a token less probable than this.
     """
 
     executor: StepExecutor | None
@@ -45,22 +46,22 @@ class Level:
 
 @dataclass(slots=True)
 class DraftState:
-    """A request's share in speculation. `cached` is how many positions each level's own cache holds.
+    """A request's state in speculation. `cached` is how many positions each level's own cache holds.
 
-    kept and missed: drafts accepted and rounds that brought no more, the older counting less (runtime/gamma.py).
+    kept and missed: accepted drafts, and rounds that ended with a rejection; older ones count less (runtime/gamma.py).
     """
 
     cached: list[int] = field(default_factory=list)
     kept: float = 0.0
     missed: float = 0.0
     proposed: list[Distribution] = field(default_factory=list)
-    """What the tokens of the round were drawn from."""
+    """The distributions that the tokens of the round were drawn from."""
     metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
 
 
 class Gained(NamedTuple):
-    """What a call brought a request: tokens, positions its levels' caches hold (the target's first), rounds, and how
-    many tokens were drafted and accepted by their place in a round."""
+    """A request's results of one call: new tokens, positions held by each level's cache (the target's first), number of
+    rounds, and numbers of drafted and accepted tokens by their position in a round."""
 
     tokens: list[int]
     computed: list[int]
@@ -70,7 +71,7 @@ class Gained(NamedTuple):
 
 
 class Drafter(Protocol):
-    """What drafts for an engine."""
+    """Proposes tokens for the requests of an engine."""
 
     max_position: int
 
@@ -84,13 +85,13 @@ class Drafter(Protocol):
 
 
 class Speculator:
-    """Drafts of an artifact's own levels for the requests of an engine. Not safe for two threads."""
+    """Drafts for the requests of an engine with the artifact's own levels. Not safe for two threads."""
 
     most_lag = 8
-    """Positions that a draft's own cache may be behind, at most, for its next step to take them along."""
+    """Most positions that a draft's own cache may lag behind; its next step computes them too."""
 
-    caught_up = 0.0
-    """Seconds that the last call of `rounds` took to fill the drafts' own caches before."""
+    catch_up_seconds = 0.0
+    """Seconds that the last call of `rounds` spent to fill the drafts' own caches first."""
 
     def __init__(self, target: StepExecutor, levels: Sequence[Level]) -> None:
         self.target, self.levels = target, tuple(levels)
@@ -98,35 +99,36 @@ class Speculator:
         self.max_position = min([executor.limits.max_position for executor in models], default=1 << 30)
 
     def most(self, requests: int) -> int:
-        """The most tokens that can be drafted for each of so many requests."""
+        """The most tokens that can be drafted for each of this many requests."""
         return min(MOST_DRAFTS - 1, self.target.limits.max_tokens // requests - 2)
 
     def start(self, request: Request) -> None:
-        """A new request."""
+        """Prepare the state of a new request."""
         request.drafts.cached = [0] * len(self.levels)
 
     def settle(self, request: Request) -> None:
-        """The target decided: what lies behind `request.computed` in a draft's cache is void."""
+        """After verification: entries of the drafts' caches past `request.computed` are invalid."""
         cached = request.drafts.cached
         cached[:] = [min(positions, request.computed) for positions in cached]
 
     def release(self, request: Request) -> None:
-        """A request has ended; its drafts had nothing but its pages."""
+        """A request has ended. Its drafts hold no memory other than its pages."""
 
     def close(self) -> None:
-        """Close the paths that draft."""
+        """Close the draft paths."""
         for level in self.levels:
             if level.executor:
                 level.executor.close()
 
     def propose(self, requests: Sequence[Request], gammas: Sequence[int]) -> list[list[int]]:
-        """At most `gammas[i]` drafts for `requests[i]`, all decoding, with pages for them."""
+        """Up to `gammas[i]` greedy drafts for `requests[i]`. All must be decoding and have pages for the drafts."""
         self._catch_up(requests, gammas)
         ends = [len(request.tokens) + most for request, most in zip(requests, gammas, strict=True)]
-        return [gained.tokens for gained in self._noted(requests, gammas, ends, 0)]
+        return [gained.tokens for gained in self._extend_and_note(requests, gammas, ends, 0)]
 
     def draw(self, requests: Sequence[Request], gammas: Sequence[int]) -> list[list[int]]:
-        """As `propose`, each token drawn as the request asks; from what is left in `request.drafts.proposed`."""
+        """As `propose`, but tokens are sampled with the request's parameters. Their distributions are left in
+        `request.drafts.proposed`."""
         level = self.levels[0]
         drafts: list[list[int]] = [[] for _ in requests]
         if level.executor is None:
@@ -153,7 +155,7 @@ class Speculator:
             for row, index in enumerate(active):
                 try:
                     token, found = requests[index].sampler.guess(logits[row], drafts[index])
-                except OverflowedError:  # the draft's own logits: what it would draw is nobody's guess
+                except OverflowedError:  # the draft's logits are not finite: any token will do
                     token, found = 0, (np.array([0]), np.ones(1))
                 drafts[index].append(token)
                 requests[index].drafts.proposed.append(found)
@@ -164,59 +166,59 @@ class Speculator:
     def rounds(
         self, requests: Sequence[Request], gammas: Sequence[int], rounds: int, ends: Sequence[int]
     ) -> tuple[list[list[int]], int]:
-        """The greedy tokens of so many rounds for each request, at most up to length `ends[i]`; moves `computed`.
+        """Run up to `rounds` greedy rounds; request i grows to at most `ends[i]` tokens. Advances `computed`.
 
-        Beside them is how many rounds the request that took the most took.
+        Returns each request's new tokens, and the number of rounds of the request that took the most.
         """
         started = time.perf_counter()
         self._catch_up(requests, gammas)
-        self.caught_up = time.perf_counter() - started
-        every = self._noted(requests, gammas, ends, rounds)
-        for request, most, gained in zip(requests, gammas, every, strict=True):
+        self.catch_up_seconds = time.perf_counter() - started
+        results = self._extend_and_note(requests, gammas, ends, rounds)
+        for request, most, gained in zip(requests, gammas, results, strict=True):
             request.computed = gained.computed[0]
             note(request, most, gained.rounds, gained.drafted, gained.accepted)
-        return [gained.tokens for gained in every], max(1, *(gained.rounds for gained in every))
+        return [gained.tokens for gained in results], max(1, *(gained.rounds for gained in results))
 
-    def _noted(
+    def _extend_and_note(
         self, requests: Sequence[Request], gammas: Sequence[int], ends: Sequence[int], rounds: int
     ) -> list[Gained]:
-        """`_extend`, with its times and what is in the drafts' own caches noted."""
-        every, seconds = self._extend(requests, gammas, ends, rounds)
-        for request, most, gained in zip(requests, gammas, every, strict=True):
+        """`_extend`; notes the times and the state of the drafts' own caches."""
+        results, seconds = self._extend(requests, gammas, ends, rounds)
+        for request, most, gained in zip(requests, gammas, results, strict=True):
             request.drafts.cached[:] = gained.computed[1:]
             metrics = request.drafts.metrics
             metrics.gamma = most
             metrics.verify_seconds += seconds[0]
             metrics.draft_seconds += sum(seconds[1:])
-        return every
+        return results
 
     def _extend(
         self, requests: Sequence[Request], gammas: Sequence[int], ends: Sequence[int], rounds: int
     ) -> tuple[list[Gained], Sequence[float]]:
-        """What so many rounds add to each text, up to length `ends[i]`, and the seconds each level took.
+        """Run up to `rounds` rounds; text i grows to at most `ends[i]` tokens. Also returns the seconds of each level.
 
-        With 0 rounds, what the drafts propose.
+        With 0 rounds, the results are the drafts' proposals.
         """
         raise NotImplementedError
 
-    def _starts(self, requests: Sequence[Request]) -> tuple[list[int], list[list[int]]]:
-        """From which token on a call must know each text; and what each level's cache holds, level by level."""
+    def _text_starts(self, requests: Sequence[Request]) -> tuple[list[int], list[list[int]]]:
+        """The first token of each text that a call needs, and how many positions each level's cache holds, by level."""
         own = [request.computed for request in requests]
         computed = [own]
         for index, level in enumerate(self.levels):
             shared = level.shares_cache or level.executor is None
             computed.append(own if shared else [request.drafts.cached[index] for request in requests])
-        # A lookup searches the text; models need of it only what their caches lack.
+        # Models need only the tokens that their caches lack, a lookup the window that it searches.
         first = [min(column) for column in zip(*computed, strict=True)]
         if any(level.executor is None for level in self.levels):
             first = [min(start, max(0, place - WINDOW)) for start, place in zip(first, own, strict=True)]
         return first, computed
 
     def _catch_up(self, requests: Sequence[Request], gammas: Sequence[int]) -> None:
-        """Fill the drafts' own caches up to the target's where they lag: after a prompt, and after plain steps.
+        """Fill the drafts' own caches where they lag behind the target's: after a prompt, and after plain steps.
 
-        They may lag by as much as the drafts' steps have room for, with all requests' and what is drafted. Who wants no
-        drafts is left out: its text may be longer than a draft's context.
+        They may keep a lag that fits into the drafts' steps together with the drafts of all requests. Requests without
+        drafts are left out: their texts may be longer than a draft's context.
         """
         lag = min(self.most_lag, self.target.limits.max_tokens // len(requests) - max(gammas))
         drafting = [request for request, most in zip(requests, gammas, strict=True) if most]
@@ -236,7 +238,7 @@ class Speculator:
 
 
 def note(request: Request, most: int, rounds: int, drafted: list[int], accepted: list[int]) -> None:
-    """Note rounds of at most `most` drafts: how many were drafted and kept by their place."""
+    """Note rounds of at most `most` drafts; `drafted` and `accepted` count tokens by their position in the round."""
     metrics = request.drafts.metrics
     metrics.rounds += rounds
     reached, kept, missed = rounds, 0, 0
@@ -244,7 +246,7 @@ def note(request: Request, most: int, rounds: int, drafted: list[int], accepted:
         if place >= most:
             if not drafted[place]:
                 break
-            reached = min(reached, drafted[place])  # a lookup that went further than was asked for
+            reached = min(reached, drafted[place])  # a lookup proposed more than was asked for
         metrics.drafted[place] += drafted[place]
         metrics.accepted[place] += accepted[place]
         missed += reached - accepted[place]  # also where a lookup found nothing

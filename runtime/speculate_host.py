@@ -1,8 +1,8 @@
-"""Rounds of speculation step by step from the host: for levels that a GPU's graphs of rounds do not have.
+"""Rounds of speculation, step by step from the host: for levels that the GPU's graphs of rounds do not cover.
 
-The rules are those of the library's loop (codegen/templates/cpu/speculate.h), and so is what comes of them: any
-executor's steps will do. Between two steps of a level the host decides, but for greedy tokens of the last model, which
-follow each other where the executor feeds them back.
+The algorithm and its results are those of the library's loop (codegen/templates/cpu/speculate.h), with any executor's
+steps. The host decides after each step of a level, except that the last model decodes several greedy tokens in one call
+where its executor feeds them back.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from qcompile.runtime.scheduler import Request
 
 SHORTEST_MATCH, SURE_MATCH = 3, 4
-"""Tokens that must recur for a lookup to propose what followed them; and where a model could draft instead."""
+"""Tokens that must recur before a lookup proposes what followed them; the second where a model could draft instead."""
 
 
 @dataclass(slots=True)
 class _Text:
-    """A sequence of a call: its tokens from `first` on, and how many positions each level's cache holds.
+    """A sequence in a call: its tokens from position `first` on, and how many positions each level's cache holds.
 
-    want: tokens that each level has still to append. start: where each level's drafts of the round begin.
+    want: tokens that each level has yet to append. start: index at which each level's drafts of the round begin.
     """
 
     tokens: array[int]
@@ -44,21 +44,21 @@ class _Text:
     accepted: list[int] = field(default_factory=lambda: [0] * MOST_DRAFTS)
 
     def pending(self, level: int) -> int:
-        """How many tokens the level's cache lacks."""
+        """Number of tokens that the level's cache lacks."""
         return self.first + len(self.tokens) - self.computed[level]
 
     def append(self, token: int) -> None:
-        """A draft; 0 where a level's logits are not finite: what it would say is nobody's guess."""
+        """Append a draft. Where the level's logits are not finite (a negative token) it is 0, as any token will do."""
         self.tokens.append(max(token, 0))
 
 
 class HostSpeculator(Speculator):
-    """Drafts by levels whose steps the host asks for one by one."""
+    """Speculation whose steps are started from the host one by one."""
 
     def _extend(
         self, requests: Sequence[Request], gammas: Sequence[int], ends: Sequence[int], rounds: int
     ) -> tuple[list[Gained], Sequence[float]]:
-        first, computed = self._starts(requests)
+        first, computed = self._text_starts(requests)
         level = 0 if rounds else 1
         texts = []
         for index, request in enumerate(requests):
@@ -70,15 +70,15 @@ class HostSpeculator(Speculator):
             texts.append(_Text(tokens, first[index], gammas[index], request.pages, held, want, start))
         call = _Call([Level(self.target, 0, True), *self.levels], texts, rounds)
         call.extend(level)
-        every = [
+        results = [
             Gained(t.tokens[len(r.tokens) - t.first :].tolist(), t.computed, t.rounds, t.drafted, t.accepted)
             for r, t in zip(requests, texts, strict=True)
         ]
-        return every, call.seconds
+        return results, call.seconds
 
 
 class _Call:
-    """The levels at work on some texts, for so many rounds."""
+    """One call: the levels extend some texts by up to `rounds` rounds."""
 
     def __init__(self, levels: list[Level], texts: list[_Text], rounds: int) -> None:
         self.levels, self.texts, self.rounds = levels, texts, rounds
@@ -90,7 +90,7 @@ class _Call:
         self._shortcut = last if len(levels) > 2 and last.executor is None else None
 
     def extend(self, k: int) -> None:
-        """Append what level k has to: fewer tokens where a lookup or a threshold ends it."""
+        """Append the tokens wanted of level k; fewer where a lookup or a threshold ends the draft."""
         if self.levels[k].executor is None:
             shortest = SURE_MATCH if k > 1 else SHORTEST_MATCH
             for text in self.texts:
@@ -98,9 +98,9 @@ class _Call:
         elif k + 1 < len(self.levels):
             self._by_rounds(k)
         else:
-            self._alone(k)
+            self._by_steps(k)
 
-    def _alone(self, k: int) -> None:
+    def _by_steps(self, k: int) -> None:
         level = self.levels[k]
         while active := [text for text in self.texts if text.want[k] > 0]:
             steps = min(text.want[k] for text in active)
@@ -124,7 +124,7 @@ class _Call:
                 left, gamma = text.want[k], self.levels[k + 1].gamma if k else text.gamma
                 text.start[k] = len(text.tokens)
                 text.want[k + 1] = 0 if left <= 0 else min(gamma, left - 1)
-                if k == 0 and text.want[1] > 0 and self._passes_over(text, left - 1):
+                if k == 0 and text.want[1] > 0 and self._propose_by_lookup(text, left - 1):
                     text.want[1] = 0
             if any(text.want[k + 1] > 0 for text in self.texts):
                 self.extend(k + 1)
@@ -136,7 +136,7 @@ class _Call:
                 at += outputs
 
     def _step(self, k: int, outputs: list[tuple[_Text, int]], logits: bool) -> tuple[list[int], FloatArray | None]:
-        """One step of level k over what its cache lacks of each text, whose last so many rows give argmax."""
+        """One step of level k over what its cache lacks. outputs: texts, and how many last rows of each give argmax."""
         executor = self.levels[k].executor
         assert executor
         rows = [
@@ -151,7 +151,7 @@ class _Call:
         return found
 
     def _decode(self, k: int, texts: list[_Text], steps: int) -> list[int]:
-        """So many greedy tokens of level k, whose cache lacks only the last of each text."""
+        """`steps` greedy tokens of level k, whose cache lacks only the last token of each text."""
         executor = self.levels[k].executor
         assert executor
         rows = [Rows([text.tokens[-1]], text.computed[k], text.pages, 1) for text in texts]
@@ -163,13 +163,13 @@ class _Call:
         return tokens
 
     def _accept(self, k: int, text: _Text, chosen: list[int]) -> int:
-        """Keep the drafts that are `chosen`, and the first that is not in their place; how many tokens."""
+        """Keep drafts that match `chosen`, plus its first token that differs or follows. Returns how many tokens."""
         start = text.start[k]
         drafts = text.tokens[start:]
         kept = next((i for i, draft in enumerate(drafts) if draft != chosen[i]), len(drafts))
         del text.tokens[start + kept :]
         text.tokens.append(max(chosen[kept], 0) if k else chosen[kept])
-        valid = text.first + start + kept  # what the last token leaves is not in any cache yet
+        valid = text.first + start + kept  # the last token is not in any cache yet
         text.computed[k] = valid
         for below in range(k + 1, len(self.levels)):
             shared = self.levels[below].shares_cache and self.levels[k].shares_cache
@@ -181,10 +181,10 @@ class _Call:
                 text.accepted[place] += place < kept
         return kept + 1
 
-    def _passes_over(self, text: _Text, room: int) -> bool:
-        """Whether a lookup in the last level has proposed to the target at once, past the levels between.
+    def _propose_by_lookup(self, text: _Text, room: int) -> bool:
+        """Let a lookup in the last level propose to the target, bypassing the levels between; whether it did.
 
-        What those then lack in their own caches must still fit into a step.
+        The tokens that those levels then lack in their own caches must still fit into one step.
         """
         if self._shortcut is None:
             return False
@@ -196,8 +196,9 @@ class _Call:
 
 
 def look_up(tokens: array[int], match: int, most: int, shortest: int) -> int:
-    """Prompt lookup (Saxena 2023): append at most `most` tokens, those that followed the last time that the text ended
-    as it does now, in the longest end of at most `match` tokens and at least `shortest`. How many."""
+    """Prompt lookup (Saxena 2023): find the longest suffix of `shortest` to `match` tokens that occurred before, in its
+    latest occurrence, and append the `most` tokens that followed it. Returns how many were appended, 0 without a match.
+    """
     if most <= 0:
         return 0
     end, size = len(tokens), tokens.itemsize
@@ -205,7 +206,7 @@ def look_up(tokens: array[int], match: int, most: int, shortest: int) -> int:
     for length in range(min(match, end - 1), shortest - 1, -1):
         wanted = tokens[end - length :].tobytes()
         at = before.rfind(wanted)
-        while at > 0 and at % size:  # between two tokens
+        while at > 0 and at % size:  # not at a token boundary
             at = before.rfind(wanted, 0, at + len(wanted) - 1)
         if at >= 0 and at % size == 0:
             for place in range(at // size + length, at // size + length + most):

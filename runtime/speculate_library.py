@@ -1,5 +1,5 @@
-"""Rounds of speculation inside the artifact's library (codegen/templates/cpu/speculate.h): nothing of Python comes
-between two tokens."""
+"""Rounds of speculation inside the artifact's library (codegen/templates/cpu/speculate.h), without returning to Python
+between tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ARRAYS = (
     *("tokens", "first", "length", "limit", "gamma", "computed", "block_table"),
     *("rounds_done", "drafted", "accepted", "seconds"),
 )
-"""Of `qc_speculation`, in its order."""
+"""The arrays of `qc_speculation`, in its order."""
 
 
 class _Level(ctypes.Structure):
@@ -46,12 +46,12 @@ class _Speculation(ctypes.Structure):
 
 
 class LibrarySpeculator(Speculator):
-    """Drafts by the library of `target`; paths that draft are opened on its threads."""
+    """Speculation in the library of `target`; the draft paths were opened on its threads."""
 
     def __init__(self, target: Executor, levels: Sequence[Level]) -> None:
         super().__init__(target, levels)
         self._library = target.library
-        table = [_row(index, level) for index, level in enumerate([Level(target, 0, True), *levels])]
+        table = [_level_entry(index, level) for index, level in enumerate([Level(target, 0, True), *levels])]
         self._table = (_Level * len(table))(*table)
         self._memory = _Memory(len(table), 0, 0, 0)
 
@@ -62,20 +62,20 @@ class LibrarySpeculator(Speculator):
         if self._library.qc_speculate(ctypes.byref(memory.call)):
             raise RuntimeError("qc_speculate refused its arguments")
         count, columns = len(requests), memory.sizes[1]
-        every = []
+        results = []
         for index in range(count):
             row = index * columns
             tokens = memory.tokens[row + before[index] : row + memory.length[index]]
             computed = memory.computed[index : count * (len(self.levels) + 1) : count]
-            every.append(Gained(tokens, computed, *memory.found(index)))
-        return every, memory.seconds[:]
+            results.append(Gained(tokens, computed, *memory.counts_of(index)))
+        return results, memory.seconds[:]
 
     def _fill(
         self, requests: Sequence[Request], gammas: Sequence[int], ends: Sequence[int], rounds: int
     ) -> tuple[_Memory, list[int]]:
-        """Write a call's arguments; also how many tokens of each text they have."""
+        """Write a call's arguments. Also returns how many tokens of each text they contain."""
         count = len(requests)
-        first, computed = self._starts(requests)
+        first, computed = self._text_starts(requests)
         before = [len(request.tokens) - start for request, start in zip(requests, first, strict=True)]
         limits = [end - start for end, start in zip(ends, first, strict=True)]
         need = count, max(limits) + 1, max(len(request.pages) for request in requests)
@@ -97,8 +97,8 @@ class LibrarySpeculator(Speculator):
         return memory, before
 
 
-def _row(index: int, level: Level) -> _Level:
-    """A level as the library reads it; levels that share a cache have its number."""
+def _level_entry(index: int, level: Level) -> _Level:
+    """A level as the library reads it. Levels that share the target's cache have cache number 0, others their own."""
     executor = level.executor
     assert executor is None or isinstance(executor, Executor)
     return _Level(
@@ -113,9 +113,9 @@ def _row(index: int, level: Level) -> _Level:
 
 
 class _Memory:
-    """The arrays of calls of qc_speculate, kept for the next call that fits.
+    """The arrays of a call of qc_speculate, reused by later calls that fit.
 
-    Arrays of ctypes take and give slices of lists faster than numpy's, of which a call would make a dozen.
+    ctypes arrays convert from and to lists faster than numpy's, of which each call would need a dozen.
     """
 
     def __init__(self, levels: int, sequences: int, columns: int, pages: int) -> None:
@@ -143,14 +143,14 @@ class _Memory:
             setattr(self.call, name, ctypes.addressof(array))
 
     def fits(self, sequences: int, columns: int, pages: int) -> bool:
-        """Whether so many sequences of so many tokens and pages have room."""
+        """Whether a call of this size (`columns` tokens and `pages` per sequence) has room."""
         return sequences <= self.sizes[0] and columns <= self.sizes[1] and pages <= self.sizes[2]
 
     def clear(self) -> None:
-        """Results to zero."""
+        """Set the results to zero."""
         ctypes.memset(self._results, 0, len(self._results))
 
-    def found(self, index: int) -> tuple[int, list[int], list[int]]:
-        """Rounds of a sequence, and its tokens drafted and accepted by place."""
+    def counts_of(self, index: int) -> tuple[int, list[int], list[int]]:
+        """Number of rounds of a sequence, and its drafted and accepted tokens by position in the round."""
         places = slice(index * MOST_DRAFTS, (index + 1) * MOST_DRAFTS)
         return self.rounds_done[index], self.drafted[places], self.accepted[places]

@@ -1,4 +1,4 @@
-"""Text to tokens and back, the latter as tokens come."""
+"""Encodes text as tokens, and decodes tokens incrementally."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from qcompile.errors import ArtifactError, UsageError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-BROKEN = "\ufffd"  # what a decoder puts for bytes that are not (yet) a character
-_CONTEXT = 6  # tokens of the prompt that a decoder must see: some strip a space at the start of a text
-_MOST_CONTEXT = 256  # where those have no text, being special
+BROKEN = "\ufffd"  # stands for bytes that are not (yet) a character
+_CONTEXT = 6  # tokens of the prompt to decode along: some decoders strip a space at the start of a text
+_MOST_CONTEXT = 256  # if those are special tokens without text
 _MAX_HELD = 32
 
 
 def load_tokenizer(root: Path, files: dict[str, Any], name: str = "tokenizer.json") -> Tokenizer | None:
-    """The tokenizer `name` of an artifact whose manifest has `files`, verified; None if it has none."""
+    """Load and verify the tokenizer `name` of an artifact whose manifest has `files`; None if it has none."""
     content = listed_file(root, files, name)
     if content is None:
         return None
@@ -36,9 +36,9 @@ def load_tokenizer(root: Path, files: dict[str, Any], name: str = "tokenizer.jso
 
 
 def encode(tokenizer: Tokenizer, text: str, special: bool = True) -> list[int]:
-    """A prompt's token numbers, `special` with those that the tokenizer puts around it. Raises UsageError.
+    """A prompt's token numbers, with `special` including the tokens that the tokenizer adds. Raises UsageError.
 
-    Other threads run meanwhile, as they would not by `Tokenizer.encode`: a long text takes seconds.
+    Other threads run meanwhile, which `Tokenizer.encode` would prevent: encoding a long text takes seconds.
     """
     try:
         text.encode()
@@ -46,34 +46,34 @@ def encode(tokenizer: Tokenizer, text: str, special: bool = True) -> list[int]:
         raise UsageError(f"the prompt is not valid Unicode at character {error.start}: give UTF-8") from error
     try:
         found: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
-    except Exception as error:  # tokenizers raises plain Exception, where there is no token for the unknown
+    except Exception as error:  # tokenizers raises plain Exception for unknown text without an unknown token
         raise UsageError(f"the prompt is outside the tokenizer's vocabulary: {error}") from error
     return found
 
 
 def spelled(tokenizer: Tokenizer, token: int) -> str:
-    """A token's text as it is behind other tokens: some decoders strip the space at the start of a text."""
+    """A token's text when it follows other tokens: some decoders strip the space at the start of a text."""
     once, twice = (str(tokenizer.decode([token] * count, skip_special_tokens=False)) for count in (1, 2))
     return twice[len(once) :] if twice.startswith(once) else once
 
 
 class Detokenizer:
-    """Turns a growing list of tokens into a growing text, never giving out half a character.
+    """Decodes tokens incrementally and returns only complete characters.
 
-    Special tokens give no text. The text of all tokens together is the tokenizer's own decoding of them
-    after the prompt, and the same in whatever pieces they come.
+    Special tokens have no text. The whole text equals the tokenizer's own decoding of all tokens after the prompt, and
+    does not depend on how the tokens are divided among calls.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        # A tokenizer with tokens of single bytes spoils the whole run of bytes of which one is wrong, what was given
-        # out of it too: how long the run in the window is must not depend on the pieces.
+        # With single-byte tokens, one invalid byte makes the whole run of bytes around it invalid, including what was
+        # returned already. The length of the run in the window must not depend on how tokens are divided among calls.
         self._one_by_one = tokenizer.token_to_id("<0x0A>") is not None
-        self._ids = list(prompt[-_CONTEXT:])  # the window that is decoded
+        self._ids = list(prompt[-_CONTEXT:])  # the window of tokens that is decoded
         if not self._decode():
             self._ids = list(prompt[-_MOST_CONTEXT:])
-        self._whole = len(self._ids)  # tokens of it after which a character ended
-        self._given = len(self._decode().rstrip(BROKEN))  # characters of its text given out
+        self._complete = len(self._ids)  # tokens of the window up to the last complete character
+        self._returned = len(self._decode().rstrip(BROKEN))  # characters of the window's text already returned
 
     def clone(self) -> Detokenizer:
         """An independent copy of the state."""
@@ -82,7 +82,7 @@ class Detokenizer:
         return twin
 
     def push(self, tokens: Sequence[int], last: bool = False) -> str:
-        """The text that these tokens make certain; with `last`, all that was held back too."""
+        """The complete characters that these tokens add; with `last`, also what was held back."""
         if self._one_by_one and len(tokens) > 1:
             return "".join([self._push([token], False) for token in tokens]) + self._push([], last)
         return self._push(tokens, last)
@@ -91,22 +91,22 @@ class Detokenizer:
         self._ids += tokens
         text = self._decode()
         certain = text.rstrip(BROKEN)
-        if last or len(text) - len(certain) > _MAX_HELD:  # no character is that long: these are broken
+        if last or len(text) - len(certain) > _MAX_HELD:  # no character is that long: the bytes are invalid
             certain = text
-        new = certain[self._given :]
-        if len(certain) == len(text) and len(self._ids) > self._whole:
+        new = certain[self._returned :]
+        if len(certain) == len(text) and len(self._ids) > self._complete:
             self._shrink(len(text))
         else:
-            self._given = max(self._given, len(certain))
+            self._returned = max(self._returned, len(certain))
         return new
 
-    def _shrink(self, given: int) -> None:
-        """All is given out: the window shrinks to the newest tokens, as context of the next, if they have any text."""
-        before, self._ids = self._ids, self._ids[self._whole :]
-        self._given = len(self._decode())
-        if not self._given and len(before) < _MOST_CONTEXT:
-            self._ids, self._given = before, given
-        self._whole = len(self._ids)
+    def _shrink(self, returned: int) -> None:
+        """After all text was returned: shrink the window to its newest tokens, as context, if these have text."""
+        before, self._ids = self._ids, self._ids[self._complete :]
+        self._returned = len(self._decode())
+        if not self._returned and len(before) < _MOST_CONTEXT:
+            self._ids, self._returned = before, returned
+        self._complete = len(self._ids)
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._ids, skip_special_tokens=True)

@@ -56,7 +56,7 @@ def interpret_rounds(recipe: str) -> None:
     size = len(machine.driver.memory[machine.weights[head]])
     garbage = machine.driver.keep(torch.randint(0, 256, (size,), dtype=torch.uint8))
     draft._weights = {**draft._weights, head: garbage}
-    draft._forget()
+    draft._drop_graphs()
     found, requests = generate(3, range(2))
     assert found == plain[:2]
     assert sum(r.drafts.metrics.acceptance_rate or 0 for r in requests) / len(requests) < 0.5

@@ -216,7 +216,7 @@ def test_grids_are_for_eighths_of_a_power_of_two() -> None:
 
 def test_the_step_that_is_sent(opened: CudaExecutor) -> None:
     opened.step([Rows([1, 2, 3], 5, [2], 2), Rows([4], 9, [3, 1], 1)], logits=False)
-    sent, place = opened.driver.sent, opened._places  # type: ignore[attr-defined]
+    sent, place = opened.driver.sent, opened._input_offsets  # type: ignore[attr-defined]
 
     def part(name: str, count: int) -> list[int]:
         return sent[place[name] : place[name] + count]
@@ -233,7 +233,7 @@ def test_what_lies_past_the_end_of_a_ring_goes_elsewhere_than_what_is_rounded(mo
     limits = LIMITS._replace(ring_tokens=384)
     with_ring = CudaExecutor(FakeDriver(), PLAN, functions, {"w": 99}, 40, limits)  # type: ignore[arg-type]
     with_ring.fill([Rows([1], 250, list(range(8)), 1)], ahead=10)
-    table = with_ring.driver.sent[with_ring._places["block_table"] :]  # type: ignore[attr-defined]
+    table = with_ring.driver.sent[with_ring._input_offsets["block_table"] :]  # type: ignore[attr-defined]
     assert table[:14] == [*range(8), 40, 40, 40, 40, 41, 41]
     assert with_ring._layer_bytes == 42 * 512
 

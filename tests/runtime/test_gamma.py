@@ -152,7 +152,7 @@ def test_calls_that_take_no_time_are_no_error(seconds: float) -> None:
 
 def test_plain_steps_are_tried_where_rounds_are_as_fast() -> None:
     times: Any = SimpleNamespace(doubt=lambda gamma: 1.0, gamma=4, plain=1.0, gain=1.0, plain_age=100, purse=0.5)
-    assert gamma_module._plain_trial(times, 0.0) == gamma_module.Choice(0, gamma_module._FEW)
+    assert gamma_module._plain_trial(times, 0.0) == gamma_module.Choice(0, gamma_module._PLAIN_TRIAL_STEPS)
 
 
 def test_a_machine_that_changes_its_pace_is_followed() -> None:

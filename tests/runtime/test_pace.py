@@ -123,8 +123,8 @@ def test_calls_are_weighed_as_a_kalman_filter_does(seed: int) -> None:
     the last call of its kind did."""
     pace, draw = Pace(GAMMAS), np.random.default_rng(seed)
     mean, later = np.zeros(9), {True: 0.0, False: 0.0}
-    known = spread_of(module._UNKNOWN, module._TOGETHER, module._TILTED, module._ALONE)
-    drift = spread_of(module._DRIFT, module._RATIO_DRIFT, module._TILT_DRIFT, module._ALONE_DRIFT)
+    known = spread_of(module._INITIAL_PLAIN, module._COMMON, module._SLOPE, module._SINGLE)
+    drift = spread_of(module._PLAIN_DRIFT, module._COMMON_DRIFT, module._SLOPE_DRIFT, module._SINGLE_DRIFT)
     for _ in range(40):
         gamma, calls, tokens = int(draw.integers(0, 9)), int(draw.integers(1, 30)), int(draw.integers(1, 200))
         sees = np.zeros(9)
@@ -134,8 +134,8 @@ def test_calls_are_weighed_as_a_kalman_filter_does(seed: int) -> None:
         (pace.rounded(gamma, seen, calls) if gamma else pace.stepped(seen, calls))
         known = known + tokens * drift
         wrong = seen - sees @ mean
-        noise = module._NOISE + module._SHORT / calls
-        noise += (module._HELD_UP * max(0.0, max(0.0, wrong) - later[gamma > 0])) ** 2
+        noise = module._CALL_NOISE + module._STEP_NOISE / calls
+        noise += (module._DELAY_NOISE * max(0.0, max(0.0, wrong) - later[gamma > 0])) ** 2
         later[gamma > 0] = max(0.0, wrong)
         gain = known @ sees / (sees @ known @ sees + noise)
         mean, known = mean + gain * wrong, known - np.outer(gain, known @ sees)

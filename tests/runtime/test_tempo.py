@@ -33,7 +33,7 @@ def test_no_acceptance_is_certain() -> None:
     """Of drafts that are always kept a round would have tokens without end."""
     tempo, sure = Tempo(GammaPolicy((COSTS,), 1.0)), request()
     sure.drafts.kept = 1e6
-    assert tempo.rate(sure) == gamma_module._SURE
+    assert tempo.rate(sure) == gamma_module._MAX_ACCEPTANCE
     tempo.stepped([sure], False, 4, 4.0)
     assert tempo.choose([sure], False).gamma == 8 and best(COSTS, 1.0) == 8
     assert tempo.each([sure, sure], 8) == [8, 8]
@@ -93,7 +93,7 @@ def test_drafts_behind_the_first_that_missed_were_not_tried() -> None:
 
 
 def test_what_a_call_takes_is_not_its_steps() -> None:
-    call = gamma_module._CALL
+    call = gamma_module._CALL_OVERHEAD
     table = GammaPolicy((Costs(1, 1, 1e-3, {2: 2e-3}),), 0.5)
     for whole, more in ((True, call), (False, 0.0)):
         tempo, subject = Tempo(table), request()
@@ -103,8 +103,8 @@ def test_what_a_call_takes_is_not_its_steps() -> None:
             tempo.drafted([subject], whole, 2, 4, 8e-3 + more, 4.0)
         assert times.tried
         assert times.pace.plain == pytest.approx(0.0, abs=1e-9) == times.pace.rounds(2)
-    assert gamma_module._own(call, True) == call / 2  # the clock of a short call is not believed that far
-    assert gamma_module._own(0.0, True) == gamma_module._own(0.0, False) > 0
+    assert gamma_module._net_seconds(call, True) == call / 2  # the clock of a short call is not believed that far
+    assert gamma_module._net_seconds(0.0, True) == gamma_module._net_seconds(0.0, False) > 0
 
 
 def test_a_plain_trial_is_paid_for() -> None:
@@ -230,7 +230,7 @@ def test_another_gamma_is_looked_at_where_it_may_be_clearly_better(
 ) -> None:
     pace = SimpleNamespace(apart=lambda gamma, other: 0.0 if gamma == other else doubt)
     times: Any = SimpleNamespace(look_age=age, gamma=2, pace=pace)
-    assert gamma_module._look(times, {2: 0.5, 4: 0.4}) == found
+    assert gamma_module._gamma_trial(times, {2: 0.5, 4: 0.4}) == found
     assert times.look_age == (0 if found else age)
 
 
