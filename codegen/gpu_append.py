@@ -52,7 +52,7 @@ class HeadNorm:
 
 
 def fused_part(norm: p.NormHeads, calls: Sequence[p.Call]) -> str:
-    """"q" or "k" if the append that follows in `calls`, after other norms only, can fuse this norm; else ""."""
+    """The part, q or k, for which the append that follows in `calls` can fuse this norm; else ""."""
     append = next((call for call in calls if not isinstance(call, p.NormHeads)), None)
     if not isinstance(append, p.RopeAppend) or append.qkv != norm.x or norm.width != append.head_dim:
         return ""
