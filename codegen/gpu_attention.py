@@ -170,8 +170,8 @@ def power_of_two(value: int) -> int:
 class AttentionSpec:
     """Flash attention over pages, softmax(q k^T * scale) v.
 
-    A program's `rows` are query positions times the heads of a GQA group, in `octets` of 8 (the N of an MMA), or more
-    if one position alone has more heads. q is f32 [tokens, q_stride].
+    A program's `rows` are query positions times the heads of a GQA group, in `octets` of 8, or more if one position
+    alone has more heads. In the kernels they are the columns (N) of MMAs. q is f32 [tokens, q_stride].
 
     `cut` is what a program computes. In the decode class (split-KV) that is a "leaf", or a "split" of `split`
     positions, and MergeSpec merges the partial results; with `multi_split` a program loops over several splits of a

@@ -135,8 +135,8 @@ def in_blocks(width: int, most: int = 0) -> dict[str, Any]:
 class HadamardSpec:
     """out[row] = x[row] with each `block` columns times a Hadamard matrix / sqrt(block), f32, one program per row.
 
-    x is f32, or with `gated` act(gate) * up of bf16 columns as in RowSpec. The matrix is a power of two of doublings of
-    a matrix of order `core`, which is an argument (f32, row-major) if that is more than 1. See qcompile.hadamard.
+    x is f32, or with `gated` act(gate) * up of bf16 columns as in RowSpec. `core` is the order of the matrix whose
+    repeated doubling gives the Hadamard matrix; if not 1, it is an argument (f32, row-major). See qcompile.hadamard.
     """
 
     width: int
