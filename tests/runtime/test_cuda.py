@@ -14,6 +14,7 @@ import pytest
 
 from qcompile.errors import ArtifactError, ResourceError, UsageError
 from qcompile.runtime import cuda, cuda_driver, cuda_load
+from qcompile.runtime.blocks import requested_pages
 from qcompile.runtime.cuda import CudaExecutor, kv_pages
 from qcompile.runtime.cuda_speculate import CudaLookup, CudaSpeculator
 from qcompile.runtime.executor import Limits, Rows
@@ -340,6 +341,9 @@ def test_pages_that_fit() -> None:
     assert kv_pages(1000, 100, most=40, share=0.55) == 5
     with pytest.raises(ResourceError, match="no GPU memory"):
         kv_pages(50, 100, most=4, share=1.0)
+    assert requested_pages(250, 100) == 2
+    with pytest.raises(UsageError, match="kv_cache_bytes 50 is less than one page of 100 bytes"):
+        requested_pages(50, 100)
 
 
 def test_no_driver_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,4 +485,6 @@ def test_weights_of_a_model_without_room_for_a_page_are_given_back(
     monkeypatch.setattr(cuda_load, "driver", lambda: gpu)
     with pytest.raises(ResourceError, match="no GPU memory for one KV page"):
         cuda_load.open_cuda(tmp_path, manifest, 1, None, 0.9, drafts=False)
+    with pytest.raises(UsageError, match="less than one page"):  # before anything is on the GPU
+        cuda_load.open_cuda(tmp_path, manifest, 1, 1, 0.9, drafts=False)
     assert held == {} and loaded == []
