@@ -129,7 +129,7 @@ MUTATIONS = (
         "keys that others read are scaled too",
         "passes/channels.py",
         "if set(node.users) != {user} or not analysis.read_once(node):",
-        "if not analysis.read_once(node):",
+        "if not node.users:",
         SMOOTH,
     ),
     Mutation(
