@@ -90,23 +90,26 @@ class Detokenizer:
     def _push(self, tokens: Sequence[int], last: bool) -> str:
         self._ids += tokens
         text = self._decode()
-        certain = text.rstrip(BROKEN)
-        if last or len(text) - len(certain) > _MAX_HELD:  # no character is that long: these are broken
-            certain = text
-        new = certain[self._given :]
-        if len(certain) == len(text) and len(self._ids) > self._whole:
-            self._shrink(len(text))
+        held = 0 if last else len(text) - len(text.rstrip(BROKEN))
+        over = held > _MAX_HELD  # no character is that long: these are broken, but the last may be half of one
+        if over:
+            held = 0 if self._one_by_one else 1
+        given = len(text) - held
+        new = text[self._given : given]
+        if (over or not held) and len(self._ids) > self._whole:
+            self._shrink(given, held)
         else:
-            self._given = max(self._given, len(certain))
+            self._given = max(self._given, given)
         return new
 
-    def _shrink(self, given: int) -> None:
-        """All is given out: the window shrinks to the newest tokens, as context of the next, if they have any text."""
+    def _shrink(self, given: int, held: int) -> None:
+        """All but `held` is given out: the window shrinks to the newest tokens, as context of the next, if they have
+        any text."""
         before, self._ids = self._ids, self._ids[self._whole :]
-        self._given = len(self._decode())
-        if not self._given and len(before) < _MOST_CONTEXT:
+        self._given = len(self._decode()) - held
+        if self._given <= 0 and len(before) < _MOST_CONTEXT:
             self._ids, self._given = before, given
-        self._whole = len(self._ids)
+        self._whole = len(self._ids) - min(3 * held, len(self._ids))  # what is held back has at most 3 bytes
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._ids, skip_special_tokens=True)
