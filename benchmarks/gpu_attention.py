@@ -30,6 +30,7 @@ from qcompile.codegen import gpu_compile, tiles
 from qcompile.codegen.gpu_attention import GROUP_SPLITS, AttentionSpec, GpuKV, MergeSpec, for_queries, prefill_variants
 from qcompile.codegen.program import RING_GROUPS
 from qcompile.numerics import HIER_GROUP, PAGE_TOKENS
+from qcompile.runtime.cuda import attention_counts
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 RING_ENTRIES = 2 * RING_GROUPS * HIER_GROUP // PAGE_TOKENS
@@ -55,11 +56,9 @@ def specs_for(format: str, queries: int, **more: Any) -> dict[str, AttentionSpec
 
 
 def work_of(kv: GpuKV, batch: int, context: int, split: int) -> str:
-    """How much work a step has, as attention_counts (runtime/cuda.py) has it."""
-    splits = -(-context // split) * batch
-    if splits > kv.fine_splits:
-        return "coarse"
-    return "few" if splits <= kv.few_splits else "fine"
+    """How much work a step has."""
+    counts = attention_counts(kv.choices, -(-context // split), batch, batch, 1)
+    return next(work for work in DECODE if counts[work])
 
 
 class Cache:
@@ -210,7 +209,8 @@ class Problem:
         tiles_of_rows = -(-self.queries // spec.queries)
         most = slots
         if spec.multi_split:
-            most = max(spec.kv.shares // (cache.batch if spec.kv.hierarchical else 1), 1)
+            counts = attention_counts({**spec.kv.choices, "fine_splits": 0}, splits, tokens, cache.batch, self.queries)
+            most = counts["shares"]
         todo = [(spec.kernel(90), (KV_HEADS * tiles_of_rows, cache.batch, min(slots, most)))]
         if spec.cut == "whole":
             programs = -(-tiles_of_rows // 2) if spec.paired else tiles_of_rows

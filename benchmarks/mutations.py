@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+sys.path.insert(0, str(Path(__file__).parent))  # tests import this file too
 from common import RESULTS, write_result
 
 ROOT = Path(__file__).parents[1]
@@ -92,8 +93,8 @@ MUTATIONS = (
     Mutation(
         "weights behind an online rotation are not rotated",
         "passes/rotate.py",
-        "            _rotate_argument(graph, reader, 1, ones, 1)\n",
-        "",
+        "            _rotate_argument(graph, reader, place, ones, int(inputs or 0))\n",
+        "            pass\n",
         ROTATE,
     ),
     Mutation(
@@ -127,7 +128,7 @@ MUTATIONS = (
     Mutation(
         "keys that others read are scaled too",
         "passes/channels.py",
-        "if set(node.users) != {user}:",
+        "if set(node.users) != {user} or not analysis.read_once(node):",
         "if not node.users:",
         SMOOTH,
     ),
@@ -189,14 +190,14 @@ MUTATIONS = (
     ),
     Mutation(
         "weights are rounded down",
-        "qcompile/numerics.py",
+        "qcompile/rounding.py",
         "codes = (torch.round(w / scale) + zero)",
         "codes = (torch.floor(w / scale) + zero)",
         NUMERICS,
     ),
     Mutation(
         "zero points are rounded down",
-        "qcompile/numerics.py",
+        "qcompile/rounding.py",
         "zero = torch.round(-low / scale)",
         "zero = torch.floor(-low / scale)",
         NUMERICS,
@@ -289,8 +290,8 @@ MUTATIONS = (
     Mutation(
         "top-p drops the token that crosses it",
         "runtime/sampling.py",
-        "kept = np.sort(order[before < params.top_p])",
-        "kept = np.sort(order[before + weights[order] <= params.top_p])",
+        "count = np.count_nonzero(np.cumsum(falling) - falling < params.top_p)",
+        "count = max(1, np.count_nonzero(np.cumsum(falling) <= params.top_p))",
         "tests/runtime/test_sampling.py",
     ),
     Mutation(

@@ -250,12 +250,18 @@ def summary(rounds: list[Times], sizes: tuple[int, ...]) -> dict[str, Any]:
         ratios = {
             way: [a / b for a, b in zip(medians["plain"], medians[way], strict=True)] for way in WAYS if way != "plain"
         }
+        # What is measured within a second of each other, as a prompt's ways are, is compared best.
+        paired = {
+            way: _paired([times["plain"][size] for times in rounds], [times[way][size] for times in rounds])
+            for way in ratios
+        }
         tokens = int(size) * (TOKENS - 1)
         facts = {
             "tokens_per_second": {way: round(tokens / statistics.median(times), 1) for way, times in medians.items()},
             "over_plain": {way: round(statistics.median(values), 3) for way, values in ratios.items()},
             "worst_over_plain": {way: round(min(values), 3) for way, values in ratios.items()},
             "under_0.95": {way: sum(value < 0.95 for value in values) for way, values in ratios.items()},
+            "paired_under_0.95": {way: sum(value < 0.95 for value in values) for way, values in paired.items()},
             "groups": len(medians["plain"]),
         }
         lost = [share for times in rounds for share in times.get(LOST, {}).get(size, [])]
@@ -266,6 +272,14 @@ def summary(rounds: list[Times], sizes: tuple[int, ...]) -> dict[str, Any]:
             facts["core_distance"] = found_at
         found |= facts if size == "1" else {f"batch {size}": facts}
     return found
+
+
+def _paired(plain: list[list[float]], other: list[list[float]]) -> list[float]:
+    """By group, the median over rounds of how much longer plain decoding took in the same round."""
+    return [
+        statistics.median(a / b for a, b in zip(one, two, strict=True))
+        for one, two in zip(zip(*plain, strict=True), zip(*other, strict=True), strict=True)
+    ]
 
 
 def distances(rounds: list[Times], size: str) -> dict[str, Any]:

@@ -59,9 +59,8 @@ RESIDENT_PROGRAMS = 792
 MAX_UNPAIRED_QUERIES = 256
 """Most query positions of a prefill whose programs compute one block of rows each; with more, pairs of blocks make
 enough programs. Over a hierarchical cache the blocks have one octet of rows up to half as many positions."""
-SHARING_PROGRAMS = 1056
-"""Programs of a launch whose programs loop over several splits, half as many over a hierarchical cache: 8 and 4 per
-multiprocessor of an H200."""
+SHARING_PROGRAMS = {False: 1056, True: 660}
+"""Most programs that loop over splits, by whether the cache is hierarchical: 8 and 5 per multiprocessor of an H200."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -118,7 +117,14 @@ class GpuKV:
     @property
     def shares(self) -> int:
         """Most programs per KV head among which a sequence's splits (hierarchical: all sequences') are divided."""
-        return max(SHARING_PROGRAMS // (2 if self.hierarchical else 1) // self.heads, 1)
+        return max(SHARING_PROGRAMS[self.hierarchical] // self.heads, 1)
+
+    @property
+    def choices(self) -> dict[str, int]:
+        """What attention_counts (runtime/cuda.py) needs besides the step to choose launches."""
+        names = ("leaves", "fine_splits", "few_splits", "shares")
+        chosen = {name: getattr(self, name) for name in names} | {"shared": self.hierarchical}
+        return {"most_queries": MOST_QUERIES, "group_splits": GROUP_SPLITS, **chosen}
 
     @property
     def row_bytes(self) -> int:

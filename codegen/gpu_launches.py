@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qcompile.codegen import program as p
-from qcompile.codegen.gpu_attention import GROUP_SPLITS, MOST_QUERIES, GpuKV
+from qcompile.codegen.gpu_attention import MOST_QUERIES, GpuKV
 from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 
 MOST_ROWS = 512
@@ -137,14 +137,8 @@ class Plan:
             "abi": GPU_ABI,
             "capability": self.capability,
             "split": self.split,
-            "most_queries": MOST_QUERIES,
             "most_rows": MOST_ROWS,
-            "group_splits": GROUP_SPLITS,
-            "leaves": self.kv.leaves,
-            "shared": self.kv.hierarchical,
-            "fine_splits": self.kv.fine_splits,
-            "few_splits": self.kv.few_splits,
-            "shares": self.kv.shares,
+            **self.kv.choices,
             "arena_bytes": {rows: program.arena_bytes(rows) for rows in ("tokens", "outputs")},
             "layer_page_bytes": self.kv.heads * self.kv.block_bytes,
             "layers": program.kv.layers,

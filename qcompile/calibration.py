@@ -71,7 +71,7 @@ class Request:
         given: object = self.given
         if not isinstance(given, str | Path | Tensor):
             kind = type(given).__name__
-            raise UsageError(f"calibration takes a file of text or token ids [samples, length], not {kind}")
+            raise UsageError(f"calibration takes a file of text or a tensor of token ids [samples, length], not {kind}")
 
 
 @dataclass(frozen=True)

@@ -404,6 +404,11 @@ def _guarded(arguments: list[str]) -> int:
         interrupts.append(number)
         raise KeyboardInterrupt
 
+    def unraisable(found: Any) -> None:
+        if not (interrupts and isinstance(found.exc_value, KeyboardInterrupt)):  # it came while an object ended
+            tell(found)
+
+    tell, sys.unraisablehook = sys.unraisablehook, unraisable
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
     heeded = {number: before for number, before in usual.items() if signal.getsignal(number) == before}
     for number in heeded:  # all but those that whoever started this wants ignored, as nohup does
@@ -420,6 +425,7 @@ def _guarded(arguments: list[str]) -> int:
     finally:
         for number, before in heeded.items():
             signal.signal(number, before)
+        sys.unraisablehook = tell
         interrupts.clear()
     return code if isinstance(code, int) else 0
 

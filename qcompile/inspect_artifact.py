@@ -11,6 +11,9 @@ from qcompile.artifact import MANIFEST, PASSES_FILE, read_manifest
 from qcompile.errors import ArtifactError
 from qcompile.manifest import check_manifest
 
+_MEASURED = ("max_relative_error", "seconds")
+"""What --check finds out about a pass."""
+
 
 def summary(path: Path) -> dict[str, Any]:
     """What `inspect --json` prints.
@@ -69,21 +72,28 @@ def passes(path: Path) -> list[dict[str, Any]]:
     check_manifest(manifest, str(path / MANIFEST))
     paths = {"model": manifest["passes"]}
     paths |= {level["path"]: level.get("passes") or [] for level in _drafting(manifest)}
-    measured: dict[str, dict[str, Any]] = {}
-    try:
-        measured = {entry["name"]: entry for entry in json.loads((path / PASSES_FILE).read_text(encoding="utf-8"))}
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArtifactError(f"{path}: {PASSES_FILE} is damaged ({error}); delete it or build again") from error
-    known = ("max_relative_error", "seconds")
+    measured = _measured(path)
     return [
         {"path": path, "notes": []}
         | entry
-        | {key: measured.get(entry["name"], {}).get(key) if path == "model" else None for key in known}
+        | {key: measured.get(entry["name"], {}).get(key) if path == "model" else None for key in _MEASURED}
         for path, listed in paths.items()
         for entry in listed
     ]
+
+
+def _measured(path: Path) -> dict[str, dict[str, float | None]]:
+    """What --check measured, by pass; nothing without it. No hash covers the file, so it may hold anything."""
+    try:
+        listed = json.loads((path / PASSES_FILE).read_text(encoding="utf-8"))
+        return {
+            entry["name"]: {key: None if entry[key] is None else float(entry[key]) for key in _MEASURED}
+            for entry in listed
+        }
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise ArtifactError(f"{path}: {PASSES_FILE} is damaged ({error}); delete it or build again") from error
 
 
 def _drafting(manifest: dict[str, Any]) -> list[dict[str, Any]]:

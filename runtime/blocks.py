@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import bisect
 
+from qcompile.errors import UsageError
+
 
 def pages_for(tokens: int, page_tokens: int, ring_tokens: int = 0) -> int:
     """Pages that this many positions take.
@@ -19,6 +21,13 @@ def pages_for(tokens: int, page_tokens: int, ring_tokens: int = 0) -> int:
     if tokens <= 2 * group:
         return 2 * pages
     return 2 * ring_tokens // page_tokens + ((tokens - 1) // group - 1) * (group // page_tokens)
+
+
+def requested_pages(kv_cache_bytes: int, page_bytes: int) -> int:
+    """Pages, each of `page_bytes` over all layers and paths, of a cache of this size. UsageError if it has none."""
+    if kv_cache_bytes < page_bytes:
+        raise UsageError(f"kv_cache_bytes {kv_cache_bytes:,} is less than one page of {page_bytes:,} bytes")
+    return kv_cache_bytes // page_bytes
 
 
 class BlockPool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from qcompile.errors import ArtifactError, ResourceError, UsageError
-from qcompile.runtime.blocks import BlockPool
+from qcompile.errors import ArtifactError, ResourceError
+from qcompile.runtime.blocks import BlockPool, requested_pages
 from qcompile.runtime.executor import Executor, Limits, bind
 from qcompile.runtime.loader import Arena, LoadedArtifact, available_memory
 from qcompile.runtime.reencode import Reencoder, open_reencoder
@@ -105,9 +105,7 @@ def _open_reencoder(
 def _kv_pages(page_bytes: int, limits: Limits, max_batch: int, wanted_bytes: int | None) -> int:
     """Number of pages of the KV cache, each of `page_bytes` over all paths."""
     if wanted_bytes is not None:
-        if wanted_bytes < page_bytes:
-            raise UsageError(f"kv_cache_bytes {wanted_bytes:,} is less than one page of {page_bytes:,} bytes")
-        return wanted_bytes // page_bytes
+        return requested_pages(wanted_bytes, page_bytes)
     full = max_batch * limits.pages_for(limits.max_position)
     pages = min(full, available_memory() // _KV_SHARE // page_bytes)
     if pages < 1:

@@ -352,10 +352,13 @@ def attention_counts(plan: Mapping[str, Any], splits: int, tokens: int, sequence
     """The counts of attention's launches (codegen/gpu_launches.py) for contexts of at most `splits` splits."""
     decode = queries <= plan["most_queries"]
     fine = decode and splits * sequences <= plan["fine_splits"]
-    few = fine and splits * sequences <= plan["few_splits"]
+    # Several sequences read their rings at once, which kernels that pipeline those loads take better.
+    few = fine and splits * sequences <= plan["few_splits"] * min(sequences, 2)
     merged = splits if decode else 0
     groups = -(-merged // plan["group_splits"]) if merged > plan["group_splits"] else 0
     slots = merged * (plan["leaves"] if fine else 1)
+    most_shares = max(1, plan["shares"] // (sequences if plan["shared"] else 1))
+    shares = -(-slots // -(-slots // most_shares)) if slots else 0  # programs with equally many splits
     return {
         "few": queries if few else 0,
         "fine": queries if fine and not few else 0,
@@ -367,7 +370,7 @@ def attention_counts(plan: Mapping[str, Any], splits: int, tokens: int, sequence
         "decode_tokens": tokens if decode else 0,
         "other_tokens": 0 if decode else tokens,
         "slots": slots,
-        "shares": min(slots, max(1, plan["shares"] // (sequences if plan["shared"] else 1))),
+        "shares": shares,
     }
 
 

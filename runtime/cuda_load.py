@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from qcompile.artifact import Manifest, damaged, file_problem, listed_file
-from qcompile.runtime.blocks import BlockPool
+from qcompile.runtime.blocks import BlockPool, requested_pages
 from qcompile.runtime.cuda import CudaExecutor, kv_pages
 from qcompile.runtime.cuda_driver import Driver, driver
 from qcompile.runtime.cuda_speculate import CudaLookup, CudaSpeculator
@@ -37,7 +37,8 @@ def open_cuda(
     """Verify every file of the artifact, copy its weights to the GPU, and open its plan and, if wanted, its drafts.
 
     `memory_share` is the share of the GPU's memory that may be used, `tokenizer` the target's. Raises ArtifactError
-    (damaged, or its kernels do not run on this GPU), ResourceError (no driver, GPU, or memory).
+    (damaged, or its kernels do not run on this GPU), ResourceError (no driver, GPU, or memory), UsageError (less cache
+    than a page).
     """
     gpu = driver()
     runtime, model = manifest["runtime"], manifest["model"]
@@ -49,6 +50,9 @@ def open_cuda(
     paths = [level for level in levels if "library" in level]
     plans = [json.loads(small[path["library"]]) for path in (runtime, *paths)]
     page_bytes = kv["page_bytes"] + sum(path["kv"]["page_bytes"] for path in paths if path.get("kv"))
+    most_pages = max_batch * limits.pages_for(limits.max_position)
+    if kv_cache_bytes is not None:
+        most_pages, memory_share = requested_pages(kv_cache_bytes, page_bytes), 1.0
     with ExitStack() as undo:
         # On failure all memory is freed: a smaller model may fit then.
         held: list[int] = []
@@ -56,9 +60,7 @@ def open_cuda(
         undo.callback(_free, gpu, held, modules)
         functions = _load_kernels(gpu, plans, PurePosixPath(runtime["library"]).parent, small, modules)
         weights = _upload_weights(gpu, root, manifest, held)
-        target = _open_target(
-            gpu, plans, functions, weights, limits, max_batch, page_bytes, kv_cache_bytes, memory_share
-        )
+        target = _open_target(gpu, plans, functions, weights, limits, page_bytes, most_pages, memory_share)
         undo.pop_all()
         target.adopt(held, modules)
         if not levels:
@@ -124,18 +126,14 @@ def _open_target(
     functions: dict[str, int],
     weights: dict[str, int],
     limits: Limits,
-    max_batch: int,
     page_bytes: int,
-    kv_cache_bytes: int | None,
+    most_pages: int,
     memory_share: float,
 ) -> CudaExecutor:
     """Open the target's executor, with as many cache pages as fit, each of `page_bytes` over all paths."""
-    most = max_batch * limits.pages_for(limits.max_position)
-    if kv_cache_bytes is not None:
-        most, memory_share = kv_cache_bytes // page_bytes, 1.0
     free, total = gpu.memory()
     rest = free - int(total * (1 - memory_share)) - sum(_executor_bytes(plan, limits) for plan in plans)
-    pages = kv_pages(max(rest, 0), page_bytes, most, 1.0)
+    pages = kv_pages(max(rest, 0), page_bytes, most_pages, 1.0)
     return CudaExecutor(gpu, plans[0], functions, weights, pages, limits)
 
 

@@ -90,23 +90,26 @@ class Detokenizer:
     def _push(self, tokens: Sequence[int], last: bool) -> str:
         self._ids += tokens
         text = self._decode()
-        certain = text.rstrip(BROKEN)
-        if last or len(text) - len(certain) > _MAX_HELD:  # no character is that long: the bytes are invalid
-            certain = text
-        new = certain[self._returned :]
-        if len(certain) == len(text) and len(self._ids) > self._complete:
-            self._shrink(len(text))
+        held = 0 if last else len(text) - len(text.rstrip(BROKEN))
+        over = held > _MAX_HELD  # no character is that long: the bytes are invalid, but the last may begin a character
+        if over:
+            held = 0 if self._one_by_one else 1
+        returned = len(text) - held
+        new = text[self._returned : returned]
+        if (over or not held) and len(self._ids) > self._complete:
+            self._shrink(returned, held)
         else:
-            self._returned = max(self._returned, len(certain))
+            self._returned = max(self._returned, returned)
         return new
 
-    def _shrink(self, returned: int) -> None:
-        """After all text was returned: shrink the window to its newest tokens, as context, if these have text."""
+    def _shrink(self, returned: int, held: int) -> None:
+        """After all text but `held` characters was returned: shrink the window to its newest tokens, as context, if
+        these have text."""
         before, self._ids = self._ids, self._ids[self._complete :]
-        self._returned = len(self._decode())
-        if not self._returned and len(before) < _MOST_CONTEXT:
+        self._returned = len(self._decode()) - held
+        if self._returned <= 0 and len(before) < _MOST_CONTEXT:
             self._ids, self._returned = before, returned
-        self._complete = len(self._ids)
+        self._complete = len(self._ids) - min(3 * held, len(self._ids))  # what is held back has at most 3 bytes
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._ids, skip_special_tokens=True)

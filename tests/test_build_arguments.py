@@ -42,7 +42,7 @@ class Doubled(Pass):
         ({"passes": [Rotate]}, "passes must be instances of Pass, not <class"),
         ({"passes": [Rotate(enabled=True)]}, "pass rotate runs anyway: give its fields in options"),
         ({"passes": [Doubled()]}, r"pass doubled\{enabled=False\} is not enabled"),
-        ({"calib": ["a text"]}, "calibration takes a file of text or token ids .*, not list"),
+        ({"calib": ["a text"]}, "calibration takes a file of text or a tensor of token ids .*, not list"),
     ],
 )
 def test_arguments_without_a_meaning(given: Any, message: str, tiny_checkpoint: Path, tmp_path: Path) -> None:

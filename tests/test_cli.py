@@ -486,5 +486,6 @@ def test_inspect_passes(capsys: Capture, tmp_path: Path, tiny_checkpoint: Path) 
     assert "rotate" in capsys.readouterr().out
     assert code_of("verify", checked) == 0  # passes.json differs from build to build and is not sealed
     capsys.readouterr()
-    (checked / "passes.json").write_text("[1]")
-    assert "passes.json is damaged" in refusal(capsys, 6, "inspect", checked, "--passes")
+    for damage in ("[1]", '[{"name": "raise", "max_relative_error": "x", "seconds": []}]', "[" * 100_000):
+        (checked / "passes.json").write_text(damage)
+        assert "passes.json is damaged" in refusal(capsys, 6, "inspect", checked, "--passes")

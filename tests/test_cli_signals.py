@@ -55,6 +55,30 @@ def test_an_interrupt_that_an_import_swallowed_ends_what_follows(
         signal.signal(signal.SIGINT, before)
 
 
+def test_an_interrupt_while_an_object_ends_is_told_in_one_line(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ending:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+
+    def careless(*arguments: Any, **more: Any) -> dict[str, Any]:
+        Ending()
+        arguments[-1]("tests", 0, 1)  # the progress
+        return {}
+
+    told: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    monkeypatch.setattr("qcompile.tune.tune", careless)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert refusal(capsys, 130, "tune", "x", "--json") == "qcompile: interrupted\n"
+        assert not told and sys.unraisablehook == told.append
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_doctor_heeds_an_interrupt_that_its_imports_swallowed(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path
 ) -> None:

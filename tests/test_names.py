@@ -1,4 +1,4 @@
-"""Nothing below the front end knows a model by name: dataflow decides (DESIGN 3)."""
+"""Nothing below the front end knows a model by name: dataflow decides."""
 
 from __future__ import annotations
 

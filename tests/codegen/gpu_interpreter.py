@@ -11,7 +11,6 @@ from torch import Tensor
 
 from qcompile.codegen import gpu_compile
 from qcompile.codegen import program as p
-from qcompile.codegen.gpu_attention import GROUP_SPLITS, MOST_QUERIES
 from qcompile.codegen.gpu_launches import Launch, Plan, Ref, grid_size
 from qcompile.runtime.cuda import attention_counts
 from tests.codegen.tiny import Chunk
@@ -79,10 +78,9 @@ class Interpreter:
         }
         self.inputs |= {name: torch.tensor(v, dtype=torch.int32) for name, v in values.items()}
         self.inputs["logits"] = torch.full((len(wanted), self.vocab), math.nan)
-        plan = {"most_queries": MOST_QUERIES, "group_splits": GROUP_SPLITS}
         splits = max(c.start + len(c.tokens) - 1 for c in chunks) // self.plan.split + 1
-        plan |= {"leaves": self.plan.kv.leaves, "fine_splits": self.fine, "few_splits": self.few, "shares": self.shares}
-        plan["shared"] = self.plan.kv.hierarchical
+        chosen = {"fine_splits": self.fine, "few_splits": self.few, "shares": self.shares}
+        plan = self.plan.kv.choices | chosen
         return {
             "tokens": len(ids),
             "outputs": len(wanted),

@@ -14,6 +14,7 @@ import pytest
 
 from qcompile.errors import ArtifactError, ResourceError, UsageError
 from qcompile.runtime import cuda, cuda_driver, cuda_load
+from qcompile.runtime.blocks import requested_pages
 from qcompile.runtime.cuda import CudaExecutor, kv_pages
 from qcompile.runtime.cuda_speculate import CudaLookup, CudaSpeculator
 from qcompile.runtime.executor import Limits, Rows
@@ -202,11 +203,11 @@ def test_attention_takes_leaves_where_there_is_little_to_do() -> None:
     assert not any(many[name] for name in ("few", "fine", "fine_merged", "fine_groups"))
     prefill = cuda.attention_counts(plan, 3, 17, 1, 17)  # one program does all splits
     assert prefill["coarse"] == prefill["other_tokens"] == 17 and sum(prefill.values()) == 34
-    assert cuda.attention_counts(plan, 300, 2, 1, 2)["shares"] == 132
+    assert cuda.attention_counts(plan, 300, 2, 1, 2)["shares"] == 100
     hierarchical = {**plan, "shared": True, "fine_splits": 0}
     sizes = ((32, 1, 1), (512, 1, 1), (16, 20, 20), (9, 200, 200))
     shares = [cuda.attention_counts(hierarchical, *how, 1)["shares"] for how in sizes]
-    assert shares == [32, 132, 6, 1]
+    assert shares == [32, 128, 6, 1]  # with four splits each, not four or three
 
 
 def test_grids_are_for_eighths_of_a_power_of_two() -> None:
@@ -340,6 +341,9 @@ def test_pages_that_fit() -> None:
     assert kv_pages(1000, 100, most=40, share=0.55) == 5
     with pytest.raises(ResourceError, match="no GPU memory"):
         kv_pages(50, 100, most=4, share=1.0)
+    assert requested_pages(250, 100) == 2
+    with pytest.raises(UsageError, match="kv_cache_bytes 50 is less than one page of 100 bytes"):
+        requested_pages(50, 100)
 
 
 def test_no_driver_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,4 +485,6 @@ def test_weights_of_a_model_without_room_for_a_page_are_given_back(
     monkeypatch.setattr(cuda_load, "driver", lambda: gpu)
     with pytest.raises(ResourceError, match="no GPU memory for one KV page"):
         cuda_load.open_cuda(tmp_path, manifest, 1, None, 0.9, drafts=False)
+    with pytest.raises(UsageError, match="less than one page"):  # before anything is on the GPU
+        cuda_load.open_cuda(tmp_path, manifest, 1, 1, 0.9, drafts=False)
     assert held == {} and loaded == []

@@ -70,6 +70,16 @@ def test_bytes_without_end_are_given_out_in_time() -> None:
     assert len(given) >= 150 and len(detokenizer._ids) < 80
 
 
+def test_character_behind_bytes_that_are_none_survives_however_it_comes() -> None:
+    lonely = TOKENIZER.encode("é").ids[1]
+    for broken in (31, 32, 33, 70):
+        ids = [lonely] * broken + TOKENIZER.encode("🙂 é").ids
+        for step in (1, 2, 3, 9):
+            detokenizer = Detokenizer(TOKENIZER, [5, 6, 7])
+            pieces = [detokenizer.push(ids[at : at + step]) for at in range(0, len(ids), step)]
+            assert "".join(pieces) + detokenizer.push([], last=True) == "\ufffd" * broken + "🙂 é"
+
+
 def test_character_begun_in_the_prompt_is_completed() -> None:
     first, *rest = TOKENIZER.encode("你").ids
     detokenizer = Detokenizer(TOKENIZER, [first])
