@@ -1,8 +1,8 @@
-"""Tiles for the grouped GEMMs of experts, as data, and how one is chosen.
+"""Tuned tiles for the grouped GEMMs of experts, as data, and their selection.
 
-The table has what benchmarks/gpu_tune_experts.py found fastest on an H200, with the times it measured: for steps of 1,
-2 and 4 rows with a GEMV per slot (1 token), of 8, 16 and 64 rows (16 tokens), or of 512 (64). No tile splits K: the
-order of summation is always the same, and the grid is large enough to saturate memory.
+The table has the tiles that benchmarks/gpu_tune_experts.py found fastest on an H200, with the measured times: for steps
+of 1, 2 and 4 rows with a GEMV per slot (1 token), of 8, 16 and 64 rows (16 tokens), or of 512 rows (64 tokens). No tile
+splits K: the order of summation is always the same, and the grid is large enough to saturate memory bandwidth.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from qcompile.codegen.tile import DECODE_TOKENS, Tile
 from qcompile.codegen.tiles import INT_SUM_FORMATS, MIN_UNROLL, fit_tile
 from qcompile.errors import UnsupportedError
 
-# (format, slots of a program, outputs of an expert, K): Tile(tokens, rows, sliced_k, split_k, unroll, warps, stages,
+# (format, slots per program, outputs per expert, K): Tile(tokens, rows, sliced_k, split_k, unroll, warps, stages,
 # prefetch_bytes)
 H200: dict[tuple[str, int, int, int], Tile] = {
     ("mxfp4_a8", 1, 5760, 2880): Tile(1, 8, 1, 1, 1, 1, 8, 128),  # 13.8, 21.8, 40.3 us
@@ -55,14 +55,14 @@ SIMILAR_FORMATS = {
     "mxfp4": "w4_asym_g128",
     "bf16": "w4_asym_g128",
 }
-"""Formats that were not tuned, and those whose tensor core tiles they use."""
+"""Formats that were not tuned, and the formats whose tensor core tiles they use."""
 
 
 def choose(format: str, n: int, k: int, tokens: int, capability: int) -> Tile:
-    """The tile for experts' weights of [n, k] each and up to `tokens` slots a program (1: a GEMV).
+    """The tile for experts' weights of [n, k] each and up to `tokens` slots per program (1: a GEMV).
 
-    That of the nearest tuned shape, by the logarithms of N and K, if it divides the weight; a default where none was
-    tuned. Raises UnsupportedError when the weight has no tile.
+    It is that of the nearest tuned shape, by the logarithms of N and K, whose tile fits the weight; otherwise a default
+    tile. Raises UnsupportedError if none fits.
     """
     source = SIMILAR_FORMATS.get(format, format) if tokens > 1 else format
     near = {row[2:]: tile for row, tile in H200.items() if row[:2] == (source, tokens)} if capability == 90 else {}
@@ -80,6 +80,6 @@ def _default_tile(format: str, n: int, tokens: int, capability: int) -> Tile:
         return Tile(1, 8, unroll=8, warps=1, stages=2, prefetch_bytes=128)
     if tokens == 1:
         return Tile(1, 8, warps=1, stages=8, prefetch_bytes=128)
-    rows = 64 if n % 64 == 0 and capability == 90 else 32  # wgmma takes 64
+    rows = 64 if n % 64 == 0 and capability == 90 else 32  # M of wgmma is 64
     stages = 4 if tokens <= DECODE_TOKENS else 3
     return Tile(tokens, rows, unroll=MIN_UNROLL.get(format, 1), stages=stages, prefetch_bytes=128)

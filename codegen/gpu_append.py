@@ -1,9 +1,9 @@
-"""GPU kernels that rotate queries and keys and put keys and values into the cache (gpu_attention.py has its layout).
+"""GPU kernels that apply RoPE to queries and keys and append keys and values to the cache (layout: gpu_attention.py).
 
-In a hierarchical cache the programs of a group's first row also round the last group but one. A step of few rows writes
-to the ring. One of many rows may have more groups than the ring, so its keys and values are staged in a buffer:
-AppendSpec writes them there, StagedSpec rounds groups, attention reads the step's positions from the buffer and older
-ones from the ring, and only then StagedSpec copies the newest groups to the ring.
+Hierarchical cache: in a step of the decode class, AppendSpec writes to the ring, and the programs of a group's first
+row also round the group two before it. A longer step may have more groups than the ring. Its keys and values go through
+a staging buffer: AppendSpec writes them there, StagedSpec rounds groups, attention reads the step's own positions from
+the buffer and older ones from the ring, and only then StagedSpec copies the newest groups to the ring.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 from qcompile.codegen.program import RING_GROUPS
 from qcompile.numerics import HIER_GROUP
 
-# 2 pi in parts: two short ones whose products with whole numbers up to 2^12 are exact, and the rest.
+# -2 pi as a sum: two short parts whose products with integers up to 2^12 are exact, and the rest.
 _TWO_PI = (-6.28125, -0.0019350051879882812, -3.01991605e-07)
 
 
 def _group_constants(kv: GpuKV, shares: int) -> dict[str, int]:
-    """Template constants for rounding a group in `shares` (large heads: twice as many) of whole pairs of channels."""
+    """Template constants to round a group in `shares` parts (large heads: twice as many) of whole channel pairs."""
     block = max(power_of_two(kv.width), 2)
     ring = RING_GROUPS * HIER_GROUP // kv.page_tokens
     shares *= 2 if kv.dim > 128 else 1
@@ -32,7 +32,7 @@ def _group_constants(kv: GpuKV, shares: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """The norm of each head by itself: weight and bias [dim], or [heads, dim] where they are `by_head`."""
+    """A norm of each head separately, with weight and bias [dim], or [heads, dim] if `by_head`."""
 
     kind: Literal["rms", "layer"]
     eps: float
@@ -42,17 +42,17 @@ class HeadNorm:
 
     @classmethod
     def of(cls, c: p.NormHeads | None) -> HeadNorm | None:
-        """That of a call."""
+        """The norm of a call, if there is one."""
         return None if c is None else cls(c.kind, c.eps, c.weight is not None, c.bias is not None, c.by_head)
 
     @property
     def vectors(self) -> list[str]:
-        """What there is of weight and bias."""
+        """Which of weight and bias it has."""
         return ["weight"] * self.weight + ["bias"] * self.bias
 
 
 def fused_part(norm: p.NormHeads, calls: Sequence[p.Call]) -> str:
-    """q or k, if the append that follows (in `calls`, after other norms) can fuse this norm of it; else nothing."""
+    """The part, q or k, for which the append that follows in `calls` can fuse this norm; else ""."""
     append = next((call for call in calls if not isinstance(call, p.NormHeads)), None)
     if not isinstance(append, p.RopeAppend) or append.qkv != norm.x or norm.width != append.head_dim:
         return ""
@@ -62,12 +62,12 @@ def fused_part(norm: p.NormHeads, calls: Sequence[p.Call]) -> str:
 
 @dataclass(frozen=True)
 class AppendSpec:
-    """Rotates q and k of x [tokens, stride] (f32) in place, and writes k and v to their pages.
+    """Applies RoPE to q and k of x [tokens, stride] (f32) in place, and writes k and v to their pages.
 
-    First heads are normalized by `norm_q` and `norm_k`; features are summed pairwise, in the same order for any number
-    of tokens per program. After the rotation q is multiplied by the weights `times`: query_table by position,
-    query_weight [dim] by feature. With `centered` a weight [heads, dim] is subtracted from k, and with `hadamard`, a
-    power of 2, each block of so many features of q and k is multiplied by a Hadamard matrix.
+    Before it, heads are normalized by `norm_q` and `norm_k`; features are summed pairwise, in the same order for any
+    number of tokens per program. After it, q is multiplied by the weights named in `times`: query_table by position,
+    query_weight [dim] by feature. Then with `centered` a weight [KV heads, dim] is subtracted from k, and if `hadamard`
+    is not 0, each block of that many features (a power of 2) of q and k is multiplied by a Hadamard matrix.
     """
 
     kv: GpuKV
@@ -83,11 +83,11 @@ class AppendSpec:
     centered: bool = False
     inline_asm: bool = True
     tokens: int = 1
-    """Tokens of a program; 1 where groups are rounded."""
+    """Tokens per program; 1 if groups are rounded."""
     shares: int = 2
-    """Parts that a group's keys, or values, of a KV head are rounded in: with two, registers suffice."""
+    """Parts in which a group's keys (or values) of a KV head are rounded; with two there are enough registers."""
     rounding: int = 0
-    """Least programs for each token where groups are rounded: those without a head only round."""
+    """Fewest programs per token if groups are rounded; programs beyond the number of heads only round."""
     staged: bool = False
     """Whether k and v go to a buffer bf16 [tokens, 2, KV heads, dim], and nothing is rounded."""
     norm_q: HeadNorm | None = None
@@ -96,18 +96,18 @@ class AppendSpec:
 
     @property
     def norms(self) -> list[tuple[str, HeadNorm, int, int]]:
-        """Norms: of what, and by the number of their heads among all the first and how many."""
+        """(part, norm, first head, number of heads) of each norm; heads are numbered q, k, v."""
         every = (("q", self.norm_q, 0, self.heads), ("k", self.norm_k, self.heads, self.kv.heads))
         return [(name, norm, first, heads) for name, norm, first, heads in every if norm is not None]
 
     @property
     def rounds(self) -> bool:
-        """Whether the first row of a group rounds an older group."""
+        """Whether the programs of a group's first row round an older group."""
         return self.kv.hierarchical and not self.staged
 
     @property
     def programs(self) -> int:
-        """Programs for each token, or so many tokens."""
+        """Programs for each block of `tokens` tokens."""
         return max(self.heads + 2 * self.kv.heads, self.rounding)
 
     def kernel(self, capability: int) -> Kernel:
@@ -121,7 +121,7 @@ class AppendSpec:
         for part, norm, *_ in self.norms:
             arguments += [Argument(f"{part}_{vector}", "*fp32") for vector in norm.vectors]
         arguments += [Argument("table_stride", "i32")] * (not self.staged) + [Argument("M", "i32")] * (self.tokens > 1)
-        # Paths append alike, whatever they read back.
+        # kv_hier and kv_hier4 differ only in what is read, so paths share this kernel.
         format = "staged" if self.staged else "kv_hier" if self.kv.hierarchical else self.kv.format
         name = f"append_{format}{f'_{self.tokens}' if self.tokens > 1 else ''}"
         pdl = self.inline_asm and capability >= 90
@@ -147,17 +147,17 @@ class AppendSpec:
 
 @dataclass(frozen=True)
 class StagedSpec:
-    """With `to_ring` copies the newest groups of a step's staged rows to the ring, else rounds groups."""
+    """Copies the newest groups of a step's staged rows to the ring (`to_ring`), or rounds groups."""
 
     kv: GpuKV
     to_ring: bool
     shares: int = 4
     tokens: int = 16
-    """Rows of a program that copies them."""
+    """Rows per program that copies."""
 
     @property
     def programs(self) -> int:
-        """Programs for a group, or so many tokens."""
+        """Programs for each group, or for each block of `tokens` rows."""
         return 2 * self.kv.heads * (1 if self.to_ring else _group_constants(self.kv, self.shares)["shares"])
 
     def kernel(self, capability: int) -> Kernel:

@@ -1,4 +1,4 @@
-"""Build the kernels of a program for one NVIDIA GPU architecture, and say what they take of it."""
+"""Compile the kernels of a program for one NVIDIA GPU architecture, and report the resources they use."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from qcompile.errors import UnsupportedError
 from qcompile.targets import Target
 
 SUFFIX = ".plan.json"
-"""Of the file with a path's plan."""
+"""Suffix of the file with a path's plan."""
 
 Files = dict[str, str | bytes]
 
 
 def prepare(programs: Mapping[str, p.Program], target: Target, lookup: bool = False) -> Callable[[Event | None], Files]:
-    """Plan the program of each path, the target's (`model`) first, for `target`; needs no GPU. `lookup`: one drafts.
+    """Plan the program of each path for `target`, the verifier's (`model`) first; `lookup`: n-gram lookup drafts.
 
-    What is returned compiles them into the files of kernels/<target>: machine code, PTX and Triton source of each
-    kernel, once for all paths, a plan for each, and report.json: what each kernel takes. Raises UnsupportedError naming
-    a call without a kernel, ResourceError when Triton is not installed.
+    Needs no GPU. The function returned compiles the plans into the files of kernels/<target>: machine code, PTX and
+    Triton source of each kernel (shared by all paths), a plan for each path, and report.json with each kernel's
+    resources. Raises UnsupportedError naming a call without a kernel, ResourceError if Triton is not installed.
     """
     triton_version()
     plans = plan(programs, target, lookup)
@@ -50,7 +50,7 @@ def plan(programs: Mapping[str, p.Program], target: Target, lookup: bool = False
 
 
 def add_rounds(plans: Mapping[str, Plan], lookup: bool) -> None:
-    """Adds the kernels of speculation rounds to the target's plan, where a path or n-gram lookup drafts."""
+    """Add the kernels of speculation rounds to the plan of `model`, if another path or n-gram lookup drafts."""
     if len(plans) > 1 or lookup:
         plans["model"].add_rounds()
     if len(plans) == 1 and lookup:
@@ -60,7 +60,7 @@ def add_rounds(plans: Mapping[str, Plan], lookup: bool) -> None:
 def _compiled(
     plans: dict[str, Plan], programs: Mapping[str, p.Program], target: Target, given_up: Event | None
 ) -> Files:
-    # Half the cores stay for the weights, which are packed meanwhile.
+    # Half of the cores are left for packing the weights, which runs meanwhile.
     processes = max(1, len(os.sched_getaffinity(0)) // 2)
     kernels = {label: kernel for plan in plans.values() for label, kernel in plan.kernels.items()}
     compiled = compile_all(list(kernels.values()), target.capability, processes, given_up)
@@ -80,17 +80,17 @@ def _compiled(
 
 
 def _launched(kernel: Kernel, compiled: Compiled) -> dict[str, Any]:
-    """What the runtime must know of a kernel."""
+    """What the runtime needs to launch a kernel."""
     how = {"function": kernel.name, "threads": compiled.threads, "shared_bytes": compiled.shared_bytes}
     return how | {"prelaunch": kernel.pdl}
 
 
 def _report(label: str, kernel: Compiled) -> dict[str, Any]:
-    """What a kernel takes of the GPU."""
+    """The GPU resources that a kernel uses."""
     used = {"registers": kernel.registers, "shared_bytes": kernel.shared_bytes, "spill_bytes": kernel.spill_bytes}
     return {"kernel": label, "threads": kernel.threads, **used, "matrix_instructions": list(kernel.matrix)}
 
 
 def adapted(program: p.Program) -> p.Program:
-    """`program` with KV pages as GPU kernels lay them out, and rows padded to whole blocks where they read such."""
+    """`program` with the KV page layout of GPU kernels, and with rows padded where GEMMs read whole blocks."""
     return replace(padded_program(program), kv=replace(program.kv, own_block_bytes=kv_of(program).block_bytes))

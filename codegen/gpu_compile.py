@@ -1,7 +1,7 @@
-"""Compile Triton source ahead of time, with or without a GPU, and keep what was compiled.
+"""Compile Triton source ahead of time, with or without a GPU, and cache the results.
 
-A Kernel is text and how to launch it; `compile_kernel` gives the cubin an artifact carries. What was compiled
-before is taken from the cache ($QCOMPILE_CACHE): the key is all that decides the bytes.
+A Kernel is source text and launch parameters; `compile_kernel` returns the cubin that an artifact contains, from the
+cache ($QCOMPILE_CACHE) if possible. The cache key covers everything that determines the bytes.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _TEMPLATES = Path(__file__).parent / "templates" / "triton"
 _MATRIX = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*")
 _CACHE_VERSION = 5
 ANY_CAPABILITY = "tl.constexpr(0)  # the compute capability, where known"
-"""A placeholder in sources that depend on the compute capability. Triton itself only knows that of a GPU present."""
+"""A placeholder in sources that depend on the compute capability; Triton only knows that of a GPU it can see."""
 
 
 class Argument(NamedTuple):
-    """A kernel argument: its name and its type as Triton writes it."""
+    """A kernel argument: its name, and its type in Triton's notation."""
 
     name: str
     type: str
@@ -48,9 +48,9 @@ class Argument(NamedTuple):
 class Kernel:
     """A kernel as Triton source: the function `name` in `source`, launched with `arguments`.
 
-    With `pdl` (sm_90 on) it is launched by programmatic dependent launch: it may start before the kernel before it has
-    ended, and waits by itself. Without `fusion` the compiler makes no fused multiply-add that is not written as one. A
-    thread has no more than `most_registers`, if not 0.
+    With `pdl` (from sm_90 on) it is launched by programmatic dependent launch: it may start before the preceding kernel
+    has ended, and waits for that itself. Without `fusion` the compiler fuses only multiply-adds written as fma.
+    A thread has at most `most_registers` registers, if not 0.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Kernel:
 
     @property
     def label(self) -> str:
-        """A file name for what is compiled from it: no two kernels share one."""
+        """A unique file name for what is compiled from it."""
         how = f"{self.warps} {self.stages} {self.pdl} {self.fusion} {self.most_registers}"
         text = "\0".join((self.source, str(self.arguments), how))
         return f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
@@ -72,7 +72,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel compiled for one GPU. `matrix` names the matrix instructions found in its PTX."""
+    """A kernel compiled for one architecture. `matrix` lists the matrix (MMA) instructions in its PTX."""
 
     cubin: bytes
     ptx: str
@@ -95,19 +95,19 @@ def _environment() -> Environment:
 
 
 def render_template(template: str, /, **values: Any) -> str:
-    """Triton source from templates/triton; a name it uses and does not get is an error."""
+    """Triton source from a template in templates/triton; undefined names are errors."""
     return _environment().get_template(template).render(**values)
 
 
 def load(kernel: Kernel, capability: int = 0) -> Any:
-    """The kernel as a Triton function, to be launched with its arguments or compiled for `capability`, if it asks."""
+    """The kernel as a Triton function, to be launched or compiled; `capability` fills its placeholder, if any."""
     return getattr(_module(kernel.source.replace(ANY_CAPABILITY, f"tl.constexpr({capability})", 1)), kernel.name)
 
 
 @cache
 def _module(source: str) -> ModuleType:
     name = f"qcompile_kernel_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
-    # Triton reads a kernel's source as Python's tracebacks do, and they look here first: no file is left behind.
+    # Triton gets a kernel's source through linecache, so no file is needed.
     path = f"{name}.py"
     linecache.cache[path] = len(source), None, source.splitlines(keepends=True), path
     module = ModuleType(name)
@@ -116,7 +116,7 @@ def _module(source: str) -> ModuleType:
 
 
 def triton_version() -> str:
-    """Triton's version. ResourceError when it is not installed."""
+    """Triton's version. ResourceError if it is not installed."""
     try:
         import triton
     except ImportError as error:
@@ -127,7 +127,7 @@ def triton_version() -> str:
 def build(kernel: Kernel, capability: int) -> Any:
     """`kernel` compiled by Triton for compute capability `capability`; `build(...)[grid](*arguments)` launches it.
 
-    Needs no GPU. Raises ResourceError when Triton is not installed.
+    Needs no GPU. Raises ResourceError if Triton is not installed.
     """
     triton_version()
     import triton
@@ -136,7 +136,7 @@ def build(kernel: Kernel, capability: int) -> Any:
     from triton.compiler import ASTSource
 
     signature = {argument.name: argument.type for argument in kernel.arguments}
-    # As the launcher specializes: pointers are aligned to 16 bytes.
+    # The specialization that Triton's launcher would choose: pointers are aligned to 16 bytes.
     aligned = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arguments) if a.type.startswith("*")}
     function = load(kernel, capability)
     kind: Any = ASTSource
@@ -149,8 +149,8 @@ def build(kernel: Kernel, capability: int) -> Any:
     options["enable_fp_fusion"] = kernel.fusion
     if kernel.most_registers:
         options["maxnreg"] = kernel.most_registers
-    # What is worth keeping we keep: Triton's own cache would grow with every build, and wants a home to write to. Lines
-    # of source would come with the folder where Triton is installed.
+    # Triton's own cache would grow with every build and needs a writable home directory; this module has its own cache.
+    # Line information would contain the folder in which Triton is installed.
     with (
         tempfile.TemporaryDirectory(prefix="qcompile-") as folder,
         knobs.cache.scope(),
@@ -162,9 +162,9 @@ def build(kernel: Kernel, capability: int) -> Any:
 
 
 def compile_kernel(kernel: Kernel, capability: int) -> Compiled:
-    """`kernel` compiled for compute capability `capability` (80, 89, 90, 100), from the cache if it is there.
+    """`kernel` compiled for compute capability `capability` (80, 89, 90, 100), from the cache if possible.
 
-    Raises UnsupportedError when it needs more of a multiprocessor than there is.
+    Raises UnsupportedError if it needs scratch memory, or if registers that wgmma reads are overwritten.
     """
     key = "\0".join((kernel.label, str(capability), triton_version(), str(_CACHE_VERSION)))
     entry = user_cache.cache_dir() / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
@@ -180,7 +180,7 @@ def _compile(kernel: Kernel, capability: int) -> Compiled:
     ptx, cubin, metadata = built.asm["ptx"], built.asm["cubin"], built.metadata
     if metadata.global_scratch_size or metadata.profile_scratch_size:
         raise UnsupportedError(f"kernel {kernel.name} wants scratch memory that no launch gives it")
-    # In kernels that Triton pipelines, too, wgmma reads registers asynchronously.
+    # wgmma reads registers asynchronously, also in loops that Triton pipelines.
     if "wgmma.mma_async" in ptx and (wrong := gpu_sass.overwritten(gpu_sass.instructions(cubin))):
         raise UnsupportedError(
             f"kernel {kernel.name}: the assembler of triton {triton_version()} lets {' '.join(wrong)} write what the"
@@ -192,7 +192,7 @@ def _compile(kernel: Kernel, capability: int) -> Compiled:
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of local memory a thread of the cubin's kernel takes."""
+    """Registers per thread, and bytes of local memory per thread (stack and spills), of the cubin's kernel."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -210,10 +210,10 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 def compile_all(
     kernels: Sequence[Kernel], capability: int, processes: int = 1, given_up: Event | None = None
 ) -> dict[str, Compiled]:
-    """Every kernel by its label, each compiled once, in `processes` processes at a time. Raises GivenUpError.
+    """All kernels by label, each compiled once, in up to `processes` processes. Raises GivenUpError.
 
-    They are Pythons of their own that run this module: multiprocessing's would run the caller's script once more,
-    which without a guard of its main part builds again.
+    The processes are new Python interpreters that run this module. Those of multiprocessing would import the caller's
+    script again, which would start another build if its main part is not guarded.
     """
     once = {kernel.label: kernel for kernel in kernels}
     count = min(processes, len(once))
@@ -236,7 +236,7 @@ def _compile_wanted(kernel: Kernel, capability: int, given_up: Event | None) -> 
 
 
 def _compile_elsewhere(kernels: Sequence[Kernel], capability: int, given_up: Event | None) -> list[Compiled]:
-    """`kernels` compiled by another process, one after the other."""
+    """`kernels` compiled one after the other by another process."""
     order = json.dumps({"capability": capability, "kernels": [asdict(kernel) for kernel in kernels]})
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", __name__]
@@ -259,9 +259,9 @@ def _from_json(kept: Mapping[str, Any]) -> Compiled:
 
 
 def _main() -> None:
-    """Compile what another process asks for (see `_compile_elsewhere`)."""
+    """Compile what `_compile_elsewhere` of another process asks for."""
     order, answers = json.load(sys.stdin), sys.stdout
-    sys.stdout = sys.stderr  # compilers print what they like
+    sys.stdout = sys.stderr  # stdout carries only the answer, whatever compilers print
     kernels = [Kernel(**{**k, "arguments": tuple(Argument(*a) for a in k["arguments"])}) for k in order["kernels"]]
     try:
         answer: dict[str, Any] = {"compiled": [_to_json(compile_kernel(k, order["capability"])) for k in kernels]}

@@ -1,4 +1,7 @@
-"""Launches of mixtures of experts: a router's choice, its slots by expert, and the GEMMs that go by those."""
+"""Launches of mixtures of experts: routing, sorting of slots by expert, and grouped GEMMs over the sorted slots.
+
+A slot is one (token, chosen expert) pair.
+"""
 
 from __future__ import annotations
 
@@ -19,31 +22,31 @@ from qcompile.errors import UnsupportedError
 from qcompile.numerics import ACTIVATIONS, groups_of
 
 SCORED = ((8, 1), (16, 2), (0, 4))
-"""Most rows of a step (0: any number), and tokens of a program of the router's scores."""
+"""Most rows of a step (0: any number), and tokens per program of the router's scores."""
 SMALL_BLOCK, LARGE_BLOCK = gemm.DECODE_TOKENS, 64
-"""Slots per program of the grouped GEMM: while that many tokens choose an expert on average, and with more."""
+"""Slots per program of the grouped GEMM: while an expert gets at most SMALL_BLOCK on average, and beyond that."""
 MEDIUM_ROWS = 64
-"""Most rows of an intermediate class: programs that sort slots scan all rows of their class."""
+"""Most rows of an intermediate class, because programs that sort slots scan the most rows of their class."""
 GEMV_ROWS = 4
-"""Most rows of a step that uses a GEMV per slot: few slots share an expert."""
+"""Most rows of a step that runs one GEMV per slot, as few slots share an expert."""
 
 
 @dataclass
 class Experts:
-    """State while launches of a program are made: what the calls so far have left in scratch memory."""
+    """State while the launches of a program are made: what earlier calls have left in scratch memory."""
 
     program: p.Program
     plan: Plan
     capability: int
     inline_asm: bool
     ref: Callable[..., Ref]
-    ordered: tuple[str, int] | None = None  # the index whose slots are sorted, and experts
-    quantized: tuple[Any, ...] | None = None  # the buffer whose rows are quantized, and how
-    _last: dict[str, int] = field(init=False)
+    ordered: tuple[str, int] | None = None  # buffer of expert indices whose slots are sorted, number of experts
+    quantized: tuple[Any, ...] | None = None  # buffer whose rows are quantized, and how (_quantize_key)
+    _last_read: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        # Where a buffer is read last, by others than a router's steps.
-        self._last = {
+        # The last call that reads a buffer, except steps of a router.
+        self._last_read = {
             name: place
             for place, call in enumerate(self.program.calls)
             if not isinstance(call, p.Route)
@@ -53,7 +56,7 @@ class Experts:
         }
 
     def wrote(self, out: str | None) -> None:
-        """A call wrote the buffer `out`."""
+        """Note that a call writes the buffer `out`, which outdates what was derived from it."""
         if self.ordered and self.ordered[0] == out:
             self.ordered = None
         if self.quantized and self.quantized[0] == out:
@@ -62,7 +65,7 @@ class Experts:
     # ---- routers ------------------------------------------------------------------------------
 
     def scores(self, c: p.Gemm) -> Iterator[Launch]:
-        """A linear in float32."""
+        """A router's linear in float32."""
         if c.epilogue != "store" or c.out is None:
             raise UnsupportedError(f"a linear in f32 that ends in {c.epilogue} has no GPU kernel")
         x, out = self.program.buffer(c.x), self.program.buffer(c.out)
@@ -77,33 +80,33 @@ class Experts:
         yield Launch(c.name, x.rows, tuple(variants))
 
     def route(self, calls: Sequence[p.Route]) -> Iterator[Launch]:
-        """Consecutive routing steps, fused into one kernel while none writes where another reads or writes."""
+        """Consecutive routing steps, fused into one kernel as long as none writes where another reads or writes."""
         for call in calls:
             self.wrote(call.out)
         chain: list[p.Route] = []
         for call in calls:
             if chain and not self._is_fusable([*chain, call]):
-                yield self._chain(chain)
+                yield self._route_launch(chain)
                 chain = []
             chain.append(call)
-        yield self._chain(chain)
+        yield self._route_launch(chain)
 
     def _stored(self, chain: Sequence[p.Route]) -> list[bool]:
-        """Of each step, whether its result is read outside the chain and must be stored."""
+        """For each step, whether its result is read outside the chain and must be stored."""
         first = self.program.calls.index(chain[0])
         later = self.program.calls[first + len(chain) :]
         routes = {name for call in later if isinstance(call, p.Route) for name in (call.x, call.index)}
-        return [call.out in routes or self._last.get(call.out, -1) > first for call in chain]
+        return [call.out in routes or self._last_read.get(call.out, -1) > first for call in chain]
 
     def _is_fusable(self, chain: Sequence[p.Route]) -> bool:
-        """Whether the steps fit one kernel: none stores to rows that another program may still have to read."""
+        """Whether the steps fit one kernel: none stores to memory that another program may still read."""
         written = [call.out for call, kept in zip(chain, self._stored(chain), strict=True) if kept]
         made = {call.out for call in chain}
         read = [name for call in chain for name in (call.x, call.index) if name is not None and name not in made]
         whole = not any(call.x in made and call.x_offset for call in chain)
         return whole and len(made) == len(chain) and self._disjoint(written, read)
 
-    def _chain(self, chain: Sequence[p.Route]) -> Launch:
+    def _route_launch(self, chain: Sequence[p.Route]) -> Launch:
         made = {call.out: place for place, call in enumerate(chain)}
         steps, args = [], {}
         for place, (call, kept) in enumerate(zip(chain, self._stored(chain), strict=True)):
@@ -123,7 +126,7 @@ class Experts:
     # ---- experts ------------------------------------------------------------------------------
 
     def gemm(self, c: p.ExpertGemm) -> Iterator[Launch]:
-        """The experts' linear, a grouped GEMM: quantize inputs and sort slots by expert, unless done, then multiply."""
+        """A linear of the experts as a grouped GEMM, after quantizing inputs and sorting slots unless that is done."""
         if c.rows % 32:
             raise UnsupportedError(f"experts of {c.n} outputs: GPU kernels take multiples of 32")
         packing = packing_of(c.format, c.activation)
@@ -147,7 +150,7 @@ class Experts:
         blocks: list[tuple[int, int, Size]] = [(spec.most, spec.tokens, spec.grid) for spec in classes]
         for most, tokens, programs in [(GEMV_ROWS, 1, ["tokens", 1, c.slots, 0])] * gemv + blocks:
             tile = expert_tiles.choose(format, c.rows, k, tokens, self.capability)
-            if not self.inline_asm and tokens == 1:  # an interpreter takes programs one after the other
+            if not self.inline_asm and tokens == 1:  # the interpreter runs programs serially
                 tile = replace(tile, rows=32)
             options: dict[str, Any] = {"bias": c.bias is not None, "inline_asm": self.inline_asm, "out": "f32"}
             options |= {"width": c.n, "x_groups": kind.group > 0, "experts": experts}
@@ -158,12 +161,12 @@ class Experts:
         yield Launch(c.name, "tokens", tuple(variants))
 
     def _has_gemv(self, c: p.ExpertGemm) -> bool:
-        """Whether all experts chosen by this index have GEMV kernels."""
+        """Whether all expert linears that use this index have GEMV kernels."""
         calls = [each for each in self.program.calls if isinstance(each, p.ExpertGemm) and each.index == c.index]
         return all(kernel_of(packing_of(e.format, e.activation), e.activation) in gemm.GEMV_FORMATS for e in calls)
 
     def _classes(self, c: p.ExpertGemm) -> list[BlocksSpec]:
-        """Block sizes of the sorted slots, by most rows of a step."""
+        """Kernels that sort slots, by most rows of a step, with the block size that the GEMM uses."""
         stride = self.program.buffer(c.index).stride
         few = max(SMALL_BLOCK, min(SMALL_BLOCK * c.experts // c.slots, MOST_ROWS))
         found = {SMALL_BLOCK: SMALL_BLOCK, min(MEDIUM_ROWS, few): SMALL_BLOCK, few: SMALL_BLOCK}
@@ -185,7 +188,7 @@ class Experts:
         return Launch(f"{c.name}.order", "tokens", tuple(variants))
 
     def _input(self, c: p.ExpertGemm, k: int) -> dict[str, Ref]:
-        """The quantized inputs: rows padded to k, whose padding stays zero."""
+        """The quantized inputs, rows padded to k; nothing writes the padding, so it stays zero."""
         kind, slots = ACTIVATIONS[c.activation], c.x_slots
         name, size = f"expert_x_{c.k}_{k}_{c.activation}", kind.dtype.itemsize
         found = {"x": self.plan.need(name, slots * k * size, "tokens")}
@@ -214,7 +217,7 @@ class Experts:
         return c.x, c.x_slots, c.k, k, c.activation
 
     def _quantize_spec(self, c: p.ExpertGemm, k: int) -> tuple[RowSpec, dict[str, Ref]]:
-        """A kernel that quantizes rows of c.k elements for the experts, and its arguments but for the rows."""
+        """A kernel that quantizes rows of c.k elements for the experts, and its arguments except the rows."""
         kind, into = ACTIVATIONS[c.activation], self._input(c, k)
         spec = RowSpec(c.k, 0, k, out="q8" if kind.top else c.activation)
         if not kind.top:
@@ -226,7 +229,7 @@ class Experts:
         return spec, {"out": into["x"], "out_scale": into["x_scale"], "out_sum": into["x_sum"]}
 
     def quantized_by(self, norm: p.Norm) -> tuple[RowSpec, dict[str, Ref]] | None:
-        """The quantization of a norm's rows for the next experts, if they read them: it is fused into the norm."""
+        """The quantization of a norm's rows, to be fused into the norm, if the next experts read them; else None."""
         calls = self.program.calls
         c = next((call for call in calls[calls.index(norm) + 1 :] if isinstance(call, p.ExpertGemm)), None)
         b = self.program.buffer(norm.out)
@@ -240,9 +243,9 @@ class Experts:
         return self._quantize_spec(c, k)
 
     def addend(self, c: p.Combine, after: p.Call | None) -> str | None:
-        """The buffer that `after` adds to the sum over a token's slots, where one kernel can do both.
+        """The buffer that `after` adds to the sum over a token's slots, if one kernel can do both; else None.
 
-        That is where nobody else reads the sum, and the result does not lie where slots or scores do.
+        Nothing else may read the sum, and the result must not overlap the slots or scores in memory.
         """
         if not isinstance(after, p.Elementwise) or after.kind != "add" or after.weight is not None:
             return None
@@ -257,17 +260,17 @@ class Experts:
             return None
         place = self.program.calls.index(after)
         routed = any(isinstance(call, p.Route) and call.x == c.out for call in self.program.calls[place:])
-        unread = self._last.get(c.out) == place and not routed
+        unread = self._last_read.get(c.out) == place and not routed
         return other if unread and self._disjoint([after.out], [c.x, *([c.scores] if c.scores else [])]) else None
 
     def _disjoint(self, written: Sequence[str], read: Sequence[str]) -> bool:
-        """Whether rows of buffers that are written lie where none of the others are, nor each other."""
+        """Whether the memory of written buffers overlaps neither that of the read ones nor each other's."""
         places = [self.program.buffer(name) for name in (*written, *dict.fromkeys(read))]
         spans = sorted((b.offset, b.offset + b.row_bytes) for b in places)
         return all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
 
     def combine(self, c: p.Combine, after: p.Elementwise | None, other: str | None) -> Iterator[Launch]:
-        """The sum over a token's slots, and what `after` adds to it, the buffer `other`."""
+        """The sum over a token's slots; with `after`, the buffer `other` is added to it."""
         x, out = self.program.buffer(c.x), self.program.buffer(after.out if after else c.out)
         stride = 0 if c.scores is None else self.program.buffer(c.scores).stride
         added = 0 if other is None else self.program.buffer(other).stride

@@ -1,4 +1,4 @@
-"""Layout of activations that GPU kernels need by themselves: rows padded to whole blocks of K, and routers' results."""
+"""Activation buffers that need memory of their own on GPUs: rows padded to whole blocks of K, and routers' results."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from qcompile.codegen import program as p
 from qcompile.codegen.gpu_pack import packing_of, padded_inputs
 
 ALIGNMENT = 64
-"""Bytes that buffers begin at multiples of, for each row."""
+"""Buffers begin at multiples of this many bytes per row."""
 
 
 def padded_program(program: p.Program) -> p.Program:
     """`program` with the buffers that GEMMs read padded to the K of their packed weights.
 
-    Such buffers come after all others, where nothing else is written: the padding is never written either, and keeps
-    the zeros that memory begins with. Buffers of one kind share memory if their lifetimes are disjoint. So do routers'
-    results, whose steps are fused into one kernel: no step stores where another reads.
+    Such buffers are placed after all others, where nothing else is written, so the padding keeps the zeros that memory
+    is initialized with. Buffers of the same kind share memory if their lifetimes are disjoint. Results of routers are
+    placed likewise: their steps are fused into one kernel, so no step may store where another reads.
     """
     strides = {call.out: program.buffer(call.out).stride for call in program.calls if isinstance(call, p.Route)}
     strides |= _strides(program)
     end = {"tokens": program.arena_bytes("tokens"), "outputs": program.arena_bytes("outputs")}
-    free: dict[tuple[object, ...], list[tuple[int, int]]] = {}  # last use and offset, by kind
+    free: dict[tuple[object, ...], list[tuple[int, int]]] = {}  # (last use, offset) by kind of buffer
     moved: dict[str, p.Buffer] = {}
     for name, stride in strides.items():
         first, last = _life(program, name)
         b = program.buffer(name)
-        b = replace(b, pad=stride, group=stride if b.group >= b.width else b.group)  # one sum stays one
+        b = replace(b, pad=stride, group=stride if b.group >= b.width else b.group)  # one sum per row stays one
         places = free.setdefault((b.rows, b.dtype, b.activation, b.width, b.group, b.stride), [])
         offset = next((at for until, at in places if until < first), None)
         if offset is None:
@@ -54,7 +54,7 @@ def _strides(program: p.Program) -> Mapping[str, int]:
 
 
 def _life(program: p.Program, buffer: str) -> tuple[int, int]:
-    """The first and the last call that uses a buffer; consecutive steps of a router count from the first of them."""
+    """The first and the last call that uses a buffer; consecutive steps of a router count as the first of them."""
     places = [place for place, call in enumerate(program.calls) if buffer in vars(call).values()]
     first = places[0]
     while first and isinstance(program.calls[first], p.Route) and isinstance(program.calls[first - 1], p.Route):

@@ -1,25 +1,28 @@
-"""Launches of GPU kernels as data: which kernel, over what grid, with what arguments, by number of rows.
+"""Launch plans: for each launch the kernel, grid and arguments, in variants by number of rows.
 
-The runtime reads it as JSON and needs neither this module nor Triton. An argument is a list:
+The runtime reads a plan as JSON and needs neither this module nor Triton. An argument is a list:
 
-    ["tokens", b], ["outputs", b]   address b bytes a row into the activations of that kind of rows
+    ["tokens", b], ["outputs", b]   address in the arena of that kind of rows, at b bytes per row of the step
     ["weight", name]                address of a weight
     ["input", name]                 address of a step's input (token_ids, positions, ...) or result
     ["work", name]                  address of scratch memory
     ["kv", layer]                   address of a layer's pages
     ["count", name]                 a number: tokens, outputs, sequences, queries, splits, table_stride, ...
-    ["draft", name]                 address of an input or result of the path that drafts
-    ["state", name]                 address of what rounds of speculation go by
+    ["draft", name]                 address of an input or result of the draft path
+    ["state", name]                 address of an array of the state of speculation rounds
 
-A size of a grid is a number, the name of a count, or [count, divisor]: the quotient rounded up, or [count, divisor,
-times, plus]: that many times the quotient, and so many more. Queries is the most
-rows of one sequence, splits how many parts attention takes of the longest context. `fine` is queries where they are of
-the decode class and there is little to do, so that programs take a leaf of a split each (`few` where so little that all
-are resident at once), and `coarse` where not. `merged` is splits where queries are of the decode class, `groups` is
-groups of splits where there are several to merge; they are 0 where leaves are taken, and `fine_merged` and
-`fine_groups` where not. `slots` is how many sums of a token are kept: of splits, of leaves, or none. `shares` is how
-many programs take the splits of a sequence and KV head, where programs take several. `decode_tokens` is tokens where
-queries are of the decode class, else `other_tokens` is.
+A grid size is a number, the name of a count, [count, divisor] (the quotient, rounded up), or [count, divisor, times,
+plus] (the rounded quotient times `times`, plus `plus`). Counts:
+
+    queries, splits             most rows of one sequence; attention splits of the longest context
+    few, fine, coarse           one of them is `queries`, the others are 0: in the decode class with little work,
+                                programs take a leaf each, `few` if all are resident at once, else `fine`; otherwise
+                                it is `coarse`
+    merged, groups              splits to merge, and groups of splits if there are several; only in the decode class
+    fine_merged, fine_groups    these instead if programs take leaves
+    slots                       partial results per token and head: splits, leaves, or 0
+    shares                      programs per sequence and KV head, if programs loop over several splits
+    decode_tokens, other_tokens one is the number of tokens, by whether the step is of the decode class; the other is 0
 """
 
 from __future__ import annotations
@@ -36,16 +39,16 @@ from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 MOST_ROWS = 512
 """Most rows of a step."""
 GPU_ABI = 13
-"""Raised where plans change: a runtime refuses those of another."""
+"""Version of the plan format: a runtime refuses plans of another version."""
 TEXT_TOKENS = 1 << 12
-"""Most tokens of a text that n-gram lookup searches: a power of two."""
+"""Most tokens of a text that n-gram lookup searches; a power of two."""
 
 Ref = list[Any]
 Size = int | str | list[Any]
 
 
 def grid_size(size: Size, counts: Mapping[str, int]) -> int:
-    """A size of a grid for these counts."""
+    """A grid size for these counts."""
     if isinstance(size, list):
         count, divisor, times, plus = (*size, 1, 0)[:4]
         return -(-counts[count] // divisor) * times + plus
@@ -54,9 +57,9 @@ def grid_size(size: Size, counts: Mapping[str, int]) -> int:
 
 @dataclass(frozen=True)
 class Variant:
-    """A launch for up to `most` rows (0: any number): a kernel by its label, a grid, arguments by name.
+    """A launch for up to `most` rows (0: any number): the kernel's label, the grid, and arguments by name.
 
-    Without a kernel nothing is launched for so many rows.
+    If `kernel` is empty, nothing is launched for that many rows.
     """
 
     kernel: str
@@ -67,7 +70,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Launch:
-    """The first variant whose `most` is not below the count `by` runs; none does nothing."""
+    """Runs the first variant whose `most` is not below the count named `by`; nothing if that is 0 or none fits."""
 
     name: str
     by: str
@@ -76,7 +79,7 @@ class Launch:
 
 @dataclass
 class Plan:
-    """Launches in order, kernels by label, and scratch memory: bytes times the counts named, zeroed when it is made."""
+    """Launches in order, kernels by label, and zeroed scratch memory (`work`): bytes, to multiply by the counts."""
 
     capability: int
     kv: GpuKV
@@ -89,17 +92,17 @@ class Plan:
     work: dict[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
 
     def add(self, kernel: Kernel) -> str:
-        """Keep a kernel; its label."""
+        """Add a kernel; returns its label."""
         self.kernels.setdefault(kernel.label, kernel)
         return kernel.label
 
     def need(self, name: str, size: int, *counts: str) -> Ref:
-        """Ask for scratch memory of at least `size` bytes times the counts; its reference."""
+        """Reserve scratch memory of at least `size` bytes times the counts; returns its reference."""
         self.work[name] = (max(size, self.work.get(name, (0,))[0]), counts)
         return ["work", name]
 
     def add_rounds(self) -> None:
-        """For a target with drafts: the kernels before and after its launches in a round of speculation."""
+        """For a target with drafts: adds the kernels before and after verification in a speculation round."""
         inputs = {"token_ids": "token_ids", "positions": "positions", "argmax": "argmax"}
         places: dict[str, Ref] = {name: ["input", name] for name in inputs}
         state = ("last", "place", "left", "most", "counter", "tokens", "gained", "pair_tokens", "pair_positions")
@@ -116,7 +119,7 @@ class Plan:
             self.rounds.append(Launch(name, "sequences", (variant,)))
 
     def add_lookup(self) -> None:
-        """For a target with n-gram lookup: the kernel that drafts in a round."""
+        """For a target with n-gram lookup: adds the kernel that drafts in a round."""
         state = ("text", "length", "match", "most", "left", "counter", "gained", "tokens", "drafted")
         places: dict[str, Ref] = {name: ["state", name] for name in state} | {"decoded": ["draft", "decoded"]}
         arguments = (*(Argument(n, "*i32") for n in places), Argument("S", "i32"), Argument("Q", "i32"))
@@ -126,9 +129,9 @@ class Plan:
         self.lookup = [Launch("look_up", "sequences", (Variant(self.add(kernel), ("sequences", 1, 1), places),))]
 
     def to_json(self, resources: dict[str, dict[str, Any]], program: p.Program, peaks: list[float]) -> str:
-        """What the runtime reads; `resources` says of each kernel's label how it is launched.
+        """The plan as the runtime reads it; `resources` has the launch parameters of each kernel by label.
 
-        `peaks` are the target's GB/s of memory, int8 GOPS, f32 and bf16 GFLOPS.
+        `peaks` are the target's memory GB/s, int8 GOPS, f32 and bf16 GFLOPS.
         """
         data = {
             "abi": GPU_ABI,
@@ -153,7 +156,7 @@ class Plan:
 
 
 def _launch_json(launch: Launch, kernels: dict[str, Kernel]) -> dict[str, Any]:
-    """One launch; arguments in the order the kernel takes them."""
+    """One launch, with arguments in the kernel's order."""
     variants = [
         {
             "kernel": v.kernel,

@@ -1,4 +1,4 @@
-"""The launches that a Program's calls become: kernels chosen for their formats and shapes."""
+"""Turns the calls of a Program into kernel launches, choosing kernels for their formats and shapes."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ from qcompile.errors import PassError, UnsupportedError
 from qcompile.numerics import HIER_GROUP, groups_of
 
 APPENDED = ((8, 1), (128, 4), (0, 8))
-"""Most rows of a step (0: any number), and tokens of a program that appends: fastest on an H200."""
+"""Most rows of a step (0: any number), and the tokens per program that append them fastest on an H200."""
 ROUNDING = ((8, 4, 8), (0, 2, 0))
-"""Most rows of a step, shares that a group is rounded in, and programs of a row for each KV head at least."""
+"""Most rows of a step (0: any number), AppendSpec.shares, and fewest programs per row and KV head."""
 QUANTIZE_PART, MIN_PART = 1024, 32
-"""Most and least elements of a row per program where several programs quantize it: powers of two."""
+"""Most and fewest elements per program if several programs quantize one row: powers of two."""
 _Shape = tuple[str, int, int]  # packing, N, K
 
 
 def kv_of(program: p.Program) -> GpuKV:
-    """The pages of a program's cache as GPU kernels lay them out. UnsupportedError for formats without kernels."""
+    """The layout of a program's KV pages for GPU kernels. UnsupportedError for formats without kernels."""
     return GpuKV(program.kv.format, program.kv.kv_heads, program.kv.head_dim, program.kv.page_tokens)
 
 
 def make_plan(program: p.Program, capability: int, split: int = 0, inline_asm: bool = True) -> Plan:
     """The plan of a program for a compute capability.
 
-    Splits of attention have `split` positions, or as many as codegen/tiles.py says. `inline_asm` False gives kernels
+    Attention splits have `split` positions; 0 takes the number from codegen/tiles.py. `inline_asm` False gives kernels
     for Triton's interpreter. Raises UnsupportedError naming the call that has no GPU kernel.
     """
     kv = kv_of(program)
@@ -73,31 +73,31 @@ def make_plan(program: p.Program, capability: int, split: int = 0, inline_asm: b
 class _Maker:
     def __init__(self, program: p.Program, plan: Plan, inline_asm: bool) -> None:
         self.program, self.plan, self.asm = program, plan, inline_asm
-        # Without inline assembly kernels are rendered as for a GPU without programmatic dependent launch.
+        # Without inline assembly, kernels are rendered for a capability without programmatic dependent launch (PDL).
         self.capability = plan.capability if inline_asm else 80
-        self.gated: dict[str, str] = {}  # buffers that hold bf16 gate and up columns, and the gate's act
-        self.amax_parts: dict[str, dict[int, Any]] = {}  # of buffers quantized next: amax values of a row, by most rows
-        self.norms: dict[str, p.NormHeads] = {}  # of queries and keys that are appended next
-        self.appended: int | None = None  # the layer whose keys and values are staged
-        self.merged: set[str] = set()  # buffers whose amax the merge kernels store, so no prefill does
+        self.gated: dict[str, str] = {}  # buffers with bf16 gate and up columns: the activation
+        self.amax_parts: dict[str, dict[int, Any]] = {}  # by buffer quantized next: most rows -> amax values per row
+        self.norms: dict[str, p.NormHeads] = {}  # norms to fuse into the next append, by part (q, k)
+        self.staged_layer: int | None = None  # the layer whose keys and values are in the staging buffer
+        self.amax_from_merge: set[str] = set()  # buffers whose amax merge kernels store (not prefill kernels)
         self.experts = Experts(program, plan, self.capability, inline_asm, self.ref)
-        self.chain: list[p.Route] = []  # steps of a router so far
-        self.after: p.Call | None = None  # the call that comes next
-        self.done: p.Call | None = None  # a call that the one before it has done too
+        self.route_chain: list[p.Route] = []  # consecutive steps of a router so far
+        self.next_call: p.Call | None = None  # the call after the current one
+        self.fused_next: p.Call | None = None  # a call that was fused into the one before it
 
     def add(self, call: p.Call, after: p.Call | None) -> None:
-        """Append the launches of one call; `after` comes next, and may quantize what it makes."""
+        """Append the launches of one call; `after` is the next call, which may quantize its result."""
         changed = call.x if isinstance(call, p.NormHeads) else getattr(call, "out", None)
         self.experts.wrote(changed)
-        if call is self.done:
+        if call is self.fused_next:
             return
-        self.after = after
+        self.next_call = after
         if isinstance(call, p.Gemm | p.Attention) and isinstance(after, p.Quantize) and after.x == call.out:
             spec = self.written(after.out, RowSpec(self.program.buffer(after.out).width, 0, 0))
             if not (spec.group or spec.sums or spec.width % MIN_PART):
                 self.amax_parts[after.x] = {}
         if isinstance(call, p.Route):
-            self.chain.append(call)
+            self.route_chain.append(call)
             if isinstance(after, p.Route):
                 return
         make: Callable[[Any], Iterator[Launch]] = getattr(self, f"_{call.kernel}", self._unknown)
@@ -113,16 +113,16 @@ class _Maker:
     def _unknown(self, call: p.Call) -> Iterator[Launch]:
         raise UnsupportedError(f"operator {call.kernel} has no GPU kernel yet")
 
-    # ---- places -------------------------------------------------------------------------------
+    # ---- operands -----------------------------------------------------------------------------
 
     def ref(self, name: str, part: str = "", column: int = 0) -> Ref:
-        """Address of a buffer; of a q8 buffer's `scale` or `sums`."""
+        """Address of a buffer from `column` on, or of a q8 buffer's `scale` or `sums` (`part`)."""
         b = self.program.buffer(name)
         extra = {"": 0, "scale": b.stride, "sums": b.stride + 4 * b.scales}[part]
         return [b.rows, b.offset + extra, *([4 * column] if column else [])]
 
     def rows(self, spec: RowSpec, name: str, x: Ref, out: str, more: dict[str, Ref]) -> Launch:
-        """A launch of a row kernel, one program for each row of `out`."""
+        """A launch of a row kernel, spec.blocks programs for each row of `out`."""
         kernel = spec.kernel(self.capability)
         b = self.program.buffer(out)
         args = {"x": x, "out": self.ref(out)}
@@ -133,11 +133,11 @@ class _Maker:
         return Launch(name, b.rows, (Variant(self.plan.add(kernel), grid, args),))
 
     def written(self, out: str, base: RowSpec) -> RowSpec:
-        """`base` writing to the buffer `out` in its dtype, with sums where one covers the row."""
+        """`base`, writing to the buffer `out` in its dtype, with the sum of codes if the row has only one."""
         b = self.program.buffer(out)
         if b.dtype != "q8":
             return replace(base, out=b.dtype, out_stride=b.stride)
-        # Sums of codes serve kernels that subtract zero points at the end; those for groups do not.
+        # GEMMs with one scale per row subtract zero points at the end by this sum; those with groups do not need it.
         kind, sums = b.kind, b.groups == 1 and not b.kind.group
         more: dict[str, Any] = {"top": kind.top, "group": kind.group, "last_top": kind.last_top}
         more["row_scales"] = b.scales if b.scales != groups_of(b.width, kind.group) else 0
@@ -199,16 +199,16 @@ class _Maker:
         else:
             spec = self.plain(c.x, c.out)
         launch = self.rows(spec, c.name, self.ref(c.x), c.out, {})
-        known = [self._in_parts(launch, spec, most, count) for most, count in self.amax_parts.get(c.x, {}).items()]
+        known = [self._parts_variant(launch, spec, most, count) for most, count in self.amax_parts.get(c.x, {}).items()]
         part = math.gcd(spec.width, QUANTIZE_PART)
         if spec.group and part < spec.width and part % spec.group == 0 and not act and spec.last_top == spec.top:
-            known.append(self._in_parts(launch, spec, gemm.DECODE_TOKENS))
+            known.append(self._parts_variant(launch, spec, gemm.DECODE_TOKENS))
         full = replace(launch, variants=(*known, *launch.variants))
         by_class = [replace(full, by="decode_tokens"), replace(launch, by="other_tokens")]
-        yield from by_class if c.x in self.merged else [full]
+        yield from by_class if c.x in self.amax_from_merge else [full]
 
-    def _in_parts(self, launch: Launch, spec: RowSpec, most: int, amax_parts: int = 0) -> Variant:
-        """Several programs per row, for up to `most` rows: parts are whole groups, or the row's amax is known."""
+    def _parts_variant(self, launch: Launch, spec: RowSpec, most: int, amax_parts: int = 0) -> Variant:
+        """For up to `most` rows, several programs per row: parts are whole groups, or the row's amax is known."""
         parts = spec.width // math.gcd(spec.width, QUANTIZE_PART)
         kernel = replace(spec, width=spec.width // parts, blocks=parts, amax_parts=amax_parts).kernel(self.capability)
         whole = launch.variants[0]
@@ -229,16 +229,16 @@ class _Maker:
             yield self.rows(self.written(c.out, RowSpec(b.width, b.width, 0)), f"{c.name}.quantize", out, c.out, {})
 
     def _route(self, c: p.Route) -> Iterator[Launch]:
-        chain, self.chain = self.chain, []
+        chain, self.route_chain = self.route_chain, []
         yield from self.experts.route(chain)
 
     def _expert_gemm(self, c: p.ExpertGemm) -> Iterator[Launch]:
         yield from self.experts.gemm(c)
 
     def _combine(self, c: p.Combine) -> Iterator[Launch]:
-        other = self.experts.addend(c, self.after)
-        after = self.after if other is not None and isinstance(self.after, p.Elementwise) else None
-        self.done = after
+        other = self.experts.addend(c, self.next_call)
+        after = self.next_call if other is not None and isinstance(self.next_call, p.Elementwise) else None
+        self.fused_next = after
         yield from self.experts.combine(c, after, other)
 
     def _take_rows(self, c: p.TakeRows) -> Iterator[Launch]:
@@ -277,7 +277,7 @@ class _Maker:
         if x.stride != k:
             raise UnsupportedError(f"{c.k} inputs are filled up to {x.stride} for another weight, this one takes {k}")
         act = ops.GATED.get(c.epilogue)
-        scattered = act is not None and bool(c.blocks)  # gate and up meet only in memory
+        scattered = act is not None and bool(c.blocks)  # rows of gate and up are apart: the GEMM cannot fuse the gate
         if act is not None and c.out is not None and scattered:
             self.gated[c.out] = act
         options = {
@@ -293,7 +293,7 @@ class _Maker:
         stored = c.n // 2 if act else c.n
         stride = stored if c.out is None or scattered else self.program.buffer(c.out).stride
         if stride != stored:
-            # Behind the outputs come zeros, for which there is no bias, or nothing where rows scatter.
+            # Columns after the outputs get zeros, but there is no bias for them; kernels that scatter rows skip them.
             if act or (not c.blocks and (c.bias is not None or stride > n)):
                 raise UnsupportedError(f"{stored} outputs are not whole blocks")
             options["width"] = stride
@@ -315,13 +315,13 @@ class _Maker:
     def _gemm_variant(
         self, shape: _Shape, most: int, rows: str, refs: dict[str, Ref], options: dict[str, Any], amax: Any
     ) -> Variant:
-        """For up to `most` rows (0: any number) of a weight; `amax`, if any, gets the number of amax values stored."""
+        """For up to `most` rows (0: any number); `amax`, if any, gets the number of partial amax values per row."""
         packing, n, k = shape
         tile = tiles.choose_batch_invariant(packing, n, k, most or tiles.LARGE_M, self.capability)
         if not self.asm and tile.gemv:
-            tile = replace(tile, rows=32)  # an interpreter takes programs one after the other
+            tile = replace(tile, rows=32)  # the interpreter runs programs one after the other, so fewer are faster
         spec = gemm.KernelSpec(packing, n, k, tile, **options)
-        # Integer split-K sums are left at zero for the next launch; float ones are not, so they have a buffer each.
+        # A split-K kernel resets integer sums to zero for the next launch, float ones not: two workspaces.
         places = {"sums": "float_sums" if spec.float_sum else "sums", "arrived": "arrived"}
         for name, (items, dtype) in spec.workspace(most or MOST_ROWS).items():
             self.plan.need(places[name], items * dtype.itemsize)
@@ -379,34 +379,34 @@ class _Maker:
             every = []
             for most, shares, each in ROUNDING:
                 one = replace(spec, shares=shares, rounding=each * spec.kv.heads)
-                every.append(self._appending(one, most, args))
+                every.append(self._append_variant(one, most, args))
             yield Launch(c.name, "decode_tokens", tuple(every))
             yield from self._append_staged(c, replace(spec, staged=True), args)
         else:
-            every = [self._appending(replace(spec, tokens=tokens), most, args) for most, tokens in APPENDED]
+            every = [self._append_variant(replace(spec, tokens=tokens), most, args) for most, tokens in APPENDED]
             yield Launch(c.name, "tokens", tuple(every))
 
-    def _appending(self, spec: AppendSpec, most: int, args: dict[str, Ref]) -> Variant:
-        """A variant for up to `most` rows, one program for each head and so many tokens."""
+    def _append_variant(self, spec: AppendSpec, most: int, args: dict[str, Ref]) -> Variant:
+        """A variant for up to `most` rows: one program per head and spec.tokens tokens."""
         each: Size = ["tokens", spec.tokens] if spec.tokens > 1 else "tokens"
         return Variant(self.plan.add(spec.kernel(self.capability)), (each, spec.programs, 1), args, most)
 
     def _append_staged(self, c: p.RopeAppend, spec: AppendSpec, args: dict[str, Ref]) -> Iterator[Launch]:
-        """Appending in long steps: keys and values are staged, as they may exceed the ring; then groups are rounded."""
-        self.appended = c.layer
+        """Appends in long steps: stages keys and values, as they may not all fit the ring, then rounds groups."""
+        self.staged_layer = c.layer
         args = args | self._staged_args()
-        every = [self._appending(replace(spec, tokens=tokens), most, args) for most, tokens in APPENDED]
+        every = [self._append_variant(replace(spec, tokens=tokens), most, args) for most, tokens in APPENDED]
         yield Launch(f"{c.name}.fresh", "other_tokens", tuple(every))
         rounding = StagedSpec(spec.kv, to_ring=False)
         grid: tuple[Size, Size, Size] = (["queries", HIER_GROUP], rounding.programs, "sequences")
         variant = Variant(self.plan.add(rounding.kernel(self.capability)), grid, args)
         yield Launch(f"{c.name}.round", "other_tokens", (variant,))
 
-    def _keep_staged(self, c: p.Attention) -> Iterator[Launch]:
-        """After attention in long steps: copy the newest staged groups to the ring."""
-        if self.appended != c.layer:
+    def _copy_to_ring(self, c: p.Attention) -> Iterator[Launch]:
+        """After attention in long steps: copies the newest staged groups to the ring."""
+        if self.staged_layer != c.layer:
             raise UnsupportedError("attention over a hierarchical cache reads once what its layer has just appended")
-        self.appended, spec = None, StagedSpec(self.plan.kv, to_ring=True)
+        self.staged_layer, spec = None, StagedSpec(self.plan.kv, to_ring=True)
         args = {**self._step_args(c.layer), **self._staged_args(), "M": ["count", "tokens"]}
         grid: tuple[Size, Size, Size] = (["tokens", spec.tokens], spec.programs, 1)
         variant = Variant(self.plan.add(spec.kernel(self.capability)), grid, args)
@@ -420,7 +420,7 @@ class _Maker:
     def _attention(self, c: p.Attention) -> Iterator[Launch]:
         kv, stride = self.plan.kv, self.program.buffer(c.q).stride
         base = AttentionSpec(kv, c.heads, stride, c.scale, c.window, c.softcap, self.plan.split, inline_asm=self.asm)
-        # Centering keys shifts all scores of a query alike: without a cap or sinks, softmax is invariant to that.
+        # Centered keys shift all scores of a query by one constant, which changes softmax only with a cap or sinks.
         base = replace(base, centered=bool(c.center and (c.softcap or c.sinks)), sinks=c.sinks is not None)
         base = replace(base, bias_positions=self.program.max_position if c.key_bias else 0)
         args = {"q": self.ref(c.q, column=c.q_offset), "out": self.ref(c.out), **self._step_args(c.layer)}
@@ -441,15 +441,15 @@ class _Maker:
             yield Launch(c.name if work == "coarse" else f"{c.name}.{work}", work, variants)
         yield from self._merges(c, args)
         if kv.hierarchical:
-            yield from self._keep_staged(c)
+            yield from self._copy_to_ring(c)
 
     def _merges(self, c: p.Attention, args: dict[str, Ref]) -> Iterator[Launch]:
-        """Kernels that merge splits; where the result is quantized next, they store the amax of each head."""
+        """Kernels that merge splits; if the result is quantized next, they also store each head's amax."""
         kv, amax = self.plan.kv, self.amax_parts.get(c.out)
         if amax is not None:
             args = args | {"amax": self.plan.need("amax", 8 * c.heads, "tokens")}
             amax[gemm.DECODE_TOKENS] = 2 * c.heads
-            self.merged.add(c.out)
+            self.amax_from_merge.add(c.out)
         base = MergeSpec(kv, c.heads, window=c.window, split=self.plan.split, amax=amax is not None)
         base = replace(base, sinks=c.sinks is not None)
         for leaves, extra in ((1, ""), (kv.leaves, "fine_"))[: 1 + bool(kv.fine_splits)]:
@@ -462,25 +462,25 @@ class _Maker:
             yield Launch(f"{c.name}.{extra}groups", f"{extra}groups", (Variant(groups, ("tokens", c.heads, 1), args),))
 
     def _decode_attention(self, base: AttentionSpec, args: dict[str, Ref]) -> list[Variant]:
-        """Variants for up to MOST_QUERIES query positions a sequence: the fewer, the fewer rows per program."""
+        """Variants for up to MOST_QUERIES query positions per sequence; fewer positions have fewer rows per program."""
         found: list[Variant] = []
         for queries in range(1, MOST_QUERIES + 1):
             spec = for_queries(base, queries)
             programs, parts = -(-queries // spec.queries), "shares" if spec.multi_split else "slots"
             grid: tuple[Size, Size, Size] = (base.kv.heads * programs, "sequences", parts)
             found.append(Variant(self.plan.add(spec.kernel(self.capability)), grid, args, queries))
-        # Consecutive variants that are the same become one.
+        # Drop a variant if the next one has the same kernel and grid.
         same = zip_longest(found, found[1:])
         return [a for a, b in same if b is None or (a.kernel, a.grid) != (b.kernel, b.grid)]
 
     def _step_args(self, layer: int) -> dict[str, Ref]:
-        """What finds a token's page."""
+        """Arguments of every kernel that accesses pages."""
         names = {name: ["input", name] for name in ("positions", "block_table")}
         pages: dict[str, Ref] = {name: ["kv", layer] for name in ("kv", "kv_words", "kv_full")}
         return {**names, **pages, "table_stride": ["count", "table_stride"]}
 
     def finish(self) -> None:
-        """The kernel that feeds a greedy step's tokens to the next step."""
+        """Adds the kernel that feeds the tokens of a greedy step to the next step."""
         arguments = tuple(Argument(n, "*i32") for n in ("argmax", "token_ids", "positions", "decoded", "counter"))
         arguments = (*arguments, Argument("M", "i32"))
         source = render_template("advance.py.jinja", arguments=arguments, block=1024)
@@ -491,6 +491,6 @@ class _Maker:
 
 
 def _vectors(weight: str | None, bias: str | None) -> dict[str, Ref]:
-    """References to a weight vector and a bias where there are."""
+    """References to a weight vector and a bias, if they exist."""
     named = {"weight": weight, "bias": bias}
     return {role: ["weight", name] for role, name in named.items() if name is not None}

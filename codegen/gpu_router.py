@@ -1,4 +1,7 @@
-"""GPU kernels of routers: scores in float32, the choice of experts, and slots sorted by expert for the grouped GEMM."""
+"""GPU kernels of routers: float32 scores, the choice of experts, sorting of slots by expert, sums over slots.
+
+A slot is one (token, chosen expert) pair.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,20 @@ from qcompile.errors import UnsupportedError
 
 WARPS = 4
 MOST_SCORES = 1024
-"""Most scores of a token that one warp handles."""
+"""Most scores per token, which one warp handles."""
 
 
 def room(count: int) -> int:
-    """The least power of two that is at least `count`."""
+    """The smallest power of two not below `count`."""
     return 1 << (max(count, 1) - 1).bit_length()
 
 
 @dataclass(frozen=True)
 class ScoresSpec:
-    """out[M, N] = x[M, K] . w[N, K]^T (+ bias) in float32 without the tensor cores: for the small N of a router.
+    """out[M, N] = x[M, K] . w[N, K]^T (+ bias) in float32 without tensor cores, for the small N of a router.
 
-    A program does `tokens` rows of x and as many of w; strides are elements. The order of summation does not depend on
-    `tokens`.
+    A program computes `tokens` rows of x by as many rows of w. Strides are in elements. The order of summation does not
+    depend on `tokens`.
     """
 
     n: int
@@ -37,7 +40,7 @@ class ScoresSpec:
 
     @property
     def rows(self) -> int:
-        """Rows of w that a program does."""
+        """Rows of w per program."""
         return self.tokens
 
     @property
@@ -47,7 +50,7 @@ class ScoresSpec:
 
     @property
     def programs(self) -> int:
-        """Programs for the rows of w."""
+        """Programs over the rows of w."""
         return -(-self.n // self.rows)
 
     def kernel(self, capability: int) -> Kernel:
@@ -62,10 +65,10 @@ class ScoresSpec:
 
 @dataclass(frozen=True)
 class RouteStep:
-    """One step of a router, as program.Route, on `width` numbers a token, which makes `made`.
+    """One step of a router, see program.Route: from `width` numbers per token it makes `made`.
 
-    `x` and `index` are numbers of earlier steps whose values it goes by, or None: then it reads memory, rows `x_stride`
-    and `index_stride` elements apart. What it makes is stored `out_stride` elements apart, or not at all (0).
+    `x` and `index` are numbers of earlier steps whose results it uses, or None to read memory, with rows `x_stride` and
+    `index_stride` elements apart. Rows of the result are stored `out_stride` elements apart, or not at all (0).
     """
 
     kind: str
@@ -80,15 +83,15 @@ class RouteStep:
 
     @property
     def run(self) -> int:
-        """Scores of a group, where groups are limited."""
+        """Scores per group (limit_groups)."""
         return self.width // int(self.numbers[0])
 
 
 @dataclass(frozen=True)
 class RouteSpec:
-    """Consecutive steps of a router, fused: one warp takes all of them for one token.
+    """Consecutive steps of a router, fused: one warp computes all of them for one token.
 
-    The kernel's arguments are, by the number of a step that needs them, x, index and out.
+    The kernel's arguments are x, index and out, each with the number of the step that needs it.
     """
 
     steps: tuple[RouteStep, ...]
@@ -120,10 +123,10 @@ class RouteSpec:
 
 @dataclass(frozen=True)
 class BlocksSpec:
-    """Sorts slots by expert, in blocks of up to `tokens`, given index [M, stride] with `slots` experts per token.
+    """Sorts slots by expert, in blocks of up to `tokens` slots, given index [M, stride] with `slots` experts per token.
 
-    `order` gets the slots (token * slots + slot) sorted by expert, then by number. `blocks` [.., 3] gets per block an
-    expert, and where its slots begin and end in `order`; -1 after the last block. One program per expert.
+    `order` gets the slot numbers (token * slots + slot) sorted by expert, then by number. `blocks` [.., 3] gets for
+    each block its expert, and its begin and end in `order`; -1 after the last block. One program per expert.
     """
 
     experts: int
@@ -135,7 +138,7 @@ class BlocksSpec:
 
     @property
     def grid(self) -> Size:
-        """An upper bound of the number of blocks of a step's tokens."""
+        """An upper bound on the number of blocks, as a grid size."""
         if self.most <= self.tokens:
             return ["tokens", 1, self.slots, 0]
         times = -(-self.slots // self.tokens)
@@ -143,7 +146,7 @@ class BlocksSpec:
 
     @property
     def list(self) -> int:
-        """Entries of `blocks`, the unused ones included."""
+        """Entries of `blocks`, including unused ones."""
         return grid_size(self.grid, {"tokens": self.most})
 
     @property
@@ -163,9 +166,9 @@ class BlocksSpec:
 
 @dataclass(frozen=True)
 class CombineSpec:
-    """out[t] = sum over slots s, in order, of x[t, s] (times scores[t, s]); f32, x a row of `slots` of `width` columns.
+    """out[t] = sum over slots s, in order, of x[t, s] (times scores[t, s]), f32; x has rows of `slots` times `width`.
 
-    Then it is added to `other`, where that has a stride. Strides are elements.
+    If `other_stride` is not 0, the buffer `other` is added to it. Strides are in elements.
     """
 
     slots: int
@@ -173,14 +176,14 @@ class CombineSpec:
     x_stride: int
     out_stride: int
     score_stride: int = 0
-    """0 where there are no scores."""
+    """0 if there are no scores."""
     other_stride: int = 0
 
     PART = 512
 
     @property
     def programs(self) -> int:
-        """Programs of a row."""
+        """Programs per row."""
         return -(-self.width // self.PART)
 
     def kernel(self, capability: int) -> Kernel:

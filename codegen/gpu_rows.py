@@ -1,4 +1,4 @@
-"""GPU kernels for rows by themselves: embeddings, norms, elementwise maps, quantization; one template for all."""
+"""GPU kernels that treat rows independently: embeddings, norms, elementwise maps, quantization, Hadamard, argmax."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from qcompile.ops import GATE_BLOCK
 
 MAX_WIDTH = 1 << 16
 ARGMAX_PART = 4096
-"""Logits one program searches for the largest."""
+"""Logits per program in the search for the largest."""
 MIN_BLOCK = 32
 PDL_EARLY_ROWS = 8
-"""Up to so many rows, a row kernel triggers the launch of the next kernel before it waits (PDL)."""
+"""Most rows for which a row kernel triggers the next kernel's launch before it waits for the previous one (PDL)."""
 _TYPES = {"f32": "*fp32", "bf16": "*bf16", "q8": "*i8"}
 
 
@@ -24,15 +24,17 @@ _TYPES = {"f32": "*fp32", "bf16": "*bf16", "q8": "*i8"}
 class RowSpec:
     """out[row] = write(norm(map(load(x, row)))) for rows of `width` elements; strides are elements.
 
-    load: the row, the row `index[row]` (`indexed`; at most the `last`, if given), or act(gate) * up of 2 `width` bf16
-    columns whose blocks alternate (`gated` names the act). map: `unary` (or xielu, by a `curve`), kept within `low` and
-    `high`, plus `offset`, then add or mul (`binary`) with the vector `weight` or with the buffer `other`, or mul_row
-    with the one column of that, then times `factor`. norm: rms or layer, with weight and bias. write: f32, bf16, or q8:
-    codes within ±`top` in int8, a scale a row, and with `sums` the sum of the codes; with `group` a scale for so many
-    columns (`row_scales` from row to row, where there is room for more), codes of the last group within ±`last_top`.
-    With `blocks` > 1 a row holds so many blocks of `width`, each a program of its own (of whole groups, if any). With
-    `amax_parts` all blocks share one scale: the kernels before stored so many partial amax values of the row. With
-    `plain_stride` the row is also stored as f32, before quantization.
+    load: the row, the row `index[row]` (`indexed`; limited to `last`, if given), or act(gate) * up of 2 `width` bf16
+    columns in alternating blocks of gate and up (`gated` names the activation). map: `unary` (or xielu, with parameters
+    `curve`), clamp to `low` and `high`, plus `offset`, then `binary` (add or mul with the vector `weight` or the buffer
+    `other`, or mul_row with the single column of `other`), then times `factor`. norm: rms or layer, with weight and
+    bias. write: f32, bf16, or q8: int8 codes within +-`top`, one scale per row, and with `sums` the sum of the codes;
+    with `group` one scale per that many columns, codes of the last group within +-`last_top`, and scales of rows
+    `row_scales` apart if rows have room for more scales than they need.
+
+    With `blocks` > 1 a row consists of that many blocks of `width`, one program each (whole groups, if any). With
+    `amax_parts` all blocks share one scale, from that many partial amax values that earlier kernels stored for the row.
+    With `plain_stride` the row is also stored as f32 (`plain`), before quantization.
     """
 
     width: int
@@ -69,7 +71,7 @@ class RowSpec:
 
     @property
     def title(self) -> str:
-        """What the source says it is."""
+        """Title of the generated source."""
         parts = ["take" if self.indexed else "", self.gated and f"{self.gated} gate", self.unary, self.binary]
         parts += ["clamp" if self.clamped else "", "shift" if self.offset else ""]
         parts += ["scale" if self.factor != 1.0 else "", self.norm and f"{self.norm} norm"]
@@ -78,17 +80,17 @@ class RowSpec:
 
     @property
     def clamped(self) -> bool:
-        """Whether there are bounds."""
+        """Whether values are clamped."""
         return self.low is not None or self.high is not None
 
     @property
     def deferred_norm(self) -> bool:
-        """Whether the norm is folded into the scales: it multiplies all of a row alike, so it does not change codes."""
+        """Whether the norm's factor is folded into the scales: one factor for the whole row does not change codes."""
         return self.norm == "rms" and self.out == "q8" and not self.bias
 
     @property
     def scales(self) -> int:
-        """Scales of a row."""
+        """Scales per row."""
         return groups_of(self.width, self.group)
 
     def kernel(self, capability: int) -> Kernel:
@@ -121,9 +123,9 @@ class RowSpec:
 
 
 def in_blocks(width: int, most: int = 0) -> dict[str, Any]:
-    """Fields of a RowSpec of an elementwise map: rows of more than `most` elements are cut into blocks.
+    """RowSpec fields for an elementwise map that divide rows of more than `most` elements into blocks.
 
-    Rows that have no blocks of a good size stay whole.
+    Rows that do not divide into blocks of at least MIN_BLOCK elements stay whole.
     """
     part = math.gcd(width, ARGMAX_PART)
     return {"width": part, "blocks": width // part} if width > most and part >= MIN_BLOCK else {"width": width}
@@ -131,10 +133,10 @@ def in_blocks(width: int, most: int = 0) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class HadamardSpec:
-    """out[row] = x[row] with each `block` columns times a Hadamard matrix / sqrt(block), f32, one program a row.
+    """out[row] = x[row] with each `block` columns times a Hadamard matrix / sqrt(block), f32, one program per row.
 
-    x is f32, or with `gated` act(gate) * up of bf16 columns as in RowSpec. `core` is the order of what is left of the
-    matrix without its doublings, an argument (f32, row-major) where that is more than 1. See qcompile.hadamard.
+    x is f32, or with `gated` act(gate) * up of bf16 columns as in RowSpec. `core` is the order of the matrix whose
+    repeated doubling gives the Hadamard matrix; if not 1, it is an argument (f32, row-major). See qcompile.hadamard.
     """
 
     width: int
@@ -149,12 +151,12 @@ class HadamardSpec:
 
     @property
     def title(self) -> str:
-        """What the source says it is."""
+        """Title of the generated source."""
         return f"Rows of {self.width}: {self.gated and f'{self.gated} gate, '}turned in blocks of {self.block}"
 
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""
-        least = 16 if self.core > 1 else 1  # the smallest side of a dot product
+        least = 16 if self.core > 1 else 1  # the smallest side of tl.dot
         rows, columns = (max(1 << (side - 1).bit_length(), least) for side in (self.width // self.core, self.core))
         arguments = [Argument("x", "*bf16" if self.gated else "*fp32"), Argument("out", "*fp32")]
         arguments += [Argument("core", "*fp32")] * (self.core > 1)
@@ -174,7 +176,7 @@ class HadamardSpec:
 
 
 class Columns(NamedTuple):
-    """Columns of rows `stride` elements apart."""
+    """A source of columns, with rows `stride` elements apart."""
 
     width: int
     stride: int
@@ -182,7 +184,7 @@ class Columns(NamedTuple):
 
 @dataclass(frozen=True)
 class GatherSpec:
-    """out[row, i] = what index[i], int32, finds in the sources' columns one after another, zero where negative; f32."""
+    """out[row, i] = column index[i] (int32) of the concatenated sources, or 0 if index[i] is negative; f32."""
 
     width: int
     out_stride: int
@@ -192,12 +194,12 @@ class GatherSpec:
 
     @property
     def title(self) -> str:
-        """What the source says it is."""
+        """Title of the generated source."""
         return f"{self.width} columns out of {', '.join(str(source.width) for source in self.sources)}"
 
     @property
     def programs(self) -> int:
-        """Programs of a row."""
+        """Programs per row."""
         return -(-self.width // self.PART)
 
     def kernel(self, capability: int) -> Kernel:
@@ -210,7 +212,7 @@ class GatherSpec:
 
 
 def argmax_kernel(vocab: int, parts: int, final: bool, capability: int) -> Kernel:
-    """argmax of each row of logits [rows, vocab]: the largest of each of `parts` parts, or with `final` of those."""
+    """argmax of each row of logits [rows, vocab]: first that of each of `parts` parts, then (`final`) of those."""
     names = ["argmax"] if final else ["logits"]
     arguments = [Argument(n, "*i32" if n == "argmax" else "*fp32") for n in names]
     arguments += [Argument("part_value", "*fp32"), Argument("part_index", "*i32")]

@@ -1,8 +1,8 @@
-"""Checks the machine code of GPU kernels for a register hazard that the assembler does not exclude.
+"""Checks the machine code of GPU kernels for a register hazard that the assembler does not rule out.
 
-wgmma (sm_90) is asynchronous. If its A operand is in registers, nothing may write them before it is done. Kernels that
-unpack weights meanwhile keep the registers alive in their source, and loops that Triton pipelines wait; but it is the
-assembler that allocates registers, and whoever builds an artifact may have another version of it.
+wgmma (sm_90) is asynchronous: if its A operand is in registers, nothing may write them until it is done. Kernels that
+unpack weights meanwhile keep those registers alive in their source, and loops that Triton pipelines wait. But the
+assembler allocates registers, and its version on the machine that builds an artifact may differ from the tested one.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from qcompile.errors import ResourceError
 Instruction = tuple[str, str]
 """Opcode and operands."""
 
-_LEFT_REGISTERS = 4
+_A_REGISTERS = 4
 """32-bit registers of a thread that hold the A operand of one wgmma."""
-_WIDTHS = {"64": 2, "WIDE": 2, "128": 4, "4": 4}
+_REGISTERS_WRITTEN = {"64": 2, "WIDE": 2, "128": 4, "4": 4}
 
 
 def instructions(cubin: bytes) -> list[Instruction]:
-    """A kernel's instructions in order, by the disassembler that comes with Triton. ResourceError where it fails."""
+    """A kernel's instructions in order, from the disassembler in Triton's package. ResourceError if it fails."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        # Control flow analysis takes a third of its time, and changes nothing for code that has labels.
+        # Skip data flow analysis, a third of its time; the labels that `parse` needs are printed without it.
         command = [knobs.nvidia.nvdisasm.path, "-c", "--no-dataflow", file.name]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = parse(done.stdout)
@@ -39,7 +39,7 @@ def instructions(cubin: bytes) -> list[Instruction]:
 
 
 def parse(text: str) -> list[Instruction]:
-    """nvdisasm's output as instructions; loops with wgmma twice, so that their end is checked against their start."""
+    """nvdisasm's output as instructions. Loops with wgmma appear twice, to check their end against their start."""
     lines: list[Instruction] = []
     places: dict[str, int] = {}
     for line in text.splitlines():
@@ -56,20 +56,20 @@ def parse(text: str) -> list[Instruction]:
 
 
 def overwritten(code: Sequence[Instruction]) -> Instruction | None:
-    """The first instruction that writes a register which a wgmma in flight reads; None where there is none."""
-    pending = [set[int]()]  # registers by wgmma group, the newest last
+    """The first instruction that writes a register which a wgmma in flight reads, or None."""
+    pending = [set[int]()]  # A registers by wgmma group, the newest last
     for opcode, operands in code:
         named = [int(number) for number in re.findall(r"\bR(\d+)", operands)]
         if "GMMA" in opcode:
             if not operands.split(",")[1].strip().startswith("gdesc"):
-                pending[-1] |= set(range(named[1], named[1] + _LEFT_REGISTERS))
+                pending[-1] |= set(range(named[1], named[1] + _A_REGISTERS))
             if "gsb0" in operands:
                 pending.append(set())
         elif opcode.startswith("WARPGROUP.DEPBAR"):
             pending = pending[-int(operands.rsplit("0x", 1)[1], 16) - 1 :]
         elif named and operands.startswith("R"):
             width = re.search(r"\.(64|128|4|WIDE)\b", opcode)
-            written = range(named[0], named[0] + (_WIDTHS[width[1]] if width else 1))
+            written = range(named[0], named[0] + (_REGISTERS_WRITTEN[width[1]] if width else 1))
             if set.union(*pending) & set(written):
                 return opcode, operands
     return None

@@ -42,7 +42,7 @@ MIN_SPLIT_INPUTS = 512
 """Least inputs (of K) per split."""
 
 LARGE_M = 1 << 20
-"""A number of rows in the last class of M."""
+"""A number of rows that falls into the last class of M."""
 
 
 def token_classes(format: str) -> list[int]:
@@ -217,9 +217,9 @@ def _limit_gemv_padding(k: int, tile: Tile) -> Tile:
 
 
 def _fit_mixed_widths(n: int, tile: Tile) -> Tile:
-    """`tile` for n packed rows of 8 and of 4 bits: one program has both only in a warp-specialized kernel.
+    """`tile` for n packed 8-bit and 4-bit rows; only in a warp-specialized kernel may one program have both.
 
-    With split_k every warp of a program must have rows.
+    With split_k, every warp of every program must have rows.
     """
     if not tile.unpack_k:
         return replace(tile, rows=min(tile.rows, MIX_ROWS), prefetch_bytes=0)
@@ -237,17 +237,18 @@ def _is_valid(format: str, n: int, k: int, tile: Tile) -> bool:
 
 
 def split_positions(kv: GpuKV) -> int:
-    """Positions of one split of decode attention; the order of summation depends on it alone. Leaves fit registers."""
+    """Positions per split of decode attention, which fixes the order of summation; a leaf fits in registers."""
     return kv.leaves * (64 if kv.dim <= 128 else 32)
 
 
 def decode_attention(base: AttentionSpec) -> dict[str, AttentionSpec]:
-    """Decode attention by how much work a step has: what programs take, and how they load it.
+    """Decode attention kernels by amount of work: positions per program, and how keys and values are loaded.
 
     The names are those of attention_counts (runtime/cuda.py), which chooses by GpuKV's `fine_splits` and `few_splits`.
-    Found by benchmarks/gpu_attention.py on an H200 for heads of 128. Kernels differ only in what is in flight, which no
-    sum depends on. Programs that loop over splits have more registers, and as many of them as all multiprocessors hold;
-    more than 4 bits leave no registers for that. docs/gpu_kernels.md lists what was tried for several queries.
+    Found by benchmarks/gpu_attention.py on an H200 for heads of 128. The kernels differ only in how work is divided and
+    in the loads in flight, on which no sum depends. Programs that loop over splits (as many as all multiprocessors
+    hold) need more registers, which elements of more than 4 bits do not leave. docs/gpu_kernels.md lists what was tried
+    for several queries.
     """
     kv = base.kv
     loops = kv.hierarchical or (kv.bits == 4 and kv.dim <= 128)

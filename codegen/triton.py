@@ -1,7 +1,6 @@
-"""GEMM kernels for NVIDIA GPUs: what a kernel is, rendered from templates/triton/gemm.py.jinja.
+"""GEMM and GEMV kernels for NVIDIA GPUs: their specification, and rendering from templates/triton/gem*.jinja.
 
-A KernelSpec says what to compute and how to tile it. What a kernel means is `reference`, with the arguments
-of the kernel.
+A KernelSpec says what to compute and how to tile it; `reference` computes the same in float64.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from qcompile.ops import GATE_BLOCK
 
 @dataclass(frozen=True)
 class _Layout:
-    item: str  # type the packed codes are read as
+    item: str  # type as which packed codes are read
     block: int  # inputs that are packed together
-    planes: int  # dot products per block, each over adjacent inputs
-    row_items: int  # items of one row and block
+    planes: int  # dot products per block, each over row_items adjacent inputs
+    row_items: int  # items per row and block
     words: float = 0  # 32-bit words of parameters per row and block
     float_x: bool = False  # bf16 activations; else int8
     float_sum: bool = False  # f32 sums; else int32
-    low_plane: bool = False  # a second plane of codes, laid out as the first
+    low_plane: bool = False  # a second tensor of codes, laid out as the first
 
 
 _LAYOUTS = {
@@ -51,11 +50,11 @@ _LAYOUTS = {
 
 @dataclass(frozen=True)
 class Experts:
-    """A grouped GEMM: the rows of weights are those of `count` experts, concatenated; a token has `slots` experts.
+    """A grouped GEMM: the weight has the rows of `count` experts, concatenated, and each token has `slots` experts.
 
-    x has a row per slot (`by_slot`) or per token. out is f32 [tokens, slots * columns], rows `stride` elements apart.
-    Programs take the blocks of gpu_router.BlocksSpec, or in a GEMV single slots: index[token, slot] is the expert, rows
-    `index_stride` elements apart.
+    x has one row per slot (`by_slot`) or per token. out is f32 [tokens, slots * columns], rows `stride` elements apart.
+    A program takes a block of gpu_router.BlocksSpec, or in a GEMV one slot, whose expert is index[token, slot], with
+    rows `index_stride` elements apart.
     """
 
     count: int
@@ -68,7 +67,7 @@ class Experts:
 GEMV_FORMATS = ("qoq_channel", "qoq_g128", "w8_sym_channel", "w4_asym_g128_int8", "nested_8_4", "mxfp4_a8")
 """Formats with a GEMV kernel."""
 BF16_UNPACK_FORMATS = ("w4_asym_g128", "mxfp4")
-"""Formats that are unpacked to bf16, one plane at a time, while the tensor cores work."""
+"""Formats that are unpacked to bf16 one plane at a time, overlapped with MMAs."""
 _ITEM_BYTES = {"i8": 1, "i16": 2, "bf16": 2}
 
 
@@ -76,18 +75,18 @@ _ITEM_BYTES = {"i8": 1, "i16": 2, "bf16": 2}
 class KernelSpec:
     """out[M, N] = x[M, K] . w[N, K]^T (+ bias) (+ residual) for a weight packed as `format` (gpu_pack).
 
-    x is int8 per token, or in groups of 128 with `x_groups` (where sums are floats), or bf16 for bf16, mxfp4 and
-    w4_asym_g128; mxfp4_a8 and w4_asym_g128_a8 read the latter's packings with int8. out and residual are bf16, or f32
-    with `out`. The first `width` columns are stored (0: all N).
+    x is bf16 for bf16, mxfp4 and w4_asym_g128, else int8 with a scale per token, or with `x_groups` per group of 128
+    inputs (only with float sums); mxfp4_a8 and w4_asym_g128_a8 are the int8 kernels of mxfp4 and w4_asym_g128 weights.
+    out and residual have the type `out`. The first `width` columns are stored (0: all N).
 
-    Epilogues: with `gated` (the name of an act) rows of gate and of up alternate in blocks of ops.GATE_BLOCK, and
-    act(gate) * up is stored, `width` columns; with experts gate is clamped to at most `limit`, up to ±limit, and
+    Epilogues: with `gated` (the name of an activation) rows of gate and of up alternate in blocks of ops.GATE_BLOCK,
+    and act(gate) * up is stored, `width` columns; with experts gate is clamped to at most `limit`, up to +-limit, and
     `offset` is added to up. With `amax` (small M, gated) each program also stores the largest magnitude of its part of
     a row, [M, amax_parts], for quantization.
 
-    mix_4_8 has n packed rows, the `wide` rows of 8 bits first, and scatters `width` columns to where they belong. With
-    `experts` (tiles without unpack_k and split_k) a row of x is multiplied by its experts, `width` columns each.
-    `inline_asm` False renders the same kernel for Triton's interpreter, which has no inline assembly.
+    mix_4_8 has n packed rows, the `wide` 8-bit rows first, and scatters `width` columns to their places. With `experts`
+    (tiles without unpack_k and split_k) a row of x is multiplied by its experts, `width` columns each. `inline_asm`
+    False renders the same kernel for Triton's interpreter, which has no inline assembly.
     """
 
     format: str
@@ -112,10 +111,10 @@ class KernelSpec:
             raise UnsupportedError(f"{self.format} takes no activations in groups of 128")
         check_shape(self.n, self.k, self.packing)
         whole = self.tile.rows in (8, 16, 32) if self.gemv else self.tile.rows % 32 == 0
-        # Rows of two widths may leave some warps of the last program without rows.
+        # In mix_4_8 kernels some warps of the last program may have no rows.
         rows = 64 if self.mixed and self.warp_specialized and self.tile.split_k == 1 else self.tile.rows
         even = self.gemv or (self.blocks % self.tile.unroll == 0 and (self.tile.sliced_k == 1 or not self.longer_parts))
-        filled = self.part_blocks > 0 or (self.gemv and not self.float_sum)  # a single step may be padded
+        filled = self.part_blocks > 0 or (self.gemv and not self.float_sum)  # those GEMVs may pad a single step
         if not even or not filled or self.n % rows or not whole:
             raise UnsupportedError(f"weight [{self.n}, {self.k}] in {self.format} does not divide into {self.tile}")
         if self.tile.serial_k > 1 and not self._is_serial_k_supported():
@@ -153,19 +152,19 @@ class KernelSpec:
             raise UnsupportedError(f"experts in {self.format} have no kernel for {self.tile}")
 
     def _is_gemv_supported(self) -> bool:
-        """Whether the GEMV kernel has such a tile: accumulators are integers, or floats of integer sums of groups."""
+        """Whether there is a GEMV kernel for such a tile: integer sums, or float sums of integer sums over groups."""
         if self.tile.split_k > 1 or self.format not in GEMV_FORMATS:
             return False
         return self.tile.unroll == 1 if self.float_sum else self.tile.sliced_k == 1
 
     def _is_serial_k_supported(self) -> bool:
-        """Whether there is a serial_k kernel for such a tile."""
+        """Whether there is a serial_k kernel for the tile."""
         pipelined = not self.tile.unpack_k and not self.mixed and self.format != "mxfp4_a8"  # by Triton
         whole = self.tile.split_k == self.tile.sliced_k == 1 and not self.gemv and not self.experts
         return self.float_sum and whole and (pipelined or self.warp_specialized)
 
     def _is_unpack_k_supported(self) -> bool:
-        """Whether a kernel that overlaps unpacking with the tensor cores has such a tile."""
+        """Whether a kernel that overlaps unpacking with MMAs (unpack_k) supports the tile."""
         tile = self.tile
         whole = tile.rows % (16 * tile.warps) == 0 and tile.warps % 4 == 0 and tile.sliced_k == 1
         if self.gemv or not whole:
@@ -187,19 +186,19 @@ class KernelSpec:
 
     @property
     def warp_specialized(self) -> bool:
-        """Whether producer warps copy and consumer warps multiply."""
+        """Whether producer warps copy to shared memory and consumer warps unpack and multiply."""
         return self.tile.warp_specialized
 
     @property
     def amax_parts(self) -> int:
-        """How many amax values of a row the kernel can store, one for each part that some warps own; or 0."""
+        """Partial amax values per row that the kernel can store, one for each part that some warps own; or 0."""
         if self.gemv:
             return self.n // self.tile.rows
         return self.n // 64 if self.warp_specialized and self.decode and self.tile.split_k == 1 else 0
 
     @property
     def packing(self) -> str:
-        """How the weight is packed."""
+        """The packing of the weight (gpu_pack)."""
         return self.format.removesuffix("_a8")
 
     @property
@@ -220,13 +219,13 @@ class KernelSpec:
 
     @property
     def title(self) -> str:
-        """What the source says it is."""
+        """Title of the generated source."""
         kind = "bf16" if self.float_x else "int8 in groups" if self.x_groups else "int8 per token"
         return f"GEMM of {self.format} weights with {kind} activations, {self.tile}"
 
     @property
     def gemv(self) -> bool:
-        """Whether this is a GEMV: each row of x by itself, without the tensor cores."""
+        """Whether this is a GEMV: each row of x separately, without tensor cores."""
         return self.tile.gemv
 
     @property
@@ -241,68 +240,68 @@ class KernelSpec:
 
     @property
     def blocks(self) -> int:
-        """Blocks of inputs."""
+        """Number of blocks of inputs."""
         return self.k // self.block
 
     @property
     def parts(self) -> int:
-        """Parts of K that are summed separately."""
+        """Number of parts of K that are summed separately."""
         return self.tile.sliced_k * self.tile.split_k * self.tile.serial_k
 
     @property
     def part_unit(self) -> int:
-        """Parts are multiples of so many blocks: whole steps of every kernel with unpack_k."""
+        """Parts of K are multiples of this many blocks, which are whole steps of every kernel with unpack_k."""
         least = 256 // self.block if self.format in BF16_UNPACK_FORMATS and not self.k % 256 else 1
         return max(self.tile.unroll, least)
 
     @property
     def part_blocks(self) -> int:
-        """Blocks of inputs of each part, but for the first `longer_parts`."""
+        """Blocks per part of K, except the first `longer_parts`."""
         return self.blocks // (self.part_unit * self.parts) * self.part_unit
 
     @property
     def longer_parts(self) -> int:
-        """So many parts have `part_unit` blocks more."""
+        """Number of parts, the first ones, with `part_unit` blocks more."""
         return self.blocks // self.part_unit % self.parts
 
     @property
     def part_starts(self) -> tuple[int, ...]:
-        """The first block of each part."""
+        """The first block of each part of K."""
         return tuple(i * self.part_blocks + min(i, self.longer_parts) * self.part_unit for i in range(self.parts))
 
     @property
     def planes(self) -> int:
-        """Dot products a block is taken in."""
+        """Dot products (MMA steps along K) per block."""
         return _LAYOUTS[self.format].planes
 
     @property
     def row_items(self) -> int:
-        """Items of packed codes in one row and block; also the inputs of one plane."""
+        """Items of packed codes per row and block, which is also the number of inputs per plane."""
         return _LAYOUTS[self.format].row_items
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of codes of one row and block."""
+        """Bytes of codes per row and block."""
         return self.row_items * _ITEM_BYTES[_LAYOUTS[self.format].item]
 
     @property
     def float_x(self) -> bool:
-        """Whether activations are bf16 rather than int8 per token."""
+        """Whether activations are bf16 rather than int8."""
         return _LAYOUTS[self.format].float_x
 
     @property
     def float_sum(self) -> bool:
-        """Whether sums are f32 rather than int32: then they depend on the order."""
+        """Whether sums are f32 rather than int32, so that they depend on the order."""
         return _LAYOUTS[self.format].float_sum
 
     @property
     def mixed(self) -> bool:
-        """Whether rows have 8 bits or 4."""
+        """Whether the weight has both 8-bit and 4-bit rows."""
         return self.format == "mix_4_8"
 
     @property
     def low_plane(self) -> bool:
-        """Whether codes come in two planes, of upper and of lower nibbles."""
+        """Whether upper and lower nibbles of codes are separate tensors."""
         return _LAYOUTS[self.format].low_plane
 
     @property
@@ -312,17 +311,17 @@ class KernelSpec:
 
     @property
     def block_words(self) -> float:
-        """32-bit words of group parameters of a row and block."""
+        """32-bit words of group parameters per row and block."""
         return _LAYOUTS[self.format].words
 
     @property
     def step_words(self) -> int:
-        """32-bit words of group parameters of a row in one step."""
+        """32-bit words of group parameters per row and step."""
         return int(_LAYOUTS[self.format].words * self.tile.unroll)
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of shared memory for weights and activations of one stage."""
+        """Bytes of shared memory for the weights and activations of one pipeline stage."""
         tile = self.tile
         if self.gemv:
             return 0
@@ -374,7 +373,7 @@ class KernelSpec:
         return -(-tokens // self.tile.tokens), -(-self.n // self.tile.rows), self.tile.split_k
 
     def workspace(self, tokens: int) -> dict[str, tuple[int, torch.dtype]]:
-        """Items and type of each split_k buffer. They must be zero before the first launch; launches leave them so."""
+        """Items and type of each split_k buffer, initially zero; launches reset `arrived` and integer sums to zero."""
         if self.tile.split_k == 1:
             return {}
         rows = 64 if self.warp_specialized else self.tile.rows
@@ -385,7 +384,7 @@ class KernelSpec:
 
 
 def reference(x: list[Tensor], w: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-    """What a GEMM kernel computes, in float64: x as quantize_activation's parts, w [N, K] dequantized -> [M, N]."""
+    """What a GEMM computes, in float64: x as parts of quantize_activation, w [N, K] dequantized; returns [M, N]."""
     values = x[0].double()
     if len(x) > 1:
         scale = x[1].double()
@@ -407,12 +406,12 @@ def render(spec: KernelSpec) -> str:
 
 
 def _registers(spec: KernelSpec) -> tuple[int, list[int]]:
-    """Maximum registers per thread (0: no limit), and for a warp-specialized kernel those of its other warp groups.
+    """Maximum registers per thread (0: no limit), and for a warp-specialized kernel those of each later warp group.
 
-    There the former is the average over warps, and the latter are for every warp group but the first. Two programs of
-    64 rows share a multiprocessor of sm_90, or four in a grid of more. Room for more programs than the grid has is no
-    gain: with programmatic dependent launch the next kernel would crowd the multiprocessors that this one leaves first.
-    Of GEMV programs of one warp, which use it too, 16 fit, so that most weights are loaded at once.
+    There the former is the average over all warps. The limits let two programs of 64 rows share an sm_90
+    multiprocessor, or four if the grid has more programs. Room for more than the grid has is no gain: with programmatic
+    dependent launch, the next kernel would crowd onto the multiprocessors that this one leaves first. Of GEMV programs
+    of one warp, which use it too, 16 fit, so that most weights are being loaded at once.
     """
     if not spec.warp_specialized:
         return 128 if spec.gemv and spec.pdl and spec.tile.warps == 1 else 0, []
@@ -425,7 +424,7 @@ def _registers(spec: KernelSpec) -> tuple[int, list[int]]:
 def kernel(spec: KernelSpec) -> Kernel:
     """The kernel as it is compiled."""
     tile = spec.tile
-    # Triton is told of the first warp group of a warp-specialized kernel.
+    # For a warp-specialized kernel, Triton's num_warps is that of the first warp group.
     how = (4 if spec.warp_specialized else tile.warps, tile.stages, spec.pdl)
     most, _ = _registers(spec)
     return Kernel(spec.name, render(spec), tuple(spec.arguments), *how, most_registers=most)
@@ -437,5 +436,5 @@ def load(spec: KernelSpec) -> Any:
 
 
 def compile_for(spec: KernelSpec, capability: int) -> Compiled:
-    """`spec` compiled for compute capability `capability` (80, 89, 90, 100), as an artifact carries it."""
+    """`spec` compiled for compute capability `capability` (80, 89, 90, 100), as stored in artifacts."""
     return compile_kernel(kernel(spec), capability)
