@@ -198,6 +198,8 @@ def test_attention_takes_leaves_where_there_is_little_to_do() -> None:
     assert not any(few[name] for name in ("few", "coarse", "merged", "groups"))
     fewer = cuda.attention_counts(plan, 3, 6, 3, 2)
     assert fewer["few"] == 2 and fewer["fine"] == fewer["coarse"] == 0 and fewer["fine_merged"] == 3
+    # As many splits of several sequences have more rings: up to twice as many count as few.
+    assert cuda.attention_counts(plan, 16, 1, 1, 1)["fine"] == cuda.attention_counts(plan, 8, 2, 2, 1)["few"] == 1
     many = cuda.attention_counts(plan, 17, 2, 2, 1)
     assert many["coarse"] == 1 and many["slots"] == many["merged"] == 17 and many["groups"] == 2
     assert not any(many[name] for name in ("few", "fine", "fine_merged", "fine_groups"))
