@@ -8,6 +8,7 @@ The runtime reads a plan as JSON and needs neither this module nor Triton. An ar
     ["work", name]                  address of scratch memory
     ["kv", layer]                   address of a layer's pages
     ["count", name]                 a number: tokens, outputs, sequences, queries, splits, table_stride, ...
+    ["number", n]                   the number n
     ["draft", name]                 address of an input or result of the draft path
     ["state", name]                 address of an array of the state of speculation rounds
 
@@ -23,6 +24,7 @@ plus] (the rounded quotient times `times`, plus `plus`). Counts:
     slots                       partial results per token and head: splits, leaves, or 0
     shares                      programs per sequence and KV head, if programs loop over several splits
     decode_tokens, other_tokens one is the number of tokens, by whether the step is of the decode class; the other is 0
+    sampled, top_k, top_p       `outputs` if any sequence has a temperature, a top-k or a top-p; else 0
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 
 MOST_ROWS = 512
 """Most rows of a step."""
-GPU_ABI = 13
+GPU_ABI = 14
 """Version of the plan format: a runtime refuses plans of another version."""
 TEXT_TOKENS = 1 << 12
 """Most tokens of a text that n-gram lookup searches; a power of two."""

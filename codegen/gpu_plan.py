@@ -37,6 +37,7 @@ from qcompile.codegen.gpu_rows import (
     argmax_kernel,
     in_blocks,
 )
+from qcompile.codegen.gpu_sample import sampling
 from qcompile.errors import PassError, UnsupportedError
 from qcompile.numerics import HIER_GROUP, groups_of
 
@@ -349,6 +350,7 @@ class _Maker:
         for name, count in (("largest", parts), ("argmax", 1)):
             kernel = argmax_kernel(vocab, parts, name == "argmax", self.capability)
             yield Launch(f"{call}.{name}", "outputs", (Variant(self.plan.add(kernel), ("outputs", count, 1), args),))
+        yield from sampling(self.plan, call, vocab, self.capability)
 
     def _rope_append(self, c: p.RopeAppend) -> Iterator[Launch]:
         spec = AppendSpec(

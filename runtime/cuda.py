@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 
 from qcompile.errors import ArtifactError, ResourceError, UsageError
+from qcompile.runtime.cuda_draws import CudaDraws
 from qcompile.runtime.cuda_driver import Driver, LaunchCall
 from qcompile.runtime.cuda_profile import LaunchTimes
 from qcompile.runtime.executor import FloatArray, Limits, Rows
 from qcompile.runtime.outputs import MOST_DRAFTS
+from qcompile.runtime.sampling import Draws
 
-GPU_ABI = 13
+GPU_ABI = 14
 _MAX_GRAPHS = 64
 _MIN_PAGES = 8
 """Fewest pages to which those of the longest context are rounded up in the counts of a step."""
@@ -41,7 +43,7 @@ class CudaExecutor:
     Raises ResourceError when memory is short.
     """
 
-    threads = 0
+    threads, draws = 0, True
 
     def __init__(
         self,
@@ -73,6 +75,7 @@ class CudaExecutor:
         """How often memory that graphs point to was freed."""
         self._closed = False
         self._host_address = 0
+        self._draws: CudaDraws | None = None
         try:
             self._allocate(leader, own_cache)
         except BaseException:
@@ -111,6 +114,7 @@ class CudaExecutor:
         self._inputs = self._allocate_owned(4 * items, "inputs")
         self._host_address = self.driver.pinned(4 * items)
         self._host: Any = (ctypes.c_int32 * items).from_address(self._host_address)
+        self._draws = CudaDraws(self.driver, rows)
         self._results = {
             name: self._allocate_owned(4 * n, "results") for name, n in (("argmax", rows), ("decoded", _MAX_DECODED))
         }
@@ -145,14 +149,15 @@ class CudaExecutor:
 
     # ---- a step -------------------------------------------------------------------------------
 
-    def fill(self, sequences: Sequence[Rows], ahead: int = 0) -> Counts:
+    def fill(self, sequences: Sequence[Rows], ahead: int = 0, draws: Sequence[Draws] = ()) -> Counts:
         """Write the rows into the inputs and queue their copy to the GPU. Returns the step's counts.
 
-        Sequences may advance `ahead` positions before the next call. Keys and values past a sequence's pages go to
-        spare pages. Bf16 entries of a ring and quantized ones have different spare pages: codes read as bf16 may be
-        NaN, and NaN times an attention weight of 0 would spoil rows that do not see those positions.
+        `draws` are those of each sequence; without any, all are greedy. Sequences may advance `ahead` positions before
+        the next call. Keys and values past a sequence's pages go to spare pages. Bf16 entries of a ring
+        and quantized ones have different spare pages: codes read as bf16 may be NaN, and NaN times an attention weight
+        of 0 would spoil rows that do not see those positions.
         """
-        if self._closed:
+        if self._closed or self._draws is None:
             raise UsageError("the model is closed: load it again")
         self.driver.use()
         need = [self.limits.pages_for(rows.start + len(rows.tokens) + ahead) if ahead else 0 for rows in sequences]
@@ -189,6 +194,7 @@ class CudaExecutor:
             "queries": queries,
             "splits": splits,
             "table_stride": stride,
+            **self._draws.send(draws, outputs),
             **attention_counts(plan, splits, at, len(sequences), queries),
         }
 
@@ -229,8 +235,8 @@ class CudaExecutor:
 
     def _argument(self, ref: list[Any], counts: Counts, others: Mapping[tuple[str, str], int]) -> int:
         space, what, *offset = ref
-        if space == "count":
-            return counts[what]
+        if space in ("count", "number"):
+            return counts[what] if space == "count" else int(what)
         if space in ("tokens", "outputs"):
             return self._arena[space] + self._rows * what + sum(offset)
         if space == "weight":
@@ -243,6 +249,8 @@ class CudaExecutor:
 
     def address(self, name: str) -> int:
         """Address of a step's input or result on the GPU."""
+        if self._draws and name in self._draws.addresses:
+            return self._draws.addresses[name]
         return self._inputs + 4 * self._input_offsets[name] if name in self._input_offsets else self._results[name]
 
     def _run(self, counts: Counts, feed_back: bool, times: int = 1) -> None:
@@ -280,13 +288,15 @@ class CudaExecutor:
         self._graphs[key] = result[0]
         return result[0]
 
-    def step(self, sequences: Sequence[Rows], logits: bool) -> tuple[list[int], FloatArray | None]:
+    def step(
+        self, sequences: Sequence[Rows], logits: bool, draws: Sequence[Draws] = ()
+    ) -> tuple[list[int], FloatArray | None]:
         """Run one step over at most `max_tokens` rows.
 
-        Returns the argmax of every output row, and if asked its logits [outputs, vocab], a view that the next call
-        overwrites.
+        Returns the argmax of every output row, or its draw if its sequence has a temperature, and if asked its logits
+        [outputs, vocab], a view that the next call overwrites.
         """
-        counts = self.fill(sequences)
+        counts = self.fill(sequences, draws=draws)
         self._run(counts, feed_back=False)
         outputs = counts["outputs"]
         if outputs:
@@ -297,12 +307,12 @@ class CudaExecutor:
         self.driver.synchronize()
         return self._argmax[:outputs], self._logits[:outputs] if logits else None
 
-    def decode(self, sequences: Sequence[Rows], steps: int) -> list[int]:
-        """`steps` greedy tokens for each sequence (one row each), fed back on the GPU.
+    def decode(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> list[int]:
+        """`steps` tokens for each sequence (one row each), fed back on the GPU.
 
         The pages must have room for all of them. Returns [steps, sequences], flattened.
         """
-        counts = self.fill(sequences, steps)
+        counts = self.fill(sequences, steps, draws)
         each = max(1, min(steps, _MAX_DECODED // counts["tokens"]))
         found: list[int] = []
         while len(found) < steps * counts["tokens"]:
@@ -344,6 +354,8 @@ class CudaExecutor:
             self.driver.free(address)
         for module in self._modules:
             self.driver.unload(module)
+        if self._draws:
+            self._draws.free()
         if self._host_address:
             self.driver.free_pinned(self._host_address)
 

@@ -1,4 +1,4 @@
-"""Rounds of speculation on a GPU: drafting, verification and acceptance of a greedy round are one CUDA graph.
+"""Rounds of speculation on a GPU: drafting, verification and acceptance of a round are one CUDA graph.
 
 The state of the rounds (`state` in the plan) stays on the GPU, so rounds follow each other without the host, which
 reads the results of many rounds at once. A sequence that has reached its end is still computed in further rounds, but
@@ -20,6 +20,7 @@ from qcompile.runtime.cuda import Counts, CudaExecutor
 from qcompile.runtime.cuda_driver import Driver, LaunchCall
 from qcompile.runtime.executor import Rows
 from qcompile.runtime.outputs import MOST_DRAFTS
+from qcompile.runtime.sampling import GREEDY, Draws
 from qcompile.runtime.speculate import Level, note
 from qcompile.runtime.speculate_host import HostSpeculator
 
@@ -87,6 +88,7 @@ class RoundInput(NamedTuple):
     pages: Sequence[int]
     left: int
     """Tokens that it may still gain."""
+    draws: Draws = GREEDY
 
 
 class RoundOutput(NamedTuple):
@@ -98,9 +100,10 @@ class RoundOutput(NamedTuple):
 
 
 class CudaRounds(HostSpeculator, ABC):
-    """Greedy speculation with one draft level for the requests of an engine, as graphs. Not safe for two threads.
+    """Speculation with one draft level for the requests of an engine, as graphs. Not safe for two threads.
 
-    The subclass drafts; `sizes` are those of the arrays that it adds to the state.
+    Requests with a temperature draw their tokens on the GPU, and those that draft use the same random numbers. The
+    subclass drafts; `sizes` are those of the arrays that it adds to the state.
     """
 
     reports_drafted = False
@@ -152,7 +155,7 @@ class CudaRounds(HostSpeculator, ABC):
     def rounds(
         self, requests: Sequence[Request], gammas: Sequence[int], rounds: int, ends: Sequence[int]
     ) -> tuple[list[list[int]], int]:
-        """Run up to `rounds` greedy rounds; request i grows to at most `ends[i]` tokens. Advances `computed`.
+        """Run up to `rounds` rounds; request i grows to at most `ends[i]` tokens. Advances `computed`.
 
         Returns each request's new tokens, and the number of rounds run: fewer where all requests reached their ends.
         Drafting and verification are one graph, so all of its time counts as verification.
@@ -161,11 +164,17 @@ class CudaRounds(HostSpeculator, ABC):
         self._catch_up(requests, gammas)
         self.catch_up_seconds = time.perf_counter() - started
         lefts = [end - len(request.tokens) for end, request in zip(ends, requests, strict=True)]
-        sequences = [RoundInput(r.tokens, r.computed, r.pages, left) for r, left in zip(requests, lefts, strict=True)]
+        most = min(rounds * (max(gammas) + 1), RESULTS // len(requests))
+        draws = [r.sampler.draws(r.computed, min(left, most)) for r, left in zip(requests, lefts, strict=True)]
+        sequences = [
+            RoundInput(request.tokens, request.computed, request.pages, left, draw)
+            for request, left, draw in zip(requests, lefts, draws, strict=True)
+        ]
         outputs, rounds = self.run_rounds(sequences, gammas, rounds)
         seconds = time.perf_counter() - started - self.catch_up_seconds
         for request, gamma, output in zip(requests, gammas, outputs, strict=True):
             request.computed += len(output.tokens)
+            request.sampler.drop(len(output.tokens))
             request.drafts.metrics.verify_seconds += seconds
             request.drafts.metrics.gamma = gamma
             note(request, gamma, *_round_counts(output.gained, output.drafted))
@@ -182,7 +191,8 @@ class CudaRounds(HostSpeculator, ABC):
             Rows([sequence.tokens[-1]] * rows, sequence.computed, sequence.pages, rows) for sequence in sequences
         ]
         self._send(sequences, gammas)
-        graph = self._graph(self.send_draft_inputs(sequences, ahead), self.verifier.fill(verified, ahead))
+        verifying = self.verifier.fill(verified, ahead, [sequence.draws for sequence in sequences])
+        graph = self._graph(self.send_draft_inputs(sequences, ahead), verifying)
         rounds = self._replay(graph, rounds, count, rows)
         gained, tokens = self.state.read("gained", rounds * count), self.state.read("tokens", rounds * count * rows)
         made = self.state.read("drafted", rounds * count) if self.reports_drafted else 0

@@ -55,8 +55,12 @@ class CudaSpeculator(CudaRounds):
             request.drafts.cached[0] = request.computed - 1  # a lower bound
         return found
 
+    def draws_in_rounds(self, requests: Sequence[Request]) -> bool:
+        return self._shared or all(request.computed for request in requests)
+
     def send_draft_inputs(self, sequences: Sequence[RoundInput], ahead: int) -> Counts:
-        return self.draft.fill([Rows(s.tokens[-1:], s.computed, s.pages, 1) for s in sequences], ahead)
+        rows = [Rows(s.tokens[-1:], s.computed, s.pages, 1) for s in sequences]
+        return self.draft.fill(rows, ahead, [s.draws for s in sequences])
 
     def draft_addresses(self) -> dict[str, int]:
         return {name: self.draft.address(name) for name in ("token_ids", "positions", "counter", "decoded")}
@@ -97,6 +101,9 @@ class CudaLookup(CudaRounds):
         """As `CudaRounds.rounds`, with no more rounds than the text buffers have room for."""
         room = self._text - WINDOW - 1
         return super().rounds(requests, gammas, min(rounds, room // (max(gammas) + 1)), ends)
+
+    def draws_in_rounds(self, requests: Sequence[Request]) -> bool:
+        return True
 
     def send_draft_inputs(self, sequences: Sequence[RoundInput], ahead: int) -> Counts:
         texts = [sequence.tokens[-WINDOW - 1 :] for sequence in sequences]

@@ -13,7 +13,7 @@ from qcompile.runtime.blocks import BlockPool
 from qcompile.runtime.executor import FloatArray, Rows, StepExecutor
 from qcompile.runtime.gamma import AUTO, Choice, Tempo, observe
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics
-from qcompile.runtime.sampling import Sampler, SamplingParams, logprobs_of
+from qcompile.runtime.sampling import GREEDY, Sampler, SamplingParams, logprobs_of
 from qcompile.runtime.scheduler import Plan, Request, Scheduler
 from qcompile.runtime.speculate import Drafter, Speculator
 from qcompile.runtime.tokenizer import Detokenizer, spelled
@@ -49,7 +49,7 @@ class Engine:
         """Whether requests with a temperature accept drafts by rejection sampling: it accepts more of them, but gives
         other tokens than without drafts."""
         self.executor, self.pool, self.tokenizer = executor, pool, tokenizer
-        self.scheduler = Scheduler(pool, executor.limits.max_tokens, max_batch)
+        self.scheduler = Scheduler(pool, executor.limits.max_tokens, max_batch, executor.draws)
         self.context = min(executor.limits.max_position, pool.most_tokens)
         self._eos = frozenset(eos)
         self._next_id = 0
@@ -121,9 +121,13 @@ class Engine:
         return self.tempo.choose(decoding, self._in_one_call(plan)) if decoding else Choice(0)
 
     def _in_one_call(self, plan: Plan) -> bool:
-        """Whether many greedy steps or rounds of `plan` can be one call of the library."""
-        greedy = plan.decoding and all(request.params.argmax_only for request in plan.requests)
-        return greedy and isinstance(self.speculator, Speculator)
+        """Whether many steps or rounds of `plan` can be one call of the speculator."""
+        if not (plan.decoding and isinstance(self.speculator, Speculator)):
+            return False
+        if all(request.params.argmax_only for request in plan.requests):
+            return True
+        draws = self.executor.draws and not self.rejects and self.speculator.draws_in_rounds(plan.requests)
+        return draws and not any(request.params.needs_logits(draws) for request in plan.requests)
 
     def _gammas(self, plan: Plan, speculator: Drafter, gamma: int) -> list[int]:
         """How many tokens to draft for each request of a step; 0 for requests that are not decoding."""
@@ -141,7 +145,7 @@ class Engine:
     def _speculate(
         self, plan: Plan, gammas: list[int], speculator: Drafter, started: float, most: int | None
     ) -> list[Request]:
-        """Draft and verify: several rounds in one call where all requests are greedy, else one round."""
+        """Draft and verify: several rounds in one call where possible, else one round."""
         if self._in_one_call(plan) and isinstance(speculator, Speculator):
             return self._run_rounds(plan, gammas, speculator, started, most)
         return self._run_step(plan, started, self._drafts(plan, gammas, speculator), gammas)
@@ -174,7 +178,8 @@ class Engine:
         drafting = [index for index, gamma in enumerate(gammas) if gamma]
         room = self.scheduler.reserve([plan.requests[index] for index in drafting], max(gammas) + 1) - 1
         drafts: list[list[int]] = [[] for _ in gammas]
-        for propose, greedy in ((speculator.propose, True), (speculator.draw, False)):
+        draw = partial(speculator.draw, distributions=self.rejects)
+        for propose, greedy in ((speculator.propose, True), (draw, False)):
             chosen = [index for index in drafting if (plan.requests[index].params.temperature == 0) is greedy]
             if chosen and room:
                 each = [min(gammas[index], room) for index in chosen]
@@ -199,11 +204,13 @@ class Engine:
 
     def _run_burst(self, plan: Plan, started: float) -> list[Request]:
         batch, steps = len(plan.requests), plan.steps
-        tokens = self.executor.decode(plan.rows(), steps)
+        draws = [request.sampler.draws(request.computed, steps) for request in plan.requests]
+        tokens = self.executor.decode(plan.rows(), steps, draws)
         now = time.monotonic()
         self._note_plain_steps(plan, steps, now - started)
         for index, request in enumerate(plan.requests):
             request.computed += steps
+            request.sampler.drop(steps)
             self._append_tokens(request, tokens[index::batch], now)
         return plan.requests
 
@@ -212,8 +219,13 @@ class Engine:
     ) -> list[Request]:
         """Run one step, in which `drafts[i]` follow the last token of request i; `gammas[i]` were asked for."""
         decoding = plan.decoding
-        want_logits = any(not request.params.argmax_only for request in plan.requests)
-        argmax, logits = self.executor.step(plan.rows(drafts), want_logits)
+        rows = plan.rows(drafts)
+        here = [self._drawn_here(request, bool(drafts and drafts[i])) for i, request in enumerate(plan.requests)]
+        draws = [
+            GREEDY if drawn else request.sampler.draws(row.start + len(row.tokens) - row.outputs, row.outputs)
+            for request, row, drawn in zip(plan.requests, rows, here, strict=True)
+        ]
+        argmax, logits = self.executor.step(rows, any(here), draws)
         now = time.monotonic()
         if not drafts and decoding:
             self._note_plain_steps(plan, 1, now - started)
@@ -226,7 +238,11 @@ class Engine:
             draft = drafts[index] if drafts else []
             end = at + len(draft) + 1
             first, at = at, end
-            tokens = self._choose(request, draft, argmax[first:end], None if logits is None else logits[first:end])
+            if here[index] and logits is not None:
+                tokens = self._choose(request, draft, logits[first:end])
+            else:
+                tokens = accept.greedy(draft, argmax[first:end])
+                request.sampler.drop(len(tokens))
             if draft:
                 request.computed += len(tokens) - 1
                 request.drafts.metrics.gamma = len(draft)
@@ -243,11 +259,13 @@ class Engine:
             self.tempo.drafted(plan.requests, False, max(gammas), 1, now - started, gained / len(plan.requests))
         return advanced
 
-    def _choose(self, request: Request, draft: list[int], argmax: list[int], logits: FloatArray | None) -> list[int]:
+    def _drawn_here(self, request: Request, drafted: bool) -> bool:
+        """Whether the request's tokens are chosen from logits, not by the executor."""
+        rejects = drafted and self.rejects and request.params.temperature > 0
+        return rejects or request.params.needs_logits(self.executor.draws)
+
+    def _choose(self, request: Request, draft: list[int], logits: FloatArray) -> list[int]:
         """The accepted drafts, and one token more or NO_TOKEN. logits: [drafts + 1, vocab]."""
-        if request.params.argmax_only:
-            return accept.greedy(draft, argmax)
-        assert logits is not None
         if not (draft and self.rejects and request.params.temperature):
             return accept.drawn(draft, lambda place: self._draw(request, logits[place]))
         sampler, kept = request.sampler, 0

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from qcompile.errors import ArtifactError, ResourceError, UsageError
 from qcompile.runtime.blocks import pages_for
 from qcompile.runtime.loader import ABI, Arena
+from qcompile.runtime.sampling import Draws
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -84,12 +85,16 @@ class StepExecutor(Protocol):
     kv_pages: int
     threads: int
     """CPU threads that compute; 0 on a GPU."""
+    draws: bool
+    """Whether steps can draw tokens. Then the "argmax" of sequences whose Draws have a temperature is a draw."""
 
-    def step(self, sequences: Sequence[Rows], logits: bool) -> tuple[list[int], FloatArray | None]:
+    def step(
+        self, sequences: Sequence[Rows], logits: bool, draws: Sequence[Draws] = ()
+    ) -> tuple[list[int], FloatArray | None]:
         """The argmax of every output row, and if asked its logits [outputs, vocab], valid until the next call."""
 
-    def decode(self, sequences: Sequence[Rows], steps: int) -> list[int]:
-        """`steps` greedy tokens for each sequence (one row each): [steps, sequences], flattened."""
+    def decode(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> list[int]:
+        """`steps` tokens for each sequence (one row each): [steps, sequences], flattened."""
 
     def profile(self, on: bool) -> None:
         """Start (resetting the counters) or stop timing each call."""
@@ -131,6 +136,8 @@ class Executor:
     `kv_pages` pages. A draft path uses the threads of the path that it drafts for, `leader`, and must be closed before
     it. Raises ResourceError if threads or memory are short.
     """
+
+    draws = False
 
     def __init__(
         self,
@@ -217,7 +224,9 @@ class Executor:
         batch.tokens, batch.sequences, batch.outputs, batch.block_stride = at, len(sequences), outputs, stride
         return outputs
 
-    def step(self, sequences: Sequence[Rows], logits: bool) -> tuple[list[int], FloatArray | None]:
+    def step(
+        self, sequences: Sequence[Rows], logits: bool, draws: Sequence[Draws] = ()
+    ) -> tuple[list[int], FloatArray | None]:
         """Run one step over at most `max_tokens` rows.
 
         Returns the argmax of every output row, and if asked its logits [outputs, vocab], a view that the next call
@@ -230,7 +239,7 @@ class Executor:
             raise RuntimeError(f"qc_step refused its arguments ({status})")
         return self._argmax[:outputs], self._logits[:outputs] if logits else None
 
-    def decode(self, sequences: Sequence[Rows], steps: int) -> list[int]:
+    def decode(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> list[int]:
         """`steps` greedy tokens for each sequence (one row each), fed back without returning to Python.
 
         The pages must have room for all of them. Returns [steps, sequences], flattened.

@@ -78,7 +78,7 @@ class Reencoder:
         """A request has ended: free its pages."""
         self.pool.give_back(self._texts.pop(request.id).pages)
 
-    def draw(self, requests: Sequence[Request], gammas: Sequence[int]) -> list[list[int]]:
+    def draw(self, requests: Sequence[Request], gammas: Sequence[int], distributions: bool) -> list[list[int]]:
         """As `propose`. Each draft counts as proposed with probability 1."""
         drafts = self.propose(requests, gammas)
         for request, draft in zip(requests, drafts, strict=True):

@@ -12,7 +12,8 @@ import numbers
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -99,6 +100,15 @@ class SamplingParams:
         return self.temperature == 0 and self.logprobs is None and plain
 
     @property
+    def only_draws(self) -> bool:
+        """Whether only a draw from the model's logits is needed, by temperature, top-k, top-p and min-p."""
+        return self.temperature > 0 and self.logprobs is None and self.repetition_penalty == 1 and not self.counts
+
+    def needs_logits(self, draws: bool) -> bool:
+        """Whether a step must return the logits; `draws` tells that the executor itself can draw from them."""
+        return not (self.argmax_only or (draws and self.only_draws))
+
+    @property
     def counts(self) -> bool:
         """Whether the number of occurrences of generated tokens matters."""
         return self.frequency_penalty != 0 or self.presence_penalty != 0
@@ -123,6 +133,24 @@ def _real(value: object) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # an integer that exceeds a float
         return False
+
+
+class Draws(NamedTuple):
+    """How an executor draws a sequence's tokens: options, and the random number for each position from `first` on.
+
+    temperature: 0 is greedy. top_k: 0 is no limit. min_logit: what to add to the largest logit for min-p's limit.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    min_logit: float = -math.inf
+    top_k: int = 0
+    first: int = 0
+    """The position of the token whose logits the first random number draws from."""
+    uniforms: Sequence[float] = ()
+
+
+GREEDY = Draws()
 
 
 @dataclass(frozen=True)
@@ -164,9 +192,7 @@ def distribution(logits: FloatArray, params: SamplingParams) -> tuple[IntArray, 
     finite.
     """
     peak = finite_peak(logits)
-    floor: float | np.floating[Any] = -np.inf
-    if params.min_p > 0:
-        floor = peak + max(params.temperature * math.log(params.min_p), -1e38)
+    floor: float | np.floating[Any] = peak + np.float32(_min_logit(params))
     if 0 < params.top_k < len(logits):
         floor = max(floor, np.partition(logits, -params.top_k)[-params.top_k])
     ids = np.flatnonzero(logits >= floor)
@@ -183,6 +209,11 @@ def distribution(logits: FloatArray, params: SamplingParams) -> tuple[IntArray, 
     return ids, weights / weights.sum()
 
 
+def _min_logit(params: SamplingParams) -> float:
+    """What to add to the largest logit for min-p's limit."""
+    return max(params.temperature * math.log(params.min_p), -1e38) if params.min_p else -math.inf
+
+
 class Sampler:
     """Draws the tokens of one request, with its parameters, its random generator, and the tokens seen so far.
 
@@ -190,10 +221,10 @@ class Sampler:
     """
 
     def __init__(self, params: SamplingParams, index: int, prompt: Sequence[int], vocab: int) -> None:
-        self.params = params
+        self.params, self._vocab = params, vocab
         entropy = None if params.seed is None else [params.seed, index]
         self._random = np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy)))
-        self._ahead: deque[float] = deque()  # random numbers that `guess` used and `uniform` will return
+        self._ahead: deque[float] = deque()  # random numbers that `guess` or `draws` gave and `uniform` will return
         self._seen: npt.NDArray[np.bool_] | None = None
         if params.repetition_penalty != 1:
             self._seen = np.zeros(vocab, np.bool_)
@@ -216,8 +247,7 @@ class Sampler:
         Uses the same random number that `draw` will use at that position: similar distributions then give equal tokens.
         """
         found = self.distribution(logits, ahead)
-        while len(self._ahead) <= len(ahead):
-            self._ahead.append(float(self._random.random()))
+        self._look_ahead(len(ahead) + 1)
         return pick(found, self._ahead[len(ahead)]), found
 
     def distribution(self, logits: FloatArray, ahead: Sequence[int] = ()) -> Distribution:
@@ -227,6 +257,29 @@ class Sampler:
     def uniform(self) -> float:
         """The next random number in [0, 1)."""
         return self._ahead.popleft() if self._ahead else float(self._random.random())
+
+    def draws(self, first: int, count: int) -> Draws:
+        """What an executor needs to draw up to `count` tokens, the first of them after position `first`.
+
+        `drop` must be told how many were drawn.
+        """
+        params = self.params
+        if not (count and params.only_draws):
+            return GREEDY
+        self._look_ahead(count)
+        top_k = params.top_k if 0 < params.top_k < self._vocab else 0
+        options = (params.temperature, params.top_p, _min_logit(params), top_k)
+        return Draws(*options, first, list(islice(self._ahead, count)))
+
+    def drop(self, count: int) -> None:
+        """An executor has drawn this many tokens."""
+        for _ in range(count if self.params.only_draws else 0):
+            self._ahead.popleft()
+
+    def _look_ahead(self, count: int) -> None:
+        """Have at least `count` of the next random numbers ready."""
+        if len(self._ahead) < count:
+            self._ahead.extend(self._random.random(count - len(self._ahead)).tolist())
 
     def fresh(self) -> float:
         """A random number in [0, 1) that no guess has used; discards the ones that guesses used."""

@@ -79,8 +79,10 @@ class Plan:
 class Scheduler:
     """Queues requests and assigns pages: up to `max_tokens` rows per step, up to `max_batch` running requests."""
 
-    def __init__(self, pool: BlockPool, max_tokens: int, max_batch: int) -> None:
+    def __init__(self, pool: BlockPool, max_tokens: int, max_batch: int, draws: bool = False) -> None:
         self.pool, self.max_tokens, self.max_batch = pool, max_tokens, max_batch
+        self.draws = draws
+        """Whether the executor draws tokens of requests with a temperature."""
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.preemptions = 0
@@ -108,7 +110,7 @@ class Scheduler:
         return request
 
     def schedule(self, burst: int) -> Plan | None:
-        """The next step, with up to `burst` greedy tokens for each request; None if there is no work."""
+        """The next step, with up to `burst` tokens for each request; None if there is no work."""
         self._make_room()
         plan = Plan([], [], 1)
         budget = self.max_tokens
@@ -126,8 +128,8 @@ class Scheduler:
         return self.burst(plan, burst) if burst > 1 and len(decoding) == len(plan.requests) else plan
 
     def burst(self, plan: Plan, steps: int) -> Plan:
-        """`plan` (all decoding) with as many greedy steps, up to `steps`, as all its requests have room for."""
-        if not all(request.params.argmax_only for request in plan.requests):
+        """`plan` (all decoding) with as many steps, up to `steps`, as all its requests have room for."""
+        if any(request.params.needs_logits(self.draws) for request in plan.requests):
             return plan
         steps = min(steps, min(request.limit - len(request.tokens) for request in plan.requests))
         return Plan(plan.requests, plan.counts, self.reserve(plan.requests, steps))

@@ -21,6 +21,7 @@ from qcompile.runtime import gamma
 from qcompile.runtime.accept import Distribution
 from qcompile.runtime.executor import Rows, StepExecutor
 from qcompile.runtime.outputs import MOST_DRAFTS, SpeculationMetrics
+from qcompile.runtime.sampling import GREEDY
 
 if TYPE_CHECKING:
     from qcompile.runtime.scheduler import Request
@@ -80,7 +81,7 @@ class Drafter(Protocol):
     def settle(self, request: Request) -> None: ...
     def release(self, request: Request) -> None: ...
     def propose(self, requests: Sequence[Request], gammas: Sequence[int]) -> list[list[int]]: ...
-    def draw(self, requests: Sequence[Request], gammas: Sequence[int]) -> list[list[int]]: ...
+    def draw(self, requests: Sequence[Request], gammas: Sequence[int], distributions: bool) -> list[list[int]]: ...
     def close(self) -> None: ...
 
 
@@ -126,8 +127,12 @@ class Speculator:
         ends = [len(request.tokens) + most for request, most in zip(requests, gammas, strict=True)]
         return [gained.tokens for gained in self._extend_and_note(requests, gammas, ends, 0)]
 
-    def draw(self, requests: Sequence[Request], gammas: Sequence[int]) -> list[list[int]]:
-        """As `propose`, but tokens are sampled with the request's parameters. Their distributions are left in
+    def draws_in_rounds(self, requests: Sequence[Request]) -> bool:
+        """Whether `rounds` can draw the tokens of these requests; if not, it is for greedy ones only."""
+        return False
+
+    def draw(self, requests: Sequence[Request], gammas: Sequence[int], distributions: bool) -> list[list[int]]:
+        """As `propose`, but tokens are sampled with the request's parameters. With `distributions`, these are left in
         `request.drafts.proposed`."""
         level = self.levels[0]
         drafts: list[list[int]] = [[] for _ in requests]
@@ -150,9 +155,16 @@ class Speculator:
                 pending = request.tokens[start:] + drafts[index][max(0, start - len(request.tokens)) :]
                 rows.append(Rows(pending, start, request.pages, 1))
                 request.drafts.cached[0] += len(pending)
-            logits = level.executor.step(rows, logits=True)[1]
-            assert logits is not None
+            here = [not requests[i].params.needs_logits(level.executor.draws and not distributions) for i in active]
+            draws = [
+                requests[i].sampler.draws(requests[i].computed, len(drafts[i]) + 1) if drawn else GREEDY
+                for i, drawn in zip(active, here, strict=True)
+            ]
+            chosen, logits = level.executor.step(rows, not all(here), draws)
             for row, index in enumerate(active):
+                if here[row] or logits is None:
+                    drafts[index].append(max(chosen[row], 0))
+                    continue
                 try:
                     token, found = requests[index].sampler.guess(logits[row], drafts[index])
                 except OverflowedError:  # the draft's logits are not finite: any token will do

@@ -16,6 +16,7 @@ from qcompile.runtime.cuda import attention_counts
 from tests.codegen.tiny import Chunk
 
 _TYPES = {"*fp32": torch.float32, "*bf16": torch.bfloat16, "*i32": torch.int32, "*i16": torch.int16, "*i8": torch.int8}
+_TYPES["*fp64"] = torch.float64
 
 
 class Interpreter:
@@ -88,6 +89,7 @@ class Interpreter:
             "queries": max(lengths),
             "splits": splits,
             "table_stride": stride,
+            **dict.fromkeys(("sampled", "top_k", "top_p"), 0),
             **attention_counts(plan, splits, len(ids), len(chunks), max(lengths)),
         }
 
@@ -103,8 +105,8 @@ class Interpreter:
 
     def _value(self, ref: Ref, type: str) -> Any:
         space, what, *offset = ref
-        if space == "count":
-            return self.counts[what]
+        if space in ("count", "number"):
+            return self.counts[what] if space == "count" else what
         if space in ("tokens", "outputs"):
             memory = self.arena[space][self.rows * what + sum(offset) :]
         elif space == "kv":

@@ -77,8 +77,8 @@ def test_a_dependence_on_the_batch_is_noticed(artifact: Path, monkeypatch: pytes
     """A fault put in on purpose: the last bit of the logits follows the number of sequences in the step."""
     step = Executor.step
 
-    def faulty(self: Executor, rows: Sequence[Rows], logits: bool) -> tuple[list[int], FloatArray | None]:
-        argmax, values = step(self, rows, logits)
+    def faulty(self: Executor, rows: Sequence[Rows], logits: bool, *rest: Any) -> tuple[list[int], FloatArray | None]:
+        argmax, values = step(self, rows, logits, *rest)
         if values is not None and len(rows) > 8:
             values[:] = np.nextafter(values, np.float32(np.inf))
             values[:, ::2] = np.nextafter(values[:, ::2], np.float32(np.inf))

@@ -80,7 +80,8 @@ class Knowing(Speculator):
             request.drafts.proposed = [(np.array([token]), np.ones(1)) for token in draft]
         return found
 
-    draw = propose
+    def draw(self, requests: Sequence[Request], gammas: Sequence[int], distributions: bool) -> list[list[int]]:
+        return self.propose(requests, gammas)
 
 
 @pytest.mark.parametrize("rejects", [False, True])
