@@ -1,0 +1,148 @@
+"""Sampling on this GPU: its speed beside greedy decoding and the host's sampler, and that it draws the host's tokens.
+
+    python benchmarks/gpu_sampling.py MODEL prompts.jsonl [out.json] [--draft=MODEL] [--no-speed] [--recipes=nested,...]
+
+Speed is that of a Llama-3-8B configuration with random weights (benchmarks/gpu_e2e.py), recipe `qserve`, from 1,024
+tokens of context, in tokens per second of the whole batch. "host" draws each token from downloaded logits
+(runtime/sampling.py), the way of options that the kernels do not have.
+
+For MODEL, each prompt gives 64 tokens with options that rotate through OPTIONS. `by_host` counts tokens of the kernels
+that are not the host's, `drafts` those that drafts changed, by gamma, and `alone` those of prompts run one by one that
+are not those of the batch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import qcompile
+from benchmarks.gpu_common import facts, this_target
+from benchmarks.gpu_e2e import CONTEXT, STEPS, empty_checkpoint, open_random, sequences
+from qcompile import SamplingParams
+from qcompile.runtime.cuda import CudaExecutor
+from qcompile.runtime.gamma import AUTO
+from qcompile.runtime.sampling import Draws, Sampler
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 1.0},
+    "min_p": {"temperature": 0.8, "min_p": 0.05},
+    "top_k": {"temperature": 0.8, "top_k": 50},
+    "top_p": {"temperature": 0.8, "top_p": 0.95},
+    "top_k and top_p": {"temperature": 0.8, "top_k": 50, "top_p": 0.95},
+}
+BATCHES = (1, 8, 64)
+RECIPES, GAMMAS, TOKENS = ("nested", "qspec", "quantspec", "ml-specqd+other", "nested+lookup"), (1, 4, 7, AUTO), 64
+
+
+def rate(executor: CudaExecutor, batch: int, options: dict[str, Any]) -> float:
+    """Tokens per second with the kernels' draws; greedy without options."""
+    rows = sequences(executor, batch, CONTEXT, STEPS)
+    params = SamplingParams(**options)
+    vocab = executor.limits.vocab
+
+    def draws(steps: int) -> list[Draws]:
+        return [Sampler(params, i, [], vocab).draws(CONTEXT, steps) for i in range(batch)] if options else []
+
+    executor.decode(rows, 8, draws(8))
+    best = 0.0
+    for _ in range(3):
+        given = draws(STEPS)
+        started = time.perf_counter()
+        executor.decode(rows, STEPS, given)
+        best = max(best, batch * STEPS / (time.perf_counter() - started))
+    return best
+
+
+def host_rate(executor: CudaExecutor, batch: int, options: dict[str, Any]) -> float:
+    """Tokens per second where the host draws from downloaded logits."""
+    rows = sequences(executor, batch, CONTEXT, STEPS)
+    samplers = [Sampler(SamplingParams(**options), i, [], executor.limits.vocab) for i in range(batch)]
+    executor.step(rows, True)
+    steps = 8 if batch < 32 else 2
+    started = time.perf_counter()
+    for at in range(steps):
+        _, logits = executor.step([row._replace(start=CONTEXT + at) for row in rows], True)
+        assert logits is not None
+        for index, sampler in enumerate(samplers):
+            sampler.draw(logits[index])
+    return batch * steps / (time.perf_counter() - started)
+
+
+def speeds(folder: Path) -> list[dict[str, Any]]:
+    """The rates of each batch and option."""
+    opened = open_random("qserve", empty_checkpoint(folder), max(BATCHES) * (CONTEXT + 2 * STEPS), CONTEXT + 2 * STEPS)
+    found = []
+    for batch in BATCHES:
+        row: dict[str, Any] = {"batch": batch, "greedy": rate(opened.target, batch, {})}
+        row["kernels"] = {name: rate(opened.target, batch, options) for name, options in OPTIONS.items()}
+        row["host"] = {name: host_rate(opened.target, batch, options) for name, options in OPTIONS.items()}
+        found.append(row)
+        print(row, flush=True)
+    opened.close()
+    return found
+
+
+def exactness(path: Path, prompts: list[str]) -> dict[str, Any]:
+    """Tokens that differ, as the top says."""
+    every = list(OPTIONS.values())
+    params = [SamplingParams(max_tokens=TOKENS, seed=i, **every[i % len(every)]) for i in range(len(prompts))]
+    with qcompile.load(path, max_batch=48) as llm:
+
+        def tokens(gamma: int | str, chosen: range = range(len(prompts))) -> list[list[int]]:
+            llm.engine.gamma = gamma  # type: ignore[assignment]
+            outputs = llm.generate([prompts[i] for i in chosen], [params[i] for i in chosen])
+            return [list(output.outputs[0].token_ids) for output in outputs]
+
+        plain = tokens(0)
+        found: dict[str, Any] = {"tokens": sum(map(len, plain))}
+        if llm.engine.speculator:
+            by_gamma = {"auto" if g == AUTO else str(g): _differing(plain, tokens(g)) for g in GAMMAS}
+            found["drafts"] = by_gamma
+        some = range(0, len(prompts), 8)
+        found["alone"] = _differing([plain[i] for i in some], [tokens(0, range(i, i + 1))[0] for i in some])
+        CudaExecutor.draws = False
+        llm.engine.scheduler.draws = False
+        found["by_host"] = _differing(plain, tokens(0))
+        CudaExecutor.draws = True
+    return found
+
+
+def _differing(a: list[list[int]], b: list[list[int]]) -> int:
+    """Tokens of equal place that differ, and those that only one has."""
+    pairs = list(zip(a, b, strict=True))
+    return sum(sum(x != y for x, y in zip(*pair, strict=False)) + abs(len(pair[0]) - len(pair[1])) for pair in pairs)
+
+
+def main() -> None:
+    options = [a for a in sys.argv[1:] if a.startswith("--")]
+    model, file, *out = [a for a in sys.argv[1:] if not a.startswith("--")]
+    other = next((a.split("=", 1)[1] for a in options if a.startswith("--draft=")), "")
+    named = [a.split("=", 1)[1].split(",") for a in options if a.startswith("--recipes=")]
+    prompts = [json.loads(line)["prompt"] for line in Path(file).read_text("utf-8").splitlines()]
+    result: dict[str, Any] = {**facts(), "speed": [], "exactness": []}
+
+    def write() -> None:
+        if out:  # after each, as machines are lent by the minute
+            Path(out[0]).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+    with tempfile.TemporaryDirectory() as folder:
+        if "--no-speed" not in options:
+            result["speed"] = speeds(Path(folder))
+            write()
+        for name in named[0] if named else RECIPES:
+            recipe, *drafts = name.split("+")
+            given = [other if draft == "other" else draft for draft in drafts]
+            path = qcompile.build(model, Path(folder) / name, target=this_target(), recipe=recipe, drafts=given).path
+            result["exactness"].append({"recipe": name, **exactness(path, prompts)})
+            print(result["exactness"][-1], flush=True)
+            write()
+
+
+if __name__ == "__main__":
+    main()
