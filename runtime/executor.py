@@ -21,6 +21,38 @@ from qcompile.runtime.sampling import Draws
 FloatArray = npt.NDArray[np.float32]
 
 
+class QcDraws(ctypes.Structure):
+    """`qc_draws` of the generated library: how the tokens of a sequence are drawn."""
+
+    _fields_ = [
+        ("temperature", ctypes.c_double),
+        ("top_p", ctypes.c_double),
+        ("min_logit", ctypes.c_double),
+        ("uniforms", ctypes.c_void_p),
+        ("top_k", ctypes.c_int32),
+        ("first", ctypes.c_int32),
+        ("count", ctypes.c_int32),
+    ]
+
+
+def draws_array(draws: Sequence[Draws]) -> Any:
+    """`draws` as an array of QcDraws, which owns the random numbers; None if all are greedy."""
+    if not any(draw.temperature for draw in draws):
+        return None
+    result: Any = (QcDraws * len(draws))()
+    uniforms: Any = (ctypes.c_double * sum(len(draw.uniforms) for draw in draws))()
+    at = 0
+    for entry, draw in zip(result, draws, strict=True):
+        count = len(draw.uniforms)
+        uniforms[at : at + count] = draw.uniforms
+        entry.temperature, entry.top_p, entry.min_logit = draw.temperature, draw.top_p, draw.min_logit
+        entry.top_k, entry.first, entry.count = draw.top_k, draw.first, count
+        entry.uniforms = ctypes.addressof(uniforms) + 8 * at
+        at += count
+    result.uniforms = uniforms
+    return result
+
+
 class QcBatch(ctypes.Structure):
     """`qc_batch` of the generated library: one step's rows."""
 
@@ -36,6 +68,7 @@ class QcBatch(ctypes.Structure):
         ("output_rows", ctypes.c_void_p),
         ("logits", ctypes.c_void_p),
         ("argmax", ctypes.c_void_p),
+        ("draws", ctypes.c_void_p),
     ]
 
 
@@ -137,7 +170,7 @@ class Executor:
     it. Raises ResourceError if threads or memory are short.
     """
 
-    draws = False
+    draws = True
 
     def __init__(
         self,
@@ -202,7 +235,7 @@ class Executor:
         self._logits_address = self._logits.ctypes.data
         self._reference = ctypes.byref(self._batch)
 
-    def _fill(self, sequences: Sequence[Rows]) -> int:
+    def _fill(self, sequences: Sequence[Rows], draws: Sequence[Draws]) -> int:
         """Write the rows into the batch. Returns how many give logits."""
         if self.handle is None:
             raise UsageError("the model is closed: load it again")
@@ -220,7 +253,8 @@ class Executor:
                 outputs += rows.outputs
             at = end
             self._query_start[index + 1] = at
-        batch = self._batch
+        batch, self._draws = self._batch, draws_array(draws)
+        batch.draws = ctypes.addressof(self._draws) if self._draws else None
         batch.tokens, batch.sequences, batch.outputs, batch.block_stride = at, len(sequences), outputs, stride
         return outputs
 
@@ -229,10 +263,10 @@ class Executor:
     ) -> tuple[list[int], FloatArray | None]:
         """Run one step over at most `max_tokens` rows.
 
-        Returns the argmax of every output row, and if asked its logits [outputs, vocab], a view that the next call
-        overwrites.
+        Returns the argmax of every output row, or its draw if its sequence has a temperature, and if asked its logits
+        [outputs, vocab], a view that the next call overwrites.
         """
-        outputs = self._fill(sequences)
+        outputs = self._fill(sequences, draws)
         self._batch.logits = self._logits_address if logits else None
         status = self.library.qc_step(self.handle, self._reference)
         if status:
@@ -240,11 +274,11 @@ class Executor:
         return self._argmax[:outputs], self._logits[:outputs] if logits else None
 
     def decode(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> list[int]:
-        """`steps` greedy tokens for each sequence (one row each), fed back without returning to Python.
+        """`steps` tokens for each sequence (one row each), fed back without returning to Python.
 
         The pages must have room for all of them. Returns [steps, sequences], flattened.
         """
-        count = steps * self._fill(sequences)
+        count = steps * self._fill(sequences, draws)
         if count > len(self._decoded):
             self._decoded = (ctypes.c_int32 * count)()
         self._batch.logits = None

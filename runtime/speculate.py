@@ -178,7 +178,7 @@ class Speculator:
     def rounds(
         self, requests: Sequence[Request], gammas: Sequence[int], rounds: int, ends: Sequence[int]
     ) -> tuple[list[list[int]], int]:
-        """Run up to `rounds` greedy rounds; request i grows to at most `ends[i]` tokens. Advances `computed`.
+        """Run up to `rounds` rounds; request i grows to at most `ends[i]` tokens. Advances `computed`.
 
         Returns each request's new tokens, and the number of rounds of the request that took the most.
         """
@@ -188,6 +188,7 @@ class Speculator:
         results = self._extend_and_note(requests, gammas, ends, rounds)
         for request, most, gained in zip(requests, gammas, results, strict=True):
             request.computed = gained.computed[0]
+            request.sampler.drop(len(gained.tokens))
             note(request, most, gained.rounds, gained.drafted, gained.accepted)
         return [gained.tokens for gained in results], max(1, *(gained.rounds for gained in results))
 

@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from qcompile.runtime.executor import Executor
+from qcompile.runtime.executor import Executor, draws_array
 from qcompile.runtime.outputs import MOST_DRAFTS
 from qcompile.runtime.speculate import Gained, Level, Speculator
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from qcompile.runtime.scheduler import Request
 
 _ARRAYS = (
-    *("tokens", "first", "length", "limit", "gamma", "computed", "block_table"),
+    *("tokens", "first", "length", "limit", "gamma", "draws", "computed", "block_table"),
     *("rounds_done", "drafted", "accepted", "seconds"),
 )
 """The arrays of `qc_speculation`, in its order."""
@@ -55,10 +55,19 @@ class LibrarySpeculator(Speculator):
         self._table = (_Level * len(table))(*table)
         self._memory = _Memory(len(table), 0, 0, 0)
 
+    def draws_in_rounds(self, requests: Sequence[Request]) -> bool:
+        return True
+
     def _extend(
         self, requests: Sequence[Request], gammas: Sequence[int], ends: Sequence[int], rounds: int
     ) -> tuple[list[Gained], Sequence[float]]:
         memory, before = self._fill(requests, gammas, ends, rounds)
+        drawn = [
+            request.sampler.draws(request.computed, end - len(request.tokens) if rounds else 0)
+            for request, end in zip(requests, ends, strict=True)
+        ]
+        draws = draws_array(drawn)
+        memory.call.draws = ctypes.addressof(draws) if draws else None
         if self._library.qc_speculate(ctypes.byref(memory.call)):
             raise RuntimeError("qc_speculate refused its arguments")
         count, columns = len(requests), memory.sizes[1]
@@ -139,7 +148,8 @@ class _Memory:
         arrays = (self.tokens, self.first, self.length, self.limit, self.gamma, self.computed, self.pages)
         results = (self.rounds_done, self.drafted, self.accepted, self.seconds)
         self.call = _Speculation(levels=levels, stride=columns, block_stride=pages)
-        for name, array in zip(_ARRAYS, arrays + results, strict=True):
+        names = [name for name in _ARRAYS if name != "draws"]  # set by each call
+        for name, array in zip(names, arrays + results, strict=True):
             setattr(self.call, name, ctypes.addressof(array))
 
     def fits(self, sequences: int, columns: int, pages: int) -> bool:

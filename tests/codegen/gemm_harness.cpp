@@ -1,5 +1,6 @@
 // gemm_harness.cpp: the GEMM kernels behind one C function, for tests (ctypes) and benchmarks.
 #include "rowops.h"
+#include "sample.h"
 
 #include <stdlib.h>
 
@@ -7,6 +8,15 @@ extern "C" {
 
 // Quantizes float rows [rows][gemm_kp(width)] to integers with scales.
 void harness_quantize(int rows, const float* x, int width, const Q8Rows* out) { quantize({0, rows}, x, width, *out); }
+
+// Draws a token from x [n], of which the largest is at `best`; -1 if there is no memory.
+int harness_draw(const float* x, int n, int best, const qc_draws* draws) {
+  void* memory = nullptr;
+  if (posix_memalign(&memory, 64, Sampler::bytes(n))) return -1;
+  const int token = Sampler(n, (char*)memory).draw(x, best, *draws, draws->uniforms[0]);
+  free(memory);
+  return token;
+}
 
 size_t harness_scratch_bytes(int kp) { return gemm_scratch_bytes(kp); }
 

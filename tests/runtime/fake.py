@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from qcompile.runtime.executor import Executor, Limits
+from qcompile.runtime.accept import pick
+from qcompile.runtime.executor import Executor, Limits, QcDraws
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.loader import Arena
+from qcompile.runtime.sampling import SamplingParams, distribution
 
 VOCAB, PAGE_TOKENS, MAX_TOKENS, CONTEXT, EOS = 260, 64, 96, 1000, 0
 PAGE_BYTES = PAGE_TOKENS * 8
@@ -62,7 +64,7 @@ class FakeLibrary:
         self.closed = False
 
     def qc_describe(self) -> bytes:
-        return json.dumps({"abi": 2, "isa": "fake", "calls": ["all"]}).encode()
+        return json.dumps({"abi": 3, "isa": "fake", "calls": ["all"]}).encode()
 
     def qc_open(self, config: Any) -> int:
         self.pages = config._obj.kv_pages
@@ -117,9 +119,23 @@ class FakeLibrary:
         for output, row in enumerate(wanted):
             logits, broken = logits_of(int(states[row])), tokens[row] == self.broken
             ints(batch.argmax, batch.outputs)[output] = -1 if broken else logits.argmax()
+            if batch.draws and not broken:
+                sequence = int(np.searchsorted(start, row, side="right")) - 1
+                ints(batch.argmax, batch.outputs)[output] = drawn(batch, sequence, logits, int(positions[row]))
             if batch.logits:
                 floats = (ctypes.c_float * VOCAB).from_address(batch.logits + 4 * VOCAB * output)
                 np.ctypeslib.as_array(floats)[:] = np.nan if broken else logits
+
+
+def drawn(batch: Any, sequence: int, logits: np.ndarray, position: int) -> int:
+    """The token that a sequence's draws choose at a position."""
+    draws = (QcDraws * batch.sequences).from_address(batch.draws)[sequence]
+    if draws.temperature == 0:
+        return int(logits.argmax())
+    assert draws.min_logit == -np.inf  # its min-p cannot be told from it
+    params = SamplingParams(temperature=draws.temperature, top_p=draws.top_p, top_k=draws.top_k)
+    uniforms = (ctypes.c_double * draws.count).from_address(draws.uniforms)
+    return pick(distribution(logits, params), uniforms[min(position - draws.first, draws.count - 1)])
 
 
 def ints(address: int, count: int) -> np.ndarray:

@@ -166,10 +166,10 @@ def test_a_stream_may_be_collected_in_the_midst_of_a_step() -> None:
     forgotten.append(forgotten)  # nobody else holds the list
     step, free = llm.executor.step, []
 
-    def collecting(rows: Any, logits: bool) -> Any:
+    def collecting(*given: Any) -> Any:
         gc.collect()
         free.append(llm.engine.pool.free)
-        return step(rows, logits)
+        return step(*given)
 
     llm.executor.step = collecting  # type: ignore[method-assign]
     del forgotten

@@ -1,8 +1,18 @@
-// abi.h: the C interface of a generated library (version 2). Integers are int32 unless stated otherwise.
+// abi.h: the C interface of a generated library (version 3). Integers are int32 unless stated otherwise.
 #pragma once
 #include <stdint.h>
 
 #define QC_API extern "C" __attribute__((visibility("default")))
+
+typedef struct {               // how the tokens of a sequence are drawn
+  double temperature;          // 0: the argmax
+  double top_p;                // 1: no limit
+  double min_logit;            // min-p: added to the largest logit it gives the limit; minus infinity: no limit
+  const double* uniforms;      // [count] random numbers; position p draws by uniforms[p - first], the last from there on
+  int32_t top_k;               // 0: no limit
+  int32_t first;
+  int32_t count;               // at least 1 unless the temperature is 0
+} qc_draws;
 
 typedef struct {               // one batch of rows for a step
   int32_t tokens;              // M, 1 .. max_tokens
@@ -16,6 +26,7 @@ typedef struct {               // one batch of rows for a step
   const int32_t* output_rows;  // [R]
   float* logits;               // [R][vocab] or null
   int32_t* argmax;             // [R] or null; the lowest index wins ties, -1 where the largest logit is not finite
+  const qc_draws* draws;       // [S] or null; argmax of rows with a temperature is their draw
 } qc_batch;
 
 // The token id that the step after a row with non-finite logits reads. The caller sees argmax == -1 and discards the
@@ -44,7 +55,7 @@ typedef struct {               // one speculation level: a path of the artifact,
 
 enum { qc_most_drafts = 16 };
 
-typedef struct {               // rounds of drafting and verifying, greedy, for S sequences
+typedef struct {               // rounds of drafting and verifying for S sequences
   int32_t levels;              // level 0 is the target; level i + 1 drafts for level i
   int32_t sequences;
   int32_t rounds;              // maximum rounds of level 0; 0: only draft what level 1 would propose
@@ -57,6 +68,7 @@ typedef struct {               // rounds of drafting and verifying, greedy, for 
   int32_t* length;             // [S] in/out: tokens in the row
   const int32_t* limit;        // [S] stop once the text has this length
   const int32_t* gamma;        // [S] maximum drafts per round
+  const qc_draws* draws;       // [S] or null; levels draw by the same random numbers
   int32_t* computed;           // [levels][S] in/out: positions present in the level's cache
   const int32_t* block_table;  // [S][block_stride]; pages must have room up to position limit - 2
   int32_t* rounds_done;        // [S] += rounds
@@ -69,7 +81,7 @@ QC_API const char* qc_describe(void);             // JSON: abi, isa, dimensions,
 QC_API void* qc_open(const qc_config* config);    // null if memory or threads are unavailable
 QC_API void* qc_team(void* model);
 QC_API int qc_step(void* model, const qc_batch* batch);  // 0 done, 1 invalid argument
-// Greedy decoding of `steps` tokens per sequence (tokens == sequences == outputs), each fed back as the next input.
+// Decodes `steps` tokens per sequence (tokens == sequences == outputs), each fed back as the next input.
 // Token i of sequence s goes to out[i * S + s]. The block tables must already have room. 0 done, 1 invalid argument.
 QC_API int qc_decode(void* model, const qc_batch* batch, int32_t steps, int32_t* out);
 QC_API int qc_speculate(const qc_speculation*);  // 0 done, 1 invalid argument

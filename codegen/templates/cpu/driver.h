@@ -4,6 +4,7 @@
 
 #include "model.h"
 #include "probe.h"
+#include "sample.h"
 
 static void run_step(void* model, int tid) { step(*(Model*)model, tid); }
 
@@ -26,6 +27,7 @@ static size_t carve(Model& m, char* base) {
   m.best = (BestLanes*)take(threads * outputs * sizeof(BestLanes));
   m.own = take(threads * kOwnBytes);
   m.scratch = take(threads * kScratchBytes);
+  m.draws = take(threads * Sampler::bytes(kVocab));
   m.feedback = (int32_t*)take(3 * tokens * sizeof(int32_t));
   return at;
 }
@@ -99,13 +101,35 @@ static bool valid(const Model& m, const qc_batch* batch, int steps) {
     if (b.token_ids[t] < 0 || b.token_ids[t] >= kVocab) return false;
   for (int r = 0; r < b.outputs; ++r)
     if (b.output_rows[r] < 0 || b.output_rows[r] >= b.tokens) return false;
-  for (int s = 0; s < b.sequences; ++s)
+  for (int s = 0; s < b.sequences; ++s) {
     if (!valid_sequence(m, b, s, steps)) return false;
+    if (b.draws && b.draws[s].temperature > 0 && (b.draws[s].count < 1 || !b.draws[s].uniforms)) return false;
+  }
   return true;
+}
+
+// Replaces the argmax of this thread's share of the rows with a temperature by a draw.
+static void draw_rows(void* model, int tid) {
+  Model& m = *(Model*)model;
+  const qc_batch& b = m.batch;
+  Sampler sampler(kVocab, m.draws + (size_t)tid * Sampler::bytes(kVocab));
+  for (int r = tid, s = 0; r < b.outputs; r += m.team->threads) {
+    const int row = b.output_rows[r];
+    if (row < b.query_start[s]) s = 0;
+    while (row >= b.query_start[s + 1]) ++s;
+    const qc_draws& d = b.draws[s];
+    if (!(d.temperature > 0) || b.argmax[r] < 0) continue;
+    int at = b.positions[row] - d.first;
+    at = at < 0 ? 0 : at < d.count ? at : d.count - 1;
+    b.argmax[r] = sampler.draw(b.logits + (int64_t)r * kVocab, b.argmax[r], d, d.uniforms[at]);
+  }
 }
 
 static void run_batch(Model& m, const qc_batch& b) {
   m.batch = b;
+  bool drawn = false;
+  for (int s = 0; b.argmax && b.draws && s < b.sequences; ++s) drawn |= b.draws[s].temperature > 0;
+  if (drawn && !b.logits) m.batch.logits = m.logits;
   memset(m.next_task, 0, sizeof m.next_task);
   m.team->run(run_step, &m);
   for (int r = 0; b.argmax && r < b.outputs; ++r) {
@@ -113,6 +137,7 @@ static void run_batch(Model& m, const qc_batch& b) {
     for (int t = 1; t < m.team->threads; ++t) row.merge(m.best[(int64_t)t * m.capacity[kOutputs] + r]);
     b.argmax[r] = row.index();
   }
+  if (drawn) m.team->run(draw_rows, &m);
 }
 
 QC_API int qc_step(void* model, const qc_batch* batch) {

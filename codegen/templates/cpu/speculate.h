@@ -1,4 +1,4 @@
-// speculate.h: greedy speculative decoding without returning to the caller between steps.
+// speculate.h: speculative decoding without returning to the caller between steps.
 //
 // A level proposes tokens. The level above computes them all in one step and keeps those it would have chosen itself,
 // plus one more (Leviathan et al. 2023, greedy case). A level that is not the last drafts by the same rule with the
@@ -15,6 +15,7 @@ struct Speculator {
   int32_t *query_start, *tables, *outs;      // [S + 1], [S][block_stride], [S] output rows per sequence in the step
   int32_t *want, *draft_start;               // [levels][S] tokens still wanted; where the round's drafts begin
   float* logits;                             // [S][vocab], for thresholds
+  qc_draws* draws;                           // [S] of the running step
 
   // Tokens that must recur before a lookup proposes what followed them; the second where a model could draft instead.
   static constexpr int kShortestMatch = 3, kConfidentMatch = 4;
@@ -41,11 +42,12 @@ struct Speculator {
       for (int i = tokens - outs[s]; i < tokens; ++i) rows[outputs++] = i;
       memcpy(tables + (int64_t)n * q.block_stride, q.block_table + (int64_t)s * q.block_stride,
              (size_t)q.block_stride * sizeof(int32_t));
+      if (q.draws) draws[n] = q.draws[s];
       query_start[++n] = tokens;
       computed(k, s) = q.first[s] + end;
     }
     const qc_batch batch = {tokens, n, outputs, q.block_stride, ids, positions, query_start, tables, rows,
-                            need_logits ? logits : nullptr, argmax};
+                            need_logits ? logits : nullptr, argmax, q.draws ? draws : nullptr};
     const double start = now_seconds();
     const bool done = level.step(level.model, &batch) == 0;
     q.seconds[k] += now_seconds() - start;
@@ -184,6 +186,7 @@ struct Speculator {
     query_start = take(n + 1), tables = take(n * (size_t)q.block_stride), outs = take(n);
     want = take(levels * n), draft_start = take(levels * n);
     logits = (float*)take(n * vocab);
+    draws = (qc_draws*)take(n * sizeof(qc_draws) / 4);
     return at;
   }
 };
