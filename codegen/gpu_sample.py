@@ -14,26 +14,39 @@ from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 from qcompile.codegen.gpu_launches import Launch, Plan, Ref, Size, Variant
 from qcompile.codegen.gpu_rows import ARGMAX_PART
 
+PART, WARPS = 1024, 4
+"""Logits per program, and its warps."""
 PASSES = 8
 """Of a search, each for 4 of 32 bits."""
 _BINS, _FIELDS = 16, 4
-_TYPES = {"logits": "*fp32", "part_value": "*fp32", "part_ties": "*i32", "done": "i32", "K": "i32", "P": "i32"}
+_TYPES = {
+    "logits": "*fp32",
+    "part_value": "*fp32",
+    "part_ties": "*i32",
+    "open": "*i32",
+    "done": "i32",
+    "K": "i32",
+    "P": "i32",
+}
 _TYPES |= dict.fromkeys(("output_rows", "row_sequence", "positions", "argmax"), "*i32")
+_TYPES |= dict.fromkeys(("limits", *(f"{kind}{of}" for kind in ("", "k_", "p_") for of in ("state", "totals"))), "*i64")
 _ROW = ("logits", "part_value", "output_rows", "row_sequence", "sampling")
 
 
-def sample_kernel(kind: str, by: str, vocab: int, parts: int, capability: int) -> Kernel:
+def sample_kernel(kind: str, by: str, vocab: int, capability: int) -> Kernel:
     """A kernel of the sampling step: "narrow" (a pass of the search for `by`, top_k or top_p), "mass" or "pick"."""
     names = list(_ROW)
-    names += ["k_state", "k_sums", "K"] * (kind != "pick" and by != "top_k")
+    names += ["k_state", "k_totals", "K"] * (kind != "pick" and by != "top_k")
+    parts_of = ["limits", "part_all", "part_mass", "part_ties"]
     names += {
-        "narrow": ["state", "before", "sums", "done"],
-        "mass": ["p_state", "p_sums", "P", "limits", "part_mass", "part_ties"],
-        "pick": ["limits", "part_mass", "part_ties", "positions", "draws", "argmax"],
+        "narrow": ["state", "totals", "open", "done"],
+        "mass": ["p_state", "p_totals", "P", *parts_of],
+        "pick": [*parts_of, "positions", "draws", "argmax", "k_totals", "K", "p_totals", "P"],
     }[kind]
     arguments = tuple(Argument(name, _TYPES.get(name, "*fp64")) for name in names)
     titles = {"narrow": f"A pass of the search for the limit of {by}", "mass": "The weights of each part of the logits"}
     name, pdl = f"sample_{kind}{'_' + by if by else ''}", capability >= 90
+    parts, largest = -(-vocab // PART), -(-vocab // ARGMAX_PART)
     source = render_template(
         "sample.py.jinja",
         title=titles.get(kind, "Draw a token"),
@@ -42,26 +55,32 @@ def sample_kernel(kind: str, by: str, vocab: int, parts: int, capability: int) -
         name=name,
         arguments=arguments,
         vocab=vocab,
-        part=ARGMAX_PART,
+        part=PART,
         parts=parts,
         parts_block=1 << (parts - 1).bit_length(),
+        largest=largest,
+        largest_block=1 << (largest - 1).bit_length(),
         pdl=pdl,
     )
-    return Kernel(name, source, arguments, 8, 1, pdl)
+    return Kernel(name, source, arguments, WARPS, 1, pdl)
 
 
 def sampling(plan: Plan, call: str, vocab: int, capability: int) -> Iterator[Launch]:
     """The launches that replace the argmax of each row with a temperature by a draw; after those of the argmax."""
-    parts = -(-vocab // ARGMAX_PART)
+    parts = -(-vocab // PART)
     refs: dict[str, Ref] = {name: ["input", name] for name in (*_ROW, "positions", "draws", "argmax")}
     refs |= {"part_value": ["work", "part_value"], "K": ["count", "top_k"], "P": ["count", "top_p"]}
-    sizes = {"limits": 8 * _FIELDS, "part_mass": 8 * parts, "part_ties": 4 * parts}
+    sizes = {
+        "open": 4 * parts,
+        "limits": 8 * _FIELDS,
+        "part_all": 8 * parts,
+        "part_mass": 8 * parts,
+        "part_ties": 4 * parts,
+    }
     refs |= {name: plan.need(name, size, "outputs") for name, size in sizes.items()}
     for letter in "kp":
         refs[f"{letter}_state"] = plan.need(f"{letter}_state", 8 * PASSES * _FIELDS, "outputs")
-        for turn in range(2):
-            refs[f"{letter}_sums{turn}"] = plan.need(f"{letter}_sums{turn}", 8 * parts * _BINS, "outputs")
-        refs[f"{letter}_sums"] = refs[f"{letter}_sums{(PASSES - 1) % 2}"]
+        refs[f"{letter}_totals"] = plan.need(f"{letter}_totals", 8 * PASSES * _BINS, "outputs")
 
     def launch(count: str, kernel: Kernel, programs: Size, more: dict[str, Any]) -> Launch:
         given = refs | more
@@ -69,10 +88,9 @@ def sampling(plan: Plan, call: str, vocab: int, capability: int) -> Iterator[Lau
         return Launch(f"{call}.{kernel.name}", count, (Variant(plan.add(kernel), ("outputs", programs, 1), args),))
 
     for by in ("top_k", "top_p"):
-        kernel, letter = sample_kernel("narrow", by, vocab, parts, capability), by[-1]
+        kernel, letter = sample_kernel("narrow", by, vocab, capability), by[-1]
         for done in range(PASSES):
-            turns = {"sums": refs[f"{letter}_sums{done % 2}"], "before": refs[f"{letter}_sums{1 - done % 2}"]}
-            more = {"state": refs[f"{letter}_state"], "done": ["number", done], **turns}
+            more = {"state": refs[f"{letter}_state"], "totals": refs[f"{letter}_totals"], "done": ["number", done]}
             yield launch(by, kernel, parts, more)
-    yield launch("sampled", sample_kernel("mass", "", vocab, parts, capability), parts, {})
-    yield launch("sampled", sample_kernel("pick", "", vocab, parts, capability), 1, {})
+    yield launch("sampled", sample_kernel("mass", "", vocab, capability), parts, {})
+    yield launch("sampled", sample_kernel("pick", "", vocab, capability), 1, {})

@@ -200,8 +200,8 @@ def distribution(logits: FloatArray, params: SamplingParams) -> tuple[IntArray, 
         weights = np.exp((logits[ids].astype(np.float64) - np.float64(peak)) / params.temperature)
     if params.top_p < 1:
         weights /= weights.sum()
-        # All weights below (1 - top_p) / n together are less than what may be left out; half of it, for rounding. A sort
-        # is many times faster than an argsort.
+        # All weights below (1 - top_p) / n together are less than what may be left out; half of it, for rounding. A
+        # sort is many times faster than an argsort.
         falling = np.sort(weights[weights >= (1 - params.top_p) / (2 * len(weights))])[::-1]
         count = np.count_nonzero(np.cumsum(falling) - falling < params.top_p)
         kept = weights > falling[count - 1]

@@ -17,7 +17,7 @@ from qcompile.runtime.sampling import SamplingParams, distribution
 from tests.codegen.interpreted import interpreted
 from tests.graphs import decoder
 
-TYPES = {"*fp32": torch.float32, "*fp64": torch.float64, "*i32": torch.int32}
+TYPES = {"*fp32": torch.float32, "*fp64": torch.float64, "*i32": torch.int32, "*i64": torch.int64}
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.8},
     {"temperature": 0.0},
@@ -61,6 +61,8 @@ def drawn(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -
     given |= {"positions": torch.full((rows,), 7, dtype=torch.int32), "argmax": torch.zeros(rows, dtype=torch.int32)}
     given |= {name: driver.at(address, "*fp64") for name, address in sender.addresses.items()}
     work = {name: torch.full((size * rows // 4,), -1, dtype=torch.int32) for name, (size, _) in plan.work.items()}
+    for name in ("k_totals", "p_totals"):  # zero when made, and again after each step
+        work[name][:] = 0
     given["part_value"] = work["part_value"] = torch.zeros(rows * parts)
     given["part_index"] = torch.zeros(rows * parts, dtype=torch.int32)
     for final in (False, True):
@@ -78,6 +80,7 @@ def drawn(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -
             number = {"count": counts.get(what), "number": what}.get(space)
             values.append(memory[what].view(TYPES[argument.type]) if memory is not None else number)
         gpu_compile.load(kernel)[rows, variant.grid[1]](*values)
+    assert not work["k_totals"].any() and not work["p_totals"].any()
     return [int(token) for token in given["argmax"]]
 
 
