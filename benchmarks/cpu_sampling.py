@@ -1,0 +1,88 @@
+"""Sampling on this CPU: its speed beside greedy decoding and Python's sampler, and that it draws the same tokens.
+
+    python benchmarks/cpu_sampling.py [--model samples/pycode-26m] [--prompts prompts.jsonl] [--rounds 5] [--most 24]
+
+Tokens per second of decoding 128 tokens of each prompt, one prompt at a time: medians of the rounds, in which recipes,
+options, gammas and ways take turns. "python" draws each token in runtime/sampling.py, the way of options that the
+library does not have. `differing` counts tokens that are not Python's without drafts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, build, write_result
+
+import qcompile
+from qcompile import SamplingParams, console
+from qcompile.runtime.executor import Executor
+from qcompile.runtime.gamma import AUTO
+
+ROOT = Path(__file__).parents[1]
+RECIPES = {"w4a8": (0,), "nested": (0, AUTO), "ml-specqd": (0, AUTO)}
+TOKENS = 128
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 0.8},
+    "top_k": {"temperature": 0.8, "top_k": 50},
+    "top_p": {"temperature": 0.8, "top_p": 0.95},
+}
+
+
+def decoded(llm: qcompile.LLM, prompts: list[str], options: dict[str, Any]) -> tuple[float, list[list[int]]]:
+    """Tokens per second after the first of each prompt, and the tokens."""
+    seconds, tokens = 0.0, []
+    for seed, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=TOKENS, seed=seed, ignore_eos=True, **options)
+        output = llm.generate([prompt], params)[0]
+        seconds += output.metrics.finished_time - output.metrics.first_token_time
+        tokens.append(list(output.outputs[0].token_ids))
+    return sum(len(one) - 1 for one in tokens) / seconds, tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=ROOT / "samples" / "pycode-26m")
+    parser.add_argument("--prompts", type=Path, default=ROOT.parent / "shared" / "data" / "prompts.jsonl")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--most", type=int, default=24, help="most prompts")
+    parser.add_argument("--work", type=Path, default=ROOT / "out" / "bench", help="where artifacts go")
+    parser.add_argument("--out", type=Path, default=RESULTS / "cpu_sampling.json")
+    arguments = parser.parse_args()
+    lines = arguments.prompts.read_text("utf-8").splitlines()[: arguments.most]
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    artifacts = build(arguments.model, list(RECIPES), arguments.work)
+    speeds: dict[tuple[str, int, str, str], list[float]] = {}
+    first: dict[tuple[str, str], list[list[int]]] = {}
+    total = differing = 0
+    with console.Progress() as progress:
+        turns = [(r, gamma) for _ in range(arguments.rounds) for r, gammas in RECIPES.items() for gamma in gammas]
+        for done, (recipe, gamma) in enumerate(turns, start=1):
+            with qcompile.load(artifacts[recipe], gamma=gamma) as llm:
+                for name, options in OPTIONS.items():
+                    for way in ("python", "library") if gamma == 0 else ("library",):
+                        Executor.draws = llm.engine.scheduler.draws = way == "library"
+                        speed, tokens = decoded(llm, prompts, options)
+                        speeds.setdefault((recipe, gamma, name, way), []).append(speed)
+                        wanted = first.setdefault((recipe, name), tokens)
+                        pairs = [pair for two in zip(tokens, wanted, strict=True) for pair in zip(*two, strict=True)]
+                        total += len(pairs)
+                        differing += sum(a != b for a, b in pairs)
+            progress("measuring", done, len(turns))
+    rows = [
+        {"recipe": recipe, "gamma": gamma, "options": name, "way": way, "median": statistics.median(samples)}
+        for (recipe, gamma, name, way), samples in speeds.items()
+    ]
+    print(
+        console.table(["recipe", "gamma", "options", "way", "tokens/s"], [[str(v) for v in r.values()] for r in rows])
+    )
+    document = {"model": arguments.model.name, "prompts": len(prompts), "rounds": arguments.rounds, "options": OPTIONS}
+    write_result(arguments.out, {**document, "tokens": total, "differing": differing, "tokens_per_second": rows})
+
+
+if __name__ == "__main__":
+    main()
