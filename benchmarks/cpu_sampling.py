@@ -74,7 +74,13 @@ def main() -> None:
                         differing += sum(a != b for a, b in pairs)
             progress("measuring", done, len(turns))
     rows = [
-        {"recipe": recipe, "gamma": gamma, "options": name, "way": way, "median": statistics.median(samples)}
+        {
+            "recipe": recipe,
+            "gamma": "auto" if gamma == AUTO else gamma,
+            "options": name,
+            "way": way,
+            "median": statistics.median(samples),
+        }
         for (recipe, gamma, name, way), samples in speeds.items()
     ]
     print(
