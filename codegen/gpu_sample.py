@@ -18,12 +18,12 @@ PART, WARPS = 1024, 4
 """Logits per program, and its warps."""
 PASSES = 8
 """Of a search, each for 4 of 32 bits."""
-_BINS, _FIELDS = 16, 4
+_BINS, _FIELDS = 16, 3
 _TYPES = {
     "logits": "*fp32",
     "part_value": "*fp32",
     "part_ties": "*i32",
-    "open": "*i32",
+    "alive": "*i32",
     "done": "i32",
     "K": "i32",
     "P": "i32",
@@ -34,12 +34,16 @@ _ROW = ("logits", "part_value", "output_rows", "row_sequence", "sampling")
 
 
 def sample_kernel(kind: str, by: str, vocab: int, capability: int) -> Kernel:
-    """A kernel of the sampling step: "narrow" (a pass of the search for `by`, top_k or top_p), "mass" or "pick"."""
+    """A kernel that draws from logits [rows, vocab], f32.
+
+    kind: "narrow" (a pass of the search for the limit of `by`, top_k or top_p; a program for each row and part), "mass"
+    (the weight of each part's tokens above top-p's limit; likewise) or "pick" (the token; a program for each row).
+    """
     names = list(_ROW)
     names += ["k_state", "k_totals", "K"] * (kind != "pick" and by != "top_k")
     parts_of = ["limits", "part_all", "part_mass", "part_ties"]
     names += {
-        "narrow": ["state", "totals", "open", "done"],
+        "narrow": ["state", "totals", "alive", "done"],
         "mass": ["p_state", "p_totals", "P", *parts_of],
         "pick": [*parts_of, "positions", "draws", "argmax", "k_totals", "K", "p_totals", "P"],
     }[kind]
@@ -60,6 +64,10 @@ def sample_kernel(kind: str, by: str, vocab: int, capability: int) -> Kernel:
         parts_block=1 << (parts - 1).bit_length(),
         largest=largest,
         largest_block=1 << (largest - 1).bit_length(),
+        bins=_BINS,
+        passes=PASSES,
+        fields=_FIELDS,
+        unit=float(1 << (62 - vocab.bit_length())),
         pdl=pdl,
     )
     return Kernel(name, source, arguments, WARPS, 1, pdl)
@@ -71,7 +79,7 @@ def sampling(plan: Plan, call: str, vocab: int, capability: int) -> Iterator[Lau
     refs: dict[str, Ref] = {name: ["input", name] for name in (*_ROW, "positions", "draws", "argmax")}
     refs |= {"part_value": ["work", "part_value"], "K": ["count", "top_k"], "P": ["count", "top_p"]}
     sizes = {
-        "open": 4 * parts,
+        "alive": 4 * parts,
         "limits": 8 * _FIELDS,
         "part_all": 8 * parts,
         "part_mass": 8 * parts,

@@ -220,12 +220,12 @@ class Engine:
         """Run one step, in which `drafts[i]` follow the last token of request i; `gammas[i]` were asked for."""
         decoding = plan.decoding
         rows = plan.rows(drafts)
-        here = [self._drawn_here(request, bool(drafts and drafts[i])) for i, request in enumerate(plan.requests)]
+        by_logits = [self._needs_logits(request, bool(drafts and drafts[i])) for i, request in enumerate(plan.requests)]
         draws = [
-            GREEDY if drawn else request.sampler.draws(row.start + len(row.tokens) - row.outputs, row.outputs)
-            for request, row, drawn in zip(plan.requests, rows, here, strict=True)
+            GREEDY if python else request.sampler.draws(row.start + len(row.tokens) - row.outputs, row.outputs)
+            for request, row, python in zip(plan.requests, rows, by_logits, strict=True)
         ]
-        argmax, logits = self.executor.step(rows, any(here), draws)
+        argmax, logits = self.executor.step(rows, any(by_logits), draws)
         now = time.monotonic()
         if not drafts and decoding:
             self._note_plain_steps(plan, 1, now - started)
@@ -238,7 +238,7 @@ class Engine:
             draft = drafts[index] if drafts else []
             end = at + len(draft) + 1
             first, at = at, end
-            if here[index] and logits is not None:
+            if by_logits[index] and logits is not None:
                 tokens = self._choose(request, draft, logits[first:end])
             else:
                 tokens = accept.greedy(draft, argmax[first:end])
@@ -259,7 +259,7 @@ class Engine:
             self.tempo.drafted(plan.requests, False, max(gammas), 1, now - started, gained / len(plan.requests))
         return advanced
 
-    def _drawn_here(self, request: Request, drafted: bool) -> bool:
+    def _needs_logits(self, request: Request, drafted: bool) -> bool:
         """Whether the request's tokens are chosen from logits, not by the executor."""
         rejects = drafted and self.rejects and request.params.temperature > 0
         return rejects or request.params.needs_logits(self.executor.draws)

@@ -155,14 +155,16 @@ class Speculator:
                 pending = request.tokens[start:] + drafts[index][max(0, start - len(request.tokens)) :]
                 rows.append(Rows(pending, start, request.pages, 1))
                 request.drafts.cached[0] += len(pending)
-            here = [not requests[i].params.needs_logits(level.executor.draws and not distributions) for i in active]
+            by_executor = [
+                not requests[i].params.needs_logits(level.executor.draws and not distributions) for i in active
+            ]
             draws = [
                 requests[i].sampler.draws(requests[i].computed, len(drafts[i]) + 1) if drawn else GREEDY
-                for i, drawn in zip(active, here, strict=True)
+                for i, drawn in zip(active, by_executor, strict=True)
             ]
-            chosen, logits = level.executor.step(rows, not all(here), draws)
+            chosen, logits = level.executor.step(rows, not all(by_executor), draws)
             for row, index in enumerate(active):
-                if here[row] or logits is None:
+                if by_executor[row] or logits is None:
                     drafts[index].append(max(chosen[row], 0))
                     continue
                 try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,25 +14,8 @@ from qcompile.runtime.accept import pick
 from qcompile.runtime.executor import Executor, draws_array
 from qcompile.runtime.sampling import Sampler, SamplingParams, distribution
 from tests.codegen.harness import ISAS
+from tests.codegen.sampled import OPTIONS
 from tests.runtime.test_batches import run
-
-OPTIONS: list[dict[str, Any]] = [
-    {"temperature": 0.8},
-    {"temperature": 1.3, "top_k": 20},
-    {"temperature": 0.9, "top_k": 3},
-    {"temperature": 0.7, "top_p": 0.9},
-    {"temperature": 0.7, "top_p": 0.5, "top_k": 40, "min_p": 0.01},
-    {"temperature": 1.0, "min_p": 0.1},
-    {"temperature": 2.0, "top_p": 0.99},
-    {"temperature": 1.0, "top_k": 1},
-    {"temperature": 1e-3},
-    {"temperature": 1e-300},
-    {"temperature": 1e6, "top_p": 0.7},
-    {"temperature": 1.0, "top_p": 1e-9},
-    {"temperature": 1.0, "top_p": 1 - 1e-7},
-    {"temperature": 1.0, "top_k": 10**6},
-    {"temperature": 5.0, "top_p": 0.3, "top_k": 7},
-]
 
 
 def drawn(library: ctypes.CDLL, logits: np.ndarray, params: SamplingParams, uniform: float) -> int:

@@ -15,23 +15,10 @@ from qcompile.codegen.gpu_launches import Plan
 from qcompile.runtime.accept import pick
 from qcompile.runtime.sampling import SamplingParams, distribution
 from tests.codegen.interpreted import interpreted
+from tests.codegen.sampled import OPTIONS
 from tests.graphs import decoder
 
 TYPES = {"*fp32": torch.float32, "*fp64": torch.float64, "*i32": torch.int32, "*i64": torch.int64}
-OPTIONS: list[dict[str, Any]] = [
-    {"temperature": 0.8},
-    {"temperature": 0.0},
-    {"temperature": 1.3, "top_k": 20},
-    {"temperature": 0.7, "top_p": 0.9},
-    {"temperature": 0.7, "top_p": 0.5, "top_k": 40, "min_p": 0.01},
-    {"temperature": 1.0, "min_p": 0.1},
-    {"temperature": 2.0, "top_p": 0.99},
-    {"temperature": 1.0, "top_k": 1},
-    {"temperature": 1e-3},
-    {"temperature": 1.0, "top_p": 1e-9},
-    {"temperature": 1.0, "top_k": 10**6},
-    {"temperature": 5.0, "top_p": 0.3, "top_k": 7},
-]
 
 
 def host(logits: Tensor, params: SamplingParams, uniform: float) -> int:
@@ -93,7 +80,7 @@ def interpret_draws(vocab: int) -> None:
     """Rows with each option, with ties, zeros of both signs and tokens that are ruled out; then each row alone."""
     torch.manual_seed(0)
     random = np.random.default_rng(3)
-    params = [SamplingParams(**options) for options in OPTIONS]
+    params = [SamplingParams(**options) for options in ({"temperature": 0.0}, *OPTIONS)]
     logits = 2 * torch.randn(len(params), vocab)
     logits[2:8:2] = (4 * logits[2:8:2]).round() / 4
     logits[3:7:3] = logits[3:7:3].round()
@@ -102,9 +89,9 @@ def interpret_draws(vocab: int) -> None:
     for turn in range(4):
         uniforms = [float(u) for u in random.random(len(params))]
         if turn == 0:
-            uniforms = [0.0] * len(params)
+            uniforms = [1e-9] * len(params)
         if turn == 1:
-            uniforms = [1 - 2**-53] * len(params)
+            uniforms = [1 - 1e-7] * len(params)
         got = drawn(logits, params, uniforms)
         wanted = [host(row, p, u) for row, p, u in zip(logits, params, uniforms, strict=True)]
         assert got == wanted, (turn, got, wanted)

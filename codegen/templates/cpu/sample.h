@@ -57,7 +57,7 @@ struct Sampler {
     double above;    // weight of all larger numbers
   };
 
-  // The largest of x [count] such that those from it on weigh at least `goal`; w null: each weighs 1. Numbers below
+  // The largest of x [size] such that those from it on weigh at least `goal`; w null: each weighs 1. Numbers below
   // `least`, or of a weight below it, are known not to be needed for that. Numbers that share the first 12 bits are
   // binned together, and the bin with the limit is searched by partitions.
   Limit limit(const float* x, const double* w, int size, double goal, double least) {
