@@ -31,6 +31,7 @@ from qcompile.passes.raise_ops import (
     features,
     operator_name,
 )
+from qcompile.passes.raise_slots import is_one_slot
 from qcompile.passes.raise_values import Value, identity
 
 Handler = Callable[[Raiser, fx.Node, Arguments], Known]
@@ -360,20 +361,19 @@ def _both(r: Raiser, name: str, a: Value, b: Value, node: Any) -> Known:
     aligned = values.align(a, b)
     if aligned is None or not (a.sizes == b.sizes == aligned[1].shape[1:]):
         return None
-    made = r.call(name, *(r.emit(v, _working_sizes(v), node) for v in _alike(a, b)))
+    own, other = working_sizes(a), working_sizes(b)
+    sizes = own if own == other else (a.count,)  # any layout will do, since the operator is elementwise
+    made = r.call(name, r.emit(a, sizes, node), r.emit(b, sizes, node))
     return identity(made, aligned[0], a.sizes)
 
 
-def _alike(a: Value, b: Value) -> tuple[Value, Value]:
-    """a and b in the same layout; any will do, since the operator is elementwise."""
-    if _working_sizes(a) == _working_sizes(b):
-        return a, b
-    flat = tuple(Value(v.base, ("F",), v.terms.reshape(len(v.terms), -1)) for v in (a, b))
-    return flat[0], flat[1]
+def working_sizes(value: Value) -> tuple[int, ...]:
+    """The shape in which to apply an elementwise operator: the value's own if it has one or two feature axes.
 
-
-def _working_sizes(value: Value) -> tuple[int, ...]:
-    """The shape in which to apply an elementwise operator: the value's own if it has one or two feature axes."""
+    A single slot, which the value does not show, is kept.
+    """
+    if is_one_slot(value.base):
+        return (1, value.count)
     return value.sizes if 1 <= len(value.sizes) <= 2 else (value.count,)
 
 
@@ -390,7 +390,7 @@ def elementwise(r: Raiser, node: fx.Node, source: fx.Node, name: str, *more: Any
     value = r.known.get(source)
     if not isinstance(value, Value) or value.base is None:
         return None
-    made = r.call(name, r.emit(value, _working_sizes(value), node), *more)
+    made = r.call(name, r.emit(value, working_sizes(value), node), *more)
     return identity(made, value.dims, value.sizes)
 
 

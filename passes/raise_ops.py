@@ -27,6 +27,7 @@ from qcompile.errors import PassError, UnsupportedError
 from qcompile.graph import Graph, WeightStore
 from qcompile.passes import raise_values as values
 from qcompile.passes.base import Pass, PassResult
+from qcompile.passes.raise_slots import is_one_slot, merging
 from qcompile.passes.raise_values import Value
 
 LENGTHS = {"B": 1_000_003, "T": 1_000_033}
@@ -357,14 +358,13 @@ class Raiser:
     def select_features(self, base: fx.Node, index: np.ndarray[Any, Any], node: Any) -> fx.Node:
         """The features `index` of `base`, flattened unless they are all of them in order."""
         count = math.prod(features(base))
-        start = int(index[0])
-        if ops.name_of(base.target) != "gather_features" and np.array_equal(
-            index, np.arange(start, start + len(index))
-        ):
+        start, kind = int(index[0]), ops.name_of(base.target)
+        if kind != "gather_features" and np.array_equal(index, np.arange(start, start + len(index))):
             if len(index) == count:
                 return base
-            return self.call("slice_features", self.flat(base), start, start + len(index))
-        if ops.name_of(base.target) == "expert_linear":
+            if kind != "expert_linear" or not is_one_slot(base):
+                return self.call("slice_features", self.flat(base), start, start + len(index))
+        if kind == "expert_linear":
             return self._expert_rows(base, index, node)
         flat = self.flat(base)
         if ops.name_of(flat.target) != "linear" or flat.args[1].op != "get_attr":  # type: ignore[union-attr]
@@ -405,7 +405,7 @@ class Raiser:
             return node
         if len(features(node)) == 2:
             split = ops.name_of(node.target) == "split_heads"
-            node = node.args[0] if split else self.call("merge_heads", node)  # type: ignore[assignment]
+            node = node.args[0] if split else self.call(*merging(node))  # type: ignore[assignment]
         return node if len(sizes) == 1 else self.call("split_heads", node, sizes[0])
 
 

@@ -1,11 +1,13 @@
 """Handlers for mixtures of experts, and a few operators that occur only there.
 
 The expected form is transformers' `batched_mm`: the weights of each chosen expert are gathered, [S, N, K] for S
-pairs of token and slot, and multiplied by that pair's input. A dimension of pairs is "BTF", with slots as features.
+pairs of token and slot, and multiplied by that pair's input. A dimension of pairs is "BTF", with slots as features. If
+one expert is chosen, torch has no slots, and pairs are tokens: "BT". raise_slots.py says what becomes of their slot.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,23 +19,30 @@ from qcompile import ops
 from qcompile.passes import raise_aten, raise_patterns
 from qcompile.passes import raise_tables as tables
 from qcompile.passes import raise_values as values
-from qcompile.passes.raise_aten import HANDLERS, handles
-from qcompile.passes.raise_ops import LENGTHS, Arguments, Known, Opaque, Raiser, Weight, features
+from qcompile.passes.raise_aten import HANDLERS, handles, working_sizes
+from qcompile.passes.raise_ops import LENGTHS, Arguments, Known, Opaque, Raiser, Weight, features, operator_name
 from qcompile.passes.raise_patterns import is_call, strip
+from qcompile.passes.raise_slots import is_one_slot
 from qcompile.passes.raise_values import POSITION, Value, identity
 
 __all__ = ["HANDLERS"]
 
 PAIRS = "BTF"
-"""The dimension of a value that has one row per pair of token and slot."""
+"""The dimension of a value that has one row per pair of token and slot, if there are several slots."""
 
 
 @dataclass(frozen=True)
 class Chosen(Opaque):
-    """The rows of `weight` [E, ...] selected by the choice `index` [B, T, k], one per pair."""
+    """The rows of `weight` [E, ...] selected by the choice `index` [B, T, k], one per pair; `dims` run over pairs."""
 
     weight: fx.Node
     index: fx.Node
+    dims: tuple[str, ...]
+
+    @property
+    def slots(self) -> int:
+        """Number of experts of each token."""
+        return features(self.index)[0]
 
 
 def based(r: Raiser, item: Any) -> Value | None:
@@ -72,9 +81,19 @@ def overridden(*names: str) -> Any:
 def _scores(r: Raiser, item: Any, dim: int) -> Value | None:
     """Scores [.., E], if `dim` is their last dimension and their only feature dimension."""
     value = based(r, item)
-    if value is None or len(value.sizes) != 1 or value.dims[-1] != "F" or dim not in (-1, len(value.dims) - 1):
+    if value is None or not value.dims or dim not in (-1, len(value.dims) - 1):
         return None
-    return value
+    if value.dims[-1] == "" and r.shape(item)[-1] == 1:  # the score of the only expert, or of the only one chosen
+        value = values.as_features(value, len(value.dims) - 1)
+    return value if len(value.sizes) == 1 and value.dims[-1] == "F" else None
+
+
+def _choice(value: Value | None) -> fx.Node | None:
+    """The choice of which `value` is all slots in their order; else None."""
+    if value is None or value.base is None or kind_of(value) != "top_k" or (value.terms["coef"] != 1).any():
+        return None
+    whole = np.array_equal(value.terms["index"].ravel(), np.arange(features(value.base)[0]))
+    return value.base if whole else None
 
 
 def _emitted(r: Raiser, value: Value, node: fx.Node) -> fx.Node:
@@ -100,11 +119,11 @@ def _topk(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 
 @handles("gather")
 def _gather(r: Raiser, node: fx.Node, a: Arguments) -> Known:
-    value, index = _scores(r, a.input_, a.dim), based(r, a.index)
-    if value is None or kind_of(index) != "top_k" or index is None or index.dims != value.dims:
+    value, index = _scores(r, a.input_, a.dim), _scores(r, a.index, -1)
+    chosen = _choice(index)
+    if value is None or chosen is None or index is None or index.dims != value.dims:
         return tables.gathered(r, node, a.input_, a.index) if a.dim == 1 else None
-    assert index.base is not None
-    picked = r.call("pick", _emitted(r, value, node), index.base)
+    picked = r.call("pick", _emitted(r, value, node), chosen)
     return identity(picked, value.dims, index.sizes)
 
 
@@ -235,8 +254,10 @@ def _spreads_groups(r: Raiser, mask: fx.Node, steps: list[fx.Node], experts: int
 def _repeat_tokens(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     """Each token repeated once per slot."""
     value, count, dim = r.value(a.positional[0]), a.positional[1], a.dim
-    if value is None or not isinstance(count, int) or dim is None or value.dims[dim] != "BT":
+    if value is None or not isinstance(count, int) or dim is None:
         return None
+    if count == 1 or value.dims[dim] != "BT":
+        return value if count == 1 else None
     terms = np.repeat(np.expand_dims(value.terms, value.axis(dim)), count, value.axis(dim))
     return Value(value.base, (*value.dims[:dim], PAIRS, *value.dims[dim + 1 :]), terms)
 
@@ -246,10 +267,13 @@ def _chosen(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     if len(a.indices) != 1 or not isinstance(r.known.get(a.input_), Weight):
         return None
     index = based(r, a.indices[0])
-    if kind_of(index) != "top_k" or index is None or index.dims != (PAIRS,) or index.base is None:
+    if kind_of(index) != "top_k" or index is None:
         return None
-    whole = np.array_equal(index.terms["index"].ravel(), np.arange(features(index.base)[0]))
-    return Chosen(node, a.input_, index.base) if whole else None
+    chosen = _choice(index)
+    pairs = [(PAIRS,)] if index.count > 1 else [("BT",), ("B", "T")]
+    if chosen is None or index.dims not in pairs:
+        raise r.unsupported(node, "selects weights by something else than all chosen experts of each token, in order")
+    return Chosen(node, a.input_, chosen, index.dims)
 
 
 @overridden("bmm", "matmul")
@@ -257,21 +281,26 @@ def _expert_linear(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     """weight[index] @ x or x @ weight[index], where x is a column or a row."""
     left, right = (r.known.get(item) for item in a.positional[:2])
     if isinstance(left, Chosen):
-        chosen, x, order = left, a.positional[1], (PAIRS, "F", "")
+        chosen, x, order = left, a.positional[1], (*left.dims, "F", "")
     elif isinstance(right, Chosen):
-        chosen, x, order = right, a.positional[0], (PAIRS, "", "F")
+        chosen, x, order = right, a.positional[0], (*right.dims, "", "F")
     else:
         return None
     value = r.require(x, f"expert linear {node}")
-    slots = features(chosen.index)[0]
-    if value.dims != order or value.sizes[0] != slots:
+    if value.dims != order or value.sizes[:-1] != (chosen.slots,) * (chosen.slots > 1):
         raise r.unsupported(node, "multiplies the weights of chosen experts with something else than their inputs")
-    same = all(np.array_equal(value.terms[:, 0], value.terms[:, slot]) for slot in range(slots))
-    if same:
+    weight = r.weight(chosen.weight) if order[-2] == "F" else r.turned(chosen.weight)
+    made = r.call("expert_linear", _expert_input(r, value, chosen.slots, node), chosen.index, weight)
+    return identity(made, order, features(made) if chosen.slots > 1 else features(made)[1:])
+
+
+def _expert_input(r: Raiser, value: Value, slots: int, node: fx.Node) -> fx.Node:
+    """The input of an expert linear: [B, T, K] if all slots of a token have the same, else [B, T, k, K]."""
+    if slots == 1:
+        return r.emit(value, (1, value.count) if is_one_slot(value.base) else value.sizes, node)
+    if all(np.array_equal(value.terms[:, 0], value.terms[:, slot]) for slot in range(slots)):
         value = Value(value.base, ("BT", "F"), value.terms[:, 0])
-    weight = r.weight(chosen.weight) if order[1] == "F" else r.turned(chosen.weight)
-    made = r.call("expert_linear", r.emit(value, value.sizes, node), chosen.index, weight)
-    return identity(made, order, features(made))
+    return r.emit(value, value.sizes, node)
 
 
 @overridden("add")
@@ -281,14 +310,10 @@ def _expert_bias(r: Raiser, node: fx.Node, a: Arguments) -> Known:
         if not isinstance(chosen, Chosen) or not isinstance(value, Value) or kind_of(value) != "expert_linear":
             continue
         made: Any = value.base
-        whole = value.is_plain() and np.array_equal(value.terms["index"].ravel(), np.arange(value.count))
-        if (
-            a.alpha in (None, 1)
-            and whole
-            and len(made.args) == 3
-            and made.args[1] is chosen.index
-            and value.dims == (PAIRS, "F")
-        ):
+        whole = np.array_equal(value.terms["index"].ravel(), np.arange(math.prod(features(made))))
+        once = value.is_plain() and bool((value.terms["coef"] == 1).all()) and a.alpha in (None, 1)
+        alike = value.dims in ((*chosen.dims, "F"), (*chosen.dims, ""))  # "" if there is one output
+        if once and whole and len(made.args) == 3 and made.args[1] is chosen.index and alike:
             return identity(r.call("expert_linear", *made.args, r.weight(chosen.weight)), value.dims, value.sizes)
     return None
 
@@ -303,8 +328,10 @@ def _weighted(r: Raiser, node: fx.Node, a: Arguments) -> Known:
         if y.dims == (PAIRS, "F") and w.dims == (PAIRS, "") and w.sizes == y.sizes[:1]:
             made = r.call("scale_slots", _emitted(r, y, node), _emitted(r, w, node))
             return identity(made, y.dims, y.sizes)
+        y, w = values.without_units(y), values.without_units(w)
         if w.count == 1 < y.count and len(y.sizes) == 1 and y.dims[:-1] == w.dims[:-1] and y.dims[-1] == "F":
-            made = r.call("mul", _emitted(r, y, node), r.emit(w, (1,), node))
+            sizes = working_sizes(y)
+            made = r.call("mul" if sizes == y.sizes else "scale_slots", r.emit(y, sizes, node), r.emit(w, (1,), node))
             return identity(made, y.dims, y.sizes)
     return None
 
@@ -312,14 +339,20 @@ def _weighted(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 @handles("sum")
 def _sum(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     """The sum over a token's slots."""
-    value = based(r, a.input_)
-    if value is None or len(value.sizes) != 2 or not isinstance(a.dim, (list, tuple)) or len(a.dim) != 1 or a.keepdim:
+    value, over = based(r, a.input_), getattr(a, "dim", None)
+    if value is None or not isinstance(over, (list, tuple)) or len(over) != 1 or a.keepdim:
         return None
-    dim = a.dim[0] % len(value.dims)
+    dim = over[0] % len(value.dims)
+    if is_one_slot(value.base) and r.shape(a.input_)[dim] == 1:
+        value = values.without_units(value)
+        made = r.emit(value, (value.count,), node)
+        return identity(made, value.dims[:dim] + value.dims[dim + 1 :], value.sizes)
+    if len(value.sizes) != 2:
+        return None
     slots = value.dims[dim] == "F" and value.axis(dim) == 1
     if not slots or kind_of(value) not in ("scale_slots", "expert_linear"):
         return None
-    made: Any = _emitted(r, value, node)
+    made = _emitted(r, value, node)
     arguments = made.args if ops.name_of(made.target) == "scale_slots" else (made, None)
     return identity(r.call("combine", *arguments), value.dims[:dim] + value.dims[dim + 1 :], value.sizes[1:])
 
@@ -331,12 +364,12 @@ def _sum(r: Raiser, node: fx.Node, a: Arguments) -> Known:
 def _clamp(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     low, high = getattr(a, "min", None), getattr(a, "max", None)
     value = based(r, a.input_)
-    if value is not None and kind_of(value) == "top_k" and _within(value, low, high):
+    if value is not None and _choice(value) is not None and _within(value, low, high):
         return value
     if value is None or any(isinstance(bound, fx.Node) for bound in (low, high)) or not 1 <= len(value.sizes) <= 2:
         return None
     bounds = [None if bound is None else float(bound) for bound in (low, high)]
-    return identity(r.call("clamp", _emitted(r, value, node), *bounds), value.dims, value.sizes)
+    return identity(r.call("clamp", r.emit(value, working_sizes(value), node), *bounds), value.dims, value.sizes)
 
 
 def _within(choice: Value, low: Any, high: Any) -> bool:
@@ -354,7 +387,7 @@ def _shift(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     if number is None or value is None or a.alpha not in (None, 1) or not 1 <= len(value.sizes) <= 2:
         return None
     sign = -1.0 if "sub" in str(node.target) else 1.0
-    return identity(r.call("shift", _emitted(r, value, node), sign * number), value.dims, value.sizes)
+    return identity(r.call("shift", r.emit(value, working_sizes(value), node), sign * number), value.dims, value.sizes)
 
 
 @handles("copy")
@@ -390,6 +423,23 @@ def _max(r: Raiser, node: fx.Node, a: Arguments) -> Known:
         return None
     place = len(value.terms) == 1 and (value.terms["kind"] == POSITION).all() and (value.terms["coef"] == 1).all()
     return Reach(node, 0.0) if place else None
+
+
+@overridden("max", "amax", "argmax")
+def _best(r: Raiser, node: fx.Node, a: Arguments) -> Known:
+    """The best score, its index, or both: a choice of one expert."""
+    over = getattr(a, "dim", None)
+    dim = over[0] if isinstance(over, (list, tuple)) and len(over) == 1 else over
+    value = _scores(r, a.input_, dim) if isinstance(dim, int) else None
+    if value is None:
+        return None
+    scores = _emitted(r, value, node)
+    index = r.call("top_k", scores, 1)
+    found = [identity(made, value.dims, (1,)) for made in (r.call("pick", scores, index), index)]
+    if not a.keepdim:
+        found = [Value(one.base, one.dims[:-1], one.terms[:, 0]) for one in found]
+    name = operator_name(node)
+    return found if name == "max" else found[name == "argmax"]
 
 
 @overridden("add")

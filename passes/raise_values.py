@@ -176,7 +176,7 @@ def unsqueeze(value: Value, dim: int) -> Value:
 def repeat(value: Value, dim: int, count: int, inner: bool) -> Value | None:
     """Each feature `count` times in a row (`inner`), or the whole dimension `count` times."""
     if value.dims[dim] == "":
-        value = _as_features(value, dim)
+        value = as_features(value, dim)
     if value.dims[dim] != "F":
         return None
     axis = value.axis(dim)
@@ -185,15 +185,22 @@ def repeat(value: Value, dim: int, count: int, inner: bool) -> Value | None:
     return take(value, dim, order)
 
 
-def _as_features(value: Value, dim: int) -> Value:
+def as_features(value: Value, dim: int) -> Value:
     """`value` with dimension `dim` of size 1 turned into a feature axis of one element."""
     dims = (*value.dims[:dim], "F", *value.dims[dim + 1 :])
     return Value(value.base, dims, np.expand_dims(value.terms, value.axis(dim)))
 
 
+def without_units(value: Value) -> Value:
+    """`value` with feature axes of one element dropped: their dimensions keep size 1."""
+    sizes = iter(value.sizes)
+    dims = tuple(d.replace("F", "") if "F" in d and next(sizes) == 1 else d for d in value.dims)
+    return Value(value.base, dims, value.terms.reshape(len(value.terms), *(n for n in value.sizes if n > 1)))
+
+
 def concatenate(values: Sequence[Value], dim: int) -> Value | None:
     """torch.cat along a feature dimension, of values with one base."""
-    values = [_as_features(v, dim) if v.dims[dim] == "" else v for v in values]
+    values = [as_features(v, dim) if v.dims[dim] == "" else v for v in values]
     first = values[0]
     bases = {v.base for v in values if v.base is not None}
     dims = tuple(_join(d) for d in zip(*(v.dims for v in values), strict=True))

@@ -78,6 +78,7 @@ def decoder(
         *((recipe, {}) for recipe in TOLERANCE),
         *((recipe, {"clamped": False}) for recipe in ("f32", "w4a8")),
         ("w4a8", {"clamped": False, "limit": 0.5}),
+        *((recipe, {"slots": 1}) for recipe in ("f32", "w4a8")),
     ],
 )
 def test_artifact_computes_what_its_graph_says(recipe: str, gates: dict[str, Any], tmp_path: Path) -> None:
