@@ -230,10 +230,10 @@ def decode_rate(executor: CudaExecutor, batch: int, context: int = CONTEXT, step
     return best
 
 
-def kernel_times(executor: CudaExecutor, batch: int, context: int = CONTEXT) -> dict[str, list[float]]:
-    """Microseconds of each kernel of a step, and how often it runs; see the top."""
+def kernel_times(executor: CudaExecutor, rows: list[Rows]) -> dict[str, list[float]]:
+    """Microseconds of each kernel of a step of these rows, and how often it runs; see the top."""
     gpu = executor.driver
-    counts = executor.fill(sequences(executor, batch, context, 1))
+    counts = executor.fill(rows)
     names = {address: label for label, address in executor._functions.items()}
     by_kernel: dict[str, list[Any]] = {}
     for _, call in executor.prepare(executor.plan["launches"], counts):
@@ -322,7 +322,7 @@ def measure(recipe: str, folder: Path) -> dict[str, Any]:
     """What a recipe does, and its kernels."""
     opened = open_random(recipe, folder, max(BATCHES) * (CONTEXT + 4 * STEPS), CONTEXT + 4 * STEPS)
     rates = {batch: decode_rate(opened.target, batch) for batch in BATCHES}
-    kernels = kernel_times(opened.target, 1)
+    kernels = kernel_times(opened.target, sequences(opened.target, 1, CONTEXT, 1))
     print(f"{recipe:16}", {b: round(r) for b, r in rates.items()}, opened.notes, flush=True)
     total = sum(us * count for us, count in kernels.values())
     print(f"    a step at batch 1 takes {1e6 / rates[1]:.0f} us, its kernels {total:.0f}", flush=True)

@@ -59,6 +59,13 @@ RESIDENT_PROGRAMS = 792
 MAX_UNPAIRED_QUERIES = 256
 """Most query positions of a prefill whose programs compute one block of rows each; with more, pairs of blocks make
 enough programs. Over a hierarchical cache the blocks have one octet of rows up to half as many positions."""
+NEAR_SPLITS = 1
+"""Most splits of a prompt's step for which programs take few rows: they are faster to begin and to end."""
+FAR_ROWS = 64
+"""Rows of programs with the queries as the A operand: those of one wgmma of four warps."""
+FEW_FAR_QUERIES = {16: 64, 8: 128, 4: 128}
+"""Most query positions that programs of few rows take in steps with many splits too, by bits: larger ones would be too
+few."""
 SHARING_PROGRAMS = {False: 1056, True: 660}
 """Most programs that loop over splits, by whether the cache is hierarchical: 8 and 5 per multiprocessor of an H200."""
 _LOG2_E = 1.4426950408889634
@@ -124,7 +131,8 @@ class GpuKV:
         """What attention_counts (runtime/cuda.py) needs besides the step to choose launches."""
         names = ("leaves", "fine_splits", "few_splits", "shares")
         chosen = {name: getattr(self, name) for name in names} | {"shared": self.hierarchical}
-        return {"most_queries": MOST_QUERIES, "group_splits": GROUP_SPLITS, **chosen}
+        limits = {"most_queries": MOST_QUERIES, "group_splits": GROUP_SPLITS, "near_splits": NEAR_SPLITS}
+        return limits | chosen
 
     @property
     def row_bytes(self) -> int:
@@ -186,6 +194,9 @@ class AttentionSpec:
     balances the load. A row's bits depend neither on the cut nor on a program's rows or warps (batch invariance):
     multiply-adds are fused only where written as fma, and sums over a leaf have a fixed order.
 
+    With `query_rows` (sm_90, cut "whole") the queries are the A operand of MMAs of that many rows, and keys and values
+    the B operand in shared memory, unpacked once for all of them.
+
     `direct` loads the ring's keys and values into registers instead of pipelining them through shared memory, so that
     more programs are resident. With `centered`, a weight [KV heads, dim] has been subtracted from the keys in pages,
     and scores are corrected for it before soft capping. If `bias_positions` is not 0, the capped score of a key gets
@@ -211,6 +222,7 @@ class AttentionSpec:
     direct: bool = False
     bias_positions: int = 0
     sinks: bool = False
+    query_rows: int = 0
 
     @property
     def title(self) -> str:
@@ -228,7 +240,7 @@ class AttentionSpec:
     def rows(self) -> int:
         """Rows per program, enough for all heads of a GQA group."""
         group = self.heads // self.kv.heads
-        return COLUMNS * max(self.octets, -(-group // COLUMNS))
+        return self.query_rows or COLUMNS * max(self.octets, -(-group // COLUMNS))
 
     @property
     def block(self) -> int:
@@ -238,6 +250,8 @@ class AttentionSpec:
     @property
     def warps(self) -> int:
         """Warps per program: two, dividing a leaf's tokens and features, if one lacks registers for accumulators."""
+        if self.query_rows:
+            return self.query_rows // 16
         few = self.rows * self.kv.dim <= ONE_WARP_SUMS and self.cut != "whole"
         return 1 if self.block < 32 or (few and self.kv.format in ("kv4", "kv_hier4")) else 2
 
@@ -250,6 +264,11 @@ class AttentionSpec:
     def queries(self) -> int:
         """Query positions per program."""
         return self.rows // (self.heads // self.kv.heads)
+
+    @property
+    def prompt_grid(self) -> tuple[list[str | int], int, str]:
+        """Programs of a step of prompts, as in a plan (gpu_launches.py)."""
+        return ["queries", self.queries * (2 if self.paired else 1)], self.kv.heads, "sequences"
 
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""
@@ -274,8 +293,8 @@ class AttentionSpec:
             pdl=pdl,
             asm=self.inline_asm,
             block=self.block,
-            columns=COLUMNS,
-            octets=range(self.rows // COLUMNS),
+            columns=self.query_rows or COLUMNS,
+            octets=range(1 if self.query_rows else self.rows // COLUMNS),
             planes=range(self.kv.planes),
             inside_head=self.block != self.kv.width,
             inside_mask=" & (d < WIDTH)[:, None]" if self.block != self.kv.width else "",
@@ -337,6 +356,22 @@ def prefill_variants(spec: AttentionSpec) -> list[tuple[int, AttentionSpec]]:
         else [(MAX_UNPAIRED_QUERIES, small)]
     )
     return [*unpaired, (0, replace(large, paired=True))]
+
+
+def far_variants(spec: AttentionSpec, capability: int) -> list[tuple[int, AttentionSpec]]:
+    """As `prefill_variants`, for steps with more than NEAR_SPLITS splits of positions.
+
+    Heads of a GQA group must fit the rows of a program, and two programs' accumulators a multiprocessor. Only an sm_90
+    GPU has shown that both orders of operands give the same bits.
+    """
+    kv, group = spec.kv, spec.heads // spec.kv.heads
+    # Items of 16 bits are loaded by twos.
+    fits = 32 <= kv.dim <= 128 and group <= FAR_ROWS and (kv.bits == 16 or kv.width % 2 == 0)
+    if capability != 90 or kv.format == "kv_hier4" or not fits:
+        return prefill_variants(spec)
+    stages = 3 if kv.bits == 16 else 1  # rounded positions are prefetched to registers
+    few = FEW_FAR_QUERIES[kv.bits]
+    return [(few, replace(spec, octets=1)), (0, replace(spec, query_rows=FAR_ROWS, stages=stages))]
 
 
 @dataclass(frozen=True)

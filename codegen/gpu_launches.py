@@ -16,9 +16,9 @@ A grid size is a number, the name of a count, [count, divisor] (the quotient, ro
 plus] (the rounded quotient times `times`, plus `plus`). Counts:
 
     queries, splits             most rows of one sequence; attention splits of the longest context
-    few, fine, coarse           one of them is `queries`, the others are 0: in the decode class with little work,
-                                programs take a leaf each, `few` if all are resident at once, else `fine`; otherwise
-                                it is `coarse`
+    few, fine, far, coarse      one of them is `queries`, the others are 0: in the decode class with little work,
+                                programs take a leaf each, `few` if all are resident at once, else `fine`; `far` is
+                                that of prompts with several splits behind them; otherwise it is `coarse`
     merged, groups              splits to merge, and groups of splits if there are several; only in the decode class
     fine_merged, fine_groups    these instead if programs take leaves
     slots                       partial results per token and head: splits, leaves, or 0
@@ -40,7 +40,7 @@ from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 
 MOST_ROWS = 512
 """Most rows of a step."""
-GPU_ABI = 14
+GPU_ABI = 15
 """Version of the plan format: a runtime refuses plans of another version."""
 TEXT_TOKENS = 1 << 12
 """Most tokens of a text that n-gram lookup searches; a power of two."""

@@ -20,6 +20,7 @@ from qcompile.codegen.gpu_attention import (
     AttentionSpec,
     GpuKV,
     MergeSpec,
+    far_variants,
     for_queries,
     prefill_variants,
 )
@@ -433,13 +434,14 @@ class _Maker:
             args[name] = self.plan.need(name, size, "tokens", "slots")
         if self.program.buffer(c.out).stride != c.heads * kv.dim:
             raise UnsupportedError(f"{c.heads} heads of {kv.dim} are not whole blocks")
-        prompts = []
-        for most, spec in prefill_variants(replace(base, cut="whole")):
-            label = self.plan.add(spec.kernel(self.capability))
-            each = spec.queries * (2 if spec.paired else 1)
-            prompts.append(Variant(label, (["queries", each], kv.heads, "sequences"), args, most))
+        whole = replace(base, cut="whole")
+        near, far = (
+            [Variant(self.plan.add(spec.kernel(self.capability)), spec.prompt_grid, args, most) for most, spec in specs]
+            for specs in (prefill_variants(whole), far_variants(whole, self.plan.capability))
+        )
+        yield Launch(f"{c.name}.far", "far", tuple(far))
         for work, spec in tiles.decode_attention(base).items():
-            variants = (*self._decode_attention(spec, args), *(prompts if work == "coarse" else ()))
+            variants = (*self._decode_attention(spec, args), *(near if work == "coarse" else ()))
             yield Launch(c.name if work == "coarse" else f"{c.name}.{work}", work, variants)
         yield from self._merges(c, args)
         if kv.hierarchical:

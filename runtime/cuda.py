@@ -23,7 +23,7 @@ from qcompile.runtime.executor import FloatArray, Limits, Rows
 from qcompile.runtime.outputs import MOST_DRAFTS
 from qcompile.runtime.sampling import Draws
 
-GPU_ABI = 14
+GPU_ABI = 15
 _MAX_GRAPHS = 64
 _MIN_PAGES = 8
 """Fewest pages to which those of the longest context are rounded up in the counts of a step."""
@@ -364,6 +364,7 @@ def attention_counts(plan: Mapping[str, Any], splits: int, tokens: int, sequence
     """The counts of attention's launches (codegen/gpu_launches.py) for contexts of at most `splits` splits."""
     decode = queries <= plan["most_queries"]
     fine = decode and splits * sequences <= plan["fine_splits"]
+    far = not decode and splits > plan["near_splits"]
     # Several sequences read their rings at once, which kernels that pipeline those loads take better.
     few = fine and splits * sequences <= plan["few_splits"] * min(sequences, 2)
     merged = splits if decode else 0
@@ -374,7 +375,8 @@ def attention_counts(plan: Mapping[str, Any], splits: int, tokens: int, sequence
     return {
         "few": queries if few else 0,
         "fine": queries if fine and not few else 0,
-        "coarse": 0 if fine else queries,
+        "far": queries if far else 0,
+        "coarse": 0 if fine or far else queries,
         "merged": 0 if fine else merged,
         "groups": 0 if fine else groups,
         "fine_merged": merged if fine else 0,

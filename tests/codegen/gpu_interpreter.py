@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qcompile.codegen import gpu_compile
 from qcompile.codegen import program as p
+from qcompile.codegen.gpu_attention import NEAR_SPLITS
 from qcompile.codegen.gpu_launches import Launch, Plan, Ref, grid_size
 from qcompile.runtime.cuda import attention_counts
 from tests.codegen.tiny import Chunk
@@ -34,6 +35,7 @@ class Interpreter:
         self.kv = _poison(program.kv.layers * self.layer_bytes)
         self.work: dict[str, Tensor] = {}
         self.fine, self.few, self.shares = plan.kv.fine_splits, plan.kv.few_splits, plan.kv.shares
+        self.near = NEAR_SPLITS
         self.inputs: dict[str, Tensor] = {"counter": torch.zeros(1, dtype=torch.int32)}
 
     def step(self, chunks: Sequence[Chunk], outputs: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
@@ -80,7 +82,7 @@ class Interpreter:
         self.inputs |= {name: torch.tensor(v, dtype=torch.int32) for name, v in values.items()}
         self.inputs["logits"] = torch.full((len(wanted), self.vocab), math.nan)
         splits = max(c.start + len(c.tokens) - 1 for c in chunks) // self.plan.split + 1
-        chosen = {"fine_splits": self.fine, "few_splits": self.few, "shares": self.shares}
+        chosen = {"fine_splits": self.fine, "few_splits": self.few, "shares": self.shares, "near_splits": self.near}
         plan = self.plan.kv.choices | chosen
         return {
             "tokens": len(ids),

@@ -124,6 +124,7 @@ PLAN: dict[str, Any] = {
     "few_splits": 0,
     "shares": 132,
     "shared": False,
+    "near_splits": 1,
     "arena_bytes": {"tokens": 100, "outputs": 10},
     "layer_page_bytes": 512,
     "layers": 2,
@@ -191,7 +192,7 @@ def test_counts_of_long_steps_are_not_remembered(opened: CudaExecutor) -> None:
 
 def test_attention_takes_leaves_where_there_is_little_to_do() -> None:
     plan = {"most_queries": 16, "group_splits": 16, "leaves": 4, "fine_splits": 33, "shares": 132, "shared": False}
-    plan["few_splits"] = 9
+    plan |= {"few_splits": 9, "near_splits": 2}
     few = cuda.attention_counts(plan, 33, 5, 1, 5)
     assert few["fine"] == 5 and few["slots"] == 132 and few["fine_merged"] == 33 and few["fine_groups"] == 3
     assert few["decode_tokens"] == 5 and few["other_tokens"] == 0
@@ -203,8 +204,9 @@ def test_attention_takes_leaves_where_there_is_little_to_do() -> None:
     many = cuda.attention_counts(plan, 17, 2, 2, 1)
     assert many["coarse"] == 1 and many["slots"] == many["merged"] == 17 and many["groups"] == 2
     assert not any(many[name] for name in ("few", "fine", "fine_merged", "fine_groups"))
-    prefill = cuda.attention_counts(plan, 3, 17, 1, 17)  # one program does all splits
-    assert prefill["coarse"] == prefill["other_tokens"] == 17 and sum(prefill.values()) == 34
+    for splits, kind in ((2, "coarse"), (3, "far")):
+        prefill = cuda.attention_counts(plan, splits, 17, 1, 17)  # one program does all splits
+        assert prefill[kind] == prefill["other_tokens"] == 17 and sum(prefill.values()) == 34
     assert cuda.attention_counts(plan, 300, 2, 1, 2)["shares"] == 100
     hierarchical = {**plan, "shared": True, "fine_splits": 0}
     sizes = ((32, 1, 1), (512, 1, 1), (16, 20, 20), (9, 200, 200))

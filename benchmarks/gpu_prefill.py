@@ -1,0 +1,124 @@
+"""Prompts of a Llama-3-8B configuration with random weights on this GPU, beside torch in bf16, in one run.
+
+    python benchmarks/gpu_prefill.py [out.json] [--recipes=qserve,w4a16,...] [--no-torch] [--kernels]
+
+`steps` are milliseconds of a step of 512 rows, by the tokens of its sequence before it, and `prompts` the tokens per
+second of whole prompts by their length, from such steps at eight places of it. Torch's are those of transformers in
+bf16 with torch.compile, scaled dot product attention and the logits of the last token alone: a whole prompt in one
+forward pass. With --kernels the microseconds of each kernel of a step, and how often it runs, by context.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.gpu_common import facts
+from benchmarks.gpu_e2e import CONFIG, empty_checkpoint, kernel_times, open_random, write
+from qcompile.runtime.cuda import CudaExecutor
+from qcompile.runtime.executor import Rows
+
+ROWS = 512
+CONTEXTS = (0, 1024, 4096, 16384, 32256)
+PROMPTS = (1024, 4096, 32768)
+RECIPES = ("qserve", "w4a16", "nested", "quantspec", "bf16")
+PROFILED = (0, 16384)
+
+
+def step_rows(executor: CudaExecutor, context: int) -> list[Rows]:
+    """A step of a prompt that has `context` tokens behind it."""
+    pages = range(executor.limits.pages_for(context + ROWS))
+    return [Rows(list(range(100, 100 + ROWS)), context, pages, 1)]
+
+
+def step_seconds(executor: CudaExecutor, context: int, repeats: int = 5) -> float:
+    """The median time of a step."""
+    rows, taken = step_rows(executor, context), []
+    executor.step(rows, False)
+    for _ in range(repeats):
+        started = time.perf_counter()
+        executor.step(rows, False)
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken)
+
+
+def prompt_rate(executor: CudaExecutor, length: int) -> float:
+    """Tokens per second of a prompt: the mean of steps at the middle of each eighth of it (or all, if fewer)."""
+    steps = length // ROWS
+    places = range(steps) if steps <= 8 else [(2 * i + 1) * steps // 16 for i in range(8)]
+    return ROWS / statistics.mean(step_seconds(executor, ROWS * place, 3) for place in places)
+
+
+def measure(recipe: str, folder: Path, kernels: bool) -> dict[str, Any]:
+    """Of one recipe."""
+    opened = open_random(recipe, folder, PROMPTS[-1], PROMPTS[-1])
+    executor = opened.target
+    found: dict[str, Any] = {
+        "steps_ms": {context: 1e3 * step_seconds(executor, context) for context in CONTEXTS},
+        "prompts": {length: prompt_rate(executor, length) for length in PROMPTS},
+        "spilling": opened.notes["spilling"],
+    }
+    print(f"{recipe:12}", *(f"{c}: {ms:.2f}" for c, ms in found["steps_ms"].items()), flush=True)
+    print(f"{'':12}", *(f"{n}: {rate:,.0f}" for n, rate in found["prompts"].items()), flush=True)
+    if kernels:
+        found["kernels"] = {c: kernel_times(executor, step_rows(executor, c)) for c in PROFILED}
+        for context, times in found["kernels"].items():
+            total = sum(us * count for us, count in times.values())
+            print(f"  at {context}: {total:.0f} us", flush=True)
+            for label, (us, count) in times.items():
+                print(f"    {us:7.1f} x {count:3} {label}", flush=True)
+    opened.close()
+    return found
+
+
+def torch_rates() -> dict[int, float]:
+    """Tokens per second of a prompt in transformers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**{k: v for k, v in CONFIG.items() if k != "architectures"})
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+        torch.set_default_dtype(torch.float32)
+    found = {}
+    forward = torch.compile(model)
+    for length in PROMPTS:
+        with torch.inference_mode():
+            ids = torch.randint(100, 1000, (1, length), device="cuda")
+            taken = []
+            for _ in range(5):
+                torch.cuda.synchronize()
+                started = time.perf_counter()
+                forward(ids, use_cache=False, logits_to_keep=1).logits.argmax()
+                torch.cuda.synchronize()
+                taken.append(time.perf_counter() - started)
+        found[length] = length / statistics.median(taken[2:])
+        print(f"torch bf16 {length}: {found[length]:,.0f} tokens/s", flush=True)
+    return found
+
+
+def main() -> None:
+    options = [a for a in sys.argv[1:] if a.startswith("--")]
+    named = [a.split("=", 1)[1].split(",") for a in options if a.startswith("--recipes=")]
+    paths = [Path(a) for a in sys.argv[1:] if not a.startswith("--")]
+    results: dict[str, Any] = {**facts(), "rows": ROWS, "ours": {}}
+    config = CONFIG | {"max_position_embeddings": PROMPTS[-1]}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = empty_checkpoint(Path(temporary), config)
+        for recipe in named[0] if named else RECIPES:
+            results["ours"][recipe] = measure(recipe, folder, "--kernels" in options)
+            write(results, paths)
+    if "--no-torch" not in options:
+        results["torch_bf16"] = torch_rates()
+        write(results, paths)
+
+
+if __name__ == "__main__":
+    main()

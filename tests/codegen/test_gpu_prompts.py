@@ -1,0 +1,105 @@
+"""Attention of prompts with many positions behind them, whose queries are the rows of MMAs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from qcompile.codegen import tiles
+from qcompile.codegen.gpu_attention import AttentionSpec, GpuKV, far_variants
+from qcompile.codegen.gpu_compile import compile_kernel
+from qcompile.codegen.gpu_plan import make_plan
+from qcompile.runtime.blocks import pages_for
+from tests.codegen.interpreted import interpreted, needs_triton
+from tests.codegen.test_gpu_step import RECIPES, SHAPE, lowered
+from tests.codegen.tiny import Chunk
+from tests.graphs import step_inputs
+
+WIDE = {"heads": 2, "kv_heads": 1, "head_dim": 64, "hidden": 64, "ffn": 64}
+UNEVEN = {"heads": 4, "kv_heads": 2, "head_dim": 48, "hidden": 64, "ffn": 64}
+BOTH = {"sinks": True, "key_bias": True}
+WAYS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "kv16": ("bf16", "kv16", WIDE),
+    "kv16 of 48": ("bf16", "kv16", {**UNEVEN, **BOTH}),
+    "kv8": ("w8a8", "kv8", WIDE),
+    "kv8 of 48": ("w8a8", "kv8", {**UNEVEN, "softcap": 2.0, "key_bias": True}),
+    "kv4": ("qserve", "kv4", WIDE),
+    "kv4 of 48": ("qserve", "kv4", {**UNEVEN, "window": 70, **BOTH}),
+    "kv_hier": ("bf16", "kv_hier", WIDE),
+    "kv_hier of 48": ("bf16", "kv_hier", {**UNEVEN, "window": 150, **BOTH}),
+}
+
+
+def interpret_prompt(way: str) -> None:
+    """Steps of two texts by both orders of operands: the reference's results, with the same bits."""
+    from qcompile.codegen import gpu_attention
+    from tests.codegen.gpu_interpreter import Interpreter
+
+    recipe, format, more = WAYS[way]
+    gpu_attention.FEW_FAR_QUERIES = dict.fromkeys((16, 8, 4), 17)
+    graph, program, blobs = lowered(recipe, passes={"cache.format": format}, **more)
+    length, begun, split = (420, 301, 128) if format == "kv_hier" else (200, 121, 64)
+    ids = torch.randint(0, SHAPE["vocab"], (1, length), generator=torch.Generator().manual_seed(2))
+    want = graph.run(*step_inputs(ids, None, graph))[0]
+    pages = list(range(pages_for(length, 64, 384 if format == "kv_hier" else 0)))
+    plan = make_plan(program, 90, split=split, inline_asm=False)
+    assert any("_whole" in name and "B operands" in kernel.source for name, kernel in plan.kernels.items())
+    spare = max(pages) + 1
+    machine = Interpreter(program, plan, blobs, rows=448, pages=spare + len(pages) + 1)
+    other = Chunk(ids[0, :19].tolist(), 0, list(range(spare, spare + len(pages))))
+    machine.fill([Chunk(ids[0, :begun].tolist(), 0, pages)])
+
+    def step(end: int, near: int) -> torch.Tensor:
+        """A text's rows from `begun` to `end`, after those of another."""
+        machine.near = near
+        machine.forget()
+        return machine.step([other, Chunk(ids[0, begun:end].tolist(), begun, pages)])[0]
+
+    for end in (begun + 18, begun + 35, length):  # a part of a program's rows, or several programs
+        found, usual = step(end, 0), step(end, 100)
+        assert torch.equal(found, usual)
+        expected = want[[*range(19), *range(begun, end)]]
+        error = ((found.double() - expected).norm() / expected.norm()).item()
+        assert error < RECIPES[recipe], error
+        assert torch.equal(step(end - 1, 0), found[:-1])  # a row's result does not depend on its neighbours
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_queries_as_rows_interpreted(way: str) -> None:
+    interpreted(__name__, f"interpret_prompt({way!r})")
+
+
+def far(format: str, heads: int, kv_heads: int, dim: int, capability: int = 90, **more: Any) -> AttentionSpec:
+    """The kernel for any number of rows."""
+    kv = GpuKV(format, kv_heads, dim)
+    base = AttentionSpec(kv, heads, heads * dim, 0.1, split=tiles.split_positions(kv), cut="whole", **more)
+    return far_variants(base, capability)[-1][1]
+
+
+@pytest.mark.parametrize("format", ["kv4", "kv8", "kv16", "kv_hier"])
+def test_both_products_are_of_all_features_at_once(format: str) -> None:
+    """As wgmma, in two programs a multiprocessor, with no more than sums of whole splits spilled."""
+    needs_triton()
+    compiled = compile_kernel(far(format, 32, 8, 128).kernel(90), 90)
+    halves = "f16" if format == "kv_hier" else "bf16"
+    assert f"wgmma.mma_async.sync.aligned.m64n128k16.f32.{halves}.{halves}" in compiled.matrix
+    assert all("m64n128k16" in one or "m64n64k16" in one for one in compiled.matrix)
+    assert compiled.threads == 128 and compiled.shared_bytes <= 113 * 1024
+    assert compiled.spill_bytes <= 600
+
+
+def test_where_queries_are_not_the_rows() -> None:
+    """Where no GPU has shown that the bits are the same, a group does not fit, or codes do not come in pairs."""
+    assert far("kv4", 32, 8, 128).query_rows == 64
+    for spec in (
+        far("kv4", 32, 8, 128, capability=80),
+        far("kv16", 65, 1, 64),
+        far("kv16", 4, 2, 256),
+        far("kv4", 4, 2, 100),
+        far("kv_hier4", 4, 2, 64),
+    ):
+        assert not spec.query_rows
+    assert replace(far("kv16", 28, 4, 128)).queries == 9
