@@ -154,7 +154,7 @@ def _serial_k_tile(format: str, n: int, k: int, tokens: int, parts: int) -> Tile
     of 4096 by 4096 and 3584 by 18944 (docs/gpu_kernels.md).
     """
     if format == "bf16":
-        tile = Tile(64, 64, stages=4) if tokens <= 128 else Tile(64, 128, warps=8, stages=4)
+        tile = _serial_k_bf16(n, tokens)
     elif format in BF16_UNPACK_FORMATS:
         rows, warps = (64, 4) if tokens <= 128 else (128, 8)
         tile = Tile(64, rows, warps=warps, stages=3, prefetch_bytes=128)
@@ -165,12 +165,26 @@ def _serial_k_tile(format: str, n: int, k: int, tokens: int, parts: int) -> Tile
         )
     programs = n // tile.rows * (min(tokens, 512) // tile.tokens)
     small_m = tokens <= 128 and format not in ("bf16", "w4_asym_g128")
-    if small_m or tokens <= DECODE_TOKENS or programs < 100:
+    if small_m or tokens <= DECODE_TOKENS or programs < (96 if format == "bf16" else 100):
         return None
-    # With a large K, tiles of 64 tokens lose more than the split_k reduction costs.
-    if k > 2 * n and tile.tokens == 64 and not (format == "mix_4_8" and tokens == 256):
+    # With a large K, tiles of few tokens lose more than the split_k reduction costs.
+    few = tile.tokens == (32 if format == "bf16" else 64)
+    if k > 2 * n and few and not (format == "mix_4_8" and tokens == 256):
         return None
     return fit_tile(format, n, k, replace(tile, serial_k=parts, unpack_k=0 if format == "bf16" else 128), 90)
+
+
+def _serial_k_bf16(n: int, tokens: int) -> Tile:
+    """A serial_k tile for bf16 weights of n rows: one program a multiprocessor, and as few of them idle as can be."""
+    if tokens <= 128:
+        return Tile(32, 64, stages=5) if tokens <= 64 else Tile(64, 64, stages=6)
+    programs = 4 * (n // 128)  # of a quarter of the tokens each
+    if programs < 100:
+        return Tile(64, 64, stages=5) if tokens <= 256 else Tile(128, 64, stages=4)
+    uneven = programs / (-(-programs // MULTIPROCESSORS) * MULTIPROCESSORS) < 0.75
+    if tokens <= 256:
+        return Tile(128, 128, warps=8, stages=5) if uneven else Tile(64, 128, stages=5)
+    return Tile(64, 128, stages=3) if uneven else Tile(128, 128, warps=8, stages=4)
 
 
 def without_unpack_k(format: str, tile: Tile) -> Tile:
