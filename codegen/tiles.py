@@ -153,6 +153,7 @@ def _serial_k_tile(format: str, n: int, k: int, tokens: int, parts: int) -> Tile
     None where split_k is faster: a small M, or too few programs for the multiprocessors. Found on an H200 with weights
     of 4096 by 4096 and 3584 by 18944 (docs/gpu_kernels.md).
     """
+    tokens = min(1 << (tokens - 1).bit_length(), 512)  # the largest of its class
     if format == "bf16":
         tile = _serial_k_bf16(n, tokens)
     elif format in BF16_UNPACK_FORMATS:
@@ -163,7 +164,7 @@ def _serial_k_tile(format: str, n: int, k: int, tokens: int, parts: int) -> Tile
         tile = (
             Tile(64, 128, warps=8, stages=6) if tokens <= 256 else Tile(128, 128, warps=8, stages=6, token_halves=True)
         )
-    programs = n // tile.rows * (min(tokens, 512) // tile.tokens)
+    programs = n // tile.rows * (tokens // tile.tokens)
     small_m = tokens <= 128 and format not in ("bf16", "w4_asym_g128")
     if small_m or tokens <= DECODE_TOKENS or programs < (96 if format == "bf16" else 100):
         return None

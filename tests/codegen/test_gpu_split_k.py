@@ -146,8 +146,15 @@ def test_a_single_row_of_a_small_or_an_odd_weight_has_a_kernel_of_its_own() -> N
 def test_large_m_uses_serial_k_where_there_are_programs_enough() -> None:
     for format in ("w4_asym_g128", "nested_8_4", "mix_4_8", "bf16"):
         cuts = {rows: tiles.choose_batch_invariant(format, 4096, 4096, rows) for rows in (16, 64, 256, 512)}
-        assert [cuts[rows].serial_k for rows in (16, 64, 256, 512)] == [1, 1, 4, 4], format
-        assert cuts[16].split_k == cuts[64].split_k == 4 and cuts[256].split_k == cuts[512].split_k == 1
+        few = 4 if format == "bf16" else 1  # 64 rows take 128 programs of 32 rows
+        assert [cuts[rows].serial_k for rows in (16, 64, 256, 512)] == [1, few, 4, 4], format
+        assert cuts[16].split_k == 4 and cuts[64].split_k == 4 // few and cuts[256].split_k == cuts[512].split_k == 1
+    # bf16: as few multiprocessors idle as can be, and parts of a large K are split where programs would be small.
+    bf16 = {
+        (n, k): tiles.choose_batch_invariant("bf16", n, k, 512) for n, k in ((4096, 4096), (6144, 4096), (1536, 8960))
+    }
+    assert [(tile.tokens, tile.rows) for tile in bf16.values()] == [(128, 128), (64, 128), (128, 64)]
+    assert tiles.choose_batch_invariant("bf16", 4096, 14336, 64).split_k == 4
     assert tiles.choose_batch_invariant("qoq_g128", 4096, 4096, 512).serial_k == 1  # integers have no order
     assert tiles.choose_batch_invariant("w4_asym_g128", 4096, 4096, 512, 80).serial_k == 1
     for tile in (
