@@ -25,6 +25,7 @@ plus] (the rounded quotient times `times`, plus `plus`). Counts:
     shares                      programs per sequence and KV head, if programs loop over several splits
     decode_tokens, other_tokens one is the number of tokens, by whether the step is of the decode class; the other is 0
     sampled, top_k, top_p       `outputs` if any sequence has a temperature, a top-k or a top-p; else 0
+    penalized                   `outputs` if any sequence has penalties, else 0
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 
 MOST_ROWS = 512
 """Most rows of a step."""
-GPU_ABI = 14
+GPU_ABI = 15
 """Version of the plan format: a runtime refuses plans of another version."""
 TEXT_TOKENS = 1 << 12
 """Most tokens of a text that n-gram lookup searches; a power of two."""
