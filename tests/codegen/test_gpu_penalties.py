@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from qcompile.codegen.gpu_launches import Plan, grid_size
 from qcompile.runtime import cuda_draws
 from qcompile.runtime.penalties import Occurrences, Penalties, penalize
 from qcompile.runtime.sampling import GREEDY, Draws, SamplingParams
-from tests.codegen.interpreted import interpreted
+from tests.codegen.interpreted import interpreted, needs_triton
 from tests.codegen.sampled import penalized
 from tests.codegen.test_gpu_sample import SMALL
 from tests.graphs import decoder
@@ -159,10 +160,25 @@ def interpret_engine(how: str) -> None:
         before = machine.driver.replays
         assert generate(True, 3) == by_host
         assert machine.driver.replays > before  # rounds are graphs
+        changed = [launch for launch in [*machine.speculator._graphs.values()][-1] if launch.kernel.name == "penalize"]
+        assert len(changed) == (1 if how == "lookup" else 4)
+        assert len({launch.arguments[-1] for launch in changed}) == 1  # drafts and target share the recent tokens
         assert not any(asked)
         assert generate(False, 3) == by_host
     for index in (1, 4):
         assert generate(True, 0, range(index, index + 1)) == [by_host[index]]
+
+
+def test_arithmetic_is_that_of_python() -> None:
+    """Divisions are exact, and no multiplication is fused with what follows it."""
+    needs_triton()
+    from qcompile.codegen.gpu_compile import compile_kernel
+    from qcompile.codegen.gpu_penalties import penalty_kernel
+
+    for capability in (80, 90):
+        found = compile_kernel(penalty_kernel(False, 5000, capability), capability)
+        assert set(re.findall(r"\b(?:div|fma|mad)[\w.]*\.f(?:32|64)", found.ptx)) == {"div.rn.f32"}
+        assert found.spill_bytes == 0
 
 
 @pytest.mark.parametrize("how", ["bursts", "logits", "shared", "own", "lookup"])

@@ -10,6 +10,7 @@ import pytest
 from qcompile.errors import OverflowedError
 from qcompile.runtime.penalties import Occurrences, penalize
 from qcompile.runtime.sampling import GREEDY, Sampler, SamplingParams
+from qcompile.runtime.speculate import Level, Speculator
 from tests.codegen.sampled import penalized
 from tests.runtime.fake import fake_llm
 
@@ -80,6 +81,20 @@ def test_penalties_that_overflow_are_refused() -> None:
         params = SamplingParams(temperature=temperature, repetition_penalty=0.5)
         with pytest.raises(OverflowedError), np.errstate(over="ignore"):
             Sampler(params, 0, [3], 8).draw(logits)
+
+
+def test_drafts_have_the_penalties_of_the_target() -> None:
+    """Of a model that drafts for itself all drafts are accepted: penalties know the drafts before each."""
+    params = [replace(one, min_p=0.0) for one in penalized(max_tokens=40, ignore_eos=True) if one.temperature]
+    with fake_llm() as llm:
+        plain = [output.outputs[0].token_ids for output in llm.generate([[3, 4]] * len(params), params)]
+        llm.engine.speculator = Speculator(llm.executor, [Level(llm.executor, 4, shares_cache=True)])
+        llm.engine.gamma = 4
+        for one, tokens in zip(params, plain, strict=True):
+            output = llm.generate([[3, 4]], one)[0]
+            assert output.outputs[0].token_ids == tokens
+            assert output.speculation and output.speculation.accepted == output.speculation.drafted
+            assert output.speculation.drafted[3] > 3
 
 
 def test_engine_without_logits_gives_the_tokens_of_python() -> None:
