@@ -30,6 +30,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.8},
     "top_k": {"temperature": 0.8, "top_k": 50},
     "top_p": {"temperature": 0.8, "top_p": 0.95},
+    "repetition": {"temperature": 0.0, "repetition_penalty": 1.1},
+    "all penalties": {
+        **{"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1},
+        **{"frequency_penalty": 0.1, "presence_penalty": 0.2},
+    },
 }
 
 

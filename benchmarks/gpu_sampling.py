@@ -35,6 +35,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "top_k": {"temperature": 0.8, "top_k": 50},
     "top_p": {"temperature": 0.8, "top_p": 0.95},
     "top_k and top_p": {"temperature": 0.8, "top_k": 50, "top_p": 0.95},
+    "repetition": {"temperature": 0.0, "repetition_penalty": 1.1},
+    "all penalties": {
+        **{"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1},
+        **{"frequency_penalty": 0.1, "presence_penalty": 0.2},
+    },
 }
 BATCHES = (1, 8, 64)
 RECIPES, GAMMAS, TOKENS = ("nested", "qspec", "quantspec", "ml-specqd+other", "nested+lookup"), (1, 4, 7, AUTO), 64
@@ -47,7 +52,7 @@ def rate(executor: CudaExecutor, batch: int, options: dict[str, Any]) -> float:
     vocab = executor.limits.vocab
 
     def draws(steps: int) -> list[Draws]:
-        return [Sampler(params, i, [], vocab).draws(CONTEXT, steps) for i in range(batch)] if options else []
+        return [_sampler(params, i, vocab).draws(CONTEXT, steps) for i in range(batch)] if options else []
 
     executor.decode(rows, 8, draws(8))
     best = 0.0
@@ -59,10 +64,15 @@ def rate(executor: CudaExecutor, batch: int, options: dict[str, Any]) -> float:
     return best
 
 
+def _sampler(params: SamplingParams, index: int, vocab: int) -> Sampler:
+    """A sampler after CONTEXT tokens, all different: the longest list for penalties."""
+    return Sampler(params, index, range(index, index + CONTEXT), vocab)
+
+
 def host_rate(executor: CudaExecutor, batch: int, options: dict[str, Any]) -> float:
     """Tokens per second where the host draws from downloaded logits."""
     rows = sequences(executor, batch, CONTEXT, STEPS)
-    samplers = [Sampler(SamplingParams(**options), i, [], executor.limits.vocab) for i in range(batch)]
+    samplers = [_sampler(SamplingParams(**options), i, executor.limits.vocab) for i in range(batch)]
     executor.step(rows, True)
     steps = 8 if batch < 32 else 2
     started = time.perf_counter()

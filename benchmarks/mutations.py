@@ -50,6 +50,7 @@ SMOOTH, REORDER = "tests/passes/test_smooth.py", "tests/passes/test_reorder.py"
 STEP, OPS, NUMERICS = "tests/passes/test_step_passes.py", "tests/test_ops.py", "tests/test_numerics.py"
 RAISE, FAMILIES = "tests/passes/test_raise.py", "tests/passes/test_raise_families.py"
 KERNELS, ROWS = "tests/codegen/test_cpu_step.py", "tests/codegen/test_cpu_rowops.py"
+PENALTIES, GPU_PENALTIES = "tests/codegen/test_cpu_penalties.py", "tests/codegen/test_gpu_penalties.py"
 TORCH = f"{KERNELS} -k equals_torch"
 WEIGHTS, MODEL = "qcompile/ops/weights.py", "qcompile/ops/model.py"
 ATTENTION, KV, ROPE = (f"codegen/templates/cpu/{name}.h" for name in ("attention", "kv", "rope"))
@@ -296,10 +297,66 @@ MUTATIONS = (
     ),
     Mutation(
         "negative logits of seen tokens are divided too",
-        "runtime/sampling.py",
-        "logits * np.float32(penalty))",
-        "logits / np.float32(penalty))",
+        "runtime/penalties.py",
+        "found * factor)",
+        "found / factor)",
         "tests/runtime/test_sampling.py",
+    ),
+    Mutation(
+        "penalties do not note what an executor chose",
+        "runtime/sampling.py",
+        "for token in tokens if self._noted else ():",
+        "for token in ():",
+        "tests/runtime/test_penalties.py",
+    ),
+    Mutation(
+        "drafts' penalties do not know the drafts before them",
+        "runtime/speculate.py",
+        "len(drafts[i]) + 1, drafts[i])",
+        "len(drafts[i]) + 1)",
+        "tests/runtime/test_penalties.py",
+    ),
+    Mutation(
+        "the library's penalties do not count a burst's tokens again",
+        "codegen/templates/cpu/penalties.h",
+        "d.counts[i] + times[token]",
+        "d.counts[i]",
+        f"{PENALTIES} -k are_pythons",
+    ),
+    Mutation(
+        "the library keeps the tokens of a step one place too far on",
+        "codegen/templates/cpu/penalties.h",
+        "b.positions[t] - d.first - 1",
+        "b.positions[t] - d.first",
+        f"{PENALTIES} -k gives_pythons",
+    ),
+    Mutation(
+        "the library does not look for the largest logit after penalties",
+        "codegen/templates/cpu/driver.h",
+        "      b.argmax[r] = sampler.best(x);\n",
+        "",
+        f"{PENALTIES} -k gives_pythons",
+    ),
+    Mutation(
+        "a GPU's penalties are for each occurrence of a recent token",
+        "codegen/templates/triton/penalties.py.jinja",
+        "(at < after) & (known == 0)",
+        "at < after",
+        f"{GPU_PENALTIES} -k rows",
+    ),
+    Mutation(
+        "a GPU keeps the tokens of a step one place too far on",
+        "codegen/templates/triton/penalties.py.jinja",
+        "seen + start + after - 1",
+        "seen + start + after",
+        f"{GPU_PENALTIES} -k rows",
+    ),
+    Mutation(
+        "a GPU's drafts keep recent tokens of their own",
+        "runtime/cuda_speculate.py",
+        "drafting, seen)",
+        "drafting)",
+        f"{GPU_PENALTIES} -k shared",
     ),
     Mutation(
         "perplexity is of the token itself, not the next",

@@ -25,6 +25,7 @@ plus] (the rounded quotient times `times`, plus `plus`). Counts:
     shares                      programs per sequence and KV head, if programs loop over several splits
     decode_tokens, other_tokens one is the number of tokens, by whether the step is of the decode class; the other is 0
     sampled, top_k, top_p       `outputs` if any sequence has a temperature, a top-k or a top-p; else 0
+    penalized                   `outputs` if any sequence has penalties, else 0
 """
 
 from __future__ import annotations

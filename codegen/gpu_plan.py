@@ -29,16 +29,14 @@ from qcompile.codegen.gpu_experts import Experts
 from qcompile.codegen.gpu_launches import MOST_ROWS, Launch, Plan, Ref, Size, Variant
 from qcompile.codegen.gpu_pack import kernel_of, packing_of, padded_inputs, padded_outputs
 from qcompile.codegen.gpu_rows import (
-    ARGMAX_PART,
     MAX_WIDTH,
     Columns,
     GatherSpec,
     HadamardSpec,
     RowSpec,
-    argmax_kernel,
     in_blocks,
 )
-from qcompile.codegen.gpu_sample import sampling
+from qcompile.codegen.gpu_sample import choosing
 from qcompile.errors import PassError, UnsupportedError
 from qcompile.numerics import HIER_GROUP, groups_of
 
@@ -312,7 +310,7 @@ class _Maker:
         variants = [self._gemm_variant(shape, most, x.rows, refs, options, amax) for most in classes]
         yield Launch(c.name, x.rows, tuple(variants))
         if c.out is None:
-            yield from self._argmax(c.name, c.n)
+            yield from choosing(self.plan, c.name, c.n, self.capability)
 
     def _gemm_variant(
         self, shape: _Shape, most: int, rows: str, refs: dict[str, Ref], options: dict[str, Any], amax: Any
@@ -342,16 +340,7 @@ class _Maker:
         args: dict[str, Ref] = {"x": self.ref(c.x), "out": ["input", "logits"]}
         variant = Variant(self.plan.add(spec.kernel(self.capability)), (b.rows, spec.blocks, 1), args)
         yield Launch(c.name, b.rows, (variant,))
-        yield from self._argmax(c.name, b.width)
-
-    def _argmax(self, call: str, vocab: int) -> Iterator[Launch]:
-        parts = -(-vocab // ARGMAX_PART)
-        work = {name: self.plan.need(name, 4 * parts, "outputs") for name in ("part_value", "part_index")}
-        args = {**work, "logits": ["input", "logits"], "argmax": ["input", "argmax"]}
-        for name, count in (("largest", parts), ("argmax", 1)):
-            kernel = argmax_kernel(vocab, parts, name == "argmax", self.capability)
-            yield Launch(f"{call}.{name}", "outputs", (Variant(self.plan.add(kernel), ("outputs", count, 1), args),))
-        yield from sampling(self.plan, call, vocab, self.capability)
+        yield from choosing(self.plan, c.name, b.width, self.capability)
 
     def _rope_append(self, c: p.RopeAppend) -> Iterator[Launch]:
         spec = AppendSpec(

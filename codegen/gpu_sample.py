@@ -12,7 +12,8 @@ from typing import Any
 
 from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 from qcompile.codegen.gpu_launches import Launch, Plan, Ref, Size, Variant
-from qcompile.codegen.gpu_rows import ARGMAX_PART
+from qcompile.codegen.gpu_penalties import OPTIONS, penalties
+from qcompile.codegen.gpu_rows import ARGMAX_PART, argmax_kernel
 
 PART, WARPS = 1024, 4
 """Logits per program, and its warps."""
@@ -55,6 +56,7 @@ def sample_kernel(kind: str, by: str, vocab: int, capability: int) -> Kernel:
         "sample.py.jinja",
         title=titles.get(kind, "Draw a token"),
         kind=kind,
+        options=OPTIONS,
         by=by,
         name=name,
         arguments=arguments,
@@ -71,6 +73,18 @@ def sample_kernel(kind: str, by: str, vocab: int, capability: int) -> Kernel:
         pdl=pdl,
     )
     return Kernel(name, source, arguments, WARPS, 1, pdl)
+
+
+def choosing(plan: Plan, call: str, vocab: int, capability: int) -> Iterator[Launch]:
+    """The launches that choose the token of each row of logits: with penalties, the largest, or by a draw."""
+    yield from penalties(plan, call, vocab, capability)
+    parts = -(-vocab // ARGMAX_PART)
+    work = {name: plan.need(name, 4 * parts, "outputs") for name in ("part_value", "part_index")}
+    args = {**work, "logits": ["input", "logits"], "argmax": ["input", "argmax"]}
+    for name, count in (("largest", parts), ("argmax", 1)):
+        kernel = argmax_kernel(vocab, parts, name == "argmax", capability)
+        yield Launch(f"{call}.{name}", "outputs", (Variant(plan.add(kernel), ("outputs", count, 1), args),))
+    yield from sampling(plan, call, vocab, capability)
 
 
 def sampling(plan: Plan, call: str, vocab: int, capability: int) -> Iterator[Launch]:

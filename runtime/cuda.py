@@ -185,6 +185,10 @@ class CudaExecutor:
             host[offsets["query_start"] + index + 1] = at
         used = offsets["block_table"] + len(sequences) * stride
         self.driver.upload(self._inputs, self._host_address, 4 * used)
+        if self._draws.lacks_room(draws):
+            self.driver.synchronize()
+            self._drop_graphs()  # graphs and launches hold the old address
+            self._draws.grow(draws)
         plan, queries = self.plan, max(len(rows.tokens) for rows in sequences)
         splits = -(-min(_eighths(pages), stride) * self.limits.page_tokens // plan["split"])
         return {
@@ -294,7 +298,7 @@ class CudaExecutor:
         """Run one step over at most `max_tokens` rows.
 
         Returns the argmax of every output row, or its draw if its sequence has a temperature, and if asked its logits
-        [outputs, vocab], a view that the next call overwrites.
+        [outputs, vocab] (with penalties, if its sequence has any), a view that the next call overwrites.
         """
         counts = self.fill(sequences, draws=draws)
         self._run(counts, feed_back=False)

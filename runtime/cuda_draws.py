@@ -1,4 +1,5 @@
-"""The inputs of sampling on a GPU (codegen/gpu_sample.py): each sequence's options and random numbers."""
+"""The inputs of sampling and of penalties on a GPU (codegen/gpu_sample.py, gpu_penalties.py): each sequence's options,
+random numbers and list of tokens."""
 
 from __future__ import annotations
 
@@ -6,48 +7,120 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from qcompile.runtime.cuda_driver import Driver
+from qcompile.runtime.penalties import Penalties
 from qcompile.runtime.sampling import Draws
 
 MOST_DRAWS = 1 << 16
 """Most random numbers of a call."""
-_OPTIONS = 8
+_OPTIONS = 16
+_FIRST_ROOM = 1 << 16
+"""Numbers for which there is room in the lists of tokens at first."""
 
 
-class CudaDraws:
-    """Arrays of float64 on the GPU, with a copy in pinned host memory: 8 options a sequence, then random numbers."""
+class _Pair:
+    """Memory of `items` numbers of `size` bytes on the GPU, with a copy in pinned host memory."""
 
-    def __init__(self, driver: Driver, sequences: int) -> None:
-        self._driver, self._first = driver, _OPTIONS * sequences
-        items = self._first + MOST_DRAWS
+    def __init__(self, driver: Driver, items: int, size: int, what: str) -> None:
+        self._driver, self._size, self.items = driver, size, items
         driver.use()
-        self._address = driver.allocate(8 * items, "random numbers")
+        self.address = driver.allocate(size * items, what)
         try:
-            self._host_address = driver.pinned(8 * items)
+            self.host_address = driver.pinned(size * items)
         except BaseException:
-            driver.free(self._address)
+            driver.free(self.address)
             raise
-        self._host: Any = (ctypes.c_double * items).from_address(self._host_address)
-        self.addresses = {"sampling": self._address, "draws": self._address + 8 * self._first}
-        """Address of each array on the GPU."""
 
-    def send(self, draws: Sequence[Draws], outputs: int) -> dict[str, int]:
-        """Queue a copy to the GPU of the draws of a call, one for each sequence. Returns the counts of its launches."""
-        drawn = any(draw.temperature for draw in draws)
-        by_k, by_p = any(draw.top_k for draw in draws), any(draw.top_p < 1 for draw in draws)
-        if drawn:
-            at = self._first
-            for index, draw in enumerate(draws):
-                options = (draw.temperature, draw.top_p, draw.min_logit, draw.top_k)
-                place = (draw.first, at - self._first, len(draw.uniforms), 0)
-                self._host[_OPTIONS * index : _OPTIONS * (index + 1)] = (*options, *place)
-                self._host[at : at + len(draw.uniforms)] = draw.uniforms
-                at += len(draw.uniforms)
-            self._driver.use()
-            self._driver.upload(self._address, self._host_address, 8 * at)
-        return {name: outputs if on else 0 for name, on in (("sampled", drawn), ("top_k", by_k), ("top_p", by_p))}
+    def send(self, items: int) -> None:
+        """Queue a copy of the first numbers to the GPU."""
+        self._driver.use()
+        self._driver.upload(self.address, self.host_address, self._size * items)
 
     def free(self) -> None:
         """Free the memory on both sides."""
-        self._driver.free(self._address)
-        self._driver.free_pinned(self._host_address)
+        self._driver.free(self.address)
+        self._driver.free_pinned(self.host_address)
+
+
+class CudaDraws:
+    """Arrays on the GPU: 16 options a sequence and random numbers (float64), and lists of tokens (int32).
+
+    Options are those of Draws, the position of the first token, its first random number, and their number; then at 8
+    those of Penalties, where the sequence's list starts, how many tokens it has, and its room for recent ones (0: no
+    penalties). A list is the tokens' counts, the tokens, and the recent ones.
+    """
+
+    def __init__(self, driver: Driver, sequences: int) -> None:
+        self._driver, self._first = driver, _OPTIONS * sequences
+        self._numbers = _Pair(driver, self._first + MOST_DRAWS, 8, "random numbers")
+        self._host: Any = (ctypes.c_double * self._numbers.items).from_address(self._numbers.host_address)
+        try:
+            self._lists = self._make_lists(_FIRST_ROOM)
+        except BaseException:
+            self._numbers.free()
+            raise
+
+    def _make_lists(self, items: int) -> _Pair:
+        lists = _Pair(self._driver, items, 4, "tokens with penalties")
+        memory: Any = (ctypes.c_int32 * items).from_address(lists.host_address)
+        self._tokens = np.ctypeslib.as_array(memory)
+        return lists
+
+    @property
+    def addresses(self) -> dict[str, int]:
+        """Address of each array on the GPU; `grow` changes that of the lists."""
+        numbers = self._numbers.address
+        return {"sampling": numbers, "draws": numbers + 8 * self._first, "seen": self._lists.address}
+
+    def lacks_room(self, draws: Sequence[Draws]) -> bool:
+        """Whether the lists of a call need more memory."""
+        return _list_items(draws) > self._lists.items
+
+    def grow(self, draws: Sequence[Draws]) -> None:
+        """Make room for the lists of a call. No launch that knows the old address may be running, or run later."""
+        lists = self._make_lists(1 << (_list_items(draws) - 1).bit_length())
+        self._lists.free()
+        self._lists = lists
+
+    def send(self, draws: Sequence[Draws], outputs: int) -> dict[str, int]:
+        """Queue a copy to the GPU of the draws of a call, one for each sequence. Returns the counts of its launches."""
+        drawn, penalized = any(draw.temperature for draw in draws), any(draw.penalties for draw in draws)
+        by_k, by_p = any(draw.top_k for draw in draws), any(draw.top_p < 1 for draw in draws)
+        if drawn or penalized:
+            at, listed = self._first, 0
+            for index, draw in enumerate(draws):
+                options = (draw.temperature, draw.top_p, draw.min_logit, draw.top_k)
+                place = (draw.first, at - self._first, len(draw.uniforms), 0)
+                penalties, listed = self._write_list(draw.penalties, listed)
+                self._host[_OPTIONS * index : _OPTIONS * (index + 1)] = (*options, *place, *penalties)
+                self._host[at : at + len(draw.uniforms)] = draw.uniforms
+                at += len(draw.uniforms)
+            self._numbers.send(at)
+            if listed:
+                self._lists.send(listed)
+        counts = ("sampled", drawn), ("top_k", by_k), ("top_p", by_p), ("penalized", penalized)
+        return {name: outputs if on else 0 for name, on in counts}
+
+    def _write_list(self, given: Penalties | None, start: int) -> tuple[tuple[float, ...], int]:
+        """Write a sequence's list at `start`. Returns its options, and where the next list starts."""
+        if given is None:
+            return (0.0,) * 8, start
+        size = len(given.tokens)
+        recent = start + 2 * size
+        self._tokens[start : start + size] = given.counts
+        self._tokens[start + size : recent] = given.tokens
+        self._tokens[recent : recent + len(given.ahead)] = given.ahead
+        options = (given.repetition, given.frequency, given.presence, start, size, given.room, 0, 0)
+        return options, recent + given.room
+
+    def free(self) -> None:
+        """Free the memory on both sides."""
+        self._numbers.free()
+        self._lists.free()
+
+
+def _list_items(draws: Sequence[Draws]) -> int:
+    """Numbers in the lists of a call."""
+    return sum(2 * len(draw.penalties.tokens) + draw.penalties.room for draw in draws if draw.penalties)

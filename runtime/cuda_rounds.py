@@ -174,7 +174,7 @@ class CudaRounds(HostSpeculator, ABC):
         seconds = time.perf_counter() - started - self.catch_up_seconds
         for request, gamma, output in zip(requests, gammas, outputs, strict=True):
             request.computed += len(output.tokens)
-            request.sampler.drop(len(output.tokens))
+            request.sampler.took(output.tokens)
             request.drafts.metrics.verify_seconds += seconds
             request.drafts.metrics.gamma = gamma
             note(request, gamma, *_round_counts(output.gained, output.drafted))

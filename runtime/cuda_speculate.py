@@ -70,17 +70,19 @@ class CudaSpeculator(CudaRounds):
 
     def draft_launches(self, drafting: Counts, verifying: Counts, others: Mapping[tuple[str, str], int]) -> Launches:
         draft = self.draft
+        # Recent tokens are the verifier's: its steps have the last draft of a round, which is no row of the draft's.
+        seen = {("input", "seen"): self.verifier.address("seen")}
         launches, feedback = draft.plan["launches"], draft.plan["feedback"]
         first: Launches = []
         if not self._shared:
             pairs = _pair_counts(draft.plan, drafting)
             for counts in (pairs, drafting):  # before any launch holds an address that growing would change
                 draft.grow(counts)
-            inputs = {("input", name): others["state", name] for name in self._pairs}
+            inputs = seen | {("input", name): others["state", name] for name in self._pairs}
             inputs["input", "token_ids"] = others["state", "pair_tokens"]
             inputs["input", "positions"] = others["state", "pair_positions"]
             first = draft.prepare(launches, pairs, inputs) + draft.prepare(feedback, drafting)
-        step = draft.prepare(launches + feedback, drafting)
+        step = draft.prepare(launches + feedback, drafting, seen)
         return first + step * (verifying["queries"] - 1 - bool(first))
 
 

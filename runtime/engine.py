@@ -210,7 +210,7 @@ class Engine:
         self._note_plain_steps(plan, steps, now - started)
         for index, request in enumerate(plan.requests):
             request.computed += steps
-            request.sampler.drop(steps)
+            request.sampler.took(tokens[index::batch])
             self._append_tokens(request, tokens[index::batch], now)
         return plan.requests
 
@@ -242,7 +242,7 @@ class Engine:
                 tokens = self._choose(request, draft, logits[first:end])
             else:
                 tokens = accept.greedy(draft, argmax[first:end])
-                request.sampler.drop(len(tokens))
+                request.sampler.took(tokens)
             if draft:
                 request.computed += len(tokens) - 1
                 request.drafts.metrics.gamma = len(draft)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from qcompile.errors import ArtifactError, ResourceError, UsageError
 from qcompile.runtime.blocks import pages_for
 from qcompile.runtime.loader import ABI, Arena
+from qcompile.runtime.penalties import Penalties
 from qcompile.runtime.sampling import Draws
 
 FloatArray = npt.NDArray[np.float32]
@@ -32,12 +33,20 @@ class QcDraws(ctypes.Structure):
         ("top_k", ctypes.c_int32),
         ("first", ctypes.c_int32),
         ("count", ctypes.c_int32),
+        ("listed", ctypes.c_int32),
+        ("room", ctypes.c_int32),
+        ("repetition", ctypes.c_double),
+        ("frequency", ctypes.c_double),
+        ("presence", ctypes.c_double),
+        ("seen", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p),
+        ("recent", ctypes.c_void_p),
     ]
 
 
 def draws_array(draws: Sequence[Draws]) -> Any:
-    """`draws` as an array of QcDraws, which owns the random numbers; None if all are greedy."""
-    if not any(draw.temperature for draw in draws):
+    """`draws` as an array of QcDraws, which owns what they point to; None if all are greedy, without penalties."""
+    if not any(draw.temperature or draw.penalties for draw in draws):
         return None
     result: Any = (QcDraws * len(draws))()
     uniforms: Any = (ctypes.c_double * sum(len(draw.uniforms) for draw in draws))()
@@ -49,8 +58,17 @@ def draws_array(draws: Sequence[Draws]) -> Any:
         entry.top_k, entry.first, entry.count = draw.top_k, draw.first, count
         entry.uniforms = ctypes.addressof(uniforms) + 8 * at
         at += count
-    result.uniforms = uniforms
+    result.owned = uniforms, [_set_penalties(e, d.penalties) for e, d in zip(result, draws, strict=True) if d.penalties]
     return result
+
+
+def _set_penalties(entry: QcDraws, given: Penalties) -> Any:
+    """Set an entry's penalties. Returns the memory that it then points to."""
+    recent: Any = (ctypes.c_int32 * given.room)(*given.ahead)
+    entry.repetition, entry.frequency, entry.presence = given.repetition, given.frequency, given.presence
+    entry.seen, entry.counts = given.tokens.ctypes.data, given.counts.ctypes.data
+    entry.recent, entry.listed, entry.room = ctypes.addressof(recent), len(given.tokens), given.room
+    return given, recent
 
 
 class QcBatch(ctypes.Structure):
@@ -119,12 +137,15 @@ class StepExecutor(Protocol):
     threads: int
     """CPU threads that compute; 0 on a GPU."""
     draws: bool
-    """Whether steps can draw tokens. Then the "argmax" of sequences whose Draws have a temperature is a draw."""
+    """Whether steps can draw tokens and apply penalties. Then the "argmax" of a sequence is chosen as its Draws say."""
 
     def step(
         self, sequences: Sequence[Rows], logits: bool, draws: Sequence[Draws] = ()
     ) -> tuple[list[int], FloatArray | None]:
-        """The argmax of every output row, and if asked its logits [outputs, vocab], valid until the next call."""
+        """The argmax of every output row, and if asked its logits [outputs, vocab], valid until the next call.
+
+        Logits of rows whose sequence has penalties are returned with these applied.
+        """
 
     def decode(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> list[int]:
         """`steps` tokens for each sequence (one row each): [steps, sequences], flattened."""
@@ -264,7 +285,7 @@ class Executor:
         """Run one step over at most `max_tokens` rows.
 
         Returns the argmax of every output row, or its draw if its sequence has a temperature, and if asked its logits
-        [outputs, vocab], a view that the next call overwrites.
+        [outputs, vocab] (with penalties, if its sequence has any), a view that the next call overwrites.
         """
         outputs = self._fill(sequences, draws)
         self._batch.logits = self._logits_address if logits else None

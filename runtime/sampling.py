@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from qcompile.errors import OverflowedError, UsageError, shown
 from qcompile.runtime.accept import Distribution, pick
+from qcompile.runtime.penalties import Occurrences, Penalties, penalize
 
 FloatArray = npt.NDArray[np.float32]
 DoubleArray = npt.NDArray[np.float64]
@@ -99,14 +100,9 @@ class SamplingParams:
         plain = self.repetition_penalty == 1 and not self.counts
         return self.temperature == 0 and self.logprobs is None and plain
 
-    @property
-    def only_draws(self) -> bool:
-        """Whether only a draw from the model's logits is needed, by temperature, top-k, top-p and min-p."""
-        return self.temperature > 0 and self.logprobs is None and self.repetition_penalty == 1 and not self.counts
-
     def needs_logits(self, draws: bool) -> bool:
-        """Whether a step must return the logits; `draws` tells that the executor itself can draw from them."""
-        return not (self.argmax_only or (draws and self.only_draws))
+        """Whether a step must return the logits; `draws` tells that the executor itself can choose from them."""
+        return self.logprobs is not None or not (draws or self.argmax_only)
 
     @property
     def counts(self) -> bool:
@@ -139,6 +135,7 @@ class Draws(NamedTuple):
     """How an executor draws a sequence's tokens: options, and the random number for each position from `first` on.
 
     temperature: 0 is greedy. top_k: 0 is no limit. min_logit: what to add to the largest logit for min-p's limit.
+    penalties: None if the logits are drawn from as they are. The tokens listed there are those up to position `first`.
     """
 
     temperature: float = 0.0
@@ -148,6 +145,7 @@ class Draws(NamedTuple):
     first: int = 0
     """The position of the token whose logits the first random number draws from."""
     uniforms: Sequence[float] = ()
+    penalties: Penalties | None = None
 
 
 GREEDY = Draws()
@@ -160,20 +158,6 @@ class Logprob:
     logprob: float
     rank: int
     decoded_token: str | None = None
-
-
-def penalize(logits: FloatArray, seen: npt.NDArray[np.bool_], penalty: float) -> FloatArray:
-    """Logits [vocab] with those of seen tokens divided by `penalty` if positive, else multiplied by it (CTRL 4.1)."""
-    scaled = np.where(logits > 0, logits / np.float32(penalty), logits * np.float32(penalty))
-    return np.where(seen, scaled, logits)
-
-
-def subtract(logits: FloatArray, counts: IntArray, frequency: float, presence: float) -> FloatArray:
-    """Logits [vocab] of which generated tokens lose `frequency` times their `counts`, plus `presence`."""
-    found = np.flatnonzero(counts)
-    less = logits.copy()
-    less[found] -= (frequency * counts[found] + presence).astype(np.float32)
-    return less
 
 
 def finite_peak(logits: FloatArray) -> np.float32:
@@ -227,19 +211,20 @@ class Sampler:
         entropy = None if params.seed is None else [params.seed, index]
         self._random = np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy)))
         self._ahead: deque[float] = deque()  # random numbers that `guess` or `draws` gave and `uniform` will return
-        self._seen: npt.NDArray[np.bool_] | None = None
-        if params.repetition_penalty != 1:
-            self._seen = np.zeros(vocab, np.bool_)
-            self._seen[np.asarray(prompt, np.int64)] = True
-        self._counts: IntArray | None = np.zeros(vocab, np.int64) if params.counts else None
+        self._noted: Occurrences | None = None
+        """The tokens that penalties are for: of the prompt only if its repetition counts."""
+        if params.repetition_penalty != 1 or params.counts:
+            self._noted = Occurrences(prompt if params.repetition_penalty != 1 else ())
 
     def draw(self, logits: FloatArray) -> int:
-        """Draw the next token from its logits [vocab]. Raises OverflowedError if they are not finite."""
-        finite_peak(logits)
+        """Draw the next token from its logits [vocab]. Raises OverflowedError if the largest is not finite, also if
+        penalties make it so."""
+        penalized = self._penalized(logits)
         if self.params.temperature == 0:
-            token = int(self._penalized(logits).argmax())
+            finite_peak(penalized)
+            token = int(penalized.argmax())
         else:
-            token = pick(self.distribution(logits), self.uniform())
+            token = pick(distribution(penalized, self.params), self.uniform())
         self.note(token)
         return token
 
@@ -260,23 +245,32 @@ class Sampler:
         """The next random number in [0, 1)."""
         return self._ahead.popleft() if self._ahead else float(self._random.random())
 
-    def draws(self, first: int, count: int) -> Draws:
-        """What an executor needs to draw up to `count` tokens, the first of them after position `first`.
+    def draws(self, first: int, count: int, ahead: Sequence[int] = ()) -> Draws:
+        """What an executor needs to choose up to `count` tokens, the first of them after position `first`.
 
-        `drop` must be told how many were drawn.
+        `ahead` are tokens after that position that are not noted yet. `took` must be told which tokens were chosen.
         """
         params = self.params
-        if not (count and params.only_draws):
+        if not count or params.argmax_only or params.logprobs is not None:
             return GREEDY
+        penalties = None
+        if self._noted:
+            options = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+            penalties = Penalties(*options, *self._noted.listed(), count, ahead)
+        if params.temperature == 0:
+            return GREEDY._replace(first=first, penalties=penalties)
         self._look_ahead(count)
         top_k = params.top_k if 0 < params.top_k < self._vocab else 0
-        options = (params.temperature, params.top_p, _min_logit(params), top_k)
-        return Draws(*options, first, list(islice(self._ahead, count)))
+        drawn = (params.temperature, params.top_p, _min_logit(params), top_k)
+        return Draws(*drawn, first, list(islice(self._ahead, count)), penalties)
 
-    def drop(self, count: int) -> None:
-        """An executor has drawn this many tokens."""
-        for _ in range(count if self.params.only_draws else 0):
-            self._ahead.popleft()
+    def took(self, tokens: Sequence[int]) -> None:
+        """Note tokens that an executor has chosen by `draws`, and drop the random numbers that it used."""
+        if self.params.temperature:
+            for _ in tokens:
+                self._ahead.popleft()
+        for token in tokens if self._noted else ():
+            self.note(token)
 
     def _look_ahead(self, count: int) -> None:
         """Have at least `count` of the next random numbers ready."""
@@ -290,28 +284,15 @@ class Sampler:
 
     def note(self, token: int) -> None:
         """Note that the token was appended to the output."""
-        if self._seen is not None:
-            self._seen[token] = True
-        if self._counts is not None:
-            self._counts[token] += 1
+        if self._noted:
+            self._noted.note(token)
 
     def _penalized(self, logits: FloatArray, ahead: Sequence[int] = ()) -> FloatArray:
-        if self._seen is None and self._counts is None:
+        if not self._noted:
             return logits
-        params, more = self.params, np.asarray(ahead, np.int64)
-        if self._seen is not None:
-            seen = self._seen
-            if ahead:
-                seen = seen.copy()
-                seen[more] = True
-            logits = penalize(logits, seen, params.repetition_penalty)
-        if self._counts is not None:
-            counts = self._counts
-            if ahead:
-                counts = counts.copy()
-                np.add.at(counts, more, 1)
-            logits = subtract(logits, counts, params.frequency_penalty, params.presence_penalty)
-        return logits
+        params = self.params
+        options = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        return penalize(logits, *self._noted.listed(ahead), *options)
 
 
 def logprobs_of(

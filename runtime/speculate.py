@@ -159,7 +159,7 @@ class Speculator:
                 not requests[i].params.needs_logits(level.executor.draws and not distributions) for i in active
             ]
             draws = [
-                requests[i].sampler.draws(requests[i].computed, len(drafts[i]) + 1) if drawn else GREEDY
+                requests[i].sampler.draws(requests[i].computed, len(drafts[i]) + 1, drafts[i]) if drawn else GREEDY
                 for i, drawn in zip(active, by_executor, strict=True)
             ]
             chosen, logits = level.executor.step(rows, not all(by_executor), draws)
@@ -190,7 +190,7 @@ class Speculator:
         results = self._extend_and_note(requests, gammas, ends, rounds)
         for request, most, gained in zip(requests, gammas, results, strict=True):
             request.computed = gained.computed[0]
-            request.sampler.drop(len(gained.tokens))
+            request.sampler.took(gained.tokens)
             note(request, most, gained.rounds, gained.drafted, gained.accepted)
         return [gained.tokens for gained in results], max(1, *(gained.rounds for gained in results))
 

@@ -1,4 +1,5 @@
 // gemm_harness.cpp: the GEMM kernels behind one C function, for tests (ctypes) and benchmarks.
+#include "penalties.h"
 #include "rowops.h"
 #include "sample.h"
 
@@ -16,6 +17,18 @@ int harness_draw(const float* x, int n, int best, const qc_draws* draws) {
   const int token = Sampler(n, (char*)memory).draw(x, best, *draws, draws->uniforms[0]);
   free(memory);
   return token;
+}
+
+// Applies the penalties of a row at `position` to x [n]. Returns the largest's index; -2 if there is no memory, or if
+// memory of zeros was not left so.
+int harness_penalize(float* x, int n, const qc_draws* draws, int position) {
+  int32_t* times = (int32_t*)calloc((size_t)n, sizeof(int32_t));
+  if (!times) return -2;
+  penalize(x, n, *draws, position, times);
+  bool zeros = true;
+  for (int i = 0; i < n; ++i) zeros &= times[i] == 0;
+  free(times);
+  return zeros ? Sampler(n, nullptr).best(x) : -2;
 }
 
 size_t harness_scratch_bytes(int kp) { return gemm_scratch_bytes(kp); }

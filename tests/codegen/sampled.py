@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from qcompile.runtime.sampling import SamplingParams
+
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.8},
     {"temperature": 1.3, "top_k": 20},
@@ -21,3 +23,19 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 1.0, "top_k": 10**6},
     {"temperature": 5.0, "top_p": 0.3, "top_k": 7},
 ]
+
+PENALTIES: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3},
+    {"repetition_penalty": 0.2},
+    {"repetition_penalty": 0.3, "frequency_penalty": 0.2, "temperature": 0.5},
+    {"frequency_penalty": 0.3},
+    {"repetition_penalty": 0.05, "frequency_penalty": 0.4, "presence_penalty": 0.5},
+    {"presence_penalty": -2.0, "frequency_penalty": 0.5, "temperature": 0.3, "top_p": 0.9},
+    {"repetition_penalty": 1e3, "frequency_penalty": -1.7, "temperature": 0.9, "top_k": 20, "min_p": 0.01},
+]
+"""Penalties; greedy where no temperature is given. Those that invite tokens to recur show whether they are counted."""
+
+
+def penalized(**more: Any) -> list[SamplingParams]:
+    """Parameters with each of PENALTIES, and more options."""
+    return [SamplingParams(**{"temperature": 0.0, "seed": i, **more, **o}) for i, o in enumerate(PENALTIES)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from qcompile.runtime.accept import pick
 from qcompile.runtime.executor import Executor, Limits, QcDraws
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.loader import Arena
+from qcompile.runtime.penalties import Occurrences, penalize
 from qcompile.runtime.sampling import SamplingParams, distribution
 
 VOCAB, PAGE_TOKENS, MAX_TOKENS, CONTEXT, EOS = 260, 64, 96, 1000, 0
@@ -64,7 +66,7 @@ class FakeLibrary:
         self.closed = False
 
     def qc_describe(self) -> bytes:
-        return json.dumps({"abi": 3, "isa": "fake", "calls": ["all"]}).encode()
+        return json.dumps({"abi": 4, "isa": "fake", "calls": ["all"]}).encode()
 
     def qc_open(self, config: Any) -> int:
         self.pages = config._obj.kv_pages
@@ -114,6 +116,7 @@ class FakeLibrary:
             cells = pages * PAGE_TOKENS + history % PAGE_TOKENS
             for row in range(first, end):
                 self.kv[cells[positions[row]]] = mark(int(tokens[row]), int(positions[row]))
+            keep_recent(batch, sequence, tokens[first:end], positions[first:end])
             states[first:end] = np.cumsum(self.kv[cells])[positions[first:end]]
         wanted = ints(batch.output_rows, batch.outputs)
         for output, row in enumerate(wanted):
@@ -127,15 +130,35 @@ class FakeLibrary:
                 np.ctypeslib.as_array(floats)[:] = np.nan if broken else logits
 
 
+def keep_recent(batch: Any, sequence: int, tokens: np.ndarray, positions: np.ndarray) -> None:
+    """Keep the tokens of a step that follow those listed."""
+    draws = (QcDraws * batch.sequences).from_address(batch.draws)[sequence] if batch.draws else None
+    for token, position in zip(tokens, positions, strict=True):
+        if draws and draws.first < position <= draws.first + draws.room:
+            ints(draws.recent, draws.room)[position - draws.first - 1] = token
+
+
 def drawn(batch: Any, sequence: int, logits: np.ndarray, position: int) -> int:
     """The token that a sequence's draws choose at a position."""
     draws = (QcDraws * batch.sequences).from_address(batch.draws)[sequence]
+    if draws.room:
+        logits = penalized(draws, logits, position)
     if draws.temperature == 0:
         return int(logits.argmax())
     assert draws.min_logit == -np.inf  # its min-p cannot be told from it
     params = SamplingParams(temperature=draws.temperature, top_p=draws.top_p, top_k=draws.top_k)
     uniforms = (ctypes.c_double * draws.count).from_address(draws.uniforms)
     return pick(distribution(logits, params), uniforms[min(position - draws.first, draws.count - 1)])
+
+
+def penalized(draws: QcDraws, logits: np.ndarray, position: int) -> np.ndarray:
+    """The logits of a position with a sequence's penalties."""
+    noted = Occurrences(())
+    noted._tokens, noted._counts = (array("i", ints(at, draws.listed)) for at in (draws.seen, draws.counts))
+    noted._place = {token: place for place, token in enumerate(noted._tokens)}
+    assert 0 <= position - draws.first <= draws.room
+    listed = noted.listed(ints(draws.recent, draws.room)[: position - draws.first])
+    return penalize(logits, *listed, draws.repetition, draws.frequency, draws.presence)
 
 
 def ints(address: int, count: int) -> np.ndarray:

@@ -27,7 +27,8 @@ def artifact(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) ->
 
 
 def requests(draw: random.Random, vocab: int) -> list[Work]:
-    """Two dozen requests: greedy and drawn, short and long, some with log probabilities, some that repeat."""
+    """Two dozen requests: greedy and drawn, short and long, some with log probabilities, some with penalties, some that
+    repeat."""
     work: list[Work] = []
     for index in range(24):
         length = draw.choice((1, 2, 7, 30, 63, 64, 65, 100))
@@ -41,6 +42,8 @@ def requests(draw: random.Random, vocab: int) -> list[Work]:
             options["temperature"] = 0
         if index % 4 < 2:
             options["logprobs"] = 1
+        if index % 5 < 2:
+            options |= {"repetition_penalty": 0.3, "frequency_penalty": 0.2}
         work.append((prompt, SamplingParams(**options)))
     return work
 

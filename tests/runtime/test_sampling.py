@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from qcompile.errors import UnsupportedError
-from qcompile.runtime.sampling import Sampler, SamplingParams, distribution, logprobs_of, penalize
+from qcompile.runtime.penalties import penalize
+from qcompile.runtime.sampling import Sampler, SamplingParams, distribution, logprobs_of
 
 LOGITS = np.array([2.0, -1.0, 0.5, 3.0, 3.0, -4.0, 1.0, 0.0], np.float32)
 
@@ -93,11 +94,10 @@ def test_top_p_counts_what_top_k_left() -> None:
 def test_repetition_penalty_is_the_reference_one() -> None:
     torch = pytest.importorskip("torch")
     processors = pytest.importorskip("transformers").generation.logits_process
-    seen = np.zeros(8, bool)
-    seen[[0, 1, 7]] = True
+    seen = np.array([7, 0, 1], np.int32)
     processor = processors.RepetitionPenaltyLogitsProcessor(1.3)
     expected = processor(torch.tensor([[0, 1, 7, 0]]), torch.from_numpy(LOGITS)[None])[0]
-    np.testing.assert_array_equal(penalize(LOGITS, seen, 1.3), expected.numpy())
+    np.testing.assert_array_equal(penalize(LOGITS, seen, 0 * seen, 1.3, 0.5, 0.5), expected.numpy())
 
 
 def test_penalty_sees_prompt_and_output() -> None:

@@ -18,7 +18,7 @@ import qcompile
 from qcompile.runtime import server
 from tests.runtime.test_server import Build, Client, slow_steps
 
-LONG = {"prompt": "x", "max_tokens": 250, "temperature": 0.5, "frequency_penalty": 0.1, "ignore_eos": True}
+LONG = {"prompt": "x", "max_tokens": 250, "temperature": 0.5, "logprobs": 1, "ignore_eos": True}
 
 
 @pytest.mark.parametrize("impatient", [False, True])

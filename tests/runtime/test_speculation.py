@@ -110,6 +110,26 @@ def test_tokens_are_the_targets_own(name: str, artifact: Callable[[str], Path]) 
             assert generate(llm, **drawn) == plain_drawn, gamma
 
 
+@pytest.mark.parametrize("name", DRAFTS)
+def test_penalties_know_what_was_drafted(name: str, artifact: Callable[[str], Path]) -> None:
+    """Tokens that penalties invite to recur are those that Python chooses, by the library's rounds and the host's."""
+    options: list[dict[str, Any]] = [
+        {"repetition_penalty": 0.05, "frequency_penalty": 0.4, "presence_penalty": 0.5},
+        {"repetition_penalty": 0.3, "frequency_penalty": 0.2, "temperature": 0.5, "seed": 5},
+    ]
+    with qcompile.load(artifact(name), threads=1, gamma=0) as llm:
+        llm.executor.draws = llm.engine.scheduler.draws = False  # type: ignore[misc]
+        plain = [generate(llm, **one) for one in options]
+    assert any(len(set(tokens)) < len(tokens) - 9 for found in plain for tokens, *_ in found)  # type: ignore[arg-type, misc]
+    for kind in (LibrarySpeculator, HostSpeculator):
+        with qcompile.load(artifact(name), threads=1) as llm:
+            assert isinstance(llm.engine.speculator, LibrarySpeculator)
+            llm.engine.speculator = kind(llm.engine.speculator.target, llm.engine.speculator.levels)  # type: ignore[arg-type]
+            for gamma in (1, 4, 8, AUTO):
+                llm.engine.gamma = gamma
+                assert [generate(llm, **one) for one in options] == plain, gamma
+
+
 @pytest.mark.parametrize("name", ["two levels", "three levels", "lookup", "other"])
 def test_rounds_by_the_host_are_those_of_the_library(
     name: str, artifact: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch

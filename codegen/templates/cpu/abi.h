@@ -1,4 +1,4 @@
-// abi.h: the C interface of a generated library (version 3). Integers are int32 unless stated otherwise.
+// abi.h: the C interface of a generated library (version 4). Integers are int32 unless stated otherwise.
 #pragma once
 #include <stdint.h>
 
@@ -12,6 +12,14 @@ typedef struct {               // how the tokens of a sequence are drawn
   int32_t top_k;               // 0: no limit
   int32_t first;
   int32_t count;               // at least 1 unless the temperature is 0
+  int32_t listed;
+  int32_t room;                // 0: no penalties
+  double repetition;           // divides positive logits of the tokens so far, and multiplies the others
+  double frequency;            // subtracted for each time that a token was generated
+  double presence;             // subtracted if it was generated
+  const int32_t* seen;         // [listed] the distinct tokens that penalties are for, those up to position `first`
+  const int32_t* counts;       // [listed] how often each was generated
+  int32_t* recent;             // [room] generated tokens from position first + 1 on; steps write those of their rows
 } qc_draws;
 
 typedef struct {               // one batch of rows for a step
@@ -24,9 +32,9 @@ typedef struct {               // one batch of rows for a step
   const int32_t* query_start;  // [S + 1] first row of each sequence, then M; a sequence's positions are consecutive
   const int32_t* block_table;  // [S][block_stride] position p is in page block_table[s][p / 64], slot p % 64
   const int32_t* output_rows;  // [R]
-  float* logits;               // [R][vocab] or null
+  float* logits;               // [R][vocab] or null; those of rows with penalties have them applied
   int32_t* argmax;             // [R] or null; the lowest index wins ties, -1 where the largest logit is not finite
-  const qc_draws* draws;       // [S] or null; argmax of rows with a temperature is their draw
+  const qc_draws* draws;       // [S] or null; argmax of rows is the token that they choose
 } qc_batch;
 
 // The token id that the step after a row with non-finite logits reads. The caller sees argmax == -1 and discards the

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include "model.h"
+#include "penalties.h"
 #include "probe.h"
 #include "sample.h"
 
@@ -28,6 +29,7 @@ static size_t carve(Model& m, char* base) {
   m.own = take(threads * kOwnBytes);
   m.scratch = take(threads * kScratchBytes);
   m.draws = take(threads * Sampler::bytes(kVocab));
+  m.times = (int32_t*)take(threads * kVocab * sizeof(int32_t));
   m.feedback = (int32_t*)take(3 * tokens * sizeof(int32_t));
   return at;
 }
@@ -89,6 +91,11 @@ static bool valid_sequence(const Model& m, const qc_batch& b, int s, int steps) 
   return true;
 }
 
+static bool valid_draws(const qc_draws& d) {
+  if (d.temperature > 0 && (d.count < 1 || !d.uniforms)) return false;
+  return d.room < 1 || (d.recent && d.listed >= 0 && (d.listed == 0 || (d.seen && d.counts)));
+}
+
 // Whether `steps` steps starting from batch b stay within the limits the model was opened with.
 static bool valid(const Model& m, const qc_batch* batch, int steps) {
   if (!batch) return false;
@@ -103,13 +110,13 @@ static bool valid(const Model& m, const qc_batch* batch, int steps) {
     if (b.output_rows[r] < 0 || b.output_rows[r] >= b.tokens) return false;
   for (int s = 0; s < b.sequences; ++s) {
     if (!valid_sequence(m, b, s, steps)) return false;
-    if (b.draws && b.draws[s].temperature > 0 && (b.draws[s].count < 1 || !b.draws[s].uniforms)) return false;
+    if (b.draws && !valid_draws(b.draws[s])) return false;
   }
   return true;
 }
 
-// Replaces the argmax of this thread's share of the rows with a temperature by a draw.
-static void draw_rows(void* model, int tid) {
+// Replaces the argmax of this thread's share of the rows with penalties or a temperature by the token they choose.
+static void choose_rows(void* model, int tid) {
   Model& m = *(Model*)model;
   const qc_batch& b = m.batch;
   Sampler sampler(kVocab, m.draws + (size_t)tid * Sampler::bytes(kVocab));
@@ -118,18 +125,25 @@ static void draw_rows(void* model, int tid) {
     if (row < b.query_start[s]) s = 0;
     while (row >= b.query_start[s + 1]) ++s;
     const qc_draws& d = b.draws[s];
+    float* x = b.logits + (int64_t)r * kVocab;
+    if (d.room > 0 && b.argmax[r] >= 0) {
+      penalize(x, kVocab, d, b.positions[row], m.times + (int64_t)tid * kVocab);
+      b.argmax[r] = sampler.best(x);
+    }
     if (!(d.temperature > 0) || b.argmax[r] < 0) continue;
     int at = b.positions[row] - d.first;
     at = at < 0 ? 0 : at < d.count ? at : d.count - 1;
-    b.argmax[r] = sampler.draw(b.logits + (int64_t)r * kVocab, b.argmax[r], d, d.uniforms[at]);
+    b.argmax[r] = sampler.draw(x, b.argmax[r], d, d.uniforms[at]);
   }
 }
 
 static void run_batch(Model& m, const qc_batch& b) {
   m.batch = b;
-  bool drawn = false;
-  for (int s = 0; b.argmax && b.draws && s < b.sequences; ++s) drawn |= b.draws[s].temperature > 0;
-  if (drawn && !b.logits) m.batch.logits = m.logits;
+  bool chosen = false;
+  for (int s = 0; b.argmax && b.draws && s < b.sequences; ++s)
+    chosen |= b.draws[s].temperature > 0 || b.draws[s].room > 0;
+  if (chosen && !b.logits) m.batch.logits = m.logits;
+  if (chosen) keep_recent(b);
   memset(m.next_task, 0, sizeof m.next_task);
   m.team->run(run_step, &m);
   for (int r = 0; b.argmax && r < b.outputs; ++r) {
@@ -137,7 +151,7 @@ static void run_batch(Model& m, const qc_batch& b) {
     for (int t = 1; t < m.team->threads; ++t) row.merge(m.best[(int64_t)t * m.capacity[kOutputs] + r]);
     b.argmax[r] = row.index();
   }
-  if (drawn) m.team->run(draw_rows, &m);
+  if (chosen) m.team->run(choose_rows, &m);
 }
 
 QC_API int qc_step(void* model, const qc_batch* batch) {

@@ -108,6 +108,19 @@ struct Sampler {
     return number_of(limit(x, nullptr, n, k, least).order);
   }
 
+  // The first of the largest logits, none of which is NaN; -1 if it is not finite.
+  int32_t best(const float* x) const {
+    float peak = -__builtin_inff();
+    int block = 0, i = 0;
+    for (int first = 0; first < n; first += kDrawBlock) {
+      const float most = largest(x + first, block_size(first));
+      if (most > peak) peak = most, block = first;
+    }
+    if (__builtin_isinf(peak)) return -1;
+    while (x[block + i] != peak) ++i;
+    return block + i;
+  }
+
   int block_size(int first) const { return n - first < kDrawBlock ? n - first : kDrawBlock; }
   static float largest(const float* x, int count) {
     f32x16 most = splat(-__builtin_inff());
