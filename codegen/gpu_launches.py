@@ -41,7 +41,7 @@ from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 
 MOST_ROWS = 512
 """Most rows of a step."""
-GPU_ABI = 15
+GPU_ABI = 16
 """Version of the plan format: a runtime refuses plans of another version."""
 TEXT_TOKENS = 1 << 12
 """Most tokens of a text that n-gram lookup searches; a power of two."""
