@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qcompile import frontend
+from qcompile import check, frontend
 from qcompile.errors import UnsupportedError
 from qcompile.passes.base import apply
+from qcompile.passes.fold_norms import FoldNorms
 from qcompile.passes.raise_ops import Raise
+from qcompile.passes.rotate import Rotate
 from tests.variations.decoder import LONGEST, VOCAB
 from tests.variations.verdicts import ALL, examine, text
 
@@ -89,6 +91,21 @@ def test_is_right_or_refused(name: str) -> None:
 def test_a_cap_of_a_negative_factor_is_a_cap(tmp_path: Path) -> None:
     """Its kernel takes positive caps alone."""
     assert examine(ALL["attention: cap of a negative factor"], tmp_path).name == "agrees"
+
+
+def test_a_clamp_below_zero_is_no_limit(tmp_path: Path) -> None:
+    """The kernel of gated experts clamps to plus and minus a limit, which is positive."""
+    assert examine(ALL["experts: clamped to a negative limit"], tmp_path).name == "agrees"
+
+
+def test_weights_of_whole_numbers_are_rotated_as_numbers() -> None:
+    """Bytes would overflow."""
+    variation = ALL["writes: plus small"]
+    source = frontend.load(variation.module(), example_inputs=text(2, 7)[:1], max_position=LONGEST)
+    before = after = apply(Raise(), source).graph
+    for rewrite in (FoldNorms(), Rotate(online=True)):
+        after = apply(rewrite, after).graph
+    assert check.equivalent(after, before, text(2, 9)) < 1e-7
 
 
 def test_tokens_whose_name_is_that_of_an_operator() -> None:
