@@ -76,7 +76,7 @@ def _limited(act: fx.Node, gate: fx.Node, up: fx.Node, kind: str) -> _Gating | N
     if not clamped:
         return _Gating(gate, up, kind, between, None, offset)
     limit: Any = gate.args[2] if len(clamped) == 2 else None
-    if limit is None or gate.args[1] is not None or up.args[1:] != (-limit, limit):
+    if limit is None or limit < 0 or gate.args[1] is not None or up.args[1:] != (-limit, limit):
         return None
     (gate, *_), (up, *_) = gate.args, up.args  # type: ignore[assignment]
     return _Gating(gate, up, kind, between + clamped, limit, offset)

@@ -19,18 +19,8 @@ from qcompile.passes import raise_masks as masks
 from qcompile.passes import raise_patterns as patterns
 from qcompile.passes import raise_tables as tables
 from qcompile.passes import raise_values as values
-from qcompile.passes.raise_ops import (
-    HALVES,
-    LENGTHS,
-    Arguments,
-    Known,
-    Opaque,
-    Raiser,
-    Spread,
-    Weight,
-    features,
-    operator_name,
-)
+from qcompile.passes.raise_nodes import Arguments, operator_name
+from qcompile.passes.raise_ops import LENGTHS, Known, Opaque, Raiser, Spread, Weight, features
 from qcompile.passes.raise_slots import is_one_slot
 from qcompile.passes.raise_values import Value, identity
 
@@ -62,8 +52,6 @@ def _same(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     if isinstance(known, Opaque):
         return known if source is r.token_ids and not node.meta["val"].is_floating_point() else None
     given, made = source.meta["val"].dtype, node.meta["val"].dtype
-    if made in HALVES and isinstance(known, Value):
-        raise r.unsupported(node, f"rounds to {made}, where the model is compiled in float32")
     holds = made.is_floating_point or made == given or (made in WHOLE and not given.is_floating_point)
     return known if holds else None
 
@@ -146,7 +134,9 @@ def _narrow(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     value = r.value(a.input_)
     if value is None or not isinstance(a.start, int) or not isinstance(a.length, int):
         return None
-    return values.cut(value, a.dim % len(value.dims), slice(a.start, a.start + a.length))
+    dim = a.dim % len(value.dims)
+    start = a.start + r.shape(a.input_)[dim] if a.start < 0 else a.start
+    return values.cut(value, dim, slice(start, start + a.length))
 
 
 @handles("select")
@@ -251,6 +241,8 @@ def _arange(r: Raiser, node: fx.Node, a: Arguments) -> Known:
     """arange over the tokens becomes the step's position plus `start`; it replaces the model's own counting."""
     start = getattr(a, "start", 0) or 0
     if r.shape(node) != [LENGTHS["T"]] or not isinstance(start, int) or getattr(a, "step", 1) not in (None, 1):
+        return None
+    if node.meta["val"].dtype not in (*WHOLE, torch.float32, torch.float64):  # too short for every position
         return None
     place = Value(None, ("T",), values.make_terms((), kind=values.POSITION))
     return values.add(place, Value(None, (), values.make_terms((), coef=float(start))))

@@ -64,7 +64,7 @@ def _factor(value: Value) -> float:
     """The constant factor of all of `value`, which attention takes into its scale; 1 if there is none."""
     fixed = value.terms["coef"][(value.terms["kind"] == ONE) & (value.terms["coef"] != 0)]
     found = fixed if fixed.size else value.terms["coef"][value.terms["kind"] == COS]
-    return float(found[0]) if found.size and (found == found[0]).all() else 1.0
+    return float(found[0]) if found.size and found[0] and (found == found[0]).all() else 1.0
 
 
 def _run_length(value: Value, shape: tuple[int, int]) -> int:

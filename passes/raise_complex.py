@@ -10,7 +10,8 @@ from torch import fx
 from qcompile.passes import raise_values as values
 from qcompile.passes.raise_aten import handles
 from qcompile.passes.raise_einsum import HANDLERS
-from qcompile.passes.raise_ops import Arguments, Known, Opaque, Raiser
+from qcompile.passes.raise_nodes import Arguments
+from qcompile.passes.raise_ops import Known, Opaque, Raiser
 from qcompile.passes.raise_patterns import is_call, strip
 from qcompile.passes.raise_routing import overridden
 from qcompile.passes.raise_values import COS, SIN, Value

@@ -8,7 +8,8 @@ from torch import fx
 
 from qcompile.passes import raise_values as values
 from qcompile.passes.raise_aten import handles, linear_of
-from qcompile.passes.raise_ops import LENGTHS, Arguments, Known, Raiser, Weight
+from qcompile.passes.raise_nodes import Arguments
+from qcompile.passes.raise_ops import LENGTHS, Known, Raiser, Weight
 from qcompile.passes.raise_positions import HANDLERS
 from qcompile.passes.raise_values import Value
 

@@ -14,7 +14,8 @@ from qcompile.passes import raise_attention as attention
 from qcompile.passes import raise_patterns as patterns
 from qcompile.passes import raise_values as values
 from qcompile.passes.raise_aten import HANDLERS
-from qcompile.passes.raise_ops import Arguments, Known, Raiser, Weight
+from qcompile.passes.raise_nodes import Arguments
+from qcompile.passes.raise_ops import Known, Raiser, Weight
 from qcompile.passes.raise_routing import overridden
 from qcompile.passes.raise_values import Value, identity
 

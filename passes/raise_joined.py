@@ -16,7 +16,8 @@ from qcompile.passes import raise_values as values
 from qcompile.passes.gather import Index
 from qcompile.passes.raise_aten import HANDLERS, handles
 from qcompile.passes.raise_heads import HANDLERS as _WITH_HEADS
-from qcompile.passes.raise_ops import LENGTHS, Arguments, Known, Opaque, Raiser, features, is_in_place, operator_name
+from qcompile.passes.raise_nodes import Arguments, is_in_place, operator_name
+from qcompile.passes.raise_ops import LENGTHS, Known, Opaque, Raiser, features
 from qcompile.passes.raise_routing import based, overridden
 from qcompile.passes.raise_values import Value
 

@@ -13,7 +13,8 @@ from torch import Tensor, fx
 
 from qcompile.passes import raise_attention as attention
 from qcompile.passes import raise_values as values
-from qcompile.passes.raise_ops import Known, Raiser, is_in_place, operator_name
+from qcompile.passes.raise_nodes import operator_name, run
+from qcompile.passes.raise_ops import Known, Raiser
 from qcompile.passes.raise_patterns import is_call, pair, strip
 from qcompile.passes.raise_values import Value
 
@@ -168,10 +169,7 @@ class Run:
             source: Any = node.args[0]
             empty = torch.empty(self._shape(source), dtype=source.meta["val"].dtype)
             return node.target(empty, *fx.node.map_arg(args[1:], self.value), **fx.node.map_arg(kwargs, self.value))
-        values: list[Any] = list(fx.node.map_arg(args, self.value))
-        if is_in_place(node):  # earlier nodes may still need the operand it overwrites
-            values[0] = values[0].clone()
-        return node.target(*values, **fx.node.map_arg(kwargs, self.value))
+        return run(node, self.value)
 
     def _shape(self, node: fx.Node) -> list[int]:
         sizes = node.meta["val"].shape
@@ -341,8 +339,11 @@ class _Scores:
         return None
 
     def _capped(self, r: Raiser, inner: Any, cap: float) -> Any:
-        """Record cap * tanh(scores / cap); returns the scores inside, of which further scaling is matched later."""
-        self.softcap = cap
+        """Record cap * tanh(scores / cap); returns the scores inside, of which further scaling is matched later.
+
+        The operator's cap is positive: for a negative one, the scores are negated twice.
+        """
+        self.softcap = abs(cap)
         self.scale *= cap
         before = self.scale
         found = self._scaling(r, inner)

@@ -27,21 +27,12 @@ from qcompile.errors import PassError, UnsupportedError
 from qcompile.graph import Graph, WeightStore
 from qcompile.passes import raise_values as values
 from qcompile.passes.base import Pass, PassResult
+from qcompile.passes.raise_nodes import Arguments, draws, operator_name, rounds, run, writes_alone
 from qcompile.passes.raise_slots import is_one_slot, merging
 from qcompile.passes.raise_values import Value
 
 LENGTHS = {"B": 1_000_003, "T": 1_000_033}
 """Stand-in sizes of batch and tokens during shape analysis: primes that divide no size of a model."""
-
-ALIASING = {
-    *("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "permute", "transpose", "t"),
-    *("numpy_T", "mT", "swapaxes", "expand", "expand_as", "view_as", "broadcast_to", "alias", "contiguous", "detach"),
-    *("to", "type_as", "slice", "narrow", "select", "split", "split_with_sizes", "chunk", "unbind", "tensor_split"),
-    "dropout",
-}
-"""Operators whose result may alias their first operand."""
-
-HALVES = (torch.float16, torch.bfloat16)
 
 EXAMPLE = {"B": 2, "T": 7}
 """Sizes of the meta tensors in node.meta["val"] of the raised graph."""
@@ -143,7 +134,9 @@ class Raiser:
         from qcompile.passes.raise_joined import filled
 
         value = node.meta.get("val")
-        changes = is_in_place(node) and operator_name(node) != "detach" and not writes_alone(node)
+        if draws(node):
+            raise self.unsupported(node, "draws at random; only models that always compute the same are compiled")
+        changes = operator_name(node) != "detach" and not writes_alone(node)
         if self.is_constant(node) and not changes and (not isinstance(value, Tensor) or self.is_static(value)):
             return Weight(node)
         if not isinstance(value, (Tensor, list, tuple)):
@@ -152,6 +145,8 @@ class Raiser:
             return copied
         if changes:
             raise self.unsupported(node, "changes a tensor in place that others read afterwards")
+        if rounds(node) and any(isinstance(self.known.get(source), Value) for source in node.all_input_nodes):
+            raise self.unsupported(node, f"rounds to {node.meta['val'].dtype}, where the model is compiled in float32")
         handler = HANDLERS.get(operator_name(node))
         found = handler(self, node, Arguments(node)) if handler else None
         return Opaque(node) if found is None else found
@@ -218,11 +213,7 @@ class Raiser:
             return self.evaluate(known.node)
         if node.op == "get_attr":
             return self.source.evaluate(node)
-        assert callable(node.target), node
-        args: list[Any] = list(fx.node.map_arg(node.args, self.evaluate))
-        if is_in_place(node):  # do not overwrite a weight
-            args[0] = args[0].clone()
-        return node.target(*args, **fx.node.map_arg(node.kwargs, self.evaluate))
+        return run(node, self.evaluate)
 
     def limit(self, node: fx.Node, longest: int) -> None:
         """Reduce the context to at most `longest` tokens, since `node` selects other values beyond that."""
@@ -261,7 +252,7 @@ class Raiser:
         if node.op == "get_attr":
             return self.read(str(node.target))
         source = next(iter(sources(node)), None)
-        name = f"{source.target if source else 'constant'}.{node.name}"
+        name = f"{source.target if source else 'computed:'}.{node.name}"  # no module has a name with a colon
         if name not in self.out.weights:
             value = node.meta["val"]
             dtype = torch.float32 if value.is_floating_point() else value.dtype
@@ -271,7 +262,9 @@ class Raiser:
     def vector(self, node: fx.Node) -> fx.Node:
         """The weight `node` as [F]; its only dimension of more than 1 element must be the features."""
         value = node.meta["val"]
-        return self.weight(node) if value.dim() == 1 else self._derived(node, "flat", (value.numel(),), torch.flatten)
+        if value.dim() == 1 and value.is_floating_point():
+            return self.weight(node)
+        return self._derived(node, "flat", (value.numel(),), lambda w: w.flatten().float())  # also of whole numbers
 
     def transposed(self, node: fx.Node) -> fx.Node:
         """The weight `node` [K, N] as [N, K]; undoes a transpose instead of adding one."""
@@ -350,6 +343,8 @@ class Raiser:
         if not value.is_plain() or len(coefs) != 1 or len(sizes) > 2:
             raise self.unsupported(node, "mixes features in a way that has no counterpart here")
         assert value.base is not None
+        if not value.base.meta["val"].is_floating_point():
+            raise self.unsupported(node, "computes with indices, which are compiled to choose experts alone")
         index = value.terms["index"].ravel()
         made = self.select_features(value.base, index, node)
         made = self.shaped(made, tuple(sizes))
@@ -418,48 +413,6 @@ def features(node: fx.Node) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape[2:])
 
 
-def operator_name(node: fx.Node) -> str:
-    """`mul` for aten.mul.Tensor and aten.mul_, `qcompile::attention` for our operators, else the plain name."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return getattr(node.target, "__name__", str(node.target))
-    name = str(schema.name).removeprefix("aten::")
-    return name[:-1] if is_in_place(node) else name
-
-
-def is_in_place(node: fx.Node) -> bool:
-    """Whether `node` is an ATen operator that overwrites its first operand, such as aten.add_."""
-    name = str(getattr(getattr(node.target, "_schema", None), "name", ""))
-    return name.startswith("aten::") and name.endswith("_") and not name.endswith("__")
-
-
-def writes_alone(node: fx.Node) -> bool:
-    """Whether nothing reads the tensor that `node` overwrites afterwards, through another view or otherwise."""
-    target: Any = node.args[0]
-    while _is_view(target):
-        target = target.args[0]
-    if target.op != "call_function":  # an input, or state that the next step reads unless copy_ resets it
-        whole = operator_name(node) == "copy" and node.args[0] is target
-        return whole and target.op == "get_attr" and len(target.users) == 1
-    seen, frontier = {node}, [target]
-    while frontier:
-        for user in frontier.pop().users:
-            if user in seen:
-                continue
-            if user._sort_key > node._sort_key:
-                return False
-            seen.add(user)
-            frontier += [user] if _is_view(user) else []
-    return True
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Whether `node` may alias its first operand, as the result of an in-place operator does."""
-    if operator_name(node) == "getitem":
-        return _is_view(node.args[0])  # type: ignore[arg-type]
-    return node.op == "call_function" and (operator_name(node) in ALIASING or is_in_place(node))
-
-
 def sources(node: fx.Node) -> list[fx.Node]:
     """The weights from which `node` is computed, in order."""
     if node.op == "get_attr":
@@ -475,23 +428,3 @@ def _origin(node: Any) -> str:
     path, kind = list(stack.values())[-1]
     path = path.removeprefix("module").removeprefix(".") or "the model itself"
     return f"; in {path} ({str(kind).rpartition('.')[2]})"
-
-
-class Arguments:
-    """The arguments of an ATen call by schema name, with defaults filled in."""
-
-    def __init__(self, node: fx.Node) -> None:
-        self._found: dict[str, Any] = dict(node.kwargs)
-        schema = getattr(node.target, "_schema", None)
-        for place, argument in enumerate(schema.arguments if schema else ()):
-            if place < len(node.args):
-                self._found[argument.name] = node.args[place]
-            elif argument.name not in self._found:
-                self._found[argument.name] = argument.default_value if argument.has_default_value() else None
-        self.positional: tuple[Any, ...] = node.args
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self._found["self" if name == "input_" else name]
-        except KeyError:
-            raise AttributeError(name) from None

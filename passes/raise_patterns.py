@@ -9,30 +9,36 @@ import torch
 from torch import fx
 
 from qcompile import ops
-from qcompile.passes.raise_ops import HALVES, Known, Raiser, operator_name
+from qcompile.passes.raise_nodes import operator_name, rounds
+from qcompile.passes.raise_ops import Known, Raiser
 from qcompile.passes.raise_values import Value, identity
 
 TRANSPARENT = {"to", "_to_copy", "alias", "contiguous", "clone", "detach", "dropout", "expand", "type_as"}
 """Operators that patterns look through when they do not change values."""
 
 
-def strip(item: Any) -> Any:
-    """The node that `item` copies or casts."""
-    while isinstance(item, fx.Node) and operator_name(item) in TRANSPARENT and not _rounds(item):
+def strip(item: Any, booleans: bool = False) -> Any:
+    """The node that `item` copies or casts without changing values; with `booleans`, or casts to booleans."""
+    while isinstance(item, fx.Node) and operator_name(item) in TRANSPARENT and not _changes(item, booleans):
         item = item.args[0]
     return item
 
 
-def _rounds(item: Any) -> bool:
-    """Whether a cast rounds: from float to integers or to a 16-bit type. Casts of and to booleans do not count."""
+def _changes(item: Any, booleans: bool) -> bool:
+    """Whether a cast changes values: to integers, booleans or real numbers, or to a short type."""
     made, given = item.meta["val"].dtype, item.args[0].meta["val"].dtype
-    halves = made in HALVES and given not in (made, torch.bool)
-    return halves or (given.is_floating_point and not (made.is_floating_point or made == torch.bool))
+    if made == torch.bool and booleans:
+        return False
+    narrower = given.is_floating_point and not made.is_floating_point
+    return rounds(item) or narrower or (made == torch.bool != given) or (given.is_complex and not made.is_complex)
 
 
 def is_call(item: Any, *names: str) -> bool:
-    """Whether `item` calls one of the ATen operators `names`; add and sub without alpha, div without rounding mode."""
-    if not isinstance(item, fx.Node) or item.op != "call_function" or operator_name(item) not in names:
+    """Whether `item` calls one of the ATen operators `names`; add and sub without alpha, div without rounding mode.
+
+    A call that rounds its result to a short type is none.
+    """
+    if not isinstance(item, fx.Node) or item.op != "call_function" or operator_name(item) not in names or rounds(item):
         return False
     more = (*item.args[2:], *item.kwargs.values()) if operator_name(item) in ("add", "sub", "div") else ()
     return all(value in (None, 1) for value in more)

@@ -14,7 +14,8 @@ from qcompile.passes import raise_values as values
 from qcompile.passes.raise_aten import handles
 from qcompile.passes.raise_joined import HANDLERS
 from qcompile.passes.raise_masks import Run
-from qcompile.passes.raise_ops import LENGTHS, Arguments, Known, Opaque, Raiser, Weight, features, operator_name
+from qcompile.passes.raise_nodes import Arguments, operator_name
+from qcompile.passes.raise_ops import LENGTHS, Known, Opaque, Raiser, Weight, features
 from qcompile.passes.raise_routing import overridden
 from qcompile.passes.raise_values import Value
 
@@ -79,7 +80,7 @@ def _of_positions(r: Raiser, factor: Any) -> bool:
 def _is_by_place(r: Raiser, node: fx.Node) -> bool:
     """Whether `node` is elementwise: its result at an index depends on its operands at that index only."""
     if operator_name(node) not in LAYOUT:
-        return operator_name(node) in ELEMENTWISE
+        return node.op == "call_function" and operator_name(node) in ELEMENTWISE
     sizes = [[size for size in r.shape(each) if size != 1] for each in (node, node.all_input_nodes[0])]
     return operator_name(node) == "expand" or sizes[0] == sizes[1]
 

@@ -20,7 +20,8 @@ from qcompile.passes import raise_aten, raise_patterns
 from qcompile.passes import raise_tables as tables
 from qcompile.passes import raise_values as values
 from qcompile.passes.raise_aten import HANDLERS, handles, working_sizes
-from qcompile.passes.raise_ops import LENGTHS, Arguments, Known, Opaque, Raiser, Weight, features, operator_name
+from qcompile.passes.raise_nodes import Arguments, operator_name
+from qcompile.passes.raise_ops import LENGTHS, Known, Opaque, Raiser, Weight, features
 from qcompile.passes.raise_patterns import is_call, strip
 from qcompile.passes.raise_slots import is_one_slot
 from qcompile.passes.raise_values import POSITION, Value, identity
@@ -209,10 +210,10 @@ def _never_chosen(node: fx.Node, hidden: float | None, scores: Value, left: int)
 
 def _group_choice(r: Raiser, mask: Any, experts: int) -> tuple[fx.Node, int] | None:
     """(group scores, number kept) of the complement of a mask that is 1 in the chosen groups of `experts`."""
-    if not is_call(mask := strip(mask), "bitwise_not", "logical_not"):
+    if not is_call(mask := strip(mask, booleans=True), "bitwise_not", "logical_not"):
         return None
     mask, steps = mask.args[0], []
-    while is_call(mask, *_SPREADING) or strip(mask) is not mask:
+    while is_call(mask, *_SPREADING) or strip(mask, booleans=True) is not mask:
         steps += [mask] if is_call(mask, *_SPREADING) else []
         mask = mask.args[0]
     if not is_call(mask, "scatter") or mask.args[1] not in (1, -1) or mask.args[3] not in (1, 1.0):

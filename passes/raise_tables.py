@@ -11,7 +11,8 @@ from torch import fx
 
 from qcompile import ops
 from qcompile.passes import raise_values as values
-from qcompile.passes.raise_ops import LENGTHS, Raiser, Weight, features, operator_name
+from qcompile.passes.raise_nodes import operator_name, rounds
+from qcompile.passes.raise_ops import LENGTHS, Raiser, Weight, features
 from qcompile.passes.raise_values import TERM, Value, identity
 
 FLOAT32 = 2.0**-23
@@ -35,7 +36,7 @@ def rows_of(r: Raiser, node: fx.Node, source: fx.Node, dim: int) -> Value | None
 
 def gathered(r: Raiser, node: fx.Node, source: fx.Node, index: fx.Node) -> Value | None:
     """`node` [B, T, D]: rows of a weight [P, D] (repeated over the batch) at the position."""
-    while operator_name(source) in ("repeat", "expand", "to", "unsqueeze"):
+    while operator_name(source) in ("repeat", "expand", "to", "unsqueeze") and not rounds(source):
         source = source.args[0]  # type: ignore[assignment]
     place = r.known.get(index)
     shape = [int(size) for size in source.meta["val"].shape if size != 1] if r.is_static(source.meta["val"]) else []

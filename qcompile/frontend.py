@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
+from torch.utils._pytree import tree_leaves
 
 from qcompile.checkpoint import require_finite
 from qcompile.errors import UnsupportedError, UsageError
@@ -29,7 +30,7 @@ EXAMPLE_BATCH, EXAMPLE_TOKENS = 2, 7
 """Sizes of the example inputs for tracing; both dimensions stay dynamic."""
 
 INLINED = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
-"""Higher-order operators that only set a mode that is irrelevant for inference."""
+"""Higher-order operators that only set a mode, which is irrelevant for inference unless it switches autocast on."""
 
 WRAPPER = "module."
 """Prefix of weight names after exporting through a wrapper module."""
@@ -191,6 +192,28 @@ class _Positional(nn.Module):
         return self.module(*inputs)
 
 
+class _Stateless(_Positional):
+    """The same, and refuses modules that replace their tensors, which torch.export would not notice."""
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        before = self._tensors()
+        result = self.module(*inputs)
+        after = self._tensors()
+        changed = [name for name, value in before.items() if after.get(name) is not value]
+        if changed:
+            raise UnsupportedError(f"{type(self.module).__name__} replaces its tensor {changed[0]} when it runs")
+        return result
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Buffers and other tensors of all modules, by name."""
+        found = {}
+        for path, module in self.module.named_modules():
+            for name, value in (*vars(module).items(), *module._buffers.items()):
+                if isinstance(value, Tensor):
+                    found[f"{path}.{name}".removeprefix(".")] = value
+        return found
+
+
 def export_module(module: nn.Module, example_inputs: Sequence[Tensor], longest: int) -> ExportedProgram:
     """Export `module` in evaluation mode, in float32 on the CPU; tensors of other types or devices are copied."""
     tensors = [value for value in example_inputs if isinstance(value, Tensor)]
@@ -203,7 +226,29 @@ def export_module(module: nn.Module, example_inputs: Sequence[Tensor], longest: 
         memo[id(tensor)] = nn.Parameter(moved, requires_grad=False) if isinstance(tensor, nn.Parameter) else moved
     shadow = copy.deepcopy(module, memo).eval()
     ids = [torch.zeros(EXAMPLE_BATCH, EXAMPLE_TOKENS, dtype=torch.int64) for _ in example_inputs]
-    return export(_Positional(shadow), ids, type(module).__name__, longest)
+    program = export(_Stateless(shadow), ids, type(module).__name__, longest)
+    _require_one_for_all(shadow, program, len(ids))
+    return program
+
+
+def _require_one_for_all(module: nn.Module, program: ExportedProgram, takes: int) -> None:
+    """Refuse a module that computes something else for one sequence of one token than the trace of several."""
+    if any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in program.graph.nodes):
+        return  # running it might change weights
+    ids = tuple(torch.zeros(1, 1, dtype=torch.int64) for _ in range(takes))
+    kept = {name: value.clone() for name, value in module.named_buffers()}  # that branch might change them
+    with torch.no_grad():
+        try:
+            results = torch.func.functional_call(module, kept, ids), program.module()(*ids)
+        except Exception:  # it cannot run here, or takes no such input, and then nothing is wrong silently
+            return
+    name = type(module).__name__
+    for own, traced in zip(*(tree_leaves(result) for result in results), strict=False):
+        if not isinstance(own, Tensor) or not own.isfinite().all():
+            continue
+        if own.shape == traced.shape and (own - traced).abs().max() <= 1e-3 * own.abs().max():
+            continue
+        raise UnsupportedError(f"{name} treats one sequence of one token in its own way, which a trace does not show")
 
 
 def module_loaders(module: nn.Module) -> dict[str, Loader]:
@@ -252,10 +297,11 @@ def count_parameters(program: ExportedProgram) -> int:
 
 def _vocabulary(program: ExportedProgram) -> int:
     output = next(node for node in program.graph.nodes if node.op == "output").args[0]
-    values = [node.meta["val"] for node in output]
-    if len(values) != 1 or values[0].dim() != 3 or not isinstance(values[0].shape[-1], int):
+    values = [node.meta["val"] if isinstance(node, fx.Node) else node for node in output if node is not None]
+    logits = values[0] if len(values) == 1 and isinstance(values[0], Tensor) else None
+    if logits is None or logits.dim() != 3 or not isinstance(logits.shape[-1], int):
         raise UnsupportedError("a model must return logits [batch, tokens, vocabulary] and nothing else")
-    return int(values[0].shape[-1])
+    return int(logits.shape[-1])
 
 
 # ---- ExportedProgram -> Graph ----------------------------------------------------------------------
@@ -279,7 +325,7 @@ def import_program(
         elif node.users:
             name = str(spec.target).removeprefix(wrapper)
             values[node] = _weight(graph, store, node, spec, name, program, loaders)
-    results = _inline(graph, program.graph_module, values)
+    results = [result for result in _inline(graph, program.graph_module, values) if result is not None]
     if len(results) != 1:
         raise UnsupportedError(f"the exported program has {len(results)} outputs; a model must return logits alone")
     graph.output(results[0])
@@ -349,6 +395,9 @@ def _is_check(node: fx.Node) -> bool:
 def _inline_call(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     body_node = next(a for a in node.args if isinstance(a, fx.Node) and isinstance(values.get(a), fx.GraphModule))
     body = values[body_node]
+    name = getattr(node.target, "__name__", "")
+    if "autocast" in name and node.args[2]:  # (device type, dtype, enabled, cache enabled, body, *inputs)
+        raise UnsupportedError(f"node {node.name}: autocast rounds, where the model is compiled in float32")
     actual = node.args[node.args.index(body_node) + 1 :]
     formal = [n for n in body.graph.nodes if n.op == "placeholder"]
     inner = {place: values[a] if isinstance(a, fx.Node) else a for place, a in zip(formal, actual, strict=True)}
