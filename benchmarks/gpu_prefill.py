@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_prefill.py [out.json] [--recipes=qserve,w4a16,...] [--no-torch] [--kernels]
 
-`steps` are milliseconds of a step of 512 rows, by the tokens of its sequence before it, and `prompts` the tokens per
+`steps_ms` are milliseconds of a step of 512 rows, by the tokens of its sequence before it, and `prompts` the tokens per
 second of whole prompts by their length, from such steps at eight places of it. Torch's are those of transformers in
 bf16 with torch.compile, scaled dot product attention and the logits of the last token alone: a whole prompt in one
 forward pass. With --kernels the microseconds of each kernel of a step, and how often it runs, by context.
@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,8 @@ def measure(recipe: str, folder: Path, kernels: bool) -> dict[str, Any]:
     return found
 
 
-def torch_rates() -> dict[int, float]:
-    """Tokens per second of a prompt in transformers."""
+def torch_rates() -> Iterator[tuple[int, float]]:
+    """Lengths of prompts, and the tokens per second of each in transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**{k: v for k, v in CONFIG.items() if k != "architectures"})
@@ -87,7 +88,6 @@ def torch_rates() -> dict[int, float]:
         torch.set_default_dtype(torch.bfloat16)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
         torch.set_default_dtype(torch.float32)
-    found = {}
     forward = torch.compile(model)
     for length in PROMPTS:
         with torch.inference_mode():
@@ -99,9 +99,9 @@ def torch_rates() -> dict[int, float]:
                 forward(ids, use_cache=False, logits_to_keep=1).logits.argmax()
                 torch.cuda.synchronize()
                 taken.append(time.perf_counter() - started)
-        found[length] = length / statistics.median(taken[2:])
-        print(f"torch bf16 {length}: {found[length]:,.0f} tokens/s", flush=True)
-    return found
+        rate = length / statistics.median(taken[2:])
+        print(f"torch bf16 {length}: {rate:,.0f} tokens/s", flush=True)
+        yield length, rate
 
 
 def main() -> None:
@@ -116,8 +116,10 @@ def main() -> None:
             results["ours"][recipe] = measure(recipe, folder, "--kernels" in options)
             write(results, paths)
     if "--no-torch" not in options:
-        results["torch_bf16"] = torch_rates()
-        write(results, paths)
+        results["torch_bf16"] = {}
+        for length, rate in torch_rates():
+            results["torch_bf16"][length] = rate
+            write(results, paths)
 
 
 if __name__ == "__main__":

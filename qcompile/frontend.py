@@ -244,11 +244,17 @@ def _require_one_for_all(module: nn.Module, program: ExportedProgram, takes: int
             return
     name = type(module).__name__
     for own, traced in zip(*(tree_leaves(result) for result in results), strict=False):
-        if not isinstance(own, Tensor) or not own.isfinite().all():
-            continue
-        if own.shape == traced.shape and (own - traced).abs().max() <= 1e-3 * own.abs().max():
-            continue
-        raise UnsupportedError(f"{name} treats one sequence of one token in its own way, which a trace does not show")
+        if isinstance(own, Tensor) and own.isfinite().all() and not _alike(own, traced):
+            raise UnsupportedError(f"{name} treats one sequence of one token in its own way, which no trace shows")
+
+
+def _alike(own: Tensor, traced: Any) -> bool:
+    """Whether an output is that of the trace, but for rounding; of any type and shape, as no output is checked yet."""
+    if not isinstance(traced, Tensor) or own.shape != traced.shape or own.dtype != traced.dtype:
+        return False
+    if not own.numel() or not (own.is_floating_point() or own.is_complex()):
+        return own.equal(traced)
+    return bool((own - traced).abs().max() <= 1e-3 * own.abs().max())
 
 
 def module_loaders(module: nn.Module) -> dict[str, Loader]:

@@ -36,6 +36,8 @@ ONCE_WRONG = (
     "features: random dropout of weights",
     "features: random choice of features",
     "features: noise multiplied",
+    "features: logits and a mask",
+    "features: logits and nothing",
     "features: autocast",
     "features: stochastic depth",
     "features: depends on the batch",
