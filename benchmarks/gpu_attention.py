@@ -27,7 +27,16 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import ROTATED_BYTES, Launch, facts, graph_us, launch
 from qcompile.codegen import gpu_compile, tiles
-from qcompile.codegen.gpu_attention import GROUP_SPLITS, AttentionSpec, GpuKV, MergeSpec, for_queries, prefill_variants
+from qcompile.codegen.gpu_attention import (
+    GROUP_SPLITS,
+    NEAR_SPLITS,
+    AttentionSpec,
+    GpuKV,
+    MergeSpec,
+    far_variants,
+    for_queries,
+    prefill_variants,
+)
 from qcompile.codegen.program import RING_GROUPS
 from qcompile.numerics import HIER_GROUP, PAGE_TOKENS
 from qcompile.runtime.cuda import attention_counts
@@ -38,7 +47,7 @@ CASES = ((1, 8192), (1, 65536), (1, 131072), (16, 4096), (64, 1024), (64, 4096))
 FORMATS = ("kv4", "kv8", "kv16", "kv_hier4", "kv_hier")
 DECODE = ("few", "fine", "coarse")
 """Kernels of the decode class by how much work there is (codegen/tiles.py); not every format has all."""
-LONG = ((512, 512), (512, 1024), (512, 4096), (128, 4096), (32, 8192))
+LONG = ((512, 512), (512, 1024), (512, 4096), (512, 16384), (128, 4096), (32, 8192))
 """(rows, context) of steps of prompts."""
 SCORES: dict[str, dict[str, Any]] = {"plain": {}, "sinks": {"sinks": True}, "biases": {"bias_positions": 8192}}
 """What scores have more to them."""
@@ -47,12 +56,16 @@ MOST_ERROR = 4e-3
 
 
 def specs_for(format: str, queries: int, **more: Any) -> dict[str, AttentionSpec]:
-    """The kernels for so many query positions a sequence, by how much work there is; "whole" is that of prompts."""
+    """The kernels for so many query positions a sequence, by how much work there is; "whole" and "far" (of more than
+    NEAR_SPLITS splits) are those of prompts."""
     kv = GpuKV(format, KV_HEADS, DIM)
     base = AttentionSpec(kv, HEADS, HEADS * DIM, DIM**-0.5, split=tiles.split_positions(kv))
     found = {work: for_queries(replace(spec, **more), queries) for work, spec in tiles.decode_attention(base).items()}
-    whole = prefill_variants(replace(base, cut="whole", **more))
-    return {**found, "whole": next(one for most, one in whole if not most or queries <= most)}
+    whole = replace(base, cut="whole", **more)
+    variants = {"whole": prefill_variants(whole), "far": far_variants(whole, 90)}
+    return found | {
+        work: next(one for most, one in each if not most or queries <= most) for work, each in variants.items()
+    }
 
 
 def work_of(kv: GpuKV, batch: int, context: int, split: int) -> str:
@@ -283,7 +296,7 @@ def long_steps(formats: Iterable[str]) -> list[dict[str, Any]]:
     for format, (rows, context) in itertools.product(formats, LONG):
         kv = GpuKV(format, KV_HEADS, DIM)
         problem = Problem((HierCache if kv.hierarchical else Cache)(kv, 1, context), rows)
-        spec = specs_for(format, rows)["whole"]
+        spec = specs_for(format, rows)["far" if context > NEAR_SPLITS * tiles.split_positions(kv) else "whole"]
         launches = problem.launches(spec)
         launches[0]()
         error = problem.relative_error(spec)
@@ -328,7 +341,8 @@ def rows_that_differ(cache: Cache, format: str, **more: Any) -> int:
     """Rows of five queries whose bits depend on how attention is cut, or on how many queries a step has."""
     five = Problem(cache, 5)
     outputs = []
-    for spec in specs_for(format, 5, **more).values():
+    prompts = specs_for(format, 512, **more)
+    for spec in (*specs_for(format, 5, **more).values(), prompts["whole"], prompts["far"]):
         five.out.fill_(math.nan)
         five.launches(spec)[0]()
         outputs.append(five.out.view(cache.batch, 5, -1).clone())
