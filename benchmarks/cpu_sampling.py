@@ -67,7 +67,7 @@ def main() -> None:
     with console.Progress() as progress:
         turns = [(r, gamma) for _ in range(arguments.rounds) for r, gammas in RECIPES.items() for gamma in gammas]
         for done, (recipe, gamma) in enumerate(turns, start=1):
-            with qcompile.load(artifacts[recipe], gamma=gamma) as llm:
+            with qcompile.load(artifacts[recipe], gamma=gamma, prefix_caching=False) as llm:
                 for name, options in OPTIONS.items():
                     for way in ("python", "library") if gamma == 0 else ("library",):
                         Executor.draws = llm.engine.scheduler.draws = way == "library"

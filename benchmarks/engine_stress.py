@@ -41,7 +41,7 @@ def main() -> None:
         str(arguments.model), artifact, target=arguments.target, recipe=arguments.recipe, drafts=arguments.draft
     )
     draw = random.Random(0)
-    with qcompile.load(artifact, max_batch=BATCH) as llm:
+    with qcompile.load(artifact, max_batch=BATCH, prefix_caching=False) as llm:
         work = [request(draw, llm.vocab_size) for _ in range(arguments.requests)]
         page = llm.engine.pool.page_tokens
         wanted, _ = run(llm, work, [])

@@ -137,7 +137,7 @@ def measure(
     for target in targets if not drafts else [t for t in targets if t != "cpu"]:
         path = qcompile.build(model, folder / f"{name}-{target}", target=target, recipe=recipe, drafts=drafts).path
         if target != "cpu" and prompts:
-            with qcompile.load(path, max_batch=TOGETHER) as llm:
+            with qcompile.load(path, max_batch=TOGETHER, prefix_caching=False) as llm:
                 if llm.engine.speculator:
                     found["exactness"] = exactness(llm, prompts)
                     print(name, found["exactness"], flush=True)

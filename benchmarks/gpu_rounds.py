@@ -97,7 +97,7 @@ def main() -> None:
     every = [json.loads(line)["prompt"] for line in Path(prompts).read_text("utf-8").splitlines()]
     results: dict[str, Any] = {**facts(), "tokens": TOKENS, "rounds": []}
     before = {path: json.loads(path.read_text("utf-8")) if path.exists() else {} for path in map(Path, out)}
-    with qcompile.load(artifact, max_batch=max(BATCHES), kv_cache_bytes=1 << 30) as llm:
+    with qcompile.load(artifact, max_batch=max(BATCHES), kv_cache_bytes=1 << 30, prefix_caching=False) as llm:
         runs, pairs = Runs(llm), kinds(llm)
         for batch, count in BATCHES.items():
             llm.engine.scheduler.max_batch = batch

@@ -102,7 +102,7 @@ def exactness(path: Path, prompts: list[str]) -> dict[str, Any]:
     """Tokens that differ, as the top says."""
     every = list(OPTIONS.values())
     params = [SamplingParams(max_tokens=TOKENS, seed=i, **every[i % len(every)]) for i in range(len(prompts))]
-    with qcompile.load(path, max_batch=48) as llm:
+    with qcompile.load(path, max_batch=48, prefix_caching=False) as llm:
 
         def tokens(gamma: int | str, chosen: range = range(len(prompts))) -> list[list[int]]:
             llm.engine.gamma = gamma  # type: ignore[assignment]

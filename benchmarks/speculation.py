@@ -121,7 +121,7 @@ def measured(
         sizes = (1,) if part == "speed" else BATCHES
         kept = artifact.parent / f"{artifact.name}.{part}.json"
         rounds: list[Times] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else []
-        with qcompile.load(artifact) as llm:
+        with qcompile.load(artifact, prefix_caching=False) as llm:
             while len(rounds) < arguments.rounds and time.monotonic() < until:
                 rounds.append(one_round(llm, prompts, sizes))
                 kept.write_text(json.dumps(rounds), encoding="utf-8")
@@ -153,7 +153,7 @@ def generate(llm: LLM, prompts: list[str], gamma: int) -> list[Any]:
 
 def exact(artifact: Path, prompts: list[str], known: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Tokens that differ from plain decoding, and acceptance, by gamma. Yields after each gamma not `known`."""
-    with qcompile.load(artifact) as llm:
+    with qcompile.load(artifact, prefix_caching=False) as llm:
         plain = [output.outputs[0].token_ids for output in generate(llm, prompts, 0)]
         differing: dict[str, int] = dict(known.get("differing", {}))
         found = {name: value for name, value in known.items() if name not in ("tokens", "differing")}

@@ -133,6 +133,13 @@ def serve(
     threads: Threads = None,
     gamma: Gamma = "auto",
     gpu_memory_utilization: GpuShare = 0.9,
+    prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-caching/--no-prefix-caching",
+            help="Whether prompts that begin like earlier ones go on from their KV cache.",
+        ),
+    ] = True,
     json: Json = False,
 ) -> None:
     """Serve an OpenAI-compatible HTTP API: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.
@@ -150,10 +157,11 @@ def serve(
 
     if (os.environ.get("QCOMPILE_API_KEY") if api_key is None else api_key) == "":  # typer drops an empty variable
         raise UsageError("the API key is empty: give one, or unset --api-key and QCOMPILE_API_KEY to let everybody in")
+    cache: Any = {"kv_cache_bytes": kv_cache_bytes, "prefix_caching": prefix_caching}
     share, drafted = gpu_memory_utilization, _gamma_of(gamma)
     with (
         server.bind(host, port) as listening,
-        qcompile.load(out, threads, max_batch, kv_cache_bytes, drafted, gpu_memory_utilization=share) as llm,
+        qcompile.load(out, threads, max_batch, gamma=drafted, gpu_memory_utilization=share, **cache) as llm,
     ):
         called = name or out.resolve().name
         at = listening.getsockname()

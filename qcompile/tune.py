@@ -46,7 +46,7 @@ def tune(
     """
     if path.is_dir() and not os.access(path, os.W_OK):
         raise ResourceError(f"{path} may not be written, and what is measured is kept there: tune a copy of it")
-    with qcompile.load(path, threads, kv_cache_bytes=kv_cache_bytes, gamma=AUTO) as llm:
+    with qcompile.load(path, threads, kv_cache_bytes=kv_cache_bytes, gamma=AUTO, prefix_caching=False) as llm:
         if llm.engine.speculator is None:
             raise UsageError(f"{path} has no drafts to tune: build it with a recipe that drafts, or with --draft")
         prompts = _own_prompts(llm) if data is None else _prompts(llm, data)

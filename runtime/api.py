@@ -165,11 +165,12 @@ class ChatRequest(Common):
         return SamplingParams(**(vars(params) | {"max_tokens": most}))
 
 
-def usage(outputs: Sequence[RequestOutput]) -> dict[str, int]:
+def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """The token counts of a response."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return counts | {"prompt_tokens_details": {"cached_tokens": sum(out.metrics.cached_tokens for out in outputs)}}
 
 
 def completion_choice(

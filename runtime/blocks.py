@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import bisect
+from collections import Counter
+from collections.abc import Sequence
 
 from qcompile.errors import UsageError
+from qcompile.runtime.prefixes import PrefixTree
 
 
 def pages_for(tokens: int, page_tokens: int, ring_tokens: int = 0) -> int:
@@ -31,25 +34,29 @@ def requested_pages(kv_cache_bytes: int, page_bytes: int) -> int:
 
 
 class BlockPool:
-    """`total` pages of `page_tokens` positions each. Every page is either free or held, which `check` verifies.
+    """`total` pages of `page_tokens` positions each. Every page is free or held, by one request or several.
 
-    `ring_tokens` is that of the cache (see `pages_for`).
+    `ring_tokens` is that of the cache (see `pages_for`). With `remember`, pages that were given back keep their text
+    until they are taken for another: of free pages first those without any, then those unused for longest. Pages of a
+    hierarchical cache are not remembered: without its ring, which is each request's own, no text can go on from them.
     """
 
-    def __init__(self, total: int, page_tokens: int, ring_tokens: int = 0) -> None:
+    def __init__(self, total: int, page_tokens: int, ring_tokens: int = 0, remember: bool = False) -> None:
         self.total, self.page_tokens, self._ring_tokens = total, page_tokens, ring_tokens
-        self._free = list(range(total - 1, -1, -1))  # a stack: the page freed last may still be in the CPU's cache
-        self._held = bytearray(total)
+        self._empty = list(range(total - 1, -1, -1))  # a stack: the page freed last may still be in the CPU's cache
+        self._idle: dict[int, None] = {}  # free, with a known text; the one unused for longest first
+        self._holders = [0] * total
+        self.prefixes = PrefixTree(page_tokens) if remember and not ring_tokens else None
 
     @property
     def free(self) -> int:
         """Number of free pages."""
-        return len(self._free)
+        return len(self._empty) + len(self._idle)
 
     @property
     def used(self) -> int:
         """Number of held pages."""
-        return self._held.count(1)
+        return sum(map(bool, self._holders))
 
     def pages_for(self, tokens: int) -> int:
         """Pages that this many positions take."""
@@ -60,29 +67,60 @@ class BlockPool:
         """The most positions that all pages together can hold for one request."""
         return bisect.bisect_right(range(self.total * self.page_tokens + 1), self.total, key=self.pages_for) - 1
 
+    def held(self, page: int) -> bool:
+        """Whether a request holds this page."""
+        return self._holders[page] > 0
+
     def take(self, count: int) -> list[int]:
         """Take `count` pages, and return their numbers. The caller must have checked that as many are free."""
-        if count > len(self._free):
-            raise ValueError(f"{count} pages asked, {len(self._free)} free")
-        pages = [self._free.pop() for _ in range(count)]
+        if count > self.free:
+            raise ValueError(f"{count} pages asked, {self.free} free")
+        pages = [self._empty.pop() if self._empty else self._evict() for _ in range(count)]
         for page in pages:
-            self._held[page] = 1
+            self._holders[page] = 1
         return pages
 
+    def _evict(self) -> int:
+        """Forget the text of the page unused for longest, and return it."""
+        assert self.prefixes is not None
+        page = next(iter(self._idle))
+        del self._idle[page]
+        for other in self.prefixes.forget(page):
+            if other in self._idle:
+                del self._idle[other]
+                self._empty.append(other)
+        return page
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Hold known pages, which other requests may hold too."""
+        for page in pages:
+            self._idle.pop(page, None)
+            self._holders[page] += 1
+
     def give_back(self, pages: list[int]) -> None:
-        """Free these pages and empty the list."""
-        for page in reversed(pages):
-            if not self._held[page]:
+        """Hold these pages no longer, and empty the list."""
+        for page in reversed(pages):  # so that the last page of a text is forgotten before those that lead to it
+            if not self._holders[page]:
                 raise ValueError(f"page {page} is already free")
-            self._held[page] = 0
-            self._free.append(page)
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                if self.prefixes is not None and page in self.prefixes:
+                    self._idle[page] = None
+                else:
+                    self._empty.append(page)
         pages.clear()
 
     def check(self, *holders: list[int]) -> None:
-        """Raise RuntimeError unless each page is either free or held, and each held page is exactly once in `holders`,
-        the page lists of all requests."""
-        held = [page for pages in holders for page in pages]
-        if len(self._free) + self.used != self.total or any(self._held[page] for page in self._free):
-            raise RuntimeError(f"KV pages: {len(self._free)} free + {self.used} used of {self.total}")
-        if len(set(held)) != len(held) or len(held) != self.used:
-            raise RuntimeError(f"KV pages: {self.used} used, {len(held)} held, {len(set(held))} of them distinct")
+        """Raise RuntimeError unless each page is either free or held, and held as often as it is in `holders`, the page
+        lists of all requests."""
+        free = [*self._empty, *self._idle]
+        if len(free) + self.used != self.total or any(self._holders[page] for page in free):
+            raise RuntimeError(f"KV pages: {len(free)} free + {self.used} used of {self.total}")
+        counts = Counter(page for pages in holders for page in pages)
+        wrong = [page for page, count in enumerate(self._holders) if count != counts[page]]
+        if wrong:
+            held, listed = self._holders[wrong[0]], counts[wrong[0]]
+            raise RuntimeError(f"KV page {wrong[0]} is held by {held} requests, listed by {listed}")
+        unknown = [page for page in self._idle if self.prefixes is None or page not in self.prefixes]
+        if unknown or any(len(set(pages)) != len(pages) for pages in holders):
+            raise RuntimeError(f"KV pages: {unknown} are kept without a text, or a request holds a page twice")

@@ -40,6 +40,7 @@ class Group:
             _first(time.first_scheduled_time for time in times),
             _first(time.first_token_time for time in times),
             max(time.finished_time for time in times) if self.finished else 0.0,
+            min(time.cached_tokens for time in times),
         )
         speculation = _sum(request.drafts.metrics for request in self.requests)
         return RequestOutput(self.number, self.prompt, self.tokens, outputs, self.finished, metrics, speculation)

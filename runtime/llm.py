@@ -47,6 +47,7 @@ def load(
     gamma: int | Literal["auto"] = "auto",
     acceptance: Literal["drawn", "rejection"] = "drawn",
     gpu_memory_utilization: float = 0.9,
+    prefix_caching: bool = True,
 ) -> LLM:
     """Verify the artifact at `path`, load it, and start its threads.
 
@@ -57,7 +58,9 @@ def load(
     acceptance: at a temperature above 0, a draft token is accepted if the target draws the same token ("drawn": with a
     seed, the output is the same as without drafts) or by "rejection" sampling (accepts more; the distribution is the
     same, the tokens are not). gpu_memory_utilization: share of a GPU's memory that may be used; `threads` has no effect
-    there. Raises ArtifactError (damaged, or built for another CPU), ResourceError (memory), UsageError.
+    there. prefix_caching: whether prompts that begin like earlier ones go on from their keys and values, which changes
+    no bit of an output; hierarchical caches cannot. Raises ArtifactError (damaged, or built for another CPU),
+    ResourceError (memory), UsageError.
     """
     threads, max_batch, kv_cache_bytes, gamma = map(plain_number, (threads, max_batch, kv_cache_bytes, gamma))
     gpu_memory_utilization = plain_number(gpu_memory_utilization)
@@ -65,7 +68,8 @@ def load(
         before = state(path)
         try:
             drafts = AUTO if gamma == "auto" else gamma
-            return _load(path, threads, max_batch, kv_cache_bytes, drafts, acceptance, gpu_memory_utilization)
+            machine = threads, kv_cache_bytes, gpu_memory_utilization, prefix_caching
+            return _load(path, max_batch, drafts, acceptance, *machine)
         except ArtifactError:
             if state(path) == before:
                 raise
@@ -74,31 +78,32 @@ def load(
 
 def _load(
     path: str | Path,
-    threads: int | None,
     max_batch: int,
-    kv_cache_bytes: int | None,
     gamma: int,
     acceptance: str,
+    threads: int | None,
+    kv_cache_bytes: int | None,
     gpu_memory_utilization: float,
+    prefix_caching: bool,
 ) -> LLM:
     """`load` without retry: if the artifact at `path` is replaced meanwhile, it may appear damaged."""
     manifest = read_manifest(path)
     check_manifest(manifest, str(Path(path) / MANIFEST))
     _check_request(path, manifest["runtime"], gamma, acceptance, max_batch)
-    _check_machine(threads, kv_cache_bytes, gpu_memory_utilization)
+    _check_machine(threads, kv_cache_bytes, gpu_memory_utilization, prefix_caching)
     if manifest["target"].get("kind") == "cuda":
         from qcompile.runtime.cuda_load import open_cuda
 
         memory = kv_cache_bytes, gpu_memory_utilization
         tokenizer = load_tokenizer(Path(path), manifest["files"])
         cuda, drafter = open_cuda(Path(path), manifest, max_batch, *memory, gamma != 0, tokenizer)
-        llm = LLM(cuda, manifest, tokenizer, max_batch, drafter)
+        llm = LLM(cuda, manifest, tokenizer, max_batch, drafter, None, prefix_caching)
     else:
         threads = len(os.sched_getaffinity(0)) if threads is None else threads
         artifact = load_artifact(path, manifest)
         tokenizer = load_tokenizer(Path(path), manifest["files"])
         cpu, drafter = open_cpu(artifact, max_batch, kv_cache_bytes, threads, gamma != 0, tokenizer)
-        llm = LLM(cpu, manifest, tokenizer, max_batch, drafter, keep=artifact)
+        llm = LLM(cpu, manifest, tokenizer, max_batch, drafter, artifact, prefix_caching)
     return _speculating(llm, gamma, acceptance) if llm.engine.speculator else llm
 
 
@@ -117,14 +122,18 @@ def _check_request(path: str | Path, runtime: dict[str, Any], gamma: int, accept
         raise UsageError(f"gamma {gamma}: {path} has no drafts; build it with a recipe that drafts, or with --draft")
 
 
-def _check_machine(threads: int | None, kv_cache_bytes: int | None, gpu_memory_utilization: float) -> None:
-    """Raise UsageError for invalid numbers of threads and amounts of memory."""
+def _check_machine(
+    threads: int | None, kv_cache_bytes: int | None, gpu_memory_utilization: float, prefix_caching: bool
+) -> None:
+    """Raise UsageError for invalid numbers of threads, amounts of memory and uses of it."""
     if not (threads is None or (isinstance(threads, int) and 1 <= threads <= 1024)):
         raise UsageError(f"threads must be a whole number between 1 and 1024, not {threads!r}")
     if not isinstance(kv_cache_bytes, int | None):
         raise UsageError(f"kv_cache_bytes must be a whole number, not {kv_cache_bytes!r}")
     if not (isinstance(gpu_memory_utilization, int | float) and 0 < gpu_memory_utilization <= 1):
         raise UsageError(f"gpu_memory_utilization must be above 0 and at most 1, not {gpu_memory_utilization!r}")
+    if not isinstance(prefix_caching, bool):
+        raise UsageError(f"prefix_caching must be True or False, not {prefix_caching!r}")
 
 
 def _speculating(llm: LLM, gamma: int, acceptance: str) -> LLM:
@@ -159,13 +168,15 @@ class LLM:
         max_batch: int = MAX_BATCH,
         speculator: Drafter | None = None,
         keep: object = None,
+        prefix_caching: bool = True,
     ) -> None:
         """Use `load` instead. `keep` is kept alive as long as the model: the memory of its weights."""
         model = manifest["model"]
         self.executor, self.manifest, self.tokenizer = executor, manifest, tokenizer
         self.vocab_size: int = executor.limits.vocab
         self.bos_token_id: int | None = model.get("bos_token_id")
-        pool = BlockPool(executor.kv_pages, executor.limits.page_tokens, executor.limits.ring_tokens)
+        limits = executor.limits
+        pool = BlockPool(executor.kv_pages, limits.page_tokens, limits.ring_tokens, remember=prefix_caching)
         self.engine = Engine(executor, pool, tokenizer, model["eos_token_ids"], max_batch, speculator)
         self._owner: dict[int, tuple[_Run, int]] = {}  # by request id
         self._lock = threading.RLock()  # see `_exclusive`

@@ -22,6 +22,7 @@ class Metrics:
         registry.register(_Gauges(service))
         self.responses = Counter("qcompile_responses", "HTTP responses.", ["path", "status"], registry=registry)
         self._prompt = Counter("qcompile_prompt_tokens", "Tokens of answered prompts.", registry=registry)
+        self._cached = Counter("qcompile_cached_prompt_tokens", "Of them, found in the KV cache.", registry=registry)
         self._generated = Counter("qcompile_generated_tokens", "Tokens generated.", registry=registry)
         self._samples = Counter("qcompile_samples", "Samples, by how they ended.", ["finish_reason"], registry=registry)
         self._drafted = Counter("qcompile_drafted_tokens", "Tokens that drafts proposed.", registry=registry)
@@ -39,6 +40,7 @@ class Metrics:
         """Count a prompt that was completed."""
         times, samples = output.metrics, output.outputs
         self._prompt.inc(len(output.prompt_token_ids))
+        self._cached.inc(times.cached_tokens)
         self._generated.inc(sum(len(sample.token_ids) for sample in samples))
         for sample in samples:
             self._samples.labels(sample.finish_reason).inc()

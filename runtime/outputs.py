@@ -28,12 +28,16 @@ class CompletionOutput:
 
 @dataclass
 class RequestMetrics:
-    """Times on the monotonic clock, in seconds; 0 for what has not happened yet."""
+    """Times on the monotonic clock, in seconds; 0 for what has not happened yet.
+
+    cached_tokens: tokens of the prompt whose keys and values were in the cache already.
+    """
 
     arrival_time: float = 0.0
     first_scheduled_time: float = 0.0
     first_token_time: float = 0.0
     finished_time: float = 0.0
+    cached_tokens: int = 0
 
     @property
     def prefill_seconds(self) -> float:

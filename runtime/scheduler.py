@@ -1,8 +1,9 @@
 """Decides which rows go into the next step: running requests first, then new ones as pages allow.
 
-First come, first served. A request is admitted when the pool has pages for all its tokens. When a running request needs
-a page and none is free, the newest running request is preempted: it gives up its pages and is recomputed later. A row's
-results do not depend on its step, so its tokens are the same.
+First come, first served. A request is admitted when the pool has pages for all its tokens. Pages that hold the start of
+its text already, computed for other requests, are its own too. When a running request needs a page and none is free,
+the newest running request is preempted: it gives up its pages and is recomputed later. A row's results do not depend on
+its step, so its tokens are the same.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from qcompile.runtime.blocks import BlockPool
 from qcompile.runtime.executor import Rows
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics
+from qcompile.runtime.prefixes import CachedPage, drafted_positions
 from qcompile.runtime.sampling import Sampler, SamplingParams
 from qcompile.runtime.speculate import DraftState
 from qcompile.runtime.tokenizer import Detokenizer
@@ -36,6 +38,8 @@ class Request:
     computed: int = 0
     """Positions whose keys and values are in the cache."""
     pages: list[int] = field(default_factory=list)
+    known: CachedPage | None = None
+    """The last of its pages that others can find (runtime/prefixes.py)."""
     held_text: str = ""
     """Text that may turn out to be the start of a stop text."""
     drafts: DraftState = field(default_factory=DraftState)
@@ -97,12 +101,12 @@ class Scheduler:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
-        self.pool.give_back(request.pages)
+        self._give_back(request)
 
     def preempt(self) -> Request:
         """Preempt the newest running request: it gives its pages back and waits in front of all others."""
         request = self.running.pop()
-        self.pool.give_back(request.pages)
+        self._give_back(request)
         request.computed = 0
         request.drafts.cached = [0] * len(request.drafts.cached)
         self.waiting.appendleft(request)
@@ -118,11 +122,8 @@ class Scheduler:
         prefilling = [request for request in self.running if request.pending > 1]
         for request in decoding + prefilling:
             budget -= _append(plan, request, budget)
-        while self.waiting and budget > 0 and self._admissible(self.waiting[0]):
-            request = self.waiting.popleft()
-            request.pages.extend(self.pool.take(self.pool.pages_for(len(request.tokens))))
-            self.running.append(request)
-            budget -= _append(plan, request, budget)
+        while self.waiting and budget > 0 and self._admit(self.waiting[0]):
+            budget -= _append(plan, self.running[-1], budget)
         if not plan.requests:
             return None
         return self.burst(plan, burst) if burst > 1 and len(decoding) == len(plan.requests) else plan
@@ -134,10 +135,57 @@ class Scheduler:
         steps = min(steps, min(request.limit - len(request.tokens) for request in plan.requests))
         return Plan(plan.requests, plan.counts, self.reserve(plan.requests, steps))
 
-    def _admissible(self, request: Request) -> bool:
-        """Whether there are pages for all its tokens, and one per running request, so it is not preempted at once."""
-        need = self.pool.pages_for(len(request.tokens)) + len(self.running)
-        return len(self.running) < self.max_batch and need <= self.pool.free
+    def _admit(self, request: Request) -> bool:
+        """Start the first waiting request, if there are pages for all its tokens and one per running request, so that
+        it is not preempted at once. It goes on from the longest prefix that is in the cache."""
+        if len(self.running) >= self.max_batch:
+            return False
+        found = self._find(request)
+        if found is None:
+            return False
+        shared = [one.page for one in found]
+        missing = self.pool.pages_for(len(request.tokens)) - len(shared)
+        idle = sum(not self.pool.held(page) for page in shared)
+        if missing + idle + len(self.running) > self.pool.free:
+            return False
+        self.pool.share(shared)
+        request.pages += [*shared, *self.pool.take(missing)]
+        request.computed = len(shared) * self.pool.page_tokens
+        request.known = found[-1] if found else None
+        levels = range(len(request.drafts.cached))
+        request.drafts.cached = [drafted_positions(found, level, self.pool.page_tokens) for level in levels]
+        if not request.output.token_ids:
+            request.metrics.cached_tokens = request.computed
+        self.running.append(self.waiting.popleft())
+        return True
+
+    def _find(self, request: Request) -> list[CachedPage] | None:
+        """The request's pages that are in the cache; None while a running request computes the one after them."""
+        if self.pool.prefixes is None:
+            return []
+        for other in self.running:
+            self._remember(other)
+        found = self.pool.prefixes.find(request.tokens)
+        end = (len(found) + 1) * self.pool.page_tokens
+        if end < len(request.tokens):
+            for other in self.running:
+                if other.pending > 1 and other.computed < end and other.tokens[:end] == request.tokens[:end]:
+                    return None
+        return found
+
+    def _remember(self, request: Request) -> None:
+        """Let other requests find the pages that this one has filled."""
+        full = min(request.computed, len(request.tokens)) // self.pool.page_tokens  # past its end it may have drafts
+        if self.pool.prefixes is not None and full > (request.known.depth if request.known else 0):
+            request.known = self.pool.prefixes.add(request.known, request.tokens, request.pages[:full])
+
+    def _give_back(self, request: Request) -> None:
+        """Free the request's pages; their text stays known until they are taken for another."""
+        self._remember(request)
+        if self.pool.prefixes is not None and request.drafts.cached:
+            self.pool.prefixes.note_drafts(request.pages, request.drafts.cached)
+        self.pool.give_back(request.pages)
+        request.known = None
 
     def _make_room(self) -> None:
         """Give running requests the pages that their next positions need; preempt the newest where none is free."""

@@ -71,8 +71,9 @@ def differing(llm: LLM, batches: int, seed: int = 0) -> int:
     return wrong
 
 
-def test_random_batches_change_nothing(artifact: Path) -> None:
-    with qcompile.load(artifact, threads=1, max_batch=32) as llm:
+@pytest.mark.parametrize("prefix_caching", (False, True))
+def test_random_batches_change_nothing(artifact: Path, prefix_caching: bool) -> None:
+    with qcompile.load(artifact, threads=1, max_batch=32, prefix_caching=prefix_caching) as llm:
         assert differing(llm, BATCHES) == 0
 
 

@@ -228,14 +228,14 @@ def test_block_pool_notices_lost_and_doubled_pages() -> None:
     pool.check(pages)
     with pytest.raises(RuntimeError, match="held"):
         pool.check(pages[:2])
-    with pytest.raises(RuntimeError, match="distinct"):
+    with pytest.raises(RuntimeError, match="listed by 3"):
         pool.check([pages[0]] * 3)
     with pytest.raises(ValueError, match="free"):
         pool.take(2)
     twice = pages[:1] * 2
     with pytest.raises(ValueError, match="already free"):
         pool.give_back(twice)
-    pool._free.append(pool._free[-1])
+    pool._empty.append(pool._empty[-1])
     with pytest.raises(RuntimeError, match="of 4"):
         pool.check()
 

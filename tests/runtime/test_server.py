@@ -140,7 +140,8 @@ def test_a_completion_is_what_generate_gives(client: Client, alone: list[str]) -
     assert found["object"] == "text_completion" and found["model"] == "tiny" and found["id"].startswith("cmpl-")
     assert found["choices"] == [{"index": 0, "text": alone[0], "logprobs": None, "finish_reason": "length"}]
     count = len(client.service.llm.encode(PROMPTS[0]))
-    assert found["usage"] == {"prompt_tokens": count, "completion_tokens": 24, "total_tokens": count + 24}
+    usage = {"prompt_tokens": count, "completion_tokens": 24, "total_tokens": count + 24}
+    assert found["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
     assert client.complete(client.service.llm.encode(PROMPTS[0]))["choices"] == found["choices"]
 
 
@@ -364,6 +365,14 @@ def test_metrics_count(client: Client) -> None:
     client.complete("x")
     assert value("qcompile_generated_tokens_total") == before + 24 and value(path) == answered + 1
     assert value("qcompile_running_samples") == value("qcompile_waiting_samples") == 0
+
+
+def test_usage_and_metrics_tell_what_was_cached(llm: LLM) -> None:
+    prompt = [7, 8, 9] * 50
+    with serving(llm) as client:
+        cached = [client.complete(prompt)["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)]
+        counted = client.open("/metrics").read().decode()
+    assert cached == [0, 128] and "qcompile_cached_prompt_tokens_total 128.0" in counted
 
 
 def test_a_key_may_be_of_any_letters(llm: LLM) -> None:

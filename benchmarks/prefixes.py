@@ -1,0 +1,92 @@
+"""Conversations with and without prefix caching: time to the first token by turn, and that no token differs.
+
+    python benchmarks/prefixes.py [--model samples/pycode-26m] [--recipe w4a8] [--target cpu] [--text heldout.jsonl]
+
+Each conversation begins with the same 512 tokens; a turn adds 60 tokens and an answer of 64, and asks with all of them.
+Turns of all conversations alternate, as a server's do, in both models in turn. "together" is the time until all answers
+to `--samples` prompts with one start of 1,024 tokens, asked at once, have their first token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, write_result
+
+import qcompile
+from qcompile import SamplingParams, console
+from qcompile.jsonl import lines, parsed, read, text_of
+
+ROOT = Path(__file__).parents[1]
+SYSTEM, QUESTION, ANSWER, TURNS = 512, 60, 64, 8
+WAYS = {"cached": True, "computed": False}
+
+
+def converse(llm: qcompile.LLM, history: list[int]) -> tuple[float, list[int]]:
+    """Seconds to the first token of the answer, and the answer."""
+    output = llm.generate([history], SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True))[0]
+    return output.metrics.first_token_time - output.metrics.arrival_time, output.outputs[0].token_ids
+
+
+def together(llm: qcompile.LLM, prompts: list[list[int]]) -> tuple[float, list[list[int]]]:
+    """Seconds until all prompts asked at once have their first token, and their answers."""
+    started = time.monotonic()
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    return max(o.metrics.first_token_time for o in outputs) - started, [o.outputs[0].token_ids for o in outputs]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=ROOT / "samples" / "pycode-26m")
+    parser.add_argument("--recipe", default="w4a8")
+    parser.add_argument("--target", default="cpu")
+    parser.add_argument("--text", type=Path, default=ROOT.parent / "shared" / "data" / "heldout.jsonl")
+    parser.add_argument("--conversations", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--work", type=Path, default=ROOT / "out" / "prefixes", help="where the artifact goes")
+    parser.add_argument("--out", type=Path, default=RESULTS / "prefixes.json")
+    arguments = parser.parse_args()
+    qcompile.build(str(arguments.model), arguments.work, target=arguments.target, recipe=arguments.recipe)
+    models = {way: qcompile.load(arguments.work, prefix_caching=on) for way, on in WAYS.items()}
+    some = models["cached"]
+    documents = (text_of(parsed(line), "text") for _, line in lines(read(arguments.text)))
+    tokens = [token for document in documents if document for token in some.encode(document, cut=True)]
+    seconds: dict[str, list[list[float]]] = {way: [[] for _ in range(TURNS)] for way in models}
+    histories = [tokens[:SYSTEM] for _ in range(arguments.conversations)]
+    differing, at = 0, SYSTEM
+    with console.Progress() as progress:
+        for turn in range(TURNS):
+            for number, history in enumerate(histories):
+                history += tokens[at : at + QUESTION]
+                at += QUESTION
+                answers = []
+                for way, llm in models.items():
+                    taken, answer = converse(llm, history)
+                    seconds[way][turn].append(taken)
+                    answers.append(answer)
+                differing += sum(a != b for a, b in zip(*answers, strict=True))
+                history += answers[0]
+                progress("asking", turn * len(histories) + number, TURNS * len(histories))
+    start = tokens[at : at + 1024]
+    prompts = [start + tokens[at + 1024 + 20 * i :][:20] for i in range(arguments.samples)]
+    at_once: dict[str, Any] = {way: together(llm, prompts) for way, llm in models.items()}
+    differing += sum(a != b for a, b in zip(at_once["cached"][1], at_once["computed"][1], strict=True))
+    by_turn = {way: [statistics.median(each) for each in turns] for way, turns in seconds.items()}
+    rows = [[str(turn + 1), *(f"{1e3 * by_turn[way][turn]:.1f}" for way in models)] for turn in range(TURNS)]
+    print(console.table(["turn", *(f"{way} ms" for way in models)], rows))
+    found = {"together_seconds": {way: each[0] for way, each in at_once.items()}, "differing": differing}
+    print(found)
+    for llm in models.values():
+        llm.engine.check()
+        llm.close()
+    facts = {"model": arguments.model.name, "recipe": arguments.recipe, "target": arguments.target}
+    facts |= {"conversations": len(histories), "samples": arguments.samples, "system_tokens": SYSTEM}
+    write_result(arguments.out, {**facts, "first_token_seconds_by_turn": by_turn, **found})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Which pages of the KV cache hold which text, so that requests with the same first tokens use them again.
+
+Keys and values of a position depend on the tokens up to it alone, in every bit, however the text was cut into steps and
+whatever shared them. So a page found here holds the very bits that computing it again would give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+
+class CachedPage:
+    """A full page: the node of a tree whose path from the root spells the text up to the page's end.
+
+    `drafted` tells for each level that drafts whether its own cache has the page's positions too.
+    """
+
+    __slots__ = ("attached", "children", "depth", "drafted", "key", "page", "parent")
+
+    def __init__(self, page: int, key: tuple[int, ...], parent: CachedPage | None) -> None:
+        self.page, self.key, self.parent = page, key, parent
+        self.depth: int = parent.depth + 1 if parent else 0
+        self.children: dict[tuple[int, ...], CachedPage] = {}
+        self.drafted: list[bool] = []
+        self.attached = True
+
+
+class PrefixTree:
+    """The cached pages of `page_tokens` positions each."""
+
+    def __init__(self, page_tokens: int) -> None:
+        self._page_tokens = page_tokens
+        self._root = CachedPage(-1, (), None)
+        self._nodes: dict[int, CachedPage] = {}
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._nodes
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def find(self, tokens: Sequence[int]) -> list[CachedPage]:
+        """The pages of the longest known prefix that leaves at least one token, whose logits are wanted."""
+        found, node = [], self._root
+        for start in range(0, len(tokens) - self._page_tokens, self._page_tokens):
+            child = node.children.get(tuple(tokens[start : start + self._page_tokens]))
+            if child is None:
+                break
+            found.append(child)
+            node = child
+        return found
+
+    def add(self, at: CachedPage | None, tokens: Sequence[int], pages: Sequence[int]) -> CachedPage:
+        """Note that `pages` are full and hold the first positions of `tokens`. Returns the node of the last.
+
+        `at` is what the last call for these tokens returned. Where another page holds the same text already, that one
+        stays known, and the given one is not.
+        """
+        node = at if at and at.attached else self._root
+        for depth in range(node.depth, len(pages)):
+            key = tuple(tokens[depth * self._page_tokens : (depth + 1) * self._page_tokens])
+            child = node.children.get(key)
+            if child is None:
+                child = node.children[key] = self._nodes[pages[depth]] = CachedPage(pages[depth], key, node)
+            node = child
+        return node
+
+    def note_drafts(self, pages: Sequence[int], positions: Sequence[int]) -> None:
+        """Note of a text's pages that level i's own cache holds the first `positions[i]` positions."""
+        for depth, page in enumerate(pages, start=1):
+            if node := self._nodes.get(page):
+                held = [count >= depth * self._page_tokens for count in positions]
+                node.drafted = [a or b for a, b in zip(held, node.drafted or held, strict=True)]
+
+    def forget(self, page: int) -> Iterator[int]:
+        """Forget a page. Yields the numbers of the pages that it leads to, which nobody could find any more."""
+        first = self._nodes[page]
+        if first.parent:
+            del first.parent.children[first.key]
+        left = [first]
+        while left:
+            node = left.pop()
+            node.attached = False
+            del self._nodes[node.page]
+            left.extend(node.children.values())
+            if node is not first:
+                yield node.page
+
+
+def drafted_positions(found: Sequence[CachedPage], level: int, page_tokens: int) -> int:
+    """Positions from the start that level `level`'s own cache holds in these pages."""
+    count = 0
+    while count < len(found) and level < len(found[count].drafted) and found[count].drafted[level]:
+        count += 1
+    return count * page_tokens
