@@ -255,16 +255,15 @@ class LLM:
                 with self._exclusive():
                     if not run.grown:
                         self._step()
-                    grown, run.grown = sorted(run.grown), set()
-                for group in (run.groups[number] for number in grown):
-                    with self._exclusive():
-                        run.grown.discard(group.number)  # the output below includes what it gained meanwhile
+                    grown = [run.groups[number] for number in sorted(run.grown)]
+                    run.grown = set()
+                    for group in grown:
                         if group.overflowed:
                             raise OverflowedError(f"prompt {group.number + 1} of {len(run.groups)}: ")
-                        unfinished -= group.finished
-                        output = group.output() if partial or group.finished else None
-                    if output:
-                        yield output
+                    ready = [group.output() for group in grown if partial or group.finished]
+                for output in ready:
+                    unfinished -= output.finished
+                    yield output
         finally:
             self._ended.append(run)
             if not self._forked:

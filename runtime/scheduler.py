@@ -122,7 +122,11 @@ class Scheduler:
         prefilling = [request for request in self.running if request.pending > 1]
         for request in decoding + prefilling:
             budget -= _append(plan, request, budget)
-        while self.waiting and budget > 0 and self._admit(self.waiting[0]):
+        if self.waiting and self.pool.prefixes is not None:
+            for request in self.running:
+                self._remember(request)
+        while self.waiting and budget > 0 and self._admit(self.waiting[0], prefilling):
+            prefilling.append(self.running[-1])
             budget -= _append(plan, self.running[-1], budget)
         if not plan.requests:
             return None
@@ -135,12 +139,12 @@ class Scheduler:
         steps = min(steps, min(request.limit - len(request.tokens) for request in plan.requests))
         return Plan(plan.requests, plan.counts, self.reserve(plan.requests, steps))
 
-    def _admit(self, request: Request) -> bool:
+    def _admit(self, request: Request, prefilling: Sequence[Request]) -> bool:
         """Start the first waiting request, if there are pages for all its tokens and one per running request, so that
         it is not preempted at once. It goes on from the longest prefix that is in the cache."""
         if len(self.running) >= self.max_batch:
             return False
-        found = self._find(request)
+        found = self._find(request, prefilling)
         if found is None:
             return False
         shared = [one.page for one in found]
@@ -159,18 +163,16 @@ class Scheduler:
         self.running.append(self.waiting.popleft())
         return True
 
-    def _find(self, request: Request) -> list[CachedPage] | None:
-        """The request's pages that are in the cache; None while a running request computes the one after them."""
+    def _find(self, request: Request, prefilling: Sequence[Request]) -> list[CachedPage] | None:
+        """The request's pages that are in the cache; None while one of `prefilling` computes the one after them."""
         if self.pool.prefixes is None:
             return []
-        for other in self.running:
-            self._remember(other)
         found = self.pool.prefixes.find(request.tokens)
         end = (len(found) + 1) * self.pool.page_tokens
-        if end < len(request.tokens):
-            for other in self.running:
-                if other.pending > 1 and other.computed < end and other.tokens[:end] == request.tokens[:end]:
-                    return None
+        if end < len(request.tokens) and any(
+            other.computed < end and other.tokens[:end] == request.tokens[:end] for other in prefilling
+        ):
+            return None
         return found
 
     def _remember(self, request: Request) -> None:
