@@ -99,7 +99,7 @@ def write(path: Path, stub: Path, step: int = 3, tokenizer: bool = True, **chang
                 "vocab_size": 260,
             },
             "runtime": {
-                "abi": 4,
+                "abi": 5,
                 "library": "kernels/stub/model.so",
                 "weights": entries,
                 "max_tokens": 64,

@@ -28,9 +28,9 @@ from qcompile.errors import ResourceError, UsageError
 from qcompile.runtime import server
 from qcompile.runtime.api import ChatRequest, CompletionRequest
 from qcompile.runtime.llm import LLM
+from qcompile.runtime.logprobs import Logprob
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from qcompile.runtime.replies import ChatReply, CompletionReply
-from qcompile.runtime.sampling import Logprob
 from qcompile.runtime.service import Service
 from tests.runtime.fake import byte_tokenizer, fake_llm
 
