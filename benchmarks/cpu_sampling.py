@@ -4,7 +4,8 @@
 
 Tokens per second of decoding 128 tokens of each prompt, one prompt at a time: medians of the rounds, in which recipes,
 options, gammas and ways take turns. "python" draws each token in runtime/sampling.py, the way of options that the
-library does not have. `differing` counts tokens that are not Python's without drafts.
+library does not have. `differing` counts tokens that are not Python's without drafts, or whose log probabilities differ
+by more than 1e-11.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import qcompile
 from qcompile import SamplingParams, console
 from qcompile.runtime.executor import Executor
 from qcompile.runtime.gamma import AUTO
+from qcompile.runtime.logprobs import Logprob
 
 ROOT = Path(__file__).parents[1]
 RECIPES = {"w4a8": (0,), "nested": (0, AUTO), "ml-specqd": (0, AUTO)}
@@ -35,18 +37,33 @@ OPTIONS: dict[str, dict[str, Any]] = {
         **{"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1},
         **{"frequency_penalty": 0.1, "presence_penalty": 0.2},
     },
+    "logprobs": {"temperature": 0.0, "logprobs": 5},
 }
 
 
-def decoded(llm: qcompile.LLM, prompts: list[str], options: dict[str, Any]) -> tuple[float, list[list[int]]]:
+Told = tuple[int, dict[int, Logprob]]
+"""A token, and its log probabilities: empty if none were asked for."""
+
+
+def decoded(llm: qcompile.LLM, prompts: list[str], options: dict[str, Any]) -> tuple[float, list[list[Told]]]:
     """Tokens per second after the first of each prompt, and the tokens."""
     seconds, tokens = 0.0, []
     for seed, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=TOKENS, seed=seed, ignore_eos=True, **options)
         output = llm.generate([prompt], params)[0]
         seconds += output.metrics.finished_time - output.metrics.first_token_time
-        tokens.append(list(output.outputs[0].token_ids))
+        sample = output.outputs[0]
+        found = sample.logprobs or [{} for _ in sample.token_ids]
+        tokens.append(list(zip(sample.token_ids, found, strict=True)))
     return sum(len(one) - 1 for one in tokens) / seconds, tokens
+
+
+def differ(a: Told, b: Told) -> bool:
+    """Whether two tokens of equal place differ, as the top says."""
+    if a[0] != b[0] or list(a[1]) != list(b[1]):
+        return True
+    pairs = [(one, b[1][token]) for token, one in a[1].items()]
+    return any(x.rank != y.rank or abs(x.logprob - y.logprob) > 1e-11 for x, y in pairs)
 
 
 def main() -> None:
@@ -62,7 +79,7 @@ def main() -> None:
     prompts = [json.loads(line)["prompt"] for line in lines]
     artifacts = build(arguments.model, list(RECIPES), arguments.work)
     speeds: dict[tuple[str, int, str, str], list[float]] = {}
-    first: dict[tuple[str, str], list[list[int]]] = {}
+    first: dict[tuple[str, str], list[list[Told]]] = {}
     total = differing = 0
     with console.Progress() as progress:
         turns = [(r, gamma) for _ in range(arguments.rounds) for r, gammas in RECIPES.items() for gamma in gammas]
@@ -76,7 +93,7 @@ def main() -> None:
                         wanted = first.setdefault((recipe, name), tokens)
                         pairs = [pair for two in zip(tokens, wanted, strict=True) for pair in zip(*two, strict=True)]
                         total += len(pairs)
-                        differing += sum(a != b for a, b in pairs)
+                        differing += sum(differ(a, b) for a, b in pairs)
             progress("measuring", done, len(turns))
     rows = [
         {

@@ -6,9 +6,9 @@ Speed is that of a Llama-3-8B configuration with random weights (benchmarks/gpu_
 tokens of context, in tokens per second of the whole batch. "host" draws each token from downloaded logits
 (runtime/sampling.py), the way of options that the kernels do not have.
 
-For MODEL, each prompt gives 64 tokens with options that rotate through OPTIONS. `by_host` counts tokens of the kernels
+For MODEL, each prompt gives 64 tokens with options that rotate through COMPARED. `by_host` counts tokens of the kernels
 that are not the host's, `drafts` those that drafts changed, by gamma, and `alone` those of prompts run one by one that
-are not those of the batch.
+are not those of the batch. Log probabilities count too: with the host's, if they differ by more than 1e-11.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from benchmarks.gpu_e2e import CONTEXT, STEPS, empty_checkpoint, open_random, se
 from qcompile import SamplingParams
 from qcompile.runtime.cuda import CudaExecutor
 from qcompile.runtime.gamma import AUTO
+from qcompile.runtime.logprobs import Logprob, logprobs_of, reported_logprobs
 from qcompile.runtime.sampling import Draws, Sampler
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -40,8 +41,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         **{"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1},
         **{"frequency_penalty": 0.1, "presence_penalty": 0.2},
     },
+    "logprobs": {"temperature": 0.0, "logprobs": 5},
 }
+COMPARED = [*OPTIONS.values(), OPTIONS["all penalties"] | {"logprobs": 5}]
 BATCHES = (1, 8, 64)
+Told = tuple[int, dict[int, Logprob]]
+"""A token, and its log probabilities: empty if none were asked for."""
 RECIPES, GAMMAS, TOKENS = ("nested", "qspec", "quantspec", "ml-specqd+other", "nested+lookup"), (1, 4, 7, AUTO), 64
 
 
@@ -59,7 +64,10 @@ def rate(executor: CudaExecutor, batch: int, options: dict[str, Any]) -> float:
     for _ in range(3):
         given = draws(STEPS)
         started = time.perf_counter()
-        executor.decode(rows, STEPS, given)
+        tokens = executor.decode(rows, STEPS, given)
+        for index, draw in enumerate(given):
+            if draw.reports is not None:
+                reported_logprobs(draw.reports, tokens[index::batch], None)
         best = max(best, batch * STEPS / (time.perf_counter() - started))
     return best
 
@@ -80,7 +88,9 @@ def host_rate(executor: CudaExecutor, batch: int, options: dict[str, Any]) -> fl
         _, logits = executor.step([row._replace(start=CONTEXT + at) for row in rows], True)
         assert logits is not None
         for index, sampler in enumerate(samplers):
-            sampler.draw(logits[index])
+            token = sampler.draw(logits[index])
+            if "logprobs" in options:
+                logprobs_of(logits[index], token, options["logprobs"], None)
     return batch * steps / (time.perf_counter() - started)
 
 
@@ -100,14 +110,15 @@ def speeds(folder: Path) -> list[dict[str, Any]]:
 
 def exactness(path: Path, prompts: list[str]) -> dict[str, Any]:
     """Tokens that differ, as the top says."""
-    every = list(OPTIONS.values())
-    params = [SamplingParams(max_tokens=TOKENS, seed=i, **every[i % len(every)]) for i in range(len(prompts))]
+    params = [SamplingParams(max_tokens=TOKENS, seed=i, **COMPARED[i % len(COMPARED)]) for i in range(len(prompts))]
     with qcompile.load(path, max_batch=48, prefix_caching=False) as llm:
 
-        def tokens(gamma: int | str, chosen: range = range(len(prompts))) -> list[list[int]]:
+        def tokens(gamma: int | str, chosen: range = range(len(prompts))) -> list[list[Told]]:
             llm.engine.gamma = gamma  # type: ignore[assignment]
             outputs = llm.generate([prompts[i] for i in chosen], [params[i] for i in chosen])
-            return [list(output.outputs[0].token_ids) for output in outputs]
+            samples = [output.outputs[0] for output in outputs]
+            every = [sample.logprobs or [{} for _ in sample.token_ids] for sample in samples]
+            return [list(zip(one.token_ids, found, strict=True)) for one, found in zip(samples, every, strict=True)]
 
         plain = tokens(0)
         found: dict[str, Any] = {"tokens": sum(map(len, plain))}
@@ -118,15 +129,24 @@ def exactness(path: Path, prompts: list[str]) -> dict[str, Any]:
         found["alone"] = _differing([plain[i] for i in some], [tokens(0, range(i, i + 1))[0] for i in some])
         CudaExecutor.draws = False
         llm.engine.scheduler.draws = False
-        found["by_host"] = _differing(plain, tokens(0))
+        found["by_host"] = _differing(plain, tokens(0), 1e-11)
         CudaExecutor.draws = True
     return found
 
 
-def _differing(a: list[list[int]], b: list[list[int]]) -> int:
-    """Tokens of equal place that differ, and those that only one has."""
+def _differing(a: list[list[Told]], b: list[list[Told]], most: float = 0.0) -> int:
+    """Tokens of equal place that differ, or whose log probabilities do by more than `most`; and those that only one
+    has."""
     pairs = list(zip(a, b, strict=True))
-    return sum(sum(x != y for x, y in zip(*pair, strict=False)) + abs(len(pair[0]) - len(pair[1])) for pair in pairs)
+    unequal = sum(not _equal(x, y, most) for pair in pairs for x, y in zip(*pair, strict=False))
+    return unequal + sum(abs(len(x) - len(y)) for x, y in pairs)
+
+
+def _equal(a: Told, b: Told, most: float) -> bool:
+    if a[0] != b[0] or list(a[1]) != list(b[1]):
+        return False
+    pairs = [(one, b[1][token]) for token, one in a[1].items()]
+    return all(x.rank == y.rank and abs(x.logprob - y.logprob) <= most for x, y in pairs)
 
 
 def main() -> None:

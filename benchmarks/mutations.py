@@ -51,6 +51,7 @@ STEP, OPS, NUMERICS = "tests/passes/test_step_passes.py", "tests/test_ops.py", "
 RAISE, FAMILIES = "tests/passes/test_raise.py", "tests/passes/test_raise_families.py"
 KERNELS, ROWS = "tests/codegen/test_cpu_step.py", "tests/codegen/test_cpu_rowops.py"
 PENALTIES, GPU_PENALTIES = "tests/codegen/test_cpu_penalties.py", "tests/codegen/test_gpu_penalties.py"
+REPORTS, GPU_REPORTS = "tests/codegen/test_cpu_report.py", "tests/codegen/test_gpu_report.py"
 TORCH = f"{KERNELS} -k equals_torch"
 WEIGHTS, MODEL = "qcompile/ops/weights.py", "qcompile/ops/model.py"
 ATTENTION, KV, ROPE = (f"codegen/templates/cpu/{name}.h" for name in ("attention", "kv", "rope"))
@@ -357,6 +358,27 @@ MUTATIONS = (
         "drafting, seen)",
         "drafting)",
         f"{GPU_PENALTIES} -k shared",
+    ),
+    Mutation(
+        "the library reports logits with penalties",
+        "codegen/templates/cpu/driver.h",
+        "if (reported) plain = (float*)memcpy(",
+        "if (reported) (void)memcpy(",
+        f"{REPORTS} -k python_finds",
+    ),
+    Mutation(
+        "the library reports the last of equal logits",
+        "codegen/templates/cpu/report.h",
+        "logits[at - 1] < x[i]",
+        "logits[at - 1] <= x[i]",
+        f"{REPORTS} -k are_pythons",
+    ),
+    Mutation(
+        "a GPU's rank counts equal logits",
+        "codegen/templates/triton/report.py.jinja",
+        "(x > own)",
+        "(x >= own)",
+        f"{GPU_REPORTS} -k rows",
     ),
     Mutation(
         "perplexity is of the token itself, not the next",

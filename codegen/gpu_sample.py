@@ -13,6 +13,7 @@ from typing import Any
 from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 from qcompile.codegen.gpu_launches import Launch, Plan, Ref, Size, Variant
 from qcompile.codegen.gpu_penalties import OPTIONS, penalties
+from qcompile.codegen.gpu_report import keeping, reporting
 from qcompile.codegen.gpu_rows import ARGMAX_PART, argmax_kernel
 
 PART, WARPS = 1024, 4
@@ -76,7 +77,9 @@ def sample_kernel(kind: str, by: str, vocab: int, capability: int) -> Kernel:
 
 
 def choosing(plan: Plan, call: str, vocab: int, capability: int) -> Iterator[Launch]:
-    """The launches that choose the token of each row of logits: with penalties, the largest, or by a draw."""
+    """The launches that choose the token of each row of logits (with penalties, the largest, or by a draw) and report
+    its log probability."""
+    yield from keeping(plan, call, vocab, capability)
     yield from penalties(plan, call, vocab, capability)
     parts = -(-vocab // ARGMAX_PART)
     work = {name: plan.need(name, 4 * parts, "outputs") for name in ("part_value", "part_index")}
@@ -85,6 +88,7 @@ def choosing(plan: Plan, call: str, vocab: int, capability: int) -> Iterator[Lau
         kernel = argmax_kernel(vocab, parts, name == "argmax", capability)
         yield Launch(f"{call}.{name}", "outputs", (Variant(plan.add(kernel), ("outputs", count, 1), args),))
     yield from sampling(plan, call, vocab, capability)
+    yield from reporting(plan, call, vocab, capability)
 
 
 def sampling(plan: Plan, call: str, vocab: int, capability: int) -> Iterator[Launch]:

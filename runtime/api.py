@@ -10,8 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from qcompile.errors import UsageError
+from qcompile.runtime.logprobs import Logprob
 from qcompile.runtime.outputs import CompletionOutput, RequestOutput
-from qcompile.runtime.sampling import Logprob, SamplingParams
+from qcompile.runtime.sampling import SamplingParams
 from qcompile.runtime.tokenizer import BROKEN
 
 MOST_LOGPROBS = 20

@@ -23,7 +23,7 @@ from qcompile.runtime.executor import FloatArray, Limits, Rows
 from qcompile.runtime.outputs import MOST_DRAFTS
 from qcompile.runtime.sampling import Draws
 
-GPU_ABI = 16
+GPU_ABI = 17
 _MAX_GRAPHS = 64
 _MIN_PAGES = 8
 """Fewest pages to which those of the longest context are rounded up in the counts of a step."""
@@ -308,7 +308,9 @@ class CudaExecutor:
         if outputs and logits:
             size = 4 * self.limits.vocab * outputs
             self.driver.download(self._logits.ctypes.data, self._results["logits"], size)
+        self.fetch_reports()
         self.driver.synchronize()
+        self.deliver_reports()
         return self._argmax[:outputs], self._logits[:outputs] if logits else None
 
     def decode(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> list[int]:
@@ -326,9 +328,21 @@ class CudaExecutor:
             self._run(counts, feed_back=True, times=times)
             total = times * counts["tokens"]
             self.driver.download(ctypes.addressof(self._decoded), self._results["decoded"], 4 * total)
+            self.fetch_reports()
             self.driver.synchronize()
             found += self._decoded[:total]
+        self.deliver_reports()
         return found
+
+    def fetch_reports(self) -> None:
+        """Queue a copy to the host of the reports that the draws of the last `fill` ask for."""
+        if self._draws:
+            self._draws.fetch()
+
+    def deliver_reports(self) -> None:
+        """Write fetched reports into the draws, after the copy is done."""
+        if self._draws:
+            self._draws.deliver()
 
     # ---- profile ------------------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
 """The inputs of sampling and of penalties on a GPU (codegen/gpu_sample.py, gpu_penalties.py): each sequence's options,
-random numbers and list of tokens."""
+random numbers and list of tokens; and the reports of chosen tokens (gpu_report.py)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from qcompile.runtime.cuda_driver import Driver
+from qcompile.runtime.logprobs import DoubleArray, alternatives_of, empty_reports
 from qcompile.runtime.penalties import Penalties
 from qcompile.runtime.sampling import Draws
 
@@ -18,6 +19,9 @@ MOST_DRAWS = 1 << 16
 _OPTIONS = 16
 _FIRST_ROOM = 1 << 16
 """Numbers for which there is room in the lists of tokens at first."""
+_FIRST_REPORTS = 1 << 10
+"""Numbers for which there is room in the reports at first."""
+_NO_REPORTS = empty_reports(0, 0)
 
 
 class _Pair:
@@ -38,6 +42,11 @@ class _Pair:
         self._driver.use()
         self._driver.upload(self.address, self.host_address, self._size * items)
 
+    def fetch(self, items: int) -> None:
+        """Queue a copy of the first numbers to the host."""
+        self._driver.use()
+        self._driver.download(self.host_address, self.address, self._size * items)
+
     def free(self) -> None:
         """Free the memory on both sides."""
         self._driver.free(self.address)
@@ -45,21 +54,27 @@ class _Pair:
 
 
 class CudaDraws:
-    """Arrays on the GPU: 16 options a sequence and random numbers (float64), and lists of tokens (int32).
+    """Arrays on the GPU: 16 options a sequence, random numbers and reports (float64), and lists of tokens (int32).
 
-    Options are those of Draws, the position of the first token, its first random number, and their number; then at 8
-    those of Penalties, where the sequence's list starts, how many tokens it has, and its room for recent ones (0: no
-    penalties). A list is the tokens' counts, the tokens, and the recent ones.
+    Options are those of Draws, the position of the first token, its first random number, their number, and how many
+    alternatives are reported; then at 8 those of Penalties, where the sequence's list starts, how many tokens it has,
+    and its room for recent ones (0: no penalties); at 14 where its reports start, and for how many positions (0: none
+    are wanted). A list is the tokens' counts, the tokens, and the recent ones.
     """
 
     def __init__(self, driver: Driver, sequences: int) -> None:
         self._driver, self._first = driver, _OPTIONS * sequences
         self._numbers = _Pair(driver, self._first + MOST_DRAWS, 8, "random numbers")
         self._host: Any = (ctypes.c_double * self._numbers.items).from_address(self._numbers.host_address)
+        self._wanted: list[DoubleArray] = []
+        made = [self._numbers]
         try:
             self._lists = self._make_lists(_FIRST_ROOM)
+            made.append(self._lists)
+            self._reports = self._make_reports(_FIRST_REPORTS)
         except BaseException:
-            self._numbers.free()
+            for pair in made:
+                pair.free()
             raise
 
     def _make_lists(self, items: int) -> _Pair:
@@ -68,59 +83,98 @@ class CudaDraws:
         self._tokens = np.ctypeslib.as_array(memory)
         return lists
 
+    def _make_reports(self, items: int) -> _Pair:
+        reports = _Pair(self._driver, items, 8, "log probabilities")
+        memory: Any = (ctypes.c_double * items).from_address(reports.host_address)
+        self._reported = np.ctypeslib.as_array(memory)
+        return reports
+
     @property
     def addresses(self) -> dict[str, int]:
-        """Address of each array on the GPU; `grow` changes that of the lists."""
+        """Address of each array on the GPU; `grow` changes those of the lists and reports."""
         numbers = self._numbers.address
-        return {"sampling": numbers, "draws": numbers + 8 * self._first, "seen": self._lists.address}
+        lists = {"seen": self._lists.address, "reports": self._reports.address}
+        return {"sampling": numbers, "draws": numbers + 8 * self._first, **lists}
 
     def lacks_room(self, draws: Sequence[Draws]) -> bool:
-        """Whether the lists of a call need more memory."""
-        return _list_items(draws) > self._lists.items
+        """Whether the lists or reports of a call need more memory."""
+        return _list_items(draws) > self._lists.items or _report_items(draws) > self._reports.items
 
     def grow(self, draws: Sequence[Draws]) -> None:
-        """Make room for the lists of a call. No launch that knows the old address may be running, or run later."""
-        lists = self._make_lists(1 << (_list_items(draws) - 1).bit_length())
-        self._lists.free()
-        self._lists = lists
+        """Make room for the lists and reports of a call. No launch that knows the old addresses may be running, or run
+        later."""
+        if (items := _list_items(draws)) > self._lists.items:
+            lists = self._make_lists(1 << (items - 1).bit_length())
+            self._lists.free()
+            self._lists = lists
+        if (items := _report_items(draws)) > self._reports.items:
+            reports = self._make_reports(1 << (items - 1).bit_length())
+            self._reports.free()
+            self._reports = reports
 
     def send(self, draws: Sequence[Draws], outputs: int) -> dict[str, int]:
         """Queue a copy to the GPU of the draws of a call, one for each sequence. Returns the counts of its launches."""
         drawn, penalized = any(draw.temperature for draw in draws), any(draw.penalties for draw in draws)
         by_k, by_p = any(draw.top_k for draw in draws), any(draw.top_p < 1 for draw in draws)
-        if drawn or penalized:
-            at, listed = self._first, 0
+        self._wanted = [draw.reports for draw in draws if draw.reports is not None]
+        if drawn or penalized or self._wanted:
+            at, listed, reported = self._first, 0, 0
             for index, draw in enumerate(draws):
                 options = (draw.temperature, draw.top_p, draw.min_logit, draw.top_k)
-                place = (draw.first, at - self._first, len(draw.uniforms), 0)
+                reports = draw.reports if draw.reports is not None else _NO_REPORTS
+                place = (draw.first, at - self._first, len(draw.uniforms), alternatives_of(reports))
                 penalties, listed = self._write_list(draw.penalties, listed)
-                self._host[_OPTIONS * index : _OPTIONS * (index + 1)] = (*options, *place, *penalties)
+                own = (*options, *place, *penalties, reported, len(reports))
+                self._host[_OPTIONS * index : _OPTIONS * (index + 1)] = own
+                reported += reports.size
                 self._host[at : at + len(draw.uniforms)] = draw.uniforms
                 at += len(draw.uniforms)
             self._numbers.send(at)
             if listed:
                 self._lists.send(listed)
-        counts = ("sampled", drawn), ("top_k", by_k), ("top_p", by_p), ("penalized", penalized)
-        return {name: outputs if on else 0 for name, on in counts}
+        on = {"sampled": drawn, "top_k": by_k, "top_p": by_p, "penalized": penalized, "reported": bool(self._wanted)}
+        # A power of two, as the launches that know the memory of kept rows are dropped where it grows.
+        kept = outputs and any(draw.penalties and draw.reports is not None for draw in draws)
+        rows = 1 << (outputs - 1).bit_length() if kept else 0
+        return {**{name: outputs if some else 0 for name, some in on.items()}, "kept": rows}
+
+    def fetch(self) -> None:
+        """Queue a copy to the host of the reports that the last call asked for."""
+        if self._wanted:
+            self._reports.fetch(sum(reports.size for reports in self._wanted))
+
+    def deliver(self) -> None:
+        """Write fetched reports into the arrays of the draws."""
+        at = 0
+        for reports in self._wanted:
+            reports[:] = self._reported[at : at + reports.size].reshape(reports.shape)
+            at += reports.size
+        self._wanted = []
 
     def _write_list(self, given: Penalties | None, start: int) -> tuple[tuple[float, ...], int]:
         """Write a sequence's list at `start`. Returns its options, and where the next list starts."""
         if given is None:
-            return (0.0,) * 8, start
+            return (0.0,) * 6, start
         size = len(given.tokens)
         recent = start + 2 * size
         self._tokens[start : start + size] = given.counts
         self._tokens[start + size : recent] = given.tokens
         self._tokens[recent : recent + len(given.ahead)] = given.ahead
-        options = (given.repetition, given.frequency, given.presence, start, size, given.room, 0, 0)
+        options = (given.repetition, given.frequency, given.presence, start, size, given.room)
         return options, recent + given.room
 
     def free(self) -> None:
         """Free the memory on both sides."""
         self._numbers.free()
         self._lists.free()
+        self._reports.free()
 
 
 def _list_items(draws: Sequence[Draws]) -> int:
     """Numbers in the lists of a call."""
     return sum(2 * len(draw.penalties.tokens) + draw.penalties.room for draw in draws if draw.penalties)
+
+
+def _report_items(draws: Sequence[Draws]) -> int:
+    """Numbers in the reports of a call."""
+    return sum(draw.reports.size for draw in draws if draw.reports is not None)

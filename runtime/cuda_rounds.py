@@ -196,7 +196,9 @@ class CudaRounds(HostSpeculator, ABC):
         rounds = self._replay(graph, rounds, count, rows)
         gained, tokens = self.state.read("gained", rounds * count), self.state.read("tokens", rounds * count * rows)
         made = self.state.read("drafted", rounds * count) if self.reports_drafted else 0
+        self.verifier.fetch_reports()
         self._driver.synchronize()
+        self.verifier.deliver_reports()
         host, outputs = self.state.host, []
         for index, sequence in enumerate(sequences):
             taken, told = (host[at + index : at + rounds * count : count] for at in (gained, made))

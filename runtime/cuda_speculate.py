@@ -60,7 +60,7 @@ class CudaSpeculator(CudaRounds):
 
     def send_draft_inputs(self, sequences: Sequence[RoundInput], ahead: int) -> Counts:
         rows = [Rows(s.tokens[-1:], s.computed, s.pages, 1) for s in sequences]
-        return self.draft.fill(rows, ahead, [s.draws for s in sequences])
+        return self.draft.fill(rows, ahead, [s.draws.unreported for s in sequences])
 
     def draft_addresses(self) -> dict[str, int]:
         return {name: self.draft.address(name) for name in ("token_ids", "positions", "counter", "decoded")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from qcompile.errors import OverflowedError, ResourceError
@@ -12,8 +12,9 @@ from qcompile.runtime import accept
 from qcompile.runtime.blocks import BlockPool
 from qcompile.runtime.executor import FloatArray, Rows, StepExecutor
 from qcompile.runtime.gamma import AUTO, Choice, Tempo, observe
+from qcompile.runtime.logprobs import logprobs_of, reported_logprobs
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics
-from qcompile.runtime.sampling import GREEDY, Sampler, SamplingParams, logprobs_of
+from qcompile.runtime.sampling import GREEDY, Sampler, SamplingParams
 from qcompile.runtime.scheduler import Plan, Request, Scheduler
 from qcompile.runtime.speculate import Drafter, Speculator
 from qcompile.runtime.tokenizer import Detokenizer, spelled
@@ -54,7 +55,7 @@ class Engine:
         self._eos = frozenset(eos)
         self._next_id = 0
         self._step_seconds: dict[int, float] = {}  # by number of decoding requests; of rounds: negative
-        self._spell = partial(spelled, tokenizer) if tokenizer else None
+        self._spell = cache(partial(spelled, tokenizer)) if tokenizer else None
 
     def add(self, prompt: Sequence[int], params: SamplingParams, index: int = 0) -> Request:
         """Queue one sample of a checked prompt (at least one token, and room in the context for one more)."""
@@ -294,10 +295,9 @@ class Engine:
     def _note_logprob(self, request: Request, logits: FloatArray, token: int) -> int:
         """Record the log probability of a token of the request, and return the token. logits: [vocab]."""
         output = request.output
-        if output.logprobs is not None and output.cumulative_logprob is not None:
+        if output.logprobs is not None:
             found = logprobs_of(logits, token, request.params.logprobs or 0, self._spell)
-            output.logprobs.append(found)
-            output.cumulative_logprob += found[token].logprob
+            output.add_logprobs([token], [found])
         return token
 
     def _append_tokens(self, request: Request, tokens: list[int], now: float) -> None:
@@ -318,8 +318,9 @@ class Engine:
                 output.text += request.detokenizer.push(tokens)
         request.tokens += tokens
         output.token_ids += tokens
-        if output.logprobs is not None and len(output.logprobs) > len(output.token_ids):
-            _drop_logprobs(output)
+        if (reports := request.sampler.take_reports()) is not None:
+            output.add_logprobs(tokens, reported_logprobs(reports, tokens, self._spell))
+        output.drop_logprobs()
         if output.stop_reason is not None:
             reason = "stop"
         elif reason in (None, "error") and len(request.tokens) >= request.limit:
@@ -394,16 +395,6 @@ class Engine:
             finally:
                 for held in pages.values():
                     self.pool.give_back(held)
-
-
-def _drop_logprobs(output: CompletionOutput) -> None:
-    """Drop the log probabilities of tokens past the one that ended the request."""
-    assert output.logprobs is not None
-    del output.logprobs[len(output.token_ids) :]
-    output.cumulative_logprob = 0.0
-    # One by one, as they were added: sum() of Python 3.12 compensates rounding errors, so its last bits differ.
-    for token, found in zip(output.token_ids, output.logprobs, strict=True):
-        output.cumulative_logprob += found[token].logprob
 
 
 def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:

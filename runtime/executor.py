@@ -16,6 +16,7 @@ import numpy.typing as npt
 from qcompile.errors import ArtifactError, ResourceError, UsageError
 from qcompile.runtime.blocks import pages_for
 from qcompile.runtime.loader import ABI, Arena
+from qcompile.runtime.logprobs import alternatives_of
 from qcompile.runtime.penalties import Penalties
 from qcompile.runtime.sampling import Draws
 
@@ -35,18 +36,21 @@ class QcDraws(ctypes.Structure):
         ("count", ctypes.c_int32),
         ("listed", ctypes.c_int32),
         ("room", ctypes.c_int32),
+        ("reported", ctypes.c_int32),
+        ("alternatives", ctypes.c_int32),
         ("repetition", ctypes.c_double),
         ("frequency", ctypes.c_double),
         ("presence", ctypes.c_double),
         ("seen", ctypes.c_void_p),
         ("counts", ctypes.c_void_p),
         ("recent", ctypes.c_void_p),
+        ("reports", ctypes.c_void_p),
     ]
 
 
 def draws_array(draws: Sequence[Draws]) -> Any:
-    """`draws` as an array of QcDraws, which owns what they point to; None if all are greedy, without penalties."""
-    if not any(draw.temperature or draw.penalties for draw in draws):
+    """`draws` as an array of QcDraws, which owns what they point to; None if only the argmax is wanted."""
+    if not any(draw.temperature or draw.penalties or draw.reports is not None for draw in draws):
         return None
     result: Any = (QcDraws * len(draws))()
     uniforms: Any = (ctypes.c_double * sum(len(draw.uniforms) for draw in draws))()
@@ -58,7 +62,14 @@ def draws_array(draws: Sequence[Draws]) -> Any:
         entry.top_k, entry.first, entry.count = draw.top_k, draw.first, count
         entry.uniforms = ctypes.addressof(uniforms) + 8 * at
         at += count
-    result.owned = uniforms, [_set_penalties(e, d.penalties) for e, d in zip(result, draws, strict=True) if d.penalties]
+        if draw.reports is not None:
+            entry.reports, entry.reported = draw.reports.ctypes.data, len(draw.reports)
+            entry.alternatives = alternatives_of(draw.reports)
+    result.owned = (
+        uniforms,
+        draws,
+        [_set_penalties(e, d.penalties) for e, d in zip(result, draws, strict=True) if d.penalties],
+    )
     return result
 
 
@@ -137,7 +148,8 @@ class StepExecutor(Protocol):
     threads: int
     """CPU threads that compute; 0 on a GPU."""
     draws: bool
-    """Whether steps can draw tokens and apply penalties. Then the "argmax" of a sequence is chosen as its Draws say."""
+    """Whether steps can draw tokens, apply penalties and report log probabilities. Then the "argmax" of a sequence is
+    chosen as its Draws say, and their reports are written."""
 
     def step(
         self, sequences: Sequence[Rows], logits: bool, draws: Sequence[Draws] = ()

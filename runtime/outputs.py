@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from qcompile.runtime.sampling import Logprob
+from qcompile.runtime.logprobs import Logprob
 
 
 @dataclass
@@ -24,6 +25,21 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: str | None = None
     new_text: str = ""
+
+    def add_logprobs(self, tokens: Sequence[int], found: list[dict[int, Logprob]]) -> None:
+        """Append the log probabilities of tokens."""
+        assert self.logprobs is not None and self.cumulative_logprob is not None
+        self.logprobs += found
+        # One by one: sum() of Python 3.12 compensates rounding errors, so its last bits depend on the division.
+        for token, each in zip(tokens, found, strict=True):
+            self.cumulative_logprob += each[token].logprob
+
+    def drop_logprobs(self) -> None:
+        """Drop log probabilities of tokens past the last of the output."""
+        if self.logprobs is None or len(self.logprobs) <= len(self.token_ids):
+            return
+        kept, self.logprobs, self.cumulative_logprob = self.logprobs[: len(self.token_ids)], [], 0.0
+        self.add_logprobs(self.token_ids, kept)
 
 
 @dataclass

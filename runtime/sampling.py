@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from qcompile.errors import OverflowedError, UsageError, shown
 from qcompile.runtime.accept import Distribution, pick
+from qcompile.runtime.logprobs import MOST_REPORTED, empty_reports
 from qcompile.runtime.penalties import Occurrences, Penalties, penalize
 
 FloatArray = npt.NDArray[np.float32]
@@ -101,8 +102,8 @@ class SamplingParams:
         return self.temperature == 0 and self.logprobs is None and plain
 
     def needs_logits(self, draws: bool) -> bool:
-        """Whether a step must return the logits; `draws` tells that the executor itself can choose from them."""
-        return self.logprobs is not None or not (draws or self.argmax_only)
+        """Whether a step must return the logits; `draws` tells that the executor can choose from them and report."""
+        return (self.logprobs or 0) > MOST_REPORTED if draws else not self.argmax_only
 
     @property
     def counts(self) -> bool:
@@ -136,6 +137,8 @@ class Draws(NamedTuple):
 
     temperature: 0 is greedy. top_k: 0 is no limit. min_logit: what to add to the largest logit for min-p's limit.
     penalties: None if the logits are drawn from as they are. The tokens listed there are those up to position `first`.
+    reports: None, or where the executor reports log probabilities (`logprobs.empty_reports`): row i is for the token
+    whose logits are those of position first + i. Rows of tokens that are rejected are undefined.
     """
 
     temperature: float = 0.0
@@ -146,18 +149,15 @@ class Draws(NamedTuple):
     """The position of the token whose logits the first random number draws from."""
     uniforms: Sequence[float] = ()
     penalties: Penalties | None = None
+    reports: DoubleArray | None = None
+
+    @property
+    def unreported(self) -> Draws:
+        """The same draws without reports: for drafts."""
+        return self._replace(reports=None) if self.reports is not None else self
 
 
 GREEDY = Draws()
-
-
-@dataclass(frozen=True)
-class Logprob:
-    """Natural logarithm of a token's probability under the model, before any option, and its rank from 1."""
-
-    logprob: float
-    rank: int
-    decoded_token: str | None = None
 
 
 def finite_peak(logits: FloatArray) -> np.float32:
@@ -215,6 +215,8 @@ class Sampler:
         """The tokens that penalties are for: of the prompt only if its repetition counts."""
         if params.repetition_penalty != 1 or params.counts:
             self._noted = Occurrences(prompt if params.repetition_penalty != 1 else ())
+        self._reports: DoubleArray | None = None
+        self._taken: DoubleArray | None = None
 
     def draw(self, logits: FloatArray) -> int:
         """Draw the next token from its logits [vocab]. Raises OverflowedError if the largest is not finite, also if
@@ -251,26 +253,38 @@ class Sampler:
         `ahead` are tokens after that position that are not noted yet. `took` must be told which tokens were chosen.
         """
         params = self.params
-        if not count or params.argmax_only or params.logprobs is not None:
+        self._reports = None
+        if not count or params.argmax_only:
             return GREEDY
+        if params.logprobs is not None and params.logprobs <= MOST_REPORTED:
+            self._reports = empty_reports(count, min(params.logprobs, self._vocab))
         penalties = None
         if self._noted:
             options = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
             penalties = Penalties(*options, *self._noted.listed(), count, ahead)
         if params.temperature == 0:
-            return GREEDY._replace(first=first, penalties=penalties)
+            return GREEDY._replace(first=first, penalties=penalties, reports=self._reports)
         self._look_ahead(count)
         top_k = params.top_k if 0 < params.top_k < self._vocab else 0
         drawn = (params.temperature, params.top_p, _min_logit(params), top_k)
-        return Draws(*drawn, first, list(islice(self._ahead, count)), penalties)
+        return Draws(*drawn, first, list(islice(self._ahead, count)), penalties, self._reports)
 
     def took(self, tokens: Sequence[int]) -> None:
-        """Note tokens that an executor has chosen by `draws`, and drop the random numbers that it used."""
+        """Note tokens that an executor has chosen by `draws`, and drop the random numbers that it used.
+
+        `take_reports` then returns their reports.
+        """
+        self._taken, self._reports = self._reports, None
         if self.params.temperature:
             for _ in tokens:
                 self._ahead.popleft()
         for token in tokens if self._noted else ():
             self.note(token)
+
+    def take_reports(self) -> DoubleArray | None:
+        """Reports of the tokens that an executor has chosen last, if it was asked for any; once."""
+        reports, self._taken = self._taken, None
+        return reports
 
     def _look_ahead(self, count: int) -> None:
         """Have at least `count` of the next random numbers ready."""
@@ -293,24 +307,3 @@ class Sampler:
         params = self.params
         options = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         return penalize(logits, *self._noted.listed(ahead), *options)
-
-
-def logprobs_of(
-    logits: FloatArray, token: int, alternatives: int, spell: Callable[[int], str] | None
-) -> dict[int, Logprob]:
-    """Log probabilities of `token` (first) and of the `alternatives` most probable tokens. logits: [vocab].
-
-    `spell` returns a token's text; without it, decoded_token is None.
-    """
-    values = logits.astype(np.float64)
-    values -= values.max()
-    values -= math.log(np.exp(values).sum())
-    count = min(alternatives, len(values))
-    top = np.argpartition(-values, count - 1)[:count] if count else np.empty(0, np.int64)
-    top = top[np.lexsort((top, -values[top]))]
-    ranks = {token: 1 + int((values > values[token]).sum())}
-    for rank, other in enumerate(top.tolist(), start=1):
-        ranks.setdefault(other, rank)
-    return {
-        other: Logprob(float(values[other]), rank, spell(other) if spell else None) for other, rank in ranks.items()
-    }

@@ -159,7 +159,9 @@ class Speculator:
                 not requests[i].params.needs_logits(level.executor.draws and not distributions) for i in active
             ]
             draws = [
-                requests[i].sampler.draws(requests[i].computed, len(drafts[i]) + 1, drafts[i]) if drawn else GREEDY
+                requests[i].sampler.draws(requests[i].computed, len(drafts[i]) + 1, drafts[i]).unreported
+                if drawn
+                else GREEDY
                 for i, drawn in zip(active, by_executor, strict=True)
             ]
             chosen, logits = level.executor.step(rows, not all(by_executor), draws)

@@ -1,5 +1,6 @@
 // gemm_harness.cpp: the GEMM kernels behind one C function, for tests (ctypes) and benchmarks.
 #include "penalties.h"
+#include "report.h"
 #include "rowops.h"
 #include "sample.h"
 
@@ -29,6 +30,16 @@ int harness_penalize(float* x, int n, const qc_draws* draws, int position) {
   for (int i = 0; i < n; ++i) zeros &= times[i] == 0;
   free(times);
   return zeros ? Sampler(n, nullptr).best(x) : -2;
+}
+
+// Writes the report of `token`, chosen from x [n], for the first position. Returns 1 if there is no memory.
+int harness_report(const float* x, int n, int token, const qc_draws* draws) {
+  void* memory = nullptr;
+  if (posix_memalign(&memory, 64, Sampler::bytes(n))) return 1;
+  Sampler sampler(n, (char*)memory);
+  report(sampler, x, token, *draws, 0);
+  free(memory);
+  return 0;
 }
 
 size_t harness_scratch_bytes(int kp) { return gemm_scratch_bytes(kp); }

@@ -82,7 +82,9 @@ class HostDriver:
     def drop(self, graph: object) -> None: ...
 
     def at(self, address: int, type: str) -> torch.Tensor:
-        """Memory from an address on, to the end of what was allocated together."""
+        """Memory from an address on, to the end of what was allocated together; of no address, none."""
+        if not address:
+            return torch.empty(0, dtype=_TYPES[type])
         start = max(base for base in self.memory if base <= address)
         rest = self.memory[start][address - start :]
         return rest[: len(rest) // 4 * 4].view(_TYPES[type])

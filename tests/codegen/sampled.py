@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
+from qcompile.runtime.logprobs import Logprob
 from qcompile.runtime.sampling import SamplingParams
 
 OPTIONS: list[dict[str, Any]] = [
@@ -39,3 +42,27 @@ PENALTIES: list[dict[str, Any]] = [
 def penalized(**more: Any) -> list[SamplingParams]:
     """Parameters with each of PENALTIES, and more options."""
     return [SamplingParams(**{"temperature": 0.0, "seed": i, **more, **o}) for i, o in enumerate(PENALTIES)]
+
+
+Found = Sequence[dict[int, Logprob]] | None
+
+
+def same_logprobs(a: Found, b: Found) -> bool:
+    """Whether tokens, their order, ranks and texts are equal, and log probabilities but for the order of a sum."""
+    if a is None or b is None:
+        return a is b
+    return len(a) == len(b) and all(map(_same_place, a, b))
+
+
+def _same_place(a: dict[int, Logprob], b: dict[int, Logprob]) -> bool:
+    def near(one: Logprob, other: Logprob) -> bool:
+        close = math.isclose(one.logprob, other.logprob, rel_tol=0, abs_tol=4e-12)
+        return close and (one.rank, one.decoded_token) == (other.rank, other.decoded_token)
+
+    return list(a) == list(b) and all(near(a[token], b[token]) for token in a)
+
+
+def same_outputs(a: Sequence[tuple[Any, ...]], b: Sequence[tuple[Any, ...]]) -> bool:
+    """Whether outputs, each tokens, log probabilities and more, are equal by `same_logprobs`."""
+    pairs = zip(a, b, strict=True)
+    return all(same_logprobs(x[1], y[1]) and (x[0], *x[2:]) == (y[0], *y[2:]) for x, y in pairs)

@@ -12,7 +12,7 @@ constexpr int kWidest = 256;  // elements of the longest row
 constexpr size_t kOwnScratchBytes = gemm_scratch_bytes(kWidest) + attention_scratch_bytes(kv_padded(kKv, kHeadDim));
 constexpr size_t kScratchBytes = kOwnScratchBytes + expert_scratch_bytes(0, 0);
 static_assert(kv_block_bytes(kKv, kHeadDim) == 5120, "the runtime sizes pages by this");
-static const char kDescription[] = "{\"abi\": 4, \"calls\": [\"embed\", \"0.norm1\", \"0.qkv\", \"0.rope\", \"0.attention\", \"0.o.quantize\", \"0.o\", \"0.norm2\", \"0.gate_up\", \"0.down.quantize\", \"0.down\", \"take\", \"norm\", \"head\"], \"isa\": \"avx2\", \"kv\": {\"format\": \"kv8\", \"layers\": 1, \"page_bytes\": 10240, \"page_tokens\": 64}, \"max_position\": 512, \"vocab_size\": 203, \"weights\": 21}";
+static const char kDescription[] = "{\"abi\": 5, \"calls\": [\"embed\", \"0.norm1\", \"0.qkv\", \"0.rope\", \"0.attention\", \"0.o.quantize\", \"0.o\", \"0.norm2\", \"0.gate_up\", \"0.down.quantize\", \"0.down\", \"take\", \"norm\", \"head\"], \"isa\": \"avx2\", \"kv\": {\"format\": \"kv8\", \"layers\": 1, \"page_bytes\": 10240, \"page_tokens\": 64}, \"max_position\": 512, \"vocab_size\": 203, \"weights\": 21}";
 // ---- the program ---------------------------------------------------------------------------------
 // h: f32 [tokens, 96]
 // 0.qkv: f32 [tokens, 256]

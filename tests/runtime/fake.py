@@ -66,7 +66,7 @@ class FakeLibrary:
         self.closed = False
 
     def qc_describe(self) -> bytes:
-        return json.dumps({"abi": 4, "isa": "fake", "calls": ["all"]}).encode()
+        return json.dumps({"abi": 5, "isa": "fake", "calls": ["all"]}).encode()
 
     def qc_open(self, config: Any) -> int:
         self.pages = config._obj.kv_pages
@@ -139,8 +139,21 @@ def keep_recent(batch: Any, sequence: int, tokens: np.ndarray, positions: np.nda
 
 
 def drawn(batch: Any, sequence: int, logits: np.ndarray, position: int) -> int:
-    """The token that a sequence's draws choose at a position."""
+    """The token that a sequence's draws choose at a position; reports it if asked."""
     draws = (QcDraws * batch.sequences).from_address(batch.draws)[sequence]
+    token = chosen(draws, logits, position)
+    if 0 <= position - draws.first < draws.reported:
+        width = 4 + 2 * draws.alternatives
+        every = (ctypes.c_double * (width * draws.reported)).from_address(draws.reports)
+        top = np.lexsort((_COLUMNS, -logits))[: draws.alternatives]
+        rank, weights = 1 + (logits > logits[token]).sum(), np.exp(logits.astype(np.float64) - logits.max())
+        report = [logits.max(), weights.sum(), logits[token], rank, *logits[top], *top]
+        np.ctypeslib.as_array(every).reshape(-1, width)[position - draws.first] = report
+    return token
+
+
+def chosen(draws: QcDraws, logits: np.ndarray, position: int) -> int:
+    """The token that draws choose at a position."""
     if draws.room:
         logits = penalized(draws, logits, position)
     if draws.temperature == 0:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from qcompile.errors import UnsupportedError
+from qcompile.runtime.logprobs import logprobs_of
 from qcompile.runtime.penalties import penalize
-from qcompile.runtime.sampling import Sampler, SamplingParams, distribution, logprobs_of
+from qcompile.runtime.sampling import Sampler, SamplingParams, distribution
 
 LOGITS = np.array([2.0, -1.0, 0.5, 3.0, 3.0, -4.0, 1.0, 0.0], np.float32)
 

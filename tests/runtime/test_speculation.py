@@ -213,7 +213,7 @@ def test_any_drafts_leave_the_output_alone(kind: str, tiny_artifact: Callable[[s
 
 def test_drafts_are_drawn_as_the_target_draws(artifact: Callable[[str], Path]) -> None:
     """At a temperature more drafts stay than greedy ones would, and rejection sampling keeps its promises."""
-    params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, seed=1, max_tokens=60, logprobs=0)
+    params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, seed=1, max_tokens=60, logprobs=21)
     with qcompile.load(artifact("qspec"), threads=1, gamma=4) as llm:
         speculator = llm.engine.speculator
         assert speculator

@@ -5,6 +5,7 @@
 #include "model.h"
 #include "penalties.h"
 #include "probe.h"
+#include "report.h"
 #include "sample.h"
 
 static void run_step(void* model, int tid) { step(*(Model*)model, tid); }
@@ -30,6 +31,7 @@ static size_t carve(Model& m, char* base) {
   m.scratch = take(threads * kScratchBytes);
   m.draws = take(threads * Sampler::bytes(kVocab));
   m.times = (int32_t*)take(threads * kVocab * sizeof(int32_t));
+  m.plain = (float*)take(threads * kVocab * sizeof(float));
   m.feedback = (int32_t*)take(3 * tokens * sizeof(int32_t));
   return at;
 }
@@ -93,6 +95,7 @@ static bool valid_sequence(const Model& m, const qc_batch& b, int s, int steps) 
 
 static bool valid_draws(const qc_draws& d) {
   if (d.temperature > 0 && (d.count < 1 || !d.uniforms)) return false;
+  if (d.reported > 0 && (!d.reports || d.alternatives < 0 || d.alternatives > kVocab)) return false;
   return d.room < 1 || (d.recent && d.listed >= 0 && (d.listed == 0 || (d.seen && d.counts)));
 }
 
@@ -115,7 +118,8 @@ static bool valid(const Model& m, const qc_batch* batch, int steps) {
   return true;
 }
 
-// Replaces the argmax of this thread's share of the rows with penalties or a temperature by the token they choose.
+// For this thread's share of the rows: replaces the argmax by the token that penalties or a temperature choose, and
+// reports its log probability.
 static void choose_rows(void* model, int tid) {
   Model& m = *(Model*)model;
   const qc_batch& b = m.batch;
@@ -126,14 +130,19 @@ static void choose_rows(void* model, int tid) {
     while (row >= b.query_start[s + 1]) ++s;
     const qc_draws& d = b.draws[s];
     float* x = b.logits + (int64_t)r * kVocab;
+    const float* plain = x;
+    const int place = b.positions[row] - d.first;
+    const bool reported = place >= 0 && place < d.reported;
     if (d.room > 0 && b.argmax[r] >= 0) {
+      if (reported) plain = (float*)memcpy(m.plain + (int64_t)tid * kVocab, x, kVocab * sizeof(float));
       penalize(x, kVocab, d, b.positions[row], m.times + (int64_t)tid * kVocab);
       b.argmax[r] = sampler.best(x);
     }
-    if (!(d.temperature > 0) || b.argmax[r] < 0) continue;
-    int at = b.positions[row] - d.first;
-    at = at < 0 ? 0 : at < d.count ? at : d.count - 1;
-    b.argmax[r] = sampler.draw(x, b.argmax[r], d, d.uniforms[at]);
+    if (d.temperature > 0 && b.argmax[r] >= 0) {
+      const int at = place < 0 ? 0 : place < d.count ? place : d.count - 1;
+      b.argmax[r] = sampler.draw(x, b.argmax[r], d, d.uniforms[at]);
+    }
+    if (reported && b.argmax[r] >= 0) report(sampler, plain, b.argmax[r], d, place);
   }
 }
 
@@ -141,7 +150,7 @@ static void run_batch(Model& m, const qc_batch& b) {
   m.batch = b;
   bool chosen = false;
   for (int s = 0; b.argmax && b.draws && s < b.sequences; ++s)
-    chosen |= b.draws[s].temperature > 0 || b.draws[s].room > 0;
+    chosen |= b.draws[s].temperature > 0 || b.draws[s].room > 0 || b.draws[s].reported > 0;
   if (chosen && !b.logits) m.batch.logits = m.logits;
   if (chosen) keep_recent(b);
   memset(m.next_task, 0, sizeof m.next_task);

@@ -43,6 +43,7 @@ struct Speculator {
       memcpy(tables + (int64_t)n * q.block_stride, q.block_table + (int64_t)s * q.block_stride,
              (size_t)q.block_stride * sizeof(int32_t));
       if (q.draws) draws[n] = q.draws[s];
+      if (q.draws && k > 0) draws[n].reported = 0;  // only the target's rows tell what is appended
       query_start[++n] = tokens;
       computed(k, s) = q.first[s] + end;
     }

@@ -1,0 +1,212 @@
+"""Log probabilities by GPU kernels, interpreted: Python's but for rounding, in steps, bursts and rounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from qcompile.codegen import gpu_compile
+from qcompile.codegen.gpu_launches import Launch, Plan, grid_size
+from qcompile.runtime import cuda_draws
+from qcompile.runtime.logprobs import MOST_REPORTED, empty_reports, logprobs_of, reported_logprobs
+from qcompile.runtime.penalties import Penalties
+from qcompile.runtime.sampling import GREEDY, Draws, SamplingParams
+from tests.codegen.interpreted import interpreted, needs_triton
+from tests.codegen.sampled import same_logprobs, same_outputs
+from tests.codegen.test_gpu_sample import SMALL
+from tests.graphs import decoder
+
+TYPES = {"*fp32": torch.float32, "*fp64": torch.float64, "*i32": torch.int32, "*i64": torch.int64}
+
+
+class Row(NamedTuple):
+    """An output row: its sequence, how many positions it is after the first, its token (-1: none), and its logits."""
+
+    sequence: int
+    place: int
+    token: int
+    logits: Tensor
+
+
+def launches(plan: Plan, vocab: int) -> Iterator[Launch]:
+    """Those of penalties and reports, with what precedes and follows the choice of tokens."""
+    from qcompile.codegen.gpu_penalties import penalties
+    from qcompile.codegen.gpu_report import MOST, keeping, reporting
+
+    assert MOST == MOST_REPORTED
+    yield from keeping(plan, "head", vocab, 80)
+    yield from penalties(plan, "head", vocab, 80)
+    yield from reporting(plan, "head", vocab, 80)
+
+
+def report(draws: list[Draws], rows: list[Row]) -> None:
+    """Fill the reports of sequences, whose tokens were chosen from these rows."""
+    from qcompile.runtime.cuda_draws import CudaDraws
+    from tests.codegen.gpu_machine import HostDriver
+
+    driver: Any = HostDriver()
+    sender, vocab = CudaDraws(driver, len(draws)), len(rows[0].logits)
+    if sender.lacks_room(draws):
+        sender.grow(draws)
+    counts = sender.send(draws, len(rows)) | {"tokens": len(rows), "outputs": len(rows)}
+    types = {"sampling": "*fp64", "draws": "*fp64", "seen": "*i32", "reports": "*fp64"}
+    given = {name: driver.at(address, types[name]) for name, address in sender.addresses.items()}
+    columns = {
+        "row_sequence": [row.sequence for row in rows],
+        "positions": [draws[row.sequence].first + row.place for row in rows],
+        "argmax": [row.token for row in rows],
+        "output_rows": range(len(rows)),
+        "token_ids": [0] * len(rows),
+    }
+    given |= {name: torch.tensor(list(column), dtype=torch.int32) for name, column in columns.items()}
+    given["logits"] = torch.stack([row.logits for row in rows])
+    kv: Any = None
+    plan = Plan(80, kv, 128)
+    every = list(launches(plan, vocab))
+    for name, (size, over) in plan.work.items():
+        need = size * math.prod(counts[count] for count in over)
+        given[name] = torch.full((need // 4,), -1, dtype=torch.int32)  # NaN, as what precedes it was written there
+    for launch in every:
+        if not counts[launch.by]:
+            continue
+        [variant] = launch.variants
+        kernel = plan.kernels[variant.kernel]
+        values = []
+        for argument in kernel.arguments:
+            space, what = variant.args[argument.name]
+            values.append(counts[what] if space == "count" else given[what].view(TYPES[argument.type]))
+        gpu_compile.load(kernel)[tuple(grid_size(size, counts) for size in variant.grid)](*values)
+    sender.fetch()
+    sender.deliver()
+
+
+def rows_of(vocab: int, random: np.random.Generator) -> list[Tensor]:
+    """Logits: spread out, with ties, all equal, with tokens that are ruled out, and with all but one ruled out."""
+    rows = [4 * random.standard_normal(vocab), np.round(2 * random.standard_normal(vocab)), np.zeros(vocab)]
+    rows += [9 * random.standard_normal(vocab), np.full(vocab, -math.inf)]
+    rows[1][: vocab // 2] *= -0.0
+    rows[3][random.random(vocab) < 0.7] = -math.inf
+    rows[3][vocab // 3] = rows[4][vocab - 1] = -3.0
+    return [torch.from_numpy(row.astype(np.float32)) for row in rows]
+
+
+def interpret_rows(vocab: int, sequences: int) -> None:
+    """Each row as Python finds it, whatever else is in the step: among penalties, no reports, no tokens and no room."""
+    random = np.random.default_rng(vocab + sequences)
+    every, rows, draws = rows_of(vocab, random), [], []
+    for index in range(sequences):
+        alternatives = min((5, 0, 1, 20)[index % 4], vocab)
+        penalties = None
+        if index % 3 == 1:
+            listed = random.permutation(vocab)[:17].astype(np.int32)
+            penalties = Penalties(1.7, 0.5, 0.1, listed, np.ones_like(listed), 4)
+        reports = empty_reports(1 + index % 3, alternatives) if index % 5 < 4 else None
+        draws.append(GREEDY._replace(first=7 + index, penalties=penalties, reports=reports))
+        for place in range(3):
+            logits = every[(index + place) % len(every)]
+            ranked = np.argsort(-logits.numpy(), kind="stable")
+            token = int(ranked[(0, vocab // 2, vocab - 1, 1 % vocab)[(index + place) % 4]])
+            rows.append(Row(index, place, -1 if index % 7 == 6 and place == 0 else token, logits))
+    report(draws, rows)
+    for row in rows:
+        found = draws[row.sequence].reports
+        if found is None or row.place >= len(found):
+            continue
+        if row.token < 0:
+            assert np.isnan(found[row.place]).all()  # as the memory was
+            continue
+        wanted = logprobs_of(row.logits.numpy(), row.token, (found.shape[1] - 4) // 2, None)
+        told = reported_logprobs(found[row.place : row.place + 1], [row.token], None)
+        assert same_logprobs(told, [wanted]), (row, told, wanted)
+    for index, draw in enumerate(draws[:4]):
+        if draw.reports is not None:
+            alone = draw._replace(reports=np.zeros_like(draw.reports))
+            report([alone], [row._replace(sequence=0) for row in rows if row.sequence == index])
+            assert (alone.reports == draw.reports).all()
+
+
+@pytest.mark.parametrize("vocab", [1, 3, 40, 4096 + 300])
+@pytest.mark.parametrize("sequences", [1, 3, 17])
+def test_rows_interpreted(vocab: int, sequences: int) -> None:
+    interpreted(__name__, f"interpret_rows({vocab}, {sequences})")
+
+
+PROMPTS = [[5, 9, 11], [7], [1, 2], list(range(20, 37)), [3, 3, 3], [30, 31, 30]]
+
+
+def interpret_engine(how: str) -> None:
+    """Requests of all kinds in one batch: what Python finds in the logits, in bursts, rounds, and steps with drafts."""
+    from qcompile.runtime.cuda import CudaExecutor
+    from qcompile.runtime.speculate_host import HostSpeculator
+    from tests.codegen.gpu_machine import Machine
+
+    torch.manual_seed(0)
+    cuda_draws._FIRST_REPORTS = 64  # grows
+    graph = decoder(**SMALL)
+    drafts: list[Any] = {"lookup": ["lookup"], "own": [graph]}.get(how, [])
+    machine = Machine(graph, "nested" if how == "shared" else "bf16", pages=9, drafts=drafts)
+    options: list[dict[str, Any]] = [
+        {"temperature": 0, "logprobs": 2},
+        {"temperature": 1.2, "seed": 4, "top_k": 30, "logprobs": 20},
+        {"temperature": 0, "repetition_penalty": 0.2, "logprobs": 0},
+        {"temperature": 0},
+        {"temperature": 0.7, "seed": 5, "frequency_penalty": 0.5, "logprobs": 5},
+    ]
+    # Few enough that a round has 16 rows at most: interpreted products of more bf16 rows have other last bits.
+    params = [SamplingParams(max_tokens=5 - i % 2, ignore_eos=True, **o) for i, o in enumerate(options)]
+    asked: list[bool] = []
+    step = CudaExecutor.step
+
+    def spied(self: Any, rows: Any, logits: bool, draws: Any = ()) -> Any:
+        asked.append(logits)
+        return step(self, rows, logits, draws)
+
+    CudaExecutor.step = spied  # type: ignore[method-assign]
+
+    def generate(draws: bool, gamma: int, chosen: range = range(len(params))) -> list[Any]:
+        machine.target.draws = draws  # type: ignore[misc]
+        if how in ("shared", "own"):
+            machine.speculator.levels[0].executor.draws = draws
+        engine = machine.engine(gamma)
+        requests = [engine.add(PROMPTS[i], params[i]) for i in chosen]
+        return list(zip(machine.run(engine, requests), [r.output.logprobs for r in requests], strict=True))
+
+    by_host = generate(False, 0)
+    assert any(asked)
+    asked.clear()
+    plain = generate(True, 0)
+    assert same_outputs(by_host, plain) and not any(asked)
+    assert generate(True, 0, range(2, 4)) == plain[2:4]
+    for chosen, launched in ((range(5), [1, 1, 1]), (range(1, 2), [0, 1, 1]), (range(3, 4), [0, 0, 0])):
+        before = machine.driver.replays
+        assert generate(True, 2, chosen) == plain[chosen.start : chosen.stop]
+        assert machine.driver.replays > before  # rounds are graphs
+        newest = next(reversed(machine.speculator._graphs.values()))
+        names = [launch.kernel.name for launch in newest]
+        assert [names.count(f"report_{kind}") for kind in ("keep", "parts", "row")] == launched
+    assert not any(asked)
+    if how == "shared":
+        machine.speculator = HostSpeculator(machine.target, machine.speculator.levels)
+        assert generate(True, 2) == plain and not any(asked)
+
+
+@pytest.mark.parametrize("how", ["shared", "own", "lookup"])
+def test_an_engine_that_reports_interpreted(how: str) -> None:
+    interpreted(__name__, f"interpret_engine('{how}')")
+
+
+@pytest.mark.parametrize("vocab", [40, 128256])
+def test_reports_compile(vocab: int) -> None:
+    needs_triton()
+    from qcompile.codegen.gpu_compile import compile_kernel
+    from qcompile.codegen.gpu_report import report_kernel
+
+    for kind in ("keep", "parts", "row"):
+        for capability in (80, 90, 100):
+            assert compile_kernel(report_kernel(kind, vocab, capability), capability).spill_bytes == 0
