@@ -138,6 +138,7 @@ class _Group:
 
     def __init__(self, llm: LLM, texts: list[list[int]], tokens: int) -> None:
         self.engine, self.texts, self.tokens = llm.engine, texts, tokens
+        self.engine.overlaps = False  # a step that runs cannot go back
         self.ring = llm.executor.limits.ring_tokens > 0
         self.ended: list[Request] = []
         self.requests: list[Request] = []

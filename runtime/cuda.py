@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,7 @@ class CudaExecutor:
     Raises ResourceError when memory is short.
     """
 
-    threads, draws = 0, True
+    threads, draws, overlaps = 0, True, True
 
     def __init__(
         self,
@@ -74,7 +74,8 @@ class CudaExecutor:
         self.reallocations = 0
         """How often memory that graphs point to was freed."""
         self._closed = False
-        self._host_address = 0
+        self._host_address = self._tokens_address = 0
+        self._waits: Callable[[], list[int]] | None = None  # for the tokens of what `start` has queued
         self._draws: CudaDraws | None = None
         try:
             self._allocate(leader, own_cache)
@@ -120,8 +121,8 @@ class CudaExecutor:
         }
         shared = leader._results["logits"] if leader and leader.limits.vocab == limits.vocab else 0
         self._results["logits"] = shared or self._allocate_owned(4 * rows * limits.vocab, "logits")
-        self._argmax: Any = (ctypes.c_int32 * rows)()
-        self._decoded: Any = (ctypes.c_int32 * _MAX_DECODED)()
+        self._tokens_address = self.driver.pinned(4 * max(rows, _MAX_DECODED))
+        self._tokens: Any = (ctypes.c_int32 * max(rows, _MAX_DECODED)).from_address(self._tokens_address)
         self._logits: FloatArray = np.empty((rows, limits.vocab), np.float32)
 
     def grow(self, counts: Counts) -> None:
@@ -159,6 +160,8 @@ class CudaExecutor:
         """
         if self._closed or self._draws is None:
             raise UsageError("the model is closed: load it again")
+        if self._waits:
+            self._waits()
         self.driver.use()
         need = [self.limits.pages_for(rows.start + len(rows.tokens) + ahead) if ahead else 0 for rows in sequences]
         pages = max(*need, *(len(rows.pages) for rows in sequences))
@@ -304,14 +307,14 @@ class CudaExecutor:
         self._run(counts, feed_back=False)
         outputs = counts["outputs"]
         if outputs:
-            self.driver.download(ctypes.addressof(self._argmax), self._results["argmax"], 4 * outputs)
+            self.driver.download(self._tokens_address, self._results["argmax"], 4 * outputs)
         if outputs and logits:
             size = 4 * self.limits.vocab * outputs
             self.driver.download(self._logits.ctypes.data, self._results["logits"], size)
         self.fetch_reports()
         self.driver.synchronize()
         self.deliver_reports()
-        return self._argmax[:outputs], self._logits[:outputs] if logits else None
+        return self._tokens[:outputs], self._logits[:outputs] if logits else None
 
     def decode(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> list[int]:
         """`steps` tokens for each sequence (one row each), fed back on the GPU.
@@ -327,12 +330,38 @@ class CudaExecutor:
                 self.driver.upload(self._inputs, self._host_address, 4)
             self._run(counts, feed_back=True, times=times)
             total = times * counts["tokens"]
-            self.driver.download(ctypes.addressof(self._decoded), self._results["decoded"], 4 * total)
+            self.driver.download(self._tokens_address, self._results["decoded"], 4 * total)
             self.fetch_reports()
             self.driver.synchronize()
-            found += self._decoded[:total]
+            found += self._tokens[:total]
         self.deliver_reports()
         return found
+
+    def start(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> Callable[[], list[int]]:
+        """Queue `decode`, or with one step `step`. Returns a function that waits for its tokens."""
+        if steps * len(sequences) > _MAX_DECODED:
+            found = self.decode(sequences, steps, draws)
+            return lambda: found
+        burst = steps > 1
+        counts = self.fill(sequences, steps * burst, draws)
+        self._run(counts, feed_back=burst, times=steps)
+        total = steps * counts["tokens"] if burst else counts["outputs"]
+        if total:
+            self.driver.download(self._tokens_address, self._results["decoded" if burst else "argmax"], 4 * total)
+        self.fetch_reports()
+        tokens: list[int] | None = None
+
+        def wait() -> list[int]:
+            nonlocal tokens
+            if tokens is None:
+                self.driver.use()
+                self.driver.synchronize()
+                self.deliver_reports()
+                tokens, self._waits = self._tokens[:total], None
+            return tokens
+
+        self._waits = wait
+        return wait
 
     def fetch_reports(self) -> None:
         """Queue a copy to the host of the reports that the draws of the last `fill` ask for."""
@@ -376,6 +405,8 @@ class CudaExecutor:
             self._draws.free()
         if self._host_address:
             self.driver.free_pinned(self._host_address)
+        if self._tokens_address:
+            self.driver.free_pinned(self._tokens_address)
 
 
 def attention_counts(plan: Mapping[str, Any], splits: int, tokens: int, sequences: int, queries: int) -> dict[str, int]:

@@ -3,32 +3,50 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from qcompile.errors import OverflowedError, ResourceError
 from qcompile.runtime import accept
 from qcompile.runtime.blocks import BlockPool
+from qcompile.runtime.bursts import Bursts
 from qcompile.runtime.executor import FloatArray, Rows, StepExecutor
 from qcompile.runtime.gamma import AUTO, Choice, Tempo, observe
 from qcompile.runtime.logprobs import logprobs_of, reported_logprobs
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics
-from qcompile.runtime.sampling import GREEDY, Sampler, SamplingParams
+from qcompile.runtime.sampling import GREEDY, Draws, Sampler, SamplingParams
 from qcompile.runtime.scheduler import Plan, Request, Scheduler
 from qcompile.runtime.speculate import Drafter, Speculator
+from qcompile.runtime.stops import end_text, extend_text
 from qcompile.runtime.tokenizer import Detokenizer, spelled
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-BURST_SECONDS = 16e-3
-"""Target time of one call of greedy decoding: long enough to hide Python's overhead, short enough to stream."""
-_MAX_BURST = 128
 NO_TOKEN = -1
 """Takes the place of a token whose logits are not finite, also in the library's results."""
-_FIRST_GUESS = 4e-3
-"""Assumed seconds of a step before any was timed; makes the first call short in case the model is slow."""
+_WAITED = 1e-4
+"""Seconds of waiting for a step from which on its time is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Gain:
+    """New tokens of a request, and why it ends with them, if it does."""
+
+    request: Request
+    tokens: list[int]
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step or a burst that an executor runs while the host does something else. `wait` returns its tokens."""
+
+    plan: Plan
+    wait: Callable[[], list[int]]
+    started: float
 
 
 class Engine:
@@ -49,12 +67,17 @@ class Engine:
         self.rejects = False
         """Whether requests with a temperature accept drafts by rejection sampling: it accepts more of them, but gives
         other tokens than without drafts."""
+        self.overlaps = executor.overlaps
+        """Whether a step may run on the executor while the host handles the one before."""
         self.executor, self.pool, self.tokenizer = executor, pool, tokenizer
         self.scheduler = Scheduler(pool, executor.limits.max_tokens, max_batch, executor.draws)
         self.context = min(executor.limits.max_position, pool.most_tokens)
         self._eos = frozenset(eos)
         self._next_id = 0
-        self._step_seconds: dict[int, float] = {}  # by number of decoding requests; of rounds: negative
+        self._bursts = Bursts()
+        self._flight: _Flight | None = None
+        self._gains: list[_Gain] = []  # of steps whose text was not handled yet
+        self._ended = 0.0  # when the last call of the executor ended
         self._spell = cache(partial(spelled, tokenizer)) if tokenizer else None
 
     def add(self, prompt: Sequence[int], params: SamplingParams, index: int = 0) -> Request:
@@ -87,22 +110,90 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether any request is unfinished."""
-        return bool(self.scheduler.running or self.scheduler.waiting)
+        return bool(self.scheduler.running or self.scheduler.waiting or self._gains)
 
     def check(self) -> None:
         """Raise RuntimeError if a page is lost or held twice."""
         self.pool.check(*(request.pages for request in self.scheduler.running))
 
     def step(self) -> list[Request]:
-        """Run one step. Returns the requests that gained tokens; finished ones have their finish_reason set."""
-        burst = self._burst(len(self.scheduler.running))
-        plan = self.scheduler.schedule(1 if self.speculator and self.gamma else burst)
-        if plan is None:
-            return []
+        """Run one step. Returns the requests that gained tokens; finished ones have their finish_reason set.
+
+        An executor that can runs the next step meanwhile: text, stop texts and outputs are then handled during it, and
+        a request that a stop text ends has computed some tokens in vain.
+        """
+        self._land()
+        flies = self.overlaps and not (self.speculator and self.gamma) and self._take_off()
+        gains, self._gains = self._gains, []
+        told = [gain.request for gain in gains if self._tell(gain)]
+        return told if flies else told + self._run_now()
+
+    def _take_off(self) -> bool:
+        """Start the next step, and do not wait for it. False if there is none, or some of its tokens need logits."""
+        plan = self.scheduler.schedule(self._burst(len(self.scheduler.running)))
+        if plan is None or any(self._needs_logits(request, False) for request in plan.requests):
+            return False
+        started = self._start_clock(plan)
+        rows = plan.rows()
+        wait = self.executor.start(rows, plan.steps, self._draws(plan, rows))
+        self._flight = _Flight(plan, wait, started)
+        return True
+
+    def _land(self) -> None:
+        """Wait for the step that runs, if any, and note its tokens in `_gains`."""
+        if self._flight is None:
+            return
+        flight, self._flight = self._flight, None
+        plan, waits = flight.plan, time.monotonic()
+        tokens = flight.wait()
+        self._ended = now = time.monotonic()
+        seconds, known = (now - flight.started) / plan.steps, self._bursts.step_seconds.get(len(plan.requests))
+        # Where the host comes too late, a step took less than that.
+        if plan.decoding and (now - waits > _WAITED or known is None or seconds < known):
+            self._bursts.note_step(len(plan.requests), seconds)
+        self._gains += self._advance(plan, tokens, now)
+
+    def _draws(self, plan: Plan, rows: Sequence[Rows]) -> list[Draws]:
+        """How the executor chooses the tokens of a step or burst without drafts."""
+        return [
+            request.sampler.draws(row.start + len(row.tokens) - row.outputs, row.outputs * plan.steps)
+            for request, row in zip(plan.requests, rows, strict=True)
+        ]
+
+    def _advance(self, plan: Plan, tokens: Sequence[int], now: float) -> list[_Gain]:
+        """Append the tokens of a step, one for each request that has its last token in it, or of a burst [steps,
+        requests], flattened."""
+        gains, batch, at = [], len(plan.requests), 0
+        for index, (request, count) in enumerate(zip(plan.requests, plan.counts, strict=True)):
+            new = list(tokens[index::batch]) if plan.steps > 1 else []
+            if plan.steps == 1 and request.pending == count:
+                new = [tokens[at]]
+                at += 1
+            if request.output.finish_reason is not None:  # cancelled, or ended by a stop text, while the step ran
+                continue
+            request.computed += count * plan.steps
+            if new:
+                request.sampler.took(new)
+                gains.append(self._append_tokens(request, new, now))
+        return gains
+
+    def _start_clock(self, plan: Plan) -> float:
+        """The time at which a step starts; notes it in requests that it is the first of."""
         started = time.monotonic()
         for request in plan.requests:
             if not request.metrics.first_scheduled_time:
                 request.metrics.first_scheduled_time = started
+        if plan.decoding and self._ended:
+            self._bursts.note_gap(len(plan.requests), started - self._ended)
+        return started
+
+    def _run_now(self) -> list[Request]:
+        """Run one step, and wait for it."""
+        burst = self._burst(len(self.scheduler.running))
+        plan = self.scheduler.schedule(1 if self.speculator and self.gamma else burst)
+        if plan is None:
+            return []
+        started = self._start_clock(plan)
         if self.speculator and self.gamma:
             choice = self._choose_gamma(plan)
             gammas = self._gammas(plan, self.speculator, choice.gamma) if choice.gamma else []
@@ -154,7 +245,7 @@ class Engine:
     def _run_rounds(
         self, plan: Plan, gammas: list[int], speculator: Speculator, started: float, most: int | None
     ) -> list[Request]:
-        """Run as many rounds as take about BURST_SECONDS and have pages, at most `most`."""
+        """Run as many rounds as a call should have (runtime/bursts.py) and have pages, at most `most`."""
         wanted = max(gammas) + 1
         rounds = self._burst(-len(plan.requests))
         tokens = self.scheduler.reserve(plan.requests, min(rounds, most or rounds) * wanted)
@@ -163,15 +254,17 @@ class Engine:
             min(len(request.tokens) + tokens, request.limit, speculator.max_position if gamma else request.limit)
             for request, gamma in zip(plan.requests, gammas, strict=True)
         ]
+        if self._ended:
+            self._bursts.note_gap(-len(plan.requests), started - self._ended)
         gained, rounds_run = speculator.rounds(plan.requests, gammas, rounds, ends)
-        now = time.monotonic()
-        self._note_seconds(-len(plan.requests), (now - started) / rounds_run)
+        self._ended = now = time.monotonic()
+        self._bursts.note_step(-len(plan.requests), (now - started) / rounds_run)
         if self.tempo and self.gamma == AUTO:
             new = sum(map(len, gained)) / len(gained)
             seconds = now - started - speculator.catch_up_seconds
             self.tempo.drafted(plan.requests, True, max(gammas), rounds_run, seconds, new)
         for request, new_tokens in zip(plan.requests, gained, strict=True):
-            self._append_tokens(request, new_tokens, now)
+            self._tell(self._append_tokens(request, new_tokens, now))
         return plan.requests
 
     def _drafts(self, plan: Plan, gammas: list[int], speculator: Drafter) -> list[list[int]]:
@@ -189,31 +282,20 @@ class Engine:
         return drafts
 
     def _burst(self, batch: int) -> int:
-        """Greedy steps that take about BURST_SECONDS with this many requests; for a negative number, rounds."""
-        seconds = self._step_seconds.get(batch, _FIRST_GUESS)
-        return max(1, min(_MAX_BURST, round(BURST_SECONDS / seconds)))
-
-    def _note_seconds(self, batch: int, seconds: float) -> None:
-        """Update the moving average of a step's time. Limited, as a single slow call may be due to other programs."""
-        known = self._step_seconds.setdefault(batch, seconds)
-        self._step_seconds[batch] = known + 0.25 * (min(seconds, 2 * known) - known)
+        """Steps of one call for this many requests; for a negative number, rounds."""
+        return self._bursts.steps(batch)
 
     def _note_plain_steps(self, plan: Plan, steps: int, seconds: float) -> None:
-        self._note_seconds(len(plan.requests), seconds / steps)
+        self._bursts.note_step(len(plan.requests), seconds / steps)
         if self.speculator and self.tempo and self.gamma == AUTO:
             self.tempo.stepped(plan.requests, self._in_one_call(plan), steps, seconds)
 
     def _run_burst(self, plan: Plan, started: float) -> list[Request]:
-        batch, steps = len(plan.requests), plan.steps
-        draws = [request.sampler.draws(request.computed, steps) for request in plan.requests]
-        tokens = self.executor.decode(plan.rows(), steps, draws)
-        now = time.monotonic()
-        self._note_plain_steps(plan, steps, now - started)
-        for index, request in enumerate(plan.requests):
-            request.computed += steps
-            request.sampler.took(tokens[index::batch])
-            self._append_tokens(request, tokens[index::batch], now)
-        return plan.requests
+        rows = plan.rows()
+        tokens = self.executor.decode(rows, plan.steps, self._draws(plan, rows))
+        self._ended = now = time.monotonic()
+        self._note_plain_steps(plan, plan.steps, now - started)
+        return [gain.request for gain in self._advance(plan, tokens, now) if self._tell(gain)]
 
     def _run_step(
         self, plan: Plan, started: float, drafts: Sequence[list[int]], gammas: Sequence[int] = ()
@@ -227,7 +309,7 @@ class Engine:
             for request, row, python in zip(plan.requests, rows, by_logits, strict=True)
         ]
         argmax, logits = self.executor.step(rows, any(by_logits), draws)
-        now = time.monotonic()
+        self._ended = now = time.monotonic()
         if not drafts and decoding:
             self._note_plain_steps(plan, 1, now - started)
         advanced: list[Request] = []
@@ -254,7 +336,7 @@ class Engine:
             if self.speculator:
                 self.speculator.settle(request)
             advanced.append(request)
-            self._append_tokens(request, tokens, now)
+            self._tell(self._append_tokens(request, tokens, now))
             gained += len(tokens)
         if self.tempo and self.gamma == AUTO and gammas and decoding:
             self.tempo.drafted(plan.requests, False, max(gammas), 1, now - started, gained / len(plan.requests))
@@ -300,8 +382,8 @@ class Engine:
             output.add_logprobs([token], [found])
         return token
 
-    def _append_tokens(self, request: Request, tokens: list[int], now: float) -> None:
-        """Append new tokens. Finishes the request at an end of text, a stop text, its limit, or NO_TOKEN."""
+    def _append_tokens(self, request: Request, tokens: list[int], now: float) -> _Gain:
+        """Append new tokens, without text. Frees the pages at an end of text, the request's limit, or NO_TOKEN."""
         reason: str | None = None
         if NO_TOKEN in tokens:
             tokens, reason = tokens[: tokens.index(NO_TOKEN)], "error"
@@ -311,56 +393,37 @@ class Engine:
         output, metrics = request.output, request.metrics
         if not output.token_ids:
             metrics.first_token_time = now
-        if request.detokenizer:
-            if request.params.stops:
-                tokens = self._push_until_stop(request, tokens)
-            else:
-                output.text += request.detokenizer.push(tokens)
         request.tokens += tokens
         output.token_ids += tokens
-        if (reports := request.sampler.take_reports()) is not None:
-            output.add_logprobs(tokens, reported_logprobs(reports, tokens, self._spell))
-        output.drop_logprobs()
-        if output.stop_reason is not None:
-            reason = "stop"
-        elif reason in (None, "error") and len(request.tokens) >= request.limit:
+        if reason in (None, "error") and len(request.tokens) >= request.limit:
             reason = "length"
         if reason:
             metrics.finished_time = now
-            self._finish(request, reason)
+            self.scheduler.release(request)
+        return _Gain(request, tokens, reason)
 
-    def _push_until_stop(self, request: Request, tokens: list[int]) -> list[int]:
-        """Decode tokens into text up to the first stop text. Returns the tokens used."""
-        assert request.detokenizer is not None
-        output, stops = request.output, request.params.stops
-        before, held = request.detokenizer.clone(), request.held_text
-        text = held + request.detokenizer.push(tokens)
-        if _first_stop(text, stops):
-            # Decode again token by token: the request ends with the token that completes the stop text.
-            request.detokenizer, text = before, held
-            for count, token in enumerate(tokens, start=1):
-                text += request.detokenizer.push([token])
-                if found := _first_stop(text, stops):
-                    at, output.stop_reason = found
-                    output.text += text[:at]
-                    request.held_text = ""
-                    return tokens[:count]
-        keep = _possible_start(text, stops)
-        output.text += text[: len(text) - keep]
-        request.held_text = text[len(text) - keep :]
-        return tokens
+    def _tell(self, gain: _Gain) -> bool:
+        """Add the text and the log probabilities of new tokens, which a stop text may end. False if the request was
+        cancelled since."""
+        request, output, tokens = gain.request, gain.request.output, gain.tokens
+        if output.finish_reason is not None:
+            return False
+        if (surplus := len(tokens) - extend_text(request, tokens)) > 0:
+            tokens = tokens[:-surplus]
+            del request.tokens[-surplus:], output.token_ids[-surplus:]
+        if (reports := request.sampler.take_reports()) is not None:
+            output.add_logprobs(tokens, reported_logprobs(reports, tokens, self._spell))
+        output.drop_logprobs()
+        if output.stop_reason is not None or gain.reason:
+            self._finish(request, gain.reason or "stop")
+        return True
 
     def _finish(self, request: Request, reason: str) -> None:
         output = request.output
         if not request.metrics.finished_time:
             request.metrics.finished_time = time.monotonic()
-        if request.detokenizer and output.stop_reason is None:
-            text = request.held_text + request.detokenizer.push([], last=True)
-            if found := _first_stop(text, request.params.stops):  # in text that was held back
-                at, output.stop_reason = found
-                text, reason = text[:at], reason if reason == "abort" else "stop"
-            output.text += text
-        output.finish_reason = reason
+        end_text(request)
+        output.finish_reason = "stop" if output.stop_reason is not None and reason != "abort" else reason
         self.scheduler.release(request)
         if self.speculator:
             self.speculator.release(request)
@@ -373,6 +436,7 @@ class Engine:
         Yields (sequence index, first position, logits [positions, vocab]); the logits are valid until the next item.
         Takes pages of its own. Running requests may be preempted for them and are recomputed later.
         """
+        self._land()
         length, rows = len(sequences[0]), self.executor.limits.max_tokens
         chunk = min(chunk, length, rows)
         need = self.pool.pages_for(length)
@@ -395,17 +459,3 @@ class Engine:
             finally:
                 for held in pages.values():
                     self.pool.give_back(held)
-
-
-def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """Index and text of the earliest stop text; None without one."""
-    found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
-    return min(found, default=None)
-
-
-def _possible_start(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest suffix of `text` that is a prefix of a stop text."""
-    for size in range(min(len(text), max(map(len, stops)) - 1), 0, -1):
-        if any(stop.startswith(text[-size:]) for stop in stops):
-            return size
-    return 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -151,6 +151,9 @@ class StepExecutor(Protocol):
     """Whether steps can draw tokens, apply penalties and report log probabilities. Then the "argmax" of a sequence is
     chosen as its Draws say, and their reports are written."""
 
+    overlaps: bool
+    """Whether it has `start`: the host can do something else while a step runs."""
+
     def step(
         self, sequences: Sequence[Rows], logits: bool, draws: Sequence[Draws] = ()
     ) -> tuple[list[int], FloatArray | None]:
@@ -161,6 +164,12 @@ class StepExecutor(Protocol):
 
     def decode(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> list[int]:
         """`steps` tokens for each sequence (one row each): [steps, sequences], flattened."""
+
+    def start(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> Callable[[], list[int]]:
+        """Start `decode`, or with one step `step`, and return a function that waits for its tokens.
+
+        Any other call waits for it, too.
+        """
 
     def profile(self, on: bool) -> None:
         """Start (resetting the counters) or stop timing each call."""
@@ -203,7 +212,7 @@ class Executor:
     it. Raises ResourceError if threads or memory are short.
     """
 
-    draws = True
+    draws, overlaps = True, False
 
     def __init__(
         self,
@@ -320,6 +329,10 @@ class Executor:
         if status:
             raise RuntimeError(f"qc_decode refused its arguments ({status})")
         return self._decoded[:count]
+
+    def start(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> Callable[[], list[int]]:
+        """Not for a CPU, whose cores are the host's."""
+        raise NotImplementedError
 
     def profile(self, on: bool) -> None:
         """Start (resetting the counters) or stop timing each call."""

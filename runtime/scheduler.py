@@ -96,10 +96,10 @@ class Scheduler:
         self.waiting.append(request)
 
     def release(self, request: Request) -> None:
-        """Remove a finished or cancelled request and free its pages."""
+        """Remove a finished or cancelled request and free its pages; idempotent."""
         if request in self.running:
             self.running.remove(request)
-        else:
+        elif request in self.waiting:
             self.waiting.remove(request)
         self._give_back(request)
 

@@ -6,22 +6,23 @@ its whole history, read back through the block table. A wrong page, slot, positi
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import hashlib
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from qcompile.runtime.accept import pick
-from qcompile.runtime.executor import Executor, Limits, QcDraws
+from qcompile.runtime.executor import Executor, FloatArray, Limits, QcDraws, Rows
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.loader import Arena
 from qcompile.runtime.penalties import Occurrences, penalize
-from qcompile.runtime.sampling import SamplingParams, distribution
+from qcompile.runtime.sampling import Draws, SamplingParams, distribution
 
 VOCAB, PAGE_TOKENS, MAX_TOKENS, CONTEXT, EOS = 260, 64, 96, 1000, 0
 PAGE_BYTES = PAGE_TOKENS * 8
@@ -198,10 +199,50 @@ def byte_tokenizer() -> Any:
     return tokenizer
 
 
+class LateExecutor(Executor):
+    """Runs what `start` is given as late as a GPU may: when its tokens, or those of a later call, are asked for."""
+
+    overlaps = True
+    _late: Callable[[], list[int]] | None = None
+
+    def start(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> Callable[[], list[int]]:
+        self.settle()
+        # As on a GPU, the inputs have been read when this returns.
+        rows = [row._replace(tokens=list(row.tokens), pages=list(row.pages)) for row in sequences]
+        draws = [draw._replace(penalties=copy.deepcopy(draw.penalties)) for draw in draws]
+        found: list[int] | None = None
+
+        def run() -> list[int]:
+            nonlocal found
+            if found is None:
+                self._late = None
+                found = list(self.decode(rows, steps, draws) if steps > 1 else self.step(rows, False, draws)[0])
+            return found
+
+        self._late = run
+        return run
+
+    def settle(self) -> None:
+        if self._late:
+            self._late()
+
+    def step(self, *given: Any, **more: Any) -> tuple[list[int], FloatArray | None]:
+        self.settle()
+        return super().step(*given, **more)
+
+    def decode(self, *given: Any, **more: Any) -> list[int]:
+        self.settle()
+        return super().decode(*given, **more)
+
+
+Chosen: type[Executor] = Executor
+"""What fake_llm takes; tests/runtime/conftest.py changes it."""
+
+
 def fake_llm(pages: int = 64, max_batch: int = 8, tokenizer: Any = None, max_tokens: int = MAX_TOKENS) -> LLM:
     """An LLM over the fake library."""
     limits = Limits(max_tokens, VOCAB, PAGE_TOKENS, CONTEXT)
     weights = (ctypes.c_void_p * 1)()
-    executor = Executor(FakeLibrary(), weights, Arena(pages * PAGE_BYTES), pages, 1, limits)
+    executor = Chosen(FakeLibrary(), weights, Arena(pages * PAGE_BYTES), pages, 1, limits)
     model = {"bos_token_id": EOS, "eos_token_ids": [EOS]}
     return LLM(executor, {"model": model}, tokenizer, max_batch)

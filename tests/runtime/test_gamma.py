@@ -15,7 +15,7 @@ import pytest
 import qcompile
 from qcompile import artifact, tune
 from qcompile.errors import UsageError
-from qcompile.runtime import cpu_load, engine
+from qcompile.runtime import bursts, cpu_load
 from qcompile.runtime import gamma as gamma_module
 from qcompile.runtime.gamma import AUTO, Costs, GammaPolicy, Tempo, best, expected, observe, predicted
 from qcompile.runtime.outputs import SpeculationMetrics
@@ -240,7 +240,7 @@ def test_tuning_is_kept_in_the_artifact(tiny_checkpoint: Path, tmp_path: Path) -
 
 def test_tuning_computes_each_prompt_once(tiny_artifact: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests go back, and on from there as they did before."""
-    monkeypatch.setattr(engine, "BURST_SECONDS", 0.0)  # else one call of so small a model reaches the end
+    monkeypatch.setattr(bursts, "_MOST_BURST_SECONDS", 0.0)  # else one call of so small a model reaches the end
     out = tiny_artifact("qspec")
     with qcompile.load(out, threads=1, gamma=AUTO, max_batch=4) as llm:
         group = tune._Group(llm, [[1, 2, 3, 4], [7] * 30, [5]], 12)

@@ -23,6 +23,8 @@ from qcompile.tune import tune
 from tests.runtime.fake import byte_tokenizer, fake_llm, reference_greedy
 from tests.runtime.test_server import serving
 
+pytestmark = pytest.mark.usefixtures("executors")
+
 BROKEN = 250
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},

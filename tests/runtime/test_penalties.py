@@ -14,6 +14,8 @@ from qcompile.runtime.speculate import Level, Speculator
 from tests.codegen.sampled import penalized
 from tests.runtime.fake import fake_llm
 
+pytestmark = pytest.mark.usefixtures("executors")
+
 VOCAB = 300
 
 

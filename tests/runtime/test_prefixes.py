@@ -20,6 +20,8 @@ from qcompile.runtime.prefixes import PrefixTree
 from qcompile.runtime.sampling import SamplingParams
 from tests.runtime.fake import PAGE_TOKENS, VOCAB, fake_llm, reference_greedy
 
+pytestmark = pytest.mark.usefixtures("executors")
+
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 

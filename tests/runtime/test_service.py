@@ -16,6 +16,8 @@ from qcompile.runtime.sampling import SamplingParams
 from qcompile.runtime.service import Answer, BusyError, Service
 from tests.runtime.fake import fake_llm
 
+pytestmark = pytest.mark.usefixtures("executors")
+
 BROKEN = 250
 
 

@@ -19,6 +19,8 @@ from qcompile.runtime.sampling import SamplingParams
 from qcompile.runtime.tokenizer import Detokenizer, encode, spelled
 from tests.runtime.fake import CONTEXT, VOCAB, byte_tokenizer, fake_llm, reference_greedy
 
+pytestmark = pytest.mark.usefixtures("executors")
+
 TOKENIZER = byte_tokenizer()
 TEXT = "naïve café — 你好, мир 🙂👩‍👩‍👧 x = [1, 2]\n\tend"
 
