@@ -46,7 +46,7 @@ def changed(texts: list[Text], logits: Tensor) -> Tensor:
         sender.grow(draws)
     rows = [(s, token, text.start + i) for s, text in enumerate(texts) for i, token in enumerate(text.tokens)]
     counts = sender.send(draws, len(rows)) | {"tokens": len(rows), "outputs": len(rows)}
-    types = {"sampling": "*fp64", "draws": "*fp64", "seen": "*i32"}
+    types = {"sampling": "*fp64", "draws": "*fp64", "seen": "*i32", "reports": "*fp64"}
     given = {name: driver.at(address, types[name]) for name, address in sender.addresses.items()}
     columns = zip(("row_sequence", "token_ids", "positions"), zip(*rows, strict=True), strict=True)
     given |= {name: torch.tensor(column, dtype=torch.int32) for name, column in columns}
@@ -133,7 +133,7 @@ def interpret_engine(how: str) -> None:
     params = penalized(max_tokens=6, ignore_eos=True)[:6]
     params[3] = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     if how == "logits":
-        params[1] = SamplingParams(temperature=0, repetition_penalty=0.2, logprobs=1, max_tokens=6, ignore_eos=True)
+        params[1] = SamplingParams(temperature=0, repetition_penalty=0.2, logprobs=21, max_tokens=6, ignore_eos=True)
     asked: list[bool] = []
     step = CudaExecutor.step
 
