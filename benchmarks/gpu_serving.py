@@ -1,0 +1,136 @@
+"""What users of `generate` and of the HTTP server get of a GPU's decoding: a Llama-3-8B configuration, random weights.
+
+    python benchmarks/gpu_serving.py [out.json] [--recipes=qserve,...] [--batches=1,8,64,256]
+
+Each of so many requests at once has a prompt of 16 tokens and 512 tokens of output, whose text is decoded. "executor"
+is the same decoding without any of the host's work, at the mean context; "waiting" is `generate` where the host waits
+for each step before it does anything else; "http" streams to clients of another process, each with its own connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+PROMPT, OUTPUT, ROUNDS = 16, 512, 2
+BATCHES = (1, 8, 64, 256)
+
+
+async def ask(port: int, index: int, found: list[tuple[float, float]]) -> None:
+    """Stream the answers to ROUNDS prompts; notes the times of their first pieces and of their ends."""
+    for turn in range(ROUNDS):
+        body = {"prompt": [1 + index, 2 + turn, *range(3, 1 + PROMPT)], "max_tokens": OUTPUT, "stream": True}
+        content = json.dumps(body | {"temperature": 0, "ignore_eos": True}).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+        asked, first = time.monotonic(), 0.0
+        writer.write(f"{head}{len(content)}\r\n\r\n".encode() + content)
+        while not (line := await reader.readline()).startswith(b"data: [DONE]"):
+            if not line:
+                raise SystemExit("the server hung up")
+            if line.startswith(b"data: ") and not first:
+                first = time.monotonic()
+        writer.close()
+        found.append((first - asked, time.monotonic()))
+
+
+async def client(port: int, batch: int) -> dict[str, float]:
+    """Tokens per second of so many clients, and their median time to the first token."""
+    for _ in range(2):  # the first time is a rehearsal
+        found: list[tuple[float, float]] = []
+        started = time.monotonic()
+        await asyncio.gather(*(ask(port, index, found) for index in range(batch)))
+    taken = time.monotonic() - started
+    return {"http": batch * ROUNDS * OUTPUT / taken, "first_token_seconds": statistics.median(f for f, _ in found)}
+
+
+def over_http(llm: Any, batch: int, folder: Path) -> dict[str, float]:
+    """`client` in another process, of a server in this one."""
+    from qcompile.runtime import server
+
+    listening, out = server.bind("127.0.0.1", 0), folder / "client.json"
+    arguments = [f"--client={listening.getsockname()[1]},{batch}", str(out)]
+    served = server.Served(llm, "llama", max_waiting=1024)
+    with contextlib.suppress(KeyboardInterrupt):  # the client's, when it is done
+        server.serve(served, listening, lambda: subprocess.Popen([sys.executable, __file__, *arguments]) and None)
+    found: dict[str, float] = json.loads(out.read_text())
+    return found
+
+
+def generated(llm: Any, batch: int) -> float:
+    """Tokens per second of `generate`."""
+    prompts = [[1 + index, *range(2, 1 + PROMPT)] for index in range(batch)]
+    best = 0.0
+    for _ in range(3):
+        started = time.perf_counter()
+        outputs = llm.generate(prompts, temperature=0, max_tokens=OUTPUT, ignore_eos=True)
+        best = max(best, batch * OUTPUT / (time.perf_counter() - started))
+        assert all(len(output.outputs[0].token_ids) == OUTPUT for output in outputs)
+    return best
+
+
+def measure(recipe: str, folder: Path, batches: tuple[int, ...]) -> list[dict[str, Any]]:
+    """The rates of each batch."""
+    from tokenizers import Tokenizer, models
+
+    from benchmarks.gpu_e2e import decode_rate, open_random
+    from qcompile.runtime.llm import LLM
+
+    context = PROMPT + 2 * OUTPUT
+    opened = open_random(recipe, folder, max(batches) * context, context)
+    words = {f"word{index}": index for index in range(opened.target.limits.vocab)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="word0"))
+    found = []
+    for batch in batches:
+        row: dict[str, Any] = {"recipe": recipe, "batch": batch}
+        row["executor"] = decode_rate(opened.target, batch, PROMPT + OUTPUT // 2)
+        llm = LLM(opened.target, {"model": {"eos_token_ids": []}}, tokenizer, batch, prefix_caching=False)
+        row["generate"] = generated(llm, batch)
+        llm.engine.overlaps = False
+        row["waiting"] = generated(llm, batch)
+        llm.engine.overlaps = True
+        try:
+            row |= over_http(llm, batch, folder)
+        except ModuleNotFoundError as error:
+            row["http"] = f"no {error.name}"
+        llm._close.detach()  # the executor serves the next batch
+        found.append(row)
+        print(row, flush=True)
+    opened.close()
+    return found
+
+
+def main() -> None:
+    options = dict(a.removeprefix("--").split("=", 1) for a in sys.argv[1:] if a.startswith("--"))
+    paths = [Path(a) for a in sys.argv[1:] if not a.startswith("--")]
+    if "client" in options:
+        port, batch = map(int, options["client"].split(","))
+        paths[0].write_text(json.dumps(asyncio.run(client(port, batch))))
+        os.kill(os.getppid(), signal.SIGINT)
+        return
+    from benchmarks.gpu_common import facts
+    from benchmarks.gpu_e2e import empty_checkpoint, write
+
+    batches = tuple(map(int, options["batches"].split(","))) if "batches" in options else BATCHES
+    results: dict[str, Any] = {**facts(), "prompt": PROMPT, "output": OUTPUT, "tokens_per_second": []}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = empty_checkpoint(Path(temporary))
+        for recipe in options.get("recipes", "qserve").split(","):
+            results["tokens_per_second"] += measure(recipe, folder, batches)
+            write(results, paths)
+
+
+if __name__ == "__main__":
+    main()
