@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,7 @@ _PEAK, _SUM, _LOGIT, _RANK, _FIXED = range(5)
 """Columns of a report."""
 
 
-@dataclass(frozen=True)
-class Logprob:
+class Logprob(NamedTuple):
     """Natural logarithm of a token's probability under the model, before any option, and its rank from 1."""
 
     logprob: float
