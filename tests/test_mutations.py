@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.mutations import MUTATIONS, Mutation
+from benchmarks.mutation_list import MUTATIONS, Mutation
 
 ROOT = Path(__file__).parents[1]
 

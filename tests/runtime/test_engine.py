@@ -123,6 +123,29 @@ def test_random_cancellation_loses_no_page() -> None:
         assert got == (expected[: len(got)] if request.output.finish_reason == "abort" else expected)
 
 
+@pytest.mark.parametrize("burst", [1, 5])
+def test_a_request_may_be_cancelled_while_a_step_runs(burst: int) -> None:
+    llm = fake_llm()
+    llm.engine._burst = lambda batch: burst  # type: ignore[method-assign]
+    prompts = prompts_of(4, 30, seed=4)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    requests = [llm.engine.add(prompt, params) for prompt in prompts]
+    for _ in range(3):
+        llm.engine.step()
+    for at in (2, 0):
+        llm.engine.cancel(requests[at])
+        llm.engine.check()
+        llm.engine.step()
+    gained = [list(requests[at].tokens) for at in (2, 0)]
+    while llm.engine.busy:
+        llm.engine.step()
+        llm.engine.check()
+    assert [requests[at].tokens for at in (2, 0)] == gained
+    for at in (1, 3):
+        assert requests[at].output.token_ids == reference_greedy(prompts[at], 20, eos=None)
+    assert llm.engine.pool.used == 0
+
+
 def test_closed_stream_cancels_its_requests() -> None:
     llm = fake_llm()
     stream = llm.stream(prompts_of(4, 50), temperature=0, max_tokens=500, ignore_eos=True)

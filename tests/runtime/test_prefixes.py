@@ -227,10 +227,13 @@ def test_drafts_go_on_from_their_own_caches(
             return step(self, given, *rest, **more)
 
         monkeypatch.setattr(Executor, "step", counted)
+        llm.engine.gamma = 0
+        assert llm.generate([prompts[0]], params[0])[0].outputs[0] == plain[0]
+        assert not rows  # the draft knows nothing of it yet
+        llm.engine.gamma = 3
         for one in range(5):
             output = llm.generate([prompts[one]], params[one])[0]
-            assert output.outputs[0] == plain[one]
-            assert output.metrics.cached_tokens == (128 if one else 0)
+            assert output.outputs[0] == plain[one] and output.metrics.cached_tokens == 128
         assert llm.generate(prompts, params)[0].outputs[0] == plain[0]
         assert len([count for count in rows if count > 100]) == own
         llm.engine.check()

@@ -192,6 +192,20 @@ def test_stop_texts(
         assert TOKENIZER.decode(output.token_ids).endswith(reason)
 
 
+@pytest.mark.parametrize("burst", [1, 4])
+def test_nothing_is_added_after_a_stop_text(llm: LLM, monkeypatch: pytest.MonkeyPatch, burst: int) -> None:
+    """Another request goes on; the next step may have run already when the text is found."""
+    scripted(llm, TEXT, monkeypatch)
+    llm.engine._burst = lambda batch: burst  # type: ignore[method-assign]
+    params = [SamplingParams(temperature=0, max_tokens=40, stop=stop) for stop in ("ï", None)]
+    ended, other = (llm.engine.add(TOKENIZER.encode("?").ids, one) for one in params)
+    while llm.engine.busy:
+        llm.engine.step()
+    assert ended.output.text == "na" and TOKENIZER.decode(ended.output.token_ids) == "naï"
+    assert ended.tokens == [*TOKENIZER.encode("?").ids, *ended.output.token_ids]
+    assert len(other.output.token_ids) == 40 and llm.engine.pool.used == 0
+
+
 def test_a_stop_text_that_ends_in_half_a_character(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the end of the tokens makes certain that no character comes of them."""
     scripted(llm, "ab🙂", monkeypatch)

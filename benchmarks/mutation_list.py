@@ -1,0 +1,428 @@
+"""The faults of mutations.py, and the tests that ought to notice each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """In `file`, `old` (which occurs once) becomes `new`; `tests` are pytest's arguments."""
+
+    fault: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+NORMS, ROTATE = "tests/passes/test_fold_norms.py", "tests/passes/test_rotate.py"
+SMOOTH, REORDER = "tests/passes/test_smooth.py", "tests/passes/test_reorder.py"
+STEP, OPS, NUMERICS = "tests/passes/test_step_passes.py", "tests/test_ops.py", "tests/test_numerics.py"
+RAISE, FAMILIES = "tests/passes/test_raise.py", "tests/passes/test_raise_families.py"
+KERNELS, ROWS = "tests/codegen/test_cpu_step.py", "tests/codegen/test_cpu_rowops.py"
+PENALTIES, GPU_PENALTIES = "tests/codegen/test_cpu_penalties.py", "tests/codegen/test_gpu_penalties.py"
+REPORTS, GPU_REPORTS = "tests/codegen/test_cpu_report.py", "tests/codegen/test_gpu_report.py"
+TORCH = f"{KERNELS} -k equals_torch"
+WEIGHTS, MODEL = "qcompile/ops/weights.py", "qcompile/ops/model.py"
+ATTENTION, KV, ROPE = (f"codegen/templates/cpu/{name}.h" for name in ("attention", "kv", "rope"))
+
+MUTATIONS = (
+    Mutation(
+        "a norm's bias is dropped when it is folded",
+        "passes/fold_norms.py",
+        "        if shift is not None:\n            moved",
+        "        if False:\n            moved",
+        NORMS,
+    ),
+    Mutation(
+        "biases that write a centered stream are not centered",
+        "passes/fold_norms.py",
+        "            _center_argument(graph, writer, place + 1, axis)\n",
+        "            pass\n",
+        NORMS,
+    ),
+    Mutation(
+        "one writer of the residual stream is not rotated",
+        "passes/rotate.py",
+        "for writer in sources:\n            place",
+        "for writer in sources[1:]:\n            place",
+        ROTATE,
+    ),
+    Mutation(
+        "biases that write a rotated stream are not rotated",
+        "passes/rotate.py",
+        "                _rotate_argument(graph, writer, place + 1, signs, axis)\n",
+        "                pass\n",
+        ROTATE,
+    ),
+    Mutation(
+        "the output projection does not follow its rotated values",
+        "passes/rotate.py",
+        "        for reader in readers:\n            _rotate_argument(graph, reader, 1, signs, 1)\n        return 1",
+        "        return 1",
+        ROTATE,
+    ),
+    Mutation(
+        "weights behind an online rotation are not rotated",
+        "passes/rotate.py",
+        "            _rotate_argument(graph, reader, place, ones, int(inputs or 0))\n",
+        "            pass\n",
+        ROTATE,
+    ),
+    Mutation(
+        "norms with weights let a rotation pass",
+        "qcompile/analysis.py",
+        'ops.name_of(user.target) == "rms_norm" and user.args[1] is None',
+        'ops.name_of(user.target) == "rms_norm"',
+        ROTATE,
+    ),
+    Mutation(
+        "what reads a residual stream and writes it is no reader",
+        "qcompile/analysis.py",
+        "for user in node.users if user not in tied]",
+        "for user in node.users if user not in values]",
+        ROTATE,
+    ),
+    Mutation(
+        "wrong rotary pairing of key scales",
+        WEIGHTS,
+        "(-1, 2) if interleaved else (2, -1))",
+        "(2, -1) if interleaved else (-1, 2))",
+        SMOOTH,
+    ),
+    Mutation(
+        "smoothing divides where it should multiply",
+        "passes/smooth.py",
+        "node.args[1], factor, 1, False))",
+        "node.args[1], factor, 1, True))",
+        SMOOTH,
+    ),
+    Mutation(
+        "keys that others read are scaled too",
+        "passes/channels.py",
+        "if set(node.users) != {user} or not analysis.read_once(node):",
+        "if not node.users:",
+        SMOOTH,
+    ),
+    Mutation(
+        "norm weights do not follow reordered channels",
+        "passes/reorder.py",
+        "for node, index in space.vectors:",
+        "for node, index in space.vectors[1:]:",
+        REORDER,
+    ),
+    Mutation(
+        "all query heads take the order of the first KV head",
+        WEIGHTS,
+        "(order + torch.arange(len(order))[:, None] * head_dim)",
+        "(order[:1] + torch.arange(len(order))[:, None] * head_dim)",
+        REORDER,
+    ),
+    Mutation(
+        "gate and up swapped",
+        "passes/merge.py",
+        '"interleave_rows", gate.args[1], up.args[1]',
+        '"interleave_rows", up.args[1], gate.args[1]',
+        STEP,
+    ),
+    Mutation(
+        "the gate's bias is dropped",
+        "passes/merge.py",
+        "if _bias(n) is None else _bias(n) for n in linears]",
+        "if _bias(n) is None or n is linears[0] else _bias(n) for n in linears]",
+        STEP,
+    ),
+    Mutation(
+        "a bias is dropped when its linear is quantized",
+        "passes/quantize.py",
+        "packed, bias, None, format",
+        "packed, None, None, format",
+        STEP,
+    ),
+    Mutation(
+        "the cached attention ignores windows",
+        "passes/cache.py",
+        "shape = (layer, scale, window, softcap",
+        "shape = (layer, scale, 0, softcap",
+        STEP,
+    ),
+    Mutation(
+        "a norm that others read is fused all the same",
+        "passes/fuse.py",
+        'if kind is None or len(norm.users) > 1 or dtype == "f32":',
+        'if kind is None or dtype == "f32":',
+        STEP,
+    ),
+    Mutation(
+        "values that meet in one call share memory",
+        "passes/plan_memory.py",
+        "if b.first <= value.last and value.first <= b.last",
+        "if b.first < value.last and value.first < b.last",
+        STEP,
+    ),
+    Mutation(
+        "weights are rounded down",
+        "qcompile/rounding.py",
+        "codes = (torch.round(w / scale) + zero)",
+        "codes = (torch.floor(w / scale) + zero)",
+        NUMERICS,
+    ),
+    Mutation(
+        "zero points are rounded down",
+        "qcompile/rounding.py",
+        "zero = torch.round(-low / scale)",
+        "zero = torch.floor(-low / scale)",
+        NUMERICS,
+    ),
+    Mutation(
+        "ties of E2M1 go down",
+        "qcompile/numerics.py",
+        "(size >= edge) if index % 2",
+        "(size > edge) if index % 2",
+        NUMERICS,
+    ),
+    Mutation(
+        "the reference's window is one token too wide",
+        MODEL,
+        "seen & (distance < window) if window",
+        "seen & (distance <= window) if window",
+        f"{FAMILIES} -k gemma2",
+    ),
+    Mutation(
+        "the reference ignores soft caps", MODEL, "    if softcap:\n", "    if softcap < 0:\n", f"{FAMILIES} -k gemma2"
+    ),
+    Mutation(
+        "the reference pairs rotary features the other way",
+        MODEL,
+        "if interleaved else head.chunk(2, -1)",
+        "if not interleaved else head.chunk(2, -1)",
+        OPS,
+    ),
+    Mutation(
+        "the reference's RMS norm has no eps",
+        MODEL,
+        "x.pow(2).mean(-1, keepdim=True) + eps)",
+        "x.pow(2).mean(-1, keepdim=True))",
+        f"{RAISE} {FAMILIES}",
+    ),
+    Mutation(
+        "a proven window is one token too wide",
+        "passes/raise_masks.py",
+        "return 0 if width == length else width",
+        "return 0 if width == length else width + 1",
+        RAISE,
+    ),
+    Mutation(
+        "an unbiased variance counts as a layer norm's",
+        "passes/raise_patterns.py",
+        'get("correction", 1) not in (0, 0.0)',
+        'get("correction", 1) not in (0, 0.0, 1)',
+        RAISE,
+    ),
+    Mutation("the kernel's window is one token too wide", ATTENTION, "last - a.window + 1", "last - a.window", TORCH),
+    Mutation("the kernel ignores soft caps", ATTENTION, "if (a.softcap > 0)", "if (a.softcap < 0)", TORCH),
+    Mutation(
+        "the kernel turns interleaved pairs the other way",
+        ROPE,
+        "x[2 * i + 1] = b * c[i] + a * s[i];",
+        "x[2 * i + 1] = b * c[i] - a * s[i];",
+        TORCH,
+    ),
+    Mutation(
+        "keys go to the next page slot", KV, "(float*)block.k + slot;", "(float*)block.k + (slot + 1) % kPage;", TORCH
+    ),
+    Mutation(
+        "quantized keys have a zero point one too high",
+        KV,
+        "const float z = __builtin_rintf(-lo / step);",
+        "const float z = __builtin_rintf(-lo / step) + 1.0f;",
+        TORCH,
+    ),
+    Mutation(
+        "the kernel's norm has no eps",
+        "codegen/templates/cpu/rowops.h",
+        "(float)width + eps);\n    int i = 0;",
+        "(float)width);\n    int i = 0;",
+        ROWS,
+    ),
+    Mutation(
+        "the kernel's layer norm keeps the mean",
+        "codegen/templates/cpu/rowops.h",
+        "load<f32x16>(from + i) - mean);",
+        "load<f32x16>(from + i));",
+        ROWS,
+    ),
+    Mutation(
+        "the online rotation leaves out a doubling",
+        "codegen/templates/cpu/hadamard.h",
+        "stride = kCore == 1 ? 16 : kCore;",
+        "stride = kCore == 1 ? 16 : 2 * kCore;",
+        "tests/codegen/test_hadamard.py -k kernel",
+    ),
+    Mutation(
+        "top-p drops the token that crosses it",
+        "runtime/sampling.py",
+        "count = np.count_nonzero(np.cumsum(falling) - falling < params.top_p)",
+        "count = max(1, np.count_nonzero(np.cumsum(falling) <= params.top_p))",
+        "tests/runtime/test_sampling.py",
+    ),
+    Mutation(
+        "negative logits of seen tokens are divided too",
+        "runtime/penalties.py",
+        "found * factor)",
+        "found / factor)",
+        "tests/runtime/test_sampling.py",
+    ),
+    Mutation(
+        "penalties do not note what an executor chose",
+        "runtime/sampling.py",
+        "for token in tokens if self._noted else ():",
+        "for token in ():",
+        "tests/runtime/test_penalties.py",
+    ),
+    Mutation(
+        "drafts' penalties do not know the drafts before them",
+        "runtime/speculate.py",
+        "len(drafts[i]) + 1, drafts[i])",
+        "len(drafts[i]) + 1)",
+        "tests/runtime/test_penalties.py",
+    ),
+    Mutation(
+        "the library's penalties do not count a burst's tokens again",
+        "codegen/templates/cpu/penalties.h",
+        "d.counts[i] + times[token]",
+        "d.counts[i]",
+        f"{PENALTIES} -k are_pythons",
+    ),
+    Mutation(
+        "the library keeps the tokens of a step one place too far on",
+        "codegen/templates/cpu/penalties.h",
+        "b.positions[t] - d.first - 1",
+        "b.positions[t] - d.first",
+        f"{PENALTIES} -k gives_pythons",
+    ),
+    Mutation(
+        "the library does not look for the largest logit after penalties",
+        "codegen/templates/cpu/driver.h",
+        "      b.argmax[r] = sampler.best(x);\n",
+        "",
+        f"{PENALTIES} -k gives_pythons",
+    ),
+    Mutation(
+        "a GPU's penalties are for each occurrence of a recent token",
+        "codegen/templates/triton/penalties.py.jinja",
+        "(at < after) & (known == 0)",
+        "at < after",
+        f"{GPU_PENALTIES} -k rows",
+    ),
+    Mutation(
+        "a GPU keeps the tokens of a step one place too far on",
+        "codegen/templates/triton/penalties.py.jinja",
+        "seen + start + after - 1",
+        "seen + start + after",
+        f"{GPU_PENALTIES} -k rows",
+    ),
+    Mutation(
+        "a GPU's drafts keep recent tokens of their own",
+        "runtime/cuda_speculate.py",
+        "drafting, seen)",
+        "drafting)",
+        f"{GPU_PENALTIES} -k shared",
+    ),
+    Mutation(
+        "the library reports logits with penalties",
+        "codegen/templates/cpu/driver.h",
+        "if (reported) plain = (float*)memcpy(",
+        "if (reported) (void)memcpy(",
+        f"{REPORTS} -k python_finds",
+    ),
+    Mutation(
+        "the library reports the last of equal logits",
+        "codegen/templates/cpu/report.h",
+        "logits[at - 1] < x[i]",
+        "logits[at - 1] <= x[i]",
+        f"{REPORTS} -k are_pythons",
+    ),
+    Mutation(
+        "a GPU's rank counts equal logits",
+        "codegen/templates/triton/report.py.jinja",
+        "(x > own)",
+        "(x >= own)",
+        f"{GPU_REPORTS} -k rows",
+    ),
+    Mutation(
+        "perplexity is of the token itself, not the next",
+        "runtime/evaluate.py",
+        "tokens[start + 1 : start + 1 + len(logits)]",
+        "tokens[start : start + len(logits)]",
+        "tests/runtime/test_evaluate.py",
+    ),
+    Mutation(
+        "a preempted request keeps its place",
+        "runtime/scheduler.py",
+        "        request.computed = 0\n        request.drafts",
+        "        request.drafts",
+        "tests/runtime/test_engine.py",
+    ),
+    Mutation(
+        "all of a prompt may be cached, so that no token is left to give logits",
+        "runtime/prefixes.py",
+        "range(0, len(tokens) - self._page_tokens, self._page_tokens)",
+        "range(0, len(tokens) - self._page_tokens + 1, self._page_tokens)",
+        "tests/runtime/test_prefixes.py",
+    ),
+    Mutation(
+        "a page that is not full yet is shared",
+        "runtime/scheduler.py",
+        "full = min(request.computed, len(request.tokens)) // self.pool.page_tokens",
+        "full = -(-min(request.computed, len(request.tokens)) // self.pool.page_tokens)",
+        "tests/runtime/test_prefixes.py",
+    ),
+    Mutation(
+        "a forgotten page is still found through the page before it",
+        "runtime/prefixes.py",
+        "del first.parent.children[first.key]",
+        "first.key",
+        "tests/runtime/test_prefixes.py",
+    ),
+    Mutation(
+        "a shared page is given away when the first of its requests ends",
+        "runtime/blocks.py",
+        "self._holders[page] += 1",
+        "self._holders[page] = 1",
+        "tests/runtime/test_prefixes.py",
+    ),
+    Mutation(
+        "a draft goes on from pages that its own cache lacks",
+        "runtime/prefixes.py",
+        "held = [count >= depth * self._page_tokens for count in positions]",
+        "held = [True for _ in positions]",
+        "tests/runtime/test_prefixes.py",
+    ),
+    Mutation(
+        "tokens of a request that a stop text ended while the next step ran are kept",
+        "runtime/engine.py",
+        "if request.output.finish_reason is not None:  # cancelled, or ended by a stop text, while the step ran",
+        "if request.output.finish_reason == 'abort':",
+        "tests/runtime/test_text.py tests/runtime/test_engine.py",
+    ),
+    Mutation(
+        "a step's tokens are attributed without those of requests cancelled while it ran",
+        "runtime/engine.py",
+        """                new = [tokens[at]]
+                at += 1
+""",
+        """                new = [tokens[at]]
+                at += request.output.finish_reason is None
+""",
+        "tests/runtime/test_engine.py tests/runtime/test_prefixes.py",
+    ),
+    Mutation(
+        "a file's hash is not looked at",
+        "qcompile/artifact.py",
+        'return None if digest == expected["sha256"] else',
+        "return None if digest else",
+        "tests/test_artifact.py",
+    ),
+)
