@@ -34,6 +34,8 @@ MOST_BYTES, MOST_BYTES_A_TOKEN = 2 << 20, 16
 responses wait."""
 _DRAIN_SECONDS = 5  # for open responses to complete after the server was told to end
 _LAST_SECONDS = 1  # then, for telling all remaining clients
+_ENCODED_AT_ONCE = 2000
+"""Characters, or tokens, whose encoding takes less time than handing it to another thread and back."""
 _IDLE_SECONDS = 75  # longer than proxies keep them: if the server closes first, a request may be under way
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -97,11 +99,15 @@ def bind(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 takes a free port. Raises ResourceError, UsageError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
+        listening = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise ResourceError(f"cannot listen on port {port} of {host}: {error.strerror}; take another") from error
     except UnicodeError as error:  # invalid characters, or a label of the name is empty or too long
         raise UsageError(f"{shown(host)} cannot be the name of a host: give another (--host)") from error
+    # Connections inherit this; asyncio sets it for sockets that name their protocol only. Without it a response of
+    # two writes waits 40 ms for the client to acknowledge the first.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
 
 
 def create_app(served: Served, service: Service) -> FastAPI:
@@ -218,7 +224,7 @@ class _Handlers:
         if asked.model is not None:
             self._known(asked.model)
         self._service.admit(len(prompts) * params.n, params)
-        tokens = await run_in_threadpool(lambda: [self._llm.encode(prompt, special=special) for prompt in prompts])
+        tokens = await self._encoded(prompts, special)
         answer = self._service.submit(tokens, params, partial=asked.stream)
         if asked.stream:
             events = reply.events(answer, self.metrics.finished, asked.wants_usage)
@@ -227,6 +233,14 @@ class _Handlers:
         if outputs is None:
             return Response(status_code=499)  # nobody reads it; proxies log this status for it
         return JSONResponse(reply.whole(outputs))
+
+    async def _encoded(self, prompts: list[Prompt], special: bool) -> list[list[int]]:
+        """The prompts' tokens. Long texts are encoded in a thread, so that other responses go on meanwhile."""
+
+        def encode() -> list[list[int]]:
+            return [self._llm.encode(prompt, special=special) for prompt in prompts]
+
+        return encode() if sum(map(len, prompts)) <= _ENCODED_AT_ONCE else await run_in_threadpool(encode)
 
     async def _collect(self, answer: Answer) -> list[RequestOutput]:
         outputs = []

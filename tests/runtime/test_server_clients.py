@@ -141,3 +141,12 @@ def test_penalties_of_what_was_generated(client: Client) -> None:
         want, plain = (alone.generate("ab", SamplingParams(**GREEDY | more))[0].outputs[0] for more in (options, {}))
     assert client.complete("ab", **options)["choices"][0]["text"] == want.text
     assert want.token_ids != plain.token_ids
+
+
+def test_responses_do_not_wait_for_acknowledgements() -> None:
+    """A response is several writes; Nagle's algorithm would keep the second until the client has acknowledged the first,
+    which it delays by 40 ms."""
+    with server.bind("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
