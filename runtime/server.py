@@ -240,7 +240,8 @@ class _Handlers:
         def encode() -> list[list[int]]:
             return [self._llm.encode(prompt, special=special) for prompt in prompts]
 
-        return encode() if sum(map(len, prompts)) <= _ENCODED_AT_ONCE else await run_in_threadpool(encode)
+        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str | list))  # anything else is refused
+        return encode() if size <= _ENCODED_AT_ONCE else await run_in_threadpool(encode)
 
     async def _collect(self, answer: Answer) -> list[RequestOutput]:
         outputs = []

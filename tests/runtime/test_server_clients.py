@@ -144,8 +144,8 @@ def test_penalties_of_what_was_generated(client: Client) -> None:
 
 
 def test_responses_do_not_wait_for_acknowledgements() -> None:
-    """A response is several writes; Nagle's algorithm would keep the second until the client has acknowledged the first,
-    which it delays by 40 ms."""
+    """A response is several writes; Nagle's algorithm would keep the second until the client acknowledges the first,
+    which takes 40 ms."""
     with server.bind("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
         accepted, _ = listening.accept()
         with accepted:
