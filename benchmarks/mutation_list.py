@@ -389,8 +389,8 @@ MUTATIONS = (
     Mutation(
         "a shared page is given away when the first of its requests ends",
         "runtime/blocks.py",
-        "self._holders[page] += 1",
-        "self._holders[page] = 1",
+        "self._idle.pop(page, None)\n            self._holders[page] += 1",
+        "self._idle.pop(page, None)\n            self._holders[page] = 1",
         "tests/runtime/test_prefixes.py",
     ),
     Mutation(
@@ -410,12 +410,8 @@ MUTATIONS = (
     Mutation(
         "a step's tokens are attributed without those of requests cancelled while it ran",
         "runtime/engine.py",
-        """                new = [tokens[at]]
-                at += 1
-""",
-        """                new = [tokens[at]]
-                at += request.output.finish_reason is None
-""",
+        "            at += row.outputs\n",
+        "            at += row.outputs * (request.output.finish_reason is None)\n",
         "tests/runtime/test_engine.py tests/runtime/test_prefixes.py",
     ),
     Mutation(

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from qcompile.errors import UsageError
-from qcompile.runtime.prefixes import PrefixTree
+from qcompile.runtime.prefixes import Ending, PrefixTree
 
 
 def pages_for(tokens: int, page_tokens: int, ring_tokens: int = 0) -> int:
@@ -37,21 +37,25 @@ class BlockPool:
     """`total` pages of `page_tokens` positions each. Every page is free or held, by one request or several.
 
     `ring_tokens` is that of the cache (see `pages_for`). With `remember`, pages that were given back keep their text
-    until they are taken for another: of free pages first those without any, then those unused for longest. Pages of a
-    hierarchical cache are not remembered: without its ring, which is each request's own, no text can go on from them.
+    until they are taken for another: of free pages first those without any, then those unused for longest. Those of a
+    hierarchical cache are kept together, as an Ending.
     """
 
     def __init__(self, total: int, page_tokens: int, ring_tokens: int = 0, remember: bool = False) -> None:
         self.total, self.page_tokens, self._ring_tokens = total, page_tokens, ring_tokens
+        self.group = ring_tokens // 3
+        """Positions that a hierarchical cache rounds together; 0 for others."""
         self._empty = list(range(total - 1, -1, -1))  # a stack: the page freed last may still be in the CPU's cache
         self._idle: dict[int, None] = {}  # free, with a known text; the one unused for longest first
         self._holders = [0] * total
         self.prefixes = PrefixTree(page_tokens) if remember and not ring_tokens else None
+        self.endings: list[Ending] | None = [] if remember and ring_tokens else None
+        """Texts whose pages are free; the one unused for longest first."""
 
     @property
     def free(self) -> int:
         """Number of free pages."""
-        return len(self._empty) + len(self._idle)
+        return len(self._empty) + len(self._idle) + sum(len(ending.pages) for ending in self.endings or ())
 
     @property
     def used(self) -> int:
@@ -82,6 +86,9 @@ class BlockPool:
 
     def _evict(self) -> int:
         """Forget the text of the page unused for longest, and return it."""
+        if self.endings:
+            self._empty += self.endings.pop(0).pages
+            return self._empty.pop()
         assert self.prefixes is not None
         page = next(iter(self._idle))
         del self._idle[page]
@@ -90,6 +97,20 @@ class BlockPool:
                 del self._idle[other]
                 self._empty.append(other)
         return page
+
+    def keep(self, ending: Ending) -> None:
+        """Give the pages of a text back, and keep the text."""
+        assert self.endings is not None
+        for page in ending.pages:
+            self._holders[page] -= 1
+        self.endings.append(ending)
+
+    def go_on(self, ending: Ending) -> None:
+        """Hold the pages of a text, which is no longer kept."""
+        assert self.endings is not None
+        self.endings.remove(ending)
+        for page in ending.pages:
+            self._holders[page] += 1
 
     def share(self, pages: Sequence[int]) -> None:
         """Hold known pages, which other requests may hold too."""
@@ -113,8 +134,12 @@ class BlockPool:
     def check(self, *holders: list[int]) -> None:
         """Raise RuntimeError unless each page is either free or held, and held as often as it is in `holders`, the page
         lists of all requests."""
-        free = [*self._empty, *self._idle]
-        if len(free) + self.used != self.total or any(self._holders[page] for page in free):
+        free = [*self._empty, *self._idle, *(page for ending in self.endings or () for page in ending.pages)]
+        if (
+            len(set(free)) + self.used != self.total
+            or len(free) + self.used != self.total
+            or any(self._holders[page] for page in free)
+        ):
             raise RuntimeError(f"KV pages: {len(free)} free + {self.used} used of {self.total}")
         counts = Counter(page for pages in holders for page in pages)
         wrong = [page for page, count in enumerate(self._holders) if count != counts[page]]

@@ -45,6 +45,7 @@ class _Flight:
     """A step or a burst that an executor runs while the host does something else. `wait` returns its tokens."""
 
     plan: Plan
+    rows: list[Rows]
     wait: Callable[[], list[int]]
     started: float
 
@@ -136,7 +137,7 @@ class Engine:
         started = self._start_clock(plan)
         rows = plan.rows()
         wait = self.executor.start(rows, plan.steps, self._draws(plan, rows))
-        self._flight = _Flight(plan, wait, started)
+        self._flight = _Flight(plan, rows, wait, started)
         return True
 
     def _land(self) -> None:
@@ -151,7 +152,7 @@ class Engine:
         # Where the host comes too late, a step took less than that.
         if plan.decoding and (now - waits > _WAITED or known is None or seconds < known):
             self._bursts.note_step(len(plan.requests), seconds)
-        self._gains += self._advance(plan, tokens, now)
+        self._gains += self._advance(plan, flight.rows, tokens, now)
 
     def _draws(self, plan: Plan, rows: Sequence[Rows]) -> list[Draws]:
         """How the executor chooses the tokens of a step or burst without drafts."""
@@ -160,18 +161,16 @@ class Engine:
             for request, row in zip(plan.requests, rows, strict=True)
         ]
 
-    def _advance(self, plan: Plan, tokens: Sequence[int], now: float) -> list[_Gain]:
+    def _advance(self, plan: Plan, rows: Sequence[Rows], tokens: Sequence[int], now: float) -> list[_Gain]:
         """Append the tokens of a step, one for each request that has its last token in it, or of a burst [steps,
         requests], flattened."""
         gains, batch, at = [], len(plan.requests), 0
-        for index, (request, count) in enumerate(zip(plan.requests, plan.counts, strict=True)):
-            new = list(tokens[index::batch]) if plan.steps > 1 else []
-            if plan.steps == 1 and request.pending == count:
-                new = [tokens[at]]
-                at += 1
+        for index, (request, row) in enumerate(zip(plan.requests, rows, strict=True)):
+            new = list(tokens[index::batch] if plan.steps > 1 else tokens[at : at + row.outputs])
+            at += row.outputs
             if request.output.finish_reason is not None:  # cancelled, or ended by a stop text, while the step ran
                 continue
-            request.computed += count * plan.steps
+            request.computed += len(row.tokens) * plan.steps
             if new:
                 request.sampler.took(new)
                 gains.append(self._append_tokens(request, new, now))
@@ -295,7 +294,7 @@ class Engine:
         tokens = self.executor.decode(rows, plan.steps, self._draws(plan, rows))
         self._ended = now = time.monotonic()
         self._note_plain_steps(plan, plan.steps, now - started)
-        return [gain.request for gain in self._advance(plan, tokens, now) if self._tell(gain)]
+        return [gain.request for gain in self._advance(plan, rows, tokens, now) if self._tell(gain)]
 
     def _run_step(
         self, plan: Plan, started: float, drafts: Sequence[list[int]], gammas: Sequence[int] = ()
@@ -424,6 +423,11 @@ class Engine:
             request.metrics.finished_time = time.monotonic()
         end_text(request)
         output.finish_reason = "stop" if output.stop_reason is not None and reason != "abort" else reason
+        if self._flight and request in self._flight.plan.requests:
+            at = self._flight.plan.requests.index(
+                request
+            )  # what it computes in vain is in the pages that are freed now
+            request.computed += len(self._flight.rows[at].tokens) * self._flight.plan.steps
         self.scheduler.release(request)
         if self.speculator:
             self.speculator.release(request)

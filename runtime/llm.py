@@ -59,8 +59,8 @@ def load(
     seed, the output is the same as without drafts) or by "rejection" sampling (accepts more; the distribution is the
     same, the tokens are not). gpu_memory_utilization: share of a GPU's memory that may be used; `threads` has no effect
     there. prefix_caching: whether prompts that begin like earlier ones go on from their keys and values, which changes
-    no bit of an output; hierarchical caches cannot. Raises ArtifactError (damaged, or built for another CPU),
-    ResourceError (memory), UsageError.
+    no bit of an output; over a hierarchical cache only whole texts are continued. Raises ArtifactError (damaged, or
+    built for another CPU), ResourceError (memory), UsageError.
     """
     threads, max_batch, kv_cache_bytes, gamma = map(plain_number, (threads, max_batch, kv_cache_bytes, gamma))
     gpu_memory_utilization = plain_number(gpu_memory_utilization)

@@ -7,6 +7,7 @@ whatever shared them. So a page found here holds the very bits that computing it
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 
 class CachedPage:
@@ -23,6 +24,24 @@ class CachedPage:
         self.children: dict[tuple[int, ...], CachedPage] = {}
         self.drafted: list[bool] = []
         self.attached = True
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Ending:
+    """A text that has ended over a hierarchical cache, and all its pages: `tokens` are those whose keys and values they
+    hold, `drafted` how many of them each level's own cache holds too.
+
+    The newest tokens are in the text's own ring, which the next ones overwrite: one text alone can go on from it.
+    """
+
+    tokens: list[int]
+    pages: list[int]
+    drafted: list[int]
+
+    def begins(self, tokens: Sequence[int]) -> bool:
+        """Whether these tokens begin with the text, and go on."""
+        count = len(self.tokens)
+        return count < len(tokens) and tokens[count - 1] == self.tokens[-1] and tokens[:count] == self.tokens
 
 
 class PrefixTree:

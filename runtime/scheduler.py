@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from qcompile.runtime.blocks import BlockPool
 from qcompile.runtime.executor import Rows
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics
-from qcompile.runtime.prefixes import CachedPage, drafted_positions
+from qcompile.runtime.prefixes import CachedPage, Ending, drafted_positions
 from qcompile.runtime.sampling import Sampler, SamplingParams
 from qcompile.runtime.speculate import DraftState
 from qcompile.runtime.tokenizer import Detokenizer
@@ -144,6 +144,8 @@ class Scheduler:
         it is not preempted at once. It goes on from the longest prefix that is in the cache."""
         if len(self.running) >= self.max_batch:
             return False
+        if self.pool.endings is not None:
+            return self._go_on(request, self.pool.endings)
         found = self._find(request, prefilling)
         if found is None:
             return False
@@ -153,15 +155,34 @@ class Scheduler:
         if missing + idle + len(self.running) > self.pool.free:
             return False
         self.pool.share(shared)
-        request.pages += [*shared, *self.pool.take(missing)]
-        request.computed = len(shared) * self.pool.page_tokens
         request.known = found[-1] if found else None
         levels = range(len(request.drafts.cached))
-        request.drafts.cached = [drafted_positions(found, level, self.pool.page_tokens) for level in levels]
-        if not request.output.token_ids:
-            request.metrics.cached_tokens = request.computed
-        self.running.append(self.waiting.popleft())
+        drafted = [drafted_positions(found, level, self.pool.page_tokens) for level in levels]
+        self._start([*shared, *self.pool.take(missing)], len(shared) * self.pool.page_tokens, drafted)
         return True
+
+    def _go_on(self, request: Request, endings: Sequence[Ending]) -> bool:
+        """`_admit` with a hierarchical cache, from the longest text that has ended and that this one begins with."""
+        begins = (ending for ending in endings if ending.begins(request.tokens))
+        found = max(
+            begins, key=lambda ending: len(ending.tokens), default=Ending([], [], [0] * len(request.drafts.cached))
+        )
+        need = self.pool.pages_for(len(request.tokens))
+        if need + len(self.running) > self.pool.free:
+            return False
+        if found.tokens:
+            self.pool.go_on(found)
+        missing = need - len(found.pages)
+        self._start([*found.pages, *self.pool.take(missing)], len(found.tokens), found.drafted)
+        return True
+
+    def _start(self, pages: list[int], computed: int, drafted: Sequence[int]) -> None:
+        """Let the first waiting request run, with these pages, of which so many positions are computed."""
+        request = self.waiting.popleft()
+        request.pages, request.computed, request.drafts.cached = pages, computed, list(drafted)
+        if not request.output.token_ids:
+            request.metrics.cached_tokens = computed
+        self.running.append(request)
 
     def _find(self, request: Request, prefilling: Sequence[Request]) -> list[CachedPage] | None:
         """The request's pages that are in the cache; None while one of `prefilling` computes the one after them."""
@@ -186,8 +207,23 @@ class Scheduler:
         self._remember(request)
         if self.pool.prefixes is not None and request.drafts.cached:
             self.pool.prefixes.note_drafts(request.pages, request.drafts.cached)
+        if self.pool.endings is not None and request.pages:
+            self._keep(request)
         self.pool.give_back(request.pages)
         request.known = None
+
+    def _keep(self, request: Request) -> None:
+        """Keep the request's text and pages, over a hierarchical cache, for one that goes on from them.
+
+        Positions past its end may have been computed: in another group, they may have rounded one that the next token
+        after its end reads from the ring.
+        """
+        count = min(request.computed, len(request.tokens))
+        if count and (request.computed - 1) // self.pool.group == (count - 1) // self.pool.group:
+            drafted = [min(positions, count) for positions in request.drafts.cached]
+            pages = self.pool.pages_for(count)
+            self.pool.keep(Ending(request.tokens[:count], request.pages[:pages], drafted))
+            del request.pages[:pages]
 
     def _make_room(self) -> None:
         """Give running requests the pages that their next positions need; preempt the newest where none is free."""

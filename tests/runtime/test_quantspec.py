@@ -98,3 +98,55 @@ def test_drafts_read_the_upper_half(artifact: Callable[[str], Path]) -> None:
     assert program["kv"]["format"] == "kv_hier4" and program["kv"]["page_bytes"] == kv["page_bytes"]
     # 8 bits for each of 16 (padded to 32) elements of K and V, two floats a position and one a channel of a group.
     assert kv["page_bytes"] == 2 * 2 * (64 * 2 * 32 + 64 * 8 + 32 * 4)
+
+
+@pytest.mark.parametrize("name", ("quantspec", "with another draft"))
+@pytest.mark.parametrize("gamma", (0, 3))
+def test_a_text_goes_on_from_its_pages(name: str, gamma: int, artifact: Callable[[str], Path]) -> None:
+    """Turns of two conversations in turn, over groups' ends: each answer is that of its whole text computed anew."""
+    draw = random.Random(1)
+    with (
+        qcompile.load(artifact(name), threads=1, gamma=0, prefix_caching=False) as anew,
+        qcompile.load(artifact(name), threads=1, gamma=gamma) as llm,
+    ):
+        talks = [[draw.randrange(llm.vocab_size) for _ in range(length)] for length in (100, 300)]
+        params = [SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=0) for _ in talks]
+        cached = []
+        for turn in range(11):
+            outputs = llm.generate(talks, params) if turn % 2 else [llm.generate(talk, params[0])[0] for talk in talks]
+            wanted = anew.generate(talks, params)
+            assert [output.outputs[0] for output in outputs] == [output.outputs[0] for output in wanted]
+            cached += [output.metrics.cached_tokens for output in outputs]
+            for talk, output in zip(talks, outputs, strict=True):
+                talk += output.outputs[0].token_ids + [
+                    draw.randrange(llm.vocab_size) for _ in range(draw.randrange(30))
+                ]
+            llm.engine.check()
+        assert (
+            cached[:2] == [0, 0] and sum(count > 0 for count in cached) >= 12
+        )  # not where drafts went over a group's end
+        assert llm.engine.pool.used == 0
+
+
+def test_a_text_that_another_one_took_is_computed_again(artifact: Callable[[str], Path]) -> None:
+    path = artifact("quantspec")
+    with qcompile.load(path, threads=1, gamma=0) as llm:
+        start = prompts(llm)[3]
+        first = generate(llm, [start])[0]
+        going_on = [[*start, *first[0], *range(1, 1 + index)] for index in (5, 9)]  # type: ignore[misc]
+        outputs = llm.generate(going_on, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+        assert [output.metrics.cached_tokens for output in outputs] == [len(start) + TOKENS - 1, 0]
+    with qcompile.load(path, threads=1, gamma=0, prefix_caching=False) as llm:
+        wanted = llm.generate(going_on, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+    assert [output.outputs[0] for output in outputs] == [output.outputs[0] for output in wanted]
+
+
+def test_kept_texts_give_way(artifact: Callable[[str], Path]) -> None:
+    path = artifact("quantspec")
+    page = read_manifest(path)["runtime"]["kv"]["page_bytes"]
+    with qcompile.load(path, threads=1, gamma=0, kv_cache_bytes=40 * page) as llm:
+        texts = prompts(llm)
+        plain = [generate(llm, [text])[0] for text in texts]
+        assert [generate(llm, [text])[0] for text in texts] == plain
+        kept = llm.engine.pool.endings
+        assert kept and sum(len(ending.pages) for ending in kept) <= llm.engine.pool.total == llm.engine.pool.free
