@@ -39,6 +39,13 @@ def together(llm: qcompile.LLM, prompts: list[list[int]]) -> tuple[float, list[l
     return max(o.metrics.first_token_time for o in outputs) - started, [o.outputs[0].token_ids for o in outputs]
 
 
+def gpu() -> dict[str, Any]:
+    """Device and versions; imported here, since a CPU needs no Triton."""
+    from gpu_common import facts
+
+    return facts()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=ROOT / "samples" / "pycode-26m")
@@ -83,7 +90,8 @@ def main() -> None:
     for llm in models.values():
         llm.engine.check()
         llm.close()
-    facts = {"model": arguments.model.name, "recipe": arguments.recipe, "target": arguments.target}
+    facts = {} if arguments.target == "cpu" else gpu()
+    facts |= {"model": arguments.model.name, "recipe": arguments.recipe, "target": arguments.target}
     facts |= {"conversations": len(histories), "samples": arguments.samples, "system_tokens": SYSTEM}
     write_result(arguments.out, {**facts, "first_token_seconds_by_turn": by_turn, **found})
 
