@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "prefixes.json")
     arguments = parser.parse_args()
     qcompile.build(str(arguments.model), arguments.work, target=arguments.target, recipe=arguments.recipe)
-    models = {way: qcompile.load(arguments.work, prefix_caching=on) for way, on in WAYS.items()}
+    models = {way: qcompile.load(arguments.work, kv_cache_bytes=1 << 28, prefix_caching=on) for way, on in WAYS.items()}
     some = models["cached"]
     documents = (text_of(parsed(line), "text") for _, line in lines(read(arguments.text)))
     tokens = [token for document in documents if document for token in some.encode(document, cut=True)]

@@ -36,18 +36,19 @@ def requested_pages(kv_cache_bytes: int, page_bytes: int) -> int:
 class BlockPool:
     """`total` pages of `page_tokens` positions each. Every page is free or held, by one request or several.
 
-    `ring_tokens` is that of the cache (see `pages_for`). With `remember`, pages that were given back keep their text
+    `ring_tokens` is that of the cache (see `pages_for`). Up to `remember` pages that were given back keep their text
     until they are taken for another: of free pages first those without any, then those unused for longest. Those of a
     hierarchical cache are kept together, as an Ending.
     """
 
-    def __init__(self, total: int, page_tokens: int, ring_tokens: int = 0, remember: bool = False) -> None:
+    def __init__(self, total: int, page_tokens: int, ring_tokens: int = 0, remember: int = 0) -> None:
         self.total, self.page_tokens, self._ring_tokens = total, page_tokens, ring_tokens
         self.group = ring_tokens // 3
         """Positions that a hierarchical cache rounds together; 0 for others."""
         self._empty = list(range(total - 1, -1, -1))  # a stack: the page freed last may still be in the CPU's cache
         self._idle: dict[int, None] = {}  # free, with a known text; the one unused for longest first
         self._holders = [0] * total
+        self._remember = remember
         self.prefixes = PrefixTree(page_tokens) if remember and not ring_tokens else None
         self.endings: list[Ending] | None = [] if remember and ring_tokens else None
         """Texts whose pages are free; the one unused for longest first."""
@@ -55,7 +56,12 @@ class BlockPool:
     @property
     def free(self) -> int:
         """Number of free pages."""
-        return len(self._empty) + len(self._idle) + sum(len(ending.pages) for ending in self.endings or ())
+        return len(self._empty) + self._remembered
+
+    @property
+    def _remembered(self) -> int:
+        """Number of free pages with a known text."""
+        return len(self._idle) + sum(len(ending.pages) for ending in self.endings or ())
 
     @property
     def used(self) -> int:
@@ -104,6 +110,7 @@ class BlockPool:
         for page in ending.pages:
             self._holders[page] -= 1
         self.endings.append(ending)
+        self._forget_surplus()
 
     def go_on(self, ending: Ending) -> None:
         """Hold the pages of a text, which is no longer kept."""
@@ -130,6 +137,11 @@ class BlockPool:
                 else:
                     self._empty.append(page)
         pages.clear()
+        self._forget_surplus()
+
+    def _forget_surplus(self) -> None:
+        while self._remembered > self._remember:
+            self._empty.append(self._evict())
 
     def check(self, *holders: list[int]) -> None:
         """Raise RuntimeError unless each page is either free or held, and held as often as it is in `holders`, the page

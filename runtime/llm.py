@@ -59,8 +59,9 @@ def load(
     seed, the output is the same as without drafts) or by "rejection" sampling (accepts more; the distribution is the
     same, the tokens are not). gpu_memory_utilization: share of a GPU's memory that may be used; `threads` has no effect
     there. prefix_caching: whether prompts that begin like earlier ones go on from their keys and values, which changes
-    no bit of an output; over a hierarchical cache only whole texts are continued. Raises ArtifactError (damaged, or
-    built for another CPU), ResourceError (memory), UsageError.
+    no bit of an output; over a hierarchical cache only whole texts are continued. On a CPU, unless kv_cache_bytes is
+    given, a quarter of the cache at most is kept for them. Raises ArtifactError (damaged, or built for another CPU),
+    ResourceError (memory), UsageError.
     """
     threads, max_batch, kv_cache_bytes, gamma = map(plain_number, (threads, max_batch, kv_cache_bytes, gamma))
     gpu_memory_utilization = plain_number(gpu_memory_utilization)
@@ -97,13 +98,16 @@ def _load(
         memory = kv_cache_bytes, gpu_memory_utilization
         tokenizer = load_tokenizer(Path(path), manifest["files"])
         cuda, drafter = open_cuda(Path(path), manifest, max_batch, *memory, gamma != 0, tokenizer)
-        llm = LLM(cuda, manifest, tokenizer, max_batch, drafter, None, prefix_caching)
+        llm = LLM(cuda, manifest, tokenizer, max_batch, drafter, None, None if prefix_caching else 0)
     else:
         threads = len(os.sched_getaffinity(0)) if threads is None else threads
         artifact = load_artifact(path, manifest)
         tokenizer = load_tokenizer(Path(path), manifest["files"])
         cpu, drafter = open_cpu(artifact, max_batch, kv_cache_bytes, threads, gamma != 0, tokenizer)
-        llm = LLM(cpu, manifest, tokenizer, max_batch, drafter, artifact, prefix_caching)
+        # Pages that were never used take no memory yet: without an amount that is granted, leave most of them so.
+        few = max(cpu.kv_pages // 4, cpu.limits.pages_for(cpu.limits.max_position))
+        most = None if kv_cache_bytes is not None else few
+        llm = LLM(cpu, manifest, tokenizer, max_batch, drafter, artifact, most if prefix_caching else 0)
     return _speculating(llm, gamma, acceptance) if llm.engine.speculator else llm
 
 
@@ -168,15 +172,17 @@ class LLM:
         max_batch: int = MAX_BATCH,
         speculator: Drafter | None = None,
         keep: object = None,
-        prefix_caching: bool = True,
+        remember: int | None = None,
     ) -> None:
-        """Use `load` instead. `keep` is kept alive as long as the model: the memory of its weights."""
+        """Use `load` instead. `keep` is kept alive as long as the model: the memory of its weights. remember: most free
+        pages that keep their text, None for all."""
         model = manifest["model"]
         self.executor, self.manifest, self.tokenizer = executor, manifest, tokenizer
         self.vocab_size: int = executor.limits.vocab
         self.bos_token_id: int | None = model.get("bos_token_id")
         limits = executor.limits
-        pool = BlockPool(executor.kv_pages, limits.page_tokens, limits.ring_tokens, remember=prefix_caching)
+        total = executor.kv_pages
+        pool = BlockPool(total, limits.page_tokens, limits.ring_tokens, total if remember is None else remember)
         self.engine = Engine(executor, pool, tokenizer, model["eos_token_ids"], max_batch, speculator)
         self._owner: dict[int, tuple[_Run, int]] = {}  # by request id
         self._lock = threading.RLock()  # see `_exclusive`

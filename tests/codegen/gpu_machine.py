@@ -148,9 +148,9 @@ class Machine:
         self.speculator: Any = cuda_load._drafter(Path(), {}, self.target, levels, opened, None) if levels else None
         self.pages = pages
 
-    def engine(self, gamma: int = 0, remember: bool = False) -> Engine:
+    def engine(self, gamma: int = 0) -> Engine:
         """A new engine that drafts so many tokens, and as a loaded one's has a table of costs to learn by."""
-        pool = BlockPool(self.pages, self.limits.page_tokens, self.limits.ring_tokens, remember=remember)
+        pool = BlockPool(self.pages, self.limits.page_tokens, self.limits.ring_tokens)
         policy = GammaPolicy((Costs(1, 64, 1e-3, dict.fromkeys(GAMMAS, 1e-3)),), 0.8)
         return Engine(self.target, pool, None, (), 8, self.speculator if gamma else None, gamma, Tempo(policy))
 

@@ -65,10 +65,10 @@ def test_a_tree_keeps_the_first_of_two_pages_with_the_same_text() -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(0, 7)), max_size=60))
-def test_a_pool_never_gives_a_held_page_away(moves: list[tuple[int, int, int]]) -> None:
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(0, 7)), max_size=60), st.integers(1, 12))
+def test_a_pool_never_gives_a_held_page_away(moves: list[tuple[int, int, int]], most: int) -> None:
     """Requests come, with texts that share starts, and go in any order; whoever finds pages must find its own text."""
-    pool, held = BlockPool(12, 2, remember=True), []
+    pool, held = BlockPool(12, 2, remember=most), []
     assert pool.prefixes is not None
     written: dict[int, tuple[int, ...]] = {}
     for kind, which, size in moves:
@@ -88,6 +88,7 @@ def test_a_pool_never_gives_a_held_page_away(moves: list[tuple[int, int, int]]) 
             written |= {page: tuple(tokens[: 2 * at]) for at, page in enumerate(pages, start=1)}
             held.append((tokens, pages))
         pool.check(*(pages for _, pages in held))
+        assert pool._remembered <= most
     assert pool.free + len({page for _, pages in held for page in pages}) == pool.total
 
 
@@ -194,6 +195,18 @@ def test_without_the_option_nothing_is_found(tiny_artifact: Callable[[str], Path
     assert len({tuple(output.outputs[0].token_ids) for output in without + found}) == 1
     with pytest.raises(UsageError, match="prefix_caching must be True or False"):
         qcompile.load(tiny_artifact("w4a8"), prefix_caching=1)  # type: ignore[arg-type]
+
+
+def test_pages_of_a_cpu_that_were_never_used_stay_so(tiny_artifact: Callable[[str], Path]) -> None:
+    """They take no memory, unless the cache's size was given."""
+    prompts = [text(200, seed=seed) for seed in range(30)]  # four pages each, three of them full; the context has four
+    with qcompile.load(tiny_artifact("w4a8"), threads=1) as llm:
+        llm.generate(prompts, SHORT)
+        pool, page = llm.engine.pool, llm.manifest["runtime"]["kv"]["page_bytes"]
+        assert pool.total == 16 * 4 and pool._remembered == pool.total // 4
+    with qcompile.load(tiny_artifact("w4a8"), threads=1, kv_cache_bytes=64 * page) as llm:
+        llm.generate(prompts, SHORT)
+        assert llm.engine.pool._remembered > 40
 
 
 def test_a_hierarchical_cache_is_not_shared(tmp_path: Path, tiny_checkpoint: Path) -> None:
