@@ -13,7 +13,7 @@ import typer
 
 import qcompile
 from qcompile import console
-from qcompile.cli_options import Artifact, CacheBytes, Gamma, GpuShare, Json, Threads
+from qcompile.cli_options import Artifact, CacheBytes, Gamma, GpuShare, Json, PrefixCaching, Threads
 from qcompile.errors import ResourceError, UsageError
 
 if TYPE_CHECKING:
@@ -133,13 +133,7 @@ def serve(
     threads: Threads = None,
     gamma: Gamma = "auto",
     gpu_memory_utilization: GpuShare = 0.9,
-    prefix_caching: Annotated[
-        bool,
-        typer.Option(
-            "--prefix-caching/--no-prefix-caching",
-            help="Whether prompts that begin like earlier ones go on from their KV cache.",
-        ),
-    ] = True,
+    prefix_caching: PrefixCaching = True,
     json: Json = False,
 ) -> None:
     """Serve an OpenAI-compatible HTTP API: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.

@@ -20,6 +20,13 @@ Gamma = Annotated[
 GpuShare = Annotated[
     float, typer.Option("--gpu-memory-utilization", metavar="SHARE", help="Share of the GPU's memory to use, up to 1.")
 ]
+PrefixCaching = Annotated[
+    bool,
+    typer.Option(
+        "--prefix-caching/--no-prefix-caching",
+        help="Whether prompts that begin like earlier ones go on from their KV cache.",
+    ),
+]
 CacheBytes = Annotated[
     int | None,
     typer.Option(

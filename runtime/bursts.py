@@ -28,8 +28,8 @@ class Bursts:
         _update(self.step_seconds, batch, seconds)
 
     def note_gap(self, batch: int, seconds: float) -> None:
-        """Note the time from the end of a call to the start of the next."""
-        _update(self._gaps, batch, seconds)
+        """Note the time from the end of a call to the start of the next; nobody may have asked for anything in it."""
+        _update(self._gaps, batch, min(seconds, _MOST_BURST_SECONDS * _IDLE_SHARE))
 
 
 def _update(averages: dict[int, float], batch: int, seconds: float) -> None:

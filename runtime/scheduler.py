@@ -180,7 +180,7 @@ class Scheduler:
         """Let the first waiting request run, with these pages, of which so many positions are computed."""
         request = self.waiting.popleft()
         request.pages, request.computed, request.drafts.cached = pages, computed, list(drafted)
-        if not request.output.token_ids:
+        if not request.metrics.first_scheduled_time:  # later, what it has computed itself may be there
             request.metrics.cached_tokens = computed
         self.running.append(request)
 

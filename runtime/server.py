@@ -34,8 +34,9 @@ MOST_BYTES, MOST_BYTES_A_TOKEN = 2 << 20, 16
 responses wait."""
 _DRAIN_SECONDS = 5  # for open responses to complete after the server was told to end
 _LAST_SECONDS = 1  # then, for telling all remaining clients
-_ENCODED_AT_ONCE = 2000
-"""Characters, or tokens, whose encoding takes less time than handing it to another thread and back."""
+_ENCODED_AT_ONCE, _FOR_A_PROMPT = 2000, 100
+"""Characters, or tokens, whose encoding takes less time than handing it to another thread and back, and how many more
+each prompt counts as."""
 _IDLE_SECONDS = 75  # longer than proxies keep them: if the server closes first, a request may be under way
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -240,7 +241,8 @@ class _Handlers:
         def encode() -> list[list[int]]:
             return [self._llm.encode(prompt, special=special) for prompt in prompts]
 
-        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str | list))  # anything else is refused
+        texts = [prompt for prompt in prompts if isinstance(prompt, str | list)]  # anything else is refused
+        size = _FOR_A_PROMPT * len(prompts) + sum(map(len, texts))
         return encode() if size <= _ENCODED_AT_ONCE else await run_in_threadpool(encode)
 
     async def _collect(self, answer: Answer) -> list[RequestOutput]:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from qcompile.errors import ResourceError
 from qcompile.runtime.blocks import BlockPool
+from qcompile.runtime.bursts import Bursts
 from qcompile.runtime.executor import Limits, Rows
 from qcompile.runtime.sampling import SamplingParams
 from qcompile.runtime.speculate import DraftState, Level, Speculator
@@ -53,6 +54,29 @@ def test_tokens_do_not_depend_on_the_batch() -> None:
         alone = fake_llm().generate([prompt], param)[0].outputs[0]
         assert result.outputs[0].token_ids == alone.token_ids
         assert result.outputs[0].logprobs == alone.logprobs
+
+
+def test_gaps_between_calls_make_bursts_longer_within_limits() -> None:
+    """An hour in which nobody asked counts no more than the longest burst is for, and is soon forgotten."""
+    bursts = Bursts()
+    bursts.note_step(1, 1e-3)
+    assert bursts.steps(1) == 16
+    bursts.note_gap(1, 3600.0)
+    assert bursts.steps(1) == 48
+    for _ in range(8):
+        bursts.note_gap(1, 1e-4)
+    assert bursts.steps(1) == 16
+    bursts.note_gap(2, 1.2e-3)
+    bursts.note_step(2, 1e-3)
+    assert bursts.steps(2) == 24
+
+
+def test_an_executor_may_have_run_when_it_is_to_start() -> None:
+    llm = fake_llm()
+    llm.engine.overlaps = True
+    prompts = prompts_of(9, 150, seed=5)
+    for prompt, result in zip(prompts, llm.generate(prompts, GREEDY), strict=True):
+        assert result.outputs[0].token_ids == reference_greedy(prompt, 40)
 
 
 def test_preempted_requests_come_out_the_same() -> None:

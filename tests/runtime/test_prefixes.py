@@ -185,6 +185,17 @@ def test_preempted_requests_find_what_was_not_taken() -> None:
         assert result.metrics.cached_tokens == 0  # of the prompt when it came, not of what was computed again
 
 
+def test_what_a_request_has_computed_itself_was_not_cached() -> None:
+    """It is preempted in the midst of its prompt, and goes on from its own pages."""
+    llm = fake_llm(pages=8, max_batch=2, max_tokens=2)
+    prompts = [text(60), text(300, seed=1)]
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (150, 2)]
+    results = llm.generate(prompts, params)
+    assert llm.engine.scheduler.preemptions == 1
+    assert [result.metrics.cached_tokens for result in results] == [0, 0]
+    assert results[1].outputs[0].token_ids == reference_greedy(prompts[1], 2, eos=None)
+
+
 def test_without_the_option_nothing_is_found(tiny_artifact: Callable[[str], Path]) -> None:
     prompt = text(200)
     with qcompile.load(tiny_artifact("w4a8"), threads=1, prefix_caching=False) as llm:
