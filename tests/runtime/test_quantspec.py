@@ -150,3 +150,24 @@ def test_kept_texts_give_way(artifact: Callable[[str], Path]) -> None:
         assert [generate(llm, [text])[0] for text in texts] == plain
         kept = llm.engine.pool.endings
         assert kept and sum(len(ending.pages) for ending in kept) <= llm.engine.pool.total == llm.engine.pool.free
+
+
+@pytest.mark.parametrize("gamma", (0, 3))
+def test_a_text_that_ended_within_a_burst_goes_on(gamma: int, artifact: Callable[[str], Path]) -> None:
+    """Positions past its end have been computed in vain, some of them over a group's end."""
+    draw = random.Random(2)
+    with (
+        qcompile.load(artifact("quantspec"), threads=1, gamma=0, prefix_caching=False) as anew,
+        qcompile.load(artifact("quantspec"), threads=1, gamma=gamma) as llm,
+    ):
+        for each in (llm, anew):
+            each.engine._eos = frozenset(range(0, llm.vocab_size, 9))
+            each.engine._burst = lambda batch: 16  # type: ignore[method-assign]
+        talk = [draw.randrange(llm.vocab_size) for _ in range(230)]
+        cached = []
+        for _ in range(40):
+            found, wanted = (each.generate([talk], temperature=0, max_tokens=40)[0] for each in (llm, anew))
+            assert found.outputs[0] == wanted.outputs[0]
+            cached.append(found.metrics.cached_tokens)
+            talk += found.outputs[0].token_ids + [draw.randrange(llm.vocab_size) for _ in range(3)]
+        assert sum(count > 0 for count in cached) > 20
