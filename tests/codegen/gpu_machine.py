@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,16 @@ from qcompile import pipeline
 from qcompile.codegen import gpu_compile
 from qcompile.codegen.gpu_build import add_rounds
 from qcompile.codegen.gpu_compile import Kernel
-from qcompile.codegen.gpu_launches import Plan
+from qcompile.codegen.gpu_launches import Launch, Plan, grid_size
 from qcompile.codegen.gpu_plan import make_plan
 from qcompile.runtime import cuda, cuda_load
 from qcompile.runtime.blocks import BlockPool
 from qcompile.runtime.cuda import CudaExecutor
+from qcompile.runtime.cuda_draws import CudaDraws
 from qcompile.runtime.engine import Engine
 from qcompile.runtime.executor import Limits
 from qcompile.runtime.gamma import GAMMAS, Costs, GammaPolicy, Tempo
+from qcompile.runtime.sampling import Draws
 from qcompile.runtime.scheduler import Request
 
 _TYPES = {"*fp32": torch.float32, "*bf16": torch.bfloat16, "*i32": torch.int32, "*i16": torch.int16, "*i8": torch.int8}
@@ -162,3 +164,46 @@ class Machine:
             engine.check()
         assert engine.pool.used == 0
         return [request.output.token_ids for request in requests]
+
+
+PROMPTS = [[5, 9, 11], [7], [1, 2], list(range(20, 37)), [3, 3, 3], [30, 31, 30]]
+
+
+def send_draws(draws: Sequence[Draws], rows: int) -> tuple[CudaDraws, dict[str, int], dict[str, torch.Tensor]]:
+    """Send the draws of a step with so many rows, all of which give logits; the counts of its launches, and arrays."""
+    driver: Any = HostDriver()
+    sender = CudaDraws(driver, len(draws))
+    if sender.lacks_room(draws):
+        sender.grow(draws)
+    counts = sender.send(draws, rows) | {"tokens": rows, "outputs": rows}
+    types = {"sampling": "*fp64", "draws": "*fp64", "seen": "*i32", "reports": "*fp64"}
+    return sender, counts, {name: driver.at(address, types[name]) for name, address in sender.addresses.items()}
+
+
+def run_launches(
+    launches: Iterable[Launch], plan: Plan, counts: dict[str, int], given: dict[str, torch.Tensor]
+) -> None:
+    """Interpret the launches that have work, with arrays by name."""
+    for launch in launches:
+        if not counts[launch.by]:
+            continue
+        [variant] = launch.variants
+        kernel = plan.kernels[variant.kernel]
+        values = []
+        for argument in kernel.arguments:
+            space, what = variant.args[argument.name]
+            values.append(counts[what] if space == "count" else given[what].view(_TYPES[argument.type]))
+        gpu_compile.load(kernel)[tuple(grid_size(size, counts) for size in variant.grid)](*values)
+
+
+def logits_asked() -> list[bool]:
+    """Whether each step from now on is asked for logits: a list that grows."""
+    asked: list[bool] = []
+    step = CudaExecutor.step
+
+    def spied(self: Any, rows: Any, logits: bool, draws: Any = ()) -> Any:
+        asked.append(logits)
+        return step(self, rows, logits, draws)
+
+    CudaExecutor.step = spied  # type: ignore[method-assign]
+    return asked

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcompile.codegen import gpu_compile
-from qcompile.codegen.gpu_launches import Plan, grid_size
+from qcompile.codegen.gpu_launches import Plan
 from qcompile.runtime import cuda_draws
 from qcompile.runtime.penalties import Occurrences, Penalties, penalize
 from qcompile.runtime.sampling import GREEDY, Draws, SamplingParams
@@ -20,8 +19,6 @@ from tests.codegen.interpreted import interpreted, needs_triton
 from tests.codegen.sampled import penalized
 from tests.codegen.test_gpu_sample import SMALL
 from tests.graphs import decoder
-
-TYPES = {"*fp32": torch.float32, "*fp64": torch.float64, "*i32": torch.int32}
 
 
 class Text(NamedTuple):
@@ -35,34 +32,17 @@ class Text(NamedTuple):
 def changed(texts: list[Text], logits: Tensor) -> Tensor:
     """Logits [rows, vocab] of a step as the kernels change them."""
     from qcompile.codegen.gpu_penalties import OPTIONS, penalties
-    from qcompile.runtime.cuda_draws import CudaDraws
-    from tests.codegen.gpu_machine import HostDriver
+    from tests.codegen.gpu_machine import run_launches, send_draws
 
     assert OPTIONS == cuda_draws._OPTIONS
-    driver: Any = HostDriver()
-    sender = CudaDraws(driver, len(texts))
-    draws = [text.draws for text in texts]
-    if sender.lacks_room(draws):
-        sender.grow(draws)
     rows = [(s, token, text.start + i) for s, text in enumerate(texts) for i, token in enumerate(text.tokens)]
-    counts = sender.send(draws, len(rows)) | {"tokens": len(rows), "outputs": len(rows)}
-    types = {"sampling": "*fp64", "draws": "*fp64", "seen": "*i32", "reports": "*fp64"}
-    given = {name: driver.at(address, types[name]) for name, address in sender.addresses.items()}
+    _, counts, given = send_draws([text.draws for text in texts], len(rows))
     columns = zip(("row_sequence", "token_ids", "positions"), zip(*rows, strict=True), strict=True)
     given |= {name: torch.tensor(column, dtype=torch.int32) for name, column in columns}
     given |= {"output_rows": torch.arange(len(rows), dtype=torch.int32), "logits": logits.clone()}
     kv: Any = None
     plan = Plan(80, kv, 128)
-    for launch in penalties(plan, "head", logits.shape[1], 80):
-        if not counts[launch.by]:
-            continue
-        [variant] = launch.variants
-        kernel = plan.kernels[variant.kernel]
-        values = []
-        for argument in kernel.arguments:
-            space, what = variant.args[argument.name]
-            values.append(counts[what] if space == "count" else given[what].view(TYPES[argument.type]))
-        gpu_compile.load(kernel)[tuple(grid_size(size, counts) for size in variant.grid)](*values)
+    run_launches(penalties(plan, "head", logits.shape[1], 80), plan, counts, given)
     return given["logits"]
 
 
@@ -116,14 +96,10 @@ def test_rows_interpreted(vocab: int, sequences: int) -> None:
     interpreted(__name__, f"interpret_rows({vocab}, {sequences})")
 
 
-PROMPTS = [[5, 9, 11], [7], [1, 2], list(range(20, 37)), [3, 3, 3], [30, 31, 30]]
-
-
 def interpret_engine(how: str) -> None:
     """Requests of all penalties in one batch: Python's tokens, in bursts and in rounds with drafts."""
-    from qcompile.runtime.cuda import CudaExecutor
     from qcompile.runtime.speculate_host import HostSpeculator
-    from tests.codegen.gpu_machine import Machine
+    from tests.codegen.gpu_machine import PROMPTS, Machine, logits_asked
 
     torch.manual_seed(0)
     cuda_draws._FIRST_ROOM = 64  # grows
@@ -134,14 +110,7 @@ def interpret_engine(how: str) -> None:
     params[3] = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     if how == "logits":
         params[1] = SamplingParams(temperature=0, repetition_penalty=0.2, logprobs=21, max_tokens=6, ignore_eos=True)
-    asked: list[bool] = []
-    step = CudaExecutor.step
-
-    def spied(self: Any, rows: Any, logits: bool, draws: Any = ()) -> Any:
-        asked.append(logits)
-        return step(self, rows, logits, draws)
-
-    CudaExecutor.step = spied  # type: ignore[method-assign]
+    asked = logits_asked()
 
     def generate(draws: bool, gamma: int, chosen: range = range(len(params))) -> list[Any]:
         machine.target.draws = draws  # type: ignore[misc]

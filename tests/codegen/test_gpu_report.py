@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcompile.codegen import gpu_compile
-from qcompile.codegen.gpu_launches import Launch, Plan, grid_size
+from qcompile.codegen.gpu_launches import Launch, Plan
 from qcompile.runtime import cuda_draws
 from qcompile.runtime.logprobs import MOST_REPORTED, empty_reports, logprobs_of, reported_logprobs
 from qcompile.runtime.penalties import Penalties
@@ -21,8 +20,6 @@ from tests.codegen.interpreted import interpreted, needs_triton
 from tests.codegen.sampled import same_logprobs, same_outputs
 from tests.codegen.test_gpu_sample import SMALL
 from tests.graphs import decoder
-
-TYPES = {"*fp32": torch.float32, "*fp64": torch.float64, "*i32": torch.int32, "*i64": torch.int64}
 
 
 class Row(NamedTuple):
@@ -47,16 +44,9 @@ def launches(plan: Plan, vocab: int) -> Iterator[Launch]:
 
 def report(draws: list[Draws], rows: list[Row]) -> None:
     """Fill the reports of sequences, whose tokens were chosen from these rows."""
-    from qcompile.runtime.cuda_draws import CudaDraws
-    from tests.codegen.gpu_machine import HostDriver
+    from tests.codegen.gpu_machine import run_launches, send_draws
 
-    driver: Any = HostDriver()
-    sender, vocab = CudaDraws(driver, len(draws)), len(rows[0].logits)
-    if sender.lacks_room(draws):
-        sender.grow(draws)
-    counts = sender.send(draws, len(rows)) | {"tokens": len(rows), "outputs": len(rows)}
-    types = {"sampling": "*fp64", "draws": "*fp64", "seen": "*i32", "reports": "*fp64"}
-    given = {name: driver.at(address, types[name]) for name, address in sender.addresses.items()}
+    (sender, counts, given), vocab = send_draws(draws, len(rows)), len(rows[0].logits)
     columns = {
         "row_sequence": [row.sequence for row in rows],
         "positions": [draws[row.sequence].first + row.place for row in rows],
@@ -72,16 +62,7 @@ def report(draws: list[Draws], rows: list[Row]) -> None:
     for name, (size, over) in plan.work.items():
         need = size * math.prod(counts[count] for count in over)
         given[name] = torch.full((need // 4,), -1, dtype=torch.int32)  # NaN, as what precedes it was written there
-    for launch in every:
-        if not counts[launch.by]:
-            continue
-        [variant] = launch.variants
-        kernel = plan.kernels[variant.kernel]
-        values = []
-        for argument in kernel.arguments:
-            space, what = variant.args[argument.name]
-            values.append(counts[what] if space == "count" else given[what].view(TYPES[argument.type]))
-        gpu_compile.load(kernel)[tuple(grid_size(size, counts) for size in variant.grid)](*values)
+    run_launches(every, plan, counts, given)
     sender.fetch()
     sender.deliver()
 
@@ -137,14 +118,10 @@ def test_rows_interpreted(vocab: int, sequences: int) -> None:
     interpreted(__name__, f"interpret_rows({vocab}, {sequences})")
 
 
-PROMPTS = [[5, 9, 11], [7], [1, 2], list(range(20, 37)), [3, 3, 3], [30, 31, 30]]
-
-
 def interpret_engine(how: str) -> None:
     """Requests of all kinds in one batch: what Python finds in the logits, in bursts, rounds, and steps with drafts."""
-    from qcompile.runtime.cuda import CudaExecutor
     from qcompile.runtime.speculate_host import HostSpeculator
-    from tests.codegen.gpu_machine import Machine
+    from tests.codegen.gpu_machine import PROMPTS, Machine, logits_asked
 
     torch.manual_seed(0)
     cuda_draws._FIRST_REPORTS = 64  # grows
@@ -160,14 +137,7 @@ def interpret_engine(how: str) -> None:
     ]
     # Few enough that a round has 16 rows at most: interpreted products of more bf16 rows have other last bits.
     params = [SamplingParams(max_tokens=5 - i % 2, ignore_eos=True, **o) for i, o in enumerate(options)]
-    asked: list[bool] = []
-    step = CudaExecutor.step
-
-    def spied(self: Any, rows: Any, logits: bool, draws: Any = ()) -> Any:
-        asked.append(logits)
-        return step(self, rows, logits, draws)
-
-    CudaExecutor.step = spied  # type: ignore[method-assign]
+    asked = logits_asked()
 
     def generate(draws: bool, gamma: int, chosen: range = range(len(params))) -> list[Any]:
         machine.target.draws = draws  # type: ignore[misc]
