@@ -63,9 +63,12 @@ NEAR_SPLITS = 1
 """Most splits of a prompt's step for which programs take few rows: they are faster to begin and to end."""
 FAR_ROWS = 64
 """Rows of programs with the queries as the A operand: those of one wgmma of four warps."""
-FEW_FAR_QUERIES = {16: 64, 8: 128, 4: 128}
-"""Most query positions that programs of few rows take in steps with many splits too, by bits: larger ones would be too
-few."""
+CONSUMERS = 2
+"""Consumer warp groups of a warp-specialized program, each with FAR_ROWS rows."""
+FEW_FAR_ROWS = {16: 64, 8: 128, 4: 128}
+"""Most rows of a step that programs of few rows take with many splits too, by bits: larger ones would be too few."""
+SOME_FAR_ROWS = 256
+"""Most rows of a step over rounded pages that programs of FAR_ROWS rows take: of twice as many there are too few."""
 SHARING_PROGRAMS = {False: 1056, True: 660}
 """Most programs that loop over splits, by whether the cache is hierarchical: 8 and 5 per multiprocessor of an H200."""
 _LOG2_E = 1.4426950408889634
@@ -195,7 +198,8 @@ class AttentionSpec:
     multiply-adds are fused only where written as fma, and sums over a leaf have a fixed order.
 
     With `query_rows` (sm_90, cut "whole") the queries are the A operand of MMAs of that many rows, and keys and values
-    the B operand in shared memory, unpacked once for all of them.
+    the B operand in shared memory, unpacked once for all of them. With `warp_specialized` too, producer warps unpack
+    them for two groups of rows, one of which computes softmax weights while the tensor cores work for the other.
 
     `direct` loads the ring's keys and values into registers instead of pipelining them through shared memory, so that
     more programs are resident. With `centered`, a weight [KV heads, dim] has been subtracted from the keys in pages,
@@ -223,6 +227,7 @@ class AttentionSpec:
     bias_positions: int = 0
     sinks: bool = False
     query_rows: int = 0
+    warp_specialized: bool = False
 
     @property
     def title(self) -> str:
@@ -240,7 +245,8 @@ class AttentionSpec:
     def rows(self) -> int:
         """Rows per program, enough for all heads of a GQA group."""
         group = self.heads // self.kv.heads
-        return self.query_rows or COLUMNS * max(self.octets, -(-group // COLUMNS))
+        most = self.query_rows * (CONSUMERS if self.warp_specialized else 1)
+        return most or COLUMNS * max(self.octets, -(-group // COLUMNS))
 
     @property
     def block(self) -> int:
@@ -263,7 +269,8 @@ class AttentionSpec:
     @property
     def queries(self) -> int:
         """Query positions per program."""
-        return self.rows // (self.heads // self.kv.heads)
+        consumers = CONSUMERS if self.warp_specialized else 1
+        return self.rows // consumers // (self.heads // self.kv.heads) * consumers
 
     @property
     def prompt_grid(self) -> tuple[list[str | int], int, str]:
@@ -284,8 +291,9 @@ class AttentionSpec:
         triggers_dependents = self.inline_asm and capability >= 90
         # PDL only for short programs: long ones would all start on the multiprocessors that become free first.
         pdl = triggers_dependents and self.cut == "leaf"
+        hierarchical = "attention_hier.py.jinja" if self.kv.hierarchical else "attention.py.jinja"
         source = render_template(
-            "attention_hier.py.jinja" if self.kv.hierarchical else "attention.py.jinja",
+            "attention_warp_specialized.py.jinja" if self.warp_specialized else hierarchical,
             spec=self,
             name=name,
             arguments=arguments,
@@ -311,7 +319,12 @@ class AttentionSpec:
             sinks=self.sinks and self.cut == "whole",
             log2_e=_LOG2_E,
             q_scale=self.scale if self.softcap else self.scale * _LOG2_E,
+            consumers=CONSUMERS,
+            # Of a thread of the second consumer and of the producer; the first consumer has as many as the second.
+            registers=[240, 24] if self.kv.bits == 16 else [216, 72],
         )
+        if self.warp_specialized:
+            return Kernel(name, source, tuple(arguments), self.warps, self.stages, most_registers=168, fusion=False)
         # Enough registers for one program, but few enough for the occupancy that the largest steps need.
         limits = {("kv8", 2): 128, ("kv_hier", 2): 168, ("kv_hier4", 2): 168}
         limited = self.rows == 8 and self.kv.dim <= 128 and self.cut == "split" and capability > 80
@@ -359,7 +372,8 @@ def prefill_variants(spec: AttentionSpec) -> list[tuple[int, AttentionSpec]]:
 
 
 def far_variants(spec: AttentionSpec, capability: int) -> list[tuple[int, AttentionSpec]]:
-    """As `prefill_variants`, for steps with more than NEAR_SPLITS splits of positions.
+    """Pairs of the most rows of a step (0: any number) and the variant of `spec` for them, for steps with more than
+    NEAR_SPLITS splits of positions.
 
     Heads of a GQA group must fit the rows of a program, and two programs' accumulators a multiprocessor. Only an sm_90
     GPU has shown that both orders of operands give the same bits.
@@ -369,9 +383,15 @@ def far_variants(spec: AttentionSpec, capability: int) -> list[tuple[int, Attent
     fits = 32 <= kv.dim <= 128 and group <= FAR_ROWS and (kv.bits == 16 or kv.width % 2 == 0)
     if capability != 90 or kv.format == "kv_hier4" or not fits:
         return prefill_variants(spec)
-    stages = 3 if kv.bits == 16 else 1  # rounded positions are prefetched to registers
-    few = FEW_FAR_QUERIES[kv.bits]
-    return [(few, replace(spec, octets=1)), (0, replace(spec, query_rows=FAR_ROWS, stages=stages))]
+    few = (FEW_FAR_ROWS[kv.bits], replace(spec, octets=1))
+    # Rounded positions are prefetched to registers.
+    rows = replace(spec, query_rows=FAR_ROWS, stages=3 if kv.bits == 16 else 1)
+    plain = not (kv.hierarchical or spec.centered or spec.bias_positions)
+    whole_pages = kv.dim in (64, 128) and spec.leaf == kv.page_tokens
+    if not (plain and whole_pages and spec.inline_asm):  # the interpreter has no warp groups
+        return [few, (0, rows)]
+    some = [(SOME_FAR_ROWS, rows)] if kv.bits < 16 else []
+    return [few, *some, (0, replace(rows, warp_specialized=True, stages=4))]
 
 
 @dataclass(frozen=True)

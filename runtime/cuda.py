@@ -424,7 +424,7 @@ def attention_counts(plan: Mapping[str, Any], splits: int, tokens: int, sequence
     return {
         "few": queries if few else 0,
         "fine": queries if fine and not few else 0,
-        "far": queries if far else 0,
+        "far": tokens if far else 0,
         "coarse": 0 if fine or far else queries,
         "merged": 0 if fine else merged,
         "groups": 0 if fine else groups,

@@ -39,7 +39,7 @@ def interpret_prompt(way: str) -> None:
     from tests.codegen.gpu_interpreter import Interpreter
 
     recipe, format, more = WAYS[way]
-    gpu_attention.FEW_FAR_QUERIES = dict.fromkeys((16, 8, 4), 17)
+    gpu_attention.FEW_FAR_ROWS = dict.fromkeys((16, 8, 4), 17)
     graph, program, blobs = lowered(recipe, passes={"cache.format": format}, **more)
     length, begun, split = (420, 301, 128) if format == "kv_hier" else (200, 121, 64)
     ids = torch.randint(0, SHAPE["vocab"], (1, length), generator=torch.Generator().manual_seed(2))
@@ -79,16 +79,56 @@ def far(format: str, heads: int, kv_heads: int, dim: int, capability: int = 90, 
     return far_variants(base, capability)[-1][1]
 
 
-@pytest.mark.parametrize("format", ["kv4", "kv8", "kv16", "kv_hier"])
+@pytest.mark.parametrize("format", ["kv4", "kv8", "kv_hier"])
 def test_both_products_are_of_all_features_at_once(format: str) -> None:
     """As wgmma, in two programs a multiprocessor, with no more than sums of whole splits spilled."""
     needs_triton()
-    compiled = compile_kernel(far(format, 32, 8, 128).kernel(90), 90)
+    spec = replace(far(format, 32, 8, 128), warp_specialized=False, stages=1)
+    compiled = compile_kernel(spec.kernel(90), 90)
     halves = "f16" if format == "kv_hier" else "bf16"
     assert f"wgmma.mma_async.sync.aligned.m64n128k16.f32.{halves}.{halves}" in compiled.matrix
     assert all("m64n128k16" in one or "m64n64k16" in one for one in compiled.matrix)
     assert compiled.threads == 128 and compiled.shared_bytes <= 113 * 1024
     assert compiled.spill_bytes <= 600
+
+
+@pytest.mark.parametrize("more", [{}, {"window": 1000, "sinks": True}, {"softcap": 30.0}], ids=str)
+@pytest.mark.parametrize("format", ["kv4", "kv8", "kv16"])
+def test_consumers_share_what_producers_unpack(format: str, more: dict[str, Any]) -> None:
+    """Two groups of rows and the producer in one program, with no more than sums of whole splits spilled."""
+    needs_triton()
+    spec = far(format, 28, 4, 128, **more)
+    assert spec.warp_specialized and spec.queries == 2 * (64 // 7)
+    compiled = compile_kernel(spec.kernel(90), 90)
+    keys = "bf16" if format == "kv16" else "f16"
+    wanted = {f"wgmma.mma_async.sync.aligned.m64n64k16.f32.{halves}.{halves}" for halves in (keys, "bf16")}
+    assert set(compiled.matrix) == wanted
+    assert compiled.threads == 384 and compiled.shared_bytes <= 227 * 1024
+    assert compiled.spill_bytes <= 450  # one or two of the three sums of 64 values a thread
+
+
+def test_where_programs_are_not_warp_specialized() -> None:
+    """Where keys are not as the kernel's layouts have them, or scores have more to them than it knows."""
+    assert far("kv8", 8, 8, 64).warp_specialized
+    for spec in (
+        far("kv8", 8, 8, 96),
+        far("kv_hier", 8, 8, 128),
+        far("kv16", 8, 8, 64, centered=True),
+        far("kv4", 8, 8, 64, bias_positions=100),
+        far("kv16", 8, 8, 64, inline_asm=False),
+    ):
+        assert spec.query_rows == 64 and not spec.warp_specialized
+    kv = GpuKV("kv16", 8, 128)
+    short = AttentionSpec(kv, 8, 1024, 0.1, split=256, cut="whole")
+    assert not far_variants(short, 90)[-1][1].warp_specialized  # leaves of half a page
+
+
+def test_rounded_pages_take_fewer_rows_of_short_steps() -> None:
+    """Programs of twice as many rows are half as many; keys that are not unpacked are loaded once for both."""
+    for format, rows in (("kv4", [128, 256, 0]), ("kv8", [128, 256, 0]), ("kv16", [64, 0])):
+        kv = GpuKV(format, 8, 128)
+        base = AttentionSpec(kv, 32, 4096, 0.1, split=tiles.split_positions(kv), cut="whole")
+        assert [most for most, _ in far_variants(base, 90)] == rows
 
 
 def test_where_queries_are_not_the_rows() -> None:
@@ -102,4 +142,4 @@ def test_where_queries_are_not_the_rows() -> None:
         far("kv_hier4", 4, 2, 64),
     ):
         assert not spec.query_rows
-    assert replace(far("kv16", 28, 4, 128)).queries == 9
+    assert replace(far("kv16", 28, 4, 128), warp_specialized=False).queries == 9

@@ -207,6 +207,7 @@ def test_attention_takes_leaves_where_there_is_little_to_do() -> None:
     for splits, kind in ((2, "coarse"), (3, "far")):
         prefill = cuda.attention_counts(plan, splits, 17, 1, 17)  # one program does all splits
         assert prefill[kind] == prefill["other_tokens"] == 17 and sum(prefill.values()) == 34
+    assert cuda.attention_counts(plan, 3, 21, 5, 17)["far"] == 21  # rows of all sequences
     assert cuda.attention_counts(plan, 300, 2, 1, 2)["shares"] == 100
     hierarchical = {**plan, "shared": True, "fine_splits": 0}
     sizes = ((32, 1, 1), (512, 1, 1), (16, 20, 20), (9, 200, 200))
