@@ -22,6 +22,8 @@ STEP, OPS, NUMERICS = "tests/passes/test_step_passes.py", "tests/test_ops.py", "
 RAISE, FAMILIES = "tests/passes/test_raise.py", "tests/passes/test_raise_families.py"
 KERNELS, ROWS = "tests/codegen/test_cpu_step.py", "tests/codegen/test_cpu_rowops.py"
 PENALTIES, GPU_PENALTIES = "tests/codegen/test_cpu_penalties.py", "tests/codegen/test_gpu_penalties.py"
+GLUON = "tests/codegen/test_gluon.py"
+WARP_GROUPS = "codegen/templates/triton/attention_warp_specialized.py.jinja"
 REPORTS, GPU_REPORTS = "tests/codegen/test_cpu_report.py", "tests/codegen/test_gpu_report.py"
 TORCH = f"{KERNELS} -k equals_torch"
 WEIGHTS, MODEL = "qcompile/ops/weights.py", "qcompile/ops/model.py"
@@ -413,6 +415,48 @@ MUTATIONS = (
         "            at += row.outputs\n",
         "            at += row.outputs * (request.output.finish_reason is None)\n",
         "tests/runtime/test_engine.py tests/runtime/test_prefixes.py",
+    ),
+    Mutation(
+        "programs without queries store rows of other sequences",
+        WARP_GROUPS,
+        "live = (first >= 0) & (query < count)",
+        "live = (query < count)",
+        f"{GLUON} -k attention_of",
+    ),
+    Mutation(
+        "a consumer without queries releases other leaves than the program has",
+        WARP_GROUPS,
+        "ended = tl.where(latest < 0, program_begun, (latest + LEAF) // LEAF)",
+        "ended = (latest + LEAF) // LEAF",
+        f"{GLUON} -k attention_of",
+    ),
+    Mutation(
+        "values of tokens that are not written are copied",
+        WARP_GROUPS,
+        "(t <= latest - at)[:, None], item)",
+        "(t <= latest + LEAF - at)[:, None], item)",
+        f"{GLUON} -k not_written",
+    ),
+    Mutation(
+        "the zero points of a leaf's values are not in the unit of the sums",
+        WARP_GROUPS,
+        "p = exp2(score - m[:, None]) * grow[:, None]",
+        "p = exp2(score - m[:, None])",
+        f"{GLUON} -k attention_of",
+    ),
+    Mutation(
+        "a warp group's stages begin with the wrong phase after the last",
+        "codegen/templates/triton/gemm_warp_specialized.py.jinja",
+        "tl.where(last, 0, stage + 1), phase ^ last.to(tl.int32)",
+        "tl.where(last, 0, stage + 1), phase",
+        f"{GLUON} -k of_warp_groups",
+    ),
+    Mutation(
+        "an unpacking MMA's weights are those of the plane before",
+        "codegen/templates/triton/ws_mainloops.jinja",
+        "acc = warpgroup_mma(q{{ plane }}, x_t",
+        "acc = warpgroup_mma(q{{ [plane - 1, 0] | max }}, x_t",
+        f"{GLUON} -k of_warp_groups",
     ),
     Mutation(
         "a file's hash is not looked at",

@@ -386,9 +386,9 @@ def far_variants(spec: AttentionSpec, capability: int) -> list[tuple[int, Attent
     few = (FEW_FAR_ROWS[kv.bits], replace(spec, octets=1))
     # Rounded positions are prefetched to registers.
     rows = replace(spec, query_rows=FAR_ROWS, stages=3 if kv.bits == 16 else 1)
-    plain = not (kv.hierarchical or spec.centered or spec.bias_positions)
-    whole_pages = kv.dim in (64, 128) and spec.leaf == kv.page_tokens
-    if not (plain and whole_pages and spec.inline_asm):  # the interpreter has no warp groups
+    # Of warp groups it has shown so for these; Triton's interpreter has none.
+    plain = not (kv.hierarchical or spec.centered or spec.bias_positions or spec.window or spec.softcap or spec.sinks)
+    if not (plain and kv.dim == 128 and spec.leaf == kv.page_tokens and spec.inline_asm):
         return [few, (0, rows)]
     some = [(SOME_FAR_ROWS, rows)] if kv.bits < 16 else []
     return [few, *some, (0, replace(rows, warp_specialized=True, stages=4))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,88 +11,9 @@ import torch
 from qcompile.codegen.gpu_attention import AttentionSpec, GpuKV
 from qcompile.codegen.gpu_pack import pack_codes
 from qcompile.codegen.triton import KernelSpec, Tile, render
+from tests.codegen.ptx import Words, bytes_of, floats, run, words
 
-Words = np.ndarray  # uint32 [...]
 PAIRS = 512
-
-
-def floats(x: Words, kind: str) -> np.ndarray:
-    """The lower and the upper halves of words [n] as float64 [n, 2], of f16 or bf16."""
-    halves = np.stack((x & 0xFFFF, x >> 16), -1).astype(np.uint16)
-    if kind == "f16x2":
-        return halves.view(np.float16).astype(np.float64)
-    return (halves.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-
-
-def words(values: np.ndarray, kind: str) -> Words:
-    """Words [n] of float64 [n, 2], each rounded to the nearest, to even ones."""
-    if kind == "f16x2":
-        halves = values.astype(np.float16).view(np.uint16).astype(np.uint32)
-    else:
-        bits = values.astype(np.float32).view(np.uint32)
-        halves = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return halves[..., 0] | halves[..., 1] << 16
-
-
-def lop3(a: Words, b: Words, c: Words, table: int) -> Words:
-    """Bit i of `table` where the bits of a, b and c are those of i, the lowest c's."""
-    found = np.zeros_like(a)
-    for i in range(8):
-        if table >> i & 1:
-            found |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
-    return found
-
-
-def permute(a: Words, b: Words, selector: Words) -> Words:
-    """The bytes that the nibbles of a selector name, or their signs."""
-    both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
-    nibbles = [selector.astype(np.uint64) >> np.uint64(4 * i) & np.uint64(15) for i in range(4)]
-    picked = [both >> (nibble & np.uint64(7)) * np.uint64(8) & np.uint64(255) for nibble in nibbles]
-    signs = [(byte >> np.uint64(7)) * np.uint64(255) for byte in picked]
-    picked = [np.where(nibble > 7, sign, byte) for nibble, sign, byte in zip(nibbles, signs, picked, strict=True)]
-    return sum(byte << np.uint64(8 * i) for i, byte in enumerate(picked)).astype(np.uint32)
-
-
-def bytes_of(x: Words) -> np.ndarray:
-    """The bytes of words [n] with their signs, int64 [n, 4]."""
-    return x.view(np.int8).reshape(-1, 4).astype(np.int64)
-
-
-def run(asm: str, outputs: int, *inputs: Words) -> list[Words]:
-    """What PTX makes of registers: those of the operations that unpacking takes."""
-    registers = {f"${outputs + i}": x for i, x in enumerate(inputs)}
-
-    def read(name: str) -> Words:
-        return registers[name] if name in registers else np.full_like(inputs[0], int(name, 0))
-
-    for line in re.split(r"[;{}]", re.sub(r"\.reg[^;]*;", "", asm)):
-        if not line.strip():
-            continue
-        operation, rest = line.strip().split(" ", 1)
-        to, *names = (name.strip() for name in rest.split(","))
-        base, *_, kind = operation.split(".")
-        if base == "lop3":
-            *names, last = names
-            registers[to] = lop3(*map(read, names), int(last, 0))
-            continue
-        given = [read(name) for name in names]
-        if base in ("fma", "add"):
-            parts = [floats(x, kind) for x in given]
-            registers[to] = words(parts[0] * parts[1] + parts[2] if base == "fma" else parts[0] + parts[1], kind)
-        else:
-            plain: dict[str, Callable[..., Words]] = {
-                "mov": lambda x: x,
-                "shl": lambda x, n: x << n,
-                "shr": lambda x, n: x >> n,
-                "and": lambda x, y: x & y,
-                "xor": lambda x, y: x ^ y,
-                "mad": lambda x, y, z: x * y + z,
-                "mul": lambda x, y: x * y,
-                "prmt": permute,
-                "dp4a": lambda x, y, z: z + (bytes_of(x) * bytes_of(y)).sum(-1).astype(np.uint32),
-            }
-            registers[to] = plain[base](*given)
-    return [registers[f"${i}"] for i in range(outputs)]
 
 
 def instructions(format: str) -> dict[str, str]:

@@ -97,8 +97,8 @@ def test_both_products_are_of_all_features_at_once(format: str) -> None:
 def test_consumers_share_what_producers_unpack(format: str, more: dict[str, Any]) -> None:
     """Two groups of rows and the producer in one program, with no more than sums of whole splits spilled."""
     needs_triton()
-    spec = far(format, 28, 4, 128, **more)
-    assert spec.warp_specialized and spec.queries == 2 * (64 // 7)
+    spec = replace(far(format, 28, 4, 128, **more), warp_specialized=True, stages=4)
+    assert spec.queries == 2 * (64 // 7)
     compiled = compile_kernel(spec.kernel(90), 90)
     keys = "bf16" if format == "kv16" else "f16"
     wanted = {f"wgmma.mma_async.sync.aligned.m64n64k16.f32.{halves}.{halves}" for halves in (keys, "bf16")}
@@ -108,14 +108,18 @@ def test_consumers_share_what_producers_unpack(format: str, more: dict[str, Any]
 
 
 def test_where_programs_are_not_warp_specialized() -> None:
-    """Where keys are not as the kernel's layouts have them, or scores have more to them than it knows."""
-    assert far("kv8", 8, 8, 64).warp_specialized
+    """Where keys are not as the kernel's layouts have them, or no GPU has shown that the bits are the same."""
+    assert far("kv8", 8, 8, 128).warp_specialized
     for spec in (
         far("kv8", 8, 8, 96),
+        far("kv8", 8, 8, 64),
         far("kv_hier", 8, 8, 128),
-        far("kv16", 8, 8, 64, centered=True),
-        far("kv4", 8, 8, 64, bias_positions=100),
-        far("kv16", 8, 8, 64, inline_asm=False),
+        far("kv16", 8, 8, 128, centered=True),
+        far("kv4", 8, 8, 128, bias_positions=100),
+        far("kv4", 8, 8, 128, window=100),
+        far("kv4", 8, 8, 128, sinks=True),
+        far("kv4", 8, 8, 128, softcap=9.0),
+        far("kv16", 8, 8, 128, inline_asm=False),
     ):
         assert spec.query_rows == 64 and not spec.warp_specialized
     kv = GpuKV("kv16", 8, 128)
