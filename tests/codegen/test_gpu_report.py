@@ -14,7 +14,7 @@ from torch import Tensor
 from qcompile.codegen.gpu_launches import Launch, Plan
 from qcompile.runtime import cuda_draws
 from qcompile.runtime.logprobs import MOST_REPORTED, empty_reports, logprobs_of, reported_logprobs
-from qcompile.runtime.penalties import Penalties
+from qcompile.runtime.penalties import Bias, Penalties
 from qcompile.runtime.sampling import GREEDY, Draws, SamplingParams
 from tests.codegen.interpreted import interpreted, needs_triton
 from tests.codegen.sampled import same_logprobs, same_outputs
@@ -78,7 +78,8 @@ def rows_of(vocab: int, random: np.random.Generator) -> list[Tensor]:
 
 
 def interpret_rows(vocab: int, sequences: int) -> None:
-    """Each row as Python finds it, whatever else is in the step: among penalties, no reports, no tokens and no room."""
+    """Each row as Python finds it, whatever else is in the step: among biases, penalties, no reports, no tokens and no
+    room; of chosen tokens, and of known ones."""
     random = np.random.default_rng(vocab + sequences)
     every, rows, draws = rows_of(vocab, random), [], []
     for index in range(sequences):
@@ -87,23 +88,27 @@ def interpret_rows(vocab: int, sequences: int) -> None:
         if index % 3 == 1:
             listed = random.permutation(vocab)[:17].astype(np.int32)
             penalties = Penalties(1.7, 0.5, 0.1, listed, np.ones_like(listed), 4)
-        reports = empty_reports(1 + index % 3, alternatives) if index % 5 < 4 else None
-        draws.append(GREEDY._replace(first=7 + index, penalties=penalties, reports=reports))
-        for place in range(3):
+        bias = Bias(np.array([0], np.int32), np.array([9.5], np.float32)) if index % 3 == 2 else None
+        known = random.integers(0, vocab, (2, 0, 1)[index % 3]).tolist() if index % 5 < 4 else []
+        reports = empty_reports(len(known) + 1 + index % 3, alternatives) if index % 5 < 4 else None
+        draws.append(GREEDY._replace(first=7 + index, penalties=penalties, bias=bias, known=known, reports=reports))
+        for place in range(-len(known), 3):
             logits = every[(index + place) % len(every)]
             ranked = np.argsort(-logits.numpy(), kind="stable")
             token = int(ranked[(0, vocab // 2, vocab - 1, 1 % vocab)[(index + place) % 4]])
             rows.append(Row(index, place, -1 if index % 7 == 6 and place == 0 else token, logits))
     report(draws, rows)
     for row in rows:
-        found = draws[row.sequence].reports
-        if found is None or row.place >= len(found):
+        found, known = draws[row.sequence].reports, draws[row.sequence].known
+        at = row.place + len(known)
+        if found is None or at >= len(found):
             continue
         if row.token < 0:
-            assert np.isnan(found[row.place]).all()  # as the memory was
+            assert np.isnan(found[at]).all()  # as the memory was
             continue
-        wanted = logprobs_of(row.logits.numpy(), row.token, (found.shape[1] - 4) // 2, None)
-        told = reported_logprobs(found[row.place : row.place + 1], [row.token], None)
+        token = known[at] if at < len(known) else row.token
+        wanted = logprobs_of(row.logits.numpy(), token, (found.shape[1] - 4) // 2, None)
+        told = reported_logprobs(found[at : at + 1], [token], None)
         assert same_logprobs(told, [wanted]), (row, told, wanted)
     for index, draw in enumerate(draws[:4]):
         if draw.reports is not None:
