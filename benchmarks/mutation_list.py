@@ -312,7 +312,7 @@ MUTATIONS = (
     Mutation(
         "a GPU's penalties are for each occurrence of a recent token",
         "codegen/templates/triton/penalties.py.jinja",
-        "(at < after) & (known == 0)",
+        "(at < after) & (before == 0)",
         "at < after",
         f"{GPU_PENALTIES} -k rows",
     ),
@@ -410,8 +410,8 @@ MUTATIONS = (
     Mutation(
         "a step's tokens are attributed without those of requests cancelled while it ran",
         "runtime/engine.py",
-        "            at += row.outputs\n",
-        "            at += row.outputs * (request.output.finish_reason is None)\n",
+        "at + row.outputs\n            new",
+        "at + row.outputs * (request.output.finish_reason is None)\n            new",
         "tests/runtime/test_engine.py tests/runtime/test_prefixes.py",
     ),
     Mutation(

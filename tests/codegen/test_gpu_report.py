@@ -16,6 +16,7 @@ from qcompile.runtime import cuda_draws
 from qcompile.runtime.logprobs import MOST_REPORTED, empty_reports, logprobs_of, reported_logprobs
 from qcompile.runtime.penalties import Bias, Penalties
 from qcompile.runtime.sampling import GREEDY, Draws, SamplingParams
+from qcompile.runtime.scheduler import Request
 from tests.codegen.interpreted import interpreted, needs_triton
 from tests.codegen.sampled import same_logprobs, same_outputs
 from tests.codegen.test_gpu_sample import SMALL
@@ -169,6 +170,46 @@ def interpret_engine(how: str) -> None:
     if how == "shared":
         machine.speculator = HostSpeculator(machine.target, machine.speculator.levels)
         assert generate(True, 2) == plain and not any(asked)
+
+
+def interpret_prompts() -> None:
+    """Prompts in steps of few rows, among other requests: the bits that their tokens had when they were generated."""
+    from tests.codegen.gpu_machine import PROMPTS, Machine, logits_asked
+
+    torch.manual_seed(0)
+    cuda_draws._FIRST_REPORTS = cuda_draws._FIRST_ROOM = 16  # grow
+    machine = Machine(decoder(**SMALL), "bf16", pages=9)
+    common: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+    options: list[dict[str, Any]] = [
+        {"logprobs": 3, "max_tokens": 6},
+        {"logprobs": 3, "max_tokens": 4, "repetition_penalty": 0.3, "logit_bias": {3: 4.5, 9: -100}},
+        {"logprobs": 3, "max_tokens": 5, "temperature": 1.1, "seed": 3},
+    ]
+
+    def generate(prompts: list[list[int]], params: list[dict[str, Any]], rows: int) -> list[Request]:
+        engine = machine.engine()
+        engine.scheduler.max_tokens = rows
+        requests = [engine.add(p, SamplingParams(**(common | o))) for p, o in zip(prompts, params, strict=True)]
+        machine.run(engine, requests)
+        return requests
+
+    asked = logits_asked()
+    before = generate([PROMPTS[3], *PROMPTS[:2]], options, 16)
+    whole = [request.tokens for request in before]
+    for alternatives, rows in ((3, 16), (5, 7)):
+        rest: list[dict[str, Any]] = [{"max_tokens": 0}, {"max_tokens": 2, "logprobs": 1}, {"max_tokens": 1}]
+        params = [{"prompt_logprobs": alternatives} | o for o in rest]
+        params[1] |= {"frequency_penalty": 0.5, "logit_bias": {1: 1.5}}
+        for request, old in zip(generate(whole, params, rows), before, strict=True):
+            assert request.prompt_logprobs and request.prompt_logprobs[0] is None
+            assert len(request.prompt_logprobs) == len(old.tokens)
+            for new, one in zip(request.prompt_logprobs[old.prompt_length :], old.output.logprobs or (), strict=True):
+                assert new and one and one.items() <= new.items()  # of three alternatives, or more
+    assert not any(asked)
+
+
+def test_prompts_interpreted() -> None:
+    interpreted(__name__, "interpret_prompts()")
 
 
 @pytest.mark.parametrize("how", ["shared", "own", "lookup"])

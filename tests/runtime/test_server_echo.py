@@ -18,9 +18,9 @@ BARE = {"temperature": 0, "ignore_eos": False}
 
 @pytest.fixture(scope="module")
 def client(executors: None) -> Iterator[Client]:
-    with fake_llm(tokenizer=byte_tokenizer(), pages=200) as llm:
-        with serving(llm, template=lambda messages: messages[0]["content"]) as found:
-            yield found
+    llm = fake_llm(tokenizer=byte_tokenizer(), pages=200)
+    with llm, serving(llm, template=lambda messages: messages[0]["content"]) as found:
+        yield found
 
 
 def tokens_of(client: Client, text: str) -> list[int]:
@@ -146,18 +146,15 @@ def test_biases(client: Client) -> None:
     assert banned["choices"][0]["text"] != plain.text
 
 
-def parsed(outputs: Any, tokens: list[list[int]], ctxlens: list[int]) -> list[tuple[float, bool]]:
+def parsed(outputs: Any, ctxlens: list[int]) -> list[tuple[float, bool]]:
     """As lm-evaluation-harness 0.4.9 reads a response: `LocalCompletionsAPI.parse_logprobs`."""
     found = []
     for choice, ctxlen in zip(sorted(outputs["choices"], key=lambda one: one["index"]), ctxlens, strict=True):
         assert ctxlen > 0
-        logprobs = sum(choice["logprobs"]["token_logprobs"][ctxlen:-1])
-        greedy = True
-        for token, top in zip(
-            choice["logprobs"]["tokens"][ctxlen:-1], choice["logprobs"]["top_logprobs"][ctxlen:-1], strict=True
-        ):
-            greedy &= token == max(top.items(), key=lambda one: one[1])[0]
-        found.append((logprobs, greedy))
+        logprobs = choice["logprobs"]["token_logprobs"][ctxlen:-1]
+        tops = choice["logprobs"]["top_logprobs"][ctxlen:-1]
+        greedy = all(one == max(top.values()) for one, top in zip(logprobs, tops, strict=True))
+        found.append((sum(logprobs), greedy))
     return found
 
 
@@ -171,7 +168,7 @@ def test_an_evaluation_reads_continuations(client: Client) -> None:
     body = {"prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
     status, outputs = client.ask("/v1/completions", {"model": "tiny"} | body)
     assert status == 200
-    results = parsed(outputs, prompts, [len(context)] * 2)
+    results = parsed(outputs, [len(context)] * 2)
     assert [greedy for _, greedy in results] == [True, False]
     for (total, _), prompt in zip(results, prompts, strict=True):
         places = wanted(prompt, 0)[len(context) - 1 :]
