@@ -23,7 +23,7 @@ from qcompile.numerics import ACTIVATIONS, FORMATS
 from qcompile.ops import GATED
 from qcompile.targets import Target
 
-ABI = 5
+ABI = 6
 MAX_HEAD_DIM = 1024
 _TEMPLATES = Path(__file__).parent / "templates" / "cpu"
 _INCLUDE = re.compile(r'^#include "(?P<name>[\w.]+)"$')

@@ -25,9 +25,10 @@ plus] (the rounded quotient times `times`, plus `plus`). Counts:
     shares                      programs per sequence and KV head, if programs loop over several splits
     decode_tokens, other_tokens one is the number of tokens, by whether the step is of the decode class; the other is 0
     sampled, top_k, top_p       `outputs` if any sequence has a temperature, a top-k or a top-p; else 0
-    penalized                   `outputs` if any sequence has penalties, else 0
+    biased, penalized           `outputs` if any sequence has biases, or penalties, else 0
     reported                    `outputs` if log probabilities of any sequence are wanted, else 0
-    kept                        at least `outputs` if any of these sequences has penalties too, else 0
+    kept                        if any of these sequences has biases or penalties too, at least the number of outputs
+                                whose next token is not known; else 0
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 
 MOST_ROWS = 512
 """Most rows of a step."""
-GPU_ABI = 17
+GPU_ABI = 18
 """Version of the plan format: a runtime refuses plans of another version."""
 TEXT_TOKENS = 1 << 12
 """Most tokens of a text that n-gram lookup searches; a power of two."""

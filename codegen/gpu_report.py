@@ -1,8 +1,9 @@
-"""Log probabilities on the GPU: reports of the tokens chosen in a step, as runtime/logprobs.py reads them.
+"""Log probabilities on the GPU: reports of the tokens chosen in a step, or known to follow, as runtime/logprobs.py
+reads them.
 
 Once the tokens are chosen, a program for each part of a row of logits finds the part's largest logits, the sum of its
-weights, and how many logits are above the chosen token's; another kernel then writes the row's report. Penalties change
-logits in place, so rows with them and a report are kept as they were before.
+weights, and how many logits are above the chosen token's; another kernel then writes the row's report. Biases and
+penalties change logits in place, so rows with them and a report are kept as they were before.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ PART, WARPS = 4096, 8
 MOST = 20
 """Most alternatives of a report."""
 _TYPES = {"logits": "*fp32", "plain": "*fp32", "part_peak": "*fp32", "part_above": "*i32", "part_keys": "*i64"}
-_TYPES |= dict.fromkeys(("output_rows", "row_sequence", "positions", "argmax"), "*i32")
-_ROW = ("logits", "plain", "output_rows", "row_sequence", "sampling")
+_TYPES |= dict.fromkeys(("output_rows", "row_sequence", "positions", "argmax", "seen"), "*i32")
+_ROW = ("logits", "plain", "output_rows", "row_sequence", "positions", "sampling")
 _PARTS = ("part_peak", "part_sum", "part_above", "part_keys")
 
 
 def report_kernel(kind: str, vocab: int, capability: int) -> Kernel:
     """A kernel of reports on logits [rows, vocab], f32.
 
-    kind: "keep" (copies rows before penalties), "parts" (what a report needs of each part; both with a program for each
-    row and part) or "row" (the report; a program for each row).
+    kind: "keep" (copies rows before biases and penalties), "parts" (what a report needs of each part; both with a
+    program for each row and part) or "row" (the report; a program for each row).
     """
-    names = _ROW if kind == "keep" else (*_ROW, "positions", "argmax", *_PARTS)
+    names = _ROW if kind == "keep" else (*_ROW, "argmax", "seen", *_PARTS)
     names = (*names, "reports") if kind == "row" else names
     arguments = tuple(Argument(name, _TYPES.get(name, "*fp64")) for name in names)
-    titles = {"keep": "Logits before penalties", "parts": "Reports of parts of the logits"}
+    titles = {"keep": "Logits before biases and penalties", "parts": "Reports of parts of the logits"}
     parts, name, pdl = -(-vocab // PART), f"report_{kind}", capability >= 90
     source = render_template(
         "report.py.jinja",
@@ -53,7 +54,7 @@ def report_kernel(kind: str, vocab: int, capability: int) -> Kernel:
 
 
 def keeping(plan: Plan, call: str, vocab: int, capability: int) -> Iterator[Launch]:
-    """The launch that keeps rows of logits for reports; before those of penalties."""
+    """The launch that keeps rows of logits for reports; before those of biases and penalties."""
     yield _launch(plan, call, "keep", vocab, capability)
 
 

@@ -42,6 +42,11 @@ class Part(BaseModel):
         return {name: value for name, value in given.items() if name in cls.model_fields or name == unknown}
 
 
+def _token_number(name: str) -> int | str:
+    """The token number that a field is named by, as JSON has no other names; anything else as it is."""
+    return int(name) if name.isascii() and name.isdigit() and len(name) < 19 else name
+
+
 class StreamOptions(Part):
     """`include_usage`: end the stream with a message that has the token counts."""
 
@@ -58,7 +63,7 @@ class Common(Part):
     """Fields of both kinds of request. Ranges that SamplingParams checks are not repeated here."""
 
     idle = {
-        **{"logit_bias": ({},), "echo": (False,), "suffix": ("",), "best_of": (1,), "min_tokens": (0,)},
+        **{"echo": (False,), "suffix": ("",), "best_of": (1,), "min_tokens": (0,)},
         **{"stop_token_ids": ([],), "skip_special_tokens": (True,)},
         **{"include_stop_str_in_output": (False,), "response_format": ({"type": "text"},), "modalities": (["text"],)},
         **{"tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (False, True)},
@@ -75,6 +80,7 @@ class Common(Part):
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
+    logit_bias: dict[str, Any] | None = None
     n: int | None = None
     seed: int | None = None
     stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_stops)] | None = None
@@ -95,6 +101,8 @@ class Common(Part):
         names = ("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "ignore_eos")
         penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
         given = {name: getattr(self, name) for name in names + penalties} | more
+        if self.logit_bias:
+            given["logit_bias"] = {_token_number(token): bias for token, bias in self.logit_bias.items()}
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
     @property
@@ -107,7 +115,9 @@ class CompletionRequest(Common):
     """POST /v1/completions: one prompt or several, each a text or token numbers."""
 
     prompt: Any  # checked where it is encoded: errors are clearer than those of a union type
-    max_tokens: Count = 16
+    max_tokens: Annotated[int, Field(ge=0)] = 16
+    echo: bool = False
+    """Whether texts start with the prompt, and log probabilities with those of its tokens."""
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
     def prompts(self) -> list[str | Sequence[int]]:
@@ -119,7 +129,13 @@ class CompletionRequest(Common):
 
     def params(self) -> SamplingParams:
         """The request's sampling parameters. Raises UsageError."""
-        return self.sampling(max_tokens=self.max_tokens, logprobs=self.logprobs)
+        if self.max_tokens == 0 and not self.echo:
+            raise UsageError("max_tokens must be at least 1, or echo true for the prompt alone")
+        reported = self.logprobs
+        if self.max_tokens == 0 and reported is None:
+            reported = 0  # the prompt is all that is asked for, and is computed although nothing of it is told
+        known = reported if self.echo else None
+        return self.sampling(max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=known)
 
 
 class TextPart(Part):
@@ -184,17 +200,36 @@ def completion_choice(
     """
     found = None
     if sample.logprobs is not None:
-        chosen = list(zip(sample.token_ids[tokens:], sample.logprobs[tokens:], strict=True))
-        spelled = [_spelled(each[token]) for token, each in chosen]
-        *offsets, offset = accumulate(map(len, spelled), initial=offset)
-        found = {
-            "tokens": spelled,
-            "token_logprobs": [each[token].logprob for token, each in chosen],
-            "top_logprobs": [_by_spelling(each.values()) for _, each in chosen],
-            "text_offset": offsets,
-        }
+        found = _columns(sample.token_ids[tokens:], sample.logprobs[tokens:])
+        *found["text_offset"], offset = accumulate(map(len, found["tokens"]), initial=offset)
     text = sample.text[characters:]
     return {"index": index, "text": text, "logprobs": found, "finish_reason": sample.finish_reason}, offset
+
+
+def prompt_columns(text: str, first: str, output: RequestOutput) -> dict[str, list[Any]]:
+    """The log probabilities of an echoed prompt, whose first token is spelled `first` and has none.
+
+    The last token ends where the text does: special tokens may precede the text.
+    """
+    assert output.prompt_logprobs is not None
+    rest = [each for each in output.prompt_logprobs if each is not None]
+    found = _columns(output.prompt_token_ids[1:], rest)
+    for name, nothing in (("tokens", first), ("token_logprobs", None), ("top_logprobs", None)):
+        found[name].insert(0, nothing)
+    start = len(text) - sum(map(len, found["tokens"]))
+    *offsets, _ = accumulate(map(len, found["tokens"]), initial=start)
+    return found | {"text_offset": [max(offset, 0) for offset in offsets]}
+
+
+def _columns(tokens: Sequence[int], logprobs: Sequence[dict[int, Logprob]]) -> dict[str, list[Any]]:
+    """Tokens with their log probabilities and alternatives, in OpenAI's form, but without their offsets."""
+    chosen = list(zip(tokens, logprobs, strict=True))
+    return {
+        "tokens": [_spelled(each[token]) for token, each in chosen],
+        "token_logprobs": [each[token].logprob for token, each in chosen],
+        "top_logprobs": [_by_spelling(each.values()) for _, each in chosen],
+        "text_offset": [],
+    }
 
 
 def chat_logprobs(sample: CompletionOutput, first: int, top: int) -> dict[str, Any] | None:

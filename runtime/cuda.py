@@ -23,7 +23,7 @@ from qcompile.runtime.executor import FloatArray, Limits, Rows
 from qcompile.runtime.outputs import MOST_DRAFTS
 from qcompile.runtime.sampling import Draws
 
-GPU_ABI = 17
+GPU_ABI = 18
 _MAX_GRAPHS = 64
 _MIN_PAGES = 8
 """Fewest pages to which those of the longest context are rounded up in the counts of a step."""

@@ -1,5 +1,5 @@
-"""The inputs of sampling and of penalties on a GPU (codegen/gpu_sample.py, gpu_penalties.py): each sequence's options,
-random numbers and list of tokens; and the reports of chosen tokens (gpu_report.py)."""
+"""The inputs of sampling, biases and penalties on a GPU (codegen/gpu_sample.py, gpu_penalties.py): each sequence's
+options, random numbers and lists of tokens; and the reports of tokens (gpu_report.py)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 
 from qcompile.runtime.cuda_driver import Driver
 from qcompile.runtime.logprobs import DoubleArray, alternatives_of, empty_reports
-from qcompile.runtime.penalties import Penalties
+from qcompile.runtime.penalties import IntArray, Penalties
 from qcompile.runtime.sampling import Draws
 
 MOST_DRAWS = 1 << 16
 """Most random numbers of a call."""
-_OPTIONS = 16
+_OPTIONS = 21
 _FIRST_ROOM = 1 << 16
 """Numbers for which there is room in the lists of tokens at first."""
 _FIRST_REPORTS = 1 << 10
@@ -54,12 +54,14 @@ class _Pair:
 
 
 class CudaDraws:
-    """Arrays on the GPU: 16 options a sequence, random numbers and reports (float64), and lists of tokens (int32).
+    """Arrays on the GPU: 21 options a sequence, random numbers and reports (float64), and lists of tokens (int32).
 
     Options are those of Draws, the position of the first token, its first random number, their number, and how many
     alternatives are reported; then at 8 those of Penalties, where the sequence's list starts, how many tokens it has,
     and its room for recent ones (0: no penalties); at 14 where its reports start, and for how many positions (0: none
-    are wanted). A list is the tokens' counts, the tokens, and the recent ones.
+    are wanted); at 16 where its known tokens start in the lists, how many they are, and how many there are up to and
+    with this sequence; at 19 where its biases start, and their number. Penalties' list is the tokens' counts, the
+    tokens, and the recent ones, that of biases the tokens and the biases.
     """
 
     def __init__(self, driver: Driver, sequences: int) -> None:
@@ -78,7 +80,7 @@ class CudaDraws:
             raise
 
     def _make_lists(self, items: int) -> _Pair:
-        lists = _Pair(self._driver, items, 4, "tokens with penalties")
+        lists = _Pair(self._driver, items, 4, "lists of tokens")
         memory: Any = (ctypes.c_int32 * items).from_address(lists.host_address)
         self._tokens = np.ctypeslib.as_array(memory)
         return lists
@@ -115,16 +117,24 @@ class CudaDraws:
     def send(self, draws: Sequence[Draws], outputs: int) -> dict[str, int]:
         """Queue a copy to the GPU of the draws of a call, one for each sequence. Returns the counts of its launches."""
         drawn, penalized = any(draw.temperature for draw in draws), any(draw.penalties for draw in draws)
+        biased = any(draw.bias for draw in draws)
         by_k, by_p = any(draw.top_k for draw in draws), any(draw.top_p < 1 for draw in draws)
         self._wanted = [draw.reports for draw in draws if draw.reports is not None]
-        if drawn or penalized or self._wanted:
+        known = 0
+        if not all(draw.plain for draw in draws):
             at, listed, reported = self._first, 0, 0
             for index, draw in enumerate(draws):
                 options = (draw.temperature, draw.top_p, draw.min_logit, draw.top_k)
                 reports = draw.reports if draw.reports is not None else _NO_REPORTS
                 place = (draw.first, at - self._first, len(draw.uniforms), alternatives_of(reports))
                 penalties, listed = self._write_list(draw.penalties, listed)
-                own = (*options, *place, *penalties, reported, len(reports))
+                known += len(draw.known)
+                rest = (listed, len(draw.known), known)
+                listed = self._write(draw.known, listed)
+                biases = (listed, len(draw.bias.tokens)) if draw.bias else (0, 0)
+                for numbers in (draw.bias.tokens, draw.bias.values.view(np.int32)) if draw.bias else ():
+                    listed = self._write(numbers, listed)
+                own = (*options, *place, *penalties, reported, len(reports), *rest, *biases)
                 self._host[_OPTIONS * index : _OPTIONS * (index + 1)] = own
                 reported += reports.size
                 self._host[at : at + len(draw.uniforms)] = draw.uniforms
@@ -132,10 +142,11 @@ class CudaDraws:
             self._numbers.send(at)
             if listed:
                 self._lists.send(listed)
-        on = {"sampled": drawn, "top_k": by_k, "top_p": by_p, "penalized": penalized, "reported": bool(self._wanted)}
+        on = {"sampled": drawn, "top_k": by_k, "top_p": by_p, "biased": biased, "penalized": penalized}
+        on["reported"] = bool(self._wanted)
         # A power of two, as the launches that know the memory of kept rows are dropped where it grows.
-        kept = outputs and any(draw.penalties and draw.reports is not None for draw in draws)
-        rows = 1 << (outputs - 1).bit_length() if kept else 0
+        changed = any((draw.bias or draw.penalties) and draw.reports is not None for draw in draws)
+        rows = 1 << (outputs - known - 1).bit_length() if changed and outputs > known else 0
         return {**{name: outputs if some else 0 for name, some in on.items()}, "kept": rows}
 
     def fetch(self) -> None:
@@ -155,13 +166,16 @@ class CudaDraws:
         """Write a sequence's list at `start`. Returns its options, and where the next list starts."""
         if given is None:
             return (0.0,) * 6, start
-        size = len(given.tokens)
-        recent = start + 2 * size
-        self._tokens[start : start + size] = given.counts
-        self._tokens[start + size : recent] = given.tokens
-        self._tokens[recent : recent + len(given.ahead)] = given.ahead
-        options = (given.repetition, given.frequency, given.presence, start, size, given.room)
+        recent = self._write(given.tokens, self._write(given.counts, start))
+        self._write(given.ahead, recent)
+        options = (given.repetition, given.frequency, given.presence, start, len(given.tokens), given.room)
         return options, recent + given.room
+
+    def _write(self, numbers: Sequence[int] | IntArray, start: int) -> int:
+        """Write numbers into the lists. Returns where they end."""
+        end = start + len(numbers)
+        self._tokens[start:end] = numbers
+        return end
 
     def free(self) -> None:
         """Free the memory on both sides."""
@@ -172,7 +186,8 @@ class CudaDraws:
 
 def _list_items(draws: Sequence[Draws]) -> int:
     """Numbers in the lists of a call."""
-    return sum(2 * len(draw.penalties.tokens) + draw.penalties.room for draw in draws if draw.penalties)
+    penalties = (2 * len(draw.penalties.tokens) + draw.penalties.room for draw in draws if draw.penalties)
+    return sum(penalties) + sum(len(draw.known) + 2 * len(draw.bias.tokens if draw.bias else ()) for draw in draws)
 
 
 def _report_items(draws: Sequence[Draws]) -> int:

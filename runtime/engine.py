@@ -14,9 +14,9 @@ from qcompile.runtime.blocks import BlockPool
 from qcompile.runtime.bursts import Bursts
 from qcompile.runtime.executor import FloatArray, Rows, StepExecutor
 from qcompile.runtime.gamma import AUTO, Choice, Tempo, observe
-from qcompile.runtime.logprobs import logprobs_of, reported_logprobs
+from qcompile.runtime.logprobs import logprobs_of, prompt_logprobs, reported_logprobs
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics
-from qcompile.runtime.sampling import GREEDY, Draws, Sampler, SamplingParams
+from qcompile.runtime.sampling import Draws, Sampler, SamplingParams
 from qcompile.runtime.scheduler import Plan, Request, Scheduler
 from qcompile.runtime.speculate import Drafter, Speculator
 from qcompile.runtime.stops import end_text, extend_text
@@ -82,7 +82,9 @@ class Engine:
         self._spell = cache(partial(spelled, tokenizer)) if tokenizer else None
 
     def add(self, prompt: Sequence[int], params: SamplingParams, index: int = 0) -> Request:
-        """Queue one sample of a checked prompt (at least one token, and room in the context for one more)."""
+        """Queue one sample of a checked prompt: at least one token, and room in the context for one more, if one may
+        follow. The first sample alone reports the prompt."""
+        reads = params.prompt_logprobs is not None and index == 0
         asked = self.context if params.max_tokens is None else len(prompt) + params.max_tokens
         request = Request(
             id=self._next_id,
@@ -94,13 +96,18 @@ class Engine:
             detokenizer=Detokenizer(self.tokenizer, prompt) if self.tokenizer else None,
             output=CompletionOutput(index),
             metrics=RequestMetrics(arrival_time=time.monotonic()),
+            scored=0 if reads else len(prompt) - 1,
+            prompt_logprobs=[None] if reads and len(prompt) == 1 else None,
         )
         if params.logprobs is not None:
             request.output.logprobs, request.output.cumulative_logprob = [], 0.0
         if self.speculator:
             self.speculator.start(request)
         self._next_id += 1
-        self.scheduler.add(request)
+        if params.max_tokens == 0 and request.read:
+            self._gains.append(_Gain(request, [], "length"))
+        else:
+            self.scheduler.add(request)
         return request
 
     def cancel(self, request: Request) -> None:
@@ -156,25 +163,45 @@ class Engine:
 
     def _draws(self, plan: Plan, rows: Sequence[Rows]) -> list[Draws]:
         """How the executor chooses the tokens of a step or burst without drafts."""
-        return [
-            request.sampler.draws(row.start + len(row.tokens) - row.outputs, row.outputs * plan.steps)
-            for request, row in zip(plan.requests, rows, strict=True)
-        ]
+        pairs = zip(plan.requests, rows, strict=True)
+        return [self._draws_of(request, row, (row.outputs - row.known) * plan.steps) for request, row in pairs]
+
+    def _draws_of(self, request: Request, row: Rows, count: int) -> Draws:
+        """How the executor chooses `count` tokens after a request's rows; it reports the known ones among these."""
+        first, known = row.start + len(row.tokens) - row.outputs + row.known, request.scored + 1
+        return request.sampler.draws(first, count, known=request.tokens[known : known + row.known])
 
     def _advance(self, plan: Plan, rows: Sequence[Rows], tokens: Sequence[int], now: float) -> list[_Gain]:
         """Append the tokens of a step, one for each request that has its last token in it, or of a burst [steps,
         requests], flattened."""
         gains, batch, at = [], len(plan.requests), 0
         for index, (request, row) in enumerate(zip(plan.requests, rows, strict=True)):
-            new = list(tokens[index::batch] if plan.steps > 1 else tokens[at : at + row.outputs])
-            at += row.outputs
+            start, first, at = at, at + row.known, at + row.outputs
+            new = list(tokens[index::batch] if plan.steps > 1 else tokens[first:at])
             if request.output.finish_reason is not None:  # cancelled, or ended by a stop text, while the step ran
                 continue
             request.computed += len(row.tokens) * plan.steps
-            if new:
+            if end := self._note_known(request, tokens[start:first], now):
+                gains.append(end)
+            elif new:
                 request.sampler.took(new)
                 gains.append(self._append_tokens(request, new, now))
         return gains
+
+    def _note_known(self, request: Request, chosen: Sequence[int], now: float) -> _Gain | None:
+        """Note that a step has reported tokens of the prompt; `chosen` are what it chose instead. Returns the end of
+        the request, if it ends here."""
+        request.note_known()
+        if NO_TOKEN in chosen:
+            return self._end(request, [], "error", now)
+        only_read = request.limit == request.prompt_length and request.read
+        return self._end(request, [], "length", now) if only_read else None
+
+    def _end(self, request: Request, tokens: list[int], reason: str, now: float) -> _Gain:
+        """Free the pages of a request that ends with these tokens."""
+        request.metrics.finished_time = now
+        self.scheduler.release(request)
+        return _Gain(request, tokens, reason)
 
     def _start_clock(self, plan: Plan) -> float:
         """The time at which a step starts; notes it in requests that it is the first of."""
@@ -304,7 +331,7 @@ class Engine:
         rows = plan.rows(drafts)
         by_logits = [self._needs_logits(request, bool(drafts and drafts[i])) for i, request in enumerate(plan.requests)]
         draws = [
-            GREEDY if python else request.sampler.draws(row.start + len(row.tokens) - row.outputs, row.outputs)
+            self._draws_of(request, row, 0 if python else row.outputs - row.known)
             for request, row, python in zip(plan.requests, rows, by_logits, strict=True)
         ]
         argmax, logits = self.executor.step(rows, any(by_logits), draws)
@@ -313,17 +340,20 @@ class Engine:
             self._note_plain_steps(plan, 1, now - started)
         advanced: list[Request] = []
         at = gained = 0
-        for index, (request, count) in enumerate(zip(plan.requests, plan.counts, strict=True)):
-            request.computed += count
+        for index, (request, row) in enumerate(zip(plan.requests, rows, strict=True)):
+            request.computed += plan.counts[index]
+            start, first, at = at, at + row.known, at + row.outputs
+            if end := self._note_known(request, argmax[start:first], now):
+                advanced.append(request)
+                self._tell(end)
+                continue
             if request.pending:
                 continue
             draft = drafts[index] if drafts else []
-            end = at + len(draft) + 1
-            first, at = at, end
             if by_logits[index] and logits is not None:
-                tokens = self._choose(request, draft, logits[first:end])
+                tokens = self._choose(request, draft, logits[first:at])
             else:
-                tokens = accept.greedy(draft, argmax[first:end])
+                tokens = accept.greedy(draft, argmax[first:at])
                 request.sampler.took(tokens)
             if draft:
                 request.computed += len(tokens) - 1
@@ -396,10 +426,7 @@ class Engine:
         output.token_ids += tokens
         if reason in (None, "error") and len(request.tokens) >= request.limit:
             reason = "length"
-        if reason:
-            metrics.finished_time = now
-            self.scheduler.release(request)
-        return _Gain(request, tokens, reason)
+        return self._end(request, tokens, reason, now) if reason else _Gain(request, tokens, None)
 
     def _tell(self, gain: _Gain) -> bool:
         """Add the text and the log probabilities of new tokens, which a stop text may end. False if the request was
@@ -410,8 +437,12 @@ class Engine:
         if (surplus := len(tokens) - extend_text(request, tokens)) > 0:
             tokens = tokens[:-surplus]
             del request.tokens[-surplus:], output.token_ids[-surplus:]
+        if request.prompt_reports and request.read and gain.reason != "error":
+            pieces, request.prompt_reports = request.prompt_reports, []
+            most = request.params.prompt_logprobs or 0
+            request.prompt_logprobs = prompt_logprobs(request.tokens, pieces, self._spell, most)
         if (reports := request.sampler.take_reports()) is not None:
-            output.add_logprobs(tokens, reported_logprobs(reports, tokens, self._spell))
+            output.add_logprobs(tokens, reported_logprobs(reports, tokens, self._spell, request.params.logprobs))
         output.drop_logprobs()
         if output.stop_reason is not None or gain.reason:
             self._finish(request, gain.reason or "stop")

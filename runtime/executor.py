@@ -38,6 +38,8 @@ class QcDraws(ctypes.Structure):
         ("room", ctypes.c_int32),
         ("reported", ctypes.c_int32),
         ("alternatives", ctypes.c_int32),
+        ("known", ctypes.c_int32),
+        ("biased", ctypes.c_int32),
         ("repetition", ctypes.c_double),
         ("frequency", ctypes.c_double),
         ("presence", ctypes.c_double),
@@ -45,12 +47,15 @@ class QcDraws(ctypes.Structure):
         ("counts", ctypes.c_void_p),
         ("recent", ctypes.c_void_p),
         ("reports", ctypes.c_void_p),
+        ("known_next", ctypes.c_void_p),
+        ("bias_tokens", ctypes.c_void_p),
+        ("bias_values", ctypes.c_void_p),
     ]
 
 
 def draws_array(draws: Sequence[Draws]) -> Any:
     """`draws` as an array of QcDraws, which owns what they point to; None if only the argmax is wanted."""
-    if not any(draw.temperature or draw.penalties or draw.reports is not None for draw in draws):
+    if all(draw.plain for draw in draws):
         return None
     result: Any = (QcDraws * len(draws))()
     uniforms: Any = (ctypes.c_double * sum(len(draw.uniforms) for draw in draws))()
@@ -63,14 +68,22 @@ def draws_array(draws: Sequence[Draws]) -> Any:
         entry.uniforms = ctypes.addressof(uniforms) + 8 * at
         at += count
         if draw.reports is not None:
-            entry.reports, entry.reported = draw.reports.ctypes.data, len(draw.reports)
-            entry.alternatives = alternatives_of(draw.reports)
-    result.owned = (
-        uniforms,
-        draws,
-        [_set_penalties(e, d.penalties) for e, d in zip(result, draws, strict=True) if d.penalties],
-    )
+            entry.reports, entry.alternatives = draw.reports.ctypes.data, alternatives_of(draw.reports)
+            entry.known, entry.reported = len(draw.known), len(draw.reports) - len(draw.known)
+        if draw.bias is not None:
+            entry.bias_tokens, entry.bias_values = draw.bias.tokens.ctypes.data, draw.bias.values.ctypes.data
+            entry.biased = len(draw.bias.tokens)
+    pairs = list(zip(result, draws, strict=True))
+    penalties = [_set_penalties(entry, draw.penalties) for entry, draw in pairs if draw.penalties]
+    result.owned = uniforms, draws, penalties, [_set_known(entry, draw.known) for entry, draw in pairs if draw.known]
     return result
+
+
+def _set_known(entry: QcDraws, tokens: Sequence[int]) -> Any:
+    """Set an entry's known tokens. Returns the memory that it then points to."""
+    known: Any = (ctypes.c_int32 * len(tokens))(*tokens)
+    entry.known_next = ctypes.addressof(known)
+    return known
 
 
 def _set_penalties(entry: QcDraws, given: Penalties) -> Any:
@@ -124,6 +137,8 @@ class Rows(NamedTuple):
     pages: Sequence[int]
     """KV pages of the sequence, enough for the last position."""
     outputs: int
+    known: int = 0
+    """How many of the outputs, the first ones, are followed by a token that is known (`Draws.known`)."""
 
 
 class Limits(NamedTuple):
@@ -148,8 +163,8 @@ class StepExecutor(Protocol):
     threads: int
     """CPU threads that compute; 0 on a GPU."""
     draws: bool
-    """Whether steps can draw tokens, apply penalties and report log probabilities. Then the "argmax" of a sequence is
-    chosen as its Draws say, and their reports are written."""
+    """Whether steps can draw tokens, apply biases and penalties and report log probabilities. Then the "argmax" of a
+    sequence is chosen as its Draws say, and their reports are written."""
 
     overlaps: bool
     """Whether the host can do something else after `start`, while a step runs."""
@@ -159,7 +174,8 @@ class StepExecutor(Protocol):
     ) -> tuple[list[int], FloatArray | None]:
         """The argmax of every output row, and if asked its logits [outputs, vocab], valid until the next call.
 
-        Logits of rows whose sequence has penalties are returned with these applied.
+        Logits of rows whose sequence has biases or penalties are returned with these applied. A row whose next token is
+        known (`Draws.known`) chooses nothing: its argmax only tells, by -1, that its logits are not finite.
         """
 
     def decode(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> list[int]:

@@ -43,7 +43,8 @@ class Group:
             min(time.cached_tokens for time in times),
         )
         speculation = _sum(request.drafts.metrics for request in self.requests)
-        return RequestOutput(self.number, self.prompt, self.tokens, outputs, self.finished, metrics, speculation)
+        known = self.requests[0].prompt_logprobs
+        return RequestOutput(self.number, self.prompt, self.tokens, outputs, self.finished, metrics, speculation, known)
 
 
 def _first(moments: Iterable[float]) -> float:

@@ -243,7 +243,8 @@ class LLM:
         params_of_each = _params_for(len(listed), params, options)
         for one in params_of_each:
             self.check(one)
-        return [(prompt, self.encode(prompt)) for prompt in listed], params_of_each
+        pairs = zip(listed, params_of_each, strict=True)
+        return [(prompt, self.encode(prompt, alone=one.max_tokens == 0)) for prompt, one in pairs], params_of_each
 
     def _run(
         self, prompts: list[tuple[Prompt, list[int]]], params_of_each: list[SamplingParams], partial: bool
@@ -322,11 +323,14 @@ class LLM:
         """Raise UsageError for parameters that this model does not support."""
         if params.stops and self.tokenizer is None:
             raise UsageError("this artifact has no tokenizer: stop texts cannot be found in its output")
+        if (worst := max(params.logit_bias or (-1,))) >= self.vocab_size:
+            raise UsageError(f"logit_bias has token {worst}, outside the model's vocabulary of {self.vocab_size}")
 
-    def encode(self, prompt: object, cut: bool = False, special: bool = True) -> list[int]:
+    def encode(self, prompt: object, cut: bool = False, special: bool = True, alone: bool = False) -> list[int]:
         """A prompt's token numbers, checked. With `cut`, a prompt that is too long loses its start. Raises UsageError.
 
-        special: False if the text contains all special tokens already, as the output of a chat template does.
+        special: False if the text contains all special tokens already, as the output of a chat template does. alone:
+        whether no token will follow.
         """
         if isinstance(prompt, str):
             if not prompt:
@@ -343,10 +347,14 @@ class LLM:
         self._check_range(tokens)
         if cut:
             return tokens[1 - self.context :] if len(tokens) >= self.context > 1 else tokens
-        if len(tokens) >= self.context:
+        if len(tokens) >= self.context + alone:
             message = f"the prompt is too long: it has {len(tokens)} tokens, {self._context_text()}, answer included"
             raise LongPromptError(f"{message}: shorten it")
         return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, special ones included; empty if the artifact has no tokenizer."""
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=False) if self.tokenizer else ""
 
     def _context_text(self) -> str:
         """For messages: how long a text may be, and whether the model or the cache is the limit."""

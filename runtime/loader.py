@@ -23,7 +23,7 @@ from qcompile.targets import cpu_flags
 
 HUGE_PAGE = 2 << 20
 _PAGE = 4096
-ABI = 5
+ABI = 6
 
 # Open libraries by SHA-256: the dynamic loader must not load the same bytes twice.
 _libraries: dict[str, ctypes.CDLL] = {}

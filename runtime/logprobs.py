@@ -62,17 +62,32 @@ def alternatives_of(reports: DoubleArray) -> int:
     return (reports.shape[1] - _FIXED) // 2
 
 
-def reported_logprobs(reports: DoubleArray, tokens: Sequence[int], spell: Spell | None) -> list[dict[int, Logprob]]:
-    """`logprobs_of` chosen tokens from their reports, [positions, fields] with at least as many positions as tokens."""
+def reported_logprobs(
+    reports: DoubleArray, tokens: Sequence[int], spell: Spell | None, most: int | None = None
+) -> list[dict[int, Logprob]]:
+    """`logprobs_of` tokens from their reports, [positions, fields] with at least as many positions as tokens.
+
+    most: number of alternatives, if the reports have more.
+    """
     rows, count = reports[: len(tokens)], alternatives_of(reports)
     logs = np.array([math.log(total) for total in rows[:, _SUM].tolist()]).reshape(-1, 1)
     values = rows[:, _LOGIT : _FIXED + count] - rows[:, _PEAK : _PEAK + 1] - logs
     values[:, 1] = rows[:, _RANK]  # which is between the chosen token's logit and the others
     tops = rows[:, _FIXED + count :].astype(np.int64)
     return [
-        _told(token, int(rank), chosen, top, others, spell)
+        _told(token, int(rank), chosen, top[:most], others[:most], spell)
         for token, (chosen, rank, *others), top in zip(tokens, values.tolist(), tops.tolist(), strict=True)
     ]
+
+
+def prompt_logprobs(
+    prompt: Sequence[int], reports: Sequence[DoubleArray], spell: Spell | None, most: int
+) -> list[dict[int, Logprob] | None]:
+    """`reported_logprobs` of a prompt's tokens, from those of its pieces. The first token has none."""
+    found: list[dict[int, Logprob] | None] = [None]
+    for piece in reports:
+        found += reported_logprobs(piece, prompt[len(found) : len(found) + len(piece)], spell, most)
+    return found
 
 
 def _told(

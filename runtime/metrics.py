@@ -44,7 +44,8 @@ class Metrics:
         self._generated.inc(sum(len(sample.token_ids) for sample in samples))
         for sample in samples:
             self._samples.labels(sample.finish_reason).inc()
-        self._first_token.observe(times.first_token_time - times.arrival_time)
+        if times.first_token_time:  # else only the prompt's log probabilities were asked for
+            self._first_token.observe(times.first_token_time - times.arrival_time)
         self._total.observe(times.finished_time - times.arrival_time)
         if (most := max(len(sample.token_ids) for sample in samples)) > 1:
             self._per_token.observe(times.decode_seconds / (most - 1))

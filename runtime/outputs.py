@@ -109,7 +109,11 @@ class SpeculationMetrics:
 
 @dataclass
 class RequestOutput:
-    """A prompt and its samples. `prompt` is None if token numbers were given, `speculation` without drafts."""
+    """A prompt and its samples. `prompt` is None if token numbers were given, `speculation` without drafts.
+
+    prompt_logprobs: if asked for, and once the whole prompt was computed: for each of its tokens, of which the first
+    has None, as `CompletionOutput.logprobs`.
+    """
 
     request_id: int
     prompt: str | None
@@ -118,3 +122,4 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     speculation: SpeculationMetrics | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

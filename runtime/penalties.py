@@ -1,4 +1,4 @@
-"""Penalties on tokens of the text so far, as they change logits, and the list of those tokens.
+"""Biases, and penalties on tokens of the text so far, as they change logits, and the list of those tokens.
 
 A list of distinct tokens is all that is needed: penalties leave the logits of other tokens as they are. Executors get
 the list with each call, and continue it themselves by the tokens that they choose or verify in that call.
@@ -15,6 +15,19 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int32]
+
+
+class Bias(NamedTuple):
+    """What is added to the logits of distinct tokens, before penalties. tokens (int32), values (float32): [biased]."""
+
+    tokens: IntArray
+    values: FloatArray
+
+    def added(self, logits: FloatArray) -> FloatArray:
+        """Logits [vocab] with the biases."""
+        biased = logits.copy()
+        biased[self.tokens] += self.values
+        return biased
 
 
 class Penalties(NamedTuple):

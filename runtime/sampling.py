@@ -1,8 +1,8 @@
 """Sampling parameters, and the exact distribution that they define.
 
-Order of the options, as in vLLM: repetition penalty, frequency and presence penalty, temperature, min-p and top-k on
-the logits, then top-p on the remaining tokens, renormalized. Probabilities are float64. Each request has its own random
-generator, so its tokens do not depend on the other requests of its batch.
+Order of the options, as in vLLM: biases, repetition penalty, frequency and presence penalty, temperature, min-p and
+top-k on the logits, then top-p on the remaining tokens, renormalized. Probabilities are float64. Each request has its
+own random generator, so its tokens do not depend on the other requests of its batch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from qcompile.errors import OverflowedError, UsageError, shown
 from qcompile.runtime.accept import Distribution, pick
 from qcompile.runtime.logprobs import MOST_REPORTED, empty_reports
-from qcompile.runtime.penalties import Occurrences, Penalties, penalize
+from qcompile.runtime.penalties import Bias, Occurrences, Penalties, penalize
 
 FloatArray = npt.NDArray[np.float32]
 DoubleArray = npt.NDArray[np.float64]
@@ -33,6 +33,8 @@ _MOST_PENALTY = 1e3
 """Largest repetition penalty; the smallest is its reciprocal. Logits times or over it stay finite in float32."""
 _MOST_SUBTRACTED = 2.0
 """Largest frequency and presence penalty; the smallest is its negative, as in OpenAI's API."""
+_MOST_BIAS, _MOST_BIASES = 100.0, 1024
+"""Largest bias, whose negative is the smallest, as in OpenAI's API; and most biases of a request."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,9 @@ class SamplingParams:
     temperature: 0 is greedy. top_k: 0 or -1 is no limit. max_tokens: None is up to the context. stop: one text or
     several; generation ends where one appears, and it is not part of the output. repetition_penalty: for tokens in the
     prompt or the output. frequency_penalty, presence_penalty: subtracted from a token's logit for each occurrence in
-    the output, and once if it occurs there at all. seed: None takes fresh entropy. logprobs: number of alternatives to
-    report for every token. Numbers may be numpy's.
+    the output, and once if it occurs there at all. logit_bias: added to the logits of these tokens. seed: None takes
+    fresh entropy. logprobs: number of alternatives to report for every token. prompt_logprobs: the same for tokens of
+    the prompt; then max_tokens may be 0. Numbers may be numpy's.
     """
 
     n: int = 1
@@ -54,14 +57,16 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
     max_tokens: int | None = 16
     stop: str | Sequence[str] | None = None
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        for name in (name for name in self.__dataclass_fields__ if name not in ("stop", "ignore_eos")):
+        for name in (name for name in self.__dataclass_fields__ if name not in ("stop", "logit_bias", "ignore_eos")):
             object.__setattr__(self, name, plain_number(getattr(self, name)))
         in_range = _whole(self.n) and 1 <= self.n <= MOST_SAMPLES
         self._need("n", in_range, f"a whole number of at least 1 and at most {MOST_SAMPLES}")
@@ -75,10 +80,15 @@ class SamplingParams:
         for name in ("frequency_penalty", "presence_penalty"):
             in_range = _real(getattr(self, name)) and abs(getattr(self, name)) <= _MOST_SUBTRACTED
             self._need(name, in_range, f"a number between {-_MOST_SUBTRACTED:g} and {_MOST_SUBTRACTED:g}")
-        for name, least in (("max_tokens", 1), ("logprobs", 0), ("seed", 0)):
+        for name, least in (("max_tokens", self.prompt_logprobs is None), ("logprobs", 0), ("seed", 0)):
             value = getattr(self, name)
             fits = value is None or (_whole(value) and value >= least)
-            self._need(name, fits, f"None or a whole number of at least {least}")
+            self._need(name, fits, f"None or a whole number of at least {int(least)}")
+        in_range = self.prompt_logprobs is None or (
+            _whole(self.prompt_logprobs) and 0 <= self.prompt_logprobs <= MOST_REPORTED
+        )
+        self._need("prompt_logprobs", in_range, f"None or a whole number of at most {MOST_REPORTED}")
+        self._check_biases()
         listed = self.stop is None or isinstance(self.stop, Sequence)
         texts = listed and all(isinstance(text, str) and text for text in self.stops)
         self._need("stop", texts, "one or several texts, none empty")
@@ -87,6 +97,21 @@ class SamplingParams:
     def _need(self, name: str, holds: bool, what: str) -> None:
         if not holds:
             raise UsageError(f"{name} must be {what}, not {shown(getattr(self, name))}")
+
+    def _check_biases(self) -> None:
+        """Raise UsageError for wrong biases; keeps them as a dictionary of Python's numbers."""
+        if self.logit_bias is None:
+            return
+        few = isinstance(self.logit_bias, Mapping) and len(self.logit_bias) <= _MOST_BIASES
+        self._need("logit_bias", few, f"None or at most {_MOST_BIASES} biases by token number")
+        biases = {plain_number(token): plain_number(bias) for token, bias in self.logit_bias.items()}
+        for token, bias in biases.items():
+            if not (_whole(token) and token >= 0):
+                raise UsageError(f"logit_bias has {shown(token)}, which is no token number: give whole numbers")
+            if not (_real(bias) and abs(bias) <= _MOST_BIAS):
+                limits = f"a number between {-_MOST_BIAS:g} and {_MOST_BIAS:g}"
+                raise UsageError(f"logit_bias of token {token} must be {limits}, not {shown(bias)}")
+        object.__setattr__(self, "logit_bias", biases)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -98,7 +123,7 @@ class SamplingParams:
     @property
     def argmax_only(self) -> bool:
         """Whether only the argmax of the model's logits is needed."""
-        plain = self.repetition_penalty == 1 and not self.counts
+        plain = self.repetition_penalty == 1 and not self.counts and not self.logit_bias
         return self.temperature == 0 and self.logprobs is None and plain
 
     def needs_logits(self, draws: bool) -> bool:
@@ -136,9 +161,10 @@ class Draws(NamedTuple):
     """How an executor draws a sequence's tokens: options, and the random number for each position from `first` on.
 
     temperature: 0 is greedy. top_k: 0 is no limit. min_logit: what to add to the largest logit for min-p's limit.
-    penalties: None if the logits are drawn from as they are. The tokens listed there are those up to position `first`.
-    reports: None, or where the executor reports log probabilities (`logprobs.empty_reports`): row i is for the token
-    whose logits are those of position first + i. Rows of tokens that are rejected are undefined.
+    bias, penalties: None if the logits are drawn from as they are. The tokens listed there are those up to position
+    `first`. known: tokens whose logits are those of the positions before `first`, of which nothing is drawn. reports:
+    None, or where the executor reports log probabilities (`logprobs.empty_reports`): first of the known tokens, then of
+    the token whose logits are those of position `first`, and so on. Rows of tokens that are rejected are undefined.
     """
 
     temperature: float = 0.0
@@ -149,12 +175,19 @@ class Draws(NamedTuple):
     """The position of the token whose logits the first random number draws from."""
     uniforms: Sequence[float] = ()
     penalties: Penalties | None = None
+    bias: Bias | None = None
+    known: Sequence[int] = ()
     reports: DoubleArray | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether only the argmax of the logits is wanted."""
+        return not (self.temperature or self.penalties or self.bias) and self.reports is None
 
     @property
     def unreported(self) -> Draws:
         """The same draws without reports: for drafts."""
-        return self._replace(reports=None) if self.reports is not None else self
+        return self._replace(known=(), reports=None) if self.reports is not None else self
 
 
 GREEDY = Draws()
@@ -171,9 +204,9 @@ def finite_peak(logits: FloatArray) -> np.float32:
 def distribution(logits: FloatArray, params: SamplingParams) -> tuple[IntArray, DoubleArray]:
     """The tokens that can be drawn, in ascending order, and their probabilities [candidates] (float64, sum 1).
 
-    logits: [vocab], with penalties applied; temperature must not be 0. All ties at the limit of top-k are kept; of ties
-    at the limit of top-p, those with the lowest token numbers. Raises OverflowedError if the largest logit is not
-    finite.
+    logits: [vocab], with biases and penalties applied; temperature must not be 0. All ties at the limit of top-k are
+    kept; of ties at the limit of top-p, those with the lowest token numbers. Raises OverflowedError if the largest is
+    not finite.
     """
     peak = finite_peak(logits)
     floor: float | np.floating[Any] = peak + np.float32(_min_logit(params))
@@ -215,8 +248,13 @@ class Sampler:
         """The tokens that penalties are for: of the prompt only if its repetition counts."""
         if params.repetition_penalty != 1 or params.counts:
             self._noted = Occurrences(prompt if params.repetition_penalty != 1 else ())
+        self._bias: Bias | None = None
+        if params.logit_bias:
+            tokens, values = zip(*params.logit_bias.items(), strict=True)
+            self._bias = Bias(np.array(tokens, np.int32), np.array(values, np.float32))
         self._reports: DoubleArray | None = None
         self._taken: DoubleArray | None = None
+        self._known: DoubleArray | None = None
 
     def draw(self, logits: FloatArray) -> int:
         """Draw the next token from its logits [vocab]. Raises OverflowedError if the largest is not finite, also if
@@ -247,27 +285,43 @@ class Sampler:
         """The next random number in [0, 1)."""
         return self._ahead.popleft() if self._ahead else float(self._random.random())
 
-    def draws(self, first: int, count: int, ahead: Sequence[int] = ()) -> Draws:
+    def draws(self, first: int, count: int, ahead: Sequence[int] = (), known: Sequence[int] = ()) -> Draws:
         """What an executor needs to choose up to `count` tokens, the first of them after position `first`.
 
         `ahead` are tokens after that position that are not noted yet. `took` must be told which tokens were chosen.
+        `known` are the prompt's tokens before, up to position `first`, to report as well: `take_known` returns that.
         """
-        params = self.params
-        self._reports = None
+        params, reports = self.params, self._new_reports(len(known), count)
         if not count or params.argmax_only:
-            return GREEDY
-        if params.logprobs is not None and params.logprobs <= MOST_REPORTED:
-            self._reports = empty_reports(count, min(params.logprobs, self._vocab))
+            return GREEDY._replace(first=first, known=known, reports=reports) if known else GREEDY
         penalties = None
         if self._noted:
             options = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
             penalties = Penalties(*options, *self._noted.listed(), count, ahead)
         if params.temperature == 0:
-            return GREEDY._replace(first=first, penalties=penalties, reports=self._reports)
+            changes = GREEDY._replace(penalties=penalties, bias=self._bias)
+            return changes._replace(first=first, known=known, reports=reports)
         self._look_ahead(count)
         top_k = params.top_k if 0 < params.top_k < self._vocab else 0
         drawn = (params.temperature, params.top_p, _min_logit(params), top_k)
-        return Draws(*drawn, first, list(islice(self._ahead, count)), penalties, self._reports)
+        return Draws(*drawn, first, list(islice(self._ahead, count)), penalties, self._bias, known, reports)
+
+    def _new_reports(self, known: int, chosen: int) -> DoubleArray | None:
+        """Room for the reports of so many known tokens, and of so many chosen ones if they are to be reported."""
+        params, alternatives = self.params, []
+        if known:
+            alternatives.append(params.prompt_logprobs or 0)
+        if chosen and params.logprobs is not None and params.logprobs <= MOST_REPORTED:
+            alternatives.append(params.logprobs)
+        else:
+            chosen = 0
+        self._known = self._reports = None
+        if not alternatives:
+            return None
+        reports = empty_reports(known + chosen, min(max(alternatives), self._vocab))
+        self._known = reports[:known] if known else None
+        self._reports = reports[known:] if chosen else None
+        return reports
 
     def took(self, tokens: Sequence[int]) -> None:
         """Note tokens that an executor has chosen by `draws`, and drop the random numbers that it used.
@@ -286,6 +340,11 @@ class Sampler:
         reports, self._taken = self._taken, None
         return reports
 
+    def take_known(self) -> DoubleArray | None:
+        """Reports of known tokens, if an executor was asked for any last; once."""
+        reports, self._known = self._known, None
+        return reports
+
     def _look_ahead(self, count: int) -> None:
         """Have at least `count` of the next random numbers ready."""
         if len(self._ahead) < count:
@@ -302,6 +361,8 @@ class Sampler:
             self._noted.note(token)
 
     def _penalized(self, logits: FloatArray, ahead: Sequence[int] = ()) -> FloatArray:
+        if self._bias:
+            logits = self._bias.added(logits)
         if not self._noted:
             return logits
         params = self.params

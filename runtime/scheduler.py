@@ -1,9 +1,9 @@
 """Decides which rows go into the next step: running requests first, then new ones as pages allow.
 
 First come, first served. A request is admitted when the pool has pages for all its tokens. Pages that hold the start of
-its text already, computed for other requests, are its own too. When a running request needs a page and none is free,
-the newest running request is preempted: it gives up its pages and is recomputed later. A row's results do not depend on
-its step, so its tokens are the same.
+its text already, computed for other requests, are its own too, unless it wants the logits of their positions. When a
+running request needs a page and none is free, the newest running request is preempted: it gives up its pages and is
+recomputed later. A row's results do not depend on its step, so its tokens are the same.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from qcompile.runtime.blocks import BlockPool
 from qcompile.runtime.executor import Rows
+from qcompile.runtime.logprobs import DoubleArray, Logprob
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics
 from qcompile.runtime.prefixes import CachedPage, Ending, drafted_positions
 from qcompile.runtime.sampling import Sampler, SamplingParams
@@ -38,6 +39,11 @@ class Request:
     computed: int = 0
     """Positions whose keys and values are in the cache."""
     pages: list[int] = field(default_factory=list)
+    scored: int = 0
+    """Positions whose next token is in the prompt and needs no report any more."""
+    prompt_reports: list[DoubleArray] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """Once all of the prompt is reported."""
     known: CachedPage | None = None
     """The last of its pages that others can find (runtime/prefixes.py)."""
     held_text: str = ""
@@ -48,6 +54,22 @@ class Request:
     def pending(self) -> int:
         """Tokens not in the cache yet; 1 while decoding."""
         return len(self.tokens) - self.computed
+
+    @property
+    def read(self) -> bool:
+        """Whether all wanted log probabilities of its prompt are reported."""
+        return self.scored >= self.prompt_length - 1
+
+    @property
+    def most_cached(self) -> int:
+        """Positions that it need not compute if others did: those whose logits it does not report."""
+        return len(self.tokens) if self.read else self.scored
+
+    def note_known(self) -> None:
+        """Keep the reports of the prompt's tokens that a step has written."""
+        if (reports := self.sampler.take_known()) is not None:
+            self.prompt_reports.append(reports)
+            self.scored += len(reports)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +88,19 @@ class Plan:
     def rows(self, drafts: Sequence[Sequence[int]] = ()) -> list[Rows]:
         """The rows of the step, with `drafts[i]` after the last token of `requests[i]`.
 
-        If a request's last token is among the rows, that row and those of its drafts give logits.
+        If a request's last token is among the rows, that row and those of its drafts give logits. So do rows before it
+        whose next tokens are to be reported.
         """
         rows: list[Rows] = []
         for index, (request, count) in enumerate(zip(self.requests, self.counts, strict=True)):
             end = request.computed + count
             tokens = request.tokens[request.computed : end]
-            outputs = int(end == len(request.tokens))
+            known = max(0, min(end, request.prompt_length - 1) - request.scored)
+            outputs = known + int(end == len(request.tokens))
             if drafts and drafts[index]:
                 tokens += drafts[index]
                 outputs += len(drafts[index])
-            rows.append(Rows(tokens, request.computed, request.pages, outputs))
+            rows.append(Rows(tokens, request.computed, request.pages, outputs, known))
         return rows
 
 
@@ -163,7 +187,8 @@ class Scheduler:
 
     def _go_on(self, request: Request, endings: Sequence[Ending]) -> bool:
         """`_admit` with a hierarchical cache, from the longest text that has ended and that this one begins with."""
-        begins = (ending for ending in endings if ending.begins(request.tokens))
+        usable = (ending for ending in endings if len(ending.tokens) <= request.most_cached)
+        begins = (ending for ending in usable if ending.begins(request.tokens))
         found = max(
             begins, key=lambda ending: len(ending.tokens), default=Ending([], [], [0] * len(request.drafts.cached))
         )
@@ -188,10 +213,12 @@ class Scheduler:
         """The request's pages that are in the cache; None while one of `prefilling` computes the one after them."""
         if self.pool.prefixes is None:
             return []
-        found = self.pool.prefixes.find(request.tokens)
+        found = self.pool.prefixes.find(request.tokens)[: request.most_cached // self.pool.page_tokens]
         end = (len(found) + 1) * self.pool.page_tokens
-        if end < len(request.tokens) and any(
-            other.computed < end and other.tokens[:end] == request.tokens[:end] for other in prefilling
+        if (
+            end < len(request.tokens)
+            and end <= request.most_cached
+            and any(other.computed < end and other.tokens[:end] == request.tokens[:end] for other in prefilling)
         ):
             return None
         return found

@@ -25,7 +25,7 @@ from qcompile.runtime.chat import Render
 from qcompile.runtime.llm import LLM, Prompt
 from qcompile.runtime.metrics import Metrics
 from qcompile.runtime.outputs import RequestOutput
-from qcompile.runtime.replies import ChatReply, CompletionReply, Reply
+from qcompile.runtime.replies import ChatReply, CompletionReply, Echo, Reply
 from qcompile.runtime.sampling import SamplingParams
 from qcompile.runtime.service import Answer, BusyError, Service
 
@@ -200,8 +200,9 @@ class _Handlers:
     async def complete(self, asked: api.CompletionRequest, request: Request) -> Response:
         """POST /v1/completions."""
         params = asked.params()
-        reply = CompletionReply(self._served.name, params.n)
-        return await self._answer(request, asked, asked.prompts(), params, reply)
+        prompts = asked.prompts()
+        reply = CompletionReply(self._served.name, params.n, Echo(prompts, self._llm.decode) if asked.echo else None)
+        return await self._answer(request, asked, prompts, params, reply)
 
     async def chat(self, asked: api.ChatRequest, request: Request) -> Response:
         """POST /v1/chat/completions."""
@@ -225,7 +226,7 @@ class _Handlers:
         if asked.model is not None:
             self._known(asked.model)
         self._service.admit(len(prompts) * params.n, params)
-        tokens = await self._encoded(prompts, special)
+        tokens = await self._encoded(prompts, special, alone=params.max_tokens == 0)
         answer = self._service.submit(tokens, params, partial=asked.stream)
         if asked.stream:
             events = reply.events(answer, self.metrics.finished, asked.wants_usage)
@@ -235,11 +236,11 @@ class _Handlers:
             return Response(status_code=499)  # nobody reads it; proxies log this status for it
         return JSONResponse(reply.whole(outputs))
 
-    async def _encoded(self, prompts: list[Prompt], special: bool) -> list[list[int]]:
+    async def _encoded(self, prompts: list[Prompt], special: bool, alone: bool) -> list[list[int]]:
         """The prompts' tokens. Long texts are encoded in a thread, so that other responses go on meanwhile."""
 
         def encode() -> list[list[int]]:
-            return [self._llm.encode(prompt, special=special) for prompt in prompts]
+            return [self._llm.encode(prompt, special=special, alone=alone) for prompt in prompts]
 
         texts = [prompt for prompt in prompts if isinstance(prompt, str | list)]  # anything else is refused
         size = _FOR_A_PROMPT * len(prompts) + sum(map(len, texts))

@@ -91,7 +91,7 @@ class Interpreter:
             "queries": max(lengths),
             "splits": splits,
             "table_stride": stride,
-            **dict.fromkeys(("sampled", "top_k", "top_p", "penalized", "reported", "kept"), 0),
+            **dict.fromkeys(("sampled", "top_k", "top_p", "biased", "penalized", "reported", "kept"), 0),
             **attention_counts(plan, splits, len(ids), len(chunks), max(lengths)),
         }
 

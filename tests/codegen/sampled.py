@@ -34,9 +34,13 @@ PENALTIES: list[dict[str, Any]] = [
     {"frequency_penalty": 0.3},
     {"repetition_penalty": 0.05, "frequency_penalty": 0.4, "presence_penalty": 0.5},
     {"presence_penalty": -2.0, "frequency_penalty": 0.5, "temperature": 0.3, "top_p": 0.9},
+    {"logit_bias": {5: 3.5, 7: 3, 11: -100, 12: 2.75}, "frequency_penalty": 0.25},
+    {"logit_bias": dict.fromkeys(range(1, 40, 3), 2.5), "repetition_penalty": 1.4, "temperature": 0.8},
+    {"logit_bias": {9: 1.25, 10: -3}},
     {"repetition_penalty": 1e3, "frequency_penalty": -1.7, "temperature": 0.9, "top_k": 20, "min_p": 0.01},
 ]
-"""Penalties; greedy where no temperature is given. Those that invite tokens to recur show whether they are counted."""
+"""Penalties and biases; greedy where no temperature is given. Those that invite tokens to recur show whether they are
+counted."""
 
 
 def penalized(**more: Any) -> list[SamplingParams]:

@@ -1,4 +1,4 @@
-"""Penalties in the CPU's library: on every instruction set the bits that Python gives, in steps, bursts and rounds."""
+"""Biases and penalties in the CPU's library: on every instruction set Python's bits, in steps, bursts and rounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import qcompile
 from qcompile import SamplingParams
 from qcompile.runtime.executor import Executor, draws_array
-from qcompile.runtime.penalties import Occurrences, Penalties, penalize
+from qcompile.runtime.penalties import Bias, Occurrences, Penalties, penalize
 from qcompile.runtime.sampling import GREEDY
 from tests.codegen.harness import ISAS
 from tests.codegen.sampled import OPTIONS, PENALTIES, penalized, same_outputs
@@ -36,9 +36,13 @@ def test_penalties_are_pythons(harness: Callable[[str], ctypes.CDLL], isa: str, 
                     noted.note(token)
                 tokens = random.integers(0, vocab, after).tolist()
                 room = after + int(random.integers(1, 3))
-                draws = GREEDY._replace(first=FIRST, penalties=Penalties(*options, *noted.listed(), room, tokens))
+                some = random.permutation(vocab)[: listed % 19].astype(np.int32)
+                bias = Bias(some, (100 * random.uniform(-1, 1, len(some))).astype(np.float32)) if len(some) else None
+                penalties = Penalties(*options, *noted.listed(), room, tokens)
+                draws = GREEDY._replace(first=FIRST, penalties=penalties, bias=bias)
                 with np.errstate(over="ignore"):
-                    want, got = penalize(logits, *noted.listed(tokens), *options), logits.copy()
+                    biased, got = bias.added(logits) if bias else logits, logits.copy()
+                    want = penalize(biased, *noted.listed(tokens), *options)
                 entry = ctypes.byref(draws_array([draws]))
                 best = library.harness_penalize(ctypes.c_void_p(got.ctypes.data), vocab, entry, FIRST + after)
                 assert (got.view(np.int32) == want.view(np.int32)).all(), (options, listed, after)

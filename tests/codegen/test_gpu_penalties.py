@@ -1,9 +1,10 @@
-"""Penalties by GPU kernels, interpreted: the bits that Python gives, in steps, bursts and rounds."""
+"""Biases and penalties by GPU kernels, interpreted: the bits that Python gives, in steps, bursts and rounds."""
 
 from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from qcompile.codegen.gpu_launches import Plan
 from qcompile.runtime import cuda_draws
-from qcompile.runtime.penalties import Occurrences, Penalties, penalize
+from qcompile.runtime.penalties import Bias, Occurrences, Penalties, penalize
 from qcompile.runtime.sampling import GREEDY, Draws, SamplingParams
 from tests.codegen.interpreted import interpreted, needs_triton
 from tests.codegen.sampled import penalized
@@ -47,7 +48,8 @@ def changed(texts: list[Text], logits: Tensor) -> Tensor:
 
 
 def texts_of(vocab: int, sequences: int, random: np.random.Generator) -> tuple[list[Text], list[Any]]:
-    """Sequences with lists of all lengths, some without penalties; and for each row its penalties, or None."""
+    """Sequences with lists of all lengths, some without penalties, with biases, or with rows whose next token is known;
+    and for each row its bias and penalties, or None."""
     texts, wanted = [], []
     every = [*penalized(), SamplingParams()]
     for index in range(sequences):
@@ -62,13 +64,19 @@ def texts_of(vocab: int, sequences: int, random: np.random.Generator) -> tuple[l
         # The first row is the last listed token, or the last of those ahead.
         room = len(ahead) + rows
         given = Penalties(*options, *noted.listed(), room, ahead) if index % 8 < 7 else None
-        draws = GREEDY._replace(first=first, penalties=given)
+        bias = None
+        if index % 3 == 1:
+            chosen = random.permutation(vocab)[: min(vocab, (300, 1, 20)[index // 3 % 3])].astype(np.int32)
+            bias = Bias(chosen, (100 * random.standard_normal(len(chosen))).astype(np.float32))
+        known = [1, 2, 3][: index % 4] if not ahead else []
+        draws = GREEDY._replace(first=first, penalties=given, bias=bias, known=known)
         if ahead:
             tokens[0] = ahead[-1]
-        texts.append(Text(draws, tokens, first + len(ahead)))
+        texts.append(Text(draws, [7] * len(known) + tokens, first + len(ahead) - len(known)))
+        wanted += [(None, None)] * len(known)
         for row in range(rows):
             after = [*ahead, *tokens[1 : row + 1]]
-            wanted.append((noted.listed(after), options) if given else None)
+            wanted.append((bias, (noted.listed(after), options) if given else None))
     return texts, wanted
 
 
@@ -79,8 +87,9 @@ def interpret_rows(vocab: int, sequences: int) -> None:
     logits = torch.from_numpy((4 * random.standard_normal((len(wanted), vocab))).astype(np.float32))
     logits[:, 7], logits[:, 9], logits[:, 5], logits[:, 3] = -0.0, 0.0, -math.inf, 1e-42
     got = changed(texts, logits)
-    for row, want in enumerate(wanted):
-        expected = logits[row] if want is None else torch.from_numpy(penalize(logits[row].numpy(), *want[0], *want[1]))
+    for row, (bias, want) in enumerate(wanted):
+        found = bias.added(logits[row].numpy()) if bias else logits[row].numpy()
+        expected = torch.from_numpy(penalize(found, *want[0], *want[1]) if want else found)
         assert torch.equal(got[row].view(torch.int32), expected.view(torch.int32)), row
     at = 0
     for text in texts[:6]:
@@ -107,7 +116,8 @@ def interpret_engine(how: str) -> None:
     drafts: list[Any] = {"lookup": ["lookup"], "own": [graph]}.get(how, [])
     machine = Machine(graph, "nested" if how == "shared" else "bf16", pages=9, drafts=drafts)
     params = penalized(max_tokens=6, ignore_eos=True)[:6]
-    params[3] = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    params[3] = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logit_bias={5: 2.5, 9: 2, 30: -100})
+    params[4] = replace(params[4], logit_bias=dict.fromkeys(range(0, 40, 3), 0.5))
     if how == "logits":
         params[1] = SamplingParams(temperature=0, repetition_penalty=0.2, logprobs=21, max_tokens=6, ignore_eos=True)
     asked = logits_asked()
@@ -146,7 +156,7 @@ def test_arithmetic_is_that_of_python() -> None:
     from qcompile.codegen.gpu_penalties import penalty_kernel
 
     for capability in (80, 90):
-        found = compile_kernel(penalty_kernel(False, 5000, capability), capability)
+        found = compile_kernel(penalty_kernel("penalize", 5000, capability), capability)
         assert set(re.findall(r"\b(?:div|fma|mad)[\w.]*\.f(?:32|64)", found.ptx)) == {"div.rn.f32"}
         assert found.spill_bytes == 0
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from qcompile.codegen.gpu_launches import Launch, Plan
 from qcompile.runtime import cuda_draws
 from qcompile.runtime.logprobs import MOST_REPORTED, empty_reports, logprobs_of, reported_logprobs
-from qcompile.runtime.penalties import Penalties
+from qcompile.runtime.penalties import Bias, Penalties
 from qcompile.runtime.sampling import GREEDY, Draws, SamplingParams
+from qcompile.runtime.scheduler import Request
 from tests.codegen.interpreted import interpreted, needs_triton
 from tests.codegen.sampled import same_logprobs, same_outputs
 from tests.codegen.test_gpu_sample import SMALL
@@ -78,7 +79,8 @@ def rows_of(vocab: int, random: np.random.Generator) -> list[Tensor]:
 
 
 def interpret_rows(vocab: int, sequences: int) -> None:
-    """Each row as Python finds it, whatever else is in the step: among penalties, no reports, no tokens and no room."""
+    """Each row as Python finds it, whatever else is in the step: among biases, penalties, no reports, no tokens and no
+    room; of chosen tokens, and of known ones."""
     random = np.random.default_rng(vocab + sequences)
     every, rows, draws = rows_of(vocab, random), [], []
     for index in range(sequences):
@@ -87,23 +89,27 @@ def interpret_rows(vocab: int, sequences: int) -> None:
         if index % 3 == 1:
             listed = random.permutation(vocab)[:17].astype(np.int32)
             penalties = Penalties(1.7, 0.5, 0.1, listed, np.ones_like(listed), 4)
-        reports = empty_reports(1 + index % 3, alternatives) if index % 5 < 4 else None
-        draws.append(GREEDY._replace(first=7 + index, penalties=penalties, reports=reports))
-        for place in range(3):
+        bias = Bias(np.array([0], np.int32), np.array([9.5], np.float32)) if index % 3 == 2 else None
+        known = random.integers(0, vocab, (2, 0, 1)[index % 3]).tolist() if index % 5 < 4 else []
+        reports = empty_reports(len(known) + 1 + index % 3, alternatives) if index % 5 < 4 else None
+        draws.append(GREEDY._replace(first=7 + index, penalties=penalties, bias=bias, known=known, reports=reports))
+        for place in range(-len(known), 3):
             logits = every[(index + place) % len(every)]
             ranked = np.argsort(-logits.numpy(), kind="stable")
             token = int(ranked[(0, vocab // 2, vocab - 1, 1 % vocab)[(index + place) % 4]])
             rows.append(Row(index, place, -1 if index % 7 == 6 and place == 0 else token, logits))
     report(draws, rows)
     for row in rows:
-        found = draws[row.sequence].reports
-        if found is None or row.place >= len(found):
+        found, known = draws[row.sequence].reports, draws[row.sequence].known
+        at = row.place + len(known)
+        if found is None or at >= len(found):
             continue
         if row.token < 0:
-            assert np.isnan(found[row.place]).all()  # as the memory was
+            assert np.isnan(found[at]).all()  # as the memory was
             continue
-        wanted = logprobs_of(row.logits.numpy(), row.token, (found.shape[1] - 4) // 2, None)
-        told = reported_logprobs(found[row.place : row.place + 1], [row.token], None)
+        token = known[at] if at < len(known) else row.token
+        wanted = logprobs_of(row.logits.numpy(), token, (found.shape[1] - 4) // 2, None)
+        told = reported_logprobs(found[at : at + 1], [token], None)
         assert same_logprobs(told, [wanted]), (row, told, wanted)
     for index, draw in enumerate(draws[:4]):
         if draw.reports is not None:
@@ -164,6 +170,46 @@ def interpret_engine(how: str) -> None:
     if how == "shared":
         machine.speculator = HostSpeculator(machine.target, machine.speculator.levels)
         assert generate(True, 2) == plain and not any(asked)
+
+
+def interpret_prompts() -> None:
+    """Prompts in steps of few rows, among other requests: the bits that their tokens had when they were generated."""
+    from tests.codegen.gpu_machine import PROMPTS, Machine, logits_asked
+
+    torch.manual_seed(0)
+    cuda_draws._FIRST_REPORTS = cuda_draws._FIRST_ROOM = 16  # grow
+    machine = Machine(decoder(**SMALL), "bf16", pages=9)
+    common: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+    options: list[dict[str, Any]] = [
+        {"logprobs": 3, "max_tokens": 6},
+        {"logprobs": 3, "max_tokens": 4, "repetition_penalty": 0.3, "logit_bias": {3: 4.5, 9: -100}},
+        {"logprobs": 3, "max_tokens": 5, "temperature": 1.1, "seed": 3},
+    ]
+
+    def generate(prompts: list[list[int]], params: list[dict[str, Any]], rows: int) -> list[Request]:
+        engine = machine.engine()
+        engine.scheduler.max_tokens = rows
+        requests = [engine.add(p, SamplingParams(**(common | o))) for p, o in zip(prompts, params, strict=True)]
+        machine.run(engine, requests)
+        return requests
+
+    asked = logits_asked()
+    before = generate([PROMPTS[3], *PROMPTS[:2]], options, 16)
+    whole = [request.tokens for request in before]
+    for alternatives, rows in ((3, 16), (5, 7)):
+        rest: list[dict[str, Any]] = [{"max_tokens": 0}, {"max_tokens": 2, "logprobs": 1}, {"max_tokens": 1}]
+        params = [{"prompt_logprobs": alternatives} | o for o in rest]
+        params[1] |= {"frequency_penalty": 0.5, "logit_bias": {1: 1.5}}
+        for request, old in zip(generate(whole, params, rows), before, strict=True):
+            assert request.prompt_logprobs and request.prompt_logprobs[0] is None
+            assert len(request.prompt_logprobs) == len(old.tokens)
+            for new, one in zip(request.prompt_logprobs[old.prompt_length :], old.output.logprobs or (), strict=True):
+                assert new and one and one.items() <= new.items()  # of three alternatives, or more
+    assert not any(asked)
+
+
+def test_prompts_interpreted() -> None:
+    interpreted(__name__, "interpret_prompts()")
 
 
 @pytest.mark.parametrize("how", ["shared", "own", "lookup"])

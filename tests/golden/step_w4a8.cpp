@@ -12,7 +12,7 @@ constexpr int kWidest = 256;  // elements of the longest row
 constexpr size_t kOwnScratchBytes = gemm_scratch_bytes(kWidest) + attention_scratch_bytes(kv_padded(kKv, kHeadDim));
 constexpr size_t kScratchBytes = kOwnScratchBytes + expert_scratch_bytes(0, 0);
 static_assert(kv_block_bytes(kKv, kHeadDim) == 5120, "the runtime sizes pages by this");
-static const char kDescription[] = "{\"abi\": 5, \"calls\": [\"embed\", \"0.norm1\", \"0.qkv\", \"0.rope\", \"0.attention\", \"0.o.quantize\", \"0.o\", \"0.norm2\", \"0.gate_up\", \"0.down.quantize\", \"0.down\", \"take\", \"norm\", \"head\"], \"isa\": \"avx2\", \"kv\": {\"format\": \"kv8\", \"layers\": 1, \"page_bytes\": 10240, \"page_tokens\": 64}, \"max_position\": 512, \"vocab_size\": 203, \"weights\": 21}";
+static const char kDescription[] = "{\"abi\": 6, \"calls\": [\"embed\", \"0.norm1\", \"0.qkv\", \"0.rope\", \"0.attention\", \"0.o.quantize\", \"0.o\", \"0.norm2\", \"0.gate_up\", \"0.down.quantize\", \"0.down\", \"take\", \"norm\", \"head\"], \"isa\": \"avx2\", \"kv\": {\"format\": \"kv8\", \"layers\": 1, \"page_bytes\": 10240, \"page_tokens\": 64}, \"max_position\": 512, \"vocab_size\": 203, \"weights\": 21}";
 // ---- the program ---------------------------------------------------------------------------------
 // h: f32 [tokens, 96]
 // 0.qkv: f32 [tokens, 256]
@@ -130,7 +130,7 @@ static void step(Model& m, int tid) {
   s.done(13, false);
 }
 // ---- penalties.h --------------------------------------------------------------------------------
-// penalties.h: penalties on the tokens of a text so far, as runtime/penalties.py defines them.
+// penalties.h: biases, and penalties on the tokens of a text so far, as runtime/penalties.py defines them.
 
 // Keeps the tokens of a step's rows that follow those listed, for this and later steps of the same call.
 static inline void keep_recent(const qc_batch& b) {
@@ -143,7 +143,7 @@ static inline void keep_recent(const qc_batch& b) {
   }
 }
 
-// Applies the penalties of a row at `position` to its logits x [n]. times [n] must be zeros, and is left so.
+// Applies the biases and penalties of a row at `position` to its logits x [n]. times [n] must be zeros, and is left so.
 static inline void penalize(float* x, int n, const qc_draws& d, int position, int32_t* times) {
   const int after = position - d.first, recent = after < 0 ? 0 : after < d.room ? after : d.room;
   const float factor = (float)d.repetition;
@@ -152,6 +152,8 @@ static inline void penalize(float* x, int n, const qc_draws& d, int position, in
     const float y = x[token] > 0.0f ? x[token] / factor : x[token] * factor;
     x[token] = count > 0 ? y - (float)(d.frequency * (double)count + d.presence) : y;
   };
+  for (int i = 0; i < d.biased; ++i)
+    if (inside(d.bias_tokens[i])) x[d.bias_tokens[i]] += d.bias_values[i];
   for (int i = 0; i < recent; ++i)
     if (inside(d.recent[i])) ++times[d.recent[i]];
   for (int i = 0; i < d.listed; ++i) {

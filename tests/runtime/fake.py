@@ -21,7 +21,7 @@ from qcompile.runtime.accept import pick
 from qcompile.runtime.executor import Executor, FloatArray, Limits, QcDraws, Rows
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.loader import Arena
-from qcompile.runtime.penalties import Occurrences, penalize
+from qcompile.runtime.penalties import Bias, Occurrences, penalize
 from qcompile.runtime.sampling import Draws, SamplingParams, distribution
 
 VOCAB, PAGE_TOKENS, MAX_TOKENS, CONTEXT, EOS = 260, 64, 96, 1000, 0
@@ -67,7 +67,7 @@ class FakeLibrary:
         self.closed = False
 
     def qc_describe(self) -> bytes:
-        return json.dumps({"abi": 5, "isa": "fake", "calls": ["all"]}).encode()
+        return json.dumps({"abi": 6, "isa": "fake", "calls": ["all"]}).encode()
 
     def qc_open(self, config: Any) -> int:
         self.pages = config._obj.kv_pages
@@ -140,21 +140,26 @@ def keep_recent(batch: Any, sequence: int, tokens: np.ndarray, positions: np.nda
 
 
 def drawn(batch: Any, sequence: int, logits: np.ndarray, position: int) -> int:
-    """The token that a sequence's draws choose at a position; reports it if asked."""
+    """The token that a sequence's draws choose at a position, or know; reports it if asked."""
     draws = (QcDraws * batch.sequences).from_address(batch.draws)[sequence]
-    token = chosen(draws, logits, position)
-    if 0 <= position - draws.first < draws.reported:
+    at, room = position - draws.first + draws.known, draws.known + draws.reported
+    known = 0 <= at < draws.known
+    token = int(ints(draws.known_next, draws.known)[at]) if known else chosen(draws, logits, position)
+    if 0 <= at < room:
         width = 4 + 2 * draws.alternatives
-        every = (ctypes.c_double * (width * draws.reported)).from_address(draws.reports)
+        every = (ctypes.c_double * (width * room)).from_address(draws.reports)
         top = np.lexsort((_COLUMNS, -logits))[: draws.alternatives]
         rank, weights = 1 + (logits > logits[token]).sum(), np.exp(logits.astype(np.float64) - logits.max())
         report = [logits.max(), weights.sum(), logits[token], rank, *logits[top], *top]
-        np.ctypeslib.as_array(every).reshape(-1, width)[position - draws.first] = report
+        np.ctypeslib.as_array(every).reshape(-1, width)[at] = report
     return token
 
 
 def chosen(draws: QcDraws, logits: np.ndarray, position: int) -> int:
     """The token that draws choose at a position."""
+    if draws.biased:
+        values = np.ctypeslib.as_array((ctypes.c_float * draws.biased).from_address(draws.bias_values))
+        logits = Bias(ints(draws.bias_tokens, draws.biased), values).added(logits)
     if draws.room:
         logits = penalized(draws, logits, position)
     if draws.temperature == 0:

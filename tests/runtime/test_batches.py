@@ -27,8 +27,8 @@ def artifact(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) ->
 
 
 def requests(draw: random.Random, vocab: int) -> list[Work]:
-    """Two dozen requests: greedy and drawn, short and long, some with log probabilities, some with penalties, some that
-    repeat."""
+    """Two dozen requests: greedy and drawn, short and long, some with log probabilities, also of the prompt, some with
+    penalties or biases, some that repeat."""
     work: list[Work] = []
     for index in range(24):
         length = draw.choice((1, 2, 7, 30, 63, 64, 65, 100))
@@ -44,6 +44,11 @@ def requests(draw: random.Random, vocab: int) -> list[Work]:
             options["logprobs"] = (3, 21)[index % 4]  # reported by steps, and found in logits
         if index % 5 < 2:
             options |= {"repetition_penalty": 0.3, "frequency_penalty": 0.2}
+        if index % 7 < 2:
+            options["logit_bias"] = {token: (-100, 3.5, 1)[token % 3] for token in range(index, 60, 7)}
+        if index % 5 == 3:
+            options["prompt_logprobs"] = index % 4
+            options["max_tokens"] *= index % 2
         work.append((prompt, SamplingParams(**options)))
     return work
 
@@ -52,7 +57,7 @@ def run(llm: LLM, work: Sequence[Work]) -> list[tuple[Any, ...]]:
     outputs = llm.generate([prompt for prompt, _ in work], [params for _, params in work])
     llm.engine.check()
     assert llm.engine.pool.used == 0
-    return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.outputs[0].text) for o in outputs]
+    return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.outputs[0].text, o.prompt_logprobs) for o in outputs]
 
 
 def differing(llm: LLM, batches: int, seed: int = 0) -> int:

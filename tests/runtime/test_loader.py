@@ -36,7 +36,7 @@ typedef struct { int32_t tokens, sequences, outputs, stride; const int32_t *ids,
   *rows; float* logits; int32_t* argmax; const void* draws; } batch;
 typedef struct { const void* const* weights; void* kv; int64_t pages; int32_t threads, max_tokens, outputs; } config;
 static const uint8_t* first;
-const char* qc_describe(void) { return "{\"abi\": 5, \"isa\": \"stub\", \"calls\": [\"a\", \"b\"]}"; }
+const char* qc_describe(void) { return "{\"abi\": 6, \"isa\": \"stub\", \"calls\": [\"a\", \"b\"]}"; }
 void* qc_open(const config* c) {
   if (c->threads == 13) return 0;
   first = c->weights[0];
@@ -99,7 +99,7 @@ def write(path: Path, stub: Path, step: int = 3, tokenizer: bool = True, **chang
                 "vocab_size": 260,
             },
             "runtime": {
-                "abi": 5,
+                "abi": 6,
                 "library": "kernels/stub/model.so",
                 "weights": entries,
                 "max_tokens": 64,
@@ -285,7 +285,7 @@ def test_other_cpu_is_named(tmp_path: Path, stub: Path) -> None:
 
 
 def test_other_interface_is_refused(tmp_path: Path, stub: Path) -> None:
-    with pytest.raises(ArtifactError, match="interface 1, this qcompile has 5"):
+    with pytest.raises(ArtifactError, match="interface 1, this qcompile has 6"):
         load_artifact(write(tmp_path / "out", stub, runtime={"abi": 1}))
 
 

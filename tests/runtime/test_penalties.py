@@ -99,13 +99,13 @@ def test_drafts_have_the_penalties_of_the_target() -> None:
 
 def test_engine_without_logits_gives_the_tokens_of_python() -> None:
     """Requests of all penalties in a batch, in bursts; a request of many alternatives among them ends these."""
-    prompts = [[1], [2, 3, 2], list(range(4, 40)), [9, 9], [7, 8], [30], [8]]
+    prompts = [[1], [2, 3, 2], list(range(4, 40)), [9, 9], [7, 8], [30], [8], [1, 2], [50], [6, 4]]
     for more in ({}, {"logprobs": 2}, {"logprobs": 21}):
         params = [replace(one, min_p=0.0) for one in penalized(max_tokens=40, ignore_eos=True)]
         params[3] = SamplingParams(temperature=0, frequency_penalty=0.3, max_tokens=40, ignore_eos=True, **more)
         found = []
         for draws in (True, False):
-            with fake_llm() as llm:
+            with fake_llm(max_batch=len(params)) as llm:
                 llm.executor.draws = draws  # type: ignore[misc]
                 llm.engine.scheduler.draws = draws
                 outputs = [output.outputs[0] for output in llm.generate(prompts, params)]

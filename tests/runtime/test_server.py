@@ -223,9 +223,10 @@ def test_log_probabilities_of_parts_of_characters() -> None:
     """Such tokens are all spelled alike, and their bytes are not those of what stands for them."""
     places = [{7: Logprob(-0.1, 1, "\ufffd"), 8: Logprob(-0.2, 2, "é"), 9: Logprob(-3.0, 3, "\ufffd")}]
     sample = CompletionOutput(0, "", [7], -0.1, places)
-    told = CompletionReply("tiny", 1).choice(0, sample)["logprobs"]
+    output = RequestOutput(0, None, [0], [sample], True, RequestMetrics())
+    told = CompletionReply("tiny", 1).choice(0, output, sample)["logprobs"]
     assert told["top_logprobs"] == [{"\ufffd": -0.1, "é": -0.2}] and told["token_logprobs"] == [-0.1]
-    (chosen,) = ChatReply("tiny", 1, 2).choice(0, sample)["logprobs"]["content"]
+    (chosen,) = ChatReply("tiny", 1, 2).choice(0, output, sample)["logprobs"]["content"]
     assert chosen["bytes"] is None and [one["bytes"] for one in chosen["top_logprobs"]] == [None, [0xC3, 0xA9]]
 
 
@@ -236,11 +237,12 @@ def test_offsets_of_a_stream_are_those_of_the_whole() -> None:
     logprobs = [{at: Logprob(-1.0, 1, text)} for at, text in enumerate(spelled)]
     for count, text in ((1, ""), (3, "abc"), (4, "abcéd")):
         sample = CompletionOutput(0, text, list(range(count)), -1.0, logprobs[:count])
-        (piece,) = reply._pieces(RequestOutput(0, None, [0], [sample], False, RequestMetrics()))
+        output = RequestOutput(0, None, [0], [sample], False, RequestMetrics())
+        (piece,) = reply._pieces(output)
         offsets += piece["logprobs"]["text_offset"]
         told.append(piece["text"])
     assert told == ["", "abc", "éd"] and offsets == [0, 2, 3, 4]
-    assert reply.choice(0, sample)["logprobs"]["text_offset"] == offsets
+    assert reply.choice(0, output, sample)["logprobs"]["text_offset"] == offsets
 
 
 @pytest.mark.parametrize(
@@ -255,8 +257,8 @@ def test_offsets_of_a_stream_are_those_of_the_whole() -> None:
         (b"\xff", 400, ""),
         ([], 400, "the body"),
         ({}, 400, "prompt"),
-        ({"prompt": "x", "echo": True}, 400, "echo: is not supported"),
-        ({"prompt": "x", "logit_bias": {"1": 5}}, 400, "logit_bias: is not supported"),
+        ({"prompt": "x", "suffix": "y"}, 400, "suffix: is not supported"),
+        ({"prompt": "x", "logit_bias": {"1": 101}}, 400, "logit_bias of token 1 must be a number between -100 and 100"),
         ({"prompt": "x", "presence_penalty": 3}, 400, "presence_penalty must be a number between -2 and 2, not 3"),
         ({"prompt": "x", "frequency_penalty": True}, 400, "frequency_penalty: Input should be a valid number"),
         ({"prompt": "x", "stream_options": {"echo": False}}, 400, "stream_options.echo: is not supported"),
@@ -266,7 +268,7 @@ def test_offsets_of_a_stream_are_those_of_the_whole() -> None:
         ({"prompt": None}, 400, "prompt: Field required"),
         ({"promt": "x"}, 400, "promt: is not supported"),
         ({"prompt": "x", "stop": 5}, 400, "stop: Input should be a valid list"),
-        ({"prompt": "x", "logit_bias": None, "echo": True, "suffix": ""}, 400, "echo: is not supported"),
+        ({"prompt": "x", "logit_bias": None, "best_of": 2, "suffix": ""}, 400, "best_of: is not supported"),
         ({"prompt": "x", "temperature": -1}, 400, "temperature"),
         (b'{"prompt": "x", "temperature": NaN}', 400, "temperature"),
         ({"prompt": "x", "n": 2, "temperature": 0}, 400, "n must be 1"),

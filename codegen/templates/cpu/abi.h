@@ -1,4 +1,4 @@
-// abi.h: the C interface of a generated library (version 5). Integers are int32 unless stated otherwise.
+// abi.h: the C interface of a generated library (version 6). Integers are int32 unless stated otherwise.
 #pragma once
 #include <stdint.h>
 
@@ -16,13 +16,18 @@ typedef struct {               // how the tokens of a sequence are drawn
   int32_t room;                // 0: no penalties
   int32_t reported;            // positions from `first` on whose tokens' log probabilities are wanted; may be 0
   int32_t alternatives;        // 0 .. vocabulary
+  int32_t known;               // positions before `first` whose next tokens' log probabilities are wanted; may be 0
+  int32_t biased;              // 0: no biases
   double repetition;           // divides positive logits of the tokens so far, and multiplies the others
   double frequency;            // subtracted for each time that a token was generated
   double presence;             // subtracted if it was generated
   const int32_t* seen;         // [listed] the distinct tokens that penalties are for, those up to position `first`
   const int32_t* counts;       // [listed] how often each was generated
   int32_t* recent;             // [room] generated tokens from position first + 1 on; steps write those of their rows
-  double* reports;             // [reported][4 + 2 * alternatives] see report.h
+  double* reports;             // [known + reported][4 + 2 * alternatives] see report.h
+  const int32_t* known_next;   // [known] these next tokens; rows of these positions choose nothing
+  const int32_t* bias_tokens;  // [biased] distinct
+  const float* bias_values;    // [biased] added to these tokens' logits, before penalties
 } qc_draws;
 
 typedef struct {               // one batch of rows for a step

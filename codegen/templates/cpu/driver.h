@@ -95,7 +95,12 @@ static bool valid_sequence(const Model& m, const qc_batch& b, int s, int steps) 
 
 static bool valid_draws(const qc_draws& d) {
   if (d.temperature > 0 && (d.count < 1 || !d.uniforms)) return false;
-  if (d.reported > 0 && (!d.reports || d.alternatives < 0 || d.alternatives > kVocab)) return false;
+  const bool reports = d.reported > 0 || d.known > 0;
+  if (reports && (!d.reports || d.alternatives < 0 || d.alternatives > kVocab)) return false;
+  if (d.known > 0 && !d.known_next) return false;
+  for (int i = 0; i < d.known; ++i)
+    if (d.known_next[i] < 0 || d.known_next[i] >= kVocab) return false;
+  if (d.biased > 0 && (!d.bias_tokens || !d.bias_values)) return false;
   return d.room < 1 || (d.recent && d.listed >= 0 && (d.listed == 0 || (d.seen && d.counts)));
 }
 
@@ -118,8 +123,8 @@ static bool valid(const Model& m, const qc_batch* batch, int steps) {
   return true;
 }
 
-// For this thread's share of the rows: replaces the argmax by the token that penalties or a temperature choose, and
-// reports its log probability.
+// For this thread's share of the rows: replaces the argmax by the token that biases, penalties or a temperature choose,
+// and reports its log probability, or that of the known next token.
 static void choose_rows(void* model, int tid) {
   Model& m = *(Model*)model;
   const qc_batch& b = m.batch;
@@ -132,8 +137,13 @@ static void choose_rows(void* model, int tid) {
     float* x = b.logits + (int64_t)r * kVocab;
     const float* plain = x;
     const int place = b.positions[row] - d.first;
+    if (place < 0 && place >= -d.known) {
+      const int at = place + d.known;
+      if (b.argmax[r] >= 0) report(sampler, x, d.known_next[at], d, at);
+      continue;
+    }
     const bool reported = place >= 0 && place < d.reported;
-    if (d.room > 0 && b.argmax[r] >= 0) {
+    if ((d.room > 0 || d.biased > 0) && b.argmax[r] >= 0) {
       if (reported) plain = (float*)memcpy(m.plain + (int64_t)tid * kVocab, x, kVocab * sizeof(float));
       penalize(x, kVocab, d, b.positions[row], m.times + (int64_t)tid * kVocab);
       b.argmax[r] = sampler.best(x);
@@ -142,15 +152,17 @@ static void choose_rows(void* model, int tid) {
       const int at = place < 0 ? 0 : place < d.count ? place : d.count - 1;
       b.argmax[r] = sampler.draw(x, b.argmax[r], d, d.uniforms[at]);
     }
-    if (reported && b.argmax[r] >= 0) report(sampler, plain, b.argmax[r], d, place);
+    if (reported && b.argmax[r] >= 0) report(sampler, plain, b.argmax[r], d, place + d.known);
   }
 }
 
 static void run_batch(Model& m, const qc_batch& b) {
   m.batch = b;
   bool chosen = false;
-  for (int s = 0; b.argmax && b.draws && s < b.sequences; ++s)
-    chosen |= b.draws[s].temperature > 0 || b.draws[s].room > 0 || b.draws[s].reported > 0;
+  for (int s = 0; b.argmax && b.draws && s < b.sequences; ++s) {
+    const qc_draws& d = b.draws[s];
+    chosen |= d.temperature > 0 || d.room > 0 || d.biased > 0 || d.reported > 0 || d.known > 0;
+  }
   if (chosen && !b.logits) m.batch.logits = m.logits;
   if (chosen) keep_recent(b);
   memset(m.next_task, 0, sizeof m.next_task);

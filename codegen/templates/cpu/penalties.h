@@ -1,4 +1,4 @@
-// penalties.h: penalties on the tokens of a text so far, as runtime/penalties.py defines them.
+// penalties.h: biases, and penalties on the tokens of a text so far, as runtime/penalties.py defines them.
 #pragma once
 #include "abi.h"
 #include "vec.h"
@@ -14,7 +14,7 @@ static inline void keep_recent(const qc_batch& b) {
   }
 }
 
-// Applies the penalties of a row at `position` to its logits x [n]. times [n] must be zeros, and is left so.
+// Applies the biases and penalties of a row at `position` to its logits x [n]. times [n] must be zeros, and is left so.
 static inline void penalize(float* x, int n, const qc_draws& d, int position, int32_t* times) {
   const int after = position - d.first, recent = after < 0 ? 0 : after < d.room ? after : d.room;
   const float factor = (float)d.repetition;
@@ -23,6 +23,8 @@ static inline void penalize(float* x, int n, const qc_draws& d, int position, in
     const float y = x[token] > 0.0f ? x[token] / factor : x[token] * factor;
     x[token] = count > 0 ? y - (float)(d.frequency * (double)count + d.presence) : y;
   };
+  for (int i = 0; i < d.biased; ++i)
+    if (inside(d.bias_tokens[i])) x[d.bias_tokens[i]] += d.bias_values[i];
   for (int i = 0; i < recent; ++i)
     if (inside(d.recent[i])) ++times[d.recent[i]];
   for (int i = 0; i < d.listed; ++i) {

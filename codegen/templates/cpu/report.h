@@ -2,7 +2,7 @@
 #pragma once
 #include "sample.h"
 
-// Writes the report of `token`, chosen at the position `place` after the first, whose logits before any option are
+// Writes report number `place`, that of `token`, chosen or known, whose logits before any option are
 // x [n], none of which is NaN: the largest of them, the sum of exp(x - largest), the token's logit, its rank from 1, the
 // largest logits in falling order, and their tokens, of equal logits the lowest first.
 static inline void report(Sampler& sampler, const float* x, int32_t token, const qc_draws& d, int place) {
