@@ -1,4 +1,4 @@
-"""The faults of mutations.py, and the tests that ought to notice each."""
+"""The faults of mutations.py outside of GPUs' kernels, and the tests that ought to notice each."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ SMOOTH, REORDER = "tests/passes/test_smooth.py", "tests/passes/test_reorder.py"
 STEP, OPS, NUMERICS = "tests/passes/test_step_passes.py", "tests/test_ops.py", "tests/test_numerics.py"
 RAISE, FAMILIES = "tests/passes/test_raise.py", "tests/passes/test_raise_families.py"
 KERNELS, ROWS = "tests/codegen/test_cpu_step.py", "tests/codegen/test_cpu_rowops.py"
-PENALTIES, GPU_PENALTIES = "tests/codegen/test_cpu_penalties.py", "tests/codegen/test_gpu_penalties.py"
-GLUON = "tests/codegen/test_gluon.py"
-WARP_GROUPS = "codegen/templates/triton/attention_warp_specialized.py.jinja"
-REPORTS, GPU_REPORTS = "tests/codegen/test_cpu_report.py", "tests/codegen/test_gpu_report.py"
+PENALTIES, REPORTS = "tests/codegen/test_cpu_penalties.py", "tests/codegen/test_cpu_report.py"
 TORCH = f"{KERNELS} -k equals_torch"
 WEIGHTS, MODEL = "qcompile/ops/weights.py", "qcompile/ops/model.py"
 ATTENTION, KV, ROPE = (f"codegen/templates/cpu/{name}.h" for name in ("attention", "kv", "rope"))
@@ -333,41 +330,6 @@ MUTATIONS = (
         "tests/runtime/test_prompt_logprobs.py -k cached",
     ),
     Mutation(
-        "a GPU reports logits with their biases",
-        "codegen/templates/triton/report.py.jinja",
-        "(tl.load(given + 13) > 0) | (tl.load(given + 20) > 0)",
-        "tl.load(given + 13) > 0",
-        "tests/codegen/test_gpu_report.py -k rows",
-    ),
-    Mutation(
-        "a GPU's biases and penalties change rows whose next token is known",
-        "codegen/templates/triton/penalties.py.jinja",
-        "after + known >= 0",
-        "known < 0",
-        f"{GPU_PENALTIES} -k rows",
-    ),
-    Mutation(
-        "a GPU's penalties are for each occurrence of a recent token",
-        "codegen/templates/triton/penalties.py.jinja",
-        "(at < after) & (before == 0)",
-        "at < after",
-        f"{GPU_PENALTIES} -k rows",
-    ),
-    Mutation(
-        "a GPU keeps the tokens of a step one place too far on",
-        "codegen/templates/triton/penalties.py.jinja",
-        "seen + start + after - 1",
-        "seen + start + after",
-        f"{GPU_PENALTIES} -k rows",
-    ),
-    Mutation(
-        "a GPU's drafts keep recent tokens of their own",
-        "runtime/cuda_speculate.py",
-        "drafting, seen)",
-        "drafting)",
-        f"{GPU_PENALTIES} -k shared",
-    ),
-    Mutation(
         "the library reports logits with penalties",
         "codegen/templates/cpu/driver.h",
         "if (reported) plain = (float*)memcpy(",
@@ -380,13 +342,6 @@ MUTATIONS = (
         "logits[at - 1] < x[i]",
         "logits[at - 1] <= x[i]",
         f"{REPORTS} -k are_pythons",
-    ),
-    Mutation(
-        "a GPU's rank counts equal logits",
-        "codegen/templates/triton/report.py.jinja",
-        "(x > own)",
-        "(x >= own)",
-        f"{GPU_REPORTS} -k rows",
     ),
     Mutation(
         "perplexity is of the token itself, not the next",
@@ -450,48 +405,6 @@ MUTATIONS = (
         "at + row.outputs\n            new",
         "at + row.outputs * (request.output.finish_reason is None)\n            new",
         "tests/runtime/test_engine.py tests/runtime/test_prefixes.py",
-    ),
-    Mutation(
-        "programs without queries store rows of other sequences",
-        WARP_GROUPS,
-        "live = (first >= 0) & (query < count)",
-        "live = (query < count)",
-        f"{GLUON} -k attention_of",
-    ),
-    Mutation(
-        "a consumer without queries releases other leaves than the program has",
-        WARP_GROUPS,
-        "ended = tl.where(latest < 0, program_begun, (latest + LEAF) // LEAF)",
-        "ended = (latest + LEAF) // LEAF",
-        f"{GLUON} -k attention_of",
-    ),
-    Mutation(
-        "values of tokens that are not written are copied",
-        WARP_GROUPS,
-        "(t <= latest - at)[:, None], item)",
-        "(t <= latest + LEAF - at)[:, None], item)",
-        f"{GLUON} -k not_written",
-    ),
-    Mutation(
-        "the zero points of a leaf's values are not in the unit of the sums",
-        WARP_GROUPS,
-        "p = exp2(score - m[:, None]) * grow[:, None]",
-        "p = exp2(score - m[:, None])",
-        f"{GLUON} -k attention_of",
-    ),
-    Mutation(
-        "a warp group's stages begin with the wrong phase after the last",
-        "codegen/templates/triton/gemm_warp_specialized.py.jinja",
-        "tl.where(last, 0, stage + 1), phase ^ last.to(tl.int32)",
-        "tl.where(last, 0, stage + 1), phase",
-        f"{GLUON} -k of_warp_groups",
-    ),
-    Mutation(
-        "an unpacking MMA's weights are those of the plane before",
-        "codegen/templates/triton/ws_mainloops.jinja",
-        "acc = warpgroup_mma(q{{ plane }}, x_t",
-        "acc = warpgroup_mma(q{{ [plane - 1, 0] | max }}, x_t",
-        f"{GLUON} -k of_warp_groups",
     ),
     Mutation(
         "a file's hash is not looked at",

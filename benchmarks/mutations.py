@@ -23,9 +23,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-sys.path.insert(0, str(Path(__file__).parent))  # tests import this file too
-from common import RESULTS, write_result
-from mutation_list import MUTATIONS, Mutation
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.common import RESULTS, write_result
+from benchmarks.mutation_list import MUTATIONS, Mutation
+from benchmarks.mutation_list_gpu import GPU_MUTATIONS
 
 ROOT = Path(__file__).parents[1]
 Result = TypeVar("Result")
@@ -92,7 +93,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="copies of the tree at work")
     parser.add_argument("--out", type=Path, default=RESULTS / "mutations.json")
     arguments = parser.parse_args()
-    chosen = [m for m in MUTATIONS if arguments.only in m.fault or arguments.only in m.file]
+    chosen = [m for m in (*MUTATIONS, *GPU_MUTATIONS) if arguments.only in m.fault or arguments.only in m.file]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
         copies: queue.Queue[Path] = queue.Queue()
         for number in range(arguments.jobs):
@@ -107,7 +108,7 @@ def main() -> None:
         rows = list(pool.map(lambda m: in_a_copy(copies, lambda copy: examine(m, copy)), chosen))
     known = json.loads(arguments.out.read_text())["rows"] if arguments.only and arguments.out.exists() else []
     fresh = {str(row["fault"]): row for row in rows}
-    faults = {m.fault for m in MUTATIONS}
+    faults = {m.fault for m in (*MUTATIONS, *GPU_MUTATIONS)}
     rows = list(({row["fault"]: row for row in known if row["fault"] in faults} | fresh).values())
     caught = sum(bool(row["caught"]) for row in rows)
     print(f"{caught} of {len(rows)} caught, {WANTED} wanted")

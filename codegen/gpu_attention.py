@@ -277,27 +277,29 @@ class AttentionSpec:
         """Programs of a step of prompts, as in a plan (gpu_launches.py)."""
         return ["queries", self.queries * (2 if self.paired else 1)], self.kv.heads, "sequences"
 
+    @property
+    def arguments(self) -> list[Argument]:
+        """The kernel's arguments in order."""
+        found = [Argument("q", "*fp32"), *page_arguments(self.kv)]
+        found += [Argument(name, "*i32") for name in ("positions", "query_start", "block_table")]
+        found += [Argument("center", "*fp32")] * self.centered + [Argument("staged", "*bf16")] * self.staged
+        found += [Argument("key_bias", "*fp32")] * bool(self.bias_positions)
+        found += [Argument("sinks", "*fp32")] * (self.sinks and self.cut == "whole")
+        results = ("out",) if self.cut == "whole" else ("parts", "stats")
+        found += [Argument(name, "*fp32") for name in results] + [Argument("table_stride", "i32")]
+        return found + [Argument("splits", "i32")] * (self.cut != "whole")
+
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""
-        arguments = [Argument("q", "*fp32"), *page_arguments(self.kv)]
-        arguments += [Argument(name, "*i32") for name in ("positions", "query_start", "block_table")]
-        arguments += [Argument("center", "*fp32")] * self.centered + [Argument("staged", "*bf16")] * self.staged
-        arguments += [Argument("key_bias", "*fp32")] * bool(self.bias_positions)
-        arguments += [Argument("sinks", "*fp32")] * (self.sinks and self.cut == "whole")
-        results = ("out",) if self.cut == "whole" else ("parts", "stats")
-        arguments += [Argument(name, "*fp32") for name in results] + [Argument("table_stride", "i32")]
-        arguments += [Argument("splits", "i32")] * (self.cut != "whole")
         name = f"attention_{self.kv.format}_{self.cut}"
-        triggers_dependents = self.inline_asm and capability >= 90
         # PDL only for short programs: long ones would all start on the multiprocessors that become free first.
-        pdl = triggers_dependents and self.cut == "leaf"
-        hierarchical = "attention_hier.py.jinja" if self.kv.hierarchical else "attention.py.jinja"
+        pdl = self.inline_asm and capability >= 90 and self.cut == "leaf"
         source = render_template(
-            "attention_warp_specialized.py.jinja" if self.warp_specialized else hierarchical,
+            self._template,
             spec=self,
             name=name,
-            arguments=arguments,
-            triggers_dependents=triggers_dependents,
+            arguments=self.arguments,
+            triggers_dependents=self.inline_asm and capability >= 90,
             pdl=pdl,
             asm=self.inline_asm,
             block=self.block,
@@ -323,9 +325,19 @@ class AttentionSpec:
             # Of a thread of the second consumer and of the producer; the first consumer has as many as the second.
             registers=[240, 24] if self.kv.bits == 16 else [216, 72],
         )
+        most = self._most_registers(capability)
+        return Kernel(name, source, tuple(self.arguments), self.warps, self.stages, pdl, False, most)
+
+    @property
+    def _template(self) -> str:
         if self.warp_specialized:
-            return Kernel(name, source, tuple(arguments), self.warps, self.stages, most_registers=168, fusion=False)
-        # Enough registers for one program, but few enough for the occupancy that the largest steps need.
+            return "attention_warp_specialized.py.jinja"
+        return "attention_hier.py.jinja" if self.kv.hierarchical else "attention.py.jinja"
+
+    def _most_registers(self, capability: int) -> int:
+        """Enough registers a thread for one program, but few enough for the occupancy that the largest steps need."""
+        if self.warp_specialized:
+            return 168  # the mean of all warps
         limits = {("kv8", 2): 128, ("kv_hier", 2): 168, ("kv_hier4", 2): 168}
         limited = self.rows == 8 and self.kv.dim <= 128 and self.cut == "split" and capability > 80
         registers = limits.get((self.kv.format, self.warps), 0) if limited else 0
@@ -334,10 +346,10 @@ class AttentionSpec:
             registers = {("kv_hier", "leaf"): 168, ("kv4", "whole"): 168}.get((self.kv.format, self.cut), registers)
         variant = self.kv.format, self.cut, self.stages, self.warps, capability, self.bias_positions
         if variant == ("kv4", "leaf", 1, 2, 90, 0):
-            registers = 128  # what programs of the most rows need if no loads are in flight
-        elif variant == ("kv4", "leaf", 2, 1, 90, 0):
-            registers = 255  # no limit: left alone, the assembler stops at 128 registers, which takes 7 % longer
-        return Kernel(name, source, tuple(arguments), self.warps, self.stages, pdl, False, registers)
+            return 128  # what programs of the most rows need if no loads are in flight
+        if variant == ("kv4", "leaf", 2, 1, 90, 0):
+            return 255  # no limit: left alone, the assembler stops at 128 registers, which takes 7 % longer
+        return registers
 
 
 def for_queries(spec: AttentionSpec, queries: int) -> AttentionSpec:

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.mutation_list import MUTATIONS, Mutation
+from benchmarks.mutation_list_gpu import GPU_MUTATIONS
 
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.fault)
+@pytest.mark.parametrize("mutation", [*MUTATIONS, *GPU_MUTATIONS], ids=lambda mutation: mutation.fault)
 def test_a_mutation_applies(mutation: Mutation) -> None:
     text = (ROOT / mutation.file).read_text(encoding="utf-8")
     assert text.count(mutation.old) == 1 and mutation.new != mutation.old

@@ -181,8 +181,92 @@ def _raw(type: str) -> Any:
     return np.uint16 if type == "bfloat16" else stored(np.zeros(1), type).dtype
 
 
+def maximum(a: Any, b: Any) -> Any:
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else _elementwise(np.maximum)(a, b)
+
+
+def minimum(a: Any, b: Any) -> Any:
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else _elementwise(np.minimum)(a, b)
+
+
+def where(first: Any, a: Any, b: Any) -> Any:
+    return Either(first, a, b) if isinstance(a, Pointer) else _elementwise(np.where)(first, a, b)
+
+
+def broadcast(a: Any, b: Any) -> tuple[Tensor, Tensor]:
+    both = np.broadcast_arrays(_plain(a), _plain(b))
+    return Tensor(both[0], a.type), Tensor(both[1], getattr(b, "type", ""))
+
+
+def atomic_add(pointer: Pointer, value: Any, mask: Tensor | None = None, sem: str = "") -> Tensor:
+    before = pointer.load(mask)
+    pointer.store(before + value, mask)
+    return before
+
+
+def allocate(type: str, shape: Sequence[int], layout: Any) -> Any:
+    return Barriers(shape[0]) if layout == "barrier" else Shared.of(type, shape)
+
+
+def _layout(*given: Any, **named: Any) -> str:
+    return "layout"
+
+
+_LAYOUTS = (
+    *("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "DotOperandLayout", "DistributedLinearLayout"),
+    *("NVMMASharedLayout", "SwizzledSharedLayout"),
+)
+_FUNCTIONS: dict[str, Any] = {
+    **{name: name for name in SIZES},
+    **dict.fromkeys(_LAYOUTS, _layout),
+    "constexpr": Constexpr,
+    "arange": lambda a, b, layout=None: Tensor(np.arange(a, b, dtype=np.int32)),
+    "zeros": lambda shape, type, layout=None: Tensor(np.zeros(shape), type),
+    "full": lambda shape, value, type, layout=None: Tensor(np.full(shape, value), type),
+    "load": lambda pointer, mask=None, other=0, **hints: pointer.load(mask, _plain(other)),
+    "store": lambda pointer, value, mask=None: pointer.store(value, mask),
+    "broadcast": broadcast,
+    "where": where,
+    "minimum": minimum,
+    "maximum": maximum,
+    "fma": _elementwise(_fma),
+    "exp": _elementwise(np.exp),
+    "exp2": _elementwise(np.exp2),
+    "abs": _elementwise(np.abs),
+    "erf": _elementwise(lambda x: torch.erf(torch.from_numpy(x)).numpy()),
+    "sum": lambda x, axis: _same_type(added(x.values, axis), x),
+    "max": lambda x, axis: _same_type(x.values.max(axis), x),
+    "reshape": lambda x, shape: x.reshape(tuple(shape)),
+    "permute": lambda x, axes: x.permute(tuple(axes)),
+    "join": lambda a, b: Tensor(np.stack((a.values, b.values), -1), a.type),
+    "split": lambda x: (Tensor(x.values[..., 0], x.type), Tensor(x.values[..., 1], x.type)),
+    "convert_layout": lambda x, layout, assert_trivial=False: x,
+    "inline_asm_elementwise": inline_asm_elementwise,
+    "static_range": range,
+    "thread_barrier": lambda: None,
+    "atomic_add": atomic_add,
+    "allocate_shared_memory": allocate,
+}
+"""What of Gluon's language does not depend on the program that runs."""
+
+
 def _language(program: list[Program]) -> SimpleNamespace:
     """What kernels import as `tl`; `program` has the one that runs."""
+    return SimpleNamespace(
+        **_FUNCTIONS,
+        program_id=lambda axis: program[0].ids[axis],
+        num_programs=lambda axis: program[0].grid[axis],
+        warp_specialize=lambda partitions, warps, registers: program[0].specialize(partitions),
+    )
+
+
+def _hopper(program: list[Program]) -> dict[str, Any]:
+    """What they import of Gluon's module for sm_90."""
+
+    def warpgroup_mma(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Pending:
+        product = Pending(a, b, acc, use_acc)
+        program[0].products.append(product)
+        return product
 
     def warpgroup_mma_wait(outstanding: int, deps: Sequence[Any]) -> Any:
         products = program[0].products
@@ -193,79 +277,13 @@ def _language(program: list[Program]) -> SimpleNamespace:
         found = tuple(p.compute() if isinstance(p, Pending) and p not in products else p for p in deps)
         return found if len(found) > 1 else found[0]
 
-    def allocate(type: str, shape: Sequence[int], layout: Any) -> Any:
-        return Barriers(shape[0]) if layout == "barrier" else Shared.of(type, shape)
-
-    def atomic_add(pointer: Pointer, value: Any, mask: Tensor | None = None, sem: str = "") -> Tensor:
-        before = pointer.load(mask)
-        pointer.store(before + value, mask)
-        return before
-
-    def maximum(a: Any, b: Any) -> Any:
-        return max(a, b) if isinstance(a, int) and isinstance(b, int) else _elementwise(np.maximum)(a, b)
-
-    def minimum(a: Any, b: Any) -> Any:
-        return min(a, b) if isinstance(a, int) and isinstance(b, int) else _elementwise(np.minimum)(a, b)
-
-    def where(first: Any, a: Any, b: Any) -> Any:
-        return Either(first, a, b) if isinstance(a, Pointer) else _elementwise(np.where)(first, a, b)
-
-    def broadcast(a: Any, b: Any) -> tuple[Tensor, Tensor]:
-        both = np.broadcast_arrays(_plain(a), _plain(b))
-        return Tensor(both[0], a.type), Tensor(both[1], getattr(b, "type", ""))
-
-    def layout(*given: Any, **named: Any) -> str:
-        return "layout"
-
-    names = ("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "DotOperandLayout", "NVMMASharedLayout")
-    layouts = dict.fromkeys((*names, "SwizzledSharedLayout", "DistributedLinearLayout"), layout)
-    return SimpleNamespace(
-        **{name: name for name in SIZES},
-        **layouts,
-        constexpr=Constexpr,
-        arange=lambda a, b, layout=None: Tensor(np.arange(a, b, dtype=np.int32)),
-        zeros=lambda shape, type, layout=None: Tensor(np.zeros(shape), type),
-        full=lambda shape, value, type, layout=None: Tensor(np.full(shape, value), type),
-        load=lambda pointer, mask=None, other=0, **hints: pointer.load(mask, _plain(other)),
-        store=lambda pointer, value, mask=None: pointer.store(value, mask),
-        broadcast=broadcast,
-        where=where,
-        minimum=minimum,
-        maximum=maximum,
-        fma=_elementwise(_fma),
-        exp=_elementwise(np.exp),
-        exp2=_elementwise(np.exp2),
-        abs=_elementwise(np.abs),
-        erf=_elementwise(lambda x: torch.erf(torch.from_numpy(x)).numpy()),
-        sum=lambda x, axis: _same_type(added(x.values, axis), x),
-        max=lambda x, axis: _same_type(x.values.max(axis), x),
-        reshape=lambda x, shape: x.reshape(tuple(shape)),
-        permute=lambda x, axes: x.permute(tuple(axes)),
-        join=lambda a, b: Tensor(np.stack((a.values, b.values), -1), a.type),
-        split=lambda x: (Tensor(x.values[..., 0], x.type), Tensor(x.values[..., 1], x.type)),
-        convert_layout=lambda x, layout, assert_trivial=False: x,
-        inline_asm_elementwise=inline_asm_elementwise,
-        program_id=lambda axis: program[0].ids[axis],
-        num_programs=lambda axis: program[0].grid[axis],
-        static_range=range,
-        thread_barrier=lambda: None,
-        atomic_add=atomic_add,
-        allocate_shared_memory=allocate,
-        warp_specialize=lambda partitions, warps, registers: program[0].specialize(partitions),
-        hopper=SimpleNamespace(
-            fence_async_shared=lambda: None,
-            warpgroup_mma=lambda a, b, acc, use_acc=True, is_async=False: _issue(program[0], a, b, acc, use_acc),
-            warpgroup_mma_wait=warpgroup_mma_wait,
-            mbarrier=_mbarrier(program),
-            async_copy=_async_copy(program),
-        ),
-    )
-
-
-def _issue(program: Program, a: Any, b: Shared, acc: Any, use_acc: bool) -> Pending:
-    product = Pending(a, b, acc, use_acc)
-    program.products.append(product)
-    return product
+    return {
+        "warpgroup_mma": warpgroup_mma,
+        "warpgroup_mma_wait": warpgroup_mma_wait,
+        "fence_async_shared": lambda: None,
+        "mbarrier": _mbarrier(program),
+        "async_copy": _async_copy(program),
+    }
 
 
 def _mbarrier(program: list[Program]) -> SimpleNamespace:
@@ -321,10 +339,10 @@ def _jit(function: Callable[..., Any]) -> Callable[..., Any]:
 def launch(kernel: Kernel, grid: Sequence[int], given: Mapping[str, Any]) -> None:
     """Run a kernel with tensors and numbers by the names of its arguments, one program after the other."""
     program: list[Program] = []
-    language = _language(program)
+    language, hopper = _language(program), _hopper(program)
     source = re.sub(r"^(import triton|from triton\S* import \([^)]*\)|from triton.*)$", "", kernel.source, flags=re.M)
     module = ModuleType(kernel.name)
-    vars(module).update(tl=language, gluon=SimpleNamespace(jit=_jit), **vars(language.hopper))
+    vars(module).update(tl=language, gluon=SimpleNamespace(jit=_jit), **hopper)
     exec(compile(source, f"{kernel.name}.py", "exec"), vars(module))
     arguments = [
         Pointer.to_tensor(given[a.name], POINTERS[a.type]) if a.type in POINTERS else given[a.name]

@@ -1,0 +1,96 @@
+"""Faults of mutations.py in kernels for GPUs and what launches them, and the tests that ought to notice each."""
+
+from __future__ import annotations
+
+from benchmarks.mutation_list import Mutation
+
+GPU_PENALTIES, GPU_REPORTS = "tests/codegen/test_gpu_penalties.py", "tests/codegen/test_gpu_report.py"
+GLUON = "tests/codegen/test_gluon.py"
+WARP_GROUPS = "codegen/templates/triton/attention_warp_specialized.py.jinja"
+
+GPU_MUTATIONS = (
+    Mutation(
+        "a GPU reports logits with their biases",
+        "codegen/templates/triton/report.py.jinja",
+        "(tl.load(given + 13) > 0) | (tl.load(given + 20) > 0)",
+        "tl.load(given + 13) > 0",
+        "tests/codegen/test_gpu_report.py -k rows",
+    ),
+    Mutation(
+        "a GPU's biases and penalties change rows whose next token is known",
+        "codegen/templates/triton/penalties.py.jinja",
+        "after + known >= 0",
+        "known < 0",
+        f"{GPU_PENALTIES} -k rows",
+    ),
+    Mutation(
+        "a GPU's penalties are for each occurrence of a recent token",
+        "codegen/templates/triton/penalties.py.jinja",
+        "(at < after) & (before == 0)",
+        "at < after",
+        f"{GPU_PENALTIES} -k rows",
+    ),
+    Mutation(
+        "a GPU keeps the tokens of a step one place too far on",
+        "codegen/templates/triton/penalties.py.jinja",
+        "seen + start + after - 1",
+        "seen + start + after",
+        f"{GPU_PENALTIES} -k rows",
+    ),
+    Mutation(
+        "a GPU's drafts keep recent tokens of their own",
+        "runtime/cuda_speculate.py",
+        "drafting, seen)",
+        "drafting)",
+        f"{GPU_PENALTIES} -k shared",
+    ),
+    Mutation(
+        "a GPU's rank counts equal logits",
+        "codegen/templates/triton/report.py.jinja",
+        "(x > own)",
+        "(x >= own)",
+        f"{GPU_REPORTS} -k rows",
+    ),
+    Mutation(
+        "programs without queries store rows of other sequences",
+        WARP_GROUPS,
+        "live = (first >= 0) & (query < count)",
+        "live = (query < count)",
+        f"{GLUON} -k attention_of",
+    ),
+    Mutation(
+        "a consumer without queries releases other leaves than the program has",
+        WARP_GROUPS,
+        "ended = tl.where(latest < 0, program_begun, (latest + LEAF) // LEAF)",
+        "ended = (latest + LEAF) // LEAF",
+        f"{GLUON} -k attention_of",
+    ),
+    Mutation(
+        "values of tokens that are not written are copied",
+        WARP_GROUPS,
+        "(t <= latest - at)[:, None], item)",
+        "(t <= latest + LEAF - at)[:, None], item)",
+        f"{GLUON} -k not_written",
+    ),
+    Mutation(
+        "the zero points of a leaf's values are not in the unit of the sums",
+        WARP_GROUPS,
+        "p = exp2(score - m[:, None]) * grow[:, None]",
+        "p = exp2(score - m[:, None])",
+        f"{GLUON} -k attention_of",
+    ),
+    Mutation(
+        "a warp group's stages begin with the wrong phase after the last",
+        "codegen/templates/triton/gemm_warp_specialized.py.jinja",
+        "tl.where(last, 0, stage + 1), phase ^ last.to(tl.int32)",
+        "tl.where(last, 0, stage + 1), phase",
+        f"{GLUON} -k of_warp_groups",
+    ),
+    Mutation(
+        "an unpacking MMA's weights are those of the plane before",
+        "codegen/templates/triton/ws_mainloops.jinja",
+        "acc = warpgroup_mma(q{{ plane }}, x_t",
+        "acc = warpgroup_mma(q{{ [plane - 1, 0] | max }}, x_t",
+        f"{GLUON} -k of_warp_groups",
+    ),
+)
