@@ -27,7 +27,7 @@ from qcompile.errors import PassError, UnsupportedError
 from qcompile.graph import Graph, WeightStore
 from qcompile.passes import raise_values as values
 from qcompile.passes.base import Pass, PassResult
-from qcompile.passes.raise_nodes import Arguments, draws, operator_name, rounds, run, writes_alone
+from qcompile.passes.raise_nodes import Arguments, draws, operator_name, rounds, run, unwritten_reader, writes_alone
 from qcompile.passes.raise_slots import is_one_slot, merging
 from qcompile.passes.raise_values import Value
 
@@ -138,6 +138,7 @@ class Raiser:
             raise self.unsupported(node, "draws at random; only models that always compute the same are compiled")
         changes = operator_name(node) != "detach" and not writes_alone(node)
         if self.is_constant(node) and not changes and (not isinstance(value, Tensor) or self.is_static(value)):
+            self.require_written(node)
             return Weight(node)
         if not isinstance(value, (Tensor, list, tuple)):
             return None
@@ -189,6 +190,11 @@ class Raiser:
         if value is None:
             raise self.blame(node, reader)
         return value
+
+    def require_written(self, node: fx.Node) -> None:
+        """Raise UnsupportedError if `node` is new memory that something reads before all of it is written."""
+        if reader := unwritten_reader(node):
+            raise self.unsupported(node, f"is new memory, and {reader} reads it before all of it is written")
 
     def table(self, weight: Weight) -> Value:
         """A weight's values as a table of constants."""

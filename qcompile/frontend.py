@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.utils._pytree import tree_leaves
 
+from qcompile import eager, state
 from qcompile.checkpoint import require_finite
 from qcompile.errors import UnsupportedError, UsageError
 from qcompile.graph import Graph, ModelInfo, WeightStore
@@ -181,80 +181,48 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-class _Positional(nn.Module):
-    """Calls `module` with positional inputs, which gives all models the same varargs signature in torch.export."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.module(*inputs)
-
-
-class _Stateless(_Positional):
-    """The same, and refuses modules that replace their tensors, which torch.export would not notice."""
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        before = self._tensors()
-        result = self.module(*inputs)
-        after = self._tensors()
-        changed = [name for name, value in before.items() if after.get(name) is not value]
-        if changed:
-            raise UnsupportedError(f"{type(self.module).__name__} replaces its tensor {changed[0]} when it runs")
-        return result
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """Buffers and other tensors of all modules, by name."""
-        found = {}
-        for path, module in self.module.named_modules():
-            for name, value in (*vars(module).items(), *module._buffers.items()):
-                if isinstance(value, Tensor):
-                    found[f"{path}.{name}".removeprefix(".")] = value
-        return found
-
-
 def export_module(module: nn.Module, example_inputs: Sequence[Tensor], longest: int) -> ExportedProgram:
     """Export `module` in evaluation mode, in float32 on the CPU; tensors of other types or devices are copied."""
     tensors = [value for value in example_inputs if isinstance(value, Tensor)]
     fit = all(value.dtype == torch.int64 and value.dim() == 2 for value in tensors)
     if not (fit and 1 <= len(tensors) <= 2 and len(tensors) == len(example_inputs)):
         raise UsageError("example_inputs must be int64 [batch, tokens]: token ids, and positions if it takes them")
-    memo: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        moved = tensor.detach().to(CPU, torch.float32 if tensor.is_floating_point() else tensor.dtype)
-        memo[id(tensor)] = nn.Parameter(moved, requires_grad=False) if isinstance(tensor, nn.Parameter) else moved
-    shadow = copy.deepcopy(module, memo).eval()
-    ids = [torch.zeros(EXAMPLE_BATCH, EXAMPLE_TOKENS, dtype=torch.int64) for _ in example_inputs]
-    program = export(_Stateless(shadow), ids, type(module).__name__, longest)
-    _require_one_for_all(shadow, program, len(ids))
+    name, ids = type(module).__name__, [torch.zeros(EXAMPLE_BATCH, EXAMPLE_TOKENS, dtype=torch.int64) for _ in tensors]
+    shadow = _Shadow(module)
+    changed: list[str] = []
+    program = export(state.Watched(shadow.make(), changed.append), ids, name, longest)
+    if changed:
+        settled = export(state.Watched(shadow.make(), settle=True), ids, name, longest)
+        if not state.alike(program, settled):
+            raise UnsupportedError(f"{name} changes its {changed[0]} when it runs, and then computes something else")
+    eager.require_same(shadow.make(), program, len(ids))
     return program
 
 
-def _require_one_for_all(module: nn.Module, program: ExportedProgram, takes: int) -> None:
-    """Refuse a module that computes something else for one sequence of one token than the trace of several."""
-    if any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in program.graph.nodes):
-        return  # running it might change weights
-    ids = tuple(torch.zeros(1, 1, dtype=torch.int64) for _ in range(takes))
-    kept = {name: value.clone() for name, value in module.named_buffers()}  # that branch might change them
-    with torch.no_grad():
+class _Shadow:
+    """Makes copies of a module in evaluation mode whose tensors are on the CPU, and float32 if floating-point.
+
+    All copies share tensors that need no conversion with the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._memo: dict[int, Any] = {}
+        unregistered = [value for value in state.collect(module).values() if isinstance(value, Tensor)]
+        for tensor in (*module.parameters(), *module.buffers(), *unregistered):
+            moved = tensor.detach().to(CPU, torch.float32 if tensor.is_floating_point() else tensor.dtype)
+            shown = nn.Parameter(moved, requires_grad=False) if isinstance(tensor, nn.Parameter) else moved
+            self._memo[id(tensor)] = shown
+
+    def make(self) -> nn.Module:
+        """A copy in the state of the module. Raises UnsupportedError if it holds something that cannot be copied."""
         try:
-            results = torch.func.functional_call(module, kept, ids), program.module()(*ids)
-        except Exception:  # it cannot run here, or takes no such input, and then nothing is wrong silently
-            return
-    name = type(module).__name__
-    for own, traced in zip(*(tree_leaves(result) for result in results), strict=False):
-        if isinstance(own, Tensor) and own.isfinite().all() and not _alike(own, traced):
-            raise UnsupportedError(f"{name} treats one sequence of one token in its own way, which no trace shows")
-
-
-def _alike(own: Tensor, traced: Any) -> bool:
-    """Whether an output is that of the trace, but for rounding; of any type and shape, as no output is checked yet."""
-    if not isinstance(traced, Tensor) or own.shape != traced.shape or own.dtype != traced.dtype:
-        return False
-    if not own.numel() or not (own.is_floating_point() or own.is_complex()):
-        return own.equal(traced)
-    return bool((own - traced).abs().max() <= 1e-3 * own.abs().max())
+            return copy.deepcopy(self._module, dict(self._memo)).eval()
+        except MemoryError:
+            raise
+        except Exception as error:  # attributes raise whatever they like
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UnsupportedError(f"{type(self._module).__name__} cannot be copied: {reason}") from error
 
 
 def module_loaders(module: nn.Module) -> dict[str, Loader]:
@@ -297,8 +265,8 @@ class TensorLoader:
 def count_parameters(program: ExportedProgram) -> int:
     """Number of parameters that the program reads, with tied ones counted once."""
     used = {spec.target for spec in program.graph_signature.input_specs if spec.kind.name == "PARAMETER"}
-    state = program.state_dict
-    return sum(value.numel() for value in {id(state[n]): state[n] for n in used if n in state}.values())
+    held = program.state_dict
+    return sum(value.numel() for value in {id(held[n]): held[n] for n in used if n in held}.values())
 
 
 def _vocabulary(program: ExportedProgram) -> int:

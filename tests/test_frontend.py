@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._sympy.functions import Min
 
-from qcompile import check, frontend, huggingface
+from qcompile import check, frontend, huggingface, state
 from qcompile.errors import QCompileError, ResourceError, UnsupportedError, UsageError
 from qcompile.graph import Graph
 from qcompile.passes.base import apply
@@ -469,7 +469,7 @@ class Fixed(modules.Plain):
 def test_an_export_by_example_sets_no_condition(kind: Callable[..., nn.Module], taken: bool) -> None:
     """What torch before 2.13 needs, whichever is here."""
     module = modules.randomized(kind(layers=1))
-    program = frontend._export_by_example(frontend._Positional(module), [torch.zeros(2, 7, dtype=torch.int64)], 64)
+    program = frontend._export_by_example(state.Watched(module), [torch.zeros(2, 7, dtype=torch.int64)], 64)
     assert (program is not None) == taken
     if program is not None:
         taken = program.graph_signature.user_inputs
