@@ -111,8 +111,9 @@ class Raiser:
         names = ("token_ids", "positions")
         given = self.source.inputs
         shapes = [node.meta["val"].shape for node in given]
-        if not 1 <= len(given) <= 2 or any(len(shape) != 2 for shape in shapes):
-            raise UnsupportedError("a model must take token ids [B, T], and positions [B, T] if it wants them")
+        whole = all(node.meta["val"].dtype in (torch.int64, torch.int32) for node in given)
+        if not whole or not 1 <= len(given) <= 2 or any(len(shape) != 2 for shape in shapes):
+            raise UnsupportedError("a model must take token ids int64 [B, T], and positions [B, T] if it wants them")
         if any(isinstance(size, int) for size in shapes[0]):
             raise UnsupportedError("the exported program has fixed sizes; export with dynamic batch and tokens")
         for shape in shapes:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
+from torch.utils._pytree import tree_leaves
 
 from qcompile import eager, state
 from qcompile.checkpoint import require_finite
@@ -74,6 +75,7 @@ def load(
         raise UsageError(f"max_position must be a whole number of at least {least}, not {max_position!r}")
     if isinstance(model, ExportedProgram):
         program, name = model, name or "exported"
+        _require_positions(program, program.example_inputs)
         loaders, wrapper = program_loaders(program), ""
     else:
         if example_inputs is None:
@@ -85,11 +87,19 @@ def load(
     return import_program(program, loaders, info, wrapper)
 
 
-def export(module: nn.Module, inputs: Sequence[Tensor], name: str, longest: int = 1 << 24) -> ExportedProgram:
-    """torch.export of `module`, whose forward takes `*inputs`, all [B, T]; B and T < `longest` stay dynamic.
+def export(watch: Callable[..., state.Watched], inputs: Sequence[Tensor], name: str, longest: int) -> ExportedProgram:
+    """torch.export of what `watch` makes, a module of `*inputs`, all [B, T]; B and T < `longest` stay dynamic.
 
-    Raises UnsupportedError, with one line about the model `name`, if it cannot be traced.
+    Raises UnsupportedError, with one line about the model `name`, if it cannot be traced, or keeps state that matters.
     """
+    changed: list[str] = []
+    program = _traced(watch(report=changed.append), inputs, name, longest)
+    if changed and not state.alike(program, _traced(watch(settle=True), inputs, name, longest)):
+        raise UnsupportedError(f"{name} changes its {changed[0]} when it runs, and then computes something else")
+    return program
+
+
+def _traced(module: nn.Module, inputs: Sequence[Tensor], name: str, longest: int) -> ExportedProgram:
     # Tables with as many rows as the longest sequence specialize that length, so the trace excludes it.
     batch, tokens = torch.export.Dim("batch", max=1 << 16), torch.export.Dim("tokens", max=longest - 1)
     try:
@@ -187,16 +197,28 @@ def export_module(module: nn.Module, example_inputs: Sequence[Tensor], longest: 
     fit = all(value.dtype == torch.int64 and value.dim() == 2 for value in tensors)
     if not (fit and 1 <= len(tensors) <= 2 and len(tensors) == len(example_inputs)):
         raise UsageError("example_inputs must be int64 [batch, tokens]: token ids, and positions if it takes them")
-    name, ids = type(module).__name__, [torch.zeros(EXAMPLE_BATCH, EXAMPLE_TOKENS, dtype=torch.int64) for _ in tensors]
+    ids = [torch.zeros(EXAMPLE_BATCH, EXAMPLE_TOKENS, dtype=torch.int64) for _ in tensors]
     shadow = _Shadow(module)
-    changed: list[str] = []
-    program = export(state.Watched(shadow.make(), changed.append), ids, name, longest)
-    if changed:
-        settled = export(state.Watched(shadow.make(), settle=True), ids, name, longest)
-        if not state.alike(program, settled):
-            raise UnsupportedError(f"{name} changes its {changed[0]} when it runs, and then computes something else")
+    program = export(lambda **how: state.Watched(shadow.make(), **how), ids, type(module).__name__, longest)
+    _require_positions(program, example_inputs)
     eager.require_same(shadow.make(), program, len(ids))
     return program
+
+
+def _require_positions(program: ExportedProgram, examples: Any) -> None:
+    """Refuse a second input that is not the positions of the tokens, such as a mask of what is padding."""
+    given = [value for value in tree_leaves(examples) if isinstance(value, Tensor)]
+    taken = [node for node in program.graph.nodes if node.name in program.graph_signature.user_inputs]
+    if not len(given) == len(taken) == 2 or given[1].dim() != 2 or given[1].is_meta:
+        return
+    if all(_is_check(user) or "sym_size" in str(user.target) for user in taken[1].users):
+        return  # whatever it is, its values are not read
+    second = given[1].cpu()
+    if second.dtype == torch.bool or (second != torch.arange(second.shape[1])).any():
+        raise UsageError(
+            "the second of example_inputs must be the positions 0, 1, 2, ... of the tokens: no mask is taken, nor"
+            " another input"
+        )
 
 
 class _Shadow:

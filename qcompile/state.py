@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -28,6 +29,8 @@ _CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _DEEPEST = 8
 _ABSENT = object()
+_OVERWRITES = (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+"""Operators that do not read the operand that they write to."""
 
 
 class Watched(nn.Module):
@@ -44,13 +47,17 @@ class Watched(nn.Module):
         self.settle = settle
 
     def forward(self, *inputs: Tensor) -> Any:
+        with _restored(self.module):
+            return self._watch(*inputs)
+
+    def _watch(self, *inputs: Tensor) -> Any:
         name, before, registered = type(self.module).__name__, collect(self.module), _registered(self.module)
-        result = self.module(*inputs)
+        result = self.run(*inputs)
         after = collect(self.module)
         if changed := _difference(before, after):
             self.report(changed)
         if self.settle:
-            result = self.module(*inputs)
+            result = self.run(*inputs)
             if again := _difference(_shapes(after), _shapes(collect(self.module))):
                 raise UnsupportedError(
                     f"{name} changes its {again} each time it runs, and a compiled model keeps no such state:"
@@ -59,6 +66,22 @@ class Watched(nn.Module):
         if replaced := _difference(registered, _registered(self.module)):
             raise UnsupportedError(f"{name} replaces its tensor {replaced} when it runs")
         return result
+
+    def run(self, *inputs: Tensor) -> Any:
+        """What the module computes of `inputs`."""
+        return self.module(*inputs)
+
+
+@contextmanager
+def _restored(module: nn.Module) -> Iterator[None]:
+    """Attributes of `module` and its submodules are as before, afterwards: a trace's tensors are of no use later."""
+    kept = [(owner, dict(vars(owner))) for owner in module.modules()]
+    try:
+        yield
+    finally:
+        for owner, attributes in kept:
+            vars(owner).clear()
+            vars(owner).update(attributes)
 
 
 def collect(module: nn.Module) -> State:
@@ -156,11 +179,24 @@ def _outputs(program: ExportedProgram, numbers: dict[Any, int]) -> str:
         elif node.op == "get_attr":
             key = getattr(program.graph_module, str(node.target)).code
         else:
-            key = (str(node.target), refer(node.args), refer(node.kwargs))
-        found[node] = numbers.setdefault(key, len(numbers))
+            read = (_kind(node), *node.args[1:]) if node.target in _OVERWRITES else node.args
+            key = (str(node.target), refer(read), refer(node.kwargs))
+        found[node] = found[node.all_input_nodes[0]] if _casts_nothing(node) else numbers.setdefault(key, len(numbers))
         if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
             found |= dict.fromkeys(node.all_input_nodes[:1], found[node])  # what is read afterwards
     raise AssertionError("an exported program has an output")
+
+
+def _kind(node: fx.Node) -> str:
+    """The type and shape of a result, the same for all symbols."""
+    value = node.meta["val"]
+    return str((value.dtype, [size if isinstance(size, int) else "" for size in value.shape]))
+
+
+def _casts_nothing(node: fx.Node) -> bool:
+    """Whether `node` gives its operand back, as a table that is kept from the first run is cast again."""
+    source: Any = node.args[0] if str(node.target).startswith("aten.to.") else None
+    return isinstance(source, fx.Node) and source.meta["val"].dtype == node.meta["val"].dtype
 
 
 def _input(program: ExportedProgram, spec: Any) -> Any:

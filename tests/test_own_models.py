@@ -11,7 +11,9 @@ from torch import nn
 
 import qcompile
 from qcompile import check, frontend, pipeline
-from qcompile.errors import UsageError
+from qcompile.errors import UnsupportedError, UsageError
+from qcompile.passes.base import apply
+from qcompile.passes.raise_ops import Raise
 from tests import modules
 
 LONGEST = 64
@@ -49,6 +51,45 @@ def test_an_exported_program_of_another(tmp_path: Path) -> None:
 def test_a_stored_mask_may_be_infinite(tmp_path: Path) -> None:
     module = modules.randomized(modules.AddedMask())
     matches(module, module, 1, tmp_path, example_inputs=text(7)[:1])
+
+
+class TwoInputs(nn.Module):
+    """Logits of token ids, multiplied by a second input if that is `read`."""
+
+    def __init__(self, read: bool) -> None:
+        super().__init__()
+        self.plain, self.read = modules.randomized(modules.Plain(layers=1)), read
+
+    def forward(self, ids: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.plain(ids)
+        return logits * (other[..., None] >= 0) if self.read else logits
+
+
+def exported(module: nn.Module, *inputs: torch.Tensor) -> torch.export.ExportedProgram:
+    sizes = {0: torch.export.Dim("b"), 1: torch.export.Dim("t", max=LONGEST - 1)}
+    return torch.export.export(module, inputs, dynamic_shapes=(sizes, sizes))
+
+
+@pytest.mark.parametrize("made", [torch.ones_like, torch.zeros_like, lambda ids: torch.arange(1, 8).expand(2, 7)])
+def test_a_second_input_that_is_no_positions_is_refused(made: Any) -> None:
+    ids, message = text(7)[0], "the second of example_inputs must be the positions 0, 1, 2"
+    with pytest.raises(UsageError, match=message):
+        frontend.load(TwoInputs(True), example_inputs=(ids, made(ids)), max_position=LONGEST)
+    with pytest.raises(UsageError, match=message):
+        frontend.load(exported(TwoInputs(True), ids, made(ids)), max_position=LONGEST)
+    frontend.load(TwoInputs(True), example_inputs=text(7), max_position=LONGEST)
+    frontend.load(exported(TwoInputs(True), *text(7)), max_position=LONGEST)
+    frontend.load(
+        TwoInputs(False), example_inputs=(ids, made(ids)), max_position=LONGEST
+    )  # which reads its shape alone
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_second_input_of_another_type_is_refused(dtype: torch.dtype) -> None:
+    program = exported(TwoInputs(True), text(7)[0], torch.ones(2, 7, dtype=dtype))
+    program._example_inputs = None  # as of one that was stored without
+    with pytest.raises(UnsupportedError, match="a model must take token ids int64"):
+        apply(Raise(), frontend.load(program, max_position=LONGEST))
 
 
 @pytest.mark.parametrize("alone", [False, True])
