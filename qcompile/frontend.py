@@ -255,7 +255,14 @@ def module_loaders(module: nn.Module) -> dict[str, Loader]:
 
 def program_loaders(program: ExportedProgram) -> dict[str, Loader]:
     """Loaders of all parameters and buffers of `program`, by name."""
-    named = {**dict(program.named_parameters()), **dict(program.named_buffers())}
+    try:
+        named = {**dict(program.named_parameters()), **dict(program.named_buffers())}
+    except KeyError as error:
+        raise UsageError(f"the exported program's state_dict has no {error.args[0]}, which its graph reads") from None
+    if wrong := [name for name, value in named.items() if not isinstance(value, Tensor)]:
+        raise UsageError(
+            f"weight {wrong[0]} of the exported program is no tensor, but {type(named[wrong[0]]).__name__}"
+        )
     return {name: TensorLoader(name, value) for name, value in named.items()}
 
 
@@ -265,6 +272,16 @@ class TensorLoader:
 
     name: str
     value: Tensor
+
+    def require(self, traced: Tensor) -> None:
+        """Raise UsageError unless `value` can stand where the trace had `traced`: it may have been replaced since."""
+        if self.value.is_meta or self.value.layout != torch.strided:
+            raise UsageError(f"weight {self.name} is sparse or has no values; give a dense tensor")
+        if self.value.shape != traced.shape:
+            shapes = f"has shape {list(self.value.shape)}, the model needs {list(traced.shape)}"
+            raise UsageError(f"weight {self.name} {shapes}")
+        if self.value.is_floating_point() != traced.is_floating_point():
+            raise UsageError(f"weight {self.name} is of type {self.value.dtype}, the model needs {traced.dtype}")
 
     def __call__(self) -> Tensor:
         found = self._value()
@@ -348,6 +365,8 @@ def _weight(
             load_value = TensorLoader(name, constant)
         else:
             raise UnsupportedError(f"constant {name} of the exported program has no value")
+        if isinstance(load_value, TensorLoader):
+            load_value.require(value)
         dtype = torch.float32 if value.is_floating_point() else value.dtype
         mask = load_value.mask if isinstance(load_value, TensorLoader) else None
         store.add(name, value.shape, dtype, load_value, mask)
