@@ -6,7 +6,9 @@ Weights are not read here: the graph names them, and its store knows how to load
 from __future__ import annotations
 
 import copy
+import difflib
 import gc
+import inspect
 import io
 import logging
 import os
@@ -85,6 +87,17 @@ def load(
         loaders, wrapper = module_loaders(model), WRAPPER
     info = ModelInfo(name, _vocabulary(program), max_position, None, (), count_parameters(program))
     return import_program(program, loaders, info, wrapper)
+
+
+def check_arguments(caller: Callable[..., Any], source: Mapping[str, Any]) -> None:
+    """Raise TypeError if `load` does not take one of `source`, further arguments of `caller`; it suggests another."""
+    taken = inspect.signature(load).parameters
+    for name in source:
+        if name not in taken:
+            known = [*inspect.signature(caller).parameters, *taken]
+            near = difflib.get_close_matches(name, [other for other in known if other != name], 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise TypeError(f"{caller.__name__}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def export(watch: Callable[..., state.Watched], inputs: Sequence[Tensor], name: str, longest: int) -> ExportedProgram:
