@@ -164,8 +164,11 @@ def _shared(node: fx.Node) -> list[fx.Node]:
 def _memory(node: fx.Node) -> set[int]:
     """What identifies the memory of the tensors of `node`, as far as the trace tells."""
     made = node.meta.get("val")
-    tensors = made if isinstance(made, (list, tuple)) else [made]
-    return {each.untyped_storage()._cdata for each in tensors if isinstance(each, Tensor)}
+    tensors = [each for each in (made if isinstance(made, (list, tuple)) else [made]) if isinstance(each, Tensor)]
+    try:
+        return {each.untyped_storage()._cdata for each in tensors}
+    except NotImplementedError:  # a tensor of tensors, as in vmap, which no later stage takes
+        return set()
 
 
 # ---- values ------------------------------------------------------------------------------------------

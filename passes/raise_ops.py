@@ -209,9 +209,12 @@ class Raiser:
         if isinstance(item, (int, float)) and not isinstance(item, bool):
             return float(item)
         known = self.known.get(item) if isinstance(item, fx.Node) else None
-        if isinstance(known, Weight) and item.meta["val"].numel() == 1:
-            return float(self.evaluate(item).reshape(()).item())
-        return None
+        if not isinstance(known, Weight):
+            return None
+        value = item.meta["val"]
+        if not isinstance(value, Tensor):
+            return float(self.evaluate(item))
+        return float(self.evaluate(item).reshape(()).item()) if value.numel() == 1 else None
 
     def evaluate(self, node: fx.Node) -> Any:
         """The value of a node that depends, directly or as a known Weight, on weights and numbers only."""

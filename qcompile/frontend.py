@@ -77,6 +77,7 @@ def load(
         raise UsageError(f"max_position must be a whole number of at least {least}, not {max_position!r}")
     if isinstance(model, ExportedProgram):
         program, name = model, name or "exported"
+        _require_range(program, max_position)
         _require_positions(program, program.example_inputs)
         loaders, wrapper = program_loaders(program), ""
     else:
@@ -216,6 +217,33 @@ def export_module(module: nn.Module, example_inputs: Sequence[Tensor], longest: 
     _require_positions(program, example_inputs)
     eager.require_same(shadow.make(), program, len(ids))
     return program
+
+
+def _require_range(program: ExportedProgram, max_position: int) -> None:
+    """Refuse a program that was traced for part of the sizes that occur: others may take another branch."""
+    import sympy
+
+    node = next(node for node in program.graph.nodes if node.name in program.graph_signature.user_inputs)
+    shape = node.meta["val"].shape
+    if len(shape) != 2 or any(isinstance(size, int) for size in shape):
+        return  # raising refuses it
+    for size, what in zip(shape, ("sequences", "tokens"), strict=True):
+        known = program.range_constraints.get(size.node.expr)
+        if known is None and not size.node.expr.is_Symbol:
+            raise UnsupportedError(f"the exported program takes no number of {what} but {size.node.expr}")
+        if known is not None and known.lower > 2:  # from 2 on is how torch.export writes any size
+            raise UnsupportedError(
+                f"the exported program takes at least {known.lower} {what}; export it for any number"
+            )
+        if known is not None and what == "tokens" and known.upper < max_position - 1:
+            limit = f"give a max_position of at most {int(known.upper) + 1}"
+            raise UnsupportedError(f"the exported program takes at most {known.upper} tokens; {limit}")
+    batch, tokens = (size.node.expr for size in shape)
+    lengths = sorted({*range(2, 513), *(2**p + d for p in range(9, 31) for d in (-1, 0, 1)), max_position - 1})
+    for guard in shape[1].node.shape_env.guards:
+        for length in lengths[: lengths.index(max_position - 1) + 1]:
+            if guard.expr.xreplace({batch: sympy.Integer(2), tokens: sympy.Integer(length)}) == sympy.false:
+                raise UnsupportedError(f"the exported program does not take {length} tokens: it needs {guard.expr}")
 
 
 def _require_positions(program: ExportedProgram, examples: Any) -> None:

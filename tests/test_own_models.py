@@ -91,6 +91,52 @@ def test_a_second_input_of_another_type_is_refused(dtype: torch.dtype) -> None:
         apply(Raise(), frontend.load(program, max_position=LONGEST))
 
 
+class Branching(modules.Plain):
+    """Plain, whose logits `branch` may change by the number of tokens."""
+
+    def __init__(self, branch: Callable[[Any], Any]) -> None:
+        super().__init__(layers=1)
+        self.branch = branch
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = super().forward(ids)
+        return logits * 2 if self.branch(ids.shape[1]) else logits
+
+
+NAMED, AUTO = torch.export.Dim, torch.export.Dim.AUTO
+RANGES: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
+    "longer ones": (lambda t: t > 5, NAMED("t", min=6, max=63), "takes at least 6 tokens; export it for any number"),
+    "shorter ones": (
+        lambda t: t < 33,
+        NAMED("t", max=32),
+        "takes at most 32 tokens; give a max_position of at most 33",
+    ),
+    "longer ones, automatic": (lambda t: t > 5, AUTO, "takes at least 6 tokens"),
+    "shorter ones, automatic": (lambda t: t < 33, AUTO, "takes at most 32 tokens"),
+    "all but one": (lambda t: t != 17, AUTO, "does not take 17 tokens"),
+    "multiples": (lambda t: t % 7 == 0, AUTO, "does not take 2 tokens"),
+}
+
+
+@pytest.mark.parametrize("case", RANGES)
+def test_a_program_of_some_lengths_alone_is_refused(case: str) -> None:
+    branch, tokens, message = RANGES[case]
+    batch = AUTO if tokens is AUTO else NAMED("b")
+    sizes: Any = ({0: batch, 1: tokens},)
+    program = torch.export.export(modules.randomized(Branching(branch)), text(7)[:1], dynamic_shapes=sizes)
+    with pytest.raises(UnsupportedError, match=message):
+        frontend.load(program, max_position=LONGEST)
+
+
+@pytest.mark.parametrize("sizes", [{0: AUTO, 1: AUTO}, {0: NAMED("b", min=2), 1: NAMED("t", min=2, max=LONGEST)}])
+def test_a_program_of_any_lengths_is_compiled(sizes: Any) -> None:
+    module = modules.randomized(Branching(lambda t: True))
+    program = torch.export.export(module, text(7)[:1], dynamic_shapes=(sizes,))
+    graph = apply(Raise(), frontend.load(program, max_position=LONGEST)).graph
+    for tokens in (1, LONGEST):
+        assert check.max_relative_error(graph.run(*text(tokens)), module(text(tokens)[0])) < ALIKE
+
+
 WEIGHT = "layers.0.q.weight"
 REPLACED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "shorter": (lambda w: w[:8], r"weight layers\.0\.q\.weight has shape \[8, 48\], the model needs \[48, 48\]"),
