@@ -1,14 +1,14 @@
-"""Checks of a trace against its module, both run on one sequence of one token.
+"""Runs of a module without a trace: before it, to fill caches, and behind it, to check it on one token.
 
-They find what a trace cannot show: branches for that size, values other than those of the trace, and memory that
+The check finds what a trace cannot show: branches for that size, values other than those of the trace, and memory that
 nothing was written to.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -23,23 +23,32 @@ ALIKE = 1e-3
 """Outputs that differ by less than this, relative to the largest, may be the same but for rounding."""
 
 
+def warm_up(module: nn.Module, inputs: Sequence[Tensor]) -> None:
+    """Run `module`, so that tables which it keeps outside of itself, as in functools.cache, are not made by the trace.
+
+    They would hold tensors without values, which the user's own calls would find there. Its weights stay as they are.
+    """
+    with torch.no_grad(), suppress(Exception):  # the trace reports what cannot run
+        _run(module, inputs)
+
+
+def _run(module: nn.Module, inputs: Sequence[Tensor]) -> Any:
+    kept = {name: value.clone() for name, value in module.named_buffers()}  # a branch might change them
+    with _Protected(module.parameters()):
+        return torch.func.functional_call(module, kept, tuple(inputs))
+
+
 def require_same(module: nn.Module, program: ExportedProgram, takes: int) -> None:
     """Raise UnsupportedError if `module`, run on one token, computes something else than `program`, or when run again.
 
     The module takes as many inputs int64 [1, 1] as `takes` says. One that cannot run here is not checked.
     """
     ids = tuple(torch.zeros(1, 1, dtype=torch.int64) for _ in range(takes))
-
-    def run() -> Any:
-        kept = {name: value.clone() for name, value in module.named_buffers()}  # a branch might change them
-        with _Protected(module.parameters()):
-            return torch.func.functional_call(module, kept, ids)
-
     with torch.no_grad():
         try:
-            own, again, traced = run(), run(), program.module()(*ids)
+            own, again, traced = _run(module, ids), _run(module, ids), program.module()(*ids)
             with _marked_memory():
-                marked = run()
+                marked = _run(module, ids)
         except Exception:  # it cannot run here, or takes no such input, and then nothing is wrong silently
             return
     name, repeats = type(module).__name__, _agree(own, again)

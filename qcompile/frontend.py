@@ -213,6 +213,7 @@ def export_module(module: nn.Module, example_inputs: Sequence[Tensor], longest: 
         raise UsageError("example_inputs must be int64 [batch, tokens]: token ids, and positions if it takes them")
     ids = [torch.zeros(EXAMPLE_BATCH, EXAMPLE_TOKENS, dtype=torch.int64) for _ in tensors]
     shadow = _Shadow(module)
+    eager.warm_up(shadow.make(), ids)
     program = export(lambda **how: state.Watched(shadow.make(), **how), ids, type(module).__name__, longest)
     _require_positions(program, example_inputs)
     eager.require_same(shadow.make(), program, len(ids))

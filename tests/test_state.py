@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator
@@ -129,6 +130,25 @@ def test_a_number_from_elsewhere_is_noticed() -> None:
         UnsupportedError, match="computes something else each time it runs: it draws at random or keeps"
     ):
         load(Stateful(lambda m, x: x * next(numbers)))
+
+
+def test_tables_kept_elsewhere_are_whole_afterwards() -> None:
+    """Made within a trace, they would be without values when the module runs again."""
+    table = functools.cache(lambda: torch.linspace(1.0, 2.0, 16))
+    module = Stateful(lambda m, x: x * table())
+    graph = load(module)
+    assert check.max_relative_error(graph.run(IDS, torch.arange(7).expand_as(IDS)), module(IDS)) < 1e-5
+
+
+def test_a_table_as_long_as_the_first_text_is_refused() -> None:
+    tables: list[Tensor] = []
+
+    def use(m: Any, x: Tensor) -> Tensor:
+        tables.extend([] if tables else [torch.full((x.shape[1], 1), 2.0)])
+        return x * tables[0][: x.shape[1]]
+
+    with pytest.raises(UnsupportedError, match="does not take any batch and number of tokens"):
+        load(Stateful(use))
 
 
 UNCHANGED: dict[str, tuple[Use, Any]] = {
