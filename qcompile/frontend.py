@@ -263,25 +263,31 @@ def _require_positions(program: ExportedProgram, examples: Any) -> None:
         )
 
 
+def _moved(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(CPU, torch.float32 if tensor.is_floating_point() else tensor.dtype)
+
+
 class _Shadow:
     """Makes copies of a module in evaluation mode whose tensors are on the CPU, and float32 if floating-point.
 
-    All copies share tensors that need no conversion with the module.
+    They share parameters and buffers that need no conversion with the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._memo: dict[int, Any] = {}
-        unregistered = [value for value in state.collect(module).values() if isinstance(value, Tensor)]
-        for tensor in (*module.parameters(), *module.buffers(), *unregistered):
-            moved = tensor.detach().to(CPU, torch.float32 if tensor.is_floating_point() else tensor.dtype)
+        for tensor in (*module.parameters(), *module.buffers()):
+            moved = _moved(tensor)
             shown = nn.Parameter(moved, requires_grad=False) if isinstance(tensor, nn.Parameter) else moved
             self._memo[id(tensor)] = shown
+        kept = [value for value in state.collect(module).values() if isinstance(value, Tensor)]
+        self._kept = [value for value in kept if id(value) not in self._memo]
 
     def make(self) -> nn.Module:
         """A copy in the state of the module. Raises UnsupportedError if it holds something that cannot be copied."""
+        own = {id(value): _moved(value).clone() for value in self._kept}  # as nothing keeps a run from writing to them
         try:
-            return copy.deepcopy(self._module, dict(self._memo)).eval()
+            return copy.deepcopy(self._module, self._memo | own).eval()
         except MemoryError:
             raise
         except Exception as error:  # attributes raise whatever they like

@@ -117,6 +117,14 @@ def test_state_that_changes_is_refused(case: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("read", [True, False])
+def test_a_tensor_that_is_written_to_is_refused_and_stays(read: bool) -> None:
+    count = torch.ones(16)
+    with pytest.raises(UnsupportedError):
+        load(Stateful(lambda m, x: (m.kept.add_(1.0), x * m.kept if read else x)[1], count))
+    assert torch.equal(count, torch.ones(16))
+
+
 def test_a_number_of_the_class_is_state() -> None:
     with pytest.raises(UnsupportedError, match="changes its runs each time"):
         load(Runs(lambda m, x: x))
