@@ -1,7 +1,7 @@
-"""Runs of a module without a trace: before it, to fill caches, and behind it, to check it on one token.
+"""Runs of a module without a trace: before it, to fill caches, and behind it, to check it on a few tokens.
 
-The check finds what a trace cannot show: branches for that size, values other than those of the trace, and memory that
-nothing was written to.
+The check finds what a trace cannot show: branches for a single sequence or token, values that were fixed by the trace,
+and memory that nothing was written to.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from qcompile.errors import UnsupportedError
+
+SIZES = ((1, 1), (1, 5), (3, 1))
+"""Sequences and tokens at which a module is compared with its trace of 2 x 7 tokens."""
 
 ALIKE = 1e-3
 """Outputs that differ by less than this, relative to the largest, may be the same but for rounding."""
@@ -38,29 +41,38 @@ def _run(module: nn.Module, inputs: Sequence[Tensor]) -> Any:
         return torch.func.functional_call(module, kept, tuple(inputs))
 
 
-def require_same(module: nn.Module, program: ExportedProgram, takes: int) -> None:
-    """Raise UnsupportedError if `module`, run on one token, computes something else than `program`, or when run again.
+def require_same(module: nn.Module, program: ExportedProgram, takes: int, vocabulary: int) -> None:
+    """Raise UnsupportedError if `module` computes something else than `program`, or when run again, at SIZES.
 
-    The module takes as many inputs int64 [1, 1] as `takes` says. One that cannot run here is not checked.
+    The module takes as many inputs int64 as `takes` says. Where it cannot run, it is not checked.
     """
-    ids = tuple(torch.zeros(1, 1, dtype=torch.int64) for _ in range(takes))
+    draw = torch.Generator().manual_seed(0)
+    for batch, tokens in SIZES:
+        ids = torch.randint(vocabulary, (batch, tokens), generator=draw)
+        places = torch.arange(tokens).expand(batch, tokens)
+        _compare(module, program, (ids, places)[:takes])
+
+
+def _compare(module: nn.Module, program: ExportedProgram, inputs: Sequence[Tensor]) -> None:
     with torch.no_grad():
         try:
-            own, again, traced = _run(module, ids), _run(module, ids), program.module()(*ids)
+            own, traced = _run(module, inputs), program.module()(*inputs)
             with _marked_memory():
-                marked = _run(module, ids)
+                again = _run(module, inputs)
         except Exception:  # it cannot run here, or takes no such input, and then nothing is wrong silently
             return
-    name, repeats = type(module).__name__, _agree(own, again)
+    name = type(module).__name__
     if not _is_finite(own):
         return
-    if not _is_finite(marked) or (repeats and not _agree(own, marked)):
+    if not _is_finite(again):
         new = next((f" (node {node})" for node in program.graph.nodes if "empty" in str(node.target)), "")
         raise UnsupportedError(f"{name} reads new memory, as of torch.empty, before it is written{new}")
-    if not repeats:
+    if not _agree(own, again):
         raise UnsupportedError(f"{name} computes something else each time it runs: it draws at random or keeps state")
     if not _agree(own, traced):
-        raise UnsupportedError(f"{name} treats one sequence of one token in its own way, which no trace shows")
+        batch, tokens = inputs[0].shape
+        found = f"{name} computes something else for {batch} x {tokens} tokens than its trace"
+        raise UnsupportedError(f"{found}: it may branch on their number or values")
 
 
 class _Protected(TorchDispatchMode):

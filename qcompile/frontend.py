@@ -216,7 +216,7 @@ def export_module(module: nn.Module, example_inputs: Sequence[Tensor], longest: 
     eager.warm_up(shadow.make(), ids)
     program = export(lambda **how: state.Watched(shadow.make(), **how), ids, type(module).__name__, longest)
     _require_positions(program, example_inputs)
-    eager.require_same(shadow.make(), program, len(ids))
+    eager.require_same(shadow.make(), program, len(ids), _vocabulary(program))
     return program
 
 

@@ -140,6 +140,32 @@ def test_a_number_from_elsewhere_is_noticed() -> None:
         load(Stateful(lambda m, x: x * next(numbers)))
 
 
+def caught(x: Tensor) -> float:
+    try:
+        return float(x.sum() > 0)
+    except RuntimeError:  # of the trace
+        return 2.0
+
+
+@pytest.mark.parametrize(
+    ("branch", "sizes"),
+    [
+        (lambda x: x if x.shape[0] * x.shape[1] == 1 else x * 2, "1 x 1"),
+        (lambda x: x if x.shape[0] == 1 and x.shape[1] > 1 else x * 2, "1 x 5"),
+        (lambda x: x if x.shape[0] > 1 and x.shape[1] == 1 else x * 2, "3 x 1"),
+        (lambda x: (x * 2).add_(1.0 if x.shape[1] == 1 else 0.0), "1 x 1"),
+        (lambda x: x * caught(x), "1 x 1"),
+    ],
+)
+def test_a_branch_that_the_trace_does_not_take_is_noticed(branch: Any, sizes: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"computes something else for {sizes} tokens than its trace"):
+        load(Stateful(lambda m, x: branch(x)))
+
+
+def test_branches_that_compute_the_same_are_compiled() -> None:
+    load(Stateful(lambda m, x: x * 2 if x.shape[1] == 1 else x + x))
+
+
 def test_tables_kept_elsewhere_are_whole_afterwards() -> None:
     """Made within a trace, they would be without values when the module runs again."""
     table = functools.cache(lambda: torch.linspace(1.0, 2.0, 16))
