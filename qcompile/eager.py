@@ -56,7 +56,7 @@ def require_same(module: nn.Module, program: ExportedProgram, takes: int, vocabu
 def _compare(module: nn.Module, program: ExportedProgram, inputs: Sequence[Tensor]) -> None:
     with torch.no_grad():
         try:
-            own, traced = _run(module, inputs), program.module()(*inputs)
+            own, traced = _run(module, inputs), _run(program.module(), inputs)
             with _marked_memory():
                 again = _run(module, inputs)
         except Exception:  # it cannot run here, or takes no such input, and then nothing is wrong silently
