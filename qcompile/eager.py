@@ -37,7 +37,7 @@ def warm_up(module: nn.Module, inputs: Sequence[Tensor]) -> None:
 
 def _run(module: nn.Module, inputs: Sequence[Tensor]) -> Any:
     kept = {name: value.clone() for name, value in module.named_buffers()}  # a branch might change them
-    with _Protected(module.parameters()):
+    with _Protected((*module.parameters(), *module.buffers())):
         return torch.func.functional_call(module, kept, tuple(inputs))
 
 
@@ -76,7 +76,7 @@ def _compare(module: nn.Module, program: ExportedProgram, inputs: Sequence[Tenso
 
 
 class _Protected(TorchDispatchMode):
-    """Raises RuntimeError where an operator would write into one of `tensors`."""
+    """Raises RuntimeError where an operator would write into one of `tensors`, which may be the user's."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
