@@ -8,7 +8,8 @@ RUN.SH measures llama.cpp and the machine's ceilings; it is called as
         --peer-cmd 'NAME=COMMAND with {threads} {tg} {pp} {verify}'
 
 and runs every COMMAND inside each round; ours is `qcompile bench ARTIFACT --jsonl`. RESULT.json holds `runs`
-({type, threads, test, tok_s, ...}), `ceilings` (dram_read_GBps.t1_median, .t2_median) and `models`.
+({type, threads, test, tok_s, ...}, where a step of N tokens may be called ppN, as llama.cpp does), `ceilings`
+(dram_read_GBps.t1_median, .t2_median) and `models`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import statistics
 import subprocess
@@ -49,11 +51,14 @@ def measure(arguments: argparse.Namespace, artifacts: dict[str, Path]) -> dict[s
     return found
 
 
-def medians(runs: list[dict[str, Any]]) -> dict[Key, float]:
-    """Median tokens/s by type, threads and test."""
+def medians(runs: list[dict[str, Any]], steps: set[int]) -> dict[Key, float]:
+    """Median tokens/s by type, threads and test; steps of so many tokens are verifyN, whoever ran them."""
     samples: dict[Key, list[float]] = {}
     for run in runs:
-        samples.setdefault((run["type"], run["threads"], run["test"]), []).append(run["tok_s"])
+        test = re.sub(
+            r"^pp(\d+)$", lambda found: ("verify" if int(found[1]) in steps else "pp") + found[1], run["test"]
+        )
+        samples.setdefault((run["type"], run["threads"], test), []).append(run["tok_s"])
     return {key: statistics.median(values) for key, values in samples.items()}
 
 
@@ -62,9 +67,11 @@ def bandwidth(ceilings: list[dict[str, Any]], threads: int) -> float:
     return 1e9 * statistics.median(c["dram_read_GBps"][f"t{threads}_median"] for c in ceilings)
 
 
-def judge(found: dict[str, Any], artifacts: dict[str, Path], threads: list[int], tg: int) -> list[dict[str, Any]]:
-    """For each recipe and thread count: share of bandwidth, ratio to each peer, cost of steps, prefill."""
-    speed = medians(found["runs"])
+def judge(
+    found: dict[str, Any], artifacts: dict[str, Path], threads: list[int], tg: int, steps: set[int]
+) -> list[dict[str, Any]]:
+    """For each recipe and thread count: share of bandwidth, ratio to each peer, cost of `steps` of so many tokens."""
+    speed = medians(found["runs"], steps)
     ours = {f"qcompile {recipe}": streamed_bytes(path) for recipe, path in artifacts.items()}
     peers = sorted({kind for kind, _, _ in speed} - set(ours))
     rows = []
@@ -74,8 +81,8 @@ def judge(found: dict[str, Any], artifacts: dict[str, Path], threads: list[int],
             if not tests:
                 continue
             decode = tests[f"tg{tg}"]
-            steps = {int(test[2:]): tok_s for test, tok_s in tests.items() if test.startswith("pp")}
-            cost = {m: m / tok_s * steps[1] for m, tok_s in sorted(steps.items()) if m <= 16 and 1 in steps}
+            timed = {m: tests[f"verify{m}"] for m in sorted(steps) if f"verify{m}" in tests}
+            cost = {m: m / tok_s * timed[1] for m, tok_s in timed.items() if m <= 16 and 1 in timed}
             ratios = {
                 peer: {
                     test: value / speed[peer, count, test]
@@ -116,7 +123,8 @@ def main() -> None:
     artifacts = build(arguments.checkpoint, arguments.recipes.split(","), arguments.work)
     found = measure(arguments, artifacts)
     threads = [int(count) for count in arguments.threads.split(",")]
-    rows = judge(found, artifacts, threads, arguments.tg)
+    prompts, steps = ({int(size) for size in text.split(",")} for text in (arguments.pp, arguments.verify))
+    rows = judge(found, artifacts, threads, arguments.tg, steps - prompts)
     for row in rows:
         steps = ", ".join(f"{m}: {cost:.2f}" for m, cost in row["step_cost_over_one_token"].items())
         ratios = ", ".join(

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from qcompile.passes import raise_attention as attention
 from qcompile.passes import raise_values as values
-from qcompile.passes.raise_nodes import operator_name, run
+from qcompile.passes.raise_nodes import SHAPE_ONLY, operator_name, run
 from qcompile.passes.raise_ops import Known, Raiser
 from qcompile.passes.raise_patterns import is_call, pair, strip
 from qcompile.passes.raise_values import Value
@@ -26,9 +26,6 @@ LONGEST_MASK = 4096
 
 HIDDEN = -1e4
 """Scores below this count as hidden: models add values from -10,000 down to minus infinity."""
-
-SHAPE_ONLY = {"sym_size", "ones_like", "zeros_like", "full_like", "empty_like", "new_ones", "new_zeros", "new_full"}
-"""Operators that read only the shape of their first operand, not its values."""
 
 Mask = tuple[fx.Node, str, float]
 """A mask, its meaning (`seen` or `hidden`: boolean; `added`: added to the scores), and the factor it is scaled by."""
@@ -164,6 +161,7 @@ class Run:
         if node.op == "get_attr":
             return self.r.source.weights.mask(str(node.target))
         assert callable(node.target), node
+        self.r.require_written(node)
         args, kwargs = node.args, node.kwargs
         if operator_name(node) in SHAPE_ONLY:
             source: Any = node.args[0]

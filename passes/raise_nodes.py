@@ -21,6 +21,12 @@ ALIASING = {
 DRAWING = {"feature_dropout", "feature_alpha_dropout", "rrelu", "random"}
 """Operators that draw at random without torch's tag for it."""
 
+NEW_MEMORY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
+"""Operators whose result holds whatever was in its memory before; `resize` keeps a part."""
+
+SHAPE_ONLY = {"sym_size", "ones_like", "zeros_like", "full_like", "empty_like", "new_ones", "new_zeros", "new_full"}
+"""Operators that read only the shape of their first operand, not its values."""
+
 
 class Arguments:
     """The arguments of an ATen call by schema name, with defaults filled in."""
@@ -84,6 +90,35 @@ def run(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
     return node.target(*fx.node.map_arg(node.args, operand), **fx.node.map_arg(node.kwargs, operand))
 
 
+def unwritten_reader(node: fx.Node) -> fx.Node | None:
+    """What reads the values of new memory `node` before all of it is written; None if nothing does."""
+    value = node.meta.get("val")
+    new = operator_name(node) in (*NEW_MEMORY, "resize", "resize_as")
+    if not new or (isinstance(value, Tensor) and any(isinstance(size, int) and not size for size in value.shape)):
+        return None
+    frontier = [node]
+    for member in frontier:
+        for user in member.users:
+            if operator_name(user) in SHAPE_ONLY or _overwrites(user, member):
+                continue
+            if member not in _shared(user) or _memory_size(user) != _memory_size(node):
+                return user
+            frontier.append(user)
+    return None
+
+
+def _overwrites(node: fx.Node, target: fx.Node) -> bool:
+    """Whether `node` writes all of `target` without reading it."""
+    if target not in written(node):
+        return False
+    return operator_name(node) in ("fill", "zero", "copy") or not is_in_place(node)
+
+
+def _memory_size(node: fx.Node) -> str:
+    made = node.meta.get("val")
+    return str(made.numel()) if isinstance(made, Tensor) else ""  # as text, as comparing symbols sets conditions
+
+
 def writes_alone(node: fx.Node) -> bool:
     """Whether nothing reads the tensors that `node` overwrites afterwards, through another view or otherwise."""
     return all(_is_last(node, target) for target in written(node))
@@ -129,8 +164,11 @@ def _shared(node: fx.Node) -> list[fx.Node]:
 def _memory(node: fx.Node) -> set[int]:
     """What identifies the memory of the tensors of `node`, as far as the trace tells."""
     made = node.meta.get("val")
-    tensors = made if isinstance(made, (list, tuple)) else [made]
-    return {each.untyped_storage()._cdata for each in tensors if isinstance(each, Tensor)}
+    tensors = [each for each in (made if isinstance(made, (list, tuple)) else [made]) if isinstance(each, Tensor)]
+    try:
+        return {each.untyped_storage()._cdata for each in tensors}
+    except NotImplementedError:  # a tensor of tensors, as in vmap, which no later stage takes
+        return set()
 
 
 # ---- values ------------------------------------------------------------------------------------------

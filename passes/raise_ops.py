@@ -27,7 +27,7 @@ from qcompile.errors import PassError, UnsupportedError
 from qcompile.graph import Graph, WeightStore
 from qcompile.passes import raise_values as values
 from qcompile.passes.base import Pass, PassResult
-from qcompile.passes.raise_nodes import Arguments, draws, operator_name, rounds, run, writes_alone
+from qcompile.passes.raise_nodes import Arguments, draws, operator_name, rounds, run, unwritten_reader, writes_alone
 from qcompile.passes.raise_slots import is_one_slot, merging
 from qcompile.passes.raise_values import Value
 
@@ -111,8 +111,9 @@ class Raiser:
         names = ("token_ids", "positions")
         given = self.source.inputs
         shapes = [node.meta["val"].shape for node in given]
-        if not 1 <= len(given) <= 2 or any(len(shape) != 2 for shape in shapes):
-            raise UnsupportedError("a model must take token ids [B, T], and positions [B, T] if it wants them")
+        whole = all(node.meta["val"].dtype in (torch.int64, torch.int32) for node in given)
+        if not whole or not 1 <= len(given) <= 2 or any(len(shape) != 2 for shape in shapes):
+            raise UnsupportedError("a model must take token ids int64 [B, T], and positions [B, T] if it wants them")
         if any(isinstance(size, int) for size in shapes[0]):
             raise UnsupportedError("the exported program has fixed sizes; export with dynamic batch and tokens")
         for shape in shapes:
@@ -138,6 +139,7 @@ class Raiser:
             raise self.unsupported(node, "draws at random; only models that always compute the same are compiled")
         changes = operator_name(node) != "detach" and not writes_alone(node)
         if self.is_constant(node) and not changes and (not isinstance(value, Tensor) or self.is_static(value)):
+            self.require_written(node)
             return Weight(node)
         if not isinstance(value, (Tensor, list, tuple)):
             return None
@@ -190,6 +192,11 @@ class Raiser:
             raise self.blame(node, reader)
         return value
 
+    def require_written(self, node: fx.Node) -> None:
+        """Raise UnsupportedError if `node` is new memory that something reads before all of it is written."""
+        if reader := unwritten_reader(node):
+            raise self.unsupported(node, f"is new memory, and {reader} reads it before all of it is written")
+
     def table(self, weight: Weight) -> Value:
         """A weight's values as a table of constants."""
         data = self.evaluate(weight.node).double().numpy()
@@ -202,9 +209,12 @@ class Raiser:
         if isinstance(item, (int, float)) and not isinstance(item, bool):
             return float(item)
         known = self.known.get(item) if isinstance(item, fx.Node) else None
-        if isinstance(known, Weight) and item.meta["val"].numel() == 1:
-            return float(self.evaluate(item).reshape(()).item())
-        return None
+        if not isinstance(known, Weight):
+            return None
+        value = item.meta["val"]
+        if not isinstance(value, Tensor):
+            return float(self.evaluate(item))
+        return float(self.evaluate(item).reshape(()).item()) if value.numel() == 1 else None
 
     def evaluate(self, node: fx.Node) -> Any:
         """The value of a node that depends, directly or as a known Weight, on weights and numbers only."""

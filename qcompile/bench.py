@@ -1,8 +1,8 @@
 """Speed of a loaded model, and of its kernels against the machine's roofline.
 
-A test is named as llama.cpp's benchmark names it: tgN decodes N tokens one by one, ppN is a step of N tokens, both
-from an empty context; verifyN is one with N logits, where ppN is asked for too. Tests are interleaved over several
-rounds and medians reported, so that a slow moment of the machine falls on all of them.
+tgN decodes N tokens one by one and ppN reads a prompt of N tokens, as in llama.cpp's benchmark; verifyN is a step of N
+tokens with N logits. All start from an empty context. Tests are interleaved over several rounds and medians reported,
+so that a slow moment of the machine falls on all of them.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ def measure(llm: LLM, sizes: Sizes, progress: Progress) -> dict[str, float]:
     for rows in sizes.pp:
         tests[f"pp{rows}"] = (rows, lambda rows=rows: _prefill(llm, rows, outputs=1))  # type: ignore[misc]
     for rows in sizes.verify:
-        name = f"verify{rows}" if rows in sizes.pp else f"pp{rows}"
-        tests[name] = (rows, lambda rows=rows: _prefill(llm, rows, outputs=rows))  # type: ignore[misc]
+        tests[f"verify{rows}"] = (rows, lambda rows=rows: _prefill(llm, rows, outputs=rows))  # type: ignore[misc]
     seconds: dict[str, list[float]] = {test: [] for test in tests}
     for _, run in tests.values():
         run()  # pages of the cache are touched, threads awake
@@ -171,7 +170,8 @@ def seconds_of(call: str, timed: dict[str, tuple[float, int]]) -> float:
 
 def as_text(result: dict[str, Any]) -> str:
     """`report` for people: calls of one kernel and shape are one row."""
-    lines = [f"{test:>8}  {speed:10.1f} tokens/s" for test, speed in result["tests"].items()]
+    width = max(8, *map(len, result["tests"]))
+    lines = [f"{test:>{width}}  {speed:10.1f} tokens/s" for test, speed in result["tests"].items()]
     ceilings = ", ".join(f"{value:.0f} {name.replace('_', ' ')}" for name, value in result["ceilings"].items())
     groups: dict[str, list[dict[str, Any]]] = {}
     for kernel in result["kernels"]:

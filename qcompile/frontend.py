@@ -6,7 +6,9 @@ Weights are not read here: the graph names them, and its store knows how to load
 from __future__ import annotations
 
 import copy
+import difflib
 import gc
+import inspect
 import io
 import logging
 import os
@@ -22,6 +24,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
+from qcompile import eager, state
 from qcompile.checkpoint import require_finite
 from qcompile.errors import UnsupportedError, UsageError
 from qcompile.graph import Graph, ModelInfo, WeightStore
@@ -74,6 +77,8 @@ def load(
         raise UsageError(f"max_position must be a whole number of at least {least}, not {max_position!r}")
     if isinstance(model, ExportedProgram):
         program, name = model, name or "exported"
+        _require_range(program, max_position)
+        _require_positions(program, program.example_inputs)
         loaders, wrapper = program_loaders(program), ""
     else:
         if example_inputs is None:
@@ -85,11 +90,30 @@ def load(
     return import_program(program, loaders, info, wrapper)
 
 
-def export(module: nn.Module, inputs: Sequence[Tensor], name: str, longest: int = 1 << 24) -> ExportedProgram:
-    """torch.export of `module`, whose forward takes `*inputs`, all [B, T]; B and T < `longest` stay dynamic.
+def check_arguments(caller: Callable[..., Any], source: Mapping[str, Any]) -> None:
+    """Raise TypeError if `load` does not take one of `source`, further arguments of `caller`; it suggests another."""
+    taken = inspect.signature(load).parameters
+    for name in source:
+        if name not in taken:
+            known = [*inspect.signature(caller).parameters, *taken]
+            near = difflib.get_close_matches(name, [other for other in known if other != name], 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise TypeError(f"{caller.__name__}() got an unexpected keyword argument {name!r}{hint}")
 
-    Raises UnsupportedError, with one line about the model `name`, if it cannot be traced.
+
+def export(watch: Callable[..., state.Watched], inputs: Sequence[Tensor], name: str, longest: int) -> ExportedProgram:
+    """torch.export of what `watch` makes, a module of `*inputs`, all [B, T]; B and T < `longest` stay dynamic.
+
+    Raises UnsupportedError, with one line about the model `name`, if it cannot be traced, or keeps state that matters.
     """
+    changed: list[str] = []
+    program = _traced(watch(report=changed.append), inputs, name, longest)
+    if changed and not state.alike(program, _traced(watch(settle=True), inputs, name, longest)):
+        raise UnsupportedError(f"{name} changes its {changed[0]} when it runs, and then computes something else")
+    return program
+
+
+def _traced(module: nn.Module, inputs: Sequence[Tensor], name: str, longest: int) -> ExportedProgram:
     # Tables with as many rows as the longest sequence specialize that length, so the trace excludes it.
     batch, tokens = torch.export.Dim("batch", max=1 << 16), torch.export.Dim("tokens", max=longest - 1)
     try:
@@ -181,80 +205,94 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-class _Positional(nn.Module):
-    """Calls `module` with positional inputs, which gives all models the same varargs signature in torch.export."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.module(*inputs)
-
-
-class _Stateless(_Positional):
-    """The same, and refuses modules that replace their tensors, which torch.export would not notice."""
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        before = self._tensors()
-        result = self.module(*inputs)
-        after = self._tensors()
-        changed = [name for name, value in before.items() if after.get(name) is not value]
-        if changed:
-            raise UnsupportedError(f"{type(self.module).__name__} replaces its tensor {changed[0]} when it runs")
-        return result
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """Buffers and other tensors of all modules, by name."""
-        found = {}
-        for path, module in self.module.named_modules():
-            for name, value in (*vars(module).items(), *module._buffers.items()):
-                if isinstance(value, Tensor):
-                    found[f"{path}.{name}".removeprefix(".")] = value
-        return found
-
-
 def export_module(module: nn.Module, example_inputs: Sequence[Tensor], longest: int) -> ExportedProgram:
     """Export `module` in evaluation mode, in float32 on the CPU; tensors of other types or devices are copied."""
     tensors = [value for value in example_inputs if isinstance(value, Tensor)]
     fit = all(value.dtype == torch.int64 and value.dim() == 2 for value in tensors)
     if not (fit and 1 <= len(tensors) <= 2 and len(tensors) == len(example_inputs)):
         raise UsageError("example_inputs must be int64 [batch, tokens]: token ids, and positions if it takes them")
-    memo: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        moved = tensor.detach().to(CPU, torch.float32 if tensor.is_floating_point() else tensor.dtype)
-        memo[id(tensor)] = nn.Parameter(moved, requires_grad=False) if isinstance(tensor, nn.Parameter) else moved
-    shadow = copy.deepcopy(module, memo).eval()
-    ids = [torch.zeros(EXAMPLE_BATCH, EXAMPLE_TOKENS, dtype=torch.int64) for _ in example_inputs]
-    program = export(_Stateless(shadow), ids, type(module).__name__, longest)
-    _require_one_for_all(shadow, program, len(ids))
+    ids = [torch.zeros(EXAMPLE_BATCH, EXAMPLE_TOKENS, dtype=torch.int64) for _ in tensors]
+    shadow = _Shadow(module)
+    eager.warm_up(shadow.make(), ids)
+    program = export(lambda **how: state.Watched(shadow.make(), **how), ids, type(module).__name__, longest)
+    _require_positions(program, example_inputs)
+    eager.require_same(shadow.make(), program, len(ids), _vocabulary(program))
     return program
 
 
-def _require_one_for_all(module: nn.Module, program: ExportedProgram, takes: int) -> None:
-    """Refuse a module that computes something else for one sequence of one token than the trace of several."""
-    if any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in program.graph.nodes):
-        return  # running it might change weights
-    ids = tuple(torch.zeros(1, 1, dtype=torch.int64) for _ in range(takes))
-    kept = {name: value.clone() for name, value in module.named_buffers()}  # that branch might change them
-    with torch.no_grad():
+def _require_range(program: ExportedProgram, max_position: int) -> None:
+    """Refuse a program that was traced for part of the sizes that occur: others may take another branch."""
+    import sympy
+
+    node = next(node for node in program.graph.nodes if node.name in program.graph_signature.user_inputs)
+    shape = node.meta["val"].shape
+    if len(shape) != 2 or any(isinstance(size, int) for size in shape):
+        return  # raising refuses it
+    for size, what in zip(shape, ("sequences", "tokens"), strict=True):
+        known = program.range_constraints.get(size.node.expr)
+        if known is None and not size.node.expr.is_Symbol:
+            raise UnsupportedError(f"the exported program takes no number of {what} but {size.node.expr}")
+        if known is not None and known.lower > 2:  # from 2 on is how torch.export writes any size
+            raise UnsupportedError(
+                f"the exported program takes at least {known.lower} {what}; export it for any number"
+            )
+        if known is not None and what == "tokens" and known.upper < max_position - 1:
+            limit = f"give a max_position of at most {int(known.upper) + 1}"
+            raise UnsupportedError(f"the exported program takes at most {known.upper} tokens; {limit}")
+    batch, tokens = (size.node.expr for size in shape)
+    lengths = sorted({*range(2, 513), *(2**p + d for p in range(9, 31) for d in (-1, 0, 1)), max_position - 1})
+    for guard in shape[1].node.shape_env.guards:
+        for length in lengths[: lengths.index(max_position - 1) + 1]:
+            if guard.expr.xreplace({batch: sympy.Integer(2), tokens: sympy.Integer(length)}) == sympy.false:
+                raise UnsupportedError(f"the exported program does not take {length} tokens: it needs {guard.expr}")
+
+
+def _require_positions(program: ExportedProgram, examples: Any) -> None:
+    """Refuse a second input that is not the positions of the tokens, such as a mask of what is padding."""
+    given = [value for value in tree_leaves(examples) if isinstance(value, Tensor)]
+    taken = [node for node in program.graph.nodes if node.name in program.graph_signature.user_inputs]
+    if not len(given) == len(taken) == 2 or given[1].dim() != 2 or given[1].is_meta:
+        return
+    if all(_is_check(user) or "sym_size" in str(user.target) for user in taken[1].users):
+        return  # whatever it is, its values are not read
+    second = given[1].cpu()
+    if second.dtype == torch.bool or (second != torch.arange(second.shape[1])).any():
+        raise UsageError(
+            "the second of example_inputs must be the positions 0, 1, 2, ... of the tokens: no mask is taken, nor"
+            " another input"
+        )
+
+
+def _moved(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(CPU, torch.float32 if tensor.is_floating_point() else tensor.dtype)
+
+
+class _Shadow:
+    """Makes copies of a module in evaluation mode whose tensors are on the CPU, and float32 if floating-point.
+
+    They share parameters and buffers that need no conversion with the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._memo: dict[int, Any] = {}
+        for tensor in (*module.parameters(), *module.buffers()):
+            moved = _moved(tensor)
+            shown = nn.Parameter(moved, requires_grad=False) if isinstance(tensor, nn.Parameter) else moved
+            self._memo[id(tensor)] = shown
+        kept = [value for value in state.collect(module).values() if isinstance(value, Tensor)]
+        self._kept = [value for value in kept if id(value) not in self._memo]
+
+    def make(self) -> nn.Module:
+        """A copy in the state of the module. Raises UnsupportedError if it holds something that cannot be copied."""
+        own = {id(value): _moved(value).clone() for value in self._kept}  # as nothing keeps a run from writing to them
         try:
-            results = torch.func.functional_call(module, kept, ids), program.module()(*ids)
-        except Exception:  # it cannot run here, or takes no such input, and then nothing is wrong silently
-            return
-    name = type(module).__name__
-    for own, traced in zip(*(tree_leaves(result) for result in results), strict=False):
-        if isinstance(own, Tensor) and own.isfinite().all() and not _alike(own, traced):
-            raise UnsupportedError(f"{name} treats one sequence of one token in its own way, which no trace shows")
-
-
-def _alike(own: Tensor, traced: Any) -> bool:
-    """Whether an output is that of the trace, but for rounding; of any type and shape, as no output is checked yet."""
-    if not isinstance(traced, Tensor) or own.shape != traced.shape or own.dtype != traced.dtype:
-        return False
-    if not own.numel() or not (own.is_floating_point() or own.is_complex()):
-        return own.equal(traced)
-    return bool((own - traced).abs().max() <= 1e-3 * own.abs().max())
+            return copy.deepcopy(self._module, self._memo | own).eval()
+        except MemoryError:
+            raise
+        except Exception as error:  # attributes raise whatever they like
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UnsupportedError(f"{type(self._module).__name__} cannot be copied: {reason}") from error
 
 
 def module_loaders(module: nn.Module) -> dict[str, Loader]:
@@ -265,7 +303,14 @@ def module_loaders(module: nn.Module) -> dict[str, Loader]:
 
 def program_loaders(program: ExportedProgram) -> dict[str, Loader]:
     """Loaders of all parameters and buffers of `program`, by name."""
-    named = {**dict(program.named_parameters()), **dict(program.named_buffers())}
+    try:
+        named = {**dict(program.named_parameters()), **dict(program.named_buffers())}
+    except KeyError as error:
+        raise UsageError(f"the exported program's state_dict has no {error.args[0]}, which its graph reads") from None
+    if wrong := [name for name, value in named.items() if not isinstance(value, Tensor)]:
+        raise UsageError(
+            f"weight {wrong[0]} of the exported program is no tensor, but {type(named[wrong[0]]).__name__}"
+        )
     return {name: TensorLoader(name, value) for name, value in named.items()}
 
 
@@ -275,6 +320,16 @@ class TensorLoader:
 
     name: str
     value: Tensor
+
+    def require(self, traced: Tensor) -> None:
+        """Raise UsageError unless `value` can stand where the trace had `traced`: it may have been replaced since."""
+        if self.value.is_meta or self.value.layout != torch.strided:
+            raise UsageError(f"weight {self.name} is sparse or has no values; give a dense tensor")
+        if self.value.shape != traced.shape:
+            shapes = f"has shape {list(self.value.shape)}, the model needs {list(traced.shape)}"
+            raise UsageError(f"weight {self.name} {shapes}")
+        if self.value.is_floating_point() != traced.is_floating_point():
+            raise UsageError(f"weight {self.name} is of type {self.value.dtype}, the model needs {traced.dtype}")
 
     def __call__(self) -> Tensor:
         found = self._value()
@@ -297,8 +352,8 @@ class TensorLoader:
 def count_parameters(program: ExportedProgram) -> int:
     """Number of parameters that the program reads, with tied ones counted once."""
     used = {spec.target for spec in program.graph_signature.input_specs if spec.kind.name == "PARAMETER"}
-    state = program.state_dict
-    return sum(value.numel() for value in {id(state[n]): state[n] for n in used if n in state}.values())
+    held = program.state_dict
+    return sum(value.numel() for value in {id(held[n]): held[n] for n in used if n in held}.values())
 
 
 def _vocabulary(program: ExportedProgram) -> int:
@@ -358,6 +413,8 @@ def _weight(
             load_value = TensorLoader(name, constant)
         else:
             raise UnsupportedError(f"constant {name} of the exported program has no value")
+        if isinstance(load_value, TensorLoader):
+            load_value.require(value)
         dtype = torch.float32 if value.is_floating_point() else value.dtype
         mask = load_value.mask if isinstance(load_value, TensorLoader) else None
         store.add(name, value.shape, dtype, load_value, mask)

@@ -100,8 +100,23 @@ def _file_names(module: Any, checkpoint: Checkpoint) -> tuple[dict[str, str], di
             group = groups.setdefault(name, _Assembled(module, checkpoint, by_pattern[pattern], name))
             group.pieces.append((pattern, stored))
         else:
+            if name in state and name in found:
+                _require_equal(checkpoint, name, found[name], stored)
             found[name] = stored
     return found, {name: group for group in groups.values() for name in group.shapes()}
+
+
+def _require_equal(checkpoint: Checkpoint, name: str, one: str, other: str) -> None:
+    """Raise UsageError if two stored tensors that both mean the weight `name` differ."""
+    if not _are_equal(checkpoint, one, other):
+        raise UsageError(
+            f"tensors {one} and {other} differ, and both are weight {name} of the model: remove one of them"
+        )
+
+
+def _are_equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
+    a, b = checkpoint.raw(one), checkpoint.raw(other)
+    return a.shape == b.shape and torch.equal(a, b)
 
 
 @dataclass
@@ -155,8 +170,7 @@ def _settle_ties(module: Any, checkpoint: Checkpoint, files: dict[str, str]) -> 
     for target, source in dict(getattr(module, "all_tied_weights_keys", None) or {}).items():
         if target not in files or source not in files:
             continue
-        a, b = checkpoint.raw(files[target]), checkpoint.raw(files[source])
-        if a.shape == b.shape and torch.equal(a, b):
+        if _are_equal(checkpoint, files[target], files[source]):
             continue
         parent, _, leaf = target.rpartition(".")
         owner = module.get_submodule(parent)

@@ -7,6 +7,7 @@ model's name.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import itertools
 import math
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from qcompile import frontend, hf_weights, ops, stored_formats
+from qcompile import frontend, hf_weights, ops, state, stored_formats
 from qcompile.artifact import MANIFEST
 from qcompile.checkpoint import Checkpoint, name_of, read_json
 from qcompile.errors import ResourceError, UnsupportedError, UsageError
@@ -269,14 +270,10 @@ def attention(
 # ---- export ------------------------------------------------------------------------------------------
 
 
-class _Logits(nn.Module):
+class _Logits(state.Watched):
     """The part of a causal language model's interface that is compiled: ids and positions to logits."""
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *inputs: Tensor) -> Tensor:
+    def run(self, *inputs: Tensor) -> Tensor:
         token_ids, positions = inputs
         # The mask of ones says that nothing is padding, which spares the graph the search for packed sequences.
         mask = torch.ones_like(token_ids)
@@ -317,7 +314,7 @@ def _export(module: Any, longest: int) -> torch.export.ExportedProgram:
     with _fake_weights(module) as mode:
         with mode:
             ids = [torch.zeros(shape, dtype=torch.int64) for _ in range(2)]
-        return frontend.export(_Logits(module), ids, module.config.model_type, longest)
+        return frontend.export(functools.partial(_Logits, module), ids, module.config.model_type, longest)
 
 
 # ---- facts and files ---------------------------------------------------------------------------------

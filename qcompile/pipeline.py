@@ -164,12 +164,13 @@ def build(
     dynamic batch and tokens (with max_position), or a raised Graph. `options` override the recipe's settings of passes,
     {"cache.format": "kv8"}; `head_dtype` overrides the output head (int8, bf16, f32). Each of `drafts`, a checkpoint
     (of the same tokenizer unless it is the only draft) or, as the last one, `LOOKUP`, proposes tokens to the path
-    before it; the recipe's own drafts come first. `dump_ir` is a folder for every stage's graph as text and SVG, with
-    subfolders for drafts. `calib` is the text by which weights' codes are chosen (a file, token ids [samples, length],
-    or a calibration.Request); if interrupted, the same build resumes. `check_passes` runs every stage's graph on a
-    short text with reference bodies and records each pass's change of the logits and seconds in passes.json. `passes`
-    are further passes, which run after `raise`. Raises QCompileError, without leaving a partial artifact.
+    before it; the recipe's own drafts come first. `dump_ir` is a folder for all graphs as text and SVG. `calib` is the
+    text by which weights' codes are chosen (a file, token ids [samples, length], or a calibration.Request); if
+    interrupted, the same build resumes. `check_passes` records each pass's change of the logits and seconds, on a short
+    text, in passes.json. `passes` are further passes, which run after `raise`. Raises QCompileError, without leaving a
+    partial artifact, and TypeError for an argument that does not exist.
     """
+    frontend.check_arguments(build, source)
     clock = Clock(progress or silent)
     machine = targets.get_target(target)
     wanted = calib if calib is None or isinstance(calib, Request) else Request(calib)
@@ -228,8 +229,8 @@ def plan(
     **source: Any,
 ) -> Plan:
     """The plan that `build` would compile for the same arguments; reads no weights, writes nothing."""
-    machine = targets.get_target(target)
-    own = tuple(passes)
+    frontend.check_arguments(plan, source)
+    machine, own = targets.get_target(target), tuple(passes)
     found = _plan(_Request(model, recipe, options or {}, head_dtype, drafts, target, more=own), Clock(silent), source)
     backend_of(machine).check(found.programs, machine)
     return found

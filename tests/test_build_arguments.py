@@ -51,6 +51,24 @@ def test_arguments_without_a_meaning(given: Any, message: str, tiny_checkpoint: 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("recpe", r"^build\(\) got an unexpected keyword argument 'recpe'; did you mean recipe\?$"),
+        ("example_input", "did you mean example_inputs"),
+        ("source", r"unexpected keyword argument 'source'$"),
+        ("zzz", r"^build\(\) got an unexpected keyword argument 'zzz'$"),
+    ],
+)
+def test_misspelt_arguments_are_named(name: str, message: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    for model in (str(tiny_checkpoint), decoder(layers=1)):
+        with pytest.raises(TypeError, match=message):
+            qcompile.build(model, tmp_path / "out", **{name: 3})
+    with pytest.raises(TypeError, match=rf"^plan\(\) got an unexpected keyword argument '{name}'"):
+        pipeline.plan(decoder(layers=1), **{name: 3})
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_graph_was_imported_already() -> None:
     with pytest.raises(UsageError, match="max_position is for what is imported"):
         pipeline.plan(decoder(layers=1), max_position=64)

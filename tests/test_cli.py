@@ -410,12 +410,12 @@ def test_bench_measures_tests_and_kernels(capsys: Capture, tiny_artifact: Build)
     sizes = ("--tg", "8", "--pp", "32", "--verify", "1,4", "--repeats", "1", "--threads", "1")
     found = json_of(capsys, "bench", tiny_artifact("w4a8"), *sizes)
     assert found["decode_tokens_per_second"] > 0 and found["prefill_tokens_per_second"] > 0
-    assert set(found["tests"]) == {"tg8", "pp32", "pp1", "pp4"}
+    assert set(found["tests"]) == {"tg8", "pp32", "verify1", "verify4"}
     for kernel in found["kernels"]:
         assert kernel["predicted_us"] > 0 and kernel["measured_us"] > 0 and kernel["bytes"] > 0 and kernel["ops"] > 0
     assert code_of("bench", tiny_artifact("w4a8"), *sizes, "--jsonl") == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["test"] for line in lines] == ["tg8", "pp32", "pp1", "pp4"] and all(
+    assert [line["test"] for line in lines] == ["tg8", "pp32", "verify1", "verify4"] and all(
         line["tok_s"] > 0 for line in lines
     )
     assert code_of("bench", tiny_artifact("w4a8"), *sizes) == 0

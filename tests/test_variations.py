@@ -63,6 +63,12 @@ ONCE_WRONG = (
     "writes: a buffer replaced",
     "writes: a buffer replaced by a mean",
     "writes: a submodule called constant",
+    "writes: new memory read: empty",
+    "writes: new memory read: empty_like",
+    "writes: new memory read: resize",
+    "writes: a number counted up",
+    "writes: a number counted up and read later",
+    "masks: mask of new memory",
 )
 ONCE_A_CRASH = (
     "attention: scale of 0",
@@ -70,6 +76,8 @@ ONCE_A_CRASH = (
     "features: logits and a number",
     "features: None",
     "writes: indices of the best features",
+    "writes: times an item",
+    "masks: scores changed by a function",
 )
 STILL_RIGHT = (
     "masks: dropout that is off",
@@ -81,6 +89,10 @@ STILL_RIGHT = (
     "experts: divided in place",
     "writes: written through a view that alone is read",
     "writes: written by out",
+    "writes: new memory written by fill",
+    "writes: new memory written by fill of a view",
+    "writes: new memory written by out",
+    "masks: mask written into new memory",
 )
 
 

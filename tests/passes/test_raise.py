@@ -465,5 +465,5 @@ def test_positions_beyond_a_table() -> None:
     program = torch.export.export(
         modules.randomized(modules.Classic(longest=32)), inputs()[:1], dynamic_shapes=(sizes,)
     )
-    with pytest.raises(UnsupportedError, match="fewer rows than the 40 positions"):
+    with pytest.raises(UnsupportedError, match="takes at most 31 tokens; give a max_position of at most 32"):
         apply(Raise(), frontend.load(program, max_position=40))

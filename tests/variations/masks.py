@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
 from tests.variations.decoder import LONGEST, SIZE, Part, Table
 
@@ -126,6 +127,23 @@ add(
                 attn_mask=((far(p) >= 0) & (ids != 3)[:, None] | (far(p) == 0))[:, None],
             )[:, 0]
         )
+    ),
+)
+add(
+    "refused",
+    "mask of new memory",
+    attend=masked(lambda m, p: (far(p) >= 0) & (torch.empty(p.shape[0], p.shape[0]) > 1e30).logical_not()),
+)
+add(
+    "agrees",
+    "mask written into new memory",
+    attend=masked(lambda m, p: torch.empty(p.shape[0], p.shape[0]).fill_(float("-inf")).triu_(1)),
+)
+add(
+    "refused",
+    "scores changed by a function",
+    attend=lambda m, q, k, v, p: flex_attention(
+        q, k, v, score_mod=lambda s, b, h, i, j: torch.where(i >= j, s, -float("inf"))
     ),
 )
 add("refused", "mask after softmax", attend=written(lambda m, s, seen: s.softmax(-1) * seen))

@@ -148,6 +148,28 @@ add(
     **start(lambda x, w: filled(x, lambda y: (y[:, :1].copy_(x[:, :1]), y[:, 1:].copy_(x[:, 1:])))),
 )
 
+for name, unwritten in {
+    "empty": lambda x, w: torch.empty(HIDDEN),
+    "empty_like": lambda x, w: torch.empty_like(w),
+    "empty_strided": lambda x, w: torch.empty_strided((HIDDEN,), (1,)),
+    "new_empty": lambda x, w: x.new_empty(HIDDEN),
+    "resize": lambda x, w: torch.empty(0).resize_(HIDDEN),
+    "Tensor": lambda x, w: torch.Tensor(HIDDEN),
+    "empty times 0": lambda x, w: torch.empty(HIDDEN) * 0 + 1,
+    "part of empty": lambda x, w: filled(w, lambda y: y[:16].fill_(2.0)),
+}.items():
+    add("refused", f"new memory read: {name}", **start(lambda x, w, f=unwritten: x * f(x, w)))
+for name, written in {
+    "fill": lambda x, w: torch.empty(HIDDEN).fill_(2.0),
+    "zero": lambda x, w: torch.empty(HIDDEN).zero_() + 1,
+    "copy": lambda x, w: torch.empty_like(w).copy_(w),
+    "out": lambda x, w: torch.mul(w, 2.0, out=torch.empty(HIDDEN)),
+    "fill of a view": lambda x, w: torch.empty(4, 8).view(HIDDEN).fill_(2.0),
+    "nothing": lambda x, w: torch.cat([torch.empty(0), w]),
+    "its shape alone": lambda x, w: torch.ones_like(torch.empty(HIDDEN)),
+}.items():
+    add("agrees", f"new memory written by {name}", **start(lambda x, w, f=written: x * f(x, w)))
+
 
 def filled(x: Tensor, write: Part) -> Tensor:
     y = torch.empty_like(x)
@@ -166,12 +188,27 @@ def kept(write: Part) -> dict[str, Any]:
     }
 
 
+def numbered(read: Part) -> dict[str, Any]:
+    """A number that grows by one in each run; what `read` makes of it is multiplied."""
+
+    def started(m: Any, ids: Tensor, places: Tensor) -> Tensor:
+        m.count += 1
+        return m.embed(ids) * read(m)
+
+    return {"start": started, "prepare": lambda m: setattr(m, "count", 0)}
+
+
 add("agrees", "a buffer read", **kept(lambda m, x: m.kept))
 add("refused", "a buffer changed", **kept(lambda m, x: m.kept.add_(1.0)))
 add("refused", "a buffer changed and not read", **kept(lambda m, x: (m.kept.add_(1.0), x)[1]))
 add("refused", "a buffer replaced", **kept(lambda m, x: replaced(m, m.kept + 1.0)))
 add("refused", "a buffer replaced by a mean", **kept(lambda m, x: replaced(m, x.mean((0, 1)))))
 add("refused", "a buffer counted up", **kept(lambda m, x: (m.kept[0].add_(1), m.kept[0])[1]))
+
+
+add("refused", "a number counted up", **numbered(lambda m: m.count))
+add("refused", "a number counted up and not read", **numbered(lambda m: 1))
+add("refused", "a number counted up and read later", **numbered(lambda m: 2 if m.count > 99 else 1))
 
 
 def replaced(m: Any, value: Tensor) -> Tensor:
@@ -200,6 +237,8 @@ for kind in ("flags", "numbers", "small", "halves"):
         prepare=buffers,
         start=lambda m, i, p, n=kind: F.linear(m.embed(i), torch.diag(getattr(m, n)).float() * 0.1),
     )
+add("agrees", "times an item", start=lambda m, i, p: m.embed(i) * m.last[3].item())
+add("agrees", "plus an item", start=lambda m, i, p: m.embed(i) + m.last.tolist()[3])
 add("agrees", "times bytes that overflow", prepare=buffers, start=lambda m, i, p: m.embed(i) * (m.small * 2))
 add("refused", "index of the best feature", start=lambda m, i, p: m.embed(i) * m.embed(i).topk(2, -1)[1][..., :1])
 add(
