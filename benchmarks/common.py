@@ -91,11 +91,11 @@ def streamed_bytes(artifact: Path) -> int:
     )
 
 
-def build(model: Path, recipes: list[str], folder: Path) -> dict[str, Path]:
+def build(model: Path, recipes: list[str], folder: Path, target: str = "cpu") -> dict[str, Path]:
     """An artifact for each recipe."""
     artifacts = {}
     for recipe in recipes:
-        artifacts[recipe] = folder / f"{model.name}-{recipe}"
+        artifacts[recipe] = folder / f"{model.name}-{recipe}{target.removeprefix('cpu')}"
         console.log(f"building {artifacts[recipe]}")
-        qcompile.build(str(model), artifacts[recipe], recipe=recipe)
+        qcompile.build(str(model), artifacts[recipe], recipe=recipe, target=target)
     return artifacts

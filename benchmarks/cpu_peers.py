@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--runner", required=True, help="the script that measures llama.cpp")
     parser.add_argument("--recipes", default="w4a8,mxfp4,bf16,w8a8")
+    parser.add_argument("--target", default="cpu", help="e.g. cpu-avx2, with a RUN.SH that builds llama.cpp for it")
     parser.add_argument("--types", default="BF16,Q8_0,Q4_0,MXFP4")
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--rounds", type=int, default=5)
@@ -120,7 +121,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=ROOT / "out" / "peers", help="where artifacts go")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    artifacts = build(arguments.checkpoint, arguments.recipes.split(","), arguments.work)
+    artifacts = build(arguments.checkpoint, arguments.recipes.split(","), arguments.work, arguments.target)
     found = measure(arguments, artifacts)
     threads = [int(count) for count in arguments.threads.split(",")]
     prompts, steps = ({int(size) for size in text.split(",")} for text in (arguments.pp, arguments.verify))
@@ -136,6 +137,7 @@ def main() -> None:
         )
     document = {
         "model": arguments.checkpoint.name,
+        "target": arguments.target,
         "rounds": arguments.rounds,
         "llama_cpp": found.get("llama_cpp_version"),
         "results": rows,
@@ -143,7 +145,8 @@ def main() -> None:
         "models": found["models"],
         "runs": found["runs"],
     }
-    write_result(arguments.out or RESULTS / f"cpu_peers_{arguments.checkpoint.name}.json", document)
+    name = f"cpu_peers_{arguments.checkpoint.name}{arguments.target.removeprefix('cpu').replace('-', '_')}.json"
+    write_result(arguments.out or RESULTS / name, document)
 
 
 if __name__ == "__main__":

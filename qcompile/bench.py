@@ -170,7 +170,7 @@ def seconds_of(call: str, timed: dict[str, tuple[float, int]]) -> float:
 
 def as_text(result: dict[str, Any]) -> str:
     """`report` for people: calls of one kernel and shape are one row."""
-    width = max(8, *map(len, result["tests"]))
+    width = max((8, *map(len, result["tests"])))
     lines = [f"{test:>{width}}  {speed:10.1f} tokens/s" for test, speed in result["tests"].items()]
     ceilings = ", ".join(f"{value:.0f} {name.replace('_', ' ')}" for name, value in result["ceilings"].items())
     groups: dict[str, list[dict[str, Any]]] = {}

@@ -90,12 +90,14 @@ def load(
     return import_program(program, loaders, info, wrapper)
 
 
+_ARGUMENTS = inspect.signature(load).parameters
+
+
 def check_arguments(caller: Callable[..., Any], source: Mapping[str, Any]) -> None:
     """Raise TypeError if `load` does not take one of `source`, further arguments of `caller`; it suggests another."""
-    taken = inspect.signature(load).parameters
     for name in source:
-        if name not in taken:
-            known = [*inspect.signature(caller).parameters, *taken]
+        if name not in _ARGUMENTS:
+            known = [*inspect.signature(caller).parameters, *_ARGUMENTS]
             near = difflib.get_close_matches(name, [other for other in known if other != name], 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise TypeError(f"{caller.__name__}() got an unexpected keyword argument {name!r}{hint}")
