@@ -8,7 +8,7 @@ RUN.SH measures llama.cpp and the machine's ceilings; it is called as
         --peer-cmd 'NAME=COMMAND with {threads} {tg} {pp} {verify}'
 
 and runs every COMMAND inside each round; ours is `qcompile bench ARTIFACT --jsonl`. RESULT.json holds `runs`
-({type, threads, test, tok_s, ...}, where a step of N tokens may be called ppN, as llama.cpp does), `ceilings`
+({type, threads, test, tok_s, ...}, where a step of N tokens is called ppN, as llama.cpp calls it), `ceilings`
 (dram_read_GBps.t1_median, .t2_median) and `models`.
 """
 
@@ -44,7 +44,8 @@ def measure(arguments: argparse.Namespace, artifacts: dict[str, Path]) -> dict[s
         for recipe, artifact in artifacts.items():
             bench = f"{shlex.quote(sys.executable)} -m qcompile bench {shlex.quote(str(artifact))} --jsonl --repeats 1"
             sizes = "--threads {threads} --tg {tg} --pp {pp} --verify {verify}"
-            command += ["--peer-cmd", f"qcompile {recipe}={bench} {sizes}"]
+            renamed = shlex.quote(f"set -o pipefail; {bench} {sizes} | sed s/verify/pp/")  # RUN.SH knows no other name
+            command += ["--peer-cmd", f"qcompile {recipe}=bash -c {renamed}"]
         environment = {**os.environ, "OUT": str(result), "PYTHONPATH": str(ROOT)}
         subprocess.run(command, check=True, env=environment)
         found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
