@@ -83,12 +83,14 @@ def random_weight(fmt: str, n: int, kp: int, k: int, rng: np.random.Generator) -
         return Weight({"codes": pack_inputs(to_bf16(w), 2)}, from_bf16(to_bf16(w)).astype(np.float64))
     if fmt == "w8_sym_channel":
         q = rng.integers(-127, 128, (rows, kp))
+        q[:2] = [[127], [-127]]
         scale = rng.uniform(0.5, 2, rows).astype(np.float32)
         return Weight(
             {"codes": pack_inputs((q + 128).astype(np.uint8), 4), "scale": scale},
             q * scale[:, None].astype(float),
         )
     q = rng.integers(0, 16, (rows, kp)).astype(np.uint8)
+    q[:2] = [[7], [15]] if fmt == "mxfp4" else [[15], [0]]  # the largest and the least operands: sums must fit too
     if fmt == "mix_4_8":
         return random_mix(n, kp, rng)
     codes = pack_nibbles(q)
@@ -102,6 +104,7 @@ def random_weight(fmt: str, n: int, kp: int, k: int, rng: np.random.Generator) -
         value = (q.astype(float) - zero[:, None]) * scale[:, None].astype(float)
         return Weight({"codes": codes, "zero": zero, "scale": scale}, value)
     zero = rng.integers(0, 16, (rows, groups)).astype(np.uint8)
+    zero[:2] = [[0], [15]]
     difference = q.astype(float) - zero[:, group_of]
     if fmt == "qoq_g128":
         group_scale = rng.integers(1, 9, (rows, groups)).astype(np.uint8)  # 8 * 15 stays within 127

@@ -28,18 +28,21 @@ struct PlainCodes {
 };
 struct ByteCodes : PlainCodes {  // value + 128
   static constexpr int kLines = 8, kDots = 1;
+  static constexpr bool kSmall = false;  // whether codes are at most 31
   QC_INLINE B64 operand(B64 line, int, Group) { return line; }
   template <bool InOrder>
   QC_INLINE I16 dot(I16 acc, B64 w, const int8_t* x) { return dot_full<InOrder>(acc, w, x); }
 };
 struct SmallByteCodes : PlainCodes {  // 0..31
   static constexpr int kLines = 8, kDots = 1;
+  static constexpr bool kSmall = true;
   QC_INLINE B64 operand(B64 line, int, Group) { return line; }
   template <bool InOrder>
   QC_INLINE I16 dot(I16 acc, B64 w, const int8_t* x) { return dot_small<InOrder>(acc, w, x); }
 };
 struct NibbleCodes : PlainCodes {
   static constexpr int kLines = 4, kDots = 2;
+  static constexpr bool kSmall = true;
   QC_INLINE B64 operand(B64 line, int d, Group) { return d ? b_high(line) : b_low(line); }
   template <bool InOrder>
   QC_INLINE I16 dot(I16 acc, B64 w, const int8_t* x) { return dot_small<InOrder>(acc, w, x); }
@@ -56,6 +59,7 @@ struct CenteredCodes : NibbleCodes {
 constexpr int kMxOffset = 12;
 struct MxCodes : PlainCodes {  // E2M1 doubled, plus 12 to stay unsigned
   static constexpr int kLines = 4, kDots = 2;
+  static constexpr bool kSmall = true;
   static constexpr uint8_t kTable[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
   QC_INLINE B64 operand(B64 line, int d, Group) {
     return d ? b_lookup_high(kTable, line) : b_lookup_low(kTable, line);
@@ -68,6 +72,7 @@ constexpr int kNestedOffset = 64;
 // 8 * upper nibble + lower nibble, plus the offset: 64..199, a ByteCode of value -64..71.
 struct NestedCodes : PlainCodes {
   static constexpr int kLines = 4, kDots = 2;
+  static constexpr bool kSmall = false;
   static constexpr uint8_t kTable[16] = {64,  72,  80,  88,  96,  104, 112, 120,
                                          128, 136, 144, 152, 160, 168, 176, 184};
   struct Line {
@@ -295,12 +300,42 @@ QC_INLINE void int_line(I16* part, const uint8_t* p, int64_t low, const int8_t* 
   }
 }
 
+#ifdef QC_HALF_BLOCKS
+constexpr bool kHalfBlocks = true;
+
+// A chunk of 32 inputs with M tokens, eight rows at a time: operands and sums then fit the registers.
+template <class Codes, int M, int Half>
+QC_INLINE void int_half(I16* part, const uint8_t* p, int64_t low, const int8_t* x, typename Codes::Group group) {
+  constexpr int kAtOnce = Codes::kSmall ? 4 : 1;
+  QC_UNROLL for (int s = 0; s < 8; s += kAtOnce) {
+    B64 v[kAtOnce];
+    QC_UNROLL for (int i = 0; i < kAtOnce; ++i)
+      v[i] = Codes::operand(Codes::line(p + (s + i) / Codes::kDots * 64, low), (s + i) % Codes::kDots, group);
+    QC_UNROLL for (int m = 0; m < M; ++m)
+      if constexpr (Codes::kSmall)
+        dot_small_four<Half>(part[m], v, x + m * 32 + s * 4);
+      else
+        dot_full_half<Half>(part[m], v[0], x + m * 32 + s * 4);
+  }
+}
+template <class Codes, int M>
+QC_INLINE void int_chunk(I16* part, const uint8_t* p, int64_t low, const int8_t* x, typename Codes::Group group) {
+  int_half<Codes, M, 0>(part, p, low, x, group);
+  asm volatile("" ::: "memory");  // otherwise GCC interleaves both halves, and operands spill
+  int_half<Codes, M, 1>(part, p, low, x, group);
+}
+#else
+constexpr bool kHalfBlocks = false;
+template <class Codes, int M>
+QC_INLINE void int_chunk(I16*, const uint8_t*, int64_t, const int8_t*, typename Codes::Group) {}
+#endif
+
 // S groups of one chunk each, interleaved, or one group of up to `chunks` chunks.
 template <class Codes, class Rule, int M, int Every, int S>
 QC_INLINE void int_groups(const IntBlock& w, const IntTile& x, int chunks, IntCursor& at, typename Rule::Acc* acc) {
   // Independent accumulators hide the latency of a dot product. One chain suffices where the next group soon starts
   // another.
-  constexpr int C = Rule::kChunks == 1 ? 1 : M < 3 ? 4 : M < 6 ? 2 : 1;
+  constexpr int C = Rule::kChunks == 1 || kHalfBlocks ? 1 : M < 3 ? 4 : M < 6 ? 2 : 1;
   constexpr int kChunk = Codes::kLines * 64;
   constexpr int64_t kAhead = kPrefetchBytes + (M < kManyTokens ? 0 : kPrefetchBytes / 2);  // measured on Zen 4
   const int32_t* start = x.start + at.g * M;
@@ -319,8 +354,11 @@ QC_INLINE void int_groups(const IntBlock& w, const IntTile& x, int chunks, IntCu
           __builtin_prefetch(p + l * 64 + kAhead, 0, 2);
           if (std::is_same_v<Codes, NestedCodes>) __builtin_prefetch(p + w.low + l * 64 + kAhead, 0, 2);
         }
-        int_line<Codes, M, C, in_order<Codes>(M)>(part + j * C * M, p, w.low, at.x + j * M * 32, l, group);
+        if constexpr (!kHalfBlocks)
+          int_line<Codes, M, C, in_order<Codes>(M)>(part + j * C * M, p, w.low, at.x + j * M * 32, l, group);
       }
+    QC_UNROLL for (int j = 0; j < S && kHalfBlocks; ++j)
+      int_chunk<Codes, M>(part + j * M, at.p + j * kChunk, w.low, at.x + j * M * 32, group);
   }
   QC_UNROLL for (int j = 0; j < S; ++j) {
     I16* sum = part + j * C * M;
