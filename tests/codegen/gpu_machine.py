@@ -181,18 +181,21 @@ def send_draws(draws: Sequence[Draws], rows: int) -> tuple[CudaDraws, dict[str, 
 
 
 def run_launches(
-    launches: Iterable[Launch], plan: Plan, counts: dict[str, int], given: dict[str, torch.Tensor]
+    launches: Iterable[Launch], plan: Plan, counts: dict[str, int], arrays: dict[str, torch.Tensor]
 ) -> None:
-    """Interpret the launches that have work, with arrays by name."""
+    """Interpret the launches that have work, with inputs and work arrays by name."""
     for launch in launches:
         if not counts[launch.by]:
             continue
         [variant] = launch.variants
         kernel = plan.kernels[variant.kernel]
-        values = []
+        values: list[Any] = []
         for argument in kernel.arguments:
-            space, what = variant.args[argument.name]
-            values.append(counts[what] if space == "count" else given[what].view(_TYPES[argument.type]))
+            space, what = variant.args[argument.name][:2]
+            if space in ("count", "number"):
+                values.append(counts[what] if space == "count" else what)
+            else:
+                values.append(arrays[what].view(_TYPES[argument.type]))
         gpu_compile.load(kernel)[tuple(grid_size(size, counts) for size in variant.grid)](*values)
 
 

@@ -18,8 +18,6 @@ from tests.codegen.interpreted import interpreted
 from tests.codegen.sampled import OPTIONS
 from tests.graphs import decoder
 
-TYPES = {"*fp32": torch.float32, "*fp64": torch.float64, "*i32": torch.int32, "*i64": torch.int64}
-
 
 def host(logits: Tensor, params: SamplingParams, uniform: float) -> int:
     """The token that the host draws."""
@@ -31,22 +29,19 @@ def drawn(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -
     """The token of each row by the kernels: one sequence a row, at position 7 of a text whose first draw is at 5."""
     from qcompile.codegen.gpu_rows import ARGMAX_PART, argmax_kernel
     from qcompile.codegen.gpu_sample import sampling
-    from qcompile.runtime.cuda_draws import CudaDraws
     from qcompile.runtime.sampling import Sampler
-    from tests.codegen.gpu_machine import HostDriver
+    from tests.codegen.gpu_machine import run_launches, send_draws
 
     rows, vocab = logits.shape
-    driver: Any = HostDriver()
-    sender = CudaDraws(driver, rows)
     draws = [replace_last(Sampler(p, 0, [], vocab).draws(5, 3), u) for p, u in zip(params, uniforms, strict=True)]
-    counts = sender.send(draws, rows)
+    _, counts, sent = send_draws(draws, rows)
     kv: Any = None
     plan, parts = Plan(80, kv, 128), -(-vocab // ARGMAX_PART)
     launches = list(sampling(plan, "head", vocab, 80))
     every = torch.arange(rows, dtype=torch.int32)
     given: dict[str, Tensor] = {"logits": logits, "output_rows": every, "row_sequence": every.clone()}
     given |= {"positions": torch.full((rows,), 7, dtype=torch.int32), "argmax": torch.zeros(rows, dtype=torch.int32)}
-    given |= {name: driver.at(address, "*fp64") for name, address in sender.addresses.items()}
+    given |= sent
     work = {name: torch.full((size * rows // 4,), -1, dtype=torch.int32) for name, (size, _) in plan.work.items()}
     for name in ("k_totals", "p_totals"):  # zero when made, and again after each step
         work[name][:] = 0
@@ -55,18 +50,7 @@ def drawn(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -
     for final in (False, True):
         kernel = argmax_kernel(vocab, parts, final, 80)
         gpu_compile.load(kernel)[rows, 1 if final else parts](*(given[a.name] for a in kernel.arguments))
-    for launch in launches:
-        if not counts[launch.by]:
-            continue
-        [variant] = launch.variants
-        kernel = plan.kernels[variant.kernel]
-        values = []
-        for argument in kernel.arguments:
-            space, what = variant.args[argument.name][:2]
-            memory = {"input": given, "work": work}.get(space)
-            number = {"count": counts.get(what), "number": what}.get(space)
-            values.append(memory[what].view(TYPES[argument.type]) if memory is not None else number)
-        gpu_compile.load(kernel)[rows, variant.grid[1]](*values)
+    run_launches(launches, plan, counts, {**given, **work})
     assert not work["k_totals"].any() and not work["p_totals"].any()
     return [int(token) for token in given["argmax"]]
 
