@@ -383,12 +383,13 @@ def prefill_variants(spec: AttentionSpec) -> list[tuple[int, AttentionSpec]]:
     return [*unpaired, (0, replace(large, paired=True))]
 
 
-def far_variants(spec: AttentionSpec, capability: int) -> list[tuple[int, AttentionSpec]]:
+def far_variants(spec: AttentionSpec, capability: int, warp_groups: bool = False) -> list[tuple[int, AttentionSpec]]:
     """Pairs of the most rows of a step (0: any number) and the variant of `spec` for them, for steps with more than
     NEAR_SPLITS splits of positions.
 
     Heads of a GQA group must fit the rows of a program, and two programs' accumulators a multiprocessor. Only an sm_90
-    GPU has shown that both orders of operands give the same bits.
+    GPU has shown that both orders of operands give the same bits. warp_groups: whether to take warp-specialized
+    kernels, which plans do not: since they were mended for programs without queries, no GPU has run them.
     """
     kv, group = spec.kv, spec.heads // spec.kv.heads
     # Items of 16 bits are loaded by twos.
@@ -398,9 +399,9 @@ def far_variants(spec: AttentionSpec, capability: int) -> list[tuple[int, Attent
     few = (FEW_FAR_ROWS[kv.bits], replace(spec, octets=1))
     # Rounded positions are prefetched to registers.
     rows = replace(spec, query_rows=FAR_ROWS, stages=3 if kv.bits == 16 else 1)
-    # Of warp groups it has shown so for these; Triton's interpreter has none.
+    # An H200 has given these the same bits by warp groups; Triton's interpreter has none.
     plain = not (kv.hierarchical or spec.centered or spec.bias_positions or spec.window or spec.softcap or spec.sinks)
-    if not (plain and kv.dim == 128 and spec.leaf == kv.page_tokens and spec.inline_asm):
+    if not (warp_groups and plain and kv.dim == 128 and spec.leaf == kv.page_tokens and spec.inline_asm):
         return [few, (0, rows)]
     some = [(SOME_FAR_ROWS, rows)] if kv.bits < 16 else []
     return [few, *some, (0, replace(rows, warp_specialized=True, stages=4))]

@@ -76,7 +76,7 @@ def far(format: str, heads: int, kv_heads: int, dim: int, capability: int = 90, 
     """The kernel for any number of rows."""
     kv = GpuKV(format, kv_heads, dim)
     base = AttentionSpec(kv, heads, heads * dim, 0.1, split=tiles.split_positions(kv), cut="whole", **more)
-    return far_variants(base, capability)[-1][1]
+    return far_variants(base, capability, warp_groups=True)[-1][1]
 
 
 @pytest.mark.parametrize("format", ["kv4", "kv8", "kv_hier"])
@@ -124,7 +124,9 @@ def test_where_programs_are_not_warp_specialized() -> None:
         assert spec.query_rows == 64 and not spec.warp_specialized
     kv = GpuKV("kv16", 8, 128)
     short = AttentionSpec(kv, 8, 1024, 0.1, split=256, cut="whole")
-    assert not far_variants(short, 90)[-1][1].warp_specialized  # leaves of half a page
+    assert not far_variants(short, 90, warp_groups=True)[-1][1].warp_specialized  # leaves of half a page
+    whole = replace(short, split=tiles.split_positions(kv))
+    assert not far_variants(whole, 90)[-1][1].warp_specialized  # as plans have it
 
 
 def test_rounded_pages_take_fewer_rows_of_short_steps() -> None:
@@ -132,7 +134,7 @@ def test_rounded_pages_take_fewer_rows_of_short_steps() -> None:
     for format, rows in (("kv4", [128, 256, 0]), ("kv8", [128, 256, 0]), ("kv16", [64, 0])):
         kv = GpuKV(format, 8, 128)
         base = AttentionSpec(kv, 32, 4096, 0.1, split=tiles.split_positions(kv), cut="whole")
-        assert [most for most, _ in far_variants(base, 90)] == rows
+        assert [most for most, _ in far_variants(base, 90, warp_groups=True)] == rows
 
 
 def test_where_queries_are_not_the_rows() -> None:
