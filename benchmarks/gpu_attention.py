@@ -39,7 +39,7 @@ from qcompile.codegen.gpu_attention import (
 )
 from qcompile.codegen.program import RING_GROUPS
 from qcompile.numerics import HIER_GROUP, PAGE_TOKENS
-from qcompile.runtime.cuda import attention_counts
+from qcompile.runtime.cuda_counts import AttentionWork, attention_counts
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 RING_ENTRIES = 2 * RING_GROUPS * HIER_GROUP // PAGE_TOKENS
@@ -70,7 +70,7 @@ def specs_for(format: str, queries: int, **more: Any) -> dict[str, AttentionSpec
 
 def work_of(kv: GpuKV, batch: int, context: int, split: int) -> str:
     """How much work a step has."""
-    counts = attention_counts(kv.choices, -(-context // split), batch, batch, 1)
+    counts = attention_counts(kv.choices, AttentionWork(-(-context // split), batch, batch, 1), AttentionWork())
     return next(work for work in DECODE if counts[work])
 
 
@@ -222,7 +222,8 @@ class Problem:
         tiles_of_rows = -(-self.queries // spec.queries)
         most = slots
         if spec.multi_split:
-            counts = attention_counts({**spec.kv.choices, "fine_splits": 0}, splits, tokens, cache.batch, self.queries)
+            work = AttentionWork(splits, tokens, cache.batch, self.queries)
+            counts = attention_counts({**spec.kv.choices, "fine_splits": 0}, work, AttentionWork())
             most = counts["shares"]
         todo = [(spec.kernel(90), (KV_HEADS * tiles_of_rows, cache.batch, min(slots, most)))]
         if spec.cut == "whole":

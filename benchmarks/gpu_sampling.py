@@ -28,6 +28,7 @@ from qcompile import SamplingParams
 from qcompile.runtime.cuda import CudaExecutor
 from qcompile.runtime.gamma import AUTO
 from qcompile.runtime.logprobs import Logprob, logprobs_of, reported_logprobs
+from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.sampling import Draws, Sampler
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -42,8 +43,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
         **{"frequency_penalty": 0.1, "presence_penalty": 0.2},
     },
     "logprobs": {"temperature": 0.0, "logprobs": 5},
+    "biases": {"temperature": 0.0, "logit_bias": {token: 3.0 - token % 7 for token in range(40, 340)}},
 }
-COMPARED = [*OPTIONS.values(), OPTIONS["all penalties"] | {"logprobs": 5}]
+COMPARED = [
+    *OPTIONS.values(),
+    OPTIONS["all penalties"] | {"logprobs": 5, "logit_bias": OPTIONS["biases"]["logit_bias"]},
+    OPTIONS["logprobs"] | {"prompt_logprobs": 3},
+    OPTIONS["top_p"] | {"prompt_logprobs": 20, "logprobs": 0},
+]
 BATCHES = (1, 8, 64)
 Told = tuple[int, dict[int, Logprob]]
 """A token, and its log probabilities: empty if none were asked for."""
@@ -116,9 +123,7 @@ def exactness(path: Path, prompts: list[str]) -> dict[str, Any]:
         def tokens(gamma: int | str, chosen: range = range(len(prompts))) -> list[list[Told]]:
             llm.engine.gamma = gamma  # type: ignore[assignment]
             outputs = llm.generate([prompts[i] for i in chosen], [params[i] for i in chosen])
-            samples = [output.outputs[0] for output in outputs]
-            every = [sample.logprobs or [{} for _ in sample.token_ids] for sample in samples]
-            return [list(zip(one.token_ids, found, strict=True)) for one, found in zip(samples, every, strict=True)]
+            return [_told(output) for output in outputs]
 
         plain = tokens(0)
         found: dict[str, Any] = {"tokens": sum(map(len, plain))}
@@ -132,6 +137,13 @@ def exactness(path: Path, prompts: list[str]) -> dict[str, Any]:
         found["by_host"] = _differing(plain, tokens(0), 1e-11)
         CudaExecutor.draws = True
     return found
+
+
+def _told(output: RequestOutput) -> list[Told]:
+    """Tokens of the prompt that have log probabilities, then the generated ones."""
+    sample, known = output.outputs[0], output.prompt_logprobs or []
+    told = [(token, logprobs) for token, logprobs in zip(output.prompt_token_ids, known, strict=False) if logprobs]
+    return told + list(zip(sample.token_ids, sample.logprobs or [{} for _ in sample.token_ids], strict=True))
 
 
 def _differing(a: list[list[Told]], b: list[list[Told]], most: float = 0.0) -> int:

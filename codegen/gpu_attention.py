@@ -275,7 +275,7 @@ class AttentionSpec:
     @property
     def prompt_grid(self) -> tuple[list[str | int], int, str]:
         """Programs of a step of prompts, as in a plan (gpu_launches.py)."""
-        return ["queries", self.queries * (2 if self.paired else 1)], self.kv.heads, "sequences"
+        return ["prompt_queries", self.queries * (2 if self.paired else 1)], self.kv.heads, "prompts"
 
     @property
     def arguments(self) -> list[Argument]:
@@ -383,13 +383,12 @@ def prefill_variants(spec: AttentionSpec) -> list[tuple[int, AttentionSpec]]:
     return [*unpaired, (0, replace(large, paired=True))]
 
 
-def far_variants(spec: AttentionSpec, capability: int, warp_groups: bool = False) -> list[tuple[int, AttentionSpec]]:
+def far_variants(spec: AttentionSpec, capability: int) -> list[tuple[int, AttentionSpec]]:
     """Pairs of the most rows of a step (0: any number) and the variant of `spec` for them, for steps with more than
     NEAR_SPLITS splits of positions.
 
     Heads of a GQA group must fit the rows of a program, and two programs' accumulators a multiprocessor. Only an sm_90
-    GPU has shown that both orders of operands give the same bits. warp_groups: whether to take warp-specialized
-    kernels, which plans do not: since they were mended for programs without queries, no GPU has run them.
+    GPU has shown that both orders of operands give the same bits.
     """
     kv, group = spec.kv, spec.heads // spec.kv.heads
     # Items of 16 bits are loaded by twos.
@@ -399,9 +398,9 @@ def far_variants(spec: AttentionSpec, capability: int, warp_groups: bool = False
     few = (FEW_FAR_ROWS[kv.bits], replace(spec, octets=1))
     # Rounded positions are prefetched to registers.
     rows = replace(spec, query_rows=FAR_ROWS, stages=3 if kv.bits == 16 else 1)
-    # An H200 has given these the same bits by warp groups; Triton's interpreter has none.
-    plain = not (kv.hierarchical or spec.centered or spec.bias_positions or spec.window or spec.softcap or spec.sinks)
-    if not (warp_groups and plain and kv.dim == 128 and spec.leaf == kv.page_tokens and spec.inline_asm):
+    # Warp groups are not in Triton's interpreter, nor in their kernel what these scores need.
+    plain = not (kv.hierarchical or spec.centered or spec.bias_positions)
+    if not (plain and kv.dim in (64, 128) and spec.leaf == kv.page_tokens and spec.inline_asm):
         return [few, (0, rows)]
     some = [(SOME_FAR_ROWS, rows)] if kv.bits < 16 else []
     return [few, *some, (0, replace(rows, warp_specialized=True, stages=4))]

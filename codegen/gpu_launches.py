@@ -5,9 +5,10 @@ The runtime reads a plan as JSON and needs neither this module nor Triton. An ar
     ["tokens", b], ["outputs", b]   address in the arena of that kind of rows, at b bytes per row of the step
     ["weight", name]                address of a weight
     ["input", name]                 address of a step's input (token_ids, positions, ...) or result
+    ["input", name, count, ...]     the same, past as many numbers of 32 bits as the product of these counts
     ["work", name]                  address of scratch memory
     ["kv", layer]                   address of a layer's pages
-    ["count", name]                 a number: tokens, outputs, sequences, queries, splits, table_stride, ...
+    ["count", name]                 a number: tokens, outputs, sequences, queries, table_stride, ...
     ["number", n]                   the number n
     ["draft", name]                 address of an input or result of the draft path
     ["state", name]                 address of an array of the state of speculation rounds
@@ -15,15 +16,19 @@ The runtime reads a plan as JSON and needs neither this module nor Triton. An ar
 A grid size is a number, the name of a count, [count, divisor] (the quotient, rounded up), or [count, divisor, times,
 plus] (the rounded quotient times `times`, plus `plus`). Counts:
 
-    queries, splits             most rows of one sequence; attention splits of the longest context
-    few, fine, far, coarse      one of them is `queries`, the others are 0: in the decode class with little work,
-                                programs take a leaf each, `few` if all are resident at once, else `fine`; `far` is
-                                that of prompts with several splits behind them; otherwise it is `coarse`
-    merged, groups              splits to merge, and groups of splits if there are several; only in the decode class
+    queries                     most rows of one sequence
+    decoding, decoding_tokens   the first sequences, as far as they have few rows, for kernels that decode; their rows
+    prompts, prompt_queries     the other sequences, and most rows of one of them
+    few, fine, coarse           one of them is the most rows of one of `decoding`, the others are 0: with little work,
+                                programs take a leaf each, `few` if all are resident at once, else `fine`
+    near, far                   one of them is not 0 if there are prompts: `near` is `prompt_queries`, or `far` is their
+                                rows if they have several splits behind them
+    merged, groups              splits of `decoding` to merge, and groups of splits if there are several
     fine_merged, fine_groups    these instead if programs take leaves
-    slots                       partial results per token and head: splits, leaves, or 0
+    splits                      splits of the longest context of `decoding`
+    slots                       partial results per token and head of `decoding`: splits, leaves, or 0
     shares                      programs per sequence and KV head, if programs loop over several splits
-    decode_tokens, other_tokens one is the number of tokens, by whether the step is of the decode class; the other is 0
+    decode_tokens, other_tokens the number of tokens, the first if there are no prompts, else the second; the other is 0
     sampled, top_k, top_p       `outputs` if any sequence has a temperature, a top-k or a top-p; else 0
     biased, penalized           `outputs` if any sequence has biases, or penalties, else 0
     reported                    `outputs` if log probabilities of any sequence are wanted, else 0
@@ -44,7 +49,7 @@ from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 
 MOST_ROWS = 512
 """Most rows of a step."""
-GPU_ABI = 18
+GPU_ABI = 19
 """Version of the plan format: a runtime refuses plans of another version."""
 TEXT_TOKENS = 1 << 12
 """Most tokens of a text that n-gram lookup searches; a power of two."""

@@ -420,18 +420,21 @@ class _Maker:
         args |= {name: ["weight", getattr(c, name)] for name in ("center", "key_bias", "sinks")}
         args |= self._staged_args() if kv.hierarchical else {}
         for name, size in (("parts", c.heads * kv.dim * 4), ("stats", c.heads * 8)):
-            args[name] = self.plan.need(name, size, "tokens", "slots")
+            args[name] = self.plan.need(name, size, "decoding_tokens", "slots")
         if self.program.buffer(c.out).stride != c.heads * kv.dim:
             raise UnsupportedError(f"{c.heads} heads of {kv.dim} are not whole blocks")
         whole = replace(base, cut="whole")
-        near, far = (
-            [Variant(self.plan.add(spec.kernel(self.capability)), spec.prompt_grid, args, most) for most, spec in specs]
-            for specs in (prefill_variants(whole), far_variants(whole, self.plan.capability))
-        )
-        yield Launch(f"{c.name}.far", "far", tuple(far))
+        of_prompts = {"query_start": ["input", "prompt_start"]}
+        of_prompts["block_table"] = ["input", "block_table", "decoding", "table_stride"]
+        for work, specs in (("near", prefill_variants(whole)), ("far", far_variants(whole, self.plan.capability))):
+            variants = [
+                Variant(self.plan.add(spec.kernel(self.capability)), spec.prompt_grid, args | of_prompts, most)
+                for most, spec in specs
+            ]
+            yield Launch(f"{c.name}.{work}", work, tuple(variants))
         for work, spec in tiles.decode_attention(base).items():
-            variants = (*self._decode_attention(spec, args), *(near if work == "coarse" else ()))
-            yield Launch(c.name if work == "coarse" else f"{c.name}.{work}", work, variants)
+            name = c.name if work == "coarse" else f"{c.name}.{work}"
+            yield Launch(name, work, tuple(self._decode_attention(spec, args)))
         yield from self._merges(c, args)
         if kv.hierarchical:
             yield from self._copy_to_ring(c)
@@ -449,10 +452,11 @@ class _Maker:
             kinds = ((1, True), (1, False), (2, True))
             specs = [replace(base, level=level, final=final, leaves=leaves) for level, final in kinds]
             one, part, groups = (self.plan.add(spec.kernel(self.capability)) for spec in specs)
-            first = Variant(one, ("tokens", specs[0].programs, 1), args, GROUP_SPLITS)
-            more = Variant(part, ("tokens", c.heads, [f"{extra}merged", GROUP_SPLITS]), args)
+            rows = "decoding_tokens"
+            first = Variant(one, (rows, specs[0].programs, 1), args, GROUP_SPLITS)
+            more = Variant(part, (rows, c.heads, [f"{extra}merged", GROUP_SPLITS]), args)
             yield Launch(f"{c.name}.{extra}merge", f"{extra}merged", (first, more))
-            yield Launch(f"{c.name}.{extra}groups", f"{extra}groups", (Variant(groups, ("tokens", c.heads, 1), args),))
+            yield Launch(f"{c.name}.{extra}groups", f"{extra}groups", (Variant(groups, (rows, c.heads, 1), args),))
 
     def _decode_attention(self, base: AttentionSpec, args: dict[str, Ref]) -> list[Variant]:
         """Variants for up to MOST_QUERIES query positions per sequence; fewer positions have fewer rows per program."""
@@ -460,7 +464,7 @@ class _Maker:
         for queries in range(1, MOST_QUERIES + 1):
             spec = for_queries(base, queries)
             programs, parts = -(-queries // spec.queries), "shares" if spec.multi_split else "slots"
-            grid: tuple[Size, Size, Size] = (base.kv.heads * programs, "sequences", parts)
+            grid: tuple[Size, Size, Size] = (base.kv.heads * programs, "decoding", parts)
             found.append(Variant(self.plan.add(spec.kernel(self.capability)), grid, args, queries))
         # Drop a variant if the next one has the same kernel and grid.
         same = zip_longest(found, found[1:])

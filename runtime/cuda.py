@@ -10,12 +10,22 @@ from __future__ import annotations
 import ctypes
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from qcompile.errors import ArtifactError, ResourceError, UsageError
+from qcompile.runtime.cuda_counts import (
+    MIN_PAGES,
+    Counts,
+    active_launches,
+    attention_counts,
+    attention_work,
+    eighths,
+    grid,
+    power_of_two,
+)
 from qcompile.runtime.cuda_draws import CudaDraws
 from qcompile.runtime.cuda_driver import Driver, LaunchCall
 from qcompile.runtime.cuda_profile import LaunchTimes
@@ -23,16 +33,12 @@ from qcompile.runtime.executor import FloatArray, Limits, Rows
 from qcompile.runtime.outputs import MOST_DRAFTS
 from qcompile.runtime.sampling import Draws
 
-GPU_ABI = 18
+GPU_ABI = 19
 _MAX_GRAPHS = 64
-_MIN_PAGES = 8
-"""Fewest pages to which those of the longest context are rounded up in the counts of a step."""
 _MAX_DECODED = 1 << 16
 """Most tokens that `decode` leaves on the GPU before it reads them back."""
 _ROW_ALIGNMENT = 64
 """Buffers have room for a multiple of this many rows."""
-
-Counts = dict[str, int]
 
 
 class CudaExecutor:
@@ -67,7 +73,7 @@ class CudaExecutor:
         self._work: dict[str, tuple[int, int]] = dict.fromkeys(plan["work"], (0, 0))
         self._graphs: OrderedDict[tuple[Any, ...], ctypes.c_void_p] = OrderedDict()
         self._modules: list[ctypes.c_void_p] = []
-        self._prepared: dict[int, tuple[LaunchCall, list[tuple[int, str]]]] = {}
+        self._prepared: dict[int, tuple[LaunchCall, list[tuple[int, list[Any]]]]] = {}
         self._seen: set[tuple[Any, ...]] = set()
         self._profile: LaunchTimes | None = None
         self.description = {"calls": [launch["name"] for launch in plan["launches"]], "weights": plan["weights"]}
@@ -106,8 +112,8 @@ class CudaExecutor:
         self._layer_bytes = (self.kv_pages + 1 + (self._ring_entries > 0)) * plan["layer_page_bytes"]
         cache = plan["layers"] * self._layer_bytes
         self._kv: int = leader._kv if leader and not own_cache else self._allocate_owned(cache, "the KV cache")
-        self._most_pages = _power(limits.pages_for(limits.max_position + MOST_DRAFTS))
-        names = ("counter", "token_ids", "positions", "row_sequence", "output_rows", "query_start")
+        self._most_pages = power_of_two(limits.pages_for(limits.max_position + MOST_DRAFTS))
+        names = ("counter", "token_ids", "positions", "row_sequence", "output_rows", "query_start", "prompt_start")
         self._input_offsets = {name: i * (rows + 4) for i, name in enumerate(names)}
         header = len(names) * (rows + 4)
         self._input_offsets["block_table"] = header
@@ -164,14 +170,17 @@ class CudaExecutor:
             self._waits()
         self.driver.use()
         need = [self.limits.pages_for(rows.start + len(rows.tokens) + ahead) if ahead else 0 for rows in sequences]
-        pages = max(*need, *(len(rows.pages) for rows in sequences))
-        stride = min(max(_power(pages), _MIN_PAGES), self._most_pages)
+        pages = [max(least, len(rows.pages)) for least, rows in zip(need, sequences, strict=True)]
+        stride = min(max(power_of_two(max(pages)), MIN_PAGES), self._most_pages)
+        lengths = [len(rows.tokens) for rows in sequences]
+        positions = (min(eighths(count), stride) * self.limits.page_tokens for count in pages)
+        splits = [-(-each // self.plan["split"]) for each in positions]
+        decoding, prompts = attention_work(self.plan, lengths, splits)
         host, offsets = self._host, self._input_offsets
         at = outputs = 0
         host[offsets["counter"]] = 0
         host[offsets["query_start"]] = 0
-        for index, rows in enumerate(sequences):
-            count = len(rows.tokens)
+        for index, (rows, count) in enumerate(zip(sequences, lengths, strict=True)):
             end = at + count
             host[offsets["token_ids"] + at : offsets["token_ids"] + end] = rows.tokens
             host[offsets["positions"] + at : offsets["positions"] + end] = range(rows.start, rows.start + count)
@@ -186,23 +195,23 @@ class CudaExecutor:
                 outputs += rows.outputs
             at = end
             host[offsets["query_start"] + index + 1] = at
+        first = offsets["query_start"] + decoding.sequences
+        starts = offsets["prompt_start"], offsets["prompt_start"] + prompts.sequences + 1
+        host[slice(*starts)] = host[first : first + prompts.sequences + 1]
         used = offsets["block_table"] + len(sequences) * stride
         self.driver.upload(self._inputs, self._host_address, 4 * used)
         if self._draws.lacks_room(draws):
             self.driver.synchronize()
             self._drop_graphs()  # graphs and launches hold the old address
             self._draws.grow(draws)
-        plan, queries = self.plan, max(len(rows.tokens) for rows in sequences)
-        splits = -(-min(_eighths(pages), stride) * self.limits.page_tokens // plan["split"])
         return {
             "tokens": at,
             "outputs": outputs,
             "sequences": len(sequences),
-            "queries": queries,
-            "splits": splits,
+            "queries": max(lengths),
             "table_stride": stride,
             **self._draws.send(draws, outputs),
-            **attention_counts(plan, splits, at, len(sequences), queries),
+            **attention_counts(self.plan, decoding, prompts),
         }
 
     def prepare(
@@ -213,7 +222,7 @@ class CudaExecutor:
         `others` are addresses that are not this executor's own, by (space, name) as in the plan.
         """
         self.grow(counts)
-        found = _active_launches(launches, counts)
+        found = active_launches(launches, counts)
         return [(launch["name"], self._call(variant, counts, others or {})) for launch, variant in found]
 
     def _call(self, variant: dict[str, Any], counts: Counts, others: Mapping[tuple[str, str], int]) -> LaunchCall:
@@ -221,7 +230,7 @@ class CudaExecutor:
         arguments = [self._argument(ref, counts, others) for ref in variant["args"]]
         how = (kernel["threads"], kernel["shared_bytes"], kernel["prelaunch"])
         function = self._functions[variant["kernel"]]
-        return LaunchCall(self.driver, function, _grid(variant, counts), *how, arguments)
+        return LaunchCall(self.driver, function, grid(variant, counts), *how, arguments)
 
     def _launch(self, launches: list[dict[str, Any]], counts: Counts) -> None:
         """Queue a step launch by launch: while one runs on the GPU, the next is prepared.
@@ -229,14 +238,14 @@ class CudaExecutor:
         Prepared launches are kept, so that later steps change only grids and counts.
         """
         self.grow(counts)
-        for _, variant in _active_launches(launches, counts):
+        for _, variant in active_launches(launches, counts):
             kept = self._prepared.get(id(variant))
             if kept:
                 call, changing = kept
-                call.change(_grid(variant, counts), [(place, counts[name]) for place, name in changing])
+                call.change(grid(variant, counts), [(i, self._argument(ref, counts, {})) for i, ref in changing])
             else:
                 call = self._call(variant, counts, {})
-                changing = [(i, what) for i, (space, what, *_) in enumerate(variant["args"]) if space == "count"]
+                changing = [(i, ref) for i, ref in enumerate(variant["args"]) if _changes(ref)]
                 self._prepared[id(variant)] = call, changing
             call.run()
 
@@ -252,7 +261,9 @@ class CudaExecutor:
             return self._kv + what * self._layer_bytes
         if space == "work":
             return self._work[what][0]
-        return others[space, what] if (space, what) in others else self.address(what)
+        if (space, what) in others:
+            return others[space, what]
+        return self.address(what) + (4 * math.prod(counts[name] for name in offset) if offset else 0)
 
     def address(self, name: str) -> int:
         """Address of a step's input or result on the GPU."""
@@ -409,63 +420,10 @@ class CudaExecutor:
             self.driver.free_pinned(self._tokens_address)
 
 
-def attention_counts(plan: Mapping[str, Any], splits: int, tokens: int, sequences: int, queries: int) -> dict[str, int]:
-    """The counts of attention's launches (codegen/gpu_launches.py) for contexts of at most `splits` splits."""
-    decode = queries <= plan["most_queries"]
-    fine = decode and splits * sequences <= plan["fine_splits"]
-    far = not decode and splits > plan["near_splits"]
-    # Several sequences read their rings at once, which kernels that pipeline those loads take better.
-    few = fine and splits * sequences <= plan["few_splits"] * min(sequences, 2)
-    merged = splits if decode else 0
-    groups = -(-merged // plan["group_splits"]) if merged > plan["group_splits"] else 0
-    slots = merged * (plan["leaves"] if fine else 1)
-    most_shares = max(1, plan["shares"] // (sequences if plan["shared"] else 1))
-    shares = -(-slots // -(-slots // most_shares)) if slots else 0  # programs with equally many splits
-    return {
-        "few": queries if few else 0,
-        "fine": queries if fine and not few else 0,
-        "far": tokens if far else 0,
-        "coarse": 0 if fine or far else queries,
-        "merged": 0 if fine else merged,
-        "groups": 0 if fine else groups,
-        "fine_merged": merged if fine else 0,
-        "fine_groups": groups if fine else 0,
-        "decode_tokens": tokens if decode else 0,
-        "other_tokens": 0 if decode else tokens,
-        "slots": slots,
-        "shares": shares,
-    }
-
-
-def _active_launches(launches: list[dict[str, Any]], counts: Counts) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """The launches that have work for these counts, each with the variant for its number of rows."""
-    for launch in launches:
-        count = counts[launch["by"]]
-        variant = next((v for v in launch["variants"] if not v["most"] or count <= v["most"]), None)
-        if variant is not None and count and variant["kernel"]:
-            yield launch, variant
-
-
-def _grid(variant: dict[str, Any], counts: Counts) -> list[int]:
-    return [_size(size, counts) for size in variant["grid"]]
-
-
-def _size(size: Any, counts: Counts) -> int:
-    if isinstance(size, list):
-        count, divisor, times, plus = (*size, 1, 0)[:4]
-        return -(-counts[count] // divisor) * times + plus
-    return counts[size] if isinstance(size, str) else int(size)
-
-
-def _power(value: int) -> int:
-    """The smallest power of two that is at least `value`."""
-    return 1 << (max(value, 1) - 1).bit_length()
-
-
-def _eighths(value: int) -> int:
-    """`value` rounded up to an eighth of a power of two: few distinct graphs, with grids not much too large."""
-    step = max(_power(value) // 8, _MIN_PAGES)
-    return -(-value // step) * step
+def _changes(ref: list[Any]) -> bool:
+    """Whether an argument depends on the step's counts."""
+    space, _, *offset = ref
+    return space == "count" or (space == "input" and bool(offset))
 
 
 def kv_pages(free: int, page_bytes: int, most: int, share: float) -> int:

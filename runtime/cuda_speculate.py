@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from qcompile.runtime import speculate_host
-from qcompile.runtime.cuda import Counts, CudaExecutor, attention_counts
+from qcompile.runtime.cuda import CudaExecutor
+from qcompile.runtime.cuda_counts import AttentionWork, Counts, attention_counts
 from qcompile.runtime.cuda_rounds import RESULTS, CudaRounds, Launches, RoundInput
 from qcompile.runtime.executor import Rows
 from qcompile.runtime.outputs import MOST_DRAFTS
@@ -130,4 +131,5 @@ def _pair_counts(plan: Mapping[str, Any], counts: Counts) -> Counts:
     """The counts of a step over the last two tokens of each sequence, from those of a step over the last one."""
     sequences = counts["sequences"]
     own = {"tokens": 2 * sequences, "queries": 2}
-    return counts | own | attention_counts(plan, counts["splits"], own["tokens"], sequences, own["queries"])
+    work = AttentionWork(counts["splits"], own["tokens"], sequences, own["queries"])
+    return counts | own | attention_counts(plan, work, AttentionWork())

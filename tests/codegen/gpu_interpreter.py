@@ -13,7 +13,7 @@ from qcompile.codegen import gpu_compile
 from qcompile.codegen import program as p
 from qcompile.codegen.gpu_attention import NEAR_SPLITS
 from qcompile.codegen.gpu_launches import Launch, Plan, Ref, grid_size
-from qcompile.runtime.cuda import attention_counts
+from qcompile.runtime.cuda_counts import attention_counts, attention_work
 from tests.codegen.tiny import Chunk
 
 _TYPES = {"*fp32": torch.float32, "*bf16": torch.bfloat16, "*i32": torch.int32, "*i16": torch.int16, "*i8": torch.int8}
@@ -81,18 +81,19 @@ class Interpreter:
         }
         self.inputs |= {name: torch.tensor(v, dtype=torch.int32) for name, v in values.items()}
         self.inputs["logits"] = torch.full((len(wanted), self.vocab), math.nan)
-        splits = max(c.start + len(c.tokens) - 1 for c in chunks) // self.plan.split + 1
         chosen = {"fine_splits": self.fine, "few_splits": self.few, "shares": self.shares, "near_splits": self.near}
         plan = self.plan.kv.choices | chosen
+        splits = [(c.start + len(c.tokens) - 1) // self.plan.split + 1 for c in chunks]
+        decoding, prompts = attention_work(plan, lengths, splits)
+        self.inputs["prompt_start"] = self.inputs["query_start"][decoding.sequences :].clone()
         return {
             "tokens": len(ids),
             "outputs": len(wanted),
             "sequences": len(chunks),
             "queries": max(lengths),
-            "splits": splits,
             "table_stride": stride,
             **dict.fromkeys(("sampled", "top_k", "top_p", "biased", "penalized", "reported", "kept"), 0),
-            **attention_counts(plan, splits, len(ids), len(chunks), max(lengths)),
+            **attention_counts(plan, decoding, prompts),
         }
 
     def launch(self, launch: Launch) -> None:
@@ -120,7 +121,8 @@ class Interpreter:
                 self.work[what] = torch.zeros(need, dtype=torch.uint8)
             memory = self.work[what]
         else:
-            return {"weight": self.weights, "input": self.inputs}[space][what].view(_TYPES[type])
+            skipped = math.prod(self.counts[name] for name in offset) if offset else 0
+            return {"weight": self.weights, "input": self.inputs}[space][what].view(_TYPES[type])[skipped:]
         return memory[: len(memory) // 4 * 4].view(_TYPES[type])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,9 @@ class HostDriver:
 
 
 class HostLaunch:
-    """Stands for LaunchCall; `function` is the kernel itself."""
+    """Stands for LaunchCall; `function` is the kernel itself. `watch` is told the label of each that runs."""
+
+    watch: Callable[[str], object] = staticmethod(lambda label: None)
 
     def __init__(self, driver: HostDriver, function: Kernel, grid: Sequence[int], *how: Any):
         self.driver, self.kernel, self.grid, self.arguments = driver, function, tuple(grid), how[-1]
@@ -110,6 +112,7 @@ class HostLaunch:
             self.driver.recording.append(self)
 
     def execute(self) -> None:
+        HostLaunch.watch(self.kernel.label)
         pairs = zip(self.arguments, self.kernel.arguments, strict=True)
         values = [self.driver.at(v, a.type) if a.type.startswith("*") else v for v, a in pairs]
         gpu_compile.load(self.kernel)[self.grid](*values)

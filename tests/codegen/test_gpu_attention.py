@@ -114,7 +114,7 @@ def interpret_long_steps(recipe: str, split: int) -> None:
         machine.fill([Chunk(ids[0, :40].tolist(), 0, pages[:2])])
         found.append(machine.step(chunks)[0])
     assert torch.equal(*found)
-    launches = (launch for launch in plan.launches if launch.by == "coarse")
+    launches = (launch for launch in plan.launches if launch.by == "near")
     kernels = [v.kernel for launch in launches for v in launch.variants if "whole" in v.kernel]
     assert len(set(kernels)) == 2
     error = ((found[0].double() - want[[*range(40, 75), *range(9)]]).norm() / want[:75].norm()).item()

@@ -13,12 +13,14 @@ from qcompile.codegen.gpu_attention import AttentionSpec, GpuKV, far_variants
 from qcompile.codegen.gpu_compile import compile_kernel
 from qcompile.codegen.gpu_plan import make_plan
 from qcompile.runtime.blocks import pages_for
+from qcompile.runtime.executor import Rows
 from tests.codegen.interpreted import interpreted, needs_triton
 from tests.codegen.test_gpu_step import RECIPES, SHAPE, lowered
 from tests.codegen.tiny import Chunk
-from tests.graphs import step_inputs
+from tests.graphs import decoder, step_inputs
 
 WIDE = {"heads": 2, "kv_heads": 1, "head_dim": 64, "hidden": 64, "ffn": 64}
+MIXED: dict[str, Any] = WIDE | {"vocab": 40, "hidden": 128, "ffn": 128, "layers": 2}
 UNEVEN = {"heads": 4, "kv_heads": 2, "head_dim": 48, "hidden": 64, "ffn": 64}
 BOTH = {"sinks": True, "key_bias": True}
 WAYS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -72,11 +74,53 @@ def test_queries_as_rows_interpreted(way: str) -> None:
     interpreted(__name__, f"interpret_prompt({way!r})")
 
 
+def interpret_mixed_steps(recipe: str) -> None:
+    """Texts that decode in front of a prompt: by kernels of their own, with the bits of the prompt's kernels."""
+    from tests.codegen.gpu_machine import HostLaunch, Machine
+
+    torch.manual_seed(0)
+    machine = Machine(decoder(**MIXED), recipe, pages=9)
+    target, launched = machine.target, []
+    HostLaunch.watch = launched.append
+    texts = [[(7 * i + 3 * k) % MIXED["vocab"] for i in range(150)] for k in range(3)]
+    pages = [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    ends = (147, 149), (69, 70), (70, 110)  # computed, and after the step: two texts of few rows and a prompt
+    for text, place, (begun, _) in zip(texts, pages, ends, strict=True):
+        for start in range(0, begun, 64):
+            target.step([Rows(text[start : min(start + 64, begun)], start, place, 0)], logits=False)
+
+    def step(order: list[int]) -> tuple[list[torch.Tensor], set[str]]:
+        launched.clear()
+        rows = [Rows(texts[i][slice(*ends[i])], ends[i][0], pages[i], ends[i][1] - ends[i][0]) for i in order]
+        _, logits = target.step(rows, logits=True)
+        parts = torch.from_numpy(logits.copy()).split([row.outputs for row in rows])
+        cuts = {name.split("-")[0].split("_")[-1] for name in launched if name.startswith("attention")}
+        return [parts[order.index(i)] for i in range(3)], cuts
+
+    for near in (1, 100):
+        target.plan["near_splits"] = near
+        want, cuts = step([2, 0, 1])
+        assert cuts == {"whole"}
+        for fine, decoding in ((0, "split"), (100, "leaf")):
+            target.plan["fine_splits"] = fine
+            for order in ([0, 1, 2], [1, 0, 2]):
+                found, cuts = step(order)
+                assert cuts == {"whole", decoding}
+                assert all(torch.equal(*pair) for pair in zip(found, want, strict=True))
+        found, _ = step([0, 2, 1])  # one in front of the prompt, one behind it
+        assert all(torch.equal(*pair) for pair in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["qserve", "bf16"])
+def test_decoding_beside_prompts_interpreted(recipe: str) -> None:
+    interpreted(__name__, f"interpret_mixed_steps({recipe!r})")
+
+
 def far(format: str, heads: int, kv_heads: int, dim: int, capability: int = 90, **more: Any) -> AttentionSpec:
     """The kernel for any number of rows."""
     kv = GpuKV(format, kv_heads, dim)
     base = AttentionSpec(kv, heads, heads * dim, 0.1, split=tiles.split_positions(kv), cut="whole", **more)
-    return far_variants(base, capability, warp_groups=True)[-1][1]
+    return far_variants(base, capability)[-1][1]
 
 
 @pytest.mark.parametrize("format", ["kv4", "kv8", "kv_hier"])
@@ -108,25 +152,24 @@ def test_consumers_share_what_producers_unpack(format: str, more: dict[str, Any]
 
 
 def test_where_programs_are_not_warp_specialized() -> None:
-    """Where keys are not as the kernel's layouts have them, or no GPU has shown that the bits are the same."""
-    assert far("kv8", 8, 8, 128).warp_specialized
+    """Where keys are not as the kernel's layouts have them, or scores need what it does not have."""
+    for spec in (
+        far("kv8", 8, 8, 128),
+        far("kv4", 8, 2, 64, window=100, sinks=True),
+        far("kv16", 7, 1, 64, softcap=9.0),
+    ):
+        assert spec.warp_specialized
     for spec in (
         far("kv8", 8, 8, 96),
-        far("kv8", 8, 8, 64),
         far("kv_hier", 8, 8, 128),
         far("kv16", 8, 8, 128, centered=True),
         far("kv4", 8, 8, 128, bias_positions=100),
-        far("kv4", 8, 8, 128, window=100),
-        far("kv4", 8, 8, 128, sinks=True),
-        far("kv4", 8, 8, 128, softcap=9.0),
         far("kv16", 8, 8, 128, inline_asm=False),
     ):
         assert spec.query_rows == 64 and not spec.warp_specialized
     kv = GpuKV("kv16", 8, 128)
     short = AttentionSpec(kv, 8, 1024, 0.1, split=256, cut="whole")
-    assert not far_variants(short, 90, warp_groups=True)[-1][1].warp_specialized  # leaves of half a page
-    whole = replace(short, split=tiles.split_positions(kv))
-    assert not far_variants(whole, 90)[-1][1].warp_specialized  # as plans have it
+    assert not far_variants(short, 90)[-1][1].warp_specialized  # leaves of half a page
 
 
 def test_rounded_pages_take_fewer_rows_of_short_steps() -> None:
@@ -134,7 +177,7 @@ def test_rounded_pages_take_fewer_rows_of_short_steps() -> None:
     for format, rows in (("kv4", [128, 256, 0]), ("kv8", [128, 256, 0]), ("kv16", [64, 0])):
         kv = GpuKV(format, 8, 128)
         base = AttentionSpec(kv, 32, 4096, 0.1, split=tiles.split_positions(kv), cut="whole")
-        assert [most for most, _ in far_variants(base, 90, warp_groups=True)] == rows
+        assert [most for most, _ in far_variants(base, 90)] == rows
 
 
 def test_where_queries_are_not_the_rows() -> None:

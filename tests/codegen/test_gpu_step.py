@@ -431,8 +431,8 @@ def test_attention_sums_features_alike_in_all_programs(format: str, monkeypatch:
     found = {label: _sizes_of_sums(_laid_out(kernel, monkeypatch)) for label, kernel in kernels.items()}
     # Neighbours are added, and of two there is one order.
     assert len(found) >= 3 and all(sums <= {2} for sums in found.values()), found
-    # Where queries are the rows of MMAs, sums are of axes of 2 by themselves.
-    few = [sums for label, sums in found.items() if "the B operands" not in kernels[label].source]
+    rows = "the B operands", "warp_specialize("  # there sums are of axes of 2 by themselves
+    few = [sums for label, sums in found.items() if not any(part in kernels[label].source for part in rows)]
     assert len(few) < len(found) or format == "kv_hier4"
     assert all(2 in sums for sums in few) == (format == "kv4")
 

@@ -1,0 +1,152 @@
+"""Kernels of prompts' attention on this GPU, over sequences of unequal lengths: the same bits by every kernel.
+
+    python benchmarks/gpu_attention_bits.py [out.json]
+
+Each case is a step of several sequences of which some have many rows, some one and one none. Every kernel of
+codegen/gpu_attention.py's `far_variants` must give the bits of the kernel of the fewest rows a program, for all
+formats, sizes of heads and groups and what scores may have. Then steps that mix a prompt with decoding are timed by
+each of these kernels, beside the prompt alone and the decoding alone by its own kernels.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks import gpu_attention
+from benchmarks.gpu_attention import Cache, Problem, compile_one, work_of
+from benchmarks.gpu_common import Launch, facts, graph_us, launch
+from qcompile.codegen import tiles
+from qcompile.codegen.gpu_attention import AttentionSpec, GpuKV, far_variants, for_queries
+
+FORMATS = ("kv16", "kv8", "kv4")
+HEADS = {
+    "groups of 4": (32, 8, 128),
+    "groups of 7": (28, 4, 128),
+    "single heads": (8, 8, 64),
+    "groups of 8": (32, 4, 64),
+}
+SCORES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": 1000},
+    "small window": {"window": 20, "sinks": True},
+    "cap": {"softcap": 30.0},
+}
+UNEVEN = ((600, 9000), (1, 5), (77, 640), (0, 64), (1, 8191), (130, 130), (1000, 1500))
+"""(rows, last position + 1) of the sequences of a step."""
+MIXED = ((512, 4096), *[(1, 1024)] * 63), ((256, 1024), *[(1, 4096)] * 16)
+
+
+class Step(Problem):
+    """A step of sequences with the given (rows, last position + 1) over one cache; outputs start as no numbers."""
+
+    def __init__(self, cache: Cache, lengths: tuple[tuple[int, int], ...], heads: int) -> None:
+        kv = cache.kv
+        self.cache, self.lengths, self.heads = cache, lengths, heads
+        counts = torch.tensor([0, *(count for count, _ in lengths)])
+        tokens = int(counts.sum())
+        self.q = torch.randn(tokens, heads * kv.dim, device="cuda")
+        positions = torch.cat([torch.arange(end - count, end) for count, end in lengths])
+        self.positions = positions.int().cuda()
+        self.query_start = counts.cumsum(0).int().cuda()
+        self.out = torch.empty(tokens + 1, heads * kv.dim, device="cuda")
+        self.sinks = torch.linspace(-2.0, 12.0, heads, device="cuda")
+
+    def launch_of(self, spec: AttentionSpec, copy: torch.Tensor) -> Launch:
+        """Of a prompt's kernel over a copy of the cache."""
+        kv = spec.kv
+        items = copy.view(torch.bfloat16 if kv.bits == 16 else torch.int16)
+        given: dict[str, Any] = {"q": self.q, "kv": items, "kv_words": copy.view(torch.int32), "out": self.out}
+        given |= {"positions": self.positions, "query_start": self.query_start, "block_table": self.cache.table}
+        given |= {"table_stride": self.cache.table.shape[1], "sinks": self.sinks}
+        blocks = -(-max(count for count, _ in self.lengths) // spec.queries)
+        return launch(spec.kernel(90), 90, (blocks, kv.heads, len(self.lengths)), given)
+
+    def output(self, spec: AttentionSpec) -> torch.Tensor:
+        """What a kernel writes, with one row after the last."""
+        self.out.fill_(math.nan)
+        self.launch_of(spec, self.cache.copies[0])()
+        torch.cuda.synchronize()
+        return self.out.clone()
+
+
+def kernels(format: str, heads: str, **more: Any) -> list[AttentionSpec]:
+    """That of the fewest rows a program, then the others."""
+    count, kv_heads, dim = HEADS[heads]
+    kv = GpuKV(format, kv_heads, dim)
+    base = AttentionSpec(kv, count, count * dim, dim**-0.5, split=tiles.split_positions(kv), cut="whole", **more)
+    return [spec for _, spec in far_variants(base, 90)]
+
+
+def bits(format: str, heads: str, scores: str) -> dict[str, Any]:
+    """Rows whose bits differ from those of the kernel of the fewest rows, and rows written that were not asked for."""
+    first, *others = kernels(format, heads, **SCORES[scores])
+    cache = Cache(first.kv, len(UNEVEN), 9024)
+    step = Step(cache, UNEVEN, first.heads)
+    want = step.output(first)
+    assert want[:-1].isfinite().all() and want[-1].isnan().all()
+    row: dict[str, Any] = {"format": format, "heads": heads, "scores": scores, "kernels": {}}
+    for spec in others:
+        found = step.output(spec)
+        name = "warp groups" if spec.warp_specialized else f"{spec.query_rows} rows"
+        differ = (found.view(torch.int32) != want.view(torch.int32)).any(-1)
+        row["kernels"][name] = int(differ.sum())
+    return row
+
+
+def mixed(format: str) -> list[dict[str, Any]]:
+    """Microseconds of steps that mix a prompt with decoding."""
+    found = []
+    for lengths in MIXED:
+        first, *others = kernels(format, "groups of 4")
+        context = max(end for _, end in lengths)
+        cache = Cache(first.kv, len(lengths), context)
+        row: dict[str, Any] = {"format": format, "prompt": lengths[0], "decoding": [len(lengths) - 1, *lengths[1]]}
+        for part, some in (("mixed", lengths), ("prompt", lengths[:1]), ("decoding", lengths[1:])):
+            step = Step(cache, some, first.heads)
+            for spec in (first, *others):
+                name = "warp groups" if spec.warp_specialized else f"{spec.query_rows or spec.rows} rows"
+                row[f"{part}, {name}"] = graph_us([step.launch_of(spec, copy) for copy in cache.copies], 9, 16)
+        rows, end = lengths[1]
+        of_decoding = Cache(first.kv, len(lengths) - 1, end)
+        base = replace(first, cut="split", octets=2)
+        spec = tiles.decode_attention(base)[work_of(first.kv, len(lengths) - 1, end, base.split)]
+        decode = Problem(of_decoding, rows)
+        row["decoding, its own"] = graph_us(decode.launches(for_queries(spec, rows)), 9, 16)
+        print(row, flush=True)
+        found.append(row)
+        torch.cuda.empty_cache()
+    return found
+
+
+def main() -> None:
+    gpu_attention.ROTATED_BYTES = 1  # Two copies do.
+    cases = list(itertools.product(FORMATS, HEADS, SCORES))
+    specs = [spec for format, heads, scores in cases for spec in kernels(format, heads, **SCORES[scores])]
+    with ProcessPoolExecutor(15, mp_context=get_context("spawn")) as pool:
+        assert all(pool.map(compile_one, specs)), "a kernel was not compiled"
+    results: dict[str, Any] = {**facts(), "uneven": UNEVEN, "bits": [], "mixed": []}
+    for case in cases:
+        results["bits"].append(bits(*case))
+        print(results["bits"][-1], flush=True)
+        torch.cuda.empty_cache()
+    results["mixed"] = [row for format in FORMATS for row in mixed(format)]
+    for path in sys.argv[1:]:
+        Path(path).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    wrong = [row for row in results["bits"] if any(row["kernels"].values())]
+    print(f"{len(results['bits'])} cases, {len(wrong)} whose bits differ")
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
