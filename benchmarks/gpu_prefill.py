@@ -5,7 +5,10 @@
 `steps_ms` are milliseconds of a step of 512 rows, by the tokens of its sequence before it, and `prompts` the tokens per
 second of whole prompts by their length, from such steps at eight places of it. Torch's are those of transformers in
 bf16 with torch.compile, scaled dot product attention and the logits of the last token alone: a whole prompt in one
-forward pass. With --kernels the microseconds of each kernel of a step, and how often it runs, by context.
+forward pass. `mixed_ms` is a step of DECODING sequences, one row each, and a prompt of the rest of the 512 rows: with
+the decoding in front, as the scheduler has it, by attention kernels of its own, and behind the prompt, by the prompt's;
+and the same decoding and prompt as two steps. With --kernels the microseconds of each kernel of a step, and how often
+it runs, by context.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ CONTEXTS = (0, 1024, 4096, 16384, 32256)
 PROMPTS = (1024, 4096, 32768)
 RECIPES = ("qserve", "w4a16", "nested", "quantspec", "bf16")
 PROFILED = (0, 16384)
+DECODING, BEHIND = 63, (1024, 4096)
+"""Sequences that decode in a mixed step, and the tokens behind them and behind the prompt."""
 
 
 def step_rows(executor: CudaExecutor, context: int) -> list[Rows]:
@@ -39,9 +44,31 @@ def step_rows(executor: CudaExecutor, context: int) -> list[Rows]:
     return [Rows(list(range(100, 100 + ROWS)), context, pages, 1)]
 
 
+def mixed_rows(executor: CudaExecutor) -> tuple[list[Rows], list[Rows]]:
+    """The sequences that decode, and the prompt, of a mixed step, over different pages."""
+    each, count = executor.limits.pages_for(BEHIND[0] + 1), ROWS - DECODING
+    decoding = [Rows([100 + i], BEHIND[0], range(i * each, (i + 1) * each), 1) for i in range(DECODING)]
+    pages = range(DECODING * each, DECODING * each + executor.limits.pages_for(BEHIND[1] + count))
+    return decoding, [Rows(list(range(100, 100 + count)), BEHIND[1], pages, 1)]
+
+
+def mixed_seconds(executor: CudaExecutor) -> dict[str, float]:
+    """Of a mixed step in both orders, and of its parts as two steps."""
+    decoding, prompt = mixed_rows(executor)
+    every = {"decoding first": decoding + prompt, "prompt first": prompt + decoding}
+    found = {name: rows_seconds(executor, rows) for name, rows in every.items()}
+    return found | {"two steps": rows_seconds(executor, decoding) + rows_seconds(executor, prompt)}
+
+
 def step_seconds(executor: CudaExecutor, context: int, repeats: int = 5) -> float:
+    """The median time of a step of a prompt."""
+    return rows_seconds(executor, step_rows(executor, context), repeats)
+
+
+def rows_seconds(executor: CudaExecutor, rows: list[Rows], repeats: int = 5) -> float:
     """The median time of a step."""
-    rows, taken = step_rows(executor, context), []
+    taken = []
+    executor.step(rows, False)
     executor.step(rows, False)
     for _ in range(repeats):
         started = time.perf_counter()
@@ -59,15 +86,17 @@ def prompt_rate(executor: CudaExecutor, length: int) -> float:
 
 def measure(recipe: str, folder: Path, kernels: bool) -> dict[str, Any]:
     """Of one recipe."""
-    opened = open_random(recipe, folder, PROMPTS[-1], PROMPTS[-1])
+    opened = open_random(recipe, folder, 3 * PROMPTS[-1], PROMPTS[-1])
     executor = opened.target
     found: dict[str, Any] = {
         "steps_ms": {context: 1e3 * step_seconds(executor, context) for context in CONTEXTS},
         "prompts": {length: prompt_rate(executor, length) for length in PROMPTS},
+        "mixed_ms": {name: 1e3 * seconds for name, seconds in mixed_seconds(executor).items()},
         "spilling": opened.notes["spilling"],
     }
     print(f"{recipe:12}", *(f"{c}: {ms:.2f}" for c, ms in found["steps_ms"].items()), flush=True)
     print(f"{'':12}", *(f"{n}: {rate:,.0f}" for n, rate in found["prompts"].items()), flush=True)
+    print(f"{'':12} mixed:", *(f"{name} {ms:.2f}" for name, ms in found["mixed_ms"].items()), flush=True)
     if kernels:
         found["kernels"] = {c: kernel_times(executor, step_rows(executor, c)) for c in PROFILED}
         for context, times in found["kernels"].items():

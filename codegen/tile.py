@@ -38,17 +38,18 @@ class Tile:
 
     `unpack_k` (sm_90) overlaps unpacking of weights with the tensor cores (wgmma):
 
-    - 16, 32 or 64 (bf16 activations): each warp unpacks so many inputs of K while the tensor cores take the previous
-      ones. `stages` is 1: as many chunks of 64 inputs are in flight as `unroll` blocks have, and with PDL those are
-      loaded before the kernel waits.
+    - 64 (bf16 weights): nothing is unpacked; `stages` chunks of 64 inputs are in flight to or in shared memory.
+    - 16, 32 or 64 (other weights, bf16 activations): each warp unpacks so many inputs of K while the tensor cores take
+      the previous ones. `stages` is 1: as many chunks of 64 inputs are in flight as `unroll` blocks have, and with PDL
+      those are loaded before the kernel waits.
     - 128: the kernel is warp-specialized. `warps` consumer warps, four per 64 rows, unpack and multiply; four producer
       warps copy, `stages` blocks ahead, and with PDL they start on the weights before the kernel waits. `unroll` is the
       number of blocks that share a word of parameters. With `token_halves` the tokens are multiplied in two halves, and
       the sums of a group of one half are scaled while the tensor cores compute the other.
 
-    A `persistent` kernel has one program per multiprocessor, which loops over tiles of 128 by 128, or of 256 tokens for
-    bf16 activations, and copies the next tile's inputs while it stores this one's outputs. The latter halves its last
-    tiles where they would leave most programs idle.
+    A `persistent` kernel has one program per multiprocessor, which loops over tiles of 128 by 128, or for bf16
+    activations of 256 tokens (bf16 weights: or 128), and copies the next tile's inputs while it stores this one's
+    outputs. With bf16 activations the last tiles are halved where they would leave most programs idle.
     """
 
     tokens: int

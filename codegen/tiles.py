@@ -134,9 +134,11 @@ def choose_batch_invariant(format: str, n: int, k: int, tokens: int, capability:
         if gemv and KernelSpec(format, n, k, gemv, width=n).part_starts != starts:
             gemv = None
         return gemv or choose_batch_invariant(format, n, k, WS_MIN_TOKENS, capability)
-    serial = _serial_k_tile(format, n, k, tokens, parts) if parts > 1 and capability == 90 else None
-    if serial is not None and KernelSpec(format, n, k, serial, width=n).part_starts == starts:
-        return serial
+    faster = [_copied_tile(n, k, tokens, parts)] if format == "bf16" else []
+    faster += [_serial_k_tile(format, n, k, tokens, parts)] if parts > 1 else []
+    for found in faster if capability == 90 else ():
+        if found is not None and KernelSpec(format, n, k, found, width=n).part_starts == starts:
+            return found
     rows = tile.rows if tile.rows % 64 == 0 and decode.rows % 64 == 0 else 64 if n % 64 == 0 else 32
     unrolls = sorted({tile.unroll, least}, reverse=True)
     for candidate, unroll in itertools.product((tile, without_unpack_k(format, tile)), unrolls):
@@ -147,6 +149,21 @@ def choose_batch_invariant(format: str, n: int, k: int, tokens: int, capability:
     raise UnsupportedError(f"weight [{n}, {k}] in {format} has no tile for {tokens} rows with K in {parts} parts")
 
 
+def _copied_tile(n: int, k: int, tokens: int, parts: int) -> Tile | None:
+    """A tile of bf16 weights whose operands are copied while the tensor cores multiply, for more than 128 rows.
+
+    None where programs would be too few, even if the last tiles are halved. Found on an H100 (docs/gpu_kernels.md).
+    """
+    tokens = min(1 << (tokens - 1).bit_length(), 512)  # the largest of its class
+    quarters = n // 128 * (tokens // 128)
+    stages = min(k // 64 // parts, 7)
+    if tokens <= 128 or 2 * quarters < 100 or n % 128 or stages < 3:
+        return None
+    small = Tile(128, 128, warps=8, stages=stages, unpack_k=64, serial_k=parts, persistent=True)
+    large = Tile(256, 128, warps=8, stages=min(stages, 4), unpack_k=64, persistent=quarters > 4 * MULTIPROCESSORS)
+    return fit_tile("bf16", n, k, large if parts == 1 and quarters >= 200 else small, 90)
+
+
 def _serial_k_tile(format: str, n: int, k: int, tokens: int, parts: int) -> Tile | None:
     """A serial_k tile of `parts` parts for a class of up to `tokens` rows (a step has at most 512).
 
@@ -155,7 +172,9 @@ def _serial_k_tile(format: str, n: int, k: int, tokens: int, parts: int) -> Tile
     """
     tokens = min(1 << (tokens - 1).bit_length(), 512)  # the largest of its class
     if format == "bf16":
-        tile = _serial_k_bf16(n, tokens)
+        few = Tile(32, 64, stages=5) if tokens <= 64 else Tile(64, 64, stages=6)
+        many = Tile(64, 64, stages=5) if tokens <= 256 else Tile(128, 64, stages=4)
+        tile = few if tokens <= 128 else many
     elif format in BF16_UNPACK_FORMATS:
         rows, warps = (64, 4) if tokens <= 128 else (128, 8)
         tile = Tile(64, rows, warps=warps, stages=3, prefetch_bytes=128)
@@ -169,23 +188,10 @@ def _serial_k_tile(format: str, n: int, k: int, tokens: int, parts: int) -> Tile
     if small_m or tokens <= DECODE_TOKENS or programs < (96 if format == "bf16" else 100):
         return None
     # With a large K, tiles of few tokens lose more than the split_k reduction costs.
-    few = tile.tokens == (32 if format == "bf16" else 64)
-    if k > 2 * n and few and not (format == "mix_4_8" and tokens == 256):
+    small = tile.tokens == (32 if format == "bf16" else 64)
+    if k > 2 * n and small and not (format == "mix_4_8" and tokens == 256):
         return None
     return fit_tile(format, n, k, replace(tile, serial_k=parts, unpack_k=0 if format == "bf16" else 128), 90)
-
-
-def _serial_k_bf16(n: int, tokens: int) -> Tile:
-    """A serial_k tile for bf16 weights of n rows: one program a multiprocessor, and as few of them idle as can be."""
-    if tokens <= 128:
-        return Tile(32, 64, stages=5) if tokens <= 64 else Tile(64, 64, stages=6)
-    programs = 4 * (n // 128)  # of a quarter of the tokens each
-    if programs < 100:
-        return Tile(64, 64, stages=5) if tokens <= 256 else Tile(128, 64, stages=4)
-    uneven = programs / (-(-programs // MULTIPROCESSORS) * MULTIPROCESSORS) < 0.75
-    if tokens <= 256:
-        return Tile(128, 128, warps=8, stages=5) if uneven else Tile(64, 128, stages=5)
-    return Tile(64, 128, stages=3) if uneven else Tile(128, 128, warps=8, stages=4)
 
 
 def without_unpack_k(format: str, tile: Tile) -> Tile:

@@ -141,6 +141,30 @@ def test_products_that_overlap_unpacking(format: str, tile: str) -> None:
     check(one, one.spec(cut, gated="silu", width=64), 3)
 
 
+PLAIN = Tile(256, 128, warps=8, stages=3, unpack_k=64)
+COPIED = {
+    "whole": replace(PLAIN, tokens=128),
+    "split": replace(PLAIN, split_k=2, prefetch_bytes=128),
+    "in four": replace(PLAIN, tokens=128, split_k=4),
+    "persistent": replace(PLAIN, persistent=True),
+    "parts in turn": replace(PLAIN, tokens=128, serial_k=2),
+    "parts in turn, persistent": replace(PLAIN, tokens=128, stages=6, serial_k=2, persistent=True),
+}
+
+
+@pytest.mark.parametrize("tile", COPIED)
+def test_products_that_overlap_copies(tile: str) -> None:
+    one = Weight("bf16", 128, 1088 if "part" in tile or tile == "split" else 1024)  # parts of unequal lengths
+    check(one, one.spec(COPIED[tile], bias=True, residual=True))
+    check(one, one.spec(COPIED[tile], gated="silu", width=64, out="f32"), 3)
+
+
+def test_last_tiles_are_halved_where_most_programs_would_idle() -> None:
+    """Of 134 tiles for 132 programs the last two are four halves, one of them without rows."""
+    one = Weight("bf16", 67 * 128, 256)
+    check(one, one.spec(COPIED["persistent"]), 260)
+
+
 @pytest.mark.parametrize("format", ["nested_8_4", "mxfp4_a8", "mix_4_8"])
 def test_persistent_programs(format: str) -> None:
     """Several tiles a program, and their last ones not full."""

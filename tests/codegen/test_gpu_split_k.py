@@ -149,11 +149,7 @@ def test_large_m_uses_serial_k_where_there_are_programs_enough() -> None:
         few = 4 if format == "bf16" else 1  # 64 rows take 128 programs of 32 rows
         assert [cuts[rows].serial_k for rows in (16, 64, 256, 512)] == [1, few, 4, 4], format
         assert cuts[16].split_k == 4 and cuts[64].split_k == 4 // few and cuts[256].split_k == cuts[512].split_k == 1
-    # bf16: as few multiprocessors idle as can be, and parts of a large K are split where programs would be small.
-    bf16 = {
-        (n, k): tiles.choose_batch_invariant("bf16", n, k, 512) for n, k in ((4096, 4096), (6144, 4096), (1536, 8960))
-    }
-    assert [(tile.tokens, tile.rows) for tile in bf16.values()] == [(128, 128), (64, 128), (128, 64)]
+    # Parts of a large K are split where programs would be small.
     assert tiles.choose_batch_invariant("bf16", 4096, 14336, 64).split_k == 4
     assert tiles.choose_batch_invariant("qoq_g128", 4096, 4096, 512).serial_k == 1  # integers have no order
     assert tiles.choose_batch_invariant("w4_asym_g128", 4096, 4096, 512, 80).serial_k == 1
@@ -166,6 +162,31 @@ def test_large_m_uses_serial_k_where_there_are_programs_enough() -> None:
             KernelSpec("w4_asym_g128_int8", 512, 4096, tile)
     with pytest.raises(UnsupportedError, match="serial_k"):
         KernelSpec("qoq_channel", 512, 4096, Tile(64, 64, serial_k=2))
+
+
+def test_copies_of_bf16_weights_overlap_where_there_are_programs_enough() -> None:
+    """Of 256 rows, or 128 and then parts of K in turn, or of half as many if those last ones are halved."""
+    cuts = {
+        (n, k, rows): tiles.choose_batch_invariant("bf16", n, k, rows)
+        for n, k in ((28672, 4096), (4096, 14336), (1536, 8960), (1024, 4096), (4160, 4096))
+        for rows in (128, 256, 512)
+    }
+    sizes = {key: tile.tokens for key, tile in cuts.items() if tile.unpack_k == 64}
+    large, small = {(28672, 4096, rows): 256 for rows in (256, 512)}, {(4096, 14336, rows): 128 for rows in (256, 512)}
+    assert sizes == large | small
+    assert cuts[28672, 4096, 512].persistent and not cuts[28672, 4096, 256].persistent
+    assert cuts[4096, 14336, 512].serial_k == 4 and cuts[4096, 14336, 512].stages == 7
+    for wrong in (
+        {"unpack_k": 32},
+        {"warps": 4},
+        {"stages": 2},
+        {"tokens": 256, "serial_k": 4},
+        {"persistent": True, "prefetch_bytes": 128},
+        {"tokens": 512},
+    ):
+        tile = replace(Tile(128, 128, warps=8, stages=4, unpack_k=64), **wrong)  # type: ignore[arg-type]
+        with pytest.raises(UnsupportedError, match="bf16 has no kernel"):
+            KernelSpec("bf16", 4096, 4096, tile)
 
 
 def test_a_part_without_inputs_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -196,6 +197,7 @@ def test_compiles_ahead_of_time(format: str, capability: int) -> None:
 
 
 OVERLAPPED_PERSISTENT = Tile(256, 128, 1, 1, 1, 8, 1, unpack_k=16, persistent=True)
+COPIED = Tile(256, 128, warps=8, stages=4, unpack_k=64)
 OVERLAPPED = (
     KernelSpec(
         "w4_asym_g128", 28672, 4096, Tile(256, 128, 1, 1, 1, 8, 1, unpack_k=16), gated="silu", width=14336, bias=True
@@ -207,8 +209,19 @@ OVERLAPPED = (
     KernelSpec("w4_asym_g128", 5120, 5120, Tile(64, 64, 1, 4, 1, 4, 1, unpack_k=32), bias=True),
     KernelSpec("w4_asym_g128", 28672, 4096, OVERLAPPED_PERSISTENT, gated="silu", width=14336),
     KernelSpec("mxfp4", 14336, 4096, replace(OVERLAPPED_PERSISTENT, unroll=2), residual=True, bias=True),
+    KernelSpec("bf16", 28672, 4096, replace(COPIED, persistent=True), gated="silu", width=14336, out="f32"),
+    KernelSpec("bf16", 4096, 11008, replace(COPIED, prefetch_bytes=128, split_k=4), width=4090),
+    KernelSpec("bf16", 6144, 4096, replace(COPIED, tokens=128, serial_k=2, stages=7), bias=True),
+    KernelSpec(
+        "bf16",
+        4096,
+        11008,
+        replace(COPIED, tokens=128, serial_k=4, stages=7, persistent=True),
+        residual=True,
+        out="f32",
+    ),
 )
-"""Kernels that unpack weights while the tensor cores work."""
+"""Kernels that unpack or copy weights while the tensor cores work."""
 PERSISTENT = Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, persistent=True)
 WARP_SPECIALIZED = (
     KernelSpec(
@@ -297,11 +310,16 @@ def test_weights_stay_in_registers_until_the_tensor_cores_are_done_with_them(spe
     assert len(stores) == (spec.tile.split_k > 1) and "st.shared.v" not in built.ptx
     code = gpu_sass.instructions(built.cubin)
     assert gpu_sass.overwritten(code) is None
-    waits = [int(what.rsplit("0x", 1)[1], 16) for opcode, what in code if opcode.startswith("WARPGROUP.DEPBAR")]
-    assert max(waits) == (2 if spec.tile.unpack_k == 16 else 1)
+    # For each instruction of the tensor cores None, for each wait for them how many may still be in flight.
+    order = [
+        None if opcode.startswith("HGMMA") else int(what.rsplit("0x", 1)[1], 16)
+        for opcode, what in code
+        if opcode.startswith(("HGMMA", "WARPGROUP.DEPBAR"))
+    ]
+    assert max(filter(None, order)) == (2 if spec.tile.unpack_k == 16 else 1)
     # The assembler makes warps wait for each product where it does not see through what goes on meanwhile.
-    assert waits.count(0) <= 3
-    assert sum(opcode.startswith("HGMMA") for opcode, _ in code) >= 16
+    assert sum(pair == (None, 0) for pair in itertools.pairwise(order)) <= 3
+    assert order.count(None) >= (8 if spec.format == "bf16" else 16)
 
 
 @pytest.mark.parametrize("spec", WARP_SPECIALIZED, ids=lambda spec: f"{spec.format}-{spec.tile.tokens}")
