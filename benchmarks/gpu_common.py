@@ -157,10 +157,17 @@ class Problem:
         floats = self.format in ("w4_asym_g128", "bf16", "mxfp4")
         return quantize_activation(x, "bf16" if floats else "int8_g128" if self.x_groups else "int8", 0)
 
-    def launches(self, spec: gpu.KernelSpec, x: list[Tensor], out: Tensor, capability: int) -> list[Launch]:
-        """One launch for each copy of the weight, all writing `out` [M, N]."""
+    def launches(
+        self,
+        spec: gpu.KernelSpec,
+        x: list[Tensor],
+        out: Tensor,
+        capability: int,
+        more: Mapping[str, Tensor] | None = None,
+    ) -> list[Launch]:
+        """One launch for each copy of the weight, all writing `out` [M, N]; `more` are other arguments by name."""
         tokens = x[0].shape[0]
-        given: dict[str, Any] = {"x": x[0], "out": out, "M": tokens, **self._workspace(spec, tokens)}
+        given: dict[str, Any] = {"x": x[0], "out": out, "M": tokens, **self._workspace(spec, tokens), **(more or {})}
         if len(x) > 1:
             given.update(x_scale=x[1], x_sum=x[2])
         kernel, grid = gpu.kernel(spec), spec.grid(tokens)

@@ -86,7 +86,7 @@ def prompt_rate(executor: CudaExecutor, length: int) -> float:
 
 def measure(recipe: str, folder: Path, kernels: bool) -> dict[str, Any]:
     """Of one recipe."""
-    opened = open_random(recipe, folder, 3 * PROMPTS[-1], PROMPTS[-1])
+    opened = open_random(recipe, folder, 6 * PROMPTS[-1], PROMPTS[-1])  # for mixed steps' rings, too
     executor = opened.target
     found: dict[str, Any] = {
         "steps_ms": {context: 1e3 * step_seconds(executor, context) for context in CONTEXTS},

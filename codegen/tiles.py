@@ -1,8 +1,9 @@
 """Tile selection for a GEMM weight, by target, format, class of M and shape; the tuned tiles are in tile_table.py.
 
-All tiles were tuned on an H200. Other NVIDIA targets use the same ones, without programmatic dependent launch before
-sm_90. Where a tile that overlaps unpacking with the tensor cores does not divide the weight, or off sm_90,
-`without_unpack_k` replaces it. Where accumulators are floats, the choice depends on the class of M, never on M itself.
+All tiles were tuned on an H200, those of bf16 and of parts of K in turn with a large M on an H100. Other NVIDIA targets
+use the same ones, without programmatic dependent launch before sm_90. Where a tile that overlaps unpacking with the
+tensor cores does not divide the weight, or off sm_90, `without_unpack_k` replaces it. Where accumulators are floats,
+the choice depends on the class of M, never on M itself.
 
 docs/gpu_kernels.md lists what else was tried.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 from qcompile.codegen.gpu_attention import AttentionSpec, GpuKV
@@ -134,9 +136,7 @@ def choose_batch_invariant(format: str, n: int, k: int, tokens: int, capability:
         if gemv and KernelSpec(format, n, k, gemv, width=n).part_starts != starts:
             gemv = None
         return gemv or choose_batch_invariant(format, n, k, WS_MIN_TOKENS, capability)
-    faster = [_copied_tile(n, k, tokens, parts)] if format == "bf16" else []
-    faster += [_serial_k_tile(format, n, k, tokens, parts)] if parts > 1 else []
-    for found in faster if capability == 90 else ():
+    for found in _large_m_tiles(format, n, k, tokens, parts) if capability == 90 else ():
         if found is not None and KernelSpec(format, n, k, found, width=n).part_starts == starts:
             return found
     rows = tile.rows if tile.rows % 64 == 0 and decode.rows % 64 == 0 else 64 if n % 64 == 0 else 32
@@ -149,19 +149,43 @@ def choose_batch_invariant(format: str, n: int, k: int, tokens: int, capability:
     raise UnsupportedError(f"weight [{n}, {k}] in {format} has no tile for {tokens} rows with K in {parts} parts")
 
 
+def _large_m_tiles(format: str, n: int, k: int, tokens: int, parts: int) -> Iterator[Tile | None]:
+    """Tiles that are faster than the decode class's with a large M if K has so many parts, the fastest first."""
+    if tokens > 128 and n % 128 == 0:
+        tokens = min(1 << (tokens - 1).bit_length(), 512)  # the largest of its class
+        if format == "bf16":
+            yield _copied_tile(n, k, tokens, parts)
+        elif format in BF16_UNPACK_FORMATS and parts > 1:
+            yield from _unpacked_in_turn(format, n, k, tokens, parts)
+    if parts > 1:
+        yield _serial_k_tile(format, n, k, tokens, parts)
+
+
 def _copied_tile(n: int, k: int, tokens: int, parts: int) -> Tile | None:
-    """A tile of bf16 weights whose operands are copied while the tensor cores multiply, for more than 128 rows.
+    """A tile of bf16 weights whose operands are copied while the tensor cores multiply.
 
     None where programs would be too few, even if the last tiles are halved. Found on an H100 (docs/gpu_kernels.md).
     """
-    tokens = min(1 << (tokens - 1).bit_length(), 512)  # the largest of its class
-    quarters = n // 128 * (tokens // 128)
+    programs = n // 128 * (tokens // 128)
     stages = min(k // 64 // parts, 7)
-    if tokens <= 128 or 2 * quarters < 100 or n % 128 or stages < 3:
+    if 2 * programs < 100 or stages < 3:
         return None
     small = Tile(128, 128, warps=8, stages=stages, unpack_k=64, serial_k=parts, persistent=True)
-    large = Tile(256, 128, warps=8, stages=min(stages, 4), unpack_k=64, persistent=quarters > 4 * MULTIPROCESSORS)
-    return fit_tile("bf16", n, k, large if parts == 1 and quarters >= 200 else small, 90)
+    large = Tile(256, 128, warps=8, stages=min(stages, 4), unpack_k=64, persistent=programs > 4 * MULTIPROCESSORS)
+    return fit_tile("bf16", n, k, large if parts == 1 and programs >= 200 else small, 90)
+
+
+def _unpacked_in_turn(format: str, n: int, k: int, tokens: int, parts: int) -> Iterator[Tile | None]:
+    """Tiles whose programs unpack the parts of K one after the other, of as many blocks a step as divide the parts.
+
+    None where programs would be too few. Found on an H100 (docs/gpu_kernels.md).
+    """
+    programs = n // 128 * (tokens // 128)
+    persistent = programs > MULTIPROCESSORS  # the last tiles are halved; otherwise PDL is worth more
+    tile = Tile(128, 128, warps=8, stages=1, serial_k=parts, persistent=persistent)
+    tile = replace(tile, unpack_k=32 if format == "mxfp4" else 16, prefetch_bytes=0 if persistent else 128)
+    for unroll in (4, 2) if format == "mxfp4" else (2, 1):
+        yield fit_tile(format, n, k, replace(tile, unroll=unroll), 90) if programs >= 96 else None
 
 
 def _serial_k_tile(format: str, n: int, k: int, tokens: int, parts: int) -> Tile | None:
@@ -178,7 +202,6 @@ def _serial_k_tile(format: str, n: int, k: int, tokens: int, parts: int) -> Tile
     elif format in BF16_UNPACK_FORMATS:
         rows, warps = (64, 4) if tokens <= 128 else (128, 8)
         tile = Tile(64, rows, warps=warps, stages=3, prefetch_bytes=128)
-        tile = tile if tokens <= 256 else Tile(128, 128, warps=8, stages=2, prefetch_bytes=128)
     else:
         tile = (
             Tile(64, 128, warps=8, stages=6) if tokens <= 256 else Tile(128, 128, warps=8, stages=6, token_halves=True)

@@ -161,7 +161,9 @@ class KernelSpec:
         """Whether there is a serial_k kernel for the tile."""
         pipelined = not self.tile.unpack_k and not self.mixed and self.format != "mxfp4_a8"  # by Triton
         whole = self.tile.split_k == self.tile.sliced_k == 1 and not self.gemv and not self.experts
-        return self.float_sum and whole and (pipelined or self.warp_specialized or self.format == "bf16")
+        small = self.tile.rows * self.tile.tokens <= 2**14 and self.tile.warps == 8
+        overlapped = self.tile.unpack_k in (16, 32, 64) and small  # registers hold sums of the parts before, too
+        return self.float_sum and whole and (pipelined or self.warp_specialized or overlapped)
 
     def _is_unpack_k_supported(self) -> bool:
         """Whether a kernel that overlaps unpacking with MMAs (unpack_k) supports the tile."""
@@ -182,15 +184,14 @@ class KernelSpec:
             return tile.unpack_k == 64 and self._is_copied_tile()
         divides = tile.unpack_k in (16, 32, 64) and self.row_items % tile.unpack_k == 0
         divides = divides and self.block * tile.unroll >= 256 and tile.tokens >= MMA_MIN_TOKENS
-        large = tile.tokens == 256 and tile.split_k == 1 and not tile.prefetch_bytes
+        large = tile.tokens in (128, 256) and tile.split_k == 1 and not tile.prefetch_bytes
         fits = tile.stages == 1 and (large or not tile.persistent)
         return divides and fits and self.format in BF16_UNPACK_FORMATS
 
     def _is_copied_tile(self) -> bool:
         """Whether two warp groups of the kernel for weights that need no unpacking have registers for the tile."""
         tile = self.tile
-        most = 2**14 if tile.serial_k > 1 else 2**15  # with sums of the parts before
-        shape = tile.warps == 8 and tile.tokens in (128, 256) and tile.rows * tile.tokens <= most
+        shape = tile.warps == 8 and tile.tokens in (128, 256) and tile.rows * tile.tokens <= 2**15
         alone = tile.split_k == 1 and not tile.prefetch_bytes
         return shape and tile.unroll == 1 and 3 <= tile.stages <= self.part_blocks and (alone or not tile.persistent)
 

@@ -130,13 +130,16 @@ OVERLAPPED = {
     "less": Tile(256, 128, warps=8, stages=1, unpack_k=16),
     "split": Tile(64, 64, split_k=2, stages=1, unpack_k=32, prefetch_bytes=128),
     "persistent": Tile(256, 128, warps=8, stages=1, unpack_k=16, persistent=True),
+    "parts in turn": Tile(128, 128, warps=8, stages=1, unpack_k=32, serial_k=2, persistent=True),
 }
 
 
 @pytest.mark.parametrize("tile", OVERLAPPED)
 @pytest.mark.parametrize("format", BF16_UNPACK_FORMATS)
 def test_products_that_overlap_unpacking(format: str, tile: str) -> None:
-    one, cut = Weight(format, 128, 1024), replace(OVERLAPPED[tile], unroll=2 if format == "mxfp4" else 1)
+    # Parts in turn are unequally long.
+    k, unroll = 1280 if "parts" in tile else 1024, 2 if format == "mxfp4" else 1
+    one, cut = Weight(format, 128, k), replace(OVERLAPPED[tile], unroll=unroll)
     check(one, one.spec(cut, bias=True, residual=True))
     check(one, one.spec(cut, gated="silu", width=64), 3)
 

@@ -197,6 +197,7 @@ def test_compiles_ahead_of_time(format: str, capability: int) -> None:
 
 
 OVERLAPPED_PERSISTENT = Tile(256, 128, 1, 1, 1, 8, 1, unpack_k=16, persistent=True)
+IN_TURN = Tile(128, 128, warps=8, stages=1, unpack_k=32, serial_k=4)
 COPIED = Tile(256, 128, warps=8, stages=4, unpack_k=64)
 OVERLAPPED = (
     KernelSpec(
@@ -209,6 +210,11 @@ OVERLAPPED = (
     KernelSpec("w4_asym_g128", 5120, 5120, Tile(64, 64, 1, 4, 1, 4, 1, unpack_k=32), bias=True),
     KernelSpec("w4_asym_g128", 28672, 4096, OVERLAPPED_PERSISTENT, gated="silu", width=14336),
     KernelSpec("mxfp4", 14336, 4096, replace(OVERLAPPED_PERSISTENT, unroll=2), residual=True, bias=True),
+    KernelSpec("w4_asym_g128", 6144, 4096, replace(IN_TURN, unroll=2, unpack_k=16, persistent=True), bias=True),
+    KernelSpec(
+        "w4_asym_g128", 4096, 11008, replace(IN_TURN, unpack_k=16, prefetch_bytes=128), residual=True, out="f32"
+    ),
+    KernelSpec("mxfp4", 4096, 14336, replace(IN_TURN, unroll=4, prefetch_bytes=128), residual=True, out="f32"),
     KernelSpec("bf16", 28672, 4096, replace(COPIED, persistent=True), gated="silu", width=14336, out="f32"),
     KernelSpec("bf16", 4096, 11008, replace(COPIED, prefetch_bytes=128, split_k=4), width=4090),
     KernelSpec("bf16", 6144, 4096, replace(COPIED, tokens=128, serial_k=2, stages=7), bias=True),
