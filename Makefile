@@ -17,7 +17,7 @@ demo: $(VENV)/.installed
 	  $(BIN)/qcompile run $(DEMO) --prompt - --max-tokens 96
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
