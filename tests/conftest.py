@@ -25,7 +25,7 @@ test_cpu_step test_speculation test_gpu_step test_gpu_prompts test_raise_routing
 test_every_recipe test_raise test_gpu_penalties test_export test_variations test_hier_cache test_gpu_split_k
 test_own_models test_stored_groups test_engine test_recipes test_gpu_sample test_gpu_attention test_batches test_cli
 test_calibrated_families test_gpu_speculation test_gpu_report test_families test_exact test_triton_gemm
-""".split()
+"""
 """Files that take more than 20 s, the slowest first."""
 MadeOnce = Callable[[str, Callable[[Path], object]], Path]
 
@@ -42,7 +42,7 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take long begin first: processes that share the tests, by files, then end at about the same time."""
-    place = {name: at for at, name in enumerate(SLOWEST)}
+    place = {name: at for at, name in enumerate(SLOWEST.split())}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
