@@ -6,6 +6,8 @@ from benchmarks.mutation_list import Mutation
 
 GPU_PENALTIES, GPU_REPORTS = "tests/codegen/test_gpu_penalties.py", "tests/codegen/test_gpu_report.py"
 GLUON = "tests/codegen/test_gluon.py"
+OVERLAPPED = "codegen/templates/triton/gemm_overlapped.py.jinja"
+GPU_PROMPTS = "tests/codegen/test_gpu_prompts.py"
 WARP_GROUPS = "codegen/templates/triton/attention_warp_specialized.py.jinja"
 
 GPU_MUTATIONS = (
@@ -92,5 +94,47 @@ GPU_MUTATIONS = (
         "acc = warpgroup_mma(q{{ plane }}, x_t",
         "acc = warpgroup_mma(q{{ [plane - 1, 0] | max }}, x_t",
         f"{GLUON} -k of_warp_groups",
+    ),
+    Mutation(
+        "a chunk's copies go to the buffer that the tensor cores read",
+        OVERLAPPED,
+        "done = tl.where(slot == 0, {{ slots - 1 }}, slot - 1)",
+        "done = slot",
+        f"{GLUON} -k overlap_copies",
+    ),
+    Mutation(
+        "the last part of K is left out of the sum",
+        OVERLAPPED,
+        "total = tl.where(serial_part == 0, acc, total + acc)",
+        "total = tl.where(serial_part < {{ tile.serial_k - 1 }}, acc, total)",
+        f"{GLUON} -k overlap",
+    ),
+    Mutation(
+        "half of a last tile is that of the one before",
+        OVERLAPPED,
+        "later % 2 * (TOKENS // 2)",
+        "0",
+        f"{GLUON} -k halved",
+    ),
+    Mutation(
+        "prompts are given the pages of the sequences that decode in front of them",
+        "codegen/gpu_plan.py",
+        '"block_table": ["input", "block_table", "decoding", "table_stride"],',
+        '"block_table": ["input", "block_table"],',
+        f"{GPU_PROMPTS} -k decoding_beside",
+    ),
+    Mutation(
+        "no group is rounded for sequences that decode beside a prompt",
+        "codegen/gpu_plan.py",
+        'yield Launch(c.name, "decoding_tokens", tuple(every))',
+        'yield Launch(c.name, "decode_tokens", tuple(every))',
+        f"{GPU_PROMPTS} -k decoding_beside",
+    ),
+    Mutation(
+        "a launch that is kept does not learn where the prompts' pages begin now",
+        "runtime/cuda.py",
+        'return space == "count" or (space == "input" and bool(offset))',
+        'return space == "count"',
+        f"{GPU_PROMPTS} -k decoding_beside",
     ),
 )

@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import numpy as np
-
 from qcompile.artifact import MANIFEST, read_manifest, state
 from qcompile.errors import ArtifactError, LongPromptError, OverflowedError, UsageError, shown
 from qcompile.manifest import check_manifest
+from qcompile.runtime.arguments import Params, Prompt, Prompts, are_tokens, as_list, params_for, plain, token_rows
 from qcompile.runtime.blocks import BlockPool
 from qcompile.runtime.cpu_load import open_cpu
 from qcompile.runtime.engine import Engine
@@ -31,10 +30,6 @@ from qcompile.runtime.tokenizer import encode, load_tokenizer
 if TYPE_CHECKING:
     import torch
     from tokenizers import Tokenizer
-
-Prompt = str | Sequence[int]
-Prompts = Prompt | Sequence[Prompt]
-Params = SamplingParams | Sequence[SamplingParams] | None
 
 MAX_BATCH = 16
 
@@ -186,7 +181,7 @@ class LLM:
         self.engine = Engine(executor, pool, tokenizer, model["eos_token_ids"], max_batch, speculator)
         self._owner: dict[int, tuple[_Run, int]] = {}  # by request id
         self._lock = threading.RLock()  # see `_exclusive`
-        self._locked = False
+        self._locked = self._lent = False
         self._process = os.getpid()
         self._ended: list[_Run] = []  # their requests are to be cancelled
         self._keep = keep
@@ -239,8 +234,8 @@ class LLM:
         self, prompts: Any, params: Params, options: dict[str, Any]
     ) -> tuple[list[tuple[Prompt, list[int]]], list[SamplingParams]]:
         """The prompts with their tokens, and the parameters of each. Raises UsageError if anything is malformed."""
-        listed = _as_list(prompts)
-        params_of_each = _params_for(len(listed), params, options)
+        listed = as_list(prompts)
+        params_of_each = params_for(len(listed), params, options)
         for one in params_of_each:
             self.check(one)
         pairs = zip(listed, params_of_each, strict=True)
@@ -273,9 +268,19 @@ class LLM:
                     yield output
         finally:
             self._ended.append(run)
-            if not self._forked:
+            if not (self._forked or self._lent):
                 with self._exclusive():
                     pass
+
+    def lend(self, lent: bool = True) -> None:
+        """Let one thread of a server step the engine from now on, or no longer. Meanwhile all other use is refused.
+
+        Raises UsageError while requests are unfinished: the server's steps would take their outputs.
+        """
+        with self._exclusive() if lent else self._lock:
+            if lent and self.engine.busy:
+                raise UsageError("the model has unfinished requests: serve it when they have ended")
+            self._lent = lent
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -289,6 +294,8 @@ class LLM:
                 "the model was loaded before the process forked, and threads do not come along: load it here"
             )
         with self._lock:
+            if self._lent:
+                raise UsageError("a server uses this model: ask the server, or end it first")
             if self._locked:
                 yield
                 return
@@ -338,7 +345,7 @@ class LLM:
             tokens = encode(self._tokenizer(), prompt, special)
             if not tokens:
                 raise UsageError("the prompt has no tokens: give other text")
-        elif isinstance(listed := _plain(prompt), Sequence) and not isinstance(listed, bytes) and _are_tokens(listed):
+        elif isinstance(listed := plain(prompt), Sequence) and not isinstance(listed, bytes) and are_tokens(listed):
             tokens = [int(token) for token in listed]
             if not tokens:
                 raise UsageError("the prompt is empty: give at least one token")
@@ -381,7 +388,7 @@ class LLM:
         """
         import torch
 
-        rows = _token_rows(token_ids)
+        rows = token_rows(token_ids)
         for row in rows:
             self._check_range(row)
         if len(rows[0]) > self.context:
@@ -436,60 +443,3 @@ def _close_all(target: StepExecutor, speculator: Drafter | None) -> None:
     if speculator:
         speculator.close()
     target.close()
-
-
-def _as_list(prompts: Prompts) -> list[Prompt]:
-    """One prompt or several, as a list."""
-    if isinstance(prompts, str):
-        return [prompts]
-    prompts = _plain(prompts)
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise UsageError(f"prompts must be a text or a list, not {type(prompts).__name__}")
-    if not prompts:
-        raise UsageError("no prompt given: give at least one")
-    if _are_tokens(prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _plain(value: Any) -> Any:
-    """An array or a tensor as a list, anything else unchanged."""
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _are_tokens(values: Sequence[Any]) -> bool:
-    """Whether all are integers, Python's or numpy's."""
-    return all(type(value) is int or isinstance(value, np.integer) for value in values)
-
-
-def _params_for(count: int, params: Params, options: dict[str, Any]) -> list[SamplingParams]:
-    """The sampling parameters of each of `count` prompts."""
-    if options:
-        if params is not None:
-            raise UsageError("give SamplingParams or keywords, not both")
-        unknown = [name for name in options if name not in SamplingParams.__dataclass_fields__]
-        if unknown:
-            raise UsageError(f"unknown sampling option {unknown[0]!r}")
-        params = SamplingParams(**options)
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
-        raise UsageError("params must be SamplingParams, or a list of them")
-    if len(params) != count:
-        raise UsageError(f"{len(params)} SamplingParams for {count} prompts: give one, or one for each")
-    return list(params)
-
-
-def _token_rows(token_ids: Any) -> list[list[int]]:
-    """Token numbers [batch, tokens] of any type, as lists of equal length."""
-    try:
-        rows = [list(_plain(row)) for row in _plain(token_ids)]
-    except TypeError:
-        raise UsageError("token_ids must be [batch, tokens]: a list of lists of token numbers") from None
-    if not rows or not rows[0]:
-        raise UsageError("token_ids is empty: give at least one token")
-    if any(len(row) != len(rows[0]) for row in rows):
-        raise UsageError("token_ids must have rows of one length")
-    if not all(map(_are_tokens, rows)):
-        raise UsageError("token_ids must be whole numbers")
-    return rows

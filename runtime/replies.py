@@ -11,7 +11,7 @@ from typing import Any
 
 from qcompile.errors import QCompileError
 from qcompile.runtime import api
-from qcompile.runtime.llm import Prompt
+from qcompile.runtime.arguments import Prompt
 from qcompile.runtime.outputs import CompletionOutput, RequestOutput
 from qcompile.runtime.service import Answer
 

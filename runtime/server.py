@@ -21,8 +21,9 @@ from starlette.exceptions import HTTPException
 
 from qcompile.errors import LongPromptError, OverflowedError, QCompileError, ResourceError, UsageError, shown
 from qcompile.runtime import api
+from qcompile.runtime.arguments import Prompt
 from qcompile.runtime.chat import Render
-from qcompile.runtime.llm import LLM, Prompt
+from qcompile.runtime.llm import LLM
 from qcompile.runtime.metrics import Metrics
 from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.replies import ChatReply, CompletionReply, Echo, Reply

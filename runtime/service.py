@@ -58,7 +58,7 @@ class Job:
 
 
 class Service:
-    """Serves `llm` to many callers at once. Until `close`, `llm` must not be used otherwise.
+    """Serves `llm` to many callers at once. Until the thread has ended, `llm` refuses to be used otherwise.
 
     max_waiting: most samples that may wait to run.
     """
@@ -74,6 +74,7 @@ class Service:
         self._jobs: dict[Job, int] = {}  # unfinished jobs, with their numbers of samples
         self._commands: SimpleQueue[tuple[Callable[[Job], None], Job] | None] = SimpleQueue()
         self._owner: dict[int, tuple[Job, Group]] = {}  # by request id
+        llm.lend()
         self._thread = threading.Thread(target=self._run, name="qcompile-engine", daemon=True)
         self._thread.start()
 
@@ -139,6 +140,7 @@ class Service:
         except BaseException as error:
             self.failure = error
             self.failed(error)
+        self.llm.lend(False)
         self.ended = True
         for job in list(self._jobs):
             job.wake()

@@ -95,6 +95,13 @@ def llm(tiny_artifact: Build) -> Iterator[LLM]:
         yield opened
 
 
+@pytest.fixture
+def another(tiny_artifact: Build) -> Iterator[LLM]:
+    """One that the server of `client` does not use."""
+    with qcompile.load(tiny_artifact("w4a8"), threads=1, max_batch=4) as opened:
+        yield opened
+
+
 @pytest.fixture(scope="module")
 def alone(llm: LLM) -> list[str]:
     """What the model says to each prompt without a server."""
@@ -369,16 +376,16 @@ def test_metrics_count(client: Client) -> None:
     assert value("qcompile_running_samples") == value("qcompile_waiting_samples") == 0
 
 
-def test_usage_and_metrics_tell_what_was_cached(llm: LLM) -> None:
+def test_usage_and_metrics_tell_what_was_cached(another: LLM) -> None:
     prompt = [7, 8, 9] * 50
-    with serving(llm) as client:
+    with serving(another) as client:
         cached = [client.complete(prompt)["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)]
         counted = client.open("/metrics").read().decode()
     assert cached == [0, 128] and "qcompile_cached_prompt_tokens_total 128.0" in counted
 
 
-def test_a_key_may_be_of_any_letters(llm: LLM) -> None:
-    with serving(llm, api_key="ключ") as client:
+def test_a_key_may_be_of_any_letters(another: LLM) -> None:
+    with serving(another, api_key="ключ") as client:
         assert client.ask("/v1/models", Authorization="Bearer ключ".encode())[0] == 200  # type: ignore[arg-type]
         assert "API key" in client.refused(401, {"prompt": "x"}, Authorization="Bearer kljutsch")
 
@@ -401,8 +408,8 @@ def test_stop_texts_need_a_tokenizer(tiny_artifact: Build) -> None:
             assert client.complete([1, 2])["usage"]["completion_tokens"] == 24
 
 
-def test_a_key_is_asked_for(llm: LLM) -> None:
-    with serving(llm, api_key="geheim") as client:
+def test_a_key_is_asked_for(another: LLM) -> None:
+    with serving(another, api_key="geheim") as client:
         assert "API key" in client.refused(401, {"prompt": "x"})
         assert "API key" in client.refused(401, {"prompt": "x"}, Authorization="Bearer wrong")
         for scheme in ("Bearer ", "bearer  ", ""):

@@ -100,8 +100,8 @@ def test_what_can_be_read_has_a_head(client: Client) -> None:
         assert response.status == 200 and response.read() == b"" and int(response.headers["content-length"]) > 0
 
 
-def test_the_key_is_asked_for_before_a_request_is_read(llm: LLM) -> None:
-    with serving(llm, api_key="geheim") as guarded:
+def test_the_key_is_asked_for_before_a_request_is_read() -> None:
+    with fake_llm(tokenizer=byte_tokenizer()) as llm, serving(llm, api_key="geheim") as guarded:
         for body in (b"{", {"prompt": "x" * (3 << 20)}, {"nothing": 1}):
             response = guarded.open("/v1/completions", body)
             assert response.status == 401 and response.headers["www-authenticate"] == "Bearer"

@@ -23,6 +23,12 @@ def client(executors: None) -> Iterator[Client]:
         yield found
 
 
+def alone(prompt: str | list[int], count: int) -> list[int]:
+    """The model's next tokens, without a server."""
+    with fake_llm(tokenizer=byte_tokenizer(), pages=200) as llm:
+        return llm.generate([prompt], temperature=0, max_tokens=count, ignore_eos=True)[0].outputs[0].token_ids
+
+
 def tokens_of(client: Client, text: str) -> list[int]:
     return client.service.llm.encode(text)
 
@@ -141,9 +147,9 @@ def test_biases(client: Client) -> None:
     assert only == client.service.llm.decode([70]) * 5
     body = {"messages": [{"role": "user", "content": PROMPT}], "logit_bias": {"70": 100}, "max_tokens": 5}
     assert client.ask("/v1/chat/completions", body)[1]["choices"][0]["message"]["content"] == only
-    plain = client.service.llm.generate([PROMPT], temperature=0, max_tokens=1)[0].outputs[0]
-    banned = client.complete(PROMPT, max_tokens=1, logit_bias={str(plain.token_ids[0]): -100})
-    assert banned["choices"][0]["text"] != plain.text
+    (plain,) = alone(PROMPT, 1)
+    banned = client.complete(PROMPT, max_tokens=1, logit_bias={str(plain): -100})
+    assert banned["choices"][0]["text"] != client.service.llm.decode([plain])
 
 
 def parsed(outputs: Any, ctxlens: list[int]) -> list[tuple[float, bool]]:
@@ -161,9 +167,7 @@ def parsed(outputs: Any, ctxlens: list[int]) -> list[tuple[float, bool]]:
 def test_an_evaluation_reads_continuations(client: Client) -> None:
     """Whether each is what the model would say, and how probable it is."""
     context = tokens_of(client, "one two three")
-    likely = (
-        client.service.llm.generate([context], temperature=0, max_tokens=4, ignore_eos=True)[0].outputs[0].token_ids
-    )
+    likely = alone(context, 4)
     prompts = [context + likely, [*context, *likely[:3], likely[3] % 200 + 1]]
     body = {"prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
     status, outputs = client.ask("/v1/completions", {"model": "tiny"} | body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,6 +53,27 @@ def held_after_a_step(service: Service) -> Iterator[threading.Event]:
             yield made
         finally:
             go.set()
+
+
+def test_a_model_that_is_served_refuses_other_use() -> None:
+    """Steps of the server's would take the outputs, and `generate` would wait for ever."""
+    with opened(4, 4) as (service, llm):
+        for use in (lambda: llm.generate([[1, 2]]), lambda: llm.logits([[1, 2]]), llm.close, lambda: Service(llm, 4)):
+            with pytest.raises(UsageError, match="a server uses this model"):
+                use()
+        with pytest.raises(UsageError, match="a server uses this model"):
+            next(llm.stream([[1, 2]]))
+        service.close()
+        assert llm.generate([[1, 2]], params(3))[0].finished
+        running = llm.stream([[1, 2]], params(9))
+        next(running)
+        with pytest.raises(UsageError, match="unfinished requests"):
+            Service(llm, 4)
+        assert list(running)[-1].finished
+        last = llm.stream([[1, 2]], params(1))
+        assert next(last).finished
+        with contextlib.closing(Service(llm, 4)):
+            assert list(last) == []  # a stream whose requests have ended ends beside a server
 
 
 async def all_of(answer: Answer) -> list[RequestOutput]:
