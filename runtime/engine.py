@@ -144,6 +144,7 @@ class Engine:
         started = self._start_clock(plan)
         rows = plan.rows()
         wait = self.executor.start(rows, plan.steps, self._draws(plan, rows))
+        self._note_gap(plan, time.monotonic())  # the executor waited until here
         self._flight = _Flight(plan, rows, wait, started)
         return True
 
@@ -209,9 +210,12 @@ class Engine:
         for request in plan.requests:
             if not request.metrics.first_scheduled_time:
                 request.metrics.first_scheduled_time = started
+        return started
+
+    def _note_gap(self, plan: Plan, started: float) -> None:
+        """Note how long the executor had nothing to do before a step that began at `started`."""
         if plan.decoding and self._ended:
             self._bursts.note_gap(len(plan.requests), started - self._ended)
-        return started
 
     def _run_now(self) -> list[Request]:
         """Run one step, and wait for it."""
@@ -220,6 +224,7 @@ class Engine:
         if plan is None:
             return []
         started = self._start_clock(plan)
+        self._note_gap(plan, started)
         if self.speculator and self.gamma:
             choice = self._choose_gamma(plan)
             gammas = self._gammas(plan, self.speculator, choice.gamma) if choice.gamma else []
@@ -455,9 +460,8 @@ class Engine:
         end_text(request)
         output.finish_reason = "stop" if output.stop_reason is not None and reason != "abort" else reason
         if self._flight and request in self._flight.plan.requests:
-            at = self._flight.plan.requests.index(
-                request
-            )  # what it computes in vain is in the pages that are freed now
+            # What it computes in vain is in the pages that are freed now.
+            at = self._flight.plan.requests.index(request)
             request.computed += len(self._flight.rows[at].tokens) * self._flight.plan.steps
         self.scheduler.release(request)
         if self.speculator:

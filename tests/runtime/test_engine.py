@@ -71,6 +71,23 @@ def test_gaps_between_calls_make_bursts_longer_within_limits() -> None:
     assert bursts.steps(2) == 24
 
 
+def test_what_a_start_takes_is_part_of_the_gap_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor has nothing to do until all is prepared."""
+    llm = fake_llm()
+    if not llm.executor.overlaps:
+        return
+    start, gaps = llm.executor.start, []
+
+    def slow(*given: Any) -> Any:
+        time.sleep(2e-3)
+        return start(*given)
+
+    monkeypatch.setattr(llm.executor, "start", slow)
+    monkeypatch.setattr(llm.engine._bursts, "note_gap", lambda batch, seconds: gaps.append(seconds))
+    llm.generate([[1, 2, 3]], temperature=0, max_tokens=40, ignore_eos=True)
+    assert len(gaps) >= 2 and min(gaps) >= 2e-3
+
+
 def test_an_executor_may_have_run_when_it_is_to_start() -> None:
     llm = fake_llm()
     llm.engine.overlaps = True
