@@ -11,6 +11,7 @@ import ctypes
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -173,31 +174,25 @@ class CudaExecutor:
         pages = [max(least, len(rows.pages)) for least, rows in zip(need, sequences, strict=True)]
         stride = min(max(power_of_two(max(pages)), MIN_PAGES), self._most_pages)
         lengths = [len(rows.tokens) for rows in sequences]
-        positions = (min(eighths(count), stride) * self.limits.page_tokens for count in pages)
-        splits = [-(-each // self.plan["split"]) for each in positions]
-        decoding, prompts = attention_work(self.plan, lengths, splits)
+        decoding, prompts = attention_work(self.plan, lengths, pages, lambda count: self._splits(count, stride))
+        starts = list(accumulate(lengths, initial=0))
+        ends = zip(sequences, starts[1:], strict=True)
+        values: dict[str, list[int]] = {
+            "counter": [0],
+            "token_ids": [token for rows in sequences for token in rows.tokens],
+            "positions": [rows.start + i for rows, count in zip(sequences, lengths, strict=True) for i in range(count)],
+            "row_sequence": [index for index, count in enumerate(lengths) for _ in range(count)],
+            "output_rows": [row for rows, end in ends for row in range(end - rows.outputs, end)],
+            "query_start": starts,
+            "prompt_start": starts[decoding.sequences :],
+        }
         host, offsets = self._host, self._input_offsets
-        at = outputs = 0
-        host[offsets["counter"]] = 0
-        host[offsets["query_start"]] = 0
-        for index, (rows, count) in enumerate(zip(sequences, lengths, strict=True)):
-            end = at + count
-            host[offsets["token_ids"] + at : offsets["token_ids"] + end] = rows.tokens
-            host[offsets["positions"] + at : offsets["positions"] + end] = range(rows.start, rows.start + count)
-            host[offsets["row_sequence"] + at : offsets["row_sequence"] + end] = [index] * count
-            first = offsets["block_table"] + index * stride
+        for name, items in values.items():
+            host[offsets[name] : offsets[name] + len(items)] = items
+        for first, rows, most in zip(range(offsets["block_table"], len(host), stride), sequences, need, strict=False):
             host[first : first + len(rows.pages)] = rows.pages
-            for entry in range(len(rows.pages), need[index]):
+            for entry in range(len(rows.pages), most):
                 host[first + entry] = self.kv_pages + (0 < self._ring_entries <= entry)
-            if rows.outputs:
-                first = offsets["output_rows"] + outputs
-                host[first : first + rows.outputs] = range(end - rows.outputs, end)
-                outputs += rows.outputs
-            at = end
-            host[offsets["query_start"] + index + 1] = at
-        first = offsets["query_start"] + decoding.sequences
-        starts = offsets["prompt_start"], offsets["prompt_start"] + prompts.sequences + 1
-        host[slice(*starts)] = host[first : first + prompts.sequences + 1]
         used = offsets["block_table"] + len(sequences) * stride
         self.driver.upload(self._inputs, self._host_address, 4 * used)
         if self._draws.lacks_room(draws):
@@ -205,14 +200,18 @@ class CudaExecutor:
             self._drop_graphs()  # graphs and launches hold the old address
             self._draws.grow(draws)
         return {
-            "tokens": at,
-            "outputs": outputs,
+            "tokens": starts[-1],
+            "outputs": len(values["output_rows"]),
             "sequences": len(sequences),
             "queries": max(lengths),
             "table_stride": stride,
-            **self._draws.send(draws, outputs),
+            **self._draws.send(draws, len(values["output_rows"])),
             **attention_counts(self.plan, decoding, prompts),
         }
+
+    def _splits(self, pages: int, stride: int) -> int:
+        """Attention splits of a context of so many pages."""
+        return -(-min(eighths(pages), stride) * self.limits.page_tokens // self.plan["split"])
 
     def prepare(
         self, launches: list[dict[str, Any]], counts: Counts, others: Mapping[tuple[str, str], int] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Counts = dict[str, int]
@@ -21,18 +21,18 @@ class AttentionWork(NamedTuple):
 
 
 def attention_work(
-    plan: Mapping[str, Any], lengths: Sequence[int], splits: Sequence[int]
+    plan: Mapping[str, Any], lengths: Sequence[int], pages: Sequence[int], splits: Callable[[int], int]
 ) -> tuple[AttentionWork, AttentionWork]:
-    """The work of the kernels for decoding and of those for prompts, for sequences of `lengths` rows over `splits`.
+    """The work of the kernels for decoding and of those for prompts, for sequences of `lengths` rows over `pages`.
 
-    Sequences of few rows at the beginning of a step, where schedulers put them, are decoded even if prompts follow;
-    kernels for prompts would take several times as long for them.
+    splits: how many a context of so many pages has. Sequences of few rows at the beginning of a step, where schedulers
+    put them, are decoded even if prompts follow: kernels for prompts would take several times as long for them.
     """
     decoding = next((i for i, count in enumerate(lengths) if count > plan["most_queries"]), len(lengths))
 
     def work(part: slice) -> AttentionWork:
         some = lengths[part]
-        return AttentionWork(max(splits[part]), sum(some), len(some), max(some)) if some else AttentionWork()
+        return AttentionWork(splits(max(pages[part])), sum(some), len(some), max(some)) if some else AttentionWork()
 
     return work(slice(decoding)), work(slice(decoding, None))
 

@@ -83,8 +83,8 @@ class Interpreter:
         self.inputs["logits"] = torch.full((len(wanted), self.vocab), math.nan)
         chosen = {"fine_splits": self.fine, "few_splits": self.few, "shares": self.shares, "near_splits": self.near}
         plan = self.plan.kv.choices | chosen
-        splits = [(c.start + len(c.tokens) - 1) // self.plan.split + 1 for c in chunks]
-        decoding, prompts = attention_work(plan, lengths, splits)
+        positions = [c.start + len(c.tokens) for c in chunks]
+        decoding, prompts = attention_work(plan, lengths, positions, lambda most: -(-most // self.plan.split))
         self.inputs["prompt_start"] = self.inputs["query_start"][decoding.sequences :].clone()
         return {
             "tokens": len(ids),

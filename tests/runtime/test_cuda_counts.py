@@ -43,13 +43,13 @@ def test_attention_of_prompts_goes_by_what_is_behind_them() -> None:
 
 
 def test_sequences_that_decode_have_kernels_of_their_own_beside_prompts() -> None:
-    work = attention_work(ATTENTION, [1, 16, 17, 3], [9, 2, 5, 40])
+    work = attention_work(ATTENTION, [1, 16, 17, 3], [90, 20, 50, 400], lambda pages: pages // 10)
     assert work == (AttentionWork(9, 17, 2, 16), AttentionWork(40, 20, 2, 17))  # those after a prompt are with it
     found = attention_counts(ATTENTION, *work)
     assert found["few"] == 16 and found["far"] == 20 and found["decoding"] == found["prompts"] == 2
     assert found["decoding_tokens"] == 17 and found["other_tokens"] == 37 and found["decode_tokens"] == 0
-    assert attention_work(ATTENTION, [1, 5], [9, 2]) == (AttentionWork(9, 6, 2, 5), AttentionWork())
-    assert attention_work(ATTENTION, [20], [9]) == (AttentionWork(), AttentionWork(9, 20, 1, 20))
+    assert attention_work(ATTENTION, [1, 5], [9, 2], abs) == (AttentionWork(9, 6, 2, 5), AttentionWork())
+    assert attention_work(ATTENTION, [20], [9], abs) == (AttentionWork(), AttentionWork(9, 20, 1, 20))
 
 
 def test_grids_are_for_eighths_of_a_power_of_two() -> None:
