@@ -119,15 +119,8 @@ GPU_MUTATIONS = (
     Mutation(
         "prompts are given the pages of the sequences that decode in front of them",
         "codegen/gpu_plan.py",
-        '"block_table": ["input", "block_table", "decoding", "table_stride"],',
-        '"block_table": ["input", "block_table"],',
-        f"{GPU_PROMPTS} -k decoding_beside",
-    ),
-    Mutation(
-        "no group is rounded for sequences that decode beside a prompt",
-        "codegen/gpu_plan.py",
-        'yield Launch(c.name, "decoding_tokens", tuple(every))',
-        'yield Launch(c.name, "decode_tokens", tuple(every))',
+        '["input", "block_table", "decoding", "table_stride"]',
+        '["input", "block_table"]',
         f"{GPU_PROMPTS} -k decoding_beside",
     ),
     Mutation(

@@ -18,8 +18,7 @@ plus] (the rounded quotient times `times`, plus `plus`). Counts:
 
     queries                     most rows of one sequence
     decoding, decoding_tokens   the first sequences, as far as they have few rows, for kernels that decode; their rows
-    prompts, prompt_tokens      the other sequences, and their rows
-    prompt_queries              most rows of one of them
+    prompts, prompt_queries     the other sequences, and most rows of one of them
     few, fine, coarse           one of them is the most rows of one of `decoding`, the others are 0: with little work,
                                 programs take a leaf each, `few` if all are resident at once, else `fine`
     near, far                   one of them is not 0 if there are prompts: `near` is `prompt_queries`, or `far` is their
