@@ -48,8 +48,8 @@ class Tile:
       the sums of a group of one half are scaled while the tensor cores compute the other.
 
     A `persistent` kernel has one program per multiprocessor, which loops over tiles of 128 by 128, or for bf16
-    activations of 256 tokens (bf16 weights: or 128), and copies the next tile's inputs while it stores this one's
-    outputs. With bf16 activations the last tiles are halved where they would leave most programs idle.
+    activations of 256 or 128 tokens, and copies the next tile's inputs while it stores this one's outputs. With bf16
+    activations the last tiles are halved where they would leave most programs idle.
     """
 
     tokens: int
