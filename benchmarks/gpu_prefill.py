@@ -2,13 +2,13 @@
 
     python benchmarks/gpu_prefill.py [out.json] [--recipes=qserve,w4a16,...] [--no-torch] [--kernels]
 
-`steps_ms` are milliseconds of a step of 512 rows, by the tokens of its sequence before it, and `prompts` the tokens per
-second of whole prompts by their length, from such steps at eight places of it. Torch's are those of transformers in
-bf16 with torch.compile, scaled dot product attention and the logits of the last token alone: a whole prompt in one
-forward pass. `mixed_ms` is a step of DECODING sequences, one row each, and a prompt of the rest of the 512 rows: with
-the decoding in front, as the scheduler has it, by attention kernels of its own, and behind the prompt, by the prompt's;
-and the same decoding and prompt as two steps. With --kernels the microseconds of each kernel of a step, and how often
-it runs, by context.
+`steps_ms` are milliseconds of a step of 512 rows without outputs, by the tokens of its sequence before it, and
+`prompts` the tokens per second of whole prompts by their length: such steps one after the other, queued as an engine
+queues them, until the first token is there. Torch's are those of transformers in bf16 with torch.compile, scaled dot
+product attention and the logits of the last token alone: a whole prompt in one forward pass. `mixed_ms` is a step of
+DECODING sequences, one row each, and a prompt of the rest of the 512 rows: with the decoding in front, as the
+scheduler has it, by attention kernels of its own, and behind the prompt, by the prompt's; and the same decoding and
+prompt as two steps. With --kernels the microseconds of each kernel of a step, and how often it runs, by context.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ DECODING, BEHIND = 63, (1024, 4096)
 """Sequences that decode in a mixed step, and the tokens behind them and behind the prompt."""
 
 
-def step_rows(executor: CudaExecutor, context: int) -> list[Rows]:
+def step_rows(executor: CudaExecutor, context: int, outputs: int = 0) -> list[Rows]:
     """A step of a prompt that has `context` tokens behind it."""
     pages = range(executor.limits.pages_for(context + ROWS))
-    return [Rows(list(range(100, 100 + ROWS)), context, pages, 1)]
+    return [Rows(list(range(100, 100 + ROWS)), context, pages, outputs)]
 
 
 def mixed_rows(executor: CudaExecutor) -> tuple[list[Rows], list[Rows]]:
@@ -78,10 +78,16 @@ def rows_seconds(executor: CudaExecutor, rows: list[Rows], repeats: int = 5) -> 
 
 
 def prompt_rate(executor: CudaExecutor, length: int) -> float:
-    """Tokens per second of a prompt: the mean of steps at the middle of each eighth of it (or all, if fewer)."""
-    steps = length // ROWS
-    places = range(steps) if steps <= 8 else [(2 * i + 1) * steps // 16 for i in range(8)]
-    return ROWS / statistics.mean(step_seconds(executor, ROWS * place, 3) for place in places)
+    """Tokens per second of a prompt of whole steps, until its first token."""
+    starts = range(0, length, ROWS)
+    steps = [step_rows(executor, start, int(start + ROWS == length)) for start in starts]
+    taken = []
+    for _ in range(4):
+        started = time.perf_counter()
+        waits = [executor.start(rows, 1) for rows in steps]
+        assert len(waits[-1]()) == 1
+        taken.append(time.perf_counter() - started)
+    return length / statistics.median(taken[1:])
 
 
 def measure(recipe: str, folder: Path, kernels: bool) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Runs:
     def alike(self, speculator: Any, gamma: int, some: list[Any]) -> tuple[list[list[int]], list[Any]]:
         """Tokens and what was drafted and kept, where calls have as many rounds whatever these take."""
         engine: Any = self.llm.engine
-        engine._burst = lambda batch: ALIKE
+        engine._bursts.steps = lambda batch: ALIKE
         try:
             return self(speculator, gamma, some)[:2]
         finally:

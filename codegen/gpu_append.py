@@ -1,9 +1,10 @@
 """GPU kernels that apply RoPE to queries and keys and append keys and values to the cache (layout: gpu_attention.py).
 
-Hierarchical cache: in a step of the decode class, AppendSpec writes to the ring, and the programs of a group's first
-row also round the group two before it. A longer step may have more groups than the ring. Its keys and values go through
-a staging buffer: AppendSpec writes them there, StagedSpec rounds groups, attention reads the step's own positions from
-the buffer and older ones from the ring, and only then StagedSpec copies the newest groups to the ring.
+Hierarchical cache: of sequences that decode, AppendSpec writes to the ring, and the programs of a group's first row
+also round the group two before it. A prompt's rows may have more groups than the ring. Its keys and values go through a
+staging buffer: AppendSpec writes them there, StagedSpec rounds groups, attention reads the step's own positions from
+the buffer and older ones from the ring, and only then StagedSpec copies the newest groups to the ring. In a step of
+both the prompts' rows come last, from `first_row` on.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ class AppendSpec:
         arguments += [Argument("center", "*fp32")] * self.centered
         for part, norm, *_ in self.norms:
             arguments += [Argument(f"{part}_{vector}", "*fp32") for vector in norm.vectors]
-        arguments += [Argument("table_stride", "i32")] * (not self.staged) + [Argument("M", "i32")] * (self.tokens > 1)
+        numbers = ["first_row" if self.staged else "table_stride"] + ["M"] * (self.tokens > 1)
+        arguments += [Argument(name, "i32") for name in numbers]
         # kv_hier and kv_hier4 differ only in what is read, so paths share this kernel.
         format = "staged" if self.staged else "kv_hier" if self.kv.hierarchical else self.kv.format
         name = f"append_{format}{f'_{self.tokens}' if self.tokens > 1 else ''}"
@@ -166,7 +168,8 @@ class StagedSpec:
         names = ("positions", "row_sequence", "query_start", "block_table")
         arguments = [*pages, Argument("staged", "*bf16")]
         arguments += [Argument(name, "*i32") for name in names if self.to_ring or name != "row_sequence"]
-        arguments += [Argument("table_stride", "i32")] + [Argument("M", "i32")] * self.to_ring
+        numbers = ["table_stride", *(("first_row", "M") if self.to_ring else ())]
+        arguments += [Argument(name, "i32") for name in numbers]
         name = "staged_to_ring" if self.to_ring else "round_staged"
         source = render_template(
             "staged_kv.py.jinja",

@@ -18,7 +18,8 @@ plus] (the rounded quotient times `times`, plus `plus`). Counts:
 
     queries                     most rows of one sequence
     decoding, decoding_tokens   the first sequences, as far as they have few rows, for kernels that decode; their rows
-    prompts, prompt_queries     the other sequences, and most rows of one of them
+    prompts, prompt_tokens      the other sequences, and their rows
+    prompt_queries              most rows of one of them
     few, fine, coarse           one of them is the most rows of one of `decoding`, the others are 0: with little work,
                                 programs take a leaf each, `few` if all are resident at once, else `fine`
     near, far                   one of them is not 0 if there are prompts: `near` is `prompt_queries`, or `far` is their
@@ -49,7 +50,7 @@ from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 
 MOST_ROWS = 512
 """Most rows of a step."""
-GPU_ABI = 19
+GPU_ABI = 20
 """Version of the plan format: a runtime refuses plans of another version."""
 TEXT_TOKENS = 1 << 12
 """Most tokens of a text that n-gram lookup searches; a power of two."""

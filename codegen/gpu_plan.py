@@ -46,6 +46,11 @@ ROUNDING = ((8, 4, 8), (0, 2, 0))
 """Most rows of a step (0: any number), AppendSpec.shares, and fewest programs per row and KV head."""
 QUANTIZE_PART, MIN_PART = 1024, 32
 """Most and fewest elements per program if several programs quantize one row: powers of two."""
+_OF_PROMPTS: dict[str, Ref] = {
+    "query_start": ["input", "prompt_start"],
+    "block_table": ["input", "block_table", "decoding", "table_stride"],
+}
+"""What kernels for the sequences behind those that decode are given."""
 _Shape = tuple[str, int, int]  # packing, N, K
 
 
@@ -372,7 +377,7 @@ class _Maker:
             for most, shares, each in ROUNDING:
                 one = replace(spec, shares=shares, rounding=each * spec.kv.heads)
                 every.append(self._append_variant(one, most, args))
-            yield Launch(c.name, "decode_tokens", tuple(every))
+            yield Launch(c.name, "decoding_tokens", tuple(every))
             yield from self._append_staged(c, replace(spec, staged=True), args)
         else:
             every = [self._append_variant(replace(spec, tokens=tokens), most, args) for most, tokens in APPENDED]
@@ -380,34 +385,35 @@ class _Maker:
 
     def _append_variant(self, spec: AppendSpec, most: int, args: dict[str, Ref]) -> Variant:
         """A variant for up to `most` rows: one program per head and spec.tokens tokens."""
-        each: Size = ["tokens", spec.tokens] if spec.tokens > 1 else "tokens"
+        rows = "prompt_tokens" if spec.staged else "decoding_tokens" if spec.rounds else "tokens"
+        each: Size = [rows, spec.tokens] if spec.tokens > 1 else rows
         return Variant(self.plan.add(spec.kernel(self.capability)), (each, spec.programs, 1), args, most)
 
     def _append_staged(self, c: p.RopeAppend, spec: AppendSpec, args: dict[str, Ref]) -> Iterator[Launch]:
-        """Appends in long steps: stages keys and values, as they may not all fit the ring, then rounds groups."""
+        """Appends of prompts: stages keys and values, as they may not all fit the ring, then rounds groups."""
         self.staged_layer = c.layer
         args = args | self._staged_args()
         every = [self._append_variant(replace(spec, tokens=tokens), most, args) for most, tokens in APPENDED]
-        yield Launch(f"{c.name}.fresh", "other_tokens", tuple(every))
+        yield Launch(f"{c.name}.fresh", "prompt_tokens", tuple(every))
         rounding = StagedSpec(spec.kv, to_ring=False)
-        grid: tuple[Size, Size, Size] = (["queries", HIER_GROUP], rounding.programs, "sequences")
-        variant = Variant(self.plan.add(rounding.kernel(self.capability)), grid, args)
-        yield Launch(f"{c.name}.round", "other_tokens", (variant,))
+        grid: tuple[Size, Size, Size] = (["prompt_queries", HIER_GROUP], rounding.programs, "prompts")
+        variant = Variant(self.plan.add(rounding.kernel(self.capability)), grid, args | _OF_PROMPTS)
+        yield Launch(f"{c.name}.round", "prompt_tokens", (variant,))
 
     def _copy_to_ring(self, c: p.Attention) -> Iterator[Launch]:
-        """After attention in long steps: copies the newest staged groups to the ring."""
+        """After attention of prompts: copies the newest staged groups to the ring."""
         if self.staged_layer != c.layer:
             raise UnsupportedError("attention over a hierarchical cache reads once what its layer has just appended")
         self.staged_layer, spec = None, StagedSpec(self.plan.kv, to_ring=True)
         args = {**self._step_args(c.layer), **self._staged_args(), "M": ["count", "tokens"]}
-        grid: tuple[Size, Size, Size] = (["tokens", spec.tokens], spec.programs, 1)
+        grid: tuple[Size, Size, Size] = (["prompt_tokens", spec.tokens], spec.programs, 1)
         variant = Variant(self.plan.add(spec.kernel(self.capability)), grid, args)
-        yield Launch(f"{c.name}.keep", "other_tokens", (variant,))
+        yield Launch(f"{c.name}.keep", "prompt_tokens", (variant,))
 
     def _staged_args(self) -> dict[str, Ref]:
         kv, names = self.plan.kv, ("row_sequence", "query_start")
         staged = self.plan.need("staged", MOST_ROWS * 4 * kv.heads * kv.dim)
-        return {"staged": staged, **{name: ["input", name] for name in names}}
+        return {"staged": staged, "first_row": ["count", "decoding_tokens"], **{n: ["input", n] for n in names}}
 
     def _attention(self, c: p.Attention) -> Iterator[Launch]:
         kv, stride = self.plan.kv, self.program.buffer(c.q).stride
@@ -424,11 +430,9 @@ class _Maker:
         if self.program.buffer(c.out).stride != c.heads * kv.dim:
             raise UnsupportedError(f"{c.heads} heads of {kv.dim} are not whole blocks")
         whole = replace(base, cut="whole")
-        of_prompts = {"query_start": ["input", "prompt_start"]}
-        of_prompts["block_table"] = ["input", "block_table", "decoding", "table_stride"]
         for work, specs in (("near", prefill_variants(whole)), ("far", far_variants(whole, self.plan.capability))):
             variants = [
-                Variant(self.plan.add(spec.kernel(self.capability)), spec.prompt_grid, args | of_prompts, most)
+                Variant(self.plan.add(spec.kernel(self.capability)), spec.prompt_grid, args | _OF_PROMPTS, most)
                 for most, spec in specs
             ]
             yield Launch(f"{c.name}.{work}", work, tuple(variants))

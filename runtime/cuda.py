@@ -34,7 +34,7 @@ from qcompile.runtime.executor import FloatArray, Limits, Rows
 from qcompile.runtime.outputs import MOST_DRAFTS
 from qcompile.runtime.sampling import Draws
 
-GPU_ABI = 19
+GPU_ABI = 20
 _MAX_GRAPHS = 64
 _MAX_DECODED = 1 << 16
 """Most tokens that `decode` leaves on the GPU before it reads them back."""
@@ -81,7 +81,8 @@ class CudaExecutor:
         self.reallocations = 0
         """How often memory that graphs point to was freed."""
         self._closed = False
-        self._host_address = self._tokens_address = 0
+        self._hosts = _HostInputs(driver), _HostInputs(driver)
+        self._turn, self._tokens_address = 0, 0
         self._waits: Callable[[], list[int]] | None = None  # for the tokens of what `start` has queued
         self._draws: CudaDraws | None = None
         try:
@@ -120,8 +121,8 @@ class CudaExecutor:
         self._input_offsets["block_table"] = header
         items = header + rows * self._most_pages
         self._inputs = self._allocate_owned(4 * items, "inputs")
-        self._host_address = self.driver.pinned(4 * items)
-        self._host: Any = (ctypes.c_int32 * items).from_address(self._host_address)
+        for host in self._hosts:
+            host.open(items)
         self._draws = CudaDraws(self.driver, rows)
         self._results = {
             name: self._allocate_owned(4 * n, "results") for name, n in (("argmax", rows), ("decoded", _MAX_DECODED))
@@ -186,7 +187,9 @@ class CudaExecutor:
             "query_start": starts,
             "prompt_start": starts[decoding.sequences :],
         }
-        host, offsets = self._host, self._input_offsets
+        self._turn = 1 - self._turn
+        inputs, offsets = self._hosts[self._turn], self._input_offsets
+        host = inputs.begin()
         for name, items in values.items():
             host[offsets[name] : offsets[name] + len(items)] = items
         for first, rows, most in zip(range(offsets["block_table"], len(host), stride), sequences, need, strict=False):
@@ -194,7 +197,7 @@ class CudaExecutor:
             for entry in range(len(rows.pages), most):
                 host[first + entry] = self.kv_pages + (0 < self._ring_entries <= entry)
         used = offsets["block_table"] + len(sequences) * stride
-        self.driver.upload(self._inputs, self._host_address, 4 * used)
+        inputs.send(self._inputs, used)
         if self._draws.lacks_room(draws):
             self.driver.synchronize()
             self._drop_graphs()  # graphs and launches hold the old address
@@ -337,7 +340,7 @@ class CudaExecutor:
         while len(found) < steps * counts["tokens"]:
             times = min(each, steps - len(found) // counts["tokens"])
             if found:  # reset the counter; the GPU has updated tokens and positions itself
-                self.driver.upload(self._inputs, self._host_address, 4)
+                self._hosts[self._turn].send(self._inputs, 1)
             self._run(counts, feed_back=True, times=times)
             total = times * counts["tokens"]
             self.driver.download(self._tokens_address, self._results["decoded"], 4 * total)
@@ -348,16 +351,21 @@ class CudaExecutor:
         return found
 
     def start(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> Callable[[], list[int]]:
-        """Queue `decode`, or with one step `step`. Returns a function that waits for its tokens."""
+        """Queue `decode`, or with one step `step`. Returns a function that waits for its tokens.
+
+        A step without outputs has none to wait for, so that the next may be queued while it runs.
+        """
         if steps * len(sequences) > _MAX_DECODED:
             found = self.decode(sequences, steps, draws)
             return lambda: found
-        burst = steps > 1
-        counts = self.fill(sequences, steps * burst, draws)
+        burst, without = steps > 1, not any(rows.outputs for rows in sequences)
+        # The memory of draws is not written while a step may read it.
+        counts = self.fill(sequences, steps * burst, () if without else draws)
         self._run(counts, feed_back=burst, times=steps)
         total = steps * counts["tokens"] if burst else counts["outputs"]
-        if total:
-            self.driver.download(self._tokens_address, self._results["decoded" if burst else "argmax"], 4 * total)
+        if without:
+            return list
+        self.driver.download(self._tokens_address, self._results["decoded" if burst else "argmax"], 4 * total)
         self.fetch_reports()
         tokens: list[int] | None = None
 
@@ -413,10 +421,42 @@ class CudaExecutor:
             self.driver.unload(module)
         if self._draws:
             self._draws.free()
-        if self._host_address:
-            self.driver.free_pinned(self._host_address)
+        for host in self._hosts:
+            host.free()
         if self._tokens_address:
             self.driver.free_pinned(self._tokens_address)
+
+
+class _HostInputs:
+    """Pinned memory for the inputs of a step: int32. A step may be queued while the one before it runs, so there are
+    two of these, which take turns."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver, self._address = driver, 0
+        self._sent: Any = None
+
+    def open(self, items: int) -> None:
+        """Allocate memory for so many numbers."""
+        self._sent = self._driver.event()
+        self._address = self._driver.pinned(4 * items)
+        self._numbers: Any = (ctypes.c_int32 * items).from_address(self._address)
+
+    def begin(self) -> Any:
+        """The numbers, after what was sent before is on the GPU."""
+        self._driver.wait_for(self._sent)
+        return self._numbers
+
+    def send(self, to: int, items: int) -> None:
+        """Queue a copy of the first numbers to the GPU."""
+        self._driver.upload(to, self._address, 4 * items)
+        self._driver.record(self._sent)
+
+    def free(self) -> None:
+        """Free the memory."""
+        if self._sent is not None:
+            self._driver.drop_event(self._sent)
+        if self._address:
+            self._driver.free_pinned(self._address)
 
 
 def _changes(ref: list[Any]) -> bool:

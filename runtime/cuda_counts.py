@@ -26,11 +26,9 @@ def attention_work(
     """The work of the kernels for decoding and of those for prompts, for sequences of `lengths` rows over `pages`.
 
     splits: how many a context of so many pages has. Sequences of few rows at the beginning of a step, where schedulers
-    put them, are decoded even if prompts follow: kernels for prompts would take several times as long for them. Over a
-    hierarchical cache all sequences of a step are of one kind, as its keys and values are either in the ring or staged.
+    put them, are decoded even if prompts follow: kernels for prompts would take several times as long for them.
     """
-    short = next((i for i, count in enumerate(lengths) if count > plan["most_queries"]), len(lengths))
-    decoding = 0 if plan["shared"] and short < len(lengths) else short
+    decoding = next((i for i, count in enumerate(lengths) if count > plan["most_queries"]), len(lengths))
 
     def work(part: slice) -> AttentionWork:
         some = lengths[part]
@@ -64,6 +62,7 @@ def attention_counts(plan: Mapping[str, Any], decoding: AttentionWork, prompts: 
         "decoding": decoding.sequences,
         "decoding_tokens": decoding.tokens,
         "prompts": prompts.sequences,
+        "prompt_tokens": prompts.tokens,
         "prompt_queries": prompts.queries,
         "decode_tokens": 0 if prompts.sequences else tokens,
         "other_tokens": tokens if prompts.sequences else 0,

@@ -240,7 +240,7 @@ class Driver:
         self.check(self.library.cuGraphExecDestroy(graph), "graph")
 
     def event(self) -> ctypes.c_void_p:
-        """A new event for timing."""
+        """A new event."""
         found = ctypes.c_void_p()
         self.check(self.library.cuEventCreate(ctypes.byref(found), 0), "event")
         return found
@@ -253,6 +253,10 @@ class Driver:
         """Record the time at this point of the stream; with `in_graph`, on each replay of the graph being captured."""
         flags = _RECORD_EXTERNAL if in_graph else 0
         self.check(self.library.cuEventRecordWithFlags(event, ctypes.c_void_p(self.stream), flags), "event")
+
+    def wait_for(self, event: ctypes.c_void_p) -> None:
+        """Wait until the stream has passed a recorded event; at once if it was never recorded."""
+        self.check(self.library.cuEventSynchronize(event), "step")
 
     def seconds_between(self, start: ctypes.c_void_p, end: ctypes.c_void_p) -> float:
         """Seconds between two recorded events."""

@@ -131,18 +131,23 @@ class Engine:
         a request that a stop text ends has computed some tokens in vain.
         """
         self._land()
-        flies = self.overlaps and not (self.speculator and self.gamma) and self._take_off()
+        flies = self.overlaps and self._take_off()
         gains, self._gains = self._gains, []
         told = [gain.request for gain in gains if self._tell(gain)]
         return told if flies else told + self._run_now()
 
     def _take_off(self) -> bool:
-        """Start the next step, and do not wait for it. False if there is none, or some of its tokens need logits."""
-        plan = self.scheduler.schedule(self._burst(len(self.scheduler.running)))
+        """Start the next step, and do not wait for it. False if there is none, or tokens need logits or have drafts."""
+        drafts, running = self.speculator and self.gamma, self.scheduler.running
+        if drafts and any(request.pending == 1 for request in running):
+            return False
+        plan = self.scheduler.schedule(1 if drafts else self._bursts.steps(len(running)))
         if plan is None or any(self._needs_logits(request, False) for request in plan.requests):
             return False
-        started = self._start_clock(plan)
         rows = plan.rows()
+        if drafts and any(row.outputs for row in rows):
+            return False
+        started = self._start_clock(plan)
         wait = self.executor.start(rows, plan.steps, self._draws(plan, rows))
         self._note_gap(plan, time.monotonic())  # the executor waited until here
         self._flight = _Flight(plan, rows, wait, started)
@@ -219,7 +224,7 @@ class Engine:
 
     def _run_now(self) -> list[Request]:
         """Run one step, and wait for it."""
-        burst = self._burst(len(self.scheduler.running))
+        burst = self._bursts.steps(len(self.scheduler.running))
         plan = self.scheduler.schedule(1 if self.speculator and self.gamma else burst)
         if plan is None:
             return []
@@ -278,7 +283,7 @@ class Engine:
     ) -> list[Request]:
         """Run as many rounds as a call should have (runtime/bursts.py) and have pages, at most `most`."""
         wanted = max(gammas) + 1
-        rounds = self._burst(-len(plan.requests))
+        rounds = self._bursts.steps(-len(plan.requests))
         tokens = self.scheduler.reserve(plan.requests, min(rounds, most or rounds) * wanted)
         rounds = max(1, tokens // wanted)
         ends = [
@@ -311,10 +316,6 @@ class Engine:
                 for index, draft in zip(chosen, propose([plan.requests[i] for i in chosen], each), strict=True):
                     drafts[index] = draft
         return drafts
-
-    def _burst(self, batch: int) -> int:
-        """Steps of one call for this many requests; for a negative number, rounds."""
-        return self._bursts.steps(batch)
 
     def _note_plain_steps(self, plan: Plan, steps: int, seconds: float) -> None:
         self._bursts.note_step(len(plan.requests), seconds / steps)
@@ -412,8 +413,7 @@ class Engine:
         """Record the log probability of a token of the request, and return the token. logits: [vocab]."""
         output = request.output
         if output.logprobs is not None:
-            found = logprobs_of(logits, token, request.params.logprobs or 0, self._spell)
-            output.add_logprobs([token], [found])
+            output.add_logprobs([token], [logprobs_of(logits, token, request.params.logprobs or 0, self._spell)])
         return token
 
     def _append_tokens(self, request: Request, tokens: list[int], now: float) -> _Gain:

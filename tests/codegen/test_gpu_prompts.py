@@ -75,16 +75,22 @@ def test_queries_as_rows_interpreted(way: str) -> None:
 
 
 def interpret_mixed_steps(recipe: str) -> None:
-    """Texts that decode in front of a prompt: by kernels of their own, with the bits of the prompt's kernels."""
+    """Texts that decode in front of a prompt: by kernels of their own, with the bits of the prompt's kernels.
+
+    Over a hierarchical cache one that decodes and the prompt each begin a group, for which they round an older one.
+    """
     from tests.codegen.gpu_machine import HostLaunch, Machine
 
     torch.manual_seed(0)
-    machine = Machine(decoder(**MIXED), recipe, pages=9)
+    hierarchical = recipe == "quantspec"
+    machine = Machine(decoder(**MIXED), recipe, pages=60 if hierarchical else 9, split=128 if hierarchical else 64)
     target, launched = machine.target, []
     HostLaunch.watch = launched.append
-    texts = [[(7 * i + 3 * k) % MIXED["vocab"] for i in range(150)] for k in range(3)]
-    pages = [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    ends = (147, 149), (69, 70), (70, 110)  # computed, and after the step: two texts of few rows and a prompt
+    # Computed, and after the step: two texts of few rows and a prompt.
+    ends = ((382, 386), (69, 70), (250, 290)) if hierarchical else ((147, 149), (69, 70), (70, 110))
+    texts = [[(7 * i + 3 * k) % MIXED["vocab"] for i in range(400)] for k in range(3)]
+    each = target.limits.pages_for(ends[0][1])
+    pages = [range(k * each, (k + 1) * each) for k in range(3)]
     for text, place, (begun, _) in zip(texts, pages, ends, strict=True):
         for start in range(0, begun, 64):
             target.step([Rows(text[start : min(start + 64, begun)], start, place, 0)], logits=False)
@@ -97,10 +103,12 @@ def interpret_mixed_steps(recipe: str) -> None:
         cuts = {name.split("-")[0].split("_")[-1] for name in launched if name.startswith("attention")}
         return [parts[order.index(i)] for i in range(3)], cuts
 
+    early, _ = step([0, 1, 2])  # later steps would find what this one has rounded
     for near in (1, 100):
         target.plan["near_splits"] = near
         want, cuts = step([2, 0, 1])
         assert cuts == {"whole"}
+        assert all(torch.equal(*pair) for pair in zip(early, want, strict=True))
         for fine, decoding in ((0, "split"), (100, "leaf")):
             target.plan["fine_splits"] = fine
             for order in ([0, 1, 2], [1, 0, 2]):
@@ -111,7 +119,7 @@ def interpret_mixed_steps(recipe: str) -> None:
         assert all(torch.equal(*pair) for pair in zip(found, want, strict=True))
 
 
-@pytest.mark.parametrize("recipe", ["qserve", "bf16"])
+@pytest.mark.parametrize("recipe", ["qserve", "bf16", "quantspec"])
 def test_decoding_beside_prompts_interpreted(recipe: str) -> None:
     interpreted(__name__, f"interpret_mixed_steps({recipe!r})")
 

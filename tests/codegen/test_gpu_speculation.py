@@ -158,7 +158,7 @@ def interpret_graphs_of_rounds(draft: str) -> None:
     for gamma, speculator in ((0, None), (2, graphs), (2, HostSpeculator(machine.target, graphs.levels))):
         machine.speculator = speculator
         engine = machine.engine(gamma)
-        engine._burst = lambda batch: 3  # type: ignore[method-assign]
+        engine._bursts.steps = lambda batch: 3  # type: ignore[method-assign]
         requests = [engine.add(prompt, one) for prompt, one in zip((first, [5, 9, 11]), params, strict=True)]
         found.append(machine.run(engine, requests))
         kept.append([(r.drafts.metrics.rounds, r.drafts.metrics.drafted, r.drafts.metrics.accepted) for r in requests])

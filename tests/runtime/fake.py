@@ -12,6 +12,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -204,32 +205,53 @@ def byte_tokenizer() -> Any:
     return tokenizer
 
 
+@dataclass
+class Late:
+    """A step or burst that has been started, and what it found once it has run."""
+
+    rows: list[Rows]
+    steps: int
+    draws: list[Draws]
+    found: list[int] | None = None
+
+    @property
+    def quiet(self) -> bool:
+        return not any(row.outputs for row in self.rows)
+
+
 class LateExecutor(Executor):
-    """Runs what `start` is given as late as a GPU may: when its tokens, or those of a later call, are asked for."""
+    """Runs what `start` is given as late as a GPU may: when its tokens, or those of a later call, are asked for. Of
+    steps without outputs, for which nobody waits, two may be late at once."""
 
     overlaps = True
-    _late: Callable[[], list[int]] | None = None
+    most_late = 0  # the most that were late at once
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._late: list[Late] = []
 
     def start(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> Callable[[], list[int]]:
-        self.settle()
+        if len(self._late) > 1 or not all(late.quiet for late in self._late):
+            self.settle()
         # As on a GPU, the inputs have been read when this returns.
         rows = [row._replace(tokens=list(row.tokens), pages=list(row.pages)) for row in sequences]
-        draws = [draw._replace(penalties=copy.deepcopy(draw.penalties)) for draw in draws]
-        found: list[int] | None = None
+        late = Late(rows, steps, [draw._replace(penalties=copy.deepcopy(draw.penalties)) for draw in draws])
+        self._late.append(late)
+        self.most_late = max(self.most_late, len(self._late))
 
-        def run() -> list[int]:
-            nonlocal found
-            if found is None:
-                self._late = None
-                found = list(self.decode(rows, steps, draws) if steps > 1 else self.step(rows, False, draws)[0])
-            return found
+        def wait() -> list[int]:
+            self.settle()
+            assert late.found is not None
+            return late.found
 
-        self._late = run
-        return run
+        return list if late.quiet else wait
 
     def settle(self) -> None:
-        if self._late:
-            self._late()
+        """Run what is late, in order."""
+        every, self._late = self._late, []
+        for late in every:
+            given = late.rows, late.steps, late.draws
+            late.found = list(self.decode(*given) if late.steps > 1 else self.step(late.rows, False, late.draws)[0])
 
     def step(self, *given: Any, **more: Any) -> tuple[list[int], FloatArray | None]:
         self.settle()

@@ -36,6 +36,8 @@ class FakeDriver:
         self.memory: dict[int, int] = {}
         self.pages: list[Any] = []
         self.events = 0
+        self.passed: list[int] = []
+        self.recorded: list[int] = []
 
     def use(self) -> None: ...
 
@@ -60,7 +62,7 @@ class FakeDriver:
         self.pages.clear()
 
     def upload(self, to: int, source: int, size: int) -> None:
-        self.sent = list((ctypes.c_int32 * (size // 4)).from_address(source))
+        self.sent, self.source = list((ctypes.c_int32 * (size // 4)).from_address(source)), source
 
     def download(self, to: int, source: int, size: int) -> None: ...
 
@@ -84,8 +86,13 @@ class FakeDriver:
     def drop_event(self, event: int) -> None:
         self.log.append("drop event")
 
-    def record(self, event: int, in_graph: bool) -> None:
-        self.log.append(f"record {event}" if in_graph else "recorded outside of a graph")
+    def record(self, event: int, in_graph: bool = False) -> None:
+        if in_graph:
+            self.log.append(f"record {event}")
+        self.recorded.append(event)
+
+    def wait_for(self, event: int) -> None:
+        self.passed.append(event)
 
     def seconds_between(self, start: int, end: int) -> float:
         return 1.0 if (start, end) == (1, 2) else 10.0 * end
@@ -203,6 +210,23 @@ def test_the_step_that_is_sent(opened: CudaExecutor) -> None:
     assert part("block_table", 1) == [2] and sent[place["block_table"] + 8 :][:2] == [3, 1]
 
 
+def test_steps_without_outputs_are_queued_from_memory_in_turn(opened: CudaExecutor) -> None:
+    """What is sent may be read until the event after it has passed, which the step after the next waits for."""
+    driver: Any = opened.driver
+    chunks = [[Rows([token] * 20, 0, [1], int(token == 4))] for token in range(6)]
+    sources, waits = [], []
+    for chunk in chunks[:5]:
+        waits.append(opened.start(chunk, 1))
+        sources.append(driver.source)
+        assert driver.passed[-1] == driver.recorded[-1]
+        assert driver.sent[opened._input_offsets["token_ids"]] == chunk[0].tokens[0]
+    assert sources == [sources[0], sources[1]] * 2 + [sources[0]] and sources[0] != sources[1]
+    assert driver.recorded == [driver.recorded[0], driver.recorded[1]] * 2 + [driver.recorded[0]]
+    assert [wait() for wait in waits[:4]] == [[]] * 4 and opened._waits is not None
+    opened.start(chunks[5], 1)  # waits for the tokens of the one before
+    assert opened._waits is None and len(waits[4]()) == 1
+
+
 def test_what_lies_past_the_end_of_a_ring_goes_elsewhere_than_what_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "LaunchCall", FakeLaunch)
     functions: Any = {name: name for name in PLAN["kernels"]}
@@ -263,6 +287,7 @@ def test_launches_are_timed_within_a_graph(opened: CudaExecutor) -> None:
     log, row = opened.driver.log, [Rows([1], 5, [2], 1)]  # type: ignore[attr-defined]
     opened.decode(row, 2)
     log.clear()
+    opened.driver.events = 0  # type: ignore[attr-defined]
     opened.profile(True)
     opened.decode(row, 3)
     found = opened.profile_read()

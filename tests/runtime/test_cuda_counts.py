@@ -38,7 +38,7 @@ def test_attention_takes_leaves_where_there_is_little_to_do() -> None:
 def test_attention_of_prompts_goes_by_what_is_behind_them() -> None:
     for splits, kind, count in ((2, "near", 17), (3, "far", 21)):  # most rows of one, or of all
         found = attention_counts(ATTENTION, AttentionWork(), AttentionWork(splits, 21, 2, 17))
-        others = {"prompts": 2, "prompt_queries": 17, "other_tokens": 21}
+        others = {"prompts": 2, "prompt_tokens": 21, "prompt_queries": 17, "other_tokens": 21}
         assert {name: count for name, count in found.items() if count} == {kind: count, **others}
 
 
@@ -47,13 +47,10 @@ def test_sequences_that_decode_have_kernels_of_their_own_beside_prompts() -> Non
     assert work == (AttentionWork(9, 17, 2, 16), AttentionWork(40, 20, 2, 17))  # those after a prompt are with it
     found = attention_counts(ATTENTION, *work)
     assert found["few"] == 16 and found["far"] == 20 and found["decoding"] == found["prompts"] == 2
-    assert found["decoding_tokens"] == 17 and found["other_tokens"] == 37 and found["decode_tokens"] == 0
+    assert found["decoding_tokens"] == 17 and found["prompt_tokens"] == 20
+    assert found["other_tokens"] == 37 and found["decode_tokens"] == 0
     assert attention_work(ATTENTION, [1, 5], [9, 2], abs) == (AttentionWork(9, 6, 2, 5), AttentionWork())
     assert attention_work(ATTENTION, [20], [9], abs) == (AttentionWork(), AttentionWork(9, 20, 1, 20))
-    # Over a hierarchical cache a step is of one kind: either the ring has its keys, or they are staged.
-    shared = ATTENTION | {"shared": True}
-    assert attention_work(shared, [1, 20], [9, 2], abs) == (AttentionWork(), AttentionWork(9, 21, 2, 20))
-    assert attention_work(shared, [1, 5], [9, 2], abs) == (AttentionWork(9, 6, 2, 5), AttentionWork())
 
 
 def test_grids_are_for_eighths_of_a_power_of_two() -> None:

@@ -20,7 +20,17 @@ from qcompile.runtime.bursts import Bursts
 from qcompile.runtime.executor import Limits, Rows
 from qcompile.runtime.sampling import SamplingParams
 from qcompile.runtime.speculate import DraftState, Level, Speculator
-from tests.runtime.fake import CONTEXT, EOS, MAX_TOKENS, VOCAB, fake_llm, reference_greedy, reference_logits
+from qcompile.runtime.speculate_host import HostSpeculator
+from tests.runtime.fake import (
+    CONTEXT,
+    EOS,
+    MAX_TOKENS,
+    VOCAB,
+    LateExecutor,
+    fake_llm,
+    reference_greedy,
+    reference_logits,
+)
 
 pytestmark = pytest.mark.usefixtures("executors")
 
@@ -96,6 +106,30 @@ def test_an_executor_may_have_run_when_it_is_to_start() -> None:
         assert result.outputs[0].token_ids == reference_greedy(prompt, 40)
 
 
+@pytest.mark.parametrize("drafted", [False, True])
+def test_steps_of_a_prompt_follow_each_other_without_the_host(drafted: bool) -> None:
+    """Nobody waits for a step that gives no tokens, until one does; a request cancelled meanwhile harms no other."""
+    llm = fake_llm()
+    if not isinstance(llm.executor, LateExecutor):
+        return
+    if drafted:
+        draft = fake_llm()
+        llm.engine.speculator, llm.engine.gamma = HostSpeculator(llm.executor, [Level(draft.executor, 3)]), 3
+    prompts = prompts_of(3, 400, seed=11)
+    prompts[0] = [1 + i % 250 for i in range(500)]
+    requests = [llm.engine.add(prompt, GREEDY) for prompt in prompts]
+    for _ in range(3):
+        assert llm.engine.step() == []
+    assert llm.executor.most_late == 2 and [len(late.rows) for late in llm.executor._late] == [1]
+    llm.engine.cancel(requests[0])
+    while llm.engine.busy:
+        llm.engine.step()
+    for prompt, request in list(zip(prompts, requests, strict=True))[1:]:
+        assert request.output.token_ids == reference_greedy(prompt, 40)
+    llm.engine.check()
+    assert llm.engine.pool.used == 0
+
+
 def test_preempted_requests_come_out_the_same() -> None:
     llm = fake_llm(pages=9, max_batch=8)
     prompts = prompts_of(8, 60, seed=2)
@@ -119,7 +153,7 @@ def test_any_mix_of_requests_on_any_cache(
     requests: list[tuple[int, int]], pages: int, max_batch: int, max_tokens: int, burst: int
 ) -> None:
     llm = fake_llm(pages, max_batch, max_tokens=max_tokens)
-    llm.engine._burst = lambda batch: burst  # type: ignore[method-assign]
+    llm.engine._bursts.steps = lambda batch: burst  # type: ignore[method-assign]
     prompts = [[length % 250 + 1] * length for length, _ in requests]
     params = [SamplingParams(temperature=0, max_tokens=count) for _, count in requests]
     for prompt, param, result in zip(prompts, params, llm.generate(prompts, params), strict=True):
@@ -167,7 +201,7 @@ def test_random_cancellation_loses_no_page() -> None:
 @pytest.mark.parametrize("burst", [1, 5])
 def test_a_request_may_be_cancelled_while_a_step_runs(burst: int) -> None:
     llm = fake_llm()
-    llm.engine._burst = lambda batch: burst  # type: ignore[method-assign]
+    llm.engine._bursts.steps = lambda batch: burst  # type: ignore[method-assign]
     prompts = prompts_of(4, 30, seed=4)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     requests = [llm.engine.add(prompt, params) for prompt in prompts]
@@ -250,7 +284,7 @@ def test_a_stream_may_be_collected_in_the_midst_of_a_step() -> None:
 
 def test_pure_greedy_decoding_runs_in_bursts() -> None:
     llm = fake_llm(max_batch=2)
-    llm.engine._burst = lambda batch: 16  # type: ignore[method-assign]
+    llm.engine._bursts.steps = lambda batch: 16  # type: ignore[method-assign]
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=33, ignore_eos=True))
     assert llm.executor.library.bursts == [16, 16]
     assert llm.executor.library.steps == [3]

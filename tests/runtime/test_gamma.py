@@ -260,7 +260,7 @@ def test_tuning_computes_each_prompt_once(tiny_artifact: Any, monkeypatch: pytes
 def test_rounds_of_one_call_are_timed_by_themselves(tiny_artifact: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a call makes all rounds, those of other gammas before it do not count."""
     with qcompile.load(tiny_artifact("qspec"), threads=1, gamma=AUTO) as llm:
-        monkeypatch.setattr(llm.engine, "_burst", lambda batch: 128)
+        monkeypatch.setattr(llm.engine._bursts, "steps", lambda batch: 128)
         group = tune._Group(llm, [[1, 2, 3]], 12)
         metrics = group.requests[0].drafts.metrics
         metrics.verify_seconds, metrics.rounds = 1e4, 10

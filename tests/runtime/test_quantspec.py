@@ -162,7 +162,7 @@ def test_a_text_that_ended_within_a_burst_goes_on(gamma: int, artifact: Callable
     ):
         for each in (llm, anew):
             each.engine._eos = frozenset(range(0, llm.vocab_size, 9))
-            each.engine._burst = lambda batch: 16  # type: ignore[method-assign]
+            each.engine._bursts.steps = lambda batch: 16  # type: ignore[method-assign]
         talk = [draw.randrange(llm.vocab_size) for _ in range(230)]
         cached = []
         for _ in range(40):

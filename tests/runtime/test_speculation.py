@@ -141,7 +141,7 @@ def test_rounds_by_the_host_are_those_of_the_library(
         for kind in (LibrarySpeculator, HostSpeculator):
             with qcompile.load(artifact(name), threads=1, gamma=gamma) as llm:
                 assert isinstance(llm.engine.speculator, LibrarySpeculator)
-                monkeypatch.setattr(llm.engine, "_burst", lambda batch: 4)  # rounds of a call go by their time
+                monkeypatch.setattr(llm.engine._bursts, "steps", lambda batch: 4)  # rounds of a call go by their time
                 levels = [replace(level, threshold=threshold) for level in llm.engine.speculator.levels]
                 llm.engine.speculator = kind(llm.engine.speculator.target, levels)  # type: ignore[arg-type]
                 outputs = llm.generate(prompts, temperature=0, max_tokens=60)
@@ -418,7 +418,7 @@ def test_cache_too_small_and_cancelled_neighbours(artifact: Callable[[str], Path
     draw = random.Random(2)
     with qcompile.load(artifact("two levels"), threads=1, gamma=4, kv_cache_bytes=3 * page) as llm:
         llm.engine.scheduler.max_tokens = 23
-        llm.engine._burst = lambda batch: 1  # type: ignore[method-assign]  # else their number goes by the time they take
+        llm.engine._bursts.steps = lambda batch: 1  # type: ignore[method-assign]  # else their number goes by the time they take
         wanted = SamplingParams(temperature=0, max_tokens=90)
         prompts = [draw.choice((PROMPTS[0], PROMPTS[2], PROMPTS[4])) for _ in range(12)]
         requests = [llm.engine.add(llm.encode(prompt), wanted) for prompt in prompts]
