@@ -58,7 +58,7 @@ class Runs:
         try:
             return self(speculator, gamma, some)[:2]
         finally:
-            del engine._burst
+            del engine._bursts.steps
 
 
 def kinds(llm: qcompile.LLM) -> dict[str, tuple[Any, Any]]:

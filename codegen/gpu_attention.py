@@ -192,9 +192,9 @@ class AttentionSpec:
 
     `cut` is what a program computes. In the decode class (split-KV) that is a "leaf", or a "split" of `split`
     positions, and MergeSpec merges the partial results; with `multi_split` a program loops over several splits of a
-    sequence. With "whole" a program computes all positions in the same order and writes out [tokens, heads * dim]. With
-    `paired` it does so for two blocks of rows, one as far from the sequence's start as the other is from its end, which
-    balances the load. A row's bits depend neither on the cut nor on a program's rows or warps (batch invariance):
+    sequence. With "whole" a program computes all positions in the same order and writes `out` [tokens, heads * dim].
+    With `paired` it does so for two blocks of rows, one as far from the sequence's start as the other is from its end,
+    which balances the load. A row's bits depend neither on the cut nor on a program's rows or warps (batch invariance):
     multiply-adds are fused only where written as fma, and sums over a leaf have a fixed order.
 
     With `query_rows` (sm_90, cut "whole") the queries are the A operand of MMAs of that many rows, and keys and values
@@ -228,6 +228,7 @@ class AttentionSpec:
     sinks: bool = False
     query_rows: int = 0
     warp_specialized: bool = False
+    out: Literal["f32", "bf16"] = "f32"
 
     @property
     def title(self) -> str:
@@ -285,8 +286,9 @@ class AttentionSpec:
         found += [Argument("center", "*fp32")] * self.centered + [Argument("staged", "*bf16")] * self.staged
         found += [Argument("key_bias", "*fp32")] * bool(self.bias_positions)
         found += [Argument("sinks", "*fp32")] * (self.sinks and self.cut == "whole")
-        results = ("out",) if self.cut == "whole" else ("parts", "stats")
-        found += [Argument(name, "*fp32") for name in results] + [Argument("table_stride", "i32")]
+        partial = [Argument(name, "*fp32") for name in ("parts", "stats")]
+        found += [_result(self.out)] if self.cut == "whole" else partial
+        found += [Argument("table_stride", "i32")]
         return found + [Argument("splits", "i32")] * (self.cut != "whole")
 
     def kernel(self, capability: int) -> Kernel:
@@ -410,7 +412,7 @@ def far_variants(spec: AttentionSpec, capability: int) -> list[tuple[int, Attent
 class MergeSpec:
     """Log-sum-exp merge of AttentionSpec's partial results: of the splits of a group (level 1) or of groups (level 2).
 
-    Each split has `leaves` partial results, or one. The `final` level writes out [tokens, heads * dim] f32, and with
+    Each split has `leaves` partial results, or one. The `final` level writes `out` [tokens, heads * dim], and with
     `amax` also the largest magnitude of each half of a head's features, or of the whole head in both entries,
     [tokens, heads, 2] f32, for quantization. A level that is not final overwrites the first partial result of each
     group. With `sinks` an attention sink f32 [heads] is added to the final sum of softmax weights.
@@ -425,6 +427,7 @@ class MergeSpec:
     leaves: int = 1
     amax: bool = False
     sinks: bool = False
+    out: Literal["f32", "bf16"] = "f32"
 
     @property
     def batched(self) -> bool:
@@ -458,7 +461,7 @@ class MergeSpec:
 
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""
-        arguments = [Argument("parts", "*fp32"), Argument("stats", "*fp32")] + [Argument("out", "*fp32")] * self.final
+        arguments = [Argument("parts", "*fp32"), Argument("stats", "*fp32")] + [_result(self.out)] * self.final
         arguments += [Argument("amax", "*fp32")] * (self.amax and self.final)
         arguments += [Argument("sinks", "*fp32")] * (self.sinks and self.final)
         arguments += [Argument("positions", "*i32"), Argument("splits", "i32")]
@@ -478,3 +481,7 @@ class MergeSpec:
             batch=8 if self.batched else GROUP_SPLITS,
         )
         return Kernel(name, source, tuple(arguments), warps, 1, pdl, fusion=False)
+
+
+def _result(dtype: str) -> Argument:
+    return Argument("out", "*bf16" if dtype == "bf16" else "*fp32")

@@ -5,9 +5,8 @@ A slot is one (token, chosen expert) pair.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qcompile import ops
@@ -16,6 +15,7 @@ from qcompile.codegen import program as p
 from qcompile.codegen import triton as gemm
 from qcompile.codegen.gpu_launches import MOST_ROWS, Launch, Plan, Ref, Size, Variant
 from qcompile.codegen.gpu_pack import kernel_of, packing_of, padded_inputs
+from qcompile.codegen.gpu_reads import Reads
 from qcompile.codegen.gpu_router import BlocksSpec, CombineSpec, RouteSpec, RouteStep, ScoresSpec
 from qcompile.codegen.gpu_rows import RowSpec
 from qcompile.errors import UnsupportedError
@@ -40,20 +40,9 @@ class Experts:
     capability: int
     inline_asm: bool
     ref: Callable[..., Ref]
+    reads: Reads
     ordered: tuple[str, int] | None = None  # buffer of expert indices whose slots are sorted, number of experts
     quantized: tuple[Any, ...] | None = None  # buffer whose rows are quantized, and how (_quantize_key)
-    _last_read: dict[str, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        # The last call that reads a buffer, except steps of a router.
-        self._last_read = {
-            name: place
-            for place, call in enumerate(self.program.calls)
-            if not isinstance(call, p.Route)
-            for role, names in vars(call).items()
-            for name in (names if isinstance(names, tuple) else (names,))
-            if role not in ("name", "out") and isinstance(name, str)
-        }
 
     def wrote(self, out: str | None) -> None:
         """Note that a call writes the buffer `out`, which outdates what was derived from it."""
@@ -96,7 +85,7 @@ class Experts:
         first = self.program.calls.index(chain[0])
         later = self.program.calls[first + len(chain) :]
         routes = {name for call in later if isinstance(call, p.Route) for name in (call.x, call.index)}
-        return [call.out in routes or self._last_read.get(call.out, -1) > first for call in chain]
+        return [call.out in routes or self.reads.last.get(call.out, -1) > first for call in chain]
 
     def _is_fusable(self, chain: Sequence[p.Route]) -> bool:
         """Whether the steps fit one kernel: none stores to memory that another program may still read."""
@@ -104,7 +93,7 @@ class Experts:
         made = {call.out for call in chain}
         read = [name for call in chain for name in (call.x, call.index) if name is not None and name not in made]
         whole = not any(call.x in made and call.x_offset for call in chain)
-        return whole and len(made) == len(chain) and self._disjoint(written, read)
+        return whole and len(made) == len(chain) and self.reads.disjoint(written, read)
 
     def _route_launch(self, chain: Sequence[p.Route]) -> Launch:
         made = {call.out: place for place, call in enumerate(chain)}
@@ -258,16 +247,8 @@ class Experts:
             or after.other_offset
         ):
             return None
-        place = self.program.calls.index(after)
-        routed = any(isinstance(call, p.Route) and call.x == c.out for call in self.program.calls[place:])
-        unread = self._last_read.get(c.out) == place and not routed
-        return other if unread and self._disjoint([after.out], [c.x, *([c.scores] if c.scores else [])]) else None
-
-    def _disjoint(self, written: Sequence[str], read: Sequence[str]) -> bool:
-        """Whether the memory of written buffers overlaps neither that of the read ones nor each other's."""
-        places = [self.program.buffer(name) for name in (*written, *dict.fromkeys(read))]
-        spans = sorted((b.offset, b.offset + b.row_bytes) for b in places)
-        return all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+        read = [c.x, *([c.scores] if c.scores else [])]
+        return other if self.reads.alone(after, c.out) and self.reads.disjoint([after.out], read) else None
 
     def combine(self, c: p.Combine, after: p.Elementwise | None, other: str | None) -> Iterator[Launch]:
         """The sum over a token's slots; with `after`, the buffer `other` is added to it."""

@@ -28,14 +28,8 @@ from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 from qcompile.codegen.gpu_experts import Experts
 from qcompile.codegen.gpu_launches import MOST_ROWS, Launch, Plan, Ref, Size, Variant
 from qcompile.codegen.gpu_pack import kernel_of, packing_of, padded_inputs, padded_outputs
-from qcompile.codegen.gpu_rows import (
-    MAX_WIDTH,
-    Columns,
-    GatherSpec,
-    HadamardSpec,
-    RowSpec,
-    in_blocks,
-)
+from qcompile.codegen.gpu_reads import Reads
+from qcompile.codegen.gpu_rows import MAX_WIDTH, Columns, GatherSpec, HadamardSpec, RowSpec, in_blocks
 from qcompile.codegen.gpu_sample import choosing
 from qcompile.errors import PassError, UnsupportedError
 from qcompile.numerics import HIER_GROUP, groups_of
@@ -85,9 +79,11 @@ class _Maker:
         self.norms: dict[str, p.NormHeads] = {}  # norms to fuse into the next append, by part (q, k)
         self.staged_layer: int | None = None  # the layer whose keys and values are in the staging buffer
         self.amax_from_merge: set[str] = set()  # buffers whose amax merge kernels store (not prefill kernels)
-        self.experts = Experts(program, plan, self.capability, inline_asm, self.ref)
+        self.reads = Reads(program)
+        self.experts = Experts(program, plan, self.capability, inline_asm, self.ref, self.reads)
         self.route_chain: list[p.Route] = []  # consecutive steps of a router so far
         self.next_call: p.Call | None = None  # the call after the current one
+        self.result: str | None = None  # the buffer that the current call writes
         self.fused_next: p.Call | None = None  # a call that was fused into the one before it
 
     def add(self, call: p.Call, after: p.Call | None) -> None:
@@ -96,8 +92,10 @@ class _Maker:
         self.experts.wrote(changed)
         if call is self.fused_next:
             return
-        self.next_call = after
-        if isinstance(call, p.Gemm | p.Attention) and isinstance(after, p.Quantize) and after.x == call.out:
+        self.next_call, self.result = after, changed
+        if isinstance(call, p.Gemm | p.Attention) and (rounded := self.reads.rounded(call, after)):
+            self.result, self.fused_next = rounded, after
+        elif isinstance(call, p.Gemm | p.Attention) and isinstance(after, p.Quantize) and after.x == call.out:
             spec = self.written(after.out, RowSpec(self.program.buffer(after.out).width, 0, 0))
             if not (spec.group or spec.sums or spec.width % MIN_PART):
                 self.amax_parts[after.x] = {}
@@ -289,14 +287,14 @@ class _Maker:
             "bias": c.bias is not None,
             "residual": c.residual is not None,
             "inline_asm": self.asm,
-            "out": "bf16" if scattered else "f32",
+            "out": "bf16" if scattered or self.result != c.out else "f32",
             "width": c.n // 2 if act and not scattered else 0 if n == c.n and not c.blocks else c.n,
             "gated": "" if scattered else act or "",
             "wide": c.wide,
             "x_groups": x.dtype == "q8" and x.kind.group > 0,
         }
         stored = c.n // 2 if act else c.n
-        stride = stored if c.out is None or scattered else self.program.buffer(c.out).stride
+        stride = stored if self.result is None or scattered else self.program.buffer(self.result).stride
         if stride != stored:
             # Columns after the outputs get zeros, but there is no bias for them; kernels that scatter rows skip them.
             if act or (not c.blocks and (c.bias is not None or stride > n)):
@@ -304,7 +302,7 @@ class _Maker:
             options["width"] = stride
         refs: dict[str, Ref] = {"x": self.ref(c.x), "M": ["count", x.rows]}
         refs |= {role: ["weight", name] for role, name in c.weights.items()}
-        refs["out"] = ["input", "logits"] if c.out is None else self.ref(c.out)
+        refs["out"] = ["input", "logits"] if self.result is None else self.ref(self.result)
         if x.dtype == "q8":
             refs |= {"x_scale": self.ref(c.x, "scale"), "x_sum": self.ref(c.x, "sums")}
         refs |= _vectors(None, c.bias)
@@ -417,19 +415,21 @@ class _Maker:
 
     def _attention(self, c: p.Attention) -> Iterator[Launch]:
         kv, stride = self.plan.kv, self.program.buffer(c.q).stride
+        result = self.result or c.out
         base = AttentionSpec(kv, c.heads, stride, c.scale, c.window, c.softcap, self.plan.split, inline_asm=self.asm)
         # Centered keys shift all scores of a query by one constant, which changes softmax only with a cap or sinks.
         base = replace(base, centered=bool(c.center and (c.softcap or c.sinks)), sinks=c.sinks is not None)
         base = replace(base, bias_positions=self.program.max_position if c.key_bias else 0)
-        args = {"q": self.ref(c.q, column=c.q_offset), "out": self.ref(c.out), **self._step_args(c.layer)}
+        args = {"q": self.ref(c.q, column=c.q_offset), "out": self.ref(result), **self._step_args(c.layer)}
         args |= {"splits": ["count", "slots"], "query_start": ["input", "query_start"]}
         args |= {name: ["weight", getattr(c, name)] for name in ("center", "key_bias", "sinks")}
         args |= self._staged_args() if kv.hierarchical else {}
         for name, size in (("parts", c.heads * kv.dim * 4), ("stats", c.heads * 8)):
             args[name] = self.plan.need(name, size, "decoding_tokens", "slots")
-        if self.program.buffer(c.out).stride != c.heads * kv.dim:
+        if self.program.buffer(result).stride != c.heads * kv.dim:
             raise UnsupportedError(f"{c.heads} heads of {kv.dim} are not whole blocks")
-        whole = replace(base, cut="whole")
+        out: Any = self.program.buffer(result).dtype
+        whole = replace(base, cut="whole", out=out)
         for work, specs in (("near", prefill_variants(whole)), ("far", far_variants(whole, self.plan.capability))):
             variants = [
                 Variant(self.plan.add(spec.kernel(self.capability)), spec.prompt_grid, args | _OF_PROMPTS, most)
@@ -439,11 +439,11 @@ class _Maker:
         for work, spec in tiles.decode_attention(base).items():
             name = c.name if work == "coarse" else f"{c.name}.{work}"
             yield Launch(name, work, tuple(self._decode_attention(spec, args)))
-        yield from self._merges(c, args)
+        yield from self._merges(c, args, out)
         if kv.hierarchical:
             yield from self._copy_to_ring(c)
 
-    def _merges(self, c: p.Attention, args: dict[str, Ref]) -> Iterator[Launch]:
+    def _merges(self, c: p.Attention, args: dict[str, Ref], out: Any) -> Iterator[Launch]:
         """Kernels that merge splits; if the result is quantized next, they also store each head's amax."""
         kv, amax = self.plan.kv, self.amax_parts.get(c.out)
         if amax is not None:
@@ -451,7 +451,7 @@ class _Maker:
             amax[gemm.DECODE_TOKENS] = 2 * c.heads
             self.amax_from_merge.add(c.out)
         base = MergeSpec(kv, c.heads, window=c.window, split=self.plan.split, amax=amax is not None)
-        base = replace(base, sinks=c.sinks is not None)
+        base = replace(base, sinks=c.sinks is not None, out=out)
         for leaves, extra in ((1, ""), (kv.leaves, "fine_"))[: 1 + bool(kv.fine_splits)]:
             kinds = ((1, True), (1, False), (2, True))
             specs = [replace(base, level=level, final=final, leaves=leaves) for level, final in kinds]

@@ -45,7 +45,8 @@ class PlanMemory(Pass):
     """Writes node.meta["storage"]: buffer, dtype, width, group, activation, rows, offset (bytes per row), column.
 
     Views share their source's buffer at a column offset. rope_append works in place; a gemm with residual add does if
-    nothing reads the old value later. Buffers with disjoint lifetimes share bytes (first fit, largest first).
+    nothing reads the old value later. Buffers with disjoint lifetimes share bytes (first fit, largest first). What is
+    rounded to bf16 has a place from when it is computed, so that the kernel that computes it may write it rounded.
     """
 
     name: ClassVar[str] = "plan_memory"
@@ -139,8 +140,17 @@ def _new_value(graph: Graph, node: fx.Node, kind: str, place: dict[fx.Node, int]
         activation = args[-2]
         dtype = "q8" if numerics.ACTIVATIONS[activation].top else activation
         group = numerics.padded_inputs(args[-1]) if dtype == "q8" else 0
-    lives = place[node], _last_use(node, place)
+    computed = _source(node) if kind == "quantize_activation" and dtype == "bf16" else node
+    lives = place[computed], _last_use(node, place)
     return _Value(node.name, dtype, width, group, "tokens", *lives, activation)
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """The gemm or attention whose result `node` reads, perhaps in another shape; `node` if another operator's."""
+    source: Any = node.args[0]
+    while ops.name_of(source.target) in VIEWS:
+        source = source.args[0]
+    return source if ops.name_of(source.target) in ("gemm", "kv_attention") else node
 
 
 def _behind_take_rows(graph: Graph) -> set[fx.Node]:

@@ -27,7 +27,7 @@ from qcompile.codegen.gpu_plan import make_plan
 from qcompile.codegen.gpu_rows import MAX_WIDTH, RowSpec, in_blocks
 from qcompile.codegen.lower import lower
 from qcompile.codegen.packing import WeightTable
-from qcompile.codegen.program import PAD, Embed
+from qcompile.codegen.program import PAD, Embed, Program, Quantize
 from qcompile.codegen.triton import MULTIPROCESSORS
 from qcompile.errors import UnsupportedError
 from qcompile.numerics import quantize_activation
@@ -417,8 +417,13 @@ def test_few_rows_are_quantized_in_parts_of_whole_groups() -> None:
 def test_what_a_call_takes_is_what_its_launches_take(recipe: str) -> None:
     program = lowered(recipe)[1]
     timed = {launch.name: (1.0, 1) for launch in make_plan(program, 90).launches}
-    seconds = [seconds_of(call.name, timed) for call in program.calls]
+    seconds = [seconds_of(call.name, timed) for call in program.calls if not _only_rounds(program, call)]
     assert min(seconds) >= 1 and sum(seconds) == len(timed)
+
+
+def _only_rounds(program: Program, call: Any) -> bool:
+    """Whether the launches of the call before write its result."""
+    return isinstance(call, Quantize) and program.buffer(call.out).dtype == "bf16"
 
 
 @pytest.mark.parametrize("format", ["kv4", "kv_hier", "kv_hier4"])
