@@ -45,10 +45,10 @@ def main() -> None:
     draw = random.Random(0)
     with qcompile.load(artifact, max_batch=BATCH, prefix_caching=False) as llm:
         work = [request(draw, llm.vocab_size) for _ in range(arguments.requests)]
-        page = llm.engine.pool.page_tokens
         wanted, _ = run(llm, work, [])
         bytes_a_page = artifact_page_bytes(llm)
-    pages = [-(-(len(prompt) + (params.max_tokens or 0)) // page) for prompt, params in work]
+        # A hierarchical cache's ring takes pages, too.
+        pages = [llm.executor.limits.pages_for(len(prompt) + (params.max_tokens or 0)) for prompt, params in work]
     demand = round(statistics.mean(pages) * BATCH)
     cancelled = sorted(draw.sample(range(len(work)), round(DOOMED * len(work))))
     small = max(max(pages) + 1, demand // 4)

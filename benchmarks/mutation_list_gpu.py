@@ -9,6 +9,8 @@ GLUON = "tests/codegen/test_gluon.py"
 OVERLAPPED = "codegen/templates/triton/gemm_overlapped.py.jinja"
 GPU_PROMPTS = "tests/codegen/test_gpu_prompts.py"
 WARP_GROUPS = "codegen/templates/triton/attention_warp_specialized.py.jinja"
+CUDA, ENGINE = "tests/runtime/test_cuda.py", "tests/runtime/test_engine.py"
+GPU_ROUNDED = "tests/codegen/test_gpu_rounded.py"
 
 GPU_MUTATIONS = (
     Mutation(
@@ -129,5 +131,40 @@ GPU_MUTATIONS = (
         'return space == "count" or (space == "input" and bool(offset))',
         'return space == "count"',
         f"{GPU_PROMPTS} -k decoding_beside",
+    ),
+    Mutation(
+        "rows of a prompt are copied to the ring from the step's first row on",
+        "codegen/templates/triton/staged_kv.py.jinja",
+        "row = first_row + tl.program_id(0) * TOKENS",
+        "row = tl.program_id(0) * TOKENS",
+        f"{GPU_PROMPTS} -k decoding_beside",
+    ),
+    Mutation(
+        "the inputs of a step overwrite those of the one before, which may not be read yet",
+        "runtime/cuda.py",
+        "self._turn = 1 - self._turn",
+        "self._turn = 1",
+        f"{CUDA} -k in_turn",
+    ),
+    Mutation(
+        "steps that draft are queued behind a prompt's before its tokens are there",
+        "runtime/engine.py",
+        "if drafts and any(row.outputs for row in rows):",
+        "if False:",
+        f"{ENGINE} -k follow_each_other",
+    ),
+    Mutation(
+        "what is read as float32, too, is written in bf16 alone",
+        "codegen/gpu_reads.py",
+        "return self.last.get(name) == place and not routed",
+        "return not routed",
+        f"{GPU_ROUNDED} -k apart",
+    ),
+    Mutation(
+        "a GEMM's bf16 result may lie over what it reads",
+        "passes/plan_memory.py",
+        "lives = place[computed], _last_use(node, place)",
+        "lives = place[node], _last_use(node, place)",
+        f"{GPU_ROUNDED} -k only_rounds",
     ),
 )
