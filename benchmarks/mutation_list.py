@@ -353,8 +353,8 @@ MUTATIONS = (
     Mutation(
         "a preempted request keeps its place",
         "runtime/scheduler.py",
-        "        request.computed = 0\n        request.drafts",
-        "        request.drafts",
+        "= pages, computed, list(drafted)",
+        "= pages, max(computed, request.computed), list(drafted)",
         "tests/runtime/test_engine.py",
     ),
     Mutation(

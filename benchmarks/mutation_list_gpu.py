@@ -147,10 +147,10 @@ GPU_MUTATIONS = (
         f"{CUDA} -k in_turn",
     ),
     Mutation(
-        "steps that draft are queued behind a prompt's before its tokens are there",
+        "no prompt is computed ahead where drafts follow",
         "runtime/engine.py",
-        "if drafts and any(row.outputs for row in rows):",
-        "if False:",
+        "if drafts and any(request.pending == 1 for request in running):",
+        "if drafts:",
         f"{ENGINE} -k follow_each_other",
     ),
     Mutation(

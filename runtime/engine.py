@@ -137,17 +137,17 @@ class Engine:
         return told if flies else told + self._run_now()
 
     def _take_off(self) -> bool:
-        """Start the next step, and do not wait for it. False if there is none, or tokens need logits or have drafts."""
+        """Start the next step, and do not wait for it. False if there is none, or if tokens need logits or drafts."""
         drafts, running = self.speculator and self.gamma, self.scheduler.running
         if drafts and any(request.pending == 1 for request in running):
             return False
         plan = self.scheduler.schedule(1 if drafts else self._bursts.steps(len(running)))
-        if plan is None or any(self._needs_logits(request, False) for request in plan.requests):
+        if plan is None or (drafts and plan.decoding):
             return False
-        rows = plan.rows()
-        if drafts and any(row.outputs for row in rows):
+        if any(self._needs_logits(request, False) for request in plan.requests):
             return False
         started = self._start_clock(plan)
+        rows = plan.rows()
         wait = self.executor.start(rows, plan.steps, self._draws(plan, rows))
         self._note_gap(plan, time.monotonic())  # the executor waited until here
         self._flight = _Flight(plan, rows, wait, started)

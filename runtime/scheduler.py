@@ -37,7 +37,7 @@ class Request:
     output: CompletionOutput
     metrics: RequestMetrics
     computed: int = 0
-    """Positions whose keys and values are in the cache."""
+    """Positions whose keys and values are in the cache, while it runs."""
     pages: list[int] = field(default_factory=list)
     scored: int = 0
     """Positions whose next token is in the prompt and needs no report any more."""
@@ -131,8 +131,6 @@ class Scheduler:
         """Preempt the newest running request: it gives its pages back and waits in front of all others."""
         request = self.running.pop()
         self._give_back(request)
-        request.computed = 0
-        request.drafts.cached = [0] * len(request.drafts.cached)
         self.waiting.appendleft(request)
         self.preemptions += 1
         return request

@@ -103,12 +103,19 @@ def interpret_mixed_steps(recipe: str) -> None:
         cuts = {name.split("-")[0].split("_")[-1] for name in launched if name.startswith("attention")}
         return [parts[order.index(i)] for i in range(3)], cuts
 
+    def next_tokens() -> torch.Tensor:
+        """Of a step behind: over the keys and values that the last one has left."""
+        rows = [Rows(texts[i][end : end + 1], end, pages[i], 1) for i, (_, end) in enumerate(ends)]
+        return torch.from_numpy(target.step(rows, logits=True)[1].copy())
+
     early, _ = step([0, 1, 2])  # later steps would find what this one has rounded
+    left = next_tokens()
     for near in (1, 100):
         target.plan["near_splits"] = near
         want, cuts = step([2, 0, 1])
         assert cuts == {"whole"}
         assert all(torch.equal(*pair) for pair in zip(early, want, strict=True))
+        assert torch.equal(next_tokens(), left)
         for fine, decoding in ((0, "split"), (100, "leaf")):
             target.plan["fine_splits"] = fine
             for order in ([0, 1, 2], [1, 0, 2]):
