@@ -162,6 +162,7 @@ def serve(
         url = f"http://{f'[{at[0]}]' if ':' in at[0] else at[0]}:{at[1]}"
 
         def ready() -> None:
+            console.heed_interrupts()
             if json:
                 console.print_json_line({"url": url, "model": called, "context": llm.context, "max_batch": max_batch})
             console.log(f"qcompile: {called} answers at {url} (Ctrl-C ends)")

@@ -23,7 +23,14 @@ LINE_SECONDS = 5.0
 
 
 interrupts: list[int] = []
-"""Signals that are to end the command: modules that are being imported may swallow the exception of one."""
+"""Signals that are to end the command: a module that is being imported may swallow the exception of one, as an object
+that ends does."""
+
+
+def heed_interrupts() -> None:
+    """Raise KeyboardInterrupt again if one was swallowed."""
+    if interrupts:
+        raise KeyboardInterrupt
 
 
 def open_streams() -> None:
@@ -129,8 +136,7 @@ class Progress:
         self._thread.join()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        if interrupts:
-            raise KeyboardInterrupt
+        heed_interrupts()
         if stage != self._stage:
             self._stage, self._stage_start = stage, time.monotonic()
         self._done, self._total = done, total

@@ -57,7 +57,10 @@ class Served:
 
 
 def serve(served: Served, listening: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
-    """Serve requests on a bound socket until SIGINT or SIGTERM. If the engine fails, raises its exception."""
+    """Serve requests on a bound socket until SIGINT or SIGTERM. If the engine fails, raises its exception.
+
+    `ready` is called when a signal from then on ends the server in order.
+    """
     service = Service(served.llm, served.max_waiting)
     config = uvicorn.Config(
         create_app(served, service),
@@ -67,15 +70,16 @@ def serve(served: Served, listening: socket.socket, ready: Callable[[], None] = 
         timeout_keep_alive=_IDLE_SECONDS,
         timeout_graceful_shutdown=_DRAIN_SECONDS + _LAST_SECONDS,
     )
-    server = _Server(config, service)
+    server = _Server(config, service, ready)
 
     def failed(error: BaseException) -> None:
         server.should_exit = True
 
     service.failed = failed
-    ready()
     try:
-        server.run(sockets=[listening])
+        # From here on: of handlers that `run` finds, asyncio may lose what they raise while it starts.
+        with server.capture_signals():
+            server.run(sockets=[listening])
     finally:
         service.close()
     if service.failure:
@@ -85,9 +89,13 @@ def serve(served: Served, listening: socket.socket, ready: Callable[[], None] = 
 class _Server(uvicorn.Server):
     """On shutdown, lets open responses continue for a while, then tells the clients still waiting why they end."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]) -> None:
         super().__init__(config)
-        self._service = service
+        self._service, self._ready = service, ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().call_later(_DRAIN_SECONDS, self._service.end)

@@ -77,3 +77,32 @@ def test_a_server_ended_by_sigterm_says_so(tiny_artifact: Build) -> None:
         assert process.communicate()[1].splitlines()[-1] == "qcompile: ended by SIGTERM"
     finally:
         process.kill()
+
+
+SWALLOWED = """
+import contextlib, os, signal, sys, time, uvicorn
+from qcompile.__main__ import entry
+from qcompile.runtime import server
+
+def careless(make):
+    def made(*given):
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+        return make(*given)
+    return made
+
+place = {"app": (server, "create_app"), "loop": (uvicorn.Config, "get_loop_factory")}[sys.argv[1]]
+setattr(*place, careless(getattr(*place)))
+sys.argv = ["qcompile", "serve", sys.argv[2], "--port", "0", "--json"]
+entry()
+"""
+
+
+@pytest.mark.parametrize("place", ["app", "loop"])
+def test_a_signal_that_is_swallowed_while_a_server_starts_ends_it(place: str, tiny_artifact: Build) -> None:
+    """As by an object that ends: raised there, an exception is lost."""
+    command = [sys.executable, "-c", SWALLOWED, place, str(tiny_artifact("w4a8"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGTERM and done.stderr.splitlines()[-1] == "qcompile: ended by SIGTERM"
+    assert bool(done.stdout) == (place == "loop")  # where the server was ready, and ended in order
