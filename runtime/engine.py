@@ -142,12 +142,12 @@ class Engine:
         if drafts and any(request.pending == 1 for request in running):
             return False
         plan = self.scheduler.schedule(1 if drafts else self._bursts.steps(len(running)))
-        if plan is None or (drafts and plan.decoding):
+        if plan is None or any(self._needs_logits(request, False) for request in plan.requests):
             return False
-        if any(self._needs_logits(request, False) for request in plan.requests):
+        rows = plan.rows()
+        if drafts and any(row.outputs for row in rows):
             return False
         started = self._start_clock(plan)
-        rows = plan.rows()
         wait = self.executor.start(rows, plan.steps, self._draws(plan, rows))
         self._note_gap(plan, time.monotonic())  # the executor waited until here
         self._flight = _Flight(plan, rows, wait, started)
