@@ -192,7 +192,7 @@ class AttentionSpec:
 
     `cut` is what a program computes. In the decode class (split-KV) that is a "leaf", or a "split" of `split`
     positions, and MergeSpec merges the partial results; with `multi_split` a program loops over several splits of a
-    sequence. With "whole" a program computes all positions in the same order and writes `out` [tokens, heads * dim].
+    sequence. With "whole" a program computes all positions in the same order and writes [tokens, heads * dim] as `out`.
     With `paired` it does so for two blocks of rows, one as far from the sequence's start as the other is from its end,
     which balances the load. A row's bits depend neither on the cut nor on a program's rows or warps (batch invariance):
     multiply-adds are fused only where written as fma, and sums over a leaf have a fixed order.
@@ -412,7 +412,7 @@ def far_variants(spec: AttentionSpec, capability: int) -> list[tuple[int, Attent
 class MergeSpec:
     """Log-sum-exp merge of AttentionSpec's partial results: of the splits of a group (level 1) or of groups (level 2).
 
-    Each split has `leaves` partial results, or one. The `final` level writes `out` [tokens, heads * dim], and with
+    Each split has `leaves` partial results, or one. The `final` level writes [tokens, heads * dim] as `out`, and with
     `amax` also the largest magnitude of each half of a head's features, or of the whole head in both entries,
     [tokens, heads, 2] f32, for quantization. A level that is not final overwrites the first partial result of each
     group. With `sinks` an attention sink f32 [heads] is added to the final sum of softmax weights.
