@@ -50,7 +50,7 @@ from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 
 MOST_ROWS = 512
 """Most rows of a step."""
-GPU_ABI = 20
+GPU_ABI = 21
 """Version of the plan format: a runtime refuses plans of another version."""
 TEXT_TOKENS = 1 << 12
 """Most tokens of a text that n-gram lookup searches; a power of two."""
@@ -98,6 +98,7 @@ class Plan:
     split: int
     launches: list[Launch] = field(default_factory=list)
     feedback: list[Launch] = field(default_factory=list)
+    follow: list[Launch] = field(default_factory=list)
     rounds: list[Launch] = field(default_factory=list)
     lookup: list[Launch] = field(default_factory=list)
     kernels: dict[str, Kernel] = field(default_factory=dict)
@@ -112,6 +113,19 @@ class Plan:
         """Reserve scratch memory of at least `size` bytes times the counts; returns its reference."""
         self.work[name] = (max(size, self.work.get(name, (0,))[0]), counts)
         return ["work", name]
+
+    def add_feedback(self) -> None:
+        """Adds the kernels that feed the tokens of a step to the next: of the same rows, or of others."""
+        self.feedback = [self._of_tokens("advance", "argmax", "token_ids", "positions", "decoded", "counter")]
+        self.follow = [self._of_tokens("follow", "argmax", "token_ids")]
+
+    def _of_tokens(self, name: str, *inputs: str) -> Launch:
+        """The launch of a kernel with one program for all rows."""
+        arguments = (*(Argument(each, "*i32") for each in inputs), Argument("M", "i32"))
+        source = render_template(f"{name}.py.jinja", arguments=arguments, block=2 * MOST_ROWS)
+        args: dict[str, Ref] = {each: ["input", each] for each in inputs} | {"M": ["count", "tokens"]}
+        variant = Variant(self.add(Kernel(name, source, arguments, 4, 1)), (1, 1, 1), args, 2 * MOST_ROWS)
+        return Launch(name, "tokens", (variant,))
 
     def add_rounds(self) -> None:
         """For a target with drafts: adds the kernels before and after verification in a speculation round."""
@@ -159,6 +173,7 @@ class Plan:
             "kernels": resources,
             "launches": [_launch_json(launch, self.kernels) for launch in self.launches],
             "feedback": [_launch_json(launch, self.kernels) for launch in self.feedback],
+            "follow": [_launch_json(launch, self.kernels) for launch in self.follow],
             "rounds": [_launch_json(launch, self.kernels) for launch in self.rounds],
             "lookup": [_launch_json(launch, self.kernels) for launch in self.lookup],
             "text_tokens": TEXT_TOKENS,

@@ -24,7 +24,6 @@ from qcompile.codegen.gpu_attention import (
     for_queries,
     prefill_variants,
 )
-from qcompile.codegen.gpu_compile import Argument, Kernel, render_template
 from qcompile.codegen.gpu_experts import Experts
 from qcompile.codegen.gpu_launches import MOST_ROWS, Launch, Plan, Ref, Size, Variant
 from qcompile.codegen.gpu_pack import kernel_of, packing_of, padded_inputs, padded_outputs
@@ -65,7 +64,7 @@ def make_plan(program: p.Program, capability: int, split: int = 0, inline_asm: b
     maker = _Maker(program, Plan(capability, kv, split), inline_asm)
     for call, after in zip_longest(program.calls, program.calls[1:]):
         maker.add(call, after)
-    maker.finish()
+    maker.plan.add_feedback()
     return maker.plan
 
 
@@ -479,16 +478,6 @@ class _Maker:
         names = {name: ["input", name] for name in ("positions", "block_table")}
         pages: dict[str, Ref] = {name: ["kv", layer] for name in ("kv", "kv_words", "kv_full")}
         return {**names, **pages, "table_stride": ["count", "table_stride"]}
-
-    def finish(self) -> None:
-        """Adds the kernel that feeds the tokens of a greedy step to the next step."""
-        arguments = tuple(Argument(n, "*i32") for n in ("argmax", "token_ids", "positions", "decoded", "counter"))
-        arguments = (*arguments, Argument("M", "i32"))
-        source = render_template("advance.py.jinja", arguments=arguments, block=1024)
-        kernel = Kernel("advance", source, arguments, 4, 1)
-        args: dict[str, Ref] = {a.name: ["input", a.name] for a in arguments[:-1]}
-        args["M"] = ["count", "tokens"]
-        self.plan.feedback = [Launch("advance", "tokens", (Variant(self.plan.add(kernel), (1, 1, 1), args, 1024),))]
 
 
 def _vectors(weight: str | None, bias: str | None) -> dict[str, Ref]:

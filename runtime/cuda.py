@@ -34,7 +34,7 @@ from qcompile.runtime.executor import FloatArray, Limits, Rows
 from qcompile.runtime.outputs import MOST_DRAFTS
 from qcompile.runtime.sampling import Draws
 
-GPU_ABI = 20
+GPU_ABI = 21
 _MAX_GRAPHS = 64
 _MAX_DECODED = 1 << 16
 """Most tokens that `decode` leaves on the GPU before it reads them back."""
@@ -81,9 +81,11 @@ class CudaExecutor:
         self.reallocations = 0
         """How often memory that graphs point to was freed."""
         self._closed = False
-        self._hosts = _HostInputs(driver), _HostInputs(driver)
-        self._turn, self._tokens_address = 0, 0
-        self._waits: Callable[[], list[int]] | None = None  # for the tokens of what `start` has queued
+        # A step may be queued while the one before it runs: its inputs and tokens take turns in the host's memory.
+        self._hosts = _HostNumbers(driver), _HostNumbers(driver)
+        self._found = _HostNumbers(driver), _HostNumbers(driver)
+        self._turn = 0
+        self._waits: dict[int, Callable[[], list[int]]] = {}  # by turn, for the tokens of what `start` has queued
         self._draws: CudaDraws | None = None
         try:
             self._allocate(leader, own_cache)
@@ -121,16 +123,15 @@ class CudaExecutor:
         self._input_offsets["block_table"] = header
         items = header + rows * self._most_pages
         self._inputs = self._allocate_owned(4 * items, "inputs")
-        for host in self._hosts:
-            host.open(items)
+        for inputs, found in zip(self._hosts, self._found, strict=True):
+            inputs.open(items)
+            found.open(max(rows, _MAX_DECODED))
         self._draws = CudaDraws(self.driver, rows)
         self._results = {
             name: self._allocate_owned(4 * n, "results") for name, n in (("argmax", rows), ("decoded", _MAX_DECODED))
         }
         shared = leader._results["logits"] if leader and leader.limits.vocab == limits.vocab else 0
         self._results["logits"] = shared or self._allocate_owned(4 * rows * limits.vocab, "logits")
-        self._tokens_address = self.driver.pinned(4 * max(rows, _MAX_DECODED))
-        self._tokens: Any = (ctypes.c_int32 * max(rows, _MAX_DECODED)).from_address(self._tokens_address)
         self._logits: FloatArray = np.empty((rows, limits.vocab), np.float32)
 
     def grow(self, counts: Counts) -> None:
@@ -158,18 +159,23 @@ class CudaExecutor:
 
     # ---- a step -------------------------------------------------------------------------------
 
-    def fill(self, sequences: Sequence[Rows], ahead: int = 0, draws: Sequence[Draws] = ()) -> Counts:
+    def fill(
+        self, sequences: Sequence[Rows], ahead: int = 0, draws: Sequence[Draws] = (), behind: bool = False
+    ) -> Counts:
         """Write the rows into the inputs and queue their copy to the GPU. Returns the step's counts.
 
-        `draws` are those of each sequence; without any, all are greedy. Sequences may advance `ahead` positions before
-        the next call. Keys and values past a sequence's pages go to spare pages. Bf16 entries of a ring
-        and quantized ones have different spare pages: codes read as bf16 may be NaN, and NaN times an attention weight
-        of 0 would spoil rows that do not see those positions.
+        Waits for what `start` has queued, or with `behind` for all but the last of that. `draws` are those of each
+        sequence; without any, all are greedy. Sequences may advance `ahead` positions before the next call. Keys and
+        values past a sequence's pages go to spare pages. Bf16 entries of a ring and quantized ones have different spare
+        pages: codes read as bf16 may be NaN, and NaN times an attention weight of 0 would spoil rows that do not see
+        those positions.
         """
         if self._closed or self._draws is None:
             raise UsageError("the model is closed: load it again")
-        if self._waits:
-            self._waits()
+        self._turn = 1 - self._turn
+        for turn in (self._turn,) if behind else (self._turn, 1 - self._turn):
+            if turn in self._waits:
+                self._waits[turn]()
         self.driver.use()
         need = [self.limits.pages_for(rows.start + len(rows.tokens) + ahead) if ahead else 0 for rows in sequences]
         pages = [max(least, len(rows.pages)) for least, rows in zip(need, sequences, strict=True)]
@@ -187,7 +193,6 @@ class CudaExecutor:
             "query_start": starts,
             "prompt_start": starts[decoding.sequences :],
         }
-        self._turn = 1 - self._turn
         inputs, offsets = self._hosts[self._turn], self._input_offsets
         host = inputs.begin()
         for name, items in values.items():
@@ -319,15 +324,10 @@ class CudaExecutor:
         counts = self.fill(sequences, draws=draws)
         self._run(counts, feed_back=False)
         outputs = counts["outputs"]
-        if outputs:
-            self.driver.download(self._tokens_address, self._results["argmax"], 4 * outputs)
         if outputs and logits:
             size = 4 * self.limits.vocab * outputs
             self.driver.download(self._logits.ctypes.data, self._results["logits"], size)
-        self.fetch_reports()
-        self.driver.synchronize()
-        self.deliver_reports()
-        return self._tokens[:outputs], self._logits[:outputs] if logits else None
+        return self._fetch("argmax", outputs, last=True)(), self._logits[:outputs] if logits else None
 
     def decode(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> list[int]:
         """`steps` tokens for each sequence (one row each), fed back on the GPU.
@@ -342,43 +342,51 @@ class CudaExecutor:
             if found:  # reset the counter; the GPU has updated tokens and positions itself
                 self._hosts[self._turn].send(self._inputs, 1)
             self._run(counts, feed_back=True, times=times)
-            total = times * counts["tokens"]
-            self.driver.download(self._tokens_address, self._results["decoded"], 4 * total)
-            self.fetch_reports()
-            self.driver.synchronize()
-            found += self._tokens[:total]
-        self.deliver_reports()
+            last = len(found) + times * counts["tokens"] == steps * counts["tokens"]
+            found += self._fetch("decoded", times * counts["tokens"], last)()
         return found
 
     def start(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> Callable[[], list[int]]:
         """Queue `decode`, or with one step `step`. Returns a function that waits for its tokens.
 
-        A step without outputs has none to wait for, so that the next may be queued while it runs.
+        Where a token is negative, -1 - i, a kernel replaces it by output i of what was queued before.
         """
-        if steps * len(sequences) > _MAX_DECODED:
-            found = self.decode(sequences, steps, draws)
-            return lambda: found
-        burst, without = steps > 1, not any(rows.outputs for rows in sequences)
-        # The memory of draws is not written while a step may read it.
-        counts = self.fill(sequences, steps * burst, () if without else draws)
+        assert steps * len(sequences) <= _MAX_DECODED
+        burst, reports = steps > 1, any(draw.reports is not None for draw in draws)
+        behind = not (reports or (self._draws and self._draws.reporting))
+        counts = self.fill(sequences, steps * burst, draws, behind)
+        if any(token < 0 for rows in sequences for token in rows.tokens):
+            self._launch(self.plan["follow"], counts)
         self._run(counts, feed_back=burst, times=steps)
-        total = steps * counts["tokens"] if burst else counts["outputs"]
-        if without:
-            return list
-        self.driver.download(self._tokens_address, self._results["decoded" if burst else "argmax"], 4 * total)
-        self.fetch_reports()
+        results = ("decoded", steps * counts["tokens"]) if burst else ("argmax", counts["outputs"])
+        turn, fetch = self._turn, self._fetch(*results, last=True)
         tokens: list[int] | None = None
 
         def wait() -> list[int]:
             nonlocal tokens
             if tokens is None:
-                self.driver.use()
-                self.driver.synchronize()
-                self.deliver_reports()
-                tokens, self._waits = self._tokens[:total], None
+                del self._waits[turn]
+                tokens = fetch()
             return tokens
 
-        self._waits = wait
+        self._waits[turn] = wait
+        return wait
+
+    def _fetch(self, name: str, count: int, last: bool) -> Callable[[], list[int]]:
+        """Queue a copy to the host of the first tokens of a result, and of the reports that the draws of `fill` ask for
+        if this is the last copy after that. Returns a function that waits for both, and returns the tokens."""
+        if last:
+            self.fetch_reports()
+        found = self._found[self._turn]
+        found.fetch(self._results[name], count)
+
+        def wait() -> list[int]:
+            self.driver.use()
+            tokens: list[int] = found.begin()[:count]
+            if last:
+                self.deliver_reports()
+            return tokens
+
         return wait
 
     def fetch_reports(self) -> None:
@@ -421,40 +429,43 @@ class CudaExecutor:
             self.driver.unload(module)
         if self._draws:
             self._draws.free()
-        for host in self._hosts:
+        for host in (*self._hosts, *self._found):
             host.free()
-        if self._tokens_address:
-            self.driver.free_pinned(self._tokens_address)
 
 
-class _HostInputs:
-    """Pinned memory for the inputs of a step: int32. A step may be queued while the one before it runs, so there are
-    two of these, which take turns."""
+class _HostNumbers:
+    """Pinned memory for copies to or from the GPU: int32."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver, self._address = driver, 0
-        self._sent: Any = None
+        self._copied: Any = None
 
     def open(self, items: int) -> None:
         """Allocate memory for so many numbers."""
-        self._sent = self._driver.event()
+        self._copied = self._driver.event()
         self._address = self._driver.pinned(4 * items)
         self._numbers: Any = (ctypes.c_int32 * items).from_address(self._address)
 
     def begin(self) -> Any:
-        """The numbers, after what was sent before is on the GPU."""
-        self._driver.wait_for(self._sent)
+        """The numbers, after the last copy."""
+        self._driver.wait_for(self._copied)
         return self._numbers
 
     def send(self, to: int, items: int) -> None:
         """Queue a copy of the first numbers to the GPU."""
         self._driver.upload(to, self._address, 4 * items)
-        self._driver.record(self._sent)
+        self._driver.record(self._copied)
+
+    def fetch(self, source: int, items: int) -> None:
+        """Queue a copy of so many numbers to the first ones."""
+        if items:
+            self._driver.download(self._address, source, 4 * items)
+        self._driver.record(self._copied)
 
     def free(self) -> None:
         """Free the memory."""
-        if self._sent is not None:
-            self._driver.drop_event(self._sent)
+        if self._copied is not None:
+            self._driver.drop_event(self._copied)
         if self._address:
             self._driver.free_pinned(self._address)
 

@@ -69,6 +69,7 @@ class CudaDraws:
         self._numbers = _Pair(driver, self._first + MOST_DRAWS, 8, "random numbers")
         self._host: Any = (ctypes.c_double * self._numbers.items).from_address(self._numbers.host_address)
         self._wanted: list[DoubleArray] = []
+        self._sent = driver.event()
         made = [self._numbers]
         try:
             self._lists = self._make_lists(_FIRST_ROOM)
@@ -98,6 +99,11 @@ class CudaDraws:
         lists = {"seen": self._lists.address, "reports": self._reports.address}
         return {"sampling": numbers, "draws": numbers + 8 * self._first, **lists}
 
+    @property
+    def reporting(self) -> bool:
+        """Whether reports of the last call are to be delivered."""
+        return bool(self._wanted)
+
     def lacks_room(self, draws: Sequence[Draws]) -> bool:
         """Whether the lists or reports of a call need more memory."""
         return _list_items(draws) > self._lists.items or _report_items(draws) > self._reports.items
@@ -122,6 +128,7 @@ class CudaDraws:
         self._wanted = [draw.reports for draw in draws if draw.reports is not None]
         known = 0
         if not all(draw.plain for draw in draws):
+            self._driver.wait_for(self._sent)  # what was sent before may be on its way
             at, listed, reported = self._first, 0, 0
             for index, draw in enumerate(draws):
                 options = (draw.temperature, draw.top_p, draw.min_logit, draw.top_k)
@@ -142,6 +149,7 @@ class CudaDraws:
             self._numbers.send(at)
             if listed:
                 self._lists.send(listed)
+            self._driver.record(self._sent)
         on = {"sampled": drawn, "top_k": by_k, "top_p": by_p, "biased": biased, "penalized": penalized}
         on["reported"] = bool(self._wanted)
         # A power of two, as the launches that know the memory of kept rows are dropped where it grows.
@@ -182,6 +190,7 @@ class CudaDraws:
         self._numbers.free()
         self._lists.free()
         self._reports.free()
+        self._driver.drop_event(self._sent)
 
 
 def _list_items(draws: Sequence[Draws]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from qcompile.runtime import accept
 from qcompile.runtime.blocks import BlockPool
 from qcompile.runtime.bursts import Bursts
 from qcompile.runtime.executor import FloatArray, Rows, StepExecutor
+from qcompile.runtime.flight import Flight
 from qcompile.runtime.gamma import AUTO, Choice, Tempo, observe
 from qcompile.runtime.logprobs import logprobs_of, prompt_logprobs, reported_logprobs
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics
@@ -38,16 +39,6 @@ class _Gain:
     request: Request
     tokens: list[int]
     reason: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A step or a burst that an executor runs while the host does something else. `wait` returns its tokens."""
-
-    plan: Plan
-    rows: list[Rows]
-    wait: Callable[[], list[int]]
-    started: float
 
 
 class Engine:
@@ -76,7 +67,7 @@ class Engine:
         self._eos = frozenset(eos)
         self._next_id = 0
         self._bursts = Bursts()
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._gains: list[_Gain] = []  # of steps whose text was not handled yet
         self._ended = 0.0  # when the last call of the executor ended
         self._spell = cache(partial(spelled, tokenizer)) if tokenizer else None
@@ -127,44 +118,54 @@ class Engine:
     def step(self) -> list[Request]:
         """Run one step. Returns the requests that gained tokens; finished ones have their finish_reason set.
 
-        An executor that can runs the next step meanwhile: text, stop texts and outputs are then handled during it, and
-        a request that a stop text ends has computed some tokens in vain.
+        An executor that can runs the next step meanwhile, and even the one after that is queued before the host waits
+        for the first: it is planned without knowing the first one's tokens. Text, stop texts and outputs are handled
+        while a step runs, and a request that its text ends has computed some tokens in vain.
         """
+        behind = self._take_off() if self._flight else None
         self._land()
-        flies = self.overlaps and self._take_off()
+        self._flight = behind or (self._take_off() if self.overlaps else None)
         gains, self._gains = self._gains, []
         told = [gain.request for gain in gains if self._tell(gain)]
-        return told if flies else told + self._run_now()
+        return told if self._flight else told + self._run_now()
 
-    def _take_off(self) -> bool:
-        """Start the next step, and do not wait for it. False if there is none, or if tokens need logits or drafts."""
+    def _take_off(self) -> Flight | None:
+        """Start the next step, behind the one that runs, if one does, and do not wait for it.
+
+        None if there is none, or if its tokens need logits, drafts, or those of the step that runs.
+        """
         drafts, running = self.speculator and self.gamma, self.scheduler.running
         if drafts and any(request.pending == 1 for request in running):
-            return False
+            return None
         plan = self.scheduler.schedule(1 if drafts else self._bursts.steps(len(running)))
         if plan is None or any(self._needs_logits(request, False) for request in plan.requests):
-            return False
+            return None
+        if self._flight and not all(request.read and request.sampler.foresees for request in running):
+            return None
         rows = plan.rows()
         if drafts and any(row.outputs for row in rows):
-            return False
+            return None
         started = self._start_clock(plan)
         wait = self.executor.start(rows, plan.steps, self._draws(plan, rows))
-        self._note_gap(plan, time.monotonic())  # the executor waited until here
-        self._flight = _Flight(plan, rows, wait, started)
-        return True
+        if not self._flight:
+            self._note_gap(plan, time.monotonic())  # the executor waited until here
+        flight = Flight(plan, rows, wait, started, plan.decoding)
+        flight.begin()
+        return flight
 
     def _land(self) -> None:
         """Wait for the step that runs, if any, and note its tokens in `_gains`."""
         if self._flight is None:
             return
         flight, self._flight = self._flight, None
-        plan, waits = flight.plan, time.monotonic()
+        plan, waits, began = flight.plan, time.monotonic(), max(flight.started, self._ended)
         tokens = flight.wait()
         self._ended = now = time.monotonic()
-        seconds, known = (now - flight.started) / plan.steps, self._bursts.step_seconds.get(len(plan.requests))
+        seconds, known = (now - began) / plan.steps, self._bursts.step_seconds.get(len(plan.requests))
         # Where the host comes too late, a step took less than that.
-        if plan.decoding and (now - waits > _WAITED or known is None or seconds < known):
+        if flight.decoding and (now - waits > _WAITED or known is None or seconds < known):
             self._bursts.note_step(len(plan.requests), seconds)
+        flight.end()
         self._gains += self._advance(plan, flight.rows, tokens, now)
 
     def _draws(self, plan: Plan, rows: Sequence[Rows]) -> list[Draws]:
@@ -175,7 +176,8 @@ class Engine:
     def _draws_of(self, request: Request, row: Rows, count: int) -> Draws:
         """How the executor chooses `count` tokens after a request's rows; it reports the known ones among these."""
         first, known = row.start + len(row.tokens) - row.outputs + row.known, request.scored + 1
-        return request.sampler.draws(first, count, known=request.tokens[known : known + row.known])
+        tokens = request.tokens[known : known + row.known]
+        return request.sampler.draws(first, count, known=tokens, skipped=request.flying_tokens)
 
     def _advance(self, plan: Plan, rows: Sequence[Rows], tokens: Sequence[int], now: float) -> list[_Gain]:
         """Append the tokens of a step, one for each request that has its last token in it, or of a burst [steps,
@@ -459,10 +461,6 @@ class Engine:
             request.metrics.finished_time = time.monotonic()
         end_text(request)
         output.finish_reason = "stop" if output.stop_reason is not None and reason != "abort" else reason
-        if self._flight and request in self._flight.plan.requests:
-            # What it computes in vain is in the pages that are freed now.
-            at = self._flight.plan.requests.index(request)
-            request.computed += len(self._flight.rows[at].tokens) * self._flight.plan.steps
         self.scheduler.release(request)
         if self.speculator:
             self.speculator.release(request)

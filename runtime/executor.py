@@ -184,7 +184,8 @@ class StepExecutor(Protocol):
     def start(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> Callable[[], list[int]]:
         """Start `decode`, or with one step `step`, and return a function that waits for its tokens.
 
-        Any other call waits for it, too.
+        One more may be started before they are waited for, in which a token may be -1 - i: that which output i of the
+        last step started before will give (0 if that is not finite). Any other call waits for both.
         """
 
     def profile(self, on: bool) -> None:
@@ -242,6 +243,7 @@ class Executor:
     ) -> None:
         self.library, self.limits, self.threads, self.kv_pages = library, limits, threads, kv_pages
         self._keep: tuple[object, ...] = (pointers, kv)
+        self._given: list[int] = []  # by what `start` ran last
         self.description: dict[str, Any] = json.loads(library.qc_describe())
         if self.description.get("abi") != ABI:
             raise ArtifactError(f"library interface {self.description.get('abi')}, this qcompile has {ABI}")
@@ -348,7 +350,11 @@ class Executor:
 
     def start(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> Callable[[], list[int]]:
         """Run `decode` or `step` at once, as a CPU's cores are the host's."""
-        found = list(self.decode(sequences, steps, draws) if steps > 1 else self.step(sequences, False, draws)[0])
+        given = self._given
+        tokens = ([token if token >= 0 else max(given[-1 - token], 0) for token in row.tokens] for row in sequences)
+        rows = [row._replace(tokens=known) for row, known in zip(sequences, tokens, strict=True)]
+        found = list(self.decode(rows, steps, draws) if steps > 1 else self.step(rows, False, draws)[0])
+        self._given = found[len(found) - sum(row.outputs for row in rows) :]
         return lambda: found
 
     def profile(self, on: bool) -> None:

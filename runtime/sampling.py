@@ -285,10 +285,18 @@ class Sampler:
         """The next random number in [0, 1)."""
         return self._ahead.popleft() if self._ahead else float(self._random.random())
 
-    def draws(self, first: int, count: int, ahead: Sequence[int] = (), known: Sequence[int] = ()) -> Draws:
+    @property
+    def foresees(self) -> bool:
+        """Whether `draws` can be asked for tokens before those before them are known."""
+        return self._noted is None and self.params.logprobs is None
+
+    def draws(
+        self, first: int, count: int, ahead: Sequence[int] = (), known: Sequence[int] = (), skipped: int = 0
+    ) -> Draws:
         """What an executor needs to choose up to `count` tokens, the first of them after position `first`.
 
         `ahead` are tokens after that position that are not noted yet. `took` must be told which tokens were chosen.
+        `skipped` are how many are to be chosen before by other `draws`, of which `took` was not told yet.
         `known` are the prompt's tokens before, up to position `first`, to report as well: `take_known` returns that.
         """
         params, reports = self.params, self._new_reports(len(known), count)
@@ -301,10 +309,12 @@ class Sampler:
         if params.temperature == 0:
             changes = GREEDY._replace(penalties=penalties, bias=self._bias)
             return changes._replace(first=first, known=known, reports=reports)
-        self._look_ahead(count)
+        self._look_ahead(skipped + count)
         top_k = params.top_k if 0 < params.top_k < self._vocab else 0
         drawn = (params.temperature, params.top_p, _min_logit(params), top_k)
-        return Draws(*drawn, first, list(islice(self._ahead, count)), penalties, self._bias, known, reports)
+        return Draws(
+            *drawn, first, list(islice(self._ahead, skipped, skipped + count)), penalties, self._bias, known, reports
+        )
 
     def _new_reports(self, known: int, chosen: int) -> DoubleArray | None:
         """Room for the reports of so many known tokens, and of so many chosen ones if they are to be reported."""

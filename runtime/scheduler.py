@@ -44,6 +44,12 @@ class Request:
     prompt_reports: list[DoubleArray] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """Once all of the prompt is reported."""
+    flying_rows: int = 0
+    """Rows in steps that the executor still runs."""
+    flying_tokens: int = 0
+    """Tokens that these steps will append."""
+    flying_output: int = 0
+    """Which output of the last of these steps is the last of these tokens."""
     known: CachedPage | None = None
     """The last of its pages that others can find (runtime/prefixes.py)."""
     held_text: str = ""
@@ -51,9 +57,30 @@ class Request:
     drafts: DraftState = field(default_factory=DraftState)
 
     @property
+    def length(self) -> int:
+        """Tokens that it has, or will have when the steps that run have ended."""
+        return len(self.tokens) + self.flying_tokens
+
+    @property
+    def reached(self) -> int:
+        """Positions whose keys and values are in the cache, or will be then."""
+        return self.computed + self.flying_rows
+
+    @property
     def pending(self) -> int:
-        """Tokens not in the cache yet; 1 while decoding."""
-        return len(self.tokens) - self.computed
+        """Tokens that are in no step yet; 1 while decoding."""
+        return self.length - self.reached
+
+    def fly(self, rows: int, tokens: int, output: int) -> None:
+        """Note that a step runs with so many of its rows, which appends so many tokens, the last by that output."""
+        self.flying_rows += rows
+        self.flying_tokens += tokens
+        self.flying_output = output
+
+    def land(self, rows: int, tokens: int) -> None:
+        """Note that this step has ended."""
+        self.flying_rows -= rows
+        self.flying_tokens -= tokens
 
     @property
     def read(self) -> bool:
@@ -89,18 +116,19 @@ class Plan:
         """The rows of the step, with `drafts[i]` after the last token of `requests[i]`.
 
         If a request's last token is among the rows, that row and those of its drafts give logits. So do rows before it
-        whose next tokens are to be reported.
+        whose next tokens are to be reported. A token that the step before has yet to give is -1 - i, if that is what
+        its output i gives.
         """
         rows: list[Rows] = []
         for index, (request, count) in enumerate(zip(self.requests, self.counts, strict=True)):
-            end = request.computed + count
-            tokens = request.tokens[request.computed : end]
+            start, end = request.reached, request.reached + count
+            tokens = request.tokens[start:end] or [-1 - request.flying_output]
             known = max(0, min(end, request.prompt_length - 1) - request.scored)
-            outputs = known + int(end == len(request.tokens))
+            outputs = known + int(end == request.length)
             if drafts and drafts[index]:
                 tokens += drafts[index]
                 outputs += len(drafts[index])
-            rows.append(Rows(tokens, request.computed, request.pages, outputs, known))
+            rows.append(Rows(tokens, start, request.pages, outputs, known))
         return rows
 
 
@@ -120,7 +148,11 @@ class Scheduler:
         self.waiting.append(request)
 
     def release(self, request: Request) -> None:
-        """Remove a finished or cancelled request and free its pages; idempotent."""
+        """Remove a finished or cancelled request and free its pages; idempotent.
+
+        What steps that run compute in vain is in the pages that are freed now: later steps follow them.
+        """
+        request.computed, request.flying_rows, request.flying_tokens = request.reached, 0, 0
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
@@ -136,19 +168,26 @@ class Scheduler:
         return request
 
     def schedule(self, burst: int) -> Plan | None:
-        """The next step, with up to `burst` tokens for each request; None if there is no work."""
-        self._make_room()
+        """The next step, with up to `burst` tokens for each request; None if there is no work.
+
+        It may follow one that still runs: requests that reach their limit in that are not in it, and where pages are
+        short there is none, as no request can be preempted then.
+        """
+        if not self._make_room():
+            return None
         plan = Plan([], [], 1)
         budget = self.max_tokens
-        decoding = [request for request in self.running if request.pending == 1]
-        prefilling = [request for request in self.running if request.pending > 1]
+        going = [request for request in self.running if not request.flying_tokens or request.length < request.limit]
+        decoding = [request for request in going if request.pending == 1]
+        prefilling = [request for request in going if request.pending > 1]
         for request in decoding + prefilling:
             budget -= _append(plan, request, budget)
         if self.waiting and self.pool.prefixes is not None:
             for request in self.running:
                 self._remember(request)
-        while self.waiting and budget > 0 and self._admit(self.waiting[0], prefilling):
-            prefilling.append(self.running[-1])
+        reading = [request for request in going if request.length - request.computed > 1]
+        while self.waiting and budget > 0 and self._admit(self.waiting[0], reading):
+            reading.append(self.running[-1])
             budget -= _append(plan, self.running[-1], budget)
         if not plan.requests:
             return None
@@ -158,7 +197,7 @@ class Scheduler:
         """`plan` (all decoding) with as many steps, up to `steps`, as all its requests have room for."""
         if any(request.params.needs_logits(self.draws) for request in plan.requests):
             return plan
-        steps = min(steps, min(request.limit - len(request.tokens) for request in plan.requests))
+        steps = min(steps, min(request.limit - request.length for request in plan.requests))
         return Plan(plan.requests, plan.counts, self.reserve(plan.requests, steps))
 
     def _admit(self, request: Request, prefilling: Sequence[Request]) -> bool:
@@ -250,19 +289,23 @@ class Scheduler:
             self.pool.keep(Ending(request.tokens[:count], request.pages[:pages], drafted))
             del request.pages[:pages]
 
-    def _make_room(self) -> None:
-        """Give running requests the pages that their next positions need; preempt the newest where none is free."""
+    def _make_room(self) -> bool:
+        """Give running requests the pages that their next positions need; preempt the newest where none is free. False
+        if none can be preempted, as a step runs."""
         at = 0
         while at < len(self.running):
             request = self.running[at]
-            missing = self.pool.pages_for(len(request.tokens)) - len(request.pages)
+            missing = self.pool.pages_for(request.length) - len(request.pages)
             if missing > self.pool.free:
+                if any(running.flying_rows for running in self.running):
+                    return False
                 if self.preempt() is request:
-                    return
+                    return True
                 continue
             if missing > 0:
                 request.pages.extend(self.pool.take(missing))
             at += 1
+        return True
 
     def reserve(self, requests: Sequence[Request], tokens: int) -> int:
         """Take pages for `tokens` more tokens of each request (or up to its limit), fewer where pages are short.
@@ -271,7 +314,7 @@ class Scheduler:
         """
         while True:
             missing = [
-                self.pool.pages_for(min(len(request.tokens) + tokens, request.limit) - 1) - len(request.pages)
+                self.pool.pages_for(min(request.length + tokens, request.limit) - 1) - len(request.pages)
                 for request in requests
             ]
             if tokens == 1 or sum(max(count, 0) for count in missing) <= self.pool.free:

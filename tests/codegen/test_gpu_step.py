@@ -488,7 +488,8 @@ def test_an_artifact_for_a_gpu_is_built_without_one(tmp_path: Path) -> None:
     for each in kernels:
         assert all((folder / f"{each['kernel']}.{kind}").is_file() for kind in ("cubin", "ptx", "py"))
     plan = json.loads((folder / "model.plan.json").read_text())
-    used = {v["kernel"] for launch in plan["launches"] + plan["feedback"] for v in launch["variants"]}
+    launches = plan["launches"] + plan["feedback"] + plan["follow"]
+    used = {v["kernel"] for launch in launches for v in launch["variants"]}
     assert used == {each["kernel"] for each in kernels} == set(plan["kernels"])
 
 

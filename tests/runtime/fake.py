@@ -214,14 +214,10 @@ class Late:
     draws: list[Draws]
     found: list[int] | None = None
 
-    @property
-    def quiet(self) -> bool:
-        return not any(row.outputs for row in self.rows)
-
 
 class LateExecutor(Executor):
-    """Runs what `start` is given as late as a GPU may: when its tokens, or those of a later call, are asked for. Of
-    steps without outputs, for which nobody waits, two may be late at once."""
+    """Runs what `start` is given as late as a GPU may: when its tokens, or those of a later call, are asked for. Two
+    may be late at once."""
 
     overlaps = True
     most_late = 0  # the most that were late at once
@@ -231,8 +227,8 @@ class LateExecutor(Executor):
         self._late: list[Late] = []
 
     def start(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> Callable[[], list[int]]:
-        if len(self._late) > 1 or not all(late.quiet for late in self._late):
-            self.settle()
+        while len(self._late) > 1:
+            self._run_first()
         # As on a GPU, the inputs have been read when this returns.
         rows = [row._replace(tokens=list(row.tokens), pages=list(row.pages)) for row in sequences]
         late = Late(rows, steps, [draw._replace(penalties=copy.deepcopy(draw.penalties)) for draw in draws])
@@ -240,18 +236,21 @@ class LateExecutor(Executor):
         self.most_late = max(self.most_late, len(self._late))
 
         def wait() -> list[int]:
-            self.settle()
-            assert late.found is not None
+            while late.found is None:
+                self._run_first()
             return late.found
 
-        return list if late.quiet else wait
+        return wait
 
     def settle(self) -> None:
         """Run what is late, in order."""
-        every, self._late = self._late, []
-        for late in every:
-            given = late.rows, late.steps, late.draws
-            late.found = list(self.decode(*given) if late.steps > 1 else self.step(late.rows, False, late.draws)[0])
+        while self._late:
+            self._run_first()
+
+    def _run_first(self) -> None:
+        (late, *others), self._late = self._late, []
+        late.found = super().start(late.rows, late.steps, late.draws)()
+        self._late = others
 
     def step(self, *given: Any, **more: Any) -> tuple[list[int], FloatArray | None]:
         self.settle()

@@ -18,7 +18,9 @@ from qcompile.runtime.blocks import requested_pages
 from qcompile.runtime.cuda import CudaExecutor, kv_pages
 from qcompile.runtime.cuda_speculate import CudaLookup, CudaSpeculator
 from qcompile.runtime.executor import Limits, Rows
+from qcompile.runtime.logprobs import empty_reports
 from qcompile.runtime.reencode import Reencoder
+from qcompile.runtime.sampling import GREEDY
 from qcompile.runtime.speculate import Level
 from qcompile.runtime.speculate_host import HostSpeculator
 from tests.runtime.fake import byte_tokenizer, listed
@@ -139,7 +141,9 @@ PLAN: dict[str, Any] = {
     "weights": 1,
     "peaks": [1, 2, 3, 4],
     "work": {"parts": [8, ["tokens", "merged"]]},
-    "kernels": {k: {"threads": 32, "shared_bytes": 0, "prelaunch": False} for k in ("few", "many", "split", "next")},
+    "kernels": {
+        k: {"threads": 32, "shared_bytes": 0, "prelaunch": False} for k in ("few", "many", "split", "next", "follow")
+    },
     "launches": [
         {
             "name": "gemm",
@@ -153,6 +157,7 @@ PLAN: dict[str, Any] = {
         {"name": "head", "by": "outputs", "variants": [variant("few", ["outputs", 1, 1], [["tokens", 4]])]},
     ],
     "feedback": [{"name": "next", "by": "tokens", "variants": [variant("next", [1, 1, 1], [["work", "parts"]])]}],
+    "follow": [{"name": "follow", "by": "tokens", "variants": [variant("follow", [1, 1, 1], [["count", "tokens"]])]}],
 }
 
 
@@ -210,21 +215,40 @@ def test_the_step_that_is_sent(opened: CudaExecutor) -> None:
     assert part("block_table", 1) == [2] and sent[place["block_table"] + 8 :][:2] == [3, 1]
 
 
-def test_steps_without_outputs_are_queued_from_memory_in_turn(opened: CudaExecutor) -> None:
-    """What is sent may be read until the event after it has passed, which the step after the next waits for."""
+def test_steps_are_queued_behind_each_other_from_memory_in_turn(opened: CudaExecutor) -> None:
+    """What is sent may be read until the event after it has passed, which the step after the next waits for; so does
+    that for the tokens of the step whose memory it takes, and a step that is not queued for all."""
     driver: Any = opened.driver
-    chunks = [[Rows([token] * 20, 0, [1], int(token == 4))] for token in range(6)]
-    sources, waits = [], []
-    for chunk in chunks[:5]:
+    chunks = [[Rows([token] * 20, 0, [1], token % 2)] for token in range(6)]
+    sources, targets, waits = [], [], []
+    for turn, chunk in enumerate(chunks):
         waits.append(opened.start(chunk, 1))
         sources.append(driver.source)
-        assert driver.passed[-1] == driver.recorded[-1]
+        sent, found = driver.recorded[-2:]
+        assert driver.passed == [found] * (turn > 1) + [sent]
+        driver.passed.clear()
+        targets.append(found)
         assert driver.sent[opened._input_offsets["token_ids"]] == chunk[0].tokens[0]
-    assert sources == [sources[0], sources[1]] * 2 + [sources[0]] and sources[0] != sources[1]
-    assert driver.recorded == [driver.recorded[0], driver.recorded[1]] * 2 + [driver.recorded[0]]
-    assert [wait() for wait in waits[:4]] == [[]] * 4 and opened._waits is not None
-    opened.start(chunks[5], 1)  # waits for the tokens of the one before
-    assert opened._waits is None and len(waits[4]()) == 1
+    for mine in (sources, targets):
+        assert mine == [mine[0], mine[1]] * 3 and mine[0] != mine[1]
+    assert sorted(opened._waits) == [0, 1] and [len(wait()) for wait in waits[:4]] == [0, 1] * 2
+    opened.step(chunks[0], logits=False)
+    assert not opened._waits and len(waits[5]()) == 1
+
+
+def test_tokens_that_the_step_before_gives_are_replaced_on_the_gpu(opened: CudaExecutor) -> None:
+    """Also where the host waits for that step because its reports are to be read."""
+    log = opened.driver.log  # type: ignore[attr-defined]
+    first = opened.start([Rows([1, 2, 3], 5, [2], 1)], 1)
+    log.clear()
+    opened.start([Rows([-1], 8, [2], 1), Rows([4], 0, [3], 1)], 1, [GREEDY, GREEDY])
+    assert log[0] == ("follow", (1, 1, 1), (2,)) and len(opened._waits) == 2
+    log.clear()
+    reports = empty_reports(1, 0)
+    opened.start([Rows([-2], 1, [3], 1)], 1, [GREEDY._replace(reports=reports)])
+    assert log[0] == ("follow", (1, 1, 1), (1,)) and len(opened._waits) == 1 and len(first()) == 1
+    opened.start([Rows([-1], 2, [3], 1)], 1)
+    assert len(opened._waits) == 1
 
 
 def test_what_lies_past_the_end_of_a_ring_goes_elsewhere_than_what_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:

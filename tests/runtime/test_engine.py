@@ -82,7 +82,7 @@ def test_gaps_between_calls_make_bursts_longer_within_limits() -> None:
 
 
 def test_what_a_start_takes_is_part_of_the_gap_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The executor has nothing to do until all is prepared."""
+    """The executor has nothing to do until all is prepared, where a step does not follow the one that runs."""
     llm = fake_llm()
     if not llm.executor.overlaps:
         return
@@ -95,6 +95,8 @@ def test_what_a_start_takes_is_part_of_the_gap_before_it(monkeypatch: pytest.Mon
     monkeypatch.setattr(llm.executor, "start", slow)
     monkeypatch.setattr(llm.engine._bursts, "note_gap", lambda batch, seconds: gaps.append(seconds))
     llm.generate([[1, 2, 3]], temperature=0, max_tokens=40, ignore_eos=True)
+    assert gaps == []
+    llm.generate([[1, 2, 3]], temperature=0, max_tokens=200, ignore_eos=True, logprobs=0)
     assert len(gaps) >= 2 and min(gaps) >= 2e-3
 
 
@@ -128,6 +130,82 @@ def test_steps_of_a_prompt_follow_each_other_without_the_host(drafted: bool) -> 
         assert request.output.token_ids == reference_greedy(prompt, 40)
     llm.engine.check()
     assert llm.engine.pool.used == 0
+
+
+def test_steps_are_queued_behind_the_one_that_runs() -> None:
+    """Prompts end, requests are drawn, reach their limits or an end of text, and others take their places: the engine
+    plans the next step before it knows the tokens of the one that runs."""
+    params = [
+        SamplingParams(temperature=0.9 * (i % 2), top_p=0.9, seed=i, max_tokens=3 + 7 * (i % 9), ignore_eos=i % 5 > 0)
+        for i in range(30)
+    ]
+    prompts = prompts_of(30, 150, seed=21)
+    llm = fake_llm(max_batch=5)
+    together = llm.generate(prompts, params)
+    if isinstance(llm.executor, LateExecutor):
+        assert llm.executor.most_late == 2
+    for prompt, param, result in zip(prompts, params, together, strict=True):
+        assert result.outputs[0].token_ids == fake_llm().generate([prompt], param)[0].outputs[0].token_ids
+        if not param.temperature:
+            eos = None if param.ignore_eos else EOS
+            assert result.outputs[0].token_ids == reference_greedy(prompt, param.max_tokens or 0, eos)
+    llm.engine.check()
+    assert llm.engine.pool.used == 0
+
+
+@pytest.mark.parametrize("options", [{"presence_penalty": 0.5}, {"logprobs": 1}, {"prompt_logprobs": 1}])
+def test_a_step_that_needs_the_tokens_before_is_not_queued_behind_them(options: dict[str, Any]) -> None:
+    llm = fake_llm()
+    prompts, params = prompts_of(3, 90, seed=4), SamplingParams(temperature=0, max_tokens=20, **options)
+    requests = [llm.engine.add(prompt, params) for prompt in prompts]
+    while llm.engine.busy:
+        needed = not all(request.read and request.sampler.foresees for request in requests)
+        llm.engine.step()
+        if isinstance(llm.executor, LateExecutor) and needed:
+            assert llm.executor.most_late == 1
+    alone = [fake_llm().generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts]
+    assert [request.output.token_ids for request in requests] == alone
+
+
+def test_nobody_is_preempted_for_a_step_that_is_queued_behind_another() -> None:
+    """Where pages are short, the step waits until the one that runs has ended."""
+    llm = fake_llm(pages=4, max_batch=2)
+    if not isinstance(llm.executor, LateExecutor):
+        return
+    prompts, scheduler = [[3] * 60, [4] * 60], llm.engine.scheduler
+    requests = [
+        llm.engine.add(prompt, SamplingParams(temperature=0, max_tokens=140, ignore_eos=True)) for prompt in prompts
+    ]
+    preempt, flying = scheduler.preempt, []
+
+    def spied() -> Any:
+        flying.append([request.flying_rows for request in scheduler.running])
+        return preempt()
+
+    scheduler.preempt = spied  # type: ignore[method-assign]
+    while llm.engine.busy:
+        llm.engine.step()
+        llm.engine.check()
+    assert flying and not any(map(any, flying))
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert request.output.token_ids == reference_greedy(prompt, 140, eos=None)
+
+
+def test_a_new_request_is_in_the_step_behind_the_one_that_runs() -> None:
+    """It does not wait for a burst of those that run already."""
+    llm = fake_llm()
+    if not isinstance(llm.executor, LateExecutor):
+        return
+    endless = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+    llm.engine.add([5, 6, 7], endless)
+    for _ in range(4):
+        llm.engine.step()
+    late = llm.engine.add([8, 9], endless)
+    llm.engine.step()
+    assert [len(rows.tokens) for rows in llm.executor._late[-1].rows] == [1, 2] and late.flying_tokens == 1
+    while llm.engine.busy:
+        llm.engine.step()
+    assert late.output.token_ids == reference_greedy([8, 9], 300, eos=None)
 
 
 def test_preempted_requests_come_out_the_same() -> None:
