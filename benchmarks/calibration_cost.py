@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -21,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, machine, write_result
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
+from benchmarks.common import RESULTS, machine, write_result
 from qcompile.calibration import SAMPLE_TOKENS, SAMPLES, Request
 
 MODEL = Path(__file__).parents[1] / "samples" / "pycode-26m"

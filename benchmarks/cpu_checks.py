@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, machine, write_result
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
+from benchmarks.common import RESULTS, machine, write_result
 from qcompile import artifact
 from qcompile.errors import QCompileError, QualityError
 from qcompile.recipes import RECIPES

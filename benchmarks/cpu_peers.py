@@ -26,7 +26,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, build, streamed_bytes, write_result
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.common import RESULTS, build, streamed_bytes, write_result
 
 ROOT = Path(__file__).parents[1]
 Key = tuple[str, int, str]
@@ -128,13 +129,13 @@ def main() -> None:
     prompts, steps = ({int(size) for size in text.split(",")} for text in (arguments.pp, arguments.verify))
     rows = judge(found, artifacts, threads, arguments.tg, steps - prompts)
     for row in rows:
-        steps = ", ".join(f"{m}: {cost:.2f}" for m, cost in row["step_cost_over_one_token"].items())
+        costs = ", ".join(f"{m}: {cost:.2f}" for m, cost in row["step_cost_over_one_token"].items())
         ratios = ", ".join(
             f"{peer} {tests.get(f'tg{arguments.tg}', 0):.2f}x" for peer, tests in row["times_peer"].items()
         )
         print(
             f"{row['recipe']}, {row['threads']} threads: {row['tokens_per_second'][f'tg{arguments.tg}']:.1f} tokens/s, "
-            f"{row['share_of_read_bandwidth']:.0%} of read bandwidth; steps {steps}; {ratios}"
+            f"{row['share_of_read_bandwidth']:.0%} of read bandwidth; steps {costs}; {ratios}"
         )
     document = {
         "model": arguments.checkpoint.name,

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, machine, write_result
-
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
+from benchmarks.common import RESULTS, machine, write_result
 
 MODEL = Path(__file__).parents[1] / "samples" / "pycode-26m"
 TOLERANCE = 0.01

@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, build, write_result
-
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
+from benchmarks.common import RESULTS, build, write_result
 from qcompile import SamplingParams, console
 from qcompile.runtime.executor import Executor
 from qcompile.runtime.gamma import AUTO

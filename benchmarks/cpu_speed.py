@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 from pathlib import Path
 
-from common import RESULTS, build, streamed_bytes, write_result
-
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
+from benchmarks.common import RESULTS, build, streamed_bytes, write_result
 from qcompile import bench, console
 from qcompile.recipes import RECIPES
 

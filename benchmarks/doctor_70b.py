@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))  # tests import this file too
-from common import RESULTS, write_result
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.common import RESULTS, write_result
 
 SECONDS, BYTES = 10.0, 1 << 30
 

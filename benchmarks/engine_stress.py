@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, write_result
-
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
+from benchmarks.common import RESULTS, write_result
 from qcompile import SamplingParams, console
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.scheduler import Request
@@ -65,7 +66,7 @@ def main() -> None:
 
 def gpu() -> dict[str, Any]:
     """Device and versions; imported here, since a CPU needs no Triton."""
-    from gpu_common import facts
+    from benchmarks.gpu_common import facts
 
     return facts()
 

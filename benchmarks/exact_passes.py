@@ -20,11 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.extend(map(str, Path(__file__).parents[:2]))
-from common import RESULTS, write_result
-from families import quiet, save_random
-from family_list import FAMILIES
-
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.common import RESULTS, write_result
+from benchmarks.families import quiet, save_random
+from benchmarks.family_list import FAMILIES
 from qcompile import analysis, check, frontend
 from qcompile.errors import UnsupportedError
 from qcompile.graph import Graph
@@ -74,12 +73,13 @@ def examine(kind: str, settings: dict[str, Any]) -> Row:
         except UnsupportedError as error:
             return row | {"refused": str(error)}
         for name, passes in COLUMNS:
-            after, fired, notes = before, 0, []
+            after, fired = before, 0
+            notes: list[str] = []
             for rewrite in passes:
                 result = apply(rewrite, after)
                 after, fired, notes = result.graph, fired + result.fired, [*notes, *result.notes]
-            error = check.equivalent(after, before, inputs())
-            row["columns"][name] = {"fired": fired, "left_alone": len(notes), "error": error, "notes": notes[:3]}
+            moved = check.equivalent(after, before, inputs())
+            row["columns"][name] = {"fired": fired, "left_alone": len(notes), "error": moved, "notes": notes[:3]}
         row["whole_stream_turns"], row["why_not"] = turned(before)
     return row | {"seconds": round(time.perf_counter() - start, 1)}
 

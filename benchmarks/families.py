@@ -26,11 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parent))  # tests import this file too
-from common import RESULTS, machine
-from family_list import FAMILIES, Settings
-
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
+from benchmarks.common import RESULTS, machine
+from benchmarks.family_list import FAMILIES, Settings
 from qcompile import console
 from qcompile.errors import QualityError, UnsupportedError
 

@@ -21,10 +21,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, write_result
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
-
+from benchmarks.common import RESULTS, write_result
 from qcompile import pipeline
 from qcompile.codegen import compiler
 from tests.conftest import UndrawnPage
@@ -34,7 +32,7 @@ from tests.fuzzing import examine
 def quickly_compiled() -> None:
     """Less optimization, and no drawn page: a quarter of the time, and the same source."""
     compiler._COMMON = tuple("-Og" if flag == "-O3" else flag for flag in compiler._COMMON)
-    pipeline.PageWriter = UndrawnPage
+    pipeline.PageWriter = UndrawnPage  # type: ignore[misc, assignment]
 
 
 def one(seed: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,11 @@ class HierCache(Cache):
         return torch.cat([torch.stack(both, 1) for both in found]).contiguous()
 
 
+def _run(launches: Iterable[Launch]) -> None:
+    for each in launches:
+        each()
+
+
 class Problem:
     """A step of `queries` rows a sequence over a cache."""
 
@@ -235,13 +241,13 @@ class Problem:
             todo.append((merge.kernel(90), (tokens, merge.programs, -(-splits // GROUP_SPLITS))))
             if several:
                 todo.append((replace(merge, level=2, final=True).kernel(90), (tokens, HEADS, 1)))
-        found = []
+        found: list[Launch] = []
         for copy in cache.copies:
             items = copy.view(torch.bfloat16 if spec.kv.bits == 16 else torch.int16)
             words = torch.float32 if spec.kv.hierarchical else torch.int32
             pages = {"kv": items, "kv_words": copy.view(words), "kv_full": copy.view(torch.bfloat16)}
             all_ = [launch(kernel, 90, grid, {**given, **pages}) for kernel, grid in todo]
-            found.append(lambda all_=all_: [each() for each in all_])
+            found.append(partial(_run, all_))
         return found
 
     def relative_error(self, spec: AttentionSpec) -> float:

@@ -76,10 +76,10 @@ def _use_stream() -> None:
 def launch(kernel: Kernel, capability: int, grid: Sequence[int], given: Mapping[str, Any]) -> Launch:
     """A launch of what the runtime would launch, with tensors and numbers by the names of the kernel's arguments."""
     _use_stream()
-    function, *how = _function(kernel, capability)
+    function, threads, shared, pdl = _function(kernel, capability)
     values = [given[argument.name] for argument in kernel.arguments]
     words = [v.data_ptr() if isinstance(v, Tensor) else v for v in values]
-    call = LaunchCall(driver(), function, [*grid, 1, 1][:3], *how, words)
+    call = LaunchCall(driver(), function, [*grid, 1, 1][:3], threads, shared, pdl, words)
 
     def run(kept: Sequence[Any] = values) -> None:
         call.run()
@@ -116,11 +116,12 @@ def spec_for(
 
     In mix_4_8 a WIDE_SHAREth of rows is wide. Raises UnsupportedError where the tile does not divide the weight.
     """
-    rows, options = n, {}
+    rows, width, wide = n, 0, 0
     if format == "mix_4_8":
         wide, narrow = (round_up(part, MIX_ROWS) for part in (n // WIDE_SHARE, n - n // WIDE_SHARE))
-        rows, options = wide + narrow, {"width": n, "wide": wide}
-    return gpu.KernelSpec(format, rows, k, tile or choose(format, rows, k, tokens), x_groups=x_groups, **options)
+        rows, width = wide + narrow, n
+    tile = tile or choose(format, rows, k, tokens)
+    return gpu.KernelSpec(format, rows, k, tile, width=width, x_groups=x_groups, wide=wide)
 
 
 class Problem:

@@ -36,7 +36,7 @@ from qcompile.runtime.cuda_speculate import CudaSpeculator
 from qcompile.runtime.executor import Limits, Rows
 from qcompile.runtime.speculate import Level
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 128256,

@@ -162,7 +162,7 @@ def check_gemms() -> list[dict[str, Any]]:
                 alone = outputs(kinds[-1], packed, [part[-each:] for part in x], index[-1:])
                 differing += sum(int((y.view(torch.int32) != made[0].view(torch.int32)).sum()) for y in made)
                 differing += int((alone[0].view(torch.int32) != made[0][-1].view(torch.int32)).sum())
-            row = {"kernel": "expert_gemm", "format": format, "shape": name}
+            row: dict[str, Any] = {"kernel": "expert_gemm", "format": format, "shape": name}
             row |= {"error": error, "different_bits": differing}
             print(row, flush=True)
             found.append(row)

@@ -14,6 +14,7 @@ import json
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -93,11 +94,11 @@ class Rivals:
         x8, xf = (x * 30).to(torch.int8), x.to(torch.float8_e4m3fn)
         scale = torch.ones(tokens, 1, device="cuda")
         launches: dict[str, list[Launch]] = {
-            "bf16 cuBLAS": [lambda w=w: x @ w.t() for w in self.bf16],
+            "bf16 cuBLAS": [partial(torch.matmul, x, w.t()) for w in self.bf16],
             "fp8 _scaled_mm": [
-                lambda w=w: torch._scaled_mm(xf, w.t(), scale, self.w_scale, out_dtype=torch.bfloat16) for w in self.fp8
+                partial(torch._scaled_mm, xf, w.t(), scale, self.w_scale, out_dtype=torch.bfloat16) for w in self.fp8
             ],
-            "int8 _int_mm": [lambda w=w: torch._int_mm(x8, w.t()) for w in self.int8],
+            "int8 _int_mm": [partial(torch._int_mm, x8, w.t()) for w in self.int8],
         }
         return {name: _time_or_none(each, *_effort(tokens)) for name, each in launches.items()}
 

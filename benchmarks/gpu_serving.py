@@ -63,8 +63,12 @@ def over_http(llm: Any, batch: int, folder: Path) -> dict[str, float]:
     listening, out = server.bind("127.0.0.1", 0), folder / "client.json"
     arguments = [f"--client={listening.getsockname()[1]},{batch}", str(out)]
     served = server.Served(llm, "llama", max_waiting=1024)
+
+    def start_client() -> None:
+        subprocess.Popen([sys.executable, __file__, *arguments])
+
     with contextlib.suppress(KeyboardInterrupt):  # the client's, when it is done
-        server.serve(served, listening, lambda: subprocess.Popen([sys.executable, __file__, *arguments]) and None)
+        server.serve(served, listening, start_client)
     found: dict[str, float] = json.loads(out.read_text())
     return found
 
@@ -96,7 +100,7 @@ def measure(recipe: str, folder: Path, batches: tuple[int, ...]) -> list[dict[st
     for batch in batches:
         row: dict[str, Any] = {"recipe": recipe, "batch": batch}
         row["executor"] = decode_rate(opened.target, batch, PROMPT + OUTPUT // 2)
-        llm = LLM(opened.target, {"model": {"eos_token_ids": []}}, tokenizer, batch, prefix_caching=False)
+        llm = LLM(opened.target, {"model": {"eos_token_ids": []}}, tokenizer, batch, remember=0)
         row["generate"] = generated(llm, batch)
         llm.engine.overlaps = False
         row["waiting"] = generated(llm, batch)

@@ -65,6 +65,7 @@ def decode_tiles() -> Iterator[Tile]:
 
 def prefill_tiles(tokens: int) -> Iterator[Tile]:
     """Candidates for a class of M above 16."""
+    cuts: tuple[tuple[int, int, int], ...]
     splits: tuple[int, ...] = (1, 2, 4)
     if tokens == 64:
         cuts = ((64, 64, 4), (64, 128, 8), (64, 128, 4), (32, 64, 4), (32, 128, 4))
@@ -81,6 +82,7 @@ def prefill_tiles(tokens: int) -> Iterator[Tile]:
 
 def overlapped_tiles(tokens: int) -> Iterator[Tile]:
     """Candidates for a class of M from 16 on that overlap unpacking within each warp."""
+    cuts: tuple[tuple[int, ...], ...]
     if tokens == DECODE_TOKENS:
         cuts = ((64, 4, 32), (64, 4, 64), (128, 4, 16), (128, 4, 32), (128, 8, 32), (256, 8, 16))
         for (rows, warps, unpack_k), split, unroll in itertools.product(cuts, (1, 2, 4, 8), (1, 2, 4)):
@@ -97,7 +99,8 @@ def overlapped_tiles(tokens: int) -> Iterator[Tile]:
 def warp_specialized_tiles(tokens: int, unroll: int) -> Iterator[Tile]:
     """Warp-specialized candidates for a class of M from 16 on; all use PDL."""
     cuts: tuple[tuple[int, int, int], ...] = ((16, 64, 4), (16, 128, 8))
-    depths, splits = (3, 4, 6, 8), (1, 2, 4, 8)
+    depths = (3, 4, 6, 8)
+    splits: tuple[int, ...] = (1, 2, 4, 8)
     if tokens > DECODE_TOKENS:
         cuts = ((32, 64, 4), (32, 128, 8), (64, 64, 4), (64, 128, 8), (128, 64, 4), (128, 128, 8))
         depths, splits = (2, 3, 4, 6), (1, 2, 4) if tokens <= 256 else (1,)

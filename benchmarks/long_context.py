@@ -14,14 +14,15 @@ import argparse
 import json
 import shutil
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, write_result
-
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
+from benchmarks.common import RESULTS, write_result
 from qcompile import SamplingParams, console
-from qcompile.runtime.executor import Executor, Rows
+from qcompile.runtime.executor import Rows, StepExecutor
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.speculate import Speculator
 
@@ -93,7 +94,7 @@ def text_tokens(llm: LLM, file: Path, count: int) -> list[int]:
     return tokens[:count]
 
 
-def fill(executor: Executor, tokens: list[int], pages: list[int]) -> None:
+def fill(executor: StepExecutor, tokens: list[int], pages: list[int]) -> None:
     """Compute the tokens' keys and values."""
     step = executor.limits.max_tokens
     for start in range(0, len(tokens), step):
@@ -123,7 +124,7 @@ def attention_times(
 def acceptance(llm: LLM, tokens: list[int], answer: int) -> float:
     """Accepted over drafted tokens of one greedy answer."""
     output = llm.generate([tokens], SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True))[0]
-    assert output.speculation is not None
+    assert output.speculation is not None and output.speculation.acceptance_rate is not None
     return round(output.speculation.acceptance_rate, 4)
 
 

@@ -14,17 +14,19 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, write_result
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
+from benchmarks.common import RESULTS, write_result
 from qcompile import check
 
 MODEL = Path(__file__).parents[1] / "samples" / "pycode-26m"

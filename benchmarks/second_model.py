@@ -24,13 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))  # tests import this file too
-from common import RESULTS, machine, write_result
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
+from benchmarks.common import RESULTS, machine, write_result
 from qcompile import calibration
 
 SAMPLES = Path(__file__).parents[1] / "samples"

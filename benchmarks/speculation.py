@@ -22,9 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, core_distance, machine, write_result
-
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
+from benchmarks.common import RESULTS, core_distance, machine, write_result
 from qcompile import SamplingParams, console
 from qcompile.artifact import read_manifest
 from qcompile.pipeline import LOOKUP

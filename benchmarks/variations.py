@@ -18,12 +18,9 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
-from common import write_result
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from fuzz import quickly_compiled
-
+from benchmarks.common import write_result
+from benchmarks.fuzz import quickly_compiled
 from tests.variations.verdicts import ALL, Verdict, examine
 
 

@@ -20,7 +20,7 @@ from qcompile.targets import Target
 
 COMPILERS = ("g++", "clang++")
 
-_COMMON = (
+_COMMON: tuple[str, ...] = (
     "-std=gnu++17",
     "-O3",
     "-ffp-contract=off",  # a*b+c rounds twice on every ISA; kernels use explicit fma where wanted
