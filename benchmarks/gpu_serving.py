@@ -2,9 +2,11 @@
 
     python benchmarks/gpu_serving.py [out.json] [--recipes=qserve,...] [--batches=1,8,64,256]
 
-Each of so many requests at once has a prompt of 16 tokens and 512 tokens of output, whose text is decoded. "executor"
-is the same decoding without any of the host's work, at the mean context; "waiting" is `generate` where the host waits
-for each step before it does anything else; "http" streams to clients of another process, each with its own connection.
+So many requests at once, two after each other in each place, have prompts of 16 tokens and 512 tokens of output, whose
+text is decoded. "executor" is the same decoding without any of the host's work, at the mean context; "waiting" is
+`generate` where the host waits for each step before it does anything else; "http" streams to clients of another
+process, each with its own connection. "varied" are four requests for each place of 16 to 300 tokens and 64 to 512
+tokens of output, so that one ends and another begins every few steps; tokens of output count.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import signal
 import statistics
 import subprocess
@@ -26,13 +29,25 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 PROMPT, OUTPUT, ROUNDS = 16, 512, 2
 BATCHES = (1, 8, 64, 256)
+Work = list[tuple[list[int], int]]
+"""Requests: tokens of a prompt, and how many of output."""
 
 
-async def ask(port: int, index: int, found: list[tuple[float, float]]) -> None:
-    """Stream the answers to ROUNDS prompts; notes the times of their first pieces and of their ends."""
-    for turn in range(ROUNDS):
-        body = {"prompt": [1 + index, 2 + turn, *range(3, 1 + PROMPT)], "max_tokens": OUTPUT, "stream": True}
-        content = json.dumps(body | {"temperature": 0, "ignore_eos": True}).encode()
+def workload(batch: int, varied: bool) -> Work:
+    """The requests for so many places."""
+    if not varied:
+        return [([1 + i % batch, 2 + i // batch, *range(3, 1 + PROMPT)], OUTPUT) for i in range(ROUNDS * batch)]
+    draw = random.Random(batch)
+    counts = [(draw.randint(16, 300), draw.randint(64, OUTPUT)) for _ in range(2 * ROUNDS * batch)]
+    return [([draw.randint(1, 999) for _ in range(prompt)], output) for prompt, output in counts]
+
+
+async def ask(port: int, work: Work, found: list[float]) -> None:
+    """Stream the answers to requests until there are no more; notes the times to their first pieces."""
+    while work:
+        prompt, output = work.pop()
+        body = {"prompt": prompt, "max_tokens": output, "stream": True, "temperature": 0, "ignore_eos": True}
+        content = json.dumps(body).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
         asked, first = time.monotonic(), 0.0
@@ -43,17 +58,19 @@ async def ask(port: int, index: int, found: list[tuple[float, float]]) -> None:
             if line.startswith(b"data: ") and not first:
                 first = time.monotonic()
         writer.close()
-        found.append((first - asked, time.monotonic()))
+        found.append(first - asked)
 
 
 async def client(port: int, batch: int) -> dict[str, float]:
     """Tokens per second of so many clients, and their median time to the first token."""
-    for _ in range(2):  # the first time is a rehearsal
-        found: list[tuple[float, float]] = []
-        started = time.monotonic()
-        await asyncio.gather(*(ask(port, index, found) for index in range(batch)))
-    taken = time.monotonic() - started
-    return {"http": batch * ROUNDS * OUTPUT / taken, "first_token_seconds": statistics.median(f for f, _ in found)}
+    results = {}
+    for name, varied in (("rehearsal", False), ("http", False), ("http_varied", True)):
+        work, found = workload(batch, varied), list[float]()
+        tokens, started = sum(output for _, output in work), time.monotonic()
+        await asyncio.gather(*(ask(port, work, found) for _ in range(batch)))
+        results[name] = tokens / (time.monotonic() - started)
+        results[f"{name}_first_token_seconds"] = statistics.median(found)
+    return results
 
 
 def over_http(llm: Any, batch: int, folder: Path) -> dict[str, float]:
@@ -73,15 +90,18 @@ def over_http(llm: Any, batch: int, folder: Path) -> dict[str, float]:
     return found
 
 
-def generated(llm: Any, batch: int) -> float:
+def generated(llm: Any, batch: int, varied: bool = False) -> float:
     """Tokens per second of `generate`."""
-    prompts = [[1 + index, *range(2, 1 + PROMPT)] for index in range(batch)]
+    from qcompile import SamplingParams
+
+    work = workload(batch, varied)
+    params = [SamplingParams(temperature=0, max_tokens=output, ignore_eos=True) for _, output in work]
     best = 0.0
-    for _ in range(3):
+    for _ in range(2):
         started = time.perf_counter()
-        outputs = llm.generate(prompts, temperature=0, max_tokens=OUTPUT, ignore_eos=True)
-        best = max(best, batch * OUTPUT / (time.perf_counter() - started))
-        assert all(len(output.outputs[0].token_ids) == OUTPUT for output in outputs)
+        outputs = llm.generate([prompt for prompt, _ in work], params)
+        best = max(best, sum(output for _, output in work) / (time.perf_counter() - started))
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [output for _, output in work]
     return best
 
 
@@ -101,9 +121,9 @@ def measure(recipe: str, folder: Path, batches: tuple[int, ...]) -> list[dict[st
         row: dict[str, Any] = {"recipe": recipe, "batch": batch}
         row["executor"] = decode_rate(opened.target, batch, PROMPT + OUTPUT // 2)
         llm = LLM(opened.target, {"model": {"eos_token_ids": []}}, tokenizer, batch, remember=0)
-        row["generate"] = generated(llm, batch)
+        row |= {"generate": generated(llm, batch), "varied": generated(llm, batch, varied=True)}
         llm.engine.overlaps = False
-        row["waiting"] = generated(llm, batch)
+        row |= {"waiting": generated(llm, batch), "varied_waiting": generated(llm, batch, varied=True)}
         llm.engine.overlaps = True
         try:
             row |= over_http(llm, batch, folder)
@@ -121,8 +141,10 @@ def main() -> None:
     paths = [Path(a) for a in sys.argv[1:] if not a.startswith("--")]
     if "client" in options:
         port, batch = map(int, options["client"].split(","))
-        paths[0].write_text(json.dumps(asyncio.run(client(port, batch))))
-        os.kill(os.getppid(), signal.SIGINT)
+        try:
+            paths[0].write_text(json.dumps(asyncio.run(client(port, batch))))
+        finally:
+            os.kill(os.getppid(), signal.SIGINT)
         return
     from benchmarks.gpu_common import facts
     from benchmarks.gpu_e2e import empty_checkpoint, write

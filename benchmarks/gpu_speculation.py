@@ -31,6 +31,8 @@ from benchmarks.gpu_e2e import (
     torch_rates,
     write,
 )
+from qcompile import SamplingParams
+from qcompile.runtime.sampling import Sampler
 from qcompile.runtime.speculate import DraftState
 
 TRACE = Path(__file__).parent / "results" / "speculation.json"
@@ -60,7 +62,13 @@ def round_seconds(opened: Opened, batch: int, context: int, gamma: int) -> float
         room = ROUNDS * (gamma + 1)  # whatever is accepted, all rounds are made
         rows = sequences(opened.target, batch, context, room + gamma + 1)
         requests: Any = [
-            SimpleNamespace(tokens=[*range(context), 100], computed=context, pages=list(r.pages), drafts=DraftState())
+            SimpleNamespace(
+                tokens=[*range(context), 100],
+                computed=context,
+                pages=list(r.pages),
+                sampler=Sampler(SamplingParams(temperature=0), 0, (), opened.target.limits.vocab),
+                drafts=DraftState(),
+            )
             for r in rows
         ]
         ends = [context + 1 + room] * batch

@@ -262,6 +262,10 @@ def _chat_token(one: Logprob) -> dict[str, Any]:
     return {"token": text, "logprob": one.logprob, "bytes": known}
 
 
+encode = json.JSONEncoder(ensure_ascii=False).encode
+"""The JSON of a value; json.dumps would make an encoder for each."""
+
+
 def failure(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
     """An error in OpenAI's format."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
@@ -269,4 +273,4 @@ def failure(message: str, kind: str, code: str | None = None, param: str | None 
 
 def event(data: dict[str, Any] | str) -> str:
     """A server-sent event."""
-    return f"data: {data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)}\n\n"
+    return f"data: {data if isinstance(data, str) else encode(data)}\n\n"

@@ -27,24 +27,40 @@ class Group:
         return any(request.output.finish_reason == "error" for request in self.requests)
 
     def output(self) -> RequestOutput:
-        """A copy of the current outputs; `new_text` is what was added since the last call."""
+        """A copy of the current outputs; `new_text` is what was added since the last call.
+
+        A server calls this for each token of each stream, so it goes over the samples once.
+        """
         outputs: list[CompletionOutput] = []
-        for at, output in enumerate(request.output for request in self.requests):
-            new = output.text[self._sent[at] :]
-            logprobs = None if output.logprobs is None else output.logprobs.copy()
-            outputs.append(replace(output, new_text=new, token_ids=output.token_ids.copy(), logprobs=logprobs))
-            self._sent[at] = len(output.text)
+        finished, drafted = True, False
+        for at, request in enumerate(self.requests):
+            now, sent = request.output, self._sent[at]
+            logprobs = None if now.logprobs is None else now.logprobs.copy()
+            reasons = now.finish_reason, now.stop_reason
+            scores = now.cumulative_logprob, logprobs
+            outputs.append(
+                CompletionOutput(now.index, now.text, now.token_ids.copy(), *scores, *reasons, now.text[sent:])
+            )
+            self._sent[at] = len(now.text)
+            finished = finished and now.finish_reason is not None
+            drafted = drafted or request.drafts.metrics.rounds > 0
+        speculation = _sum(request.drafts.metrics for request in self.requests) if drafted else None
+        known = self.requests[0].prompt_logprobs
+        metrics = self._metrics(finished)
+        return RequestOutput(self.number, self.prompt, self.tokens, outputs, finished, metrics, speculation, known)
+
+    def _metrics(self, finished: bool) -> RequestMetrics:
+        """The times of the prompt: from the first sample's to the last one's."""
         times = [request.metrics for request in self.requests]
-        metrics = RequestMetrics(
+        if len(times) == 1:
+            return replace(times[0])
+        return RequestMetrics(
             times[0].arrival_time,
             _first(time.first_scheduled_time for time in times),
             _first(time.first_token_time for time in times),
-            max(time.finished_time for time in times) if self.finished else 0.0,
+            max(time.finished_time for time in times) if finished else 0.0,
             min(time.cached_tokens for time in times),
         )
-        speculation = _sum(request.drafts.metrics for request in self.requests)
-        known = self.requests[0].prompt_logprobs
-        return RequestOutput(self.number, self.prompt, self.tokens, outputs, self.finished, metrics, speculation, known)
 
 
 def _first(moments: Iterable[float]) -> float:
@@ -52,8 +68,8 @@ def _first(moments: Iterable[float]) -> float:
     return min((moment for moment in moments if moment), default=0.0)
 
 
-def _sum(samples: Iterable[SpeculationMetrics]) -> SpeculationMetrics | None:
-    """Sum of the speculation metrics of a prompt's samples; None without a round."""
+def _sum(samples: Iterable[SpeculationMetrics]) -> SpeculationMetrics:
+    """Sum of the speculation metrics of a prompt's samples."""
     total = SpeculationMetrics()
     for one in samples:
         total.gamma = one.gamma
@@ -62,4 +78,4 @@ def _sum(samples: Iterable[SpeculationMetrics]) -> SpeculationMetrics | None:
         total.accepted = [a + b for a, b in zip(total.accepted, one.accepted, strict=True)]
         total.draft_seconds += one.draft_seconds
         total.verify_seconds += one.verify_seconds
-    return total if total.rounds else None
+    return total

@@ -28,6 +28,7 @@ class Reply(ABC):
     def __init__(self, model: str, samples: int) -> None:
         self._samples = samples
         self._header = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._begin = api.encode(self._header | {"object": self.piece_object})[:-1]  # of each event, without its "}"
         self._sent: dict[int, tuple[int, int]] = {}  # numbers of characters (-1: all) and tokens sent, by choice
 
     @abstractmethod
@@ -88,8 +89,9 @@ class Reply(ABC):
         for sample in output.outputs:
             yield output.request_id * self._samples + sample.index, sample
 
-    def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
-        return api.event(self._header | {"object": self.piece_object, "choices": choices} | more)
+    def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> str:
+        end = f', "usage": {api.encode(usage)}' if usage else ""
+        return api.event(f'{self._begin}, "choices": {api.encode(choices)}{end}}}')
 
 
 @dataclass(frozen=True)

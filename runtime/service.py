@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -32,7 +32,9 @@ class Job:
     prompts: Sequence[list[int]]
     params: SamplingParams
     partial: bool
-    wake: Callable[[], None]
+    loop: asyncio.AbstractEventLoop
+    event: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when there is something to read."""
     groups: list[Group] = field(default_factory=list)
     grown: dict[int, RequestOutput] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -40,15 +42,9 @@ class Job:
     """The error that ended this job, while the engine goes on."""
 
     def put(self, output: RequestOutput) -> None:
-        """Hand an output to the caller. Runs in the engine's thread."""
+        """Hand an output to the caller, who is to be woken. Runs in the engine's thread."""
         with self.lock:
             self.grown[output.request_id] = output
-        self.wake()
-
-    def fail(self, error: QCompileError) -> None:
-        """End the job with an error. Runs in the engine's thread."""
-        self.error = error
-        self.wake()
 
     def take(self) -> list[RequestOutput]:
         """Take the unread outputs, in the order of the prompts."""
@@ -104,11 +100,10 @@ class Service:
         self.admit(count, params)
         if (held := sum(self._jobs.values())) + count > self.most:
             raise BusyError(f"{held} samples run or wait already, of at most {self.most}: try again later")
-        loop, event = asyncio.get_running_loop(), asyncio.Event()
-        job = Job(prompts, params, partial, lambda: _call(loop, event.set))
+        job = Job(prompts, params, partial, asyncio.get_running_loop())
         self._jobs[job] = count
         self._commands.put((self._start, job))
-        return Answer(self, job, event)
+        return Answer(self, job)
 
     def drop(self, job: Job) -> None:
         """Cancel the unfinished prompts of a job."""
@@ -133,8 +128,7 @@ class Service:
         try:
             while self._run_commands():
                 grown = [self._owner[request.id] for request in self.llm.engine.step()]
-                for job, group in dict.fromkeys(grown):
-                    self._publish(job, group)
+                _wake([job for job, group in dict.fromkeys(grown) if self._publish(job, group)])
             for job in {job for job, _ in self._owner.values()}:
                 self._cancel(job)
         except BaseException as error:
@@ -142,8 +136,7 @@ class Service:
             self.failed(error)
         self.llm.lend(False)
         self.ended = True
-        for job in list(self._jobs):
-            job.wake()
+        _wake(list(self._jobs))
 
     def _run_commands(self) -> bool:
         """Run the commands of callers, waiting for one while the engine is idle. False when the thread is to end."""
@@ -162,16 +155,18 @@ class Service:
             job.groups.append(Group(number, None, tokens, requests))
             self._owner.update((request.id, (job, job.groups[-1])) for request in requests)
 
-    def _publish(self, job: Job, group: Group) -> None:
-        """Handle new tokens of a prompt: pass its output on, or end its job if its logits are not finite."""
+    def _publish(self, job: Job, group: Group) -> bool:
+        """Handle new tokens of a prompt: pass its output on, or end its job if its logits are not finite. Returns
+        whether the job's caller has something to read."""
         if group.overflowed:
             self._cancel(job)
-            job.fail(OverflowedError())
-            return
-        if group.finished:
+            job.error = OverflowedError()
+            return True
+        if finished := group.finished:
             self._forget(group)
-        if job.partial or group.finished:
+        if tells := job.partial or finished:
             job.put(group.output())
+        return tells
 
     def _cancel(self, job: Job) -> None:
         for group in job.groups:
@@ -189,16 +184,16 @@ class Service:
 class Answer:
     """The result of `Service.submit`: iterate over it once. Cancelling or dropping it cancels what is unfinished."""
 
-    def __init__(self, service: Service, job: Job, event: asyncio.Event) -> None:
-        self._service, self._job, self._event = service, job, event
+    def __init__(self, service: Service, job: Job) -> None:
+        self._service, self._job = service, job
         self.cancel = weakref.finalize(self, service.drop, job)
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
         unfinished = len(self._job.prompts)
         while unfinished:
             self._service.check()  # the engine may have ended before it took the job
-            await self._event.wait()
-            self._event.clear()
+            await self._job.event.wait()
+            self._job.event.clear()
             if self._job.error:
                 raise self._job.error
             for output in self._job.take():
@@ -207,10 +202,19 @@ class Answer:
         self.cancel()
 
 
-def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-    """Call a function in the event loop's thread. Does nothing if the loop is closed, as nobody waits then."""
-    try:
-        loop.call_soon_threadsafe(function)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise
+def _wake(jobs: Iterable[Job]) -> None:
+    """Wake the callers of jobs, those of an event loop together: to wake one costs as much as to hand it its output."""
+    events: dict[asyncio.AbstractEventLoop, dict[asyncio.Event, None]] = {}
+    for job in jobs:
+        events.setdefault(job.loop, {})[job.event] = None
+    for loop, some in events.items():
+        try:
+            loop.call_soon_threadsafe(_set, some)
+        except RuntimeError:  # if the loop is closed, nobody waits
+            if not loop.is_closed():
+                raise
+
+
+def _set(events: Iterable[asyncio.Event]) -> None:
+    for event in events:
+        event.set()
