@@ -326,7 +326,7 @@ class CudaExecutor:
         outputs = counts["outputs"]
         if outputs and logits:
             size = 4 * self.limits.vocab * outputs
-            self.driver.download(self._logits.ctypes.data, self._results["logits"], size)
+            self.driver.download(self._logits.ctypes.data, self._results["logits"], size, pinned=False)
         return self._fetch("argmax", outputs, last=True)(), self._logits[:outputs] if logits else None
 
     def decode(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> list[int]:

@@ -83,7 +83,7 @@ class LaunchCall:
     def run(self) -> None:
         """Queue the launch on the driver's stream."""
         d = self._driver
-        d.check(d.library.cuLaunchKernelEx(ctypes.byref(self._config), self._function, self._params, None), "launch")
+        d.check(d.quick.cuLaunchKernelEx(ctypes.byref(self._config), self._function, self._params, None), "launch")
 
 
 class Driver:
@@ -95,6 +95,9 @@ class Driver:
     def __init__(self, number: int = 0) -> None:
         try:
             self.library = ctypes.CDLL("libcuda.so.1")
+            # For calls of microseconds. They keep Python's lock: else, after each of hundreds in a step, another busy
+            # thread would take it and keep it for milliseconds.
+            self.quick = ctypes.PyDLL("libcuda.so.1")
         except OSError as error:
             raise ResourceError("no NVIDIA driver (libcuda.so.1) on this machine: build with --target cpu") from error
         code = self.library.cuInit(0)
@@ -125,7 +128,7 @@ class Driver:
 
     def use(self) -> None:
         """Make this GPU's context current in the calling thread."""
-        self.check(self.library.cuCtxSetCurrent(self._context), "context")
+        self.check(self.quick.cuCtxSetCurrent(self._context), "context")
 
     @property
     def capability(self) -> int:
@@ -173,15 +176,17 @@ class Driver:
         """Free pinned memory."""
         self.check(self.library.cuMemFreeHost(ctypes.c_void_p(address)), "free")
 
-    def upload(self, to: int, source: int, size: int) -> None:
-        """Queue a copy from the host."""
+    def upload(self, to: int, source: int, size: int, pinned: bool = True) -> None:
+        """Queue a copy from pinned memory of the host, or make one from other memory."""
+        library = self.quick if pinned else self.library
         args = (ctypes.c_uint64(to), ctypes.c_void_p(source), ctypes.c_size_t(size), ctypes.c_void_p(self.stream))
-        self.check(self.library.cuMemcpyHtoDAsync_v2(*args), "upload")
+        self.check(library.cuMemcpyHtoDAsync_v2(*args), "upload")
 
-    def download(self, to: int, source: int, size: int) -> None:
-        """Queue a copy to the host."""
+    def download(self, to: int, source: int, size: int, pinned: bool = True) -> None:
+        """Queue a copy to pinned memory of the host, or make one to other memory."""
+        library = self.quick if pinned else self.library
         args = (ctypes.c_void_p(to), ctypes.c_uint64(source), ctypes.c_size_t(size), ctypes.c_void_p(self.stream))
-        self.check(self.library.cuMemcpyDtoHAsync_v2(*args), "download")
+        self.check(library.cuMemcpyDtoHAsync_v2(*args), "download")
 
     def synchronize(self) -> None:
         """Wait until all queued work is done."""
@@ -233,7 +238,7 @@ class Driver:
 
     def replay(self, graph: ctypes.c_void_p) -> None:
         """Queue a captured graph."""
-        self.check(self.library.cuGraphLaunch(graph, ctypes.c_void_p(self.stream)), "graph")
+        self.check(self.quick.cuGraphLaunch(graph, ctypes.c_void_p(self.stream)), "graph")
 
     def drop(self, graph: ctypes.c_void_p) -> None:
         """Free a captured graph."""
@@ -252,7 +257,7 @@ class Driver:
     def record(self, event: ctypes.c_void_p, in_graph: bool = False) -> None:
         """Record the time at this point of the stream; with `in_graph`, on each replay of the graph being captured."""
         flags = _RECORD_EXTERNAL if in_graph else 0
-        self.check(self.library.cuEventRecordWithFlags(event, ctypes.c_void_p(self.stream), flags), "event")
+        self.check(self.quick.cuEventRecordWithFlags(event, ctypes.c_void_p(self.stream), flags), "event")
 
     def wait_for(self, event: ctypes.c_void_p) -> None:
         """Wait until the stream has passed a recorded event; at once if it was never recorded."""

@@ -190,7 +190,7 @@ def _upload_weights(gpu: Driver, root: Path, manifest: Manifest, held: list[int]
             raise damaged(root, [problem])
         address = gpu.allocate(size, "weights")
         held.append(address)
-        gpu.upload(address, memory.address, size)
+        gpu.upload(address, memory.address, size, pinned=False)
         gpu.synchronize()
         for entry in entries:
             if entry["file"] == name:

@@ -68,10 +68,10 @@ class HostDriver:
 
     drop_event = record = wait_for = lambda self, event: None  # all is done when it is queued
 
-    def upload(self, to: int, source: int, size: int) -> None:
+    def upload(self, to: int, source: int, size: int, pinned: bool = True) -> None:
         ctypes.memmove(to, source, size)
 
-    def download(self, to: int, source: int, size: int) -> None:
+    def download(self, to: int, source: int, size: int, pinned: bool = True) -> None:
         ctypes.memmove(to, source, size)
 
     @contextmanager

@@ -63,10 +63,10 @@ class FakeDriver:
     def free_pinned(self, address: int) -> None:
         self.pages.clear()
 
-    def upload(self, to: int, source: int, size: int) -> None:
+    def upload(self, to: int, source: int, size: int, pinned: bool = True) -> None:
         self.sent, self.source = list((ctypes.c_int32 * (size // 4)).from_address(source)), source
 
-    def download(self, to: int, source: int, size: int) -> None: ...
+    def download(self, to: int, source: int, size: int, pinned: bool = True) -> None: ...
 
     @contextmanager
     def captured(self) -> Iterator[list[Any]]:
@@ -442,7 +442,7 @@ def test_rounds_are_no_more_than_sequences_want(opened: CudaExecutor) -> None:
     speculator = CudaLookup(opened, Level(None, 7, match=8))
     calls: list[int] = []
 
-    def download(to: int, source: int, size: int) -> None:
+    def download(to: int, source: int, size: int, pinned: bool = True) -> None:
         calls.append(driver.log.count("replay"))
         brought = 2 * calls[-1]  # tokens a round
         speculator.state.write("left", [max(0, 20 - brought), max(0, 9 - brought)])
@@ -493,7 +493,7 @@ def test_weights_of_a_model_without_room_for_a_page_are_given_back(
     gpu = SimpleNamespace(
         allocate=lambda size, what: (held.update({5: what}), 5)[1],
         free=held.pop,
-        upload=lambda *_: None,
+        upload=lambda *_, **how: None,
         synchronize=lambda: None,
         memory=lambda: (0, 1000),
         module=lambda *_: loaded.append("module") or "module",

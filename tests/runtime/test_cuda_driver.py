@@ -29,7 +29,8 @@ class FakeLibrary:
 def test_memory_is_zeroed_in_the_order_of_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is copied to new memory next, on the same stream, must not be zeroed after that."""
     library = FakeLibrary()
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    for kind in ("CDLL", "PyDLL"):
+        monkeypatch.setattr(ctypes, kind, lambda name: library)
     driver = cuda_driver.Driver()
     driver.allocate(1000, "weights")
     driver.upload(0, 0, 8)
