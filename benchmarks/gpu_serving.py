@@ -5,7 +5,7 @@
 So many requests at once, two after each other in each place, have prompts of 16 tokens and 512 tokens of output, whose
 text is decoded. "executor" is the same decoding without any of the host's work, at the mean context; "waiting" is
 `generate` where the host waits for each step before it does anything else; "http" streams to clients of another
-process, each with its own connection. "varied" are four requests for each place of 16 to 300 tokens and 64 to 512
+process, each with its own connection. "varied" are two requests for each place of 16 to 300 tokens and 64 to 512
 tokens of output, so that one ends and another begins every few steps; tokens of output count.
 """
 
@@ -38,7 +38,7 @@ def workload(batch: int, varied: bool) -> Work:
     if not varied:
         return [([1 + i % batch, 2 + i // batch, *range(3, 1 + PROMPT)], OUTPUT) for i in range(ROUNDS * batch)]
     draw = random.Random(batch)
-    counts = [(draw.randint(16, 300), draw.randint(64, OUTPUT)) for _ in range(2 * ROUNDS * batch)]
+    counts = [(draw.randint(16, 300), draw.randint(64, OUTPUT)) for _ in range(ROUNDS * batch)]
     return [([draw.randint(1, 999) for _ in range(prompt)], output) for prompt, output in counts]
 
 
