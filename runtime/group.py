@@ -15,6 +15,8 @@ class Group:
     def __init__(self, number: int, prompt: str | None, tokens: list[int], requests: list[Request]) -> None:
         self.number, self.prompt, self.tokens, self.requests = number, prompt, tokens, requests
         self._sent = [0] * len(requests)
+        self.told = 0.0
+        """When the last piece of its stream was made, on the monotonic clock."""
 
     @property
     def finished(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,10 @@ from qcompile.runtime.group import Group
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.sampling import SamplingParams
+
+_PIECE_SECONDS, _MOST_PIECE_SECONDS = 170e-6, 48e-3
+"""Least time between two pieces of a stream, for each sample that runs, and the most that this may come to. To make and
+to send a piece takes about a third of that, in which the engine's thread may have to wait."""
 
 
 class BusyError(QCompileError):
@@ -70,6 +75,7 @@ class Service:
         self._jobs: dict[Job, int] = {}  # unfinished jobs, with their numbers of samples
         self._commands: SimpleQueue[tuple[Callable[[Job], None], Job] | None] = SimpleQueue()
         self._owner: dict[int, tuple[Job, Group]] = {}  # by request id
+        self._grown: dict[tuple[Job, Group], None] = {}  # prompts with tokens that are not published yet
         llm.lend()
         self._thread = threading.Thread(target=self._run, name="qcompile-engine", daemon=True)
         self._thread.start()
@@ -127,8 +133,8 @@ class Service:
     def _run(self) -> None:
         try:
             while self._run_commands():
-                grown = [self._owner[request.id] for request in self.llm.engine.step()]
-                _wake([job for job, group in dict.fromkeys(grown) if self._publish(job, group)])
+                self._grown.update((self._owner[request.id], None) for request in self.llm.engine.step())
+                self._publish_due()
             for job in {job for job, _ in self._owner.values()}:
                 self._cancel(job)
         except BaseException as error:
@@ -155,18 +161,26 @@ class Service:
             job.groups.append(Group(number, None, tokens, requests))
             self._owner.update((request.id, (job, job.groups[-1])) for request in requests)
 
-    def _publish(self, job: Job, group: Group) -> bool:
-        """Handle new tokens of a prompt: pass its output on, or end its job if its logits are not finite. Returns
-        whether the job's caller has something to read."""
+    def _publish_due(self) -> None:
+        """Publish the prompts that have grown and ended, and pieces of streams that are due."""
+        now = time.monotonic()
+        latest = now - min(_PIECE_SECONDS * self.running, _MOST_PIECE_SECONDS)
+        due = [(job, group) for job, group in self._grown if group.finished or (job.partial and group.told <= latest)]
+        for job, group in due:
+            self._grown.pop((job, group), None)
+            group.told = now
+            self._publish(job, group)
+        _wake(job for job, _ in due)
+
+    def _publish(self, job: Job, group: Group) -> None:
+        """Pass the output of a prompt on, or end its job if its logits are not finite."""
         if group.overflowed:
             self._cancel(job)
             job.error = OverflowedError()
-            return True
-        if finished := group.finished:
+            return
+        if group.finished:
             self._forget(group)
-        if tells := job.partial or finished:
-            job.put(group.output())
-        return tells
+        job.put(group.output())
 
     def _cancel(self, job: Job) -> None:
         for group in job.groups:
@@ -174,6 +188,7 @@ class Service:
                 for request in group.requests:
                     self.llm.engine.cancel(request)
                 self.cancelled(group.output())
+            self._grown.pop((job, group), None)
             self._forget(group)
 
     def _forget(self, group: Group) -> None:

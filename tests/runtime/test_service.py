@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from qcompile.errors import OverflowedError, UsageError
+from qcompile.runtime import service as service_module
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.sampling import SamplingParams
@@ -93,6 +94,35 @@ def test_what_runs_does_not_wait() -> None:
 
     with opened(max_batch=2, max_waiting=8) as (service, _):
         asyncio.run(ask(service))
+
+
+def test_pieces_of_a_stream_are_held_back_while_many_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not the first one nor the last, and nothing is lost; what is not streamed wakes nobody before its end."""
+    counts: dict[str, int] = {}
+
+    async def texts(name: str, answer: Answer) -> list[int]:
+        outputs = await all_of(answer)
+        counts[name] = len(outputs)
+        return outputs[-1].outputs[0].token_ids
+
+    async def ask(service: Service) -> None:
+        given = [service.submit([[i, 9]], params(200), partial=True) for i in (1, 2, 3)]
+        whole = service.submit([[4, 9]], params(200))
+        found = await asyncio.gather(*(texts(str(i), each) for i, each in enumerate([*given, whole])))
+        assert found == [alone(i) for i in (1, 2, 3, 4)]
+
+    def alone(first: int) -> list[int]:
+        with fake_llm() as llm:
+            return llm.generate([[first, 9]], params(200))[0].outputs[0].token_ids
+
+    for seconds, least, most in ((1e3, 1, 2), (0.0, 5, 200)):
+        monkeypatch.setattr(service_module, "_PIECE_SECONDS", seconds)
+        monkeypatch.setattr(service_module, "_MOST_PIECE_SECONDS", seconds)
+        with opened(4, 4) as (service, llm):
+            llm.engine._bursts.steps = lambda batch: 4  # type: ignore[method-assign]
+            asyncio.run(ask(service))
+            assert not service._grown
+        assert all(least <= counts[name] <= most for name in "012") and counts["3"] == 1
 
 
 def test_as_many_samples_are_taken_as_may_run_and_wait() -> None:
