@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import random
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,11 @@ class Reply(ABC):
 
     def __init__(self, model: str, samples: int) -> None:
         self._samples = samples
-        self._header = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._header = {
+            "id": f"{self.prefix}-{random.getrandbits(128):032x}",
+            "created": int(time.time()),
+            "model": model,
+        }
         self._begin = api.encode(self._header | {"object": self.piece_object})[:-1]  # of each event, without its "}"
         self._sent: dict[int, tuple[int, int]] = {}  # numbers of characters (-1: all) and tokens sent, by choice
 

@@ -12,6 +12,7 @@ import numbers
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -240,9 +241,7 @@ class Sampler:
     """
 
     def __init__(self, params: SamplingParams, index: int, prompt: Sequence[int], vocab: int) -> None:
-        self.params, self._vocab = params, vocab
-        entropy = None if params.seed is None else [params.seed, index]
-        self._random = np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy)))
+        self.params, self._vocab, self._index = params, vocab, index
         self._ahead: deque[float] = deque()  # random numbers that `guess` or `draws` gave and `uniform` will return
         self._noted: Occurrences | None = None
         """The tokens that penalties are for: of the prompt only if its repetition counts."""
@@ -255,6 +254,12 @@ class Sampler:
         self._reports: DoubleArray | None = None
         self._taken: DoubleArray | None = None
         self._known: DoubleArray | None = None
+
+    @cached_property
+    def _random(self) -> np.random.Generator:
+        """Made when a number is needed first, as most requests need none."""
+        entropy = None if self.params.seed is None else [self.params.seed, self._index]
+        return np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy)))
 
     def draw(self, logits: FloatArray) -> int:
         """Draw the next token from its logits [vocab]. Raises OverflowedError if the largest is not finite, also if

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
@@ -38,6 +39,9 @@ _LAST_SECONDS = 1  # then, for telling all remaining clients
 _ENCODED_AT_ONCE, _FOR_A_PROMPT = 2000, 100
 """Characters, or tokens, whose encoding takes less time than handing it to another thread and back, and how many more
 each prompt counts as."""
+_SWITCH_SECONDS = 1e-3
+"""For which a thread may keep Python's lock while another wants it. A request's thread gives it up for several system
+calls, and would wait for the engine's thread after each for Python's 5 ms."""
 _IDLE_SECONDS = 75  # longer than proxies keep them: if the server closes first, a request may be under way
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -76,11 +80,14 @@ def serve(served: Served, listening: socket.socket, ready: Callable[[], None] = 
         server.should_exit = True
 
     service.failed = failed
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_SECONDS)
     try:
         # From here on: of handlers that `run` finds, asyncio may lose what they raise while it starts.
         with server.capture_signals():
             server.run(sockets=[listening])
     finally:
+        sys.setswitchinterval(interval)
         service.close()
     if service.failure:
         raise service.failure
