@@ -167,4 +167,25 @@ GPU_MUTATIONS = (
         "lives = place[node], _last_use(node, place)",
         f"{GPU_ROUNDED} -k only_rounds",
     ),
+    Mutation(
+        "a token that is none, as its logits are not finite, is looked up by the step queued behind",
+        "codegen/templates/triton/follow.py.jinja",
+        "tl.maximum(found, 0)",
+        "found",
+        "tests/codegen/test_gpu_follow.py -k step_before",
+    ),
+    Mutation(
+        "memory for tokens is used again before they are read",
+        "runtime/cuda.py",
+        "for turn in (self._turn,) if behind else",
+        "for turn in () if behind else",
+        f"{CUDA} -k in_turn",
+    ),
+    Mutation(
+        "reports of one step are those of the step queued behind it",
+        "runtime/cuda.py",
+        "behind = not (reports or (self._draws and self._draws.reporting))",
+        "behind = not (reports and (self._draws and self._draws.reporting))",
+        f"{CUDA} -k step_before",
+    ),
 )
