@@ -351,7 +351,7 @@ class CudaExecutor:
 
         Where a token is negative, -1 - i, a kernel replaces it by output i of what was queued before.
         """
-        assert steps * len(sequences) <= _MAX_DECODED
+        assert steps * len(sequences) <= _MAX_DECODED  # as all bursts of an engine are
         burst, reports = steps > 1, any(draw.reports is not None for draw in draws)
         behind = not (reports or (self._draws and self._draws.reporting))
         counts = self.fill(sequences, steps * burst, draws, behind)

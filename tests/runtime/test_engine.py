@@ -19,6 +19,7 @@ from qcompile.runtime.blocks import BlockPool
 from qcompile.runtime.bursts import Bursts
 from qcompile.runtime.executor import Limits, Rows
 from qcompile.runtime.sampling import SamplingParams
+from qcompile.runtime.scheduler import Scheduler
 from qcompile.runtime.speculate import DraftState, Level, Speculator
 from qcompile.runtime.speculate_host import HostSpeculator
 from tests.runtime.fake import (
@@ -165,6 +166,20 @@ def test_a_step_that_needs_the_tokens_before_is_not_queued_behind_them(options: 
             assert llm.executor.most_late == 1
     alone = [fake_llm().generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts]
     assert [request.output.token_ids for request in requests] == alone
+
+
+@pytest.mark.parametrize("in_vain, kept", [(0, 127), (1, 128), (2, 0)])
+def test_a_text_is_not_kept_if_a_step_that_runs_will_round_its_end_in_vain(in_vain: int, kept: int) -> None:
+    """Over a hierarchical cache, whose groups of 128 are rounded when the next is full."""
+    pool = BlockPool(30, 64, 384, remember=30)
+    scheduler = Scheduler(pool, 512, 4)
+    request = fake_llm().engine.add([1 + i for i in range(128)], GREEDY)
+    scheduler.add(request)
+    assert scheduler.schedule(1)
+    request.computed = 127
+    request.fly(in_vain, in_vain, 0)
+    scheduler.release(request)
+    assert pool.endings is not None and [len(ending.tokens) for ending in pool.endings] == [kept] * (kept > 0)
 
 
 def test_nobody_is_preempted_for_a_step_that_is_queued_behind_another() -> None:
