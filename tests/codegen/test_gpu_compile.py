@@ -1,4 +1,4 @@
-"""Compiling ahead of time leaves the cubin, the cache, and nothing else."""
+"""Compiling ahead of time leaves the cubin, the cache, and nothing else, and needs no GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from qcompile import pipeline
+from qcompile.artifact import read_manifest, verify
 from tests.codegen.interpreted import needs_triton
+from tests.codegen.test_gpu_step import SHAPE
+from tests.graphs import decoder
 
 SCRIPT = """
 import json, sys
@@ -43,3 +47,21 @@ def test_the_same_kernel_is_the_same_bytes_and_nothing_is_left_behind(tmp_path: 
     place = str(Path(triton.__file__).parent)
     assert place not in first[0] and place.encode().hex() not in first[1]
     assert left["tmp"] == [] and len(left["cache"]) == 1
+
+
+def test_an_artifact_for_a_gpu_is_built_without_one(tmp_path: Path) -> None:
+    needs_triton()
+    graph = decoder(**{**SHAPE, "layers": 1})
+    report = pipeline.build(graph, tmp_path / "a", target="a100", recipe="qserve-channel")
+    assert verify(report.path) == []
+    manifest = read_manifest(report.path)
+    assert manifest["target"]["kind"] == "cuda" and manifest["versions"]["compiler"].startswith("triton")
+    folder = report.path / "kernels" / "a100"
+    kernels = json.loads((folder / "report.json").read_text())
+    assert {"registers", "shared_bytes", "spill_bytes", "matrix_instructions"} <= set(kernels[0])
+    for each in kernels:
+        assert all((folder / f"{each['kernel']}.{kind}").is_file() for kind in ("cubin", "ptx", "py"))
+    plan = json.loads((folder / "model.plan.json").read_text())
+    launches = plan["launches"] + plan["feedback"] + plan["follow"]
+    used = {v["kernel"] for launch in launches for v in launch["variants"]}
+    assert used == {each["kernel"] for each in kernels} == set(plan["kernels"])
