@@ -449,6 +449,13 @@ MUTATIONS = (
         "tests/runtime/test_service.py",
     ),
     Mutation(
+        "a sample that overflows waits for the other samples of its prompt",
+        "runtime/service.py",
+        "if group.finished or group.overflowed or (",
+        "if group.finished or (",
+        "tests/runtime/test_service.py -k overflow",
+    ),
+    Mutation(
         "a file's hash is not looked at",
         "qcompile/artifact.py",
         'return None if digest == expected["sha256"] else',

@@ -78,6 +78,7 @@ class CudaDraws:
         except BaseException:
             for pair in made:
                 pair.free()
+            driver.drop_event(self._sent)
             raise
 
     def _make_lists(self, items: int) -> _Pair:

@@ -95,8 +95,8 @@ class Driver:
     def __init__(self, number: int = 0) -> None:
         try:
             self.library = ctypes.CDLL("libcuda.so.1")
-            # For calls of microseconds. They keep Python's lock: else, after each of hundreds in a step, another busy
-            # thread would take it and keep it for milliseconds.
+            # For calls of microseconds (more where a thousand launches are queued already). They keep Python's lock:
+            # else, after each of hundreds in a step, another busy thread would take it and keep it for milliseconds.
             self.quick = ctypes.PyDLL("libcuda.so.1")
         except OSError as error:
             raise ResourceError("no NVIDIA driver (libcuda.so.1) on this machine: build with --target cpu") from error

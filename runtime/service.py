@@ -162,10 +162,14 @@ class Service:
             self._owner.update((request.id, (job, job.groups[-1])) for request in requests)
 
     def _publish_due(self) -> None:
-        """Publish the prompts that have grown and ended, and pieces of streams that are due."""
+        """Publish the prompts that have ended, and pieces of streams that are due."""
         now = time.monotonic()
         latest = now - min(_PIECE_SECONDS * self.running, _MOST_PIECE_SECONDS)
-        due = [(job, group) for job, group in self._grown if group.finished or (job.partial and group.told <= latest)]
+        due = [
+            (job, group)
+            for job, group in self._grown
+            if group.finished or group.overflowed or (job.partial and group.told <= latest)
+        ]
         for job, group in due:
             self._grown.pop((job, group), None)
             group.told = now

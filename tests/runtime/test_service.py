@@ -158,6 +158,21 @@ def test_what_the_model_cannot_do_never_reaches_the_engine() -> None:
     assert service.failure is None
 
 
+@pytest.mark.parametrize("partial", [False, True])
+def test_an_overflow_of_one_sample_ends_the_others_at_once(partial: bool) -> None:
+    async def ask(service: Service, llm: LLM) -> None:
+        ended: list[str | None] = []
+        service.cancelled = lambda output: ended.extend(sample.finish_reason for sample in output.outputs)
+        with pytest.raises(OverflowedError):
+            await all_of(service.submit([[3]], params(900, n=3), partial))
+        assert sorted(map(str, ended)) == ["abort", "abort", "error"]
+        assert not llm.engine.busy and not service._owner and not service._grown
+
+    with opened(max_batch=4, max_waiting=4) as (service, llm):
+        llm.executor.library.broken = BROKEN  # type: ignore[attr-defined]
+        asyncio.run(ask(service, llm))
+
+
 def test_an_overflow_ends_all_of_its_job_at_once() -> None:
     """Though the caller keeps the answer: what it cannot read takes no more steps, and is counted."""
 
