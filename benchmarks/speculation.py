@@ -35,6 +35,8 @@ from qcompile.tune import tune
 
 ROOT = Path(__file__).parents[1]
 SMALL = str(ROOT / "samples" / "pycode-1m")
+CALIBRATED = "-calibrated"
+"""Ends the names of variants whose draft is rounded by calibration text (`--calib`), where the recipe needs none."""
 VARIANTS: dict[str, tuple[str, list[str]]] = {
     "ml-specqd": ("ml-specqd", []),
     "ml-specqd+1m": ("ml-specqd", [SMALL]),
@@ -48,6 +50,7 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     "qspec-atom": ("qspec-atom", []),
     "quantspec": ("quantspec", []),
     "quantspec-w8": ("quantspec-w8", []),
+    **{f"{recipe}{CALIBRATED}": (recipe, []) for recipe in ("ml-specqd", "nested", "quantspec")},
 }
 """Recipe and further drafts by name."""
 
@@ -136,11 +139,11 @@ def read(files: list[Path], limit: int | None) -> list[str]:
 
 
 def built(name: str, folder: Path, calib: Path | None = None) -> Path:
-    """The variant's artifact, built once; a recipe that wants calibration text gets `calib`."""
+    """The variant's artifact, built once; one that wants calibration text gets `calib`."""
     recipe, drafts = VARIANTS[name]
     path = folder / name
     if not (path / "qcompile.json").exists():
-        text = calib if get_recipe(recipe).calibrated else None
+        text = calib if get_recipe(recipe).calibrated or name.endswith(CALIBRATED) else None
         qcompile.build(str(ROOT / "samples" / "pycode-26m"), path, recipe=recipe, drafts=drafts, calib=text)
     return path
 

@@ -93,6 +93,7 @@ def run_passes(
     for rewrite in passes:
         if not rewrite.wanted:
             continue
+        already = clock.seconds.get(rewrite.name, 0.0)
         with clock(rewrite.name):
             result = apply(rewrite, graph)
         graph = result.graph
@@ -101,6 +102,6 @@ def run_passes(
         if logits is not None:
             before, logits = logits, check.sample(graph)
             error = check.max_relative_error(logits, before)
-        seconds = clock.seconds[rewrite.name]
+        seconds = clock.seconds[rewrite.name] - already
         records.append(PassRecord(rewrite.name, rewrite.options(), result.fired, result.notes, seconds, error))
     return graphs, records

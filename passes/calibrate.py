@@ -29,7 +29,8 @@ class Calibrate(Pass):
     float layer computes from its own inputs; later layers then compensate for errors of earlier ones. `damping` is
     relative to the mean second moment of the layer's inputs. `descent` is the maximum number of coordinate-descent
     sweeps over GPTQ's codes. Each expert is rounded separately, on the tokens routed to it. Without calibration text
-    weights are rounded to nearest, and a note says so.
+    weights are rounded to nearest, and a note says so. In a draft path, what it shares with the target is rounded
+    already: only weights of its own are left, and the text runs through the draft.
 
     Sources: Frantar et al. 2022 (GPTQ, with activation order and static groups); QServe B.2.4 (clipping); Arai and
     Ichikawa 2025 (QEP: `restore`). `fired` counts weights.
@@ -63,13 +64,13 @@ class Calibrate(Pass):
 
 
 def _targets(graph: Graph) -> dict[fx.Node, fx.Node]:
-    """Weights (quantize_* nodes) whose codes can be chosen, each with the first gemm that reads it, in graph order."""
+    """Weights (quantize_* nodes) whose codes are to be chosen, each with its first gemm, in graph order."""
     found: dict[fx.Node, fx.Node] = {}
     for gemm in graph.calls("gemm", "expert_gemm"):
         weight = _args(gemm)[2 if ops.name_of(gemm.target) == "expert_gemm" else 1]
         if ops.name_of(weight.target) == "upper_nibble":
             weight = weight.args[0]
-        if format_of(weight) in FORMATS:
+        if format_of(weight) in FORMATS and len(weight.args) == 2:  # more arguments are codes, chosen already
             found.setdefault(weight, gemm)
     return found
 

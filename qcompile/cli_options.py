@@ -46,7 +46,7 @@ Recipe = Annotated[str, typer.Option("--recipe", metavar="NAME", help="Number fo
 Target = Annotated[str, typer.Option("--target", metavar="NAME", help="Target to compile for; `cpu` is this machine.")]
 Head = Annotated[
     str | None,
-    typer.Option("--head-dtype", metavar="TYPE", help="Output head: int8, bf16 or f32. Default: the recipe's."),
+    typer.Option("--head-dtype", metavar="TYPE", help="Output head: int8, nested, bf16 or f32. Default: the recipe's."),
 ]
 Options = Annotated[
     list[str] | None,

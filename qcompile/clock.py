@@ -14,7 +14,7 @@ def silent(stage: str, done: int, total: int) -> None:
 
 
 class Clock:
-    """Times stages, and calls the progress callback at the start and end of each."""
+    """Times stages, and calls the progress callback at the start and end of each. A stage's runs are added up."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
@@ -29,6 +29,7 @@ class Clock:
         self._start = time.perf_counter()
 
     def __exit__(self, *error: object) -> None:
-        self.seconds[self._stage] = time.perf_counter() - self._start
+        taken = time.perf_counter() - self._start
+        self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + taken
         if error[0] is None:
             self.progress(self._stage, 1, 1)

@@ -64,8 +64,8 @@ PASSES: tuple[type[Pass], ...] = (
     Merge,
     Salience,
     Quantize,
-    Calibrate,
     Speculate,
+    Calibrate,
     Cache,
     Fuse,
     PlanMemory,
@@ -269,11 +269,17 @@ class _Request:
             raise UsageError(f"option {idle[0]}: recipe {self.recipe} makes no draft of itself; take one that does")
         return found[:1] + self.more + found[1:]
 
+    def for_draft(self, tokenizer: bytes | None) -> _Request:
+        """The request for a separate draft model. Token ids mean nothing to a model with a `tokenizer` of its own."""
+        tokens = self.calib is not None and isinstance(self.calib.given, torch.Tensor)
+        return replace(self, check_passes=False, calib=None if tokenizer and tokens else self.calib)
+
     def own_drafts(self) -> Iterator[tuple[recipes.Draft, tuple[Pass, ...]]]:
         """The recipe's drafts, each with the passes from `speculate` on that derive it from the quantized graph."""
         recipe = recipes.get_recipe(self.recipe)
         for draft in recipe.drafts:
-            passes = configure(recipe.settings(self.head_dtype) | draft.settings(), self.options)
+            settings = draft.settings(self.head_dtype or recipe.head)
+            passes = configure(recipe.settings(self.head_dtype) | settings, self.options)
             own = passes[PASSES.index(Speculate) :]
             yield draft, tuple(made.for_draft() if isinstance(made, Cache) else made for made in own)
 
@@ -362,9 +368,9 @@ def _draft_paths(graphs: list[Graph], request: _Request, table: WeightTable, clo
     for other in (other for other in request.drafts if other != LOOKUP):
         name = f"draft{len(paths) + 1}"
         passes = configure(recipes.get_recipe(recipes.DRAFT_RECIPE).settings(), {})
-        made, records = _import(other, passes, clock, {})
-        info = made[-1].info
         tokenizer = _other_tokenizer(request.model, other)
+        made, records = _import(other, passes, clock, {}, request.for_draft(tokenizer))
+        info = made[-1].info
         if tokenizer is not None and (paths or len(request.drafts) > 1):
             raise UnsupportedError(f"draft {info.name} has another tokenizer: it can only draft alone")
         if tokenizer is None and info.vocab_size != target.vocab_size:

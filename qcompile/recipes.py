@@ -35,9 +35,11 @@ class Draft:
     gamma: int = 4
     threshold: float = 0.0
 
-    def settings(self) -> Settings:
-        """The settings of this draft, by pass."""
+    def settings(self, head: str) -> Settings:
+        """The settings of this draft, by pass, for a target with the head `head` (a key of HEADS)."""
         fields: dict[str, object] = {k: v for k, v in asdict(self).items() if k not in ("gamma", "threshold")}
+        if self.head == "nested_4" and head != "nested":  # another head has no such part: the draft shares all of it
+            fields["head"] = "same"
         return {"speculate": fields | {"enabled": True}}
 
 
@@ -78,7 +80,12 @@ class Recipe:
         return settings
 
 
-HEADS = {"int8": ("w8_sym_channel", "int8"), "bf16": ("bf16", "bf16"), "f32": ("f32", "f32")}
+HEADS = {
+    "int8": ("w8_sym_channel", "int8"),
+    "nested": ("nested_8_4", "int8_g128"),
+    "bf16": ("bf16", "bf16"),
+    "f32": ("f32", "f32"),
+}
 """Weight format and activation type of the output head, by the value of `--head-dtype`."""
 
 QOQ: tuple[tuple[str, str, object], ...] = (
@@ -171,7 +178,7 @@ RECIPES = {
             "ml-specqd",
             "bfloat16, drafted by its own MXFP4 copy (ML-SpecQD)",
             *("bf16", "bf16", "kv16", "bf16"),
-            drafts=(Draft("mxfp4", "int8_g128", "w8_sym_channel", "int8"),),
+            drafts=(Draft("mxfp4", "int8_g128", "w4_asym_g128", "int8"),),
         ),
         Recipe(
             "qspec",
@@ -215,8 +222,8 @@ RECIPES = {
         Recipe(
             "nested",
             "8-bit weights in two planes, drafted by the upper one alone",
-            *("nested_8_4", "int8_g128", "kv16"),
-            drafts=(Draft("nested_4"),),
+            *("nested_8_4", "int8_g128", "kv16", "nested"),
+            drafts=(Draft("nested_4", head="nested_4"),),
         ),
     )
 }

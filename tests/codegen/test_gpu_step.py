@@ -228,7 +228,7 @@ def interpret_nested_draft() -> None:
     draft = recipes.get_recipe("nested").drafts[0]
     graphs, _ = pipeline.run_passes(decoder(**{**SHAPE, "layers": 1}), pipeline.configure(settings, {})[1:])
     quantized = [graph for graph in graphs if graph.stage == "quantize"][-1]
-    passes = pipeline.configure(settings | draft.settings(), {})
+    passes = pipeline.configure(settings | draft.settings("nested"), {})
     own = passes[[p.name for p in passes].index("speculate") :]
     drafted, _ = pipeline.run_passes(quantized, own)
     table = WeightTable(GPU_PACKING)

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from qcompile import pipeline, recipes
+from qcompile.calibration import Calibration
 from qcompile.codegen.lower import lower
 from qcompile.codegen.packing import WeightTable
 from qcompile.errors import PassError, UsageError
 from qcompile.graph import Graph
-from qcompile.passes.base import apply
-from qcompile.passes.speculate import Speculate
+from qcompile.passes.base import PassRecord, apply
+from qcompile.passes.speculate import Speculate, head_gemms
 from tests.codegen.test_experts import decoder as mixture
 from tests.graphs import decoder, sequence_inputs
 
@@ -187,3 +188,51 @@ def test_options_of_a_draft_that_a_recipe_does_not_make_are_refused() -> None:
     with pytest.raises(UsageError, match=r"speculate\.sensitive: recipe w4a8 makes no draft of itself"):
         pipeline.plan(decoder(), recipe="w4a8", options={"speculate.sensitive": "1"})
     pipeline.plan(decoder(), recipe="nested", options={"speculate.sensitive": "0"})
+
+
+def drafted(recipe: str, calibration: Calibration | None) -> tuple[list[Graph], list[PassRecord], Graph]:
+    """The graphs and records of a recipe's draft, and the target's quantized graph, of a decoder with that text."""
+    source, found = decoder(hidden=64, ffn=96), recipes.get_recipe(recipe)
+    source.calibration = calibration
+    settings = found.settings()
+    target = pipeline.run_passes(source, pipeline.configure(settings, {})[1:])[0]
+    quantized = [graph for graph in target if graph.stage == "quantize"][-1]
+    passes = pipeline.configure(settings | found.drafts[0].settings(found.head), {})
+    return *pipeline.run_passes(quantized, passes[pipeline.PASSES.index(Speculate) :]), quantized
+
+
+@pytest.mark.parametrize("recipe", ["ml-specqd", "quantspec"])
+def test_weights_of_a_draft_alone_are_chosen_by_calibration_text(recipe: str) -> None:
+    tokens = torch.randint(0, 50, (32, 24), generator=torch.Generator().manual_seed(5))
+    inputs = sequence_inputs(16, 4)
+    errors = []
+    for text in (None, Calibration(tokens)):
+        graphs, records, target = drafted(recipe, text)
+        assert [record.name for record in records[:2]] == ["speculate", "calibrate"]
+        assert records[1].fired == (9 if text else 0)  # two layers of four linears, and the head
+        expected = target.run(*inputs)
+        errors.append(float((graphs[1].run(*inputs) - expected).norm() / expected.norm()))
+    assert errors[1] < 0.95 * errors[0]
+
+
+@pytest.mark.parametrize("recipe", ["nested", "qspec"])
+def test_weights_that_a_draft_shares_are_not_chosen_again(recipe: str) -> None:
+    tokens = torch.randint(0, 50, (8, 24), generator=torch.Generator().manual_seed(5))
+    _, records, target = drafted(recipe, Calibration(tokens))
+    assert records[1].name == "calibrate" and records[1].fired == 0
+    assert all("calibrated" in node.meta for node in target.calls("quantize_weight"))
+
+
+def test_the_draft_of_nested_weights_shares_any_head() -> None:
+    recipe = recipes.get_recipe("nested")
+    for head, format in (("nested", "w4_asym_g128"), ("bf16", "bf16"), ("int8", "w8_sym_channel")):
+        source = decoder(hidden=64)
+        settings = recipe.settings(head)
+        target = pipeline.run_passes(source, pipeline.configure(settings, {})[1:])[0]
+        quantized = [graph for graph in target if graph.stage == "quantize"][-1]
+        passes = pipeline.configure(settings | recipe.drafts[0].settings(head), {})
+        draft = pipeline.run_passes(quantized, passes[pipeline.PASSES.index(Speculate) :])[0]
+        assert head_gemms(draft[0]).pop().args[4] == format
+        table = WeightTable()
+        first = set(lower(target[-1], table).weights)
+        assert set(lower(draft[-1], table).weights) <= first

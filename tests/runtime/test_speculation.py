@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 import qcompile
-from qcompile import SamplingParams
+from qcompile import SamplingParams, calibration
 from qcompile.errors import ResourceError, UnsupportedError, UsageError
 from qcompile.runtime import cpu_load
 from qcompile.runtime.blocks import BlockPool
@@ -290,17 +290,39 @@ def _steps(llm: LLM, requests: list[Request]) -> Iterator[None]:
         yield
 
 
-def test_a_draft_of_another_tokenizer(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """A model that spells letter by letter drafts for one of long tokens, and the other way round."""
+def speller(tiny_checkpoint: Path, folder: Path) -> Path:
+    """A checkpoint of a model whose tokens are bytes."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    letters, short = tmp_path / "letters", [prompt for prompt in PROMPTS if len(prompt) < 100]
+    letters = folder / "letters"
     config = LlamaConfig.from_pretrained(tiny_checkpoint)
     config.vocab_size, config.num_hidden_layers = 257, 1
     torch.manual_seed(2)
     LlamaForCausalLM(config).save_pretrained(letters)
     (letters / "tokenizer.json").write_text(byte_tokenizer().to_str())
+    return letters
+
+
+def test_other_models_are_calibrated_on_text_of_their_own_tokens(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    import torch
+
+    text = tmp_path / "text.txt"
+    text.write_text("def add(a, b):\n    return a + b\n" * 60)
+    letters, tokens = speller(tiny_checkpoint, tmp_path), torch.randint(0, 200, (2, 32))
+    spelled = calibration.Request(text, 2, 32)
+    for draft, calib, weights in ((tiny_checkpoint, tokens, 9), (letters, spelled, 5), (letters, tokens, 0)):
+        report = qcompile.build(str(tiny_checkpoint), tmp_path / "out", recipe="w4a8", drafts=[str(draft)], calib=calib)
+        record = next(record for record in report.drafts["draft1"] if record.name == "calibrate")
+        assert record.fired == weights
+        untold = any("no calibration text" in note for note in record.notes)
+        assert untold == (weights == 0)  # token ids are not the tokens of the draft, and a note says so
+        assert report.seconds["calibrate"] >= sum(p.seconds for p in report.passes if p.name == "calibrate")
+
+
+def test_a_draft_of_another_tokenizer(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """A model that spells letter by letter drafts for one of long tokens, and the other way round."""
+    letters, short = speller(tiny_checkpoint, tmp_path), [prompt for prompt in PROMPTS if len(prompt) < 100]
     for target, draft in ((str(tiny_checkpoint), str(letters)), (str(letters), str(tiny_checkpoint))):
         out = tmp_path / f"{Path(target).name}.out"
         qcompile.build(target, out, recipe="w4a8", drafts=[draft])
