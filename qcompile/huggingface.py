@@ -375,6 +375,14 @@ def tokenizer_files(model: str | Path) -> dict[str, bytes]:
     return files
 
 
+def other_tokenizer(model: Any, draft: Any) -> bytes | None:
+    """The tokenizer.json of `draft` if both are checkpoints with one and it differs from the model's; else None."""
+    if not all(isinstance(source, (str, Path)) for source in (model, draft)):
+        return None
+    own, other = (tokenizer_files(source).get("tokenizer.json") for source in (model, draft))
+    return other if own is not None and other is not None and own != other else None
+
+
 def _check_converters(file: Path) -> None:
     """ResourceError where packages are missing that transformers reads a SentencePiece model with."""
     for package, module in (("sentencepiece", "sentencepiece"), ("protobuf", "google.protobuf")):

@@ -344,14 +344,6 @@ def _plan(request: _Request, clock: Clock, source: Mapping[str, Any]) -> Plan:
     return Plan(graphs, program, weights, records, bits, files, facts, drafts, lookup)
 
 
-def _other_tokenizer(model: Any, draft: Any) -> bytes | None:
-    """The tokenizer.json of `draft` if both are checkpoints with one and it differs from the model's; else None."""
-    if not all(isinstance(source, (str, Path)) for source in (model, draft)):
-        return None
-    own, other = (huggingface.tokenizer_files(source).get("tokenizer.json") for source in (model, draft))
-    return other if own is not None and other is not None and own != other else None
-
-
 def _draft_paths(graphs: list[Graph], request: _Request, table: WeightTable, clock: Clock) -> list[DraftPath]:
     """The recipe's drafts, which share the target's weights and cache, then separate draft models."""
     quantized = [graph for graph in graphs if graph.stage == "quantize"][-1]
@@ -368,7 +360,7 @@ def _draft_paths(graphs: list[Graph], request: _Request, table: WeightTable, clo
     for other in (other for other in request.drafts if other != LOOKUP):
         name = f"draft{len(paths) + 1}"
         passes = configure(recipes.get_recipe(recipes.DRAFT_RECIPE).settings(), {})
-        tokenizer = _other_tokenizer(request.model, other)
+        tokenizer = huggingface.other_tokenizer(request.model, other)
         made, records = _import(other, passes, clock, {}, request.for_draft(tokenizer))
         info = made[-1].info
         if tokenizer is not None and (paths or len(request.drafts) > 1):

@@ -51,7 +51,7 @@ def test_calibration_brings_every_family_nearer(checkpoint: tuple[str, Path]) ->
             made.calibration = Calibration(text(graph.info.vocab_size)) if calibrated else None
             passes = pipeline.configure(recipes.get_recipe(recipe).settings("f32"), {"salience.samples": "4"})
             for rewrite in passes:
-                if rewrite.name == "speculate":
+                if rewrite.name == "cache":
                     break
                 made = apply(rewrite, made).graph if rewrite.wanted else made
             errors.append(off(made.run(ids, positions), expected))
@@ -72,7 +72,7 @@ def test_a_few_lines_of_text_make_nothing_worse(tmp_path: Path) -> None:
             made: Any = graph.clone()
             made.calibration = calibration
             for rewrite in pipeline.configure(recipes.get_recipe(recipe).settings("f32"), {"salience.samples": "4"}):
-                if rewrite.name == "speculate":
+                if rewrite.name == "cache":
                     break
                 made = apply(rewrite, made).graph if rewrite.wanted else made
             errors.append(off(made.run(ids, positions), expected))

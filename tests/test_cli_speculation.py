@@ -32,7 +32,8 @@ def test_from_build_to_run(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest
 
     out = tmp_path / "out"
     built = json_of("build", tiny_checkpoint, "-o", out, "--recipe", "qspec", "--draft", "lookup")
-    assert [entry["name"] for entry in built["drafts"]["draft1"]] == ["speculate", "cache", "fuse", "plan_memory"]
+    passes = ["speculate", "calibrate", "cache", "fuse", "plan_memory"]
+    assert [entry["name"] for entry in built["drafts"]["draft1"]] == passes
     drafts = json_of("inspect", out)["drafts"]
     assert [draft["kind"] for draft in drafts] == ["draft1", "lookup"]
     assert drafts[0]["passes"][0]["options"]["activation"] == "int8"

@@ -50,7 +50,7 @@ def test_unknown_names_list_what_exists(name: str) -> None:
     with pytest.raises(UsageError, match=r"there are cpu, cpu-amx, cpu-avx512vnni"):
         get_target(name)
     if name:
-        with pytest.raises(UsageError, match="there are int8, bf16, f32"):
+        with pytest.raises(UsageError, match="there are int8, nested, bf16, f32"):
             get_recipe("w4a8").settings(name)
 
 
