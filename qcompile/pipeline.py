@@ -269,18 +269,19 @@ class _Request:
             raise UsageError(f"option {idle[0]}: recipe {self.recipe} makes no draft of itself; take one that does")
         return found[:1] + self.more + found[1:]
 
-    def for_draft(self, tokenizer: bytes | None) -> _Request:
-        """The request for a separate draft model. Token ids mean nothing to a model with a `tokenizer` of its own."""
-        tokens = self.calib is not None and isinstance(self.calib.given, torch.Tensor)
-        return replace(self, check_passes=False, calib=None if tokenizer and tokens else self.calib)
+    def for_draft(self, draft: Any, own_tokens: bool, known: calibration.Calibration | None) -> _Request:
+        """The request for a separate `draft` model, which may have tokens of its own; `known` is the target's text."""
+        text = self.calib is not None and not isinstance(self.calib.given, torch.Tensor)
+        if own_tokens or (text and isinstance(draft, (str, Path))):  # token ids would mean nothing to other tokens
+            return replace(self, check_passes=False, calib=self.calib if text else None)
+        return replace(self, check_passes=False, calib=Request(known.tokens) if known else None)
 
     def own_drafts(self) -> Iterator[tuple[recipes.Draft, tuple[Pass, ...]]]:
         """The recipe's drafts, each with the passes from `speculate` on that derive it from the quantized graph."""
         recipe = recipes.get_recipe(self.recipe)
         for draft in recipe.drafts:
             settings = draft.settings(self.head_dtype or recipe.head)
-            passes = configure(recipe.settings(self.head_dtype) | settings, self.options)
-            own = passes[PASSES.index(Speculate) :]
+            own = configure(recipe.settings(self.head_dtype) | settings, self.options)[PASSES.index(Speculate) :]
             yield draft, tuple(made.for_draft() if isinstance(made, Cache) else made for made in own)
 
 
@@ -361,7 +362,8 @@ def _draft_paths(graphs: list[Graph], request: _Request, table: WeightTable, clo
         name = f"draft{len(paths) + 1}"
         passes = configure(recipes.get_recipe(recipes.DRAFT_RECIPE).settings(), {})
         tokenizer = huggingface.other_tokenizer(request.model, other)
-        made, records = _import(other, passes, clock, {}, request.for_draft(tokenizer))
+        asked = request.for_draft(other, tokenizer is not None, quantized.calibration)
+        made, records = _import(other, passes, clock, {}, asked)
         info = made[-1].info
         if tokenizer is not None and (paths or len(request.drafts) > 1):
             raise UnsupportedError(f"draft {info.name} has another tokenizer: it can only draft alone")

@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 import qcompile
-from qcompile import SamplingParams, calibration
+from qcompile import SamplingParams, calibration, frontend
 from qcompile.errors import ResourceError, UnsupportedError, UsageError
 from qcompile.runtime import cpu_load
 from qcompile.runtime.blocks import BlockPool
@@ -311,8 +311,10 @@ def test_other_models_are_calibrated_on_text_of_their_own_tokens(tiny_checkpoint
     text.write_text("def add(a, b):\n    return a + b\n" * 60)
     letters, tokens = speller(tiny_checkpoint, tmp_path), torch.randint(0, 200, (2, 32))
     spelled = calibration.Request(text, 2, 32)
-    for draft, calib, weights in ((tiny_checkpoint, tokens, 9), (letters, spelled, 5), (letters, tokens, 0)):
-        report = qcompile.build(str(tiny_checkpoint), tmp_path / "out", recipe="w4a8", drafts=[str(draft)], calib=calib)
+    own, graph = str(tiny_checkpoint), frontend.load(str(tiny_checkpoint))  # a graph has no tokenizer to read text with
+    cases: Any = ((own, tokens, 9), (str(letters), spelled, 5), (str(letters), tokens, 0), (graph, spelled, 9))
+    for draft, calib, weights in cases:
+        report = qcompile.build(own, tmp_path / "out", recipe="w4a8", drafts=[draft], calib=calib)
         record = next(record for record in report.drafts["draft1"] if record.name == "calibrate")
         assert record.fired == weights
         untold = any("no calibration text" in note for note in record.notes)
