@@ -456,6 +456,20 @@ MUTATIONS = (
         "tests/runtime/test_service.py -k overflow",
     ),
     Mutation(
+        "weights that a draft shares are chosen again for it",
+        "passes/calibrate.py",
+        " and len(weight.args) == 2:",
+        ":",
+        "tests/passes/test_speculate.py -k not_chosen_again",
+    ),
+    Mutation(
+        "other models that draft are not calibrated",
+        "qcompile/pipeline.py",
+        "other, passes, clock, {}, asked)",
+        "other, passes, clock, {})",
+        "tests/runtime/test_speculation.py -k calibrated",
+    ),
+    Mutation(
         "a file's hash is not looked at",
         "qcompile/artifact.py",
         'return None if digest == expected["sha256"] else',
