@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import qcompile
-from qcompile import console
+from qcompile.cli import console
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -139,7 +139,7 @@ char* huge_pages(size_t bytes) {
   return p;
 }
 
-// Every tenth of n rows is in 8-bit blocks; the narrow (4-bit) blocks come first, as in qcompile.mix.
+// Every tenth of n rows is in 8-bit blocks; the narrow (4-bit) blocks come first, as in qcompile.formats.mix.
 struct MixOrder {
   std::vector<int32_t> columns, starts{0};
   int narrow = 0;  // pairs of narrow blocks

@@ -3,9 +3,9 @@
     python benchmarks/cpu_sampling.py [--model samples/pycode-26m] [--prompts prompts.jsonl] [--rounds 5] [--most 24]
 
 Tokens per second of decoding 128 tokens of each prompt, one prompt at a time: medians of the rounds, in which recipes,
-options, gammas and ways take turns. "python" draws each token in runtime/sampling.py, the way of options that the
-library does not have. `differing` counts tokens that are not Python's without drafts, or whose log probabilities differ
-by more than 1e-11.
+options, gammas and ways take turns. "python" draws each token in runtime/sampling/sampling.py, the way of options that
+the library does not have. `differing` counts tokens that are not Python's without drafts, or whose log probabilities
+differ by more than 1e-11.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
 from benchmarks.common import RESULTS, build, write_result
-from qcompile import SamplingParams, console
-from qcompile.runtime.executor import Executor
-from qcompile.runtime.gamma import AUTO
-from qcompile.runtime.logprobs import Logprob
+from qcompile import SamplingParams
+from qcompile.cli import console
+from qcompile.runtime.cpu.executor import Executor
+from qcompile.runtime.sampling.logprobs import Logprob
+from qcompile.runtime.speculation.gamma import AUTO
 
 ROOT = Path(__file__).parents[1]
 RECIPES = {"w4a8": (0,), "nested": (0, AUTO), "ml-specqd": (0, AUTO)}

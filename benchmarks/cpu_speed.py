@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
 from benchmarks.common import RESULTS, build, streamed_bytes, write_result
-from qcompile import bench, console
+from qcompile.cli import bench, console
 from qcompile.recipes import RECIPES
 
 ROOT = Path(__file__).parents[1]

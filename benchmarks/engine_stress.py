@@ -19,9 +19,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
 from benchmarks.common import RESULTS, write_result
-from qcompile import SamplingParams, console
+from qcompile import SamplingParams
+from qcompile.cli import console
+from qcompile.runtime.engine.scheduler import Request
 from qcompile.runtime.llm import LLM
-from qcompile.runtime.scheduler import Request
 
 ROOT = Path(__file__).parents[1]
 BATCH = 16

@@ -24,12 +24,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.common import RESULTS, write_result
 from benchmarks.families import quiet, save_random
 from benchmarks.family_list import FAMILIES
-from qcompile import analysis, check, frontend
+from qcompile import check
+from qcompile.checkpoints import frontend
 from qcompile.errors import UnsupportedError
 from qcompile.graph import Graph
+from qcompile.passes import dataflow
 from qcompile.passes.base import Pass, apply
 from qcompile.passes.fold_norms import FoldNorms
-from qcompile.passes.raise_ops import Raise
+from qcompile.passes.raising.raiser import Raise
 from qcompile.passes.rotate import Rotate
 from qcompile.passes.split import Split
 from tests.passes.test_exact import ALONE, EXACT, TOGETHER, inputs
@@ -56,9 +58,9 @@ Row = dict[str, Any]
 def turned(graph: Graph) -> tuple[bool, str]:
     """Whether norms folded, every residual stream of `graph` is rotated as a whole; else why not."""
     folded = apply(FoldNorms(), graph).graph
-    streams = analysis.residual_streams(folded)
+    streams = dataflow.residual_streams(folded)
     result = apply(Rotate(heads=False), folded)
-    least = sum(len(s.writers) + len({reader for reader, _ in analysis.carried(s.reads)}) for s in streams)
+    least = sum(len(s.writers) + len({reader for reader, _ in dataflow.carried(s.reads)}) for s in streams)
     return not result.notes and result.fired >= least > 0, "; ".join(result.notes)
 
 

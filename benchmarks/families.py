@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
 from benchmarks.common import RESULTS, machine
 from benchmarks.family_list import FAMILIES, Settings
-from qcompile import console
+from qcompile.cli import console
 from qcompile.errors import QualityError, UnsupportedError
 
 TOLERANCE = 2e-4
@@ -111,7 +111,7 @@ def compare(llm: Any, reference: Any) -> Row:
 
 def after_cut(llm: Any, ids: Tensor, cut: int) -> Tensor:
     """Logits [batch, tokens, vocabulary] of a prefill of `cut` tokens followed by one token at a time."""
-    from qcompile.runtime.executor import Rows
+    from qcompile.runtime.cpu.executor import Rows
 
     length = ids.shape[1]
     rows = ids.tolist()

@@ -2,10 +2,11 @@
 
     python benchmarks/fuzz.py [--first 0] [--seeds 500] [--out FILE]
 
-Seed s draws a decoder from the supported operators (tests/random_graphs.py), a recipe, and which rewriting passes
-run (tests/fuzzing.py). It is right when the generated code computes what the last graph's reference bodies do, steps
-of 5 tokens give the very bits of one long step, and, in float32, nothing has changed since the first graph. A refusal
-by name is allowed; a crash and a silent mismatch are not. Kernels are compiled at -Og, since there are 500.
+Seed s draws a decoder from the supported operators (tests/support/random_graphs.py), a recipe, and which rewriting
+passes run (tests/support/fuzzing.py). It is right when the generated code computes what the last graph's reference
+bodies do, steps of 5 tokens give the very bits of one long step, and, in float32, nothing has changed since the first
+graph. A refusal by name is allowed; a crash and a silent mismatch are not. Kernels are compiled at -Og, since there are
+500.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.common import RESULTS, write_result
 from qcompile import pipeline
-from qcompile.codegen import compiler
+from qcompile.codegen.cpu import compiler
 from tests.conftest import UndrawnPage
-from tests.fuzzing import examine
+from tests.support.fuzzing import examine
 
 
 def quickly_compiled() -> None:

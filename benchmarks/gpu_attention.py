@@ -1,6 +1,6 @@
 """Decode attention over paged caches on this GPU: checked first, then timed beside SDPA, in one run.
 
-    python benchmarks/gpu_attention.py [out.json] [--formats=kv4,...]   the cuts of codegen/tiles.py
+    python benchmarks/gpu_attention.py [out.json] [--formats=kv4,...]   the cuts of codegen/gpu/gemm/tiles.py
     python benchmarks/gpu_attention.py --search [out.json] every candidate
     python benchmarks/gpu_attention.py --scores [out.json] sinks and biases by position beside neither
 
@@ -27,8 +27,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import ROTATED_BYTES, Launch, facts, graph_us, launch
-from qcompile.codegen import gpu_compile, tiles
-from qcompile.codegen.gpu_attention import (
+from qcompile.codegen.gpu import compile as gpu_compile
+from qcompile.codegen.gpu.attention import (
     GROUP_SPLITS,
     NEAR_SPLITS,
     AttentionSpec,
@@ -38,16 +38,17 @@ from qcompile.codegen.gpu_attention import (
     for_queries,
     prefill_variants,
 )
+from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.program import RING_GROUPS
-from qcompile.numerics import HIER_GROUP, PAGE_TOKENS
-from qcompile.runtime.cuda_counts import AttentionWork, attention_counts
+from qcompile.formats.numerics import HIER_GROUP, PAGE_TOKENS
+from qcompile.runtime.cuda.counts import AttentionWork, attention_counts
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 RING_ENTRIES = 2 * RING_GROUPS * HIER_GROUP // PAGE_TOKENS
 CASES = ((1, 8192), (1, 65536), (1, 131072), (16, 4096), (64, 1024), (64, 4096))
 FORMATS = ("kv4", "kv8", "kv16", "kv_hier4", "kv_hier")
 DECODE = ("few", "fine", "coarse")
-"""Kernels of the decode class by how much work there is (codegen/tiles.py); not every format has all."""
+"""Kernels of the decode class by how much work there is (codegen/gpu/gemm/tiles.py); not every format has all."""
 LONG = ((512, 512), (512, 1024), (512, 4096), (512, 16384), (128, 4096), (32, 8192))
 """(rows, context) of steps of prompts."""
 SCORES: dict[str, dict[str, Any]] = {"plain": {}, "sinks": {"sinks": True}, "biases": {"bias_positions": 8192}}
@@ -315,7 +316,7 @@ def long_steps(formats: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def candidates(search: bool) -> list[dict[str, Any]]:
-    """Cuts to be measured: that of codegen/tiles.py, or all."""
+    """Cuts to be measured: that of codegen/gpu/gemm/tiles.py, or all."""
     if not search:
         return [{}]
     return [{"split": s, "stages": n} for s, n in itertools.product((256, 512), (1, 2, 3, 4))]

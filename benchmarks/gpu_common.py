@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from qcompile import targets
-from qcompile.codegen import triton as gpu
-from qcompile.codegen.gpu_compile import Kernel, compile_kernel
-from qcompile.codegen.gpu_pack import GPU_PACKING, MIX_ROWS, pack_gpu
+from qcompile.codegen.gpu.compile import Kernel, compile_kernel
+from qcompile.codegen.gpu.gemm import spec as gpu
+from qcompile.codegen.gpu.gemm.pack import GPU_PACKING, MIX_ROWS, pack_gpu
+from qcompile.codegen.gpu.gemm.tiles import choose
 from qcompile.codegen.program import round_up
-from qcompile.codegen.tiles import choose
-from qcompile.mix import quantize_mixed
-from qcompile.numerics import dequantize_weight, quantize_activation, quantize_weight
-from qcompile.runtime.cuda_driver import LaunchCall, driver
+from qcompile.formats.mix import quantize_mixed
+from qcompile.formats.numerics import dequantize_weight, quantize_activation, quantize_weight
+from qcompile.runtime.cuda.driver import LaunchCall, driver
 
 ROTATED_BYTES = 5 * 64 * 2**20
 """Weights are rotated through so many bytes: more than five times the L2 of any target."""
@@ -112,7 +112,7 @@ def graph_us(launches: Sequence[Launch], replays: int = REPLAYS, least: int = LA
 def spec_for(
     format: str, n: int, k: int, tokens: int, x_groups: bool = False, tile: gpu.Tile | None = None
 ) -> gpu.KernelSpec:
-    """The kernel for so many rows of x, cut as codegen/tiles.py has it, or by `tile`.
+    """The kernel for so many rows of x, cut as codegen/gpu/gemm/tiles.py has it, or by `tile`.
 
     In mix_4_8 a WIDE_SHAREth of rows is wide. Raises UnsupportedError where the tile does not divide the weight.
     """

@@ -26,13 +26,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
 from benchmarks.gpu_common import facts, launch, this_target
 from qcompile import ops
-from qcompile.codegen import expert_tiles
-from qcompile.codegen import triton as gemm
-from qcompile.codegen.gpu_compile import Kernel, compile_all
-from qcompile.codegen.gpu_launches import grid_size
-from qcompile.codegen.gpu_pack import pack_gpu, unpack_gpu
-from qcompile.codegen.gpu_router import BlocksSpec, CombineSpec, RouteSpec, RouteStep, ScoresSpec
-from qcompile.numerics import dequantize_activation, dequantize_weight, quantize_activation, quantize_weight
+from qcompile.codegen.gpu.compile import Kernel, compile_all
+from qcompile.codegen.gpu.gemm import expert_tiles
+from qcompile.codegen.gpu.gemm import spec as gemm
+from qcompile.codegen.gpu.gemm.pack import pack_gpu, unpack_gpu
+from qcompile.codegen.gpu.launches import grid_size
+from qcompile.codegen.gpu.router import BlocksSpec, CombineSpec, RouteSpec, RouteStep, ScoresSpec
+from qcompile.formats.numerics import dequantize_activation, dequantize_weight, quantize_activation, quantize_weight
 
 EXPERTS, SLOTS, HIDDEN, INNER, MOST = 16, 8, 2048, 768, 512
 TOKENS = (1, 3, 17, MOST)

@@ -2,8 +2,9 @@
 
     python benchmarks/gpu_gemm_bits.py [out.json] [--formats=bf16,mxfp4]
 
-Every kernel that steps of ROWS rows run (the batch-invariant tiles of codegen/tiles.py) is compared with that of 16
-rows over the same rows, for weights with and without parts of K: `differ` counts outputs of which any bit is another.
+Every kernel that steps of ROWS rows run (the batch-invariant tiles of codegen/gpu/gemm/tiles.py) is compared with that
+of 16 rows over the same rows, for weights with and without parts of K: `differ` counts outputs of which any bit is
+another.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import gpu_common
 from benchmarks.gpu_common import Problem, facts
 from benchmarks.gpu_kernels import compile_one
-from qcompile.codegen.tiles import choose_batch_invariant
-from qcompile.codegen.triton import DECODE_TOKENS, KernelSpec
+from qcompile.codegen.gpu.gemm.spec import DECODE_TOKENS, KernelSpec
+from qcompile.codegen.gpu.gemm.tiles import choose_batch_invariant
 
 FORMATS = {"bf16": False, "w4_asym_g128": False, "mxfp4": False, "w4_asym_g128_int8": True, "nested_8_4": True}
 """Formats whose sums are floats, and whether activations have scales in groups of 128."""

@@ -2,10 +2,10 @@
 
     python benchmarks/gpu_kernels.py [out.json] [--formats=w4_asym_g128,mxfp4] [--shapes=4096x11008,...]
 
-Kernels have the tiles that codegen/tiles.py chooses, or, for shapes that are named, the batch-invariant ones that steps
-run: float accumulators then have as many splits of K for every M.
-Times are microseconds per launch by CUDA graph replay, the launch gap included, weights rotated through more
-than five times the L2, activations already quantized; medians over replays.
+Kernels have the tiles that codegen/gpu/gemm/tiles.py chooses, or, for shapes that are named, the batch-invariant ones
+that steps run: float accumulators then have as many splits of K for every M. Times are microseconds per launch by CUDA
+graph replay, the launch gap included, weights rotated through more than five times the L2, activations already
+quantized; medians over replays.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import ROTATED_BYTES, Launch, Problem, facts, graph_us, spec_for
-from qcompile.codegen import triton as gpu
-from qcompile.codegen.tiles import choose_batch_invariant
-from qcompile.codegen.triton import DECODE_TOKENS, KernelSpec
+from qcompile.codegen.gpu.gemm import spec as gpu
+from qcompile.codegen.gpu.gemm.spec import DECODE_TOKENS, KernelSpec
+from qcompile.codegen.gpu.gemm.tiles import choose_batch_invariant
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 4096))
 Shapes = tuple[tuple[int, int], ...]

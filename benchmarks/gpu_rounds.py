@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
 from benchmarks.gpu_common import facts
 from qcompile import SamplingParams
-from qcompile.runtime.cuda_speculate import CudaLookup, CudaSpeculator
-from qcompile.runtime.speculate import Level
-from qcompile.runtime.speculate_host import HostSpeculator
+from qcompile.runtime.cuda.speculate import CudaLookup, CudaSpeculator
+from qcompile.runtime.speculation.host import HostSpeculator
+from qcompile.runtime.speculation.levels import Level
 
 BATCHES = {1: 8, 4: 16, 16: 60}
 """Prompts by how many run at once."""

@@ -4,7 +4,7 @@
 
 Speed is that of a Llama-3-8B configuration with random weights (benchmarks/gpu_e2e.py), recipe `qserve`, from 1,024
 tokens of context, in tokens per second of the whole batch. "host" draws each token from downloaded logits
-(runtime/sampling.py), the way of options that the kernels do not have.
+(runtime/sampling/sampling.py), the way of options that the kernels do not have.
 
 For MODEL, each prompt gives 64 tokens with options that rotate through COMPARED. `by_host` counts tokens of the kernels
 that are not the host's, `drafts` those that drafts changed, by gamma, and `alone` those of prompts run one by one that
@@ -25,11 +25,11 @@ import qcompile
 from benchmarks.gpu_common import facts, this_target
 from benchmarks.gpu_e2e import CONTEXT, STEPS, empty_checkpoint, open_random, sequences
 from qcompile import SamplingParams
-from qcompile.runtime.cuda import CudaExecutor
-from qcompile.runtime.gamma import AUTO
-from qcompile.runtime.logprobs import Logprob, logprobs_of, reported_logprobs
+from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.outputs import RequestOutput
-from qcompile.runtime.sampling import Draws, Sampler
+from qcompile.runtime.sampling.logprobs import Logprob, logprobs_of, reported_logprobs
+from qcompile.runtime.sampling.sampling import Draws, Sampler
+from qcompile.runtime.speculation.gamma import AUTO
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 1.0},

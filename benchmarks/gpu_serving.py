@@ -76,17 +76,17 @@ async def client(port: int, batch: int) -> dict[str, float]:
 
 def over_http(llm: Any, batch: int, folder: Path) -> dict[str, float]:
     """`client` in another process, of a server in this one."""
-    from qcompile.runtime import server
+    from qcompile.runtime.server import app
 
-    listening, out = server.bind("127.0.0.1", 0), folder / "client.json"
+    listening, out = app.bind("127.0.0.1", 0), folder / "client.json"
     arguments = [f"--client={listening.getsockname()[1]},{batch}", str(out)]
-    served = server.Served(llm, "llama", max_waiting=1024)
+    served = app.Served(llm, "llama", max_waiting=1024)
 
     def start_client() -> None:
         subprocess.Popen([sys.executable, __file__, *arguments])
 
     with contextlib.suppress(KeyboardInterrupt):  # the client's, when it is done
-        server.serve(served, listening, start_client)
+        app.serve(served, listening, start_client)
     found: dict[str, float] = json.loads(out.read_text())
     return found
 

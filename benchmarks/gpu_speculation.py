@@ -32,8 +32,8 @@ from benchmarks.gpu_e2e import (
     write,
 )
 from qcompile import SamplingParams
-from qcompile.runtime.sampling import Sampler
-from qcompile.runtime.speculate import DraftState
+from qcompile.runtime.sampling.sampling import Sampler
+from qcompile.runtime.speculation.levels import DraftState
 
 TRACE = Path(__file__).parent / "results" / "speculation.json"
 GAMMAS = (1, 2, 3, 4, 5, 6)

@@ -21,9 +21,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import Problem, facts, graph_us, spec_for
-from qcompile.codegen import triton as gpu
-from qcompile.codegen.tiles import MIN_UNROLL, choose
-from qcompile.codegen.triton import DECODE_TOKENS, GEMV_FORMATS, KernelSpec, Tile
+from qcompile.codegen.gpu.gemm import spec as gpu
+from qcompile.codegen.gpu.gemm.spec import DECODE_TOKENS, GEMV_FORMATS, KernelSpec, Tile
+from qcompile.codegen.gpu.gemm.tiles import MIN_UNROLL, choose
 from qcompile.errors import UnsupportedError
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 4096))

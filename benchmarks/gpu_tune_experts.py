@@ -3,9 +3,9 @@
     python benchmarks/gpu_tune_experts.py out.json [format ...]
 
 Weights are those of one layer of gpt-oss-20b and of Qwen3-30B-A3B: gate and up together, and down. A candidate is right
-if its outputs have the bits of the tile that codegen/expert_tiles.py has. What is timed is a graph of launches for
-tokens that chose experts at random, anew for each launch, so that weights come from memory. TUNE_SECONDS (540) ends the
-search.
+if its outputs have the bits of the tile that codegen/gpu/gemm/expert_tiles.py has. What is timed is a graph of launches
+for tokens that chose experts at random, anew for each launch, so that weights come from memory. TUNE_SECONDS (540) ends
+the search.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import Launch, facts, graph_us, launch
-from qcompile.codegen import expert_tiles, tiles
-from qcompile.codegen import triton as gemm
-from qcompile.codegen.gpu_launches import grid_size
-from qcompile.codegen.gpu_pack import pack_gpu, padded_inputs
-from qcompile.codegen.gpu_router import BlocksSpec
-from qcompile.codegen.triton import KernelSpec, Tile
+from qcompile.codegen.gpu.gemm import expert_tiles, tiles
+from qcompile.codegen.gpu.gemm import spec as gemm
+from qcompile.codegen.gpu.gemm.pack import pack_gpu, padded_inputs
+from qcompile.codegen.gpu.gemm.spec import KernelSpec, Tile
+from qcompile.codegen.gpu.launches import grid_size
+from qcompile.codegen.gpu.router import BlocksSpec
 from qcompile.errors import UnsupportedError
-from qcompile.numerics import quantize_activation, quantize_weight
+from qcompile.formats.numerics import quantize_activation, quantize_weight
 
 FORMATS = {  # of kernels, with their packings and activations
     "mxfp4_a8": ("mxfp4_int8", "int8_g128"),
@@ -68,7 +68,7 @@ Job = tuple[str, Weight, int]
 
 
 def candidates(format: str, k: int, tokens: int) -> Iterator[Tile]:
-    """Tiles that may serve; that of codegen/expert_tiles.py is not among them."""
+    """Tiles that may serve; that of codegen/gpu/gemm/expert_tiles.py is not among them."""
     if tokens == 1 and format in tiles.INT_SUM_FORMATS:
         for rows, warps, each, stages in itertools.product((8, 16), (1, 2, 4), (2, 4, 8), (1, 2, 3, 4)):
             if rows * stages <= 32:

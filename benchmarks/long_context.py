@@ -21,10 +21,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
 from benchmarks.common import RESULTS, write_result
-from qcompile import SamplingParams, console
-from qcompile.runtime.executor import Rows, StepExecutor
+from qcompile import SamplingParams
+from qcompile.cli import console
+from qcompile.runtime.cpu.executor import Rows, StepExecutor
 from qcompile.runtime.llm import LLM
-from qcompile.runtime.speculate import Speculator
+from qcompile.runtime.speculation.levels import Speculator
 
 ROOT = Path(__file__).parents[1]
 TRAINED = 2048

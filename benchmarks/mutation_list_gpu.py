@@ -4,53 +4,53 @@ from __future__ import annotations
 
 from benchmarks.mutation_list import Mutation
 
-GPU_PENALTIES, GPU_REPORTS = "tests/codegen/test_gpu_penalties.py", "tests/codegen/test_gpu_report.py"
-GLUON = "tests/codegen/test_gluon.py"
-OVERLAPPED = "codegen/templates/triton/gemm_overlapped.py.jinja"
-GPU_PROMPTS = "tests/codegen/test_gpu_prompts.py"
-WARP_GROUPS = "codegen/templates/triton/attention_warp_specialized.py.jinja"
-CUDA, ENGINE = "tests/runtime/test_cuda.py", "tests/runtime/test_engine.py"
-GPU_ROUNDED = "tests/codegen/test_gpu_rounded.py"
+GPU_PENALTIES, GPU_REPORTS = "tests/codegen/gpu/test_penalties.py", "tests/codegen/gpu/test_report.py"
+GLUON = "tests/codegen/gpu/test_gluon.py"
+OVERLAPPED = "codegen/gpu/templates/gemm_overlapped.py.jinja"
+GPU_PROMPTS = "tests/codegen/gpu/test_prompts.py"
+WARP_GROUPS = "codegen/gpu/templates/attention_warp_specialized.py.jinja"
+CUDA, ENGINE = "tests/runtime/cuda/test_cuda.py", "tests/runtime/engine/test_engine.py"
+GPU_ROUNDED = "tests/codegen/gpu/test_rounded.py"
 
 GPU_MUTATIONS = (
     Mutation(
         "a GPU reports logits with their biases",
-        "codegen/templates/triton/report.py.jinja",
+        "codegen/gpu/templates/report.py.jinja",
         "(tl.load(given + 13) > 0) | (tl.load(given + 20) > 0)",
         "tl.load(given + 13) > 0",
-        "tests/codegen/test_gpu_report.py -k rows",
+        "tests/codegen/gpu/test_report.py -k rows",
     ),
     Mutation(
         "a GPU's biases and penalties change rows whose next token is known",
-        "codegen/templates/triton/penalties.py.jinja",
+        "codegen/gpu/templates/penalties.py.jinja",
         "after + known >= 0",
         "known < 0",
         f"{GPU_PENALTIES} -k rows",
     ),
     Mutation(
         "a GPU's penalties are for each occurrence of a recent token",
-        "codegen/templates/triton/penalties.py.jinja",
+        "codegen/gpu/templates/penalties.py.jinja",
         "(at < after) & (before == 0)",
         "at < after",
         f"{GPU_PENALTIES} -k rows",
     ),
     Mutation(
         "a GPU keeps the tokens of a step one place too far on",
-        "codegen/templates/triton/penalties.py.jinja",
+        "codegen/gpu/templates/penalties.py.jinja",
         "seen + start + after - 1",
         "seen + start + after",
         f"{GPU_PENALTIES} -k rows",
     ),
     Mutation(
         "a GPU's drafts keep recent tokens of their own",
-        "runtime/cuda_speculate.py",
+        "runtime/cuda/speculate.py",
         "drafting, seen)",
         "drafting)",
         f"{GPU_PENALTIES} -k shared",
     ),
     Mutation(
         "a GPU's rank counts equal logits",
-        "codegen/templates/triton/report.py.jinja",
+        "codegen/gpu/templates/report.py.jinja",
         "(x > own)",
         "(x >= own)",
         f"{GPU_REPORTS} -k rows",
@@ -85,14 +85,14 @@ GPU_MUTATIONS = (
     ),
     Mutation(
         "a warp group's stages begin with the wrong phase after the last",
-        "codegen/templates/triton/gemm_warp_specialized.py.jinja",
+        "codegen/gpu/templates/gemm_warp_specialized.py.jinja",
         "tl.where(last, 0, stage + 1), phase ^ last.to(tl.int32)",
         "tl.where(last, 0, stage + 1), phase",
         f"{GLUON} -k of_warp_groups",
     ),
     Mutation(
         "an unpacking MMA's weights are those of the plane before",
-        "codegen/templates/triton/ws_mainloops.jinja",
+        "codegen/gpu/templates/ws_mainloops.jinja",
         "acc = warpgroup_mma(q{{ plane }}, x_t",
         "acc = warpgroup_mma(q{{ [plane - 1, 0] | max }}, x_t",
         f"{GLUON} -k of_warp_groups",
@@ -120,42 +120,42 @@ GPU_MUTATIONS = (
     ),
     Mutation(
         "prompts are given the pages of the sequences that decode in front of them",
-        "codegen/gpu_plan.py",
+        "codegen/gpu/plan.py",
         '["input", "block_table", "decoding", "table_stride"]',
         '["input", "block_table"]',
         f"{GPU_PROMPTS} -k decoding_beside",
     ),
     Mutation(
         "a launch that is kept does not learn where the prompts' pages begin now",
-        "runtime/cuda.py",
+        "runtime/cuda/executor.py",
         'return space == "count" or (space == "input" and bool(offset))',
         'return space == "count"',
         f"{GPU_PROMPTS} -k decoding_beside",
     ),
     Mutation(
         "rows of a prompt are copied to the ring from the step's first row on",
-        "codegen/templates/triton/staged_kv.py.jinja",
+        "codegen/gpu/templates/staged_kv.py.jinja",
         "row = first_row + tl.program_id(0) * TOKENS",
         "row = tl.program_id(0) * TOKENS",
         f"{GPU_PROMPTS} -k decoding_beside",
     ),
     Mutation(
         "the inputs of a step overwrite those of the one before, which may not be read yet",
-        "runtime/cuda.py",
+        "runtime/cuda/executor.py",
         "self._turn = 1 - self._turn",
         "self._turn = 1",
         f"{CUDA} -k in_turn",
     ),
     Mutation(
         "no prompt is computed ahead where drafts follow",
-        "runtime/engine.py",
+        "runtime/engine/engine.py",
         "if drafts and any(request.pending == 1 for request in running):",
         "if drafts:",
         f"{ENGINE} -k follow_each_other",
     ),
     Mutation(
         "what is read as float32, too, is written in bf16 alone",
-        "codegen/gpu_reads.py",
+        "codegen/gpu/reads.py",
         "return self.last.get(name) == place and not routed",
         "return not routed",
         f"{GPU_ROUNDED} -k apart",
@@ -169,21 +169,21 @@ GPU_MUTATIONS = (
     ),
     Mutation(
         "a token that is none, as its logits are not finite, is looked up by the step queued behind",
-        "codegen/templates/triton/follow.py.jinja",
+        "codegen/gpu/templates/follow.py.jinja",
         "tl.maximum(found, 0)",
         "found",
-        "tests/codegen/test_gpu_follow.py -k step_before",
+        "tests/codegen/gpu/test_follow.py -k step_before",
     ),
     Mutation(
         "memory for tokens is used again before they are read",
-        "runtime/cuda.py",
+        "runtime/cuda/executor.py",
         "for turn in (self._turn,) if behind else",
         "for turn in () if behind else",
         f"{CUDA} -k in_turn",
     ),
     Mutation(
         "reports of one step are those of the step queued behind it",
-        "runtime/cuda.py",
+        "runtime/cuda/executor.py",
         "behind = not (reports or (self._draws and self._draws.reporting))",
         "behind = not (reports and (self._draws and self._draws.reporting))",
         f"{CUDA} -k step_before",

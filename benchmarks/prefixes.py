@@ -19,8 +19,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
 from benchmarks.common import RESULTS, write_result
-from qcompile import SamplingParams, console
-from qcompile.jsonl import lines, parsed, read, text_of
+from qcompile import SamplingParams
+from qcompile.cli import console
+from qcompile.texts import lines, parsed, read, text_of
 
 ROOT = Path(__file__).parents[1]
 SYSTEM, QUESTION, ANSWER, TURNS = 512, 60, 64, 8

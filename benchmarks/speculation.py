@@ -25,13 +25,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
 from benchmarks.common import RESULTS, core_distance, machine, write_result
-from qcompile import SamplingParams, console
-from qcompile.artifact import read_manifest
+from qcompile import SamplingParams
+from qcompile.artifact.writer import read_manifest
+from qcompile.cli import console
+from qcompile.cli.tune import tune
 from qcompile.pipeline import LOOKUP
 from qcompile.recipes import get_recipe
-from qcompile.runtime.gamma import AUTO
 from qcompile.runtime.llm import LLM
-from qcompile.tune import tune
+from qcompile.runtime.speculation.gamma import AUTO
 
 ROOT = Path(__file__).parents[1]
 SMALL = str(ROOT / "samples" / "pycode-1m")

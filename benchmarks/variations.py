@@ -2,10 +2,10 @@
 
     python benchmarks/variations.py [NAME ...] [--build] [--json FILE]
 
-The variations are tables in tests/variations/, with what is right for each: `agrees` (the compiled model gives torch's
-logits, within 1e-5 of the largest) or `refused` (with a message of one line). Each is imported and raised, and the
-graph run. With --build, those that agree are also built in float32 for this CPU and run whole, token by token, and in
-steps of 7; what lacks a kernel is then refused. NAMEs are beginnings of names, such as `turns` or `norms: mean`.
+The variations are tables in tests/support/variations/, with what is right for each: `agrees` (the compiled model gives
+torch's logits, within 1e-5 of the largest) or `refused` (with a message of one line). Each is imported and raised, and
+the graph run. With --build, those that agree are also built in float32 for this CPU and run whole, token by token, and
+in steps of 7; what lacks a kernel is then refused. NAMEs are beginnings of names, such as `turns` or `norms: mean`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.common import write_result
 from benchmarks.fuzz import quickly_compiled
-from tests.variations.verdicts import ALL, Verdict, examine
+from tests.support.variations.verdicts import ALL, Verdict, examine
 
 
 def main() -> None:

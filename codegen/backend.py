@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from threading import Event
 
-from qcompile.codegen import compiler, cpu, gpu_build
-from qcompile.codegen.gpu_compile import triton_version
-from qcompile.codegen.gpu_launches import GPU_ABI
-from qcompile.codegen.gpu_pack import GPU_PACKING
+from qcompile.codegen.cpu import compiler, render
+from qcompile.codegen.gpu import build
+from qcompile.codegen.gpu.compile import triton_version
+from qcompile.codegen.gpu.gemm.pack import GPU_PACKING
+from qcompile.codegen.gpu.launches import GPU_ABI
 from qcompile.codegen.packing import CPU_PACKING, Packing
 from qcompile.codegen.program import Program
 from qcompile.targets import Target
@@ -42,7 +43,7 @@ class Backend:
 
 
 def _prepare_cpu(programs: Programs, target: Target, lookup: bool) -> Callable[[Event | None], Files]:
-    texts = {name: cpu.render(program, target) for name, program in programs.items()}
+    texts = {name: render.render(program, target) for name, program in programs.items()}
 
     def compile(given_up: Event | None) -> Files:
         files: Files = {}
@@ -62,15 +63,15 @@ def _without_common_prefix(model: str, text: str) -> str:
 
 
 _BACKENDS = {
-    "cpu": Backend(".so", cpu.ABI, CPU_PACKING, compiler.version, lambda program: program, _prepare_cpu),
+    "cpu": Backend(".so", render.ABI, CPU_PACKING, compiler.version, lambda program: program, _prepare_cpu),
     "cuda": Backend(
-        gpu_build.SUFFIX,
+        build.SUFFIX,
         GPU_ABI,
         GPU_PACKING,
         lambda: f"triton {triton_version()}",
-        gpu_build.adapted,
-        gpu_build.prepare,
-        gpu_build.plan,
+        build.adapted,
+        build.prepare,
+        build.plan,
     ),
 }
 

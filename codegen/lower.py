@@ -16,10 +16,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from qcompile import numerics, ops
+from qcompile import ops
 from qcompile.codegen import program as p
 from qcompile.codegen.packing import Mixed, WeightTable
 from qcompile.errors import PassError, UnsupportedError
+from qcompile.formats import numerics
 from qcompile.graph import Graph
 
 

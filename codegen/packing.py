@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from qcompile import mix, numerics
+from qcompile.formats import mix, numerics
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Mixed(NamedTuple):
 
 
 def cpu_mixed(marked: Tensor, pairs: bool, k: int) -> Mixed:
-    """The layout of qcompile.mix."""
+    """The layout of qcompile.formats.mix."""
     order = mix.layout(marked, pairs)
     return Mixed(mix.packed_bytes(order, k), lambda parts: mix.pack(parts, order), len(order.rows), runs=order.runs)
 

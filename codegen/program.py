@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
-from qcompile.numerics import ACTIVATIONS, HIER_GROUP, HIERARCHICAL, Activation, groups_of
+from qcompile.formats.numerics import ACTIVATIONS, HIER_GROUP, HIERARCHICAL, Activation, groups_of
 
 PAGE_TOKENS = 64
 """Positions per KV page, and the block size of every attention reduction."""
@@ -409,7 +409,7 @@ class KVLayout:
     def block_bytes(self) -> int:
         """Bytes of one (layer, page, kv head): K, then V, then scales and zeros if quantized.
 
-        Heads are padded to 16 elements (32 for kv4 and hierarchical caches); see templates/cpu/kv.h for the layout.
+        Heads are padded to 16 elements (32 for kv4 and hierarchical caches); see cpu/templates/kv.h for the layout.
         """
         if self.own_block_bytes:
             return self.own_block_bytes
@@ -423,7 +423,7 @@ class KVLayout:
 
     @property
     def hierarchical(self) -> bool:
-        """Whether the newest positions are kept separately, in a ring (templates/cpu/attention_hier.h)."""
+        """Whether the newest positions are kept separately, in a ring (cpu/templates/attention_hier.h)."""
         return self.format in HIERARCHICAL
 
     @property

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import fx
 
-from qcompile import numerics, ops
+from qcompile import ops
 from qcompile.errors import PassError, UsageError
+from qcompile.formats import numerics
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
 from qcompile.passes.gather import gathered

@@ -18,7 +18,7 @@ from qcompile import ops
 from qcompile.errors import PassError
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
-from qcompile.sweep import Sweep
+from qcompile.passes.calibration.sweep import Sweep
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import fx
 
-from qcompile import analysis, ops
+from qcompile import ops
 from qcompile.errors import PassError
 from qcompile.graph import Graph
+from qcompile.passes import dataflow
 
 
 def not_linears_alone(graph: Graph, node: fx.Node) -> str | None:
@@ -22,7 +23,7 @@ def not_linears_alone(graph: Graph, node: fx.Node) -> str | None:
     for user in node.users:
         if ops.name_of(user.target) not in ("linear", "expert_linear") or user.args[0] is not node:
             return f"read by {user.name}, which is not a linear over it"
-        if not graph.is_weight(user.args[analysis.WEIGHT_AXES[str(ops.name_of(user.target))][0]]):
+        if not graph.is_weight(user.args[dataflow.WEIGHT_AXES[str(ops.name_of(user.target))][0]]):
             return f"read by {user.name}, whose second operand is not a weight"
     return None
 
@@ -53,7 +54,7 @@ class ScalePusher:
         return None
 
     def _check(self, node: Any, user: fx.Node, size: int) -> None:
-        if set(node.users) != {user} or not analysis.read_once(node):
+        if set(node.users) != {user} or not dataflow.read_once(node):
             raise PassError(self.pass_name, node.name, "others read this value too, so its channels cannot be scaled")
         kind = ops.name_of(node.target) or str(node.op)
         if kind == "rope" and not self.paired:

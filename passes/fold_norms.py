@@ -11,8 +11,9 @@ from typing import ClassVar
 
 from torch import fx
 
-from qcompile import analysis, ops
+from qcompile import ops
 from qcompile.graph import Graph
+from qcompile.passes import dataflow
 from qcompile.passes.base import Pass, PassResult
 from qcompile.passes.channels import not_linears_alone
 
@@ -44,8 +45,8 @@ class FoldNorms(Pass):
         if not self.needed:
             return self._fold(graph, None)
         folded = self._fold(graph, None).graph
-        streams = analysis.residual_streams(folded)
-        turning = [stream for stream in streams if analysis.turning_obstacle(folded, stream) is None]
+        streams = dataflow.residual_streams(folded)
+        turning = [stream for stream in streams if dataflow.turning_obstacle(folded, stream) is None]
         return self._fold(graph, {value.name for stream in turning for value in stream.values})
 
     def _fold(self, graph: Graph, needed: set[str] | None) -> PassResult:
@@ -64,7 +65,7 @@ class FoldNorms(Pass):
                 fired += 1
             else:
                 notes.append(f"node {node.name}: {reason}")
-        for stream in analysis.residual_streams(graph):
+        for stream in dataflow.residual_streams(graph):
             norms = [user for user, _ in stream.reads if ops.name_of(user.target) == "layer_norm"]
             reason = _centering_refusal(graph, stream) if norms else None
             if norms and reason is None:
@@ -86,7 +87,7 @@ def _parameters(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
 
 def _fold(graph: Graph, node: fx.Node, scale: fx.Node | None, shift: fx.Node | None) -> None:
     for linear in list(node.users):
-        place = analysis.WEIGHT_AXES[str(ops.name_of(linear.target))][0]
+        place = dataflow.WEIGHT_AXES[str(ops.name_of(linear.target))][0]
         weight, bias = linear.args[place], linear.args[place + 1] if len(linear.args) > place + 1 else None
         if shift is not None:
             moved = graph.call_weight("matvec", weight, shift)
@@ -97,7 +98,7 @@ def _fold(graph: Graph, node: fx.Node, scale: fx.Node | None, shift: fx.Node | N
     node.args = (node.args[0], *(None for _ in node.args[1:-1]), node.args[-1])
 
 
-def _centering_refusal(graph: Graph, stream: analysis.Stream) -> str | None:
+def _centering_refusal(graph: Graph, stream: dataflow.Stream) -> str | None:
     """Why the writers of `stream` cannot remove its mean; None when they can."""
     for user, value in stream.reads:
         if ops.name_of(user.target) != "layer_norm" or user.args[0] is not value:
@@ -105,15 +106,15 @@ def _centering_refusal(graph: Graph, stream: analysis.Stream) -> str | None:
         if any(parameter is not None for parameter in _parameters(user)):
             return f"node {user.name}: keeps its scale or bias, so its centering cannot move to the stream's writers"
     for writer in stream.writers:
-        if ops.name_of(analysis.weighted(graph, writer).target) not in analysis.WEIGHT_AXES:
+        if ops.name_of(dataflow.weighted(graph, writer).target) not in dataflow.WEIGHT_AXES:
             return f"node {writer.name}: writes the residual stream and has no weight that could be centered"
     return None
 
 
-def _center(graph: Graph, stream: analysis.Stream, norms: list[fx.Node]) -> None:
+def _center(graph: Graph, stream: dataflow.Stream, norms: list[fx.Node]) -> None:
     """Center the output of every writer of `stream` and every constant added to it; its norms become rms_norms."""
-    for writer in (analysis.weighted(graph, writer) for writer in stream.writers):
-        place, axis, inputs = analysis.WEIGHT_AXES[str(ops.name_of(writer.target))]
+    for writer in (dataflow.weighted(graph, writer) for writer in stream.writers):
+        place, axis, inputs = dataflow.WEIGHT_AXES[str(ops.name_of(writer.target))]
         _center_argument(graph, writer, place, axis)
         if inputs is not None:
             _center_argument(graph, writer, place + 1, axis)

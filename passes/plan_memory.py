@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from qcompile import numerics, ops
+from qcompile import ops
+from qcompile.formats import numerics
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
 

@@ -7,8 +7,9 @@ from typing import Any, ClassVar, Literal
 
 from torch import fx
 
-from qcompile import numerics, ops
+from qcompile import ops
 from qcompile.errors import PassError, UsageError
+from qcompile.formats import numerics
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
 

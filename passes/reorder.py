@@ -12,11 +12,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from qcompile import analysis, ops
+from qcompile import ops
 from qcompile.errors import PassError
 from qcompile.graph import Graph
+from qcompile.passes import dataflow
 from qcompile.passes.base import Pass, PassResult
-from qcompile.sweep import Sweep
+from qcompile.passes.calibration.sweep import Sweep
 
 GROUP = 128
 """Number of inputs that share a scale in the grouped formats (numerics.FORMATS)."""
@@ -48,7 +49,7 @@ class Reorder(Pass):
         graph = graph.clone()
         fired, notes = 0, []
         largest = _largest(graph) if self.outliers else {}
-        for space in analysis.channel_spaces(graph):
+        for space in dataflow.channel_spaces(graph):
             if space.obstacle is not None:
                 node, reason = space.obstacle
                 notes.append(str(PassError(self.name, node.name, reason)))
@@ -70,7 +71,7 @@ class Reorder(Pass):
         if GROUP % head_dim == 0:
             return 0
         source = value.args[0] if ops.name_of(value.target) == "split_heads" else value
-        if ops.name_of(source.target) != "linear" or not (analysis.read_once(source) and analysis.read_once(value)):
+        if ops.name_of(source.target) != "linear" or not (dataflow.read_once(source) and dataflow.read_once(value)):
             raise PassError(self.name, value.name, "values do not come from a linear of their own")
         readers = [reader for merged in attention.users for reader in merged.users]
         merges = all(ops.name_of(user.target) == "merge_heads" for user in attention.users)
@@ -98,7 +99,7 @@ def _largest(graph: Graph) -> dict[str, Tensor]:
     return found
 
 
-def _order(graph: Graph, space: analysis.ChannelSpace, largest: dict[str, Tensor]) -> fx.Node:
+def _order(graph: Graph, space: dataflow.ChannelSpace, largest: dict[str, Tensor]) -> fx.Node:
     """The new order of a space's channels as a weight; every reader has the same influence on it."""
     if not largest:
         return graph.call_weight("column_order", [reader.args[1] for reader in space.readers])
@@ -108,7 +109,7 @@ def _order(graph: Graph, space: analysis.ChannelSpace, largest: dict[str, Tensor
     return graph.weight(name)
 
 
-def _reorder_space(graph: Graph, space: analysis.ChannelSpace, order: fx.Node) -> None:
+def _reorder_space(graph: Graph, space: dataflow.ChannelSpace, order: fx.Node) -> None:
     for writer in space.writers:
         if ops.name_of(writer.target) == "embedding":
             _take(graph, writer, 1, order, 1)

@@ -13,9 +13,11 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from qcompile import analysis, hadamard, ops
+from qcompile import ops
 from qcompile.errors import PassError, UsageError
+from qcompile.formats import hadamard
 from qcompile.graph import Graph
+from qcompile.passes import dataflow
 from qcompile.passes.base import Pass, PassResult
 
 SMALLEST_BLOCK = 16
@@ -64,7 +66,7 @@ class Rotate(Pass):
             return True
 
         inputs = graph.calls("mul", "unary", "xielu") if self.online else []
-        streams = analysis.residual_streams(graph) if self.residual else []
+        streams = dataflow.residual_streams(graph) if self.residual else []
         for number, stream in enumerate(streams):
             if not attempt(self._rotate_stream, stream, number) and self.online:
                 inputs += _given_to_linears(graph, stream)
@@ -89,16 +91,16 @@ class Rotate(Pass):
         graph.weights.add_tensor(name, signs)
         return graph.weight(name)
 
-    def _rotate_stream(self, graph: Graph, stream: analysis.Stream, number: int) -> int:
-        obstacle = analysis.turning_obstacle(graph, stream)
+    def _rotate_stream(self, graph: Graph, stream: dataflow.Stream, number: int) -> int:
+        obstacle = dataflow.turning_obstacle(graph, stream)
         if obstacle is not None:
             raise PassError(self.name, obstacle[0].name, obstacle[1])
-        readers = list(analysis.carried(stream.reads))
-        sources = [analysis.weighted(graph, writer) for writer in stream.writers]
+        readers = list(dataflow.carried(stream.reads))
+        sources = [dataflow.weighted(graph, writer) for writer in stream.writers]
         signs = self._signs(graph, f"stream{number}", self._block(stream.values[0], stream.width))
         fired = 0
         for writer in sources:
-            place, axis, inputs = analysis.WEIGHT_AXES[str(ops.name_of(writer.target))]
+            place, axis, inputs = dataflow.WEIGHT_AXES[str(ops.name_of(writer.target))]
             fired += _rotate_argument(graph, writer, place, signs, axis)
             if inputs is not None:
                 _rotate_argument(graph, writer, place + 1, signs, axis)
@@ -107,7 +109,7 @@ class Rotate(Pass):
                 if isinstance(argument, fx.Node) and graph.is_weight(argument) and node not in stream.writers:
                     fired += _rotate_argument(graph, node, index, signs, 0)
         for reader in dict.fromkeys(reader for reader, _ in readers):
-            place, _, inputs = analysis.WEIGHT_AXES[str(ops.name_of(reader.target))]
+            place, _, inputs = dataflow.WEIGHT_AXES[str(ops.name_of(reader.target))]
             fired += _rotate_argument(graph, reader, place, signs, int(inputs or 0))
         return fired
 
@@ -115,7 +117,7 @@ class Rotate(Pass):
         """Rotate each head's values. Attention mixes tokens, not features, so its output is rotated the same way."""
         value: Any = attention.args[2]
         source = value.args[0] if ops.name_of(value.target) == "split_heads" else value
-        if ops.name_of(source.target) != "linear" or not (analysis.read_once(source) and analysis.read_once(value)):
+        if ops.name_of(source.target) != "linear" or not (dataflow.read_once(source) and dataflow.read_once(value)):
             raise PassError(self.name, value.name, "values do not come from a linear of their own")
         readers = [reader for merged in attention.users for reader in merged.users]
         merges = all(ops.name_of(user.target) == "merge_heads" for user in attention.users)
@@ -143,18 +145,18 @@ class Rotate(Pass):
             turned = graph.call("hadamard", value, matrix, block)
         for reader in readers:
             reader.update_arg(0, turned)
-            place, _, inputs = analysis.WEIGHT_AXES[str(ops.name_of(reader.target))]
+            place, _, inputs = dataflow.WEIGHT_AXES[str(ops.name_of(reader.target))]
             _rotate_argument(graph, reader, place, ones, int(inputs or 0))
         return len(readers)
 
 
-def _given_to_linears(graph: Graph, stream: analysis.Stream) -> list[fx.Node]:
+def _given_to_linears(graph: Graph, stream: dataflow.Stream) -> list[fx.Node]:
     """The inputs of linears that read a stream: its values, or norms of them. Empty if no Hadamard matrix fits.
 
     Also empty for a stream written by weights only: once norms are folded, weights absorb its rotation at no cost.
     """
-    written = {ops.name_of(analysis.weighted(graph, writer).target) for writer in stream.writers}
-    if written <= analysis.WEIGHT_AXES.keys() or hadamard.largest_order(stream.width, LARGEST_CORE) < SMALLEST_BLOCK:
+    written = {ops.name_of(dataflow.weighted(graph, writer).target) for writer in stream.writers}
+    if written <= dataflow.WEIGHT_AXES.keys() or hadamard.largest_order(stream.width, LARGEST_CORE) < SMALLEST_BLOCK:
         return []
     read = [user if ops.name_of(user.target) in ("rms_norm", "layer_norm") else value for user, value in stream.reads]
     return list(dict.fromkeys(read))

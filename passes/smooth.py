@@ -13,12 +13,13 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from qcompile import analysis, ops
+from qcompile import ops
 from qcompile.errors import PassError, UsageError
 from qcompile.graph import Graph
+from qcompile.passes import dataflow
 from qcompile.passes.base import Pass, PassResult
+from qcompile.passes.calibration.sweep import Sweep
 from qcompile.passes.channels import ScalePusher, not_linears_alone
-from qcompile.sweep import Sweep
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def _smooth_input(graph: Graph, norm: fx.Node, measured: fx.Node | None, alpha: 
     if reason:
         raise PassError("smooth", norm.name, reason)
     readers: list[tuple[fx.Node, int]] = [
-        (node, analysis.WEIGHT_AXES[str(ops.name_of(node.target))][0]) for node in _readers(norm)
+        (node, dataflow.WEIGHT_AXES[str(ops.name_of(node.target))][0]) for node in _readers(norm)
     ]
     columns = graph.call_weight("column_max", [node.args[place] for node, place in readers])
     factor = graph.call_weight("smooth_factor", columns, alpha, weight if measured is None else measured)

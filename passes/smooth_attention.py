@@ -16,8 +16,8 @@ from qcompile import ops
 from qcompile.errors import PassError, UsageError
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
+from qcompile.passes.calibration.sweep import Sweep
 from qcompile.passes.channels import ScalePusher
-from qcompile.sweep import Sweep
 
 NORMS = ("rms_norm", "layer_norm")
 

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from qcompile import numerics, ops
+from qcompile import ops
 from qcompile.errors import PassError, UsageError
+from qcompile.formats import numerics
 from qcompile.graph import Graph
 from qcompile.passes.assign_precision import ACTIVATIONS
 from qcompile.passes.base import Pass, PassResult

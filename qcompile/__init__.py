@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from qcompile.pipeline import build as build
     from qcompile.runtime.llm import LLM as LLM
     from qcompile.runtime.llm import load as load
-    from qcompile.runtime.sampling import SamplingParams as SamplingParams
+    from qcompile.runtime.sampling.sampling import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__", "build", "load"]
@@ -25,7 +25,7 @@ _HOMES = {
     "build": "qcompile.pipeline",
     "load": "qcompile.runtime.llm",
     "LLM": "qcompile.runtime.llm",
-    "SamplingParams": "qcompile.runtime.sampling",
+    "SamplingParams": "qcompile.runtime.sampling.sampling",
 }
 
 

@@ -10,7 +10,7 @@ from typing import NoReturn
 def entry() -> NoReturn:
     """Run the command. An interrupt says so in one line, however early it comes."""
     try:
-        from qcompile.cli import leave, main
+        from qcompile.cli.app import leave, main
 
         leave(main)
     except KeyboardInterrupt:

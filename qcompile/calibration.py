@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from qcompile import jsonl
-from qcompile.encoding import encoded
+from qcompile import texts
 from qcompile.errors import ResourceError, UsageError
+from qcompile.texts import encoded
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -240,19 +240,19 @@ def read_documents(path: str | Path) -> list[str]:
     A file is JSONL if its first non-blank line is a JSON object. Raises UsageError with the line number.
     """
     try:
-        whole = jsonl.read(path)
+        whole = texts.read(path)
     except UnicodeDecodeError as error:
         raise UsageError(f"calibration text {path} is not text: byte {error.start} is not UTF-8") from error
     except OSError as error:
         raise UsageError(f"cannot read calibration text {path}: {error.strerror}") from error
     if "\0" in whole:
         raise UsageError(f"calibration text {path} is not text: it holds zero bytes")
-    lines = jsonl.lines(whole)
-    if not lines or not isinstance(jsonl.parsed(lines[0][1]), dict):
+    lines = texts.lines(whole)
+    if not lines or not isinstance(texts.parsed(lines[0][1]), dict):
         return [whole]
     documents = []
     for number, line in lines:
-        text = jsonl.text_of(jsonl.parsed(line), "text")
+        text = texts.text_of(texts.parsed(line), "text")
         if text is None:
             raise UsageError(f'calibration text {path} line {number}: not a JSON object with a "text" in Unicode')
         documents.append(text)

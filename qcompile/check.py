@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
-from qcompile import numerics, ops
+from qcompile import ops
+from qcompile.formats import numerics
 from qcompile.graph import Graph
 
 _ON_WEIGHTS = frozenset(

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 import qcompile
-from qcompile import calibration, frontend, huggingface, outliers, recipes, report, show, targets, traces
-from qcompile.artifact import PASSES_FILE, ArtifactWriter, WeightSpec, canonical_json
-from qcompile.bits import bits_per_weight
+from qcompile import calibration, recipes, targets
+from qcompile.artifact.writer import PASSES_FILE, ArtifactWriter, WeightSpec, canonical_json
 from qcompile.calibration import Request
+from qcompile.checkpoints import frontend, huggingface, traces
 from qcompile.clock import Clock, Progress, silent
 from qcompile.codegen.backend import Backend, backend_of
 from qcompile.codegen.lower import lower
@@ -32,23 +32,26 @@ from qcompile.graph import Graph
 from qcompile.passes.assign_precision import AssignPrecision
 from qcompile.passes.base import Pass, PassRecord, run_passes
 from qcompile.passes.cache import Cache
-from qcompile.passes.calibrate import Calibrate
+from qcompile.passes.calibration import outliers
+from qcompile.passes.calibration.calibrate import Calibrate
+from qcompile.passes.calibration.salience import Salience
 from qcompile.passes.center_keys import CenterKeys
 from qcompile.passes.fold_norms import FoldNorms
 from qcompile.passes.fuse import Fuse
 from qcompile.passes.merge import Merge
 from qcompile.passes.plan_memory import PlanMemory
 from qcompile.passes.quantize import Quantize
-from qcompile.passes.raise_ops import Raise
+from qcompile.passes.raising.raiser import Raise
 from qcompile.passes.reorder import Reorder
 from qcompile.passes.rotate import Rotate
 from qcompile.passes.rotate_keys import RotateKeys
-from qcompile.passes.salience import Salience
 from qcompile.passes.smooth import Smooth
 from qcompile.passes.smooth_attention import SmoothAttention
 from qcompile.passes.speculate import Speculate
 from qcompile.passes.split import Split
-from qcompile.report_page import PageWriter
+from qcompile.report import figures, ir
+from qcompile.report.bits import bits_per_weight
+from qcompile.report.page import PageWriter
 
 PASSES: tuple[type[Pass], ...] = (
     Raise,
@@ -184,7 +187,7 @@ def build(
         if dump_ir is not None:
             ways: dict[str, Plan | DraftPath] = {"": found, **{draft.name: draft for draft in found.drafts}}
             for name, way in ways.items():
-                show.dump(way.graphs, [record.name for record in way.passes], Path(dump_ir, name))
+                ir.dump(way.graphs, [record.name for record in way.passes], Path(dump_ir, name))
         with clock("render"):
             compile_kernels = backend.prepare(found.programs, machine, found.lookup)
         with clock("weights and kernels"):
@@ -482,14 +485,14 @@ def _report(
 ) -> dict[str, Any]:
     final = graphs[-1]
     sizes = {name: size for weight in weights for name, size in weight.blobs}
-    return report.collect(
+    return figures.collect(
         json.loads(program.to_json()),
         sizes,
         request.target,
-        report.figures_of(final),
-        report.wide_of(final),
+        figures.figures_of(final),
+        figures.wide_of(final),
         [
-            report.Draft(d.name, json.loads(d.program.to_json()), d.shares_cache, [p.facts for p in d.passes])
+            figures.Draft(d.name, json.loads(d.program.to_json()), d.shares_cache, [p.facts for p in d.passes])
             for d in drafts
         ],
         model={"name": final.info.name, "parameters": final.info.parameters},

@@ -6,7 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from qcompile import swap
+from qcompile.artifact import swap
 
 _SEAL = 32
 

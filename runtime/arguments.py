@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from qcompile.errors import UsageError
-from qcompile.runtime.sampling import SamplingParams
+from qcompile.runtime.sampling.sampling import SamplingParams
 
 Prompt = str | Sequence[int]
 Prompts = Prompt | Sequence[Prompt]

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qcompile import jsonl
-from qcompile.encoding import encoded
+from qcompile import texts
 from qcompile.errors import OverflowedError, UnsupportedError, UsageError
-from qcompile.runtime.engine import Engine
-from qcompile.runtime.sampling import DoubleArray, FloatArray
+from qcompile.runtime.engine.engine import Engine
+from qcompile.runtime.sampling.sampling import DoubleArray, FloatArray
+from qcompile.texts import encoded
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -45,12 +45,12 @@ class Evaluation:
 def read_documents(path: str | Path) -> list[str]:
     """The "text" of every line of a JSONL file. Raises UsageError naming the faulty line."""
     try:
-        whole = jsonl.read(path)
+        whole = texts.read(path)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     documents: list[str] = []
-    for number, line in jsonl.lines(whole):
-        text = jsonl.text_of(jsonl.parsed(line), "text")
+    for number, line in texts.lines(whole):
+        text = texts.text_of(texts.parsed(line), "text")
         if text is None:
             raise UsageError(f'{path} line {number}: not a JSON object with a "text" in Unicode')
         documents.append(text)
@@ -63,7 +63,7 @@ def token_stream(tokenizer: Tokenizer, documents: Sequence[str], bos: int, most:
     Raises UsageError if a document is not text.
     """
     for number, text in enumerate(documents):
-        if jsonl.text_of({"text": text}, "text") is None:
+        if texts.text_of({"text": text}, "text") is None:
             raise UsageError(f"document {number} is not text in Unicode")
     stream: list[int] = []
     for ids in encoded(tokenizer, documents, "the text"):

@@ -10,21 +10,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from qcompile.artifact import MANIFEST, read_manifest, state
+from qcompile.artifact.manifest import check_manifest
+from qcompile.artifact.writer import MANIFEST, read_manifest, state
 from qcompile.errors import ArtifactError, LongPromptError, OverflowedError, UsageError, shown
-from qcompile.manifest import check_manifest
 from qcompile.runtime.arguments import Params, Prompt, Prompts, are_tokens, as_list, params_for, plain, token_rows
-from qcompile.runtime.blocks import BlockPool
-from qcompile.runtime.cpu_load import open_cpu
-from qcompile.runtime.engine import Engine
+from qcompile.runtime.cpu.executor import StepExecutor
+from qcompile.runtime.cpu.load import open_cpu
+from qcompile.runtime.engine.blocks import BlockPool
+from qcompile.runtime.engine.engine import Engine
+from qcompile.runtime.engine.group import Group
 from qcompile.runtime.evaluate import Evaluation, perplexity
-from qcompile.runtime.executor import StepExecutor
-from qcompile.runtime.gamma import AUTO, GammaPolicy, Tempo, predicted
-from qcompile.runtime.group import Group
 from qcompile.runtime.loader import load_artifact
 from qcompile.runtime.outputs import MOST_DRAFTS, RequestOutput
-from qcompile.runtime.sampling import SamplingParams, plain_number
-from qcompile.runtime.speculate import Drafter
+from qcompile.runtime.sampling.sampling import SamplingParams, plain_number
+from qcompile.runtime.speculation.gamma import AUTO, GammaPolicy, Tempo, predicted
+from qcompile.runtime.speculation.levels import Drafter
 from qcompile.runtime.tokenizer import encode, load_tokenizer
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _load(
     _check_request(path, manifest["runtime"], gamma, acceptance, max_batch)
     _check_machine(threads, kv_cache_bytes, gpu_memory_utilization, prefix_caching)
     if manifest["target"].get("kind") == "cuda":
-        from qcompile.runtime.cuda_load import open_cuda
+        from qcompile.runtime.cuda.load import open_cuda
 
         memory = kv_cache_bytes, gpu_memory_utilization
         tokenizer = load_tokenizer(Path(path), manifest["files"])

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qcompile.artifact import ALIGNMENT, MANIFEST, Manifest, damaged, file_problem, read_manifest
+from qcompile.artifact.manifest import check_manifest
+from qcompile.artifact.writer import ALIGNMENT, MANIFEST, Manifest, damaged, file_problem, read_manifest
 from qcompile.errors import ArtifactError, ResourceError
-from qcompile.manifest import check_manifest
 from qcompile.targets import cpu_flags
 
 HUGE_PAGE = 2 << 20

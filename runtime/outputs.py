@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from qcompile.runtime.logprobs import Logprob
+from qcompile.runtime.sampling.logprobs import Logprob
 
 
 @dataclass

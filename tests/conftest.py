@@ -19,12 +19,15 @@ from qcompile.targets import Target
 
 SAMPLE = Path(__file__).parents[1] / "samples" / "pycode-1m"
 GOLDEN = Path(__file__).parent / "golden"
-KERNELS = Path(__file__).parents[1] / "codegen" / "templates" / "cpu"
+KERNELS = Path(__file__).parents[1] / "codegen" / "cpu" / "templates"
 SLOWEST = """
-test_cpu_step test_speculation test_gpu_step test_gpu_prompts test_raise_routing test_gemm test_raise_families
-test_every_recipe test_raise test_gpu_penalties test_export test_variations test_hier_cache test_gpu_split_k
-test_own_models test_stored_groups test_engine test_recipes test_gpu_sample test_gpu_attention test_batches test_cli
-test_calibrated_families test_gpu_speculation test_gpu_report test_families test_exact test_triton_gemm
+codegen/cpu/test_step runtime/speculation/test_speculation codegen/gpu/test_step codegen/gpu/test_prompts
+passes/raising/test_routing codegen/cpu/test_gemm passes/raising/test_families test_every_recipe
+passes/raising/test_raise codegen/gpu/test_penalties artifact/test_export test_variations codegen/cpu/test_hier_cache
+codegen/gpu/test_split_k checkpoints/test_own_models checkpoints/stored/test_groups runtime/engine/test_engine
+test_recipes codegen/test_recipes codegen/gpu/test_sample codegen/gpu/test_attention runtime/engine/test_batches
+cli/test_app test_calibrated_families codegen/gpu/test_speculation codegen/gpu/test_report checkpoints/test_families
+passes/test_exact codegen/gpu/test_gemm
 """
 """Files that take more than 20 s, the slowest first."""
 MadeOnce = Callable[[str, Callable[[Path], object]], Path]
@@ -43,7 +46,8 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take long begin first: processes that share the tests, by files, then end at about the same time."""
     place = {name: at for at, name in enumerate(SLOWEST.split())}
-    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    folder = Path(__file__).parent
+    items.sort(key=lambda item: place.get(item.path.relative_to(folder).with_suffix("").as_posix(), len(place)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -81,7 +85,7 @@ class UndrawnPage:
 
 @pytest.fixture(scope="session", autouse=True)
 def undrawn_pages() -> Iterator[None]:
-    """Builds inside of the tests draw no plots, which takes a second each; tests/test_report.py and commands draw."""
+    """Builds inside of the tests draw no plots, which takes a second each; tests/report and commands draw."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("qcompile.pipeline.PageWriter", UndrawnPage)
         yield
@@ -113,7 +117,7 @@ def quick_libraries(made_once: MadeOnce) -> Iterator[None]:
     They find the system's headers parsed, too. That takes a third of the time, and moves no bit: what may be rounded
     otherwise is a flag of its own, and stays.
     """
-    from qcompile.codegen import compiler
+    from qcompile.codegen.cpu import compiler
 
     flags, run = compiler.flags, compiler.children.run
 

@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 import pytest
 
 import qcompile
-from qcompile import check, inspect_artifact, pipeline
+from qcompile import check, pipeline
+from qcompile.cli import inspect
 from qcompile.errors import UsageError
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
 from qcompile.passes.rotate import Rotate
-from tests.graphs import decoder
+from tests.support.graphs import decoder
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,6 @@ def test_a_pass_of_ones_own_runs_before_the_recipes(tiny_checkpoint: Path, tmp_p
         with qcompile.load(report.path) as llm:
             logits.append(llm.logits([[1, 2, 3]]))
     assert check.max_relative_error(logits[1], 2 * logits[0]) < 1e-5
-    entries = inspect_artifact.passes(tmp_path / "doubled")
+    entries = inspect.passes(tmp_path / "doubled")
     assert [entry["name"] for entry in entries][:2] == ["raise", "doubled"] and entries[1]["notes"] == ["a note"]
     assert entries[1]["max_relative_error"] > 0.1

@@ -10,8 +10,9 @@ import torch
 
 import qcompile
 from benchmarks import families, family_list
-from qcompile import frontend, pipeline, recipes
+from qcompile import pipeline, recipes
 from qcompile.calibration import Calibration
+from qcompile.checkpoints import frontend
 from qcompile.passes.base import apply
 
 FAMILIES = (

@@ -13,7 +13,7 @@ from qcompile.calibration import Calibration, Request, load_tokenizer, open_, re
 from qcompile.errors import ResourceError, UsageError
 from qcompile.graph import ModelInfo
 from tests.conftest import SAMPLE
-from tests.graphs import decoder
+from tests.support.graphs import decoder
 
 TOKENIZER = load_tokenizer(SAMPLE)
 WORDS = "".join(f"def add{i}(a, b):\n    return a + {i * i} * b\n" for i in range(40))

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from qcompile.inspect_artifact import passes
+from qcompile.cli.inspect import passes
 
 PAGE = Path(__file__).parents[1] / "docs" / "writing_a_pass.md"
 BLOCK = re.compile(r"^```python\n# (?P<path>\S+)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)

@@ -14,7 +14,7 @@ import torch
 import qcompile
 from qcompile import check, pipeline, recipes
 from tests.codegen.test_recipes import FLIPS, TOLERANCE, small
-from tests.graphs import sequence_inputs, step_inputs
+from tests.support.graphs import sequence_inputs, step_inputs
 
 Build = Callable[..., Path]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzzing import examine
+from tests.support.fuzzing import examine
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from qcompile import numerics, targets
+from qcompile import targets
 from qcompile.errors import UsageError
+from qcompile.formats import numerics
 from qcompile.recipes import HEADS, RECIPES, allocation, apply_options, get_recipe, option_texts, parse_options
 from qcompile.roofline import CPU_CORE, Peaks, call_cost, peaks_of, predicted_us
 from qcompile.targets import TARGET_NAMES, get_target

@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qcompile import check, frontend
+from qcompile import check
+from qcompile.checkpoints import frontend
 from qcompile.errors import UnsupportedError
 from qcompile.passes.base import apply
 from qcompile.passes.fold_norms import FoldNorms
-from qcompile.passes.raise_ops import Raise
+from qcompile.passes.raising.raiser import Raise
 from qcompile.passes.rotate import Rotate
-from tests.variations.decoder import LONGEST, VOCAB
-from tests.variations.verdicts import ALL, examine, text
+from tests.support.variations.decoder import LONGEST, VOCAB
+from tests.support.variations.verdicts import ALL, examine, text
 
 ONCE_WRONG = (
     "masks: softmax in bfloat16",

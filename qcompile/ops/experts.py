@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qcompile import numerics
+from qcompile.formats import numerics
 from qcompile.ops.quantized import GATE_BLOCK, GATED, gate
 from qcompile.ops.registry import define, like, reference
 

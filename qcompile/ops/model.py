@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qcompile import hadamard as hadamard_module
+from qcompile.formats import hadamard as hadamard_module
 from qcompile.ops.registry import define, like
 
 # ---- embeddings, linears, norms ---------------------------------------------------------------

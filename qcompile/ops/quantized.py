@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qcompile import numerics
+from qcompile.formats import numerics
 from qcompile.ops.model import UNARY, hadamard, layer_norm, rms_norm
 from qcompile.ops.registry import define
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcompile import numerics
+from qcompile.formats import numerics
 from qcompile.ops.model import attend, key_offsets, layer_norm, rms_norm, visible, whole_keys
 from qcompile.ops.registry import define, like, reference
 

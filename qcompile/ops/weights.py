@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qcompile import hadamard, mix, numerics
+from qcompile.formats import hadamard, mix, numerics
 from qcompile.ops.registry import define
 
 

@@ -10,8 +10,8 @@ from functools import cache
 import pytest
 
 from qcompile.targets import cpu_flags
-from tests.codegen.harness import ISAS, compile_harness, open_harness
 from tests.conftest import MadeOnce
+from tests.support.harness import ISAS, compile_harness, open_harness
 
 
 @pytest.fixture(scope="session")

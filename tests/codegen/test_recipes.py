@@ -10,7 +10,7 @@ import torch
 import qcompile
 from qcompile import check, pipeline, recipes
 from qcompile.graph import Graph
-from tests.graphs import decoder, latent, sequence_inputs, step_inputs
+from tests.support.graphs import decoder, latent, sequence_inputs, step_inputs
 
 # Kernels and references sum float32 in different orders; where values are rounded to int8, bf16 or the cache's
 # codes afterwards, a few land on the other side of a tie, and one step of a 4-bit range shows in the logits: a

@@ -19,7 +19,7 @@ from qcompile.passes.merge import Merge
 from qcompile.passes.quantize import Quantize
 from qcompile.passes.rotate_keys import RotateKeys
 from qcompile.passes.smooth_attention import SmoothAttention
-from tests.graphs import decoder, logits_whatever_the_step, loss_of_keys, sequence_inputs, step_inputs
+from tests.support.graphs import decoder, logits_whatever_the_step, loss_of_keys, sequence_inputs, step_inputs
 
 TEXT = torch.randint(0, 50, (3, 20), generator=torch.Generator().manual_seed(2))
 SMOOTH, TURN = SmoothAttention(alpha=0.5), RotateKeys()

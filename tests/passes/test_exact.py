@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from qcompile import analysis, check, frontend, ops
+from qcompile import check, ops
+from qcompile.checkpoints import frontend
 from qcompile.graph import Graph
+from qcompile.passes import dataflow
 from qcompile.passes.base import Pass, apply
 from qcompile.passes.fold_norms import FoldNorms
-from qcompile.passes.raise_ops import Raise
+from qcompile.passes.raising.raiser import Raise
 from qcompile.passes.reorder import Reorder
 from qcompile.passes.rotate import Rotate
 from qcompile.passes.smooth import Smooth
 from qcompile.passes.smooth_attention import SmoothAttention
-from tests.passes.test_raise_families import COMMON, EXPERTS, SMALL, save
+from tests.passes.raising.test_families import COMMON, EXPERTS, SMALL, save
 
 EXACT = 1e-9
 """Tolerance for float64 rounding of weights that are multiplied, rotated and centered."""
@@ -87,10 +89,10 @@ def test_logits_stay(kind: str) -> None:
 @pytest.mark.parametrize("kind", ROTATED)
 def test_the_whole_stream_turns(kind: str) -> None:
     folded = apply(FoldNorms(), raised(kind)).graph
-    (stream,) = analysis.residual_streams(folded)
+    (stream,) = dataflow.residual_streams(folded)
     result = apply(Rotate(heads=False), folded)
     assert not result.notes
-    readers = {reader for reader, _ in analysis.carried(stream.reads)}
+    readers = {reader for reader, _ in dataflow.carried(stream.reads)}
     assert result.fired >= len(stream.writers) + len(readers) >= 1 + 2 * 2 + 2 * 2 + 1
 
 

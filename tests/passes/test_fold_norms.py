@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import fx
 
-from qcompile import check, frontend
+from qcompile import check
+from qcompile.checkpoints import frontend
 from qcompile.graph import Graph, ModelInfo, WeightStore
 from qcompile.passes.base import apply
 from qcompile.passes.fold_norms import FoldNorms
-from qcompile.passes.raise_ops import Raise
+from qcompile.passes.raising.raiser import Raise
 from qcompile.passes.rotate import Rotate
-from tests import modules
+from tests.support import modules
 
 INPUTS = (torch.arange(14).reshape(2, 7), torch.arange(7).expand(2, 7))
 

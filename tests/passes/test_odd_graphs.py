@@ -25,7 +25,7 @@ from qcompile.passes.rotate import Rotate
 from qcompile.passes.rotate_keys import RotateKeys
 from qcompile.passes.smooth import Smooth
 from qcompile.passes.smooth_attention import SmoothAttention
-from tests.graphs import Begun, sequence_inputs
+from tests.support.graphs import Begun, sequence_inputs
 
 VOCAB, WIDTH = 50, 48
 

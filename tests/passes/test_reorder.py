@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qcompile import analysis, check, numerics
+from qcompile import check
 from qcompile.calibration import Calibration
+from qcompile.formats import numerics
 from qcompile.graph import Graph
+from qcompile.passes import dataflow
 from qcompile.passes.base import PassResult, apply
 from qcompile.passes.reorder import Reorder
 from qcompile.passes.rotate import Rotate
-from tests.graphs import decoder, sequence_inputs
+from tests.support.graphs import decoder, sequence_inputs
 
 
 def reordered(before: Graph) -> PassResult:
@@ -77,7 +79,7 @@ def test_norm_weights_and_constants_move_along() -> None:
     before.calls("rms_norm")[1].update_arg(0, moved)
     before.calls("add")[2].update_arg(0, moved)
     assert reordered(before).fired == 2
-    (stream, *_) = analysis.channel_spaces(before.clone())
+    (stream, *_) = dataflow.channel_spaces(before.clone())
     assert len(stream.vectors) == 4 and len(stream.writers) == 3 and len(stream.readers) == 6
 
 

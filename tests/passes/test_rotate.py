@@ -7,13 +7,14 @@ import re
 import pytest
 import torch
 
-from qcompile import analysis, check, ops
+from qcompile import check, ops
 from qcompile.errors import UsageError
 from qcompile.graph import Graph
+from qcompile.passes import dataflow
 from qcompile.passes.base import apply
 from qcompile.passes.rotate import Rotate
-from tests.codegen.test_experts import decoder as mixture
-from tests.graphs import decoder, sequence_inputs
+from tests.codegen.cpu.test_experts import decoder as mixture
+from tests.support.graphs import decoder, sequence_inputs
 
 
 def refused(graph: Graph, reason: str) -> None:
@@ -35,9 +36,9 @@ def test_rotation_keeps_the_function(bias: bool, hidden: int) -> None:
 
 
 def test_a_decoder_has_one_stream() -> None:
-    (stream,) = analysis.residual_streams(decoder())
+    (stream,) = dataflow.residual_streams(decoder())
     assert len(stream.writers) == 5 and stream.width == 48
-    assert len(list(analysis.carried(stream.reads))) == 2 * 5 + 1
+    assert len(list(dataflow.carried(stream.reads))) == 2 * 5 + 1
 
 
 def test_rotation_spreads_an_outlier_channel() -> None:

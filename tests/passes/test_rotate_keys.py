@@ -21,7 +21,7 @@ from qcompile.passes.fuse import Fuse
 from qcompile.passes.merge import Merge
 from qcompile.passes.quantize import Quantize
 from qcompile.passes.rotate_keys import RotateKeys
-from tests.graphs import decoder, logits_whatever_the_step, loss_of_keys, sequence_inputs, step_inputs
+from tests.support.graphs import decoder, logits_whatever_the_step, loss_of_keys, sequence_inputs, step_inputs
 
 TEXT = torch.randint(0, 50, (3, 20), generator=torch.Generator().manual_seed(2))
 

@@ -13,7 +13,7 @@ from qcompile.passes.base import Pass, apply
 from qcompile.passes.rotate import Rotate
 from qcompile.passes.smooth import Smooth
 from qcompile.passes.smooth_attention import SmoothAttention
-from tests.graphs import decoder, sequence_inputs
+from tests.support.graphs import decoder, sequence_inputs
 
 OUTPUTS = Smooth(inputs=False)
 """The graphs here have norms without weights, which cannot absorb a scale."""

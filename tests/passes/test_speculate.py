@@ -15,8 +15,8 @@ from qcompile.errors import PassError, UsageError
 from qcompile.graph import Graph
 from qcompile.passes.base import PassRecord, apply
 from qcompile.passes.speculate import Speculate, head_gemms
-from tests.codegen.test_experts import decoder as mixture
-from tests.graphs import decoder, sequence_inputs
+from tests.codegen.cpu.test_experts import decoder as mixture
+from tests.support.graphs import decoder, sequence_inputs
 
 
 def graphs(recipe: str, source: Graph, draft: Speculate | None = None) -> list[Graph]:

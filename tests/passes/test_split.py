@@ -13,7 +13,7 @@ from qcompile.passes.assign_precision import AssignPrecision
 from qcompile.passes.base import apply
 from qcompile.passes.merge import Merge
 from qcompile.passes.split import Split
-from tests.graphs import decoder, sequence_inputs
+from tests.support.graphs import decoder, sequence_inputs
 
 
 def picking(like: torch.Tensor) -> torch.Tensor:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qcompile import check, numerics
+from qcompile import check
 from qcompile.codegen.lower import Lowering
 from qcompile.codegen.packing import WeightTable
 from qcompile.errors import PassError, UsageError
+from qcompile.formats import numerics
 from qcompile.graph import Graph
 from qcompile.passes.assign_precision import AssignPrecision
 from qcompile.passes.base import Pass, apply
@@ -17,7 +18,7 @@ from qcompile.passes.fuse import Fuse
 from qcompile.passes.merge import Merge
 from qcompile.passes.plan_memory import PlanMemory
 from qcompile.passes.quantize import Quantize
-from tests.graphs import decoder, latent, sequence_inputs, step_inputs
+from tests.support.graphs import decoder, latent, sequence_inputs, step_inputs
 
 # For sums of the same float32 numbers in two different orders.
 REORDERED = 2e-6

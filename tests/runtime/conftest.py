@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.runtime import fake
+from tests.support import fake
 
 
 @pytest.fixture(scope="module", params=(fake.Executor, fake.LateExecutor), ids=("waiting", "overlapping"))

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from qcompile import encoding
 from qcompile.errors import UsageError
 from qcompile.runtime import evaluate
 from qcompile.runtime.evaluate import negative_log_likelihood, read_documents, token_stream
-from tests.runtime.fake import byte_tokenizer, fake_llm, reference_logits
+from qcompile.texts import encoded
+from tests.support.fake import byte_tokenizer, fake_llm, reference_logits
 
 TOKENIZER = byte_tokenizer()
 TEXTS = ["def f(x):\n    return x\n" * 9, "import os\n" * 40, "x = 1\n" * 13]
@@ -57,19 +57,19 @@ def test_texts_are_encoded_in_pieces_and_no_more_of_them_than_is_evaluated(monke
     texts = [f"def f{number}(x):\n    return x\n" for number in range(40)] + ["", "x" * 90]
     alone = [TOKENIZER.encode(text, add_special_tokens=False).ids for text in texts]
     for piece in (1, 100, 1 << 20):
-        monkeypatch.setattr(encoding, "PIECE", piece)
-        assert list(encoding.encoded(TOKENIZER, texts, "")) == alone
-        assert list(encoding.encoded(TOKENIZER, [], "")) == []
-    monkeypatch.setattr(encoding, "PIECE", 3)
+        monkeypatch.setattr("qcompile.texts.PIECE", piece)
+        assert list(encoded(TOKENIZER, texts, "")) == alone
+        assert list(encoded(TOKENIZER, [], "")) == []
+    monkeypatch.setattr("qcompile.texts.PIECE", 3)
     pieces: list[list[str]] = []
 
     def told(texts: list[str], add_special_tokens: bool) -> list[SimpleNamespace]:
         pieces.append(texts)
         return [SimpleNamespace(ids=[len(text)]) for text in texts]
 
-    lengths = list(encoding.encoded(SimpleNamespace(encode_batch_fast=told), list("abcdefgh"), ""))  # type: ignore[arg-type]
+    lengths = list(encoded(SimpleNamespace(encode_batch_fast=told), list("abcdefgh"), ""))  # type: ignore[arg-type]
     assert lengths == [[1]] * 8 and list(map("".join, pieces)) == ["abc", "def", "gh"]
-    monkeypatch.setattr(encoding, "PIECE", 100)
+    monkeypatch.setattr("qcompile.texts.PIECE", 100)
     whole = token_stream(TOKENIZER, texts, 0)
     part = token_stream(TOKENIZER, texts, 0, 300)
     assert part == whole[: len(part)] and 300 <= len(part) < 450
@@ -77,7 +77,7 @@ def test_texts_are_encoded_in_pieces_and_no_more_of_them_than_is_evaluated(monke
     seen: list[list[int]] = []
 
     def watched(tokenizer: Tokenizer, texts: Sequence[str], name: str) -> Iterator[list[int]]:
-        for ids in encoding.encoded(tokenizer, texts, name):
+        for ids in encoded(tokenizer, texts, name):
             seen.append(ids)
             yield ids
 

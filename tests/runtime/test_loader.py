@@ -17,16 +17,17 @@ from typing import Any
 
 import pytest
 
-from qcompile import artifact
-from qcompile.artifact import ArtifactWriter, WeightSpec, read_manifest
+from qcompile.artifact import writer as artifact
+from qcompile.artifact.manifest import SHAPE, Maybe
+from qcompile.artifact.writer import ArtifactWriter, WeightSpec, read_manifest
+from qcompile.cli.inspect import summary
 from qcompile.errors import ArtifactError, ResourceError, UsageError
-from qcompile.inspect_artifact import summary
-from qcompile.manifest import SHAPE, Maybe
-from qcompile.runtime import executor, loader
+from qcompile.runtime import loader
+from qcompile.runtime.cpu import executor
 from qcompile.runtime.llm import load
 from qcompile.runtime.loader import Arena, load_artifact
-from qcompile.runtime.sampling import SamplingParams
-from tests.runtime.fake import byte_tokenizer
+from qcompile.runtime.sampling.sampling import SamplingParams
+from tests.support.fake import byte_tokenizer
 
 parsed = artifact._parsed
 COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer, decoders, models
 
 from qcompile.errors import UsageError
 from qcompile.runtime.llm import LLM
-from qcompile.runtime.sampling import SamplingParams
+from qcompile.runtime.sampling.sampling import SamplingParams
 from qcompile.runtime.tokenizer import Detokenizer, encode, spelled
-from tests.runtime.fake import CONTEXT, VOCAB, byte_tokenizer, fake_llm, reference_greedy
+from tests.support.fake import CONTEXT, VOCAB, byte_tokenizer, fake_llm, reference_greedy
 
 pytestmark = pytest.mark.usefixtures("executors")
 
@@ -35,7 +35,7 @@ def scripted(llm: LLM, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = TOKENIZER.encode(text).ids
 
     def run(self: Any, batch: Any) -> None:
-        from tests.runtime.fake import ints
+        from tests.support.fake import ints
 
         for at, row in enumerate(ints(batch.output_rows, batch.outputs)):
             position = int(ints(batch.positions, batch.tokens)[row])

@@ -1,0 +1,42 @@
+// penalties.h: biases, and penalties on the tokens of a text so far, as runtime/sampling/penalties.py defines them.
+#pragma once
+#include "abi.h"
+#include "vec.h"
+
+// Keeps the tokens of a step's rows that follow those listed, for this and later steps of the same call.
+static inline void keep_recent(const qc_batch& b) {
+  for (int s = 0; s < b.sequences; ++s) {
+    const qc_draws& d = b.draws[s];
+    for (int t = b.query_start[s]; d.room > 0 && t < b.query_start[s + 1]; ++t) {
+      const int at = b.positions[t] - d.first - 1;
+      if (at >= 0 && at < d.room) d.recent[at] = b.token_ids[t];
+    }
+  }
+}
+
+// Applies the biases and penalties of a row at `position` to its logits x [n]. times [n] must be zeros, and is left so.
+static inline void penalize(float* x, int n, const qc_draws& d, int position, int32_t* times) {
+  const int after = position - d.first, recent = after < 0 ? 0 : after < d.room ? after : d.room;
+  const float factor = (float)d.repetition;
+  const auto inside = [&](int32_t token) { return token >= 0 && token < n; };
+  const auto apply = [&](int32_t token, int32_t count) {
+    const float y = x[token] > 0.0f ? x[token] / factor : x[token] * factor;
+    x[token] = count > 0 ? y - (float)(d.frequency * (double)count + d.presence) : y;
+  };
+  for (int i = 0; i < d.biased; ++i)
+    if (inside(d.bias_tokens[i])) x[d.bias_tokens[i]] += d.bias_values[i];
+  for (int i = 0; i < recent; ++i)
+    if (inside(d.recent[i])) ++times[d.recent[i]];
+  for (int i = 0; i < d.listed; ++i) {
+    const int32_t token = d.seen[i];
+    if (!inside(token)) continue;
+    apply(token, d.counts[i] + times[token]);
+    times[token] = 0;
+  }
+  for (int i = 0; i < recent; ++i) {  // those left are not listed
+    const int32_t token = d.recent[i];
+    if (!inside(token) || times[token] == 0) continue;
+    apply(token, times[token]);
+    times[token] = 0;
+  }
+}

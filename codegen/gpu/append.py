@@ -1,0 +1,184 @@
+"""GPU kernels that apply RoPE to queries and keys and append keys and values to the cache (layout: attention.py).
+
+Hierarchical cache: of sequences that decode, AppendSpec writes to the ring, and the programs of a group's first row
+also round the group two before it. A prompt's rows may have more groups than the ring. Its keys and values go through a
+staging buffer: AppendSpec writes them there, StagedSpec rounds groups, attention reads the step's own positions from
+the buffer and older ones from the ring, and only then StagedSpec copies the newest groups to the ring. In a step of
+both the prompts' rows come last, from `first_row` on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from qcompile.codegen import program as p
+from qcompile.codegen.gpu.attention import GpuKV, page_arguments, power_of_two
+from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
+from qcompile.codegen.program import RING_GROUPS
+from qcompile.formats.numerics import HIER_GROUP
+
+# -2 pi as a sum: two short parts whose products with integers up to 2^12 are exact, and the rest.
+_TWO_PI = (-6.28125, -0.0019350051879882812, -3.01991605e-07)
+
+
+def _group_constants(kv: GpuKV, shares: int) -> dict[str, int]:
+    """Template constants to round a group in `shares` parts (large heads: twice as many) of whole channel pairs."""
+    block = max(power_of_two(kv.width), 2)
+    ring = RING_GROUPS * HIER_GROUP // kv.page_tokens
+    shares *= 2 if kv.dim > 128 else 1
+    return {"age": HIER_GROUP, "ring_pages": ring, "plane_block": block, "shares": min(shares, block // 2)}
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """A norm of each head separately, with weight and bias [dim], or [heads, dim] if `by_head`."""
+
+    kind: Literal["rms", "layer"]
+    eps: float
+    weight: bool = False
+    bias: bool = False
+    by_head: bool = False
+
+    @classmethod
+    def of(cls, c: p.NormHeads | None) -> HeadNorm | None:
+        """The norm of a call, if there is one."""
+        return None if c is None else cls(c.kind, c.eps, c.weight is not None, c.bias is not None, c.by_head)
+
+    @property
+    def vectors(self) -> list[str]:
+        """Which of weight and bias it has."""
+        return ["weight"] * self.weight + ["bias"] * self.bias
+
+
+def fused_part(norm: p.NormHeads, calls: Sequence[p.Call]) -> str:
+    """The part, q or k, for which the append that follows in `calls` can fuse this norm; else ""."""
+    append = next((call for call in calls if not isinstance(call, p.NormHeads)), None)
+    if not isinstance(append, p.RopeAppend) or append.qkv != norm.x or norm.width != append.head_dim:
+        return ""
+    parts = {"q": (append.q_offset, append.heads), "k": (append.k_offset, append.kv_heads)}
+    return next((part for part, place in parts.items() if place == (norm.x_offset, norm.heads)), "")
+
+
+@dataclass(frozen=True)
+class AppendSpec:
+    """Applies RoPE to q and k of x [tokens, stride] (f32) in place, and writes k and v to their pages.
+
+    Before it, heads are normalized by `norm_q` and `norm_k`; features are summed pairwise, in the same order for any
+    number of tokens per program. After it, q is multiplied by the weights named in `times`: query_table by position,
+    query_weight [dim] by feature. Then with `centered` a weight [KV heads, dim] is subtracted from k, and if `hadamard`
+    is not 0, each block of that many features (a power of 2) of q and k is multiplied by a Hadamard matrix.
+    """
+
+    kv: GpuKV
+    heads: int
+    stride: int
+    q_offset: int
+    k_offset: int
+    v_offset: int
+    rotary_dim: int = 0
+    scaling: float = 1.0
+    interleaved: bool = False
+    hadamard: int = 0
+    centered: bool = False
+    inline_asm: bool = True
+    tokens: int = 1
+    """Tokens per program; 1 if groups are rounded."""
+    shares: int = 2
+    """Parts in which a group's keys (or values) of a KV head are rounded; with two there are enough registers."""
+    rounding: int = 0
+    """Fewest programs per token if groups are rounded; programs beyond the number of heads only round."""
+    staged: bool = False
+    """Whether k and v go to a buffer bf16 [tokens, 2, KV heads, dim], and nothing is rounded."""
+    norm_q: HeadNorm | None = None
+    norm_k: HeadNorm | None = None
+    times: tuple[str, ...] = ()
+
+    @property
+    def norms(self) -> list[tuple[str, HeadNorm, int, int]]:
+        """(part, norm, first head, number of heads) of each norm; heads are numbered q, k, v."""
+        every = (("q", self.norm_q, 0, self.heads), ("k", self.norm_k, self.heads, self.kv.heads))
+        return [(name, norm, first, heads) for name, norm, first, heads in every if norm is not None]
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the programs of a group's first row round an older group."""
+        return self.kv.hierarchical and not self.staged
+
+    @property
+    def programs(self) -> int:
+        """Programs for each block of `tokens` tokens."""
+        return max(self.heads + 2 * self.kv.heads, self.rounding)
+
+    def kernel(self, capability: int) -> Kernel:
+        """The kernel for a compute capability."""
+        pages = [Argument("staged", "*bf16")] if self.staged else page_arguments(self.kv)
+        names = ("positions",) if self.staged else ("positions", "row_sequence", "block_table")
+        arguments = [Argument("x", "*fp32"), *pages, *(Argument(name, "*i32") for name in names)]
+        arguments += [Argument("inv_freq", "*fp32")] * bool(self.rotary_dim)
+        arguments += [Argument(name, "*fp32") for name in self.times]
+        arguments += [Argument("center", "*fp32")] * self.centered
+        for part, norm, *_ in self.norms:
+            arguments += [Argument(f"{part}_{vector}", "*fp32") for vector in norm.vectors]
+        numbers = ["first_row" if self.staged else "table_stride"] + ["M"] * (self.tokens > 1)
+        arguments += [Argument(name, "i32") for name in numbers]
+        # kv_hier and kv_hier4 differ only in what is read, so paths share this kernel.
+        format = "staged" if self.staged else "kv_hier" if self.kv.hierarchical else self.kv.format
+        name = f"append_{format}{f'_{self.tokens}' if self.tokens > 1 else ''}"
+        pdl = self.inline_asm and capability >= 90
+        source = render_template(
+            "append.py.jinja",
+            spec=self,
+            name=name,
+            arguments=arguments,
+            pdl=pdl,
+            asm=self.inline_asm,
+            pairs_block=power_of_two(max(self.rotary_dim // 2, 1)),
+            block=power_of_two(self.kv.dim if self.kv.hierarchical else self.kv.width),
+            format=format,
+            scaling="" if self.scaling == 1.0 else f" * {self.scaling}",
+            head_rows=power_of_two(self.kv.dim),
+            stages=self.hadamard.bit_length() - 1,
+            two_pi=_TWO_PI,
+            **_group_constants(self.kv, self.shares),
+        )
+        warps = 4 if self.rounds or self.tokens > 1 else 1
+        return Kernel(name, source, tuple(arguments), warps, 1, pdl, fusion=False)
+
+
+@dataclass(frozen=True)
+class StagedSpec:
+    """Copies the newest groups of a step's staged rows to the ring (`to_ring`), or rounds groups."""
+
+    kv: GpuKV
+    to_ring: bool
+    shares: int = 4
+    tokens: int = 16
+    """Rows per program that copies."""
+
+    @property
+    def programs(self) -> int:
+        """Programs for each group, or for each block of `tokens` rows."""
+        return 2 * self.kv.heads * (1 if self.to_ring else _group_constants(self.kv, self.shares)["shares"])
+
+    def kernel(self, capability: int) -> Kernel:
+        """The kernel for a compute capability."""
+        pages = [Argument("kv_full", "*bf16")] if self.to_ring else page_arguments(self.kv)
+        names = ("positions", "row_sequence", "query_start", "block_table")
+        arguments = [*pages, Argument("staged", "*bf16")]
+        arguments += [Argument(name, "*i32") for name in names if self.to_ring or name != "row_sequence"]
+        numbers = ["table_stride", *(("first_row", "M") if self.to_ring else ())]
+        arguments += [Argument(name, "i32") for name in numbers]
+        name = "staged_to_ring" if self.to_ring else "round_staged"
+        source = render_template(
+            "staged_kv.py.jinja",
+            spec=self,
+            name=name,
+            arguments=arguments,
+            pdl=capability >= 90,
+            block=power_of_two(self.kv.dim),
+            ring_groups=RING_GROUPS,
+            **_group_constants(self.kv, self.shares),
+        )
+        return Kernel(name, source, tuple(arguments), 4, 1, capability >= 90, fusion=False)

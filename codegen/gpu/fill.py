@@ -1,0 +1,62 @@
+"""Activation buffers that need memory of their own on GPUs: rows padded to whole blocks of K, and routers' results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from qcompile.codegen import program as p
+from qcompile.codegen.gpu.gemm.pack import packing_of, padded_inputs
+
+ALIGNMENT = 64
+"""Buffers begin at multiples of this many bytes per row."""
+
+
+def padded_program(program: p.Program) -> p.Program:
+    """`program` with the buffers that GEMMs read padded to the K of their packed weights.
+
+    Such buffers are placed after all others, where nothing else is written, so the padding keeps the zeros that memory
+    is initialized with. Buffers of the same kind share memory if their lifetimes are disjoint. Results of routers are
+    placed likewise: their steps are fused into one kernel, so no step may store where another reads.
+    """
+    strides = {call.out: program.buffer(call.out).stride for call in program.calls if isinstance(call, p.Route)}
+    strides |= _strides(program)
+    end = {"tokens": program.arena_bytes("tokens"), "outputs": program.arena_bytes("outputs")}
+    free: dict[tuple[object, ...], list[tuple[int, int]]] = {}  # (last use, offset) by kind of buffer
+    moved: dict[str, p.Buffer] = {}
+    for name, stride in strides.items():
+        first, last = _life(program, name)
+        b = program.buffer(name)
+        b = replace(b, pad=stride, group=stride if b.group >= b.width else b.group)  # one sum per row stays one
+        places = free.setdefault((b.rows, b.dtype, b.activation, b.width, b.group, b.stride), [])
+        offset = next((at for until, at in places if until < first), None)
+        if offset is None:
+            offset = p.round_up(end[b.rows], ALIGNMENT)
+            end[b.rows] = offset + b.row_bytes
+        else:
+            places[:] = [place for place in places if place[1] != offset]
+        places.append((last, offset))
+        moved[name] = replace(b, offset=offset)
+    return replace(program, buffers=tuple(moved.get(b.name, b) for b in program.buffers))
+
+
+def _strides(program: p.Program) -> Mapping[str, int]:
+    """The padded widths of buffers that need padding, in the order in which they are read."""
+    found: dict[str, int] = {}
+    for call in program.calls:
+        if isinstance(call, p.Gemm) and call.format != "f32":
+            x = program.buffer(call.x)
+            packing = call.packing or packing_of(call.format, x.activation if x.dtype == "q8" else x.dtype)
+            stride = padded_inputs(call.k, packing)
+            if stride != x.stride:
+                found[x.name] = max(found.get(x.name, 0), stride)
+    return found
+
+
+def _life(program: p.Program, buffer: str) -> tuple[int, int]:
+    """The first and the last call that uses a buffer; consecutive steps of a router count as the first of them."""
+    places = [place for place, call in enumerate(program.calls) if buffer in vars(call).values()]
+    first = places[0]
+    while first and isinstance(program.calls[first], p.Route) and isinstance(program.calls[first - 1], p.Route):
+        first -= 1
+    return first, places[-1]

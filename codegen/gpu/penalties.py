@@ -1,0 +1,61 @@
+"""Biases and penalties on the GPU, as runtime/sampling/penalties.py defines them.
+
+A kernel adds the biases. Another keeps the tokens of a step's rows that follow those the host has listed, so that the
+steps of a burst and the rows of a verified draft see what came before them. The last changes the logits of listed and
+recent tokens in place, before the search for the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
+from qcompile.codegen.gpu.launches import Launch, Plan, Size, Variant
+
+OPTIONS = 21
+"""Numbers of `sampling` for each sequence."""
+BLOCK, CHUNK, PARTS, WARPS = 256, 32, 8, 4
+"""Listed and recent tokens that a program takes at once, programs for each row of logits, and warps of each."""
+_TYPES = {"logits": "*fp32", "sampling": "*fp64", "M": "i32"}
+
+
+_KINDS = {
+    "add_bias": ("Biases on tokens", "biased"),
+    "keep_recent": ("Recent tokens of a step", "penalized"),
+    "penalize": ("Penalties on tokens of the text", "penalized"),
+}
+"""For each kernel its title, and the count of its launch."""
+
+
+def penalty_kernel(kind: str, vocab: int, capability: int) -> Kernel:
+    """A kernel of the step's logits [rows, vocab], f32.
+
+    kind: "add_bias" (a program for each row), "keep_recent" (keeps the recent tokens of the step; a program for BLOCK
+    of them) or "penalize" (PARTS programs for each row).
+    """
+    kept = ("token_ids", "positions", "row_sequence", "sampling", "seen", "M")
+    changed = ("logits", "output_rows", "positions", "row_sequence", "sampling", "seen")
+    names = kept if kind == "keep_recent" else changed
+    arguments, pdl = tuple(Argument(name, _TYPES.get(name, "*i32")) for name in names), capability >= 90
+    source = render_template(
+        "penalties.py.jinja",
+        title=_KINDS[kind][0],
+        kind=kind,
+        arguments=arguments,
+        vocab=vocab,
+        options=OPTIONS,
+        block=BLOCK,
+        chunk=CHUNK,
+        parts=PARTS,
+        pdl=pdl,
+    )
+    return Kernel(kind, source, arguments, WARPS, 1, pdl, fusion=False)
+
+
+def penalties(plan: Plan, call: str, vocab: int, capability: int) -> Iterator[Launch]:
+    """The launches that change the logits of sequences with biases or penalties; before those of the argmax."""
+    grids: list[tuple[Size, Size, Size]] = [("outputs", 1, 1), (["tokens", BLOCK], 1, 1), ("outputs", PARTS, 1)]
+    for (kind, (_, count)), grid in zip(_KINDS.items(), grids, strict=True):
+        kernel = penalty_kernel(kind, vocab, capability)
+        args = {a.name: ["count", "tokens"] if a.name == "M" else ["input", a.name] for a in kernel.arguments}
+        yield Launch(f"{call}.{kernel.name}", count, (Variant(plan.add(kernel), grid, args),))

@@ -1,0 +1,75 @@
+"""Log probabilities on the GPU: reports of the tokens chosen in a step, or known to follow, read by
+runtime/sampling/logprobs.py.
+
+Once the tokens are chosen, a program for each part of a row of logits finds the part's largest logits, the sum of its
+weights, and how many logits are above the chosen token's; another kernel then writes the row's report. Biases and
+penalties change logits in place, so rows with them and a report are kept as they were before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
+from qcompile.codegen.gpu.launches import Launch, Plan, Ref, Size, Variant
+from qcompile.codegen.gpu.penalties import OPTIONS
+
+PART, WARPS = 4096, 8
+"""Logits per program, and its warps."""
+MOST = 20
+"""Most alternatives of a report."""
+_TYPES = {"logits": "*fp32", "plain": "*fp32", "part_peak": "*fp32", "part_above": "*i32", "part_keys": "*i64"}
+_TYPES |= dict.fromkeys(("output_rows", "row_sequence", "positions", "argmax", "seen"), "*i32")
+_ROW = ("logits", "plain", "output_rows", "row_sequence", "positions", "sampling")
+_PARTS = ("part_peak", "part_sum", "part_above", "part_keys")
+
+
+def report_kernel(kind: str, vocab: int, capability: int) -> Kernel:
+    """A kernel of reports on logits [rows, vocab], f32.
+
+    kind: "keep" (copies rows before biases and penalties), "parts" (what a report needs of each part; both with a
+    program for each row and part) or "row" (the report; a program for each row).
+    """
+    names = _ROW if kind == "keep" else (*_ROW, "argmax", "seen", *_PARTS)
+    names = (*names, "reports") if kind == "row" else names
+    arguments = tuple(Argument(name, _TYPES.get(name, "*fp64")) for name in names)
+    titles = {"keep": "Logits before biases and penalties", "parts": "Reports of parts of the logits"}
+    parts, name, pdl = -(-vocab // PART), f"report_{kind}", capability >= 90
+    source = render_template(
+        "report.py.jinja",
+        title=titles.get(kind, "Reports of chosen tokens"),
+        kind=kind,
+        options=OPTIONS,
+        name=name,
+        arguments=arguments,
+        vocab=vocab,
+        part=PART,
+        parts=parts,
+        parts_block=1 << (parts - 1).bit_length(),
+        most=MOST,
+        most_block=1 << (MOST - 1).bit_length(),
+        pdl=pdl,
+    )
+    return Kernel(name, source, arguments, WARPS, 1, pdl)
+
+
+def keeping(plan: Plan, call: str, vocab: int, capability: int) -> Iterator[Launch]:
+    """The launch that keeps rows of logits for reports; before those of biases and penalties."""
+    yield _launch(plan, call, "keep", vocab, capability)
+
+
+def reporting(plan: Plan, call: str, vocab: int, capability: int) -> Iterator[Launch]:
+    """The launches that write the reports of a step; after those that choose its tokens."""
+    for kind in ("parts", "row"):
+        yield _launch(plan, call, kind, vocab, capability)
+
+
+def _launch(plan: Plan, call: str, kind: str, vocab: int, capability: int) -> Launch:
+    parts, kernel = -(-vocab // PART), report_kernel(kind, vocab, capability)
+    sizes = {"part_peak": 4, "part_sum": 8, "part_above": 4, "part_keys": 8 * MOST}
+    refs: dict[str, Ref] = {name: plan.need(name, size * parts, "outputs") for name, size in sizes.items()}
+    refs["plain"] = plan.need("plain", 4 * vocab, "kept")
+    args = {a.name: refs.get(a.name, ["input", a.name]) for a in kernel.arguments}
+    grid: tuple[Size, Size, Size] = ("outputs", 1 if kind == "row" else parts, 1)
+    count = "kept" if kind == "keep" else "reported"
+    return Launch(f"{call}.{kernel.name}", count, (Variant(plan.add(kernel), grid, args),))

@@ -1,0 +1,195 @@
+"""GPU kernels of routers: float32 scores, the choice of experts, sorting of slots by expert, sums over slots.
+
+A slot is one (token, chosen expert) pair.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
+from qcompile.codegen.gpu.launches import Size, grid_size
+from qcompile.errors import UnsupportedError
+
+WARPS = 4
+MOST_SCORES = 1024
+"""Most scores per token, which one warp handles."""
+
+
+def room(count: int) -> int:
+    """The smallest power of two not below `count`."""
+    return 1 << (max(count, 1) - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class ScoresSpec:
+    """out[M, N] = x[M, K] . w[N, K]^T (+ bias) in float32 without tensor cores, for the small N of a router.
+
+    A program computes `tokens` rows of x by as many rows of w. Strides are in elements. The order of summation does not
+    depend on `tokens`.
+    """
+
+    n: int
+    k: int
+    x_stride: int
+    out_stride: int
+    bias: bool = False
+    tokens: int = 1
+
+    PART = 1024
+
+    @property
+    def rows(self) -> int:
+        """Rows of w per program."""
+        return self.tokens
+
+    @property
+    def unrolled(self) -> bool:
+        """Whether the loop over K is unrolled, so that all loads are in flight at once."""
+        return self.tokens == 1 or self.k <= 4 * self.PART
+
+    @property
+    def programs(self) -> int:
+        """Programs over the rows of w."""
+        return -(-self.n // self.rows)
+
+    def kernel(self, capability: int) -> Kernel:
+        """The kernel for a compute capability."""
+        arguments = [Argument(name, "*fp32") for name in ("x", "w", "out", *["bias"] * self.bias)]
+        arguments.append(Argument("M", "i32"))
+        name, pdl = f"scores_{self.n}x{self.k}{'_bias' if self.bias else ''}", capability >= 90
+        values = {"name": name, "arguments": arguments, "pdl": pdl}
+        source = render_template("scores.py.jinja", spec=self, **values)
+        return Kernel(name, source, tuple(arguments), WARPS, 1, pdl)
+
+
+@dataclass(frozen=True)
+class RouteStep:
+    """One step of a router, see program.Route: from `width` numbers per token it makes `made`.
+
+    `x` and `index` are numbers of earlier steps whose results it uses, or None to read memory, with rows `x_stride` and
+    `index_stride` elements apart. Rows of the result are stored `out_stride` elements apart, or not at all (0).
+    """
+
+    kind: str
+    width: int
+    made: int
+    numbers: tuple[float, ...] = ()
+    x: int | None = None
+    index: int | None = None
+    x_stride: int = 0
+    index_stride: int = 0
+    out_stride: int = 0
+
+    @property
+    def run(self) -> int:
+        """Scores per group (limit_groups)."""
+        return self.width // int(self.numbers[0])
+
+
+@dataclass(frozen=True)
+class RouteSpec:
+    """Consecutive steps of a router, fused: one warp computes all of them for one token.
+
+    The kernel's arguments are x, index and out, each with the number of the step that needs it.
+    """
+
+    steps: tuple[RouteStep, ...]
+
+    def __post_init__(self) -> None:
+        for step in self.steps:
+            if step.width > MOST_SCORES:
+                raise UnsupportedError(f"{step.width} scores: GPU kernels choose of at most {MOST_SCORES}")
+            if step.kind == "limit_groups" and step.run & (step.run - 1):
+                raise UnsupportedError(f"groups of {step.run} scores: GPU kernels take powers of 2")
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        """The kernel's arguments in order."""
+        found = []
+        for number, step in enumerate(self.steps):
+            found += [Argument(f"x{number}", "*fp32")] * (step.x is None)
+            found += [Argument(f"index{number}", "*i32")] * (step.kind == "pick" and step.index is None)
+            kind = "*i32" if step.kind == "top_k" else "*fp32"
+            found += [Argument(f"out{number}", kind)] * (step.out_stride > 0)
+        return tuple(found)
+
+    def kernel(self, capability: int) -> Kernel:
+        """The kernel for a compute capability."""
+        name, pdl = "route_" + "_".join(step.kind for step in self.steps), capability >= 90
+        values = {"name": name, "arguments": self.arguments, "room": room, "pdl": pdl}
+        return Kernel(name, render_template("route.py.jinja", spec=self, **values), self.arguments, 1, 1, pdl)
+
+
+@dataclass(frozen=True)
+class BlocksSpec:
+    """Sorts slots by expert, in blocks of up to `tokens` slots, given index [M, stride] with `slots` experts per token.
+
+    `order` gets the slot numbers (token * slots + slot) sorted by expert, then by number. `blocks` [.., 3] gets for
+    each block its expert, and its begin and end in `order`; -1 after the last block. One program per expert.
+    """
+
+    experts: int
+    slots: int
+    stride: int
+    tokens: int
+    most: int
+    """Most rows of a step."""
+
+    @property
+    def grid(self) -> Size:
+        """An upper bound on the number of blocks, as a grid size."""
+        if self.most <= self.tokens:
+            return ["tokens", 1, self.slots, 0]
+        times = -(-self.slots // self.tokens)
+        return ["tokens", self.tokens * times // self.slots, times, self.experts]
+
+    @property
+    def list(self) -> int:
+        """Entries of `blocks`, including unused ones."""
+        return grid_size(self.grid, {"tokens": self.most})
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        """The kernel's arguments in order."""
+        return (*(Argument(name, "*i32") for name in ("index", "order", "blocks")), Argument("M", "i32"))
+
+    def kernel(self, capability: int) -> Kernel:
+        """The kernel for a compute capability."""
+        name, pdl = f"expert_blocks_{self.experts}x{self.slots}_{self.tokens}", capability >= 90
+        values = {"name": name, "arguments": self.arguments, "pdl": pdl}
+        rooms = {"room": room(self.most * self.slots), "experts": room(self.experts), "list_room": room(self.list)}
+        source = render_template("expert_blocks.py.jinja", spec=self, **values, **rooms)
+        warps = 8 if rooms["room"] > 1024 else 1
+        return Kernel(name, source, self.arguments, warps, 1, pdl)
+
+
+@dataclass(frozen=True)
+class CombineSpec:
+    """out[t] = sum over slots s, in order, of x[t, s] (times scores[t, s]), f32; x has rows of `slots` times `width`.
+
+    If `other_stride` is not 0, the buffer `other` is added to it. Strides are in elements.
+    """
+
+    slots: int
+    width: int
+    x_stride: int
+    out_stride: int
+    score_stride: int = 0
+    """0 if there are no scores."""
+    other_stride: int = 0
+
+    PART = 512
+
+    @property
+    def programs(self) -> int:
+        """Programs per row."""
+        return -(-self.width // self.PART)
+
+    def kernel(self, capability: int) -> Kernel:
+        """The kernel for a compute capability."""
+        more = ["scores"] * (self.score_stride > 0) + ["other"] * (self.other_stride > 0)
+        arguments = tuple(Argument(n, "*fp32") for n in ("x", "out", *more))
+        name, pdl = f"combine_{self.slots}{'_add' if self.other_stride else ''}", capability >= 90
+        values = {"name": name, "arguments": arguments, "part": self.PART, "pdl": pdl}
+        return Kernel(name, render_template("combine.py.jinja", spec=self, **values), arguments, 4, 1, pdl)

@@ -1,0 +1,122 @@
+"""Sampling on the GPU: temperature, top-k, top-p and min-p, as runtime/sampling/sampling.py defines them.
+
+The limits of top-k and top-p are logits, found as integers of 32 bits in their order: each pass of a search counts (or
+weighs) what is above 16 equidistant limits, and the next goes on between two of them. Then each part of the vocabulary
+sums its weights, and the last kernel finds the token where the cumulative weight passes a random number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
+from qcompile.codegen.gpu.launches import Launch, Plan, Ref, Size, Variant
+from qcompile.codegen.gpu.penalties import OPTIONS, penalties
+from qcompile.codegen.gpu.report import keeping, reporting
+from qcompile.codegen.gpu.rows import ARGMAX_PART, argmax_kernel
+
+PART, WARPS = 1024, 4
+"""Logits per program, and its warps."""
+PASSES = 8
+"""Of a search, each for 4 of 32 bits."""
+_BINS, _FIELDS = 16, 3
+_TYPES = {
+    "logits": "*fp32",
+    "part_value": "*fp32",
+    "part_ties": "*i32",
+    "alive": "*i32",
+    "done": "i32",
+    "K": "i32",
+    "P": "i32",
+}
+_TYPES |= dict.fromkeys(("output_rows", "row_sequence", "positions", "argmax"), "*i32")
+_TYPES |= dict.fromkeys(("limits", *(f"{kind}{of}" for kind in ("", "k_", "p_") for of in ("state", "totals"))), "*i64")
+_ROW = ("logits", "part_value", "output_rows", "row_sequence", "sampling")
+
+
+def sample_kernel(kind: str, by: str, vocab: int, capability: int) -> Kernel:
+    """A kernel that draws from logits [rows, vocab], f32.
+
+    kind: "narrow" (a pass of the search for the limit of `by`, top_k or top_p; a program for each row and part), "mass"
+    (the weight of each part's tokens above top-p's limit; likewise) or "pick" (the token; a program for each row).
+    """
+    names = list(_ROW)
+    names += ["k_state", "k_totals", "K"] * (kind != "pick" and by != "top_k")
+    parts_of = ["limits", "part_all", "part_mass", "part_ties"]
+    names += {
+        "narrow": ["state", "totals", "alive", "done"],
+        "mass": ["p_state", "p_totals", "P", *parts_of],
+        "pick": [*parts_of, "positions", "draws", "argmax", "k_totals", "K", "p_totals", "P"],
+    }[kind]
+    arguments = tuple(Argument(name, _TYPES.get(name, "*fp64")) for name in names)
+    titles = {"narrow": f"A pass of the search for the limit of {by}", "mass": "The weights of each part of the logits"}
+    name, pdl = f"sample_{kind}{'_' + by if by else ''}", capability >= 90
+    parts, largest = -(-vocab // PART), -(-vocab // ARGMAX_PART)
+    source = render_template(
+        "sample.py.jinja",
+        title=titles.get(kind, "Draw a token"),
+        kind=kind,
+        options=OPTIONS,
+        by=by,
+        name=name,
+        arguments=arguments,
+        vocab=vocab,
+        part=PART,
+        parts=parts,
+        parts_block=1 << (parts - 1).bit_length(),
+        largest=largest,
+        largest_block=1 << (largest - 1).bit_length(),
+        bins=_BINS,
+        passes=PASSES,
+        fields=_FIELDS,
+        unit=float(1 << (62 - vocab.bit_length())),
+        pdl=pdl,
+    )
+    return Kernel(name, source, arguments, WARPS, 1, pdl)
+
+
+def choosing(plan: Plan, call: str, vocab: int, capability: int) -> Iterator[Launch]:
+    """The launches that choose the token of each row of logits (with penalties, the largest, or by a draw) and report
+    its log probability."""
+    yield from keeping(plan, call, vocab, capability)
+    yield from penalties(plan, call, vocab, capability)
+    parts = -(-vocab // ARGMAX_PART)
+    work = {name: plan.need(name, 4 * parts, "outputs") for name in ("part_value", "part_index")}
+    args = {**work, "logits": ["input", "logits"], "argmax": ["input", "argmax"]}
+    for name, count in (("largest", parts), ("argmax", 1)):
+        kernel = argmax_kernel(vocab, parts, name == "argmax", capability)
+        yield Launch(f"{call}.{name}", "outputs", (Variant(plan.add(kernel), ("outputs", count, 1), args),))
+    yield from sampling(plan, call, vocab, capability)
+    yield from reporting(plan, call, vocab, capability)
+
+
+def sampling(plan: Plan, call: str, vocab: int, capability: int) -> Iterator[Launch]:
+    """The launches that replace the argmax of each row with a temperature by a draw; after those of the argmax."""
+    parts = -(-vocab // PART)
+    refs: dict[str, Ref] = {name: ["input", name] for name in (*_ROW, "positions", "draws", "argmax")}
+    refs |= {"part_value": ["work", "part_value"], "K": ["count", "top_k"], "P": ["count", "top_p"]}
+    sizes = {
+        "alive": 4 * parts,
+        "limits": 8 * _FIELDS,
+        "part_all": 8 * parts,
+        "part_mass": 8 * parts,
+        "part_ties": 4 * parts,
+    }
+    refs |= {name: plan.need(name, size, "outputs") for name, size in sizes.items()}
+    for letter in "kp":
+        refs[f"{letter}_state"] = plan.need(f"{letter}_state", 8 * PASSES * _FIELDS, "outputs")
+        refs[f"{letter}_totals"] = plan.need(f"{letter}_totals", 8 * PASSES * _BINS, "outputs")
+
+    def launch(count: str, kernel: Kernel, programs: Size, more: dict[str, Any]) -> Launch:
+        given = refs | more
+        args = {argument.name: given[argument.name] for argument in kernel.arguments}
+        return Launch(f"{call}.{kernel.name}", count, (Variant(plan.add(kernel), ("outputs", programs, 1), args),))
+
+    for by in ("top_k", "top_p"):
+        kernel, letter = sample_kernel("narrow", by, vocab, capability), by[-1]
+        for done in range(PASSES):
+            more = {"state": refs[f"{letter}_state"], "totals": refs[f"{letter}_totals"], "done": ["number", done]}
+            yield launch(by, kernel, parts, more)
+    yield launch("sampled", sample_kernel("mass", "", vocab, capability), parts, {})
+    yield launch("sampled", sample_kernel("pick", "", vocab, capability), 1, {})

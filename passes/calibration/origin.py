@@ -1,0 +1,122 @@
+"""Run the float model beside a model being rounded, to compensate for errors of earlier layers.
+
+After rounded layers, the input of a linear is x' instead of the float model's x. Rounding its weight w for x' would
+approximate w x', including the errors of earlier layers. The best approximation of w x is w R x' with
+R = E[x x'ᵀ] E[x' x'ᵀ]⁻¹, so w R is rounded instead (QEP, Arai and Ichikawa 2025; GPTAQ, Li et al. 2025, is similar).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from qcompile import ops
+from qcompile.formats import numerics
+from qcompile.graph import Graph
+from qcompile.passes.calibration import gptq
+from qcompile.passes.calibration.sweep import Sweep
+
+TOKENS = 16384
+"""Tokens of calibration text for the float model: R needs some per input, but not all there are."""
+
+_WEIGHTS = ("quantize_weight", "quantize_mixed", "upper_nibble")
+_READERS = {"gemm": (1, 4), "expert_gemm": (2, 4)}
+"""Argument indices of an operator's weight and its format."""
+
+
+def unrounded(graph: Graph) -> Graph:
+    """`graph` (at stage quantize) with unrounded weights and activations, and its nodes in the same order."""
+    graph = graph.clone()
+    for node in graph.calls("quantize_activation"):
+        node.args = (node.args[0], "f32", 0)
+    for node in graph.calls(*_READERS):
+        weight, format = _READERS[str(ops.name_of(node.target))]
+        source: Any = node.args[weight]
+        while ops.name_of(source.target) in _WEIGHTS:
+            source = source.args[0]
+        node.update_arg(weight, graph.call_weight("quantize_weight", source, "f32"))
+        node.update_arg(format, "f32")
+        if weight == 2:
+            node.args = (*node.args[:5], "f32", 0, *node.args[7:])
+    return graph
+
+
+class Origin:
+    """A run of the float model that stops at the same linears as the run of the rounded model."""
+
+    def __init__(self, graph: Graph, tokens: Tensor) -> None:
+        """`tokens` int64 [samples, length], of which about the first TOKENS are used; `graph` is at stage quantize."""
+        readers = tuple(_READERS)
+        exact = unrounded(graph)
+        self._twins = dict(zip(graph.calls(*readers), exact.calls(*readers), strict=True))
+        self._sweep = Sweep(exact, tokens[: max(1, TOKENS // tokens.shape[1])])
+
+    def advance(self, stop: fx.Node) -> None:
+        """Advance to the linear `stop` of the rounded graph."""
+        self._sweep.advance(self._twins[stop])
+
+    def values(self, linear: fx.Node) -> list[numerics.Parts]:
+        """Inputs, per sample used, of the linear at which both runs stopped, or of one that reads the same value."""
+        source: Any = self._twins[linear].args[0]
+        return self._sweep.values(source)
+
+
+def restoring(values: list[numerics.Parts], exact: list[numerics.Parts], damping: float) -> Tensor:
+    """R, f32 [K, K], from a linear's inputs (parts of activations) in some samples and in the float model.
+
+    R - I is estimated on each half of the samples, tested on the other half, and scaled down to what that confirms: to
+    nothing if the change by earlier layers is only noise. Raises ValueError if the moments cannot be inverted.
+    """
+    k = values[0][0].shape[-1]
+    halves = [_Change(torch.zeros(k, k), torch.zeros(k, k), torch.zeros(())) for _ in range(2)]
+    for number, (parts, whole) in enumerate(zip(values, exact, strict=False)):
+        seen, was = _rows(parts), _rows(whole)
+        if len(exact) > 1:
+            halves[number % 2].add(was, seen)
+        elif len(seen) > 1:  # a single sample is split in half
+            for half, rows in zip(halves, zip(was.chunk(2), seen.chunk(2), strict=True), strict=True):
+                half.add(*rows)
+    if not all(half.tokens for half in halves):
+        return torch.eye(k)
+    found = [half.solved(damping) for half in halves]
+    confirmed = sum(float((way * other.drift).sum()) for way, other in zip(found, halves[::-1], strict=True))
+    taken = sum(float(((way @ other.moments) * way).sum()) for way, other in zip(found, halves[::-1], strict=True))
+    share = min(1.0, confirmed / taken) if confirmed > 0 else 0.0
+    if not share:
+        return torch.eye(k)
+    for sum_, other in zip(*halves, strict=True):
+        sum_.add_(other)
+    result = halves[0].solved(damping).mul_(share)
+    result.diagonal().add_(1.0)
+    return result
+
+
+def _rows(parts: numerics.Parts) -> Tensor:
+    return numerics.dequantize_activation(parts).flatten(0, -2).float()  # [tokens, K]
+
+
+class _Change(NamedTuple):
+    """Sums over tokens, f32 [K, K]: `moments` x' x'ᵀ and `drift` (x - x') x'ᵀ; `tokens` [] is their number."""
+
+    moments: Tensor
+    drift: Tensor
+    tokens: Tensor
+
+    def add(self, was: Tensor, seen: Tensor) -> None:
+        """Add tokens with float inputs `was` (x) and rounded-model inputs `seen` (x'), [tokens, K] each."""
+        self.moments.addmm_(seen.T, seen)
+        self.drift.addmm_((was - seen).T, seen)
+        self.tokens.add_(len(seen))
+
+    def solved(self, damping: float) -> Tensor:
+        """R - I, f32 [K, K], shrunk for the number of tokens (gptq.trusted)."""
+        tokens = int(self.tokens)
+        matrix = gptq.trusted(self.moments / tokens, tokens).double()
+        matrix.diagonal().add_(damping * (float(matrix.diagonal().mean()) or 1.0))
+        lower, problem = torch.linalg.cholesky_ex(matrix)
+        if problem or not bool(torch.isfinite(lower).all()):
+            raise ValueError("second moments of the inputs are not finite, or damping too small to invert them")
+        share = gptq.belief(len(matrix), tokens) / tokens
+        return torch.cholesky_solve(self.drift.T.double().mul_(share), lower).T.float().contiguous()

@@ -1,0 +1,150 @@
+"""Run a graph over many samples and stop at given nodes, so that calibration can read intermediate values.
+
+Every operator runs once per sample. Between stops, liveness analysis keeps only the values that are read later: in a
+decoder, the residual stream and the input of the linear at which the sweep stopped, in its form there (int8 codes for
+quantized activations). Weights are loaded between two stops and then dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from qcompile import ops
+from qcompile.formats import numerics
+from qcompile.graph import Graph
+from qcompile.ops.quantized import gemm_float
+from qcompile.passes.calibration import memory
+
+Values = dict[fx.Node, Any]
+
+
+class Shelf:
+    """One value of every sample, a tensor or a list of tensors, each in one contiguous allocation.
+
+    Separate allocations would fragment the heap: long-lived values between short-lived ones leave holes, and it would
+    grow to several times what is in use. Tensors of `spare` [samples, ...] that fit are removed from it and reused.
+    """
+
+    def __init__(self, like: Any, samples: int, spare: list[Tensor]) -> None:
+        self._single = isinstance(like, Tensor)
+        self.parts = [_allocation(part, samples, spare) for part in ([like] if self._single else like)]
+
+    def put(self, sample: int, value: Any) -> None:
+        """Store a sample's value, overwriting its old one."""
+        for room, part in zip(self.parts, [value] if self._single else value, strict=True):
+            room[sample].copy_(part)
+
+    def get(self, sample: int) -> Any:
+        """A sample's value, as a view."""
+        found = [room[sample] for room in self.parts]
+        return found[0] if self._single else found
+
+
+def _allocation(part: Tensor, samples: int, spare: list[Tensor]) -> Tensor:
+    """Memory [samples, ...] for values with the shape and dtype of `part`."""
+    shape = (samples, *part.shape)
+    for index, room in enumerate(spare):
+        if room.shape == shape and room.dtype == part.dtype:
+            return spare.pop(index)
+    return torch.empty(shape, dtype=part.dtype)
+
+
+class Sweep:
+    """The state of a run of `graph` over `tokens` int64 [samples, length], each sample a batch of one.
+
+    `graph` takes whole sequences (it is before the `cache` stage), and its operators return new tensors, never views of
+    their inputs. Weights of nodes the sweep has not reached may be replaced. `work(amount)` is called with the number
+    of weights of each linear that has run.
+    """
+
+    def __init__(self, graph: Graph, tokens: Tensor, work: Callable[[int], None] | None = None) -> None:
+        self.graph, self._work = graph, work or (lambda amount: None)
+        self._nodes = [node for node in graph.nodes if not graph.is_weight(node) and node.op == "call_function"]
+        self._next = 0
+        self._last = {source: index for index, node in enumerate(self._nodes) for source in node.all_input_nodes}
+        self._last |= dict.fromkeys(graph.output.all_input_nodes, len(self._nodes))
+        self._tokens = tokens
+        self._positions = torch.arange(tokens.shape[1])[None]
+        self._shelves: dict[fx.Node, Shelf] = {}
+        self._weights: Values = {}
+
+    def advance(self, stop: fx.Node) -> None:
+        """Run every sample up to `stop`, excluding it."""
+        end = self._nodes.index(stop, self._next)
+        born: dict[fx.Node, Shelf] = {}
+        dead: list[fx.Node] = []
+        for sample in range(len(self._tokens)):
+            values = self._run(sample, end)
+            if sample == 0:
+                dead = [node for node in self._shelves if node not in values]
+                spare = [part for node in dead for part in self._shelves[node].parts]
+                found = [node for node in values if node not in self._shelves and node.op == "call_function"]
+                born = {node: Shelf(values[node], len(self._tokens), spare) for node in found}
+            for node, shelf in born.items():
+                shelf.put(sample, values[node])
+        for node in dead:
+            del self._shelves[node]
+        self._shelves |= born
+        self._weights.clear()
+        memory.give_back()
+        self._next = end
+
+    def outputs(self) -> Iterator[Any]:
+        """Run every sample to the end and yield the graph's result, sample by sample."""
+        result: Any = self.graph.output.args[0]
+        for sample in range(len(self._tokens)):
+            yield self._run(sample, len(self._nodes))[result]
+
+    def values(self, node: fx.Node) -> list[Any]:
+        """The value of `node` for each sample; a node that has not run yet must read it."""
+        return [self._shelves[node].get(sample) for sample in range(len(self._tokens))]
+
+    def _run(self, sample: int, end: int) -> Values:
+        """Run a sample's nodes from the current position to `end`; returns its values that are still read later."""
+        values: Values = dict(zip(self.graph.inputs, (self._tokens[sample][None], self._positions), strict=False))
+        values |= {node: shelf.get(sample) for node, shelf in self._shelves.items()}
+        with torch.no_grad():
+            for index in range(self._next, end):
+                self._step(values, index)
+        return values
+
+    def _step(self, sample: Values, index: int) -> None:
+        node = self._nodes[index]
+        if ops.name_of(node.target) == "gemm":
+            source, weight, bias, residual, format, epilogue, width = self._arguments(sample, node, skip=1)
+            weight = self._dequantized(node.args[1], format)
+            sample[node] = gemm_float(numerics.dequantize_activation(source), weight, bias, residual, epilogue, width)
+            self._work(weight.numel())
+        else:
+            assert callable(node.target)
+            arguments = self._arguments(sample, node)
+            sample[node] = node.target(*arguments)
+            if ops.name_of(node.target) == "expert_gemm":
+                self._work(arguments[2][0].numel())
+        for done in {*node.all_input_nodes, node}:
+            if self._last.get(done, -1) <= index:
+                sample.pop(done, None)
+
+    def _arguments(self, sample: Values, node: fx.Node, skip: int | None = None) -> Any:
+        """The node's arguments for a sample, without the one at index `skip`."""
+        given = tuple(None if index == skip else item for index, item in enumerate(node.args))
+        return fx.node.map_arg(given, lambda n: sample[n] if n in sample else self._weight(n))
+
+    def _weight(self, node: fx.Node) -> Any:
+        if node not in self._weights:
+            self._weights[node] = self.graph.evaluate(node)
+        return self._weights[node]
+
+    def _dequantized(self, node: Any, format: str) -> Tensor:
+        """A quantized weight as floats, computed once for all samples."""
+        if node not in self._weights:
+            parts = self.graph.evaluate(node)
+            if format == "nested_8_4":  # later layers compensate for the upper nibble; 8 bits need no compensation
+                parts, format = parts[:3], "w4_asym_g128"
+            self._weights[node] = numerics.dequantize_weight(parts, format, parts[0].shape[1])
+        weight: Tensor = self._weights[node]
+        return weight

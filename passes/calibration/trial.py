@@ -1,0 +1,103 @@
+"""Trial quantization: choose codes on a little calibration text and measure perplexity on held-out text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, fx
+
+from qcompile.calibration import Calibration, Kept
+from qcompile.errors import QualityError, UsageError
+from qcompile.graph import Graph
+from qcompile.passes.base import apply
+from qcompile.passes.calibration.calibrate import Calibrate
+from qcompile.passes.calibration.sweep import Sweep
+from qcompile.passes.quantize import Quantize
+
+SEEN_TOKENS, HELD_TOKENS = 16384, 8192
+"""Tokens that choose a trial's codes, and tokens that measure its perplexity. The build itself uses more text, so
+the estimate of a trial is conservative."""
+
+TRIALS = 6
+"""Maximum number of trials between the two extremes: no 8-bit features, and 8 bits throughout."""
+
+
+class Trial:
+    """Perplexity increase over the float model when `graph`'s linears are quantized, on the last calibration samples.
+
+    Activations are quantized as assigned. The error of a low-bit cache is not included. Results are kept with the
+    calibration.
+    """
+
+    def __init__(self, graph: Graph, calibration: Calibration) -> None:
+        samples, length = calibration.tokens.shape
+        if samples < 2:
+            raise UsageError(
+                "a limit on perplexity needs 2 samples of calibration text: one to choose by, one to judge"
+            )
+        held = max(1, min(samples // 2, HELD_TOKENS // length))
+        seen = max(1, min(samples - held, SEEN_TOKENS // length))
+        self._held, self._seen = calibration.tokens[-held:], calibration.tokens[:seen]
+        self._calibration = calibration
+        self._float = loss(graph, self._held)
+
+    def increase(self, graph: Graph) -> float:
+        """The perplexity increase when the linears of `graph` are quantized at their assigned precisions."""
+        key = f"trial-{self._calibration.fingerprint(graph, _precisions(graph))}"
+        kept = self._calibration.kept(key)
+        if kept is not None:
+            return kept.figures["increase"]
+        trial = graph.clone()
+        trial.calibration = Calibration(self._seen)
+        quantized = apply(Calibrate(), apply(Quantize(), trial).graph).graph
+        increase = math.exp(loss(quantized, self._held)) - math.exp(self._float)
+        self._calibration.keep(key, Kept([], {"increase": increase}))
+        return increase
+
+
+def _precisions(graph: Graph) -> str:
+    """The indices of the wide output features of all linears, as text."""
+    names = [str(node.meta["precision"].get("wide")) for node in graph.nodes if "precision" in node.meta]
+    marks = [graph.weights[name] for name in names if name in graph.weights]
+    return str([mark.nonzero().flatten().tolist() for mark in marks])
+
+
+def loss(graph: Graph, tokens: Tensor) -> float:
+    """Mean next-token loss in nats of `tokens` int64 [samples, length]; holds one linear's weights at a time."""
+    sweep = Sweep(graph, tokens)
+    stops: list[fx.Node] = graph.calls("linear", "gated_linear", "gemm")
+    for stop in stops:
+        sweep.advance(stop)
+    total = 0.0
+    for row, logits in zip(tokens, sweep.outputs(), strict=True):
+        total += float(torch.nn.functional.cross_entropy(logits[0, :-1].float(), row[1:]))
+    return total / len(tokens)
+
+
+def fewest(most: int, limit: float, increase: Callable[[int], float]) -> tuple[int, float]:
+    """The smallest count in 0..most whose increase is at most `limit`, up to a few trials, and that increase.
+
+    Bisects on the square root of the count, because the first features bring the largest gains. Raises QualityError if
+    even `most` features do not suffice.
+    """
+    least = increase(0)
+    if least <= limit:
+        return 0, least
+    low, high, found = 0, most, increase(most)
+    if found > limit:
+        raise QualityError(
+            f"max-perplexity-increase {limit:g} cannot be kept: "
+            f"8 bits wherever they may be raise perplexity by {found:.4f} on held-back calibration text"
+        )
+    for _ in range(TRIALS):
+        middle = round(((low**0.5 + high**0.5) / 2) ** 2)
+        if middle in (low, high):
+            break
+        tried = increase(middle)
+        if tried <= limit:
+            high, found = middle, tried
+        else:
+            low = middle
+    return high, found

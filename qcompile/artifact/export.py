@@ -1,0 +1,277 @@
+"""Export an artifact's quantized graph as an ExportedProgram of ATen operators, and that as MLIR.
+
+Each of our operators is replaced by its reference body, so torch-mlir need not know them. The step over a paged cache
+becomes one pass over one text: attention reads the keys and values of its own rows, rounded as by the cache.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from qcompile import ops
+from qcompile.artifact import swap
+from qcompile.artifact.manifest import check_manifest
+from qcompile.artifact.writer import MANIFEST, read_manifest, verify
+from qcompile.errors import ArtifactError, ResourceError, UnsupportedError, UsageError
+from qcompile.formats import numerics
+from qcompile.graph import Graph, WeightStore
+from qcompile.ops.model import attend, key_offsets, visible, whole_keys
+from qcompile.ops.quantized import gate
+from qcompile.ops.step import turn_heads
+
+STEP = "graphs/step.json"
+FORMATS = {"torch-mlir": "torch", "linalg": "linalg-on-tensors"}
+"""Formats of `qcompile export`, with torch-mlir's names of the dialects."""
+
+Cached = dict[int, tuple[Tensor, Tensor]]
+"""Keys and values [T, Hk, D] by layer, as attention reads them back."""
+
+
+# ---- weights of an artifact --------------------------------------------------------------------------
+
+
+class _Weights:
+    """The packed weights of an artifact, unpacked for the nodes of its step graph."""
+
+    def __init__(self, root: Path) -> None:
+        manifest = read_manifest(root)
+        check_manifest(manifest, str(root / MANIFEST))
+        problems = [] if STEP in manifest["files"] else [f"{STEP} is missing"]
+        if problems := problems or verify(root):
+            raise ArtifactError(f"{root} is damaged: {problems[0]}; build it again")
+        if manifest["target"].get("kind", "cpu") != "cpu":
+            raise UnsupportedError(f"export: {root} is packed for {manifest['target']['name']}; build it for a CPU")
+        self.root = root
+        self.entries = {entry["name"]: entry for entry in manifest["runtime"]["weights"]}
+        text = (root / STEP).read_text(encoding="utf-8")
+        self.graph = Graph.from_json(text, WeightStore())
+        self.shapes = {node["name"]: node["shapes"] for node in json.loads(text)["nodes"]}
+
+    def value(self, node: fx.Node) -> Any:
+        """The value of a weight expression: unpacked if the artifact holds it, else computed from its operands."""
+        if "packed" in node.meta:
+            return self._unpacked(node, node.meta["packed"]["kind"], node.meta["packed"]["names"])
+        if node.op == "get_attr" or not callable(node.target) or ops.name_of(node.target) == "quantize_mixed":
+            what = ops.name_of(node.target) or node.op
+            raise UnsupportedError(f"export: node {node.name}: {what} cannot be read back out of an artifact")
+        return node.target(*fx.node.map_arg(node.args, self.value))
+
+    def _unpacked(self, node: fx.Node, kind: str, names: list[str]) -> Any:
+        blobs = [self._blob(name) for name in names]
+        (shape, dtype), *_ = self.shapes[node.name]
+        if kind in numerics.FORMATS and kind != "mix_4_8":
+            n, k = shape
+            return numerics.unpack_weight(dict(zip(numerics.FORMATS[kind].roles, blobs, strict=True)), n, k, kind)
+        if kind == "indices":
+            return blobs[0].view(torch.int32)[: int(np.prod(shape))].long()
+        if kind not in ("vector", "flat", "table"):
+            raise UnsupportedError(f"export: node {node.name}: {kind} weights cannot be exported; take another recipe")
+        stored = torch.bfloat16 if kind == "table" and dtype == "bfloat16" else torch.float32
+        return blobs[0].view(stored)[: int(np.prod(shape))].reshape(shape)
+
+    def _blob(self, name: str) -> Tensor:
+        entry = self.entries[name]
+        path = self.root / entry["file"]
+        data = np.fromfile(path, dtype=np.uint8, count=entry["bytes"], offset=entry["offset"])
+        return torch.from_numpy(data)
+
+
+# ---- one text through the step graph --------------------------------------------------------------------
+
+
+class Sequence(torch.nn.Module):
+    """The model of the artifact at `root`: token_ids int64 [T], a text from its start -> logits f32 [T, vocab].
+
+    Raises UsageError or ArtifactError if there is no intact artifact, and UnsupportedError with the node for weights
+    that cannot be unpacked (mix_4_8).
+    """
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        weights = _Weights(root)
+        self.graph = weights.graph
+        self.leaves: dict[str, int] = {}
+        for node in self.graph.nodes:
+            if node.op == "call_function" and not self.graph.is_weight(node):
+                for source in filter(self.graph.is_weight, node.all_input_nodes):
+                    self._keep(source, weights)
+
+    def _keep(self, node: fx.Node, weights: _Weights) -> None:
+        if node.name in self.leaves:
+            return
+        value = weights.value(node)
+        parts = value if isinstance(value, list) else [value]
+        self.leaves[node.name] = len(parts) if isinstance(value, list) else 0
+        for index, part in enumerate(parts):
+            self.register_buffer(f"{node.name}_{index}", part.contiguous())
+
+    def _leaf(self, name: str) -> Any:
+        count = self.leaves[name]
+        parts = [getattr(self, f"{name}_{index}") for index in range(max(count, 1))]
+        return parts if count else parts[0]
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        positions = torch.arange(token_ids.shape[0])
+        values: dict[fx.Node, Any] = dict.fromkeys(self.graph.inputs)
+        values.update(zip(self.graph.inputs, (token_ids, positions), strict=False))
+        values[self.graph.inputs[-1]] = {}
+        for node in self.graph.nodes:
+            if node.name in self.leaves:
+                values[node] = self._leaf(node.name)
+            elif node.op == "call_function" and not self.graph.is_weight(node):
+                values[node] = _call(node, fx.node.map_arg(node.args, values.__getitem__))
+        logits: Any = self.graph.output.args[0]
+        return values[logits[0]]
+
+
+def _call(node: fx.Node, args: Any) -> Any:
+    own = _OVER_ONE_TEXT.get(ops.name_of(node.target) or "")
+    assert callable(node.target), node
+    return own(*args) if own else node.target(*args)
+
+
+def _kv_append(k: Tensor, v: Tensor, _p: Tensor, _s: None, _b: None, cache: Cached, layer: int, format: str) -> Cached:
+    return cache | {layer: (numerics.round_trip_kv(k, format), numerics.round_trip_kv(v, format))}
+
+
+def _rope_append(
+    qkv: Tensor,
+    inv_freq: Tensor | None,
+    positions: Tensor,
+    sequence: None,
+    table: None,
+    cache: Cached,
+    offsets: list[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    scaling: float,
+    interleaved: bool,
+    layer: int,
+    format: str,
+    center: Tensor | None = None,
+    block: int = 0,
+    *times: Tensor | None,
+) -> list[Any]:
+    turn = positions, inv_freq, scaling, interleaved
+    qkv, k, v = turn_heads(qkv, turn, offsets, heads, kv_heads, head_dim, center, block, *times)
+    return [qkv, _kv_append(k, v, positions, sequence, table, cache, layer, format)]
+
+
+def _kv_attention(
+    q: Tensor,
+    positions: Tensor,
+    _s: None,
+    _b: None,
+    cache: Cached,
+    layer: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    bits: int = 0,
+    center: Tensor | None = None,
+) -> Tensor:
+    if bits:
+        raise UnsupportedError("export: a hierarchical cache rounds tokens as they age; take another recipe")
+    k, v = whole_keys(cache[layer][0], center), cache[layer][1]
+    bias = key_offsets(key_bias, positions, positions)
+    return attend(q, k, v, visible(positions, positions, window), scale, softcap, sinks, bias)
+
+
+_OVER_ONE_TEXT: dict[str, Callable[..., Any]] = {
+    "kv_append": _kv_append,
+    "kv_attention": _kv_attention,
+    "rope_append": _rope_append,
+    "take_rows": lambda x, rows: x,
+}
+"""Replacements for operators on a paged cache if the cache is the text itself and all logits are requested."""
+
+
+# ---- reference bodies ------------------------------------------------------------------------------------
+
+
+def _expert_linear(x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """expert_linear without data-dependent shapes: the weights of each slot are gathered."""
+    if x.dim() == index.dim():
+        x = x.unsqueeze(-2).expand(*index.shape, x.shape[-1])
+    y = (weight[index] @ x[..., None]).squeeze(-1)
+    return y if bias is None else y + bias[index]
+
+
+def _gated_experts(x: Tensor, index: Tensor, gate_up: Tensor, bias: Tensor | None, *gating: Any) -> Tensor:
+    return gate(_expert_linear(x, index, gate_up, bias), *gating)
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """The body of each of our operators in ATen, for ExportedProgram.run_decompositions."""
+    table = {ops.op(name): ops.reference(name) for name in ops.DEFINED}
+    table[ops.op("expert_linear")] = _expert_linear
+    table[ops.op("gated_experts")] = _gated_experts
+    return table
+
+
+def to_aten(module: torch.nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
+    """`module` exported for the shapes of `inputs`, with our operators decomposed."""
+    with torch.no_grad():
+        program = torch.export.export(module, inputs, strict=False)
+        table = torch.export.default_decompositions()
+        table.update(decompositions())
+        return program.run_decompositions(table)
+
+
+# ---- MLIR -------------------------------------------------------------------------------------------------
+
+
+def to_mlir(program: torch.export.ExportedProgram, format: str) -> Any:
+    """`program` as a torch_mlir.ir.Module with a function `main`, in one of FORMATS.
+
+    Raises ResourceError if torch-mlir is not installed, UnsupportedError if it cannot lower the program.
+    """
+    torch_mlir = _torch_mlir()
+    try:
+        return torch_mlir.export_and_import(program, output_type=FORMATS[format])
+    except Exception as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise UnsupportedError(f"export: torch-mlir cannot lower this model to {format}: {reason[0][:300]}") from error
+
+
+def _torch_mlir() -> Any:
+    try:
+        return importlib.import_module("torch_mlir.fx")
+    except ImportError as error:
+        raise ResourceError(f"export needs torch-mlir ({error}): pip install 'qcompile[mlir]'") from error
+
+
+def write(root: Path, out: Path, format: str, tokens: int) -> int:
+    """Export the artifact at `root`, for texts of `tokens` tokens, to the file `out`; returns its size in bytes.
+
+    Raises UsageError for an unknown format or a bad number of tokens, ResourceError if `out` cannot be written, and the
+    errors of Sequence.
+    """
+    if format not in FORMATS:
+        raise UsageError(f"--format {format} is unknown; there are {', '.join(FORMATS)}")
+    _torch_mlir()  # raises before a minute's work if it is missing
+    most = read_manifest(root)["model"]["max_position"]
+    if not 1 <= tokens <= most:
+        raise UsageError(f"--tokens {tokens}: the model's context is {most}")
+    with torch.no_grad():
+        model = Sequence(root)
+    program = to_aten(model, (torch.zeros(tokens, dtype=torch.int64),))
+    module = to_mlir(program, format)
+    try:
+        with swap.whole_file(out) as file:
+            module.operation.print(file=file, binary=True)
+            file.write(b"\n")
+        return out.stat().st_size
+    except OSError as error:
+        raise ResourceError(f"{out} cannot be written: {error.strerror}") from error

@@ -1,0 +1,207 @@
+"""Weights of Hugging Face checkpoints by their names in the module, following transformers' loading rules."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qcompile.checkpoints import frontend
+from qcompile.checkpoints.checkpoint import Checkpoint, require_finite
+from qcompile.checkpoints.frontend import Loader
+from qcompile.errors import UnsupportedError, UsageError
+
+
+def loaders(module: Any, checkpoint: Checkpoint) -> dict[str, Loader]:
+    """Loaders of all parameters and buffers of `module`, by their names in the exported program.
+
+    Presence, shape and type of all weights are checked here, from the headers only; values when they are loaded.
+    """
+    files, assembled = _file_names(module, checkpoint)
+    _settle_ties(module, checkpoint, files)
+    computed = _computed_buffers(module)
+    groups: dict[int, list[str]] = {}
+    for name, value in module.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(value), []).append(name)
+    found: dict[str, Loader] = {}
+    for name, value in itertools.chain(
+        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    ):
+        if name in computed:
+            found[name] = frontend.TensorLoader(name, computed[name])
+            continue
+        names = groups.get(id(value), [name])
+        joined = next((assembled[n] for n in names if n in assembled), None)
+        stored = next((files[n] for n in names if n in files), names[0])
+        if joined is not None:
+            joined.require(name, tuple(value.shape))
+            found[name] = functools.partial(joined.load, next(n for n in names if n in assembled))
+        elif isinstance(value, nn.Parameter):
+            checkpoint.require(stored, tuple(value.shape))
+            found[name] = functools.partial(checkpoint.load, stored)
+        elif stored in checkpoint:
+            checkpoint.require(stored, tuple(value.shape), value.is_floating_point())
+            found[name] = frontend.TensorLoader(name, checkpoint.raw(stored))
+    return found
+
+
+def no_loaders(module: Any) -> dict[str, Loader]:
+    """Loaders for a model without its weights: of computed buffers, and placeholders for single numbers.
+
+    Raising reads single numbers, as in activation functions, as kernel parameters; their values do not select the
+    kernel.
+    """
+    computed = _computed_buffers(module)
+    found: dict[str, Loader] = {name: frontend.TensorLoader(name, value) for name, value in computed.items()}
+
+    def missing(name: str) -> Tensor:
+        raise UnsupportedError(f"weight {name} was not given, and its values are needed: the model was read without")
+
+    for name, value in itertools.chain(
+        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    ):
+        if name not in found:
+            number = value.numel() == 1 and value.is_floating_point()
+            found[name] = _stand_in(name, value.shape) if number else functools.partial(missing, name)
+    return found
+
+
+def _stand_in(name: str, shape: torch.Size) -> Loader:
+    """A placeholder number for the weight `name`, unlike any constant in a pattern and any other weight's."""
+    return frontend.TensorLoader(name, torch.full(shape, 0.37 + zlib.crc32(name.encode()) / 2**36))
+
+
+def _file_names(module: Any, checkpoint: Checkpoint) -> tuple[dict[str, str], dict[str, _Assembled]]:
+    """(name in the module -> name in the files, name in the module -> what it is assembled from).
+
+    Follows transformers' own rules for renaming, joining and splitting, for instance of experts stored separately.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    mapping = get_model_conversion_mapping(module)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    state = module.state_dict()
+    found: dict[str, str] = {}
+    groups: dict[str, _Assembled] = {}
+    for stored in sorted(checkpoint, key=dot_natural_key):  # pieces are joined in numerical order
+        name, pattern = rename_source_key(stored, renamings, converters, module.base_model_prefix, state)
+        if name not in state and stored in state:
+            name, pattern = stored, None
+        if name in state and pattern is not None:
+            group = groups.setdefault(name, _Assembled(module, checkpoint, by_pattern[pattern], name))
+            group.pieces.append((pattern, stored))
+        else:
+            if name in state and name in found:
+                _require_equal(checkpoint, name, found[name], stored)
+            found[name] = stored
+    return found, {name: group for group in groups.values() for name in group.shapes()}
+
+
+def _require_equal(checkpoint: Checkpoint, name: str, one: str, other: str) -> None:
+    """Raise UsageError if two stored tensors that both mean the weight `name` differ."""
+    if not _are_equal(checkpoint, one, other):
+        raise UsageError(
+            f"tensors {one} and {other} differ, and both are weight {name} of the model: remove one of them"
+        )
+
+
+def _are_equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
+    a, b = checkpoint.raw(one), checkpoint.raw(other)
+    return a.shape == b.shape and torch.equal(a, b)
+
+
+@dataclass
+class _Assembled:
+    """Weights of the module that one of transformers' converters makes from several stored tensors.
+
+    `pieces` are (source pattern, stored name) in order; `target` is transformers' key for the group.
+    """
+
+    module: Any
+    checkpoint: Checkpoint
+    converter: Any
+    target: str
+    pieces: list[tuple[str, str]] = field(default_factory=list)
+
+    def _convert(self, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        old = self.converter  # which accumulates tensors, so make a new one
+        patterns = list(old._original_source_patterns), list(old._original_target_patterns)
+        converter = type(old)(*patterns, operations=old.operations)
+        converter.scope_prefix, converter.base_model_prefix = old.scope_prefix, old.base_model_prefix
+        for pattern, stored in self.pieces:
+            converter.add_tensor(self.target, stored, pattern, functools.partial(read, stored))
+        try:
+            made = converter.convert(self.target, model=self.module, config=self.module.config)
+        except Exception as error:  # conversion operations may raise anything
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UsageError(f"weight {self.target} cannot be assembled from {self.pieces[0][1]}: {reason}") from error
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names in the module and shapes of the converted weights, from the headers of the files only."""
+
+        def read(stored: str) -> Tensor:
+            return torch.empty(self.checkpoint.entries[stored].shape, device="meta")
+
+        return {name: tuple(value.shape) for name, value in self._convert(read).items()}
+
+    def require(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise UsageError unless the converted weight `name` has `shape`."""
+        made = self.shapes().get(name)
+        if made != shape:
+            raise UsageError(f"weight {name} is assembled to shape {made} from {len(self.pieces)} tensors, not {shape}")
+
+    def load(self, name: str) -> Tensor:
+        """The weight `name` in float32. Raises UsageError if a piece holds NaN or infinity."""
+        return self._convert(self.checkpoint.load)[name].contiguous()
+
+
+def _settle_ties(module: Any, checkpoint: Checkpoint, files: dict[str, str]) -> None:
+    """Untie weights that the files store twice with different values, as transformers does."""
+    for target, source in dict(getattr(module, "all_tied_weights_keys", None) or {}).items():
+        if target not in files or source not in files:
+            continue
+        if _are_equal(checkpoint, files[target], files[source]):
+            continue
+        parent, _, leaf = target.rpartition(".")
+        owner = module.get_submodule(parent)
+        setattr(owner, leaf, nn.Parameter(torch.empty_like(getattr(owner, leaf)), requires_grad=False))
+
+
+def _computed_buffers(module: Any) -> dict[str, Tensor]:
+    """Values of buffers that are not stored, such as rotary frequencies, computed by the model's own code.
+
+    They are moved to the CPU temporarily, filled by transformers' initialization of their modules, and removed again;
+    parameters stay on the meta device, where initialization does nothing.
+    """
+    from transformers import PreTrainedModel
+
+    computed: dict[str, Tensor] = {}
+    for path, owner in module.named_modules():
+        names = [name for name in owner._non_persistent_buffers_set if owner._buffers.get(name) is not None]
+        if not names:
+            continue
+        kept = {name: owner._buffers[name] for name in names}
+        for name, buffer in kept.items():
+            fill = float("nan") if buffer.is_floating_point() else 0
+            owner._buffers[name] = torch.full(buffer.shape, fill, dtype=buffer.dtype, device="cpu")
+        parents = [module.get_submodule(path[:i]) for i, c in enumerate(path + ".") if c in "."]
+        initializer = next(m for m in reversed([module, *parents]) if isinstance(m, PreTrainedModel))
+        with torch.no_grad():
+            initializer._init_weights(owner)
+        for name, buffer in kept.items():
+            computed[f"{path}.{name}" if path else name] = owner._buffers[name]
+            owner._buffers[name] = buffer
+    for name, value in computed.items():
+        if value.is_floating_point():
+            require_finite(name, value)
+    return computed

@@ -1,0 +1,200 @@
+"""Weights as compressed-tensors stores them (vllm-project/compressed-tensors, compressors/pack_quantized and others).
+
+NAME.weight [outputs, inputs] is (code - zero) * scale in float32. NAME.weight_scale is [outputs, groups].
+
+- `pack-quantized`: NAME.weight_packed int32 [outputs, inputs * bits / 32], earlier inputs in lower bits, each code more
+  by 2^(bits - 1) than it is; NAME.weight_shape, the numbers of outputs and inputs; where it is not symmetric
+  NAME.weight_zero_point int32 [outputs * bits / 32, groups], packed alike; and where groups are of inputs in any order
+  (releases up to 0.9) NAME.weight_g_idx int32 [inputs], the group of each, or -1 throughout where they are in theirs.
+- `int-quantized`, `float-quantized`, `naive-quantized`: NAME.weight, int8 or 8-bit floats, and where it is there
+  NAME.weight_zero_point of the same type and the shape of the scales.
+
+How activations are rounded as they come is for a recipe to say, not for the file; what else changes the model's
+function (a scale of activations or of the cache that is stored, rotations, sparsity) is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qcompile.checkpoints.checkpoint import StoredCheckpoint
+from qcompile.checkpoints.stored import groups as stored_groups
+from qcompile.checkpoints.stored.groups import WORD, one_of, require, shifts, unpack, words_of
+from qcompile.errors import UnsupportedError, UsageError
+
+METHOD = "compressed-tensors"
+PACKED = "pack-quantized"
+FORMATS = (PACKED, "int-quantized", "float-quantized", "naive-quantized")
+NUMBERS = {"int": torch.int8, "float": torch.float8_e4m3fn}
+"""Types of stored weights that are not packed, by what the configuration calls them."""
+REST = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale")
+
+Find = Callable[[StoredCheckpoint], None]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How weights are stored. A scale covers `group` inputs of one output (0: all), or the whole tensor."""
+
+    format: str
+    kind: str
+    bits: int
+    symmetric: bool
+    group: int
+    whole: bool = False
+    ordered: bool = False
+
+    def groups(self, inputs: int) -> tuple[int, int]:
+        """(inputs in a group, groups) of a weight."""
+        size = self.group or inputs
+        return size, -(-inputs // size)
+
+
+# ---- the configuration -----------------------------------------------------------------------------
+
+
+def compressed_tensors(quantization: dict[str, Any]) -> Find:
+    """What finds the weights of a checkpoint whose `quantization_config` this is. Refuses all that is not read."""
+    one_of(METHOD, "quantization_status", quantization.get("quantization_status") or "compressed", ("compressed",))
+    if quantization.get("kv_cache_scheme"):
+        raise UnsupportedError(f"{METHOD} checkpoints with a kv_cache_scheme are not read")
+    for key, inner in (("sparsity_config", "format"), ("transform_config", "config_groups")):
+        if not _says_nothing(quantization.get(key), inner):
+            raise UnsupportedError(f"{METHOD} checkpoints with a {key} are not read")
+    groups = quantization.get("config_groups")
+    if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
+        raise UsageError(f"config_groups of the checkpoint's {METHOD} weights say nothing of how they are stored")
+    schemes = {_scheme(name, group, quantization.get("format")) for name, group in groups.items()}
+    if len(schemes) > 1:
+        raise UnsupportedError(f"{METHOD} weights are not read where groups differ: {', '.join(groups)}")
+    return functools.partial(_find, scheme=schemes.pop())
+
+
+def _says_nothing(value: Any, key: str) -> bool:
+    """Whether `value` is nothing, or an object whose `key` is nothing or "dense"."""
+    return not value or (isinstance(value, dict) and value.get(key, value) in (None, {}, "dense"))
+
+
+def _scheme(name: str, group: dict[str, Any], format: Any) -> Scheme:
+    """How the weights of one of `config_groups`, called `name`, are stored."""
+    incoming = group.get("input_activations")
+    if incoming and not (isinstance(incoming, dict) and incoming.get("dynamic") is True):
+        raise UnsupportedError(f"{METHOD} weights with stored scales of activations ({name}) are not read")
+    if group.get("output_activations"):
+        raise UnsupportedError(f"{METHOD} weights with output_activations ({name}) are not read")
+    weights = group.get("weights")
+    if not isinstance(weights, dict):
+        raise UsageError(f"config_groups of the checkpoint's {METHOD} weights: {name} has no weights")
+    format = one_of(METHOD, "format", group.get("format") or format, FORMATS)
+    kinds = ("int",) if format in (PACKED, "int-quantized") else ("float",) if format == "float-quantized" else ()
+    kind = one_of(METHOD, "type", weights.get("type", "int"), kinds or tuple(NUMBERS))
+    bits = one_of(METHOD, "num_bits", weights.get("num_bits", 8), (4, 8) if format == PACKED else (8,))
+    symmetric = one_of(METHOD, "symmetric", weights.get("symmetric", True), (True, False))
+    size: Any = weights.get("group_size")
+    inferred = "tensor" if size is None else "channel" if size == -1 else "group"
+    strategies = ("group", "channel") if format == PACKED else ("group", "channel", "tensor")
+    strategy = one_of(METHOD, "strategy", weights.get("strategy") or inferred, strategies)
+    grouped = strategy == "group"
+    if grouped and (type(size) is not int or size < 1):
+        raise UsageError(f"group_size of the checkpoint's {METHOD} weights is {size}; a number of inputs goes there")
+    ordered = grouped and weights.get("actorder") in ("group", "dynamic")
+    return Scheme(format, kind, bits, symmetric, size if grouped else 0, strategy == "tensor", ordered)
+
+
+# ---- the weights -----------------------------------------------------------------------------------
+
+
+def _find(checkpoint: StoredCheckpoint, scheme: Scheme) -> None:
+    for name in list(checkpoint):
+        if scheme.format == PACKED and name.endswith(".weight_packed"):
+            _add_packed(checkpoint, name.removesuffix("_packed"), scheme)
+        elif scheme.format != PACKED and name.endswith(".weight") and checkpoint.entries[name].dtype.itemsize == 1:
+            _add_plain(checkpoint, name, scheme)
+    stored_groups.require_none_left(checkpoint, tuple(f".{ending}" for ending in REST))
+
+
+def _add_packed(checkpoint: StoredCheckpoint, name: str, scheme: Scheme) -> None:
+    """Let the weight `name` be made of NAME_packed and what lies beside it."""
+    bits = scheme.bits
+    outputs, _ = words_of(checkpoint, f"{name}_packed")
+    inputs = _inputs(checkpoint, name, outputs)
+    require(checkpoint, f"{name}_packed", (outputs, -(-inputs * bits // WORD)), torch.int32)
+    size, count = scheme.groups(inputs)
+    require(checkpoint, f"{name}_scale", (outputs, count))
+    parts = {"words": f"{name}_packed", "scales": f"{name}_scale", "shape": f"{name}_shape"}
+    if not scheme.symmetric:
+        require(checkpoint, f"{name}_zero_point", (-(-outputs * bits // WORD), count), torch.int32)
+        parts["zeros"] = f"{name}_zero_point"
+    if scheme.ordered or (scheme.group and f"{name}_g_idx" in checkpoint):
+        require(checkpoint, f"{name}_g_idx", (inputs,), torch.int32)
+        parts["index"] = f"{name}_g_idx"
+
+    def make(*tensors: Tensor) -> Tensor:
+        named = dict(zip(parts, tensors, strict=True))
+        named.pop("shape")
+        return from_packed(name, inputs, bits, size, **named)
+
+    checkpoint.add(name, (outputs, inputs), tuple(parts.values()), make)
+
+
+def _inputs(checkpoint: StoredCheckpoint, name: str, outputs: int) -> int:
+    """How many inputs NAME_shape says that the weight `name` has."""
+    entry = checkpoint.entries.get(f"{name}_shape")
+    if entry is None or entry.shape != (2,) or entry.dtype not in (torch.int32, torch.int64):
+        raise UsageError(f"tensor {name}_shape is missing or no pair of whole numbers")
+    rows, inputs = checkpoint.map(f"{name}_shape", entry).tolist()
+    if rows != outputs or inputs < 1:
+        raise UsageError(f"tensor {name}_shape says [{rows}, {inputs}]; {name}_packed has {outputs} outputs")
+    return int(inputs)
+
+
+def from_packed(
+    name: str,
+    inputs: int,
+    bits: int,
+    size: int,
+    words: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    index: Tensor | None = None,
+) -> Tensor:
+    """Words [outputs, inputs * bits / 32] and NAME's other tensors -> the weight NAME, float32 [outputs, inputs]."""
+    zero: Tensor | int = 2 ** (bits - 1)  # codes are more by that, and so are stored zeros
+    if zeros is not None:
+        zero = unpack(zeros, shifts(bits), 0)[: len(words)]
+    groups: stored_groups.Groups = size
+    if index is not None and not bool((index == -1).all()):
+        groups = stored_groups.groups_of(f"{name}_g_idx", index, size, scales.shape[1])
+    return stored_groups.dequantize(
+        inputs, lambda band: unpack(words[band], shifts(bits), 1)[:, :inputs], scales, zero, groups
+    )
+
+
+def _add_plain(checkpoint: StoredCheckpoint, name: str, scheme: Scheme) -> None:
+    """Let the weight `name` be made of itself, in 8 bits, and what lies beside it."""
+    entry = checkpoint.entries[name]
+    if entry.dtype != NUMBERS[scheme.kind] or len(entry.shape) != 2 or 0 in entry.shape:
+        found = f"{entry.dtype} of shape {list(entry.shape)}"
+        raise UsageError(f"tensor {name} is {found}; a matrix of {NUMBERS[scheme.kind]} belongs there")
+    outputs, inputs = entry.shape
+    size, count = scheme.groups(inputs)
+    sides: tuple[int, ...] = (1,) if scheme.whole else (outputs, count)
+    if scheme.whole and f"{name}_scale" in checkpoint and not checkpoint.entries[f"{name}_scale"].shape:
+        sides = ()
+    require(checkpoint, f"{name}_scale", sides)
+    parts: tuple[str, ...] = (name, f"{name}_scale")
+    if not scheme.symmetric or f"{name}_zero_point" in checkpoint:
+        require(checkpoint, f"{name}_zero_point", sides, entry.dtype)
+        parts = (*parts, f"{name}_zero_point")
+
+    def make(codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
+        zero = 0 if zeros is None else zeros.expand(outputs, count)
+        return stored_groups.dequantize(inputs, codes.__getitem__, scales.expand(outputs, count), zero, size)
+
+    checkpoint.add(name, entry.shape, parts, make)

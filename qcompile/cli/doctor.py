@@ -1,0 +1,111 @@
+"""Can this model be compiled, how, and what will it take: everything `build` does, short of reading weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from qcompile import pipeline
+from qcompile.checkpoints import depth, huggingface
+from qcompile.cli import console
+from qcompile.errors import PassError, UnsupportedError
+from qcompile.report import bits
+from qcompile.runtime.engine.blocks import pages_for
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What `doctor` found. `unsupported` has {node, reason} each; bytes are 0 where it is not exportable.
+
+    `memory_bytes` is what running takes: weights, activations of the widest step, and the cache of one
+    sequence of full context. `disk_bytes` is the artifact without its kernel library (some 100 KB).
+    """
+
+    exportable: bool
+    unsupported: list[dict[str, str]] = field(default_factory=list)
+    plan: dict[str, Any] = field(default_factory=dict)
+    memory_bytes: int = 0
+    disk_bytes: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """What `doctor --json` prints."""
+        return asdict(self)
+
+    def as_text(self) -> str:
+        """For people."""
+        if not self.exportable:
+            places = [f"{entry['node']}: " if entry["node"] else "" for entry in self.unsupported]
+            lines = [f"  {place}{entry['reason']}" for place, entry in zip(places, self.unsupported, strict=True)]
+            return "\n".join(["not supported", *lines])
+        passes = ", ".join(f"{entry['name']} {entry['fired']}" for entry in self.plan["passes"])
+        kernels = "\n".join(f"  {count:3d} {name}" for name, count in self.plan["kernels"].items())
+        seen = self.plan.get("layers_examined")
+        examined = f"layers: {self.plan['layers']}, which repeat the first {seen}\n" if seen else ""
+        return (
+            f"exportable: {self.plan['model']}, {self.plan['parameters']:,} parameters\n"
+            f"{examined}"
+            f"passes: {passes}\n"
+            f"kernels\n{kernels}\n"
+            f"memory {console.byte_size(self.memory_bytes)} (weights {console.byte_size(self.plan['weight_bytes'])}, "
+            f"cache of {self.plan['context']} tokens {console.byte_size(self.plan['cache_bytes'])}), "
+            f"disk {console.byte_size(self.disk_bytes)}"
+        )
+
+
+def examine(
+    model: str, target: str, recipe: str, options: Mapping[str, str], head_dtype: str | None, **source: Any
+) -> Diagnosis:
+    """Run every stage on `model` up to code generation. What qcompile does not compile becomes `unsupported`.
+
+    Of a deep model without weights only the layers that differ are looked at: the others take what these do. Raises
+    UsageError for what is wrong with the request itself.
+    """
+    request: dict[str, Any] = {"target": target, "recipe": recipe, "options": options, "head_dtype": head_dtype}
+    try:
+        directory = huggingface.find(model)
+        there = any(directory.glob("*.safetensors"))  # a configuration is enough
+        repeats = None if there else depth.find(huggingface.read_config(directory, **source), **source)
+        source |= {"weights": there}
+        if repeats is None:
+            facts = _facts(pipeline.plan(model, **request, **source))
+        else:
+            small, large = (_facts(pipeline.plan(model, **request, **source, layers=layers)) for layers in repeats.cuts)
+            examined = {"layers": repeats.layers, "layers_examined": repeats.cuts[1]}
+            facts = repeats.extrapolate(small, large) | examined
+    except PassError as error:
+        return Diagnosis(False, [{"node": error.node, "reason": f"{error.pass_name}: {error.reason}"}])
+    except UnsupportedError as error:
+        return Diagnosis(False, [{"node": "", "reason": str(error)}])
+    packed, weights, files = (facts.pop(key) for key in ("linear_bits", "linear_weights", "files_bytes"))
+    facts["bits_per_weight"] = packed / max(weights, 1)
+    memory = facts["weight_bytes"] + facts["cache_bytes"] + facts["activation_bytes"]
+    return Diagnosis(True, plan=facts, memory_bytes=memory, disk_bytes=facts["weight_bytes"] + files)
+
+
+def _facts(plan: pipeline.Plan) -> dict[str, Any]:
+    """What `plan` is and takes: names and whole numbers."""
+    program, info = plan.program, plan.graphs[-1].info
+    pages = pages_for(info.max_position, program.kv.page_tokens, program.kv.ring_tokens)
+    packed, weights = bits.linear_bits(plan.graphs[-1])
+    return {
+        "model": info.name,
+        "parameters": info.parameters,
+        "linear_bits": packed,
+        "linear_weights": weights,
+        "passes": [{"name": p.name, "options": p.options, "fired": p.fired} for p in plan.passes],
+        "kernels": dict(Counter(_kernel_name(call) for call in program.calls)),
+        "weight_bytes": sum(size for weight in plan.weights for _, size in weight.blobs),
+        "cache_bytes": pages * program.kv.page_bytes,
+        "activation_bytes": pipeline.MAX_STEP_TOKENS * (program.arena_bytes("tokens") + program.arena_bytes("outputs")),
+        "files_bytes": sum(len(content) for content in plan.files.values()),
+        "context": info.max_position,
+    }
+
+
+def _kernel_name(call: Any) -> str:
+    """`gemm w4_asym_g128 1536x512`: calls of one name share a kernel."""
+    if call.kernel == "gemm":
+        return f"gemm {call.format} {call.n}x{call.k} {call.epilogue}"
+    return str(call.kernel)

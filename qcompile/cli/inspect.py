@@ -1,0 +1,151 @@
+"""What an artifact holds, from its manifest alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from qcompile.artifact.manifest import check_manifest
+from qcompile.artifact.writer import MANIFEST, PASSES_FILE, read_manifest
+from qcompile.cli import console
+from qcompile.errors import ArtifactError
+
+_MEASURED = ("max_relative_error", "seconds")
+"""What --check finds out about a pass."""
+
+
+def summary(path: Path) -> dict[str, Any]:
+    """What `inspect --json` prints.
+
+    `sizes` are bytes: all, weights, kernels, the rest, and what a token takes in the caches of all paths; `drafts` say
+    how much of it is theirs.
+    """
+    manifest = read_manifest(path)
+    check_manifest(manifest, str(Path(path) / MANIFEST))
+    files: dict[str, dict[str, Any]] = manifest["files"]
+    kv = manifest["runtime"]["kv"]
+    sizes = {"weights": 0, "kernels": 0, "other": (path / MANIFEST).stat().st_size}
+    for name, entry in files.items():
+        kind = "weights" if name.startswith("weights-") else "kernels" if name.startswith("kernels/") else "other"
+        sizes[kind] += entry["bytes"]
+    sizes["total"] = sum(sizes.values())
+    drafts = [_level(level) for level in manifest["runtime"].get("levels") or []]
+    sizes["kv_per_token"] = _per_token(kv) + sum(draft.get("kv_per_token", 0) for draft in drafts)
+    return {
+        "model": manifest["model"],
+        "recipe": manifest["recipe"],
+        "target": manifest["target"],
+        "bits_per_weight": manifest["bits_per_weight"],
+        "kv": kv,
+        "drafts": drafts,
+        "tuned": manifest.get("tuned"),
+        "passes": manifest["passes"],
+        "sizes": sizes,
+        "versions": {"qcompile": manifest["qcompile_version"], **manifest["versions"]},
+        "files": {name: entry["bytes"] for name, entry in files.items()},
+    }
+
+
+def _level(level: dict[str, Any]) -> dict[str, Any]:
+    """A level of speculation in short: a path with the target's cache or its own, or a lookup."""
+    if "lookup" in level:
+        return {"kind": "lookup", "gamma": level["gamma"]}
+    found = {"kind": level["path"], "gamma": level["gamma"], "cache": "shared", "weights": len(level["weights"])}
+    found["passes"] = level.get("passes") or []
+    return found | {"cache": "own", "kv_per_token": _per_token(level["kv"])} if level.get("kv") else found
+
+
+def _per_token(kv: dict[str, Any]) -> int:
+    """Bytes a token takes in the cache that a manifest describes so."""
+    size: int = kv["page_bytes"] // kv["page_tokens"]
+    return size
+
+
+def passes(path: Path) -> list[dict[str, Any]]:
+    """What `inspect --passes --json` prints: {path, name, options, fired, notes, max_relative_error, seconds} of each.
+
+    Behind the target's passes (path "model") are those of drafts. The last two are None unless the artifact was built
+    with --check, which does not measure drafts.
+    """
+    manifest = read_manifest(path)
+    check_manifest(manifest, str(path / MANIFEST))
+    paths = {"model": manifest["passes"]}
+    paths |= {level["path"]: level.get("passes") or [] for level in _drafting(manifest)}
+    measured = _measured(path)
+    return [
+        {"path": path, "notes": []}
+        | entry
+        | {key: measured.get(entry["name"], {}).get(key) if path == "model" else None for key in _MEASURED}
+        for path, listed in paths.items()
+        for entry in listed
+    ]
+
+
+def _measured(path: Path) -> dict[str, dict[str, float | None]]:
+    """What --check measured, by pass; nothing without it. No hash covers the file, so it may hold anything."""
+    try:
+        listed = json.loads((path / PASSES_FILE).read_text(encoding="utf-8"))
+        return {
+            entry["name"]: {key: None if entry[key] is None else float(entry[key]) for key in _MEASURED}
+            for entry in listed
+        }
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise ArtifactError(f"{path}: {PASSES_FILE} is damaged ({error}); delete it or build again") from error
+
+
+def _drafting(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """The levels of speculation that are paths."""
+    return [level for level in manifest["runtime"].get("levels") or [] if "path" in level]
+
+
+def passes_as_text(listed: list[dict[str, Any]]) -> str:
+    """`passes` for people, as a table."""
+    rows = []
+    for entry in listed:
+        options = ", ".join(f"{name}={value}" for name, value in entry["options"].items())
+        error, seconds = entry["max_relative_error"], entry["seconds"]
+        measured = ["-" if error is None else f"{error:.1e}", "-" if seconds is None else f"{seconds:.2f}"]
+        name = entry["name"] if entry["path"] == "model" else f"{entry['path']}: {entry['name']}"
+        rows.append([name, str(entry["fired"]), *measured, options])
+    text = console.table(["pass", "fired", "max error", "seconds", "options"], rows, words=("options",))
+    return text if any(e["seconds"] is not None for e in listed) else f"{text}\nbuild with --check to measure errors"
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """`summary` for people."""
+    model, recipe, target, sizes = found["model"], found["recipe"], found["target"], found["sizes"]
+    options = "".join(f" {name}={value}" for name, value in recipe["options"].items())
+    passes = "".join(f"  {_pass_line(entry)}\n" for entry in found["passes"])
+    for draft in found["drafts"]:
+        lines = "".join(f"  {_pass_line(entry)}\n" for entry in draft.get("passes", ()))
+        passes += f"passes of {draft['kind']}\n{lines}" if lines else ""
+    drafts = ", ".join(_draft_text(draft) for draft in found["drafts"])
+    rows = [[name.replace("_", " "), console.byte_size(size)] for name, size in sizes.items()]
+    return (
+        f"model    {model['name']}, {model['parameters']:,} parameters, vocabulary {model['vocab_size']}, "
+        f"context {model['max_position']}\n"
+        f"recipe   {recipe['name']}{options}\n"
+        f"target   {target['name']} ({target['isa']})\n"
+        f"weights  {found['bits_per_weight']:.2f} bits per weight of the linears\n"
+        f"cache    {found['kv']['format']}\n"
+        f"drafts   {drafts or 'none'}\n"
+        f"passes\n{passes}"
+        f"sizes\n{_indented(console.table(['', ''], rows))}"
+    )
+
+
+def _draft_text(draft: dict[str, Any]) -> str:
+    own = f", {console.byte_size(draft['kv_per_token'])} per token" if "kv_per_token" in draft else ""
+    return f"{draft['kind']} ({draft['cache']} cache{own})" if "cache" in draft else str(draft["kind"])
+
+
+def _pass_line(entry: dict[str, Any]) -> str:
+    options = ", ".join(f"{name}={value}" for name, value in entry["options"].items())
+    return f"{entry['name']} {entry['fired']}" + (f" ({options})" if options else "")
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines() if line)

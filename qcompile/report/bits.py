@@ -1,0 +1,30 @@
+"""Bits per weight of a quantized graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qcompile.formats import mix, numerics
+from qcompile.graph import Graph
+
+
+def linear_bits(graph: Graph) -> tuple[int, int]:
+    """Packed bits of all linears, including scales and zeros, and the number of their weights."""
+    bits = weights = 0
+    for node in graph.calls("quantize_weight"):
+        arguments: Any = node.args
+        (n, k), format = arguments[0].meta["val"].shape, arguments[1]
+        bits += 8 * sum(numerics.packed_bytes(n, k, str(format)).values())
+        weights += n * k
+    for node in graph.calls("quantize_mixed"):
+        arguments = node.args
+        n, k = arguments[0].meta["val"].shape
+        bits += 8 * sum(mix.packed_bytes(mix.layout(graph.evaluate(arguments[1]), False), k).values())
+        weights += n * k
+    return bits, weights
+
+
+def bits_per_weight(graph: Graph) -> float:
+    """Packed bits of all linears divided by the number of their weights."""
+    bits, weights = linear_bits(graph)
+    return bits / max(weights, 1)

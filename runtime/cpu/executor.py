@@ -1,0 +1,380 @@
+"""Calls the artifact's library through its C interface by ctypes, with every buffer allocated once.
+
+A step carries rows (tokens) of several sequences. This module knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from qcompile.errors import ArtifactError, ResourceError, UsageError
+from qcompile.runtime.engine.blocks import pages_for
+from qcompile.runtime.loader import ABI, Arena
+from qcompile.runtime.sampling.logprobs import alternatives_of
+from qcompile.runtime.sampling.penalties import Penalties
+from qcompile.runtime.sampling.sampling import Draws
+
+FloatArray = npt.NDArray[np.float32]
+
+
+class QcDraws(ctypes.Structure):
+    """`qc_draws` of the generated library: how the tokens of a sequence are drawn."""
+
+    _fields_ = [
+        ("temperature", ctypes.c_double),
+        ("top_p", ctypes.c_double),
+        ("min_logit", ctypes.c_double),
+        ("uniforms", ctypes.c_void_p),
+        ("top_k", ctypes.c_int32),
+        ("first", ctypes.c_int32),
+        ("count", ctypes.c_int32),
+        ("listed", ctypes.c_int32),
+        ("room", ctypes.c_int32),
+        ("reported", ctypes.c_int32),
+        ("alternatives", ctypes.c_int32),
+        ("known", ctypes.c_int32),
+        ("biased", ctypes.c_int32),
+        ("repetition", ctypes.c_double),
+        ("frequency", ctypes.c_double),
+        ("presence", ctypes.c_double),
+        ("seen", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p),
+        ("recent", ctypes.c_void_p),
+        ("reports", ctypes.c_void_p),
+        ("known_next", ctypes.c_void_p),
+        ("bias_tokens", ctypes.c_void_p),
+        ("bias_values", ctypes.c_void_p),
+    ]
+
+
+def draws_array(draws: Sequence[Draws]) -> Any:
+    """`draws` as an array of QcDraws, which owns what they point to; None if only the argmax is wanted."""
+    if all(draw.plain for draw in draws):
+        return None
+    result: Any = (QcDraws * len(draws))()
+    uniforms: Any = (ctypes.c_double * sum(len(draw.uniforms) for draw in draws))()
+    at = 0
+    for entry, draw in zip(result, draws, strict=True):
+        count = len(draw.uniforms)
+        uniforms[at : at + count] = draw.uniforms
+        entry.temperature, entry.top_p, entry.min_logit = draw.temperature, draw.top_p, draw.min_logit
+        entry.top_k, entry.first, entry.count = draw.top_k, draw.first, count
+        entry.uniforms = ctypes.addressof(uniforms) + 8 * at
+        at += count
+        if draw.reports is not None:
+            entry.reports, entry.alternatives = draw.reports.ctypes.data, alternatives_of(draw.reports)
+            entry.known, entry.reported = len(draw.known), len(draw.reports) - len(draw.known)
+        if draw.bias is not None:
+            entry.bias_tokens, entry.bias_values = draw.bias.tokens.ctypes.data, draw.bias.values.ctypes.data
+            entry.biased = len(draw.bias.tokens)
+    pairs = list(zip(result, draws, strict=True))
+    penalties = [_set_penalties(entry, draw.penalties) for entry, draw in pairs if draw.penalties]
+    result.owned = uniforms, draws, penalties, [_set_known(entry, draw.known) for entry, draw in pairs if draw.known]
+    return result
+
+
+def _set_known(entry: QcDraws, tokens: Sequence[int]) -> Any:
+    """Set an entry's known tokens. Returns the memory that it then points to."""
+    known: Any = (ctypes.c_int32 * len(tokens))(*tokens)
+    entry.known_next = ctypes.addressof(known)
+    return known
+
+
+def _set_penalties(entry: QcDraws, given: Penalties) -> Any:
+    """Set an entry's penalties. Returns the memory that it then points to."""
+    recent: Any = (ctypes.c_int32 * given.room)(*given.ahead)
+    entry.repetition, entry.frequency, entry.presence = given.repetition, given.frequency, given.presence
+    entry.seen, entry.counts = given.tokens.ctypes.data, given.counts.ctypes.data
+    entry.recent, entry.listed, entry.room = ctypes.addressof(recent), len(given.tokens), given.room
+    return given, recent
+
+
+class QcBatch(ctypes.Structure):
+    """`qc_batch` of the generated library: one step's rows."""
+
+    _fields_ = [
+        ("tokens", ctypes.c_int32),
+        ("sequences", ctypes.c_int32),
+        ("outputs", ctypes.c_int32),
+        ("block_stride", ctypes.c_int32),
+        ("token_ids", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("query_start", ctypes.c_void_p),
+        ("block_table", ctypes.c_void_p),
+        ("output_rows", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+        ("argmax", ctypes.c_void_p),
+        ("draws", ctypes.c_void_p),
+    ]
+
+
+class QcConfig(ctypes.Structure):
+    """`qc_config` of the generated library: the arguments of opening it."""
+
+    _fields_ = [
+        ("weights", ctypes.c_void_p),
+        ("kv", ctypes.c_void_p),
+        ("kv_pages", ctypes.c_int64),
+        ("threads", ctypes.c_int32),
+        ("max_tokens", ctypes.c_int32),
+        ("max_outputs", ctypes.c_int32),
+        ("team", ctypes.c_void_p),
+    ]
+
+
+class Rows(NamedTuple):
+    """Consecutive tokens of one sequence in one step; the last `outputs` of them give logits."""
+
+    tokens: Sequence[int]
+    start: int
+    """Position of the first token."""
+    pages: Sequence[int]
+    """KV pages of the sequence, enough for the last position."""
+    outputs: int
+    known: int = 0
+    """How many of the outputs, the first ones, are followed by a token that is known (`Draws.known`)."""
+
+
+class Limits(NamedTuple):
+    """Sizes for which the buffers are allocated."""
+
+    max_tokens: int
+    vocab: int
+    page_tokens: int
+    max_position: int
+    ring_tokens: int = 0
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages of the cache that this many positions take."""
+        return pages_for(tokens, self.page_tokens, self.ring_tokens)
+
+
+class StepExecutor(Protocol):
+    """Runs steps of a model, on a CPU or a GPU."""
+
+    limits: Limits
+    kv_pages: int
+    threads: int
+    """CPU threads that compute; 0 on a GPU."""
+    draws: bool
+    """Whether steps can draw tokens, apply biases and penalties and report log probabilities. Then the "argmax" of a
+    sequence is chosen as its Draws say, and their reports are written."""
+
+    overlaps: bool
+    """Whether the host can do something else after `start`, while a step runs."""
+
+    def step(
+        self, sequences: Sequence[Rows], logits: bool, draws: Sequence[Draws] = ()
+    ) -> tuple[list[int], FloatArray | None]:
+        """The argmax of every output row, and if asked its logits [outputs, vocab], valid until the next call.
+
+        Logits of rows whose sequence has biases or penalties are returned with these applied. A row whose next token is
+        known (`Draws.known`) chooses nothing: its argmax only tells, by -1, that its logits are not finite.
+        """
+
+    def decode(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> list[int]:
+        """`steps` tokens for each sequence (one row each): [steps, sequences], flattened."""
+
+    def start(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> Callable[[], list[int]]:
+        """Start `decode`, or with one step `step`, and return a function that waits for its tokens.
+
+        One more may be started before they are waited for, in which a token may be -1 - i: that which output i of the
+        last step started before will give (0 if that is not finite). Any other call waits for both.
+        """
+
+    def profile(self, on: bool) -> None:
+        """Start (resetting the counters) or stop timing each call."""
+
+    def profile_read(self) -> dict[str, tuple[float, int]]:
+        """Seconds and number of runs of each call, in the order they run."""
+
+    def probe(self, what: int) -> float:
+        """A peak of the machine: 0 read GB/s, 1 int8 GOPS, 2 f32 GFLOPS, 3 bf16 GFLOPS."""
+
+    def close(self) -> None:
+        """Free what the executor holds; idempotent."""
+
+
+def bind(library: Any) -> None:
+    """Declare the argument and result types of the library's functions."""
+    batch, handle, i32 = ctypes.POINTER(QcBatch), ctypes.c_void_p, ctypes.c_int32
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "qc_describe": (ctypes.c_char_p, []),
+        "qc_open": (handle, [ctypes.POINTER(QcConfig)]),
+        "qc_team": (ctypes.c_void_p, [handle]),
+        "qc_step": (ctypes.c_int, [handle, batch]),
+        "qc_decode": (ctypes.c_int, [handle, batch, i32, ctypes.c_void_p]),
+        "qc_speculate": (ctypes.c_int, [ctypes.c_void_p]),
+        "qc_profile": (ctypes.c_int, [handle, i32]),
+        "qc_profile_read": (ctypes.c_int, [handle, ctypes.c_void_p, ctypes.c_void_p, i32]),
+        "qc_probe": (ctypes.c_double, [handle, i32]),
+        "qc_close": (None, [handle]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+
+
+class Executor:
+    """An opened model. `step` and `decode` block until the library is done. Not safe for two threads.
+
+    `library` has the functions of the C interface, `pointers` is a ctypes array of weight addresses, and `kv` holds
+    `kv_pages` pages. A draft path uses the threads of the path that it drafts for, `leader`, and must be closed before
+    it. Raises ResourceError if threads or memory are short.
+    """
+
+    draws, overlaps = True, False
+
+    def __init__(
+        self,
+        library: Any,
+        pointers: Any,
+        kv: Arena,
+        kv_pages: int,
+        threads: int,
+        limits: Limits,
+        leader: Executor | None = None,
+    ) -> None:
+        self.library, self.limits, self.threads, self.kv_pages = library, limits, threads, kv_pages
+        self._keep: tuple[object, ...] = (pointers, kv)
+        self._given: list[int] = []  # by what `start` ran last
+        self.description: dict[str, Any] = json.loads(library.qc_describe())
+        if self.description.get("abi") != ABI:
+            raise ArtifactError(f"library interface {self.description.get('abi')}, this qcompile has {ABI}")
+        self._check(len(pointers), kv)
+        self._allocate()  # first, so that if it fails there is nothing to close
+        team = leader.library.qc_team(leader.handle) if leader else None
+        config = QcConfig(
+            ctypes.addressof(pointers), kv.address, kv_pages, threads, limits.max_tokens, limits.max_tokens, team
+        )
+        self.handle: int | None = library.qc_open(ctypes.byref(config))
+        if not self.handle:
+            raise ResourceError(f"no memory or threads to open the model with {threads} threads")
+
+    def _check(self, weights: int, kv: Arena) -> None:
+        """Raise ArtifactError unless the library has the manifest's sizes: it does not check its arguments itself."""
+        description, limits = self.description, self.limits
+        cache = description.get("kv", {})
+        wrong = ["weights"] * (description.get("weights", 0) > weights)  # more may follow: those of drafts
+        wrong += ["vocab_size"] * (description.get("vocab_size", limits.vocab) != limits.vocab)
+        for name, value in (("page_tokens", limits.page_tokens), ("ring_tokens", limits.ring_tokens)):
+            wrong += [name] * (cache.get(name, value) != value)
+        wrong += ["page_bytes"] * (cache.get("page_bytes", 0) * self.kv_pages > kv.size)
+        wrong += ["max_position"] * (description.get("max_position", limits.max_position) < limits.max_position)
+        if wrong:
+            raise ArtifactError(f"the artifact's manifest and library differ in {wrong[0]}; build it again")
+
+    def _allocate(self) -> None:
+        rows = self.limits.max_tokens
+        table = rows * self.limits.pages_for(self.limits.max_position)
+        # ctypes arrays take a list or a range in one slice assignment; numpy would convert it to an array first.
+        self._token_ids: Any = (ctypes.c_int32 * rows)()
+        self._positions: Any = (ctypes.c_int32 * rows)()
+        self._query_start: Any = (ctypes.c_int32 * (rows + 1))()
+        self._block_table: Any = (ctypes.c_int32 * table)()
+        self._output_rows: Any = (ctypes.c_int32 * rows)()
+        self._argmax = (ctypes.c_int32 * rows)()
+        self._decoded = (ctypes.c_int32 * rows)()
+        self._logits: FloatArray = np.empty(
+            (rows, self.limits.vocab), np.float32
+        )  # its pages take memory once they are used
+        self._batch = QcBatch(
+            token_ids=ctypes.addressof(self._token_ids),
+            positions=ctypes.addressof(self._positions),
+            query_start=ctypes.addressof(self._query_start),
+            block_table=ctypes.addressof(self._block_table),
+            output_rows=ctypes.addressof(self._output_rows),
+            argmax=ctypes.addressof(self._argmax),
+        )
+        self._logits_address = self._logits.ctypes.data
+        self._reference = ctypes.byref(self._batch)
+
+    def _fill(self, sequences: Sequence[Rows], draws: Sequence[Draws]) -> int:
+        """Write the rows into the batch. Returns how many give logits."""
+        if self.handle is None:
+            raise UsageError("the model is closed: load it again")
+        stride = max(len(rows.pages) for rows in sequences)
+        at = outputs = 0
+        for index, rows in enumerate(sequences):
+            count = len(rows.tokens)
+            end = at + count
+            self._token_ids[at:end] = rows.tokens
+            self._positions[at:end] = range(rows.start, rows.start + count)
+            first = index * stride
+            self._block_table[first : first + len(rows.pages)] = rows.pages
+            if rows.outputs:
+                self._output_rows[outputs : outputs + rows.outputs] = range(end - rows.outputs, end)
+                outputs += rows.outputs
+            at = end
+            self._query_start[index + 1] = at
+        batch, self._draws = self._batch, draws_array(draws)
+        batch.draws = ctypes.addressof(self._draws) if self._draws else None
+        batch.tokens, batch.sequences, batch.outputs, batch.block_stride = at, len(sequences), outputs, stride
+        return outputs
+
+    def step(
+        self, sequences: Sequence[Rows], logits: bool, draws: Sequence[Draws] = ()
+    ) -> tuple[list[int], FloatArray | None]:
+        """Run one step over at most `max_tokens` rows.
+
+        Returns the argmax of every output row, or its draw if its sequence has a temperature, and if asked its logits
+        [outputs, vocab] (with penalties, if its sequence has any), a view that the next call overwrites.
+        """
+        outputs = self._fill(sequences, draws)
+        self._batch.logits = self._logits_address if logits else None
+        status = self.library.qc_step(self.handle, self._reference)
+        if status:
+            raise RuntimeError(f"qc_step refused its arguments ({status})")
+        return self._argmax[:outputs], self._logits[:outputs] if logits else None
+
+    def decode(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> list[int]:
+        """`steps` tokens for each sequence (one row each), fed back without returning to Python.
+
+        The pages must have room for all of them. Returns [steps, sequences], flattened.
+        """
+        count = steps * self._fill(sequences, draws)
+        if count > len(self._decoded):
+            self._decoded = (ctypes.c_int32 * count)()
+        self._batch.logits = None
+        out = ctypes.addressof(self._decoded)
+        status = self.library.qc_decode(self.handle, self._reference, steps, out)
+        if status:
+            raise RuntimeError(f"qc_decode refused its arguments ({status})")
+        return self._decoded[:count]
+
+    def start(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> Callable[[], list[int]]:
+        """Run `decode` or `step` at once, as a CPU's cores are the host's."""
+        given = self._given
+        tokens = ([token if token >= 0 else max(given[-1 - token], 0) for token in row.tokens] for row in sequences)
+        rows = [row._replace(tokens=known) for row, known in zip(sequences, tokens, strict=True)]
+        found = list(self.decode(rows, steps, draws) if steps > 1 else self.step(rows, False, draws)[0])
+        self._given = found[len(found) - sum(row.outputs for row in rows) :]
+        return lambda: found
+
+    def profile(self, on: bool) -> None:
+        """Start (resetting the counters) or stop timing each call."""
+        self.library.qc_profile(self.handle, int(on))
+
+    def profile_read(self) -> dict[str, tuple[float, int]]:
+        """Seconds and number of runs of each call since `profile(True)`, in the order they run."""
+        names = self.description["calls"]
+        seconds, counts = (ctypes.c_double * len(names))(), (ctypes.c_int64 * len(names))()
+        self.library.qc_profile_read(self.handle, seconds, counts, len(names))
+        return {name: (seconds[i], counts[i]) for i, name in enumerate(names)}
+
+    def probe(self, what: int) -> float:
+        """A measured peak of this machine: 0 read GB/s, 1 int8 GOPS, 2 f32 GFLOPS, 3 bf16 GFLOPS."""
+        return float(self.library.qc_probe(self.handle, what))
+
+    def close(self) -> None:
+        """End the library's threads and free its memory; idempotent."""
+        handle, self.handle = self.handle, None
+        if handle:
+            self.library.qc_close(handle)
+            self._keep = ()

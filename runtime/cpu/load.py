@@ -1,0 +1,113 @@
+"""Opens the executor of a verified CPU artifact, and its drafts."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from qcompile.errors import ArtifactError, ResourceError
+from qcompile.runtime.cpu.executor import Executor, Limits, bind
+from qcompile.runtime.cpu.speculate import LibrarySpeculator
+from qcompile.runtime.engine.blocks import BlockPool, requested_pages
+from qcompile.runtime.loader import Arena, LoadedArtifact, available_memory
+from qcompile.runtime.speculation.levels import Drafter, Level, Speculator
+from qcompile.runtime.speculation.reencode import Reencoder, open_reencoder
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_KV_SHARE = 4  # by default the cache takes at most 1 / 4 of the free memory
+
+
+def open_cpu(
+    artifact: LoadedArtifact,
+    max_batch: int,
+    kv_cache_bytes: int | None,
+    threads: int,
+    drafts: bool,
+    tokenizer: Tokenizer | None,
+) -> tuple[Executor, Drafter | None]:
+    """Open the artifact's model, and its drafts if `drafts` is true. On failure, nothing stays open.
+
+    `tokenizer` is the target's. Raises ArtifactError (manifest and libraries differ), ResourceError (memory, threads),
+    UsageError.
+    """
+    runtime, model = artifact.manifest["runtime"], artifact.manifest["model"]
+    kv = runtime["kv"]
+    sizes = runtime["max_tokens"], runtime["vocab_size"], kv["page_tokens"], model["max_position"]
+    limits = Limits(*sizes, kv.get("ring_tokens") or 0)
+    levels = runtime.get("levels") or [] if drafts else []
+    page_bytes = kv["page_bytes"] + sum(
+        level["kv"]["page_bytes"] for level in levels if level.get("kv") and not level.get("tokenizer")
+    )
+    pages = _kv_pages(page_bytes, limits, max_batch, kv_cache_bytes)
+    bind(artifact.library)
+    arena = Arena(pages * kv["page_bytes"])
+    with ExitStack() as undo:
+        executor = Executor(artifact.library, artifact.pointers, arena, pages, threads, limits)
+        undo.callback(executor.close)
+        drafter: Drafter | None = None
+        if levels and levels[0].get("tokenizer"):
+            drafter = _open_reencoder(artifact, levels[0], executor, tokenizer, max_batch, undo)
+        elif levels:
+            drafter = _open_levels(artifact, levels, executor, arena, undo)
+        undo.pop_all()
+    return executor, drafter
+
+
+def _open_levels(
+    artifact: LoadedArtifact, levels: list[dict[str, Any]], target: Executor, cache: Arena, undo: ExitStack
+) -> Speculator:
+    """Open the draft paths with the target's threads, page numbers and, where they share it, its cache.
+
+    `undo` closes them.
+    """
+    opened = []
+    for level, draft in zip(levels, artifact.drafts, strict=True):
+        if draft is None:
+            opened.append(Level(None, level["gamma"], match=level["lookup"]))
+            continue
+        bind(draft.library)
+        own, pages = level.get("kv"), target.kv_pages
+        arena = Arena(pages * own["page_bytes"]) if own else cache
+        limits = target.limits._replace(max_position=level["max_position"])
+        executor = Executor(draft.library, draft.pointers, arena, pages, target.threads, limits, target)
+        undo.callback(executor.close)
+        opened.append(Level(executor, level["gamma"], own is None, threshold=level["threshold"]))
+    return LibrarySpeculator(target, opened)
+
+
+def _open_reencoder(
+    artifact: LoadedArtifact,
+    level: dict[str, Any],
+    target: Executor,
+    tokenizer: Tokenizer | None,
+    max_batch: int,
+    undo: ExitStack,
+) -> Reencoder:
+    """Open a draft model with another tokenizer, with pages for `max_batch` requests of its full context.
+
+    `undo` closes it.
+    """
+    draft, kv = artifact.drafts[0], level["kv"]
+    if draft is None:
+        raise ArtifactError(f"{artifact.root}: a draft that encodes text is no path; build it again")
+    bind(draft.library)
+    limits = Limits(target.limits.max_tokens, level["vocab_size"], kv["page_tokens"], level["max_position"])
+    pool = BlockPool(max_batch * -(-limits.max_position // limits.page_tokens), limits.page_tokens)
+    arena = Arena(pool.total * kv["page_bytes"])
+    executor = Executor(draft.library, draft.pointers, arena, pool.total, target.threads, limits, target)
+    undo.callback(executor.close)
+    files, vocab = artifact.manifest["files"], target.limits.vocab
+    return open_reencoder(artifact.root, files, level, tokenizer, vocab, executor, pool)
+
+
+def _kv_pages(page_bytes: int, limits: Limits, max_batch: int, wanted_bytes: int | None) -> int:
+    """Number of pages of the KV cache, each of `page_bytes` over all paths."""
+    if wanted_bytes is not None:
+        return requested_pages(wanted_bytes, page_bytes)
+    full = max_batch * limits.pages_for(limits.max_position)
+    pages = min(full, available_memory() // _KV_SHARE // page_bytes)
+    if pages < 1:
+        raise ResourceError(f"no memory for one KV page of {page_bytes:,} bytes")
+    return pages

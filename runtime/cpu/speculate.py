@@ -1,0 +1,166 @@
+"""Rounds of speculation inside the artifact's library (codegen/cpu/templates/speculate.h), without returning to Python
+between tokens."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from qcompile.runtime.cpu.executor import Executor, draws_array
+from qcompile.runtime.outputs import MOST_DRAFTS
+from qcompile.runtime.speculation.levels import Gained, Level, Speculator
+
+if TYPE_CHECKING:
+    from qcompile.runtime.engine.scheduler import Request
+
+_ARRAYS = (
+    *("tokens", "first", "length", "limit", "gamma", "draws", "computed", "block_table"),
+    *("rounds_done", "drafted", "accepted", "seconds"),
+)
+"""The arrays of `qc_speculation`, in its order."""
+
+
+class _Level(ctypes.Structure):
+    """`qc_level` of the library."""
+
+    _fields_ = [
+        ("step", ctypes.c_void_p),
+        ("model", ctypes.c_void_p),
+        ("vocab", ctypes.c_int32),
+        ("cache", ctypes.c_int32),
+        ("gamma", ctypes.c_int32),
+        ("match", ctypes.c_int32),
+        ("threshold", ctypes.c_float),
+    ]
+
+
+class _Speculation(ctypes.Structure):
+    """`qc_speculation` of the library."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("levels", "sequences", "rounds", "max_rows", "stride", "block_stride")),
+        ("level", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in _ARRAYS),
+    ]
+
+
+class LibrarySpeculator(Speculator):
+    """Speculation in the library of `target`; the draft paths were opened on its threads."""
+
+    def __init__(self, target: Executor, levels: Sequence[Level]) -> None:
+        super().__init__(target, levels)
+        self._library = target.library
+        table = [_level_entry(index, level) for index, level in enumerate([Level(target, 0, True), *levels])]
+        self._table = (_Level * len(table))(*table)
+        self._memory = _Memory(len(table), 0, 0, 0)
+
+    def draws_in_rounds(self, requests: Sequence[Request]) -> bool:
+        return True
+
+    def _extend(
+        self, requests: Sequence[Request], gammas: Sequence[int], ends: Sequence[int], rounds: int
+    ) -> tuple[list[Gained], Sequence[float]]:
+        memory, before = self._fill(requests, gammas, ends, rounds)
+        drawn = [
+            request.sampler.draws(request.computed, end - len(request.tokens) if rounds else 0)
+            for request, end in zip(requests, ends, strict=True)
+        ]
+        draws = draws_array(drawn)
+        memory.call.draws = ctypes.addressof(draws) if draws else None
+        if self._library.qc_speculate(ctypes.byref(memory.call)):
+            raise RuntimeError("qc_speculate refused its arguments")
+        count, columns = len(requests), memory.sizes[1]
+        results = []
+        for index in range(count):
+            row = index * columns
+            tokens = memory.tokens[row + before[index] : row + memory.length[index]]
+            computed = memory.computed[index : count * (len(self.levels) + 1) : count]
+            results.append(Gained(tokens, computed, *memory.counts_of(index)))
+        return results, memory.seconds[:]
+
+    def _fill(
+        self, requests: Sequence[Request], gammas: Sequence[int], ends: Sequence[int], rounds: int
+    ) -> tuple[_Memory, list[int]]:
+        """Write a call's arguments. Also returns how many tokens of each text they contain."""
+        count = len(requests)
+        first, computed = self._text_starts(requests)
+        before = [len(request.tokens) - start for request, start in zip(requests, first, strict=True)]
+        limits = [end - start for end, start in zip(ends, first, strict=True)]
+        need = count, max(limits) + 1, max(len(request.pages) for request in requests)
+        if not self._memory.fits(*need):
+            self._memory = _Memory(len(self.levels) + 1, *(2 * size for size in need))
+            self._memory.call.level = ctypes.addressof(self._table)
+        memory = self._memory
+        _, columns, pages = memory.sizes
+        memory.first[:count], memory.length[:count] = first, before
+        memory.limit[:count], memory.gamma[:count] = limits, list(gammas)
+        memory.computed[: count * len(computed)] = [place for level in computed for place in level]
+        for index, request in enumerate(requests):
+            row = index * columns
+            memory.tokens[row : row + before[index]] = request.tokens[first[index] :]
+            memory.pages[index * pages : index * pages + len(request.pages)] = request.pages
+        memory.clear()
+        memory.call.sequences, memory.call.rounds = count, rounds
+        memory.call.max_rows = self.target.limits.max_tokens
+        return memory, before
+
+
+def _level_entry(index: int, level: Level) -> _Level:
+    """A level as the library reads it. Levels that share the target's cache have cache number 0, others their own."""
+    executor = level.executor
+    assert executor is None or isinstance(executor, Executor)
+    return _Level(
+        ctypes.cast(executor.library.qc_step, ctypes.c_void_p) if executor else None,
+        executor.handle if executor else None,
+        executor.limits.vocab if executor else 0,
+        0 if level.shares_cache else index,
+        level.gamma,
+        level.match,
+        level.threshold,
+    )
+
+
+class _Memory:
+    """The arrays of a call of qc_speculate, reused by later calls that fit.
+
+    ctypes arrays convert from and to lists faster than numpy's, of which each call would need a dozen.
+    """
+
+    def __init__(self, levels: int, sequences: int, columns: int, pages: int) -> None:
+        self.sizes = sequences, columns, pages
+
+        def numbers(count: int) -> Any:
+            return (ctypes.c_int32 * count)()
+
+        self.tokens, self.pages = numbers(sequences * columns), numbers(sequences * pages)
+        self.first, self.length, self.limit, self.gamma = (numbers(sequences) for _ in range(4))
+        self.computed = numbers(levels * sequences)
+        counts = sequences * (1 + 2 * MOST_DRAFTS)
+        self._results: Any = (ctypes.c_char * (4 * counts + 8 * levels))()
+        self.seconds = (ctypes.c_double * levels).from_buffer(self._results)
+        at = 8 * levels
+        self.rounds_done = (ctypes.c_int32 * sequences).from_buffer(self._results, at)
+        at += 4 * sequences
+        self.drafted = (ctypes.c_int32 * (sequences * MOST_DRAFTS)).from_buffer(self._results, at)
+        at += 4 * sequences * MOST_DRAFTS
+        self.accepted = (ctypes.c_int32 * (sequences * MOST_DRAFTS)).from_buffer(self._results, at)
+        arrays = (self.tokens, self.first, self.length, self.limit, self.gamma, self.computed, self.pages)
+        results = (self.rounds_done, self.drafted, self.accepted, self.seconds)
+        self.call = _Speculation(levels=levels, stride=columns, block_stride=pages)
+        names = [name for name in _ARRAYS if name != "draws"]  # set by each call
+        for name, array in zip(names, arrays + results, strict=True):
+            setattr(self.call, name, ctypes.addressof(array))
+
+    def fits(self, sequences: int, columns: int, pages: int) -> bool:
+        """Whether a call of this size (`columns` tokens and `pages` per sequence) has room."""
+        return sequences <= self.sizes[0] and columns <= self.sizes[1] and pages <= self.sizes[2]
+
+    def clear(self) -> None:
+        """Set the results to zero."""
+        ctypes.memset(self._results, 0, len(self._results))
+
+    def counts_of(self, index: int) -> tuple[int, list[int], list[int]]:
+        """Number of rounds of a sequence, and its drafted and accepted tokens by position in the round."""
+        places = slice(index * MOST_DRAFTS, (index + 1) * MOST_DRAFTS)
+        return self.rounds_done[index], self.drafted[places], self.accepted[places]

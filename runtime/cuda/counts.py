@@ -1,0 +1,104 @@
+"""The counts of a step on a GPU, and the launches and grids that they choose (see codegen/gpu/launches.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Counts = dict[str, int]
+MIN_PAGES = 8
+"""Fewest pages to which those of the longest context are rounded up in the counts of a step."""
+
+
+class AttentionWork(NamedTuple):
+    """What attention has to do for sequences that are next to each other in a step: at most `splits` splits of
+    positions and `queries` rows a sequence."""
+
+    splits: int = 0
+    tokens: int = 0
+    sequences: int = 0
+    queries: int = 0
+
+
+def attention_work(
+    plan: Mapping[str, Any], lengths: Sequence[int], pages: Sequence[int], splits: Callable[[int], int]
+) -> tuple[AttentionWork, AttentionWork]:
+    """The work of the kernels for decoding and of those for prompts, for sequences of `lengths` rows over `pages`.
+
+    splits: how many a context of so many pages has. Sequences of few rows at the beginning of a step, where schedulers
+    put them, are decoded even if prompts follow: kernels for prompts would take several times as long for them.
+    """
+    decoding = next((i for i, count in enumerate(lengths) if count > plan["most_queries"]), len(lengths))
+
+    def work(part: slice) -> AttentionWork:
+        some = lengths[part]
+        return AttentionWork(splits(max(pages[part])), sum(some), len(some), max(some)) if some else AttentionWork()
+
+    return work(slice(decoding)), work(slice(decoding, None))
+
+
+def attention_counts(plan: Mapping[str, Any], decoding: AttentionWork, prompts: AttentionWork) -> Counts:
+    """The counts of attention's launches."""
+    splits = decoding.splits
+    fine = 0 < splits * decoding.sequences <= plan["fine_splits"]
+    far = prompts.splits > plan["near_splits"]
+    # Several sequences read their rings at once, which kernels that pipeline those loads take better.
+    few = fine and splits * decoding.sequences <= plan["few_splits"] * min(decoding.sequences, 2)
+    groups = -(-splits // plan["group_splits"]) if splits > plan["group_splits"] else 0
+    slots = splits * (plan["leaves"] if fine else 1)
+    most_shares = max(1, plan["shares"] // (decoding.sequences if plan["shared"] and decoding.sequences else 1))
+    shares = -(-slots // -(-slots // most_shares)) if slots else 0  # programs with equally many splits
+    tokens = decoding.tokens + prompts.tokens
+    return {
+        "few": decoding.queries if few else 0,
+        "fine": decoding.queries if fine and not few else 0,
+        "coarse": 0 if fine else decoding.queries,
+        "near": 0 if far else prompts.queries,
+        "far": prompts.tokens if far else 0,
+        "merged": 0 if fine else splits,
+        "groups": 0 if fine else groups,
+        "fine_merged": splits if fine else 0,
+        "fine_groups": groups if fine else 0,
+        "decoding": decoding.sequences,
+        "decoding_tokens": decoding.tokens,
+        "prompts": prompts.sequences,
+        "prompt_tokens": prompts.tokens,
+        "prompt_queries": prompts.queries,
+        "decode_tokens": 0 if prompts.sequences else tokens,
+        "other_tokens": tokens if prompts.sequences else 0,
+        "splits": splits,
+        "slots": slots,
+        "shares": shares,
+    }
+
+
+def active_launches(launches: list[dict[str, Any]], counts: Counts) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The launches that have work for these counts, each with the variant for its number of rows."""
+    for launch in launches:
+        count = counts[launch["by"]]
+        variant = next((v for v in launch["variants"] if not v["most"] or count <= v["most"]), None)
+        if variant is not None and count and variant["kernel"]:
+            yield launch, variant
+
+
+def grid(variant: dict[str, Any], counts: Counts) -> list[int]:
+    """The grid of a launch."""
+    return [_size(size, counts) for size in variant["grid"]]
+
+
+def _size(size: Any, counts: Counts) -> int:
+    if isinstance(size, list):
+        count, divisor, times, plus = (*size, 1, 0)[:4]
+        return -(-counts[count] // divisor) * times + plus
+    return counts[size] if isinstance(size, str) else int(size)
+
+
+def power_of_two(value: int) -> int:
+    """The smallest power of two that is at least `value`."""
+    return 1 << (max(value, 1) - 1).bit_length()
+
+
+def eighths(value: int) -> int:
+    """`value` rounded up to an eighth of a power of two: few distinct graphs, with grids not much too large."""
+    step = max(power_of_two(value) // 8, MIN_PAGES)
+    return -(-value // step) * step

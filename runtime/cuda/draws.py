@@ -1,0 +1,205 @@
+"""The inputs of sampling, biases and penalties on a GPU (codegen/gpu/sample.py, penalties.py): each sequence's options,
+random numbers and lists of tokens; and the reports of tokens (codegen/gpu/report.py)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from qcompile.runtime.cuda.driver import Driver
+from qcompile.runtime.sampling.logprobs import DoubleArray, alternatives_of, empty_reports
+from qcompile.runtime.sampling.penalties import IntArray, Penalties
+from qcompile.runtime.sampling.sampling import Draws
+
+MOST_DRAWS = 1 << 16
+"""Most random numbers of a call."""
+_OPTIONS = 21
+_FIRST_ROOM = 1 << 16
+"""Numbers for which there is room in the lists of tokens at first."""
+_FIRST_REPORTS = 1 << 10
+"""Numbers for which there is room in the reports at first."""
+_NO_REPORTS = empty_reports(0, 0)
+
+
+class _Pair:
+    """Memory of `items` numbers of `size` bytes on the GPU, with a copy in pinned host memory."""
+
+    def __init__(self, driver: Driver, items: int, size: int, what: str) -> None:
+        self._driver, self._size, self.items = driver, size, items
+        driver.use()
+        self.address = driver.allocate(size * items, what)
+        try:
+            self.host_address = driver.pinned(size * items)
+        except BaseException:
+            driver.free(self.address)
+            raise
+
+    def send(self, items: int) -> None:
+        """Queue a copy of the first numbers to the GPU."""
+        self._driver.use()
+        self._driver.upload(self.address, self.host_address, self._size * items)
+
+    def fetch(self, items: int) -> None:
+        """Queue a copy of the first numbers to the host."""
+        self._driver.use()
+        self._driver.download(self.host_address, self.address, self._size * items)
+
+    def free(self) -> None:
+        """Free the memory on both sides."""
+        self._driver.free(self.address)
+        self._driver.free_pinned(self.host_address)
+
+
+class CudaDraws:
+    """Arrays on the GPU: 21 options a sequence, random numbers and reports (float64), and lists of tokens (int32).
+
+    Options are those of Draws, the position of the first token, its first random number, their number, and how many
+    alternatives are reported; then at 8 those of Penalties, where the sequence's list starts, how many tokens it has,
+    and its room for recent ones (0: no penalties); at 14 where its reports start, and for how many positions (0: none
+    are wanted); at 16 where its known tokens start in the lists, how many they are, and how many there are up to and
+    with this sequence; at 19 where its biases start, and their number. Penalties' list is the tokens' counts, the
+    tokens, and the recent ones, that of biases the tokens and the biases.
+    """
+
+    def __init__(self, driver: Driver, sequences: int) -> None:
+        self._driver, self._first = driver, _OPTIONS * sequences
+        self._numbers = _Pair(driver, self._first + MOST_DRAWS, 8, "random numbers")
+        self._host: Any = (ctypes.c_double * self._numbers.items).from_address(self._numbers.host_address)
+        self._wanted: list[DoubleArray] = []
+        self._sent = driver.event()
+        made = [self._numbers]
+        try:
+            self._lists = self._make_lists(_FIRST_ROOM)
+            made.append(self._lists)
+            self._reports = self._make_reports(_FIRST_REPORTS)
+        except BaseException:
+            for pair in made:
+                pair.free()
+            driver.drop_event(self._sent)
+            raise
+
+    def _make_lists(self, items: int) -> _Pair:
+        lists = _Pair(self._driver, items, 4, "lists of tokens")
+        memory: Any = (ctypes.c_int32 * items).from_address(lists.host_address)
+        self._tokens = np.ctypeslib.as_array(memory)
+        return lists
+
+    def _make_reports(self, items: int) -> _Pair:
+        reports = _Pair(self._driver, items, 8, "log probabilities")
+        memory: Any = (ctypes.c_double * items).from_address(reports.host_address)
+        self._reported = np.ctypeslib.as_array(memory)
+        return reports
+
+    @property
+    def addresses(self) -> dict[str, int]:
+        """Address of each array on the GPU; `grow` changes those of the lists and reports."""
+        numbers = self._numbers.address
+        lists = {"seen": self._lists.address, "reports": self._reports.address}
+        return {"sampling": numbers, "draws": numbers + 8 * self._first, **lists}
+
+    @property
+    def reporting(self) -> bool:
+        """Whether reports of the last call are to be delivered."""
+        return bool(self._wanted)
+
+    def lacks_room(self, draws: Sequence[Draws]) -> bool:
+        """Whether the lists or reports of a call need more memory."""
+        return _list_items(draws) > self._lists.items or _report_items(draws) > self._reports.items
+
+    def grow(self, draws: Sequence[Draws]) -> None:
+        """Make room for the lists and reports of a call. No launch that knows the old addresses may be running, or run
+        later."""
+        if (items := _list_items(draws)) > self._lists.items:
+            lists = self._make_lists(1 << (items - 1).bit_length())
+            self._lists.free()
+            self._lists = lists
+        if (items := _report_items(draws)) > self._reports.items:
+            reports = self._make_reports(1 << (items - 1).bit_length())
+            self._reports.free()
+            self._reports = reports
+
+    def send(self, draws: Sequence[Draws], outputs: int) -> dict[str, int]:
+        """Queue a copy to the GPU of the draws of a call, one for each sequence. Returns the counts of its launches."""
+        drawn, penalized = any(draw.temperature for draw in draws), any(draw.penalties for draw in draws)
+        biased = any(draw.bias for draw in draws)
+        by_k, by_p = any(draw.top_k for draw in draws), any(draw.top_p < 1 for draw in draws)
+        self._wanted = [draw.reports for draw in draws if draw.reports is not None]
+        known = 0
+        if not all(draw.plain for draw in draws):
+            self._driver.wait_for(self._sent)  # what was sent before may be on its way
+            at, listed, reported = self._first, 0, 0
+            for index, draw in enumerate(draws):
+                options = (draw.temperature, draw.top_p, draw.min_logit, draw.top_k)
+                reports = draw.reports if draw.reports is not None else _NO_REPORTS
+                place = (draw.first, at - self._first, len(draw.uniforms), alternatives_of(reports))
+                penalties, listed = self._write_list(draw.penalties, listed)
+                known += len(draw.known)
+                rest = (listed, len(draw.known), known)
+                listed = self._write(draw.known, listed)
+                biases = (listed, len(draw.bias.tokens)) if draw.bias else (0, 0)
+                for numbers in (draw.bias.tokens, draw.bias.values.view(np.int32)) if draw.bias else ():
+                    listed = self._write(numbers, listed)
+                own = (*options, *place, *penalties, reported, len(reports), *rest, *biases)
+                self._host[_OPTIONS * index : _OPTIONS * (index + 1)] = own
+                reported += reports.size
+                self._host[at : at + len(draw.uniforms)] = draw.uniforms
+                at += len(draw.uniforms)
+            self._numbers.send(at)
+            if listed:
+                self._lists.send(listed)
+            self._driver.record(self._sent)
+        on = {"sampled": drawn, "top_k": by_k, "top_p": by_p, "biased": biased, "penalized": penalized}
+        on["reported"] = bool(self._wanted)
+        # A power of two, as the launches that know the memory of kept rows are dropped where it grows.
+        changed = any((draw.bias or draw.penalties) and draw.reports is not None for draw in draws)
+        rows = 1 << (outputs - known - 1).bit_length() if changed and outputs > known else 0
+        return {**{name: outputs if some else 0 for name, some in on.items()}, "kept": rows}
+
+    def fetch(self) -> None:
+        """Queue a copy to the host of the reports that the last call asked for."""
+        if self._wanted:
+            self._reports.fetch(sum(reports.size for reports in self._wanted))
+
+    def deliver(self) -> None:
+        """Write fetched reports into the arrays of the draws."""
+        at = 0
+        for reports in self._wanted:
+            reports[:] = self._reported[at : at + reports.size].reshape(reports.shape)
+            at += reports.size
+        self._wanted = []
+
+    def _write_list(self, given: Penalties | None, start: int) -> tuple[tuple[float, ...], int]:
+        """Write a sequence's list at `start`. Returns its options, and where the next list starts."""
+        if given is None:
+            return (0.0,) * 6, start
+        recent = self._write(given.tokens, self._write(given.counts, start))
+        self._write(given.ahead, recent)
+        options = (given.repetition, given.frequency, given.presence, start, len(given.tokens), given.room)
+        return options, recent + given.room
+
+    def _write(self, numbers: Sequence[int] | IntArray, start: int) -> int:
+        """Write numbers into the lists. Returns where they end."""
+        end = start + len(numbers)
+        self._tokens[start:end] = numbers
+        return end
+
+    def free(self) -> None:
+        """Free the memory on both sides."""
+        self._numbers.free()
+        self._lists.free()
+        self._reports.free()
+        self._driver.drop_event(self._sent)
+
+
+def _list_items(draws: Sequence[Draws]) -> int:
+    """Numbers in the lists of a call."""
+    penalties = (2 * len(draw.penalties.tokens) + draw.penalties.room for draw in draws if draw.penalties)
+    return sum(penalties) + sum(len(draw.known) + 2 * len(draw.bias.tokens if draw.bias else ()) for draw in draws)
+
+
+def _report_items(draws: Sequence[Draws]) -> int:
+    """Numbers in the reports of a call."""
+    return sum(draw.reports.size for draw in draws if draw.reports is not None)

@@ -1,0 +1,200 @@
+"""Loads a GPU artifact: verifies its files, copies the weights to the GPU, and opens the executor and its drafts."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from qcompile.artifact.writer import Manifest, damaged, file_problem, listed_file
+from qcompile.runtime.cpu.executor import Limits
+from qcompile.runtime.cuda.driver import Driver, driver
+from qcompile.runtime.cuda.executor import CudaExecutor, kv_pages
+from qcompile.runtime.cuda.speculate import CudaLookup, CudaSpeculator
+from qcompile.runtime.engine.blocks import BlockPool, requested_pages
+from qcompile.runtime.loader import Arena
+from qcompile.runtime.speculation.host import HostSpeculator
+from qcompile.runtime.speculation.levels import Drafter, Level
+from qcompile.runtime.speculation.reencode import open_reencoder
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+def open_cuda(
+    root: Path,
+    manifest: Manifest,
+    max_batch: int,
+    kv_cache_bytes: int | None,
+    memory_share: float,
+    drafts: bool,
+    tokenizer: Tokenizer | None = None,
+) -> tuple[CudaExecutor, Drafter | None]:
+    """Verify every file of the artifact, copy its weights to the GPU, and open its plan and, if wanted, its drafts.
+
+    `memory_share` is the share of the GPU's memory that may be used, `tokenizer` the target's. Raises ArtifactError
+    (damaged, or its kernels do not run on this GPU), ResourceError (no driver, GPU, or memory), UsageError (less cache
+    than a page).
+    """
+    gpu = driver()
+    runtime, model = manifest["runtime"], manifest["model"]
+    kv = runtime["kv"]
+    sizes = runtime["max_tokens"], runtime["vocab_size"], kv["page_tokens"], model["max_position"]
+    limits = Limits(*sizes, kv.get("ring_tokens") or 0)
+    small = _read_other_files(root, manifest)
+    levels = runtime.get("levels") or [] if drafts else []
+    paths = [level for level in levels if "library" in level]
+    plans = [json.loads(small[path["library"]]) for path in (runtime, *paths)]
+    page_bytes = kv["page_bytes"] + sum(path["kv"]["page_bytes"] for path in paths if path.get("kv"))
+    most_pages = max_batch * limits.pages_for(limits.max_position)
+    if kv_cache_bytes is not None:
+        most_pages, memory_share = requested_pages(kv_cache_bytes, page_bytes), 1.0
+    with ExitStack() as undo:
+        # On failure all memory is freed: a smaller model may fit then.
+        held: list[int] = []
+        modules: list[ctypes.c_void_p] = []
+        undo.callback(_free, gpu, held, modules)
+        functions = _load_kernels(gpu, plans, PurePosixPath(runtime["library"]).parent, small, modules)
+        weights = _upload_weights(gpu, root, manifest, held)
+        target = _open_target(gpu, plans, functions, weights, limits, page_bytes, most_pages, memory_share)
+        undo.pop_all()
+        target.adopt(held, modules)
+        if not levels:
+            return target, None
+        undo.callback(target.close)
+        opened: list[Level] = []
+        rest = iter(plans[1:])
+        for level in levels:
+            plan = next(rest) if "library" in level else None
+            opened.append(_level(target, level, plan, functions, weights))
+            if executor := opened[-1].executor:
+                undo.callback(executor.close)
+        drafter = _drafter(root, manifest["files"], target, levels, opened, tokenizer)
+        undo.pop_all()
+    return target, drafter
+
+
+def _level(
+    target: CudaExecutor,
+    level: dict[str, Any],
+    plan: dict[str, Any] | None,
+    functions: dict[str, int],
+    weights: dict[str, int],
+) -> Level:
+    """Open a draft level, in the target's cache or in one of its own with as many pages."""
+    if plan is None:
+        return Level(None, level["gamma"], match=level["lookup"])
+    own, limits = level.get("kv"), target.limits._replace(max_position=level["max_position"], vocab=level["vocab_size"])
+    if own:
+        limits = limits._replace(page_tokens=own["page_tokens"], ring_tokens=own.get("ring_tokens") or 0)
+    executor = CudaExecutor(target.driver, plan, functions, weights, target.kv_pages, limits, target, bool(own))
+    return Level(executor, level["gamma"], not own, threshold=level["threshold"])
+
+
+def _drafter(
+    root: Path,
+    files: dict[str, Any],
+    target: CudaExecutor,
+    levels: list[dict[str, Any]],
+    opened: list[Level],
+    tokenizer: Tokenizer | None,
+) -> Drafter:
+    """The drafter for these levels. A single level without a threshold runs its rounds as graphs."""
+    first = opened[0]
+    if levels[0].get("tokenizer") and first.executor:
+        pool = BlockPool(target.kv_pages, first.executor.limits.page_tokens)
+        return open_reencoder(root, files, levels[0], tokenizer, target.limits.vocab, first.executor, pool)
+    if len(opened) == 1 and not first.threshold:
+        return CudaSpeculator(target, first) if first.executor else CudaLookup(target, first)
+    return HostSpeculator(target, opened)
+
+
+def _free(gpu: Driver, addresses: list[int], modules: list[ctypes.c_void_p]) -> None:
+    for address in addresses:
+        gpu.free(address)
+    for module in modules:
+        gpu.unload(module)
+
+
+def _open_target(
+    gpu: Driver,
+    plans: list[dict[str, Any]],
+    functions: dict[str, int],
+    weights: dict[str, int],
+    limits: Limits,
+    page_bytes: int,
+    most_pages: int,
+    memory_share: float,
+) -> CudaExecutor:
+    """Open the target's executor, with as many cache pages as fit, each of `page_bytes` over all paths."""
+    free, total = gpu.memory()
+    rest = free - int(total * (1 - memory_share)) - sum(_executor_bytes(plan, limits) for plan in plans)
+    pages = kv_pages(max(rest, 0), page_bytes, most_pages, 1.0)
+    return CudaExecutor(gpu, plans[0], functions, weights, pages, limits)
+
+
+def _executor_bytes(plan: dict[str, Any], limits: Limits) -> int:
+    """Estimated bytes of an executor apart from weights and cache: activations, logits, and scratch memory."""
+    rows = limits.max_tokens + 64
+    return rows * (sum(plan["arena_bytes"].values()) + 4 * limits.vocab) + (512 << 20)
+
+
+def _read_other_files(root: Path, manifest: Manifest) -> dict[str, bytes]:
+    """Read and verify every file except the weights."""
+    files: dict[str, dict[str, Any]] = manifest["files"]
+    weights = {entry["file"] for entry in manifest["runtime"]["weights"]}
+    return {name: listed_file(root, files, name) or b"" for name in sorted(set(files) - weights)}
+
+
+def _load_kernels(
+    gpu: Driver,
+    plans: list[dict[str, Any]],
+    folder: PurePosixPath,
+    files: dict[str, bytes],
+    modules: list[ctypes.c_void_p],
+) -> dict[str, int]:
+    """Load the plans' kernels; returns their handles by label. The loaded modules are added to `modules`."""
+    shown: list[str] = []
+
+    def notice(text: str) -> None:
+        if not shown:
+            print(f"qcompile: {text}", file=sys.stderr)
+        shown.append(text)
+
+    def ptx(label: str) -> Callable[[], bytes]:
+        return lambda: files[str(folder / f"{label}.ptx")]
+
+    found = {}
+    for label, kernel in {label: kernel for plan in plans for label, kernel in plan["kernels"].items()}.items():
+        module = gpu.module(files[str(folder / f"{label}.cubin")], ptx(label), notice)
+        modules.append(module)
+        found[label] = gpu.function(module, kernel["function"], kernel["shared_bytes"])
+    return found
+
+
+def _upload_weights(gpu: Driver, root: Path, manifest: Manifest, held: list[int]) -> dict[str, int]:
+    """Copy the weights to the GPU; returns their addresses by name. The allocations are added to `held`.
+
+    One file at a time is read into host memory and verified there.
+    """
+    files, entries = manifest["files"], manifest["runtime"]["weights"]
+    found: dict[str, int] = {}
+    for name in sorted({entry["file"] for entry in entries}):
+        size = files[name]["bytes"]
+        memory = Arena(size)
+        if problem := file_problem(root, name, files[name], memory.view):
+            raise damaged(root, [problem])
+        address = gpu.allocate(size, "weights")
+        held.append(address)
+        gpu.upload(address, memory.address, size, pinned=False)
+        gpu.synchronize()
+        for entry in entries:
+            if entry["file"] == name:
+                if not 0 <= entry["offset"] <= entry["offset"] + entry["bytes"] <= size:
+                    raise damaged(root, [f"weight {entry['name']} lies outside its file"])
+                found[entry["name"]] = address + entry["offset"]
+    return found

@@ -1,0 +1,83 @@
+"""A prompt and its requests, one for each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from qcompile.runtime.engine.scheduler import Request
+from qcompile.runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculationMetrics
+
+
+class Group:
+    """The requests of a prompt. `number` is its index in the call; `prompt` is None where token numbers were given."""
+
+    def __init__(self, number: int, prompt: str | None, tokens: list[int], requests: list[Request]) -> None:
+        self.number, self.prompt, self.tokens, self.requests = number, prompt, tokens, requests
+        self._sent = [0] * len(requests)
+        self.told = 0.0
+        """When the last piece of its stream was made, on the monotonic clock."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether all samples have finished."""
+        return all(request.output.finish_reason for request in self.requests)
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether a sample has ended because its logits are not finite."""
+        return any(request.output.finish_reason == "error" for request in self.requests)
+
+    def output(self) -> RequestOutput:
+        """A copy of the current outputs; `new_text` is what was added since the last call.
+
+        A server calls this for each token of each stream, so it goes over the samples once.
+        """
+        outputs: list[CompletionOutput] = []
+        finished, drafted = True, False
+        for at, request in enumerate(self.requests):
+            now, sent = request.output, self._sent[at]
+            logprobs = None if now.logprobs is None else now.logprobs.copy()
+            reasons = now.finish_reason, now.stop_reason
+            scores = now.cumulative_logprob, logprobs
+            outputs.append(
+                CompletionOutput(now.index, now.text, now.token_ids.copy(), *scores, *reasons, now.text[sent:])
+            )
+            self._sent[at] = len(now.text)
+            finished = finished and now.finish_reason is not None
+            drafted = drafted or request.drafts.metrics.rounds > 0
+        speculation = _sum(request.drafts.metrics for request in self.requests) if drafted else None
+        known = self.requests[0].prompt_logprobs
+        metrics = self._metrics(finished)
+        return RequestOutput(self.number, self.prompt, self.tokens, outputs, finished, metrics, speculation, known)
+
+    def _metrics(self, finished: bool) -> RequestMetrics:
+        """The times of the prompt: from the first sample's to the last one's."""
+        times = [request.metrics for request in self.requests]
+        if len(times) == 1:
+            return replace(times[0])
+        return RequestMetrics(
+            times[0].arrival_time,
+            _first(time.first_scheduled_time for time in times),
+            _first(time.first_token_time for time in times),
+            max(time.finished_time for time in times) if finished else 0.0,
+            min(time.cached_tokens for time in times),
+        )
+
+
+def _first(moments: Iterable[float]) -> float:
+    """The earliest of the moments that have occurred; 0 where none has."""
+    return min((moment for moment in moments if moment), default=0.0)
+
+
+def _sum(samples: Iterable[SpeculationMetrics]) -> SpeculationMetrics:
+    """Sum of the speculation metrics of a prompt's samples."""
+    total = SpeculationMetrics()
+    for one in samples:
+        total.gamma = one.gamma
+        total.rounds += one.rounds
+        total.drafted = [a + b for a, b in zip(total.drafted, one.drafted, strict=True)]
+        total.accepted = [a + b for a, b in zip(total.accepted, one.accepted, strict=True)]
+        total.draft_seconds += one.draft_seconds
+        total.verify_seconds += one.verify_seconds
+    return total

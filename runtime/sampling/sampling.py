@@ -1,0 +1,385 @@
+"""Sampling parameters, and the exact distribution that they define.
+
+Order of the options, as in vLLM: biases, repetition penalty, frequency and presence penalty, temperature, min-p and
+top-k on the logits, then top-p on the remaining tokens, renormalized. Probabilities are float64. Each request has its
+own random generator, so its tokens do not depend on the other requests of its batch.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from qcompile.errors import OverflowedError, UsageError, shown
+from qcompile.runtime.sampling.accept import Distribution, pick
+from qcompile.runtime.sampling.logprobs import MOST_REPORTED, empty_reports
+from qcompile.runtime.sampling.penalties import Bias, Occurrences, Penalties, penalize
+
+FloatArray = npt.NDArray[np.float32]
+DoubleArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+MOST_SAMPLES = 1 << 14
+"""Most samples of a prompt: each takes memory from the first step on."""
+_MOST_PENALTY = 1e3
+"""Largest repetition penalty; the smallest is its reciprocal. Logits times or over it stay finite in float32."""
+_MOST_SUBTRACTED = 2.0
+"""Largest frequency and presence penalty; the smallest is its negative, as in OpenAI's API."""
+_MOST_BIAS, _MOST_BIASES = 100.0, 1024
+"""Largest bias, whose negative is the smallest, as in OpenAI's API; and most biases of a request."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Options of one request; names and defaults are vLLM's. Raises UsageError on a value out of range.
+
+    temperature: 0 is greedy. top_k: 0 or -1 is no limit. max_tokens: None is up to the context. stop: one text or
+    several; generation ends where one appears, and it is not part of the output. repetition_penalty: for tokens in the
+    prompt or the output. frequency_penalty, presence_penalty: subtracted from a token's logit for each occurrence in
+    the output, and once if it occurs there at all. logit_bias: added to the logits of these tokens. seed: None takes
+    fresh entropy. logprobs: number of alternatives to report for every token. prompt_logprobs: the same for tokens of
+    the prompt; then max_tokens may be 0. Numbers may be numpy's.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    max_tokens: int | None = 16
+    stop: str | Sequence[str] | None = None
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (name for name in self.__dataclass_fields__ if name not in ("stop", "logit_bias", "ignore_eos")):
+            object.__setattr__(self, name, plain_number(getattr(self, name)))
+        in_range = _whole(self.n) and 1 <= self.n <= MOST_SAMPLES
+        self._need("n", in_range, f"a whole number of at least 1 and at most {MOST_SAMPLES}")
+        self._need("ignore_eos", isinstance(self.ignore_eos, bool | np.bool_), "True or False")
+        self._need("temperature", _real(self.temperature) and self.temperature >= 0, "a finite number, at least 0")
+        self._need("top_k", _whole(self.top_k) and self.top_k >= -1, "0 or -1 (no limit), or at least 1")
+        self._need("top_p", _real(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1")
+        self._need("min_p", _real(self.min_p) and 0 <= self.min_p <= 1, "a number between 0 and 1")
+        in_range = _real(self.repetition_penalty) and 1 / _MOST_PENALTY <= self.repetition_penalty <= _MOST_PENALTY
+        self._need("repetition_penalty", in_range, f"a number between {1 / _MOST_PENALTY:g} and {_MOST_PENALTY:g}")
+        for name in ("frequency_penalty", "presence_penalty"):
+            in_range = _real(getattr(self, name)) and abs(getattr(self, name)) <= _MOST_SUBTRACTED
+            self._need(name, in_range, f"a number between {-_MOST_SUBTRACTED:g} and {_MOST_SUBTRACTED:g}")
+        for name, least in (("max_tokens", self.prompt_logprobs is None), ("logprobs", 0), ("seed", 0)):
+            value = getattr(self, name)
+            fits = value is None or (_whole(value) and value >= least)
+            self._need(name, fits, f"None or a whole number of at least {int(least)}")
+        in_range = self.prompt_logprobs is None or (
+            _whole(self.prompt_logprobs) and 0 <= self.prompt_logprobs <= MOST_REPORTED
+        )
+        self._need("prompt_logprobs", in_range, f"None or a whole number of at most {MOST_REPORTED}")
+        self._check_biases()
+        listed = self.stop is None or isinstance(self.stop, Sequence)
+        texts = listed and all(isinstance(text, str) and text for text in self.stops)
+        self._need("stop", texts, "one or several texts, none empty")
+        self._need("n", self.n == 1 or self.temperature > 0, "1 when temperature is 0 (all would be equal)")
+
+    def _need(self, name: str, holds: bool, what: str) -> None:
+        if not holds:
+            raise UsageError(f"{name} must be {what}, not {shown(getattr(self, name))}")
+
+    def _check_biases(self) -> None:
+        """Raise UsageError for wrong biases; keeps them as a dictionary of Python's numbers."""
+        if self.logit_bias is None:
+            return
+        few = isinstance(self.logit_bias, Mapping) and len(self.logit_bias) <= _MOST_BIASES
+        self._need("logit_bias", few, f"None or at most {_MOST_BIASES} biases by token number")
+        biases = {plain_number(token): plain_number(bias) for token, bias in self.logit_bias.items()}
+        for token, bias in biases.items():
+            if not (_whole(token) and token >= 0):
+                raise UsageError(f"logit_bias has {shown(token)}, which is no token number: give whole numbers")
+            if not (_real(bias) and abs(bias) <= _MOST_BIAS):
+                limits = f"a number between {-_MOST_BIAS:g} and {_MOST_BIAS:g}"
+                raise UsageError(f"logit_bias of token {token} must be {limits}, not {shown(bias)}")
+        object.__setattr__(self, "logit_bias", biases)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def argmax_only(self) -> bool:
+        """Whether only the argmax of the model's logits is needed."""
+        plain = self.repetition_penalty == 1 and not self.counts and not self.logit_bias
+        return self.temperature == 0 and self.logprobs is None and plain
+
+    def needs_logits(self, draws: bool) -> bool:
+        """Whether a step must return the logits; `draws` tells that the executor can choose from them and report."""
+        return (self.logprobs or 0) > MOST_REPORTED if draws else not self.argmax_only
+
+    @property
+    def counts(self) -> bool:
+        """Whether the number of occurrences of generated tokens matters."""
+        return self.frequency_penalty != 0 or self.presence_penalty != 0
+
+
+def plain_number(value: Any) -> Any:
+    """A number of any type as Python's int or float; anything else, and what exceeds a float, unchanged."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return value
+    try:
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    except OverflowError:
+        return value
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _real(value: object) -> bool:
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer that exceeds a float
+        return False
+
+
+class Draws(NamedTuple):
+    """How an executor draws a sequence's tokens: options, and the random number for each position from `first` on.
+
+    temperature: 0 is greedy. top_k: 0 is no limit. min_logit: what to add to the largest logit for min-p's limit.
+    bias, penalties: None if the logits are drawn from as they are. The tokens listed there are those up to position
+    `first`. known: tokens whose logits are those of the positions before `first`, of which nothing is drawn. reports:
+    None, or where the executor reports log probabilities (`logprobs.empty_reports`): first of the known tokens, then of
+    the token whose logits are those of position `first`, and so on. Rows of tokens that are rejected are undefined.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    min_logit: float = -math.inf
+    top_k: int = 0
+    first: int = 0
+    """The position of the token whose logits the first random number draws from."""
+    uniforms: Sequence[float] = ()
+    penalties: Penalties | None = None
+    bias: Bias | None = None
+    known: Sequence[int] = ()
+    reports: DoubleArray | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether only the argmax of the logits is wanted."""
+        return not (self.temperature or self.penalties or self.bias) and self.reports is None
+
+    @property
+    def unreported(self) -> Draws:
+        """The same draws without reports: for drafts."""
+        return self._replace(known=(), reports=None) if self.reports is not None else self
+
+
+GREEDY = Draws()
+
+
+def finite_peak(logits: FloatArray) -> np.float32:
+    """The largest of logits [vocab]. Raises OverflowedError if it is infinite or any logit is NaN."""
+    peak: np.float32 = logits.max()
+    if not np.isfinite(peak):
+        raise OverflowedError
+    return peak
+
+
+def distribution(logits: FloatArray, params: SamplingParams) -> tuple[IntArray, DoubleArray]:
+    """The tokens that can be drawn, in ascending order, and their probabilities [candidates] (float64, sum 1).
+
+    logits: [vocab], with biases and penalties applied; temperature must not be 0. All ties at the limit of top-k are
+    kept; of ties at the limit of top-p, those with the lowest token numbers. Raises OverflowedError if the largest is
+    not finite.
+    """
+    peak = finite_peak(logits)
+    floor: float | np.floating[Any] = peak + np.float32(_min_logit(params))
+    if 0 < params.top_k < len(logits):
+        floor = max(floor, np.partition(logits, -params.top_k)[-params.top_k])
+    ids = np.flatnonzero(logits >= floor)
+    with np.errstate(over="ignore"):  # near temperature 0, all but the largest logits become -inf
+        weights = np.exp((logits[ids].astype(np.float64) - np.float64(peak)) / params.temperature)
+    if params.top_p < 1:
+        weights /= weights.sum()
+        # All weights below (1 - top_p) / n together are less than what may be left out; half of it, for rounding. A
+        # sort is many times faster than an argsort.
+        falling = np.sort(weights[weights >= (1 - params.top_p) / (2 * len(weights))])[::-1]
+        count = np.count_nonzero(np.cumsum(falling) - falling < params.top_p)
+        kept = weights > falling[count - 1]
+        ties = np.flatnonzero(weights == falling[count - 1])
+        kept[ties[: count - np.count_nonzero(kept)]] = True
+        ids, weights = ids[kept], weights[kept]
+    return ids, weights / weights.sum()
+
+
+def _min_logit(params: SamplingParams) -> float:
+    """What to add to the largest logit for min-p's limit."""
+    return max(params.temperature * math.log(params.min_p), -1e38) if params.min_p else -math.inf
+
+
+class Sampler:
+    """Draws the tokens of one request, with its parameters, its random generator, and the tokens seen so far.
+
+    `index` numbers the samples of a prompt (n > 1): each has its own random stream from the same seed.
+    """
+
+    def __init__(self, params: SamplingParams, index: int, prompt: Sequence[int], vocab: int) -> None:
+        self.params, self._vocab, self._index = params, vocab, index
+        self._ahead: deque[float] = deque()  # random numbers that `guess` or `draws` gave and `uniform` will return
+        self._noted: Occurrences | None = None
+        """The tokens that penalties are for: of the prompt only if its repetition counts."""
+        if params.repetition_penalty != 1 or params.counts:
+            self._noted = Occurrences(prompt if params.repetition_penalty != 1 else ())
+        self._bias: Bias | None = None
+        if params.logit_bias:
+            tokens, values = zip(*params.logit_bias.items(), strict=True)
+            self._bias = Bias(np.array(tokens, np.int32), np.array(values, np.float32))
+        self._reports: DoubleArray | None = None
+        self._taken: DoubleArray | None = None
+        self._known: DoubleArray | None = None
+
+    @cached_property
+    def _random(self) -> np.random.Generator:
+        """Made when a number is needed first, as most requests need none."""
+        entropy = None if self.params.seed is None else [self.params.seed, self._index]
+        return np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy)))
+
+    def draw(self, logits: FloatArray) -> int:
+        """Draw the next token from its logits [vocab]. Raises OverflowedError if the largest is not finite, also if
+        penalties make it so."""
+        penalized = self._penalized(logits)
+        if self.params.temperature == 0:
+            finite_peak(penalized)
+            token = int(penalized.argmax())
+        else:
+            token = pick(distribution(penalized, self.params), self.uniform())
+        self.note(token)
+        return token
+
+    def guess(self, logits: FloatArray, ahead: Sequence[int]) -> tuple[int, Distribution]:
+        """Draw a draft token from the draft's logits [vocab] after the tokens `ahead`. Also returns its distribution.
+
+        Uses the same random number that `draw` will use at that position: similar distributions then give equal tokens.
+        """
+        found = self.distribution(logits, ahead)
+        self._look_ahead(len(ahead) + 1)
+        return pick(found, self._ahead[len(ahead)]), found
+
+    def distribution(self, logits: FloatArray, ahead: Sequence[int] = ()) -> Distribution:
+        """The distribution for logits [vocab] after tokens `ahead`, which are not noted yet. Not for temperature 0."""
+        return distribution(self._penalized(logits, ahead), self.params)
+
+    def uniform(self) -> float:
+        """The next random number in [0, 1)."""
+        return self._ahead.popleft() if self._ahead else float(self._random.random())
+
+    @property
+    def foresees(self) -> bool:
+        """Whether `draws` can be asked for tokens before those before them are known."""
+        return self._noted is None and self.params.logprobs is None
+
+    def draws(
+        self, first: int, count: int, ahead: Sequence[int] = (), known: Sequence[int] = (), skipped: int = 0
+    ) -> Draws:
+        """What an executor needs to choose up to `count` tokens, the first of them after position `first`.
+
+        `ahead` are tokens after that position that are not noted yet. `took` must be told which tokens were chosen.
+        `skipped` are how many are to be chosen before by other `draws`, of which `took` was not told yet.
+        `known` are the prompt's tokens before, up to position `first`, to report as well: `take_known` returns that.
+        """
+        params, reports = self.params, self._new_reports(len(known), count)
+        if not count or params.argmax_only:
+            return GREEDY._replace(first=first, known=known, reports=reports) if known else GREEDY
+        penalties = None
+        if self._noted:
+            options = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+            penalties = Penalties(*options, *self._noted.listed(), count, ahead)
+        if params.temperature == 0:
+            changes = GREEDY._replace(penalties=penalties, bias=self._bias)
+            return changes._replace(first=first, known=known, reports=reports)
+        self._look_ahead(skipped + count)
+        top_k = params.top_k if 0 < params.top_k < self._vocab else 0
+        drawn = (params.temperature, params.top_p, _min_logit(params), top_k)
+        return Draws(
+            *drawn, first, list(islice(self._ahead, skipped, skipped + count)), penalties, self._bias, known, reports
+        )
+
+    def _new_reports(self, known: int, chosen: int) -> DoubleArray | None:
+        """Room for the reports of so many known tokens, and of so many chosen ones if they are to be reported."""
+        params, alternatives = self.params, []
+        if known:
+            alternatives.append(params.prompt_logprobs or 0)
+        if chosen and params.logprobs is not None and params.logprobs <= MOST_REPORTED:
+            alternatives.append(params.logprobs)
+        else:
+            chosen = 0
+        self._known = self._reports = None
+        if not alternatives:
+            return None
+        reports = empty_reports(known + chosen, min(max(alternatives), self._vocab))
+        self._known = reports[:known] if known else None
+        self._reports = reports[known:] if chosen else None
+        return reports
+
+    def took(self, tokens: Sequence[int]) -> None:
+        """Note tokens that an executor has chosen by `draws`, and drop the random numbers that it used.
+
+        `take_reports` then returns their reports.
+        """
+        self._taken, self._reports = self._reports, None
+        if self.params.temperature:
+            for _ in tokens:
+                self._ahead.popleft()
+        for token in tokens if self._noted else ():
+            self.note(token)
+
+    def take_reports(self) -> DoubleArray | None:
+        """Reports of the tokens that an executor has chosen last, if it was asked for any; once."""
+        reports, self._taken = self._taken, None
+        return reports
+
+    def take_known(self) -> DoubleArray | None:
+        """Reports of known tokens, if an executor was asked for any last; once."""
+        reports, self._known = self._known, None
+        return reports
+
+    def _look_ahead(self, count: int) -> None:
+        """Have at least `count` of the next random numbers ready."""
+        if len(self._ahead) < count:
+            self._ahead.extend(self._random.random(count - len(self._ahead)).tolist())
+
+    def fresh(self) -> float:
+        """A random number in [0, 1) that no guess has used; discards the ones that guesses used."""
+        self._ahead.clear()
+        return float(self._random.random())
+
+    def note(self, token: int) -> None:
+        """Note that the token was appended to the output."""
+        if self._noted:
+            self._noted.note(token)
+
+    def _penalized(self, logits: FloatArray, ahead: Sequence[int] = ()) -> FloatArray:
+        if self._bias:
+            logits = self._bias.added(logits)
+        if not self._noted:
+            return logits
+        params = self.params
+        options = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        return penalize(logits, *self._noted.listed(ahead), *options)

@@ -1,0 +1,276 @@
+"""Requests and responses of the HTTP server in OpenAI's format. Fields that are not supported are refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from qcompile.errors import UsageError
+from qcompile.runtime.outputs import CompletionOutput, RequestOutput
+from qcompile.runtime.sampling.logprobs import Logprob
+from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.tokenizer import BROKEN
+
+MOST_LOGPROBS = 20
+MOST_STOP_CHARACTERS = 4096
+"""Most characters of a request's stop texts together: at every token they are searched for, while all requests wait."""
+
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class Part(BaseModel):
+    """A part of a request. Of unknown fields only one is reported: describing a million errors takes a minute."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    idle: ClassVar[dict[str, tuple[object, ...]]] = {}
+    """Unsupported fields, with the values that have no effect: some clients send these by default."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, body: Any) -> Any:
+        """Drop nulls, values without effect, and all unknown fields but the first, which is then reported."""
+        if not isinstance(body, dict):
+            return body
+        nothing = {name for name, values in cls.idle.items() if name in body and body[name] in values}
+        given = {name: value for name, value in body.items() if value is not None and name not in nothing}
+        unknown = next((name for name in given if name not in cls.model_fields), None)
+        return {name: value for name, value in given.items() if name in cls.model_fields or name == unknown}
+
+
+def _token_number(name: str) -> int | str:
+    """The token number that a field is named by, as JSON has no other names; anything else as it is."""
+    return int(name) if name.isascii() and name.isdigit() and len(name) < 19 else name
+
+
+class StreamOptions(Part):
+    """`include_usage`: end the stream with a message that has the token counts."""
+
+    idle = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
+    include_usage: bool = False
+
+
+def _stops(given: Any) -> Any:
+    """Turn a single text into a list, so that errors name a position in the request rather than a type of a union."""
+    return [given] if isinstance(given, str) else given
+
+
+class Common(Part):
+    """Fields of both kinds of request. Ranges that SamplingParams checks are not repeated here."""
+
+    idle = {
+        **{"echo": (False,), "suffix": ("",), "best_of": (1,), "min_tokens": (0,)},
+        **{"stop_token_ids": ([],), "skip_special_tokens": (True,)},
+        **{"include_stop_str_in_output": (False,), "response_format": ({"type": "text"},), "modalities": (["text"],)},
+        **{"tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (False, True)},
+        **{"function_call": ("none", "auto"), "store": (False,), "service_tier": ("auto", "default")},
+        **{"reasoning_effort": ("none",), "verbosity": ("medium",), "length_penalty": (1,), "priority": (0,)},
+        **{"use_beam_search": (False,), "spaces_between_special_tokens": (True,), "return_token_ids": (False,)},
+        **{"add_generation_prompt": (True,), "chat_template_kwargs": ({},)},
+    }
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, Any] | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_stops)] | None = None
+    ignore_eos: bool | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, Any] | None = None
+    """Like the three fields before, it identifies the caller and does not affect the response."""
+
+    def sampling(self, **more: Any) -> SamplingParams:
+        """The sampling parameters; fields that were not given have SamplingParams' defaults. Raises UsageError."""
+        length = len("".join(self.stop or ()))
+        if length > MOST_STOP_CHARACTERS:
+            raise UsageError(f"stop has {length} characters in all, of at most {MOST_STOP_CHARACTERS}")
+        names = ("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "ignore_eos")
+        penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+        given = {name: getattr(self, name) for name in names + penalties} | more
+        if self.logit_bias:
+            given["logit_bias"] = {_token_number(token): bias for token, bias in self.logit_bias.items()}
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(Common):
+    """POST /v1/completions: one prompt or several, each a text or token numbers."""
+
+    prompt: Any  # checked where it is encoded: errors are clearer than those of a union type
+    max_tokens: Annotated[int, Field(ge=0)] = 16
+    echo: bool = False
+    """Whether texts start with the prompt, and log probabilities with those of its tokens."""
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+    def prompts(self) -> list[str | Sequence[int]]:
+        """The prompts as a list."""
+        given = self.prompt
+        if isinstance(given, list) and not all(type(token) is int for token in given):
+            return list(given)
+        return [given]
+
+    def params(self) -> SamplingParams:
+        """The request's sampling parameters. Raises UsageError."""
+        if self.max_tokens == 0 and not self.echo:
+            raise UsageError("max_tokens must be at least 1, or echo true for the prompt alone")
+        reported = self.logprobs
+        if self.max_tokens == 0 and reported is None:
+            reported = 0  # the prompt is all that is asked for, and is computed although nothing of it is told
+        known = reported if self.echo else None
+        return self.sampling(max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=known)
+
+
+class TextPart(Part):
+    """A part of a message. Only text is supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+def _parts(given: Any) -> Any:
+    """Turn a text into a list of parts, for the same reason as in `_stops`."""
+    return [{"type": "text", "text": given}] if isinstance(given, str) else given
+
+
+class ChatMessage(Part):
+    """One message of a conversation."""
+
+    idle = {"tool_calls": ([],), "annotations": ([],)}
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[list[TextPart], Field(fail_fast=True), BeforeValidator(_parts)]
+    name: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        """The message in the form that chat templates take."""
+        text = "".join(part.text for part in self.content)
+        return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
+
+
+class ChatRequest(Common):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+    def params(self) -> SamplingParams:
+        """The request's sampling parameters. Raises UsageError."""
+        if self.top_logprobs and not self.logprobs:
+            raise UsageError("top_logprobs needs logprobs: true")
+        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        params = self.sampling(logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+        return SamplingParams(**(vars(params) | {"max_tokens": most}))
+
+
+def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """The token counts of a response."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    completion = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return counts | {"prompt_tokens_details": {"cached_tokens": sum(out.metrics.cached_tokens for out in outputs)}}
+
+
+def completion_choice(
+    index: int, sample: CompletionOutput, characters: int, tokens: int, offset: int
+) -> tuple[dict[str, Any], int]:
+    """A choice of /v1/completions: what was added after the first `characters` and `tokens`, and the next offset.
+
+    offset: the next token's, in characters of the spellings of all tokens before it. (The text may lag behind these,
+    as the start of a possible stop text and incomplete characters are held back.)
+    """
+    found = None
+    if sample.logprobs is not None:
+        found = _columns(sample.token_ids[tokens:], sample.logprobs[tokens:])
+        *found["text_offset"], offset = accumulate(map(len, found["tokens"]), initial=offset)
+    text = sample.text[characters:]
+    return {"index": index, "text": text, "logprobs": found, "finish_reason": sample.finish_reason}, offset
+
+
+def prompt_columns(text: str, first: str, output: RequestOutput) -> dict[str, list[Any]]:
+    """The log probabilities of an echoed prompt, whose first token is spelled `first` and has none.
+
+    The last token ends where the text does: special tokens may precede the text.
+    """
+    assert output.prompt_logprobs is not None
+    rest = [each for each in output.prompt_logprobs if each is not None]
+    found = _columns(output.prompt_token_ids[1:], rest)
+    for name, nothing in (("tokens", first), ("token_logprobs", None), ("top_logprobs", None)):
+        found[name].insert(0, nothing)
+    start = len(text) - sum(map(len, found["tokens"]))
+    *offsets, _ = accumulate(map(len, found["tokens"]), initial=start)
+    return found | {"text_offset": [max(offset, 0) for offset in offsets]}
+
+
+def _columns(tokens: Sequence[int], logprobs: Sequence[dict[int, Logprob]]) -> dict[str, list[Any]]:
+    """Tokens with their log probabilities and alternatives, in OpenAI's form, but without their offsets."""
+    chosen = list(zip(tokens, logprobs, strict=True))
+    return {
+        "tokens": [_spelled(each[token]) for token, each in chosen],
+        "token_logprobs": [each[token].logprob for token, each in chosen],
+        "top_logprobs": [_by_spelling(each.values()) for _, each in chosen],
+        "text_offset": [],
+    }
+
+
+def chat_logprobs(sample: CompletionOutput, first: int, top: int) -> dict[str, Any] | None:
+    """A chat choice's log probabilities from token `first` on, with the `top` most probable tokens at each position."""
+    if sample.logprobs is None:
+        return None
+    content = []
+    for token, each in zip(sample.token_ids[first:], sample.logprobs[first:], strict=True):
+        likeliest = sorted(each.values(), key=lambda one: one.rank)[:top]
+        content.append(_chat_token(each[token]) | {"top_logprobs": [_chat_token(one) for one in likeliest]})
+    return {"content": content}
+
+
+def _spelled(one: Logprob) -> str:
+    return one.decoded_token or ""
+
+
+def _by_spelling(found: Iterable[Logprob]) -> dict[str, float]:
+    """Log probabilities by spelling. Of tokens with equal spellings (parts of characters) the first counts: the chosen
+    token, else the most probable one."""
+    told: dict[str, float] = {}
+    for one in found:
+        told.setdefault(_spelled(one), one.logprob)
+    return told
+
+
+def _chat_token(one: Logprob) -> dict[str, Any]:
+    text = _spelled(one)
+    known = None if BROKEN in text else list(text.encode())  # the bytes of a partial character are unknown
+    return {"token": text, "logprob": one.logprob, "bytes": known}
+
+
+encode = json.JSONEncoder(ensure_ascii=False).encode
+"""The JSON of a value; json.dumps would make an encoder for each."""
+
+
+def failure(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """An error in OpenAI's format."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def event(data: dict[str, Any] | str) -> str:
+    """A server-sent event."""
+    return f"data: {data if isinstance(data, str) else encode(data)}\n\n"

@@ -1,0 +1,380 @@
+"""HTTP server of a model: OpenAI's completions and chat completions, health, and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+
+from qcompile.errors import LongPromptError, OverflowedError, QCompileError, ResourceError, UsageError, shown
+from qcompile.runtime.arguments import Prompt
+from qcompile.runtime.chat import Render
+from qcompile.runtime.llm import LLM
+from qcompile.runtime.outputs import RequestOutput
+from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.server import api
+from qcompile.runtime.server.metrics import Metrics
+from qcompile.runtime.server.replies import ChatReply, CompletionReply, Echo, Reply
+from qcompile.runtime.server.service import Answer, BusyError, Service
+
+MOST_BYTES, MOST_BYTES_A_TOKEN = 2 << 20, 16
+"""Largest request body: bytes, or bytes per token of the context if that is more. While a body is parsed, all other
+responses wait."""
+_DRAIN_SECONDS = 5  # for open responses to complete after the server was told to end
+_LAST_SECONDS = 1  # then, for telling all remaining clients
+_ENCODED_AT_ONCE, _FOR_A_PROMPT = 2000, 100
+"""Characters, or tokens, whose encoding takes less time than handing it to another thread and back, and how many more
+each prompt counts as."""
+_SWITCH_SECONDS = 1e-3
+"""For which a thread may keep Python's lock while another wants it. A request's thread gives it up for several system
+calls, and would wait for the engine's thread after each for Python's 5 ms."""
+_IDLE_SECONDS = 75  # longer than proxies keep them: if the server closes first, a request may be under way
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+_READ = ["GET", "HEAD"]
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server offers. name: the model's name for clients. api_key: None requires no key."""
+
+    llm: LLM
+    name: str
+    template: Render | None = None
+    api_key: str | None = None
+    max_waiting: int = 256
+
+
+def serve(served: Served, listening: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
+    """Serve requests on a bound socket until SIGINT or SIGTERM. If the engine fails, raises its exception.
+
+    `ready` is called when a signal from then on ends the server in order.
+    """
+    service = Service(served.llm, served.max_waiting)
+    config = uvicorn.Config(
+        create_app(served, service),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=_IDLE_SECONDS,
+        timeout_graceful_shutdown=_DRAIN_SECONDS + _LAST_SECONDS,
+    )
+    server = _Server(config, service, ready)
+
+    def failed(error: BaseException) -> None:
+        server.should_exit = True
+
+    service.failed = failed
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    try:
+        # From here on: of handlers that `run` finds, asyncio may lose what they raise while it starts.
+        with server.capture_signals():
+            server.run(sockets=[listening])
+    finally:
+        sys.setswitchinterval(interval)
+        service.close()
+    if service.failure:
+        raise service.failure
+
+
+class _Server(uvicorn.Server):
+    """On shutdown, lets open responses continue for a while, then tells the clients still waiting why they end."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._service, self._ready = service, ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().call_later(_DRAIN_SECONDS, self._service.end)
+        await super().shutdown(sockets)
+        self._service.end()  # after a second signal, uvicorn does not wait for responses
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks, timeout=_LAST_SECONDS)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free port. Raises ResourceError, UsageError."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listening = socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ResourceError(f"cannot listen on port {port} of {host}: {error.strerror}; take another") from error
+    except UnicodeError as error:  # invalid characters, or a label of the name is empty or too long
+        raise UsageError(f"{shown(host)} cannot be the name of a host: give another (--host)") from error
+    # Connections inherit this; asyncio sets it for sockets that name their protocol only. Without it a response of
+    # two writes waits 40 ms for the client to acknowledge the first.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
+
+
+def create_app(served: Served, service: Service) -> FastAPI:
+    """Create the application. `service` owns `served.llm`."""
+    app = FastAPI(title="qcompile", docs_url=None, redoc_url=None, openapi_url=None)
+    handlers = _Handlers(served, service)
+    most = max(MOST_BYTES, MOST_BYTES_A_TOKEN * served.llm.context)
+    app.add_middleware(_Middleware, metrics=handlers.metrics, most=most)
+    app.api_route("/health", methods=_READ)(handlers.health)
+    app.api_route("/metrics", methods=_READ)(handlers.show_metrics)
+    guarded = APIRouter(route_class=_guarded(handlers.authorize))
+    guarded.api_route("/v1/models", methods=_READ)(handlers.models)
+    guarded.api_route("/v1/models/{name:path}", methods=_READ)(handlers.model)
+    guarded.post("/v1/completions")(handlers.complete)
+    guarded.post("/v1/chat/completions")(handlers.chat)
+    app.include_router(guarded)
+    app.add_exception_handler(QCompileError, _refused)
+    app.add_exception_handler(RequestValidationError, _malformed)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _unexpected)
+    return app
+
+
+def _guarded(authorize: Callable[[Request], None]) -> type[APIRoute]:
+    """A route class that checks the API key before the request's body is read; a dependency would do so after."""
+
+    class Guarded(APIRoute):
+        def get_route_handler(self) -> Handler:
+            handle = super().get_route_handler()
+
+            async def guarded(request: Request) -> Response:
+                authorize(request)
+                return await handle(request)
+
+            return guarded
+
+    return Guarded
+
+
+class _UnknownModelError(UsageError):
+    """A request names another model than the one served."""
+
+
+class _Handlers:
+    """The handlers of all routes."""
+
+    def __init__(self, served: Served, service: Service) -> None:
+        self._served, self._service, self._llm = served, service, served.llm
+        self._started = int(time.time())
+        self.metrics = Metrics(service)
+
+    def authorize(self, request: Request) -> None:
+        """Raise HTTPException if an API key is required and the request has another or none."""
+        key = self._served.api_key
+        given = request.headers.get("authorization", "")
+        if given[:7].lower() == "bearer ":  # scheme names are case-insensitive
+            given = given[7:].strip()
+        # The framework decodes headers as Latin-1, but keys are UTF-8.
+        if key is not None and not secrets.compare_digest(given.encode("latin-1"), key.encode()):
+            asked = {"WWW-Authenticate": "Bearer"}
+            raise HTTPException(401, "wrong or missing API key: send `Authorization: Bearer KEY`", asked)
+
+    async def health(self) -> JSONResponse:
+        """Status 200 while the engine runs."""
+        self._service.check()
+        return JSONResponse({"status": "ok"})
+
+    async def show_metrics(self) -> PlainTextResponse:
+        """The metrics in Prometheus' format."""
+        return PlainTextResponse(self.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def models(self) -> JSONResponse:
+        """List the one model that is served."""
+        return JSONResponse({"object": "list", "data": [self._entry()]})
+
+    async def model(self, name: str) -> JSONResponse:
+        """Describe the model that is served, if it has this name."""
+        self._known(name)
+        return JSONResponse(self._entry())
+
+    def _entry(self) -> dict[str, Any]:
+        name, most = self._served.name, self._llm.context
+        return {"id": name, "object": "model", "created": self._started, "owned_by": "qcompile", "max_model_len": most}
+
+    def _known(self, name: str) -> None:
+        if name != self._served.name:
+            raise _UnknownModelError(f"there is no model {name!r} here, only {self._served.name!r}")
+
+    async def complete(self, asked: api.CompletionRequest, request: Request) -> Response:
+        """POST /v1/completions."""
+        params = asked.params()
+        prompts = asked.prompts()
+        reply = CompletionReply(self._served.name, params.n, Echo(prompts, self._llm.decode) if asked.echo else None)
+        return await self._answer(request, asked, prompts, params, reply)
+
+    async def chat(self, asked: api.ChatRequest, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        if self._served.template is None:
+            raise UsageError(f"{self._served.name} has no chat template: use /v1/completions")
+        messages = [message.plain() for message in asked.messages]
+        prompt = await run_in_threadpool(self._served.template, messages)
+        params = asked.params()
+        reply = ChatReply(self._served.name, params.n, asked.top_logprobs or 0)
+        return await self._answer(request, asked, [prompt], params, reply, special=False)
+
+    async def _answer(
+        self,
+        request: Request,
+        asked: api.Common,
+        prompts: list[Prompt],
+        params: SamplingParams,
+        reply: Reply,
+        special: bool = True,
+    ) -> Response:
+        if asked.model is not None:
+            self._known(asked.model)
+        self._service.admit(len(prompts) * params.n, params)
+        tokens = await self._encoded(prompts, special, alone=params.max_tokens == 0)
+        answer = self._service.submit(tokens, params, partial=asked.stream)
+        if asked.stream:
+            events = reply.events(answer, self.metrics.finished, asked.wants_usage)
+            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        outputs = await _unless_gone(request, self._collect(answer))
+        if outputs is None:
+            return Response(status_code=499)  # nobody reads it; proxies log this status for it
+        return JSONResponse(reply.whole(outputs))
+
+    async def _encoded(self, prompts: list[Prompt], special: bool, alone: bool) -> list[list[int]]:
+        """The prompts' tokens. Long texts are encoded in a thread, so that other responses go on meanwhile."""
+
+        def encode() -> list[list[int]]:
+            return [self._llm.encode(prompt, special=special, alone=alone) for prompt in prompts]
+
+        texts = [prompt for prompt in prompts if isinstance(prompt, str | list)]  # anything else is refused
+        size = _FOR_A_PROMPT * len(prompts) + sum(map(len, texts))
+        return encode() if size <= _ENCODED_AT_ONCE else await run_in_threadpool(encode)
+
+    async def _collect(self, answer: Answer) -> list[RequestOutput]:
+        outputs = []
+        try:
+            async for output in answer:
+                self.metrics.finished(output)
+                outputs.append(output)
+        finally:
+            answer.cancel()
+        return outputs
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, list[RequestOutput]]) -> list[RequestOutput] | None:
+    """The result of `work`; if the client disconnects first, cancels `work` and returns None."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        with contextlib.suppress(asyncio.CancelledError, QCompileError):
+            await task
+
+
+async def _disconnected(request: Request) -> None:
+    """Return when the client of a request, whose body was read, disconnects."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _refused(request: Request, error: Exception) -> JSONResponse:
+    """The response to an error of qcompile."""
+    if isinstance(error, _UnknownModelError):
+        return JSONResponse(api.failure(str(error), "invalid_request_error", "model_not_found", "model"), 404)
+    if isinstance(error, UsageError):
+        code = "context_length_exceeded" if isinstance(error, LongPromptError) else None
+        return JSONResponse(api.failure(str(error), "invalid_request_error", code), 400)
+    if isinstance(error, BusyError):
+        return JSONResponse(api.failure(str(error), "rate_limit_error"), 429, {"Retry-After": "1"})
+    status = 500 if isinstance(error, OverflowedError) else 503
+    return JSONResponse(api.failure(str(error), "server_error"), status)
+
+
+async def _malformed(request: Request, error: Exception) -> JSONResponse:
+    """Report one error of a malformed request with its position: an unknown field, or else the first error."""
+    assert isinstance(error, RequestValidationError)
+    wrong = error.errors()
+    unknown = [one for one in wrong if one["type"] == "extra_forbidden"]
+    first = (unknown or wrong)[0]
+    place = ".".join(str(part) for part in first["loc"][1:])
+    what = "is not supported" if unknown else first["msg"]
+    if first["type"] == "json_invalid":
+        place, what = "", f"not JSON at character {place}: {first.get('ctx', {}).get('error', 'malformed')}"
+    elif not place and "json" not in request.headers.get("content-type", ""):
+        what = "send JSON, with the header `Content-Type: application/json`"
+    message = f"{place or 'the body'}: {what}"
+    return JSONResponse(api.failure(message, "invalid_request_error", param=place or None), 400)
+
+
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
+    """The response to an unknown path, a wrong method, or a wrong API key."""
+    assert isinstance(error, HTTPException)
+    message, path = str(error.detail), shown(request.url.path)
+    if error.status_code == 404:
+        message = f"there is nothing at {path}: use /v1/completions or /v1/chat/completions"
+    if error.status_code == 405:
+        message = f"{path} does not take {request.method}: use {(error.headers or {}).get('Allow')}"
+    code = {401: "invalid_api_key", 404: "not_found"}.get(error.status_code)
+    content = api.failure(message, "invalid_request_error", code)
+    return JSONResponse(content, error.status_code, headers=error.headers)
+
+
+async def _unexpected(request: Request, error: Exception) -> JSONResponse:
+    """The response to a bug, whose traceback goes to stderr."""
+    return JSONResponse(api.failure(f"unexpected {type(error).__name__}, see the server's log", "server_error"), 500)
+
+
+class _Middleware:
+    """Middleware that counts responses, and refuses bodies of more than `most` bytes before they are held in memory."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]], metrics: Metrics, most: int) -> None:
+        self._app, self._metrics, self._most = app, metrics, most
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced = dict(scope["headers"]).get(b"content-length", b"")[:18]
+        length = int(announced) if announced.isdigit() else 0
+        read, started = 0, False
+
+        async def bounded() -> dict[str, Any]:
+            nonlocal read
+            if length <= self._most:  # a larger announced body is refused unread
+                message = await receive()
+                read += len(message.get("body", b""))
+            if max(length, read) > self._most:
+                raise HTTPException(413, f"the request is larger than {self._most:,} bytes")
+            return message
+
+        async def counted(message: Any) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                route = scope.get("route")
+                path = route.path if route else "other"  # arbitrary paths must not become labels
+                self._metrics.responses.labels(path, message["status"]).inc()
+            await send(message)
+
+        try:
+            await self._app(scope, bounded, counted)
+        except asyncio.CancelledError:  # shutdown, while the client still sends or reads
+            if not started:
+                refusal = await _refused(Request(scope), ResourceError("the server is closing"))
+                await refusal(scope, receive, counted)

@@ -1,0 +1,449 @@
+"""Checkpoints of AWQ, GPTQ and compressed-tensors: the graph's weights are those of the numbers written out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import qcompile
+from qcompile import pipeline
+from qcompile.checkpoints.stored import compressed as stored_compressed
+from qcompile.checkpoints.stored import formats
+from qcompile.cli import doctor
+from qcompile.errors import QCompileError, UnsupportedError, UsageError
+from qcompile.formats import numerics, rounding
+from tests.checkpoints.stored.test_formats import Tensors, rewritten, same_weights, saved
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+# ---- writing them, bit by bit ----------------------------------------------------------------------
+
+
+def packed(codes: Tensor, bits: int, order: Sequence[int] = ()) -> Tensor:
+    """Codes [n, k] in words of 32 bits along k; `order` says whose bits come first in a word, from the lowest on."""
+    each = 32 // bits
+    rows = []
+    for row in codes.tolist():
+        words = [0] * -(-len(row) // each)
+        for word in range(len(words)):
+            for place, which in enumerate(order or range(each)):
+                code = row[word * each + which] if word * each + which < len(row) else 0
+                for bit in range(bits):
+                    words[word] |= (code >> bit & 1) << (place * bits + bit)
+        rows.append([word - (1 << 32) if word >> 31 else word for word in words])
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+@dataclass
+class Rounded:
+    """Random codes [n, k] of a weight, zeros and scales [n, groups], each input's group, and what it all stands for."""
+
+    codes: Tensor
+    zeros: Tensor
+    scales: Tensor
+    index: Tensor
+    value: Tensor
+
+
+def rounded(like: Tensor, size: int, bits: int, order: bool = False, zero: int | None = None) -> Rounded:
+    """A weight of the shape of `like`, `size` inputs to a group, which lie in any order if `order`."""
+    n, k = like.shape
+    size = k if size < 0 else size
+    index = torch.arange(k) // size
+    index = index[torch.randperm(k)] if order else index
+    codes = torch.randint(0 if zero is None else 1, 2**bits, (n, k))  # symmetric: one more below 0 than above
+    zeros = torch.randint(1, 2**bits, (n, -(-k // size))) if zero is None else torch.full((n, -(-k // size)), zero)
+    scales = (0.2 * torch.rand(zeros.shape) / 2**bits + 0.001).half()
+    value = torch.empty(n, k)
+    for i in range(k):
+        value[:, i] = (codes[:, i] - zeros[:, index[i]]).float() * scales[:, index[i]].float()
+    return Rounded(codes, zeros, scales, index.to(torch.int32), value)
+
+
+Written = tuple[Tensors, Tensors, dict[str, Any]]
+"""Stored tensors, the same as numbers, and the quantization_config."""
+
+
+def written(
+    tensors: Tensors, parts: Callable[[Tensor], tuple[Tensors, Tensor]], suffix: str, settings: dict[str, Any]
+) -> Written:
+    """The projections of `tensors` as `parts` writes them: tensors by the ends of their names, and their numbers."""
+    torch.manual_seed(1)
+    stored, plain = dict(tensors), dict(tensors)
+    for name, value in tensors.items():
+        if "proj" in name and name.endswith(".weight"):
+            del stored[name]
+            made, plain[name] = parts(value)
+            stored |= {name.removesuffix("weight") + suffix + end: part.contiguous() for end, part in made.items()}
+    assert len(stored) > len(plain)
+    return stored, plain, settings
+
+
+def awq(tensors: Tensors, size: int = 32) -> Written:
+    def parts(value: Tensor) -> tuple[Tensors, Tensor]:
+        w = rounded(value, size, 4)
+        zeros = packed(w.zeros.T, 4, AWQ_ORDER)
+        return {"qweight": packed(w.codes.T, 4, AWQ_ORDER), "qzeros": zeros, "scales": w.scales.T}, w.value
+
+    settings = {"quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True, "version": "gemm"}
+    return written(tensors, parts, "", settings)
+
+
+def gptq(
+    tensors: Tensors, size: int = 32, bits: int = 4, order: bool = False, v2: bool = False, index: bool = True
+) -> Written:
+    def parts(value: Tensor) -> tuple[Tensors, Tensor]:
+        w = rounded(value, size, bits, order)
+        zeros = packed((w.zeros if v2 else w.zeros - 1).T, bits)
+        made = {"qweight": packed(w.codes, bits).T, "qzeros": zeros, "scales": w.scales.T}
+        return made | ({"g_idx": w.index} if index else {}), w.value
+
+    version = {"checkpoint_format": "gptq_v2"} if v2 else {}
+    settings = {"quant_method": "gptq", "bits": bits, "group_size": size, "desc_act": order, "sym": False}
+    return written(tensors, parts, "", settings | version)
+
+
+def compressed(
+    tensors: Tensors,
+    size: int = 32,
+    bits: int = 4,
+    symmetric: bool = True,
+    order: bool = False,
+    unsaid: bool = False,
+) -> Written:
+    def parts(value: Tensor) -> tuple[Tensors, Tensor]:
+        w = rounded(value, size, bits, order, 2 ** (bits - 1) if symmetric else None)
+        made = {"packed": packed(w.codes, bits), "scale": w.scales, "shape": torch.tensor(value.shape)}
+        if not symmetric:
+            made["zero_point"] = packed(w.zeros.T, bits).T
+        if order or unsaid:
+            made["g_idx"] = torch.full_like(w.index, -1) if unsaid else w.index
+        return made, w.value
+
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "actorder": "group" if order else None}
+    weights |= {"strategy": "channel"} if size < 0 else {"strategy": "group", "group_size": size}
+    return written(tensors, parts, "weight_", configuration("pack-quantized", weights))
+
+
+def eight_bits(
+    tensors: Tensors, kind: str = "int", strategy: str = "channel", symmetric: bool = True, size: Any = None
+) -> Written:
+    def parts(value: Tensor) -> tuple[Tensors, Tensor]:
+        n, k = value.shape
+        sides, wide = {"tensor": ((1,), k), "channel": ((n, 1), k)}.get(
+            str(strategy), ((n, -(-k // (size or 1))), size)
+        )
+        codes = torch.randint(-128, 128, (n, k)).to(torch.int8)
+        codes = codes if kind == "int" else (codes.float() / 16).to(torch.float8_e4m3fn)
+        scales, zeros = (torch.rand(sides) / 500 + 0.001).bfloat16(), torch.randint(-9, 9, sides).to(torch.int8)
+        numbers = codes.float()
+        for i in range(k):
+            column = (slice(None), i // wide) if len(sides) == 2 else ()
+            numbers[:, i] = (numbers[:, i] - (0 if symmetric else zeros[column].float())) * scales[column].float()
+        made = {"": codes, "_scale": scales}
+        return made if symmetric else made | {"_zero_point": zeros}, numbers
+
+    weights = {"num_bits": 8, "type": kind, "symmetric": symmetric, "strategy": strategy, "group_size": size}
+    dynamic = {"num_bits": 8, "dynamic": True, "type": kind, "strategy": "token"}
+    return written(tensors, parts, "weight", configuration(f"{kind}-quantized", weights, input_activations=dynamic))
+
+
+def configuration(format: str, weights: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A quantization_config of compressed-tensors as its releases write them."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None} | more
+    settings = {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
+    nothing = {"kv_cache_scheme": None, "sparsity_config": {}, "transform_config": {}, "ignore": ["lm_head"]}
+    return settings | nothing | {"quantization_status": "compressed"}
+
+
+# ---- reading them ----------------------------------------------------------------------------------
+
+Way = Callable[[Tensors], Written]
+WAYS: dict[str, tuple[str, Way]] = {
+    "awq": ("llama", awq),
+    "awq, one group": ("llama", lambda t: awq(t, -1)),
+    "awq, a short last group": ("llama", lambda t: awq(t, 24)),
+    "awq, experts one by one": ("qwen3_moe", awq),
+    "gptq with biases": ("qwen2", gptq),
+    "gptq, in order of activations": ("llama", lambda t: gptq(t, order=True)),
+    "gptq, 8 bits and a short last group": ("llama", lambda t: gptq(t, 20, bits=8)),
+    "gptq, one group and no index": ("llama", lambda t: gptq(t, -1, index=False)),
+    "gptq_v2, in order of activations": ("llama", lambda t: gptq(t, 16, order=True, v2=True)),
+    "packed": ("llama", compressed),
+    "packed, zeros, in order of activations": ("qwen2", lambda t: compressed(t, 24, symmetric=False, order=True)),
+    "packed, an index that says nothing": ("llama", lambda t: compressed(t, unsaid=True)),
+    "packed, 8 bits a channel": ("llama", lambda t: compressed(t, -1, bits=8, symmetric=False)),
+    "packed, experts one by one": ("qwen3_moe", lambda t: compressed(t, 8)),
+    "int8": ("llama", eight_bits),
+    "int8 with zeros, in groups": ("llama", lambda t: eight_bits(t, strategy="group", symmetric=False, size=24)),
+    "int8, one scale": ("llama", lambda t: eight_bits(t, strategy="tensor", symmetric=False)),
+    "float8": ("llama", lambda t: eight_bits(t, "float")),
+    "float8, one scale": ("llama", lambda t: eight_bits(t, "float", "tensor")),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Tensors]]:
+    """(checkpoint, its tensors) of models of floats by transformers' type."""
+    folder = tmp_path_factory.mktemp("models")
+    return {kind: (folder / kind, saved(kind, folder / kind)) for kind in ("llama", "qwen2", "qwen3_moe")}
+
+
+def both(models: dict[str, tuple[Path, Tensors]], path: Path, kind: str, way: Way) -> tuple[Path, Path]:
+    """Checkpoints in `path` of a model stored the `way` and as the numbers that this stands for."""
+    source, tensors = models[kind]
+    stored, plain, quantization = way(tensors)
+    return rewritten(source, path / "stored", stored, quantization), rewritten(source, path / "plain", plain)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_numbers(models: dict[str, tuple[Path, Tensors]], tmp_path: Path, way: str) -> None:
+    same_weights(*both(models, tmp_path, *WAYS[way]))
+
+
+@pytest.mark.parametrize(
+    ("way", "recipe"),
+    [("awq", "w4a16"), ("gptq with biases", "f32"), ("packed, zeros, in order of activations", "w4a16")],
+)
+def test_the_logits(models: dict[str, tuple[Path, Tensors]], tmp_path: Path, way: str, recipe: str) -> None:
+    found = []
+    for path in both(models, tmp_path, *WAYS[way]):
+        pipeline.build(path, tmp_path / f"{path.name}.out", recipe=recipe)
+        with qcompile.load(tmp_path / f"{path.name}.out") as llm:
+            found.append(llm.logits([[0, 17, 60, 25, 12, 12, 3]]))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("way", [awq, gptq, compressed, eight_bits])
+def test_doctor_needs_no_weights(models: dict[str, tuple[Path, Tensors]], tmp_path: Path, way: Way) -> None:
+    stored, _ = both(models, tmp_path, "llama", way)
+    (stored / "model.safetensors").unlink()
+    assert doctor.examine(str(stored), "cpu-avx2", "w4a16", {}, None).exportable
+
+
+def test_inputs_that_fill_no_word() -> None:
+    codes = torch.randint(0, 16, (5, 13))
+    value = stored_compressed.from_packed("w", 13, 4, 13, packed(codes, 4), torch.ones(5, 1))
+    assert torch.equal(value, codes.float() - 8)
+
+
+# ---- rounding them to 4 bits once more -------------------------------------------------------------
+
+
+def again(w: Tensor) -> Tensor:
+    return numerics.dequantize_weight(numerics.quantize_weight(w, "w4_asym_g128"), "w4_asym_g128", w.shape[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("least", "top"), [(0, 15), (1, 15), (0, 9), (4, 11), (7, 8)])
+def test_four_bits_stay_what_they_are(least: int, top: int, dtype: torch.dtype) -> None:
+    """In groups of 128 and of more, whichever codes are in use: those at the ends, as of AWQ, or not, as of GPTQ."""
+    torch.manual_seed(0)
+    for groups in (5, 1):
+        codes, zeros = torch.randint(least, top + 1, (200, 5, 128)), torch.randint(least, top + 1, (200, groups, 1))
+        scales = (torch.rand(200, groups, 1) / 100 + 1e-4).to(dtype).float()
+        w = ((codes - zeros) * scales).flatten(1)
+        assert torch.equal(again(w), w)
+        assert torch.equal(again(w[:, :600]), w[:, :600])
+
+
+@pytest.mark.parametrize("recipe", ["w4a16", "w4a8", "qspec", "nested"])
+def test_recipes_of_four_bits_keep_the_numbers(
+    models: dict[str, tuple[Path, Tensors]], tmp_path: Path, recipe: str
+) -> None:
+    path, _ = both(models, tmp_path, "llama", lambda t: compressed(t, -1))
+    graph = pipeline.plan(path, recipe=recipe).graphs[-1]
+    rounded = [node for node in graph.calls("quantize_weight") if node.args[1] in ("w4_asym_g128", "nested_8_4")]
+    kept = rounded[:-1] if recipe == "nested" else rounded  # all but its head, which is stored in 16 bits
+    assert len(kept) >= 4
+    for node in kept:
+        w = graph.evaluate(node.all_input_nodes[0])
+        assert torch.equal(numerics.dequantize_weight(graph.evaluate(node), str(node.args[1]), w.shape[1]), w)
+
+
+def test_steps_of_float32_are_found_to_their_precision() -> None:
+    torch.manual_seed(0)
+    w = (torch.randint(0, 13, (400, 128)) - 6) * torch.rand(400, 1)
+    assert ((again(w) - w).abs() <= 2e-7 * w.abs()).all()
+
+
+def test_other_weights_are_rounded_as_ever() -> None:
+    """Also those that need a code more than there are, or whose zero lies beyond them."""
+    torch.manual_seed(0)
+    even = torch.arange(128.0) % 17
+    rows = [torch.randn(128), torch.randn(128).bfloat16().float(), even - 3, even + 1, torch.zeros(128)]
+    w = torch.stack(rows) * 0.01
+    for kept, plain in zip(rounding.asymmetric(w, 4, keep=True), rounding.asymmetric(w, 4), strict=True):
+        assert torch.equal(kept, plain)
+
+
+# ---- what is refused -------------------------------------------------------------------------------
+
+UP = "model.layers.0.mlp.up_proj"
+Change = Callable[[Tensors, dict[str, Any]], object]
+
+
+def put(name: str, value: Tensor) -> Change:
+    return lambda tensors, settings: tensors.update({f"{UP}.{name}": value})
+
+
+def drop(name: str) -> Change:
+    return lambda tensors, settings: tensors.pop(f"{UP}.{name}")
+
+
+def fill(name: str, number: float) -> Change:
+    return lambda tensors, settings: tensors[f"{UP}.{name}"].fill_(number)
+
+
+def say(**more: Any) -> Change:
+    return lambda tensors, settings: settings.update(more)
+
+
+def say_of_weights(**more: Any) -> Change:
+    return lambda tensors, settings: settings["config_groups"]["group_0"]["weights"].update(more)
+
+
+def say_of_group(**more: Any) -> Change:
+    return lambda tensors, settings: settings["config_groups"]["group_0"].update(more)
+
+
+def another_group(tensors: Tensors, settings: dict[str, Any]) -> None:
+    groups = settings["config_groups"]
+    groups["group_1"] = groups["group_0"] | {"weights": groups["group_0"]["weights"] | {"num_bits": 8}}
+
+
+NO, BAD = UnsupportedError, UsageError
+NAN = float("nan")
+REFUSED: dict[str, tuple[Way, Change, type[QCompileError], str]] = {
+    "awq of 3 bits": (awq, say(bits=3), NO, "awq weights with bits 3 are not read, only 4"),
+    "awq of true bits": (awq, say(bits=True), NO, "bits True"),
+    "another awq": (awq, say(version="GEMV"), NO, "awq weights with version gemv are not read, only gemm"),
+    "awq that is no text": (awq, say(version=[1]), NO, r"version \[1\]"),
+    "awq of llm-awq": (awq, say(backend="llm-awq"), NO, "backend llm-awq"),
+    "awq without zeros": (awq, say(zero_point=False), NO, "zero_point False"),
+    "awq in no groups": (awq, say(group_size=0), BAD, "group_size of the checkpoint's awq weights is 0"),
+    "awq in other groups": (awq, say(group_size=16), BAD, r"down_proj.qzeros is .*\[3, 8\]; .* \[6, 8\]"),
+    "awq that lost its zeros": (awq, drop("qzeros"), BAD, f"{UP}.qzeros is missing"),
+    "awq that lost its scales": (awq, drop("scales"), BAD, f"{UP}.scales is missing"),
+    "awq that lost its codes": (awq, drop("qweight"), BAD, f"{UP}.qzeros belongs to no weight"),
+    "awq codes of bytes": (awq, put("qweight", torch.ones(64, 12).byte()), BAD, f"{UP}.qweight is torch.uint8"),
+    "awq codes in a row": (
+        awq,
+        put("qweight", torch.ones(64).int()),
+        BAD,
+        rf"{UP}.qweight is .*\[64\]; an int32",
+    ),
+    "awq codes of nothing": (awq, put("qweight", torch.ones(0, 12).int()), BAD, rf"{UP}.qweight is .*\[0, 12\]"),
+    "awq scales of whole numbers": (awq, put("scales", torch.ones(2, 96).int()), BAD, f"{UP}.scales is torch.int32"),
+    "awq scales that are none": (awq, fill("scales", NAN), BAD, f"{UP}.weight holds NaN"),
+    "awq beside the numbers": (awq, put("weight", torch.ones(96, 64)), BAD, f"{UP}.weight is stored twice"),
+    "awq with scaled activations": (
+        awq,
+        lambda t, s: t.update({"model.layers.0.mlp.act_fn.scales": torch.ones(96)}),
+        BAD,
+        "mlp.act_fn.scales belongs to no weight",
+    ),
+    "awq that differs by module": (awq, say(dynamic={"+:.*down": {"bits": 8}}), NO, r"dynamic has \+:\.\*down"),
+    "awq by a number of modules": (awq, say(dynamic=5), NO, "dynamic has 5"),
+    "awq by a list of modules": (awq, say(dynamic=["-:x"]), NO, r"dynamic has \['-:x'\]"),
+    "gptq of 3 bits": (gptq, say(bits=3), NO, "gptq weights with bits 3 are not read, only 4 or 8"),
+    "gptq of no bits": (gptq, lambda t, s: s.pop("bits"), NO, "bits None"),
+    "gptq of 8 bits that has 4": (gptq, say(bits=8), BAD, r"proj.qzeros is .* belongs there"),
+    "another gptq": (gptq, say(checkpoint_format="marlin"), NO, "checkpoint_format marlin .* only gptq or gptq_v2"),
+    "an old gptq for marlin": (gptq, say(is_marlin_format=True), NO, "is_marlin_format True"),
+    "gptq in words of 64 bits": (gptq, say(pack_dtype="int64"), NO, "pack_dtype int64"),
+    "gptq with something added": (gptq, say(adapter={"name": "lora"}), NO, "gptq weights with adapter"),
+    "gptq in groups unknown": (gptq, lambda t, s: s.pop("group_size"), BAD, "group_size .* is None"),
+    "gptq that lost its zeros": (gptq, drop("qzeros"), BAD, f"{UP}.qzeros is missing"),
+    "gptq that lost its index": (lambda t: gptq(t, order=True), drop("g_idx"), BAD, f"{UP}.g_idx is missing"),
+    "gptq with a short index": (gptq, put("g_idx", torch.zeros(8).int()), BAD, rf"{UP}.g_idx is .*\[8\]; .*\[64\]"),
+    "gptq with an index beyond": (gptq, fill("g_idx", 2), BAD, f"{UP}.g_idx holds 2 to 2; there are 2 groups"),
+    "gptq with an index below": (gptq, fill("g_idx", -1), BAD, f"{UP}.g_idx holds -1 to -1"),
+    "gptq in an order it denies": (gptq, fill("g_idx", 1), BAD, f"{UP}.g_idx has .* desc_act is false"),
+    "gptq with a zero of 0": (gptq, fill("qzeros", -1), BAD, f"{UP}.qzeros holds zero points less one below 0"),
+    "gptq scales that are none": (gptq, fill("scales", float("inf")), BAD, f"{UP}.weight holds NaN or inf"),
+    "packed in 3 bits": (compressed, say_of_weights(num_bits=3), NO, "num_bits 3 are not read, only 4 or 8"),
+    "packed floats": (compressed, say_of_weights(type="float"), NO, "type float"),
+    "packed in blocks": (compressed, say_of_weights(strategy="block"), NO, "strategy block"),
+    "packed in groups unknown": (compressed, say_of_weights(group_size=None), BAD, "group_size .* is None"),
+    "another packing": (compressed, say(format="marlin-24"), NO, "format marlin-24"),
+    "packed and frozen": (compressed, say(quantization_status="frozen"), NO, "quantization_status frozen"),
+    "a packed cache": (compressed, say(kv_cache_scheme={"num_bits": 8}), NO, "with a kv_cache_scheme"),
+    "packed and sparse": (compressed, say(sparsity_config={"format": "sparse-24-bitmask"}), NO, "sparsity_config"),
+    "packed and turned": (compressed, say(transform_config={"config_groups": {"a": 1}}), NO, "transform_config"),
+    "no groups": (compressed, say(config_groups={}), BAD, "config_groups .* say nothing"),
+    "groups that differ": (compressed, another_group, NO, "where groups differ: group_0, group_1"),
+    "stored scales of activations": (
+        eight_bits,
+        say_of_group(input_activations={"dynamic": False}),
+        NO,
+        r"stored scales of activations \(group_0\)",
+    ),
+    "rounded outputs": (eight_bits, say_of_group(output_activations={"dynamic": True}), NO, "output_activations"),
+    "packed without a shape": (compressed, drop("weight_shape"), BAD, f"{UP}.weight_shape is missing"),
+    "packed in another shape": (compressed, fill("weight_shape", 64), BAD, rf"{UP}.weight_shape says \[64, 64\]"),
+    "packed in a wider shape": (
+        compressed,
+        put("weight_shape", torch.tensor([96, 80])),
+        BAD,
+        rf"{UP}.weight_packed is .*\[96, 8\]; torch.int32 of shape \[96, 10\]",
+    ),
+    "packed without zeros": (compressed, say_of_weights(symmetric=False), BAD, r"weight_zero_point is missing"),
+    "packed with zeros": (
+        lambda t: compressed(t, symmetric=False),
+        say_of_weights(symmetric=True),
+        BAD,
+        "weight_zero_point belongs to no weight",
+    ),
+    "packed without an index": (
+        lambda t: compressed(t, order=True),
+        drop("weight_g_idx"),
+        BAD,
+        f"{UP}.weight_g_idx is missing",
+    ),
+    "packed scales that are none": (compressed, fill("weight_scale", NAN), BAD, f"{UP}.weight holds NaN"),
+    "int8 without scales": (eight_bits, drop("weight_scale"), BAD, f"{UP}.weight_scale is missing"),
+    "int8 that is float8": (eight_bits, say_of_weights(type="float"), NO, "type float"),
+    "float8 that is int8": (
+        lambda t: eight_bits(t, "float"),
+        put("weight", torch.ones(96, 64, dtype=torch.int8)),
+        BAD,
+        f"{UP}.weight is torch.int8",
+    ),
+    "not said at all": (awq, lambda t, s: s.clear(), NO, r"already quantized \(unknown\)"),
+}
+
+
+MADE: dict[Way, Written] = {}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(models: dict[str, tuple[Path, Tensors]], tmp_path: Path, case: str) -> None:
+    way, change, error, message = REFUSED[case]
+    source, tensors = models["llama"]
+    if way not in MADE:
+        MADE[way] = way(tensors)
+    stored, _, settings = copy.deepcopy(MADE[way])
+    change(stored, settings)
+    path = rewritten(source, tmp_path / "model", stored, settings)
+    with pytest.raises(error, match=message) as caught:
+        checkpoint = formats.open_checkpoint(path)
+        for name in checkpoint:
+            checkpoint.load(name)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("way", "what"), [(gptq, "qweight is packed, "), (eight_bits, "weight has factors beside it")])
+def test_not_said_how(models: dict[str, tuple[Path, Tensors]], tmp_path: Path, way: Way, what: str) -> None:
+    source, tensors = models["llama"]
+    path = rewritten(source, tmp_path / "model", way(tensors)[0])
+    with pytest.raises(UsageError, match=f"{what}.* quantization_config is missing"):
+        formats.open_checkpoint(path)

@@ -1,0 +1,110 @@
+"""Rowwise kernels through a generated library, whose logits are each kernel's result for table[token]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qcompile import ops
+from qcompile.codegen import program as p
+from qcompile.formats import numerics
+from tests.support.columns import Case, Columns
+
+WIDTH = 40  # not a multiple of a vector: the padding must stay zero
+MAKE = torch.Generator().manual_seed(3)
+TABLE = 3 * torch.randn(WIDTH, WIDTH, generator=MAKE)
+PLACES = torch.randn(64, WIDTH, generator=MAKE)
+TABLE[1, :12] = torch.tensor([0, -0.0, 1e-7, -1e-7, -1e-6, -1e-4, -0.01, -0.2499, -0.25, -0.26, -90, 90])
+CURVE = torch.tensor([0.8, 1.3, 0.5, -1e-6])  # of xIELU: alpha_p, alpha_n, beta and eps
+WEIGHT, BIAS = torch.randn(WIDTH, generator=MAKE), torch.randn(WIDTH, generator=MAKE)
+
+UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_quick": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "mish": F.mish,
+    "elu": F.elu,
+}
+
+
+TOKENS = [3, 1, 39, 1, 0]
+X = TABLE[TOKENS]
+AT = PLACES[5:10]
+RMS = p.Norm("n", "rms", "x", "y", 1e-5, "weight")
+CALLS: dict[str, list[p.Call]] = {
+    **{kind: [p.Elementwise("f", kind, "x", "y")] for kind in UNARY},
+    "xielu": [p.Elementwise("bend", "xielu", "x", "y", weight="curve")],
+    "scale, add and mul": [
+        p.Embed("place", "places", "positions", "f32", 64, scale=0.5, index="positions"),
+        p.Elementwise("add", "add", "x", "y", other="places"),
+        p.Elementwise("mul", "mul", "y", "y", weight="weight"),
+        p.Elementwise("scale", "scale", "y", "y", factor=1.5),
+        p.Elementwise("bias", "add", "y", "y", weight="bias"),
+        p.Elementwise("gate", "mul", "y", "y", other="x"),
+    ],
+    "rms": [RMS],
+    "layer": [replace(RMS, kind="layer", bias="bias")],
+    "layer without weights": [replace(RMS, kind="layer", weight=None)],
+    "large eps": [replace(RMS, eps=3.0)],
+    "bf16": [p.Embed("embed16", "y", "table16", "bf16", WIDTH)],
+}
+
+
+@pytest.fixture(scope="module")
+def rows() -> Iterator[dict[str, np.ndarray]]:
+    """Result in buffer y of each of CALLS, with X in buffer x."""
+    blobs = {
+        "table": numerics.as_blob(TABLE),
+        "table16": numerics.as_blob(TABLE.bfloat16()),
+        "positions": numerics.as_blob(PLACES),
+        "weight": numerics.pack_vector(WEIGHT),
+        "bias": numerics.pack_vector(BIAS),
+        "curve": numerics.pack_vector(CURVE),
+    }
+    embed = p.Embed("embed", "x", "table", "f32", WIDTH)
+    cases = {name: Case([embed, *calls], "y") for name, calls in CALLS.items()}
+    columns = Columns(dict.fromkeys(("x", "places", "y"), WIDTH), blobs, cases, threads=2)
+    yield columns.rows(TOKENS, 5)
+    columns.close()
+
+
+@pytest.mark.parametrize("kind", UNARY)
+def test_unary(rows: dict[str, np.ndarray], kind: str) -> None:
+    np.testing.assert_allclose(rows[kind], UNARY[kind](X), atol=1e-6, rtol=1e-6)
+
+
+def test_xielu(rows: dict[str, np.ndarray]) -> None:
+    # A few roundings relative to x, however small: exp(x) - 1 would cancel near 0.
+    wanted = ops.xielu(X.double(), CURVE)
+    assert ((torch.from_numpy(rows["xielu"]) - wanted).abs() <= 3e-7 * (X.abs() + wanted.abs())).all()
+
+
+def test_scale_add_and_mul(rows: dict[str, np.ndarray]) -> None:
+    expected = ((X + 0.5 * AT) * WEIGHT * 1.5 + BIAS) * X
+    np.testing.assert_allclose(rows["scale, add and mul"], expected, atol=1e-5, rtol=1e-6)
+
+
+def test_norms(rows: dict[str, np.ndarray]) -> None:
+    expected = {
+        "rms": F.rms_norm(X, (WIDTH,), WEIGHT, 1e-5),
+        "layer": F.layer_norm(X, (WIDTH,), WEIGHT, BIAS, 1e-5),
+        "layer without weights": F.layer_norm(X, (WIDTH,), None, None, 1e-5),
+        "large eps": F.rms_norm(X, (WIDTH,), WEIGHT, 3.0),
+    }
+    for name, value in expected.items():
+        np.testing.assert_allclose(rows[name], value, atol=1e-5, err_msg=name)
+
+
+def test_embedding_of_bf16_is_exact(rows: dict[str, np.ndarray]) -> None:
+    np.testing.assert_array_equal(rows["bf16"], TABLE.bfloat16().float()[TOKENS])

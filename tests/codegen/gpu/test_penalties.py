@@ -1,0 +1,166 @@
+"""Biases and penalties by GPU kernels, interpreted: the bits that Python gives, in steps, bursts and rounds."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from qcompile.codegen.gpu.launches import Plan
+from qcompile.runtime.cuda import draws as cuda_draws
+from qcompile.runtime.sampling.penalties import Bias, Occurrences, Penalties, penalize
+from qcompile.runtime.sampling.sampling import GREEDY, Draws, SamplingParams
+from tests.codegen.gpu.test_sample import SMALL
+from tests.support.graphs import decoder
+from tests.support.interpreted import interpreted, needs_triton
+from tests.support.sampled import penalized
+
+
+class Text(NamedTuple):
+    """A sequence in a step: what the host gave, and its rows from a position on, all of which give logits."""
+
+    draws: Draws
+    tokens: list[int]
+    start: int
+
+
+def changed(texts: list[Text], logits: Tensor) -> Tensor:
+    """Logits [rows, vocab] of a step as the kernels change them."""
+    from qcompile.codegen.gpu.penalties import OPTIONS, penalties
+    from tests.support.gpu_machine import run_launches, send_draws
+
+    assert OPTIONS == cuda_draws._OPTIONS
+    rows = [(s, token, text.start + i) for s, text in enumerate(texts) for i, token in enumerate(text.tokens)]
+    _, counts, given = send_draws([text.draws for text in texts], len(rows))
+    columns = zip(("row_sequence", "token_ids", "positions"), zip(*rows, strict=True), strict=True)
+    given |= {name: torch.tensor(column, dtype=torch.int32) for name, column in columns}
+    given |= {"output_rows": torch.arange(len(rows), dtype=torch.int32), "logits": logits.clone()}
+    kv: Any = None
+    plan = Plan(80, kv, 128)
+    run_launches(penalties(plan, "head", logits.shape[1], 80), plan, counts, given)
+    return given["logits"]
+
+
+def texts_of(vocab: int, sequences: int, random: np.random.Generator) -> tuple[list[Text], list[Any]]:
+    """Sequences with lists of all lengths, some without penalties, with biases, or with rows whose next token is known;
+    and for each row its bias and penalties, or None."""
+    texts, wanted = [], []
+    every = [*penalized(), SamplingParams()]
+    for index in range(sequences):
+        params, listed = every[(index + sequences) % len(every)], (0, 300, 3, 17, 600, 1)[index % 6]
+        first, rows = int(random.integers(0, 50)), 1 + index % 4
+        noted = Occurrences(random.integers(0, vocab, listed).tolist())
+        for token in random.integers(0, vocab, listed // 2).tolist():
+            noted.note(token)
+        ahead = random.integers(0, vocab, (0, 70, 2)[index % 3]).tolist()
+        tokens = random.integers(0, vocab, rows).tolist()
+        options = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+        # The first row is the last listed token, or the last of those ahead.
+        room = len(ahead) + rows
+        given = Penalties(*options, *noted.listed(), room, ahead) if index % 8 < 7 else None
+        bias = None
+        if index % 3 == 1:
+            chosen = random.permutation(vocab)[: min(vocab, (300, 1, 20)[index // 3 % 3])].astype(np.int32)
+            bias = Bias(chosen, (100 * random.standard_normal(len(chosen))).astype(np.float32))
+        known = [1, 2, 3][: index % 4] if not ahead else []
+        draws = GREEDY._replace(first=first, penalties=given, bias=bias, known=known)
+        if ahead:
+            tokens[0] = ahead[-1]
+        texts.append(Text(draws, [7] * len(known) + tokens, first + len(ahead) - len(known)))
+        wanted += [(None, None)] * len(known)
+        for row in range(rows):
+            after = [*ahead, *tokens[1 : row + 1]]
+            wanted.append((bias, (noted.listed(after), options) if given else None))
+    return texts, wanted
+
+
+def interpret_rows(vocab: int, sequences: int) -> None:
+    """Each row as Python changes it, whatever else is in the step."""
+    random = np.random.default_rng(vocab + sequences)
+    texts, wanted = texts_of(vocab, sequences, random)
+    logits = torch.from_numpy((4 * random.standard_normal((len(wanted), vocab))).astype(np.float32))
+    logits[:, 7], logits[:, 9], logits[:, 5], logits[:, 3] = -0.0, 0.0, -math.inf, 1e-42
+    got = changed(texts, logits)
+    for row, (bias, want) in enumerate(wanted):
+        found = bias.added(logits[row].numpy()) if bias else logits[row].numpy()
+        expected = torch.from_numpy(penalize(found, *want[0], *want[1]) if want else found)
+        assert torch.equal(got[row].view(torch.int32), expected.view(torch.int32)), row
+    at = 0
+    for text in texts[:6]:
+        end = at + len(text.tokens)
+        alone = changed([text], logits[at:end])
+        assert torch.equal(alone.view(torch.int32), got[at:end].view(torch.int32))
+        at = end
+
+
+@pytest.mark.parametrize("vocab", [40, 4096 + 300])
+@pytest.mark.parametrize("sequences", [1, 3, 17])
+def test_rows_interpreted(vocab: int, sequences: int) -> None:
+    interpreted(__name__, f"interpret_rows({vocab}, {sequences})")
+
+
+def interpret_engine(how: str) -> None:
+    """Requests of all penalties in one batch: Python's tokens, in bursts and in rounds with drafts."""
+    from qcompile.runtime.speculation.host import HostSpeculator
+    from tests.support.gpu_machine import PROMPTS, Machine, logits_asked
+
+    torch.manual_seed(0)
+    cuda_draws._FIRST_ROOM = 64  # grows
+    graph = decoder(**SMALL)
+    drafts: list[Any] = {"lookup": ["lookup"], "own": [graph]}.get(how, [])
+    machine = Machine(graph, "nested" if how == "shared" else "bf16", pages=9, drafts=drafts)
+    params = penalized(max_tokens=6, ignore_eos=True)[:6]
+    params[3] = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logit_bias={5: 2.5, 9: 2, 30: -100})
+    params[4] = replace(params[4], logit_bias=dict.fromkeys(range(0, 40, 3), 0.5))
+    if how == "logits":
+        params[1] = SamplingParams(temperature=0, repetition_penalty=0.2, logprobs=21, max_tokens=6, ignore_eos=True)
+    asked = logits_asked()
+
+    def generate(draws: bool, gamma: int, chosen: range = range(len(params))) -> list[Any]:
+        machine.target.draws = draws  # type: ignore[misc]
+        if how in ("shared", "own"):
+            machine.speculator.levels[0].executor.draws = draws
+        engine = machine.engine(gamma)
+        requests = [engine.add(PROMPTS[i], params[i]) for i in chosen]
+        return list(zip(machine.run(engine, requests), [r.output.logprobs for r in requests], strict=True))
+
+    by_host = generate(False, 0)
+    assert sum(len(set(tokens)) < len(tokens) - 1 for tokens, _ in by_host) >= 3  # tokens recur
+    assert any(asked)
+    asked.clear()
+    assert generate(True, 0) == by_host
+    assert any(asked) is (how == "logits")
+    if how in ("shared", "own", "lookup"):
+        before = machine.driver.replays
+        assert generate(True, 3) == by_host
+        assert machine.driver.replays > before  # rounds are graphs
+        changed = [launch for launch in [*machine.speculator._graphs.values()][-1] if launch.kernel.name == "penalize"]
+        assert len(changed) == (1 if how == "lookup" else 4)
+        assert len({launch.arguments[-1] for launch in changed}) == 1  # drafts and target share the recent tokens
+        assert not any(asked)
+        machine.speculator = HostSpeculator(machine.target, machine.speculator.levels)
+        assert generate(True, 3) == by_host
+    assert generate(True, 0, range(4, 5)) == by_host[4:5]
+
+
+def test_arithmetic_is_that_of_python() -> None:
+    """Divisions are exact, and no multiplication is fused with what follows it."""
+    needs_triton()
+    from qcompile.codegen.gpu.compile import compile_kernel
+    from qcompile.codegen.gpu.penalties import penalty_kernel
+
+    for capability in (80, 90):
+        found = compile_kernel(penalty_kernel("penalize", 5000, capability), capability)
+        assert set(re.findall(r"\b(?:div|fma|mad)[\w.]*\.f(?:32|64)", found.ptx)) == {"div.rn.f32"}
+        assert found.spill_bytes == 0
+
+
+@pytest.mark.parametrize("how", ["bursts", "logits", "shared", "own", "lookup"])
+def test_an_engine_with_penalties_interpreted(how: str) -> None:
+    interpreted(__name__, f"interpret_engine('{how}')")

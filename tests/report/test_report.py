@@ -1,0 +1,167 @@
+"""The report: parts of layers are told by dataflow, and the page stands on its own."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from qcompile import pipeline, recipes
+from qcompile.errors import QCompileError, UnsupportedError
+from qcompile.report import figures as report
+from qcompile.report import page as report_page
+from qcompile.roofline import CPU_CORE
+from tests.support.graphs import decoder
+
+
+def call(kernel: str, **fields: Any) -> dict[str, Any]:
+    return {"kernel": kernel, "name": fields.pop("name", kernel), **fields}
+
+
+def gemm(name: str, x: str, out: str | None, epilogue: str = "store", **fields: Any) -> dict[str, Any]:
+    weights = {"codes": f"{name}.codes", "scale": f"{name}.scale"}
+    base = {"x": x, "out": out, "epilogue": epilogue, "weights": weights, "bias": None, "residual": None}
+    return call("gemm", **({"name": name, "format": "w4_asym_g128", "n": 64, "k": 32} | base | fields))
+
+
+def two_layers() -> dict[str, Any]:
+    """A program whose call names say nothing."""
+    calls, number = [call("embed", out="stream", table_dtype="f32")], 0
+
+    def add(x: str, out: str | None, epilogue: str = "store", **fields: Any) -> None:
+        nonlocal number
+        calls.append(gemm(f"g{number}", x, out, epilogue, **fields))
+        number += 1
+
+    for layer in (0, 1):
+        calls.append(call("norm", x="stream", out="normed"))
+        add("normed", "joined")
+        calls.append(call("rope_append", qkv="joined", layer=layer, heads=2, kv_heads=1, head_dim=16))
+        calls.append(call("attention", q="joined", out="mixed", layer=layer, heads=2, kv_heads=1, head_dim=16))
+        calls.append(call("quantize", x="mixed", out="rounded"))
+        add("rounded", "stream", "add")
+        calls.append(call("norm", x="stream", out="normed"))
+        add("normed", "gated", "silu_mul")
+        calls.append(call("quantize", x="gated", out="rounded"))
+        add("rounded", "stream", "add")
+    add("stream", None, "logits", format="w8_sym_channel")
+    names = ("stream", "normed", "joined", "mixed", "rounded", "gated")
+    buffers = [{"name": name, "dtype": "q8" if name == "rounded" else "f32", "width": 64} for name in names]
+    return {"calls": calls, "buffers": buffers, "kv": {"page_bytes": 4096, "page_tokens": 64, "layers": 2}}
+
+
+SIZES = {f"g{number}.{role}": size for number in range(9) for role, size in (("codes", 1024), ("scale", 256))}
+
+
+def facts(**changes: Any) -> dict[str, Any]:
+    figures = {"g1": {"error": 0.01, "error_nearest": 0.03}}
+    made = {
+        "model": {"name": "<b>tiny</b>", "parameters": 1000},
+        "recipe": "w4a8",
+        "target": "cpu",
+        "predicted_by": "the rates of one usual core",
+        "calibrated": True,
+        "bits_per_weight": 4.5,
+        "weight_bytes": 1 << 20,
+        "kv_bytes_per_token": 64,
+        "passes": [{"name": "raise", "fired": 3, "notes": ["a & b"]}],
+        "linears": report.linears(two_layers(), SIZES, figures, {}),
+        "kernels": report.kernels(two_layers(), SIZES, CPU_CORE),
+        "drafts": [],
+    }
+    return made | changes
+
+
+def test_parts_and_layers_come_from_the_dataflow() -> None:
+    rows = report.linears(two_layers(), SIZES, {}, {})
+    parts = [report.QKV, report.ATTENTION_OUT, report.GATE_UP, report.DOWN]
+    assert [row["part"] for row in rows] == [*parts, *parts, report.HEAD]
+    assert [row["layer"] for row in rows] == [0] * 4 + [1] * 4 + [None]
+    assert rows[0]["bits"] == 8 * 1280 / (64 * 32)
+
+
+def test_share_of_8_bit_features_is_that_of_the_marks_not_of_the_padded_bytes() -> None:
+    program = two_layers()
+    for name, format in (("g2", "mix_4_8"), ("g3", "nested_8_4"), ("g4", "mxfp4"), ("g5", "bf16")):
+        next(c for c in program["calls"] if c["name"] == name)["format"] = format
+    rows = report.linears(program, SIZES, {}, {"g2": 0.1})
+    assert [row["wide_share"] for row in rows[:6]] == [0, 0, 0.1, 1, 0, 1] and rows[-1]["wide_share"] == 1
+
+
+@pytest.mark.parametrize(("target", "recipe"), [("cpu-avx2", "mixllm"), *(("h200", name) for name in recipes.RECIPES)])
+def test_every_recipe_is_reported_for_every_kind_of_target(target: str, recipe: str) -> None:
+    wide = decoder(vocab=96, hidden=256, heads=4, head_dim=64, ffn=256, layers=1)
+    try:
+        plan = pipeline.plan(wide, target=target, recipe=recipe)
+    except UnsupportedError as error:
+        assert target != "cpu-avx2" and re.search("have no (GPU kernels|kv32 cache)", str(error)), (target, recipe)
+        return
+    rows = json.loads(plan.report)["linears"]
+    mixed = [row for row in rows if row["format"] == "mix_4_8"]
+    assert len(mixed) == (4 if recipe in ("mixllm", "auto") else 0)
+    features = sum(row["outputs"] for row in mixed)
+    assert sum(row["wide_share"] * row["outputs"] for row in mixed) == pytest.approx(features / 10, abs=2)
+
+
+def test_predicted_time_is_that_of_the_roofline() -> None:
+    rows = {row["kernel"]: row for row in report.kernels(two_layers(), SIZES, CPU_CORE)}
+    moved = rows["gemm"]["bytes"] / CPU_CORE.bytes_per_second * 1e6
+    assert rows["gemm"]["calls"] == 9
+    assert abs(rows["gemm"]["predicted_us"] - moved) < 1e-3 * moved  # one token: all of it is moving weights
+
+
+class Page(HTMLParser):
+    """Counts tags, and collects what a browser would fetch."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.fetched: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.fetched += [
+            v or "" for k, v in attrs if k in ("src", "href", "xlink:href") and not (v or "").startswith(("#", "data:"))
+        ]
+
+
+def test_page_stands_on_its_own_and_draws_what_there_is() -> None:
+    text = report_page.page(facts())
+    page = Page(text)
+    assert page.fetched == [] and "script" not in page.tags and "@import" not in text
+    titles = re.findall(r"<h2>(.*?)</h2>", text)
+    assert "Error of each layer&#39;s output" in titles and page.tags.count("svg") == len(titles) == 4
+    assert "&lt;b&gt;tiny&lt;/b&gt;" in text and "a &amp; b" in text
+    outliers = {"keys": {"before": [8.0, 9.0], "after": [2.0, 2.5]}}
+    assert Page(report_page.page(facts(outliers=outliers))).tags.count("svg") == 5
+
+
+def test_page_tells_of_drafts() -> None:
+    passes = [{"name": "fuse", "fired": 7, "notes": []}]
+    draft = {"name": "draft1", "shares_cache": False, "predicted_us": 12.0, "passes": passes}
+    text = report_page.page(facts(drafts=[draft]))
+    assert "draft1: fuse" in text and "12 µs" in text and "a cache of its own" in text
+    assert "draft1" not in report_page.page(facts())
+
+
+def test_page_is_the_same_each_time_and_the_process_gives_it() -> None:
+    with report_page.PageWriter() as writer:
+        text = writer.ask(json.dumps(facts()).encode())()
+    assert text.decode() == report_page.page(facts())
+
+
+def test_page_is_utf8_whatever_this_process_is_told_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its title has a dot that ASCII lacks."""
+    for name, value in {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}.items():
+        monkeypatch.setenv(name, value)
+    with report_page.PageWriter() as writer:
+        assert "\N{MIDDLE DOT}" in writer.ask(json.dumps(facts()).encode())().decode()
+
+
+def test_report_that_cannot_be_drawn_is_an_error_in_one_line() -> None:
+    with report_page.PageWriter() as writer, pytest.raises(QCompileError, match=r"report\.html could not be drawn"):
+        writer.ask(b"{}")()

@@ -1,0 +1,58 @@
+"""The counts of a step on a GPU, which choose its launches and their grids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qcompile.runtime.cuda.counts import AttentionWork, attention_counts, attention_work, eighths, power_of_two
+
+ATTENTION: dict[str, Any] = {
+    **{"most_queries": 16, "group_splits": 16, "leaves": 4, "fine_splits": 33, "few_splits": 9, "near_splits": 2},
+    **{"shares": 132, "shared": False},
+}
+
+
+def decoding_counts(*work: int, **plan: Any) -> dict[str, int]:
+    """Of a step of the decode class."""
+    return attention_counts(ATTENTION | plan, AttentionWork(*work), AttentionWork())
+
+
+def test_attention_takes_leaves_where_there_is_little_to_do() -> None:
+    few = decoding_counts(33, 5, 1, 5)
+    assert few["fine"] == 5 and few["slots"] == 132 and few["fine_merged"] == 33 and few["fine_groups"] == 3
+    assert few["decode_tokens"] == few["decoding_tokens"] == 5 and few["other_tokens"] == 0
+    assert not any(few[name] for name in ("few", "coarse", "merged", "groups", "near", "far"))
+    fewer = decoding_counts(3, 6, 3, 2)
+    assert fewer["few"] == 2 and fewer["fine"] == fewer["coarse"] == 0 and fewer["fine_merged"] == 3
+    # As many splits of several sequences have more rings: up to twice as many count as few.
+    assert decoding_counts(16, 1, 1, 1)["fine"] == decoding_counts(8, 2, 2, 1)["few"] == 1
+    many = decoding_counts(17, 2, 2, 1)
+    assert many["coarse"] == 1 and many["slots"] == many["merged"] == 17 and many["groups"] == 2
+    assert not any(many[name] for name in ("few", "fine", "fine_merged", "fine_groups"))
+    assert decoding_counts(300, 2, 1, 2)["shares"] == 100
+    sizes = ((32, 1, 1), (512, 1, 1), (16, 20, 20), (9, 200, 200))
+    shares = [decoding_counts(*how, 1, shared=True, fine_splits=0)["shares"] for how in sizes]
+    assert shares == [32, 128, 6, 1]  # with four splits each, not four or three
+
+
+def test_attention_of_prompts_goes_by_what_is_behind_them() -> None:
+    for splits, kind, count in ((2, "near", 17), (3, "far", 21)):  # most rows of one, or of all
+        found = attention_counts(ATTENTION, AttentionWork(), AttentionWork(splits, 21, 2, 17))
+        others = {"prompts": 2, "prompt_tokens": 21, "prompt_queries": 17, "other_tokens": 21}
+        assert {name: count for name, count in found.items() if count} == {kind: count, **others}
+
+
+def test_sequences_that_decode_have_kernels_of_their_own_beside_prompts() -> None:
+    work = attention_work(ATTENTION, [1, 16, 17, 3], [90, 20, 50, 400], lambda pages: pages // 10)
+    assert work == (AttentionWork(9, 17, 2, 16), AttentionWork(40, 20, 2, 17))  # those after a prompt are with it
+    found = attention_counts(ATTENTION, *work)
+    assert found["few"] == 16 and found["far"] == 20 and found["decoding"] == found["prompts"] == 2
+    assert found["decoding_tokens"] == 17 and found["prompt_tokens"] == 20
+    assert found["other_tokens"] == 37 and found["decode_tokens"] == 0
+    assert attention_work(ATTENTION, [1, 5], [9, 2], abs) == (AttentionWork(9, 6, 2, 5), AttentionWork())
+    assert attention_work(ATTENTION, [20], [9], abs) == (AttentionWork(), AttentionWork(9, 20, 1, 20))
+
+
+def test_grids_are_for_eighths_of_a_power_of_two() -> None:
+    assert [eighths(n) for n in (1, 9, 64, 65, 129, 257, 640)] == [8, 16, 64, 80, 160, 320, 640]
+    assert all(n <= eighths(n) <= power_of_two(n) for n in range(8, 3000))

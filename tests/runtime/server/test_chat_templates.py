@@ -1,0 +1,95 @@
+"""Chat templates: which one is taken, what it may do, and what stands around it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import processors
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from qcompile.cli import generate
+from qcompile.errors import ArtifactError, UsageError
+from qcompile.runtime import chat
+from tests.support.fake import byte_tokenizer, fake_llm, listed
+
+
+def test_a_chat_template_has_all_special_tokens_itself() -> None:
+    """Those that the tokenizer puts around a text would be there twice."""
+    tokenizer = byte_tokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 0)])
+    with fake_llm(tokenizer=tokenizer) as llm:
+        talk = generate._Talk(llm, lambda messages: "<eos>" + messages[0]["content"])
+        assert talk.prompt("ab", 1) == llm.encode("ab") and llm.encode("ab")[0] == 0 != llm.encode("ab")[1]
+        assert generate._Talk(llm, None).prompt("ab", 1) == llm.encode("ab")
+
+
+def test_who_allows_long_replies_is_remembered_too() -> None:
+    with fake_llm(tokenizer=byte_tokenizer()) as llm:
+        talk = generate._Talk(llm, None)
+        for line in ("a" * 100, "b" * 100, "c" * 100):
+            tokens = talk.prompt(line, 10 * llm.context)
+            talk.answered("-")
+        assert tokens == llm.encode("-".join(("a" * 100, "b" * 100, "c" * 100)))
+        assert talk.prompt("d" * (llm.context // 2 - 1), 10 * llm.context) == llm.encode("d" * (llm.context // 2 - 1))
+
+
+def test_a_chat_template_is_rendered_in_a_sandbox(tmp_path: Path) -> None:
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+    config = {"bos_token": {"content": "<s>"}, "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    render = chat.chat_template(tmp_path, listed(tmp_path))
+    assert render and render([{"role": "user", "content": "hi"}]) == "<s>[user] hi"
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('only one turn') }}")
+    render = chat.chat_template(tmp_path, listed(tmp_path))
+    with pytest.raises(UsageError, match="only one turn"):
+        assert render and render([])
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content + 1 }}")
+    render = chat.chat_template(tmp_path, listed(tmp_path))
+    with pytest.raises(UsageError, match=r"^the chat template does not take this conversation: "):
+        assert render and render([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ strftime_now('%Y-%m-%d') }}",
+        "{% for m in messages %}{% generation %}\n<{{ m.content }}>\n{% endgeneration %}\n{% endfor %}.",
+        "{%- for m in messages -%}\n{%- generation -%} {{ m.role }} {%- endgeneration -%} {% endfor %}",
+        "{% set a = 1 %}{% generation %}{% set a = 2 %}{% set b = 3 %}{{ a }}{% endgeneration %}{{ a }}{{ b }}",
+        "{% if tools is not none %}{{ tools | length }}{% endif %}{% if documents is not none %}none{% endif %}-",
+        "{% for m in messages %}{{ m | tojson }}{{ m.content | tojson(ensure_ascii=true) }}{% endfor %}",
+        "{{ messages | tojson(indent=2) }}{{ messages[0] | tojson(separators=(',', ':'), sort_keys=true) }}",
+        "{{ mask_token }}{{ unk_token }}{{ sep_token }}",
+    ],
+)
+def test_a_chat_template_finds_what_transformers_gives_it(template: str, tmp_path: Path) -> None:
+    special = {"mask_token": "<mask>", "unk_token": "<unk>", "sep_token": "<sep>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template} | special))
+    messages = [{"role": "user", "content": "<a href='é'> & \"b\""}, {"role": "assistant", "content": "ü"}]
+    expected, _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=True, **special)
+    render = chat.chat_template(tmp_path, listed(tmp_path))
+    assert render and render(messages) == expected[0]
+
+
+def test_a_chat_template_is_one_of_the_artifacts_files(tmp_path: Path) -> None:
+    """What lies there beside them is nobody's, and what is not as it was built is damaged."""
+    files = listed(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("yes")
+    assert chat.chat_template(tmp_path, files) is None
+    files = listed(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("yet")
+    with pytest.raises(ArtifactError, match=r"damaged: chat_template\.jinja: SHA-256 differs"):
+        chat.chat_template(tmp_path, files)
+
+
+def test_of_several_chat_templates_the_default_is_taken(tmp_path: Path) -> None:
+    given = [{"name": "tools", "template": "no"}, {"name": "default", "template": "{% for m in messages %}{% break %}"}]
+    given[1]["template"] += "{% endfor %}yes"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": given, "eos_token": {"id": 1}}))
+    render = chat.chat_template(tmp_path, listed(tmp_path))
+    assert render and render([{"role": "user", "content": "hi"}]) == "yes"
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ArtifactError, match="is not text"):
+        chat.chat_template(tmp_path, listed(tmp_path))

@@ -1,0 +1,55 @@
+"""Drafts by lookup as the host makes them: what followed where the text ended as it does now."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from qcompile.runtime.cpu.executor import Limits
+from qcompile.runtime.speculation.host import SHORTEST_MATCH, SURE_MATCH, _Call, _Text, look_up
+from qcompile.runtime.speculation.levels import Level
+
+
+def scanned(tokens: list[int], match: int, most: int, shortest: int) -> list[int]:
+    """What a lookup appends, position by position: behind the latest of the longest matches."""
+    best, found = shortest - 1, 0
+    for end in range(len(tokens) - 1, 0, -1):
+        size = 0
+        while size < min(match, end) and tokens[end - 1 - size] == tokens[-1 - size]:
+            size += 1
+        if size > best:
+            best, found = size, end
+    text = list(tokens)
+    for place in range(found, found + most if found else 0):
+        text.append(text[place])
+    return text[len(tokens) :]
+
+
+def test_what_is_found_is_what_a_scan_finds() -> None:
+    """Few tokens, so that much recurs; and tokens whose bytes begin as others end."""
+    draw, found = random.Random(0), 0
+    for _ in range(600):
+        alphabet = draw.choice(([0, 1], [1, 2, 3], [256, 1, 65536, 257]))
+        tokens = [draw.choice(alphabet) for _ in range(draw.randrange(1, 40))]
+        arguments = draw.choice((2, 5, 8)), draw.randrange(8), draw.choice((SHORTEST_MATCH, SURE_MATCH, 1))
+        text = array("i", tokens)
+        want = scanned(tokens, *arguments)
+        assert look_up(text, *arguments) == len(want) and text.tolist() == tokens + want
+        found += bool(want)
+    assert found > 100
+
+
+@pytest.mark.parametrize(("level", "recurring", "drafts"), [(1, 3, [9, 5]), (2, 3, []), (2, 4, [9, 5])])
+def test_where_a_model_could_draft_more_must_recur(level: int, recurring: int, drafts: list[int]) -> None:
+    target: Any = SimpleNamespace(limits=Limits(64, 10, 64, 1024))
+    levels = [Level(target, 0, True), *[Level(target, 4)] * (level - 1), Level(None, 7, match=8)]
+    end = [5, 6, 7, 8][:recurring]
+    tokens = array("i", [1, *end, 9, *end])
+    want = [0] * level + [2]
+    text = _Text(tokens, 0, 4, [], [0] * (level + 1), want, [0] * (level + 1))
+    _Call(levels, [text], 1).extend(level)
+    assert tokens.tolist() == [1, *end, 9, *end, *drafts]

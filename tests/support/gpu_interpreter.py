@@ -1,0 +1,130 @@
+"""Runs a GPU plan on tensors of this machine, each kernel by Triton's interpreter (set TRITON_INTERPRET first)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qcompile.codegen import program as p
+from qcompile.codegen.gpu import compile as gpu_compile
+from qcompile.codegen.gpu.attention import NEAR_SPLITS
+from qcompile.codegen.gpu.launches import Launch, Plan, Ref, grid_size
+from qcompile.runtime.cuda.counts import attention_counts, attention_work
+from tests.support.tiny import Chunk
+
+_TYPES = {"*fp32": torch.float32, "*bf16": torch.bfloat16, "*i32": torch.int32, "*i16": torch.int16, "*i8": torch.int8}
+_TYPES |= {"*fp64": torch.float64, "*i64": torch.int64}
+
+
+class Interpreter:
+    """Memory of one opened plan: activations for `rows` rows, `pages` KV pages of garbage, scratch as asked for."""
+
+    def __init__(self, program: p.Program, plan: Plan, blobs: Mapping[str, Tensor], rows: int = 64, pages: int = 8):
+        self.plan, self.rows, self.vocab = plan, rows, program.vocab_size
+        # Poisoned: what is read before it is written shows as NaN.
+        self.arena = {r: _poison(rows * program.arena_bytes(r)) for r in ("tokens", "outputs")}  # type: ignore[arg-type]
+        for b in program.buffers:  # memory begins as zeros on a GPU, which rows of some buffers are filled up with
+            if b.pad != p.PAD:
+                self.arena[b.rows][rows * b.offset : rows * (b.offset + b.row_bytes)] = 0
+        self.weights = {name: blob.clone() for name, blob in blobs.items()}
+        self.layer_bytes = pages * plan.kv.heads * plan.kv.block_bytes
+        self.kv = _poison(program.kv.layers * self.layer_bytes)
+        self.work: dict[str, Tensor] = {}
+        self.fine, self.few, self.shares = plan.kv.fine_splits, plan.kv.few_splits, plan.kv.shares
+        self.near = NEAR_SPLITS
+        self.inputs: dict[str, Tensor] = {"counter": torch.zeros(1, dtype=torch.int32)}
+
+    def step(self, chunks: Sequence[Chunk], outputs: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+        """Logits [outputs, vocab] and the index of each row's largest."""
+        self.counts = self._fill(chunks, outputs)
+        for launch in self.plan.launches:
+            self.launch(launch)
+        return self.inputs["logits"].clone(), self.inputs["argmax"].clone()
+
+    def fill(self, chunks: Sequence[Chunk]) -> None:
+        """Only the keys and values of a step, which in a program of one layer need nothing of what follows them."""
+        self.counts = self._fill(chunks, [])
+        found = [(launch.variants[0].kernel.split("_")[0], launch) for launch in self.plan.launches]
+        last = max(i for i, (kind, _) in enumerate(found) if kind in ("append", "round"))
+        for at, (kind, launch) in enumerate(found):
+            if at <= last or kind == "staged":
+                self.launch(launch)
+
+    def forget(self) -> None:
+        """Scratch memory anew: sums that a step does not write are not those of the step before."""
+        self.work.clear()
+
+    def feed_back(self, steps: int) -> None:
+        """What follows each greedy step of `steps`."""
+        tokens = self.counts["tokens"]
+        self.inputs.setdefault("decoded", torch.full((steps * tokens,), -1, dtype=torch.int32))
+        for launch in self.plan.feedback:
+            self.launch(launch)
+
+    def _fill(self, chunks: Sequence[Chunk], outputs: Sequence[int] | None) -> dict[str, int]:
+        ids = [t for c in chunks for t in c.tokens]
+        wanted = list(range(len(ids))) if outputs is None else list(outputs)
+        stride = max(len(c.pages) for c in chunks)
+        lengths = [len(c.tokens) for c in chunks]
+        values = {
+            "token_ids": ids,
+            "positions": [c.start + i for c in chunks for i in range(len(c.tokens))],
+            "query_start": [sum(lengths[:i]) for i in range(len(chunks) + 1)],
+            "row_sequence": [s for s, c in enumerate(chunks) for _ in c.tokens],
+            "block_table": [page for c in chunks for page in [*c.pages, *[0] * (stride - len(c.pages))]],
+            "output_rows": wanted,
+            "argmax": [-1] * len(wanted),
+        }
+        self.inputs |= {name: torch.tensor(v, dtype=torch.int32) for name, v in values.items()}
+        self.inputs["logits"] = torch.full((len(wanted), self.vocab), math.nan)
+        chosen = {"fine_splits": self.fine, "few_splits": self.few, "shares": self.shares, "near_splits": self.near}
+        plan = self.plan.kv.choices | chosen
+        positions = [c.start + len(c.tokens) for c in chunks]
+        decoding, prompts = attention_work(plan, lengths, positions, lambda most: -(-most // self.plan.split))
+        self.inputs["prompt_start"] = self.inputs["query_start"][decoding.sequences :].clone()
+        return {
+            "tokens": len(ids),
+            "outputs": len(wanted),
+            "sequences": len(chunks),
+            "queries": max(lengths),
+            "table_stride": stride,
+            **dict.fromkeys(("sampled", "top_k", "top_p", "biased", "penalized", "reported", "kept"), 0),
+            **attention_counts(plan, decoding, prompts),
+        }
+
+    def launch(self, launch: Launch) -> None:
+        """Run the variant for this step's counts."""
+        count = self.counts[launch.by]
+        variant = next((v for v in launch.variants if not v.most or count <= v.most), None)
+        if variant is None or not count or not variant.kernel:
+            return
+        kernel = self.plan.kernels[variant.kernel]
+        grid = tuple(grid_size(size, self.counts) for size in variant.grid)
+        gpu_compile.load(kernel)[grid](*(self._value(variant.args[a.name], a.type) for a in kernel.arguments))
+
+    def _value(self, ref: Ref, type: str) -> Any:
+        space, what, *offset = ref
+        if space in ("count", "number"):
+            return self.counts[what] if space == "count" else what
+        if space in ("tokens", "outputs"):
+            memory = self.arena[space][self.rows * what + sum(offset) :]
+        elif space == "kv":
+            memory = self.kv[what * self.layer_bytes :]
+        elif space == "work":
+            size, counts = self.plan.work[what]
+            need = size * math.prod(self.counts[name] for name in counts)
+            if what not in self.work or len(self.work[what]) < need:
+                self.work[what] = torch.zeros(need, dtype=torch.uint8)
+            memory = self.work[what]
+        else:
+            skipped = math.prod(self.counts[name] for name in offset) if offset else 0
+            return {"weight": self.weights, "input": self.inputs}[space][what].view(_TYPES[type])[skipped:]
+        return memory[: len(memory) // 4 * 4].view(_TYPES[type])
+
+
+def _poison(size: int) -> Tensor:
+    return torch.full((size,), 255, dtype=torch.uint8)

@@ -1,0 +1,220 @@
+"""The CUDA runtime over this machine's memory, each launch by Triton's interpreter (set TRITON_INTERPRET first)."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qcompile import pipeline
+from qcompile.codegen.gpu import compile as gpu_compile
+from qcompile.codegen.gpu.build import add_rounds
+from qcompile.codegen.gpu.compile import Kernel
+from qcompile.codegen.gpu.launches import Launch, Plan, grid_size
+from qcompile.codegen.gpu.plan import make_plan
+from qcompile.runtime.cpu.executor import Limits
+from qcompile.runtime.cuda import executor, load
+from qcompile.runtime.cuda.draws import CudaDraws
+from qcompile.runtime.cuda.executor import CudaExecutor
+from qcompile.runtime.engine.blocks import BlockPool
+from qcompile.runtime.engine.engine import Engine
+from qcompile.runtime.engine.scheduler import Request
+from qcompile.runtime.sampling.sampling import Draws
+from qcompile.runtime.speculation.gamma import GAMMAS, Costs, GammaPolicy, Tempo
+
+_TYPES = {"*fp32": torch.float32, "*bf16": torch.bfloat16, "*i32": torch.int32, "*i16": torch.int16, "*i8": torch.int8}
+_TYPES |= {"*fp64": torch.float64, "*i64": torch.int64}
+_ZEROED = ("scratch", "inputs", "rounds")
+"""Memory that is zero when it is made; the rest is poisoned, so that what is read before it is written shows."""
+
+
+class HostDriver:
+    """What runtime.cuda asks of a driver; a graph is the list of launches put on the stream meanwhile."""
+
+    stream = 0
+
+    def __init__(self) -> None:
+        self.memory: dict[int, torch.Tensor] = {}
+        self.recording: list[HostLaunch] | None = None
+        self.replays = 0
+
+    def use(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def allocate(self, size: int, what: str) -> int:
+        return self.keep(torch.full((size + 64,), 0 if what.startswith(_ZEROED) else 255, dtype=torch.uint8))
+
+    def keep(self, tensor: torch.Tensor) -> int:
+        """The address of a tensor's memory, which lives from now on."""
+        self.memory[tensor.data_ptr()] = tensor
+        return tensor.data_ptr()
+
+    def free(self, address: int) -> None:
+        del self.memory[address]
+
+    def pinned(self, size: int) -> int:
+        return self.allocate(size, "pinned")
+
+    free_pinned = free
+
+    def event(self) -> int:
+        return 0
+
+    drop_event = record = wait_for = lambda self, event: None  # all is done when it is queued
+
+    def upload(self, to: int, source: int, size: int, pinned: bool = True) -> None:
+        ctypes.memmove(to, source, size)
+
+    def download(self, to: int, source: int, size: int, pinned: bool = True) -> None:
+        ctypes.memmove(to, source, size)
+
+    @contextmanager
+    def captured(self) -> Iterator[list[Any]]:
+        self.recording, result = [], []
+        yield result
+        result.append(self.recording)
+        self.recording = None
+
+    def replay(self, graph: list[HostLaunch]) -> None:
+        self.replays += 1
+        for launch in graph:
+            launch.execute()
+
+    def drop(self, graph: object) -> None: ...
+
+    def at(self, address: int, type: str) -> torch.Tensor:
+        """Memory from an address on, to the end of what was allocated together; of no address, none."""
+        if not address:
+            return torch.empty(0, dtype=_TYPES[type])
+        start = max(base for base in self.memory if base <= address)
+        rest = self.memory[start][address - start :]
+        return rest[: len(rest) // 4 * 4].view(_TYPES[type])
+
+
+class HostLaunch:
+    """Stands for LaunchCall; `function` is the kernel itself. `watch` is told the label of each that runs."""
+
+    watch: Callable[[str], object] = staticmethod(lambda label: None)
+
+    def __init__(self, driver: HostDriver, function: Kernel, grid: Sequence[int], *how: Any):
+        self.driver, self.kernel, self.grid, self.arguments = driver, function, tuple(grid), how[-1]
+
+    def change(self, grid: Sequence[int], arguments: Sequence[tuple[int, int]]) -> None:
+        self.grid = tuple(grid)
+        for place, value in arguments:
+            self.arguments[place] = value
+
+    def run(self) -> None:
+        if self.driver.recording is None:
+            self.execute()
+        else:
+            self.driver.recording.append(self)
+
+    def execute(self) -> None:
+        HostLaunch.watch(self.kernel.label)
+        pairs = zip(self.arguments, self.kernel.arguments, strict=True)
+        values = [self.driver.at(v, a.type) if a.type.startswith("*") else v for v, a in pairs]
+        gpu_compile.load(self.kernel)[self.grid](*values)
+
+
+def _data(plan: Plan, program: Any) -> Any:
+    """The plan as the runtime reads it."""
+    launched = {label: {"threads": 1, "shared_bytes": 0, "prelaunch": False} for label in plan.kernels}
+    return json.loads(plan.to_json(launched, program, [1.0, 1.0, 1.0, 1.0]))
+
+
+class Machine:
+    """A decoder compiled by a recipe for a GPU, opened here with its drafts if it has some."""
+
+    def __init__(
+        self, graph: Any, recipe: str, pages: int, max_tokens: int = 64, split: int = 64, drafts: Sequence[Any] = ()
+    ) -> None:
+        executor.LaunchCall = HostLaunch  # type: ignore[assignment, misc]
+        self.driver = HostDriver()
+        found = pipeline.plan(graph, target="h200", recipe=recipe, drafts=drafts)
+        kv = found.program.kv
+        sizes = max_tokens, found.program.vocab_size, kv.page_tokens, found.program.max_position
+        self.limits = Limits(*sizes, kv.ring_tokens)
+        self.weights = {
+            name: self.driver.keep(blob.clone())
+            for weight in found.weights
+            for (name, _), blob in zip(weight.blobs, weight.produce(), strict=True)
+        }
+        self.bytes = sum(size for weight in found.weights for _, size in weight.blobs)
+        plans = {name: make_plan(p, 90, split, inline_asm=False) for name, p in found.programs.items()}
+        add_rounds(plans, found.lookup)
+        functions: Any = {label: kernel for plan in plans.values() for label, kernel in plan.kernels.items()}
+        data = {name: _data(plan, found.programs[name]) for name, plan in plans.items()}
+        driver: Any = self.driver
+        self.target = CudaExecutor(driver, data["model"], functions, self.weights, pages, self.limits)
+        levels = pipeline._levels(found, [{"name": name} for name in self.weights], "", "")
+        opened = [load._level(self.target, e, data.get(e.get("path")), functions, self.weights) for e in levels]
+        self.speculator: Any = load._drafter(Path(), {}, self.target, levels, opened, None) if levels else None
+        self.pages = pages
+
+    def engine(self, gamma: int = 0) -> Engine:
+        """A new engine that drafts so many tokens, and as a loaded one's has a table of costs to learn by."""
+        pool = BlockPool(self.pages, self.limits.page_tokens, self.limits.ring_tokens)
+        policy = GammaPolicy((Costs(1, 64, 1e-3, dict.fromkeys(GAMMAS, 1e-3)),), 0.8)
+        return Engine(self.target, pool, None, (), 8, self.speculator if gamma else None, gamma, Tempo(policy))
+
+    @staticmethod
+    def run(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
+        """Steps until all requests have ended; their tokens."""
+        while engine.busy:
+            engine.step()
+            engine.check()
+        assert engine.pool.used == 0
+        return [request.output.token_ids for request in requests]
+
+
+PROMPTS = [[5, 9, 11], [7], [1, 2], list(range(20, 37)), [3, 3, 3], [30, 31, 30]]
+
+
+def send_draws(draws: Sequence[Draws], rows: int) -> tuple[CudaDraws, dict[str, int], dict[str, torch.Tensor]]:
+    """Send the draws of a step with so many rows, all of which give logits; the counts of its launches, and arrays."""
+    driver: Any = HostDriver()
+    sender = CudaDraws(driver, len(draws))
+    if sender.lacks_room(draws):
+        sender.grow(draws)
+    counts = sender.send(draws, rows) | {"tokens": rows, "outputs": rows}
+    types = {"sampling": "*fp64", "draws": "*fp64", "seen": "*i32", "reports": "*fp64"}
+    return sender, counts, {name: driver.at(address, types[name]) for name, address in sender.addresses.items()}
+
+
+def run_launches(
+    launches: Iterable[Launch], plan: Plan, counts: dict[str, int], arrays: dict[str, torch.Tensor]
+) -> None:
+    """Interpret the launches that have work, with inputs and work arrays by name."""
+    for launch in launches:
+        if not counts[launch.by]:
+            continue
+        [variant] = launch.variants
+        kernel = plan.kernels[variant.kernel]
+        values: list[Any] = []
+        for argument in kernel.arguments:
+            space, what = variant.args[argument.name][:2]
+            if space in ("count", "number"):
+                values.append(counts[what] if space == "count" else what)
+            else:
+                values.append(arrays[what].view(_TYPES[argument.type]))
+        gpu_compile.load(kernel)[tuple(grid_size(size, counts) for size in variant.grid)](*values)
+
+
+def logits_asked() -> list[bool]:
+    """Whether each step from now on is asked for logits: a list that grows."""
+    asked: list[bool] = []
+    step = CudaExecutor.step
+
+    def spied(self: Any, rows: Any, logits: bool, draws: Any = ()) -> Any:
+        asked.append(logits)
+        return step(self, rows, logits, draws)
+
+    CudaExecutor.step = spied  # type: ignore[method-assign]
+    return asked
