@@ -28,7 +28,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
 from benchmarks.common import RESULTS, machine, write_result
-from qcompile.artifact import writer
+from qcompile.artifact import reader
 from qcompile.errors import QCompileError, QualityError
 from qcompile.recipes import RECIPES
 from qcompile.targets import TARGETS, missing_flags
@@ -217,7 +217,7 @@ def check_kill(bench: Bench) -> Check:
         time.sleep(whole * (0.4 + 0.6 * number / 19) + draw.random() * 0.02)
         process.kill()
         process.wait()
-        state = "none" if not out.exists() else "whole" if not writer.verify(out) else "broken"
+        state = "none" if not out.exists() else "whole" if not reader.verify(out) else "broken"
         outcomes[state] += 1
         shutil.rmtree(out, ignore_errors=True)
     return {"met": outcomes["broken"] == 0, **outcomes}
@@ -234,7 +234,7 @@ def check_bits(bench: Bench) -> Check:
         path = files[number % len(files)]
         place, bit = draw.randrange(path.stat().st_size), 1 << draw.randrange(8)
         _flip(path, place, bit)
-        if not writer.verify(copy):
+        if not reader.verify(copy):
             missed.append(f"verify: {path.name} byte {place}")
         try:
             qcompile.load(copy).close()
@@ -243,7 +243,7 @@ def check_bits(bench: Bench) -> Check:
             if error.exit_code != 6:
                 missed.append(f"load: {path.name} byte {place}: exit {error.exit_code}")
         _flip(path, place, bit)
-    whole = not writer.verify(copy)
+    whole = not reader.verify(copy)
     return {"met": whole and not missed, "flips": 200, "files": len(files), "missed": missed}
 
 

@@ -471,7 +471,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a file's hash is not looked at",
-        "qcompile/artifact/writer.py",
+        "qcompile/artifact/hashes.py",
         'return None if digest == expected["sha256"] else',
         "return None if digest else",
         "tests/artifact/test_artifact.py",

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
 from benchmarks.common import RESULTS, core_distance, machine, write_result
 from qcompile import SamplingParams
-from qcompile.artifact.writer import read_manifest
+from qcompile.artifact.reader import read_manifest
 from qcompile.cli import console
 from qcompile.cli.tune import tune
 from qcompile.pipeline import LOOKUP

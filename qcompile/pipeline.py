@@ -19,7 +19,9 @@ import torch
 
 import qcompile
 from qcompile import calibration, recipes, targets
-from qcompile.artifact.writer import PASSES_FILE, ArtifactWriter, WeightSpec, canonical_json
+from qcompile.artifact.layout import PASSES_FILE, canonical_json
+from qcompile.artifact.shards import WeightSpec
+from qcompile.artifact.writer import ArtifactWriter
 from qcompile.calibration import Request
 from qcompile.checkpoints import frontend, huggingface, traces
 from qcompile.clock import Clock, Progress, silent

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from qcompile.artifact.layout import MANIFEST
 from qcompile.artifact.manifest import check_manifest
-from qcompile.artifact.writer import MANIFEST, read_manifest, state
+from qcompile.artifact.reader import read_manifest, state
 from qcompile.errors import ArtifactError, LongPromptError, OverflowedError, UsageError, shown
 from qcompile.runtime.arguments import Params, Prompt, Prompts, are_tokens, as_list, params_for, plain, token_rows
 from qcompile.runtime.cpu.executor import StepExecutor

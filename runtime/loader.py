@@ -16,8 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qcompile.artifact.hashes import damaged, file_problem
+from qcompile.artifact.layout import MANIFEST, Manifest
 from qcompile.artifact.manifest import check_manifest
-from qcompile.artifact.writer import ALIGNMENT, MANIFEST, Manifest, damaged, file_problem, read_manifest
+from qcompile.artifact.reader import read_manifest
+from qcompile.artifact.shards import ALIGNMENT
 from qcompile.errors import ArtifactError, ResourceError
 from qcompile.targets import cpu_flags
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qcompile.artifact.writer import listed_file
+from qcompile.artifact.hashes import listed_file
 from qcompile.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:

@@ -18,8 +18,9 @@ from torch import Tensor, fx
 
 from qcompile import ops
 from qcompile.artifact import swap
+from qcompile.artifact.layout import MANIFEST
 from qcompile.artifact.manifest import check_manifest
-from qcompile.artifact.writer import MANIFEST, read_manifest, verify
+from qcompile.artifact.reader import read_manifest, verify
 from qcompile.errors import ArtifactError, ResourceError, UnsupportedError, UsageError
 from qcompile.formats import numerics
 from qcompile.graph import Graph, WeightStore

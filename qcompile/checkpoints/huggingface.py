@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qcompile import ops
-from qcompile.artifact.writer import MANIFEST
+from qcompile.artifact.layout import MANIFEST
 from qcompile.checkpoints import frontend, huggingface_weights, state
 from qcompile.checkpoints.checkpoint import Checkpoint, name_of, read_json
 from qcompile.checkpoints.stored import formats

@@ -303,16 +303,17 @@ def verify(out: Artifact, json: Json = False) -> None:
     Example:
       qcompile verify out/pycode
     """
-    from qcompile.artifact import writer
+    from qcompile.artifact import reader
+    from qcompile.artifact.hashes import damaged
 
-    problems = writer.verify(out)
+    problems = reader.verify(out)
     if json:
         console.print_json({"ok": not problems, "problems": problems})
     elif not problems:
         print(f"{out}: every file is as built")
     if problems:
-        writer.read_manifest(out)  # says itself what is wrong with it, or that this is no artifact
-        raise writer.damaged(out, problems)
+        reader.read_manifest(out)  # says itself what is wrong with it, or that this is no artifact
+        raise damaged(out, problems)
 
 
 @app.command()

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from qcompile.artifact.layout import MANIFEST, PASSES_FILE
 from qcompile.artifact.manifest import check_manifest
-from qcompile.artifact.writer import MANIFEST, PASSES_FILE, read_manifest
+from qcompile.artifact.reader import read_manifest
 from qcompile.cli import console
 from qcompile.errors import ArtifactError
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import qcompile
 from qcompile import texts
-from qcompile.artifact import writer
+from qcompile.artifact.amend import amend
 from qcompile.cli import console
 from qcompile.errors import OverflowedError, ResourceError, UsageError
 from qcompile.runtime.engine.scheduler import Request
@@ -67,7 +67,7 @@ def tune(
                 progress("tuning", done, len(places))
             table.append(_measure(llm, prompts, batch, context, tokens, total))
         found = {"threads": llm.threads, "acceptance": _rate(total), "table": table}
-    writer.amend(path, tuned=found)
+    amend(path, tuned=found)
     return found
 
 

@@ -10,7 +10,8 @@ from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from qcompile.artifact.writer import Manifest, damaged, file_problem, listed_file
+from qcompile.artifact.hashes import damaged, file_problem, listed_file
+from qcompile.artifact.layout import Manifest
 from qcompile.runtime.cpu.executor import Limits
 from qcompile.runtime.cuda.driver import Driver, driver
 from qcompile.runtime.cuda.executor import CudaExecutor, kv_pages

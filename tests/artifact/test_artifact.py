@@ -12,12 +12,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from qcompile.artifact import swap
-from qcompile.artifact import writer as artifact
-from qcompile.artifact.writer import ArtifactWriter, WeightSpec, amend, plan_shards, read_manifest, verify
+from qcompile.artifact import amend as amending
+from qcompile.artifact import layout, reader, swap
+from qcompile.artifact.amend import amend
+from qcompile.artifact.reader import read_manifest, verify
+from qcompile.artifact.shards import WeightSpec, plan_shards
+from qcompile.artifact.writer import ArtifactWriter
 from qcompile.errors import ArtifactError, ResourceError, UsageError
 
 
@@ -98,8 +102,8 @@ def test_manifest_that_names_files_outside_is_refused(tmp_path: Path) -> None:
     manifest = read_manifest(tmp_path / "out")
     for name in ("../secret", "/etc/passwd", "a/../b"):
         bad = dict(manifest, files={name: {"bytes": 0, "sha256": ""}})
-        bad["sha256"] = artifact._seal(bad)
-        (tmp_path / "out" / "qcompile.json").write_bytes(artifact.canonical_json(bad))
+        bad["sha256"] = layout.seal(bad)
+        (tmp_path / "out" / "qcompile.json").write_bytes(layout.canonical_json(bad))
         with pytest.raises(ArtifactError, match="leaves the artifact"):
             read_manifest(tmp_path / "out")
 
@@ -107,8 +111,8 @@ def test_manifest_that_names_files_outside_is_refused(tmp_path: Path) -> None:
 def test_other_format_version_is_refused(tmp_path: Path) -> None:
     write_small(tmp_path / "out")
     bad = dict(read_manifest(tmp_path / "out"), format_version=2)
-    bad["sha256"] = artifact._seal(bad)
-    (tmp_path / "out" / "qcompile.json").write_bytes(artifact.canonical_json(bad))
+    bad["sha256"] = layout.seal(bad)
+    (tmp_path / "out" / "qcompile.json").write_bytes(layout.canonical_json(bad))
     with pytest.raises(ArtifactError, match="artifact format 2"):
         read_manifest(tmp_path / "out")
 
@@ -140,14 +144,14 @@ def test_the_folder_one_is_in_is_no_output(tmp_path: Path, monkeypatch: pytest.M
 def test_a_path_that_leads_nowhere_is_named(tmp_path: Path) -> None:
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
-    for look in (artifact.verify, artifact.read_manifest, artifact.state):
+    for look in (verify, read_manifest, reader.state):
         with pytest.raises(UsageError, match="loop: Too many levels of symbolic links: give another path"):
             look(loop)
 
 
 def test_a_mount_point_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "out").mkdir()
-    monkeypatch.setattr(artifact.os.path, "ismount", lambda path: Path(path) == tmp_path / "out")
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "out")
     with pytest.raises(UsageError, match="mount point"):
         ArtifactWriter(tmp_path / "out")
 
@@ -202,7 +206,8 @@ def test_read_only_output_is_a_resource_error(tmp_path: Path, monkeypatch: pytes
 KILLED = """
 import sys, time
 sys.path[:0] = {path!r}
-from qcompile.artifact import ArtifactWriter, WeightSpec
+from qcompile.artifact.shards import WeightSpec
+from qcompile.artifact.writer import ArtifactWriter
 specs = [WeightSpec(str(i), 64) for i in range(400)]
 def pieces():
     for i, spec in enumerate(specs):
@@ -247,7 +252,8 @@ def test_running_build_is_not_taken_for_a_leftover(tmp_path: Path) -> None:
 BUILDS = """
 import sys, time
 sys.path[:0] = {path!r}
-from qcompile.artifact import ArtifactWriter, verify
+from qcompile.artifact.reader import verify
+from qcompile.artifact.writer import ArtifactWriter
 until, built = time.monotonic() + {seconds}, 0
 while time.monotonic() < until:
     with ArtifactWriter({out!r}) as writer:
@@ -266,7 +272,7 @@ def test_builds_to_one_place_at_once_all_succeed(tmp_path: Path, offered: bool) 
     write_small(out)
     script = BUILDS.format(path=sys.path, seconds=1.5, out=str(out), name="{name}")
     if not offered:
-        forget = "from qcompile import swap\nswap._EXCHANGE = 1 << 10  # no such flag: EINVAL\nuntil"
+        forget = "from qcompile.artifact import swap\nswap._EXCHANGE = 1 << 10  # no such flag: EINVAL\nuntil"
         script = script.replace("until", forget, 1).replace("    assert", "    # assert")
     builds = [
         subprocess.Popen([sys.executable, "-c", script.replace("{name}", name)], stdout=subprocess.PIPE, text=True)
@@ -287,19 +293,19 @@ def test_a_folder_that_another_build_deletes_meanwhile_is_not_taken_for_a_strang
 
     def late(folder: int | Path) -> list[str]:
         opened = os.open(f"/proc/self/fd/{folder}" if isinstance(folder, int) else folder, os.O_RDONLY)
-        monkeypatch.setattr(artifact.os, "listdir", listed)
+        monkeypatch.setattr(os, "listdir", listed)
         os.rename(out, tmp_path / "deleted")
-        (tmp_path / "deleted" / artifact.MANIFEST).unlink()
+        (tmp_path / "deleted" / layout.MANIFEST).unlink()
         write_small(out, fill=3)
         names = listed(opened)
         os.close(opened)
         return names
 
-    monkeypatch.setattr(artifact.os, "listdir", late)
+    monkeypatch.setattr(os, "listdir", late)
     write_small(out, fill=2)
     assert verify(out) == [] and b"\x02" * 64 in (out / "weights-00000.safetensors").read_bytes()
-    monkeypatch.setattr(artifact.os, "listdir", listed)
-    (out / artifact.MANIFEST).unlink()
+    monkeypatch.setattr(os, "listdir", listed)
+    (out / layout.MANIFEST).unlink()
     with pytest.raises(UsageError, match="holds other files"):
         write_small(out)
 
@@ -329,19 +335,24 @@ def test_an_artifact_that_is_replaced_while_it_is_amended_stays_as_built(
     write_small(out)
     amend(out, tuned={"table": []})
     assert verify(out) == [] and read_manifest(out)["tuned"] == {"table": []}
-    sealed = artifact._seal
+    sealed = amending.seal
 
     def slow(manifest: dict) -> str:
-        monkeypatch.setattr(artifact, "_seal", sealed)
+        monkeypatch.setattr(amending, "seal", sealed)
         write_small(out, fill=2)
         return sealed(manifest)
 
-    parsed = artifact._parsed
-    monkeypatch.setattr(artifact, "_parsed", lambda *a: (parsed(*a), monkeypatch.setattr(artifact, "_seal", slow))[0])
+    parsed = amending.parse_manifest
+
+    def parsed_then_slow(*arguments: Any) -> dict:
+        monkeypatch.setattr(amending, "seal", slow)
+        return parsed(*arguments)
+
+    monkeypatch.setattr(amending, "parse_manifest", parsed_then_slow)
     with pytest.raises(ResourceError, match="No such file"):
         amend(out, tuned={"table": [1]})
     assert verify(out) == [] and "tuned" not in read_manifest(out)
-    (out / artifact._AMENDED).write_text("of one that was killed")
+    (out / layout.AMENDED).write_text("of one that was killed")
     assert verify(out) == []
 
 
@@ -349,14 +360,14 @@ def test_problems_of_two_artifacts_are_none(tmp_path: Path, monkeypatch: pytest.
     """A build ends after the manifest was read: the files are not what that one says."""
     out = tmp_path / "out"
     write_small(out)
-    problems = artifact._problems
+    problems = reader._problems
 
     def late(root: Path, files: dict) -> list[str]:
-        monkeypatch.setattr(artifact, "_problems", problems)
+        monkeypatch.setattr(reader, "_problems", problems)
         write_small(out, fill=2)
         found = problems(root, files)
         assert found
         return found
 
-    monkeypatch.setattr(artifact, "_problems", late)
+    monkeypatch.setattr(reader, "_problems", late)
     assert verify(out) == []

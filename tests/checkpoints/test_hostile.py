@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from qcompile import pipeline
-from qcompile.artifact.writer import read_manifest
+from qcompile.artifact.reader import read_manifest
 from qcompile.errors import ArtifactError, QCompileError
 from qcompile.runtime.chat import chat_template
 from tests.support.fake import listed

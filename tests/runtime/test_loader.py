@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 
-from qcompile.artifact import writer as artifact
+from qcompile.artifact import layout, reader
 from qcompile.artifact.manifest import SHAPE, Maybe
-from qcompile.artifact.writer import ArtifactWriter, WeightSpec, read_manifest
+from qcompile.artifact.reader import read_manifest
+from qcompile.artifact.shards import WeightSpec
+from qcompile.artifact.writer import ArtifactWriter
 from qcompile.cli.inspect import summary
 from qcompile.errors import ArtifactError, ResourceError, UsageError
 from qcompile.runtime import loader
@@ -29,7 +31,7 @@ from qcompile.runtime.loader import Arena, load_artifact
 from qcompile.runtime.sampling.sampling import SamplingParams
 from tests.support.fake import byte_tokenizer
 
-parsed = artifact._parsed
+parsed = reader.parse_manifest
 COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 STUB = r"""
 #include <stdint.h>
@@ -143,8 +145,8 @@ def test_sealed_manifest_with_a_key_missing_or_of_another_type_is_refused(tmp_pa
                 del parent[place[-1]]
             else:
                 parent[place[-1]] = None
-            manifest["sha256"] = artifact._seal(manifest)
-            (root / artifact.MANIFEST).write_bytes(artifact.canonical_json(manifest))
+            manifest["sha256"] = layout.seal(manifest)
+            (root / layout.MANIFEST).write_bytes(layout.canonical_json(manifest))
             with pytest.raises(ArtifactError, match=str(place[-1])):
                 load_artifact(root)
 
@@ -156,8 +158,8 @@ def sealed(root: Path, *place: Any, value: Any) -> None:
     for step in place[:-1]:
         parent = parent[step]
     parent[place[-1]] = value
-    manifest["sha256"] = artifact._seal(manifest)
-    (root / artifact.MANIFEST).write_bytes(artifact.canonical_json(manifest))
+    manifest["sha256"] = layout.seal(manifest)
+    (root / layout.MANIFEST).write_bytes(layout.canonical_json(manifest))
 
 
 PATH_LEVEL = {
@@ -354,7 +356,7 @@ def test_a_tokenizer_is_one_of_the_artifacts_files(tmp_path: Path, stub: Path, m
 def test_a_manifest_is_read_once(tmp_path: Path, stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else sizes could be of one artifact, and weights of another that took its place."""
     root, found = write(tmp_path / "out", stub), []
-    monkeypatch.setattr(artifact, "_parsed", lambda *given: found.append(parsed(*given)) or found[-1])
+    monkeypatch.setattr(reader, "parse_manifest", lambda *given: found.append(parsed(*given)) or found[-1])
     with load(root, threads=1):
         assert len(found) == 1
 

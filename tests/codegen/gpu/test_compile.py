@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from qcompile import pipeline
-from qcompile.artifact.writer import read_manifest, verify
+from qcompile.artifact.reader import read_manifest, verify
 from tests.codegen.gpu.test_step import SHAPE
 from tests.support.graphs import decoder
 from tests.support.interpreted import needs_triton

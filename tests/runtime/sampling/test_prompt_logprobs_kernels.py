@@ -13,7 +13,7 @@ import torch
 
 import qcompile
 from qcompile import SamplingParams
-from qcompile.artifact.writer import read_manifest
+from qcompile.artifact.reader import read_manifest
 from qcompile.runtime.llm import LLM
 from tests.runtime.speculation.test_quantspec import artifact as hierarchical
 

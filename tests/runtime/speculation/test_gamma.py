@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import qcompile
-from qcompile.artifact import writer
+from qcompile.artifact import reader
 from qcompile.cli import tune
 from qcompile.errors import UsageError
 from qcompile.runtime.cpu import load
@@ -227,7 +227,7 @@ def test_tuning_is_kept_in_the_artifact(tiny_checkpoint: Path, tmp_path: Path) -
     prompts.write_text('{"prompt": "import os"}\n{"text": "def main("}\n')
     for data in (prompts, None):
         found = tune.tune(out, data, 8, 1)
-        assert writer.verify(out) == []
+        assert reader.verify(out) == []
         assert json.loads((out / "qcompile.json").read_text())["tuned"] == found
         assert {entry["batch"] for entry in found["table"]} == {1, 4, 16} and 0 <= found["acceptance"] <= 1
         assert "times plain" in tune.as_text(found)

@@ -12,7 +12,7 @@ import pytest
 
 import qcompile
 from qcompile import SamplingParams
-from qcompile.artifact.writer import read_manifest
+from qcompile.artifact.reader import read_manifest
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.speculation.gamma import AUTO
 

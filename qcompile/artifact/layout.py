@@ -1,0 +1,71 @@
+"""What every part of an artifact's code must agree on: names, format version, canonical JSON, and the manifest's hash.
+
+An artifact is a directory with `qcompile.json` (the manifest) and the files that the manifest lists. The manifest
+contains every file's SHA-256 and its own: it is canonical JSON, so a reader serializes what it parsed and compares
+bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from qcompile.errors import ArtifactError, ResourceError
+
+FORMAT_VERSION = 1
+MANIFEST = "qcompile.json"
+AMENDED = f".{MANIFEST}.new"
+"""Name of an amended manifest while it is being written. A killed `amend` leaves it, and the next overwrites it."""
+PASSES_FILE = "passes.json"
+UNSEALED = (PASSES_FILE,)
+"""Files about a particular build, such as its times: they differ between builds, so no hash covers them."""
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
+
+Manifest = dict[str, Any]
+
+
+def canonical_json(value: object) -> bytes:
+    """The only JSON encoding of this format: equal values give equal bytes."""
+    return (json.dumps(value, sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
+
+
+def seal(manifest: Manifest) -> str:
+    """SHA-256 of the manifest without its own hash."""
+    return hashlib.sha256(canonical_json({k: v for k, v in manifest.items() if k != "sha256"})).hexdigest()
+
+
+@contextmanager
+def disk_errors(path: Path, instead: str = "choose another directory") -> Iterator[None]:
+    """Report disk errors in one line with the path and the reason; `instead` is the advice for read-only places."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise ResourceError(f"no space left on the disk for {path}: free some space") from error
+        if error.errno in _READ_ONLY:
+            raise ResourceError(f"cannot write {path}: {error.strerror}; {instead}") from error
+        raise ResourceError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def fsync_directory(path: Path) -> None:
+    """Write a directory's entries to the disk. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def relative(name: str) -> PurePosixPath:
+    """`name` as a path inside the artifact. Raises ArtifactError if it leads outside."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts or str(path) != name:
+        raise ArtifactError(f"file name {name!r} leaves the artifact")
+    return path
