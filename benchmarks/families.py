@@ -111,7 +111,7 @@ def compare(llm: Any, reference: Any) -> Row:
 
 def after_cut(llm: Any, ids: Tensor, cut: int) -> Tensor:
     """Logits [batch, tokens, vocabulary] of a prefill of `cut` tokens followed by one token at a time."""
-    from qcompile.runtime.cpu.executor import Rows
+    from qcompile.runtime.step import Rows
 
     length = ids.shape[1]
     rows = ids.tolist()

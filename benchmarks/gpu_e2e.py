@@ -30,11 +30,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import facts, this_target
 from qcompile import pipeline, targets
 from qcompile.codegen.backend import backend_of
-from qcompile.runtime.cpu.executor import Limits, Rows
 from qcompile.runtime.cuda.driver import driver
 from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.cuda.speculate import CudaSpeculator
 from qcompile.runtime.speculation.levels import Level
+from qcompile.runtime.step import Limits, Rows
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

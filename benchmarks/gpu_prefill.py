@@ -26,8 +26,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import facts
 from benchmarks.gpu_e2e import CONFIG, empty_checkpoint, kernel_times, open_random, write
-from qcompile.runtime.cpu.executor import Rows
 from qcompile.runtime.cuda.executor import CudaExecutor
+from qcompile.runtime.step import Rows
 
 ROWS = 512
 CONTEXTS = (0, 1024, 4096, 16384, 32256)

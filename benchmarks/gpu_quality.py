@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
 from benchmarks.gpu_common import facts, this_target
 from qcompile import SamplingParams
-from qcompile.runtime.cpu.executor import Rows
 from qcompile.runtime.speculation.gamma import AUTO
+from qcompile.runtime.step import Rows
 
 RECIPES = (
     *("qserve", "qserve-channel", "w4a8", "w8a8", "w4a16", "bf16", "nested", "qspec", "quantspec"),

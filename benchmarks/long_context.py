@@ -23,9 +23,9 @@ import qcompile
 from benchmarks.common import RESULTS, write_result
 from qcompile import SamplingParams
 from qcompile.cli import console
-from qcompile.runtime.cpu.executor import Rows, StepExecutor
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.speculation.levels import Speculator
+from qcompile.runtime.step import Rows, StepExecutor
 
 ROOT = Path(__file__).parents[1]
 TRAINED = 2048

@@ -15,7 +15,6 @@ from qcompile.artifact.manifest import check_manifest
 from qcompile.artifact.reader import read_manifest, state
 from qcompile.errors import ArtifactError, LongPromptError, OverflowedError, UsageError, shown
 from qcompile.runtime.arguments import Params, Prompt, Prompts, are_tokens, as_list, params_for, plain, token_rows
-from qcompile.runtime.cpu.executor import StepExecutor
 from qcompile.runtime.cpu.load import open_cpu
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.engine.engine import Engine
@@ -26,6 +25,7 @@ from qcompile.runtime.outputs import MOST_DRAFTS, RequestOutput
 from qcompile.runtime.sampling.sampling import SamplingParams, plain_number
 from qcompile.runtime.speculation.gamma import AUTO, GammaPolicy, Tempo, predicted
 from qcompile.runtime.speculation.levels import Drafter
+from qcompile.runtime.step import StepExecutor
 from qcompile.runtime.tokenizer import encode, load_tokenizer
 
 if TYPE_CHECKING:

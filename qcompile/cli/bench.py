@@ -93,7 +93,7 @@ def _tokens(llm: LLM, count: int) -> list[int]:
 
 def _decode(llm: LLM, steps: int) -> float:
     """Seconds to decode `steps` tokens greedily after a context of one."""
-    from qcompile.runtime.cpu.executor import Rows
+    from qcompile.runtime.step import Rows
 
     with _pages(llm, steps + 1) as pages:
         rows = [Rows(_tokens(llm, 1), 0, pages, 1)]
@@ -104,7 +104,7 @@ def _decode(llm: LLM, steps: int) -> float:
 
 def _prefill(llm: LLM, count: int, outputs: int) -> float:
     """Seconds for `count` tokens at once (in steps of the most a step carries), the last `outputs` with logits."""
-    from qcompile.runtime.cpu.executor import Rows
+    from qcompile.runtime.step import Rows
 
     tokens, most = _tokens(llm, count), llm.executor.limits.max_tokens
     with _pages(llm, count) as pages:

@@ -12,7 +12,7 @@ from qcompile.checkpoints import depth, huggingface
 from qcompile.cli import console
 from qcompile.errors import PassError, UnsupportedError
 from qcompile.report import bits
-from qcompile.runtime.engine.blocks import pages_for
+from qcompile.runtime.step import pages_for
 
 
 @dataclass(frozen=True)

@@ -8,19 +8,16 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from qcompile.errors import ArtifactError, ResourceError, UsageError
-from qcompile.runtime.engine.blocks import pages_for
 from qcompile.runtime.loader import ABI, Arena
 from qcompile.runtime.sampling.logprobs import alternatives_of
 from qcompile.runtime.sampling.penalties import Penalties
-from qcompile.runtime.sampling.sampling import Draws
-
-FloatArray = npt.NDArray[np.float32]
+from qcompile.runtime.sampling.sampling import Draws, FloatArray
+from qcompile.runtime.step import Limits, Rows
 
 
 class QcDraws(ctypes.Structure):
@@ -126,79 +123,6 @@ class QcConfig(ctypes.Structure):
         ("max_outputs", ctypes.c_int32),
         ("team", ctypes.c_void_p),
     ]
-
-
-class Rows(NamedTuple):
-    """Consecutive tokens of one sequence in one step; the last `outputs` of them give logits."""
-
-    tokens: Sequence[int]
-    start: int
-    """Position of the first token."""
-    pages: Sequence[int]
-    """KV pages of the sequence, enough for the last position."""
-    outputs: int
-    known: int = 0
-    """How many of the outputs, the first ones, are followed by a token that is known (`Draws.known`)."""
-
-
-class Limits(NamedTuple):
-    """Sizes for which the buffers are allocated."""
-
-    max_tokens: int
-    vocab: int
-    page_tokens: int
-    max_position: int
-    ring_tokens: int = 0
-
-    def pages_for(self, tokens: int) -> int:
-        """Pages of the cache that this many positions take."""
-        return pages_for(tokens, self.page_tokens, self.ring_tokens)
-
-
-class StepExecutor(Protocol):
-    """Runs steps of a model, on a CPU or a GPU."""
-
-    limits: Limits
-    kv_pages: int
-    threads: int
-    """CPU threads that compute; 0 on a GPU."""
-    draws: bool
-    """Whether steps can draw tokens, apply biases and penalties and report log probabilities. Then the "argmax" of a
-    sequence is chosen as its Draws say, and their reports are written."""
-
-    overlaps: bool
-    """Whether the host can do something else after `start`, while a step runs."""
-
-    def step(
-        self, sequences: Sequence[Rows], logits: bool, draws: Sequence[Draws] = ()
-    ) -> tuple[list[int], FloatArray | None]:
-        """The argmax of every output row, and if asked its logits [outputs, vocab], valid until the next call.
-
-        Logits of rows whose sequence has biases or penalties are returned with these applied. A row whose next token is
-        known (`Draws.known`) chooses nothing: its argmax only tells, by -1, that its logits are not finite.
-        """
-
-    def decode(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> list[int]:
-        """`steps` tokens for each sequence (one row each): [steps, sequences], flattened."""
-
-    def start(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> Callable[[], list[int]]:
-        """Start `decode`, or with one step `step`, and return a function that waits for its tokens.
-
-        One more may be started before they are waited for, in which a token may be -1 - i: that which output i of the
-        last step started before will give (0 if that is not finite). Any other call waits for both.
-        """
-
-    def profile(self, on: bool) -> None:
-        """Start (resetting the counters) or stop timing each call."""
-
-    def profile_read(self) -> dict[str, tuple[float, int]]:
-        """Seconds and number of runs of each call, in the order they run."""
-
-    def probe(self, what: int) -> float:
-        """A peak of the machine: 0 read GB/s, 1 int8 GOPS, 2 f32 GFLOPS, 3 bf16 GFLOPS."""
-
-    def close(self) -> None:
-        """Free what the executor holds; idempotent."""
 
 
 def bind(library: Any) -> None:

@@ -6,12 +6,13 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from qcompile.errors import ArtifactError, ResourceError
-from qcompile.runtime.cpu.executor import Executor, Limits, bind
+from qcompile.runtime.cpu.executor import Executor, bind
 from qcompile.runtime.cpu.speculate import LibrarySpeculator
 from qcompile.runtime.engine.blocks import BlockPool, requested_pages
 from qcompile.runtime.loader import Arena, LoadedArtifact, available_memory
 from qcompile.runtime.speculation.levels import Drafter, Level, Speculator
 from qcompile.runtime.speculation.reencode import Reencoder, open_reencoder
+from qcompile.runtime.step import Limits
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

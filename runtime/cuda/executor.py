@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from qcompile.errors import ArtifactError, ResourceError, UsageError
-from qcompile.runtime.cpu.executor import FloatArray, Limits, Rows
 from qcompile.runtime.cuda.counts import (
     MIN_PAGES,
     Counts,
@@ -32,7 +31,8 @@ from qcompile.runtime.cuda.draws import CudaDraws
 from qcompile.runtime.cuda.driver import Driver, LaunchCall
 from qcompile.runtime.cuda.profile import LaunchTimes
 from qcompile.runtime.outputs import MOST_DRAFTS
-from qcompile.runtime.sampling.sampling import Draws
+from qcompile.runtime.sampling.sampling import Draws, FloatArray
+from qcompile.runtime.step import Limits, Rows
 
 GPU_ABI = 21
 _MAX_GRAPHS = 64

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from qcompile.artifact.hashes import damaged, file_problem, listed_file
 from qcompile.artifact.layout import Manifest
-from qcompile.runtime.cpu.executor import Limits
 from qcompile.runtime.cuda.driver import Driver, driver
 from qcompile.runtime.cuda.executor import CudaExecutor, kv_pages
 from qcompile.runtime.cuda.speculate import CudaLookup, CudaSpeculator
@@ -21,6 +20,7 @@ from qcompile.runtime.loader import Arena
 from qcompile.runtime.speculation.host import HostSpeculator
 from qcompile.runtime.speculation.levels import Drafter, Level
 from qcompile.runtime.speculation.reencode import open_reencoder
+from qcompile.runtime.step import Limits
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

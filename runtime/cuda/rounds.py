@@ -16,13 +16,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qcompile.runtime.cpu.executor import Rows
 from qcompile.runtime.cuda.driver import Driver, LaunchCall
 from qcompile.runtime.cuda.executor import Counts, CudaExecutor
 from qcompile.runtime.outputs import MOST_DRAFTS
 from qcompile.runtime.sampling.sampling import GREEDY, Draws
 from qcompile.runtime.speculation.host import HostSpeculator
 from qcompile.runtime.speculation.levels import Level, note
+from qcompile.runtime.step import Rows
 
 if TYPE_CHECKING:
     from qcompile.runtime.engine.scheduler import Request

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from qcompile.runtime.cpu.executor import Rows
 from qcompile.runtime.cuda.counts import AttentionWork, Counts, attention_counts
 from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.cuda.rounds import RESULTS, CudaRounds, Launches, RoundInput
@@ -18,6 +17,7 @@ from qcompile.runtime.outputs import MOST_DRAFTS
 from qcompile.runtime.speculation import host
 from qcompile.runtime.speculation.host import HostSpeculator
 from qcompile.runtime.speculation.levels import WINDOW, Level
+from qcompile.runtime.step import Rows
 
 if TYPE_CHECKING:
     from qcompile.runtime.engine.scheduler import Request

@@ -8,22 +8,7 @@ from collections.abc import Sequence
 
 from qcompile.errors import UsageError
 from qcompile.runtime.engine.prefixes import Ending, PrefixTree
-
-
-def pages_for(tokens: int, page_tokens: int, ring_tokens: int = 0) -> int:
-    """Pages that this many positions take.
-
-    A hierarchical cache has a ring of `ring_tokens` positions (three groups) in 16 bits, which takes two pages per
-    `page_tokens` positions. Up to two groups only the used part of the ring has pages. With more, the whole ring has,
-    and all groups but the two newest have quantized pages as well.
-    """
-    pages = -(-tokens // page_tokens)
-    group = ring_tokens // 3
-    if not ring_tokens:
-        return pages
-    if tokens <= 2 * group:
-        return 2 * pages
-    return 2 * ring_tokens // page_tokens + ((tokens - 1) // group - 1) * (group // page_tokens)
+from qcompile.runtime.step import pages_for
 
 
 def requested_pages(kv_cache_bytes: int, page_bytes: int) -> int:

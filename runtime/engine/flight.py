@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from qcompile.runtime.cpu.executor import Rows
 from qcompile.runtime.engine.scheduler import Plan, Request
+from qcompile.runtime.step import Rows
 
 
 @dataclass(frozen=True, slots=True)

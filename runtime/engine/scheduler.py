@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from qcompile.runtime.cpu.executor import Rows
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.engine.prefixes import CachedPage, Ending, drafted_positions
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics
 from qcompile.runtime.sampling.logprobs import DoubleArray, Logprob
 from qcompile.runtime.sampling.sampling import Sampler, SamplingParams
 from qcompile.runtime.speculation.levels import DraftState
+from qcompile.runtime.step import Rows
 from qcompile.runtime.tokenizer import Detokenizer
 
 

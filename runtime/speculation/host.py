@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from qcompile.runtime.cpu.executor import FloatArray, Rows
 from qcompile.runtime.outputs import MOST_DRAFTS
+from qcompile.runtime.sampling.sampling import FloatArray
 from qcompile.runtime.speculation.levels import Gained, Level, Speculator
 from qcompile.runtime.speculation.reencode import top_probability
+from qcompile.runtime.step import Rows
 
 if TYPE_CHECKING:
     from qcompile.runtime.engine.scheduler import Request

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from qcompile.errors import OverflowedError
-from qcompile.runtime.cpu.executor import Rows, StepExecutor
 from qcompile.runtime.outputs import MOST_DRAFTS, SpeculationMetrics
 from qcompile.runtime.sampling.accept import Distribution
 from qcompile.runtime.sampling.sampling import GREEDY
 from qcompile.runtime.speculation import gamma
+from qcompile.runtime.step import Rows, StepExecutor
 
 if TYPE_CHECKING:
     from qcompile.runtime.engine.scheduler import Request

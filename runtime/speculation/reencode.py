@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qcompile.errors import ArtifactError
-from qcompile.runtime.cpu.executor import FloatArray, Rows, StepExecutor
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.outputs import MOST_DRAFTS
+from qcompile.runtime.sampling.sampling import FloatArray
+from qcompile.runtime.step import Rows, StepExecutor
 from qcompile.runtime.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:

@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from qcompile.runtime.cpu.executor import Executor, FloatArray, Limits, QcDraws, Rows
+from qcompile.runtime.cpu.executor import Executor, QcDraws
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.loader import Arena
 from qcompile.runtime.sampling.accept import pick
 from qcompile.runtime.sampling.penalties import Bias, Occurrences, penalize
-from qcompile.runtime.sampling.sampling import Draws, SamplingParams, distribution
+from qcompile.runtime.sampling.sampling import Draws, FloatArray, SamplingParams, distribution
+from qcompile.runtime.step import Limits, Rows
 
 VOCAB, PAGE_TOKENS, MAX_TOKENS, CONTEXT, EOS = 260, 64, 96, 1000, 0
 PAGE_BYTES = PAGE_TOKENS * 8

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from qcompile.runtime.cpu.executor import Limits
 from qcompile.runtime.cuda import executor
+from qcompile.runtime.step import Limits
 
 LIMITS = Limits(max_tokens=64, vocab=10, page_tokens=64, max_position=1024)
 

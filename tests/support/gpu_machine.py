@@ -17,7 +17,6 @@ from qcompile.codegen.gpu.build import add_rounds
 from qcompile.codegen.gpu.compile import Kernel
 from qcompile.codegen.gpu.launches import Launch, Plan, grid_size
 from qcompile.codegen.gpu.plan import make_plan
-from qcompile.runtime.cpu.executor import Limits
 from qcompile.runtime.cuda import executor, load
 from qcompile.runtime.cuda.draws import CudaDraws
 from qcompile.runtime.cuda.executor import CudaExecutor
@@ -26,6 +25,7 @@ from qcompile.runtime.engine.engine import Engine
 from qcompile.runtime.engine.scheduler import Request
 from qcompile.runtime.sampling.sampling import Draws
 from qcompile.runtime.speculation.gamma import GAMMAS, Costs, GammaPolicy, Tempo
+from qcompile.runtime.step import Limits
 
 _TYPES = {"*fp32": torch.float32, "*bf16": torch.bfloat16, "*i32": torch.int32, "*i16": torch.int16, "*i8": torch.int8}
 _TYPES |= {"*fp64": torch.float64, "*i64": torch.int64}

@@ -12,7 +12,8 @@ import torch
 
 from qcompile.codegen.program import KVLayout
 from qcompile.formats import numerics
-from qcompile.runtime.engine.blocks import BlockPool, pages_for
+from qcompile.runtime.engine.blocks import BlockPool
+from qcompile.runtime.step import pages_for
 from qcompile.targets import TARGETS, get_target, missing_flags
 from tests.support.tiny import Chunk, Runner, Tiny, attend_hier, reference
 

@@ -161,7 +161,7 @@ def test_capped_scores_of_centered_keys_interpreted(format: str, turn: str) -> N
 def interpret_hierarchical(format: str, **more: Any) -> None:
     """Rows of several groups: as the reference, and in a long step, with rows of another text, as in short ones."""
     from qcompile.codegen.gpu import attention as gpu_attention
-    from qcompile.runtime.engine.blocks import pages_for
+    from qcompile.runtime.step import pages_for
     from tests.support.gpu_interpreter import Interpreter
 
     # The long step has large blocks of queries, pairs of them, or small ones.

@@ -12,8 +12,7 @@ from qcompile.codegen.gpu.attention import AttentionSpec, GpuKV, far_variants
 from qcompile.codegen.gpu.compile import compile_kernel
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.plan import make_plan
-from qcompile.runtime.cpu.executor import Rows
-from qcompile.runtime.engine.blocks import pages_for
+from qcompile.runtime.step import Rows, pages_for
 from tests.codegen.gpu.test_step import RECIPES, SHAPE, lowered
 from tests.support.graphs import decoder, step_inputs
 from tests.support.interpreted import interpreted, needs_triton

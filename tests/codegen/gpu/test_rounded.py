@@ -10,7 +10,7 @@ import torch
 from qcompile.codegen import program as p
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.codegen.gpu.reads import Reads
-from qcompile.runtime.cpu.executor import Rows
+from qcompile.runtime.step import Rows
 from tests.support.graphs import decoder
 from tests.support.interpreted import interpreted
 from tests.support.lowering import gpu_program

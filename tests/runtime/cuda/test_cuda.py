@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from qcompile.errors import ArtifactError, ResourceError, UsageError
-from qcompile.runtime.cpu.executor import Rows
 from qcompile.runtime.cuda import driver as cuda_driver
 from qcompile.runtime.cuda import executor, load
 from qcompile.runtime.cuda.executor import CudaExecutor, kv_pages
@@ -21,6 +20,7 @@ from qcompile.runtime.sampling.sampling import GREEDY
 from qcompile.runtime.speculation.host import HostSpeculator
 from qcompile.runtime.speculation.levels import Level
 from qcompile.runtime.speculation.reencode import Reencoder
+from qcompile.runtime.step import Rows
 from tests.support.fake import byte_tokenizer, listed
 from tests.support.fake_driver import LIMITS, PLAN, FakeDriver, FakeLaunch
 

@@ -12,8 +12,10 @@ import pytest
 
 import qcompile
 from qcompile import SamplingParams
-from qcompile.runtime.cpu.executor import Executor, FloatArray, Rows
+from qcompile.runtime.cpu.executor import Executor
 from qcompile.runtime.llm import LLM
+from qcompile.runtime.sampling.sampling import FloatArray
+from qcompile.runtime.step import Rows
 
 BATCHES = 200
 Work = tuple[list[int], SamplingParams]

@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qcompile.errors import ResourceError
-from qcompile.runtime.cpu.executor import Limits, Rows
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.engine.bursts import Bursts
 from qcompile.runtime.engine.scheduler import Scheduler
 from qcompile.runtime.sampling.sampling import SamplingParams
 from qcompile.runtime.speculation.host import HostSpeculator
 from qcompile.runtime.speculation.levels import DraftState, Level, Speculator
+from qcompile.runtime.step import Limits, Rows
 from tests.support.fake import (
     CONTEXT,
     EOS,

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 import qcompile
 from qcompile.errors import UsageError
-from qcompile.runtime.cpu.executor import Executor, Rows
+from qcompile.runtime.cpu.executor import Executor
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.engine.prefixes import PrefixTree
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.step import Rows
 from tests.support.fake import PAGE_TOKENS, VOCAB, fake_llm, reference_greedy
 
 pytestmark = pytest.mark.usefixtures("executors")

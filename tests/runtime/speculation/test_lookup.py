@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from qcompile.runtime.cpu.executor import Limits
 from qcompile.runtime.speculation.host import SHORTEST_MATCH, SURE_MATCH, _Call, _Text, look_up
 from qcompile.runtime.speculation.levels import Level
+from qcompile.runtime.step import Limits
 
 
 def scanned(tokens: list[int], match: int, most: int, shortest: int) -> list[int]:

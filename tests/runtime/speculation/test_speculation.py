@@ -20,7 +20,7 @@ from qcompile import SamplingParams, calibration
 from qcompile.checkpoints import frontend
 from qcompile.errors import ResourceError, UnsupportedError, UsageError
 from qcompile.runtime.cpu import load
-from qcompile.runtime.cpu.executor import Executor, Limits, Rows
+from qcompile.runtime.cpu.executor import Executor
 from qcompile.runtime.cpu.speculate import LibrarySpeculator
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.engine.scheduler import Request
@@ -30,6 +30,7 @@ from qcompile.runtime.speculation.gamma import AUTO
 from qcompile.runtime.speculation.host import HostSpeculator
 from qcompile.runtime.speculation.levels import Speculator
 from qcompile.runtime.speculation.reencode import Reencoder
+from qcompile.runtime.step import Limits, Rows
 from tests.support.fake import VOCAB, byte_tokenizer, fake_llm
 
 PROMPTS = ["def main(", "import os\n\n\nclass Reader:\n", "x", "# " + "word " * 90, "for i in range(10):\n    "]

@@ -1,0 +1,111 @@
+"""What an executor is: the interface by which the engine runs a model, on any device.
+
+A step computes rows. A row is one token of one sequence at one position; it reads the keys and values of the positions
+before it from the KV cache and writes its own. An executor knows sequences only by their rows and pages: requests,
+text and scheduling are the engine's (runtime/engine/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from qcompile.runtime.sampling.sampling import Draws, FloatArray
+
+
+class Rows(NamedTuple):
+    """Consecutive tokens of one sequence in one step; the last `outputs` of them give logits."""
+
+    tokens: Sequence[int]
+    start: int
+    """Position of the first token."""
+    pages: Sequence[int]
+    """KV pages of the sequence, enough for the last position."""
+    outputs: int
+    known: int = 0
+    """Number of leading outputs that are followed by a token of the prompt (`Draws.known`)."""
+
+
+class Limits(NamedTuple):
+    """Sizes for which an executor allocates its buffers.
+
+    max_tokens: most rows of a step. vocab: size of the vocabulary. page_tokens: positions of a KV page. max_position:
+    most positions of a sequence. ring_tokens: positions of the ring of a hierarchical cache, 0 for other caches.
+    """
+
+    max_tokens: int
+    vocab: int
+    page_tokens: int
+    max_position: int
+    ring_tokens: int = 0
+
+    def pages_for(self, tokens: int) -> int:
+        """Number of KV pages that `tokens` positions take."""
+        return pages_for(tokens, self.page_tokens, self.ring_tokens)
+
+
+def pages_for(tokens: int, page_tokens: int, ring_tokens: int = 0) -> int:
+    """Number of KV pages that `tokens` positions take.
+
+    A hierarchical cache has a ring of `ring_tokens` positions (three groups) in 16 bits, which takes two pages per
+    `page_tokens` positions. Up to two groups, only the used part of the ring has pages. With more, the whole ring has
+    pages, and all groups but the two newest have quantized pages as well.
+    """
+    pages = -(-tokens // page_tokens)
+    group = ring_tokens // 3
+    if not ring_tokens:
+        return pages
+    if tokens <= 2 * group:
+        return 2 * pages
+    return 2 * ring_tokens // page_tokens + ((tokens - 1) // group - 1) * (group // page_tokens)
+
+
+class StepExecutor(Protocol):
+    """Runs the steps of a model on one device."""
+
+    limits: Limits
+    kv_pages: int
+    """Number of pages of the KV cache."""
+    threads: int
+    """CPU threads that compute; 0 on a GPU."""
+    draws: bool
+    """Whether steps can sample tokens, apply biases and penalties, and report log probabilities. If so, the "argmax" of
+    a sequence is the token that its Draws choose, and its reports are written."""
+
+    overlaps: bool
+    """Whether the host can do other work after `start`, while the step runs."""
+
+    def step(
+        self, sequences: Sequence[Rows], logits: bool, draws: Sequence[Draws] = ()
+    ) -> tuple[list[int], FloatArray | None]:
+        """Run one step. Returns the argmax of every output row and, if `logits`, the logits [outputs, vocab].
+
+        The logits are valid until the next call. Biases and penalties of a sequence are applied to its logits. The
+        argmax of a row whose next token is known (`Draws.known`) is -1 if the row's logits are not finite, and has no
+        other meaning.
+        """
+
+    def decode(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> list[int]:
+        """Run `steps` steps of one row a sequence, each with the tokens of the step before.
+
+        Returns the tokens [steps, sequences], flattened.
+        """
+
+    def start(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> Callable[[], list[int]]:
+        """Start `step` (if `steps` is 1) or `decode`. Returns a function that waits for the tokens and returns them.
+
+        A second step may be started before the first is waited for. In its rows, token -1 - i stands for the token of
+        output i of the first step (or for token 0, if that output is not finite). Any other call waits for both steps.
+        """
+
+    def profile(self, on: bool) -> None:
+        """Start timing each kernel call, with all counters at zero, or stop."""
+
+    def profile_read(self) -> dict[str, tuple[float, int]]:
+        """Seconds and number of runs of each kernel call, in the order in which they run."""
+
+    def probe(self, what: int) -> float:
+        """A peak rate of the machine: 0 read GB/s, 1 int8 GOPS, 2 f32 GFLOPS, 3 bf16 GFLOPS."""
+
+    def close(self) -> None:
+        """Free what the executor holds; idempotent."""
