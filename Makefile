@@ -1,6 +1,8 @@
 # make demo   environment, install, build the sample for this CPU, generate text, print the speed
 # make test   all tests
 # make lint   ruff and mypy
+# make docs   the documentation with the API reference, as web pages in out/site
+# make wheel-check  source distribution and wheel, complete and usable without this checkout
 # make bench  this machine's numbers for the sample models, into benchmarks/results/
 
 PYTHON ?= python3
@@ -9,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO := out/demo
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint docs wheel-check bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/qcompile build samples/pycode-26m -o $(DEMO) --target cpu --recipe w4a8
@@ -21,7 +23,14 @@ test: $(VENV)/.installed
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir out/site
+
+wheel-check: $(VENV)/.installed
+	$(BIN)/python .ci/check_wheel.py
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/cpu_speed.py
@@ -33,6 +42,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "Installing into $(VENV) (once, a minute or two; torch is the largest part)" >&2
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[docs]'
 	@touch $@
 
 clean:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from qcompile.runtime.llm import load as load
     from qcompile.runtime.sampling.sampling import SamplingParams as SamplingParams
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["LLM", "SamplingParams", "__version__", "build", "load"]
 
 _HOMES = {

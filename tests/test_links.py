@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "samples").glob("*/README.md"))]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "samples").glob("*/README.md")),
+]
 FENCED = re.compile(r"^```.*?^```$|^ {4}.*?$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(?P<text>.+?) *$", re.MULTILINE)
