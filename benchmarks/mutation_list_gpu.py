@@ -156,8 +156,8 @@ GPU_MUTATIONS = (
     Mutation(
         "what is read as float32, too, is written in bf16 alone",
         "codegen/gpu/reads.py",
-        "return self.last.get(name) == place and not routed",
-        "return not routed",
+        "return self.last(name) == self._program.calls.index(call)",
+        "return True",
         f"{GPU_ROUNDED} -k apart",
     ),
     Mutation(

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from threading import Event
 
+from qcompile.artifact.abi import CPU_ABI, GPU_ABI
 from qcompile.codegen.cpu import compiler, render
 from qcompile.codegen.gpu import build
 from qcompile.codegen.gpu.compile import triton_version
 from qcompile.codegen.gpu.gemm.pack import GPU_PACKING
-from qcompile.codegen.gpu.launches import GPU_ABI
 from qcompile.codegen.packing import CPU_PACKING, Packing
 from qcompile.codegen.program import Program
 from qcompile.targets import Target
@@ -63,7 +63,7 @@ def _without_common_prefix(model: str, text: str) -> str:
 
 
 _BACKENDS = {
-    "cpu": Backend(".so", render.ABI, CPU_PACKING, compiler.version, lambda program: program, _prepare_cpu),
+    "cpu": Backend(".so", CPU_ABI, CPU_PACKING, compiler.version, lambda program: program, _prepare_cpu),
     "cuda": Backend(
         build.SUFFIX,
         GPU_ABI,

@@ -16,10 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
-from qcompile.formats.numerics import ACTIVATIONS, HIER_GROUP, HIERARCHICAL, Activation, groups_of
-
-PAGE_TOKENS = 64
-"""Positions per KV page, and the block size of every attention reduction."""
+from qcompile.formats.numerics import ACTIVATIONS, HIER_GROUP, HIERARCHICAL, PAGE_TOKENS, Activation, groups_of
 
 PAD = 32
 """Rows of activations are padded with zeros to a multiple of this many elements."""
@@ -84,11 +81,40 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Embed:
+class Call:
+    """A call of one kernel: the buffers it reads and writes, the weights it reads, and the kernel's parameters.
+
+    `read_fields` and `write_fields` of a class name its fields that hold buffers: a name, a tuple of names, or None.
+    The KV cache (of a layer) and the caller's logits are not buffers.
+    """
+
+    kernel: ClassVar[str]
+    read_fields: ClassVar[tuple[str, ...]] = ("x",)
+    write_fields: ClassVar[tuple[str, ...]] = ("out",)
+    name: str
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the buffers that the call reads, each once."""
+        return self._buffers(self.read_fields)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Names of the buffers that the call writes, each once; none if it writes the caller's logits."""
+        return self._buffers(self.write_fields)
+
+    def _buffers(self, fields: tuple[str, ...]) -> tuple[str, ...]:
+        values = (getattr(self, each) for each in fields)
+        names = (name for value in values for name in (value if isinstance(value, tuple) else (value,)))
+        return tuple(dict.fromkeys(name for name in names if name is not None))
+
+
+@dataclass(frozen=True)
+class Embed(Call):
     """out[t] = table[id] * scale, id = token_ids[t] or positions[t] by `index`. `table`: row-major [vocab, width]."""
 
     kernel: ClassVar[str] = "embed"
-    name: str
+    read_fields: ClassVar[tuple[str, ...]] = ()
     out: str
     table: str
     table_dtype: Literal["f32", "bf16"]
@@ -98,14 +124,13 @@ class Embed:
 
 
 @dataclass(frozen=True)
-class Norm:
+class Norm(Call):
     """out = x / sqrt(mean(x^2) + eps) * weight (rms), or layer norm; also quantizes if out is q8.
 
     Reads as many columns of x as out has, from column `x_offset` on.
     """
 
     kernel: ClassVar[str] = "norm"
-    name: str
     kind: Literal["rms", "layer"]
     x: str
     out: str
@@ -116,14 +141,14 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class NormHeads:
+class NormHeads(Call):
     """Normalizes `heads` blocks of `width` columns of x (f32), from column `x_offset` on, each in place.
 
     weight and bias are [width], or [heads * width] if `by_head`.
     """
 
     kernel: ClassVar[str] = "norm_heads"
-    name: str
+    write_fields: ClassVar[tuple[str, ...]] = ("x",)
     kind: Literal["rms", "layer"]
     x: str
     x_offset: int
@@ -136,24 +161,22 @@ class NormHeads:
 
 
 @dataclass(frozen=True)
-class Quantize:
+class Quantize(Call):
     """out = x in out's dtype: integer codes with scales (q8), or rounded to bf16."""
 
     kernel: ClassVar[str] = "quantize"
-    name: str
     x: str
     out: str
 
 
 @dataclass(frozen=True)
-class Hadamard:
+class Hadamard(Call):
     """out = x with each `block` columns multiplied by a Hadamard matrix / sqrt(block), in out's dtype.
 
     `core` is a weight, f32 [core_order * core_order], row-major: the matrix before its Sylvester doublings.
     """
 
     kernel: ClassVar[str] = "hadamard"
-    name: str
     x: str
     out: str
     block: int
@@ -162,7 +185,7 @@ class Hadamard:
 
 
 @dataclass(frozen=True)
-class Gemm:
+class Gemm(Call):
     """y[t, n] = sum_k x[t, k] * W[n, k] + bias[n], then the epilogue.
 
     `weights` maps the roles of the packed format (codes, scale, zero, group_scale, exponent, low, columns, starts)
@@ -172,7 +195,7 @@ class Gemm:
     """
 
     kernel: ClassVar[str] = "gemm"
-    name: str
+    read_fields: ClassVar[tuple[str, ...]] = ("x", "residual")
     x: str
     format: str
     n: int
@@ -193,7 +216,7 @@ class Gemm:
 
 
 @dataclass(frozen=True)
-class RopeAppend:
+class RopeAppend(Call):
     """Rotates q (in place) and k by position, and appends k and v to the layer's KV pages.
 
     qkv: f32 [tokens, width]; q, k and v start at the given columns. `inv_freq` is a weight, f32 [rotary_dim / 2] (None:
@@ -204,7 +227,8 @@ class RopeAppend:
     """
 
     kernel: ClassVar[str] = "rope_append"
-    name: str
+    read_fields: ClassVar[tuple[str, ...]] = ("qkv",)
+    write_fields: ClassVar[tuple[str, ...]] = ("qkv",)
     qkv: str
     q_offset: int
     k_offset: int
@@ -224,14 +248,14 @@ class RopeAppend:
 
 
 @dataclass(frozen=True)
-class Gather:
+class Gather(Call):
     """out[t, i] = column index[i] of the concatenated sources, 0 where index[i] is -1. `index`: int32 weight [width].
 
     Source n is the `widths[n]` columns, f32, of buffer `sources[n]` from column `offsets[n]` on.
     """
 
     kernel: ClassVar[str] = "gather"
-    name: str
+    read_fields: ClassVar[tuple[str, ...]] = ("sources",)
     sources: tuple[str, ...]
     offsets: tuple[int, ...]
     widths: tuple[int, ...]
@@ -240,7 +264,7 @@ class Gather:
 
 
 @dataclass(frozen=True)
-class Attention:
+class Attention(Call):
     """out[t, h] = softmax(softcap(q k^T * scale) + mask) v over the layer's KV pages.
 
     q: f32 at column `q_offset` of its buffer, [tokens, heads, head_dim]; out: f32 [tokens, heads * head_dim].
@@ -248,7 +272,7 @@ class Attention:
     """
 
     kernel: ClassVar[str] = "attention"
-    name: str
+    read_fields: ClassVar[tuple[str, ...]] = ("q",)
     q: str
     q_offset: int
     out: str
@@ -268,17 +292,16 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class TakeRows:
+class TakeRows(Call):
     """out[r] = x[output_rows[r]], the rows whose logits are wanted. out is an `outputs` buffer."""
 
     kernel: ClassVar[str] = "take_rows"
-    name: str
     x: str
     out: str
 
 
 @dataclass(frozen=True)
-class Elementwise:
+class Elementwise(Call):
     """out = kind(x, operand), all f32 [rows, width]; out may be x itself.
 
     Kinds: those of ops.UNARY (no operand); xielu (`weight`: alpha_p, alpha_n, beta, eps); scale (times `factor`);
@@ -288,7 +311,7 @@ class Elementwise:
     """
 
     kernel: ClassVar[str] = "elementwise"
-    name: str
+    read_fields: ClassVar[tuple[str, ...]] = ("x", "other")
     kind: str
     x: str
     out: str
@@ -302,7 +325,7 @@ class Elementwise:
 
 
 @dataclass(frozen=True)
-class Route:
+class Route(Call):
     """A router operator on `width` columns of x, f32 [tokens, ...], from column `x_offset` on.
 
     top_k writes int32 indices; pick reads x at the indices in buffer `index`. `numbers` are the operator's arguments
@@ -310,7 +333,7 @@ class Route:
     """
 
     kernel: ClassVar[str] = "route"
-    name: str
+    read_fields: ClassVar[tuple[str, ...]] = ("x", "index")
     kind: Literal["softmax", "top_k", "pick", "normalize", "limit_groups"]
     x: str
     out: str
@@ -321,7 +344,7 @@ class Route:
 
 
 @dataclass(frozen=True)
-class ExpertGemm:
+class ExpertGemm(Call):
     """y[t, s] = W[index[t, s]] x for each slot s. x: f32, one input per token (`x_slots` 1) or one per slot.
 
     `weights` as in Gemm, with the experts' `rows` concatenated, each expert padded to whole blocks. Inputs are
@@ -331,7 +354,7 @@ class ExpertGemm:
     """
 
     kernel: ClassVar[str] = "expert_gemm"
-    name: str
+    read_fields: ClassVar[tuple[str, ...]] = ("x", "index")
     x: str
     index: str
     out: str
@@ -354,11 +377,11 @@ class ExpertGemm:
 
 
 @dataclass(frozen=True)
-class Combine:
+class Combine(Call):
     """out[t] = sum over slots s of x[t, s] * scores[t, s]; x: f32 [tokens, slots * width]."""
 
     kernel: ClassVar[str] = "combine"
-    name: str
+    read_fields: ClassVar[tuple[str, ...]] = ("x", "scores")
     x: str
     out: str
     slots: int
@@ -366,31 +389,12 @@ class Combine:
 
 
 @dataclass(frozen=True)
-class Logits:
+class Logits(Call):
     """Writes x, an f32 `outputs` buffer, to the caller's logits and argmax, if other calls follow the last gemm."""
 
     kernel: ClassVar[str] = "logits"
-    name: str
+    write_fields: ClassVar[tuple[str, ...]] = ()
     x: str
-
-
-Call = (
-    Embed
-    | Norm
-    | NormHeads
-    | Quantize
-    | Hadamard
-    | Gemm
-    | RopeAppend
-    | Gather
-    | Attention
-    | TakeRows
-    | Elementwise
-    | Route
-    | ExpertGemm
-    | Combine
-    | Logits
-)
 
 
 @dataclass(frozen=True)

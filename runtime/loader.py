@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qcompile.artifact.abi import CPU_ABI
 from qcompile.artifact.hashes import damaged, file_problem
 from qcompile.artifact.layout import MANIFEST, Manifest
 from qcompile.artifact.manifest import check_manifest
@@ -26,7 +27,6 @@ from qcompile.targets import cpu_flags
 
 HUGE_PAGE = 2 << 20
 _PAGE = 4096
-ABI = 6
 
 # Open libraries by SHA-256: the dynamic loader must not load the same bytes twice.
 _libraries: dict[str, ctypes.CDLL] = {}
@@ -106,8 +106,8 @@ def load_artifact(path: str | Path, manifest: Manifest | None = None) -> LoadedA
         check_manifest(manifest, str(root / MANIFEST))
     check_cpu(manifest["target"], cpu_flags())
     runtime = manifest["runtime"]
-    if runtime["abi"] != ABI:
-        raise ArtifactError(f"{root}: library interface {runtime['abi']}, this qcompile has {ABI}; rebuild it")
+    if runtime["abi"] != CPU_ABI:
+        raise ArtifactError(f"{root}: library interface {runtime['abi']}, this qcompile has {CPU_ABI}; rebuild it")
     files: dict[str, dict[str, Any]] = manifest["files"]
     places = _place_weights(runtime["weights"], files, root)
     size = sum(_rounded(files[name]["bytes"]) for name in places)

@@ -1,4 +1,4 @@
-"""Data flow of a program on the CPU: what calls read and write, private copies, and columns split over threads."""
+"""Data flow of a program on the CPU: private copies of buffers, and columns split over threads."""
 
 from __future__ import annotations
 
@@ -11,34 +11,16 @@ LINE_COLUMNS = 32
 """bf16 columns per cache line: threads that write whole lines do not share lines."""
 
 
-def written(call: p.Call) -> str | None:
-    """Name of the buffer a call writes (None: logits)."""
-    if isinstance(call, p.RopeAppend):
-        return call.qkv
-    if isinstance(call, p.Logits):
-        return None
-    return call.x if isinstance(call, p.NormHeads) else call.out
-
-
-def read(call: p.Call) -> list[str]:
-    """Names of the buffers a call reads."""
-    if isinstance(call, p.Gather):
-        return list(call.sources)
-    names = (getattr(call, field, None) for field in ("x", "qkv", "q", "residual", "other", "index", "scores"))
-    return [name for name in names if name is not None]
-
-
 def writes_outputs(program: p.Program, call: p.Call) -> bool:
     """Whether a call computes only the rows whose logits are wanted, or the logits."""
-    name = written(call)
-    return name is None or program.buffer(name).rows == "outputs"
+    return all(program.buffer(name).rows == "outputs" for name in call.writes)
 
 
 def own_buffers(program: p.Program) -> frozenset[str]:
     """Buffers that only rowwise calls write, each from one other buffer: threads may have private copies."""
     alone = p.Norm | p.Quantize | p.Hadamard | p.TakeRows
     rowwise = {name for c in program.calls if isinstance(c, alone) for name in [c.out]}
-    shared = {written(c) for c in program.calls if not isinstance(c, alone)}
+    shared = {name for c in program.calls if not isinstance(c, alone) for name in c.writes}
     attended = {c.q for c in program.calls if isinstance(c, p.Attention)}
     return frozenset(rowwise - shared - attended)
 
@@ -80,13 +62,13 @@ def producer_share(program: p.Program, index: int) -> Share | None:
     threads exchange a quarter or half of the bytes.
     """
     call, maker = program.calls[index], program.calls[index - 1] if index else None
-    if not isinstance(call, p.Quantize) or maker is None or written(maker) != call.x:
+    if not isinstance(call, p.Quantize) or maker is None or call.x not in maker.writes:
         return None
     x, out = program.buffer(call.x), program.buffer(call.out)
     step = out.kind.group if out.dtype == "q8" else LINE_COLUMNS
     if not step or x.width % step or (out.dtype == "q8" and (not out.group or step % out.group)):
         return None
-    if x.rows != "tokens" or sum(call.x in read(c) for c in program.calls) != 1:
+    if x.rows != "tokens" or sum(call.x in c.reads for c in program.calls) != 1:
         return None
     if isinstance(maker, p.Attention):
         return Share("kKvHeads", maker.heads // maker.kv_heads * maker.head_dim, step, "s.by_head() && ")
@@ -130,5 +112,5 @@ def _live_range(program: p.Program, name: str) -> range:
 
     The extension covers how far a faster thread may run ahead without a barrier: through q, k, v and their attention.
     """
-    used = [i for i, call in enumerate(program.calls) if name == written(call) or name in read(call)]
+    used = [i for i, call in enumerate(program.calls) if name in call.writes or name in call.reads]
     return range(used[0], used[-1] + 5)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from qcompile.artifact.abi import CPU_ABI
 from qcompile.codegen import program as p
 from qcompile.codegen.cpu import flow
 from qcompile.errors import UnsupportedError
@@ -23,7 +24,6 @@ from qcompile.formats.numerics import ACTIVATIONS, FORMATS
 from qcompile.ops import GATED
 from qcompile.targets import Target
 
-ABI = 6
 MAX_HEAD_DIM = 1024
 _TEMPLATES = Path(__file__).parent / "templates"
 _INCLUDE = re.compile(r'^#include "(?P<name>[\w.]+)"$')
@@ -133,7 +133,7 @@ class _Renderer:
         """What qc_describe returns."""
         kv = self.program.kv
         data = {
-            "abi": ABI,
+            "abi": CPU_ABI,
             "isa": self.target.isa,
             "vocab_size": self.program.vocab_size,
             "max_position": self.program.max_position,
@@ -160,7 +160,7 @@ class _Renderer:
 
     def is_own(self, name: str) -> str:
         """The C++ condition for private copies of a buffer when rows are few: not where its columns are split."""
-        made = next((i for i in self.shares if flow.written(self.program.calls[i]) == name), None)
+        made = next((i for i in self.shares if name in self.program.calls[i].writes), None)
         return f"!{self.producer_condition(made)}" if made is not None and name in self.own else _bool(name in self.own)
 
     def producer_condition(self, index: int) -> str:
@@ -189,10 +189,10 @@ class _Renderer:
             return "!s.by_head()"
         if index + 1 in self.shares:
             return f"!{self.producer_condition(index + 1)}"
-        written = flow.written(call)
-        if written in self.own and not self._overwritten_early(index):
+        private = [name for name in call.writes if name in self.own]
+        if private and not self._overwritten_early(index):
             shared = f"{self.producer_condition(index)} || " if index in self.shares else ""
-            return f"{shared}!s.few[{_kind(self.program.buffer(written))}]"
+            return f"{shared}!s.few[{_kind(self.program.buffer(private[0]))}]"
         return "true"
 
     def _by_head(self, index: int) -> bool:
@@ -223,18 +223,14 @@ class _Renderer:
         call = self.program.calls[index]
         # Private buffers are safe: with few rows each thread has a copy, otherwise a barrier follows.
         shared = isinstance(call, p.Gemm)
-        read = [self.program.buffer(name) for name in flow.read(call) if shared or name not in self.own]
+        read = [self.program.buffer(name) for name in call.reads if shared or name not in self.own]
         for place, call in enumerate(self.program.calls[index + 1 :], start=index + 1):
-            written = flow.written(call)
-            if written is not None and written not in self.own:
-                target = self.program.buffer(written)
-                if any(flow.overlap(target, source) for source in read):
-                    return True
-                if not (self._by_head(place) or isinstance(call, p.RopeAppend)):
-                    return False  # a barrier follows this call
-            elif written is None:
-                return False
-            read += [self.program.buffer(name) for name in flow.read(call) if name not in self.own]
+            written = [self.program.buffer(name) for name in call.writes if name not in self.own]
+            if any(flow.overlap(target, source) for target in written for source in read):
+                return True
+            if not call.writes or (written and not (self._by_head(place) or isinstance(call, p.RopeAppend))):
+                return False  # a barrier follows this call, or it ends the step
+            read += [self.program.buffer(name) for name in call.reads if name not in self.own]
         return False
 
     # ---- statements, one method per kernel --------------------------------------------------------

@@ -82,10 +82,8 @@ class Experts:
 
     def _stored(self, chain: Sequence[p.Route]) -> list[bool]:
         """For each step, whether its result is read outside the chain and must be stored."""
-        first = self.program.calls.index(chain[0])
-        later = self.program.calls[first + len(chain) :]
-        routes = {name for call in later if isinstance(call, p.Route) for name in (call.x, call.index)}
-        return [call.out in routes or self.reads.last.get(call.out, -1) > first for call in chain]
+        last = self.program.calls.index(chain[0]) + len(chain) - 1
+        return [self.reads.last(call.out) > last for call in chain]
 
     def _is_fusable(self, chain: Sequence[p.Route]) -> bool:
         """Whether the steps fit one kernel: none stores to memory that another program may still read."""

@@ -55,7 +55,7 @@ def _strides(program: p.Program) -> Mapping[str, int]:
 
 def _life(program: p.Program, buffer: str) -> tuple[int, int]:
     """The first and the last call that uses a buffer; consecutive steps of a router count as the first of them."""
-    places = [place for place, call in enumerate(program.calls) if buffer in vars(call).values()]
+    places = [place for place, call in enumerate(program.calls) if buffer in call.reads or buffer in call.writes]
     first = places[0]
     while first and isinstance(program.calls[first], p.Route) and isinstance(program.calls[first - 1], p.Route):
         first -= 1

@@ -44,14 +44,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from qcompile.artifact.abi import GPU_ABI
 from qcompile.codegen import program as p
 from qcompile.codegen.gpu.attention import MOST_QUERIES, GpuKV
 from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
 
 MOST_ROWS = 512
 """Most rows of a step."""
-GPU_ABI = 21
-"""Version of the plan format: a runtime refuses plans of another version."""
 TEXT_TOKENS = 1 << 12
 """Most tokens of a text that n-gram lookup searches; a power of two."""
 

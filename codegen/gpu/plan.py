@@ -87,7 +87,7 @@ class _Maker:
 
     def add(self, call: p.Call, after: p.Call | None) -> None:
         """Append the launches of one call; `after` is the next call, which may quantize its result."""
-        changed = call.x if isinstance(call, p.NormHeads) else getattr(call, "out", None)
+        changed = next(iter(call.writes), None)
         self.experts.wrote(changed)
         if call is self.fused_next:
             return
@@ -103,8 +103,7 @@ class _Maker:
             if isinstance(after, p.Route):
                 return
         make: Callable[[Any], Iterator[Launch]] = getattr(self, f"_{call.kernel}", self._unknown)
-        read_by = [getattr(call, name, None) for name in ("x", "qkv", "q", "other", "residual")]
-        for read in (*read_by, *getattr(call, "sources", ())):
+        for read in call.reads:
             if read in self.gated and not isinstance(call, (p.Quantize, p.Hadamard)):
                 raise PassError("codegen", call.name, "GPU kernels read a gated value only to turn or quantize it")
         try:

@@ -1,4 +1,4 @@
-"""Who reads the buffers of a program: whether one kernel may do the work of two calls."""
+"""Whether one kernel may do the work of two calls: who else reads a buffer, and which memory overlaps."""
 
 from __future__ import annotations
 
@@ -14,21 +14,15 @@ class Reads:
 
     def __init__(self, program: p.Program) -> None:
         self._program = program
-        self.last: dict[str, int] = {
-            name: place
-            for place, call in enumerate(program.calls)
-            if not isinstance(call, p.Route)
-            for role, names in vars(call).items()
-            for name in (names if isinstance(names, tuple) else (names,))
-            if role not in ("name", "out") and isinstance(name, str)
-        }
-        """The last call that reads a buffer, except steps of a router."""
+        self._last = {name: place for place, call in enumerate(program.calls) for name in call.reads}
+
+    def last(self, name: str) -> int:
+        """Index of the last call that reads the buffer `name`; -1 if no call does."""
+        return self._last.get(name, -1)
 
     def alone(self, call: p.Call, name: str) -> bool:
-        """Whether no call after `call`, which reads the buffer `name`, reads it too."""
-        place = self._program.calls.index(call)
-        routed = any(isinstance(other, p.Route) and other.x == name for other in self._program.calls[place:])
-        return self.last.get(name) == place and not routed
+        """Whether `call` is the last call that reads the buffer `name`."""
+        return self.last(name) == self._program.calls.index(call)
 
     def disjoint(self, written: Sequence[str], read: Sequence[str]) -> bool:
         """Whether the memory of written buffers overlaps neither that of the read ones nor each other's."""
@@ -37,8 +31,10 @@ class Reads:
         return all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
 
     def rounded(self, c: p.Gemm | p.Attention, after: p.Call | None) -> str | None:
-        """The buffer to which kernels of a GEMM or attention can write their result in bf16, because only `after` reads
-        it and does nothing but round it; else None."""
+        """The buffer to which kernels of a GEMM or attention can write their result in bf16, or None.
+
+        They can if only the next call, `after`, reads the result, and only rounds it.
+        """
         if not isinstance(after, p.Quantize) or after.x != c.out or self._program.buffer(after.out).dtype != "bf16":
             return None
         if isinstance(c, p.Gemm):

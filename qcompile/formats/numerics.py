@@ -17,6 +17,7 @@ from torch import Tensor
 from qcompile.formats.rounding import asymmetric, by_group, symmetric
 
 PAGE_TOKENS = 64
+"""Positions per KV page, and the block size of every attention reduction."""
 ROW_BLOCK = 16
 K_BLOCK = 32
 ACTIVATION_GROUP = 128

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from qcompile.artifact.abi import CPU_ABI
 from qcompile.errors import ArtifactError, ResourceError, UsageError
-from qcompile.runtime.loader import ABI, Arena
+from qcompile.runtime.loader import Arena
 from qcompile.runtime.sampling.logprobs import alternatives_of
 from qcompile.runtime.sampling.penalties import Penalties
 from qcompile.runtime.sampling.sampling import Draws, FloatArray
@@ -169,8 +170,8 @@ class Executor:
         self._keep: tuple[object, ...] = (pointers, kv)
         self._given: list[int] = []  # by what `start` ran last
         self.description: dict[str, Any] = json.loads(library.qc_describe())
-        if self.description.get("abi") != ABI:
-            raise ArtifactError(f"library interface {self.description.get('abi')}, this qcompile has {ABI}")
+        if self.description.get("abi") != CPU_ABI:
+            raise ArtifactError(f"library interface {self.description.get('abi')}, this qcompile has {CPU_ABI}")
         self._check(len(pointers), kv)
         self._allocate()  # first, so that if it fails there is nothing to close
         team = leader.library.qc_team(leader.handle) if leader else None

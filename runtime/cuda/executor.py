@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from qcompile.artifact.abi import GPU_ABI
 from qcompile.errors import ArtifactError, ResourceError, UsageError
 from qcompile.runtime.cuda.counts import (
     MIN_PAGES,
@@ -34,7 +35,6 @@ from qcompile.runtime.outputs import MOST_DRAFTS
 from qcompile.runtime.sampling.sampling import Draws, FloatArray
 from qcompile.runtime.step import Limits, Rows
 
-GPU_ABI = 21
 _MAX_GRAPHS = 64
 _MAX_DECODED = 1 << 16
 """Most tokens that `decode` leaves on the GPU before it reads them back."""

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from qcompile.artifact import layout, reader
+from qcompile.artifact.abi import CPU_ABI
 from qcompile.artifact.manifest import SHAPE, Maybe
 from qcompile.artifact.reader import read_manifest
 from qcompile.artifact.shards import WeightSpec
@@ -39,7 +40,7 @@ typedef struct { int32_t tokens, sequences, outputs, stride; const int32_t *ids,
   *rows; float* logits; int32_t* argmax; const void* draws; } batch;
 typedef struct { const void* const* weights; void* kv; int64_t pages; int32_t threads, max_tokens, outputs; } config;
 static const uint8_t* first;
-const char* qc_describe(void) { return "{\"abi\": 6, \"isa\": \"stub\", \"calls\": [\"a\", \"b\"]}"; }
+const char* qc_describe(void) { return "{\"abi\": CPU_ABI, \"isa\": \"stub\", \"calls\": [\"a\", \"b\"]}"; }
 void* qc_open(const config* c) {
   if (c->threads == 13) return 0;
   first = c->weights[0];
@@ -63,7 +64,7 @@ int qc_profile_read(void* m, double* s, int64_t* n, int32_t k) {
 }
 double qc_probe(void* m, int32_t what) { return 40.0 + what; }
 void qc_close(void* m) {}
-"""
+""".replace("CPU_ABI", str(CPU_ABI))
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,7 @@ def write(path: Path, stub: Path, step: int = 3, tokenizer: bool = True, **chang
                 "vocab_size": 260,
             },
             "runtime": {
-                "abi": 6,
+                "abi": CPU_ABI,
                 "library": "kernels/stub/model.so",
                 "weights": entries,
                 "max_tokens": 64,

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from qcompile.artifact.abi import CPU_ABI
 from qcompile.runtime.cpu.executor import Executor, QcDraws
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.loader import Arena
@@ -69,7 +70,7 @@ class FakeLibrary:
         self.closed = False
 
     def qc_describe(self) -> bytes:
-        return json.dumps({"abi": 6, "isa": "fake", "calls": ["all"]}).encode()
+        return json.dumps({"abi": CPU_ABI, "isa": "fake", "calls": ["all"]}).encode()
 
     def qc_open(self, config: Any) -> int:
         self.pages = config._obj.kv_pages

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from qcompile.runtime.cuda import executor
+from qcompile.artifact.abi import GPU_ABI
 from qcompile.runtime.step import Limits
 
 LIMITS = Limits(max_tokens=64, vocab=10, page_tokens=64, max_position=1024)
@@ -108,7 +108,7 @@ def variant(kernel: str, grid: list[Any], args: list[Any], most: int = 0) -> dic
 
 
 PLAN: dict[str, Any] = {
-    "abi": executor.GPU_ABI,
+    "abi": GPU_ABI,
     "split": 256,
     "most_queries": 16,
     "most_rows": 64,
