@@ -23,8 +23,8 @@ from benchmarks.common import RESULTS, build, write_result
 from qcompile import SamplingParams
 from qcompile.cli import console
 from qcompile.runtime.cpu.executor import Executor
+from qcompile.runtime.options import AUTO
 from qcompile.runtime.sampling.logprobs import Logprob
-from qcompile.runtime.speculation.gamma import AUTO
 
 ROOT = Path(__file__).parents[1]
 RECIPES = {"w4a8": (0,), "nested": (0, AUTO), "ml-specqd": (0, AUTO)}

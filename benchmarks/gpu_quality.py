@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
 from benchmarks.gpu_common import facts, this_target
 from qcompile import SamplingParams
-from qcompile.runtime.speculation.gamma import AUTO
+from qcompile.runtime.options import AUTO
 from qcompile.runtime.step import Rows
 
 RECIPES = (

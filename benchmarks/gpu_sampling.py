@@ -26,10 +26,10 @@ from benchmarks.gpu_common import facts, this_target
 from benchmarks.gpu_e2e import CONTEXT, STEPS, empty_checkpoint, open_random, sequences
 from qcompile import SamplingParams
 from qcompile.runtime.cuda.executor import CudaExecutor
+from qcompile.runtime.options import AUTO
 from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.sampling.logprobs import Logprob, logprobs_of, reported_logprobs
 from qcompile.runtime.sampling.sampling import Draws, Sampler
-from qcompile.runtime.speculation.gamma import AUTO
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 1.0},

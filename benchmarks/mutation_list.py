@@ -442,17 +442,17 @@ MUTATIONS = (
         "tests/runtime/engine/test_engine.py -k in_vain",
     ),
     Mutation(
-        "a stream whose tokens are held back is not told of them later",
+        "a stream that holds tokens back does not publish them later",
         "runtime/server/service.py",
-        "job.partial and group.told <= latest",
-        "job.partial and not group.told",
+        "job.partial and samples.published <= latest",
+        "job.partial and not samples.published",
         "tests/runtime/server/test_service.py",
     ),
     Mutation(
         "a sample that overflows waits for the other samples of its prompt",
         "runtime/server/service.py",
-        "if group.finished or group.overflowed or (",
-        "if group.finished or (",
+        "if samples.finished or samples.overflowed or (",
+        "if samples.finished or (",
         "tests/runtime/server/test_service.py -k overflow",
     ),
     Mutation(

@@ -32,7 +32,7 @@ from qcompile.cli.tune import tune
 from qcompile.pipeline import LOOKUP
 from qcompile.recipes import get_recipe
 from qcompile.runtime.llm import LLM
-from qcompile.runtime.speculation.gamma import AUTO
+from qcompile.runtime.options import AUTO
 
 ROOT = Path(__file__).parents[1]
 SMALL = str(ROOT / "samples" / "pycode-1m")

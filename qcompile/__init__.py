@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qcompile.pipeline import build as build
     from qcompile.runtime.llm import LLM as LLM
-    from qcompile.runtime.llm import load as load
+    from qcompile.runtime.load import load as load
     from qcompile.runtime.sampling.sampling import SamplingParams as SamplingParams
 
 __version__ = "0.2.0"
@@ -23,7 +23,7 @@ __all__ = ["LLM", "SamplingParams", "__version__", "build", "load"]
 
 _HOMES = {
     "build": "qcompile.pipeline",
-    "load": "qcompile.runtime.llm",
+    "load": "qcompile.runtime.load",
     "LLM": "qcompile.runtime.llm",
     "SamplingParams": "qcompile.runtime.sampling.sampling",
 }

@@ -1,4 +1,4 @@
-"""The Python interface of a model: `qcompile.load(directory)` returns an `LLM`."""
+"""The Python interface of a loaded model, which `qcompile.load` returns."""
 
 from __future__ import annotations
 
@@ -10,148 +10,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from qcompile.artifact.layout import MANIFEST
-from qcompile.artifact.manifest import check_manifest
-from qcompile.artifact.reader import read_manifest, state
-from qcompile.errors import ArtifactError, LongPromptError, OverflowedError, UsageError, shown
+from qcompile.errors import LongPromptError, OverflowedError, UsageError, shown
 from qcompile.runtime.arguments import Params, Prompt, Prompts, are_tokens, as_list, params_for, plain, token_rows
-from qcompile.runtime.cpu.load import open_cpu
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.engine.engine import Engine
-from qcompile.runtime.engine.group import Group
+from qcompile.runtime.engine.samples import PromptSamples
 from qcompile.runtime.evaluate import Evaluation, perplexity
-from qcompile.runtime.loader import load_artifact
-from qcompile.runtime.outputs import MOST_DRAFTS, RequestOutput
+from qcompile.runtime.options import MAX_BATCH
+from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.sampling.sampling import SamplingParams, plain_number
-from qcompile.runtime.speculation.gamma import AUTO, GammaPolicy, Tempo, predicted
 from qcompile.runtime.speculation.levels import Drafter
 from qcompile.runtime.step import StepExecutor
-from qcompile.runtime.tokenizer import encode, load_tokenizer
+from qcompile.runtime.tokenizer import encode
 
 if TYPE_CHECKING:
     import torch
     from tokenizers import Tokenizer
-
-MAX_BATCH = 16
-
-
-def load(
-    path: str | Path,
-    threads: int | None = None,
-    max_batch: int = MAX_BATCH,
-    kv_cache_bytes: int | None = None,
-    gamma: int | Literal["auto"] = "auto",
-    acceptance: Literal["drawn", "rejection"] = "drawn",
-    gpu_memory_utilization: float = 0.9,
-    prefix_caching: bool = True,
-) -> LLM:
-    """Verify the artifact at `path`, load it, and start its threads.
-
-    threads: default the cores that this process may use. max_batch: requests that run at once; others wait.
-    kv_cache_bytes: default what `max_batch` requests of full context need, but on a CPU at most a quarter of the free
-    memory, on a GPU what `gpu_memory_utilization` leaves; a cache smaller than the context shortens the context.
-    gamma: tokens that the artifact's drafts propose per round; "auto" chooses from measurements, 0 turns drafts off.
-    acceptance: at a temperature above 0, a draft token is accepted if the target draws the same token ("drawn": with a
-    seed, the output is the same as without drafts) or by "rejection" sampling (accepts more; the distribution is the
-    same, the tokens are not). gpu_memory_utilization: share of a GPU's memory that may be used; `threads` has no effect
-    there. prefix_caching: whether prompts that begin like earlier ones go on from their keys and values, which changes
-    no bit of an output; over a hierarchical cache only whole texts are continued. On a CPU, unless kv_cache_bytes is
-    given, a quarter of the cache at most is kept for them. Raises ArtifactError (damaged, or built for another CPU),
-    ResourceError (memory), UsageError.
-    """
-    threads, max_batch, kv_cache_bytes, gamma = map(plain_number, (threads, max_batch, kv_cache_bytes, gamma))
-    gpu_memory_utilization = plain_number(gpu_memory_utilization)
-    while True:
-        before = state(path)
-        try:
-            drafts = AUTO if gamma == "auto" else gamma
-            machine = threads, kv_cache_bytes, gpu_memory_utilization, prefix_caching
-            return _load(path, max_batch, drafts, acceptance, *machine)
-        except ArtifactError:
-            if state(path) == before:
-                raise
-            # A build replaced the artifact meanwhile, so files and the manifest read before differ: try again.
-
-
-def _load(
-    path: str | Path,
-    max_batch: int,
-    gamma: int,
-    acceptance: str,
-    threads: int | None,
-    kv_cache_bytes: int | None,
-    gpu_memory_utilization: float,
-    prefix_caching: bool,
-) -> LLM:
-    """`load` without retry: if the artifact at `path` is replaced meanwhile, it may appear damaged."""
-    manifest = read_manifest(path)
-    check_manifest(manifest, str(Path(path) / MANIFEST))
-    _check_request(path, manifest["runtime"], gamma, acceptance, max_batch)
-    _check_machine(threads, kv_cache_bytes, gpu_memory_utilization, prefix_caching)
-    if manifest["target"].get("kind") == "cuda":
-        from qcompile.runtime.cuda.load import open_cuda
-
-        memory = kv_cache_bytes, gpu_memory_utilization
-        tokenizer = load_tokenizer(Path(path), manifest["files"])
-        cuda, drafter = open_cuda(Path(path), manifest, max_batch, *memory, gamma != 0, tokenizer)
-        llm = LLM(cuda, manifest, tokenizer, max_batch, drafter, None, None if prefix_caching else 0)
-    else:
-        threads = len(os.sched_getaffinity(0)) if threads is None else threads
-        artifact = load_artifact(path, manifest)
-        tokenizer = load_tokenizer(Path(path), manifest["files"])
-        cpu, drafter = open_cpu(artifact, max_batch, kv_cache_bytes, threads, gamma != 0, tokenizer)
-        # Pages that were never used take no memory yet: without an amount that is granted, leave most of them so.
-        few = max(cpu.kv_pages // 4, cpu.limits.pages_for(cpu.limits.max_position))
-        most = None if kv_cache_bytes is not None else few
-        llm = LLM(cpu, manifest, tokenizer, max_batch, drafter, artifact, most if prefix_caching else 0)
-    return _speculating(llm, gamma, acceptance) if llm.engine.speculator else llm
-
-
-def _check_request(path: str | Path, runtime: dict[str, Any], gamma: int, acceptance: str, max_batch: int) -> None:
-    """Raise UsageError for invalid arguments, and those that the artifact, whose manifest has `runtime`, lacks."""
-    for name, value, more in (("gamma", gamma, ' or "auto"'), ("max_batch", max_batch, "")):
-        if not isinstance(value, int):
-            raise UsageError(f"{name} must be a whole number{more}, not {value!r}")
-    if gamma != AUTO and not 0 <= gamma < MOST_DRAFTS:
-        raise UsageError(f'gamma must be between 0 and {MOST_DRAFTS - 1}, or "auto", not {gamma}')
-    if acceptance not in ("drawn", "rejection"):
-        raise UsageError(f"acceptance must be drawn or rejection, not {acceptance!r}")
-    if not 1 <= max_batch <= runtime["max_tokens"]:
-        raise UsageError(f"max_batch must be between 1 and {runtime['max_tokens']}, not {max_batch}")
-    if gamma not in (0, AUTO) and not runtime.get("levels"):
-        raise UsageError(f"gamma {gamma}: {path} has no drafts; build it with a recipe that drafts, or with --draft")
-
-
-def _check_machine(
-    threads: int | None, kv_cache_bytes: int | None, gpu_memory_utilization: float, prefix_caching: bool
-) -> None:
-    """Raise UsageError for invalid numbers of threads, amounts of memory and uses of it."""
-    if not (threads is None or (isinstance(threads, int) and 1 <= threads <= 1024)):
-        raise UsageError(f"threads must be a whole number between 1 and 1024, not {threads!r}")
-    if not isinstance(kv_cache_bytes, int | None):
-        raise UsageError(f"kv_cache_bytes must be a whole number, not {kv_cache_bytes!r}")
-    if not (isinstance(gpu_memory_utilization, int | float) and 0 < gpu_memory_utilization <= 1):
-        raise UsageError(f"gpu_memory_utilization must be above 0 and at most 1, not {gpu_memory_utilization!r}")
-    if not isinstance(prefix_caching, bool):
-        raise UsageError(f"prefix_caching must be True or False, not {prefix_caching!r}")
-
-
-def _speculating(llm: LLM, gamma: int, acceptance: str) -> LLM:
-    """Turn drafting on in the model's engine."""
-    executor: Any = llm.executor
-    llm.engine.gamma = gamma
-    llm.engine.tempo = Tempo(_policy(llm.manifest, executor.description["weights"]))
-    llm.engine.rejects = acceptance == "rejection"
-    return llm
-
-
-def _policy(manifest: dict[str, Any], count: int) -> GammaPolicy:
-    """Costs as `qcompile tune` measured, else predicted from bytes. The target reads the first `count` weights."""
-    if manifest.get("tuned"):
-        return GammaPolicy.load(manifest["tuned"])
-    sizes = [entry["bytes"] for entry in manifest["runtime"]["weights"]]
-    drafts = manifest["runtime"]["levels"][0].get("weights", [])
-    return predicted(sum(sizes[:count]), sum(sizes[index] for index in drafts))
 
 
 class LLM:
@@ -251,19 +125,20 @@ class LLM:
             with self._exclusive():
                 for number, ((prompt, tokens), params) in enumerate(zip(prompts, params_of_each, strict=True)):
                     requests = [self.engine.add(tokens, params, index) for index in range(params.n)]
-                    run.groups.append(Group(number, prompt if isinstance(prompt, str) else None, tokens, requests))
+                    text = prompt if isinstance(prompt, str) else None
+                    run.samples.append(PromptSamples(number, text, tokens, requests))
                     self._owner.update((request.id, (run, number)) for request in requests)
-            unfinished = len(run.groups)
+            unfinished = len(run.samples)
             while unfinished:
                 with self._exclusive():
                     if not run.grown:
                         self._step()
-                    grown = [run.groups[number] for number in sorted(run.grown)]
+                    grown = [run.samples[number] for number in sorted(run.grown)]
                     run.grown = set()
-                    for group in grown:
-                        if group.overflowed:
-                            raise OverflowedError(f"prompt {group.number + 1} of {len(run.groups)}: ")
-                    ready = [group.output() for group in grown if partial or group.finished]
+                    for samples in grown:
+                        if samples.overflowed:
+                            raise OverflowedError(f"prompt {samples.number + 1} of {len(run.samples)}: ")
+                    ready = [samples.output() for samples in grown if partial or samples.finished]
                 for output in ready:
                     unfinished -= output.finished
                     yield output
@@ -305,9 +180,10 @@ class LLM:
                 yield
             finally:
                 while self._ended:
-                    for request in (request for group in self._ended.pop().groups for request in group.requests):
-                        self._owner.pop(request.id, None)
-                        self.engine.cancel(request)
+                    for samples in self._ended.pop().samples:
+                        for request in samples.requests:
+                            self._owner.pop(request.id, None)
+                            self.engine.cancel(request)
                 self._locked = False
 
     @property
@@ -319,7 +195,7 @@ class LLM:
         return os.getpid() != self._process and self.threads != 1
 
     def _step(self) -> None:
-        """Run one step of the engine, and mark the groups that have grown in their runs (any thread's)."""
+        """Run one step of the engine, and mark the prompts that have grown in their runs (any thread's)."""
         if not self._close.alive:  # rounds of drafts would use freed memory
             raise UsageError("the model is closed: load it again")
         for request in self.engine.step():
@@ -434,9 +310,10 @@ class _Run:
     """One call of `generate` or `stream`. Several may be active; each runs steps when it is asked for more output."""
 
     def __init__(self) -> None:
-        self.groups: list[Group] = []
+        self.samples: list[PromptSamples] = []
+        """The samples of each prompt."""
         self.grown: set[int] = set()
-        """Numbers of the groups that have grown since they were last handled, in steps of any run."""
+        """Numbers of the prompts with new tokens since they were last handled, in steps of any run."""
 
 
 def _close_all(target: StepExecutor, speculator: Drafter | None) -> None:

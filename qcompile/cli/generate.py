@@ -174,7 +174,7 @@ def serve(
 
 def _gamma_of(text: str) -> int:
     """`--gamma` as `load` takes it."""
-    from qcompile.runtime.speculation.gamma import AUTO
+    from qcompile.runtime.options import AUTO
 
     if text == "auto":
         return AUTO

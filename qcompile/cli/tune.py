@@ -16,9 +16,10 @@ from qcompile.cli import console
 from qcompile.errors import OverflowedError, ResourceError, UsageError
 from qcompile.runtime.engine.scheduler import Request
 from qcompile.runtime.llm import LLM
+from qcompile.runtime.options import AUTO
 from qcompile.runtime.outputs import SpeculationMetrics
 from qcompile.runtime.sampling.sampling import SamplingParams
-from qcompile.runtime.speculation.gamma import AUTO, GAMMAS, GammaPolicy, best
+from qcompile.runtime.speculation.gamma import GAMMAS, GammaPolicy, best
 
 BATCHES = (1, 4, 16)
 REPEATS, MOST_REPEATS, ENOUGH_SECONDS = 3, 9, 1.0

@@ -9,19 +9,20 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from qcompile.errors import OverflowedError, ResourceError
+from qcompile.runtime.detokenizer import Detokenizer, spelled
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.engine.bursts import Bursts
 from qcompile.runtime.engine.flight import Flight
 from qcompile.runtime.engine.scheduler import Plan, Request, Scheduler
 from qcompile.runtime.engine.stops import end_text, extend_text
+from qcompile.runtime.options import AUTO
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics
 from qcompile.runtime.sampling import accept
 from qcompile.runtime.sampling.logprobs import logprobs_of, prompt_logprobs, reported_logprobs
 from qcompile.runtime.sampling.sampling import Draws, FloatArray, Sampler, SamplingParams
-from qcompile.runtime.speculation.gamma import AUTO, Choice, Tempo, observe
+from qcompile.runtime.speculation.gamma import Choice, Tempo, observe
 from qcompile.runtime.speculation.levels import Drafter, Speculator
 from qcompile.runtime.step import Rows, StepExecutor
-from qcompile.runtime.tokenizer import Detokenizer, spelled
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from qcompile.runtime.detokenizer import Detokenizer
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.engine.prefixes import CachedPage, Ending, drafted_positions
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics
@@ -19,7 +20,6 @@ from qcompile.runtime.sampling.logprobs import DoubleArray, Logprob
 from qcompile.runtime.sampling.sampling import Sampler, SamplingParams
 from qcompile.runtime.speculation.levels import DraftState
 from qcompile.runtime.step import Rows
-from qcompile.runtime.tokenizer import Detokenizer
 
 
 @dataclass(eq=False, slots=True)

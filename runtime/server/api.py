@@ -10,10 +10,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from qcompile.errors import UsageError
+from qcompile.runtime.detokenizer import BROKEN
 from qcompile.runtime.outputs import CompletionOutput, RequestOutput
 from qcompile.runtime.sampling.logprobs import Logprob
 from qcompile.runtime.sampling.sampling import SamplingParams
-from qcompile.runtime.tokenizer import BROKEN
 
 MOST_LOGPROBS = 20
 MOST_STOP_CHARACTERS = 4096

@@ -175,6 +175,7 @@ class _Handlers:
         self._served, self._service, self._llm = served, service, served.llm
         self._started = int(time.time())
         self.metrics = Metrics(service)
+        service.cancelled = self.metrics.cancelled
 
     def authorize(self, request: Request) -> None:
         """Raise HTTPException if an API key is required and the request has another or none."""

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 
 from qcompile.runtime.outputs import RequestOutput
-from qcompile.runtime.server.service import Service
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
 
+class Occupancy(Protocol):
+    """How busy a server is: running and waiting samples, and the share of the KV cache's pages in use."""
+
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def kv_pages_used_ratio(self) -> float: ...
+
+
 class Metrics:
     """The metrics of one server, in a registry of their own."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, occupancy: Occupancy) -> None:
         self.registry = registry = CollectorRegistry()
-        registry.register(_Gauges(service))
+        registry.register(_Gauges(occupancy))
         self.responses = Counter("qcompile_responses", "HTTP responses.", ["path", "status"], registry=registry)
         self._prompt = Counter("qcompile_prompt_tokens", "Tokens of answered prompts.", registry=registry)
         self._cached = Counter("qcompile_cached_prompt_tokens", "Of them, found in the KV cache.", registry=registry)
@@ -34,7 +45,6 @@ class Metrics:
             "qcompile_time_per_output_token_seconds", "After the first.", buckets=_TOKEN_SECONDS, registry=registry
         )
         self._total = Histogram("qcompile_request_seconds", "From arrival.", buckets=_SECONDS, registry=registry)
-        service.cancelled = self.cancelled
 
     def finished(self, output: RequestOutput) -> None:
         """Count a prompt that was completed."""
@@ -67,12 +77,12 @@ class Metrics:
 class _Gauges:
     """Gauges, read when metrics are requested."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, occupancy: Occupancy) -> None:
+        self._occupancy = occupancy
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield one metric family for each gauge."""
-        pool = self._service.llm.engine.pool
-        yield GaugeMetricFamily("qcompile_running_samples", "Being computed.", self._service.running)
-        yield GaugeMetricFamily("qcompile_waiting_samples", "Not yet.", self._service.waiting)
-        yield GaugeMetricFamily("qcompile_kv_pages_used_ratio", "Of the KV cache's pages.", 1 - pool.free / pool.total)
+        now = self._occupancy
+        yield GaugeMetricFamily("qcompile_running_samples", "Being computed.", now.running)
+        yield GaugeMetricFamily("qcompile_waiting_samples", "Not yet.", now.waiting)
+        yield GaugeMetricFamily("qcompile_kv_pages_used_ratio", "Of the KV cache's pages.", now.kv_pages_used_ratio)

@@ -7,15 +7,22 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from qcompile.errors import QCompileError
 from qcompile.runtime.arguments import Prompt
 from qcompile.runtime.outputs import CompletionOutput, RequestOutput
 from qcompile.runtime.server import api
-from qcompile.runtime.server.service import Answer
 
 Finished = Callable[[RequestOutput], None]
+
+
+class OutputStream(Protocol):
+    """The outputs of a request's prompts as they grow. `cancel` ends the prompts that are unfinished."""
+
+    @property
+    def cancel(self) -> Callable[[], object]: ...
+    def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
 
 
 class Reply(ABC):
@@ -59,7 +66,7 @@ class Reply(ABC):
         choices = [self.choice(index, output, sample) for output in ordered for index, sample in self._numbered(output)]
         return self._header | {"object": self.whole_object, "choices": choices, "usage": api.usage(ordered)}
 
-    async def events(self, answer: Answer, finished: Finished, wants_usage: bool) -> AsyncIterator[str]:
+    async def events(self, answer: OutputStream, finished: Finished, wants_usage: bool) -> AsyncIterator[str]:
         """Server-sent events as `answer` grows. Ending the iteration early cancels the answer."""
         ended: list[RequestOutput] = []
         try:

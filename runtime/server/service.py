@@ -1,4 +1,4 @@
-"""Shares an engine among asyncio tasks: it runs in its own thread, and tasks submit and cancel requests."""
+"""Shares an engine among asyncio tasks: it runs in a thread of its own, and tasks submit and cancel requests."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 from qcompile.errors import OverflowedError, QCompileError, ResourceError, UsageError
-from qcompile.runtime.engine.group import Group
+from qcompile.runtime.engine.samples import PromptSamples
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.sampling.sampling import SamplingParams
 
 _PIECE_SECONDS, _MOST_PIECE_SECONDS = 170e-6, 48e-3
-"""Least time between two pieces of a stream, for each sample that runs, and the most that this may come to. To make and
-to send a piece takes about a third of that, in which the engine's thread may have to wait."""
+"""Shortest time between two pieces of a stream: the first number for each running sample, at most the second. To make
+and send a piece takes about a third of the first number, during which the engine's thread may have to wait."""
 
 
 class BusyError(QCompileError):
@@ -29,9 +29,11 @@ class BusyError(QCompileError):
 
 @dataclass(eq=False)
 class Job:
-    """The prompts of one caller. `grown` holds the newest output of each prompt that the caller has not read yet.
+    """The prompts of one caller.
 
-    A slow reader misses intermediate outputs, but no text, and unread outputs take no more memory than one per prompt.
+    partial: whether the caller wants outputs of unfinished prompts. grown: the newest output of each prompt that the
+    caller has not read yet. A slow reader misses intermediate outputs, but no text, and there is at most one unread
+    output per prompt.
     """
 
     prompts: Sequence[list[int]]
@@ -40,14 +42,15 @@ class Job:
     loop: asyncio.AbstractEventLoop
     event: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when there is something to read."""
-    groups: list[Group] = field(default_factory=list)
+    samples: list[PromptSamples] = field(default_factory=list)
+    """The samples of each prompt that the engine's thread has accepted."""
     grown: dict[int, RequestOutput] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     error: QCompileError | None = None
-    """The error that ended this job, while the engine goes on."""
+    """The error that ended this job; the engine continues."""
 
     def put(self, output: RequestOutput) -> None:
-        """Hand an output to the caller, who is to be woken. Runs in the engine's thread."""
+        """Hand an output to the caller. Runs in the engine's thread; the caller must be woken afterwards."""
         with self.lock:
             self.grown[output.request_id] = output
 
@@ -59,7 +62,7 @@ class Job:
 
 
 class Service:
-    """Serves `llm` to many callers at once. Until the thread has ended, `llm` refuses to be used otherwise.
+    """Serves `llm` to many callers at once. Until the thread has ended, `llm` refuses all other use.
 
     max_waiting: most samples that may wait to run.
     """
@@ -69,13 +72,12 @@ class Service:
         self.failure: BaseException | None = None
         self.ended = False  # set before callers are woken for the last time
         self.failed: Callable[[BaseException], None] = lambda error: None  # called in the engine's thread as it ends
-        self.cancelled: Callable[[RequestOutput], None] = lambda output: (
-            None
-        )  # also called there, for cancelled prompts
+        # Called in the engine's thread, too, for each cancelled prompt.
+        self.cancelled: Callable[[RequestOutput], None] = lambda output: None
         self._jobs: dict[Job, int] = {}  # unfinished jobs, with their numbers of samples
         self._commands: SimpleQueue[tuple[Callable[[Job], None], Job] | None] = SimpleQueue()
-        self._owner: dict[int, tuple[Job, Group]] = {}  # by request id
-        self._grown: dict[tuple[Job, Group], None] = {}  # prompts with tokens that are not published yet
+        self._owner: dict[int, tuple[Job, PromptSamples]] = {}  # by request id
+        self._grown: dict[tuple[Job, PromptSamples], None] = {}  # prompts with tokens that are not published yet
         llm.lend()
         self._thread = threading.Thread(target=self._run, name="qcompile-engine", daemon=True)
         self._thread.start()
@@ -89,6 +91,12 @@ class Service:
     def waiting(self) -> int:
         """Number of samples that wait to run."""
         return max(0, sum(self._jobs.values()) - self.running)
+
+    @property
+    def kv_pages_used_ratio(self) -> float:
+        """Share of the KV cache's pages that requests hold."""
+        pool = self.llm.engine.pool
+        return 1 - pool.free / pool.total
 
     def admit(self, count: int, params: SamplingParams) -> None:
         """Raise UsageError for a request of `count` samples that can never run, before its prompts are encoded."""
@@ -158,50 +166,50 @@ class Service:
         engine, params = self.llm.engine, job.params
         for number, tokens in enumerate(job.prompts):
             requests = [engine.add(tokens, params, index) for index in range(params.n)]
-            job.groups.append(Group(number, None, tokens, requests))
-            self._owner.update((request.id, (job, job.groups[-1])) for request in requests)
+            job.samples.append(PromptSamples(number, None, tokens, requests))
+            self._owner.update((request.id, (job, job.samples[-1])) for request in requests)
 
     def _publish_due(self) -> None:
         """Publish the prompts that have ended, and pieces of streams that are due."""
         now = time.monotonic()
         latest = now - min(_PIECE_SECONDS * self.running, _MOST_PIECE_SECONDS)
         due = [
-            (job, group)
-            for job, group in self._grown
-            if group.finished or group.overflowed or (job.partial and group.told <= latest)
+            (job, samples)
+            for job, samples in self._grown
+            if samples.finished or samples.overflowed or (job.partial and samples.published <= latest)
         ]
-        for job, group in due:
-            self._grown.pop((job, group), None)
-            group.told = now
-            self._publish(job, group)
+        for job, samples in due:
+            self._grown.pop((job, samples), None)
+            samples.published = now
+            self._publish(job, samples)
         _wake(job for job, _ in due)
 
-    def _publish(self, job: Job, group: Group) -> None:
-        """Pass the output of a prompt on, or end its job if its logits are not finite."""
-        if group.overflowed:
+    def _publish(self, job: Job, samples: PromptSamples) -> None:
+        """Hand the output of a prompt to its job, or end the job if the prompt's logits are not finite."""
+        if samples.overflowed:
             self._cancel(job)
             job.error = OverflowedError()
             return
-        if group.finished:
-            self._forget(group)
-        job.put(group.output())
+        if samples.finished:
+            self._forget(samples)
+        job.put(samples.output())
 
     def _cancel(self, job: Job) -> None:
-        for group in job.groups:
-            if any(request.id in self._owner for request in group.requests):  # not finished yet
-                for request in group.requests:
+        for samples in job.samples:
+            if any(request.id in self._owner for request in samples.requests):  # not finished yet
+                for request in samples.requests:
                     self.llm.engine.cancel(request)
-                self.cancelled(group.output())
-            self._grown.pop((job, group), None)
-            self._forget(group)
+                self.cancelled(samples.output())
+            self._grown.pop((job, samples), None)
+            self._forget(samples)
 
-    def _forget(self, group: Group) -> None:
-        for request in group.requests:
+    def _forget(self, samples: PromptSamples) -> None:
+        for request in samples.requests:
             self._owner.pop(request.id, None)
 
 
 class Answer:
-    """The result of `Service.submit`: iterate over it once. Cancelling or dropping it cancels what is unfinished."""
+    """The result of `Service.submit`. Iterate over it once; `cancel`, or dropping it, cancels unfinished prompts."""
 
     def __init__(self, service: Service, job: Job) -> None:
         self._service, self._job = service, job
@@ -222,7 +230,7 @@ class Answer:
 
 
 def _wake(jobs: Iterable[Job]) -> None:
-    """Wake the callers of jobs, those of an event loop together: to wake one costs as much as to hand it its output."""
+    """Wake the callers of jobs, all of an event loop in one call: each call costs as much as handing over an output."""
     events: dict[asyncio.AbstractEventLoop, dict[asyncio.Event, None]] = {}
     for job in jobs:
         events.setdefault(job.loop, {})[job.event] = None

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from qcompile.runtime.engine.scheduler import Request
     from qcompile.runtime.outputs import SpeculationMetrics
 
-AUTO = -1
-"""As gamma: chosen for each step from measurements."""
-
 GAMMAS = (1, 2, 3, 4, 5, 6, 7, 8)
 """The values that `qcompile tune` measures and `auto` chooses from."""
 

@@ -27,7 +27,7 @@ from qcompile.cli.inspect import summary
 from qcompile.errors import ArtifactError, ResourceError, UsageError
 from qcompile.runtime import loader
 from qcompile.runtime.cpu import executor
-from qcompile.runtime.llm import load
+from qcompile.runtime.load import load
 from qcompile.runtime.loader import Arena, load_artifact
 from qcompile.runtime.sampling.sampling import SamplingParams
 from tests.support.fake import byte_tokenizer

@@ -14,9 +14,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 
 from qcompile.errors import UsageError
+from qcompile.runtime.detokenizer import Detokenizer, spelled
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.sampling.sampling import SamplingParams
-from qcompile.runtime.tokenizer import Detokenizer, encode, spelled
+from qcompile.runtime.tokenizer import encode
 from tests.support.fake import CONTEXT, VOCAB, byte_tokenizer, fake_llm, reference_greedy
 
 pytestmark = pytest.mark.usefixtures("executors")

@@ -82,7 +82,7 @@ def test_a_server_ended_by_sigterm_says_so(tiny_artifact: Build) -> None:
 SWALLOWED = """
 import contextlib, os, signal, sys, time, uvicorn
 from qcompile.__main__ import entry
-from qcompile.runtime import server
+from qcompile.runtime.server import app
 
 def careless(make):
     def made(*given):
@@ -92,7 +92,7 @@ def careless(make):
         return make(*given)
     return made
 
-place = {"app": (server, "create_app"), "loop": (uvicorn.Config, "get_loop_factory")}[sys.argv[1]]
+place = {"app": (app, "create_app"), "loop": (uvicorn.Config, "get_loop_factory")}[sys.argv[1]]
 setattr(*place, careless(getattr(*place)))
 sys.argv = ["qcompile", "serve", sys.argv[2], "--port", "0", "--json"]
 entry()

@@ -18,9 +18,10 @@ from qcompile.cli import tune
 from qcompile.errors import UsageError
 from qcompile.runtime.cpu import load
 from qcompile.runtime.engine import bursts
+from qcompile.runtime.options import AUTO
 from qcompile.runtime.outputs import SpeculationMetrics
 from qcompile.runtime.speculation import gamma as gamma_module
-from qcompile.runtime.speculation.gamma import AUTO, Costs, GammaPolicy, Tempo, best, expected, observe, predicted
+from qcompile.runtime.speculation.gamma import Costs, GammaPolicy, Tempo, best, expected, observe, predicted
 from qcompile.runtime.speculation.levels import DraftState
 
 COSTS = Costs(1, 1, 1.0, {gamma: 1.1 + 0.2 * gamma for gamma in range(1, 9)})

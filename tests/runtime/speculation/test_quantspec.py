@@ -14,7 +14,7 @@ import qcompile
 from qcompile import SamplingParams
 from qcompile.artifact.reader import read_manifest
 from qcompile.runtime.llm import LLM
-from qcompile.runtime.speculation.gamma import AUTO
+from qcompile.runtime.options import AUTO
 
 LENGTHS = (3, 250, 254, 300, 382, 500, 511)
 """Of prompts: their answers of TOKENS cross the ends of groups, where older positions are rounded."""

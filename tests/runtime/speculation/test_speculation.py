@@ -25,8 +25,8 @@ from qcompile.runtime.cpu.speculate import LibrarySpeculator
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.engine.scheduler import Request
 from qcompile.runtime.llm import LLM
+from qcompile.runtime.options import AUTO
 from qcompile.runtime.outputs import CompletionOutput
-from qcompile.runtime.speculation.gamma import AUTO
 from qcompile.runtime.speculation.host import HostSpeculator
 from qcompile.runtime.speculation.levels import Speculator
 from qcompile.runtime.speculation.reencode import Reencoder

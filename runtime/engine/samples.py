@@ -1,4 +1,4 @@
-"""A prompt and its requests, one for each sample."""
+"""The samples of one prompt, and the output that they have so far."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from qcompile.runtime.engine.scheduler import Request
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculationMetrics
 
 
-class Group:
-    """The requests of a prompt. `number` is its index in the call; `prompt` is None where token numbers were given."""
+class PromptSamples:
+    """The requests of a prompt, one for each sample.
+
+    `number` is the prompt's index in the call; `prompt` is None where the caller gave token numbers.
+    """
 
     def __init__(self, number: int, prompt: str | None, tokens: list[int], requests: list[Request]) -> None:
         self.number, self.prompt, self.tokens, self.requests = number, prompt, tokens, requests
-        self._sent = [0] * len(requests)
-        self.told = 0.0
-        """When the last piece of its stream was made, on the monotonic clock."""
+        self._sent = [0] * len(requests)  # characters of each sample that `output` has returned
+        self.published = 0.0
+        """When a server last published the output, on the monotonic clock."""
 
     @property
     def finished(self) -> bool:
@@ -29,9 +32,9 @@ class Group:
         return any(request.output.finish_reason == "error" for request in self.requests)
 
     def output(self) -> RequestOutput:
-        """A copy of the current outputs; `new_text` is what was added since the last call.
+        """A copy of the current outputs; `new_text` is the text added since the last call.
 
-        A server calls this for each token of each stream, so it goes over the samples once.
+        A server calls this for each token of each stream: it is one pass over the samples.
         """
         outputs: list[CompletionOutput] = []
         finished, drafted = True, False
@@ -52,7 +55,7 @@ class Group:
         return RequestOutput(self.number, self.prompt, self.tokens, outputs, finished, metrics, speculation, known)
 
     def _metrics(self, finished: bool) -> RequestMetrics:
-        """The times of the prompt: from the first sample's to the last one's."""
+        """The times of the prompt, from the first of its samples to start to the last to finish."""
         times = [request.metrics for request in self.requests]
         if len(times) == 1:
             return replace(times[0])
@@ -66,7 +69,7 @@ class Group:
 
 
 def _first(moments: Iterable[float]) -> float:
-    """The earliest of the moments that have occurred; 0 where none has."""
+    """The earliest moment that has occurred; 0 where none has."""
     return min((moment for moment in moments if moment), default=0.0)
 
 

@@ -1,0 +1,74 @@
+"""The options of loading an artifact, and the checks of their values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from qcompile.errors import UsageError
+from qcompile.runtime.outputs import MOST_DRAFTS
+from qcompile.runtime.sampling.sampling import plain_number
+
+AUTO = -1
+"""As `LoadOptions.gamma`: chosen for each step from measurements."""
+
+MAX_BATCH = 16
+"""The default of `LoadOptions.max_batch`."""
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """The options of `qcompile.load`, which describes them. gamma: AUTO stands for "auto"."""
+
+    threads: int | None = None
+    max_batch: int = MAX_BATCH
+    kv_cache_bytes: int | None = None
+    gamma: int = AUTO
+    acceptance: str = "drawn"
+    gpu_memory_utilization: float = 0.9
+    prefix_caching: bool = True
+
+    @staticmethod
+    def of(given: dict[str, Any]) -> LoadOptions:
+        """The options by name; numbers of any type become Python's, and gamma "auto" becomes AUTO."""
+        options = {field.name: plain_number(given[field.name]) for field in fields(LoadOptions)}
+        return LoadOptions(**options | {"gamma": AUTO if options["gamma"] == "auto" else options["gamma"]})
+
+    def check(self, path: str | Path, runtime: dict[str, Any]) -> None:
+        """Raise UsageError for an invalid value, or one that the artifact at `path` does not support.
+
+        `runtime` is the section of that name in the artifact's manifest.
+        """
+        self._check_batch(runtime["max_tokens"])
+        # The manifest calls draft stages "levels": the format of artifacts is stable.
+        self._check_drafts(path, bool(runtime.get("levels")))
+        self._check_machine()
+
+    def _check_batch(self, most: int) -> None:
+        for name, value, more in (("gamma", self.gamma, ' or "auto"'), ("max_batch", self.max_batch, "")):
+            if not isinstance(value, int):
+                raise UsageError(f"{name} must be a whole number{more}, not {value!r}")
+        if not 1 <= self.max_batch <= most:
+            raise UsageError(f"max_batch must be between 1 and {most}, not {self.max_batch}")
+
+    def _check_drafts(self, path: str | Path, has_drafts: bool) -> None:
+        if self.gamma != AUTO and not 0 <= self.gamma < MOST_DRAFTS:
+            raise UsageError(f'gamma must be between 0 and {MOST_DRAFTS - 1}, or "auto", not {self.gamma}')
+        if self.acceptance not in ("drawn", "rejection"):
+            raise UsageError(f"acceptance must be drawn or rejection, not {self.acceptance!r}")
+        if self.gamma not in (0, AUTO) and not has_drafts:
+            raise UsageError(
+                f"gamma {self.gamma}: {path} has no drafts; build it with a recipe that drafts, or with --draft"
+            )
+
+    def _check_machine(self) -> None:
+        if not (self.threads is None or (isinstance(self.threads, int) and 1 <= self.threads <= 1024)):
+            raise UsageError(f"threads must be a whole number between 1 and 1024, not {self.threads!r}")
+        if not isinstance(self.kv_cache_bytes, int | None):
+            raise UsageError(f"kv_cache_bytes must be a whole number, not {self.kv_cache_bytes!r}")
+        share = self.gpu_memory_utilization
+        if not (isinstance(share, int | float) and 0 < share <= 1):
+            raise UsageError(f"gpu_memory_utilization must be above 0 and at most 1, not {share!r}")
+        if not isinstance(self.prefix_caching, bool):
+            raise UsageError(f"prefix_caching must be True or False, not {self.prefix_caching!r}")
