@@ -95,7 +95,7 @@ def test_doctor_heeds_an_interrupt_that_its_imports_swallowed(
     import qcompile.cli.doctor
 
     monkeypatch.delitem(sys.modules, "qcompile.cli.doctor")
-    monkeypatch.delattr(qcompile, "doctor")
+    monkeypatch.delattr(qcompile.cli, "doctor")
     monkeypatch.setattr(sys, "meta_path", [Careless, *sys.meta_path])
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -130,7 +130,7 @@ static void step(Model& m, int tid) {
   s.done(13, false);
 }
 // ---- penalties.h --------------------------------------------------------------------------------
-// penalties.h: biases, and penalties on the tokens of a text so far, as runtime/penalties.py defines them.
+// penalties.h: biases, and penalties on the tokens of a text so far, as runtime/sampling/penalties.py defines them.
 
 // Keeps the tokens of a step's rows that follow those listed, for this and later steps of the same call.
 static inline void keep_recent(const qc_batch& b) {

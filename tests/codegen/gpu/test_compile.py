@@ -18,8 +18,8 @@ from tests.support.interpreted import needs_triton
 
 SCRIPT = """
 import json, sys
-from qcompile.codegen.gpu_compile import compile_kernel
-from qcompile.codegen.gpu_rows import argmax_kernel
+from qcompile.codegen.gpu.compile import compile_kernel
+from qcompile.codegen.gpu.rows import argmax_kernel
 found = compile_kernel(argmax_kernel(5000, 3, True, 80), 80)  # with functions of Triton's own
 print(json.dumps([found.ptx, found.cubin.hex()]))
 """
