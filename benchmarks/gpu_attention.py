@@ -34,6 +34,7 @@ from qcompile.codegen.gpu.attention import (
     AttentionSpec,
     GpuKV,
     MergeSpec,
+    SplitLimits,
     far_variants,
     for_queries,
     prefill_variants,
@@ -42,6 +43,7 @@ from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.program import RING_GROUPS
 from qcompile.formats.numerics import HIER_GROUP, PAGE_TOKENS
 from qcompile.runtime.cuda.counts import AttentionWork, attention_counts
+from qcompile.targets import TUNED_ON
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 RING_ENTRIES = 2 * RING_GROUPS * HIER_GROUP // PAGE_TOKENS
@@ -57,12 +59,20 @@ MOST_ERROR = 4e-3
 """Queries and weights of values are rounded to bf16, over a hierarchical cache queries twice."""
 
 
+def limits_of(kv: GpuKV) -> SplitLimits:
+    """The limits by which decode attention is divided on this GPU."""
+    return SplitLimits(kv, TUNED_ON.multiprocessors)
+
+
 def specs_for(format: str, queries: int, **more: Any) -> dict[str, AttentionSpec]:
     """The kernels for so many query positions a sequence, by how much work there is; "whole" and "far" (of more than
     NEAR_SPLITS splits) are those of prompts."""
     kv = GpuKV(format, KV_HEADS, DIM)
     base = AttentionSpec(kv, HEADS, HEADS * DIM, DIM**-0.5, split=tiles.split_positions(kv))
-    found = {work: for_queries(replace(spec, **more), queries) for work, spec in tiles.decode_attention(base).items()}
+    found = {
+        work: for_queries(replace(spec, **more), queries)
+        for work, spec in tiles.decode_attention(base, limits_of(kv)).items()
+    }
     whole = replace(base, cut="whole", **more)
     variants = {"whole": prefill_variants(whole), "far": far_variants(whole, 90)}
     return found | {
@@ -72,7 +82,9 @@ def specs_for(format: str, queries: int, **more: Any) -> dict[str, AttentionSpec
 
 def work_of(kv: GpuKV, batch: int, context: int, split: int) -> str:
     """How much work a step has."""
-    counts = attention_counts(kv.choices, AttentionWork(-(-context // split), batch, batch, 1), AttentionWork())
+    counts = attention_counts(
+        limits_of(kv).facts, AttentionWork(-(-context // split), batch, batch, 1), AttentionWork()
+    )
     return next(work for work in DECODE if counts[work])
 
 
@@ -230,7 +242,7 @@ class Problem:
         most = slots
         if spec.multi_split:
             work = AttentionWork(splits, tokens, cache.batch, self.queries)
-            counts = attention_counts({**spec.kv.choices, "fine_splits": 0}, work, AttentionWork())
+            counts = attention_counts({**limits_of(spec.kv).facts, "fine_splits": 0}, work, AttentionWork())
             most = counts["shares"]
         todo = [(spec.kernel(90), (KV_HEADS * tiles_of_rows, cache.batch, min(slots, most)))]
         if spec.cut == "whole":

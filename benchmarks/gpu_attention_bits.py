@@ -24,7 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import gpu_attention
-from benchmarks.gpu_attention import Cache, Problem, compile_one, work_of
+from benchmarks.gpu_attention import Cache, Problem, compile_one, limits_of, work_of
 from benchmarks.gpu_common import Launch, facts, graph_us, launch
 from qcompile.codegen.gpu.attention import AttentionSpec, GpuKV, far_variants, for_queries
 from qcompile.codegen.gpu.gemm import tiles
@@ -120,7 +120,7 @@ def mixed(format: str) -> list[dict[str, Any]]:
         rows, end = lengths[1]
         of_decoding = Cache(first.kv, len(lengths) - 1, end)
         base = replace(first, cut="split", octets=2)
-        spec = tiles.decode_attention(base)[work_of(first.kv, len(lengths) - 1, end, base.split)]
+        spec = tiles.decode_attention(base, limits_of(first.kv))[work_of(first.kv, len(lengths) - 1, end, base.split)]
         decode = Problem(of_decoding, rows)
         row["decoding, its own"] = graph_us(decode.launches(for_queries(spec, rows)), 9, 16)
         print(row, flush=True)

@@ -33,6 +33,7 @@ from qcompile.codegen.gpu.gemm.pack import pack_gpu, unpack_gpu
 from qcompile.codegen.gpu.launches import grid_size
 from qcompile.codegen.gpu.router import BlocksSpec, CombineSpec, RouteSpec, RouteStep, ScoresSpec
 from qcompile.formats.numerics import dequantize_activation, dequantize_weight, quantize_activation, quantize_weight
+from qcompile.targets import TUNED_ON
 
 EXPERTS, SLOTS, HIDDEN, INNER, MOST = 16, 8, 2048, 768, 512
 TOKENS = (1, 3, 17, MOST)
@@ -84,7 +85,7 @@ def spec_of(format: str, rows: int, k: int, by_slot: bool, gated: str, tokens: i
     experts = gemm.Experts(EXPERTS, SLOTS, by_slot, SLOTS * width, STRIDE)
     options: dict[str, Any] = {"out": "f32", "width": width, "gated": gated, "experts": experts}
     grouped = FORMATS[format][1] == "int8_g128"
-    tile = expert_tiles.choose(format, rows, k, tokens, 90)
+    tile = expert_tiles.choose(format, rows, k, tokens, TUNED_ON)
     return gemm.KernelSpec(format, EXPERTS * rows, k, tile, x_groups=grouped, **options)
 
 

@@ -25,12 +25,12 @@ from qcompile.codegen.gpu.gemm import spec as gpu
 from qcompile.codegen.gpu.gemm.spec import DECODE_TOKENS, GEMV_FORMATS, KernelSpec, Tile
 from qcompile.codegen.gpu.gemm.tiles import MIN_UNROLL, choose
 from qcompile.errors import UnsupportedError
+from qcompile.targets import TUNED_ON
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 4096))
 TOKENS = {1: (1,), 16: (8, 16), 32: (32,), 64: (64,), 128: (128,), 256: (256,), 512: (512,), 1024: (1024,)}
 """Measured M by class of M."""
 
-SHARED = 227 * 1024
 FORMATS = ("qoq_channel", "qoq_g128", "w4_asym_g128", "w8_sym_channel", "mxfp4")
 IN_GROUPS = ("nested_8_4", "w4_asym_g128_int8", "mix_4_8", "mxfp4_a8")
 """Formats that are searched with activations in groups of 128, as recipes have them."""
@@ -129,7 +129,7 @@ def candidates(format: str, n: int, k: int, tokens: int) -> list[KernelSpec]:
             spec = spec_for(format, n, k, tokens, format in IN_GROUPS, tile)
         except UnsupportedError:
             continue
-        if 16_000 < tile.stages * spec.step_bytes <= SHARED:
+        if 16_000 < tile.stages * spec.step_bytes <= TUNED_ON.shared_bytes:
             found.append(spec)
     return found
 
@@ -145,7 +145,7 @@ def with_prefetch(spec: KernelSpec) -> list[KernelSpec]:
 def compile_one(spec: KernelSpec) -> bool:
     """Into the cache of kernels, in a process of its own."""
     try:
-        return gpu.compile_for(spec, 90).shared_bytes <= SHARED
+        return gpu.compile_for(spec, 90).shared_bytes <= TUNED_ON.shared_bytes
     except Exception:
         return False
 

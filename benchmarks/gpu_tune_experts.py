@@ -35,6 +35,7 @@ from qcompile.codegen.gpu.launches import grid_size
 from qcompile.codegen.gpu.router import BlocksSpec
 from qcompile.errors import UnsupportedError
 from qcompile.formats.numerics import quantize_activation, quantize_weight
+from qcompile.targets import TUNED_ON
 
 FORMATS = {  # of kernels, with their packings and activations
     "mxfp4_a8": ("mxfp4_int8", "int8_g128"),
@@ -44,7 +45,7 @@ FORMATS = {  # of kernels, with their packings and activations
 }
 TOKENS = {1: (1, 2, 4), 16: (8, 16, 64), 64: (512,)}
 """Measured rows of a step by slots of a program."""
-LAUNCHES, STRIDE, MOST, SHARED = 8, 32, 512, 227 * 1024
+LAUNCHES, STRIDE, MOST = 8, 32, 512
 
 
 @dataclass(frozen=True)
@@ -98,17 +99,17 @@ def specs_of(job: Job) -> list[KernelSpec]:
     """The kernel that plans have, first, and the others."""
     format, weight, tokens = job
     k = padded_inputs(weight.k, FORMATS[format][0])
-    found = [spec_of(format, weight, expert_tiles.choose(format, weight.rows, k, tokens, 90))]
+    found = [spec_of(format, weight, expert_tiles.choose(format, weight.rows, k, tokens, TUNED_ON))]
     floats = found[0].float_x  # whose sums are as exact as the tensor cores' instruction, which goes by the tile
     for tile in candidates(format, k, tokens):
-        fitted = tiles.fit_tile(format, weight.rows, k, tile, 90)
+        fitted = tiles.fit_tile(format, weight.rows, k, tile, TUNED_ON)
         if fitted is None or (floats and (tile.rows < 64 or tile.warps % 4)):
             continue
         try:
             spec = spec_of(format, weight, fitted)
         except UnsupportedError:
             continue
-        if spec not in found and fitted.stages * spec.step_bytes <= SHARED:
+        if spec not in found and fitted.stages * spec.step_bytes <= TUNED_ON.shared_bytes:
             found.append(spec)
     return found
 

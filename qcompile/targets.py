@@ -19,8 +19,8 @@ class Target:
     """A kind of machine; `kind` is cpu or cuda.
 
     `isa` selects the kernels' vector code or GPU architecture; `requires` are CPU flags as named by Linux. For a GPU:
-    compute `capability`, maximum shared memory of a program, and from its data sheet GB/s of memory, dense int8 TOPS,
-    bf16 TFLOPS and (without matrix units) f32 TFLOPS.
+    compute `capability` (90 for 9.0), number of `multiprocessors`, maximum shared memory of a program in bytes, and
+    from its data sheet GB/s of memory, dense int8 TOPS, bf16 TFLOPS and (without matrix units) f32 TFLOPS.
     """
 
     name: str
@@ -29,6 +29,7 @@ class Target:
     requires: tuple[str, ...]
     description: str
     capability: int = 0
+    multiprocessors: int = 0
     shared_bytes: int = 0
     memory_gb_s: float = 0.0
     int8_tops: float = 0.0
@@ -55,14 +56,16 @@ _LEVELS = (
     Target("cpu-portable", "cpu", "portable", (), "any CPU, plain C++"),
 )
 _GPUS = (
-    Target("a100", "cuda", "sm_80", (), "NVIDIA A100", 80, 163 * 1024, 2039, 624, 312, 19.5),
-    Target("l40s", "cuda", "sm_89", (), "NVIDIA L40S", 89, 99 * 1024, 864, 733, 362, 91.6),
-    Target("h100", "cuda", "sm_90", (), "NVIDIA H100", 90, 227 * 1024, 3350, 1979, 989, 67),
-    Target("h200", "cuda", "sm_90", (), "NVIDIA H200", 90, 227 * 1024, 4800, 1979, 989, 67),
-    Target("b200", "cuda", "sm_100", (), "NVIDIA B200", 100, 227 * 1024, 8000, 4500, 2250, 80),
+    Target("a100", "cuda", "sm_80", (), "NVIDIA A100", 80, 108, 163 * 1024, 2039, 624, 312, 19.5),
+    Target("l40s", "cuda", "sm_89", (), "NVIDIA L40S", 89, 142, 99 * 1024, 864, 733, 362, 91.6),
+    Target("h100", "cuda", "sm_90", (), "NVIDIA H100", 90, 132, 227 * 1024, 3350, 1979, 989, 67),
+    Target("h200", "cuda", "sm_90", (), "NVIDIA H200", 90, 132, 227 * 1024, 4800, 1979, 989, 67),
+    Target("b200", "cuda", "sm_100", (), "NVIDIA B200", 100, 148, 227 * 1024, 8000, 4500, 2250, 80),
 )
 TARGETS = {target.name: target for target in (*_LEVELS, *_GPUS)}
 TARGET_NAMES = ("cpu", *TARGETS)
+TUNED_ON = TARGETS["h200"]
+"""The GPU on which the tiles of kernels were tuned."""
 
 
 @cache

@@ -40,6 +40,7 @@ from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
 from qcompile.codegen.program import RING_GROUPS
 from qcompile.errors import UnsupportedError
 from qcompile.formats.numerics import HIER_GROUP, HIERARCHICAL, KV_BITS, PAGE_TOKENS
+from qcompile.targets import TUNED_ON
 
 MOST_QUERIES = 16
 """Most query positions per sequence in the decode class; steps with more are prefill."""
@@ -50,12 +51,12 @@ MIN_LEAF_POSITIONS = 16
 COLUMNS, MOST_OCTETS = 8, 3
 """The N of an MMA, and the most blocks of that many columns that a program has registers for."""
 FINE_PROGRAMS = 3072
-"""Most programs of a launch that takes one leaf per program; half as many with 16 bits, where one split per program
-is faster sooner."""
+"""Most programs of a launch that takes one leaf per program, on an H200, and in proportion on other GPUs; half as many
+with 16 bits, where one split per program is faster sooner."""
 ONE_WARP_SUMS = 1024
 """Most accumulators, rows times features, that one warp has registers for if it reads 4-bit codes."""
-RESIDENT_PROGRAMS = 792
-"""Most programs resident at once if loads from the ring are pipelined: 6 per multiprocessor of an H200."""
+RESIDENT_PROGRAMS = 6
+"""Most programs resident at once on a multiprocessor if loads from the ring are pipelined."""
 MAX_UNPAIRED_QUERIES = 256
 """Most query positions of a prefill whose programs compute one block of rows each; with more, pairs of blocks make
 enough programs. Over a hierarchical cache the blocks have one octet of rows up to half as many positions."""
@@ -69,8 +70,8 @@ FEW_FAR_ROWS = {16: 64, 8: 128, 4: 128}
 """Most rows of a step that programs of few rows take with many splits too, by bits: larger ones would be too few."""
 SOME_FAR_ROWS = 256
 """Most rows of a step over rounded pages that programs of FAR_ROWS rows take: of twice as many there are too few."""
-SHARING_PROGRAMS = {False: 1056, True: 660}
-"""Most programs that loop over splits, by whether the cache is hierarchical: 8 and 5 per multiprocessor of an H200."""
+SHARING_PROGRAMS = {False: 8, True: 5}
+"""Most programs per multiprocessor that loop over splits, by whether the cache is hierarchical."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -114,30 +115,6 @@ class GpuKV:
         return self.dim // self.planes
 
     @property
-    def fine_splits(self) -> int:
-        """Most splits, over all sequences, for which each program computes one leaf."""
-        programs = FINE_PROGRAMS // (2 if self.bits > 8 else 1)
-        return programs // (self.leaves * self.heads) if self.leaves > 1 else 0
-
-    @property
-    def few_splits(self) -> int:
-        """Most of these splits for which all programs are resident at once even if not `direct` (AttentionSpec)."""
-        return RESIDENT_PROGRAMS // (self.leaves * self.heads) if self.hierarchical and self.leaves > 1 else 0
-
-    @property
-    def shares(self) -> int:
-        """Most programs per KV head among which a sequence's splits (hierarchical: all sequences') are divided."""
-        return max(SHARING_PROGRAMS[self.hierarchical] // self.heads, 1)
-
-    @property
-    def choices(self) -> dict[str, int]:
-        """What attention_counts (runtime/cuda/executor.py) needs besides the step to choose launches."""
-        names = ("leaves", "fine_splits", "few_splits", "shares")
-        chosen = {name: getattr(self, name) for name in names} | {"shared": self.hierarchical}
-        limits = {"most_queries": MOST_QUERIES, "group_splits": GROUP_SPLITS, "near_splits": NEAR_SPLITS}
-        return limits | chosen
-
-    @property
     def row_bytes(self) -> int:
         """Bytes of the codes of one head's key (or value) at one position."""
         return 2 * self.width
@@ -168,6 +145,42 @@ class GpuKV:
         if self.hierarchical:
             return self.lower_bytes + 2 * self.part_bytes
         return 2 * self.part_bytes + (8 * self.page_tokens if self.bits < 16 else 0)
+
+
+@dataclass(frozen=True)
+class SplitLimits:
+    """How decode attention over `kv` is divided into programs, by the amount of work, on a GPU of `multiprocessors`.
+
+    The limits change how fast a step is, not its bits.
+    """
+
+    kv: GpuKV
+    multiprocessors: int
+
+    @property
+    def fine_splits(self) -> int:
+        """Most splits, over all sequences, for which each program computes one leaf."""
+        programs = FINE_PROGRAMS * self.multiprocessors // TUNED_ON.multiprocessors
+        programs //= 2 if self.kv.bits > 8 else 1
+        return programs // (self.kv.leaves * self.kv.heads) if self.kv.leaves > 1 else 0
+
+    @property
+    def few_splits(self) -> int:
+        """Most of these splits for which all programs are resident at once even if not `direct` (AttentionSpec)."""
+        resident = RESIDENT_PROGRAMS * self.multiprocessors
+        return resident // (self.kv.leaves * self.kv.heads) if self.kv.hierarchical and self.kv.leaves > 1 else 0
+
+    @property
+    def shares(self) -> int:
+        """Most programs per KV head among which a sequence's splits (hierarchical: all sequences') are divided."""
+        return max(SHARING_PROGRAMS[self.kv.hierarchical] * self.multiprocessors // self.kv.heads, 1)
+
+    @property
+    def facts(self) -> dict[str, int]:
+        """What attention_counts (runtime/cuda/counts.py) needs besides the step to choose launches."""
+        limits = {"most_queries": MOST_QUERIES, "group_splits": GROUP_SPLITS, "near_splits": NEAR_SPLITS}
+        limits |= {"fine_splits": self.fine_splits, "few_splits": self.few_splits, "shares": self.shares}
+        return limits | {"leaves": self.kv.leaves, "shared": self.kv.hierarchical}
 
 
 def page_arguments(kv: GpuKV) -> list[Argument]:

@@ -40,7 +40,7 @@ def plan(programs: Mapping[str, p.Program], target: Target, lookup: bool = False
     plans = {}
     for name, program in programs.items():
         try:
-            plans[name] = make_plan(program, target.capability)
+            plans[name] = make_plan(program, target)
         except UnsupportedError as error:
             if name == "model":
                 raise

@@ -20,6 +20,7 @@ from qcompile.codegen.gpu.router import BlocksSpec, CombineSpec, RouteSpec, Rout
 from qcompile.codegen.gpu.rows import RowSpec
 from qcompile.errors import UnsupportedError
 from qcompile.formats.numerics import ACTIVATIONS, groups_of
+from qcompile.targets import Target
 
 SCORED = ((8, 1), (16, 2), (0, 4))
 """Most rows of a step (0: any number), and tokens per program of the router's scores."""
@@ -37,7 +38,7 @@ class Experts:
 
     program: p.Program
     plan: Plan
-    capability: int
+    target: Target
     inline_asm: bool
     ref: Callable[..., Ref]
     reads: Reads
@@ -64,7 +65,7 @@ class Experts:
         variants = []
         for most, tokens in SCORED:
             spec = ScoresSpec(c.n, c.k, x.stride, out.stride, c.bias is not None, tokens)
-            label = self.plan.add(spec.kernel(self.capability))
+            label = self.plan.add(spec.kernel(self.target.capability))
             variants.append(Variant(label, ([x.rows, tokens], spec.programs, 1), args, most))
         yield Launch(c.name, x.rows, tuple(variants))
 
@@ -107,7 +108,7 @@ class Experts:
             args[f"out{place}"] = self.ref(call.out)
             if call.index is not None:
                 args[f"index{place}"] = self.ref(call.index)
-        label = self.plan.add(RouteSpec(tuple(steps)).kernel(self.capability))
+        label = self.plan.add(RouteSpec(tuple(steps)).kernel(self.target.capability))
         return Launch(chain[0].name, "tokens", (Variant(label, ("tokens", 1, 1), args),))
 
     # ---- experts ------------------------------------------------------------------------------
@@ -136,11 +137,16 @@ class Experts:
         variants = []
         blocks: list[tuple[int, int, Size]] = [(spec.most, spec.tokens, spec.grid) for spec in classes]
         for most, tokens, programs in [(GEMV_ROWS, 1, ["tokens", 1, c.slots, 0])] * gemv + blocks:
-            tile = expert_tiles.choose(format, c.rows, k, tokens, self.capability)
+            tile = expert_tiles.choose(format, c.rows, k, tokens, self.target)
             if not self.inline_asm and tokens == 1:  # the interpreter runs programs serially
                 tile = replace(tile, rows=32)
             options: dict[str, Any] = {"bias": c.bias is not None, "inline_asm": self.inline_asm, "out": "f32"}
-            options |= {"width": c.n, "x_groups": kind.group > 0, "experts": experts}
+            options |= {
+                "width": c.n,
+                "x_groups": kind.group > 0,
+                "experts": experts,
+                "multiprocessors": self.target.multiprocessors,
+            }
             options |= {"gated": ops.GATED.get(c.epilogue, ""), "limit": c.limit, "offset": c.offset}
             spec = gemm.KernelSpec(format, c.experts * c.rows, k, tile, **options)
             grid: tuple[Size, Size, Size] = (programs, c.rows // tile.rows, 1)
@@ -167,7 +173,7 @@ class Experts:
         args["blocks"] = self.plan.need("blocks", 12 * max(spec.list for spec in classes))
         self.ordered = (c.index, c.experts)
         variants = [
-            Variant(self.plan.add(spec.kernel(self.capability)), (c.experts, 1, 1), args, spec.most % MOST_ROWS)
+            Variant(self.plan.add(spec.kernel(self.target.capability)), (c.experts, 1, 1), args, spec.most % MOST_ROWS)
             for spec in classes
         ]
         if self._has_gemv(c):
@@ -197,7 +203,7 @@ class Experts:
         spec, into = self._quantize_spec(c, k)
         spec = replace(spec, x_stride=b.stride if c.x_slots == 1 else c.k)
         grid: tuple[Size, Size, Size] = (["tokens", 1, c.x_slots, 0], 1, 1)
-        label = self.plan.add(spec.kernel(self.capability))
+        label = self.plan.add(spec.kernel(self.target.capability))
         yield Launch(f"{c.name}.round", "tokens", (Variant(label, grid, into | {"x": self.ref(c.x)}),))
 
     def _quantize_key(self, c: p.ExpertGemm, k: int) -> tuple[Any, ...]:
@@ -257,4 +263,4 @@ class Experts:
         args = {"x": self.ref(c.x), "out": self.ref(out.name)}
         args |= {role: self.ref(name) for role, name in (("scores", c.scores), ("other", other)) if name is not None}
         grid: tuple[Size, Size, Size] = ("tokens", spec.programs, 1)
-        yield Launch(c.name, "tokens", (Variant(self.plan.add(spec.kernel(self.capability)), grid, args),))
+        yield Launch(c.name, "tokens", (Variant(self.plan.add(spec.kernel(self.target.capability)), grid, args),))

@@ -46,8 +46,9 @@ from typing import Any
 
 from qcompile.artifact.abi import GPU_ABI
 from qcompile.codegen import program as p
-from qcompile.codegen.gpu.attention import MOST_QUERIES, GpuKV
+from qcompile.codegen.gpu.attention import MOST_QUERIES, GpuKV, SplitLimits
 from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
+from qcompile.targets import Target
 
 MOST_ROWS = 512
 """Most rows of a step."""
@@ -92,7 +93,7 @@ class Launch:
 class Plan:
     """Launches in order, kernels by label, and zeroed scratch memory (`work`): bytes, to multiply by the counts."""
 
-    capability: int
+    target: Target
     kv: GpuKV
     split: int
     launches: list[Launch] = field(default_factory=list)
@@ -102,6 +103,11 @@ class Plan:
     lookup: list[Launch] = field(default_factory=list)
     kernels: dict[str, Kernel] = field(default_factory=dict)
     work: dict[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
+
+    @property
+    def limits(self) -> SplitLimits:
+        """How much work decode attention divides in which way on the target."""
+        return SplitLimits(self.kv, self.target.multiprocessors)
 
     def add(self, kernel: Kernel) -> str:
         """Add a kernel; returns its label."""
@@ -160,10 +166,10 @@ class Plan:
         """
         data = {
             "abi": GPU_ABI,
-            "capability": self.capability,
+            "capability": self.target.capability,
             "split": self.split,
             "most_rows": MOST_ROWS,
-            **self.kv.choices,
+            **self.limits.facts,
             "arena_bytes": {rows: program.arena_bytes(rows) for rows in ("tokens", "outputs")},
             "layer_page_bytes": self.kv.heads * self.kv.block_bytes,
             "layers": program.kv.layers,

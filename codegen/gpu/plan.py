@@ -32,6 +32,7 @@ from qcompile.codegen.gpu.rows import MAX_WIDTH, Columns, GatherSpec, HadamardSp
 from qcompile.codegen.gpu.sample import choosing
 from qcompile.errors import PassError, UnsupportedError
 from qcompile.formats.numerics import HIER_GROUP, groups_of
+from qcompile.targets import Target
 
 APPENDED = ((8, 1), (128, 4), (0, 8))
 """Most rows of a step (0: any number), and the tokens per program that append them fastest on an H200."""
@@ -52,8 +53,8 @@ def kv_of(program: p.Program) -> GpuKV:
     return GpuKV(program.kv.format, program.kv.kv_heads, program.kv.head_dim, program.kv.page_tokens)
 
 
-def make_plan(program: p.Program, capability: int, split: int = 0, inline_asm: bool = True) -> Plan:
-    """The plan of a program for a compute capability.
+def make_plan(program: p.Program, target: Target, split: int = 0, inline_asm: bool = True) -> Plan:
+    """The plan of a program for a GPU.
 
     Attention splits have `split` positions; 0 takes the number from codegen/gpu/gemm/tiles.py. `inline_asm` False gives
     kernels for Triton's interpreter. Raises UnsupportedError naming the call that has no GPU kernel.
@@ -61,7 +62,7 @@ def make_plan(program: p.Program, capability: int, split: int = 0, inline_asm: b
     kv = kv_of(program)
     split = split or tiles.split_positions(kv)
     kv = replace(kv, leaves=max(1, min(kv.leaves, split // MIN_LEAF_POSITIONS)))
-    maker = _Maker(program, Plan(capability, kv, split), inline_asm)
+    maker = _Maker(program, Plan(target, kv, split), inline_asm)
     for call, after in zip_longest(program.calls, program.calls[1:]):
         maker.add(call, after)
     maker.plan.add_feedback()
@@ -72,14 +73,15 @@ class _Maker:
     def __init__(self, program: p.Program, plan: Plan, inline_asm: bool) -> None:
         self.program, self.plan, self.asm = program, plan, inline_asm
         # Without inline assembly, kernels are rendered for a capability without programmatic dependent launch (PDL).
-        self.capability = plan.capability if inline_asm else 80
+        self.target = plan.target if inline_asm else replace(plan.target, capability=80)
+        self.capability = self.target.capability
         self.gated: dict[str, str] = {}  # buffers with bf16 gate and up columns: the activation
         self.amax_parts: dict[str, dict[int, Any]] = {}  # by buffer quantized next: most rows -> amax values per row
         self.norms: dict[str, p.NormHeads] = {}  # norms to fuse into the next append, by part (q, k)
         self.staged_layer: int | None = None  # the layer whose keys and values are in the staging buffer
         self.amax_from_merge: set[str] = set()  # buffers whose amax merge kernels store (not prefill kernels)
         self.reads = Reads(program)
-        self.experts = Experts(program, plan, self.capability, inline_asm, self.ref, self.reads)
+        self.experts = Experts(program, plan, self.target, inline_asm, self.ref, self.reads)
         self.route_chain: list[p.Route] = []  # consecutive steps of a router so far
         self.next_call: p.Call | None = None  # the call after the current one
         self.result: str | None = None  # the buffer that the current call writes
@@ -318,10 +320,10 @@ class _Maker:
     ) -> Variant:
         """For up to `most` rows (0: any number); `amax`, if any, gets the number of partial amax values per row."""
         packing, n, k = shape
-        tile = tiles.choose_batch_invariant(packing, n, k, most or tiles.LARGE_M, self.capability)
+        tile = tiles.choose_batch_invariant(packing, n, k, most or tiles.LARGE_M, self.target)
         if not self.asm and tile.gemv:
             tile = replace(tile, rows=32)  # the interpreter runs programs one after the other, so fewer are faster
-        spec = gemm.KernelSpec(packing, n, k, tile, **options)
+        spec = gemm.KernelSpec(packing, n, k, tile, multiprocessors=self.target.multiprocessors, **options)
         # A split-K kernel resets integer sums to zero for the next launch, float ones not: two workspaces.
         places = {"sums": "float_sums" if spec.float_sum else "sums", "arrived": "arrived"}
         for name, (items, dtype) in spec.workspace(most or MOST_ROWS).items():
@@ -428,13 +430,16 @@ class _Maker:
             raise UnsupportedError(f"{c.heads} heads of {kv.dim} are not whole blocks")
         out: Any = self.program.buffer(result).dtype
         whole = replace(base, cut="whole", out=out)
-        for work, specs in (("near", prefill_variants(whole)), ("far", far_variants(whole, self.plan.capability))):
+        for work, specs in (
+            ("near", prefill_variants(whole)),
+            ("far", far_variants(whole, self.plan.target.capability)),
+        ):
             variants = [
                 Variant(self.plan.add(spec.kernel(self.capability)), spec.prompt_grid, args | _OF_PROMPTS, most)
                 for most, spec in specs
             ]
             yield Launch(f"{c.name}.{work}", work, tuple(variants))
-        for work, spec in tiles.decode_attention(base).items():
+        for work, spec in tiles.decode_attention(base, self.plan.limits).items():
             name = c.name if work == "coarse" else f"{c.name}.{work}"
             yield Launch(name, work, tuple(self._decode_attention(spec, args)))
         yield from self._merges(c, args, out)
@@ -450,7 +455,7 @@ class _Maker:
             self.amax_from_merge.add(c.out)
         base = MergeSpec(kv, c.heads, window=c.window, split=self.plan.split, amax=amax is not None)
         base = replace(base, sinks=c.sinks is not None, out=out)
-        for leaves, extra in ((1, ""), (kv.leaves, "fine_"))[: 1 + bool(kv.fine_splits)]:
+        for leaves, extra in ((1, ""), (kv.leaves, "fine_"))[: 1 + bool(self.plan.limits.fine_splits)]:
             kinds = ((1, True), (1, False), (2, True))
             specs = [replace(base, level=level, final=final, leaves=leaves) for level, final in kinds]
             one, part, groups = (self.plan.add(spec.kernel(self.capability)) for spec in specs)

@@ -34,7 +34,8 @@ class Interpreter:
         self.layer_bytes = pages * plan.kv.heads * plan.kv.block_bytes
         self.kv = _poison(program.kv.layers * self.layer_bytes)
         self.work: dict[str, Tensor] = {}
-        self.fine, self.few, self.shares = plan.kv.fine_splits, plan.kv.few_splits, plan.kv.shares
+        limits = plan.limits
+        self.fine, self.few, self.shares = limits.fine_splits, limits.few_splits, limits.shares
         self.near = NEAR_SPLITS
         self.inputs: dict[str, Tensor] = {"counter": torch.zeros(1, dtype=torch.int32)}
 
@@ -82,7 +83,7 @@ class Interpreter:
         self.inputs |= {name: torch.tensor(v, dtype=torch.int32) for name, v in values.items()}
         self.inputs["logits"] = torch.full((len(wanted), self.vocab), math.nan)
         chosen = {"fine_splits": self.fine, "few_splits": self.few, "shares": self.shares, "near_splits": self.near}
-        plan = self.plan.kv.choices | chosen
+        plan = self.plan.limits.facts | chosen
         positions = [c.start + len(c.tokens) for c in chunks]
         decoding, prompts = attention_work(plan, lengths, positions, lambda most: -(-most // self.plan.split))
         self.inputs["prompt_start"] = self.inputs["query_start"][decoding.sequences :].clone()

@@ -26,6 +26,7 @@ from qcompile.runtime.engine.scheduler import Request
 from qcompile.runtime.sampling.sampling import Draws
 from qcompile.runtime.speculation.gamma import GAMMAS, Costs, GammaPolicy, Tempo
 from qcompile.runtime.step import Limits
+from qcompile.targets import TARGETS
 
 _TYPES = {"*fp32": torch.float32, "*bf16": torch.bfloat16, "*i32": torch.int32, "*i16": torch.int16, "*i8": torch.int8}
 _TYPES |= {"*fp64": torch.float64, "*i64": torch.int64}
@@ -147,7 +148,7 @@ class Machine:
             for (name, _), blob in zip(weight.blobs, weight.produce(), strict=True)
         }
         self.bytes = sum(size for weight in found.weights for _, size in weight.blobs)
-        plans = {name: make_plan(p, 90, split, inline_asm=False) for name, p in found.programs.items()}
+        plans = {name: make_plan(p, TARGETS["h200"], split, inline_asm=False) for name, p in found.programs.items()}
         add_rounds(plans, found.lookup)
         functions: Any = {label: kernel for plan in plans.values() for label, kernel in plan.kernels.items()}
         data = {name: _data(plan, found.programs[name]) for name, plan in plans.items()}

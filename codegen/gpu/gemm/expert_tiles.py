@@ -12,6 +12,7 @@ import math
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS, Tile
 from qcompile.codegen.gpu.gemm.tiles import INT_SUM_FORMATS, MIN_UNROLL, fit_tile
 from qcompile.errors import UnsupportedError
+from qcompile.targets import Target
 
 # (format, slots per program, outputs per expert, K): Tile(tokens, rows, sliced_k, split_k, unroll, warps, stages,
 # prefetch_bytes)
@@ -58,28 +59,28 @@ SIMILAR_FORMATS = {
 """Formats that were not tuned, and the formats whose tensor core tiles they use."""
 
 
-def choose(format: str, n: int, k: int, tokens: int, capability: int) -> Tile:
+def choose(format: str, n: int, k: int, tokens: int, gpu: Target) -> Tile:
     """The tile for experts' weights of [n, k] each and up to `tokens` slots per program (1: a GEMV).
 
     It is that of the nearest tuned shape, by the logarithms of N and K, whose tile fits the weight; otherwise a default
     tile. Raises UnsupportedError if none fits.
     """
     source = SIMILAR_FORMATS.get(format, format) if tokens > 1 else format
-    near = {row[2:]: tile for row, tile in H200.items() if row[:2] == (source, tokens)} if capability == 90 else {}
+    near = {row[2:]: tile for row, tile in H200.items() if row[:2] == (source, tokens)} if gpu.capability == 90 else {}
     shapes = sorted(near, key=lambda s: abs(math.log(s[0] / n)) + abs(math.log(s[1] / k)))
-    for tile in [*(near[shape] for shape in shapes), _default_tile(format, n, tokens, capability)]:
-        found = fit_tile(format, n, k, tile, capability) if n % tile.rows == 0 else None
+    for tile in [*(near[shape] for shape in shapes), _default_tile(format, n, tokens, gpu)]:
+        found = fit_tile(format, n, k, tile, gpu) if n % tile.rows == 0 else None
         if found is not None:
             return found
     raise UnsupportedError(f"experts' weights [{n}, {k}] in {format} have no tile of {tokens} tokens")
 
 
-def _default_tile(format: str, n: int, tokens: int, capability: int) -> Tile:
+def _default_tile(format: str, n: int, tokens: int, gpu: Target) -> Tile:
     """A tile for formats and targets that were not tuned."""
     if tokens == 1 and format in INT_SUM_FORMATS:
         return Tile(1, 8, unroll=8, warps=1, stages=2, prefetch_bytes=128)
     if tokens == 1:
         return Tile(1, 8, warps=1, stages=8, prefetch_bytes=128)
-    rows = 64 if n % 64 == 0 and capability == 90 else 32  # M of wgmma is 64
+    rows = 64 if n % 64 == 0 and gpu.capability == 90 else 32  # M of wgmma is 64
     stages = 4 if tokens <= DECODE_TOKENS else 3
     return Tile(tokens, rows, unroll=MIN_UNROLL.get(format, 1), stages=stages, prefetch_bytes=128)

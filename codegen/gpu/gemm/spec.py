@@ -15,10 +15,11 @@ from torch import Tensor
 from qcompile.codegen.gpu import compile as gpu_compile
 from qcompile.codegen.gpu.compile import Argument, Compiled, Kernel, compile_kernel
 from qcompile.codegen.gpu.gemm.pack import MXFP4_DOWNSCALE, RANGE_ROWS, check_shape
-from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS, MMA_MIN_TOKENS, MULTIPROCESSORS, WS_MIN_TOKENS, Tile
+from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS, MMA_MIN_TOKENS, WS_MIN_TOKENS, Tile
 from qcompile.errors import UnsupportedError
 from qcompile.formats.numerics import ACTIVATION_GROUP
 from qcompile.ops import GATE_BLOCK
+from qcompile.targets import TUNED_ON
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ class KernelSpec:
 
     mix_4_8 has n packed rows, the `wide` 8-bit rows first, and scatters `width` columns to their places. With `experts`
     (tiles without unpack_k and split_k) a row of x is multiplied by its experts, `width` columns each. `inline_asm`
-    False renders the same kernel for Triton's interpreter, which has no inline assembly.
+    False renders the same kernel for Triton's interpreter, which has no inline assembly. `multiprocessors` are the
+    GPU's.
     """
 
     format: str
@@ -105,6 +107,7 @@ class KernelSpec:
     offset: float = 0.0
     amax: bool = False
     experts: Experts | None = None
+    multiprocessors: int = TUNED_ON.multiprocessors
 
     def __post_init__(self) -> None:
         if self.x_groups and (self.float_x or not self.float_sum):
@@ -377,7 +380,7 @@ class KernelSpec:
 
     def grid(self, tokens: int) -> tuple[int, int, int]:
         """Programs for `tokens` rows of x."""
-        return (MULTIPROCESSORS, 1, 1) if self.persistent else self.tile_grid(tokens)
+        return (self.multiprocessors, 1, 1) if self.persistent else self.tile_grid(tokens)
 
     def tile_grid(self, tokens: int) -> tuple[int, int, int]:
         """Tiles for `tokens` rows of x, along M, N and K."""
@@ -428,7 +431,7 @@ def _registers(spec: KernelSpec) -> tuple[int, list[int]]:
         return 128 if spec.gemv and spec.pdl and spec.tile.warps == 1 else 0, []
     if spec.tile.warps > 4:
         return 0, [216, 72]
-    crowded = spec.decode and spec.n // spec.tile.rows * spec.tile.split_k > 2 * MULTIPROCESSORS
+    crowded = spec.decode and spec.n // spec.tile.rows * spec.tile.split_k > 2 * spec.multiprocessors
     return (64, [48]) if crowded else (128, [56])
 
 

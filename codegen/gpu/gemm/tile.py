@@ -7,9 +7,6 @@ from dataclasses import dataclass, field
 DECODE_TOKENS = 16
 """Most rows of the decode class. Its float kernels sum in one order for every M."""
 
-MULTIPROCESSORS = 132
-"""Of an H100 or H200, the GPUs of sm_90."""
-
 MMA_MIN_TOKENS = 16
 """Least tokens of a tile for the tensor cores; smaller ones are GEMV tiles, unless warp-specialized."""
 

@@ -15,12 +15,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from qcompile.codegen.gpu.attention import AttentionSpec, GpuKV
+from qcompile.codegen.gpu.attention import AttentionSpec, GpuKV, SplitLimits
 from qcompile.codegen.gpu.gemm.pack import MIX_ROWS
 from qcompile.codegen.gpu.gemm.spec import BF16_UNPACK_FORMATS, KernelSpec
-from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS, MMA_MIN_TOKENS, MULTIPROCESSORS, WS_MIN_TOKENS, Tile
+from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS, MMA_MIN_TOKENS, WS_MIN_TOKENS, Tile
 from qcompile.codegen.gpu.gemm.tile_table import H200, SIMILAR_FORMATS
 from qcompile.errors import UnsupportedError
+from qcompile.targets import TUNED_ON, Target
 
 INT_SUM_FORMATS = ("qoq_channel", "qoq_g128", "w8_sym_channel")
 """Formats with an integer accumulator for all of K: the order of summation does not matter."""
@@ -33,9 +34,6 @@ SMALL_M_FORMATS = (
 
 MIN_UNROLL = {"qoq_g128": 2}
 """Least blocks of K per step, where more than one."""
-
-SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024}
-"""Shared memory of a program by compute capability; 227 KiB where none is named."""
 
 MAX_SPLIT_K = {False: 4, True: 8}
 """Largest split_k given to a weight that was not tuned, by whether its accumulators are integers."""
@@ -59,19 +57,19 @@ def token_classes(format: str) -> list[int]:
     return [*sorted(small_m + [most for most in found[:-1] if most >= DECODE_TOKENS or integers or most in gemv]), 0]
 
 
-def choose(format: str, n: int, k: int, tokens: int, capability: int = 90) -> Tile:
+def choose(format: str, n: int, k: int, tokens: int, gpu: Target = TUNED_ON) -> Tile:
     """The tile for a weight [n, k] in `format` and M = `tokens`: that of the nearest tuned shape that divides it.
 
     Nearest is by the logarithms of N and K. Raises UnsupportedError when the shape has no packing.
     """
-    tile = _nearest_tuned(format, n, k, tokens, capability)
+    tile = _nearest_tuned(format, n, k, tokens, gpu)
     if format in SMALL_M_FORMATS and tokens <= WS_MIN_TOKENS and tile.warp_specialized:
         # Same order of summation; half the activations to copy, and half the work for the tensor cores.
         return replace(tile, tokens=WS_MIN_TOKENS)
     return tile
 
 
-def _nearest_tuned(format: str, n: int, k: int, tokens: int, capability: int) -> Tile:
+def _nearest_tuned(format: str, n: int, k: int, tokens: int, gpu: Target) -> Tile:
     """The tile of the tuned class that `tokens` falls into; the class of WS_MIN_TOKENS was not tuned by itself."""
     sources = (format, *SIMILAR_FORMATS.get(format, ()))
     most = next((each for each in token_classes(format) if tokens <= each), None)
@@ -80,15 +78,15 @@ def _nearest_tuned(format: str, n: int, k: int, tokens: int, capability: int) ->
     rows = {(rn, rk): tile for (name, c, rn, rk), tile in H200.items() if (name, c) == (source, most)}
     for shape in sorted(rows, key=lambda s: abs(math.log(s[0] / n)) + abs(math.log(s[1] / k))):
         candidates = (rows[shape], without_unpack_k(format, rows[shape]))
-        tile = next(filter(None, (fit_tile(format, n, k, each, capability) for each in candidates)), None)
+        tile = next(filter(None, (fit_tile(format, n, k, each, gpu) for each in candidates)), None)
         if tile is not None:
-            tile = _fill_multiprocessors(format, n, k, tile, most, capability)
-            return tile if shape == (n, k) else _gemv_with_more_warps(format, n, k, tile, capability)
+            tile = _fill_multiprocessors(format, n, k, tile, most, gpu)
+            return tile if shape == (n, k) else _gemv_with_more_warps(format, n, k, tile, gpu)
     unroll = MIN_UNROLL.get(format, 1)
-    return Tile(16 if most <= DECODE_TOKENS else 64, 32, unroll=unroll, fused_planes=capability == 90)
+    return Tile(16 if most <= DECODE_TOKENS else 64, 32, unroll=unroll, fused_planes=gpu.capability == 90)
 
 
-def _fill_multiprocessors(format: str, n: int, k: int, tile: Tile, most: int, capability: int) -> Tile:
+def _fill_multiprocessors(format: str, n: int, k: int, tile: Tile, most: int, gpu: Target) -> Tile:
     """`tile` with a larger split_k where the grid for `most` rows would leave multiprocessors idle.
 
     Past the decode class a quarter of them may stay idle. A float accumulator must have the same split_k for every M,
@@ -96,12 +94,12 @@ def _fill_multiprocessors(format: str, n: int, k: int, tile: Tile, most: int, ca
     warp-specialized kernel.
     """
     integers_apart = format in INT_SUM_FORMATS and tile.warp_specialized
-    busy = MULTIPROCESSORS * (4 if most <= DECODE_TOKENS else 3) // 4
+    busy = gpu.multiprocessors * (4 if most <= DECODE_TOKENS else 3) // 4
     if tile.gemv or tile.sliced_k > 1 or (most > DECODE_TOKENS and not integers_apart):
         return tile
     while n // tile.rows * tile.split_k * max(1, most // tile.tokens) < busy:
         more = replace(tile, rows=64, warps=4) if tile.rows > 64 else replace(tile, split_k=2 * tile.split_k)
-        found = fit_tile(format, n, k, more, capability)
+        found = fit_tile(format, n, k, more, gpu)
         too_many = more.split_k > MAX_SPLIT_K[format in INT_SUM_FORMATS]
         if found is None or too_many or k < more.split_k * MIN_SPLIT_INPUTS:
             break
@@ -109,59 +107,59 @@ def _fill_multiprocessors(format: str, n: int, k: int, tile: Tile, most: int, ca
     return tile
 
 
-def _gemv_with_more_warps(format: str, n: int, k: int, tile: Tile, capability: int) -> Tile:
+def _gemv_with_more_warps(format: str, n: int, k: int, tile: Tile, gpu: Target) -> Tile:
     """`tile`, or for a GEMV with too few warps in flight a tile of four warps."""
-    if tile.tokens > 1 or format not in INT_SUM_FORMATS or n // tile.rows * tile.warps >= 8 * MULTIPROCESSORS:
+    if tile.tokens > 1 or format not in INT_SUM_FORMATS or n // tile.rows * tile.warps >= 8 * gpu.multiprocessors:
         return tile
     unroll = 8 if format == "w8_sym_channel" else 16  # as many bytes
-    return fit_tile(format, n, k, replace(tile, rows=8, unroll=unroll, warps=4, stages=4), capability) or tile
+    return fit_tile(format, n, k, replace(tile, rows=8, unroll=unroll, warps=4, stages=4), gpu) or tile
 
 
-def choose_batch_invariant(format: str, n: int, k: int, tokens: int, capability: int = 90) -> Tile:
+def choose_batch_invariant(format: str, n: int, k: int, tokens: int, gpu: Target = TUNED_ON) -> Tile:
     """As `choose`, but a float accumulator is summed in the same order for every M (batch invariance).
 
     A row's bits then do not depend on how many rows share its step. Every tile cuts K into the same parts as that of
     the decode class, sums each part separately, adds the partial sums in order, and uses the same tensor core
     instruction where it can.
     """
-    tile = choose(format, n, k, tokens, capability)
+    tile = choose(format, n, k, tokens, gpu)
     if not KernelSpec(format, n, k, tile, width=n).float_sum:
         return tile
-    decode = choose(format, n, k, DECODE_TOKENS, capability)
+    decode = choose(format, n, k, DECODE_TOKENS, gpu)
     parts, least = decode.sliced_k * decode.split_k, MIN_UNROLL.get(format, 1)
     starts = KernelSpec(format, n, k, decode, width=n).part_starts
     if tile.gemv:
         warps = max(1, tile.warps * parts // tile.sliced_k)
-        gemv = fit_tile(format, n, k, replace(tile, sliced_k=parts, warps=warps), capability)
+        gemv = fit_tile(format, n, k, replace(tile, sliced_k=parts, warps=warps), gpu)
         if gemv and KernelSpec(format, n, k, gemv, width=n).part_starts != starts:
             gemv = None
-        return gemv or choose_batch_invariant(format, n, k, WS_MIN_TOKENS, capability)
-    for found in _large_m_tiles(format, n, k, tokens, parts) if capability == 90 else ():
+        return gemv or choose_batch_invariant(format, n, k, WS_MIN_TOKENS, gpu)
+    for found in _large_m_tiles(format, n, k, tokens, parts, gpu) if gpu.capability == 90 else ():
         if found is not None and KernelSpec(format, n, k, found, width=n).part_starts == starts:
             return found
     rows = tile.rows if tile.rows % 64 == 0 and decode.rows % 64 == 0 else 64 if n % 64 == 0 else 32
     unrolls = sorted({tile.unroll, least}, reverse=True)
     for candidate, unroll in itertools.product((tile, without_unpack_k(format, tile)), unrolls):
         same_parts = replace(candidate, rows=rows, sliced_k=1, split_k=parts, unroll=unroll)
-        same = fit_tile(format, n, k, same_parts, capability)
+        same = fit_tile(format, n, k, same_parts, gpu)
         if same is not None and KernelSpec(format, n, k, same, width=n).part_starts == starts:
             return same
     raise UnsupportedError(f"weight [{n}, {k}] in {format} has no tile for {tokens} rows with K in {parts} parts")
 
 
-def _large_m_tiles(format: str, n: int, k: int, tokens: int, parts: int) -> Iterator[Tile | None]:
+def _large_m_tiles(format: str, n: int, k: int, tokens: int, parts: int, gpu: Target) -> Iterator[Tile | None]:
     """Tiles that are faster than the decode class's with a large M if K has so many parts, the fastest first."""
     if tokens > 128 and n % 128 == 0:
         tokens = min(1 << (tokens - 1).bit_length(), 512)  # the largest of its class
         if format == "bf16":
-            yield _copied_tile(n, k, tokens, parts)
+            yield _copied_tile(n, k, tokens, parts, gpu)
         elif format in BF16_UNPACK_FORMATS and parts > 1:
-            yield from _unpacked_in_turn(format, n, k, tokens, parts)
+            yield from _unpacked_in_turn(format, n, k, tokens, parts, gpu)
     if parts > 1:
-        yield _serial_k_tile(format, n, k, tokens, parts)
+        yield _serial_k_tile(format, n, k, tokens, parts, gpu)
 
 
-def _copied_tile(n: int, k: int, tokens: int, parts: int) -> Tile | None:
+def _copied_tile(n: int, k: int, tokens: int, parts: int, gpu: Target) -> Tile | None:
     """A tile of bf16 weights whose operands are copied while the tensor cores multiply.
 
     None where programs would be too few, even if the last tiles are halved. Found on an H100 (docs/gpu_kernels.md).
@@ -171,24 +169,24 @@ def _copied_tile(n: int, k: int, tokens: int, parts: int) -> Tile | None:
     if 2 * programs < 100 or stages < 3:
         return None
     small = Tile(128, 128, warps=8, stages=stages, unpack_k=64, serial_k=parts, persistent=True)
-    large = Tile(256, 128, warps=8, stages=min(stages, 4), unpack_k=64, persistent=programs > 4 * MULTIPROCESSORS)
-    return fit_tile("bf16", n, k, large if parts == 1 and programs >= 200 else small, 90)
+    large = Tile(256, 128, warps=8, stages=min(stages, 4), unpack_k=64, persistent=programs > 4 * gpu.multiprocessors)
+    return fit_tile("bf16", n, k, large if parts == 1 and programs >= 200 else small, gpu)
 
 
-def _unpacked_in_turn(format: str, n: int, k: int, tokens: int, parts: int) -> Iterator[Tile | None]:
+def _unpacked_in_turn(format: str, n: int, k: int, tokens: int, parts: int, gpu: Target) -> Iterator[Tile | None]:
     """Tiles whose programs unpack the parts of K one after the other, of as many blocks a step as divide the parts.
 
     None where programs would be too few. Found on an H100 (docs/gpu_kernels.md).
     """
     programs = n // 128 * (tokens // 128)
-    persistent = programs > MULTIPROCESSORS  # the last tiles are halved; otherwise PDL is worth more
+    persistent = programs > gpu.multiprocessors  # the last tiles are halved; otherwise PDL is worth more
     tile = Tile(128, 128, warps=8, stages=1, serial_k=parts, persistent=persistent)
     tile = replace(tile, unpack_k=32 if format == "mxfp4" else 16, prefetch_bytes=0 if persistent else 128)
     for unroll in (4, 2) if format == "mxfp4" else (2, 1):
-        yield fit_tile(format, n, k, replace(tile, unroll=unroll), 90) if programs >= 96 else None
+        yield fit_tile(format, n, k, replace(tile, unroll=unroll), gpu) if programs >= 96 else None
 
 
-def _serial_k_tile(format: str, n: int, k: int, tokens: int, parts: int) -> Tile | None:
+def _serial_k_tile(format: str, n: int, k: int, tokens: int, parts: int, gpu: Target) -> Tile | None:
     """A serial_k tile of `parts` parts for a class of up to `tokens` rows (a step has at most 512).
 
     None where split_k is faster: a small M, or too few programs for the multiprocessors. Found on an H200 with weights
@@ -214,7 +212,7 @@ def _serial_k_tile(format: str, n: int, k: int, tokens: int, parts: int) -> Tile
     small = tile.tokens == (32 if format == "bf16" else 64)
     if k > 2 * n and small and not (format == "mix_4_8" and tokens == 256):
         return None
-    return fit_tile(format, n, k, replace(tile, serial_k=parts, unpack_k=0 if format == "bf16" else 128), 90)
+    return fit_tile(format, n, k, replace(tile, serial_k=parts, unpack_k=0 if format == "bf16" else 128), gpu)
 
 
 def without_unpack_k(format: str, tile: Tile) -> Tile:
@@ -227,11 +225,11 @@ def without_unpack_k(format: str, tile: Tile) -> Tile:
     return replace(tile, unpack_k=0, token_halves=False, persistent=False)
 
 
-def fit_tile(format: str, n: int, k: int, tile: Tile, capability: int) -> Tile | None:
+def fit_tile(format: str, n: int, k: int, tile: Tile, gpu: Target) -> Tile | None:
     """`tile` with its prefetch and stages reduced to what the weight and shared memory allow; None if it cannot fit."""
-    tile = tile if capability == 90 else without_unpack_k(format, tile)
-    prefetch_bytes = tile.prefetch_bytes if capability >= 90 else 0
-    tile = replace(tile, prefetch_bytes=prefetch_bytes, fused_planes=capability == 90)
+    tile = tile if gpu.capability == 90 else without_unpack_k(format, tile)
+    prefetch_bytes = tile.prefetch_bytes if gpu.capability >= 90 else 0
+    tile = replace(tile, prefetch_bytes=prefetch_bytes, fused_planes=gpu.capability == 90)
     tile = replace(tile, persistent=tile.persistent and tile.split_k == 1)
     if format == "mix_4_8":
         tile = _fit_mixed_widths(n, tile)
@@ -246,11 +244,10 @@ def fit_tile(format: str, n: int, k: int, tile: Tile, capability: int) -> Tile |
     if not _is_valid(format, n, k, tile):
         return None
     step = KernelSpec(format, n, k, tile, width=n).step_bytes
-    shared = SHARED_BYTES.get(capability, 227 * 1024)
     if not step:
         return tile
-    stages = max(1, min(tile.stages, shared // step))
-    return replace(tile, stages=stages) if stages * step <= shared else None
+    stages = max(1, min(tile.stages, gpu.shared_bytes // step))
+    return replace(tile, stages=stages) if stages * step <= gpu.shared_bytes else None
 
 
 def _limit_gemv_padding(k: int, tile: Tile) -> Tile:
@@ -285,12 +282,12 @@ def split_positions(kv: GpuKV) -> int:
     return kv.leaves * (64 if kv.dim <= 128 else 32)
 
 
-def decode_attention(base: AttentionSpec) -> dict[str, AttentionSpec]:
+def decode_attention(base: AttentionSpec, limits: SplitLimits) -> dict[str, AttentionSpec]:
     """Decode attention kernels by amount of work: positions per program, and how keys and values are loaded.
 
-    The names are those of attention_counts (runtime/cuda/executor.py), which chooses by GpuKV's `fine_splits` and
-    `few_splits`. Found by benchmarks/gpu_attention.py on an H200 for heads of 128. The kernels differ only in how work
-    is divided and in the loads in flight, on which no sum depends. Programs that loop over splits (as many as all
+    The names are those of attention_counts (runtime/cuda/counts.py), which chooses by `limits`. The kernels differ only
+    in how work is divided and in the loads in flight, on which no sum depends. They are the fastest of
+    benchmarks/gpu_attention.py on an H200 for heads of 128. Programs that loop over splits (as many as all
     multiprocessors hold) need more registers, which elements of more than 4 bits do not leave. docs/gpu_kernels.md
     lists what was tried for several queries.
     """
@@ -299,7 +296,7 @@ def decode_attention(base: AttentionSpec) -> dict[str, AttentionSpec]:
     coarse = replace(base, cut="split", stages=3 if kv.hierarchical else 2, multi_split=loops)
     leaf = replace(base, cut="leaf", stages=2)
     found = {"coarse": coarse}
-    if kv.fine_splits:
-        found |= {"few": leaf} if kv.few_splits else {}
+    if limits.fine_splits:
+        found |= {"few": leaf} if limits.few_splits else {}
         found["fine"] = replace(leaf, direct=kv.hierarchical)
     return found

@@ -15,6 +15,7 @@ from qcompile.codegen.gpu.append import AppendSpec, HeadNorm
 from qcompile.codegen.gpu.attention import GROUP_SPLITS, GpuKV, MergeSpec
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.errors import UnsupportedError
+from qcompile.targets import TARGETS
 from tests.codegen.gpu.test_step import RECIPES, SHAPE, lowered
 from tests.support.graphs import step_inputs
 from tests.support.interpreted import interpreted
@@ -29,7 +30,7 @@ def interpret_window() -> None:
     ids = torch.randint(0, SHAPE["vocab"], (1, 90), generator=torch.Generator().manual_seed(2))
     inputs = step_inputs(ids, None, graph)
     want = graph.run(*inputs)[0]
-    machine = Interpreter(program, make_plan(program, 90, split=64, inline_asm=False), blobs, rows=128)
+    machine = Interpreter(program, make_plan(program, TARGETS["h200"], split=64, inline_asm=False), blobs, rows=128)
     pages = inputs[3].tolist()[0]
     machine.fill([Chunk(ids[0, :84].tolist(), 0, pages)])
     for machine.fine in (0, 100):  # programs that take splits of their own, and leaves
@@ -53,7 +54,7 @@ def interpret_several_splits() -> None:
     ids = torch.randint(0, SHAPE["vocab"], (1, 192), generator=torch.Generator().manual_seed(2))
     inputs = step_inputs(ids, None, graph)
     want = graph.run(*inputs)[0][-14:]
-    machine = Interpreter(program, make_plan(program, 90, split=64, inline_asm=False), blobs, rows=200)
+    machine = Interpreter(program, make_plan(program, TARGETS["h200"], split=64, inline_asm=False), blobs, rows=200)
     pages = inputs[3].tolist()[0]
     machine.fill([Chunk(ids[0, :178].tolist(), 0, pages)])
     machine.fine, found = 0, []
@@ -78,7 +79,7 @@ def interpret_leaves(recipe: str, format: str) -> None:
     ids = torch.randint(0, SHAPE["vocab"], (1, 203), generator=torch.Generator().manual_seed(2))
     inputs = step_inputs(ids, None, graph)
     want = graph.run(*inputs)[0][-3:]
-    plan = make_plan(program, 90, inline_asm=False)
+    plan = make_plan(program, TARGETS["h200"], inline_asm=False)
     assert (plan.split, plan.kv.leaves) == (512, 8)
     machine = Interpreter(program, plan, blobs, rows=224)
     pages, found = inputs[3].tolist()[0], []
@@ -108,7 +109,7 @@ def interpret_long_steps(recipe: str, split: int) -> None:
     chunks = [Chunk(ids[0, 40:75].tolist(), 40, pages[:2]), Chunk(ids[0, :9].tolist(), 0, pages[2:])]
     found = []
     for gpu_attention.MAX_UNPAIRED_QUERIES in (256, 16):
-        plan = make_plan(program, 90, split=split, inline_asm=False)
+        plan = make_plan(program, TARGETS["h200"], split=split, inline_asm=False)
         machine = Interpreter(program, plan, blobs, rows=64)
         machine.near = 2
         machine.fill([Chunk(ids[0, :40].tolist(), 0, pages[:2])])
@@ -140,7 +141,7 @@ def interpret_centered(format: str, turn: str) -> None:
     ids = torch.randint(0, 40, (1, 40), generator=torch.Generator().manual_seed(2))
     inputs = step_inputs(ids, None, graph)
     want = graph.run(*inputs)[0]
-    machine = Interpreter(program, make_plan(program, 90, split=32, inline_asm=False), blobs, rows=64)
+    machine = Interpreter(program, make_plan(program, TARGETS["h200"], split=32, inline_asm=False), blobs, rows=64)
     pages, found = inputs[3].tolist()[0], []
     first = machine.step([Chunk(ids[0, :34].tolist(), 0, pages)])[0]
     for machine.fine in (0, 100):
@@ -175,7 +176,7 @@ def interpret_hierarchical(format: str, **more: Any) -> None:
     want = graph.run(*step_inputs(ids, None, graph))[0]
     pages = list(range(pages_for(length, 64, 384)))
     random.Random(0).shuffle(pages)
-    plan = make_plan(program, 90, split=256, inline_asm=False)
+    plan = make_plan(program, TARGETS["h200"], split=256, inline_asm=False)
     machine = Interpreter(program, plan, blobs, rows=384, pages=len(pages) + 2)
     machine.near = 2  # codegen/gpu/test_prompts.py has the programs of steps with more behind them
     other = Chunk(ids[0, :5].tolist(), 0, [len(pages), len(pages) + 1])
@@ -221,7 +222,7 @@ def test_what_reads_a_hierarchical_cache_twice_is_refused() -> None:
     program = lowered("bf16", passes={"cache.format": "kv_hier"})[1]
     again = next(call for call in program.calls if call.kernel == "attention")
     with pytest.raises(UnsupportedError, match="reads once what its layer has just appended"):
-        make_plan(replace(program, calls=(*program.calls, again)), 90)
+        make_plan(replace(program, calls=(*program.calls, again)), TARGETS["h200"])
 
 
 def interpret_rounding(dim: int) -> None:

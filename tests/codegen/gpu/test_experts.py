@@ -55,7 +55,7 @@ def interpret_steps(*names: str) -> None:
 
     for name in names:
         graph, program, blobs = lowered(name)
-        plan = make_plan(program, 90, split=64, inline_asm=False)
+        plan = make_plan(program, TARGETS["h200"], split=64, inline_asm=False)
         machine = Interpreter(program, plan, blobs)
         ids = torch.randint(0, 96, (2, 9), generator=torch.Generator().manual_seed(1))
         inputs = step_inputs(ids, None, graph)
@@ -193,7 +193,7 @@ def test_scores_and_sums_interpreted() -> None:
 def test_kernels_of_experts_compile_without_spills(target: str, recipe: str) -> None:
     needs_triton()
     machine = TARGETS[target]
-    plan = make_plan(lowered(recipe)[1], machine.capability)
+    plan = make_plan(lowered(recipe)[1], machine)
     kinds = ("route", "scores", "combine", "expert_blocks")
     own = [label for label in plan.kernels if label.startswith(kinds) or "decode_8x3" in label or "gemv_e" in label]
     assert len({label.split("_")[0] for label in own}) >= 5
@@ -206,38 +206,38 @@ def test_kernels_of_experts_compile_without_spills(target: str, recipe: str) -> 
 
 def test_what_experts_have_no_kernel_for_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="node expert_gemm: experts of 40 outputs"):
-        make_plan(lowered("qserve", inner=40)[1], 90)
+        make_plan(lowered("qserve", inner=40)[1], TARGETS["h200"])
     with pytest.raises(UnsupportedError, match="groups of 5 scores: GPU kernels take powers of 2"):
-        make_plan(lowered("qserve", experts=5)[1], 90)
+        make_plan(lowered("qserve", experts=5)[1], TARGETS["h200"])
     with pytest.raises(UnsupportedError, match="1280 scores"):
         RouteSpec((RouteStep("softmax", 1280, 1280),))
     program = lowered("bf16")[1]
     exact = [replace(c, format="f32", activation="f32") if isinstance(c, p.ExpertGemm) else c for c in program.calls]
     with pytest.raises(UnsupportedError, match="experts in f32"):
-        make_plan(replace(program, calls=tuple(exact)), 90)
+        make_plan(replace(program, calls=tuple(exact)), TARGETS["h200"])
     experts = gemm.Experts(4, 2, False, 128, 32)
     with pytest.raises(UnsupportedError, match="have no kernel for"):
         gemm.KernelSpec("bf16", 256, 512, gemm.Tile(16, 64, split_k=2), out="f32", width=64, experts=experts)
     with pytest.raises(UnsupportedError, match="experts of 64 outputs do not divide"):
         gemm.KernelSpec("bf16", 256, 512, gemm.Tile(16, 128), out="f32", width=64, experts=experts)
-    assert expert_tiles.choose("bf16", 96, 512, 16, 90).rows == 32
+    assert expert_tiles.choose("bf16", 96, 512, 16, TARGETS["h200"]).rows == 32
 
 
 def test_steps_of_a_router_go_apart_where_rows_would_meet() -> None:
     """What one step stores must not lie where another's rows are, which other programs may not have read."""
     program = lowered("qserve")[1]
-    names = [launch.name for launch in make_plan(program, 90).launches]
+    names = [launch.name for launch in make_plan(program, TARGETS["h200"]).launches]
     routes = [call for call in program.calls if isinstance(call, p.Route)]
     first, last = routes[0], routes[4]
     assert (first.kind, last.kind) == ("softmax", "normalize") and first.name in names and last.name not in names
     moved = replace(program.buffer(last.out), offset=program.buffer(first.x).offset)
     buffers = tuple(moved if b.name == last.out else b for b in program.buffers)
-    names = [launch.name for launch in make_plan(replace(program, buffers=buffers), 90).launches]
+    names = [launch.name for launch in make_plan(replace(program, buffers=buffers), TARGETS["h200"]).launches]
     assert first.name in names and last.name in names
 
 
 def test_inputs_and_orders_are_made_once_while_they_stay() -> None:
-    names = [launch.name for launch in make_plan(lowered("qserve")[1], 90).launches]
+    names = [launch.name for launch in make_plan(lowered("qserve")[1], TARGETS["h200"]).launches]
     made = [name for name in names if name.startswith("expert_gemm") and "." in name]
     # The first inputs of a layer are rounded by the norm that makes them.
     assert made == ["expert_gemm.order", "expert_gemm_2.round", "expert_gemm_3.round", "expert_gemm_3.order"]
@@ -250,12 +250,12 @@ def test_inputs_and_orders_are_made_anew_where_they_changed() -> None:
     choice = next(call for call in program.calls if isinstance(call, p.Route) and call.kind == "top_k")
     touched = p.Elementwise("touched", "scale", gemm_call.x, gemm_call.x, factor=2.0)
     other = replace(gemm_call, name="other", x=next(c.x for c in program.calls if isinstance(c, p.Combine)), x_slots=1)
-    plan = make_plan(replace(program, calls=(*program.calls[:first], other, *program.calls[first:])), 90)
+    plan = make_plan(replace(program, calls=(*program.calls[:first], other, *program.calls[first:])), TARGETS["h200"])
     names = [launch.name for launch in plan.launches]
     assert "other.round" in names and "expert_gemm.round" in names  # another's inputs are rounded in between
     for call, made in ((touched, "expert_gemm_1.round"), (replace(choice, name="again"), "expert_gemm_1.order")):
         calls = (*program.calls[: first + 1], call, *program.calls[first + 1 :])
-        names = [launch.name for launch in make_plan(replace(program, calls=calls), 90).launches]
+        names = [launch.name for launch in make_plan(replace(program, calls=calls), TARGETS["h200"]).launches]
         assert made in names, made
 
 
@@ -264,7 +264,7 @@ def test_rows_filled_up_apart_lie_apart() -> None:
     program = lowered("qserve gated", hidden=128)[1]
     last = [call for call in program.calls if isinstance(call, p.ExpertGemm)][-1]
     calls = [replace(call, format="w8_sym_channel") if call is last else call for call in program.calls]
-    work = make_plan(replace(program, calls=tuple(calls)), 90).work
+    work = make_plan(replace(program, calls=tuple(calls)), TARGETS["h200"]).work
     assert {"expert_x_128_256_int8", "expert_x_128_128_int8"} <= set(work)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.targets import TARGETS
 from tests.support.graphs import decoder
 from tests.support.interpreted import interpreted
 
@@ -55,7 +56,9 @@ def interpret_kernel() -> None:
     from qcompile.codegen.gpu.plan import make_plan
     from tests.support.gpu_machine import run_launches
 
-    plan = make_plan(pipeline.plan(decoder(**SMALL), target="h200", recipe="bf16").program, 90, 64, inline_asm=False)
+    plan = make_plan(
+        pipeline.plan(decoder(**SMALL), target="h200", recipe="bf16").program, TARGETS["h200"], 64, inline_asm=False
+    )
     tokens = torch.tensor([4, -1, -3, 0, -2, -2, -9], dtype=torch.int32)
     given = torch.tensor([11, -1, 13], dtype=torch.int32)
     run_launches(plan.follow, plan, {"tokens": 6}, {"token_ids": tokens, "argmax": given})

@@ -18,7 +18,6 @@ from qcompile.codegen.gpu.gemm.pack import GPU_PACKING, pack_gpu, unpack_gpu
 from qcompile.codegen.gpu.gemm.spec import (
     BF16_UNPACK_FORMATS,
     DECODE_TOKENS,
-    MULTIPROCESSORS,
     WS_MIN_TOKENS,
     KernelSpec,
     Tile,
@@ -30,6 +29,7 @@ from qcompile.codegen.gpu.gemm.spec import (
 from qcompile.errors import UnsupportedError
 from qcompile.formats import mix
 from qcompile.formats.numerics import dequantize_weight, quantize_activation, quantize_weight
+from qcompile.targets import TARGETS, TUNED_ON
 from tests.support.interpreted import interpreted, needs_triton
 
 FORMATS = (
@@ -356,9 +356,10 @@ def test_up_to_eight_rows_have_kernels_of_their_own(format: str) -> None:
     for n, k in ((4096, 4096), (6144, 4096), (3584, 18944), (512, 1280)):
         few, more = (tiles.choose_batch_invariant(format, n, k, most) for most in (WS_MIN_TOKENS, DECODE_TOKENS))
         assert few == (replace(more, tokens=WS_MIN_TOKENS) if more.unpack_k == 128 else more)
-        for capability in (80, 89, 100):  # elsewhere the class of 16 does both
+        for gpu in ("a100", "l40s", "b200"):  # elsewhere the class of 16 does both
             elsewhere = [
-                tiles.choose_batch_invariant(format, n, k, most, capability) for most in (WS_MIN_TOKENS, DECODE_TOKENS)
+                tiles.choose_batch_invariant(format, n, k, most, TARGETS[gpu])
+                for most in (WS_MIN_TOKENS, DECODE_TOKENS)
             ]
             assert elsewhere[0] == elsewhere[1]
     two_widths = {"width": 4000, "wide": 448} if format == "mix_4_8" else {}
@@ -403,8 +404,8 @@ def test_halves_are_multiplied_by_one_call_each() -> None:
 def test_persistent_kernels_have_one_program_for_each_multiprocessor() -> None:
     spec = KernelSpec("w4_asym_g128_int8", 14336, 4096, PERSISTENT, x_groups=True)
     assert tiles.choose(spec.format, spec.n, spec.k, 1024) == spec.tile
-    assert spec.grid(1024) == spec.grid(1) == (MULTIPROCESSORS, 1, 1)
-    assert f"for tile in range(tl.program_id(0), token_tiles * 112, {MULTIPROCESSORS}):" in render(spec)
+    assert spec.grid(1024) == spec.grid(1) == (TUNED_ON.multiprocessors, 1, 1)
+    assert f"for tile in range(tl.program_id(0), token_tiles * 112, {TUNED_ON.multiprocessors}):" in render(spec)
     # The interpreter takes a kernel that has a program for each tile.
     assert replace(spec, inline_asm=False).grid(1024) == (8, 112, 1)
     # Tiles with serial_k, and grids of few tiles, are not persistent.
@@ -475,7 +476,7 @@ def test_weights_of_any_shape_are_summed_in_as_many_parts_for_any_number_of_rows
 def test_other_targets_and_odd_weights_have_no_unpack_k() -> None:
     assert (
         tiles.choose("w4_asym_g128", 4096, 4096, 512).unpack_k
-        and not tiles.choose("w4_asym_g128", 4096, 4096, 512, 80).unpack_k
+        and not tiles.choose("w4_asym_g128", 4096, 4096, 512, TARGETS["a100"]).unpack_k
     )
     whole, odd = (tiles.choose_batch_invariant("mxfp4", 28672, k, 512) for k in (4096, 1152))
     assert whole.unpack_k and not odd.unpack_k and odd.split_k == whole.split_k

@@ -13,6 +13,7 @@ from qcompile.codegen.gpu.compile import compile_kernel
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.runtime.step import Rows, pages_for
+from qcompile.targets import TARGETS
 from tests.codegen.gpu.test_step import RECIPES, SHAPE, lowered
 from tests.support.graphs import decoder, step_inputs
 from tests.support.interpreted import interpreted, needs_triton
@@ -46,7 +47,7 @@ def interpret_prompt(way: str) -> None:
     ids = torch.randint(0, SHAPE["vocab"], (1, length), generator=torch.Generator().manual_seed(2))
     want = graph.run(*step_inputs(ids, None, graph))[0]
     pages = list(range(pages_for(length, 64, 384 if format == "kv_hier" else 0)))
-    plan = make_plan(program, 90, split=split, inline_asm=False)
+    plan = make_plan(program, TARGETS["h200"], split=split, inline_asm=False)
     assert any("_whole" in name and "B operands" in kernel.source for name, kernel in plan.kernels.items())
     spare = max(pages) + 1
     machine = Interpreter(program, plan, blobs, rows=448, pages=spare + len(pages) + 1)

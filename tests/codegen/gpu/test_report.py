@@ -17,6 +17,7 @@ from qcompile.runtime.engine.scheduler import Request
 from qcompile.runtime.sampling.logprobs import MOST_REPORTED, empty_reports, logprobs_of, reported_logprobs
 from qcompile.runtime.sampling.penalties import Bias, Penalties
 from qcompile.runtime.sampling.sampling import GREEDY, Draws, SamplingParams
+from qcompile.targets import TARGETS
 from tests.codegen.gpu.test_sample import SMALL
 from tests.support.graphs import decoder
 from tests.support.interpreted import interpreted, needs_triton
@@ -58,7 +59,7 @@ def report(draws: list[Draws], rows: list[Row]) -> None:
     given |= {name: torch.tensor(list(column), dtype=torch.int32) for name, column in columns.items()}
     given["logits"] = torch.stack([row.logits for row in rows])
     kv: Any = None
-    plan = Plan(80, kv, 128)
+    plan = Plan(TARGETS["a100"], kv, 128)
     every = list(launches(plan, vocab))
     for name, (size, over) in plan.work.items():
         need = size * math.prod(counts[count] for count in over)

@@ -11,6 +11,7 @@ from qcompile.codegen import program as p
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.codegen.gpu.reads import Reads
 from qcompile.runtime.step import Rows
+from qcompile.targets import TARGETS
 from tests.support.graphs import decoder
 from tests.support.interpreted import interpreted
 from tests.support.lowering import gpu_program
@@ -55,7 +56,7 @@ def test_bits_are_those_of_rounding_apart_interpreted(recipe: str) -> None:
 
 
 def test_no_kernel_only_rounds() -> None:
-    plan = make_plan(gpu_program(decoder(**SHAPE), "w4a16")[1], 90)
+    plan = make_plan(gpu_program(decoder(**SHAPE), "w4a16")[1], TARGETS["h200"])
     assert not [name for name in plan.kernels if name.startswith("rows_bf16")]
     outs = {a.type for kernel in plan.kernels.values() if "gated" in kernel.name for a in kernel.arguments}
     assert "*fp32" not in outs

@@ -14,6 +14,7 @@ from qcompile.codegen.gpu import compile as gpu_compile
 from qcompile.codegen.gpu.launches import Plan
 from qcompile.runtime.sampling.accept import pick
 from qcompile.runtime.sampling.sampling import SamplingParams, distribution
+from qcompile.targets import TARGETS
 from tests.support.graphs import decoder
 from tests.support.interpreted import interpreted
 from tests.support.sampled import OPTIONS
@@ -36,7 +37,7 @@ def drawn(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -
     draws = [replace_last(Sampler(p, 0, [], vocab).draws(5, 3), u) for p, u in zip(params, uniforms, strict=True)]
     _, counts, sent = send_draws(draws, rows)
     kv: Any = None
-    plan, parts = Plan(80, kv, 128), -(-vocab // ARGMAX_PART)
+    plan, parts = Plan(TARGETS["a100"], kv, 128), -(-vocab // ARGMAX_PART)
     launches = list(sampling(plan, "head", vocab, 80))
     every = torch.arange(rows, dtype=torch.int32)
     given: dict[str, Tensor] = {"logits": logits, "output_rows": every, "row_sequence": every.clone()}

@@ -9,6 +9,7 @@ from qcompile.codegen.gpu.append import AppendSpec
 from qcompile.codegen.gpu.attention import GpuKV
 from qcompile.codegen.gpu.compile import compile_kernel
 from qcompile.codegen.gpu.plan import make_plan
+from qcompile.targets import TARGETS
 from tests.passes.raising.test_raise import raise_module
 from tests.passes.raising.test_scaled import scaled
 from tests.support.graphs import step_inputs
@@ -26,7 +27,7 @@ def interpret_step(format: str, turn: str) -> None:
     ids = torch.randint(0, 11, (1, 19), generator=torch.Generator().manual_seed(2))
     inputs = step_inputs(ids, None, graph)
     want = graph.run(*inputs)[0]
-    machine = Interpreter(program, make_plan(program, 90, split=32, inline_asm=False), blobs, rows=64)
+    machine = Interpreter(program, make_plan(program, TARGETS["h200"], split=32, inline_asm=False), blobs, rows=64)
     pages = inputs[3].tolist()[0]
     first, found = (machine.step([Chunk(ids[0, a:b].tolist(), a, pages)])[0] for a, b in ((0, 15), (15, 19)))
     alone = machine.step([Chunk(ids[0, -1:].tolist(), 18, pages)])[0]

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from qcompile.codegen.gpu.attention import AttentionSpec, GpuKV, for_queries
+from qcompile.codegen.gpu.attention import AttentionSpec, GpuKV, SplitLimits, for_queries
 from qcompile.codegen.gpu.compile import compile_kernel, triton_version
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.plan import make_plan
+from qcompile.targets import TARGETS
 from tests.codegen.gpu.test_attention import CENTERED, interpret_hierarchical
 from tests.codegen.gpu.test_step import RECIPES, SHAPE, lowered
 from tests.support.graphs import step_inputs
@@ -37,7 +38,7 @@ def interpret_scores(format: str) -> None:
     ids = torch.randint(0, SHAPE["vocab"], (1, length), generator=torch.Generator().manual_seed(2))
     inputs = step_inputs(ids, None, graph)
     want, pages = graph.run(*inputs)[0][-last:], inputs[3].tolist()[0]
-    machine = Interpreter(program, make_plan(program, 90, split=64, inline_asm=False), blobs, rows=192)
+    machine = Interpreter(program, make_plan(program, TARGETS["h200"], split=64, inline_asm=False), blobs, rows=192)
     other = Chunk(ids[0, :5].tolist(), 0, [len(pages)])
 
     def newest(first: int, *others: Chunk) -> torch.Tensor:
@@ -68,7 +69,7 @@ def test_both_over_a_hierarchical_cache_interpreted() -> None:
 
 def test_only_what_ends_sums_reads_sinks() -> None:
     """Whatever takes the place of a sum does not have them yet, or they would weigh several times."""
-    plain, plan = (make_plan(lowered("bf16", **more)[1], 90) for more in ({}, {"sinks": True}))
+    plain, plan = (make_plan(lowered("bf16", **more)[1], TARGETS["h200"]) for more in ({}, {"sinks": True}))
     readers = {v.kernel for launch in plan.launches for v in launch.variants if _reads(plan, v.kernel, "sinks")}
     assert {kernel.rsplit("-", 1)[0].split("_", 1)[0] for kernel in readers} == {"attention", "merge"}
     assert all("whole" in kernel if kernel.startswith("attention") else "part" not in kernel for kernel in readers)
@@ -90,5 +91,5 @@ def test_decode_kernels_with_both_compile_without_spills(format: str) -> None:
     kv = GpuKV(format, 32, 128)  # heads of their own, as those of models with linear biases
     base = AttentionSpec(kv, 32, 4096, 0.1, split=tiles.split_positions(kv), bias_positions=2048, sinks=True)
     most = 0 if triton_version().startswith("3.6.") else 256
-    for work, spec in tiles.decode_attention(base).items():
+    for work, spec in tiles.decode_attention(base, SplitLimits(kv, TARGETS["h200"].multiprocessors)).items():
         assert compile_kernel(for_queries(spec, 1).kernel(90), 90).spill_bytes <= most, work

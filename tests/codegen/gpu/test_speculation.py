@@ -17,6 +17,7 @@ from qcompile.runtime.sampling import accept
 from qcompile.runtime.sampling.sampling import SamplingParams
 from qcompile.runtime.speculation import host
 from qcompile.runtime.speculation.host import HostSpeculator, look_up
+from qcompile.targets import TARGETS
 from tests.codegen.gpu.test_step import lowered
 from tests.support.graphs import decoder
 from tests.support.interpreted import interpreted, needs_triton
@@ -93,7 +94,7 @@ def interpret_acceptance() -> None:
     from qcompile.codegen.gpu.compile import load
 
     program = lowered("bf16")[1]
-    plan = Plan(90, kv_of(program), 64)
+    plan = Plan(TARGETS["h200"], kv_of(program), 64)
     plan.add_rounds()
     make = random.Random(1)
     for count, rows in ((1, 1), (3, 4), (5, 2)):
@@ -180,7 +181,7 @@ def interpret_lookup() -> None:
     """The kernel that proposes against runtime's look_up, in texts of any length to which a round adds."""
     from qcompile.codegen.gpu.compile import load
 
-    plan = Plan(90, kv_of(lowered("bf16")[1]), 64)
+    plan = Plan(TARGETS["h200"], kv_of(lowered("bf16")[1]), 64)
     plan.add_lookup()
     (kernel,) = plan.kernels.values()
     make, proposed = random.Random(2), 0

@@ -12,9 +12,10 @@ import torch
 
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.gemm.pack import pack_gpu, padded_inputs, unpack_gpu
-from qcompile.codegen.gpu.gemm.spec import MULTIPROCESSORS, KernelSpec, Tile, compile_for, reference, render
+from qcompile.codegen.gpu.gemm.spec import KernelSpec, Tile, compile_for, reference, render
 from qcompile.errors import UnsupportedError
 from qcompile.formats.numerics import dequantize_weight, quantize_activation, quantize_weight
+from qcompile.targets import TARGETS, TUNED_ON
 from tests.codegen.gpu.test_gemm import IN_GROUPS, number_format, packing_of, weight
 from tests.support.interpreted import interpreted, needs_triton
 
@@ -136,7 +137,9 @@ def test_a_single_row_of_a_small_or_an_odd_weight_has_a_kernel_of_its_own() -> N
         for n, k in (*SHAPES, (151936, 1024), (151936, 896), (256, 256)):
             if format != "qoq_g128" or k % 256 == 0:
                 tile = tiles.choose_batch_invariant(format, n, padded_inputs(k, format), 1)
-                assert tile.tokens == 1 and n // tile.rows * tile.warps >= min(n // 8 * 4, 8 * MULTIPROCESSORS), (
+                assert tile.tokens == 1 and n // tile.rows * tile.warps >= min(
+                    n // 8 * 4, 8 * TUNED_ON.multiprocessors
+                ), (
                     n,
                     k,
                     tile,
@@ -152,7 +155,7 @@ def test_large_m_uses_serial_k_where_there_are_programs_enough() -> None:
     # Parts of a large K are split where programs would be small.
     assert tiles.choose_batch_invariant("bf16", 4096, 14336, 64).split_k == 4
     assert tiles.choose_batch_invariant("qoq_g128", 4096, 4096, 512).serial_k == 1  # integers have no order
-    assert tiles.choose_batch_invariant("w4_asym_g128", 4096, 4096, 512, 80).serial_k == 1
+    assert tiles.choose_batch_invariant("w4_asym_g128", 4096, 4096, 512, TARGETS["a100"]).serial_k == 1
     for tile in (
         Tile(16, 32, serial_k=2, split_k=2),
         Tile(1, 8, serial_k=2),
@@ -211,7 +214,7 @@ def test_weights_of_any_shape_have_programs_for_all_multiprocessors(format: str)
         most = tiles.MAX_SPLIT_K[not decode.float_sum]
         programs = n // decode.tile.rows * decode.tile.split_k
         few = decode.parts >= most and decode.tile.rows == 64
-        assert programs >= MULTIPROCESSORS or few or k < 2 * decode.parts * tiles.MIN_SPLIT_INPUTS, decode
+        assert programs >= TUNED_ON.multiprocessors or few or k < 2 * decode.parts * tiles.MIN_SPLIT_INPUTS, decode
         if decode.float_sum:
             assert len({spec.part_starts for spec in specs}) == 1, specs
 
@@ -220,26 +223,24 @@ EVERY = (*FLOATS, "w4_asym_g128_a8", "mix_4_8", *INTEGERS)
 SMALL = ((64, 768), (96, 1280), (4160, 2560), (320, 5376))
 
 
-@pytest.mark.parametrize("capability", [80, 89, 90, 100])
+@pytest.mark.parametrize("target", ["a100", "l40s", "h200", "b200"])
 @pytest.mark.parametrize("format", EVERY)
-def test_cuts_fit_the_gpu_and_begin_where_others_do(format: str, capability: int) -> None:
+def test_cuts_fit_the_gpu_and_begin_where_others_do(format: str, target: str) -> None:
     """All of a weight's, by class of M: a row's bits are by where parts of the inputs begin."""
-    room = {80: 163, 89: 99}.get(capability, 227) * 1024
+    gpu = TARGETS[target]
     for n, k in (*SHAPES, *SMALL):
         k = padded_inputs(k, packing_of(format))
         if format == "mix_4_8" and n % 64:
             continue
         specs = [
-            KernelSpec(
-                format, n, k, tiles.choose_batch_invariant(format, n, k, most or tiles.LARGE_M, capability), width=n
-            )
+            KernelSpec(format, n, k, tiles.choose_batch_invariant(format, n, k, most or tiles.LARGE_M, gpu), width=n)
             for most in tiles.token_classes(format)
         ]
         assert format in INTEGERS or len({spec.part_starts for spec in specs}) == 1, (n, k)
         for spec in specs:
             tile = spec.tile
-            assert tile.stages * spec.step_bytes <= room, (n, k, tile)
-            if capability != 90:
+            assert tile.stages * spec.step_bytes <= gpu.shared_bytes, (n, k, tile)
+            if gpu.capability != 90:
                 assert (tile.unpack_k, tile.serial_k, tile.fused_planes) == (0, 1, False)
-            if capability < 90:
+            if gpu.capability < 90:
                 assert tile.prefetch_bytes == 0

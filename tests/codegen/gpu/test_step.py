@@ -17,11 +17,10 @@ import torch
 from qcompile import ops, pipeline, recipes
 from qcompile.calibration import Calibration
 from qcompile.cli.bench import seconds_of
-from qcompile.codegen.gpu.attention import AttentionSpec, GpuKV, for_queries
+from qcompile.codegen.gpu.attention import AttentionSpec, GpuKV, SplitLimits, for_queries
 from qcompile.codegen.gpu.compile import Kernel, build, compile_kernel, triton_version
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.gemm.pack import GPU_PACKING
-from qcompile.codegen.gpu.gemm.spec import MULTIPROCESSORS
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.codegen.gpu.rows import MAX_WIDTH, RowSpec, in_blocks
 from qcompile.codegen.lower import lower
@@ -83,7 +82,7 @@ def interpret_recipes(*names: str) -> None:
         }
         more = options.get(name, {})
         graph, program, blobs = lowered(name.split()[0], **more)
-        machine = Interpreter(program, make_plan(program, 90, split=64, inline_asm=False), blobs)
+        machine = Interpreter(program, make_plan(program, TARGETS["h200"], split=64, inline_asm=False), blobs)
         ids = torch.randint(0, SHAPE["vocab"], (2, 20), generator=torch.Generator().manual_seed(1))
         inputs = step_inputs(ids, None, graph)
         want = graph.run(*inputs)[0]
@@ -107,7 +106,7 @@ def interpret_narrow_values() -> None:
     for name in ("qserve", "bf16"):
         made = latent(vocab=64, hidden=128, heads=2, plain=64, turned=32, narrow=64, rank=96)
         graph, program, blobs = gpu_program(made, name, {})
-        machine = Interpreter(program, make_plan(program, 90, split=64, inline_asm=False), blobs)
+        machine = Interpreter(program, make_plan(program, TARGETS["h200"], split=64, inline_asm=False), blobs)
         ids = torch.randint(0, 64, (1, 9), generator=torch.Generator().manual_seed(1))
         inputs = step_inputs(ids, None, graph)
         want = graph.run(*inputs)[0]
@@ -164,7 +163,9 @@ def test_only_positions_may_lie_behind_their_table() -> None:
     program = lowered("bf16")[1]
     for index, bounded in (("tokens", False), ("positions", True)):
         calls = [replace(call, index=index) if isinstance(call, Embed) else call for call in program.calls]
-        sources = [kernel.source for kernel in make_plan(replace(program, calls=calls), 90).kernels.values()]
+        sources = [
+            kernel.source for kernel in make_plan(replace(program, calls=calls), TARGETS["h200"]).kernels.values()
+        ]
         assert any(f"tl.minimum(source, {SHAPE['vocab'] - 1})" in source for source in sources) == bounded
 
 
@@ -191,11 +192,11 @@ def test_xielu_interpreted() -> None:
 @pytest.mark.parametrize("target", ["a100", "l40s", "h200", "b200"])
 def test_xielu_compiles(target: str) -> None:
     needs_triton()
-    capability = TARGETS[target].capability
-    plan = make_plan(lowered("w4a16", act="xielu")[1], capability)
+    machine = TARGETS[target]
+    plan = make_plan(lowered("w4a16", act="xielu")[1], machine)
     own = {label: kernel for label, kernel in plan.kernels.items() if "xielu" in label}
     assert len(own) == 1 and all("curve" in [a.name for a in kernel.arguments] for kernel in own.values())
-    assert all(compile_kernel(kernel, capability).spill_bytes == 0 for kernel in own.values())
+    assert all(compile_kernel(kernel, machine.capability).spill_bytes == 0 for kernel in own.values())
 
 
 def test_odd_inputs_interpreted() -> None:
@@ -236,7 +237,7 @@ def interpret_nested_draft() -> None:
     read = {name for c in program.calls if c.kernel == "gemm" for name in c.weights.values()}
     assert read == {n for c in verify.calls if c.kernel == "gemm" for n in c.weights.values() if not n.endswith(".low")}
     blobs = {name: blob for w in table.weights for (name, _), blob in zip(w.blobs, w.produce(), strict=True)}
-    machine = Interpreter(program, make_plan(program, 90, split=64, inline_asm=False), blobs)
+    machine = Interpreter(program, make_plan(program, TARGETS["h200"], split=64, inline_asm=False), blobs)
     ids = torch.randint(0, SHAPE["vocab"], (1, 20), generator=torch.Generator().manual_seed(1))
     inputs = step_inputs(ids, None, drafted[-1])
     want = drafted[-1].run(*inputs)[0]
@@ -278,7 +279,7 @@ def interpret_feedback() -> None:
     from tests.support.gpu_interpreter import Interpreter
 
     _, program, blobs = lowered("qserve")
-    machine = Interpreter(program, make_plan(program, 90, split=64, inline_asm=False), blobs)
+    machine = Interpreter(program, make_plan(program, TARGETS["h200"], split=64, inline_asm=False), blobs)
     _, first = machine.step([Chunk([5], 0, [0]), Chunk([7], 0, [1])])
     machine.feed_back(2)
     inputs = machine.inputs
@@ -314,7 +315,7 @@ def test_a_script_without_a_guard_compiles_in_several_processes(tmp_path: Path) 
 def test_decode_kernels_compile_without_spills(target: str, recipe: str) -> None:
     needs_triton()
     machine = TARGETS[target]
-    plan = make_plan(lowered(recipe)[1], machine.capability)
+    plan = make_plan(lowered(recipe)[1], machine)
     # Where rows are taken alone: the kernels for one, for most of those, and for a few more.
     first = []
     for launch in plan.launches:
@@ -336,7 +337,7 @@ def test_attention_of_several_positions_compiles_without_spills(format: str) -> 
     needs_triton()
     kv = GpuKV(format, 8, 128)
     base = AttentionSpec(kv, 32, 4096, 0.1, split=tiles.split_positions(kv))
-    base = tiles.decode_attention(base)["coarse"]
+    base = tiles.decode_attention(base, SplitLimits(kv, TARGETS["h200"].multiprocessors))["coarse"]
     assert for_queries(base, 1).rows == 8 and for_queries(base, 7).rows == 16  # two programs
     most = for_queries(base, 5)
     assert (most.rows, most.warps) == (24, 2)
@@ -346,16 +347,16 @@ def test_attention_of_several_positions_compiles_without_spills(format: str) -> 
 
 def test_rows_are_quantized_in_parts_where_the_kernel_before_stored_their_amax() -> None:
     of_heads = (1, "decode_tokens")
-    cases: list[tuple[str, int, int, set[tuple[int, str]]]] = [
-        ("qserve", 256, 89, {(3, "tokens"), of_heads}),
+    cases: list[tuple[str, int, str, set[tuple[int, str]]]] = [
+        ("qserve", 256, "l40s", {(3, "tokens"), of_heads}),
         # Up to 8 and 16 rows warp-specialized kernels store it too; with so many weights there is no split-K.
-        ("qserve", 256, 90, {(5, "tokens"), of_heads}),
-        ("qserve", 10240, 90, {(5, "tokens"), of_heads}),
-        ("qserve-channel", 256, 90, set()),
-        ("nested", 256, 90, set()),
+        ("qserve", 256, "h200", {(5, "tokens"), of_heads}),
+        ("qserve", 10240, "h200", {(5, "tokens"), of_heads}),
+        ("qserve-channel", 256, "h200", set()),
+        ("nested", 256, "h200", set()),
     ]
-    for recipe, ffn, capability, known in cases:
-        plan = make_plan(lowered(recipe, ffn=ffn)[1], capability)
+    for recipe, ffn, target, known in cases:
+        plan = make_plan(lowered(recipe, ffn=ffn)[1], TARGETS[target])
         stored: list[tuple[int, int, str]] = []  # most rows, amax values of a row, and the launch's count
         seen = set()
         for launch in plan.launches:
@@ -386,7 +387,7 @@ def _amax_parts_of(source: str) -> int:
 
 
 def test_programs_for_many_rows_have_all_rows_of_mixed_weights() -> None:
-    plan = make_plan(lowered("mixllm", ffn=512)[1], 90)
+    plan = make_plan(lowered("mixllm", ffn=512)[1], TARGETS["h200"])
     odd = 0
     for launch in plan.launches:
         for variant in launch.variants:
@@ -396,13 +397,15 @@ def test_programs_for_many_rows_have_all_rows_of_mixed_weights() -> None:
                 odd += n % rows > 0
                 # Persistent programs loop over all tiles.
                 stored = re.search(r"^N_TILES = tl\.constexpr\((\d+)\)", source, re.M)
-                choose = int(stored[1]) if stored and variant.grid[0] == MULTIPROCESSORS else variant.grid[1]
+                choose = (
+                    int(stored[1]) if stored and variant.grid[0] == plan.target.multiprocessors else variant.grid[1]
+                )
                 assert choose == -(-n // rows), launch.name
     assert odd  # some programs lack the rows of some of their warps
 
 
 def test_few_rows_are_quantized_in_parts_of_whole_groups() -> None:
-    plan = make_plan(lowered("nested", ffn=1280)[1], 90)
+    plan = make_plan(lowered("nested", ffn=1280)[1], TARGETS["h200"])
     grids = {
         tuple((variant.grid[1], variant.most) for variant in launch.variants)
         for launch in plan.launches
@@ -414,7 +417,7 @@ def test_few_rows_are_quantized_in_parts_of_whole_groups() -> None:
 @pytest.mark.parametrize("recipe", ["qserve", "w4a4", "quantspec"])
 def test_what_a_call_takes_is_what_its_launches_take(recipe: str) -> None:
     program = lowered(recipe)[1]
-    timed = {launch.name: (1.0, 1) for launch in make_plan(program, 90).launches}
+    timed = {launch.name: (1.0, 1) for launch in make_plan(program, TARGETS["h200"]).launches}
     seconds = [seconds_of(call.name, timed) for call in program.calls if not _only_rounds(program, call)]
     assert min(seconds) >= 1 and sum(seconds) == len(timed)
 
@@ -429,7 +432,7 @@ def test_attention_sums_features_alike_in_all_programs(format: str, monkeypatch:
     """Which threads sum what of queries of 128 features decides a row's last bits."""
     needs_triton()
     shape = {"hidden": 128, "heads": 4, "kv_heads": 1, "head_dim": 128}
-    plan = make_plan(lowered("bf16", passes={"cache.format": format}, **shape)[1], 90)
+    plan = make_plan(lowered("bf16", passes={"cache.format": format}, **shape)[1], TARGETS["h200"])
     kernels = {label: kernel for label, kernel in plan.kernels.items() if label.startswith("attention")}
     found = {label: _sizes_of_sums(_laid_out(kernel, monkeypatch)) for label, kernel in kernels.items()}
     # Neighbours are added, and of two there is one order.
@@ -483,4 +486,4 @@ def _sizes_of_sums(ttgir: str) -> set[int]:
 )
 def test_what_has_no_gpu_kernel_is_refused_by_name(recipe: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
-        make_plan(lowered(recipe, passes=options)[1], 90)
+        make_plan(lowered(recipe, passes=options)[1], TARGETS["h200"])

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from qcompile.codegen.gpu.gemm.spec import MULTIPROCESSORS, KernelSpec, Tile, render
+from qcompile.codegen.gpu.gemm.spec import KernelSpec, Tile, render
+from qcompile.targets import TUNED_ON
 
 PERSISTENT = Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, persistent=True)
 
@@ -16,7 +17,7 @@ PERSISTENT = Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, persistent=True)
 def functions(source: str, first: str, *names: str) -> dict[str, Any]:
     """What a kernel's source says from `first` on, and its functions `names`, for plain numbers."""
     known = SimpleNamespace(constexpr=int, minimum=min, maximum=max, where=lambda c, a, b: a if c else b)
-    found: dict[str, Any] = {"tl": known, "TOKENS": 256, "PROGRAMS": MULTIPROCESSORS}
+    found: dict[str, Any] = {"tl": known, "TOKENS": 256, "PROGRAMS": TUNED_ON.multiprocessors}
     blocks = source.split("\n\n\n")
     constants = source[source.index(first) :].split("\n\n\n")[0] if first else ""
     defined = [block for block in blocks if any(f"def {name}(" in block for name in names)]
@@ -87,9 +88,9 @@ def test_the_last_tiles_are_halved_where_they_leave_most_programs_without_one(n:
     )
     for token_tiles in (1, 2, 3, 4, 5, 9):
         whole, halved = named["item_counts"](token_tiles)
-        rest = token_tiles * n // 128 % MULTIPROCESSORS
-        assert halved == (2 * rest if rest <= MULTIPROCESSORS // 2 else 0)
-        assert not halved or (whole % MULTIPROCESSORS == 0 and halved <= MULTIPROCESSORS)
+        rest = token_tiles * n // 128 % TUNED_ON.multiprocessors
+        assert halved == (2 * rest if rest <= TUNED_ON.multiprocessors // 2 else 0)
+        assert not halved or (whole % TUNED_ON.multiprocessors == 0 and halved <= TUNED_ON.multiprocessors)
         found = [
             (*named["item_coords"](item, whole, token_tiles), 256 if item < whole else 128)
             for item in range(whole + halved)
