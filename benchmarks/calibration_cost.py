@@ -26,7 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
 from benchmarks.common import RESULTS, machine, write_result
-from qcompile.calibration import SAMPLE_TOKENS, SAMPLES, Request
+from qcompile.calibration import SAMPLE_TOKENS, SAMPLES, CalibrationSource
 
 MODEL = Path(__file__).parents[1] / "samples" / "pycode-26m"
 MOST_GIB, MOST_SECONDS = 6.0, 240
@@ -69,7 +69,7 @@ def shortened(model: Path, layers: int, folder: Path) -> Path:
 def built(model: Path, row: Row, calib: Path, said: Any) -> None:
     """Build in this process; send its peak memory in bytes."""
     with tempfile.TemporaryDirectory() as folder:
-        text: Any = Request(calib, row.samples, row.length)
+        text: Any = CalibrationSource(calib, row.samples, row.length)
         if row.layers is not None:
             source = Path(folder) / "model"
             source.mkdir()

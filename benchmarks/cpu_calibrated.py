@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
 from benchmarks.common import RESULTS, machine, write_result
-from qcompile.calibration import SAMPLES, Request
+from qcompile.calibration import SAMPLES, CalibrationSource
 
 MODEL = Path(__file__).parents[1] / "samples" / "pycode-26m"
 FLOAT = 5.2958
@@ -95,7 +95,7 @@ def measure(row: Row, data: Path, calib: Path, windows: int | None, samples: int
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "artifact"
-        text = Request(calib, samples) if row.calibrated else None
+        text = CalibrationSource(calib, samples) if row.calibrated else None
         qcompile.build(MODEL, out, recipe=row.recipe, options=row.options, head_dtype="f32", calib=text)
         built = time.perf_counter() - started
         with qcompile.load(out) as llm:

@@ -1,12 +1,12 @@
-"""Calibration text: read it, cut it into samples, and refuse unusable text with a clear error.
+"""Calibration text: read a file, cut its tokens into samples, and refuse unusable text with a clear error.
 
-Passes that measure activations find it as `graph.calibration`; without it they can only use the weights.
+Passes that measure activations read `graph.calibration`; if it is None they can only use the weights.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,13 +17,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qcompile import texts
+from qcompile.clock import Progress, silent
 from qcompile.errors import ResourceError, UsageError
 from qcompile.texts import encoded
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-    from qcompile.graph import Graph, ModelInfo
 
 SAMPLES, SAMPLE_TOKENS = 128, 1024
 """The default amount of text. QServe D.1 uses 64 samples of 1,024 tokens, MixLLM 4.1 128 of 2,048."""
@@ -48,16 +47,10 @@ _NOTE = "note "
 EXCERPT_TOKENS = 8192
 """Number of tokens on which channel magnitudes are measured."""
 
-Progress = Callable[[str, int, int], None]
-
-
-def _silent(stage: str, done: int, total: int) -> None:
-    pass
-
 
 @dataclass(frozen=True)
-class Request:
-    """A request for calibration text: a text file, or tokens int64 [samples, length], and how much of it to use.
+class CalibrationSource:
+    """Where calibration tokens come from: a text file, or tokens int64 [samples, length], and how much of it to use.
 
     `samples`, `length` and `seed` select from a file; tokens are used as they are.
     """
@@ -85,7 +78,7 @@ class Calibration:
     tokens: Tensor
     source: str = ""
     folder: Path | None = None
-    progress: Progress = field(default=_silent, compare=False)
+    progress: Progress = field(default=silent, compare=False)
 
     def __post_init__(self) -> None:
         if self.tokens.dim() != 2 or 0 in self.tokens.shape or self.tokens.dtype != torch.int64:
@@ -106,14 +99,12 @@ class Calibration:
         """The first samples, up to `most` tokens but at least one sample: enough to measure channel magnitudes."""
         return self.tokens[: max(1, most // self.tokens.shape[1])]
 
-    def fingerprint(self, graph: Graph, what: str) -> str:
-        """Hash of all that a result `what` depends on: `graph`, its weights and this text."""
+    def fingerprint(self, content: Iterable[bytes], what: str) -> str:
+        """Hash of all that a result `what` depends on: the `content` of a graph (Graph.content) and this text."""
         digest = hashlib.sha256(f"{VERSION} {torch.__version__} {tuple(self.tokens.shape)} {what}".encode())
-        digest.update(self.digest().encode() + graph.to_json().encode())
-        for node in graph.nodes:
-            if node.op == "get_attr":
-                value = graph.weights[str(node.target)]
-                digest.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(self.digest().encode())
+        for part in content:
+            digest.update(part)
         return digest.hexdigest()[:32]
 
     def path(self, key: str) -> Path | None:
@@ -161,31 +152,39 @@ class Calibration:
         return {"source": self.source, "samples": samples, "length": length, "sha256": self.digest()}
 
 
-def open_(
-    request: Request, directory: Path | None, info: ModelInfo, folder: Path | None, progress: Progress
+def open_source(
+    source: CalibrationSource,
+    directory: Path | None,
+    *,
+    bos: int | None,
+    vocabulary: int,
+    context: int,
+    folder: Path | None = None,
+    progress: Progress = silent,
 ) -> Calibration:
-    """The calibration that a build requested, for the model `info` whose tokenizer is in `directory`.
+    """The calibration tokens of `source`, for a model with the tokenizer in `directory` and a `context` in tokens.
 
-    `folder` keeps results between interrupted runs. Raises UsageError in the same cases as `read`.
+    `bos` and `vocabulary` are as for `read`; `folder` keeps results between interrupted runs. Raises UsageError in the
+    same cases as `read`.
     """
-    if isinstance(request.given, Tensor):
-        found = Calibration(request.given, "tokens")
-        found.check_vocabulary(info.vocab_size)
-        if not 2 <= (length := found.tokens.shape[1]) <= info.max_position:
-            raise UsageError(f"calibration samples have {length} tokens; they may have 2 to {info.max_position}")
+    if isinstance(source.given, Tensor):
+        calibration = Calibration(source.given, "tokens")
+        calibration.check_vocabulary(vocabulary)
+        if not 2 <= (length := calibration.tokens.shape[1]) <= context:
+            raise UsageError(f"calibration samples have {length} tokens; they may have 2 to {context}")
     elif directory is None:
         raise UsageError("calibration text needs a model with a tokenizer: give token ids [samples, length] instead")
     else:
-        found = read(
-            request.given,
+        calibration = read(
+            source.given,
             load_tokenizer(directory),
-            bos=info.bos_token_id,
-            vocabulary=info.vocab_size,
-            samples=request.samples,
-            length=min(request.length, info.max_position),
-            seed=request.seed,
+            bos=bos,
+            vocabulary=vocabulary,
+            samples=source.samples,
+            length=min(source.length, context),
+            seed=source.seed,
         )
-    return replace(found, folder=folder, progress=progress)
+    return replace(calibration, folder=folder, progress=progress)
 
 
 def read(
@@ -229,9 +228,9 @@ def read(
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(windows, generator=generator)[:samples].sort().values
     tokens = torch.tensor(stream[: windows * length]).reshape(windows, length)[chosen]
-    found = Calibration(tokens, Path(path).name)
-    found.check_vocabulary(vocabulary)
-    return found
+    calibration = Calibration(tokens, Path(path).name)
+    calibration.check_vocabulary(vocabulary)
+    return calibration
 
 
 def read_documents(path: str | Path) -> list[str]:

@@ -249,6 +249,14 @@ class Graph:
 
     # ---- text --------------------------------------------------------------------------------
 
+    def content(self) -> Iterator[bytes]:
+        """The graph as JSON, then the bytes of each weight that it reads: all that its results depend on."""
+        yield self.to_json().encode()
+        for node in self.nodes:
+            if node.op == "get_attr":
+                value = self.weights[str(node.target)]
+                yield value.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
     def to_json(self) -> str:
         """The graph as versioned JSON: nodes in order, weights by name; no code, no pickle."""
         nodes = [_describe(node) for node in self.fx.nodes]

@@ -22,8 +22,11 @@ from qcompile import calibration, recipes, targets
 from qcompile.artifact.layout import PASSES_FILE, canonical_json
 from qcompile.artifact.shards import WeightSpec
 from qcompile.artifact.writer import ArtifactWriter
-from qcompile.calibration import Request
-from qcompile.checkpoints import frontend, huggingface, traces
+from qcompile.calibration import CalibrationSource
+from qcompile.checkpoints import frontend, traces
+from qcompile.checkpoints.hub import find
+from qcompile.checkpoints.tokenizer_files import other_tokenizer, tokenizer_files
+from qcompile.checkpoints.tracing import hurried
 from qcompile.clock import Clock, Progress, silent
 from qcompile.codegen.backend import Backend, backend_of
 from qcompile.codegen.lower import lower
@@ -157,7 +160,7 @@ def build(
     drafts: str | Path | Sequence[Any] = (),
     progress: Progress | None = None,
     dump_ir: str | Path | None = None,
-    calib: Request | str | Path | torch.Tensor | None = None,
+    calib: CalibrationSource | str | Path | torch.Tensor | None = None,
     check_passes: bool = False,
     passes: Sequence[Pass] = (),
     **source: Any,
@@ -170,15 +173,15 @@ def build(
     {"cache.format": "kv8"}; `head_dtype` overrides the output head (int8, bf16, f32). Each of `drafts`, a checkpoint
     (of the same tokenizer unless it is the only draft) or, as the last one, `LOOKUP`, proposes tokens to the path
     before it; the recipe's own drafts come first. `dump_ir` is a folder for all graphs as text and SVG. `calib` is the
-    text by which weights' codes are chosen (a file, token ids [samples, length], or a calibration.Request); if
-    interrupted, the same build resumes. `check_passes` records each pass's change of the logits and seconds, on a short
-    text, in passes.json. `passes` are further passes, which run after `raise`. Raises QCompileError, without leaving a
-    partial artifact, and TypeError for an argument that does not exist.
+    text by which weights' codes are chosen (a file, token ids [samples, length], or a calibration.CalibrationSource).
+    If interrupted, the same build resumes. `check_passes` records each pass's change of the logits and seconds, on a
+    short text, in passes.json. `passes` are further passes, which run after `raise`. Raises QCompileError, without
+    leaving a partial artifact, and TypeError for an argument that does not exist.
     """
     frontend.check_arguments(build, source)
     clock = Clock(progress or silent)
     machine = targets.get_target(target)
-    wanted = calib if calib is None or isinstance(calib, Request) else Request(calib)
+    wanted = calib if calib is None or isinstance(calib, CalibrationSource) else CalibrationSource(calib)
     kept = Path(out).absolute().parent / f".{Path(out).name}.calibration"
     request = _Request(model, recipe, options or {}, head_dtype, drafts, target, wanted, kept, check_passes, (*passes,))
     backend = backend_of(machine)
@@ -251,7 +254,7 @@ class _Request:
     head_dtype: str | None
     drafts: Any
     target: str
-    calib: Request | None = None
+    calib: CalibrationSource | None = None
     kept: Path | None = None
     """Folder for the results of an interrupted calibration."""
     check_passes: bool = False
@@ -279,7 +282,7 @@ class _Request:
         text = self.calib is not None and not isinstance(self.calib.given, torch.Tensor)
         if own_tokens or (text and isinstance(draft, (str, Path))):  # token ids would mean nothing to other tokens
             return replace(self, check_passes=False, calib=self.calib if text else None)
-        return replace(self, check_passes=False, calib=Request(known.tokens) if known else None)
+        return replace(self, check_passes=False, calib=CalibrationSource(known.tokens) if known else None)
 
     def own_drafts(self) -> Iterator[tuple[recipes.Draft, tuple[Pass, ...]]]:
         """The recipe's drafts, each with the passes from `speculate` on that derive it from the quantized graph."""
@@ -307,13 +310,21 @@ def _import(
     first, others = passes[0], passes[1:]
     if isinstance(model, Graph) and source:
         raise UsageError(f"{next(iter(source))} is for what is imported, and a Graph is imported already")
-    with clock("import"), frontend.hurried():
+    with clock("import"), hurried():
         place = None if checked else traces.place(model, source, str(first))
         trace = place.recall() if place else None
         graph = trace.graph if trace else model if isinstance(model, Graph) else frontend.load(model, **source)
         if request is not None and request.calib is not None:
-            directory = huggingface.find(model) if isinstance(model, (str, Path)) else None
-            graph.calibration = calibration.open_(request.calib, directory, graph.info, request.kept, clock.progress)
+            directory = find(model) if isinstance(model, (str, Path)) else None
+            graph.calibration = calibration.open_source(
+                request.calib,
+                directory,
+                bos=graph.info.bos_token_id,
+                vocabulary=graph.info.vocab_size,
+                context=graph.info.max_position,
+                folder=request.kept,
+                progress=clock.progress,
+            )
     if graph.stage == "import":
         graphs, records = run_passes(graph, (first,), clock, checked)
         if place:
@@ -343,7 +354,7 @@ def _plan(request: _Request, clock: Clock, source: Mapping[str, Any]) -> Plan:
             "graphs/program.json": program.to_json(),
             **{f"graphs/{draft.name}.json": draft.program.to_json() for draft in drafts},
             **{f"{draft.name}/tokenizer.json": draft.tokenizer for draft in drafts if draft.tokenizer},
-            **(huggingface.tokenizer_files(model) if isinstance(model, (str, Path)) else {}),
+            **(tokenizer_files(model) if isinstance(model, (str, Path)) else {}),
         }
         facts = canonical_json(_report(request, graphs, program, weights, records, drafts))
     lookup = LOOKUP in request.drafts
@@ -366,7 +377,7 @@ def _draft_paths(graphs: list[Graph], request: _Request, table: WeightTable, clo
     for other in (other for other in request.drafts if other != LOOKUP):
         name = f"draft{len(paths) + 1}"
         passes = configure(recipes.get_recipe(recipes.DRAFT_RECIPE).settings(), {})
-        tokenizer = huggingface.other_tokenizer(request.model, other)
+        tokenizer = other_tokenizer(request.model, other)
         asked = request.for_draft(other, tokenizer is not None, quantized.calibration)
         made, records = _import(other, passes, clock, {}, asked)
         info = made[-1].info

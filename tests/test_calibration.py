@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from qcompile.calibration import Calibration, Request, load_tokenizer, open_, read
+from qcompile.calibration import Calibration, CalibrationSource, load_tokenizer, open_source, read
 from qcompile.errors import ResourceError, UsageError
-from qcompile.graph import ModelInfo
 from tests.conftest import SAMPLE
 from tests.support.graphs import decoder
 
 TOKENIZER = load_tokenizer(SAMPLE)
+MODEL: Any = {"bos": None, "vocabulary": 10, "context": 64}
 WORDS = "".join(f"def add{i}(a, b):\n    return a + {i * i} * b\n" for i in range(40))
 
 
@@ -89,9 +90,8 @@ def test_refused_with_the_reason(tmp_path: Path, content: bytes, message: str) -
 def test_tokens_outside_the_vocabulary_are_refused(text: Path) -> None:
     with pytest.raises(UsageError, match="outside the model's vocabulary of 10"):
         sample(text, vocabulary=10)
-    info = ModelInfo("m", 10, 64, None, (), 0)
     with pytest.raises(UsageError, match="holds token 10, outside"):
-        open_(Request(torch.tensor([[1, 10]])), None, info, None, print)
+        open_source(CalibrationSource(torch.tensor([[1, 10]])), None, **MODEL)
 
 
 FOREIGN = "天地玄黄 宇宙洪荒 日月盈昃 辰宿列张 " * 40
@@ -124,24 +124,23 @@ def test_a_seed_that_no_generator_takes_is_refused(text: Path, seed: int) -> Non
 
 
 def test_refusals_of_missing_things(tmp_path: Path) -> None:
-    info = ModelInfo("m", 10, 64, None, (), 0)
     with pytest.raises(UsageError, match="cannot read calibration text"):
         sample(tmp_path / "missing")
     with pytest.raises(UsageError, match="give token ids"):
-        open_(Request("text"), None, info, None, print)
+        open_source(CalibrationSource("text"), None, **MODEL)
     with pytest.raises(ResourceError, match=r"tokenizer\.json is missing"):
         load_tokenizer(tmp_path)
     with pytest.raises(UsageError, match="takes token ids"):
         Calibration(torch.zeros(0, 4, dtype=torch.int64))
     for type_ in (torch.int32, torch.uint8, torch.bool, torch.float32):
         with pytest.raises(UsageError, match="takes token ids int64"):
-            open_(Request(torch.ones(2, 4, dtype=type_)), None, info, None, print)
+            open_source(CalibrationSource(torch.ones(2, 4, dtype=type_)), None, **MODEL)
     for length in (1, 65):
         with pytest.raises(UsageError, match=f"have {length} tokens; they may have 2 to 64"):
-            open_(Request(torch.ones(2, length, dtype=torch.int64)), None, info, None, print)
+            open_source(CalibrationSource(torch.ones(2, length, dtype=torch.int64)), None, **MODEL)
 
 
 def test_results_of_other_samples_of_the_same_text_are_not_taken() -> None:
     tokens, graph = torch.arange(32), decoder(layers=1)
-    one, two = (Calibration(tokens.view(shape)).fingerprint(graph, "") for shape in ((4, 8), (8, 4)))
+    one, two = (Calibration(tokens.view(shape)).fingerprint(graph.content(), "") for shape in ((4, 8), (8, 4)))
     assert one != two

@@ -103,7 +103,7 @@ class _Work:
     _done: int = 0
 
     def run(self) -> tuple[int, tuple[str, ...]]:
-        fingerprint = self.calibration.fingerprint(self.graph, str(self.options))
+        fingerprint = self.calibration.fingerprint(self.graph.content(), str(self.options))
         keys = {weight: f"{number:05}-{fingerprint}" for number, weight in enumerate(self.targets)}
         kept = {weight: self.calibration.kept(key) for weight, key in keys.items()}
         sizes = [weight.args[0].meta["val"].numel() for weight in self.targets]  # type: ignore[union-attr]

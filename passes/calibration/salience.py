@@ -127,7 +127,8 @@ class Salience(Pass):
     def _scores(self, graph: Graph, linears: list[fx.Node], calibration: Calibration) -> list[Tensor]:
         """Salience [N] of the output features of every linear."""
         calibration.check_vocabulary(graph.info.vocab_size)
-        key = f"salience-{calibration.fingerprint(graph, f'{self.samples} {self.first_order} {self.compensated}')}"
+        options = f"{self.samples} {self.first_order} {self.compensated}"
+        key = f"salience-{calibration.fingerprint(graph.content(), options)}"
         kept = calibration.kept(key)
         if kept is not None:
             return kept.tensors

@@ -45,7 +45,7 @@ class Trial:
 
     def increase(self, graph: Graph) -> float:
         """The perplexity increase when the linears of `graph` are quantized at their assigned precisions."""
-        key = f"trial-{self._calibration.fingerprint(graph, _precisions(graph))}"
+        key = f"trial-{self._calibration.fingerprint(graph.content(), _precisions(graph))}"
         kept = self._calibration.kept(key)
         if kept is not None:
             return kept.figures["increase"]

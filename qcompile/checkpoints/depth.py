@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from qcompile.checkpoints import huggingface
+from qcompile.checkpoints.configuration import DEPTH_KEY, cut
+from qcompile.checkpoints.huggingface import build
 
 DEEP = 8
 """Number of layers from which extrapolation pays off."""
@@ -54,7 +55,7 @@ class Repeats:
 
 def find(config: Any, allow_remote: bool = False) -> Repeats | None:
     """How the layers of the model of `config` repeat; None if truncation would tell nothing or save nothing."""
-    layers = getattr(config.get_text_config(), huggingface.DEPTH_KEY, None)
+    layers = getattr(config.get_text_config(), DEPTH_KEY, None)
     if not isinstance(layers, int) or layers < DEEP:
         return None
     whole = _signatures(config, layers, allow_remote)
@@ -63,12 +64,12 @@ def find(config: Any, allow_remote: bool = False) -> Repeats | None:
         return None
     cut_at = repeats.cuts[1]
     # The truncated model must consist of the full one's layers, whatever its configuration says about them.
-    return repeats if _signatures(huggingface.cut(config, cut_at), cut_at, allow_remote) == whole[:cut_at] else None
+    return repeats if _signatures(cut(config, cut_at), cut_at, allow_remote) == whole[:cut_at] else None
 
 
 def _signatures(config: Any, layers: int, allow_remote: bool) -> list[Signature]:
     """One signature per layer of the model of `config`, over all lists of that length; empty if there are none."""
-    model = huggingface.build(config, allow_remote)
+    model = build(config, allow_remote)
     stacks = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == layers]
     found: list[Signature] = [{} for _ in range(layers if stacks else 0)]
     for number, stack in enumerate(stacks):

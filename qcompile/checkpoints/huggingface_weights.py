@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qcompile.checkpoints import frontend
 from qcompile.checkpoints.checkpoint import Checkpoint, require_finite
-from qcompile.checkpoints.frontend import Loader
+from qcompile.checkpoints.loaders import Loader, TensorLoader
 from qcompile.errors import UnsupportedError, UsageError
 
 
@@ -34,7 +33,7 @@ def loaders(module: Any, checkpoint: Checkpoint) -> dict[str, Loader]:
         module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
     ):
         if name in computed:
-            found[name] = frontend.TensorLoader(name, computed[name])
+            found[name] = TensorLoader(name, computed[name])
             continue
         names = groups.get(id(value), [name])
         joined = next((assembled[n] for n in names if n in assembled), None)
@@ -47,7 +46,7 @@ def loaders(module: Any, checkpoint: Checkpoint) -> dict[str, Loader]:
             found[name] = functools.partial(checkpoint.load, stored)
         elif stored in checkpoint:
             checkpoint.require(stored, tuple(value.shape), value.is_floating_point())
-            found[name] = frontend.TensorLoader(name, checkpoint.raw(stored))
+            found[name] = TensorLoader(name, checkpoint.raw(stored))
     return found
 
 
@@ -58,7 +57,7 @@ def no_loaders(module: Any) -> dict[str, Loader]:
     kernel.
     """
     computed = _computed_buffers(module)
-    found: dict[str, Loader] = {name: frontend.TensorLoader(name, value) for name, value in computed.items()}
+    found: dict[str, Loader] = {name: TensorLoader(name, value) for name, value in computed.items()}
 
     def missing(name: str) -> Tensor:
         raise UnsupportedError(f"weight {name} was not given, and its values are needed: the model was read without")
@@ -74,7 +73,7 @@ def no_loaders(module: Any) -> dict[str, Loader]:
 
 def _stand_in(name: str, shape: torch.Size) -> Loader:
     """A placeholder number for the weight `name`, unlike any constant in a pattern and any other weight's."""
-    return frontend.TensorLoader(name, torch.full(shape, 0.37 + zlib.crc32(name.encode()) / 2**36))
+    return TensorLoader(name, torch.full(shape, 0.37 + zlib.crc32(name.encode()) / 2**36))
 
 
 def _file_names(module: Any, checkpoint: Checkpoint) -> tuple[dict[str, str], dict[str, _Assembled]]:

@@ -115,7 +115,7 @@ def build(
     with console.Progress() as progress:
         progress("import", 0, 1)
         gc.set_threshold(50_000, 20, 100)  # imports and traces are not garbage: looking for it would take 0.5 s
-        from qcompile.calibration import Request
+        from qcompile.calibration import CalibrationSource
         from qcompile.pipeline import PASSES
         from qcompile.pipeline import build as build_model
 
@@ -133,7 +133,7 @@ def build(
             progress=progress,
             dump_ir=dump_ir,
             check_passes=check,
-            calib=None if calib is None else Request(calib, samples, length, seed),
+            calib=None if calib is None else CalibrationSource(calib, samples, length, seed),
             allow_remote=allow_remote_code,
         )
     if chosen.calibrated and calib is None:

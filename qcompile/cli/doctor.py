@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from qcompile import pipeline
-from qcompile.checkpoints import depth, huggingface
+from qcompile.checkpoints import depth
+from qcompile.checkpoints.configuration import read_config
+from qcompile.checkpoints.hub import find
 from qcompile.cli import console
 from qcompile.errors import PassError, UnsupportedError
 from qcompile.report import bits
@@ -64,9 +66,9 @@ def examine(
     """
     request: dict[str, Any] = {"target": target, "recipe": recipe, "options": options, "head_dtype": head_dtype}
     try:
-        directory = huggingface.find(model)
+        directory = find(model)
         there = any(directory.glob("*.safetensors"))  # a configuration is enough
-        repeats = None if there else depth.find(huggingface.read_config(directory, **source), **source)
+        repeats = None if there else depth.find(read_config(directory, **source), **source)
         source |= {"weights": there}
         if repeats is None:
             facts = _facts(pipeline.plan(model, **request, **source))

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from qcompile import check
-from qcompile.checkpoints import frontend, huggingface
+from qcompile.checkpoints import frontend, hub, tokenizer_files
+from qcompile.checkpoints.attention_interface import attention, causal_mask
 from qcompile.errors import QCompileError, ResourceError, UnsupportedError, UsageError
 from qcompile.graph import Graph
 from qcompile.passes.base import apply
@@ -302,20 +303,20 @@ def test_bidirectional_mask() -> None:
     settings = LlamaConfig(**SETTINGS)
     for function in (bidirectional_mask_function, chunked_causal_mask_function(16, torch.zeros(1, dtype=torch.int64))):
         with pytest.raises(UnsupportedError, match="neither causal nor"):
-            huggingface.causal_mask(mask_function=function, config=settings)
+            causal_mask(mask_function=function, config=settings)
 
 
 def test_unknown_attention_option() -> None:
     q = torch.zeros(1, 4, 3, 8)
     with pytest.raises(UnsupportedError, match="attention option position_bias"):
-        huggingface.attention(nn.Module(), q, q, q, None, position_bias=q)
+        attention(nn.Module(), q, q, q, None, position_bias=q)
 
 
 # ---- tokenizers ----------------------------------------------------------------------------------------
 
 
 def test_tokenizer_files() -> None:
-    files = huggingface.tokenizer_files(SAMPLES / "pycode-1m")
+    files = tokenizer_files.tokenizer_files(SAMPLES / "pycode-1m")
     assert files["tokenizer.json"] == (SAMPLES / "pycode-1m" / "tokenizer.json").read_bytes()
     assert set(files) == {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
 
@@ -323,14 +324,14 @@ def test_tokenizer_files() -> None:
 def test_a_chat_template_in_a_file_of_its_own(tmp_path: Path) -> None:
     """Where transformers writes it; nothing else says how to talk to the model."""
     (tmp_path / "chat_template.jinja").write_bytes("{{ 'é' }}".encode())
-    assert huggingface.tokenizer_files(tmp_path) == {"chat_template.jinja": "{{ 'é' }}".encode()}
+    assert tokenizer_files.tokenizer_files(tmp_path) == {"chat_template.jinja": "{{ 'é' }}".encode()}
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(UsageError, match=r"chat_template\.jinja is not text"):
-        huggingface.tokenizer_files(tmp_path)
+        tokenizer_files.tokenizer_files(tmp_path)
 
 
 def test_no_tokenizer(tmp_path: Path) -> None:
-    assert huggingface.tokenizer_files(tmp_path) == {}
+    assert tokenizer_files.tokenizer_files(tmp_path) == {}
 
 
 def test_sentencepiece_model_becomes_json(tmp_path: Path) -> None:
@@ -348,24 +349,24 @@ def test_sentencepiece_model_becomes_json(tmp_path: Path) -> None:
     model.trainer_spec.model_type, model.trainer_spec.byte_fallback = 2, True
     (tmp_path / "tokenizer.model").write_bytes(model.SerializeToString())
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-    files = huggingface.tokenizer_files(tmp_path)
+    files = tokenizer_files.tokenizer_files(tmp_path)
     assert set(files) == {"tokenizer.json", "tokenizer_config.json"}
-    assert files == huggingface.tokenizer_files(tmp_path)
+    assert files == tokenizer_files.tokenizer_files(tmp_path)
     assert json.loads(files["tokenizer.json"])["model"]["vocab"]["\u2581ab"] == 259
 
 
 @pytest.mark.parametrize(("package", "module"), [("sentencepiece", "sentencepiece"), ("protobuf", "google.protobuf")])
 def test_packages_that_convert_are_named(package: str, module: str, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"a model")
-    monkeypatch.setattr(huggingface.importlib.util, "find_spec", lambda name: None if name == module else name)
+    monkeypatch.setattr(tokenizer_files.importlib.util, "find_spec", lambda name: None if name == module else name)
     with pytest.raises(ResourceError, match=rf"needs the {package} package to be converted: pip install"):
-        huggingface.tokenizer_files(tmp_path)
+        tokenizer_files.tokenizer_files(tmp_path)
 
 
 def test_tokenizer_that_cannot_be_converted(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"not a model")
     with pytest.raises(QCompileError, match=r"tokenizer\.model"):
-        huggingface.tokenizer_files(tmp_path)
+        tokenizer_files.tokenizer_files(tmp_path)
 
 
 def test_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,7 +379,7 @@ def test_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert huggingface.find("someone/model") == tmp_path
+    assert hub.find("someone/model") == tmp_path
     assert asked["name"] == "someone/model"
     assert not any(pattern.endswith((".bin", ".pt", ".py")) for pattern in asked["allow_patterns"])
     assert "chat_template.jinja" in asked["allow_patterns"]
@@ -388,4 +389,4 @@ def test_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(UsageError, match=r"nor reachable on the hub: no network$"):
-        huggingface.find("someone/model")
+        hub.find("someone/model")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._sympy.functions import Min
 
-from qcompile.checkpoints import frontend, state
+from qcompile.checkpoints import frontend, state, tracing
 from qcompile.errors import UnsupportedError, UsageError
 from tests.support import modules
 
@@ -105,7 +105,7 @@ class Fixed(modules.Plain):
 def test_an_export_by_example_sets_no_condition(kind: Callable[..., nn.Module], taken: bool) -> None:
     """What torch before 2.13 needs, whichever is here."""
     module = modules.randomized(kind(layers=1))
-    program = frontend._export_by_example(state.Watched(module), [torch.zeros(2, 7, dtype=torch.int64)], 64)
+    program = tracing._export_by_example(state.Watched(module), [torch.zeros(2, 7, dtype=torch.int64)], 64)
     assert (program is not None) == taken
     if program is not None:
         taken = program.graph_signature.user_inputs
@@ -125,7 +125,7 @@ def test_conditions_that_always_hold() -> None:
         sympy.Eq(one, same),
         sympy.Ge(one, 1),
     ):
-        assert frontend.always(condition, sizes), condition
+        assert tracing.always(condition, sizes), condition
     for condition in (
         sympy.Eq(Min(8 * one, 24 * one), 24 * one),
         sympy.Eq(Min(8 * one, 24 * other), 8 * one),
@@ -133,4 +133,4 @@ def test_conditions_that_always_hold() -> None:
         sympy.Gt(one, 5),
         sympy.Eq(sympy.Mod(one, 8), 0),
     ):
-        assert not frontend.always(condition, sizes), condition
+        assert not tracing.always(condition, sizes), condition

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import qcompile
-from qcompile.calibration import Calibration, Request
+from qcompile.calibration import Calibration, CalibrationSource
 from qcompile.errors import UsageError
 from qcompile.graph import Graph
 from qcompile.passes.assign_precision import AssignPrecision
@@ -192,7 +192,7 @@ def test_a_build_says_what_it_saw_and_is_reproducible(tiny_checkpoint: Path, tmp
     hashes = set()
     for _ in range(2):
         out = tmp_path / "out"
-        report = qcompile.build(str(tiny_checkpoint), out, recipe="w4a8", calib=Request(text, 4, 64))
+        report = qcompile.build(str(tiny_checkpoint), out, recipe="w4a8", calib=CalibrationSource(text, 4, 64))
         manifest = json.loads((out / "qcompile.json").read_text())
         hashes.add(manifest["sha256"])
     assert len(hashes) == 1
@@ -211,7 +211,9 @@ def test_an_interrupted_build_resumes_to_the_same_bytes(
     def build(name: str) -> dict[str, bytes]:
         out = tmp_path / name
         options = {"salience.samples": "2"}
-        qcompile.build(str(tiny_checkpoint), out, recipe="mixllm", options=options, calib=Request(text, 4, 64))
+        qcompile.build(
+            str(tiny_checkpoint), out, recipe="mixllm", options=options, calib=CalibrationSource(text, 4, 64)
+        )
         return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
     whole, done, choose = build("whole"), 0, calibrate.gptq.choose

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import qcompile
-from qcompile.calibration import Calibration, Request
+from qcompile.calibration import Calibration, CalibrationSource
 from qcompile.graph import Graph
 from qcompile.passes.assign_precision import AssignPrecision
 from qcompile.passes.base import apply
@@ -85,7 +85,7 @@ def test_a_build_reports_them(tiny_checkpoint: Path, tmp_path: Path) -> None:
     text = tmp_path / "calib.txt"
     text.write_text("def add(a, b):\n    return a + b\n" * 60)
     out = tmp_path / "out"
-    qcompile.build(str(tiny_checkpoint), out, recipe="qserve", calib=Request(text, 2, 64))
+    qcompile.build(str(tiny_checkpoint), out, recipe="qserve", calib=CalibrationSource(text, 2, 64))
     report = json.loads((out / "report.json").read_text())
     assert {len(side) for kind in report["outliers"].values() for side in kind.values()} == {2}
     page = report_page.page(report)

@@ -312,7 +312,7 @@ def test_other_models_are_calibrated_on_text_of_their_own_tokens(tiny_checkpoint
     text = tmp_path / "text.txt"
     text.write_text("def add(a, b):\n    return a + b\n" * 60)
     letters, tokens = speller(tiny_checkpoint, tmp_path), torch.randint(0, 200, (2, 32))
-    spelled = calibration.Request(text, 2, 32)
+    spelled = calibration.CalibrationSource(text, 2, 32)
     own, graph = str(tiny_checkpoint), frontend.load(str(tiny_checkpoint))  # a graph has no tokenizer to read text with
     cases: Any = ((own, tokens, 9), (str(letters), spelled, 5), (str(letters), tokens, 0), (graph, spelled, 9))
     for draft, calib, weights in cases:

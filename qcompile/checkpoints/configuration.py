@@ -1,0 +1,89 @@
+"""The transformers configuration of a checkpoint: read, checked, truncated, and asked for the context length."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+from qcompile.artifact.layout import MANIFEST
+from qcompile.checkpoints.checkpoint import read_json
+from qcompile.checkpoints.stored import formats
+from qcompile.errors import UnsupportedError, UsageError
+
+LENGTH_KEYS = ("max_position_embeddings", "max_seq_len", "seq_length")
+"""What configurations call the longest sequence; transformers translates other names to the first."""
+DEPTH_KEY = "num_hidden_layers"
+"""What configurations call their number of layers; transformers translates other names to this one."""
+MOST_LAYERS = 1024
+"""More is a mistake, or meant to keep the machine busy: models with weights to be had have at most about 130."""
+UNSTATED_LENGTH = 2048
+"""Context of a model that states none: one whose positions come from no table, which would end somewhere."""
+
+
+def read_config(directory: Path, allow_remote: bool = False) -> Any:
+    """The checkpoint's transformers configuration, refused when it is not of a plain decoder."""
+    if (directory / MANIFEST).exists() and not (directory / "config.json").exists():
+        raise UsageError(f"{directory} is an artifact, built already: give the folder of a model")
+    raw = read_json(directory / "config.json")
+    kind = raw.get("model_type")
+    if not isinstance(kind, str):
+        raise UsageError(f"{directory / 'config.json'} has no model_type")
+    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if kind not in CONFIG_MAPPING and not (allow_remote and "auto_map" in raw):
+        hint = " and wants its own code run (--allow-remote-code)" if "auto_map" in raw else ""
+        raise UnsupportedError(f"model type {kind} is unknown to transformers{hint}")
+    if (stored := raw.get("quantization_config")) is not None:
+        formats.reader(stored)
+    if raw.get("is_encoder_decoder"):
+        raise UnsupportedError(f"model type {kind} is an encoder-decoder; only decoders are compiled")
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    stated = raw.get("architectures") or [causal]
+    if kind in CONFIG_MAPPING and (causal is None or causal not in stated):
+        raise UnsupportedError(f"{stated[0] or kind} is not a decoder language model; only those are compiled")
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=allow_remote, local_files_only=True)
+    except Exception as error:  # validation of a configuration raises whatever it likes
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UsageError(f"{directory / 'config.json'} is not a valid {kind} configuration: {reason[:200]}") from error
+    _check_sizes(directory / "config.json", config.get_text_config())
+    return config
+
+
+def _check_sizes(path: Path, config: Any) -> None:
+    """Refuse sizes that no model has, before anything is made of them."""
+    layers = getattr(config, DEPTH_KEY, 1)
+    if isinstance(layers, int) and not 1 <= layers <= MOST_LAYERS:
+        raise UsageError(f"{path}: {DEPTH_KEY} is {layers}; it must be from 1 to {MOST_LAYERS}")
+    for name, value in vars(config).items():
+        if isinstance(value, int) and value >= 1 << 31:
+            raise UsageError(f"{path}: {name} is {value}; sizes must be below 2^31")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"{path}: {name} is {value}; it must be a number")
+
+
+def cut(config: Any, layers: int) -> Any:
+    """`config` with its first `layers` layers; lists that say something of each layer are cut too."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    depth = getattr(text, DEPTH_KEY)
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == depth:
+            setattr(text, name, value[:layers])
+    setattr(text, DEPTH_KEY, layers)
+    return config
+
+
+def context_length(config: Any) -> int:
+    """The longest sequence that the configuration states, in tokens; UNSTATED_LENGTH if it states none."""
+    text = config.get_text_config()
+    for key in LENGTH_KEYS:
+        value = getattr(text, key, None)
+        if value is not None:
+            if value < 1:
+                raise UsageError(f"the configuration says {key} = {value}; it must be a number of tokens")
+            return int(value)
+    return UNSTATED_LENGTH

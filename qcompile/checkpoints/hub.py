@@ -1,0 +1,28 @@
+"""Where a checkpoint is: a local directory, or one fetched from the model hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qcompile.errors import UsageError
+
+HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer.model", "chat_template.jinja"]
+
+
+def find(model: str | Path, allow_remote: bool = False) -> Path:
+    """The local directory of `model`: itself when it is one, else fetched from the hub (safetensors only)."""
+    if not str(model):
+        raise UsageError("the model's name is empty: give a checkpoint directory, or a name on the model hub")
+    path = Path(model)
+    if path.is_dir():
+        return path
+    if path.exists() or str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
+        raise UsageError(f"{model} is not a checkpoint directory")
+    from huggingface_hub import snapshot_download
+
+    patterns = [*HUB_PATTERNS, *(["*.py"] if allow_remote else [])]
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=patterns))
+    except Exception as error:  # the hub client raises a family of errors for offline, unknown and gated
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"{model} is neither a directory nor reachable on the hub: {reason}") from error
