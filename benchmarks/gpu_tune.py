@@ -1,6 +1,8 @@
 """Search tile choices on this GPU: every candidate is checked, then timed; the fastest go to a JSON file.
 
-python benchmarks/gpu_tune.py out.json [format ...]
+    python benchmarks/gpu_tune.py out.json [format ...]
+
+The fastest is also printed as an entry of codegen/gpu/gemm/tiles_h200.json.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import Problem, facts, graph_us, spec_for
 from qcompile.codegen.gpu.gemm import spec as gpu
 from qcompile.codegen.gpu.gemm.spec import DECODE_TOKENS, GEMV_FORMATS, KernelSpec, Tile
+from qcompile.codegen.gpu.gemm.tile_table import TunedFor, entry_line
 from qcompile.codegen.gpu.gemm.tiles import MIN_UNROLL, choose
 from qcompile.errors import UnsupportedError
 from qcompile.targets import TUNED_ON
@@ -196,7 +199,9 @@ def main() -> None:
                 for name, pairs in (("alone", ranked), ("early", ranked_early)):
                     best = [(us, vars(s.tile)) for us, s in pairs[:12]]
                     results.append({"job": job, "M": tokens, "kind": name, "ranked": best})
-                    print(f"{time.time() - start:4.0f}s", *job, "M", tokens, name, len(pairs), *best[:1], flush=True)
+                    print(f"{time.time() - start:4.0f}s", *job, "M", tokens, name, len(pairs), flush=True)
+                    tuned_for = TunedFor(job[0], job[3], job[1], job[2])
+                    print(*(entry_line(tuned_for, s.tile, [us], tokens) for us, s in pairs[:1]), flush=True)
             del problem
             Path(sys.argv[1]).write_text(json.dumps({**facts(), "results": results}))
         pool.shutdown(cancel_futures=True)

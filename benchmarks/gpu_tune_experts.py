@@ -5,7 +5,7 @@
 Weights are those of one layer of gpt-oss-20b and of Qwen3-30B-A3B: gate and up together, and down. A candidate is right
 if its outputs have the bits of the tile that codegen/gpu/gemm/expert_tiles.py has. What is timed is a graph of launches
 for tokens that chose experts at random, anew for each launch, so that weights come from memory. TUNE_SECONDS (540) ends
-the search.
+the search. The fastest are also printed as entries of codegen/gpu/gemm/expert_tiles_h200.json.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from qcompile.codegen.gpu.gemm import expert_tiles, tiles
 from qcompile.codegen.gpu.gemm import spec as gemm
 from qcompile.codegen.gpu.gemm.pack import pack_gpu, padded_inputs
 from qcompile.codegen.gpu.gemm.spec import KernelSpec, Tile
+from qcompile.codegen.gpu.gemm.tile_table import TunedFor, entry_line
 from qcompile.codegen.gpu.launches import grid_size
 from qcompile.codegen.gpu.router import BlocksSpec
 from qcompile.errors import UnsupportedError
@@ -235,13 +236,12 @@ def main() -> None:
             row = {"format": format, "weight": vars(weight), "tokens": tokens, "candidates": len(good)}
             before = {m: each[good[0]] for m, each in taken.items()}
             results.append(row | {"before": before, "tile_before": vars(good[0].tile), "ranked": rows})
-            short = [
-                (replace(s.tile, prefetch_bytes=0), {m: round(e[s], 1) for m, e in taken.items()}) for s in ranked[:3]
-            ]
             print(
                 f"{time.time() - start:4.0f}s", *job, len(good), {m: round(u, 1) for m, u in before.items()}, flush=True
             )
-            print(*short, sep="\n", flush=True)
+            tuned_for = TunedFor(format, tokens, weight.rows, problem.k)
+            for spec in ranked[:3]:
+                print(entry_line(tuned_for, spec.tile, [each[spec] for each in taken.values()]), flush=True)
             del problem
             Path(sys.argv[1]).write_text(json.dumps({**facts(), "results": results}))
         pool.shutdown(cancel_futures=True)

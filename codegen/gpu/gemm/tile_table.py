@@ -1,353 +1,112 @@
-"""Tuned tiles as data: what benchmarks/gpu_tune.py found fastest on an H200, with the time it measured.
+"""Tables of tuned tiles: the data files tiles_h200.json and expert_tiles_h200.json, read and checked.
 
-codegen/gpu/gemm/tiles.py says how one is chosen for a weight. The table is indexed by format, class of M (its largest
-M) and shape. Integer accumulators are exact under any tile, so their formats have entries of their own for M up to 8,
-and for 1 to 4: those were chosen by the time of a whole step, in which kernels overlap. Where floats add up integer
-sums of whole groups, the GEMV kernel sums in the same order, so those formats have such entries too.
+A file states the GPU, the tool that measured it (benchmarks/gpu_tune.py or gpu_tune_experts.py) and the dates. Each
+entry is one line: a kernel format, a class of M (`most_tokens`, its largest M), the shape [n, k], the fastest tile, and
+the measured time in `us`, of `measured_tokens` rows where that is not the class's largest M. An entry without a time
+was chosen by the time of a whole step, in which kernels overlap. The table of experts has one time for each number of
+rows that the tool measures for the class.
+
+Integer accumulators are exact with any tile, so their formats have entries of their own for M up to 8, and for 1 to 4.
+Where floats add up integer sums of whole groups, the GEMV kernel sums in the same order, so those formats have such
+entries too.
 """
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
 from qcompile.codegen.gpu.gemm.tile import Tile
 
-# (format, most tokens, N, K): Tile(tokens, rows, sliced_k, split_k, unroll, warps, stages, prefetch_bytes, unpack_k=..)
-H200: dict[tuple[str, int, int, int], Tile] = {
-    ("bf16", 32, 4096, 4096): Tile(32, 64, 1, 4, 2, 4, 4, 128),  # 13.5 us
-    ("bf16", 32, 4096, 14336): Tile(32, 64, 1, 4, 1, 4, 8, 128),  # 33.4 us
-    ("bf16", 32, 6144, 4096): Tile(32, 64, 1, 2, 1, 4, 5, 128),  # 18.5 us
-    ("bf16", 32, 14336, 4096): Tile(32, 64, 1, 1, 1, 4, 5, 128),  # 29.1 us
-    ("bf16", 32, 28672, 4096): Tile(32, 64, 1, 1, 1, 4, 3, 128),  # 56.9 us
-    ("bf16", 1024, 28672, 4096): Tile(128, 128, 1, 1, 1, 4, 4, 0),  # 184.1 us (512 rows)
-    ("mix_4_8", 16, 4096, 4096): Tile(16, 64, 1, 4, 1, 4, 4, 128, unpack_k=128),  # 7.6 us
-    ("mix_4_8", 16, 4096, 14336): Tile(16, 64, 1, 4, 1, 4, 6, 128, unpack_k=128),  # 11.7 us
-    ("mix_4_8", 16, 6144, 4096): Tile(16, 64, 1, 4, 1, 4, 4, 128, unpack_k=128),  # 8.7 us
-    ("mix_4_8", 16, 14336, 4096): Tile(16, 64, 1, 1, 1, 4, 6, 128, unpack_k=128),  # 11.4 us
-    ("mix_4_8", 16, 28672, 4096): Tile(16, 64, 1, 1, 1, 4, 4, 128, unpack_k=128),  # 20.2 us
-    ("mix_4_8", 32, 4096, 4096): Tile(32, 64, 1, 4, 1, 4, 6, 128, unpack_k=128),  # 6.8 us
-    ("mix_4_8", 32, 4096, 14336): Tile(32, 64, 1, 4, 1, 4, 6, 128, unpack_k=128),  # 13.5 us
-    ("mix_4_8", 32, 6144, 4096): Tile(32, 64, 1, 4, 1, 4, 3, 128, unpack_k=128),  # 11.9 us
-    ("mix_4_8", 32, 14336, 4096): Tile(32, 128, 1, 1, 1, 8, 5, 128, unpack_k=128),  # 13.0 us
-    ("mix_4_8", 32, 28672, 4096): Tile(32, 128, 1, 1, 1, 8, 5, 128, unpack_k=128),  # 26.1 us
-    ("mix_4_8", 64, 4096, 4096): Tile(32, 64, 1, 1, 1, 4, 8, unpack_k=128),  # 11.1 us
-    ("mix_4_8", 64, 4096, 14336): Tile(64, 64, 1, 4, 1, 4, 6, unpack_k=128),  # 21.6 us
-    ("mix_4_8", 64, 14336, 4096): Tile(64, 128, 1, 1, 1, 8, 8, unpack_k=128),  # 20.7 us
-    ("mix_4_8", 64, 28672, 4096): Tile(64, 128, 1, 1, 1, 8, 8, unpack_k=128),  # 36.9 us
-    ("mix_4_8", 128, 4096, 4096): Tile(64, 64, 1, 1, 1, 4, 6, unpack_k=128),  # 14.7 us
-    ("mix_4_8", 128, 4096, 14336): Tile(64, 64, 1, 2, 1, 4, 6, unpack_k=128),  # 34.7 us
-    ("mix_4_8", 128, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, token_halves=True),  # 32.8 us
-    ("mix_4_8", 128, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, token_halves=True),  # 56.0 us
-    ("mix_4_8", 256, 4096, 4096): Tile(64, 128, 1, 1, 1, 8, 8, unpack_k=128),  # 19.0 us
-    ("mix_4_8", 256, 4096, 14336): Tile(64, 128, 1, 1, 1, 8, 8, unpack_k=128),  # 54.7 us
-    ("mix_4_8", 256, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128),  # 54.9 us
-    ("mix_4_8", 256, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, persistent=True),  # 106.5 us
-    ("mix_4_8", 512, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, token_halves=True),  # 29.8 us
-    ("mix_4_8", 512, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, token_halves=True),  # 85.6 us
-    ("mix_4_8", 512, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, persistent=True),  # 106.7 us
-    ("mix_4_8", 512, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, persistent=True),  # 185.3 us
-    ("mix_4_8", 1024, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, persistent=True),  # 55.2 us
-    ("mix_4_8", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, persistent=True),  # 167.4 us
-    ("mix_4_8", 1024, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, persistent=True),  # 189.5 us
-    ("mix_4_8", 1024, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, persistent=True),  # 370.7 us
-    ("mxfp4", 16, 4096, 4096): Tile(16, 64, 1, 4, 1, 4, 3, 128, unpack_k=128),  # 6.0 us
-    ("mxfp4", 16, 4096, 14336): Tile(16, 64, 1, 4, 1, 4, 4, 128, unpack_k=128),  # 14.4 us
-    ("mxfp4", 16, 6144, 4096): Tile(16, 64, 1, 4, 1, 4, 3, 128, unpack_k=128),  # 9.6 us
-    ("mxfp4", 16, 14336, 4096): Tile(16, 64, 1, 1, 1, 4, 4, 128, unpack_k=128),  # 14.7 us
-    ("mxfp4", 16, 28672, 4096): Tile(16, 64, 1, 1, 1, 4, 4, 128, unpack_k=128),  # 26.6 us
-    ("mxfp4", 32, 4096, 4096): Tile(32, 64, 1, 4, 1, 4, 3, 128, unpack_k=128),  # 7.2 us
-    ("mxfp4", 32, 4096, 14336): Tile(32, 64, 1, 4, 1, 4, 4, 128, unpack_k=128),  # 15.8 us
-    ("mxfp4", 32, 6144, 4096): Tile(32, 64, 1, 4, 1, 4, 3, 128, unpack_k=128),  # 13.1 us
-    ("mxfp4", 32, 14336, 4096): Tile(32, 64, 1, 1, 1, 4, 4, 128, unpack_k=128),  # 16.2 us
-    ("mxfp4", 32, 28672, 4096): Tile(32, 64, 1, 1, 1, 4, 4, 128, unpack_k=128),  # 32.1 us
-    ("mxfp4", 64, 4096, 4096): Tile(64, 64, 1, 4, 1, 4, 3, 128, unpack_k=128),  # 9.2 us
-    ("mxfp4", 64, 4096, 14336): Tile(64, 64, 1, 4, 1, 4, 3, 128, unpack_k=128),  # 22.1 us
-    ("mxfp4", 64, 14336, 4096): Tile(64, 64, 1, 1, 1, 4, 3, 128, unpack_k=128),  # 21.7 us
-    ("mxfp4", 64, 28672, 4096): Tile(64, 128, 1, 1, 2, 8, 1, unpack_k=32),  # 40.7 us
-    ("mxfp4", 128, 4096, 4096): Tile(64, 64, 1, 2, 1, 4, 4, 128, unpack_k=128),  # 13.0 us
-    ("mxfp4", 128, 4096, 14336): Tile(128, 64, 1, 4, 2, 4, 1, unpack_k=32),  # 31.9 us
-    ("mxfp4", 128, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 3, 0),  # 28.9 us
-    ("mxfp4", 128, 28672, 4096): Tile(128, 256, 1, 1, 2, 8, 1, unpack_k=32),  # 54.9 us
-    ("mxfp4", 256, 4096, 4096): Tile(128, 64, 1, 1, 4, 4, 1, 128, unpack_k=32),  # 17.4 us
-    ("mxfp4", 256, 4096, 14336): Tile(256, 128, 1, 4, 2, 8, 1, 128, unpack_k=32),  # 47.9 us
-    ("mxfp4", 256, 14336, 4096): Tile(256, 128, 1, 1, 2, 8, 1, unpack_k=16),  # 44.8 us
-    ("mxfp4", 256, 28672, 4096): Tile(256, 128, 1, 1, 2, 8, 1, unpack_k=16),  # 90.0 us
-    ("mxfp4", 512, 4096, 4096): Tile(256, 64, 1, 1, 2, 4, 1, 128, unpack_k=16),  # 27.8 us
-    ("mxfp4", 512, 4096, 14336): Tile(256, 128, 1, 2, 2, 8, 1, 128, unpack_k=32),  # 79.6 us
-    ("mxfp4", 512, 14336, 4096): Tile(256, 128, 1, 1, 2, 8, 1, unpack_k=32, persistent=True),  # 86.6 us
-    ("mxfp4", 512, 28672, 4096): Tile(256, 128, 1, 1, 2, 8, 1, unpack_k=16, persistent=True),  # 188.5 us
-    ("mxfp4", 1024, 4096, 4096): Tile(256, 128, 1, 1, 2, 8, 1, 128, unpack_k=16),  # 43.9 us
-    ("mxfp4", 1024, 4096, 14336): Tile(256, 128, 1, 1, 2, 8, 1, unpack_k=16),  # 150.7 us
-    ("mxfp4", 1024, 14336, 4096): Tile(256, 128, 1, 1, 2, 8, 1, unpack_k=16, persistent=True),  # 175.8 us
-    ("mxfp4", 1024, 28672, 4096): Tile(256, 128, 1, 1, 2, 8, 1, unpack_k=16),  # 317.0 us
-    ("mxfp4", 2048, 4096, 4096): Tile(256, 128, 1, 1, 2, 8, 1, unpack_k=16),  # 96.0 us
-    ("mxfp4", 2048, 4096, 14336): Tile(256, 128, 1, 1, 2, 8, 1, unpack_k=16),  # 358.0 us
-    ("mxfp4", 2048, 14336, 4096): Tile(256, 128, 1, 1, 2, 8, 1, unpack_k=16),  # 357.6 us
-    ("mxfp4", 2048, 28672, 4096): Tile(256, 128, 1, 1, 2, 8, 1, unpack_k=16),  # 693.5 us
-    ("mxfp4_a8", 1, 4096, 4096): Tile(1, 8, 4, 1, 1, 4, 7, 128),  # 4.1 us
-    ("mxfp4_a8", 1, 4096, 14336): Tile(16, 64, 1, 4, 1, 4, 4, 128, unpack_k=128),
-    ("mxfp4_a8", 1, 14336, 4096): Tile(1, 8, 1, 1, 1, 1, 5, 128),  # 10.7 us
-    ("mxfp4_a8", 1, 28672, 4096): Tile(1, 16, 1, 1, 1, 1, 2, 128),  # 18.7 us
-    ("mxfp4_a8", 16, 4096, 4096): Tile(16, 64, 1, 4, 1, 4, 4, 128, unpack_k=128),  # 6.6 us
-    ("mxfp4_a8", 16, 4096, 14336): Tile(16, 64, 1, 4, 1, 4, 4, 128, unpack_k=128),  # 15.9 us
-    ("mxfp4_a8", 16, 14336, 4096): Tile(16, 64, 1, 1, 1, 4, 4, 128, unpack_k=128),  # 16.4 us
-    ("mxfp4_a8", 16, 28672, 4096): Tile(16, 64, 1, 1, 1, 4, 6, 128, unpack_k=128),  # 31.1 us
-    ("mxfp4_a8", 32, 4096, 4096): Tile(32, 64, 1, 4, 1, 4, 3, 128, unpack_k=128),  # 6.7 us
-    ("mxfp4_a8", 32, 4096, 14336): Tile(32, 64, 1, 4, 1, 4, 4, 128, unpack_k=128),  # 15.4 us
-    ("mxfp4_a8", 32, 6144, 4096): Tile(32, 64, 1, 4, 1, 4, 3, 128, unpack_k=128),  # 12.2 us
-    ("mxfp4_a8", 32, 14336, 4096): Tile(32, 64, 1, 1, 1, 4, 4, 128, unpack_k=128),  # 16.2 us
-    ("mxfp4_a8", 32, 28672, 4096): Tile(32, 64, 1, 1, 1, 4, 4, 128, unpack_k=128),  # 32.1 us
-    ("mxfp4_a8", 64, 4096, 4096): Tile(64, 64, 1, 4, 1, 4, 8, unpack_k=128),  # 11.4 us
-    ("mxfp4_a8", 64, 4096, 14336): Tile(64, 128, 1, 4, 1, 8, 8, unpack_k=128),  # 23.9 us
-    ("mxfp4_a8", 64, 14336, 4096): Tile(64, 64, 1, 1, 1, 4, 8, unpack_k=128),  # 24.6 us
-    ("mxfp4_a8", 64, 28672, 4096): Tile(64, 64, 1, 1, 1, 4, 8, unpack_k=128),  # 47.3 us
-    ("mxfp4_a8", 128, 4096, 4096): Tile(128, 64, 1, 2, 1, 4, 4, unpack_k=128, token_halves=True),  # 15.1 us
-    ("mxfp4_a8", 128, 4096, 14336): Tile(128, 64, 1, 2, 1, 4, 4, unpack_k=128, token_halves=True),  # 37.4 us
-    ("mxfp4_a8", 128, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, unpack_k=128),  # 30.1 us
-    ("mxfp4_a8", 128, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 4, unpack_k=128),  # 58.0 us
-    ("mxfp4_a8", 256, 4096, 4096): Tile(128, 64, 1, 1, 1, 4, 4, unpack_k=128),  # 19.9 us
-    ("mxfp4_a8", 256, 4096, 14336): Tile(128, 64, 1, 2, 1, 4, 4, unpack_k=128, token_halves=True),  # 59.5 us
-    ("mxfp4_a8", 256, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, unpack_k=128),  # 57.9 us
-    ("mxfp4_a8", 256, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 4, unpack_k=128),  # 101.7 us
-    ("mxfp4_a8", 512, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, token_halves=True),  # 28.5 us
-    ("mxfp4_a8", 512, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, token_halves=True),  # 86.5 us
-    ("mxfp4_a8", 512, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, unpack_k=128),  # 101.7 us
-    ("mxfp4_a8", 512, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 4, unpack_k=128),  # 195.6 us
-    ("mxfp4_a8", 1024, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, token_halves=True),  # 55.1 us
-    ("mxfp4_a8", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, token_halves=True),  # 169.2 us
-    ("mxfp4_a8", 1024, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, unpack_k=128),  # 195.8 us
-    ("mxfp4_a8", 1024, 28672, 4096): Tile(128, 64, 1, 1, 1, 4, 4, unpack_k=128),  # 387.3 us
-    ("nested_8_4", 1, 4096, 4096): Tile(1, 8, 4, 1, 1, 2, 7, 128),  # 4.7 us
-    ("nested_8_4", 1, 4096, 14336): Tile(16, 64, 1, 4, 1, 4, 8, 128, unpack_k=128),
-    ("nested_8_4", 1, 6144, 4096): Tile(1, 8, 4, 1, 1, 2, 5, 128),  # 6.4 us
-    ("nested_8_4", 1, 14336, 4096): Tile(16, 64, 1, 1, 1, 4, 8, 128, unpack_k=128),  # 16.1 us
-    ("nested_8_4", 1, 28672, 4096): Tile(1, 16, 1, 1, 1, 2, 3, 128),  # 29.5 us
-    ("nested_8_4", 16, 4096, 4096): Tile(16, 128, 1, 4, 1, 8, 4, 128, unpack_k=128),  # 7.4 us
-    ("nested_8_4", 16, 4096, 14336): Tile(16, 64, 1, 4, 1, 4, 8, 128, unpack_k=128),  # 16.8 us
-    ("nested_8_4", 16, 6144, 4096): Tile(16, 64, 1, 4, 1, 4, 4, 128, unpack_k=128),  # 8.9 us
-    ("nested_8_4", 16, 14336, 4096): Tile(16, 64, 1, 1, 1, 4, 8, 128, unpack_k=128),  # 16.1 us
-    ("nested_8_4", 16, 28672, 4096): Tile(16, 64, 1, 1, 1, 4, 8, 128, unpack_k=128),  # 31.8 us
-    ("nested_8_4", 32, 4096, 4096): Tile(32, 64, 1, 4, 1, 4, 3, 128, unpack_k=128),  # 7.2 us
-    ("nested_8_4", 32, 4096, 14336): Tile(32, 64, 1, 4, 1, 4, 6, 128, unpack_k=128),  # 17.7 us
-    ("nested_8_4", 32, 6144, 4096): Tile(32, 64, 1, 4, 1, 4, 4, 128, unpack_k=128),  # 12.8 us
-    ("nested_8_4", 32, 14336, 4096): Tile(32, 64, 1, 1, 1, 4, 6, 128, unpack_k=128),  # 16.9 us
-    ("nested_8_4", 32, 28672, 4096): Tile(32, 64, 1, 1, 1, 4, 6, 128, unpack_k=128),  # 33.8 us
-    ("nested_8_4", 64, 4096, 4096): Tile(64, 64, 1, 2, 1, 4, 6, 128, unpack_k=128),  # 10.6 us
-    ("nested_8_4", 64, 4096, 14336): Tile(64, 128, 1, 4, 1, 8, 6, 128, unpack_k=128),  # 22.3 us
-    ("nested_8_4", 64, 14336, 4096): Tile(64, 128, 1, 1, 1, 8, 6, 128, unpack_k=128),  # 20.2 us
-    ("nested_8_4", 64, 28672, 4096): Tile(64, 128, 1, 1, 1, 8, 4, 128, unpack_k=128),  # 39.4 us
-    ("nested_8_4", 128, 4096, 4096): Tile(64, 64, 1, 2, 1, 4, 6, 128, unpack_k=128),  # 13.4 us
-    ("nested_8_4", 128, 4096, 14336): Tile(128, 64, 1, 4, 1, 4, 4, 128, unpack_k=128),  # 32.5 us
-    ("nested_8_4", 128, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 4, 128, unpack_k=128),  # 28.0 us
-    ("nested_8_4", 128, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 4, 128, unpack_k=128),  # 55.3 us
-    ("nested_8_4", 256, 4096, 4096): Tile(128, 64, 1, 1, 1, 4, 4, unpack_k=128),  # 17.9 us
-    ("nested_8_4", 256, 4096, 14336): Tile(128, 128, 1, 2, 1, 8, 4, unpack_k=128),  # 43.1 us
-    ("nested_8_4", 256, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, persistent=True),  # 47.6 us
-    ("nested_8_4", 256, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, persistent=True),  # 89.0 us
-    ("nested_8_4", 512, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 4, unpack_k=128),  # 24.7 us
-    ("nested_8_4", 512, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, token_halves=True),  # 74.0 us
-    ("nested_8_4", 512, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, unpack_k=128),  # 85.1 us
-    ("nested_8_4", 512, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 4, unpack_k=128, persistent=True),  # 156.4 us
-    ("nested_8_4", 1024, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 4, unpack_k=128, persistent=True),  # 47.7 us
-    ("nested_8_4", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 4, unpack_k=128),  # 146.0 us
-    ("nested_8_4", 1024, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 4, unpack_k=128, persistent=True),  # 155.8 us
-    ("nested_8_4", 1024, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, persistent=True),  # 311.4 us
-    ("qoq_channel", 1, 4096, 4096): Tile(1, 8, 1, 1, 32, 4, 1, 128),
-    ("qoq_channel", 1, 4096, 14336): Tile(1, 8, 1, 1, 16, 2, 2, 128),
-    ("qoq_channel", 1, 6144, 4096): Tile(1, 8, 1, 1, 8, 2, 3, 128),
-    ("qoq_channel", 1, 28672, 4096): Tile(1, 8, 1, 1, 8, 2, 3, 128),
-    ("qoq_channel", 2, 4096, 4096): Tile(2, 8, 1, 1, 16, 2, 2, 128),
-    ("qoq_channel", 3, 4096, 4096): Tile(3, 8, 1, 1, 16, 2, 2, 128),
-    ("qoq_channel", 3, 14336, 4096): Tile(16, 128, 1, 1, 1, 8, 8, 128, unpack_k=128),  # 9.2 us
-    ("qoq_channel", 3, 28672, 4096): Tile(16, 64, 1, 1, 1, 4, 4, 128, unpack_k=128),  # 15.9 us
-    ("qoq_channel", 16, 4096, 4096): Tile(16, 64, 1, 4, 1, 4, 4, 128, unpack_k=128),  # 5.3 us
-    ("qoq_channel", 16, 4096, 14336): Tile(16, 64, 1, 8, 1, 4, 3, 128, unpack_k=128),  # 10.0 us
-    ("qoq_channel", 16, 6144, 4096): Tile(16, 64, 1, 4, 1, 4, 4, 128, unpack_k=128),  # 6.4 us
-    ("qoq_channel", 16, 14336, 4096): Tile(16, 128, 1, 1, 1, 8, 8, 128, unpack_k=128),  # 9.3 us
-    ("qoq_channel", 16, 28672, 4096): Tile(16, 64, 1, 1, 1, 4, 4, 128, unpack_k=128),  # 16.4 us
-    ("qoq_channel", 32, 4096, 4096): Tile(32, 64, 1, 4, 1, 4, 4, 128, unpack_k=128),  # 6.2 us
-    ("qoq_channel", 32, 4096, 14336): Tile(32, 64, 1, 4, 1, 4, 6, 128, unpack_k=128),  # 11.0 us
-    ("qoq_channel", 32, 6144, 4096): Tile(32, 64, 1, 2, 1, 4, 6, 128, unpack_k=128),  # 7.4 us
-    ("qoq_channel", 32, 14336, 4096): Tile(32, 64, 1, 1, 1, 4, 6, 128, unpack_k=128),  # 9.4 us
-    ("qoq_channel", 32, 28672, 4096): Tile(32, 64, 1, 1, 1, 4, 6, 128, unpack_k=128),  # 19.5 us
-    ("qoq_channel", 64, 4096, 4096): Tile(32, 64, 1, 1, 2, 4, 4, 4096),  # 7.1 us
-    ("qoq_channel", 64, 4096, 14336): Tile(64, 64, 1, 4, 1, 4, 6, 128, unpack_k=128),  # 13.5 us
-    ("qoq_channel", 64, 14336, 4096): Tile(64, 64, 1, 1, 1, 4, 6, 128, unpack_k=128),  # 10.7 us
-    ("qoq_channel", 64, 28672, 4096): Tile(64, 64, 1, 1, 1, 4, 4, 0),  # 20.1 us
-    ("qoq_channel", 128, 4096, 4096): Tile(64, 64, 1, 1, 1, 4, 5, 4096),  # 9.1 us
-    ("qoq_channel", 128, 4096, 14336): Tile(64, 64, 1, 2, 1, 4, 6, 128, unpack_k=128),  # 20.3 us
-    ("qoq_channel", 128, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, 128, unpack_k=128),  # 14.5 us
-    ("qoq_channel", 128, 28672, 4096): Tile(128, 128, 1, 1, 1, 4, 4, 4096),  # 27.0 us
-    ("qoq_channel", 256, 4096, 4096): Tile(64, 128, 1, 1, 1, 8, 6, 128, unpack_k=128),  # 10.4 us
-    ("qoq_channel", 256, 4096, 14336): Tile(64, 128, 1, 1, 1, 8, 6, 128, unpack_k=128),  # 29.0 us
-    ("qoq_channel", 256, 6144, 4096): Tile(128, 64, 1, 1, 1, 4, 4, unpack_k=128),  # 15.2 us
-    ("qoq_channel", 256, 14336, 4096): Tile(256, 64, 1, 1, 1, 4, 3, 4096),  # 26.1 us
-    ("qoq_channel", 256, 28672, 4096): Tile(256, 64, 1, 1, 1, 4, 3, 4096),  # 51.7 us
-    ("qoq_channel", 512, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 4, 128, unpack_k=128),  # 14.2 us
-    ("qoq_channel", 512, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, 128, unpack_k=128),  # 40.6 us
-    ("qoq_channel", 512, 6144, 4096): Tile(128, 64, 1, 1, 1, 4, 3),  # 22.0 us
-    ("qoq_channel", 512, 14336, 4096): Tile(256, 64, 1, 1, 1, 4, 3, 16384),  # 51.0 us
-    ("qoq_channel", 512, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 4, 128, unpack_k=128),  # 98.7 us
-    ("qoq_channel", 1024, 4096, 4096): Tile(256, 64, 1, 1, 1, 4, 3, 16384),  # 26.0 us
-    ("qoq_channel", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 4, 4, 0),  # 81.1 us
-    ("qoq_channel", 1024, 14336, 4096): Tile(128, 128, 1, 1, 1, 4, 5, 16384),  # 97.4 us
-    ("qoq_channel", 1024, 28672, 4096): Tile(128, 128, 1, 1, 1, 4, 5, 0),  # 177.1 us
-    ("qoq_g128", 1, 4096, 4096): Tile(1, 8, 1, 1, 32, 4, 1, 128),
-    ("qoq_g128", 1, 4096, 14336): Tile(1, 8, 1, 1, 16, 2, 3, 128),
-    ("qoq_g128", 1, 6144, 4096): Tile(1, 8, 1, 1, 8, 2, 3, 128),
-    ("qoq_g128", 1, 28672, 4096): Tile(1, 8, 1, 1, 8, 2, 3, 128),
-    ("qoq_g128", 2, 4096, 4096): Tile(2, 8, 1, 1, 16, 2, 2, 128),
-    ("qoq_g128", 2, 4096, 14336): Tile(2, 8, 1, 1, 16, 4, 3, 128),
-    ("qoq_g128", 3, 4096, 4096): Tile(3, 8, 1, 1, 16, 2, 2, 128),
-    ("qoq_g128", 3, 4096, 14336): Tile(3, 8, 1, 1, 8, 2, 3, 128),
-    ("qoq_g128", 3, 28672, 4096): Tile(3, 8, 1, 1, 16, 2, 2, 128),
-    ("qoq_g128", 16, 4096, 4096): Tile(16, 64, 1, 8, 2, 4, 3, 128, unpack_k=128),  # 5.7 us
-    ("qoq_g128", 16, 4096, 14336): Tile(16, 64, 1, 8, 2, 4, 4, 128, unpack_k=128),  # 10.6 us
-    ("qoq_g128", 16, 6144, 4096): Tile(16, 64, 1, 4, 2, 4, 4, 128, unpack_k=128),  # 6.9 us
-    ("qoq_g128", 16, 14336, 4096): Tile(16, 64, 1, 1, 2, 4, 6, 128, unpack_k=128),  # 10.4 us
-    ("qoq_g128", 16, 28672, 4096): Tile(16, 64, 1, 1, 2, 4, 8, 128, unpack_k=128),  # 17.5 us
-    ("qoq_g128", 32, 4096, 4096): Tile(32, 64, 1, 4, 2, 4, 3, 128, unpack_k=128),  # 6.5 us
-    ("qoq_g128", 32, 4096, 14336): Tile(32, 64, 1, 4, 2, 4, 4, 128, unpack_k=128),  # 11.9 us
-    ("qoq_g128", 32, 6144, 4096): Tile(32, 64, 1, 2, 2, 4, 4, 128, unpack_k=128),  # 8.2 us
-    ("qoq_g128", 32, 14336, 4096): Tile(32, 64, 1, 1, 2, 4, 6, 128, unpack_k=128),  # 10.9 us
-    ("qoq_g128", 32, 28672, 4096): Tile(32, 64, 1, 1, 2, 4, 6, 128, unpack_k=128),  # 21.6 us
-    ("qoq_g128", 64, 2048, 4096): Tile(32, 64, 1, 4, 2, 4, 4, 128, unpack_k=128),  # 6.5 us
-    ("qoq_g128", 64, 4096, 4096): Tile(32, 64, 1, 2, 2, 4, 4, 128, unpack_k=128),  # 8.4 us
-    ("qoq_g128", 64, 4096, 14336): Tile(64, 64, 1, 4, 2, 4, 4, 128, unpack_k=128),  # 14.5 us
-    ("qoq_g128", 64, 5120, 2048): Tile(32, 64, 1, 1, 2, 4, 4, 128, unpack_k=128),  # 6.0 us
-    ("qoq_g128", 64, 6144, 4096): Tile(64, 64, 1, 2, 2, 4, 6, 128, unpack_k=128),  # 11.1 us
-    ("qoq_g128", 64, 14336, 4096): Tile(64, 64, 1, 1, 2, 4, 4, 128, unpack_k=128),  # 12.4 us
-    ("qoq_g128", 64, 28672, 4096): Tile(64, 128, 1, 1, 2, 4, 3, 4096),  # 22.6 us
-    ("qoq_g128", 128, 4096, 4096): Tile(64, 64, 1, 1, 2, 4, 4, 4096),  # 10.5 us
-    ("qoq_g128", 128, 4096, 14336): Tile(128, 64, 1, 4, 2, 4, 4, 128, unpack_k=128),  # 21.7 us
-    ("qoq_g128", 128, 14336, 4096): Tile(128, 128, 1, 1, 2, 8, 4, 128, unpack_k=128),  # 15.7 us
-    ("qoq_g128", 128, 28672, 4096): Tile(128, 64, 1, 1, 2, 4, 4, 128, unpack_k=128),  # 31.8 us
-    ("qoq_g128", 256, 4096, 4096): Tile(64, 128, 1, 1, 2, 8, 6, 128, unpack_k=128),  # 12.3 us
-    ("qoq_g128", 256, 4096, 14336): Tile(128, 128, 1, 2, 2, 8, 6, 128, unpack_k=128),  # 33.6 us
-    ("qoq_g128", 256, 6144, 4096): Tile(128, 128, 1, 1, 2, 8, 4, 128, unpack_k=128),  # 15.2 us
-    ("qoq_g128", 256, 14336, 4096): Tile(128, 128, 1, 1, 2, 8, 4, 128, unpack_k=128),  # 30.6 us
-    ("qoq_g128", 256, 28672, 4096): Tile(128, 128, 1, 1, 2, 8, 4, 128, unpack_k=128),  # 61.0 us
-    ("qoq_g128", 512, 4096, 4096): Tile(128, 128, 1, 1, 2, 8, 4, 128, unpack_k=128),  # 15.3 us
-    ("qoq_g128", 512, 4096, 14336): Tile(128, 128, 1, 1, 2, 8, 6, 128, unpack_k=128),  # 45.8 us
-    ("qoq_g128", 512, 14336, 4096): Tile(128, 128, 1, 1, 2, 8, 4, 128, unpack_k=128),  # 60.5 us
-    ("qoq_g128", 512, 28672, 4096): Tile(128, 128, 1, 1, 2, 8, 4, 128, unpack_k=128),  # 106.7 us
-    ("qoq_g128", 1024, 4096, 4096): Tile(128, 128, 1, 1, 2, 8, 4, 128, unpack_k=128),  # 30.3 us
-    ("qoq_g128", 1024, 4096, 14336): Tile(128, 128, 1, 1, 2, 8, 6, 128, unpack_k=128),  # 91.3 us
-    ("qoq_g128", 1024, 14336, 4096): Tile(128, 128, 1, 1, 2, 8, 6, unpack_k=128),  # 108.1 us
-    ("qoq_g128", 1024, 28672, 4096): Tile(128, 128, 1, 1, 2, 8, 4, unpack_k=128),  # 213.5 us
-    ("w4_asym_g128", 16, 4096, 4096): Tile(16, 64, 1, 4, 1, 4, 2, 128, unpack_k=128),  # 5.7 us
-    ("w4_asym_g128", 16, 4096, 14336): Tile(16, 64, 1, 4, 1, 4, 3, 128, unpack_k=128),  # 12.3 us
-    ("w4_asym_g128", 16, 6144, 4096): Tile(16, 64, 1, 4, 1, 4, 2, 128, unpack_k=128),  # 7.5 us
-    ("w4_asym_g128", 16, 14336, 4096): Tile(16, 64, 1, 1, 1, 4, 3, 128, unpack_k=128),  # 11.6 us
-    ("w4_asym_g128", 16, 28672, 4096): Tile(16, 64, 1, 1, 1, 4, 3, 128, unpack_k=128),  # 21.2 us
-    ("w4_asym_g128", 32, 4096, 4096): Tile(32, 64, 1, 4, 1, 4, 2, 128, unpack_k=128),  # 6.4 us
-    ("w4_asym_g128", 32, 4096, 14336): Tile(32, 128, 1, 4, 1, 8, 3, 128, unpack_k=128),  # 13.7 us
-    ("w4_asym_g128", 32, 6144, 4096): Tile(32, 64, 1, 4, 1, 4, 2, 128, unpack_k=128),  # 11.3 us
-    ("w4_asym_g128", 32, 14336, 4096): Tile(32, 128, 1, 1, 1, 8, 3, 128, unpack_k=128),  # 13.2 us
-    ("w4_asym_g128", 32, 28672, 4096): Tile(32, 128, 1, 1, 1, 8, 3, 128, unpack_k=128),  # 26.1 us
-    ("w4_asym_g128", 64, 4096, 4096): Tile(64, 64, 1, 4, 1, 4, 2, 128, unpack_k=128),  # 8.7 us
-    ("w4_asym_g128", 64, 4096, 14336): Tile(64, 128, 1, 4, 1, 8, 3, 128, unpack_k=128),  # 18.6 us
-    ("w4_asym_g128", 64, 14336, 4096): Tile(64, 64, 1, 1, 1, 4, 2, 128, unpack_k=128),  # 17.6 us
-    ("w4_asym_g128", 64, 28672, 4096): Tile(64, 128, 1, 1, 1, 8, 1, unpack_k=32),  # 33.8 us
-    ("w4_asym_g128", 128, 4096, 4096): Tile(64, 64, 1, 1, 2, 4, 1, unpack_k=32),  # 12.7 us
-    ("w4_asym_g128", 128, 4096, 14336): Tile(128, 128, 1, 4, 1, 8, 2, 128, unpack_k=128),  # 29.6 us
-    ("w4_asym_g128", 128, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 2, 128, unpack_k=128),  # 25.8 us
-    ("w4_asym_g128", 128, 28672, 4096): Tile(128, 256, 1, 1, 1, 8, 1, unpack_k=32),  # 51.8 us
-    ("w4_asym_g128", 256, 4096, 4096): Tile(128, 64, 1, 1, 2, 4, 1, 128, unpack_k=16),  # 15.0 us
-    ("w4_asym_g128", 256, 4096, 14336): Tile(256, 128, 1, 4, 1, 8, 1, 128, unpack_k=32),  # 47.9 us
-    ("w4_asym_g128", 256, 14336, 4096): Tile(256, 128, 1, 1, 1, 8, 1, 128, unpack_k=32),  # 41.8 us
-    ("w4_asym_g128", 256, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 1, 128, unpack_k=32),  # 84.6 us
-    ("w4_asym_g128", 512, 4096, 4096): Tile(128, 128, 1, 1, 2, 8, 1, 128, unpack_k=16),  # 25.8 us
-    ("w4_asym_g128", 512, 4096, 14336): Tile(256, 128, 1, 2, 1, 8, 1, 128, unpack_k=32),  # 79.6 us
-    ("w4_asym_g128", 512, 14336, 4096): Tile(256, 128, 1, 1, 1, 8, 1, 128, unpack_k=32),  # 85.8 us
-    ("w4_asym_g128", 512, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 1, unpack_k=32, persistent=True),  # 161.4 us
-    ("w4_asym_g128", 1024, 4096, 4096): Tile(256, 128, 1, 1, 1, 8, 1, 128, unpack_k=16),  # 45.8 us
-    ("w4_asym_g128", 1024, 4096, 14336): Tile(256, 128, 1, 1, 1, 8, 1, unpack_k=16),  # 150.8 us
-    ("w4_asym_g128", 1024, 14336, 4096): Tile(256, 128, 1, 1, 1, 8, 1, unpack_k=32, persistent=True),  # 164.1 us
-    ("w4_asym_g128", 1024, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 1, unpack_k=32, persistent=True),  # 341.2 us
-    ("w4_asym_g128", 2048, 4096, 4096): Tile(256, 128, 1, 1, 1, 8, 1, unpack_k=16),  # 98.8 us
-    ("w4_asym_g128", 2048, 4096, 14336): Tile(256, 128, 1, 1, 1, 8, 1, 128, unpack_k=32),  # 336.1 us
-    ("w4_asym_g128", 2048, 14336, 4096): Tile(256, 128, 1, 1, 1, 8, 1, unpack_k=16),  # 359.3 us
-    ("w4_asym_g128", 2048, 28672, 4096): Tile(256, 128, 1, 1, 1, 8, 1, unpack_k=16),  # 731.3 us
-    ("w4_asym_g128_a8", 64, 4096, 4096): Tile(64, 64, 1, 4, 1, 4, 2, 128, unpack_k=128),  # 7.7 us
-    ("w4_asym_g128_a8", 64, 4096, 14336): Tile(64, 64, 1, 4, 1, 4, 2, 128, unpack_k=128),  # 16.8 us
-    ("w4_asym_g128_a8", 64, 14336, 4096): Tile(64, 64, 1, 1, 1, 4, 3, 128, unpack_k=128),  # 15.1 us
-    ("w4_asym_g128_a8", 64, 28672, 4096): Tile(64, 64, 1, 1, 1, 4, 3, 128, unpack_k=128),  # 29.8 us
-    ("w4_asym_g128_int8", 1, 4096, 4096): Tile(1, 8, 4, 1, 1, 2, 8, 128),  # 2.5 us
-    ("w4_asym_g128_int8", 1, 4096, 14336): Tile(16, 128, 1, 4, 1, 8, 6, 128, unpack_k=128),
-    ("w4_asym_g128_int8", 1, 6144, 4096): Tile(1, 8, 4, 1, 1, 2, 8, 128),  # 3.8 us
-    ("w4_asym_g128_int8", 1, 28672, 4096): Tile(1, 16, 1, 1, 1, 1, 6, 128),  # 15.4 us
-    ("w4_asym_g128_int8", 16, 4096, 4096): Tile(16, 128, 1, 4, 1, 8, 4, 128, unpack_k=128),  # 5.4 us
-    ("w4_asym_g128_int8", 16, 4096, 14336): Tile(16, 128, 1, 4, 1, 8, 6, 128, unpack_k=128),  # 11.0 us
-    ("w4_asym_g128_int8", 16, 6144, 4096): Tile(16, 64, 1, 4, 1, 4, 3, 128, unpack_k=128),  # 6.6 us
-    ("w4_asym_g128_int8", 16, 14336, 4096): Tile(16, 128, 1, 1, 1, 8, 6, 128, unpack_k=128),  # 10.8 us
-    ("w4_asym_g128_int8", 16, 28672, 4096): Tile(16, 64, 1, 1, 1, 4, 4, 128, unpack_k=128),  # 18.2 us
-    ("w4_asym_g128_int8", 32, 4096, 4096): Tile(32, 64, 1, 4, 1, 4, 3, 128, unpack_k=128),  # 6.0 us
-    ("w4_asym_g128_int8", 32, 4096, 14336): Tile(32, 64, 1, 4, 1, 4, 4, 128, unpack_k=128),  # 12.5 us
-    ("w4_asym_g128_int8", 32, 6144, 4096): Tile(32, 64, 1, 4, 1, 4, 3, 128, unpack_k=128),  # 11.1 us
-    ("w4_asym_g128_int8", 32, 14336, 4096): Tile(32, 128, 1, 1, 1, 8, 5, 128, unpack_k=128),  # 12.4 us
-    ("w4_asym_g128_int8", 32, 28672, 4096): Tile(32, 128, 1, 1, 1, 8, 5, 128, unpack_k=128),  # 24.7 us
-    ("w4_asym_g128_int8", 64, 4096, 4096): Tile(32, 64, 1, 2, 1, 4, 8, 128, unpack_k=128),  # 9.8 us
-    ("w4_asym_g128_int8", 64, 4096, 14336): Tile(64, 128, 1, 4, 1, 8, 6, 128, unpack_k=128),  # 18.8 us
-    ("w4_asym_g128_int8", 64, 14336, 4096): Tile(64, 128, 1, 1, 1, 8, 6, 128, unpack_k=128),  # 17.0 us
-    ("w4_asym_g128_int8", 64, 28672, 4096): Tile(64, 128, 1, 1, 2, 4, 3, 0),  # 32.0 us
-    ("w4_asym_g128_int8", 128, 4096, 4096): Tile(64, 64, 1, 2, 1, 4, 6, 128, unpack_k=128),  # 12.9 us
-    ("w4_asym_g128_int8", 128, 4096, 14336): Tile(128, 128, 1, 4, 1, 8, 4, 128, unpack_k=128),  # 27.1 us
-    ("w4_asym_g128_int8", 128, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 4, 128, unpack_k=128),  # 25.9 us
-    ("w4_asym_g128_int8", 128, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 4, 128, unpack_k=128),  # 52.4 us
-    ("w4_asym_g128_int8", 256, 4096, 4096): Tile(64, 128, 1, 1, 1, 8, 6, unpack_k=128),  # 18.3 us
-    ("w4_asym_g128_int8", 256, 4096, 14336): Tile(128, 128, 1, 2, 1, 8, 6, unpack_k=128),  # 45.5 us
-    ("w4_asym_g128_int8", 256, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, persistent=True),  # 49.4 us
-    ("w4_asym_g128_int8", 256, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, persistent=True),  # 94.9 us
-    ("w4_asym_g128_int8", 512, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128),  # 26.1 us
-    ("w4_asym_g128_int8", 512, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128),  # 78.9 us
-    ("w4_asym_g128_int8", 512, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, persistent=True),  # 93.8 us
-    ("w4_asym_g128_int8", 512, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, persistent=True),  # 163.3 us
-    ("w4_asym_g128_int8", 1024, 4096, 4096): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, persistent=True),  # 48.4 us
-    ("w4_asym_g128_int8", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, persistent=True),  # 153.5 us
-    ("w4_asym_g128_int8", 1024, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, persistent=True),  # 161.9 us
-    ("w4_asym_g128_int8", 1024, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, persistent=True),  # 319.2 us
-    ("w8_sym_channel", 1, 4096, 14336): Tile(1, 32, 1, 1, 16, 16, 1, 128),  # 13.8 us
-    ("w8_sym_channel", 1, 128256, 4096): Tile(1, 8, 1, 1, 8, 2, 2, 128),
-    ("w8_sym_channel", 2, 128256, 4096): Tile(2, 8, 1, 1, 8, 2, 2, 128),
-    ("w8_sym_channel", 3, 4096, 4096): Tile(3, 8, 1, 1, 8, 2, 2, 128),
-    ("w8_sym_channel", 3, 14336, 4096): Tile(16, 128, 1, 1, 1, 8, 6, 0),  # 15.9 us
-    ("w8_sym_channel", 3, 28672, 4096): Tile(16, 128, 1, 1, 1, 8, 4, 0),  # 29.7 us
-    ("w8_sym_channel", 3, 128256, 4096): Tile(3, 8, 1, 1, 8, 2, 2, 128),
-    ("w8_sym_channel", 16, 4096, 4096): Tile(16, 32, 4, 1, 1, 4, 6, 16384),  # 6.1 us
-    ("w8_sym_channel", 16, 4096, 14336): Tile(16, 32, 4, 1, 2, 4, 4, 16384),  # 16.0 us
-    ("w8_sym_channel", 16, 6144, 4096): Tile(16, 64, 1, 1, 1, 4, 8, 128, unpack_k=128),  # 8.6 us
-    ("w8_sym_channel", 16, 14336, 4096): Tile(16, 64, 1, 1, 1, 4, 8, 128, unpack_k=128),  # 15.4 us
-    ("w8_sym_channel", 16, 28672, 4096): Tile(16, 64, 1, 1, 2, 4, 4, 16384),  # 29.6 us
-    ("w8_sym_channel", 16, 128256, 4096): Tile(16, 64, 1, 1, 1, 4, 4, 128, unpack_k=128),  # 120.1 us
-    ("w8_sym_channel", 32, 4096, 4096): Tile(32, 64, 1, 1, 2, 4, 5, 16384),  # 7.0 us
-    ("w8_sym_channel", 32, 4096, 14336): Tile(32, 64, 1, 4, 1, 4, 8, 128, unpack_k=128),  # 17.1 us
-    ("w8_sym_channel", 32, 6144, 4096): Tile(32, 64, 1, 2, 1, 4, 8, 128, unpack_k=128),  # 9.5 us
-    ("w8_sym_channel", 32, 14336, 4096): Tile(32, 64, 1, 1, 1, 4, 8, 128, unpack_k=128),  # 15.8 us
-    ("w8_sym_channel", 32, 28672, 4096): Tile(32, 64, 1, 1, 1, 4, 8, 128, unpack_k=128),  # 30.3 us
-    ("w8_sym_channel", 64, 4096, 4096): Tile(32, 64, 1, 1, 2, 4, 5, 16384),  # 6.9 us
-    ("w8_sym_channel", 64, 4096, 14336): Tile(32, 64, 1, 1, 4, 4, 4, 16384),  # 18.7 us
-    ("w8_sym_channel", 64, 6144, 4096): Tile(64, 64, 1, 1, 1, 4, 6, 128, unpack_k=128),  # 9.7 us
-    ("w8_sym_channel", 64, 14336, 4096): Tile(64, 64, 1, 1, 1, 4, 5, 4096),  # 17.0 us
-    ("w8_sym_channel", 64, 28672, 4096): Tile(64, 64, 1, 1, 1, 4, 5, 4096),  # 32.2 us
-    ("w8_sym_channel", 128, 4096, 4096): Tile(64, 64, 1, 1, 1, 4, 5, 16384),  # 8.9 us
-    ("w8_sym_channel", 128, 4096, 14336): Tile(64, 128, 1, 2, 1, 8, 5, 128, unpack_k=128),  # 24.6 us
-    ("w8_sym_channel", 128, 14336, 4096): Tile(128, 64, 1, 1, 1, 4, 4, 128, unpack_k=128),  # 19.2 us
-    ("w8_sym_channel", 128, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 3, 0),  # 36.7 us
-    ("w8_sym_channel", 256, 4096, 4096): Tile(64, 64, 1, 1, 1, 4, 5, 16384),  # 10.7 us
-    ("w8_sym_channel", 256, 4096, 14336): Tile(64, 64, 1, 1, 1, 4, 5, 4096),  # 32.6 us
-    ("w8_sym_channel", 256, 14336, 4096): Tile(128, 128, 1, 1, 1, 8, 3, 0),  # 28.2 us
-    ("w8_sym_channel", 256, 28672, 4096): Tile(128, 128, 1, 1, 1, 8, 3, 0),  # 54.9 us
-    ("w8_sym_channel", 1024, 4096, 4096): Tile(128, 128, 1, 1, 1, 4, 3, 0),  # 25.0 us
-    ("w8_sym_channel", 1024, 4096, 14336): Tile(128, 128, 1, 1, 1, 8, 3, 0),  # 79.3 us
-    ("w8_sym_channel", 1024, 14336, 4096): Tile(128, 128, 1, 1, 1, 4, 3, 0),  # 100.8 us
-    ("w8_sym_channel", 1024, 28672, 4096): Tile(128, 128, 1, 1, 1, 4, 3, 0),  # 186.5 us
-}
-SIMILAR_FORMATS: dict[str, tuple[str, ...]] = {
-    "w4_asym_g128_int8": ("nested_8_4", "qoq_g128"),
-    "w4_asym_g128_a8": ("w4_asym_g128",),
-    "nested_8_4": ("qoq_g128",),
-    "mix_4_8": ("nested_8_4", "qoq_g128"),
-    "mxfp4": ("mxfp4_a8", "qoq_g128"),
-    "mxfp4_a8": ("qoq_g128",),
-    "bf16": ("w8_sym_channel",),
-}
-"""Formats that were not tuned (for some classes of M), and those whose tiles they use: about as many bytes a step."""
+_ALWAYS = ("tokens", "rows", "unroll", "warps", "stages")
+"""Fields of a tile that every entry states; the others only where they are not the default."""
+
+
+class TunedFor(NamedTuple):
+    """What a tile was tuned for: a weight [n, k] in a kernel format, and steps of up to `most_tokens` rows."""
+
+    format: str
+    most_tokens: int
+    n: int
+    k: int
+
+
+@dataclass(frozen=True)
+class TileTable:
+    """Tuned tiles by what they were tuned for.
+
+    `similar_formats` are, for formats that were not tuned (for some classes of M), those with about as many bytes a
+    step. Their tiles are used.
+    """
+
+    gpu: str
+    tool: str
+    measured: str
+    similar_formats: Mapping[str, tuple[str, ...]]
+    tiles: Mapping[TunedFor, Tile]
+
+    def sources(self, format: str) -> tuple[str, ...]:
+        """The formats with tiles for `format`: itself, then similar ones."""
+        return format, *self.similar_formats.get(format, ())
+
+    def by_distance(self, format: str, most_tokens: int, n: int, k: int) -> list[tuple[tuple[int, int], Tile]]:
+        """Shapes tuned for a format and class, and their tiles: the nearest to [n, k] by logarithms first."""
+        own = [((of.n, of.k), tile) for of, tile in self.tiles.items() if of[:2] == (format, most_tokens)]
+        return sorted(own, key=lambda each: abs(math.log(each[0][0] / n)) + abs(math.log(each[0][1] / k)))
+
+
+@cache
+def load_table(name: str) -> TileTable:
+    """The table in the file `name`.json beside this module. ValueError naming the entry that is not well formed."""
+    path = Path(__file__).with_name(f"{name}.json")
+    return parse_table(path.read_text(encoding="utf-8"))
+
+
+def parse_table(text: str) -> TileTable:
+    """The table that a data file states. ValueError naming the entry that is not well formed."""
+    data = json.loads(text)
+    if unknown := data.keys() ^ {"gpu", "tool", "measured", "similar_formats", "entries"}:
+        raise ValueError(f"a table of tiles has other fields, or lacks some: {', '.join(sorted(unknown))}")
+    tiles: dict[TunedFor, Tile] = {}
+    for entry in data["entries"]:
+        tuned_for, tile = _parse_entry(entry)
+        if tuned_for in tiles:
+            raise ValueError(f"{tuned_for} has two tiles")
+        tiles[tuned_for] = tile
+    similar = {name: tuple(others) for name, others in data["similar_formats"].items()}
+    known = {tuned_for.format for tuned_for in tiles}
+    if missing := {other for others in similar.values() for other in others} - known:
+        raise ValueError(f"similar formats without tiles: {', '.join(sorted(missing))}")
+    return TileTable(data["gpu"], data["tool"], data["measured"], similar, tiles)
+
+
+def _parse_entry(entry: dict[str, Any]) -> tuple[TunedFor, Tile]:
+    known = {*TunedFor._fields, "tile", "us", "measured_tokens"}
+    stated = entry.get("tile", {})
+    types = {field.name: bool if isinstance(field.default, bool) else int for field in fields(Tile)}
+    whole = entry.keys() <= known and {*TunedFor._fields, "tile"} <= entry.keys()
+    if not whole or not set(_ALWAYS) <= stated.keys() <= types.keys():
+        raise ValueError(f"an entry has other fields, or lacks some: {entry}")
+    wrong = [name for name, value in stated.items() if type(value) is not types[name]]
+    if wrong or any(type(entry[name]) is not int or entry[name] <= 0 for name in ("most_tokens", "n", "k")):
+        raise ValueError(f"an entry has fields of another type: {entry}")
+    if not all(us > 0 for us in entry.get("us", ())):
+        raise ValueError(f"an entry has a time that is not positive: {entry}")
+    return TunedFor(*(entry[name] for name in TunedFor._fields)), Tile(**stated)
+
+
+def entry_line(tuned_for: TunedFor, tile: Tile, us: Iterable[float] = (), measured_tokens: int = 0) -> str:
+    """An entry as it is written in a table's file, to be separated by commas."""
+    defaults = {field.name: field.default for field in fields(tile) if field.default is not MISSING}
+    stated = {name: value for name, value in asdict(tile).items() if name in _ALWAYS or value != defaults.get(name)}
+    entry: dict[str, Any] = {**tuned_for._asdict(), "tile": stated}
+    if times := [round(each, 1) for each in us]:
+        entry["us"] = times
+    if measured_tokens not in (0, tuned_for.most_tokens):
+        entry["measured_tokens"] = measured_tokens
+    return json.dumps(entry)

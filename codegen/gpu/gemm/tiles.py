@@ -1,9 +1,10 @@
-"""Tile selection for a GEMM weight, by target, format, class of M and shape; the tuned tiles are in tile_table.py.
+"""Tile selection for a GEMM weight, by target, format, class of M and shape.
 
-All tiles were tuned on an H200, those of bf16 and of parts of K in turn with a large M on an H100. Other NVIDIA targets
-use the same ones, without programmatic dependent launch before sm_90. Where a tile that overlaps unpacking with the
-tensor cores does not divide the weight, or off sm_90, `without_unpack_k` replaces it. Where accumulators are floats,
-the choice depends on the class of M, never on M itself.
+The tuned tiles are a data file (tile_table.py), measured on an H200. Those of bf16 and of serial_k with a large M were
+measured on an H100, and are stated here. Other NVIDIA targets use the same tiles, with split_k by their number of
+multiprocessors, stages by their shared memory, and no programmatic dependent launch before sm_90. Where a tile that
+overlaps unpacking with the tensor cores does not divide the weight, and on every target that is not sm_90,
+`without_unpack_k` replaces it. If accumulators are floats, the choice depends on the class of M, never on M itself.
 
 docs/gpu_kernels.md lists what else was tried.
 """
@@ -11,7 +12,6 @@ docs/gpu_kernels.md lists what else was tried.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -19,9 +19,12 @@ from qcompile.codegen.gpu.attention import AttentionSpec, GpuKV, SplitLimits
 from qcompile.codegen.gpu.gemm.pack import MIX_ROWS
 from qcompile.codegen.gpu.gemm.spec import BF16_UNPACK_FORMATS, KernelSpec
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS, MMA_MIN_TOKENS, WS_MIN_TOKENS, Tile
-from qcompile.codegen.gpu.gemm.tile_table import H200, SIMILAR_FORMATS
+from qcompile.codegen.gpu.gemm.tile_table import load_table
 from qcompile.errors import UnsupportedError
 from qcompile.targets import TUNED_ON, Target
+
+TUNED = load_table("tiles_h200")
+"""The tuned tiles."""
 
 INT_SUM_FORMATS = ("qoq_channel", "qoq_g128", "w8_sym_channel")
 """Formats with an integer accumulator for all of K: the order of summation does not matter."""
@@ -47,14 +50,18 @@ LARGE_M = 1 << 20
 
 def token_classes(format: str) -> list[int]:
     """The classes of M that a format has tiles for, by their largest M; the last is 0, any M."""
-    sources = (format, *SIMILAR_FORMATS.get(format, ()))
-    found = sorted({most for name, most, _, _ in H200 if name in sources})
-    if not found:
+    tuned = _tuned_classes(format)
+    if not tuned:
         raise UnsupportedError(f"format {format} has no GPU tiles")
     integers = format in INT_SUM_FORMATS
-    gemv = [most for (name, most, _, _), tile in H200.items() if name == format and tile.tokens < MMA_MIN_TOKENS]
+    gemv = {of.most_tokens for of, tile in TUNED.tiles.items() if of.format == format and tile.tokens < MMA_MIN_TOKENS}
     small_m = [WS_MIN_TOKENS] if format in SMALL_M_FORMATS else []
-    return [*sorted(small_m + [most for most in found[:-1] if most >= DECODE_TOKENS or integers or most in gemv]), 0]
+    return [*sorted(small_m + [most for most in tuned[:-1] if most >= DECODE_TOKENS or integers or most in gemv]), 0]
+
+
+def _tuned_classes(format: str) -> list[int]:
+    """The classes of M with tuned tiles for `format` or similar formats, in increasing order."""
+    return sorted({of.most_tokens for of in TUNED.tiles if of.format in TUNED.sources(format)})
 
 
 def choose(format: str, n: int, k: int, tokens: int, gpu: Target = TUNED_ON) -> Tile:
@@ -71,13 +78,11 @@ def choose(format: str, n: int, k: int, tokens: int, gpu: Target = TUNED_ON) -> 
 
 def _nearest_tuned(format: str, n: int, k: int, tokens: int, gpu: Target) -> Tile:
     """The tile of the tuned class that `tokens` falls into; the class of WS_MIN_TOKENS was not tuned by itself."""
-    sources = (format, *SIMILAR_FORMATS.get(format, ()))
     most = next((each for each in token_classes(format) if tokens <= each), None)
-    most = DECODE_TOKENS if most == WS_MIN_TOKENS else most or max(each for name, each, _, _ in H200 if name in sources)
-    source = next(source for source in sources if any(row[:2] == (source, most) for row in H200))
-    rows = {(rn, rk): tile for (name, c, rn, rk), tile in H200.items() if (name, c) == (source, most)}
-    for shape in sorted(rows, key=lambda s: abs(math.log(s[0] / n)) + abs(math.log(s[1] / k))):
-        candidates = (rows[shape], without_unpack_k(format, rows[shape]))
+    most = DECODE_TOKENS if most == WS_MIN_TOKENS else most or _tuned_classes(format)[-1]
+    source = next(each for each in TUNED.sources(format) if any(of[:2] == (each, most) for of in TUNED.tiles))
+    for shape, tuned in TUNED.by_distance(source, most, n, k):
+        candidates = (tuned, without_unpack_k(format, tuned))
         tile = next(filter(None, (fit_tile(format, n, k, each, gpu) for each in candidates)), None)
         if tile is not None:
             tile = _fill_multiprocessors(format, n, k, tile, most, gpu)
