@@ -1,0 +1,1 @@
+"""Passes: rewrites of graphs, one module each."""

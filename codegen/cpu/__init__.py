@@ -1,0 +1,1 @@
+"""Code generation for CPUs: C++ from templates, compiled to one library."""

@@ -1,0 +1,1 @@
+"""Artifacts: their layout and manifest, writing, reading, verification, and export."""

@@ -1,0 +1,1 @@
+"""Execution on CPUs: the artifact's library, called through its C interface."""

@@ -1,0 +1,1 @@
+"""Execution on NVIDIA GPUs: the driver, memory, CUDA graphs, and rounds of speculation."""

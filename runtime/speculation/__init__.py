@@ -1,0 +1,1 @@
+"""Speculative decoding: the levels that draft, and how many tokens they draft."""
