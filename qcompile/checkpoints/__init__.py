@@ -1,1 +1,1 @@
-"""Import of models: Hugging Face checkpoints, safetensors, `nn.Module` and `ExportedProgram`, as graphs of ATen operators."""
+"""Import of models (Hugging Face, safetensors, `nn.Module`, `ExportedProgram`) as graphs of ATen operators."""
