@@ -41,7 +41,7 @@ from qcompile.codegen.gpu.attention import (
 )
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.program import RING_GROUPS
-from qcompile.formats.numerics import HIER_GROUP, PAGE_TOKENS
+from qcompile.formats.kv import HIER_GROUP, PAGE_TOKENS
 from qcompile.runtime.cuda.counts import AttentionWork, attention_counts
 from qcompile.targets import TUNED_ON
 

@@ -18,8 +18,9 @@ from qcompile.codegen.gpu.gemm import spec as gpu
 from qcompile.codegen.gpu.gemm.pack import GPU_PACKING, MIX_ROWS, pack_gpu
 from qcompile.codegen.gpu.gemm.tiles import choose
 from qcompile.codegen.program import round_up
-from qcompile.formats.mix import quantize_mixed
-from qcompile.formats.numerics import dequantize_weight, quantize_activation, quantize_weight
+from qcompile.formats.activations import activation_format
+from qcompile.formats.mixed import MIX_4_8
+from qcompile.formats.registry import weight_format
 from qcompile.runtime.cuda.driver import LaunchCall, driver
 
 ROTATED_BYTES = 5 * 64 * 2**20
@@ -137,16 +138,16 @@ class Problem:
         if format == "mix_4_8":
             marked = torch.zeros(n, dtype=torch.bool, device="cuda")
             marked[torch.randperm(n, device="cuda")[: n // WIDE_SHARE]] = True
-            parts = quantize_mixed(w, marked)
-            self.weight = dequantize_weight(parts, format, k)
+            parts = MIX_4_8.quantize_rows(w, marked)
+            self.weight = weight_format(format).dequantize(parts, k)
             blobs = GPU_PACKING.mixed(marked, False, k).blobs(parts)
             words = ("groups", "columns")
             packed = {role: blob.view(torch.int32 if role in words else torch.int8) for role, blob in blobs.items()}
         else:
             packing = "mxfp4_int8" if format == "mxfp4_a8" else format.removesuffix("_a8")
             number_format = packing.removesuffix("_int8")
-            parts = quantize_weight(w, number_format)
-            self.weight = dequantize_weight(parts, number_format, k)
+            parts = weight_format(number_format).quantize(w)
+            self.weight = weight_format(number_format).dequantize(parts, k)
             packed = pack_gpu(parts, packing)
         size = sum(t.numel() * t.element_size() for t in packed.values())
         self.copies = [packed] + [{key: t.clone() for key, t in packed.items()} for _ in range(ROTATED_BYTES // size)]
@@ -156,7 +157,7 @@ class Problem:
         """Fresh random x as quantize_activation's parts."""
         x = torch.randn(tokens, self.k, device="cuda")
         floats = self.format in ("w4_asym_g128", "bf16", "mxfp4")
-        return quantize_activation(x, "bf16" if floats else "int8_g128" if self.x_groups else "int8", 0)
+        return activation_format("bf16" if floats else "int8_g128" if self.x_groups else "int8").quantize(x, 0)
 
     def launches(
         self,

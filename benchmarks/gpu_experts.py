@@ -32,7 +32,8 @@ from qcompile.codegen.gpu.gemm import spec as gemm
 from qcompile.codegen.gpu.gemm.pack import pack_gpu, unpack_gpu
 from qcompile.codegen.gpu.launches import grid_size
 from qcompile.codegen.gpu.router import BlocksSpec, CombineSpec, RouteSpec, RouteStep, ScoresSpec
-from qcompile.formats.numerics import dequantize_activation, dequantize_weight, quantize_activation, quantize_weight
+from qcompile.formats.activations import activation_format, dequantize_activation
+from qcompile.formats.registry import weight_format
 from qcompile.targets import TUNED_ON
 
 EXPERTS, SLOTS, HIDDEN, INNER, MOST = 16, 8, 2048, 768, 512
@@ -145,14 +146,16 @@ def check_gemms() -> list[dict[str, Any]]:
         number_format = packing.removesuffix("_int8")
         for name, (rows, k, by_slot, gated) in SHAPES.items():
             weight = torch.randn(EXPERTS * rows, k, device="cuda") * 0.05
-            packed = pack_gpu(quantize_weight(weight, number_format), packing)
-            dense = dequantize_weight(unpack_gpu(packed, packing), number_format, k).double().view(EXPERTS, rows, k)
+            packed = pack_gpu(weight_format(number_format).quantize(weight), packing)
+            dense = (
+                weight_format(number_format).dequantize(unpack_gpu(packed, packing), k).double().view(EXPERTS, rows, k)
+            )
             error, differing = 0.0, 0
             kinds = [spec for f, n, spec in specs() if (f, n) == (format, name)]
             for tokens in TOKENS:
                 index = choice(tokens)
                 values = torch.randn(tokens * SLOTS if by_slot else tokens, k, device="cuda")
-                x = quantize_activation(values, activation, 0)
+                x = activation_format(activation).quantize(values, 0)
                 exact = dequantize_activation(x).double()
                 exact = exact.view(tokens, SLOTS, k) if by_slot else exact
                 want = ops.expert_linear(exact, index[:, :SLOTS].long(), dense)

@@ -35,7 +35,8 @@ from qcompile.codegen.gpu.gemm.tile_table import TunedFor, entry_line
 from qcompile.codegen.gpu.launches import grid_size
 from qcompile.codegen.gpu.router import BlocksSpec
 from qcompile.errors import UnsupportedError
-from qcompile.formats.numerics import quantize_activation, quantize_weight
+from qcompile.formats.activations import activation_format
+from qcompile.formats.registry import weight_format
 from qcompile.targets import TUNED_ON
 
 FORMATS = {  # of kernels, with their packings and activations
@@ -154,7 +155,7 @@ class Problem:
         self.weight = weight
         self.k = padded_inputs(weight.k, packing)
         parts = [
-            pack_gpu(quantize_weight(torch.randn(weight.rows, weight.k, device="cuda") * 0.05, kind), packing)
+            pack_gpu(weight_format(kind).quantize(torch.randn(weight.rows, weight.k, device="cuda") * 0.05), packing)
             for kind in [packing.removesuffix("_int8")]
             for _ in range(weight.experts)
         ]
@@ -173,7 +174,7 @@ class Problem:
             given: dict[str, Any] = chosen(weight, rows, step)
             values = torch.zeros(rows * weight.slots if weight.by_slot else rows, self.k, device="cuda")
             values[:, : weight.k].normal_()
-            x = quantize_activation(values, self.activation, 0)
+            x = activation_format(self.activation).quantize(values, 0)
             given |= dict(zip(("x", "x_scale", "x_sum"), x, strict=False))
             programs = rows * weight.slots
             if tokens > 1:

@@ -18,7 +18,7 @@ class Mutation:
 
 NORMS, ROTATE = "tests/passes/test_fold_norms.py", "tests/passes/test_rotate.py"
 SMOOTH, REORDER = "tests/passes/test_smooth.py", "tests/passes/test_reorder.py"
-STEP, OPS, NUMERICS = "tests/passes/test_step_passes.py", "tests/ops/test_ops.py", "tests/formats/test_numerics.py"
+STEP, OPS, NUMERICS = "tests/passes/test_step_passes.py", "tests/ops/test_ops.py", "tests/formats/test_formats.py"
 RAISE, FAMILIES = "tests/passes/raising/test_raise.py", "tests/passes/raising/test_families.py"
 KERNELS, ROWS = "tests/codegen/cpu/test_step.py", "tests/codegen/cpu/test_rowops.py"
 PENALTIES, REPORTS = "tests/codegen/cpu/test_penalties.py", "tests/codegen/cpu/test_report.py"
@@ -176,7 +176,7 @@ MUTATIONS = (
     ),
     Mutation(
         "ties of E2M1 go down",
-        "qcompile/formats/numerics.py",
+        "qcompile/formats/elements.py",
         "(size >= edge) if index % 2",
         "(size > edge) if index % 2",
         NUMERICS,

@@ -20,7 +20,9 @@ from qcompile import ops
 from qcompile.codegen import program as p
 from qcompile.codegen.packing import Mixed, WeightTable
 from qcompile.errors import PassError, UnsupportedError
-from qcompile.formats import numerics
+from qcompile.formats.activations import activation_format
+from qcompile.formats.blocks import as_blob, pack_vector, packed_vector_bytes
+from qcompile.formats.registry import weight_format
 from qcompile.graph import Graph
 
 
@@ -73,9 +75,9 @@ class Lowering:
 
         def blobs() -> Iterator[Tensor]:
             value = self.graph.evaluate(node, self._vectors).float()
-            yield numerics.pack_vector(value)
+            yield pack_vector(value)
 
-        size = numerics.packed_vector_bytes(node.meta["val"].shape[0])
+        size = packed_vector_bytes(node.meta["val"].shape[0])
         return self._register(node, "vector", (("", size),), blobs)[0]
 
     def flat(self, node: Any) -> str | None:
@@ -84,7 +86,7 @@ class Lowering:
             return None
 
         def blobs() -> Iterator[Tensor]:
-            yield numerics.as_blob(self.graph.evaluate(node).float())
+            yield as_blob(self.graph.evaluate(node).float())
 
         size = -(-node.meta["val"].numel() * 4 // 64) * 64
         return self._register(node, "flat", (("", size),), blobs)[0]
@@ -93,7 +95,7 @@ class Lowering:
         """A weight of indices as int32."""
 
         def blobs() -> Iterator[Tensor]:
-            yield numerics.as_blob(self.graph.evaluate(node).to(torch.int32))
+            yield as_blob(self.graph.evaluate(node).to(torch.int32))
 
         size = -(-node.meta["val"].numel() * 4 // 64) * 64
         return self._register(node, "indices", (("", size),), blobs)[0]
@@ -104,9 +106,9 @@ class Lowering:
         dtype: Literal["f32", "bf16"] = "bf16" if meta.dtype == torch.bfloat16 else "f32"
 
         def blobs() -> Iterator[Tensor]:
-            yield numerics.as_blob(self.graph.evaluate(node, self._vectors).to(numerics.ACTIVATIONS[dtype].dtype))
+            yield as_blob(self.graph.evaluate(node, self._vectors).to(activation_format(dtype).dtype))
 
-        size = -(-meta.numel() * numerics.ACTIVATIONS[dtype].dtype.itemsize // 64) * 64
+        size = -(-meta.numel() * activation_format(dtype).dtype.itemsize // 64) * 64
         return self._register(node, "table", (("", size),), blobs)[0], dtype
 
     def packing(self, node: fx.Node, format: str, activation: str) -> str:
@@ -119,7 +121,7 @@ class Lowering:
     def packed(self, node: fx.Node, format: str, activation: str) -> dict[str, str]:
         """Role -> name of the packed parts of quantize_weight(w, format), or of the upper nibbles of a nested weight.
 
-        `activation` is the type they are multiplied with, from numerics.ACTIVATIONS.
+        `activation` is the type they are multiplied with, as in formats/activations.py.
         """
         if ops.name_of(node.target) == "upper_nibble":
             whole = self.packed(_args(node)[0], "nested_8_4", activation)
@@ -250,7 +252,7 @@ def _hadamard(low: Lowering, node: fx.Node) -> p.Call:
 
 
 def _activation(x: fx.Node) -> str:
-    """Activation type of a gemm's input, from numerics.ACTIVATIONS."""
+    """Activation type of a gemm's input, as in formats/activations.py."""
     storage = x.meta["storage"]
     return str(storage["activation"] if storage["dtype"] == "q8" else storage["dtype"])
 
@@ -406,7 +408,7 @@ def _expert_gemm(low: Lowering, node: fx.Node) -> p.Call:
     x_slots = slots if x.meta["val"].dim() == 3 else 1
     # Whole blocks of 16 rows: four experts take a multiple of 64 bytes in every role, so sizes are not rounded up.
     rows = weight.meta["val"][0].shape[0] // experts
-    sizes = numerics.packed_bytes(4 * rows, k, format)
+    sizes = weight_format(format).packed_bytes(4 * rows, k)
     strides = {role: size // 4 for role, size in sizes.items()}
     where = low.buffer(x), low.buffer(index), low.buffer(node)
     how = (format, activation, group, n, rows, k, experts, slots, x_slots)

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from qcompile.formats import mix, numerics
+from qcompile.formats import mixed_layout
+from qcompile.formats.registry import weight_format
+from qcompile.formats.rounding import Parts
 
 
 @dataclass(frozen=True)
@@ -27,16 +29,17 @@ class Mixed(NamedTuple):
     """
 
     sizes: dict[str, int]
-    blobs: Callable[[numerics.Parts], dict[str, Tensor]]
+    blobs: Callable[[Parts], dict[str, Tensor]]
     blocks: int
     wide: int = 0
     runs: tuple[int, ...] = ()
 
 
 def cpu_mixed(marked: Tensor, pairs: bool, k: int) -> Mixed:
-    """The layout of qcompile.formats.mix."""
-    order = mix.layout(marked, pairs)
-    return Mixed(mix.packed_bytes(order, k), lambda parts: mix.pack(parts, order), len(order.rows), runs=order.runs)
+    """The layout of formats/mixed_layout.py."""
+    order = mixed_layout.row_layout(marked, pairs)
+    sizes = mixed_layout.packed_bytes(order, k)
+    return Mixed(sizes, lambda parts: mixed_layout.pack(parts, order), len(order.rows), runs=order.runs)
 
 
 @dataclass(frozen=True)
@@ -51,15 +54,15 @@ class Packing:
 
     name: Callable[[str, str], str]
     sizes: Callable[[int, int, str, str], dict[str, int]]
-    blobs: Callable[[numerics.Parts, str, str], dict[str, Tensor]]
+    blobs: Callable[[Parts, str, str], dict[str, Tensor]]
     readable: Callable[[str, str], str | None] = lambda format, activation: None
     mixed: Callable[[Tensor, bool, int], Mixed] = cpu_mixed
 
 
 CPU_PACKING = Packing(
     lambda format, activation: format,
-    lambda n, k, format, activation: numerics.packed_bytes(n, k, format),
-    lambda parts, format, activation: numerics.pack_weight(parts, format),
+    lambda n, k, format, activation: weight_format(format).packed_bytes(n, k),
+    lambda parts, format, activation: weight_format(format).pack(parts),
 )
 
 

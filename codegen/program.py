@@ -16,7 +16,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
-from qcompile.formats.numerics import ACTIVATIONS, HIER_GROUP, HIERARCHICAL, PAGE_TOKENS, Activation, groups_of
+from qcompile.formats.activations import ActivationFormat, activation_format
+from qcompile.formats.kv import HIER_GROUP, PAGE_TOKENS, KVFormat, kv_format
+from qcompile.formats.rounding import groups_of
 
 PAD = 32
 """Rows of activations are padded with zeros to a multiple of this many elements."""
@@ -25,7 +27,6 @@ RING_GROUPS = 3
 """Groups of newest positions that a hierarchical cache keeps unquantized, in a ring."""
 
 DType = Literal["f32", "bf16", "q8"]
-KVFormat = Literal["kv32", "kv16", "kv8", "kv4", "kv_hier", "kv_hier4"]
 _ITEM_BYTES: Mapping[str, int] = {"f32": 4, "bf16": 2, "q8": 1}
 
 
@@ -50,7 +51,7 @@ class Buffer:
     rows: Literal["tokens", "outputs"] = "tokens"
     offset: int = 0
     activation: str = "int8"
-    """Type of the codes of a q8 buffer: an integer type of numerics.ACTIVATIONS."""
+    """Type of the codes of a q8 buffer: an integer format of formats/activations.py."""
     pad: int = PAD
 
     @property
@@ -64,9 +65,9 @@ class Buffer:
         return -(-self.stride // self.group) if self.dtype == "q8" else 0
 
     @property
-    def kind(self) -> Activation:
+    def kind(self) -> ActivationFormat:
         """The type of a q8 buffer's codes."""
-        return ACTIVATIONS[self.activation]
+        return activation_format(self.activation)
 
     @property
     def scales(self) -> int:
@@ -401,7 +402,7 @@ class Logits(Call):
 class KVLayout:
     """The paged KV arena: [layer][page][kv_head] blocks of `block_bytes`."""
 
-    format: KVFormat
+    format: str
     layers: int
     kv_heads: int
     head_dim: int
@@ -417,18 +418,22 @@ class KVLayout:
         """
         if self.own_block_bytes:
             return self.own_block_bytes
-        width = round_up(self.head_dim, 16 if self.format in ("kv32", "kv16", "kv8") else 32)
-        elements = self.page_tokens * width
-        part = {"kv32": 4 * elements, "kv16": 2 * elements, "kv4": elements // 2}.get(self.format, elements)
+        width = round_up(self.head_dim, self.kind.head_pad)
+        part = self.page_tokens * width * self.kind.stored_bits // 8
         if self.hierarchical:
             return 2 * part + 4 * (2 * self.page_tokens + width)
-        parameters = 4 * 4 * self.page_tokens if self.format in ("kv8", "kv4") else 0
+        parameters = 4 * 4 * self.page_tokens if self.kind.has_scales else 0
         return 2 * round_up(part, 64) + parameters
+
+    @property
+    def kind(self) -> KVFormat:
+        """The format of keys and values."""
+        return kv_format(self.format)
 
     @property
     def hierarchical(self) -> bool:
         """Whether the newest positions are kept separately, in a ring (cpu/templates/attention_hier.h)."""
-        return self.format in HIERARCHICAL
+        return self.kind.hierarchical
 
     @property
     def ring_tokens(self) -> int:

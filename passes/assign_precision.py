@@ -9,7 +9,7 @@ from torch import fx
 
 from qcompile import ops
 from qcompile.errors import UsageError
-from qcompile.formats import numerics
+from qcompile.formats.registry import weight_format
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
 
@@ -44,9 +44,9 @@ def router_linears(graph: Graph) -> set[fx.Node]:
 class AssignPrecision(Pass):
     """Uniform precision: `weight` and `activation` for all linears, `head` and `head_activation` for the output head.
 
-    Weight formats are those of numerics.FORMATS and PART_OF, activation types those of numerics.ACTIVATIONS. Expert
-    routers stay in f32. Experts have no mix_4_8 kernel and get the format of its 4-bit part instead, with a note. The
-    choice is stored in node.meta["precision"], which `merge` and `quantize` read.
+    Weight formats are those of formats/registry.py, activation formats those of formats/activations.py. Expert routers
+    stay in f32. Experts get another format where theirs has no kernel for experts but names one that has (mix_4_8: its
+    4-bit part), with a note. The choice is stored in node.meta["precision"], which `merge` and `quantize` read.
     """
 
     name: ClassVar[str] = "assign_precision"
@@ -58,12 +58,10 @@ class AssignPrecision(Pass):
 
     def __post_init__(self) -> None:
         for format, activation in ((self.weight, self.activation), (self.head, self.head_activation)):
-            if format not in ACTIVATIONS:
-                raise UsageError(f"weight format {format} is unknown; there are {', '.join(ACTIVATIONS)}")
-            if activation not in ACTIVATIONS[format]:
+            known = [kind.name for kind in weight_format(format).activations]
+            if activation not in known:
                 raise UsageError(
-                    f"weights in {format} do not meet activations in {activation}; "
-                    f"there are {', '.join(ACTIVATIONS[format])}"
+                    f"weights in {format} do not meet activations in {activation}; there are {', '.join(known)}"
                 )
 
     def run(self, graph: Graph) -> PassResult:
@@ -75,23 +73,10 @@ class AssignPrecision(Pass):
             weight, activation = (self.head, self.head_activation) if node in head else (self.weight, self.activation)
             if node in routers:  # small, and a rounding error in a score can send a token to another expert
                 weight, activation = "f32", "f32"
-            if weight == "mix_4_8" and ops.name_of(node.target) == "expert_linear":
-                weight, notes = "w4_asym_g128", ("experts have no kernel in mix_4_8: theirs are w4_asym_g128",)
+            fallback = weight_format(weight).expert_fallback
+            if fallback and ops.name_of(node.target) == "expert_linear":
+                notes = (f"experts have no kernel in {weight}: theirs are {fallback}",)
+                weight = fallback
             node.meta["precision"] = {"weight": weight, "activation": activation}
             fired += 1
         return PassResult(graph, fired, notes)
-
-
-ACTIVATIONS = {
-    "f32": ("f32",),
-    "bf16": ("bf16",),
-    "w8_sym_channel": numerics.INTEGER_ACTIVATIONS,
-    "w4_asym_g128": (*numerics.INTEGER_ACTIVATIONS, "bf16"),
-    "qoq_g128": numerics.INTEGER_ACTIVATIONS,
-    "qoq_channel": numerics.INTEGER_ACTIVATIONS,
-    "mxfp4": numerics.INTEGER_ACTIVATIONS,
-    "nested_8_4": numerics.INTEGER_ACTIVATIONS,
-    "mix_4_8": numerics.INTEGER_ACTIVATIONS,
-    "nested_4": (*numerics.INTEGER_ACTIVATIONS, "bf16"),
-}
-"""Activation types for which each weight format has kernels."""

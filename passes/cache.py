@@ -11,13 +11,11 @@ from torch import fx
 
 from qcompile import ops
 from qcompile.errors import PassError, UsageError
-from qcompile.formats import numerics
+from qcompile.formats.kv import KV_FORMATS, PAGE_TOKENS, kv_format
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
 from qcompile.passes.gather import gathered
 
-UPPER_HALF = {"kv_hier": "kv_hier4"}
-"""The part of a cache format that a draft reads instead of the whole (QuantSpec 4.2)."""
 STEP_INPUTS = ("token_ids", "positions", "sequence", "block_table", "output_rows", "cache")
 
 
@@ -39,12 +37,12 @@ class Cache(Pass):
     format: str = "kv16"
 
     def __post_init__(self) -> None:
-        if self.format not in numerics.KV_BITS:
-            raise UsageError(f"cache.format={self.format} is unknown; there are {', '.join(numerics.KV_BITS)}")
+        if self.format not in KV_FORMATS:
+            raise UsageError(f"cache.format={self.format} is unknown; there are {', '.join(KV_FORMATS)}")
 
     def for_draft(self) -> Cache:
         """The pass for a draft over the same cache: it reads only the upper bits of a hierarchical cache."""
-        return Cache(UPPER_HALF.get(self.format, self.format))
+        return Cache(kv_format(self.format).draft or self.format)
 
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()
@@ -73,7 +71,7 @@ class Cache(Pass):
         arguments = list(node.args) + [0, 0.0, None, None, None][len(node.args) - 4 :]
         q, k, v, scale, window, softcap, sinks, key_bias, center = arguments
         place = (inputs["positions"], inputs["sequence"], inputs["block_table"])
-        bits = numerics.HIERARCHICAL.get(self.format, 0)
+        bits = kv_format(self.format).read_bits
         with graph.fx.inserting_before(node):
             appended = _call(graph, "kv_append", k, v, *place, cache, layer, self.format)
             shape = (layer, scale, window, softcap, sinks, key_bias, bits, center)
@@ -167,6 +165,6 @@ def _example(layers: int, kv_heads: int, head_dim: int) -> list[torch.Tensor]:
     rows = torch.empty(3, dtype=torch.int64, device="meta")
     table = torch.empty(2, 5, dtype=torch.int64, device="meta")
     outputs = torch.empty(2, dtype=torch.int64, device="meta")
-    slots = 10 * numerics.PAGE_TOKENS
+    slots = 10 * PAGE_TOKENS
     cache = torch.empty(layers, 2, slots, kv_heads, head_dim, device="meta")
     return [rows, rows, rows, table, outputs, cache]

@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 from torch import fx
 
 from qcompile import ops
-from qcompile.formats import numerics
+from qcompile.formats.activations import activation_format
+from qcompile.formats.blocks import padded_inputs
+from qcompile.formats.rounding import groups_of
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
 
@@ -34,10 +36,10 @@ class _Value:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row: elements padded to a multiple of K_BLOCK; for q8 also scales and sums."""
-        stride = numerics.padded_inputs(self.width)
+        stride = padded_inputs(self.width)
         if self.dtype == "q8":
-            scales = numerics.groups_of(stride, numerics.ACTIVATIONS[self.activation].group)
-            return stride + 4 * scales + 4 * numerics.groups_of(stride, self.group)
+            scales = groups_of(stride, activation_format(self.activation).group)
+            return stride + 4 * scales + 4 * groups_of(stride, self.group)
         return stride * {"bf16": 2, "f32": 4}[self.dtype]
 
 
@@ -139,8 +141,8 @@ def _new_value(graph: Graph, node: fx.Node, kind: str, place: dict[fx.Node, int]
     if kind in ("quantize_activation", "norm_quantize", "hadamard_quantize"):
         args: Any = node.args
         activation = args[-2]
-        dtype = "q8" if numerics.ACTIVATIONS[activation].top else activation
-        group = numerics.padded_inputs(args[-1]) if dtype == "q8" else 0
+        dtype = "q8" if activation_format(activation).top else activation
+        group = padded_inputs(args[-1]) if dtype == "q8" else 0
     computed = _source(node) if kind == "quantize_activation" and dtype == "bf16" else node
     lives = place[computed], _last_use(node, place)
     return _Value(node.name, dtype, width, group, "tokens", *lives, activation)

@@ -9,7 +9,8 @@ from torch import fx
 
 from qcompile import ops
 from qcompile.errors import PassError, UsageError
-from qcompile.formats import numerics
+from qcompile.formats.activations import activation_format
+from qcompile.formats.registry import WEIGHT_FORMATS, weight_format
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
 
@@ -63,9 +64,8 @@ class Quantize(Pass):
             raise PassError("quantize", node.name, "the second operand of this linear is not a weight")
         packed, format = self._rounded(graph, weight, node.meta["precision"])
         inputs = weight.meta["val"].shape[1]
-        kind = numerics.ACTIVATIONS[activation]
-        group = numerics.FORMATS[format].sum_group or kind.group or inputs
-        key = (x, activation, group if kind.top else 0)
+        kind = activation_format(activation)
+        key = (x, activation, kind.sum_group(weight_format(format).sum_group, inputs))
         if key not in activations:
             with graph.fx.inserting_after(x):
                 activations[key] = graph.call("quantize_activation", *key)
@@ -79,21 +79,19 @@ class Quantize(Pass):
 
     def _rounded(self, graph: Graph, weight: fx.Node, precision: dict[str, Any]) -> tuple[fx.Node, str]:
         """`weight` rounded, and the format in which a gemm reads it."""
-        format = precision["weight"]
-        if format == "mix_4_8":
+        format = weight_format(precision["weight"])
+        if format.marks_rows:
             if "wide" in precision:
-                return graph.call_weight("quantize_mixed", weight, graph.weight(precision["wide"])), format
+                return graph.call_weight("quantize_mixed", weight, graph.weight(precision["wide"])), format.name
             wide = graph.call_weight("worst_rows", weight, precision.get("fraction", self.mixed_fraction))
-            return graph.call_weight("quantize_mixed", weight, wide), format
-        if format in numerics.PART_OF:
-            stored, format = numerics.PART_OF[format]
-            return graph.call_weight("upper_nibble", graph.call_weight("quantize_weight", weight, stored)), format
-        return graph.call_weight("quantize_weight", weight, format), format
+            return graph.call_weight("quantize_mixed", weight, wide), format.name
+        rounded = graph.call_weight("quantize_weight", weight, format.stored_as.name)
+        if format.is_part:
+            rounded = graph.call_weight("upper_nibble", rounded)
+        return rounded, format.read_as.name
 
 
 _GATING = {kind: name for name, kind in ops.GATED.items()}
-EXPERT_FORMATS = ("f32", "bf16", "w8_sym_channel", "w4_asym_g128", "qoq_g128", "qoq_channel", "mxfp4", "nested_8_4")
-"""Weight formats whose packed rows can be sliced by expert."""
 
 
 def _quantize_experts(graph: Graph, node: fx.Node) -> None:
@@ -104,9 +102,10 @@ def _quantize_experts(graph: Graph, node: fx.Node) -> None:
     precision = node.meta.get("precision")
     if precision is None:
         raise PassError("quantize", node.name, "no precision was assigned to this linear")
-    format, kind = precision["weight"], numerics.ACTIVATIONS[precision["activation"]]
-    if format not in EXPERT_FORMATS:
-        raise PassError("quantize", node.name, f"experts have no kernel in {format}; {', '.join(EXPERT_FORMATS)} have")
+    weights, kind = weight_format(precision["weight"]), activation_format(precision["activation"])
+    if not weights.serves_experts:
+        others = ", ".join(format.name for format in WEIGHT_FORMATS.values() if format.serves_experts)
+        raise PassError("quantize", node.name, f"experts have no kernel in {weights.name}; {others} have")
     arguments: Any = node.args
     x, index, weight = arguments[:3]
     bias = arguments[3] if len(arguments) > 3 else None
@@ -114,10 +113,10 @@ def _quantize_experts(graph: Graph, node: fx.Node) -> None:
     experts, _, inputs = weight.meta["val"].shape
     gated = ops.name_of(node.target) == "gated_experts"
     epilogue, limits = (_GATING[arguments[4]], arguments[6:]) if gated else ("store", (None, 0.0))
-    group = (numerics.FORMATS[format].sum_group or kind.group or inputs) if kind.top else 0
-    packed = graph.call_weight("quantize_weight", graph.call_weight("expert_rows", weight), format)
+    group = kind.sum_group(weights.sum_group, inputs)
+    packed = graph.call_weight("quantize_weight", graph.call_weight("expert_rows", weight), weights.name)
     with graph.fx.inserting_before(node):
-        shape = (format, kind.name, group, experts, node.meta["val"].shape[-1], epilogue, *limits)
+        shape = (weights.name, kind.name, group, experts, node.meta["val"].shape[-1], epilogue, *limits)
         gemm = graph.call("expert_gemm", x, index, packed, bias, *shape)
     gemm.meta["precision"] = precision
     graph.replace(node, gemm)

@@ -20,7 +20,7 @@ from qcompile.passes.base import Pass, PassResult
 from qcompile.passes.calibration.sweep import Sweep
 
 GROUP = 128
-"""Number of inputs that share a scale in the grouped formats (numerics.FORMATS)."""
+"""Number of inputs that share a scale in the grouped formats (formats/registry.py)."""
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,15 @@ from torch import Tensor, fx
 
 from qcompile import ops
 from qcompile.errors import PassError, UsageError
-from qcompile.formats import numerics
+from qcompile.formats.activations import ACTIVATIONS, activation_format
+from qcompile.formats.registry import WEIGHT_FORMATS, weight_format
 from qcompile.graph import Graph
-from qcompile.passes.assign_precision import ACTIVATIONS
 from qcompile.passes.base import Pass, PassResult
 
 SAME = "same"
 GEMMS = ("gemm", "expert_gemm")
-FORMATS = tuple(format for format in ACTIVATIONS if format != "mix_4_8")
-"""Weight formats of drafts. mix_4_8 is missing, since its wide rows are chosen for the target, before rounding."""
+FORMATS = tuple(format.name for format in WEIGHT_FORMATS.values() if not format.marks_rows)
+"""Weight formats of drafts. Formats with marked rows are missing: rows are marked for the target, before rounding."""
 TOKENS = 128
 """Maximum number of tokens on which sensitivity is measured."""
 
@@ -53,7 +53,7 @@ class Speculate(Pass):
         for format in (self.weight, self.head, self.sensitive_weight):
             if format != SAME and format not in FORMATS:
                 raise UsageError(f"no draft has weight format {format}; there are same, {', '.join(FORMATS)}")
-        known = sorted({activation for choices in ACTIVATIONS.values() for activation in choices})
+        known = sorted(ACTIVATIONS)
         for activation in (self.activation, self.head_activation, self.sensitive_activation):
             if activation not in (SAME, *known):
                 raise UsageError(f"activation type {activation} is unknown; there are same, {', '.join(known)}")
@@ -131,13 +131,12 @@ def _change(
     packed, format = (arguments[2], arguments[4]) if experts else (arguments[1], arguments[4])
     x, dtype, group = (arguments[0], *arguments[5:7]) if experts else arguments[0].args
     new_dtype = dtype if activation == SAME else activation
-    if new_dtype not in ACTIVATIONS[format if weight == SAME else weight]:
-        found = f"{format if weight == SAME else weight} do not meet activations in {new_dtype}"
-        raise PassError(Speculate.name, node.name, f"weights in {found}")
+    wanted, kind = weight_format(format if weight == SAME else weight), activation_format(new_dtype)
+    if kind not in wanted.activations:
+        message = f"weights in {wanted.name} do not meet activations in {new_dtype}"
+        raise PassError(Speculate.name, node.name, message)
     new_packed, new_format = (packed, format) if weight == SAME else _weight(graph, packed, weight)
-    kind = numerics.ACTIVATIONS[new_dtype]
-    inputs = packed.meta["val"][0].shape[1]
-    new_group = (numerics.FORMATS[new_format].sum_group or kind.group or inputs) if kind.top else 0
+    new_group = kind.sum_group(weight_format(new_format).sum_group, packed.meta["val"][0].shape[1])
     changed = new_packed is not packed or (new_dtype, new_group) != (dtype, group)
     if experts:  # expert_gemm quantizes its inputs itself
         node.args = (*arguments[:2], new_packed, arguments[3], new_format, new_dtype, new_group, *arguments[7:])
@@ -163,9 +162,9 @@ def _quantized(
 def _weight(graph: Graph, packed: Any, format: str) -> tuple[fx.Node, str]:
     """The weight behind `packed` in `format`, and the format its gemm reads; a stored weight is reused."""
     rounded = packed.args[0] if ops.name_of(packed.target) == "upper_nibble" else packed
-    whole, part = numerics.PART_OF.get(format, (format, format))
-    if rounded.args[1] != whole:
-        rounded = graph.call_weight("quantize_weight", rounded.args[0], whole)
-    if whole != part:
+    wanted = weight_format(format)
+    if rounded.args[1] != wanted.stored_as.name:
+        rounded = graph.call_weight("quantize_weight", rounded.args[0], wanted.stored_as.name)
+    if wanted.is_part:
         rounded = graph.call_weight("upper_nibble", rounded)
-    return rounded, part
+    return rounded, wanted.read_as.name

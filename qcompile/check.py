@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from qcompile import ops
-from qcompile.formats import numerics
+from qcompile.formats.kv import PAGE_TOKENS
 from qcompile.graph import Graph
 
 _ON_WEIGHTS = frozenset(
@@ -148,8 +148,8 @@ def sample(graph: Graph, tokens: int = 16) -> Tensor:
     places = torch.arange(tokens)
     if graph.stage == "cache":
         shape = graph.inputs[-1].meta["val"].shape  # [layers, 2, slots, Hk, D]
-        pages = -(-tokens // numerics.PAGE_TOKENS)
-        cache = torch.zeros(*shape[:2], pages * numerics.PAGE_TOKENS, *shape[3:])
+        pages = -(-tokens // PAGE_TOKENS)
+        cache = torch.zeros(*shape[:2], pages * PAGE_TOKENS, *shape[3:])
         one = torch.zeros(tokens, dtype=torch.int64)
         inputs = [ids, places, one, torch.arange(pages)[None], places, cache]
     else:

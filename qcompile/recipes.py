@@ -47,9 +47,9 @@ class Draft:
 class Recipe:
     """Number formats of a whole model: `weight` and `activation` of the linears, the `kv` cache, the output `head`.
 
-    Names are those of numerics.FORMATS, ACTIVATIONS and KV_BITS. `head` is a key of HEADS: int8 per channel unless the
-    recipe or the caller chooses another. `calibrated` recipes need calibration text, and `extra` sets fields of other
-    passes. Each of `drafts` drafts for the path before it.
+    Names are those of formats/registry.py, formats/activations.py and formats/kv.py. `head` is a key of HEADS: int8 per
+    channel unless the recipe or the caller chooses another. `calibrated` recipes need calibration text, and `extra`
+    sets fields of other passes. Each of `drafts` drafts for the path before it.
     """
 
     name: str

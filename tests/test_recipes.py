@@ -9,7 +9,9 @@ import pytest
 
 from qcompile import targets
 from qcompile.errors import UsageError
-from qcompile.formats import numerics
+from qcompile.formats.activations import ACTIVATIONS
+from qcompile.formats.kv import KV_FORMATS
+from qcompile.formats.registry import STORED_FORMATS
 from qcompile.recipes import HEADS, RECIPES, allocation, apply_options, get_recipe, option_texts, parse_options
 from qcompile.roofline import CPU_CORE, Peaks, call_cost, peaks_of, predicted_us
 from qcompile.targets import TARGET_NAMES, get_target
@@ -25,10 +27,10 @@ V4 = "avx512f avx512bw avx512cd avx512vl avx512dq"
 
 def test_every_recipe_names_formats_that_exist() -> None:
     for recipe in RECIPES.values():
-        assert recipe.weight in numerics.FORMATS
-        assert recipe.activation in numerics.ACTIVATIONS
-        assert recipe.kv in numerics.KV_BITS
-        assert HEADS[recipe.head][0] in numerics.FORMATS
+        assert recipe.weight in STORED_FORMATS
+        assert recipe.activation in ACTIVATIONS
+        assert recipe.kv in KV_FORMATS
+        assert HEADS[recipe.head][0] in STORED_FORMATS
 
 
 def test_settings_are_the_recipe_and_its_head() -> None:

@@ -20,7 +20,8 @@ from qcompile.artifact.abi import CPU_ABI
 from qcompile.codegen import program as p
 from qcompile.codegen.cpu import flow
 from qcompile.errors import UnsupportedError
-from qcompile.formats.numerics import ACTIVATIONS, FORMATS
+from qcompile.formats.activations import activation_format
+from qcompile.formats.registry import weight_format
 from qcompile.ops import GATED
 from qcompile.targets import Target
 
@@ -308,7 +309,7 @@ class _Renderer:
 
     def _gemm(self, c: p.Gemm, index: int) -> list[str]:
         x = self.program.buffer(c.x)
-        if x.dtype == "q8" and x.group != (FORMATS[c.format].sum_group or x.kind.group or x.stride):
+        if x.dtype == "q8" and x.group != (weight_format(c.format).sum_group or x.kind.group or x.stride):
             raise UnsupportedError(f"{c.name}: {c.format} needs activation sums other than over {x.group} inputs")
         count = "b.tokens" if x.rows == "tokens" else "b.outputs"
         var = f"g{index}"
@@ -358,7 +359,7 @@ class _Renderer:
 
     def _expert_gemm(self, c: p.ExpertGemm, index: int) -> list[str]:
         x, out, e = self.program.buffer(c.x), self.program.buffer(c.out), f"e{index}"
-        kind = ACTIVATIONS[c.activation]
+        kind = activation_format(c.activation)
         x_slot, gated = c.k if c.x_slots > 1 else 0, c.epilogue != "store"
         lines = [
             f"Experts {e}{{b.tokens, {c.slots}, {c.experts}, {_ident(c.x)}, {x.stride}, {x_slot}, {_ident(c.index)},",

@@ -17,7 +17,7 @@ from qcompile.codegen import program as p
 from qcompile.codegen.gpu.attention import GpuKV, page_arguments, power_of_two
 from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
 from qcompile.codegen.program import RING_GROUPS
-from qcompile.formats.numerics import HIER_GROUP
+from qcompile.formats.kv import HIER_GROUP
 
 # -2 pi as a sum: two short parts whose products with integers up to 2^12 are exact, and the rest.
 _TWO_PI = (-6.28125, -0.0019350051879882812, -3.01991605e-07)

@@ -1,6 +1,6 @@
 """GPU kernels over the paged KV cache: attention, and the merge of its partial results (append.py writes pages).
 
-A page holds numerics.PAGE_TOKENS positions. The arena is [layer][page][KV head] blocks. A block contains, in order:
+A page holds kv.PAGE_TOKENS positions. The arena is [layer][page][KV head] blocks. A block contains, in order:
 
     keys         bf16 [page tokens][dim], or 16-bit items [page tokens][width]: item j holds the codes of elements j,
                  j + width, ..., lowest bits first: two of 8 bits or four of 4 bits
@@ -39,7 +39,7 @@ from typing import Literal
 from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
 from qcompile.codegen.program import RING_GROUPS
 from qcompile.errors import UnsupportedError
-from qcompile.formats.numerics import HIER_GROUP, HIERARCHICAL, KV_BITS, PAGE_TOKENS
+from qcompile.formats.kv import HIER_GROUP, PAGE_TOKENS, KVFormat, kv_format
 from qcompile.targets import TUNED_ON
 
 MOST_QUERIES = 16
@@ -89,20 +89,25 @@ class GpuKV:
     leaves: int = 8
 
     def __post_init__(self) -> None:
-        if self.format not in ("kv16", "kv8", "kv4", *HIERARCHICAL):
+        if self.kind.bits > 16:
             raise UnsupportedError(f"GPU kernels have no {self.format} cache; there are kv16, kv8, kv4, kv_hier")
         if self.dim % 4 or self.dim > 256:
             raise UnsupportedError(f"head size {self.dim}: GPU attention takes multiples of 4 up to 256")
 
     @property
+    def kind(self) -> KVFormat:
+        """The format of keys and values."""
+        return kv_format(self.format)
+
+    @property
     def hierarchical(self) -> bool:
         """Whether the newest positions are kept unrounded, in a ring."""
-        return self.format in HIERARCHICAL
+        return self.kind.hierarchical
 
     @property
     def bits(self) -> int:
         """Bits read per element (per rounded element, in a hierarchical cache)."""
-        return HIERARCHICAL.get(self.format) or KV_BITS[self.format]
+        return self.kind.read_bits or self.kind.bits
 
     @property
     def planes(self) -> int:

@@ -19,7 +19,8 @@ from qcompile.codegen.gpu.reads import Reads
 from qcompile.codegen.gpu.router import BlocksSpec, CombineSpec, RouteSpec, RouteStep, ScoresSpec
 from qcompile.codegen.gpu.rows import RowSpec
 from qcompile.errors import UnsupportedError
-from qcompile.formats.numerics import ACTIVATIONS, groups_of
+from qcompile.formats.activations import activation_format
+from qcompile.formats.rounding import groups_of
 from qcompile.targets import Target
 
 SCORED = ((8, 1), (16, 2), (0, 4))
@@ -126,7 +127,7 @@ class Experts:
         gemv = self._has_gemv(c)
         if self.ordered != (c.index, c.experts):
             yield self._order(c, classes)
-        kind, out = ACTIVATIONS[c.activation], self.program.buffer(c.out)
+        kind, out = activation_format(c.activation), self.program.buffer(c.out)
         format = kernel_of(packing, c.activation)
         stride = self.program.buffer(c.index).stride
         experts = gemm.Experts(c.experts, c.slots, c.x_slots > 1, out.stride, stride)
@@ -182,7 +183,7 @@ class Experts:
 
     def _input(self, c: p.ExpertGemm, k: int) -> dict[str, Ref]:
         """The quantized inputs, rows padded to k; nothing writes the padding, so it stays zero."""
-        kind, slots = ACTIVATIONS[c.activation], c.x_slots
+        kind, slots = activation_format(c.activation), c.x_slots
         name, size = f"expert_x_{c.k}_{k}_{c.activation}", kind.dtype.itemsize
         found = {"x": self.plan.need(name, slots * k * size, "tokens")}
         if kind.top:
@@ -211,7 +212,7 @@ class Experts:
 
     def _quantize_spec(self, c: p.ExpertGemm, k: int) -> tuple[RowSpec, dict[str, Ref]]:
         """A kernel that quantizes rows of c.k elements for the experts, and its arguments except the rows."""
-        kind, into = ACTIVATIONS[c.activation], self._input(c, k)
+        kind, into = activation_format(c.activation), self._input(c, k)
         spec = RowSpec(c.k, 0, k, out="q8" if kind.top else c.activation)
         if not kind.top:
             return spec, {"out": into["x"]}

@@ -31,7 +31,8 @@ from qcompile.codegen.gpu.reads import Reads
 from qcompile.codegen.gpu.rows import MAX_WIDTH, Columns, GatherSpec, HadamardSpec, RowSpec, in_blocks
 from qcompile.codegen.gpu.sample import choosing
 from qcompile.errors import PassError, UnsupportedError
-from qcompile.formats.numerics import HIER_GROUP, groups_of
+from qcompile.formats.kv import HIER_GROUP
+from qcompile.formats.rounding import groups_of
 from qcompile.targets import Target
 
 APPENDED = ((8, 1), (128, 4), (0, 8))

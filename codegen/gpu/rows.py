@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
 from qcompile.errors import UnsupportedError
-from qcompile.formats.numerics import groups_of
+from qcompile.formats.rounding import groups_of
 from qcompile.ops import GATE_BLOCK
 
 MAX_WIDTH = 1 << 16

@@ -1,8 +1,8 @@
 """Allocate 8 bits to output features by salience per predicted time on the target.
 
-A kernel computes 16 output features of one width together (formats/mix.py), so features are allocated in blocks of 16:
-the most salient of a linear first, and blocks of different linears by salience per predicted time. A feature of a
-linear with more inputs costs more bytes; in a compute-bound step, 8 bits cost almost nothing.
+A kernel computes 16 output features of one width together (formats/mixed_layout.py), so features are allocated in
+blocks of 16: the most salient of a linear first, and blocks of different linears by salience per predicted time. A
+feature of a linear with more inputs costs more bytes; in a compute-bound step, 8 bits cost almost nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from qcompile.formats import numerics
+from qcompile.formats.blocks import ROW_BLOCK
 from qcompile.roofline import Peaks, predicted_us
 
 NARROW_BITS, WIDE_BITS = 4, 8
@@ -45,7 +45,7 @@ def ranked(scores: Sequence[Tensor], inputs: Sequence[int], peaks: Peaks, tokens
     for number, (score, k) in enumerate(zip(scores, inputs, strict=True)):
         order = torch.argsort(score, descending=True, stable=True)
         us = _extra_us(k, peaks, tokens)
-        for rows in order.split(numerics.ROW_BLOCK):
+        for rows in order.split(ROW_BLOCK):
             bits = (WIDE_BITS - NARROW_BITS) * k * len(rows)
             found.append(Block(number, rows, float(score[rows].double().sum()), us, bits))
     return sorted(found, key=lambda block: -block.salience / block.us)
@@ -54,8 +54,8 @@ def ranked(scores: Sequence[Tensor], inputs: Sequence[int], peaks: Peaks, tokens
 def _extra_us(k: int, peaks: Peaks, tokens: int) -> float:
     """Extra time of 8 instead of 4 bits for a block of 16 output features with k inputs."""
     peaks = replace(peaks, overhead_us=0.0)  # the kernel runs in either case
-    ops = 2.0 * tokens * k * numerics.ROW_BLOCK
-    narrow, wide = (predicted_us(numerics.ROW_BLOCK * k * bits / 8, ops, peaks) for bits in (NARROW_BITS, WIDE_BITS))
+    ops = 2.0 * tokens * k * ROW_BLOCK
+    narrow, wide = (predicted_us(ROW_BLOCK * k * bits / 8, ops, peaks) for bits in (NARROW_BITS, WIDE_BITS))
     return max(wide - narrow, _LEAST_COST * narrow)
 
 

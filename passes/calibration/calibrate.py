@@ -13,8 +13,11 @@ from torch import Tensor, fx
 from qcompile import ops
 from qcompile.calibration import Calibration, Kept
 from qcompile.errors import PassError, UsageError
-from qcompile.formats import numerics
-from qcompile.formats.grids import FORMATS, rounding
+from qcompile.formats.activations import activation_format, dequantize_activation
+from qcompile.formats.mixed import MIX_4_8
+from qcompile.formats.registry import weight_format
+from qcompile.formats.rounding import Parts
+from qcompile.formats.weight import WeightFormat
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
 from qcompile.passes.calibration import gptq
@@ -72,15 +75,25 @@ def _targets(graph: Graph) -> dict[fx.Node, fx.Node]:
         weight = _args(gemm)[2 if ops.name_of(gemm.target) == "expert_gemm" else 1]
         if ops.name_of(weight.target) == "upper_nibble":
             weight = weight.args[0]
-        if format_of(weight) in FORMATS and len(weight.args) == 2:  # more arguments are codes, chosen already
+        format = format_of(weight)
+        if format and format.calibrated and len(weight.args) == 2:  # more arguments are codes, chosen already
             found.setdefault(weight, gemm)
     return found
 
 
-def format_of(weight: fx.Node) -> str:
-    """The format that a node rounds a weight to; "" if it is not a rounding."""
+def format_of(weight: fx.Node) -> WeightFormat | None:
+    """The format that a node rounds a weight to; None if it is not a rounding."""
     kind = ops.name_of(weight.target)
-    return "mix_4_8" if kind == "quantize_mixed" else str(weight.args[1]) if kind == "quantize_weight" else ""
+    if kind == "quantize_mixed":
+        return MIX_4_8
+    return weight_format(str(weight.args[1])) if kind == "quantize_weight" else None
+
+
+def _format(target: fx.Node) -> WeightFormat:
+    """The format of one of `_targets`."""
+    format = format_of(target)
+    assert format is not None
+    return format
 
 
 def _args(node: fx.Node) -> Any:
@@ -146,11 +159,11 @@ class _Work:
         moments: dict[fx.Node, _Moments],
         key: str,
     ) -> Kept:
-        format = format_of(weight)
-        wide = self.graph.evaluate(_args(weight)[1]) if format == "mix_4_8" else None
+        format = _format(weight)
+        wide = self.graph.evaluate(_args(weight)[1]) if format.marks_rows else None
         value = self.graph.evaluate(_args(weight)[0])
         options = self.options
-        how = rounding(format, wide)
+        how = format.rounding(wide)
         choices = []
         try:
             for w, hessian in self._inputs(gemm, value, sweep, origin, moments):
@@ -205,8 +218,8 @@ class _Work:
         hessian, back = moments[source]
         yield value if back is None else value.float() @ back, hessian
 
-    def _moments(self, gemm: fx.Node, values: list[numerics.Parts], origin: Origin | None) -> _Moments:
-        if origin is None or _args(gemm)[4] == "nested_8_4":
+    def _moments(self, gemm: fx.Node, values: list[Parts], origin: Origin | None) -> _Moments:
+        if origin is None or weight_format(_args(gemm)[4]).upper:
             return second_moments(values), None
         return second_moments(values), restoring(values, origin.values(gemm), self.options.damping)
 
@@ -215,11 +228,11 @@ class _Work:
         parts, figures, notes = loaded
         self.notes += notes
         nodes = []
-        for index, (role, part) in enumerate(zip(numerics.FORMATS[format_of(weight)].roles, parts, strict=True)):
+        for index, (role, part) in enumerate(zip(_format(weight).roles, parts, strict=True)):
             name = f"{weight.name}.{role}"
             self.graph.weights.add(name, part.shape, part.dtype, self._loader(part, key, index))
             nodes.append(name)
-        if format_of(weight) == "mix_4_8":
+        if _format(weight).marks_rows:
             nodes.pop()  # the marks of wide rows are an argument already
         weight.args = (*weight.args[:2], *(self.graph.weight(name) for name in nodes))
         weight.meta["calibrated"] = figures
@@ -238,12 +251,12 @@ class _Work:
         return load
 
 
-def second_moments(values: list[numerics.Parts]) -> Tensor:
+def second_moments(values: list[Parts]) -> Tensor:
     """E[x xᵀ], f32 [K, K], of a linear's inputs over all samples, each given as the parts of an activation."""
     total: Tensor | None = None
     count = 0
     for parts in values:
-        x = numerics.dequantize_activation(parts).flatten(0, -2).float()  # [tokens, K]
+        x = dequantize_activation(parts).flatten(0, -2).float()  # [tokens, K]
         count += x.shape[0]
         total = x.T @ x if total is None else total.addmm_(x.T, x)
     assert total is not None
@@ -251,7 +264,7 @@ def second_moments(values: list[numerics.Parts]) -> Tensor:
 
 
 def _rounded(x: Tensor, kind: str, group: int) -> Tensor:
-    return numerics.dequantize_activation(numerics.quantize_activation(x, kind, group))
+    return dequantize_activation(activation_format(kind).quantize(x, group))
 
 
 def expert_moments(inputs: list[tuple[Tensor, Tensor]], experts: int) -> Iterator[Tensor]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qcompile.formats import numerics
-from qcompile.formats.grids import Grid, Rounding
+from qcompile.formats.rounding import Parts, by_group
+from qcompile.formats.weight import Grid, Rounding
 
 _COLUMNS = 128
 """Inputs that GPTQ processes before it updates the rest of the weight; affects only speed."""
@@ -38,7 +38,7 @@ class Choice:
     `notes` report anything unusual about the inputs.
     """
 
-    parts: numerics.Parts
+    parts: Parts
     error_nearest: float
     error: float
     notes: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ def choose(
     descent: int = 0,
     tokens: int | None = None,
 ) -> Choice:
-    """Round w [N, K] by `rounding` (from grids.rounding) for inputs with second moments `hessian` [K, K].
+    """Round w [N, K] by `rounding` (from WeightFormat.rounding) for inputs with second moments `hessian` [K, K].
 
     The moments were measured on `tokens` tokens, or are exact (None). `damping`, relative to the mean of H's diagonal,
     is added to the diagonal before H is inverted. `descent` is the maximum number of coordinate-descent sweeps after
@@ -107,7 +107,7 @@ def clipped(w: Tensor, hessian: Tensor, rounding: Rounding) -> Grid:
     best = chosen = None
     for ratio in rounding.ratios:
         grid = rounding.fit(w, ratio)
-        error = numerics.by_group(grid.round(w) - w, blocks.shape[1]).transpose(0, 1)  # [blocks, N, size]
+        error = by_group(grid.round(w) - w, blocks.shape[1]).transpose(0, 1)  # [blocks, N, size]
         lost = torch.bmm(error, blocks).mul_(error).sum(-1).T  # [N, blocks]
         lost = lost.unflatten(1, (grid.step.shape[1], -1)).sum(-1)  # [N, groups]
         if best is None or chosen is None:

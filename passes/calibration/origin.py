@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from qcompile import ops
-from qcompile.formats import numerics
+from qcompile.formats.activations import dequantize_activation
+from qcompile.formats.rounding import Parts
 from qcompile.graph import Graph
 from qcompile.passes.calibration import gptq
 from qcompile.passes.calibration.sweep import Sweep
@@ -57,13 +58,13 @@ class Origin:
         """Advance to the linear `stop` of the rounded graph."""
         self._sweep.advance(self._twins[stop])
 
-    def values(self, linear: fx.Node) -> list[numerics.Parts]:
+    def values(self, linear: fx.Node) -> list[Parts]:
         """Inputs, per sample used, of the linear at which both runs stopped, or of one that reads the same value."""
         source: Any = self._twins[linear].args[0]
         return self._sweep.values(source)
 
 
-def restoring(values: list[numerics.Parts], exact: list[numerics.Parts], damping: float) -> Tensor:
+def restoring(values: list[Parts], exact: list[Parts], damping: float) -> Tensor:
     """R, f32 [K, K], from a linear's inputs (parts of activations) in some samples and in the float model.
 
     R - I is estimated on each half of the samples, tested on the other half, and scaled down to what that confirms: to
@@ -93,8 +94,8 @@ def restoring(values: list[numerics.Parts], exact: list[numerics.Parts], damping
     return result
 
 
-def _rows(parts: numerics.Parts) -> Tensor:
-    return numerics.dequantize_activation(parts).flatten(0, -2).float()  # [tokens, K]
+def _rows(parts: Parts) -> Tensor:
+    return dequantize_activation(parts).flatten(0, -2).float()  # [tokens, K]
 
 
 class _Change(NamedTuple):

@@ -12,14 +12,16 @@ from torch import Tensor, fx
 from qcompile import roofline
 from qcompile.calibration import Calibration, Kept
 from qcompile.errors import UsageError
-from qcompile.formats import grids, numerics
+from qcompile.formats.asymmetric import W4_ASYM_G128
+from qcompile.formats.mixed import MIX_4_8
+from qcompile.formats.registry import weight_format
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
 from qcompile.passes.calibration import allocate, gptq, gradients
 from qcompile.passes.calibration.trial import Trial, fewest
 
-MIXED = "mix_4_8"
-NARROW = "w4_asym_g128"
+NARROW = W4_ASYM_G128
+"""The format of rows that are not marked."""
 DAMPING = 0.01
 """GPTQ damping for scoring features: the default of `calibrate`."""
 SEEN = 8
@@ -76,11 +78,13 @@ class Salience(Pass):
 
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()
-        linears = [node for node in graph.calls(*gradients.LINEARS) if _format(node) == MIXED]
+        linears = [node for node in graph.calls(*gradients.LINEARS) if _marks_rows(node)]
         if not linears:
             if self.automatic:
-                raise UsageError(f"bits are allocated to linears in {MIXED}, and none is: take recipe auto or mixllm")
-            return PassResult(graph, 0, (f"no linear is in {MIXED}",))
+                raise UsageError(
+                    f"bits are allocated to linears in {MIX_4_8.name}, and none is: take recipe auto or mixllm"
+                )
+            return PassResult(graph, 0, (f"no linear is in {MIX_4_8.name}",))
         if graph.calibration is None:
             return self._by_rounding_error(graph, linears)
         scores = self._scores(graph, linears, graph.calibration)
@@ -172,8 +176,10 @@ def _counterparts(graph: Graph, nodes: list[fx.Node]) -> list[fx.Node]:
     return [named[node.name] for node in nodes]
 
 
-def _format(node: fx.Node) -> str:
-    return str((node.meta.get("precision") or {}).get("weight"))
+def _marks_rows(node: fx.Node) -> bool:
+    """Whether the format of a linear keeps more bits for marked rows."""
+    precision = node.meta.get("precision")
+    return precision is not None and weight_format(precision["weight"]).marks_rows
 
 
 def _features(node: fx.Node) -> int:
@@ -188,11 +194,11 @@ def _inputs(node: fx.Node) -> int:
 
 def _rounding_error(w: Tensor, moments: Tensor | None = None) -> Tensor:
     """The change of w [N, K] under rounding to nearest in 4 bits."""
-    return numerics.dequantize_weight(numerics.quantize_weight(w, NARROW), NARROW, w.shape[1]) - w
+    return NARROW.dequantize(NARROW.quantize(w), w.shape[1]) - w
 
 
 def _compensated_error(w: Tensor, moments: Tensor | None) -> Tensor:
     """The change of w when clipping and GPTQ choose the codes, for inputs with second moments [K, K]."""
     assert moments is not None
-    choice = gptq.choose(w, moments, grids.rounding(NARROW), clip=True, gptq=True, damping=DAMPING)
-    return numerics.dequantize_weight(choice.parts, NARROW, w.shape[1]) - w
+    choice = gptq.choose(w, moments, NARROW.rounding(), clip=True, gptq=True, damping=DAMPING)
+    return NARROW.dequantize(choice.parts, w.shape[1]) - w

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from qcompile import ops
-from qcompile.formats import numerics
+from qcompile.formats.activations import dequantize_activation
+from qcompile.formats.registry import weight_format
 from qcompile.graph import Graph
 from qcompile.ops.quantized import gemm_float
 from qcompile.passes.calibration import memory
@@ -117,7 +118,7 @@ class Sweep:
         if ops.name_of(node.target) == "gemm":
             source, weight, bias, residual, format, epilogue, width = self._arguments(sample, node, skip=1)
             weight = self._dequantized(node.args[1], format)
-            sample[node] = gemm_float(numerics.dequantize_activation(source), weight, bias, residual, epilogue, width)
+            sample[node] = gemm_float(dequantize_activation(source), weight, bias, residual, epilogue, width)
             self._work(weight.numel())
         else:
             assert callable(node.target)
@@ -143,8 +144,10 @@ class Sweep:
         """A quantized weight as floats, computed once for all samples."""
         if node not in self._weights:
             parts = self.graph.evaluate(node)
-            if format == "nested_8_4":  # later layers compensate for the upper nibble; 8 bits need no compensation
-                parts, format = parts[:3], "w4_asym_g128"
-            self._weights[node] = numerics.dequantize_weight(parts, format, parts[0].shape[1])
+            how = weight_format(format)
+            if how.upper:  # later layers compensate for the coarser weight; the finer one needs no compensation
+                how = how.upper
+                parts = parts[: len(how.parts)]
+            self._weights[node] = how.dequantize(parts, parts[0].shape[1])
         weight: Tensor = self._weights[node]
         return weight

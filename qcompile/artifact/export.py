@@ -22,7 +22,8 @@ from qcompile.artifact.layout import MANIFEST
 from qcompile.artifact.manifest import check_manifest
 from qcompile.artifact.reader import read_manifest, verify
 from qcompile.errors import ArtifactError, ResourceError, UnsupportedError, UsageError
-from qcompile.formats import numerics
+from qcompile.formats.kv import kv_format
+from qcompile.formats.registry import STORED_FORMATS
 from qcompile.graph import Graph, WeightStore
 from qcompile.ops.model import attend, key_offsets, visible, whole_keys
 from qcompile.ops.quantized import gate
@@ -68,9 +69,10 @@ class _Weights:
     def _unpacked(self, node: fx.Node, kind: str, names: list[str]) -> Any:
         blobs = [self._blob(name) for name in names]
         (shape, dtype), *_ = self.shapes[node.name]
-        if kind in numerics.FORMATS and kind != "mix_4_8":
+        format = STORED_FORMATS.get(kind)
+        if format and not format.marks_rows:
             n, k = shape
-            return numerics.unpack_weight(dict(zip(numerics.FORMATS[kind].roles, blobs, strict=True)), n, k, kind)
+            return format.unpack(dict(zip(format.roles, blobs, strict=True)), n, k)
         if kind == "indices":
             return blobs[0].view(torch.int32)[: int(np.prod(shape))].long()
         if kind not in ("vector", "flat", "table"):
@@ -140,7 +142,7 @@ def _call(node: fx.Node, args: Any) -> Any:
 
 
 def _kv_append(k: Tensor, v: Tensor, _p: Tensor, _s: None, _b: None, cache: Cached, layer: int, format: str) -> Cached:
-    return cache | {layer: (numerics.round_trip_kv(k, format), numerics.round_trip_kv(v, format))}
+    return cache | {layer: (kv_format(format).round_trip(k), kv_format(format).round_trip(v))}
 
 
 def _rope_append(

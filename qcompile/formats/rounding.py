@@ -8,6 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+Parts = list[Tensor]
+"""The parts of a quantized weight or activation, codes first."""
+Shape = tuple[int, ...]
+
 EXACT = 2.0**-22
 """Relative tolerance for a float32 value to count as a multiple of a scale; ordinary weights miss it by far."""
 FEW = (2, 16)
@@ -43,6 +47,16 @@ def symmetric(w: Tensor, top: int) -> tuple[Tensor, Tensor]:
     return torch.round(w / scale).clamp_(-top, top).to(torch.int8), scale
 
 
+def groups_of(k: int, group: int) -> int:
+    """Number of groups of `group` inputs that cover k; the last may be short. 0 means one group."""
+    return -(-k // group) if group else 1
+
+
+def spread(part: Tensor, group: int, k: int) -> Tensor:
+    """[N, groups] -> [N, K], each entry repeated over its group."""
+    return part.repeat_interleave(group, 1)[:, :k]
+
+
 def by_group(w: Tensor, group: int) -> Tensor:
     """[N, K] -> [N, groups, group], the last group zero-padded (which changes no range)."""
     short = -w.shape[1] % group
@@ -57,12 +71,12 @@ def even_steps(w: Tensor, low: Tensor, high: Tensor, most: int) -> Tensor:
     from (high - low) / most wherever a group does not use both extreme codes, as in nine of ten groups of 128 that were
     rounded symmetrically to 4 bits; rounding those to the other scale would lose nearly as much again.
     """
-    found = torch.zeros_like(low)
+    steps = torch.zeros_like(low)
     few, largest = w[:, : FEW[0]].T.contiguous(), torch.maximum(-low, high)
     likely = torch.stack([_even(few, largest / count) for count in range(1, most + 1)]).any(0)
     for rows in likely.nonzero().flatten().split(BAND):
-        found[rows] = _steps(w[rows].T.contiguous(), low[rows], high[rows], most)
-    return found
+        steps[rows] = _steps(w[rows].T.contiguous(), low[rows], high[rows], most)
+    return steps
 
 
 def _steps(w: Tensor, low: Tensor, high: Tensor, most: int) -> Tensor:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qcompile.formats import numerics
+from qcompile.formats.activations import activation_format, dequantize_activation
+from qcompile.formats.registry import weight_format
 from qcompile.ops.quantized import GATE_BLOCK, GATED, gate
 from qcompile.ops.registry import define, like, reference
 
@@ -161,8 +162,8 @@ def expert_gemm(
     `offset`.
     """
     kept = None if epilogue in GATED else width
-    rows = numerics.dequantize_weight(weight, format, x.shape[-1]).unflatten(0, (experts, -1))[:, :kept]
+    rows = weight_format(format).dequantize(weight, x.shape[-1]).unflatten(0, (experts, -1))[:, :kept]
     added = None if bias is None else bias.unflatten(0, (experts, -1))[:, :kept]
-    rounded = numerics.dequantize_activation(numerics.quantize_activation(x.float(), activation, group))
+    rounded = dequantize_activation(activation_format(activation).quantize(x.float(), group))
     y: Tensor = expert_linear(rounded, index, rows, added).float()
     return gate(y, GATED[epilogue], width, limit, offset) if epilogue in GATED else y

@@ -5,23 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qcompile.formats import numerics
+from qcompile.formats.activations import activation_format, dequantize_activation
+from qcompile.formats.registry import weight_format
 from qcompile.ops.model import UNARY, hadamard, layer_norm, rms_norm
 from qcompile.ops.registry import define
 
 
 def _fake_activation(x: Tensor, kind: str, group: int) -> list[Tensor]:
-    return [x.new_empty(s, dtype=d) for s, d in numerics.activation_parts(tuple(x.shape), kind, group)]
+    return [x.new_empty(s, dtype=d) for s, d in activation_format(kind).layout(tuple(x.shape), group)]
 
 
 @define(_fake_activation)
 def quantize_activation(x: Tensor, kind: str, group: int) -> list[Tensor]:
-    """x [..., K] as type `kind` of numerics.ACTIVATIONS: [x], or for integers [codes int8, scale f32, sums].
+    """x [..., K] as activation format `kind`: [x], or for integers [codes int8, scale f32, sums].
 
     Scales are [...] or [..., K/128], depending on the type. Sums int32 [..., K/group] add up the codes of each group of
     inputs; a weight's zero point is multiplied by them.
     """
-    return [part.clone() for part in numerics.quantize_activation(x, kind, group)]
+    return [part.clone() for part in activation_format(kind).quantize(x, group)]
 
 
 GATED = {f"{kind}_mul": kind for kind in UNARY}
@@ -57,8 +58,8 @@ def gemm(
     rows in blocks of GATE_BLOCK and which return, for example, silu(gate) * up.
     """
     k = x[0].shape[-1]
-    values = numerics.dequantize_activation(x)
-    return gemm_float(values, numerics.dequantize_weight(weight, format, k), bias, residual, epilogue, width)
+    values = dequantize_activation(x)
+    return gemm_float(values, weight_format(format).dequantize(weight, k), bias, residual, epilogue, width)
 
 
 def gemm_float(
@@ -90,7 +91,7 @@ def gate(y: Tensor, kind: str, width: int, limit: float | None = None, offset: f
 @define(lambda x, core, block, dtype, group: _fake_activation(x, dtype, group))
 def hadamard_quantize(x: Tensor, core: Tensor, block: int, dtype: str, group: int) -> list[Tensor]:
     """hadamard followed by quantize_activation, in one pass over x [..., F]."""
-    return numerics.quantize_activation(hadamard(x, core, block), dtype, group)
+    return activation_format(dtype).quantize(hadamard(x, core, block), group)
 
 
 def _fake_norm_quantize(
@@ -105,4 +106,4 @@ def norm_quantize(
 ) -> list[Tensor]:
     """rms_norm or layer_norm (`kind` rms, layer) followed by quantize_activation, in one pass over x [..., F]."""
     y = rms_norm(x, weight, eps) if kind == "rms" else layer_norm(x, weight, bias, eps)
-    return numerics.quantize_activation(y, dtype, group)
+    return activation_format(dtype).quantize(y, group)

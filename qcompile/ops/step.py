@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcompile.formats import numerics
+from qcompile.formats.kv import PAGE_TOKENS, kv_format, read_hier
 from qcompile.ops.model import attend, key_offsets, layer_norm, rms_norm, visible, whole_keys
 from qcompile.ops.registry import define, like, reference
 
@@ -18,8 +18,8 @@ from qcompile.ops.registry import define, like, reference
 
 def _slots(positions: Tensor, sequence: Tensor, block_table: Tensor) -> Tensor:
     """Cache slot of each row [M], from its position and its sequence's pages [S, pages]."""
-    page = block_table[sequence, positions // numerics.PAGE_TOKENS]
-    return (page * numerics.PAGE_TOKENS + positions % numerics.PAGE_TOKENS).long()
+    page = block_table[sequence, positions // PAGE_TOKENS]
+    return (page * PAGE_TOKENS + positions % PAGE_TOKENS).long()
 
 
 @define(lambda k, v, positions, sequence, block_table, cache, layer, format: torch.empty_like(cache))
@@ -37,7 +37,7 @@ def kv_append(
     slots = _slots(positions, sequence, block_table)
     cache = cache.clone()
     for index, value in enumerate((k, v)):
-        cache[layer, index, slots] = numerics.round_trip_kv(value, format).to(cache.dtype)
+        cache[layer, index, slots] = kv_format(format).round_trip(value).to(cache.dtype)
     return cache
 
 
@@ -63,7 +63,7 @@ def kv_attention(
 ) -> Tensor:
     """q [M, H, D] at positions [M] of sequences [M] over the cache's pages [S, pages] -> [M, H, D].
 
-    With `bits`, older keys and values are read as from a hierarchical cache (numerics.read_hier). `center` [Hk * D] was
+    With `bits`, older keys and values are read as from a hierarchical cache (formats/kv.py). `center` [Hk * D] was
     subtracted from the keys when they were written, and is added back for their scores.
     """
     out = torch.empty_like(q)
@@ -73,7 +73,7 @@ def kv_attention(
         mask = visible(positions[row : row + 1], seen, window)
         k, v = cache[layer, 0, slots].to(q.dtype), cache[layer, 1, slots].to(q.dtype)
         if bits:
-            k, v = numerics.read_hier(k, v, bits)
+            k, v = read_hier(k, v, bits)
         bias = key_offsets(key_bias, positions[row : row + 1].long(), seen)
         out[row] = attend(q[row : row + 1], whole_keys(k, center), v, mask, scale, softcap, sinks, bias)[0]
     return out

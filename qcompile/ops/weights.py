@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qcompile.formats import hadamard, mix, numerics
+from qcompile.formats import hadamard, mixed
+from qcompile.formats.registry import weight_format
 from qcompile.ops.registry import define
 
 
@@ -177,7 +178,7 @@ def interleave_experts(a: Tensor, b: Tensor, block: int) -> Tensor:
 
 
 def _fake_quantized(w: Tensor, format: str, *chosen: Tensor | None) -> list[Tensor]:
-    return [torch.empty(s, dtype=d, device=w.device) for s, d in numerics.weight_parts(tuple(w.shape), format)]
+    return [torch.empty(s, dtype=d, device=w.device) for s, d in weight_format(format).layout(tuple(w.shape))]
 
 
 @define(_fake_quantized)
@@ -189,24 +190,22 @@ def quantize_weight(
     third: Tensor | None = None,
     fourth: Tensor | None = None,
 ) -> list[Tensor]:
-    """w [N, K] -> the parts of `format` in the order of numerics.FORMATS[format].roles, rounded to nearest.
+    """w [N, K] -> the parts of `format` in the order of WeightFormat.roles, rounded to nearest.
 
     Parts that were chosen in another way are passed after the format; w then only documents what they approximate.
     """
     chosen = [part.clone() for part in (codes, second, third, fourth) if part is not None]
-    return chosen or [part.clone() for part in numerics.quantize_weight(w, format)]
+    return chosen or [part.clone() for part in weight_format(format).quantize(w)]
 
 
 @define(lambda w, fraction: w.new_empty(w.shape[0], dtype=torch.bool))
 def worst_rows(w: Tensor, fraction: float) -> Tensor:
     """w [N, K] -> bool [N]: the `fraction` of rows with the largest 4-bit rounding error."""
-    return mix.worst_rows(w, fraction)
+    return mixed.worst_rows(w, fraction)
 
 
 @define(
-    lambda w, wide, *chosen: [
-        torch.empty(s, dtype=d, device=w.device) for s, d in numerics.weight_parts(tuple(w.shape), "mix_4_8")
-    ]
+    lambda w, wide, *chosen: [torch.empty(s, dtype=d, device=w.device) for s, d in mixed.MIX_4_8.layout(tuple(w.shape))]
 )
 def quantize_mixed(
     w: Tensor, wide: Tensor, codes: Tensor | None = None, scale: Tensor | None = None, zero: Tensor | None = None
@@ -216,7 +215,7 @@ def quantize_mixed(
     Parts that were not rounded to nearest are passed after `wide`; w then only documents what they approximate.
     """
     chosen = [part.clone() for part in (codes, scale, zero) if part is not None]
-    return [*chosen, wide.clone()] if chosen else [part.clone() for part in mix.quantize_mixed(w, wide)]
+    return [*chosen, wide.clone()] if chosen else [part.clone() for part in mixed.MIX_4_8.quantize_rows(w, wide)]
 
 
 @define(lambda weight: [torch.empty_like(part) for part in weight[:3]])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from qcompile.formats import mix, numerics
+from qcompile.formats import mixed_layout
+from qcompile.formats.registry import weight_format
 from qcompile.graph import Graph
 
 
@@ -14,12 +15,14 @@ def linear_bits(graph: Graph) -> tuple[int, int]:
     for node in graph.calls("quantize_weight"):
         arguments: Any = node.args
         (n, k), format = arguments[0].meta["val"].shape, arguments[1]
-        bits += 8 * sum(numerics.packed_bytes(n, k, str(format)).values())
+        bits += 8 * sum(weight_format(str(format)).packed_bytes(n, k).values())
         weights += n * k
     for node in graph.calls("quantize_mixed"):
         arguments = node.args
         n, k = arguments[0].meta["val"].shape
-        bits += 8 * sum(mix.packed_bytes(mix.layout(graph.evaluate(arguments[1]), False), k).values())
+        bits += 8 * sum(
+            mixed_layout.packed_bytes(mixed_layout.row_layout(graph.evaluate(arguments[1]), False), k).values()
+        )
         weights += n * k
     return bits, weights
 

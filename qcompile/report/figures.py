@@ -12,7 +12,7 @@ from typing import Any, cast
 from torch import fx
 
 from qcompile import ops
-from qcompile.formats.numerics import FORMATS, PART_OF
+from qcompile.formats.registry import weight_format
 from qcompile.graph import Graph
 from qcompile.ops import GATED
 from qcompile.roofline import CPU_CORE, Peaks, call_cost, peaks_of, predicted_us
@@ -158,7 +158,7 @@ def _linear(
         "inputs": call["k"],
         "bytes": size,
         "bits": 8 * size / (call["n"] * call["k"]),
-        "wide_share": wide[name] if call["format"] == "mix_4_8" else float(bits_of(call["format"]) >= 8),
+        "wide_share": wide[name] if weight_format(call["format"]).marks_rows else float(bits_of(call["format"]) >= 8),
         "error": figures.get("error"),
         "error_nearest": figures.get("error_nearest"),
     }
@@ -166,7 +166,7 @@ def _linear(
 
 def bits_of(format: str) -> int:
     """Bits of a code; for a part of another format, those of the format it is read as."""
-    return FORMATS[PART_OF[format][1] if format in PART_OF else format].bits
+    return weight_format(format).read_as.bits
 
 
 def kernels(program: Json, weight_bytes: Mapping[str, int], peaks: Peaks, context: int = 1024) -> list[Json]:

@@ -11,7 +11,7 @@ import pytest
 
 from qcompile.codegen import program as p
 from qcompile.codegen.cpu import render
-from qcompile.formats.numerics import HIER_GROUP, PAGE_TOKENS
+from qcompile.formats.kv import HIER_GROUP, PAGE_TOKENS
 
 CALLS: list[tuple[p.Call, tuple[str, ...], tuple[str, ...]]] = [
     (p.Embed("c", "out", "table", "f32", 8), (), ("out",)),

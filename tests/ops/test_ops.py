@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from qcompile import ops
-from qcompile.formats import numerics
+from qcompile.formats.activations import activation_format
 from qcompile.formats.hadamard import core_matrix
+from qcompile.formats.registry import STORED_FORMATS, weight_format
 
 G = torch.Generator().manual_seed(0)
 
@@ -22,8 +23,8 @@ def rand(*shape: int) -> torch.Tensor:
 POSITIONS, SEQUENCE = torch.tensor([0, 1, 5]), torch.tensor([0, 0, 1])
 TABLE, CACHE = torch.tensor([[1, 0], [2, 3]]), rand(2, 2, 256, 2, 8)
 STEP = (POSITIONS, SEQUENCE, TABLE)
-WEIGHT = numerics.quantize_weight(rand(64, 40), "w4_asym_g128")
-INT8 = numerics.quantize_activation(rand(3, 40), "int8", 128)
+WEIGHT = weight_format("w4_asym_g128").quantize(rand(64, 40))
+INT8 = activation_format("int8").quantize(rand(3, 40), 128)
 CHOICE = torch.tensor([[3, 0], [1, 3], [0, 2]])
 INV_FREQ = torch.tensor([1.0, 0.1, 0.01, 0.001])
 
@@ -60,7 +61,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "quantize_weight": (rand(17, 200), "qoq_g128"),
     "quantize_mixed": (rand(17, 200), torch.arange(17) % 3 == 0),
     "worst_rows": (rand(17, 200), 0.2),
-    "upper_nibble": (numerics.quantize_weight(rand(17, 200), "nested_8_4"),),
+    "upper_nibble": (weight_format("nested_8_4").quantize(rand(17, 200)),),
     "quantize_activation": (rand(2, 3, 200), "int8", 128),
     "hadamard": (rand(2, 3, 48), core_matrix(12).flatten(), 24),
     "hadamard_quantize": (rand(3, 64), torch.ones(1), 32, "int8", 32),
@@ -208,11 +209,11 @@ def test_kv_attention_over_pages_is_attention() -> None:
     assert torch.allclose(paged, ops.attention(q[None], k[None], v[None], 0.3, 5, 2.0)[0], atol=1e-6)
 
 
-@pytest.mark.parametrize("format", sorted(set(numerics.FORMATS) - {"mix_4_8"}))
+@pytest.mark.parametrize("format", sorted(set(STORED_FORMATS) - {"mix_4_8"}))
 def test_gemm_multiplies_what_its_parts_stand_for(format: str) -> None:
     dtype = format if format in ("f32", "bf16") else "int8"
     x, w = rand(3, 200), rand(20, 200)
-    parts, weight = numerics.quantize_activation(x, dtype, 200), numerics.quantize_weight(w, format)
+    parts, weight = activation_format(dtype).quantize(x, 200), weight_format(format).quantize(w)
     y = ops.gemm(parts, weight, None, None, format, "store", 20)
     assert (y - x @ w.T).norm() / (x @ w.T).norm() < 0.2  # a 4-bit weight's own error is 0.11
 

@@ -7,7 +7,7 @@ import torch
 
 from qcompile import check
 from qcompile.calibration import Calibration
-from qcompile.formats import numerics
+from qcompile.formats.registry import weight_format
 from qcompile.graph import Graph
 from qcompile.passes import dataflow
 from qcompile.passes.base import PassResult, apply
@@ -94,8 +94,8 @@ def test_similar_channels_share_groups() -> None:
 
     def error(graph: Graph, node: torch.fx.Node) -> float:
         weight = graph.evaluate(node.args[1])  # type: ignore[arg-type]
-        parts = numerics.quantize_weight(weight, "w4_asym_g128")
-        return (numerics.dequantize_weight(parts, "w4_asym_g128", 512) - weight).norm().item()
+        parts = weight_format("w4_asym_g128").quantize(weight)
+        return (weight_format("w4_asym_g128").dequantize(parts, 512) - weight).norm().item()
 
     assert error(after, after.calls("linear")[-2]) < 0.8 * error(before, down)
 

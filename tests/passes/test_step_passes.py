@@ -9,7 +9,8 @@ from qcompile import check
 from qcompile.codegen.lower import Lowering
 from qcompile.codegen.packing import WeightTable
 from qcompile.errors import PassError, UsageError
-from qcompile.formats import numerics
+from qcompile.formats.blocks import padded_inputs
+from qcompile.formats.registry import STORED_FORMATS
 from qcompile.graph import Graph
 from qcompile.passes.assign_precision import AssignPrecision
 from qcompile.passes.base import Pass, apply
@@ -80,7 +81,7 @@ def test_merge_leaves_a_gate_that_others_read() -> None:
     assert check.equivalent(merged, graph, sequence_inputs()) < 1e-14
 
 
-@pytest.mark.parametrize("format", sorted(set(numerics.FORMATS) - {"f32", "bf16", "mix_4_8"}))
+@pytest.mark.parametrize("format", sorted(set(STORED_FORMATS) - {"f32", "bf16", "mix_4_8"}))
 def test_quantize_computes_with_rounded_weights_and_activations(format: str) -> None:
     before = through(decoder(), AssignPrecision(format, "int8", format, "int8"))
     after = through(before, Quantize())
@@ -272,7 +273,7 @@ def test_values_alive_together_never_share_bytes(activation: str) -> None:
         if "storage" not in node.meta:
             continue
         s = node.meta["storage"]
-        stride = numerics.padded_inputs(s["width"])
+        stride = padded_inputs(s["width"])
         size = stride + 4 + 4 * -(-stride // s["group"]) if s["dtype"] == "q8" else stride * 4
         first, last = order[node], max([order[u] for u in node.users] + [order[node]])
         if s["buffer"] in lives:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qcompile.codegen import program as p
-from qcompile.formats import numerics
+from qcompile.formats.registry import weight_format
 from tests.support.tiny import Chunk, Runner, Tiny
 
 POSITIONS = 64
@@ -65,4 +65,4 @@ class Columns:
 
 
 def _packed(w: Tensor) -> Tensor:
-    return numerics.pack_weight(numerics.quantize_weight(w, "f32"), "f32")["codes"]
+    return weight_format("f32").pack(weight_format("f32").quantize(w))["codes"]

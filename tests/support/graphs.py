@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 import qcompile
-from qcompile.formats import numerics
+from qcompile.formats.kv import kv_format
 from qcompile.graph import Graph, ModelInfo, WeightStore
 
 
@@ -203,5 +203,5 @@ def loss_of_keys(graph: Graph, text: torch.Tensor) -> float:
     probe = graph.clone()
     probe.output.args = (list(probe.calls("attention")[0].args[:2]),)
     q, k = probe.run(text, torch.arange(text.shape[1]).expand_as(text))
-    error = numerics.round_trip_kv(k, "kv4") - k
+    error = kv_format("kv4").round_trip(k) - k
     return float(torch.einsum("bthd,bshd->bhts", q, error.repeat_interleave(2, 2)).square().mean())

@@ -16,7 +16,10 @@ from torch import Tensor
 
 from qcompile.codegen import program as p
 from qcompile.codegen.cpu import compiler, render
-from qcompile.formats import numerics
+from qcompile.formats.activations import activation_format, dequantize_activation
+from qcompile.formats.blocks import as_blob, pack_vector
+from qcompile.formats.kv import HIER_GROUP, kv_format, read_hier
+from qcompile.formats.registry import weight_format
 from qcompile.runtime.cpu.executor import QcBatch, QcConfig, bind
 from qcompile.runtime.loader import Arena
 from qcompile.targets import Target, get_target
@@ -46,7 +49,7 @@ class Tiny:
 
     def group(self, width: int) -> int:
         """Inputs per activation sum."""
-        spec = numerics.FORMATS[self.format], numerics.ACTIVATIONS[self.activation]
+        spec = weight_format(self.format), activation_format(self.activation)
         return spec[0].sum_group or spec[1].group or p.round_up(width, p.PAD)
 
     @property
@@ -96,11 +99,11 @@ class _Builder:
         return name
 
     def vector(self, name: str, value: Tensor) -> str:
-        self.blobs[name] = numerics.pack_vector(value)
+        self.blobs[name] = pack_vector(value)
         return name
 
     def gemm(self, name: str, w: Tensor, x: str, **rest: Any) -> None:
-        packed = numerics.pack_weight(numerics.quantize_weight(w, self.tiny.format), self.tiny.format)
+        packed = weight_format(self.tiny.format).pack(weight_format(self.tiny.format).quantize(w))
         roles = {role: f"{name}.{role}" for role in packed}
         self.blobs |= {roles[role]: blob for role, blob in packed.items()}
         self.calls.append(p.Gemm(name, x, self.tiny.format, w.shape[0], w.shape[1], roles, **rest))
@@ -137,7 +140,7 @@ class _Builder:
     def program(self) -> p.Program:
         t, w = self.tiny, self.tiny.weights()
         self.buffer("h", "f32", t.hidden)
-        self.blobs["embed"] = numerics.as_blob(w["embed"])
+        self.blobs["embed"] = as_blob(w["embed"])
         self.calls.append(p.Embed("embed", "h", "embed", "f32", t.vocab))
         self.vector("inv_freq", w["inv_freq"])
         for i in range(t.layers):
@@ -163,10 +166,10 @@ def reference(tiny: Tiny, tokens: Sequence[int]) -> np.ndarray:
 
     def linear(x: Tensor, name: str) -> Tensor:
         weight = w[name]
-        parts = numerics.quantize_weight(weight, t.format)
-        weight = numerics.dequantize_weight(parts, t.format, weight.shape[1])
+        parts = weight_format(t.format).quantize(weight)
+        weight = weight_format(t.format).dequantize(parts, weight.shape[1])
         kind = t.activation if t.act == "q8" else t.act
-        x = numerics.dequantize_activation(numerics.quantize_activation(x.float(), kind, t.group(weight.shape[1])))
+        x = dequantize_activation(activation_format(kind).quantize(x.float(), t.group(weight.shape[1])))
         return x.double() @ weight.double().T
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -178,8 +181,8 @@ def reference(tiny: Tiny, tokens: Sequence[int]) -> np.ndarray:
         heads = qkv.view(len(tokens), -1, t.head_dim)
         q, k, v = heads.split([t.heads, t.kv_heads, t.kv_heads], 1)
         q, k = rope(t, q, w["inv_freq"]), rope(t, k, w["inv_freq"])
-        k, v = (numerics.round_trip_kv(x.float(), t.kv).double() for x in (k, v))
-        h = h + linear(attend_hier(t, q, k, v) if t.kv in numerics.HIERARCHICAL else attend(t, q, k, v), f"{i}.o")
+        k, v = (kv_format(t.kv).round_trip(x.float()).double() for x in (k, v))
+        h = h + linear(attend_hier(t, q, k, v) if kv_format(t.kv).hierarchical else attend(t, q, k, v), f"{i}.o")
         x = norm(h, f"{i}.norm2")
         h = h + linear(torch.nn.functional.silu(linear(x, f"{i}.gate")) * linear(x, f"{i}.up"), f"{i}.down")
     return linear(norm(h, "norm"), "head").float().numpy()
@@ -211,9 +214,9 @@ def attend(t: Tiny, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def attend_hier(t: Tiny, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """As `attend`, each query reading the hierarchical cache as its position has it: alike for those of a group."""
     rows = []
-    for start in range(0, len(q), numerics.HIER_GROUP):
-        end = min(start + numerics.HIER_GROUP, len(q))
-        seen = numerics.read_hier(k[:end], v[:end], numerics.HIERARCHICAL[t.kv])
+    for start in range(0, len(q), HIER_GROUP):
+        end = min(start + HIER_GROUP, len(q))
+        seen = read_hier(k[:end], v[:end], kv_format(t.kv).read_bits)
         rows.append(attend(t, q[:end], *seen)[start:])
     return torch.cat(rows)
 

@@ -122,7 +122,7 @@ struct alignas(64) BestLanes {
 
 struct Gemm {
   int m, n, k;                          // tokens, output rows (2 * I for kGated), inputs
-  const void* codes;                    // packed weights; the layouts are in qcompile/formats/numerics.py
+  const void* codes;                    // packed weights; the layouts are in qcompile/formats/blocks.py
   const float* scale = nullptr;         // w8, qoq: [np]; w4_asym_g128: [nb][groups][16]
   const uint8_t* zero = nullptr;        // w4_asym_g128, qoq_g128: [nb][groups][16]; qoq_channel: [np]
   const uint8_t* group_scale = nullptr; // qoq_g128: [nb][groups][16]

@@ -1,4 +1,4 @@
-"""Packing of weights for the GPU's GEMM templates, from the parts of qcompile.formats.numerics.quantize_weight.
+"""Packing of weights for the GPU's GEMM templates, from the parts of a weight (formats/weight.py).
 
 Codes are stored in blocks of 32 rows by B inputs, [N / 32][K / B][32 rows][bytes of a row], so that a program streams
 contiguous memory. B is 128, but 256 for w4_asym_g128 and 64 for bf16. One row of a block, bit 0 being the lowest:
@@ -49,8 +49,11 @@ from torch.nn.functional import pad
 
 from qcompile.codegen.packing import Mixed, Packing
 from qcompile.errors import UnsupportedError
-from qcompile.formats.mix import EIGHT_BIT_ZERO
-from qcompile.formats.numerics import FORMATS, INTEGER_ACTIVATIONS, Parts, as_blob, groups_of
+from qcompile.formats.activations import activation_format
+from qcompile.formats.blocks import as_blob
+from qcompile.formats.mixed import EIGHT_BIT_ZERO
+from qcompile.formats.registry import weight_format
+from qcompile.formats.rounding import Parts, groups_of
 
 BLOCK_ROWS = 32
 MIX_ROWS = 64
@@ -59,7 +62,7 @@ _LARGE_N = 4096
 
 @dataclass(frozen=True)
 class _Packing:
-    format: str  # of numerics
+    format: str  # of the weight
     block: int  # inputs packed together
     planes: int  # codes per item: input j of each plane shares an item
     inputs: int  # K must be a multiple of it
@@ -95,13 +98,13 @@ _SCALE_WORD_PACKINGS = ("w4_asym_g128_int8", "nested_8_4")
 
 
 def packing_of(format: str, activation: str) -> str:
-    """The packing of a weight in `format` for an activation type of numerics.ACTIVATIONS.
+    """The packing of a weight in `format` for an activation format.
 
     UnsupportedError if there are no GPU kernels for them.
     """
     if format == activation == "f32":  # routers of experts
         return "f32"
-    integers = activation in INTEGER_ACTIVATIONS
+    integers = activation_format(activation).is_integer
     name = f"{format}_int8" if format in ("w4_asym_g128", "mxfp4") and integers else format
     floats = activation == "bf16" and name in ("w4_asym_g128", "bf16", "mxfp4")
     # Activations with a scale per group need kernels that sum per group.
@@ -156,7 +159,7 @@ def pack_gpu(parts: Parts, format: str) -> dict[str, Tensor]:
         parts = [pad(part, (*(0, 0) * (part.dim() - 1), 0, more)) for part in parts]
     check_shape(n + more, padded_inputs(k, format), format)
     parts = [_pad_inputs(part, k, format) for part in parts]
-    named = dict(zip(FORMATS[_PACKINGS[format].format].roles, parts, strict=True))
+    named = weight_format(_PACKINGS[format].format).named(parts)
     packed = {"w": pack_codes(named["codes"], format)}
     if format == "bf16":
         return packed
@@ -186,7 +189,7 @@ def _pad_inputs(part: Tensor, k: int, packing: str) -> Tensor:
     """A part of a weight of k inputs, codes [n, k] or values of groups [n, groups], zero-padded to padded_inputs."""
     if part.dim() == 1:
         return part
-    inputs, group = padded_inputs(k, packing), FORMATS[_PACKINGS[packing].format].group
+    inputs, group = padded_inputs(k, packing), weight_format(_PACKINGS[packing].format).group
     return pad(part, (0, (inputs if part.shape[1] == k else groups_of(inputs, group)) - part.shape[1]))
 
 

@@ -17,7 +17,7 @@ from qcompile.codegen.gpu.compile import Argument, Compiled, Kernel, compile_ker
 from qcompile.codegen.gpu.gemm.pack import MXFP4_DOWNSCALE, RANGE_ROWS, check_shape
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS, MMA_MIN_TOKENS, WS_MIN_TOKENS, Tile
 from qcompile.errors import UnsupportedError
-from qcompile.formats.numerics import ACTIVATION_GROUP
+from qcompile.formats.activations import ACTIVATION_GROUP
 from qcompile.ops import GATE_BLOCK
 from qcompile.targets import TUNED_ON
 

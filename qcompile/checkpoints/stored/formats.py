@@ -26,7 +26,7 @@ from qcompile.checkpoints.checkpoint import Checkpoint, StoredCheckpoint, read_j
 from qcompile.checkpoints.stored import compressed
 from qcompile.checkpoints.stored import groups as stored_groups
 from qcompile.errors import UnsupportedError, UsageError
-from qcompile.formats.numerics import e2m1_values
+from qcompile.formats.elements import e2m1_values
 
 BLOCK_SCALES, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
 PACKED = (".qweight", ".weight_packed")

@@ -16,7 +16,7 @@ from qcompile import pipeline
 from qcompile.checkpoints import frontend
 from qcompile.checkpoints.stored import formats
 from qcompile.errors import QCompileError, UnsupportedError, UsageError
-from qcompile.formats import numerics
+from qcompile.formats.registry import weight_format
 
 SETTINGS: dict[str, Any] = {
     "vocab_size": 61,
@@ -128,7 +128,7 @@ def test_mxfp4(tmp_path: Path) -> None:
     same_weights(path, rewritten(tmp_path / "model", tmp_path / "plain", plain))
     experts = next(value for name, value in plain.items() if name.endswith("experts.down_proj"))
     for w in experts.transpose(1, 2):
-        again = numerics.dequantize_weight(numerics.quantize_weight(w, "mxfp4"), "mxfp4", w.shape[1])
+        again = weight_format("mxfp4").dequantize(weight_format("mxfp4").quantize(w), w.shape[1])
         assert torch.equal(again, w)
 
 

@@ -18,7 +18,8 @@ from qcompile.checkpoints.stored import compressed as stored_compressed
 from qcompile.checkpoints.stored import formats
 from qcompile.cli import doctor
 from qcompile.errors import QCompileError, UnsupportedError, UsageError
-from qcompile.formats import numerics, rounding
+from qcompile.formats import rounding
+from qcompile.formats.registry import weight_format
 from tests.checkpoints.stored.test_formats import Tensors, rewritten, same_weights, saved
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -239,7 +240,7 @@ def test_inputs_that_fill_no_word() -> None:
 
 
 def again(w: Tensor) -> Tensor:
-    return numerics.dequantize_weight(numerics.quantize_weight(w, "w4_asym_g128"), "w4_asym_g128", w.shape[1])
+    return weight_format("w4_asym_g128").dequantize(weight_format("w4_asym_g128").quantize(w), w.shape[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -266,7 +267,7 @@ def test_recipes_of_four_bits_keep_the_numbers(
     assert len(kept) >= 4
     for node in kept:
         w = graph.evaluate(node.all_input_nodes[0])
-        assert torch.equal(numerics.dequantize_weight(graph.evaluate(node), str(node.args[1]), w.shape[1]), w)
+        assert torch.equal(weight_format(str(node.args[1])).dequantize(graph.evaluate(node), w.shape[1]), w)
 
 
 def test_steps_of_float32_are_found_to_their_precision() -> None:

@@ -1,4 +1,4 @@
-"""Quantizing rows: every integer activation type, on every instruction set, is numerics' bit for bit."""
+"""Quantizing rows: every integer activation type, on every instruction set, is the reference's bit for bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from qcompile.formats import numerics
+from qcompile.formats.activations import INTEGERS, activation_format
+from qcompile.formats.blocks import padded_inputs
 from tests.support.harness import ISAS, Q8Kind, Q8Rows, aligned
 
 Harness = Callable[[str], ctypes.CDLL]
@@ -18,8 +19,8 @@ Harness = Callable[[str], ctypes.CDLL]
 def quantize(library: ctypes.CDLL, x: np.ndarray, kind: str, group: int) -> list[np.ndarray]:
     """x [rows, K] -> codes [rows, kp], scales and sums as the kernel writes them; `group` 0 sums whole rows."""
     rows, k = x.shape
-    kp = numerics.padded_inputs(k)
-    spec = numerics.ACTIVATIONS[kind]
+    kp = padded_inputs(k)
+    spec = activation_format(kind)
     padded = aligned(np.pad(x, ((0, 0), (0, kp - k))))
     how = Q8Kind(group or kp, spec.group or kp, spec.top, spec.last_top)
     scales, groups = (-(-kp // size) for size in (how.scale_group, how.group))
@@ -34,17 +35,17 @@ def quantize(library: ctypes.CDLL, x: np.ndarray, kind: str, group: int) -> list
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kind", numerics.INTEGER_ACTIVATIONS)
+@pytest.mark.parametrize("kind", [format.name for format in INTEGERS])
 @pytest.mark.parametrize("group", [0, 32, 128])
 def test_quantized_rows_are_those_of_the_reference(harness: Harness, isa: str, kind: str, group: int) -> None:
-    if group == 0 and numerics.ACTIVATIONS[kind].group:
+    if group == 0 and activation_format(kind).group:
         group = 128  # sums never reach over a scale
     library = harness(isa)
     for rows, k in ((1, 40), (3, 128), (17, 330)):
         x = np.random.default_rng([rows, k]).standard_normal((rows, k)).astype(np.float32)
         x[:, -7] *= 40  # an outlier, in the last group
         x[0] = 0
-        codes, scale, sums = numerics.quantize_activation(torch.from_numpy(x), kind, group)
+        codes, scale, sums = activation_format(kind).quantize(torch.from_numpy(x), group)
         got = quantize(library, x, kind, group)
         np.testing.assert_array_equal(got[0][:, :k], codes)
         assert not got[0][:, k:].any()

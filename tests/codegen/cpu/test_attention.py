@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from qcompile.formats import numerics
+from qcompile.formats.kv import kv_format
 from qcompile.targets import cpu_flags
 from tests.conftest import MadeOnce
 from tests.support.harness import ISAS, AttentionArgs, aligned, compile_harness
@@ -151,7 +151,7 @@ class Cache:
         case, t = self.case, self.tensors
         rows, begin = [], 0
         for s, (length, count) in enumerate(zip(case.lengths, case.queries, strict=True)):
-            k, v = (numerics.round_trip_kv(t[f"{name}{s}"], FORMATS[self.format]).double() for name in "kv")
+            k, v = (kv_format(FORMATS[self.format]).round_trip(t[f"{name}{s}"]).double() for name in "kv")
             if case.centered:  # without softcap, the subtracted center does not change the result
                 k = k + t["center"].double()
             k, v = (x.repeat_interleave(case.heads // case.kv_heads, 1) for x in (k, v))

@@ -1,7 +1,7 @@
 """The CPU GEMM kernels against numpy, on every instruction set this machine can run.
 
 The kernels' headers are compiled with `gemm_harness.cpp` and called through ctypes. Weights are packed here,
-from the description of the layouts, independently of `qcompile.formats.numerics`.
+from the description of the layouts, independently of `qcompile.formats`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ import torch
 
 from qcompile import check, pipeline, recipes
 from qcompile.codegen import program as p
-from qcompile.formats import hadamard, numerics
+from qcompile.formats import hadamard
+from qcompile.formats.blocks import as_blob, pack_vector
 from tests.support.columns import Case, Columns
 from tests.support.graphs import decoder, logits_whatever_the_step, sequence_inputs, step_inputs
 
@@ -28,8 +29,8 @@ def test_kernel_equals_reference_whatever_the_step() -> None:
     blobs, cases = {}, {}
     for width, block in SIZES:
         core = hadamard.core_order(block)
-        blobs[f"table{width}"] = numerics.as_blob(tables[width])
-        blobs[f"core{core}"] = numerics.pack_vector(hadamard.core_matrix(core).flatten())
+        blobs[f"table{width}"] = as_blob(tables[width])
+        blobs[f"core{core}"] = pack_vector(hadamard.core_matrix(core).flatten())
         embed = p.Embed(f"embed{width}", f"x{width}", f"table{width}", "f32", 12)
         turn = p.Hadamard(f"turn{width}", f"x{width}", f"y{width}", block, f"core{core}", core)
         cases[f"{width} {block}"] = Case([embed, turn], f"y{width}")

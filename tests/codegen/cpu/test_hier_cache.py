@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from qcompile.codegen.program import KVLayout
-from qcompile.formats import numerics
+from qcompile.formats.kv import HIER_GROUP, kv_format, read_hier, round_trip_hier
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.step import pages_for
 from qcompile.targets import TARGETS, get_target, missing_flags
 from tests.support.tiny import Chunk, Runner, Tiny, attend_hier, reference
 
-GROUP = numerics.HIER_GROUP
+GROUP = HIER_GROUP
 RING = KVLayout("kv_hier", 1, 1, 32).ring_tokens
 TOKENS = np.random.default_rng(7).integers(0, 203, 560).tolist()
 PAGES = np.random.default_rng(8).permutation(64)[: pages_for(len(TOKENS), 64, RING)].tolist()
@@ -61,13 +61,13 @@ def test_older_positions_are_rounded_and_the_newest_are_not() -> None:
     k, v = torch.randn(2, 300, 2, 32, generator=generator).unbind()
     errors = {}
     for bits in (8, 4):
-        read = numerics.read_hier(k, v, bits)
+        read = read_hier(k, v, bits)
         for x, seen in zip((k, v), read, strict=True):
             assert torch.equal(seen[GROUP:], x[GROUP:]) and not torch.equal(seen[:GROUP], x[:GROUP])
         errors[bits] = (read[0] - k)[:GROUP].square().mean().sqrt()
     assert 12 < errors[4] / errors[8] < 18  # the 8-bit lower half is cut at +-8: a little over a sixteenth
-    assert torch.equal(numerics.read_hier(k[: 2 * GROUP], v[: 2 * GROUP], 4)[0], k[: 2 * GROUP])
-    flat = numerics.round_trip_hier(torch.full((3, 8), -2.5), -1, 8)
+    assert torch.equal(read_hier(k[: 2 * GROUP], v[: 2 * GROUP], 4)[0], k[: 2 * GROUP])
+    flat = round_trip_hier(torch.full((3, 8), -2.5), -1, 8)
     assert torch.equal(flat, torch.full((3, 8), -2.5))
 
 
@@ -146,6 +146,6 @@ def test_attention_reads_as_the_reference_operator() -> None:
     place = (torch.arange(300), torch.zeros(300, dtype=torch.int64), torch.arange(5)[None])
     cache = ops.kv_append(k, v, *place, torch.zeros(1, 2, 320, 1, 16), 0, "kv_hier")
     got = ops.kv_attention(q, *place, cache, 0, 16**-0.5, 0, 0.0, None, None, 8)
-    k, v = (numerics.round_trip_kv(x, "kv_hier") for x in (k, v))
+    k, v = (kv_format("kv_hier").round_trip(x) for x in (k, v))
     want = attend_hier(tiny, q, k, v)
     torch.testing.assert_close(got.flatten(1), want, atol=1e-5, rtol=0)  # float32, another order

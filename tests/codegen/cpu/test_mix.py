@@ -1,4 +1,4 @@
-"""mix_4_8: row order, packing, and the kernels' epilogues on weights packed by qcompile.formats.mix."""
+"""mix_4_8: row order, packing, and the kernels' epilogues on weights packed by formats/mixed_layout.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcompile.formats import mix, numerics
+from qcompile.formats import mixed, mixed_layout
+from qcompile.formats.mixed import MIX_4_8
+from qcompile.formats.registry import weight_format
 from tests.codegen.cpu.test_gemm import ADD, GATED, STORE, Activation, Weight, random_activation, run
 from tests.support.harness import ISAS
 
@@ -25,20 +27,20 @@ def marked(n: int, fraction: float = 0.3) -> Tensor:
 
 def packed(w: Tensor, wide: Tensor, pairs: bool) -> Weight:
     """`w` in the kernels' format."""
-    parts = mix.quantize_mixed(w, wide)
-    order = mix.layout(wide, pairs)
-    blobs = mix.pack(parts, order)
-    assert {role: blob.numel() for role, blob in blobs.items()} == mix.packed_bytes(order, w.shape[1])
+    parts = MIX_4_8.quantize_rows(w, wide)
+    order = mixed_layout.row_layout(wide, pairs)
+    blobs = mixed_layout.pack(parts, order)
+    assert {role: blob.numel() for role, blob in blobs.items()} == mixed_layout.packed_bytes(order, w.shape[1])
     buffers = {role: blob.numpy().view(TYPES.get(role, np.uint8)) for role, blob in blobs.items()}
     buffers["columns"] = buffers["columns"].reshape(-1, 16)[: len(order.rows)]
-    return Weight(buffers, numerics.dequantize_weight(parts, "mix_4_8", w.shape[1]).double().numpy())
+    return Weight(buffers, weight_format("mix_4_8").dequantize(parts, w.shape[1]).double().numpy())
 
 
 @pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 0.5, 1.0])
 def test_every_row_has_its_place_in_a_block_of_its_width(pairs: bool, fraction: float) -> None:
     wide = marked(320, fraction)
-    order = mix.layout(wide, pairs)
+    order = mixed_layout.row_layout(wide, pairs)
     rows, real = order.rows, order.rows >= 0
     assert sorted(rows[real].tolist()) == list(range(320))
     assert (wide[rows.clamp(min=0)] == order.wide[:, None])[real].all()
@@ -60,10 +62,10 @@ def test_every_row_has_its_place_in_a_block_of_its_width(pairs: bool, fraction: 
 
 def test_rounding_is_that_of_each_width() -> None:
     w = torch.randn(40, 200, generator=torch.Generator().manual_seed(0))
-    wide = mix.worst_rows(w, 0.25)
+    wide = mixed.worst_rows(w, 0.25)
     assert wide.sum() == 10
-    back = numerics.dequantize_weight(mix.quantize_mixed(w, wide), "mix_4_8", 200)
-    four = numerics.dequantize_weight(numerics.quantize_weight(w, "w4_asym_g128"), "w4_asym_g128", 200)
+    back = weight_format("mix_4_8").dequantize(MIX_4_8.quantize_rows(w, wide), 200)
+    four = weight_format("w4_asym_g128").dequantize(weight_format("w4_asym_g128").quantize(w), 200)
     assert torch.equal(back[~wide], four[~wide])
     assert ((back - w)[wide].abs().amax(1) <= w[wide].abs().amax(1) * 0.5001 / 127).all()
     error = (four - w).square().sum(1)

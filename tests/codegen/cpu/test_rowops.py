@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qcompile import ops
 from qcompile.codegen import program as p
-from qcompile.formats import numerics
+from qcompile.formats.blocks import as_blob, pack_vector
 from tests.support.columns import Case, Columns
 
 WIDTH = 40  # not a multiple of a vector: the padding must stay zero
@@ -65,12 +65,12 @@ CALLS: dict[str, list[p.Call]] = {
 def rows() -> Iterator[dict[str, np.ndarray]]:
     """Result in buffer y of each of CALLS, with X in buffer x."""
     blobs = {
-        "table": numerics.as_blob(TABLE),
-        "table16": numerics.as_blob(TABLE.bfloat16()),
-        "positions": numerics.as_blob(PLACES),
-        "weight": numerics.pack_vector(WEIGHT),
-        "bias": numerics.pack_vector(BIAS),
-        "curve": numerics.pack_vector(CURVE),
+        "table": as_blob(TABLE),
+        "table16": as_blob(TABLE.bfloat16()),
+        "positions": as_blob(PLACES),
+        "weight": pack_vector(WEIGHT),
+        "bias": pack_vector(BIAS),
+        "curve": pack_vector(CURVE),
     }
     embed = p.Embed("embed", "x", "table", "f32", WIDTH)
     cases = {name: Case([embed, *calls], "y") for name, calls in CALLS.items()}

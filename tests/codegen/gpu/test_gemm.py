@@ -27,8 +27,9 @@ from qcompile.codegen.gpu.gemm.spec import (
     render,
 )
 from qcompile.errors import UnsupportedError
-from qcompile.formats import mix
-from qcompile.formats.numerics import dequantize_weight, quantize_activation, quantize_weight
+from qcompile.formats.activations import activation_format
+from qcompile.formats.mixed import MIX_4_8
+from qcompile.formats.registry import weight_format
 from qcompile.targets import TARGETS, TUNED_ON
 from tests.support.interpreted import interpreted, needs_triton
 
@@ -93,9 +94,9 @@ def interpret() -> None:
         packing = packing_of(format)
         w = weight(32, 1024)
         w[7, 5] = 900 if far else 0  # of mxfp4 another loop takes these rows
-        parts = quantize_weight(w, number_format(packing))
+        parts = weight_format(number_format(packing)).quantize(w)
         packed = pack_gpu(parts, packing)
-        dense = dequantize_weight(unpack_gpu(packed, packing), number_format(packing), 1024)
+        dense = weight_format(number_format(packing)).dequantize(unpack_gpu(packed, packing), 1024)
         for cut in INTERPRETED:
             tile = replace(cut, unroll=2 if format == "qoq_g128" else 1)
             spec = KernelSpec(format, 32, 1024, tile, True, True, False)
@@ -109,7 +110,7 @@ def interpret_one(spec: KernelSpec, activation: str, packed: dict[str, torch.Ten
     """Two launches of a kernel against the reference, for 21 rows."""
     from qcompile.codegen.gpu.gemm.spec import load
 
-    x = quantize_activation(torch.randn(21, spec.k), activation, 0)
+    x = activation_format(activation).quantize(torch.randn(21, spec.k), 0)
     width, dtype = spec.width or spec.n, {"f32": torch.float32, "bf16": torch.bfloat16}[spec.out]
     bias, residual = torch.randn(width), torch.randn(21, width).to(dtype)
     given = {**packed, "bias": bias, "residual": residual}
@@ -127,11 +128,11 @@ def interpret_mix() -> None:
     """Rows of 8 and of 4 bits, of 8 alone and of 4 alone, to their columns; per token and in groups."""
     for fraction in (0.3, 1.0, 0.0):
         wide = torch.rand(80) < fraction
-        parts = mix.quantize_mixed(weight(80, 1024), wide)
+        parts = MIX_4_8.quantize_rows(weight(80, 1024), wide)
         found = GPU_PACKING.mixed(wide, False, 1024)
         types = {"groups": torch.int32, "columns": torch.int32}
         packed = {role: blob.view(types.get(role, torch.int8)) for role, blob in found.blobs(parts).items()}
-        dense = dequantize_weight(parts, "mix_4_8", 1024)
+        dense = weight_format("mix_4_8").dequantize(parts, 1024)
         for cut in INTERPRETED:
             spec = KernelSpec("mix_4_8", 16 * found.blocks, 1024, cut, True, True, False, width=80, wide=found.wide)
             interpret_one(spec, "int8", packed, dense)
@@ -161,8 +162,8 @@ def interpret_orders() -> None:
         packing = packing_of(format)
         w = weight(n, k)
         w[7, 5] = 900 if far else 0
-        packed = pack_gpu(quantize_weight(w, number_format(packing)), packing)
-        x = quantize_activation(torch.randn(17, k), "int8", 0)
+        packed = pack_gpu(weight_format(number_format(packing)).quantize(w), packing)
+        x = activation_format("int8").quantize(torch.randn(17, k), 0)
         found = []
         for cut in (Tile(16, 64, split_k=2), Tile(32, 64, split_k=2), Tile(64, 64, split_k=2, unroll=2)):
             spec = KernelSpec(format, n, k, cut, inline_asm=False, out="f32")
@@ -424,12 +425,12 @@ def packed_for(spec: KernelSpec) -> dict[str, torch.Tensor]:
     if not spec.mixed:
         w = weight(spec.n, spec.k).cuda()
         w[70, 5] = 900  # of mxfp4 another loop takes these rows
-        parts = quantize_weight(w, number_format(spec.packing))
+        parts = weight_format(number_format(spec.packing)).quantize(w)
         return {name: part.cuda() for name, part in pack_gpu(parts, packing_of(spec.format)).items()}
     wide = torch.arange(spec.width) % 10 == 0 if spec.wide < spec.n else torch.ones(spec.width, dtype=torch.bool)
     found = GPU_PACKING.mixed(wide, False, spec.k)
     assert (found.wide, 16 * found.blocks) == (spec.wide, spec.n)
-    blobs = found.blobs(mix.quantize_mixed(weight(spec.width, spec.k), wide))
+    blobs = found.blobs(MIX_4_8.quantize_rows(weight(spec.width, spec.k), wide))
     types = {"groups": torch.int32, "columns": torch.int32}
     return {role: blob.view(types.get(role, torch.int8)).cuda() for role, blob in blobs.items()}
 
@@ -448,7 +449,7 @@ def test_rows_have_the_bits_of_the_decode_class(spec: KernelSpec) -> None:
     for tokens in (1, 5, 17, 300):
         x = torch.randn(tokens, spec.k, device="cuda")
         kind = "bf16" if spec.float_x else "int8_g128" if spec.x_groups else "int8"
-        given |= dict(zip(("x", "x_scale", "x_sum"), quantize_activation(x, kind, 0), strict=False))
+        given |= dict(zip(("x", "x_scale", "x_sum"), activation_format(kind).quantize(x, 0), strict=False))
         given["residual"], found = torch.randn(tokens, width, device="cuda").to(dtype), []
         unroll = tiles.MIN_UNROLL.get(spec.format, 1)
         few = replace(spec, tile=Tile(16, 64, 1, spec.parts, unroll, 4, 3), amax=False)

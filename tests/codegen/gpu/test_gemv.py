@@ -12,7 +12,8 @@ from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.gemm.pack import pack_gpu, unpack_gpu
 from qcompile.codegen.gpu.gemm.spec import KernelSpec, Tile, compile_for, reference
 from qcompile.codegen.gpu.rows import RowSpec
-from qcompile.formats.numerics import dequantize_weight, quantize_activation, quantize_weight
+from qcompile.formats.activations import activation_format
+from qcompile.formats.registry import weight_format
 from qcompile.ops.quantized import gate
 from qcompile.targets import TARGETS
 from tests.codegen.gpu.test_gemm import IN_GROUPS, packing_of, weight
@@ -27,8 +28,8 @@ def interpret_gemv() -> None:
     n, k = 32, 1024
     cases: list[dict[str, Any]] = [{"residual": True, "width": 28}, {"gated": "silu", "width": 16}]
     for format in ("qoq_channel", "qoq_g128", "w8_sym_channel"):
-        packed = pack_gpu(quantize_weight(weight(n, k), format), format)
-        x = quantize_activation(torch.randn(4, k), "int8", 0)
+        packed = pack_gpu(weight_format(format).quantize(weight(n, k)), format)
+        x = activation_format("int8").quantize(torch.randn(4, k), 0)
         for options in cases:
             width = options["width"]
             bias, residual = torch.randn(n), torch.randn(4, width)
@@ -50,7 +51,7 @@ def interpret_gemv() -> None:
             assert not found[0].isnan().any()
             assert all(torch.equal(found[0], each) for each in found[1:]), (format, options)
             if "gated" in options:
-                y = reference(x, dequantize_weight(unpack_gpu(packed, format), format, k), bias)
+                y = reference(x, weight_format(format).dequantize(unpack_gpu(packed, format), k), bias)
                 want = gate(y.float(), "silu", width).double()
                 assert (found[0] - want).norm() / want.norm() < 1e-5
 
@@ -70,10 +71,10 @@ def interpret_gemv_floats() -> None:
     ):
         w = weight(n, k)
         w[7, 5] = 900 if far else 0  # of mxfp4 another loop takes these rows
-        parts = quantize_weight(w, number_format)
+        parts = weight_format(number_format).quantize(w)
         packed = pack_gpu(parts, packing_of(format))
         for x_groups, count in ((False, 1), (False, 4), (True, 2)):
-            x = quantize_activation(torch.randn(4, k), "int8_g128" if x_groups else "int8", 0)
+            x = activation_format("int8_g128" if x_groups else "int8").quantize(torch.randn(4, k), 0)
             found = []
             gemv = [Tile(tokens, rows, sliced_k=count, warps=1, stages=2) for tokens, rows in ((1, 32), (3, 8))]
             for cut in (Tile(16, 32, split_k=count), *gemv):
@@ -88,7 +89,7 @@ def interpret_gemv_floats() -> None:
                 load(spec)[spec.grid(4)](*(given[a.name] for a in spec.arguments))
                 found.append(given["out"])
             assert all(torch.equal(found[0], each) for each in found[1:]), (format, far, x_groups, count)
-            want = reference(x, dequantize_weight(parts, number_format, k)[:28], bias[:28], residual)
+            want = reference(x, weight_format(number_format).dequantize(parts, k)[:28], bias[:28], residual)
             assert (found[0] - want).norm() / want.norm() < 1e-5
 
 

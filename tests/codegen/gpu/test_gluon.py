@@ -17,8 +17,9 @@ from qcompile.codegen.gpu.gemm.pack import GPU_PACKING, pack_gpu, unpack_gpu
 from qcompile.codegen.gpu.gemm.spec import BF16_UNPACK_FORMATS, KernelSpec, kernel, reference
 from qcompile.codegen.gpu.gemm.tile import Tile
 from qcompile.errors import UnsupportedError
-from qcompile.formats import mix
-from qcompile.formats.numerics import dequantize_weight, quantize_activation, quantize_weight
+from qcompile.formats.activations import activation_format
+from qcompile.formats.mixed import MIX_4_8
+from qcompile.formats.registry import weight_format
 from qcompile.ops import GATE_BLOCK
 from tests.codegen.gpu.test_gemm import IN_GROUPS, number_format, packing_of, weight
 from tests.support.gluon_machine import Deadlock, launch
@@ -51,14 +52,14 @@ class Weight:
         w[7, 5] = 900 if far else w[7, 5]
         if format == "mix_4_8":
             wide = torch.rand(n) < 0.3
-            parts, found = mix.quantize_mixed(w, wide), GPU_PACKING.mixed(wide, False, k)
+            parts, found = MIX_4_8.quantize_rows(w, wide), GPU_PACKING.mixed(wide, False, k)
             types = {"groups": torch.int32, "columns": torch.int32}
             self.packed = {role: blob.view(types.get(role, torch.int8)) for role, blob in found.blobs(parts).items()}
             self.shape: dict[str, Any] = {"n": 16 * found.blocks, "width": n, "wide": found.wide}
-            self.dense = dequantize_weight(parts, format, k)
+            self.dense = weight_format(format).dequantize(parts, k)
         else:
-            self.packed = pack_gpu(quantize_weight(w, number_format(packing)), packing)
-            self.dense = dequantize_weight(unpack_gpu(self.packed, packing), number_format(packing), k)
+            self.packed = pack_gpu(weight_format(number_format(packing)).quantize(w), packing)
+            self.dense = weight_format(number_format(packing)).dequantize(unpack_gpu(self.packed, packing), k)
             self.shape = {"n": n}
 
     def spec(self, tile: Tile, **more: Any) -> KernelSpec:
@@ -80,7 +81,7 @@ class Weight:
 def check(weight: Weight, spec: KernelSpec, rows: int = 21) -> None:
     """A product of so many rows against the reference."""
     kind = "bf16" if spec.float_x else "int8_g128" if spec.x_groups else "int8"
-    x, width = quantize_activation(torch.randn(rows, spec.k), kind, 0), spec.width or spec.n
+    x, width = activation_format(kind).quantize(torch.randn(rows, spec.k), 0), spec.width or spec.n
     dtype = torch.float32 if spec.out == "f32" else torch.bfloat16
     bias, residual = torch.randn(2 * width if spec.gated else width), torch.randn(rows, width).to(dtype)
     found = weight.product(spec, x, bias=bias, residual=residual)
@@ -187,7 +188,7 @@ def test_parts_of_k_one_after_the_other(format: str) -> None:
 def test_a_row_has_its_bits_whatever_else_is_in_the_step(format: str) -> None:
     """Sums of groups are exact, and added in the order of the inputs, by tiles for few rows and for many."""
     one = Weight(format, 64, 1024)
-    x = quantize_activation(torch.randn(70, 1024), "int8", 0)
+    x = activation_format("int8").quantize(torch.randn(70, 1024), 0)
     found = []
     for tile, rows in ((SMALL, 1), (SMALL, 17), (replace(SMALL, tokens=64), 70), (replace(SMALL, split_k=1), 3)):
         spec = one.spec(tile, out="f32")

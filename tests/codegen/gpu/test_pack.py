@@ -8,15 +8,15 @@ import torch
 from qcompile.codegen.gpu.gemm.pack import GPU_PACKING, MIX_ROWS, pack_gpu, packed_gpu_bytes, unpack_gpu
 from qcompile.codegen.packing import CPU_PACKING
 from qcompile.errors import UnsupportedError
-from qcompile.formats import mix
-from qcompile.formats.numerics import dequantize_weight, quantize_weight
+from qcompile.formats.mixed import MIX_4_8
+from qcompile.formats.registry import weight_format
 from tests.codegen.gpu.test_gemm import PACKINGS, number_format, weight
 
 
 @pytest.mark.parametrize("format", PACKINGS)
 def test_packing_round_trip(format: str) -> None:
     torch.manual_seed(0)
-    parts = quantize_weight(weight(64, 512), number_format(format))
+    parts = weight_format(number_format(format)).quantize(weight(64, 512))
     if format == "mxfp4_int8":
         parts[0][parts[0] == 8] = 0  # it has no -0
     packed = pack_gpu(parts, format)
@@ -32,18 +32,18 @@ def test_packing_round_trip(format: str) -> None:
 
 
 def test_outputs_are_filled_up_to_whole_blocks() -> None:
-    parts = quantize_weight(weight(40, 256), "qoq_g128")
+    parts = weight_format("qoq_g128").quantize(weight(40, 256))
     back = unpack_gpu(pack_gpu(parts, "qoq_g128"), "qoq_g128")
-    dense = dequantize_weight(back, "qoq_g128", 256)
+    dense = weight_format("qoq_g128").dequantize(back, 256)
     assert dense.shape == (64, 256) and not dense[40:].any()
-    assert torch.equal(dense[:40], dequantize_weight(parts, "qoq_g128", 256))
+    assert torch.equal(dense[:40], weight_format("qoq_g128").dequantize(parts, 256))
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.2, 1.0])
 def test_rows_of_two_widths_are_packed_apart(fraction: float) -> None:
     torch.manual_seed(0)
     wide = torch.rand(80) < fraction
-    parts = mix.quantize_mixed(weight(80, 256), wide)
+    parts = MIX_4_8.quantize_rows(weight(80, 256), wide)
     found = GPU_PACKING.mixed(wide, False, 256)
     blobs = found.blobs(parts)
     assert {role: blob.numel() for role, blob in blobs.items()} == found.sizes
@@ -122,7 +122,7 @@ def test_powers_of_two_of_a_group_are_brought_to_one() -> None:
     torch.manual_seed(0)
     w = weight(192, 512)
     w[70, 5], w[3, :32] = 900, 0  # far from its neighbours; of no power at all
-    codes, exponent = quantize_weight(w, "mxfp4")
+    codes, exponent = weight_format("mxfp4").quantize(w)
     ranges = pack_gpu([codes, exponent], "mxfp4_int8")["ranges"].t()
     assert (ranges[:, 0] < 0).tolist() == [row // 64 == 1 for row in range(192)] and (ranges[:, 1:] >= 0).all()
     differ = (powers_of(ranges) != exponent).nonzero().tolist()
@@ -141,7 +141,7 @@ def test_powers_of_two_stay_where_they_can() -> None:
     w = weight(192, 1024)
     w[3, 512:] *= 1e4
     w[130, 256:384] *= 2.0**-70
-    codes, exponent = quantize_weight(w, "mxfp4")
+    codes, exponent = weight_format("mxfp4").quantize(w)
     ranges = pack_gpu([codes, exponent], "mxfp4_int8")["ranges"].t()
     assert torch.equal(powers_of(ranges), exponent.float())
     negative = (ranges < 0).view(3, 64, 8)

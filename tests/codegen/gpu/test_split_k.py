@@ -14,7 +14,8 @@ from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.gemm.pack import pack_gpu, padded_inputs, unpack_gpu
 from qcompile.codegen.gpu.gemm.spec import KernelSpec, Tile, compile_for, reference, render
 from qcompile.errors import UnsupportedError
-from qcompile.formats.numerics import dequantize_weight, quantize_activation, quantize_weight
+from qcompile.formats.activations import activation_format
+from qcompile.formats.registry import weight_format
 from qcompile.targets import TARGETS, TUNED_ON
 from tests.codegen.gpu.test_gemm import IN_GROUPS, number_format, packing_of, weight
 from tests.support.interpreted import interpreted, needs_triton
@@ -57,13 +58,13 @@ def interpret_integers() -> None:
     torch.manual_seed(0)
     k = 1280  # ten blocks
     for format in INTEGERS:
-        packed = pack_gpu(quantize_weight(weight(N, k), format), format)
-        x = quantize_activation(torch.randn(ROWS, k), "int8", 0)
+        packed = pack_gpu(weight_format(format).quantize(weight(N, k)), format)
+        x = activation_format("int8").quantize(torch.randn(ROWS, k), 0)
         gemv = [Tile(1, 8, unroll=4, warps=1, stages=stages) for stages in (1, 2, 3, 4)]
         gemv += [Tile(3, 32, unroll=8, stages=2), Tile(1, 16, unroll=16, stages=1)]
         cuts = [Tile(16, 32, unroll=2), Tile(16, 32, unroll=2, split_k=2), Tile(16, 32, unroll=2, split_k=3), *gemv]
         found = [made(KernelSpec(format, N, k, cut, inline_asm=False, out="f32"), packed, x) for cut in cuts]
-        want = reference(x, dequantize_weight(unpack_gpu(packed, format), format, k))
+        want = reference(x, weight_format(format).dequantize(unpack_gpu(packed, format), k))
         assert (found[0] - want).norm() / want.norm() < 1e-5
         assert all(torch.equal(found[0], each) for each in found[1:]), format
 
@@ -76,8 +77,8 @@ def interpret_floats() -> None:
         k = 1408 if format in IN_GROUPS and format != "w4_asym_g128_a8" else 1280
         w = weight(N, k)
         w[7, k - 5] = 900 if far else 0  # of mxfp4 another loop takes these rows
-        packed = pack_gpu(quantize_weight(w, number_format(packing)), packing)
-        dense = dequantize_weight(unpack_gpu(packed, packing), number_format(packing), k)
+        packed = pack_gpu(weight_format(number_format(packing)).quantize(w), packing)
+        dense = weight_format(number_format(packing)).dequantize(unpack_gpu(packed, packing), k)
         for x_groups, count in ((False, 3), (False, 4), (True, 2)) if format in IN_GROUPS else ((False, 2), (False, 3)):
             cuts = [Tile(16, 32, split_k=count)]
             if format != "mxfp4_a8":
@@ -87,7 +88,7 @@ def interpret_floats() -> None:
                 cuts.append(Tile(3, 8, sliced_k=count, warps=1, stages=3))
             specs = [KernelSpec(format, N, k, cut, inline_asm=False, out="f32", x_groups=x_groups) for cut in cuts]
             kind = "bf16" if specs[0].float_x else "int8_g128" if x_groups else "int8"
-            x = quantize_activation(torch.randn(ROWS, k), kind, 0)
+            x = activation_format(kind).quantize(torch.randn(ROWS, k), 0)
             assert all(spec.longer_parts for spec in specs) or format == "bf16", specs
             found = [made(spec, packed, x) for spec in specs]
             want = reference(x, dense)

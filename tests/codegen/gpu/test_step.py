@@ -27,7 +27,7 @@ from qcompile.codegen.lower import lower
 from qcompile.codegen.packing import WeightTable
 from qcompile.codegen.program import PAD, Embed, Program, Quantize
 from qcompile.errors import UnsupportedError
-from qcompile.formats.numerics import quantize_activation
+from qcompile.formats.activations import activation_format
 from qcompile.targets import TARGETS
 from tests.support.graphs import decoder, latent, step_inputs
 from tests.support.interpreted import interpreted, needs_triton
@@ -145,7 +145,7 @@ def interpret_scales_of_filled_rows() -> None:
     from qcompile.codegen.gpu.compile import load
 
     x = torch.randn(2, 384, generator=torch.Generator().manual_seed(2))
-    codes, scales, *_ = quantize_activation(x, "int8_g128", 384)
+    codes, scales, *_ = activation_format("int8_g128").quantize(x, 384)
     for blocks in (1, 3):
         spec = RowSpec(384 // blocks, 384, 512, out="q8", group=128, row_scales=4, blocks=blocks)
         found, own = torch.zeros(2, 512, dtype=torch.int8), torch.zeros(2, 4)

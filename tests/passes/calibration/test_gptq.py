@@ -6,15 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcompile.formats import mix, numerics
-from qcompile.formats.grids import FORMATS, Rounding, rounding
+from qcompile.formats.mixed import MIX_4_8
+from qcompile.formats.registry import STORED_FORMATS, weight_format
+from qcompile.formats.rounding import Parts
+from qcompile.formats.weight import Rounding
 from qcompile.passes.calibration import gptq
 
 ROWS = 48
+FORMATS = [format.name for format in STORED_FORMATS.values() if format.calibrated]
 
 
 def rounder(format: str, n: int = ROWS) -> Rounding:
-    return rounding(format, torch.arange(n) % 5 == 0)
+    return weight_format(format).rounding(torch.arange(n) % 5 == 0)
 
 
 def layer(n: int = 48, k: int = 200, tokens: int = 512, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -31,18 +34,18 @@ def moments(x: Tensor) -> Tensor:
     return x.T @ x / len(x)
 
 
-def lost(w: Tensor, parts: numerics.Parts, format: str, x: Tensor) -> float:
+def lost(w: Tensor, parts: Parts, format: str, x: Tensor) -> float:
     """Output error through the format's own reading back, independent of the grid; of nested formats' upper nibble."""
     if format == "nested_8_4":
         parts, format = parts[:3], "w4_asym_g128"
-    read = numerics.dequantize_weight(parts, format, w.shape[1])
+    read = weight_format(format).dequantize(parts, w.shape[1])
     return float(((read - w) @ x.T).pow(2).sum() / (w @ x.T).pow(2).sum())
 
 
-def nearest_parts(w: Tensor, format: str) -> numerics.Parts:
+def nearest_parts(w: Tensor, format: str) -> Parts:
     if format == "mix_4_8":
-        return mix.quantize_mixed(w, torch.arange(len(w)) % 5 == 0)
-    return numerics.quantize_weight(w, format)
+        return MIX_4_8.quantize_rows(w, torch.arange(len(w)) % 5 == 0)
+    return weight_format(format).quantize(w)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -51,9 +54,9 @@ def test_an_unclipped_grid_rounds_as_the_format_does(format: str, k: int) -> Non
     w, _ = layer(k=k)
     grid = rounder(format).fit(w, 1.0)
     parts = grid.parts(grid.round(w), w)
-    for ours, (shape, dtype) in zip(parts, numerics.weight_parts(tuple(w.shape), format), strict=True):
+    for ours, (shape, dtype) in zip(parts, weight_format(format).layout(tuple(w.shape)), strict=True):
         assert tuple(ours.shape) == shape and ours.dtype == dtype
-    read, expected = (numerics.dequantize_weight(p, format, k) for p in (parts, nearest_parts(w, format)))
+    read, expected = (weight_format(format).dequantize(p, k) for p in (parts, nearest_parts(w, format)))
     if format == "qoq_g128":  # the format's own rounding goes through int8 first, ours does not: a step apart at most
         step = parts[1].float().repeat_interleave(128, 1)[:, :k] * parts[3][:, None]
         assert bool(((read - expected).abs() <= step * 1.001).all())
@@ -107,15 +110,17 @@ def test_short_last_groups(k: int) -> None:
 
 def test_nested_weights_keep_eight_bits() -> None:
     w, x = layer()
-    parts = gptq.choose(w, moments(x), rounding("nested_8_4"), clip=True, gptq=True, damping=0.01).parts
-    read = numerics.dequantize_weight(parts, "nested_8_4", w.shape[1])
+    parts = gptq.choose(w, moments(x), weight_format("nested_8_4").rounding(), clip=True, gptq=True, damping=0.01).parts
+    read = weight_format("nested_8_4").dequantize(parts, w.shape[1])
     eight = float(((read - w) @ x.T).pow(2).sum() / (w @ x.T).pow(2).sum())
     assert eight < 0.1 * lost(w, parts, "nested_8_4", x)
 
 
 def test_codes_stay_inside_the_protective_range() -> None:
     w, x = layer(n=64)
-    codes, step, zero, _ = gptq.choose(w, moments(x), rounding("qoq_g128"), clip=True, gptq=True, damping=0.01).parts
+    codes, step, zero, _ = gptq.choose(
+        w, moments(x), weight_format("qoq_g128").rounding(), clip=True, gptq=True, damping=0.01
+    ).parts
     spread = [part.int().repeat_interleave(128, 1)[:, : w.shape[1]] for part in (step, zero)]
     assert int(((codes.int() - spread[1]) * spread[0]).abs().max()) <= 127
     assert int(codes.max()) <= 15
@@ -123,10 +128,12 @@ def test_codes_stay_inside_the_protective_range() -> None:
 
 def test_a_rows_codes_do_not_depend_on_its_neighbours() -> None:
     w, x = layer()
-    whole = gptq.choose(w, moments(x), rounding("w4_asym_g128"), clip=True, gptq=True, damping=0.01).parts
+    whole = gptq.choose(
+        w, moments(x), weight_format("w4_asym_g128").rounding(), clip=True, gptq=True, damping=0.01
+    ).parts
     for row in (0, 17):
         alone = gptq.choose(
-            w[row : row + 1], moments(x), rounding("w4_asym_g128"), clip=True, gptq=True, damping=0.01
+            w[row : row + 1], moments(x), weight_format("w4_asym_g128").rounding(), clip=True, gptq=True, damping=0.01
         ).parts
         changed = int((alone[0][0] != whole[0][row]).sum())
         assert changed <= 2  # another matrix product may tip a code that lies between two
@@ -135,16 +142,18 @@ def test_a_rows_codes_do_not_depend_on_its_neighbours() -> None:
 def test_a_singular_hessian_is_damped_with_a_note() -> None:
     w, x = layer(k=64)
     x[:, :3] = 0
-    choice = gptq.choose(w, moments(x), rounding("w4_asym_g128"), clip=True, gptq=True, damping=0.01)
+    choice = gptq.choose(w, moments(x), weight_format("w4_asym_g128").rounding(), clip=True, gptq=True, damping=0.01)
     assert "3 of 64 inputs are always zero" in choice.notes[0] and choice.error < choice.error_nearest
     x[:, :3] = x[:, 5:8]  # inputs that always agree
-    choice = gptq.choose(w, moments(x), rounding("w4_asym_g128"), clip=True, gptq=True, damping=0.01)
+    choice = gptq.choose(w, moments(x), weight_format("w4_asym_g128").rounding(), clip=True, gptq=True, damping=0.01)
     assert "singular, damped by 0.01" in choice.notes[0] and choice.error < choice.error_nearest
     assert not gptq.choose(
-        w, moments(layer(k=64)[1]), rounding("w4_asym_g128"), clip=True, gptq=True, damping=0.01
+        w, moments(layer(k=64)[1]), weight_format("w4_asym_g128").rounding(), clip=True, gptq=True, damping=0.01
     ).notes
-    nothing = gptq.choose(w, torch.zeros(64, 64), rounding("w4_asym_g128"), clip=True, gptq=True, damping=0.01)
-    for ours, plain in zip(nothing.parts, numerics.quantize_weight(w, "w4_asym_g128"), strict=True):
+    nothing = gptq.choose(
+        w, torch.zeros(64, 64), weight_format("w4_asym_g128").rounding(), clip=True, gptq=True, damping=0.01
+    )
+    for ours, plain in zip(nothing.parts, weight_format("w4_asym_g128").quantize(w), strict=True):
         assert torch.equal(ours, plain)
 
 
@@ -155,7 +164,13 @@ def test_of_few_tokens_little_is_believed() -> None:
     found = {}
     for tokens in (None, len(seen)):
         choice = gptq.choose(
-            w, moments(seen), rounding("w4_asym_g128"), clip=True, gptq=True, damping=0.01, tokens=tokens
+            w,
+            moments(seen),
+            weight_format("w4_asym_g128").rounding(),
+            clip=True,
+            gptq=True,
+            damping=0.01,
+            tokens=tokens,
         )
         found[tokens] = lost(w, choice.parts, "w4_asym_g128", other)
     assert found[len(seen)] < nearest < 0.5 * found[None]
@@ -169,4 +184,4 @@ def test_moments_that_are_not_finite_are_refused() -> None:
     w, x = layer(k=64)
     x[0, 0] = float("inf")
     with pytest.raises(ValueError, match="not finite"):
-        gptq.choose(w, moments(x), rounding("w4_asym_g128"), clip=False, gptq=True, damping=0.01)
+        gptq.choose(w, moments(x), weight_format("w4_asym_g128").rounding(), clip=False, gptq=True, damping=0.01)

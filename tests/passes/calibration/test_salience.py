@@ -12,7 +12,8 @@ from torch import Tensor
 from qcompile import ops
 from qcompile.calibration import Calibration
 from qcompile.errors import UsageError
-from qcompile.formats import mix, numerics
+from qcompile.formats.mixed import EIGHT_BIT_ZERO
+from qcompile.formats.registry import weight_format
 from qcompile.graph import Graph
 from qcompile.passes.assign_precision import AssignPrecision
 from qcompile.passes.base import apply
@@ -38,7 +39,7 @@ def merged() -> Graph:
 
 
 def rounding_error(w: Tensor, moments: Tensor | None = None) -> Tensor:
-    return numerics.dequantize_weight(numerics.quantize_weight(w, "w4_asym_g128"), "w4_asym_g128", w.shape[1]) - w
+    return weight_format("w4_asym_g128").dequantize(weight_format("w4_asym_g128").quantize(w), w.shape[1]) - w
 
 
 def gradient(graph: Graph, row: Tensor, weights: dict[Any, Tensor]) -> list[Tensor]:
@@ -139,7 +140,7 @@ def test_clipping_and_gptq_work_on_both_parts() -> None:
     for a, b in zip(plain.calls("quantize_mixed"), chosen.calls("quantize_mixed"), strict=True):
         before, after = plain.evaluate(a), chosen.evaluate(b)
         wide = before[3]
-        assert torch.equal(after[3], wide) and bool((after[2][wide] == mix.EIGHT_BIT_ZERO).all())
+        assert torch.equal(after[3], wide) and bool((after[2][wide] == EIGHT_BIT_ZERO).all())
         assert int(after[0][~wide].max()) <= 15 and bool((after[0][wide] >= 1).all())
 
 

@@ -1,7 +1,7 @@
-"""mix_4_8: weights with symmetric 8-bit and asymmetric 4-bit output features, in groups of 128 inputs.
+"""Order and packing of the rows of a mix_4_8 weight for CPU kernels.
 
-Source: MixLLM 3.1 and 3.3. A kernel computes the features of each width as a dense part, in blocks of 16 rows, and
-writes each result directly to its output column: blocks carry the columns of their rows.
+A kernel computes the features of each width as a dense part, in blocks of 16 rows, and writes each result directly to
+its output column: blocks carry the columns of their rows.
 """
 
 from __future__ import annotations
@@ -12,35 +12,9 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from qcompile.formats import numerics
-
-EIGHT_BIT_ZERO = 128
-"""Zero point of 8-bit codes, which are stored unsigned, as the dot product requires."""
-
-
-def quantize_mixed(w: Tensor, wide: Tensor) -> numerics.Parts:
-    """w [N, K], wide bool [N] -> codes uint8 [N, K], scale f32 [N, groups], zero uint8 [N, groups], wide.
-
-    value = (code - zero) * scale in both widths: rows marked `wide` have codes 1..255 and zero 128.
-    """
-    codes, scale, zero = numerics.quantize_weight(w, "w4_asym_g128")
-    eight, eight_scale = numerics.symmetric(numerics.by_group(w.float(), 128), 127)
-    eight_codes = (eight.to(torch.int16) + EIGHT_BIT_ZERO).to(torch.uint8).flatten(1)[:, : w.shape[1]]
-    marked = wide[:, None]
-    return [
-        torch.where(marked, eight_codes, codes),
-        torch.where(marked, eight_scale.squeeze(-1), scale),
-        torch.where(marked, torch.full_like(zero, EIGHT_BIT_ZERO), zero),
-        wide,
-    ]
-
-
-def worst_rows(w: Tensor, fraction: float) -> Tensor:
-    """bool [N]: the `fraction` of w's rows [N, K] with the largest squared 4-bit rounding error; needs no data."""
-    error = numerics.dequantize_weight(numerics.quantize_weight(w, "w4_asym_g128"), "w4_asym_g128", w.shape[1]) - w
-    marked = torch.zeros(w.shape[0], dtype=torch.bool, device=w.device)
-    marked[error.square().sum(1).topk(round(fraction * w.shape[0])).indices] = True
-    return marked
+from qcompile.formats.blocks import BYTES, NIBBLES, as_blob, blob_bytes, padded_inputs
+from qcompile.formats.mixed import EIGHT_BIT_ZERO
+from qcompile.formats.rounding import Parts, groups_of
 
 
 @dataclass(frozen=True)
@@ -63,7 +37,7 @@ class Layout:
         return torch.cat((torch.zeros(1), ends)).int()
 
 
-def layout(wide: Tensor, pairs: bool) -> Layout:
+def row_layout(wide: Tensor, pairs: bool) -> Layout:
     """The layout for rows marked `wide` [N]; with `pairs`, gate and up rows alternate in blocks of 16, and N is even.
 
     Blocks of the same width (of a pair: combination of widths) are contiguous, narrow ones first, because memory
@@ -79,8 +53,8 @@ def layout(wide: Tensor, pairs: bool) -> Layout:
         features, widths = torch.arange(wide.shape[0]), wide[:, None]
         rows = features[:, None]
     kind = (widths.int() * torch.tensor([2, 1])[: widths.shape[1]]).sum(1)
-    found = [features[kind == value] for value in kind.unique().tolist()]  # ascending
-    blocks = [torch.nn.functional.pad(each, (0, -len(each) % 16), value=-1).view(-1, 16) for each in found]
+    by_kind = [features[kind == value] for value in kind.unique().tolist()]  # ascending
+    blocks = [torch.nn.functional.pad(each, (0, -len(each) % 16), value=-1).view(-1, 16) for each in by_kind]
     chosen = torch.cat(blocks)  # [items, 16]
     each = rows.shape[1]
     ends = [each * end // 2 for end in accumulate(map(len, blocks))]
@@ -93,43 +67,43 @@ def layout(wide: Tensor, pairs: bool) -> Layout:
 def packed_bytes(order: Layout, k: int) -> dict[str, int]:
     """Size in bytes of each blob of `pack` for a weight with k inputs."""
     blocks = len(order.rows)
-    side = blocks * numerics.groups_of(numerics.padded_inputs(k), 128) * 16
+    side = blocks * groups_of(padded_inputs(k), 128) * 16
     sizes = {
-        "codes": int(order.starts[-1]) * numerics.padded_inputs(k) * 8,
+        "codes": int(order.starts[-1]) * padded_inputs(k) * 8,
         "scale": 4 * side,
         "zero": side,
         "columns": 64 * blocks,
         "starts": 4 * (blocks + 1),
     }
-    return {role: -(-size // 64) * 64 for role, size in sizes.items()}
+    return {role: blob_bytes(size) for role, size in sizes.items()}
 
 
-def pack(parts: numerics.Parts, order: Layout) -> dict[str, Tensor]:
+def pack(parts: Parts, order: Layout) -> dict[str, Tensor]:
     """The parts of a mixed weight as blobs: codes, scale and zero as in their own formats, block by block.
 
     A 4-bit block of codes is [K / 8][16 rows][4 bytes], an 8-bit block [K / 4][16 rows][4 inputs]; scale and zero are
     [blocks][groups][16]. `columns` int32 [blocks][16] and `starts` int32 [blocks + 1] are those of the layout.
     """
     codes, scale, zero, _ = parts
-    unit = numerics.padded_inputs(codes.shape[1]) * 8
+    unit = padded_inputs(codes.shape[1]) * 8
     starts = order.starts
     out = torch.zeros(int(starts[-1]), unit, dtype=torch.uint8)
-    for wide, format in ((False, "w4_asym_g128"), (True, "w8_sym_channel")):
+    for wide, layout in ((False, NIBBLES), (True, BYTES)):
         chosen = order.wide == wide
         if not bool(chosen.any()):
             continue
         rows = _rows(codes, order.rows[chosen].flatten(), EIGHT_BIT_ZERO if wide else 0)
         if wide:
             rows = (rows.to(torch.int16) - EIGHT_BIT_ZERO).to(torch.int8)
-        packed = numerics.pack_codes(rows, format).reshape(int(chosen.sum()), -1, unit)
+        packed = layout.pack(rows).reshape(int(chosen.sum()), -1, unit)
         for i in range(packed.shape[1]):
             out[starts[:-1][chosen] + i] = packed[:, i]
     sides = {"scale": scale, "zero": zero}
     return {
-        "codes": numerics.as_blob(out),
-        **{role: numerics.as_blob(_blocks(_rows(side, order.rows.flatten(), 0))) for role, side in sides.items()},
-        "columns": numerics.as_blob(order.columns.int()),
-        "starts": numerics.as_blob(starts),
+        "codes": as_blob(out),
+        **{role: as_blob(_blocks(_rows(side, order.rows.flatten(), 0))) for role, side in sides.items()},
+        "columns": as_blob(order.columns.int()),
+        "starts": as_blob(starts),
     }
 
 

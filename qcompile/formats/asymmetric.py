@@ -1,0 +1,58 @@
+"""w4_asym_g128: asymmetric 4-bit integers with a scale and a zero point per 128 inputs (AWQ; MixLLM 3.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qcompile.formats.activations import BF16, INTEGERS
+from qcompile.formats.blocks import NIBBLES
+from qcompile.formats.rounding import Parts, asymmetric, by_group, spread
+from qcompile.formats.weight import FINE_RATIOS, Grid, Part, Per, WeightFormat, positive, ranges
+
+CODES = Part("codes", Per.WEIGHT, torch.uint8)
+GROUP_SCALE = Part("scale", Per.GROUP, torch.float32)
+GROUP_ZERO = Part("zero", Per.GROUP, torch.uint8)
+
+
+def fit_asymmetric(format: WeightFormat, group: int, w: Tensor, ratio: Tensor | float) -> Grid:
+    """The grid of asymmetric 4-bit codes in groups of `group` inputs."""
+    low, high = ranges(w, group, ratio)
+    step = positive((high - low) / 15)
+    bottom = torch.zeros_like(step)
+    return Grid(format, group, step, torch.round(-low / step), bottom, bottom + 15)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AsymmetricGroups(WeightFormat):
+    """value = (code - zero) * scale, with a scale and a zero point per group."""
+
+    def quantize(self, w: Tensor) -> Parts:
+        """w [N, K] rounded to nearest. Groups that already lie on such a grid keep their values exactly."""
+        codes, scale, zero = asymmetric(by_group(w.float(), self.group), 4, keep=True)
+        return [codes.flatten(1)[:, : w.shape[1]].contiguous(), scale.squeeze(-1), zero.squeeze(-1)]
+
+    def dequantize(self, parts: Parts, k: int) -> Tensor:
+        codes, scale, zero = parts[:3]
+        return (codes.float() - spread(zero, self.group, k)) * spread(scale, self.group, k)
+
+    def fit(self, w: Tensor, ratio: Tensor | float) -> Grid:
+        return fit_asymmetric(self, self.group, w, ratio)
+
+    def encode(self, grid: Grid, values: Tensor, w: Tensor) -> Parts:
+        return [grid.codes(values).to(torch.uint8), grid.step, grid.zero.to(torch.uint8)]
+
+
+W4_ASYM_G128 = AsymmetricGroups(
+    name="w4_asym_g128",
+    bits=4,
+    parts=(CODES, GROUP_SCALE, GROUP_ZERO),
+    codes=NIBBLES,
+    activations=(*INTEGERS, BF16),
+    group=128,
+    sum_group=128,
+    ratios=FINE_RATIOS,
+    source="AWQ; MixLLM 3.1",
+)

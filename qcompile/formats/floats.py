@@ -1,0 +1,40 @@
+"""f32 and bf16: weights that are stored as floating-point numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qcompile.formats import activations
+from qcompile.formats.blocks import BF16_CODES, F32_CODES
+from qcompile.formats.rounding import Parts
+from qcompile.formats.weight import Part, Per, WeightFormat
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Floats(WeightFormat):
+    """Floating-point numbers of the type of the codes."""
+
+    def quantize(self, w: Tensor) -> Parts:
+        return [w.to(self.codes.dtype)]
+
+    def dequantize(self, parts: Parts, k: int) -> Tensor:
+        return parts[0].float()
+
+
+F32 = Floats(
+    name="f32",
+    bits=32,
+    parts=(Part("codes", Per.WEIGHT, torch.float32),),
+    codes=F32_CODES,
+    activations=(activations.F32,),
+)
+BF16 = Floats(
+    name="bf16",
+    bits=16,
+    parts=(Part("codes", Per.WEIGHT, torch.bfloat16),),
+    codes=BF16_CODES,
+    activations=(activations.BF16,),
+)

@@ -1,0 +1,46 @@
+"""w8_sym_channel: symmetric 8-bit integers with a scale per output feature (SmoothQuant; QServe 4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qcompile.formats.activations import INTEGERS
+from qcompile.formats.blocks import BYTES
+from qcompile.formats.rounding import Parts, symmetric
+from qcompile.formats.weight import INT8_MAX, Grid, Part, Per, WeightFormat, positive, ranges
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SymmetricChannel(WeightFormat):
+    """value = code * scale of the row, codes within ±127."""
+
+    def quantize(self, w: Tensor) -> Parts:
+        codes, scale = symmetric(w, INT8_MAX)
+        return [codes, scale.squeeze(-1)]
+
+    def dequantize(self, parts: Parts, k: int) -> Tensor:
+        codes, scale = parts
+        return codes.float() * scale[:, None]
+
+    def fit(self, w: Tensor, ratio: Tensor | float) -> Grid:
+        low, high = ranges(w, w.shape[1], ratio)
+        step = positive(torch.maximum(high, -low) / INT8_MAX)
+        none = torch.zeros_like(step)
+        return Grid(self, w.shape[1], step, none, none - INT8_MAX, none + INT8_MAX)
+
+    def encode(self, grid: Grid, values: Tensor, w: Tensor) -> Parts:
+        return [grid.codes(values).to(torch.int8), grid.step[:, 0]]
+
+
+W8_SYM_CHANNEL = SymmetricChannel(
+    name="w8_sym_channel",
+    bits=8,
+    parts=(Part("codes", Per.WEIGHT, torch.int8), Part("scale", Per.ROW, torch.float32)),
+    codes=BYTES,
+    activations=INTEGERS,
+    ratios=(1.0, 0.95, 0.9, 0.85, 0.8),
+    source="SmoothQuant; QServe 4",
+)
