@@ -1,4 +1,4 @@
-"""Ask a server for a stream of text, with the standard library alone.
+"""Stream a completion from a server, with the standard library alone.
 
 qcompile serve out/pycode &
 python samples/client.py "def main("

@@ -1,4 +1,4 @@
-"""Build once, load, continue several prompts together.
+"""Build an artifact once, load it, and continue several prompts in one batch.
 
 python samples/generate.py
 """

@@ -1,4 +1,4 @@
-"""Your own nn.Module, not from any library, compiled the same way.
+"""Compile an nn.Module of your own, which comes from no library.
 
 python samples/module.py
 """

@@ -1,4 +1,4 @@
-"""What each recipe costs in perplexity and bits, on the Python files of a folder.
+"""Perplexity and bits per weight of each recipe, on the Python files of a folder.
 
 python samples/recipes.py FOLDER
 """
@@ -17,5 +17,5 @@ texts = [path.read_text(encoding="utf-8") for path in sorted(Path(sys.argv[1]).r
 for recipe in RECIPES:
     report = qcompile.build(str(MODEL), f"out/recipes/{recipe}", recipe=recipe)
     with qcompile.load(report.path) as llm:
-        found = llm.perplexity(texts, window=1024, max_windows=8)
-    print(f"{recipe:15} {report.bits_per_weight:6.2f} bits per weight, perplexity {found.perplexity:.3f}")
+        result = llm.perplexity(texts, window=1024, max_windows=8)
+    print(f"{recipe:15} {report.bits_per_weight:6.2f} bits per weight, perplexity {result.perplexity:.3f}")

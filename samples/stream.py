@@ -1,4 +1,4 @@
-"""Text as it comes, drawn at random but repeatably.
+"""Stream sampled text as it is generated; the seed makes the output reproducible.
 
 python samples/stream.py 'def read_file('
 """
