@@ -31,7 +31,7 @@ from qcompile.graph import Graph
 from qcompile.passes import dataflow
 from qcompile.passes.base import Pass, apply
 from qcompile.passes.fold_norms import FoldNorms
-from qcompile.passes.raising.raiser import Raise
+from qcompile.passes.raising import Raise
 from qcompile.passes.rotate import Rotate
 from qcompile.passes.split import Split
 from tests.passes.test_exact import ALONE, EXACT, TOGETHER, inputs

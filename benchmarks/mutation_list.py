@@ -214,7 +214,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an unbiased variance counts as a layer norm's",
-        "passes/raising/patterns.py",
+        "passes/raising/norms.py",
         'get("correction", 1) not in (0, 0.0)',
         'get("correction", 1) not in (0, 0.0, 1)',
         RAISE,

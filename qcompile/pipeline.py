@@ -46,7 +46,7 @@ from qcompile.passes.fuse import Fuse
 from qcompile.passes.merge import Merge
 from qcompile.passes.plan_memory import PlanMemory
 from qcompile.passes.quantize import Quantize
-from qcompile.passes.raising.raiser import Raise
+from qcompile.passes.raising import Raise
 from qcompile.passes.reorder import Reorder
 from qcompile.passes.rotate import Rotate
 from qcompile.passes.rotate_keys import RotateKeys

@@ -16,7 +16,7 @@ from qcompile.checkpoints import frontend
 from qcompile.errors import UnsupportedError
 from qcompile.passes.base import apply
 from qcompile.passes.fold_norms import FoldNorms
-from qcompile.passes.raising.raiser import Raise
+from qcompile.passes.raising import Raise
 from qcompile.passes.rotate import Rotate
 from tests.support.variations.decoder import LONGEST, VOCAB
 from tests.support.variations.verdicts import ALL, examine, text
@@ -136,5 +136,5 @@ def test_tokens_whose_name_is_that_of_an_operator() -> None:
 
     sizes: dict[int, object] = {0: torch.export.Dim("b"), 1: torch.export.Dim("t", max=LONGEST)}
     program = torch.export.export(Named(), text(2, 7)[:1], dynamic_shapes=(sizes,))
-    with pytest.raises(UnsupportedError, match="node unsqueeze: unsqueeze has no counterpart here"):
+    with pytest.raises(UnsupportedError, match="node unsqueeze: unsqueeze has no counterpart in qcompile"):
         apply(Raise(), frontend.load(program, max_position=LONGEST))

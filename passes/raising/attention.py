@@ -1,38 +1,66 @@
-"""Build attention: heads, rotary embeddings, grouped keys and values."""
+"""Rules for attention as one operator, and how qcompile::attention is built from queries, keys and values."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import fx
+from numpy.typing import NDArray
+from torch import Tensor, fx
 
 from qcompile import ops
 from qcompile.passes.raising import values
-from qcompile.passes.raising.raiser import Raiser
-from qcompile.passes.raising.tables import same_turning
-from qcompile.passes.raising.values import COS, ONE, SIN, Terms, Value, identity
+from qcompile.passes.raising.builder import Builder
+from qcompile.passes.raising.facts import Facts, Known
+from qcompile.passes.raising.masks import Mask, prove_mask
+from qcompile.passes.raising.nodes import Arguments, unsupported
+from qcompile.passes.raising.rotary import rotated
+from qcompile.passes.raising.values import COS, ONE, Terms, Value, identity
 
 
-def build(
-    r: Raiser,
-    node: fx.Node,
-    inputs: Sequence[Value],
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: fx.Node | None,
-    key_bias: torch.Tensor | None = None,
-) -> Value:
+@dataclass(frozen=True)
+class Scores:
+    """How attention makes scores: scale, causal `window` (0: none) and `softcap` (0: none), both as in the operator.
+
+    `sinks` is the node of a raised weight [H], or None; `key_bias` [H or 1, P] is added by the key's position.
+    """
+
+    scale: float
+    window: int
+    softcap: float = 0.0
+    sinks: fx.Node | None = None
+    key_bias: Tensor | None = None
+
+
+def attention(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """qcompile::attention, as transformers' models export it."""
+    sinks = None if a.sinks is None else build.weight(a.sinks)
+    inputs = [facts.require(t, f"attention {node}") for t in (a.q, a.k, a.v)]
+    return build_attention(facts, build, node, inputs, Scores(a.scale, a.window, a.softcap, sinks))
+
+
+def sdpa(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """scaled_dot_product_attention with a mask that is proven causal."""
+    if a.dropout_p:
+        raise unsupported(node, "has dropout; export the model in evaluation mode")
+    inputs = [values.permute(facts.require(t, f"attention {node}"), (0, 2, 1, 3)) for t in (a.query, a.key, a.value)]
+    scale = 1 / math.sqrt(a.query.meta["val"].shape[-1]) if a.scale is None else float(a.scale)
+    given = [] if a.attn_mask is None else [Mask(a.attn_mask, "added")]
+    seen = prove_mask(facts, node, given, a.is_causal)
+    made = build_attention(facts, build, node, inputs, Scores(scale, seen.window, key_bias=seen.key_bias))
+    return values.permute(made, (0, 2, 1, 3))
+
+
+def build_attention(facts: Facts, build: Builder, node: fx.Node, inputs: Sequence[Value], scores: Scores) -> Value:
     """qcompile::attention of Values q [B, T, H, D], k and v [B, T, Hk, D].
 
-    `key_bias` [H or 1, P] is added to scores by the key's position. Raises UnsupportedError if the heads do not fit.
+    Raises UnsupportedError naming `node` if the heads do not fit.
     """
-    shapes = [_head_shape(r, node, value) for value in inputs]
+    shapes = [_head_shape(node, value) for value in inputs]
     factors = [_factor(value) for value in inputs[:2]]
     inputs = [*(v.scaled(1 / factor) for v, factor in zip(inputs, factors, strict=False)), inputs[2]]
     queries = shapes[0][0]
@@ -41,30 +69,32 @@ def build(
         inputs = [inputs[0], *(_ungrouped(v, shape, group) for v, shape in zip(inputs[1:], shapes[1:], strict=True))]
         shapes = [shapes[0], *((heads // group, size) for heads, size in shapes[1:])]
     if shapes[1][0] != shapes[2][0] or queries % shapes[1][0] or shapes[0][1] != shapes[1][1]:
-        raise r.unsupported(node, f"has heads {shapes[0]}, {shapes[1]}, {shapes[2]} that do not fit together")
+        raise unsupported(node, f"has heads {shapes[0]}, {shapes[1]}, {shapes[2]} that do not fit together")
     order = _rotary_first([v.terms.reshape(len(v.terms), *s) for v, s in zip(inputs[:2], shapes[:2], strict=True)])
     if order is not None:
         inputs = [*(_reordered(value, order) for value in inputs[:2]), inputs[2]]
-    q, k, v = (_heads(r, node, value, shape) for value, shape in zip(inputs, shapes, strict=True))
-    q, k = _with_key_weights(r, q, k)
-    extra = [] if key_bias is None else [r.constant("key_bias", key_bias.expand(queries, -1).contiguous())]
-    made = r.call("attention", q, k, v, float(scale * math.prod(factors)), int(window), float(softcap), sinks, *extra)
+    q, k, v = (_heads(facts, build, node, value, shape) for value, shape in zip(inputs, shapes, strict=True))
+    q, k = _with_key_weights(build, q, k)
+    bias = scores.key_bias
+    extra = [] if bias is None else [build.constant("key_bias", bias.expand(queries, -1).contiguous())]
+    scale = float(scores.scale * math.prod(factors))
+    made = build.call("attention", q, k, v, scale, int(scores.window), float(scores.softcap), scores.sinks, *extra)
     return identity(made, ("B", "T", "F", "F"), (queries, shapes[2][1]))
 
 
-def _head_shape(r: Raiser, node: fx.Node, value: Value) -> tuple[int, int]:
+def _head_shape(node: fx.Node, value: Value) -> tuple[int, int]:
     """(heads, head size) of a [B, T, H, D] value."""
     dims = value.dims
     if value.base is None or len(dims) != 4 or dims[:2] != ("B", "T") or dims[2] not in ("", "F") or dims[3] != "F":
-        raise r.unsupported(node, "takes queries, keys or values that are not [batch, tokens, heads, features]")
+        raise unsupported(node, "takes queries, keys or values that are not [batch, tokens, heads, features]")
     return (1, value.sizes[0]) if dims[2] == "" else (value.sizes[0], value.sizes[1])
 
 
 def _factor(value: Value) -> float:
-    """The constant factor of all of `value`, which attention takes into its scale; 1 if there is none."""
+    """The constant factor of all of `value`, which attention includes in its scale; 1 if there is none."""
     fixed = value.terms["coef"][(value.terms["kind"] == ONE) & (value.terms["coef"] != 0)]
-    found = fixed if fixed.size else value.terms["coef"][value.terms["kind"] == COS]
-    return float(found[0]) if found.size and found[0] and (found == found[0]).all() else 1.0
+    coefs = fixed if fixed.size else value.terms["coef"][value.terms["kind"] == COS]
+    return float(coefs[0]) if coefs.size and coefs[0] and (coefs == coefs[0]).all() else 1.0
 
 
 def _run_length(value: Value, shape: tuple[int, int]) -> int:
@@ -82,118 +112,45 @@ def _ungrouped(value: Value, shape: tuple[int, int], group: int) -> Value:
     return Value(value.base, ("B", "T", "F", "F"), terms)
 
 
-def _rotary_first(terms: Sequence[Terms]) -> np.ndarray[Any, Any] | None:
+def _rotary_first(terms: Sequence[Terms]) -> NDArray[np.int64] | None:
     """The order that puts rotated features of heads first; None if they are, or if queries and keys differ.
 
     terms: [n, H, D] of queries and of keys. Scores are sums over features, so both may be permuted alike.
     """
-    turned = [((t["kind"] == COS) & (t["coef"] != 0)).any(0) for t in terms]
-    first = turned[0][0]
-    if not all((heads == first).all() for heads in turned) or first[: first.sum()].all():
+    moving = [((t["kind"] == COS) & (t["coef"] != 0)).any(0) for t in terms]
+    first = moving[0][0]
+    if not all((heads == first).all() for heads in moving) or first[: first.sum()].all():
         return None
     return np.argsort(~first, kind="stable")
 
 
-def _reordered(value: Value, order: np.ndarray[Any, Any]) -> Value:
+def _reordered(value: Value, order: NDArray[np.int64]) -> Value:
     """`value` with the features of each head permuted."""
     return Value(value.base, value.dims, value.terms[..., order])
 
 
-def _heads(r: Raiser, node: fx.Node, value: Value, shape: tuple[int, int]) -> fx.Node:
+def _heads(facts: Facts, build: Builder, node: fx.Node, value: Value, shape: tuple[int, int]) -> fx.Node:
     """The raised tensor [B, T, H, D] of `value`, including its rotary embedding."""
     if value.is_plain():
-        return r.emit(value, shape, node)
-    made = turned(r, node, value, shape)
+        return build.emit(value, shape, node)
+    made = rotated(facts, build, node, value, shape)
     if made is None:
-        raise r.unsupported(node, "rotates its queries or keys in a way that is no rotary embedding")
+        raise unsupported(node, "transforms its queries or keys in a way that is no rotary embedding")
     assert made.base is not None
     return made.base
 
 
-def turned(r: Raiser, node: fx.Node, value: Value, shape: tuple[int, int] | None = None) -> Value | None:
-    """A Value over all of a qcompile::rope [B, T, H, D] if `value` holds rotated heads (of `shape`, if known)."""
-    heads, head_dim = shape or (1, 1, *value.sizes)[-2:]
-    if value.base is None or heads * head_dim != value.count:
-        return None
-    terms = value.terms.reshape(len(value.terms), heads, head_dim)
-    found = rotation(terms, r.source.info.max_position)
-    if found is None:
-        return None
-    source, inv_freq, scaling, interleaved = found
-    plain = Value(value.base, value.dims, values.make_terms((heads, head_dim), source))
-    made = r.emit(plain, (heads, head_dim), node)
-    frequencies = r.constant("inv_freq", torch.from_numpy(inv_freq.astype(np.float32)))
-    made = r.call("rope", made, r.positions, frequencies, scaling, interleaved)
-    return identity(made, value.dims, value.sizes)
-
-
-def _with_key_weights(r: Raiser, q: fx.Node, k: fx.Node) -> tuple[fx.Node, fx.Node]:
+def _with_key_weights(build: Builder, q: fx.Node, k: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Move a weight that multiplies all keys to the queries, which gives the same sums over features."""
-    if (of_keys := _weight_of(r, k)) is None:
+    if (of_keys := _weight_of(k)) is None:
         return q, k
-    unweighed: Any = k.args[0]
-    if (of_queries := _weight_of(r, q)) is None:
-        return r.call("mul", q, of_keys), unweighed
-    first, second = str(of_queries.target), str(of_keys.target)
-    name, store = f"{first}.times.{second}", r.out.weights
-    if name not in store:
-        shape = of_keys.meta["val"].shape
-        store.add(name, shape, torch.float32, lambda: store[first].float() * store[second].float())
-    return r.call("mul", q.args[0], r.read(name)), unweighed
+    unweighted: Any = k.args[0]
+    if (of_queries := _weight_of(q)) is None:
+        return build.call("mul", q, of_keys), unweighted
+    return build.call("mul", q.args[0], build.product(of_queries, of_keys)), unweighted
 
 
-def _weight_of(r: Raiser, heads: Any) -> fx.Node | None:
+def _weight_of(heads: Any) -> fx.Node | None:
     """The weight [D] that multiplies `heads` [B, T, H, D], or None."""
     weight = heads.args[1] if ops.name_of(heads.target) == "mul" else None
     return weight if weight is not None and weight.op == "get_attr" and weight.meta["val"].dim() == 1 else None
-
-
-def rotation(terms: Terms, longest: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], float, bool] | None:
-    """(source index [H, D], inv_freq [R/2], scaling, interleaved) if `terms` [n, H, D] are a rotary embedding."""
-    own, other = _by_kind(terms, (ONE, COS)), _by_kind(terms, (SIN,))
-    if own is None or other is None or (own["coef"] == 0).any() or (own["index"] < 0).any():
-        return None
-    turned = own["kind"] == COS
-    rotary = int(turned[0].sum())
-    if rotary == 0 or rotary % 2 or not turned[:, :rotary].all() or turned[:, rotary:].any():
-        return None
-    turning = own["freq"][0, :rotary], other["freq"][0, :rotary]
-    if not (turning[0] == turning[1]).all() and same_turning(*turning, longest):
-        own["freq"] = np.where(turned, other["freq"], own["freq"])
-    scaling = float(own["coef"][0, 0])
-    if not (own["coef"][:, :rotary] == scaling).all() or not (own["coef"][:, rotary:] == 1).all():
-        return None
-    for interleaved, sense in itertools.product((False, True), (1.0, -1.0)):
-        inv_freq = own["freq"][0, :rotary:2] if interleaved else own["freq"][0, : rotary // 2]
-        if _is_rotary(own, other, inv_freq, scaling, interleaved, sense):
-            return own["index"], sense * inv_freq, scaling, interleaved
-    return None
-
-
-def _by_kind(terms: Terms, kinds: tuple[int, ...]) -> Terms | None:
-    """The single term of each element with a kind in `kinds`, zero if it has none; None if one has two."""
-    picked = np.isin(terms["kind"], kinds) & (terms["coef"] != 0)
-    if (picked.sum(0) > 1).any():
-        return None
-    found = np.take_along_axis(terms, picked.argmax(0)[None], 0)[0]
-    return np.where(picked.any(0), found, np.zeros((), terms.dtype))
-
-
-def _is_rotary(
-    own: Terms, other: Terms, inv_freq: np.ndarray[Any, Any], scaling: float, interleaved: bool, sense: float
-) -> bool:
-    """Whether feature i is cos * x[i] -+ sin * x[partner of i] as in qcompile::rope; `sense` -1 rotates backwards."""
-    half = len(inv_freq)
-    place = np.arange(2 * half)
-    pair, second = (place // 2, place % 2) if interleaved else (place % half, place // half)
-    partner = place + np.where(second == 0, 1, -1) * (1 if interleaved else half)
-    sign = np.where(second == 0, -sense, sense)
-    freq = inv_freq[pair]
-    head = other[:, : 2 * half]
-    return bool(
-        (own["freq"][:, : 2 * half] == freq).all()
-        and (head["freq"] == freq).all()
-        and (head["index"] == own["index"][:, partner]).all()
-        and (head["coef"] == sign * scaling).all()
-        and not other[:, 2 * half :]["coef"].any()
-    )

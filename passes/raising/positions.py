@@ -1,4 +1,4 @@
-"""Factors that depend on the position and leave raising's algebra, such as logarithms: tables over all positions."""
+"""Rules for functions of the position: counting, angles, their cosines, and tables of all other functions."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ from torch import fx
 
 from qcompile import ops
 from qcompile.passes.raising import values
-from qcompile.passes.raising.aten import handles
-from qcompile.passes.raising.joined import HANDLERS
-from qcompile.passes.raising.masks import Run
+from qcompile.passes.raising.builder import Builder, feature_sizes
+from qcompile.passes.raising.evaluation import PositionEvaluator
+from qcompile.passes.raising.facts import LENGTHS, WHOLE, Constant, Facts, Known, Opaque
 from qcompile.passes.raising.nodes import Arguments, operator_name
-from qcompile.passes.raising.raiser import LENGTHS, Known, Opaque, Raiser, Weight, features
-from qcompile.passes.raising.routing import overridden
 from qcompile.passes.raising.values import Value
-
-__all__ = ["HANDLERS"]
 
 ELEMENTWISE = {
     *("to", "_to_copy", "type_as", "alias", "contiguous", "clone", "detach", "unsqueeze", "floor", "ceil", "round"),
@@ -33,86 +29,114 @@ LAYOUT = {"view", "reshape", "_unsafe_view", "flatten", "squeeze", "slice", "exp
 """Layout operators with sizes as arguments; they count as elementwise if only dimensions of size 1 change."""
 
 
-@overridden("mul", "multiply")
-def _times_number_of_position(r: Raiser, node: fx.Node, a: Arguments) -> Known:
-    """Features times a function of their position, whose values are tabulated in f32 for every position.
+def arange(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """arange over the tokens: the step's position plus `start`, which replaces the model's own counting."""
+    start = getattr(a, "start", 0) or 0
+    if facts.shape(node) != [LENGTHS["T"]] or not isinstance(start, int) or getattr(a, "step", 1) not in (None, 1):
+        return None
+    if node.meta["val"].dtype not in (*WHOLE, torch.float32, torch.float64):  # too short for every position
+        return None
+    place = Value(None, ("T",), values.make_terms((), kind=values.POSITION))
+    return values.add(place, Value(None, (), values.make_terms((), coef=float(start))))
+
+
+def trigonometric(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """cos and sin of angles that are linear in the position."""
+    value = facts.value(a.input_)
+    kind = values.COS if "cos" in str(node.target) else values.SIN
+    return value and values.trigonometric(value, kind)
+
+
+def outer(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """The outer product of two vectors, such as positions and frequencies."""
+    first, second = facts.value(a.positional[0]), facts.value(a.positional[1])
+    if first is None or second is None:
+        return None
+    return values.multiply(values.unsqueeze(first, 1), second)
+
+
+def outer_matmul(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """[.., N, 1] @ [.., 1, M], an outer product: many models multiply positions by frequencies this way."""
+    left, right = a.positional[:2]
+    if left.meta["val"].shape[-1] != 1:
+        return None
+    first, second = facts.value(left), facts.value(right)
+    if first is None or second is None or (first.base or second.base) is not None:
+        return None
+    return values.multiply(first, second)
+
+
+# ---- tables of other functions -------------------------------------------------------------------------
+
+
+def scale_by_position(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """Features times another function of their position, such as a logarithm: a table in f32 for every position.
 
     Operators that mix features by position commute with the factor, so rotations and merges of heads stay as they are,
     and the raised tensor before them is multiplied.
     """
     for source, factor in (a.positional[:2], a.positional[1::-1]):
-        value = r.known.get(source) if isinstance(source, fx.Node) else None
-        if not isinstance(value, Value) or value.base is None or not _is_by_position(r, value, factor):
+        value = facts.known.get(source) if isinstance(source, fx.Node) else None
+        if not isinstance(value, Value) or value.base is None or not _is_by_position(facts, value, factor):
             continue
-        table = Run(r, r.source.info.max_position).value(factor).float().flatten()
+        table = PositionEvaluator(facts, facts.longest).value(factor).float().flatten()
         if (table == table[0]).all():
             return value.scaled(float(table[0]))
-        return _multiplied(r, value, table, node)
+        return _multiplied(build, value, table, node)
     return None
 
 
-def _is_by_position(r: Raiser, value: Value, factor: Any) -> bool:
+def _is_by_position(facts: Facts, value: Value, factor: Any) -> bool:
     """Whether `factor` is provably one number per token that multiplies all features of `value`."""
-    if not isinstance(factor, fx.Node) or not isinstance(r.known.get(factor), Opaque):
+    if not isinstance(factor, fx.Node) or not isinstance(facts.known.get(factor), Opaque):
         return False
     axes = {1: "", LENGTHS["B"]: "B", LENGTHS["T"]: "T"}
-    dims = [axes.get(size, "?") for size in r.shape(factor)]
+    dims = [axes.get(size, "?") for size in facts.shape(factor)]
     own = ["", *value.dims][len(value.dims) + 1 - len(dims) :] if len(dims) <= len(value.dims) else []
     fits = bool(own) and all(mine in ("", theirs) for mine, theirs in zip(dims, own, strict=True))
-    return fits and dims.count("T") == 1 and _of_positions(r, factor)
+    return fits and dims.count("T") == 1 and _reads_positions_only(facts, factor)
 
 
-def _of_positions(r: Raiser, factor: Any) -> bool:
+def _reads_positions_only(facts: Facts, factor: Any) -> bool:
     """Whether an expression is composed elementwise of functions of the position and numbers only."""
     seen, frontier = set(), [factor]
     while frontier:
         node = frontier.pop()
-        known = r.known.get(node)
-        if node in seen or isinstance(known, Weight) or (isinstance(known, Value) and known.base is None):
+        known = facts.known.get(node)
+        if node in seen or isinstance(known, Constant) or (isinstance(known, Value) and known.base is None):
             continue
-        if not isinstance(known, Opaque) or not _is_by_place(r, node):
+        if not isinstance(known, Opaque) or not _is_elementwise(facts, node):
             return False
         seen.add(node)
         frontier += node.all_input_nodes[:1] if operator_name(node) in LAYOUT else node.all_input_nodes
     return True
 
 
-def _is_by_place(r: Raiser, node: fx.Node) -> bool:
-    """Whether `node` is elementwise: its result at an index depends on its operands at that index only."""
+def _is_elementwise(facts: Facts, node: fx.Node) -> bool:
+    """Whether the result of `node` at an index depends on its operands at that index only."""
     if operator_name(node) not in LAYOUT:
         return node.op == "call_function" and operator_name(node) in ELEMENTWISE
-    sizes = [[size for size in r.shape(each) if size != 1] for each in (node, node.all_input_nodes[0])]
+    sizes = [[size for size in facts.shape(each) if size != 1] for each in (node, node.all_input_nodes[0])]
     return operator_name(node) == "expand" or sizes[0] == sizes[1]
 
 
-def _multiplied(r: Raiser, value: Value, table: torch.Tensor, node: fx.Node) -> Value | None:
+def _multiplied(build: Builder, value: Value, table: torch.Tensor, node: fx.Node) -> Value | None:
     """`value` with its raised tensor multiplied by the row of `table` [P] at the position."""
     index = value.terms["index"]
     used = np.unique(index[value.terms["coef"] != 0])
     if not len(used) or used[0] < 0:  # there are constants among the features
         return None
     assert value.base is not None
-    x = r.select_features(value.base, used, node)
-    factor = r.call("embedding", r.positions, r.constant("by_position", table[:, None].contiguous()))
+    x = build.select_features(value.base, used, node)
+    factor = build.call("embedding", build.positions, build.constant("by_position", table[:, None].contiguous()))
     terms = value.terms.copy()
     terms["index"] = np.clip(np.searchsorted(used, index), 0, len(used) - 1)
-    return replace(value, base=_multiply_early(r, x, factor), terms=terms)
+    return replace(value, base=_multiply_early(build, x, factor), terms=terms)
 
 
-def _multiply_early(r: Raiser, x: Any, factor: fx.Node) -> fx.Node:
+def _multiply_early(build: Builder, x: Any, factor: fx.Node) -> fx.Node:
     """`x` times one number per token, multiplied before rotations and weights per feature."""
     kind = ops.name_of(x.target)
-    if kind == "rope" or (kind == "mul" and r.out.is_weight(x.args[1])):
-        return r.call(kind, _multiply_early(r, x.args[0], factor), *x.args[1:])
-    return r.shaped(r.call("mul", r.flat(x), factor), features(x))
-
-
-# ---- positions times frequencies ----------------------------------------------------------------------
-
-
-@handles("outer", "ger")
-def _outer_product(r: Raiser, node: fx.Node, a: Arguments) -> Known:
-    first, second = r.value(a.positional[0]), r.value(a.positional[1])
-    if first is None or second is None:
-        return None
-    return values.multiply(values.unsqueeze(first, 1), second)
+    if kind == "rope" or (kind == "mul" and build.out.is_weight(x.args[1])):
+        return build.call(kind, _multiply_early(build, x.args[0], factor), *x.args[1:])
+    return build.shaped(build.call("mul", build.flat(x), factor), feature_sizes(x))

@@ -1,7 +1,7 @@
 """Raised tensors of the experts of a token: [B, T, k, F], one slot for each chosen expert.
 
-Where one expert is chosen, ATen has no dimension of slots: torch drops it, and a Value does not show it. The raised
-tensors keep it, as with more experts, until the slots are summed.
+Where one expert is chosen, the ATen tensors have no dimension of slots, so a Value does not show it. The raised tensors
+keep the dimension until the slots are summed, as they do for several experts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import fx
 from qcompile import ops
 
 BY_SLOT = ("expert_linear", "scale_slots")
-"""Operators whose result has a dimension of slots."""
+"""Operators with a dimension of slots in their result."""
 
 ELEMENTWISE = ("unary", "xielu", "scale", "clamp", "shift", "mul", "add")
 """Operators that keep the dimensions of their first operand."""

@@ -1,8 +1,8 @@
-"""What raising knows of an ATen tensor: which features of which raised tensor it shows, and how they are combined.
+"""The meaning of an ATen tensor: a linear combination of the features of one raised tensor.
 
-Views, transposes, slices, concatenations, expansions and rotary embeddings are all linear in the features of one
-tensor, with coefficients that depend on the position only. So instead of matching the many ways to write them, raising
-represents each tensor as a table. Element f of its features is
+Views, transposes, slices, concatenations, expansions and rotary embeddings are linear in the features of one tensor,
+and their coefficients depend on the position only. There are many ways to write each of them in ATen. So raising does
+not match the operators: it computes a table of terms for each tensor. Feature f is
 
     sum over terms of  coef * kind(position) * base[index]
 
@@ -21,6 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
+from qcompile import ops
+
 ONE, POSITION, COS, SIN = range(4)
 TERM = np.dtype([("index", np.int64), ("coef", np.float64), ("kind", np.int8), ("freq", np.float64)])
 Terms = NDArray[np.void]
@@ -28,11 +30,11 @@ Terms = NDArray[np.void]
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A tensor each of whose dimensions runs over batch, tokens, features, or nothing.
+    """A tensor with features of the raised tensor `base`, or, if `base` is None, a function of the position.
 
-    `dims` has one string per dimension with the axes it runs over, outermost first: "B", "T", "F", "BT" for two
-    flattened axes, "" for size 1 or no dependence. A dimension holds at most one "F" axis. `terms`
-    [terms, *feature sizes] has the feature axes in the order of `dims`.
+    `dims` has one string per dimension with the axes that the dimension runs over, outermost first: "B" for batch, "T"
+    for tokens, "F" for features, "BT" for two flattened axes, "" for size 1 or no dependence. A dimension holds at most
+    one "F" axis. `terms` [terms, *feature sizes] has the feature axes in the order of `dims`.
     """
 
     base: fx.Node | None
@@ -75,6 +77,11 @@ def make_terms(
     return terms
 
 
+def operator_of(value: Value | None) -> str | None:
+    """The qcompile operator that computed the base of `value`; None if there is no base."""
+    return None if value is None or value.base is None else ops.name_of(value.base.target)
+
+
 def identity(base: fx.Node, dims: Sequence[str], sizes: Sequence[int]) -> Value:
     """All features of `base`, shaped as `sizes`."""
     return Value(base, tuple(dims), make_terms(sizes, np.arange(math.prod(sizes)).reshape(sizes)))
@@ -91,9 +98,9 @@ def permute(value: Value, order: Sequence[int]) -> Value:
 
 
 def reshape(value: Value, target: Sequence[int], lengths: dict[str, int]) -> Value | None:
-    """Tensor.reshape to `target`, where batch and tokens have size `lengths`; None if a dimension is not cut cleanly.
+    """Tensor.reshape to `target`; None if a dimension of `target` is not made of whole axes or of parts of features.
 
-    The lengths stand for unknown sizes. They are large primes, so a product reveals its factors.
+    `lengths` are the sizes that stand for batch and tokens: large primes, so that a product shows its factors.
     """
     sizes = iter(value.sizes)
     atoms = [(axis, next(sizes) if axis == "F" else lengths[axis]) for dim in value.dims for axis in dim]
@@ -101,7 +108,7 @@ def reshape(value: Value, target: Sequence[int], lengths: dict[str, int]) -> Val
     dims: list[str] = []
     features: list[int] = []
     for size in target:
-        dim, found = "", 1
+        dim, count = "", 1
         while size > 1:
             if not queue:
                 return None
@@ -115,13 +122,13 @@ def reshape(value: Value, target: Sequence[int], lengths: dict[str, int]) -> Val
             if axis == "F":
                 if "F" in dim and dim[-1] != "F":
                     return None
-                found *= have
+                count *= have
                 dim = dim if dim.endswith("F") else dim + "F"
             else:
                 dim += axis
         dims.append(dim)
         if "F" in dim:
-            features.append(found)
+            features.append(count)
     if queue:
         return None
     return Value(value.base, tuple(dims), value.terms.reshape(len(value.terms), *features))
@@ -192,7 +199,7 @@ def as_features(value: Value, dim: int) -> Value:
 
 
 def without_units(value: Value) -> Value:
-    """`value` with feature axes of one element dropped: their dimensions keep size 1."""
+    """`value` without its feature axes of one element; the dimensions stay, with size 1."""
     sizes = iter(value.sizes)
     dims = tuple(d.replace("F", "") if "F" in d and next(sizes) == 1 else d for d in value.dims)
     return Value(value.base, dims, value.terms.reshape(len(value.terms), *(n for n in value.sizes if n > 1)))

@@ -19,7 +19,7 @@ from qcompile.checkpoints.attention_interface import attention, causal_mask
 from qcompile.errors import QCompileError, ResourceError, UnsupportedError, UsageError
 from qcompile.graph import Graph
 from qcompile.passes.base import apply
-from qcompile.passes.raising.raiser import Raise
+from qcompile.passes.raising import Raise
 
 SAMPLES = Path(__file__).parents[2] / "samples"
 SETTINGS: dict[str, Any] = {

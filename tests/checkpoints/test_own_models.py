@@ -15,7 +15,7 @@ from qcompile import check, pipeline
 from qcompile.checkpoints import frontend
 from qcompile.errors import UnsupportedError, UsageError
 from qcompile.passes.base import apply
-from qcompile.passes.raising.raiser import Raise
+from qcompile.passes.raising import Raise
 from tests.support import modules
 
 LONGEST = 64

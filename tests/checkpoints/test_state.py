@@ -17,7 +17,7 @@ from qcompile.checkpoints import frontend, state
 from qcompile.errors import UnsupportedError
 from qcompile.graph import Graph
 from qcompile.passes.base import apply
-from qcompile.passes.raising.raiser import Raise
+from qcompile.passes.raising import Raise
 from tests.support import modules
 
 IDS = torch.randint(0, modules.VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))

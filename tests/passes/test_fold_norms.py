@@ -13,7 +13,7 @@ from qcompile.checkpoints import frontend
 from qcompile.graph import Graph, ModelInfo, WeightStore
 from qcompile.passes.base import apply
 from qcompile.passes.fold_norms import FoldNorms
-from qcompile.passes.raising.raiser import Raise
+from qcompile.passes.raising import Raise
 from qcompile.passes.rotate import Rotate
 from tests.support import modules
 

@@ -14,7 +14,7 @@ from qcompile import check
 from qcompile.checkpoints import frontend
 from qcompile.errors import QCompileError, UnsupportedError
 from qcompile.passes.base import apply
-from qcompile.passes.raising.raiser import Raise
+from qcompile.passes.raising import Raise
 
 COMMON: dict[str, Any] = {
     "vocab_size": 97,

@@ -14,7 +14,7 @@ from qcompile.checkpoints import frontend
 from qcompile.errors import UnsupportedError
 from qcompile.graph import Graph
 from qcompile.passes.base import apply
-from qcompile.passes.raising.raiser import Raise
+from qcompile.passes.raising import Raise
 from tests.passes.raising.test_raise import LONGEST, Attend, inputs, place, raise_module, sdpa, used
 from tests.support import modules
 

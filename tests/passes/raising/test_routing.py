@@ -17,7 +17,7 @@ from qcompile.checkpoints import frontend
 from qcompile.errors import UnsupportedError
 from qcompile.graph import Graph
 from qcompile.passes.base import apply
-from qcompile.passes.raising.raiser import Raise
+from qcompile.passes.raising import Raise
 from tests.codegen.cpu.test_experts import TOLERANCE
 from tests.passes.raising.test_families import COMMON, EXPERTS, LATENT, save
 from tests.passes.raising.test_raise import inputs, raise_module, used
@@ -248,7 +248,7 @@ def by_all_tokens(m: Any, x: Tensor, scores: Tensor) -> Tensor:
     return mlp(m, x, scores.cumsum(0).argmax(-1))
 
 
-CHOSEN = "selects weights by something else than all chosen experts"
+CHOSEN = "selects weights by another index than all chosen experts"
 REFUSED: dict[Forward, str] = {
     by_second: CHOSEN,
     by_first_of_two: CHOSEN,

@@ -107,7 +107,7 @@ def test_weights_behind_the_rotation_are_those_of_queries(weights: str, norm: bo
 
 
 def test_weights_that_differ_by_head_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="of every head"):
+    with pytest.raises(UnsupportedError, match="differs by head"):
         raise_module(scaled(factor=None, weights="q", shape=HEADS))
 
 

@@ -17,7 +17,7 @@ from qcompile import check
 from qcompile.checkpoints import frontend
 from qcompile.errors import UnsupportedError
 from qcompile.passes.base import apply
-from qcompile.passes.raising.raiser import Raise
+from qcompile.passes.raising import Raise
 from tests.support.variations import attention, experts, features, masks, norms, turns, writes
 from tests.support.variations.decoder import LONGEST, VOCAB, Variation
 

@@ -1,0 +1,184 @@
+"""Rules for arithmetic on features: sums, products, quotients and bounds, with numbers, weights or other features."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from qcompile import ops
+from qcompile.passes.raising import values
+from qcompile.passes.raising.builder import Builder
+from qcompile.passes.raising.facts import Constant, Facts, Known
+from qcompile.passes.raising.nodes import Arguments, is_call, unsupported
+from qcompile.passes.raising.norms import NORMS
+from qcompile.passes.raising.rotary import as_rotary, rotated
+from qcompile.passes.raising.slots import is_one_slot
+from qcompile.passes.raising.values import Value, identity
+
+
+def negate(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """-x."""
+    value = facts.value(a.input_)
+    return value and value.scaled(-1.0)
+
+
+def multiply(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """A product with a number, a weight, a function of the position, or other features."""
+    left, right = a.positional[:2]
+    for x, factor in ((left, right), (right, left)):
+        number = facts.number(factor)
+        if number is not None:
+            scaled = facts.value(x)
+            return scaled and scaled.scaled(number)
+    for x, factor in ((left, right), (right, left)):
+        if _has_base(facts.known.get(x)) and isinstance(facts.known.get(factor), Constant):
+            return with_weight(facts, build, "mul", x, factor)
+    first, second = facts.value(left), facts.value(right)
+    if first is None or second is None:
+        return None
+    if first.base is not None and second.base is not None:
+        first, second = (as_rotary(facts, build, value) or value for value in (first, second))
+    if first.base is not None and second.base is not None:
+        return _combine(build, "mul", first, second, left)
+    return values.multiply(first, second)
+
+
+def divide(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """A quotient by a number other than 0."""
+    number = facts.number(a.positional[1]) if getattr(a, "rounding_mode", None) is None else None
+    value = facts.value(a.positional[0]) if number else None
+    return value and value.scaled(1.0 / number)  # type: ignore[operator]
+
+
+def add(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """A sum or difference: of functions of the position, of features and a weight, or of two features."""
+    left, right = a.positional[:2]
+    sign = (-1.0 if "sub" in str(node.target) else 1.0) * float(a.alpha if isinstance(a.alpha, (int, float)) else 1)
+    number = facts.number(right)
+    if number is not None:
+        table, offset = facts.known.get(left), Value(None, (), values.make_terms((), coef=sign * number))
+        return values.add(table, offset) if isinstance(table, Value) and table.base is None else None
+    for x, bias in ((left, right), (right, left)):
+        if _has_base(facts.known.get(x)) and isinstance(facts.known.get(bias), Constant) and sign == 1:
+            return with_weight(facts, build, "add", x, bias)
+    first, second = facts.value(left), facts.value(right)
+    if first is None or second is None:
+        return None
+    second = second if sign == 1 else second.scaled(sign)
+    if first.is_plain() and second.is_plain():
+        return _combine(build, "add", first, second, node)
+    return values.add(first, second)
+
+
+def add_expanded_bias(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """A bias that is expanded over batch and tokens before it is added."""
+    for x, bias in (a.positional[:2], a.positional[1::-1]):
+        known = facts.known.get(x) if isinstance(x, fx.Node) else None
+        if not _has_base(known) or a.alpha not in (None, 1):
+            continue
+        if not is_call(bias, "expand", "expand_as") or not isinstance(facts.known.get(bias.args[0]), Constant):
+            continue
+        if bias.args[0].meta["val"].dim() == 1 and facts.shape(bias) == facts.shape(x):
+            return with_weight(facts, build, "add", x, bias.args[0])
+    return None
+
+
+def shift(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """A number added to features. The sum of a number and a function of the position is one, see `add`."""
+    number, value = facts.number(a.positional[1]), facts.plain(a.positional[0])
+    if number is None or value is None or a.alpha not in (None, 1) or not 1 <= len(value.sizes) <= 2:
+        return None
+    sign = -1.0 if "sub" in str(node.target) else 1.0
+    made = build.call("shift", build.emit(value, working_sizes(value), node), sign * number)
+    return identity(made, value.dims, value.sizes)
+
+
+def clamp(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """Features bounded by numbers."""
+    bounds = [getattr(a, "min", None), getattr(a, "max", None)]
+    value = facts.plain(a.input_)
+    if value is None or any(isinstance(bound, fx.Node) for bound in bounds) or not 1 <= len(value.sizes) <= 2:
+        return None
+    numbers = [None if bound is None else float(bound) for bound in bounds]
+    made = build.call("clamp", build.emit(value, working_sizes(value), node), *numbers)
+    return identity(made, value.dims, value.sizes)
+
+
+# ---- building ------------------------------------------------------------------------------------------
+
+
+def apply(facts: Facts, build: Builder, node: fx.Node, source: fx.Node, name: str, *more: Any) -> Known:
+    """qcompile::name applied to each feature of `source`, with further arguments `more`."""
+    value = facts.known.get(source)
+    if not isinstance(value, Value) or value.base is None:
+        return None
+    made = build.call(name, build.emit(value, working_sizes(value), node), *more)
+    return identity(made, value.dims, value.sizes)
+
+
+def working_sizes(value: Value) -> tuple[int, ...]:
+    """The shape in which to apply an elementwise operator: the value's own if it has one or two feature axes.
+
+    A single slot, which the value does not show, is kept.
+    """
+    if is_one_slot(value.base):
+        return (1, value.count)
+    return value.sizes if 1 <= len(value.sizes) <= 2 else (value.count,)
+
+
+def _combine(build: Builder, name: str, a: Value, b: Value, node: Any) -> Known:
+    """qcompile::name of two raised tensors with the same layout, feature by feature."""
+    aligned = values.align(a, b)
+    if aligned is None or not (a.sizes == b.sizes == aligned[1].shape[1:]):
+        return None
+    own, other = working_sizes(a), working_sizes(b)
+    sizes = own if own == other else (a.count,)  # any layout will do, since the operator is elementwise
+    made = build.call(name, build.emit(a, sizes, node), build.emit(b, sizes, node))
+    return identity(made, aligned[0], a.sizes)
+
+
+def with_weight(facts: Facts, build: Builder, name: str, source: fx.Node, weight: fx.Node) -> Known:
+    """A raised tensor times (`name` mul) or plus (add) a weight over its last dimension.
+
+    The weight becomes an operand of the norm or linear before it if that has none yet. Raises UnsupportedError if its
+    shape does not fit.
+    """
+    value = facts.known[source]
+    fits, by_head = _lies_along(value, weight) if isinstance(value, Value) else (False, False)
+    if not isinstance(value, Value) or not (fits or by_head):
+        raise unsupported(source, f"is combined with weight {weight}, which fits neither its features nor its heads")
+    if name == "mul" and not value.is_plain():
+        value = rotated(facts, build, source, value) or value
+    made = build.emit(value, value.sizes, source)
+    operand = build.vector(weight)
+    kind = str(ops.name_of(made.target))
+    if by_head and kind not in NORMS:
+        raise unsupported(source, f"is combined with weight {weight} that differs by head and follows no norm")
+    if name == "mul" and kind in NORMS and made.args[1:-1].count(None) == len(made.args) - 2:
+        joined = build.call(kind, made.args[0], operand, *made.args[2:])
+    elif name == "add" and kind == "layer_norm" and made.args[2] is None:
+        joined = build.call("layer_norm", made.args[0], made.args[1], operand, made.args[3])
+    elif name == "add" and kind == "linear" and len(made.args) == 2:
+        joined = build.call("linear", *made.args, operand)
+    elif by_head:
+        raise unsupported(source, f"is combined with weight {weight} that differs by head, after a norm with weights")
+    else:
+        joined = build.call(name, made, operand)
+    return identity(joined, value.dims, value.sizes)
+
+
+def _lies_along(value: Value, weight: fx.Node) -> tuple[bool, bool]:
+    """Whether a weight's elements match the last dimension of `value`, or its heads and their features."""
+    sizes = weight.meta["val"].shape
+    wide = [place for place, size in enumerate(reversed(sizes)) if size != 1]
+    own = [place for place, axes in enumerate(reversed(value.dims)) if axes == "F"]
+    shape = tuple(size for size in sizes if size != 1)
+    if value.dims[-1] != "F" or len(sizes) > len(value.dims):
+        return False, False
+    return wide == [0] and shape == value.sizes[-1:], wide == own and len(own) == 2 and shape == value.sizes
+
+
+def _has_base(known: Known) -> bool:
+    """Whether `known` holds features of a raised tensor."""
+    return isinstance(known, Value) and known.base is not None

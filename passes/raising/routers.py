@@ -1,0 +1,216 @@
+"""Rules for routers of experts: scores, the choice of the best, their weights, and choices limited to groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import fx
+
+from qcompile.passes.raising import values
+from qcompile.passes.raising.builder import Builder, feature_sizes
+from qcompile.passes.raising.facts import LENGTHS, Facts, Known
+from qcompile.passes.raising.nodes import Arguments, is_call, is_over_last, operator_name, strip
+from qcompile.passes.raising.values import Value, identity, operator_of
+
+SPREADING = ("view", "reshape", "unsqueeze", "expand")
+"""Operators that repeat the mask of groups for the experts of each group."""
+
+
+def softmax(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """Softmax over all features: the scores of experts."""
+    value = _scores(facts, a.input_, a.dim)
+    return value and identity(build.call("softmax", _emitted(build, value, node)), value.dims, value.sizes)
+
+
+def topk(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """The best scores and their indices."""
+    value = _scores(facts, a.input_, a.dim)
+    if value is None or not a.largest or not isinstance(a.k, int):
+        return None
+    scores = _emitted(build, value, node)
+    index = build.call("top_k", scores, a.k)
+    picked = build.call("pick", scores, index)
+    return [identity(made, value.dims, (a.k,)) for made in (picked, index)]
+
+
+def best(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """The best score, its index, or both: a choice of one expert."""
+    over = getattr(a, "dim", None)
+    dim = over[0] if isinstance(over, (list, tuple)) and len(over) == 1 else over
+    value = _scores(facts, a.input_, dim) if isinstance(dim, int) else None
+    if value is None:
+        return None
+    scores = _emitted(build, value, node)
+    index = build.call("top_k", scores, 1)
+    results = [identity(made, value.dims, (1,)) for made in (build.call("pick", scores, index), index)]
+    if not a.keepdim:
+        results = [Value(one.base, one.dims[:-1], one.terms[:, 0]) for one in results]
+    name = operator_name(node)
+    return results if name == "max" else results[name == "argmax"]
+
+
+def pick(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """The scores at the indices of a choice."""
+    value, index = _scores(facts, a.input_, a.dim), _scores(facts, a.index, -1)
+    chosen = choice_of(index)
+    if value is None or chosen is None or index is None or index.dims != value.dims:
+        return None
+    picked = build.call("pick", _emitted(build, value, node), chosen)
+    return identity(picked, value.dims, index.sizes)
+
+
+def normalize(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """w / max(sum(w) + eps, floor)."""
+    if getattr(a, "rounding_mode", None) is not None:
+        return None
+    w, divisor = strip(a.positional[0]), strip(a.positional[1])
+    eps = floor = 0.0
+    if is_call(divisor, "clamp", "clamp_min"):
+        bounds = Arguments(divisor)
+        floor = facts.number(bounds.min) or 0.0
+        if getattr(bounds, "max", None) is not None or floor <= 0:
+            return None
+        divisor = strip(divisor.args[0])
+    if is_call(divisor, "add"):
+        number = facts.number(divisor.args[1])
+        if number is None:
+            return None
+        eps, divisor = number, strip(divisor.args[0])
+    if not is_call(divisor, "sum") or not is_over_last(divisor) or strip(divisor.args[0]) is not w:
+        return None
+    value = _scores(facts, w, -1)
+    return value and identity(
+        build.call("normalize", _emitted(build, value, node), eps, floor), value.dims, value.sizes
+    )
+
+
+def clamp_choice(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """Indices of a choice, bounded to the number of experts, which changes none of them."""
+    low, high = getattr(a, "min", None), getattr(a, "max", None)
+    value = facts.plain(a.input_)
+    chosen: Any = choice_of(value)
+    if chosen is None or not all(isinstance(bound, int) or bound is None for bound in (low, high)):
+        return None
+    experts = feature_sizes(chosen.args[0])[0]
+    return value if (low or 0) <= 0 and (high is None or high >= experts - 1) else None
+
+
+def choice_of(value: Value | None) -> fx.Node | None:
+    """The top_k of which `value` is all slots in their order; else None."""
+    if value is None or value.base is None or operator_of(value) != "top_k" or (value.terms["coef"] != 1).any():
+        return None
+    whole = np.array_equal(value.terms["index"].ravel(), np.arange(feature_sizes(value.base)[0]))
+    return value.base if whole else None
+
+
+def _scores(facts: Facts, item: Any, dim: int) -> Value | None:
+    """Scores [.., E], if `dim` is their last dimension and their only feature dimension."""
+    value = facts.plain(item)
+    if value is None or not value.dims or dim not in (-1, len(value.dims) - 1):
+        return None
+    if value.dims[-1] == "" and facts.shape(item)[-1] == 1:  # the score of the only expert, or of the only one chosen
+        value = values.as_features(value, len(value.dims) - 1)
+    return value if len(value.sizes) == 1 and value.dims[-1] == "F" else None
+
+
+def _emitted(build: Builder, value: Value, node: fx.Node) -> fx.Node:
+    return build.emit(value, value.sizes, node)
+
+
+# ---- groups of experts ---------------------------------------------------------------------------------
+
+
+def limit_groups(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """Scores with all but the best groups hidden; the same scores if all groups are kept."""
+    value = _scores(facts, a.input_, -1)
+    choice = None if value is None else _group_choice(facts, a.mask, value.count)
+    if value is None or choice is None:
+        return None
+    best: Any = choice[0]
+    keep, groups = choice[1], int(best.meta["val"].shape[-1])
+    if keep == groups:
+        return value
+    runs, count = _group_scores(best)
+    if runs is None:
+        return None
+    shape = facts.shape(runs)
+    if not is_call(runs, "view", "reshape") or shape[-2:] != [groups, value.count // groups]:
+        return None
+    if strip(runs.args[0]) is not strip(a.input_):
+        return None
+    if not _never_chosen(node, facts.number(a.value), value, keep * value.count // groups):
+        return None
+    made = build.call("limit_groups", _emitted(build, value, node), groups, keep, count)
+    return identity(made, value.dims, value.sizes)
+
+
+def _group_scores(best: Any) -> tuple[Any, int]:
+    """(scores by group, n) if `best` is the sum of the n best scores of each group; else (None, 0)."""
+    if is_call(best, "amax") and Arguments(best).dim in ([-1], [2]):
+        return strip(best.args[0]), 1
+    if is_call(best, "getitem") and best.args[1] == 0 and is_call(best.args[0], "max"):
+        most = Arguments(best.args[0])
+        return (strip(most.input_), 1) if getattr(most, "dim", None) in (-1, 2) else (None, 0)
+    if not is_call(best, "sum") or [d % 3 for d in best.args[1]] != [2]:
+        return None, 0
+    two: Any = best.args[0]
+    inner: Any = two.args[0] if is_call(two, "getitem") and two.args[1] == 0 else None
+    return (strip(inner.args[0]), 2) if _largest(inner, 3) == 2 else (None, 0)
+
+
+def _largest(item: Any, rank: int) -> int | None:
+    """k if `item` is a topk of the k largest along the last of `rank` dimensions."""
+    if not is_call(item, "topk"):
+        return None
+    given = Arguments(item)
+    return given.k if given.largest and given.dim in (-1, rank - 1) and isinstance(given.k, int) else None
+
+
+def _never_chosen(node: fx.Node, hidden: float | None, scores: Value, left: int) -> bool:
+    """Whether readers of the scores never pick one of those set to `hidden`, given that `left` others remain.
+
+    Softmax outputs are positive, and nothing is below minus infinity.
+    """
+    if hidden == float("-inf"):
+        return True
+    positive = hidden == 0 and operator_of(scores) == "softmax" and bool((scores.terms["coef"] > 0).all())
+    chosen: list[Any] = [user.args[1] if is_call(user, "topk") else left + 1 for user in node.users]
+    return positive and all(isinstance(count, int) and count <= left for count in chosen)
+
+
+def _group_choice(facts: Facts, mask: Any, experts: int) -> tuple[fx.Node, int] | None:
+    """(group scores, number kept) of the complement of a mask that is 1 in the chosen groups of `experts`."""
+    if not is_call(mask := strip(mask, booleans=True), "bitwise_not", "logical_not"):
+        return None
+    mask, steps = mask.args[0], []
+    while is_call(mask, *SPREADING) or strip(mask, booleans=True) is not mask:
+        steps += [mask] if is_call(mask, *SPREADING) else []
+        mask = mask.args[0]
+    if not is_call(mask, "scatter") or mask.args[1] not in (1, -1) or mask.args[3] not in (1, 1.0):
+        return None
+    zeros, chosen = strip(mask.args[0]), strip(mask.args[2])
+    topk: Any = chosen.args[0] if is_call(chosen, "getitem") and chosen.args[1] == 1 else None
+    if not is_call(zeros, "zeros_like") or (keep := _largest(topk, 2)) is None:
+        return None
+    best = strip(topk.args[0])
+    if strip(zeros.args[0]) is not best or best.meta["val"].dim() != 2:
+        return None
+    return (best, keep) if _spreads_groups(facts, mask, steps, experts) else None
+
+
+def _spreads_groups(facts: Facts, mask: fx.Node, steps: list[fx.Node], experts: int) -> bool:
+    """Whether `steps`, last first, repeat `mask` [tokens, groups] for the consecutive experts of each group."""
+    groups = int(mask.meta["val"].shape[-1])
+    value: Value | None = identity(mask, ("BT", "F"), (groups,))
+    for step in reversed(steps):
+        if value is None:
+            return False
+        if is_call(step, "unsqueeze"):
+            value = values.unsqueeze(value, Arguments(step).dim % (len(value.dims) + 1))
+        else:
+            spread = values.expand if is_call(step, "expand") else values.reshape
+            value = spread(value, facts.shape(step), LENGTHS)
+    if value is None or value.dims != ("BT", "F") or experts % groups:
+        return False
+    return np.array_equal(value.terms["index"].ravel(), np.arange(experts) // (experts // groups))
