@@ -30,7 +30,7 @@ from qcompile.codegen.gpu.compile import Kernel, compile_all
 from qcompile.codegen.gpu.gemm import expert_tiles
 from qcompile.codegen.gpu.gemm import spec as gemm
 from qcompile.codegen.gpu.gemm.pack import pack_gpu, unpack_gpu
-from qcompile.codegen.gpu.launches import grid_size
+from qcompile.codegen.gpu.operands import grid_size
 from qcompile.codegen.gpu.router import BlocksSpec, CombineSpec, RouteSpec, RouteStep, ScoresSpec
 from qcompile.formats.activations import activation_format, dequantize_activation
 from qcompile.formats.registry import weight_format

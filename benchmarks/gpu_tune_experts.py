@@ -32,7 +32,7 @@ from qcompile.codegen.gpu.gemm import spec as gemm
 from qcompile.codegen.gpu.gemm.pack import pack_gpu, padded_inputs
 from qcompile.codegen.gpu.gemm.spec import KernelSpec, Tile
 from qcompile.codegen.gpu.gemm.tile_table import TunedFor, entry_line
-from qcompile.codegen.gpu.launches import grid_size
+from qcompile.codegen.gpu.operands import grid_size
 from qcompile.codegen.gpu.router import BlocksSpec
 from qcompile.errors import UnsupportedError
 from qcompile.formats.activations import activation_format

@@ -120,16 +120,16 @@ GPU_MUTATIONS = (
     ),
     Mutation(
         "prompts are given the pages of the sequences that decode in front of them",
-        "codegen/gpu/plan.py",
-        '["input", "block_table", "decoding", "table_stride"]',
-        '["input", "block_table"]',
+        "codegen/gpu/attention_launches.py",
+        'InputRef("block_table", ("decoding", "table_stride"))',
+        'InputRef("block_table")',
         f"{GPU_PROMPTS} -k decoding_beside",
     ),
     Mutation(
         "a launch that is kept does not learn where the prompts' pages begin now",
         "runtime/cuda/executor.py",
-        'return space == "count" or (space == "input" and bool(offset))',
-        'return space == "count"',
+        'return operand["kind"] == "count" or "past" in operand',
+        'return operand["kind"] == "count"',
         f"{GPU_PROMPTS} -k decoding_beside",
     ),
     Mutation(

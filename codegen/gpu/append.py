@@ -9,7 +9,6 @@ both the prompts' rows come last, from `first_row` on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,15 +49,6 @@ class HeadNorm:
     def vectors(self) -> list[str]:
         """Which of weight and bias it has."""
         return ["weight"] * self.weight + ["bias"] * self.bias
-
-
-def fused_part(norm: p.NormHeads, calls: Sequence[p.Call]) -> str:
-    """The part, q or k, for which the append that follows in `calls` can fuse this norm; else ""."""
-    append = next((call for call in calls if not isinstance(call, p.NormHeads)), None)
-    if not isinstance(append, p.RopeAppend) or append.qkv != norm.x or norm.width != append.head_dim:
-        return ""
-    parts = {"q": (append.q_offset, append.heads), "k": (append.k_offset, append.kv_heads)}
-    return next((part for part, place in parts.items() if place == (norm.x_offset, norm.heads)), "")
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
+from qcompile.codegen.gpu.operands import Grid, GridSize
 from qcompile.codegen.program import RING_GROUPS
 from qcompile.errors import UnsupportedError
 from qcompile.formats.kv import HIER_GROUP, PAGE_TOKENS, KVFormat, kv_format
@@ -292,9 +293,10 @@ class AttentionSpec:
         return self.rows // consumers // (self.heads // self.kv.heads) * consumers
 
     @property
-    def prompt_grid(self) -> tuple[list[str | int], int, str]:
-        """Programs of a step of prompts, as in a plan (codegen/gpu/launches.py)."""
-        return ["prompt_queries", self.queries * (2 if self.paired else 1)], self.kv.heads, "prompts"
+    def prompt_grid(self) -> Grid:
+        """The grid for a step of prompts."""
+        queries = GridSize("prompt_queries", self.queries * (2 if self.paired else 1))
+        return queries, self.kv.heads, GridSize("prompts")
 
     @property
     def arguments(self) -> list[Argument]:

@@ -12,8 +12,9 @@ from typing import Any
 from qcompile.codegen import program as p
 from qcompile.codegen.gpu.compile import Compiled, Kernel, compile_all, triton_version
 from qcompile.codegen.gpu.fill import padded_program
-from qcompile.codegen.gpu.launches import Plan
+from qcompile.codegen.gpu.launches import LaunchPlan
 from qcompile.codegen.gpu.plan import kv_of, make_plan
+from qcompile.codegen.gpu.rounds import lookup_launch, round_launches
 from qcompile.errors import UnsupportedError
 from qcompile.targets import Target
 
@@ -35,7 +36,7 @@ def prepare(programs: Mapping[str, p.Program], target: Target, lookup: bool = Fa
     return lambda given_up: _compiled(plans, programs, target, given_up)
 
 
-def plan(programs: Mapping[str, p.Program], target: Target, lookup: bool = False) -> dict[str, Plan]:
+def plan(programs: Mapping[str, p.Program], target: Target, lookup: bool = False) -> dict[str, LaunchPlan]:
     """The plan of each path; needs neither Triton nor a GPU. UnsupportedError naming a call without a kernel."""
     plans = {}
     for name, program in programs.items():
@@ -45,20 +46,18 @@ def plan(programs: Mapping[str, p.Program], target: Target, lookup: bool = False
             if name == "model":
                 raise
             raise UnsupportedError(f"{name}, {error}") from error
-    add_rounds(plans, lookup)
-    return plans
+    return with_rounds(plans, lookup)
 
 
-def add_rounds(plans: Mapping[str, Plan], lookup: bool) -> None:
-    """Add the kernels of speculation rounds to the plan of `model`, if another path or n-gram lookup drafts."""
-    if len(plans) > 1 or lookup:
-        plans["model"].add_rounds()
-    if len(plans) == 1 and lookup:
-        plans["model"].add_lookup()
+def with_rounds(plans: Mapping[str, LaunchPlan], lookup: bool) -> dict[str, LaunchPlan]:
+    """The plans, that of `model` with the launches of speculation rounds if another path or n-gram lookup drafts."""
+    drafted, alone = len(plans) > 1 or lookup, len(plans) == 1 and lookup
+    rounds, looking_up = round_launches() if drafted else (), (lookup_launch(),) if alone else ()
+    return {**plans, "model": replace(plans["model"], rounds=rounds, lookup=looking_up)}
 
 
 def _compiled(
-    plans: dict[str, Plan], programs: Mapping[str, p.Program], target: Target, given_up: Event | None
+    plans: dict[str, LaunchPlan], programs: Mapping[str, p.Program], target: Target, given_up: Event | None
 ) -> Files:
     # Half of the cores are left for packing the weights, which runs meanwhile.
     processes = max(1, len(os.sched_getaffinity(0)) // 2)
@@ -70,13 +69,18 @@ def _compiled(
     files: Files = {}
     for label, each in sorted(compiled.items()):
         files |= {f"{label}.cubin": each.cubin, f"{label}.ptx": each.ptx, f"{label}.py": kernels[label].source}
-    peaks = [target.memory_gb_s, *(1e3 * t for t in (target.int8_tops, target.f32_tflops, target.bf16_tflops))]
     for name, plan in plans.items():
         launched = {label: _launched(kernels[label], compiled[label]) for label in plan.kernels}
-        files[name + SUFFIX] = plan.to_json(launched, programs[name], peaks)
+        files[name + SUFFIX] = plan.to_json(launched, programs[name], peaks_of(target))
     report = [_report(*item) for item in sorted(compiled.items())]
     files["report.json"] = json.dumps(report, sort_keys=True, indent=1) + "\n"
     return files
+
+
+def peaks_of(target: Target) -> dict[str, float]:
+    """The target's peak rates, as in a launch plan."""
+    rates = {"int8_gops": target.int8_tops, "f32_gflops": target.f32_tflops, "bf16_gflops": target.bf16_tflops}
+    return {"memory_gb_s": target.memory_gb_s} | {name: 1e3 * rate for name, rate in rates.items()}
 
 
 def _launched(kernel: Kernel, compiled: Compiled) -> dict[str, Any]:

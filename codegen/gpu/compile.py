@@ -66,9 +66,14 @@ class Kernel:
     @property
     def label(self) -> str:
         """A unique file name for what is compiled from it."""
-        how = f"{self.warps} {self.stages} {self.pdl} {self.fusion} {self.most_registers}"
-        text = "\0".join((self.source, str(self.arguments), how))
-        return f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+        return _label(self)
+
+
+@cache
+def _label(kernel: Kernel) -> str:
+    how = f"{kernel.warps} {kernel.stages} {kernel.pdl} {kernel.fusion} {kernel.most_registers}"
+    text = "\0".join((kernel.source, str(kernel.arguments), how))
+    return f"{kernel.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
 
 @dataclass(frozen=True)

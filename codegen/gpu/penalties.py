@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
-from qcompile.codegen.gpu.launches import Launch, Plan, Size, Variant
+from qcompile.codegen.gpu.launches import Launch, Variant
+from qcompile.codegen.gpu.operands import CountRef, Grid, GridSize, InputRef, Operands
 
 OPTIONS = 21
 """Numbers of `sampling` for each sequence."""
@@ -52,10 +53,11 @@ def penalty_kernel(kind: str, vocab: int, capability: int) -> Kernel:
     return Kernel(kind, source, arguments, WARPS, 1, pdl, fusion=False)
 
 
-def penalties(plan: Plan, call: str, vocab: int, capability: int) -> Iterator[Launch]:
+def penalties(call: str, vocab: int, capability: int) -> Iterator[Launch]:
     """The launches that change the logits of sequences with biases or penalties; before those of the argmax."""
-    grids: list[tuple[Size, Size, Size]] = [("outputs", 1, 1), (["tokens", BLOCK], 1, 1), ("outputs", PARTS, 1)]
+    outputs = GridSize("outputs")
+    grids: tuple[Grid, ...] = ((outputs, 1, 1), (GridSize("tokens", BLOCK), 1, 1), (outputs, PARTS, 1))
     for (kind, (_, count)), grid in zip(_KINDS.items(), grids, strict=True):
         kernel = penalty_kernel(kind, vocab, capability)
-        args = {a.name: ["count", "tokens"] if a.name == "M" else ["input", a.name] for a in kernel.arguments}
-        yield Launch(f"{call}.{kernel.name}", count, (Variant(plan.add(kernel), grid, args),))
+        args: Operands = {a.name: CountRef("tokens") if a.name == "M" else InputRef(a.name) for a in kernel.arguments}
+        yield Launch(f"{call}.{kernel.name}", count, (Variant(kernel, grid, args),))

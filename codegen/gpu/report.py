@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
-from qcompile.codegen.gpu.launches import Launch, Plan, Ref, Size, Variant
+from qcompile.codegen.gpu.launches import Launch, Variant
+from qcompile.codegen.gpu.operands import Grid, GridSize, InputRef, Operands, ScratchRef
 from qcompile.codegen.gpu.penalties import OPTIONS
 
 PART, WARPS = 4096, 8
@@ -53,23 +54,23 @@ def report_kernel(kind: str, vocab: int, capability: int) -> Kernel:
     return Kernel(name, source, arguments, WARPS, 1, pdl)
 
 
-def keeping(plan: Plan, call: str, vocab: int, capability: int) -> Iterator[Launch]:
+def keeping(call: str, vocab: int, capability: int) -> Iterator[Launch]:
     """The launch that keeps rows of logits for reports; before those of biases and penalties."""
-    yield _launch(plan, call, "keep", vocab, capability)
+    yield _launch(call, "keep", vocab, capability)
 
 
-def reporting(plan: Plan, call: str, vocab: int, capability: int) -> Iterator[Launch]:
+def reporting(call: str, vocab: int, capability: int) -> Iterator[Launch]:
     """The launches that write the reports of a step; after those that choose its tokens."""
     for kind in ("parts", "row"):
-        yield _launch(plan, call, kind, vocab, capability)
+        yield _launch(call, kind, vocab, capability)
 
 
-def _launch(plan: Plan, call: str, kind: str, vocab: int, capability: int) -> Launch:
+def _launch(call: str, kind: str, vocab: int, capability: int) -> Launch:
     parts, kernel = -(-vocab // PART), report_kernel(kind, vocab, capability)
     sizes = {"part_peak": 4, "part_sum": 8, "part_above": 4, "part_keys": 8 * MOST}
-    refs: dict[str, Ref] = {name: plan.need(name, size * parts, "outputs") for name, size in sizes.items()}
-    refs["plain"] = plan.need("plain", 4 * vocab, "kept")
-    args = {a.name: refs.get(a.name, ["input", a.name]) for a in kernel.arguments}
-    grid: tuple[Size, Size, Size] = ("outputs", 1 if kind == "row" else parts, 1)
+    refs: Operands = {name: ScratchRef(name, size * parts, ("outputs",)) for name, size in sizes.items()}
+    refs["plain"] = ScratchRef("plain", 4 * vocab, ("kept",))
+    args = {a.name: refs.get(a.name, InputRef(a.name)) for a in kernel.arguments}
+    grid: Grid = (GridSize("outputs"), 1 if kind == "row" else parts, 1)
     count = "kept" if kind == "keep" else "reported"
-    return Launch(f"{call}.{kernel.name}", count, (Variant(plan.add(kernel), grid, args),))
+    return Launch(f"{call}.{kernel.name}", count, (Variant(kernel, grid, args),))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
-from qcompile.codegen.gpu.launches import Size, grid_size
+from qcompile.codegen.gpu.operands import GridSize, grid_size
 from qcompile.errors import UnsupportedError
 
 WARPS = 4
@@ -137,12 +137,12 @@ class BlocksSpec:
     """Most rows of a step."""
 
     @property
-    def grid(self) -> Size:
+    def grid(self) -> GridSize:
         """An upper bound on the number of blocks, as a grid size."""
         if self.most <= self.tokens:
-            return ["tokens", 1, self.slots, 0]
+            return GridSize("tokens", times=self.slots)
         times = -(-self.slots // self.tokens)
-        return ["tokens", self.tokens * times // self.slots, times, self.experts]
+        return GridSize("tokens", self.tokens * times // self.slots, times, self.experts)
 
     @property
     def list(self) -> int:

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
-from qcompile.codegen.gpu.launches import Launch, Plan, Ref, Size, Variant
+from qcompile.codegen.gpu.launches import Launch, Variant
+from qcompile.codegen.gpu.operands import CountRef, GridSize, InputRef, NumberRef, Operands, ScratchRef, Size
 from qcompile.codegen.gpu.penalties import OPTIONS, penalties
 from qcompile.codegen.gpu.report import keeping, reporting
 from qcompile.codegen.gpu.rows import ARGMAX_PART, argmax_kernel
@@ -76,26 +77,31 @@ def sample_kernel(kind: str, by: str, vocab: int, capability: int) -> Kernel:
     return Kernel(name, source, arguments, WARPS, 1, pdl)
 
 
-def choosing(plan: Plan, call: str, vocab: int, capability: int) -> Iterator[Launch]:
+def choosing(call: str, vocab: int, capability: int) -> Iterator[Launch]:
     """The launches that choose the token of each row of logits (with penalties, the largest, or by a draw) and report
     its log probability."""
-    yield from keeping(plan, call, vocab, capability)
-    yield from penalties(plan, call, vocab, capability)
+    yield from keeping(call, vocab, capability)
+    yield from penalties(call, vocab, capability)
     parts = -(-vocab // ARGMAX_PART)
-    work = {name: plan.need(name, 4 * parts, "outputs") for name in ("part_value", "part_index")}
-    args = {**work, "logits": ["input", "logits"], "argmax": ["input", "argmax"]}
+    args: Operands = {name: _largest(vocab, name) for name in ("part_value", "part_index")}
+    args |= {name: InputRef(name) for name in ("logits", "argmax")}
     for name, count in (("largest", parts), ("argmax", 1)):
         kernel = argmax_kernel(vocab, parts, name == "argmax", capability)
-        yield Launch(f"{call}.{name}", "outputs", (Variant(plan.add(kernel), ("outputs", count, 1), args),))
-    yield from sampling(plan, call, vocab, capability)
-    yield from reporting(plan, call, vocab, capability)
+        yield Launch(f"{call}.{name}", "outputs", (Variant(kernel, (GridSize("outputs"), count, 1), args),))
+    yield from sampling(call, vocab, capability)
+    yield from reporting(call, vocab, capability)
 
 
-def sampling(plan: Plan, call: str, vocab: int, capability: int) -> Iterator[Launch]:
+def _largest(vocab: int, name: str) -> ScratchRef:
+    """Scratch memory for the largest logit, or its index, of each part of the vocabulary."""
+    return ScratchRef(name, 4 * -(-vocab // ARGMAX_PART), ("outputs",))
+
+
+def sampling(call: str, vocab: int, capability: int) -> Iterator[Launch]:
     """The launches that replace the argmax of each row with a temperature by a draw; after those of the argmax."""
     parts = -(-vocab // PART)
-    refs: dict[str, Ref] = {name: ["input", name] for name in (*_ROW, "positions", "draws", "argmax")}
-    refs |= {"part_value": ["work", "part_value"], "K": ["count", "top_k"], "P": ["count", "top_p"]}
+    refs: Operands = {name: InputRef(name) for name in (*_ROW, "positions", "draws", "argmax")}
+    refs |= {"part_value": _largest(vocab, "part_value"), "K": CountRef("top_k"), "P": CountRef("top_p")}
     sizes = {
         "alive": 4 * parts,
         "limits": 8 * _FIELDS,
@@ -103,20 +109,20 @@ def sampling(plan: Plan, call: str, vocab: int, capability: int) -> Iterator[Lau
         "part_mass": 8 * parts,
         "part_ties": 4 * parts,
     }
-    refs |= {name: plan.need(name, size, "outputs") for name, size in sizes.items()}
+    refs |= {name: ScratchRef(name, size, ("outputs",)) for name, size in sizes.items()}
     for letter in "kp":
-        refs[f"{letter}_state"] = plan.need(f"{letter}_state", 8 * PASSES * _FIELDS, "outputs")
-        refs[f"{letter}_totals"] = plan.need(f"{letter}_totals", 8 * PASSES * _BINS, "outputs")
+        refs[f"{letter}_state"] = ScratchRef(f"{letter}_state", 8 * PASSES * _FIELDS, ("outputs",))
+        refs[f"{letter}_totals"] = ScratchRef(f"{letter}_totals", 8 * PASSES * _BINS, ("outputs",))
 
     def launch(count: str, kernel: Kernel, programs: Size, more: dict[str, Any]) -> Launch:
         given = refs | more
         args = {argument.name: given[argument.name] for argument in kernel.arguments}
-        return Launch(f"{call}.{kernel.name}", count, (Variant(plan.add(kernel), ("outputs", programs, 1), args),))
+        return Launch(f"{call}.{kernel.name}", count, (Variant(kernel, (GridSize("outputs"), programs, 1), args),))
 
     for by in ("top_k", "top_p"):
         kernel, letter = sample_kernel("narrow", by, vocab, capability), by[-1]
         for done in range(PASSES):
-            more = {"state": refs[f"{letter}_state"], "totals": refs[f"{letter}_totals"], "done": ["number", done]}
+            more = {"state": refs[f"{letter}_state"], "totals": refs[f"{letter}_totals"], "done": NumberRef(done)}
             yield launch(by, kernel, parts, more)
     yield launch("sampled", sample_kernel("mass", "", vocab, capability), parts, {})
     yield launch("sampled", sample_kernel("pick", "", vocab, capability), 1, {})

@@ -5,5 +5,5 @@ Code generation writes the numbers into artifacts, and the runtime refuses artif
 
 CPU_ABI = 6
 """Version of the C interface of a CPU target's library (codegen/cpu/templates/abi.h, runtime/cpu/executor.py)."""
-GPU_ABI = 21
+GPU_ABI = 22
 """Version of the launch plans of a GPU target (codegen/gpu/launches.py, runtime/cuda/executor.py)."""

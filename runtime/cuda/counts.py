@@ -83,14 +83,14 @@ def active_launches(launches: list[dict[str, Any]], counts: Counts) -> Iterator[
 
 def grid(variant: dict[str, Any], counts: Counts) -> list[int]:
     """The grid of a launch."""
-    return [_size(size, counts) for size in variant["grid"]]
+    return [_size(variant["grid"][axis], counts) for axis in "xyz"]
 
 
 def _size(size: Any, counts: Counts) -> int:
-    if isinstance(size, list):
-        count, divisor, times, plus = (*size, 1, 0)[:4]
-        return -(-counts[count] // divisor) * times + plus
-    return counts[size] if isinstance(size, str) else int(size)
+    if isinstance(size, int):
+        return size
+    quotient: int = -(-counts[size["count"]] // size.get("divisor", 1))
+    return quotient * int(size.get("times", 1)) + int(size.get("plus", 0))
 
 
 def power_of_two(value: int) -> int:

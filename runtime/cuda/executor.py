@@ -36,6 +36,8 @@ from qcompile.runtime.sampling.sampling import Draws, FloatArray
 from qcompile.runtime.step import Limits, Rows
 
 _MAX_GRAPHS = 64
+_PEAKS = ("memory_gb_s", "int8_gops", "f32_gflops", "bf16_gflops")
+"""Names of peak rates in a plan, in the order of `probe`."""
 _MAX_DECODED = 1 << 16
 """Most tokens that `decode` leaves on the GPU before it reads them back."""
 _ROW_ALIGNMENT = 64
@@ -71,10 +73,10 @@ class CudaExecutor:
         self._functions, self._weights = functions, weights
         self._rows = -(-limits.max_tokens // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
         self._owned: list[int] = []
-        self._work: dict[str, tuple[int, int]] = dict.fromkeys(plan["work"], (0, 0))
+        self._work: dict[str, tuple[int, int]] = dict.fromkeys(plan["scratch"], (0, 0))
         self._graphs: OrderedDict[tuple[Any, ...], ctypes.c_void_p] = OrderedDict()
         self._modules: list[ctypes.c_void_p] = []
-        self._prepared: dict[int, tuple[LaunchCall, list[tuple[int, list[Any]]]]] = {}
+        self._prepared: dict[int, tuple[LaunchCall, list[tuple[int, dict[str, Any]]]]] = {}
         self._seen: set[tuple[Any, ...]] = set()
         self._profile: LaunchTimes | None = None
         self.description = {"calls": [launch["name"] for launch in plan["launches"]], "weights": plan["weights"]}
@@ -136,8 +138,8 @@ class CudaExecutor:
 
     def grow(self, counts: Counts) -> None:
         """Make the scratch memory large enough for these counts."""
-        for name, (size, over) in self.plan["work"].items():
-            need = size * math.prod(self._rows if c == "outputs" else counts[c] for c in over)
+        for name, size in self.plan["scratch"].items():
+            need = size["bytes"] * math.prod(self._rows if c == "outputs" else counts[c] for c in size["counts"])
             address, have = self._work[name]
             if have >= need:
                 continue
@@ -234,7 +236,7 @@ class CudaExecutor:
 
     def _call(self, variant: dict[str, Any], counts: Counts, others: Mapping[tuple[str, str], int]) -> LaunchCall:
         kernel = self.plan["kernels"][variant["kernel"]]
-        arguments = [self._argument(ref, counts, others) for ref in variant["args"]]
+        arguments = [self._argument(variant["args"][name], counts, others) for name in kernel["arguments"]]
         how = (kernel["threads"], kernel["shared_bytes"], kernel["prelaunch"])
         function = self._functions[variant["kernel"]]
         return LaunchCall(self.driver, function, grid(variant, counts), *how, arguments)
@@ -252,25 +254,32 @@ class CudaExecutor:
                 call.change(grid(variant, counts), [(i, self._argument(ref, counts, {})) for i, ref in changing])
             else:
                 call = self._call(variant, counts, {})
-                changing = [(i, ref) for i, ref in enumerate(variant["args"]) if _changes(ref)]
+                names = self.plan["kernels"][variant["kernel"]]["arguments"]
+                operands = [variant["args"][name] for name in names]
+                changing = [(i, operand) for i, operand in enumerate(operands) if _changes(operand)]
                 self._prepared[id(variant)] = call, changing
             call.run()
 
-    def _argument(self, ref: list[Any], counts: Counts, others: Mapping[tuple[str, str], int]) -> int:
-        space, what, *offset = ref
-        if space in ("count", "number"):
-            return counts[what] if space == "count" else int(what)
-        if space in ("tokens", "outputs"):
-            return self._arena[space] + self._rows * what + sum(offset)
-        if space == "weight":
-            return self._weights[what]
-        if space == "kv":
-            return self._kv + what * self._layer_bytes
-        if space == "work":
-            return self._work[what][0]
-        if (space, what) in others:
-            return others[space, what]
-        return self.address(what) + (4 * math.prod(counts[name] for name in offset) if offset else 0)
+    def _argument(self, operand: dict[str, Any], counts: Counts, others: Mapping[tuple[str, str], int]) -> int:
+        """The value of an operand (codegen/gpu/operands.py); `others` are addresses by kind and name."""
+        kind = operand["kind"]
+        if kind == "number":
+            return int(operand["value"])
+        if kind == "cache":
+            return int(self._kv + operand["layer"] * self._layer_bytes)
+        if kind == "activation":
+            start: int = self._arena[operand["rows"]] + self._rows * operand["bytes_per_row"]
+            return start + int(operand.get("column_bytes", 0))
+        name, past = operand["name"], operand.get("past")
+        if kind == "count":
+            return counts[name]
+        if kind == "weight":
+            return self._weights[name]
+        if kind == "scratch":
+            return self._work[name][0]
+        if (kind, name) in others:
+            return others[kind, name]
+        return self.address(name) + (4 * math.prod(counts[each] for each in past) if past else 0)
 
     def address(self, name: str) -> int:
         """Address of a step's input or result on the GPU."""
@@ -413,7 +422,7 @@ class CudaExecutor:
 
     def probe(self, what: int) -> float:
         """A peak of this GPU from its data sheet: 0 memory GB/s, 1 int8 GOPS, 2 f32 GFLOPS, 3 bf16 GFLOPS."""
-        return float(self.plan["peaks"][what])
+        return float(self.plan["peaks"][_PEAKS[what]])
 
     def close(self) -> None:
         """Free the GPU's memory; idempotent."""
@@ -470,10 +479,9 @@ class _HostNumbers:
             self._driver.free_pinned(self._address)
 
 
-def _changes(ref: list[Any]) -> bool:
-    """Whether an argument depends on the step's counts."""
-    space, _, *offset = ref
-    return space == "count" or (space == "input" and bool(offset))
+def _changes(operand: dict[str, Any]) -> bool:
+    """Whether an operand depends on the step's counts."""
+    return operand["kind"] == "count" or "past" in operand
 
 
 def kv_pages(free: int, page_bytes: int, most: int, share: float) -> int:

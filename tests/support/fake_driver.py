@@ -103,8 +103,13 @@ class FakeLaunch:
         self.log.append((self.function, tuple(self.grid), tuple(self.args)))
 
 
-def variant(kernel: str, grid: list[Any], args: list[Any], most: int = 0) -> dict[str, Any]:
-    return {"kernel": kernel, "grid": grid, "args": args, "most": most}
+def variant(kernel: str, grid: list[Any], argument: dict[str, Any], most: int = 0) -> dict[str, Any]:
+    """A variant of a launch; all kernels of PLAN have one argument. Names in `grid` are counts."""
+    sizes = [{"count": size} if isinstance(size, str) else size for size in grid]
+    return {"kernel": kernel, "grid": dict(zip("xyz", sizes, strict=True)), "args": {"a": argument}, "most": most}
+
+
+TOKENS, TILES = {"kind": "count", "name": "tokens"}, {"count": "tokens", "divisor": 16}
 
 
 PLAN: dict[str, Any] = {
@@ -124,23 +129,36 @@ PLAN: dict[str, Any] = {
     "layers": 2,
     "text_tokens": 4096,
     "weights": 1,
-    "peaks": [1, 2, 3, 4],
-    "work": {"parts": [8, ["tokens", "merged"]]},
+    "peaks": {"memory_gb_s": 1, "int8_gops": 2, "f32_gflops": 3, "bf16_gflops": 4},
+    "scratch": {"parts": {"bytes": 8, "counts": ["tokens", "merged"]}},
     "kernels": {
-        k: {"threads": 32, "shared_bytes": 0, "prelaunch": False} for k in ("few", "many", "split", "next", "follow")
+        k: {"threads": 32, "shared_bytes": 0, "prelaunch": False, "arguments": ["a"]}
+        for k in ("few", "many", "split", "next", "follow")
     },
     "launches": [
         {
             "name": "gemm",
             "by": "tokens",
             "variants": [
-                variant("few", [["tokens", 16], 3, 1], [["count", "tokens"]], 4),
-                variant("many", [["tokens", 16], 3, 1], [["weight", "w"]]),
+                variant("few", [TILES, 3, 1], TOKENS, 4),
+                variant("many", [TILES, 3, 1], {"kind": "weight", "name": "w"}),
             ],
         },
-        {"name": "split", "by": "queries", "variants": [variant("split", ["splits", 1, "sequences"], [["kv", 1]], 16)]},
-        {"name": "head", "by": "outputs", "variants": [variant("few", ["outputs", 1, 1], [["tokens", 4]])]},
+        {
+            "name": "split",
+            "by": "queries",
+            "variants": [variant("split", ["splits", 1, "sequences"], {"kind": "cache", "layer": 1}, 16)],
+        },
+        {
+            "name": "head",
+            "by": "outputs",
+            "variants": [
+                variant("few", ["outputs", 1, 1], {"kind": "activation", "rows": "tokens", "bytes_per_row": 4})
+            ],
+        },
     ],
-    "feedback": [{"name": "next", "by": "tokens", "variants": [variant("next", [1, 1, 1], [["work", "parts"]])]}],
-    "follow": [{"name": "follow", "by": "tokens", "variants": [variant("follow", [1, 1, 1], [["count", "tokens"]])]}],
+    "feedback": [
+        {"name": "next", "by": "tokens", "variants": [variant("next", [1, 1, 1], {"kind": "scratch", "name": "parts"})]}
+    ],
+    "follow": [{"name": "follow", "by": "tokens", "variants": [variant("follow", [1, 1, 1], TOKENS)]}],
 }

@@ -12,7 +12,18 @@ from torch import Tensor
 from qcompile.codegen import program as p
 from qcompile.codegen.gpu import compile as gpu_compile
 from qcompile.codegen.gpu.attention import NEAR_SPLITS
-from qcompile.codegen.gpu.launches import Launch, Plan, Ref, grid_size
+from qcompile.codegen.gpu.launches import Launch, LaunchPlan
+from qcompile.codegen.gpu.operands import (
+    ActivationRef,
+    CacheRef,
+    CountRef,
+    InputRef,
+    NumberRef,
+    Operand,
+    ScratchRef,
+    WeightRef,
+    grid_size,
+)
 from qcompile.runtime.cuda.counts import attention_counts, attention_work
 from tests.support.tiny import Chunk
 
@@ -23,7 +34,9 @@ _TYPES |= {"*fp64": torch.float64, "*i64": torch.int64}
 class Interpreter:
     """Memory of one opened plan: activations for `rows` rows, `pages` KV pages of garbage, scratch as asked for."""
 
-    def __init__(self, program: p.Program, plan: Plan, blobs: Mapping[str, Tensor], rows: int = 64, pages: int = 8):
+    def __init__(
+        self, program: p.Program, plan: LaunchPlan, blobs: Mapping[str, Tensor], rows: int = 64, pages: int = 8
+    ):
         self.plan, self.rows, self.vocab = plan, rows, program.vocab_size
         # Poisoned: what is read before it is written shows as NaN.
         self.arena = {r: _poison(rows * program.arena_bytes(r)) for r in ("tokens", "outputs")}  # type: ignore[arg-type]
@@ -101,30 +114,36 @@ class Interpreter:
         """Run the variant for this step's counts."""
         count = self.counts[launch.by]
         variant = next((v for v in launch.variants if not v.most or count <= v.most), None)
-        if variant is None or not count or not variant.kernel:
+        if variant is None or not count or variant.code is None:
             return
-        kernel = self.plan.kernels[variant.kernel]
+        kernel = variant.code
         grid = tuple(grid_size(size, self.counts) for size in variant.grid)
         gpu_compile.load(kernel)[grid](*(self._value(variant.args[a.name], a.type) for a in kernel.arguments))
 
-    def _value(self, ref: Ref, type: str) -> Any:
-        space, what, *offset = ref
-        if space in ("count", "number"):
-            return self.counts[what] if space == "count" else what
-        if space in ("tokens", "outputs"):
-            memory = self.arena[space][self.rows * what + sum(offset) :]
-        elif space == "kv":
-            memory = self.kv[what * self.layer_bytes :]
-        elif space == "work":
-            size, counts = self.plan.work[what]
-            need = size * math.prod(self.counts[name] for name in counts)
-            if what not in self.work or len(self.work[what]) < need:
-                self.work[what] = torch.zeros(need, dtype=torch.uint8)
-            memory = self.work[what]
-        else:
-            skipped = math.prod(self.counts[name] for name in offset) if offset else 0
-            return {"weight": self.weights, "input": self.inputs}[space][what].view(_TYPES[type])[skipped:]
+    def _value(self, operand: Operand, type: str) -> Any:
+        if isinstance(operand, CountRef):
+            return self.counts[operand.name]
+        if isinstance(operand, NumberRef):
+            return operand.value
+        if isinstance(operand, WeightRef):
+            return self.weights[operand.name].view(_TYPES[type])
+        if isinstance(operand, InputRef):
+            skipped = math.prod(self.counts[name] for name in operand.past) if operand.past else 0
+            return self.inputs[operand.name].view(_TYPES[type])[skipped:]
+        memory = self._memory(operand)
         return memory[: len(memory) // 4 * 4].view(_TYPES[type])
+
+    def _memory(self, operand: Operand) -> Tensor:
+        if isinstance(operand, ActivationRef):
+            return self.arena[operand.rows][self.rows * operand.bytes_per_row + operand.column_bytes :]
+        if isinstance(operand, CacheRef):
+            return self.kv[operand.layer * self.layer_bytes :]
+        assert isinstance(operand, ScratchRef)
+        size = self.plan.scratch[operand.name]
+        need = size.bytes * math.prod(self.counts[name] for name in size.counts)
+        if operand.name not in self.work or len(self.work[operand.name]) < need:
+            self.work[operand.name] = torch.zeros(need, dtype=torch.uint8)
+        return self.work[operand.name]
 
 
 def _poison(size: int) -> Tensor:

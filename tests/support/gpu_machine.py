@@ -13,9 +13,10 @@ import torch
 
 from qcompile import pipeline
 from qcompile.codegen.gpu import compile as gpu_compile
-from qcompile.codegen.gpu.build import add_rounds
+from qcompile.codegen.gpu.build import with_rounds
 from qcompile.codegen.gpu.compile import Kernel
-from qcompile.codegen.gpu.launches import Launch, Plan, grid_size
+from qcompile.codegen.gpu.launches import Launch, LaunchPlan
+from qcompile.codegen.gpu.operands import CountRef, NumberRef, grid_size
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.runtime.cuda import executor, load
 from qcompile.runtime.cuda.draws import CudaDraws
@@ -124,10 +125,10 @@ class HostLaunch:
         gpu_compile.load(self.kernel)[self.grid](*values)
 
 
-def _data(plan: Plan, program: Any) -> Any:
+def _data(plan: LaunchPlan, program: Any) -> Any:
     """The plan as the runtime reads it."""
     launched = {label: {"threads": 1, "shared_bytes": 0, "prelaunch": False} for label in plan.kernels}
-    return json.loads(plan.to_json(launched, program, [1.0, 1.0, 1.0, 1.0]))
+    return json.loads(plan.to_json(launched, program, {}))
 
 
 class Machine:
@@ -149,7 +150,7 @@ class Machine:
         }
         self.bytes = sum(size for weight in found.weights for _, size in weight.blobs)
         plans = {name: make_plan(p, TARGETS["h200"], split, inline_asm=False) for name, p in found.programs.items()}
-        add_rounds(plans, found.lookup)
+        plans = with_rounds(plans, found.lookup)
         functions: Any = {label: kernel for plan in plans.values() for label, kernel in plan.kernels.items()}
         data = {name: _data(plan, found.programs[name]) for name, plan in plans.items()}
         driver: Any = self.driver
@@ -189,23 +190,23 @@ def send_draws(draws: Sequence[Draws], rows: int) -> tuple[CudaDraws, dict[str, 
     return sender, counts, {name: driver.at(address, types[name]) for name, address in sender.addresses.items()}
 
 
-def run_launches(
-    launches: Iterable[Launch], plan: Plan, counts: dict[str, int], arrays: dict[str, torch.Tensor]
-) -> None:
+def run_launches(launches: Iterable[Launch], counts: dict[str, int], arrays: dict[str, torch.Tensor]) -> None:
     """Interpret the launches that have work, with inputs and work arrays by name."""
     for launch in launches:
         if not counts[launch.by]:
             continue
         [variant] = launch.variants
-        kernel = plan.kernels[variant.kernel]
+        assert variant.code is not None
         values: list[Any] = []
-        for argument in kernel.arguments:
-            space, what = variant.args[argument.name][:2]
-            if space in ("count", "number"):
-                values.append(counts[what] if space == "count" else what)
+        for argument in variant.code.arguments:
+            operand: Any = variant.args[argument.name]
+            if isinstance(operand, CountRef):
+                values.append(counts[operand.name])
+            elif isinstance(operand, NumberRef):
+                values.append(operand.value)
             else:
-                values.append(arrays[what].view(_TYPES[argument.type]))
-        gpu_compile.load(kernel)[tuple(grid_size(size, counts) for size in variant.grid)](*values)
+                values.append(arrays[operand.name].view(_TYPES[argument.type]))
+        gpu_compile.load(variant.code)[tuple(grid_size(size, counts) for size in variant.grid)](*values)
 
 
 def logits_asked() -> list[bool]:

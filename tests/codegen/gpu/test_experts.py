@@ -14,7 +14,7 @@ from qcompile.codegen.gpu import compile as gpu_compile
 from qcompile.codegen.gpu.compile import Kernel, compile_kernel
 from qcompile.codegen.gpu.gemm import expert_tiles
 from qcompile.codegen.gpu.gemm import spec as gemm
-from qcompile.codegen.gpu.launches import grid_size
+from qcompile.codegen.gpu.operands import grid_size
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.codegen.gpu.router import BlocksSpec, CombineSpec, RouteSpec, RouteStep, ScoresSpec
 from qcompile.errors import UnsupportedError
@@ -264,7 +264,7 @@ def test_rows_filled_up_apart_lie_apart() -> None:
     program = lowered("qserve gated", hidden=128)[1]
     last = [call for call in program.calls if isinstance(call, p.ExpertGemm)][-1]
     calls = [replace(call, format="w8_sym_channel") if call is last else call for call in program.calls]
-    work = make_plan(replace(program, calls=tuple(calls)), TARGETS["h200"]).work
+    work = make_plan(replace(program, calls=tuple(calls)), TARGETS["h200"]).scratch
     assert {"expert_x_128_256_int8", "expert_x_128_128_int8"} <= set(work)
 
 

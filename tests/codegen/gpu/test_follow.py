@@ -61,7 +61,7 @@ def interpret_kernel() -> None:
     )
     tokens = torch.tensor([4, -1, -3, 0, -2, -2, -9], dtype=torch.int32)
     given = torch.tensor([11, -1, 13], dtype=torch.int32)
-    run_launches(plan.follow, plan, {"tokens": 6}, {"token_ids": tokens, "argmax": given})
+    run_launches(plan.follow, {"tokens": 6}, {"token_ids": tokens, "argmax": given})
     assert tokens.tolist() == [4, 11, 13, 0, 0, 0, -9] and given.tolist() == [11, -1, 13]
 
 

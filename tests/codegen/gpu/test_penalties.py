@@ -12,11 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcompile.codegen.gpu.launches import Plan
 from qcompile.runtime.cuda import draws as cuda_draws
 from qcompile.runtime.sampling.penalties import Bias, Occurrences, Penalties, penalize
 from qcompile.runtime.sampling.sampling import GREEDY, Draws, SamplingParams
-from qcompile.targets import TARGETS
 from tests.codegen.gpu.test_sample import SMALL
 from tests.support.graphs import decoder
 from tests.support.interpreted import interpreted, needs_triton
@@ -42,9 +40,7 @@ def changed(texts: list[Text], logits: Tensor) -> Tensor:
     columns = zip(("row_sequence", "token_ids", "positions"), zip(*rows, strict=True), strict=True)
     given |= {name: torch.tensor(column, dtype=torch.int32) for name, column in columns}
     given |= {"output_rows": torch.arange(len(rows), dtype=torch.int32), "logits": logits.clone()}
-    kv: Any = None
-    plan = Plan(TARGETS["a100"], kv, 128)
-    run_launches(penalties(plan, "head", logits.shape[1], 80), plan, counts, given)
+    run_launches(penalties("head", logits.shape[1], 80), counts, given)
     return given["logits"]
 
 

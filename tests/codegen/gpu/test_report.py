@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcompile.codegen.gpu.launches import Launch, Plan
+from qcompile.codegen.gpu.launches import Launch, LaunchPlan
 from qcompile.runtime.cuda import draws as cuda_draws
 from qcompile.runtime.engine.scheduler import Request
 from qcompile.runtime.sampling.logprobs import MOST_REPORTED, empty_reports, logprobs_of, reported_logprobs
@@ -33,15 +33,15 @@ class Row(NamedTuple):
     logits: Tensor
 
 
-def launches(plan: Plan, vocab: int) -> Iterator[Launch]:
+def launches(vocab: int) -> Iterator[Launch]:
     """Those of penalties and reports, with what precedes and follows the choice of tokens."""
     from qcompile.codegen.gpu.penalties import penalties
     from qcompile.codegen.gpu.report import MOST, keeping, reporting
 
     assert MOST == MOST_REPORTED
-    yield from keeping(plan, "head", vocab, 80)
-    yield from penalties(plan, "head", vocab, 80)
-    yield from reporting(plan, "head", vocab, 80)
+    yield from keeping("head", vocab, 80)
+    yield from penalties("head", vocab, 80)
+    yield from reporting("head", vocab, 80)
 
 
 def report(draws: list[Draws], rows: list[Row]) -> None:
@@ -59,12 +59,11 @@ def report(draws: list[Draws], rows: list[Row]) -> None:
     given |= {name: torch.tensor(list(column), dtype=torch.int32) for name, column in columns.items()}
     given["logits"] = torch.stack([row.logits for row in rows])
     kv: Any = None
-    plan = Plan(TARGETS["a100"], kv, 128)
-    every = list(launches(plan, vocab))
-    for name, (size, over) in plan.work.items():
+    plan = LaunchPlan(TARGETS["a100"], kv, 128, tuple(launches(vocab)))
+    for name, (size, over) in plan.scratch.items():
         need = size * math.prod(counts[count] for count in over)
         given[name] = torch.full((need // 4,), -1, dtype=torch.int32)  # NaN, as what precedes it was written there
-    run_launches(every, plan, counts, given)
+    run_launches(plan.launches, counts, given)
     sender.fetch()
     sender.deliver()
 

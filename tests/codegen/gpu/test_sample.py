@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qcompile.codegen.gpu import compile as gpu_compile
-from qcompile.codegen.gpu.launches import Plan
+from qcompile.codegen.gpu.launches import LaunchPlan
 from qcompile.runtime.sampling.accept import pick
 from qcompile.runtime.sampling.sampling import SamplingParams, distribution
 from qcompile.targets import TARGETS
@@ -37,13 +37,12 @@ def drawn(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -
     draws = [replace_last(Sampler(p, 0, [], vocab).draws(5, 3), u) for p, u in zip(params, uniforms, strict=True)]
     _, counts, sent = send_draws(draws, rows)
     kv: Any = None
-    plan, parts = Plan(TARGETS["a100"], kv, 128), -(-vocab // ARGMAX_PART)
-    launches = list(sampling(plan, "head", vocab, 80))
+    plan, parts = LaunchPlan(TARGETS["a100"], kv, 128, tuple(sampling("head", vocab, 80))), -(-vocab // ARGMAX_PART)
     every = torch.arange(rows, dtype=torch.int32)
     given: dict[str, Tensor] = {"logits": logits, "output_rows": every, "row_sequence": every.clone()}
     given |= {"positions": torch.full((rows,), 7, dtype=torch.int32), "argmax": torch.zeros(rows, dtype=torch.int32)}
     given |= sent
-    work = {name: torch.full((size * rows // 4,), -1, dtype=torch.int32) for name, (size, _) in plan.work.items()}
+    work = {name: torch.full((size * rows // 4,), -1, dtype=torch.int32) for name, (size, _) in plan.scratch.items()}
     for name in ("k_totals", "p_totals"):  # zero when made, and again after each step
         work[name][:] = 0
     given["part_value"] = work["part_value"] = torch.zeros(rows * parts)
@@ -51,7 +50,7 @@ def drawn(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -
     for final in (False, True):
         kernel = argmax_kernel(vocab, parts, final, 80)
         gpu_compile.load(kernel)[rows, 1 if final else parts](*(given[a.name] for a in kernel.arguments))
-    run_launches(launches, plan, counts, {**given, **work})
+    run_launches(plan.launches, counts, {**given, **work})
     assert not work["k_totals"].any() and not work["p_totals"].any()
     return [int(token) for token in given["argmax"]]
 

@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from qcompile import pipeline
-from qcompile.codegen.gpu.launches import TEXT_TOKENS, Plan
-from qcompile.codegen.gpu.plan import kv_of
+from qcompile.codegen.gpu.launches import TEXT_TOKENS
+from qcompile.codegen.gpu.rounds import lookup_launch, round_launches
 from qcompile.runtime.cuda.rounds import CudaRounds
 from qcompile.runtime.sampling import accept
 from qcompile.runtime.sampling.sampling import SamplingParams
 from qcompile.runtime.speculation import host
 from qcompile.runtime.speculation.host import HostSpeculator, look_up
 from qcompile.targets import TARGETS
-from tests.codegen.gpu.test_step import lowered
 from tests.support.graphs import decoder
 from tests.support.interpreted import interpreted, needs_triton
 
@@ -93,9 +92,6 @@ def interpret_acceptance() -> None:
     """The two kernels of a round against accept.greedy, at random drafts, gammas and ends."""
     from qcompile.codegen.gpu.compile import load
 
-    program = lowered("bf16")[1]
-    plan = Plan(TARGETS["h200"], kv_of(program), 64)
-    plan.add_rounds()
     make = random.Random(1)
     for count, rows in ((1, 1), (3, 4), (5, 2)):
         total = {"last": count, "place": count, "left": count, "most": count, "counter": 1, "gained": 2 * count}
@@ -108,8 +104,8 @@ def interpret_acceptance() -> None:
         for name, most in (("last", 3), ("place", 90), ("left", 5), ("most", rows), ("decoded", 2), ("argmax", 2)):
             state[name][:] = torch.tensor([make.randrange(most) for _ in state[name]])
         before = {name: tensor.tolist() for name, tensor in state.items()}
-        for launch in plan.rounds:
-            kernel = plan.kernels[launch.variants[0].kernel]
+        for launch in round_launches():
+            kernel: Any = launch.variants[0].code
             load(kernel)[(1,)](*(state[a.name] for a in kernel.arguments[:-2]), count, rows)
         for s in range(count):
             drafts = [before["decoded"][j * count + s] for j in range(rows - 1)]
@@ -181,9 +177,7 @@ def interpret_lookup() -> None:
     """The kernel that proposes against runtime's look_up, in texts of any length to which a round adds."""
     from qcompile.codegen.gpu.compile import load
 
-    plan = Plan(TARGETS["h200"], kv_of(lowered("bf16")[1]), 64)
-    plan.add_lookup()
-    (kernel,) = plan.kernels.values()
+    kernel: Any = lookup_launch().variants[0].code
     make, proposed = random.Random(2), 0
     for count, rows, match, shortest in ((1, 2, 8, 3), (5, 5, 2, 1), (6, 16, 8, 3), (3, 3, 5, 4)) * 3:
         texts = [[make.randrange(3) for _ in range(make.choice((1, 2, 3, 9, 40, 1025)))] for _ in range(count)]
@@ -245,7 +239,6 @@ def test_levels_interpreted() -> None:
 @pytest.mark.parametrize("recipe", ["ml-specqd", "qspec-w4a4", "quantspec-w8"])
 def test_every_recipe_that_drafts_is_planned(recipe: str) -> None:
     from qcompile.codegen.gpu.build import prepare
-    from qcompile.targets import TARGETS
 
     needs_triton()
     prepare(pipeline.plan(decoder(**SMALL), target="h200", recipe=recipe).programs, TARGETS["h200"])

@@ -209,9 +209,9 @@ def test_a_step_interpreted() -> None:
 
 def interpret_wide_logits() -> None:
     """Logits that are more than a row kernel takes at once are capped in blocks."""
-    from qcompile.codegen.gpu import plan as gpu_plan
+    from qcompile.codegen.gpu import row_launches
 
-    gpu_plan.MAX_WIDTH = 64
+    row_launches.MAX_WIDTH = 64
     interpret_recipes("bf16 capped")
 
 

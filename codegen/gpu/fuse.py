@@ -1,0 +1,260 @@
+"""Fusion for GPUs: a program with calls that one kernel computes together, before launches are planned.
+
+Each rule takes a program and returns one; RULES lists the rules in order. Calls that only fused programs have are in
+codegen/gpu/fused.py. A rule fires only if no other call needs a value that the fused kernel does not store, and if no
+program of the fused kernel overwrites memory that another one has yet to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby, zip_longest
+
+from qcompile import ops
+from qcompile.codegen import program as p
+from qcompile.codegen.gpu import fused
+from qcompile.codegen.gpu.fuse_experts import prepare_slots
+from qcompile.codegen.gpu.reads import Reads
+from qcompile.errors import PassError
+
+MIN_PART = 32
+"""Fewest elements per program if several programs quantize one row: a power of two."""
+
+
+def fuse(program: p.Program) -> p.Program:
+    """`program` with fused calls. Raises PassError naming a call for which there are no GPU kernels."""
+    check_rings(program)
+    for rule in RULES:
+        program = rule(program)
+    return program
+
+
+def check_rings(program: p.Program) -> None:
+    """Raise PassError unless each attention over a hierarchical cache follows the append of its own layer.
+
+    Prompts have their newest keys and values in one staging buffer, which attention copies to the ring.
+    """
+    staged: int | None = None
+    for call in program.calls if program.kv.hierarchical else ():
+        if isinstance(call, p.RopeAppend):
+            staged = call.layer
+        elif isinstance(call, p.Attention):
+            if call.layer != staged:
+                reason = "attention over a hierarchical cache reads once what its layer has just appended"
+                raise PassError("codegen", call.name, reason)
+            staged = None
+
+
+# ---- gates of GEMMs with scattered rows ------------------------------------------------------------
+
+
+def separate_gates(program: p.Program) -> p.Program:
+    """Gated GEMMs with explicit output columns store gate and up in bf16; the call that reads both applies the gate.
+
+    The rows of gate and up that belong together may be in different programs of such a GEMM.
+    """
+    acts: dict[str, str] = {}
+    calls: list[p.Call] = []
+    for call in program.calls:
+        gated = [name for name in call.reads if name in acts]
+        if gated:
+            call = _with_gate(call, acts[gated[0]])
+        elif isinstance(call, p.Gemm) and call.out and call.blocks and call.epilogue in ops.GATED:
+            acts[call.out] = ops.GATED[call.epilogue]
+            call = replace(call, epilogue="store")
+        calls.append(call)
+    pairs = {name: replace(program.buffer(name), dtype="bf16", width=2 * program.buffer(name).width) for name in acts}
+    buffers = tuple(pairs.get(buffer.name, buffer) for buffer in program.buffers)
+    return replace(program, buffers=buffers, calls=tuple(calls))
+
+
+def _with_gate(call: p.Call, act: str) -> p.Call:
+    if isinstance(call, p.Quantize):
+        return fused.GatedQuantize(call.name, call.x, call.out, act)
+    if isinstance(call, p.Hadamard):
+        return fused.GatedHadamard(call.name, call.x, call.out, call.block, call.core, call.core_order, act)
+    raise PassError("codegen", call.name, "GPU kernels read a gated value only to turn or quantize it")
+
+
+# ---- results of GEMMs and attention that are quantized next ----------------------------------------
+
+
+def round_results(program: p.Program) -> p.Program:
+    """GEMMs and attention write bf16 themselves if the next call only rounds their result to it."""
+    reads, calls = Reads(program), list[p.Call]()
+    rounding: p.Call | None = None
+    for call, after in _with_next(program):
+        if call is rounding:
+            continue
+        if isinstance(call, p.Gemm | p.Attention) and (out := rounded_buffer(program, reads, call, after)):
+            call, rounding = replace(call, out=out), after
+        calls.append(call)
+    return replace(program, calls=tuple(calls))
+
+
+def rounded_buffer(program: p.Program, reads: Reads, maker: p.Gemm | p.Attention, after: p.Call | None) -> str | None:
+    """The buffer to which the kernels of `maker` can write their result in bf16, or None.
+
+    They can if only the next call, `after`, reads the result, and only rounds it.
+    """
+    if not isinstance(after, p.Quantize) or after.x != maker.out or program.buffer(after.out).dtype != "bf16":
+        return None
+    if isinstance(maker, p.Gemm):
+        gated = maker.epilogue in ops.GATED
+        kept = (gated or maker.epilogue == "store") and maker.residual is None
+        kept = kept and not maker.blocks and maker.format != "f32"
+        read, width = maker.x, maker.n // 2 if gated else maker.n
+    else:
+        kept, read, width = True, maker.q, maker.heads * maker.head_dim
+    whole = kept and program.buffer(after.out).stride == width
+    return after.out if whole and reads.alone(after, after.x) and reads.disjoint([after.out], [read]) else None
+
+
+def measure_results(program: p.Program) -> p.Program:
+    """Gated GEMMs and attention store magnitudes for the call that quantizes their result next (MeasuredQuantize)."""
+    calls: list[p.Call] = []
+    quantizing: p.Call | None = None
+    for call, after in _with_next(program):
+        if call is quantizing:
+            continue
+        measures = isinstance(call, p.Attention) or (isinstance(call, p.Gemm) and call.epilogue in ops.GATED)
+        if measures and isinstance(after, p.Quantize) and _is_measured(program, call, after):
+            assert isinstance(call, p.Gemm | p.Attention)
+            call, quantizing = fused.MeasuredQuantize(call.name, call, after), after
+        calls.append(call)
+    return replace(program, calls=tuple(calls))
+
+
+def _is_measured(program: p.Program, call: p.Call, quantize: p.Quantize) -> bool:
+    """Whether `quantize` finds one scale for each row of the result of `call`, and needs no sum over the row."""
+    out = program.buffer(quantize.out)
+    by_row = out.dtype != "q8" or not (out.kind.group or out.groups == 1)
+    return quantize.x in call.writes and by_row and out.width % MIN_PART == 0
+
+
+# ---- appends to the KV cache -----------------------------------------------------------------------
+
+
+def normalize_in_append(program: p.Program) -> p.Program:
+    """Norms of the heads of q and k become part of the append that follows them."""
+    calls: list[p.Call] = []
+    norms: list[p.NormHeads] = []
+    for call in program.calls:
+        if isinstance(call, p.NormHeads):
+            norms.append(call)
+            continue
+        if isinstance(call, p.RopeAppend):
+            parts = _fusable_norms(norms, call)
+            norms = [norm for norm in norms if norm not in parts.values()]
+            fused_append = fused.NormedAppend(call.name, call, parts.get("q"), parts.get("k"))
+            call = fused_append if parts else call
+        calls += [*norms, call]
+        norms = []
+    return replace(program, calls=(*calls, *norms))
+
+
+def _fusable_norms(norms: Sequence[p.NormHeads], append: p.RopeAppend) -> dict[str, p.NormHeads]:
+    """By part, q or k: the norm that the append can do. Norms that stay separate come before it."""
+    parts: dict[str, p.NormHeads] = {}
+    separate: list[p.NormHeads] = []
+    for norm in reversed(norms):
+        part = _normalized_part(norm, append)
+        if part and part not in parts and not any(_overlaps(norm, later) for later in separate):
+            parts[part] = norm
+        else:
+            separate.append(norm)
+    return parts
+
+
+def _normalized_part(norm: p.NormHeads, append: p.RopeAppend) -> str:
+    """The part, q or k, of an append's input whose heads the norm normalizes; "" if neither."""
+    if append.qkv != norm.x or norm.width != append.head_dim:
+        return ""
+    parts = {"q": (append.q_offset, append.heads), "k": (append.k_offset, append.kv_heads)}
+    return next((part for part, place in parts.items() if place == (norm.x_offset, norm.heads)), "")
+
+
+def _overlaps(a: p.NormHeads, b: p.NormHeads) -> bool:
+    """Whether two norms change columns in common."""
+    before = a.x_offset + a.heads * a.width <= b.x_offset or b.x_offset + b.heads * b.width <= a.x_offset
+    return a.x == b.x and not before
+
+
+# ---- routers and sums over slots -------------------------------------------------------------------
+
+
+def add_in_combine(program: p.Program) -> p.Program:
+    """Sums over slots add the buffer that the next call would add."""
+    reads, calls = Reads(program), list[p.Call]()
+    adding: p.Call | None = None
+    for call, after in _with_next(program):
+        if call is adding:
+            continue
+        if isinstance(call, p.Combine) and (other := _addend(reads, call, after)):
+            assert isinstance(after, p.Elementwise)
+            call, adding = fused.CombineAdd(call.name, call.x, after.out, other, call.slots, call.scores), after
+        calls.append(call)
+    return replace(program, calls=tuple(calls))
+
+
+def _addend(reads: Reads, combine: p.Combine, after: p.Call | None) -> str | None:
+    """The buffer that `after` adds to the sum over a token's slots, if one kernel can do both; else None.
+
+    Nothing else may read the sum, and the result must not overlap the slots or scores in memory.
+    """
+    if not isinstance(after, p.Elementwise) or after.kind != "add" or after.weight is not None:
+        return None
+    other = after.other if after.x == combine.out else after.x
+    shifted = after.x_offset or after.other_offset
+    if other is None or other == combine.out or combine.out not in after.reads or shifted:
+        return None
+    return other if reads.alone(after, combine.out) and reads.disjoint([after.out], combine.reads) else None
+
+
+def chain_routes(program: p.Program) -> p.Program:
+    """Consecutive steps of a router become one call, as long as none stores where another program may yet read."""
+    reads, calls = Reads(program), list[p.Call]()
+    for routes, run in groupby(enumerate(program.calls), lambda pair: isinstance(pair[1], p.Route)):
+        if not routes:
+            calls += [call for _, call in run]
+            continue
+        chain: list[p.Route] = []
+        for place, call in run:
+            assert isinstance(call, p.Route)
+            if chain and not _is_one_kernel(reads, [*chain, call], place):
+                calls.append(_chained(reads, chain, place - 1))
+                chain = []
+            chain.append(call)
+        calls.append(_chained(reads, chain, place))
+    return replace(program, calls=tuple(calls))
+
+
+def _chained(reads: Reads, chain: Sequence[p.Route], last: int) -> fused.RouteChain:
+    """A chain of steps, of which the last one is call number `last`."""
+    return fused.RouteChain(chain[0].name, tuple(chain), tuple(reads.last(step.out) > last for step in chain))
+
+
+def _is_one_kernel(reads: Reads, chain: Sequence[p.Route], last: int) -> bool:
+    """Whether the steps, the last one being call number `last`, fit one kernel."""
+    one = _chained(reads, chain, last)
+    made = {step.out for step in chain}
+    read = [name for step in chain for name in step.reads if name not in made]
+    whole = not any(step.x in made and step.x_offset for step in chain)
+    return whole and len(made) == len(chain) and reads.disjoint(one.writes, read)
+
+
+def _with_next(program: p.Program) -> Iterator[tuple[p.Call, p.Call | None]]:
+    """Each call and the one after it."""
+    return zip_longest(program.calls, program.calls[1:])
+
+
+RULES: tuple[Callable[[p.Program], p.Program], ...] = (
+    separate_gates,
+    round_results,
+    measure_results,
+    normalize_in_append,
+    add_in_combine,
+    chain_routes,
+    prepare_slots,
+)

@@ -1,0 +1,80 @@
+"""Fusion for mixtures of experts: inputs are quantized once, and slots are sorted once, for all GEMMs that share them.
+
+Quantized inputs and the order of slots are in scratch memory, which holds one of each at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from qcompile.codegen import program as p
+from qcompile.codegen.gpu import fused
+from qcompile.codegen.gpu.gemm import spec as gemm
+from qcompile.codegen.gpu.gemm.pack import kernel_of, packing_of, padded_inputs
+from qcompile.errors import PassError, UnsupportedError
+
+
+def prepare_slots(program: p.Program) -> p.Program:
+    """Inserts the calls that quantize inputs and sort slots before GEMMs of experts, unless scratch memory has both.
+
+    A norm whose rows the next experts read quantizes them itself. A call that writes the inputs or the index makes what
+    was derived from them stale.
+    """
+    for call in program.calls:
+        if isinstance(call, p.ExpertGemm):
+            _inputs_of(program, call)  # raises for experts without kernels
+    calls: list[p.Call] = []
+    order: fused.SortSlots | None = None
+    inputs: fused.QuantizeSlots | None = None
+    for place, call in enumerate(program.calls):
+        order = None if order and order.index in call.writes else order
+        inputs = None if inputs and inputs.x in call.writes else inputs
+        if isinstance(call, p.Norm) and (found := _quantized_by(program, call, program.calls[place + 1 :])):
+            inputs, call = found, fused.NormSlots(call.name, call, found)
+        elif isinstance(call, p.ExpertGemm):
+            wanted_inputs, wanted_order = _inputs_of(program, call), _order_of(program, call)
+            if inputs is None or replace(inputs, name=wanted_inputs.name) != wanted_inputs:
+                inputs = wanted_inputs
+                calls.append(inputs)
+            if order is None or replace(order, name=wanted_order.name) != wanted_order:
+                order = wanted_order
+                calls.append(order)
+            call = fused.SlotGemm(call.name, call, inputs, order)
+        calls.append(call)
+    return replace(program, calls=tuple(calls))
+
+
+def _inputs_of(program: p.Program, call: p.ExpertGemm) -> fused.QuantizeSlots:
+    """The call that quantizes the inputs of a GEMM of experts. Raises PassError if there are no kernels for it."""
+    try:
+        packing = packing_of(call.format, call.activation)
+        if call.rows % 32:
+            raise UnsupportedError(f"experts of {call.n} outputs: GPU kernels take multiples of 32")
+        if packing == "f32":
+            raise UnsupportedError("experts in f32 have no GPU kernels")
+        x = program.buffer(call.x)
+        if x.dtype != "f32" or (call.x_slots > 1 and x.stride != call.x_slots * call.k):
+            given = f"{call.x_slots} slots of {call.k} {x.dtype} in rows of {x.stride}"
+            raise UnsupportedError(f"expert kernels read f32 slots without padding between them, not {given}")
+    except UnsupportedError as error:
+        raise PassError("codegen", call.name, str(error)) from error
+    padded = padded_inputs(call.k, packing)
+    return fused.QuantizeSlots(f"{call.name}.round", call.x, call.x_slots, call.k, padded, call.activation)
+
+
+def _order_of(program: p.Program, call: p.ExpertGemm) -> fused.SortSlots:
+    """The call that sorts slots; GEMVs need no order if all experts' linears that use the index have GEMV kernels."""
+    users = [each for each in program.calls if isinstance(each, p.ExpertGemm) and each.index == call.index]
+    kernels = [kernel_of(packing_of(each.format, each.activation), each.activation) for each in users]
+    gemv = all(kernel in gemm.GEMV_FORMATS for kernel in kernels)
+    return fused.SortSlots(f"{call.name}.order", call.index, call.experts, call.slots, gemv)
+
+
+def _quantized_by(program: p.Program, norm: p.Norm, later: Sequence[p.Call]) -> fused.QuantizeSlots | None:
+    """The quantization of a norm's rows that the norm can do, if the next experts read the rows; else None."""
+    call = next((each for each in later if isinstance(each, p.ExpertGemm)), None)
+    out = program.buffer(norm.out)
+    if call is None or (call.x, call.x_slots, call.k, out.dtype) != (norm.out, 1, out.width, "f32"):
+        return None
+    return _inputs_of(program, call)

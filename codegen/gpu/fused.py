@@ -1,0 +1,199 @@
+"""Calls of fused programs (codegen/gpu/fuse.py): kernels that do the work of several calls, and helpers of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from qcompile.codegen import program as p
+
+
+@dataclass(frozen=True)
+class FusedCall(p.Call):
+    """Several calls as one; reads what the calls in `parts` read, and writes what they write."""
+
+    read_fields: ClassVar[tuple[str, ...]] = ()
+    write_fields: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def parts(self) -> tuple[p.Call, ...]:
+        """The fused calls in order."""
+        raise NotImplementedError
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the buffers that the calls read, each once."""
+        return tuple(dict.fromkeys(name for part in self.parts for name in part.reads))
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Names of the buffers that the calls write, each once."""
+        return tuple(dict.fromkeys(name for part in self.parts for name in part.writes))
+
+
+@dataclass(frozen=True)
+class GatedQuantize(p.Call):
+    """Quantize of act(gate) * up; x: bf16 [rows, 2 * width], alternating blocks of gate and up columns."""
+
+    kernel: ClassVar[str] = "gated_quantize"
+    x: str
+    out: str
+    act: str
+
+
+@dataclass(frozen=True)
+class GatedHadamard(p.Call):
+    """Hadamard of act(gate) * up; x: bf16 [rows, 2 * width], alternating blocks of gate and up columns."""
+
+    kernel: ClassVar[str] = "gated_hadamard"
+    x: str
+    out: str
+    block: int
+    core: str
+    core_order: int
+    act: str
+
+
+@dataclass(frozen=True)
+class MeasuredQuantize(FusedCall):
+    """A GEMM or attention that also stores the largest magnitudes of parts of each row, and `quantize` of its result.
+
+    With the magnitudes, several programs can quantize one row with one scale.
+    """
+
+    kernel: ClassVar[str] = "measured_quantize"
+    maker: p.Gemm | p.Attention
+    quantize: p.Quantize
+
+    @property
+    def parts(self) -> tuple[p.Call, ...]:
+        """The fused calls in order."""
+        return self.maker, self.quantize
+
+
+@dataclass(frozen=True)
+class NormedAppend(FusedCall):
+    """An append to the KV cache that first normalizes the heads of q, of k, or of both."""
+
+    kernel: ClassVar[str] = "normed_append"
+    append: p.RopeAppend
+    norm_q: p.NormHeads | None = None
+    norm_k: p.NormHeads | None = None
+
+    @property
+    def parts(self) -> tuple[p.Call, ...]:
+        """The fused calls in order."""
+        norms = (norm for norm in (self.norm_q, self.norm_k) if norm is not None)
+        return *norms, self.append
+
+
+@dataclass(frozen=True)
+class CombineAdd(p.Call):
+    """out = other + the sum over slots of Combine; all f32."""
+
+    kernel: ClassVar[str] = "combine_add"
+    read_fields: ClassVar[tuple[str, ...]] = ("x", "scores", "other")
+    x: str
+    out: str
+    other: str
+    slots: int
+    scores: str | None = None
+
+
+@dataclass(frozen=True)
+class RouteChain(FusedCall):
+    """Consecutive steps of a router; `stored` tells of each step whether another call reads its result."""
+
+    kernel: ClassVar[str] = "route_chain"
+    steps: tuple[p.Route, ...]
+    stored: tuple[bool, ...]
+
+    @property
+    def parts(self) -> tuple[p.Call, ...]:
+        """The fused calls in order."""
+        return self.steps
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the buffers that steps read, except results of earlier steps."""
+        made: set[str] = set()
+        names: dict[str, None] = {}
+        for step in self.steps:
+            names |= dict.fromkeys(name for name in step.reads if name not in made)
+            made.add(step.out)
+        return tuple(names)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Names of the buffers with the stored results."""
+        pairs = zip(self.steps, self.stored, strict=True)
+        return tuple(dict.fromkeys(step.out for step, stored in pairs if stored))
+
+
+# ---- experts: a slot is one (token, chosen expert) pair --------------------------------------------
+
+
+@dataclass(frozen=True)
+class QuantizeSlots(p.Call):
+    """Quantizes x, f32, to `activation` for the GEMMs of experts, into scratch memory with rows of `padded_k` inputs.
+
+    x has `x_slots` rows of k elements for each token.
+    """
+
+    kernel: ClassVar[str] = "quantize_slots"
+    write_fields: ClassVar[tuple[str, ...]] = ()
+    x: str
+    x_slots: int
+    k: int
+    padded_k: int
+    activation: str
+
+
+@dataclass(frozen=True)
+class NormSlots(FusedCall):
+    """A norm that also quantizes its result for the GEMMs of experts."""
+
+    kernel: ClassVar[str] = "norm_slots"
+    norm: p.Norm
+    slots: QuantizeSlots
+
+    @property
+    def parts(self) -> tuple[p.Call, ...]:
+        """The fused calls in order."""
+        return self.norm, self.slots
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the buffers that the norm reads."""
+        return self.norm.reads
+
+
+@dataclass(frozen=True)
+class SortSlots(p.Call):
+    """Sorts the slots of buffer `index`, int32 [tokens, slots], by expert, into scratch memory.
+
+    With `gemv`, GEMMs of experts need no order for few tokens.
+    """
+
+    kernel: ClassVar[str] = "sort_slots"
+    read_fields: ClassVar[tuple[str, ...]] = ("index",)
+    write_fields: ClassVar[tuple[str, ...]] = ()
+    index: str
+    experts: int
+    slots: int
+    gemv: bool
+
+
+@dataclass(frozen=True)
+class SlotGemm(FusedCall):
+    """A GEMM of experts over what an earlier call like `inputs` quantized and one like `order` sorted."""
+
+    kernel: ClassVar[str] = "slot_gemm"
+    gemm: p.ExpertGemm
+    inputs: QuantizeSlots
+    order: SortSlots
+
+    @property
+    def parts(self) -> tuple[p.Call, ...]:
+        """The GEMM."""
+        return (self.gemm,)

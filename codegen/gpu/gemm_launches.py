@@ -1,0 +1,102 @@
+"""Launches of GEMMs, a variant for each class of rows (kernels: codegen/gpu/gemm)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from qcompile import ops
+from qcompile.codegen import program as p
+from qcompile.codegen.gpu.context import PlanContext, weight_refs
+from qcompile.codegen.gpu.gemm import spec as gemm
+from qcompile.codegen.gpu.gemm import tiles
+from qcompile.codegen.gpu.gemm.pack import kernel_of, packing_of, padded_inputs, padded_outputs
+from qcompile.codegen.gpu.launches import MOST_ROWS, Launch, Variant
+from qcompile.codegen.gpu.operands import CountRef, Grid, GridSize, InputRef, Operands, ScratchRef
+from qcompile.codegen.gpu.router_launches import scores
+from qcompile.codegen.gpu.row_launches import amax_ref
+from qcompile.codegen.gpu.sample import choosing
+from qcompile.errors import UnsupportedError
+
+
+def gemm_launches(context: PlanContext, c: p.Gemm) -> Iterator[Launch]:
+    """The launches of a GEMM, and for logits those that choose tokens."""
+    if c.format == "f32":
+        yield from scores(context, c)
+        return
+    yield gemm_launch(context, c, kernel_specs(context, c))
+    if c.out is None:
+        yield from choosing(c.name, c.n, context.capability)
+
+
+def kernel_specs(context: PlanContext, c: p.Gemm, measured: bool = False) -> dict[int, gemm.KernelSpec]:
+    """The kernel for up to that many rows (0: any number).
+
+    Kernels that can store the largest magnitudes of parts of each row do so if `measured`.
+    """
+    x = context.buffer(c.x)
+    activation = x.activation if x.dtype == "q8" else x.dtype
+    packed = c.packing or packing_of(c.format, activation)
+    packing, k = kernel_of(packed, activation), padded_inputs(c.k, packed)
+    n = 16 * c.blocks or padded_outputs(c.n)
+    if x.stride != k:
+        raise UnsupportedError(f"{c.k} inputs are filled up to {x.stride} for another weight, this one takes {k}")
+    options = _options(context, c, n)
+    specs: dict[int, gemm.KernelSpec] = {}
+    for most in tiles.token_classes(packing):
+        tile = tiles.choose_batch_invariant(packing, n, k, most or tiles.LARGE_M, context.rendered_for)
+        if not context.inline_asm and tile.gemv:
+            tile = replace(tile, rows=32)  # the interpreter runs programs one after the other, so fewer are faster
+        spec = gemm.KernelSpec(packing, n, k, tile, **options)
+        specs[most] = replace(spec, amax=measured and spec.amax_parts > 0)
+    return specs
+
+
+def _options(context: PlanContext, c: p.Gemm, n: int) -> dict[str, Any]:
+    """KernelSpec's fields besides shape and tile; `n` is the number of packed rows."""
+    x, gate = context.buffer(c.x), ops.GATED.get(c.epilogue, "")
+    out = None if c.out is None else context.buffer(c.out)
+    stored = c.n // 2 if gate else c.n
+    width = stored if gate or n != c.n or c.blocks else 0
+    if out is not None and out.stride != stored:
+        # Columns after the outputs get zeros, but there is no bias for them; kernels that scatter rows skip them.
+        if gate or (not c.blocks and (c.bias is not None or out.stride > n)):
+            raise UnsupportedError(f"{stored} outputs are not whole blocks")
+        width = out.stride
+    return {
+        "bias": c.bias is not None,
+        "residual": c.residual is not None,
+        "inline_asm": context.inline_asm,
+        "multiprocessors": context.rendered_for.multiprocessors,
+        "out": "f32" if out is None else out.dtype,
+        "width": width,
+        "gated": gate,
+        "wide": c.wide,
+        "x_groups": x.dtype == "q8" and x.kind.group > 0,
+    }
+
+
+def gemm_launch(context: PlanContext, c: p.Gemm, specs: dict[int, gemm.KernelSpec]) -> Launch:
+    """The launch of a GEMM with these kernels."""
+    x = context.buffer(c.x)
+    args: Operands = {"x": context.ref(c.x), "M": CountRef(x.rows)}
+    args |= weight_refs(**c.weights, bias=c.bias)
+    args["out"] = InputRef("logits") if c.out is None else context.ref(c.out)
+    if x.dtype == "q8":
+        args |= {"x_scale": context.ref(c.x, "scale"), "x_sum": context.ref(c.x, "sums")}
+    if c.residual is not None:
+        args["residual"] = context.ref(c.residual)
+    return Launch(c.name, x.rows, tuple(_variant(spec, most, x.rows, args) for most, spec in specs.items()))
+
+
+def _variant(spec: gemm.KernelSpec, most: int, rows: str, args: Operands) -> Variant:
+    """The variant for up to `most` rows (0: any number)."""
+    grid: Grid = spec.grid(1) if spec.persistent else (GridSize(rows, spec.tile.tokens), *spec.grid(1)[1:])
+    # A split-K kernel resets integer sums to zero for the next launch, float ones not: two workspaces.
+    names = {"sums": "float_sums" if spec.float_sum else "sums", "arrived": "arrived"}
+    workspace = spec.workspace(most or MOST_ROWS).items()
+    own: Operands = {role: ScratchRef(names[role], items * dtype.itemsize) for role, (items, dtype) in workspace}
+    if spec.amax:
+        own["amax"] = amax_ref(spec.amax_parts)
+    return Variant(gemm.kernel(spec), grid, args | own, most)

@@ -1,0 +1,78 @@
+"""Launches around steps: tokens passed from step to step, and what surrounds verification in a speculation round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qcompile.codegen.gpu.attention import MOST_QUERIES
+from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
+from qcompile.codegen.gpu.launches import MOST_ROWS, TEXT_TOKENS, Launch, Variant
+from qcompile.codegen.gpu.operands import CountRef, DraftRef, GridSize, InputRef, Operands, StateRef
+
+_ROUND_STATE = (
+    "last",
+    "place",
+    "left",
+    "most",
+    "counter",
+    "tokens",
+    "gained",
+    "pair_tokens",
+    "pair_positions",
+)
+_LOOKUP_STATE = ("text", "length", "match", "most", "left", "counter", "gained", "tokens", "drafted")
+
+
+def feedback_launch() -> Launch:
+    """The launch that makes the tokens of a step the inputs of the next step, of the same rows."""
+    return _of_tokens("advance", "argmax", "token_ids", "positions", "decoded", "counter")
+
+
+def follow_launch() -> Launch:
+    """The launch that replaces the token ids of a step that refer to outputs of the step before it."""
+    return _of_tokens("follow", "argmax", "token_ids")
+
+
+def _of_tokens(name: str, *inputs: str) -> Launch:
+    """The launch of a kernel with one program for all rows."""
+    arguments = _arguments(inputs, "M")
+    source = render_template(f"{name}.py.jinja", arguments=arguments, block=2 * MOST_ROWS)
+    args: Operands = {each: InputRef(each) for each in inputs} | {"M": CountRef("tokens")}
+    variant = Variant(Kernel(name, source, arguments, 4, 1), (1, 1, 1), args, 2 * MOST_ROWS)
+    return Launch(name, "tokens", (variant,))
+
+
+def round_launches() -> tuple[Launch, Launch]:
+    """The launches before and after verification in a speculation round."""
+    operands: Operands = {name: InputRef(name) for name in ("token_ids", "positions", "argmax")}
+    operands |= {name: StateRef(name) for name in _ROUND_STATE}
+    operands |= {f"draft_{name}": DraftRef(name) for name in ("token_ids", "positions", "counter")}
+    operands |= {"decoded": DraftRef("decoded"), "S": CountRef("sequences"), "Q": CountRef("queries")}
+    rows = ("last", "place", "decoded", "token_ids", "positions")
+    accept = ("argmax", "decoded", *_ROUND_STATE, "draft_token_ids", "draft_positions", "draft_counter")
+    return (
+        _round_launch("round_rows", rows, operands, accept=False),
+        _round_launch("round_accept", accept, operands, accept=True),
+    )
+
+
+def _round_launch(name: str, pointers: Sequence[str], operands: Operands, accept: bool) -> Launch:
+    arguments = _arguments(pointers, "S", "Q")
+    values = {"name": name, "arguments": arguments, "accept": accept, "most": MOST_ROWS}
+    kernel = Kernel(name, render_template("speculation_round.py.jinja", **values), arguments, 4, 1)
+    return Launch(name, "sequences", (Variant(kernel, (1, 1, 1), operands),))
+
+
+def lookup_launch() -> Launch:
+    """The launch that drafts by n-gram lookup in a speculation round."""
+    operands: Operands = {name: StateRef(name) for name in _LOOKUP_STATE} | {"decoded": DraftRef("decoded")}
+    arguments = _arguments(tuple(operands), "S", "Q")
+    values = {"arguments": arguments, "text": TEXT_TOKENS, "queries": MOST_QUERIES}
+    kernel = Kernel("ngram_lookup", render_template("ngram_lookup.py.jinja", **values), arguments, 8, 1)
+    operands |= {"S": CountRef("sequences"), "Q": CountRef("queries")}
+    return Launch("look_up", "sequences", (Variant(kernel, (GridSize("sequences"), 1, 1), operands),))
+
+
+def _arguments(pointers: Sequence[str], *numbers: str) -> tuple[Argument, ...]:
+    """Arguments that point to 32-bit integers, then numbers."""
+    return (*(Argument(name, "*i32") for name in pointers), *(Argument(name, "i32") for name in numbers))

@@ -1,0 +1,72 @@
+"""Launches of routers of experts, and of sums over a token's slots (kernels: codegen/gpu/router.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from qcompile.codegen import program as p
+from qcompile.codegen.gpu import fused
+from qcompile.codegen.gpu.context import PlanContext, single_launch, weight_refs
+from qcompile.codegen.gpu.launches import Launch, Variant
+from qcompile.codegen.gpu.operands import CountRef, GridSize, Operands
+from qcompile.codegen.gpu.router import CombineSpec, RouteSpec, RouteStep, ScoresSpec
+from qcompile.errors import UnsupportedError
+
+SCORED = ((8, 1), (16, 2), (0, 4))
+"""Most rows of a step (0: any number), and tokens per program of the router's scores."""
+
+
+def scores(context: PlanContext, c: p.Gemm) -> Iterator[Launch]:
+    """The launch of a router's linear in float32."""
+    if c.epilogue != "store" or c.out is None:
+        raise UnsupportedError(f"a linear in f32 that ends in {c.epilogue} has no GPU kernel")
+    x, out = context.buffer(c.x), context.buffer(c.out)
+    args: Operands = {"x": context.ref(c.x), "out": context.ref(c.out), "M": CountRef(x.rows)}
+    args |= weight_refs(**c.weights, bias=c.bias)
+    variants = []
+    for most, tokens in SCORED:
+        spec = ScoresSpec(c.n, c.k, x.stride, out.stride, c.bias is not None, tokens)
+        kernel = spec.kernel(context.capability)
+        variants.append(Variant(kernel, (GridSize(x.rows, tokens), spec.programs, 1), args, most))
+    yield Launch(c.name, x.rows, tuple(variants))
+
+
+def route_chain(context: PlanContext, c: fused.RouteChain) -> Iterator[Launch]:
+    """The launch of consecutive steps of a router."""
+    made = {step.out: place for place, step in enumerate(c.steps)}
+    steps: list[RouteStep] = []
+    args: Operands = {}
+    for place, (step, stored) in enumerate(zip(c.steps, c.stored, strict=True)):
+        x, out = context.buffer(step.x), context.buffer(step.out)
+        index = None if step.index is None else context.buffer(step.index)
+        steps.append(
+            RouteStep(
+                step.kind,
+                step.width,
+                out.width,
+                step.numbers,
+                x=made.get(step.x),
+                index=None if step.index is None else made.get(step.index),
+                x_stride=x.stride,
+                index_stride=index.stride if index else 0,
+                out_stride=out.stride if stored else 0,
+            )
+        )
+        args[f"x{place}"] = context.ref(step.x, column=step.x_offset)
+        args[f"out{place}"] = context.ref(step.out)
+        if step.index is not None:
+            args[f"index{place}"] = context.ref(step.index)
+    kernel = RouteSpec(tuple(steps)).kernel(context.capability)
+    yield single_launch(c.name, "tokens", kernel, (GridSize("tokens"), 1, 1), args)
+
+
+def combine(context: PlanContext, c: p.Combine | fused.CombineAdd) -> Iterator[Launch]:
+    """The launch of a sum over a token's slots, which may add another buffer."""
+    other = c.other if isinstance(c, fused.CombineAdd) else None
+    buffers = {"x": c.x, "out": c.out, "scores": c.scores, "other": other}
+    strides = {role: context.buffer(name).stride if name else 0 for role, name in buffers.items()}
+    width = context.buffer(c.out).width
+    spec = CombineSpec(c.slots, width, strides["x"], strides["out"], strides["scores"], strides["other"])
+    args: Operands = {role: context.ref(name) for role, name in buffers.items() if name}
+    kernel = spec.kernel(context.capability)
+    yield single_launch(c.name, "tokens", kernel, (GridSize("tokens"), spec.programs, 1), args)
