@@ -124,10 +124,11 @@ class Lowering:
         `activation` is the type they are multiplied with, as in formats/activations.py.
         """
         if ops.name_of(node.target) == "upper_nibble":
-            whole = self.packed(_args(node)[0], "nested_8_4", activation)
-            n, k = _args(node)[0].meta["val"][0].shape
+            nested = ops.operand(node, "weight")
+            whole = self.packed(nested, ops.operand(nested, "format"), activation)
+            n, k = nested.meta["val"][0].shape
             return {role: whole[role] for role in self.table_of_weights.packing.sizes(n, k, format, activation)}
-        w = _args(node)[0]
+        w = ops.operand(node, "w")
         n, k = w.meta["val"].shape
         sizes = self.table_of_weights.packing.sizes(n, k, format, activation)
 
@@ -145,7 +146,7 @@ class Lowering:
 
         `pairs`: its rows are gate and up pairs. The set of wide rows is evaluated here, as it determines part sizes.
         """
-        w, marked, *_ = _args(node)
+        w, marked = ops.operand(node, "w"), ops.operand(node, "wide")
         found = self.table_of_weights.packing.mixed(self.graph.evaluate(marked), pairs, w.meta["val"].shape[1])
 
         def blobs() -> Iterator[Tensor]:
@@ -197,13 +198,8 @@ def _sources(node: fx.Node) -> list[str]:
 # ---- one function per operator --------------------------------------------------------------------
 
 
-def _args(node: fx.Node) -> Any:
-    """The node's arguments; the check after each pass ensures that they match the operator's schema."""
-    return node.args
-
-
 def _embedding(low: Lowering, node: fx.Node) -> p.Call:
-    ids, table = _args(node)
+    ids, table = ops.operand(node, "ids"), ops.operand(node, "weight")
     indices: dict[str, Literal["tokens", "positions"]] = {"step_token_ids": "tokens", "step_positions": "positions"}
     index = indices.get(ids.target)
     if index is None:
@@ -213,15 +209,10 @@ def _embedding(low: Lowering, node: fx.Node) -> p.Call:
 
 
 def _norm(low: Lowering, node: fx.Node) -> p.Call:
-    kind = ops.name_of(node.target)
-    style: Literal["rms", "layer"]
-    x, weight, *rest = _args(node)
-    if kind == "rms_norm":
-        bias, eps, style = None, rest[0], "rms"
-    elif kind == "layer_norm":
-        bias, eps, style = rest[0], rest[1], "layer"
-    else:
-        bias, eps, style = rest[0], rest[1], rest[2]
+    given = ops.named(node)
+    styles: dict[str | None, Literal["rms", "layer"]] = {"rms_norm": "rms", "layer_norm": "layer"}
+    style = styles.get(ops.name_of(node.target)) or given["kind"]
+    x, weight, bias, eps = given["x"], given["weight"], given.get("bias"), given["eps"]
     if x.meta["val"].dim() != 2:
         raise PassError("codegen", node.name, "a norm inside heads has no kernel yet")
     where, weights = (low.buffer(x, whole=False), low.buffer(node)), (low.vector(weight), low.vector(bias))
@@ -229,26 +220,35 @@ def _norm(low: Lowering, node: fx.Node) -> p.Call:
 
 
 def _norm_heads(low: Lowering, node: fx.Node) -> p.Call:
-    x, weight, bias, eps, kind, offset, heads, width = _args(node)
-    sizes = {w.meta["val"].shape[0] for w in (weight, bias) if w is not None}
+    given = ops.operands(node)
+    sizes = {w.meta["val"].shape[0] for w in (given.weight, given.bias) if w is not None}
     if len(sizes) > 1:
         raise PassError("codegen", node.name, "its weight and bias are by head, or are not, both alike")
-    weights = low.vector(weight), low.vector(bias)
-    by_head = heads > 1 and sizes == {heads * width}
-    return p.NormHeads(node.name, kind, low.buffer(x), offset, heads, width, eps, *weights, by_head)
+    return p.NormHeads(
+        node.name,
+        given.kind,
+        low.buffer(given.x),
+        x_offset=given.offset,
+        heads=given.heads,
+        width=given.width,
+        eps=given.eps,
+        weight=low.vector(given.weight),
+        bias=low.vector(given.bias),
+        by_head=given.heads > 1 and sizes == {given.heads * given.width},
+    )
 
 
 def _quantize(low: Lowering, node: fx.Node) -> p.Call | None:
-    x, dtype, _ = _args(node)
-    if dtype == "f32":
+    given = ops.operands(node)
+    if given.kind == "f32":
         return None
-    return p.Quantize(node.name, low.buffer(x), low.buffer(node))
+    return p.Quantize(node.name, low.buffer(given.x), low.buffer(node))
 
 
 def _hadamard(low: Lowering, node: fx.Node) -> p.Call:
-    x, core, block, *_ = _args(node)
-    order = math.isqrt(core.meta["val"].shape[0])
-    return p.Hadamard(node.name, low.buffer(x), low.buffer(node), block, str(low.vector(core)), order)
+    given = ops.operands(node)
+    order = math.isqrt(given.core.meta["val"].shape[0])
+    return p.Hadamard(node.name, low.buffer(given.x), low.buffer(node), given.block, str(low.vector(given.core)), order)
 
 
 def _activation(x: fx.Node) -> str:
@@ -258,7 +258,8 @@ def _activation(x: fx.Node) -> str:
 
 
 def _gemm(low: Lowering, node: fx.Node) -> p.Call:
-    x, weight, bias, residual, format, epilogue, _ = _args(node)
+    given = ops.operands(node)
+    x, weight, format, epilogue = given.x, given.weight, given.format, given.epilogue
     n, k = weight.meta["val"][0].shape
     logits = "storage" not in node.meta
     if logits and epilogue != "store":
@@ -281,90 +282,90 @@ def _gemm(low: Lowering, node: fx.Node) -> p.Call:
         packed,
         "logits" if logits else epilogue,
         None if logits else low.buffer(node),
-        low.vector(bias),
-        None if residual is None else low.buffer(residual),
+        low.vector(given.bias),
+        None if given.residual is None else low.buffer(given.residual),
         *more,
     )
 
 
 def _rope_append(low: Lowering, node: fx.Node) -> p.Call:
-    qkv, inv_freq, _, _, _, _, offsets, heads, kv_heads, head_dim, scaling, interleaved, layer, _, *more = _args(node)
-    center, block, table, weight = more
-    q, k, v = offsets
+    given = ops.operands(node)
+    q, k, v = given.offsets
     return p.RopeAppend(
         node.name,
-        low.buffer(qkv),
+        low.buffer(given.qkv),
         q,
         k,
         v,
-        heads,
-        kv_heads,
-        head_dim,
-        layer,
-        rotary_dim=0 if inv_freq is None else 2 * inv_freq.meta["val"].shape[0],
-        inv_freq=low.vector(inv_freq),
-        scaling=scaling,
-        interleaved=interleaved,
-        center=low.vector(center),
-        block=block,
-        query_table=low.flat(table),
-        query_weight=low.vector(weight),
+        given.heads,
+        given.kv_heads,
+        given.head_dim,
+        given.layer,
+        rotary_dim=0 if given.inv_freq is None else 2 * given.inv_freq.meta["val"].shape[0],
+        inv_freq=low.vector(given.inv_freq),
+        scaling=given.scaling,
+        interleaved=given.interleaved,
+        center=low.vector(given.center),
+        block=given.block,
+        query_table=low.flat(given.query_table),
+        query_weight=low.vector(given.query_weight),
     )
 
 
 def _gather(low: Lowering, node: fx.Node) -> p.Call:
-    sources, index = _args(node)
-    found = zip(*((low.buffer(x, whole=False), low.column(x), x.meta["val"].shape[-1]) for x in sources), strict=True)
-    names, columns, widths = found
-    return p.Gather(node.name, names, columns, widths, low.buffer(node), low.indices(index))
+    given = ops.operands(node)
+    names = tuple(low.buffer(x, whole=False) for x in given.sources)
+    columns = tuple(low.column(x) for x in given.sources)
+    widths = tuple(x.meta["val"].shape[-1] for x in given.sources)
+    return p.Gather(node.name, names, columns, widths, low.buffer(node), low.indices(given.index))
 
 
 def _attention(low: Lowering, node: fx.Node) -> p.Call:
-    q, _, _, _, cache, layer, scale, window, softcap, sinks, key_bias, _, center = (*_args(node), *[None] * 4)[:13]
+    given = ops.operands(node)
+    q, cache = given.q, given.cache
     heads, head_dim = q.meta["val"].shape[-2:]
-    kv_heads = cache.meta["val"].shape[-2]
-    column = q.meta["storage"]["column"]
-    where = (low.buffer(q, whole=False), column, low.buffer(node))
     return p.Attention(
         node.name,
-        *where,
+        low.buffer(q, whole=False),
+        low.column(q),
+        low.buffer(node),
         heads,
-        kv_heads,
+        cache.meta["val"].shape[-2],
         head_dim,
-        scale,
-        layer,
-        window,
-        softcap,
-        low.vector(sinks),
-        low.flat(key_bias),
-        low.vector(center),
+        given.scale,
+        given.layer,
+        given.window,
+        given.softcap,
+        low.vector(given.sinks),
+        low.flat(given.key_bias),
+        low.vector(given.center),
     )
 
 
 def _take_rows(low: Lowering, node: fx.Node) -> p.Call:
-    return p.TakeRows(node.name, low.buffer(_args(node)[0]), low.buffer(node))
+    return p.TakeRows(node.name, low.buffer(ops.operand(node, "x")), low.buffer(node))
 
 
 def _unary(low: Lowering, node: fx.Node) -> p.Call:
-    x, kind = _args(node)
+    x, kind = ops.operand(node, "x"), ops.operand(node, "kind")
     return p.Elementwise(node.name, kind, low.buffer(x, whole=False), low.buffer(node), x_offset=low.column(x))
 
 
 def _xielu(low: Lowering, node: fx.Node) -> p.Call:
-    x, curve = _args(node)
+    x, curve = ops.operand(node, "x"), ops.operand(node, "curve")
     where = low.buffer(x, whole=False), low.buffer(node)
     return p.Elementwise(node.name, "xielu", *where, weight=low.vector(curve), x_offset=low.column(x))
 
 
 def _scale(low: Lowering, node: fx.Node) -> p.Call:
-    x, factor = _args(node)
+    x, factor = ops.operand(node, "x"), ops.operand(node, "factor")
     where = low.buffer(x, whole=False), low.buffer(node)
     return p.Elementwise(node.name, "scale", *where, factor=factor, x_offset=low.column(x))
 
 
 def _binary(low: Lowering, node: fx.Node) -> p.Call:
     kind = str(ops.name_of(node.target))
-    a, b = _args(node)
+    a, b = ops.operand(node, "a"), ops.operand(node, "b")
     if low.graph.is_weight(a):
         a, b = b, a
     shapes = a.meta["val"].shape, b.meta["val"].shape
@@ -383,27 +384,29 @@ def _binary(low: Lowering, node: fx.Node) -> p.Call:
 
 
 def _clamp(low: Lowering, node: fx.Node) -> p.Call:
-    x, least, most = _args(node)
+    given = ops.operands(node)
+    x = given.x
     where = low.buffer(x, whole=False), low.buffer(node)
-    return p.Elementwise(node.name, "clamp", *where, x_offset=low.column(x), low=least, high=most)
+    return p.Elementwise(node.name, "clamp", *where, x_offset=low.column(x), low=given.low, high=given.high)
 
 
 def _shift(low: Lowering, node: fx.Node) -> p.Call:
-    x, offset = _args(node)
+    x, offset = ops.operand(node, "x"), ops.operand(node, "offset")
     where = low.buffer(x, whole=False), low.buffer(node)
     return p.Elementwise(node.name, "shift", *where, factor=offset, x_offset=low.column(x))
 
 
 def _route(low: Lowering, node: fx.Node) -> p.Call:
-    x, *rest = _args(node)
+    given = ops.named(node)
     kind: Any = ops.name_of(node.target)
-    index = low.buffer(rest.pop(0)) if kind == "pick" else None
+    x, index = given.pop("x"), given.pop("index", None)
     where = low.buffer(x, whole=False), low.buffer(node), x.meta["val"].shape[-1], low.column(x)
-    return p.Route(node.name, kind, *where, index, tuple(rest))
+    return p.Route(node.name, kind, *where, None if index is None else low.buffer(index), tuple(given.values()))
 
 
 def _expert_gemm(low: Lowering, node: fx.Node) -> p.Call:
-    x, index, weight, bias, format, activation, group, experts, n, epilogue, limit, offset = _args(node)
+    given = ops.operands(node)
+    x, index, weight, format, experts = given.x, given.index, given.weight, given.format, given.experts
     k, slots = x.meta["val"].shape[-1], index.meta["val"].shape[-1]
     x_slots = slots if x.meta["val"].dim() == 3 else 1
     # Whole blocks of 16 rows: four experts take a multiple of 64 bytes in every role, so sizes are not rounded up.
@@ -411,13 +414,22 @@ def _expert_gemm(low: Lowering, node: fx.Node) -> p.Call:
     sizes = weight_format(format).packed_bytes(4 * rows, k)
     strides = {role: size // 4 for role, size in sizes.items()}
     where = low.buffer(x), low.buffer(index), low.buffer(node)
-    how = (format, activation, group, n, rows, k, experts, slots, x_slots)
-    packed = low.packed(weight, format, activation)
-    return p.ExpertGemm(node.name, *where, *how, packed, strides, low.vector(bias), epilogue, limit, offset)
+    how = (format, given.activation, given.group, given.width, rows, k, experts, slots, x_slots)
+    return p.ExpertGemm(
+        node.name,
+        *where,
+        *how,
+        low.packed(weight, format, given.activation),
+        strides,
+        bias=low.vector(given.bias),
+        epilogue=given.epilogue,
+        limit=given.limit,
+        offset=given.offset,
+    )
 
 
 def _combine(low: Lowering, node: fx.Node) -> p.Call:
-    y, scores = _args(node)
+    y, scores = ops.operand(node, "y"), ops.operand(node, "factor")
     slots = y.meta["val"].shape[-2]
     return p.Combine(node.name, low.buffer(y), low.buffer(node), slots, None if scores is None else low.buffer(scores))
 
@@ -486,4 +498,4 @@ def lower(graph: Graph, weights: WeightTable, origin: str = "") -> p.Program:
 
 def _kv_layout(graph: Graph) -> p.KVLayout:
     layers, _, _, kv_heads, head_dim = next(n for n in graph.inputs if n.target == "step_cache").meta["val"].shape
-    return p.KVLayout(_args(graph.calls("rope_append")[0])[13], layers, kv_heads, head_dim)
+    return p.KVLayout(ops.operand(graph.calls("rope_append")[0], "format"), layers, kv_heads, head_dim)

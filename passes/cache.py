@@ -68,30 +68,20 @@ class Cache(Pass):
     def _replace_attention(
         self, graph: Graph, node: fx.Node, layer: int, inputs: dict[str, fx.Node], cache: fx.Node
     ) -> fx.Node:
-        arguments = list(node.args) + [0, 0.0, None, None, None][len(node.args) - 4 :]
-        q, k, v, scale, window, softcap, sinks, key_bias, center = arguments
-        place = (inputs["positions"], inputs["sequence"], inputs["block_table"])
+        given = ops.named(node)
+        k, v = given.pop("k"), given.pop("v")
+        step: dict[str, Any] = {name: inputs[name] for name in ("positions", "sequence", "block_table")}
+        step["layer"] = layer
         bits = kv_format(self.format).read_bits
         with graph.fx.inserting_before(node):
-            appended = _call(graph, "kv_append", k, v, *place, cache, layer, self.format)
-            shape = (layer, scale, window, softcap, sinks, key_bias, bits, center)
-            read = _call(graph, "kv_attention", q, *place, appended, *shape)
+            appended = graph.create("kv_append", k, v, **step, cache=cache, format=self.format)
+            read = graph.create("kv_attention", **step, **given, cache=appended, bits=bits)
         graph.replace(node, read)
         return appended
 
 
-def _call(graph: Graph, name: str, *args: Any) -> fx.Node:
-    """Create a node whose shape is inferred later, when all inputs have their step shapes."""
-    return graph.fx.create_node("call_function", ops.op(name), args, name=name)
-
-
-def _args(node: fx.Node) -> Any:
-    return node.args
-
-
 def _kv_shape(node: fx.Node) -> tuple[int, int]:
-    _, key, value, *_ = _args(node)
-    k, v = key.meta["val"].shape, value.meta["val"].shape
+    k, v = (ops.operand(node, name).meta["val"].shape for name in ("k", "v"))
     if k != v:
         raise PassError("cache", node.name, f"keys {tuple(k[2:])} and values {tuple(v[2:])} differ in heads or size")
     return tuple(k[-2:])
@@ -99,7 +89,7 @@ def _kv_shape(node: fx.Node) -> tuple[int, int]:
 
 def _pad_values(graph: Graph, node: fx.Node) -> None:
     """Pad values narrower than keys with zeros, and slice the padding off the attention output."""
-    _, key, value, *_ = _args(node)
+    key, value = ops.operand(node, "k"), ops.operand(node, "v")
     (_, _, heads, wide), (_, _, kv_heads, narrow) = key.meta["val"].shape, value.meta["val"].shape
     if narrow >= wide:
         return
@@ -108,8 +98,9 @@ def _pad_values(graph: Graph, node: fx.Node) -> None:
     filled = np.pad(place, ((0, 0), (0, wide - narrow)), constant_values=-1).ravel()
     kept = np.arange(heads * wide).reshape(heads, wide)[:, :narrow].ravel()
     with graph.fx.inserting_before(node):
-        flat = value.args[0] if ops.name_of(value.target) == "split_heads" else graph.call("merge_heads", value)
-        node.update_arg(2, graph.call("split_heads", gathered(graph, [flat], filled), kv_heads))
+        split = ops.name_of(value.target) == "split_heads"
+        flat = ops.operand(value, "x") if split else graph.call("merge_heads", value)
+        ops.set_operands(node, v=graph.call("split_heads", gathered(graph, [flat], filled), kv_heads))
     users = list(node.users)
     graph.infer_node(node)
     with graph.fx.inserting_after(node):
@@ -142,7 +133,7 @@ def _take_output_rows(graph: Graph, rows: fx.Node) -> None:
         node = sources[0]
     users = list(node.users)
     with graph.fx.inserting_after(node):
-        taken = _call(graph, "take_rows", node, rows)
+        taken = graph.create("take_rows", node, rows)
     reaching = _output_chain(graph)
     for user in users:
         if user in reaching:

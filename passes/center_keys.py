@@ -9,7 +9,7 @@ Biases cause such offsets, and RoPE preserves them in channel pairs with low fre
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -47,16 +47,17 @@ class CenterKeys(Pass):
             if reason:
                 notes.append(str(PassError(self.name, node.name, reason)))
             else:
-                stops[node] = _args(node)[1] if ops.name_of(_args(node)[1].target) == "rope" else node
+                key = ops.operand(node, "k")
+                stops[node] = key if ops.name_of(key.target) == "rope" else node
         means = _means(graph, stops)
         for node, mean in means.items():
             name = f"{self.name}.{node.name}.mean"
             graph.weights.add_tensor(name, mean.flatten())
             with graph.fx.inserting_before(node):
-                node.update_arg(1, graph.call("rotate_heads", node.args[1], graph.weight(name), 0))
-            given = (*node.args, *(0, 0.0, None, None)[len(node.args) - 4 :])
-            if given[5] or given[6] is not None:  # a soft cap, or sinks
-                node.args = (*given, graph.weight(name))
+                centered = graph.call("rotate_heads", ops.operand(node, "k"), center=graph.weight(name), block=0)
+            ops.set_operands(node, k=centered)
+            if ops.operand(node, "softcap") or ops.operand(node, "sinks") is not None:
+                ops.set_operands(node, center=graph.weight(name))
         return PassResult(graph, len(means), tuple(notes))
 
 
@@ -68,7 +69,7 @@ def _means(graph: Graph, stops: dict[fx.Node, fx.Node]) -> dict[fx.Node, Tensor]
     means = {}
     for node, stop in sorted(stops.items(), key=lambda item: order[item[1]]):
         sweep.advance(stop)
-        source = _args(stop)[1] if stop is node else _args(stop)[0]
+        source = ops.operand(stop, "k" if stop is node else "x")
         mean = torch.stack([value.float().mean((0, 1)) for value in sweep.values(source)]).mean(0)
         means[node] = mean if stop is node else _over_positions(graph, mean, stop)
     return {node: means[node] for node in stops}
@@ -76,22 +77,20 @@ def _means(graph: Graph, stops: dict[fx.Node, fx.Node]) -> dict[fx.Node, Tensor]
 
 def _over_positions(graph: Graph, mean: Tensor, rope: fx.Node) -> Tensor:
     """The mean f32 [Hk, D] of keys after `rope` over all positions of the model, given `mean`, their mean before it."""
-    _, _, inv_freq, scaling, interleaved = _args(rope)
-    frequencies = graph.evaluate(inv_freq).double()
+    given = ops.operands(rope)
+    frequencies = graph.evaluate(given.inv_freq).double()
     angles = torch.arange(graph.info.max_position).double()[:, None] * frequencies
-    cos, sin = (part.mean(0).float() * scaling for part in (angles.cos(), angles.sin()))
+    cos, sin = (part.mean(0).float() * given.scaling for part in (angles.cos(), angles.sin()))
     pairs, rest = mean[:, : 2 * len(frequencies)], mean[:, 2 * len(frequencies) :]
-    a, b = (pairs[:, 0::2], pairs[:, 1::2]) if interleaved else pairs.chunk(2, -1)
-    turned = a * cos - b * sin, b * cos + a * sin
-    return torch.cat((torch.stack(turned, -1).flatten(1) if interleaved else torch.cat(turned, -1), rest), -1)
+    a, b = (pairs[:, 0::2], pairs[:, 1::2]) if given.interleaved else pairs.chunk(2, -1)
+    rotated = a * cos - b * sin, b * cos + a * sin
+    return torch.cat((torch.stack(rotated, -1).flatten(1) if given.interleaved else torch.cat(rotated, -1), rest), -1)
 
 
 def _obstacle(graph: Graph, attention: fx.Node) -> str | None:
     """Why the keys of `attention` are not centered; None when their rotation depends on known positions."""
-    key: Any = attention.args[1]
-    known = ops.name_of(key.target) != "rope" or (key.args[1] in graph.inputs and graph.is_weight(key.args[2]))
+    key = ops.operand(attention, "k")
+    if ops.name_of(key.target) != "rope":
+        return None
+    known = ops.operand(key, "positions") in graph.inputs and graph.is_weight(ops.operand(key, "inv_freq"))
     return None if known else "its keys are turned by something other than their positions"
-
-
-def _args(node: fx.Node) -> Any:
-    return node.args

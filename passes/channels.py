@@ -6,6 +6,7 @@ scale, the push is refused with that node's name before anything is changed.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -21,9 +22,9 @@ def not_linears_alone(graph: Graph, node: fx.Node) -> str | None:
     if not node.users:
         return "nothing reads it"
     for user in node.users:
-        if ops.name_of(user.target) not in ("linear", "expert_linear") or user.args[0] is not node:
+        if ops.name_of(user.target) not in ("linear", "expert_linear") or ops.operand(user, "x") is not node:
             return f"read by {user.name}, which is not a linear over it"
-        if not graph.is_weight(user.args[dataflow.WEIGHT_AXES[str(ops.name_of(user.target))][0]]):
+        if not graph.is_weight(ops.operand(user, "weight")):
             return f"read by {user.name}, whose second operand is not a weight"
     return None
 
@@ -61,15 +62,15 @@ class ScalePusher:
             raise PassError(self.pass_name, node.name, "a scale passes a rotation only where it is equal in each pair")
         if kind not in _PUSH:
             raise PassError(self.pass_name, node.name, f"a channel scale cannot move into {kind}")
-        if kind == "mul" and not _is_by_row(node) and node.args[1].meta["val"].shape != node.meta["val"].shape:
+        if kind == "mul" and not _is_by_row(node) and _shape(ops.operand(node, "b")) != _shape(node):
             raise PassError(self.pass_name, node.name, "its second factor is the same for several of its channels")
-        if kind == "rotate_heads" and node.args[2]:
+        if kind == "rotate_heads" and ops.operand(node, "block"):
             raise PassError(self.pass_name, node.name, "a scale does not pass a matrix that mixes channels")
-        if kind in ("rms_norm", "layer_norm") and node.args[1] is None:
+        if kind in ("rms_norm", "layer_norm") and ops.operand(node, "weight") is None:
             raise PassError(self.pass_name, node.name, "this norm has no weight that could take a scale")
-        for index, axis in _PUSH[kind].weights:
-            weight = node.args[index] if len(node.args) > index else None
-            if weight is not None and weight.meta["val"].shape[axis] % size:
+        for name in _PUSH[kind].weights:
+            weight = ops.operand(node, name)
+            if weight is not None and _shape(weight)[0] % size:
                 raise PassError(self.pass_name, node.name, "one of its weights serves channels with different scales")
         for source in self._sources(node, kind):
             self._check(source, node, size)
@@ -77,39 +78,44 @@ class ScalePusher:
     def _sources(self, node: Any, kind: str) -> list[fx.Node]:
         """The producers that the scale moves on to; empty if it ends in this node's weights."""
         if kind == "mul" and _is_by_row(node):
-            return [node.args[0]]
-        return [node.args[index] for index in _PUSH[kind].passes_to]
+            return [ops.operand(node, "a")]
+        passes_to = _PUSH[kind].passes_to
+        return [] if passes_to is None else [ops.operand(node, passes_to)]
 
     def _apply(self, node: Any, factor: fx.Node, inverse: bool) -> None:
         rule = _PUSH[ops.name_of(node.target) or ""]
-        for index, axis in rule.weights:
-            if len(node.args) > index and node.args[index] is not None:
-                scaled = self.graph.call_weight("scale_axis", node.args[index], factor, axis, inverse)
-                node.update_arg(index, scaled)
-                self.fired += 1
+        for name in rule.weights:
+            self.fired += dataflow.rewrite_weight(
+                self.graph, node, name, "scale_axis", factor=factor, axis=0, inverse=inverse
+            )
         for source in self._sources(node, ops.name_of(node.target) or ""):
             self._apply(source, factor, inverse)
 
 
 def _is_by_row(product: Any) -> bool:
     """Whether the second factor is one number per row, such as a factor of the position: then the first is scaled."""
-    return bool(product.args[1].meta["val"].shape == (*product.meta["val"].shape[:-1], 1))
+    return _shape(ops.operand(product, "b")) == (*_shape(product)[:-1], 1)
 
 
+def _shape(node: Any) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+@dataclass(frozen=True)
 class _Rule:
-    """How a scale passes an operator: `weights` (argument, axis) absorb it, arguments `passes_to` pass it on."""
+    """How a scale passes an operator: operands `weights` absorb it on their first axis, `passes_to` passes it on."""
 
-    def __init__(self, weights: tuple[tuple[int, int], ...] = (), passes_to: tuple[int, ...] = ()) -> None:
-        self.weights, self.passes_to = weights, passes_to
+    weights: tuple[str, ...] = ()
+    passes_to: str | None = None
 
 
 _PUSH: dict[str, _Rule] = {
-    "linear": _Rule(weights=((1, 0), (2, 0))),
-    "rms_norm": _Rule(weights=((1, 0),)),
-    "layer_norm": _Rule(weights=((1, 0), (2, 0))),
-    "mul": _Rule(passes_to=(1,)),  # act(gate) * up: only `up` is linear in its weights
-    "rope": _Rule(passes_to=(0,)),
-    "rotate_heads": _Rule(weights=((1, 0),), passes_to=(0,)),
-    "split_heads": _Rule(passes_to=(0,)),
-    "merge_heads": _Rule(passes_to=(0,)),
+    "linear": _Rule(weights=("weight", "bias")),
+    "rms_norm": _Rule(weights=("weight",)),
+    "layer_norm": _Rule(weights=("weight", "bias")),
+    "mul": _Rule(passes_to="b"),  # act(gate) * up: only `up` is linear in its weights
+    "rope": _Rule(passes_to="x"),
+    "rotate_heads": _Rule(weights=("center",), passes_to="x"),
+    "split_heads": _Rule(passes_to="x"),
+    "merge_heads": _Rule(passes_to="x"),
 }

@@ -69,7 +69,7 @@ def carried(reads: list[tuple[fx.Node, fx.Node]]) -> Iterator[tuple[fx.Node, fx.
     rms_norm without a weight commutes with every rotation, so its output has the same basis as its input.
     """
     for user, value in reads:
-        if ops.name_of(user.target) == "rms_norm" and user.args[1] is None:
+        if ops.name_of(user.target) == "rms_norm" and ops.operand(user, "weight") is None:
             yield from carried([(reader, user) for reader in user.users])
         else:
             yield user, value
@@ -83,8 +83,38 @@ def read_once(value: fx.Node) -> bool:
     return places.count(value) == 1
 
 
-WEIGHT_AXES = {"linear": (1, 0, 1), "embedding": (1, 1, None), "expert_linear": (2, 1, 2)}
-"""Where operators keep their weights: (argument, output axis, input axis or None); a bias follows the weight."""
+@dataclass(frozen=True)
+class WeightAxes:
+    """The axes of operand `weight` along which an operator has its output features and its input features.
+
+    `inputs` is None for a table, which has no input features and no bias.
+    """
+
+    outputs: int
+    inputs: int | None
+
+
+WEIGHT_AXES = {"linear": WeightAxes(0, 1), "embedding": WeightAxes(1, None), "expert_linear": WeightAxes(1, 2)}
+"""The operators that multiply by, or look up, their operand `weight`; all but tables may have an operand `bias`."""
+
+
+def axes_of(node: fx.Node) -> WeightAxes:
+    """The axes of the weight of `node`, which is one of WEIGHT_AXES."""
+    return WEIGHT_AXES[str(ops.name_of(node.target))]
+
+
+def biased(node: fx.Node) -> bool:
+    """Whether `node`, one of WEIGHT_AXES, has a bias."""
+    return ops.has_operand(node, "bias") and ops.operand(node, "bias") is not None
+
+
+def rewrite_weight(graph: Graph, node: fx.Node, operand: str, name: str, *given: object, **more: object) -> bool:
+    """Replace `operand` of `node` by qcompile::name(operand, ...) on weights; False if `node` does not have it."""
+    weight = ops.operand(node, operand) if ops.has_operand(node, operand) else None
+    if weight is None:
+        return False
+    ops.set_operands(node, **{operand: graph.call_weight(name, weight, *given, **more)})
+    return True
 
 
 def weighted(graph: Graph, value: fx.Node) -> fx.Node:
@@ -124,14 +154,14 @@ class ChannelSpace:
     """Values that number their features alike, so that a permutation must apply to all of them or none.
 
     `writers` are the linears and embeddings that produce them, `readers` the linears that read them, `vectors` the
-    (node, argument) pairs of weights [width] in between. `obstacle` is the node that fixes the order, and why.
+    (node, operand) pairs of weights [width] in between. `obstacle` is the node that fixes the order, and why.
     """
 
     width: int
     values: list[fx.Node]
     writers: list[fx.Node] = field(default_factory=list)
     readers: list[fx.Node] = field(default_factory=list)
-    vectors: list[tuple[fx.Node, int]] = field(default_factory=list)
+    vectors: list[tuple[fx.Node, str]] = field(default_factory=list)
     obstacle: tuple[fx.Node, str] | None = None
 
 
@@ -165,7 +195,7 @@ def _space(graph: Graph, values: list[fx.Node]) -> ChannelSpace:
         else:
             space.obstacle = space.obstacle or (node, f"{kind or node.op} makes these channels, and in its own order")
         for user in node.users:
-            if ops.name_of(user.target) == "linear" and user.args[0] is node:
+            if ops.name_of(user.target) == "linear" and ops.operand(user, "x") is node:
                 space.readers.append(user)
             elif ops.name_of(user.target) not in ALIKE or user not in values:
                 kind = ops.name_of(user.target) or user.op
@@ -174,10 +204,10 @@ def _space(graph: Graph, values: list[fx.Node]) -> ChannelSpace:
 
 
 def _collect_vectors(graph: Graph, node: fx.Node, space: ChannelSpace) -> None:
-    for index, argument in enumerate(node.args):
-        if not isinstance(argument, fx.Node) or (index and ops.name_of(node.target) == "xielu"):
+    for name, operand in ops.named(node).items():
+        if not isinstance(operand, fx.Node) or name == "curve":
             continue  # the curve of xielu is shared by all channels
-        if argument.meta["val"].shape[-1] != space.width:
+        if operand.meta["val"].shape[-1] != space.width:
             space.obstacle = space.obstacle or (node, "operands of different widths meet here")
-        elif graph.is_weight(argument):
-            space.vectors.append((node, index))
+        elif graph.is_weight(operand):
+            space.vectors.append((node, name))

@@ -58,7 +58,7 @@ class FoldNorms(Pass):
             if scale is None and shift is None:
                 continue
             reason = not_linears_alone(graph, node)
-            if reason is None and needed is not None and str(node.args[0]) not in needed:
+            if reason is None and needed is not None and str(ops.operand(node, "x")) not in needed:
                 reason = "no residual stream can be rotated for it, so it keeps its scale and bias"
             if reason is None:
                 _fold(graph, node, scale, shift)
@@ -79,7 +79,8 @@ class FoldNorms(Pass):
 
 def _parameters(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
     """(scale, bias) of a norm; None for each that it lacks."""
-    scale, shift = node.args[1], node.args[2] if ops.name_of(node.target) == "layer_norm" else None
+    scale = ops.operand(node, "weight")
+    shift = ops.operand(node, "bias") if ops.has_operand(node, "bias") else None
     assert scale is None or isinstance(scale, fx.Node)
     assert shift is None or isinstance(shift, fx.Node)
     return scale, shift
@@ -87,21 +88,20 @@ def _parameters(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
 
 def _fold(graph: Graph, node: fx.Node, scale: fx.Node | None, shift: fx.Node | None) -> None:
     for linear in list(node.users):
-        place = dataflow.WEIGHT_AXES[str(ops.name_of(linear.target))][0]
-        weight, bias = linear.args[place], linear.args[place + 1] if len(linear.args) > place + 1 else None
+        weight, bias = ops.operand(linear, "weight"), ops.operand(linear, "bias")
         if shift is not None:
             moved = graph.call_weight("matvec", weight, shift)
             bias = moved if bias is None else graph.call_weight("add", moved, bias)
         if scale is not None:
             weight = graph.call_weight("mul", weight, scale)
-        linear.args = (*linear.args[:place], weight) if bias is None else (*linear.args[:place], weight, bias)
-    node.args = (node.args[0], *(None for _ in node.args[1:-1]), node.args[-1])
+        ops.set_operands(linear, weight=weight, **({} if bias is None else {"bias": bias}))
+    ops.set_operands(node, weight=None, **({"bias": None} if ops.has_operand(node, "bias") else {}))
 
 
 def _centering_refusal(graph: Graph, stream: dataflow.Stream) -> str | None:
     """Why the writers of `stream` cannot remove its mean; None when they can."""
     for user, value in stream.reads:
-        if ops.name_of(user.target) != "layer_norm" or user.args[0] is not value:
+        if ops.name_of(user.target) != "layer_norm" or ops.operand(user, "x") is not value:
             return f"node {user.name}: reads the residual stream with its mean, which layer_norms take out"
         if any(parameter is not None for parameter in _parameters(user)):
             return f"node {user.name}: keeps its scale or bias, so its centering cannot move to the stream's writers"
@@ -114,21 +114,13 @@ def _centering_refusal(graph: Graph, stream: dataflow.Stream) -> str | None:
 def _center(graph: Graph, stream: dataflow.Stream, norms: list[fx.Node]) -> None:
     """Center the output of every writer of `stream` and every constant added to it; its norms become rms_norms."""
     for writer in (dataflow.weighted(graph, writer) for writer in stream.writers):
-        place, axis, inputs = dataflow.WEIGHT_AXES[str(ops.name_of(writer.target))]
-        _center_argument(graph, writer, place, axis)
-        if inputs is not None:
-            _center_argument(graph, writer, place + 1, axis)
+        for name in ("weight", "bias"):
+            dataflow.rewrite_weight(graph, writer, name, "center", axis=dataflow.axes_of(writer).outputs)
     for node in stream.values:
-        for index, argument in enumerate(node.args):
-            if isinstance(argument, fx.Node) and graph.is_weight(argument) and node not in stream.writers:
-                _center_argument(graph, node, index, 0)
+        for name, operand in ops.named(node).items() if node not in stream.writers else ():
+            if isinstance(operand, fx.Node) and graph.is_weight(operand):
+                dataflow.rewrite_weight(graph, node, name, "center", axis=0)
     for norm in norms:
         with graph.fx.inserting_before(norm):
-            plain = graph.call("rms_norm", norm.args[0], None, norm.args[3])
+            plain = graph.call("rms_norm", ops.operand(norm, "x"), weight=None, eps=ops.operand(norm, "eps"))
         graph.replace(norm, plain)
-
-
-def _center_argument(graph: Graph, node: fx.Node, index: int, axis: int) -> None:
-    """Center weight argument `index` of `node` along `axis`; does nothing if the argument is absent."""
-    if len(node.args) > index and node.args[index] is not None:
-        node.update_arg(index, graph.call_weight("center", node.args[index], axis))

@@ -42,13 +42,13 @@ class Fuse(Pass):
 
 def _fuse_norm(graph: Graph, node: fx.Node) -> bool:
     """quantize_activation(norm(x)) -> norm_quantize(x), when the norm has no other user."""
-    norm, dtype, group = node.args
-    assert isinstance(norm, fx.Node)
+    norm: fx.Node = ops.operand(node, "x")
+    dtype, group = ops.operand(node, "kind"), ops.operand(node, "group")
     kind = _NORMS.get(ops.name_of(norm.target) or "")
     if kind is None or len(norm.users) > 1 or dtype == "f32":
         return False
     with graph.fx.inserting_before(node):
-        fused = graph.call("norm_quantize", norm.args[0], *_norm_arguments(norm), dtype, group)
+        fused = graph.call("norm_quantize", ops.operand(norm, "x"), **_norm_operands(norm), dtype=dtype, group=group)
     graph.replace(node, fused)
     graph.fx.erase_node(norm)
     return True
@@ -56,57 +56,68 @@ def _fuse_norm(graph: Graph, node: fx.Node) -> bool:
 
 def _fuse_rotation(graph: Graph, node: fx.Node) -> bool:
     """quantize_activation(hadamard(x)) -> hadamard_quantize(x), when the rotated value has no other user."""
-    turned, dtype, group = node.args
-    assert isinstance(turned, fx.Node)
-    if ops.name_of(turned.target) != "hadamard" or len(turned.users) > 1 or dtype == "f32":
+    rotated: fx.Node = ops.operand(node, "x")
+    dtype, group = ops.operand(node, "kind"), ops.operand(node, "group")
+    if ops.name_of(rotated.target) != "hadamard" or len(rotated.users) > 1 or dtype == "f32":
         return False
     with graph.fx.inserting_before(node):
-        fused = graph.call("hadamard_quantize", *turned.args, dtype, group)
+        fused = graph.call("hadamard_quantize", **ops.named(rotated), dtype=dtype, group=group)
     graph.replace(node, fused)
-    graph.fx.erase_node(turned)
+    graph.fx.erase_node(rotated)
     return True
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """A norm over `blocks` blocks of `width` columns; `operands` are those of norm_heads that say which norm."""
+
+    operands: dict[str, Any]
+    blocks: int
+    width: int
 
 
 @dataclass(frozen=True)
 class _Heads:
     """A value [M, H, D] read from `source` [M, F] starting at column `start`, optionally normalized and rotated.
 
-    `norm` is (weight, bias, eps, kind, blocks, block width). `rope` and `turn` (of rotate_heads) are the operators'
-    arguments after the value. `times` are the factors of the heads: a table [P, 1] indexed by position, and a weight
-    [D] applied after RoPE. `alone` says that the values in between have no other users, so that the source's columns
-    may be overwritten.
+    `rope` are the operands of the rope other than its value, by name; None without rope. `center` and `block` are those
+    of rotate_heads. The heads are multiplied by `table` [P, 1] at their position, and by `weight` [D] after RoPE.
+    `alone` says that the values in between have no other users, so that the source's columns may be overwritten.
     """
 
     source: fx.Node
     start: int
     heads: int
     head_dim: int
-    rope: tuple[Any, ...] | None
-    norm: tuple[Any, ...] | None
-    turn: tuple[Any, ...]
-    times: tuple[fx.Node | None, fx.Node | None]
+    rope: dict[str, Any] | None
+    norm: _Norm | None
+    center: fx.Node | None
+    block: int
+    table: fx.Node | None
+    weight: fx.Node | None
     alone: bool
 
 
 class _Chain:
     """A walk from a value back through its producers: `nodes` are the nodes passed, `end` is the value reached."""
 
-    def __init__(self, graph: Graph, end: Any) -> None:
-        self.graph, self.nodes, self.end = graph, [], end  # type: tuple[Graph, list[fx.Node], Any]
+    def __init__(self, graph: Graph, end: fx.Node) -> None:
+        self.graph, self.end = graph, end
+        self.nodes: list[fx.Node] = []
 
-    def take(self, *kinds: str) -> tuple[Any, ...] | None:
+    def take(self, *kinds: str) -> dict[str, Any] | None:
         """Step to the first operand of `end` if `end` is one of the operators `kinds`; returns its other operands."""
         if ops.name_of(self.end.target) not in kinds:
             return None
         self.nodes.append(self.end)
-        operands: tuple[Any, ...] = self.end.args
-        self.end = operands[0]
-        return operands[1:]
+        (_, first), *others = ops.named(self.end).items()
+        self.end = first
+        return dict(others)
 
-    def take_norm(self, blocks: int, width: int) -> tuple[Any, ...] | None:
-        """Step over `end` if it is a norm; returns its arguments and the number and column width of its blocks."""
+    def take_norm(self, blocks: int, width: int) -> _Norm | None:
+        """Step over `end` if it is a norm over `blocks` blocks of `width` columns."""
         norm = self.end
-        return None if self.take(*_NORMS) is None else (*_norm_arguments(norm), blocks, width)
+        return None if self.take(*_NORMS) is None else _Norm(_norm_operands(norm), blocks, width)
 
     def take_weight(self) -> fx.Node | None:
         """Step over a multiplication of the heads `end` by a weight [D]; returns the weight."""
@@ -119,30 +130,29 @@ class _Chain:
     def take_table(self, positions: fx.Node) -> fx.Node | None:
         """Step over a multiplication of `end` by a row of a table [P, 1] indexed by position; returns the table."""
         row = self._factor()
-        if row is None or ops.name_of(row.target) != "embedding" or row.args[0] is not positions:
+        if row is None or ops.name_of(row.target) != "embedding" or ops.operand(row, "ids") is not positions:
             return None
-        table: Any = row.args[1]
+        table: fx.Node = ops.operand(row, "weight")
         if table.meta["val"].shape[1] != 1:
             return None
         self.take("mul")
-        found: fx.Node = table
-        return found
+        return table
 
     def _factor(self) -> fx.Node | None:
         """The second operand of `end` if it is a product."""
-        factor: fx.Node | None = self.end.args[1] if ops.name_of(self.end.target) == "mul" else None
+        factor: fx.Node | None = ops.operand(self.end, "b") if ops.name_of(self.end.target) == "mul" else None
         return factor
 
 
-def _heads_of(graph: Graph, node: Any, positions: fx.Node, queries: bool = False) -> _Heads | None:
-    """Match [turn] [rope] [norm] split_heads [norm] [slice] backwards from `node`; None if it does not match.
+def _heads_of(graph: Graph, node: fx.Node, positions: fx.Node, queries: bool = False) -> _Heads | None:
+    """Match [rotate_heads] [rope] [norm] split_heads [norm] [slice] backwards from `node`; None without a match.
 
     With `queries`, the heads may also be multiplied by a table before the operand of split_heads, or by a weight after
     rope.
     """
     heads, head_dim = node.meta["val"].shape[-2:]
     chain = _Chain(graph, node)
-    turn = chain.take("rotate_heads") or (None, 0)
+    rotation = chain.take("rotate_heads") or {"center": None, "block": 0}
     weight = chain.take_weight() if queries else None
     rope = chain.take("rope")
     norm = chain.take_norm(heads, head_dim)
@@ -156,61 +166,74 @@ def _heads_of(graph: Graph, node: Any, positions: fx.Node, queries: bool = False
     norm = norm or chain.take_norm(1, heads * head_dim)
     cut = chain.take("slice_features")
     alone = all(len(n.users) == 1 for n in chain.nodes)
-    start = 0 if cut is None else cut[0]
-    return _Heads(chain.end, start, heads, head_dim, rope, norm, turn, (table, weight), alone)
+    start = 0 if cut is None else cut["start"]
+    return _Heads(chain.end, start, heads, head_dim, rope, norm, **rotation, table=table, weight=weight, alone=alone)
 
 
-def _is_normed_in_heads(node: Any, shape: tuple[int, int]) -> bool:
+def _is_normed_in_heads(node: fx.Node, shape: tuple[int, int]) -> bool:
     """Whether `node` is merge_heads(norm(split_heads(...))) with heads of `shape` (H, D)."""
     for kinds in (("merge_heads",), _NORMS):
         if ops.name_of(node.target) not in kinds:
             return False
-        node = node.args[0]
+        node = ops.operand(node, "x")
     return ops.name_of(node.target) == "split_heads" and tuple(node.meta["val"].shape[-2:]) == shape
 
 
-def _norm_arguments(norm: fx.Node) -> tuple[Any, ...]:
-    """(weight, bias, eps, kind) of an rms_norm or layer_norm."""
+def _norm_operands(norm: fx.Node) -> dict[str, Any]:
+    """weight, bias, eps and kind of an rms_norm or layer_norm, as norm_quantize and norm_heads have them."""
+    given = ops.named(norm)
     kind = _NORMS[ops.name_of(norm.target) or ""]
-    _, weight, *rest = norm.args
-    bias, eps = rest if kind == "layer" else (None, rest[0])
-    return weight, bias, eps, kind
+    return {"weight": given["weight"], "bias": given.get("bias"), "eps": given["eps"], "kind": kind}
 
 
 def _fuse_append(graph: Graph, node: fx.Node) -> bool:
     """q, k, v of one value; q, k normalized and rotated; k, v appended; attention -> rope_append, kv_attention.
 
-    Factors of q after its norm become arguments of rope_append. Norms become in-place norm_heads before it.
+    Factors of q after its norm become operands of rope_append. Norms become in-place norm_heads before it.
     """
-    append: Any = node.args[4]
+    append: fx.Node = ops.operand(node, "cache")
     if ops.name_of(append.target) != "kv_append":
         return False
-    k_node, v_node, *place, cache, layer, format = append.args
-    parts = [_heads_of(graph, n, place[0], n is node.args[0]) for n in (node.args[0], k_node, v_node)]
+    given = ops.named(append)
+    query, positions = ops.operand(node, "q"), given["positions"]
+    parts = [_heads_of(graph, n, positions, n is query) for n in (query, given.pop("k"), given.pop("v"))]
     if any(p is None for p in parts):
         return False
     q, k, v = (p for p in parts if p is not None)
     if q.rope != k.rope or v.rope is not None or v.norm is not None:
         return False
-    if q.turn != (None, k.turn[1]) or v.turn[1] or (q.rope is not None and q.rope[0] is not place[0]):
+    if q.center is not None or q.block != k.block or v.block:
+        return False
+    if q.rope is not None and q.rope["positions"] is not positions:
         return False
     if not (q.source is k.source is v.source and q.alone and k.alone):
         q, k, v = _side_by_side(graph, node, (q, k, v))
-    inv_freq, scaling, interleaved = (None, 1.0, False) if q.rope is None else q.rope[1:]
-    shape = (q.heads, k.heads, q.head_dim, scaling, interleaved, layer, format, *k.turn, *q.times)
+    rope = {"inv_freq": None, "scaling": 1.0, "interleaved": False} | (q.rope or {})
     with graph.fx.inserting_before(node):
         source = q.source
         for part in (q, k):
             if part.norm is not None:
-                *arguments, blocks, width = part.norm
-                source = graph.call("norm_heads", source, *arguments, part.start, blocks, width)
-        joined = graph.call("rope_append", source, inv_freq, *place, cache, [q.start, k.start, v.start], *shape)
+                where = {"offset": part.start, "heads": part.norm.blocks, "width": part.norm.width}
+                source = graph.call("norm_heads", source, **part.norm.operands, **where)
+        joined = graph.call(
+            "rope_append",
+            source,
+            **(rope | given),
+            offsets=[q.start, k.start, v.start],
+            heads=q.heads,
+            kv_heads=k.heads,
+            head_dim=q.head_dim,
+            center=k.center,
+            block=k.block,
+            query_table=q.table,
+            query_weight=q.weight,
+        )
         rotated, new_cache = (graph.fx.call_function(operator.getitem, (joined, i)) for i in (0, 1))
         graph.infer_node(rotated)
         graph.infer_node(new_cache)
         picked = graph.call("slice_features", rotated, q.start, q.start + q.heads * q.head_dim)
-        query = graph.call("split_heads", picked, q.heads)
-    node.update_arg(0, query)
+        split = graph.call("split_heads", picked, q.heads)
+    ops.set_operands(node, q=split)
     append.replace_all_uses_with(new_cache)
     graph.fx.erase_node(append)
     return True
@@ -230,15 +253,16 @@ def _side_by_side(graph: Graph, node: fx.Node, parts: Sequence[_Heads]) -> list[
 
 def _fuse_add(graph: Graph, node: fx.Node) -> bool:
     """residual + gemm(..., store) -> gemm(..., add), when the gemm has no other user."""
-    for gemm, residual in (node.args, node.args[::-1]):
+    a, b = ops.operand(node, "a"), ops.operand(node, "b")
+    for gemm, residual in ((a, b), (b, a)):
         if not (isinstance(gemm, fx.Node) and isinstance(residual, fx.Node)) or gemm is residual:
             return False
-        alone = ops.name_of(gemm.target) == "gemm" and len(gemm.users) == 1 and gemm.args[5] == "store"
+        is_gemm = ops.name_of(gemm.target) == "gemm"
+        alone = is_gemm and len(gemm.users) == 1 and ops.operand(gemm, "epilogue") == "store"
         if not alone or graph.is_weight(residual) or residual.meta["val"].shape != gemm.meta["val"].shape:
             continue
-        x, weight, bias, _, format, _, width = gemm.args
         with graph.fx.inserting_before(node):
-            fused = graph.call("gemm", x, weight, bias, residual, format, "add", width)
+            fused = graph.call("gemm", **(ops.named(gemm) | {"residual": residual, "epilogue": "add"}))
         fused.meta["precision"] = gemm.meta.get("precision")
         graph.replace(node, fused)
         graph.fx.erase_node(gemm)

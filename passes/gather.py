@@ -51,10 +51,10 @@ def _pieces(
     if ops.name_of(source.target) != "gather_features":
         return [(source, places, features)]
     inner, found, start = table(source)[features], [], 0
-    for each in source.args[0]:  # type: ignore[union-attr]
-        width = each.meta["val"].shape[-1]  # type: ignore[union-attr]
+    for each in ops.operand(source, "sources"):
+        width = each.meta["val"].shape[-1]
         here = (inner >= start) & (inner < start + width)
-        found += _pieces(each, places[here], inner[here] - start, table)  # type: ignore[arg-type]
+        found += _pieces(each, places[here], inner[here] - start, table)
         start += width
     return found
 
@@ -80,8 +80,8 @@ def table_of(graph: Graph) -> Callable[[fx.Node], Index]:
     """A function that returns the index of a gather_features of `graph`."""
 
     def table(node: fx.Node) -> Index:
-        found: Index = graph.evaluate(node.args[1]).numpy()  # type: ignore[arg-type]
-        return found
+        index: Index = graph.evaluate(ops.operand(node, "index")).numpy()
+        return index
 
     return table
 

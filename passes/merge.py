@@ -54,15 +54,15 @@ class _Gating:
 
 def _gating(node: fx.Node, linear: str) -> _Gating | None:
     """Match mul(unary(gate), up) over linears named `linear`, in either order; experts may be clamped and shifted."""
-    for first, up in (node.args[:2], node.args[1::-1]):
+    a, b = ops.operand(node, "a"), ops.operand(node, "b")
+    for first, up in ((a, b), (b, a)):
         if not (isinstance(first, fx.Node) and isinstance(up, fx.Node)) or ops.name_of(first.target) != "unary":
             continue
-        gate, kind = first.args
-        assert isinstance(gate, fx.Node) and isinstance(kind, str)
-        found = _limited(first, gate, up, kind) if linear == "expert_linear" else None
-        found = found or _Gating(gate, up, kind, [first])
-        if ops.name_of(found.gate.target) == ops.name_of(found.up.target) == linear:
-            return found
+        gate, kind = ops.operand(first, "x"), ops.operand(first, "kind")
+        gating = _limited(first, gate, up, kind) if linear == "expert_linear" else None
+        gating = gating or _Gating(gate, up, kind, [first])
+        if ops.name_of(gating.gate.target) == ops.name_of(gating.up.target) == linear:
+            return gating
     return None
 
 
@@ -71,100 +71,123 @@ def _limited(act: fx.Node, gate: fx.Node, up: fx.Node, kind: str) -> _Gating | N
     between, offset = [act], 0.0
     if ops.name_of(up.target) == "shift":
         between.append(up)
-        up, offset = up.args  # type: ignore[assignment]
+        up, offset = ops.operand(up, "x"), ops.operand(up, "offset")
     clamped = [n for n in (gate, up) if ops.name_of(n.target) == "clamp"]
     if not clamped:
         return _Gating(gate, up, kind, between, None, offset)
-    limit: Any = gate.args[2] if len(clamped) == 2 else None
-    if limit is None or limit < 0 or gate.args[1] is not None or up.args[1:] != (-limit, limit):
+    if len(clamped) < 2:
         return None
-    (gate, *_), (up, *_) = gate.args, up.args  # type: ignore[assignment]
-    return _Gating(gate, up, kind, between + clamped, limit, offset)
+    above, both = ops.operands(gate), ops.operands(up)
+    limit = above.high
+    if limit is None or limit < 0 or above.low is not None or (both.low, both.high) != (-limit, limit):
+        return None
+    return _Gating(above.x, both.x, kind, between + clamped, limit, offset)
 
 
 def _merge_gate(graph: Graph, node: fx.Node, experts: bool = False) -> bool:
-    found = _gating(node, "expert_linear" if experts else "linear")
-    if found is None:
+    gating = _gating(node, "expert_linear" if experts else "linear")
+    if gating is None:
         return False
-    gate, up = found.gate, found.up
-    alone = all(len(n.users) == 1 for n in (*found.between, gate, up))
+    gate, up = gating.gate, gating.up
+    alone = all(len(n.users) == 1 for n in (*gating.between, gate, up))
     if not alone or gate is up or gate.meta["val"].shape != up.meta["val"].shape or not _joinable(gate, up):
         return False
     with graph.fx.inserting_before(node):
-        joined = _gated_experts(graph, found) if experts else _gated_linear(graph, gate, up, found.kind)
+        joined = _gated_experts(graph, gating) if experts else _gated_linear(graph, gate, up, gating.kind)
     if joined is None:
         return False
     joined.meta["precision"] = gate.meta["precision"]
     graph.replace(node, joined)
-    for dead in (*found.between, gate, up):
+    for dead in (*gating.between, gate, up):
         graph.fx.erase_node(dead)
     return True
 
 
 def _gated_linear(graph: Graph, gate: fx.Node, up: fx.Node, kind: str) -> fx.Node:
-    weight = graph.call_weight("interleave_rows", gate.args[1], up.args[1], ops.GATE_BLOCK)
+    weight = graph.call_weight("interleave_rows", _weight(gate), _weight(up), ops.GATE_BLOCK)
     bias = None
     if _bias(gate) is not None or _bias(up) is not None:
         bias = graph.call_weight("interleave_rows", *_biases(graph, [gate, up]), ops.GATE_BLOCK)
-    return graph.call("gated_linear", gate.args[0], weight, bias, kind, gate.meta["val"].shape[-1])
+    x, width = ops.operand(gate, "x"), gate.meta["val"].shape[-1]
+    return graph.call("gated_linear", x, weight, bias=bias, kind=kind, width=width)
 
 
-def _gated_experts(graph: Graph, found: _Gating) -> fx.Node | None:
+def _gated_experts(graph: Graph, gating: _Gating) -> fx.Node | None:
     """None if gate and up use different expert choices, or only one of them has biases."""
-    gate, up = found.gate, found.up
-    if gate.args[1] is not up.args[1] or len(gate.args) != len(up.args):
+    gate, up = ops.operands(gating.gate), ops.operands(gating.up)
+    if gate.index is not up.index or (gate.bias is None) != (up.bias is None):
         return None
-    weights = zip(gate.args[2:], up.args[2:], strict=True)
-    weight, *bias = (graph.call_weight("interleave_experts", *pair, ops.GATE_BLOCK) for pair in weights)
-    how = (found.kind, gate.meta["val"].shape[-1], found.limit, found.offset)
-    return graph.call("gated_experts", *gate.args[:2], weight, bias[0] if bias else None, *how)
+    weight = graph.call_weight("interleave_experts", gate.weight, up.weight, ops.GATE_BLOCK)
+    bias = None
+    if gate.bias is not None:
+        bias = graph.call_weight("interleave_experts", gate.bias, up.bias, ops.GATE_BLOCK)
+    return graph.call(
+        "gated_experts",
+        gate.x,
+        gate.index,
+        weight,
+        bias=bias,
+        kind=gating.kind,
+        width=gating.gate.meta["val"].shape[-1],
+        limit=gating.limit,
+        offset=gating.offset,
+    )
 
 
-def _bias(linear: fx.Node) -> object:
-    return linear.args[2] if len(linear.args) > 2 else None
+def _weight(linear: fx.Node) -> fx.Node:
+    weight: fx.Node = ops.operand(linear, "weight")
+    return weight
+
+
+def _bias(linear: fx.Node) -> fx.Node | None:
+    bias: fx.Node | None = ops.operand(linear, "bias")
+    return bias
 
 
 def _joinable(a: fx.Node, b: fx.Node) -> bool:
-    return a.args[0] is b.args[0] and a.meta["precision"] == b.meta["precision"]
+    return ops.operand(a, "x") is ops.operand(b, "x") and a.meta["precision"] == b.meta["precision"]
 
 
 def _biases(graph: Graph, linears: list[fx.Node]) -> list[object]:
     """The linears' biases; zeros for those without."""
-    return [graph.call_weight("zero_bias", n.args[1]) if _bias(n) is None else _bias(n) for n in linears]
+    return [graph.call_weight("zero_bias", _weight(n)) if _bias(n) is None else _bias(n) for n in linears]
 
 
 def _siblings(node: fx.Node) -> list[fx.Node]:
     """The linears that can join `node`, including itself, in graph order."""
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
+    source: fx.Node = ops.operand(node, "x")
     linears = [user for user in source.users if ops.name_of(user.target) == "linear" and _joinable(node, user)]
     return sorted(linears, key=lambda n: n._sort_key)
 
 
 def _stacked(graph: Graph, weights: list[Any]) -> fx.Node:
     """The weights concatenated by rows, or the weight they were split from (passes/split.py) if they are unchanged."""
-    whole: Any = weights[0].args[0] if ops.name_of(weights[0].target) == "slice_rows" else None
+    whole: Any = ops.operand(weights[0], "w") if ops.name_of(weights[0].target) == "slice_rows" else None
     place = 0
     for weight in weights:
-        if ops.name_of(weight.target) != "slice_rows" or weight.args[:2] != (whole, place):
+        if ops.name_of(weight.target) != "slice_rows":
             return graph.call_weight("concat_rows", weights)
-        place = weight.args[2]
+        part = ops.operands(weight)
+        if part.w is not whole or part.start != place:
+            return graph.call_weight("concat_rows", weights)
+        place = part.stop
     return whole if whole.meta["val"].shape[0] == place else graph.call_weight("concat_rows", weights)
 
 
 def _merge_siblings(graph: Graph, linears: list[fx.Node]) -> None:
     first = linears[0]
-    weight = _stacked(graph, [n.args[1] for n in linears])
+    weight = _stacked(graph, [_weight(n) for n in linears])
     bias = None
     if any(_bias(n) is not None for n in linears):
         bias = _stacked(graph, _biases(graph, linears))
     with graph.fx.inserting_before(first):
-        joined = graph.call("linear", first.args[0], weight, bias)
+        joined = graph.call("linear", ops.operand(first, "x"), weight, bias)
         stops = list(accumulate(n.meta["val"].shape[-1] for n in linears))
         slices = [graph.call("slice_features", joined, *pair) for pair in pairwise((0, *stops))]
     joined.meta["precision"] = first.meta["precision"]
     for linear, part, start in zip(linears, slices, (0, *stops), strict=False):
         for user in graph.calls("slice_features"):
-            if user.args[0] is linear:  # a slice of a slice becomes a slice of the whole
-                user.args = (joined, start + user.args[1], start + user.args[2])
+            if ops.operand(user, "x") is linear:  # a slice of a slice becomes a slice of the whole
+                part_of = ops.operands(user)
+                ops.set_operands(user, x=joined, start=start + part_of.start, stop=start + part_of.stop)
         graph.replace(linear, part)

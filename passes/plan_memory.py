@@ -103,30 +103,27 @@ def _place(graph: Graph, node: fx.Node, place: dict[fx.Node, int], values: dict[
 
 def _feeds_output(graph: Graph, node: fx.Node) -> bool:
     """Whether `node` is a final gemm that writes logits to the caller's memory; other results are copied there."""
-    results, args = graph.output.args[0], _args(node)
-    is_logits = isinstance(results, (tuple, list)) and results[0] is node
-    return is_logits and ops.name_of(node.target) == "gemm" and args[3] is None and args[5] == "store"
-
-
-def _args(node: fx.Node) -> Any:
-    return node.args
+    results = graph.output.args[0]
+    if not isinstance(results, (tuple, list)) or results[0] is not node or ops.name_of(node.target) != "gemm":
+        return False
+    return ops.operand(node, "residual") is None and ops.operand(node, "epilogue") == "store"
 
 
 def _shared(
     node: fx.Node, kind: str, place: dict[fx.Node, int], values: dict[fx.Node, tuple[_Value, int]]
 ) -> tuple[_Value, int] | None:
-    args: Any = node.args
-    source = args[0]
+    source: Any = node.args[0]
+    if kind == "getitem":
+        return values[source] if node.args[1] == 0 else None
+    given = ops.operands(node)
     if kind in VIEWS:
         value, column = values[source]
-        return value, column + (args[1] if kind == "slice_features" else 0)
-    if kind == "getitem":
-        return values[source] if args[1] == 0 else None
-    if kind in ("rope_append", "norm_heads") or (kind == "quantize_activation" and args[1] == "f32"):
+        return value, column + (given.start if kind == "slice_features" else 0)
+    if kind in ("rope_append", "norm_heads") or (kind == "quantize_activation" and given.kind == "f32"):
         return values[source]
-    if kind == "gemm" and args[3] is not None:
-        value, column = values[args[3]]
-        if value.last <= place[node] and column == 0 and value.width == args[6]:
+    if kind == "gemm" and given.residual is not None:
+        value, column = values[given.residual]
+        if value.last <= place[node] and column == 0 and value.width == given.width:
             return value, 0
     return None
 
@@ -139,10 +136,10 @@ def _new_value(graph: Graph, node: fx.Node, kind: str, place: dict[fx.Node, int]
         width *= int(size)
     dtype, group, activation = "f32", 0, "f32"
     if kind in ("quantize_activation", "norm_quantize", "hadamard_quantize"):
-        args: Any = node.args
-        activation = args[-2]
+        given = ops.operands(node)
+        activation = given.kind if kind == "quantize_activation" else given.dtype
         dtype = "q8" if activation_format(activation).top else activation
-        group = padded_inputs(args[-1]) if dtype == "q8" else 0
+        group = padded_inputs(given.group) if dtype == "q8" else 0
     computed = _source(node) if kind == "quantize_activation" and dtype == "bf16" else node
     lives = place[computed], _last_use(node, place)
     return _Value(node.name, dtype, width, group, "tokens", *lives, activation)
@@ -150,9 +147,9 @@ def _new_value(graph: Graph, node: fx.Node, kind: str, place: dict[fx.Node, int]
 
 def _source(node: fx.Node) -> fx.Node:
     """The gemm or attention whose result `node` reads, perhaps in another shape; `node` if another operator's."""
-    source: Any = node.args[0]
+    source: Any = ops.operand(node, "x")
     while ops.name_of(source.target) in VIEWS:
-        source = source.args[0]
+        source = ops.operand(source, "x")
     return source if ops.name_of(source.target) in ("gemm", "kv_attention") else node
 
 

@@ -58,8 +58,9 @@ class Quantize(Pass):
         activation: str,
         activations: dict[tuple[fx.Node, str, int], fx.Node],
     ) -> None:
-        x, weight, bias = node.args[0], node.args[1], node.args[2] if len(node.args) > 2 else None
-        assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
+        gated = ops.name_of(node.target) == "gated_linear"
+        x, bias = ops.operand(node, "x"), ops.operand(node, "bias")
+        weight = ops.operand(node, "weight")
         if not graph.is_weight(weight):
             raise PassError("quantize", node.name, "the second operand of this linear is not a weight")
         packed, format = self._rounded(graph, weight, node.meta["precision"])
@@ -69,11 +70,18 @@ class Quantize(Pass):
         if key not in activations:
             with graph.fx.inserting_after(x):
                 activations[key] = graph.call("quantize_activation", *key)
-        gated = ops.name_of(node.target) == "gated_linear"
-        epilogue = _GATING[str(node.args[3])] if gated else "store"
+        epilogue = _GATING[ops.operand(node, "kind")] if gated else "store"
         with graph.fx.inserting_before(node):
-            width = node.meta["val"].shape[-1]
-            gemm = graph.call("gemm", activations[key], packed, bias, None, format, epilogue, width)
+            gemm = graph.call(
+                "gemm",
+                activations[key],
+                packed,
+                bias=bias,
+                residual=None,
+                format=format,
+                epilogue=epilogue,
+                width=node.meta["val"].shape[-1],
+            )
         gemm.meta["precision"] = node.meta["precision"]
         graph.replace(node, gemm)
 
@@ -106,17 +114,27 @@ def _quantize_experts(graph: Graph, node: fx.Node) -> None:
     if not weights.serves_experts:
         others = ", ".join(format.name for format in WEIGHT_FORMATS.values() if format.serves_experts)
         raise PassError("quantize", node.name, f"experts have no kernel in {weights.name}; {others} have")
-    arguments: Any = node.args
-    x, index, weight = arguments[:3]
-    bias = arguments[3] if len(arguments) > 3 else None
-    bias = None if bias is None else graph.call_weight("expert_rows", bias)
-    experts, _, inputs = weight.meta["val"].shape
+    given = ops.operands(node)
     gated = ops.name_of(node.target) == "gated_experts"
-    epilogue, limits = (_GATING[arguments[4]], arguments[6:]) if gated else ("store", (None, 0.0))
+    bias = None if given.bias is None else graph.call_weight("expert_rows", given.bias)
+    experts, _, inputs = given.weight.meta["val"].shape
     group = kind.sum_group(weights.sum_group, inputs)
-    packed = graph.call_weight("quantize_weight", graph.call_weight("expert_rows", weight), weights.name)
+    packed = graph.call_weight("quantize_weight", graph.call_weight("expert_rows", given.weight), weights.name)
     with graph.fx.inserting_before(node):
-        shape = (weights.name, kind.name, group, experts, node.meta["val"].shape[-1], epilogue, *limits)
-        gemm = graph.call("expert_gemm", x, index, packed, bias, *shape)
+        gemm = graph.call(
+            "expert_gemm",
+            given.x,
+            given.index,
+            packed,
+            bias=bias,
+            format=weights.name,
+            activation=kind.name,
+            group=group,
+            experts=experts,
+            width=node.meta["val"].shape[-1],
+            epilogue=_GATING[given.kind] if gated else "store",
+            limit=given.limit if gated else None,
+            offset=given.offset if gated else 0.0,
+        )
     gemm.meta["precision"] = precision
     graph.replace(node, gemm)

@@ -7,7 +7,7 @@ al. 2024, section 4.1) moves outlier channels to the end this way; RPTQ (Yuan et
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -66,11 +66,11 @@ class Reorder(Pass):
 
     def _reorder_values(self, graph: Graph, attention: fx.Node) -> int:
         """Attention keeps the channels of its values, so one order per KV head serves all query heads that share it."""
-        value: Any = attention.args[2]
+        value = ops.operand(attention, "v")
         head_dim = value.meta["val"].shape[-1]
         if GROUP % head_dim == 0:
             return 0
-        source = value.args[0] if ops.name_of(value.target) == "split_heads" else value
+        source = ops.operand(value, "x") if ops.name_of(value.target) == "split_heads" else value
         if ops.name_of(source.target) != "linear" or not (dataflow.read_once(source) and dataflow.read_once(value)):
             raise PassError(self.name, value.name, "values do not come from a linear of their own")
         readers = [reader for merged in attention.users for reader in merged.users]
@@ -78,12 +78,11 @@ class Reorder(Pass):
         if not merges or any(ops.name_of(reader.target) != "linear" for reader in readers):
             raise PassError(self.name, attention.name, "attention's output is read by something other than a linear")
         group = attention.meta["val"].shape[-2] // value.meta["val"].shape[-2]
-        weights = [reader.args[1] for reader in readers]
+        weights = [ops.operand(reader, "weight") for reader in readers]
         rows, columns = (graph.call_weight("head_order", weights, group, head_dim, wide) for wide in (False, True))
-        for index in (1, 2):
-            _take(graph, source, index, rows, 0)
+        _reorder_outputs(graph, source, rows)
         for reader in readers:
-            _take(graph, reader, 1, columns, 1)
+            _reorder_inputs(graph, reader, columns)
         return 1
 
 
@@ -94,7 +93,7 @@ def _largest(graph: Graph) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for node in graph.calls("linear"):
         sweep.advance(node)
-        source: Any = node.args[0]
+        source = ops.operand(node, "x")
         found[node.name] = torch.stack([x.float().abs().flatten(0, -2).amax(0) for x in sweep.values(source)]).amax(0)
     return found
 
@@ -102,7 +101,7 @@ def _largest(graph: Graph) -> dict[str, Tensor]:
 def _order(graph: Graph, space: dataflow.ChannelSpace, largest: dict[str, Tensor]) -> fx.Node:
     """The new order of a space's channels as a weight; every reader has the same influence on it."""
     if not largest:
-        return graph.call_weight("column_order", [reader.args[1] for reader in space.readers])
+        return graph.call_weight("column_order", [ops.operand(reader, "weight") for reader in space.readers])
     sizes = torch.stack([largest[reader.name] / largest[reader.name].mean() for reader in space.readers])
     name = f"reorder.{space.readers[0].name}.order"
     graph.weights.add_tensor(name, torch.argsort(sizes.mean(0), stable=True))
@@ -111,18 +110,19 @@ def _order(graph: Graph, space: dataflow.ChannelSpace, largest: dict[str, Tensor
 
 def _reorder_space(graph: Graph, space: dataflow.ChannelSpace, order: fx.Node) -> None:
     for writer in space.writers:
-        if ops.name_of(writer.target) == "embedding":
-            _take(graph, writer, 1, order, 1)
-        else:
-            _take(graph, writer, 1, order, 0)
-            _take(graph, writer, 2, order, 0)
-    for node, index in space.vectors:
-        _take(graph, node, index, order, -1)
+        _reorder_outputs(graph, writer, order)
+    for node, name in space.vectors:
+        dataflow.rewrite_weight(graph, node, name, "take_axis", order, axis=-1)
     for reader in space.readers:
-        _take(graph, reader, 1, order, 1)
+        _reorder_inputs(graph, reader, order)
 
 
-def _take(graph: Graph, node: fx.Node, index: int, order: fx.Node, axis: int) -> None:
-    """Permute weight argument `index` of `node` along `axis`; does nothing if the argument is absent."""
-    if len(node.args) > index and node.args[index] is not None:
-        node.update_arg(index, graph.call_weight("take_axis", node.args[index], order, axis))
+def _reorder_outputs(graph: Graph, node: fx.Node, order: fx.Node) -> None:
+    """Permute the output features of a linear or an embedding: its weight, and its bias if there is one."""
+    dataflow.rewrite_weight(graph, node, "weight", "take_axis", order, axis=dataflow.axes_of(node).outputs)
+    dataflow.rewrite_weight(graph, node, "bias", "take_axis", order, axis=0)
+
+
+def _reorder_inputs(graph: Graph, node: fx.Node, order: fx.Node) -> None:
+    """Permute the input features of a linear's weight."""
+    dataflow.rewrite_weight(graph, node, "weight", "take_axis", order, axis=dataflow.axes_of(node).inputs)

@@ -100,23 +100,19 @@ class Rotate(Pass):
         signs = self._signs(graph, f"stream{number}", self._block(stream.values[0], stream.width))
         fired = 0
         for writer in sources:
-            place, axis, inputs = dataflow.WEIGHT_AXES[str(ops.name_of(writer.target))]
-            fired += _rotate_argument(graph, writer, place, signs, axis)
-            if inputs is not None:
-                _rotate_argument(graph, writer, place + 1, signs, axis)
+            fired += _rotate_outputs(graph, writer, signs)
         for node in stream.values:
-            for index, argument in enumerate(node.args):
-                if isinstance(argument, fx.Node) and graph.is_weight(argument) and node not in stream.writers:
-                    fired += _rotate_argument(graph, node, index, signs, 0)
+            for name, operand in ops.named(node).items() if node not in stream.writers else ():
+                if isinstance(operand, fx.Node) and graph.is_weight(operand):
+                    fired += dataflow.rewrite_weight(graph, node, name, "rotate", signs=signs, axis=0)
         for reader in dict.fromkeys(reader for reader, _ in readers):
-            place, _, inputs = dataflow.WEIGHT_AXES[str(ops.name_of(reader.target))]
-            fired += _rotate_argument(graph, reader, place, signs, int(inputs or 0))
+            fired += _rotate_inputs(graph, reader, signs)
         return fired
 
     def _rotate_values(self, graph: Graph, attention: fx.Node, number: int) -> int:
         """Rotate each head's values. Attention mixes tokens, not features, so its output is rotated the same way."""
-        value: Any = attention.args[2]
-        source = value.args[0] if ops.name_of(value.target) == "split_heads" else value
+        value = ops.operand(attention, "v")
+        source = ops.operand(value, "x") if ops.name_of(value.target) == "split_heads" else value
         if ops.name_of(source.target) != "linear" or not (dataflow.read_once(source) and dataflow.read_once(value)):
             raise PassError(self.name, value.name, "values do not come from a linear of their own")
         readers = [reader for merged in attention.users for reader in merged.users]
@@ -124,16 +120,17 @@ class Rotate(Pass):
         if not merges or any(ops.name_of(reader.target) != "linear" for reader in readers):
             raise PassError(self.name, attention.name, "attention's output is read by something other than a linear")
         signs = self._signs(graph, f"values{number}", self._block(value, value.meta["val"].shape[-1]))
-        _rotate_argument(graph, source, 1, signs, 0)
-        _rotate_argument(graph, source, 2, signs, 0)
+        _rotate_outputs(graph, source, signs)
         for reader in readers:
-            _rotate_argument(graph, reader, 1, signs, 1)
+            _rotate_inputs(graph, reader, signs)
         return 1 + len(readers)
 
     def _rotate_online(self, graph: Graph, value: fx.Node, number: int) -> int:
         """Insert an operator that rotates `value` for the linears that read it; does nothing if there are none."""
         linears = ("linear", "expert_linear")
-        readers = [user for user in value.users if ops.name_of(user.target) in linears and user.args[0] is value]
+        readers = [
+            user for user in value.users if ops.name_of(user.target) in linears and ops.operand(user, "x") is value
+        ]
         if not readers:
             return 0
         block = self._block(value, value.meta["val"].shape[-1], LARGEST_CORE)
@@ -144,9 +141,8 @@ class Rotate(Pass):
         with graph.fx.inserting_after(value):
             turned = graph.call("hadamard", value, matrix, block)
         for reader in readers:
-            reader.update_arg(0, turned)
-            place, _, inputs = dataflow.WEIGHT_AXES[str(ops.name_of(reader.target))]
-            _rotate_argument(graph, reader, place, ones, int(inputs or 0))
+            ops.set_operands(reader, x=turned)
+            _rotate_inputs(graph, reader, ones)
         return len(readers)
 
 
@@ -162,10 +158,13 @@ def _given_to_linears(graph: Graph, stream: dataflow.Stream) -> list[fx.Node]:
     return list(dict.fromkeys(read))
 
 
-def _rotate_argument(graph: Graph, node: fx.Node, index: int, signs: fx.Node, axis: int) -> bool:
-    """Replace weight argument `index` of `node` by its rotation along `axis`; does nothing if it is absent."""
-    weight = node.args[index] if len(node.args) > index else None
-    if weight is None:
-        return False
-    node.update_arg(index, graph.call_weight("rotate", weight, signs, axis))
-    return True
+def _rotate_outputs(graph: Graph, node: fx.Node, signs: fx.Node) -> bool:
+    """Rotate the output features of a linear or an embedding: its weight, and its bias if there is one."""
+    axis = dataflow.axes_of(node).outputs
+    dataflow.rewrite_weight(graph, node, "bias", "rotate", signs=signs, axis=axis)
+    return dataflow.rewrite_weight(graph, node, "weight", "rotate", signs=signs, axis=axis)
+
+
+def _rotate_inputs(graph: Graph, node: fx.Node, signs: fx.Node) -> bool:
+    """Rotate the input features of a linear's weight."""
+    return dataflow.rewrite_weight(graph, node, "weight", "rotate", signs=signs, axis=dataflow.axes_of(node).inputs)

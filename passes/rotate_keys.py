@@ -7,7 +7,7 @@ them. Rotating query and key alike keeps their dot product (QuaRot, Ashkboos et 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -16,6 +16,7 @@ from qcompile import ops
 from qcompile.errors import PassError
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
+from qcompile.passes.dataflow import rewrite_weight
 
 SMALLEST_BLOCK = 16
 
@@ -48,19 +49,18 @@ class RotateKeys(Pass):
 
 
 def _rotate(graph: Graph, node: fx.Node) -> None:
-    args: Any = node.args
-    query, key = args[:2]
+    query, key = ops.operand(node, "q"), ops.operand(node, "k")
     head_dim = key.meta["val"].shape[-1]
     block = head_dim & -head_dim  # the largest power of 2 that divides it
     if block < SMALLEST_BLOCK:
         raise PassError("rotate_keys", node.name, f"heads of {head_dim} features have no power of 2 from 16 on in them")
     mean = None
     if ops.name_of(key.target) == "rotate_heads":  # passes/center_keys.py: one operator subtracts the mean and rotates
-        key, mean, _ = key.args
+        key, mean = ops.operand(key, "x"), ops.operand(key, "center")
     with graph.fx.inserting_before(node):
-        turned = graph.call("rotate_heads", query, None, block), graph.call("rotate_heads", key, mean, block)
-    for index, value in enumerate(turned):
-        node.update_arg(index, value)
-    if args[8:]:  # attention adds back what was subtracted from the keys, so that is rotated too
+        rotated_query = graph.call("rotate_heads", query, center=None, block=block)
+        rotated_key = graph.call("rotate_heads", key, center=mean, block=block)
+    ops.set_operands(node, q=rotated_query, k=rotated_key)
+    if ops.operand(node, "center") is not None:  # attention adds back what was subtracted from the keys
         graph.weights.add_tensor(f"rotate_keys.{block}", torch.ones(block))
-        node.update_arg(8, graph.call_weight("rotate", args[8], graph.weight(f"rotate_keys.{block}"), 0))
+        rewrite_weight(graph, node, "center", "rotate", signs=graph.weight(f"rotate_keys.{block}"), axis=0)

@@ -57,7 +57,7 @@ class Smooth(Pass):
             except PassError as error:
                 notes.append(str(error))
         for node in graph.calls("linear", "expert_linear"):
-            value: Any = node.args[0]
+            value: Any = ops.operand(node, "x")
             kind = ops.name_of(value.target)
             if kind not in ("mul", "merge_heads"):
                 continue
@@ -74,7 +74,9 @@ class Smooth(Pass):
 
 def _readers(norm: fx.Node) -> list[fx.Node]:
     """The linears that read the output of `norm`."""
-    return [n for n in norm.users if ops.name_of(n.target) in ("linear", "expert_linear") and n.args[0] is norm]
+    return [
+        n for n in norm.users if ops.name_of(n.target) in ("linear", "expert_linear") and ops.operand(n, "x") is norm
+    ]
 
 
 def _measured(graph: Graph, norms: list[fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -95,23 +97,19 @@ def _measured(graph: Graph, norms: list[fx.Node]) -> dict[fx.Node, fx.Node]:
 
 
 def _smooth_input(graph: Graph, norm: fx.Node, measured: fx.Node | None, alpha: float) -> None:
-    weight: Any = norm.args[1]
+    weight = ops.operand(norm, "weight")
     reason = not_linears_alone(graph, norm)
     if reason is None and weight is None:
         reason = "this norm has no weight that could take a scale"
     if reason:
         raise PassError("smooth", norm.name, reason)
-    readers: list[tuple[fx.Node, int]] = [
-        (node, dataflow.WEIGHT_AXES[str(ops.name_of(node.target))][0]) for node in _readers(norm)
-    ]
-    columns = graph.call_weight("column_max", [node.args[place] for node, place in readers])
+    readers = _readers(norm)
+    columns = graph.call_weight("column_max", [ops.operand(node, "weight") for node in readers])
     factor = graph.call_weight("smooth_factor", columns, alpha, weight if measured is None else measured)
-    for index in range(1, len(norm.args) - 1):  # the weight, and a layer norm's bias
-        if norm.args[index] is not None:
-            norm.update_arg(index, graph.call_weight("scale_axis", norm.args[index], factor, 0, True))
-    for node, place in readers:
-        last = node.args[place].meta["val"].dim() - 1  # type: ignore[union-attr]
-        node.update_arg(place, graph.call_weight("scale_axis", node.args[place], factor, last, False))
+    for name in ("weight", "bias"):
+        dataflow.rewrite_weight(graph, norm, name, "scale_axis", factor=factor, axis=0, inverse=True)
+    for node in readers:
+        _scale_columns(graph, node, factor)
 
 
 def _smooth_product(graph: Graph, node: fx.Node, value: fx.Node) -> None:
@@ -119,24 +117,25 @@ def _smooth_product(graph: Graph, node: fx.Node, value: fx.Node) -> None:
     reason = pusher.can_push(value, node, value.meta["val"].shape[-1])
     if reason:
         raise PassError("smooth", node.name, reason)
-    factor = graph.call_weight("smooth_factor", graph.call_weight("column_max", [node.args[1]]), 0.0)
+    factor = graph.call_weight("smooth_factor", graph.call_weight("column_max", [ops.operand(node, "weight")]), 0.0)
     pusher.push(value, node, factor, True)
     _scale_columns(graph, node, factor)
 
 
 def _smooth_attended(graph: Graph, node: fx.Node, merged: fx.Node) -> None:
     """Attention keeps the channels of its values, so one scale per KV head moves into the value projection."""
-    attention: Any = merged.args[0]
+    attention: Any = ops.operand(merged, "x")
     if ops.name_of(attention.target) != "attention" or len(attention.users) > 1 or len(merged.users) > 1:
         raise PassError("smooth", node.name, "its input is not one attention's output alone")
-    values = attention.args[2]
+    values = ops.operand(attention, "v")
     pusher = ScalePusher(graph, "smooth")
     kv_heads, head_dim = values.meta["val"].shape[-2:]
     reason = pusher.can_push(values, attention, kv_heads * head_dim)
     if reason:
         raise PassError("smooth", node.name, reason)
     group = attention.meta["val"].shape[-2] // kv_heads
-    largest = graph.call_weight("max_heads", graph.call_weight("column_max", [node.args[1]]), group, head_dim)
+    columns = graph.call_weight("column_max", [ops.operand(node, "weight")])
+    largest = graph.call_weight("max_heads", columns, group, head_dim)
     factor = graph.call_weight("smooth_factor", largest, 0.0)
     wide = graph.call_weight("repeat_heads", factor, group, head_dim)
     pusher.push(values, attention, factor, True)
@@ -144,4 +143,6 @@ def _smooth_attended(graph: Graph, node: fx.Node, merged: fx.Node) -> None:
 
 
 def _scale_columns(graph: Graph, node: fx.Node, factor: fx.Node) -> None:
-    node.update_arg(1, graph.call_weight("scale_axis", node.args[1], factor, 1, False))
+    """Multiply the input features of a linear's weight, its last axis, by `factor`."""
+    axis = dataflow.axes_of(node).inputs
+    dataflow.rewrite_weight(graph, node, "weight", "scale_axis", factor=factor, axis=axis, inverse=False)

@@ -18,6 +18,7 @@ from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
 from qcompile.passes.calibration.sweep import Sweep
 from qcompile.passes.channels import ScalePusher
+from qcompile.passes.dataflow import rewrite_weight
 
 NORMS = ("rms_norm", "layer_norm")
 
@@ -58,8 +59,7 @@ class SmoothAttention(Pass):
         return PassResult(graph, fired, tuple(notes))
 
     def _smooth(self, graph: Graph, node: fx.Node, measured: fx.Node | None) -> None:
-        args: Any = node.args
-        query, key = args[0], args[1]
+        query, key = ops.operand(node, "q"), ops.operand(node, "k")
         heads, head_dim = query.meta["val"].shape[-2:]
         kv_heads = key.meta["val"].shape[-2]
         if _rotary(query) not in ((0, False), _rotary(key)):
@@ -75,8 +75,8 @@ class SmoothAttention(Pass):
         up = down if shared else graph.call_weight("repeat_heads", down, heads // kv_heads, head_dim)
         pusher.push(key, node, down, True)
         pusher.push(query, node, up, False)
-        if args[8:]:  # the mean subtracted from the keys (passes/center_keys.py)
-            node.update_arg(8, graph.call_weight("scale_axis", args[8], down, 0, True))
+        # The mean that was subtracted from the keys (passes/center_keys.py) is scaled like the keys.
+        rewrite_weight(graph, node, "center", "scale_axis", factor=down, axis=0, inverse=True)
 
 
 def _measured(graph: Graph) -> dict[fx.Node, fx.Node]:
@@ -86,7 +86,7 @@ def _measured(graph: Graph) -> dict[fx.Node, fx.Node]:
     sweep = Sweep(graph, graph.calibration.excerpt())
     found = {}
     for node in graph.calls("attention"):
-        key: Any = node.args[1]
+        key = ops.operand(node, "k")
         sweep.advance(node)
         squares = torch.stack([value.float().square().mean((0, 1)) for value in sweep.values(key)])  # [samples, Hk, D]
         name = f"smooth_attention.{node.name}.keys"
@@ -99,7 +99,7 @@ def _chain(value: Any) -> list[fx.Node]:
     """The value and its producers, back to the linear."""
     nodes = [value]
     while ops.name_of(nodes[-1].target) in ("rotate_heads", "rope", "split_heads", "merge_heads", "mul", *NORMS):
-        nodes.append(nodes[-1].args[0])
+        nodes.append(nodes[-1].args[0])  # the first operand of each: x, or a of a product
     return nodes
 
 
@@ -110,13 +110,18 @@ def _norm_of(value: fx.Node) -> fx.Node | None:
 def _rotary(value: fx.Node) -> tuple[int, bool]:
     """(number of rotated features, interleaved) of the rope of keys or queries; (0, False) without rope."""
     rope: Any = next((n for n in _chain(value) if ops.name_of(n.target) == "rope"), None)
-    return (0, False) if rope is None else (2 * rope.args[2].meta["val"].shape[0], rope.args[4])
+    return (
+        (0, False)
+        if rope is None
+        else (2 * ops.operand(rope, "inv_freq").meta["val"].shape[0], ops.operand(rope, "interleaved"))
+    )
 
 
 def _magnitude(graph: Graph, key: fx.Node) -> fx.Node:
     """The magnitudes of key channels as a weight expression [Hk * D], or [D] with a norm."""
-    norm: Any = _norm_of(key)
+    norm = _norm_of(key)
     if norm is not None:
-        return norm.args[1]
-    linear: Any = _chain(key)[-1]
-    return graph.call_weight("row_size", *linear.args[1:])
+        weight: fx.Node = ops.operand(norm, "weight")
+        return weight
+    linear = ops.operands(_chain(key)[-1])
+    return graph.call_weight("row_size", linear.weight, linear.bias)

@@ -127,9 +127,11 @@ def _change(
 ) -> bool:
     """Change the precisions of one gemm; returns whether anything changed."""
     experts = ops.name_of(node.target) == "expert_gemm"
-    arguments: Any = node.args
-    packed, format = (arguments[2], arguments[4]) if experts else (arguments[1], arguments[4])
-    x, dtype, group = (arguments[0], *arguments[5:7]) if experts else arguments[0].args
+    packed, format = ops.operand(node, "weight"), ops.operand(node, "format")
+    if experts:  # expert_gemm quantizes its inputs itself
+        x, dtype, group = (ops.operand(node, name) for name in ("x", "activation", "group"))
+    else:
+        x, dtype, group = (ops.operand(ops.operand(node, "x"), name) for name in ("x", "kind", "group"))
     new_dtype = dtype if activation == SAME else activation
     wanted, kind = weight_format(format if weight == SAME else weight), activation_format(new_dtype)
     if kind not in wanted.activations:
@@ -138,11 +140,11 @@ def _change(
     new_packed, new_format = (packed, format) if weight == SAME else _weight(graph, packed, weight)
     new_group = kind.sum_group(weight_format(new_format).sum_group, packed.meta["val"][0].shape[1])
     changed = new_packed is not packed or (new_dtype, new_group) != (dtype, group)
-    if experts:  # expert_gemm quantizes its inputs itself
-        node.args = (*arguments[:2], new_packed, arguments[3], new_format, new_dtype, new_group, *arguments[7:])
+    if experts:
+        ops.set_operands(node, activation=new_dtype, group=new_group)
     else:
-        quantized = _quantized(graph, arguments[0], (x, new_dtype, new_group), activations)
-        node.args = (quantized, new_packed, *arguments[2:4], new_format, *arguments[5:])
+        ops.set_operands(node, x=_quantized(graph, ops.operand(node, "x"), (x, new_dtype, new_group), activations))
+    ops.set_operands(node, weight=new_packed, format=new_format)
     node.meta["precision"] = {"weight": new_format, "activation": new_dtype}
     return changed
 
@@ -161,10 +163,10 @@ def _quantized(
 
 def _weight(graph: Graph, packed: Any, format: str) -> tuple[fx.Node, str]:
     """The weight behind `packed` in `format`, and the format its gemm reads; a stored weight is reused."""
-    rounded = packed.args[0] if ops.name_of(packed.target) == "upper_nibble" else packed
+    rounded = ops.operand(packed, "weight") if ops.name_of(packed.target) == "upper_nibble" else packed
     wanted = weight_format(format)
-    if rounded.args[1] != wanted.stored_as.name:
-        rounded = graph.call_weight("quantize_weight", rounded.args[0], wanted.stored_as.name)
+    if ops.operand(rounded, "format") != wanted.stored_as.name:
+        rounded = graph.call_weight("quantize_weight", ops.operand(rounded, "w"), wanted.stored_as.name)
     if wanted.is_part:
         rounded = graph.call_weight("upper_nibble", rounded)
     return rounded, wanted.read_as.name

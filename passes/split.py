@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import fx
 
@@ -47,10 +47,7 @@ class Split(Pass):
 
 
 def _range(part: fx.Node) -> Range:
-    _, start, stop = part.args
-    assert isinstance(start, int)
-    assert isinstance(stop, int)
-    return start, stop
+    return ops.operand(part, "start"), ops.operand(part, "stop")
 
 
 def _refusal(node: fx.Node, slices: list[fx.Node]) -> str | None:
@@ -65,12 +62,12 @@ def _refusal(node: fx.Node, slices: list[fx.Node]) -> str | None:
 
 
 def _split(graph: Graph, node: fx.Node, slices: list[fx.Node]) -> None:
-    x: Any = node.args[0]
-    weights: Any = node.args[1:]
+    given = ops.operands(node)
     made: dict[Range, fx.Node] = {}
     for start, stop in sorted({_range(part) for part in slices}):
-        rows = [None if weight is None else graph.call_weight("slice_rows", weight, start, stop) for weight in weights]
+        weight = graph.call_weight("slice_rows", given.weight, start, stop)
+        bias = None if given.bias is None else graph.call_weight("slice_rows", given.bias, start, stop)
         with graph.fx.inserting_before(node):
-            made[start, stop] = graph.call("linear", x, *rows)
+            made[start, stop] = graph.call("linear", given.x, weight, bias)
     for part in slices:
         graph.replace(part, made[_range(part)])

@@ -11,82 +11,6 @@ from qcompile import ops
 from qcompile.formats.kv import PAGE_TOKENS
 from qcompile.graph import Graph
 
-_ON_WEIGHTS = frozenset(
-    {
-        "center",
-        "column_order",
-        "head_order",
-        "take_axis",
-        "concat_rows",
-        "expert_rows",
-        "matvec",
-        "zero_bias",
-        "slice_rows",
-        "interleave_rows",
-        "interleave_experts",
-        "rotate",
-        "scale_axis",
-        "row_size",
-        "column_max",
-        "key_scale",
-        "repeat_heads",
-        "max_heads",
-        "smooth_factor",
-    }
-)
-_FLOAT = _ON_WEIGHTS | {
-    "embedding",
-    "linear",
-    "rms_norm",
-    "layer_norm",
-    "unary",
-    "xielu",
-    "scale",
-    "add",
-    "mul",
-    "rope",
-    "rotate_heads",
-    "attention",
-    "slice_features",
-    "gather_features",
-    "split_heads",
-    "merge_heads",
-    "gated_linear",
-    "gated_experts",
-    "hadamard",
-    "softmax",
-    "top_k",
-    "pick",
-    "normalize",
-    "limit_groups",
-    "expert_linear",
-    "scale_slots",
-    "combine",
-    "clamp",
-    "shift",
-}
-_QUANTIZED = _FLOAT | {
-    "quantize_weight",
-    "quantize_mixed",
-    "worst_rows",
-    "upper_nibble",
-    "quantize_activation",
-    "gemm",
-    "expert_gemm",
-}
-_STEP = (_QUANTIZED - {"attention"}) | {
-    "kv_append",
-    "kv_attention",
-    "take_rows",
-    "norm_quantize",
-    "hadamard_quantize",
-    "rope_append",
-    "norm_heads",
-}
-
-STAGES: dict[str, frozenset[str] | None] = {"import": None, "raise": _FLOAT, "quantize": _QUANTIZED, "cache": _STEP}
-"""The qcompile:: operators allowed at each stage; the graph at `import` may contain any ATen operator."""
-
 
 class CheckError(AssertionError):
     """A graph violates the contract of its stage: a bug in the pass that produced it."""
@@ -95,10 +19,10 @@ class CheckError(AssertionError):
 def check(graph: Graph, after: str = "") -> None:
     """Raise CheckError unless `graph` satisfies the contract of its stage. `after` names the last pass."""
     where = f"after {after}: " if after else ""
-    if graph.stage not in STAGES:
+    if graph.stage not in ("import", *ops.STAGES):
         raise CheckError(f"{where}stage {graph.stage} is unknown")
     graph.fx.lint()
-    allowed = STAGES[graph.stage]
+    allowed = None if graph.stage == "import" else ops.allowed(graph.stage)  # `import` has any ATen operator
     if sum(node.op == "output" for node in graph.fx.nodes) != 1:
         raise CheckError(f"{where}a graph has one output")
     for node in graph.fx.nodes:

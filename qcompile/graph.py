@@ -197,16 +197,21 @@ class Graph:
         for node in weights:
             anchor.prepend(node)
 
-    def call_weight(self, name: str, *args: Any) -> fx.Node:
-        """qcompile::name(*args) on weights, after all existing weight expressions and before any activation."""
+    def call_weight(self, name: str, *args: Any, **operands: Any) -> fx.Node:
+        """qcompile::name on weights, after all existing weight expressions and before any activation."""
         with self.fx.inserting_before(self.inputs[0]):  # every activation depends on an input
-            return self.call(name, *args)
+            return self.call(name, *args, **operands)
 
-    def call(self, name: str, *args: Any) -> fx.Node:
-        """Create qcompile::name(*args) at the insertion point and infer its shape."""
-        node = self.fx.create_node("call_function", ops.op(name), args, name=name)
+    def call(self, name: str, *args: Any, **operands: Any) -> fx.Node:
+        """Create qcompile::name at the insertion point and infer its shape. Operands may be given by name."""
+        node = self.create(name, *args, **operands)
         self.infer_node(node)
         return node
+
+    def create(self, name: str, *args: Any, **operands: Any) -> fx.Node:
+        """As `call`, for a node whose shape is inferred later, when its inputs have theirs."""
+        given = ops.arguments(name, args, operands)
+        return self.fx.create_node("call_function", ops.op(name), given, name=name)
 
     def weight(self, name: str) -> fx.Node:
         """The node that reads weight `name`; created at the top of the graph if there is none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from safetensors import safe_open
@@ -72,11 +72,11 @@ def _targets(graph: Graph) -> dict[fx.Node, fx.Node]:
     """Weights (quantize_* nodes) whose codes are to be chosen, each with its first gemm, in graph order."""
     found: dict[fx.Node, fx.Node] = {}
     for gemm in graph.calls("gemm", "expert_gemm"):
-        weight = _args(gemm)[2 if ops.name_of(gemm.target) == "expert_gemm" else 1]
+        weight: fx.Node = ops.operand(gemm, "weight")
         if ops.name_of(weight.target) == "upper_nibble":
-            weight = weight.args[0]
+            weight = ops.operand(weight, "weight")
         format = format_of(weight)
-        if format and format.calibrated and len(weight.args) == 2:  # more arguments are codes, chosen already
+        if format and format.calibrated and ops.operand(weight, "codes") is None:  # else codes were chosen already
             found.setdefault(weight, gemm)
     return found
 
@@ -86,7 +86,7 @@ def format_of(weight: fx.Node) -> WeightFormat | None:
     kind = ops.name_of(weight.target)
     if kind == "quantize_mixed":
         return MIX_4_8
-    return weight_format(str(weight.args[1])) if kind == "quantize_weight" else None
+    return weight_format(ops.operand(weight, "format")) if kind == "quantize_weight" else None
 
 
 def _format(target: fx.Node) -> WeightFormat:
@@ -94,10 +94,6 @@ def _format(target: fx.Node) -> WeightFormat:
     format = format_of(target)
     assert format is not None
     return format
-
-
-def _args(node: fx.Node) -> Any:
-    return node.args
 
 
 _Moments = tuple[Tensor, Tensor | None]
@@ -119,7 +115,7 @@ class _Work:
         fingerprint = self.calibration.fingerprint(self.graph.content(), str(self.options))
         keys = {weight: f"{number:05}-{fingerprint}" for number, weight in enumerate(self.targets)}
         kept = {weight: self.calibration.kept(key) for weight, key in keys.items()}
-        sizes = [weight.args[0].meta["val"].numel() for weight in self.targets]  # type: ignore[union-attr]
+        sizes = [ops.operand(weight, "w").meta["val"].numel() for weight in self.targets]
         total = sum(sizes) * len(self.calibration.tokens)
         sweep = Sweep(self.graph, self.calibration.tokens, self._progress(total))
         origin = Origin(self.graph, self.calibration.tokens) if self.options.restore else None
@@ -160,8 +156,8 @@ class _Work:
         key: str,
     ) -> Kept:
         format = _format(weight)
-        wide = self.graph.evaluate(_args(weight)[1]) if format.marks_rows else None
-        value = self.graph.evaluate(_args(weight)[0])
+        wide = self.graph.evaluate(ops.operand(weight, "wide")) if format.marks_rows else None
+        value = self.graph.evaluate(ops.operand(weight, "w"))
         options = self.options
         how = format.rounding(wide)
         choices = []
@@ -205,12 +201,12 @@ class _Work:
         `restore` does not move experts, which see few tokens, nor two-plane (nested) weights, whose 8-bit whole runs
         behind equally accurate layers and must not compensate for errors of the upper plane.
         """
-        source = _args(gemm)[0]
+        given = ops.operands(gemm)
+        source = given.x
         if ops.name_of(gemm.target) == "expert_gemm":
-            _, index, _, _, _, kind, group, experts, *_ = _args(gemm)
-            found = zip(sweep.values(source), sweep.values(index), strict=True)
-            inputs = [(_rounded(x.float(), kind, group), chosen) for x, chosen in found]
-            yield from zip(value.chunk(experts), expert_moments(inputs, experts), strict=True)
+            pairs = zip(sweep.values(source), sweep.values(given.index), strict=True)
+            inputs = [(_rounded(x.float(), given.activation, given.group), chosen) for x, chosen in pairs]
+            yield from zip(value.chunk(given.experts), expert_moments(inputs, given.experts), strict=True)
             return
         if source not in moments:
             moments.clear()  # keep the moments of one layer only
@@ -219,7 +215,7 @@ class _Work:
         yield value if back is None else value.float() @ back, hessian
 
     def _moments(self, gemm: fx.Node, values: list[Parts], origin: Origin | None) -> _Moments:
-        if origin is None or weight_format(_args(gemm)[4]).upper:
+        if origin is None or weight_format(ops.operand(gemm, "format")).upper:
             return second_moments(values), None
         return second_moments(values), restoring(values, origin.values(gemm), self.options.damping)
 
@@ -234,7 +230,10 @@ class _Work:
             nodes.append(name)
         if _format(weight).marks_rows:
             nodes.pop()  # the marks of wide rows are an argument already
-        weight.args = (*weight.args[:2], *(self.graph.weight(name) for name in nodes))
+        chosen = list(ops.named(weight))[2:]  # behind w, and its format or its marks
+        ops.set_operands(
+            weight, **{name: self.graph.weight(stored) for name, stored in zip(chosen, nodes, strict=False)}
+        )
         weight.meta["calibrated"] = figures
 
     def _loader(self, part: Tensor, key: str, index: int) -> Callable[[], Tensor]:

@@ -73,7 +73,7 @@ def first_order(
     width = max(part[-1].meta["val"].shape[-1] for part in parts[:-1]) if len(parts) > 1 else 1
     each, together = _plan(len(parts), 4 * width * tokens.shape[1], len(tokens))
     runs = [parts[start : start + each] for start in range(0, len(parts), each)]
-    results = {node: torch.empty(len(tokens), node.args[1].meta["val"].shape[0]) for node in deltas}  # type: ignore[union-attr]
+    results = {node: torch.empty(len(tokens), ops.operand(node, "weight").meta["val"].shape[0]) for node in deltas}
     for start in range(0, len(tokens), together):
         batch = slice(start, start + together)
         rows = {node: result[batch] for node, result in results.items()}
@@ -168,13 +168,13 @@ class _Batch:
         squares: dict[Any, Tensor] = {}  # keyed by the value that linears read
         for i, entry in enumerate(entries if linears else []):
             _, outputs = self._stretch(part, i, entry, linears)
-            for source, x in {node.args[0]: outputs[node][0].flatten(0, -2) for node in linears}.items():
+            for source, x in {ops.operand(node, "x"): outputs[node][0].flatten(0, -2) for node in linears}.items():
                 squares[source] = x.T @ x if source not in squares else squares[source].addmm_(x.T, x)
         count = len(entries) * self.tokens.shape[1]
         found = {}
         for node in linears:
-            moments = gptq.trusted(squares[node.args[0]] / count, count) if squares else None
-            found[node] = self.deltas[node](self._weight(node.args[1]), moments)
+            moments = gptq.trusted(squares[ops.operand(node, "x")] / count, count) if squares else None
+            found[node] = self.deltas[node](self._weight(ops.operand(node, "weight")), moments)
         return found
 
     def _back(
@@ -203,18 +203,18 @@ class _Batch:
         values |= entry
         outputs: dict[fx.Node, tuple[Tensor, Tensor]] = {}
         for node in part:
-            args: Any = fx.node.map_arg(node.args, lambda n: values[n] if n in values else self._weight(n))
+            given = fx.node.map_arg(ops.named(node), lambda n: values[n] if n in values else self._weight(n))
             kind = str(ops.name_of(node.target))
             if kind not in LINEARS:
-                values[node] = ops.reference(kind)(*args)
+                values[node] = ops.reference(kind)(**given)
                 continue
-            x, weight, *rest = args
-            y = torch.nn.functional.linear(x, weight, rest[0] if rest else None)
+            x = given["x"]
+            y = torch.nn.functional.linear(x, given["weight"], given["bias"])
             if watched and node in watched:
                 if not y.requires_grad:  # no earlier value has gradients: it reads the embedding
                     y.requires_grad_()
                 outputs[node] = (x.detach(), y)
-            values[node] = y if kind == "linear" else gate(y, *rest[1:])
+            values[node] = y if kind == "linear" else gate(y, given["kind"], given["width"])
         return values[part[-1]], outputs
 
     def _weight(self, node: Any) -> Any:

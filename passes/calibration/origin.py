@@ -23,24 +23,21 @@ TOKENS = 16384
 """Tokens of calibration text for the float model: R needs some per input, but not all there are."""
 
 _WEIGHTS = ("quantize_weight", "quantize_mixed", "upper_nibble")
-_READERS = {"gemm": (1, 4), "expert_gemm": (2, 4)}
-"""Argument indices of an operator's weight and its format."""
+_READERS = ("gemm", "expert_gemm")
 
 
 def unrounded(graph: Graph) -> Graph:
     """`graph` (at stage quantize) with unrounded weights and activations, and its nodes in the same order."""
     graph = graph.clone()
     for node in graph.calls("quantize_activation"):
-        node.args = (node.args[0], "f32", 0)
+        ops.set_operands(node, kind="f32", group=0)
     for node in graph.calls(*_READERS):
-        weight, format = _READERS[str(ops.name_of(node.target))]
-        source: Any = node.args[weight]
+        source: Any = ops.operand(node, "weight")
         while ops.name_of(source.target) in _WEIGHTS:
-            source = source.args[0]
-        node.update_arg(weight, graph.call_weight("quantize_weight", source, "f32"))
-        node.update_arg(format, "f32")
-        if weight == 2:
-            node.args = (*node.args[:5], "f32", 0, *node.args[7:])
+            source = source.args[0]  # w of a rounding, weight of upper_nibble
+        ops.set_operands(node, weight=graph.call_weight("quantize_weight", source, "f32"), format="f32")
+        if ops.has_operand(node, "activation"):  # experts quantize their inputs themselves
+            ops.set_operands(node, activation="f32", group=0)
     return graph
 
 
@@ -49,9 +46,8 @@ class Origin:
 
     def __init__(self, graph: Graph, tokens: Tensor) -> None:
         """`tokens` int64 [samples, length], of which about the first TOKENS are used; `graph` is at stage quantize."""
-        readers = tuple(_READERS)
         exact = unrounded(graph)
-        self._twins = dict(zip(graph.calls(*readers), exact.calls(*readers), strict=True))
+        self._twins = dict(zip(graph.calls(*_READERS), exact.calls(*_READERS), strict=True))
         self._sweep = Sweep(exact, tokens[: max(1, TOKENS // tokens.shape[1])])
 
     def advance(self, stop: fx.Node) -> None:
@@ -60,8 +56,7 @@ class Origin:
 
     def values(self, linear: fx.Node) -> list[Parts]:
         """Inputs, per sample used, of the linear at which both runs stopped, or of one that reads the same value."""
-        source: Any = self._twins[linear].args[0]
-        return self._sweep.values(source)
+        return self._sweep.values(ops.operand(self._twins[linear], "x"))
 
 
 def restoring(values: list[Parts], exact: list[Parts], damping: float) -> Tensor:

@@ -7,7 +7,6 @@ of the calibration text; 1 is perfectly even. Kinds of values are determined by 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -67,13 +66,13 @@ def _places(graph: Graph) -> dict[fx.Node, tuple[str, int, fx.Node]]:
     found: dict[fx.Node, tuple[str, int, fx.Node]] = {}
     layer = 0
     for node in graph.nodes:
-        arguments: Any = node.args
         if node in attentions:
             layer = attentions.index(node)
-            found[node] = (KEYS, layer, arguments[1])
+            found[node] = (KEYS, layer, ops.operand(node, "k"))
         elif ops.name_of(node.target) in _LINEARS and node not in heads:
-            kind = BLOCKS if ops.name_of(_before_rotation(arguments[0]).target) in _NORMS else OUTPUTS
-            found[node] = (kind, feeding.get(node, layer), arguments[0])
+            x = ops.operand(node, "x")
+            kind = BLOCKS if ops.name_of(_before_rotation(x).target) in _NORMS else OUTPUTS
+            found[node] = (kind, feeding.get(node, layer), x)
     return found
 
 

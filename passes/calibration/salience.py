@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
 
-from qcompile import roofline
+from qcompile import ops, roofline
 from qcompile.calibration import Calibration, Kept
 from qcompile.errors import UsageError
 from qcompile.formats.asymmetric import W4_ASYM_G128
@@ -183,13 +183,11 @@ def _marks_rows(node: fx.Node) -> bool:
 
 
 def _features(node: fx.Node) -> int:
-    weight: Any = node.args[1]
-    return int(weight.meta["val"].shape[0])
+    return int(ops.operand(node, "weight").meta["val"].shape[0])
 
 
 def _inputs(node: fx.Node) -> int:
-    weight: Any = node.args[1]
-    return int(weight.meta["val"].shape[1])
+    return int(ops.operand(node, "weight").meta["val"].shape[1])
 
 
 def _rounding_error(w: Tensor, moments: Tensor | None = None) -> Tensor:

@@ -116,24 +116,28 @@ class Sweep:
     def _step(self, sample: Values, index: int) -> None:
         node = self._nodes[index]
         if ops.name_of(node.target) == "gemm":
-            source, weight, bias, residual, format, epilogue, width = self._arguments(sample, node, skip=1)
-            weight = self._dequantized(node.args[1], format)
-            sample[node] = gemm_float(dequantize_activation(source), weight, bias, residual, epilogue, width)
+            given = self._operands(sample, node, without="weight")
+            source, format = given.pop("x"), given.pop("format")
+            weight = self._dequantized(ops.operand(node, "weight"), format)
+            sample[node] = gemm_float(dequantize_activation(source), **given | {"weight": weight})
             self._work(weight.numel())
         else:
             assert callable(node.target)
-            arguments = self._arguments(sample, node)
-            sample[node] = node.target(*arguments)
+            sample[node] = node.target(*self._known(sample, node.args))
             if ops.name_of(node.target) == "expert_gemm":
-                self._work(arguments[2][0].numel())
+                self._work(self._weight(ops.operand(node, "weight"))[0].numel())
         for done in {*node.all_input_nodes, node}:
             if self._last.get(done, -1) <= index:
                 sample.pop(done, None)
 
-    def _arguments(self, sample: Values, node: fx.Node, skip: int | None = None) -> Any:
-        """The node's arguments for a sample, without the one at index `skip`."""
-        given = tuple(None if index == skip else item for index, item in enumerate(node.args))
-        return fx.node.map_arg(given, lambda n: sample[n] if n in sample else self._weight(n))
+    def _operands(self, sample: Values, node: fx.Node, without: str) -> Any:
+        """The values of the node's operands for a sample by name; that of operand `without` is not computed."""
+        return self._known(sample, {k: None if k == without else v for k, v in ops.named(node).items()})
+
+    def _known(self, sample: Values, items: Any) -> Any:
+        """`items` with the values of a sample, or of weights, in place of nodes."""
+        known = fx.node.map_arg(items, lambda n: sample[n] if n in sample else self._weight(n))
+        return dict(known) if isinstance(items, dict) else known
 
     def _weight(self, node: fx.Node) -> Any:
         if node not in self._weights:

@@ -10,7 +10,8 @@ import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from qcompile.formats.registry import STORED_FORMATS
 from qcompile.graph import Graph, WeightStore
 from qcompile.ops.model import attend, key_offsets, visible, whole_keys
 from qcompile.ops.quantized import gate
-from qcompile.ops.step import turn_heads
+from qcompile.ops.step import HeadLayout, HeadTransform, transform_heads
 
 STEP = "graphs/step.json"
 FORMATS = {"torch-mlir": "torch", "linalg": "linalg-on-tensors"}
@@ -130,72 +131,59 @@ class Sequence(torch.nn.Module):
             if node.name in self.leaves:
                 values[node] = self._leaf(node.name)
             elif node.op == "call_function" and not self.graph.is_weight(node):
-                values[node] = _call(node, fx.node.map_arg(node.args, values.__getitem__))
+                values[node] = _call(node, values)
         logits: Any = self.graph.output.args[0]
         return values[logits[0]]
 
 
-def _call(node: fx.Node, args: Any) -> Any:
+def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     own = _OVER_ONE_TEXT.get(ops.name_of(node.target) or "")
+    if own is not None:
+        return own(SimpleNamespace(**fx.node.map_arg(ops.named(node), values.__getitem__)))
     assert callable(node.target), node
-    return own(*args) if own else node.target(*args)
+    return node.target(*fx.node.map_arg(node.args, values.__getitem__))
 
 
-def _kv_append(k: Tensor, v: Tensor, _p: Tensor, _s: None, _b: None, cache: Cached, layer: int, format: str) -> Cached:
-    return cache | {layer: (kv_format(format).round_trip(k), kv_format(format).round_trip(v))}
+def _kv_append(given: Any) -> Cached:
+    return _appended(given, given.k, given.v)
 
 
-def _rope_append(
-    qkv: Tensor,
-    inv_freq: Tensor | None,
-    positions: Tensor,
-    sequence: None,
-    table: None,
-    cache: Cached,
-    offsets: list[int],
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    scaling: float,
-    interleaved: bool,
-    layer: int,
-    format: str,
-    center: Tensor | None = None,
-    block: int = 0,
-    *times: Tensor | None,
-) -> list[Any]:
-    turn = positions, inv_freq, scaling, interleaved
-    qkv, k, v = turn_heads(qkv, turn, offsets, heads, kv_heads, head_dim, center, block, *times)
-    return [qkv, _kv_append(k, v, positions, sequence, table, cache, layer, format)]
+def _appended(given: Any, k: Tensor, v: Tensor) -> Cached:
+    """The cache of `given`, operands of kv_append or rope_append, with the rounded k and v of its layer."""
+    format, cache = kv_format(given.format), cast(Cached, given.cache)
+    return cache | {given.layer: (format.round_trip(k), format.round_trip(v))}
 
 
-def _kv_attention(
-    q: Tensor,
-    positions: Tensor,
-    _s: None,
-    _b: None,
-    cache: Cached,
-    layer: int,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None = None,
-    key_bias: Tensor | None = None,
-    bits: int = 0,
-    center: Tensor | None = None,
-) -> Tensor:
-    if bits:
+def _rope_append(given: Any) -> list[Any]:
+    layout = HeadLayout(given.offsets, given.heads, given.kv_heads, given.head_dim)
+    transform = HeadTransform(
+        given.positions,
+        given.inv_freq,
+        given.scaling,
+        given.interleaved,
+        given.center,
+        given.block,
+        given.query_table,
+        given.query_weight,
+    )
+    qkv, k, v = transform_heads(given.qkv, layout, transform)
+    return [qkv, _appended(given, k, v)]
+
+
+def _kv_attention(given: Any) -> Tensor:
+    if given.bits:
         raise UnsupportedError("export: a hierarchical cache rounds tokens as they age; take another recipe")
-    k, v = whole_keys(cache[layer][0], center), cache[layer][1]
-    bias = key_offsets(key_bias, positions, positions)
-    return attend(q, k, v, visible(positions, positions, window), scale, softcap, sinks, bias)
+    k, v = given.cache[given.layer]
+    positions = given.positions
+    mask, bias = visible(positions, positions, given.window), key_offsets(given.key_bias, positions, positions)
+    return attend(given.q, whole_keys(k, given.center), v, mask, given.scale, given.softcap, given.sinks, bias)
 
 
-_OVER_ONE_TEXT: dict[str, Callable[..., Any]] = {
+_OVER_ONE_TEXT: dict[str, Callable[[Any], Any]] = {
     "kv_append": _kv_append,
     "kv_attention": _kv_attention,
     "rope_append": _rope_append,
-    "take_rows": lambda x, rows: x,
+    "take_rows": lambda given: given.x,
 }
 """Replacements for operators on a paged cache if the cache is the text itself and all logits are requested."""
 
@@ -211,8 +199,8 @@ def _expert_linear(x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None
     return y if bias is None else y + bias[index]
 
 
-def _gated_experts(x: Tensor, index: Tensor, gate_up: Tensor, bias: Tensor | None, *gating: Any) -> Tensor:
-    return gate(_expert_linear(x, index, gate_up, bias), *gating)
+def _gated_experts(x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None, *gating: Any) -> Tensor:
+    return gate(_expert_linear(x, index, weight, bias), *gating)
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:

@@ -1,151 +1,41 @@
-"""The `qcompile::` operators: schema, fake kernel and torch reference body of each, in one place.
+"""The `qcompile::` operators: schema, fake kernel, torch reference body and stages of each, in one place.
 
 The graph of every stage consists of these operators, so every stage can be run. Shapes use B batch, T tokens, M rows
 of a step (the tokens of all sequences side by side), F features, H heads, D head size, V vocabulary. Leading
 dimensions written `...` are free. References favor clarity over speed; generated kernels are tested against them.
+
+`ops.linear` is the overload of qcompile::linear, and likewise for every operator that one of the modules defines.
 """
 
-from qcompile.ops.experts import (
-    clamp,
-    combine,
-    expert_gemm,
-    expert_linear,
-    expert_rows,
-    gated_experts,
-    limit_groups,
-    normalize,
-    pick,
-    scale_slots,
-    shift,
-    softmax,
-    top_k,
-)
-from qcompile.ops.model import (
-    QUICK,
-    UNARY,
-    add,
-    attention,
-    embedding,
-    gather_features,
-    hadamard,
-    layer_norm,
-    linear,
-    merge_heads,
-    mul,
-    rms_norm,
-    rope,
-    rotate_heads,
-    scale,
-    slice_features,
-    split_heads,
-    unary,
-    xielu,
-)
-from qcompile.ops.quantized import (
-    GATE_BLOCK,
-    GATED,
-    gated_linear,
-    gemm,
-    hadamard_quantize,
-    norm_quantize,
-    quantize_activation,
-)
-from qcompile.ops.registry import DEFINED, name_of, op, reference
-from qcompile.ops.step import kv_append, kv_attention, norm_heads, rope_append, take_rows
-from qcompile.ops.weights import (
-    center,
-    column_max,
-    column_order,
-    concat_rows,
-    head_order,
-    interleave_experts,
-    interleave_rows,
-    key_scale,
-    matvec,
-    max_heads,
-    quantize_mixed,
-    quantize_weight,
-    repeat_heads,
-    rotate,
-    row_size,
-    scale_axis,
-    slice_rows,
-    smooth_factor,
-    take_axis,
-    upper_nibble,
-    worst_rows,
-    zero_bias,
-)
+from typing import Any
+
+from qcompile.ops import experts, model, quantized, step, weights  # noqa: F401  (each module defines its operators)
+from qcompile.ops.model import QUICK, UNARY
+from qcompile.ops.quantized import GATE_BLOCK, GATED
+from qcompile.ops.registry import DEFINED, STAGES, allowed, name_of, op, reference
+from qcompile.ops.schema import arguments, has_operand, named, operand, operands, set_operands
 
 __all__ = [
     "DEFINED",
     "GATED",
     "GATE_BLOCK",
     "QUICK",
+    "STAGES",
     "UNARY",
-    "add",
-    "attention",
-    "center",
-    "clamp",
-    "column_max",
-    "column_order",
-    "combine",
-    "concat_rows",
-    "embedding",
-    "expert_gemm",
-    "expert_linear",
-    "expert_rows",
-    "gated_experts",
-    "gated_linear",
-    "gather_features",
-    "gemm",
-    "hadamard",
-    "hadamard_quantize",
-    "head_order",
-    "interleave_experts",
-    "interleave_rows",
-    "key_scale",
-    "kv_append",
-    "kv_attention",
-    "layer_norm",
-    "limit_groups",
-    "linear",
-    "matvec",
-    "max_heads",
-    "merge_heads",
-    "mul",
+    "allowed",
+    "arguments",
+    "has_operand",
     "name_of",
-    "norm_heads",
-    "norm_quantize",
-    "normalize",
+    "named",
     "op",
-    "pick",
-    "quantize_activation",
-    "quantize_mixed",
-    "quantize_weight",
+    "operand",
+    "operands",
     "reference",
-    "repeat_heads",
-    "rms_norm",
-    "rope",
-    "rope_append",
-    "rotate",
-    "rotate_heads",
-    "row_size",
-    "scale",
-    "scale_axis",
-    "scale_slots",
-    "shift",
-    "slice_features",
-    "slice_rows",
-    "smooth_factor",
-    "softmax",
-    "split_heads",
-    "take_axis",
-    "take_rows",
-    "top_k",
-    "unary",
-    "upper_nibble",
-    "worst_rows",
-    "xielu",
-    "zero_bias",
+    "set_operands",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in DEFINED:
+        raise AttributeError(f"module 'qcompile.ops' has no attribute {name!r}")
+    return DEFINED[name]

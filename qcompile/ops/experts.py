@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qcompile.formats.activations import activation_format, dequantize_activation
 from qcompile.formats.registry import weight_format
-from qcompile.ops.quantized import GATE_BLOCK, GATED, gate
+from qcompile.ops.quantized import GATED, gate
 from qcompile.ops.registry import define, like, reference
 
 # ---- routers ----------------------------------------------------------------------------------------
@@ -65,22 +65,22 @@ def expert_linear(x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None 
     return y
 
 
-@define(lambda x, index, gate_up, bias, kind, width, limit, offset: x.new_empty(*index.shape, width))
+@define(lambda x, index, weight, bias, kind, width, limit, offset: x.new_empty(*index.shape, width))
 def gated_experts(
     x: Tensor,
     index: Tensor,
-    gate_up: Tensor,
+    weight: Tensor,
     bias: Tensor | None,
     kind: str,
     width: int,
     limit: float | None,
     offset: float,
 ) -> Tensor:
-    """Each slot's gated linear: gate_up [E, 2N', K] interleaved in blocks of GATE_BLOCK rows -> [..., k, width].
+    """Each slot's gated linear: weight [E, 2N', K] interleaved in blocks of GATE_BLOCK rows -> [..., k, width].
 
     `limit` and `offset` are as in gate().
     """
-    return gate(reference("expert_linear")(x, index, gate_up, bias), kind, width, limit, offset)
+    return gate(reference("expert_linear")(x, index, weight, bias), kind, width, limit, offset)
 
 
 @define(lambda y, factor: torch.empty_like(y))
@@ -113,18 +113,7 @@ def shift(x: Tensor, offset: float) -> Tensor:
 # ---- packed -----------------------------------------------------------------------------------------
 
 
-def _padded(n: int) -> int:
-    return -(-n // GATE_BLOCK) * GATE_BLOCK
-
-
-@define(lambda w: w.new_empty(w.shape[0] * _padded(w.shape[1]), *w.shape[2:]))
-def expert_rows(w: Tensor) -> Tensor:
-    """w [E, N, ...] -> [E * N', ...], where N' is N padded to a multiple of GATE_BLOCK with rows of zeros."""
-    short = _padded(w.shape[1]) - w.shape[1]
-    return torch.cat((w, w.new_zeros(w.shape[0], short, *w.shape[2:])), 1).flatten(0, 1).contiguous()
-
-
-def _fake_expert_gemm(
+def _fake_expert_gemm(  # parameters: those of expert_gemm
     x: Tensor,
     index: Tensor,
     weight: list[Tensor],
@@ -141,8 +130,8 @@ def _fake_expert_gemm(
     return x.new_empty((*index.shape, width), dtype=torch.float32)
 
 
-@define(_fake_expert_gemm)
-def expert_gemm(
+@define(_fake_expert_gemm, since="quantize")
+def expert_gemm(  # parameters: the schema of an operator is flat
     x: Tensor,
     index: Tensor,
     weight: list[Tensor],

@@ -221,9 +221,10 @@ def key_offsets(key_bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor |
 @define(
     lambda q, k, v, scale, window=0, softcap=0.0, sinks=None, key_bias=None, center=None: q.new_empty(
         *q.shape[:-1], v.shape[-1]
-    )
+    ),
+    until="quantize",
 )
-def attention(
+def attention(  # parameters: the schema of an operator is flat
     q: Tensor,
     k: Tensor,
     v: Tensor,

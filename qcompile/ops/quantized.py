@@ -15,7 +15,7 @@ def _fake_activation(x: Tensor, kind: str, group: int) -> list[Tensor]:
     return [x.new_empty(s, dtype=d) for s, d in activation_format(kind).layout(tuple(x.shape), group)]
 
 
-@define(_fake_activation)
+@define(_fake_activation, since="quantize")
 def quantize_activation(x: Tensor, kind: str, group: int) -> list[Tensor]:
     """x [..., K] as activation format `kind`: [x], or for integers [codes int8, scale f32, sums].
 
@@ -42,7 +42,7 @@ def _fake_gemm(
     return x[0].new_empty((*x[0].shape[:-1], width), dtype=torch.float32)
 
 
-@define(_fake_gemm)
+@define(_fake_gemm, since="quantize")
 def gemm(
     x: list[Tensor],
     weight: list[Tensor],
@@ -71,10 +71,10 @@ def gemm_float(
     return y if residual is None else residual + y
 
 
-@define(lambda x, gate_up, bias, kind, width: x.new_empty(*x.shape[:-1], width))
-def gated_linear(x: Tensor, gate_up: Tensor, bias: Tensor | None, kind: str, width: int) -> Tensor:
-    """x [..., K], gate_up [2N', K] interleaved in blocks of GATE_BLOCK rows -> kind(gate) * up, [..., width]."""
-    return gate(torch.nn.functional.linear(x, gate_up, bias), kind, width)
+@define(lambda x, weight, bias, kind, width: x.new_empty(*x.shape[:-1], width))
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, width: int) -> Tensor:
+    """x [..., K], weight [2N', K] interleaved in blocks of GATE_BLOCK rows -> kind(gate) * up, [..., width]."""
+    return gate(torch.nn.functional.linear(x, weight, bias), kind, width)
 
 
 def gate(y: Tensor, kind: str, width: int, limit: float | None = None, offset: float = 0.0) -> Tensor:
@@ -88,7 +88,7 @@ def gate(y: Tensor, kind: str, width: int, limit: float | None = None, offset: f
     return (UNARY[kind](first) * (second + offset if offset else second))[..., :width].contiguous()
 
 
-@define(lambda x, core, block, dtype, group: _fake_activation(x, dtype, group))
+@define(lambda x, core, block, dtype, group: _fake_activation(x, dtype, group), since="cache")
 def hadamard_quantize(x: Tensor, core: Tensor, block: int, dtype: str, group: int) -> list[Tensor]:
     """hadamard followed by quantize_activation, in one pass over x [..., F]."""
     return activation_format(dtype).quantize(hadamard(x, core, block), group)
@@ -100,7 +100,7 @@ def _fake_norm_quantize(
     return _fake_activation(x, dtype, group)
 
 
-@define(_fake_norm_quantize)
+@define(_fake_norm_quantize, since="cache")
 def norm_quantize(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str, dtype: str, group: int
 ) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The registry of operators."""
+"""The registry of operators: for each its overload, its reference body, and the stages in which it may appear."""
 
 from __future__ import annotations
 
@@ -8,12 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+STAGES = ("raise", "quantize", "cache")
+"""Stages of a graph of qcompile's operators, in order. A graph at stage `import` holds ATen operators instead."""
+
 DEFINED: dict[str, Any] = {}
 _REFERENCES: dict[str, Callable[..., Any]] = {}
+_STAGES: dict[str, tuple[str, ...]] = {}
 
 
-def define(fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Register `reference` as qcompile::<its name>; `fake` computes only shapes and dtypes."""
+def define(
+    fake: Callable[..., Any], *, since: str = "raise", until: str = "cache"
+) -> Callable[[Callable[..., Any]], Any]:
+    """Register `reference` as qcompile::<its name>; `fake` computes only shapes and dtypes.
+
+    The operator may appear in graphs from stage `since` to stage `until`, both included.
+    """
+    stages = STAGES[STAGES.index(since) : STAGES.index(until) + 1]
 
     def register(reference: Callable[..., Any]) -> Any:
         name = reference.__name__.rstrip("_")
@@ -22,6 +32,7 @@ def define(fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
         overload = getattr(torch.ops.qcompile, name).default
         DEFINED[name] = overload
         _REFERENCES[name] = reference
+        _STAGES[name] = stages
         return overload
 
     return register
@@ -37,8 +48,13 @@ def reference(name: str) -> Callable[..., Any]:
     return _REFERENCES[name]
 
 
+def allowed(stage: str) -> frozenset[str]:
+    """The operators that a graph at `stage` may contain."""
+    return frozenset(name for name, stages in _STAGES.items() if stage in stages)
+
+
 def name_of(target: Any) -> str | None:
-    """`rms_norm` for torch.ops.qcompile.rms_norm.default; None for operators that are not ours."""
+    """`rms_norm` for torch.ops.qcompile.rms_norm.default; None for operators that are not qcompile's."""
     namespace = getattr(target, "namespace", None)
     return target._schema.name.split("::")[1] if namespace == "qcompile" else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ def _slots(positions: Tensor, sequence: Tensor, block_table: Tensor) -> Tensor:
     return (page * PAGE_TOKENS + positions % PAGE_TOKENS).long()
 
 
-@define(lambda k, v, positions, sequence, block_table, cache, layer, format: torch.empty_like(cache))
+@define(lambda k, v, positions, sequence, block_table, cache, layer, format: torch.empty_like(cache), since="cache")
 def kv_append(
     k: Tensor,
     v: Tensor,
@@ -45,8 +46,8 @@ def _fake_kv_attention(q: Tensor, *_: Any, **__: Any) -> Tensor:
     return torch.empty_like(q)
 
 
-@define(_fake_kv_attention)
-def kv_attention(
+@define(_fake_kv_attention, since="cache")
+def kv_attention(  # parameters: the schema of an operator is flat
     q: Tensor,
     positions: Tensor,
     sequence: Tensor,
@@ -79,36 +80,65 @@ def kv_attention(
     return out
 
 
-def turn_heads(
-    qkv: Tensor,
-    turn: tuple[Tensor, Tensor | None, float, bool],
-    offsets: list[int],
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    center: Tensor | None,
-    block: int,
-    query_table: Tensor | None = None,
-    query_weight: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """qkv [M, ...] with q and k rotated in place, and the k and v [M, Hk, D] in it.
+@dataclass(frozen=True)
+class HeadLayout:
+    """Where a row holds its heads: first features of q, k and v (`offsets`), numbers of heads, features of a head."""
 
-    `turn` are rope's arguments after its values (without inv_freq nothing is rotated). q is then multiplied by the row
-    of `query_table` [P, 1] at its position and by `query_weight` [D]. Then rotate_heads subtracts `center` from k, and
-    rotates both if `block` is not 0.
+    offsets: list[int]
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class HeadTransform:
+    """What happens to q and k before attention, in this order; v stays as it is.
+
+    q and k are rotated as by rope (`positions`, `inv_freq`, `scaling`, `interleaved`; not at all without inv_freq). q
+    is multiplied by the row of `query_table` [P, 1] at its position and by `query_weight` [D]. `center` [Hk * D] is
+    subtracted from k. With `block`, rotate_heads multiplies both by a Hadamard matrix.
     """
+
+    positions: Tensor
+    inv_freq: Tensor | None
+    scaling: float
+    interleaved: bool
+    center: Tensor | None = None
+    block: int = 0
+    query_table: Tensor | None = None
+    query_weight: Tensor | None = None
+
+    def of_queries(self, q: Tensor) -> Tensor:
+        """q [M, H, D] transformed."""
+        q = self._rotated(q)
+        if self.query_table is not None:
+            q = q * self.query_table[self.positions.long()][..., None].to(q.dtype)
+        if self.query_weight is not None:
+            q = q * self.query_weight.to(q.dtype)
+        return reference("rotate_heads")(q, None, self.block) if self.block else q
+
+    def of_keys(self, k: Tensor) -> Tensor:
+        """k [M, Hk, D] transformed."""
+        k = self._rotated(k)
+        plain = not self.block and self.center is None
+        return k if plain else reference("rotate_heads")(k, self.center, self.block)
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        if self.inv_freq is None:
+            return x
+        return reference("rope")(x, self.positions, self.inv_freq, self.scaling, self.interleaved)
+
+
+def transform_heads(qkv: Tensor, layout: HeadLayout, transform: HeadTransform) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv [M, ...] with q and k transformed in place, and the transformed k and the v [M, Hk, D] in it."""
+    functions = (transform.of_queries, transform.of_keys, lambda v: v)
     parts: list[Tensor] = []
-    for offset, count, less in zip(offsets, (heads, kv_heads, kv_heads), (None, center, None), strict=True):
-        part = qkv[:, offset : offset + count * head_dim].reshape(-1, count, head_dim)
-        if len(parts) < 2:  # not v
-            if turn[1] is not None:
-                part = reference("rope")(part, *turn)
-            if not parts:  # q
-                part = part if query_table is None else part * query_table[turn[0].long()][..., None].to(part.dtype)
-                part = part if query_weight is None else part * query_weight.to(part.dtype)
-            if block or less is not None:
-                part = reference("rotate_heads")(part, less, block)
-            qkv = qkv.slice_scatter(part.flatten(1), 1, offset, offset + count * head_dim)
+    for offset, count, function in zip(
+        layout.offsets, (layout.heads, layout.kv_heads, layout.kv_heads), functions, strict=True
+    ):
+        end = offset + count * layout.head_dim
+        part = function(qkv[:, offset:end].reshape(-1, count, layout.head_dim))
+        qkv = qkv.slice_scatter(part.flatten(1), 1, offset, end)
         parts.append(part.contiguous())
     return qkv, parts[1], parts[2]
 
@@ -119,8 +149,8 @@ def _fake_rope_append(qkv: Tensor, inv_freq: Tensor | None, *args: Any, **kwargs
     return [torch.empty_like(qkv), torch.empty_like(cache)]
 
 
-@define(_fake_rope_append)
-def rope_append(
+@define(_fake_rope_append, since="cache")
+def rope_append(  # parameters: the schema of an operator is flat
     qkv: Tensor,
     inv_freq: Tensor | None,
     positions: Tensor,
@@ -146,18 +176,19 @@ def rope_append(
     rotate_heads subtracts `center` [Hk * D] from k and, with `block`, rotates both. Returns [qkv with q and k rotated,
     new cache].
     """
-    turn = positions, inv_freq, scaling, interleaved
-    qkv, k, v = turn_heads(qkv, turn, offsets, heads, kv_heads, head_dim, center, block, query_table, query_weight)
+    layout = HeadLayout(offsets, heads, kv_heads, head_dim)
+    turn = HeadTransform(positions, inv_freq, scaling, interleaved, center, block, query_table, query_weight)
+    qkv, k, v = transform_heads(qkv, layout, turn)
     return [qkv, kv_append(k, v, positions, sequence, block_table, cache, layer, format)]
 
 
-@define(lambda x, rows: x.new_empty(rows.shape[0], *x.shape[1:]))
+@define(lambda x, rows: x.new_empty(rows.shape[0], *x.shape[1:]), since="cache")
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     """x [M, F] -> x[rows], [R, F]: the rows whose logits are requested."""
     return x[rows.long()]
 
 
-@define(like)
+@define(like, since="cache")
 def norm_heads(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str, offset: int, heads: int, width: int
 ) -> Tensor:

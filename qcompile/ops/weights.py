@@ -7,6 +7,7 @@ from torch import Tensor
 
 from qcompile.formats import hadamard, mixed
 from qcompile.formats.registry import weight_format
+from qcompile.ops.quantized import GATE_BLOCK
 from qcompile.ops.registry import define
 
 
@@ -177,11 +178,22 @@ def interleave_experts(a: Tensor, b: Tensor, block: int) -> Tensor:
     return torch.stack(pair, 2).flatten(1, 3).contiguous()
 
 
+def _padded(n: int) -> int:
+    return -(-n // GATE_BLOCK) * GATE_BLOCK
+
+
+@define(lambda w: w.new_empty(w.shape[0] * _padded(w.shape[1]), *w.shape[2:]))
+def expert_rows(w: Tensor) -> Tensor:
+    """w [E, N, ...] -> [E * N', ...], where N' is N padded to a multiple of GATE_BLOCK with rows of zeros."""
+    short = _padded(w.shape[1]) - w.shape[1]
+    return torch.cat((w, w.new_zeros(w.shape[0], short, *w.shape[2:])), 1).flatten(0, 1).contiguous()
+
+
 def _fake_quantized(w: Tensor, format: str, *chosen: Tensor | None) -> list[Tensor]:
     return [torch.empty(s, dtype=d, device=w.device) for s, d in weight_format(format).layout(tuple(w.shape))]
 
 
-@define(_fake_quantized)
+@define(_fake_quantized, since="quantize")
 def quantize_weight(
     w: Tensor,
     format: str,
@@ -198,14 +210,17 @@ def quantize_weight(
     return chosen or [part.clone() for part in weight_format(format).quantize(w)]
 
 
-@define(lambda w, fraction: w.new_empty(w.shape[0], dtype=torch.bool))
+@define(lambda w, fraction: w.new_empty(w.shape[0], dtype=torch.bool), since="quantize")
 def worst_rows(w: Tensor, fraction: float) -> Tensor:
     """w [N, K] -> bool [N]: the `fraction` of rows with the largest 4-bit rounding error."""
     return mixed.worst_rows(w, fraction)
 
 
 @define(
-    lambda w, wide, *chosen: [torch.empty(s, dtype=d, device=w.device) for s, d in mixed.MIX_4_8.layout(tuple(w.shape))]
+    lambda w, wide, *chosen: [
+        torch.empty(s, dtype=d, device=w.device) for s, d in mixed.MIX_4_8.layout(tuple(w.shape))
+    ],
+    since="quantize",
 )
 def quantize_mixed(
     w: Tensor, wide: Tensor, codes: Tensor | None = None, scale: Tensor | None = None, zero: Tensor | None = None
@@ -218,7 +233,7 @@ def quantize_mixed(
     return [*chosen, wide.clone()] if chosen else [part.clone() for part in mixed.MIX_4_8.quantize_rows(w, wide)]
 
 
-@define(lambda weight: [torch.empty_like(part) for part in weight[:3]])
+@define(lambda weight: [torch.empty_like(part) for part in weight[:3]], since="quantize")
 def upper_nibble(weight: list[Tensor]) -> list[Tensor]:
     """The parts of a nested_8_4 weight -> those of the w4_asym_g128 weight it contains, its first three."""
     return [part.clone() for part in weight[:3]]

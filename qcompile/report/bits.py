@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from qcompile import ops
 from qcompile.formats import mixed_layout
 from qcompile.formats.registry import weight_format
 from qcompile.graph import Graph
@@ -13,15 +12,15 @@ def linear_bits(graph: Graph) -> tuple[int, int]:
     """Packed bits of all linears, including scales and zeros, and the number of their weights."""
     bits = weights = 0
     for node in graph.calls("quantize_weight"):
-        arguments: Any = node.args
-        (n, k), format = arguments[0].meta["val"].shape, arguments[1]
-        bits += 8 * sum(weight_format(str(format)).packed_bytes(n, k).values())
+        n, k = ops.operand(node, "w").meta["val"].shape
+        bits += 8 * sum(weight_format(ops.operand(node, "format")).packed_bytes(n, k).values())
         weights += n * k
     for node in graph.calls("quantize_mixed"):
-        arguments = node.args
-        n, k = arguments[0].meta["val"].shape
+        n, k = ops.operand(node, "w").meta["val"].shape
         bits += 8 * sum(
-            mixed_layout.packed_bytes(mixed_layout.row_layout(graph.evaluate(arguments[1]), False), k).values()
+            mixed_layout.packed_bytes(
+                mixed_layout.row_layout(graph.evaluate(ops.operand(node, "wide")), False), k
+            ).values()
         )
         weights += n * k
     return bits, weights

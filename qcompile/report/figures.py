@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
-
-from torch import fx
+from typing import Any
 
 from qcompile import ops
 from qcompile.formats.registry import weight_format
@@ -91,7 +89,7 @@ def figures_of(graph: Graph) -> dict[str, Json]:
 def wide_of(graph: Graph) -> dict[str, float]:
     """Share of 8-bit output features of each call with a mixed weight, by the call's name."""
     return {
-        node.name: float(graph.evaluate(cast(fx.Node, source.args[1])).double().mean())
+        node.name: float(graph.evaluate(ops.operand(source, "wide")).double().mean())
         for node in graph.nodes
         for source in node.all_input_nodes
         if ops.name_of(source.target) == "quantize_mixed"

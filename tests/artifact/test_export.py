@@ -73,7 +73,7 @@ def foreign(program: torch.export.ExportedProgram) -> set[str]:
 
 def on_weights(name: str) -> bool:
     """Whether an artifact holds only the operator's result: it never runs in an exported graph."""
-    return name in check._ON_WEIGHTS | {"quantize_weight", "quantize_mixed", "worst_rows", "upper_nibble"}
+    return ops.reference(name).__module__ == "qcompile.ops.weights"
 
 
 @pytest.mark.parametrize("name", sorted(name for name in set(CASES) - PAGED if not on_weights(name)))

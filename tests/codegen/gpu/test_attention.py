@@ -277,7 +277,7 @@ def interpret_append(
     Programs of several tokens write what those of one do.
     """
     from qcompile.codegen.gpu.compile import load
-    from qcompile.ops.step import turn_heads
+    from qcompile.ops.step import HeadLayout, HeadTransform, transform_heads
 
     tokens, heads, kv_heads, width = 3, 3, 2, 7 * dim
     place = heads, width, 0, heads * dim, 5 * dim, rotary_dim
@@ -285,8 +285,7 @@ def interpret_append(
     alone = replace(alone, times=times, **NORMS[norms])
     x, positions = torch.randn(tokens, width), torch.tensor([0, 5, 63], dtype=torch.int32)
     inv_freq, less = torch.rand(rotary_dim // 2), torch.randn(kv_heads * dim)
-    turn = positions, inv_freq if rotary_dim else None, 1.0, False
-    offsets = [0, heads * dim, 5 * dim]
+    layout = HeadLayout([0, heads * dim, 5 * dim], heads, kv_heads, dim)
     vectors: dict[str, torch.Tensor] = {}
     ready = x.view(tokens, 7, dim).clone()
     for part, norm, first, count in alone.norms:
@@ -296,7 +295,8 @@ def interpret_append(
         ready[:, mine] = normalized(ready[:, mine], norm, vectors[f"{part}_weight"], vectors[f"{part}_bias"])
     weights = {"query_table": torch.randn(64, 1), "query_weight": torch.randn(dim)}
     factors = (less if center else None, turned, *(weights[name] if name in times else None for name in weights))
-    want, k, v = turn_heads(ready.view(tokens, width), turn, offsets, heads, kv_heads, dim, *factors)
+    transform = HeadTransform(positions, inv_freq if rotary_dim else None, 1.0, False, *factors)
+    want, k, v = transform_heads(ready.view(tokens, width), layout, transform)
     memory = torch.full((kv_heads * alone.kv.block_bytes,), 127, dtype=torch.int8)
     table, rows = torch.zeros(1, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32)
     given = {"positions": positions, "row_sequence": rows, "block_table": table, "table_stride": 1, "M": tokens}
