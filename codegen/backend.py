@@ -1,4 +1,4 @@
-"""Code generation by kind of target: weight packing, kernels, and their compiler."""
+"""Code generation by kind of target: the packing of weights, the kernels, and their compiler."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from threading import Event
 
 from qcompile.artifact.abi import CPU_ABI, GPU_ABI
-from qcompile.codegen.cpu import compiler, render
-from qcompile.codegen.gpu import build
+from qcompile.codegen.cpu import build as cpu_build
+from qcompile.codegen.cpu import compiler
+from qcompile.codegen.gpu import build as gpu_build
 from qcompile.codegen.gpu.compile import triton_version
 from qcompile.codegen.gpu.gemm.pack import GPU_PACKING
 from qcompile.codegen.packing import CPU_PACKING, Packing
@@ -16,62 +17,60 @@ from qcompile.codegen.program import Program
 from qcompile.targets import Target
 
 Files = dict[str, str | bytes]
-
+"""Contents of files by name."""
 
 Programs = Mapping[str, Program]
 """The program of each path by name; the target model's (`model`) comes first."""
+
+CompileFiles = Callable[[Event | None], Files]
+"""Compiles kernels to the files of kernels/<target>. Once the event is set, it raises GivenUpError soon."""
+
+
+def _unchanged(program: Program) -> Program:
+    return program
+
+
+def _accept(programs: Programs, target: Target) -> None:
+    """Accept all programs: `prepare` finds what has no kernel just as fast."""
 
 
 @dataclass(frozen=True)
 class Backend:
     """Code generation for one kind of target.
 
-    The runtime opens one file of kernels/<target> per path, named by path and `suffix`, with interface version `abi`.
-    `compiler` returns the compiler's name and version, or raises ResourceError if it is missing. `adapt` adapts a
-    program to the target. `prepare` (also told whether prompt lookup drafts) raises at once for programs without
-    kernels. It returns a function that compiles them to the files of kernels/<target>; once the event passed to it (or
-    None) is set, that raises GivenUpError soon. `check` only raises.
+    suffix: of the file of kernels/<target> that the runtime opens for a path, after the path's name.
+    abi: interface version of that file.
+    packing: how weights are packed for the kernels.
+    compiler: returns the compiler's name and version, or raises ResourceError if it is missing.
+    prepare: plans the kernels of all paths, and is told whether n-gram lookup drafts. Raises UnsupportedError at once
+        for programs without kernels; what it returns takes the time.
+    adapt: changes a program to the layout that the target's kernels read.
+    check: raises UnsupportedError for programs without kernels, and needs no compiler.
     """
 
     suffix: str
     abi: int
     packing: Packing
     compiler: Callable[[], str]
-    adapt: Callable[[Program], Program]
-    prepare: Callable[[Programs, Target, bool], Callable[[Event | None], Files]]
-    check: Callable[[Programs, Target], object] = lambda programs, target: None
+    prepare: Callable[[Programs, Target, bool], CompileFiles]
+    adapt: Callable[[Program], Program] = _unchanged
+    check: Callable[[Programs, Target], object] = _accept
 
 
-def _prepare_cpu(programs: Programs, target: Target, lookup: bool) -> Callable[[Event | None], Files]:
-    texts = {name: render.render(program, target) for name, program in programs.items()}
-
-    def compile(given_up: Event | None) -> Files:
-        files: Files = {}
-        for name, text in texts.items():
-            kept = text if name == "model" else _without_common_prefix(texts["model"], text)
-            files |= {f"{name}.so": compiler.compile(text, target, given_up), f"{name}.cpp": kept}
-        return files
-
-    return compile
-
-
-def _without_common_prefix(model: str, text: str) -> str:
-    """`text` with the leading lines it shares with `model` (the kernels) replaced by a reference to them."""
-    lines, others = text.splitlines(keepends=True), model.splitlines(keepends=True)
-    same = next(i for i, (line, other) in enumerate(zip([*lines, ""], [*others, "."], strict=False)) if line != other)
-    return "".join([f"// Put the first {same} lines of model.cpp in place of this one.\n", *lines[same:]])
+def _triton() -> str:
+    return f"triton {triton_version()}"
 
 
 _BACKENDS = {
-    "cpu": Backend(".so", CPU_ABI, CPU_PACKING, compiler.version, lambda program: program, _prepare_cpu),
+    "cpu": Backend(cpu_build.SUFFIX, CPU_ABI, CPU_PACKING, compiler.version, cpu_build.prepare),
     "cuda": Backend(
-        build.SUFFIX,
+        gpu_build.SUFFIX,
         GPU_ABI,
         GPU_PACKING,
-        lambda: f"triton {triton_version()}",
-        build.adapted,
-        build.prepare,
-        build.plan,
+        _triton,
+        gpu_build.prepare,
+        adapt=gpu_build.adapted,
+        check=gpu_build.plan,
     ),
 }
 

@@ -11,9 +11,12 @@ from threading import Event, Timer
 import pytest
 
 from qcompile import user_cache
-from qcompile.codegen import backend, children
+from qcompile.codegen import children
 from qcompile.codegen import program as p
+from qcompile.codegen.cpu import build as cpu_build
 from qcompile.codegen.cpu import compiler, flow, render
+from qcompile.codegen.cpu.barriers import Barriers
+from qcompile.codegen.cpu.statements import Statements
 from qcompile.codegen.gpu.compile import Kernel, compile_all
 from qcompile.errors import ResourceError, UnsupportedError
 from qcompile.targets import TARGETS
@@ -31,6 +34,11 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         remembered.cache_clear()
         monkeypatch.setattr(compiler, remembered.__name__, remembered)
     return tmp_path / "cache"
+
+
+def barriers_of(program: p.Program) -> Barriers:
+    """The barriers of a program, as render has them."""
+    return Barriers(flow.separate_buffers(program))
 
 
 def step_of(source: str) -> str:
@@ -54,37 +62,37 @@ def test_source_is_self_contained_and_stable() -> None:
 
 def test_a_drafts_source_has_what_the_models_lacks() -> None:
     model, draft = (render.render(build(Tiny(format, "q8"))[0], AVX2) for format in ("w8_sym_channel", "w4_asym_g128"))
-    kept = backend._without_common_prefix(model, draft)
+    kept = cpu_build.without_common_prefix(model, draft)
     first, rest = kept.split("\n", 1)
     same = int(first.split()[4])
     assert "".join(model.splitlines(keepends=True)[:same]) + rest == draft
     assert len(kept) < 0.5 * len(draft)
-    assert backend._without_common_prefix(model, model).count("\n") == 1
+    assert cpu_build.without_common_prefix(model, model).count("\n") == 1
 
 
 def test_rows_a_thread_keeps_need_no_barrier_unless_they_may_be_overwritten() -> None:
     program = build(Tiny("w8_sym_channel", "q8", layers=1))[0]
     assert "// 0.norm1" in render.render(program, AVX2)
-    sync = {c.name: render._Renderer(program, AVX2).sync(i) for i, c in enumerate(program.calls)}
+    sync = {c.name: barriers_of(program).after(i) for i, c in enumerate(program.calls)}
     assert sync["0.norm1"] == "!s.few[kTokens]" and sync["0.qkv"] == sync["0.rope"] == "!s.by_head()"
     # Place the next value in the memory that the norm reads: a faster thread would overwrite it.
     stream = program.buffer("h")
     moved = tuple(replace(b, offset=stream.offset) if b.name == "0.inner" else b for b in program.buffers)
     program = replace(program, buffers=moved)
-    sync = {c.name: render._Renderer(program, AVX2).sync(i) for i, c in enumerate(program.calls)}
+    sync = {c.name: barriers_of(program).after(i) for i, c in enumerate(program.calls)}
     assert sync["0.norm2"] == "true"
 
 
 def test_what_a_thread_made_it_quantizes_before_it_waits() -> None:
     home = Tiny("w4_asym_g128", "q8", layers=2, activation="int8_g128", heads=8, kv_heads=2, head_dim=32, inner=256)
     program = build(home)[0]
-    renderer = render._Renderer(program, AVX2)
-    sync = {c.name: renderer.sync(i) for i, c in enumerate(program.calls)}
-    by_head, by_columns = renderer.conditions.values()
+    barriers = barriers_of(program)
+    sync = {c.name: barriers.after(i) for i, c in enumerate(program.calls)}
+    by_head, by_columns = barriers.conditions.values()
     assert sync["0.attention"] == f"!{by_head}" and sync["0.o.quantize"] == f"{by_head} || !s.few[kTokens]"
     assert sync["1.gate_up"] == f"!{by_columns}" and sync["1.down.quantize"] == f"{by_columns} || !s.few[kTokens]"
     # These buffers, and q, k and v, are separate from all others, at the same offset in both layers.
-    separated = renderer.program
+    separated = barriers.program
     apart = ("qkv", "attended", "o.in", "inner", "down.in")
     for name in apart:
         mine = separated.buffer(f"0.{name}")
@@ -111,11 +119,12 @@ def test_a_thread_that_makes_its_own_heads_waits_where_it_would_overwrite_what_t
     assert "if (s.by_head()) g" in render.render(program, AVX2)
     read = program.buffer(gemm.x)
     moved = tuple(replace(b, offset=read.offset) if b.name == attention.out else b for b in program.buffers)
-    crowded = render._Renderer(replace(program, buffers=moved), AVX2)
-    assert crowded.sync(qkv) == "true" and not any("parts" in line for line in crowded.call(qkv, gemm).lines)
+    crowded = barriers_of(replace(program, buffers=moved))
+    assert crowded.after(qkv) == "true"
+    assert not any("parts" in line for line in Statements(crowded.program, crowded).of(qkv))
     # Heads that are not a whole number of GEMM units.
     narrow = build(Tiny("w8_sym_channel", "q8", layers=1, heads=8, head_dim=16, kv_heads=4, rotary_dim=16))[0]
-    assert render._Renderer(narrow, AVX2).sync(qkv) == "true"
+    assert barriers_of(narrow).after(qkv) == "true"
 
 
 def test_curves_are_there_where_a_call_takes_one() -> None:

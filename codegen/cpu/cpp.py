@@ -1,0 +1,39 @@
+"""C++ literals and identifiers."""
+
+from __future__ import annotations
+
+import re
+import struct
+
+from qcompile.codegen import program as p
+
+
+def rows_kind(buffer: p.Buffer) -> str:
+    """The C++ constant for the kind of rows that a buffer has."""
+    return {"tokens": "kTokens", "outputs": "kOutputs"}[buffer.rows]
+
+
+def boolean(value: bool) -> str:
+    """A C++ truth value."""
+    return "true" if value else "false"
+
+
+def ident(name: str) -> str:
+    """A C++ identifier for a buffer."""
+    return "v_" + re.sub(r"\W", "_", name)
+
+
+def f32(value: float) -> str:
+    """The float32 nearest to `value`, as a C++ literal that parses back exactly."""
+    text = format(struct.unpack("f", struct.pack("f", value))[0], ".9g")
+    return text + ("f" if any(c in text for c in ".e") else ".0f")
+
+
+def bound(value: float | None, sign: str) -> str:
+    """A clamp bound; None is infinity with `sign`."""
+    return f"{sign}__builtin_inff()" if value is None else f32(value)
+
+
+def string(text: str) -> str:
+    """A C++ string literal."""
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

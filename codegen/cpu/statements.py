@@ -1,0 +1,259 @@
+"""C++ statements of each call of a program: calls of the kernels in templates/."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from qcompile.codegen import program as p
+from qcompile.codegen.cpu.barriers import Barriers
+from qcompile.codegen.cpu.cpp import boolean, bound, f32, ident, rows_kind
+from qcompile.errors import UnsupportedError
+from qcompile.formats.activations import activation_format
+from qcompile.formats.registry import weight_format
+from qcompile.ops import GATED
+
+_UNARY = {
+    "silu": "kSilu",
+    "gelu": "kGelu",
+    "gelu_tanh": "kGeluTanh",
+    "gelu_quick": "kGeluQuick",
+    "relu": "kRelu",
+    "relu2": "kRelu2",
+    "tanh": "kTanh",
+    "sigmoid": "kSigmoid",
+    "mish": "kMish",
+    "elu": "kElu",
+}
+_ROLE_TYPES = {"scale": "float", "columns": "int32_t", "starts": "int32_t"}
+"""C++ element type of packed weight parts by role; uint8_t for the others."""
+_EPILOGUE = {"store": "kStore", "logits": "kLogits", "add": "kAdd"} | dict.fromkeys(GATED, "kGated")
+
+
+@dataclass(frozen=True)
+class RopeTable:
+    """A table of cos and sin shared by all layers with the same rotation; `offset` is in floats per token."""
+
+    name: str
+    offset: int
+    weight: int
+    rotary_dim: int
+    scaling: float
+
+
+def rope_stride(rotary_dim: int) -> int:
+    """Floats per token of a table of cos and sin."""
+    return 2 * p.round_up(rotary_dim // 2, 8)
+
+
+class Statements:
+    """Writes the statements of calls. `ropes` are the tables of cos and sin that calls written so far read."""
+
+    def __init__(self, program: p.Program, barriers: Barriers) -> None:
+        self.program, self.barriers = program, barriers
+        self.index = {name: i for i, name in enumerate(program.weights)}
+        self.ropes: dict[tuple[str, int, float], RopeTable] = {}
+
+    def of(self, index: int) -> list[str]:
+        """The statements of call `index`. UnsupportedError naming the call if it has no kernel."""
+        call = self.program.calls[index]
+        write: Callable[[p.Call, int], list[str]] = getattr(self, f"_{call.kernel}")
+        return write(call, index)
+
+    def weight(self, name: str | None, ctype: str = "float") -> str:
+        """The C++ expression for a weight's address (nullptr for None)."""
+        return "nullptr" if name is None else f"s.weight<{ctype}>({self.index[name]})"
+
+    def mine(self, name: str) -> str:
+        """The C++ expression for the rows of buffer `name` that this thread computes."""
+        return f"s.mine({rows_kind(self.program.buffer(name))}, {boolean(name in self.barriers.own)})"
+
+    def _embed(self, c: p.Embed, _: int) -> list[str]:
+        ids = "b.token_ids" if c.index == "tokens" else "b.positions"
+        table = self.weight(c.table, "float" if c.table_dtype == "f32" else "uint16_t")
+        width = self.program.buffer(c.out).width
+        return [f"embed({self.mine(c.out)}, {ids}, {table}, {width}, {f32(c.scale)}, {ident(c.out)});"]
+
+    def _norm(self, c: p.Norm, _: int) -> list[str]:
+        kind = {"rms": "kRms", "layer": "kLayer"}[c.kind]
+        x, width = self.program.buffer(c.x), self.program.buffer(c.out).width
+        where = f"{ident(c.x)} + {c.x_offset}, {x.stride}, {boolean(x.width != width)}, {width}"
+        weights = f"{self.weight(c.weight)}, {self.weight(c.bias)}, {f32(c.eps)}"
+        return [f"norm<{kind}>({self.mine(c.out)}, {where}, {weights}, s.w, {ident(c.out)});"]
+
+    def _gather(self, c: p.Gather, _: int) -> list[str]:
+        places = zip(c.sources, c.offsets, c.widths, strict=True)
+        from_ = [f"{{{ident(x)} + {at}, {self.program.buffer(x).stride}, {width}}}" for x, at, width in places]
+        index, width = self.weight(c.index, "int32_t"), self.program.buffer(c.out).width
+        return [f"gather({self.mine(c.out)}, {{{', '.join(from_)}}}, {index}, {width}, {ident(c.out)});"]
+
+    def _norm_heads(self, c: p.NormHeads, _: int) -> list[str]:
+        kind = {"rms": "kRms", "layer": "kLayer"}[c.kind]
+        where = f"{ident(c.x)}, {self.program.buffer(c.x).stride}, {c.x_offset}, {c.heads}, {c.width}"
+        weights = f"{self.weight(c.weight)}, {self.weight(c.bias)}, {c.width if c.by_head else 0}, {f32(c.eps)}"
+        return [f"norm_heads<{kind}>({self.mine(c.x)}, {where}, {weights});"]
+
+    def _quantize(self, c: p.Quantize, index: int) -> list[str]:
+        width = self.program.buffer(c.x).width
+        line = f"quantize({self.mine(c.out)}, {ident(c.x)}, {width}, {ident(c.out)});"
+        if index not in self.barriers.shares:
+            return [line]
+        produced = self.barriers.producer_condition(index)
+        share = f"b.tokens, {self.barriers.shares[index].range}"
+        return [
+            f"if ({produced}) quantize_share({share}, {ident(c.x)}, {width}, {ident(c.out)});",
+            f"else {line}",
+        ]
+
+    def _hadamard(self, c: p.Hadamard, _: int) -> list[str]:
+        where = f"{self.mine(c.out)}, {ident(c.x)}, {self.program.buffer(c.x).width}, {c.block}"
+        return [f"hadamard<{c.core_order}>({where}, {self.weight(c.core)}, s.w, {ident(c.out)});"]
+
+    def _take_rows(self, c: p.TakeRows, _: int) -> list[str]:
+        width = self.program.buffer(c.x).width
+        return [f"take_rows({self.mine(c.out)}, b.output_rows, {ident(c.x)}, {width}, {ident(c.out)});"]
+
+    def _elementwise(self, c: p.Elementwise, _: int) -> list[str]:
+        x = f"{self.mine(c.out)}, {ident(c.x)} + {c.x_offset}, {self.program.buffer(c.x).stride}, "
+        x += str(self.program.buffer(c.out).width)
+        if c.kind in _UNARY:
+            return [f"apply<{_UNARY[c.kind]}>({x}, {ident(c.out)});"]
+        if c.kind == "xielu":
+            return [f"xielu({x}, {self.weight(c.weight)}, {ident(c.out)});"]
+        if c.kind in ("scale", "shift"):
+            return [f"{c.kind}_by({x}, {f32(c.factor)}, {ident(c.out)});"]
+        if c.kind == "clamp":
+            return [f"clamp({x}, {bound(c.low, '-')}, {bound(c.high, '')}, {ident(c.out)});"]
+        if c.kind not in ("add", "mul", "mul_row"):
+            raise UnsupportedError(f"{c.name}: there is no elementwise kernel {c.kind}")
+        if c.other is not None:
+            operand = f"{ident(c.other)} + {c.other_offset}, {self.program.buffer(c.other).stride}"
+        else:
+            operand = f"{self.weight(c.weight)}, 0"
+        return [f"{c.kind}({x}, {operand}, {ident(c.out)});"]
+
+    def _gemm(self, c: p.Gemm, index: int) -> list[str]:
+        x = self.program.buffer(c.x)
+        if x.dtype == "q8" and x.group != (weight_format(c.format).sum_group or x.kind.group or x.stride):
+            raise UnsupportedError(f"{c.name}: {c.format} needs activation sums other than over {x.group} inputs")
+        count = "b.tokens" if x.rows == "tokens" else "b.outputs"
+        var = f"g{index}"
+        lines = [f"Gemm {var}{{{count}, {c.n}, {c.k}, {self.weight(c.weights['codes'], 'void')}}};"]
+        for role, name in c.weights.items():
+            if role != "codes":
+                lines.append(f"{var}.{role} = {self.weight(name, _ROLE_TYPES.get(role, 'uint8_t'))};")
+        if c.blocks:
+            lines.append(f"{var}.blocks = {c.blocks};")
+            lines += [f"{var}.parts[{i}] = {units};" for i, units in enumerate(c.runs) if units]
+        if c.bias is not None:
+            lines.append(f"{var}.bias = {self.weight(c.bias)};")
+        lines.append(f"{var}.epilogue = {_EPILOGUE[c.epilogue]};")
+        if c.epilogue in GATED:
+            lines.append(f"{var}.act = {_UNARY[GATED[c.epilogue]]};")
+        if c.residual is not None:
+            residual = self.program.buffer(c.residual)
+            lines.append(f"{var}.residual = {ident(c.residual)}, {var}.residual_stride = {residual.stride};")
+        out = None if c.out is None else self.program.buffer(c.out)
+        target, stride = ("b.logits", "kVocab") if out is None else (ident(out.name), str(out.stride))
+        lines.append(f"{var}.out = {target}, {var}.out_stride = {stride};")
+        if out is None:
+            lines.append(f"{var}.best = s.best();")
+        rope = self.barriers.rope_after(index)
+        if rope is not None and self.barriers.by_head(index):
+            q, k = (rope.k_offset - rope.q_offset) // 32, (rope.v_offset - rope.k_offset) // 32
+            lines.append(f"if (s.by_head()) {var}.parts[0] = {q}, {var}.parts[1] = {k};")
+        suffix = "_bf16" if x.dtype == "bf16" and c.format not in ("bf16", "f32") else ""
+        if x.dtype == "q8" and x.kind.group:
+            suffix = "_x128"
+        lines.append(f"gemm_{c.format}{suffix}({var}, {ident(c.x)}, s.w);")
+        if out is not None and out.width != out.stride:
+            lines.append(f"pad_rows({self.mine(out.name)}, {ident(out.name)}, {out.width});")
+        return lines
+
+    def _route(self, c: p.Route, _: int) -> list[str]:
+        x = self.program.buffer(c.x)
+        where = f"{self.mine(c.out)}, {ident(c.x)} + {c.x_offset}, {x.stride}"
+        out = self.program.buffer(c.out)
+        if c.kind == "top_k":
+            return [f"top_k({where}, {c.width}, {out.width}, {ident(c.out)});"]
+        if c.kind == "pick":
+            return [f"pick({where}, {ident(str(c.index))}, {out.width}, {ident(c.out)});"]
+        name = {"softmax": "softmax_rows"}.get(c.kind, c.kind)
+        numbers = [f32(n) if c.kind == "normalize" else str(int(n)) for n in c.numbers]
+        return [f"{name}({', '.join((where, str(out.width), *numbers, ident(c.out)))});"]
+
+    def _expert_gemm(self, c: p.ExpertGemm, index: int) -> list[str]:
+        x, out, e = self.program.buffer(c.x), self.program.buffer(c.out), f"e{index}"
+        kind = activation_format(c.activation)
+        x_slot, gated = c.k if c.x_slots > 1 else 0, c.epilogue != "store"
+        lines = [
+            f"Experts {e}{{b.tokens, {c.slots}, {c.experts}, {ident(c.x)}, {x.stride}, {x_slot}, {ident(c.index)},",
+            f"          {{0, {2 * c.n if gated else c.n}, {c.k}, {self.weight(c.weights['codes'], 'void')}}}}};",
+            f"{e}.out = {ident(c.out)}, {e}.out_stride = {out.stride}, {e}.gemm.epilogue = {_EPILOGUE[c.epilogue]};",
+        ]
+        if gated:
+            lines.append(f"{e}.gemm.act = {_UNARY[GATED[c.epilogue]]}, {e}.gemm.offset = {f32(c.offset)};")
+        if c.limit is not None:
+            lines.append(f"{e}.gemm.limit = {f32(c.limit)};")
+        for role, name in c.weights.items():
+            ctype = _ROLE_TYPES.get(role, "uint8_t")
+            step = c.strides[role] // (4 if ctype == "float" else 1)
+            lines.append(f"{e}.{role} = {step};")
+            if role != "codes":
+                lines.append(f"{e}.gemm.{role} = {self.weight(name, ctype)};")
+        if c.bias is not None:
+            lines.append(f"{e}.gemm.bias = {self.weight(c.bias)}, {e}.bias = {c.rows};")
+        rows = "Q8Rows" if kind.top else "uint16_t" if c.activation == "bf16" else "float"
+        suffix = "_x128" if kind.group else "_bf16" if rows == "uint16_t" and c.format not in ("bf16", "f32") else ""
+        padded = p.round_up(c.k, p.PAD)
+        group, scales = p.round_up(c.group or padded, p.PAD), kind.group or padded
+        how = f"{{{group}, {scales}, {f32(kind.top)}, {f32(kind.last_top)}}}"
+        call = f"gemm_{c.format}{suffix}(g, x, w);"
+        run = f"[](const Gemm& g, const auto& x, const Worker& w) {{ {call} }}"
+        lines.append(f"expert_gemm<{rows}>({e}, {how}, s.w, (char*)s.w.scratch + kOwnScratchBytes,")
+        return [*lines, f"            {run});"]
+
+    def _combine(self, c: p.Combine, _: int) -> list[str]:
+        x, width = self.program.buffer(c.x), self.program.buffer(c.out).width
+        scores = "nullptr" if c.scores is None else ident(c.scores)
+        where = f"{self.mine(c.out)}, {ident(c.x)}, {x.stride}, {c.slots}, {width}"
+        return [f"combine({where}, {scores}, {ident(c.out)});"]
+
+    def _logits(self, c: p.Logits, _: int) -> list[str]:
+        x = self.program.buffer(c.x)
+        copied = f"copy_rows({self.mine(c.x)}, {ident(c.x)}, {x.stride}, kVocab, s.logits());"
+        return [copied, "m.team->sync(tid);", "s.look_for_best();"]
+
+    def _rope_append(self, c: p.RopeAppend, _: int) -> list[str]:
+        table = "nullptr"
+        if c.inv_freq is not None:
+            table = self._rope_table(c.inv_freq, c.rotary_dim, c.scaling).name
+        stride = self.program.buffer(c.qkv).stride
+        where = f"{ident(c.qkv)}, {stride}, {c.q_offset}, {c.k_offset}, {c.v_offset}, {c.heads}"
+        times = [self.weight(c.query_table), self.weight(c.query_weight)] if c.query_table or c.query_weight else []
+        more = [str(c.block), self.weight(c.center), *times] if c.block or c.center or times else []
+        rope = f"{{{', '.join([table, str(c.rotary_dim), boolean(c.interleaved), *more])}}}"
+        return [f"s.append({{{where}, {rope}, b.positions, b.query_start}}, {c.layer});"]
+
+    def _rope_table(self, inv_freq: str, rotary_dim: int, scaling: float) -> RopeTable:
+        key = (inv_freq, rotary_dim, scaling)
+        if key not in self.ropes:
+            offset = sum(rope_stride(table.rotary_dim) for table in self.ropes.values())
+            name = f"rope{len(self.ropes)}"
+            self.ropes[key] = RopeTable(name, offset, self.index[inv_freq], rotary_dim, scaling)
+        return self.ropes[key]
+
+    def _attention(self, c: p.Attention, index: int) -> list[str]:
+        q = self.program.buffer(c.q)
+        where = f"{ident(c.q)}, {q.stride}, {c.q_offset}, {ident(c.out)}, {c.heads}"
+        extra = f"{self.weight(c.sinks)}, {self.weight(c.key_bias)}, kMaxPosition, {self.weight(c.center)}"
+        how = f"{f32(c.scale)}, {c.window}, {f32(c.softcap)}, {extra}"
+        columns = self._new_columns(c) if self.program.kv.hierarchical else ""
+        return [f"s.attend({{{where}, {how}, b.sequences, b.positions, b.query_start{columns}}}, {c.layer}, {index});"]
+
+    def _new_columns(self, c: p.Attention) -> str:
+        """Columns, in q's rows, of the keys and values that attention appends to a hierarchical cache."""
+        new = next(a for a in self.program.calls if isinstance(a, p.RopeAppend) and a.layer == c.layer)
+        if new.qkv != c.q:
+            raise UnsupportedError(f"{c.name}: {self.program.kv.format} needs queries, keys and values in one buffer")
+        return f", {new.k_offset}, {new.v_offset}"
