@@ -14,8 +14,10 @@ from torch import Tensor
 
 from qcompile import targets
 from qcompile.codegen.gpu.compile import Kernel, compile_kernel
+from qcompile.codegen.gpu.gemm import render as gemm_render
 from qcompile.codegen.gpu.gemm import spec as gpu
 from qcompile.codegen.gpu.gemm.pack import GPU_PACKING, MIX_ROWS, pack_gpu
+from qcompile.codegen.gpu.gemm.tile import Tile
 from qcompile.codegen.gpu.gemm.tiles import choose
 from qcompile.codegen.program import round_up
 from qcompile.formats.activations import activation_format
@@ -111,7 +113,7 @@ def graph_us(launches: Sequence[Launch], replays: int = REPLAYS, least: int = LA
 
 
 def spec_for(
-    format: str, n: int, k: int, tokens: int, x_groups: bool = False, tile: gpu.Tile | None = None
+    format: str, n: int, k: int, tokens: int, x_groups: bool = False, tile: Tile | None = None
 ) -> gpu.KernelSpec:
     """The kernel for so many rows of x, cut as codegen/gpu/gemm/tiles.py has it, or by `tile`.
 
@@ -172,7 +174,7 @@ class Problem:
         given: dict[str, Any] = {"x": x[0], "out": out, "M": tokens, **self._workspace(spec, tokens), **(more or {})}
         if len(x) > 1:
             given.update(x_scale=x[1], x_sum=x[2])
-        kernel, grid = gpu.kernel(spec), spec.grid(tokens)
+        kernel, grid = gemm_render.kernel(spec), spec.grid(tokens)
         return [launch(kernel, capability, grid, {**given, **packed}) for packed in self.copies]
 
     def _workspace(self, spec: gpu.KernelSpec, tokens: int) -> dict[str, Tensor]:

@@ -28,7 +28,9 @@ from benchmarks.gpu_common import facts, launch, this_target
 from qcompile import ops
 from qcompile.codegen.gpu.compile import Kernel, compile_all
 from qcompile.codegen.gpu.gemm import expert_tiles
+from qcompile.codegen.gpu.gemm import render as gemm_render
 from qcompile.codegen.gpu.gemm import spec as gemm
+from qcompile.codegen.gpu.gemm.layout import GEMV_FORMATS
 from qcompile.codegen.gpu.gemm.pack import pack_gpu, unpack_gpu
 from qcompile.codegen.gpu.operands import grid_size
 from qcompile.codegen.gpu.router import BlocksSpec, CombineSpec, RouteSpec, RouteStep, ScoresSpec
@@ -94,7 +96,7 @@ def specs() -> Iterator[tuple[str, str, gemm.KernelSpec]]:
     """Format, shape and kernel: for single slots, where there is one, and for blocks of 16 and of 64."""
     for format in FORMATS:
         for name, shape in SHAPES.items():
-            for tokens in (1, 16, 64) if format in gemm.GEMV_FORMATS else (16, 64):
+            for tokens in (1, 16, 64) if format in GEMV_FORMATS else (16, 64):
                 yield format, name, spec_of(format, *shape, tokens)
 
 
@@ -135,7 +137,7 @@ def outputs(spec: gemm.KernelSpec, packed: dict[str, Tensor], x: list[Tensor], i
     programs = rows * SLOTS if tokens == 1 else grid_size(blocks_of(tokens).grid, {"tokens": rows})
     given |= {} if tokens == 1 else slots_of(index, tokens)
     given["out"] = torch.full((rows, SLOTS, spec.width), float("nan"), device="cuda")
-    run(gemm.kernel(spec), (programs, spec.n // EXPERTS // spec.tile.rows, 1), **given)
+    run(gemm_render.kernel(spec), (programs, spec.n // EXPERTS // spec.tile.rows, 1), **given)
     return given["out"]
 
 
@@ -266,7 +268,9 @@ def write(results: dict[str, Any]) -> None:
 
 def main() -> None:
     torch.manual_seed(0)
-    kernels = [gemm.kernel(spec) for _, _, spec in specs()] + [blocks_of(tokens).kernel(90) for tokens in (16, 64)]
+    kernels = [gemm_render.kernel(spec) for _, _, spec in specs()] + [
+        blocks_of(tokens).kernel(90) for tokens in (16, 64)
+    ]
     compile_all(kernels, 90, len(os.sched_getaffinity(0)), None)
     results: dict[str, Any] = {**facts(), "kernels": check_router() + check_gemms(), "models": []}
     for row in () if "--no-models" in sys.argv else check_models():

@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import gpu_common
 from benchmarks.gpu_common import Problem, facts
 from benchmarks.gpu_kernels import compile_one
-from qcompile.codegen.gpu.gemm.spec import DECODE_TOKENS, KernelSpec
+from qcompile.codegen.gpu.gemm.spec import KernelSpec
+from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS
 from qcompile.codegen.gpu.gemm.tiles import choose_batch_invariant
 
 FORMATS = {"bf16": False, "w4_asym_g128": False, "mxfp4": False, "w4_asym_g128_int8": True, "nested_8_4": True}

@@ -23,8 +23,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import ROTATED_BYTES, Launch, Problem, facts, graph_us, spec_for
-from qcompile.codegen.gpu.gemm import spec as gpu
-from qcompile.codegen.gpu.gemm.spec import DECODE_TOKENS, KernelSpec
+from qcompile.codegen.gpu.gemm import render as gemm_render
+from qcompile.codegen.gpu.gemm.spec import KernelSpec
+from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS
 from qcompile.codegen.gpu.gemm.tiles import choose_batch_invariant
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 4096))
@@ -174,7 +175,7 @@ def _effort(tokens: int) -> tuple[int, int]:
 
 def compile_one(spec: KernelSpec) -> None:
     """Into the cache of kernels, in a process of its own."""
-    gpu.compile_for(spec, 90)
+    gemm_render.compile_for(spec, 90)
 
 
 def compile_all(formats: Formats, shapes: Shapes) -> None:

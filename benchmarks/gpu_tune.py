@@ -23,8 +23,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import Problem, facts, graph_us, spec_for
-from qcompile.codegen.gpu.gemm import spec as gpu
-from qcompile.codegen.gpu.gemm.spec import DECODE_TOKENS, GEMV_FORMATS, KernelSpec, Tile
+from qcompile.codegen.gpu.gemm import render as gemm_render
+from qcompile.codegen.gpu.gemm.layout import GEMV_FORMATS
+from qcompile.codegen.gpu.gemm.spec import KernelSpec
+from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS, Tile
 from qcompile.codegen.gpu.gemm.tile_table import TunedFor, entry_line
 from qcompile.codegen.gpu.gemm.tiles import MIN_UNROLL, choose
 from qcompile.errors import UnsupportedError
@@ -139,7 +141,7 @@ def candidates(format: str, n: int, k: int, tokens: int) -> list[KernelSpec]:
 
 def with_prefetch(spec: KernelSpec) -> list[KernelSpec]:
     """`spec` with programmatic dependent launch, and more or less of the weights prefetched."""
-    part = spec.blocks // spec.tile.split_k * 32 * spec.row_bytes
+    part = spec.k_parts.blocks // spec.tile.split_k * 32 * spec.layout.row_bytes
     most = 1 << (part.bit_length() - 1)
     sizes = sorted({min(size, most) for size in (4096, 16384)})
     return [replace(spec, tile=replace(spec.tile, prefetch_bytes=size)) for size in sizes]
@@ -148,7 +150,7 @@ def with_prefetch(spec: KernelSpec) -> list[KernelSpec]:
 def compile_one(spec: KernelSpec) -> bool:
     """Into the cache of kernels, in a process of its own."""
     try:
-        return gpu.compile_for(spec, 90).shared_bytes <= TUNED_ON.shared_bytes
+        return gemm_render.compile_for(spec, 90).shared_bytes <= TUNED_ON.shared_bytes
     except Exception:
         return False
 

@@ -28,9 +28,12 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import Launch, facts, graph_us, launch
 from qcompile.codegen.gpu.gemm import expert_tiles, tiles
+from qcompile.codegen.gpu.gemm import render as gemm_render
 from qcompile.codegen.gpu.gemm import spec as gemm
+from qcompile.codegen.gpu.gemm.layout import GEMV_FORMATS
 from qcompile.codegen.gpu.gemm.pack import pack_gpu, padded_inputs
-from qcompile.codegen.gpu.gemm.spec import KernelSpec, Tile
+from qcompile.codegen.gpu.gemm.spec import KernelSpec
+from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS, Tile
 from qcompile.codegen.gpu.gemm.tile_table import TunedFor, entry_line
 from qcompile.codegen.gpu.operands import grid_size
 from qcompile.codegen.gpu.router import BlocksSpec
@@ -102,7 +105,7 @@ def specs_of(job: Job) -> list[KernelSpec]:
     format, weight, tokens = job
     k = padded_inputs(weight.k, FORMATS[format][0])
     found = [spec_of(format, weight, expert_tiles.choose(format, weight.rows, k, tokens, TUNED_ON))]
-    floats = found[0].float_x  # whose sums are as exact as the tensor cores' instruction, which goes by the tile
+    floats = found[0].layout.float_x  # whose sums are as exact as the tensor cores' instruction, which goes by the tile
     for tile in candidates(format, k, tokens):
         fitted = tiles.fit_tile(format, weight.rows, k, tile, TUNED_ON)
         if fitted is None or (floats and (tile.rows < 64 or tile.warps % 4)):
@@ -119,7 +122,7 @@ def specs_of(job: Job) -> list[KernelSpec]:
 def compile_one(spec: KernelSpec) -> int | None:
     """Registers spilled, or None where it does not compile; into the cache of kernels, in a process of its own."""
     try:
-        return gemm.compile_for(spec, 90).spill_bytes
+        return gemm_render.compile_for(spec, 90).spill_bytes
     except Exception:
         return None
 
@@ -138,8 +141,8 @@ def chosen(weight: Weight, tokens: int, step: int) -> dict[str, Tensor]:
 def ordered(weight: Weight, index: Tensor, tokens: int) -> tuple[dict[str, Tensor], int]:
     """Slots by expert in blocks of `tokens`, and programs for them."""
     rows = len(index)
-    few = max(gemm.DECODE_TOKENS, min(gemm.DECODE_TOKENS * weight.experts // weight.slots, MOST))
-    spec = BlocksSpec(weight.experts, weight.slots, STRIDE, tokens, MOST if tokens > gemm.DECODE_TOKENS else few)
+    few = max(DECODE_TOKENS, min(DECODE_TOKENS * weight.experts // weight.slots, MOST))
+    spec = BlocksSpec(weight.experts, weight.slots, STRIDE, tokens, MOST if tokens > DECODE_TOKENS else few)
     made = {"order": torch.zeros(rows * weight.slots, dtype=torch.int32, device="cuda")}
     made["blocks"] = torch.zeros((spec.list, 3), dtype=torch.int32, device="cuda")
     launch(spec.kernel(90), 90, (weight.experts, 1, 1), {"index": index, "M": rows, **made})()
@@ -193,7 +196,7 @@ def measure(problem: Problem, specs: list[KernelSpec], rows: int, tokens: int) -
     for spec in specs:
         steps[0][0]["out"].fill_(float("nan"))
         launches: list[Launch] = [
-            launch(gemm.kernel(spec), 90, (programs, problem.weight.rows // spec.tile.rows, 1), given)
+            launch(gemm_render.kernel(spec), 90, (programs, problem.weight.rows // spec.tile.rows, 1), given)
             for given, programs in steps
         ]
         launches[0]()
@@ -216,7 +219,7 @@ def main() -> None:
         for format in formats
         for tokens in TOKENS
         for weight in WEIGHTS
-        if tokens > 1 or format in gemm.GEMV_FORMATS
+        if tokens > 1 or format in GEMV_FORMATS
     ]
     specs = {job: specs_of(job) for job in jobs}
     results: list[dict[str, Any]] = []

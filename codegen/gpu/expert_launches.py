@@ -13,8 +13,10 @@ from qcompile import ops
 from qcompile.codegen.gpu import fused
 from qcompile.codegen.gpu.context import PlanContext, single_launch, weight_refs
 from qcompile.codegen.gpu.gemm import expert_tiles
+from qcompile.codegen.gpu.gemm import render as gemm_render
 from qcompile.codegen.gpu.gemm import spec as gemm
 from qcompile.codegen.gpu.gemm.pack import kernel_of, packing_of
+from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS
 from qcompile.codegen.gpu.launches import MOST_ROWS, Launch, Variant
 from qcompile.codegen.gpu.operands import CountRef, GridSize, Operand, Operands, ScratchRef
 from qcompile.codegen.gpu.router import BlocksSpec
@@ -23,7 +25,7 @@ from qcompile.codegen.gpu.rows import RowSpec
 from qcompile.formats.activations import activation_format
 from qcompile.formats.rounding import groups_of
 
-SMALL_BLOCK, LARGE_BLOCK = gemm.DECODE_TOKENS, 64
+SMALL_BLOCK, LARGE_BLOCK = DECODE_TOKENS, 64
 """Slots per program of the grouped GEMM: while an expert gets at most SMALL_BLOCK on average, and beyond that."""
 MEDIUM_ROWS = 64
 """Most rows of an intermediate class, because programs that sort slots scan the most rows of their class."""
@@ -125,7 +127,7 @@ def slot_gemm(context: PlanContext, c: fused.SlotGemm) -> Iterator[Launch]:
     for most, tokens, programs in gemv + blocks:
         spec = _slot_kernel(context, c, tokens)
         grid = (programs, call.rows // spec.tile.rows, 1)
-        variants.append(Variant(gemm.kernel(spec), grid, args, most % MOST_ROWS))
+        variants.append(Variant(gemm_render.kernel(spec), grid, args, most % MOST_ROWS))
     yield Launch(c.name, "tokens", tuple(variants))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from qcompile import ops
 from qcompile.codegen import program as p
 from qcompile.codegen.gpu.context import PlanContext, weight_refs
+from qcompile.codegen.gpu.gemm import render as gemm_render
 from qcompile.codegen.gpu.gemm import spec as gemm
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.gemm.pack import kernel_of, packing_of, padded_inputs, padded_outputs
@@ -99,4 +100,4 @@ def _variant(spec: gemm.KernelSpec, most: int, rows: str, args: Operands) -> Var
     own: Operands = {role: ScratchRef(names[role], items * dtype.itemsize) for role, (items, dtype) in workspace}
     if spec.amax:
         own["amax"] = amax_ref(spec.amax_parts)
-    return Variant(gemm.kernel(spec), grid, args | own, most)
+    return Variant(gemm_render.kernel(spec), grid, args | own, most)

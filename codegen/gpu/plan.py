@@ -23,7 +23,7 @@ from qcompile.codegen.gpu.attention import MIN_LEAF_POSITIONS, GpuKV
 from qcompile.codegen.gpu.context import PlanContext
 from qcompile.codegen.gpu.fuse import fuse
 from qcompile.codegen.gpu.gemm import tiles
-from qcompile.codegen.gpu.gemm.spec import DECODE_TOKENS
+from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS
 from qcompile.codegen.gpu.launches import Launch, LaunchPlan
 from qcompile.codegen.gpu.rounds import feedback_launch, follow_launch
 from qcompile.errors import PassError, UnsupportedError

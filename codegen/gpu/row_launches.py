@@ -11,7 +11,7 @@ from qcompile import ops
 from qcompile.codegen import program as p
 from qcompile.codegen.gpu import fused
 from qcompile.codegen.gpu.context import PlanContext, single_launch, weight_refs
-from qcompile.codegen.gpu.gemm.spec import DECODE_TOKENS
+from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS
 from qcompile.codegen.gpu.launches import Launch, Variant
 from qcompile.codegen.gpu.operands import (
     GridSize,

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from qcompile.codegen.gpu.attention import AttentionSpec, GpuKV, SplitLimits
+from qcompile.codegen.gpu.gemm.layout import BF16_UNPACK_FORMATS
 from qcompile.codegen.gpu.gemm.pack import MIX_ROWS
-from qcompile.codegen.gpu.gemm.spec import BF16_UNPACK_FORMATS, KernelSpec
+from qcompile.codegen.gpu.gemm.spec import KernelSpec
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS, MMA_MIN_TOKENS, WS_MIN_TOKENS, Tile
 from qcompile.codegen.gpu.gemm.tile_table import load_table
 from qcompile.errors import UnsupportedError
@@ -132,22 +133,22 @@ def choose_batch_invariant(format: str, n: int, k: int, tokens: int, gpu: Target
         return tile
     decode = choose(format, n, k, DECODE_TOKENS, gpu)
     parts, least = decode.sliced_k * decode.split_k, MIN_UNROLL.get(format, 1)
-    starts = KernelSpec(format, n, k, decode, width=n).part_starts
+    starts = KernelSpec(format, n, k, decode, width=n).k_parts.starts
     if tile.gemv:
         warps = max(1, tile.warps * parts // tile.sliced_k)
         gemv = fit_tile(format, n, k, replace(tile, sliced_k=parts, warps=warps), gpu)
-        if gemv and KernelSpec(format, n, k, gemv, width=n).part_starts != starts:
+        if gemv and KernelSpec(format, n, k, gemv, width=n).k_parts.starts != starts:
             gemv = None
         return gemv or choose_batch_invariant(format, n, k, WS_MIN_TOKENS, gpu)
     for found in _large_m_tiles(format, n, k, tokens, parts, gpu) if gpu.capability == 90 else ():
-        if found is not None and KernelSpec(format, n, k, found, width=n).part_starts == starts:
+        if found is not None and KernelSpec(format, n, k, found, width=n).k_parts.starts == starts:
             return found
     rows = tile.rows if tile.rows % 64 == 0 and decode.rows % 64 == 0 else 64 if n % 64 == 0 else 32
     unrolls = sorted({tile.unroll, least}, reverse=True)
     for candidate, unroll in itertools.product((tile, without_unpack_k(format, tile)), unrolls):
         same_parts = replace(candidate, rows=rows, sliced_k=1, split_k=parts, unroll=unroll)
         same = fit_tile(format, n, k, same_parts, gpu)
-        if same is not None and KernelSpec(format, n, k, same, width=n).part_starts == starts:
+        if same is not None and KernelSpec(format, n, k, same, width=n).k_parts.starts == starts:
             return same
     raise UnsupportedError(f"weight [{n}, {k}] in {format} has no tile for {tokens} rows with K in {parts} parts")
 

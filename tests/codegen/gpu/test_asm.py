@@ -10,7 +10,9 @@ import torch
 
 from qcompile.codegen.gpu.attention import AttentionSpec, GpuKV
 from qcompile.codegen.gpu.gemm.pack import pack_codes
-from qcompile.codegen.gpu.gemm.spec import KernelSpec, Tile, render
+from qcompile.codegen.gpu.gemm.render import render
+from qcompile.codegen.gpu.gemm.spec import KernelSpec
+from qcompile.codegen.gpu.gemm.tile import Tile
 from tests.support.ptx import Words, bytes_of, floats, run, words
 
 PAIRS = 512

@@ -14,6 +14,7 @@ from qcompile.codegen.gpu import compile as gpu_compile
 from qcompile.codegen.gpu.compile import Kernel, compile_kernel
 from qcompile.codegen.gpu.gemm import expert_tiles
 from qcompile.codegen.gpu.gemm import spec as gemm
+from qcompile.codegen.gpu.gemm.tile import Tile
 from qcompile.codegen.gpu.operands import grid_size
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.codegen.gpu.router import BlocksSpec, CombineSpec, RouteSpec, RouteStep, ScoresSpec
@@ -217,9 +218,9 @@ def test_what_experts_have_no_kernel_for_is_refused() -> None:
         make_plan(replace(program, calls=tuple(exact)), TARGETS["h200"])
     experts = gemm.Experts(4, 2, False, 128, 32)
     with pytest.raises(UnsupportedError, match="have no kernel for"):
-        gemm.KernelSpec("bf16", 256, 512, gemm.Tile(16, 64, split_k=2), out="f32", width=64, experts=experts)
+        gemm.KernelSpec("bf16", 256, 512, Tile(16, 64, split_k=2), out="f32", width=64, experts=experts)
     with pytest.raises(UnsupportedError, match="experts of 64 outputs do not divide"):
-        gemm.KernelSpec("bf16", 256, 512, gemm.Tile(16, 128), out="f32", width=64, experts=experts)
+        gemm.KernelSpec("bf16", 256, 512, Tile(16, 128), out="f32", width=64, experts=experts)
     assert expert_tiles.choose("bf16", 96, 512, 16, TARGETS["h200"]).rows == 32
 
 

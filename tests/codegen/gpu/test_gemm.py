@@ -14,18 +14,11 @@ import torch
 from benchmarks.gpu_common import launch
 from qcompile.codegen.gpu import sass
 from qcompile.codegen.gpu.gemm import tiles
+from qcompile.codegen.gpu.gemm.layout import BF16_UNPACK_FORMATS
 from qcompile.codegen.gpu.gemm.pack import GPU_PACKING, pack_gpu, unpack_gpu
-from qcompile.codegen.gpu.gemm.spec import (
-    BF16_UNPACK_FORMATS,
-    DECODE_TOKENS,
-    WS_MIN_TOKENS,
-    KernelSpec,
-    Tile,
-    compile_for,
-    kernel,
-    reference,
-    render,
-)
+from qcompile.codegen.gpu.gemm.render import arguments_of, compile_for, kernel, name_of, render
+from qcompile.codegen.gpu.gemm.spec import KernelSpec, reference
+from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS, WS_MIN_TOKENS, Tile
 from qcompile.errors import UnsupportedError
 from qcompile.formats.activations import activation_format
 from qcompile.formats.mixed import MIX_4_8
@@ -101,14 +94,14 @@ def interpret() -> None:
             tile = replace(cut, unroll=2 if format == "qoq_g128" else 1)
             spec = KernelSpec(format, 32, 1024, tile, True, True, False)
             spec = replace(spec, out="f32") if cut.tokens == 32 else replace(spec, width=29)
-            interpret_one(spec, "bf16" if spec.float_x else "int8", packed, dense)
+            interpret_one(spec, "bf16" if spec.layout.float_x else "int8", packed, dense)
             if format in IN_GROUPS:
                 interpret_one(replace(spec, x_groups=True), "int8_g128", packed, dense)
 
 
 def interpret_one(spec: KernelSpec, activation: str, packed: dict[str, torch.Tensor], dense: torch.Tensor) -> None:
     """Two launches of a kernel against the reference, for 21 rows."""
-    from qcompile.codegen.gpu.gemm.spec import load
+    from qcompile.codegen.gpu.gemm.render import load
 
     x = activation_format(activation).quantize(torch.randn(21, spec.k), 0)
     width, dtype = spec.width or spec.n, {"f32": torch.float32, "bf16": torch.bfloat16}[spec.out]
@@ -118,7 +111,7 @@ def interpret_one(spec: KernelSpec, activation: str, packed: dict[str, torch.Ten
     given |= {name: torch.zeros(items, dtype=dtype) for name, (items, dtype) in spec.workspace(21).items()}
     for _ in range(2):  # the second launch finds the workspace as the first left it
         given["out"] = torch.full((21, width), float("nan"), dtype=dtype)
-        load(spec)[spec.grid(21)](*(21 if a.name == "M" else given[a.name] for a in spec.arguments))
+        load(spec)[spec.grid(21)](*(21 if a.name == "M" else given[a.name] for a in arguments_of(spec)))
         want = reference(x, dense[:width], bias, residual)
         error = (given["out"].double() - want).norm() / want.norm()
         assert error < 5e-3, (spec, error)
@@ -154,7 +147,7 @@ def test_floats_are_summed_in_one_order_for_any_number_of_rows(format: str, shap
 
 def interpret_orders() -> None:
     """A row's bits where sums of groups are exact and their float sum is not, by kernels for few rows and for many."""
-    from qcompile.codegen.gpu.gemm.spec import load
+    from qcompile.codegen.gpu.gemm.render import load
 
     torch.manual_seed(0)
     n, k = 64, 1024
@@ -169,7 +162,7 @@ def interpret_orders() -> None:
             spec = KernelSpec(format, n, k, cut, inline_asm=False, out="f32")
             given = {**packed, **dict(zip(("x", "x_scale"), x, strict=False)), "out": torch.empty(17, n), "M": 17}
             given |= {name: torch.zeros(items, dtype=dtype) for name, (items, dtype) in spec.workspace(17).items()}
-            load(spec)[spec.grid(17)](*(given[a.name] for a in spec.arguments))
+            load(spec)[spec.grid(17)](*(given[a.name] for a in arguments_of(spec)))
             found.append(given["out"])
         assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
@@ -190,9 +183,9 @@ def test_compiles_ahead_of_time(format: str, capability: int) -> None:
     built = compile_for(spec, capability)
     assert built.spill_bytes == 0
     assert built.cubin[:4] == b"\x7fELF"
-    kind = "bf16" if spec.float_x else "s8"
+    kind = "bf16" if spec.layout.float_x else "s8"
     if capability == 100:
-        kind = kind if "mma.sync" in built.ptx else "kind::" + ("f16" if spec.float_x else "i8")
+        kind = kind if "mma.sync" in built.ptx else "kind::" + ("f16" if spec.layout.float_x else "i8")
     assert any(kind in name for name in built.matrix), built.matrix
     if capability == 90:
         assert any(name.startswith("wgmma") for name in built.matrix)
@@ -341,7 +334,7 @@ def test_warp_specialized_kernels_compile(spec: KernelSpec) -> None:
     loops = spec.mixed or (spec.persistent and spec.format == "mxfp4_a8")
     # While a part is summed, the sum of the parts before it (64 numbers a thread) may wait in memory.
     assert built.spill_bytes <= (24 if loops else 4 * 64 if spec.tile.serial_k > 1 and spec.tile.tokens == 128 else 0)
-    kind = "f32.bf16.bf16" if spec.float_x else "s32.s8.s8"
+    kind = "f32.bf16.bf16" if spec.layout.float_x else "s32.s8.s8"
     assert built.matrix and all(kind in name and name.startswith("wgmma") for name in built.matrix)
     assert built.ptx.count("griddepcontrol") == (2 if spec.pdl else 0)
     code = sass.instructions(built.cubin)
@@ -366,7 +359,7 @@ def test_up_to_eight_rows_have_kernels_of_their_own(format: str) -> None:
     two_widths = {"width": 4000, "wide": 448} if format == "mix_4_8" else {}
     spec = KernelSpec(format, 4096, 4096, tiles.choose_batch_invariant(format, 4096, 4096, WS_MIN_TOKENS), **two_widths)
     decode = replace(spec, tile=replace(spec.tile, tokens=16))
-    assert spec.tile.tokens == WS_MIN_TOKENS and spec.name != decode.name and not spec.gemv and spec.decode
+    assert spec.tile.tokens == WS_MIN_TOKENS and name_of(spec) != name_of(decode) and not spec.gemv and spec.decode
     for each in (
         (spec, decode) if format in BF16_UNPACK_FORMATS else ()
     ):  # tokens and words of a block are copied at once
@@ -448,7 +441,7 @@ def test_rows_have_the_bits_of_the_decode_class(spec: KernelSpec) -> None:
     given["amax"] = torch.full((300, max(spec.amax_parts, 1)), float("nan"), device="cuda")
     for tokens in (1, 5, 17, 300):
         x = torch.randn(tokens, spec.k, device="cuda")
-        kind = "bf16" if spec.float_x else "int8_g128" if spec.x_groups else "int8"
+        kind = "bf16" if spec.layout.float_x else "int8_g128" if spec.x_groups else "int8"
         given |= dict(zip(("x", "x_scale", "x_sum"), activation_format(kind).quantize(x, 0), strict=False))
         given["residual"], found = torch.randn(tokens, width, device="cuda").to(dtype), []
         unroll = tiles.MIN_UNROLL.get(spec.format, 1)

@@ -10,7 +10,9 @@ import torch
 
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.gemm.pack import pack_gpu, unpack_gpu
-from qcompile.codegen.gpu.gemm.spec import KernelSpec, Tile, compile_for, reference
+from qcompile.codegen.gpu.gemm.render import arguments_of, compile_for
+from qcompile.codegen.gpu.gemm.spec import KernelSpec, reference
+from qcompile.codegen.gpu.gemm.tile import Tile
 from qcompile.codegen.gpu.rows import RowSpec
 from qcompile.formats.activations import activation_format
 from qcompile.formats.registry import weight_format
@@ -22,7 +24,7 @@ from tests.support.interpreted import interpreted, needs_triton
 
 def interpret_gemv() -> None:
     """GEMV, without the tensor cores: the bits of the kernels for a large M, and gated epilogues."""
-    from qcompile.codegen.gpu.gemm.spec import load
+    from qcompile.codegen.gpu.gemm.render import load
 
     torch.manual_seed(0)
     n, k = 32, 1024
@@ -44,7 +46,7 @@ def interpret_gemv() -> None:
                 if spec.gemv and spec.gated:
                     spec = replace(spec, amax=True)
                     given["amax"] = torch.full((4, n // cut.rows), float("nan"))
-                load(spec)[spec.grid(4)](*(given[a.name] for a in spec.arguments))
+                load(spec)[spec.grid(4)](*(given[a.name] for a in arguments_of(spec)))
                 found.append(given["out"])
                 if spec.amax:
                     assert torch.equal(given["amax"], given["out"].abs().unflatten(1, (-1, cut.rows // 2)).amax(2))
@@ -58,7 +60,7 @@ def interpret_gemv() -> None:
 
 def interpret_gemv_floats() -> None:
     """GEMV with float accumulators: parts of K, and groups within them, in the order of the other kernels."""
-    from qcompile.codegen.gpu.gemm.spec import load
+    from qcompile.codegen.gpu.gemm.render import load
 
     torch.manual_seed(0)
     n, k = 32, 1024
@@ -86,7 +88,7 @@ def interpret_gemv_floats() -> None:
                 if spec.gemv:
                     words = {name: given[name].view(torch.int32) for name in ("x", "w", "low") if name in given}
                     given |= words
-                load(spec)[spec.grid(4)](*(given[a.name] for a in spec.arguments))
+                load(spec)[spec.grid(4)](*(given[a.name] for a in arguments_of(spec)))
                 found.append(given["out"])
             assert all(torch.equal(found[0], each) for each in found[1:]), (format, far, x_groups, count)
             want = reference(x, weight_format(number_format).dequantize(parts, k)[:28], bias[:28], residual)

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from qcompile.codegen.gpu.attention import AttentionSpec, GpuKV
 from qcompile.codegen.gpu.compile import Kernel
+from qcompile.codegen.gpu.gemm.layout import BF16_UNPACK_FORMATS
 from qcompile.codegen.gpu.gemm.pack import GPU_PACKING, pack_gpu, unpack_gpu
-from qcompile.codegen.gpu.gemm.spec import BF16_UNPACK_FORMATS, KernelSpec, kernel, reference
+from qcompile.codegen.gpu.gemm.render import kernel
+from qcompile.codegen.gpu.gemm.spec import KernelSpec, reference
 from qcompile.codegen.gpu.gemm.tile import Tile
 from qcompile.errors import UnsupportedError
 from qcompile.formats.activations import activation_format
@@ -80,7 +82,7 @@ class Weight:
 
 def check(weight: Weight, spec: KernelSpec, rows: int = 21) -> None:
     """A product of so many rows against the reference."""
-    kind = "bf16" if spec.float_x else "int8_g128" if spec.x_groups else "int8"
+    kind = "bf16" if spec.layout.float_x else "int8_g128" if spec.x_groups else "int8"
     x, width = activation_format(kind).quantize(torch.randn(rows, spec.k), 0), spec.width or spec.n
     dtype = torch.float32 if spec.out == "f32" else torch.bfloat16
     bias, residual = torch.randn(2 * width if spec.gated else width), torch.randn(rows, width).to(dtype)

@@ -9,7 +9,9 @@ import pytest
 
 from qcompile.codegen.gpu import compile as gpu_compile
 from qcompile.codegen.gpu import sass
-from qcompile.codegen.gpu.gemm.spec import Experts, KernelSpec, Tile, compile_for, kernel
+from qcompile.codegen.gpu.gemm.render import compile_for, kernel
+from qcompile.codegen.gpu.gemm.spec import Experts, KernelSpec
+from qcompile.codegen.gpu.gemm.tile import Tile
 from qcompile.errors import UnsupportedError
 from tests.support.interpreted import needs_triton
 

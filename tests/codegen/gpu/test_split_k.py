@@ -12,7 +12,9 @@ import torch
 
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.gemm.pack import pack_gpu, padded_inputs, unpack_gpu
-from qcompile.codegen.gpu.gemm.spec import KernelSpec, Tile, compile_for, reference, render
+from qcompile.codegen.gpu.gemm.render import arguments_of, compile_for, name_of, render
+from qcompile.codegen.gpu.gemm.spec import KernelSpec, reference
+from qcompile.codegen.gpu.gemm.tile import Tile
 from qcompile.errors import UnsupportedError
 from qcompile.formats.activations import activation_format
 from qcompile.formats.registry import weight_format
@@ -40,7 +42,7 @@ def guarded(part: torch.Tensor) -> torch.Tensor:
 
 def made(spec: KernelSpec, packed: dict[str, torch.Tensor], x: list[torch.Tensor]) -> torch.Tensor:
     """What the kernel makes of rows of x, launched twice: the second finds the workspace as the first left it."""
-    from qcompile.codegen.gpu.gemm.spec import load
+    from qcompile.codegen.gpu.gemm.render import load
 
     given: dict[str, Any] = {**packed, **dict(zip(("x", "x_scale", "x_sum"), x, strict=False)), "M": len(x[0])}
     given |= {name: torch.zeros(items, dtype=dtype) for name, (items, dtype) in spec.workspace(len(x[0])).items()}
@@ -49,7 +51,7 @@ def made(spec: KernelSpec, packed: dict[str, torch.Tensor], x: list[torch.Tensor
     given |= {name: guarded(part) for name, part in given.items() if isinstance(part, torch.Tensor)}
     for _ in range(2):
         given["out"] = torch.full((len(x[0]), spec.n), float("nan"))
-        load(spec)[spec.grid(len(x[0]))](*(given[a.name] for a in spec.arguments))
+        load(spec)[spec.grid(len(x[0]))](*(given[a.name] for a in arguments_of(spec)))
     return given["out"]
 
 
@@ -87,9 +89,9 @@ def interpret_floats() -> None:
                 cuts += [Tile(1, 32, sliced_k=count, warps=1, stages=stages) for stages in (2, 8)]
                 cuts.append(Tile(3, 8, sliced_k=count, warps=1, stages=3))
             specs = [KernelSpec(format, N, k, cut, inline_asm=False, out="f32", x_groups=x_groups) for cut in cuts]
-            kind = "bf16" if specs[0].float_x else "int8_g128" if x_groups else "int8"
+            kind = "bf16" if specs[0].layout.float_x else "int8_g128" if x_groups else "int8"
             x = activation_format(kind).quantize(torch.randn(ROWS, k), 0)
-            assert all(spec.longer_parts for spec in specs) or format == "bf16", specs
+            assert all(spec.k_parts.longer for spec in specs) or format == "bf16", specs
             found = [made(spec, packed, x) for spec in specs]
             want = reference(x, dense)
             # bf16 weights and activations are multiplied exactly; sums are float32.
@@ -121,14 +123,14 @@ def test_numerics_in_the_interpreter() -> None:
             "nested_8_4", 4096, 2944, Tile(1, 8, sliced_k=4, warps=2, stages=7, prefetch_bytes=128), x_groups=True
         ),
     ],
-    ids=lambda spec: spec.name,
+    ids=name_of,
 )
 def test_kernels_of_parts_that_differ_compile(spec: KernelSpec) -> None:
     needs_triton()
-    assert spec.longer_parts
+    assert spec.k_parts.longer
     if spec.tile.unpack_k in (16, 32):  # no interpreter takes these
         source = render(replace(spec, out="f32"))
-        assert f"start = pk * BLOCKS + tl.minimum(pk, {spec.longer_parts})" in source
+        assert f"start = pk * BLOCKS + tl.minimum(pk, {spec.k_parts.longer})" in source
         assert "range(part_blocks" in source and "< part_blocks" in source and "< BLOCKS" not in source
     assert compile_for(replace(spec, out="f32"), 90).spill_bytes == 0
 
@@ -217,7 +219,7 @@ def test_weights_of_any_shape_have_programs_for_all_multiprocessors(format: str)
         few = decode.parts >= most and decode.tile.rows == 64
         assert programs >= TUNED_ON.multiprocessors or few or k < 2 * decode.parts * tiles.MIN_SPLIT_INPUTS, decode
         if decode.float_sum:
-            assert len({spec.part_starts for spec in specs}) == 1, specs
+            assert len({spec.k_parts.starts for spec in specs}) == 1, specs
 
 
 EVERY = (*FLOATS, "w4_asym_g128_a8", "mix_4_8", *INTEGERS)
@@ -237,7 +239,7 @@ def test_cuts_fit_the_gpu_and_begin_where_others_do(format: str, target: str) ->
             KernelSpec(format, n, k, tiles.choose_batch_invariant(format, n, k, most or tiles.LARGE_M, gpu), width=n)
             for most in tiles.token_classes(format)
         ]
-        assert format in INTEGERS or len({spec.part_starts for spec in specs}) == 1, (n, k)
+        assert format in INTEGERS or len({spec.k_parts.starts for spec in specs}) == 1, (n, k)
         for spec in specs:
             tile = spec.tile
             assert tile.stages * spec.step_bytes <= gpu.shared_bytes, (n, k, tile)

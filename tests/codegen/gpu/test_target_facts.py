@@ -8,7 +8,8 @@ import pytest
 
 from qcompile.codegen.gpu.attention import GpuKV, SplitLimits
 from qcompile.codegen.gpu.gemm import expert_tiles, tiles
-from qcompile.codegen.gpu.gemm.spec import KernelSpec, compile_for
+from qcompile.codegen.gpu.gemm.render import compile_for
+from qcompile.codegen.gpu.gemm.spec import KernelSpec
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS
 from qcompile.targets import TARGETS
 from tests.support.interpreted import needs_triton

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from qcompile.codegen.gpu.gemm.spec import KernelSpec, Tile, render
+from qcompile.codegen.gpu.gemm.render import render
+from qcompile.codegen.gpu.gemm.spec import KernelSpec
+from qcompile.codegen.gpu.gemm.tile import Tile
 from qcompile.targets import TUNED_ON
 
 PERSISTENT = Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, persistent=True)
