@@ -217,7 +217,7 @@ MUTATIONS = (
         "passes/raising/norms.py",
         'get("correction", 1) not in (0, 0.0)',
         'get("correction", 1) not in (0, 0.0, 1)',
-        RAISE,
+        "tests/passes/raising/test_norms.py",
     ),
     Mutation("the kernel's window is one token too wide", ATTENTION, "last - a.window + 1", "last - a.window", TORCH),
     Mutation("the kernel ignores soft caps", ATTENTION, "if (a.softcap > 0)", "if (a.softcap < 0)", TORCH),

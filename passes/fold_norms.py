@@ -17,8 +17,6 @@ from qcompile.passes import dataflow
 from qcompile.passes.base import Pass, PassResult
 from qcompile.passes.channels import not_linears_alone
 
-NORMS = ("rms_norm", "layer_norm")
-
 
 @dataclass(frozen=True)
 class FoldNorms(Pass):
@@ -53,7 +51,7 @@ class FoldNorms(Pass):
         """A copy with its norms folded: those whose input is named in `needed`, or all if `needed` is None."""
         graph = graph.clone()
         fired, notes = 0, []
-        for node in graph.calls(*NORMS):
+        for node in graph.calls(*ops.NORMS):
             scale, shift = _parameters(node)
             if scale is None and shift is None:
                 continue

@@ -20,8 +20,6 @@ from qcompile.passes.calibration.sweep import Sweep
 from qcompile.passes.channels import ScalePusher
 from qcompile.passes.dataflow import rewrite_weight
 
-NORMS = ("rms_norm", "layer_norm")
-
 
 @dataclass(frozen=True)
 class SmoothAttention(Pass):
@@ -98,13 +96,13 @@ def _measured(graph: Graph) -> dict[fx.Node, fx.Node]:
 def _chain(value: Any) -> list[fx.Node]:
     """The value and its producers, back to the linear."""
     nodes = [value]
-    while ops.name_of(nodes[-1].target) in ("rotate_heads", "rope", "split_heads", "merge_heads", "mul", *NORMS):
+    while ops.name_of(nodes[-1].target) in ("rotate_heads", "rope", "split_heads", "merge_heads", "mul", *ops.NORMS):
         nodes.append(nodes[-1].args[0])  # the first operand of each: x, or a of a product
     return nodes
 
 
 def _norm_of(value: fx.Node) -> fx.Node | None:
-    return next((n for n in _chain(value) if ops.name_of(n.target) in NORMS), None)
+    return next((n for n in _chain(value) if ops.name_of(n.target) in ops.NORMS), None)
 
 
 def _rotary(value: fx.Node) -> tuple[int, bool]:

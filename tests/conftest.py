@@ -22,7 +22,7 @@ GOLDEN = Path(__file__).parent / "golden"
 KERNELS = Path(__file__).parents[1] / "codegen" / "cpu" / "templates"
 SLOWEST = """
 codegen/cpu/test_step runtime/speculation/test_speculation codegen/gpu/test_step codegen/gpu/test_prompts
-passes/raising/test_routing codegen/cpu/test_gemm passes/raising/test_families test_every_recipe
+passes/raising/test_experts codegen/cpu/test_gemm passes/raising/test_families test_every_recipe
 passes/raising/test_raise codegen/gpu/test_penalties artifact/test_export test_variations codegen/cpu/test_hier_cache
 codegen/gpu/test_split_k checkpoints/test_own_models checkpoints/stored/test_groups runtime/engine/test_engine
 test_recipes codegen/test_recipes codegen/gpu/test_sample codegen/gpu/test_attention runtime/engine/test_batches

@@ -23,7 +23,6 @@ KEYS, BLOCKS, OUTPUTS = "keys", "block inputs", "inputs of output modules"
 Figures = dict[str, dict[str, list[float]]]
 
 _LINEARS = ("linear", "gated_linear", "expert_linear", "gated_experts")
-_NORMS = ("rms_norm", "layer_norm")
 
 
 def compare(graphs: Sequence[Graph]) -> Figures:
@@ -71,7 +70,7 @@ def _places(graph: Graph) -> dict[fx.Node, tuple[str, int, fx.Node]]:
             found[node] = (KEYS, layer, ops.operand(node, "k"))
         elif ops.name_of(node.target) in _LINEARS and node not in heads:
             x = ops.operand(node, "x")
-            kind = BLOCKS if ops.name_of(_before_rotation(x).target) in _NORMS else OUTPUTS
+            kind = BLOCKS if ops.name_of(_before_rotation(x).target) in ops.NORMS else OUTPUTS
             found[node] = (kind, feeding.get(node, layer), x)
     return found
 

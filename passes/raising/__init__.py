@@ -34,7 +34,7 @@ For an ATen operator that is missing, or for another way to write a known operat
    `is_call`, `strip` and `both_orders` of nodes.py.
 2. Add it to the line of its operator in `HANDLERS`: special cases first, the general rule last.
 3. Test in tests/passes/raising/ that a module with it has the same logits and the expected operators, and that similar
-   modules which differ in one point (another factor, order or dimension) are refused or right (test_near.py).
+   modules which differ in one point (another factor, order or dimension) are refused or right (test_near_misses.py).
 
 Rules build the operators of qcompile/ops/. A new one gets its schema, fake kernel and torch reference there.
 """

@@ -9,10 +9,10 @@ import torch
 from torch import fx
 
 from qcompile import ops
-from qcompile.passes.raising import elementwise
 from qcompile.passes.raising.builder import Builder
 from qcompile.passes.raising.facts import Facts, Known
 from qcompile.passes.raising.nodes import Arguments, both_orders, is_call, operator_name, strip
+from qcompile.passes.raising.values import Value
 
 Term = tuple[float, int, list[Any]]
 """A product of a coefficient, a power of x, and other factors."""
@@ -23,7 +23,7 @@ def activation(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Kno
     if any(getattr(a, name, 1) != 1 for name in ("alpha", "scale", "input_scale")):  # arguments of elu
         return None
     kind = "gelu_tanh" if getattr(a, "approximate", "none") == "tanh" else operator_name(node)
-    return elementwise.apply(facts, build, node, a.positional[0], "unary", kind)
+    return _apply(facts, build, node, a.positional[0], "unary", kind)
 
 
 def squared_relu(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
@@ -32,7 +32,7 @@ def squared_relu(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> K
     squares = is_call(node, "square") or node.args[1] == 2
     if not squares or not is_call(relu, "relu"):
         return None
-    return elementwise.apply(facts, build, node, relu.args[0], "unary", "relu2")
+    return _apply(facts, build, node, relu.args[0], "unary", "relu2")
 
 
 def gelu(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
@@ -44,9 +44,9 @@ def gelu(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
         for gate, x in candidates:
             squash: Any = _minus_one(facts, gate) if x is not None else None
             if is_call(squash, "tanh") and _is_tanh_argument(facts, strip(squash.args[0]), x):
-                return elementwise.apply(facts, build, node, x, "unary", "gelu_tanh")
+                return _apply(facts, build, node, x, "unary", "gelu_tanh")
             if is_call(squash, "erf") and _over(facts, strip(squash.args[0]), math.sqrt(0.5)) is x:
-                return elementwise.apply(facts, build, node, x, "unary", "gelu")
+                return _apply(facts, build, node, x, "unary", "gelu")
     return None
 
 
@@ -54,7 +54,7 @@ def quick_gelu(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Kno
     """x * sigmoid(1.702 * x)."""
     for x, squash in both_orders(node):
         if is_call(squash, "sigmoid") and _over(facts, strip(squash.args[0]), ops.QUICK) is x:
-            return elementwise.apply(facts, build, node, x, "unary", "gelu_quick")
+            return _apply(facts, build, node, x, "unary", "gelu_quick")
     return None
 
 
@@ -63,7 +63,7 @@ def mish(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
     for x, squash in both_orders(node):
         soft: Any = strip(squash.args[0]) if is_call(squash, "tanh") else None
         if is_call(soft, "softplus") and strip(soft.args[0]) is x and len(soft.args) == 1 and not soft.kwargs:
-            return elementwise.apply(facts, build, node, x, "unary", "mish")
+            return _apply(facts, build, node, x, "unary", "mish")
     return None
 
 
@@ -83,7 +83,7 @@ def xielu(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
     if eps is None or facts.shape(x) != facts.shape(node):
         return None
     curve = build.constant("xielu", torch.tensor([square[0], bend[0], line[0], eps]))
-    return elementwise.apply(facts, build, node, x, "xielu", curve)
+    return _apply(facts, build, node, x, "xielu", curve)
 
 
 def _bound_of_bend(facts: Facts, item: Any, x: Any) -> float | None:
@@ -95,6 +95,12 @@ def _bound_of_bend(facts: Facts, item: Any, x: Any) -> float | None:
     if not is_call(least, "min", "minimum") or len(least.args) != 2:
         return None
     return next((facts.number(bound) for y, bound in both_orders(least) if y is x), None)
+
+
+def _apply(facts: Facts, build: Builder, node: fx.Node, source: fx.Node, name: str, *more: Any) -> Known:
+    """qcompile::name of `source`, with further arguments `more`; None if `source` has no features."""
+    value = facts.known.get(source)
+    return build.apply(name, value, node, *more) if isinstance(value, Value) and value.base is not None else None
 
 
 # ---- products and sums ---------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from qcompile.passes.gather import Index
 from qcompile.passes.raising.facts import Facts
 from qcompile.passes.raising.nodes import operator_name, unsupported
 from qcompile.passes.raising.slots import is_one_slot, merging
-from qcompile.passes.raising.values import Value
+from qcompile.passes.raising.values import Value, identity
 
 EXAMPLE = {"B": 2, "T": 7}
 """Sizes of the meta tensors in node.meta["val"] of the raised graph."""
@@ -187,6 +187,13 @@ class Builder:
         made = self.shaped(made, tuple(sizes))
         return made if coefs[0] == 1 else self.call("scale", made, float(coefs[0]))
 
+    def apply(self, name: str, value: Value, node: Any, *more: Any) -> Value:
+        """qcompile::name applied to each feature of `value`, with further arguments `more`.
+
+        Raises UnsupportedError naming `node` if no raised tensor holds the features of `value`.
+        """
+        return identity(self.call(name, self.emit(value, working_sizes(value), node), *more), value.dims, value.sizes)
+
     def select_features(self, base: fx.Node, index: Index, node: Any) -> fx.Node:
         """The features `index` of `base`, flattened unless they are all of them in order.
 
@@ -252,6 +259,16 @@ class Builder:
 def feature_sizes(node: fx.Node) -> tuple[int, ...]:
     """Sizes of a raised tensor after batch and tokens."""
     return tuple(node.meta["val"].shape[2:])
+
+
+def working_sizes(value: Value) -> tuple[int, ...]:
+    """The shape in which to apply an elementwise operator: the value's own if it has one or two feature axes.
+
+    A single slot, which the value does not show, is kept.
+    """
+    if is_one_slot(value.base):
+        return (1, value.count)
+    return value.sizes if 1 <= len(value.sizes) <= 2 else (value.count,)
 
 
 def _has_stored_weight(node: fx.Node) -> bool:

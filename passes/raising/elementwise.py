@@ -8,12 +8,10 @@ from torch import fx
 
 from qcompile import ops
 from qcompile.passes.raising import values
-from qcompile.passes.raising.builder import Builder
+from qcompile.passes.raising.builder import Builder, working_sizes
 from qcompile.passes.raising.facts import Constant, Facts, Known
 from qcompile.passes.raising.nodes import Arguments, is_call, unsupported
-from qcompile.passes.raising.norms import NORMS
 from qcompile.passes.raising.rotary import as_rotary, rotated
-from qcompile.passes.raising.slots import is_one_slot
 from qcompile.passes.raising.values import Value, identity
 
 
@@ -90,8 +88,7 @@ def shift(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
     if number is None or value is None or a.alpha not in (None, 1) or not 1 <= len(value.sizes) <= 2:
         return None
     sign = -1.0 if "sub" in str(node.target) else 1.0
-    made = build.call("shift", build.emit(value, working_sizes(value), node), sign * number)
-    return identity(made, value.dims, value.sizes)
+    return build.apply("shift", value, node, sign * number)
 
 
 def clamp(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
@@ -100,31 +97,10 @@ def clamp(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
     value = facts.plain(a.input_)
     if value is None or any(isinstance(bound, fx.Node) for bound in bounds) or not 1 <= len(value.sizes) <= 2:
         return None
-    numbers = [None if bound is None else float(bound) for bound in bounds]
-    made = build.call("clamp", build.emit(value, working_sizes(value), node), *numbers)
-    return identity(made, value.dims, value.sizes)
+    return build.apply("clamp", value, node, *(None if bound is None else float(bound) for bound in bounds))
 
 
 # ---- building ------------------------------------------------------------------------------------------
-
-
-def apply(facts: Facts, build: Builder, node: fx.Node, source: fx.Node, name: str, *more: Any) -> Known:
-    """qcompile::name applied to each feature of `source`, with further arguments `more`."""
-    value = facts.known.get(source)
-    if not isinstance(value, Value) or value.base is None:
-        return None
-    made = build.call(name, build.emit(value, working_sizes(value), node), *more)
-    return identity(made, value.dims, value.sizes)
-
-
-def working_sizes(value: Value) -> tuple[int, ...]:
-    """The shape in which to apply an elementwise operator: the value's own if it has one or two feature axes.
-
-    A single slot, which the value does not show, is kept.
-    """
-    if is_one_slot(value.base):
-        return (1, value.count)
-    return value.sizes if 1 <= len(value.sizes) <= 2 else (value.count,)
 
 
 def _combine(build: Builder, name: str, a: Value, b: Value, node: Any) -> Known:
@@ -153,9 +129,9 @@ def with_weight(facts: Facts, build: Builder, name: str, source: fx.Node, weight
     made = build.emit(value, value.sizes, source)
     operand = build.vector(weight)
     kind = str(ops.name_of(made.target))
-    if by_head and kind not in NORMS:
+    if by_head and kind not in ops.NORMS:
         raise unsupported(source, f"is combined with weight {weight} that differs by head and follows no norm")
-    if name == "mul" and kind in NORMS and made.args[1:-1].count(None) == len(made.args) - 2:
+    if name == "mul" and kind in ops.NORMS and made.args[1:-1].count(None) == len(made.args) - 2:
         joined = build.call(kind, made.args[0], operand, *made.args[2:])
     elif name == "add" and kind == "layer_norm" and made.args[2] is None:
         joined = build.call("layer_norm", made.args[0], made.args[1], operand, made.args[3])

@@ -16,8 +16,7 @@ from torch import fx
 
 from qcompile import ops
 from qcompile.passes.raising import values
-from qcompile.passes.raising.builder import Builder, feature_sizes
-from qcompile.passes.raising.elementwise import working_sizes
+from qcompile.passes.raising.builder import Builder, feature_sizes, working_sizes
 from qcompile.passes.raising.facts import Constant, Facts, Known, Opaque
 from qcompile.passes.raising.nodes import Arguments, unsupported
 from qcompile.passes.raising.routers import choice_of

@@ -17,8 +17,6 @@ from qcompile.passes.raising.nodes import Arguments, both_orders, is_call, is_ov
 from qcompile.passes.raising.rotary import rotation_of
 from qcompile.passes.raising.values import Value, identity, operator_of
 
-NORMS = ("rms_norm", "layer_norm")
-
 
 def rms_norm(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
     """rms_norm over the last dimension."""
@@ -193,7 +191,7 @@ def norms_of_heads(facts: Facts, build: Builder, node: fx.Node, a: Arguments) ->
 
 def _is_whole_norm(value: Value) -> bool:
     """Whether `value` is the unchanged, complete result of one norm, with its features last."""
-    if operator_of(value) not in NORMS or not value.is_plain() or (value.terms["coef"] != 1).any():
+    if operator_of(value) not in ops.NORMS or not value.is_plain() or (value.terms["coef"] != 1).any():
         return False
     index = value.terms["index"].ravel()
     return np.array_equal(index, np.arange(len(index))) and value.dims[-1] == "F"

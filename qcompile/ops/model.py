@@ -51,6 +51,10 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return y if bias is None else y + _by_head(bias, x)
 
 
+NORMS = ("rms_norm", "layer_norm")
+"""The norms: operators of x, weights or None, and eps as their last argument."""
+
+
 # ---- elementwise ------------------------------------------------------------------------------
 
 QUICK = 1.702

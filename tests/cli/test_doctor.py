@@ -15,7 +15,7 @@ from qcompile.checkpoints import huggingface_weights
 from qcompile.checkpoints.attention_interface import causal_mask
 from qcompile.cli.doctor import Diagnosis
 from tests.cli.test_app import Capture, code_of, json_of
-from tests.passes.raising.test_families import COMMON
+from tests.support.families import COMMON
 
 
 def test_doctor_plans_without_reading_weights(capsys: Capture, tiny_checkpoint: Path, tmp_path: Path) -> None:

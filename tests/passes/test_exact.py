@@ -21,7 +21,7 @@ from qcompile.passes.reorder import Reorder
 from qcompile.passes.rotate import Rotate
 from qcompile.passes.smooth import Smooth
 from qcompile.passes.smooth_attention import SmoothAttention
-from tests.passes.raising.test_families import COMMON, EXPERTS, SMALL, save
+from tests.support.families import COMMON, EXPERTS, SMALL, save
 
 EXACT = 1e-9
 """Tolerance for float64 rounding of weights that are multiplied, rotated and centered."""

@@ -10,11 +10,11 @@ from qcompile.codegen.gpu.attention import GpuKV
 from qcompile.codegen.gpu.compile import compile_kernel
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.targets import TARGETS
-from tests.passes.raising.test_raise import raise_module
 from tests.passes.raising.test_scaled import scaled
 from tests.support.graphs import step_inputs
 from tests.support.interpreted import interpreted, needs_triton
 from tests.support.lowering import gpu_program
+from tests.support.raising import raise_module
 from tests.support.tiny import Chunk
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from qcompile import check
 from qcompile.errors import UnsupportedError
-from tests.passes.raising.test_raise import inputs, raise_module, used
 from tests.support import modules
+from tests.support.raising import inputs, raise_module, used
 
 WIDTH, HEADS, SIZE = 24, 3, 8
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -35,7 +35,7 @@ RIGHT: dict[str, tuple[Product, tuple[int, ...]]] = {
     "inputs first": (lambda x, w: torch.einsum("btd,df->btf", x, w), (WIDTH, WIDTH)),
     "outputs first": (lambda x, w: torch.einsum("b t d, f d -> b t f", x, w), (WIDTH, WIDTH)),
     "weight first": (lambda x, w: torch.einsum("fd,btd->btf", w, x), (WIDTH, WIDTH)),
-    "weight turned before": (lambda x, w: torch.einsum("btd,df->btf", x, w.t()), (WIDTH, WIDTH)),
+    "weight transposed before": (lambda x, w: torch.einsum("btd,df->btf", x, w.t()), (WIDTH, WIDTH)),
     "dots": (lambda x, w: torch.einsum("...d,df->...f", x, w), (WIDTH, WIDTH)),
     "to heads": (lambda x, w: torch.einsum("btd,dhk->bthk", x, w).flatten(2), (WIDTH, HEADS, SIZE)),
     "to heads ahead of tokens": (
@@ -62,8 +62,8 @@ RIGHT: dict[str, tuple[Product, tuple[int, ...]]] = {
 def test_a_product_with_a_weight_is_a_linear(name: str) -> None:
     module = modules.randomized(Multiplied(*RIGHT[name]))
     graph = raise_module(module)
-    found = used(graph)
-    assert found["linear"] == 2 and not set(found) - {"embedding", "linear", "split_heads", "merge_heads"}, found
+    counts = used(graph)
+    assert counts["linear"] == 2 and not set(counts) - {"embedding", "linear", "split_heads", "merge_heads"}, counts
     for batch, tokens in ((1, 2), (3, 48)):
         ids, positions = inputs(batch, tokens)
         assert check.max_relative_error(graph.run(ids, positions), module(ids)) < 1e-6
@@ -71,7 +71,7 @@ def test_a_product_with_a_weight_is_a_linear(name: str) -> None:
 
 def test_weights_as_they_are_stored_stay_so() -> None:
     """Nothing is copied if the weight, or the weight it transposes, has a linear's layout already."""
-    for name in ("outputs first", "weight turned before"):
+    for name in ("outputs first", "weight transposed before"):
         graph = raise_module(modules.randomized(Multiplied(*RIGHT[name])))
         assert [node.args[1].target for node in graph.calls("linear")] == ["weight", "head.weight"]
 

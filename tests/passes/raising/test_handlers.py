@@ -16,8 +16,8 @@ from qcompile.errors import UnsupportedError
 from qcompile.passes import raising
 from qcompile.passes.raising import HANDLERS
 from qcompile.passes.raising.walk import raise_graph
-from tests.passes.raising.test_raise import LONGEST, inputs, raise_module, used
 from tests.support import modules
+from tests.support.raising import LONGEST, inputs, raise_module, used
 
 SIGNATURE = ["Facts", "Builder", "fx.Node", "Arguments"]
 """The types of a rule's parameters."""

@@ -21,9 +21,9 @@ from qcompile.passes.cache import Cache
 from qcompile.passes.fuse import Fuse
 from qcompile.passes.merge import Merge
 from qcompile.passes.quantize import Quantize
-from tests.passes.raising.test_raise import inputs, raise_module, used
 from tests.support import modules
 from tests.support.graphs import step_inputs
+from tests.support.raising import inputs, raise_module, used
 
 HEADS, SIZE, HIDDEN = 3, 20, 64
 Factor = Callable[[Tensor, Tensor], Tensor]
@@ -55,7 +55,7 @@ class Scaled(nn.Module):
         angle = place[:, None] * 50.0 ** -(torch.arange(0, self.size, 2, device=ids.device) / self.size)
         x = self.embed(ids)
         q, k, v = (t.transpose(1, 2) for t in self.qkv(x).unflatten(-1, (5, self.size)).split((HEADS, 1, 1), 2))
-        q, k = (self.turned(t, angle, name) for t, name in ((q, "q"), (k, "k")))
+        q, k = (self.rotated(t, angle, name) for t, name in ((q, "q"), (k, "k")))
         if self.factor is not None:
             factor = self.factor(place, ids)
             q = q * (factor.view(1, 1, ids.shape[1], 1) if factor.dim() == 1 else factor)
@@ -63,7 +63,7 @@ class Scaled(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.head(x + self.out(y.transpose(1, 2).flatten(2)))
 
-    def turned(self, x: Tensor, angle: Tensor, name: str) -> Tensor:
+    def rotated(self, x: Tensor, angle: Tensor, name: str) -> Tensor:
         a, b = x.chunk(2, -1)
         x = torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) if self.norm else x
@@ -181,5 +181,5 @@ def test_kernels(tmp_path: Path) -> None:
         for tokens in (1, 9, 48):
             ids = inputs(tokens=tokens)[0]
             expected = module(ids)
-            for found in (llm.logits(ids), llm.logits(ids, chunk=5), torch.stack([exported(row) for row in ids])):
-                assert check.max_relative_error(found, expected) < 1e-5
+            for logits in (llm.logits(ids), llm.logits(ids, chunk=5), torch.stack([exported(row) for row in ids])):
+                assert check.max_relative_error(logits, expected) < 1e-5

@@ -19,10 +19,10 @@ from qcompile.graph import Graph
 from qcompile.passes.base import apply
 from qcompile.passes.raising import Raise
 from tests.codegen.cpu.test_experts import TOLERANCE
-from tests.passes.raising.test_families import COMMON, EXPERTS, LATENT, save
-from tests.passes.raising.test_raise import inputs, raise_module, used
 from tests.support import modules
+from tests.support.families import COMMON, EXPERTS, LATENT, save
 from tests.support.graphs import sequence_inputs, step_inputs
+from tests.support.raising import inputs, raise_module, used
 
 COUNT, WIDTH, INNER = 5, 16, 12
 
@@ -168,9 +168,9 @@ def right(module: nn.Module, graph: Graph) -> None:
 def test_one_expert(written: Forward, count: int) -> None:
     module = modules.randomized(Experts(written, count))
     graph = raise_module(module)
-    found = used(graph)
-    assert found["top_k"] == 1 and found["expert_linear"] in (2, 3, 4)
-    assert found["combine"] >= 1 and found["merge_heads"] == found["slice_features"] == 0
+    counts = used(graph)
+    assert counts["top_k"] == 1 and counts["expert_linear"] in (2, 3, 4)
+    assert counts["combine"] >= 1 and counts["merge_heads"] == counts["slice_features"] == 0
     assert all(node.meta["val"].shape[2] == 1 for node in graph.calls("expert_linear"))
     right(module, graph)
 
@@ -278,14 +278,20 @@ def other_biased(m: Any, x: Tensor, scores: Tensor) -> Tensor:
     return F.pad(y, (0, WIDTH - INNER))
 
 
+def floored(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    factor = scores.topk(2, -1).values
+    return mlp(m, x, scores.argmax(-1)) * torch.div(factor, factor.sum(-1, keepdim=True), rounding_mode="floor")[:, :1]
+
+
 NEARLY: dict[str, Forward] = {
+    "a normalized score, rounded down": floored,
     "a scaled output and a bias": lambda m, x, s: biased(m, x, s.argmax(-1), 2.0, slice(None), m.bias),
     "half of the outputs and a bias": lambda m, x, s: biased(m, x, s.argmax(-1), 1.0, slice(6), m.bias[:, :6]),
     "the other half and a bias": lambda m, x, s: biased(m, x, s.argmax(-1), 1.0, slice(6, 12), m.bias[:, :6]),
     "a bias of another choice": other_biased,
     "the score of the second": lambda m, x, s: mlp(m, x, s.argmax(-1)) * s.topk(2, -1).values[:, 1:],
     "a score read at the second": lambda m, x, s: mlp(m, x, s.argmax(-1)) * s.gather(-1, s.topk(2, -1).indices[:, 1:]),
-    "scores read at both, turned": lambda m, x, s: (
+    "scores read at both, reversed": lambda m, x, s: (
         mlp(m, x, s.argmax(-1)) * s.gather(-1, s.topk(2, -1).indices.flip(-1))[:, :1]
     ),
     "scores read at both, by number": lambda m, x, s: (
@@ -332,14 +338,14 @@ def doubled(m: Any, x: Tensor, scores: Tensor) -> Tensor:
     return F.pad(y.view(-1, 2, INNER).sum(1), (0, WIDTH - INNER))
 
 
-def turned_scores(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+def reversed_scores(m: Any, x: Tensor, scores: Tensor) -> Tensor:
     index = scores.topk(2, -1).indices
     factor = scores.gather(-1, index[:, torch.tensor([1, 0])])
     y = pairs(m, x, index) * factor.reshape(-1)[:, None]
     return F.pad(y.view(-1, 2, INNER).sum(1), (0, WIDTH - INNER))
 
 
-@pytest.mark.parametrize("written", [scaled_before_the_bias, doubled, turned_scores])
+@pytest.mark.parametrize("written", [scaled_before_the_bias, doubled, reversed_scores])
 def test_what_resembles_two_experts_is_refused(written: Forward) -> None:
     with pytest.raises(UnsupportedError, match=r"node \w+: "):
         raise_module(modules.randomized(Experts(written)))
@@ -372,8 +378,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_families(family: str, tmp_path: Path) -> None:
     module = save(*FAMILIES[family], tmp_path)
     graph = apply(Raise(), frontend.load(tmp_path)).graph
-    found = used(graph)
-    assert found["expert_linear"] == 3 * found["combine"] >= 3 and found["scale_slots"] == 0
+    counts = used(graph)
+    assert counts["expert_linear"] == 3 * counts["combine"] >= 3 and counts["scale_slots"] == 0
     for tokens in (1, 31):
         ids = torch.randint(0, 97, (2, tokens), generator=torch.Generator().manual_seed(0))
         with torch.no_grad():

@@ -15,11 +15,11 @@ from qcompile.checkpoints import frontend
 from qcompile.errors import UnsupportedError
 from qcompile.passes.base import apply
 from qcompile.passes.raising import Raise
-from tests.passes.raising.test_raise import LONGEST, inputs, raise_module, used
 from tests.support import modules
+from tests.support.raising import LONGEST, inputs, raise_module, used
 
-HEADS, PLAIN, TURNED, NARROW, HIDDEN = 3, 8, 4, 6, 24
-Turn = Callable[[Tensor, Tensor], Tensor]
+HEADS, PLAIN, ROTATED, NARROW, HIDDEN = 3, 8, 4, 6, 24
+Rotate = Callable[[Tensor, Tensor], Tensor]
 Join = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -34,9 +34,9 @@ def by_pairs(x: Tensor, angle: Tensor) -> Tensor:
     return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
 
 
-def times(x: Tensor, turns: Tensor) -> Tensor:
+def times(x: Tensor, rotations: Tensor) -> Tensor:
     numbers = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
-    return torch.view_as_real(numbers * turns.to(numbers.device)).flatten(3).type_as(x)
+    return torch.view_as_real(numbers * rotations.to(numbers.device)).flatten(3).type_as(x)
 
 
 def as_complex(x: Tensor, angle: Tensor) -> Tensor:
@@ -47,13 +47,13 @@ def as_larger_complex(x: Tensor, angle: Tensor) -> Tensor:
     return times(x, torch.polar(torch.full_like(angle, 2.0), angle))
 
 
-def joined(k: Tensor, turned: Tensor) -> Tensor:
-    return torch.cat((k, turned.expand(-1, HEADS, -1, -1)), -1)
+def joined(k: Tensor, rotated: Tensor) -> Tensor:
+    return torch.cat((k, rotated.expand(-1, HEADS, -1, -1)), -1)
 
 
-def copied(k: Tensor, turned: Tensor) -> Tensor:
-    made = k.new_empty(*k.shape[:-1], PLAIN + TURNED)
-    made[..., PLAIN:].copy_(turned.expand(-1, HEADS, -1, -1))
+def copied(k: Tensor, rotated: Tensor) -> Tensor:
+    made = k.new_empty(*k.shape[:-1], PLAIN + ROTATED)
+    made[..., PLAIN:].copy_(rotated.expand(-1, HEADS, -1, -1))
     made[..., :PLAIN].copy_(k)
     return made
 
@@ -61,28 +61,28 @@ def copied(k: Tensor, turned: Tensor) -> Tensor:
 class Latent(nn.Module):
     """Attention whose queries and keys have plain features before rotated ones, shared by keys; values are narrower."""
 
-    def __init__(self, turn: Turn = by_halves, join: Join = joined, padded: bool = False) -> None:
+    def __init__(self, rotate: Rotate = by_halves, join: Join = joined, padded: bool = False) -> None:
         super().__init__()
-        self.turn, self.join, self.padded = turn, join, padded
-        self.embed, self.down = nn.Embedding(modules.VOCAB, HIDDEN), nn.Linear(HIDDEN, 20 + TURNED)
-        self.q, self.kv = nn.Linear(HIDDEN, HEADS * (PLAIN + TURNED)), nn.Linear(20, HEADS * (PLAIN + NARROW))
+        self.rotate, self.join, self.padded = rotate, join, padded
+        self.embed, self.down = nn.Embedding(modules.VOCAB, HIDDEN), nn.Linear(HIDDEN, 20 + ROTATED)
+        self.q, self.kv = nn.Linear(HIDDEN, HEADS * (PLAIN + ROTATED)), nn.Linear(20, HEADS * (PLAIN + NARROW))
         self.scale, self.o = nn.Parameter(torch.ones(20)), nn.Linear(HEADS * NARROW, HIDDEN)
         self.head = nn.Linear(HIDDEN, modules.VOCAB)
-        self.register_buffer("freq", 10.0 ** -torch.arange(TURNED // 2), persistent=False)
+        self.register_buffer("freq", 10.0 ** -torch.arange(ROTATED // 2), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         batch, tokens = ids.shape
         angle = torch.outer(torch.arange(tokens, device=ids.device).float(), self.freq)[None, None]
         x = self.embed(ids)
-        low, turned = self.down(x).split([20, TURNED], -1)
-        q, last = self.q(x).view(batch, tokens, HEADS, -1).transpose(1, 2).split([PLAIN, TURNED], -1)
+        low, rotated = self.down(x).split([20, ROTATED], -1)
+        q, last = self.q(x).view(batch, tokens, HEADS, -1).transpose(1, 2).split([PLAIN, ROTATED], -1)
         kv = self.kv(modules.rms(low, self.scale)).view(batch, tokens, HEADS, -1).transpose(1, 2)
         k, v = kv.split([PLAIN, NARROW], -1)
-        turned = self.turn(turned.view(batch, 1, tokens, TURNED), angle)
-        queries = torch.cat((q, self.turn(last, angle)), -1)
+        rotated = self.rotate(rotated.view(batch, 1, tokens, ROTATED), angle)
+        queries = torch.cat((q, self.rotate(last, angle)), -1)
         if self.padded:
-            v = F.pad(v, (0, PLAIN + TURNED - NARROW))
-        y = F.scaled_dot_product_attention(queries, self.join(k, turned), v, is_causal=True)
+            v = F.pad(v, (0, PLAIN + ROTATED - NARROW))
+        y = F.scaled_dot_product_attention(queries, self.join(k, rotated), v, is_causal=True)
         return self.head(x + self.o(y[..., :NARROW].transpose(1, 2).flatten(2)))
 
 
@@ -90,8 +90,8 @@ class Latent(nn.Module):
     "style",
     [
         {},
-        {"join": copied, "turn": by_pairs},
-        {"turn": as_complex, "padded": True},
+        {"join": copied, "rotate": by_pairs},
+        {"rotate": as_complex, "padded": True},
     ],
     ids=["joined", "copied, pairs", "complex, padded"],
 )
@@ -114,50 +114,50 @@ def test_no_source_has_more_than_is_taken() -> None:
     """Rotated features come first in heads: queries by permuting a linear's rows, keys by the gather's index."""
     graph = raise_module(modules.randomized(Latent(join=copied)))
     (keys,) = graph.calls("gather_features")
-    assert [source.meta["val"].shape[-1] for source in keys.args[0]] == [HEADS * PLAIN, TURNED]
+    assert [source.meta["val"].shape[-1] for source in keys.args[0]] == [HEADS * PLAIN, ROTATED]
     index = graph.evaluate(keys.args[1]).view(HEADS, -1)
-    assert torch.equal(index[:, :TURNED], HEADS * PLAIN + torch.arange(TURNED).expand(HEADS, -1))
-    assert torch.equal(index[:, TURNED:].flatten(), torch.arange(HEADS * PLAIN))
+    assert torch.equal(index[:, :ROTATED], HEADS * PLAIN + torch.arange(ROTATED).expand(HEADS, -1))
+    assert torch.equal(index[:, ROTATED:].flatten(), torch.arange(HEADS * PLAIN))
     assert graph.calls("attention")[0].meta["val"].shape[2:] == (HEADS, NARROW)
 
 
 # ---- refusals ------------------------------------------------------------------------------------------
 
 
-def with_a_gap(k: Tensor, turned: Tensor) -> Tensor:
-    made = k.new_empty(*k.shape[:-1], PLAIN + TURNED)
+def with_a_gap(k: Tensor, rotated: Tensor) -> Tensor:
+    made = k.new_empty(*k.shape[:-1], PLAIN + ROTATED)
     made[..., :PLAIN].copy_(k)
-    made[..., PLAIN + 1 :].copy_(turned[..., 1:].expand(-1, HEADS, -1, -1))
+    made[..., PLAIN + 1 :].copy_(rotated[..., 1:].expand(-1, HEADS, -1, -1))
     return made
 
 
-def twice(k: Tensor, turned: Tensor) -> Tensor:
-    made = k.new_empty(*k.shape[:-1], PLAIN + TURNED)
-    made[..., PLAIN:].copy_(turned.expand(-1, HEADS, -1, -1))
+def twice(k: Tensor, rotated: Tensor) -> Tensor:
+    made = k.new_empty(*k.shape[:-1], PLAIN + ROTATED)
+    made[..., PLAIN:].copy_(rotated.expand(-1, HEADS, -1, -1))
     made[..., : PLAIN + 1].copy_(F.pad(k, (0, 1)))
     return made
 
 
-def afterwards(k: Tensor, turned: Tensor) -> Tensor:
-    made = copied(k, turned)
+def afterwards(k: Tensor, rotated: Tensor) -> Tensor:
+    made = copied(k, rotated)
     made[..., :PLAIN].copy_(k.flip(-1))
     return made
 
 
-def in_part_of_a_view(k: Tensor, turned: Tensor) -> Tensor:
-    made = k.new_empty(*k.shape[:-1], PLAIN + TURNED)
+def in_part_of_a_view(k: Tensor, rotated: Tensor) -> Tensor:
+    made = k.new_empty(*k.shape[:-1], PLAIN + ROTATED)
     part = made[..., :PLAIN]
     part.copy_(k)
-    made[..., PLAIN:].copy_(turned.expand(-1, HEADS, -1, -1))
+    made[..., PLAIN:].copy_(rotated.expand(-1, HEADS, -1, -1))
     part.mul_(2.0)
     return made
 
 
-def read_early(k: Tensor, turned: Tensor) -> Tensor:
-    made = k.new_empty(*k.shape[:-1], PLAIN + TURNED)
+def read_early(k: Tensor, rotated: Tensor) -> Tensor:
+    made = k.new_empty(*k.shape[:-1], PLAIN + ROTATED)
     made[..., :PLAIN].copy_(k)
     early = made * 1.0
-    made[..., PLAIN:].copy_(turned.expand(-1, HEADS, -1, -1))
+    made[..., PLAIN:].copy_(rotated.expand(-1, HEADS, -1, -1))
     return early
 
 
@@ -169,12 +169,12 @@ def test_memory_that_is_not_filled_once_is_refused(join: Join) -> None:
 
 def test_other_complex_numbers_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="complex"):
-        raise_module(modules.randomized(Latent(turn=as_larger_complex)))
+        raise_module(modules.randomized(Latent(rotate=as_larger_complex)))
 
 
-def test_keys_turned_elsewhere_than_queries_are_refused() -> None:
-    def ahead(k: Tensor, turned: Tensor) -> Tensor:
-        return torch.cat((turned.expand(-1, HEADS, -1, -1), k), -1)
+def test_keys_rotated_elsewhere_than_queries_are_refused() -> None:
+    def ahead(k: Tensor, rotated: Tensor) -> Tensor:
+        return torch.cat((rotated.expand(-1, HEADS, -1, -1), k), -1)
 
     with pytest.raises(UnsupportedError, match="no rotary embedding"):
         raise_module(modules.randomized(Latent(join=ahead)))

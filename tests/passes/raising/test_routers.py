@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from qcompile import check
 from qcompile.errors import UnsupportedError
-from tests.passes.raising.test_raise import inputs, raise_module, used
 from tests.support import modules
+from tests.support.raising import inputs, raise_module, used
 
 EXPERTS, GROUPS, KEPT = 12, 4, 2
 Judge = Callable[[Tensor], Tensor]

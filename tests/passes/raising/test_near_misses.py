@@ -12,11 +12,10 @@ from torch.nn import functional as F
 from qcompile import check
 from qcompile.checkpoints import frontend
 from qcompile.errors import UnsupportedError
-from qcompile.graph import Graph
 from qcompile.passes.base import apply
 from qcompile.passes.raising import Raise
-from tests.passes.raising.test_raise import LONGEST, Attend, inputs, place, raise_module, sdpa, used
 from tests.support import modules
+from tests.support.raising import LONGEST, inputs, raise_module, refused_or_right, right, used
 
 WIDTH = 16
 Curve = Callable[[Tensor, Tensor], Tensor]
@@ -33,25 +32,6 @@ class Bent(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.curve(self.embed(ids), self.own))
-
-
-def right(module: nn.Module) -> Graph:
-    """The raised graph of a module, checked for batches of several sequences and lengths."""
-    graph = raise_module(module)
-    for _, weight, *bias in (node.args for node in graph.calls("linear")):
-        assert not bias or bias[0].meta["val"].shape == weight.meta["val"].shape[:1]
-    for batch, tokens in ((1, 2), (3, 48)):
-        ids, positions = inputs(batch, tokens)
-        with torch.no_grad():
-            assert check.max_relative_error(graph.run(ids, positions), module(ids)) < 1e-5
-    return graph
-
-
-def refused_or_right(module: nn.Module) -> None:
-    try:
-        right(modules.randomized(module))
-    except UnsupportedError:
-        return
 
 
 def heads(x: Tensor) -> Tensor:
@@ -133,74 +113,6 @@ def test_a_buffer_that_the_next_step_reads_is_refused(write: Callable[[Tensor, T
 def test_activations_in_place(act: nn.Module) -> None:
     graph = right(modules.randomized(Bent(lambda x, own: act(x * own))))
     assert used(graph)["unary"] == 1
-
-
-# ---- attention -----------------------------------------------------------------------------------------
-
-
-def seen(ids: Tensor, window: Tensor | int = LONGEST) -> Tensor:
-    distance = place(ids)[:, None] - place(ids)
-    return (distance >= 0) & (distance < window)
-
-
-def written(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Attention as matmuls, with scores passed through `change` after masking."""
-    scores = (q @ k.transpose(-1, -2)).masked_fill(~seen(ids), -1e9)
-    return torch.softmax(change(scores), -1) @ v
-
-
-def by_length(ids: Tensor, short: int, long: int) -> Tensor:
-    return torch.where(torch.ones_like(ids[0]).sum() > 20, long, short)
-
-
-def by_batch(ids: Tensor) -> Tensor:
-    return torch.where(torch.arange(ids.shape[0]) > 0, 3, LONGEST)[:, None, None, None]
-
-
-def turned(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, cast: torch.dtype) -> Tensor:
-    angle = place(ids).to(cast)[:, None] * torch.tensor([1.0, 0.5, 0.1, 0.01]).repeat(2)
-    q, k = (t * angle.cos() + torch.cat((-t[..., 4:], t[..., :4]), -1) * angle.sin() for t in (q, k))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-ATTENDS: dict[str, Callable[..., Tensor]] = {
-    "a window in short texts alone": sdpa(attn_mask=lambda ids: seen(ids, by_length(ids, 5, LONGEST))),
-    "a window in long texts alone": sdpa(attn_mask=lambda ids: seen(ids, by_length(ids, LONGEST, 5))),
-    "a window in some texts of a batch": sdpa(attn_mask=lambda ids: seen(ids, by_batch(ids))),
-    "scores in half precision": lambda *a: written(*a, lambda s: s.to(torch.bfloat16).float()),
-    "a number for each head added to scores": lambda *a: written(*a, lambda s: s + torch.arange(6.0)[:, None, None]),
-    "angles of booleans": lambda *a: turned(*a, torch.bool),
-    "angles of bytes": lambda *a: turned(*a, torch.uint8),
-    "scores turned over": lambda q, k, v, ids: (
-        torch.softmax((q @ k.transpose(-1, -2)).masked_fill(~seen(ids), 1e9) * -0.3, -1) @ v
-    ),
-}
-
-
-@pytest.mark.parametrize("attend", ATTENDS)
-def test_attention(attend: str) -> None:
-    refused_or_right(Attend(ATTENDS[attend]))
-
-
-def test_norms_of_heads_that_share_their_first() -> None:
-    """Queries and keys with a separate norm per head, except that both share the norm of the first head."""
-
-    class Normed(Attend):
-        def __init__(self) -> None:
-            super().__init__(self._attend)
-            self.first = nn.RMSNorm(8)
-            self.others = nn.ModuleList(nn.RMSNorm(8) for _ in range(2))
-
-        def _attend(self, q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
-            q, k = (
-                torch.cat([self.first(t[:, :1]), other(t[:, 1:2])], 1)
-                for t, other in zip((q, k), self.others, strict=True)
-            )
-            y = F.scaled_dot_product_attention(q, k, v[:, :2], is_causal=True)
-            return y.repeat(1, 3, 1, 1)
-
-    graph = right(modules.randomized(Normed()))
-    assert used(graph)["rms_norm"] == 2
 
 
 # ---- experts -------------------------------------------------------------------------------------------
