@@ -21,8 +21,8 @@ import qcompile
 from benchmarks.common import RESULTS, write_result
 from qcompile import SamplingParams
 from qcompile.cli import console
-from qcompile.runtime.engine.scheduler import Request
 from qcompile.runtime.llm import LLM
+from qcompile.runtime.request import Request
 
 ROOT = Path(__file__).parents[1]
 BATCH = 16

@@ -33,7 +33,7 @@ from qcompile.codegen.backend import backend_of
 from qcompile.runtime.cuda.driver import driver
 from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.cuda.speculate import CudaSpeculator
-from qcompile.runtime.speculation.levels import Level
+from qcompile.runtime.speculation.stages import DraftStage
 from qcompile.runtime.step import Limits, Rows
 
 CONFIG: dict[str, Any] = {
@@ -205,7 +205,7 @@ def open_random(recipe: str, folder: Path, tokens: int, context: int = 8192) -> 
     speculator = None
     if len(plans) > 1:
         draft = CudaExecutor(gpu, plans[1], functions, addresses, pages, limits, target)
-        speculator = CudaSpeculator(target, Level(draft, 4, shares_cache=True))
+        speculator = CudaSpeculator(target, DraftStage(draft, 4, shares_cache=True))
     spilling = [r["kernel"] for r in json.loads(files["report.json"]) if r["spill_bytes"]]
     notes = {"build_seconds": seconds, "kernels": len(functions), "spilling": spilling}
     notes |= {"weight_bytes": sum(size for _, size in blobs), "cache_bytes_a_token": kv.page_bytes / kv.page_tokens}

@@ -87,11 +87,11 @@ def different_bits(llm: qcompile.LLM) -> dict[str, int]:
 def exactness(llm: qcompile.LLM, prompts: list[str]) -> dict[str, Any]:
     """Tokens that drafts changed, by gamma; what was accepted at gamma 4."""
     params = SamplingParams(temperature=0, max_tokens=TOKENS)
-    llm.engine.gamma = 0
+    llm.engine.speculation.gamma = 0
     plain = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
     found: dict[str, Any] = {"tokens": sum(map(len, plain)), "differing": {}}
     for gamma in GAMMAS:
-        llm.engine.gamma = gamma
+        llm.engine.speculation.gamma = gamma
         outputs = llm.generate(prompts, params)
         pairs = zip(plain, (output.outputs[0].token_ids for output in outputs), strict=True)
         name = "auto" if gamma == AUTO else str(gamma)
@@ -110,7 +110,7 @@ def invariance(llm: qcompile.LLM, prompts: list[str]) -> dict[str, int]:
     """Requests whose results changed in random batches."""
     make = random.Random(0)
     params = SamplingParams(temperature=0, max_tokens=FEW_TOKENS, logprobs=1)
-    llm.engine.gamma = 0
+    llm.engine.speculation.gamma = 0
 
     def facts_of(texts: list[str]) -> list[Any]:
         outputs = llm.generate(texts, params)
@@ -121,7 +121,7 @@ def invariance(llm: qcompile.LLM, prompts: list[str]) -> dict[str, int]:
     requests = changed = 0
     for _ in range(BATCHES):
         batch = [make.choice(some) for _ in range(make.randint(1, 32))]
-        llm.engine.gamma = make.randint(0, 6) if llm.engine.speculator else 0
+        llm.engine.speculation.gamma = make.randint(0, 6) if llm.engine.speculation.drafter else 0
         requests += len(batch)
         changed += sum(alone[text] != got for text, got in zip(batch, facts_of(batch), strict=True))
     return {"requests": requests, "changed": changed}
@@ -138,7 +138,7 @@ def measure(
         path = qcompile.build(model, folder / f"{name}-{target}", target=target, recipe=recipe, drafts=drafts).path
         if target != "cpu" and prompts:
             with qcompile.load(path, max_batch=TOGETHER, prefix_caching=False) as llm:
-                if llm.engine.speculator:
+                if llm.engine.speculation.drafter:
                     found["exactness"] = exactness(llm, prompts)
                     print(name, found["exactness"], flush=True)
                 found["invariance"] = invariance(llm, prompts)

@@ -24,7 +24,7 @@ from benchmarks.gpu_common import facts
 from qcompile import SamplingParams
 from qcompile.runtime.cuda.speculate import CudaLookup, CudaSpeculator
 from qcompile.runtime.speculation.host import HostSpeculator
-from qcompile.runtime.speculation.levels import Level
+from qcompile.runtime.speculation.stages import DraftStage
 
 BATCHES = {1: 8, 4: 16, 16: 60}
 """Prompts by how many run at once."""
@@ -42,7 +42,7 @@ class Runs:
     def __call__(self, speculator: Any, gamma: int, some: list[Any]) -> tuple[list[list[int]], list[Any], float]:
         """Tokens, what was drafted and kept, and tokens per second."""
         engine = self.llm.engine
-        engine.speculator, engine.gamma = speculator, gamma
+        engine.speculation.drafter, engine.speculation.gamma = speculator, gamma
         started = time.perf_counter()
         outputs = self.llm.generate(some, self.params)
         seconds = time.perf_counter() - started
@@ -54,21 +54,21 @@ class Runs:
     def alike(self, speculator: Any, gamma: int, some: list[Any]) -> tuple[list[list[int]], list[Any]]:
         """Tokens and what was drafted and kept, where calls have as many rounds whatever these take."""
         engine: Any = self.llm.engine
-        engine._bursts.steps = lambda batch: ALIKE
+        engine.runner.timer.steps.count = lambda batch: ALIKE
         try:
             return self(speculator, gamma, some)[:2]
         finally:
-            del engine._bursts.steps
+            del engine.runner.timer.steps.count
 
 
 def kinds(llm: qcompile.LLM) -> dict[str, tuple[Any, Any]]:
     """What makes rounds as graphs and what makes them step by step, for each level that can draft alone."""
     target: Any = llm.executor
-    speculator: Any = llm.engine.speculator
+    speculator: Any = llm.engine.speculation.drafter
     found: dict[str, tuple[Any, Any]] = {}
-    for level in speculator.levels:
+    for level in speculator.stages:
         name = "lookup" if level.executor is None else "own" if level.shares_cache else "other"
-        make: Callable[[Any, Level], Any] = CudaSpeculator if level.executor else CudaLookup
+        make: Callable[[Any, DraftStage], Any] = CudaSpeculator if level.executor else CudaLookup
         if level.executor or target.plan["lookup"]:
             found[name] = make(target, level), HostSpeculator(target, [level])
     return found

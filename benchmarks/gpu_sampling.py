@@ -121,13 +121,13 @@ def exactness(path: Path, prompts: list[str]) -> dict[str, Any]:
     with qcompile.load(path, max_batch=48, prefix_caching=False) as llm:
 
         def tokens(gamma: int | str, chosen: range = range(len(prompts))) -> list[list[Told]]:
-            llm.engine.gamma = gamma  # type: ignore[assignment]
+            llm.engine.speculation.gamma = gamma  # type: ignore[assignment]
             outputs = llm.generate([prompts[i] for i in chosen], [params[i] for i in chosen])
             return [_told(output) for output in outputs]
 
         plain = tokens(0)
         found: dict[str, Any] = {"tokens": sum(map(len, plain))}
-        if llm.engine.speculator:
+        if llm.engine.speculation.drafter:
             by_gamma = {"auto" if g == AUTO else str(g): _differing(plain, tokens(g)) for g in GAMMAS}
             found["drafts"] = by_gamma
         some = range(0, len(prompts), 8)

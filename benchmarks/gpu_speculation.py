@@ -32,8 +32,8 @@ from benchmarks.gpu_e2e import (
     write,
 )
 from qcompile import SamplingParams
+from qcompile.runtime.request import SequenceState, SpeculationState
 from qcompile.runtime.sampling.sampling import Sampler
-from qcompile.runtime.speculation.levels import DraftState
 
 TRACE = Path(__file__).parent / "results" / "speculation.json"
 GAMMAS = (1, 2, 3, 4, 5, 6)
@@ -63,11 +63,9 @@ def round_seconds(opened: Opened, batch: int, context: int, gamma: int) -> float
         rows = sequences(opened.target, batch, context, room + gamma + 1)
         requests: Any = [
             SimpleNamespace(
-                tokens=[*range(context), 100],
-                computed=context,
-                pages=list(r.pages),
+                sequence=SequenceState([*range(context), 100], list(r.pages), context),
                 sampler=Sampler(SamplingParams(temperature=0), 0, (), opened.target.limits.vocab),
-                drafts=DraftState(),
+                drafts=SpeculationState(),
             )
             for r in rows
         ]

@@ -24,7 +24,7 @@ from benchmarks.common import RESULTS, write_result
 from qcompile import SamplingParams
 from qcompile.cli import console
 from qcompile.runtime.llm import LLM
-from qcompile.runtime.speculation.levels import Speculator
+from qcompile.runtime.speculation.stages import Speculator
 from qcompile.runtime.step import Rows, StepExecutor
 
 ROOT = Path(__file__).parents[1]
@@ -109,9 +109,9 @@ def attention_times(
     seconds: dict[str, tuple[list[float], list[float]]] = {format: ([], []) for format in opened}
     for _ in range(repeats):
         for format, (llm, tokens, pages) in opened.items():
-            drafts = llm.engine.speculator
-            assert isinstance(drafts, Speculator) and drafts.levels[0].executor
-            for place, (executor, rows) in enumerate(((drafts.levels[0].executor, 1), (llm.executor, GAMMA + 1))):
+            drafts = llm.engine.speculation.drafter
+            assert isinstance(drafts, Speculator) and drafts.stages[0].executor
+            for place, (executor, rows) in enumerate(((drafts.stages[0].executor, 1), (llm.executor, GAMMA + 1))):
                 executor.profile(True)
                 executor.step([Rows(tokens[:rows], len(tokens) - HALF_GROUP, pages, rows)], logits=False)
                 calls = executor.profile_read()

@@ -282,13 +282,13 @@ MUTATIONS = (
     ),
     Mutation(
         "drafts' penalties do not know the drafts before them",
-        "runtime/speculation/levels.py",
+        "runtime/speculation/stages.py",
         "len(drafts[i]) + 1, drafts[i])",
         "len(drafts[i]) + 1)",
         "tests/runtime/sampling/test_penalties.py",
     ),
     Mutation(
-        "the library's penalties do not count a burst's tokens again",
+        "the library's penalties do not count the tokens of a multi-step decode again",
         "codegen/cpu/templates/penalties.h",
         "d.counts[i] + times[token]",
         "d.counts[i]",
@@ -324,9 +324,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a prompt's log probabilities are not computed where its pages are known",
-        "runtime/engine/scheduler.py",
-        "return len(self.tokens) if self.read else self.scored",
-        "return len(self.tokens)",
+        "runtime/request.py",
+        "return len(self.sequence.tokens) if self.prompt_report.complete else self.prompt_report.scored",
+        "return len(self.sequence.tokens)",
         "tests/runtime/sampling/test_prompt_logprobs.py -k cached",
     ),
     Mutation(
@@ -354,7 +354,7 @@ MUTATIONS = (
         "a preempted request keeps its place",
         "runtime/engine/scheduler.py",
         "= pages, computed, list(drafted)",
-        "= pages, max(computed, request.computed), list(drafted)",
+        "= pages, max(computed, sequence.computed), list(drafted)",
         "tests/runtime/engine/test_engine.py",
     ),
     Mutation(
@@ -367,8 +367,8 @@ MUTATIONS = (
     Mutation(
         "a page that is not full yet is shared",
         "runtime/engine/scheduler.py",
-        "full = min(request.computed, len(request.tokens)) // self.pool.page_tokens",
-        "full = -(-min(request.computed, len(request.tokens)) // self.pool.page_tokens)",
+        "full = min(sequence.computed, len(sequence.tokens)) // self.pool.page_tokens",
+        "full = -(-min(sequence.computed, len(sequence.tokens)) // self.pool.page_tokens)",
         "tests/runtime/engine/test_prefixes.py",
     ),
     Mutation(
@@ -394,14 +394,14 @@ MUTATIONS = (
     ),
     Mutation(
         "tokens of a request that a stop text ended while the next step ran are kept",
-        "runtime/engine/engine.py",
+        "runtime/engine/postprocess.py",
         "if request.output.finish_reason is not None:  # cancelled, or ended by a stop text, while the step ran",
         "if request.output.finish_reason == 'abort':",
         "tests/runtime/test_text.py tests/runtime/engine/test_engine.py",
     ),
     Mutation(
         "a step's tokens are attributed without those of requests cancelled while it ran",
-        "runtime/engine/engine.py",
+        "runtime/engine/postprocess.py",
         "at + row.outputs\n            new",
         "at + row.outputs * (request.output.finish_reason is None)\n            new",
         "tests/runtime/engine/test_engine.py tests/runtime/engine/test_prefixes.py",
@@ -416,14 +416,14 @@ MUTATIONS = (
     Mutation(
         "a request that reaches its limit in the step that runs is in the next one",
         "runtime/engine/scheduler.py",
-        "if not request.flying_tokens or request.length < request.limit",
+        "if not _ends_in_pending_step(request)",
         "if request",
         "tests/runtime/engine/test_engine.py",
     ),
     Mutation(
         "a request is preempted while its step runs",
         "runtime/engine/scheduler.py",
-        "if any(running.flying_rows for running in self.running):",
+        "if any(running.sequence.pending_rows for running in self.running):",
         "if not self.running:",
         "tests/runtime/engine/test_engine.py",
     ),
@@ -436,9 +436,9 @@ MUTATIONS = (
     ),
     Mutation(
         "positions computed in vain are not counted where a text over a hierarchical cache is kept",
-        "runtime/engine/scheduler.py",
-        "= request.reached, 0, 0",
-        "= request.computed, 0, 0",
+        "runtime/request.py",
+        "= self.scheduled, 0, 0",
+        "= self.computed, 0, 0",
         "tests/runtime/engine/test_engine.py -k in_vain",
     ),
     Mutation(

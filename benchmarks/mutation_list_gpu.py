@@ -148,9 +148,9 @@ GPU_MUTATIONS = (
     ),
     Mutation(
         "no prompt is computed ahead where drafts follow",
-        "runtime/engine/engine.py",
-        "if drafts and any(request.pending == 1 for request in running):",
-        "if drafts:",
+        "runtime/engine/runner.py",
+        "if speculates and any(request.sequence.uncomputed == 1 for request in running):",
+        "if speculates:",
         f"{ENGINE} -k follow_each_other",
     ),
     Mutation(

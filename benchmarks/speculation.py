@@ -151,7 +151,7 @@ def built(name: str, folder: Path, calib: Path | None = None) -> Path:
 
 def generate(llm: LLM, prompts: list[str], gamma: int) -> list[Any]:
     """All prompts in batches, greedily."""
-    llm.engine.gamma = gamma
+    llm.engine.speculation.gamma = gamma
     return llm.generate(prompts, SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True))
 
 
@@ -228,7 +228,7 @@ def one_round(llm: LLM, prompts: list[str], sizes: tuple[int, ...]) -> Times:
     One prompt's from its first token to the last; a group's, whose prompts take turns, all but the longest prefill.
     """
     times: Times = {way: {str(size): [] for size in sizes} for way in (*WAYS, LOST, DISTANCE)}
-    tempo = llm.engine.tempo
+    tempo = llm.engine.speculation.controller
     assert tempo is not None
     for size in sizes:
         chosen = prompts if size == 1 else prompts[:: max(1, len(prompts) // (size * GROUPS))]

@@ -8,17 +8,17 @@ every window. Keys and values are read back through the artifact's cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from qcompile import texts
 from qcompile.errors import OverflowedError, UnsupportedError, UsageError
-from qcompile.runtime.engine.engine import Engine
 from qcompile.runtime.sampling.sampling import DoubleArray, FloatArray
+from qcompile.runtime.step import StepExecutor
 from qcompile.texts import encoded
 
 if TYPE_CHECKING:
@@ -27,6 +27,17 @@ if TYPE_CHECKING:
 
 _BLOCK = 16
 """Rows whose likelihood is computed at once."""
+
+
+class LogitsSource(Protocol):
+    """Computes the logits of texts: what the evaluation needs of an engine."""
+
+    executor: StepExecutor
+    context: int
+    """Most tokens of a text."""
+
+    def forward(self, sequences: Sequence[Sequence[int]], chunk: int) -> Iterator[tuple[int, int, FloatArray]]:
+        """Logits of every position of sequences of equal length, `chunk` positions of each sequence per step."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,7 @@ def negative_log_likelihood(logits: FloatArray, targets: Sequence[int]) -> Doubl
 
 
 def perplexity(
-    engine: Engine,
+    engine: LogitsSource,
     tokenizer: Tokenizer,
     bos: int | None,
     documents: str | Path | Sequence[str],

@@ -19,7 +19,7 @@ from qcompile.runtime.evaluate import Evaluation, perplexity
 from qcompile.runtime.options import MAX_BATCH
 from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.sampling.sampling import SamplingParams, plain_number
-from qcompile.runtime.speculation.levels import Drafter
+from qcompile.runtime.speculation.stages import Drafter
 from qcompile.runtime.step import StepExecutor
 from qcompile.runtime.tokenizer import encode
 
@@ -40,7 +40,7 @@ class LLM:
         manifest: dict[str, Any],
         tokenizer: Tokenizer | None,
         max_batch: int = MAX_BATCH,
-        speculator: Drafter | None = None,
+        drafter: Drafter | None = None,
         keep: object = None,
         remember: int | None = None,
     ) -> None:
@@ -53,14 +53,14 @@ class LLM:
         limits = executor.limits
         total = executor.kv_pages
         pool = BlockPool(total, limits.page_tokens, limits.ring_tokens, total if remember is None else remember)
-        self.engine = Engine(executor, pool, tokenizer, model["eos_token_ids"], max_batch, speculator)
+        self.engine = Engine(executor, pool, tokenizer, model["eos_token_ids"], max_batch, drafter)
         self._owner: dict[int, tuple[_Run, int]] = {}  # by request id
         self._lock = threading.RLock()  # see `_exclusive`
         self._locked = self._lent = False
         self._process = os.getpid()
         self._ended: list[_Run] = []  # their requests are to be cancelled
         self._keep = keep
-        self._close = weakref.finalize(self, _close_all, executor, speculator)
+        self._close = weakref.finalize(self, _close_all, executor, drafter)
 
     @property
     def context(self) -> int:
@@ -316,8 +316,8 @@ class _Run:
         """Numbers of the prompts with new tokens since they were last handled, in steps of any run."""
 
 
-def _close_all(target: StepExecutor, speculator: Drafter | None) -> None:
+def _close_all(target: StepExecutor, drafter: Drafter | None) -> None:
     """Close the drafts first, as they use the target's threads."""
-    if speculator:
-        speculator.close()
+    if drafter:
+        drafter.close()
     target.close()

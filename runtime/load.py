@@ -14,7 +14,8 @@ from qcompile.runtime.cpu.load import open_cpu
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.loader import load_artifact
 from qcompile.runtime.options import MAX_BATCH, LoadOptions
-from qcompile.runtime.speculation.gamma import GammaPolicy, Tempo, predicted
+from qcompile.runtime.speculation.controller import GammaController
+from qcompile.runtime.speculation.costs import SpeculationPrior
 from qcompile.runtime.tokenizer import load_tokenizer
 
 
@@ -78,22 +79,24 @@ def _load(path: str | Path, options: LoadOptions) -> LLM:
         few = max(cpu.kv_pages // 4, cpu.limits.pages_for(cpu.limits.max_position))
         most = None if memory_bytes is not None else few
         llm = LLM(cpu, manifest, tokenizer, options.max_batch, drafter, artifact, most if options.prefix_caching else 0)
-    return _speculating(llm, options) if llm.engine.speculator else llm
+    return _speculating(llm, options) if llm.engine.speculation.drafter else llm
 
 
 def _speculating(llm: LLM, options: LoadOptions) -> LLM:
     """Turn drafting on in the model's engine."""
     executor: Any = llm.executor
-    llm.engine.gamma = options.gamma
-    llm.engine.tempo = Tempo(_policy(llm.manifest, executor.description["weights"]))
-    llm.engine.rejects = options.acceptance == "rejection"
+    speculation = llm.engine.speculation
+    speculation.gamma = options.gamma
+    speculation.controller = GammaController(_prior(llm.manifest, executor.description["weights"]))
+    speculation.rejects = options.acceptance == "rejection"
     return llm
 
 
-def _policy(manifest: dict[str, Any], count: int) -> GammaPolicy:
+def _prior(manifest: dict[str, Any], count: int) -> SpeculationPrior:
     """Costs as `qcompile tune` measured them, else predicted from bytes. The target reads the first `count` weights."""
     if manifest.get("tuned"):
-        return GammaPolicy.load(manifest["tuned"])
+        return SpeculationPrior.load(manifest["tuned"])
     sizes = [entry["bytes"] for entry in manifest["runtime"]["weights"]]
+    # The manifest calls draft stages "levels": the format of artifacts is stable.
     drafts = manifest["runtime"]["levels"][0].get("weights", [])
-    return predicted(sum(sizes[:count]), sum(sizes[index] for index in drafts))
+    return SpeculationPrior.predicted(sum(sizes[:count]), sum(sizes[index] for index in drafts))

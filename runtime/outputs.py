@@ -12,9 +12,9 @@ from qcompile.runtime.sampling.logprobs import Logprob
 class CompletionOutput:
     """One sample of a prompt.
 
-    finish_reason: 'stop' (end of text or a stop text), 'length', 'abort', 'error' (its logits are not finite), or None
-    while running. stop_reason: the stop text that ended it, if any. new_text: in a stream, the text added since the
-    previous output.
+    finish_reason: 'stop' (end of text or a stop text), 'length', 'abort', 'error' (logits are not finite), or None
+    while the sample runs. stop_reason: the stop text that ended the sample, if any. new_text: in a stream, the text
+    added since the previous output.
     """
 
     index: int
@@ -26,12 +26,12 @@ class CompletionOutput:
     stop_reason: str | None = None
     new_text: str = ""
 
-    def add_logprobs(self, tokens: Sequence[int], found: list[dict[int, Logprob]]) -> None:
+    def add_logprobs(self, tokens: Sequence[int], logprobs: Sequence[dict[int, Logprob]]) -> None:
         """Append the log probabilities of tokens."""
         assert self.logprobs is not None and self.cumulative_logprob is not None
-        self.logprobs += found
+        self.logprobs += logprobs
         # One by one: sum() of Python 3.12 compensates rounding errors, so its last bits depend on the division.
-        for token, each in zip(tokens, found, strict=True):
+        for token, each in zip(tokens, logprobs, strict=True):
             self.cumulative_logprob += each[token].logprob
 
     def drop_logprobs(self) -> None:
@@ -44,7 +44,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestMetrics:
-    """Times on the monotonic clock, in seconds; 0 for what has not happened yet.
+    """Times of a request on the monotonic clock, in seconds; 0 for an event that has not happened yet.
 
     cached_tokens: tokens of the prompt whose keys and values were in the cache already.
     """
@@ -74,7 +74,7 @@ MOST_DRAFTS = 16
 class SpeculationMetrics:
     """Speculation metrics of a prompt. `drafted` and `accepted` count tokens by their position in the round.
 
-    gamma: tokens drafted per round, most recently. The seconds are those of all steps in which the prompt took part.
+    gamma: tokens drafted in the most recent round. The seconds are those of all steps in which the prompt took part.
     """
 
     gamma: int = 0
@@ -109,10 +109,11 @@ class SpeculationMetrics:
 
 @dataclass
 class RequestOutput:
-    """A prompt and its samples. `prompt` is None if token numbers were given, `speculation` without drafts.
+    """A prompt and its samples.
 
-    prompt_logprobs: if asked for, and once the whole prompt was computed: for each of its tokens, of which the first
-    has None, as `CompletionOutput.logprobs`.
+    prompt: None if the caller gave token numbers. speculation: None without drafts. prompt_logprobs: None unless the
+    caller asked for them and the whole prompt is computed; then for each of its tokens as `CompletionOutput.logprobs`,
+    but None for the first token.
     """
 
     request_id: int

@@ -14,12 +14,12 @@ from qcompile import texts
 from qcompile.artifact.amend import amend
 from qcompile.cli import console
 from qcompile.errors import OverflowedError, ResourceError, UsageError
-from qcompile.runtime.engine.scheduler import Request
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.options import AUTO
 from qcompile.runtime.outputs import SpeculationMetrics
+from qcompile.runtime.request import Request
 from qcompile.runtime.sampling.sampling import SamplingParams
-from qcompile.runtime.speculation.gamma import GAMMAS, GammaPolicy, best
+from qcompile.runtime.speculation.costs import GAMMAS, SpeculationPrior, best_gamma
 
 BATCHES = (1, 4, 16)
 REPEATS, MOST_REPEATS, ENOUGH_SECONDS = 3, 9, 1.0
@@ -50,11 +50,12 @@ def tune(
     if path.is_dir() and not os.access(path, os.W_OK):
         raise ResourceError(f"{path} may not be written, and what is measured is kept there: tune a copy of it")
     with qcompile.load(path, threads, kv_cache_bytes=kv_cache_bytes, gamma=AUTO, prefix_caching=False) as llm:
-        if llm.engine.speculator is None:
+        drafter = llm.engine.speculation.drafter
+        if drafter is None:
             raise UsageError(f"{path} has no drafts to tune: build it with a recipe that drafts, or with --draft")
         prompts = _own_prompts(llm) if data is None else _prompts(llm, data)
         batches = [batch for batch in batches if batch <= llm.engine.scheduler.max_batch]
-        most = min(llm.context, llm.engine.speculator.max_position)
+        most = min(llm.context, drafter.max_position)
         if _HEAD_START + tokens >= most:
             room = most - _HEAD_START - 1
             raise UsageError(f"{tokens} tokens do not fit the context of {most}: measure {room} at most (--tokens)")
@@ -150,14 +151,14 @@ class _Group:
     def begin(self) -> None:
         """Compute the prompts."""
         engine = self.engine
-        engine.gamma = 0
+        engine.speculation.gamma = 0
         params = SamplingParams(temperature=0, max_tokens=_HEAD_START + self.tokens, ignore_eos=True)
         self.requests = [engine.add(text, params) for text in self.texts]
-        while any(request.pending != 1 or not request.output.token_ids for request in self.requests):
+        while any(request.sequence.uncomputed != 1 or not request.output.token_ids for request in self.requests):
             engine.step()
             if any(request.output.finish_reason == "error" for request in self.requests):
                 raise OverflowedError
-        self.lengths = [len(request.tokens) for request in self.requests]
+        self.lengths = [len(request.sequence.tokens) for request in self.requests]
 
     def again(self) -> None:
         """Back to where the prompts have been computed."""
@@ -167,27 +168,24 @@ class _Group:
             self.ended += self.requests
             self.begin()
         for request, length in zip(self.requests, self.lengths, strict=True):
-            del request.tokens[length:], request.output.token_ids[length - request.prompt_length :]
-            request.computed = length - 1
-            if self.engine.speculator:
-                self.engine.speculator.settle(request)
+            self.engine.rewind(request, length)
 
     def run(self, gamma: int) -> float:
         """Seconds of a step (gamma 0) or round."""
         self.again()
         engine, first = self.engine, self.requests[0]
-        engine.gamma = gamma
+        engine.speculation.gamma = gamma
         metrics = first.drafts.metrics
         seconds, rounds = metrics.draft_seconds + metrics.verify_seconds, metrics.rounds  # of other gammas
         if gamma:
             engine.step()  # the drafts' caches catch up here
 
         def count() -> int:
-            return metrics.rounds if gamma else len(first.tokens)
+            return metrics.rounds if gamma else len(first.sequence.tokens)
 
-        goals = [(request, len(request.tokens) + self.tokens) for request in self.requests]
+        goals = [(request, len(request.sequence.tokens) + self.tokens) for request in self.requests]
         before, start = count(), time.perf_counter()
-        while all(len(request.tokens) < goal and not request.output.finish_reason for request, goal in goals):
+        while all(len(request.sequence.tokens) < goal and not request.output.finish_reason for request, goal in goals):
             engine.step()
         taken, steps = time.perf_counter() - start, count() - before
         if steps == 0:  # a fast model has made all its rounds in that one call: as the library timed them
@@ -214,13 +212,13 @@ def _rate(total: SpeculationMetrics) -> float:
 
 def as_text(found: dict[str, Any]) -> str:
     """The table for people: gamma and what it brings, by batch and context."""
-    policy = GammaPolicy.load(found)
+    prior = SpeculationPrior.load(found)
     rows = []
-    for entry in policy.table:
-        gamma = best(entry, min(policy.acceptance, 0.995))
-        rate, rounds = policy.acceptance, entry.rounds
+    for entry in prior.table:
+        gamma = best_gamma(entry, min(prior.acceptance, 0.995))
+        rate, rounds = prior.acceptance, entry.rounds
         speed = (1 - rate ** (gamma + 1)) / max(1 - rate, 1e-9) / rounds[gamma] * entry.plain if gamma else 1.0
         rows.append([str(entry.batch), str(entry.context), f"{entry.plain * 1e3:.3f}", str(gamma), f"{speed:.2f}"])
     header = ["batch", "context", "plain ms", "gamma", "times plain"]
     threads = f", {console.counted(found['threads'], 'thread')}" if found["threads"] else ""
-    return f"acceptance {policy.acceptance:.3f}{threads}\n" + console.table(header, rows)
+    return f"acceptance {prior.acceptance:.3f}{threads}\n" + console.table(header, rows)

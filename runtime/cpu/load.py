@@ -10,8 +10,8 @@ from qcompile.runtime.cpu.executor import Executor, bind
 from qcompile.runtime.cpu.speculate import LibrarySpeculator
 from qcompile.runtime.engine.blocks import BlockPool, requested_pages
 from qcompile.runtime.loader import Arena, LoadedArtifact, available_memory
-from qcompile.runtime.speculation.levels import Drafter, Level, Speculator
 from qcompile.runtime.speculation.reencode import Reencoder, open_reencoder
+from qcompile.runtime.speculation.stages import Drafter, DraftStage, Speculator
 from qcompile.runtime.step import Limits
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _open_levels(
     opened = []
     for level, draft in zip(levels, artifact.drafts, strict=True):
         if draft is None:
-            opened.append(Level(None, level["gamma"], match=level["lookup"]))
+            opened.append(DraftStage(None, level["gamma"], match=level["lookup"]))
             continue
         bind(draft.library)
         own, pages = level.get("kv"), target.kv_pages
@@ -74,7 +74,7 @@ def _open_levels(
         limits = target.limits._replace(max_position=level["max_position"])
         executor = Executor(draft.library, draft.pointers, arena, pages, target.threads, limits, target)
         undo.callback(executor.close)
-        opened.append(Level(executor, level["gamma"], own is None, threshold=level["threshold"]))
+        opened.append(DraftStage(executor, level["gamma"], own is None, threshold=level["threshold"]))
     return LibrarySpeculator(target, opened)
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qcompile.runtime.cpu.executor import Executor, draws_array
 from qcompile.runtime.outputs import MOST_DRAFTS
-from qcompile.runtime.speculation.levels import Gained, Level, Speculator
-
-if TYPE_CHECKING:
-    from qcompile.runtime.engine.scheduler import Request
+from qcompile.runtime.request import Request
+from qcompile.runtime.speculation.stages import DraftStage, Speculator, StageResult
 
 _ARRAYS = (
     *("tokens", "first", "length", "limit", "gamma", "draws", "computed", "block_table"),
@@ -22,7 +20,7 @@ _ARRAYS = (
 
 
 class _Level(ctypes.Structure):
-    """`qc_level` of the library."""
+    """`qc_level` of the library: a draft stage, or the target."""
 
     _fields_ = [
         ("step", ctypes.c_void_p),
@@ -48,10 +46,10 @@ class _Speculation(ctypes.Structure):
 class LibrarySpeculator(Speculator):
     """Speculation in the library of `target`; the draft paths were opened on its threads."""
 
-    def __init__(self, target: Executor, levels: Sequence[Level]) -> None:
-        super().__init__(target, levels)
+    def __init__(self, target: Executor, stages: Sequence[DraftStage]) -> None:
+        super().__init__(target, stages)
         self._library = target.library
-        table = [_level_entry(index, level) for index, level in enumerate([Level(target, 0, True), *levels])]
+        table = [_level_entry(index, stage) for index, stage in enumerate([DraftStage(target, 0, True), *stages])]
         self._table = (_Level * len(table))(*table)
         self._memory = _Memory(len(table), 0, 0, 0)
 
@@ -60,10 +58,10 @@ class LibrarySpeculator(Speculator):
 
     def _extend(
         self, requests: Sequence[Request], gammas: Sequence[int], ends: Sequence[int], rounds: int
-    ) -> tuple[list[Gained], Sequence[float]]:
+    ) -> tuple[list[StageResult], Sequence[float]]:
         memory, before = self._fill(requests, gammas, ends, rounds)
         drawn = [
-            request.sampler.draws(request.computed, end - len(request.tokens) if rounds else 0)
+            request.sampler.draws(request.sequence.computed, end - len(request.sequence.tokens) if rounds else 0)
             for request, end in zip(requests, ends, strict=True)
         ]
         draws = draws_array(drawn)
@@ -75,8 +73,8 @@ class LibrarySpeculator(Speculator):
         for index in range(count):
             row = index * columns
             tokens = memory.tokens[row + before[index] : row + memory.length[index]]
-            computed = memory.computed[index : count * (len(self.levels) + 1) : count]
-            results.append(Gained(tokens, computed, *memory.counts_of(index)))
+            computed = memory.computed[index : count * (len(self.stages) + 1) : count]
+            results.append(StageResult(tokens, computed, *memory.counts_of(index)))
         return results, memory.seconds[:]
 
     def _fill(
@@ -85,39 +83,39 @@ class LibrarySpeculator(Speculator):
         """Write a call's arguments. Also returns how many tokens of each text they contain."""
         count = len(requests)
         first, computed = self._text_starts(requests)
-        before = [len(request.tokens) - start for request, start in zip(requests, first, strict=True)]
+        before = [len(request.sequence.tokens) - start for request, start in zip(requests, first, strict=True)]
         limits = [end - start for end, start in zip(ends, first, strict=True)]
-        need = count, max(limits) + 1, max(len(request.pages) for request in requests)
+        need = count, max(limits) + 1, max(len(request.sequence.pages) for request in requests)
         if not self._memory.fits(*need):
-            self._memory = _Memory(len(self.levels) + 1, *(2 * size for size in need))
+            self._memory = _Memory(len(self.stages) + 1, *(2 * size for size in need))
             self._memory.call.level = ctypes.addressof(self._table)
         memory = self._memory
         _, columns, pages = memory.sizes
         memory.first[:count], memory.length[:count] = first, before
         memory.limit[:count], memory.gamma[:count] = limits, list(gammas)
-        memory.computed[: count * len(computed)] = [place for level in computed for place in level]
+        memory.computed[: count * len(computed)] = [place for stage in computed for place in stage]
         for index, request in enumerate(requests):
             row = index * columns
-            memory.tokens[row : row + before[index]] = request.tokens[first[index] :]
-            memory.pages[index * pages : index * pages + len(request.pages)] = request.pages
+            memory.tokens[row : row + before[index]] = request.sequence.tokens[first[index] :]
+            memory.pages[index * pages : index * pages + len(request.sequence.pages)] = request.sequence.pages
         memory.clear()
         memory.call.sequences, memory.call.rounds = count, rounds
         memory.call.max_rows = self.target.limits.max_tokens
         return memory, before
 
 
-def _level_entry(index: int, level: Level) -> _Level:
-    """A level as the library reads it. Levels that share the target's cache have cache number 0, others their own."""
-    executor = level.executor
+def _level_entry(index: int, stage: DraftStage) -> _Level:
+    """A stage as the library reads it. Stages that share the target's cache have cache number 0, others their own."""
+    executor = stage.executor
     assert executor is None or isinstance(executor, Executor)
     return _Level(
         ctypes.cast(executor.library.qc_step, ctypes.c_void_p) if executor else None,
         executor.handle if executor else None,
         executor.limits.vocab if executor else 0,
-        0 if level.shares_cache else index,
-        level.gamma,
-        level.match,
-        level.threshold,
+        0 if stage.shares_cache else index,
+        stage.gamma,
+        stage.match,
+        stage.threshold,
     )
 
 

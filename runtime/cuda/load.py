@@ -18,8 +18,8 @@ from qcompile.runtime.cuda.speculate import CudaLookup, CudaSpeculator
 from qcompile.runtime.engine.blocks import BlockPool, requested_pages
 from qcompile.runtime.loader import Arena
 from qcompile.runtime.speculation.host import HostSpeculator
-from qcompile.runtime.speculation.levels import Drafter, Level
 from qcompile.runtime.speculation.reencode import open_reencoder
+from qcompile.runtime.speculation.stages import Drafter, DraftStage
 from qcompile.runtime.step import Limits
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def open_cuda(
         if not levels:
             return target, None
         undo.callback(target.close)
-        opened: list[Level] = []
+        opened: list[DraftStage] = []
         rest = iter(plans[1:])
         for level in levels:
             plan = next(rest) if "library" in level else None
@@ -85,15 +85,15 @@ def _level(
     plan: dict[str, Any] | None,
     functions: dict[str, int],
     weights: dict[str, int],
-) -> Level:
+) -> DraftStage:
     """Open a draft level, in the target's cache or in one of its own with as many pages."""
     if plan is None:
-        return Level(None, level["gamma"], match=level["lookup"])
+        return DraftStage(None, level["gamma"], match=level["lookup"])
     own, limits = level.get("kv"), target.limits._replace(max_position=level["max_position"], vocab=level["vocab_size"])
     if own:
         limits = limits._replace(page_tokens=own["page_tokens"], ring_tokens=own.get("ring_tokens") or 0)
     executor = CudaExecutor(target.driver, plan, functions, weights, target.kv_pages, limits, target, bool(own))
-    return Level(executor, level["gamma"], not own, threshold=level["threshold"])
+    return DraftStage(executor, level["gamma"], not own, threshold=level["threshold"])
 
 
 def _drafter(
@@ -101,7 +101,7 @@ def _drafter(
     files: dict[str, Any],
     target: CudaExecutor,
     levels: list[dict[str, Any]],
-    opened: list[Level],
+    opened: list[DraftStage],
     tokenizer: Tokenizer | None,
 ) -> Drafter:
     """The drafter for these levels. A single level without a threshold runs its rounds as graphs."""

@@ -14,18 +14,16 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from qcompile.runtime.cuda.driver import Driver, LaunchCall
 from qcompile.runtime.cuda.executor import Counts, CudaExecutor
 from qcompile.runtime.outputs import MOST_DRAFTS
+from qcompile.runtime.request import Request
 from qcompile.runtime.sampling.sampling import GREEDY, Draws
 from qcompile.runtime.speculation.host import HostSpeculator
-from qcompile.runtime.speculation.levels import Level, note
+from qcompile.runtime.speculation.stages import DraftStage, note_rounds
 from qcompile.runtime.step import Rows
-
-if TYPE_CHECKING:
-    from qcompile.runtime.engine.scheduler import Request
 
 RESULTS = 1 << 16
 """Most tokens of the rounds of one call, including the target's tokens after a rejected draft, which are discarded."""
@@ -100,7 +98,7 @@ class RoundOutput(NamedTuple):
 
 
 class CudaRounds(HostSpeculator, ABC):
-    """Speculation with one draft level for the requests of an engine, as graphs. Not safe for two threads.
+    """Speculation with one draft stage for the requests of an engine, as graphs. Not safe for two threads.
 
     Requests with a temperature draw their tokens on the GPU, and those that draft use the same random numbers. The
     subclass drafts; `sizes` are those of the arrays that it adds to the state.
@@ -110,8 +108,8 @@ class CudaRounds(HostSpeculator, ABC):
     """Whether `drafted` in the state tells how many tokens were drafted. If not, it is gamma or what there was room
     for."""
 
-    def __init__(self, target: CudaExecutor, level: Level, sizes: Mapping[str, int]) -> None:
-        super().__init__(target, [level])
+    def __init__(self, target: CudaExecutor, stage: DraftStage, sizes: Mapping[str, int]) -> None:
+        super().__init__(target, [stage])
         self.verifier, self._driver = target, target.driver
         every = dict.fromkeys(("last", "place", "left", "most"), target.limits.max_tokens)
         every |= {"pair_tokens": 2 * target.limits.max_tokens, "pair_positions": 2 * target.limits.max_tokens}
@@ -163,21 +161,21 @@ class CudaRounds(HostSpeculator, ABC):
         started = time.perf_counter()
         self._catch_up(requests, gammas)
         self.catch_up_seconds = time.perf_counter() - started
-        lefts = [end - len(request.tokens) for end, request in zip(ends, requests, strict=True)]
+        lefts = [end - len(request.sequence.tokens) for end, request in zip(ends, requests, strict=True)]
         most = min(rounds * (max(gammas) + 1), RESULTS // len(requests))
-        draws = [r.sampler.draws(r.computed, min(left, most)) for r, left in zip(requests, lefts, strict=True)]
+        draws = [r.sampler.draws(r.sequence.computed, min(left, most)) for r, left in zip(requests, lefts, strict=True)]
         sequences = [
-            RoundInput(request.tokens, request.computed, request.pages, left, draw)
+            RoundInput(request.sequence.tokens, request.sequence.computed, request.sequence.pages, left, draw)
             for request, left, draw in zip(requests, lefts, draws, strict=True)
         ]
         outputs, rounds = self.run_rounds(sequences, gammas, rounds)
         seconds = time.perf_counter() - started - self.catch_up_seconds
         for request, gamma, output in zip(requests, gammas, outputs, strict=True):
-            request.computed += len(output.tokens)
+            request.sequence.computed += len(output.tokens)
             request.sampler.took(output.tokens)
             request.drafts.metrics.verify_seconds += seconds
             request.drafts.metrics.gamma = gamma
-            note(request, gamma, *_round_counts(output.gained, output.drafted))
+            note_rounds(request, gamma, *_round_counts(output.gained, output.drafted))
         return [output.tokens for output in outputs], rounds
 
     def run_rounds(

@@ -8,19 +8,17 @@ computes the last two tokens; recomputing a position that was in the cache alrea
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qcompile.runtime.cuda.counts import AttentionWork, Counts, attention_counts
 from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.cuda.rounds import RESULTS, CudaRounds, Launches, RoundInput
 from qcompile.runtime.outputs import MOST_DRAFTS
-from qcompile.runtime.speculation import host
+from qcompile.runtime.request import Request
+from qcompile.runtime.speculation import lookup
 from qcompile.runtime.speculation.host import HostSpeculator
-from qcompile.runtime.speculation.levels import WINDOW, Level
+from qcompile.runtime.speculation.stages import DraftStage
 from qcompile.runtime.step import Rows
-
-if TYPE_CHECKING:
-    from qcompile.runtime.engine.scheduler import Request
 
 _MIN_ROWS = 3
 """Fewest rows of a step for each sequence that drafts: see `Speculator.most`."""
@@ -31,13 +29,13 @@ class CudaSpeculator(CudaRounds):
 
     most_lag = 1
 
-    def __init__(self, target: CudaExecutor, level: Level) -> None:
-        assert isinstance(level.executor, CudaExecutor) and not level.threshold
-        self.draft, self._shared = level.executor, level.shares_cache
+    def __init__(self, target: CudaExecutor, stage: DraftStage) -> None:
+        assert isinstance(stage.executor, CudaExecutor) and not stage.threshold
+        self.draft, self._shared = stage.executor, stage.shares_cache
         most = target.limits.max_tokens
         self._pairs = {"row_sequence": [i // 2 for i in range(2 * most)]}
         self._pairs |= {"output_rows": [*range(1, 2 * most, 2)], "query_start": [*range(0, 2 * most + 1, 2)]}
-        super().__init__(target, level, {name: len(items) for name, items in self._pairs.items()})
+        super().__init__(target, stage, {name: len(items) for name, items in self._pairs.items()})
         for name, items in self._pairs.items():
             self.state.write(name, items)
             self.state.send(name, name, len(items))
@@ -49,15 +47,15 @@ class CudaSpeculator(CudaRounds):
         tokens: the host then runs one round step by step."""
         if self._shared:
             return super().rounds(requests, gammas, rounds, ends)
-        if not all(request.computed for request in requests):
+        if not all(request.sequence.computed for request in requests):
             return HostSpeculator.rounds(self, requests, gammas, 1, ends)
         found = super().rounds(requests, gammas, rounds, ends)
         for request in requests:
-            request.drafts.cached[0] = request.computed - 1  # a lower bound
+            request.drafts.cached[0] = request.sequence.computed - 1  # a lower bound
         return found
 
     def draws_in_rounds(self, requests: Sequence[Request]) -> bool:
-        return self._shared or all(request.computed for request in requests)
+        return self._shared or all(request.sequence.computed for request in requests)
 
     def send_draft_inputs(self, sequences: Sequence[RoundInput], ahead: int) -> Counts:
         rows = [Rows(s.tokens[-1:], s.computed, s.pages, 1) for s in sequences]
@@ -92,25 +90,25 @@ class CudaLookup(CudaRounds):
 
     reports_drafted = True
 
-    def __init__(self, target: CudaExecutor, level: Level) -> None:
+    def __init__(self, target: CudaExecutor, stage: DraftStage) -> None:
         self._text: int = target.plan["text_tokens"]
         most = target.limits.max_tokens // _MIN_ROWS
         sizes = {"match": 2, "length": most, "text": most * self._text, "drafted": RESULTS}
-        super().__init__(target, level, sizes | {"decoded": most * MOST_DRAFTS, "elsewhere": most})
+        super().__init__(target, stage, sizes | {"decoded": most * MOST_DRAFTS, "elsewhere": most})
 
     def rounds(
         self, requests: Sequence[Request], gammas: Sequence[int], rounds: int, ends: Sequence[int]
     ) -> tuple[list[list[int]], int]:
         """As `CudaRounds.rounds`, with no more rounds than the text buffers have room for."""
-        room = self._text - WINDOW - 1
+        room = self._text - lookup.WINDOW - 1
         return super().rounds(requests, gammas, min(rounds, room // (max(gammas) + 1)), ends)
 
     def draws_in_rounds(self, requests: Sequence[Request]) -> bool:
         return True
 
     def send_draft_inputs(self, sequences: Sequence[RoundInput], ahead: int) -> Counts:
-        texts = [sequence.tokens[-WINDOW - 1 :] for sequence in sequences]
-        self.state.write("match", (self.levels[0].match, host.SHORTEST_MATCH))
+        texts = [sequence.tokens[-lookup.WINDOW - 1 :] for sequence in sequences]
+        self.state.write("match", (self.stages[0].match, lookup.SHORTEST_MATCH))
         self.state.write("length", map(len, texts))
         for index, text in enumerate(texts):
             self.state.write("text", text, index * self._text)

@@ -7,12 +7,15 @@ from collections import Counter
 from collections.abc import Sequence
 
 from qcompile.errors import UsageError
-from qcompile.runtime.engine.prefixes import Ending, PrefixTree
+from qcompile.runtime.engine.prefixes import CachedText, PrefixTree
 from qcompile.runtime.step import pages_for
 
 
 def requested_pages(kv_cache_bytes: int, page_bytes: int) -> int:
-    """Pages, each of `page_bytes` over all layers and paths, of a cache of this size. UsageError if it has none."""
+    """Number of pages of a cache of this size. A page has `page_bytes` over all layers and paths.
+
+    Raises UsageError if the cache is smaller than a page.
+    """
     if kv_cache_bytes < page_bytes:
         raise UsageError(f"kv_cache_bytes {kv_cache_bytes:,} is less than one page of {page_bytes:,} bytes")
     return kv_cache_bytes // page_bytes
@@ -21,22 +24,22 @@ def requested_pages(kv_cache_bytes: int, page_bytes: int) -> int:
 class BlockPool:
     """`total` pages of `page_tokens` positions each. Every page is free or held, by one request or several.
 
-    `ring_tokens` is that of the cache (see `pages_for`). Up to `remember` pages that were given back keep their text
-    until they are taken for another: of free pages first those without any, then those unused for longest. Those of a
-    hierarchical cache are kept together, as an Ending.
+    ring_tokens: positions of the ring of a hierarchical cache (see `pages_for`), 0 for other caches. remember: most
+    free pages that keep their text for reuse. Free pages without a text are taken first, then those unused for longest.
+    A hierarchical cache keeps the pages of a text together, as a CachedText.
     """
 
     def __init__(self, total: int, page_tokens: int, ring_tokens: int = 0, remember: int = 0) -> None:
         self.total, self.page_tokens, self._ring_tokens = total, page_tokens, ring_tokens
         self.group = ring_tokens // 3
-        """Positions that a hierarchical cache rounds together; 0 for others."""
+        """Positions that a hierarchical cache rounds together; 0 for other caches."""
         self._empty = list(range(total - 1, -1, -1))  # a stack: the page freed last may still be in the CPU's cache
         self._idle: dict[int, None] = {}  # free, with a known text; the one unused for longest first
         self._holders = [0] * total
         self._remember = remember
         self.prefixes = PrefixTree(page_tokens) if remember and not ring_tokens else None
-        self.endings: list[Ending] | None = [] if remember and ring_tokens else None
-        """Texts whose pages are free; the one unused for longest first."""
+        self.texts: list[CachedText] | None = [] if remember and ring_tokens else None
+        """Cached texts, of which all pages are free; the one unused for longest first."""
 
     @property
     def free(self) -> int:
@@ -46,7 +49,7 @@ class BlockPool:
     @property
     def _remembered(self) -> int:
         """Number of free pages with a known text."""
-        return len(self._idle) + sum(len(ending.pages) for ending in self.endings or ())
+        return len(self._idle) + sum(len(text.pages) for text in self.texts or ())
 
     @property
     def used(self) -> int:
@@ -54,7 +57,7 @@ class BlockPool:
         return sum(map(bool, self._holders))
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that this many positions take."""
+        """Number of pages that `tokens` positions take."""
         return pages_for(tokens, self.page_tokens, self._ring_tokens)
 
     @property
@@ -67,7 +70,7 @@ class BlockPool:
         return self._holders[page] > 0
 
     def take(self, count: int) -> list[int]:
-        """Take `count` pages, and return their numbers. The caller must have checked that as many are free."""
+        """Take `count` pages, and return their numbers. The caller must have checked that they are free."""
         if count > self.free:
             raise ValueError(f"{count} pages asked, {self.free} free")
         pages = [self._empty.pop() if self._empty else self._evict() for _ in range(count)]
@@ -77,8 +80,8 @@ class BlockPool:
 
     def _evict(self) -> int:
         """Forget the text of the page unused for longest, and return it."""
-        if self.endings:
-            self._empty += self.endings.pop(0).pages
+        if self.texts:
+            self._empty += self.texts.pop(0).pages
             return self._empty.pop()
         assert self.prefixes is not None
         page = next(iter(self._idle))
@@ -89,29 +92,29 @@ class BlockPool:
                 self._empty.append(other)
         return page
 
-    def keep(self, ending: Ending) -> None:
-        """Give the pages of a text back, and keep the text."""
-        assert self.endings is not None
-        for page in ending.pages:
+    def keep_text(self, text: CachedText) -> None:
+        """Give the pages of a text back, and keep the text for reuse."""
+        assert self.texts is not None
+        for page in text.pages:
             self._holders[page] -= 1
-        self.endings.append(ending)
+        self.texts.append(text)
         self._forget_surplus()
 
-    def go_on(self, ending: Ending) -> None:
-        """Hold the pages of a text, which is no longer kept."""
-        assert self.endings is not None
-        self.endings.remove(ending)
-        for page in ending.pages:
+    def reuse_text(self, text: CachedText) -> None:
+        """Hold the pages of a cached text, which a request continues: it is no longer cached."""
+        assert self.texts is not None
+        self.texts.remove(text)
+        for page in text.pages:
             self._holders[page] += 1
 
     def share(self, pages: Sequence[int]) -> None:
-        """Hold known pages, which other requests may hold too."""
+        """Hold cached pages, which other requests may hold too."""
         for page in pages:
             self._idle.pop(page, None)
             self._holders[page] += 1
 
     def give_back(self, pages: list[int]) -> None:
-        """Hold these pages no longer, and empty the list."""
+        """Release `pages`, and empty the list."""
         for page in reversed(pages):  # so that the last page of a text is forgotten before those that lead to it
             if not self._holders[page]:
                 raise ValueError(f"page {page} is already free")
@@ -129,9 +132,11 @@ class BlockPool:
             self._empty.append(self._evict())
 
     def check(self, *holders: list[int]) -> None:
-        """Raise RuntimeError unless each page is either free or held, and held as often as it is in `holders`, the page
-        lists of all requests."""
-        free = [*self._empty, *self._idle, *(page for ending in self.endings or () for page in ending.pages)]
+        """Raise RuntimeError unless each page is either free or held, and its number of holders is right.
+
+        `holders` are the page lists of all requests.
+        """
+        free = [*self._empty, *self._idle, *(page for text in self.texts or () for page in text.pages)]
         if (
             len(set(free)) + self.used != self.total
             or len(free) + self.used != self.total

@@ -1,7 +1,8 @@
-"""Which pages of the KV cache hold which text, so that requests with the same first tokens use them again.
+"""Which pages of the KV cache hold which text, so that requests with the same first tokens reuse the pages.
 
-Keys and values of a position depend on the tokens up to it alone, in every bit, however the text was cut into steps and
-whatever shared them. So a page found here holds the very bits that computing it again would give.
+Keys and values of a position depend on the tokens up to it alone, in every bit: neither the division of a text into
+steps nor the other requests of a step change them. A cached page therefore holds the bits that computing it again would
+give.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from dataclasses import dataclass
 
 
 class CachedPage:
-    """A full page: the node of a tree whose path from the root spells the text up to the page's end.
+    """A full page: a node of a tree in which the path from the root spells the text up to the page's end.
 
-    `drafted` tells for each level that drafts whether its own cache has the page's positions too.
+    drafted: for each draft stage, whether its own cache holds the page's positions too.
     """
 
     __slots__ = ("attached", "children", "depth", "drafted", "key", "page", "parent")
@@ -27,19 +28,19 @@ class CachedPage:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Ending:
-    """A text that has ended over a hierarchical cache, and all its pages: `tokens` are those whose keys and values they
-    hold, `drafted` how many of them each level's own cache holds too.
+class CachedText:
+    """The text of a request that has ended over a hierarchical cache, and all its pages.
 
-    The newest tokens are in the text's own ring, which the next ones overwrite: one text alone can go on from it.
+    tokens: those whose keys and values the pages hold. drafted: how many of them each draft stage's own cache holds.
+    The newest tokens are in the ring of the text, which the next tokens overwrite: one request alone can continue it.
     """
 
     tokens: list[int]
     pages: list[int]
     drafted: list[int]
 
-    def begins(self, tokens: Sequence[int]) -> bool:
-        """Whether these tokens begin with the text, and go on."""
+    def is_prefix_of(self, tokens: Sequence[int]) -> bool:
+        """Whether `tokens` begin with the text and are longer."""
         count = len(self.tokens)
         return count < len(tokens) and tokens[count - 1] == self.tokens[-1] and tokens[:count] == self.tokens
 
@@ -59,21 +60,21 @@ class PrefixTree:
         return len(self._nodes)
 
     def find(self, tokens: Sequence[int]) -> list[CachedPage]:
-        """The pages of the longest known prefix that leaves at least one token, whose logits are wanted."""
-        found, node = [], self._root
+        """The pages of the longest cached prefix, with at least one token left over: its logits are wanted."""
+        path, node = [], self._root
         for start in range(0, len(tokens) - self._page_tokens, self._page_tokens):
             child = node.children.get(tuple(tokens[start : start + self._page_tokens]))
             if child is None:
                 break
-            found.append(child)
+            path.append(child)
             node = child
-        return found
+        return path
 
     def add(self, at: CachedPage | None, tokens: Sequence[int], pages: Sequence[int]) -> CachedPage:
-        """Note that `pages` are full and hold the first positions of `tokens`. Returns the node of the last.
+        """Note that `pages` are full and hold the first positions of `tokens`. Returns the node of the last page.
 
-        `at` is what the last call for these tokens returned. Where another page holds the same text already, that one
-        stays known, and the given one is not.
+        `at` is what the previous call for these tokens returned. Where another page holds the same text already, that
+        page stays in the tree, and the given one is not added.
         """
         node = at if at and at.attached else self._root
         for depth in range(node.depth, len(pages)):
@@ -85,14 +86,14 @@ class PrefixTree:
         return node
 
     def note_drafts(self, pages: Sequence[int], positions: Sequence[int]) -> None:
-        """Note of a text's pages that level i's own cache holds the first `positions[i]` positions."""
+        """Note of a text's pages that the own cache of draft stage i holds the first `positions[i]` positions."""
         for depth, page in enumerate(pages, start=1):
             if node := self._nodes.get(page):
                 held = [count >= depth * self._page_tokens for count in positions]
                 node.drafted = [a or b for a, b in zip(held, node.drafted or held, strict=True)]
 
     def forget(self, page: int) -> Iterator[int]:
-        """Forget a page. Yields the numbers of the pages that it leads to, which nobody could find any more."""
+        """Forget a page. Yields the numbers of the pages below it, which can be found no more."""
         first = self._nodes[page]
         if first.parent:
             del first.parent.children[first.key]
@@ -106,9 +107,9 @@ class PrefixTree:
                 yield node.page
 
 
-def drafted_positions(found: Sequence[CachedPage], level: int, page_tokens: int) -> int:
-    """Positions from the start that level `level`'s own cache holds in these pages."""
+def cached_positions(pages: Sequence[CachedPage], stage: int, page_tokens: int) -> int:
+    """Positions from the start that the own cache of draft stage `stage` holds in these pages."""
     count = 0
-    while count < len(found) and level < len(found[count].drafted) and found[count].drafted[level]:
+    while count < len(pages) and stage < len(pages[count].drafted) and pages[count].drafted[stage]:
         count += 1
     return count * page_tokens

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from qcompile.runtime.engine.scheduler import Request
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculationMetrics
+from qcompile.runtime.request import Request
 
 
 class PromptSamples:
@@ -50,9 +50,11 @@ class PromptSamples:
             finished = finished and now.finish_reason is not None
             drafted = drafted or request.drafts.metrics.rounds > 0
         speculation = _sum(request.drafts.metrics for request in self.requests) if drafted else None
-        known = self.requests[0].prompt_logprobs
+        prompt_logprobs = self.requests[0].prompt_report.logprobs
         metrics = self._metrics(finished)
-        return RequestOutput(self.number, self.prompt, self.tokens, outputs, finished, metrics, speculation, known)
+        return RequestOutput(
+            self.number, self.prompt, self.tokens, outputs, finished, metrics, speculation, prompt_logprobs
+        )
 
     def _metrics(self, finished: bool) -> RequestMetrics:
         """The times of the prompt, from the first of its samples to start to the last to finish."""

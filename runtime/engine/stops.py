@@ -4,56 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qcompile.runtime.engine.scheduler import Request
+from qcompile.runtime.request import Request
 
 
 def extend_text(request: Request, tokens: Sequence[int]) -> int:
-    """Add the text of new tokens to the output. Returns how many are used.
+    """Add the text of new tokens to the output. Returns how many of the tokens the output keeps.
 
-    That is fewer than all where a stop text ends the output; its stop_reason is then set. Text that may turn out to be
-    the start of one is held back.
+    If a stop text ends the output, that may be fewer than all, and the output's stop_reason is set. Text that may turn
+    out to be the start of a stop text is held back.
     """
-    detokenizer, output = request.detokenizer, request.output
-    if detokenizer is None:
+    stream, output = request.stream, request.output
+    if stream.detokenizer is None:
         return len(tokens)
     stops = request.params.stops
     if not stops:
-        output.text += detokenizer.push(tokens)
+        output.text += stream.detokenizer.push(tokens)
         return len(tokens)
-    before, held = detokenizer.clone(), request.held_text
-    text = held + detokenizer.push(tokens)
+    before, held = stream.detokenizer.clone(), stream.held_text
+    text = held + stream.detokenizer.push(tokens)
     if _first_stop(text, stops):
         # Decode again token by token: the request ends with the token that completes the stop text.
-        request.detokenizer, text = before, held
+        stream.detokenizer, text = before, held
         for count, token in enumerate(tokens, start=1):
             text += before.push([token])
-            if found := _first_stop(text, stops):
-                at, output.stop_reason = found
+            if stop := _first_stop(text, stops):
+                at, output.stop_reason = stop
                 output.text += text[:at]
-                request.held_text = ""
+                stream.held_text = ""
                 return count
     keep = _possible_start(text, stops)
     output.text += text[: len(text) - keep]
-    request.held_text = text[len(text) - keep :]
+    stream.held_text = text[len(text) - keep :]
     return len(tokens)
 
 
 def end_text(request: Request) -> None:
     """Add the text that was held back. Sets the output's stop_reason if a stop text is in it."""
-    output = request.output
-    if request.detokenizer is None or output.stop_reason is not None:
+    stream, output = request.stream, request.output
+    if stream.detokenizer is None or output.stop_reason is not None:
         return
-    text = request.held_text + request.detokenizer.push([], last=True)
-    if found := _first_stop(text, request.params.stops):
-        at, output.stop_reason = found
+    text = stream.held_text + stream.detokenizer.push([], last=True)
+    if stop := _first_stop(text, request.params.stops):
+        at, output.stop_reason = stop
         text = text[:at]
     output.text += text
 
 
 def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
     """Index and text of the earliest stop text; None without one."""
-    found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
-    return min(found, default=None)
+    places = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+    return min(places, default=None)
 
 
 def _possible_start(text: str, stops: Sequence[str]) -> int:

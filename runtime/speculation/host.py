@@ -1,8 +1,7 @@
-"""Rounds of speculation, step by step from the host: for levels that the GPU's graphs of rounds do not cover.
+"""Rounds of speculation, step by step from the host: for draft stages that the GPU's graphs of rounds do not cover.
 
-The algorithm and its results are those of the library's loop (codegen/cpu/templates/speculate.h), with any executor's
-steps. The host decides after each step of a level, except that the last model decodes several greedy tokens in one call
-where its executor feeds them back.
+The algorithm and its results are those of the library's loop (codegen/cpu/templates/speculate.h), with the steps of any
+executor. The host decides after each step of a stage. Only the last model decodes several greedy tokens in one call.
 """
 
 from __future__ import annotations
@@ -11,26 +10,21 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from qcompile.runtime.outputs import MOST_DRAFTS
+from qcompile.runtime.request import Request
 from qcompile.runtime.sampling.sampling import FloatArray
-from qcompile.runtime.speculation.levels import Gained, Level, Speculator
-from qcompile.runtime.speculation.reencode import top_probability
+from qcompile.runtime.speculation import lookup
+from qcompile.runtime.speculation.stages import DraftStage, Speculator, StageResult, top_probability
 from qcompile.runtime.step import Rows
-
-if TYPE_CHECKING:
-    from qcompile.runtime.engine.scheduler import Request
-
-SHORTEST_MATCH, SURE_MATCH = 3, 4
-"""Tokens that must recur before a lookup proposes what followed them; the second where a model could draft instead."""
 
 
 @dataclass(slots=True)
 class _Text:
-    """A sequence in a call: its tokens from position `first` on, and how many positions each level's cache holds.
+    """A sequence in a call: its tokens from position `first` on.
 
-    want: tokens that each level has yet to append. start: index at which each level's drafts of the round begin.
+    computed: positions that each stage's cache holds. want: tokens that each stage has yet to append. start: index at
+    which each stage's drafts of the round begin.
     """
 
     tokens: array[int]
@@ -44,12 +38,16 @@ class _Text:
     drafted: list[int] = field(default_factory=lambda: [0] * MOST_DRAFTS)
     accepted: list[int] = field(default_factory=lambda: [0] * MOST_DRAFTS)
 
-    def pending(self, level: int) -> int:
-        """Number of tokens that the level's cache lacks."""
-        return self.first + len(self.tokens) - self.computed[level]
+    def uncomputed(self, stage: int) -> int:
+        """Number of tokens that the stage's cache lacks."""
+        return self.first + len(self.tokens) - self.computed[stage]
+
+    def new(self, request: Request) -> list[int]:
+        """The tokens that the call has appended to the request's."""
+        return self.tokens[len(request.sequence.tokens) - self.first :].tolist()
 
     def append(self, token: int) -> None:
-        """Append a draft. Where the level's logits are not finite (a negative token) it is 0, as any token will do."""
+        """Append a draft. A negative token (the stage's logits are not finite) becomes 0, as any token will do."""
         self.tokens.append(max(token, 0))
 
 
@@ -58,55 +56,57 @@ class HostSpeculator(Speculator):
 
     def _extend(
         self, requests: Sequence[Request], gammas: Sequence[int], ends: Sequence[int], rounds: int
-    ) -> tuple[list[Gained], Sequence[float]]:
+    ) -> tuple[list[StageResult], Sequence[float]]:
         first, computed = self._text_starts(requests)
-        level = 0 if rounds else 1
+        stage = 0 if rounds else 1
         texts = []
         for index, request in enumerate(requests):
-            room = ends[index] - len(request.tokens)
+            room = ends[index] - len(request.sequence.tokens)
             want, start = [0] * len(computed), [0] * len(computed)
-            want[level] = min(gammas[index], room) if level else room
+            want[stage] = min(gammas[index], room) if stage else room
             held = [column[index] for column in computed]
-            tokens = array("i", request.tokens[first[index] :])
-            texts.append(_Text(tokens, first[index], gammas[index], request.pages, held, want, start))
-        call = _Call([Level(self.target, 0, True), *self.levels], texts, rounds)
-        call.extend(level)
+            tokens = array("i", request.sequence.tokens[first[index] :])
+            texts.append(_Text(tokens, first[index], gammas[index], request.sequence.pages, held, want, start))
+        call = _Call([DraftStage(self.target, 0, True), *self.stages], texts, rounds)
+        call.extend(stage)
         results = [
-            Gained(t.tokens[len(r.tokens) - t.first :].tolist(), t.computed, t.rounds, t.drafted, t.accepted)
+            StageResult(
+                t.tokens[len(r.sequence.tokens) - t.first :].tolist(), t.computed, t.rounds, t.drafted, t.accepted
+            )
             for r, t in zip(requests, texts, strict=True)
         ]
         return results, call.seconds
 
 
 class _Call:
-    """One call: the levels extend some texts by up to `rounds` rounds."""
+    """One call: the stages extend texts by up to `rounds` rounds. Stage k is `stages[k]`, the target is stage 0."""
 
-    def __init__(self, levels: list[Level], texts: list[_Text], rounds: int) -> None:
-        self.levels, self.texts, self.rounds = levels, texts, rounds
-        self.seconds = [0.0] * len(levels)
-        target = levels[0].executor
+    def __init__(self, stages: list[DraftStage], texts: list[_Text], rounds: int) -> None:
+        self.stages, self.texts, self.rounds = stages, texts, rounds
+        self.seconds = [0.0] * len(stages)
+        target = stages[0].executor
         assert target
         self._rows = target.limits.max_tokens // len(texts) - 2
-        last = levels[-1]
-        self._shortcut = last if len(levels) > 2 and last.executor is None else None
+        last = stages[-1]
+        self._shortcut = last if len(stages) > 2 and last.executor is None else None
 
     def extend(self, k: int) -> None:
-        """Append the tokens wanted of level k; fewer where a lookup or a threshold ends the draft."""
-        if self.levels[k].executor is None:
-            shortest = SURE_MATCH if k > 1 else SHORTEST_MATCH
+        """Append the tokens wanted of stage k; fewer where a lookup or a threshold ends the draft."""
+        if self.stages[k].executor is None:
+            shortest = lookup.SURE_MATCH if k > 1 else lookup.SHORTEST_MATCH
             for text in self.texts:
-                look_up(text.tokens, self.levels[k].match, text.want[k], shortest)
-        elif k + 1 < len(self.levels):
+                lookup.look_up(text.tokens, self.stages[k].match, text.want[k], shortest)
+        elif k + 1 < len(self.stages):
             self._by_rounds(k)
         else:
             self._by_steps(k)
 
     def _by_steps(self, k: int) -> None:
-        level = self.levels[k]
+        stage = self.stages[k]
         while active := [text for text in self.texts if text.want[k] > 0]:
             steps = min(text.want[k] for text in active)
-            if level.threshold or any(text.pending(k) > 1 for text in active):
-                tokens, logits = self._step(k, [(text, 1) for text in active], level.threshold > 0)
+            if stage.threshold or any(text.uncomputed(k) > 1 for text in active):
+                tokens, logits = self._step(k, [(text, 1) for text in active], stage.threshold > 0)
                 steps = 1
             else:
                 tokens, logits = self._decode(k, active, steps), None
@@ -114,7 +114,7 @@ class _Call:
                 for token in tokens[index :: len(active)]:
                     text.append(token)
                 text.want[k] -= steps
-                if logits is not None and top_probability(logits[index]) < level.threshold:
+                if logits is not None and top_probability(logits[index]) < stage.threshold:
                     text.want[k] = 0
 
     def _by_rounds(self, k: int) -> None:
@@ -122,7 +122,7 @@ class _Call:
         while any(text.want[k] > 0 for text in self.texts) and (k or turn < self.rounds):
             turn += 1
             for text in self.texts:
-                left, gamma = text.want[k], self.levels[k + 1].gamma if k else text.gamma
+                left, gamma = text.want[k], self.stages[k + 1].gamma if k else text.gamma
                 text.start[k] = len(text.tokens)
                 text.want[k + 1] = 0 if left <= 0 else min(gamma, left - 1)
                 if k == 0 and text.want[1] > 0 and self._propose_by_lookup(text, left - 1):
@@ -137,23 +137,23 @@ class _Call:
                 at += outputs
 
     def _step(self, k: int, outputs: list[tuple[_Text, int]], logits: bool) -> tuple[list[int], FloatArray | None]:
-        """One step of level k over what its cache lacks. outputs: texts, and how many last rows of each give argmax."""
-        executor = self.levels[k].executor
+        """One step of stage k over what its cache lacks. outputs: texts, and how many last rows of each give argmax."""
+        executor = self.stages[k].executor
         assert executor
         rows = [
-            Rows(text.tokens[-text.pending(k) :].tolist(), text.computed[k], text.pages, count)
+            Rows(text.tokens[-text.uncomputed(k) :].tolist(), text.computed[k], text.pages, count)
             for text, count in outputs
         ]
         started = time.perf_counter()
-        found = executor.step(rows, logits)
+        result = executor.step(rows, logits)
         self.seconds[k] += time.perf_counter() - started
         for text, _ in outputs:
             text.computed[k] = text.first + len(text.tokens)
-        return found
+        return result
 
     def _decode(self, k: int, texts: list[_Text], steps: int) -> list[int]:
-        """`steps` greedy tokens of level k, whose cache lacks only the last token of each text."""
-        executor = self.levels[k].executor
+        """`steps` greedy tokens of stage k, whose cache lacks only the last token of each text."""
+        executor = self.stages[k].executor
         assert executor
         rows = [Rows([text.tokens[-1]], text.computed[k], text.pages, 1) for text in texts]
         started = time.perf_counter()
@@ -172,8 +172,8 @@ class _Call:
         text.tokens.append(max(chosen[kept], 0) if k else chosen[kept])
         valid = text.first + start + kept  # the last token is not in any cache yet
         text.computed[k] = valid
-        for below in range(k + 1, len(self.levels)):
-            shared = self.levels[below].shares_cache and self.levels[k].shares_cache
+        for below in range(k + 1, len(self.stages)):
+            shared = self.stages[below].shares_cache and self.stages[k].shares_cache
             text.computed[below] = valid if shared else min(text.computed[below], valid)
         if k == 0:
             text.rounds += 1
@@ -183,34 +183,14 @@ class _Call:
         return kept + 1
 
     def _propose_by_lookup(self, text: _Text, room: int) -> bool:
-        """Let a lookup in the last level propose to the target, bypassing the levels between; whether it did.
+        """Let a lookup in the last stage propose to the target, bypassing the stages between. Returns whether it did.
 
-        The tokens that those levels then lack in their own caches must still fit into one step.
+        The tokens that those stages then lack in their own caches must still fit into one step.
         """
         if self._shortcut is None:
             return False
-        for k, level in enumerate(self.levels[:-1]):
-            if not level.shares_cache and text.pending(k) > self._rows - 2 * MOST_DRAFTS:
+        for k, stage in enumerate(self.stages[:-1]):
+            if not stage.shares_cache and text.uncomputed(k) > self._rows - 2 * MOST_DRAFTS:
                 return False
         most = min(self._shortcut.gamma, self._rows, room)
-        return look_up(text.tokens, self._shortcut.match, most, SURE_MATCH) > 0
-
-
-def look_up(tokens: array[int], match: int, most: int, shortest: int) -> int:
-    """Prompt lookup (Saxena 2023): find the longest suffix of `shortest` to `match` tokens that occurred before, in its
-    latest occurrence, and append the `most` tokens that followed it. Returns how many were appended, 0 without a match.
-    """
-    if most <= 0:
-        return 0
-    end, size = len(tokens), tokens.itemsize
-    before = tokens[:-1].tobytes()
-    for length in range(min(match, end - 1), shortest - 1, -1):
-        wanted = tokens[end - length :].tobytes()
-        at = before.rfind(wanted)
-        while at > 0 and at % size:  # not at a token boundary
-            at = before.rfind(wanted, 0, at + len(wanted) - 1)
-        if at >= 0 and at % size == 0:
-            for place in range(at // size + length, at // size + length + most):
-                tokens.append(tokens[place])
-            return most
-    return 0
+        return lookup.look_up(text.tokens, self._shortcut.match, most, lookup.SURE_MATCH) > 0

@@ -1,6 +1,6 @@
-"""Drafts by a model with another tokenizer: the text is re-encoded for it, and its drafts are for the target.
+"""Drafts by a model with another tokenizer: the text is encoded again for that model, and its drafts for the target.
 
-As in transformers' universal assisted generation. The target verifies these drafts like any others, so text that the
+This is transformers' universal assisted generation. The target verifies these drafts like any others, so text that the
 two tokenizers split differently costs drafts, never correctness.
 """
 
@@ -18,14 +18,13 @@ import numpy as np
 from qcompile.errors import ArtifactError
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.outputs import MOST_DRAFTS
-from qcompile.runtime.sampling.sampling import FloatArray
+from qcompile.runtime.request import Request
+from qcompile.runtime.speculation.stages import top_probability
 from qcompile.runtime.step import Rows, StepExecutor
 from qcompile.runtime.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-    from qcompile.runtime.engine.scheduler import Request
 
 _TAIL = 8
 """Tokens at the end of the text that are encoded again together with the drafted text."""
@@ -33,7 +32,7 @@ _TAIL = 8
 
 @dataclass
 class _Text:
-    """A request's state in the draft model: its own tokens, how many of them its cache holds, and the pages."""
+    """A request's state in the draft model: the model's own tokens, how many its cache holds, and its pages."""
 
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
@@ -43,9 +42,9 @@ class _Text:
 class Reencoder:
     """Drafts for the requests of an engine with the model of `executor`.
 
-    That model has the tokenizer `own`, the beginning-of-text token `start`, and a cache of its own with the pages of
-    `pool`. Drafting stops before a token less probable than `threshold`, and before a token outside the target model's
-    vocabulary of `vocab`: its tokenizer may have more.
+    own: the model's tokenizer. start: its beginning-of-text token. pool: the pages of its own cache. threshold:
+    drafting stops before a token less probable than this. target: the target's tokenizer. vocab: size of the target
+    model's vocabulary; drafting stops before a token outside it, as the target's tokenizer may have more tokens.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Reencoder:
         self.max_position = 1 << 30  # unknown in tokens of the target; `_draft` checks the limit in its own tokens
 
     def most(self, requests: int) -> int:
-        """The most tokens that can be drafted for each of this many requests."""
+        """The most tokens that can be drafted for each of `requests` requests."""
         return min(MOST_DRAFTS - 1, self.executor.limits.max_tokens // requests - 2)
 
     def start(self, request: Request) -> None:
@@ -73,7 +72,7 @@ class Reencoder:
         self._texts[request.id] = _Text()
 
     def settle(self, request: Request) -> None:
-        """After verification: nothing to do, as the cache is compared with the text when it is next used."""
+        """After verification: nothing to do, as `propose` compares the cache with the text."""
 
     def release(self, request: Request) -> None:
         """A request has ended: free its pages."""
@@ -100,7 +99,7 @@ class Reencoder:
         self.executor.close()
 
     def _draft(self, request: Request, most: int) -> list[int]:
-        text = self._target.decode(request.tokens, skip_special_tokens=False)
+        text = self._target.decode(request.sequence.tokens, skip_special_tokens=False)
         tokens = self._start + _tokens(self._own, text)
         state = self._texts[request.id]
         longest = len(tokens) + most
@@ -118,7 +117,7 @@ class Reencoder:
         state.tokens = tokens + added
         whole = self._own.decode([*tokens, *added], skip_special_tokens=False)
         before = self._own.decode(tokens, skip_special_tokens=False)
-        return self._encoded(request.tokens, whole[len(before) :])[:most] if whole.startswith(before) else []
+        return self._encoded(request.sequence.tokens, whole[len(before) :])[:most] if whole.startswith(before) else []
 
     def _continue(self, state: _Text, tokens: list[int], most: int) -> list[int]:
         """Greedy tokens of the draft model, in its own tokens, up to one less probable than the threshold."""
@@ -142,47 +141,43 @@ class Reencoder:
         """The target's tokens for `text` after `tokens`; none where encoding both together changes `tokens`."""
         tail = list(tokens[-_TAIL:])
         joined = self._target.decode(tail, skip_special_tokens=False) + text
-        found = _tokens(self._target, joined)
-        if not text or found[: len(tail)] != tail:
+        encoded = _tokens(self._target, joined)
+        if not text or encoded[: len(tail)] != tail:
             return []
-        return [*takewhile(lambda token: token < self._vocab, found[len(tail) :])]
+        return [*takewhile(lambda token: token < self._vocab, encoded[len(tail) :])]
 
 
 def _tokens(tokenizer: Tokenizer, text: str) -> list[int]:
     """The tokens of a text; none where the tokenizer fails, as it does on unknown text without an unknown token."""
     try:
-        found: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     except Exception:  # tokenizers raises plain Exception
         return []
-    return found
+    return ids
 
 
 def open_reencoder(
     root: Path,
     files: dict[str, Any],
-    level: dict[str, Any],
+    stage: dict[str, Any],
     target: Tokenizer | None,
     vocab: int,
     executor: StepExecutor,
     pool: BlockPool,
 ) -> Reencoder:
-    """Open the re-encoding draft of the artifact at `root`, whose manifest has `files` and `level`.
+    """Open the re-encoding draft of the artifact at `root`.
 
-    `pool` has the pages of its cache. `target` is the target's tokenizer, `vocab` the size of the target's vocabulary.
-    Raises ArtifactError where a tokenizer is missing.
+    files, stage: the manifest's files and its entry of the draft stage (in "levels"). target: the target's tokenizer.
+    vocab: size of the target's vocabulary. pool: the pages of the draft's own cache. Raises ArtifactError where a
+    tokenizer is missing.
     """
-    own = load_tokenizer(root, files, level["tokenizer"])
+    own = load_tokenizer(root, files, stage["tokenizer"])
     if own is None or target is None:
         raise ArtifactError(f"{root}: a draft that encodes text needs two tokenizers; build it again")
-    return Reencoder(target, own, executor, pool, level.get("bos_token_id"), level["threshold"], vocab)
+    return Reencoder(target, own, executor, pool, stage.get("bos_token_id"), stage["threshold"], vocab)
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Length of the common prefix."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((index for index, (one, other) in pairs if one != other), min(len(a), len(b)))
-
-
-def top_probability(logits: FloatArray) -> float:
-    """Probability of the most probable token. logits: [vocab]."""
-    return float(1 / np.exp(logits - logits.max()).sum())

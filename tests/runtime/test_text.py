@@ -18,6 +18,7 @@ from qcompile.runtime.detokenizer import Detokenizer, spelled
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.sampling.sampling import SamplingParams
 from qcompile.runtime.tokenizer import encode
+from tests.support.calls import fix_calls
 from tests.support.fake import CONTEXT, VOCAB, byte_tokenizer, fake_llm, reference_greedy
 
 pytestmark = pytest.mark.usefixtures("executors")
@@ -162,7 +163,7 @@ def test_text_and_stream_agree(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Non
     assert result.prompt == "?" and result.outputs[0].text == TEXT
     assert result.outputs[0].finish_reason == "stop" and result.outputs[0].stop_reason is None
     assert result.outputs[0].token_ids[-1] == 0
-    llm.engine._bursts.steps = lambda batch: 3  # type: ignore[method-assign]
+    fix_calls(llm.engine, 3)
     pieces = [(out.outputs[0].new_text, out.finished) for out in llm.stream("?", temperature=0, max_tokens=500)]
     assert "".join(text for text, _ in pieces) == TEXT
     assert len(pieces) > 10 and [finished for _, finished in pieces].index(True) == len(pieces) - 1
@@ -184,7 +185,7 @@ def test_stop_texts(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, stop: Any, text: str, reason: str | None, burst: int
 ) -> None:
     scripted(llm, TEXT, monkeypatch)
-    llm.engine._bursts.steps = lambda batch: burst  # type: ignore[method-assign]
+    fix_calls(llm.engine, burst)
     stream = list(llm.stream("?", temperature=0, max_tokens=500, stop=stop))
     output = stream[-1].outputs[0]
     assert "".join(out.outputs[0].new_text for out in stream) == output.text == text
@@ -197,7 +198,7 @@ def test_stop_texts(
 def test_nothing_is_added_after_a_stop_text(llm: LLM, monkeypatch: pytest.MonkeyPatch, burst: int) -> None:
     """Another request goes on; the next step may have run already when the text is found."""
     scripted(llm, TEXT, monkeypatch)
-    llm.engine._bursts.steps = lambda batch: burst  # type: ignore[method-assign]
+    fix_calls(llm.engine, burst)
     params = [SamplingParams(temperature=0, max_tokens=40, stop=stop) for stop in ("ï", None)]
     ended, other = (llm.engine.add(TOKENIZER.encode("?").ids, one) for one in params)
     while llm.engine.busy:

@@ -23,9 +23,10 @@ from qcompile.runtime.cuda.draws import CudaDraws
 from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.engine.engine import Engine
-from qcompile.runtime.engine.scheduler import Request
+from qcompile.runtime.request import Request
 from qcompile.runtime.sampling.sampling import Draws
-from qcompile.runtime.speculation.gamma import GAMMAS, Costs, GammaPolicy, Tempo
+from qcompile.runtime.speculation.controller import GammaController
+from qcompile.runtime.speculation.costs import GAMMAS, RoundCosts, SpeculationPrior
 from qcompile.runtime.step import Limits
 from qcompile.targets import TARGETS
 
@@ -161,10 +162,12 @@ class Machine:
         self.pages = pages
 
     def engine(self, gamma: int = 0) -> Engine:
-        """A new engine that drafts so many tokens, and as a loaded one's has a table of costs to learn by."""
+        """A new engine that drafts `gamma` tokens a round. Like that of a loaded model, it has a controller."""
         pool = BlockPool(self.pages, self.limits.page_tokens, self.limits.ring_tokens)
-        policy = GammaPolicy((Costs(1, 64, 1e-3, dict.fromkeys(GAMMAS, 1e-3)),), 0.8)
-        return Engine(self.target, pool, None, (), 8, self.speculator if gamma else None, gamma, Tempo(policy))
+        engine = Engine(self.target, pool, None, (), 8, self.speculator if gamma else None)
+        prior = SpeculationPrior((RoundCosts(1, 64, 1e-3, dict.fromkeys(GAMMAS, 1e-3)),), 0.8)
+        engine.speculation.gamma, engine.speculation.controller = gamma, GammaController(prior)
+        return engine
 
     @staticmethod
     def run(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:

@@ -68,12 +68,12 @@ def test_an_engine_with_penalties_gives_pythons_tokens(
         plain = run(llm, work)
         assert not any(asked)  # no logits are returned
         for gamma in (0, 3, 6):
-            llm.engine.gamma = gamma
+            llm.engine.speculation.gamma = gamma
             assert [run(llm, [one])[0] for one in work] == plain
             assert run(llm, work) == plain
         llm.engine.scheduler.max_tokens = 5
         assert run(llm, work) == plain
         assert sum(len(set(tokens)) < 16 for tokens, *_ in plain) >= 3  # tokens recur
         monkeypatch.setattr(Executor, "draws", False)
-        llm.engine.scheduler.draws, llm.engine.gamma = False, 0
+        llm.engine.scheduler.draws, llm.engine.speculation.gamma = False, 0
         assert same_outputs(run(llm, work), plain)

@@ -66,9 +66,9 @@ def by_python(llm: LLM, work: list[Work], monkeypatch: pytest.MonkeyPatch) -> li
     """What the requests get from logits, without drafts."""
     with monkeypatch.context() as patch:
         patch.setattr(Executor, "draws", False)
-        llm.engine.scheduler.draws, gamma, llm.engine.gamma = False, llm.engine.gamma, 0
+        llm.engine.scheduler.draws, gamma, llm.engine.speculation.gamma = False, llm.engine.speculation.gamma, 0
         found = run(llm, work)
-        llm.engine.scheduler.draws, llm.engine.gamma = True, gamma
+        llm.engine.scheduler.draws, llm.engine.speculation.gamma = True, gamma
     return found
 
 
@@ -77,8 +77,8 @@ def test_an_engine_reports_what_python_finds(artifact: Path, threads: int, monke
     """The same bits alone, together, in steps of few rows, in bursts and in rounds; and Python's but for rounding."""
     with qcompile.load(artifact, threads=threads, max_batch=32) as llm:
         work = work_of(llm.vocab_size)
-        assert llm.engine.gamma
-        llm.engine.gamma = 0
+        assert llm.engine.speculation.gamma
+        llm.engine.speculation.gamma = 0
         asked: list[bool] = []
         step, bursts, decode = Executor.step, [1], Executor.decode
         monkeypatch.setattr(Executor, "step", lambda self, rows, *a: asked.append(a[0]) or step(self, rows, *a))
@@ -88,7 +88,7 @@ def test_an_engine_reports_what_python_finds(artifact: Path, threads: int, monke
         plain += run(llm, work[-1:])
         assert any(asked)
         for gamma in (0, 3, 6):
-            llm.engine.gamma = gamma
+            llm.engine.speculation.gamma = gamma
             assert [run(llm, [one])[0] for one in work[::3]] == plain[::3]
             asked.clear()
             assert run(llm, work[:-1]) == plain[:-1]  # in rounds
@@ -113,10 +113,10 @@ def ends_of(llm: LLM, params: list[SamplingParams]) -> list[tuple[Any, ...]]:
 def test_ends_cut_the_reports(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At an end of text, a stop text and a limit, in the middle of a burst or round; for several samples too."""
     with qcompile.load(artifact, threads=1, max_batch=32) as llm:
-        llm.engine.gamma = 0
+        llm.engine.speculation.gamma = 0
         options = SamplingParams(temperature=0.9, seed=4, logprobs=2, max_tokens=20)
         free = llm.generate([[5, 7, 5]], replace(options, ignore_eos=True))[0].outputs[0]
-        llm.engine._eos = frozenset([free.token_ids[11]])
+        llm.engine.postprocessor._eos = frozenset([free.token_ids[11]])
         assert free.logprobs
         word = next(one.decoded_token for one in free.logprobs[7].values())
         params = [options, replace(options, stop=word), replace(options, n=3), replace(options, max_tokens=6)]
@@ -124,9 +124,9 @@ def test_ends_cut_the_reports(artifact: Path, monkeypatch: pytest.MonkeyPatch) -
         assert {"stop", "length"} == {end[3] for end in plain[: len(plain) // 2]}
         assert len(plain[0][0]) <= 12 and len(plain[1][0]) <= 8
         for gamma in (3, 6):
-            llm.engine.gamma = gamma
+            llm.engine.speculation.gamma = gamma
             assert ends_of(llm, params) == plain
         with monkeypatch.context() as patch:
             patch.setattr(Executor, "draws", False)
-            llm.engine.scheduler.draws, llm.engine.gamma = False, 0
+            llm.engine.scheduler.draws, llm.engine.speculation.gamma = False, 0
             assert same_outputs(ends_of(llm, params), plain)

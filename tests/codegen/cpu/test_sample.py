@@ -67,7 +67,7 @@ def test_an_engine_that_draws_gives_the_hosts_tokens(
     work = [([5 + i, 7, 5 + i, 7, 5 + i][: 1 + i % 5], one) for i, one in enumerate(params)]
     with qcompile.load(tmp_path / "out", threads=threads, max_batch=32) as llm:
         for gamma in (0, 3, 6):
-            llm.engine.gamma = gamma
+            llm.engine.speculation.gamma = gamma
             together = run(llm, work)
             assert [run(llm, [one])[0] for one in work] == together
             if gamma == 0:
@@ -76,5 +76,5 @@ def test_an_engine_that_draws_gives_the_hosts_tokens(
         llm.engine.scheduler.max_tokens = 5
         assert run(llm, work) == plain
         monkeypatch.setattr(Executor, "draws", False)
-        llm.engine.scheduler.draws, llm.engine.gamma = False, 0
+        llm.engine.scheduler.draws, llm.engine.speculation.gamma = False, 0
         assert same_outputs(run(llm, work), plain)

@@ -9,6 +9,7 @@ import torch
 
 from qcompile.runtime.sampling.sampling import SamplingParams
 from qcompile.targets import TARGETS
+from tests.support.calls import fix_calls
 from tests.support.graphs import decoder
 from tests.support.interpreted import interpreted
 
@@ -32,7 +33,7 @@ def interpret_engine(recipe: str) -> None:
         seen.clear()
         engine = machine.engine()
         engine.overlaps = overlaps
-        engine._bursts.steps = lambda batch: 2  # type: ignore[method-assign]
+        fix_calls(engine, 2)
         requests = [engine.add(*pair) for pair in zip(prompts[:2], params, strict=False)]
         engine.step()
         engine.step()

@@ -122,7 +122,7 @@ def interpret_engine(how: str) -> None:
     def generate(draws: bool, gamma: int, chosen: range = range(len(params))) -> list[Any]:
         machine.target.draws = draws  # type: ignore[misc]
         if how in ("shared", "own"):
-            machine.speculator.levels[0].executor.draws = draws
+            machine.speculator.stages[0].executor.draws = draws
         engine = machine.engine(gamma)
         requests = [engine.add(PROMPTS[i], params[i]) for i in chosen]
         return list(zip(machine.run(engine, requests), [r.output.logprobs for r in requests], strict=True))
@@ -141,7 +141,7 @@ def interpret_engine(how: str) -> None:
         assert len(changed) == (1 if how == "lookup" else 4)
         assert len({launch.arguments[-1] for launch in changed}) == 1  # drafts and target share the recent tokens
         assert not any(asked)
-        machine.speculator = HostSpeculator(machine.target, machine.speculator.levels)
+        machine.speculator = HostSpeculator(machine.target, machine.speculator.stages)
         assert generate(True, 3) == by_host
     assert generate(True, 0, range(4, 5)) == by_host[4:5]
 

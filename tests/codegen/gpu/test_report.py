@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qcompile.codegen.gpu.launches import Launch, LaunchPlan
 from qcompile.runtime.cuda import draws as cuda_draws
-from qcompile.runtime.engine.scheduler import Request
+from qcompile.runtime.request import Request
 from qcompile.runtime.sampling.logprobs import MOST_REPORTED, empty_reports, logprobs_of, reported_logprobs
 from qcompile.runtime.sampling.penalties import Bias, Penalties
 from qcompile.runtime.sampling.sampling import GREEDY, Draws, SamplingParams
@@ -148,7 +148,7 @@ def interpret_engine(how: str) -> None:
     def generate(draws: bool, gamma: int, chosen: range = range(len(params))) -> list[Any]:
         machine.target.draws = draws  # type: ignore[misc]
         if how in ("shared", "own"):
-            machine.speculator.levels[0].executor.draws = draws
+            machine.speculator.stages[0].executor.draws = draws
         engine = machine.engine(gamma)
         requests = [engine.add(PROMPTS[i], params[i]) for i in chosen]
         return list(zip(machine.run(engine, requests), [r.output.logprobs for r in requests], strict=True))
@@ -168,7 +168,7 @@ def interpret_engine(how: str) -> None:
         assert [names.count(f"report_{kind}") for kind in ("keep", "parts", "row")] == launched
     assert not any(asked)
     if how == "shared":
-        machine.speculator = HostSpeculator(machine.target, machine.speculator.levels)
+        machine.speculator = HostSpeculator(machine.target, machine.speculator.stages)
         assert generate(True, 2) == plain and not any(asked)
 
 
@@ -195,15 +195,15 @@ def interpret_prompts() -> None:
 
     asked = logits_asked()
     before = generate([PROMPTS[3], *PROMPTS[:2]], options, 16)
-    whole = [request.tokens for request in before]
+    whole = [request.sequence.tokens for request in before]
     for alternatives, rows in ((3, 16), (5, 7)):
         rest: list[dict[str, Any]] = [{"max_tokens": 0}, {"max_tokens": 2, "logprobs": 1}, {"max_tokens": 1}]
         params = [{"prompt_logprobs": alternatives} | o for o in rest]
         params[1] |= {"frequency_penalty": 0.5, "logit_bias": {1: 1.5}}
         for request, old in zip(generate(whole, params, rows), before, strict=True):
-            assert request.prompt_logprobs and request.prompt_logprobs[0] is None
-            assert len(request.prompt_logprobs) == len(old.tokens)
-            for new, one in zip(request.prompt_logprobs[old.prompt_length :], old.output.logprobs or (), strict=True):
+            found = request.prompt_report.logprobs
+            assert found and found[0] is None and len(found) == len(old.sequence.tokens)
+            for new, one in zip(found[old.spec.prompt_length :], old.output.logprobs or (), strict=True):
                 assert new and one and one.items() <= new.items()  # of three alternatives, or more
     assert not any(asked)
 

@@ -125,7 +125,7 @@ def interpret_engine(how: str) -> None:
     def generate(draws: bool, gamma: int, chosen: tuple[int, ...] = (0, 1, 2, 3)) -> list[list[int]]:
         machine.target.draws = draws  # type: ignore[misc]
         if how in ("shared", "own"):
-            machine.speculator.levels[0].executor.draws = draws
+            machine.speculator.stages[0].executor.draws = draws
         engine = machine.engine(gamma)
         return machine.run(engine, [engine.add(PROMPTS[i], params[i]) for i in chosen])
 

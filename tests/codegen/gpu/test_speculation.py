@@ -15,9 +15,10 @@ from qcompile.codegen.gpu.rounds import lookup_launch, round_launches
 from qcompile.runtime.cuda.rounds import CudaRounds
 from qcompile.runtime.sampling import accept
 from qcompile.runtime.sampling.sampling import SamplingParams
-from qcompile.runtime.speculation import host
-from qcompile.runtime.speculation.host import HostSpeculator, look_up
+from qcompile.runtime.speculation import lookup
+from qcompile.runtime.speculation.host import HostSpeculator
 from qcompile.targets import TARGETS
+from tests.support.calls import fix_calls
 from tests.support.graphs import decoder
 from tests.support.interpreted import interpreted, needs_triton
 
@@ -143,7 +144,7 @@ def interpret_graphs_of_rounds(draft: str) -> None:
     """A draft with a cache of its own, or a lookup: what is drafted and kept is as by the host's steps."""
     from tests.support.gpu_machine import Machine
 
-    host.SHORTEST_MATCH = 1  # so that a lookup finds something
+    lookup.SHORTEST_MATCH = 1  # so that a lookup finds something
     model = decoder(**SMALL)
     # 4 bits of the model itself are often right, now and then all the way.
     machine = Machine(model, "bf16", pages=9, drafts=[draft if draft == "lookup" else model])
@@ -153,10 +154,10 @@ def interpret_graphs_of_rounds(draft: str) -> None:
     first, counts = ([31], (8, 2)) if draft == "lookup" else ([34], (10, 3))
     params = [SamplingParams(max_tokens=count, **GREEDY) for count in counts]  # type: ignore[arg-type]
     found, kept = [], []
-    for gamma, speculator in ((0, None), (2, graphs), (2, HostSpeculator(machine.target, graphs.levels))):
+    for gamma, speculator in ((0, None), (2, graphs), (2, HostSpeculator(machine.target, graphs.stages))):
         machine.speculator = speculator
         engine = machine.engine(gamma)
-        engine._bursts.steps = lambda batch: 3  # type: ignore[method-assign]
+        fix_calls(engine, 3)
         requests = [engine.add(prompt, one) for prompt, one in zip((first, [5, 9, 11]), params, strict=True)]
         found.append(machine.run(engine, requests))
         kept.append([(r.drafts.metrics.rounds, r.drafts.metrics.drafted, r.drafts.metrics.accepted) for r in requests])
@@ -197,7 +198,7 @@ def interpret_lookup() -> None:
                 known = array("i", text + new * turn)
                 assert tensors["length"][s] == len(known)
                 assert tensors["text"][s * TEXT_TOKENS :][: len(known)].tolist() == known.tolist()
-                found = look_up(known, match, min(most[s], left[s] - 1), shortest)
+                found = lookup.look_up(known, match, min(most[s], left[s] - 1), shortest)
                 drafts = [int(tensors["decoded"][j * count + s]) for j in range(rows - 1)]
                 assert tensors["drafted"][turn * count + s] == found
                 want = known.tolist()[len(known) - found :] + [-2] * rows
@@ -218,7 +219,7 @@ def interpret_levels() -> None:
     model = decoder(**SMALL)
     machine = Machine(model, "nested", pages=9, drafts=[decoder(**SMALL), "lookup"])
     assert type(machine.speculator) is HostSpeculator
-    host.SHORTEST_MATCH = host.SURE_MATCH = 1  # so that a lookup finds something
+    lookup.SHORTEST_MATCH = lookup.SURE_MATCH = 1  # so that a lookup finds something
     prompts = [[5, 9, 11], list(range(SMALL["vocab"]))]
     drawn = SamplingParams(max_tokens=3, temperature=0.8, seed=3, ignore_eos=True)
     params = [SamplingParams(max_tokens=9, **GREEDY), SamplingParams(max_tokens=6, **GREEDY)]  # type: ignore[arg-type]

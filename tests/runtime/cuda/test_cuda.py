@@ -18,8 +18,8 @@ from qcompile.runtime.engine.blocks import requested_pages
 from qcompile.runtime.sampling.logprobs import empty_reports
 from qcompile.runtime.sampling.sampling import GREEDY
 from qcompile.runtime.speculation.host import HostSpeculator
-from qcompile.runtime.speculation.levels import Level
 from qcompile.runtime.speculation.reencode import Reencoder
+from qcompile.runtime.speculation.stages import DraftStage
 from qcompile.runtime.step import Rows
 from tests.support.fake import byte_tokenizer, listed
 from tests.support.fake_driver import LIMITS, PLAN, FakeDriver, FakeLaunch
@@ -303,7 +303,7 @@ def test_a_draft_of_another_tokenizer_has_pages_of_its_own(opened: CudaExecutor,
 def test_rounds_are_no_more_than_sequences_want(opened: CudaExecutor) -> None:
     """What all drafts kept would take at once, then as much of what is left."""
     driver: Any = opened.driver
-    speculator = CudaLookup(opened, Level(None, 7, match=8))
+    speculator = CudaLookup(opened, DraftStage(None, 7, match=8))
     calls: list[int] = []
 
     def download(to: int, source: int, size: int, pinned: bool = True) -> None:
@@ -345,7 +345,7 @@ def test_rounds_without_memory_of_the_host_leave_nothing_on_the_gpu(
     before = dict(driver.memory)
     monkeypatch.setattr(driver, "pinned", lambda size: _refuse("pinned memory"))
     with pytest.raises(ResourceError, match="pinned"):
-        CudaLookup(opened, Level(None, 7, match=8))
+        CudaLookup(opened, DraftStage(None, 7, match=8))
     assert driver.memory == before
 
 

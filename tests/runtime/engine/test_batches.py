@@ -66,11 +66,11 @@ def differing(llm: LLM, batches: int, seed: int = 0) -> int:
     """How many requests got something else in a random batch than they got alone without drafts."""
     draw = random.Random(seed)
     work = requests(draw, llm.vocab_size)
-    llm.engine.gamma = 0
+    llm.engine.speculation.gamma = 0
     alone = [run(llm, [one])[0] for one in work]
     wrong = 0
     for _ in range(batches):
-        llm.engine.gamma = draw.randrange(9)
+        llm.engine.speculation.gamma = draw.randrange(9)
         llm.engine.scheduler.max_tokens = draw.choice((37, 64, 130, 512))
         chosen = [draw.randrange(len(work)) for _ in range(draw.randint(1, 32))]
         got = run(llm, [work[index] for index in chosen])

@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 
 from qcompile.errors import ResourceError
 from qcompile.runtime.engine.blocks import BlockPool
-from qcompile.runtime.engine.bursts import Bursts
 from qcompile.runtime.engine.scheduler import Scheduler
+from qcompile.runtime.engine.timing import StepsPerCall
+from qcompile.runtime.request import SequenceState, SpeculationState
 from qcompile.runtime.sampling.sampling import SamplingParams
 from qcompile.runtime.speculation.host import HostSpeculator
-from qcompile.runtime.speculation.levels import DraftState, Level, Speculator
+from qcompile.runtime.speculation.stages import DraftStage, Speculator
 from qcompile.runtime.step import Limits, Rows
+from tests.support.calls import fix_calls
 from tests.support.fake import (
     CONTEXT,
     EOS,
@@ -67,19 +69,19 @@ def test_tokens_do_not_depend_on_the_batch() -> None:
         assert result.outputs[0].logprobs == alone.logprobs
 
 
-def test_gaps_between_calls_make_bursts_longer_within_limits() -> None:
-    """An hour in which nobody asked counts no more than the longest burst is for, and is soon forgotten."""
-    bursts = Bursts()
-    bursts.note_step(1, 1e-3)
-    assert bursts.steps(1) == 16
-    bursts.note_gap(1, 3600.0)
-    assert bursts.steps(1) == 48
+def test_gaps_between_calls_make_calls_longer_within_limits() -> None:
+    """An hour in which nobody asked counts no more than the longest call is for, and is soon forgotten."""
+    calls = StepsPerCall()
+    calls.note_step(1, 1e-3)
+    assert calls.count(1) == 16
+    calls.note_gap(1, 3600.0)
+    assert calls.count(1) == 48
     for _ in range(8):
-        bursts.note_gap(1, 1e-4)
-    assert bursts.steps(1) == 16
-    bursts.note_gap(2, 1.2e-3)
-    bursts.note_step(2, 1e-3)
-    assert bursts.steps(2) == 24
+        calls.note_gap(1, 1e-4)
+    assert calls.count(1) == 16
+    calls.note_gap(2, 1.2e-3)
+    calls.note_step(2, 1e-3)
+    assert calls.count(2) == 24
 
 
 def test_what_a_start_takes_is_part_of_the_gap_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +96,7 @@ def test_what_a_start_takes_is_part_of_the_gap_before_it(monkeypatch: pytest.Mon
         return start(*given)
 
     monkeypatch.setattr(llm.executor, "start", slow)
-    monkeypatch.setattr(llm.engine._bursts, "note_gap", lambda batch, seconds: gaps.append(seconds))
+    monkeypatch.setattr(llm.engine.runner.timer.steps, "note_gap", lambda batch, seconds: gaps.append(seconds))
     llm.generate([[1, 2, 3]], temperature=0, max_tokens=40, ignore_eos=True)
     assert gaps == []
     llm.generate([[1, 2, 3]], temperature=0, max_tokens=200, ignore_eos=True, logprobs=0)
@@ -117,7 +119,8 @@ def test_steps_of_a_prompt_follow_each_other_without_the_host(drafted: bool) -> 
         return
     if drafted:
         draft = fake_llm()
-        llm.engine.speculator, llm.engine.gamma = HostSpeculator(llm.executor, [Level(draft.executor, 3)]), 3
+        llm.engine.speculation.gamma = 3
+        llm.engine.speculation.drafter = HostSpeculator(llm.executor, [DraftStage(draft.executor, 3)])
     prompts = prompts_of(3, 400, seed=11)
     prompts[0] = [1 + i % 250 for i in range(500)]
     requests = [llm.engine.add(prompt, GREEDY) for prompt in prompts]
@@ -160,7 +163,7 @@ def test_a_step_that_needs_the_tokens_before_is_not_queued_behind_them(options: 
     prompts, params = prompts_of(3, 90, seed=4), SamplingParams(temperature=0, max_tokens=20, **options)
     requests = [llm.engine.add(prompt, params) for prompt in prompts]
     while llm.engine.busy:
-        needed = not all(request.read and request.sampler.foresees for request in requests)
+        needed = not all(request.prompt_report.complete and request.sampler.foresees for request in requests)
         llm.engine.step()
         if isinstance(llm.executor, LateExecutor) and needed:
             assert llm.executor.most_late == 1
@@ -176,10 +179,10 @@ def test_a_text_is_not_kept_if_a_step_that_runs_will_round_its_end_in_vain(in_va
     request = fake_llm().engine.add([1 + i for i in range(128)], GREEDY)
     scheduler.add(request)
     assert scheduler.schedule(1)
-    request.computed = 127
-    request.fly(in_vain, in_vain, 0)
+    request.sequence.computed = 127
+    request.sequence.begin_step(in_vain, in_vain, 0)
     scheduler.release(request)
-    assert pool.endings is not None and [len(ending.tokens) for ending in pool.endings] == [kept] * (kept > 0)
+    assert pool.texts is not None and [len(ending.tokens) for ending in pool.texts] == [kept] * (kept > 0)
 
 
 def test_nobody_is_preempted_for_a_step_that_is_queued_behind_another() -> None:
@@ -194,7 +197,7 @@ def test_nobody_is_preempted_for_a_step_that_is_queued_behind_another() -> None:
     preempt, flying = scheduler.preempt, []
 
     def spied() -> Any:
-        flying.append([request.flying_rows for request in scheduler.running])
+        flying.append([request.sequence.pending_rows for request in scheduler.running])
         return preempt()
 
     scheduler.preempt = spied  # type: ignore[method-assign]
@@ -217,7 +220,7 @@ def test_a_new_request_is_in_the_step_behind_the_one_that_runs() -> None:
         llm.engine.step()
     late = llm.engine.add([8, 9], endless)
     llm.engine.step()
-    assert [len(rows.tokens) for rows in llm.executor._late[-1].rows] == [1, 2] and late.flying_tokens == 1
+    assert [len(rows.tokens) for rows in llm.executor._late[-1].rows] == [1, 2] and late.sequence.pending_tokens == 1
     while llm.engine.busy:
         llm.engine.step()
     assert late.output.token_ids == reference_greedy([8, 9], 300, eos=None)
@@ -246,7 +249,7 @@ def test_any_mix_of_requests_on_any_cache(
     requests: list[tuple[int, int]], pages: int, max_batch: int, max_tokens: int, burst: int
 ) -> None:
     llm = fake_llm(pages, max_batch, max_tokens=max_tokens)
-    llm.engine._bursts.steps = lambda batch: burst  # type: ignore[method-assign]
+    fix_calls(llm.engine, burst)
     prompts = [[length % 250 + 1] * length for length, _ in requests]
     params = [SamplingParams(temperature=0, max_tokens=count) for _, count in requests]
     for prompt, param, result in zip(prompts, params, llm.generate(prompts, params), strict=True):
@@ -294,7 +297,7 @@ def test_random_cancellation_loses_no_page() -> None:
 @pytest.mark.parametrize("burst", [1, 5])
 def test_a_request_may_be_cancelled_while_a_step_runs(burst: int) -> None:
     llm = fake_llm()
-    llm.engine._bursts.steps = lambda batch: burst  # type: ignore[method-assign]
+    fix_calls(llm.engine, burst)
     prompts = prompts_of(4, 30, seed=4)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     requests = [llm.engine.add(prompt, params) for prompt in prompts]
@@ -304,11 +307,11 @@ def test_a_request_may_be_cancelled_while_a_step_runs(burst: int) -> None:
         llm.engine.cancel(requests[at])
         llm.engine.check()
         llm.engine.step()
-    gained = [list(requests[at].tokens) for at in (2, 0)]
+    gained = [list(requests[at].sequence.tokens) for at in (2, 0)]
     while llm.engine.busy:
         llm.engine.step()
         llm.engine.check()
-    assert [requests[at].tokens for at in (2, 0)] == gained
+    assert [requests[at].sequence.tokens for at in (2, 0)] == gained
     for at in (1, 3):
         assert requests[at].output.token_ids == reference_greedy(prompts[at], 20, eos=None)
     assert llm.engine.pool.used == 0
@@ -377,7 +380,7 @@ def test_a_stream_may_be_collected_in_the_midst_of_a_step() -> None:
 
 def test_pure_greedy_decoding_runs_in_bursts() -> None:
     llm = fake_llm(max_batch=2)
-    llm.engine._bursts.steps = lambda batch: 16  # type: ignore[method-assign]
+    fix_calls(llm.engine, 16)
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=33, ignore_eos=True))
     assert llm.executor.library.bursts == [16, 16]
     assert llm.executor.library.steps == [3]
@@ -438,12 +441,12 @@ def test_rounds_take_what_those_that_were_made_took(monkeypatch: pytest.MonkeyPa
     llm = fake_llm()
     speculator = Speculator(llm.executor, [])
     speculator.rounds = lambda requests, gammas, rounds, ends: ([[5] for _ in requests], 2)  # type: ignore[method-assign]
-    llm.engine.speculator, llm.engine.gamma = speculator, 3
+    llm.engine.speculation.drafter, llm.engine.speculation.gamma = speculator, 3
     ticks = itertools.count()
     monkeypatch.setattr(time, "monotonic", lambda: float(next(ticks)))
     llm.engine.add([1], SamplingParams(temperature=0, max_tokens=9))
     llm.engine.step()
-    assert llm.engine._bursts.step_seconds == {-1: 0.5}
+    assert llm.engine.runner.timer.rounds.step_seconds == {1: 0.5}
 
 
 def test_caches_of_drafts_that_lag_are_filled_together() -> None:
@@ -453,10 +456,12 @@ def test_caches_of_drafts_that_lag_are_filled_together() -> None:
     draft: Any = SimpleNamespace(limits=limits, step=lambda rows, logits: steps.append(rows))
     target: Any = SimpleNamespace(limits=limits._replace(max_tokens=64))
     every: list[Any] = [
-        SimpleNamespace(tokens=[*range(count)], computed=count - 1, pages=[], drafts=DraftState(cached=[held]))
+        SimpleNamespace(
+            sequence=SequenceState([*range(count)], computed=count - 1), drafts=SpeculationState(cached=[held])
+        )
         for count, held in ((15, 0), (4, 1), (13, 4))
     ]
-    speculator = Speculator(target, [Level(draft, 4)])
+    speculator = Speculator(target, [DraftStage(draft, 4)])
     speculator.most_lag = 3
     speculator._catch_up(every, [2, 2, 2])
     assert [[(rows.start, len(rows.tokens)) for rows in step] for step in steps] == [[(0, 10)], [(10, 4), (4, 6)]]

@@ -16,10 +16,10 @@ import qcompile
 from qcompile.cli.tune import tune
 from qcompile.errors import OverflowedError, UnsupportedError
 from qcompile.runtime import evaluate
-from qcompile.runtime.engine.scheduler import Request
 from qcompile.runtime.llm import LLM
+from qcompile.runtime.request import Request
 from qcompile.runtime.sampling.sampling import SamplingParams
-from qcompile.runtime.speculation.levels import Speculator
+from qcompile.runtime.speculation.stages import Speculator
 from tests.runtime.server.test_server import serving
 from tests.support.fake import byte_tokenizer, fake_llm, reference_greedy
 
@@ -77,7 +77,7 @@ class Knowing(Speculator):
         self.text = text
 
     def propose(self, requests: Sequence[Request], gammas: Sequence[int]) -> list[list[int]]:
-        found = [self.text[len(r.tokens) :][:gamma] for r, gamma in zip(requests, gammas, strict=True)]
+        found = [self.text[len(r.sequence.tokens) :][:gamma] for r, gamma in zip(requests, gammas, strict=True)]
         for request, draft in zip(requests, found, strict=True):
             request.drafts.proposed = [(np.array([token]), np.ones(1)) for token in draft]
         return found
@@ -95,9 +95,9 @@ def test_drafts_that_end_a_text_may_be_followed_by_no_number(llm: LLM, how: dict
     llm.executor.library.broken = text[20]  # type: ignore[attr-defined]
     found = []
     for gamma in (0, 5):
-        llm.engine.speculator, llm.engine.gamma = Knowing(llm, prompt + text), gamma
-        llm.engine.rejects = rejects
-        llm.engine._eos = frozenset([text[20]])
+        llm.engine.speculation.drafter, llm.engine.speculation.gamma = Knowing(llm, prompt + text), gamma
+        llm.engine.speculation.rejects = rejects
+        llm.engine.postprocessor._eos = frozenset([text[20]])
         ended = llm.generate([prompt], max_tokens=40, **how)[0].outputs[0]
         request = llm.engine.add(prompt, SamplingParams(max_tokens=40, ignore_eos=True, **how))
         while llm.engine.busy:

@@ -171,8 +171,8 @@ def test_any_mix_of_prompts_on_any_cache(seed: int, pages: int, max_batch: int, 
         llm.engine.check()
     assert llm.engine.pool.used == 0
     for request in requests:
-        made = request.tokens[request.prompt_length :]
-        assert made == reference_greedy(request.tokens[: request.prompt_length], len(made), eos=None)
+        made = request.sequence.tokens[request.spec.prompt_length :]
+        assert made == reference_greedy(request.sequence.tokens[: request.spec.prompt_length], len(made), eos=None)
         assert request.output.finish_reason in ("abort", "length")
 
 
@@ -252,10 +252,10 @@ def test_drafts_go_on_from_their_own_caches(
             return step(self, given, *rest, **more)
 
         monkeypatch.setattr(Executor, "step", counted)
-        llm.engine.gamma = 0
+        llm.engine.speculation.gamma = 0
         assert llm.generate([prompts[0]], params[0])[0].outputs[0] == plain[0]
         assert not rows  # the draft knows nothing of it yet
-        llm.engine.gamma = 3
+        llm.engine.speculation.gamma = 3
         for one in range(5):
             output = llm.generate([prompts[one]], params[one])[0]
             assert output.outputs[0] == plain[one] and output.metrics.cached_tokens == 128

@@ -10,7 +10,7 @@ import pytest
 from qcompile.errors import OverflowedError
 from qcompile.runtime.sampling.penalties import Occurrences, penalize
 from qcompile.runtime.sampling.sampling import GREEDY, Sampler, SamplingParams
-from qcompile.runtime.speculation.levels import Level, Speculator
+from qcompile.runtime.speculation.stages import DraftStage, Speculator
 from tests.support.fake import fake_llm
 from tests.support.sampled import penalized
 
@@ -88,8 +88,8 @@ def test_drafts_have_the_penalties_of_the_target() -> None:
     params = [replace(one, min_p=0.0) for one in penalized(max_tokens=40, ignore_eos=True) if one.temperature]
     with fake_llm() as llm:
         plain = [output.outputs[0].token_ids for output in llm.generate([[3, 4]] * len(params), params)]
-        llm.engine.speculator = Speculator(llm.executor, [Level(llm.executor, 4, shares_cache=True)])
-        llm.engine.gamma = 4
+        llm.engine.speculation.drafter = Speculator(llm.executor, [DraftStage(llm.executor, 4, shares_cache=True)])
+        llm.engine.speculation.gamma = 4
         for one, tokens in zip(params, plain, strict=True):
             output = llm.generate([[3, 4]], one)[0]
             assert output.outputs[0].token_ids == tokens

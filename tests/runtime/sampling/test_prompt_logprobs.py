@@ -120,12 +120,13 @@ def test_a_request_preempted_within_its_prompt(monkeypatch: pytest.MonkeyPatch) 
         request = llm.engine.add(text(400), ALONE)
         for _ in range(3):
             llm.engine.step()
-        llm.engine._land()
-        assert 0 < request.scored < 399
+        llm.engine._finish_pending()
+        assert 0 < request.prompt_report.scored < 399
         llm.engine.scheduler.preempt()
         while llm.engine.busy:
             llm.engine.step()
-        assert request.prompt_logprobs and same_logprobs(request.prompt_logprobs[1:], wanted(text(400), 3))  # type: ignore[arg-type]
+        found = request.prompt_report.logprobs
+        assert found and same_logprobs(found[1:], wanted(text(400), 3))  # type: ignore[arg-type]
         settled(llm)
 
 

@@ -81,8 +81,8 @@ def check_bits(llm: LLM, prompts: list[list[int]]) -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_bits(recipe: str, threads: int, tiny_artifact: Build) -> None:
     with qcompile.load(tiny_artifact(recipe), threads=threads, max_batch=8) as llm:
-        for gamma in (0, 4) if llm.engine.speculator else (0,):
-            llm.engine.gamma = gamma
+        for gamma in (0, 4) if llm.engine.speculation.drafter else (0,):
+            llm.engine.speculation.gamma = gamma
             check_bits(llm, texts(llm, 2, 63, 64, 65, 190))
 
 

@@ -139,7 +139,7 @@ def slow_steps(llm: LLM) -> Iterator[None]:
     step = llm.engine.step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm.engine, "step", lambda: (time.sleep(0.02), step())[1])
-        patch.setattr(llm.engine._bursts, "steps", lambda batch: 1)
+        patch.setattr(llm.engine.runner.timer.steps, "count", lambda batch: 1)
         yield
 
 

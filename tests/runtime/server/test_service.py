@@ -16,6 +16,7 @@ from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.sampling.sampling import SamplingParams
 from qcompile.runtime.server import service as service_module
 from qcompile.runtime.server.service import Answer, BusyError, Service
+from tests.support.calls import fix_calls
 from tests.support.fake import fake_llm
 
 pytestmark = pytest.mark.usefixtures("executors")
@@ -119,7 +120,7 @@ def test_pieces_of_a_stream_are_held_back_while_many_run(monkeypatch: pytest.Mon
         monkeypatch.setattr(service_module, "_PIECE_SECONDS", seconds)
         monkeypatch.setattr(service_module, "_MOST_PIECE_SECONDS", seconds)
         with opened(4, 4) as (service, llm):
-            llm.engine._bursts.steps = lambda batch: 4  # type: ignore[method-assign]
+            fix_calls(llm.engine, 4)
             asyncio.run(ask(service))
             assert not service._grown
         assert all(least <= counts[name] <= most for name in "012") and counts["3"] == 1

@@ -17,19 +17,20 @@ from qcompile.artifact import reader
 from qcompile.cli import tune
 from qcompile.errors import UsageError
 from qcompile.runtime.cpu import load
-from qcompile.runtime.engine import bursts
+from qcompile.runtime.engine import timing
 from qcompile.runtime.options import AUTO
 from qcompile.runtime.outputs import SpeculationMetrics
-from qcompile.runtime.speculation import gamma as gamma_module
-from qcompile.runtime.speculation.gamma import Costs, GammaPolicy, Tempo, best, expected, observe, predicted
-from qcompile.runtime.speculation.levels import DraftState
+from qcompile.runtime.request import SequenceState, SpeculationState
+from qcompile.runtime.speculation import measurements
+from qcompile.runtime.speculation.controller import GammaController
+from qcompile.runtime.speculation.costs import RoundCosts, SpeculationPrior, best_gamma, expected_tokens
 
-COSTS = Costs(1, 1, 1.0, {gamma: 1.1 + 0.2 * gamma for gamma in range(1, 9)})
-BURST = 7
+COSTS = RoundCosts(1, 1, 1.0, {gamma: 1.1 + 0.2 * gamma for gamma in range(1, 9)})
+STEPS_PER_CALL = 7
 
 
 def request(tokens: int = 100) -> Any:
-    return SimpleNamespace(tokens=[0] * tokens, drafts=DraftState())
+    return SimpleNamespace(sequence=SequenceState([0] * tokens), drafts=SpeculationState())
 
 
 class Machine:
@@ -40,27 +41,32 @@ class Machine:
     """
 
     def __init__(
-        self, policy: GammaPolicy, base: float, slope: float, noise: float = 0.0, held_up: float = 0.0
+        self, prior: SpeculationPrior, base: float, slope: float, noise: float = 0.0, held_up: float = 0.0
     ) -> None:
-        self.tempo, self.base, self.slope, self.noise, self.held_up = Tempo(policy), base, slope, noise, held_up
+        self.controller = GammaController(prior)
+        self.base, self.slope, self.noise, self.held_up = base, slope, noise, held_up
         self.draw = random.Random(3)
         self.plain = 1.0
         self.used: list[int] = []
 
     def best(self, rate: float) -> float:
         """Tokens a plain step's time, of the gamma that brings most, or of plain decoding."""
-        return max(1.0, *(expected(rate, g) / (self.base + self.slope * g) for g in COSTS.rounds))
+        return max(1.0, *(expected_tokens(rate, g) / (self.base + self.slope * g) for g in COSTS.rounds))
 
     def answer(self, rate: float, tokens: int = 127) -> float:
         """Time of one request, in plain steps."""
         subject, total = request(), 0.0
-        end = len(subject.tokens) + tokens
-        while (left := end - len(subject.tokens)) > 0:
-            gamma, most = self.tempo.choose([subject], True)
+        end = len(subject.sequence.tokens) + tokens
+        while (left := end - len(subject.sequence.tokens)) > 0:
+            gamma, most = self.controller.choose([subject], True)
             self.used.append(gamma)
             slower = 1 + self.noise * self.draw.random()
             self.late = self.held_up * (self.draw.random() < 0.1)
-            count = min(most or BURST, BURST, left) if not gamma else max(1, min(most or BURST, 2))
+            count = (
+                min(most or STEPS_PER_CALL, STEPS_PER_CALL, left)
+                if not gamma
+                else max(1, min(most or STEPS_PER_CALL, 2))
+            )
             if gamma:
                 gained, kept, missed = 0, 0, 0
                 for _ in range(count):
@@ -68,14 +74,14 @@ class Machine:
                     kept, missed, gained = kept + stays, missed + (stays < gamma), gained + stays + 1
                     subject.drafts.metrics.count(gamma, stays)
                 seconds = count * (self.base + self.slope * gamma) * self.plain * slower + self.late
-                observe(subject, kept, missed)
-                self.tempo.drafted([subject], True, gamma, count, seconds, gained)
+                subject.drafts.observe(kept, missed)
+                self.controller.note_rounds([subject], True, gamma, count, seconds, gained)
             else:
                 gained, seconds = count, count * self.plain * slower + self.late
-                self.tempo.stepped([subject], True, count, seconds)
-            subject.tokens += [0] * gained
+                self.controller.note_steps([subject], True, count, seconds)
+            subject.sequence.tokens += [0] * gained
             total += (seconds - self.late) / self.plain * min(1.0, left / gained)
-        self.tempo.finished(subject.drafts.metrics)
+        self.controller.note_finished(subject.drafts.metrics)
         return total
 
 
@@ -84,22 +90,22 @@ def test_best_has_the_most_tokens_a_second() -> None:
         speeds = {0: 1.0}
         for gamma, seconds in COSTS.rounds.items():
             speeds[gamma] = sum(rate**i for i in range(gamma + 1)) / seconds
-        found = best(COSTS, rate)
+        found = best_gamma(COSTS, rate)
         assert speeds[found] >= max(speeds.values()) / 1.03
         assert found or max(speeds.values()) < 1.03
-    assert best(COSTS, 0.1) == 0 and best(COSTS, 0.99) == 8
-    assert best(Costs(1, 1, 1.0, {}), 0.9) == 0
+    assert best_gamma(COSTS, 0.1) == 0 and best_gamma(COSTS, 0.99) == 8
+    assert best_gamma(RoundCosts(1, 1, 1.0, {}), 0.9) == 0
 
 
-WRONG = Costs(1, 1, 1.0, {gamma: 2.0 + 2.0 * gamma for gamma in range(1, 9)})
+WRONG = RoundCosts(1, 1, 1.0, {gamma: 2.0 + 2.0 * gamma for gamma in range(1, 9)})
 """A table that says that drafts cannot pay; COSTS says they do."""
 
 
 @pytest.mark.parametrize("table", [COSTS, WRONG])
 @pytest.mark.parametrize(("base", "slope"), [(1.1, 1.0), (1.05, 0.95), (2.0, 2.0), (5.0, 5.0)])
-def test_where_drafts_do_not_pay_trials_cost_little(table: Costs, base: float, slope: float) -> None:
+def test_where_drafts_do_not_pay_trials_cost_little(table: RoundCosts, base: float, slope: float) -> None:
     """Whatever the table says; rounds of ten times a plain step are the worst there."""
-    machine = Machine(GammaPolicy((table,), 0.9), base, slope, noise=0.1)
+    machine = Machine(SpeculationPrior((table,), 0.9), base, slope, noise=0.1)
     times = [machine.answer(0.93) / 1.05 / 127 for _ in range(60)]
     assert statistics.mean(times[5:]) < 1.03
     assert statistics.mean(times[20:]) < (1.01 if base < 2 else 1.03)  # tried ever more rarely
@@ -110,12 +116,12 @@ def test_where_drafts_do_not_pay_trials_cost_little(table: Costs, base: float, s
 @pytest.mark.parametrize(("base", "slope"), [(1.1, 1.0), (2.0, 2.0)])
 def test_what_trials_lost_is_counted(base: float, slope: float) -> None:
     """On a machine that never wavers it is all that an answer takes longer than by plain decoding."""
-    machine = Machine(GammaPolicy((COSTS,), 0.9), base, slope)
+    machine = Machine(SpeculationPrior((COSTS,), 0.9), base, slope)
     shares = []
     for _ in range(40):
-        before = machine.tempo.seconds, machine.tempo.lost
+        before = machine.controller.seconds, machine.controller.lost
         over = machine.answer(0.93) - 127
-        lost, seconds = machine.tempo.lost - before[1], machine.tempo.seconds - before[0]
+        lost, seconds = machine.controller.lost - before[1], machine.controller.seconds - before[0]
         assert lost == pytest.approx(over, abs=2.0)  # rounds may go past the answer's end
         shares.append(lost / seconds)
     assert max(shares[1:]) < 0.05 and 0 < statistics.mean(shares) < 0.02
@@ -123,8 +129,8 @@ def test_what_trials_lost_is_counted(base: float, slope: float) -> None:
 
 @pytest.mark.parametrize("table", [COSTS, WRONG])
 @pytest.mark.parametrize(("base", "slope", "rate"), [(1.1, 0.2, 0.93), (1.1, 0.4, 0.9), (1.3, 0.5, 0.93)])
-def test_where_drafts_pay_the_best_is_found(table: Costs, base: float, slope: float, rate: float) -> None:
-    machine = Machine(GammaPolicy((table,), 0.5), base, slope, noise=0.2)
+def test_where_drafts_pay_the_best_is_found(table: RoundCosts, base: float, slope: float, rate: float) -> None:
+    machine = Machine(SpeculationPrior((table,), 0.5), base, slope, noise=0.2)
     times = [machine.answer(rate) for _ in range(80)]
     assert statistics.mean(times[60:]) < 1.1 * 1.2 * 127 / machine.best(rate)
 
@@ -134,7 +140,7 @@ def test_where_drafts_pay_the_best_is_found(table: Costs, base: float, slope: fl
 def test_calls_that_are_held_up_lead_nowhere(base: float, slope: float, acceptance: float) -> None:
     """As nested weights' rounds on cores that share a cache (1.2x) and on such that do not (0.9x), four requests at
     once (0.6x), MXFP4 drafts of bf16 (2x): of what is held up itself, which is the same for all, nothing is counted."""
-    machine = Machine(GammaPolicy((COSTS,), acceptance), base, slope, noise=0.1, held_up=4.0)
+    machine = Machine(SpeculationPrior((COSTS,), acceptance), base, slope, noise=0.1, held_up=4.0)
     times = [machine.answer(0.96) for _ in range(120)]
     found, least = statistics.mean(times[20:]) / 1.05, 127 / machine.best(0.96)
     assert found < (1.08 if least < 127 else 1.04) * least
@@ -142,25 +148,26 @@ def test_calls_that_are_held_up_lead_nowhere(base: float, slope: float, acceptan
 
 @pytest.mark.parametrize("seconds", [0.0, 1e-12])
 def test_calls_that_take_no_time_are_no_error(seconds: float) -> None:
-    tempo, subject = Tempo(GammaPolicy((COSTS,), 0.9)), request()
+    controller, subject = GammaController(SpeculationPrior((COSTS,), 0.9)), request()
     for _ in range(200):
-        gamma, _ = tempo.choose([subject], True)
+        gamma, _ = controller.choose([subject], True)
         if gamma:
-            tempo.drafted([subject], True, gamma, 1, seconds, 1.0)
+            controller.note_rounds([subject], True, gamma, 1, seconds, 1.0)
         else:
-            tempo.stepped([subject], True, 1, seconds)
-        subject.tokens.append(0)
-    assert math.isfinite(tempo.times([subject], True).plain)
+            controller.note_steps([subject], True, 1, seconds)
+        subject.sequence.tokens.append(0)
+    assert math.isfinite(controller.times([subject], True).plain)
 
 
 def test_plain_steps_are_tried_where_rounds_are_as_fast() -> None:
-    times: Any = SimpleNamespace(doubt=lambda gamma: 1.0, gamma=4, plain=1.0, gain=1.0, plain_age=100, purse=0.5)
-    assert gamma_module._plain_trial(times, 0.0) == gamma_module.Choice(0, gamma_module._PLAIN_TRIAL_STEPS)
+    rounds = {"deviation": lambda gamma: 1.0, "gamma": 4, "gain": 1.0}
+    measured: Any = SimpleNamespace(plain=1.0, plain_age=100, budget=0.5, **rounds)
+    assert measurements.Measurements.plain_trial(measured, 0.0) == (0, measurements._PLAIN_TRIAL_STEPS)
 
 
 def test_a_machine_that_changes_its_pace_is_followed() -> None:
     """Rounds become slow, and fast again; and all of it at half the speed, which is no reason to change."""
-    machine = Machine(GammaPolicy((COSTS,), 0.9), 1.1, 0.2, noise=0.1)
+    machine = Machine(SpeculationPrior((COSTS,), 0.9), 1.1, 0.2, noise=0.1)
     for _ in range(10):
         machine.answer(0.93)
     machine.base, machine.slope = 4.4, 0.8
@@ -174,7 +181,7 @@ def test_a_machine_that_changes_its_pace_is_followed() -> None:
 
 
 def test_a_request_that_is_not_understood_gives_up_and_tries_again() -> None:
-    machine = Machine(GammaPolicy((COSTS,), 0.9), 1.1, 0.2)
+    machine = Machine(SpeculationPrior((COSTS,), 0.9), 1.1, 0.2)
     for _ in range(5):
         machine.answer(0.93)
     machine.used = []
@@ -184,42 +191,42 @@ def test_a_request_that_is_not_understood_gives_up_and_tries_again() -> None:
 
 
 def test_several_requests_draft_as_far_as_each_is_understood() -> None:
-    tempo, good, bad = Tempo(GammaPolicy((COSTS,), 0.9)), request(), request()
-    assert tempo.choose([good, bad], True) == (0, None)  # nothing is known of two at once
-    tempo.stepped([good, bad], True, 4, 4.0)
-    observe(good, 90, 2)
-    gamma = tempo.choose([good, bad], True).gamma
-    assert gamma >= 4 and tempo.each([good, bad], gamma) == [gamma, gamma]
+    controller, good, bad = GammaController(SpeculationPrior((COSTS,), 0.9)), request(), request()
+    assert controller.choose([good, bad], True) == (0, None)  # nothing is known of two at once
+    controller.note_steps([good, bad], True, 4, 4.0)
+    good.drafts.observe(90, 2)
+    gamma = controller.choose([good, bad], True).gamma
+    assert gamma >= 4 and controller.each([good, bad], gamma) == [gamma, gamma]
     for _ in range(9):
-        observe(bad, 0, 3)
-    assert tempo.each([good, bad], gamma) == [gamma, 1]
-    assert tempo.each([bad], gamma) == [gamma]
-    assert tempo.rate(bad) < 0.3 < tempo.acceptance < tempo.rate(good)
+        bad.drafts.observe(0, 3)
+    assert controller.each([good, bad], gamma) == [gamma, 1]
+    assert controller.each([bad], gamma) == [gamma]
+    assert controller.rate(bad) < 0.3 < controller.acceptance < controller.rate(good)
 
 
 def test_rounds_that_yield_more_than_acceptance_tells_are_worth_more() -> None:
     """Lookups: tokens come that were not asked for by gamma."""
-    tempo, subject = Tempo(GammaPolicy((Costs(1, 1, 1.0, {1: 2.0, 2: 3.0}),), 0.5)), request()
-    tempo.stepped([subject], True, 4, 4.0)
-    assert tempo.choose([subject], True).gamma == 0
+    controller, subject = GammaController(SpeculationPrior((RoundCosts(1, 1, 1.0, {1: 2.0, 2: 3.0}),), 0.5)), request()
+    controller.note_steps([subject], True, 4, 4.0)
+    assert controller.choose([subject], True).gamma == 0
     for _ in range(40):
-        tempo.drafted([subject], True, 2, 1, 3.0, 6)
-    tempo.stepped([subject], True, 4, 4.0)
-    assert tempo.choose([subject], True).gamma > 0
+        controller.note_rounds([subject], True, 2, 1, 3.0, 6)
+    controller.note_steps([subject], True, 4, 4.0)
+    assert controller.choose([subject], True).gamma > 0
 
 
 def test_the_number_of_requests_measured_nearest_decides_and_contexts_lie_between() -> None:
-    table = tuple(Costs(n, context, n + context, {2: 3.0 * context}) for n in (1, 4, 16) for context in (32, 1024))
-    policy = GammaPolicy(table, 0.5)
-    assert policy.costs(1, 10) is table[0] and policy.costs(99, 9) is table[4]
-    assert policy.costs(3, 1024) is table[3] and policy.costs(3, 5000) is table[3] and policy.costs(3, 32) is table[2]
-    assert policy.costs(3, 280) == Costs(4, 280, 284.0, {2: 840.0})
+    table = tuple(RoundCosts(n, context, n + context, {2: 3.0 * context}) for n in (1, 4, 16) for context in (32, 1024))
+    prior = SpeculationPrior(table, 0.5)
+    assert prior.costs(1, 10) is table[0] and prior.costs(99, 9) is table[4]
+    assert prior.costs(3, 1024) is table[3] and prior.costs(3, 5000) is table[3] and prior.costs(3, 32) is table[2]
+    assert prior.costs(3, 280) == RoundCosts(4, 280, 284.0, {2: 840.0})
 
 
 def test_bytes_predict_before_anything_was_measured() -> None:
-    assert best(predicted(100, 30).table[0], 0.8) > 0
-    assert best(predicted(100, 100).table[0], 0.8) == 0
-    assert best(predicted(100, 0).table[0], 0.4) > 0
+    assert best_gamma(SpeculationPrior.predicted(100, 30).table[0], 0.8) > 0
+    assert best_gamma(SpeculationPrior.predicted(100, 100).table[0], 0.8) == 0
+    assert best_gamma(SpeculationPrior.predicted(100, 0).table[0], 0.4) > 0
 
 
 def test_tuning_is_kept_in_the_artifact(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -234,7 +241,8 @@ def test_tuning_is_kept_in_the_artifact(tiny_checkpoint: Path, tmp_path: Path) -
         assert "times plain" in tune.as_text(found)
         assert all(seconds > 0 for entry in found["table"] for seconds in entry["rounds"].values())
     with qcompile.load(out, threads=1, gamma=AUTO) as llm:
-        assert llm.engine.tempo and llm.engine.tempo.policy == GammaPolicy.load(found)
+        assert llm.engine.speculation.controller
+        assert llm.engine.speculation.controller.prior == SpeculationPrior.load(found)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     prompts.write_text("[]\n")
     with pytest.raises(UsageError, match="line 1: not a JSON object"):
@@ -243,14 +251,14 @@ def test_tuning_is_kept_in_the_artifact(tiny_checkpoint: Path, tmp_path: Path) -
 
 def test_tuning_computes_each_prompt_once(tiny_artifact: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests go back, and on from there as they did before."""
-    monkeypatch.setattr(bursts, "_MOST_BURST_SECONDS", 0.0)  # else one call of so small a model reaches the end
+    monkeypatch.setattr(timing, "_MOST_CALL_SECONDS", 0.0)  # else one call of so small a model reaches the end
     out = tiny_artifact("qspec")
     with qcompile.load(out, threads=1, gamma=AUTO, max_batch=4) as llm:
         group = tune._Group(llm, [[1, 2, 3, 4], [7] * 30, [5]], 12)
         texts = []
         for gamma in (0, 3, 0, 8):
             assert group.run(gamma) > 0
-            texts.append([list(request.tokens) for request in group.requests])
+            texts.append([list(request.sequence.tokens) for request in group.requests])
         for versions in zip(*texts, strict=True):
             shortest = min(map(len, versions))
             assert all(version[:shortest] == versions[0][:shortest] for version in versions)
@@ -263,7 +271,8 @@ def test_tuning_computes_each_prompt_once(tiny_artifact: Any, monkeypatch: pytes
 def test_rounds_of_one_call_are_timed_by_themselves(tiny_artifact: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a call makes all rounds, those of other gammas before it do not count."""
     with qcompile.load(tiny_artifact("qspec"), threads=1, gamma=AUTO) as llm:
-        monkeypatch.setattr(llm.engine._bursts, "steps", lambda batch: 128)
+        for calls in (llm.engine.runner.timer.steps, llm.engine.runner.timer.rounds):
+            monkeypatch.setattr(calls, "count", lambda batch: 128)
         group = tune._Group(llm, [[1, 2, 3]], 12)
         metrics = group.requests[0].drafts.metrics
         metrics.verify_seconds, metrics.rounds = 1e4, 10

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from qcompile.runtime.speculation.host import SHORTEST_MATCH, SURE_MATCH, _Call, _Text, look_up
-from qcompile.runtime.speculation.levels import Level
+from qcompile.runtime.speculation.host import _Call, _Text
+from qcompile.runtime.speculation.lookup import SHORTEST_MATCH, SURE_MATCH, look_up
+from qcompile.runtime.speculation.stages import DraftStage
 from qcompile.runtime.step import Limits
 
 
@@ -46,7 +47,7 @@ def test_what_is_found_is_what_a_scan_finds() -> None:
 @pytest.mark.parametrize(("level", "recurring", "drafts"), [(1, 3, [9, 5]), (2, 3, []), (2, 4, [9, 5])])
 def test_where_a_model_could_draft_more_must_recur(level: int, recurring: int, drafts: list[int]) -> None:
     target: Any = SimpleNamespace(limits=Limits(64, 10, 64, 1024))
-    levels = [Level(target, 0, True), *[Level(target, 4)] * (level - 1), Level(None, 7, match=8)]
+    levels = [DraftStage(target, 0, True), *[DraftStage(target, 4)] * (level - 1), DraftStage(None, 7, match=8)]
     end = [5, 6, 7, 8][:recurring]
     tokens = array("i", [1, *end, 9, *end])
     want = [0] * level + [2]

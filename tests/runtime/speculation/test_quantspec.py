@@ -15,6 +15,7 @@ from qcompile import SamplingParams
 from qcompile.artifact.reader import read_manifest
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.options import AUTO
+from tests.support.calls import fix_calls
 
 LENGTHS = (3, 250, 254, 300, 382, 500, 511)
 """Of prompts: their answers of TOKENS cross the ends of groups, where older positions are rounded."""
@@ -68,9 +69,9 @@ def test_tokens_are_the_verifying_paths_own(name: str, artifact: Callable[[str],
         noted = generate(llm, texts, logprobs=0)
     with qcompile.load(artifact(name), threads=2) as llm:
         for gamma in (1, 3, 8, AUTO):
-            llm.engine.gamma = gamma
+            llm.engine.speculation.gamma = gamma
             assert generate(llm, texts) == plain, gamma
-        llm.engine.gamma = 5
+        llm.engine.speculation.gamma = 5
         assert generate(llm, texts, logprobs=0) == noted
         assert [generate(llm, [text])[0] for text in texts[1:4]] == plain[1:4]
 
@@ -148,7 +149,7 @@ def test_kept_texts_give_way(artifact: Callable[[str], Path]) -> None:
         texts = prompts(llm)
         plain = [generate(llm, [text])[0] for text in texts]
         assert [generate(llm, [text])[0] for text in texts] == plain
-        kept = llm.engine.pool.endings
+        kept = llm.engine.pool.texts
         assert kept and sum(len(ending.pages) for ending in kept) <= llm.engine.pool.total == llm.engine.pool.free
 
 
@@ -161,8 +162,8 @@ def test_a_text_that_ended_within_a_burst_goes_on(gamma: int, artifact: Callable
         qcompile.load(artifact("quantspec"), threads=1, gamma=gamma) as llm,
     ):
         for each in (llm, anew):
-            each.engine._eos = frozenset(range(0, llm.vocab_size, 9))
-            each.engine._bursts.steps = lambda batch: 16  # type: ignore[method-assign]
+            each.engine.postprocessor._eos = frozenset(range(0, llm.vocab_size, 9))
+            fix_calls(each.engine, 16)
         talk = [draw.randrange(llm.vocab_size) for _ in range(230)]
         cached = []
         for _ in range(40):

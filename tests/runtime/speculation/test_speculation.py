@@ -23,14 +23,15 @@ from qcompile.runtime.cpu import load
 from qcompile.runtime.cpu.executor import Executor
 from qcompile.runtime.cpu.speculate import LibrarySpeculator
 from qcompile.runtime.engine.blocks import BlockPool
-from qcompile.runtime.engine.scheduler import Request
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.options import AUTO
 from qcompile.runtime.outputs import CompletionOutput
+from qcompile.runtime.request import Request
 from qcompile.runtime.speculation.host import HostSpeculator
-from qcompile.runtime.speculation.levels import Speculator
 from qcompile.runtime.speculation.reencode import Reencoder
+from qcompile.runtime.speculation.stages import Speculator
 from qcompile.runtime.step import Limits, Rows
+from tests.support.calls import fix_calls
 from tests.support.fake import VOCAB, byte_tokenizer, fake_llm
 
 PROMPTS = ["def main(", "import os\n\n\nclass Reader:\n", "x", "# " + "word " * 90, "for i in range(10):\n    "]
@@ -106,7 +107,7 @@ def test_tokens_are_the_targets_own(name: str, artifact: Callable[[str], Path]) 
         plain, plain_drawn = generate(llm), generate(llm, **drawn)
     with qcompile.load(artifact(name), threads=1, prefix_caching=False) as llm:
         for gamma in (*range(1, 9), AUTO):
-            llm.engine.gamma = gamma
+            llm.engine.speculation.gamma = gamma
             assert generate(llm) == plain, gamma
             assert generate(llm, PROMPTS[:1]) == plain[:1]
             assert generate(llm, **drawn) == plain_drawn, gamma
@@ -125,27 +126,27 @@ def test_penalties_know_what_was_drafted(name: str, artifact: Callable[[str], Pa
     assert any(len(set(tokens)) < len(tokens) - 9 for found in plain for tokens, *_ in found)  # type: ignore[arg-type, misc]
     for kind in (LibrarySpeculator, HostSpeculator):
         with qcompile.load(artifact(name), threads=1) as llm:
-            assert isinstance(llm.engine.speculator, LibrarySpeculator)
-            llm.engine.speculator = kind(llm.engine.speculator.target, llm.engine.speculator.levels)  # type: ignore[arg-type]
+            drafter = llm.engine.speculation.drafter
+            assert isinstance(drafter, LibrarySpeculator)
+            llm.engine.speculation.drafter = kind(drafter.target, drafter.stages)  # type: ignore[arg-type]
             for gamma in (1, 4, 8, AUTO):
-                llm.engine.gamma = gamma
+                llm.engine.speculation.gamma = gamma
                 assert [generate(llm, **one) for one in options] == plain, gamma
 
 
 @pytest.mark.parametrize("name", ["two levels", "three levels", "lookup", "other"])
-def test_rounds_by_the_host_are_those_of_the_library(
-    name: str, artifact: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounds_by_the_host_are_those_of_the_library(name: str, artifact: Callable[[str], Path]) -> None:
     """Tokens, and what was drafted and kept at every place; also of texts that say the same again and again."""
     prompts = [*PROMPTS, "word " * 60, "a b c d " * 20 + "a b"]
     for gamma, threshold in ((1, 0.0), (3, 0.0), (6, 0.3), (AUTO, 0.0)):
         found = []
         for kind in (LibrarySpeculator, HostSpeculator):
             with qcompile.load(artifact(name), threads=1, gamma=gamma) as llm:
-                assert isinstance(llm.engine.speculator, LibrarySpeculator)
-                monkeypatch.setattr(llm.engine._bursts, "steps", lambda batch: 4)  # rounds of a call go by their time
-                levels = [replace(level, threshold=threshold) for level in llm.engine.speculator.levels]
-                llm.engine.speculator = kind(llm.engine.speculator.target, levels)  # type: ignore[arg-type]
+                drafter = llm.engine.speculation.drafter
+                assert isinstance(drafter, LibrarySpeculator)
+                fix_calls(llm.engine, 4)
+                stages = [replace(stage, threshold=threshold) for stage in drafter.stages]
+                llm.engine.speculation.drafter = kind(drafter.target, stages)  # type: ignore[arg-type]
                 outputs = llm.generate(prompts, temperature=0, max_tokens=60)
                 drawn = llm.generate(prompts, temperature=0.7, seed=3, max_tokens=20)
                 every = [o.speculation for o in outputs if o.speculation]
@@ -163,7 +164,7 @@ def test_ends_are_the_targets_own(artifact: Callable[[str], Path]) -> None:
         eos = [tokens[at] for tokens, at in ((plain[0][0], 5), (plain[1][0], 17))]  # type: ignore[index]
         wanted = [generate(llm, stop=stop) for stop in stops]
         short = [generate(llm, max_tokens=count) for count in range(1, 12)]
-        llm.engine._eos = frozenset(eos)
+        llm.engine.postprocessor._eos = frozenset(eos)
         ended = generate(llm)
         with_logprobs = generate(llm, logprobs=0)
     assert {facts[2] for facts in ended} == {"stop", "length"}
@@ -171,7 +172,7 @@ def test_ends_are_the_targets_own(artifact: Callable[[str], Path]) -> None:
         with qcompile.load(artifact("qspec"), threads=1, gamma=gamma) as llm:
             assert [generate(llm, stop=stop) for stop in stops] == wanted
             assert [generate(llm, max_tokens=count) for count in range(1, 12)] == short
-            llm.engine._eos = frozenset(eos)
+            llm.engine.postprocessor._eos = frozenset(eos)
             assert generate(llm) == ended
             assert generate(llm, logprobs=0) == with_logprobs
 
@@ -184,7 +185,7 @@ class Scripted(Speculator):
         self.script = script
 
     def propose(self, requests: Sequence[Request], gammas: Sequence[int]) -> list[list[int]]:
-        return [self.script(r.tokens, gamma) for r, gamma in zip(requests, gammas, strict=True)]
+        return [self.script(r.sequence.tokens, gamma) for r, gamma in zip(requests, gammas, strict=True)]
 
 
 @pytest.mark.parametrize("kind", ["wrong", "random", "right", "fewer"])
@@ -203,7 +204,7 @@ def test_any_drafts_leave_the_output_alone(kind: str, tiny_artifact: Callable[[s
                 return right[: draw.randrange(gamma + 1)]
             return right if kind == "right" else [(token + 1) % llm.vocab_size for token in right]
 
-        llm.engine.speculator, llm.engine.gamma = Scripted(llm, script), 5
+        llm.engine.speculation.drafter, llm.engine.speculation.gamma = Scripted(llm, script), 5
         assert generate(llm, logprobs=0) == plain
         request = llm.generate(PROMPTS[0], temperature=0, max_tokens=TOKENS, logprobs=0)[0]
     if kind == "right":
@@ -217,7 +218,7 @@ def test_drafts_are_drawn_as_the_target_draws(artifact: Callable[[str], Path]) -
     """At a temperature more drafts stay than greedy ones would, and rejection sampling keeps its promises."""
     params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, seed=1, max_tokens=60, logprobs=21)
     with qcompile.load(artifact("qspec"), threads=1, gamma=4) as llm:
-        speculator = llm.engine.speculator
+        speculator = llm.engine.speculation.drafter
         assert speculator
         kept = []
         greedy = lambda requests, gammas, distributions: speculator.propose(requests, gammas)  # noqa: E731
@@ -246,7 +247,7 @@ def test_metrics_say_what_happened(artifact: Callable[[str], Path]) -> None:
         assert found.tokens_per_round == 1 + kept / found.rounds
         assert len(found.accepted_per_position) == 3
     with qcompile.load(artifact("qspec"), threads=1, gamma=0) as llm:
-        assert llm.engine.speculator is None
+        assert llm.engine.speculation.drafter is None
         assert llm.generate(PROMPTS[0], temperature=0, max_tokens=4)[0].speculation is None
 
 
@@ -274,13 +275,13 @@ def test_a_lookup_proposes_past_the_levels_between(artifact: Callable[[str], Pat
         with qcompile.load(artifact("three levels"), threads=1, gamma=2) as llm:
             request = llm.engine.add(tokens[:-1], SamplingParams(temperature=0, max_tokens=90, ignore_eos=True))
             llm.engine.step()
-            request.tokens[-1] = tokens[-1]  # as if the target had said so
-            speculator = llm.engine.speculator
+            request.sequence.tokens[-1] = tokens[-1]  # as if the target had said so
+            speculator = llm.engine.speculation.drafter
             assert isinstance(speculator, Speculator)
-            gained, rounds = speculator.rounds([request], [2], 1, [len(request.tokens) + 10])
+            gained, rounds = speculator.rounds([request], [2], 1, [len(request.sequence.tokens) + 10])
             assert rounds == 1 and request.drafts.metrics.drafted[: len(proposed)] == proposed
             llm.engine.cancel(request)
-            llm.engine.gamma = 0
+            llm.engine.speculation.gamma = 0
             plain = llm.generate(tokens, temperature=0, max_tokens=len(gained[0]), ignore_eos=True)[0]
             assert plain.outputs[0].token_ids == gained[0]
 
@@ -334,11 +335,11 @@ def test_a_draft_of_another_tokenizer(tiny_checkpoint: Path, tmp_path: Path) -> 
             plain, drawn = generate(llm, short), generate(llm, short, temperature=0.8, seed=2)
         for threshold in (0.0, 0.9):
             with qcompile.load(out, threads=1, gamma=4) as llm:
-                assert isinstance(llm.engine.speculator, Reencoder)
-                llm.engine.speculator.threshold = threshold
+                assert isinstance(llm.engine.speculation.drafter, Reencoder)
+                llm.engine.speculation.drafter.threshold = threshold
                 assert generate(llm, short) == plain
                 assert generate(llm, short, temperature=0.8, seed=2) == drawn
-                assert llm.engine.speculator.pool.used == 0
+                assert llm.engine.speculation.drafter.pool.used == 0
                 drafted = llm.generate(PROMPTS[0], temperature=0, max_tokens=TOKENS)[0].speculation
                 assert (drafted is None) == (threshold == 0.9)
     with pytest.raises(UnsupportedError, match="another tokenizer: it can only draft alone"):
@@ -361,7 +362,7 @@ def test_a_draft_that_spells_what_the_target_has_no_number_for() -> None:
     draft: Any = SimpleNamespace(limits=Limits(64, 257, 64, 512), step=step, close=lambda: None)
     with fake_llm(tokenizer=known) as llm:
         drafter = Reencoder(known, byte_tokenizer(), draft, BlockPool(8, 64), None, 0.0, VOCAB)
-        llm.engine.speculator = drafter
+        llm.engine.speculation.drafter = drafter
         request = llm.engine.add(known.encode("b").ids, SamplingParams(temperature=0))
         assert spelled[1:] == [VOCAB] and drafter.propose([request], [3]) == [spelled[:1]]
         llm.engine.cancel(request)
@@ -379,10 +380,10 @@ def test_a_text_that_the_draft_cannot_read_is_not_drafted_for(unknown: str) -> N
 
     draft: Any = SimpleNamespace(limits=Limits(64, 257, 64, 512), step=step, close=lambda: None)
     with fake_llm(tokenizer=letters) as llm:
-        llm.engine.speculator = Reencoder(letters, own, draft, BlockPool(8, 64), None, 0.0, VOCAB)
+        llm.engine.speculation.drafter = Reencoder(letters, own, draft, BlockPool(8, 64), None, 0.0, VOCAB)
         for text, known in (("a", True), ("c" if unknown == "word" else "b", False)):
             request = llm.engine.add(letters.encode(text).ids, SamplingParams(temperature=0))
-            assert [bool(draft) for draft in llm.engine.speculator.propose([request], [1])] == [known]
+            assert [bool(draft) for draft in llm.engine.speculation.drafter.propose([request], [1])] == [known]
             llm.engine.cancel(request)
 
 
@@ -444,7 +445,7 @@ def test_cache_too_small_and_cancelled_neighbours(artifact: Callable[[str], Path
     draw = random.Random(2)
     with qcompile.load(artifact("two levels"), threads=1, gamma=4, kv_cache_bytes=3 * page) as llm:
         llm.engine.scheduler.max_tokens = 23
-        llm.engine._bursts.steps = lambda batch: 1  # type: ignore[method-assign]  # else their number goes by the time they take
+        fix_calls(llm.engine, 1)
         wanted = SamplingParams(temperature=0, max_tokens=90)
         prompts = [draw.choice((PROMPTS[0], PROMPTS[2], PROMPTS[4])) for _ in range(12)]
         requests = [llm.engine.add(llm.encode(prompt), wanted) for prompt in prompts]
@@ -475,10 +476,10 @@ def test_many_requests_whose_drafts_lag_behind_fit_into_a_step(
             params = [SamplingParams(seed=seed, max_tokens=20, ignore_eos=True, **options) for seed in range(100)]
             requests = [engine.add([seed + 1] * 20, one) for seed, one in enumerate(params)]
             for steps, drafts in ((7, gamma), (6, 0)):  # the first four take the prompts
-                engine.gamma = drafts
+                engine.speculation.gamma = drafts
                 for _ in range(steps):
                     engine.step()
-            engine.gamma = gamma
+            engine.speculation.gamma = gamma
             while engine.busy:
                 engine.step()
             assert not gamma or requests[0].drafts.metrics.rounds > 0

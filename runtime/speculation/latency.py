@@ -1,4 +1,4 @@
-"""Estimates of how long steps and rounds take on this machine now, relative to a table, and of their uncertainty.
+"""A model of the latency of steps and rounds on this machine now: estimates relative to a table, and their uncertainty.
 
 The times in a table hold where and when they were measured. Later, cores may or may not share a cache, other programs
 may compete for memory bandwidth, or texts may be longer. Some of this changes within seconds, and a single call can be
@@ -39,12 +39,12 @@ _OUTLIER_SIGMAS = 3.0
 """Standard deviations beyond which a call counts only if the next one agrees, which means that the machine changed."""
 
 
-class Pace:
+class LatencyModel:
     """Logarithms of the time of plain steps, and of rounds relative to plain steps, each minus the table's.
 
     gammas: those of the table. The state is [plain, rounds of each gamma in ascending order]. It is kept in lists,
-    because this code runs between calls of a model that fills the CPU's caches: numpy's code would have to be
-    loaded from memory again.
+    because this code runs between calls of a model that fills the CPU's caches: numpy's code would have to be loaded
+    from memory again.
     """
 
     def __init__(self, gammas: Iterable[int]) -> None:
@@ -69,27 +69,27 @@ class Pace:
         """Estimate for a round, relative to plain steps."""
         return self._mean[self._index[gamma]]
 
-    def doubt(self, gamma: int) -> float:
+    def deviation(self, gamma: int) -> float:
         """Standard deviation of `rounds`."""
         at = self._index[gamma]
         variance = self._covariance[at][at] + self._tokens * self._drift[at][at]
         return math.sqrt(max(0.0, min(variance, _MAX_VARIANCE)))
 
-    def apart(self, gamma: int, other: int) -> float:
+    def difference_deviation(self, gamma: int, other: int) -> float:
         """Standard deviation of the difference between `rounds` of two gammas."""
         one, two = self._index[gamma], self._index[other]
         known, drift = (m[one][one] + m[two][two] - 2 * m[one][two] for m in (self._covariance, self._drift))
         return math.sqrt(max(0.0, known + self._tokens * drift))
 
-    def passed(self, tokens: float) -> None:
-        """Note that a request has advanced by `tokens`, which adds drift."""
+    def advance(self, tokens: float) -> None:
+        """Note that a request has advanced by `tokens` tokens, which adds drift."""
         self._tokens += tokens
 
-    def stepped(self, seen: float, steps: int) -> None:
+    def observe_steps(self, seen: float, steps: int) -> None:
         """Note a call of plain steps; seen: logarithm of a step's time over the table's."""
         self._update(seen, 0, steps, 1)
 
-    def rounded(self, gamma: int, seen: float, rounds: int) -> None:
+    def observe_rounds(self, gamma: int, seen: float, rounds: int) -> None:
         """Note a call of rounds; seen: logarithm of a round's time over the table's."""
         self._update(seen, self._index[gamma], rounds, 2)
 

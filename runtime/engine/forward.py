@@ -1,0 +1,44 @@
+"""Logits of every position of given texts, for evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from qcompile.errors import ResourceError
+from qcompile.runtime.engine.scheduler import Scheduler
+from qcompile.runtime.sampling.sampling import FloatArray
+from qcompile.runtime.step import Rows, StepExecutor
+
+
+def sequence_logits(
+    executor: StepExecutor, scheduler: Scheduler, sequences: Sequence[Sequence[int]], chunk: int
+) -> Iterator[tuple[int, int, FloatArray]]:
+    """Logits of every position of sequences of equal length, `chunk` positions of each sequence per step.
+
+    Yields (sequence index, first position, logits [positions, vocab]); the logits are valid until the next item.
+    The sequences take pages of their own. Running requests may be preempted for them and are recomputed later. No step
+    may be pending.
+    """
+    pool = scheduler.pool
+    length, rows = len(sequences[0]), executor.limits.max_tokens
+    chunk = min(chunk, length, rows)
+    need = pool.pages_for(length)
+    together = max(1, min(rows // chunk, pool.total // need, len(sequences)))
+    for first in range(0, len(sequences), together):
+        batch = range(first, min(first + together, len(sequences)))
+        while pool.free < need * len(batch) and scheduler.running:
+            scheduler.preempt()
+        if pool.free < need * len(batch):
+            raise ResourceError(f"{length} tokens need {need} KV pages, {pool.free} are free")
+        pages = {index: pool.take(need) for index in batch}
+        try:
+            for start in range(0, length, chunk):
+                end = min(start + chunk, length)
+                parts = [Rows(sequences[i][start:end], start, pages[i], end - start) for i in batch]
+                _, logits = executor.step(parts, logits=True)
+                assert logits is not None
+                for at, index in enumerate(batch):
+                    yield index, start, logits[at * (end - start) : (at + 1) * (end - start)]
+        finally:
+            for held in pages.values():
+                pool.give_back(held)

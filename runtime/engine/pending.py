@@ -1,0 +1,51 @@
+"""Asynchronous steps: an executor runs a step while the host does other work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from qcompile.runtime.engine.plan import StepPlan
+from qcompile.runtime.request import Request
+from qcompile.runtime.step import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A step that has been started and not waited for. Its requests know of it (`SequenceState.begin_step`).
+
+    wait: returns the step's tokens. started: when the host started it, on the monotonic clock; the step may have run
+    later, after the step before it. decoding: whether each request had only its last token to compute.
+    """
+
+    plan: StepPlan
+    rows: Sequence[Rows]
+    wait: Callable[[], list[int]]
+    started: float
+    decoding: bool
+
+    @staticmethod
+    def begin(plan: StepPlan, rows: Sequence[Rows], wait: Callable[[], list[int]], started: float) -> PendingStep:
+        """The step of `plan`, which has just been started; its requests are told of it."""
+        step = PendingStep(plan, rows, wait, started, plan.decoding)
+        outputs = 0
+        for (request, count, tokens), row in zip(step._shares(), rows, strict=True):
+            outputs += row.outputs
+            request.sequence.begin_step(count, tokens, outputs - 1)
+        return step
+
+    def result(self) -> list[int]:
+        """Wait for the step, and return its tokens."""
+        return self.wait()
+
+    def end(self) -> None:
+        """Tell the requests that the step is no longer pending, except those that have ended since it was started."""
+        for request, count, tokens in self._shares():
+            if request.output.finish_reason is None:
+                request.sequence.end_step(count, tokens)
+
+    def _shares(self) -> Iterator[tuple[Request, int, int]]:
+        """The requests, each with the number of rows that the step computes and of tokens that it appends."""
+        steps = self.plan.steps
+        for request, row in zip(self.plan.requests, self.rows, strict=True):
+            yield request, steps * len(row.tokens), steps * (row.outputs > row.known)

@@ -1,0 +1,143 @@
+"""What a step's tokens change in their requests: tokens, text, log probabilities, and the end of the request.
+
+It is done in two stages. `append` and its neighbours run as soon as tokens are known, and decide what the next step
+needs: which requests continue, and with which tokens. `publish` adds text and log probabilities to the output; it may
+run while the executor computes the next step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import TYPE_CHECKING
+
+from qcompile.runtime.detokenizer import spelled
+from qcompile.runtime.engine.choose import NO_TOKEN
+from qcompile.runtime.engine.plan import StepPlan
+from qcompile.runtime.engine.scheduler import Scheduler
+from qcompile.runtime.engine.stops import end_text, extend_text
+from qcompile.runtime.request import Request
+from qcompile.runtime.sampling.logprobs import Logprob, prompt_logprobs, reported_logprobs
+from qcompile.runtime.step import Rows
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """New tokens of a request that are not published yet.
+
+    finish_reason: why the request ends with them; None if it continues, as far as is known without the text. logprobs:
+    of the tokens that the host has chosen.
+    """
+
+    request: Request
+    tokens: list[int]
+    finish_reason: str | None
+    logprobs: Sequence[dict[int, Logprob]] = ()
+
+
+class Postprocessor:
+    """Changes the requests of an engine after a step. eos: the tokens that end a text."""
+
+    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer | None, eos: Sequence[int]) -> None:
+        self._scheduler, self._eos = scheduler, frozenset(eos)
+        self.spell = cache(partial(spelled, tokenizer)) if tokenizer else None
+        """Gives a token's text; None if the artifact has no tokenizer."""
+
+    def append_all(self, plan: StepPlan, rows: Sequence[Rows], tokens: Sequence[int], now: float) -> list[Update]:
+        """Append the tokens of a step without drafts that ended at `now`.
+
+        A single step gives one token for each request that has its last token in it. A multi-step decode gives tokens
+        [steps, requests], flattened.
+        """
+        updates, batch, at = [], len(plan.requests), 0
+        for index, (request, row) in enumerate(zip(plan.requests, rows, strict=True)):
+            start, first, at = at, at + row.known, at + row.outputs
+            new = list(tokens[index::batch] if plan.steps > 1 else tokens[first:at])
+            if request.output.finish_reason is not None:  # cancelled, or ended by a stop text, while the step ran
+                continue
+            request.sequence.computed += len(row.tokens) * plan.steps
+            if end := self.note_prompt(request, tokens[start:first], now):
+                updates.append(end)
+            elif new:
+                request.sampler.took(new)
+                updates.append(self.append(request, new, now))
+        return updates
+
+    def note_prompt(self, request: Request, chosen: Sequence[int], now: float) -> Update | None:
+        """Keep the reports of the prompt's tokens that a step has written. Returns the end of the request, if it ends.
+
+        `chosen` are the tokens that the step chose in their places: NO_TOKEN where logits are not finite.
+        """
+        if (reports := request.sampler.take_known()) is not None:
+            request.prompt_report.add(reports)
+        if NO_TOKEN in chosen:
+            return self._end(request, [], "error", now)
+        report, spec = request.prompt_report, request.spec
+        only_prompt = spec.max_length == spec.prompt_length and report.complete
+        return self._end(request, [], "length", now) if only_prompt else None
+
+    def append(
+        self, request: Request, tokens: list[int], now: float, logprobs: Sequence[dict[int, Logprob]] = ()
+    ) -> Update:
+        """Append new tokens, without text. Frees the pages at an end of text, the request's limit, or NO_TOKEN."""
+        reason: str | None = None
+        if NO_TOKEN in tokens:
+            tokens, reason = tokens[: tokens.index(NO_TOKEN)], "error"
+        if not request.params.ignore_eos and not self._eos.isdisjoint(tokens):
+            tokens = tokens[: next(i for i, token in enumerate(tokens) if token in self._eos) + 1]
+            reason = "stop"
+        output, sequence = request.output, request.sequence
+        if not output.token_ids:
+            request.metrics.first_token_time = now
+        sequence.tokens += tokens
+        output.token_ids += tokens
+        if reason in (None, "error") and len(sequence.tokens) >= request.spec.max_length:
+            reason = "length"
+        return self._end(request, tokens, reason, now, logprobs) if reason else Update(request, tokens, None, logprobs)
+
+    def _end(
+        self, request: Request, tokens: list[int], reason: str, now: float, logprobs: Sequence[dict[int, Logprob]] = ()
+    ) -> Update:
+        """Free the pages of a request that ends with these tokens."""
+        request.metrics.finished_time = now
+        self._scheduler.release(request)
+        return Update(request, tokens, reason, logprobs)
+
+    def publish(self, update: Update) -> bool:
+        """Add the text and the log probabilities of new tokens to the output. Returns whether the request ends.
+
+        A stop text in the new text ends the request, too, possibly before the last of the tokens.
+        """
+        request, output, tokens = update.request, update.request.output, update.tokens
+        if update.logprobs:
+            output.add_logprobs(tokens, update.logprobs[: len(tokens)])
+        if (surplus := len(tokens) - extend_text(request, tokens)) > 0:
+            tokens = tokens[:-surplus]
+            del request.sequence.tokens[-surplus:], output.token_ids[-surplus:]
+        if request.prompt_report.pieces and request.prompt_report.complete and update.finish_reason != "error":
+            self._publish_prompt(request)
+        if (reports := request.sampler.take_reports()) is not None:
+            output.add_logprobs(tokens, reported_logprobs(reports, tokens, self.spell, request.params.logprobs))
+        output.drop_logprobs()
+        return output.stop_reason is not None or update.finish_reason is not None
+
+    def _publish_prompt(self, request: Request) -> None:
+        """Add the log probabilities of the whole prompt to the output."""
+        report = request.prompt_report
+        pieces, report.pieces = report.pieces, []
+        most = request.params.prompt_logprobs or 0
+        report.logprobs = prompt_logprobs(request.sequence.tokens, pieces, self.spell, most)
+
+    def finish(self, request: Request, reason: str) -> None:
+        """End a request: its output is complete, and its pages are free."""
+        output = request.output
+        if not request.metrics.finished_time:
+            request.metrics.finished_time = time.monotonic()
+        end_text(request)
+        output.finish_reason = "stop" if output.stop_reason is not None and reason != "abort" else reason
+        self._scheduler.release(request)

@@ -1,0 +1,187 @@
+"""A request: one sample of one prompt, from its arrival to its end.
+
+Each part of a request has one module that changes it:
+
+- `spec`, what the caller asked for: nobody; it is immutable.
+- `sequence`, its tokens and KV pages: engine/scheduler.py the pages, and the computed positions when the request starts
+  or ends; engine/postprocess.py the tokens; whoever runs a step, the positions that it has computed
+  (engine/runner.py, engine/postprocess.py, and speculators for their rounds).
+- `prompt_report`, the log probabilities of the prompt: engine/postprocess.py.
+- `sampler`, its random numbers and penalties: itself, when an executor or the engine chooses a token.
+- `drafts`, its state in speculation: runtime/speculation/ and the devices' speculators.
+- `output`, `metrics` and `stream`, what the caller sees: engine/postprocess.py, and scheduling times the scheduler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from qcompile.runtime.detokenizer import Detokenizer
+from qcompile.runtime.engine.prefixes import CachedPage
+from qcompile.runtime.outputs import CompletionOutput, RequestMetrics, SpeculationMetrics
+from qcompile.runtime.sampling.accept import Distribution
+from qcompile.runtime.sampling.logprobs import DoubleArray, Logprob
+from qcompile.runtime.sampling.sampling import Sampler, SamplingParams
+
+_CALL_DECAY = 0.9
+"""Weight of a request's earlier rounds after each further call of rounds: acceptance changes along a text."""
+
+_STEP_DECAY = 0.5 ** (1 / 48)
+"""The same after each plain step, which tells nothing about acceptance."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """What the caller asked for.
+
+    prompt_length: tokens of the prompt. max_length: tokens of prompt and output at which the request ends, by its
+    max_tokens or the context.
+    """
+
+    id: int
+    prompt_length: int
+    max_length: int
+    params: SamplingParams
+
+
+@dataclass(eq=False, slots=True)
+class SequenceState:
+    """The tokens of a request and their place in the KV cache, including what pending steps will add.
+
+    A pending step is one that has been started and has not been waited for (engine/pending.py).
+    """
+
+    tokens: list[int]
+    """The prompt, followed by the generated tokens."""
+    pages: list[int] = field(default_factory=list)
+    """KV pages that the request holds, in the order of positions."""
+    computed: int = 0
+    """Positions that have keys and values in the cache, while the request runs."""
+    cached_page: CachedPage | None = None
+    """The last of its pages that other requests can find (engine/prefixes.py)."""
+    pending_rows: int = 0
+    """Rows in pending steps."""
+    pending_tokens: int = 0
+    """Tokens that the pending steps will append."""
+    pending_output: int = 0
+    """Index of the last of these tokens among the outputs of the newest pending step."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens after all pending steps."""
+        return len(self.tokens) + self.pending_tokens
+
+    @property
+    def scheduled(self) -> int:
+        """Positions with keys and values in the cache after all pending steps."""
+        return self.computed + self.pending_rows
+
+    @property
+    def uncomputed(self) -> int:
+        """Tokens that no step has computed and no pending step computes; 1 while decoding."""
+        return self.length - self.scheduled
+
+    def begin_step(self, rows: int, tokens: int, output: int) -> None:
+        """A pending step computes `rows` rows and appends `tokens` tokens; its output `output` gives the last token."""
+        self.pending_rows += rows
+        self.pending_tokens += tokens
+        self.pending_output = output
+
+    def end_step(self, rows: int, tokens: int) -> None:
+        """The step with these numbers is no longer pending."""
+        self.pending_rows -= rows
+        self.pending_tokens -= tokens
+
+    def abandon_steps(self) -> None:
+        """No pending step will append tokens any more. The positions that they compute are in the cache afterwards."""
+        self.computed, self.pending_rows, self.pending_tokens = self.scheduled, 0, 0
+
+
+@dataclass(eq=False, slots=True)
+class PromptReport:
+    """Log probabilities of a prompt's tokens, as far as the caller wants them (`SamplingParams.prompt_logprobs`).
+
+    prompt_length: tokens of the prompt.
+    """
+
+    prompt_length: int
+    scored: int
+    """Positions that need no report of the token after them any more. That token is part of the prompt."""
+    pieces: list[DoubleArray] = field(default_factory=list)
+    """Reports of executors, in the order of positions, until the whole prompt is reported."""
+    logprobs: list[dict[int, Logprob] | None] | None = None
+    """The log probabilities of all tokens, once the whole prompt is reported."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all wanted log probabilities are reported."""
+        return self.scored >= self.prompt_length - 1
+
+    def add(self, reports: DoubleArray) -> None:
+        """Keep the reports of further tokens."""
+        self.pieces.append(reports)
+        self.scored += len(reports)
+
+
+@dataclass(slots=True)
+class SpeculationState:
+    """A request's state in speculation.
+
+    cached: positions that each draft stage's own cache holds. kept, missed: accepted drafts, and rounds that ended with
+    a rejection; older ones count less.
+    """
+
+    cached: list[int] = field(default_factory=list)
+    kept: float = 0.0
+    missed: float = 0.0
+    proposed: list[Distribution] = field(default_factory=list)
+    """The distributions from which the drafts of the current round were sampled."""
+    metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
+
+    def observe(self, kept: int, missed: int) -> None:
+        """Note a call of rounds: the drafts that it accepted, and its rounds that ended with a rejection."""
+        self.kept = self.kept * _CALL_DECAY + kept
+        self.missed = self.missed * _CALL_DECAY + missed
+
+    def fade(self, steps: int) -> None:
+        """Note plain steps."""
+        self.kept *= _STEP_DECAY**steps
+        self.missed *= _STEP_DECAY**steps
+
+
+@dataclass(eq=False, slots=True)
+class StreamState:
+    """What is needed to continue the output's text. detokenizer: None if the artifact has no tokenizer."""
+
+    detokenizer: Detokenizer | None
+    held_text: str = ""
+    """Text that may turn out to be the start of a stop text, and is not in the output yet."""
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One sample of one prompt. The module's docstring tells who changes which part."""
+
+    spec: RequestSpec
+    sequence: SequenceState
+    prompt_report: PromptReport
+    sampler: Sampler
+    output: CompletionOutput
+    metrics: RequestMetrics
+    stream: StreamState
+    drafts: SpeculationState = field(default_factory=SpeculationState)
+
+    @property
+    def id(self) -> int:
+        """The number of the request, unique in its engine."""
+        return self.spec.id
+
+    @property
+    def params(self) -> SamplingParams:
+        """The sampling parameters that the caller asked for."""
+        return self.spec.params
+
+    @property
+    def reusable(self) -> int:
+        """Positions that may be taken from the cache instead of computed: those with logits that nobody reports."""
+        return len(self.sequence.tokens) if self.prompt_report.complete else self.prompt_report.scored
