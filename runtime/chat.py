@@ -21,10 +21,10 @@ Render = Callable[[list[Message]], str]
 
 
 def chat_template(out: Path, files: dict[str, Any]) -> Render | None:
-    """The chat template of an artifact whose manifest has `files`, as a function of the messages; None without one.
+    """The chat template of the artifact at `out`, as a function of the messages; None without one.
 
-    Templates run in a sandbox with the functions and filters that transformers provides. Tools and documents are not
-    supported.
+    files: those of the artifact's manifest. Templates run in a sandbox with the functions and filters that transformers
+    provides. Tools and documents are not supported.
     """
     source, special = _template_source(out, files)
     if source is None:
@@ -72,12 +72,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
         """JSON without the HTML escapes of Jinja's own `tojson`."""
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    found = ImmutableSandboxedEnvironment(
+    environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
-    found.globals |= {"raise_exception": refuse, "strftime_now": now}
-    found.filters["tojson"] = as_json
-    return found
+    environment.globals |= {"raise_exception": refuse, "strftime_now": now}
+    environment.filters["tojson"] = as_json
+    return environment
 
 
 def _template_source(out: Path, files: dict[str, Any]) -> tuple[str | None, dict[str, str]]:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-BROKEN = "\ufffd"  # stands for bytes that are not (yet) a character
-_CONTEXT = 6  # tokens of the prompt to decode along: some decoders strip a space at the start of a text
-_MOST_CONTEXT = 256  # if those are special tokens without text
-_MAX_HELD = 32
+BROKEN = "\ufffd"  # stands for bytes that are no character, or not yet
+_CONTEXT = 6  # tokens of the prompt before the window: some decoders strip a space at the start of a text
+_MOST_CONTEXT = 256  # the same where these are special tokens without text
+_MAX_HELD = 32  # most characters of incomplete text that are held back
 
 
 def spelled(tokenizer: Tokenizer, token: int) -> str:
@@ -26,6 +26,10 @@ class Detokenizer:
 
     Special tokens have no text. The whole text equals the tokenizer's own decoding of all tokens after the prompt, and
     does not depend on how the tokens are divided among calls.
+
+    `tokenizers.decoders.DecodeStream` gives other results (tests/runtime/test_text.py shows each): it never returns an
+    incomplete character at the end of a text, holds any number of invalid bytes back, raises an exception on some
+    invalid bytes of a tokenizer with byte fallback, and cannot be copied, which the search for stop texts needs.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:

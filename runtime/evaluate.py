@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 _BLOCK = 16
-"""Rows whose likelihood is computed at once."""
+"""Rows for which the likelihood is computed at once."""
 
 
 class LogitsSource(Protocol):

@@ -44,8 +44,11 @@ class LLM:
         keep: object = None,
         remember: int | None = None,
     ) -> None:
-        """Use `load` instead. `keep` is kept alive as long as the model: the memory of its weights. remember: most free
-        pages that keep their text, None for all."""
+        """Use `load` instead.
+
+        keep: kept alive as long as the model, such as the memory of its weights. remember: most free KV pages that keep
+        their text for reuse; None for all.
+        """
         model = manifest["model"]
         self.executor, self.manifest, self.tokenizer = executor, manifest, tokenizer
         self.vocab_size: int = executor.limits.vocab
@@ -149,7 +152,7 @@ class LLM:
                     pass
 
     def lend(self, lent: bool = True) -> None:
-        """Let one thread of a server step the engine from now on, or no longer. Meanwhile all other use is refused.
+        """Let one thread of a server step the engine from now on, or no longer; until then all other use is refused.
 
         Raises UsageError while requests are unfinished: the server's steps would take their outputs.
         """
@@ -160,10 +163,10 @@ class LLM:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Exclusive use of the engine by this thread. On leaving, the requests of ended runs are cancelled.
+        """Exclusive use of the engine by this thread. At the end, the requests of ended runs are cancelled.
 
-        They are cancelled here because abandoned streams end when Python collects garbage, possibly within a step of
-        the same thread.
+        They are cancelled here because an abandoned stream ends when Python collects garbage, possibly during a step
+        of the same thread.
         """
         if self._forked:
             raise UsageError(
@@ -188,9 +191,9 @@ class LLM:
 
     @property
     def _forked(self) -> bool:
-        """Whether this process is a fork of the one that loaded the model, and lacks its threads or its GPU.
+        """Whether this process is a fork of the one that loaded the model, and lacks the model's threads or its GPU.
 
-        Waiting for those would never end. A model that computes only in its caller's thread works in a fork, too.
+        Waiting for them would never end. A model that computes only in its caller's thread works in a fork, too.
         """
         return os.getpid() != self._process and self.threads != 1
 

@@ -46,7 +46,7 @@ class CompletionOutput:
 class RequestMetrics:
     """Times of a request on the monotonic clock, in seconds; 0 for an event that has not happened yet.
 
-    cached_tokens: tokens of the prompt whose keys and values were in the cache already.
+    cached_tokens: tokens of the prompt that had their keys and values in the cache already.
     """
 
     arrival_time: float = 0.0

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(root: Path, files: dict[str, Any], name: str = "tokenizer.json") -> Tokenizer | None:
-    """Load and verify the tokenizer `name` of an artifact whose manifest has `files`; None if it has none."""
+    """Load and verify the tokenizer `name` of the artifact at `root`; None if it has none.
+
+    files: those of the artifact's manifest. Raises ArtifactError.
+    """
     content = listed_file(root, files, name)
     if content is None:
         return None
@@ -31,14 +34,14 @@ def load_tokenizer(root: Path, files: dict[str, Any], name: str = "tokenizer.jso
 def encode(tokenizer: Tokenizer, text: str, special: bool = True) -> list[int]:
     """A prompt's token numbers, with `special` including the tokens that the tokenizer adds. Raises UsageError.
 
-    Other threads run meanwhile, which `Tokenizer.encode` would prevent: encoding a long text takes seconds.
+    Other threads run during the encoding of a long text, which takes seconds; `Tokenizer.encode` would block them.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise UsageError(f"the prompt is not valid Unicode at character {error.start}: give UTF-8") from error
     try:
-        found: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
     except Exception as error:  # tokenizers raises plain Exception for unknown text without an unknown token
         raise UsageError(f"the prompt is outside the tokenizer's vocabulary: {error}") from error
-    return found
+    return ids

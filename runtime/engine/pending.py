@@ -12,7 +12,7 @@ from qcompile.runtime.step import Rows
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A step that has been started and not waited for. Its requests know of it (`SequenceState.begin_step`).
+    """A step that has been started and not waited for. Its requests count its tokens (`SequenceState.begin_step`).
 
     wait: returns the step's tokens. started: when the host started it, on the monotonic clock; the step may have run
     later, after the step before it. decoding: whether each request had only its last token to compute.
@@ -26,7 +26,7 @@ class PendingStep:
 
     @staticmethod
     def begin(plan: StepPlan, rows: Sequence[Rows], wait: Callable[[], list[int]], started: float) -> PendingStep:
-        """The step of `plan`, which has just been started; its requests are told of it."""
+        """The step of `plan`, which has just been started. Notes in its requests that it is pending."""
         step = PendingStep(plan, rows, wait, started, plan.decoding)
         outputs = 0
         for (request, count, tokens), row in zip(step._shares(), rows, strict=True):
@@ -39,7 +39,7 @@ class PendingStep:
         return self.wait()
 
     def end(self) -> None:
-        """Tell the requests that the step is no longer pending, except those that have ended since it was started."""
+        """Note in the requests that the step is no longer pending, except in those that have ended since its start."""
         for request, count, tokens in self._shares():
             if request.output.finish_reason is None:
                 request.sequence.end_step(count, tokens)

@@ -13,7 +13,7 @@ from qcompile.runtime.step import Rows
 class StepPlan:
     """One call of the executor: `counts[i]` rows of `requests[i]`.
 
-    With `steps` > 1 it is a multi-step decode: that many steps of one row a request, each with the tokens of the step
+    With `steps` > 1 it is a multi-step decode: `steps` steps of one row a request, each with the tokens of the step
     before.
     """
 

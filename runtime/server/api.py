@@ -17,14 +17,14 @@ from qcompile.runtime.sampling.sampling import SamplingParams
 
 MOST_LOGPROBS = 20
 MOST_STOP_CHARACTERS = 4096
-"""Most characters of a request's stop texts together: at every token they are searched for, while all requests wait."""
+"""Most characters of a request's stop texts together: each search for them delays all other requests."""
 
 
 Count = Annotated[int, Field(ge=1)]
 
 
 class Part(BaseModel):
-    """A part of a request. Of unknown fields only one is reported: describing a million errors takes a minute."""
+    """A part of a request. Only one unknown field is reported: a description of a million errors takes a minute."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     idle: ClassVar[dict[str, tuple[object, ...]]] = {}
@@ -43,7 +43,7 @@ class Part(BaseModel):
 
 
 def _token_number(name: str) -> int | str:
-    """The token number that a field is named by, as JSON has no other names; anything else as it is."""
+    """The token number that names a field, as a number (JSON has only texts as names); anything else unchanged."""
     return int(name) if name.isascii() and name.isdigit() and len(name) < 19 else name
 
 
@@ -91,7 +91,7 @@ class Common(Part):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     metadata: dict[str, Any] | None = None
-    """Like the three fields before, it identifies the caller and does not affect the response."""
+    """Identifies the caller, like the three fields before it, and does not affect the response."""
 
     def sampling(self, **more: Any) -> SamplingParams:
         """The sampling parameters; fields that were not given have SamplingParams' defaults. Raises UsageError."""
@@ -133,7 +133,7 @@ class CompletionRequest(Common):
             raise UsageError("max_tokens must be at least 1, or echo true for the prompt alone")
         reported = self.logprobs
         if self.max_tokens == 0 and reported is None:
-            reported = 0  # the prompt is all that is asked for, and is computed although nothing of it is told
+            reported = 0  # the prompt is all that is asked for: it is computed even if nothing of it is reported
         known = reported if self.echo else None
         return self.sampling(max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=known)
 
@@ -193,32 +193,32 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 def completion_choice(
     index: int, sample: CompletionOutput, characters: int, tokens: int, offset: int
 ) -> tuple[dict[str, Any], int]:
-    """A choice of /v1/completions: what was added after the first `characters` and `tokens`, and the next offset.
+    """A choice of /v1/completions after its first `characters` and `tokens`, and the offset of the next token.
 
-    offset: the next token's, in characters of the spellings of all tokens before it. (The text may lag behind these,
-    as the start of a possible stop text and incomplete characters are held back.)
+    offset: that of the first token here, in characters of the spellings of all tokens before it. (The text may lag
+    behind these, as the start of a possible stop text and incomplete characters are held back.)
     """
-    found = None
+    columns = None
     if sample.logprobs is not None:
-        found = _columns(sample.token_ids[tokens:], sample.logprobs[tokens:])
-        *found["text_offset"], offset = accumulate(map(len, found["tokens"]), initial=offset)
+        columns = _columns(sample.token_ids[tokens:], sample.logprobs[tokens:])
+        *columns["text_offset"], offset = accumulate(map(len, columns["tokens"]), initial=offset)
     text = sample.text[characters:]
-    return {"index": index, "text": text, "logprobs": found, "finish_reason": sample.finish_reason}, offset
+    return {"index": index, "text": text, "logprobs": columns, "finish_reason": sample.finish_reason}, offset
 
 
 def prompt_columns(text: str, first: str, output: RequestOutput) -> dict[str, list[Any]]:
-    """The log probabilities of an echoed prompt, whose first token is spelled `first` and has none.
+    """The log probabilities of an echoed prompt. Its first token is spelled `first` and has no log probability.
 
     The last token ends where the text does: special tokens may precede the text.
     """
     assert output.prompt_logprobs is not None
     rest = [each for each in output.prompt_logprobs if each is not None]
-    found = _columns(output.prompt_token_ids[1:], rest)
+    columns = _columns(output.prompt_token_ids[1:], rest)
     for name, nothing in (("tokens", first), ("token_logprobs", None), ("top_logprobs", None)):
-        found[name].insert(0, nothing)
-    start = len(text) - sum(map(len, found["tokens"]))
-    *offsets, _ = accumulate(map(len, found["tokens"]), initial=start)
-    return found | {"text_offset": [max(offset, 0) for offset in offsets]}
+        columns[name].insert(0, nothing)
+    start = len(text) - sum(map(len, columns["tokens"]))
+    *offsets, _ = accumulate(map(len, columns["tokens"]), initial=start)
+    return columns | {"text_offset": [max(offset, 0) for offset in offsets]}
 
 
 def _columns(tokens: Sequence[int], logprobs: Sequence[dict[int, Logprob]]) -> dict[str, list[Any]]:
@@ -247,13 +247,13 @@ def _spelled(one: Logprob) -> str:
     return one.decoded_token or ""
 
 
-def _by_spelling(found: Iterable[Logprob]) -> dict[str, float]:
+def _by_spelling(logprobs: Iterable[Logprob]) -> dict[str, float]:
     """Log probabilities by spelling. Of tokens with equal spellings (parts of characters) the first counts: the chosen
     token, else the most probable one."""
-    told: dict[str, float] = {}
-    for one in found:
-        told.setdefault(_spelled(one), one.logprob)
-    return told
+    spelled: dict[str, float] = {}
+    for one in logprobs:
+        spelled.setdefault(_spelled(one), one.logprob)
+    return spelled
 
 
 def _chat_token(one: Logprob) -> dict[str, Any]:

@@ -34,15 +34,15 @@ from qcompile.runtime.server.service import Answer, BusyError, Service
 MOST_BYTES, MOST_BYTES_A_TOKEN = 2 << 20, 16
 """Largest request body: bytes, or bytes per token of the context if that is more. While a body is parsed, all other
 responses wait."""
-_DRAIN_SECONDS = 5  # for open responses to complete after the server was told to end
-_LAST_SECONDS = 1  # then, for telling all remaining clients
+_DRAIN_SECONDS = 5  # for open responses to complete after the signal to end
+_LAST_SECONDS = 1  # then, to send all remaining clients the reason
 _ENCODED_AT_ONCE, _FOR_A_PROMPT = 2000, 100
-"""Characters, or tokens, whose encoding takes less time than handing it to another thread and back, and how many more
-each prompt counts as."""
+"""Most characters, or tokens, that are encoded at once: a thread would cost more time. Each prompt counts as the second
+number of characters in addition."""
 _SWITCH_SECONDS = 1e-3
-"""For which a thread may keep Python's lock while another wants it. A request's thread gives it up for several system
-calls, and would wait for the engine's thread after each for Python's 5 ms."""
-_IDLE_SECONDS = 75  # longer than proxies keep them: if the server closes first, a request may be under way
+"""How long a thread may keep Python's lock while another thread waits for it. A request's thread releases the lock for
+several system calls, and would wait 5 ms (Python's default) for the engine's thread after each."""
+_IDLE_SECONDS = 75  # longer than proxies keep connections: a server that closes first may lose a request
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -63,7 +63,7 @@ class Served:
 def serve(served: Served, listening: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
     """Serve requests on a bound socket until SIGINT or SIGTERM. If the engine fails, raises its exception.
 
-    `ready` is called when a signal from then on ends the server in order.
+    `ready` is called once the server listens and a signal ends it in order.
     """
     service = Service(served.llm, served.max_waiting)
     config = uvicorn.Config(
@@ -83,7 +83,7 @@ def serve(served: Served, listening: socket.socket, ready: Callable[[], None] = 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
-        # From here on: of handlers that `run` finds, asyncio may lose what they raise while it starts.
+        # Before `run`: if asyncio calls other handlers while it starts, what they raise may be lost.
         with server.capture_signals():
             server.run(sockets=[listening])
     finally:
@@ -94,7 +94,7 @@ def serve(served: Served, listening: socket.socket, ready: Callable[[], None] = 
 
 
 class _Server(uvicorn.Server):
-    """On shutdown, lets open responses continue for a while, then tells the clients still waiting why they end."""
+    """On shutdown, lets open responses continue for a while, then sends the remaining clients the reason of the end."""
 
     def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -254,7 +254,7 @@ class _Handlers:
         return JSONResponse(reply.whole(outputs))
 
     async def _encoded(self, prompts: list[Prompt], special: bool, alone: bool) -> list[list[int]]:
-        """The prompts' tokens. Long texts are encoded in a thread, so that other responses go on meanwhile."""
+        """The prompts' tokens. Long texts are encoded in a thread, so that other responses continue."""
 
         def encode() -> list[list[int]]:
             return [self._llm.encode(prompt, special=special, alone=alone) for prompt in prompts]
@@ -289,7 +289,7 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, list[RequestO
 
 
 async def _disconnected(request: Request) -> None:
-    """Return when the client of a request, whose body was read, disconnects."""
+    """Return when the client of a request disconnects. The body of the request must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -337,7 +337,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _unexpected(request: Request, error: Exception) -> JSONResponse:
-    """The response to a bug, whose traceback goes to stderr."""
+    """The response to an unexpected exception. Its traceback is written to stderr."""
     return JSONResponse(api.failure(f"unexpected {type(error).__name__}, see the server's log", "server_error"), 500)
 
 

@@ -33,7 +33,7 @@ class Metrics:
         registry.register(_Gauges(occupancy))
         self.responses = Counter("qcompile_responses", "HTTP responses.", ["path", "status"], registry=registry)
         self._prompt = Counter("qcompile_prompt_tokens", "Tokens of answered prompts.", registry=registry)
-        self._cached = Counter("qcompile_cached_prompt_tokens", "Of them, found in the KV cache.", registry=registry)
+        self._cached = Counter("qcompile_cached_prompt_tokens", "Of them, taken from the KV cache.", registry=registry)
         self._generated = Counter("qcompile_generated_tokens", "Tokens generated.", registry=registry)
         self._samples = Counter("qcompile_samples", "Samples, by how they ended.", ["finish_reason"], registry=registry)
         self._drafted = Counter("qcompile_drafted_tokens", "Tokens that drafts proposed.", registry=registry)

@@ -26,7 +26,7 @@ class OutputStream(Protocol):
 
 
 class Reply(ABC):
-    """The response to one request with `samples` samples per prompt, by a model called `model`."""
+    """The response to one request with `samples` samples per prompt, by a model with the name `model`."""
 
     prefix: str
     whole_object: str
@@ -53,7 +53,7 @@ class Reply(ABC):
         """What was added to a choice after its first `characters` and `tokens`."""
 
     def ready(self, output: RequestOutput) -> bool:
-        """Whether all that a stream's first piece needs is there."""
+        """Whether the output has all that the first piece of a stream needs."""
         return True
 
     def opening(self) -> list[dict[str, Any]]:
@@ -119,7 +119,7 @@ class Echo:
 
 
 class CompletionReply(Reply):
-    """A response of /v1/completions. echo: None unless it is to start with the prompts."""
+    """A response of /v1/completions. echo: the prompts, if the response is to start with them."""
 
     prefix, whole_object, piece_object = "cmpl", "text_completion", "text_completion"
 
@@ -138,22 +138,25 @@ class CompletionReply(Reply):
         self, index: int, output: RequestOutput, sample: CompletionOutput, characters: int, tokens: int
     ) -> dict[str, Any]:
         place = self._offsets.get(index)
-        found, self._offsets[index] = self._from(index, output, sample, characters, tokens, place)
-        return found
+        choice, self._offsets[index] = self._from(index, output, sample, characters, tokens, place)
+        return choice
 
     def _from(
         self, index: int, output: RequestOutput, sample: CompletionOutput, characters: int, tokens: int, at: int | None
     ) -> tuple[dict[str, Any], int]:
-        """A choice from there on, with the offset of the next token. at: its first token's; None at its start."""
+        """A choice after its first `characters` and `tokens`, and the offset of the next token.
+
+        at: the offset of the first token here; None at the start of the choice.
+        """
         if at is not None or not self._echo:
             return api.completion_choice(index, sample, characters, tokens, at or 0)
         prompt = self._echo.text(output)
-        found, end = api.completion_choice(index, sample, characters, tokens, len(prompt))
-        found["text"] = prompt + found["text"]
+        choice, end = api.completion_choice(index, sample, characters, tokens, len(prompt))
+        choice["text"] = prompt + choice["text"]
         if sample.logprobs is not None:
             columns = api.prompt_columns(prompt, self._echo.decode(output.prompt_token_ids[:1]), output)
-            found["logprobs"] = {name: columns[name] + rest for name, rest in found["logprobs"].items()}
-        return found, end
+            choice["logprobs"] = {name: columns[name] + rest for name, rest in choice["logprobs"].items()}
+        return choice, end
 
 
 class ChatReply(Reply):

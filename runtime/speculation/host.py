@@ -52,7 +52,7 @@ class _Text:
 
 
 class HostSpeculator(Speculator):
-    """Speculation whose steps are started from the host one by one."""
+    """Speculation in which the host starts each step."""
 
     def _extend(
         self, requests: Sequence[Request], gammas: Sequence[int], ends: Sequence[int], rounds: int
@@ -152,7 +152,7 @@ class _Call:
         return result
 
     def _decode(self, k: int, texts: list[_Text], steps: int) -> list[int]:
-        """`steps` greedy tokens of stage k, whose cache lacks only the last token of each text."""
+        """`steps` greedy tokens of stage k. Its cache must lack only the last token of each text."""
         executor = self.stages[k].executor
         assert executor
         rows = [Rows([text.tokens[-1]], text.computed[k], text.pages, 1) for text in texts]

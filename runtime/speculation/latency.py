@@ -30,7 +30,7 @@ _PLAIN_DRIFT = 1e-4
 """Variance that each token adds to plain steps' time: texts grow, and the load of the machine changes."""
 
 _COMMON_DRIFT, _SLOPE_DRIFT, _SINGLE_DRIFT = 5.5e-5, 4e-6, 1e-7
-"""The same for the three variances of rounds, whose times are relative to plain steps."""
+"""The same for the three variances of rounds. Their times are relative to plain steps."""
 
 _DELAY_NOISE = 0.8
 """Standard deviation added for a call that took longer than expected, as a share of the excess: it may be a delay."""
@@ -56,7 +56,7 @@ class LatencyModel:
         self._covariance = _covariance(slopes, _INITIAL_PLAIN, _COMMON, _SLOPE, _SINGLE)
         self._drift = _covariance(slopes, _PLAIN_DRIFT, _COMMON_DRIFT, _SLOPE_DRIFT, _SINGLE_DRIFT)
         self._change = _covariance(slopes, 1.0, 1.0, 0.0, 0.0)
-        self._tokens = 0.0  # since the last call, whose drift is not in the covariance yet
+        self._tokens = 0.0  # since the last call; their drift is not in the covariance yet
         self._outlier = 0  # kind of the last call if it was an outlier; negative if it was faster than expected
         self._delays = [0.0, 0.0, 0.0]  # how much longer than expected the last call took, by kind
 
@@ -129,7 +129,7 @@ class LatencyModel:
         return cross, cross[0] + (cross[at] if at else 0.0)
 
     def _take_drift(self) -> float:
-        """Tokens whose drift is to be added to the covariance.
+        """Number of tokens to add the drift of to the covariance.
 
         None once the variance of rounds has reached its limit; then only plain steps' variance grows, here.
         """

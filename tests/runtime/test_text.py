@@ -157,6 +157,33 @@ def test_a_text_is_the_same_in_whatever_pieces_its_tokens_come(tokenizer: Tokeni
         assert "a" + "".join(detokenizer.push([token]) for token in [2, 7, 6, 2, 7, 5]) == whole == "a a a the"
 
 
+def test_a_decode_stream_gives_other_text() -> None:
+    """Why the detokenizer is not `tokenizers.decoders.DecodeStream`; if this fails, that may have become as good."""
+
+    def streamed(tokenizer: Tokenizer, tokens: list[int]) -> str:
+        stream = decoders.DecodeStream(skip_special_tokens=True)
+        return "".join(stream.step(tokenizer, token) or "" for token in tokens)
+
+    def detokenized(tokenizer: Tokenizer, tokens: list[int]) -> str:
+        detokenizer = Detokenizer(tokenizer, [])
+        return "".join(detokenizer.push([token]) for token in tokens) + detokenizer.push([], last=True)
+
+    draw, size, other = random.Random(2), TOKENIZER.get_vocab_size(), 0
+    for _ in range(300):
+        tokens = [draw.randrange(size) for _ in range(draw.randrange(1, 30))]
+        assert detokenized(TOKENIZER, tokens) == TOKENIZER.decode(tokens)
+        other += streamed(TOKENIZER, tokens) != TOKENIZER.decode(tokens)
+    assert other > 0
+    cut = TOKENIZER.encode("é").ids[:1]
+    assert detokenized(TOKENIZER, cut) == "\ufffd" and streamed(TOKENIZER, cut) == ""
+    lonely = TOKENIZER.encode("é").ids[1:] * 200
+    assert len(detokenized(TOKENIZER, lonely)) == 200 and streamed(TOKENIZER, lonely) == ""
+    fallback, draw = byte_fallback(), random.Random(1)
+    with pytest.raises(Exception, match="Invalid prefix encountered"):
+        for _ in range(300):
+            streamed(fallback, [draw.randrange(fallback.get_vocab_size()) for _ in range(20)])
+
+
 def test_text_and_stream_agree(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(llm, TEXT, monkeypatch)
     result = llm.generate("?", temperature=0, max_tokens=500)[0]
@@ -204,7 +231,7 @@ def test_nothing_is_added_after_a_stop_text(llm: LLM, monkeypatch: pytest.Monkey
     while llm.engine.busy:
         llm.engine.step()
     assert ended.output.text == "na" and TOKENIZER.decode(ended.output.token_ids) == "naï"
-    assert ended.tokens == [*TOKENIZER.encode("?").ids, *ended.output.token_ids]
+    assert ended.sequence.tokens == [*TOKENIZER.encode("?").ids, *ended.output.token_ids]
     assert len(other.output.token_ids) == 40 and llm.engine.pool.used == 0
 
 

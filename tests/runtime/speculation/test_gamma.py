@@ -156,7 +156,7 @@ def test_calls_that_take_no_time_are_no_error(seconds: float) -> None:
         else:
             controller.note_steps([subject], True, 1, seconds)
         subject.sequence.tokens.append(0)
-    assert math.isfinite(controller.times([subject], True).plain)
+    assert math.isfinite(controller.measurements([subject], True).plain)
 
 
 def test_plain_steps_are_tried_where_rounds_are_as_fast() -> None:
