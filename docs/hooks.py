@@ -21,7 +21,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = {
     "qcompile.pipeline.build": "compile a model into an artifact",
-    "qcompile.runtime.llm.load": "load an artifact",
+    "qcompile.runtime.load.load": "load an artifact",
     "qcompile.runtime.llm.LLM": "a loaded model: generate, stream, logits, perplexity",
     "qcompile.runtime.sampling.sampling.SamplingParams": "how tokens of a request are chosen, and when it ends",
     "qcompile.runtime.outputs": "what `generate` and `stream` return",
