@@ -464,9 +464,9 @@ MUTATIONS = (
     ),
     Mutation(
         "other models that draft are not calibrated",
-        "qcompile/pipeline.py",
-        "other, passes, clock, {}, asked)",
-        "other, passes, clock, {})",
+        "qcompile/drafts.py",
+        "self.calibration(options.calib, target.calibration), options.kept)",
+        "None, options.kept)",
         "tests/runtime/speculation/test_speculation.py -k calibrated",
     ),
     Mutation(

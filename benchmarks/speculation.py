@@ -29,7 +29,7 @@ from qcompile import SamplingParams
 from qcompile.artifact.reader import read_manifest
 from qcompile.cli import console
 from qcompile.cli.tune import tune
-from qcompile.pipeline import LOOKUP
+from qcompile.drafts import LOOKUP
 from qcompile.recipes import get_recipe
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.options import AUTO
@@ -121,7 +121,7 @@ def measured(
         yield memory(artifact)
     else:
         if "tuned" not in read_manifest(artifact):
-            tune(artifact, arguments.prompts[0], 32, None)
+            tune(artifact, arguments.prompts[0], 32)
         sizes = (1,) if part == "speed" else BATCHES
         kept = artifact.parent / f"{artifact.name}.{part}.json"
         rounds: list[Times] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from qcompile.clock import Progress
 from qcompile.formats import mixed_layout
 from qcompile.formats.registry import weight_format
 from qcompile.formats.rounding import Parts
@@ -100,3 +102,14 @@ class WeightTable:
             sizes = (size for _, size in parts)
             self.weights.append(PackedWeight(tuple(zip(names, sizes, strict=True)), produce))
         return self._known[key]
+
+
+def stream(weights: Sequence[PackedWeight], progress: Progress) -> Iterator[Any]:
+    """The bytes of all weights (uint8 arrays) in order, with one weight in memory at a time."""
+    total = sum(size for weight in weights for _, size in weight.blobs)
+    done = 0
+    with torch.no_grad():
+        for weight in weights:
+            for (_, size), blob in zip(weight.blobs, weight.produce(), strict=True):
+                yield blob.numpy()
+                progress("weights", done := done + size, total)

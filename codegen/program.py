@@ -445,6 +445,19 @@ class KVLayout:
         """Bytes of one page over all layers and heads."""
         return self.layers * self.kv_heads * self.block_bytes
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the manifest records about the cache."""
+        return {
+            "format": self.format,
+            "layers": self.layers,
+            "kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "page_tokens": self.page_tokens,
+            "page_bytes": self.page_bytes,
+            **({"ring_tokens": self.ring_tokens} if self.hierarchical else {}),
+        }
+
 
 @dataclass(frozen=True)
 class Program:

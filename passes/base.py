@@ -82,6 +82,11 @@ class PassRecord:
         """The part of the record that is the same in every build of the model."""
         return {"name": self.name, "options": self.options, "fired": self.fired, "notes": list(self.notes)}
 
+    @property
+    def measured(self) -> dict[str, Any]:
+        """The part of the record that differs between builds, as passes.json has it."""
+        return {"name": self.name, "seconds": self.seconds, "max_relative_error": self.max_relative_error}
+
 
 def run_passes(
     graph: Graph, passes: tuple[Pass, ...], clock: Clock | None = None, check_passes: bool = False

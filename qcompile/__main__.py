@@ -10,7 +10,8 @@ from typing import NoReturn
 def entry() -> NoReturn:
     """Run the command. An interrupt says so in one line, however early it comes."""
     try:
-        from qcompile.cli.app import leave, main
+        from qcompile.cli.app import main
+        from qcompile.cli.exits import leave
 
         leave(main)
     except KeyboardInterrupt:

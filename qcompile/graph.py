@@ -36,6 +36,11 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     parameters: int
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the manifest records about the model."""
+        return asdict(self) | {"eos_token_ids": list(self.eos_token_ids)}
+
 
 @dataclass
 class Weight:

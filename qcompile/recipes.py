@@ -17,7 +17,7 @@ Settings = dict[str, dict[str, object]]
 
 
 @dataclass(frozen=True)
-class Draft:
+class RecipeDraft:
     """A draft path of a recipe: its formats, where they differ from the target path's, and how far it looks ahead.
 
     The fields but the last two are those of passes/speculate.py; by default no linears are `sensitive` (`--set
@@ -60,7 +60,7 @@ class Recipe:
     head: str = "int8"
     calibrated: bool = False
     extra: tuple[tuple[str, str, object], ...] = ()
-    drafts: tuple[Draft, ...] = ()
+    drafts: tuple[RecipeDraft, ...] = ()
 
     def settings(self, head_dtype: str | None = None) -> Settings:
         """The settings of this recipe, by pass; `head_dtype` overrides its head (UsageError if unknown)."""
@@ -178,20 +178,20 @@ RECIPES = {
             "ml-specqd",
             "bfloat16, drafted by its own MXFP4 copy (ML-SpecQD)",
             *("bf16", "bf16", "kv16", "bf16"),
-            drafts=(Draft("mxfp4", "int8_g128", "w4_asym_g128", "int8"),),
+            drafts=(RecipeDraft("mxfp4", "int8_g128", "w4_asym_g128", "int8"),),
         ),
         Recipe(
             "qspec",
             "4-bit weights, drafted with 8-bit and verified with bfloat16 activations (QSpec)",
             *("w4_asym_g128", "bf16", "kv16"),
-            drafts=(Draft(activation="int8"),),
+            drafts=(RecipeDraft(activation="int8"),),
         ),
         Recipe(
             "qspec-w4a4",
             "4-bit weights, rotated, drafted with 4-bit and verified with bfloat16 activations (QSpec over QuaRot)",
             *("w4_asym_g128", "bf16", "kv16"),
             extra=(("rotate", "enabled", True), ("rotate", "online", True)),
-            drafts=(Draft(activation="int4_g128"),),
+            drafts=(RecipeDraft(activation="int4_g128"),),
         ),
         Recipe(
             "qspec-atom",
@@ -199,14 +199,14 @@ RECIPES = {
             *("w4_asym_g128", "bf16", "kv16"),
             calibrated=True,
             extra=(("reorder", "enabled", True), ("reorder", "outliers", True)),
-            drafts=(Draft(activation="int4_g128_outlier128"),),
+            drafts=(RecipeDraft(activation="int4_g128_outlier128"),),
         ),
         Recipe(
             "quantspec",
             "bfloat16 over a hierarchical cache, drafted with 4-bit weights by the cache's upper half (QuantSpec)",
             *("bf16", "bf16", "kv_hier", "bf16"),
             drafts=(
-                Draft(
+                RecipeDraft(
                     *("w4_asym_g128", "int8", "w8_sym_channel", "int8"),
                     sensitive_weight="w8_sym_channel",
                     sensitive_activation="int8",
@@ -217,13 +217,13 @@ RECIPES = {
             "quantspec-w8",
             "8-bit weights over a hierarchical cache, drafted with 4-bit ones by the cache's upper half (QuantSpec)",
             *("w8_sym_channel", "int8", "kv_hier"),
-            drafts=(Draft("qoq_g128"),),
+            drafts=(RecipeDraft("qoq_g128"),),
         ),
         Recipe(
             "nested",
             "8-bit weights in two planes, drafted by the upper one alone",
             *("nested_8_4", "int8_g128", "kv16", "nested"),
-            drafts=(Draft("nested_4", head="nested_4"),),
+            drafts=(RecipeDraft("nested_4", head="nested_4"),),
         ),
     )
 }

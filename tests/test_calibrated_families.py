@@ -10,10 +10,11 @@ import torch
 
 import qcompile
 from benchmarks import families, family_list
-from qcompile import pipeline, recipes
+from qcompile import recipes
 from qcompile.calibration import Calibration
 from qcompile.checkpoints import frontend
 from qcompile.passes.base import apply
+from qcompile.passes.schedule import PASSES, configure
 
 FAMILIES = (
     "qwen3",  # norms of queries and keys
@@ -44,13 +45,13 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def test_calibration_brings_every_family_nearer(checkpoint: tuple[str, Path]) -> None:
     graph = frontend.load(checkpoint[1])
     ids, positions = families.tokens(2, 24, graph.info.vocab_size), torch.arange(24).expand(2, 24)
-    expected = apply(pipeline.PASSES[0](), graph).graph.run(ids, positions)
+    expected = apply(PASSES[0](), graph).graph.run(ids, positions)
     for recipe in ("qserve", "mixllm"):
         errors: list[float] = []
         for calibrated in (False, True):
             made: Any = graph.clone()
             made.calibration = Calibration(text(graph.info.vocab_size)) if calibrated else None
-            passes = pipeline.configure(recipes.get_recipe(recipe).settings("f32"), {"salience.samples": "4"})
+            passes = configure(recipes.get_recipe(recipe).settings("f32"), {"salience.samples": "4"})
             for rewrite in passes:
                 if rewrite.name == "cache":
                     break
@@ -65,14 +66,14 @@ def test_a_few_lines_of_text_make_nothing_worse(tmp_path: Path) -> None:
         families.save_random(*KINDS["gemma2, soft caps"], tmp_path / "model")
     graph = frontend.load(tmp_path / "model")
     ids, positions = families.tokens(2, 24, graph.info.vocab_size), torch.arange(24).expand(2, 24)
-    expected = apply(pipeline.PASSES[0](), graph).graph.run(ids, positions)
+    expected = apply(PASSES[0](), graph).graph.run(ids, positions)
     lines = torch.arange(4 * 32).view(4, 32) * 7 % 23 + 5
     for recipe in ("w4a16", "mixllm"):
         errors = []
         for calibration in (None, Calibration(lines)):
             made: Any = graph.clone()
             made.calibration = calibration
-            for rewrite in pipeline.configure(recipes.get_recipe(recipe).settings("f32"), {"salience.samples": "4"}):
+            for rewrite in configure(recipes.get_recipe(recipe).settings("f32"), {"salience.samples": "4"}):
                 if rewrite.name == "cache":
                     break
                 made = apply(rewrite, made).graph if rewrite.wanted else made

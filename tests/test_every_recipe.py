@@ -13,6 +13,8 @@ import torch
 
 import qcompile
 from qcompile import check, pipeline, recipes
+from qcompile.passes.base import run_passes
+from qcompile.passes.schedule import configure
 from tests.codegen.test_recipes import FLIPS, TOLERANCE, small
 from tests.support.graphs import sequence_inputs, step_inputs
 
@@ -36,8 +38,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Build:
 @pytest.mark.parametrize("recipe", recipes.RECIPES)
 def test_artifact_computes_what_its_graph_says(recipe: str, built: Build) -> None:
     graph = small()
-    passes = pipeline.configure(recipes.get_recipe(recipe).settings(), {})
-    step = pipeline.run_passes(graph, passes[1:])[0][-1]
+    passes = configure(recipes.get_recipe(recipe).settings(), {})
+    step = run_passes(graph, passes[1:])[0][-1]
     ids, positions = sequence_inputs(70)
     reference = step.run(*step_inputs(ids, None, step))[0].view(2, 70, -1)
     with qcompile.load(built(recipe), threads=2) as llm:

@@ -1,14 +1,163 @@
-"""What `qcompile build` prints."""
+"""The commands of the compiler: `build`, `passes` and `doctor`. Only these wait for torch."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from qcompile import texts
 from qcompile.cli import console
+from qcompile.cli.options import (
+    BitBudget,
+    CalibrationText,
+    Compilation,
+    DraftedCompilation,
+    Inspection,
+    Json,
+    Model,
+    Remote,
+    command,
+)
+from qcompile.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
-    from qcompile.pipeline import BuildReport, PassRecord
+    from qcompile.passes.base import PassRecord
+    from qcompile.pipeline import BuildReport
+
+
+@command
+def build(
+    model: Model,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="Artifact directory to write.")],
+    compilation: DraftedCompilation,
+    inspection: Inspection,
+    calibration: CalibrationText,
+    budget: BitBudget,
+    allow_remote_code: Remote = False,
+    json: Json = False,
+) -> None:
+    """Compile a model into an artifact directory.
+
+    \b
+    Example:
+      qcompile build samples/pycode-26m -o out/pycode --recipe w4a8
+      qcompile build samples/pycode-26m -o out/kv8 --recipe f32 --set cache.format=kv8
+      qcompile build samples/pycode-26m -o out/qserve --recipe qserve --calib text.jsonl
+      qcompile build samples/pycode-26m -o out/auto --recipe auto --calib text.jsonl --target-bits 4.4
+      qcompile build samples/pycode-26m -o out/fast --recipe ml-specqd --draft samples/pycode-1m --draft lookup
+    """
+    from qcompile.recipes import allocation, get_recipe, parse_options
+    from qcompile.targets import get_target
+
+    settings = parse_options(compilation.options or []) | allocation(budget.bits, budget.rise)
+    # Unknown names are refused before torch is imported.
+    recipe, _ = get_recipe(compilation.recipe), get_target(compilation.target)
+    if calibration.calib is not None:
+        texts.check(calibration.calib)
+    with console.Progress() as progress:
+        progress("import", 0, 1)
+        gc.set_threshold(50_000, 20, 100)  # imports and traces are not garbage: looking for it would take 0.5 s
+        report = _build(model, output, compilation, inspection, calibration, settings, allow_remote_code, progress)
+    if recipe.calibrated and calibration.calib is None:
+        console.log(f"qcompile: recipe {recipe.name} wants --calib FILE: without it weights are rounded to nearest")
+    print_build(report, recipe.name, compilation.target, inspection.explain, json)
+
+
+def _build(
+    model: str,
+    output: Path,
+    compilation: DraftedCompilation,
+    inspection: Inspection,
+    calibration: CalibrationText,
+    settings: dict[str, str],
+    allow_remote: bool,
+    progress: console.Progress,
+) -> BuildReport:
+    """Import the compiler, and run it with the options of the command line; `settings` are options of passes."""
+    from qcompile import pipeline
+    from qcompile.calibration import CalibrationSource
+    from qcompile.passes.schedule import PASSES
+
+    known = [kind.name for kind in PASSES]
+    if inspection.explain is not None and inspection.explain not in known:
+        raise UsageError(f"--explain {inspection.explain}: there is no such pass; there are {', '.join(known)}")
+    given = calibration.calib
+    return pipeline.build(
+        model,
+        output,
+        target=compilation.target,
+        recipe=compilation.recipe,
+        options=settings,
+        head_dtype=compilation.head_dtype,
+        drafts=compilation.drafts or (),
+        progress=progress,
+        dump_ir=inspection.dump_ir,
+        check_passes=inspection.check,
+        calib=given and CalibrationSource(given, calibration.samples, calibration.length, calibration.seed),
+        allow_remote=allow_remote,
+    )
+
+
+@command
+def passes(json: Json = False) -> None:
+    """List the passes in execution order, with their options and defaults.
+
+    \b
+    Example:
+      qcompile passes
+    """
+    from qcompile.passes.schedule import PASSES
+
+    rows: list[dict[str, Any]] = []
+    for kind in PASSES:
+        summary = (kind.__doc__ or "").strip().splitlines()[0]
+        rows.append({"name": kind.name, "options": kind().options(), "summary": summary})
+    if json:
+        console.print_json(rows)
+        return
+    for row in rows:
+        options = ", ".join(f"{name}={value}" for name, value in row["options"].items())
+        print(f"{row['name']:18}{options or '-'}\n{'':18}{row['summary']}")
+
+
+@command
+def doctor(
+    model: Model,
+    compilation: Compilation,
+    allow_remote_code: Remote = False,
+    json: Json = False,
+) -> None:
+    """Report whether a model can be compiled, how, and the memory and disk it needs. Reads no weights.
+
+    \b
+    Example:
+      qcompile doctor samples/pycode-26m --recipe qserve
+    """
+    from qcompile.recipes import parse_options
+
+    chosen = compilation
+    settings = parse_options(chosen.options or [])
+    with console.Progress() as progress:
+        progress("import", 0, 1)
+        from qcompile.cli import doctor as examination
+
+        progress("trace", 0, 1)
+        diagnosis = examination.examine(
+            model, chosen.target, chosen.recipe, settings, chosen.head_dtype, allow_remote=allow_remote_code
+        )
+    if json:
+        console.print_json(diagnosis.as_json())
+    else:
+        print(diagnosis.as_text())
+    if not diagnosis.exportable:
+        raise typer.Exit(UnsupportedError.exit_code)
+
+
+# ---- what `build` prints -------------------------------------------------------------------------------
 
 
 def print_build(report: BuildReport, recipe: str, target: str, explain: str | None, json: bool) -> None:

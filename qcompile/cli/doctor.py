@@ -1,4 +1,4 @@
-"""Can this model be compiled, how, and what will it take: everything `build` does, short of reading weights."""
+"""Whether a model can be compiled, how, and what it needs: all stages of `build` that read no weights."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from qcompile import pipeline
+from qcompile.artifact.describe import MAX_STEP_TOKENS
 from qcompile.checkpoints import depth
 from qcompile.checkpoints.configuration import read_config
 from qcompile.checkpoints.hub import find
@@ -19,7 +20,7 @@ from qcompile.runtime.step import pages_for
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `doctor` found. `unsupported` has {node, reason} each; bytes are 0 where it is not exportable.
+    """What `doctor` reports. `unsupported` has {node, reason} each; bytes are 0 for a model that is not exportable.
 
     `memory_bytes` is what running takes: weights, activations of the widest step, and the cache of one
     sequence of full context. `disk_bytes` is the artifact without its kernel library (some 100 KB).
@@ -61,8 +62,8 @@ def examine(
 ) -> Diagnosis:
     """Run every stage on `model` up to code generation. What qcompile does not compile becomes `unsupported`.
 
-    Of a deep model without weights only the layers that differ are looked at: the others take what these do. Raises
-    UsageError for what is wrong with the request itself.
+    Of a deep model without weights, only the layers that differ are examined, and their costs are extrapolated to the
+    others. Raises UsageError for a malformed request.
     """
     request: dict[str, Any] = {"target": target, "recipe": recipe, "options": options, "head_dtype": head_dtype}
     try:
@@ -86,8 +87,8 @@ def examine(
     return Diagnosis(True, plan=facts, memory_bytes=memory, disk_bytes=facts["weight_bytes"] + files)
 
 
-def _facts(plan: pipeline.Plan) -> dict[str, Any]:
-    """What `plan` is and takes: names and whole numbers."""
+def _facts(plan: pipeline.CompilationPlan) -> dict[str, Any]:
+    """The contents and costs of `plan`: names and whole numbers."""
     program, info = plan.program, plan.graphs[-1].info
     pages = pages_for(info.max_position, program.kv.page_tokens, program.kv.ring_tokens)
     packed, weights = bits.linear_bits(plan.graphs[-1])
@@ -100,7 +101,7 @@ def _facts(plan: pipeline.Plan) -> dict[str, Any]:
         "kernels": dict(Counter(_kernel_name(call) for call in program.calls)),
         "weight_bytes": sum(size for weight in plan.weights for _, size in weight.blobs),
         "cache_bytes": pages * program.kv.page_bytes,
-        "activation_bytes": pipeline.MAX_STEP_TOKENS * (program.arena_bytes("tokens") + program.arena_bytes("outputs")),
+        "activation_bytes": MAX_STEP_TOKENS * (program.arena_bytes("tokens") + program.arena_bytes("outputs")),
         "files_bytes": sum(len(content) for content in plan.files.values()),
         "context": info.max_position,
     }

@@ -1,56 +1,314 @@
-"""Arguments and options that several commands share."""
+"""The options of the commands: each is declared once, here, with its help; commands that share options take a group.
+
+A group is a dataclass with one field per option. `command` turns a function whose parameters are groups into one that
+typer understands, with one parameter per option.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from qcompile.errors import UsageError
+
+if TYPE_CHECKING:
+    from qcompile.runtime.llm import LLM
+    from qcompile.runtime.sampling.sampling import SamplingParams
+
 Artifact = Annotated[Path, typer.Argument(metavar="OUT", help="Artifact directory written by `qcompile build`.")]
-Remote = Annotated[bool, typer.Option("--allow-remote-code", help="Allow Python code of the checkpoint to run.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory, or a name on the model hub.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-Threads = Annotated[
-    int | None,
-    typer.Option("--threads", min=1, metavar="N", help="CPU threads. Default: one per core this process may use."),
-]
-Gamma = Annotated[
-    str, typer.Option("--gamma", metavar="N|auto", help="Tokens to draft per round, at most 15; 0 turns drafting off.")
-]
-GpuShare = Annotated[
-    float, typer.Option("--gpu-memory-utilization", metavar="SHARE", help="Share of the GPU's memory to use, up to 1.")
-]
-PrefixCaching = Annotated[
-    bool,
-    typer.Option(
-        "--prefix-caching/--no-prefix-caching",
-        help="Whether prompts that begin like earlier ones go on from their KV cache.",
-    ),
-]
-CacheBytes = Annotated[
-    int | None,
-    typer.Option(
-        "--kv-cache-bytes",
-        min=1,
-        metavar="N",
-        help="KV cache size. Default: what a full batch needs, up to a quarter of free memory (GPU: its memory share).",
-    ),
-]
-Drafts = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--draft", metavar="MODEL", help="Draft model, or `lookup`; repeatable: each drafts for the one before."
-    ),
-]
-Recipe = Annotated[str, typer.Option("--recipe", metavar="NAME", help="Number formats (see docs/recipes.md).")]
+Remote = Annotated[bool, typer.Option("--allow-remote-code", help="Allow Python code of the checkpoint to run.")]
 Target = Annotated[str, typer.Option("--target", metavar="NAME", help="Target to compile for; `cpu` is this machine.")]
+Recipe = Annotated[str, typer.Option("--recipe", metavar="NAME", help="Number formats (see docs/recipes.md).")]
 Head = Annotated[
     str | None,
     typer.Option("--head-dtype", metavar="TYPE", help="Output head: int8, nested, bf16 or f32. Default: the recipe's."),
 ]
-Options = Annotated[
+PassFields = Annotated[
     list[str] | None,
     typer.Option(
         "--set", metavar="PASS.FIELD=VALUE", help="Set a field of a pass (see `qcompile passes`); repeatable."
     ),
 ]
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """`function` with one parameter for each field of its parameters that are groups, for typer."""
+    hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name not in groups:
+            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        annotations = get_type_hints(groups[name], include_extras=True)
+        for option in fields(groups[name]):
+            default = inspect.Parameter.empty if option.default is MISSING else option.default
+            parameters.append(
+                inspect.Parameter(
+                    option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotations[option.name]
+                )
+            )
+
+    @functools.wraps(function)
+    def flat(**given: Any) -> None:
+        grouped = {
+            name: kind(**{option.name: given.pop(option.name) for option in fields(kind)})
+            for name, kind in groups.items()
+        }
+        function(**given, **grouped)
+
+    typed: Any = flat
+    del typed.__wrapped__  # typer would read the function's own parameters
+    typed.__signature__ = inspect.Signature(parameters)
+    typed.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return flat
+
+
+# ---- compiling -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """What to compile a model to, as `build` and `doctor` take it."""
+
+    target: Target = "cpu"
+    recipe: Recipe = "w4a8"
+    head_dtype: Head = None
+    options: PassFields = None
+
+
+@dataclass(frozen=True)
+class DraftedCompilation(Compilation):
+    """What to compile a model to, and its drafts."""
+
+    drafts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--draft", metavar="MODEL", help="Draft model, or `lookup`; repeatable: each drafts for the one before."
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a build shows of its stages."""
+
+    dump_ir: Annotated[
+        Path | None,
+        typer.Option("--dump-ir", metavar="DIR", help="Write the graph of every stage to DIR, as text and SVG."),
+    ] = None
+    explain: Annotated[
+        str | None, typer.Option("--explain", metavar="PASS", help="Report what this pass left alone, and why.")
+    ] = None
+    check: Annotated[
+        bool, typer.Option("--check", help="Run the graph of every stage on a short text; record each pass's error.")
+    ] = False
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """The text that weights are calibrated on."""
+
+    calib: Annotated[
+        Path | None,
+        typer.Option("--calib", metavar="FILE", help='Calibration text: plain, or JSON lines with a "text" field.'),
+    ] = None
+    samples: Annotated[
+        int, typer.Option("--num-calibration-samples", min=1, metavar="N", help="Number of calibration samples.")
+    ] = 128
+    length: Annotated[
+        int, typer.Option("--max-seq-length", min=2, metavar="TOKENS", help="Tokens per calibration sample.")
+    ] = 1024
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed that chooses the calibration samples.")] = 0
+
+
+@dataclass(frozen=True)
+class BitBudget:
+    """How many bits weights take on average, for recipes that mix widths."""
+
+    bits: Annotated[
+        float | None,
+        typer.Option(
+            "--target-bits", metavar="BITS", help="Average weight bits, mixing 4-bit and 8-bit output features."
+        ),
+    ] = None
+    rise: Annotated[
+        float | None,
+        typer.Option(
+            "--max-perplexity-increase",
+            metavar="X",
+            help="Use the fewest bits that keep the increase on --calib text within X.",
+        ),
+    ] = None
+
+
+# ---- loading -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How to load an artifact without drafts: arguments of `qcompile.load` by their names."""
+
+    kv_cache_bytes: Annotated[
+        int | None,
+        typer.Option(
+            "--kv-cache-bytes",
+            min=1,
+            metavar="N",
+            help="KV cache size. "
+            "Default: what a full batch needs, up to a quarter of free memory (GPU: its memory share).",
+        ),
+    ] = None
+    threads: Annotated[
+        int | None,
+        typer.Option("--threads", min=1, metavar="N", help="CPU threads. Default: one per core this process may use."),
+    ] = None
+
+    def load(self, path: Path, **more: Any) -> LLM:
+        """`qcompile.load` with these options, and `more` of its arguments. Raises QCompileError."""
+        import qcompile
+
+        return qcompile.load(path, **self.arguments() | more)
+
+    def arguments(self) -> dict[str, Any]:
+        """The options as `qcompile.load` takes them."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class DraftedLoading(Loading):
+    """How to load an artifact that generates text, with its drafts."""
+
+    gamma: Annotated[
+        str,
+        typer.Option("--gamma", metavar="N|auto", help="Tokens to draft per round, at most 15; 0 turns drafting off."),
+    ] = "auto"
+    gpu_memory_utilization: Annotated[
+        float,
+        typer.Option("--gpu-memory-utilization", metavar="SHARE", help="Share of the GPU's memory to use, up to 1."),
+    ] = 0.9
+
+    def arguments(self) -> dict[str, Any]:
+        """The options as `qcompile.load` takes them. Raises UsageError for a gamma that is no number."""
+        return super().arguments() | {"gamma": _drafted(self.gamma)}
+
+
+@dataclass(frozen=True)
+class ServedLoading(DraftedLoading):
+    """How to load an artifact that is served."""
+
+    prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-caching/--no-prefix-caching",
+            help="Whether prompts that begin like earlier ones go on from their KV cache.",
+        ),
+    ] = True
+
+
+def _drafted(gamma: str) -> int | str:
+    """`--gamma` as `load` takes it."""
+    if gamma == "auto":
+        return gamma
+    if not (gamma.isascii() and gamma.isdigit() and len(gamma) < 10):
+        raise UsageError(f"--gamma {gamma}: write a whole number, or auto")
+    return int(gamma)
+
+
+# ---- sampling ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How `run` samples: fields of SamplingParams by their names."""
+
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, metavar="N", help="Maximum number of tokens to generate.")
+    ] = 128
+    temperature: Annotated[float, typer.Option("--temperature", help="Sampling temperature; 0 is greedy.")] = 0.0
+    top_k: Annotated[int, typer.Option("--top-k", help="Sample from the k most likely tokens; 0 is no limit.")] = 0
+    top_p: Annotated[
+        float, typer.Option("--top-p", help="Sample from the most likely tokens of this total probability.")
+    ] = 1.0
+    min_p: Annotated[float, typer.Option("--min-p", help="Minimum probability relative to the most likely token.")] = (
+        0.0
+    )
+    repetition_penalty: Annotated[
+        float, typer.Option("--repetition-penalty", help="Above 1 discourages repetition.")
+    ] = 1.0
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Seed for reproducible sampling.")] = None
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop before this text; repeatable.")
+    ] = None
+
+    def params(self) -> SamplingParams:
+        """As `generate` takes it."""
+        from qcompile import SamplingParams
+
+        return SamplingParams(**asdict(self) | {"stop": self.stop or None})
+
+
+@dataclass(frozen=True)
+class ChatSampling:
+    """How `chat` samples: fields of SamplingParams by their names."""
+
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, metavar="N", help="Maximum number of tokens per reply.")
+    ] = 256
+    temperature: Annotated[float, typer.Option("--temperature", help="Sampling temperature; 0 is greedy.")] = 0.7
+    top_p: Annotated[
+        float, typer.Option("--top-p", help="Sample from the most likely tokens of this total probability.")
+    ] = 0.95
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Seed for reproducible sampling.")] = None
+
+    def params(self) -> SamplingParams:
+        """As `generate` takes it."""
+        from qcompile import SamplingParams
+
+        return SamplingParams(**asdict(self))
+
+
+# ---- serving and measuring -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Where a server listens, whom it answers, and how much it takes on."""
+
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 means all interfaces.")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000
+    name: Annotated[str | None, typer.Option("--name", help="Model name for clients. Default: OUT's last part.")] = None
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", envvar="QCOMPILE_API_KEY", help="API key that clients must send.")
+    ] = None
+    max_batch: Annotated[
+        int, typer.Option("--max-batch", min=1, metavar="N", help="Maximum number of samples that run at once.")
+    ] = 16
+    max_waiting: Annotated[
+        int,
+        typer.Option(
+            "--max-waiting", min=0, metavar="N", help="Maximum number of samples that wait; more get HTTP 429."
+        ),
+    ] = 256
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """The tests of `bench`."""
+
+    tg: Annotated[int, typer.Option("--tg", min=1, metavar="N", help="Tokens to decode one at a time.")] = 64
+    pp: Annotated[str, typer.Option("--pp", metavar="N,N", help="Prompt lengths to prefill.")] = "512"
+    verify: Annotated[str, typer.Option("--verify", metavar="N,N", help="Steps of N tokens, all with logits.")] = ""
+    repeats: Annotated[
+        int, typer.Option("--repeats", min=1, metavar="N", help="Repetitions; medians are reported.")
+    ] = 5

@@ -35,21 +35,20 @@ def tune(
     path: Path,
     data: Path | None,
     tokens: int,
-    threads: int | None,
     progress: Progress | None = None,
     batches: Sequence[int] = BATCHES,
-    kv_cache_bytes: int | None = None,
+    **loading: Any,
 ) -> dict[str, Any]:
     """Measure the artifact at `path` on the prompts of `data` (its own text without), and note the result in it.
 
-    Batches that the cache (see `load`) does not hold, as memory is short, are left out.
+    `loading` are further arguments of `qcompile.load`. Batches for which the KV cache is too small are left out.
     Returns the table: {"threads", "acceptance", "table": [{"batch", "context", "plain", "rounds": {gamma: seconds}}]}.
     Raises UsageError for an artifact without drafts, or data that is not lines of JSON with a prompt or a text, and
     ResourceError where the artifact may not be written.
     """
     if path.is_dir() and not os.access(path, os.W_OK):
         raise ResourceError(f"{path} may not be written, and what is measured is kept there: tune a copy of it")
-    with qcompile.load(path, threads, kv_cache_bytes=kv_cache_bytes, gamma=AUTO, prefix_caching=False) as llm:
+    with qcompile.load(path, gamma=AUTO, prefix_caching=False, **loading) as llm:
         drafter = llm.engine.speculation.drafter
         if drafter is None:
             raise UsageError(f"{path} has no drafts to tune: build it with a recipe that drafts, or with --draft")

@@ -30,7 +30,7 @@ PARTS = (QKV, ATTENTION_OUT, GATE_UP, DOWN, OTHER, HEAD)
 
 
 @dataclass(frozen=True)
-class Draft:
+class DraftFigures:
     """A draft path: its Program.to_json, parsed, and what its passes did."""
 
     name: str
@@ -45,7 +45,7 @@ def collect(
     target: str,
     figures: Mapping[str, Json],
     wide: Mapping[str, float],
-    drafts: Sequence[Draft] = (),
+    drafts: Sequence[DraftFigures] = (),
     **known: Any,
 ) -> Json:
     """The whole report. `known` entries are added unchanged: model, recipe, bits_per_weight, passes.
@@ -70,7 +70,7 @@ def collect(
     }
 
 
-def _drafted(draft: Draft, weight_bytes: Mapping[str, int], peaks: Peaks) -> Json:
+def _drafted(draft: DraftFigures, weight_bytes: Mapping[str, int], peaks: Peaks) -> Json:
     """name, passes, shares_cache, and the predicted time per drafted token."""
     time = sum(row["predicted_us"] for row in kernels(draft.program, weight_bytes, peaks))
     return {"name": draft.name, "passes": draft.passes, "shares_cache": draft.shares_cache, "predicted_us": time}

@@ -18,8 +18,9 @@ from qcompile.calibration import Calibration
 from qcompile.codegen.cpu import compiler
 from qcompile.errors import UnsupportedError, UsageError
 from qcompile.graph import Graph
-from qcompile.passes.base import apply
+from qcompile.passes.base import apply, run_passes
 from qcompile.passes.center_keys import CenterKeys
+from qcompile.passes.schedule import configure
 from tests.cli.test_app import refusal
 from tests.ops.test_ops import CASES
 from tests.support.graphs import decoder, step_inputs
@@ -99,8 +100,8 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     def build(recipe: str, graph: Graph | None = None) -> tuple[Path, torch.Tensor, torch.Tensor]:
         graph = decoder(layers=1, bias=True, head_norm="heads") if graph is None else graph
         pipeline.build(graph, tmp_path / "out", recipe=recipe)
-        passes = pipeline.configure(recipes.get_recipe(recipe).settings(), {})
-        step = pipeline.run_passes(graph, passes[1:])[0][-1]
+        passes = configure(recipes.get_recipe(recipe).settings(), {})
+        step = run_passes(graph, passes[1:])[0][-1]
         ids = torch.randint(0, 50, (1, 11), generator=torch.Generator().manual_seed(1))
         return tmp_path / "out", ids[0], step.run(*step_inputs(ids, None, step))[0]
 

@@ -308,7 +308,7 @@ def test_chat_answers_each_line(capsys: Capture, tiny_artifact: Build, monkeypat
 def test_chat_without_a_tokenizer_is_refused_at_once(capsys: Capture, tiny_checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_checkpoint, tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
     assert json_of(capsys, "build", tmp_path / "model", "-o", tmp_path / "out")
-    assert "has no tokenizer, so nobody can talk to it" in refusal(capsys, 2, "chat", tmp_path / "out")
+    assert "has no tokenizer, so it cannot chat" in refusal(capsys, 2, "chat", tmp_path / "out")
 
 
 def test_chat_goes_on_after_a_line_too_long(

@@ -10,6 +10,8 @@ import torch
 import qcompile
 from qcompile import check, pipeline, recipes
 from qcompile.graph import Graph
+from qcompile.passes.base import run_passes
+from qcompile.passes.schedule import configure
 from tests.support.graphs import decoder, latent, sequence_inputs, step_inputs
 
 # Kernels and references sum float32 in different orders; where values are rounded to int8, bf16 or the cache's
@@ -28,8 +30,8 @@ def test_mixed_weights_compute_what_their_graph_says(tmp_path: Path) -> None:
     graph, (ids, _) = small(), sequence_inputs(70)
     options = {"assign_precision.weight": "mix_4_8", "assign_precision.activation": "int8_g128"}
     pipeline.build(graph, tmp_path / "out", recipe="w4a8", options=options)
-    passes = pipeline.configure(recipes.get_recipe("w4a8").settings(), options)
-    step = pipeline.run_passes(graph, passes[1:])[0][-1]
+    passes = configure(recipes.get_recipe("w4a8").settings(), options)
+    step = run_passes(graph, passes[1:])[0][-1]
     assert len(step.calls("quantize_mixed")) == 8  # qkv, o, gate and up, down in each of two layers
     reference = step.run(*step_inputs(ids, None, step))[0].view(2, 70, -1)
     with qcompile.load(tmp_path / "out", threads=2) as llm:
@@ -44,7 +46,7 @@ def test_values_narrower_than_keys_run(recipe: str, tmp_path: Path) -> None:
     """Norms read some columns of a value, keys are gathered, values filled up with zeros."""
     graph, (ids, positions) = latent(narrow=8), sequence_inputs(70)
     pipeline.build(graph, tmp_path / "out", recipe=recipe)
-    step = pipeline.run_passes(graph, pipeline.configure(recipes.get_recipe(recipe).settings(), {})[1:])[0][-1]
+    step = run_passes(graph, configure(recipes.get_recipe(recipe).settings(), {})[1:])[0][-1]
     assert len(step.calls("gather_features")) == 2  # queries, keys and values side by side; what is cut off
     reference = step.run(*step_inputs(ids, None, step))[0].view(2, 70, -1)
     with qcompile.load(tmp_path / "out", threads=2) as llm:

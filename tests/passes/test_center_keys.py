@@ -11,13 +11,14 @@ from qcompile import check, pipeline, recipes
 from qcompile.calibration import Calibration
 from qcompile.graph import Graph
 from qcompile.passes.assign_precision import AssignPrecision
-from qcompile.passes.base import Pass, apply
+from qcompile.passes.base import Pass, apply, run_passes
 from qcompile.passes.cache import Cache
 from qcompile.passes.center_keys import CenterKeys
 from qcompile.passes.fuse import Fuse
 from qcompile.passes.merge import Merge
 from qcompile.passes.quantize import Quantize
 from qcompile.passes.rotate_keys import RotateKeys
+from qcompile.passes.schedule import configure
 from qcompile.passes.smooth_attention import SmoothAttention
 from tests.support.graphs import decoder, logits_whatever_the_step, loss_of_keys, sequence_inputs, step_inputs
 
@@ -144,8 +145,8 @@ def test_kernel_equals_reference_whatever_the_step(format: str, cap: float, tmp_
     graph = far_from_zero(cap)
     options = {"center_keys.enabled": "true", "smooth_attention.enabled": "true", "cache.format": format}
     pipeline.build(graph, tmp_path / "out", recipe="f32", options=options, calib=TEXT)
-    passes = pipeline.configure(recipes.get_recipe("f32").settings(), options)
-    step = pipeline.run_passes(graph, passes[1:])[0][-1]
+    passes = configure(recipes.get_recipe("f32").settings(), options)
+    step = run_passes(graph, passes[1:])[0][-1]
     ids, positions = sequence_inputs(41)
     reference = step.run(*step_inputs(ids, None, step))[0].view(2, 41, -1)
     logits = logits_whatever_the_step(tmp_path / "out", ids)

@@ -13,7 +13,8 @@ from qcompile.codegen.lower import lower
 from qcompile.codegen.packing import WeightTable
 from qcompile.errors import PassError, UsageError
 from qcompile.graph import Graph
-from qcompile.passes.base import PassRecord, apply
+from qcompile.passes.base import PassRecord, apply, run_passes
+from qcompile.passes.schedule import PASSES, configure
 from qcompile.passes.speculate import Speculate, head_gemms
 from tests.codegen.cpu.test_experts import decoder as mixture
 from tests.support.graphs import decoder, sequence_inputs
@@ -21,12 +22,12 @@ from tests.support.graphs import decoder, sequence_inputs
 
 def graphs(recipe: str, source: Graph, draft: Speculate | None = None) -> list[Graph]:
     """The graph after each pass of the recipe, or of its draft path `draft`."""
-    passes = pipeline.configure(recipes.get_recipe(recipe).settings(), {})
-    found = pipeline.run_passes(source, passes[1:])[0]
+    passes = configure(recipes.get_recipe(recipe).settings(), {})
+    found = run_passes(source, passes[1:])[0]
     if draft is None:
         return found
     quantized = next(graph for graph in found if graph.stage == "quantize")
-    return pipeline.run_passes(quantized, (draft, *passes[pipeline.PASSES.index(Speculate) + 1 :]))[0]
+    return run_passes(quantized, (draft, *passes[PASSES.index(Speculate) + 1 :]))[0]
 
 
 @pytest.mark.parametrize(
@@ -61,8 +62,8 @@ def test_experts_draft_and_routers_choose_as_the_target_does(target: str, draft:
     plain = {f"{name}.enabled": "false" for name in ("fold_norms", "rotate", "smooth_attention")}
     verify = next(graph for graph in graphs(target, source) if graph.stage == "quantize")
     result = apply(draft, verify)
-    passes = pipeline.configure(recipes.get_recipe(alone).settings(), plain)[1:]
-    wanted = next(graph for graph in pipeline.run_passes(source, passes)[0] if graph.stage == "quantize")
+    passes = configure(recipes.get_recipe(alone).settings(), plain)[1:]
+    wanted = next(graph for graph in run_passes(source, passes)[0] if graph.stage == "quantize")
     assert len(result.graph.calls("expert_gemm")) == 4
     assert torch.equal(result.graph.run(*inputs), wanted.run(*inputs))
 
@@ -195,10 +196,10 @@ def drafted(recipe: str, calibration: Calibration | None) -> tuple[list[Graph], 
     source, found = decoder(hidden=64, ffn=96), recipes.get_recipe(recipe)
     source.calibration = calibration
     settings = found.settings()
-    target = pipeline.run_passes(source, pipeline.configure(settings, {})[1:])[0]
+    target = run_passes(source, configure(settings, {})[1:])[0]
     quantized = [graph for graph in target if graph.stage == "quantize"][-1]
-    passes = pipeline.configure(settings | found.drafts[0].settings(found.head), {})
-    return *pipeline.run_passes(quantized, passes[pipeline.PASSES.index(Speculate) :]), quantized
+    passes = configure(settings | found.drafts[0].settings(found.head), {})
+    return *run_passes(quantized, passes[PASSES.index(Speculate) :]), quantized
 
 
 @pytest.mark.parametrize("recipe", ["ml-specqd", "quantspec"])
@@ -228,10 +229,10 @@ def test_the_draft_of_nested_weights_shares_any_head() -> None:
     for head, format in (("nested", "w4_asym_g128"), ("bf16", "bf16"), ("int8", "w8_sym_channel")):
         source = decoder(hidden=64)
         settings = recipe.settings(head)
-        target = pipeline.run_passes(source, pipeline.configure(settings, {})[1:])[0]
+        target = run_passes(source, configure(settings, {})[1:])[0]
         quantized = [graph for graph in target if graph.stage == "quantize"][-1]
-        passes = pipeline.configure(settings | recipe.drafts[0].settings(head), {})
-        draft = pipeline.run_passes(quantized, passes[pipeline.PASSES.index(Speculate) :])[0]
+        passes = configure(settings | recipe.drafts[0].settings(head), {})
+        draft = run_passes(quantized, passes[PASSES.index(Speculate) :])[0]
         assert head_gemms(draft[0]).pop().args[4] == format
         table = WeightTable()
         first = set(lower(target[-1], table).weights)

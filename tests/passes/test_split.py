@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from qcompile import check, pipeline, recipes
+from qcompile import check, recipes
 from qcompile.graph import Graph
 from qcompile.passes.assign_precision import AssignPrecision
-from qcompile.passes.base import apply
+from qcompile.passes.base import apply, run_passes
 from qcompile.passes.merge import Merge
+from qcompile.passes.schedule import configure
 from qcompile.passes.split import Split
 from tests.support.graphs import decoder, sequence_inputs
 
@@ -86,9 +87,9 @@ def test_merge_does_not_take_a_weight_of_which_rows_are_missing() -> None:
 def test_recipes_do_not_see_how_weights_are_stored(recipe: str) -> None:
     """Keys are scaled, values rotated and gates fused as with separate q, k and v, with the same bits as a result."""
     apart, logits = decoder(), []
-    passes = pipeline.configure(recipes.get_recipe(recipe).settings(), {})[1:]
+    passes = configure(recipes.get_recipe(recipe).settings(), {})[1:]
     for graph in (apart, fused(exact=False)):
-        made, records = pipeline.run_passes(graph, passes)
+        made, records = run_passes(graph, passes)
         quantized = [g for g in made if g.stage == "quantize"][-1]
         logits.append(quantized.run(*sequence_inputs()))
         fired = {record.name: record.fired for record in records}

@@ -6,13 +6,15 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from qcompile import pipeline, recipes
+from qcompile.passes.base import run_passes
+from qcompile.passes.schedule import configure
 from qcompile.report import ir
 from tests.support.graphs import decoder
 
 
 def graphs():  # type: ignore[no-untyped-def]
-    passes = pipeline.configure(recipes.get_recipe("w4a8").settings(), {})
-    return pipeline.run_passes(decoder(layers=1), passes[1:])[0]
+    passes = configure(recipes.get_recipe("w4a8").settings(), {})
+    return run_passes(decoder(layers=1), passes[1:])[0]
 
 
 def test_text_has_a_line_for_every_operator_and_its_weights() -> None:

@@ -12,6 +12,8 @@ import torch
 import qcompile
 from qcompile import check, pipeline, recipes
 from qcompile.errors import UnsupportedError
+from qcompile.passes.base import run_passes
+from qcompile.passes.schedule import configure
 from tests.support.graphs import sequence_inputs, step_inputs
 from tests.support.random_graphs import random_decoder
 
@@ -52,8 +54,8 @@ def examine(seed: int, folder: Path) -> Outcome:
         pipeline.build(graph, folder, recipe=recipe, options=options)
     except UnsupportedError as error:
         return Outcome("refused", str(error), recipe, {}, drawn)
-    passes = pipeline.configure(recipes.get_recipe(recipe).settings(), options)
-    step = pipeline.run_passes(graph, passes[1:])[0][-1]
+    passes = configure(recipes.get_recipe(recipe).settings(), options)
+    step = run_passes(graph, passes[1:])[0][-1]
     ids, positions = sequence_inputs(23, vocab=graph.info.vocab_size, seed=seed)
     reference = step.run(*step_inputs(ids, None, step))[0].view(2, 23, -1)
     with qcompile.load(folder, threads=1 + seed % 2) as llm:

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from qcompile import drafts as drafts_module
 from qcompile import pipeline
+from qcompile.artifact.describe import KernelFiles
 from qcompile.codegen.gpu import compile as gpu_compile
 from qcompile.codegen.gpu.build import with_rounds
 from qcompile.codegen.gpu.compile import Kernel
@@ -140,23 +142,24 @@ class Machine:
     ) -> None:
         executor.LaunchCall = HostLaunch  # type: ignore[assignment, misc]
         self.driver = HostDriver()
-        found = pipeline.plan(graph, target="h200", recipe=recipe, drafts=drafts)
-        kv = found.program.kv
-        sizes = max_tokens, found.program.vocab_size, kv.page_tokens, found.program.max_position
+        planned = pipeline.plan(graph, target="h200", recipe=recipe, drafts=drafts)
+        kv = planned.program.kv
+        sizes = max_tokens, planned.program.vocab_size, kv.page_tokens, planned.program.max_position
         self.limits = Limits(*sizes, kv.ring_tokens)
         self.weights = {
             name: self.driver.keep(blob.clone())
-            for weight in found.weights
+            for weight in planned.weights
             for (name, _), blob in zip(weight.blobs, weight.produce(), strict=True)
         }
-        self.bytes = sum(size for weight in found.weights for _, size in weight.blobs)
-        plans = {name: make_plan(p, TARGETS["h200"], split, inline_asm=False) for name, p in found.programs.items()}
-        plans = with_rounds(plans, found.lookup)
+        self.bytes = sum(size for weight in planned.weights for _, size in weight.blobs)
+        plans = {name: make_plan(p, TARGETS["h200"], split, inline_asm=False) for name, p in planned.programs.items()}
+        plans = with_rounds(plans, planned.lookup)
         functions: Any = {label: kernel for plan in plans.values() for label, kernel in plan.kernels.items()}
-        data = {name: _data(plan, found.programs[name]) for name, plan in plans.items()}
+        data = {name: _data(plan, planned.programs[name]) for name, plan in plans.items()}
         driver: Any = self.driver
         self.target = CudaExecutor(driver, data["model"], functions, self.weights, pages, self.limits)
-        levels = pipeline._levels(found, [{"name": name} for name in self.weights], "", "")
+        nowhere, listed = KernelFiles("", "", 0, ""), [{"name": name} for name in self.weights]
+        levels = drafts_module.levels(planned.drafts, planned.lookup, nowhere, listed)
         opened = [load._level(self.target, e, data.get(e.get("path")), functions, self.weights) for e in levels]
         self.speculator: Any = load._drafter(Path(), {}, self.target, levels, opened, None) if levels else None
         self.pages = pages

@@ -12,6 +12,8 @@ from torch import fx
 import qcompile
 from qcompile import check, pipeline, recipes
 from qcompile.graph import Graph
+from qcompile.passes.base import run_passes
+from qcompile.passes.schedule import configure
 from tests.support.graphs import Begun, sequence_inputs, step_inputs
 
 # Sums of float32 in another order; rounded formats land on the other side of a tie now and then.
@@ -84,7 +86,7 @@ def decoder(
 def test_artifact_computes_what_its_graph_says(recipe: str, gates: dict[str, Any], tmp_path: Path) -> None:
     graph = decoder(**gates)
     pipeline.build(graph, tmp_path / "out", recipe=recipe)
-    step = pipeline.run_passes(graph, pipeline.configure(recipes.get_recipe(recipe).settings(), {})[1:])[0][-1]
+    step = run_passes(graph, configure(recipes.get_recipe(recipe).settings(), {})[1:])[0][-1]
     ids, positions = sequence_inputs(70)
     reference = step.run(*step_inputs(ids, None, step))[0].view(2, 70, -1)
     with qcompile.load(tmp_path / "out", threads=1) as llm:

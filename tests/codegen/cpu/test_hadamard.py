@@ -12,6 +12,8 @@ from qcompile import check, pipeline, recipes
 from qcompile.codegen import program as p
 from qcompile.formats import hadamard
 from qcompile.formats.blocks import as_blob, pack_vector
+from qcompile.passes.base import run_passes
+from qcompile.passes.schedule import configure
 from tests.support.columns import Case, Columns
 from tests.support.graphs import decoder, logits_whatever_the_step, sequence_inputs, step_inputs
 
@@ -54,8 +56,8 @@ def test_model_with_online_rotation(recipe: str, late_norms: bool, tmp_path: Pat
     """Products are turned, and what norms make of a residual stream that norms write, for the head too."""
     graph = decoder(hidden=64, ffn=160, late_norms=late_norms)
     pipeline.build(graph, tmp_path / "out", recipe=recipe, options=ONLINE)
-    passes = pipeline.configure(recipes.get_recipe(recipe).settings(), ONLINE)
-    step = pipeline.run_passes(graph, passes[1:])[0][-1]
+    passes = configure(recipes.get_recipe(recipe).settings(), ONLINE)
+    step = run_passes(graph, passes[1:])[0][-1]
     assert len(step.calls("hadamard" if recipe == "f32" else "hadamard_quantize")) == 2 + 5 * late_norms
     ids, positions = sequence_inputs(41)
     reference = step.run(*step_inputs(ids, None, step))[0].view(2, 41, -1)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from qcompile import ops, pipeline, recipes
+from qcompile import ops, recipes
 from qcompile.calibration import Calibration
 from qcompile.cli.bench import seconds_of
 from qcompile.codegen.gpu.attention import AttentionSpec, GpuKV, SplitLimits, for_queries
@@ -28,6 +28,8 @@ from qcompile.codegen.packing import WeightTable
 from qcompile.codegen.program import PAD, Embed, Program, Quantize
 from qcompile.errors import UnsupportedError
 from qcompile.formats.activations import activation_format
+from qcompile.passes.base import run_passes
+from qcompile.passes.schedule import configure
 from qcompile.targets import TARGETS
 from tests.support.graphs import decoder, latent, step_inputs
 from tests.support.interpreted import interpreted, needs_triton
@@ -227,11 +229,11 @@ def interpret_nested_draft() -> None:
 
     settings = recipes.get_recipe("nested").settings()
     draft = recipes.get_recipe("nested").drafts[0]
-    graphs, _ = pipeline.run_passes(decoder(**{**SHAPE, "layers": 1}), pipeline.configure(settings, {})[1:])
+    graphs, _ = run_passes(decoder(**{**SHAPE, "layers": 1}), configure(settings, {})[1:])
     quantized = [graph for graph in graphs if graph.stage == "quantize"][-1]
-    passes = pipeline.configure(settings | draft.settings("nested"), {})
+    passes = configure(settings | draft.settings("nested"), {})
     own = passes[[p.name for p in passes].index("speculate") :]
-    drafted, _ = pipeline.run_passes(quantized, own)
+    drafted, _ = run_passes(quantized, own)
     table = WeightTable(GPU_PACKING)
     verify, program = lower(graphs[-1], table), lower(drafted[-1], table)
     read = {name for c in program.calls if c.kernel == "gemm" for name in c.weights.values()}

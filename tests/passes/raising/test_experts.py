@@ -16,8 +16,9 @@ from qcompile import check, ops, pipeline, recipes
 from qcompile.checkpoints import frontend
 from qcompile.errors import UnsupportedError
 from qcompile.graph import Graph
-from qcompile.passes.base import apply
+from qcompile.passes.base import apply, run_passes
 from qcompile.passes.raising import Raise
+from qcompile.passes.schedule import configure
 from tests.codegen.cpu.test_experts import TOLERANCE
 from tests.support import modules
 from tests.support.families import COMMON, EXPERTS, LATENT, save
@@ -408,7 +409,7 @@ def test_artifacts(family: str, recipe: str, tmp_path: Path) -> None:
     ids = sequence_inputs(40)[0]
     qcompile.build(tmp_path / "model", tmp_path / "out", recipe=recipe)
     graph = apply(Raise(), frontend.load(tmp_path / "model")).graph
-    step = pipeline.run_passes(graph, pipeline.configure(recipes.get_recipe(recipe).settings(), {})[1:])[0][-1]
+    step = run_passes(graph, configure(recipes.get_recipe(recipe).settings(), {})[1:])[0][-1]
     reference = step.run(*step_inputs(ids, None, step))[0].view(2, 40, -1)
     with qcompile.load(tmp_path / "out") as llm, torch.no_grad():
         logits = llm.logits(ids)

@@ -157,4 +157,4 @@ def test_kernels_tell(overflowing: Path, tmp_path: Path, recipe: str) -> None:
         prompts = tmp_path / "prompts.jsonl"
         prompts.write_text('{"prompt": "def main("}')
         with pytest.raises(OverflowedError, match=MESSAGE):
-            tune(tmp_path / "out", prompts, 8, 2)
+            tune(tmp_path / "out", prompts, 8, threads=2)

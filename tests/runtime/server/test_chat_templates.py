@@ -9,7 +9,7 @@ import pytest
 from tokenizers import processors
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from qcompile.cli import generate
+from qcompile.cli.chat import Conversation
 from qcompile.errors import ArtifactError, UsageError
 from qcompile.runtime import chat
 from tests.support.fake import byte_tokenizer, fake_llm, listed
@@ -20,14 +20,14 @@ def test_a_chat_template_has_all_special_tokens_itself() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 0)])
     with fake_llm(tokenizer=tokenizer) as llm:
-        talk = generate._Talk(llm, lambda messages: "<eos>" + messages[0]["content"])
+        talk = Conversation(llm, lambda messages: "<eos>" + messages[0]["content"])
         assert talk.prompt("ab", 1) == llm.encode("ab") and llm.encode("ab")[0] == 0 != llm.encode("ab")[1]
-        assert generate._Talk(llm, None).prompt("ab", 1) == llm.encode("ab")
+        assert Conversation(llm, None).prompt("ab", 1) == llm.encode("ab")
 
 
 def test_who_allows_long_replies_is_remembered_too() -> None:
     with fake_llm(tokenizer=byte_tokenizer()) as llm:
-        talk = generate._Talk(llm, None)
+        talk = Conversation(llm, None)
         for line in ("a" * 100, "b" * 100, "c" * 100):
             tokens = talk.prompt(line, 10 * llm.context)
             talk.answered("-")

@@ -234,7 +234,7 @@ def test_tuning_is_kept_in_the_artifact(tiny_checkpoint: Path, tmp_path: Path) -
     qcompile.build(str(tiny_checkpoint), out, recipe="qspec")
     prompts.write_text('{"prompt": "import os"}\n{"text": "def main("}\n')
     for data in (prompts, None):
-        found = tune.tune(out, data, 8, 1)
+        found = tune.tune(out, data, 8, threads=1)
         assert reader.verify(out) == []
         assert json.loads((out / "qcompile.json").read_text())["tuned"] == found
         assert {entry["batch"] for entry in found["table"]} == {1, 4, 16} and 0 <= found["acceptance"] <= 1
@@ -246,7 +246,7 @@ def test_tuning_is_kept_in_the_artifact(tiny_checkpoint: Path, tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     prompts.write_text("[]\n")
     with pytest.raises(UsageError, match="line 1: not a JSON object"):
-        tune.tune(out, prompts, 8, 1)
+        tune.tune(out, prompts, 8, threads=1)
 
 
 def test_tuning_computes_each_prompt_once(tiny_artifact: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +287,7 @@ def test_batches_that_the_cache_does_not_hold_are_not_measured(
     qcompile.build(str(tiny_checkpoint), tmp_path / "out", recipe="qspec")
     page = json.loads((tmp_path / "out" / "qcompile.json").read_text())["runtime"]["kv"]["page_bytes"]
     monkeypatch.setattr(load, "available_memory", lambda: 4 * 14 * page)
-    found = tune.tune(tmp_path / "out", None, 8, 1)["table"]  # of 2 and of 3 pages each
+    found = tune.tune(tmp_path / "out", None, 8, threads=1)["table"]  # of 2 and of 3 pages each
     assert [(entry["batch"], entry["context"]) for entry in found] == [(1, 32), (1, 92), (4, 32)]
     with qcompile.load(tmp_path / "out", threads=1) as llm:
         assert llm.engine.pool.total == 14
@@ -295,7 +295,7 @@ def test_batches_that_the_cache_does_not_hold_are_not_measured(
 
 def test_an_artifact_without_drafts_cannot_be_tuned(tiny_artifact: Any) -> None:
     with pytest.raises(UsageError, match="no drafts to tune"):
-        tune.tune(tiny_artifact("w4a8"), None, 8, 1)
+        tune.tune(tiny_artifact("w4a8"), None, 8, threads=1)
 
 
 def test_a_gamma_without_drafts_is_refused(tiny_artifact: Any) -> None:

@@ -1,0 +1,116 @@
+"""All passes in the order in which they run, and the options of each: a recipe's settings, overridden by the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from qcompile import recipes
+from qcompile.errors import UsageError, shown
+from qcompile.passes.assign_precision import AssignPrecision
+from qcompile.passes.base import Pass
+from qcompile.passes.cache import Cache
+from qcompile.passes.calibration.calibrate import Calibrate
+from qcompile.passes.calibration.salience import Salience
+from qcompile.passes.center_keys import CenterKeys
+from qcompile.passes.fold_norms import FoldNorms
+from qcompile.passes.fuse import Fuse
+from qcompile.passes.merge import Merge
+from qcompile.passes.plan_memory import PlanMemory
+from qcompile.passes.quantize import Quantize
+from qcompile.passes.raising import Raise
+from qcompile.passes.reorder import Reorder
+from qcompile.passes.rotate import Rotate
+from qcompile.passes.rotate_keys import RotateKeys
+from qcompile.passes.smooth import Smooth
+from qcompile.passes.smooth_attention import SmoothAttention
+from qcompile.passes.speculate import Speculate
+from qcompile.passes.split import Split
+
+PASSES: tuple[type[Pass], ...] = (
+    Raise,
+    Split,
+    FoldNorms,
+    Rotate,
+    Smooth,
+    CenterKeys,
+    SmoothAttention,
+    RotateKeys,
+    Reorder,
+    AssignPrecision,
+    Merge,
+    Salience,
+    Quantize,
+    Speculate,
+    Calibrate,
+    Cache,
+    Fuse,
+    PlanMemory,
+)
+"""All passes, in the order in which they run."""
+
+
+def configure(settings: recipes.Settings, options: Mapping[str, str]) -> tuple[Pass, ...]:
+    """The passes with a recipe's settings, overridden by the user's `pass.field=value` or `field=value` options.
+
+    Raises UsageError listing the valid choices for an unknown pass or field, or a value of the wrong type.
+    """
+    defaults = {kind.name: {field.name: field.default for field in fields(kind)} for kind in PASSES}
+    values = recipes.apply_options(settings, defaults, options)
+    return tuple(kind(**values.get(kind.name, {})) for kind in PASSES)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The passes of a build: those of `recipe` with the user's `options`, and `extra` ones, which run after `raise`.
+
+    `target` is the name of the target that salience measures costs for; `head_dtype` overrides the recipe's output
+    head. Raises UsageError for an extra pass that cannot run, and for an option that is neither text nor number.
+    """
+
+    recipe: str
+    target: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    head_dtype: str | None = None
+    extra: tuple[Pass, ...] = ()
+
+    def __post_init__(self) -> None:
+        for rewrite in self.extra:
+            _check_extra_pass(rewrite)
+        object.__setattr__(self, "options", recipes.option_texts(self.options))
+
+    def model_passes(self) -> tuple[Pass, ...]:
+        """The passes of the target model, `raise` first.
+
+        Raises UsageError for an unknown option, and for an option of `speculate` if the recipe makes no draft.
+        """
+        recipe = recipes.get_recipe(self.recipe)
+        passes = configure(recipe.settings(self.head_dtype), {"salience.target": self.target, **self.options})
+        unused = [option for option in self.options if option.startswith(f"{Speculate.name}.")]
+        if unused and not recipe.drafts:
+            raise UsageError(f"option {unused[0]}: recipe {self.recipe} makes no draft of itself; take one that does")
+        return passes[:1] + self.extra + passes[1:]
+
+    def recipe_drafts(self) -> Iterator[tuple[recipes.RecipeDraft, tuple[Pass, ...]]]:
+        """The recipe's drafts, each with the passes from `speculate` on that derive it from the quantized graph."""
+        recipe = recipes.get_recipe(self.recipe)
+        for draft in recipe.drafts:
+            settings = recipe.settings(self.head_dtype) | draft.settings(self.head_dtype or recipe.head)
+            passes = configure(settings, self.options)[PASSES.index(Speculate) :]
+            yield draft, tuple(rewrite.for_draft() if isinstance(rewrite, Cache) else rewrite for rewrite in passes)
+
+
+def separate_draft_passes() -> tuple[Pass, ...]:
+    """The passes of a separate draft model: those of its own recipe, whatever the target's."""
+    return configure(recipes.get_recipe(recipes.DRAFT_RECIPE).settings(), {})
+
+
+def _check_extra_pass(rewrite: object) -> None:
+    """Raise UsageError if `rewrite` cannot run as an additional pass."""
+    if not isinstance(rewrite, Pass):
+        raise UsageError(f"passes must be instances of Pass, not {shown(rewrite)}")
+    if rewrite.name in [kind.name for kind in PASSES]:
+        raise UsageError(f"pass {rewrite.name} runs anyway: give its fields in options")
+    if not rewrite.wanted:
+        raise UsageError(f"pass {rewrite} is not enabled: give it with enabled=True")

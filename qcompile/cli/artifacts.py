@@ -1,0 +1,76 @@
+"""The commands that read an artifact without running it: `inspect`, `verify` and `export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qcompile.cli import console
+from qcompile.cli.options import Artifact, Json, command
+
+
+@command
+def inspect(
+    out: Artifact,
+    passes: Annotated[bool, typer.Option("--passes", help="List the passes: options, count, error, seconds.")] = False,
+    json: Json = False,
+) -> None:
+    """Show the contents of an artifact: recipe, target, bits per weight, passes, sizes.
+
+    \b
+    Example:
+      qcompile inspect out/pycode
+      qcompile inspect out/pycode --passes
+    """
+    from qcompile.cli import inspect as contents
+
+    if passes:
+        listed = contents.passes(out)
+        console.print_json(listed) if json else print(contents.passes_as_text(listed))
+        return
+    summary = contents.summary(out)
+    console.print_json(summary) if json else print(contents.as_text(summary))
+
+
+@command
+def verify(out: Artifact, json: Json = False) -> None:
+    """Check every file of an artifact against its hash; exits with 6 and names the damaged files.
+
+    \b
+    Example:
+      qcompile verify out/pycode
+    """
+    from qcompile.artifact import reader
+    from qcompile.artifact.hashes import damaged
+
+    problems = reader.verify(out)
+    if json:
+        console.print_json({"ok": not problems, "problems": problems})
+    elif not problems:
+        print(f"{out}: every file is as built")
+    if problems:
+        reader.read_manifest(out)  # raises an error of its own if the manifest is damaged, or there is no artifact
+        raise damaged(out, problems)
+
+
+@command
+def export(
+    out: Artifact,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="MLIR file to write.")],
+    format: Annotated[str, typer.Option("--format", metavar="torch-mlir|linalg", help="MLIR dialect.")] = "linalg",
+    tokens: Annotated[int, typer.Option("--tokens", min=1, metavar="N", help="Number of input tokens.")] = 16,
+    json: Json = False,
+) -> None:
+    """Write an artifact's graph as MLIR: a function from the token ids of one text to its logits.
+
+    \b
+    Example:
+      qcompile export out/pycode --format linalg -o pycode.mlir
+    """
+    from qcompile.artifact import export as exporting
+
+    size = exporting.write(out, output, format, tokens)
+    written = {"path": str(output), "format": format, "tokens": tokens, "bytes": size}
+    console.print_json(written) if json else print(f"{output}: {console.byte_size(size)}")

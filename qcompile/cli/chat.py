@@ -1,0 +1,115 @@
+"""The command `chat`: read a line, answer it, keep the conversation while it fits the context."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from qcompile.cli import console
+from qcompile.cli.generate import result_of, show
+from qcompile.cli.options import Artifact, ChatSampling, DraftedLoading, command
+from qcompile.errors import UsageError
+
+if TYPE_CHECKING:
+    from qcompile.runtime.chat import Message, Render
+    from qcompile.runtime.llm import LLM
+    from qcompile.runtime.sampling.sampling import SamplingParams
+
+
+@command
+def chat(
+    out: Artifact,
+    sampling: ChatSampling,
+    loading: DraftedLoading,
+    json: Annotated[bool, typer.Option("--json", help="Print one line of JSON per reply instead of text.")] = False,
+) -> None:
+    """Chat with a model line by line; Ctrl-D ends. Without a chat template it continues your text.
+
+    \b
+    Example:
+      qcompile chat out/pycode
+    """
+    params = sampling.params()
+    with loading.load(out) as llm:
+        _chat_loop(llm, out, params, json)
+
+
+def _chat_loop(llm: LLM, out: Path, params: SamplingParams, as_json: bool) -> None:
+    """Read a line, answer it, until the input ends. History is kept while it fits the context."""
+    from qcompile.runtime.chat import chat_template
+
+    if llm.tokenizer is None:
+        raise UsageError(f"{out} has no tokenizer, so it cannot chat: build it from a checkpoint that has one")
+    template = chat_template(out, llm.manifest["files"])
+    if not template:
+        console.log("No chat template: your text is continued as it stands. Ctrl-D ends.")
+    conversation = Conversation(llm, template)
+    for line in _lines():
+        try:
+            stream = llm.stream(conversation.prompt(line, params.max_tokens or 1), params)
+        except UsageError as error:
+            if not sys.stdin.isatty():
+                raise
+            console.log(f"qcompile: {error}")
+            conversation.forget()
+            continue
+        last = show(stream, quiet=as_json)
+        conversation.answered(last.outputs[0].text)
+        if as_json:
+            console.print_json_line(result_of(last))
+        else:
+            print(flush=True)
+
+
+class Conversation:
+    """The messages so far. Without a template they are one text, to which each message is appended."""
+
+    def __init__(self, llm: LLM, template: Render | None) -> None:
+        self._llm, self._template = llm, template
+        self._messages: list[Message] = []
+
+    def prompt(self, line: str, room: int) -> list[int]:
+        """The tokens to continue after the user's `line`. The oldest messages are dropped to leave `room` tokens.
+
+        At most half of the context is left free, so that long replies can still depend on earlier messages.
+        """
+        room = min(room, self._llm.context // 2)
+        self._messages.append({"role": "user", "content": line})
+        while len(self._messages) > 1 and self._length() + room > self._llm.context:
+            del self._messages[:2]
+        return self._llm.encode(self._render(), special=self._template is None)
+
+    def answered(self, text: str) -> None:
+        """Add the reply."""
+        self._messages.append({"role": "assistant", "content": text})
+
+    def forget(self) -> None:
+        """Drop the user's last message, which cannot be answered."""
+        del self._messages[-1:]
+
+    def _length(self) -> int:
+        from qcompile.runtime.tokenizer import encode
+
+        tokenizer = self._llm.tokenizer
+        return len(encode(tokenizer, self._render(), self._template is None)) if tokenizer else 0
+
+    def _render(self) -> str:
+        if self._template:
+            return self._template(self._messages)
+        return "".join(message["content"] for message in self._messages)
+
+
+def _lines() -> Iterator[str]:
+    """Lines of stdin with their newline; on a terminal, each is asked for with a prompt on stderr."""
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line

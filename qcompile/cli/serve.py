@@ -1,0 +1,50 @@
+"""The command `serve`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+from qcompile.cli import console
+from qcompile.cli.options import Artifact, Json, ServedLoading, Serving, command
+from qcompile.errors import ResourceError, UsageError
+
+
+@command
+def serve(out: Artifact, serving: Serving, loading: ServedLoading, json: Json = False) -> None:
+    """Serve an OpenAI-compatible HTTP API: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.
+
+    \b
+    Example:
+      qcompile serve out/pycode --port 8000
+      curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "def main("}'
+    """
+    try:
+        from qcompile.runtime.server import app
+    except ModuleNotFoundError as error:
+        raise ResourceError(f"serving needs {error.name}: pip install 'qcompile[serve]'") from error
+    from qcompile.runtime.chat import chat_template
+
+    key = serving.api_key
+    if (os.environ.get("QCOMPILE_API_KEY") if key is None else key) == "":  # typer drops an empty variable
+        raise UsageError("the API key is empty: give one, or unset --api-key and QCOMPILE_API_KEY to let everybody in")
+    max_batch = serving.max_batch
+    with app.bind(serving.host, serving.port) as listening, loading.load(out, max_batch=max_batch) as llm:
+        name, url = serving.name or out.resolve().name, _url(listening.getsockname())
+
+        def ready() -> None:
+            console.heed_interrupts()
+            if json:
+                console.print_json_line({"url": url, "model": name, "context": llm.context, "max_batch": max_batch})
+            console.log(f"qcompile: {name} answers at {url} (Ctrl-C ends)")
+
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a client that hangs up ends its answer, not the server
+        template = chat_template(out, llm.manifest["files"])
+        app.serve(app.Served(llm, name, template, key, serving.max_waiting), listening, ready)
+
+
+def _url(address: Any) -> str:
+    """The URL of a socket address (host, port, ...)."""
+    host, port = address[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
