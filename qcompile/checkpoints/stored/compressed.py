@@ -2,21 +2,21 @@
 
 NAME.weight [outputs, inputs] is (code - zero) * scale in float32. NAME.weight_scale is [outputs, groups].
 
-- `pack-quantized`: NAME.weight_packed int32 [outputs, inputs * bits / 32], earlier inputs in lower bits, each code more
-  by 2^(bits - 1) than it is; NAME.weight_shape, the numbers of outputs and inputs; where it is not symmetric
-  NAME.weight_zero_point int32 [outputs * bits / 32, groups], packed alike; and where groups are of inputs in any order
-  (releases up to 0.9) NAME.weight_g_idx int32 [inputs], the group of each, or -1 throughout where they are in theirs.
-- `int-quantized`, `float-quantized`, `naive-quantized`: NAME.weight, int8 or 8-bit floats, and where it is there
-  NAME.weight_zero_point of the same type and the shape of the scales.
+- `pack-quantized`: NAME.weight_packed int32 [outputs, inputs * bits / 32] has earlier inputs in lower bits, and
+  2^(bits - 1) is added to each code. NAME.weight_shape has the numbers of outputs and inputs. If the scheme is not
+  symmetric, NAME.weight_zero_point int32 [outputs * bits / 32, groups] is packed in the same way. If groups may have
+  inputs in any order (releases up to 0.9), NAME.weight_g_idx int32 [inputs] is the group of each input, or -1
+  everywhere for groups of consecutive inputs.
+- `int-quantized`, `float-quantized`, `naive-quantized`: NAME.weight is int8 or 8-bit floats. NAME.weight_zero_point,
+  if present, has the same type and the shape of the scales.
 
-How activations are rounded as they come is for a recipe to say, not for the file; what else changes the model's
-function (a scale of activations or of the cache that is stored, rotations, sparsity) is refused.
+The recipe decides how activations are rounded, not the file. Anything else that changes the model's function (stored
+scales of activations or of the cache, rotations, sparsity) is refused.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,19 @@ import torch
 from torch import Tensor
 
 from qcompile.checkpoints.checkpoint import StoredCheckpoint
-from qcompile.checkpoints.stored import groups as stored_groups
-from qcompile.checkpoints.stored.groups import WORD, one_of, require, shifts, unpack, words_of
+from qcompile.checkpoints.stored.groups import (
+    WORD,
+    Find,
+    Groups,
+    dequantize,
+    groups_of,
+    one_of,
+    require,
+    require_none_left,
+    shifts,
+    unpack,
+    words_of,
+)
 from qcompile.errors import UnsupportedError, UsageError
 
 METHOD = "compressed-tensors"
@@ -35,11 +46,9 @@ NUMBERS = {"int": torch.int8, "float": torch.float8_e4m3fn}
 """Types of stored weights that are not packed, by what the configuration calls them."""
 REST = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale")
 
-Find = Callable[[StoredCheckpoint], None]
-
 
 @dataclass(frozen=True)
-class Scheme:
+class CompressedScheme:
     """How weights are stored. A scale covers `group` inputs of one output (0: all), or the whole tensor."""
 
     format: str
@@ -60,7 +69,7 @@ class Scheme:
 
 
 def compressed_tensors(quantization: dict[str, Any]) -> Find:
-    """What finds the weights of a checkpoint whose `quantization_config` this is. Refuses all that is not read."""
+    """The reader for a checkpoint with this `quantization_config`. Raises UnsupportedError, UsageError."""
     one_of(METHOD, "quantization_status", quantization.get("quantization_status") or "compressed", ("compressed",))
     if quantization.get("kv_cache_scheme"):
         raise UnsupportedError(f"{METHOD} checkpoints with a kv_cache_scheme are not read")
@@ -77,12 +86,12 @@ def compressed_tensors(quantization: dict[str, Any]) -> Find:
 
 
 def _says_nothing(value: Any, key: str) -> bool:
-    """Whether `value` is nothing, or an object whose `key` is nothing or "dense"."""
+    """Whether `value` is empty, or an object with an empty or "dense" entry `key`."""
     return not value or (isinstance(value, dict) and value.get(key, value) in (None, {}, "dense"))
 
 
-def _scheme(name: str, group: dict[str, Any], format: Any) -> Scheme:
-    """How the weights of one of `config_groups`, called `name`, are stored."""
+def _scheme(name: str, group: dict[str, Any], format: Any) -> CompressedScheme:
+    """The scheme of one of `config_groups`, called `name`."""
     incoming = group.get("input_activations")
     if incoming and not (isinstance(incoming, dict) and incoming.get("dynamic") is True):
         raise UnsupportedError(f"{METHOD} weights with stored scales of activations ({name}) are not read")
@@ -102,25 +111,25 @@ def _scheme(name: str, group: dict[str, Any], format: Any) -> Scheme:
     strategy = one_of(METHOD, "strategy", weights.get("strategy") or inferred, strategies)
     grouped = strategy == "group"
     if grouped and (type(size) is not int or size < 1):
-        raise UsageError(f"group_size of the checkpoint's {METHOD} weights is {size}; a number of inputs goes there")
+        raise UsageError(f"group_size of the checkpoint's {METHOD} weights is {size}; it must be a number of inputs")
     ordered = grouped and weights.get("actorder") in ("group", "dynamic")
-    return Scheme(format, kind, bits, symmetric, size if grouped else 0, strategy == "tensor", ordered)
+    return CompressedScheme(format, kind, bits, symmetric, size if grouped else 0, strategy == "tensor", ordered)
 
 
 # ---- the weights -----------------------------------------------------------------------------------
 
 
-def _find(checkpoint: StoredCheckpoint, scheme: Scheme) -> None:
+def _find(checkpoint: StoredCheckpoint, scheme: CompressedScheme) -> None:
     for name in list(checkpoint):
         if scheme.format == PACKED and name.endswith(".weight_packed"):
             _add_packed(checkpoint, name.removesuffix("_packed"), scheme)
         elif scheme.format != PACKED and name.endswith(".weight") and checkpoint.entries[name].dtype.itemsize == 1:
             _add_plain(checkpoint, name, scheme)
-    stored_groups.require_none_left(checkpoint, tuple(f".{ending}" for ending in REST))
+    require_none_left(checkpoint, tuple(f".{ending}" for ending in REST))
 
 
-def _add_packed(checkpoint: StoredCheckpoint, name: str, scheme: Scheme) -> None:
-    """Let the weight `name` be made of NAME_packed and what lies beside it."""
+def _add_packed(checkpoint: StoredCheckpoint, name: str, scheme: CompressedScheme) -> None:
+    """Add the weight `name`, computed from NAME_packed and its other tensors."""
     bits = scheme.bits
     outputs, _ = words_of(checkpoint, f"{name}_packed")
     inputs = _inputs(checkpoint, name, outputs)
@@ -144,7 +153,7 @@ def _add_packed(checkpoint: StoredCheckpoint, name: str, scheme: Scheme) -> None
 
 
 def _inputs(checkpoint: StoredCheckpoint, name: str, outputs: int) -> int:
-    """How many inputs NAME_shape says that the weight `name` has."""
+    """The number of inputs of the weight `name` according to NAME_shape."""
     entry = checkpoint.entries.get(f"{name}_shape")
     if entry is None or entry.shape != (2,) or entry.dtype not in (torch.int32, torch.int64):
         raise UsageError(f"tensor {name}_shape is missing or no pair of whole numbers")
@@ -165,23 +174,21 @@ def from_packed(
     index: Tensor | None = None,
 ) -> Tensor:
     """Words [outputs, inputs * bits / 32] and NAME's other tensors -> the weight NAME, float32 [outputs, inputs]."""
-    zero: Tensor | int = 2 ** (bits - 1)  # codes are more by that, and so are stored zeros
+    zero: Tensor | int = 2 ** (bits - 1)  # added to each code and each stored zero
     if zeros is not None:
         zero = unpack(zeros, shifts(bits), 0)[: len(words)]
-    groups: stored_groups.Groups = size
+    groups: Groups = size
     if index is not None and not bool((index == -1).all()):
-        groups = stored_groups.groups_of(f"{name}_g_idx", index, size, scales.shape[1])
-    return stored_groups.dequantize(
-        inputs, lambda band: unpack(words[band], shifts(bits), 1)[:, :inputs], scales, zero, groups
-    )
+        groups = groups_of(f"{name}_g_idx", index, size, scales.shape[1])
+    return dequantize(inputs, lambda band: unpack(words[band], shifts(bits), 1)[:, :inputs], scales, zero, groups)
 
 
-def _add_plain(checkpoint: StoredCheckpoint, name: str, scheme: Scheme) -> None:
-    """Let the weight `name` be made of itself, in 8 bits, and what lies beside it."""
+def _add_plain(checkpoint: StoredCheckpoint, name: str, scheme: CompressedScheme) -> None:
+    """Replace the stored 8-bit weight `name` by the weight computed from it and its other tensors."""
     entry = checkpoint.entries[name]
     if entry.dtype != NUMBERS[scheme.kind] or len(entry.shape) != 2 or 0 in entry.shape:
-        found = f"{entry.dtype} of shape {list(entry.shape)}"
-        raise UsageError(f"tensor {name} is {found}; a matrix of {NUMBERS[scheme.kind]} belongs there")
+        stored = f"{entry.dtype} of shape {list(entry.shape)}"
+        raise UsageError(f"tensor {name} is {stored}; a matrix of {NUMBERS[scheme.kind]} belongs there")
     outputs, inputs = entry.shape
     size, count = scheme.groups(inputs)
     sides: tuple[int, ...] = (1,) if scheme.whole else (outputs, count)
@@ -195,6 +202,6 @@ def _add_plain(checkpoint: StoredCheckpoint, name: str, scheme: Scheme) -> None:
 
     def make(codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
         zero = 0 if zeros is None else zeros.expand(outputs, count)
-        return stored_groups.dequantize(inputs, codes.__getitem__, scales.expand(outputs, count), zero, size)
+        return dequantize(inputs, codes.__getitem__, scales.expand(outputs, count), zero, size)
 
     checkpoint.add(name, entry.shape, parts, make)

@@ -1,15 +1,15 @@
-"""Checkpoints whose weights are stored in few bits, read as the numbers that those stand for.
+"""Checkpoints whose weights are stored in few bits, read as the numbers that the codes represent.
 
-Some models are published in no other form. A weight and its scales become one tensor of the weight's name, in float32,
-and everything after this module sees nothing else. What a recipe then makes of it is its own affair: `mxfp4` finds
-the very numbers that were stored, because any 32 numbers that E2M1 has under one power of two it has under their own.
+Some models are published only in such a form. A weight and its scales become one float32 tensor of the weight's name,
+and later stages see only that tensor. A recipe may then quantize it again. The recipe `mxfp4` restores exactly the
+values of an MXFP4 checkpoint: a group's values are E2M1 numbers under one power of two, so they are representable under
+the power of two that the recipe chooses for the group.
 
 - `fp8` (`quant_method` of DeepSeek V3 and others): NAME of 8-bit floats and NAME_scale_inv, a factor for each block of
   `weight_block_size` rows and columns, the last ones short, or for the whole weight.
 - `mxfp4` (gpt-oss): NAME_blocks uint8 [experts, outputs, groups, 16], the earlier of two inputs in the low half, and
   NAME_scales, E8M0 [experts, outputs, groups]; together NAME [experts, inputs, outputs].
-- `awq` and `gptq`: see stored_groups.
-- `compressed-tensors`: see stored_compressed.
+- `awq`, `gptq` and `compressed-tensors`: see awq.py, gptq.py and compressed.py.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ import torch
 from torch import Tensor
 
 from qcompile.checkpoints.checkpoint import Checkpoint, StoredCheckpoint, read_json
-from qcompile.checkpoints.stored import compressed
-from qcompile.checkpoints.stored import groups as stored_groups
+from qcompile.checkpoints.stored.awq import awq
+from qcompile.checkpoints.stored.compressed import compressed_tensors
+from qcompile.checkpoints.stored.gptq import gptq
+from qcompile.checkpoints.stored.groups import Find
 from qcompile.errors import UnsupportedError, UsageError
 from qcompile.formats.elements import e2m1_values
 
 BLOCK_SCALES, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
 PACKED = (".qweight", ".weight_packed")
-"""How names of tensors end that cannot be read without knowing how they are packed."""
+"""Endings of names of tensors that cannot be read without a configuration that says how they are packed."""
 GROUP = 32
 """Inputs that share one power of two in MXFP4."""
-
-Find = Callable[[StoredCheckpoint], None]
-"""Finds the weights of a checkpoint that are stored in few bits, and tells it how to make them (`add`)."""
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
@@ -62,9 +61,9 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 
 
 def reader(quantization: Any) -> Find:
-    """What reads weights that are stored as `quantization`, a configuration's `quantization_config`, says.
+    """The reader for weights stored as `quantization`, a configuration's `quantization_config`, says. Reads no file.
 
-    Raises UnsupportedError for what is not read, UsageError for what makes no sense. No file is looked at.
+    Raises UnsupportedError for a form that is not read, UsageError for a malformed configuration.
     """
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if not isinstance(method, str) or method not in _READERS:
@@ -99,14 +98,14 @@ def _find_fp8(checkpoint: StoredCheckpoint, block: list[int] | None) -> None:
         sides = list(entry.shape[-2:] if block is None else block)
         wanted = (*entry.shape[:-2], *(-(-n // side) for n, side in zip(entry.shape[-2:], sides, strict=True)))
         if not scales.dtype.is_floating_point or _longer(scales.shape) != _longer(wanted):
-            found = f"{scales.dtype} of shape {list(scales.shape)}"
-            raise UsageError(f"tensor {name}{BLOCK_SCALES} is {found}; floats of shape {list(wanted)} belong there")
+            stored = f"{scales.dtype} of shape {list(scales.shape)}"
+            raise UsageError(f"tensor {name}{BLOCK_SCALES} is {stored}; floats of shape {list(wanted)} belong there")
         make = functools.partial(from_fp8, block=sides)
         checkpoint.add(name, entry.shape, (name, name + BLOCK_SCALES), make)
 
 
 def _longer(shape: tuple[int, ...]) -> list[int]:
-    """Its sides but those of 1: one factor is stored under several shapes."""
+    """The sides of `shape` other than 1: one factor may be stored with several shapes."""
     return [side for side in shape if side != 1]
 
 
@@ -116,7 +115,7 @@ def from_fp8(codes: Tensor, scales: Tensor, block: list[int]) -> Tensor:
     rows, columns = block
     factors = scales.to(torch.float32).reshape(*codes.shape[:-2], -1, -(-codes.shape[-1] // columns))
     factors = factors.repeat_interleave(columns, -1)[..., : codes.shape[-1]]
-    for index in range(factors.shape[-2]):  # a band of blocks at a time: no second tensor of the weight's size
+    for index in range(factors.shape[-2]):  # one row of blocks at a time, to avoid a second tensor of the weight's size
         value[..., index * rows : (index + 1) * rows, :] *= factors[..., index : index + 1, :]
     return value
 
@@ -135,13 +134,16 @@ def _find_mxfp4(checkpoint: StoredCheckpoint) -> None:
         right = len(entry.shape) == 4 and entry.shape[-1] == GROUP // 2 and scales.shape == entry.shape[:-1]
         if not right or scales.dtype != torch.uint8:
             shapes = f"{list(entry.shape)} and {scales.dtype} {list(scales.shape)}"
-            raise UsageError(f"tensors {blocks} and {name}{SCALES} are {shapes}; [e, n, g, 16] and uint8 [e, n, g] go")
+            raise UsageError(
+                f"tensors {blocks} and {name}{SCALES} are {shapes}; "
+                "uint8 [experts, outputs, groups, 16] and uint8 [experts, outputs, groups] are read"
+            )
         experts, outputs, groups, _ = entry.shape
         checkpoint.add(name, (experts, groups * GROUP, outputs), (blocks, name + SCALES), from_mxfp4)
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Codes uint8 [e, n, g, 16] and powers uint8 [e, n, g] -> float32 [e, 32 g, n]. An expert at a time."""
+    """Codes uint8 [e, n, g, 16] and powers uint8 [e, n, g] -> float32 [e, 32 g, n], one expert at a time."""
     experts, outputs, groups, half = blocks.shape
     value = torch.empty(experts, 2 * half * groups, outputs)
     for index in range(experts):
@@ -154,7 +156,7 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 _READERS: dict[str, Callable[[dict[str, Any]], Find]] = {
     "fp8": _fp8,
     "mxfp4": lambda quantization: _find_mxfp4,
-    "awq": stored_groups.awq,
-    "gptq": stored_groups.gptq,
-    "compressed-tensors": compressed.compressed_tensors,
+    "awq": awq,
+    "gptq": gptq,
+    "compressed-tensors": compressed_tensors,
 }

@@ -1,0 +1,69 @@
+"""AWQ weights, version "gemm" (casper-hansen/AutoAWQ, awq/modules/linear/gemm.py).
+
+NAME.qweight int32 [inputs, outputs / 8] has 4 bits a code; from the lowest bits of a word on, the codes are of outputs
+0, 2, 4, 6, 1, 3, 5, 7. NAME.qzeros int32 [groups, outputs / 8] has the same order. NAME.scales is [groups, outputs].
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qcompile.checkpoints.checkpoint import StoredCheckpoint
+from qcompile.checkpoints.stored.groups import (
+    Find,
+    dequantize,
+    group_size,
+    one_of,
+    require,
+    require_none_left,
+    require_uniform,
+    unpack,
+    words_of,
+)
+from qcompile.errors import UnsupportedError
+
+AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
+"""First bits, in a word, of the codes of eight consecutive outputs."""
+
+
+def awq(quantization: dict[str, Any]) -> Find:
+    """The reader for a checkpoint with this `quantization_config`. Raises UnsupportedError, UsageError."""
+    get = quantization.get
+    one_of("awq", "bits", get("bits", get("w_bit", 4)), (4,))
+    one_of("awq", "zero_point", get("zero_point", True), (True,))
+    for key in ("version", "format", "checkpoint_format"):  # what AutoAWQ and GPTQModel call it
+        one_of("awq", key, get(key) or "gemm", ("gemm",))
+    if get("backend") == "llm-awq":
+        raise UnsupportedError("awq weights with backend llm-awq are not read")
+    require_uniform("awq", quantization)
+    return functools.partial(_find_awq, size=group_size("awq", get("group_size", get("q_group_size", 128))))
+
+
+def _find_awq(checkpoint: StoredCheckpoint, size: int) -> None:
+    for name in list(checkpoint):
+        stem = name.removesuffix(".qweight")
+        if stem == name:
+            continue
+        inputs, words = words_of(checkpoint, name)
+        group = inputs if size < 0 else size
+        count = -(-inputs // group)
+        require(checkpoint, f"{stem}.qzeros", (count, words), torch.int32)
+        require(checkpoint, f"{stem}.scales", (count, words * len(AWQ_SHIFTS)))
+        make = functools.partial(from_awq, group=group)
+        parts = (name, f"{stem}.qzeros", f"{stem}.scales")
+        checkpoint.add(f"{stem}.weight", (words * len(AWQ_SHIFTS), inputs), parts, make)
+    require_none_left(checkpoint, (".qzeros", ".scales"))
+
+
+def from_awq(words: Tensor, zeros: Tensor, scales: Tensor, group: int) -> Tensor:
+    """Words [inputs, outputs / 8] and [groups, outputs / 8], scales [groups, outputs] -> f32 [outputs, inputs]."""
+
+    def codes(band: slice) -> Tensor:
+        each = len(AWQ_SHIFTS)
+        return unpack(words[:, band.start // each : band.stop // each], AWQ_SHIFTS, 1).T
+
+    return dequantize(len(words), codes, scales.T, unpack(zeros, AWQ_SHIFTS, 1).T, group)

@@ -1,0 +1,108 @@
+"""GPTQ weights (AutoGPTQ/AutoGPTQ, auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py).
+
+NAME.qweight int32 [inputs * bits / 32, outputs] has earlier inputs in lower bits. NAME.qzeros int32
+[groups, outputs * bits / 32] has earlier outputs in lower bits, and each zero point less one. NAME.scales is
+[groups, outputs], and NAME.g_idx int32 [inputs] is the group of each input. In "gptq_v2" (ModelCloud/GPTQModel,
+gptqmodel/utils/model.py) zero points are stored as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qcompile.checkpoints.checkpoint import StoredCheckpoint
+from qcompile.checkpoints.stored.groups import (
+    WORD,
+    Find,
+    dequantize,
+    group_size,
+    groups_of,
+    one_of,
+    require,
+    require_none_left,
+    require_uniform,
+    shifts,
+    unpack,
+    words_of,
+)
+from qcompile.errors import UsageError
+
+
+@dataclass(frozen=True)
+class GptqScheme:
+    """How a checkpoint stores its weights: `size` inputs in a group (-1: all), and whether zero points are `less_one`.
+
+    `ordered` is the configuration's desc_act: whether groups may be in any order, None if it does not say.
+    """
+
+    bits: int
+    size: int
+    less_one: bool
+    ordered: bool | None
+
+    def group(self, inputs: int) -> int:
+        """Inputs in a group of a weight with `inputs` inputs."""
+        return inputs if self.size < 0 else self.size
+
+
+def gptq(quantization: dict[str, Any]) -> Find:
+    """The reader for a checkpoint with this `quantization_config`. Raises UnsupportedError, UsageError."""
+    get = quantization.get
+    bits = one_of("gptq", "bits", get("bits"), (4, 8))
+    version = get("checkpoint_format") or get("format") or "gptq"
+    version = one_of("gptq", "checkpoint_format", version, ("gptq", "gptq_v2"))
+    one_of("gptq", "is_marlin_format", bool(get("is_marlin_format")), (False,))
+    ordered = one_of("gptq", "desc_act", get("desc_act"), (True, False, None))
+    require_uniform("gptq", quantization)
+    size = group_size("gptq", get("group_size"))
+    return functools.partial(_find_gptq, scheme=GptqScheme(bits, size, version == "gptq", ordered))
+
+
+def _find_gptq(checkpoint: StoredCheckpoint, scheme: GptqScheme) -> None:
+    for name in list(checkpoint):
+        stem = name.removesuffix(".qweight")
+        if stem == name:
+            continue
+        words, outputs = words_of(checkpoint, name)
+        inputs = words * WORD // scheme.bits
+        count = -(-inputs // scheme.group(inputs))
+        require(checkpoint, f"{stem}.qzeros", (count, -(-outputs * scheme.bits // WORD)), torch.int32)
+        require(checkpoint, f"{stem}.scales", (count, outputs))
+        parts: tuple[str, ...] = (name, f"{stem}.qzeros", f"{stem}.scales")
+        if scheme.ordered or f"{stem}.g_idx" in checkpoint:
+            require(checkpoint, f"{stem}.g_idx", (inputs,), torch.int32)
+            parts = (*parts, f"{stem}.g_idx")
+        make = functools.partial(from_gptq, stem, scheme)
+        checkpoint.add(f"{stem}.weight", (outputs, inputs), parts, make)
+    require_none_left(checkpoint, (".qzeros", ".scales", ".g_idx"))
+
+
+def from_gptq(
+    name: str, scheme: GptqScheme, words: Tensor, zeros: Tensor, scales: Tensor, index: Tensor | None = None
+) -> Tensor:
+    """NAME's tensors as float32 [outputs, inputs].
+
+    `words` int32 [inputs * bits / 32, outputs], `zeros` int32 [groups, outputs * bits / 32], `scales` [groups, outputs]
+    and `index` int32 [inputs]. Raises UsageError for values that programs read differently: a zero point of 0 that is
+    stored less one (the subtraction borrows from the neighbour, or gives 0 or 2^bits), and groups in an order that the
+    configuration denies.
+    """
+    bits, (count, outputs) = scheme.bits, scales.shape
+    inputs = len(words) * WORD // bits
+    size = scheme.group(inputs)
+    groups = size if index is None else groups_of(f"{name}.g_idx", index, size, count)
+    if scheme.ordered is False and isinstance(groups, Tensor):
+        raise UsageError(f"tensor {name}.g_idx has its inputs' groups in another order, and desc_act is false")
+    zero = unpack(zeros, shifts(bits), 1)[:, :outputs]
+    if scheme.less_one and bool((zero == 2**bits - 1).any()):
+        raise UsageError(f"tensor {name}.qzeros holds zero points less one below 0, which programs read differently")
+
+    def codes(band: slice) -> Tensor:
+        return unpack(words[:, band], shifts(bits), 0).T
+
+    return dequantize(inputs, codes, scales.T, (zero + scheme.less_one).T, groups)
