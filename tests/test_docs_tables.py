@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from qcompile.cli.app import app
-from qcompile.pipeline import PASSES
+from qcompile.passes.schedule import PASSES
 from qcompile.recipes import RECIPES
 from qcompile.runtime.options import LoadOptions
 from qcompile.targets import TARGETS
