@@ -180,9 +180,9 @@ def route_spec() -> RouteSpec:
     return RouteSpec(
         (
             RouteStep("softmax", 128, 128, x_stride=128),
-            RouteStep("top_k", 128, SLOTS, (SLOTS,), x=0, out_stride=STRIDE),
+            RouteStep("top_k", 128, SLOTS, x=0, out_stride=STRIDE),
             RouteStep("pick", 128, SLOTS, x=0, index=1),
-            RouteStep("normalize", SLOTS, SLOTS, (0.0, 0.0), x=2, out_stride=STRIDE),
+            RouteStep("normalize", SLOTS, SLOTS, x=2, out_stride=STRIDE),
         )
     )
 

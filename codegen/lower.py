@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, fx
@@ -199,24 +199,33 @@ def _sources(node: fx.Node) -> list[str]:
 
 
 def _embedding(low: Lowering, node: fx.Node) -> p.Call:
-    ids, table = ops.operand(node, "ids"), ops.operand(node, "weight")
+    ids, weight = ops.operand(node, "ids"), ops.operand(node, "weight")
     indices: dict[str, Literal["tokens", "positions"]] = {"step_token_ids": "tokens", "step_positions": "positions"}
     index = indices.get(ids.target)
     if index is None:
         raise PassError("codegen", node.name, "an embedding must be indexed by token ids or positions")
-    name, dtype = low.table(table)
-    return p.Embed(node.name, low.buffer(node), name, dtype, table.meta["val"].shape[0], index=index)
+    table, dtype = low.table(weight)
+    return p.Embed(
+        node.name, out=low.buffer(node), table=table, table_dtype=dtype, vocab=weight.meta["val"].shape[0], index=index
+    )
 
 
 def _norm(low: Lowering, node: fx.Node) -> p.Call:
     given = ops.named(node)
     styles: dict[str | None, Literal["rms", "layer"]] = {"rms_norm": "rms", "layer_norm": "layer"}
-    style = styles.get(ops.name_of(node.target)) or given["kind"]
-    x, weight, bias, eps = given["x"], given["weight"], given.get("bias"), given["eps"]
+    x = given["x"]
     if x.meta["val"].dim() != 2:
         raise PassError("codegen", node.name, "a norm inside heads has no kernel yet")
-    where, weights = (low.buffer(x, whole=False), low.buffer(node)), (low.vector(weight), low.vector(bias))
-    return p.Norm(node.name, style, *where, eps, *weights, low.column(x))
+    return p.Norm(
+        node.name,
+        styles.get(ops.name_of(node.target)) or given["kind"],
+        x=low.buffer(x, whole=False),
+        out=low.buffer(node),
+        eps=given["eps"],
+        weight=low.vector(given["weight"]),
+        bias=low.vector(given.get("bias")),
+        x_offset=low.column(x),
+    )
 
 
 def _norm_heads(low: Lowering, node: fx.Node) -> p.Call:
@@ -242,13 +251,19 @@ def _quantize(low: Lowering, node: fx.Node) -> p.Call | None:
     given = ops.operands(node)
     if given.kind == "f32":
         return None
-    return p.Quantize(node.name, low.buffer(given.x), low.buffer(node))
+    return p.Quantize(node.name, x=low.buffer(given.x), out=low.buffer(node))
 
 
 def _hadamard(low: Lowering, node: fx.Node) -> p.Call:
     given = ops.operands(node)
-    order = math.isqrt(given.core.meta["val"].shape[0])
-    return p.Hadamard(node.name, low.buffer(given.x), low.buffer(node), given.block, str(low.vector(given.core)), order)
+    return p.Hadamard(
+        node.name,
+        x=low.buffer(given.x),
+        out=low.buffer(node),
+        block=given.block,
+        core=str(low.vector(given.core)),
+        core_order=math.isqrt(given.core.meta["val"].shape[0]),
+    )
 
 
 def _activation(x: fx.Node) -> str:
@@ -259,48 +274,47 @@ def _activation(x: fx.Node) -> str:
 
 def _gemm(low: Lowering, node: fx.Node) -> p.Call:
     given = ops.operands(node)
-    x, weight, format, epilogue = given.x, given.weight, given.format, given.epilogue
+    weight, format, epilogue, activation = given.weight, str(given.format), given.epilogue, _activation(given.x)
     n, k = weight.meta["val"][0].shape
     logits = "storage" not in node.meta
     if logits and epilogue != "store":
         raise PassError("codegen", node.name, f"logits cannot come from a gemm that ends in {epilogue}")
+    packed_as: dict[str, Any] = {}
     if format == "mix_4_8":
-        packed, mixed = low.mixed(weight, epilogue in ops.GATED)
-        more: tuple[Any, ...] = (mixed.blocks, "", mixed.wide, mixed.runs)
+        weights, mixed = low.mixed(weight, epilogue in ops.GATED)
+        packed_as = {"blocks": mixed.blocks, "wide": mixed.wide, "runs": mixed.runs}
     else:
-        packing = low.packing(weight, str(format), _activation(x))
-        packed = low.packed(weight, str(format), _activation(x))
-        if packing == low.table_of_weights.packing.name(str(format), _activation(x)):
-            packing = ""
-        more = (0, packing)
+        packing, usual = low.packing(weight, format, activation), low.table_of_weights.packing.name(format, activation)
+        weights = low.packed(weight, format, activation)
+        packed_as = {} if packing == usual else {"packing": packing}
     return p.Gemm(
         node.name,
-        low.buffer(x),
-        str(format),
-        n,
-        k,
-        packed,
-        "logits" if logits else epilogue,
-        None if logits else low.buffer(node),
-        low.vector(given.bias),
-        None if given.residual is None else low.buffer(given.residual),
-        *more,
+        x=low.buffer(given.x),
+        format=format,
+        n=n,
+        k=k,
+        weights=weights,
+        epilogue="logits" if logits else epilogue,
+        out=None if logits else low.buffer(node),
+        bias=low.vector(given.bias),
+        residual=None if given.residual is None else low.buffer(given.residual),
+        **packed_as,
     )
 
 
 def _rope_append(low: Lowering, node: fx.Node) -> p.Call:
     given = ops.operands(node)
-    q, k, v = given.offsets
+    q_offset, k_offset, v_offset = given.offsets
     return p.RopeAppend(
         node.name,
-        low.buffer(given.qkv),
-        q,
-        k,
-        v,
-        given.heads,
-        given.kv_heads,
-        given.head_dim,
-        given.layer,
+        qkv=low.buffer(given.qkv),
+        q_offset=q_offset,
+        k_offset=k_offset,
+        v_offset=v_offset,
+        heads=given.heads,
+        kv_heads=given.kv_heads,
+        head_dim=given.head_dim,
+        layer=given.layer,
         rotary_dim=0 if given.inv_freq is None else 2 * given.inv_freq.meta["val"].shape[0],
         inv_freq=low.vector(given.inv_freq),
         scaling=given.scaling,
@@ -314,53 +328,70 @@ def _rope_append(low: Lowering, node: fx.Node) -> p.Call:
 
 def _gather(low: Lowering, node: fx.Node) -> p.Call:
     given = ops.operands(node)
-    names = tuple(low.buffer(x, whole=False) for x in given.sources)
-    columns = tuple(low.column(x) for x in given.sources)
-    widths = tuple(x.meta["val"].shape[-1] for x in given.sources)
-    return p.Gather(node.name, names, columns, widths, low.buffer(node), low.indices(given.index))
+    return p.Gather(
+        node.name,
+        sources=tuple(low.buffer(x, whole=False) for x in given.sources),
+        offsets=tuple(low.column(x) for x in given.sources),
+        widths=tuple(x.meta["val"].shape[-1] for x in given.sources),
+        out=low.buffer(node),
+        index=low.indices(given.index),
+    )
 
 
 def _attention(low: Lowering, node: fx.Node) -> p.Call:
     given = ops.operands(node)
-    q, cache = given.q, given.cache
-    heads, head_dim = q.meta["val"].shape[-2:]
+    heads, head_dim = given.q.meta["val"].shape[-2:]
     return p.Attention(
         node.name,
-        low.buffer(q, whole=False),
-        low.column(q),
-        low.buffer(node),
-        heads,
-        cache.meta["val"].shape[-2],
-        head_dim,
-        given.scale,
-        given.layer,
-        given.window,
-        given.softcap,
-        low.vector(given.sinks),
-        low.flat(given.key_bias),
-        low.vector(given.center),
+        q=low.buffer(given.q, whole=False),
+        q_offset=low.column(given.q),
+        out=low.buffer(node),
+        heads=heads,
+        kv_heads=given.cache.meta["val"].shape[-2],
+        head_dim=head_dim,
+        scale=given.scale,
+        layer=given.layer,
+        window=given.window,
+        softcap=given.softcap,
+        sinks=low.vector(given.sinks),
+        key_bias=low.flat(given.key_bias),
+        center=low.vector(given.center),
     )
 
 
 def _take_rows(low: Lowering, node: fx.Node) -> p.Call:
-    return p.TakeRows(node.name, low.buffer(ops.operand(node, "x")), low.buffer(node))
+    return p.TakeRows(node.name, x=low.buffer(ops.operand(node, "x")), out=low.buffer(node))
+
+
+def _elementwise(
+    low: Lowering, node: fx.Node, kind: str, x: fx.Node, other: fx.Node | None = None, /, **more: Any
+) -> p.Call:
+    """An elementwise call on x and, if given, other; each may be some columns of a buffer."""
+    more |= {"x": low.buffer(x, whole=False), "x_offset": low.column(x), "out": low.buffer(node)}
+    if other is not None:
+        more |= {"other": low.buffer(other, whole=False), "other_offset": low.column(other)}
+    return p.Elementwise(node.name, kind, **more)
 
 
 def _unary(low: Lowering, node: fx.Node) -> p.Call:
-    x, kind = ops.operand(node, "x"), ops.operand(node, "kind")
-    return p.Elementwise(node.name, kind, low.buffer(x, whole=False), low.buffer(node), x_offset=low.column(x))
+    return _elementwise(low, node, ops.operand(node, "kind"), ops.operand(node, "x"))
 
 
 def _xielu(low: Lowering, node: fx.Node) -> p.Call:
-    x, curve = ops.operand(node, "x"), ops.operand(node, "curve")
-    where = low.buffer(x, whole=False), low.buffer(node)
-    return p.Elementwise(node.name, "xielu", *where, weight=low.vector(curve), x_offset=low.column(x))
+    return _elementwise(low, node, "xielu", ops.operand(node, "x"), weight=low.vector(ops.operand(node, "curve")))
 
 
 def _scale(low: Lowering, node: fx.Node) -> p.Call:
-    x, factor = ops.operand(node, "x"), ops.operand(node, "factor")
-    where = low.buffer(x, whole=False), low.buffer(node)
-    return p.Elementwise(node.name, "scale", *where, factor=factor, x_offset=low.column(x))
+    return _elementwise(low, node, "scale", ops.operand(node, "x"), factor=ops.operand(node, "factor"))
+
+
+def _shift(low: Lowering, node: fx.Node) -> p.Call:
+    return _elementwise(low, node, "shift", ops.operand(node, "x"), factor=ops.operand(node, "offset"))
+
+
+def _clamp(low: Lowering, node: fx.Node) -> p.Call:
+    given = ops.operands(node)
+    return _elementwise(low, node, "clamp", given.x, low=given.low, high=given.high)
 
 
 def _binary(low: Lowering, node: fx.Node) -> p.Call:
@@ -371,56 +402,53 @@ def _binary(low: Lowering, node: fx.Node) -> p.Call:
     shapes = a.meta["val"].shape, b.meta["val"].shape
     if len(shapes[0]) != 2 and (low.graph.is_weight(b) or shapes[0] != shapes[1]):
         raise PassError("codegen", node.name, f"{kind} inside heads has no kernel yet")
-    where = low.buffer(a, whole=False), low.buffer(node)
-    start = low.column(a)
     if low.graph.is_weight(b):
-        return p.Elementwise(node.name, kind, *where, weight=low.vector(b), x_offset=start)
-    other = low.buffer(b, whole=False)
+        return _elementwise(low, node, kind, a, weight=low.vector(b))
     if shapes[0] != shapes[1]:
         if kind != "mul" or shapes[1] != (shapes[0][0], 1):
             raise PassError("codegen", node.name, f"{kind} of {tuple(shapes[0])} and {tuple(shapes[1])} has no kernel")
         kind = "mul_row"
-    return p.Elementwise(node.name, kind, *where, other=other, x_offset=start, other_offset=low.column(b))
-
-
-def _clamp(low: Lowering, node: fx.Node) -> p.Call:
-    given = ops.operands(node)
-    x = given.x
-    where = low.buffer(x, whole=False), low.buffer(node)
-    return p.Elementwise(node.name, "clamp", *where, x_offset=low.column(x), low=given.low, high=given.high)
-
-
-def _shift(low: Lowering, node: fx.Node) -> p.Call:
-    x, offset = ops.operand(node, "x"), ops.operand(node, "offset")
-    where = low.buffer(x, whole=False), low.buffer(node)
-    return p.Elementwise(node.name, "shift", *where, factor=offset, x_offset=low.column(x))
+    return _elementwise(low, node, kind, a, b)
 
 
 def _route(low: Lowering, node: fx.Node) -> p.Call:
-    given = ops.named(node)
-    kind: Any = ops.name_of(node.target)
-    x, index = given.pop("x"), given.pop("index", None)
-    where = low.buffer(x, whole=False), low.buffer(node), x.meta["val"].shape[-1], low.column(x)
-    return p.Route(node.name, kind, *where, None if index is None else low.buffer(index), tuple(given.values()))
+    given, kind = ops.named(node), cast(Any, ops.name_of(node.target))
+    x, index = given["x"], given.get("index")
+    return p.Route(
+        node.name,
+        kind,
+        x=low.buffer(x, whole=False),
+        out=low.buffer(node),
+        width=x.meta["val"].shape[-1],
+        x_offset=low.column(x),
+        index=None if index is None else low.buffer(index),
+        **{name: given[name] for name in ("eps", "floor", "groups", "keep", "count") if name in given},
+    )
 
 
 def _expert_gemm(low: Lowering, node: fx.Node) -> p.Call:
     given = ops.operands(node)
     x, index, weight, format, experts = given.x, given.index, given.weight, given.format, given.experts
     k, slots = x.meta["val"].shape[-1], index.meta["val"].shape[-1]
-    x_slots = slots if x.meta["val"].dim() == 3 else 1
     # Whole blocks of 16 rows: four experts take a multiple of 64 bytes in every role, so sizes are not rounded up.
     rows = weight.meta["val"][0].shape[0] // experts
     sizes = weight_format(format).packed_bytes(4 * rows, k)
-    strides = {role: size // 4 for role, size in sizes.items()}
-    where = low.buffer(x), low.buffer(index), low.buffer(node)
-    how = (format, given.activation, given.group, given.width, rows, k, experts, slots, x_slots)
     return p.ExpertGemm(
         node.name,
-        *where,
-        *how,
-        low.packed(weight, format, given.activation),
-        strides,
+        x=low.buffer(x),
+        index=low.buffer(index),
+        out=low.buffer(node),
+        format=format,
+        activation=given.activation,
+        group=given.group,
+        n=given.width,
+        rows=rows,
+        k=k,
+        experts=experts,
+        slots=slots,
+        x_slots=slots if x.meta["val"].dim() == 3 else 1,
+        weights=low.packed(weight, format, given.activation),
+        strides={role: size // 4 for role, size in sizes.items()},
         bias=low.vector(given.bias),
         epilogue=given.epilogue,
         limit=given.limit,
@@ -430,8 +458,13 @@ def _expert_gemm(low: Lowering, node: fx.Node) -> p.Call:
 
 def _combine(low: Lowering, node: fx.Node) -> p.Call:
     y, scores = ops.operand(node, "y"), ops.operand(node, "factor")
-    slots = y.meta["val"].shape[-2]
-    return p.Combine(node.name, low.buffer(y), low.buffer(node), slots, None if scores is None else low.buffer(scores))
+    return p.Combine(
+        node.name,
+        x=low.buffer(y),
+        out=low.buffer(node),
+        slots=y.meta["val"].shape[-2],
+        scores=None if scores is None else low.buffer(scores),
+    )
 
 
 _LOWER: dict[str, Callable[[Lowering, fx.Node], p.Call | None]] = {

@@ -329,8 +329,9 @@ class Elementwise(Call):
 class Route(Call):
     """A router operator on `width` columns of x, f32 [tokens, ...], from column `x_offset` on.
 
-    top_k writes int32 indices; pick reads x at the indices in buffer `index`. `numbers` are the operator's arguments
-    after its tensors: k; eps and floor; groups, keep and count.
+    softmax: over the columns. top_k: int32 indices of the largest columns, as many as out has. pick: x at the indices
+    in buffer `index`. normalize: x / max(sum of x + `eps`, `floor`). limit_groups: minus infinity outside the `keep`
+    best of `groups` groups of columns, ranked by the sum of their `count` largest.
     """
 
     kernel: ClassVar[str] = "route"
@@ -341,7 +342,11 @@ class Route(Call):
     width: int
     x_offset: int = 0
     index: str | None = None
-    numbers: tuple[float, ...] = ()
+    eps: float = 0.0
+    floor: float = 0.0
+    groups: int = 0
+    keep: int = 0
+    count: int = 0
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,8 @@ class Statements:
         if c.kind == "pick":
             return [f"pick({where}, {ident(str(c.index))}, {out.width}, {ident(c.out)});"]
         name = {"softmax": "softmax_rows"}.get(c.kind, c.kind)
-        numbers = [f32(n) if c.kind == "normalize" else str(int(n)) for n in c.numbers]
+        given = {"normalize": (f32(c.eps), f32(c.floor)), "limit_groups": (str(c.groups), str(c.keep), str(c.count))}
+        numbers = given.get(c.kind, ())
         return [f"{name}({', '.join((where, str(out.width), *numbers, ident(c.out)))});"]
 
     def _expert_gemm(self, c: p.ExpertGemm, index: int) -> list[str]:

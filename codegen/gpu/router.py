@@ -74,7 +74,11 @@ class RouteStep:
     kind: str
     width: int
     made: int
-    numbers: tuple[float, ...] = ()
+    eps: float = 0.0
+    floor: float = 0.0
+    groups: int = 0
+    keep: int = 0
+    count: int = 0
     x: int | None = None
     index: int | None = None
     x_stride: int = 0
@@ -84,7 +88,7 @@ class RouteStep:
     @property
     def run(self) -> int:
         """Scores per group (limit_groups)."""
-        return self.width // int(self.numbers[0])
+        return self.width // self.groups
 
 
 @dataclass(frozen=True)

@@ -127,10 +127,10 @@ def interpret_routes() -> None:
     want = ops.op("normalize")(picked, 1e-3, 0.2)
     steps = (
         RouteStep("softmax", experts, experts, x_stride=32),
-        RouteStep("limit_groups", experts, experts, (3, 2, 2), x=0),
-        RouteStep("top_k", experts, k, (k,), x=1, out_stride=8),
+        RouteStep("limit_groups", experts, experts, groups=3, keep=2, count=2, x=0),
+        RouteStep("top_k", experts, k, x=1, out_stride=8),
         RouteStep("pick", experts, k, x=0, index=2),
-        RouteStep("normalize", k, k, (1e-3, 0.2), x=3, out_stride=4),
+        RouteStep("normalize", k, k, eps=1e-3, floor=0.2, x=3, out_stride=4),
     )
     out2, out4 = torch.full((rows, 8), -7, dtype=torch.int32), torch.full((rows, 4), -7.0)
     run(RouteSpec(steps).kernel(80), (rows, 1, 1), x, out2, out4)
@@ -142,7 +142,7 @@ def interpret_routes() -> None:
     x[4, :3] = torch.tensor([-0.0, 0.0, -0.0])
     x[4, 3:experts] = -1.0
     x[5, :experts] = float("-inf")
-    best = RouteSpec((RouteStep("top_k", experts, k, (k,), x_stride=32, out_stride=8),))
+    best = RouteSpec((RouteStep("top_k", experts, k, x_stride=32, out_stride=8),))
     given = x.clone()
     given[6, 5] = float("nan")
     run(best.kernel(80), (rows, 1, 1), given, out2)

@@ -185,7 +185,7 @@ def test_what_is_not_added_to_sums_over_slots(after: tuple[p.Call, ...]) -> None
 
 
 SOFTMAX = p.Route("softmax", "softmax", "x", "scores", 64)
-TOP_K = p.Route("top_k", "top_k", "scores", "index", 64, numbers=(2,))
+TOP_K = p.Route("top_k", "top_k", "scores", "index", 64)
 PICK = p.Route("pick", "pick", "scores", "picked", 64, index="index")
 READERS = (p.TakeRows("a", "index", "a"), p.TakeRows("b", "picked", "b"))
 

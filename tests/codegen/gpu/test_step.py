@@ -137,7 +137,7 @@ def test_filled_rows_meet_nothing_that_is_written() -> None:
     assert min(b.offset for b in filled if b.rows == "tokens") >= max(others)
     places = {(b.offset, b.width) for b in filled if b.rows == "tokens"}
     assert len(places) == 2 and len({offset for offset, _ in places}) == 2
-    uses = [{b.name for b in filled if b.name in vars(call).values()} for call in program.calls]
+    uses = [{b.name for b in filled if b.name in (*call.reads, *call.writes)} for call in program.calls]
     read = [name for names in uses for name in names]
     assert all(read[i] == read[i + 1] for i in range(0, len(read), 2))  # written, then read, before the next is written
 
