@@ -30,12 +30,11 @@ from qcompile.codegen.gpu.compile import Kernel, compile_all
 from qcompile.codegen.gpu.gemm import expert_tiles
 from qcompile.codegen.gpu.gemm import render as gemm_render
 from qcompile.codegen.gpu.gemm import spec as gemm
-from qcompile.codegen.gpu.gemm.layout import GEMV_FORMATS
 from qcompile.codegen.gpu.gemm.pack import pack_gpu, unpack_gpu
 from qcompile.codegen.gpu.operands import grid_size
 from qcompile.codegen.gpu.router import BlocksSpec, CombineSpec, RouteSpec, RouteStep, ScoresSpec
 from qcompile.formats.activations import activation_format, dequantize_activation
-from qcompile.formats.registry import weight_format
+from qcompile.formats.registry import gpu_kernel, weight_format
 from qcompile.targets import TUNED_ON
 
 EXPERTS, SLOTS, HIDDEN, INNER, MOST = 16, 8, 2048, 768, 512
@@ -96,7 +95,7 @@ def specs() -> Iterator[tuple[str, str, gemm.KernelSpec]]:
     """Format, shape and kernel: for single slots, where there is one, and for blocks of 16 and of 64."""
     for format in FORMATS:
         for name, shape in SHAPES.items():
-            for tokens in (1, 16, 64) if format in GEMV_FORMATS else (16, 64):
+            for tokens in (1, 16, 64) if gpu_kernel(format).gemv else (16, 64):
                 yield format, name, spec_of(format, *shape, tokens)
 
 

@@ -24,12 +24,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import Problem, facts, graph_us, spec_for
 from qcompile.codegen.gpu.gemm import render as gemm_render
-from qcompile.codegen.gpu.gemm.layout import GEMV_FORMATS
 from qcompile.codegen.gpu.gemm.spec import KernelSpec
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS, Tile
 from qcompile.codegen.gpu.gemm.tile_table import TunedFor, entry_line
-from qcompile.codegen.gpu.gemm.tiles import MIN_UNROLL, choose
+from qcompile.codegen.gpu.gemm.tiles import choose
 from qcompile.errors import UnsupportedError
+from qcompile.formats.registry import gpu_kernel
 from qcompile.targets import TUNED_ON
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 4096))
@@ -119,11 +119,13 @@ def candidates(format: str, n: int, k: int, tokens: int) -> list[KernelSpec]:
     """Kernels that could serve a weight [n, k] for a class of M."""
     found = []
     if tokens == 1:
-        if format not in GEMV_FORMATS:
+        if not gpu_kernel(format).gemv:
             return []
         return [KernelSpec(format, n, k, tile, x_groups=format in IN_GROUPS) for tile in gemv_tiles(format, n, k)]
     whole = decode_tiles() if tokens == DECODE_TOKENS else prefill_tiles(tokens)
-    tiles = itertools.chain(whole, overlapped_tiles(tokens), warp_specialized_tiles(tokens, MIN_UNROLL.get(format, 1)))
+    tiles = itertools.chain(
+        whole, overlapped_tiles(tokens), warp_specialized_tiles(tokens, gpu_kernel(format).min_unroll)
+    )
     for tile in tiles:
         programs = n // tile.rows * tile.split_k * max(1, tokens // tile.tokens)
         if tile.stages * tile.unroll * tile.sliced_k > 48 or not (programs >= 64 and (programs <= 1100 or tokens > 64)):

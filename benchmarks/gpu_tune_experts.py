@@ -30,7 +30,6 @@ from benchmarks.gpu_common import Launch, facts, graph_us, launch
 from qcompile.codegen.gpu.gemm import expert_tiles, tiles
 from qcompile.codegen.gpu.gemm import render as gemm_render
 from qcompile.codegen.gpu.gemm import spec as gemm
-from qcompile.codegen.gpu.gemm.layout import GEMV_FORMATS
 from qcompile.codegen.gpu.gemm.pack import pack_gpu, padded_inputs
 from qcompile.codegen.gpu.gemm.spec import KernelSpec
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS, Tile
@@ -39,7 +38,7 @@ from qcompile.codegen.gpu.operands import grid_size
 from qcompile.codegen.gpu.router import BlocksSpec
 from qcompile.errors import UnsupportedError
 from qcompile.formats.activations import activation_format
-from qcompile.formats.registry import weight_format
+from qcompile.formats.registry import gpu_kernel, weight_format
 from qcompile.targets import TUNED_ON
 
 FORMATS = {  # of kernels, with their packings and activations
@@ -75,7 +74,7 @@ Job = tuple[str, Weight, int]
 
 def candidates(format: str, k: int, tokens: int) -> Iterator[Tile]:
     """Tiles that may serve; that of codegen/gpu/gemm/expert_tiles.py is not among them."""
-    if tokens == 1 and format in tiles.INT_SUM_FORMATS:
+    if tokens == 1 and not gpu_kernel(format).float_sum:
         for rows, warps, each, stages in itertools.product((8, 16), (1, 2, 4), (2, 4, 8), (1, 2, 3, 4)):
             if rows * stages <= 32:
                 yield Tile(1, rows, unroll=each * warps, warps=warps, stages=stages, prefetch_bytes=128)
@@ -219,7 +218,7 @@ def main() -> None:
         for format in formats
         for tokens in TOKENS
         for weight in WEIGHTS
-        if tokens > 1 or format in GEMV_FORMATS
+        if tokens > 1 or gpu_kernel(format).gemv
     ]
     specs = {job: specs_of(job) for job in jobs}
     results: list[dict[str, Any]] = []

@@ -141,8 +141,8 @@ class Lowering:
         names = self._register(node, format, parts, blobs, named_for=w, packed_as=packed_as)
         return dict(zip(sizes, names, strict=True))
 
-    def mixed(self, node: fx.Node, pairs: bool) -> tuple[dict[str, str], Mixed]:
-        """Role -> name of the packed parts of a mix_4_8 weight, and how it is packed.
+    def mixed(self, node: fx.Node, format: str, pairs: bool) -> tuple[dict[str, str], Mixed]:
+        """Role -> name of the packed parts of a weight in `format`, which marks rows, and how it is packed.
 
         `pairs`: its rows are gate and up pairs. The set of wide rows is evaluated here, as it determines part sizes.
         """
@@ -152,7 +152,7 @@ class Lowering:
         def blobs() -> Iterator[Tensor]:
             yield from found.blobs(self.graph.evaluate(node)).values()
 
-        names = self._register(w, "mix_4_8", tuple((f".{role}", size) for role, size in found.sizes.items()), blobs)
+        names = self._register(w, format, tuple((f".{role}", size) for role, size in found.sizes.items()), blobs)
         return dict(zip(found.sizes, names, strict=True)), found
 
     def _register(
@@ -280,8 +280,8 @@ def _gemm(low: Lowering, node: fx.Node) -> p.Call:
     if logits and epilogue != "store":
         raise PassError("codegen", node.name, f"logits cannot come from a gemm that ends in {epilogue}")
     packed_as: dict[str, Any] = {}
-    if format == "mix_4_8":
-        weights, mixed = low.mixed(weight, epilogue in ops.GATED)
+    if weight_format(format).marks_rows:
+        weights, mixed = low.mixed(weight, format, epilogue in ops.GATED)
         packed_as = {"blocks": mixed.blocks, "wide": mixed.wide, "runs": mixed.runs}
     else:
         packing, usual = low.packing(weight, format, activation), low.table_of_weights.packing.name(format, activation)

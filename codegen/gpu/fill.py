@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from qcompile.codegen import program as p
 from qcompile.codegen.gpu.gemm.pack import packing_of, padded_inputs
+from qcompile.formats.registry import weight_format
 
 ALIGNMENT = 64
 """Buffers begin at multiples of this many bytes per row."""
@@ -44,7 +45,7 @@ def _strides(program: p.Program) -> Mapping[str, int]:
     """The padded widths of buffers that need padding, in the order in which they are read."""
     found: dict[str, int] = {}
     for call in program.calls:
-        if isinstance(call, p.Gemm) and call.format != "f32":
+        if isinstance(call, p.Gemm) and not weight_format(call.format).gpu.row_major:
             x = program.buffer(call.x)
             packing = call.packing or packing_of(call.format, x.activation if x.dtype == "q8" else x.dtype)
             stride = padded_inputs(call.k, packing)

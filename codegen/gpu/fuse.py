@@ -17,6 +17,7 @@ from qcompile.codegen.gpu import fused
 from qcompile.codegen.gpu.fuse_experts import prepare_slots
 from qcompile.codegen.gpu.reads import Reads
 from qcompile.errors import PassError
+from qcompile.formats.registry import weight_format
 
 MIN_PART = 32
 """Fewest elements per program if several programs quantize one row: a power of two."""
@@ -103,7 +104,7 @@ def rounded_buffer(program: p.Program, reads: Reads, maker: p.Gemm | p.Attention
     if isinstance(maker, p.Gemm):
         gated = maker.epilogue in ops.GATED
         kept = (gated or maker.epilogue == "store") and maker.residual is None
-        kept = kept and not maker.blocks and maker.format != "f32"
+        kept = kept and not maker.blocks and not weight_format(maker.format).gpu.row_major
         read, width = maker.x, maker.n // 2 if gated else maker.n
     else:
         kept, read, width = True, maker.q, maker.heads * maker.head_dim

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from qcompile.codegen import program as p
 from qcompile.codegen.gpu import fused
-from qcompile.codegen.gpu.gemm.layout import GEMV_FORMATS
 from qcompile.codegen.gpu.gemm.pack import kernel_of, packing_of, padded_inputs
 from qcompile.errors import PassError, UnsupportedError
+from qcompile.formats.registry import gpu_kernel
 
 
 def prepare_slots(program: p.Program) -> p.Program:
@@ -67,7 +67,7 @@ def _order_of(program: p.Program, call: p.ExpertGemm) -> fused.SortSlots:
     """The call that sorts slots; GEMVs need no order if all experts' linears that use the index have GEMV kernels."""
     users = [each for each in program.calls if isinstance(each, p.ExpertGemm) and each.index == call.index]
     kernels = [kernel_of(packing_of(each.format, each.activation), each.activation) for each in users]
-    gemv = all(kernel in GEMV_FORMATS for kernel in kernels)
+    gemv = all(gpu_kernel(kernel).gemv for kernel in kernels)
     return fused.SortSlots(f"{call.name}.order", call.index, call.experts, call.slots, gemv)
 
 

@@ -19,11 +19,12 @@ from qcompile.codegen.gpu.router_launches import scores
 from qcompile.codegen.gpu.row_launches import amax_ref
 from qcompile.codegen.gpu.sample import choosing
 from qcompile.errors import UnsupportedError
+from qcompile.formats.registry import weight_format
 
 
 def gemm_launches(context: PlanContext, c: p.Gemm) -> Iterator[Launch]:
     """The launches of a GEMM, and for logits those that choose tokens."""
-    if c.format == "f32":
+    if weight_format(c.format).gpu.row_major:
         yield from scores(context, c)
         return
     yield gemm_launch(context, c, kernel_specs(context, c))

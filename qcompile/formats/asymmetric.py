@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qcompile.formats.activations import BF16, INTEGERS
 from qcompile.formats.blocks import NIBBLES
+from qcompile.formats.gpu import GpuKernel, GpuPacking, GpuSupport, GpuWords
 from qcompile.formats.rounding import Parts, asymmetric, by_group, spread
 from qcompile.formats.weight import FINE_RATIOS, Grid, Part, Per, WeightFormat, positive, ranges
 
@@ -45,6 +46,25 @@ class AsymmetricGroups(WeightFormat):
         return [grid.codes(values).to(torch.uint8), grid.step, grid.zero.to(torch.uint8)]
 
 
+GPU_NIBBLES = GpuPacking("w4_asym_g128_int8", 128, 2, 128, words=GpuWords.SCALES)
+"""Packing for GPU kernels with int8 activations."""
+_GPU_ITEMS = GpuPacking("w4_asym_g128", 256, 4, 256, words=GpuWords.BF16_SCALES)
+"""Packing for GPU kernels with bf16 activations."""
+_GPU_KERNELS = (
+    GpuKernel("w4_asym_g128_int8", GPU_NIBBLES, "nibbles", "i8", 64, words=1, float_sum=True, gemv=True, few_rows=True),
+    GpuKernel(
+        "w4_asym_g128",
+        _GPU_ITEMS,
+        *("nibbles_to_bf16", "i16", 64),
+        words=2,
+        float_x=True,
+        float_sum=True,
+        few_rows=True,
+        by_plane=True,
+        serial_few_rows=True,
+    ),
+    GpuKernel("w4_asym_g128_a8", _GPU_ITEMS, "nibble_pairs", "i16", 64, words=2, float_sum=True, few_rows=True),
+)
 W4_ASYM_G128 = AsymmetricGroups(
     name="w4_asym_g128",
     bits=4,
@@ -55,4 +75,5 @@ W4_ASYM_G128 = AsymmetricGroups(
     sum_group=128,
     ratios=FINE_RATIOS,
     source="AWQ; MixLLM 3.1",
+    gpu=GpuSupport(_GPU_KERNELS),
 )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qcompile.formats import activations
 from qcompile.formats.blocks import BF16_CODES, F32_CODES
+from qcompile.formats.gpu import GpuCodes, GpuKernel, GpuPacking, GpuSupport
 from qcompile.formats.rounding import Parts
 from qcompile.formats.weight import Part, Per, WeightFormat
 
@@ -30,6 +31,7 @@ F32 = Floats(
     parts=(Part("codes", Per.WEIGHT, torch.float32),),
     codes=F32_CODES,
     activations=(activations.F32,),
+    gpu=GpuSupport(row_major=True),
 )
 BF16 = Floats(
     name="bf16",
@@ -37,4 +39,17 @@ BF16 = Floats(
     parts=(Part("codes", Per.WEIGHT, torch.bfloat16),),
     codes=BF16_CODES,
     activations=(activations.BF16,),
+    gpu=GpuSupport(
+        (
+            GpuKernel(
+                "bf16",
+                GpuPacking("bf16", 64, 1, 64, GpuCodes.BF16),
+                *("whole", "bf16", 64),
+                float_x=True,
+                float_sum=True,
+                warp_specialized=False,
+                serial_few_rows=True,
+            ),
+        )
+    ),
 )

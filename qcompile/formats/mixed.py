@@ -15,6 +15,7 @@ from qcompile.errors import UnsupportedError
 from qcompile.formats.activations import INTEGERS
 from qcompile.formats.asymmetric import CODES, GROUP_SCALE, GROUP_ZERO, W4_ASYM_G128, AsymmetricGroups
 from qcompile.formats.blocks import NIBBLES
+from qcompile.formats.gpu import GpuKernel, GpuPacking, GpuSupport, GpuWords
 from qcompile.formats.rounding import Parts, by_group, symmetric
 from qcompile.formats.weight import FINE_RATIOS, INT8_MAX, Grid, Part, Per, Rounding, positive, ranges
 
@@ -101,4 +102,17 @@ MIX_4_8 = Mixed(
     source="MixLLM 3.1",
     marks_rows=True,
     expert_fallback=W4_ASYM_G128.name,
+    gpu=GpuSupport(
+        (
+            GpuKernel(
+                "mix_4_8",
+                GpuPacking("mix_4_8", 128, 2, 128, words=GpuWords.SCALES),
+                *("nibbles", "i8", 64),
+                words=1,
+                float_sum=True,
+                few_rows=True,
+                mixed=True,
+            ),
+        )
+    ),
 )

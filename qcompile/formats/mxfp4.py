@@ -11,6 +11,7 @@ from qcompile.formats.activations import INTEGERS
 from qcompile.formats.asymmetric import CODES
 from qcompile.formats.blocks import NIBBLES
 from qcompile.formats.elements import E2M1_MAX_EXPONENT, e2m1_codes, e2m1_round, e2m1_values
+from qcompile.formats.gpu import GpuCodes, GpuKernel, GpuPacking, GpuSupport, GpuWords
 from qcompile.formats.rounding import Parts, by_group, spread
 from qcompile.formats.weight import Grid, Part, Per, WeightFormat
 
@@ -55,6 +56,27 @@ class Mxfp4(WeightFormat):
         return e2m1_round(w / step) * step
 
 
+_GPU_KERNELS = (
+    GpuKernel(
+        "mxfp4_a8",
+        GpuPacking("mxfp4_int8", 128, 4, 128, GpuCodes.PERMUTED_E2M1, GpuWords.POWERS_AND_RANGES),
+        *("e2m1_by_ranges", "i16", 32),
+        words=1,
+        float_sum=True,
+        gemv=True,
+        few_rows=True,
+    ),
+    GpuKernel(
+        "mxfp4",
+        GpuPacking("mxfp4", 128, 4, 128, words=GpuWords.BF16_POWERS),
+        *("e2m1_to_bf16", "i16", 32),
+        words=1,
+        float_x=True,
+        float_sum=True,
+        few_rows=True,
+        by_plane=True,
+    ),
+)
 MXFP4 = Mxfp4(
     name="mxfp4",
     bits=4,
@@ -65,4 +87,5 @@ MXFP4 = Mxfp4(
     sum_group=32,
     ratios=(1.0, 2.0, 0.5),
     source="OCP MX 1.0; ML-SpecQD III-D",
+    gpu=GpuSupport(_GPU_KERNELS),
 )

@@ -10,6 +10,7 @@ from torch import Tensor
 from qcompile.formats.activations import INTEGERS
 from qcompile.formats.asymmetric import CODES, GROUP_SCALE, GROUP_ZERO, W4_ASYM_G128, AsymmetricGroups
 from qcompile.formats.blocks import NIBBLES
+from qcompile.formats.gpu import GpuKernel, GpuPacking, GpuSupport, GpuWords
 from qcompile.formats.rounding import Parts, spread
 from qcompile.formats.weight import Grid, Part, Per
 
@@ -63,6 +64,18 @@ NESTED_8_4 = Nested(
     ratios=(1.0, 0.98, 0.96, 0.94, 0.92, 0.9),  # clipping also affects the 8-bit value
     source="QuantSpec IV, on weights",
     upper=W4_ASYM_G128,
+    gpu=GpuSupport(
+        (
+            GpuKernel(
+                "nested_8_4",
+                GpuPacking("nested_8_4", 128, 2, 128, words=GpuWords.SCALES, low=True),
+                *("nested", "i8", 64),
+                words=1,
+                float_sum=True,
+                gemv=True,
+            ),
+        )
+    ),
 )
 NESTED_4 = replace(W4_ASYM_G128, name="nested_4", stored=NESTED_8_4, read=W4_ASYM_G128)
 """The upper nibbles of a nested_8_4 weight."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from qcompile.formats.activations import INTEGERS
 from qcompile.formats.asymmetric import CODES, GROUP_ZERO, fit_asymmetric
 from qcompile.formats.blocks import NIBBLES
+from qcompile.formats.gpu import GpuCodes, GpuKernel, GpuPacking, GpuSupport, GpuWords
 from qcompile.formats.rounding import Parts, asymmetric, by_group, spread, symmetric
 from qcompile.formats.weight import FINE_RATIOS, INT8_MAX, Grid, Part, Per, WeightFormat, positive, ranges
 
@@ -86,6 +87,19 @@ QOQ_G128 = QoqGroups(
     sum_group=128,
     ratios=FINE_RATIOS,
     source="QServe 3.1",
+    gpu=GpuSupport(
+        (
+            GpuKernel(
+                "qoq_g128",
+                GpuPacking("qoq_g128", 128, 2, 256, words=GpuWords.STEPS, word_inputs=256, row_scale=True),
+                *("nibbles_by_step", "i8", 64),
+                words=0.5,
+                gemv=True,
+                few_rows=True,
+                min_unroll=2,
+            ),
+        )
+    ),
 )
 QOQ_CHANNEL = QoqChannel(
     name="qoq_channel",
@@ -95,4 +109,14 @@ QOQ_CHANNEL = QoqChannel(
     activations=INTEGERS,
     ratios=FINE_RATIOS,
     source="QServe 3.1, one level",
+    gpu=GpuSupport(
+        (
+            GpuKernel(
+                "qoq_channel",
+                GpuPacking("qoq_channel", 128, 2, 128, GpuCodes.SIGNED_NIBBLES, row_scale=True, row_zero=True),
+                *("signed_nibbles", "i8", 64),
+                gemv=True,
+            ),
+        )
+    ),
 )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from qcompile.errors import UsageError
+from qcompile.errors import UnsupportedError, UsageError
 from qcompile.formats.asymmetric import W4_ASYM_G128
 from qcompile.formats.floats import BF16, F32
+from qcompile.formats.gpu import GpuKernel, GpuPacking
 from qcompile.formats.mixed import MIX_4_8
 from qcompile.formats.mxfp4 import MXFP4
 from qcompile.formats.nested import NESTED_4, NESTED_8_4
@@ -19,6 +20,38 @@ STORED_FORMATS: dict[str, WeightFormat] = {
 """Formats that tensors of an artifact can have."""
 WEIGHT_FORMATS: dict[str, WeightFormat] = {**STORED_FORMATS, NESTED_4.name: NESTED_4}
 """Formats that a linear can have: those, and formats that read part of another one's tensors."""
+
+GPU_KERNELS = {kernel.name: kernel for format in STORED_FORMATS.values() for kernel in format.gpu.kernels}
+_GPU_PACKINGS = {kernel.packing.name: kernel.packing for kernel in GPU_KERNELS.values()}
+
+
+def gpu_kernel(name: str) -> GpuKernel:
+    """The GPU's GEMM kernels for the kernel format `name`. Raises UnsupportedError if there are none."""
+    if name not in GPU_KERNELS:
+        raise UnsupportedError(f"format {name} has no GPU packing; there are {', '.join(GPU_KERNELS)}")
+    return GPU_KERNELS[name]
+
+
+def gpu_packing(name: str) -> GpuPacking:
+    """The GPU packing called `name`. Raises UnsupportedError if there is none."""
+    if name not in _GPU_PACKINGS:
+        raise UnsupportedError(f"format {name} has no GPU packing; there are {', '.join(_GPU_PACKINGS)}")
+    return _GPU_PACKINGS[name]
+
+
+def format_of_packing(name: str) -> WeightFormat:
+    """The format of the weights that the GPU packing called `name` packs. Raises UnsupportedError if there is none."""
+    packing = gpu_packing(name)
+    formats = STORED_FORMATS.values()
+    return next(format for format in formats if packing in [kernel.packing for kernel in format.gpu.kernels])
+
+
+def gpu_kernel_of(packing: str, integers: bool) -> GpuKernel:
+    """The kernels that read a packing with integer or bf16 activations. Raises UnsupportedError if there are none."""
+    for kernel in GPU_KERNELS.values():
+        if kernel.packing.name == packing and kernel.float_x != integers:
+            return kernel
+    raise UnsupportedError(f"packing {packing} has no kernels for {'integer' if integers else 'bf16'} activations")
 
 
 def weight_format(name: str) -> WeightFormat:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qcompile.formats.activations import INTEGERS
 from qcompile.formats.blocks import BYTES
+from qcompile.formats.gpu import GpuCodes, GpuKernel, GpuPacking, GpuSupport
 from qcompile.formats.rounding import Parts, symmetric
 from qcompile.formats.weight import INT8_MAX, Grid, Part, Per, WeightFormat, positive, ranges
 
@@ -35,6 +36,8 @@ class SymmetricChannel(WeightFormat):
         return [grid.codes(values).to(torch.int8), grid.step[:, 0]]
 
 
+GPU_BYTES = GpuPacking("w8_sym_channel", 128, 1, 128, GpuCodes.BYTES, row_scale=True)
+"""Packing of 8-bit codes for GPU kernels."""
 W8_SYM_CHANNEL = SymmetricChannel(
     name="w8_sym_channel",
     bits=8,
@@ -43,4 +46,5 @@ W8_SYM_CHANNEL = SymmetricChannel(
     activations=INTEGERS,
     ratios=(1.0, 0.95, 0.9, 0.85, 0.8),
     source="SmoothQuant; QServe 4",
+    gpu=GpuSupport((GpuKernel("w8_sym_channel", GPU_BYTES, "whole", "i8", 128, gemv=True),)),
 )

@@ -19,6 +19,7 @@ from torch import Tensor
 from qcompile.errors import UnsupportedError
 from qcompile.formats.activations import ActivationFormat
 from qcompile.formats.blocks import CodeLayout, as_blob, blob_bytes, pack_side, side_bytes, unpack_side
+from qcompile.formats.gpu import NO_GPU, GpuSupport
 from qcompile.formats.rounding import Parts, Shape, by_group, groups_of
 
 INT8_MAX = 127
@@ -125,7 +126,7 @@ class WeightFormat(ABC):
     - `upper`: the format of the first parts, if those alone are a coarser weight. Calibration compensates for that one.
     - `marks_rows`: whether some rows have more bits, marked before rounding.
     - `expert_fallback`: the name of the format that experts get instead, if packed rows cannot be sliced by expert.
-    - `cpu_headers`: headers of its CPU kernels that gemm.h does not include.
+    - `cpu_headers`: headers of its CPU kernels that gemm.h does not include. `gpu`: its GPU kernels.
     """
 
     name: str
@@ -143,6 +144,7 @@ class WeightFormat(ABC):
     marks_rows: bool = False
     expert_fallback: str = ""
     cpu_headers: tuple[str, ...] = ()
+    gpu: GpuSupport = NO_GPU
 
     # ---- values ------------------------------------------------------------------------------------
 

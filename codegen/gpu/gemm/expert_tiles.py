@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS, Tile
 from qcompile.codegen.gpu.gemm.tile_table import load_table
-from qcompile.codegen.gpu.gemm.tiles import INT_SUM_FORMATS, MIN_UNROLL, fit_tile
+from qcompile.codegen.gpu.gemm.tiles import fit_tile
 from qcompile.errors import UnsupportedError
+from qcompile.formats.registry import gpu_kernel
 from qcompile.targets import Target
 
 TUNED = load_table("expert_tiles_h200")
@@ -35,10 +36,11 @@ def choose(format: str, n: int, k: int, tokens: int, gpu: Target) -> Tile:
 
 def _default_tile(format: str, n: int, tokens: int, gpu: Target) -> Tile:
     """A tile for formats and targets that were not tuned."""
-    if tokens == 1 and format in INT_SUM_FORMATS:
+    kernel = gpu_kernel(format)
+    if tokens == 1 and not kernel.float_sum:
         return Tile(1, 8, unroll=8, warps=1, stages=2, prefetch_bytes=128)
     if tokens == 1:
         return Tile(1, 8, warps=1, stages=8, prefetch_bytes=128)
     rows = 64 if n % 64 == 0 and gpu.capability == 90 else 32  # M of wgmma is 64
     stages = 4 if tokens <= DECODE_TOKENS else 3
-    return Tile(tokens, rows, unroll=MIN_UNROLL.get(format, 1), stages=stages, prefetch_bytes=128)
+    return Tile(tokens, rows, unroll=kernel.min_unroll, stages=stages, prefetch_bytes=128)

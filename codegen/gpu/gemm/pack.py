@@ -41,7 +41,7 @@ activations scales are rounded to bf16, as their products with the codes are any
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -49,37 +49,19 @@ from torch.nn.functional import pad
 
 from qcompile.codegen.packing import Mixed, Packing
 from qcompile.errors import UnsupportedError
-from qcompile.formats.activations import activation_format
-from qcompile.formats.blocks import as_blob
-from qcompile.formats.mixed import EIGHT_BIT_ZERO
-from qcompile.formats.registry import weight_format
+from qcompile.formats.activations import INTEGERS, activation_format
+from qcompile.formats.asymmetric import GPU_NIBBLES
+from qcompile.formats.blocks import as_blob, blob_bytes
+from qcompile.formats.gpu import GpuCodes, GpuKernel, GpuPacking, GpuWords
+from qcompile.formats.mixed import EIGHT_BIT_ZERO, MIX_4_8
+from qcompile.formats.registry import format_of_packing, gpu_kernel_of, gpu_packing, weight_format
 from qcompile.formats.rounding import Parts, groups_of
+from qcompile.formats.symmetric import GPU_BYTES
 
 BLOCK_ROWS = 32
 MIX_ROWS = 64
 _LARGE_N = 4096
 
-
-@dataclass(frozen=True)
-class _Packing:
-    format: str  # of the weight
-    block: int  # inputs packed together
-    planes: int  # codes per item: input j of each plane shares an item
-    inputs: int  # K must be a multiple of it
-
-
-_PACKINGS = {
-    "qoq_channel": _Packing("qoq_channel", 128, 2, 128),
-    "qoq_g128": _Packing("qoq_g128", 128, 2, 256),
-    "w4_asym_g128": _Packing("w4_asym_g128", 256, 4, 256),
-    "w4_asym_g128_int8": _Packing("w4_asym_g128", 128, 2, 128),
-    "nested_8_4": _Packing("nested_8_4", 128, 2, 128),
-    "mxfp4": _Packing("mxfp4", 128, 4, 128),
-    "mxfp4_int8": _Packing("mxfp4", 128, 4, 128),
-    "mix_4_8": _Packing("mix_4_8", 128, 2, 128),  # by gpu_mixed
-    "w8_sym_channel": _Packing("w8_sym_channel", 128, 1, 128),
-    "bf16": _Packing("bf16", 64, 1, 64),
-}
 
 RANGE_ROWS = 64
 """Rows that share the flags (sign bits) of mxfp4_int8 ranges: those of one consumer warp group."""
@@ -93,52 +75,54 @@ _MAX_RESCALE_LOG2 = 64
 """log2 of the largest factor by which integer mxfp4 kernels rescale an accumulator from one P to another."""
 _ITEM_SHAPE = (4, 8, 4)
 """A block of inputs in mxfp4_int8: groups of 32 inputs, items per group, inputs per item."""
-_SCALE_WORD_PACKINGS = ("w4_asym_g128_int8", "nested_8_4")
-"""Packings whose group words hold a zero point and the upper 24 bits of a scale."""
+
+
+def _kernel(format: str, activation: str) -> GpuKernel:
+    """The kernels for a weight format and an activation format. UnsupportedError if there are none."""
+    kernel = weight_format(format).gpu.kernel(activation_format(activation))
+    if kernel is None:
+        raise UnsupportedError(f"weights in {format} with activations in {activation} have no GPU kernels")
+    return kernel
+
+
+def is_row_major(format: str, activation: str) -> bool:
+    """Whether weights in `format` are row-major on GPUs: those of routers of experts."""
+    return weight_format(format).gpu.row_major and activation in [
+        kind.name for kind in weight_format(format).activations
+    ]
 
 
 def packing_of(format: str, activation: str) -> str:
-    """The packing of a weight in `format` for an activation format.
+    """The packing of a weight in `format` for an activation format; for row-major weights, the format's name.
 
     UnsupportedError if there are no GPU kernels for them.
     """
-    if format == activation == "f32":  # routers of experts
-        return "f32"
-    integers = activation_format(activation).is_integer
-    name = f"{format}_int8" if format in ("w4_asym_g128", "mxfp4") and integers else format
-    floats = activation == "bf16" and name in ("w4_asym_g128", "bf16", "mxfp4")
-    # Activations with a scale per group need kernels that sum per group.
-    grouped = integers and name in ("w4_asym_g128_int8", "nested_8_4", "mxfp4_int8", "mix_4_8")
-    if name not in _PACKINGS or not (floats or grouped or (activation in ("int8", "int4") and name != "bf16")):
-        raise UnsupportedError(f"weights in {format} with activations in {activation} have no GPU kernels")
-    return name
+    return format if is_row_major(format, activation) else _kernel(format, activation).packing.name
 
 
 def kernel_of(packing: str, activation: str) -> str:
-    """The format of the GEMM kernels (triton.KernelSpec) for a packing and an activation type."""
-    name = packing.removesuffix("_int8") if packing == "mxfp4_int8" else packing
-    return f"{name}_a8" if name in ("w4_asym_g128", "mxfp4") and activation != "bf16" else name
+    """The format of the GEMM kernels (KernelSpec) for a packing and an activation format."""
+    return gpu_kernel_of(packing, activation_format(activation).is_integer).name
 
 
 def _readable(format: str, activation: str) -> str | None:
-    """Another packing that these kernels can read: for integer activations, w4_asym_g128 as packed for bf16."""
-    return {"w4_asym_g128_int8": "w4_asym_g128"}.get(packing_of(format, activation))
+    """Another packing that kernels for these activations can read."""
+    others = weight_format(format).gpu.alternatives(activation_format(activation))
+    return others[0].packing.name if others else None
 
 
-def check_shape(n: int, k: int, format: str) -> None:
-    """UnsupportedError unless the GPU kernels have a packing for a weight [n, k] in `format`."""
-    if format not in _PACKINGS:
-        raise UnsupportedError(f"format {format} has no GPU packing; there are {', '.join(_PACKINGS)}")
-    inputs = _PACKINGS[format].inputs
+def check_shape(n: int, k: int, packing: str) -> None:
+    """UnsupportedError unless the GPU kernels have a packing for a weight [n, k]."""
+    inputs = gpu_packing(packing).inputs
     if n % BLOCK_ROWS or k % inputs:
         raise UnsupportedError(
-            f"weight [{n}, {k}] in {format}: GPU kernels need a multiple of {BLOCK_ROWS} outputs and {inputs} inputs"
+            f"weight [{n}, {k}] in {packing}: GPU kernels need a multiple of {BLOCK_ROWS} outputs and {inputs} inputs"
         )
 
 
 def padded_inputs(k: int, packing: str) -> int:
     """Inputs of a packed weight of k inputs, in whole blocks; the activations at the padding are zero."""
-    step = _PACKINGS[packing].inputs
+    step = gpu_packing(packing).inputs
     return -(-k // step) * step
 
 
@@ -148,80 +132,65 @@ def padded_outputs(n: int) -> int:
     return n if n % BLOCK_ROWS == 0 else -(-n // step) * step
 
 
-def pack_gpu(parts: Parts, format: str) -> dict[str, Tensor]:
-    """The parts of a weight, packed, by the names of kernel arguments: w, w_scale, w_zero, groups, low, ranges.
+def pack_gpu(parts: Parts, packing_name: str) -> dict[str, Tensor]:
+    """The parts of a weight, packed, by the names of kernel arguments: w, w_scale, w_zero, groups, ranges, low.
 
     Outputs are padded with zeros to padded_outputs, inputs to padded_inputs.
     """
+    format, packing = format_of_packing(packing_name), gpu_packing(packing_name)
     n, k = parts[0].shape
     more = padded_outputs(n) - n
     if more:
         parts = [pad(part, (*(0, 0) * (part.dim() - 1), 0, more)) for part in parts]
-    check_shape(n + more, padded_inputs(k, format), format)
-    parts = [_pad_inputs(part, k, format) for part in parts]
-    named = weight_format(_PACKINGS[format].format).named(parts)
-    packed = {"w": pack_codes(named["codes"], format)}
-    if format == "bf16":
-        return packed
-    if format in ("mxfp4", "mxfp4_int8"):
-        exponent = named["exponent"] if format == "mxfp4_int8" else _exponents(named["codes"], named["exponent"])
-        packed["groups"] = exponent.contiguous().view(torch.int32).t().contiguous()
-        if format == "mxfp4_int8":
-            packed["ranges"] = _ranges(named["codes"], named["exponent"])
-        return packed
-    if format == "w4_asym_g128":
-        packed["groups"] = _bf16_words(named["codes"], named["scale"], named["zero"])
-        return packed
-    if format in _SCALE_WORD_PACKINGS:
-        packed["groups"] = scale_words(named["scale"], named["zero"])
-        if "low" in named:
-            packed["low"] = pack_codes(named["low"], format)
-        return packed
-    packed["w_scale"] = named["scale"].float().contiguous()
-    if format == "qoq_channel":
+    check_shape(n + more, padded_inputs(k, packing_name), packing_name)
+    named = format.named([_pad_inputs(part, k, format.group, packing) for part in parts])
+    packed = {"w": pack_codes(named["codes"], packing)}
+    if packing.row_scale:
+        packed["w_scale"] = named["scale"].float().contiguous()
+    if packing.row_zero:
         packed["w_zero"] = (named["zero"].to(torch.int16) - 8).to(torch.int8)
-    elif format == "qoq_g128":
-        packed["groups"] = _step_words(named["group_scale"], named["zero"])
+    packed |= _WORDS[packing.words](named)
+    if packing.low:
+        packed["low"] = pack_codes(named["low"], packing)
     return packed
 
 
-def _pad_inputs(part: Tensor, k: int, packing: str) -> Tensor:
+def _pad_inputs(part: Tensor, k: int, group: int, packing: GpuPacking) -> Tensor:
     """A part of a weight of k inputs, codes [n, k] or values of groups [n, groups], zero-padded to padded_inputs."""
     if part.dim() == 1:
         return part
-    inputs, group = padded_inputs(k, packing), weight_format(_PACKINGS[packing].format).group
+    inputs = padded_inputs(k, packing.name)
     return pad(part, (0, (inputs if part.shape[1] == k else groups_of(inputs, group)) - part.shape[1]))
 
 
-def packed_gpu_bytes(n: int, k: int, format: str) -> dict[str, int]:
+def packed_gpu_bytes(n: int, k: int, packing_name: str) -> dict[str, int]:
     """Bytes of each part of pack_gpu for a weight [n, k], in its order, rounded up to multiples of 64."""
-    n, k = padded_outputs(n), padded_inputs(k, format)
-    check_shape(n, k, format)
-    codes = {"bf16": 2 * n * k, "w8_sym_channel": n * k}.get(format, n * k // 2)
-    sizes = {"w": codes}
-    if format in ("qoq_channel", "qoq_g128", "w8_sym_channel"):
-        sizes["w_scale"] = 4 * n
-    if format == "qoq_channel":
-        sizes["w_zero"] = n
-    if "g128" in format or format in (*_SCALE_WORD_PACKINGS, "mxfp4", "mxfp4_int8"):
-        sizes["groups"] = 4 * n * (k // 256 if format == "qoq_g128" else k // 128)
-    if format == "mxfp4_int8":
-        sizes["ranges"] = sizes["groups"]
-    if format == "nested_8_4":
-        sizes["low"] = codes
-    return {name: -(-size // 64) * 64 for name, size in sizes.items()}
+    packing = gpu_packing(packing_name)
+    n, k = padded_outputs(n), padded_inputs(k, packing_name)
+    check_shape(n, k, packing_name)
+    codes = n * k * packing.codes.bits // 8
+    words = 4 * n * (k // packing.word_inputs) if packing.words is not GpuWords.NONE else 0
+    sizes = {
+        "w": codes,
+        "w_scale": 4 * n * packing.row_scale,
+        "w_zero": n * packing.row_zero,
+        "groups": words,
+        "ranges": words * packing.has_ranges,
+        "low": codes * packing.low,
+    }
+    return {name: blob_bytes(size) for name, size in sizes.items() if size}
 
 
-def pack_codes(codes: Tensor, format: str) -> Tensor:
+def pack_codes(codes: Tensor, packing: GpuPacking) -> Tensor:
     """Codes [n, k] in the block layout of a packing."""
-    planes, inputs = _PACKINGS[format].planes, _PACKINGS[format].block
+    planes, inputs = packing.planes, packing.block
     n, k = codes.shape
-    if format == "mxfp4_int8":
+    if packing.codes is GpuCodes.PERMUTED_E2M1:
         codes = _permuted_e2m1(codes).view(n, k // inputs, *_ITEM_SHAPE).permute(0, 1, 4, 3, 2).contiguous()
     blocks = codes.view(n // BLOCK_ROWS, BLOCK_ROWS, k // inputs, planes, inputs // planes).transpose(1, 2).contiguous()
     if planes == 1:
         return blocks.squeeze(3)
-    if format == "qoq_channel":
+    if packing.codes is GpuCodes.SIGNED_NIBBLES:
         blocks = blocks ^ 8  # q - 8 in two's complement
     if planes == 2:
         return (blocks[..., 0, :] | (blocks[..., 1, :] << 4)).view(torch.int8)
@@ -233,8 +202,8 @@ def pack_codes(codes: Tensor, format: str) -> Tensor:
 def _permuted_e2m1(codes: Tensor) -> Tensor:
     """E2M1 codes with the bits of mxfp4_int8; -0 becomes 0."""
     exponent = codes >> 1 & 3
-    found = (codes & 1 ^ (exponent == 0)) << 3 | (codes & 8) >> 1 | exponent
-    return found.masked_fill_(codes == 8, 8)
+    permuted = (codes & 1 ^ (exponent == 0)) << 3 | (codes & 8) >> 1 | exponent
+    return permuted.masked_fill_(codes == 8, 8)
 
 
 def scale_words(scale: Tensor, zero: Tensor) -> Tensor:
@@ -310,38 +279,70 @@ def _step_words(step: Tensor, zero: Tensor) -> Tensor:
     return (half[:, 0::2] | half[:, 1::2] << 16).t().contiguous()
 
 
-def unpack_gpu(packed: dict[str, Tensor], format: str) -> Parts:
-    """The inverse of pack_gpu, for tests and inspection; group scales are as rounded for the kernels."""
-    codes = _unpack_codes(packed["w"], format)
-    if format == "bf16":
-        return [codes]
-    if format == "w8_sym_channel":
-        return [codes, packed["w_scale"]]
-    if format == "qoq_channel":
-        return [codes, (packed["w_zero"].to(torch.int16) + 8).to(torch.uint8), packed["w_scale"]]
-    words = packed["groups"].t().contiguous()
-    if format in ("mxfp4", "mxfp4_int8"):
-        return [codes, words.view(torch.uint8)]
-    if format == "w4_asym_g128":
-        return [codes, (words & -65536).view(torch.float32), (words & 127).to(torch.uint8)]
-    if format in _SCALE_WORD_PACKINGS:
-        found = [codes, (words & -256).view(torch.float32), (words & 255).to(torch.uint8)]
-        return [*found, _unpack_codes(packed["low"], format)] if "low" in packed else found
+def _byte_words(values: Tensor) -> Tensor:
+    """uint8 [n, 4 * words] -> words [words, n]."""
+    return values.contiguous().view(torch.int32).t().contiguous()
+
+
+_WORDS: dict[GpuWords, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
+    GpuWords.NONE: lambda named: {},
+    GpuWords.STEPS: lambda named: {"groups": _step_words(named["group_scale"], named["zero"])},
+    GpuWords.BF16_SCALES: lambda named: {"groups": _bf16_words(named["codes"], named["scale"], named["zero"])},
+    GpuWords.SCALES: lambda named: {"groups": scale_words(named["scale"], named["zero"])},
+    GpuWords.BF16_POWERS: lambda named: {"groups": _byte_words(_exponents(named["codes"], named["exponent"]))},
+    GpuWords.POWERS_AND_RANGES: lambda named: {
+        "groups": _byte_words(named["exponent"]),
+        "ranges": _ranges(named["codes"], named["exponent"]),
+    },
+}
+"""Words of groups, by what they hold, from the parts of a weight by role."""
+
+
+def _unpack_steps(words: Tensor) -> dict[str, Tensor]:
     halves = torch.stack((words & 0xFFFF, (words >> 16) & 0xFFFF), -1).flatten(1)
     step, shift = halves & 255, halves >> 8
-    return [codes, step.to(torch.uint8), (shift // step.clamp_min(1)).to(torch.uint8), packed["w_scale"]]
+    return {"group_scale": step.to(torch.uint8), "zero": (shift // step.clamp_min(1)).to(torch.uint8)}
 
 
-def _unpack_codes(blocks: Tensor, format: str) -> Tensor:
-    planes = _PACKINGS[format].planes
+_PARTS_OF_WORDS: dict[GpuWords, Callable[[Tensor], dict[str, Tensor]]] = {
+    GpuWords.NONE: lambda words: {},
+    GpuWords.STEPS: _unpack_steps,
+    GpuWords.BF16_SCALES: lambda words: {
+        "scale": (words & -65536).view(torch.float32),
+        "zero": (words & 127).to(torch.uint8),
+    },
+    GpuWords.SCALES: lambda words: {"scale": (words & -256).view(torch.float32), "zero": (words & 255).to(torch.uint8)},
+    GpuWords.BF16_POWERS: lambda words: {"exponent": words.view(torch.uint8)},
+    GpuWords.POWERS_AND_RANGES: lambda words: {"exponent": words.view(torch.uint8)},
+}
+"""Parts of a weight by role, from the words [n, groups] of a packing."""
+
+
+def unpack_gpu(packed: dict[str, Tensor], packing_name: str) -> Parts:
+    """The inverse of pack_gpu, for tests and inspection; group scales are as rounded for the kernels."""
+    packing = gpu_packing(packing_name)
+    named = {"codes": _unpack_codes(packed["w"], packing)}
+    if packing.row_scale:
+        named["scale"] = packed["w_scale"]
+    if packing.row_zero:
+        named["zero"] = (packed["w_zero"].to(torch.int16) + 8).to(torch.uint8)
+    if "groups" in packed:
+        named |= _PARTS_OF_WORDS[packing.words](packed["groups"].t().contiguous())
+    if packing.low:
+        named["low"] = _unpack_codes(packed["low"], packing)
+    return [named[role] for role in format_of_packing(packing_name).roles]
+
+
+def _unpack_codes(blocks: Tensor, packing: GpuPacking) -> Tensor:
+    planes = packing.planes
     if planes > 1:
         bytes_ = blocks.view(torch.uint8).unflatten(-1, (-1, planes // 2))
         nibbles = torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(-2)  # [..., items, planes]
         blocks = nibbles.transpose(-1, -2).flatten(-2)
-        if format == "qoq_channel":
+        if packing.codes is GpuCodes.SIGNED_NIBBLES:
             blocks = blocks ^ 8
     codes = blocks.transpose(1, 2).flatten(0, 1).flatten(1).contiguous()
-    if format == "mxfp4_int8":
+    if packing.codes is GpuCodes.PERMUTED_E2M1:
         n, k = codes.shape
         codes = codes.view(n, k // 128, *_ITEM_SHAPE[::-1]).permute(0, 1, 4, 3, 2).reshape(n, k)
         exponent = codes & 3
@@ -350,36 +351,40 @@ def _unpack_codes(blocks: Tensor, format: str) -> Tensor:
 
 
 def gpu_blobs(parts: Parts, format: str, activation: str) -> dict[str, Tensor]:
-    """pack_gpu's parts as flat uint8 blobs, for weights with this activation type."""
-    packing = packing_of(format, activation)
-    packed = {"w": parts[0].float()} if packing == "f32" else pack_gpu(parts, packing)
+    """pack_gpu's parts as flat uint8 blobs, for weights with this activation format."""
+    if is_row_major(format, activation):
+        packed = {"w": parts[0].float()}
+    else:
+        packed = pack_gpu(parts, _kernel(format, activation).packing.name)
     return {name: as_blob(part) for name, part in packed.items()}
 
 
 def _gpu_sizes(n: int, k: int, format: str, activation: str) -> dict[str, int]:
-    packing = packing_of(format, activation)
-    return {"w": -(-4 * n * k // 64) * 64} if packing == "f32" else packed_gpu_bytes(n, k, packing)
+    if is_row_major(format, activation):
+        return {"w": blob_bytes(4 * n * k)}
+    return packed_gpu_bytes(n, k, _kernel(format, activation).packing.name)
 
 
 def gpu_mixed(marked: Tensor, pairs: bool, k: int) -> Mixed:
     """The packing of a mix_4_8 weight of k inputs whose rows `marked` [N] have 8 bits. `pairs` does not matter here."""
     eight, four = _pad_rows(marked.nonzero()[:, 0]), _pad_rows((~marked).nonzero()[:, 0])
     rows, inputs = len(eight) + len(four), k
-    k = padded_inputs(k, "mix_4_8")
-    check_shape(rows, k, "mix_4_8")
+    packing = _kernel(MIX_4_8.name, INTEGERS[0].name).packing
+    k = padded_inputs(k, packing.name)
+    check_shape(rows, k, packing.name)
     sizes = {"wide": len(eight) * k, "w": len(four) * k // 2, "groups": 4 * rows * (k // 128), "columns": 4 * rows}
-    sizes = {role: -(-size // 64) * 64 for role, size in sizes.items() if size}
+    sizes = {role: blob_bytes(size) for role, size in sizes.items() if size}
 
     def blobs(parts: Parts) -> dict[str, Tensor]:
-        codes, scale, zero = (_pad_inputs(part, inputs, "mix_4_8") for part in parts[:3])
+        codes, scale, zero = (_pad_inputs(part, inputs, MIX_4_8.group, packing) for part in parts[:3])
         order = torch.cat((eight, four))
         real, source = (order >= 0)[:, None], order.clamp(min=0)
         # Rows that pad a tile have a scale of zero.
         scale, zero, codes = torch.where(real, scale[source], 0.0), zero[source], codes[source]
         wide = (codes[: len(eight)].to(torch.int16) - EIGHT_BIT_ZERO).to(torch.int8)
         found = {
-            "wide": pack_codes(wide, "w8_sym_channel"),
-            "w": pack_codes(codes[len(eight) :], "w4_asym_g128_int8"),
+            "wide": pack_codes(wide, GPU_BYTES),
+            "w": pack_codes(codes[len(eight) :], GPU_NIBBLES),
             "groups": scale_words(scale, zero),
             "columns": order.int(),
         }

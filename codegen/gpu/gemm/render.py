@@ -60,11 +60,11 @@ def arguments_of(spec: KernelSpec) -> list[Argument]:
     found += [Argument("w", f"*{item}")] * (spec.wide < spec.n) + [Argument("out", out)]
     found += [Argument("x_scale", "*fp32")] * (not layout.float_x)
     found += [Argument("w_scale", "*fp32")] * (not spec.float_sum)
-    if spec.format == "qoq_channel":
+    if layout.row_zeros:
         found += [Argument("x_sum", "*i32"), Argument("w_zero", "*i8")]
     if layout.grouped:
         found.append(Argument("groups", "*i32"))
-    found += [Argument("ranges", "*i32")] * (spec.format == "mxfp4_a8")
+    found += [Argument("ranges", "*i32")] * layout.has_ranges
     found += [Argument("low", f"*{item}")] * layout.low_plane + [Argument("wide", "*i8")] * (spec.wide > 0)
     found += [Argument("columns", "*i32")] * spec.mixed
     found += [Argument("bias", "*fp32")] * spec.bias + [Argument("residual", out)] * spec.residual

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from qcompile.codegen.gpu.gemm.k_parts import KParts
-from qcompile.codegen.gpu.gemm.layout import BF16_UNPACK_FORMATS, GEMV_FORMATS, Layout, layout_of
 from qcompile.codegen.gpu.gemm.pack import RANGE_ROWS, check_shape
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS, MMA_MIN_TOKENS, WS_MIN_TOKENS, Tile
 from qcompile.errors import UnsupportedError
 from qcompile.formats.activations import ACTIVATION_GROUP
+from qcompile.formats.gpu import GpuKernel
+from qcompile.formats.registry import gpu_kernel
 from qcompile.targets import TUNED_ON
 
 Kind = Literal["gemv", "pipelined", "copied", "unpacked", "warp_specialized"]
@@ -90,9 +91,9 @@ class KernelSpec:
         _check(self)
 
     @property
-    def layout(self) -> Layout:
-        """How the packed weight is read."""
-        return layout_of(self.format)
+    def layout(self) -> GpuKernel:
+        """How the packed weight is read, and what kernels of the format do."""
+        return gpu_kernel(self.format)
 
     @property
     def kind(self) -> Kind:
@@ -103,7 +104,7 @@ class KernelSpec:
             return "warp_specialized"
         if not self.tile.unpack_k:
             return "pipelined"
-        return "copied" if self.format == "bf16" else "unpacked"
+        return "copied" if self.layout.is_whole and self.layout.float_x else "unpacked"
 
     @property
     def gemv(self) -> bool:
@@ -133,7 +134,7 @@ class KernelSpec:
     @property
     def mixed(self) -> bool:
         """Whether the weight has both 8-bit and 4-bit rows."""
-        return self.format == "mix_4_8"
+        return self.layout.mixed
 
     @property
     def float_sum(self) -> bool:
@@ -143,7 +144,7 @@ class KernelSpec:
     @property
     def packing(self) -> str:
         """The packing of the weight (pack.py)."""
-        return self.format.removesuffix("_a8")
+        return self.layout.packing.name
 
     @property
     def parts(self) -> int:
@@ -154,7 +155,7 @@ class KernelSpec:
     def k_parts(self) -> KParts:
         """The parts of K, multiples of blocks that are whole steps of every kernel with unpack_k."""
         block = self.layout.block
-        least = 256 // block if self.format in BF16_UNPACK_FORMATS and not self.k % 256 else 1
+        least = 256 // block if self.layout.by_plane and not self.k % 256 else 1
         return KParts(self.k // block, max(self.tile.unroll, least), self.parts)
 
     @property
@@ -232,7 +233,7 @@ def _check(spec: KernelSpec) -> None:
     if spec.gemv and not _has_gemv(spec):
         raise UnsupportedError(f"{spec.format} has no GEMV kernel for {tile}: one program sums all of K")
     _check_epilogue(spec)
-    if spec.format == "mxfp4_a8" and not spec.warp_specialized and tile.rows > RANGE_ROWS:
+    if spec.layout.has_ranges and not spec.warp_specialized and tile.rows > RANGE_ROWS:
         raise UnsupportedError(f"{spec.format} has no kernel for {tile}: powers are of {RANGE_ROWS} rows")
     if spec.experts:
         _check_experts(spec, spec.experts)
@@ -282,7 +283,7 @@ def _check_experts(spec: KernelSpec, experts: Experts) -> None:
 
 def _has_gemv(spec: KernelSpec) -> bool:
     """Whether there is a GEMV kernel for such a tile: integer sums, or float sums of integer sums over groups."""
-    if spec.tile.split_k > 1 or spec.format not in GEMV_FORMATS:
+    if spec.tile.split_k > 1 or not spec.layout.gemv:
         return False
     return spec.tile.unroll == 1 if spec.float_sum else spec.tile.sliced_k == 1
 
@@ -290,7 +291,7 @@ def _has_gemv(spec: KernelSpec) -> bool:
 def _has_serial_k(spec: KernelSpec) -> bool:
     """Whether there is a serial_k kernel for the tile."""
     tile = spec.tile
-    pipelined = not tile.unpack_k and not spec.mixed and spec.format != "mxfp4_a8"
+    pipelined = not tile.unpack_k and not spec.mixed and not spec.layout.has_ranges
     whole = tile.split_k == tile.sliced_k == 1 and not spec.gemv and not spec.experts
     small = tile.rows * tile.tokens <= 2**14 and tile.warps == 8
     overlapped = tile.unpack_k in (16, 32, 64) and small  # registers hold the sums of the earlier parts, too
@@ -309,14 +310,13 @@ def _overlaps_unpacking(spec: KernelSpec) -> bool:
 def _has_warp_specialized(spec: KernelSpec) -> bool:
     """Whether the warp-specialized kernel supports the tile."""
     tile, layout = spec.tile, spec.layout
-    known = spec.format in (*GEMV_FORMATS, *BF16_UNPACK_FORMATS, "mix_4_8", "w4_asym_g128_a8")
     shape = tile.rows == 16 * tile.warps <= 128 and WS_MIN_TOKENS <= tile.tokens <= 128
     in_groups = layout.float_sum and not layout.float_x and layout.block == 128
     halves = not tile.token_halves or (in_groups and tile.tokens > 32)
     large = tile.rows == tile.tokens == 128 and tile.split_k == 1 and not tile.prefetch_bytes
     persistent = not tile.persistent or (in_groups and large)
     whole = tile.unroll == (2 if layout.words == 0.5 else 1)
-    return known and shape and halves and persistent and whole and tile.stages > 1
+    return layout.warp_specialized and shape and halves and persistent and whole and tile.stages > 1
 
 
 def _has_copied(spec: KernelSpec) -> bool:
@@ -335,4 +335,4 @@ def _has_unpacked(spec: KernelSpec) -> bool:
     divides = divides and layout.block * tile.unroll >= 256 and tile.tokens >= MMA_MIN_TOKENS
     large = tile.tokens in (128, 256) and tile.split_k == 1 and not tile.prefetch_bytes
     fits = tile.stages == 1 and (large or not tile.persistent)
-    return divides and fits and spec.format in BF16_UNPACK_FORMATS
+    return divides and fits and layout.by_plane

@@ -16,28 +16,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from qcompile.codegen.gpu.attention import AttentionSpec, GpuKV, SplitLimits
-from qcompile.codegen.gpu.gemm.layout import BF16_UNPACK_FORMATS
 from qcompile.codegen.gpu.gemm.pack import MIX_ROWS
 from qcompile.codegen.gpu.gemm.spec import KernelSpec
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS, MMA_MIN_TOKENS, WS_MIN_TOKENS, Tile
 from qcompile.codegen.gpu.gemm.tile_table import load_table
 from qcompile.errors import UnsupportedError
+from qcompile.formats.registry import gpu_kernel
 from qcompile.targets import TUNED_ON, Target
 
 TUNED = load_table("tiles_h200")
 """The tuned tiles."""
-
-INT_SUM_FORMATS = ("qoq_channel", "qoq_g128", "w8_sym_channel")
-"""Formats with an integer accumulator for all of K: the order of summation does not matter."""
-
-SMALL_M_FORMATS = (
-    *BF16_UNPACK_FORMATS,
-    *("qoq_g128", "mix_4_8", "w4_asym_g128_int8", "w4_asym_g128_a8", "mxfp4_a8"),
-)
-"""Formats with warp-specialized tiles of WS_MIN_TOKENS tokens."""
-
-MIN_UNROLL = {"qoq_g128": 2}
-"""Least blocks of K per step, where more than one."""
 
 MAX_SPLIT_K = {False: 4, True: 8}
 """Largest split_k given to a weight that was not tuned, by whether its accumulators are integers."""
@@ -54,10 +42,15 @@ def token_classes(format: str) -> list[int]:
     tuned = _tuned_classes(format)
     if not tuned:
         raise UnsupportedError(f"format {format} has no GPU tiles")
-    integers = format in INT_SUM_FORMATS
+    kernel = gpu_kernel(format)
     gemv = {of.most_tokens for of, tile in TUNED.tiles.items() if of.format == format and tile.tokens < MMA_MIN_TOKENS}
-    small_m = [WS_MIN_TOKENS] if format in SMALL_M_FORMATS else []
-    return [*sorted(small_m + [most for most in tuned[:-1] if most >= DECODE_TOKENS or integers or most in gemv]), 0]
+    small_m = [WS_MIN_TOKENS] if kernel.few_rows else []
+    return [
+        *sorted(
+            small_m + [most for most in tuned[:-1] if most >= DECODE_TOKENS or not kernel.float_sum or most in gemv]
+        ),
+        0,
+    ]
 
 
 def _tuned_classes(format: str) -> list[int]:
@@ -71,7 +64,7 @@ def choose(format: str, n: int, k: int, tokens: int, gpu: Target = TUNED_ON) -> 
     Nearest is by the logarithms of N and K. Raises UnsupportedError when the shape has no packing.
     """
     tile = _nearest_tuned(format, n, k, tokens, gpu)
-    if format in SMALL_M_FORMATS and tokens <= WS_MIN_TOKENS and tile.warp_specialized:
+    if gpu_kernel(format).few_rows and tokens <= WS_MIN_TOKENS and tile.warp_specialized:
         # Same order of summation; half the activations to copy, and half the work for the tensor cores.
         return replace(tile, tokens=WS_MIN_TOKENS)
     return tile
@@ -88,7 +81,7 @@ def _nearest_tuned(format: str, n: int, k: int, tokens: int, gpu: Target) -> Til
         if tile is not None:
             tile = _fill_multiprocessors(format, n, k, tile, most, gpu)
             return tile if shape == (n, k) else _gemv_with_more_warps(format, n, k, tile, gpu)
-    unroll = MIN_UNROLL.get(format, 1)
+    unroll = gpu_kernel(format).min_unroll
     return Tile(16 if most <= DECODE_TOKENS else 64, 32, unroll=unroll, fused_planes=gpu.capability == 90)
 
 
@@ -99,14 +92,15 @@ def _fill_multiprocessors(format: str, n: int, k: int, tile: Tile, most: int, gp
     and a large M makes the reduction expensive. An integer one is worth splitting past a small M only in a
     warp-specialized kernel.
     """
-    integers_apart = format in INT_SUM_FORMATS and tile.warp_specialized
+    integers = not gpu_kernel(format).float_sum
+    integers_apart = integers and tile.warp_specialized
     busy = gpu.multiprocessors * (4 if most <= DECODE_TOKENS else 3) // 4
     if tile.gemv or tile.sliced_k > 1 or (most > DECODE_TOKENS and not integers_apart):
         return tile
     while n // tile.rows * tile.split_k * max(1, most // tile.tokens) < busy:
         more = replace(tile, rows=64, warps=4) if tile.rows > 64 else replace(tile, split_k=2 * tile.split_k)
         found = fit_tile(format, n, k, more, gpu)
-        too_many = more.split_k > MAX_SPLIT_K[format in INT_SUM_FORMATS]
+        too_many = more.split_k > MAX_SPLIT_K[integers]
         if found is None or too_many or k < more.split_k * MIN_SPLIT_INPUTS:
             break
         tile = found
@@ -115,9 +109,10 @@ def _fill_multiprocessors(format: str, n: int, k: int, tile: Tile, most: int, gp
 
 def _gemv_with_more_warps(format: str, n: int, k: int, tile: Tile, gpu: Target) -> Tile:
     """`tile`, or for a GEMV with too few warps in flight a tile of four warps."""
-    if tile.tokens > 1 or format not in INT_SUM_FORMATS or n // tile.rows * tile.warps >= 8 * gpu.multiprocessors:
+    kernel = gpu_kernel(format)
+    if tile.tokens > 1 or kernel.float_sum or n // tile.rows * tile.warps >= 8 * gpu.multiprocessors:
         return tile
-    unroll = 8 if format == "w8_sym_channel" else 16  # as many bytes
+    unroll = 1024 // kernel.row_bytes
     return fit_tile(format, n, k, replace(tile, rows=8, unroll=unroll, warps=4, stages=4), gpu) or tile
 
 
@@ -132,7 +127,7 @@ def choose_batch_invariant(format: str, n: int, k: int, tokens: int, gpu: Target
     if not KernelSpec(format, n, k, tile, width=n).float_sum:
         return tile
     decode = choose(format, n, k, DECODE_TOKENS, gpu)
-    parts, least = decode.sliced_k * decode.split_k, MIN_UNROLL.get(format, 1)
+    parts, least = decode.sliced_k * decode.split_k, gpu_kernel(format).min_unroll
     starts = KernelSpec(format, n, k, decode, width=n).k_parts.starts
     if tile.gemv:
         warps = max(1, tile.warps * parts // tile.sliced_k)
@@ -157,16 +152,16 @@ def _large_m_tiles(format: str, n: int, k: int, tokens: int, parts: int, gpu: Ta
     """Tiles that are faster than the decode class's with a large M if K has so many parts, the fastest first."""
     if tokens > 128 and n % 128 == 0:
         tokens = min(1 << (tokens - 1).bit_length(), 512)  # the largest of its class
-        if format == "bf16":
-            yield _copied_tile(n, k, tokens, parts, gpu)
-        elif format in BF16_UNPACK_FORMATS and parts > 1:
+        if gpu_kernel(format).is_whole:
+            yield _copied_tile(format, n, k, tokens, parts, gpu)
+        elif gpu_kernel(format).by_plane and parts > 1:
             yield from _unpacked_in_turn(format, n, k, tokens, parts, gpu)
     if parts > 1:
         yield _serial_k_tile(format, n, k, tokens, parts, gpu)
 
 
-def _copied_tile(n: int, k: int, tokens: int, parts: int, gpu: Target) -> Tile | None:
-    """A tile of bf16 weights whose operands are copied while the tensor cores multiply.
+def _copied_tile(format: str, n: int, k: int, tokens: int, parts: int, gpu: Target) -> Tile | None:
+    """A tile of weights that need no unpacking, whose operands are copied while the tensor cores multiply.
 
     None where programs would be too few, even if the last tiles are halved. Found on an H100 (docs/gpu_kernels.md).
     """
@@ -176,7 +171,7 @@ def _copied_tile(n: int, k: int, tokens: int, parts: int, gpu: Target) -> Tile |
         return None
     small = Tile(128, 128, warps=8, stages=stages, unpack_k=64, serial_k=parts, persistent=True)
     large = Tile(256, 128, warps=8, stages=min(stages, 4), unpack_k=64, persistent=programs > 4 * gpu.multiprocessors)
-    return fit_tile("bf16", n, k, large if parts == 1 and programs >= 200 else small, gpu)
+    return fit_tile(format, n, k, large if parts == 1 and programs >= 200 else small, gpu)
 
 
 def _unpacked_in_turn(format: str, n: int, k: int, tokens: int, parts: int, gpu: Target) -> Iterator[Tile | None]:
@@ -187,8 +182,9 @@ def _unpacked_in_turn(format: str, n: int, k: int, tokens: int, parts: int, gpu:
     programs = n // 128 * (tokens // 128)
     persistent = programs > gpu.multiprocessors  # the last tiles are halved; otherwise PDL is worth more
     tile = Tile(128, 128, warps=8, stages=1, serial_k=parts, persistent=persistent)
-    tile = replace(tile, unpack_k=32 if format == "mxfp4" else 16, prefetch_bytes=0 if persistent else 128)
-    for unroll in (4, 2) if format == "mxfp4" else (2, 1):
+    block = gpu_kernel(format).packing.block
+    tile = replace(tile, unpack_k=32 if block == 128 else 16, prefetch_bytes=0 if persistent else 128)
+    for unroll in (512 // block, 256 // block):
         yield fit_tile(format, n, k, replace(tile, unroll=unroll), gpu) if programs >= 96 else None
 
 
@@ -199,11 +195,12 @@ def _serial_k_tile(format: str, n: int, k: int, tokens: int, parts: int, gpu: Ta
     of 4096 by 4096 and 3584 by 18944 (docs/gpu_kernels.md).
     """
     tokens = min(1 << (tokens - 1).bit_length(), 512)  # the largest of its class
-    if format == "bf16":
+    kernel = gpu_kernel(format)
+    if kernel.is_whole:
         few = Tile(32, 64, stages=5) if tokens <= 64 else Tile(64, 64, stages=6)
         many = Tile(64, 64, stages=5) if tokens <= 256 else Tile(128, 64, stages=4)
         tile = few if tokens <= 128 else many
-    elif format in BF16_UNPACK_FORMATS:
+    elif kernel.by_plane:
         rows, warps = (64, 4) if tokens <= 128 else (128, 8)
         tile = Tile(64, rows, warps=warps, stages=3, prefetch_bytes=128)
     else:
@@ -211,21 +208,21 @@ def _serial_k_tile(format: str, n: int, k: int, tokens: int, parts: int, gpu: Ta
             Tile(64, 128, warps=8, stages=6) if tokens <= 256 else Tile(128, 128, warps=8, stages=6, token_halves=True)
         )
     programs = n // tile.rows * (tokens // tile.tokens)
-    small_m = tokens <= 128 and format not in ("bf16", "w4_asym_g128")
-    if small_m or tokens <= DECODE_TOKENS or programs < (96 if format == "bf16" else 100):
+    small_m = tokens <= 128 and not kernel.serial_few_rows
+    if small_m or tokens <= DECODE_TOKENS or programs < (96 if kernel.is_whole else 100):
         return None
     # With a large K, tiles of few tokens lose more than the split_k reduction costs.
-    small = tile.tokens == (32 if format == "bf16" else 64)
-    if k > 2 * n and small and not (format == "mix_4_8" and tokens == 256):
+    small = tile.tokens == (32 if kernel.is_whole else 64)
+    if k > 2 * n and small and not (kernel.mixed and tokens == 256):
         return None
-    return fit_tile(format, n, k, replace(tile, serial_k=parts, unpack_k=0 if format == "bf16" else 128), gpu)
+    return fit_tile(format, n, k, replace(tile, serial_k=parts, unpack_k=0 if kernel.is_whole else 128), gpu)
 
 
 def without_unpack_k(format: str, tile: Tile) -> Tile:
     """`tile`, or, if it has unpack_k, a tile of about its size for the kernel that Triton pipelines (gemm.py.jinja)."""
     if not tile.unpack_k:
         return tile
-    stages, unroll = 4 if tile.tokens <= DECODE_TOKENS else 3, MIN_UNROLL.get(format, 1)
+    stages, unroll = 4 if tile.tokens <= DECODE_TOKENS else 3, gpu_kernel(format).min_unroll
     tokens = max(MMA_MIN_TOKENS, min(tile.tokens, 128))
     tile = replace(tile, tokens=tokens, rows=64, unroll=unroll, warps=4, stages=stages)
     return replace(tile, unpack_k=0, token_halves=False, persistent=False)
@@ -237,7 +234,7 @@ def fit_tile(format: str, n: int, k: int, tile: Tile, gpu: Target) -> Tile | Non
     prefetch_bytes = tile.prefetch_bytes if gpu.capability >= 90 else 0
     tile = replace(tile, prefetch_bytes=prefetch_bytes, fused_planes=gpu.capability == 90)
     tile = replace(tile, persistent=tile.persistent and tile.split_k == 1)
-    if format == "mix_4_8":
+    if gpu_kernel(format).mixed:
         tile = _fit_mixed_widths(n, tile)
     elif tile.warp_specialized and n % tile.rows:
         tile = replace(tile, rows=64, warps=4, persistent=False)

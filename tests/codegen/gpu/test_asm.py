@@ -13,6 +13,7 @@ from qcompile.codegen.gpu.gemm.pack import pack_codes
 from qcompile.codegen.gpu.gemm.render import render
 from qcompile.codegen.gpu.gemm.spec import KernelSpec
 from qcompile.codegen.gpu.gemm.tile import Tile
+from qcompile.formats.registry import gpu_packing
 from tests.support.ptx import Words, bytes_of, floats, run, words
 
 PAIRS = 512
@@ -82,7 +83,7 @@ def picked(codes: np.ndarray) -> Words:
     weight = torch.zeros(32, 128 * PAIRS, dtype=torch.uint8)
     inputs = np.arange(4)[:, None, None] * 32 + np.arange(PAIRS)[:, None] * 128 + np.arange(4)
     weight[0, torch.from_numpy(inputs.ravel())] = torch.from_numpy(codes.astype(np.uint8).ravel())
-    return pack_codes(weight, "mxfp4_int8")[0, :, 0, :4].numpy().astype(np.uint16).astype(np.uint32).T
+    return pack_codes(weight, gpu_packing("mxfp4_int8"))[0, :, 0, :4].numpy().astype(np.uint16).astype(np.uint32).T
 
 
 def tables_of(source: str, m: Words) -> list[Words]:

@@ -14,7 +14,6 @@ import torch
 from benchmarks.gpu_common import launch
 from qcompile.codegen.gpu import sass
 from qcompile.codegen.gpu.gemm import tiles
-from qcompile.codegen.gpu.gemm.layout import BF16_UNPACK_FORMATS
 from qcompile.codegen.gpu.gemm.pack import GPU_PACKING, pack_gpu, unpack_gpu
 from qcompile.codegen.gpu.gemm.render import arguments_of, compile_for, kernel, name_of, render
 from qcompile.codegen.gpu.gemm.spec import KernelSpec, reference
@@ -22,26 +21,19 @@ from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS, WS_MIN_TOKENS, Tile
 from qcompile.errors import UnsupportedError
 from qcompile.formats.activations import activation_format
 from qcompile.formats.mixed import MIX_4_8
-from qcompile.formats.registry import weight_format
+from qcompile.formats.registry import GPU_KERNELS, format_of_packing, gpu_kernel, weight_format
 from qcompile.targets import TARGETS, TUNED_ON
 from tests.support.interpreted import interpreted, needs_triton
 
-FORMATS = (
-    "qoq_channel",
-    "qoq_g128",
-    "w4_asym_g128",
-    "w4_asym_g128_int8",
-    "nested_8_4",
-    "mxfp4",
-    "w8_sym_channel",
-    "bf16",
-)
-"""Packings that have kernels of their name; each is of the number format its name begins with."""
-PACKINGS = (*FORMATS, "mxfp4_int8")
-WITH_INT8 = ("w4_asym_g128_a8", "mxfp4_a8")
+_KERNELS = [kernel for kernel in GPU_KERNELS.values() if not kernel.mixed]
+FORMATS = tuple(kernel.name for kernel in _KERNELS if kernel.name == kernel.packing.name)
+"""Packings that have kernels of their name."""
+PACKINGS = tuple(dict.fromkeys(kernel.packing.name for kernel in _KERNELS))
+WITH_INT8 = tuple(kernel.name for kernel in _KERNELS if kernel.name != kernel.packing.name)
 """Kernels that read with int8 activations what is packed for bf16 ones, or with more to it."""
-IN_GROUPS = (*WITH_INT8, "w4_asym_g128_int8", "nested_8_4", "mix_4_8")
+IN_GROUPS = tuple(kernel.name for kernel in GPU_KERNELS.values() if kernel.float_sum and not kernel.float_x)
 """Kernels that take activations in groups of 128."""
+BF16_UNPACK_FORMATS = tuple(kernel.name for kernel in _KERNELS if kernel.by_plane)
 INTERPRETED = (Tile(16, 32, sliced_k=2, split_k=2), Tile(32, 32), Tile(16, 32, fused_planes=False))
 
 
@@ -54,12 +46,12 @@ def disassembled_once() -> Iterator[None]:
 
 
 def number_format(packing: str) -> str:
-    return packing.removesuffix("_int8")
+    return format_of_packing(packing).name
 
 
 def packing_of(format: str) -> str:
     """What kernels of a format read."""
-    return "mxfp4_int8" if format == "mxfp4_a8" else format.removesuffix("_a8")
+    return gpu_kernel(format).packing.name
 
 
 def weight(n: int, k: int) -> torch.Tensor:
@@ -342,7 +334,7 @@ def test_warp_specialized_kernels_compile(spec: KernelSpec) -> None:
     assert sum("GMMA" in opcode for opcode, _ in code) >= 4
 
 
-@pytest.mark.parametrize("format", tiles.SMALL_M_FORMATS)
+@pytest.mark.parametrize("format", [name for name, kernel in GPU_KERNELS.items() if kernel.few_rows])
 def test_up_to_eight_rows_have_kernels_of_their_own(format: str) -> None:
     """They sum in the same order, but for integers, in GEMV kernels and in those without unpack_k."""
     classes = tiles.token_classes(format)
@@ -444,7 +436,7 @@ def test_rows_have_the_bits_of_the_decode_class(spec: KernelSpec) -> None:
         kind = "bf16" if spec.layout.float_x else "int8_g128" if spec.x_groups else "int8"
         given |= dict(zip(("x", "x_scale", "x_sum"), activation_format(kind).quantize(x, 0), strict=False))
         given["residual"], found = torch.randn(tokens, width, device="cuda").to(dtype), []
-        unroll = tiles.MIN_UNROLL.get(spec.format, 1)
+        unroll = spec.layout.min_unroll
         few = replace(spec, tile=Tile(16, 64, 1, spec.parts, unroll, 4, 3), amax=False)
         for each in (few, spec, spec):
             work = each.workspace(tokens).items()

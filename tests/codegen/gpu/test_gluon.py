@@ -13,7 +13,6 @@ from torch import Tensor
 
 from qcompile.codegen.gpu.attention import AttentionSpec, GpuKV
 from qcompile.codegen.gpu.compile import Kernel
-from qcompile.codegen.gpu.gemm.layout import BF16_UNPACK_FORMATS
 from qcompile.codegen.gpu.gemm.pack import GPU_PACKING, pack_gpu, unpack_gpu
 from qcompile.codegen.gpu.gemm.render import kernel
 from qcompile.codegen.gpu.gemm.spec import KernelSpec, reference
@@ -23,7 +22,7 @@ from qcompile.formats.activations import activation_format
 from qcompile.formats.mixed import MIX_4_8
 from qcompile.formats.registry import weight_format
 from qcompile.ops import GATE_BLOCK
-from tests.codegen.gpu.test_gemm import IN_GROUPS, number_format, packing_of, weight
+from tests.codegen.gpu.test_gemm import BF16_UNPACK_FORMATS, IN_GROUPS, number_format, packing_of, weight
 from tests.support.gluon_machine import Deadlock, launch
 
 SMALL = Tile(16, 64, split_k=2, stages=3, unpack_k=128)
