@@ -66,8 +66,8 @@ class Buffer:
 
     @property
     def kind(self) -> ActivationFormat:
-        """The type of a q8 buffer's codes."""
-        return activation_format(self.activation)
+        """The activation format of the elements."""
+        return activation_format(self.activation if self.dtype == "q8" else self.dtype)
 
     @property
     def scales(self) -> int:

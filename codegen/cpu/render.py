@@ -21,6 +21,7 @@ from qcompile.codegen.cpu.cpp import f32, ident, rows_kind, string
 from qcompile.codegen.cpu.headers import Headers
 from qcompile.codegen.cpu.statements import Statements, rope_stride
 from qcompile.errors import UnsupportedError
+from qcompile.formats.registry import weight_format
 from qcompile.targets import Target
 
 MAX_HEAD_DIM = 1024
@@ -32,7 +33,6 @@ A barrier and the other threads' rows take 0.5 to 1.5 us without a shared cache;
 OWN_ROWS = 64
 """Capacity, in rows, of a thread's private copies of buffers."""
 _TEMPLATES = Path(__file__).parent / "templates"
-_KV = {"kv32": "kKv32", "kv16": "kKv16", "kv8": "kKv8", "kv4": "kKv4", "kv_hier": "kKvHier", "kv_hier4": "kKvHier4"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ def render(program: p.Program, target: Target) -> str:
             target=target,
             calls=calls,
             description=_description(program, target),
-            kv_format=_KV[program.kv.format],
+            kv_format=program.kv.kind.cpu_name,
+            format_headers=_format_headers(program),
             curved=any(isinstance(c, p.Elementwise) and c.kind == "xielu" for c in program.calls),
             headers=Headers(_TEMPLATES),
             ident=ident,
@@ -75,6 +76,12 @@ def render(program: p.Program, target: Target) -> str:
             **_sizes(program, statements),
         )
     )
+
+
+def _format_headers(program: p.Program) -> list[str]:
+    """Headers of weight formats that gemm.h does not include, in order."""
+    formats = [weight_format(c.format) for c in program.calls if isinstance(c, p.Gemm | p.ExpertGemm)]
+    return list(dict.fromkeys(header for format in formats for header in format.cpu_headers))
 
 
 def _environment() -> Environment:

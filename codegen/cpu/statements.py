@@ -162,10 +162,8 @@ class Statements:
         if rope is not None and self.barriers.by_head(index):
             q, k = (rope.k_offset - rope.q_offset) // 32, (rope.v_offset - rope.k_offset) // 32
             lines.append(f"if (s.by_head()) {var}.parts[0] = {q}, {var}.parts[1] = {k};")
-        suffix = "_bf16" if x.dtype == "bf16" and c.format not in ("bf16", "f32") else ""
-        if x.dtype == "q8" and x.kind.group:
-            suffix = "_x128"
-        lines.append(f"gemm_{c.format}{suffix}({var}, {ident(c.x)}, s.w);")
+        kernel = weight_format(c.format).cpu_kernel(x.kind)
+        lines.append(f"{kernel}({var}, {ident(c.x)}, s.w);")
         if out is not None and out.width != out.stride:
             lines.append(f"pad_rows({self.mine(out.name)}, {ident(out.name)}, {out.width});")
         return lines
@@ -204,12 +202,11 @@ class Statements:
                 lines.append(f"{e}.gemm.{role} = {self.weight(name, ctype)};")
         if c.bias is not None:
             lines.append(f"{e}.gemm.bias = {self.weight(c.bias)}, {e}.bias = {c.rows};")
-        rows = "Q8Rows" if kind.top else "uint16_t" if c.activation == "bf16" else "float"
-        suffix = "_x128" if kind.group else "_bf16" if rows == "uint16_t" and c.format not in ("bf16", "f32") else ""
+        rows = "Q8Rows" if kind.is_integer else "uint16_t" if kind.dtype.itemsize == 2 else "float"
         padded = p.round_up(c.k, p.PAD)
         group, scales = p.round_up(c.group or padded, p.PAD), kind.group or padded
         how = f"{{{group}, {scales}, {f32(kind.top)}, {f32(kind.last_top)}}}"
-        call = f"gemm_{c.format}{suffix}(g, x, w);"
+        call = f"{weight_format(c.format).cpu_kernel(kind)}(g, x, w);"
         run = f"[](const Gemm& g, const auto& x, const Worker& w) {{ {call} }}"
         lines.append(f"expert_gemm<{rows}>({e}, {how}, s.w, (char*)s.w.scratch + kOwnScratchBytes,")
         return [*lines, f"            {run});"]

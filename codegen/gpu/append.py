@@ -113,8 +113,8 @@ class AppendSpec:
             arguments += [Argument(f"{part}_{vector}", "*fp32") for vector in norm.vectors]
         numbers = ["first_row" if self.staged else "table_stride"] + ["M"] * (self.tokens > 1)
         arguments += [Argument(name, "i32") for name in numbers]
-        # kv_hier and kv_hier4 differ only in what is read, so paths share this kernel.
-        format = "staged" if self.staged else "kv_hier" if self.kv.hierarchical else self.kv.format
+        # Formats that differ only in what is read share this kernel.
+        format = "staged" if self.staged else self.kv.kind.appended_as
         name = f"append_{format}{f'_{self.tokens}' if self.tokens > 1 else ''}"
         pdl = self.inline_asm and capability >= 90
         source = render_template(

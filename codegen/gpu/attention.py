@@ -106,6 +106,11 @@ class GpuKV:
         return self.kind.hierarchical
 
     @property
+    def upper_only(self) -> bool:
+        """Whether only the upper nibbles of a hierarchical cache are read."""
+        return self.hierarchical and self.bits == 4
+
+    @property
     def bits(self) -> int:
         """Bits read per element (per rounded element, in a hierarchical cache)."""
         return self.kind.read_bits or self.kind.bits
@@ -279,7 +284,7 @@ class AttentionSpec:
         if self.query_rows:
             return self.query_rows // 16
         few = self.rows * self.kv.dim <= ONE_WARP_SUMS and self.cut != "whole"
-        return 1 if self.block < 32 or (few and self.kv.format in ("kv4", "kv_hier4")) else 2
+        return 1 if self.block < 32 or (few and self.kv.bits == 4) else 2
 
     @property
     def staged(self) -> bool:
@@ -335,9 +340,9 @@ class AttentionSpec:
             # Two stages at most: with 16-bit elements, more would take shared memory that other programs need.
             ring_stages=1 if self.direct or (self.rows > 16 and capability >= 100) else 2,
             splits_a_group=GROUP_SPLITS,
-            both=self.kv.format == "kv_hier",
+            both=self.kv.hierarchical and not self.kv.upper_only,
             # A draft masks value codes in place: as subnormal fp16 they are the code times 2^-24 or 2^-20.
-            units=(0, 0, 0, 0) if self.kv.format == "kv_hier" else (-24, -20, -24, -20),
+            units=(-24, -20, -24, -20) if self.kv.upper_only else (0, 0, 0, 0),
             group_tokens=HIER_GROUP,
             ring_pages=RING_GROUPS * HIER_GROUP // self.kv.page_tokens,
             sinks=self.sinks and self.cut == "whole",
@@ -360,16 +365,19 @@ class AttentionSpec:
         """Enough registers a thread for one program, but few enough for the occupancy that the largest steps need."""
         if self.warp_specialized:
             return 168  # the mean of all warps
-        limits = {("kv8", 2): 128, ("kv_hier", 2): 168, ("kv_hier4", 2): 168}
-        limited = self.rows == 8 and self.kv.dim <= 128 and self.cut == "split" and capability > 80
-        registers = limits.get((self.kv.format, self.warps), 0) if limited else 0
+        hierarchical, bits = self.kv.hierarchical, self.kv.bits
+        nibbles = bits == 4 and not hierarchical
+        registers = 0
+        if self.rows == 8 and self.kv.dim <= 128 and self.cut == "split" and capability > 80 and self.warps == 2:
+            registers = 168 if hierarchical else 128 if bits == 8 else 0
         if self.bias_positions and self.rows == 8 and self.kv.dim <= 128 and capability > 80:
             # Prefetched position biases take registers: accumulators would spill, or occupancy would drop.
-            registers = {("kv_hier", "leaf"): 168, ("kv4", "whole"): 168}.get((self.kv.format, self.cut), registers)
-        variant = self.kv.format, self.cut, self.stages, self.warps, capability, self.bias_positions
-        if variant == ("kv4", "leaf", 1, 2, 90, 0):
+            both = hierarchical and not self.kv.upper_only
+            registers = 168 if (both and self.cut == "leaf") or (nibbles and self.cut == "whole") else registers
+        variant = nibbles, self.cut, self.stages, self.warps, capability, self.bias_positions
+        if variant == (True, "leaf", 1, 2, 90, 0):
             return 128  # what programs of the most rows need if no loads are in flight
-        if variant == ("kv4", "leaf", 2, 1, 90, 0):
+        if variant == (True, "leaf", 2, 1, 90, 0):
             return 255  # no limit: left alone, the assembler stops at 128 registers, which takes 7 % longer
         return registers
 
@@ -415,7 +423,7 @@ def far_variants(spec: AttentionSpec, capability: int) -> list[tuple[int, Attent
     kv, group = spec.kv, spec.heads // spec.kv.heads
     # Items of 16 bits are loaded by twos.
     fits = 32 <= kv.dim <= 128 and group <= FAR_ROWS and (kv.bits == 16 or kv.width % 2 == 0)
-    if capability != 90 or kv.format == "kv_hier4" or not fits:
+    if capability != 90 or kv.upper_only or not fits:
         return prefill_variants(spec)
     few = (FEW_FAR_ROWS[kv.bits], replace(spec, octets=1))
     # Rounded positions are prefetched to registers.

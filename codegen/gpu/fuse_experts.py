@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from qcompile.codegen import program as p
 from qcompile.codegen.gpu import fused
-from qcompile.codegen.gpu.gemm.pack import kernel_of, packing_of, padded_inputs
+from qcompile.codegen.gpu.gemm.pack import is_row_major, kernel_of, packing_of, padded_inputs
 from qcompile.errors import PassError, UnsupportedError
 from qcompile.formats.registry import gpu_kernel
 
@@ -51,7 +51,7 @@ def _inputs_of(program: p.Program, call: p.ExpertGemm) -> fused.QuantizeSlots:
         packing = packing_of(call.format, call.activation)
         if call.rows % 32:
             raise UnsupportedError(f"experts of {call.n} outputs: GPU kernels take multiples of 32")
-        if packing == "f32":
+        if is_row_major(call.format, call.activation):
             raise UnsupportedError("experts in f32 have no GPU kernels")
         x = program.buffer(call.x)
         if x.dtype != "f32" or (call.x_slots > 1 and x.stride != call.x_slots * call.k):

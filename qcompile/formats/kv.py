@@ -22,19 +22,27 @@ class KVFormat:
 
     Below 16 bits, keys and values are asymmetric integers per head and token (QServe 3.2: dynamic, scale and zero
     stored in the page). A hierarchical cache (QuantSpec 4.2) rounds older positions later; `read_bits` of that part are
-    read (0: no such part). `draft` names the format in which a draft reads the same cache, if that is another one.
+    read (0: no such part). `draft` names the format in which a draft reads the same cache, if that is another one, and
+    `whole` the format of which this one reads a part. `cpu_name` is the name of the format in CPU kernels.
     """
 
     name: str
+    cpu_name: str
     bits: int
     head_pad: int
     read_bits: int = 0
     draft: str = ""
+    whole: str = ""
 
     @property
     def hierarchical(self) -> bool:
         """Whether the newest positions are kept in bf16, and older ones rounded to 4 + 4 bits in groups."""
         return self.read_bits > 0
+
+    @property
+    def appended_as(self) -> str:
+        """The name of the format that is appended: that of the whole cache."""
+        return self.whole or self.name
 
     @property
     def stored_bits(self) -> int:
@@ -59,12 +67,12 @@ class KVFormat:
 KV_FORMATS = {
     format.name: format
     for format in (
-        KVFormat("kv32", 32, 16),
-        KVFormat("kv16", 16, 16),
-        KVFormat("kv8", 8, 16),
-        KVFormat("kv4", 4, 32),
-        KVFormat("kv_hier", 16, 32, read_bits=8, draft="kv_hier4"),
-        KVFormat("kv_hier4", 16, 32, read_bits=4),
+        KVFormat("kv32", "kKv32", 32, 16),
+        KVFormat("kv16", "kKv16", 16, 16),
+        KVFormat("kv8", "kKv8", 8, 16),
+        KVFormat("kv4", "kKv4", 4, 32),
+        KVFormat("kv_hier", "kKvHier", 16, 32, read_bits=8, draft="kv_hier4"),
+        KVFormat("kv_hier4", "kKvHier4", 16, 32, read_bits=4, whole="kv_hier"),
     )
 }
 
