@@ -6,6 +6,7 @@ import importlib.util
 import io
 import re
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -50,6 +51,17 @@ def test_the_package_has_all_kinds_of_files(check: ModuleType) -> None:
     assert {"qcompile/py.typed", "qcompile/passes", "qcompile/report/page.html.jinja"} <= files
     assert {"codegen/cpu/templates/model.cpp.jinja", "codegen/gpu/templates/gemm.py.jinja"} <= files
     assert not [name for name in files if "__pycache__" in name or name.startswith("qcompile/passes/")]
+
+
+def test_every_data_file_is_declared(check: ModuleType) -> None:
+    declared: set[str] = set()
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]
+    for package, patterns in data.items():
+        folder = ROOT.joinpath(*package.split("."))
+        declared |= {path.resolve().relative_to(ROOT).as_posix() for one in patterns for path in folder.glob(one)}
+    files = set().union(*(check.files_below(ROOT / folder) for folder in ("qcompile", *check.LAYERS)))
+    links = {f"qcompile/{layer}" for layer in check.LAYERS}
+    assert {name for name in files - links if not name.endswith(".py")} <= declared
 
 
 def test_a_file_that_the_wheel_lacks_is_noticed(check: ModuleType, tmp_path: Path) -> None:
