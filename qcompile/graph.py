@@ -122,8 +122,8 @@ class Graph:
 
     def calls(self, *names: str) -> list[fx.Node]:
         """Nodes that call qcompile::name for one of `names` (without names: any of ours), in order."""
-        found = ((node, ops.name_of(node.target)) for node in self.nodes if node.op == "call_function")
-        return [node for node, name in found if name and (not names or name in names)]
+        named = ((node, ops.name_of(node.target)) for node in self.nodes if node.op == "call_function")
+        return [node for node, name in named if name and (not names or name in names)]
 
     @property
     def inputs(self) -> list[fx.Node]:

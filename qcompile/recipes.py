@@ -292,11 +292,11 @@ def _targets_of(option: str, fields: Mapping[str, Mapping[str, object]]) -> list
     """The (pass, field) pairs that `option` names."""
     pass_name, dot, field = option.rpartition(".")
     if not dot:
-        found = [(name, option) for name, keys in fields.items() if option in keys]
-        if not found:
+        matches = [(name, option) for name, keys in fields.items() if option in keys]
+        if not matches:
             known = ", ".join(f"{name}.{key}" for name, keys in fields.items() for key in keys)
             raise UsageError(f"option {option} is a field of no pass; there are {known}")
-        return found
+        return matches
     if pass_name not in fields:
         raise UsageError(f"option {option}: pass {pass_name} is unknown; there are {', '.join(fields)}")
     if field not in fields[pass_name]:

@@ -54,9 +54,9 @@ def text_of(value: Any, *names: str) -> str | None:
     """
     if not isinstance(value, dict):
         return None
-    found = next((value[name] for name in names if value.get(name)), value.get(names[-1]))
+    chosen = next((value[name] for name in names if value.get(name)), value.get(names[-1]))
     try:
-        return found if isinstance(found, str) and found.encode() is not None else None
+        return chosen if isinstance(chosen, str) and chosen.encode() is not None else None
     except UnicodeEncodeError:
         return None
 

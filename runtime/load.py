@@ -6,9 +6,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from qcompile.artifact.layout import MANIFEST
-from qcompile.artifact.manifest import check_manifest
-from qcompile.artifact.reader import read_manifest, state
+from qcompile.artifact.reader import read_checked_manifest, state
 from qcompile.errors import ArtifactError
 from qcompile.runtime.cpu.load import open_cpu
 from qcompile.runtime.llm import LLM
@@ -59,8 +57,7 @@ def load(
 
 def _load(path: str | Path, options: LoadOptions) -> LLM:
     """`load` without retry: an artifact that is replaced in the meantime may appear damaged."""
-    manifest = read_manifest(path)
-    check_manifest(manifest, str(Path(path) / MANIFEST))
+    manifest = read_checked_manifest(path)
     options.check(path, manifest["runtime"])
     if manifest["target"].get("kind") == "cuda":
         from qcompile.runtime.cuda.load import open_cuda

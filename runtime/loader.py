@@ -18,9 +18,8 @@ from typing import Any
 
 from qcompile.artifact.abi import CPU_ABI
 from qcompile.artifact.hashes import damaged, file_problem
-from qcompile.artifact.layout import MANIFEST, Manifest
-from qcompile.artifact.manifest import check_manifest
-from qcompile.artifact.reader import read_manifest
+from qcompile.artifact.layout import Manifest
+from qcompile.artifact.reader import read_checked_manifest
 from qcompile.artifact.shards import ALIGNMENT
 from qcompile.errors import ArtifactError, ResourceError
 from qcompile.targets import cpu_flags
@@ -102,8 +101,7 @@ def load_artifact(path: str | Path, manifest: Manifest | None = None) -> LoadedA
     """
     root = Path(path)
     if manifest is None:
-        manifest = read_manifest(root)
-        check_manifest(manifest, str(root / MANIFEST))
+        manifest = read_checked_manifest(root)
     check_cpu(manifest["target"], cpu_flags())
     runtime = manifest["runtime"]
     if runtime["abi"] != CPU_ABI:

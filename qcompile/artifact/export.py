@@ -19,9 +19,7 @@ from torch import Tensor, fx
 
 from qcompile import ops
 from qcompile.artifact import swap
-from qcompile.artifact.layout import MANIFEST
-from qcompile.artifact.manifest import check_manifest
-from qcompile.artifact.reader import read_manifest, verify
+from qcompile.artifact.reader import read_checked_manifest, read_manifest, verify
 from qcompile.errors import ArtifactError, ResourceError, UnsupportedError, UsageError
 from qcompile.formats.kv import kv_format
 from qcompile.formats.registry import STORED_FORMATS
@@ -45,8 +43,7 @@ class _Weights:
     """The packed weights of an artifact, unpacked for the nodes of its step graph."""
 
     def __init__(self, root: Path) -> None:
-        manifest = read_manifest(root)
-        check_manifest(manifest, str(root / MANIFEST))
+        manifest = read_checked_manifest(root)
         problems = [] if STEP in manifest["files"] else [f"{STEP} is missing"]
         if problems := problems or verify(root):
             raise ArtifactError(f"{root} is damaged: {problems[0]}; build it again")

@@ -3,6 +3,10 @@
 The hash proves that no bit changed since the manifest was written, but not that this version of qcompile wrote it. So
 the keys that loading, inspecting and running use are checked here for presence, type and range; other keys are
 allowed.
+
+pydantic was measured in place of `check_shape`, and is not used. On a Xeon, importing it takes 80 ms of processor time
+and creating models for this schema 30 ms, where all imports of `qcompile.load` take 175 ms; the check of a manifest
+with 2,000 weights takes 4 ms either way. Its errors would need a translation to one line that names the key.
 """
 
 from __future__ import annotations

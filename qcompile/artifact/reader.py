@@ -20,7 +20,7 @@ from qcompile.artifact.layout import (
     relative,
     seal,
 )
-from qcompile.artifact.manifest import SHAPE, check_shape
+from qcompile.artifact.manifest import SHAPE, check_manifest, check_shape
 from qcompile.errors import ArtifactError, UsageError
 
 
@@ -42,6 +42,13 @@ def read_manifest(path: str | Path) -> Manifest:
     except OSError as error:
         raise ArtifactError(f"{root}: cannot read {MANIFEST}: {error.strerror}") from error
     return parse_manifest(root, raw)
+
+
+def read_checked_manifest(path: str | Path) -> Manifest:
+    """`read_manifest`, with every key checked that loading, inspecting and running use. Raises the same errors."""
+    manifest = read_manifest(path)
+    check_manifest(manifest, str(Path(path) / MANIFEST))
+    return manifest
 
 
 def parse_manifest(root: Path, raw: bytes) -> Manifest:
@@ -67,7 +74,7 @@ def parse_manifest(root: Path, raw: bytes) -> Manifest:
 def state(path: str | Path) -> tuple[int, ...]:
     """A state that changes when another artifact replaces the one at `path`, or its manifest is amended.
 
-    Problems found between two equal states belong to one artifact. Raises UsageError if there is none.
+    Problems reported between two equal states belong to one artifact. Raises UsageError if there is none.
     """
     status = _status(path)
     return status.st_dev, status.st_ino, status.st_mtime_ns

@@ -153,9 +153,9 @@ def _shards(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
         for name in names:
             _check_shard_name(directory, name)
         return [directory / name for name in names], table
-    found = sorted(directory.glob("*.safetensors"))
-    if len(found) == 1 and found[0].is_file():
-        return found, None
+    paths = sorted(directory.glob("*.safetensors"))
+    if len(paths) == 1 and paths[0].is_file():
+        return paths, None
     pickles = sorted(path.name for pattern in PICKLES for path in directory.glob(pattern))
     if pickles:
         raise UnsupportedError(

@@ -71,7 +71,7 @@ def _signatures(config: Any, layers: int, allow_remote: bool) -> list[Signature]
     """One signature per layer of the model of `config`, over all lists of that length; empty if there are none."""
     model = build(config, allow_remote)
     stacks = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == layers]
-    found: list[Signature] = [{} for _ in range(layers if stacks else 0)]
+    signatures: list[Signature] = [{} for _ in range(layers if stacks else 0)]
     for number, stack in enumerate(stacks):
         described = [_describe(layer) for layer in stack]
         numbering = {
@@ -79,9 +79,9 @@ def _signatures(config: Any, layers: int, allow_remote: bool) -> list[Signature]
             for path in described[0]
             if all(layer.get(path) == repr(index) for index, layer in enumerate(described))
         }
-        for signature, layer in zip(found, described, strict=True):
+        for signature, layer in zip(signatures, described, strict=True):
             signature.update({f"{number}.{path}": value for path, value in layer.items() if path not in numbering})
-    return found
+    return signatures
 
 
 def _describe(layer: nn.Module) -> Signature:

@@ -71,8 +71,8 @@ def _compare(module: nn.Module, program: ExportedProgram, inputs: Sequence[Tenso
         raise UnsupportedError(f"{name} computes something else each time it runs: it draws at random or keeps state")
     if not _agree(own, traced):
         batch, tokens = inputs[0].shape
-        found = f"{name} computes something else for {batch} x {tokens} tokens than its trace"
-        raise UnsupportedError(f"{found}: it may branch on their number or values")
+        what = f"{name} computes something else for {batch} x {tokens} tokens than its trace"
+        raise UnsupportedError(f"{what}: it may branch on their number or values")
 
 
 class _Protected(TorchDispatchMode):
@@ -113,8 +113,8 @@ def _marked_memory() -> Iterator[None]:
         deterministic.fill_uninitialized_memory = filled
 
 
-def _is_finite(found: Any) -> bool:
-    return all(bool(leaf.isfinite().all()) for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
+def _is_finite(output: Any) -> bool:
+    return all(bool(leaf.isfinite().all()) for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
 
 
 def _agree(own: Any, other: Any) -> bool:

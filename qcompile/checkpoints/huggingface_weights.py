@@ -28,26 +28,26 @@ def loaders(module: Any, checkpoint: Checkpoint) -> dict[str, Loader]:
     groups: dict[int, list[str]] = {}
     for name, value in module.named_parameters(remove_duplicate=False):
         groups.setdefault(id(value), []).append(name)
-    found: dict[str, Loader] = {}
+    by_name: dict[str, Loader] = {}
     for name, value in itertools.chain(
         module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
     ):
         if name in computed:
-            found[name] = TensorLoader(name, computed[name])
+            by_name[name] = TensorLoader(name, computed[name])
             continue
         names = groups.get(id(value), [name])
         joined = next((assembled[n] for n in names if n in assembled), None)
         stored = next((files[n] for n in names if n in files), names[0])
         if joined is not None:
             joined.require(name, tuple(value.shape))
-            found[name] = functools.partial(joined.load, next(n for n in names if n in assembled))
+            by_name[name] = functools.partial(joined.load, next(n for n in names if n in assembled))
         elif isinstance(value, nn.Parameter):
             checkpoint.require(stored, tuple(value.shape))
-            found[name] = functools.partial(checkpoint.load, stored)
+            by_name[name] = functools.partial(checkpoint.load, stored)
         elif stored in checkpoint:
             checkpoint.require(stored, tuple(value.shape), value.is_floating_point())
-            found[name] = TensorLoader(name, checkpoint.raw(stored))
-    return found
+            by_name[name] = TensorLoader(name, checkpoint.raw(stored))
+    return by_name
 
 
 def no_loaders(module: Any) -> dict[str, Loader]:
@@ -57,7 +57,7 @@ def no_loaders(module: Any) -> dict[str, Loader]:
     kernel.
     """
     computed = _computed_buffers(module)
-    found: dict[str, Loader] = {name: TensorLoader(name, value) for name, value in computed.items()}
+    by_name: dict[str, Loader] = {name: TensorLoader(name, value) for name, value in computed.items()}
 
     def missing(name: str) -> Tensor:
         raise UnsupportedError(f"weight {name} was not given, and its values are needed: the model was read without")
@@ -65,10 +65,10 @@ def no_loaders(module: Any) -> dict[str, Loader]:
     for name, value in itertools.chain(
         module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
     ):
-        if name not in found:
+        if name not in by_name:
             number = value.numel() == 1 and value.is_floating_point()
-            found[name] = _stand_in(name, value.shape) if number else functools.partial(missing, name)
-    return found
+            by_name[name] = _stand_in(name, value.shape) if number else functools.partial(missing, name)
+    return by_name
 
 
 def _stand_in(name: str, shape: torch.Size) -> Loader:
@@ -89,7 +89,7 @@ def _file_names(module: Any, checkpoint: Checkpoint) -> tuple[dict[str, str], di
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     state = module.state_dict()
-    found: dict[str, str] = {}
+    stored_names: dict[str, str] = {}
     groups: dict[str, _Assembled] = {}
     for stored in sorted(checkpoint, key=dot_natural_key):  # pieces are joined in numerical order
         name, pattern = rename_source_key(stored, renamings, converters, module.base_model_prefix, state)
@@ -99,10 +99,10 @@ def _file_names(module: Any, checkpoint: Checkpoint) -> tuple[dict[str, str], di
             group = groups.setdefault(name, _Assembled(module, checkpoint, by_pattern[pattern], name))
             group.pieces.append((pattern, stored))
         else:
-            if name in state and name in found:
-                _require_equal(checkpoint, name, found[name], stored)
-            found[name] = stored
-    return found, {name: group for group in groups.values() for name in group.shapes()}
+            if name in state and name in stored_names:
+                _require_equal(checkpoint, name, stored_names[name], stored)
+            stored_names[name] = stored
+    return stored_names, {name: group for group in groups.values() for name in group.shapes()}
 
 
 def _require_equal(checkpoint: Checkpoint, name: str, one: str, other: str) -> None:

@@ -33,21 +33,21 @@ class TensorLoader:
             raise UsageError(f"weight {self.name} is of type {self.value.dtype}, the model needs {traced.dtype}")
 
     def __call__(self) -> Tensor:
-        found = self._value()
-        if found.is_floating_point():
-            require_finite(self.name, found)
-        return found
+        value = self._value()
+        if value.is_floating_point():
+            require_finite(self.name, value)
+        return value
 
     def mask(self) -> Tensor:
         """The value as a mask, which may be infinite where nothing is visible."""
-        found = self._value()
-        if found.is_floating_point():
-            require_finite(self.name, found.masked_fill(found.isinf(), 0.0))
-        return found
+        value = self._value()
+        if value.is_floating_point():
+            require_finite(self.name, value.masked_fill(value.isinf(), 0.0))
+        return value
 
     def _value(self) -> Tensor:
-        found = self.value.detach().cpu()
-        return found.float() if found.is_floating_point() else found
+        value = self.value.detach().cpu()
+        return value.float() if value.is_floating_point() else value
 
 
 def module_loaders(module: nn.Module) -> dict[str, Loader]:

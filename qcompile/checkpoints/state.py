@@ -86,12 +86,12 @@ def _restored(module: nn.Module) -> Iterator[None]:
 
 def collect(module: nn.Module) -> State:
     """The state of `module` and its submodules, but for registered parameters and buffers."""
-    found: State = {}
+    collected: State = {}
     seen: set[int] = set()
     for path, owner in module.named_modules():
         for name, value in _attributes(owner):
-            _collect(f"{path}.{name}".removeprefix("."), value, found, seen)
-    return found
+            _collect(f"{path}.{name}".removeprefix("."), value, collected, seen)
+    return collected
 
 
 def _attributes(owner: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -104,19 +104,19 @@ def _attributes(owner: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _collect(path: str, value: Any, found: State, seen: set[int], depth: int = 0) -> None:
+def _collect(path: str, value: Any, collected: State, seen: set[int], depth: int = 0) -> None:
     if isinstance(value, (Tensor, *_PLAIN)):
-        found[path] = value
+        collected[path] = value
     elif isinstance(value, _SYMBOLIC):
-        found[path] = str(value)
+        collected[path] = str(value)
     elif isinstance(value, np.ndarray | np.generic):
-        found[path] = (value.shape, str(value.dtype), value.tobytes())
+        collected[path] = (value.shape, str(value.dtype), value.tobytes())
     elif id(value) not in seen and depth < _DEEPEST:
         seen.add(id(value))
         if isinstance(value, dict | list | tuple | set | frozenset | deque):
-            found[path] = len(value)
+            collected[path] = len(value)
         for name, part in _parts(value):
-            _collect(f"{path}{name}", part, found, seen, depth + 1)
+            _collect(f"{path}{name}", part, collected, seen, depth + 1)
 
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
@@ -165,11 +165,11 @@ def alike(one: ExportedProgram, other: ExportedProgram) -> bool:
 
 def _outputs(program: ExportedProgram, numbers: dict[Any, int]) -> str:
     """The outputs in terms of `numbers`, which has one for each expression."""
-    found: dict[fx.Node, int] = {}
+    numbering: dict[fx.Node, int] = {}
     inputs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
 
     def refer(item: Any) -> str:
-        return str(fx.node.map_arg(item, lambda node: f"%{found[node]}"))
+        return str(fx.node.map_arg(item, lambda node: f"%{numbering[node]}"))
 
     for node in program.graph.nodes:
         if node.op == "output":
@@ -181,9 +181,11 @@ def _outputs(program: ExportedProgram, numbers: dict[Any, int]) -> str:
         else:
             read = (_kind(node), *node.args[1:]) if node.target in _OVERWRITES else node.args
             key = (str(node.target), refer(read), refer(node.kwargs))
-        found[node] = found[node.all_input_nodes[0]] if _casts_nothing(node) else numbers.setdefault(key, len(numbers))
+        numbering[node] = (
+            numbering[node.all_input_nodes[0]] if _casts_nothing(node) else numbers.setdefault(key, len(numbers))
+        )
         if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
-            found |= dict.fromkeys(node.all_input_nodes[:1], found[node])  # what is read afterwards
+            numbering |= dict.fromkeys(node.all_input_nodes[:1], numbering[node])  # what is read afterwards
     raise AssertionError("an exported program has an output")
 
 

@@ -57,10 +57,10 @@ def _check_converters(file: Path) -> None:
     """ResourceError where packages are missing that transformers reads a SentencePiece model with."""
     for package, module in (("sentencepiece", "sentencepiece"), ("protobuf", "google.protobuf")):
         try:
-            found = importlib.util.find_spec(module) is not None
+            installed = importlib.util.find_spec(module) is not None
         except ModuleNotFoundError:
-            found = False
-        if not found:
+            installed = False
+        if not installed:
             raise ResourceError(
                 f"{file} needs the {package} package to be converted: pip install 'qcompile[sentencepiece]'"
             )

@@ -124,8 +124,8 @@ def _stored(load: Callable[[], Tensor]) -> tuple[Checkpoint | None, str | None]:
 def _metadata(content: bytes) -> dict[str, str]:
     """The metadata of a safetensors file in memory; the library reads it from files only."""
     length = int.from_bytes(content[:8], "little")
-    found: dict[str, str] = json.loads(content[8 : 8 + length])["__metadata__"]
-    return found
+    metadata: dict[str, str] = json.loads(content[8 : 8 + length])["__metadata__"]
+    return metadata
 
 
 def _constant(value: Tensor) -> Callable[[], Tensor]:

@@ -61,12 +61,12 @@ def everything() -> str:
 def numbers(option: str, text: str) -> tuple[int, ...]:
     """`128,512` as numbers; UsageError naming the option."""
     try:
-        found = tuple(int(part) for part in text.split(",") if part)
+        parsed = tuple(int(part) for part in text.split(",") if part)
     except ValueError:
         raise UsageError(f"{option} {text}: write whole numbers with commas between") from None
-    if any(number < 1 for number in found):
+    if any(number < 1 for number in parsed):
         raise UsageError(f"{option} {text}: numbers must be at least 1")
-    return found
+    return parsed
 
 
 def log(text: str) -> None:

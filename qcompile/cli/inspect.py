@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qcompile.artifact.layout import MANIFEST, PASSES_FILE
-from qcompile.artifact.manifest import check_manifest
-from qcompile.artifact.reader import read_manifest
+from qcompile.artifact.reader import read_checked_manifest
 from qcompile.cli import console
 from qcompile.errors import ArtifactError
 
@@ -22,8 +21,7 @@ def summary(path: Path) -> dict[str, Any]:
     `sizes` are bytes: all, weights, kernels, the rest, and what a token takes in the caches of all paths; `drafts` say
     how much of it is theirs.
     """
-    manifest = read_manifest(path)
-    check_manifest(manifest, str(Path(path) / MANIFEST))
+    manifest = read_checked_manifest(path)
     files: dict[str, dict[str, Any]] = manifest["files"]
     kv = manifest["runtime"]["kv"]
     sizes = {"weights": 0, "kernels": 0, "other": (path / MANIFEST).stat().st_size}
@@ -52,9 +50,9 @@ def _level(level: dict[str, Any]) -> dict[str, Any]:
     """A level of speculation in short: a path with the target's cache or its own, or a lookup."""
     if "lookup" in level:
         return {"kind": "lookup", "gamma": level["gamma"]}
-    found = {"kind": level["path"], "gamma": level["gamma"], "cache": "shared", "weights": len(level["weights"])}
-    found["passes"] = level.get("passes") or []
-    return found | {"cache": "own", "kv_per_token": _per_token(level["kv"])} if level.get("kv") else found
+    entry = {"kind": level["path"], "gamma": level["gamma"], "cache": "shared", "weights": len(level["weights"])}
+    entry["passes"] = level.get("passes") or []
+    return entry | {"cache": "own", "kv_per_token": _per_token(level["kv"])} if level.get("kv") else entry
 
 
 def _per_token(kv: dict[str, Any]) -> int:
@@ -69,8 +67,7 @@ def passes(path: Path) -> list[dict[str, Any]]:
     Behind the target's passes (path "model") are those of drafts. The last two are None unless the artifact was built
     with --check, which does not measure drafts.
     """
-    manifest = read_manifest(path)
-    check_manifest(manifest, str(path / MANIFEST))
+    manifest = read_checked_manifest(path)
     paths = {"model": manifest["passes"]}
     paths |= {level["path"]: level.get("passes") or [] for level in _drafting(manifest)}
     measured = _measured(path)
@@ -115,23 +112,23 @@ def passes_as_text(listed: list[dict[str, Any]]) -> str:
     return text if any(e["seconds"] is not None for e in listed) else f"{text}\nbuild with --check to measure errors"
 
 
-def as_text(found: dict[str, Any]) -> str:
+def as_text(contents: dict[str, Any]) -> str:
     """`summary` for people."""
-    model, recipe, target, sizes = found["model"], found["recipe"], found["target"], found["sizes"]
+    model, recipe, target, sizes = contents["model"], contents["recipe"], contents["target"], contents["sizes"]
     options = "".join(f" {name}={value}" for name, value in recipe["options"].items())
-    passes = "".join(f"  {_pass_line(entry)}\n" for entry in found["passes"])
-    for draft in found["drafts"]:
+    passes = "".join(f"  {_pass_line(entry)}\n" for entry in contents["passes"])
+    for draft in contents["drafts"]:
         lines = "".join(f"  {_pass_line(entry)}\n" for entry in draft.get("passes", ()))
         passes += f"passes of {draft['kind']}\n{lines}" if lines else ""
-    drafts = ", ".join(_draft_text(draft) for draft in found["drafts"])
+    drafts = ", ".join(_draft_text(draft) for draft in contents["drafts"])
     rows = [[name.replace("_", " "), console.byte_size(size)] for name, size in sizes.items()]
     return (
         f"model    {model['name']}, {model['parameters']:,} parameters, vocabulary {model['vocab_size']}, "
         f"context {model['max_position']}\n"
         f"recipe   {recipe['name']}{options}\n"
         f"target   {target['name']} ({target['isa']})\n"
-        f"weights  {found['bits_per_weight']:.2f} bits per weight of the linears\n"
-        f"cache    {found['kv']['format']}\n"
+        f"weights  {contents['bits_per_weight']:.2f} bits per weight of the linears\n"
+        f"cache    {contents['kv']['format']}\n"
         f"drafts   {drafts or 'none'}\n"
         f"passes\n{passes}"
         f"sizes\n{_indented(console.table(['', ''], rows))}"

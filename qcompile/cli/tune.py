@@ -67,9 +67,9 @@ def tune(
             if progress:
                 progress("tuning", done, len(places))
             table.append(_measure(llm, prompts, batch, context, tokens, total))
-        found = {"threads": llm.threads, "acceptance": _rate(total), "table": table}
-    amend(path, tuned=found)
-    return found
+        tuned = {"threads": llm.threads, "acceptance": _rate(total), "table": table}
+    amend(path, tuned=tuned)
+    return tuned
 
 
 def _held(llm: LLM, batch: int, context: int, tokens: int) -> bool:
@@ -209,9 +209,9 @@ def _rate(total: SpeculationMetrics) -> float:
     return min(1.0, sum(total.accepted) / reached) if reached else 0.0
 
 
-def as_text(found: dict[str, Any]) -> str:
+def as_text(tuned: dict[str, Any]) -> str:
     """The table for people: gamma and what it brings, by batch and context."""
-    prior = SpeculationPrior.load(found)
+    prior = SpeculationPrior.load(tuned)
     rows = []
     for entry in prior.table:
         gamma = best_gamma(entry, min(prior.acceptance, 0.995))
@@ -219,5 +219,5 @@ def as_text(found: dict[str, Any]) -> str:
         speed = (1 - rate ** (gamma + 1)) / max(1 - rate, 1e-9) / rounds[gamma] * entry.plain if gamma else 1.0
         rows.append([str(entry.batch), str(entry.context), f"{entry.plain * 1e3:.3f}", str(gamma), f"{speed:.2f}"])
     header = ["batch", "context", "plain ms", "gamma", "times plain"]
-    threads = f", {console.counted(found['threads'], 'thread')}" if found["threads"] else ""
+    threads = f", {console.counted(tuned['threads'], 'thread')}" if tuned["threads"] else ""
     return f"acceptance {prior.acceptance:.3f}{threads}\n" + console.table(header, rows)

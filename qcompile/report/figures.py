@@ -109,7 +109,7 @@ def linears(
     calls = program["calls"]
     feeds = [(at, call["qkv"], call["layer"]) for at, call in enumerate(calls) if call["kernel"] == "rope_append"]
     written: dict[str, Json] = {}
-    found, layer = [], None
+    rows, layer = [], None
     for number, call in enumerate(calls):
         if call["kernel"] == "attention":
             layer = call["layer"]
@@ -117,10 +117,10 @@ def linears(
             fed = [place for at, source, place in feeds if at > number and source == call["out"]]
             part = QKV if fed else _part(call, written)
             place = None if part == HEAD else fed[0] if fed else layer
-            found.append(_linear(call, part, place, weight_bytes, figures.get(call["name"], {}), wide))
+            rows.append(_linear(call, part, place, weight_bytes, figures.get(call["name"], {}), wide))
         if call.get("out"):
             written[call["out"]] = call
-    return found
+    return rows
 
 
 def _part(call: Json, written: Mapping[str, Json]) -> str:
@@ -169,11 +169,11 @@ def bits_of(format: str) -> int:
 
 def kernels(program: Json, weight_bytes: Mapping[str, int], peaks: Peaks, context: int = 1024) -> list[Json]:
     """Predicted microseconds per decoded token by kernel; entries have kernel, calls, predicted_us, bytes."""
-    found: dict[str, Json] = {}
+    rows: dict[str, Json] = {}
     for call in program["calls"]:
         cost = call_cost(call, program, weight_bytes, context)
-        row = found.setdefault(call["kernel"], {"kernel": call["kernel"], "calls": 0, "predicted_us": 0.0, "bytes": 0})
+        row = rows.setdefault(call["kernel"], {"kernel": call["kernel"], "calls": 0, "predicted_us": 0.0, "bytes": 0})
         row["calls"] += 1
         row["predicted_us"] += predicted_us(cost.bytes, cost.ops, peaks, cost.dtype)
         row["bytes"] += round(cost.bytes)
-    return sorted(found.values(), key=lambda row: -row["predicted_us"])
+    return sorted(rows.values(), key=lambda row: -row["predicted_us"])

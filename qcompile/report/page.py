@@ -140,7 +140,7 @@ def _series(rows: list[Json], part: str, key: str) -> tuple[list[int], list[floa
     for row in rows:
         if row["part"] == part and row[key] is not None:
             values.setdefault(row["layer"], []).append(row[key])
-    return list(values), [sum(found) / len(found) for found in values.values()]
+    return list(values), [sum(group) / len(group) for group in values.values()]
 
 
 def _bytes(axes: Axes, rows: list[Json], parts: list[str]) -> None:
