@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from qcompile import ops
 from qcompile.codegen import program as p
-from qcompile.codegen.packing import Mixed, WeightTable
+from qcompile.codegen.packing import MixedPacking, WeightTable
 from qcompile.errors import PassError, UnsupportedError
 from qcompile.formats.activations import activation_format
 from qcompile.formats.blocks import as_blob, pack_vector, packed_vector_bytes
@@ -141,19 +141,19 @@ class Lowering:
         names = self._register(node, format, parts, blobs, named_for=w, packed_as=packed_as)
         return dict(zip(sizes, names, strict=True))
 
-    def mixed(self, node: fx.Node, format: str, pairs: bool) -> tuple[dict[str, str], Mixed]:
+    def mixed(self, node: fx.Node, format: str, pairs: bool) -> tuple[dict[str, str], MixedPacking]:
         """Role -> name of the packed parts of a weight in `format`, which marks rows, and how it is packed.
 
         `pairs`: its rows are gate and up pairs. The set of wide rows is evaluated here, as it determines part sizes.
         """
         w, marked = ops.operand(node, "w"), ops.operand(node, "wide")
-        found = self.table_of_weights.packing.mixed(self.graph.evaluate(marked), pairs, w.meta["val"].shape[1])
+        packing = self.table_of_weights.packing.mixed(self.graph.evaluate(marked), pairs, w.meta["val"].shape[1])
 
         def blobs() -> Iterator[Tensor]:
-            yield from found.blobs(self.graph.evaluate(node)).values()
+            yield from packing.blobs(self.graph.evaluate(node)).values()
 
-        names = self._register(w, format, tuple((f".{role}", size) for role, size in found.sizes.items()), blobs)
-        return dict(zip(found.sizes, names, strict=True)), found
+        names = self._register(w, format, tuple((f".{role}", size) for role, size in packing.sizes.items()), blobs)
+        return dict(zip(packing.sizes, names, strict=True)), packing
 
     def _register(
         self,
@@ -251,7 +251,7 @@ def _quantize(low: Lowering, node: fx.Node) -> p.Call | None:
     given = ops.operands(node)
     if given.kind == "f32":
         return None
-    return p.Quantize(node.name, x=low.buffer(given.x), out=low.buffer(node))
+    return p.QuantizeRows(node.name, x=low.buffer(given.x), out=low.buffer(node))
 
 
 def _hadamard(low: Lowering, node: fx.Node) -> p.Call:

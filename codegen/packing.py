@@ -23,7 +23,7 @@ class PackedWeight:
     produce: Callable[[], Iterator[Tensor]]
 
 
-class Mixed(NamedTuple):
+class MixedPacking(NamedTuple):
     """How to pack a mix_4_8 weight with known wide (8-bit) rows.
 
     `sizes`: bytes by role. `blobs`: packs the parts. `blocks`: blocks of 16 packed rows. `wide`: number of 8-bit rows,
@@ -37,11 +37,11 @@ class Mixed(NamedTuple):
     runs: tuple[int, ...] = ()
 
 
-def cpu_mixed(marked: Tensor, pairs: bool, k: int) -> Mixed:
+def cpu_mixed(marked: Tensor, pairs: bool, k: int) -> MixedPacking:
     """The layout of formats/mixed_layout.py."""
     order = mixed_layout.row_layout(marked, pairs)
     sizes = mixed_layout.packed_bytes(order, k)
-    return Mixed(sizes, lambda parts: mixed_layout.pack(parts, order), len(order.rows), runs=order.runs)
+    return MixedPacking(sizes, lambda parts: mixed_layout.pack(parts, order), len(order.rows), runs=order.runs)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Packing:
     sizes: Callable[[int, int, str, str], dict[str, int]]
     blobs: Callable[[Parts, str, str], dict[str, Tensor]]
     readable: Callable[[str, str], str | None] = lambda format, activation: None
-    mixed: Callable[[Tensor, bool, int], Mixed] = cpu_mixed
+    mixed: Callable[[Tensor, bool, int], MixedPacking] = cpu_mixed
 
 
 CPU_PACKING = Packing(

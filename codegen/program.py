@@ -162,7 +162,7 @@ class NormHeads(Call):
 
 
 @dataclass(frozen=True)
-class Quantize(Call):
+class QuantizeRows(Call):
     """out = x in out's dtype: integer codes with scales (q8), or rounded to bf16."""
 
     kernel: ClassVar[str] = "quantize"

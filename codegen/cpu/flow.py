@@ -18,7 +18,7 @@ def writes_outputs(program: p.Program, call: p.Call) -> bool:
 
 def own_buffers(program: p.Program) -> frozenset[str]:
     """Buffers that only rowwise calls write, each from one other buffer: threads may have private copies."""
-    alone = p.Norm | p.Quantize | p.Hadamard | p.TakeRows
+    alone = p.Norm | p.QuantizeRows | p.Hadamard | p.TakeRows
     rowwise = {name for c in program.calls if isinstance(c, alone) for name in [c.out]}
     shared = {name for c in program.calls if not isinstance(c, alone) for name in c.writes}
     attended = {c.q for c in program.calls if isinstance(c, p.Attention)}
@@ -62,7 +62,7 @@ def producer_share(program: p.Program, index: int) -> Share | None:
     threads exchange a quarter or half of the bytes.
     """
     call, maker = program.calls[index], program.calls[index - 1] if index else None
-    if not isinstance(call, p.Quantize) or maker is None or call.x not in maker.writes:
+    if not isinstance(call, p.QuantizeRows) or maker is None or call.x not in maker.writes:
         return None
     x, out = program.buffer(call.x), program.buffer(call.out)
     step = out.kind.group if out.dtype == "q8" else LINE_COLUMNS
@@ -85,7 +85,7 @@ def separate_buffers(program: p.Program) -> p.Program:
     """
     names = {call.qkv: None for call in program.calls if isinstance(call, p.RopeAppend)}
     for index, call in enumerate(program.calls):
-        if isinstance(call, p.Quantize) and producer_share(program, index):
+        if isinstance(call, p.QuantizeRows) and producer_share(program, index):
             names |= {call.x: None, call.out: None}
     places: dict[tuple[str, int, int, str], list[tuple[int, list[range]]]] = {}
     end, moved = p.round_up(program.arena_bytes("tokens"), 64), {}

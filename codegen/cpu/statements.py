@@ -93,7 +93,7 @@ class Statements:
         weights = f"{self.weight(c.weight)}, {self.weight(c.bias)}, {c.width if c.by_head else 0}, {f32(c.eps)}"
         return [f"norm_heads<{kind}>({self.mine(c.x)}, {where}, {weights});"]
 
-    def _quantize(self, c: p.Quantize, index: int) -> list[str]:
+    def _quantize(self, c: p.QuantizeRows, index: int) -> list[str]:
         width = self.program.buffer(c.x).width
         line = f"quantize({self.mine(c.out)}, {ident(c.x)}, {width}, {ident(c.out)});"
         if index not in self.barriers.shares:

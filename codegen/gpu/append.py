@@ -1,10 +1,15 @@
 """GPU kernels that apply RoPE to queries and keys and append keys and values to the cache (layout: attention.py).
 
-Hierarchical cache: of sequences that decode, AppendSpec writes to the ring, and the programs of a group's first row
-also round the group two before it. A prompt's rows may have more groups than the ring. Its keys and values go through a
-staging buffer: AppendSpec writes them there, StagedSpec rounds groups, attention reads the step's own positions from
-the buffer and older ones from the ring, and only then StagedSpec copies the newest groups to the ring. In a step of
-both the prompts' rows come last, from `first_row` on.
+Hierarchical cache: for sequences that decode, AppendSpec writes keys and values to the ring, and the programs of a
+group's first row also round the group two groups before it. The rows of a prompt may fill more groups than the ring
+has, so keys and values of prompts pass through a staging buffer:
+
+    1. AppendSpec writes the step's keys and values to the buffer.
+    2. StagedSpec rounds the groups that leave the ring.
+    3. Attention reads the step's own positions from the buffer, and older ones from the ring.
+    4. StagedSpec copies the newest groups to the ring.
+
+In a step with both kinds of sequences, the rows of prompts come last, from `first_row` on.
 """
 
 from __future__ import annotations

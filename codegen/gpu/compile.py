@@ -176,16 +176,16 @@ def compile_kernel(kernel: Kernel, capability: int) -> Compiled:
     entry = user_cache.cache_dir() / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
     if (kept := user_cache.recall(entry)) is not None:
         return _from_json(json.loads(kept))
-    found = _compile(kernel, capability)
-    user_cache.remember(entry, json.dumps(_to_json(found)).encode())
-    return found
+    compiled = _compile(kernel, capability)
+    user_cache.remember(entry, json.dumps(_to_json(compiled)).encode())
+    return compiled
 
 
 def _compile(kernel: Kernel, capability: int) -> Compiled:
     built = build(kernel, capability)
     ptx, cubin, metadata = built.asm["ptx"], built.asm["cubin"], built.metadata
     if metadata.global_scratch_size or metadata.profile_scratch_size:
-        raise UnsupportedError(f"kernel {kernel.name} wants scratch memory that no launch gives it")
+        raise UnsupportedError(f"kernel {kernel.name} needs scratch memory, which launches do not provide")
     # wgmma reads registers asynchronously, also in loops that Triton pipelines.
     if "wgmma.mma_async" in ptx and (wrong := sass.overwritten(sass.instructions(cubin))):
         raise UnsupportedError(
@@ -193,8 +193,8 @@ def _compile(kernel: Kernel, capability: int) -> Compiled:
             " tensor cores still read: build with another version of triton"
         )
     registers, spilled = _resources(cubin)
-    found = tuple(sorted(set(_MATRIX.findall(ptx))))
-    return Compiled(cubin, ptx, registers, metadata.shared, spilled, 32 * metadata.num_warps, found)
+    matrix = tuple(sorted(set(_MATRIX.findall(ptx))))
+    return Compiled(cubin, ptx, registers, metadata.shared, spilled, 32 * metadata.num_warps, matrix)
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -206,10 +206,10 @@ def _resources(cubin: bytes) -> tuple[int, int]:
         file.flush()
         command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", done.stdout)
-    if not found:
+    usage = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", done.stdout)
+    if not usage:
         raise ResourceError(f"cuobjdump gives no resource usage: {done.stderr.strip()[:200]}")
-    registers, stack, local = map(int, found.groups())
+    registers, stack, local = map(int, usage.groups())
     return registers, stack + local
 
 
@@ -228,12 +228,12 @@ def compile_all(
     shares = [list(once.values())[i::count] for i in range(count)]
     with ThreadPoolExecutor(count) as threads:
         parts = list(threads.map(_compile_elsewhere, shares, [capability] * count, [given_up] * count))
-    found = {
+    compiled = {
         kernel.label: each
         for share, part in zip(shares, parts, strict=True)
         for kernel, each in zip(share, part, strict=True)
     }
-    return {label: found[label] for label in once}
+    return {label: compiled[label] for label in once}
 
 
 def _compile_wanted(kernel: Kernel, capability: int, given_up: Event | None) -> Compiled:

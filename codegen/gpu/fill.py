@@ -16,9 +16,9 @@ ALIGNMENT = 64
 def padded_program(program: p.Program) -> p.Program:
     """`program` with the buffers that GEMMs read padded to the K of their packed weights.
 
-    Such buffers are placed after all others, where nothing else is written, so the padding keeps the zeros that memory
-    is initialized with. Buffers of the same kind share memory if their lifetimes are disjoint. Results of routers are
-    placed likewise: their steps are fused into one kernel, so no step may store where another reads.
+    Padded buffers lie behind all others, where nothing else is written, so that their padding keeps the zeros of new
+    memory. Padded buffers of the same kind share memory if their lifetimes are disjoint. Results of routers lie there
+    too: fused steps of a router must not store where another step reads.
     """
     strides = {call.out: program.buffer(call.out).stride for call in program.calls if isinstance(call, p.Route)}
     strides |= _strides(program)
@@ -43,15 +43,15 @@ def padded_program(program: p.Program) -> p.Program:
 
 def _strides(program: p.Program) -> Mapping[str, int]:
     """The padded widths of buffers that need padding, in the order in which they are read."""
-    found: dict[str, int] = {}
+    strides: dict[str, int] = {}
     for call in program.calls:
         if isinstance(call, p.Gemm) and not weight_format(call.format).gpu.row_major:
             x = program.buffer(call.x)
             packing = call.packing or packing_of(call.format, x.activation if x.dtype == "q8" else x.dtype)
             stride = padded_inputs(call.k, packing)
             if stride != x.stride:
-                found[x.name] = max(found.get(x.name, 0), stride)
-    return found
+                strides[x.name] = max(strides.get(x.name, 0), stride)
+    return strides
 
 
 def _life(program: p.Program, buffer: str) -> tuple[int, int]:

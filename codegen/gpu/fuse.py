@@ -42,7 +42,7 @@ def check_rings(program: p.Program) -> None:
             staged = call.layer
         elif isinstance(call, p.Attention):
             if call.layer != staged:
-                reason = "attention over a hierarchical cache reads once what its layer has just appended"
+                reason = "attention over a hierarchical cache must follow the append of its layer, and only once"
                 raise PassError("codegen", call.name, reason)
             staged = None
 
@@ -71,11 +71,11 @@ def separate_gates(program: p.Program) -> p.Program:
 
 
 def _with_gate(call: p.Call, act: str) -> p.Call:
-    if isinstance(call, p.Quantize):
+    if isinstance(call, p.QuantizeRows):
         return fused.GatedQuantize(call.name, call.x, call.out, act)
     if isinstance(call, p.Hadamard):
         return fused.GatedHadamard(call.name, call.x, call.out, call.block, call.core, call.core_order, act)
-    raise PassError("codegen", call.name, "GPU kernels read a gated value only to turn or quantize it")
+    raise PassError("codegen", call.name, "GPU kernels read a gated value only to transform or quantize it")
 
 
 # ---- results of GEMMs and attention that are quantized next ----------------------------------------
@@ -99,7 +99,7 @@ def rounded_buffer(program: p.Program, reads: Reads, maker: p.Gemm | p.Attention
 
     They can if only the next call, `after`, reads the result, and only rounds it.
     """
-    if not isinstance(after, p.Quantize) or after.x != maker.out or program.buffer(after.out).dtype != "bf16":
+    if not isinstance(after, p.QuantizeRows) or after.x != maker.out or program.buffer(after.out).dtype != "bf16":
         return None
     if isinstance(maker, p.Gemm):
         gated = maker.epilogue in ops.GATED
@@ -120,14 +120,14 @@ def measure_results(program: p.Program) -> p.Program:
         if call is quantizing:
             continue
         measures = isinstance(call, p.Attention) or (isinstance(call, p.Gemm) and call.epilogue in ops.GATED)
-        if measures and isinstance(after, p.Quantize) and _is_measured(program, call, after):
+        if measures and isinstance(after, p.QuantizeRows) and _is_measured(program, call, after):
             assert isinstance(call, p.Gemm | p.Attention)
             call, quantizing = fused.MeasuredQuantize(call.name, call, after), after
         calls.append(call)
     return replace(program, calls=tuple(calls))
 
 
-def _is_measured(program: p.Program, call: p.Call, quantize: p.Quantize) -> bool:
+def _is_measured(program: p.Program, call: p.Call, quantize: p.QuantizeRows) -> bool:
     """Whether `quantize` finds one scale for each row of the result of `call`, and needs no sum over the row."""
     out = program.buffer(quantize.out)
     by_row = out.dtype != "q8" or not (out.kind.group or out.groups == 1)

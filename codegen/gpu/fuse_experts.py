@@ -30,8 +30,8 @@ def prepare_slots(program: p.Program) -> p.Program:
     for place, call in enumerate(program.calls):
         order = None if order and order.index in call.writes else order
         inputs = None if inputs and inputs.x in call.writes else inputs
-        if isinstance(call, p.Norm) and (found := _quantized_by(program, call, program.calls[place + 1 :])):
-            inputs, call = found, fused.NormSlots(call.name, call, found)
+        if isinstance(call, p.Norm) and (own_inputs := _quantized_by(program, call, program.calls[place + 1 :])):
+            inputs, call = own_inputs, fused.NormSlots(call.name, call, own_inputs)
         elif isinstance(call, p.ExpertGemm):
             wanted_inputs, wanted_order = _inputs_of(program, call), _order_of(program, call)
             if inputs is None or replace(inputs, name=wanted_inputs.name) != wanted_inputs:

@@ -33,7 +33,7 @@ class FusedCall(p.Call):
 
 @dataclass(frozen=True)
 class GatedQuantize(p.Call):
-    """Quantize of act(gate) * up; x: bf16 [rows, 2 * width], alternating blocks of gate and up columns."""
+    """QuantizeRows of act(gate) * up; x: bf16 [rows, 2 * width], alternating blocks of gate and up columns."""
 
     kernel: ClassVar[str] = "gated_quantize"
     x: str
@@ -63,7 +63,7 @@ class MeasuredQuantize(FusedCall):
 
     kernel: ClassVar[str] = "measured_quantize"
     maker: p.Gemm | p.Attention
-    quantize: p.Quantize
+    quantize: p.QuantizeRows
 
     @property
     def parts(self) -> tuple[p.Call, ...]:

@@ -43,7 +43,7 @@ def kernel_specs(context: PlanContext, c: p.Gemm, measured: bool = False) -> dic
     packing, k = kernel_of(packed, activation), padded_inputs(c.k, packed)
     n = 16 * c.blocks or padded_outputs(c.n)
     if x.stride != k:
-        raise UnsupportedError(f"{c.k} inputs are filled up to {x.stride} for another weight, this one takes {k}")
+        raise UnsupportedError(f"{c.k} inputs are padded to {x.stride} for another weight, but this weight needs {k}")
     options = _options(context, c, n)
     specs: dict[int, gemm.KernelSpec] = {}
     for most in tiles.token_classes(packing):

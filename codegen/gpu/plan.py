@@ -79,7 +79,7 @@ _LAUNCHES: Mapping[type[p.Call], Callable[[PlanContext, Any], Iterator[Launch]]]
     p.Embed: row_launches.embed,
     p.Norm: row_launches.norm,
     p.NormHeads: row_launches.norm_heads,
-    p.Quantize: row_launches.quantize,
+    p.QuantizeRows: row_launches.quantize,
     p.Hadamard: row_launches.hadamard,
     p.Gather: row_launches.gather,
     p.TakeRows: row_launches.take_rows,

@@ -110,13 +110,13 @@ class RouteSpec:
     @property
     def arguments(self) -> tuple[Argument, ...]:
         """The kernel's arguments in order."""
-        found = []
+        arguments = []
         for number, step in enumerate(self.steps):
-            found += [Argument(f"x{number}", "*fp32")] * (step.x is None)
-            found += [Argument(f"index{number}", "*i32")] * (step.kind == "pick" and step.index is None)
+            arguments += [Argument(f"x{number}", "*fp32")] * (step.x is None)
+            arguments += [Argument(f"index{number}", "*i32")] * (step.kind == "pick" and step.index is None)
             kind = "*i32" if step.kind == "top_k" else "*fp32"
-            found += [Argument(f"out{number}", kind)] * (step.out_stride > 0)
-        return tuple(found)
+            arguments += [Argument(f"out{number}", kind)] * (step.out_stride > 0)
+        return tuple(arguments)
 
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""

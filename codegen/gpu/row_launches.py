@@ -151,7 +151,7 @@ def _map(context: PlanContext, c: p.Elementwise) -> tuple[dict[str, Any], Operan
 # ---- quantization ----------------------------------------------------------------------------------
 
 
-def quantize(context: PlanContext, c: p.Quantize) -> Iterator[Launch]:
+def quantize(context: PlanContext, c: p.QuantizeRows) -> Iterator[Launch]:
     """The launch of a quantization."""
     spec = row_spec(context, c.x, c.out)
     launch = row_launch(context, spec, c.name, context.ref(c.x), c.out, {})
@@ -165,7 +165,7 @@ def gated_quantize(context: PlanContext, c: fused.GatedQuantize) -> Iterator[Lau
 
 
 def measured_quantize(
-    context: PlanContext, c: p.Quantize, magnitudes: Mapping[int, int], decode_only: bool
+    context: PlanContext, c: p.QuantizeRows, magnitudes: Mapping[int, int], decode_only: bool
 ) -> Iterator[Launch]:
     """The launches of a quantization for which earlier kernels store magnitudes of parts of each row.
 

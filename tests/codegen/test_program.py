@@ -17,7 +17,7 @@ CALLS: list[tuple[p.Call, tuple[str, ...], tuple[str, ...]]] = [
     (p.Embed("c", "out", "table", "f32", 8), (), ("out",)),
     (p.Norm("c", "rms", "x", "out", 1e-5, weight="w", bias="b"), ("x",), ("out",)),
     (p.NormHeads("c", "rms", "x", 0, 2, 8, 1e-5, weight="w"), ("x",), ("x",)),
-    (p.Quantize("c", "x", "out"), ("x",), ("out",)),
+    (p.QuantizeRows("c", "x", "out"), ("x",), ("out",)),
     (p.Hadamard("c", "x", "out", 8, "core", 1), ("x",), ("out",)),
     (p.Gemm("c", "x", "bf16", 8, 8, {"w": "w"}, out="out", bias="b"), ("x",), ("out",)),
     (p.Gemm("c", "x", "bf16", 8, 8, {"w": "w"}, "add", "out", residual="r"), ("x", "r"), ("out",)),

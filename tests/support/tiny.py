@@ -113,7 +113,7 @@ class _Builder:
         if self.tiny.act == "f32":
             return x
         out = self.buffer(f"{name}.in", self.tiny.act, width, rows)
-        self.calls.append(p.Quantize(f"{name}.quantize", x, out))
+        self.calls.append(p.QuantizeRows(f"{name}.quantize", x, out))
         return out
 
     def layer(self, i: int, w: dict[str, Tensor]) -> None:

@@ -47,7 +47,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qcompile.codegen.packing import Mixed, Packing
+from qcompile.codegen.packing import MixedPacking, Packing
 from qcompile.errors import UnsupportedError
 from qcompile.formats.activations import INTEGERS, activation_format
 from qcompile.formats.asymmetric import GPU_NIBBLES
@@ -365,7 +365,7 @@ def _gpu_sizes(n: int, k: int, format: str, activation: str) -> dict[str, int]:
     return packed_gpu_bytes(n, k, _kernel(format, activation).packing.name)
 
 
-def gpu_mixed(marked: Tensor, pairs: bool, k: int) -> Mixed:
+def gpu_mixed(marked: Tensor, pairs: bool, k: int) -> MixedPacking:
     """The packing of a mix_4_8 weight of k inputs whose rows `marked` [N] have 8 bits. `pairs` does not matter here."""
     eight, four = _pad_rows(marked.nonzero()[:, 0]), _pad_rows((~marked).nonzero()[:, 0])
     rows, inputs = len(eight) + len(four), k
@@ -390,7 +390,7 @@ def gpu_mixed(marked: Tensor, pairs: bool, k: int) -> Mixed:
         }
         return {role: as_blob(found[role]) for role in sizes}
 
-    return Mixed(sizes, blobs, rows // 16, len(eight))
+    return MixedPacking(sizes, blobs, rows // 16, len(eight))
 
 
 def _pad_rows(rows: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ SCATTERED = gemm("gate_up", "x", "h", n=2 * WIDTH, epilogue="silu_mul", blocks=3
 
 
 def test_the_reader_of_scattered_rows_applies_the_gate() -> None:
-    for reader in (p.Quantize("q", "h", "y"), p.Hadamard("t", "h", "y", 128, "core", 1)):
+    for reader in (p.QuantizeRows("q", "h", "y"), p.Hadamard("t", "h", "y", 128, "core", 1)):
         found = fuse.separate_gates(program(SCATTERED, reader, x="bf16", y="q8"))
         assert names(found) == ["gemm", f"gated_{reader.kernel}"]
         made, read = found.calls
@@ -58,12 +58,12 @@ def test_the_reader_of_scattered_rows_applies_the_gate() -> None:
 
 
 def test_gates_stay_where_rows_are_in_order() -> None:
-    before = program(replace(SCATTERED, blocks=0), p.Quantize("q", "h", "y"), x="bf16", y="q8")
+    before = program(replace(SCATTERED, blocks=0), p.QuantizeRows("q", "h", "y"), x="bf16", y="q8")
     assert fuse.separate_gates(before) == before
 
 
 def test_other_readers_of_scattered_rows_are_refused() -> None:
-    with pytest.raises(PassError, match="node other: GPU kernels read a gated value only to turn or quantize it"):
+    with pytest.raises(PassError, match="node other: GPU kernels read a gated value only to transform or quantize it"):
         fuse.separate_gates(program(SCATTERED, p.Elementwise("other", "add", "x2", "y", other="h")))
 
 
@@ -76,7 +76,7 @@ ATTENTION = p.Attention("attention", "qkv", 0, "h", 4, 1, 64, 1.0, 0)
 @pytest.mark.parametrize("maker", [GATED, ATTENTION, gemm("plain", "x", "h")], ids=lambda call: call.name)
 def test_a_result_that_is_only_rounded_is_written_in_bf16(maker: Any) -> None:
     """test_rounded.py has the cases in which it is not."""
-    before = program(maker, p.Quantize("round", "h", "y"), gemm("next", "y", "z"), x="bf16", y="bf16")
+    before = program(maker, p.QuantizeRows("round", "h", "y"), gemm("next", "y", "z"), x="bf16", y="bf16")
     found = fuse.round_results(before)
     assert [(call.name, call.writes) for call in found.calls] == [(maker.name, ("y",)), ("next", ("z",))]
     again = replace(before, calls=(*before.calls, p.TakeRows("take", "h", "last")))
@@ -86,7 +86,7 @@ def test_a_result_that_is_only_rounded_is_written_in_bf16(maker: Any) -> None:
 
 @pytest.mark.parametrize("maker", [GATED, ATTENTION], ids=lambda call: call.name)
 def test_a_result_that_is_quantized_is_measured(maker: Any) -> None:
-    quantize = p.Quantize("quantize", "h", "y")
+    quantize = p.QuantizeRows("quantize", "h", "y")
     found = fuse.measure_results(program(maker, quantize, x="bf16", y="q8"))
     assert found.calls == (fused.MeasuredQuantize(maker.name, maker, quantize),)
     assert found.calls[0].reads == (*maker.reads, "h") and found.calls[0].writes == ("h", "y")
@@ -103,7 +103,7 @@ def test_a_result_that_is_quantized_is_measured(maker: Any) -> None:
     ],
 )
 def test_a_result_that_is_not_measured(maker: p.Gemm, changes: dict[str, Any]) -> None:
-    quantize = p.Quantize("quantize", changes.pop("x", "h"), "y")
+    quantize = p.QuantizeRows("quantize", changes.pop("x", "h"), "y")
     before = program(maker, quantize, x="bf16", y="q8")
     buffers = tuple(replace(b, **changes) if b.name == "y" else b for b in before.buffers)
     before = replace(before, buffers=buffers)
@@ -150,7 +150,7 @@ def test_attention_over_a_ring_follows_its_append() -> None:
     fuse.check_rings(program(APPEND, attend, cache="kv_hier"))
     fuse.check_rings(program(attend, attend))
     for calls in ((attend,), (APPEND, attend, attend), (replace(APPEND, layer=1), attend)):
-        with pytest.raises(PassError, match="node attention: attention over a hierarchical cache reads once"):
+        with pytest.raises(PassError, match="node attention: attention over a hierarchical cache must follow"):
             fuse.check_rings(program(*calls, cache="kv_hier"))
 
 
@@ -273,7 +273,7 @@ def test_launches_depend_on_the_call_alone() -> None:
     from qcompile.codegen.gpu.context import PlanContext
     from qcompile.codegen.gpu.plan import kv_of
 
-    before = program(NORM_Q, NORM_K, APPEND, ATTENTION, p.Quantize("quantize", "h", "y"), y="q8")
+    before = program(NORM_Q, NORM_K, APPEND, ATTENTION, p.QuantizeRows("quantize", "h", "y"), y="q8")
     found = fuse.fuse(before)
     assert names(found) == ["normed_append", "measured_quantize"]
     context = PlanContext(found, kv_of(found), 64, TARGETS["h200"])

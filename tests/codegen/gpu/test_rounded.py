@@ -65,7 +65,7 @@ def program_of(*more: p.Call, width: int = 128, at: int = 512, dtype: Any = "bf1
     x, y = p.Buffer("x", "bf16", 128), p.Buffer("y", "f32", width, offset=1024)
     buffers = (x, y, p.Buffer("z", dtype, width, offset=at), p.Buffer("other", "f32", width, offset=4096))
     product = p.Gemm("product", "x", "bf16", 128, 128, {"codes": "w"}, out="y", **gemm)
-    calls = (product, p.Quantize("round", "y", "z"), *more)
+    calls = (product, p.QuantizeRows("round", "y", "z"), *more)
     return p.Program(40, 64, buffers, calls, ("w",), p.KVLayout("kv16", 1, 1, 64))
 
 
@@ -99,4 +99,4 @@ def test_only_a_result_is_rounded() -> None:
     call: Any = program.calls[0]
     reads = Reads(program)
     assert fuse.rounded_buffer(program, reads, call, None) is None
-    assert fuse.rounded_buffer(program, reads, call, p.Quantize("round", "other", "z")) is None
+    assert fuse.rounded_buffer(program, reads, call, p.QuantizeRows("round", "other", "z")) is None

@@ -25,7 +25,7 @@ from qcompile.codegen.gpu.plan import make_plan
 from qcompile.codegen.gpu.rows import MAX_WIDTH, RowSpec, in_blocks
 from qcompile.codegen.lower import lower
 from qcompile.codegen.packing import WeightTable
-from qcompile.codegen.program import PAD, Embed, Program, Quantize
+from qcompile.codegen.program import PAD, Embed, Program, QuantizeRows
 from qcompile.errors import UnsupportedError
 from qcompile.formats.activations import activation_format
 from qcompile.passes.base import run_passes
@@ -426,7 +426,7 @@ def test_what_a_call_takes_is_what_its_launches_take(recipe: str) -> None:
 
 def _only_rounds(program: Program, call: Any) -> bool:
     """Whether the launches of the call before write its result."""
-    return isinstance(call, Quantize) and program.buffer(call.out).dtype == "bf16"
+    return isinstance(call, QuantizeRows) and program.buffer(call.out).dtype == "bf16"
 
 
 @pytest.mark.parametrize("format", ["kv4", "kv_hier", "kv_hier4"])
