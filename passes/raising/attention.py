@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,13 +143,13 @@ def _with_key_weights(build: Builder, q: fx.Node, k: fx.Node) -> tuple[fx.Node, 
     """Move a weight that multiplies all keys to the queries, which gives the same sums over features."""
     if (of_keys := _weight_of(k)) is None:
         return q, k
-    unweighted: Any = k.args[0]
+    unweighted = ops.operand(k, "a")
     if (of_queries := _weight_of(q)) is None:
         return build.call("mul", q, of_keys), unweighted
-    return build.call("mul", q.args[0], build.product(of_queries, of_keys)), unweighted
+    return build.call("mul", ops.operand(q, "a"), build.product(of_queries, of_keys)), unweighted
 
 
-def _weight_of(heads: Any) -> fx.Node | None:
+def _weight_of(heads: fx.Node) -> fx.Node | None:
     """The weight [D] that multiplies `heads` [B, T, H, D], or None."""
-    weight = heads.args[1] if ops.name_of(heads.target) == "mul" else None
+    weight = ops.operand(heads, "b") if ops.name_of(heads.target) == "mul" else None
     return weight if weight is not None and weight.op == "get_attr" and weight.meta["val"].dim() == 1 else None

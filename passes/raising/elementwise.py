@@ -128,15 +128,15 @@ def with_weight(facts: Facts, build: Builder, name: str, source: fx.Node, weight
         value = rotated(facts, build, source, value) or value
     made = build.emit(value, value.sizes, source)
     operand = build.vector(weight)
-    kind = str(ops.name_of(made.target))
+    kind, given = str(ops.name_of(made.target)), ops.named(made)
     if by_head and kind not in ops.NORMS:
         raise unsupported(source, f"is combined with weight {weight} that differs by head and follows no norm")
-    if name == "mul" and kind in ops.NORMS and made.args[1:-1].count(None) == len(made.args) - 2:
-        joined = build.call(kind, made.args[0], operand, *made.args[2:])
-    elif name == "add" and kind == "layer_norm" and made.args[2] is None:
-        joined = build.call("layer_norm", made.args[0], made.args[1], operand, made.args[3])
-    elif name == "add" and kind == "linear" and len(made.args) == 2:
-        joined = build.call("linear", *made.args, operand)
+    if name == "mul" and kind in ops.NORMS and given["weight"] is None and given.get("bias") is None:
+        joined = build.call(kind, given["x"], operand, *made.args[2:])
+    elif name == "add" and kind == "layer_norm" and given["bias"] is None:
+        joined = build.call("layer_norm", given["x"], given["weight"], operand, given["eps"])
+    elif name == "add" and kind == "linear" and given["bias"] is None:
+        joined = build.call("linear", given["x"], given["weight"], operand)
     elif by_head:
         raise unsupported(source, f"is combined with weight {weight} that differs by head, after a norm with weights")
     else:

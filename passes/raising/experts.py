@@ -99,11 +99,12 @@ def expert_bias(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Kn
         if not isinstance(chosen, Chosen) or not isinstance(value, Value) or operator_of(value) != "expert_linear":
             continue
         made: Any = value.base
+        given = ops.operands(made)
         whole = np.array_equal(value.terms["index"].ravel(), np.arange(math.prod(feature_sizes(made))))
         once = value.is_plain() and bool((value.terms["coef"] == 1).all()) and a.alpha in (None, 1)
         alike = value.dims in ((*chosen.dims, "F"), (*chosen.dims, ""))  # "" if there is one output
-        if once and whole and len(made.args) == 3 and made.args[1] is chosen.index and alike:
-            biased = build.call("expert_linear", *made.args, build.weight(chosen.weight))
+        if once and whole and given.bias is None and given.index is chosen.index and alike:
+            biased = build.call("expert_linear", given.x, given.index, given.weight, build.weight(chosen.weight))
             return identity(biased, value.dims, value.sizes)
     return None
 

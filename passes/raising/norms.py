@@ -170,7 +170,7 @@ def norms_of_heads(facts: Facts, build: Builder, node: fx.Node, a: Arguments) ->
     if len(heads) < 2 or len(heads) != len(pieces) or heads[0].dims[dim] not in ("", "F"):
         return None
     norms: list[Any] = [piece.base for piece in heads]
-    parts = [_columns(norm.args[0]) for norm in norms]
+    parts = [_columns(ops.operand(norm, "x")) for norm in norms]
     source, start, _ = parts[0]
     size = heads[0].sizes[-1]
     in_order = all(part == (source, start + i * size, start + (i + 1) * size) for i, part in enumerate(parts))
@@ -200,7 +200,7 @@ def _is_whole_norm(value: Value) -> bool:
 def _columns(x: Any) -> tuple[fx.Node, int, int]:
     """(source, start, stop): the columns of a value [.., F] that `x` holds, whether or not split into heads."""
     if ops.name_of(x.target) == "split_heads":
-        x = x.args[0]
+        x = ops.operand(x, "x")
     if ops.name_of(x.target) == "slice_features":
         return x.args
     return x, 0, int(np.prod(feature_sizes(x)))

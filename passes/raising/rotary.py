@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from qcompile import ops
 from qcompile.passes.raising import values
 from qcompile.passes.raising.builder import Builder
 from qcompile.passes.raising.facts import Facts
-from qcompile.passes.raising.values import COS, ONE, SIN, TERM, Terms, Value, identity
+from qcompile.passes.raising.values import COS, ONE, SIN, TERM, Terms, Value, identity, operator_of
 
 FLOAT32 = 2.0**-23
 """Rounding of the table's angles to float32: entry p is off by about p * freq * FLOAT32."""
@@ -109,10 +108,12 @@ def _is_rotary(own: Terms, other: Terms, inv_freq: Column, scaling: float, inter
 
 def as_rotary(facts: Facts, build: Builder, value: Value) -> Value | None:
     """A table over the position without base, if every column is proven to be cos or sin of position * freq."""
-    base: Any = value.base
-    if base is None or ops.name_of(base.target) != "embedding" or base.args[0] is not build.positions:
+    if value.base is None or operator_of(value) != "embedding":
         return None
-    table = base.args[1]
+    source = ops.operands(value.base)
+    if source.ids is not build.positions:
+        return None
+    table = source.weight
     columns = facts.once(("columns", str(table.target)), lambda: _prove_columns(build.out.evaluate(table)))
     if columns is None or not value.is_plain():
         return None

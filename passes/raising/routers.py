@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
+from qcompile import ops
 from qcompile.passes.raising import values
 from qcompile.passes.raising.builder import Builder, feature_sizes
 from qcompile.passes.raising.facts import LENGTHS, Facts, Known
@@ -89,10 +90,10 @@ def clamp_choice(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> K
     """Indices of a choice, bounded to the number of experts, which changes none of them."""
     low, high = getattr(a, "min", None), getattr(a, "max", None)
     value = facts.plain(a.input_)
-    chosen: Any = choice_of(value)
+    chosen = choice_of(value)
     if chosen is None or not all(isinstance(bound, int) or bound is None for bound in (low, high)):
         return None
-    experts = feature_sizes(chosen.args[0])[0]
+    experts = feature_sizes(ops.operand(chosen, "x"))[0]
     return value if (low or 0) <= 0 and (high is None or high >= experts - 1) else None
 
 
