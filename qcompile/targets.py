@@ -1,6 +1,6 @@
-"""Targets: the machines for which kernels are generated. A target is data.
+"""Targets: the machines for which kernels are generated. A target is data, stated here and nowhere else.
 
-The peak rates of CPUs are not part of it; they are measured on the host when needed (`qcompile bench`).
+The peak rates of CPUs are not part of a target. `qcompile bench` measures them on the host.
 """
 
 from __future__ import annotations
@@ -16,11 +16,17 @@ from qcompile.errors import UsageError
 
 @dataclass(frozen=True)
 class Target:
-    """A kind of machine; `kind` is cpu or cuda.
+    """A kind of machine.
 
-    `isa` selects the kernels' vector code or GPU architecture; `requires` are CPU flags as named by Linux. For a GPU:
-    compute `capability` (90 for 9.0), number of `multiprocessors`, maximum shared memory of a program in bytes, and
-    from its data sheet GB/s of memory, dense int8 TOPS, bf16 TFLOPS and (without matrix units) f32 TFLOPS.
+    kind: cpu or cuda; selects the backend (codegen/backend.py).
+    isa: the vector instructions of a CPU's kernels, or the architecture of a GPU.
+    requires: CPU flags, as named by Linux, that a host must have.
+    compiler_flags: of g++ and clang++, for the instructions of a CPU level.
+    capability: compute capability of a GPU, 90 for 9.0.
+    multiprocessors: of a GPU.
+    shared_bytes: maximum shared memory of a program on a GPU.
+    memory_gb_s, int8_tops, bf16_tflops, f32_tflops: of a GPU's data sheet: GB/s of memory, dense int8 TOPS, dense bf16
+        TFLOPS, and f32 TFLOPS without matrix units.
     """
 
     name: str
@@ -28,6 +34,7 @@ class Target:
     isa: str
     requires: tuple[str, ...]
     description: str
+    compiler_flags: tuple[str, ...] = ()
     capability: int = 0
     multiprocessors: int = 0
     shared_bytes: int = 0
@@ -35,6 +42,16 @@ class Target:
     int8_tops: float = 0.0
     bf16_tflops: float = 0.0
     f32_tflops: float = 0.0
+
+    @property
+    def has_pdl(self) -> bool:
+        """Whether the GPU has programmatic dependent launch."""
+        return self.capability >= 90
+
+    @property
+    def has_wgmma(self) -> bool:
+        """Whether the GPU has the tensor core instruction wgmma, which only sm_90 has."""
+        return self.capability == 90
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -47,20 +64,43 @@ _AVX2 = ("avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe")
 _AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16", "avx512vbmi")
 _AMX = ("amx_tile", "amx_int8", "amx_bf16")
 
+# Without -mprfchw, a prefetch for writing is compiled to one for reading. CPUs without PREFETCHW treat it as a no-op.
+_V3_FLAGS = ("-march=x86-64-v3", "-mprfchw")
+_V4_FLAGS = ("-march=x86-64-v4", "-mprfchw", "-mavx512vnni", "-mavx512bf16", "-mavx512vbmi")
+_AMX_FLAGS = ("-mamx-tile", "-mamx-int8", "-mamx-bf16")
+
+
+def _level(name: str, isa: str, requires: tuple[str, ...], description: str, flags: tuple[str, ...]) -> Target:
+    return Target(name, "cpu", isa, requires, description, compiler_flags=flags)
+
+
+def _gpu(name: str, capability: int, multiprocessors: int, shared_kib: int, *rates: float) -> Target:
+    """A GPU; `rates` are GB/s of memory, int8 TOPS, bf16 TFLOPS and f32 TFLOPS."""
+    shared_bytes = shared_kib * 1024
+    about = (f"sm_{capability}", (), f"NVIDIA {name.upper()}", ())
+    return Target(name, "cuda", *about, capability, multiprocessors, shared_bytes, *rates)
+
+
 # Best first: `cpu` selects the first one the host can run.
 _LEVELS = (
-    Target("cpu-amx", "cpu", "amx", _AVX2 + _AVX512 + _AMX, "AVX-512 and AMX tiles of int8 and bfloat16"),
-    Target("cpu-avx512vnni", "cpu", "avx512", _AVX2 + _AVX512, "AVX-512 with VNNI, BF16 and VBMI"),
-    Target("cpu-avx2vnni", "cpu", "avx2vnni", (*_AVX2, "avx_vnni"), "AVX2 with AVX-VNNI"),
-    Target("cpu-avx2", "cpu", "avx2", _AVX2, "AVX2"),
-    Target("cpu-portable", "cpu", "portable", (), "any CPU, plain C++"),
+    _level(
+        "cpu-amx",
+        "amx",
+        _AVX2 + _AVX512 + _AMX,
+        "AVX-512 and AMX tiles of int8 and bfloat16",
+        _V4_FLAGS + _AMX_FLAGS,
+    ),
+    _level("cpu-avx512vnni", "avx512", _AVX2 + _AVX512, "AVX-512 with VNNI, BF16 and VBMI", _V4_FLAGS),
+    _level("cpu-avx2vnni", "avx2vnni", (*_AVX2, "avx_vnni"), "AVX2 with AVX-VNNI", (*_V3_FLAGS, "-mavxvnni")),
+    _level("cpu-avx2", "avx2", _AVX2, "AVX2", _V3_FLAGS),
+    _level("cpu-portable", "portable", (), "any CPU, plain C++", ("-march=x86-64",)),
 )
 _GPUS = (
-    Target("a100", "cuda", "sm_80", (), "NVIDIA A100", 80, 108, 163 * 1024, 2039, 624, 312, 19.5),
-    Target("l40s", "cuda", "sm_89", (), "NVIDIA L40S", 89, 142, 99 * 1024, 864, 733, 362, 91.6),
-    Target("h100", "cuda", "sm_90", (), "NVIDIA H100", 90, 132, 227 * 1024, 3350, 1979, 989, 67),
-    Target("h200", "cuda", "sm_90", (), "NVIDIA H200", 90, 132, 227 * 1024, 4800, 1979, 989, 67),
-    Target("b200", "cuda", "sm_100", (), "NVIDIA B200", 100, 148, 227 * 1024, 8000, 4500, 2250, 80),
+    _gpu("a100", 80, 108, 163, 2039, 624, 312, 19.5),
+    _gpu("l40s", 89, 142, 99, 864, 733, 362, 91.6),
+    _gpu("h100", 90, 132, 227, 3350, 1979, 989, 67),
+    _gpu("h200", 90, 132, 227, 4800, 1979, 989, 67),
+    _gpu("b200", 100, 148, 227, 8000, 4500, 2250, 80),
 )
 TARGETS = {target.name: target for target in (*_LEVELS, *_GPUS)}
 TARGET_NAMES = ("cpu", *TARGETS)
@@ -76,10 +116,10 @@ def cpu_flags() -> frozenset[str]:
     """
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            found = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+            line = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     except OSError:
-        found = ""
-    flags = frozenset(found.partition(":")[2].split())
+        line = ""
+    flags = frozenset(line.partition(":")[2].split())
     return flags if "amx_tile" in flags and _tiles_granted() else flags.difference(_AMX)
 
 

@@ -41,15 +41,6 @@ _COMMON: tuple[str, ...] = (
     "-Wl,--as-needed",
     "-Wl,-s",
 )
-# Without -mprfchw, a prefetch for writing is compiled to one for reading. CPUs without PREFETCHW treat it as a no-op.
-_AVX512 = ("-march=x86-64-v4", "-mprfchw", "-mavx512vnni", "-mavx512bf16", "-mavx512vbmi")
-_ISA = {
-    "amx": (*_AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
-    "avx512": _AVX512,
-    "avx2vnni": ("-march=x86-64-v3", "-mprfchw", "-mavxvnni"),
-    "avx2": ("-march=x86-64-v3", "-mprfchw"),
-    "portable": ("-march=x86-64",),
-}
 
 
 @cache
@@ -73,7 +64,7 @@ def version() -> str:
 
 def flags(target: Target) -> tuple[str, ...]:
     """Compiler flags for a CPU target."""
-    return (*_COMMON, *_ISA[target.isa])
+    return (*_COMMON, *target.compiler_flags)
 
 
 def compile(source: str, target: Target, given_up: Event | None = None) -> bytes:

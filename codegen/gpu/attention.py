@@ -306,15 +306,15 @@ class AttentionSpec:
     @property
     def arguments(self) -> list[Argument]:
         """The kernel's arguments in order."""
-        found = [Argument("q", "*fp32"), *page_arguments(self.kv)]
-        found += [Argument(name, "*i32") for name in ("positions", "query_start", "block_table")]
-        found += [Argument("center", "*fp32")] * self.centered + [Argument("staged", "*bf16")] * self.staged
-        found += [Argument("key_bias", "*fp32")] * bool(self.bias_positions)
-        found += [Argument("sinks", "*fp32")] * (self.sinks and self.cut == "whole")
+        arguments = [Argument("q", "*fp32"), *page_arguments(self.kv)]
+        arguments += [Argument(name, "*i32") for name in ("positions", "query_start", "block_table")]
+        arguments += [Argument("center", "*fp32")] * self.centered + [Argument("staged", "*bf16")] * self.staged
+        arguments += [Argument("key_bias", "*fp32")] * bool(self.bias_positions)
+        arguments += [Argument("sinks", "*fp32")] * (self.sinks and self.cut == "whole")
         partial = [Argument(name, "*fp32") for name in ("parts", "stats")]
-        found += [_result(self.out)] if self.cut == "whole" else partial
-        found += [Argument("table_stride", "i32")]
-        return found + [Argument("splits", "i32")] * (self.cut != "whole")
+        arguments += [_result(self.out)] if self.cut == "whole" else partial
+        arguments += [Argument("table_stride", "i32")]
+        return arguments + [Argument("splits", "i32")] * (self.cut != "whole")
 
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""
@@ -388,14 +388,14 @@ def for_queries(spec: AttentionSpec, queries: int) -> AttentionSpec:
     fewer_rows = spec.kv.dim > 128 or (spec.kv.hierarchical and spec.warps == 1)
     fits = [replace(spec, octets=octets) for octets in range(1, MOST_OCTETS + (not fewer_rows))]
     programs = -(-queries // fits[-1].queries)
-    found = next(each for each in fits if each.queries * programs >= queries)
-    found = replace(found, direct=found.direct and found.octets == 1)
-    if found.octets < MOST_OCTETS or found.kv.bits == 16:
-        return found
+    variant = next(each for each in fits if each.queries * programs >= queries)
+    variant = replace(variant, direct=variant.direct and variant.octets == 1)
+    if variant.octets < MOST_OCTETS or variant.kv.bits == 16:
+        return variant
     # With the most rows there are no registers for a loop over splits, but enough for a deeper pipeline.
-    if found.kv.hierarchical or found.cut == "split":
-        return replace(found, multi_split=False, stages=3)
-    return replace(found, stages=1) if found.kv.bits == 4 else found
+    if variant.kv.hierarchical or variant.cut == "split":
+        return replace(variant, multi_split=False, stages=3)
+    return replace(variant, stages=1) if variant.kv.bits == 4 else variant
 
 
 def prefill_variants(spec: AttentionSpec) -> list[tuple[int, AttentionSpec]]:

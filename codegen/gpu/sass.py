@@ -32,10 +32,10 @@ def instructions(cubin: bytes) -> list[Instruction]:
         # Skip data flow analysis, a third of its time; the labels that `parse` needs are printed without it.
         command = [knobs.nvidia.nvdisasm.path, "-c", "--no-dataflow", file.name]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = parse(done.stdout)
-    if done.returncode or not found:
+    functions = parse(done.stdout)
+    if done.returncode or not functions:
         raise ResourceError(f"nvdisasm gives no instructions: {done.stderr.strip()[:200]}")
-    return found
+    return functions
 
 
 def parse(text: str) -> list[Instruction]:
@@ -45,10 +45,10 @@ def parse(text: str) -> list[Instruction]:
     for line in text.splitlines():
         if label := re.match(r"(\.L_\w+):", line):
             places[label[1]] = len(lines)
-        if found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*) ?(.*?) ?;", line):
-            lines.append((found[2], found[3]))
-            target = re.search(r"`\((\.L_\w+)\)", found[3])
-            if found[2] == "BRA" and found[1] and target and target[1] in places:
+        if instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*) ?(.*?) ?;", line):
+            lines.append((instruction[2], instruction[3]))
+            target = re.search(r"`\((\.L_\w+)\)", instruction[3])
+            if instruction[2] == "BRA" and instruction[1] and target and target[1] in places:
                 start = places.pop(target[1])
                 if any("GMMA" in opcode for opcode, _ in lines[start:]):
                     lines += lines[start:]

@@ -26,7 +26,7 @@ def choose(format: str, n: int, k: int, tokens: int, gpu: Target) -> Tile:
     tile. Raises UnsupportedError if none fits.
     """
     source = TUNED.sources(format)[-1] if tokens > 1 else format
-    tuned = [tile for _, tile in TUNED.by_distance(source, tokens, n, k)] if gpu.capability == 90 else []
+    tuned = [tile for _, tile in TUNED.by_distance(source, tokens, n, k)] if gpu.has_wgmma else []
     for tile in [*tuned, _default_tile(format, n, tokens, gpu)]:
         fitted = fit_tile(format, n, k, tile, gpu) if n % tile.rows == 0 else None
         if fitted is not None:
@@ -41,6 +41,6 @@ def _default_tile(format: str, n: int, tokens: int, gpu: Target) -> Tile:
         return Tile(1, 8, unroll=8, warps=1, stages=2, prefetch_bytes=128)
     if tokens == 1:
         return Tile(1, 8, warps=1, stages=8, prefetch_bytes=128)
-    rows = 64 if n % 64 == 0 and gpu.capability == 90 else 32  # M of wgmma is 64
+    rows = 64 if n % 64 == 0 and gpu.has_wgmma else 32  # M of wgmma is 64
     stages = 4 if tokens <= DECODE_TOKENS else 3
     return Tile(tokens, rows, unroll=kernel.min_unroll, stages=stages, prefetch_bytes=128)

@@ -56,24 +56,24 @@ def arguments_of(spec: KernelSpec) -> list[Argument]:
     out = "*fp32" if spec.out == "f32" else "*bf16"
     layout = spec.layout
     item = "i32" if spec.gemv else layout.item
-    found = [Argument("x", "*bf16" if layout.float_x else "*i32" if spec.gemv else "*i8")]
-    found += [Argument("w", f"*{item}")] * (spec.wide < spec.n) + [Argument("out", out)]
-    found += [Argument("x_scale", "*fp32")] * (not layout.float_x)
-    found += [Argument("w_scale", "*fp32")] * (not spec.float_sum)
+    arguments = [Argument("x", "*bf16" if layout.float_x else "*i32" if spec.gemv else "*i8")]
+    arguments += [Argument("w", f"*{item}")] * (spec.wide < spec.n) + [Argument("out", out)]
+    arguments += [Argument("x_scale", "*fp32")] * (not layout.float_x)
+    arguments += [Argument("w_scale", "*fp32")] * (not spec.float_sum)
     if layout.row_zeros:
-        found += [Argument("x_sum", "*i32"), Argument("w_zero", "*i8")]
+        arguments += [Argument("x_sum", "*i32"), Argument("w_zero", "*i8")]
     if layout.grouped:
-        found.append(Argument("groups", "*i32"))
-    found += [Argument("ranges", "*i32")] * layout.has_ranges
-    found += [Argument("low", f"*{item}")] * layout.low_plane + [Argument("wide", "*i8")] * (spec.wide > 0)
-    found += [Argument("columns", "*i32")] * spec.mixed
-    found += [Argument("bias", "*fp32")] * spec.bias + [Argument("residual", out)] * spec.residual
-    found += [Argument("amax", "*fp32")] * spec.amax
+        arguments.append(Argument("groups", "*i32"))
+    arguments += [Argument("ranges", "*i32")] * layout.has_ranges
+    arguments += [Argument("low", f"*{item}")] * layout.low_plane + [Argument("wide", "*i8")] * (spec.wide > 0)
+    arguments += [Argument("columns", "*i32")] * spec.mixed
+    arguments += [Argument("bias", "*fp32")] * spec.bias + [Argument("residual", out)] * spec.residual
+    arguments += [Argument("amax", "*fp32")] * spec.amax
     if spec.experts:
-        return [*found, *(Argument(n, "*i32") for n in (("index",) if spec.gemv else ("order", "blocks")))]
+        return [*arguments, *(Argument(n, "*i32") for n in (("index",) if spec.gemv else ("order", "blocks")))]
     if spec.tile.split_k > 1:
-        found += [Argument("sums", "*fp32" if spec.float_sum else "*i32"), Argument("arrived", "*i32")]
-    return [*found, Argument("M", "i32")]
+        arguments += [Argument("sums", "*fp32" if spec.float_sum else "*i32"), Argument("arrived", "*i32")]
+    return [*arguments, Argument("M", "i32")]
 
 
 def render(spec: KernelSpec) -> str:

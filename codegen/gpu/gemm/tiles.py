@@ -82,7 +82,7 @@ def _nearest_tuned(format: str, n: int, k: int, tokens: int, gpu: Target) -> Til
             tile = _fill_multiprocessors(format, n, k, tile, most, gpu)
             return tile if shape == (n, k) else _gemv_with_more_warps(format, n, k, tile, gpu)
     unroll = gpu_kernel(format).min_unroll
-    return Tile(16 if most <= DECODE_TOKENS else 64, 32, unroll=unroll, fused_planes=gpu.capability == 90)
+    return Tile(16 if most <= DECODE_TOKENS else 64, 32, unroll=unroll, fused_planes=gpu.has_wgmma)
 
 
 def _fill_multiprocessors(format: str, n: int, k: int, tile: Tile, most: int, gpu: Target) -> Tile:
@@ -99,11 +99,11 @@ def _fill_multiprocessors(format: str, n: int, k: int, tile: Tile, most: int, gp
         return tile
     while n // tile.rows * tile.split_k * max(1, most // tile.tokens) < busy:
         more = replace(tile, rows=64, warps=4) if tile.rows > 64 else replace(tile, split_k=2 * tile.split_k)
-        found = fit_tile(format, n, k, more, gpu)
+        fitted = fit_tile(format, n, k, more, gpu)
         too_many = more.split_k > MAX_SPLIT_K[integers]
-        if found is None or too_many or k < more.split_k * MIN_SPLIT_INPUTS:
+        if fitted is None or too_many or k < more.split_k * MIN_SPLIT_INPUTS:
             break
-        tile = found
+        tile = fitted
     return tile
 
 
@@ -135,9 +135,9 @@ def choose_batch_invariant(format: str, n: int, k: int, tokens: int, gpu: Target
         if gemv and KernelSpec(format, n, k, gemv, width=n).k_parts.starts != starts:
             gemv = None
         return gemv or choose_batch_invariant(format, n, k, WS_MIN_TOKENS, gpu)
-    for found in _large_m_tiles(format, n, k, tokens, parts, gpu) if gpu.capability == 90 else ():
-        if found is not None and KernelSpec(format, n, k, found, width=n).k_parts.starts == starts:
-            return found
+    for large in _large_m_tiles(format, n, k, tokens, parts, gpu) if gpu.has_wgmma else ():
+        if large is not None and KernelSpec(format, n, k, large, width=n).k_parts.starts == starts:
+            return large
     rows = tile.rows if tile.rows % 64 == 0 and decode.rows % 64 == 0 else 64 if n % 64 == 0 else 32
     unrolls = sorted({tile.unroll, least}, reverse=True)
     for candidate, unroll in itertools.product((tile, without_unpack_k(format, tile)), unrolls):
@@ -230,9 +230,9 @@ def without_unpack_k(format: str, tile: Tile) -> Tile:
 
 def fit_tile(format: str, n: int, k: int, tile: Tile, gpu: Target) -> Tile | None:
     """`tile` with its prefetch and stages reduced to what the weight and shared memory allow; None if it cannot fit."""
-    tile = tile if gpu.capability == 90 else without_unpack_k(format, tile)
-    prefetch_bytes = tile.prefetch_bytes if gpu.capability >= 90 else 0
-    tile = replace(tile, prefetch_bytes=prefetch_bytes, fused_planes=gpu.capability == 90)
+    tile = tile if gpu.has_wgmma else without_unpack_k(format, tile)
+    prefetch_bytes = tile.prefetch_bytes if gpu.has_pdl else 0
+    tile = replace(tile, prefetch_bytes=prefetch_bytes, fused_planes=gpu.has_wgmma)
     tile = replace(tile, persistent=tile.persistent and tile.split_k == 1)
     if gpu_kernel(format).mixed:
         tile = _fit_mixed_widths(n, tile)
@@ -298,8 +298,8 @@ def decode_attention(base: AttentionSpec, limits: SplitLimits) -> dict[str, Atte
     loops = kv.hierarchical or (kv.bits == 4 and kv.dim <= 128)
     coarse = replace(base, cut="split", stages=3 if kv.hierarchical else 2, multi_split=loops)
     leaf = replace(base, cut="leaf", stages=2)
-    found = {"coarse": coarse}
+    kernels = {"coarse": coarse}
     if limits.fine_splits:
-        found |= {"few": leaf} if limits.few_splits else {}
-        found["fine"] = replace(leaf, direct=kv.hierarchical)
-    return found
+        kernels |= {"few": leaf} if limits.few_splits else {}
+        kernels["fine"] = replace(leaf, direct=kv.hierarchical)
+    return kernels
