@@ -36,7 +36,7 @@ class _Mask(Tensor):
 
 
 def causal_mask(*, mask_function: Callable[..., Tensor], config: Any, **_: Any) -> Tensor:
-    """What transformers gets for a mask: a token that carries the sliding window, 0 for none.
+    """The mask that transformers passes on: a placeholder that carries the sliding window, 0 for none.
 
     The window is read off `mask_function` itself, over whole rows of the longest mask; a function that is not
     causal, or hides anything but old tokens, raises UnsupportedError.
@@ -45,7 +45,7 @@ def causal_mask(*, mask_function: Callable[..., Tensor], config: Any, **_: Any) 
     rows = sorted({*range(8), *(length * i // 16 for i in range(1, 16)), length - 1, *_powers(length)})
     with torch.utils._python_dispatch._disable_current_modes():
         keys, zero, window = torch.arange(length), torch.zeros((), dtype=torch.int64), length
-        for row in reversed(rows):  # one at a time: where texts hold millions of tokens all would take gigabytes
+        for row in reversed(rows):  # one at a time: for contexts of millions of tokens, all rows would take gigabytes
             seen = mask_function(zero, zero, torch.tensor([[row]]), keys).expand(1, length)[0]
             window = int(seen.sum()) if row == length - 1 else window
             if not torch.equal(seen, (keys <= row) & (keys > row - window)):
@@ -56,7 +56,7 @@ def causal_mask(*, mask_function: Callable[..., Tensor], config: Any, **_: Any) 
 
 
 def _powers(limit: int) -> list[int]:
-    """Neighbours of the powers of two below `limit`, where windows like to end."""
+    """Powers of two below `limit` and their neighbours, which are usual ends of windows."""
     near = (2**p + d for p, d in itertools.product(range(limit.bit_length()), (-1, 0, 1)))
     return [n for n in near if 0 <= n < limit]
 

@@ -1,8 +1,8 @@
 """Reading safetensors checkpoints: validated headers, tensors mapped one at a time, nothing else trusted.
 
 Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header length, JSON header, data).
-Everything the header says is checked before a byte of data is used: lengths, dtypes, shapes, and that the
-tensors cover the data section exactly, without overlap or hole.
+The header is checked completely before any data is used: lengths, dtypes, shapes, and that the tensors cover the data
+section exactly, without overlap or hole.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from qcompile.errors import UnsupportedError, UsageError
 
 MAX_HEADER_BYTES = 100_000_000
-"""What the safetensors library itself accepts."""
+"""The limit of the safetensors library."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -45,7 +45,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Entry:
-    """Where one tensor lies: bytes `begin` to `end` of `path`."""
+    """The place of one tensor: bytes `begin` to `end` of `path`."""
 
     path: Path
     dtype: torch.dtype
@@ -55,14 +55,14 @@ class Entry:
 
 
 def name_of(directory: Path) -> str:
-    """What a checkpoint's model is called: its folder's name, as text even where that is none."""
+    """The name of a checkpoint's model: its folder's name, with bytes that are not text replaced."""
     return os.fsencode(directory.resolve().name).decode("utf-8", "replace")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; UsageError when it is missing, unreadable or something else."""
+    """The JSON object in `path`. Raises UsageError if the file is missing, unreadable or holds something else."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would block
             raise UsageError(f"{path} is no plain file")
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -79,12 +79,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(names) != len(pairs):
         raise ValueError("a name appears twice")
     for name in names:
-        name.encode()  # JSON can spell halves of characters, which are no text
+        name.encode()  # JSON can contain unpaired surrogates, which are not text
     return names
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """The header object of `path`, where its data starts, and the size of the file."""
+    """The header object of `path`, the offset of its data, and the size of the file."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < 8:
@@ -103,7 +103,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
 
 
 def _is_counts(value: Any) -> TypeGuard[list[int]]:
-    """Whether `value` is a list of whole numbers that could be sizes or offsets."""
+    """Whether `value` is a list of integers in the range of sizes and offsets."""
     return isinstance(value, list) and all(type(count) is int and 0 <= count < 2**63 for count in value)
 
 
@@ -122,7 +122,7 @@ def _entry(path: Path, name: str, item: Any, start: int) -> Entry:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Every tensor of the safetensors file `path`. Raises UsageError where the file contradicts itself."""
+    """Every tensor of the safetensors file `path`. Raises UsageError for a file that contradicts itself."""
     header, start, size = _read_header(path)
     entries = {name: _entry(path, name, item, start) for name, item in header.items()}
     place = start
@@ -139,7 +139,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def _shards(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
-    """Files of a checkpoint, and the index's tensor -> shard table when it has one."""
+    """Files of a checkpoint, and the table tensor -> shard of its index, or None if it has no index."""
     for name in (SINGLE, INDEX):
         if (directory / name).exists() and not (directory / name).is_file():
             raise UsageError(f"{directory / name} is no plain file")
@@ -176,9 +176,9 @@ def _check_shard_name(directory: Path, name: str) -> None:
 
 
 class Checkpoint:
-    """The tensors of a checkpoint directory by name; opening it reads headers alone.
+    """The tensors of a checkpoint directory by name. Opening it reads only headers.
 
-    `values_read` says whether the values of any were looked at since.
+    `values_read` says whether the values of any tensor have been read since.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -202,13 +202,13 @@ class Checkpoint:
         return iter(self.entries)
 
     def raw(self, name: str) -> Tensor:
-        """The tensor as stored, on a mapping of its own that goes with it: no page outlives its use."""
+        """The tensor as stored, in a memory mapping of its own, which ends with the tensor."""
         self.values_read = True
         return self.map(name, self.entries[name])
 
     @staticmethod
     def map(name: str, entry: Entry) -> Tensor:
-        """What lies at `entry`, called `name` in messages."""
+        """The tensor at `entry`; messages call it `name`."""
         count = entry.end - entry.begin
         if count == 0:
             return torch.empty(entry.shape, dtype=entry.dtype)
@@ -223,13 +223,13 @@ class Checkpoint:
         return flat.view(entry.dtype).view(entry.shape)
 
     def load(self, name: str) -> Tensor:
-        """The floating-point tensor `name` in float32. Raises UsageError when it holds NaN or infinity."""
+        """The floating-point tensor `name` in float32. Raises UsageError if it holds NaN or infinity."""
         value = self.raw(name).to(torch.float32)
         require_finite(name, value)
         return value
 
     def require(self, name: str, shape: tuple[int, ...], floats: bool = True) -> None:
-        """Raise unless `name` is here, of `shape`, and floating point if it is to be."""
+        """Raise unless tensor `name` exists with this shape, and is floating point if `floats` is true."""
         if name not in self.entries:
             raise UsageError(f"tensor {name} is missing from {self.directory}")
         entry = self.entries[name]
@@ -240,14 +240,14 @@ class Checkpoint:
 
 
 class StoredCheckpoint(Checkpoint):
-    """A checkpoint some of whose tensors are made of several stored ones, each when it is asked for."""
+    """A checkpoint in which some tensors are computed from several stored tensors, when they are read."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self._make: dict[str, Callable[[], Tensor]] = {}
 
     def add(self, name: str, shape: tuple[int, ...], parts: tuple[str, ...], make: Callable[..., Tensor]) -> None:
-        """Let tensor `name` be what `make` makes of the tensors `parts`, which are no more to be seen."""
+        """Add tensor `name`, which `make` computes from the stored tensors `parts`; the parts are hidden."""
         stored = [self.entries.pop(part) for part in parts]
         if name in self.entries:
             raise UsageError(f"tensor {name} is stored twice: as it is, and as {' and '.join(parts)}")
@@ -255,7 +255,7 @@ class StoredCheckpoint(Checkpoint):
         self.entries[name] = replace(stored[0], shape=shape, dtype=torch.float32)
 
     def raw(self, name: str) -> Tensor:
-        """The tensor as it is stored, or as it was made of others."""
+        """The tensor as stored, or as computed from its parts."""
         if name not in self._make:
             return super().raw(name)
         self.values_read = True
@@ -263,7 +263,7 @@ class StoredCheckpoint(Checkpoint):
 
 
 def require_finite(name: str, value: Tensor) -> None:
-    """Raise UsageError naming the weight `name` when `value` holds NaN or infinity."""
+    """Raise UsageError that names the weight `name` if `value` holds NaN or infinity."""
     # One pass that allocates nothing: a sum is finite unless an element is not (or it overflows: then look closer).
     if not math.isfinite(value.sum().item()) and not torch.isfinite(value).all():
         raise UsageError(f"weight {name} holds NaN or infinite values")

@@ -13,17 +13,17 @@ from qcompile.checkpoints.stored import formats
 from qcompile.errors import UnsupportedError, UsageError
 
 LENGTH_KEYS = ("max_position_embeddings", "max_seq_len", "seq_length")
-"""What configurations call the longest sequence; transformers translates other names to the first."""
+"""Keys of the longest sequence in configurations; transformers translates other keys to the first."""
 DEPTH_KEY = "num_hidden_layers"
-"""What configurations call their number of layers; transformers translates other names to this one."""
+"""The key of the number of layers in configurations; transformers translates other keys to this one."""
 MOST_LAYERS = 1024
-"""More is a mistake, or meant to keep the machine busy: models with weights to be had have at most about 130."""
+"""The limit for the number of layers; a larger number is a mistake. Published models have about 130 at most."""
 UNSTATED_LENGTH = 2048
-"""Context of a model that states none: one whose positions come from no table, which would end somewhere."""
+"""Context of a model whose configuration states none: its positions do not come from a table of limited length."""
 
 
 def read_config(directory: Path, allow_remote: bool = False) -> Any:
-    """The checkpoint's transformers configuration, refused when it is not of a plain decoder."""
+    """The checkpoint's transformers configuration, refused if it is not of a plain decoder."""
     if (directory / MANIFEST).exists() and not (directory / "config.json").exists():
         raise UsageError(f"{directory} is an artifact, built already: give the folder of a model")
     raw = read_json(directory / "config.json")
@@ -46,7 +46,7 @@ def read_config(directory: Path, allow_remote: bool = False) -> Any:
         raise UnsupportedError(f"{stated[0] or kind} is not a decoder language model; only those are compiled")
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=allow_remote, local_files_only=True)
-    except Exception as error:  # validation of a configuration raises whatever it likes
+    except Exception as error:  # validation of a configuration may raise anything
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UsageError(f"{directory / 'config.json'} is not a valid {kind} configuration: {reason[:200]}") from error
     _check_sizes(directory / "config.json", config.get_text_config())
@@ -54,7 +54,7 @@ def read_config(directory: Path, allow_remote: bool = False) -> Any:
 
 
 def _check_sizes(path: Path, config: Any) -> None:
-    """Refuse sizes that no model has, before anything is made of them."""
+    """Refuse sizes that no model has, before memory is allocated for them."""
     layers = getattr(config, DEPTH_KEY, 1)
     if isinstance(layers, int) and not 1 <= layers <= MOST_LAYERS:
         raise UsageError(f"{path}: {DEPTH_KEY} is {layers}; it must be from 1 to {MOST_LAYERS}")
@@ -66,7 +66,7 @@ def _check_sizes(path: Path, config: Any) -> None:
 
 
 def cut(config: Any, layers: int) -> Any:
-    """`config` with its first `layers` layers; lists that say something of each layer are cut too."""
+    """`config` with its first `layers` layers; lists with an entry for each layer are cut too."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     depth = getattr(text, DEPTH_KEY)

@@ -1,7 +1,7 @@
-"""Runs of a module without a trace: before it, to fill caches, and behind it, to check it on a few tokens.
+"""Eager runs of a module: before tracing, to fill its caches, and after it, to check the trace on a few tokens.
 
-The check finds what a trace cannot show: branches for a single sequence or token, values that were fixed by the trace,
-and memory that nothing was written to.
+The check detects what a trace cannot show: branches for a single sequence or token, values that tracing fixed, and
+memory that is read before it is written.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ ALIKE = 1e-3
 
 
 def warm_up(module: nn.Module, inputs: Sequence[Tensor]) -> None:
-    """Run `module`, so that tables which it keeps outside of itself, as in functools.cache, are not made by the trace.
+    """Run `module`, so that tables that it keeps outside of itself, as in functools.cache, are not filled by the trace.
 
-    They would hold tensors without values, which the user's own calls would find there. Its weights stay as they are.
+    The trace would fill them with tensors without values, which the user's own calls would then read. The module's
+    weights do not change.
     """
     with torch.no_grad(), suppress(Exception):  # the trace reports what cannot run
         _run(module, inputs)
@@ -44,7 +45,7 @@ def _run(module: nn.Module, inputs: Sequence[Tensor]) -> Any:
 def require_same(module: nn.Module, program: ExportedProgram, takes: int, vocabulary: int) -> None:
     """Raise UnsupportedError if `module` computes something else than `program`, or when run again, at SIZES.
 
-    The module takes as many inputs int64 as `takes` says. Where it cannot run, it is not checked.
+    `takes` is the number of the module's inputs, all int64. Sizes at which the module cannot run are not checked.
     """
     draw = torch.Generator().manual_seed(0)
     for batch, tokens in SIZES:
@@ -59,7 +60,7 @@ def _compare(module: nn.Module, program: ExportedProgram, inputs: Sequence[Tenso
             own, traced = _run(module, inputs), _run(program.module(), inputs)
             with _marked_memory():
                 again = _run(module, inputs)
-        except Exception:  # it cannot run here, or takes no such input, and then nothing is wrong silently
+        except Exception:  # it cannot run here, or refuses this input: then no error is silent
             return
     name = type(module).__name__
     if not _is_finite(own):
@@ -76,7 +77,7 @@ def _compare(module: nn.Module, program: ExportedProgram, inputs: Sequence[Tenso
 
 
 class _Protected(TorchDispatchMode):
-    """Raises RuntimeError where an operator would write into one of `tensors`, which may be the user's."""
+    """Raises RuntimeError if an operator would write into one of `tensors`, which may belong to the user."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer.model", "chat_template.jin
 
 
 def find(model: str | Path, allow_remote: bool = False) -> Path:
-    """The local directory of `model`: itself when it is one, else fetched from the hub (safetensors only)."""
+    """The local directory of `model`: itself if it is one, else fetched from the hub (safetensors only)."""
     if not str(model):
         raise UsageError("the model's name is empty: give a checkpoint directory, or a name on the model hub")
     path = Path(model)

@@ -42,14 +42,14 @@ def load(
 ) -> Graph:
     """The checkpoint `model` as a Graph at stage `import`; only headers of its weight files are read.
 
-    Without `weights` not even those: a configuration alone is enough, and loading a weight is an error. With `layers`
-    it is only that deep.
+    Without `weights` no weight file is read: a configuration is enough, and loading a weight is an error. `layers` is
+    the depth to truncate the model to.
     """
     directory = find(model, allow_remote)
     config = read_config(directory, allow_remote)
     if layers is not None:
         config = cut(config, layers)
-    config.__dict__.pop("quantization_config", None)  # however it is stored, the model is one of floats
+    config.__dict__.pop("quantization_config", None)  # stored weights are read as floats
     checkpoint = formats.open_checkpoint(directory) if weights else None
     try:
         program, loaders = _trace(config, checkpoint, allow_remote)
@@ -62,18 +62,20 @@ def load(
 def _trace(
     config: Any, checkpoint: Checkpoint | None, allow_remote: bool, attention_kind: str | None = ATTENTION
 ) -> tuple[ExportedProgram, dict[str, Loader]]:
-    """The export of the model of `config`, and how to load its weights (which settles what is tied, so it is first)."""
+    """The exported model of `config`, and its loaders of weights, which are made first because they untie weights."""
     module = build(config, allow_remote, attention_kind)
     loaders = huggingface_weights.loaders(module, checkpoint) if checkpoint else huggingface_weights.no_loaders(module)
-    most = 1 << 24 if attention_kind == ATTENTION else context_length(config)  # own masks may be stored to that length
+    most = (
+        1 << 24 if attention_kind == ATTENTION else context_length(config)
+    )  # a model's own masks may have that length
     return _export(module, most), loaders
 
 
 def build(config: Any, allow_remote: bool = False, attention_kind: str | None = ATTENTION) -> Any:
     """The model of `config` on the meta device in float32, its attention replaced by qcompile::attention.
 
-    With None as `attention_kind` it is the one that transformers runs by default, in ATen operators. (A model's own
-    kinds may differ: Falcon adds its linear bias twice where its attention is eager.)
+    None as `attention_kind` selects transformers' default attention, in ATen operators. (A model's own kinds may
+    differ: Falcon's eager attention adds its linear bias twice.)
     """
     from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
@@ -90,10 +92,10 @@ def build(config: Any, allow_remote: bool = False, attention_kind: str | None = 
             )
     except MemoryError:
         raise
-    except Exception as error:  # a model's constructor raises whatever it likes
+    except Exception as error:  # a model's constructor may raise anything
         if isinstance(error, KeyError) and error.args == (ATTENTION,):
             raise OwnAttention(f"{config.model_type} has an attention of its own that cannot be replaced") from error
-        if isinstance(error, KeyError):  # its words are the key alone
+        if isinstance(error, KeyError):  # its text is only the key
             raise UnsupportedError(f"{config.model_type} cannot be built: there is no {error}") from error
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UnsupportedError(f"{config.model_type} cannot be built: {reason}") from error
@@ -101,11 +103,11 @@ def build(config: Any, allow_remote: bool = False, attention_kind: str | None = 
 
 
 class _Logits(state.Watched):
-    """The part of a causal language model's interface that is compiled: ids and positions to logits."""
+    """The part of a causal language model's interface that is compiled: token ids and positions -> logits."""
 
     def run(self, *inputs: Tensor) -> Tensor:
         token_ids, positions = inputs
-        # The mask of ones says that nothing is padding, which spares the graph the search for packed sequences.
+        # A mask of ones means no padding, and keeps the search for packed sequences out of the graph.
         mask = torch.ones_like(token_ids)
         return self.module(input_ids=token_ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
 
@@ -114,8 +116,8 @@ class _Logits(state.Watched):
 def _fake_weights(module: nn.Module) -> Iterator[FakeTensorMode]:
     """`module` with weights that have a shape and no memory, on the CPU, for as long as the context lasts.
 
-    Tensors of numbers that a model's code makes on its weights' device keep their values there; on the meta device
-    they have none.
+    Constants that a model's code creates on its weights' device keep their values on the CPU; on the meta device they
+    would have none.
     """
     kept: list[tuple[dict[str, Any], str, Tensor]] = []
     made: dict[int, Tensor] = {}
@@ -160,6 +162,8 @@ def _info(name: str, directory: Path, config: Any, program: ExportedProgram) -> 
     begin = token("bos_token_id")
     if not all(type(number) is int for number in (*ends, *(() if begin is None else (begin,)))):
         raise UsageError(f"{directory}: bos_token_id {begin} and eos_token_id {end} must be token numbers")
-    if begin is not None and not 0 <= begin < text.vocab_size:  # a default of another vocabulary: nothing can embed it
+    if (
+        begin is not None and not 0 <= begin < text.vocab_size
+    ):  # a default of another vocabulary, outside this embedding
         begin = None
     return ModelInfo(name, int(text.vocab_size), context_length(config), begin, ends, count_parameters(program))

@@ -66,7 +66,7 @@ def require_positions(program: ExportedProgram, examples: Any) -> None:
     if not len(given) == len(taken) == 2 or given[1].dim() != 2 or given[1].is_meta:
         return
     if all(is_check(user) or "sym_size" in str(user.target) for user in taken[1].users):
-        return  # whatever it is, its values are not read
+        return  # its values are not read
     second = given[1].cpu()
     if second.dtype == torch.bool or (second != torch.arange(second.shape[1])).any():
         raise UsageError(
@@ -80,7 +80,7 @@ def _moved(tensor: Tensor) -> Tensor:
 
 
 class _Shadow:
-    """Makes copies of a module in evaluation mode whose tensors are on the CPU, and float32 if floating-point.
+    """Makes copies of a module in evaluation mode, with tensors on the CPU, in float32 if floating-point.
 
     They share parameters and buffers that need no conversion with the module.
     """
@@ -97,11 +97,11 @@ class _Shadow:
 
     def make(self) -> nn.Module:
         """A copy in the state of the module. Raises UnsupportedError if it holds something that cannot be copied."""
-        own = {id(value): _moved(value).clone() for value in self._kept}  # as nothing keeps a run from writing to them
+        own = {id(value): _moved(value).clone() for value in self._kept}  # because a run may write to them
         try:
             return copy.deepcopy(self._module, self._memo | own).eval()
         except MemoryError:
             raise
-        except Exception as error:  # attributes raise whatever they like
+        except Exception as error:  # attributes may raise anything
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UnsupportedError(f"{type(self._module).__name__} cannot be copied: {reason}") from error

@@ -74,7 +74,7 @@ class Watched(nn.Module):
 
 @contextmanager
 def _restored(module: nn.Module) -> Iterator[None]:
-    """Attributes of `module` and its submodules are as before, afterwards: a trace's tensors are of no use later."""
+    """Restore the attributes of `module` and its submodules afterwards: a trace's tensors have no use later."""
     kept = [(owner, dict(vars(owner))) for owner in module.modules()]
     try:
         yield
@@ -85,7 +85,7 @@ def _restored(module: nn.Module) -> Iterator[None]:
 
 
 def collect(module: nn.Module) -> State:
-    """The state of `module` and its submodules, but for registered parameters and buffers."""
+    """The state of `module` and its submodules, except registered parameters and buffers."""
     collected: State = {}
     seen: set[int] = set()
     for path, owner in module.named_modules():
@@ -95,7 +95,7 @@ def collect(module: nn.Module) -> State:
 
 
 def _attributes(owner: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Attributes of a module, and numbers that its class has for all of its kind."""
+    """Attributes of a module, and numbers among the attributes of its class."""
     for name, value in vars(owner).items():
         if name not in _OF_TORCH:
             yield name, value
@@ -120,7 +120,7 @@ def _collect(path: str, value: Any, collected: State, seen: set[int], depth: int
 
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
-    """What a container or a plain object holds, with how it is accessed."""
+    """The items of a container or a plain object, each with the text that accesses it."""
     if isinstance(value, dict):
         return [(f"[{key!r}]", part) for key, part in value.items()]
     if isinstance(value, list | tuple | deque):
@@ -143,7 +143,7 @@ def _shapes(state: State) -> State:
 
 
 def _difference(before: State, after: State) -> str | None:
-    """The path of something that is not the same in both, or None."""
+    """The path of a value that differs, or None."""
     return next((path for path in {**after, **before} if not _same(before, after, path)), None)
 
 
@@ -164,7 +164,7 @@ def alike(one: ExportedProgram, other: ExportedProgram) -> bool:
 
 
 def _outputs(program: ExportedProgram, numbers: dict[Any, int]) -> str:
-    """The outputs in terms of `numbers`, which has one for each expression."""
+    """The outputs as text, with a number for each distinct expression; `numbers` has the numbers given so far."""
     numbering: dict[fx.Node, int] = {}
     inputs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
 
@@ -185,7 +185,7 @@ def _outputs(program: ExportedProgram, numbers: dict[Any, int]) -> str:
             numbering[node.all_input_nodes[0]] if _casts_nothing(node) else numbers.setdefault(key, len(numbers))
         )
         if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
-            numbering |= dict.fromkeys(node.all_input_nodes[:1], numbering[node])  # what is read afterwards
+            numbering |= dict.fromkeys(node.all_input_nodes[:1], numbering[node])  # later reads see the new value
     raise AssertionError("an exported program has an output")
 
 
@@ -196,7 +196,7 @@ def _kind(node: fx.Node) -> str:
 
 
 def _casts_nothing(node: fx.Node) -> bool:
-    """Whether `node` gives its operand back, as a table that is kept from the first run is cast again."""
+    """Whether `node` returns its operand unchanged, as a cast to the operand's own type does."""
     source: Any = node.args[0] if str(node.target).startswith("aten.to.") else None
     return isinstance(source, fx.Node) and source.meta["val"].dtype == node.meta["val"].dtype
 

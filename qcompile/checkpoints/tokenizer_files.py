@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint, as an artifact carries it."""
+"""The tokenizer of a checkpoint, as an artifact stores it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKENIZER_FILES = (
 
 
 def tokenizer_files(model: str | Path) -> dict[str, bytes]:
-    """The tokenizer of a checkpoint, by file name, as an artifact carries it; empty when it has none.
+    """The tokenizer of a checkpoint, by file name, as an artifact stores it; empty if there is none.
 
     A checkpoint with only a SentencePiece model gets the tokenizer.json that transformers converts it to.
     """
@@ -37,7 +37,7 @@ def tokenizer_files(model: str | Path) -> dict[str, bytes]:
 
         try:
             backend = AutoTokenizer.from_pretrained(directory, local_files_only=True).backend_tokenizer
-        except Exception as error:  # the converters raise whatever they like
+        except Exception as error:  # the converters may raise anything
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UnsupportedError(f"{directory / 'tokenizer.model'} cannot be converted: {reason}") from error
         files["tokenizer.json"] = backend.to_str(pretty=False).encode()
@@ -54,7 +54,7 @@ def other_tokenizer(model: Any, draft: Any) -> bytes | None:
 
 
 def _check_converters(file: Path) -> None:
-    """ResourceError where packages are missing that transformers reads a SentencePiece model with."""
+    """Raise ResourceError if a package is missing that transformers needs to read a SentencePiece model."""
     for package, module in (("sentencepiece", "sentencepiece"), ("protobuf", "google.protobuf")):
         try:
             installed = importlib.util.find_spec(module) is not None
@@ -67,7 +67,7 @@ def _check_converters(file: Path) -> None:
 
 
 def _check_tokenizer(directory: Path, files: dict[str, bytes]) -> None:
-    """Refuse what an artifact could carry, but nobody use."""
+    """Raise UsageError for files that could be stored but not used."""
     if "tokenizer.json" in files:
         from tokenizers import Tokenizer
 

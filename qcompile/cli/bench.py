@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 
 SAMPLE_SECONDS = 0.05
-"""A test shorter than this is repeated within a round until it has taken so long."""
+"""A test is repeated within a round until it has taken this long."""
 
 _PROFILED = 3
-"""How often the decoded tokens are decoded again for the time of each kernel."""
+"""Repetitions of decoding for the times of the kernels."""
 
 _PROBES = {"bytes": 0, "int8": 1, "f32": 2, "bf16": 3}
 
@@ -50,7 +50,7 @@ def measure(llm: LLM, sizes: Sizes, progress: Progress) -> dict[str, float]:
         smaller = "give smaller ones by --tg, --pp and --verify"
         raise UsageError(f"a test of {longest} tokens does not fit the context of {llm.context}: {smaller}")
     if any(rows > llm.executor.limits.max_tokens for rows in sizes.verify):
-        raise UsageError(f"a step carries at most {llm.executor.limits.max_tokens} tokens: give fewer by --verify")
+        raise UsageError(f"a step takes at most {llm.executor.limits.max_tokens} tokens: give fewer by --verify")
     tests = {f"tg{sizes.tg}": (sizes.tg, lambda: _decode(llm, sizes.tg))}
     for rows in sizes.pp:
         tests[f"pp{rows}"] = (rows, lambda rows=rows: _prefill(llm, rows, outputs=1))  # type: ignore[misc]
@@ -58,7 +58,7 @@ def measure(llm: LLM, sizes: Sizes, progress: Progress) -> dict[str, float]:
         tests[f"verify{rows}"] = (rows, lambda rows=rows: _prefill(llm, rows, outputs=rows))  # type: ignore[misc]
     seconds: dict[str, list[float]] = {test: [] for test in tests}
     for _, run in tests.values():
-        run()  # pages of the cache are touched, threads awake
+        run()  # touches the cache's pages and wakes the threads
     for done in range(sizes.repeats):
         for test, (_, run) in tests.items():
             seconds[test] += _sample(run)
@@ -67,7 +67,7 @@ def measure(llm: LLM, sizes: Sizes, progress: Progress) -> dict[str, float]:
 
 
 def _sample(run: Callable[[], float]) -> list[float]:
-    """Seconds of each repetition, as many as take SAMPLE_SECONDS."""
+    """Seconds of each repetition, of as many as SAMPLE_SECONDS allow."""
     taken = [run()]
     while sum(taken) < SAMPLE_SECONDS:
         taken.append(run())
@@ -86,7 +86,7 @@ def _pages(llm: LLM, tokens: int) -> Iterator[list[int]]:
 
 
 def _tokens(llm: LLM, count: int) -> list[int]:
-    """`count` tokens drawn with a fixed seed: which ones does not matter to speed."""
+    """`count` random tokens with a fixed seed: their values do not affect the speed."""
     draw = random.Random(0)
     return [draw.randrange(llm.vocab_size) for _ in range(count)]
 
@@ -103,7 +103,7 @@ def _decode(llm: LLM, steps: int) -> float:
 
 
 def _prefill(llm: LLM, count: int, outputs: int) -> float:
-    """Seconds for `count` tokens at once (in steps of the most a step carries), the last `outputs` with logits."""
+    """Seconds for `count` tokens at once, in steps of at most max_tokens; the last `outputs` tokens have logits."""
     from qcompile.runtime.step import Rows
 
     tokens, most = _tokens(llm, count), llm.executor.limits.max_tokens
@@ -164,12 +164,12 @@ def _kernels(llm: LLM, path: Path, steps: int, peaks: Peaks) -> list[dict[str, A
 
 
 def seconds_of(call: str, timed: dict[str, tuple[float, int]]) -> float:
-    """What a call took in all, by what was timed: on a GPU several launches, named behind it (`call.part`)."""
+    """Total seconds of a call. On a GPU a call may have several launches, which are timed as `call.part`."""
     return sum(seconds for name, (seconds, _) in timed.items() if name == call or name.startswith(f"{call}."))
 
 
 def as_text(result: dict[str, Any]) -> str:
-    """`report` for people: calls of one kernel and shape are one row."""
+    """`report` as text; calls of one kernel and shape share a row."""
     width = max((8, *map(len, result["tests"])))
     lines = [f"{test:>{width}}  {speed:10.1f} tokens/s" for test, speed in result["tests"].items()]
     ceilings = ", ".join(f"{value:.0f} {name.replace('_', ' ')}" for name, value in result["ceilings"].items())

@@ -161,7 +161,7 @@ def doctor(
 
 
 def print_build(report: BuildReport, recipe: str, target: str, explain: str | None, json: bool) -> None:
-    """What was built, pass by pass; with `explain`, what that pass left alone and why."""
+    """Print the result of a build pass by pass; with `explain`, also what that pass left unchanged, and why."""
     size = sum(path.stat().st_size for path in report.path.rglob("*") if path.is_file())
     if json:
         console.print_json(
@@ -170,8 +170,8 @@ def print_build(report: BuildReport, recipe: str, target: str, explain: str | No
                 "recipe": recipe,
                 "target": target,
                 "bits_per_weight": report.bits_per_weight,
-                "passes": [_told(record) for record in report.passes],
-                "drafts": {name: [_told(record) for record in records] for name, records in report.drafts.items()},
+                "passes": [_record(record) for record in report.passes],
+                "drafts": {name: [_record(record) for record in records] for name, records in report.drafts.items()},
                 "seconds": report.seconds,
                 "bytes": size,
             }
@@ -186,17 +186,17 @@ def print_build(report: BuildReport, recipe: str, target: str, explain: str | No
     print(f"{report.path}: {facts}, built in {sum(report.seconds.values()):.1f} s")
 
 
-def _told(record: PassRecord) -> dict[str, Any]:
+def _record(record: PassRecord) -> dict[str, Any]:
     return {"name": record.name, "fired": record.fired, "seconds": record.seconds, "notes": list(record.notes)}
 
 
 def _line(records: Sequence[PassRecord]) -> str:
-    """How often each pass fired, and how many things it left alone."""
+    """How often each pass fired, and how many places it left unchanged."""
     return ", ".join(f"{p.name} {p.fired}" + (f" ({len(p.notes)} left alone)" if p.notes else "") for p in records)
 
 
 def _explained(report: BuildReport, explain: str) -> list[str]:
-    """What the pass left alone and why, path by path."""
+    """What the pass `explain` left unchanged and why, path by path."""
     lines: list[str] = []
     for path, records in {"": report.passes, **report.drafts}.items():
         for record in (record for record in records if record.name == explain):

@@ -1,4 +1,4 @@
-"""What a command prints: results on stdout, everything else on stderr, progress with the time left."""
+"""Output of the commands: results on stdout, everything else on stderr, and progress with the time left."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ LINE_SECONDS = 5.0
 
 
 interrupts: list[int] = []
-"""Signals that are to end the command: a module that is being imported may swallow the exception of one, as an object
-that ends does."""
+"""Signals that must end the command. They are kept because the KeyboardInterrupt of a signal may be swallowed, by a
+module that is being imported or by a destructor."""
 
 
 def heed_interrupts() -> None:
@@ -34,10 +34,10 @@ def heed_interrupts() -> None:
 
 
 def open_streams() -> None:
-    """Make the standard streams usable whatever the caller left of them.
+    """Make the standard streams usable, in whatever state the parent process left them.
 
-    A closed one reads as empty and forgets what is written (and no file of ours gets its number); what a stream's
-    encoding lacks is escaped; what is not text in it is kept, for whoever reads it to refuse.
+    A closed stream is opened on /dev/null, so that no later file gets its number. Characters that the encoding of an
+    output lacks are escaped. Bytes of the input that are not text are kept, and refused where the text is used.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
@@ -52,14 +52,14 @@ def open_streams() -> None:
 
 
 def everything() -> str:
-    """All of stdin, its line ends as they are."""
+    """All of stdin, with its line ends unchanged."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(newline="")
     return sys.stdin.read()
 
 
 def numbers(option: str, text: str) -> tuple[int, ...]:
-    """`128,512` as numbers; UsageError naming the option."""
+    """`128,512` as numbers. Raises UsageError that names the option."""
     try:
         parsed = tuple(int(part) for part in text.split(",") if part)
     except ValueError:
@@ -70,7 +70,7 @@ def numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def log(text: str) -> None:
-    """One line on stderr, if that takes any: what a command has to say of itself does not change how it ends."""
+    """Print one line on stderr. Errors of stderr are ignored: messages must not change how a command ends."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
@@ -112,11 +112,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], words: Collectio
 
 
 class Progress:
-    """A callback `(stage, done, total)`; shows on stderr how far a stage is, and the time it has left.
+    """A callback `(stage, done, total)` that shows on stderr how far a stage is, and the time left.
 
-    A thread does the showing, so that a stage which calls back rarely is seen too: on a terminal a bar, elsewhere
-    a line every few seconds, and nothing in the first two seconds. Raises KeyboardInterrupt after an
-    interrupt.
+    A thread prints it, so that a stage that rarely calls back is shown too: a bar on a terminal, else a line every few
+    seconds, and nothing in the first two seconds. A call raises KeyboardInterrupt after an interrupt.
     """
 
     def __init__(self) -> None:
@@ -142,7 +141,7 @@ class Progress:
         self._done, self._total = done, total
 
     def line(self, now: float) -> str:
-        """How far the stage is, and the time left at its pace so far; the time spent where it has no parts."""
+        """The share done and the time left at the speed so far; the time spent if the stage has no parts."""
         seconds, done, total = now - self._stage_start, self._done, self._total
         if total <= 1 or done <= 0:
             return f"{self._stage}: {seconds:.0f} s so far"

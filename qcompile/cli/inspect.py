@@ -1,4 +1,4 @@
-"""What an artifact holds, from its manifest alone."""
+"""The contents of an artifact, from its manifest alone."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from qcompile.cli import console
 from qcompile.errors import ArtifactError
 
 _MEASURED = ("max_relative_error", "seconds")
-"""What --check finds out about a pass."""
+"""What --check measures of a pass."""
 
 
 def summary(path: Path) -> dict[str, Any]:
     """What `inspect --json` prints.
 
-    `sizes` are bytes: all, weights, kernels, the rest, and what a token takes in the caches of all paths; `drafts` say
-    how much of it is theirs.
+    `sizes` are bytes: of all files, weights, kernels, other files, and of one token in the caches of all paths.
+    `drafts` have the bytes per token of their own caches.
     """
     manifest = read_checked_manifest(path)
     files: dict[str, dict[str, Any]] = manifest["files"]
@@ -56,7 +56,7 @@ def _level(level: dict[str, Any]) -> dict[str, Any]:
 
 
 def _per_token(kv: dict[str, Any]) -> int:
-    """Bytes a token takes in the cache that a manifest describes so."""
+    """Bytes of one token in the cache that a manifest describes by `kv`."""
     size: int = kv["page_bytes"] // kv["page_tokens"]
     return size
 
@@ -64,8 +64,8 @@ def _per_token(kv: dict[str, Any]) -> int:
 def passes(path: Path) -> list[dict[str, Any]]:
     """What `inspect --passes --json` prints: {path, name, options, fired, notes, max_relative_error, seconds} of each.
 
-    Behind the target's passes (path "model") are those of drafts. The last two are None unless the artifact was built
-    with --check, which does not measure drafts.
+    The target's passes (path "model") come first, then those of drafts. The last two values are None unless the
+    artifact was built with --check, which does not measure drafts.
     """
     manifest = read_checked_manifest(path)
     paths = {"model": manifest["passes"]}
@@ -81,7 +81,7 @@ def passes(path: Path) -> list[dict[str, Any]]:
 
 
 def _measured(path: Path) -> dict[str, dict[str, float | None]]:
-    """What --check measured, by pass; nothing without it. No hash covers the file, so it may hold anything."""
+    """What --check measured, by pass; empty without --check. No hash covers the file, so its content is not trusted."""
     try:
         listed = json.loads((path / PASSES_FILE).read_text(encoding="utf-8"))
         return {
@@ -100,7 +100,7 @@ def _drafting(manifest: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def passes_as_text(listed: list[dict[str, Any]]) -> str:
-    """`passes` for people, as a table."""
+    """`passes` as a table in text."""
     rows = []
     for entry in listed:
         options = ", ".join(f"{name}={value}" for name, value in entry["options"].items())
@@ -113,7 +113,7 @@ def passes_as_text(listed: list[dict[str, Any]]) -> str:
 
 
 def as_text(contents: dict[str, Any]) -> str:
-    """`summary` for people."""
+    """`summary` as text."""
     model, recipe, target, sizes = contents["model"], contents["recipe"], contents["target"], contents["sizes"]
     options = "".join(f" {name}={value}" for name, value in recipe["options"].items())
     passes = "".join(f"  {_pass_line(entry)}\n" for entry in contents["passes"])

@@ -23,11 +23,11 @@ from qcompile.runtime.speculation.costs import GAMMAS, SpeculationPrior, best_ga
 
 BATCHES = (1, 4, 16)
 REPEATS, MOST_REPEATS, ENOUGH_SECONDS = 3, 9, 1.0
-"""How often each time is measured: at least, and at most while all of one place takes no longer."""
+"""Repetitions of each measurement: at least REPEATS, up to MOST_REPEATS within ENOUGH_SECONDS per batch and context."""
 _SHORT, _LONG = 32, 1024
 _OWN_PROMPTS = 8
 _HEAD_START = 64
-"""Tokens that may come before the measurement: one call may take several rounds at once."""
+"""Tokens that may be generated before the measurement starts: one step may run several rounds."""
 Progress = Callable[[str, int, int], None]
 
 
@@ -44,10 +44,10 @@ def tune(
     `loading` are further arguments of `qcompile.load`. Batches for which the KV cache is too small are left out.
     Returns the table: {"threads", "acceptance", "table": [{"batch", "context", "plain", "rounds": {gamma: seconds}}]}.
     Raises UsageError for an artifact without drafts, or data that is not lines of JSON with a prompt or a text, and
-    ResourceError where the artifact may not be written.
+    ResourceError if the artifact cannot be written.
     """
     if path.is_dir() and not os.access(path, os.W_OK):
-        raise ResourceError(f"{path} may not be written, and what is measured is kept there: tune a copy of it")
+        raise ResourceError(f"{path} cannot be written, and measurements are kept there: tune a copy of it")
     with qcompile.load(path, gamma=AUTO, prefix_caching=False, **loading) as llm:
         drafter = llm.engine.speculation.drafter
         if drafter is None:
@@ -73,14 +73,14 @@ def tune(
 
 
 def _held(llm: LLM, batch: int, context: int, tokens: int) -> bool:
-    """Whether the cache holds so many requests until they end: else some would wait for others, or be evicted."""
+    """Whether the cache holds `batch` requests until they end. Otherwise some would wait for others, or be evicted."""
     pool = llm.engine.pool
     spare = batch - 1  # a page for each of those that run before the last is admitted
     return batch * pool.pages_for(context + _HEAD_START + tokens) + spare <= pool.total
 
 
 def _prompts(llm: LLM, data: Path) -> list[list[int]]:
-    """The prompts of a JSONL file as tokens, of long ones the last."""
+    """The prompts of a JSONL file as tokens; of a prompt longer than the context, the last tokens."""
     try:
         whole = texts.read(data)
     except (OSError, UnicodeDecodeError) as error:
@@ -97,7 +97,7 @@ def _prompts(llm: LLM, data: Path) -> list[list[int]]:
 
 
 def _own_prompts(llm: LLM) -> list[list[int]]:
-    """What the model writes by itself from the start of a text, drawn with seeds."""
+    """Texts that the model generates from the start token, sampled with fixed seeds."""
     start = [llm.bos_token_id or 0]
     every = [SamplingParams(temperature=0.8, seed=seed, max_tokens=64) for seed in range(_OWN_PROMPTS)]
     outputs = llm.generate([start] * len(every), every)
@@ -107,7 +107,7 @@ def _own_prompts(llm: LLM) -> list[list[int]]:
 def _measure(
     llm: LLM, prompts: Sequence[list[int]], batch: int, context: int, tokens: int, total: SpeculationMetrics
 ) -> dict[str, Any]:
-    """Median seconds of a plain step and of a round of each gamma; what was accepted is added to `total`."""
+    """Median seconds of a plain step and of a round of each gamma; counts of accepted drafts are added to `total`."""
     group = _Group(llm, [_text(prompts, index, context) for index in range(batch)], tokens)
     seconds: dict[int, list[float]] = {}
     started = time.perf_counter()
@@ -133,10 +133,10 @@ def _text(prompts: Sequence[list[int]], index: int, context: int) -> list[int]:
 
 
 class _Group:
-    """Requests that go on from their prompts again and again: the prompts are computed once.
+    """Requests that are measured repeatedly from the ends of their prompts, which are computed once.
 
-    Going back leaves in the cache what is computed again anyway; only a hierarchical cache, which rounds what lies
-    back, needs its prompts anew.
+    Going back leaves keys and values in the cache that later steps overwrite. Only a hierarchical cache, which rounds
+    older tokens, needs its prompts computed again.
     """
 
     def __init__(self, llm: LLM, texts: list[list[int]], tokens: int) -> None:
@@ -160,7 +160,7 @@ class _Group:
         self.lengths = [len(request.sequence.tokens) for request in self.requests]
 
     def again(self) -> None:
-        """Back to where the prompts have been computed."""
+        """Go back to the state after the prompts were computed."""
         if self.ring or any(request.output.finish_reason for request in self.requests):
             for request in self.requests:
                 self.engine.cancel(request)
@@ -170,7 +170,7 @@ class _Group:
             self.engine.rewind(request, length)
 
     def run(self, gamma: int) -> float:
-        """Seconds of a step (gamma 0) or round."""
+        """Seconds of a plain step (gamma 0) or of a round of `gamma` drafts."""
         self.again()
         engine, first = self.engine, self.requests[0]
         engine.speculation.gamma = gamma
@@ -187,13 +187,13 @@ class _Group:
         while all(len(request.sequence.tokens) < goal and not request.output.finish_reason for request, goal in goals):
             engine.step()
         taken, steps = time.perf_counter() - start, count() - before
-        if steps == 0:  # a fast model has made all its rounds in that one call: as the library timed them
+        if steps == 0:  # a fast model ran all rounds in one call: take the library's own times
             taken = metrics.draft_seconds + metrics.verify_seconds - seconds
             steps = max(1, metrics.rounds - rounds)
         return taken / steps
 
     def end(self, total: SpeculationMetrics) -> None:
-        """Cancel the requests; what was accepted is added to `total`."""
+        """Cancel the requests; the counts of accepted drafts are added to `total`."""
         for request in self.requests:
             self.engine.cancel(request)
         for request in self.ended + self.requests:
@@ -203,14 +203,14 @@ class _Group:
 
 
 def _rate(total: SpeculationMetrics) -> float:
-    """How likely a draft is accepted where those before it were."""
+    """The probability that a draft is accepted if the drafts before it were."""
     pairs = zip([sum(total.drafted[:1]), *total.accepted], total.drafted, strict=False)
     reached = sum(min(before, drafted) for before, drafted in pairs)
     return min(1.0, sum(total.accepted) / reached) if reached else 0.0
 
 
 def as_text(tuned: dict[str, Any]) -> str:
-    """The table for people: gamma and what it brings, by batch and context."""
+    """The table as text: the best gamma and its speedup, by batch and context."""
     prior = SpeculationPrior.load(tuned)
     rows = []
     for entry in prior.table:

@@ -119,5 +119,5 @@ def test_what_cannot_be_tuned_is_refused_before_it_is_measured(
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))  # a read-only mount
     assert code_of("tune", out) == 5
-    assert "may not be written" in capsys.readouterr().err
+    assert "cannot be written" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
