@@ -22,8 +22,8 @@ TUNED = load_table("expert_tiles_h200")
 def choose(format: str, n: int, k: int, tokens: int, gpu: Target) -> Tile:
     """The tile for experts' weights of [n, k] each and up to `tokens` slots per program (1: a GEMV).
 
-    It is that of the nearest tuned shape, by the logarithms of N and K, whose tile fits the weight; otherwise a default
-    tile. Raises UnsupportedError if none fits.
+    Tuned tiles are tried in the order of their distance from [n, k], by logarithms, then a default tile. The first that
+    fits the weight is taken. Raises UnsupportedError if none fits.
     """
     source = TUNED.sources(format)[-1] if tokens > 1 else format
     tuned = [tile for _, tile in TUNED.by_distance(source, tokens, n, k)] if gpu.has_wgmma else []

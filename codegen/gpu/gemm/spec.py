@@ -329,7 +329,7 @@ def _has_copied(spec: KernelSpec) -> bool:
 
 
 def _has_unpacked(spec: KernelSpec) -> bool:
-    """Whether the kernel whose warps unpack the next inputs during a product supports the tile."""
+    """Whether the kernel that unpacks the next inputs during a product supports the tile."""
     tile, layout = spec.tile, spec.layout
     divides = tile.unpack_k in (16, 32, 64) and layout.row_items % tile.unpack_k == 0
     divides = divides and layout.block * tile.unroll >= 256 and tile.tokens >= MMA_MIN_TOKENS

@@ -18,10 +18,10 @@ WS_MIN_TOKENS = 8
 class Tile:
     """Tile shape and schedule: a program computes `tokens` (of M) x `rows` (of N) outputs.
 
-    K is cut into parts in three ways. With `split_k`, as many programs each sum one part, and the last to arrive adds
-    the partial sums in order. With `sliced_k`, groups of warps of one program do. With `serial_k` (float accumulators,
-    large M), one program sums the parts one after the other and adds them in the order of `split_k`. A main loop step
-    takes `unroll` blocks of K; `stages` steps are in flight.
+    K is cut into parts in three ways. With `split_k`, each of that many programs sums a part, and the last to arrive
+    adds the partial sums in order. With `sliced_k`, groups of warps of one program do. With `serial_k` (float
+    accumulators, large M), one program sums the parts one after the other and adds them in the order of `split_k`. A
+    main loop step takes `unroll` blocks of K; `stages` steps are in flight.
 
     `prefetch_bytes` (sm_90 on; 0: off) enables programmatic dependent launch (PDL): the kernel starts while the one
     before it ends, prefetches that many bytes (a power of two) of each 32 rows of weights into L2, and waits before it
@@ -36,9 +36,9 @@ class Tile:
     `unpack_k` (sm_90) overlaps unpacking of weights with the tensor cores (wgmma):
 
     - 64 (bf16 weights): nothing is unpacked; `stages` chunks of 64 inputs are in flight to or in shared memory.
-    - 16, 32 or 64 (other weights, bf16 activations): each warp unpacks so many inputs of K while the tensor cores take
-      the previous ones. `stages` is 1: as many chunks of 64 inputs are in flight as `unroll` blocks have, and with PDL
-      those are loaded before the kernel waits.
+    - 16, 32 or 64 (other weights, bf16 activations): each warp unpacks that many inputs of K while the tensor cores
+      take the previous ones. `stages` is 1: the chunks of 64 inputs of `unroll` blocks are in flight, and with PDL they
+      are loaded before the kernel waits.
     - 128: the kernel is warp-specialized. `warps` consumer warps, four per 64 rows, unpack and multiply; four producer
       warps copy, `stages` blocks ahead, and with PDL they start on the weights before the kernel waits. `unroll` is the
       number of blocks that share a word of parameters. With `token_halves` the tokens are multiplied in two halves, and

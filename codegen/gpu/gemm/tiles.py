@@ -149,7 +149,7 @@ def choose_batch_invariant(format: str, n: int, k: int, tokens: int, gpu: Target
 
 
 def _large_m_tiles(format: str, n: int, k: int, tokens: int, parts: int, gpu: Target) -> Iterator[Tile | None]:
-    """Tiles that are faster than the decode class's with a large M if K has so many parts, the fastest first."""
+    """Tiles that are faster with a large M than that of the decode class, for K in `parts` parts; the fastest first."""
     if tokens > 128 and n % 128 == 0:
         tokens = min(1 << (tokens - 1).bit_length(), 512)  # the largest of its class
         if gpu_kernel(format).is_whole:
@@ -161,7 +161,7 @@ def _large_m_tiles(format: str, n: int, k: int, tokens: int, parts: int, gpu: Ta
 
 
 def _copied_tile(format: str, n: int, k: int, tokens: int, parts: int, gpu: Target) -> Tile | None:
-    """A tile of weights that need no unpacking, whose operands are copied while the tensor cores multiply.
+    """A tile of bf16 weights: they need no unpacking, and operands are copied while the tensor cores multiply.
 
     None where programs would be too few, even if the last tiles are halved. Found on an H100 (docs/gpu_kernels.md).
     """
@@ -175,7 +175,7 @@ def _copied_tile(format: str, n: int, k: int, tokens: int, parts: int, gpu: Targ
 
 
 def _unpacked_in_turn(format: str, n: int, k: int, tokens: int, parts: int, gpu: Target) -> Iterator[Tile | None]:
-    """Tiles whose programs unpack the parts of K one after the other, of as many blocks a step as divide the parts.
+    """Tiles of programs that unpack the parts of K one after the other, in steps of blocks that divide the parts.
 
     None where programs would be too few. Found on an H100 (docs/gpu_kernels.md).
     """
