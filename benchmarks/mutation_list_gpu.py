@@ -10,6 +10,7 @@ OVERLAPPED = "codegen/gpu/templates/gemm_overlapped.py.jinja"
 GPU_PROMPTS = "tests/codegen/gpu/test_prompts.py"
 WARP_GROUPS = "codegen/gpu/templates/attention_warp_specialized.py.jinja"
 CUDA, ENGINE = "tests/runtime/cuda/test_cuda.py", "tests/runtime/engine/test_engine.py"
+GPU_FUSE = "tests/codegen/gpu/test_fuse.py"
 GPU_ROUNDED = "tests/codegen/gpu/test_rounded.py"
 
 GPU_MUTATIONS = (
@@ -187,5 +188,26 @@ GPU_MUTATIONS = (
         "behind = not (reports or (self._draws and self._draws.reporting))",
         "behind = not (reports and (self._draws and self._draws.reporting))",
         f"{CUDA} -k step_before",
+    ),
+    Mutation(
+        "a sum over slots that another call reads too is not stored",
+        "codegen/gpu/fuse.py",
+        "return other if reads.alone(after, combine.out) and reads.disjoint([after.out], combine.reads) else None",
+        "return other if reads.disjoint([after.out], combine.reads) else None",
+        f"{GPU_FUSE} -k not_added",
+    ),
+    Mutation(
+        "a norm of heads that the append does comes after a norm that was behind it",
+        "codegen/gpu/fuse.py",
+        " and not any(_overlaps(norm, later) for later in separate)",
+        "",
+        f"{GPU_FUSE} -k order_of_norms",
+    ),
+    Mutation(
+        "slots stay sorted by an index that was written again",
+        "codegen/gpu/fuse_experts.py",
+        "order = None if order and order.index in call.writes else order",
+        "order = order if order else None",
+        f"{GPU_FUSE} -k prepare_anew",
     ),
 )
