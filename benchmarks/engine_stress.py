@@ -2,7 +2,7 @@
 
     python benchmarks/engine_stress.py [--requests 5000] [--recipe qspec] [--draft lookup] [--target cpu]
 
-Every output that completes must be that of its request in an engine of its own pace, without prefix caching, no page
+Every output that completes must be that of its request in an engine without cancellation or prefix caching, no page
 may be lost, and no request may starve; how long they waited is stated. Half of all prompts begin with one of four.
 """
 

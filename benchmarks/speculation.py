@@ -228,20 +228,20 @@ def one_round(llm: LLM, prompts: list[str], sizes: tuple[int, ...]) -> Times:
     One prompt's from its first token to the last; a group's, whose prompts take turns, all but the longest prefill.
     """
     times: Times = {way: {str(size): [] for size in sizes} for way in (*WAYS, LOST, DISTANCE)}
-    tempo = llm.engine.speculation.controller
-    assert tempo is not None
+    controller = llm.engine.speculation.controller
+    assert controller is not None
     for size in sizes:
         chosen = prompts if size == 1 else prompts[:: max(1, len(prompts) // (size * GROUPS))]
         for start in range(0, len(chosen) - size + 1, size):
             times[DISTANCE][str(size)].append(core_distance())
             for way, gamma in WAYS.items():
-                started, before = time.perf_counter(), (tempo.seconds, tempo.lost)
+                started, before = time.perf_counter(), (controller.seconds, controller.lost)
                 outputs = generate(llm, chosen[start : start + size], gamma)
                 prefill = max(output.metrics.prefill_seconds for output in outputs)
                 whole = time.perf_counter() - started - prefill
                 times[way][str(size)].append(outputs[0].metrics.decode_seconds if size == 1 else whole)
                 if gamma == AUTO:
-                    times[LOST][str(size)].append((tempo.lost - before[1]) / (tempo.seconds - before[0]))
+                    times[LOST][str(size)].append((controller.lost - before[1]) / (controller.seconds - before[0]))
     return times
 
 

@@ -63,11 +63,11 @@ def test_a_request_does_not_see_its_batch(recipe: str, tiny_artifact: Build) -> 
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_bursts_give_what_steps_give(recipe: str, tiny_artifact: Build) -> None:
+def test_multi_step_decodes_give_what_steps_give(recipe: str, tiny_artifact: Build) -> None:
     with qcompile.load(tiny_artifact(recipe), threads=1) as llm:
-        in_bursts = llm.generate(PROMPTS[0], temperature=0, max_tokens=60)[0].outputs[0].token_ids
+        in_one_call = llm.generate(PROMPTS[0], temperature=0, max_tokens=60)[0].outputs[0].token_ids
         stepwise = llm.generate(PROMPTS[0], temperature=0, max_tokens=60, logprobs=0)[0].outputs[0].token_ids
-    assert in_bursts == stepwise
+    assert in_one_call == stepwise
 
 
 def test_numbers_may_be_numpy_s(tiny_artifact: Build) -> None:

@@ -207,12 +207,12 @@ def test_text_and_stream_agree(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Non
         ("🙂", TEXT[: TEXT.index("🙂")], "🙂"),
     ],
 )
-@pytest.mark.parametrize("burst", [1, 4, 50])
+@pytest.mark.parametrize("steps", [1, 4, 50])
 def test_stop_texts(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, stop: Any, text: str, reason: str | None, burst: int
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, stop: Any, text: str, reason: str | None, steps: int
 ) -> None:
     scripted(llm, TEXT, monkeypatch)
-    fix_calls(llm.engine, burst)
+    fix_calls(llm.engine, steps)
     stream = list(llm.stream("?", temperature=0, max_tokens=500, stop=stop))
     output = stream[-1].outputs[0]
     assert "".join(out.outputs[0].new_text for out in stream) == output.text == text
@@ -221,11 +221,11 @@ def test_stop_texts(
         assert TOKENIZER.decode(output.token_ids).endswith(reason)
 
 
-@pytest.mark.parametrize("burst", [1, 4])
-def test_nothing_is_added_after_a_stop_text(llm: LLM, monkeypatch: pytest.MonkeyPatch, burst: int) -> None:
+@pytest.mark.parametrize("steps", [1, 4])
+def test_nothing_is_added_after_a_stop_text(llm: LLM, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     """Another request goes on; the next step may have run already when the text is found."""
     scripted(llm, TEXT, monkeypatch)
-    fix_calls(llm.engine, burst)
+    fix_calls(llm.engine, steps)
     params = [SamplingParams(temperature=0, max_tokens=40, stop=stop) for stop in ("ï", None)]
     ended, other = (llm.engine.add(TOKENIZER.encode("?").ids, one) for one in params)
     while llm.engine.busy:

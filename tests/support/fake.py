@@ -66,7 +66,7 @@ class FakeLibrary:
     def __init__(self) -> None:
         self.broken: int | None = None  # the logits of a row of this token are not finite
         self.steps: list[int] = []  # rows of each step
-        self.bursts: list[int] = []  # steps of each burst
+        self.decodes: list[int] = []  # steps of each multi-step decode
         self.closed = False
 
     def qc_describe(self) -> bytes:
@@ -92,7 +92,7 @@ class FakeLibrary:
     def qc_decode(self, handle: int, reference: Any, steps: int, out: int) -> int:
         batch = reference._obj
         assert batch.tokens == batch.sequences == batch.outputs
-        self.bursts.append(steps)
+        self.decodes.append(steps)
         count = batch.sequences
         result = ints(out, steps * count)
         for step in range(steps):
@@ -209,7 +209,7 @@ def byte_tokenizer() -> Any:
 
 @dataclass
 class Late:
-    """A step or burst that has been started, and what it found once it has run."""
+    """A step or a multi-step decode that has been started, and its tokens once it has run."""
 
     rows: list[Rows]
     steps: int

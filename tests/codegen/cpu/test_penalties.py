@@ -1,4 +1,4 @@
-"""Biases and penalties in the CPU's library: on every instruction set Python's bits, in steps, bursts and rounds."""
+"""Biases and penalties in the CPU's library: on every instruction set Python's bits, in all kinds of calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log probabilities by the CPU's library: on every instruction set Python's, in steps, bursts and rounds."""
+"""Log probabilities by the CPU's library: on every instruction set Python's, in all kinds of calls."""
 
 from __future__ import annotations
 
@@ -74,17 +74,17 @@ def by_python(llm: LLM, work: list[Work], monkeypatch: pytest.MonkeyPatch) -> li
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_an_engine_reports_what_python_finds(artifact: Path, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bits alone, together, in steps of few rows, in bursts and in rounds; and Python's but for rounding."""
+    """The same bits alone, together, in small steps, multi-step decodes and rounds; and Python's but for rounding."""
     with qcompile.load(artifact, threads=threads, max_batch=32) as llm:
         work = work_of(llm.vocab_size)
         assert llm.engine.speculation.gamma
         llm.engine.speculation.gamma = 0
         asked: list[bool] = []
-        step, bursts, decode = Executor.step, [1], Executor.decode
+        step, decodes, decode = Executor.step, [1], Executor.decode
         monkeypatch.setattr(Executor, "step", lambda self, rows, *a: asked.append(a[0]) or step(self, rows, *a))
-        monkeypatch.setattr(Executor, "decode", lambda self, *a: bursts.append(a[1]) or decode(self, *a))
+        monkeypatch.setattr(Executor, "decode", lambda self, *a: decodes.append(a[1]) or decode(self, *a))
         plain = run(llm, work[:-1])
-        assert not any(asked) and max(bursts) > 1
+        assert not any(asked) and max(decodes) > 1
         plain += run(llm, work[-1:])
         assert any(asked)
         for gamma in (0, 3, 6):
@@ -111,7 +111,7 @@ def ends_of(llm: LLM, params: list[SamplingParams]) -> list[tuple[Any, ...]]:
 
 
 def test_ends_cut_the_reports(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At an end of text, a stop text and a limit, in the middle of a burst or round; for several samples too."""
+    """At an end of text, a stop text and a limit, within a multi-step decode or round; for several samples too."""
     with qcompile.load(artifact, threads=1, max_batch=32) as llm:
         llm.engine.speculation.gamma = 0
         options = SamplingParams(temperature=0.9, seed=4, logprobs=2, max_tokens=20)

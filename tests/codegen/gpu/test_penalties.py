@@ -1,4 +1,4 @@
-"""Biases and penalties by GPU kernels, interpreted: the bits that Python gives, in steps, bursts and rounds."""
+"""Biases and penalties by GPU kernels, interpreted: the bits that Python gives, in all kinds of calls."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_rows_interpreted(vocab: int, sequences: int) -> None:
 
 
 def interpret_engine(how: str) -> None:
-    """Requests of all penalties in one batch: Python's tokens, in bursts and in rounds with drafts."""
+    """Requests of all penalties in one batch: Python's tokens, in multi-step decodes and in rounds with drafts."""
     from qcompile.runtime.speculation.host import HostSpeculator
     from tests.support.gpu_machine import PROMPTS, Machine, logits_asked
 
@@ -158,6 +158,6 @@ def test_arithmetic_is_that_of_python() -> None:
         assert found.spill_bytes == 0
 
 
-@pytest.mark.parametrize("how", ["bursts", "logits", "shared", "own", "lookup"])
+@pytest.mark.parametrize("how", ["decodes", "logits", "shared", "own", "lookup"])
 def test_an_engine_with_penalties_interpreted(how: str) -> None:
     interpreted(__name__, f"interpret_engine('{how}')")

@@ -1,4 +1,4 @@
-"""Log probabilities by GPU kernels, interpreted: Python's but for rounding, in steps, bursts and rounds."""
+"""Log probabilities by GPU kernels, interpreted: Python's but for rounding, in steps, multi-step decodes and rounds."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_rows_interpreted(vocab: int, sequences: int) -> None:
 
 
 def interpret_engine(how: str) -> None:
-    """Requests of all kinds in one batch: what Python finds in the logits, in bursts, rounds, and steps with drafts."""
+    """Requests of all kinds in one batch: what Python finds in the logits, in all kinds of calls."""
     from qcompile.runtime.speculation.host import HostSpeculator
     from tests.support.gpu_machine import PROMPTS, Machine, logits_asked
 

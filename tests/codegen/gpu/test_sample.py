@@ -107,7 +107,7 @@ PROMPTS = [[5, 9, 11], [7], list(range(20, 37)), [1, 2]]
 
 
 def interpret_engine(how: str) -> None:
-    """Requests of all kinds in one batch: the tokens that the host draws, in bursts and in rounds with drafts."""
+    """Requests of all kinds in one batch: the tokens that the host draws, in multi-step decodes and rounds."""
     from tests.support.gpu_machine import Machine
 
     torch.manual_seed(0)
@@ -118,7 +118,7 @@ def interpret_engine(how: str) -> None:
         {"temperature": 0.8, "seed": 3},
         {"temperature": 1.2, "seed": 4, "top_k": 30, "top_p": 0.9},
         {"temperature": 0.0},
-        {"temperature": 0.7, "seed": 5, "logprobs": 1} if how == "bursts" else {"temperature": 0.7, "seed": 5},
+        {"temperature": 0.7, "seed": 5, "logprobs": 1} if how == "decodes" else {"temperature": 0.7, "seed": 5},
     ]
     params = [SamplingParams(max_tokens=6 - i, ignore_eos=True, **o) for i, o in enumerate(options)]
 
@@ -131,7 +131,7 @@ def interpret_engine(how: str) -> None:
 
     by_host = generate(False, 0)
     assert generate(True, 0) == by_host
-    if how != "bursts":
+    if how != "decodes":
         before = machine.driver.replays
         assert generate(True, 2) == by_host
         assert machine.driver.replays > before  # rounds are graphs
@@ -139,6 +139,6 @@ def interpret_engine(how: str) -> None:
     assert generate(True, 0, (1,)) == [by_host[1]]
 
 
-@pytest.mark.parametrize("how", ["bursts", "shared", "own", "lookup"])
+@pytest.mark.parametrize("how", ["decodes", "shared", "own", "lookup"])
 def test_an_engine_that_draws_interpreted(how: str) -> None:
     interpreted(__name__, f"interpret_engine('{how}')")

@@ -1,4 +1,4 @@
-"""Scheduling, bursts, preemption and cancellation, on a fake model whose greedy text is known."""
+"""Scheduling, multi-step decodes, preemption and cancellation, on a fake model whose greedy text is known."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_greedy_is_the_reference() -> None:
     llm.engine.check()
     assert llm.engine.pool.free == llm.engine.pool.total
     assert max(llm.executor.library.steps) <= MAX_TOKENS
-    assert max(llm.executor.library.bursts) > 1
+    assert max(llm.executor.library.decodes) > 1
 
 
 def test_tokens_do_not_depend_on_the_batch() -> None:
@@ -194,23 +194,23 @@ def test_nobody_is_preempted_for_a_step_that_is_queued_behind_another() -> None:
     requests = [
         llm.engine.add(prompt, SamplingParams(temperature=0, max_tokens=140, ignore_eos=True)) for prompt in prompts
     ]
-    preempt, flying = scheduler.preempt, []
+    preempt, pending = scheduler.preempt, []
 
     def spied() -> Any:
-        flying.append([request.sequence.pending_rows for request in scheduler.running])
+        pending.append([request.sequence.pending_rows for request in scheduler.running])
         return preempt()
 
     scheduler.preempt = spied  # type: ignore[method-assign]
     while llm.engine.busy:
         llm.engine.step()
         llm.engine.check()
-    assert flying and not any(map(any, flying))
+    assert pending and not any(map(any, pending))
     for prompt, request in zip(prompts, requests, strict=True):
         assert request.output.token_ids == reference_greedy(prompt, 140, eos=None)
 
 
 def test_a_new_request_is_in_the_step_behind_the_one_that_runs() -> None:
-    """It does not wait for a burst of those that run already."""
+    """It does not wait for a multi-step decode of those that run already."""
     llm = fake_llm()
     if not isinstance(llm.executor, LateExecutor):
         return
@@ -243,13 +243,13 @@ def test_preempted_requests_come_out_the_same() -> None:
     pages=st.integers(6, 20),
     max_batch=st.integers(1, 8),
     max_tokens=st.integers(8, 80),
-    burst=st.integers(1, 40),
+    steps=st.integers(1, 40),
 )
 def test_any_mix_of_requests_on_any_cache(
-    requests: list[tuple[int, int]], pages: int, max_batch: int, max_tokens: int, burst: int
+    requests: list[tuple[int, int]], pages: int, max_batch: int, max_tokens: int, steps: int
 ) -> None:
     llm = fake_llm(pages, max_batch, max_tokens=max_tokens)
-    fix_calls(llm.engine, burst)
+    fix_calls(llm.engine, steps)
     prompts = [[length % 250 + 1] * length for length, _ in requests]
     params = [SamplingParams(temperature=0, max_tokens=count) for _, count in requests]
     for prompt, param, result in zip(prompts, params, llm.generate(prompts, params), strict=True):
@@ -294,10 +294,10 @@ def test_random_cancellation_loses_no_page() -> None:
         assert got == (expected[: len(got)] if request.output.finish_reason == "abort" else expected)
 
 
-@pytest.mark.parametrize("burst", [1, 5])
-def test_a_request_may_be_cancelled_while_a_step_runs(burst: int) -> None:
+@pytest.mark.parametrize("steps", [1, 5])
+def test_a_request_may_be_cancelled_while_a_step_runs(steps: int) -> None:
     llm = fake_llm()
-    fix_calls(llm.engine, burst)
+    fix_calls(llm.engine, steps)
     prompts = prompts_of(4, 30, seed=4)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     requests = [llm.engine.add(prompt, params) for prompt in prompts]
@@ -378,11 +378,11 @@ def test_a_stream_may_be_collected_in_the_midst_of_a_step() -> None:
     assert not llm.engine.busy and not llm._owner  # at once where no step is under way
 
 
-def test_pure_greedy_decoding_runs_in_bursts() -> None:
+def test_pure_greedy_decoding_runs_in_multi_step_decodes() -> None:
     llm = fake_llm(max_batch=2)
     fix_calls(llm.engine, 16)
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=33, ignore_eos=True))
-    assert llm.executor.library.bursts == [16, 16]
+    assert llm.executor.library.decodes == [16, 16]
     assert llm.executor.library.steps == [3]
 
 

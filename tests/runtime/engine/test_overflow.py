@@ -51,7 +51,7 @@ def test_the_prompt_is_named(llm: LLM, how: dict[str, Any]) -> None:
 
 
 def test_what_was_generated_before_stays(llm: LLM) -> None:
-    """In the midst of a burst: tokens before the end are the request's, what follows is nobody's."""
+    """In the middle of a multi-step decode: tokens before the end are the request's, what follows is nobody's."""
     prompt = [1, 2, 3]
     tokens = reference_greedy(prompt, 40, eos=None)
     llm.executor.library.broken = tokens[20]  # type: ignore[attr-defined]

@@ -97,7 +97,7 @@ def test_a_prompt_goes_on_from_the_longest_known_prefix() -> None:
     llm, start = fake_llm(), text(3 * PAGE_TOKENS)
     steps = llm.executor.library.steps
     assert ask(llm, [*start, 5]) == [0] and ask(llm, [*start, 5]) == [192]
-    assert steps[-1] < 3  # the last token alone was computed, and burst after it
+    assert steps[-1] < 3  # the last token alone was computed, and a multi-step decode after it
     assert ask(llm, [*start, 6, 7]) == [192] and ask(llm, start) == [128] and ask(llm, start[:64]) == [0]
     assert ask(llm, [*start[:100], 3, *start[100:]]) == [64]
     assert ask(llm, [9, *start]) == [0]

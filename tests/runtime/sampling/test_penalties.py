@@ -98,7 +98,7 @@ def test_drafts_have_the_penalties_of_the_target() -> None:
 
 
 def test_engine_without_logits_gives_the_tokens_of_python() -> None:
-    """Requests of all penalties in a batch, in bursts; a request of many alternatives among them ends these."""
+    """Requests of all penalties in a batch, in multi-step decodes; a request of many alternatives ends these."""
     prompts = [[1], [2, 3, 2], list(range(4, 40)), [9, 9], [7, 8], [30], [8], [1, 2], [50], [6, 4]]
     for more in ({}, {"logprobs": 2}, {"logprobs": 21}):
         params = [replace(one, min_p=0.0) for one in penalized(max_tokens=40, ignore_eos=True)]
@@ -111,5 +111,5 @@ def test_engine_without_logits_gives_the_tokens_of_python() -> None:
                 outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
                 found.append([(output.token_ids, output.logprobs) for output in outputs])
                 library = llm.executor.library  # type: ignore[attr-defined]
-                assert (max(library.bursts, default=1) > 1) is (draws and more.get("logprobs", 0) < 21)
+                assert (max(library.decodes, default=1) > 1) is (draws and more.get("logprobs", 0) < 21)
         assert found[0] == found[1]

@@ -154,7 +154,7 @@ def test_kept_texts_give_way(artifact: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.parametrize("gamma", (0, 3))
-def test_a_text_that_ended_within_a_burst_goes_on(gamma: int, artifact: Callable[[str], Path]) -> None:
+def test_a_text_that_ended_within_a_call_is_continued(gamma: int, artifact: Callable[[str], Path]) -> None:
     """Positions past its end have been computed in vain, some of them over a group's end."""
     draw = random.Random(2)
     with (
