@@ -54,11 +54,12 @@ class Runs:
     def alike(self, speculator: Any, gamma: int, some: list[Any]) -> tuple[list[list[int]], list[Any]]:
         """Tokens and what was drafted and kept, where calls have as many rounds whatever these take."""
         engine: Any = self.llm.engine
-        engine.runner.timer.steps.count = lambda batch: ALIKE
+        timer = engine.runner.timer
+        timer.steps.count = timer.rounds.count = lambda batch: ALIKE
         try:
             return self(speculator, gamma, some)[:2]
         finally:
-            del engine.runner.timer.steps.count
+            del timer.steps.count, timer.rounds.count
 
 
 def kinds(llm: qcompile.LLM) -> dict[str, tuple[Any, Any]]:
