@@ -15,7 +15,7 @@ from qcompile.runtime.engine.plan import StepPlan
 from qcompile.runtime.engine.scheduler import Scheduler
 from qcompile.runtime.options import AUTO
 from qcompile.runtime.request import Request
-from qcompile.runtime.speculation.controller import Choice, GammaController
+from qcompile.runtime.speculation.controller import GammaChoice, GammaController
 from qcompile.runtime.speculation.stages import Drafter, Speculator
 from qcompile.runtime.step import StepExecutor
 
@@ -76,12 +76,12 @@ class Speculation:
 
     # ---- what to draft --------------------------------------------------------------------------
 
-    def choose(self, plan: StepPlan) -> Choice:
+    def choose(self, plan: StepPlan) -> GammaChoice:
         """How many tokens to draft in the step of `plan`. Only requests that are decoding count."""
         if self.gamma != AUTO or self.controller is None:
-            return Choice(self.gamma)
+            return GammaChoice(self.gamma)
         decoding = [request for request in plan.requests if request.sequence.uncomputed == 1]
-        return self.controller.choose(decoding, self.in_one_call(plan)) if decoding else Choice(0)
+        return self.controller.choose(decoding, self.in_one_call(plan)) if decoding else GammaChoice(0)
 
     def in_one_call(self, plan: StepPlan) -> bool:
         """Whether several steps or rounds of `plan` can be one call of the drafter."""

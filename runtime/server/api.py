@@ -23,7 +23,7 @@ MOST_STOP_CHARACTERS = 4096
 Count = Annotated[int, Field(ge=1)]
 
 
-class Part(BaseModel):
+class BodyPart(BaseModel):
     """A part of a request. Only one unknown field is reported: a description of a million errors takes a minute."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -47,7 +47,7 @@ def _token_number(name: str) -> int | str:
     return int(name) if name.isascii() and name.isdigit() and len(name) < 19 else name
 
 
-class StreamOptions(Part):
+class StreamOptions(BodyPart):
     """`include_usage`: end the stream with a message that has the token counts."""
 
     idle = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
@@ -59,7 +59,7 @@ def _stops(given: Any) -> Any:
     return [given] if isinstance(given, str) else given
 
 
-class Common(Part):
+class Common(BodyPart):
     """Fields of both kinds of request. Ranges that SamplingParams checks are not repeated here."""
 
     idle = {
@@ -138,7 +138,7 @@ class CompletionRequest(Common):
         return self.sampling(max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=known)
 
 
-class TextPart(Part):
+class TextPart(BodyPart):
     """A part of a message. Only text is supported."""
 
     type: Literal["text"]
@@ -150,7 +150,7 @@ def _parts(given: Any) -> Any:
     return [{"type": "text", "text": given}] if isinstance(given, str) else given
 
 
-class ChatMessage(Part):
+class ChatMessage(BodyPart):
     """One message of a conversation."""
 
     idle = {"tool_calls": ([],), "annotations": ([],)}

@@ -17,7 +17,7 @@ from qcompile.runtime.outputs import SpeculationMetrics
 from qcompile.runtime.request import Request
 from qcompile.runtime.speculation.costs import MAX_ACCEPTANCE, MIN_GAIN, SpeculationPrior, expected_tokens
 from qcompile.runtime.speculation.latency import LatencyModel
-from qcompile.runtime.speculation.measurements import Choice, Measurements, net_seconds
+from qcompile.runtime.speculation.measurements import GammaChoice, Measurements, net_seconds
 
 _PRIOR_TOKENS = 8.0
 """Weight of the other requests' acceptance in a request's own, in drafted tokens."""
@@ -58,11 +58,11 @@ class GammaController:
         tried = state.kept + state.missed + _PRIOR_TOKENS
         return min((state.kept + _PRIOR_TOKENS * self.acceptance) / tried, MAX_ACCEPTANCE)
 
-    def choose(self, requests: Sequence[Request], whole: bool) -> Choice:
+    def choose(self, requests: Sequence[Request], whole: bool) -> GammaChoice:
         """What requests that are all decoding run next. whole: many steps or rounds are one call."""
         measured = self.measurements(requests, whole)
         if not measured.plain or not measured.costs.rounds:
-            return Choice(0)
+            return GammaChoice(0)
         plain, rounds, latency = measured.costs.plain, measured.costs.rounds, measured.latency
         rate = self._mean_rate(requests)
         tokens = {gamma: measured.yields * expected_tokens(rate, gamma) for gamma in rounds}
@@ -72,11 +72,11 @@ class GammaController:
             best = before
         if gains[best] <= (0.0 if before else MIN_GAIN):
             measured.gamma = 0
-            return measured.rounds_trial(tokens, gains) or Choice(0)
+            return measured.rounds_trial(tokens, gains) or GammaChoice(0)
         measured.gamma, measured.gain = best, math.exp(gains[best])
         if not before:
             return measured.first_rounds(best)
-        return measured.plain_trial(gains[best]) or measured.gamma_trial(gains) or Choice(best)
+        return measured.plain_trial(gains[best]) or measured.gamma_trial(gains) or GammaChoice(best)
 
     def each(self, requests: Sequence[Request], gamma: int) -> list[int]:
         """How many of `gamma` drafts each of the requests takes."""

@@ -20,7 +20,7 @@ from qcompile.runtime.step import Rows
 
 
 @dataclass(slots=True)
-class _Text:
+class _RoundText:
     """A sequence in a call: its tokens from position `first` on.
 
     computed: positions that each stage's cache holds. want: tokens that each stage has yet to append. start: index at
@@ -66,7 +66,7 @@ class HostSpeculator(Speculator):
             want[stage] = min(gammas[index], room) if stage else room
             held = [column[index] for column in computed]
             tokens = array("i", request.sequence.tokens[first[index] :])
-            texts.append(_Text(tokens, first[index], gammas[index], request.sequence.pages, held, want, start))
+            texts.append(_RoundText(tokens, first[index], gammas[index], request.sequence.pages, held, want, start))
         call = _Call([DraftStage(self.target, 0, True), *self.stages], texts, rounds)
         call.extend(stage)
         results = [
@@ -81,7 +81,7 @@ class HostSpeculator(Speculator):
 class _Call:
     """One call: the stages extend texts by up to `rounds` rounds. Stage k is `stages[k]`, the target is stage 0."""
 
-    def __init__(self, stages: list[DraftStage], texts: list[_Text], rounds: int) -> None:
+    def __init__(self, stages: list[DraftStage], texts: list[_RoundText], rounds: int) -> None:
         self.stages, self.texts, self.rounds = stages, texts, rounds
         self.seconds = [0.0] * len(stages)
         target = stages[0].executor
@@ -136,7 +136,7 @@ class _Call:
                 text.want[k] -= self._accept(k, text, chosen[at : at + outputs])
                 at += outputs
 
-    def _step(self, k: int, outputs: list[tuple[_Text, int]], logits: bool) -> tuple[list[int], FloatArray | None]:
+    def _step(self, k: int, outputs: list[tuple[_RoundText, int]], logits: bool) -> tuple[list[int], FloatArray | None]:
         """One step of stage k over what its cache lacks. outputs: texts, and how many last rows of each give argmax."""
         executor = self.stages[k].executor
         assert executor
@@ -151,7 +151,7 @@ class _Call:
             text.computed[k] = text.first + len(text.tokens)
         return result
 
-    def _decode(self, k: int, texts: list[_Text], steps: int) -> list[int]:
+    def _decode(self, k: int, texts: list[_RoundText], steps: int) -> list[int]:
         """`steps` greedy tokens of stage k. Its cache must lack only the last token of each text."""
         executor = self.stages[k].executor
         assert executor
@@ -163,7 +163,7 @@ class _Call:
             text.computed[k] += steps
         return tokens
 
-    def _accept(self, k: int, text: _Text, chosen: list[int]) -> int:
+    def _accept(self, k: int, text: _RoundText, chosen: list[int]) -> int:
         """Keep drafts that match `chosen`, plus its first token that differs or follows. Returns how many tokens."""
         start = text.start[k]
         drafts = text.tokens[start:]
@@ -182,7 +182,7 @@ class _Call:
                 text.accepted[place] += place < kept
         return kept + 1
 
-    def _propose_by_lookup(self, text: _Text, room: int) -> bool:
+    def _propose_by_lookup(self, text: _RoundText, room: int) -> bool:
         """Let a lookup in the last stage propose to the target, bypassing the stages between. Returns whether it did.
 
         The tokens that those stages then lack in their own caches must still fit into one step.

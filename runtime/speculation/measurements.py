@@ -50,7 +50,7 @@ _MIN_SECONDS = 1e-9
 """Least time of a call: clocks have a finite resolution."""
 
 
-class Choice(NamedTuple):
+class GammaChoice(NamedTuple):
     """What to run next: rounds of `gamma` drafts, or plain steps if it is 0. `most` limits how many in a trial."""
 
     gamma: int
@@ -123,11 +123,11 @@ class Measurements:
 
     # ---- trials ---------------------------------------------------------------------------------
 
-    def first_rounds(self, gamma: int) -> Choice:
+    def first_rounds(self, gamma: int) -> GammaChoice:
         """Rounds of `gamma` drafts after plain steps: few at first, as they may be slower than expected."""
-        return Choice(gamma, _few_rounds(self.cost(gamma)))
+        return GammaChoice(gamma, _few_rounds(self.cost(gamma)))
 
-    def plain_trial(self, gain: float) -> Choice | None:
+    def plain_trial(self, gain: float) -> GammaChoice | None:
         """A trial of plain steps while rounds are in use, if it is due: they may be faster, or too little is known.
 
         gain: the expected gain of the rounds in use.
@@ -136,9 +136,9 @@ class Measurements:
         paid = gain < _OPTIMISM * deviation and _PLAIN_TRIAL_STEPS * loss <= self.budget
         if self.plain_age < _PLAIN_INTERVAL or not (paid or deviation > _MAX_DEVIATION):
             return None
-        return Choice(0, _PLAIN_TRIAL_STEPS)
+        return GammaChoice(0, _PLAIN_TRIAL_STEPS)
 
-    def gamma_trial(self, gains: dict[int, float]) -> Choice | None:
+    def gamma_trial(self, gains: dict[int, float]) -> GammaChoice | None:
         """A trial of another gamma than the one in use, if it is due and one may be better by a margin.
 
         gains: the expected gain of each gamma.
@@ -150,9 +150,9 @@ class Measurements:
         if hopes[best] < gains[self.gamma] + MIN_GAIN:
             return None
         self.look_age = 0
-        return Choice(best)
+        return GammaChoice(best)
 
-    def rounds_trial(self, tokens: dict[int, float], gains: dict[int, float]) -> Choice | None:
+    def rounds_trial(self, tokens: dict[int, float], gains: dict[int, float]) -> GammaChoice | None:
         """A trial of rounds while plain steps are in use.
 
         Takes the best gamma that may be better than plain steps and has a trial that the budget covers. Rounds that
@@ -166,7 +166,7 @@ class Measurements:
             loss = self.plain * (cost * math.exp(-believed) - tokens[gamma])
             hopeful = gains[gamma] + _OPTIMISM * deviation > MIN_GAIN or not self.tried
             if hopeful and enough * loss <= self.budget:
-                return Choice(gamma, max(enough, min(few, int(self.budget / loss))) if loss > 0 else few)
+                return GammaChoice(gamma, max(enough, min(few, int(self.budget / loss))) if loss > 0 else few)
         return None
 
 

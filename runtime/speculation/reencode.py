@@ -31,7 +31,7 @@ _TAIL = 8
 
 
 @dataclass
-class _Text:
+class _EncodedText:
     """A request's state in the draft model: the model's own tokens, how many its cache holds, and its pages."""
 
     tokens: list[int] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Reencoder:
         self.executor, self.pool, self.threshold, self._vocab = executor, pool, threshold, vocab
         self._target, self._own = target, own
         self._start = [] if start is None else [start]
-        self._texts: dict[int, _Text] = {}
+        self._texts: dict[int, _EncodedText] = {}
         self.max_position = 1 << 30  # unknown in tokens of the target; `_draft` checks the limit in its own tokens
 
     def most(self, requests: int) -> int:
@@ -69,7 +69,7 @@ class Reencoder:
 
     def start(self, request: Request) -> None:
         """Prepare the state of a new request."""
-        self._texts[request.id] = _Text()
+        self._texts[request.id] = _EncodedText()
 
     def settle(self, request: Request) -> None:
         """After verification: nothing to do, as `propose` compares the cache with the text."""
@@ -119,7 +119,7 @@ class Reencoder:
         before = self._own.decode(tokens, skip_special_tokens=False)
         return self._encoded(request.sequence.tokens, whole[len(before) :])[:most] if whole.startswith(before) else []
 
-    def _continue(self, state: _Text, tokens: list[int], most: int) -> list[int]:
+    def _continue(self, state: _EncodedText, tokens: list[int], most: int) -> list[int]:
         """Greedy tokens of the draft model, in its own tokens, up to one less probable than the threshold."""
         added: list[int] = []
         rows = self.executor.limits.max_tokens

@@ -14,7 +14,7 @@ from qcompile.runtime.speculation import costs, measurements
 from qcompile.runtime.speculation.controller import GammaController
 from qcompile.runtime.speculation.costs import RoundCosts, SpeculationPrior, best_gamma, expected_tokens
 from qcompile.runtime.speculation.latency import LatencyModel
-from qcompile.runtime.speculation.measurements import Choice, Measurements
+from qcompile.runtime.speculation.measurements import GammaChoice, Measurements
 
 COSTS = RoundCosts(1, 1, 1.0, {gamma: 1.1 + 0.2 * gamma for gamma in range(1, 9)})
 
@@ -174,7 +174,9 @@ def test_the_first_rounds_are_few(round_takes: float, most: int) -> None:
     assert controller.choose([subject], False) == (64, None)
 
 
-def trial(tried: bool, budget: float, deviation: float = 0.0, cost: float = 3.0, tokens: float = 2.0) -> Choice | None:
+def trial(
+    tried: bool, budget: float, deviation: float = 0.0, cost: float = 3.0, tokens: float = 2.0
+) -> GammaChoice | None:
     """What is tried of rounds of two drafts amid plain steps of a second."""
     measured: Any = SimpleNamespace(
         deviation=lambda gamma: deviation, cost=lambda gamma: cost, tried=tried, plain=1.0, budget=budget
