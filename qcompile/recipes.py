@@ -156,6 +156,7 @@ RECIPES = {
             extra=(("salience", "enabled", True), ("salience", "target_bits", 4.4)),
         ),
         Recipe("mxfp4", "OCP MXFP4 weights, 8-bit activations in groups of 128", "mxfp4", "int8_g128", "kv16"),
+        Recipe("nvfp4", "NVFP4 weights, 8-bit activations in groups of 128", "nvfp4", "int8_g128", "kv16"),
         Recipe(
             "w4a4",
             "4-bit weights in groups of 128, 4-bit activations per token",

@@ -72,7 +72,7 @@ def test_builds_are_byte_identical(tmp_path: Path) -> None:
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
 
 
-@pytest.mark.parametrize("recipe", ["f32", "bf16", "w4a16", "w4a8", "qserve", "mxfp4"])
+@pytest.mark.parametrize("recipe", ["f32", "bf16", "w4a16", "w4a8", "qserve", "mxfp4", "nvfp4"])
 def test_a_row_does_not_depend_on_its_step(recipe: str, built: Build) -> None:
     """Bitwise: chunk sizes, batch neighbours and thread counts change nothing."""
     ids, _ = sequence_inputs(81, batch=3)

@@ -36,6 +36,7 @@ class GpuWords(Enum):
     SCALES = 3
     BF16_POWERS = 4
     POWERS_AND_RANGES = 5
+    E4M3_SCALES = 6
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class GpuPacking:
 
     K is padded to a multiple of `inputs`. `words` says what the words of a group hold, of `word_inputs` inputs each;
     `row_scale` and `row_zero` whether there is a scale and a zero point per row; `low` whether there is a second plane
-    of codes.
+    of codes; `tensor_scale` whether there is a scale of the tensor, by which results are divided.
     """
 
     name: str
@@ -57,6 +58,7 @@ class GpuPacking:
     row_scale: bool = False
     row_zero: bool = False
     low: bool = False
+    tensor_scale: bool = False
 
     @property
     def has_ranges(self) -> bool:
@@ -76,6 +78,7 @@ class GpuKernel:
       also tiles of WS_MIN_TOKENS rows. `by_plane`: there are kernels that unpack one plane at a time to bf16.
     - `serial_few_rows`: summing the parts of K one after the other also pays with 128 rows or fewer.
     - `min_unroll`: least blocks of K per step. `mixed`: rows of two widths, stored at columns that the weight states.
+    - `halves`: each plane has two groups of inputs, which are summed apart.
     """
 
     name: str
@@ -93,6 +96,7 @@ class GpuKernel:
     serial_few_rows: bool = False
     min_unroll: int = 1
     mixed: bool = False
+    halves: bool = False
 
     @property
     def block(self) -> int:
@@ -108,6 +112,11 @@ class GpuKernel:
     def low_plane(self) -> bool:
         """Whether upper and lower nibbles of codes are separate tensors with the same layout."""
         return self.packing.low
+
+    @property
+    def tensor_scale(self) -> bool:
+        """Whether results are divided by a scale of the tensor."""
+        return self.packing.tensor_scale
 
     @property
     def grouped(self) -> bool:

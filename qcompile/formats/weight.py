@@ -239,16 +239,21 @@ class WeightFormat(ABC):
         """Size in bytes of each blob of `pack` for a weight [n, k]."""
         sizes = {}
         for part, (shape, dtype) in zip(self.parts, self.layout((n, k)), strict=True):
-            size = self.codes.bytes(n, k) if part.per is Per.WEIGHT else side_bytes(shape, dtype)
+            side = (n,) if part.per is Per.TENSOR else shape
+            size = self.codes.bytes(n, k) if part.per is Per.WEIGHT else side_bytes(side, dtype)
             sizes[part.role] = blob_bytes(size)
         return sizes
 
     def pack(self, parts: Parts) -> dict[str, Tensor]:
-        """The parts of a weight as flat uint8 blobs by role, each padded to a multiple of 64 bytes."""
-        return {
-            part.role: as_blob(self.codes.pack(value) if part.per is Per.WEIGHT else pack_side(value))
-            for part, value in zip(self.parts, parts, strict=True)
-        }
+        """The parts of a weight as flat uint8 blobs by role, each padded to a multiple of 64 bytes.
+
+        A part with one entry for the tensor is repeated for each row.
+        """
+        blobs = {}
+        for part, value in zip(self.parts, parts, strict=True):
+            side = value.expand(len(parts[0])) if part.per is Per.TENSOR else value
+            blobs[part.role] = as_blob(self.codes.pack(value) if part.per is Per.WEIGHT else pack_side(side))
+        return blobs
 
     def unpack(self, blobs: dict[str, Tensor], n: int, k: int) -> Parts:
         """The parts of a weight [n, k] unpacked from the blobs of `pack`."""

@@ -1,4 +1,7 @@
 // gemm_harness.cpp: the GEMM kernels behind one C function, for tests (ctypes) and benchmarks.
+#include "gemm.h"
+
+#include "gemm_nvfp4.h"
 #include "penalties.h"
 #include "report.h"
 #include "rowops.h"
@@ -66,6 +69,9 @@ int harness_gemm(int format, const Gemm* g, const void* x, const Q8Act* q, int t
     case 14: gemm_nested_8_4_x128(*g, *q, worker); return 0;
     case 15: gemm_mix_4_8(*g, *q, worker); return 0;
     case 16: gemm_mix_4_8_x128(*g, *q, worker); return 0;
+    case 17: gemm_nvfp4(*g, *q, worker); return 0;
+    case 18: gemm_nvfp4_x128(*g, *q, worker); return 0;
+    case 19: gemm_nvfp4_bf16(*g, (const uint16_t*)x, worker); return 0;
   }
   return 1;
 }

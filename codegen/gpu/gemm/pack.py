@@ -7,7 +7,7 @@ contiguous memory. B is 128, but 256 for w4_asym_g128 and 64 for bf16. One row o
     qoq_g128        byte j (0..63): bits 0-3 q[j], bits 4-7 q[j + 64]; the same for w4_asym_g128_int8
     nested_8_4      two tensors: upper nibbles (w; with groups a w4_asym_g128_int8 weight) and lower nibbles (low)
     w4_asym_g128    16 bits j (0..63), little endian: bits 4i .. 4i + 3 are q[j + 64 i]
-    mxfp4           16 bits j (0..31), little endian: bits 4i .. 4i + 3 are the E2M1 code of input j + 32 i
+    mxfp4, nvfp4    16 bits j (0..31), little endian: bits 4i .. 4i + 3 are the E2M1 code of input j + 32 i
     w8_sym_channel  byte j (0..127): q[j]
     bf16            value j (0..63)
 
@@ -24,6 +24,7 @@ Each group has one 32-bit word per row, rows innermost, so that a program's rows
     w4_asym_g128_int8  [K / 128][N]: bits 0-7 zero; the rest the scale's upper 24 bits, rounded (within 2^-16);
                        the same for nested_8_4
     mxfp4              [K / 128][N]: byte i the exponent of the inputs 32 i to 32 i + 31
+    nvfp4              [K / 64][N]: byte i the E4M3 scale of the inputs 16 i to 16 i + 15
 
 mxfp4_int8 is mxfp4 for integer kernels, which unpack by byte permutations (unpack.jinja). It has the same words, but
 16-bit item j (0..31) holds inputs 32 (j % 4) + 4 (j / 4) + i in bits 4i .. 4i + 3. A code is e in bits 0-1, the sign in
@@ -150,6 +151,8 @@ def pack_gpu(parts: Parts, packing_name: str) -> dict[str, Tensor]:
     if packing.row_zero:
         packed["w_zero"] = (named["zero"].to(torch.int16) - 8).to(torch.int8)
     packed |= _WORDS[packing.words](named)
+    if packing.tensor_scale:
+        packed["tensor_scale"] = named["scale"][:1].contiguous()
     if packing.low:
         packed["low"] = pack_codes(named["low"], packing)
     return packed
@@ -176,6 +179,7 @@ def packed_gpu_bytes(n: int, k: int, packing_name: str) -> dict[str, int]:
         "w_zero": n * packing.row_zero,
         "groups": words,
         "ranges": words * packing.has_ranges,
+        "tensor_scale": 4 * packing.tensor_scale,
         "low": codes * packing.low,
     }
     return {name: blob_bytes(size) for name, size in sizes.items() if size}
@@ -294,6 +298,7 @@ _WORDS: dict[GpuWords, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
         "groups": _byte_words(named["exponent"]),
         "ranges": _ranges(named["codes"], named["exponent"]),
     },
+    GpuWords.E4M3_SCALES: lambda named: {"groups": _byte_words(named["group_scale"])},
 }
 """Words of groups, by what they hold, from the parts of a weight by role."""
 
@@ -314,6 +319,7 @@ _PARTS_OF_WORDS: dict[GpuWords, Callable[[Tensor], dict[str, Tensor]]] = {
     GpuWords.SCALES: lambda words: {"scale": (words & -256).view(torch.float32), "zero": (words & 255).to(torch.uint8)},
     GpuWords.BF16_POWERS: lambda words: {"exponent": words.view(torch.uint8)},
     GpuWords.POWERS_AND_RANGES: lambda words: {"exponent": words.view(torch.uint8)},
+    GpuWords.E4M3_SCALES: lambda words: {"group_scale": words.view(torch.uint8)},
 }
 """Parts of a weight by role, from the words [n, groups] of a packing."""
 
@@ -328,6 +334,8 @@ def unpack_gpu(packed: dict[str, Tensor], packing_name: str) -> Parts:
         named["zero"] = (packed["w_zero"].to(torch.int16) + 8).to(torch.uint8)
     if "groups" in packed:
         named |= _PARTS_OF_WORDS[packing.words](packed["groups"].t().contiguous())
+    if packing.tensor_scale:
+        named["scale"] = packed["tensor_scale"]
     if packing.low:
         named["low"] = _unpack_codes(packed["low"], packing)
     return [named[role] for role in format_of_packing(packing_name).roles]

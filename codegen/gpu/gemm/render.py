@@ -65,6 +65,7 @@ def arguments_of(spec: KernelSpec) -> list[Argument]:
     if layout.grouped:
         arguments.append(Argument("groups", "*i32"))
     arguments += [Argument("ranges", "*i32")] * layout.has_ranges
+    arguments += [Argument("tensor_scale", "*fp32")] * layout.tensor_scale
     arguments += [Argument("low", f"*{item}")] * layout.low_plane + [Argument("wide", "*i8")] * (spec.wide > 0)
     arguments += [Argument("columns", "*i32")] * spec.mixed
     arguments += [Argument("bias", "*fp32")] * spec.bias + [Argument("residual", out)] * spec.residual

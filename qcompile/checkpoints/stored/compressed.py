@@ -7,6 +7,9 @@ NAME.weight [outputs, inputs] is (code - zero) * scale in float32. NAME.weight_s
   symmetric, NAME.weight_zero_point int32 [outputs * bits / 32, groups] is packed in the same way. If groups may have
   inputs in any order (releases up to 0.9), NAME.weight_g_idx int32 [inputs] is the group of each input, or -1
   everywhere for groups of consecutive inputs.
+- `nvfp4-pack-quantized`: NAME.weight_packed uint8 [outputs, inputs / 2], two E2M1 codes a byte, the earlier input in
+  the low half; NAME.weight_scale, E4M3 [outputs, inputs / 16]; NAME.weight_global_scale f32 [1], by which scales are
+  divided.
 - `int-quantized`, `float-quantized`, `naive-quantized`: NAME.weight is int8 or 8-bit floats. NAME.weight_zero_point,
   if present, has the same type and the shape of the scales.
 
@@ -38,10 +41,12 @@ from qcompile.checkpoints.stored.groups import (
     words_of,
 )
 from qcompile.errors import UnsupportedError, UsageError
+from qcompile.formats.nvfp4 import NVFP4
 
 METHOD = "compressed-tensors"
 PACKED = "pack-quantized"
-FORMATS = (PACKED, "int-quantized", "float-quantized", "naive-quantized")
+NVFP4_PACKED = "nvfp4-pack-quantized"
+FORMATS = (PACKED, "int-quantized", "float-quantized", "naive-quantized", NVFP4_PACKED)
 NUMBERS = {"int": torch.int8, "float": torch.float8_e4m3fn}
 """Types of stored weights that are not packed, by what the configuration calls them."""
 REST = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale")
@@ -92,15 +97,18 @@ def _says_nothing(value: Any, key: str) -> bool:
 
 def _scheme(name: str, group: dict[str, Any], format: Any) -> CompressedScheme:
     """The scheme of one of `config_groups`, called `name`."""
+    format = one_of(METHOD, "format", group.get("format") or format, FORMATS)
     incoming = group.get("input_activations")
-    if incoming and not (isinstance(incoming, dict) and incoming.get("dynamic") is True):
+    dynamic = (True, "local") if format == NVFP4_PACKED else (True,)
+    if incoming and not (isinstance(incoming, dict) and incoming.get("dynamic") in dynamic):
         raise UnsupportedError(f"{METHOD} weights with stored scales of activations ({name}) are not read")
     if group.get("output_activations"):
         raise UnsupportedError(f"{METHOD} weights with output_activations ({name}) are not read")
     weights = group.get("weights")
     if not isinstance(weights, dict):
         raise UsageError(f"config_groups of the checkpoint's {METHOD} weights: {name} has no weights")
-    format = one_of(METHOD, "format", group.get("format") or format, FORMATS)
+    if format == NVFP4_PACKED:
+        return _nvfp4_scheme(weights)
     kinds = ("int",) if format in (PACKED, "int-quantized") else ("float",) if format == "float-quantized" else ()
     kind = one_of(METHOD, "type", weights.get("type", "int"), kinds or tuple(NUMBERS))
     bits = one_of(METHOD, "num_bits", weights.get("num_bits", 8), (4, 8) if format == PACKED else (8,))
@@ -116,6 +124,15 @@ def _scheme(name: str, group: dict[str, Any], format: Any) -> CompressedScheme:
     return CompressedScheme(format, kind, bits, symmetric, size if grouped else 0, strategy == "tensor", ordered)
 
 
+def _nvfp4_scheme(weights: dict[str, Any]) -> CompressedScheme:
+    """The scheme of NVFP4 weights; UnsupportedError for what is stored in another way."""
+    choices = {"num_bits": (4,), "type": ("float",), "symmetric": (True,), "group_size": (NVFP4.group,)}
+    for key, values in choices.items():
+        one_of(METHOD, key, weights.get(key, values[0]), values)
+    one_of(METHOD, "strategy", weights.get("strategy") or "tensor_group", ("tensor_group",))
+    return CompressedScheme(NVFP4_PACKED, "float", 4, True, NVFP4.group)
+
+
 # ---- the weights -----------------------------------------------------------------------------------
 
 
@@ -123,7 +140,13 @@ def _find(checkpoint: StoredCheckpoint, scheme: CompressedScheme) -> None:
     for name in list(checkpoint):
         if scheme.format == PACKED and name.endswith(".weight_packed"):
             _add_packed(checkpoint, name.removesuffix("_packed"), scheme)
-        elif scheme.format != PACKED and name.endswith(".weight") and checkpoint.entries[name].dtype.itemsize == 1:
+        elif scheme.format == NVFP4_PACKED and name.endswith(".weight_packed"):
+            _add_nvfp4(checkpoint, name.removesuffix("_packed"))
+        elif (
+            scheme.format not in (PACKED, NVFP4_PACKED)
+            and name.endswith(".weight")
+            and checkpoint.entries[name].dtype.itemsize == 1
+        ):
             _add_plain(checkpoint, name, scheme)
     require_none_left(checkpoint, tuple(f".{ending}" for ending in REST))
 
@@ -181,6 +204,43 @@ def from_packed(
     if index is not None and not bool((index == -1).all()):
         groups = groups_of(f"{name}_g_idx", index, size, scales.shape[1])
     return dequantize(inputs, lambda band: unpack(words[band], shifts(bits), 1)[:, :inputs], scales, zero, groups)
+
+
+def _add_nvfp4(checkpoint: StoredCheckpoint, name: str) -> None:
+    """Make the weight `name` of NAME_packed, NAME_scale and NAME_global_scale.
+
+    The scale of activations that may be stored beside them rounds activations, which the recipe decides.
+    """
+    entry = checkpoint.entries[f"{name}_packed"]
+    if entry.dtype != torch.uint8 or len(entry.shape) != 2 or 0 in entry.shape:
+        raise UsageError(
+            f"tensor {name}_packed is {entry.dtype} of shape {list(entry.shape)}; a uint8 matrix is needed"
+        )
+    outputs, inputs = entry.shape[0], 2 * entry.shape[1]
+    scale = checkpoint.entries.get(f"{name}_scale")
+    shape = (outputs, -(-inputs // NVFP4.group))
+    if scale is None or (scale.dtype, scale.shape) != (torch.float8_e4m3fn, shape):
+        raise UsageError(f"tensor {name}_scale is missing or not float8_e4m3fn of shape {list(shape)}")
+    total = checkpoint.entries.get(f"{name}_global_scale")
+    require(checkpoint, f"{name}_global_scale", () if total is not None and not total.shape else (1,), torch.float32)
+    parts = [f"{name}_packed", f"{name}_scale", f"{name}_global_scale"]
+    ignored = f"{name.removesuffix('weight')}input_global_scale"
+    parts += [ignored] if ignored in checkpoint else []
+
+    def make(packed: Tensor, scales: Tensor, global_scale: Tensor, *_: Tensor) -> Tensor:
+        return from_nvfp4(packed, scales, global_scale)
+
+    checkpoint.add(name, (outputs, inputs), tuple(parts), make)
+
+
+def from_nvfp4(packed: Tensor, scales: Tensor, global_scale: Tensor) -> Tensor:
+    """Two E2M1 codes a byte uint8 [n, k / 2], E4M3 scales [n, k / 16], f32 [1] -> float32 [n, k].
+
+    value = code * (scale / global scale), in float32, as compressed-tensors computes it.
+    """
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
+    parts = [codes, scales.view(torch.uint8), global_scale.reshape(1)]
+    return NVFP4.dequantize(parts, codes.shape[1])
 
 
 def _add_plain(checkpoint: StoredCheckpoint, name: str, scheme: CompressedScheme) -> None:

@@ -157,6 +157,27 @@ def eight_bits(
     return written(tensors, parts, "weight", configuration(f"{kind}-quantized", weights, input_activations=dynamic))
 
 
+def nvfp4(tensors: Tensors, inputs_scaled: bool = False) -> Written:
+    def parts(value: Tensor) -> tuple[Tensors, Tensor]:
+        n, k = value.shape
+        elements = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+        codes = torch.randint(0, 16, (n, k), dtype=torch.uint8)
+        codes[codes == 8] = 0
+        scales = (torch.rand(n, -(-k // 16)) * 200 + 20).to(torch.float8_e4m3fn)
+        scales[0, 0] = 448.0
+        total = torch.rand(1) * 1000 + 20000
+        numbers = torch.empty(n, k)
+        for i in range(k):
+            numbers[:, i] = elements[codes[:, i].long()] * (scales[:, i // 16].float() / total)
+        made = {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scales}
+        made["weight_global_scale"] = total
+        return made | ({"input_global_scale": torch.rand(1)} if inputs_scaled else {}), numbers
+
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+    incoming = weights | {"dynamic": "local"} if inputs_scaled else None
+    return written(tensors, parts, "", configuration("nvfp4-pack-quantized", weights, input_activations=incoming))
+
+
 def configuration(format: str, weights: dict[str, Any], **more: Any) -> dict[str, Any]:
     """A quantization_config of compressed-tensors as its releases write them."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None} | more
@@ -187,6 +208,8 @@ WAYS: dict[str, tuple[str, Way]] = {
     "int8 with zeros, in groups": ("llama", lambda t: eight_bits(t, strategy="group", symmetric=False, size=24)),
     "int8, one scale": ("llama", lambda t: eight_bits(t, strategy="tensor", symmetric=False)),
     "float8": ("llama", lambda t: eight_bits(t, "float")),
+    "nvfp4": ("llama", nvfp4),
+    "nvfp4 with scales of activations": ("qwen2", lambda t: nvfp4(t, inputs_scaled=True)),
     "float8, one scale": ("llama", lambda t: eight_bits(t, "float", "tensor")),
 }
 
@@ -268,6 +291,15 @@ def test_recipes_of_four_bits_keep_the_numbers(
     for node in kept:
         w = graph.evaluate(node.all_input_nodes[0])
         assert torch.equal(weight_format(str(node.args[1])).dequantize(graph.evaluate(node), w.shape[1]), w)
+
+
+def test_nvfp4_is_found_again_to_the_bit() -> None:
+    torch.manual_seed(0)
+    format = weight_format("nvfp4")
+    for seed in range(20):
+        w = nvfp4({"a.proj.weight": torch.zeros(48, 80 + 16 * (seed % 3))})[1]["a.proj.weight"]
+        assert torch.equal(format.dequantize(format.quantize(w), w.shape[1]), w)
+        assert torch.equal(format.dequantize(format.quantize(w[:, :40]), 40), w[:, :40])
 
 
 def test_steps_of_float32_are_found_to_their_precision() -> None:

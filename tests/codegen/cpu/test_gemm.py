@@ -24,9 +24,10 @@ FORMATS = [
     "f32", "bf16", "w4_asym_g128_bf16", "w8_sym_channel", "w4_asym_g128", "qoq_g128", "qoq_channel", "mxfp4",
     "w8_sym_channel_x128", "w4_asym_g128_x128", "qoq_g128_x128", "qoq_channel_x128", "mxfp4_x128",
     "nested_8_4", "nested_8_4_x128", "mix_4_8", "mix_4_8_x128",
+    "nvfp4", "nvfp4_x128", "nvfp4_bf16",
 ]  # fmt: skip
-INT_FORMATS = FORMATS[3:]
-SUMS = {"mxfp4": 32, "w4_asym_g128": 128, "qoq_g128": 128, "nested_8_4": 128, "mix_4_8": 128}
+INT_FORMATS = FORMATS[3:-1]
+SUMS = {"mxfp4": 32, "nvfp4": 32, "w4_asym_g128": 128, "qoq_g128": 128, "nested_8_4": 128, "mix_4_8": 128}
 STORE, ADD, GATED, LOGITS = range(4)
 
 
@@ -73,6 +74,8 @@ def random_weight(fmt: str, n: int, kp: int, k: int, rng: np.random.Generator) -
     """A random weight, including the padding rows of the last block; inputs k.. are multiplied by zero activations."""
     rows = ceil_to(n, 16)
     fmt = fmt.removesuffix("_x128")
+    if fmt.startswith("nvfp4"):
+        return random_nvfp4(rows, kp, k, rng)
     groups = ceil_to(kp, 128) // 128
     group_of = np.arange(kp) // 128
     if fmt in ("f32", "bf16"):
@@ -119,6 +122,18 @@ def random_weight(fmt: str, n: int, kp: int, k: int, rng: np.random.Generator) -
         buffers["low"] = pack_nibbles(low)
         difference += (low - 8.0) / 8
     return Weight(buffers, difference * scale_g[:, group_of].astype(float))
+
+
+def random_nvfp4(rows: int, kp: int, k: int, rng: np.random.Generator) -> Weight:
+    q = rng.integers(0, 16, (rows, kp)).astype(np.uint8)
+    q[:2] = [[7], [15]]
+    element = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    bits = rng.integers(0, 127, (rows, ceil_to(k, 16) // 16)).astype(np.uint8)
+    step = torch.from_numpy(bits).view(torch.float8_e4m3fn).double().numpy()
+    value = np.zeros((rows, kp))
+    value[:, :k] = (element[q] * np.repeat(np.pad(step, ((0, 0), (0, kp // 16 - step.shape[1]))), 16, axis=1))[:, :k]
+    scale = np.full(rows, 300.0, np.float32)
+    return Weight({"codes": pack_nibbles(q), "group_scale": blocks(bits), "scale": scale}, value / 300)
 
 
 def random_mix(rows: int, kp: int, rng: np.random.Generator) -> Weight:
@@ -250,8 +265,10 @@ def tolerance(fmt: str, act: Activation, weight: Weight, n: int) -> np.ndarray:
     formats add once per group.
     """
     magnitude = np.abs(act.value) @ np.abs(weight.value[:n]).T
+    if fmt.startswith("nvfp4_x") or fmt == "nvfp4":
+        return 8 * np.sqrt(act.value.shape[1] / 16) * 2.0**-24 * magnitude
     additions = act.value.shape[1] / 32 if fmt.startswith("mxfp4") else 2.0 + act.value.shape[1] / 128
-    if fmt in ("f32", "bf16", "w4_asym_g128_bf16"):
+    if fmt in ("f32", "bf16", "w4_asym_g128_bf16", "nvfp4_bf16"):
         additions = act.value.shape[1]
     return 4 * np.sqrt(additions) * 2.0**-24 * magnitude
 

@@ -67,6 +67,7 @@ def test_packed_bits(format: str) -> None:
         "nested_8_4": [codes, side, side.byte(), codes],
         "mxfp4": [codes, torch.ones(32, 8, dtype=torch.uint8)],
         "mxfp4_int8": [codes, torch.ones(32, 8, dtype=torch.uint8)],
+        "nvfp4": [codes, torch.ones(32, 16, dtype=torch.uint8), torch.ones(1)],
         "bf16": [codes.to(torch.bfloat16)],
         "w8_sym_channel": [codes.char(), torch.ones(32)],
     }[format]
@@ -77,7 +78,7 @@ def test_packed_bits(format: str) -> None:
     row = packed[0, -1, 3].view(torch.uint8).tolist()
     if format == "w8_sym_channel":
         assert row[70] == 5
-    elif format == "mxfp4":
+    elif format in ("mxfp4", "nvfp4"):
         assert row[2 * 6 + 1] == 5  # input 6 + 2 * 32: bits 8 to 11 of the seventh 16-bit item
     elif format == "mxfp4_int8":
         assert row == [0x88] * 13 + [0x8A] + [0x88] * 50  # 1.5 * 2^(2 - 1), where 4 + 2 + 2 * 32 is beside zeros
