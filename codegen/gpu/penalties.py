@@ -9,15 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from qcompile.artifact.abi import GpuSamplingOptions
 from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
 from qcompile.codegen.gpu.launches import Launch, Variant
 from qcompile.codegen.gpu.operands import CountRef, Grid, GridSize, InputRef, Operands
 
-OPTIONS = 21
-"""Numbers of `sampling` for each sequence."""
 BLOCK, CHUNK, PARTS, WARPS = 256, 32, 8, 4
 """Listed and recent tokens that a program takes at once, programs for each row of logits, and warps of each."""
 _TYPES = {"logits": "*fp32", "sampling": "*fp64", "M": "i32"}
+
+
+def option(name: str) -> str:
+    """The place of a sampling option of a sequence, as an expression in kernels whose `given` points to the first."""
+    index = GpuSamplingOptions._fields.index(name)
+    return f"given + {index}" if index else "given"
 
 
 _KINDS = {
@@ -44,7 +49,8 @@ def penalty_kernel(kind: str, vocab: int, capability: int) -> Kernel:
         kind=kind,
         arguments=arguments,
         vocab=vocab,
-        options=OPTIONS,
+        option=option,
+        options=len(GpuSamplingOptions._fields),
         block=BLOCK,
         chunk=CHUNK,
         parts=PARTS,

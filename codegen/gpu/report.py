@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from qcompile.artifact.abi import GpuSamplingOptions
 from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
 from qcompile.codegen.gpu.launches import Launch, Variant
 from qcompile.codegen.gpu.operands import Grid, GridSize, InputRef, Operands, ScratchRef
-from qcompile.codegen.gpu.penalties import OPTIONS
+from qcompile.codegen.gpu.penalties import option
 
 PART, WARPS = 4096, 8
 """Logits per program, and its warps."""
@@ -40,7 +41,8 @@ def report_kernel(kind: str, vocab: int, capability: int) -> Kernel:
         "report.py.jinja",
         title=titles.get(kind, "Reports of chosen tokens"),
         kind=kind,
-        options=OPTIONS,
+        option=option,
+        options=len(GpuSamplingOptions._fields),
         name=name,
         arguments=arguments,
         vocab=vocab,

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from qcompile.artifact.abi import GpuSamplingOptions
 from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
 from qcompile.codegen.gpu.launches import Launch, Variant
 from qcompile.codegen.gpu.operands import CountRef, GridSize, InputRef, NumberRef, Operands, ScratchRef, Size
-from qcompile.codegen.gpu.penalties import OPTIONS, penalties
+from qcompile.codegen.gpu.penalties import option, penalties
 from qcompile.codegen.gpu.report import keeping, reporting
 from qcompile.codegen.gpu.rows import ARGMAX_PART, argmax_kernel
 
@@ -58,7 +59,8 @@ def sample_kernel(kind: str, by: str, vocab: int, capability: int) -> Kernel:
         "sample.py.jinja",
         title=titles.get(kind, "Draw a token"),
         kind=kind,
-        options=OPTIONS,
+        option=option,
+        options=len(GpuSamplingOptions._fields),
         by=by,
         name=name,
         arguments=arguments,

@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from qcompile.artifact.abi import GpuSamplingOptions
 from qcompile.runtime.cuda.driver import Driver
 from qcompile.runtime.sampling.logprobs import DoubleArray, alternatives_of, empty_reports
-from qcompile.runtime.sampling.penalties import IntArray, Penalties
+from qcompile.runtime.sampling.penalties import IntArray
 from qcompile.runtime.sampling.sampling import Draws
 
 MOST_DRAWS = 1 << 16
 """Most random numbers of a call."""
-_OPTIONS = 21
+_OPTIONS = len(GpuSamplingOptions._fields)
 _FIRST_ROOM = 1 << 16
 """Numbers for which there is room in the lists of tokens at first."""
 _FIRST_REPORTS = 1 << 10
@@ -54,14 +55,10 @@ class _Pair:
 
 
 class CudaDraws:
-    """Arrays on the GPU: 21 options a sequence, random numbers and reports (float64), and lists of tokens (int32).
+    """Arrays on the GPU by which kernels sample.
 
-    Options are those of Draws, the position of the first token, its first random number, their number, and how many
-    alternatives are reported; then at 8 those of Penalties, where the sequence's list starts, how many tokens it has,
-    and its room for recent ones (0: no penalties); at 14 where its reports start, and for how many positions (0: none
-    are wanted); at 16 where its known tokens start in the lists, how many they are, and how many there are up to and
-    with this sequence; at 19 where its biases start, and their number. Penalties' list is the tokens' counts, the
-    tokens, and the recent ones, that of biases the tokens and the biases.
+    Each sequence has GpuSamplingOptions, and a place in three arrays: random numbers (float64), lists of tokens and
+    biases (int32), and reports (float64).
     """
 
     def __init__(self, driver: Driver, sequences: int) -> None:
@@ -123,40 +120,62 @@ class CudaDraws:
 
     def send(self, draws: Sequence[Draws], outputs: int) -> dict[str, int]:
         """Queue a copy to the GPU of the draws of a call, one for each sequence. Returns the counts of its launches."""
-        drawn, penalized = any(draw.temperature for draw in draws), any(draw.penalties for draw in draws)
-        biased = any(draw.bias for draw in draws)
-        by_k, by_p = any(draw.top_k for draw in draws), any(draw.top_p < 1 for draw in draws)
         self._wanted = [draw.reports for draw in draws if draw.reports is not None]
         known = 0
         if not all(draw.plain for draw in draws):
             self._driver.wait_for(self._sent)  # what was sent before may be on its way
-            at, listed, reported = self._first, 0, 0
+            ends = GpuSamplingOptions(uniforms_at=self._first)
             for index, draw in enumerate(draws):
-                options = (draw.temperature, draw.top_p, draw.min_logit, draw.top_k)
-                reports = draw.reports if draw.reports is not None else _NO_REPORTS
-                place = (draw.first, at - self._first, len(draw.uniforms), alternatives_of(reports))
-                penalties, listed = self._write_list(draw.penalties, listed)
-                known += len(draw.known)
-                rest = (listed, len(draw.known), known)
-                listed = self._write(draw.known, listed)
-                biases = (listed, len(draw.bias.tokens)) if draw.bias else (0, 0)
-                for numbers in (draw.bias.tokens, draw.bias.values.view(np.int32)) if draw.bias else ():
-                    listed = self._write(numbers, listed)
-                own = (*options, *place, *penalties, reported, len(reports), *rest, *biases)
-                self._host[_OPTIONS * index : _OPTIONS * (index + 1)] = own
-                reported += reports.size
-                self._host[at : at + len(draw.uniforms)] = draw.uniforms
-                at += len(draw.uniforms)
-            self._numbers.send(at)
-            if listed:
-                self._lists.send(listed)
+                ends = self._write_sequence(index, draw, ends)
+            known = int(ends.known_through)
+            self._numbers.send(int(ends.uniforms_at))
+            if ends.listed_at:
+                self._lists.send(int(ends.listed_at))
             self._driver.record(self._sent)
-        on = {"sampled": drawn, "top_k": by_k, "top_p": by_p, "biased": biased, "penalized": penalized}
-        on["reported"] = bool(self._wanted)
-        # A power of two, as the launches that know the memory of kept rows are dropped where it grows.
-        changed = any((draw.bias or draw.penalties) and draw.reports is not None for draw in draws)
-        rows = 1 << (outputs - known - 1).bit_length() if changed and outputs > known else 0
-        return {**{name: outputs if some else 0 for name, some in on.items()}, "kept": rows}
+        return _counts(draws, outputs, known)
+
+    def _write_sequence(self, index: int, draw: Draws, ends: GpuSamplingOptions) -> GpuSamplingOptions:
+        """Write the options, random numbers and lists of sequence `index`.
+
+        `ends` has the places that the sequences before it leave free, as has the result: `uniforms_at` in the numbers
+        (options included), `listed_at` in the lists, `reports_at` in the reports, and `known_through`.
+        """
+        reports = draw.reports if draw.reports is not None else _NO_REPORTS
+        options = GpuSamplingOptions(
+            draw.temperature,
+            draw.top_p,
+            draw.min_logit,
+            draw.top_k,
+            draw.first,
+            uniforms_at=ends.uniforms_at - self._first,
+            uniforms=len(draw.uniforms),
+            alternatives=alternatives_of(reports),
+            reports_at=ends.reports_at,
+            reported=len(reports),
+            known=len(draw.known),
+            known_through=ends.known_through + len(draw.known),
+        )
+        listed = int(ends.listed_at)
+        if (given := draw.penalties) is not None:
+            amounts = {name: getattr(given, name) for name in ("repetition", "frequency", "presence", "room")}
+            options = options._replace(**amounts, listed_at=listed, listed=len(given.tokens))
+            recent = self._write(given.tokens, self._write(given.counts, listed))
+            self._write(given.ahead, recent)
+            listed = recent + given.room
+        options = options._replace(known_at=listed)
+        listed = self._write(draw.known, listed)
+        if draw.bias:
+            options = options._replace(biases_at=listed, biases=len(draw.bias.tokens))
+            listed = self._write(draw.bias.values.view(np.int32), self._write(draw.bias.tokens, listed))
+        self._host[_OPTIONS * index : _OPTIONS * (index + 1)] = options
+        at = int(ends.uniforms_at)
+        self._host[at : at + len(draw.uniforms)] = draw.uniforms
+        return ends._replace(
+            uniforms_at=at + len(draw.uniforms),
+            listed_at=listed,
+            reports_at=ends.reports_at + reports.size,
+            known_through=options.known_through,
+        )
 
     def fetch(self) -> None:
         """Queue a copy to the host of the reports that the last call asked for."""
@@ -171,15 +190,6 @@ class CudaDraws:
             at += reports.size
         self._wanted = []
 
-    def _write_list(self, given: Penalties | None, start: int) -> tuple[tuple[float, ...], int]:
-        """Write a sequence's list at `start`. Returns its options, and where the next list starts."""
-        if given is None:
-            return (0.0,) * 6, start
-        recent = self._write(given.tokens, self._write(given.counts, start))
-        self._write(given.ahead, recent)
-        options = (given.repetition, given.frequency, given.presence, start, len(given.tokens), given.room)
-        return options, recent + given.room
-
     def _write(self, numbers: Sequence[int] | IntArray, start: int) -> int:
         """Write numbers into the lists. Returns where they end."""
         end = start + len(numbers)
@@ -192,6 +202,22 @@ class CudaDraws:
         self._lists.free()
         self._reports.free()
         self._driver.drop_event(self._sent)
+
+
+def _counts(draws: Sequence[Draws], outputs: int, known: int) -> dict[str, int]:
+    """The counts of the launches that sample a step of `outputs` rows of logits, `known` of them of known tokens."""
+    on = {
+        "sampled": any(draw.temperature for draw in draws),
+        "top_k": any(draw.top_k for draw in draws),
+        "top_p": any(draw.top_p < 1 for draw in draws),
+        "biased": any(draw.bias for draw in draws),
+        "penalized": any(draw.penalties for draw in draws),
+        "reported": any(draw.reports is not None for draw in draws),
+    }
+    # A power of two, as the launches that know the memory of kept rows are dropped where it grows.
+    changed = any((draw.bias or draw.penalties) and draw.reports is not None for draw in draws)
+    rows = 1 << (outputs - known - 1).bit_length() if changed and outputs > known else 0
+    return {**{name: outputs if some else 0 for name, some in on.items()}, "kept": rows}
 
 
 def _list_items(draws: Sequence[Draws]) -> int:

@@ -31,10 +31,9 @@ class Text(NamedTuple):
 
 def changed(texts: list[Text], logits: Tensor) -> Tensor:
     """Logits [rows, vocab] of a step as the kernels change them."""
-    from qcompile.codegen.gpu.penalties import OPTIONS, penalties
+    from qcompile.codegen.gpu.penalties import penalties
     from tests.support.gpu_machine import run_launches, send_draws
 
-    assert OPTIONS == cuda_draws._OPTIONS
     rows = [(s, token, text.start + i) for s, text in enumerate(texts) for i, token in enumerate(text.tokens)]
     _, counts, given = send_draws([text.draws for text in texts], len(rows))
     columns = zip(("row_sequence", "token_ids", "positions"), zip(*rows, strict=True), strict=True)
