@@ -198,7 +198,9 @@ def open_random(recipe: str, folder: Path, tokens: int, context: int = 8192) -> 
     limits = Limits(512, found.program.vocab_size, kv.page_tokens, context, kv.ring_tokens)
     pages = -(-tokens // context) * limits.pages_for(context)
     target = CudaExecutor(gpu, plans[0], functions, addresses, pages, limits)
-    cache = torch.as_tensor(View(target._kv, kv.layers * target._layer_bytes), device="cuda").view(torch.bfloat16)
+    cache = torch.as_tensor(View(target.memory.cache, kv.layers * target.memory.layer_bytes), device="cuda").view(
+        torch.bfloat16
+    )
     for part in cache.split(1 << 28):
         part.normal_()
     torch.cuda.synchronize()  # what is measured next goes through another stream
@@ -234,7 +236,7 @@ def kernel_times(executor: CudaExecutor, rows: list[Rows]) -> dict[str, list[flo
     """Microseconds of each kernel of a step of these rows, and how often it runs; see the top."""
     gpu = executor.driver
     counts = executor.fill(rows)
-    names = {address: label for label, address in executor._functions.items()}
+    names = {address: label for label, address in executor.launcher.functions.items()}
     by_kernel: dict[str, list[Any]] = {}
     for _, call in executor.prepare(executor.plan["launches"], counts):
         by_kernel.setdefault(names[call.function], []).append(call)

@@ -17,8 +17,8 @@ GPU_MUTATIONS = (
     Mutation(
         "a GPU reports logits with their biases",
         "codegen/gpu/templates/report.py.jinja",
-        "(tl.load(given + 13) > 0) | (tl.load(given + 20) > 0)",
-        "tl.load(given + 13) > 0",
+        '(tl.load({{ option("room") }}) > 0) | (tl.load({{ option("biases") }}) > 0)',
+        'tl.load({{ option("room") }}) > 0',
         "tests/codegen/gpu/test_report.py -k rows",
     ),
     Mutation(
@@ -128,7 +128,7 @@ GPU_MUTATIONS = (
     ),
     Mutation(
         "a launch that is kept does not learn where the prompts' pages begin now",
-        "runtime/cuda/executor.py",
+        "runtime/cuda/launching.py",
         'return operand["kind"] == "count" or "past" in operand',
         'return operand["kind"] == "count"',
         f"{GPU_PROMPTS} -k decoding_beside",
@@ -185,8 +185,8 @@ GPU_MUTATIONS = (
     Mutation(
         "reports of one step are those of the step queued behind it",
         "runtime/cuda/executor.py",
-        "behind = not (reports or (self._draws and self._draws.reporting))",
-        "behind = not (reports and (self._draws and self._draws.reporting))",
+        "behind = not (reports or (self._sampling and self._sampling.reporting))",
+        "behind = not (reports and (self._sampling and self._sampling.reporting))",
         f"{CUDA} -k step_before",
     ),
     Mutation(

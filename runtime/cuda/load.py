@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from qcompile.artifact.hashes import damaged, file_problem, listed_file
 from qcompile.artifact.layout import Manifest
 from qcompile.runtime.cuda.driver import Driver, driver
-from qcompile.runtime.cuda.executor import CudaExecutor, kv_pages
+from qcompile.runtime.cuda.executor import CudaExecutor
+from qcompile.runtime.cuda.memory import pages_in
 from qcompile.runtime.cuda.speculate import CudaLookup, CudaSpeculator
 from qcompile.runtime.engine.blocks import BlockPool, requested_pages
 from qcompile.runtime.loader import Arena
@@ -134,7 +135,7 @@ def _open_target(
     """Open the target's executor, with as many cache pages as fit, each of `page_bytes` over all paths."""
     free, total = gpu.memory()
     rest = free - int(total * (1 - memory_share)) - sum(_executor_bytes(plan, limits) for plan in plans)
-    pages = kv_pages(max(rest, 0), page_bytes, most_pages, 1.0)
+    pages = pages_in(max(rest, 0), page_bytes, most_pages, 1.0)
     return CudaExecutor(gpu, plans[0], functions, weights, pages, limits)
 
 

@@ -16,8 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
+from qcompile.runtime.cuda.counts import Counts
 from qcompile.runtime.cuda.driver import Driver, LaunchCall
-from qcompile.runtime.cuda.executor import Counts, CudaExecutor
+from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.outputs import MOST_DRAFTS
 from qcompile.runtime.request import Request
 from qcompile.runtime.sampling.sampling import GREEDY, Draws

@@ -20,9 +20,9 @@ from qcompile.codegen.gpu.compile import Kernel
 from qcompile.codegen.gpu.launches import Launch, LaunchPlan
 from qcompile.codegen.gpu.operands import CountRef, NumberRef, grid_size
 from qcompile.codegen.gpu.plan import make_plan
-from qcompile.runtime.cuda import executor, load
-from qcompile.runtime.cuda.draws import CudaDraws
+from qcompile.runtime.cuda import launching, load
 from qcompile.runtime.cuda.executor import CudaExecutor
+from qcompile.runtime.cuda.sampling import DeviceSampling
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.engine.engine import Engine
 from qcompile.runtime.request import Request
@@ -140,7 +140,7 @@ class Machine:
     def __init__(
         self, graph: Any, recipe: str, pages: int, max_tokens: int = 64, split: int = 64, drafts: Sequence[Any] = ()
     ) -> None:
-        executor.LaunchCall = HostLaunch  # type: ignore[assignment, misc]
+        launching.LaunchCall = HostLaunch  # type: ignore[assignment, misc]
         self.driver = HostDriver()
         planned = pipeline.plan(graph, target="h200", recipe=recipe, drafts=drafts)
         kv = planned.program.kv
@@ -185,10 +185,10 @@ class Machine:
 PROMPTS = [[5, 9, 11], [7], [1, 2], list(range(20, 37)), [3, 3, 3], [30, 31, 30]]
 
 
-def send_draws(draws: Sequence[Draws], rows: int) -> tuple[CudaDraws, dict[str, int], dict[str, torch.Tensor]]:
+def send_draws(draws: Sequence[Draws], rows: int) -> tuple[DeviceSampling, dict[str, int], dict[str, torch.Tensor]]:
     """Send the draws of a step with so many rows, all of which give logits; the counts of its launches, and arrays."""
     driver: Any = HostDriver()
-    sender = CudaDraws(driver, len(draws))
+    sender = DeviceSampling(driver, len(draws))
     if sender.lacks_room(draws):
         sender.grow(draws)
     counts = sender.send(draws, rows) | {"tokens": rows, "outputs": rows}

@@ -15,7 +15,7 @@ from qcompile.codegen.gpu.launches import Launch, LaunchPlan, Variant
 from qcompile.codegen.gpu.operands import GridSize, grid_size
 from qcompile.codegen.program import KVLayout, Program
 from qcompile.runtime.cuda import counts as cuda_counts
-from qcompile.runtime.cuda.executor import _changes
+from qcompile.runtime.cuda.launching import _changes
 from qcompile.targets import TARGETS
 
 JSON = [

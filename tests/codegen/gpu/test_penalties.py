@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcompile.runtime.cuda import draws as cuda_draws
+from qcompile.runtime.cuda import sampling as device_sampling
 from qcompile.runtime.sampling.penalties import Bias, Occurrences, Penalties, penalize
 from qcompile.runtime.sampling.sampling import GREEDY, Draws, SamplingParams
 from tests.codegen.gpu.test_sample import SMALL
@@ -107,7 +107,7 @@ def interpret_engine(how: str) -> None:
     from tests.support.gpu_machine import PROMPTS, Machine, logits_asked
 
     torch.manual_seed(0)
-    cuda_draws._FIRST_ROOM = 64  # grows
+    device_sampling._FIRST_ROOM = 64  # grows
     graph = decoder(**SMALL)
     drafts: list[Any] = {"lookup": ["lookup"], "own": [graph]}.get(how, [])
     machine = Machine(graph, "nested" if how == "shared" else "bf16", pages=9, drafts=drafts)

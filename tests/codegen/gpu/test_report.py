@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qcompile.codegen.gpu.launches import Launch, LaunchPlan
-from qcompile.runtime.cuda import draws as cuda_draws
+from qcompile.runtime.cuda import sampling as device_sampling
 from qcompile.runtime.request import Request
 from qcompile.runtime.sampling.logprobs import MOST_REPORTED, empty_reports, logprobs_of, reported_logprobs
 from qcompile.runtime.sampling.penalties import Bias, Penalties
@@ -130,7 +130,7 @@ def interpret_engine(how: str) -> None:
     from tests.support.gpu_machine import PROMPTS, Machine, logits_asked
 
     torch.manual_seed(0)
-    cuda_draws._FIRST_REPORTS = 64  # grows
+    device_sampling._FIRST_REPORTS = 64  # grows
     graph = decoder(**SMALL)
     drafts: list[Any] = {"lookup": ["lookup"], "own": [graph]}.get(how, [])
     machine = Machine(graph, "nested" if how == "shared" else "bf16", pages=9, drafts=drafts)
@@ -177,7 +177,7 @@ def interpret_prompts() -> None:
     from tests.support.gpu_machine import PROMPTS, Machine, logits_asked
 
     torch.manual_seed(0)
-    cuda_draws._FIRST_REPORTS = cuda_draws._FIRST_ROOM = 16  # grow
+    device_sampling._FIRST_REPORTS = device_sampling._FIRST_ROOM = 16  # grow
     machine = Machine(decoder(**SMALL), "bf16", pages=9)
     common: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
     options: list[dict[str, Any]] = [

@@ -54,11 +54,11 @@ def interpret_rounds(recipe: str) -> None:
     # A draft with a head of garbage is nearly always wrong.
     assert machine.speculator
     draft = machine.speculator.draft
-    head = [name for name in draft._weights if name.endswith(".w")][-1]
+    head = [name for name in draft.launcher._weights if name.endswith(".w")][-1]
     size = len(machine.driver.memory[machine.weights[head]])
     garbage = machine.driver.keep(torch.randint(0, 256, (size,), dtype=torch.uint8))
-    draft._weights = {**draft._weights, head: garbage}
-    draft._drop_graphs()
+    draft.launcher._weights = {**draft.launcher._weights, head: garbage}
+    draft.launcher.forget()
     found, requests = generate(3, range(2))
     assert found == plain[:2]
     assert sum(r.drafts.metrics.acceptance_rate or 0 for r in requests) / len(requests) < 0.5

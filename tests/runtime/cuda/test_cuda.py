@@ -11,8 +11,9 @@ import pytest
 
 from qcompile.errors import ArtifactError, ResourceError, UsageError
 from qcompile.runtime.cuda import driver as cuda_driver
-from qcompile.runtime.cuda import executor, load
-from qcompile.runtime.cuda.executor import CudaExecutor, kv_pages
+from qcompile.runtime.cuda import launching, load
+from qcompile.runtime.cuda.executor import CudaExecutor
+from qcompile.runtime.cuda.memory import pages_in
 from qcompile.runtime.cuda.speculate import CudaLookup, CudaSpeculator
 from qcompile.runtime.engine.blocks import requested_pages
 from qcompile.runtime.sampling.logprobs import empty_reports
@@ -27,7 +28,7 @@ from tests.support.fake_driver import LIMITS, PLAN, FakeDriver, FakeLaunch
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> CudaExecutor:
-    monkeypatch.setattr(executor, "LaunchCall", FakeLaunch)
+    monkeypatch.setattr(launching, "LaunchCall", FakeLaunch)
     functions: Any = {name: name for name in PLAN["kernels"]}
     return CudaExecutor(FakeDriver(), PLAN, functions, {"w": 99}, 4, LIMITS)  # type: ignore[arg-type]
 
@@ -35,8 +36,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> CudaExecutor:
 def test_counts_choose_kernels_grids_and_arguments(opened: CudaExecutor) -> None:
     log = opened.driver.log  # type: ignore[attr-defined]
     opened.step([Rows([1, 2, 3], 5, [2], 1), Rows([4], 0, [3], 0)], logits=False)
-    head = opened._arena["tokens"] + 64 * 4
-    layer_1 = opened._kv + 5 * 512  # of five pages, one to lose things in
+    head = opened.memory._arenas["tokens"] + 64 * 4
+    layer_1 = opened.memory.cache + 5 * 512  # of five pages, one to lose things in
     assert log == [("few", (1, 3, 1), (4,)), ("split", (2, 1, 2), (layer_1,)), ("few", (1, 1, 1), (head,))]
     log.clear()
     opened.step([Rows(list(range(17)), 0, [1], 0)], logits=False)
@@ -45,12 +46,12 @@ def test_counts_choose_kernels_grids_and_arguments(opened: CudaExecutor) -> None
 
 def test_launches_that_are_kept_take_what_is_new_in_a_step(opened: CudaExecutor) -> None:
     driver: Any = opened.driver
-    opened.plan = PLAN | {"launches": PLAN["launches"][:2] + PLAN["feedback"]}
+    opened.launcher._plan = PLAN | {"launches": PLAN["launches"][:2] + PLAN["feedback"]}
     opened.step([Rows([1, 2, 3], 5, [2], 1)], logits=False)
-    first = opened._work["parts"][0]
+    first = opened.memory.scratch["parts"].address
     driver.allocate(100, "something behind")  # so that scratch memory moves when it grows
     opened.step([Rows([1, 2, 3], 253, [2, 3, 1, 0, 4], 1), Rows([4], 0, [3], 0)], logits=False)
-    second, layer_1 = opened._work["parts"][0], opened._kv + 5 * 512
+    second, layer_1 = opened.memory.scratch["parts"].address, opened.memory.cache + 5 * 512
     assert first != second and driver.log == [
         *(("few", (1, 3, 1), (3,)), ("split", (2, 1, 1), (layer_1,)), ("next", (1, 1, 1), (first,))),
         *(("few", (1, 3, 1), (4,)), ("split", (2, 1, 2), (layer_1,)), ("next", (1, 1, 1), (second,))),
@@ -61,14 +62,14 @@ def test_counts_of_long_steps_are_not_remembered(opened: CudaExecutor) -> None:
     """A server's would grow without end."""
     for rows in range(17, 30):
         opened.step([Rows(list(range(rows)), 0, [1], 1)], logits=False)
-    assert not opened._seen
+    assert not opened.launcher._seen
     opened.step([Rows([1, 2], 0, [1], 1)], logits=False)
-    assert len(opened._seen) == 1
+    assert len(opened.launcher._seen) == 1
 
 
 def test_the_step_that_is_sent(opened: CudaExecutor) -> None:
     opened.step([Rows([1, 2, 3], 5, [2], 2), Rows([4], 9, [3, 1], 1)], logits=False)
-    sent, place = opened.driver.sent, opened._input_offsets  # type: ignore[attr-defined]
+    sent, place = opened.driver.sent, opened.inputs._offsets  # type: ignore[attr-defined]
 
     def part(name: str, count: int) -> list[int]:
         return sent[place[name] : place[name] + count]
@@ -92,7 +93,7 @@ def test_steps_are_queued_behind_each_other_from_memory_in_turn(opened: CudaExec
         assert driver.passed == [found] * (turn > 1) + [sent]
         driver.passed.clear()
         targets.append(found)
-        assert driver.sent[opened._input_offsets["token_ids"]] == chunk[0].tokens[0]
+        assert driver.sent[opened.inputs._offsets["token_ids"]] == chunk[0].tokens[0]
     for mine in (sources, targets):
         assert mine == [mine[0], mine[1]] * 3 and mine[0] != mine[1]
     assert sorted(opened._waits) == [0, 1] and [len(wait()) for wait in waits[:4]] == [0, 1] * 2
@@ -116,14 +117,14 @@ def test_tokens_that_the_step_before_gives_are_replaced_on_the_gpu(opened: CudaE
 
 
 def test_what_lies_past_the_end_of_a_ring_goes_elsewhere_than_what_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor, "LaunchCall", FakeLaunch)
+    monkeypatch.setattr(launching, "LaunchCall", FakeLaunch)
     functions: Any = {name: name for name in PLAN["kernels"]}
     limits = LIMITS._replace(ring_tokens=384)
     with_ring = CudaExecutor(FakeDriver(), PLAN, functions, {"w": 99}, 40, limits)  # type: ignore[arg-type]
     with_ring.fill([Rows([1], 250, list(range(8)), 1)], ahead=10)
-    table = with_ring.driver.sent[with_ring._input_offsets["block_table"] :]  # type: ignore[attr-defined]
+    table = with_ring.driver.sent[with_ring.inputs._offsets["block_table"] :]  # type: ignore[attr-defined]
     assert table[:14] == [*range(8), 40, 40, 40, 40, 41, 41]
-    assert with_ring._layer_bytes == 42 * 512
+    assert with_ring.memory.layer_bytes == 42 * 512
 
 
 def test_steps_that_come_again_are_graphs(opened: CudaExecutor) -> None:
@@ -142,7 +143,7 @@ def test_larger_scratch_memory_ends_the_graphs_that_hold_the_old(opened: CudaExe
     row = [Rows([1], 5, [2], 1)]
     opened.decode(row, 2)
     opened.step([Rows([1], 5, [2], 1), Rows([1], 5, [3], 1)], logits=False)
-    assert "drop" in log and not opened._graphs
+    assert "drop" in log and not opened.launcher.graphs
 
 
 def test_scratch_memory_that_cannot_grow_is_not_used_any_more(
@@ -157,7 +158,7 @@ def test_scratch_memory_that_cannot_grow_is_not_used_any_more(
         with pytest.raises(ResourceError, match="scratch"):
             opened.step(two, logits=False)
     opened.step(one, logits=False)
-    assert opened._work["parts"][0] in driver.memory
+    assert opened.memory.scratch["parts"].address in driver.memory
     with monkeypatch.context() as patch:
         patch.setattr(driver, "allocate", lambda size, what: _refuse(what))
         with pytest.raises(ResourceError, match="scratch"):
@@ -225,10 +226,10 @@ def test_more_rows_than_kernels_take_are_refused() -> None:
 
 
 def test_pages_that_fit() -> None:
-    assert kv_pages(1000, 100, most=4, share=1.0) == 4
-    assert kv_pages(1000, 100, most=40, share=0.55) == 5
+    assert pages_in(1000, 100, most=4, share=1.0) == 4
+    assert pages_in(1000, 100, most=40, share=0.55) == 5
     with pytest.raises(ResourceError, match="no GPU memory"):
-        kv_pages(50, 100, most=4, share=1.0)
+        pages_in(50, 100, most=4, share=1.0)
     assert requested_pages(250, 100) == 2
     with pytest.raises(UsageError, match="kv_cache_bytes 50 is less than one page of 100 bytes"):
         requested_pages(50, 100)
@@ -270,8 +271,8 @@ def test_levels_that_draft_work_in_the_targets_cache_or_in_their_own(opened: Cud
         pairs = zip(levels, plans, strict=True)
         every = [load._level(opened, level, plan, functions, {"w": 99}) for level, plan in pairs]
         drafter = load._drafter(Path(), {}, opened, levels, every, None)
-        caches = [one.executor._kv for one in every if isinstance(one.executor, CudaExecutor)]
-        shared = [cache == opened._kv for cache in caches]
+        caches = [one.executor.memory.cache for one in every if isinstance(one.executor, CudaExecutor)]
+        shared = [cache == opened.memory.cache for cache in caches]
         assert len(set(caches)) == len(caches)
         found.append((type(drafter), shared))
         drafter.close()

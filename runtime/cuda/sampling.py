@@ -54,7 +54,7 @@ class _Pair:
         self._driver.free_pinned(self.host_address)
 
 
-class CudaDraws:
+class DeviceSampling:
     """Arrays on the GPU by which kernels sample.
 
     Each sequence has GpuSamplingOptions, and a place in three arrays: random numbers (float64), lists of tokens and

@@ -1,0 +1,102 @@
+"""The inputs of a step on a GPU: its rows, its sequences and their pages, copied from the host in one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from qcompile.runtime.cuda.counts import MIN_PAGES, AttentionWork, attention_work, eighths, power_of_two
+from qcompile.runtime.cuda.driver import Driver
+from qcompile.runtime.cuda.memory import DeviceMemory, PinnedNumbers
+from qcompile.runtime.outputs import MOST_DRAFTS
+from qcompile.runtime.step import Limits, Rows
+
+_NAMES = ("counter", "token_ids", "positions", "row_sequence", "output_rows", "query_start", "prompt_start")
+"""Arrays of at most one number a row, and some more; the block table follows them."""
+
+
+class Written(NamedTuple):
+    """What `StepInputs.write` wrote: numbers of rows and of rows with logits, pages of a sequence in the block table,
+    most rows of a sequence, and the work of attention for sequences that decode and for prompts."""
+
+    tokens: int
+    outputs: int
+    stride: int
+    queries: int
+    decoding: AttentionWork
+    prompts: AttentionWork
+
+
+class StepInputs:
+    """Input arrays on the GPU. A step may be queued while the one before it runs, so two host copies take turns."""
+
+    def __init__(self, driver: Driver, plan: dict[str, Any], limits: Limits, memory: DeviceMemory, spare: int) -> None:
+        """`spare` is the first page past the cache's, for positions that no page of a sequence holds."""
+        self._plan, self._limits, self._memory, self._spare = plan, limits, memory, spare
+        self._most_pages = power_of_two(limits.pages_for(limits.max_position + MOST_DRAFTS))
+        self._offsets = {name: i * (memory.rows + 4) for i, name in enumerate((*_NAMES, "block_table"))}
+        self._hosts = PinnedNumbers(driver), PinnedNumbers(driver)
+        self._address = 0
+
+    def open(self) -> None:
+        """Allocate the arrays. Raises ResourceError."""
+        items = self._offsets["block_table"] + self._memory.rows * self._most_pages
+        self._address = self._memory.allocate(4 * items, "inputs")
+        for host in self._hosts:
+            host.open(items)
+
+    def address(self, name: str) -> int | None:
+        """The address of an array on the GPU; None if it is not one of these."""
+        return self._address + 4 * self._offsets[name] if name in self._offsets else None
+
+    def write(self, sequences: Sequence[Rows], ahead: int, turn: int) -> Written:
+        """Write a step's rows to host copy `turn`, and queue its copy to the GPU.
+
+        Sequences may advance `ahead` positions before the next call. Keys and values past a sequence's pages go to
+        spare pages. Bf16 entries of a ring and quantized ones have different spare pages: codes read as bf16 may be
+        NaN, and NaN times an attention weight of 0 would spoil rows that do not see those positions.
+        """
+        need = [self._limits.pages_for(rows.start + len(rows.tokens) + ahead) if ahead else 0 for rows in sequences]
+        pages = [max(least, len(rows.pages)) for least, rows in zip(need, sequences, strict=True)]
+        stride = min(max(power_of_two(max(pages)), MIN_PAGES), self._most_pages)
+        lengths = [len(rows.tokens) for rows in sequences]
+        decoding, prompts = attention_work(self._plan, lengths, pages, lambda count: self._splits(count, stride))
+        starts = list(accumulate(lengths, initial=0))
+        ends = zip(sequences, starts[1:], strict=True)
+        values: dict[str, list[int]] = {
+            "counter": [0],
+            "token_ids": [token for rows in sequences for token in rows.tokens],
+            "positions": [rows.start + i for rows, count in zip(sequences, lengths, strict=True) for i in range(count)],
+            "row_sequence": [index for index, count in enumerate(lengths) for _ in range(count)],
+            "output_rows": [row for rows, end in ends for row in range(end - rows.outputs, end)],
+            "query_start": starts,
+            "prompt_start": starts[decoding.sequences :],
+        }
+        host = self._hosts[turn].begin()
+        for name, items in values.items():
+            host[self._offsets[name] : self._offsets[name] + len(items)] = items
+        self._write_pages(host, sequences, need, stride)
+        self._hosts[turn].send(self._address, self._offsets["block_table"] + len(sequences) * stride)
+        return Written(starts[-1], len(values["output_rows"]), stride, max(lengths), decoding, prompts)
+
+    def _write_pages(self, host: Any, sequences: Sequence[Rows], need: Sequence[int], stride: int) -> None:
+        """Write the block table: each sequence's pages, and spare pages up to those that it needs."""
+        start, ring = self._offsets["block_table"], self._memory.ring_entries
+        for first, rows, most in zip(range(start, len(host), stride), sequences, need, strict=False):
+            host[first : first + len(rows.pages)] = rows.pages
+            for entry in range(len(rows.pages), most):
+                host[first + entry] = self._spare + (0 < ring <= entry)
+
+    def reset_counter(self, turn: int) -> None:
+        """Queue a copy of the counter, 0, from host copy `turn`: kernels have advanced it."""
+        self._hosts[turn].send(self._address, 1)
+
+    def _splits(self, pages: int, stride: int) -> int:
+        """Attention splits of a context of `pages` pages."""
+        return -(-min(eighths(pages), stride) * self._limits.page_tokens // self._plan["split"])
+
+    def free(self) -> None:
+        """Free the host copies; the memory on the GPU belongs to DeviceMemory."""
+        for host in self._hosts:
+            host.free()

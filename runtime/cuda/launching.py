@@ -1,0 +1,158 @@
+"""Launches a step's kernels: one by one, as a CUDA graph, or with the time of each launch measured."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from qcompile.runtime.cuda.counts import Counts, active_launches, grid
+from qcompile.runtime.cuda.driver import Driver, LaunchCall
+from qcompile.runtime.cuda.memory import DeviceMemory
+from qcompile.runtime.cuda.profile import LaunchTimes
+
+_MAX_GRAPHS = 64
+Addresses = Mapping[tuple[str, str], int]
+"""Addresses by kind and name of an operand (codegen/gpu/operands.py)."""
+
+
+class Launcher:
+    """The kernels of a launch plan, and the graphs made of them.
+
+    `functions` are the kernels by label, `weights` addresses on the GPU by name, and `address_of` returns the address
+    of a step's input or result.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        plan: dict[str, Any],
+        functions: Mapping[str, int],
+        weights: Mapping[str, int],
+        memory: DeviceMemory,
+        address_of: Callable[[str], int],
+    ) -> None:
+        self._driver, self._plan, self.functions, self._weights = driver, plan, functions, weights
+        self._memory, self._address_of = memory, address_of
+        self.graphs: OrderedDict[tuple[Any, ...], ctypes.c_void_p] = OrderedDict()
+        self._prepared: dict[int, tuple[LaunchCall, list[tuple[int, dict[str, Any]]]]] = {}
+        self._seen: set[tuple[Any, ...]] = set()
+        self.profile: LaunchTimes | None = None
+        self.reallocations = 0
+        """How often memory that graphs point to was freed."""
+
+    def grow(self, counts: Counts) -> None:
+        """Make the scratch memory large enough for these counts."""
+        for name, size in self._memory.lacking(counts).items():
+            if self._memory.scratch[name].address:
+                self.forget()
+            self._memory.replace_scratch(name, size)
+
+    def forget(self) -> None:
+        """Wait for the GPU and drop all graphs and prepared launches, before memory that they point to is freed."""
+        self._driver.synchronize()
+        self.reallocations += 1
+        for graph in self.graphs.values():
+            self._driver.drop(graph)
+        self.graphs.clear()
+        self._prepared.clear()
+        if self.profile:
+            self.profile.forget()
+
+    def run(self, counts: Counts, feed_back: bool, times: int = 1) -> None:
+        """Queue `times` steps: as a graph if these counts were seen before or repeat now, else launch by launch."""
+        key = (*counts.values(), feed_back)
+        graph = self.graphs.get(key)
+        again = times > 1 or key in self._seen
+        short = counts["queries"] <= self._plan["most_queries"]  # counts of long steps rarely repeat
+        if graph is None and again and short and self.profile is None:
+            graph = self._capture(key, counts, feed_back)
+        if graph is not None and self.profile is None:
+            self.graphs.move_to_end(key)
+            for _ in range(times):
+                self._driver.replay(graph)
+            return
+        if short:
+            self._seen.add(key)
+        for _ in range(times):
+            if self.profile is None:
+                self.launch(self._launches(feed_back), counts)
+            else:
+                self.profile.run(key, lambda: self.prepare(self._launches(feed_back), counts))
+
+    def _launches(self, feed_back: bool) -> list[dict[str, Any]]:
+        return self._plan["launches"] + (self._plan["feedback"] if feed_back else [])
+
+    def _capture(self, key: tuple[Any, ...], counts: Counts, feed_back: bool) -> ctypes.c_void_p:
+        ready = self.prepare(self._launches(feed_back), counts)
+        with self._driver.captured() as result:
+            for _, call in ready:
+                call.run()
+        while len(self.graphs) >= _MAX_GRAPHS:
+            self._driver.synchronize()
+            self._driver.drop(self.graphs.popitem(last=False)[1])
+        self.graphs[key] = result[0]
+        return result[0]
+
+    def prepare(
+        self, launches: list[dict[str, Any]], counts: Counts, others: Addresses | None = None
+    ) -> list[tuple[str, LaunchCall]]:
+        """Prepare the launches of a step with these counts. Returns them with their names.
+
+        `others` are addresses that are not this executor's own.
+        """
+        self.grow(counts)
+        active = active_launches(launches, counts)
+        return [(launch["name"], self._call(variant, counts, others or {})) for launch, variant in active]
+
+    def launch(self, launches: list[dict[str, Any]], counts: Counts) -> None:
+        """Queue a step launch by launch: while one runs on the GPU, the next is prepared.
+
+        Prepared launches are kept, so that later steps change only grids and counts.
+        """
+        self.grow(counts)
+        for _, variant in active_launches(launches, counts):
+            kept = self._prepared.get(id(variant))
+            if kept:
+                call, changing = kept
+                call.change(grid(variant, counts), [(i, self._argument(ref, counts, {})) for i, ref in changing])
+            else:
+                call = self._call(variant, counts, {})
+                names = self._plan["kernels"][variant["kernel"]]["arguments"]
+                operands = [variant["args"][name] for name in names]
+                changing = [(i, operand) for i, operand in enumerate(operands) if _changes(operand)]
+                self._prepared[id(variant)] = call, changing
+            call.run()
+
+    def _call(self, variant: dict[str, Any], counts: Counts, others: Addresses) -> LaunchCall:
+        kernel = self._plan["kernels"][variant["kernel"]]
+        arguments = [self._argument(variant["args"][name], counts, others) for name in kernel["arguments"]]
+        how = (kernel["threads"], kernel["shared_bytes"], kernel["prelaunch"])
+        return LaunchCall(self._driver, self.functions[variant["kernel"]], grid(variant, counts), *how, arguments)
+
+    def _argument(self, operand: dict[str, Any], counts: Counts, others: Addresses) -> int:
+        """The value of an operand (codegen/gpu/operands.py)."""
+        kind = operand["kind"]
+        if kind == "number":
+            return int(operand["value"])
+        if kind == "cache":
+            return self._memory.layer(operand["layer"])
+        if kind == "activation":
+            return self._memory.activation(operand)
+        name, past = operand["name"], operand.get("past")
+        if kind == "count":
+            return counts[name]
+        if kind == "weight":
+            return self._weights[name]
+        if kind == "scratch":
+            return self._memory.scratch[name].address
+        if (kind, name) in others:
+            return others[kind, name]
+        return self._address_of(name) + (4 * math.prod(counts[each] for each in past) if past else 0)
+
+
+def _changes(operand: dict[str, Any]) -> bool:
+    """Whether an operand depends on the step's counts."""
+    return operand["kind"] == "count" or "past" in operand

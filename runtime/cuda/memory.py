@@ -1,0 +1,151 @@
+"""The memory of an opened model on a GPU: activations, KV cache, scratch memory, results, and pinned host numbers."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qcompile.errors import ResourceError
+from qcompile.runtime.cuda.counts import Counts
+from qcompile.runtime.cuda.driver import Driver
+from qcompile.runtime.step import Limits
+
+MOST_DECODED = 1 << 16
+"""Most tokens that a multi-step decode leaves on the GPU before the host reads them."""
+_ROW_ALIGNMENT = 64
+"""Buffers have room for a multiple of this number of rows."""
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Scratch memory of `bytes` at `address`; 0 for both before it is first needed."""
+
+    address: int = 0
+    bytes: int = 0
+
+
+class DeviceMemory:
+    """Allocations of one executor. `rows` is the number of rows for which buffers have room.
+
+    A draft path that uses the cache of the path that it drafts for has the same `cache`, and owns none. Raises
+    ResourceError when memory is short; `free` then frees what was allocated.
+    """
+
+    def __init__(self, driver: Driver, plan: Mapping[str, Any], limits: Limits, kv_pages: int) -> None:
+        self._driver, self._plan, self._limits = driver, plan, limits
+        self.rows = -(-limits.max_tokens // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+        self.ring_entries = 2 * limits.ring_tokens // limits.page_tokens
+        """Leading entries of a sequence's pages that hold the ring of a hierarchical cache."""
+        # One spare page, or two with a ring, for keys and values computed past a sequence's end, which are discarded.
+        self.layer_bytes = (kv_pages + 1 + (self.ring_entries > 0)) * plan["layer_page_bytes"]
+        """Bytes of the cache of one layer."""
+        self.cache = 0
+        self.scratch: dict[str, Scratch] = dict.fromkeys(plan["scratch"], Scratch())
+        self.results: dict[str, int] = {}
+        """Addresses of a step's results: `argmax`, `decoded` and `logits`."""
+        self._arenas: dict[str, int] = {}
+        self._owned: list[int] = []
+
+    def allocate(self, size: int, what: str) -> int:
+        """The address of `size` bytes, which `free` frees. `what` names them in an error."""
+        address = self._driver.allocate(size, what)
+        self._owned.append(address)
+        return address
+
+    def adopt(self, addresses: Iterable[int]) -> None:
+        """Take ownership of memory that was allocated elsewhere."""
+        self._owned += addresses
+
+    def allocate_activations(self) -> None:
+        """Allocate the arenas of activations."""
+        for name, size in self._plan["arena_bytes"].items():
+            self._arenas[name] = self.allocate(self.rows * size, "activations")
+
+    def allocate_cache(self, shared: int = 0) -> None:
+        """Allocate the KV cache, or use the one at `shared`."""
+        self.cache = shared or self.allocate(self._plan["layers"] * self.layer_bytes, "the KV cache")
+
+    def allocate_results(self, shared_logits: int = 0) -> None:
+        """Allocate the results of steps; logits may be shared with another path."""
+        for name, count in (("argmax", self.rows), ("decoded", MOST_DECODED)):
+            self.results[name] = self.allocate(4 * count, "results")
+        size = 4 * self.rows * self._limits.vocab
+        self.results["logits"] = shared_logits or self.allocate(size, "logits")
+
+    def activation(self, operand: Mapping[str, Any]) -> int:
+        """The address of an activation, as a launch plan describes it."""
+        start = self._arenas[operand["rows"]] + self.rows * operand["bytes_per_row"]
+        return int(start + operand.get("column_bytes", 0))
+
+    def layer(self, layer: int) -> int:
+        """The address of the cache of a layer."""
+        return self.cache + layer * self.layer_bytes
+
+    def lacking(self, counts: Counts) -> dict[str, int]:
+        """The bytes of each scratch memory that is too small for a step with these counts, by name."""
+        needed = {}
+        for name, size in self._plan["scratch"].items():
+            need = size["bytes"] * math.prod(self.rows if c == "outputs" else counts[c] for c in size["counts"])
+            if self.scratch[name].bytes < need:
+                needed[name] = need
+        return needed
+
+    def replace_scratch(self, name: str, size: int) -> None:
+        """Give scratch memory `name` another place of `size` bytes. Nothing that knows the old place may run."""
+        if old := self.scratch[name].address:
+            self.scratch[name] = Scratch()  # stays valid if the allocation below fails
+            self._driver.free(old)
+        self.scratch[name] = Scratch(self._driver.allocate(size, f"scratch memory ({name})"), size)
+
+    def free(self) -> None:
+        """Free all memory."""
+        for address in (*self._owned, *(scratch.address for scratch in self.scratch.values() if scratch.address)):
+            self._driver.free(address)
+
+
+class PinnedNumbers:
+    """Int32 numbers in pinned host memory, for copies to or from the GPU."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver, self._address = driver, 0
+        self._copied: Any = None
+
+    def open(self, items: int) -> None:
+        """Allocate memory for `items` numbers."""
+        self._copied = self._driver.event()
+        self._address = self._driver.pinned(4 * items)
+        self._numbers: Any = (ctypes.c_int32 * items).from_address(self._address)
+
+    def begin(self) -> Any:
+        """The numbers, after the last copy."""
+        self._driver.wait_for(self._copied)
+        return self._numbers
+
+    def send(self, to: int, items: int) -> None:
+        """Queue a copy of the first `items` numbers to the GPU."""
+        self._driver.upload(to, self._address, 4 * items)
+        self._driver.record(self._copied)
+
+    def fetch(self, source: int, items: int) -> None:
+        """Queue a copy of `items` numbers from the GPU to the first ones."""
+        if items:
+            self._driver.download(self._address, source, 4 * items)
+        self._driver.record(self._copied)
+
+    def free(self) -> None:
+        """Free the memory."""
+        if self._copied is not None:
+            self._driver.drop_event(self._copied)
+        if self._address:
+            self._driver.free_pinned(self._address)
+
+
+def pages_in(free: int, page_bytes: int, most: int, share: float) -> int:
+    """KV pages that fit into `share` of `free` bytes, at most `most`. Raises ResourceError when not one fits."""
+    pages = min(most, int(free * share) // page_bytes)
+    if pages < 1:
+        raise ResourceError(f"no GPU memory for one KV page of {page_bytes:,} bytes")
+    return pages
