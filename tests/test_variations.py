@@ -18,6 +18,7 @@ from qcompile.passes.base import apply
 from qcompile.passes.fold_norms import FoldNorms
 from qcompile.passes.raising import Raise
 from qcompile.passes.rotate import Rotate
+from tests.support.programs import dynamic_size
 from tests.support.variations.decoder import LONGEST, VOCAB
 from tests.support.variations.verdicts import ALL, examine, text
 
@@ -134,7 +135,7 @@ def test_tokens_whose_name_is_that_of_an_operator() -> None:
         def forward(self, floor: Tensor) -> Tensor:
             return self.head(self.embed(floor) * floor[..., None])
 
-    sizes: dict[int, object] = {0: torch.export.Dim("b"), 1: torch.export.Dim("t", max=LONGEST)}
+    sizes = {0: dynamic_size("b"), 1: dynamic_size("t", max=LONGEST)}
     program = torch.export.export(Named(), text(2, 7)[:1], dynamic_shapes=(sizes,))
     with pytest.raises(UnsupportedError, match="node unsqueeze: unsqueeze has no counterpart in qcompile"):
         apply(Raise(), frontend.load(program, max_position=LONGEST))

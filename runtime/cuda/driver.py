@@ -1,5 +1,10 @@
 """The CUDA driver through ctypes: memory, kernels, graphs. Needs only the driver's libcuda, neither torch nor Triton.
 
+ctypes is used, and not a package such as cuda-bindings, because a step may make hundreds of launches, each of which
+must cost little. A launch is one foreign call with an argument block that is prepared once (`LaunchCall`). Quick calls
+use PyDLL, which keeps Python's lock. A package would also be one more dependency of a machine that only runs artifacts.
+The cost of a launch through cuda-bindings has not been measured.
+
 Every call's return code is checked: out of memory raises ResourceError, any other unexpected code RuntimeError with the
 driver's own message.
 """

@@ -17,6 +17,7 @@ from qcompile.errors import UnsupportedError, UsageError
 from qcompile.passes.base import apply
 from qcompile.passes.raising import Raise
 from tests.support import modules
+from tests.support.programs import dynamic_size
 
 LONGEST = 64
 ALIKE = 1e-5
@@ -29,7 +30,7 @@ def text(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def exported(module: nn.Module, *inputs: torch.Tensor) -> torch.export.ExportedProgram:
-    sizes = {0: torch.export.Dim("b"), 1: torch.export.Dim("t", max=LONGEST - 1)}
+    sizes = {0: dynamic_size("b"), 1: dynamic_size("t", max=LONGEST - 1)}
     return torch.export.export(module, inputs, dynamic_shapes=tuple(sizes for _ in inputs))
 
 
@@ -104,12 +105,16 @@ class Branching(modules.Plain):
         return logits * 2 if self.branch(ids.shape[1]) else logits
 
 
-NAMED, AUTO = torch.export.Dim, torch.export.Dim.AUTO
+AUTO = torch.export.Dim.AUTO
 RANGES: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
-    "longer ones": (lambda t: t > 5, NAMED("t", min=6, max=63), "takes at least 6 tokens; export it for any number"),
+    "longer ones": (
+        lambda t: t > 5,
+        dynamic_size("t", min=6, max=63),
+        "takes at least 6 tokens; export it for any number",
+    ),
     "shorter ones": (
         lambda t: t < 33,
-        NAMED("t", max=32),
+        dynamic_size("t", max=32),
         "takes at most 32 tokens; give a max_position of at most 33",
     ),
     "longer ones, automatic": (lambda t: t > 5, AUTO, "takes at least 6 tokens"),
@@ -122,14 +127,16 @@ RANGES: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
 @pytest.mark.parametrize("case", RANGES)
 def test_a_program_of_some_lengths_alone_is_refused(case: str) -> None:
     branch, tokens, message = RANGES[case]
-    batch = AUTO if tokens is AUTO else NAMED("b")
+    batch = AUTO if tokens is AUTO else dynamic_size("b")
     sizes: Any = ({0: batch, 1: tokens},)
     program = torch.export.export(modules.randomized(Branching(branch)), text(7)[:1], dynamic_shapes=sizes)
     with pytest.raises(UnsupportedError, match=message):
         frontend.load(program, max_position=LONGEST)
 
 
-@pytest.mark.parametrize("sizes", [{0: AUTO, 1: AUTO}, {0: NAMED("b", min=2), 1: NAMED("t", min=2, max=LONGEST)}])
+@pytest.mark.parametrize(
+    "sizes", [{0: AUTO, 1: AUTO}, {0: dynamic_size("b", min=2), 1: dynamic_size("t", min=2, max=LONGEST)}]
+)
 def test_a_program_of_any_lengths_is_compiled(sizes: Any) -> None:
     module = modules.randomized(Branching(lambda t: True))
     program = torch.export.export(module, text(7)[:1], dynamic_shapes=(sizes,))

@@ -255,6 +255,7 @@ def _language(program: list[Program]) -> SimpleNamespace:
     """What kernels import as `tl`; `program` has the one that runs."""
     return SimpleNamespace(
         **_FUNCTIONS,
+        shared_memory_descriptor=Shared,
         program_id=lambda axis: program[0].ids[axis],
         num_programs=lambda axis: program[0].grid[axis],
         warp_specialize=lambda partitions, warps, registers: program[0].specialize(partitions),
@@ -319,7 +320,7 @@ def _async_copy(program: list[Program]) -> SimpleNamespace:
         program[0].tell()
 
     return SimpleNamespace(
-        async_copy_global_to_shared=issue,
+        async_load=issue,
         commit_group=lambda: program[0].copies.append([]),
         wait_group=finish,
         mbarrier_arrive=arrive,

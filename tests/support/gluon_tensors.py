@@ -238,7 +238,7 @@ class Shared:
     def permute(self, axes: tuple[int, ...]) -> Shared:
         return Shared(self.values.transpose(axes), self.type)
 
-    def _reinterpret(self, type: str, shape: Sequence[int], layout: Any) -> Shared:
+    def reinterpret(self, type: str, shape: Sequence[int], layout: Any) -> Shared:
         assert SIZES[type] == SIZES[self.type] and self.values.flags.c_contiguous
         return Shared(self.values.reshape(-1)[: int(np.prod(shape))].reshape(shape), type)
 

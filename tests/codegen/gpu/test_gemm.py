@@ -356,7 +356,7 @@ def test_up_to_eight_rows_have_kernels_of_their_own(format: str) -> None:
         (spec, decode) if format in BF16_UNPACK_FORMATS else ()
     ):  # tokens and words of a block are copied at once
         loop = render(each).split("for group in range(")[1].split("mbarrier_arrive(full")[0]
-        assert loop.count("async_copy_global_to_shared(xs.") == loop.count("async_copy_global_to_shared(gs.") == 1
+        assert loop.count("async_load(xs.") == loop.count("async_load(gs.") == 1
     for wrong in ({"tokens": 4}, {"unpack_k": 32, "stages": 1}):
         with pytest.raises(UnsupportedError):
             replace(spec, tile=replace(spec.tile, **wrong))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from qcompile.codegen.gpu import compile as gpu_compile
 from qcompile.codegen.gpu.attention import AttentionSpec, GpuKV
 from qcompile.codegen.gpu.compile import Kernel
 from qcompile.codegen.gpu.gemm.pack import GPU_PACKING, pack_gpu, unpack_gpu
@@ -354,3 +356,20 @@ def test_a_stage_that_is_released_too_early_is_overwritten() -> None:
     except Deadlock:
         return
     assert ((found - want).norm() / want.norm()).item() > MOST_ERROR
+
+
+NAMES = "{% from 'gluon_names.jinja' import gluon_names %}{{ gluon_names(barrier=true, reinterpret=true) }}"
+
+
+@pytest.mark.parametrize("version", ["3.6", "3.9"])
+def test_functions_have_the_names_of_the_installed_triton(version: str) -> None:
+    """Triton 3.9 also keeps the old name of async_load, for a function that only raises."""
+    old = SimpleNamespace(async_copy_global_to_shared="load", thread_barrier="barrier", _reinterpret="reinterpret")
+    new = SimpleNamespace(
+        async_load="load", async_copy_global_to_shared="removed", barrier="barrier", reinterpret="reinterpret"
+    )
+    gluon = old if version == "3.6" else new
+    gluon.shared_memory_descriptor = gluon
+    found: dict[str, Any] = {"async_copy": gluon, "tl": gluon}
+    exec(gpu_compile._environment().from_string(NAMES).render(), found)
+    assert (found["async_load"], found["block_barrier"], found["reinterpret"]) == ("load", "barrier", "reinterpret")

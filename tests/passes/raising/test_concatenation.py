@@ -16,6 +16,7 @@ from qcompile.errors import UnsupportedError
 from qcompile.passes.base import apply
 from qcompile.passes.raising import Raise
 from tests.support import modules
+from tests.support.programs import dynamic_size
 from tests.support.raising import LONGEST, inputs, raise_module, used
 
 HEADS, PLAIN, ROTATED, NARROW, HIDDEN = 3, 8, 4, 6, 24
@@ -98,7 +99,7 @@ class Latent(nn.Module):
 def test_same_logits(style: dict[str, object]) -> None:
     module = modules.randomized(Latent(**style))  # type: ignore[arg-type]
     graph = frontend.load(module, example_inputs=inputs()[:1], max_position=LONGEST)
-    sizes = {0: torch.export.Dim("b"), 1: torch.export.Dim("t", max=LONGEST)}
+    sizes = {0: dynamic_size("b"), 1: dynamic_size("t", max=LONGEST)}
     program = torch.export.export(module, inputs()[:1], dynamic_shapes=(sizes,)).run_decompositions()
     ids, positions = inputs()
     with torch.no_grad():

@@ -15,6 +15,7 @@ from qcompile.errors import UnsupportedError
 from qcompile.passes.base import apply
 from qcompile.passes.raising import Raise
 from tests.support import modules
+from tests.support.programs import dynamic_size
 from tests.support.raising import LONGEST, inputs, raise_module, refused_or_right, right, used
 
 WIDTH = 16
@@ -158,7 +159,7 @@ def test_a_weight_inside_a_module_called_module() -> None:
             return self.head(F.silu(self.embed(ids) * self.module.scale) * self.scale)
 
     module = modules.randomized(Outer())
-    sizes: dict[int, object] = {0: torch.export.Dim("b"), 1: torch.export.Dim("t", max=LONGEST)}
+    sizes = {0: dynamic_size("b"), 1: dynamic_size("t", max=LONGEST)}
     ids, positions = inputs()
     program = torch.export.export(module, (ids,), dynamic_shapes=(sizes,))
     for graph in (apply(Raise(), frontend.load(program, max_position=LONGEST)).graph, raise_module(module)):

@@ -16,6 +16,7 @@ from qcompile.errors import UnsupportedError
 from qcompile.passes.base import apply
 from qcompile.passes.raising import Raise
 from tests.support import modules
+from tests.support.programs import dynamic_size
 from tests.support.raising import LONGEST, inputs, raise_module, used
 
 STYLES: dict[str, tuple[Callable[[], nn.Module], int]] = {
@@ -47,9 +48,7 @@ def test_same_logits(style: str) -> None:
 
 def test_exported_program() -> None:
     module = modules.randomized(modules.Plain())
-    sizes: dict[int, object] = {0: torch.export.Dim("b"), 1: torch.export.Dim("t", max=LONGEST)}
-    if torch.__version__ < "2.13":  # which finds spurious guards on named sizes
-        sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC(max=LONGEST)}
+    sizes = {0: dynamic_size("b"), 1: dynamic_size("t", max=LONGEST)}
     program = torch.export.export(module, inputs()[:1], dynamic_shapes=(sizes,))
     ids, positions = inputs(3, 5)
     graph = frontend.load(program, max_position=LONGEST)
@@ -92,7 +91,7 @@ def test_positions_beyond_a_table() -> None:
     graph = frontend.load(modules.randomized(modules.Classic(longest=32)), example_inputs=inputs()[:1], max_position=32)
     raised = apply(Raise(), graph)
     assert raised.fired and check.sample(raised.graph, tokens=40).shape == (32, modules.VOCAB)
-    sizes = {0: torch.export.Dim("b"), 1: torch.export.Dim("t", max=31)}
+    sizes = {0: dynamic_size("b"), 1: dynamic_size("t", max=31)}
     program = torch.export.export(
         modules.randomized(modules.Classic(longest=32)), inputs()[:1], dynamic_shapes=(sizes,)
     )
