@@ -1,6 +1,6 @@
 """Build a GPU artifact and run the smoke tests with the oldest, the pinned and the newest dependencies.
 
-    python benchmarks/dependency_matrix.py [--set NAME ...] [--pip-args ARGS] [--keep DIR] [--json FILE]
+    python benchmarks/dependency_matrix.py [--set NAME ...] [--pip-args=ARGS] [--keep DIR] [--json]
 
 For each set this script makes a virtual environment, installs qcompile of this checkout with the set's versions, builds
 an artifact of samples/pycode-1m for h100 with the recipe qserve (no GPU is needed), and runs the smoke tests. The sets:
@@ -9,14 +9,18 @@ an artifact of samples/pycode-1m for h100 with the recipe qserve (no GPU is need
 - pinned: constraints.txt
 - newest: the newest versions that pyproject.toml permits, of all dependencies
 
-`--pip-args` are further arguments for pip, such as an index with CPU-only torch wheels. An environment takes 2 to 8 GB;
-it is deleted unless `--keep` names a folder for it. The exit status is 1 if a step of a set failed.
+`--pip-args` are further arguments for pip, such as an index with CPU-only torch wheels. A torch wheel for CUDA requires
+one version of triton, so only CPU-only wheels leave `newest` the newest triton. An environment takes 2 to 8 GB; it is
+deleted unless `--keep` names a folder for it. The exit status is 1 if a step of a set failed.
+
+This script needs only the standard library.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -28,6 +32,7 @@ import venv
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SETS = ("oldest", "pinned", "newest")
@@ -38,11 +43,13 @@ TEST_TOOLS = ("hypothesis", "pytest", "pytest-xdist")
 MODEL, RECIPE, TARGET = "samples/pycode-1m", "qserve", "h100"
 LIMIT_S = 3600
 """The longest time of a step, in seconds."""
+KEPT_OUTPUT = 2000
+"""Characters of a failed step's output that are reported."""
 
 
 @dataclass
 class Outcome:
-    """What became of one set: versions by package, seconds and state ("ok" or the end of the output) by step."""
+    """The outcome of one set: versions by package; seconds and state by step, "ok" or the end of the output."""
 
     name: str
     versions: dict[str, str] = field(default_factory=dict)
@@ -51,44 +58,57 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether all steps succeeded."""
+        """Whether no step failed so far."""
         return all(state == "ok" for state in self.states.values())
 
 
-def requirements(project: Mapping[str, object]) -> dict[str, str]:
+def requirements(project: Mapping[str, Any]) -> dict[str, str]:
     """The requirement of each bounded dependency, such as "triton>=3.6,<3.10", from the `project` of pyproject.toml."""
-    extras = project["optional-dependencies"]
-    stated = [*project["dependencies"], *extras["gpu"]]  # type: ignore[misc, index]
-    names = {re.split(r"[^A-Za-z0-9_.-]", each, maxsplit=1)[0]: each for each in stated}
-    return {name: names[name] for name in BOUNDED}
+    stated = [*project["dependencies"], *project["optional-dependencies"]["gpu"]]
+    by_name = {re.split(r"[^A-Za-z0-9_.-]", each, maxsplit=1)[0]: each for each in stated}
+    return {name: by_name[name] for name in BOUNDED}
 
 
 def lowest(requirement: str) -> str:
     """The requirement of the lower bound alone: "triton>=3.6,<3.10" becomes "triton==3.6.*"."""
-    bound = re.search(r">=\s*([0-9.]+)", requirement)
-    if bound is None:
+    parts = re.match(r"([A-Za-z0-9_.-]+).*>=\s*([0-9.]+)", requirement)
+    if parts is None:
         raise ValueError(f"{requirement} has no lower bound")
-    name = re.split(r"[<>=!~;\s]", requirement, maxsplit=1)[0]
-    return f"{name}=={bound[1]}.*"
+    return f"{parts[1]}=={parts[2]}.*"
 
 
-def pip_arguments(name: str) -> list[str]:
-    """What pip installs for a set, but for qcompile itself."""
+def versions_of(name: str) -> list[str]:
+    """The arguments for pip that choose the versions of a set."""
+    if name == "pinned":
+        return ["-c", str(ROOT / "constraints.txt")]
+    if name == "newest":
+        return []
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    constraints = ["-c", str(ROOT / "constraints.txt")] if name == "pinned" else ["--upgrade"]
-    bounds = [lowest(each) for each in requirements(project).values()] if name == "oldest" else []
-    return [*constraints, *bounds, *TEST_TOOLS]
+    return [lowest(each) for each in requirements(project).values()]
 
 
-def run_step(outcome: Outcome, step: str, command: Sequence[str]) -> None:
-    """Run one step of a set in the checkout, unless an earlier step failed; record time and state."""
+def steps(name: str, python: str, folder: Path, pip_args: Sequence[str]) -> dict[str, list[str]]:
+    """The commands of a set by step, for the environment of `python`; the artifact is written below `folder`."""
+    install = ["pip", "install", "--quiet", *pip_args, *versions_of(name), *TEST_TOOLS, "-e", f"{ROOT}[gpu]"]
+    build = ["qcompile", "build", MODEL, "-o", str(folder / "artifact"), "--target", TARGET, "--recipe", RECIPE]
+    test = ["pytest", "-q", "-n", "2", *SMOKE_TESTS]
+    return {step: [python, "-m", *words] for step, words in (("install", install), ("build", build), ("test", test))}
+
+
+def run_step(outcome: Outcome, step: str, command: Sequence[str], cache: Path) -> None:
+    """Run a step in the checkout, unless an earlier step failed, with its own cache; record time and state."""
     if not outcome.passed:
         outcome.states[step] = "not run"
         return
+    environment = {**os.environ, "QCOMPILE_CACHE": str(cache)}
+    environment.pop("PYTHONPATH", None)  # which could bring in packages that are not of the set
     start = time.perf_counter()
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-        state = "ok" if done.returncode == 0 else (done.stdout + done.stderr).strip()[-2000:] or "failed"
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+        output = (done.stdout + done.stderr).strip()[-KEPT_OUTPUT:]
+        state = "ok" if done.returncode == 0 else output or f"exit status {done.returncode}"
     except subprocess.TimeoutExpired:
         state = f"not done after {LIMIT_S} s"
     outcome.seconds[step] = round(time.perf_counter() - start, 1)
@@ -107,41 +127,36 @@ def installed_versions(python: str) -> dict[str, str]:
 
 
 def try_set(name: str, folder: Path, pip_args: Sequence[str]) -> Outcome:
-    """Install, build and test one set in a new environment in `folder`."""
+    """Install, build and test one set in a new environment below `folder`."""
     outcome = Outcome(name)
     venv.create(folder / "venv", with_pip=True, clear=True)
     python = str(folder / "venv" / "bin" / "python")
-    install = [python, "-m", "pip", "install", "--quiet", *pip_args, *pip_arguments(name), "-e", f"{ROOT}[gpu,serve]"]
-    run_step(outcome, "install", install)
-    if outcome.passed:
-        outcome.versions = installed_versions(python)
-    build = [python, "-m", "qcompile", "build", MODEL, "-o", str(folder / "artifact")]
-    run_step(outcome, "build", [*build, "--target", TARGET, "--recipe", RECIPE])
-    run_step(outcome, "test", [python, "-m", "pytest", "-q", "-n", "2", *SMOKE_TESTS])
+    for step, command in steps(name, python, folder, pip_args).items():
+        run_step(outcome, step, command, folder / "cache")
+        if step == "install" and outcome.passed:
+            outcome.versions = installed_versions(python)
     return outcome
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """The outcomes as a table in Markdown, and below it what failed."""
-    steps = list(dict.fromkeys(step for outcome in outcomes for step in outcome.states))
-    columns = ["set", "python", *BOUNDED, *steps]
+    """The outcomes as a table in Markdown, followed by the output of the steps that failed."""
+    names = list(dict.fromkeys(step for outcome in outcomes for step in outcome.states))
+    columns = ["set", "python", *BOUNDED, *names]
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for outcome in outcomes:
         versions = [outcome.versions.get(package, "") for package in ("python", *BOUNDED)]
-        cells = [_cell(outcome, step) for step in steps]
-        lines.append("| " + " | ".join([outcome.name, *versions, *cells]) + " |")
+        lines.append("| " + " | ".join([outcome.name, *versions, *(_cell(outcome, step) for step in names)]) + " |")
     for outcome in outcomes:
-        for step, state in outcome.states.items():
-            if state not in ("ok", "not run"):
-                lines += ["", f"{outcome.name}, {step}:", state]
+        for step in outcome.seconds:
+            if outcome.states[step] != "ok":
+                lines += ["", f"{outcome.name}, {step}:", outcome.states[step]]
     return "\n".join(lines)
 
 
 def _cell(outcome: Outcome, step: str) -> str:
-    state = outcome.states.get(step, "not run")
-    if state == "not run":
-        return state
-    return f"{'ok' if state == 'ok' else 'FAILED'}, {outcome.seconds[step]:.0f} s"
+    if step not in outcome.seconds:
+        return "not run"
+    return f"{'ok' if outcome.states[step] == 'ok' else 'FAILED'}, {outcome.seconds[step]:.0f} s"
 
 
 def main() -> None:
@@ -150,17 +165,15 @@ def main() -> None:
     parser.add_argument("--set", choices=SETS, action="append", dest="sets", help="a set; all if not given")
     parser.add_argument("--pip-args", default="", help="further arguments for pip install, as one word")
     parser.add_argument("--keep", type=Path, help="keep the environments in this folder")
-    parser.add_argument("--json", type=Path, help="write the outcomes to this file")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
     arguments = parser.parse_args()
     outcomes = []
     for name in arguments.sets or SETS:
         print(f"{name} ...", file=sys.stderr)
         with tempfile.TemporaryDirectory(prefix="qcompile-") as temporary:
             folder = (arguments.keep or Path(temporary)) / name
-            outcomes.append(try_set(name, folder, shlex.split(arguments.pip_args)))
-    print(table(outcomes))
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(each) for each in outcomes], indent=1) + "\n", encoding="utf-8")
+            outcomes.append(try_set(name, folder.resolve(), shlex.split(arguments.pip_args)))
+    print(json.dumps([asdict(each) for each in outcomes], indent=1) if arguments.json else table(outcomes))
     sys.exit(not all(outcome.passed for outcome in outcomes))
 
 

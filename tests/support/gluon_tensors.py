@@ -240,7 +240,7 @@ class Shared:
 
     def reinterpret(self, type: str, shape: Sequence[int], layout: Any) -> Shared:
         assert SIZES[type] == SIZES[self.type] and self.values.flags.c_contiguous
-        return Shared(self.values.reshape(-1)[: int(np.prod(shape))].reshape(shape), type)
+        return Shared(self.values.reshape(shape), type)  # of the same size, which Triton 3.8 demands
 
     def load(self, layout: Any = None) -> Tensor:
         return Tensor(self.values.copy(), self.type)
