@@ -451,6 +451,42 @@ REFUSED: dict[str, tuple[Way, Change, type[QCompileError], str]] = {
         BAD,
         f"{UP}.weight is torch.int8",
     ),
+    "nvfp4 in groups of 32": (nvfp4, say_of_weights(group_size=32), NO, "group_size 32 are not read, only 16"),
+    "nvfp4 of whole numbers": (nvfp4, say_of_weights(type="int"), NO, "type int are not read, only float"),
+    "nvfp4 by channel": (nvfp4, say_of_weights(strategy="channel"), NO, "strategy channel"),
+    "nvfp4 without scales": (nvfp4, drop("weight_scale"), BAD, f"{UP}.weight_scale is missing or not float8_e4m3fn"),
+    "nvfp4 with scales in 16 bits": (
+        nvfp4,
+        put("weight_scale", torch.ones(96, 4).bfloat16()),
+        BAD,
+        rf"{UP}.weight_scale is missing or not float8_e4m3fn of shape \[96, 4\]",
+    ),
+    "nvfp4 without a scale of the tensor": (nvfp4, drop("weight_global_scale"), BAD, "weight_global_scale is missing"),
+    "nvfp4 with two scales of the tensor": (
+        nvfp4,
+        put("weight_global_scale", torch.ones(2)),
+        BAD,
+        f"{UP}.weight_global_scale is",
+    ),
+    "nvfp4 with a scale of the tensor of 0": (
+        nvfp4,
+        fill("weight_global_scale", 0),
+        BAD,
+        f"{UP}.weight holds NaN or inf",
+    ),
+    "nvfp4 with a scale of the tensor that is none": (nvfp4, fill("weight_global_scale", NAN), BAD, "holds NaN"),
+    "nvfp4 codes of 32 bits": (
+        nvfp4,
+        put("weight_packed", torch.ones(96, 8).int()),
+        BAD,
+        f"{UP}.weight_packed is torch.int32",
+    ),
+    "nvfp4 codes of nothing": (
+        nvfp4,
+        put("weight_packed", torch.ones(0, 32).byte()),
+        BAD,
+        rf"{UP}.weight_packed is .*\[0, 32\]",
+    ),
     "not said at all": (awq, lambda t, s: s.clear(), NO, r"already quantized \(unknown\)"),
 }
 
