@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.support.structure import MOST_CLASS_LINES, MOST_LINES, MOST_PARAMETERS, Place, Structure, measure
 
 

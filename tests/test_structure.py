@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +34,20 @@ def test_functions_are_short(structure: Structure) -> None:
 
 def test_functions_have_few_parameters_or_a_written_reason(structure: Structure) -> None:
     assert not structure.parameters
+
+
+def test_classes_are_short(structure: Structure) -> None:
+    assert not structure.long_classes
+
+
+def test_a_class_name_means_one_thing(structure: Structure) -> None:
+    assert not structure.shared_names
+
+
+def test_the_script_runs_from_any_folder(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "benchmarks" / "structure.py"
+    done = subprocess.run([sys.executable, script, "--json"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["cycles"] == []
 
 
 def test_imports_of_all_kinds_are_seen() -> None:
