@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, Literal
 
 from qcompile.artifact.reader import read_checked_manifest, state
 from qcompile.errors import ArtifactError
-from qcompile.runtime.cpu.load import open_cpu
+from qcompile.runtime.devices import open_model
 from qcompile.runtime.llm import LLM
-from qcompile.runtime.loader import load_artifact
 from qcompile.runtime.options import MAX_BATCH, LoadOptions
 from qcompile.runtime.speculation.controller import GammaController
 from qcompile.runtime.speculation.costs import SpeculationPrior
-from qcompile.runtime.tokenizer import load_tokenizer
 
 
 def load(
@@ -59,23 +56,11 @@ def _load(path: str | Path, options: LoadOptions) -> LLM:
     """`load` without retry: an artifact that is replaced in the meantime may appear damaged."""
     manifest = read_checked_manifest(path)
     options.check(path, manifest["runtime"])
-    if manifest["target"].get("kind") == "cuda":
-        from qcompile.runtime.cuda.load import open_cuda
-
-        memory = options.kv_cache_bytes, options.gpu_memory_utilization
-        tokenizer = load_tokenizer(Path(path), manifest["files"])
-        cuda, drafter = open_cuda(Path(path), manifest, options.max_batch, *memory, options.gamma != 0, tokenizer)
-        llm = LLM(cuda, manifest, tokenizer, options.max_batch, drafter, None, None if options.prefix_caching else 0)
-    else:
-        threads = len(os.sched_getaffinity(0)) if options.threads is None else options.threads
-        artifact = load_artifact(path, manifest)
-        tokenizer = load_tokenizer(Path(path), manifest["files"])
-        memory_bytes = options.kv_cache_bytes
-        cpu, drafter = open_cpu(artifact, options.max_batch, memory_bytes, threads, options.gamma != 0, tokenizer)
-        # Pages that were never used take no memory yet. Unless the caller has granted an amount, most stay unused.
-        few = max(cpu.kv_pages // 4, cpu.limits.pages_for(cpu.limits.max_position))
-        most = None if memory_bytes is not None else few
-        llm = LLM(cpu, manifest, tokenizer, options.max_batch, drafter, artifact, most if options.prefix_caching else 0)
+    opened = open_model(Path(path), manifest, options)
+    most_cached = opened.most_cached if options.prefix_caching else 0
+    llm = LLM(
+        opened.executor, manifest, opened.tokenizer, options.max_batch, opened.drafter, opened.artifact, most_cached
+    )
     return _speculating(llm, options) if llm.engine.speculation.drafter else llm
 
 
