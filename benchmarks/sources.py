@@ -446,7 +446,10 @@ def _renamed(data: Any, names: Mapping[str, str]) -> Any:
 
 def read(path: Path, only: Sequence[str]) -> Digests:
     """The digests in a file whose keys contain one of the texts."""
-    digests: Digests = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        digests: Digests = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path} is no file that `collect` wrote: {error}") from error
     return {key: value for key, value in digests.items() if any(text in key for text in only)}
 
 
