@@ -1,0 +1,90 @@
+"""Operators of layers whose state has a fixed size: short causal convolutions and gated linear recurrences.
+
+They work on whole sequences [B, T, ...] that start from a state of zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qcompile.ops.registry import define, like
+
+
+@define(like, until="quantize")
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Causal convolution of each feature of x [B, T, F] with its own weight [F, W] -> [B, T, F].
+
+    y[t] = bias + the sum over j of weight[:, j] * x[t - W + 1 + j], with j ascending; x is 0 before the first token.
+    """
+    width = weight.shape[1]
+    padded = torch.nn.functional.pad(x, (0, 0, width - 1, 0))
+    y = torch.zeros_like(x) if bias is None else bias.to(x.dtype).expand_as(x)
+    for j in range(width):
+        y = y + padded[:, j : j + x.shape[1]] * weight[:, j].to(x.dtype)
+    return y.contiguous()
+
+
+@define(
+    lambda q, k, v, decay, rates=None, gain=None, delta=False: v.new_empty(*v.shape),
+    until="quantize",
+)
+def linear_recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    rates: Tensor | None = None,
+    gain: Tensor | None = None,
+    delta: bool = False,
+) -> Tensor:
+    """A gated linear recurrence with a matrix state S [K, D] per head; S is 0 before the first token.
+
+    q and k [B, T, Hk, K], v [B, T, H, D], decay [B, T, H] or [B, T, H, K], rates [H] or [H, K] or None, gain [B, T, H]
+    or None -> [B, T, H, D]. Head h reads head h // (H / Hk) of q and k. For each token,
+
+        S = exp(decay * rates) * S        each row of S by its own factor if decay or rates has K
+        u = v - S^T k   if delta, else v
+        S = S + k (gain * u)^T
+        y = S^T q
+
+    Without rates or gain, they are 1. This expresses the gated delta rule (Yang et al. 2024, arXiv 2412.06464) and its
+    variant with a decay for each key feature (KDA, arXiv 2510.26692), with `delta`; and without it Mamba-2's SSD
+    (Dao and Gu 2024, arXiv 2405.21060), Mamba's selective scan (Gu and Dao 2023, arXiv 2312.00752, with D = 1 and one
+    head per feature), lightning attention (arXiv 2401.04658), and the RG-LRU (De et al. 2024, arXiv 2402.19427).
+    """
+    group = v.shape[2] // k.shape[2]
+    q, k = (t.repeat_interleave(group, 2) for t in (q, k))
+    state = v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1])
+    outputs = []
+    for t in range(v.shape[1]):
+        state, y = recurrence_token(
+            state, q[:, t], k[:, t], v[:, t], decay[:, t], rates, None if gain is None else gain[:, t], delta
+        )
+        outputs.append(y)
+    return torch.stack(outputs, 1) if outputs else torch.empty_like(v)
+
+
+def recurrence_token(
+    state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    rates: Tensor | None,
+    gain: Tensor | None,
+    delta: bool,
+) -> tuple[Tensor, Tensor]:
+    """One token of `linear_recurrence`: state [..., H, K, D], q and k [..., H, K], v [..., H, D].
+
+    decay is [..., H] or [..., H, K], and gain [..., H]. Returns the new state and y [..., H, D].
+    """
+    by_key = decay.dim() == k.dim()
+    exponent = decay if by_key else decay[..., None]
+    if rates is not None:
+        exponent = exponent * (rates if rates.dim() == 2 else rates[..., None]).to(exponent.dtype)
+    state = state * torch.exp(exponent)[..., None]
+    u = v - (state * k[..., None]).sum(-2) if delta else v
+    u = u if gain is None else u * gain[..., None]
+    state = state + k[..., None] * u[..., None, :]
+    return state, (state * q[..., None]).sum(-2)
