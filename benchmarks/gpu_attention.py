@@ -28,20 +28,13 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import ROTATED_BYTES, Launch, facts, graph_us, launch
 from qcompile.codegen.gpu import compile as gpu_compile
-from qcompile.codegen.gpu.attention import (
-    GROUP_SPLITS,
-    NEAR_SPLITS,
-    AttentionSpec,
-    GpuKV,
-    MergeSpec,
-    SplitLimits,
-    far_variants,
-    for_queries,
-    prefill_variants,
-)
+from qcompile.codegen.gpu.attention import AttentionSpec
+from qcompile.codegen.gpu.attention_merge import MergeSpec
+from qcompile.codegen.gpu.attention_splits import GROUP_SPLITS, NEAR_SPLITS, SplitLimits
+from qcompile.codegen.gpu.attention_variants import far_variants, for_queries, prefill_variants
 from qcompile.codegen.gpu.gemm import tiles
-from qcompile.codegen.program import RING_GROUPS
-from qcompile.formats.kv import HIER_GROUP, PAGE_TOKENS
+from qcompile.codegen.gpu.kv_pages import GpuKV
+from qcompile.formats.kv import HIER_GROUP, PAGE_TOKENS, RING_GROUPS
 from qcompile.runtime.cuda.counts import AttentionWork, attention_counts
 from qcompile.targets import TUNED_ON
 

@@ -3,8 +3,8 @@
     python benchmarks/gpu_attention_bits.py [out.json]
 
 Each case is a step of several sequences of which some have many rows, some one and one none. Every kernel of
-codegen/gpu/attention.py's `far_variants` must give the bits of the kernel of the fewest rows a program, for all
-formats, sizes of heads and groups and what scores may have. Then steps that mix a prompt with decoding are timed by
+codegen/gpu/attention_variants.py's `far_variants` must give the bits of the kernel of the fewest rows a program, for
+all formats, sizes of heads and groups and what scores may have. Then steps that mix a prompt with decoding are timed by
 each of these kernels, beside the prompt alone and the decoding alone by its own kernels.
 """
 
@@ -26,8 +26,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import gpu_attention
 from benchmarks.gpu_attention import Cache, Problem, compile_one, limits_of, work_of
 from benchmarks.gpu_common import Launch, facts, graph_us, launch
-from qcompile.codegen.gpu.attention import AttentionSpec, GpuKV, far_variants, for_queries
+from qcompile.codegen.gpu.attention import AttentionSpec
+from qcompile.codegen.gpu.attention_variants import far_variants, for_queries
 from qcompile.codegen.gpu.gemm import tiles
+from qcompile.codegen.gpu.kv_pages import GpuKV
 
 FORMATS = ("kv16", "kv8", "kv4")
 HEADS = {

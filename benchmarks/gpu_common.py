@@ -19,7 +19,7 @@ from qcompile.codegen.gpu.gemm import spec as gpu
 from qcompile.codegen.gpu.gemm.pack import GPU_PACKING, MIX_ROWS, pack_gpu
 from qcompile.codegen.gpu.gemm.tile import Tile
 from qcompile.codegen.gpu.gemm.tiles import choose
-from qcompile.codegen.program import round_up
+from qcompile.codegen.sizes import round_up
 from qcompile.formats.activations import activation_format
 from qcompile.formats.mixed import MIX_4_8
 from qcompile.formats.registry import weight_format

@@ -1,222 +1,66 @@
-"""Lower the final graph to a Program, and its weight expressions to packed weights that are computed on demand.
+"""Lower the final graph to a Program: one kernel call per operator.
 
 There is one function per operator; an operator without one raises PassError with its name. Buffers are already
-assigned (passes/plan_memory.py), so a call is the operator's arguments with buffers for values and names for weights.
+assigned (passes/plan_memory.py), so a call is the operator's arguments with buffers for values and names for weights
+(lowering_state.py).
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import operator
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any, Literal, cast
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
 from qcompile import ops
-from qcompile.codegen import program as p
-from qcompile.codegen.packing import MixedPacking, WeightTable
+from qcompile.codegen.calls import (
+    Attention,
+    Call,
+    Combine,
+    Elementwise,
+    Embed,
+    ExpertGemm,
+    Gather,
+    Gemm,
+    Hadamard,
+    Logits,
+    Norm,
+    NormHeads,
+    QuantizeRows,
+    RopeAppend,
+    Route,
+    TakeRows,
+)
+from qcompile.codegen.kv_layout import KVLayout
+from qcompile.codegen.lowering_state import Lowering
+from qcompile.codegen.packing import WeightTable
+from qcompile.codegen.program import Program
 from qcompile.errors import PassError, UnsupportedError
-from qcompile.formats.activations import activation_format
-from qcompile.formats.blocks import as_blob, pack_vector, packed_vector_bytes
 from qcompile.formats.registry import weight_format
 from qcompile.graph import Graph
 
 
-@dataclass
-class Lowering:
-    """State while lowering a graph: buffers by name, calls in order, names of its weights in order.
-
-    `origin` distinguishes the stored weights of models that share one weight table.
-    """
-
-    graph: Graph
-    table_of_weights: WeightTable
-    origin: str = ""
-    buffers: dict[str, p.Buffer] = field(default_factory=dict)
-    calls: list[p.Call] = field(default_factory=list)
-    names: dict[str, None] = field(default_factory=dict)
-    _digests: dict[fx.Node, str] = field(default_factory=dict)
-    _vectors: dict[fx.Node, Tensor] = field(default_factory=dict)
-
-    # ---- values ------------------------------------------------------------------------------
-
-    def column(self, node: Any) -> int:
-        """First column of `node` in its buffer."""
-        return int(node.meta["storage"]["column"])
-
-    def buffer(self, node: Any, *, whole: bool = True) -> str:
-        """Name of the buffer that holds `node`. PassError if `whole` and it does not start at column 0."""
-        storage = node.meta["storage"]
-        if whole and storage["column"]:
-            raise PassError("codegen", node.name, "this operator has no kernel that reads a slice of a wider value")
-        name = storage["buffer"]
-        if name not in self.buffers:
-            self.buffers[name] = p.Buffer(
-                name=name,
-                dtype=storage["dtype"],
-                width=storage["width"],
-                group=storage["group"],
-                rows=storage["rows"],
-                offset=storage["offset"],
-                activation=storage["activation"],
-            )
-        return name
-
-    # ---- weights -----------------------------------------------------------------------------
-
-    def vector(self, node: Any) -> str | None:
-        """A weight [N] as f32, padded to whole row blocks; None stays None."""
-        if node is None:
-            return None
-
-        def blobs() -> Iterator[Tensor]:
-            value = self.graph.evaluate(node, self._vectors).float()
-            yield pack_vector(value)
-
-        size = packed_vector_bytes(node.meta["val"].shape[0])
-        return self._register(node, "vector", (("", size),), blobs)[0]
-
-    def flat(self, node: Any) -> str | None:
-        """A weight of any shape as f32, row-major without padding; None stays None."""
-        if node is None:
-            return None
-
-        def blobs() -> Iterator[Tensor]:
-            yield as_blob(self.graph.evaluate(node).float())
-
-        size = -(-node.meta["val"].numel() * 4 // 64) * 64
-        return self._register(node, "flat", (("", size),), blobs)[0]
-
-    def indices(self, node: fx.Node) -> str:
-        """A weight of indices as int32."""
-
-        def blobs() -> Iterator[Tensor]:
-            yield as_blob(self.graph.evaluate(node).to(torch.int32))
-
-        size = -(-node.meta["val"].numel() * 4 // 64) * 64
-        return self._register(node, "indices", (("", size),), blobs)[0]
-
-    def table(self, node: fx.Node) -> tuple[str, Literal["f32", "bf16"]]:
-        """An embedding table row-major, and its dtype: bf16 where the checkpoint has bf16, else f32."""
-        meta = node.meta["val"]
-        dtype: Literal["f32", "bf16"] = "bf16" if meta.dtype == torch.bfloat16 else "f32"
-
-        def blobs() -> Iterator[Tensor]:
-            yield as_blob(self.graph.evaluate(node, self._vectors).to(activation_format(dtype).dtype))
-
-        size = -(-meta.numel() * activation_format(dtype).dtype.itemsize // 64) * 64
-        return self._register(node, "table", (("", size),), blobs)[0], dtype
-
-    def packing(self, node: fx.Node, format: str, activation: str) -> str:
-        """Name of the packing of weight `node` for these activations: one it already has, if kernels can read that."""
-        packing = self.table_of_weights.packing
-        other = packing.readable(format, activation)
-        known = other is not None and (self._digest(node), other) in self.table_of_weights._known
-        return other if known and other else packing.name(format, activation)
-
-    def packed(self, node: fx.Node, format: str, activation: str) -> dict[str, str]:
-        """Role -> name of the packed parts of quantize_weight(w, format), or of the upper nibbles of a nested weight.
-
-        `activation` is the type they are multiplied with, as in formats/activations.py.
-        """
-        if ops.name_of(node.target) == "upper_nibble":
-            nested = ops.operand(node, "weight")
-            whole = self.packed(nested, ops.operand(nested, "format"), activation)
-            n, k = nested.meta["val"][0].shape
-            return {role: whole[role] for role in self.table_of_weights.packing.sizes(n, k, format, activation)}
-        w = ops.operand(node, "w")
-        n, k = w.meta["val"].shape
-        sizes = self.table_of_weights.packing.sizes(n, k, format, activation)
-
-        def blobs() -> Iterator[Tensor]:
-            parts = self.graph.evaluate(node, self._vectors)
-            yield from self.table_of_weights.packing.blobs(parts, format, activation).values()
-
-        parts = tuple((f".{role}", size) for role, size in sizes.items())
-        packed_as = self.packing(node, format, activation)
-        names = self._register(node, format, parts, blobs, named_for=w, packed_as=packed_as)
-        return dict(zip(sizes, names, strict=True))
-
-    def mixed(self, node: fx.Node, format: str, pairs: bool) -> tuple[dict[str, str], MixedPacking]:
-        """Role -> name of the packed parts of a weight in `format`, which marks rows, and how it is packed.
-
-        `pairs`: its rows are gate and up pairs. The set of wide rows is evaluated here, as it determines part sizes.
-        """
-        w, marked = ops.operand(node, "w"), ops.operand(node, "wide")
-        packing = self.table_of_weights.packing.mixed(self.graph.evaluate(marked), pairs, w.meta["val"].shape[1])
-
-        def blobs() -> Iterator[Tensor]:
-            yield from packing.blobs(self.graph.evaluate(node)).values()
-
-        names = self._register(w, format, tuple((f".{role}", size) for role, size in packing.sizes.items()), blobs)
-        return dict(zip(packing.sizes, names, strict=True)), packing
-
-    def _register(
-        self,
-        node: fx.Node,
-        kind: str,
-        parts: tuple[tuple[str, int], ...],
-        produce: Callable[[], Iterator[Tensor]],
-        named_for: fx.Node | None = None,
-        packed_as: str = "",
-    ) -> tuple[str, ...]:
-        suffix = f".{kind}" if kind not in ("vector", "table") else ""
-        base = self.origin + "+".join(_sources(named_for or node)) + suffix
-        key = (self._digest(node), packed_as or kind)
-        names = self.table_of_weights.add(key, base, f"{base}.{node.name}", parts, produce)
-        self.names.update(dict.fromkeys(names))
-        node.meta["packed"] = {"kind": kind, "names": list(names)}
-        return names
-
-    def _digest(self, node: fx.Node) -> str:
-        """Hash of a weight expression: its operators and the stored weights they read."""
-
-        def spell(item: Any) -> str:
-            if isinstance(item, fx.Node):
-                return self._digest(item)
-            if isinstance(item, (list, tuple)):
-                return f"[{','.join(map(spell, item))}]"
-            return repr(item)
-
-        if node not in self._digests:
-            what = self.origin + str(node.target) if node.op == "get_attr" else f"{node.target}{spell(node.args)}"
-            self._digests[node] = hashlib.sha256(f"{node.op} {what}".encode()).hexdigest()
-        return self._digests[node]
-
-
-def _sources(node: fx.Node) -> list[str]:
-    """Names of the stored weights an expression reads, in order, without duplicates."""
-    if node.op == "get_attr":
-        return [str(node.target)]
-    return list(dict.fromkeys(name for n in node.all_input_nodes for name in _sources(n)))
-
-
-# ---- one function per operator --------------------------------------------------------------------
-
-
-def _embedding(low: Lowering, node: fx.Node) -> p.Call:
+def _embedding(low: Lowering, node: fx.Node) -> Call:
     ids, weight = ops.operand(node, "ids"), ops.operand(node, "weight")
     indices: dict[str, Literal["tokens", "positions"]] = {"step_token_ids": "tokens", "step_positions": "positions"}
     index = indices.get(ids.target)
     if index is None:
         raise PassError("codegen", node.name, "an embedding must be indexed by token ids or positions")
     table, dtype = low.table(weight)
-    return p.Embed(
+    return Embed(
         node.name, out=low.buffer(node), table=table, table_dtype=dtype, vocab=weight.meta["val"].shape[0], index=index
     )
 
 
-def _norm(low: Lowering, node: fx.Node) -> p.Call:
+def _norm(low: Lowering, node: fx.Node) -> Call:
     given = ops.named(node)
     styles: dict[str | None, Literal["rms", "layer"]] = {"rms_norm": "rms", "layer_norm": "layer"}
     x = given["x"]
     if x.meta["val"].dim() != 2:
         raise PassError("codegen", node.name, "a norm inside heads has no kernel yet")
-    return p.Norm(
+    return Norm(
         node.name,
         styles.get(ops.name_of(node.target)) or given["kind"],
         x=low.buffer(x, whole=False),
@@ -228,12 +72,12 @@ def _norm(low: Lowering, node: fx.Node) -> p.Call:
     )
 
 
-def _norm_heads(low: Lowering, node: fx.Node) -> p.Call:
+def _norm_heads(low: Lowering, node: fx.Node) -> Call:
     given = ops.operands(node)
     sizes = {w.meta["val"].shape[0] for w in (given.weight, given.bias) if w is not None}
     if len(sizes) > 1:
         raise PassError("codegen", node.name, "its weight and bias are by head, or are not, both alike")
-    return p.NormHeads(
+    return NormHeads(
         node.name,
         given.kind,
         low.buffer(given.x),
@@ -247,16 +91,16 @@ def _norm_heads(low: Lowering, node: fx.Node) -> p.Call:
     )
 
 
-def _quantize(low: Lowering, node: fx.Node) -> p.Call | None:
+def _quantize(low: Lowering, node: fx.Node) -> Call | None:
     given = ops.operands(node)
     if given.kind == "f32":
         return None
-    return p.QuantizeRows(node.name, x=low.buffer(given.x), out=low.buffer(node))
+    return QuantizeRows(node.name, x=low.buffer(given.x), out=low.buffer(node))
 
 
-def _hadamard(low: Lowering, node: fx.Node) -> p.Call:
+def _hadamard(low: Lowering, node: fx.Node) -> Call:
     given = ops.operands(node)
-    return p.Hadamard(
+    return Hadamard(
         node.name,
         x=low.buffer(given.x),
         out=low.buffer(node),
@@ -272,7 +116,7 @@ def _activation(x: fx.Node) -> str:
     return str(storage["activation"] if storage["dtype"] == "q8" else storage["dtype"])
 
 
-def _gemm(low: Lowering, node: fx.Node) -> p.Call:
+def _gemm(low: Lowering, node: fx.Node) -> Call:
     given = ops.operands(node)
     weight, format, epilogue, activation = given.weight, str(given.format), given.epilogue, _activation(given.x)
     n, k = weight.meta["val"][0].shape
@@ -287,7 +131,7 @@ def _gemm(low: Lowering, node: fx.Node) -> p.Call:
         packing, usual = low.packing(weight, format, activation), low.table_of_weights.packing.name(format, activation)
         weights = low.packed(weight, format, activation)
         packed_as = {} if packing == usual else {"packing": packing}
-    return p.Gemm(
+    return Gemm(
         node.name,
         x=low.buffer(given.x),
         format=format,
@@ -302,10 +146,10 @@ def _gemm(low: Lowering, node: fx.Node) -> p.Call:
     )
 
 
-def _rope_append(low: Lowering, node: fx.Node) -> p.Call:
+def _rope_append(low: Lowering, node: fx.Node) -> Call:
     given = ops.operands(node)
     q_offset, k_offset, v_offset = given.offsets
-    return p.RopeAppend(
+    return RopeAppend(
         node.name,
         qkv=low.buffer(given.qkv),
         q_offset=q_offset,
@@ -326,9 +170,9 @@ def _rope_append(low: Lowering, node: fx.Node) -> p.Call:
     )
 
 
-def _gather(low: Lowering, node: fx.Node) -> p.Call:
+def _gather(low: Lowering, node: fx.Node) -> Call:
     given = ops.operands(node)
-    return p.Gather(
+    return Gather(
         node.name,
         sources=tuple(low.buffer(x, whole=False) for x in given.sources),
         offsets=tuple(low.column(x) for x in given.sources),
@@ -338,10 +182,10 @@ def _gather(low: Lowering, node: fx.Node) -> p.Call:
     )
 
 
-def _attention(low: Lowering, node: fx.Node) -> p.Call:
+def _attention(low: Lowering, node: fx.Node) -> Call:
     given = ops.operands(node)
     heads, head_dim = given.q.meta["val"].shape[-2:]
-    return p.Attention(
+    return Attention(
         node.name,
         q=low.buffer(given.q, whole=False),
         q_offset=low.column(given.q),
@@ -359,42 +203,42 @@ def _attention(low: Lowering, node: fx.Node) -> p.Call:
     )
 
 
-def _take_rows(low: Lowering, node: fx.Node) -> p.Call:
-    return p.TakeRows(node.name, x=low.buffer(ops.operand(node, "x")), out=low.buffer(node))
+def _take_rows(low: Lowering, node: fx.Node) -> Call:
+    return TakeRows(node.name, x=low.buffer(ops.operand(node, "x")), out=low.buffer(node))
 
 
 def _elementwise(
     low: Lowering, node: fx.Node, kind: str, x: fx.Node, other: fx.Node | None = None, /, **more: Any
-) -> p.Call:
+) -> Call:
     """An elementwise call on x and, if given, other; each may be some columns of a buffer."""
     more |= {"x": low.buffer(x, whole=False), "x_offset": low.column(x), "out": low.buffer(node)}
     if other is not None:
         more |= {"other": low.buffer(other, whole=False), "other_offset": low.column(other)}
-    return p.Elementwise(node.name, kind, **more)
+    return Elementwise(node.name, kind, **more)
 
 
-def _unary(low: Lowering, node: fx.Node) -> p.Call:
+def _unary(low: Lowering, node: fx.Node) -> Call:
     return _elementwise(low, node, ops.operand(node, "kind"), ops.operand(node, "x"))
 
 
-def _xielu(low: Lowering, node: fx.Node) -> p.Call:
+def _xielu(low: Lowering, node: fx.Node) -> Call:
     return _elementwise(low, node, "xielu", ops.operand(node, "x"), weight=low.vector(ops.operand(node, "curve")))
 
 
-def _scale(low: Lowering, node: fx.Node) -> p.Call:
+def _scale(low: Lowering, node: fx.Node) -> Call:
     return _elementwise(low, node, "scale", ops.operand(node, "x"), factor=ops.operand(node, "factor"))
 
 
-def _shift(low: Lowering, node: fx.Node) -> p.Call:
+def _shift(low: Lowering, node: fx.Node) -> Call:
     return _elementwise(low, node, "shift", ops.operand(node, "x"), factor=ops.operand(node, "offset"))
 
 
-def _clamp(low: Lowering, node: fx.Node) -> p.Call:
+def _clamp(low: Lowering, node: fx.Node) -> Call:
     given = ops.operands(node)
     return _elementwise(low, node, "clamp", given.x, low=given.low, high=given.high)
 
 
-def _binary(low: Lowering, node: fx.Node) -> p.Call:
+def _binary(low: Lowering, node: fx.Node) -> Call:
     kind = str(ops.name_of(node.target))
     a, b = ops.operand(node, "a"), ops.operand(node, "b")
     if low.graph.is_weight(a):
@@ -411,10 +255,10 @@ def _binary(low: Lowering, node: fx.Node) -> p.Call:
     return _elementwise(low, node, kind, a, b)
 
 
-def _route(low: Lowering, node: fx.Node) -> p.Call:
+def _route(low: Lowering, node: fx.Node) -> Call:
     given, kind = ops.named(node), cast(Any, ops.name_of(node.target))
     x, index = given["x"], given.get("index")
-    return p.Route(
+    return Route(
         node.name,
         kind,
         x=low.buffer(x, whole=False),
@@ -426,14 +270,14 @@ def _route(low: Lowering, node: fx.Node) -> p.Call:
     )
 
 
-def _expert_gemm(low: Lowering, node: fx.Node) -> p.Call:
+def _expert_gemm(low: Lowering, node: fx.Node) -> Call:
     given = ops.operands(node)
     x, index, weight, format, experts = given.x, given.index, given.weight, given.format, given.experts
     k, slots = x.meta["val"].shape[-1], index.meta["val"].shape[-1]
     # Whole blocks of 16 rows: four experts take a multiple of 64 bytes in every role, so sizes are not rounded up.
     rows = weight.meta["val"][0].shape[0] // experts
     sizes = weight_format(format).packed_bytes(4 * rows, k)
-    return p.ExpertGemm(
+    return ExpertGemm(
         node.name,
         x=low.buffer(x),
         index=low.buffer(index),
@@ -456,9 +300,9 @@ def _expert_gemm(low: Lowering, node: fx.Node) -> p.Call:
     )
 
 
-def _combine(low: Lowering, node: fx.Node) -> p.Call:
+def _combine(low: Lowering, node: fx.Node) -> Call:
     y, scores = ops.operand(node, "y"), ops.operand(node, "factor")
-    return p.Combine(
+    return Combine(
         node.name,
         x=low.buffer(y),
         out=low.buffer(node),
@@ -467,7 +311,7 @@ def _combine(low: Lowering, node: fx.Node) -> p.Call:
     )
 
 
-_LOWER: dict[str, Callable[[Lowering, fx.Node], p.Call | None]] = {
+_LOWER: dict[str, Callable[[Lowering, fx.Node], Call | None]] = {
     "embedding": _embedding,
     "rms_norm": _norm,
     "layer_norm": _norm,
@@ -495,7 +339,7 @@ _LOWER: dict[str, Callable[[Lowering, fx.Node], p.Call | None]] = {
 _VIEWS = ("slice_features", "split_heads", "merge_heads")
 
 
-def lower(graph: Graph, weights: WeightTable, origin: str = "") -> p.Program:
+def lower(graph: Graph, weights: WeightTable, origin: str = "") -> Program:
     """The program of one step of `graph` (after plan_memory); its weights are added to `weights`.
 
     All paths of one model are lowered into the same table with the same `origin`; another model has its own, which
@@ -518,8 +362,8 @@ def lower(graph: Graph, weights: WeightTable, origin: str = "") -> p.Program:
             low.calls.append(call)
     logits: Any = graph.output.args[0]
     if "storage" in logits[0].meta:
-        low.calls.append(p.Logits("logits", low.buffer(logits[0])))
-    return p.Program(
+        low.calls.append(Logits("logits", low.buffer(logits[0])))
+    return Program(
         graph.info.vocab_size,
         graph.info.max_position,
         tuple(low.buffers.values()),
@@ -529,6 +373,6 @@ def lower(graph: Graph, weights: WeightTable, origin: str = "") -> p.Program:
     )
 
 
-def _kv_layout(graph: Graph) -> p.KVLayout:
+def _kv_layout(graph: Graph) -> KVLayout:
     layers, _, _, kv_heads, head_dim = next(n for n in graph.inputs if n.target == "step_cache").meta["val"].shape
-    return p.KVLayout(ops.operand(graph.calls("rope_append")[0], "format"), layers, kv_heads, head_dim)
+    return KVLayout(ops.operand(graph.calls("rope_append")[0], "format"), layers, kv_heads, head_dim)

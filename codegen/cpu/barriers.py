@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from qcompile.codegen import program as p
+from qcompile.codegen.calls import Attention, Gemm, RopeAppend
 from qcompile.codegen.cpu import flow
 from qcompile.codegen.cpu.cpp import boolean, rows_kind
+from qcompile.codegen.program import Program
 
 
 class Barriers:
@@ -20,7 +21,7 @@ class Barriers:
     that each of them holds: whether threads quantize the columns that they produced.
     """
 
-    def __init__(self, program: p.Program) -> None:
+    def __init__(self, program: Program) -> None:
         self.program = program
         self.own = flow.own_buffers(program)
         self.shares = {i: share for i in range(len(program.calls)) if (share := flow.producer_share(program, i))}
@@ -44,8 +45,8 @@ class Barriers:
         call = calls[index]
         if index + 1 == len(calls):
             return "false"  # the step ends with a barrier
-        if isinstance(call, p.RopeAppend):
-            return "!s.by_head()" if isinstance(calls[index + 1], p.Attention) else "true"
+        if isinstance(call, RopeAppend):
+            return "!s.by_head()" if isinstance(calls[index + 1], Attention) else "true"
         if self.by_head(index):
             return "!s.by_head()"
         if index + 1 in self.shares:
@@ -62,10 +63,10 @@ class Barriers:
         The thread then proceeds to their attention without a barrier, unless that overwrites what others still read.
         """
         call, rope = self.program.calls[index], self.rope_after(index)
-        if rope is None or not isinstance(call, p.Gemm) or call.blocks or call.out != rope.qkv or rope.head_dim % 32:
+        if rope is None or not isinstance(call, Gemm) or call.blocks or call.out != rope.qkv or rope.head_dim % 32:
             return False
         attention = self.program.calls[index + 2]
-        if not isinstance(attention, p.Attention) or attention.q != rope.qkv:
+        if not isinstance(attention, Attention) or attention.q != rope.qkv:
             return False
         ends = (rope.q_offset, rope.k_offset, rope.v_offset, call.n)
         widths = [end - start for start, end in pairwise(ends)]
@@ -74,22 +75,22 @@ class Barriers:
             return False
         return not self._overwritten_early(index)
 
-    def rope_after(self, index: int) -> p.RopeAppend | None:
+    def rope_after(self, index: int) -> RopeAppend | None:
         """The call after `index` if it is a RopeAppend."""
         after = self.program.calls[index + 1 : index + 2]
-        return after[0] if after and isinstance(after[0], p.RopeAppend) else None
+        return after[0] if after and isinstance(after[0], RopeAppend) else None
 
     def _overwritten_early(self, index: int) -> bool:
         """Whether, without a barrier after call `index`, a faster thread may overwrite what the call still reads."""
         call = self.program.calls[index]
         # Private buffers are safe: with few rows each thread has a copy, otherwise a barrier follows.
-        shared = isinstance(call, p.Gemm)
+        shared = isinstance(call, Gemm)
         read = [self.program.buffer(name) for name in call.reads if shared or name not in self.own]
         for place, call in enumerate(self.program.calls[index + 1 :], start=index + 1):
             written = [self.program.buffer(name) for name in call.writes if name not in self.own]
             if any(flow.overlap(target, source) for target in written for source in read):
                 return True
-            if not call.writes or (written and not (self.by_head(place) or isinstance(call, p.RopeAppend))):
+            if not call.writes or (written and not (self.by_head(place) or isinstance(call, RopeAppend))):
                 return False  # a barrier follows this call, or it ends the step
             read += [self.program.buffer(name) for name in call.reads if name not in self.own]
         return False

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from threading import Event
 
-from qcompile.codegen import program as p
 from qcompile.codegen.cpu import compiler
 from qcompile.codegen.cpu.render import render
+from qcompile.codegen.program import Program
 from qcompile.targets import Target
 
 SUFFIX = ".so"
@@ -16,7 +16,7 @@ SUFFIX = ".so"
 Files = dict[str, str | bytes]
 
 
-def prepare(programs: Mapping[str, p.Program], target: Target, lookup: bool = False) -> Callable[[Event | None], Files]:
+def prepare(programs: Mapping[str, Program], target: Target, lookup: bool = False) -> Callable[[Event | None], Files]:
     """Render the program of each path for `target`, the verifier's (`model`) first.
 
     The function returned compiles them: a library and its C++ source for each path. n-gram lookup (`lookup`) takes no

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import struct
 
-from qcompile.codegen import program as p
+from qcompile.codegen.buffers import Buffer
 
 
-def rows_kind(buffer: p.Buffer) -> str:
+def rows_kind(buffer: Buffer) -> str:
     """The C++ constant for the kind of rows that a buffer has."""
     return {"tokens": "kTokens", "outputs": "kOutputs"}[buffer.rows]
 

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from qcompile.codegen import program as p
+from qcompile.codegen.buffers import Buffer
+from qcompile.codegen.calls import Attention, Call, Gemm, Hadamard, Norm, QuantizeRows, RopeAppend, TakeRows
+from qcompile.codegen.program import Program
+from qcompile.codegen.sizes import round_up
 from qcompile.ops import GATED
 
 LINE_COLUMNS = 32
 """bf16 columns per cache line: threads that write whole lines do not share lines."""
 
 
-def writes_outputs(program: p.Program, call: p.Call) -> bool:
+def writes_outputs(program: Program, call: Call) -> bool:
     """Whether a call computes only the rows whose logits are wanted, or the logits."""
     return all(program.buffer(name).rows == "outputs" for name in call.writes)
 
 
-def own_buffers(program: p.Program) -> frozenset[str]:
+def own_buffers(program: Program) -> frozenset[str]:
     """Buffers that only rowwise calls write, each from one other buffer: threads may have private copies."""
-    alone = p.Norm | p.QuantizeRows | p.Hadamard | p.TakeRows
+    alone = Norm | QuantizeRows | Hadamard | TakeRows
     rowwise = {name for c in program.calls if isinstance(c, alone) for name in [c.out]}
     shared = {name for c in program.calls if not isinstance(c, alone) for name in c.writes}
-    attended = {c.q for c in program.calls if isinstance(c, p.Attention)}
+    attended = {c.q for c in program.calls if isinstance(c, Attention)}
     return frozenset(rowwise - shared - attended)
 
 
-def overlap(a: p.Buffer, b: p.Buffer) -> bool:
+def overlap(a: Buffer, b: Buffer) -> bool:
     """Whether two buffers share bytes of the arena."""
     return a.rows == b.rows and a.offset < b.offset + b.row_bytes and b.offset < a.offset + a.row_bytes
 
@@ -54,7 +57,7 @@ class Share:
         return f"s.columns({self.units}, {self.columns})"
 
 
-def producer_share(program: p.Program, index: int) -> Share | None:
+def producer_share(program: Program, index: int) -> Share | None:
     """The columns that each thread quantizes in call `index` right after producing them, before a barrier; else None.
 
     The call before must split its output by columns, its result must have no other reader, and at run time a share must
@@ -62,7 +65,7 @@ def producer_share(program: p.Program, index: int) -> Share | None:
     threads exchange a quarter or half of the bytes.
     """
     call, maker = program.calls[index], program.calls[index - 1] if index else None
-    if not isinstance(call, p.QuantizeRows) or maker is None or call.x not in maker.writes:
+    if not isinstance(call, QuantizeRows) or maker is None or call.x not in maker.writes:
         return None
     x, out = program.buffer(call.x), program.buffer(call.out)
     step = out.kind.group if out.dtype == "q8" else LINE_COLUMNS
@@ -70,25 +73,25 @@ def producer_share(program: p.Program, index: int) -> Share | None:
         return None
     if x.rows != "tokens" or sum(call.x in c.reads for c in program.calls) != 1:
         return None
-    if isinstance(maker, p.Attention):
+    if isinstance(maker, Attention):
         return Share("kKvHeads", maker.heads // maker.kv_heads * maker.head_dim, step, "s.by_head() && ")
-    if isinstance(maker, p.Gemm) and not maker.blocks and maker.epilogue in ("store", *GATED):
+    if isinstance(maker, Gemm) and not maker.blocks and maker.epilogue in ("store", *GATED):
         return Share(str(-(-maker.n // 32)), 16 if maker.epilogue in GATED else 32, step)
     return None
 
 
-def separate_buffers(program: p.Program) -> p.Program:
+def separate_buffers(program: Program) -> Program:
     """The program with buffers that are split by columns moved to separate memory, after all other buffers.
 
     In memory reused by buffers with another split, every line would need a read-for-ownership from another core's
     cache before it is written. Buffers of the same shape and type share memory, as their columns are split alike.
     """
-    names = {call.qkv: None for call in program.calls if isinstance(call, p.RopeAppend)}
+    names = {call.qkv: None for call in program.calls if isinstance(call, RopeAppend)}
     for index, call in enumerate(program.calls):
-        if isinstance(call, p.QuantizeRows) and producer_share(program, index):
+        if isinstance(call, QuantizeRows) and producer_share(program, index):
             names |= {call.x: None, call.out: None}
     places: dict[tuple[str, int, int, str], list[tuple[int, list[range]]]] = {}
-    end, moved = p.round_up(program.arena_bytes("tokens"), 64), {}
+    end, moved = round_up(program.arena_bytes("tokens"), 64), {}
     for name in names:
         buffer, life = program.buffer(name), _live_range(program, name)
         alike = places.setdefault((buffer.dtype, buffer.width, buffer.group, buffer.activation), [])
@@ -101,13 +104,13 @@ def separate_buffers(program: p.Program) -> p.Program:
         if place is None:
             place = end, []
             alike.append(place)
-            end += p.round_up(buffer.row_bytes, 64)
+            end += round_up(buffer.row_bytes, 64)
         place[1].append(life)
         moved[name] = replace(buffer, offset=place[0])
     return replace(program, buffers=tuple(moved.get(buffer.name, buffer) for buffer in program.buffers))
 
 
-def _live_range(program: p.Program, name: str) -> range:
+def _live_range(program: Program, name: str) -> range:
     """Live range of a buffer: from the first call that uses it to 4 calls past the last.
 
     The extension covers how far a faster thread may run ahead without a barrier: through q, k, v and their attention.

@@ -14,12 +14,15 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from qcompile.artifact.abi import CPU_ABI
-from qcompile.codegen import program as p
+from qcompile.codegen.buffers import PAD, Buffer
+from qcompile.codegen.calls import Elementwise, ExpertGemm, Gemm
 from qcompile.codegen.cpu import flow
 from qcompile.codegen.cpu.barriers import Barriers
 from qcompile.codegen.cpu.cpp import f32, ident, rows_kind, string
 from qcompile.codegen.cpu.headers import Headers
 from qcompile.codegen.cpu.statements import Statements, rope_stride
+from qcompile.codegen.program import Program
+from qcompile.codegen.sizes import round_up
 from qcompile.errors import UnsupportedError
 from qcompile.formats.registry import weight_format
 from qcompile.targets import Target
@@ -45,7 +48,7 @@ class _RenderedCall:
     first_output: bool
 
 
-def render(program: p.Program, target: Target) -> str:
+def render(program: Program, target: Target) -> str:
     """The C++ source of `program`'s library for `target`.
 
     Raises UnsupportedError naming the call when a shape has no kernel.
@@ -68,7 +71,7 @@ def render(program: p.Program, target: Target) -> str:
             description=_description(program, target),
             kv_format=program.kv.kind.cpu_name,
             format_headers=_format_headers(program),
-            curved=any(isinstance(c, p.Elementwise) and c.kind == "xielu" for c in program.calls),
+            curved=any(isinstance(c, Elementwise) and c.kind == "xielu" for c in program.calls),
             headers=Headers(_TEMPLATES),
             ident=ident,
             place=lambda buffer: _place(buffer, barriers),
@@ -78,9 +81,9 @@ def render(program: p.Program, target: Target) -> str:
     )
 
 
-def _format_headers(program: p.Program) -> list[str]:
+def _format_headers(program: Program) -> list[str]:
     """Headers of weight formats that gemm.h does not include, in order."""
-    formats = [weight_format(c.format) for c in program.calls if isinstance(c, p.Gemm | p.ExpertGemm)]
+    formats = [weight_format(c.format) for c in program.calls if isinstance(c, Gemm | ExpertGemm)]
     return list(dict.fromkeys(header for format in formats for header in format.cpu_headers))
 
 
@@ -92,11 +95,11 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters.update(f32=f32, round_up=p.round_up, c_string=string)
+    environment.filters.update(f32=f32, round_up=round_up, c_string=string)
     return environment
 
 
-def _rendered_calls(program: p.Program, barriers: Barriers, statements: Statements) -> list[_RenderedCall]:
+def _rendered_calls(program: Program, barriers: Barriers, statements: Statements) -> list[_RenderedCall]:
     outputs = [flow.writes_outputs(program, call) for call in program.calls]
     rendered = []
     for index, call in enumerate(program.calls):
@@ -105,11 +108,11 @@ def _rendered_calls(program: p.Program, barriers: Barriers, statements: Statemen
     return rendered
 
 
-def _sizes(program: p.Program, statements: Statements) -> dict[str, Any]:
+def _sizes(program: Program, statements: Statements) -> dict[str, Any]:
     """Sizes of scratch memory and of private copies, and the tables of cos and sin."""
-    experts = [call for call in program.calls if isinstance(call, p.ExpertGemm)]
-    widths = [b.width for b in program.buffers] + [c.k for c in program.calls if isinstance(c, p.Gemm | p.ExpertGemm)]
-    widest = max(p.round_up(width, p.PAD) for width in widths)
+    experts = [call for call in program.calls if isinstance(call, ExpertGemm)]
+    widths = [b.width for b in program.buffers] + [c.k for c in program.calls if isinstance(c, Gemm | ExpertGemm)]
+    widest = max(round_up(width, PAD) for width in widths)
     tables = list(statements.ropes.values())
     return {
         "few_rows": min(OWN_ROWS, max(1, FEW_ELEMENTS // widest)),
@@ -122,7 +125,7 @@ def _sizes(program: p.Program, statements: Statements) -> dict[str, Any]:
     }
 
 
-def _description(program: p.Program, target: Target) -> str:
+def _description(program: Program, target: Target) -> str:
     """What qc_describe returns."""
     kv = program.kv
     data = {
@@ -143,7 +146,7 @@ def _description(program: p.Program, target: Target) -> str:
     return json.dumps(data, sort_keys=True)
 
 
-def _place(buffer: p.Buffer, barriers: Barriers) -> str:
+def _place(buffer: Buffer, barriers: Barriers) -> str:
     """The C++ expression for a buffer's address."""
     where = f"{rows_kind(buffer)}, {buffer.offset}, {barriers.is_own(buffer.name)}"
     if buffer.dtype == "q8":

@@ -5,9 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from qcompile.codegen import program as p
+from qcompile.codegen.buffers import PAD
+from qcompile.codegen.calls import (
+    Attention,
+    Call,
+    Combine,
+    Elementwise,
+    Embed,
+    ExpertGemm,
+    Gather,
+    Gemm,
+    Hadamard,
+    Logits,
+    Norm,
+    NormHeads,
+    QuantizeRows,
+    RopeAppend,
+    Route,
+    TakeRows,
+)
 from qcompile.codegen.cpu.barriers import Barriers
 from qcompile.codegen.cpu.cpp import boolean, bound, f32, ident, rows_kind
+from qcompile.codegen.program import Program
+from qcompile.codegen.sizes import round_up
 from qcompile.errors import UnsupportedError
 from qcompile.formats.activations import activation_format
 from qcompile.formats.registry import weight_format
@@ -43,13 +63,13 @@ class RopeTable:
 
 def rope_stride(rotary_dim: int) -> int:
     """Floats per token of a table of cos and sin."""
-    return 2 * p.round_up(rotary_dim // 2, 8)
+    return 2 * round_up(rotary_dim // 2, 8)
 
 
 class Statements:
     """Writes the statements of calls. `ropes` are the tables of cos and sin that calls written so far read."""
 
-    def __init__(self, program: p.Program, barriers: Barriers) -> None:
+    def __init__(self, program: Program, barriers: Barriers) -> None:
         self.program, self.barriers = program, barriers
         self.index = {name: i for i, name in enumerate(program.weights)}
         self.ropes: dict[tuple[str, int, float], RopeTable] = {}
@@ -57,7 +77,7 @@ class Statements:
     def of(self, index: int) -> list[str]:
         """The statements of call `index`. UnsupportedError naming the call if it has no kernel."""
         call = self.program.calls[index]
-        write: Callable[[p.Call, int], list[str]] = getattr(self, f"_{call.kernel}")
+        write: Callable[[Call, int], list[str]] = getattr(self, f"_{call.kernel}")
         return write(call, index)
 
     def weight(self, name: str | None, ctype: str = "float") -> str:
@@ -68,32 +88,32 @@ class Statements:
         """The C++ expression for the rows of buffer `name` that this thread computes."""
         return f"s.mine({rows_kind(self.program.buffer(name))}, {boolean(name in self.barriers.own)})"
 
-    def _embed(self, c: p.Embed, _: int) -> list[str]:
+    def _embed(self, c: Embed, _: int) -> list[str]:
         ids = "b.token_ids" if c.index == "tokens" else "b.positions"
         table = self.weight(c.table, "float" if c.table_dtype == "f32" else "uint16_t")
         width = self.program.buffer(c.out).width
         return [f"embed({self.mine(c.out)}, {ids}, {table}, {width}, {f32(c.scale)}, {ident(c.out)});"]
 
-    def _norm(self, c: p.Norm, _: int) -> list[str]:
+    def _norm(self, c: Norm, _: int) -> list[str]:
         kind = {"rms": "kRms", "layer": "kLayer"}[c.kind]
         x, width = self.program.buffer(c.x), self.program.buffer(c.out).width
         where = f"{ident(c.x)} + {c.x_offset}, {x.stride}, {boolean(x.width != width)}, {width}"
         weights = f"{self.weight(c.weight)}, {self.weight(c.bias)}, {f32(c.eps)}"
         return [f"norm<{kind}>({self.mine(c.out)}, {where}, {weights}, s.w, {ident(c.out)});"]
 
-    def _gather(self, c: p.Gather, _: int) -> list[str]:
+    def _gather(self, c: Gather, _: int) -> list[str]:
         places = zip(c.sources, c.offsets, c.widths, strict=True)
         from_ = [f"{{{ident(x)} + {at}, {self.program.buffer(x).stride}, {width}}}" for x, at, width in places]
         index, width = self.weight(c.index, "int32_t"), self.program.buffer(c.out).width
         return [f"gather({self.mine(c.out)}, {{{', '.join(from_)}}}, {index}, {width}, {ident(c.out)});"]
 
-    def _norm_heads(self, c: p.NormHeads, _: int) -> list[str]:
+    def _norm_heads(self, c: NormHeads, _: int) -> list[str]:
         kind = {"rms": "kRms", "layer": "kLayer"}[c.kind]
         where = f"{ident(c.x)}, {self.program.buffer(c.x).stride}, {c.x_offset}, {c.heads}, {c.width}"
         weights = f"{self.weight(c.weight)}, {self.weight(c.bias)}, {c.width if c.by_head else 0}, {f32(c.eps)}"
         return [f"norm_heads<{kind}>({self.mine(c.x)}, {where}, {weights});"]
 
-    def _quantize(self, c: p.QuantizeRows, index: int) -> list[str]:
+    def _quantize(self, c: QuantizeRows, index: int) -> list[str]:
         width = self.program.buffer(c.x).width
         line = f"quantize({self.mine(c.out)}, {ident(c.x)}, {width}, {ident(c.out)});"
         if index not in self.barriers.shares:
@@ -105,15 +125,15 @@ class Statements:
             f"else {line}",
         ]
 
-    def _hadamard(self, c: p.Hadamard, _: int) -> list[str]:
+    def _hadamard(self, c: Hadamard, _: int) -> list[str]:
         where = f"{self.mine(c.out)}, {ident(c.x)}, {self.program.buffer(c.x).width}, {c.block}"
         return [f"hadamard<{c.core_order}>({where}, {self.weight(c.core)}, s.w, {ident(c.out)});"]
 
-    def _take_rows(self, c: p.TakeRows, _: int) -> list[str]:
+    def _take_rows(self, c: TakeRows, _: int) -> list[str]:
         width = self.program.buffer(c.x).width
         return [f"take_rows({self.mine(c.out)}, b.output_rows, {ident(c.x)}, {width}, {ident(c.out)});"]
 
-    def _elementwise(self, c: p.Elementwise, _: int) -> list[str]:
+    def _elementwise(self, c: Elementwise, _: int) -> list[str]:
         x = f"{self.mine(c.out)}, {ident(c.x)} + {c.x_offset}, {self.program.buffer(c.x).stride}, "
         x += str(self.program.buffer(c.out).width)
         if c.kind in _UNARY:
@@ -132,7 +152,7 @@ class Statements:
             operand = f"{self.weight(c.weight)}, 0"
         return [f"{c.kind}({x}, {operand}, {ident(c.out)});"]
 
-    def _gemm(self, c: p.Gemm, index: int) -> list[str]:
+    def _gemm(self, c: Gemm, index: int) -> list[str]:
         x = self.program.buffer(c.x)
         if x.dtype == "q8" and x.group != (weight_format(c.format).sum_group or x.kind.group or x.stride):
             raise UnsupportedError(f"{c.name}: {c.format} needs activation sums other than over {x.group} inputs")
@@ -168,7 +188,7 @@ class Statements:
             lines.append(f"pad_rows({self.mine(out.name)}, {ident(out.name)}, {out.width});")
         return lines
 
-    def _route(self, c: p.Route, _: int) -> list[str]:
+    def _route(self, c: Route, _: int) -> list[str]:
         x = self.program.buffer(c.x)
         where = f"{self.mine(c.out)}, {ident(c.x)} + {c.x_offset}, {x.stride}"
         out = self.program.buffer(c.out)
@@ -181,7 +201,7 @@ class Statements:
         numbers = given.get(c.kind, ())
         return [f"{name}({', '.join((where, str(out.width), *numbers, ident(c.out)))});"]
 
-    def _expert_gemm(self, c: p.ExpertGemm, index: int) -> list[str]:
+    def _expert_gemm(self, c: ExpertGemm, index: int) -> list[str]:
         x, out, e = self.program.buffer(c.x), self.program.buffer(c.out), f"e{index}"
         kind = activation_format(c.activation)
         x_slot, gated = c.k if c.x_slots > 1 else 0, c.epilogue != "store"
@@ -203,26 +223,26 @@ class Statements:
         if c.bias is not None:
             lines.append(f"{e}.gemm.bias = {self.weight(c.bias)}, {e}.bias = {c.rows};")
         rows = "Q8Rows" if kind.is_integer else "uint16_t" if kind.dtype.itemsize == 2 else "float"
-        padded = p.round_up(c.k, p.PAD)
-        group, scales = p.round_up(c.group or padded, p.PAD), kind.group or padded
+        padded = round_up(c.k, PAD)
+        group, scales = round_up(c.group or padded, PAD), kind.group or padded
         how = f"{{{group}, {scales}, {f32(kind.top)}, {f32(kind.last_top)}}}"
         call = f"{weight_format(c.format).cpu_kernel(kind)}(g, x, w);"
         run = f"[](const Gemm& g, const auto& x, const Worker& w) {{ {call} }}"
         lines.append(f"expert_gemm<{rows}>({e}, {how}, s.w, (char*)s.w.scratch + kOwnScratchBytes,")
         return [*lines, f"            {run});"]
 
-    def _combine(self, c: p.Combine, _: int) -> list[str]:
+    def _combine(self, c: Combine, _: int) -> list[str]:
         x, width = self.program.buffer(c.x), self.program.buffer(c.out).width
         scores = "nullptr" if c.scores is None else ident(c.scores)
         where = f"{self.mine(c.out)}, {ident(c.x)}, {x.stride}, {c.slots}, {width}"
         return [f"combine({where}, {scores}, {ident(c.out)});"]
 
-    def _logits(self, c: p.Logits, _: int) -> list[str]:
+    def _logits(self, c: Logits, _: int) -> list[str]:
         x = self.program.buffer(c.x)
         copied = f"copy_rows({self.mine(c.x)}, {ident(c.x)}, {x.stride}, kVocab, s.logits());"
         return [copied, "m.team->sync(tid);", "s.look_for_best();"]
 
-    def _rope_append(self, c: p.RopeAppend, _: int) -> list[str]:
+    def _rope_append(self, c: RopeAppend, _: int) -> list[str]:
         table = "nullptr"
         if c.inv_freq is not None:
             table = self._rope_table(c.inv_freq, c.rotary_dim, c.scaling).name
@@ -241,7 +261,7 @@ class Statements:
             self.ropes[key] = RopeTable(name, offset, self.index[inv_freq], rotary_dim, scaling)
         return self.ropes[key]
 
-    def _attention(self, c: p.Attention, index: int) -> list[str]:
+    def _attention(self, c: Attention, index: int) -> list[str]:
         q = self.program.buffer(c.q)
         where = f"{ident(c.q)}, {q.stride}, {c.q_offset}, {ident(c.out)}, {c.heads}"
         extra = f"{self.weight(c.sinks)}, {self.weight(c.key_bias)}, kMaxPosition, {self.weight(c.center)}"
@@ -249,9 +269,9 @@ class Statements:
         columns = self._new_columns(c) if self.program.kv.hierarchical else ""
         return [f"s.attend({{{where}, {how}, b.sequences, b.positions, b.query_start{columns}}}, {c.layer}, {index});"]
 
-    def _new_columns(self, c: p.Attention) -> str:
+    def _new_columns(self, c: Attention) -> str:
         """Columns, in q's rows, of the keys and values that attention appends to a hierarchical cache."""
-        new = next(a for a in self.program.calls if isinstance(a, p.RopeAppend) and a.layer == c.layer)
+        new = next(a for a in self.program.calls if isinstance(a, RopeAppend) and a.layer == c.layer)
         if new.qkv != c.q:
             raise UnsupportedError(f"{c.name}: {self.program.kv.format} needs queries, keys and values in one buffer")
         return f", {new.k_offset}, {new.v_offset}"

@@ -1,4 +1,4 @@
-"""GPU kernels that apply RoPE to queries and keys and append keys and values to the cache (layout: attention.py).
+"""GPU kernels that apply RoPE to queries and keys and append keys and values to the cache (layout: kv_pages.py).
 
 Hierarchical cache: for sequences that decode, AppendSpec writes keys and values to the ring, and the programs of a
 group's first row also round the group two groups before it. The rows of a prompt may fill more groups than the ring
@@ -17,11 +17,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from qcompile.codegen import program as p
-from qcompile.codegen.gpu.attention import GpuKV, page_arguments, power_of_two
+from qcompile.codegen.calls import NormHeads
 from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
-from qcompile.codegen.program import RING_GROUPS
-from qcompile.formats.kv import HIER_GROUP
+from qcompile.codegen.gpu.kv_pages import GpuKV, page_arguments
+from qcompile.codegen.sizes import power_of_two
+from qcompile.formats.kv import HIER_GROUP, RING_GROUPS
 
 # -2 pi as a sum: two short parts whose products with integers up to 2^12 are exact, and the rest.
 _TWO_PI = (-6.28125, -0.0019350051879882812, -3.01991605e-07)
@@ -46,7 +46,7 @@ class HeadNorm:
     by_head: bool = False
 
     @classmethod
-    def of(cls, c: p.NormHeads | None) -> HeadNorm | None:
+    def of(cls, c: NormHeads | None) -> HeadNorm | None:
         """The norm of a call, if there is one."""
         return None if c is None else cls(c.kind, c.eps, c.weight is not None, c.bias is not None, c.by_head)
 

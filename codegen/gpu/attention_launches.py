@@ -1,4 +1,4 @@
-"""Launches of attention and of appends to the KV cache (kernels: codegen/gpu/attention.py, codegen/gpu/append.py)."""
+"""Launches of attention and of appends to the KV cache (kernels: attention.py, attention_merge.py, append.py)."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import zip_longest
 
-from qcompile.codegen import program as p
+from qcompile.codegen.calls import Attention, RopeAppend
 from qcompile.codegen.gpu import fused
 from qcompile.codegen.gpu.append import AppendSpec, HeadNorm, StagedSpec
-from qcompile.codegen.gpu.attention import (
-    GROUP_SPLITS,
-    MOST_QUERIES,
-    AttentionSpec,
-    MergeSpec,
-    far_variants,
-    for_queries,
-    prefill_variants,
-)
+from qcompile.codegen.gpu.attention import AttentionSpec
+from qcompile.codegen.gpu.attention_merge import MergeSpec
+from qcompile.codegen.gpu.attention_splits import GROUP_SPLITS, MOST_QUERIES
+from qcompile.codegen.gpu.attention_variants import far_variants, for_queries, prefill_variants
 from qcompile.codegen.gpu.context import PlanContext, single_launch, weight_refs
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.launches import MOST_ROWS, Launch, Variant
@@ -55,7 +50,7 @@ def _staging_args(context: PlanContext) -> Operands:
 # ---- appends ---------------------------------------------------------------------------------------
 
 
-def append(context: PlanContext, c: p.RopeAppend | fused.NormedAppend) -> Iterator[Launch]:
+def append(context: PlanContext, c: RopeAppend | fused.NormedAppend) -> Iterator[Launch]:
     """The launches that rotate queries and keys, and append keys and values to the cache."""
     call, norms = (c.append, {"q": c.norm_q, "k": c.norm_k}) if isinstance(c, fused.NormedAppend) else (c, {})
     spec = _append_spec(context, call, HeadNorm.of(norms.get("q")), HeadNorm.of(norms.get("k")))
@@ -78,7 +73,7 @@ def append(context: PlanContext, c: p.RopeAppend | fused.NormedAppend) -> Iterat
     yield from _append_staged(context, c.name, replace(spec, staged=True), args)
 
 
-def _append_spec(context: PlanContext, c: p.RopeAppend, norm_q: HeadNorm | None, norm_k: HeadNorm | None) -> AppendSpec:
+def _append_spec(context: PlanContext, c: RopeAppend, norm_q: HeadNorm | None, norm_k: HeadNorm | None) -> AppendSpec:
     return AppendSpec(
         context.kv,
         c.heads,
@@ -123,7 +118,7 @@ def _append_staged(context: PlanContext, name: str, spec: AppendSpec, args: Oper
 # ---- attention -------------------------------------------------------------------------------------
 
 
-def attention(context: PlanContext, c: p.Attention, measured: bool = False) -> Iterator[Launch]:
+def attention(context: PlanContext, c: Attention, measured: bool = False) -> Iterator[Launch]:
     """The launches of attention. With `measured`, those for decoding store magnitudes of 2 parts of each head."""
     base, out, args = _attention_spec(context, c), context.buffer(c.out), _attention_args(context, c)
     if out.stride != c.heads * context.kv.dim:
@@ -143,7 +138,7 @@ def attention(context: PlanContext, c: p.Attention, measured: bool = False) -> I
         yield _copy_to_ring(context, c)
 
 
-def _attention_spec(context: PlanContext, c: p.Attention) -> AttentionSpec:
+def _attention_spec(context: PlanContext, c: Attention) -> AttentionSpec:
     """What the attention kernels of a call have in common."""
     return AttentionSpec(
         context.kv,
@@ -161,7 +156,7 @@ def _attention_spec(context: PlanContext, c: p.Attention) -> AttentionSpec:
     )
 
 
-def _attention_args(context: PlanContext, c: p.Attention) -> Operands:
+def _attention_args(context: PlanContext, c: Attention) -> Operands:
     """Operands of all attention and merge kernels of a call."""
     args: Operands = {"q": context.ref(c.q, column=c.q_offset), "out": context.ref(c.out), **_page_args(c.layer)}
     args |= {"splits": CountRef("slots"), "query_start": InputRef("query_start")}
@@ -186,7 +181,7 @@ def _decode_variants(context: PlanContext, base: AttentionSpec, args: Operands) 
     return [a for a, b in same if b is None or (a.kernel, a.grid) != (b.kernel, b.grid)]
 
 
-def _merges(context: PlanContext, c: p.Attention, args: Operands, measured: bool) -> Iterator[Launch]:
+def _merges(context: PlanContext, c: Attention, args: Operands, measured: bool) -> Iterator[Launch]:
     """Kernels that merge splits; if the result is `measured`, they also store each head's magnitudes."""
     kv, out = context.kv, context.buffer(c.out).dtype
     assert out != "q8"
@@ -206,7 +201,7 @@ def _merges(context: PlanContext, c: p.Attention, args: Operands, measured: bool
         yield single_launch(f"{c.name}.{extra}groups", f"{extra}groups", groups, (rows, c.heads, 1), args)
 
 
-def _copy_to_ring(context: PlanContext, c: p.Attention) -> Launch:
+def _copy_to_ring(context: PlanContext, c: Attention) -> Launch:
     """After attention of prompts: copies the newest staged groups to the ring."""
     spec = StagedSpec(context.kv, to_ring=True)
     args = {**_page_args(c.layer), **_staging_args(context), "M": CountRef("tokens")}

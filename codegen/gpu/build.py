@@ -9,12 +9,12 @@ from dataclasses import replace
 from threading import Event
 from typing import Any
 
-from qcompile.codegen import program as p
 from qcompile.codegen.gpu.compile import Compiled, Kernel, compile_all, triton_version
 from qcompile.codegen.gpu.fill import padded_program
 from qcompile.codegen.gpu.launches import LaunchPlan
 from qcompile.codegen.gpu.plan import kv_of, make_plan
 from qcompile.codegen.gpu.rounds import lookup_launch, round_launches
+from qcompile.codegen.program import Program
 from qcompile.errors import UnsupportedError
 from qcompile.targets import Target
 
@@ -24,7 +24,7 @@ SUFFIX = ".plan.json"
 Files = dict[str, str | bytes]
 
 
-def prepare(programs: Mapping[str, p.Program], target: Target, lookup: bool = False) -> Callable[[Event | None], Files]:
+def prepare(programs: Mapping[str, Program], target: Target, lookup: bool = False) -> Callable[[Event | None], Files]:
     """Plan the program of each path for `target`, the verifier's (`model`) first; `lookup`: n-gram lookup drafts.
 
     Needs no GPU. The function returned compiles the plans into the files of kernels/<target>: machine code, PTX and
@@ -36,7 +36,7 @@ def prepare(programs: Mapping[str, p.Program], target: Target, lookup: bool = Fa
     return lambda given_up: _compiled(plans, programs, target, given_up)
 
 
-def plan(programs: Mapping[str, p.Program], target: Target, lookup: bool = False) -> dict[str, LaunchPlan]:
+def plan(programs: Mapping[str, Program], target: Target, lookup: bool = False) -> dict[str, LaunchPlan]:
     """The plan of each path; needs neither Triton nor a GPU. UnsupportedError naming a call without a kernel."""
     plans = {}
     for name, program in programs.items():
@@ -57,7 +57,7 @@ def with_rounds(plans: Mapping[str, LaunchPlan], lookup: bool) -> dict[str, Laun
 
 
 def _compiled(
-    plans: dict[str, LaunchPlan], programs: Mapping[str, p.Program], target: Target, given_up: Event | None
+    plans: dict[str, LaunchPlan], programs: Mapping[str, Program], target: Target, given_up: Event | None
 ) -> Files:
     # Half of the cores are left for packing the weights, which runs meanwhile.
     processes = max(1, len(os.sched_getaffinity(0)) // 2)
@@ -95,6 +95,6 @@ def _report(label: str, kernel: Compiled) -> dict[str, Any]:
     return {"kernel": label, "threads": kernel.threads, **used, "matrix_instructions": list(kernel.matrix)}
 
 
-def adapted(program: p.Program) -> p.Program:
+def adapted(program: Program) -> Program:
     """`program` with the KV page layout of GPU kernels, and with rows padded where GEMMs read whole blocks."""
     return replace(padded_program(program), kv=replace(program.kv, own_block_bytes=kv_of(program).block_bytes))

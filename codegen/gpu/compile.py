@@ -45,6 +45,11 @@ class Argument(NamedTuple):
     type: str
 
 
+def result_argument(dtype: str) -> Argument:
+    """The argument `out` of a kernel with results in `dtype`, f32 or bf16."""
+    return Argument("out", "*bf16" if dtype == "bf16" else "*fp32")
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A kernel as Triton source: the function `name` in `source`, launched with `arguments`.

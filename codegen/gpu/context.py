@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from qcompile.codegen import program as p
-from qcompile.codegen.gpu.attention import GpuKV, SplitLimits
+from qcompile.codegen.buffers import Buffer
+from qcompile.codegen.gpu.attention_splits import SplitLimits
 from qcompile.codegen.gpu.compile import Kernel
+from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.codegen.gpu.launches import Launch, Variant
 from qcompile.codegen.gpu.operands import ActivationRef, Grid, Operands, WeightRef
+from qcompile.codegen.program import Program
 from qcompile.targets import Target
 
 
@@ -20,7 +22,7 @@ class PlanContext:
     Without `inline_asm`, kernels are for Triton's interpreter.
     """
 
-    program: p.Program
+    program: Program
     kv: GpuKV
     split: int
     target: Target
@@ -41,7 +43,7 @@ class PlanContext:
         """How decode attention is divided into programs on the target."""
         return SplitLimits(self.kv, self.target.multiprocessors)
 
-    def buffer(self, name: str) -> p.Buffer:
+    def buffer(self, name: str) -> Buffer:
         """The buffer called `name`."""
         return self.program.buffer(name)
 

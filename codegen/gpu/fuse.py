@@ -12,10 +12,22 @@ from dataclasses import replace
 from itertools import groupby, zip_longest
 
 from qcompile import ops
-from qcompile.codegen import program as p
+from qcompile.codegen.calls import (
+    Attention,
+    Call,
+    Combine,
+    Elementwise,
+    Gemm,
+    Hadamard,
+    NormHeads,
+    QuantizeRows,
+    RopeAppend,
+    Route,
+)
 from qcompile.codegen.gpu import fused
 from qcompile.codegen.gpu.fuse_experts import prepare_slots
 from qcompile.codegen.gpu.reads import Reads
+from qcompile.codegen.program import Program
 from qcompile.errors import PassError
 from qcompile.formats.registry import weight_format
 
@@ -23,7 +35,7 @@ MIN_PART = 32
 """Fewest elements per program if several programs quantize one row: a power of two."""
 
 
-def fuse(program: p.Program) -> p.Program:
+def fuse(program: Program) -> Program:
     """`program` with fused calls. Raises PassError naming a call for which there are no GPU kernels."""
     check_rings(program)
     for rule in RULES:
@@ -31,16 +43,16 @@ def fuse(program: p.Program) -> p.Program:
     return program
 
 
-def check_rings(program: p.Program) -> None:
+def check_rings(program: Program) -> None:
     """Raise PassError unless each attention over a hierarchical cache follows the append of its own layer.
 
     Prompts have their newest keys and values in one staging buffer, which attention copies to the ring.
     """
     staged: int | None = None
     for call in program.calls if program.kv.hierarchical else ():
-        if isinstance(call, p.RopeAppend):
+        if isinstance(call, RopeAppend):
             staged = call.layer
-        elif isinstance(call, p.Attention):
+        elif isinstance(call, Attention):
             if call.layer != staged:
                 reason = "attention over a hierarchical cache must follow the append of its layer, and only once"
                 raise PassError("codegen", call.name, reason)
@@ -50,18 +62,18 @@ def check_rings(program: p.Program) -> None:
 # ---- gates of GEMMs with scattered rows ------------------------------------------------------------
 
 
-def separate_gates(program: p.Program) -> p.Program:
+def separate_gates(program: Program) -> Program:
     """Gated GEMMs with explicit output columns store gate and up in bf16; the call that reads both applies the gate.
 
     The rows of gate and up that belong together may be in different programs of such a GEMM.
     """
     acts: dict[str, str] = {}
-    calls: list[p.Call] = []
+    calls: list[Call] = []
     for call in program.calls:
         gated = [name for name in call.reads if name in acts]
         if gated:
             call = _with_gate(call, acts[gated[0]])
-        elif isinstance(call, p.Gemm) and call.out and call.blocks and call.epilogue in ops.GATED:
+        elif isinstance(call, Gemm) and call.out and call.blocks and call.epilogue in ops.GATED:
             acts[call.out] = ops.GATED[call.epilogue]
             call = replace(call, epilogue="store")
         calls.append(call)
@@ -70,10 +82,10 @@ def separate_gates(program: p.Program) -> p.Program:
     return replace(program, buffers=buffers, calls=tuple(calls))
 
 
-def _with_gate(call: p.Call, act: str) -> p.Call:
-    if isinstance(call, p.QuantizeRows):
+def _with_gate(call: Call, act: str) -> Call:
+    if isinstance(call, QuantizeRows):
         return fused.GatedQuantize(call.name, call.x, call.out, act)
-    if isinstance(call, p.Hadamard):
+    if isinstance(call, Hadamard):
         return fused.GatedHadamard(call.name, call.x, call.out, call.block, call.core, call.core_order, act)
     raise PassError("codegen", call.name, "GPU kernels read a gated value only to transform or quantize it")
 
@@ -81,27 +93,27 @@ def _with_gate(call: p.Call, act: str) -> p.Call:
 # ---- results of GEMMs and attention that are quantized next ----------------------------------------
 
 
-def round_results(program: p.Program) -> p.Program:
+def round_results(program: Program) -> Program:
     """GEMMs and attention write bf16 themselves if the next call only rounds their result to it."""
-    reads, calls = Reads(program), list[p.Call]()
-    rounding: p.Call | None = None
+    reads, calls = Reads(program), list[Call]()
+    rounding: Call | None = None
     for call, after in _with_next(program):
         if call is rounding:
             continue
-        if isinstance(call, p.Gemm | p.Attention) and (out := rounded_buffer(program, reads, call, after)):
+        if isinstance(call, Gemm | Attention) and (out := rounded_buffer(program, reads, call, after)):
             call, rounding = replace(call, out=out), after
         calls.append(call)
     return replace(program, calls=tuple(calls))
 
 
-def rounded_buffer(program: p.Program, reads: Reads, maker: p.Gemm | p.Attention, after: p.Call | None) -> str | None:
+def rounded_buffer(program: Program, reads: Reads, maker: Gemm | Attention, after: Call | None) -> str | None:
     """The buffer to which the kernels of `maker` can write their result in bf16, or None.
 
     They can if only the next call, `after`, reads the result, and only rounds it.
     """
-    if not isinstance(after, p.QuantizeRows) or after.x != maker.out or program.buffer(after.out).dtype != "bf16":
+    if not isinstance(after, QuantizeRows) or after.x != maker.out or program.buffer(after.out).dtype != "bf16":
         return None
-    if isinstance(maker, p.Gemm):
+    if isinstance(maker, Gemm):
         gated = maker.epilogue in ops.GATED
         kept = (gated or maker.epilogue == "store") and maker.residual is None
         kept = kept and not maker.blocks and not weight_format(maker.format).gpu.row_major
@@ -112,22 +124,22 @@ def rounded_buffer(program: p.Program, reads: Reads, maker: p.Gemm | p.Attention
     return after.out if whole and reads.alone(after, after.x) and reads.disjoint([after.out], [read]) else None
 
 
-def measure_results(program: p.Program) -> p.Program:
+def measure_results(program: Program) -> Program:
     """Gated GEMMs and attention store magnitudes for the call that quantizes their result next (MeasuredQuantize)."""
-    calls: list[p.Call] = []
-    quantizing: p.Call | None = None
+    calls: list[Call] = []
+    quantizing: Call | None = None
     for call, after in _with_next(program):
         if call is quantizing:
             continue
-        measures = isinstance(call, p.Attention) or (isinstance(call, p.Gemm) and call.epilogue in ops.GATED)
-        if measures and isinstance(after, p.QuantizeRows) and _is_measured(program, call, after):
-            assert isinstance(call, p.Gemm | p.Attention)
+        measures = isinstance(call, Attention) or (isinstance(call, Gemm) and call.epilogue in ops.GATED)
+        if measures and isinstance(after, QuantizeRows) and _is_measured(program, call, after):
+            assert isinstance(call, Gemm | Attention)
             call, quantizing = fused.MeasuredQuantize(call.name, call, after), after
         calls.append(call)
     return replace(program, calls=tuple(calls))
 
 
-def _is_measured(program: p.Program, call: p.Call, quantize: p.QuantizeRows) -> bool:
+def _is_measured(program: Program, call: Call, quantize: QuantizeRows) -> bool:
     """Whether `quantize` finds one scale for each row of the result of `call`, and needs no sum over the row."""
     out = program.buffer(quantize.out)
     by_row = out.dtype != "q8" or not (out.kind.group or out.groups == 1)
@@ -137,15 +149,15 @@ def _is_measured(program: p.Program, call: p.Call, quantize: p.QuantizeRows) -> 
 # ---- appends to the KV cache -----------------------------------------------------------------------
 
 
-def normalize_in_append(program: p.Program) -> p.Program:
+def normalize_in_append(program: Program) -> Program:
     """Norms of the heads of q and k become part of the append that follows them."""
-    calls: list[p.Call] = []
-    norms: list[p.NormHeads] = []
+    calls: list[Call] = []
+    norms: list[NormHeads] = []
     for call in program.calls:
-        if isinstance(call, p.NormHeads):
+        if isinstance(call, NormHeads):
             norms.append(call)
             continue
-        if isinstance(call, p.RopeAppend):
+        if isinstance(call, RopeAppend):
             parts = _fusable_norms(norms, call)
             norms = [norm for norm in norms if norm not in parts.values()]
             fused_append = fused.NormedAppend(call.name, call, parts.get("q"), parts.get("k"))
@@ -155,10 +167,10 @@ def normalize_in_append(program: p.Program) -> p.Program:
     return replace(program, calls=(*calls, *norms))
 
 
-def _fusable_norms(norms: Sequence[p.NormHeads], append: p.RopeAppend) -> dict[str, p.NormHeads]:
+def _fusable_norms(norms: Sequence[NormHeads], append: RopeAppend) -> dict[str, NormHeads]:
     """By part, q or k: the norm that the append can do. Norms that stay separate come before it."""
-    parts: dict[str, p.NormHeads] = {}
-    separate: list[p.NormHeads] = []
+    parts: dict[str, NormHeads] = {}
+    separate: list[NormHeads] = []
     for norm in reversed(norms):
         part = _normalized_part(norm, append)
         if part and part not in parts and not any(_overlaps(norm, later) for later in separate):
@@ -168,7 +180,7 @@ def _fusable_norms(norms: Sequence[p.NormHeads], append: p.RopeAppend) -> dict[s
     return parts
 
 
-def _normalized_part(norm: p.NormHeads, append: p.RopeAppend) -> str:
+def _normalized_part(norm: NormHeads, append: RopeAppend) -> str:
     """The part, q or k, of an append's input whose heads the norm normalizes; "" if neither."""
     if append.qkv != norm.x or norm.width != append.head_dim:
         return ""
@@ -176,7 +188,7 @@ def _normalized_part(norm: p.NormHeads, append: p.RopeAppend) -> str:
     return next((part for part, place in parts.items() if place == (norm.x_offset, norm.heads)), "")
 
 
-def _overlaps(a: p.NormHeads, b: p.NormHeads) -> bool:
+def _overlaps(a: NormHeads, b: NormHeads) -> bool:
     """Whether two norms change columns in common."""
     before = a.x_offset + a.heads * a.width <= b.x_offset or b.x_offset + b.heads * b.width <= a.x_offset
     return a.x == b.x and not before
@@ -185,26 +197,26 @@ def _overlaps(a: p.NormHeads, b: p.NormHeads) -> bool:
 # ---- routers and sums over slots -------------------------------------------------------------------
 
 
-def add_in_combine(program: p.Program) -> p.Program:
+def add_in_combine(program: Program) -> Program:
     """Sums over slots add the buffer that the next call would add."""
-    reads, calls = Reads(program), list[p.Call]()
-    adding: p.Call | None = None
+    reads, calls = Reads(program), list[Call]()
+    adding: Call | None = None
     for call, after in _with_next(program):
         if call is adding:
             continue
-        if isinstance(call, p.Combine) and (other := _addend(reads, call, after)):
-            assert isinstance(after, p.Elementwise)
+        if isinstance(call, Combine) and (other := _addend(reads, call, after)):
+            assert isinstance(after, Elementwise)
             call, adding = fused.CombineAdd(call.name, call.x, after.out, other, call.slots, call.scores), after
         calls.append(call)
     return replace(program, calls=tuple(calls))
 
 
-def _addend(reads: Reads, combine: p.Combine, after: p.Call | None) -> str | None:
+def _addend(reads: Reads, combine: Combine, after: Call | None) -> str | None:
     """The buffer that `after` adds to the sum over a token's slots, if one kernel can do both; else None.
 
     Nothing else may read the sum, and the result must not overlap the slots or scores in memory.
     """
-    if not isinstance(after, p.Elementwise) or after.kind != "add" or after.weight is not None:
+    if not isinstance(after, Elementwise) or after.kind != "add" or after.weight is not None:
         return None
     other = after.other if after.x == combine.out else after.x
     shifted = after.x_offset or after.other_offset
@@ -213,16 +225,16 @@ def _addend(reads: Reads, combine: p.Combine, after: p.Call | None) -> str | Non
     return other if reads.alone(after, combine.out) and reads.disjoint([after.out], combine.reads) else None
 
 
-def chain_routes(program: p.Program) -> p.Program:
+def chain_routes(program: Program) -> Program:
     """Consecutive steps of a router become one call, as long as none stores where another program may yet read."""
-    reads, calls = Reads(program), list[p.Call]()
-    for routes, run in groupby(enumerate(program.calls), lambda pair: isinstance(pair[1], p.Route)):
+    reads, calls = Reads(program), list[Call]()
+    for routes, run in groupby(enumerate(program.calls), lambda pair: isinstance(pair[1], Route)):
         if not routes:
             calls += [call for _, call in run]
             continue
-        chain: list[p.Route] = []
+        chain: list[Route] = []
         for place, call in run:
-            assert isinstance(call, p.Route)
+            assert isinstance(call, Route)
             if chain and not _is_one_kernel(reads, [*chain, call], place):
                 calls.append(_chained(reads, chain, place - 1))
                 chain = []
@@ -231,12 +243,12 @@ def chain_routes(program: p.Program) -> p.Program:
     return replace(program, calls=tuple(calls))
 
 
-def _chained(reads: Reads, chain: Sequence[p.Route], last: int) -> fused.RouteChain:
+def _chained(reads: Reads, chain: Sequence[Route], last: int) -> fused.RouteChain:
     """A chain of steps, of which the last one is call number `last`."""
     return fused.RouteChain(chain[0].name, tuple(chain), tuple(reads.last(step.out) > last for step in chain))
 
 
-def _is_one_kernel(reads: Reads, chain: Sequence[p.Route], last: int) -> bool:
+def _is_one_kernel(reads: Reads, chain: Sequence[Route], last: int) -> bool:
     """Whether the steps, the last one being call number `last`, fit one kernel."""
     one = _chained(reads, chain, last)
     made = {step.out for step in chain}
@@ -245,12 +257,12 @@ def _is_one_kernel(reads: Reads, chain: Sequence[p.Route], last: int) -> bool:
     return whole and len(made) == len(chain) and reads.disjoint(one.writes, read)
 
 
-def _with_next(program: p.Program) -> Iterator[tuple[p.Call, p.Call | None]]:
+def _with_next(program: Program) -> Iterator[tuple[Call, Call | None]]:
     """Each call and the one after it."""
     return zip_longest(program.calls, program.calls[1:])
 
 
-RULES: tuple[Callable[[p.Program], p.Program], ...] = (
+RULES: tuple[Callable[[Program], Program], ...] = (
     separate_gates,
     round_results,
     measure_results,

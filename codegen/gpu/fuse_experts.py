@@ -8,31 +8,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from qcompile.codegen import program as p
+from qcompile.codegen.calls import Call, ExpertGemm, Norm
 from qcompile.codegen.gpu import fused
 from qcompile.codegen.gpu.gemm.pack import is_row_major, kernel_of, packing_of, padded_inputs
+from qcompile.codegen.program import Program
 from qcompile.errors import PassError, UnsupportedError
 from qcompile.formats.registry import gpu_kernel
 
 
-def prepare_slots(program: p.Program) -> p.Program:
+def prepare_slots(program: Program) -> Program:
     """Inserts the calls that quantize inputs and sort slots before GEMMs of experts, unless scratch memory has both.
 
     A norm whose rows the next experts read quantizes them itself. A call that writes the inputs or the index makes what
     was derived from them stale.
     """
     for call in program.calls:
-        if isinstance(call, p.ExpertGemm):
+        if isinstance(call, ExpertGemm):
             _inputs_of(program, call)  # raises for experts without kernels
-    calls: list[p.Call] = []
+    calls: list[Call] = []
     order: fused.SortSlots | None = None
     inputs: fused.QuantizeSlots | None = None
     for place, call in enumerate(program.calls):
         order = None if order and order.index in call.writes else order
         inputs = None if inputs and inputs.x in call.writes else inputs
-        if isinstance(call, p.Norm) and (own_inputs := _quantized_by(program, call, program.calls[place + 1 :])):
+        if isinstance(call, Norm) and (own_inputs := _quantized_by(program, call, program.calls[place + 1 :])):
             inputs, call = own_inputs, fused.NormSlots(call.name, call, own_inputs)
-        elif isinstance(call, p.ExpertGemm):
+        elif isinstance(call, ExpertGemm):
             wanted_inputs, wanted_order = _inputs_of(program, call), _order_of(program, call)
             if inputs is None or replace(inputs, name=wanted_inputs.name) != wanted_inputs:
                 inputs = wanted_inputs
@@ -45,7 +46,7 @@ def prepare_slots(program: p.Program) -> p.Program:
     return replace(program, calls=tuple(calls))
 
 
-def _inputs_of(program: p.Program, call: p.ExpertGemm) -> fused.QuantizeSlots:
+def _inputs_of(program: Program, call: ExpertGemm) -> fused.QuantizeSlots:
     """The call that quantizes the inputs of a GEMM of experts. Raises PassError if there are no kernels for it."""
     try:
         packing = packing_of(call.format, call.activation)
@@ -63,17 +64,17 @@ def _inputs_of(program: p.Program, call: p.ExpertGemm) -> fused.QuantizeSlots:
     return fused.QuantizeSlots(f"{call.name}.round", call.x, call.x_slots, call.k, padded, call.activation)
 
 
-def _order_of(program: p.Program, call: p.ExpertGemm) -> fused.SortSlots:
+def _order_of(program: Program, call: ExpertGemm) -> fused.SortSlots:
     """The call that sorts slots; GEMVs need no order if all experts' linears that use the index have GEMV kernels."""
-    users = [each for each in program.calls if isinstance(each, p.ExpertGemm) and each.index == call.index]
+    users = [each for each in program.calls if isinstance(each, ExpertGemm) and each.index == call.index]
     kernels = [kernel_of(packing_of(each.format, each.activation), each.activation) for each in users]
     gemv = all(gpu_kernel(kernel).gemv for kernel in kernels)
     return fused.SortSlots(f"{call.name}.order", call.index, call.experts, call.slots, gemv)
 
 
-def _quantized_by(program: p.Program, norm: p.Norm, later: Sequence[p.Call]) -> fused.QuantizeSlots | None:
+def _quantized_by(program: Program, norm: Norm, later: Sequence[Call]) -> fused.QuantizeSlots | None:
     """The quantization of a norm's rows that the norm can do, if the next experts read the rows; else None."""
-    call = next((each for each in later if isinstance(each, p.ExpertGemm)), None)
+    call = next((each for each in later if isinstance(each, ExpertGemm)), None)
     out = program.buffer(norm.out)
     if call is None or (call.x, call.x_slots, call.k, out.dtype) != (norm.out, 1, out.width, "f32"):
         return None

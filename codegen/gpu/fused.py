@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from qcompile.codegen import program as p
+from qcompile.codegen.calls import Attention, Call, ExpertGemm, Gemm, Norm, NormHeads, QuantizeRows, RopeAppend, Route
 
 
 @dataclass(frozen=True)
-class FusedCall(p.Call):
+class FusedCall(Call):
     """Several calls as one; reads what the calls in `parts` read, and writes what they write."""
 
     read_fields: ClassVar[tuple[str, ...]] = ()
     write_fields: ClassVar[tuple[str, ...]] = ()
 
     @property
-    def parts(self) -> tuple[p.Call, ...]:
+    def parts(self) -> tuple[Call, ...]:
         """The fused calls in order."""
         raise NotImplementedError
 
@@ -32,7 +32,7 @@ class FusedCall(p.Call):
 
 
 @dataclass(frozen=True)
-class GatedQuantize(p.Call):
+class GatedQuantize(Call):
     """QuantizeRows of act(gate) * up; x: bf16 [rows, 2 * width], alternating blocks of gate and up columns."""
 
     kernel: ClassVar[str] = "gated_quantize"
@@ -42,7 +42,7 @@ class GatedQuantize(p.Call):
 
 
 @dataclass(frozen=True)
-class GatedHadamard(p.Call):
+class GatedHadamard(Call):
     """Hadamard of act(gate) * up; x: bf16 [rows, 2 * width], alternating blocks of gate and up columns."""
 
     kernel: ClassVar[str] = "gated_hadamard"
@@ -62,11 +62,11 @@ class MeasuredQuantize(FusedCall):
     """
 
     kernel: ClassVar[str] = "measured_quantize"
-    maker: p.Gemm | p.Attention
-    quantize: p.QuantizeRows
+    maker: Gemm | Attention
+    quantize: QuantizeRows
 
     @property
-    def parts(self) -> tuple[p.Call, ...]:
+    def parts(self) -> tuple[Call, ...]:
         """The fused calls in order."""
         return self.maker, self.quantize
 
@@ -76,19 +76,19 @@ class NormedAppend(FusedCall):
     """An append to the KV cache that first normalizes the heads of q, of k, or of both."""
 
     kernel: ClassVar[str] = "normed_append"
-    append: p.RopeAppend
-    norm_q: p.NormHeads | None = None
-    norm_k: p.NormHeads | None = None
+    append: RopeAppend
+    norm_q: NormHeads | None = None
+    norm_k: NormHeads | None = None
 
     @property
-    def parts(self) -> tuple[p.Call, ...]:
+    def parts(self) -> tuple[Call, ...]:
         """The fused calls in order."""
         norms = (norm for norm in (self.norm_q, self.norm_k) if norm is not None)
         return *norms, self.append
 
 
 @dataclass(frozen=True)
-class CombineAdd(p.Call):
+class CombineAdd(Call):
     """out = other + the sum over slots of Combine; all f32."""
 
     kernel: ClassVar[str] = "combine_add"
@@ -105,11 +105,11 @@ class RouteChain(FusedCall):
     """Consecutive steps of a router; `stored` tells of each step whether another call reads its result."""
 
     kernel: ClassVar[str] = "route_chain"
-    steps: tuple[p.Route, ...]
+    steps: tuple[Route, ...]
     stored: tuple[bool, ...]
 
     @property
-    def parts(self) -> tuple[p.Call, ...]:
+    def parts(self) -> tuple[Call, ...]:
         """The fused calls in order."""
         return self.steps
 
@@ -134,7 +134,7 @@ class RouteChain(FusedCall):
 
 
 @dataclass(frozen=True)
-class QuantizeSlots(p.Call):
+class QuantizeSlots(Call):
     """Quantizes x, f32, to `activation` for the GEMMs of experts, into scratch memory with rows of `padded_k` inputs.
 
     x has `x_slots` rows of k elements for each token.
@@ -154,11 +154,11 @@ class NormSlots(FusedCall):
     """A norm that also quantizes its result for the GEMMs of experts."""
 
     kernel: ClassVar[str] = "norm_slots"
-    norm: p.Norm
+    norm: Norm
     slots: QuantizeSlots
 
     @property
-    def parts(self) -> tuple[p.Call, ...]:
+    def parts(self) -> tuple[Call, ...]:
         """The fused calls in order."""
         return self.norm, self.slots
 
@@ -169,7 +169,7 @@ class NormSlots(FusedCall):
 
 
 @dataclass(frozen=True)
-class SortSlots(p.Call):
+class SortSlots(Call):
     """Sorts the slots of buffer `index`, int32 [tokens, slots], by expert, into scratch memory.
 
     With `gemv`, GEMMs of experts need no order for few tokens.
@@ -189,11 +189,11 @@ class SlotGemm(FusedCall):
     """A GEMM of experts over what an earlier call like `inputs` quantized and one like `order` sorted."""
 
     kernel: ClassVar[str] = "slot_gemm"
-    gemm: p.ExpertGemm
+    gemm: ExpertGemm
     inputs: QuantizeSlots
     order: SortSlots
 
     @property
-    def parts(self) -> tuple[p.Call, ...]:
+    def parts(self) -> tuple[Call, ...]:
         """The GEMM."""
         return (self.gemm,)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from qcompile import ops
-from qcompile.codegen import program as p
+from qcompile.codegen.calls import Gemm
 from qcompile.codegen.gpu.context import PlanContext, weight_refs
 from qcompile.codegen.gpu.gemm import render as gemm_render
 from qcompile.codegen.gpu.gemm import spec as gemm
@@ -22,7 +22,7 @@ from qcompile.errors import UnsupportedError
 from qcompile.formats.registry import weight_format
 
 
-def gemm_launches(context: PlanContext, c: p.Gemm) -> Iterator[Launch]:
+def gemm_launches(context: PlanContext, c: Gemm) -> Iterator[Launch]:
     """The launches of a GEMM, and for logits those that choose tokens."""
     if weight_format(c.format).gpu.row_major:
         yield from scores(context, c)
@@ -32,7 +32,7 @@ def gemm_launches(context: PlanContext, c: p.Gemm) -> Iterator[Launch]:
         yield from choosing(c.name, c.n, context.capability)
 
 
-def kernel_specs(context: PlanContext, c: p.Gemm, measured: bool = False) -> dict[int, gemm.KernelSpec]:
+def kernel_specs(context: PlanContext, c: Gemm, measured: bool = False) -> dict[int, gemm.KernelSpec]:
     """The kernel for up to that many rows (0: any number).
 
     Kernels that can store the largest magnitudes of parts of each row do so if `measured`.
@@ -55,7 +55,7 @@ def kernel_specs(context: PlanContext, c: p.Gemm, measured: bool = False) -> dic
     return specs
 
 
-def _options(context: PlanContext, c: p.Gemm, n: int) -> dict[str, Any]:
+def _options(context: PlanContext, c: Gemm, n: int) -> dict[str, Any]:
     """KernelSpec's fields besides shape and tile; `n` is the number of packed rows."""
     x, gate = context.buffer(c.x), ops.GATED.get(c.epilogue, "")
     out = None if c.out is None else context.buffer(c.out)
@@ -79,7 +79,7 @@ def _options(context: PlanContext, c: p.Gemm, n: int) -> dict[str, Any]:
     }
 
 
-def gemm_launch(context: PlanContext, c: p.Gemm, specs: dict[int, gemm.KernelSpec]) -> Launch:
+def gemm_launch(context: PlanContext, c: Gemm, specs: dict[int, gemm.KernelSpec]) -> Launch:
     """The launch of a GEMM with these kernels."""
     x = context.buffer(c.x)
     args: Operands = {"x": context.ref(c.x), "M": CountRef(x.rows)}

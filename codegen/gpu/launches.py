@@ -35,10 +35,11 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from qcompile.artifact.abi import GPU_ABI
-from qcompile.codegen import program as p
-from qcompile.codegen.gpu.attention import GpuKV, SplitLimits
+from qcompile.codegen.gpu.attention_splits import SplitLimits
 from qcompile.codegen.gpu.compile import Kernel
+from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.codegen.gpu.operands import Grid, Operands, ScratchRef, Size
+from qcompile.codegen.program import Program
 from qcompile.targets import Target
 
 MOST_ROWS = 512
@@ -138,9 +139,7 @@ class LaunchPlan:
                     sizes[operand.name] = ScratchSize(max(known.bytes, operand.bytes), operand.counts)
         return sizes
 
-    def to_json(
-        self, resources: Mapping[str, Mapping[str, Any]], program: p.Program, peaks: Mapping[str, float]
-    ) -> str:
+    def to_json(self, resources: Mapping[str, Mapping[str, Any]], program: Program, peaks: Mapping[str, float]) -> str:
         """The plan as the runtime reads it; `resources` has the launch parameters of each kernel by label.
 
         `peaks` are those of the target: memory_gb_s, int8_gops, f32_gflops and bf16_gflops.

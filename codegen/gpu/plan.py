@@ -10,7 +10,22 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from qcompile.codegen import program as p
+from qcompile.codegen.calls import (
+    Attention,
+    Call,
+    Combine,
+    Elementwise,
+    Embed,
+    Gather,
+    Gemm,
+    Hadamard,
+    Logits,
+    Norm,
+    NormHeads,
+    QuantizeRows,
+    RopeAppend,
+    TakeRows,
+)
 from qcompile.codegen.gpu import (
     attention_launches,
     expert_launches,
@@ -19,23 +34,25 @@ from qcompile.codegen.gpu import (
     router_launches,
     row_launches,
 )
-from qcompile.codegen.gpu.attention import MIN_LEAF_POSITIONS, GpuKV
+from qcompile.codegen.gpu.attention_splits import MIN_LEAF_POSITIONS
 from qcompile.codegen.gpu.context import PlanContext
 from qcompile.codegen.gpu.fuse import fuse
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS
+from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.codegen.gpu.launches import Launch, LaunchPlan
 from qcompile.codegen.gpu.rounds import feedback_launch, follow_launch
+from qcompile.codegen.program import Program
 from qcompile.errors import PassError, UnsupportedError
 from qcompile.targets import Target
 
 
-def kv_of(program: p.Program) -> GpuKV:
+def kv_of(program: Program) -> GpuKV:
     """The layout of a program's KV pages for GPU kernels. UnsupportedError for formats without kernels."""
     return GpuKV(program.kv.format, program.kv.kv_heads, program.kv.head_dim, program.kv.page_tokens)
 
 
-def make_plan(program: p.Program, target: Target, split: int = 0, inline_asm: bool = True) -> LaunchPlan:
+def make_plan(program: Program, target: Target, split: int = 0, inline_asm: bool = True) -> LaunchPlan:
     """The plan of a program for a GPU.
 
     Attention splits have `split` positions; 0 takes the number from codegen/gpu/gemm/tiles.py. `inline_asm` False gives
@@ -50,7 +67,7 @@ def make_plan(program: p.Program, target: Target, split: int = 0, inline_asm: bo
     return LaunchPlan(target, kv, split, launches, (feedback_launch(),), (follow_launch(),))
 
 
-def launches_of(context: PlanContext, call: p.Call) -> tuple[Launch, ...]:
+def launches_of(context: PlanContext, call: Call) -> tuple[Launch, ...]:
     """The launches of one call of a fused program. Raises PassError naming a call without a kernel."""
     make = _LAUNCHES.get(type(call))
     try:
@@ -64,31 +81,31 @@ def launches_of(context: PlanContext, call: p.Call) -> tuple[Launch, ...]:
 def measured_quantize(context: PlanContext, c: fused.MeasuredQuantize) -> Iterator[Launch]:
     """The launches of a GEMM or attention that stores magnitudes of parts of each row, and of the quantization."""
     maker = c.maker
-    if isinstance(maker, p.Attention):
+    if isinstance(maker, Attention):
         yield from attention_launches.attention(context, maker, measured=True)
         magnitudes = {DECODE_TOKENS: 2 * maker.heads}
     else:
         specs = gemm_launches.kernel_specs(context, maker, measured=True)
         yield gemm_launches.gemm_launch(context, maker, specs)
         magnitudes = {most: spec.amax_parts for most, spec in specs.items() if spec.amax}
-    merged = isinstance(maker, p.Attention)  # kernels for prompts store no magnitudes
+    merged = isinstance(maker, Attention)  # kernels for prompts store no magnitudes
     yield from row_launches.measured_quantize(context, c.quantize, magnitudes, decode_only=merged)
 
 
-_LAUNCHES: Mapping[type[p.Call], Callable[[PlanContext, Any], Iterator[Launch]]] = {
-    p.Embed: row_launches.embed,
-    p.Norm: row_launches.norm,
-    p.NormHeads: row_launches.norm_heads,
-    p.QuantizeRows: row_launches.quantize,
-    p.Hadamard: row_launches.hadamard,
-    p.Gather: row_launches.gather,
-    p.TakeRows: row_launches.take_rows,
-    p.Elementwise: row_launches.elementwise,
-    p.Logits: row_launches.logits,
-    p.Gemm: gemm_launches.gemm_launches,
-    p.RopeAppend: attention_launches.append,
-    p.Attention: attention_launches.attention,
-    p.Combine: router_launches.combine,
+_LAUNCHES: Mapping[type[Call], Callable[[PlanContext, Any], Iterator[Launch]]] = {
+    Embed: row_launches.embed,
+    Norm: row_launches.norm,
+    NormHeads: row_launches.norm_heads,
+    QuantizeRows: row_launches.quantize,
+    Hadamard: row_launches.hadamard,
+    Gather: row_launches.gather,
+    TakeRows: row_launches.take_rows,
+    Elementwise: row_launches.elementwise,
+    Logits: row_launches.logits,
+    Gemm: gemm_launches.gemm_launches,
+    RopeAppend: attention_launches.append,
+    Attention: attention_launches.attention,
+    Combine: router_launches.combine,
     fused.GatedQuantize: row_launches.gated_quantize,
     fused.GatedHadamard: row_launches.hadamard,
     fused.MeasuredQuantize: measured_quantize,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from qcompile.codegen import program as p
+from qcompile.codegen.calls import Call
+from qcompile.codegen.program import Program
 
 
 class Reads:
     """The reads of a program's buffers."""
 
-    def __init__(self, program: p.Program) -> None:
+    def __init__(self, program: Program) -> None:
         self._program = program
         self._last = {name: place for place, call in enumerate(program.calls) for name in call.reads}
 
@@ -19,7 +20,7 @@ class Reads:
         """Index of the last call that reads the buffer `name`; -1 if no call does."""
         return self._last.get(name, -1)
 
-    def alone(self, call: p.Call, name: str) -> bool:
+    def alone(self, call: Call, name: str) -> bool:
         """Whether `call` is the last call that reads the buffer `name`."""
         return self.last(name) == self._program.calls.index(call)
 

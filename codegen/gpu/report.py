@@ -15,6 +15,7 @@ from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
 from qcompile.codegen.gpu.launches import Launch, Variant
 from qcompile.codegen.gpu.operands import Grid, GridSize, InputRef, Operands, ScratchRef
 from qcompile.codegen.gpu.penalties import option
+from qcompile.codegen.sizes import power_of_two
 
 PART, WARPS = 4096, 8
 """Logits per program, and its warps."""
@@ -48,9 +49,9 @@ def report_kernel(kind: str, vocab: int, capability: int) -> Kernel:
         vocab=vocab,
         part=PART,
         parts=parts,
-        parts_block=1 << (parts - 1).bit_length(),
+        parts_block=power_of_two(parts),
         most=MOST,
-        most_block=1 << (MOST - 1).bit_length(),
+        most_block=power_of_two(MOST),
         pdl=pdl,
     )
     return Kernel(name, source, arguments, WARPS, 1, pdl)

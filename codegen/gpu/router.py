@@ -9,16 +9,12 @@ from dataclasses import dataclass
 
 from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
 from qcompile.codegen.gpu.operands import GridSize, grid_size
+from qcompile.codegen.sizes import power_of_two
 from qcompile.errors import UnsupportedError
 
 WARPS = 4
 MOST_SCORES = 1024
 """Most scores per token, which one warp handles."""
-
-
-def room(count: int) -> int:
-    """The smallest power of two not below `count`."""
-    return 1 << (max(count, 1) - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -121,7 +117,7 @@ class RouteSpec:
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""
         name, pdl = "route_" + "_".join(step.kind for step in self.steps), capability >= 90
-        values = {"name": name, "arguments": self.arguments, "room": room, "pdl": pdl}
+        values = {"name": name, "arguments": self.arguments, "power_of_two": power_of_two, "pdl": pdl}
         return Kernel(name, render_template("route.py.jinja", spec=self, **values), self.arguments, 1, 1, pdl)
 
 
@@ -162,7 +158,11 @@ class BlocksSpec:
         """The kernel for a compute capability."""
         name, pdl = f"expert_blocks_{self.experts}x{self.slots}_{self.tokens}", capability >= 90
         values = {"name": name, "arguments": self.arguments, "pdl": pdl}
-        rooms = {"room": room(self.most * self.slots), "experts": room(self.experts), "list_room": room(self.list)}
+        rooms = {
+            "room": power_of_two(self.most * self.slots),
+            "experts": power_of_two(self.experts),
+            "list_room": power_of_two(self.list),
+        }
         source = render_template("expert_blocks.py.jinja", spec=self, **values, **rooms)
         warps = 8 if rooms["room"] > 1024 else 1
         return Kernel(name, source, self.arguments, warps, 1, pdl)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from qcompile.codegen import program as p
+from qcompile.codegen.calls import Combine, Gemm
 from qcompile.codegen.gpu import fused
 from qcompile.codegen.gpu.context import PlanContext, single_launch, weight_refs
 from qcompile.codegen.gpu.launches import Launch, Variant
@@ -16,7 +16,7 @@ SCORED = ((8, 1), (16, 2), (0, 4))
 """Most rows of a step (0: any number), and tokens per program of the router's scores."""
 
 
-def scores(context: PlanContext, c: p.Gemm) -> Iterator[Launch]:
+def scores(context: PlanContext, c: Gemm) -> Iterator[Launch]:
     """The launch of a router's linear in float32."""
     if c.epilogue != "store" or c.out is None:
         raise UnsupportedError(f"a linear in f32 that ends in {c.epilogue} has no GPU kernel")
@@ -64,7 +64,7 @@ def route_chain(context: PlanContext, c: fused.RouteChain) -> Iterator[Launch]:
     yield single_launch(c.name, "tokens", kernel, (GridSize("tokens"), 1, 1), args)
 
 
-def combine(context: PlanContext, c: p.Combine | fused.CombineAdd) -> Iterator[Launch]:
+def combine(context: PlanContext, c: Combine | fused.CombineAdd) -> Iterator[Launch]:
     """The launch of a sum over a token's slots, which may add another buffer."""
     other = c.other if isinstance(c, fused.CombineAdd) else None
     buffers = {"x": c.x, "out": c.out, "scores": c.scores, "other": other}

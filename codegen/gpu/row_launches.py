@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from qcompile import ops
-from qcompile.codegen import program as p
+from qcompile.codegen.calls import Elementwise, Embed, Gather, Hadamard, Logits, Norm, NormHeads, QuantizeRows, TakeRows
 from qcompile.codegen.gpu import fused
 from qcompile.codegen.gpu.context import PlanContext, single_launch, weight_refs
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS
@@ -63,7 +63,7 @@ def row_spec(context: PlanContext, x: str, out: str, width: int = 0, **more: Any
 # ---- embeddings, norms, columns --------------------------------------------------------------------
 
 
-def embed(context: PlanContext, c: p.Embed) -> Iterator[Launch]:
+def embed(context: PlanContext, c: Embed) -> Iterator[Launch]:
     """The launch of an embedding."""
     width = context.buffer(c.out).width
     index, last = {"tokens": ("token_ids", 0), "positions": ("positions", c.vocab - 1)}[c.index]
@@ -72,18 +72,18 @@ def embed(context: PlanContext, c: p.Embed) -> Iterator[Launch]:
     yield row_launch(context, written_to(context, c.out, spec), c.name, WeightRef(c.table), c.out, operands)
 
 
-def norm_fields(c: p.Norm | p.NormHeads) -> dict[str, Any]:
+def norm_fields(c: Norm | NormHeads) -> dict[str, Any]:
     """RowSpec's fields for a norm."""
     return {"norm": c.kind, "eps": c.eps, "weight": c.weight is not None, "bias": c.bias is not None}
 
 
-def norm(context: PlanContext, c: p.Norm) -> Iterator[Launch]:
+def norm(context: PlanContext, c: Norm) -> Iterator[Launch]:
     """The launch of a norm."""
     spec, weights = row_spec(context, c.x, c.out, **norm_fields(c)), weight_refs(weight=c.weight, bias=c.bias)
     yield row_launch(context, spec, c.name, context.ref(c.x, column=c.x_offset), c.out, weights)
 
 
-def norm_heads(context: PlanContext, c: p.NormHeads) -> Iterator[Launch]:
+def norm_heads(context: PlanContext, c: NormHeads) -> Iterator[Launch]:
     """The launch of a norm of heads that no append can do."""
     if c.by_head:
         raise UnsupportedError("a norm by head has no GPU kernel but in what appends those heads")
@@ -92,7 +92,7 @@ def norm_heads(context: PlanContext, c: p.NormHeads) -> Iterator[Launch]:
     yield row_launch(context, spec, c.name, place, c.x, {"out": place, **weight_refs(weight=c.weight, bias=c.bias)})
 
 
-def gather(context: PlanContext, c: p.Gather) -> Iterator[Launch]:
+def gather(context: PlanContext, c: Gather) -> Iterator[Launch]:
     """The launch of a gather of columns."""
     out = context.buffer(c.out)
     strides = [context.buffer(name).stride for name in c.sources]
@@ -104,13 +104,13 @@ def gather(context: PlanContext, c: p.Gather) -> Iterator[Launch]:
     yield single_launch(c.name, out.rows, kernel, (GridSize(out.rows), spec.programs, 1), args)
 
 
-def take_rows(context: PlanContext, c: p.TakeRows) -> Iterator[Launch]:
+def take_rows(context: PlanContext, c: TakeRows) -> Iterator[Launch]:
     """The launch that takes the rows with outputs."""
     spec = row_spec(context, c.x, c.out, indexed=True)
     yield row_launch(context, spec, c.name, context.ref(c.x), c.out, {"index": InputRef("output_rows")})
 
 
-def logits(context: PlanContext, c: p.Logits) -> Iterator[Launch]:
+def logits(context: PlanContext, c: Logits) -> Iterator[Launch]:
     """The launches that store logits and choose tokens."""
     b = context.buffer(c.x)
     spec = RowSpec(x_stride=b.stride, out_stride=b.width, **in_blocks(b.width))
@@ -123,7 +123,7 @@ def logits(context: PlanContext, c: p.Logits) -> Iterator[Launch]:
 # ---- elementwise maps ------------------------------------------------------------------------------
 
 
-def elementwise(context: PlanContext, c: p.Elementwise) -> Iterator[Launch]:
+def elementwise(context: PlanContext, c: Elementwise) -> Iterator[Launch]:
     """The launch of an elementwise map."""
     fields, operands = _map(context, c)
     if "binary" not in fields:
@@ -132,7 +132,7 @@ def elementwise(context: PlanContext, c: p.Elementwise) -> Iterator[Launch]:
     yield row_launch(context, spec, c.name, context.ref(c.x, column=c.x_offset), c.out, operands)
 
 
-def _map(context: PlanContext, c: p.Elementwise) -> tuple[dict[str, Any], Operands]:
+def _map(context: PlanContext, c: Elementwise) -> tuple[dict[str, Any], Operands]:
     """RowSpec's fields for an elementwise map, and its operands besides x."""
     if c.kind in ("scale", "shift"):
         return {"factor" if c.kind == "scale" else "offset": c.factor}, {}
@@ -151,7 +151,7 @@ def _map(context: PlanContext, c: p.Elementwise) -> tuple[dict[str, Any], Operan
 # ---- quantization ----------------------------------------------------------------------------------
 
 
-def quantize(context: PlanContext, c: p.QuantizeRows) -> Iterator[Launch]:
+def quantize(context: PlanContext, c: QuantizeRows) -> Iterator[Launch]:
     """The launch of a quantization."""
     spec = row_spec(context, c.x, c.out)
     launch = row_launch(context, spec, c.name, context.ref(c.x), c.out, {})
@@ -165,7 +165,7 @@ def gated_quantize(context: PlanContext, c: fused.GatedQuantize) -> Iterator[Lau
 
 
 def measured_quantize(
-    context: PlanContext, c: p.QuantizeRows, magnitudes: Mapping[int, int], decode_only: bool
+    context: PlanContext, c: QuantizeRows, magnitudes: Mapping[int, int], decode_only: bool
 ) -> Iterator[Launch]:
     """The launches of a quantization for which earlier kernels store magnitudes of parts of each row.
 
@@ -203,7 +203,7 @@ def amax_ref(parts: int) -> ScratchRef:
 # ---- Hadamard transforms ---------------------------------------------------------------------------
 
 
-def hadamard(context: PlanContext, c: p.Hadamard | fused.GatedHadamard) -> Iterator[Launch]:
+def hadamard(context: PlanContext, c: Hadamard | fused.GatedHadamard) -> Iterator[Launch]:
     """The launch of a Hadamard transform, and that of the quantization of its result."""
     b, act = context.buffer(c.out), c.act if isinstance(c, fused.GatedHadamard) else ""
     direct = b.dtype == "f32"

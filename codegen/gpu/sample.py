@@ -17,6 +17,7 @@ from qcompile.codegen.gpu.operands import CountRef, GridSize, InputRef, NumberRe
 from qcompile.codegen.gpu.penalties import option, penalties
 from qcompile.codegen.gpu.report import keeping, reporting
 from qcompile.codegen.gpu.rows import ARGMAX_PART, argmax_kernel
+from qcompile.codegen.sizes import power_of_two
 
 PART, WARPS = 1024, 4
 """Logits per program, and its warps."""
@@ -67,9 +68,9 @@ def sample_kernel(kind: str, by: str, vocab: int, capability: int) -> Kernel:
         vocab=vocab,
         part=PART,
         parts=parts,
-        parts_block=1 << (parts - 1).bit_length(),
+        parts_block=power_of_two(parts),
         largest=largest,
-        largest_block=1 << (largest - 1).bit_length(),
+        largest_block=power_of_two(largest),
         bins=_BINS,
         passes=PASSES,
         fields=_FIELDS,

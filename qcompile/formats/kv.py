@@ -14,6 +14,8 @@ PAGE_TOKENS = 64
 """Positions per KV page, and the block size of every attention reduction."""
 HIER_GROUP = 128
 """Positions of a hierarchical cache that are rounded together, with shared scales for keys."""
+RING_GROUPS = 3
+"""Groups of newest positions that a hierarchical cache keeps unrounded, in a ring."""
 
 
 @dataclass(frozen=True)

@@ -9,46 +9,63 @@ from typing import Any
 
 import pytest
 
-from qcompile.codegen import program as p
+from qcompile.codegen.calls import (
+    Attention,
+    Call,
+    Combine,
+    Elementwise,
+    Embed,
+    ExpertGemm,
+    Gather,
+    Gemm,
+    Hadamard,
+    Logits,
+    Norm,
+    NormHeads,
+    QuantizeRows,
+    RopeAppend,
+    Route,
+    TakeRows,
+)
 from qcompile.codegen.cpu import render
-from qcompile.formats.kv import HIER_GROUP, PAGE_TOKENS
+from qcompile.formats.kv import HIER_GROUP, PAGE_TOKENS, RING_GROUPS
 
-CALLS: list[tuple[p.Call, tuple[str, ...], tuple[str, ...]]] = [
-    (p.Embed("c", "out", "table", "f32", 8), (), ("out",)),
-    (p.Norm("c", "rms", "x", "out", 1e-5, weight="w", bias="b"), ("x",), ("out",)),
-    (p.NormHeads("c", "rms", "x", 0, 2, 8, 1e-5, weight="w"), ("x",), ("x",)),
-    (p.QuantizeRows("c", "x", "out"), ("x",), ("out",)),
-    (p.Hadamard("c", "x", "out", 8, "core", 1), ("x",), ("out",)),
-    (p.Gemm("c", "x", "bf16", 8, 8, {"w": "w"}, out="out", bias="b"), ("x",), ("out",)),
-    (p.Gemm("c", "x", "bf16", 8, 8, {"w": "w"}, "add", "out", residual="r"), ("x", "r"), ("out",)),
-    (p.Gemm("c", "x", "bf16", 8, 8, {"w": "w"}, "logits"), ("x",), ()),
-    (p.RopeAppend("c", "qkv", 0, 8, 16, 1, 1, 8, 0, inv_freq="f", center="z"), ("qkv",), ("qkv",)),
-    (p.Gather("c", ("a", "b", "a"), (0, 0, 4), (4, 4, 4), "out", "index"), ("a", "b"), ("out",)),
-    (p.Attention("c", "q", 0, "out", 1, 1, 8, 1.0, 0, sinks="s", key_bias="k", center="z"), ("q",), ("out",)),
-    (p.TakeRows("c", "x", "out"), ("x",), ("out",)),
-    (p.Elementwise("c", "add", "x", "out", other="y"), ("x", "y"), ("out",)),
-    (p.Elementwise("c", "mul", "x", "x", weight="w"), ("x",), ("x",)),
-    (p.Route("c", "softmax", "x", "out", 8), ("x",), ("out",)),
-    (p.Route("c", "pick", "x", "out", 8, index="i"), ("x", "i"), ("out",)),
+CALLS: list[tuple[Call, tuple[str, ...], tuple[str, ...]]] = [
+    (Embed("c", "out", "table", "f32", 8), (), ("out",)),
+    (Norm("c", "rms", "x", "out", 1e-5, weight="w", bias="b"), ("x",), ("out",)),
+    (NormHeads("c", "rms", "x", 0, 2, 8, 1e-5, weight="w"), ("x",), ("x",)),
+    (QuantizeRows("c", "x", "out"), ("x",), ("out",)),
+    (Hadamard("c", "x", "out", 8, "core", 1), ("x",), ("out",)),
+    (Gemm("c", "x", "bf16", 8, 8, {"w": "w"}, out="out", bias="b"), ("x",), ("out",)),
+    (Gemm("c", "x", "bf16", 8, 8, {"w": "w"}, "add", "out", residual="r"), ("x", "r"), ("out",)),
+    (Gemm("c", "x", "bf16", 8, 8, {"w": "w"}, "logits"), ("x",), ()),
+    (RopeAppend("c", "qkv", 0, 8, 16, 1, 1, 8, 0, inv_freq="f", center="z"), ("qkv",), ("qkv",)),
+    (Gather("c", ("a", "b", "a"), (0, 0, 4), (4, 4, 4), "out", "index"), ("a", "b"), ("out",)),
+    (Attention("c", "q", 0, "out", 1, 1, 8, 1.0, 0, sinks="s", key_bias="k", center="z"), ("q",), ("out",)),
+    (TakeRows("c", "x", "out"), ("x",), ("out",)),
+    (Elementwise("c", "add", "x", "out", other="y"), ("x", "y"), ("out",)),
+    (Elementwise("c", "mul", "x", "x", weight="w"), ("x",), ("x",)),
+    (Route("c", "softmax", "x", "out", 8), ("x",), ("out",)),
+    (Route("c", "pick", "x", "out", 8, index="i"), ("x", "i"), ("out",)),
     (
-        p.ExpertGemm("c", "x", "i", "out", "bf16", "bf16", 0, 8, 8, 8, 2, 1, 1, {"w": "w"}, {"w": 8}, bias="b"),
+        ExpertGemm("c", "x", "i", "out", "bf16", "bf16", 0, 8, 8, 8, 2, 1, 1, {"w": "w"}, {"w": 8}, bias="b"),
         ("x", "i"),
         ("out",),
     ),
-    (p.Combine("c", "x", "out", 2), ("x",), ("out",)),
-    (p.Combine("c", "x", "out", 2, scores="s"), ("x", "s"), ("out",)),
-    (p.Logits("c", "x"), ("x",), ()),
+    (Combine("c", "x", "out", 2), ("x",), ("out",)),
+    (Combine("c", "x", "out", 2, scores="s"), ("x", "s"), ("out",)),
+    (Logits("c", "x"), ("x",), ()),
 ]
 
 
 @pytest.mark.parametrize(("call", "reads", "writes"), CALLS, ids=lambda value: getattr(value, "kernel", ""))
-def test_buffers_of_a_call(call: p.Call, reads: tuple[str, ...], writes: tuple[str, ...]) -> None:
+def test_buffers_of_a_call(call: Call, reads: tuple[str, ...], writes: tuple[str, ...]) -> None:
     assert (call.reads, call.writes) == (reads, writes)
 
 
 def test_every_kind_of_call_is_tested_and_names_its_own_fields() -> None:
-    kinds = set(p.Call.__subclasses__())
-    kinds = {kind for kind in kinds if kind.__module__ == p.__name__}
+    kinds = set(Call.__subclasses__())
+    kinds = {kind for kind in kinds if kind.__module__ == Call.__module__}
     assert {type(call) for call, *_ in CALLS} == kinds
     for kind in kinds:
         assert {*kind.read_fields, *kind.write_fields} <= {f.name for f in fields(kind)}, kind
@@ -59,4 +76,4 @@ def test_headers_repeat_the_constants_of_the_cache() -> None:
     text = (Path(render.__file__).parent / "templates" / "kv.h").read_text(encoding="utf-8")
     found: dict[str, Any] = dict(re.findall(r"^constexpr int (k\w+) = ([^;]+);", text, re.MULTILINE))
     assert found["kPage"] == str(PAGE_TOKENS) and found["kHierGroup"] == str(HIER_GROUP)
-    assert found["kRingPages"] == f"{p.RING_GROUPS} * kHierGroup / kPage"
+    assert found["kRingPages"] == f"{RING_GROUPS} * kHierGroup / kPage"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qcompile import check
-from qcompile.codegen.lower import Lowering
+from qcompile.codegen.lowering_state import Lowering
 from qcompile.codegen.packing import WeightTable
 from qcompile.errors import PassError, UsageError
 from qcompile.formats.blocks import padded_inputs

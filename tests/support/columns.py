@@ -9,7 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qcompile.codegen import program as p
+from qcompile.codegen.buffers import PAD, Buffer
+from qcompile.codegen.calls import Call, Gemm, TakeRows
+from qcompile.codegen.kv_layout import KVLayout
+from qcompile.codegen.program import Program
+from qcompile.codegen.sizes import round_up
 from qcompile.formats.registry import weight_format
 from tests.support.tiny import Chunk, Runner, Tiny
 
@@ -20,7 +24,7 @@ POSITIONS = 64
 class Case:
     """Calls that make the rows of buffer `out`; buffers may be those of other cases too, which come before or after."""
 
-    calls: Sequence[p.Call]
+    calls: Sequence[Call]
     out: str
 
 
@@ -33,9 +37,9 @@ class Columns:
         total = sum(widths[case.out] for case in cases.values())
         buffers, calls, top = [], [], 0
         for name, width in {**widths, "all": total}.items():
-            buffers.append(p.Buffer(name, "f32", width, offset=top))
-            top += 4 * p.round_up(width, p.PAD)
-        buffers.append(p.Buffer("last", "f32", total, rows="outputs"))
+            buffers.append(Buffer(name, "f32", width, offset=top))
+            top += 4 * round_up(width, PAD)
+        buffers.append(Buffer("last", "f32", total, rows="outputs"))
         self.columns: dict[str, slice] = {}
         weights, end = dict(blobs), 0
         for name, case in cases.items():
@@ -44,13 +48,13 @@ class Columns:
             weights[f"{name}.place"] = _packed(torch.eye(total)[:, start:end])
             more = {"epilogue": "add", "residual": "all"} if start else {}
             codes = {"codes": f"{name}.place"}  # a product with 1 and sums with 0 are exact
-            gemm = p.Gemm(f"{name}.place", case.out, "f32", total, end - start, codes, out="all", **more)  # type: ignore[arg-type]
+            gemm = Gemm(f"{name}.place", case.out, "f32", total, end - start, codes, out="all", **more)  # type: ignore[arg-type]
             calls += [*case.calls, gemm]
         weights["identity"] = _packed(torch.eye(total))
-        head = p.Gemm("head", "last", "f32", total, total, {"codes": "identity"}, "logits")
-        calls += [p.TakeRows("take", "all", "last"), head]
-        kv = p.KVLayout("kv32", 1, 1, 16)
-        program = p.Program(total, POSITIONS, tuple(buffers), tuple(calls), tuple(weights), kv)
+        head = Gemm("head", "last", "f32", total, total, {"codes": "identity"}, "logits")
+        calls += [TakeRows("take", "all", "last"), head]
+        kv = KVLayout("kv32", 1, 1, 16)
+        program = Program(total, POSITIONS, tuple(buffers), tuple(calls), tuple(weights), kv)
         tiny = Tiny(vocab=total, hidden=total, max_position=POSITIONS, kv_heads=1, head_dim=16, layers=1)
         self.runner = Runner(tiny, threads=threads, built=(program, weights))
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcompile.codegen import program as p
+from qcompile.codegen.buffers import PAD
 from qcompile.codegen.gpu import compile as gpu_compile
-from qcompile.codegen.gpu.attention import NEAR_SPLITS
+from qcompile.codegen.gpu.attention_splits import NEAR_SPLITS
 from qcompile.codegen.gpu.launches import Launch, LaunchPlan
 from qcompile.codegen.gpu.operands import (
     ActivationRef,
@@ -24,6 +24,7 @@ from qcompile.codegen.gpu.operands import (
     WeightRef,
     grid_size,
 )
+from qcompile.codegen.program import Program
 from qcompile.runtime.cuda.counts import attention_counts, attention_work
 from tests.support.tiny import Chunk
 
@@ -34,14 +35,12 @@ _TYPES |= {"*fp64": torch.float64, "*i64": torch.int64}
 class Interpreter:
     """Memory of one opened plan: activations for `rows` rows, `pages` KV pages of garbage, scratch as asked for."""
 
-    def __init__(
-        self, program: p.Program, plan: LaunchPlan, blobs: Mapping[str, Tensor], rows: int = 64, pages: int = 8
-    ):
+    def __init__(self, program: Program, plan: LaunchPlan, blobs: Mapping[str, Tensor], rows: int = 64, pages: int = 8):
         self.plan, self.rows, self.vocab = plan, rows, program.vocab_size
         # Poisoned: what is read before it is written shows as NaN.
         self.arena = {r: _poison(rows * program.arena_bytes(r)) for r in ("tokens", "outputs")}  # type: ignore[arg-type]
         for b in program.buffers:  # memory begins as zeros on a GPU, which rows of some buffers are filled up with
-            if b.pad != p.PAD:
+            if b.pad != PAD:
                 self.arena[b.rows][rows * b.offset : rows * (b.offset + b.row_bytes)] = 0
         self.weights = {name: blob.clone() for name, blob in blobs.items()}
         self.layer_bytes = pages * plan.kv.heads * plan.kv.block_bytes

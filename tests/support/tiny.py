@@ -14,8 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qcompile.codegen import program as p
+from qcompile.codegen.buffers import PAD, Buffer
+from qcompile.codegen.calls import Attention, Call, Embed, Gemm, Norm, QuantizeRows, RopeAppend, TakeRows
 from qcompile.codegen.cpu import compiler, render
+from qcompile.codegen.kv_layout import KVLayout
+from qcompile.codegen.program import Program
+from qcompile.codegen.sizes import round_up
 from qcompile.formats.activations import activation_format, dequantize_activation
 from qcompile.formats.blocks import as_blob, pack_vector
 from qcompile.formats.kv import HIER_GROUP, kv_format, read_hier
@@ -50,7 +54,7 @@ class Tiny:
     def group(self, width: int) -> int:
         """Inputs per activation sum."""
         spec = weight_format(self.format), activation_format(self.activation)
-        return spec[0].sum_group or spec[1].group or p.round_up(width, p.PAD)
+        return spec[0].sum_group or spec[1].group or round_up(width, PAD)
 
     @property
     def qkv_width(self) -> int:
@@ -87,14 +91,14 @@ class _Builder:
 
     tiny: Tiny
     blobs: dict[str, Tensor] = field(default_factory=dict)
-    buffers: list[p.Buffer] = field(default_factory=list)
-    calls: list[p.Call] = field(default_factory=list)
+    buffers: list[Buffer] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     top: dict[str, int] = field(default_factory=lambda: {"tokens": 0, "outputs": 0})
 
     def buffer(self, name: str, dtype: Any, width: int, rows: Any = "tokens") -> str:
         group = self.tiny.group(width) if dtype == "q8" else 0
-        made = p.Buffer(name, dtype, width, group, rows, self.top[rows], self.tiny.activation)
-        self.top[rows] = p.round_up(made.offset + made.row_bytes, 64)
+        made = Buffer(name, dtype, width, group, rows, self.top[rows], self.tiny.activation)
+        self.top[rows] = round_up(made.offset + made.row_bytes, 64)
         self.buffers.append(made)
         return name
 
@@ -106,55 +110,55 @@ class _Builder:
         packed = weight_format(self.tiny.format).pack(weight_format(self.tiny.format).quantize(w))
         roles = {role: f"{name}.{role}" for role in packed}
         self.blobs |= {roles[role]: blob for role, blob in packed.items()}
-        self.calls.append(p.Gemm(name, x, self.tiny.format, w.shape[0], w.shape[1], roles, **rest))
+        self.calls.append(Gemm(name, x, self.tiny.format, w.shape[0], w.shape[1], roles, **rest))
 
     def gemm_input(self, name: str, x: str, width: int, rows: Any = "tokens") -> str:
         """x in the dtype GEMMs read: itself, or quantized."""
         if self.tiny.act == "f32":
             return x
         out = self.buffer(f"{name}.in", self.tiny.act, width, rows)
-        self.calls.append(p.QuantizeRows(f"{name}.quantize", x, out))
+        self.calls.append(QuantizeRows(f"{name}.quantize", x, out))
         return out
 
     def layer(self, i: int, w: dict[str, Tensor]) -> None:
         t = self.tiny
         h, qkv = "h", self.buffer(f"{i}.qkv", "f32", t.qkv_width)
         x = self.buffer(f"{i}.x", t.act, t.hidden)
-        self.calls.append(p.Norm(f"{i}.norm1", "rms", h, x, 1e-6, self.vector(f"{i}.norm1", w[f"{i}.norm1"])))
+        self.calls.append(Norm(f"{i}.norm1", "rms", h, x, 1e-6, self.vector(f"{i}.norm1", w[f"{i}.norm1"])))
         bias = self.vector(f"{i}.qkv_bias", w[f"{i}.qkv_bias"])
         self.gemm(f"{i}.qkv", w[f"{i}.qkv"], x, out=qkv, bias=bias)
         k_at, v_at = t.heads * t.head_dim, (t.heads + t.kv_heads) * t.head_dim
         rope = (t.rotary_dim, "inv_freq", 1.0, t.interleaved)
-        self.calls.append(p.RopeAppend(f"{i}.rope", qkv, 0, k_at, v_at, t.heads, t.kv_heads, t.head_dim, i, *rope))
+        self.calls.append(RopeAppend(f"{i}.rope", qkv, 0, k_at, v_at, t.heads, t.kv_heads, t.head_dim, i, *rope))
         attended = self.buffer(f"{i}.attended", "f32", k_at)
         shape = (t.heads, t.kv_heads, t.head_dim, t.head_dim**-0.5, i, t.window, t.softcap)
-        self.calls.append(p.Attention(f"{i}.attention", qkv, 0, attended, *shape))
+        self.calls.append(Attention(f"{i}.attention", qkv, 0, attended, *shape))
         self.gemm(f"{i}.o", w[f"{i}.o"], self.gemm_input(f"{i}.o", attended, k_at), epilogue="add", residual=h, out=h)
         y, inner = self.buffer(f"{i}.y", t.act, t.hidden), self.buffer(f"{i}.inner", "f32", t.inner)
-        self.calls.append(p.Norm(f"{i}.norm2", "rms", h, y, 1e-6, self.vector(f"{i}.norm2", w[f"{i}.norm2"])))
+        self.calls.append(Norm(f"{i}.norm2", "rms", h, y, 1e-6, self.vector(f"{i}.norm2", w[f"{i}.norm2"])))
         both = torch.stack([w[f"{i}.gate"].view(-1, 16, t.hidden), w[f"{i}.up"].view(-1, 16, t.hidden)], 1)
         self.gemm(f"{i}.gate_up", both.reshape(-1, t.hidden), y, epilogue="silu_mul", out=inner)
         z = self.gemm_input(f"{i}.down", inner, t.inner)
         self.gemm(f"{i}.down", w[f"{i}.down"], z, epilogue="add", residual=h, out=h)
 
-    def program(self) -> p.Program:
+    def program(self) -> Program:
         t, w = self.tiny, self.tiny.weights()
         self.buffer("h", "f32", t.hidden)
         self.blobs["embed"] = as_blob(w["embed"])
-        self.calls.append(p.Embed("embed", "h", "embed", "f32", t.vocab))
+        self.calls.append(Embed("embed", "h", "embed", "f32", t.vocab))
         self.vector("inv_freq", w["inv_freq"])
         for i in range(t.layers):
             self.layer(i, w)
         last = self.buffer("last", "f32", t.hidden, "outputs")
         final = self.buffer("final", t.act, t.hidden, "outputs")
-        self.calls.append(p.TakeRows("take", "h", last))
-        self.calls.append(p.Norm("norm", "rms", last, final, 1e-6, self.vector("norm", w["norm"])))
+        self.calls.append(TakeRows("take", "h", last))
+        self.calls.append(Norm("norm", "rms", last, final, 1e-6, self.vector("norm", w["norm"])))
         self.gemm("head", w["head"], final, epilogue="logits")
-        kv = p.KVLayout(t.kv, t.layers, t.kv_heads, t.head_dim)  # type: ignore[arg-type]
-        return p.Program(t.vocab, t.max_position, tuple(self.buffers), tuple(self.calls), tuple(self.blobs), kv)
+        kv = KVLayout(t.kv, t.layers, t.kv_heads, t.head_dim)  # type: ignore[arg-type]
+        return Program(t.vocab, t.max_position, tuple(self.buffers), tuple(self.calls), tuple(self.blobs), kv)
 
 
-def build(tiny: Tiny) -> tuple[p.Program, dict[str, Tensor]]:
+def build(tiny: Tiny) -> tuple[Program, dict[str, Tensor]]:
     """The program, and its packed weights by name in order."""
     builder = _Builder(tiny)
     return builder.program(), builder.blobs
@@ -240,7 +244,7 @@ class Runner:
         target: Target | None = None,
         pages: int = 24,
         max_tokens: int = 160,
-        built: tuple[p.Program, dict[str, Tensor]] | None = None,
+        built: tuple[Program, dict[str, Tensor]] | None = None,
     ) -> None:
         program, blobs = built or build(tiny)
         target = target or get_target("cpu")

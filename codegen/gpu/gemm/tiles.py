@@ -15,11 +15,14 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from qcompile.codegen.gpu.attention import AttentionSpec, GpuKV, SplitLimits
+from qcompile.codegen.gpu.attention import AttentionSpec
+from qcompile.codegen.gpu.attention_splits import SplitLimits
 from qcompile.codegen.gpu.gemm.pack import MIX_ROWS
 from qcompile.codegen.gpu.gemm.spec import KernelSpec
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS, MMA_MIN_TOKENS, WS_MIN_TOKENS, Tile
 from qcompile.codegen.gpu.gemm.tile_table import load_table
+from qcompile.codegen.gpu.kv_pages import GpuKV
+from qcompile.codegen.sizes import power_of_two
 from qcompile.errors import UnsupportedError
 from qcompile.formats.registry import gpu_kernel
 from qcompile.targets import TUNED_ON, Target
@@ -151,7 +154,7 @@ def choose_batch_invariant(format: str, n: int, k: int, tokens: int, gpu: Target
 def _large_m_tiles(format: str, n: int, k: int, tokens: int, parts: int, gpu: Target) -> Iterator[Tile | None]:
     """Tiles that are faster with a large M than that of the decode class, for K in `parts` parts; the fastest first."""
     if tokens > 128 and n % 128 == 0:
-        tokens = min(1 << (tokens - 1).bit_length(), 512)  # the largest of its class
+        tokens = min(power_of_two(tokens), 512)  # the largest of its class
         if gpu_kernel(format).is_whole:
             yield _copied_tile(format, n, k, tokens, parts, gpu)
         elif gpu_kernel(format).by_plane and parts > 1:
@@ -194,7 +197,7 @@ def _serial_k_tile(format: str, n: int, k: int, tokens: int, parts: int, gpu: Ta
     None where split_k is faster: a small M, or too few programs for the multiprocessors. Found on an H200 with weights
     of 4096 by 4096 and 3584 by 18944 (docs/gpu_kernels.md).
     """
-    tokens = min(1 << (tokens - 1).bit_length(), 512)  # the largest of its class
+    tokens = min(power_of_two(tokens), 512)  # the largest of its class
     kernel = gpu_kernel(format)
     if kernel.is_whole:
         few = Tile(32, 64, stages=5) if tokens <= 64 else Tile(64, 64, stages=6)

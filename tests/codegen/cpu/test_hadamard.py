@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qcompile import check, pipeline, recipes
-from qcompile.codegen import program as p
+from qcompile.codegen.calls import Embed, Hadamard
 from qcompile.formats import hadamard
 from qcompile.formats.blocks import as_blob, pack_vector
 from qcompile.passes.base import run_passes
@@ -33,8 +33,8 @@ def test_kernel_equals_reference_whatever_the_step() -> None:
         core = hadamard.core_order(block)
         blobs[f"table{width}"] = as_blob(tables[width])
         blobs[f"core{core}"] = pack_vector(hadamard.core_matrix(core).flatten())
-        embed = p.Embed(f"embed{width}", f"x{width}", f"table{width}", "f32", 12)
-        turn = p.Hadamard(f"turn{width}", f"x{width}", f"y{width}", block, f"core{core}", core)
+        embed = Embed(f"embed{width}", f"x{width}", f"table{width}", "f32", 12)
+        turn = Hadamard(f"turn{width}", f"x{width}", f"y{width}", block, f"core{core}", core)
         cases[f"{width} {block}"] = Case([embed, turn], f"y{width}")
     widths = {f"{name}{width}": width for width, _ in SIZES for name in "xy"}
     one, two = (Columns(widths, blobs, cases, threads) for threads in (1, 2))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from qcompile.codegen.program import KVLayout
+from qcompile.codegen.kv_layout import KVLayout
 from qcompile.formats.kv import HIER_GROUP, kv_format, read_hier, round_trip_hier
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.step import pages_for

@@ -12,12 +12,13 @@ import pytest
 
 from qcompile import user_cache
 from qcompile.codegen import children
-from qcompile.codegen import program as p
+from qcompile.codegen.calls import Attention, Elementwise, Gemm
 from qcompile.codegen.cpu import build as cpu_build
 from qcompile.codegen.cpu import compiler, flow, render
 from qcompile.codegen.cpu.barriers import Barriers
 from qcompile.codegen.cpu.statements import Statements
 from qcompile.codegen.gpu.compile import Kernel, compile_all
+from qcompile.codegen.program import Program
 from qcompile.errors import ResourceError, UnsupportedError
 from qcompile.targets import TARGETS
 from tests.support.tiny import Tiny, build
@@ -36,7 +37,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def barriers_of(program: p.Program) -> Barriers:
+def barriers_of(program: Program) -> Barriers:
     """The barriers of a program, as render has them."""
     return Barriers(flow.separate_buffers(program))
 
@@ -106,7 +107,7 @@ def test_what_a_thread_made_it_quantizes_before_it_waits() -> None:
         index = next(i for i, c in enumerate(calls) if c.name == name)
         assert flow.producer_share(build(tiny)[0], index) is None
     index = next(i for i, c in enumerate(program.calls) if c.name == "0.down.quantize")
-    extra = p.Elementwise("also", "silu", "0.inner", "0.inner")
+    extra = Elementwise("also", "silu", "0.inner", "0.inner")
     assert flow.producer_share(program, index) is not None
     assert flow.producer_share(replace(program, calls=(*program.calls, extra)), index) is None
 
@@ -115,7 +116,7 @@ def test_a_thread_that_makes_its_own_heads_waits_where_it_would_overwrite_what_t
     program = build(Tiny("w8_sym_channel", "q8", layers=1))[0]
     qkv = next(i for i, c in enumerate(program.calls) if c.name == "0.qkv")
     gemm, attention = program.calls[qkv], program.calls[qkv + 2]
-    assert isinstance(gemm, p.Gemm) and isinstance(attention, p.Attention)
+    assert isinstance(gemm, Gemm) and isinstance(attention, Attention)
     assert "if (s.by_head()) g" in render.render(program, AVX2)
     read = program.buffer(gemm.x)
     moved = tuple(replace(b, offset=read.offset) if b.name == attention.out else b for b in program.buffers)
@@ -129,7 +130,7 @@ def test_a_thread_that_makes_its_own_heads_waits_where_it_would_overwrite_what_t
 
 def test_curves_are_there_where_a_call_takes_one() -> None:
     program = build(Tiny(layers=1))[0]
-    bend = p.Elementwise("bend", "xielu", "h", "h", weight=program.weights[0])
+    bend = Elementwise("bend", "xielu", "h", "h", weight=program.weights[0])
     bent = render.render(replace(program, calls=(*program.calls[:-1], bend)), AVX2)
     assert "void xielu(" in bent and "xielu" not in render.render(program, AVX2)
 
@@ -138,7 +139,7 @@ def test_refuses_shapes_without_kernels() -> None:
     program = build(Tiny(layers=1))[0]
     with pytest.raises(UnsupportedError, match="2048"):
         render.render(replace(program, kv=replace(program.kv, head_dim=2048)), AVX2)
-    odd = p.Elementwise("wave", "sine", "h", "h")
+    odd = Elementwise("wave", "sine", "h", "h")
     with pytest.raises(UnsupportedError, match=r"wave: .* sine"):
         render.render(replace(program, calls=(*program.calls[:-1], odd)), AVX2)
 

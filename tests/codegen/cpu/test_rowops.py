@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qcompile import ops
-from qcompile.codegen import program as p
+from qcompile.codegen.calls import Call, Elementwise, Embed, Norm
 from qcompile.formats.blocks import as_blob, pack_vector
 from tests.support.columns import Case, Columns
 
@@ -41,23 +41,23 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
 TOKENS = [3, 1, 39, 1, 0]
 X = TABLE[TOKENS]
 AT = PLACES[5:10]
-RMS = p.Norm("n", "rms", "x", "y", 1e-5, "weight")
-CALLS: dict[str, list[p.Call]] = {
-    **{kind: [p.Elementwise("f", kind, "x", "y")] for kind in UNARY},
-    "xielu": [p.Elementwise("bend", "xielu", "x", "y", weight="curve")],
+RMS = Norm("n", "rms", "x", "y", 1e-5, "weight")
+CALLS: dict[str, list[Call]] = {
+    **{kind: [Elementwise("f", kind, "x", "y")] for kind in UNARY},
+    "xielu": [Elementwise("bend", "xielu", "x", "y", weight="curve")],
     "scale, add and mul": [
-        p.Embed("place", "places", "positions", "f32", 64, scale=0.5, index="positions"),
-        p.Elementwise("add", "add", "x", "y", other="places"),
-        p.Elementwise("mul", "mul", "y", "y", weight="weight"),
-        p.Elementwise("scale", "scale", "y", "y", factor=1.5),
-        p.Elementwise("bias", "add", "y", "y", weight="bias"),
-        p.Elementwise("gate", "mul", "y", "y", other="x"),
+        Embed("place", "places", "positions", "f32", 64, scale=0.5, index="positions"),
+        Elementwise("add", "add", "x", "y", other="places"),
+        Elementwise("mul", "mul", "y", "y", weight="weight"),
+        Elementwise("scale", "scale", "y", "y", factor=1.5),
+        Elementwise("bias", "add", "y", "y", weight="bias"),
+        Elementwise("gate", "mul", "y", "y", other="x"),
     ],
     "rms": [RMS],
     "layer": [replace(RMS, kind="layer", bias="bias")],
     "layer without weights": [replace(RMS, kind="layer", weight=None)],
     "large eps": [replace(RMS, eps=3.0)],
-    "bf16": [p.Embed("embed16", "y", "table16", "bf16", WIDTH)],
+    "bf16": [Embed("embed16", "y", "table16", "bf16", WIDTH)],
 }
 
 
@@ -72,7 +72,7 @@ def rows() -> Iterator[dict[str, np.ndarray]]:
         "bias": pack_vector(BIAS),
         "curve": pack_vector(CURVE),
     }
-    embed = p.Embed("embed", "x", "table", "f32", WIDTH)
+    embed = Embed("embed", "x", "table", "f32", WIDTH)
     cases = {name: Case([embed, *calls], "y") for name, calls in CALLS.items()}
     columns = Columns(dict.fromkeys(("x", "places", "y"), WIDTH), blobs, cases, threads=2)
     yield columns.rows(TOKENS, 5)

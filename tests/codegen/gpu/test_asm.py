@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from qcompile.codegen.gpu.attention import AttentionSpec, GpuKV
+from qcompile.codegen.gpu.attention import AttentionSpec
 from qcompile.codegen.gpu.gemm.pack import pack_codes
 from qcompile.codegen.gpu.gemm.render import render
 from qcompile.codegen.gpu.gemm.spec import KernelSpec
 from qcompile.codegen.gpu.gemm.tile import Tile
+from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.formats.registry import gpu_packing
 from tests.support.ptx import Words, bytes_of, floats, run, words
 

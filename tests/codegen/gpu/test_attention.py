@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from qcompile.codegen.gpu.append import AppendSpec, HeadNorm
-from qcompile.codegen.gpu.attention import GROUP_SPLITS, GpuKV, MergeSpec
+from qcompile.codegen.gpu.attention_merge import MergeSpec
+from qcompile.codegen.gpu.attention_splits import GROUP_SPLITS
+from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.errors import UnsupportedError
 from qcompile.targets import TARGETS
@@ -99,7 +101,7 @@ def test_leaves_have_the_bits_of_splits_interpreted(recipe: str, format: str) ->
 
 def interpret_long_steps(recipe: str, split: int) -> None:
     """Programs of two blocks of queries each: the bits of programs of one, in sequences of odd and even blocks."""
-    from qcompile.codegen.gpu import attention as gpu_attention
+    from qcompile.codegen.gpu import attention_variants
     from tests.support.gpu_interpreter import Interpreter
 
     graph, program, blobs = lowered(recipe)
@@ -108,7 +110,7 @@ def interpret_long_steps(recipe: str, split: int) -> None:
     want, pages = graph.run(*inputs)[0], inputs[3].tolist()[0]
     chunks = [Chunk(ids[0, 40:75].tolist(), 40, pages[:2]), Chunk(ids[0, :9].tolist(), 0, pages[2:])]
     found = []
-    for gpu_attention.MAX_UNPAIRED_QUERIES in (256, 16):
+    for attention_variants.MAX_UNPAIRED_QUERIES in (256, 16):
         plan = make_plan(program, TARGETS["h200"], split=split, inline_asm=False)
         machine = Interpreter(program, plan, blobs, rows=64)
         machine.near = 2
@@ -161,12 +163,12 @@ def test_capped_scores_of_centered_keys_interpreted(format: str, turn: str) -> N
 
 def interpret_hierarchical(format: str, **more: Any) -> None:
     """Rows of several groups: as the reference, and in a long step, with rows of another text, as in short ones."""
-    from qcompile.codegen.gpu import attention as gpu_attention
+    from qcompile.codegen.gpu import attention_variants
     from qcompile.runtime.step import pages_for
     from tests.support.gpu_interpreter import Interpreter
 
     # The long step has large blocks of queries, pairs of them, or small ones.
-    gpu_attention.MAX_UNPAIRED_QUERIES = 512 if more else {"kv_hier": 256, "kv_hier4": 16}[format]
+    attention_variants.MAX_UNPAIRED_QUERIES = 512 if more else {"kv_hier": 256, "kv_hier4": 16}[format]
     torch.manual_seed(0)
     length, last = 387, 6
     shape = {"vocab": 40, "hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 32, "ffn": 64}

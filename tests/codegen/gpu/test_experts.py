@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qcompile import ops
-from qcompile.codegen import program as p
+from qcompile.codegen.calls import Combine, Elementwise, ExpertGemm, Route
 from qcompile.codegen.gpu import compile as gpu_compile
 from qcompile.codegen.gpu.compile import Kernel, compile_kernel
 from qcompile.codegen.gpu.gemm import expert_tiles
@@ -18,6 +18,7 @@ from qcompile.codegen.gpu.gemm.tile import Tile
 from qcompile.codegen.gpu.operands import grid_size
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.codegen.gpu.router import BlocksSpec, CombineSpec, RouteSpec, RouteStep, ScoresSpec
+from qcompile.codegen.program import Program
 from qcompile.errors import UnsupportedError
 from qcompile.passes.base import apply
 from qcompile.passes.merge import Merge
@@ -41,7 +42,7 @@ RECIPES = {
 }
 
 
-def lowered(recipe: str, **shape: int) -> tuple[Any, p.Program, dict[str, torch.Tensor]]:
+def lowered(recipe: str, **shape: int) -> tuple[Any, Program, dict[str, torch.Tensor]]:
     """The last graph of a decoder with experts, its program, and its packed weights."""
     name, *gates = recipe.split()
     options: dict[str, Any] = {"experts": 4, "hidden": 256, "inner": 64, "vocab": 96} | shape
@@ -213,7 +214,7 @@ def test_what_experts_have_no_kernel_for_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="1280 scores"):
         RouteSpec((RouteStep("softmax", 1280, 1280),))
     program = lowered("bf16")[1]
-    exact = [replace(c, format="f32", activation="f32") if isinstance(c, p.ExpertGemm) else c for c in program.calls]
+    exact = [replace(c, format="f32", activation="f32") if isinstance(c, ExpertGemm) else c for c in program.calls]
     with pytest.raises(UnsupportedError, match="experts in f32"):
         make_plan(replace(program, calls=tuple(exact)), TARGETS["h200"])
     experts = gemm.Experts(4, 2, False, 128, 32)
@@ -228,7 +229,7 @@ def test_steps_of_a_router_go_apart_where_rows_would_meet() -> None:
     """What one step stores must not lie where another's rows are, which other programs may not have read."""
     program = lowered("qserve")[1]
     names = [launch.name for launch in make_plan(program, TARGETS["h200"]).launches]
-    routes = [call for call in program.calls if isinstance(call, p.Route)]
+    routes = [call for call in program.calls if isinstance(call, Route)]
     first, last = routes[0], routes[4]
     assert (first.kind, last.kind) == ("softmax", "normalize") and first.name in names and last.name not in names
     moved = replace(program.buffer(last.out), offset=program.buffer(first.x).offset)
@@ -246,11 +247,11 @@ def test_inputs_and_orders_are_made_once_while_they_stay() -> None:
 
 def test_inputs_and_orders_are_made_anew_where_they_changed() -> None:
     program = lowered("qserve")[1]
-    first = next(place for place, call in enumerate(program.calls) if isinstance(call, p.ExpertGemm))
+    first = next(place for place, call in enumerate(program.calls) if isinstance(call, ExpertGemm))
     gemm_call: Any = program.calls[first]
-    choice = next(call for call in program.calls if isinstance(call, p.Route) and call.kind == "top_k")
-    touched = p.Elementwise("touched", "scale", gemm_call.x, gemm_call.x, factor=2.0)
-    other = replace(gemm_call, name="other", x=next(c.x for c in program.calls if isinstance(c, p.Combine)), x_slots=1)
+    choice = next(call for call in program.calls if isinstance(call, Route) and call.kind == "top_k")
+    touched = Elementwise("touched", "scale", gemm_call.x, gemm_call.x, factor=2.0)
+    other = replace(gemm_call, name="other", x=next(c.x for c in program.calls if isinstance(c, Combine)), x_slots=1)
     plan = make_plan(replace(program, calls=(*program.calls[:first], other, *program.calls[first:])), TARGETS["h200"])
     names = [launch.name for launch in plan.launches]
     assert "other.round" in names and "expert_gemm.round" in names  # another's inputs are rounded in between
@@ -263,7 +264,7 @@ def test_inputs_and_orders_are_made_anew_where_they_changed() -> None:
 def test_rows_filled_up_apart_lie_apart() -> None:
     """What is behind a row's inputs stays zero: rows of other lengths must not be written there."""
     program = lowered("qserve gated", hidden=128)[1]
-    last = [call for call in program.calls if isinstance(call, p.ExpertGemm)][-1]
+    last = [call for call in program.calls if isinstance(call, ExpertGemm)][-1]
     calls = [replace(call, format="w8_sym_channel") if call is last else call for call in program.calls]
     work = make_plan(replace(program, calls=tuple(calls)), TARGETS["h200"]).scratch
     assert {"expert_x_128_256_int8", "expert_x_128_128_int8"} <= set(work)
@@ -272,7 +273,7 @@ def test_rows_filled_up_apart_lie_apart() -> None:
 def test_gates_of_experts_are_one_gemm() -> None:
     """One gated GEMM where gate and up are of one choice and one input, and nothing comes between."""
     plain, gated = lowered("qserve")[1], lowered("qserve gated")[1]
-    of = [[c for c in program.calls if isinstance(c, p.ExpertGemm)] for program in (plain, gated)]
+    of = [[c for c in program.calls if isinstance(c, ExpertGemm)] for program in (plain, gated)]
     assert [c.epilogue for c in of[0]] == ["store"] * 4
     others = [("store", 256, 256)] * 2
     assert [(c.epilogue, c.n, c.rows) for c in of[1]] == [("silu_mul", 64, 128), *others]

@@ -8,10 +8,27 @@ from typing import Any
 import pytest
 import torch
 
-from qcompile.codegen import program as p
+from qcompile.codegen.buffers import Buffer
+from qcompile.codegen.calls import (
+    Attention,
+    Call,
+    Combine,
+    Elementwise,
+    ExpertGemm,
+    Gemm,
+    Hadamard,
+    Norm,
+    NormHeads,
+    QuantizeRows,
+    RopeAppend,
+    Route,
+    TakeRows,
+)
 from qcompile.codegen.gpu import fuse, fused
 from qcompile.codegen.gpu.fuse_experts import prepare_slots
 from qcompile.codegen.gpu.plan import launches_of, make_plan
+from qcompile.codegen.kv_layout import KVLayout
+from qcompile.codegen.program import Program
 from qcompile.errors import PassError
 from qcompile.targets import TARGETS
 from tests.support.graphs import step_inputs
@@ -22,24 +39,24 @@ WIDTH = 256
 """Columns of each buffer of the programs below."""
 
 
-def program(*calls: p.Call, cache: Any = "kv16", **dtypes: Any) -> p.Program:
+def program(*calls: Call, cache: Any = "kv16", **dtypes: Any) -> Program:
     """A program whose buffers lie apart; those in `dtypes` have that type, others are f32. q8: no sums over rows."""
     names = dict.fromkeys(name for call in calls for name in (*call.reads, *call.writes))
     groups = {name: 128 if dtypes.get(name) == "q8" else 0 for name in names}
     buffers = (
-        p.Buffer(name, dtypes.get(name, "f32"), WIDTH, groups[name], offset=8 * WIDTH * place)
+        Buffer(name, dtypes.get(name, "f32"), WIDTH, groups[name], offset=8 * WIDTH * place)
         for place, name in enumerate(names)
     )
-    return p.Program(40, 64, tuple(buffers), calls, (), p.KVLayout(cache, 2, 1, 64))
+    return Program(40, 64, tuple(buffers), calls, (), KVLayout(cache, 2, 1, 64))
 
 
-def names(found: p.Program) -> list[str]:
+def names(found: Program) -> list[str]:
     """The kind of each call."""
     return [call.kernel for call in found.calls]
 
 
-def gemm(name: str, x: str, out: str, **more: Any) -> p.Gemm:
-    return p.Gemm(name, x, "bf16", more.pop("n", WIDTH), WIDTH, {"w": "w"}, out=out, **more)
+def gemm(name: str, x: str, out: str, **more: Any) -> Gemm:
+    return Gemm(name, x, "bf16", more.pop("n", WIDTH), WIDTH, {"w": "w"}, out=out, **more)
 
 
 # ---- gates of GEMMs with scattered rows ------------------------------------------------------------
@@ -48,45 +65,45 @@ SCATTERED = gemm("gate_up", "x", "h", n=2 * WIDTH, epilogue="silu_mul", blocks=3
 
 
 def test_the_reader_of_scattered_rows_applies_the_gate() -> None:
-    for reader in (p.QuantizeRows("q", "h", "y"), p.Hadamard("t", "h", "y", 128, "core", 1)):
+    for reader in (QuantizeRows("q", "h", "y"), Hadamard("t", "h", "y", 128, "core", 1)):
         found = fuse.separate_gates(program(SCATTERED, reader, x="bf16", y="q8"))
         assert names(found) == ["gemm", f"gated_{reader.kernel}"]
         made, read = found.calls
-        assert isinstance(made, p.Gemm) and made.epilogue == "store" and getattr(read, "act", "") == "silu"
+        assert isinstance(made, Gemm) and made.epilogue == "store" and getattr(read, "act", "") == "silu"
         assert (found.buffer("h").dtype, found.buffer("h").width) == ("bf16", 2 * WIDTH)
         assert found.buffer("h").row_bytes == program(SCATTERED).buffer("h").row_bytes
 
 
 def test_gates_stay_where_rows_are_in_order() -> None:
-    before = program(replace(SCATTERED, blocks=0), p.QuantizeRows("q", "h", "y"), x="bf16", y="q8")
+    before = program(replace(SCATTERED, blocks=0), QuantizeRows("q", "h", "y"), x="bf16", y="q8")
     assert fuse.separate_gates(before) == before
 
 
 def test_other_readers_of_scattered_rows_are_refused() -> None:
     with pytest.raises(PassError, match="node other: GPU kernels read a gated value only to transform or quantize it"):
-        fuse.separate_gates(program(SCATTERED, p.Elementwise("other", "add", "x2", "y", other="h")))
+        fuse.separate_gates(program(SCATTERED, Elementwise("other", "add", "x2", "y", other="h")))
 
 
 # ---- results that are quantized next ---------------------------------------------------------------
 
 GATED = gemm("gate_up", "x", "h", n=2 * WIDTH, epilogue="silu_mul")
-ATTENTION = p.Attention("attention", "qkv", 0, "h", 4, 1, 64, 1.0, 0)
+ATTENTION = Attention("attention", "qkv", 0, "h", 4, 1, 64, 1.0, 0)
 
 
 @pytest.mark.parametrize("maker", [GATED, ATTENTION, gemm("plain", "x", "h")], ids=lambda call: call.name)
 def test_a_result_that_is_only_rounded_is_written_in_bf16(maker: Any) -> None:
     """test_rounded.py has the cases in which it is not."""
-    before = program(maker, p.QuantizeRows("round", "h", "y"), gemm("next", "y", "z"), x="bf16", y="bf16")
+    before = program(maker, QuantizeRows("round", "h", "y"), gemm("next", "y", "z"), x="bf16", y="bf16")
     found = fuse.round_results(before)
     assert [(call.name, call.writes) for call in found.calls] == [(maker.name, ("y",)), ("next", ("z",))]
-    again = replace(before, calls=(*before.calls, p.TakeRows("take", "h", "last")))
+    again = replace(before, calls=(*before.calls, TakeRows("take", "h", "last")))
     again = replace(again, buffers=(*again.buffers, replace(again.buffer("z"), name="last", offset=1 << 20)))
     assert fuse.round_results(again) == again  # the f32 result is read again
 
 
 @pytest.mark.parametrize("maker", [GATED, ATTENTION], ids=lambda call: call.name)
 def test_a_result_that_is_quantized_is_measured(maker: Any) -> None:
-    quantize = p.QuantizeRows("quantize", "h", "y")
+    quantize = QuantizeRows("quantize", "h", "y")
     found = fuse.measure_results(program(maker, quantize, x="bf16", y="q8"))
     assert found.calls == (fused.MeasuredQuantize(maker.name, maker, quantize),)
     assert found.calls[0].reads == (*maker.reads, "h") and found.calls[0].writes == ("h", "y")
@@ -102,8 +119,8 @@ def test_a_result_that_is_quantized_is_measured(maker: Any) -> None:
         (GATED, {"x": "other"}),  # of another buffer
     ],
 )
-def test_a_result_that_is_not_measured(maker: p.Gemm, changes: dict[str, Any]) -> None:
-    quantize = p.QuantizeRows("quantize", changes.pop("x", "h"), "y")
+def test_a_result_that_is_not_measured(maker: Gemm, changes: dict[str, Any]) -> None:
+    quantize = QuantizeRows("quantize", changes.pop("x", "h"), "y")
     before = program(maker, quantize, x="bf16", y="q8")
     buffers = tuple(replace(b, **changes) if b.name == "y" else b for b in before.buffers)
     before = replace(before, buffers=buffers)
@@ -112,9 +129,9 @@ def test_a_result_that_is_not_measured(maker: p.Gemm, changes: dict[str, Any]) -
 
 # ---- appends ---------------------------------------------------------------------------------------
 
-APPEND = p.RopeAppend("append", "qkv", 0, 128, 192, 2, 1, 64, 0)
-NORM_Q = p.NormHeads("norm_q", "rms", "qkv", 0, 2, 64, 1e-5)
-NORM_K = p.NormHeads("norm_k", "rms", "qkv", 128, 1, 64, 1e-5)
+APPEND = RopeAppend("append", "qkv", 0, 128, 192, 2, 1, 64, 0)
+NORM_Q = NormHeads("norm_q", "rms", "qkv", 0, 2, 64, 1e-5)
+NORM_K = NormHeads("norm_k", "rms", "qkv", 128, 1, 64, 1e-5)
 
 
 def test_norms_of_heads_are_part_of_the_append() -> None:
@@ -141,7 +158,7 @@ def test_the_order_of_norms_stays() -> None:
     assert twice.calls == (NORM_Q, fused.NormedAppend("append", APPEND, replace(NORM_Q, name="again")))
     before = program(NORM_Q, replace(NORM_Q, name="all", heads=1, width=256), APPEND)
     assert fuse.normalize_in_append(before) == before
-    between = program(NORM_Q, p.Elementwise("twice", "scale", "qkv", "qkv", factor=2.0), APPEND)
+    between = program(NORM_Q, Elementwise("twice", "scale", "qkv", "qkv", factor=2.0), APPEND)
     assert fuse.normalize_in_append(between) == between
 
 
@@ -156,8 +173,8 @@ def test_attention_over_a_ring_follows_its_append() -> None:
 
 # ---- routers and sums over slots -------------------------------------------------------------------
 
-COMBINE = p.Combine("combine", "slots", "sum", 2, scores="scores")
-ADD = p.Elementwise("add", "add", "stream", "next", other="sum")
+COMBINE = Combine("combine", "slots", "sum", 2, scores="scores")
+ADD = Elementwise("add", "add", "stream", "next", other="sum")
 
 
 def test_the_sum_over_slots_is_added_at_once() -> None:
@@ -175,26 +192,26 @@ def test_the_sum_over_slots_is_added_at_once() -> None:
         (replace(ADD, x_offset=8),),
         (replace(ADD, other=None, x="sum", weight="bias"),),
         (replace(ADD, out="slots"),),  # which other programs have yet to read
-        (p.TakeRows("take", "scores", "taken"), ADD),  # not the next call
-        (ADD, p.TakeRows("take", "sum", "taken")),  # the sum is read again
+        (TakeRows("take", "scores", "taken"), ADD),  # not the next call
+        (ADD, TakeRows("take", "sum", "taken")),  # the sum is read again
     ],
 )
-def test_what_is_not_added_to_sums_over_slots(after: tuple[p.Call, ...]) -> None:
+def test_what_is_not_added_to_sums_over_slots(after: tuple[Call, ...]) -> None:
     before = program(COMBINE, *after)
     assert fuse.add_in_combine(before) == before
 
 
-SOFTMAX = p.Route("softmax", "softmax", "x", "scores", 64)
-TOP_K = p.Route("top_k", "top_k", "scores", "index", 64)
-PICK = p.Route("pick", "pick", "scores", "picked", 64, index="index")
-READERS = (p.TakeRows("a", "index", "a"), p.TakeRows("b", "picked", "b"))
+SOFTMAX = Route("softmax", "softmax", "x", "scores", 64)
+TOP_K = Route("top_k", "top_k", "scores", "index", 64)
+PICK = Route("pick", "pick", "scores", "picked", 64, index="index")
+READERS = (TakeRows("a", "index", "a"), TakeRows("b", "picked", "b"))
 
 
 def test_steps_of_a_router_are_one_call() -> None:
     chain = fuse.chain_routes(program(SOFTMAX, TOP_K, PICK, *READERS)).calls[0]
     assert chain == fused.RouteChain("softmax", (SOFTMAX, TOP_K, PICK), (False, True, True))
     assert chain.reads == ("x",) and chain.writes == ("index", "picked")
-    before = program(SOFTMAX, p.TakeRows("c", "x", "c"), TOP_K, PICK, *READERS)
+    before = program(SOFTMAX, TakeRows("c", "x", "c"), TOP_K, PICK, *READERS)
     found = fuse.chain_routes(before)
     assert names(found)[:3] == ["route_chain", "take_rows", "route_chain"]
     assert [call.writes for call in found.calls[:3:2]] == [("scores",), ("index", "picked")]
@@ -207,8 +224,8 @@ def test_steps_of_a_router_are_one_call() -> None:
         (SOFTMAX, replace(SOFTMAX, name="again")),  # two results in one buffer
     ],
 )
-def test_steps_of_a_router_that_stay_apart(steps: tuple[p.Call, ...]) -> None:
-    found = fuse.chain_routes(program(*steps, p.TakeRows("a", steps[-1].writes[0], "a")))
+def test_steps_of_a_router_that_stay_apart(steps: tuple[Call, ...]) -> None:
+    found = fuse.chain_routes(program(*steps, TakeRows("a", steps[-1].writes[0], "a")))
     assert names(found) == ["route_chain", "route_chain", "take_rows"]
 
 
@@ -222,14 +239,14 @@ def test_a_router_stores_nothing_where_other_programs_have_yet_to_read() -> None
 # ---- experts ---------------------------------------------------------------------------------------
 
 
-def expert_gemm(name: str, x: str, out: str, **more: Any) -> p.ExpertGemm:
+def expert_gemm(name: str, x: str, out: str, **more: Any) -> ExpertGemm:
     how = {"format": "bf16", "activation": "bf16", "group": 0, "n": 128, "rows": 128, "k": WIDTH, "experts": 4}
-    return p.ExpertGemm(
+    return ExpertGemm(
         name, x, more.pop("index", "index"), out, slots=2, x_slots=1, weights={"w": "w"}, strides={}, **(how | more)
     )
 
 
-NORM = p.Norm("norm", "rms", "stream", "x", 1e-5)
+NORM = Norm("norm", "rms", "stream", "x", 1e-5)
 GATE, UP = expert_gemm("gate", "x", "g"), expert_gemm("up", "x", "u")
 
 
@@ -248,15 +265,15 @@ def test_experts_share_inputs_and_order() -> None:
 @pytest.mark.parametrize(
     ("between", "up", "again"),
     [
-        (p.Elementwise("c", "scale", "x", "x"), UP, ["up.round"]),
-        (p.Route("c", "top_k", "r", "index", 4), UP, ["up.order"]),
-        (p.Elementwise("c", "scale", "y", "y"), replace(UP, x="y"), ["up.round"]),
-        (p.Elementwise("c", "scale", "y", "y"), replace(UP, index="other"), ["up.order"]),
-        (p.Elementwise("c", "scale", "y", "y"), replace(UP, k=128), ["up.round"]),
-        (p.Elementwise("c", "scale", "y", "y"), replace(UP, x="y", index="other"), ["up.round", "up.order"]),
+        (Elementwise("c", "scale", "x", "x"), UP, ["up.round"]),
+        (Route("c", "top_k", "r", "index", 4), UP, ["up.order"]),
+        (Elementwise("c", "scale", "y", "y"), replace(UP, x="y"), ["up.round"]),
+        (Elementwise("c", "scale", "y", "y"), replace(UP, index="other"), ["up.order"]),
+        (Elementwise("c", "scale", "y", "y"), replace(UP, k=128), ["up.round"]),
+        (Elementwise("c", "scale", "y", "y"), replace(UP, x="y", index="other"), ["up.round", "up.order"]),
     ],
 )
-def test_experts_prepare_anew_what_has_changed(between: p.Call, up: p.Call, again: list[str]) -> None:
+def test_experts_prepare_anew_what_has_changed(between: Call, up: Call, again: list[str]) -> None:
     found = prepare_slots(program(NORM, GATE, between, up))
     assert [call.name for call in found.calls] == ["norm", "gate.order", "gate", "c", *again, "up"]
 
@@ -273,7 +290,7 @@ def test_launches_depend_on_the_call_alone() -> None:
     from qcompile.codegen.gpu.context import PlanContext
     from qcompile.codegen.gpu.plan import kv_of
 
-    before = program(NORM_Q, NORM_K, APPEND, ATTENTION, p.QuantizeRows("quantize", "h", "y"), y="q8")
+    before = program(NORM_Q, NORM_K, APPEND, ATTENTION, QuantizeRows("quantize", "h", "y"), y="q8")
     found = fuse.fuse(before)
     assert names(found) == ["normed_append", "measured_quantize"]
     context = PlanContext(found, kv_of(found), 64, TARGETS["h200"])

@@ -9,11 +9,12 @@ import pytest
 
 from qcompile.artifact.abi import GPU_ABI
 from qcompile.codegen.gpu import operands
-from qcompile.codegen.gpu.attention import GpuKV
 from qcompile.codegen.gpu.compile import Argument, Kernel
+from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.codegen.gpu.launches import Launch, LaunchPlan, Variant
 from qcompile.codegen.gpu.operands import GridSize, grid_size
-from qcompile.codegen.program import KVLayout, Program
+from qcompile.codegen.kv_layout import KVLayout
+from qcompile.codegen.program import Program
 from qcompile.runtime.cuda import counts as cuda_counts
 from qcompile.runtime.cuda.launching import _changes
 from qcompile.targets import TARGETS

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from qcompile.codegen.gpu.attention import AttentionSpec, GpuKV, far_variants
+from qcompile.codegen.gpu.attention import AttentionSpec
+from qcompile.codegen.gpu.attention_variants import far_variants
 from qcompile.codegen.gpu.compile import compile_kernel
 from qcompile.codegen.gpu.gemm import tiles
+from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.runtime.step import Rows, pages_for
 from qcompile.targets import TARGETS

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from qcompile.codegen import program as p
+from qcompile.codegen.buffers import Buffer
+from qcompile.codegen.calls import Call, Elementwise, Gemm, Norm, QuantizeRows, Route
 from qcompile.codegen.gpu import fuse
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.codegen.gpu.reads import Reads
+from qcompile.codegen.kv_layout import KVLayout
+from qcompile.codegen.program import Program
 from qcompile.runtime.step import Rows
 from qcompile.targets import TARGETS
 from tests.support.graphs import decoder
@@ -60,37 +63,37 @@ def test_no_kernel_only_rounds() -> None:
     assert "*fp32" not in outs
 
 
-def program_of(*more: p.Call, width: int = 128, at: int = 512, dtype: Any = "bf16", **gemm: Any) -> p.Program:
+def program_of(*more: Call, width: int = 128, at: int = 512, dtype: Any = "bf16", **gemm: Any) -> Program:
     """A GEMM of 128 outputs, the rounding of its result, and `more`."""
-    x, y = p.Buffer("x", "bf16", 128), p.Buffer("y", "f32", width, offset=1024)
-    buffers = (x, y, p.Buffer("z", dtype, width, offset=at), p.Buffer("other", "f32", width, offset=4096))
-    product = p.Gemm("product", "x", "bf16", 128, 128, {"codes": "w"}, out="y", **gemm)
-    calls = (product, p.QuantizeRows("round", "y", "z"), *more)
-    return p.Program(40, 64, buffers, calls, ("w",), p.KVLayout("kv16", 1, 1, 64))
+    x, y = Buffer("x", "bf16", 128), Buffer("y", "f32", width, offset=1024)
+    buffers = (x, y, Buffer("z", dtype, width, offset=at), Buffer("other", "f32", width, offset=4096))
+    product = Gemm("product", "x", "bf16", 128, 128, {"codes": "w"}, out="y", **gemm)
+    calls = (product, QuantizeRows("round", "y", "z"), *more)
+    return Program(40, 64, buffers, calls, ("w",), KVLayout("kv16", 1, 1, 64))
 
 
-def rounded(program: p.Program) -> str | None:
+def rounded(program: Program) -> str | None:
     call: Any = program.calls[0]
     return fuse.rounded_buffer(program, Reads(program), call, program.calls[1])
 
 
 def test_what_is_only_rounded_is_written_so() -> None:
     assert rounded(program_of()) == "z"
-    assert rounded(program_of(p.Norm("norm", "z", "other", "rms", None, None, 1e-5))) == "z"
+    assert rounded(program_of(Norm("norm", "z", "other", "rms", None, None, 1e-5))) == "z"
 
 
 @pytest.mark.parametrize(
     "program",
     [
-        program_of(p.Elementwise("twice", "scale", "y", "other", factor=2.0)),  # the float result is read, too
-        program_of(p.Route("route", "softmax", "y", "other", 128)),
+        program_of(Elementwise("twice", "scale", "y", "other", factor=2.0)),  # the float result is read, too
+        program_of(Route("route", "softmax", "y", "other", 128)),
         program_of(at=128),  # over what the GEMM reads, to which other programs still multiply
         program_of(width=256),  # padded, with zeros that no kernel would write
         program_of(dtype="q8"),
         program_of(residual="other", epilogue="add"),
     ],
 )
-def test_what_is_rounded_apart(program: p.Program) -> None:
+def test_what_is_rounded_apart(program: Program) -> None:
     assert rounded(program) is None
 
 
@@ -99,4 +102,4 @@ def test_only_a_result_is_rounded() -> None:
     call: Any = program.calls[0]
     reads = Reads(program)
     assert fuse.rounded_buffer(program, reads, call, None) is None
-    assert fuse.rounded_buffer(program, reads, call, p.QuantizeRows("round", "other", "z")) is None
+    assert fuse.rounded_buffer(program, reads, call, QuantizeRows("round", "other", "z")) is None

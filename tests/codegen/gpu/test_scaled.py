@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from qcompile.codegen.gpu.append import AppendSpec
-from qcompile.codegen.gpu.attention import GpuKV
 from qcompile.codegen.gpu.compile import compile_kernel
+from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.targets import TARGETS
 from tests.passes.raising.test_scaled import scaled

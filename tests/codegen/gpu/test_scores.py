@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from qcompile.codegen.gpu.attention import AttentionSpec, GpuKV, SplitLimits, for_queries
+from qcompile.codegen.gpu.attention import AttentionSpec
+from qcompile.codegen.gpu.attention_splits import SplitLimits
+from qcompile.codegen.gpu.attention_variants import for_queries
 from qcompile.codegen.gpu.compile import compile_kernel, triton_version
 from qcompile.codegen.gpu.gemm import tiles
+from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.targets import TARGETS
 from tests.codegen.gpu.test_attention import CENTERED, interpret_hierarchical

@@ -17,15 +17,20 @@ import torch
 from qcompile import ops, recipes
 from qcompile.calibration import Calibration
 from qcompile.cli.bench import seconds_of
-from qcompile.codegen.gpu.attention import AttentionSpec, GpuKV, SplitLimits, for_queries
+from qcompile.codegen.buffers import PAD
+from qcompile.codegen.calls import Embed, QuantizeRows
+from qcompile.codegen.gpu.attention import AttentionSpec
+from qcompile.codegen.gpu.attention_splits import SplitLimits
+from qcompile.codegen.gpu.attention_variants import for_queries
 from qcompile.codegen.gpu.compile import Kernel, build, compile_kernel, triton_version
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.gemm.pack import GPU_PACKING
+from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.codegen.gpu.rows import MAX_WIDTH, RowSpec, in_blocks
 from qcompile.codegen.lower import lower
 from qcompile.codegen.packing import WeightTable
-from qcompile.codegen.program import PAD, Embed, Program, QuantizeRows
+from qcompile.codegen.program import Program
 from qcompile.errors import UnsupportedError
 from qcompile.formats.activations import activation_format
 from qcompile.passes.base import run_passes
@@ -299,7 +304,8 @@ def test_a_script_without_a_guard_compiles_in_several_processes(tmp_path: Path) 
     needs_triton()
     script = tmp_path / "script.py"
     script.write_text(
-        "from qcompile.codegen.gpu.attention import GpuKV, MergeSpec\n"
+        "from qcompile.codegen.gpu.attention_merge import MergeSpec\n"
+        "from qcompile.codegen.gpu.kv_pages import GpuKV\n"
         "from qcompile.codegen.gpu.compile import compile_all\n"
         "kernels = [MergeSpec(GpuKV('kv4', 1, 32), 2, level).kernel(80) for level in (1, 2)]\n"
         "print(*sorted(label in compile_all(kernels, 80, 2) for label in (kernel.label for kernel in kernels)))\n"

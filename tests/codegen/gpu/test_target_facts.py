@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from qcompile.codegen.gpu.attention import GpuKV, SplitLimits
+from qcompile.codegen.gpu.attention_splits import SplitLimits
 from qcompile.codegen.gpu.gemm import expert_tiles, tiles
 from qcompile.codegen.gpu.gemm.render import compile_for
 from qcompile.codegen.gpu.gemm.spec import KernelSpec
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS
+from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.targets import TARGETS
 from tests.support.interpreted import needs_triton
 

@@ -1,0 +1,73 @@
+"""The variants of an attention kernel for the sizes of a step, and the most rows or queries that each is for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from qcompile.codegen.gpu.attention import AttentionSpec
+
+MOST_OCTETS = 3
+"""Most blocks of eight rows that a program has registers for."""
+MAX_UNPAIRED_QUERIES = 256
+"""Most query positions of a prefill whose programs compute one block of rows each; with more, pairs of blocks make
+enough programs. Over a hierarchical cache the blocks have one octet of rows up to half as many positions."""
+FAR_ROWS = 64
+"""Rows of programs with the queries as the A operand: those of one wgmma of four warps."""
+FEW_FAR_ROWS = {16: 64, 8: 128, 4: 128}
+"""Most rows of a step that programs of few rows take with many splits too, by bits: larger ones would be too few."""
+SOME_FAR_ROWS = 256
+"""Most rows of a step over rounded pages that programs of FAR_ROWS rows take: of twice as many there are too few."""
+
+
+def for_queries(spec: AttentionSpec, queries: int) -> AttentionSpec:
+    """`spec` for `queries` positions: the fewest programs (each reads all keys), then the fewest rows per program."""
+    # Registers hold fewer rows if heads are large, or if one warp sums both rounded positions and those of the ring.
+    fewer_rows = spec.kv.dim > 128 or (spec.kv.hierarchical and spec.warps == 1)
+    fits = [replace(spec, octets=octets) for octets in range(1, MOST_OCTETS + (not fewer_rows))]
+    programs = -(-queries // fits[-1].queries)
+    variant = next(each for each in fits if each.queries * programs >= queries)
+    variant = replace(variant, direct=variant.direct and variant.octets == 1)
+    if variant.octets < MOST_OCTETS or variant.kv.bits == 16:
+        return variant
+    # With the most rows there are no registers for a loop over splits, but enough for a deeper pipeline.
+    if variant.kv.hierarchical or variant.cut == "split":
+        return replace(variant, multi_split=False, stages=3)
+    return replace(variant, stages=1) if variant.kv.bits == 4 else variant
+
+
+def prefill_variants(spec: AttentionSpec) -> list[tuple[int, AttentionSpec]]:
+    """Pairs of the most query positions (0: any number) and the variant of `spec` for them; its cut is "whole".
+
+    Few positions are divided into small programs. With many, programs take pairs of blocks to balance the load, as
+    later positions attend to more keys.
+    """
+    small, large = replace(spec, octets=1), replace(spec, octets=2)
+    unpaired = (
+        [(MAX_UNPAIRED_QUERIES // 2, small), (MAX_UNPAIRED_QUERIES, large)]
+        if spec.kv.hierarchical
+        else [(MAX_UNPAIRED_QUERIES, small)]
+    )
+    return [*unpaired, (0, replace(large, paired=True))]
+
+
+def far_variants(spec: AttentionSpec, capability: int) -> list[tuple[int, AttentionSpec]]:
+    """Pairs of the most rows of a step (0: any number) and the variant of `spec` for them, for steps with more than
+    NEAR_SPLITS splits of positions.
+
+    Heads of a GQA group must fit the rows of a program, and two programs' accumulators a multiprocessor. Only an sm_90
+    GPU has shown that both orders of operands give the same bits.
+    """
+    kv, group = spec.kv, spec.heads // spec.kv.heads
+    # Items of 16 bits are loaded by twos.
+    fits = 32 <= kv.dim <= 128 and group <= FAR_ROWS and (kv.bits == 16 or kv.width % 2 == 0)
+    if capability != 90 or kv.upper_only or not fits:
+        return prefill_variants(spec)
+    few = (FEW_FAR_ROWS[kv.bits], replace(spec, octets=1))
+    # Rounded positions are prefetched to registers.
+    rows = replace(spec, query_rows=FAR_ROWS, stages=3 if kv.bits == 16 else 1)
+    # Warp groups are not in Triton's interpreter, nor in their kernel what these scores need.
+    plain = not (kv.hierarchical or spec.centered or spec.bias_positions)
+    if not (plain and kv.dim in (64, 128) and spec.leaf == kv.page_tokens and spec.inline_asm):
+        return [few, (0, rows)]
+    some = [(SOME_FAR_ROWS, rows)] if kv.bits < 16 else []
+    return [few, *some, (0, replace(rows, warp_specialized=True, stages=4))]

@@ -1,0 +1,122 @@
+"""The layout of the paged KV cache for GPU kernels.
+
+A page holds kv.PAGE_TOKENS positions. The arena is [layer][page][KV head] blocks. A block contains, in order:
+
+    keys         bf16 [page tokens][dim], or 16-bit items [page tokens][width]: item j holds the codes of elements j,
+                 j + width, ..., lowest bits first: two of 8 bits or four of 4 bits
+    values       bf16 [page tokens][dim], or items like those of the keys, [width][page tokens]
+    key words    int32 [page tokens], then value words likewise (8 and 4 bits only): bits 0-7 are the zero point, the
+                 rest the upper 24 bits of the float32 scale; value = (code - zero) * scale
+
+A hierarchical cache (kv_hier, or kv_hier4 for a draft that reads only the upper bits) keeps the newest three groups of
+128 positions in a ring, in bf16, and older ones rounded (QuantSpec 4.2). In a sequence's block table the ring comes
+first: entry 2 (p / 64 mod 6) is the page with the key of position p, the next entry the page with its value, both bf16
+[page tokens][dim]. Entries from 12 on are pages of 64 rounded positions, x = scale * (u + l / 16) + least:
+
+    upper codes  u of the keys as items of four codes like above, then those of the values
+    value words  float32 scale [page tokens], then -least / scale [page tokens]
+    key words    per pair of adjacent channels two words of two fp16 each, the same in both pages of a group: 16 scale,
+                 and least - 16.5 scale, because few instructions turn codes into 1 + (16 u + l + 8) / 256
+    lower codes  l + 8 of the keys, then of the values, laid out like the upper ones
+
+Each item belongs to one token, so tokens can be appended in parallel, and both products take items directly as the A
+operand of an MMA.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qcompile.codegen.gpu.compile import Argument
+from qcompile.errors import UnsupportedError
+from qcompile.formats.kv import PAGE_TOKENS, KVFormat, kv_format
+
+
+@dataclass(frozen=True)
+class GpuKV:
+    """Layout of pages with `heads` KV heads of `dim` elements; `format` is kv16, kv8, kv4, kv_hier or kv_hier4.
+
+    Each split is summed in `leaves` separate parts.
+    """
+
+    format: str
+    heads: int
+    dim: int
+    page_tokens: int = PAGE_TOKENS
+    leaves: int = 8
+
+    def __post_init__(self) -> None:
+        if self.kind.bits > 16:
+            raise UnsupportedError(f"GPU kernels have no {self.format} cache; there are kv16, kv8, kv4, kv_hier")
+        if self.dim % 4 or self.dim > 256:
+            raise UnsupportedError(f"head size {self.dim}: GPU attention takes multiples of 4 up to 256")
+
+    @property
+    def kind(self) -> KVFormat:
+        """The format of keys and values."""
+        return kv_format(self.format)
+
+    @property
+    def hierarchical(self) -> bool:
+        """Whether the newest positions are kept unrounded, in a ring."""
+        return self.kind.hierarchical
+
+    @property
+    def upper_only(self) -> bool:
+        """Whether only the upper nibbles of a hierarchical cache are read."""
+        return self.hierarchical and self.bits == 4
+
+    @property
+    def bits(self) -> int:
+        """Bits read per element (per rounded element, in a hierarchical cache)."""
+        return self.kind.read_bits or self.kind.bits
+
+    @property
+    def planes(self) -> int:
+        """Codes per 16-bit item."""
+        return 4 if self.hierarchical else 16 // self.bits
+
+    @property
+    def width(self) -> int:
+        """Items per token of a head's keys (or values)."""
+        return self.dim // self.planes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the codes of one head's key (or value) at one position."""
+        return 2 * self.width
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of the codes of a block's keys (or values)."""
+        return -(-self.page_tokens * self.row_bytes // 16) * 16
+
+    @property
+    def key_word_bytes(self) -> int:
+        """Offset of the key words (scales of channels) in a rounded block of a hierarchical cache."""
+        return 2 * self.part_bytes + 8 * self.page_tokens
+
+    @property
+    def key_width(self) -> int:
+        """Key words per plane of channels: `width`, rounded up to whole pairs."""
+        return self.width + self.width % 2
+
+    @property
+    def lower_bytes(self) -> int:
+        """Distance from the upper codes of a rounded block to the lower codes of the same elements."""
+        return self.key_word_bytes + -(-4 * self.planes * self.key_width // 16) * 16
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one (page, KV head)."""
+        if self.hierarchical:
+            return self.lower_bytes + 2 * self.part_bytes
+        return 2 * self.part_bytes + (8 * self.page_tokens if self.bits < 16 else 0)
+
+
+def page_arguments(kv: GpuKV) -> list[Argument]:
+    """Kernel arguments that point to a layer's pages, one for each type the pages are read as."""
+    if kv.hierarchical:
+        return [Argument("kv", "*i16"), Argument("kv_words", "*fp32"), Argument("kv_full", "*bf16")]
+    codes = Argument("kv", "*bf16" if kv.bits == 16 else "*i16")
+    return [codes] + [Argument("kv_words", "*i32")] * (kv.bits < 16)

@@ -1,0 +1,194 @@
+"""What lowering knows of a graph: the buffers of its values, and its weight expressions as packed weights.
+
+Packed weights are computed on demand, when they are written (codegen/packing.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from qcompile import ops
+from qcompile.codegen.buffers import Buffer
+from qcompile.codegen.calls import (
+    Call,
+)
+from qcompile.codegen.packing import MixedPacking, WeightTable
+from qcompile.errors import PassError
+from qcompile.formats.activations import activation_format
+from qcompile.formats.blocks import as_blob, pack_vector, packed_vector_bytes
+from qcompile.graph import Graph
+
+
+@dataclass
+class Lowering:
+    """State while lowering a graph: buffers by name, calls in order, names of its weights in order.
+
+    `origin` distinguishes the stored weights of models that share one weight table.
+    """
+
+    graph: Graph
+    table_of_weights: WeightTable
+    origin: str = ""
+    buffers: dict[str, Buffer] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+    names: dict[str, None] = field(default_factory=dict)
+    _digests: dict[fx.Node, str] = field(default_factory=dict)
+    _vectors: dict[fx.Node, Tensor] = field(default_factory=dict)
+
+    # ---- values ------------------------------------------------------------------------------
+
+    def column(self, node: Any) -> int:
+        """First column of `node` in its buffer."""
+        return int(node.meta["storage"]["column"])
+
+    def buffer(self, node: Any, *, whole: bool = True) -> str:
+        """Name of the buffer that holds `node`. PassError if `whole` and it does not start at column 0."""
+        storage = node.meta["storage"]
+        if whole and storage["column"]:
+            raise PassError("codegen", node.name, "this operator has no kernel that reads a slice of a wider value")
+        name = storage["buffer"]
+        if name not in self.buffers:
+            self.buffers[name] = Buffer(
+                name=name,
+                dtype=storage["dtype"],
+                width=storage["width"],
+                group=storage["group"],
+                rows=storage["rows"],
+                offset=storage["offset"],
+                activation=storage["activation"],
+            )
+        return name
+
+    # ---- weights -----------------------------------------------------------------------------
+
+    def vector(self, node: Any) -> str | None:
+        """A weight [N] as f32, padded to whole row blocks; None stays None."""
+        if node is None:
+            return None
+
+        def blobs() -> Iterator[Tensor]:
+            value = self.graph.evaluate(node, self._vectors).float()
+            yield pack_vector(value)
+
+        size = packed_vector_bytes(node.meta["val"].shape[0])
+        return self._register(node, "vector", (("", size),), blobs)[0]
+
+    def flat(self, node: Any) -> str | None:
+        """A weight of any shape as f32, row-major without padding; None stays None."""
+        if node is None:
+            return None
+
+        def blobs() -> Iterator[Tensor]:
+            yield as_blob(self.graph.evaluate(node).float())
+
+        size = -(-node.meta["val"].numel() * 4 // 64) * 64
+        return self._register(node, "flat", (("", size),), blobs)[0]
+
+    def indices(self, node: fx.Node) -> str:
+        """A weight of indices as int32."""
+
+        def blobs() -> Iterator[Tensor]:
+            yield as_blob(self.graph.evaluate(node).to(torch.int32))
+
+        size = -(-node.meta["val"].numel() * 4 // 64) * 64
+        return self._register(node, "indices", (("", size),), blobs)[0]
+
+    def table(self, node: fx.Node) -> tuple[str, Literal["f32", "bf16"]]:
+        """An embedding table row-major, and its dtype: bf16 where the checkpoint has bf16, else f32."""
+        meta = node.meta["val"]
+        dtype: Literal["f32", "bf16"] = "bf16" if meta.dtype == torch.bfloat16 else "f32"
+
+        def blobs() -> Iterator[Tensor]:
+            yield as_blob(self.graph.evaluate(node, self._vectors).to(activation_format(dtype).dtype))
+
+        size = -(-meta.numel() * activation_format(dtype).dtype.itemsize // 64) * 64
+        return self._register(node, "table", (("", size),), blobs)[0], dtype
+
+    def packing(self, node: fx.Node, format: str, activation: str) -> str:
+        """Name of the packing of weight `node` for these activations: one it already has, if kernels can read that."""
+        packing = self.table_of_weights.packing
+        other = packing.readable(format, activation)
+        known = other is not None and (self._digest(node), other) in self.table_of_weights._known
+        return other if known and other else packing.name(format, activation)
+
+    def packed(self, node: fx.Node, format: str, activation: str) -> dict[str, str]:
+        """Role -> name of the packed parts of quantize_weight(w, format), or of the upper nibbles of a nested weight.
+
+        `activation` is the type they are multiplied with, as in formats/activations.py.
+        """
+        if ops.name_of(node.target) == "upper_nibble":
+            nested = ops.operand(node, "weight")
+            whole = self.packed(nested, ops.operand(nested, "format"), activation)
+            n, k = nested.meta["val"][0].shape
+            return {role: whole[role] for role in self.table_of_weights.packing.sizes(n, k, format, activation)}
+        w = ops.operand(node, "w")
+        n, k = w.meta["val"].shape
+        sizes = self.table_of_weights.packing.sizes(n, k, format, activation)
+
+        def blobs() -> Iterator[Tensor]:
+            parts = self.graph.evaluate(node, self._vectors)
+            yield from self.table_of_weights.packing.blobs(parts, format, activation).values()
+
+        parts = tuple((f".{role}", size) for role, size in sizes.items())
+        packed_as = self.packing(node, format, activation)
+        names = self._register(node, format, parts, blobs, named_for=w, packed_as=packed_as)
+        return dict(zip(sizes, names, strict=True))
+
+    def mixed(self, node: fx.Node, format: str, pairs: bool) -> tuple[dict[str, str], MixedPacking]:
+        """Role -> name of the packed parts of a weight in `format`, which marks rows, and how it is packed.
+
+        `pairs`: its rows are gate and up pairs. The set of wide rows is evaluated here, as it determines part sizes.
+        """
+        w, marked = ops.operand(node, "w"), ops.operand(node, "wide")
+        packing = self.table_of_weights.packing.mixed(self.graph.evaluate(marked), pairs, w.meta["val"].shape[1])
+
+        def blobs() -> Iterator[Tensor]:
+            yield from packing.blobs(self.graph.evaluate(node)).values()
+
+        names = self._register(w, format, tuple((f".{role}", size) for role, size in packing.sizes.items()), blobs)
+        return dict(zip(packing.sizes, names, strict=True)), packing
+
+    def _register(
+        self,
+        node: fx.Node,
+        kind: str,
+        parts: tuple[tuple[str, int], ...],
+        produce: Callable[[], Iterator[Tensor]],
+        named_for: fx.Node | None = None,
+        packed_as: str = "",
+    ) -> tuple[str, ...]:
+        suffix = f".{kind}" if kind not in ("vector", "table") else ""
+        base = self.origin + "+".join(_sources(named_for or node)) + suffix
+        key = (self._digest(node), packed_as or kind)
+        names = self.table_of_weights.add(key, base, f"{base}.{node.name}", parts, produce)
+        self.names.update(dict.fromkeys(names))
+        node.meta["packed"] = {"kind": kind, "names": list(names)}
+        return names
+
+    def _digest(self, node: fx.Node) -> str:
+        """Hash of a weight expression: its operators and the stored weights they read."""
+
+        def spell(item: Any) -> str:
+            if isinstance(item, fx.Node):
+                return self._digest(item)
+            if isinstance(item, (list, tuple)):
+                return f"[{','.join(map(spell, item))}]"
+            return repr(item)
+
+        if node not in self._digests:
+            what = self.origin + str(node.target) if node.op == "get_attr" else f"{node.target}{spell(node.args)}"
+            self._digests[node] = hashlib.sha256(f"{node.op} {what}".encode()).hexdigest()
+        return self._digests[node]
+
+
+def _sources(node: fx.Node) -> list[str]:
+    """Names of the stored weights an expression reads, in order, without duplicates."""
+    if node.op == "get_attr":
+        return [str(node.target)]
+    return list(dict.fromkeys(name for n in node.all_input_nodes for name in _sources(n)))
