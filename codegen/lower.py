@@ -34,12 +34,15 @@ from qcompile.codegen.calls import (
     TakeRows,
 )
 from qcompile.codegen.kv_layout import KVLayout
+from qcompile.codegen.lower_states import conv_step, recurrence_step
 from qcompile.codegen.lowering_state import Lowering
 from qcompile.codegen.packing import WeightTable
 from qcompile.codegen.program import Program
 from qcompile.errors import PassError, UnsupportedError
 from qcompile.formats.registry import weight_format
+from qcompile.formats.states import StateLayout
 from qcompile.graph import Graph
+from qcompile.ops.recurrent_step import layer_state
 
 
 def _embedding(low: Lowering, node: fx.Node) -> Call:
@@ -324,6 +327,8 @@ _LOWER: dict[str, Callable[[Lowering, fx.Node], Call | None]] = {
     "rope_append": _rope_append,
     "gather_features": _gather,
     "kv_attention": _attention,
+    "conv_step": conv_step,
+    "recurrence_step": recurrence_step,
     "take_rows": _take_rows,
     "unary": _unary,
     "xielu": _xielu,
@@ -370,9 +375,11 @@ def lower(graph: Graph, weights: WeightTable, origin: str = "") -> Program:
         tuple(low.calls),
         tuple(low.names),
         _kv_layout(graph),
+        StateLayout(tuple(layer_state(node) for node in graph.calls("conv_step", "recurrence_step"))),
     )
 
 
 def _kv_layout(graph: Graph) -> KVLayout:
     layers, _, _, kv_heads, head_dim = next(n for n in graph.inputs if n.target == "step_cache").meta["val"].shape
-    return KVLayout(ops.operand(graph.calls("rope_append")[0], "format"), layers, kv_heads, head_dim)
+    appends = graph.calls("rope_append")
+    return KVLayout(ops.operand(appends[0], "format") if appends else "kv16", layers, kv_heads, head_dim)

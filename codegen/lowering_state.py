@@ -19,6 +19,7 @@ from qcompile.codegen.calls import (
     Call,
 )
 from qcompile.codegen.packing import MixedPacking, WeightTable
+from qcompile.codegen.sizes import round_up
 from qcompile.errors import PassError
 from qcompile.formats.activations import activation_format
 from qcompile.formats.blocks import as_blob, pack_vector, packed_vector_bytes
@@ -89,6 +90,17 @@ class Lowering:
 
         size = -(-node.meta["val"].numel() * 4 // 64) * 64
         return self._register(node, "flat", (("", size),), blobs)[0]
+
+    def transposed(self, node: fx.Node) -> str:
+        """A weight [N, K] as f32 [K][N rounded up to 16], row-major, padded with zeros."""
+        count, columns = node.meta["val"].shape
+        padded = round_up(count, 16)
+
+        def blobs() -> Iterator[Tensor]:
+            value = self.graph.evaluate(node).float().t()
+            yield as_blob(torch.nn.functional.pad(value, (0, padded - count)).contiguous())
+
+        return self._register(node, "transposed", (("", columns * padded * 4),), blobs)[0]
 
     def indices(self, node: fx.Node) -> str:
         """A weight of indices as int32."""

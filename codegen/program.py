@@ -14,6 +14,7 @@ from typing import Any, Literal
 from qcompile.codegen.buffers import Buffer
 from qcompile.codegen.calls import Call
 from qcompile.codegen.kv_layout import KVLayout
+from qcompile.formats.states import StateLayout
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Program:
     calls: tuple[Call, ...]
     weights: tuple[str, ...]
     kv: KVLayout
+    states: StateLayout = field(default_factory=StateLayout)
     _by_name: dict[str, Buffer] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -51,4 +53,6 @@ class Program:
             "arena_bytes_per_token": self.arena_bytes("tokens"),
             "arena_bytes_per_output": self.arena_bytes("outputs"),
         }
+        if self.states.layers:
+            data["states"] = {"layers": len(self.states.layers), "slot_bytes": self.states.slot_bytes}
         return json.dumps(data, sort_keys=True, indent=1) + "\n"

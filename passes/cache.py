@@ -15,6 +15,7 @@ from qcompile.formats.kv import KV_FORMATS, PAGE_TOKENS, kv_format
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
 from qcompile.passes.gather import gathered
+from qcompile.passes.states import OPERATORS, STATE_INPUTS, example_states, replace_states
 
 STEP_INPUTS = ("token_ids", "positions", "sequence", "block_table", "output_rows", "cache")
 
@@ -25,7 +26,8 @@ class Cache(Pass):
 
     The graph's inputs become token_ids [M], positions [M], sequence [M] (the row's index into block_table), block_table
     [S, pages], output_rows [R] and cache [layers, 2, slots, Hk, D]; its outputs are logits [R, V] and the new cache.
-    All operators but attention treat rows independently, so only attention changes. Logits are computed for
+    All operators but attention and those with states (passes/states.py) treat rows independently, so only these change.
+    A model without attention has a cache of 0 layers. Logits are computed for
     `output_rows` only. Values narrower than keys are padded with zeros, which are sliced off after attention, because
     all heads in a page have one size. Keys and values are quantized per head and token (QServe 3.2). kv_hier is
     QuantSpec's hierarchical cache; kv_hier4 is the draft's view of it, which reads the upper 4 bits only.
@@ -49,9 +51,11 @@ class Cache(Pass):
         for node in graph.calls("attention"):
             _pad_values(graph, node)
         attentions = graph.calls("attention")
-        heads = {_kv_shape(node) for node in attentions}
-        if not attentions:
-            raise PassError(self.name, graph.output.name, "the model has no attention, so nothing to cache")
+        heads = {_kv_shape(node) for node in attentions} or {(1, 1)}
+        if not attentions and not graph.calls(*OPERATORS):
+            raise PassError(
+                self.name, graph.output.name, "the model has no attention and no state, so nothing to cache"
+            )
         if len(heads) != 1:
             where = attentions[0].name
             raise PassError(self.name, where, f"layers must agree in KV heads and head size, found {sorted(heads)}")
@@ -59,11 +63,12 @@ class Cache(Pass):
         cache: fx.Node = inputs["cache"]
         for layer, node in enumerate(attentions):
             cache = self._replace_attention(graph, node, layer, inputs, cache)
+        states, layout = replace_states(graph, inputs)
         _take_output_rows(graph, inputs["output_rows"])
-        graph.output.args = ((graph.output.args[0], cache),)
+        graph.output.args = ((graph.output.args[0], cache, *states),)
         kv_heads, head_dim = heads.pop()
-        graph.infer(_example(len(attentions), kv_heads, head_dim))
-        return PassResult(graph, len(attentions))
+        graph.infer([*_example(len(attentions), kv_heads, head_dim), *example_states(layout)])
+        return PassResult(graph, len(attentions) + len(layout.layers))
 
     def _replace_attention(
         self, graph: Graph, node: fx.Node, layer: int, inputs: dict[str, fx.Node], cache: fx.Node
@@ -116,8 +121,9 @@ def _pad_values(graph: Graph, node: fx.Node) -> None:
 def _step_inputs(graph: Graph) -> dict[str, fx.Node]:
     """Replace the graph's inputs (token_ids, positions) by those of a step."""
     old = graph.inputs
+    names = STEP_INPUTS + STATE_INPUTS * bool(graph.calls(*OPERATORS))
     with graph.fx.inserting_before(graph.nodes[0]):
-        new = {name: graph.fx.placeholder(f"step_{name}") for name in STEP_INPUTS}
+        new = {name: graph.fx.placeholder(f"step_{name}") for name in names}
     for node, name in zip(old, STEP_INPUTS, strict=False):
         graph.replace(node, new[name])
     return new

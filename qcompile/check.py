@@ -71,13 +71,23 @@ def sample(graph: Graph, tokens: int = 16) -> Tensor:
     ids = torch.randint(0, graph.info.vocab_size, (tokens,), generator=torch.Generator().manual_seed(0))
     places = torch.arange(tokens)
     if graph.stage == "cache":
-        shape = graph.inputs[-1].meta["val"].shape  # [layers, 2, slots, Hk, D]
-        pages = -(-tokens // PAGE_TOKENS)
-        cache = torch.zeros(*shape[:2], pages * PAGE_TOKENS, *shape[3:])
-        one = torch.zeros(tokens, dtype=torch.int64)
-        inputs = [ids, places, one, torch.arange(pages)[None], places, cache]
+        inputs = _step_inputs(graph, ids, places)
     else:
         inputs = [ids[None], places[None]][: len(graph.inputs)]
     with torch.no_grad():
         logits = _first(graph.run(*inputs, dtype=torch.float32))
     return logits.reshape(tokens, -1)
+
+
+def _step_inputs(graph: Graph, ids: Tensor, places: Tensor) -> list[Tensor]:
+    """The inputs of a step over one sequence from its start, with an empty cache and empty states."""
+    shapes = {str(node.target): node.meta["val"].shape for node in graph.inputs}
+    layers = shapes["step_cache"]  # [layers, 2, slots, Hk, D]
+    tokens = len(ids)
+    pages = -(-tokens // PAGE_TOKENS)
+    cache = torch.zeros(*layers[:2], pages * PAGE_TOKENS, *layers[3:])
+    one = torch.zeros(tokens, dtype=torch.int64)
+    inputs = [ids, places, one, torch.arange(pages)[None], places, cache]
+    if "step_states" in shapes:
+        inputs += [one[:1], torch.tensor([tokens]), torch.zeros(1, shapes["step_states"][1])]
+    return inputs

@@ -77,7 +77,9 @@ class Statements:
     def of(self, index: int) -> list[str]:
         """The statements of call `index`. UnsupportedError naming the call if it has no kernel."""
         call = self.program.calls[index]
-        write: Callable[[Call, int], list[str]] = getattr(self, f"_{call.kernel}")
+        write: Callable[[Call, int], list[str]] | None = getattr(self, f"_{call.kernel}", None)
+        if write is None:
+            raise UnsupportedError(f"{call.name}: there is no CPU kernel {call.kernel}")
         return write(call, index)
 
     def weight(self, name: str | None, ctype: str = "float") -> str:

@@ -71,6 +71,9 @@ class _Weights:
         if format and not format.marks_rows:
             n, k = shape
             return format.unpack(dict(zip(format.roles, blobs, strict=True)), n, k)
+        if kind == "transposed":
+            n, k = shape
+            return blobs[0].view(torch.float32).view(k, -1)[:, :n].t()
         if kind == "indices":
             return blobs[0].view(torch.int32)[: int(np.prod(shape))].long()
         if kind not in ("vector", "flat", "table"):
@@ -123,7 +126,7 @@ class Sequence(torch.nn.Module):
         positions = torch.arange(token_ids.shape[0])
         values: dict[fx.Node, Any] = dict.fromkeys(self.graph.inputs)
         values.update(zip(self.graph.inputs, (token_ids, positions), strict=False))
-        values[self.graph.inputs[-1]] = {}
+        values[next(node for node in self.graph.inputs if node.target == "step_cache")] = {}
         for node in self.graph.nodes:
             if node.name in self.leaves:
                 values[node] = self._leaf(node.name)
@@ -176,13 +179,31 @@ def _kv_attention(given: Any) -> Tensor:
     return attend(given.q, whole_keys(k, given.center), v, mask, given.scale, given.softcap, given.sinks, bias)
 
 
+def _conv_step(given: Any) -> list[Any]:
+    return [_batched("causal_conv", given.x, (given.weight, given.bias)), None]
+
+
+def _recurrence_step(given: Any) -> list[Any]:
+    rows = [None if t is None else t[None] for t in (given.k, given.v, given.decay, given.gain)]
+    k, v, decay, gain = rows
+    return [_batched("linear_recurrence", given.q, (k, v, decay, given.rates, gain, given.delta)), None]
+
+
+def _batched(name: str, x: Tensor, others: tuple[Any, ...]) -> Tensor:
+    """The operator `name` over one sequence: x [T, ...] -> [T, ...]."""
+    y: Tensor = ops.reference(name)(x[None], *others)
+    return y[0]
+
+
 _OVER_ONE_TEXT: dict[str, Callable[[Any], Any]] = {
     "kv_append": _kv_append,
     "kv_attention": _kv_attention,
     "rope_append": _rope_append,
     "take_rows": lambda given: given.x,
+    "conv_step": _conv_step,
+    "recurrence_step": _recurrence_step,
 }
-"""Replacements for operators on a paged cache if the cache is the text itself and all logits are requested."""
+"""Replacements for operators on a paged cache or states if these hold the text itself and all logits are requested."""
 
 
 # ---- reference bodies ------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ dimensions written `...` are free. References favor clarity over speed; generate
 
 from typing import Any
 
-from qcompile.ops import experts, model, quantized, recurrent, step, weights  # noqa: F401  (each module defines its operators)
+from qcompile.ops import experts, model, quantized, recurrent, recurrent_step, step, weights  # noqa: F401  (each module defines its operators)
 from qcompile.ops.model import NORMS, QUICK, UNARY
 from qcompile.ops.quantized import GATE_BLOCK, GATED
 from qcompile.ops.registry import DEFINED, STAGES, allowed, name_of, op, reference

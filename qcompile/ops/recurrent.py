@@ -79,12 +79,20 @@ def recurrence_token(
 
     decay is [..., H] or [..., H, K], and gain [..., H]. Returns the new state and y [..., H, D].
     """
-    by_key = decay.dim() == k.dim()
-    exponent = decay if by_key else decay[..., None]
+    state = decayed(state, decay, rates)
+    u = v - (state * k[..., None]).sum(-2) if delta else v
+    state = state + outer(k, u if gain is None else u * gain[..., None])
+    return state, (state * q[..., None]).sum(-2)
+
+
+def decayed(state: Tensor, decay: Tensor, rates: Tensor | None) -> Tensor:
+    """state [..., H, K, D] times exp(decay * rates), with decay [..., H] or [..., H, K] and rates [H] or [H, K]."""
+    exponent = decay if decay.dim() == state.dim() - 1 else decay[..., None]
     if rates is not None:
         exponent = exponent * (rates if rates.dim() == 2 else rates[..., None]).to(exponent.dtype)
-    state = state * torch.exp(exponent)[..., None]
-    u = v - (state * k[..., None]).sum(-2) if delta else v
-    u = u if gain is None else u * gain[..., None]
-    state = state + k[..., None] * u[..., None, :]
-    return state, (state * q[..., None]).sum(-2)
+    return state * torch.exp(exponent)[..., None]
+
+
+def outer(k: Tensor, update: Tensor) -> Tensor:
+    """k [..., H, K] and an update [..., H, D] -> [..., H, K, D]."""
+    return k[..., None] * update[..., None, :]

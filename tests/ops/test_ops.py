@@ -23,6 +23,7 @@ def rand(*shape: int) -> torch.Tensor:
 POSITIONS, SEQUENCE = torch.tensor([0, 1, 5]), torch.tensor([0, 0, 1])
 TABLE, CACHE = torch.tensor([[1, 0], [2, 3]]), rand(2, 2, 256, 2, 8)
 STEP = (POSITIONS, SEQUENCE, TABLE)
+SLOTS, CERTAIN, STATES = torch.tensor([1, 0]), torch.tensor([1, 9]), torch.zeros(2, 2600)
 WEIGHT = weight_format("w4_asym_g128").quantize(rand(64, 40))
 INT8 = activation_format("int8").quantize(rand(3, 40), 128)
 CHOICE = torch.tensor([[3, 0], [1, 3], [0, 2]])
@@ -77,6 +78,13 @@ CASES: dict[str, tuple[Any, ...]] = {
     "rope_append": (
         *(rand(3, 64), INV_FREQ, *STEP, CACHE, [0, 32, 48], 4, 2, 8, 1.0, False, 0, "kv8", rand(16), 8),
         *(rand(64, 1), rand(8)),
+    ),
+    "causal_conv": (rand(2, 5, 6), rand(6, 4), rand(6)),
+    "linear_recurrence": (rand(2, 5, 2, 3), rand(2, 5, 2, 3), rand(2, 5, 4, 2), rand(2, 5, 4), rand(4), rand(2, 5, 4)),
+    "conv_step": (rand(3, 6), rand(6, 4), None, POSITIONS, SEQUENCE, SLOTS, STATES, 64),
+    "recurrence_step": (
+        *(rand(3, 2, 3), rand(3, 2, 3), rand(3, 4, 2), rand(3, 4, 3), rand(4), None, POSITIONS, SEQUENCE),
+        *(SLOTS, CERTAIN, STATES, True, 64),
     ),
     "rotate_heads": (rand(2, 5, 4, 8), rand(32), 4),
     "take_rows": (rand(3, 4), torch.tensor([2, 0])),

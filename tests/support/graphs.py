@@ -123,6 +123,69 @@ def decoder(
     return graph
 
 
+def recurrent(
+    *,
+    vocab: int = 50,
+    hidden: int = 48,
+    heads: int = 4,
+    key_heads: int = 2,
+    key_dim: int = 8,
+    value_dim: int = 16,
+    width: int = 4,
+    layers: int = 2,
+    by_key: bool = False,
+    rates: str = "heads",
+    gain: bool = True,
+    delta: bool = True,
+    attention: bool = True,
+    bias: bool = True,
+) -> Graph:
+    """A decoder at stage `raise` whose blocks are a convolution with a recurrence, and if `attention`, then attention.
+
+    `rates`: "heads", "keys" (a rate for each head and key feature) or "" (none).
+    """
+    begun = Begun(vocab)
+    graph, ids, weight = begun.graph, begun.ids, begun.weight
+
+    def linear(x: fx.Node, name: str, n: int) -> fx.Node:
+        return graph.call("linear", x, weight(name, n, x.meta["val"].shape[-1]))
+
+    def mixed_by_state(y: fx.Node, n: int) -> fx.Node:
+        sizes = [key_heads * key_dim] * 2 + [heads * value_dim]
+        wide = linear(y, f"qkv{n}", sum(sizes))
+        taps = weight(f"taps{n}", sum(sizes), width)
+        wide = graph.call("causal_conv", wide, taps, weight(f"tap_bias{n}", sum(sizes)) if bias else None)
+        wide = graph.call("scale", graph.call("unary", wide, "silu"), 0.5)  # the delta rule needs short keys
+        ends = [sizes[0], 2 * sizes[0], sum(sizes)]
+        parts = zip([0, *ends[:-1]], ends, (key_heads, key_heads, heads), strict=True)
+        q, k, v = (
+            graph.call("split_heads", graph.call("slice_features", wide, start, end), count)
+            for start, end, count in parts
+        )
+        raw = linear(y, f"decay{n}", heads * key_dim if by_key else heads)
+        positive = graph.call("unary", raw, "sigmoid")  # times a negative rate: states fade
+        decay = positive if rates else graph.call("scale", positive, -1.0)
+        decay = graph.call("split_heads", decay, heads) if by_key else decay
+        shape = (heads, key_dim) if rates == "keys" else (heads,)
+        fading = -1.5 * torch.rand(shape, generator=begun.generator)
+        rate = begun.kept(f"rates{n}", fading) if rates else None
+        strength = graph.call("unary", linear(y, f"gain{n}", heads), "sigmoid") if gain else None
+        return graph.call("merge_heads", graph.call("linear_recurrence", q, k, v, decay, rate, strength, delta))
+
+    def mixed_by_attention(y: fx.Node, n: int) -> fx.Node:
+        q, k, v = (graph.call("split_heads", linear(y, f"{name}{n}", 32), 2) for name in ("aq", "ak", "av"))
+        return graph.call("merge_heads", graph.call("attention", q, k, v, 0.25))
+
+    x = graph.call("embedding", ids, weight("embed", vocab, hidden))
+    for n in range(layers):
+        mixers = (mixed_by_state, mixed_by_attention) if attention else (mixed_by_state,)
+        for kind, mixer in enumerate(mixers):
+            y = mixer(graph.call("rms_norm", x, None, 1e-6), 2 * n + kind)
+            x = graph.call("add", x, linear(y, f"o{2 * n + kind}", hidden))
+    graph.fx.output(linear(graph.call("rms_norm", x, None, 1e-6), "head", vocab))
+    return graph
+
+
 def latent(
     *,
     vocab: int = 50,
@@ -176,17 +239,34 @@ def sequence_inputs(
     return ids, torch.arange(tokens).expand(batch, tokens).contiguous()
 
 
-def step_inputs(ids: torch.Tensor, cache: torch.Tensor | None, graph: Graph, start: int = 0) -> list[torch.Tensor]:
-    """Inputs of a step that carries all of ids [batch, tokens] at positions from `start`, every row's logits wanted."""
+def step_inputs(
+    ids: torch.Tensor,
+    cache: torch.Tensor | None,
+    graph: Graph,
+    start: int = 0,
+    states: torch.Tensor | None = None,
+    certain: int | None = None,
+) -> list[torch.Tensor]:
+    """Inputs of a step that carries all of ids [batch, tokens] at positions from `start`, every row's logits wanted.
+
+    If the graph has states, sequence i has slot batch - i, and `certain` leading positions are final (None: all).
+    """
+    shapes = {str(node.target): node.meta["val"].shape for node in graph.inputs}
     batch, tokens = ids.shape
     positions = (torch.arange(tokens) + start).repeat(batch)
     sequence = torch.arange(batch).repeat_interleave(tokens)
     pages = max(2, -(-(start + tokens) // 64))
     table = torch.arange(batch * pages).reshape(batch, pages).flip(0)  # pages out of order, on purpose
     if cache is None:
-        layers, _, _, kv_heads, head_dim = graph.inputs[-1].meta["val"].shape
+        layers, _, _, kv_heads, head_dim = shapes["step_cache"]
         cache = torch.full((layers, 2, batch * pages * 64, kv_heads, head_dim), float("nan"))
-    return [ids.flatten(), positions, sequence, table, torch.arange(batch * tokens), cache]
+    inputs = [ids.flatten(), positions, sequence, table, torch.arange(batch * tokens), cache]
+    if "step_states" in shapes:
+        if states is None:
+            states = torch.full((batch + 1, shapes["step_states"][1]), float("nan"))
+        final = start + tokens if certain is None else certain
+        inputs += [batch - torch.arange(batch), torch.full((batch,), final), states]
+    return inputs
 
 
 def logits_whatever_the_step(artifact: Path, ids: torch.Tensor) -> torch.Tensor:

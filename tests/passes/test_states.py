@@ -1,0 +1,138 @@
+"""Operators with states become operators of a step: any division of a text into steps gives the same values."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from qcompile import check
+from qcompile.codegen.lower import lower
+from qcompile.codegen.packing import WeightTable
+from qcompile.codegen.state_calls import ConvStep, RecurrenceStep
+from qcompile.errors import PassError
+from qcompile.formats.states import ALIGNMENT, LOG_TOKENS, ConvState, RecurrenceState, StateLayout
+from qcompile.graph import Graph
+from qcompile.passes.assign_precision import AssignPrecision
+from qcompile.passes.base import apply
+from qcompile.passes.cache import Cache
+from qcompile.passes.fuse import Fuse
+from qcompile.passes.merge import Merge
+from qcompile.passes.plan_memory import PlanMemory
+from qcompile.passes.quantize import Quantize
+from tests.support.graphs import decoder, recurrent, sequence_inputs, step_inputs
+
+EXACT = 1e-6
+"""The step does the same as the whole text, but for the float32 rounding of what its linears and its cache hold."""
+
+SHAPES = {
+    "delta": {},
+    "by key": {"by_key": True, "rates": ""},
+    "selective scan": {"heads": 6, "key_heads": 1, "value_dim": 1, "rates": "keys", "delta": False},
+    "odd": {"heads": 3, "key_heads": 3, "key_dim": 5, "value_dim": 7, "width": 2, "gain": False, "bias": False},
+    "no attention": {"attention": False, "layers": 1},
+}
+
+
+def quantized(graph: Graph) -> Graph:
+    for rewrite in (AssignPrecision("f32", "f32"), Merge(), Quantize()):
+        graph = apply(rewrite, graph).graph
+    return graph
+
+
+def cached(graph: Graph) -> Graph:
+    return apply(Cache("kv32"), quantized(graph)).graph
+
+
+def run_in_steps(graph: Graph, ids: torch.Tensor, cuts: list[int], certain: list[int] | None = None) -> torch.Tensor:
+    """Logits of ids [B, T] in steps that end at `cuts`; step i takes the first certain[i] positions as final."""
+    logits, cache, states = [], None, None
+    for index, (start, end) in enumerate(zip([0, *cuts], cuts, strict=False)):
+        final = None if certain is None else certain[index]
+        inputs = step_inputs(ids[:, start:end], cache, graph, start, states, final)
+        if cache is None:
+            inputs = [t.double() if t.is_floating_point() else t for t in inputs]
+        new, cache, states = graph.run(*inputs, dtype=torch.float64)
+        logits.append(new.view(len(ids), end - start, -1))
+    return torch.cat(logits, 1)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_any_division_into_steps_gives_the_logits_of_the_whole_text(shape: str) -> None:
+    graph = recurrent(**SHAPES[shape])
+    ids, positions = sequence_inputs(11)
+    wanted = quantized(graph).run(ids, positions, dtype=torch.float64)
+    stepped = cached(graph)
+    for cuts in ([11], [1, 2, 3, 4, 11], [5, 6, 11]):
+        found = run_in_steps(stepped, ids, cuts)
+        assert check.max_relative_error(found, wanted) < EXACT, cuts
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_positions_that_are_not_certain_can_be_computed_again(shape: str) -> None:
+    graph = recurrent(**SHAPES[shape])
+    stepped = cached(graph)
+    ids, positions = sequence_inputs(11)
+    wanted = quantized(graph).run(ids, positions, dtype=torch.float64)
+    wrong = ids.clone()
+    wrong[:, 5:] = (ids[:, 5:] + 1) % 50
+    inputs = step_inputs(ids[:, :4], None, stepped)
+    inputs = [t.double() if t.is_floating_point() else t for t in inputs]
+    _, cache, states = stepped.run(*inputs, dtype=torch.float64)
+    # Token 4 and rejected drafts; then token 5 with a draft of another kind, that leaves the base alone; then the rest.
+    steps = [(wrong, 4, 9, 5), (wrong, 5, 6, 0), (ids, 5, 7, 6), (ids, 7, 11, 11)]
+    for text, start, end, certain in steps:
+        new, cache, states = stepped.run(
+            *step_inputs(text[:, start:end], cache, stepped, start, states, certain), dtype=torch.float64
+        )
+        if text is ids:
+            found = new.view(2, end - start, -1)
+            assert check.max_relative_error(found, wanted[:, start:end]) < EXACT, (start, end)
+
+
+def test_a_sequence_at_position_0_ignores_its_slot() -> None:
+    graph = cached(recurrent())
+    ids, _ = sequence_inputs(6)
+    inputs = [t.double() if t.is_floating_point() else t for t in step_inputs(ids, None, graph)]
+    assert inputs[-1].isnan().all()
+    assert graph.run(*inputs, dtype=torch.float64)[0].isfinite().all()
+
+
+def test_a_model_without_states_keeps_its_inputs() -> None:
+    assert [str(node.target) for node in cached(decoder()).inputs][-1] == "step_cache"
+
+
+def test_a_model_without_attention_has_a_cache_of_no_layers() -> None:
+    graph = cached(recurrent(attention=False))
+    shapes = {str(node.target): tuple(node.meta["val"].shape) for node in graph.inputs}
+    assert shapes["step_cache"][0] == 0
+
+
+def test_a_model_with_neither_is_refused() -> None:
+    graph = decoder(layers=0)
+    with pytest.raises(PassError, match="no attention and no state"):
+        cached(graph)
+
+
+def test_parts_of_a_slot_do_not_overlap() -> None:
+    recurrence = RecurrenceState(heads=3, key_heads=1, key_dim=5, value_dim=7, by_key=True)
+    base, state, keys, updates, decay, end = recurrence.places
+    assert state - base >= 21 and keys - state >= 105 and updates - keys >= 5 * LOG_TOKENS
+    assert decay - updates >= 21 * LOG_TOKENS and end - decay >= 15 * LOG_TOKENS
+    layout = StateLayout((ConvState(6, 4), recurrence, ConvState(3, 2)))
+    assert layout.offsets == (0, layout.layers[0].size, layout.layers[0].size + end)
+    assert not any(place % ALIGNMENT for place in (*recurrence.places, *layout.offsets, layout.slot_numbers))
+    assert layout.layers[0].size >= 6 * (3 + LOG_TOKENS)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_lowering_places_every_layer_in_the_slot(shape: str) -> None:
+    graph = cached(recurrent(**SHAPES[shape]))
+    for rewrite in (Fuse(), PlanMemory()):
+        graph = apply(rewrite, graph).graph
+    program = lower(graph, WeightTable())
+    calls = [call for call in program.calls if isinstance(call, ConvStep | RecurrenceStep)]
+    assert [call.state for call in calls] == list(program.states.offsets)
+    assert [call.layer for call in calls] == list(program.states.layers)
+    assert json.loads(program.to_json())["states"]["slot_bytes"] == 4 * program.states.slot_numbers
