@@ -149,11 +149,11 @@ class Gemm(Call):
 class RopeAppend(Call):
     """Rotates q (in place) and k by position, and appends k and v to the layer's KV pages.
 
-    qkv: f32 [tokens, width]; q, k and v start at the given columns. `inv_freq` is a weight, f32 [rotary_dim / 2] (None:
-    no rotation); `scaling` multiplies cos and sin. After the rotation, q is multiplied by its position's entry of the
-    weight `query_table`, f32 [positions], and by the weight `query_weight`, f32 [head_dim]. The weight `center`, f32
-    [kv_heads * head_dim], is subtracted from k. None skips any of these. If `block`, a power of 2, is not 0, q and k
-    are then multiplied by a Hadamard matrix in blocks of that many features.
+    qkv: f32 [tokens, width]; q, k and v start at the given columns (without v, only k is appended). `inv_freq` is a
+    weight, f32 [rotary_dim / 2] (None: no rotation); `scaling` multiplies cos and sin. After the rotation, q is
+    multiplied by its position's entry of the weight `query_table`, f32 [positions], and by the weight `query_weight`,
+    f32 [head_dim]. The weight `center`, f32 [kv_heads * head_dim], is subtracted from k. None skips any of these. If
+    `block`, a power of 2, is not 0, q and k are then multiplied by a Hadamard matrix in blocks of that many features.
     """
 
     kernel: ClassVar[str] = "rope_append"
@@ -162,7 +162,7 @@ class RopeAppend(Call):
     qkv: str
     q_offset: int
     k_offset: int
-    v_offset: int
+    v_offset: int | None
     heads: int
     kv_heads: int
     head_dim: int
@@ -197,7 +197,7 @@ class Gather(Call):
 class Attention(Call):
     """out[t, h] = softmax(softcap(q k^T * scale) + mask) v over the layer's KV pages.
 
-    q: f32 at column `q_offset` of its buffer, [tokens, heads, head_dim]; out: f32 [tokens, heads * head_dim].
+    q: f32 at column `q_offset` of its buffer, [tokens, heads, head_dim]; out: f32 [tokens, heads * value_dim].
     `window` > 0 lets position p see p - window + 1 .. p; `softcap` > 0 is cap * tanh(s / cap).
     """
 
@@ -219,6 +219,13 @@ class Attention(Call):
     """Weight f32 [heads][max position]: added to scores, as the key position's entry minus the query position's."""
     center: str | None = None
     """Weight f32 [kv_heads * head_dim]: was subtracted from cached keys; scores are those of the keys with it."""
+    value: tuple[int, int] | None = None
+    """The features of the keys, from the first to before the second, that are the values; None: values are cached."""
+
+    @property
+    def value_dim(self) -> int:
+        """Features of a value, and of a head of the result."""
+        return self.head_dim if self.value is None else self.value[1] - self.value[0]
 
 
 @dataclass(frozen=True)
@@ -276,6 +283,16 @@ class Route(Call):
     groups: int = 0
     keep: int = 0
     count: int = 0
+
+
+@dataclass(frozen=True)
+class EveryExpert(Call):
+    """out[t, i] = i for i < `experts`: an int32 index, which chooses every expert."""
+
+    kernel: ClassVar[str] = "every_expert"
+    read_fields: ClassVar[tuple[str, ...]] = ()
+    out: str
+    experts: int
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qcompile.codegen.sizes import round_up
-from qcompile.formats.kv import HIER_GROUP, PAGE_TOKENS, RING_GROUPS, KVFormat, kv_format
+from qcompile.formats.kv import HIER_GROUP, LATENT_GROUP, PAGE_TOKENS, RING_GROUPS, KVFormat, kv_format
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,12 @@ class KVLayout:
     page_tokens: int = PAGE_TOKENS
     own_block_bytes: int = 0
     """Bytes of a block, if the target's layout differs from the CPU kernels'; 0: the same layout."""
+    value: tuple[int, int] | None = None
+    """The features of the keys that are the values, so that a block holds keys alone; None: it holds values too."""
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one (layer, page, kv head): K, then V, then scales and zeros if quantized.
+        """Bytes of one (layer, page, kv head): K, then V (unless it is part of K), then scales and zeros if quantized.
 
         Heads are padded to 16 elements (32 for kv4 and hierarchical caches); see cpu/templates/kv.h for the layout.
         """
@@ -31,6 +33,9 @@ class KVLayout:
             return self.own_block_bytes
         width = round_up(self.head_dim, self.kind.head_pad)
         part = self.page_tokens * width * self.kind.stored_bits // 8
+        if self.value is not None:
+            groups = -(-width // LATENT_GROUP) if self.kind.has_scales else 0
+            return round_up(part, 64) + 2 * 4 * self.page_tokens * groups
         if self.hierarchical:
             return 2 * part + 4 * (2 * self.page_tokens + width)
         parameters = 4 * 4 * self.page_tokens if self.kind.has_scales else 0
@@ -67,4 +72,5 @@ class KVLayout:
             "page_tokens": self.page_tokens,
             "page_bytes": self.page_bytes,
             **({"ring_tokens": self.ring_tokens} if self.hierarchical else {}),
+            **({"value": list(self.value)} if self.value else {}),
         }

@@ -21,6 +21,7 @@ from qcompile.codegen.calls import (
     Combine,
     Elementwise,
     Embed,
+    EveryExpert,
     ExpertGemm,
     Gather,
     Gemm,
@@ -151,13 +152,13 @@ def _gemm(low: Lowering, node: fx.Node) -> Call:
 
 def _rope_append(low: Lowering, node: fx.Node) -> Call:
     given = ops.operands(node)
-    q_offset, k_offset, v_offset = given.offsets
+    q_offset, k_offset, *v_offset = given.offsets
     return RopeAppend(
         node.name,
         qkv=low.buffer(given.qkv),
         q_offset=q_offset,
         k_offset=k_offset,
-        v_offset=v_offset,
+        v_offset=v_offset[0] if v_offset else None,
         heads=given.heads,
         kv_heads=given.kv_heads,
         head_dim=given.head_dim,
@@ -203,6 +204,7 @@ def _attention(low: Lowering, node: fx.Node) -> Call:
         sinks=low.vector(given.sinks),
         key_bias=low.flat(given.key_bias),
         center=low.vector(given.center),
+        value=None if given.value is None else tuple(given.value),
     )
 
 
@@ -273,6 +275,10 @@ def _route(low: Lowering, node: fx.Node) -> Call:
     )
 
 
+def _every_expert(low: Lowering, node: fx.Node) -> Call:
+    return EveryExpert(node.name, out=low.buffer(node), experts=ops.operand(node, "experts"))
+
+
 def _expert_gemm(low: Lowering, node: fx.Node) -> Call:
     given = ops.operands(node)
     x, index, weight, format, experts = given.x, given.index, given.weight, given.format, given.experts
@@ -338,6 +344,7 @@ _LOWER: dict[str, Callable[[Lowering, fx.Node], Call | None]] = {
     "clamp": _clamp,
     "shift": _shift,
     **dict.fromkeys(("softmax", "top_k", "pick", "normalize", "limit_groups"), _route),
+    "every_expert": _every_expert,
     "expert_gemm": _expert_gemm,
     "combine": _combine,
 }
@@ -381,5 +388,7 @@ def lower(graph: Graph, weights: WeightTable, origin: str = "") -> Program:
 
 def _kv_layout(graph: Graph) -> KVLayout:
     layers, _, _, kv_heads, head_dim = next(n for n in graph.inputs if n.target == "step_cache").meta["val"].shape
-    appends = graph.calls("rope_append")
-    return KVLayout(ops.operand(appends[0], "format") if appends else "kv16", layers, kv_heads, head_dim)
+    appends, reads = graph.calls("rope_append"), graph.calls("kv_attention")
+    value = ops.operand(reads[0], "value") if reads else None
+    format = ops.operand(appends[0], "format") if appends else "kv16"
+    return KVLayout(format, layers, kv_heads, head_dim, value=None if value is None else tuple(value))

@@ -14,9 +14,12 @@ from qcompile.errors import PassError, UsageError
 from qcompile.formats.kv import KV_FORMATS, PAGE_TOKENS, kv_format
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
+from qcompile.passes.dataflow import value_features
 from qcompile.passes.gather import gathered
 from qcompile.passes.states import OPERATORS, STATE_INPUTS, example_states, replace_states
 
+Features = tuple[int, int]
+"""First feature of a range, and the feature after its last one."""
 STEP_INPUTS = ("token_ids", "positions", "sequence", "block_table", "output_rows", "cache")
 
 
@@ -29,8 +32,10 @@ class Cache(Pass):
     All operators but attention and those with states (passes/states.py) treat rows independently, so only these change.
     A model without attention has a cache of 0 layers. Logits are computed for
     `output_rows` only. Values narrower than keys are padded with zeros, which are sliced off after attention, because
-    all heads in a page have one size. Keys and values are quantized per head and token (QServe 3.2). kv_hier is
-    QuantSpec's hierarchical cache; kv_hier4 is the draft's view of it, which reads the upper 4 bits only.
+    all heads in a page have one size. Values that are features of the keys (passes/latent.py) are not stored, except in
+    hierarchical caches. Keys and values are quantized per head and token (QServe 3.2); LATENT_GROUP features share a
+    scale where values are features of the keys. kv_hier is QuantSpec's hierarchical cache; kv_hier4 is the draft's view
+    of it, which reads the upper 4 bits only.
     """
 
     name: ClassVar[str] = "cache"
@@ -49,9 +54,10 @@ class Cache(Pass):
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()
         for node in graph.calls("attention"):
-            _pad_values(graph, node)
+            if not self._values_in_keys(node):
+                _pad_values(graph, node)
         attentions = graph.calls("attention")
-        heads = {_kv_shape(node) for node in attentions} or {(1, 1)}
+        heads = {_kv_shape(node, self._values_in_keys(node)) for node in attentions} or {((1, 1), None)}
         if not attentions and not graph.calls(*OPERATORS):
             raise PassError(
                 self.name, graph.output.name, "the model has no attention and no state, so nothing to cache"
@@ -66,7 +72,7 @@ class Cache(Pass):
         states, layout = replace_states(graph, inputs)
         _take_output_rows(graph, inputs["output_rows"])
         graph.output.args = ((graph.output.args[0], cache, *states),)
-        kv_heads, head_dim = heads.pop()
+        (kv_heads, head_dim), _ = heads.pop()
         graph.infer([*_example(len(attentions), kv_heads, head_dim), *example_states(layout)])
         return PassResult(graph, len(attentions) + len(layout.layers))
 
@@ -78,18 +84,25 @@ class Cache(Pass):
         step: dict[str, Any] = {name: inputs[name] for name in ("positions", "sequence", "block_table")}
         step["layer"] = layer
         bits = kv_format(self.format).read_bits
+        value = self._values_in_keys(node)
         with graph.fx.inserting_before(node):
-            appended = graph.create("kv_append", k, v, **step, cache=cache, format=self.format)
+            appended = graph.create("kv_append", k, None if value else v, **step, cache=cache, format=self.format)
+            given |= {"value": list(value)} if value else {}
             read = graph.create("kv_attention", **step, **given, cache=appended, bits=bits)
         graph.replace(node, read)
         return appended
 
+    def _values_in_keys(self, node: fx.Node) -> Features | None:
+        """Which features of the keys are the values, so that only keys are cached; None if values are cached too."""
+        return None if kv_format(self.format).hierarchical else value_features(node)
 
-def _kv_shape(node: fx.Node) -> tuple[int, int]:
+
+def _kv_shape(node: fx.Node, value: Features | None) -> tuple[tuple[int, int], Features | None]:
+    """(KV heads, head size) of a layer of the cache, and which features of its keys are values."""
     k, v = (ops.operand(node, name).meta["val"].shape for name in ("k", "v"))
-    if k != v:
+    if value is None and k != v:
         raise PassError("cache", node.name, f"keys {tuple(k[2:])} and values {tuple(v[2:])} differ in heads or size")
-    return tuple(k[-2:])
+    return tuple(k[-2:]), value
 
 
 def _pad_values(graph: Graph, node: fx.Node) -> None:

@@ -19,6 +19,7 @@ from qcompile.errors import PassError
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
 from qcompile.passes.calibration.sweep import Sweep
+from qcompile.passes.dataflow import value_features
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,9 @@ def _over_positions(graph: Graph, mean: Tensor, rope: fx.Node) -> Tensor:
 
 
 def _obstacle(graph: Graph, attention: fx.Node) -> str | None:
-    """Why the keys of `attention` are not centered; None when their rotation depends on known positions."""
+    """Why the keys of `attention` are not centered; None if they are only keys, and turn with known positions."""
+    if value_features(attention) is not None:
+        return "features of its keys are also its values, which must stay as they are"
     key = ops.operand(attention, "k")
     if ops.name_of(key.target) != "rope":
         return None

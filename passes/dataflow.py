@@ -83,6 +83,23 @@ def read_once(value: fx.Node) -> bool:
     return places.count(value) == 1
 
 
+def value_features(attention: fx.Node) -> tuple[int, int] | None:
+    """The features start:stop of the keys of `attention` that are its values; None if they are not that.
+
+    The values of a single key head are split_heads(slice_features(merge_heads(keys), start, stop), 1).
+    """
+    key, node = ops.operand(attention, "k"), ops.operand(attention, "v")
+    if key.meta["val"].shape[-2] != 1 or ops.name_of(node.target) != "split_heads":
+        return None
+    cut = ops.operand(node, "x")
+    if ops.name_of(cut.target) != "slice_features":
+        return None
+    merged = ops.operand(cut, "x")
+    if ops.name_of(merged.target) != "merge_heads" or ops.operand(merged, "x") is not key:
+        return None
+    return ops.operand(cut, "start"), ops.operand(cut, "stop")
+
+
 @dataclass(frozen=True)
 class WeightAxes:
     """The axes of operand `weight` along which an operator has its output features and its input features.

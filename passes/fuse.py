@@ -196,18 +196,20 @@ def _fuse_append(graph: Graph, node: fx.Node) -> bool:
         return False
     given = ops.named(append)
     query, positions = ops.operand(node, "q"), given["positions"]
-    parts = [_heads_of(graph, n, positions, n is query) for n in (query, given.pop("k"), given.pop("v"))]
-    if any(p is None for p in parts):
+    wanted = [n for n in (query, given.pop("k"), given.pop("v")) if n is not None]
+    parts = [part for n in wanted if (part := _heads_of(graph, n, positions, n is query))]
+    if len(parts) != len(wanted):
         return False
-    q, k, v = (p for p in parts if p is not None)
-    if q.rope != k.rope or v.rope is not None or v.norm is not None:
+    q, k, *v = parts
+    if q.rope != k.rope or any(part.rope is not None or part.norm is not None or part.block for part in v):
         return False
-    if q.center is not None or q.block != k.block or v.block:
+    if q.center is not None or q.block != k.block:
         return False
     if q.rope is not None and q.rope["positions"] is not positions:
         return False
-    if not (q.source is k.source is v.source and q.alone and k.alone):
-        q, k, v = _side_by_side(graph, node, (q, k, v))
+    if not (all(part.source is q.source for part in parts) and q.alone and k.alone):
+        parts = _side_by_side(graph, node, parts)
+        q, k = parts[:2]
     rope = {"inv_freq": None, "scaling": 1.0, "interleaved": False} | (q.rope or {})
     with graph.fx.inserting_before(node):
         source = q.source
@@ -219,7 +221,7 @@ def _fuse_append(graph: Graph, node: fx.Node) -> bool:
             "rope_append",
             source,
             **(rope | given),
-            offsets=[q.start, k.start, v.start],
+            offsets=[part.start for part in parts],
             heads=q.heads,
             kv_heads=k.heads,
             head_dim=q.head_dim,

@@ -16,7 +16,7 @@ from qcompile import ops
 from qcompile.errors import PassError
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
-from qcompile.passes.dataflow import rewrite_weight
+from qcompile.passes.dataflow import rewrite_weight, value_features
 
 SMALLEST_BLOCK = 16
 
@@ -50,6 +50,10 @@ class RotateKeys(Pass):
 
 def _rotate(graph: Graph, node: fx.Node) -> None:
     query, key = ops.operand(node, "q"), ops.operand(node, "k")
+    if value_features(node) is not None:
+        raise PassError(
+            "rotate_keys", node.name, "features of its keys are also its values, which must stay as they are"
+        )
     head_dim = key.meta["val"].shape[-1]
     block = head_dim & -head_dim  # the largest power of 2 that divides it
     if block < SMALLEST_BLOCK:

@@ -16,6 +16,7 @@ from qcompile.passes.calibration.salience import Salience
 from qcompile.passes.center_keys import CenterKeys
 from qcompile.passes.fold_norms import FoldNorms
 from qcompile.passes.fuse import Fuse
+from qcompile.passes.latent import Latent
 from qcompile.passes.merge import Merge
 from qcompile.passes.plan_memory import PlanMemory
 from qcompile.passes.quantize import Quantize
@@ -27,6 +28,7 @@ from qcompile.passes.smooth import Smooth
 from qcompile.passes.smooth_attention import SmoothAttention
 from qcompile.passes.speculate import Speculate
 from qcompile.passes.split import Split
+from qcompile.targets import get_target
 
 PASSES: tuple[type[Pass], ...] = (
     Raise,
@@ -34,6 +36,7 @@ PASSES: tuple[type[Pass], ...] = (
     FoldNorms,
     Rotate,
     Smooth,
+    Latent,
     CenterKeys,
     SmoothAttention,
     RotateKeys,
@@ -86,7 +89,7 @@ class Schedule:
         Raises UsageError for an unknown option, and for an option of `speculate` if the recipe makes no draft.
         """
         recipe = recipes.get_recipe(self.recipe)
-        passes = configure(recipe.settings(self.head_dtype), {"salience.target": self.target, **self.options})
+        passes = configure(recipe.settings(self.head_dtype), {**_for_target(self.target), **self.options})
         unused = [option for option in self.options if option.startswith(f"{Speculate.name}.")]
         if unused and not recipe.drafts:
             raise UsageError(f"option {unused[0]}: recipe {self.recipe} makes no draft of itself; take one that does")
@@ -101,9 +104,14 @@ class Schedule:
             yield draft, tuple(rewrite.for_draft() if isinstance(rewrite, Cache) else rewrite for rewrite in passes)
 
 
-def separate_draft_passes() -> tuple[Pass, ...]:
-    """The passes of a separate draft model: those of its own recipe, whatever the target's."""
-    return configure(recipes.get_recipe(recipes.DRAFT_RECIPE).settings(), {})
+def separate_draft_passes(target: str) -> tuple[Pass, ...]:
+    """The passes of a separate draft model for a target: those of its own recipe, whatever the target model's."""
+    return configure(recipes.get_recipe(recipes.DRAFT_RECIPE).settings(), _for_target(target))
+
+
+def _for_target(target: str) -> dict[str, str]:
+    """Options of passes that depend on the target: only CPUs have kernels for latent attention."""
+    return {"salience.target": target, "latent.enabled": str(get_target(target).kind == "cpu").lower()}
 
 
 def _check_extra_pass(rewrite: object) -> None:

@@ -115,7 +115,7 @@ def build(  # parameters: the public interface, one keyword for each option
     kept = Path(out).absolute().parent / f".{Path(out).name}.calibration"
     schedule = Schedule(recipe, target, options or {}, head_dtype, tuple(passes))
     importing = ImportOptions(source, text, kept, check_passes)
-    drafting = Drafts.of(drafts, [*schedule.recipe_drafts()], separate_draft_passes())
+    drafting = Drafts.of(drafts, [*schedule.recipe_drafts()], separate_draft_passes(target))
     backend = backend_of(machine)
     compiler = backend.compiler()  # raises if there is none, before any work
     kernels = KernelFiles(machine.name, backend.suffix, backend.abi, compiler)
@@ -154,7 +154,7 @@ def plan(  # parameters: the arguments of `build` that decide what is compiled
     frontend.check_arguments(plan, source)
     machine = targets.get_target(target)
     schedule = Schedule(recipe, target, options or {}, head_dtype, tuple(passes))
-    drafting = Drafts.of(drafts, [*schedule.recipe_drafts()], separate_draft_passes())
+    drafting = Drafts.of(drafts, [*schedule.recipe_drafts()], separate_draft_passes(target))
     planned = _plan(model, schedule, drafting, ImportOptions(source), Clock(silent))
     backend_of(machine).check(planned.programs, machine)
     return planned

@@ -85,10 +85,11 @@ def call_cost(
     if kernel == "logits":
         return Cost(2 * row_bytes, 1.0, "f32")
     if kernel == "attention":
-        width = call["heads"] * call["head_dim"]
-        return Cost(row_bytes + context * position_bytes, 4.0 * context * width, "f32")
+        first, stop = call["value"] or (0, call["head_dim"])
+        widths = call["heads"] * (call["head_dim"] + stop - first)
+        return Cost(row_bytes + context * position_bytes, 2.0 * context * widths, "f32")
     if kernel == "rope_append":
-        heads = call["heads"] + 2 * call["kv_heads"]
+        heads = call["heads"] + (1 if call["v_offset"] is None else 2) * call["kv_heads"]
         return Cost(row_bytes + position_bytes, 3.0 * heads * call["head_dim"], "f32")
     if kernel == "gather":
         moved = 3 * buffers[call["out"]]["width"]  # one element read, one written, and its index

@@ -68,6 +68,8 @@ class Barriers:
         attention = self.program.calls[index + 2]
         if not isinstance(attention, Attention) or attention.q != rope.qkv:
             return False
+        if rope.v_offset is None:
+            return False
         ends = (rope.q_offset, rope.k_offset, rope.v_offset, call.n)
         widths = [end - start for start, end in pairwise(ends)]
         each = [heads * rope.head_dim for heads in (rope.heads, rope.kv_heads, rope.kv_heads)]

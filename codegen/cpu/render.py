@@ -69,7 +69,7 @@ def render(program: Program, target: Target) -> str:
             target=target,
             calls=calls,
             description=_description(program, target),
-            kv_format=program.kv.kind.cpu_name,
+            kv_format=program.kv.kind.cpu_latent if program.kv.value else program.kv.kind.cpu_name,
             format_headers=_format_headers(program),
             curved=any(isinstance(c, Elementwise) and c.kind == "xielu" for c in program.calls),
             headers=Headers(_TEMPLATES),

@@ -12,6 +12,7 @@ from qcompile.codegen.calls import (
     Combine,
     Elementwise,
     Embed,
+    EveryExpert,
     ExpertGemm,
     Gather,
     Gemm,
@@ -181,7 +182,7 @@ class Statements:
         if out is None:
             lines.append(f"{var}.best = s.best();")
         rope = self.barriers.rope_after(index)
-        if rope is not None and self.barriers.by_head(index):
+        if rope is not None and rope.v_offset is not None and self.barriers.by_head(index):
             q, k = (rope.k_offset - rope.q_offset) // 32, (rope.v_offset - rope.k_offset) // 32
             lines.append(f"if (s.by_head()) {var}.parts[0] = {q}, {var}.parts[1] = {k};")
         kernel = weight_format(c.format).cpu_kernel(x.kind)
@@ -202,6 +203,9 @@ class Statements:
         given = {"normalize": (f32(c.eps), f32(c.floor)), "limit_groups": (str(c.groups), str(c.keep), str(c.count))}
         numbers = given.get(c.kind, ())
         return [f"{name}({', '.join((where, str(out.width), *numbers, ident(c.out)))});"]
+
+    def _every_expert(self, c: EveryExpert, _: int) -> list[str]:
+        return [f"every_expert({self.mine(c.out)}, {c.experts}, {ident(c.out)});"]
 
     def _expert_gemm(self, c: ExpertGemm, index: int) -> list[str]:
         x, out, e = self.program.buffer(c.x), self.program.buffer(c.out), f"e{index}"
@@ -249,7 +253,8 @@ class Statements:
         if c.inv_freq is not None:
             table = self._rope_table(c.inv_freq, c.rotary_dim, c.scaling).name
         stride = self.program.buffer(c.qkv).stride
-        where = f"{ident(c.qkv)}, {stride}, {c.q_offset}, {c.k_offset}, {c.v_offset}, {c.heads}"
+        v_offset = c.k_offset if c.v_offset is None else c.v_offset  # the kernel does not read it in the first case
+        where = f"{ident(c.qkv)}, {stride}, {c.q_offset}, {c.k_offset}, {v_offset}, {c.heads}"
         times = [self.weight(c.query_table), self.weight(c.query_weight)] if c.query_table or c.query_weight else []
         more = [str(c.block), self.weight(c.center), *times] if c.block or c.center or times else []
         rope = f"{{{', '.join([table, str(c.rotary_dim), boolean(c.interleaved), *more])}}}"
@@ -269,6 +274,8 @@ class Statements:
         extra = f"{self.weight(c.sinks)}, {self.weight(c.key_bias)}, kMaxPosition, {self.weight(c.center)}"
         how = f"{f32(c.scale)}, {c.window}, {f32(c.softcap)}, {extra}"
         columns = self._new_columns(c) if self.program.kv.hierarchical else ""
+        if c.value is not None:
+            columns = f", 0, 0, {c.value[0]}, {c.value_dim}"
         return [f"s.attend({{{where}, {how}, b.sequences, b.positions, b.query_start{columns}}}, {c.layer}, {index});"]
 
     def _new_columns(self, c: Attention) -> str:

@@ -74,6 +74,8 @@ def append(context: PlanContext, c: RopeAppend | fused.NormedAppend) -> Iterator
 
 
 def _append_spec(context: PlanContext, c: RopeAppend, norm_q: HeadNorm | None, norm_k: HeadNorm | None) -> AppendSpec:
+    if c.v_offset is None:
+        raise UnsupportedError("values that are features of the keys have no GPU kernels yet")
     return AppendSpec(
         context.kv,
         c.heads,

@@ -119,7 +119,7 @@ def rounded_buffer(program: Program, reads: Reads, maker: Gemm | Attention, afte
         kept = kept and not maker.blocks and not weight_format(maker.format).gpu.row_major
         read, width = maker.x, maker.n // 2 if gated else maker.n
     else:
-        kept, read, width = True, maker.q, maker.heads * maker.head_dim
+        kept, read, width = True, maker.q, maker.heads * maker.value_dim
     whole = kept and program.buffer(after.out).stride == width
     return after.out if whole and reads.alone(after, after.x) and reads.disjoint([after.out], [read]) else None
 

@@ -148,9 +148,11 @@ def _kv_append(given: Any) -> Cached:
     return _appended(given, given.k, given.v)
 
 
-def _appended(given: Any, k: Tensor, v: Tensor) -> Cached:
+def _appended(given: Any, k: Tensor, v: Tensor | None) -> Cached:
     """The cache of `given`, operands of kv_append or rope_append, with the rounded k and v of its layer."""
     format, cache = kv_format(given.format), cast(Cached, given.cache)
+    if v is None:
+        return cache | {given.layer: (format.round_trip_latent(k),) * 2}
     return cache | {given.layer: (format.round_trip(k), format.round_trip(v))}
 
 
@@ -174,6 +176,7 @@ def _kv_attention(given: Any) -> Tensor:
     if given.bits:
         raise UnsupportedError("export: a hierarchical cache rounds tokens as they age; take another recipe")
     k, v = given.cache[given.layer]
+    v = v if given.value is None else v[..., slice(*given.value)]
     positions = given.positions
     mask, bias = visible(positions, positions, given.window), key_offsets(given.key_bias, positions, positions)
     return attend(given.q, whole_keys(k, given.center), v, mask, given.scale, given.softcap, given.sinks, bias)

@@ -12,6 +12,8 @@ from qcompile.formats.rounding import asymmetric
 
 PAGE_TOKENS = 64
 """Positions per KV page, and the block size of every attention reduction."""
+LATENT_GROUP = 64
+"""Features of a key that share a scale, where features of the keys are also the values."""
 HIER_GROUP = 128
 """Positions of a hierarchical cache that are rounded together, with shared scales for keys."""
 RING_GROUPS = 3
@@ -25,7 +27,8 @@ class KVFormat:
     Below 16 bits, keys and values are asymmetric integers per head and token (QServe 3.2: dynamic, scale and zero
     stored in the page). A hierarchical cache (QuantSpec 4.2) rounds older positions later; `read_bits` of that part are
     read (0: no such part). `draft` names the format in which a draft reads the same cache, if that is another one, and
-    `whole` the format of which this one reads a part. `cpu_name` is the name of the format in CPU kernels.
+    `whole` the format of which this one reads a part. `cpu_name` is the name of the format in CPU kernels, and
+    `cpu_latent` that of its pages without values, where these are features of the keys (empty: there are none).
     """
 
     name: str
@@ -35,6 +38,7 @@ class KVFormat:
     read_bits: int = 0
     draft: str = ""
     whole: str = ""
+    cpu_latent: str = ""
 
     @property
     def hierarchical(self) -> bool:
@@ -65,14 +69,19 @@ class KVFormat:
         codes, scale, zero = asymmetric(x, self.bits)
         return ((codes.float() - zero.float()) * scale).to(x.dtype)
 
+    def round_trip_latent(self, x: Tensor) -> Tensor:
+        """As round_trip, for keys [..., D] whose features are also values: LATENT_GROUP features share a scale."""
+        padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % LATENT_GROUP))
+        return self.round_trip(padded.unflatten(-1, (-1, LATENT_GROUP))).flatten(-2)[..., : x.shape[-1]]
+
 
 KV_FORMATS = {
     format.name: format
     for format in (
-        KVFormat("kv32", "kKv32", 32, 16),
-        KVFormat("kv16", "kKv16", 16, 16),
-        KVFormat("kv8", "kKv8", 8, 16),
-        KVFormat("kv4", "kKv4", 4, 32),
+        KVFormat("kv32", "kKv32", 32, 16, cpu_latent="kLatent32"),
+        KVFormat("kv16", "kKv16", 16, 16, cpu_latent="kLatent16"),
+        KVFormat("kv8", "kKv8", 8, 16, cpu_latent="kLatent8"),
+        KVFormat("kv4", "kKv4", 4, 32, cpu_latent="kLatent4"),
         KVFormat("kv_hier", "kKvHier", 16, 32, read_bits=8, draft="kv_hier4"),
         KVFormat("kv_hier4", "kKvHier4", 16, 32, read_bits=4, whole="kv_hier"),
     )

@@ -28,6 +28,15 @@ def top_k(x: Tensor, k: int) -> Tensor:
     return torch.sort(x, dim=-1, descending=True, stable=True).indices[..., :k].clone()
 
 
+@define(lambda x, experts: torch.empty(*x.shape, experts, dtype=torch.int64, device=x.device))
+def every_expert(x: Tensor, experts: int) -> Tensor:
+    """The choice of all experts, in their order, for each of x [...] -> int64 [..., experts].
+
+    With it, expert_linear multiplies each of `experts` parts of a token, such as its heads, by its own weight.
+    """
+    return torch.arange(experts, device=x.device).expand(*x.shape, experts).clone()
+
+
 @define(lambda x, index: x.new_empty(index.shape))
 def pick(x: Tensor, index: Tensor) -> Tensor:
     """x [..., E] at index int64 [..., k] -> [..., k]."""

@@ -26,7 +26,7 @@ def _slots(positions: Tensor, sequence: Tensor, block_table: Tensor) -> Tensor:
 @define(lambda k, v, positions, sequence, block_table, cache, layer, format: torch.empty_like(cache), since="cache")
 def kv_append(
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     positions: Tensor,
     sequence: Tensor,
     block_table: Tensor,
@@ -34,16 +34,24 @@ def kv_append(
     layer: int,
     format: str,
 ) -> Tensor:
-    """Write k, v [M, Hk, D] to their rows' slots with the cache's rounding; returns the new cache."""
+    """Write k, v [M, Hk, D] to their rows' slots with the cache's rounding; returns the new cache.
+
+    Without v only keys are written: the values are features of the keys.
+    """
     slots = _slots(positions, sequence, block_table)
     cache = cache.clone()
+    rounds = kv_format(format)
+    if v is None:
+        cache[layer, 0, slots] = rounds.round_trip_latent(k).to(cache.dtype)
+        return cache
     for index, value in enumerate((k, v)):
-        cache[layer, index, slots] = kv_format(format).round_trip(value).to(cache.dtype)
+        cache[layer, index, slots] = rounds.round_trip(value).to(cache.dtype)
     return cache
 
 
-def _fake_kv_attention(q: Tensor, *_: Any, **__: Any) -> Tensor:
-    return torch.empty_like(q)
+def _fake_kv_attention(q: Tensor, *given: Any, value: list[int] | None = None, **_: Any) -> Tensor:
+    value = given[12] if len(given) > 12 else value
+    return torch.empty_like(q) if value is None else q.new_empty(*q.shape[:-1], value[1] - value[0])
 
 
 @define(_fake_kv_attention, since="cache")
@@ -61,18 +69,21 @@ def kv_attention(  # parameters: the schema of an operator is flat
     key_bias: Tensor | None = None,
     bits: int = 0,
     center: Tensor | None = None,
+    value: list[int] | None = None,
 ) -> Tensor:
     """q [M, H, D] at positions [M] of sequences [M] over the cache's pages [S, pages] -> [M, H, D].
 
     With `bits`, older keys and values are read as from a hierarchical cache (formats/kv.py). `center` [Hk * D] was
-    subtracted from the keys when they were written, and is added back for their scores.
+    subtracted from the keys when they were written, and is added back for their scores. With `value` [start, stop] the
+    values are the features start:stop of the keys in the cache, and the result is [M, H, stop - start].
     """
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:-1], q.shape[-1] if value is None else value[1] - value[0])
     for row in range(q.shape[0]):
         seen = torch.arange(int(positions[row]) + 1)
         slots = _slots(seen, sequence[row].expand(len(seen)), block_table)
         mask = visible(positions[row : row + 1], seen, window)
-        k, v = cache[layer, 0, slots].to(q.dtype), cache[layer, 1, slots].to(q.dtype)
+        k = cache[layer, 0, slots].to(q.dtype)
+        v = cache[layer, 1, slots].to(q.dtype) if value is None else k[..., slice(*value)]
         if bits:
             k, v = read_hier(k, v, bits)
         bias = key_offsets(key_bias, positions[row : row + 1].long(), seen)
@@ -82,7 +93,10 @@ def kv_attention(  # parameters: the schema of an operator is flat
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Where a row holds its heads: first features of q, k and v (`offsets`), numbers of heads, features of a head."""
+    """Where a row holds its heads: first features of q, k and v (`offsets`), numbers of heads, features of a head.
+
+    Without an offset of v there are no values.
+    """
 
     offsets: list[int]
     heads: int
@@ -129,18 +143,18 @@ class HeadTransform:
         return reference("rope")(x, self.positions, self.inv_freq, self.scaling, self.interleaved)
 
 
-def transform_heads(qkv: Tensor, layout: HeadLayout, transform: HeadTransform) -> tuple[Tensor, Tensor, Tensor]:
-    """qkv [M, ...] with q and k transformed in place, and the transformed k and the v [M, Hk, D] in it."""
+def transform_heads(qkv: Tensor, layout: HeadLayout, transform: HeadTransform) -> tuple[Tensor, Tensor, Tensor | None]:
+    """qkv [M, ...] with q and k transformed in place, and the transformed k and the v (if any) [M, Hk, D] in it."""
     functions = (transform.of_queries, transform.of_keys, lambda v: v)
     parts: list[Tensor] = []
     for offset, count, function in zip(
-        layout.offsets, (layout.heads, layout.kv_heads, layout.kv_heads), functions, strict=True
+        layout.offsets, (layout.heads, layout.kv_heads, layout.kv_heads), functions, strict=False
     ):
         end = offset + count * layout.head_dim
         part = function(qkv[:, offset:end].reshape(-1, count, layout.head_dim))
         qkv = qkv.slice_scatter(part.flatten(1), 1, offset, end)
         parts.append(part.contiguous())
-    return qkv, parts[1], parts[2]
+    return qkv, parts[1], parts[2] if len(parts) > 2 else None
 
 
 def _fake_rope_append(qkv: Tensor, inv_freq: Tensor | None, *args: Any, **kwargs: Any) -> list[Tensor]:
@@ -172,6 +186,7 @@ def rope_append(  # parameters: the schema of an operator is flat
 ) -> list[Tensor]:
     """Rotate q and k inside qkv [M, ...] (`offsets` of q, k, v in features) and append k, v to the cache.
 
+    Without an offset of v only k is appended.
     Rotated q is multiplied by the row of `query_table` [P, 1] at its position and by `query_weight` [D]. Then
     rotate_heads subtracts `center` [Hk * D] from k and, with `block`, rotates both. Returns [qkv with q and k rotated,
     new cache].

@@ -178,6 +178,21 @@ def interleave_experts(a: Tensor, b: Tensor, block: int) -> Tensor:
     return torch.stack(pair, 2).flatten(1, 3).contiguous()
 
 
+def _fake_head_rows(w: Tensor, index: Tensor, heads: int, transposed: bool) -> Tensor:
+    rows, inputs = index.shape[0] // heads, w.shape[1]
+    return w.new_empty(heads, *((inputs, rows) if transposed else (rows, inputs)))
+
+
+@define(_fake_head_rows)
+def head_rows(w: Tensor, index: Tensor, heads: int, transposed: bool) -> Tensor:
+    """Rows index int64 [heads * N] of a weight [..., K], as one matrix [N, K] per head: [heads, N, K].
+
+    If `transposed`, the matrices are transposed: [heads, K, N].
+    """
+    rows = w.index_select(0, index).unflatten(0, (heads, -1))
+    return rows.transpose(1, 2).contiguous() if transposed else rows
+
+
 def _padded(n: int) -> int:
     return -(-n // GATE_BLOCK) * GATE_BLOCK
 

@@ -15,6 +15,7 @@ from qcompile.codegen.calls import (
     Combine,
     Elementwise,
     Embed,
+    EveryExpert,
     ExpertGemm,
     Gather,
     Gemm,
@@ -47,6 +48,7 @@ CALLS: list[tuple[Call, tuple[str, ...], tuple[str, ...]]] = [
     (Elementwise("c", "mul", "x", "x", weight="w"), ("x",), ("x",)),
     (Route("c", "softmax", "x", "out", 8), ("x",), ("out",)),
     (Route("c", "pick", "x", "out", 8, index="i"), ("x", "i"), ("out",)),
+    (EveryExpert("c", "out", 8), (), ("out",)),
     (
         ExpertGemm("c", "x", "i", "out", "bf16", "bf16", 0, 8, 8, 8, 2, 1, 1, {"w": "w"}, {"w": 8}, bias="b"),
         ("x", "i"),

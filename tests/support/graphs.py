@@ -195,36 +195,41 @@ def latent(
     turned: int = 16,
     narrow: int = 16,
     rank: int = 24,
+    odd: str = "",
 ) -> Graph:
     """A decoder of one attention at stage `raise`, its queries, keys and values out of normalized values of `rank`.
 
     Heads of queries and keys have `turned` features ahead of `plain` ones, the keys' turned ones alike in all heads;
-    those of values have `narrow`.
+    those of values have `narrow`. `odd` names what keeps keys and values from being linear in one latent: "biased k",
+    "biased v", "normed k", "own turn" (turned features of each head's own), "other v" (of other low values), "late
+    turn" (of queries, after a scale), "slow turn" (of queries, by other angles).
     """
     begun = Begun(vocab)
     graph, ids, positions, kept, weight = begun.graph, begun.ids, begun.positions, begun.kept, begun.weight
 
     def linear(x: fx.Node, name: str, n: int) -> fx.Node:
-        return graph.call("linear", x, weight(name, n, x.meta["val"].shape[-1]))
+        bias = [weight(f"{name}.bias", n)] if odd == f"biased {name}" else []
+        return graph.call("linear", x, weight(name, n, x.meta["val"].shape[-1]), *bias)
 
     size = turned + plain
-    inv_freq = kept("inv_freq", 10000.0 ** -(torch.arange(0, turned, 2) / turned))
-    of_head = torch.cat(
-        (heads * plain + torch.arange(turned).expand(heads, -1), torch.arange(heads * plain).view(heads, -1)), 1
+    inv_freq_values = 10000.0 ** -(torch.arange(0, turned, 2) / turned)
+    inv_freq = kept("inv_freq", inv_freq_values)
+    common = torch.arange(turned).expand(heads, -1) + torch.arange(heads)[:, None] * (
+        turned if odd == "own turn" else 0
     )
+    of_head = torch.cat((heads * plain + common, torch.arange(heads * plain).view(heads, -1)), 1)
     x = graph.call("embedding", ids, weight("embed", vocab, hidden))
     y = graph.call("rms_norm", x, None, 1e-6)
     low = [graph.call("rms_norm", linear(y, f"{n}a", rank), weight(f"{n}n", rank), 1e-6) for n in ("q", "kv")]
-    k = graph.call(
-        "gather_features",
-        [linear(low[1], "k", heads * plain), linear(y, "kr", turned)],
-        kept("index", of_head.flatten()),
-    )
-    q, k, v = (
-        graph.call("split_heads", t, heads)
-        for t in (linear(low[0], "q", heads * size), k, linear(low[1], "v", heads * narrow))
-    )
-    q, k = (graph.call("rope", t, positions, inv_freq, 1.0, False) for t in (q, k))
+    up = linear(low[1], "k", heads * plain)
+    up = graph.call("rms_norm", up, None, 1e-6) if odd == "normed k" else up
+    turning = linear(y, "kr", turned * (heads if odd == "own turn" else 1))
+    k = graph.call("gather_features", [up, turning], kept("index", of_head.flatten()))
+    v = linear(low[0 if odd == "other v" else 1], "v", heads * narrow)
+    q, k, v = (graph.call("split_heads", t, heads) for t in (linear(low[0], "q", heads * size), k, v))
+    q = graph.call("scale", q, 0.5) if odd == "late turn" else q
+    slow = kept("slow", inv_freq_values / 2) if odd == "slow turn" else inv_freq
+    q, k = (graph.call("rope", t, positions, each, 1.0, False) for t, each in ((q, slow), (k, inv_freq)))
     mixed = graph.call("merge_heads", graph.call("attention", q, k, v, size**-0.5))
     x = graph.call("add", x, linear(mixed, "o", hidden))
     graph.fx.output(linear(graph.call("rms_norm", x, None, 1e-6), "head", vocab))

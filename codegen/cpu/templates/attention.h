@@ -45,6 +45,7 @@ struct AttentionArgs {
   const int32_t* positions;
   const int32_t* query_start;
   int k_offset, v_offset;    // kKvHier: columns of this layer's new keys and values in q's rows
+  int value_start, value_dim;  // attention_latent.h: first of the keys' features that are values, and their number
 };
 
 struct AttentionScratch {    // one thread's working set
@@ -347,6 +348,16 @@ QC_NOINLINE void attend_tile(const AttentionArgs& a, const KvLayer<F>& kv, void*
   }
 }
 
+// The same for values that are features of the keys (attention_latent.h), of the only kv head.
+template <KvFormat F>
+void attend_latent_tile(const AttentionArgs&, const KvLayer<F>&, void* memory, int sequence, int first, int rows);
+template <KvFormat F>
+QC_INLINE void attend_rows(const AttentionArgs& a, const KvLayer<F>& kv, void* memory, int sequence, int head, int first,
+                           int rows) {
+  if constexpr (is_latent(F)) attend_latent_tile<F>(a, kv, memory, sequence, first, rows);
+  else attend_tile<F>(a, kv, memory, sequence, head, first, rows);
+}
+
 // The most query rows that any sequence has for one kv head.
 QC_INLINE int max_rows(const AttentionArgs& a, int group) {
   int most = 1;
@@ -369,7 +380,7 @@ QC_NOINLINE void attention(const AttentionArgs& a, const KvLayer<F>& kv, Range h
       const int rows = (a.query_start[s + 1] - a.query_start[s]) * group;
       if constexpr (F >= kKvHier) attend_sequence<F>(a, kv, memory, s, h);
       else for (int first = 0; first < rows; first += tile)
-        attend_tile<F>(a, kv, memory, s, h, first, rows - first < tile ? rows - first : tile);
+        attend_rows<F>(a, kv, memory, s, h, first, rows - first < tile ? rows - first : tile);
     }
 }
 
@@ -398,7 +409,7 @@ QC_NOINLINE void attention_tasks(const AttentionArgs& a, const KvLayer<F>& kv, u
       for (int h = 0; h < kv.kv_heads; ++h, ++at) {
         if (at != task) continue;
         if constexpr (F >= kKvHier) attend_sequence<F>(a, kv, w.scratch, s, h);
-        else attend_tile<F>(a, kv, w.scratch, s, h, first, rows - first < tile ? rows - first : tile);
+        else attend_rows<F>(a, kv, w.scratch, s, h, first, rows - first < tile ? rows - first : tile);
         task = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED);
       }
   }

@@ -7,24 +7,33 @@
 //
 //   hier  see attention_hier.h
 //
+//   latent32 to latent4: values are features of the keys (attention_latent.h), so K is as above and there is no V. With 8
+//   and 4 bits, a scale [64] and a zero [64] follow for each kLatentGroup features of K.
+//
 // K is [dim][position], so that the scores of 64 positions are vertical sums over dim, in order. kv8 and kv4 are
 // asymmetric per position and head: value = (code - zero) * scale; the range always includes 0.
 #pragma once
 #include "rowops.h"
 
-enum KvFormat { kKv32, kKv16, kKv8, kKv4, kKvHier, kKvHier4 };  // kKvHier4: kKvHier, upper nibbles only
+enum KvFormat { kLatent32 = -4, kLatent16, kLatent8, kLatent4, kKv32, kKv16, kKv8, kKv4, kKvHier, kKvHier4 };  // kKvHier4: kKvHier, upper nibbles only
 constexpr int kPage = 64;
 constexpr int kHierGroup = 128;              // positions whose keys share scales
 constexpr int kRingPages = 3 * kHierGroup / kPage;  // kKvHier: pages in the ring, two table entries each
 
+constexpr int kLatentGroup = 64;             // features of a latent that share a scale
+
+constexpr bool is_latent(KvFormat f) { return f < kKv32; }
 constexpr int kv_padded(KvFormat f, int head_dim) {
-  return f >= kKv4 ? (head_dim + 31) / 32 * 32 : (head_dim + 15) / 16 * 16;
+  return f >= kKv4 || f == kLatent4 ? (head_dim + 31) / 32 * 32 : (head_dim + 15) / 16 * 16;
 }
 constexpr int64_t kv_part_bytes(KvFormat f, int head_dim) {  // K or V, without scales and zeros
   const int64_t n = (int64_t)kPage * kv_padded(f, head_dim);
+  if (is_latent(f)) return f == kLatent32 ? 4 * n : f == kLatent16 ? 2 * n : f == kLatent4 ? n / 2 : n;
   return f == kKv32 ? 4 * n : f == kKv16 ? 2 * n : f == kKv4 ? n / 2 : n;
 }
 constexpr int64_t kv_block_bytes(KvFormat f, int head_dim) {
+  const int64_t groups = f < kLatent8 ? 0 : (kv_padded(f, head_dim) + kLatentGroup - 1) / kLatentGroup;
+  if (is_latent(f)) return kv_part_bytes(f, head_dim) + groups * 2 * kPage * (int64_t)sizeof(float);
   const int64_t parameters = f >= kKvHier ? 2 * kPage + kv_padded(f, head_dim) : f >= kKv8 ? 4 * kPage : 0;
   return 2 * kv_part_bytes(f, head_dim) + parameters * (int64_t)sizeof(float);
 }
@@ -55,6 +64,7 @@ struct KvLayer {
   KvBlock block(int sequence, int page, int head) const {
     char* p = at(sequence, page, head);
     const int64_t part = kv_part_bytes(F, head_dim);
+    if (is_latent(F)) return {p, nullptr, (float*)(p + part)};
     return {p, p + part, (float*)(p + 2 * part)};
   }
 };
@@ -79,10 +89,35 @@ QC_INLINE void kv_quantize(const float* x, int dp, float levels, uint8_t* codes,
   *zero = z;
 }
 
+// Writes keys k ([dp], zero-padded) whose features are also values into slot `slot` of a block.
+template <KvFormat F>
+QC_INLINE void latent_append(const KvBlock& block, int slot, const float* k, int dp) {
+  if constexpr (F == kLatent32) {
+    for (int d = 0; d < dp; ++d) ((float*)block.k)[d * kPage + slot] = k[d];
+  } else if constexpr (F == kLatent16) {
+    uint16_t row[1024];
+    for (int d = 0; d < dp; d += 16) store(row + d, f32_to_bf16(load<f32x16>(k + d)));
+    for (int d = 0; d < dp; ++d) ((uint16_t*)block.k)[d * kPage + slot] = row[d];
+  } else {
+    uint8_t row[1024], *to = (uint8_t*)block.k + slot;
+    for (int d = 0; d < dp; d += kLatentGroup) {
+      float* p = block.parameters + d / kLatentGroup * 2 * kPage + slot;
+      const int n = dp - d < kLatentGroup ? dp - d : kLatentGroup;
+      kv_quantize(k + d, n, F == kLatent8 ? 255.0f : 15.0f, row + d, p, p + kPage);
+    }
+    if (F == kLatent8)
+      for (int d = 0; d < dp; ++d) to[d * kPage] = row[d];
+    else
+      for (int d = 0; d < dp / 2; ++d) to[d * kPage] = (uint8_t)(row[d] | row[d + dp / 2] << 4);
+  }
+}
+
 // Writes one head's k and v ([dp], zero-padded) into slot `slot` of its block.
 template <KvFormat F>
 QC_INLINE void kv_append(const KvBlock& block, int slot, const float* k, const float* v, int dp) {
-  if constexpr (F == kKv32) {
+  if constexpr (is_latent(F)) {
+    latent_append<F>(block, slot, k, dp);
+  } else if constexpr (F == kKv32) {
     float* to = (float*)block.k + slot;
     for (int d = 0; d < dp; ++d) to[d * kPage] = k[d];
     memcpy((float*)block.v + slot * dp, v, (size_t)dp * sizeof(float));
