@@ -43,22 +43,34 @@ TABLE, PAGE = RESULTS / "families.json", RESULTS / "families.md"
 Row = dict[str, Any]
 
 
-def save_random(kind: str, settings: Settings, path: Path, seed: int = 0) -> Any:
-    """A model of transformers' type `kind`, every parameter random, saved at `path` and read back from there."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def auto_class(kind: str) -> Any:
+    """transformers' class that makes models of the type `kind`."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return AutoModelForCausalLM if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForImageTextToText
+
+
+def random_model(kind: str, settings: Settings, seed: int = 0) -> Any:
+    """A model of transformers' type `kind`, every parameter random."""
+    from transformers import AutoConfig
 
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, **settings)
-    module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    module = auto_class(kind).from_config(AutoConfig.for_model(kind, **settings), dtype=torch.float32)
     with torch.no_grad():
         for parameter in module.parameters():
             flat = parameter.dim() < 2
             parameter.normal_(0.5 if flat else 0.0, 0.3 if flat else parameter.shape[-1] ** -0.5)
-    module.save_pretrained(path)
+    return module
+
+
+def save_random(kind: str, settings: Settings, path: Path, seed: int = 0) -> Any:
+    """A random model of the type `kind`, saved at `path` and read back from there."""
+    random_model(kind, settings, seed).save_pretrained(path)
     # Written out, since some versions of transformers leave soft caps out otherwise. Falcon's alone is wrong then:
     # its biases by position are added twice.
     attention = "sdpa" if kind == "falcon" else "eager"
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention).eval()
+    return auto_class(kind).from_pretrained(path, dtype=torch.float32, attn_implementation=attention).eval()
 
 
 def tokens(batch: int, length: int, vocabulary: int) -> Tensor:

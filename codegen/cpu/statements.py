@@ -45,6 +45,7 @@ _UNARY = {
     "sigmoid": "kSigmoid",
     "mish": "kMish",
     "elu": "kElu",
+    "softplus": "kSoftplus",
 }
 _ROLE_TYPES = {"scale": "float", "columns": "int32_t", "starts": "int32_t"}
 """C++ element type of packed weight parts by role; uint8_t for the others."""

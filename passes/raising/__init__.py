@@ -179,6 +179,7 @@ HANDLERS: Mapping[str, tuple[Handler, ...]] = {
     "rms_norm": (norms.rms_norm,),
     "sigmoid": (activations.activation,),
     "silu": (activations.activation,),
+    "softplus": (activations.activation,),
     "tanh": (activations.activation,),
     # products with weights, and attention
     "addmm": (linear.addmm,),

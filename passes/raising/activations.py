@@ -20,7 +20,9 @@ Term = tuple[float, int, list[Any]]
 
 def activation(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
     """An activation that is one operator, with its usual settings."""
-    if any(getattr(a, name, 1) != 1 for name in ("alpha", "scale", "input_scale")):  # arguments of elu
+    if any(getattr(a, name, 1) != 1 for name in ("alpha", "scale", "input_scale", "beta")):  # of elu and softplus
+        return None
+    if getattr(a, "threshold", 20) < 20:  # the bend that it cuts off is no longer lost by rounding
         return None
     kind = "gelu_tanh" if getattr(a, "approximate", "none") == "tanh" else operator_name(node)
     return _apply(facts, build, node, a.positional[0], "unary", kind)

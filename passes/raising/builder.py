@@ -100,6 +100,11 @@ class Builder:
             return self.weight(weight)
         return self._derived(weight, "flat", (value.numel(),), lambda w: w.flatten().float())  # also of whole numbers
 
+    def spread(self, weight: fx.Node, size: int) -> fx.Node:
+        """`weight` [H] (other dimensions have size 1) as [H * size], each element `size` times in a row."""
+        count = weight.meta["val"].numel() * size
+        return self._derived(weight, f"each{size}", (count,), lambda w: w.flatten().float().repeat_interleave(size))
+
     def transposed(self, weight: fx.Node) -> fx.Node:
         """`weight` [K, N] as [N, K]; undoes a transpose instead of adding one."""
         dims = [d % 2 for d in weight.args[1:3]] if operator_name(weight) == "transpose" else []  # type: ignore[operator]

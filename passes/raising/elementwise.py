@@ -12,6 +12,7 @@ from qcompile.passes.raising.builder import Builder, working_sizes
 from qcompile.passes.raising.facts import Constant, Facts, Known
 from qcompile.passes.raising.nodes import Arguments, is_call, unsupported
 from qcompile.passes.raising.rotary import as_rotary, rotated
+from qcompile.passes.raising.slots import is_one_slot
 from qcompile.passes.raising.values import Value, identity
 
 
@@ -104,55 +105,66 @@ def clamp(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
 
 
 def _combine(build: Builder, name: str, a: Value, b: Value, node: Any) -> Known:
-    """qcompile::name of two raised tensors with the same layout, feature by feature."""
+    """qcompile::name of two raised tensors, feature by feature; features that both lack are repeated."""
     aligned = values.align(a, b)
-    if aligned is None or not (a.sizes == b.sizes == aligned[1].shape[1:]):
+    if aligned is None:
         return None
+    dims, left, right = aligned
+    sizes = left.shape[1:]
+    if not a.sizes == b.sizes == sizes:
+        if is_one_slot(a.base) or is_one_slot(b.base):
+            return None
+        a, b = Value(a.base, dims, left), Value(b.base, dims, right)
     own, other = working_sizes(a), working_sizes(b)
-    sizes = own if own == other else (a.count,)  # any layout will do, since the operator is elementwise
-    made = build.call(name, build.emit(a, sizes, node), build.emit(b, sizes, node))
-    return identity(made, aligned[0], a.sizes)
+    shape = own if own == other else (a.count,)  # any layout will do, since the operator is elementwise
+    made = build.call(name, build.emit(a, shape, node), build.emit(b, shape, node))
+    return identity(made, dims, sizes)
 
 
 def with_weight(facts: Facts, build: Builder, name: str, source: fx.Node, weight: fx.Node) -> Known:
-    """A raised tensor times (`name` mul) or plus (add) a weight over its last dimension.
+    """A raised tensor times (`name` mul) or plus (add) a weight over its last dimension, its heads, or both.
 
     The weight becomes an operand of the norm or linear before it if that has none yet. Raises UnsupportedError if its
     shape does not fit.
     """
     value = facts.known[source]
-    fits, by_head = _lies_along(value, weight) if isinstance(value, Value) else (False, False)
-    if not isinstance(value, Value) or not (fits or by_head):
+    lies = _lies_along(value, weight) if isinstance(value, Value) else None
+    if not isinstance(value, Value) or lies is None:
         raise unsupported(source, f"is combined with weight {weight}, which fits neither its features nor its heads")
     if name == "mul" and not value.is_plain():
         value = rotated(facts, build, source, value) or value
     made = build.emit(value, value.sizes, source)
-    operand = build.vector(weight)
+    operand = build.vector(weight) if lies != "heads" else build.spread(weight, value.sizes[1])
     kind, given = str(ops.name_of(made.target)), ops.named(made)
-    if by_head and kind not in ops.NORMS:
-        raise unsupported(source, f"is combined with weight {weight} that differs by head and follows no norm")
+    if lies != "last" and (kind not in ops.NORMS or given["weight"] is not None):
+        made = build.flat(made)  # one weight for each feature of each head
+        kind, given = str(ops.name_of(made.target)), ops.named(made)
     if name == "mul" and kind in ops.NORMS and given["weight"] is None and given.get("bias") is None:
         joined = build.call(kind, given["x"], operand, *made.args[2:])
     elif name == "add" and kind == "layer_norm" and given["bias"] is None:
         joined = build.call("layer_norm", given["x"], given["weight"], operand, given["eps"])
     elif name == "add" and kind == "linear" and given["bias"] is None:
         joined = build.call("linear", given["x"], given["weight"], operand)
-    elif by_head:
-        raise unsupported(source, f"is combined with weight {weight} that differs by head, after a norm with weights")
     else:
         joined = build.call(name, made, operand)
     return identity(joined, value.dims, value.sizes)
 
 
-def _lies_along(value: Value, weight: fx.Node) -> tuple[bool, bool]:
-    """Whether a weight's elements match the last dimension of `value`, or its heads and their features."""
+def _lies_along(value: Value, weight: fx.Node) -> str | None:
+    """Whether a weight's elements match the "last" dimension of `value`, its "heads", or "both"; None: neither."""
     sizes = weight.meta["val"].shape
     wide = [place for place, size in enumerate(reversed(sizes)) if size != 1]
     own = [place for place, axes in enumerate(reversed(value.dims)) if axes == "F"]
     shape = tuple(size for size in sizes if size != 1)
     if value.dims[-1] != "F" or len(sizes) > len(value.dims):
-        return False, False
-    return wide == [0] and shape == value.sizes[-1:], wide == own and len(own) == 2 and shape == value.sizes
+        return None
+    if wide == [0] and shape == value.sizes[-1:]:
+        return "last"
+    if len(own) != 2 or is_one_slot(value.base):
+        return None
+    if wide == own and shape == value.sizes:
+        return "both"
+    return "heads" if wide == own[1:] and shape == value.sizes[:1] else None
 
 
 def _has_base(known: Known) -> bool:

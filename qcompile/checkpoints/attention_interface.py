@@ -62,7 +62,7 @@ def _powers(limit: int) -> list[int]:
 
 
 def attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [B, H, T, D], key and value [B, Hk, T, D] -> [B, T, H, D]."""
     named = ("sliding_window", "softcap", "s_aux", "scaling", "dropout")
@@ -74,10 +74,10 @@ def attention(
         raise UnsupportedError(f"attention option {(unknown or ['dropout'])[0]} is not supported")
     if options.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise UnsupportedError("attention is not causal")
-    if not isinstance(mask, _Mask):
+    if not isinstance(attention_mask, _Mask):
         raise OwnAttention("attention makes its mask in its own way")
-    if window not in (None, 0, mask.window) and mask.window:
-        raise UnsupportedError(f"attention has a window of {window}, its mask one of {mask.window}")
+    if window not in (None, 0, attention_mask.window) and attention_mask.window:
+        raise UnsupportedError(f"attention has a window of {window}, its mask one of {attention_mask.window}")
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))  # [B, T, H, D]
     scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return ops.op("attention")(q, k, v, scale, mask.window, float(softcap or 0.0), sinks), None
+    return ops.op("attention")(q, k, v, scale, attention_mask.window, float(softcap or 0.0), sinks), None

@@ -71,6 +71,7 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "mish": torch.nn.functional.mish,
     "elu": torch.nn.functional.elu,
+    "softplus": torch.nn.functional.softplus,
 }
 
 

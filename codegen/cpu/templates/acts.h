@@ -2,7 +2,7 @@
 #pragma once
 #include "vec.h"
 
-enum UnaryKind { kSilu, kGelu, kGeluTanh, kGeluQuick, kRelu, kRelu2, kTanh, kSigmoid, kMish, kElu };
+enum UnaryKind { kSilu, kGelu, kGeluTanh, kGeluQuick, kRelu, kRelu2, kTanh, kSigmoid, kMish, kElu, kSoftplus };
 
 QC_INLINE f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + vexp(-x)); }
 QC_INLINE f32x16 vtanh(f32x16 x) { return 1.0f - 2.0f / (vexp(x * 2.0f) + 1.0f); }
@@ -33,6 +33,19 @@ QC_INLINE f32x16 mish(f32x16 x) {
   return x * (y / (y + 2.0f));
 }
 
+// log(1 + e^x) = max(x, 0) + log(1 + e^-|x|); the logarithm is 2 artanh(w / (w + 2)), a series of odd powers of at most
+// a third, which keeps the digits of results near 0.
+QC_INLINE f32x16 softplus(f32x16 x) {
+  const f32x16 w = vexp(-vabs(x)), z = w / (w + 2.0f), y = z * z;
+  f32x16 p = y * (2.0f / 13) + 2.0f / 11;
+  p = p * y + 2.0f / 9;
+  p = p * y + 2.0f / 7;
+  p = p * y + 2.0f / 5;
+  p = p * y + 2.0f / 3;
+  p = p * y + 2.0f;
+  return vmax(x, splat(0.0f)) + p * z;
+}
+
 QC_INLINE f32x16 unary(UnaryKind kind, f32x16 x) {
   switch (kind) {
     case kSilu: return x / (1.0f + vexp(-x));
@@ -45,6 +58,7 @@ QC_INLINE f32x16 unary(UnaryKind kind, f32x16 x) {
     case kSigmoid: return sigmoid(x);
     case kMish: return mish(x);
     case kElu: return select(x > 0.0f, x, vexpm1(vmin(x, splat(0.0f))));
+    case kSoftplus: return softplus(x);
   }
   return x;
 }

@@ -35,6 +35,7 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "mish": F.mish,
     "elu": F.elu,
+    "softplus": F.softplus,
 }
 
 

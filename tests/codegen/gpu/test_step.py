@@ -196,6 +196,27 @@ def test_xielu_interpreted() -> None:
     interpreted(__name__, "interpret_xielu()")
 
 
+def interpret_softplus() -> None:
+    """A few roundings of the result, however small it is."""
+    from qcompile.codegen.gpu.compile import load
+
+    sizes = torch.logspace(-6, 1.6, 88)
+    x, found = torch.stack((-sizes, sizes)), torch.zeros(2, 88)
+    wanted = ops.UNARY["softplus"](x.double(), threshold=100)
+    load(RowSpec(88, 88, 88, unary="softplus").kernel(80))[2, 1, 1](x, found)
+    assert ((found - wanted).abs() <= 1e-6 * wanted).all()  # e^x itself is good to about 5e-7 at -40
+
+
+def test_softplus_interpreted() -> None:
+    interpreted(__name__, "interpret_softplus()")
+
+
+@pytest.mark.parametrize("target", ["a100", "l40s", "h200", "b200"])
+def test_softplus_compiles(target: str) -> None:
+    needs_triton()
+    compile_kernel(RowSpec(88, 88, 88, unary="softplus").kernel(TARGETS[target].capability), TARGETS[target].capability)
+
+
 @pytest.mark.parametrize("target", ["a100", "l40s", "h200", "b200"])
 def test_xielu_compiles(target: str) -> None:
     needs_triton()

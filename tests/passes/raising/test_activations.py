@@ -63,6 +63,7 @@ def test_a_gelu_that_is_written_out_is_one(style: str) -> None:
         ("mish", lambda x: x * torch.tanh(F.softplus(x))),
         ("mish", lambda x: F.softplus(x).tanh() * x),
         ("elu", F.elu),
+        ("softplus", F.softplus),
     ],
 )
 def test_activations_of_one_operator(kind: str, curve: Curve) -> None:
@@ -77,6 +78,8 @@ OTHERS: dict[str, Curve] = {
     "steeper mish": lambda x: x * torch.tanh(F.softplus(x, 2.0)),
     "mish that ends early": lambda x: x * torch.tanh(F.softplus(x, 1.0, 0.5)),
     "mish of others": lambda x: x * torch.tanh(F.softplus(x.flip(-1))),
+    "steeper softplus": lambda x: F.softplus(x, 2.0),
+    "softplus that ends early": lambda x: F.softplus(x, 1.0, 0.5),
     "deeper elu": lambda x: F.elu(x, 0.5),
     "slope": lambda x: bent(x, slope=0.8),
     "cube": lambda x: bent(x, cube=0.0447),

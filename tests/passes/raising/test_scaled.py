@@ -106,9 +106,10 @@ def test_weights_behind_the_rotation_are_those_of_queries(weights: str, norm: bo
     assert exact(graph, module)
 
 
-def test_weights_that_differ_by_head_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="differs by head"):
-        raise_module(scaled(factor=None, weights="q", shape=HEADS))
+def test_weights_that_differ_by_head() -> None:
+    module = scaled(factor=None, weights="q", shape=HEADS)
+    graph = raise_module(module)
+    assert used(graph)["mul"] == 1 and exact(graph, module)
 
 
 # ---- functions of the position ------------------------------------------------------------------------
